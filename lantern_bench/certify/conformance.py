@@ -6,15 +6,13 @@ random tokens: no trained weights are needed. A mistake that both ways share sho
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from lantern_bench.decoding.neighbours import SPACES, in_space
@@ -33,7 +31,8 @@ _PICTURES, _ORDERS = 48, 999
 
 Rows: TypeAlias = list[Tensor]
 """Logits [B, N, V] with the prompt and, where there are any, without it."""
-Pairs: TypeAlias = dict[str, tuple[Tensor, Tensor]]
+Gaps: TypeAlias = dict[str, float]
+"""How far two ways to the same logits are apart, by what they are logits of."""
 
 
 class Check(NamedTuple):
@@ -93,14 +92,8 @@ def check_model(
     line_length = width + (model.target.image_tokens - height * width) // height
     length = min(model.target.image_tokens, tokens or max(2 * line_length + 2, 32))
     checks = _Checks(model, [prompts[0], prompts[-1]], length, tolerance, generator)
-    return [
-        checks.logits(reference),
-        checks.cache(),
-        checks.tree(),
-        checks.forced_tokens(),
-        checks.guidance(),
-        checks.codebook(),
-    ]
+    others = [checks.cache, checks.tree, checks.forced_tokens, checks.guidance, checks.codebook]
+    return [checks.logits(reference), *(check() for check in others)]
 
 
 class _Checks:
@@ -133,22 +126,20 @@ class _Checks:
             reference = Reference(condition, self.tokens, *self.model.reference(condition, self.tokens, True))
         if reference is None:
             return Check("logits", "none", None, None, "no reference: give --reference FILE.npz")
-        tokens, vocab_size = reference.tokens.to(self.target.device), self.target.vocab_size
-        n, lowest, highest = tokens.shape[1], int(tokens.min()), int(tokens.max())
-        if n > self.target.image_tokens or not 0 <= lowest <= highest < vocab_size:
-            ours = f"an image here has {self.target.image_tokens}, from 0 to {vocab_size - 1}"
-            about = f"{source} has {n} tokens from {lowest} to {highest}; {ours}"
+        tokens, most, vocab_size = reference.tokens, self.target.image_tokens, self.target.vocab_size
+        (n, width), lowest, highest = reference.cond.shape[1:], int(tokens.min()), int(tokens.max())
+        if n > most or lowest < 0 or highest >= vocab_size or width != vocab_size:
+            theirs = f"{source} has {n} tokens from {lowest} to {highest} and {width} logits a token"
+            about = f"{theirs}; an image here has {most} tokens, from 0 to {vocab_size - 1}"
             return Check("logits", "fail", None, None, about)
-        if reference.cond.shape[2] != vocab_size:
-            about = f"{source} has {reference.cond.shape[2]} logits a token; the target has {vocab_size}"
-            return Check("logits", "fail", None, None, about)
-        scores = teacher_forced(self.target, reference.condition, tokens, reference.uncond is not None).logits
-        pairs = _pairs("", _rows(scores), _rows(reference))
-        return self._compared("logits", pairs, f"along {n} tokens against {source}")
+        is_guided, tokens = reference.uncond is not None, tokens.to(self.target.device)
+        scores = teacher_forced(self.target, reference.condition, tokens, is_guided).logits
+        gaps = _gaps("", _rows(scores), _rows(reference))
+        return self._compared("logits", gaps, f"along {n} tokens against {source}")
 
     def cache(self) -> Check:
         """Compare token by token through the cache with a forward without one (where the target has one)."""
-        pairs: Pairs = {}
+        gaps: Gaps = {}
         against = "a chain in one forward"
         zero = torch.zeros(1, 1, dtype=torch.int64, device=self.tokens.device)
         for image, condition in enumerate(self.conditions):
@@ -161,12 +152,12 @@ class _Checks:
             theirs, fresh = self.chains[image], self.target.logits_without_cache(condition, tokens, True)
             if fresh is not None:
                 theirs, against = [row for row in fresh if row is not None], "a fresh forward without a cache"
-            pairs |= _pairs(f"image {image} ", ours, theirs)
-        return self._compared("cache", pairs, f"{self.tokens.shape[1]} tokens one at a time against {against}")
+            gaps |= _gaps(f"image {image} ", ours, theirs)
+        return self._compared("cache", gaps, f"{self.tokens.shape[1]} tokens one at a time against {against}")
 
     def tree(self) -> Check:
         """Compare two trees in a row, of two images that keep different paths, with a chain for each path."""
-        device, pairs = self.target.device, Pairs()
+        device, gaps = self.target.device, Gaps()
         session = self.target.session(2, True, len(_TREE.parents))
         session.prefill(self.model.condition(self.prompts))
         leaves = [node for node in range(len(_TREE.parents)) if not (_TREE.parents == node).any()]
@@ -180,15 +171,14 @@ class _Checks:
                 chain = self._chain(image, torch.tensor([*committed[image], *drawn[image, path].tolist()]))
                 first = len(committed[image]) + 1
                 theirs = [row[0, first : first + len(path)] for row in chain]
-                name = f"image {image}, tree {step}, node {leaf} "
-                pairs |= _pairs(name, [row[image, path] for row in rows], theirs)
+                gaps |= _gaps(f"image {image}, tree {step}, node {leaf} ", [row[image, path] for row in rows], theirs)
             paths = torch.full((2, _TREE.max_depth + 1), -1)
             for image, nodes in enumerate(_PATHS):
                 paths[image, : len(nodes) + 1] = torch.tensor([0, *nodes])
                 committed[image] += drawn[image, [0, *nodes]].tolist()
             counts = torch.tensor([len(nodes) + 1 for nodes in _PATHS])
             session.commit(paths.to(device), counts.to(device))
-        return self._compared("tree", pairs, "two trees of two images against a chain for each path")
+        return self._compared("tree", gaps, "two trees of two images against a chain for each path")
 
     def forced_tokens(self) -> Check:
         """Check that an image has one for each token beyond its codes, certain there and impossible elsewhere."""
@@ -213,7 +203,15 @@ class _Checks:
         """Check the rows of guidance: the prompt moves the first, and neither depends on the other."""
         if any(len(rows) == 1 for rows in self.chains):
             return Check("guidance", "fail", None, None, "a guided session gives no logits without the prompt")
-        moved = [self._moved(condition) for condition in self._other_conditions()]
+        moved = []
+        for text in dict.fromkeys(self.other_prompts):
+            try:
+                condition = self.model.condition([text])
+            except UserError:  # classes have no words
+                continue
+            if text != self.prompts[0]:
+                scores = teacher_forced(self.target, condition, self.tokens[:1], True).logits
+                moved.append([_gap(*pair) for pair in zip(_rows(scores), self.chains[0], strict=True)])
         if not moved:
             return Check("guidance", "none", None, None, "needs two different prompts")
         # In some models a longer prompt moves both rows: the clearest pair of prompts counts.
@@ -221,20 +219,23 @@ class _Checks:
         about = f"another prompt moves logits by {most:.2g} with it and {least:.2g} without it"
         if not most > least:
             return Check("guidance", "fail", least, most, f"{about}: rows swapped?")
-        pairs: Pairs = {}
+        gaps: Gaps = {}
         zero = torch.zeros(1, 1, dtype=torch.int64, device=self.tokens.device)
         for image, condition in enumerate(self.conditions):
             tokens, (cond, uncond) = self.tokens[image : image + 1], self.chains[image]
             alone = teacher_forced(self.target, condition, tokens, False).logits.cond
-            pairs[f"image {image} unguided"] = (alone, cond)
+            gaps[f"image {image} unguided"] = _gap(alone, cond)
             session = self.target.session(1, True, 1)
             session.prefill(condition)
             guided = session.score_guided(tokens[:, :1], zero, zero[None] == 0, 3.0)[0]
-            pairs[f"image {image} guided"] = (guided, guide(cond[:, 1:2], uncond[:, 1:2], 3.0))
-        return self._compared("guidance", pairs, about)
+            gaps[f"image {image} guided"] = _gap(guided, guide(cond[:, 1:2], uncond[:, 1:2], 3.0))
+        return self._compared("guidance", gaps, about)
 
     def codebook(self) -> Check:
         """Check that pictures of near codes are alike: more so than with the codebook's rows in other orders."""
+        from scipy.spatial.distance import squareform
+        from scipy.stats import rankdata
+
         codes = self.model.codebook
         if codes is None:
             return Check("codebook", "none", None, None, "the model has no tokenizer")
@@ -254,24 +255,17 @@ class _Checks:
         if np.ptp(shown) == 0:
             return Check("codebook", "none", None, None, "all pictures are alike")
         near = [torch.pdist(in_space(codes, space)[chosen.to(codes.device)]).cpu().numpy() for space in SPACES]
-        noise = np.random.default_rng(self.generator.initial_seed())
-        orders = [np.arange(len(chosen)), *(noise.permutation(len(chosen)) for _ in range(_ORDERS))]
-        ours, *others = np.max([_correlations(shown, distances, orders) for distances in near], axis=0)
-        p = (1 + sum(other >= ours for other in others)) / len(orders)
+        shown_ranks, near_ranks = rankdata(shown), [squareform(rankdata(distances)) for distances in near]
+
+        def correlation(order: Any) -> float:
+            """The rank correlation with the codes in an order, in the space where it is largest."""
+            return max(np.corrcoef(shown_ranks, squareform(ranks[np.ix_(order, order)]))[0, 1] for ranks in near_ranks)
+
+        noise, ours = np.random.default_rng(self.generator.initial_seed()), correlation(np.arange(len(chosen)))
+        as_good = sum(correlation(noise.permutation(len(chosen))) >= ours for _ in range(_ORDERS))
+        p = (1 + as_good) / (1 + _ORDERS)
         about = f"distances of codes and of their pictures: rank correlation {ours:.2f}; p against other orders of rows"
         return Check("codebook", "pass" if p <= 0.01 else "fail", float(p), 0.01, about)
-
-    def _other_conditions(self) -> Iterator[Any]:
-        """Conditions of other prompts than the first."""
-        for text in dict.fromkeys(self.other_prompts):
-            with contextlib.suppress(UserError):  # classes have no words
-                if text != self.prompts[0]:
-                    yield self.model.condition([text])
-
-    def _moved(self, condition: Any) -> list[float]:
-        """How far a condition moves each row of logits, along the tokens of the first image."""
-        scores = teacher_forced(self.target, condition, self.tokens[:1], True).logits
-        return [_gap(*pair) for pair in zip(_rows(scores), self.chains[0], strict=True)]
 
     def _tree_tokens(self, committed: Sequence[int]) -> Tensor:
         """Tokens for the nodes of the tree behind the committed ones, forced ones at their positions."""
@@ -285,12 +279,11 @@ class _Checks:
         chain[0, : len(tokens)] = tokens.to(chain.device)
         return _rows(teacher_forced(self.target, self.conditions[image], chain, True).logits)
 
-    def _compared(self, check: str, pairs: Pairs, about: str) -> Check:
-        gaps = {name: _gap(*pair) for name, pair in pairs.items()}
+    def _compared(self, check: str, gaps: Gaps, about: str) -> Check:
         worst = max(gaps, key=lambda name: gaps[name])
-        passed = gaps[worst] <= self.tolerance
-        about = about if passed else f"{about}; worst: {worst}"
-        return Check(check, "pass" if passed else "fail", gaps[worst], self.tolerance, about)
+        if gaps[worst] <= self.tolerance:
+            return Check(check, "pass", gaps[worst], self.tolerance, about)
+        return Check(check, "fail", gaps[worst], self.tolerance, f"{about}; worst: {worst}")
 
 
 def _rows(scores: Logits | Reference) -> Rows:
@@ -298,10 +291,10 @@ def _rows(scores: Logits | Reference) -> Rows:
     return [row.clone() for row in (scores.cond, scores.uncond) if row is not None]
 
 
-def _pairs(name: str, ours: Rows, theirs: Rows) -> Pairs:
-    """The rows that both have, by a name for each."""
+def _gaps(name: str, ours: Rows, theirs: Rows) -> Gaps:
+    """The gap of each row that both have."""
     rows = zip(("with the prompt", "without it"), ours, theirs, strict=False)
-    return {name + row: (a, b) for row, a, b in rows}
+    return {name + row: _gap(a, b) for row, a, b in rows}
 
 
 def _gap(ours: Tensor, theirs: Tensor) -> float:
@@ -314,16 +307,3 @@ def _gap(ours: Tensor, theirs: Tensor) -> float:
     if not counts.any():
         return 0.0
     return float((ours - theirs)[counts].abs().max() / theirs[counts].abs().max().clamp_min(1e-6))
-
-
-def _correlations(
-    shown: NDArray[np.float32], distances: NDArray[np.float32], orders: Sequence[NDArray[np.int64]]
-) -> list[float]:
-    """Rank correlations of distances of pictures and of codes, with the codes in each order."""
-    ranks, code_ranks = ((rank := values.argsort().argsort()) - rank.mean() for values in (shown, distances))
-    upper = np.triu_indices(len(orders[0]), 1)
-    square = np.zeros((len(orders[0]), len(orders[0])))
-    square[upper] = code_ranks
-    square += square.T
-    scale = np.linalg.norm(ranks) * np.linalg.norm(code_ranks)
-    return [float(ranks @ square[order][:, order][upper] / scale) for order in orders]

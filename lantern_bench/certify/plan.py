@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from lantern_bench.config.experiment import Cell, ResolvedExperiment, load_experiment
 from lantern_bench.config.parse_experiment import Overrides
@@ -50,52 +50,41 @@ def plan_certificate(
     resolved = load_experiment(experiment, defaults_of, overrides)
     check_neighbours(resolved)
     relaxed = tuple(cell for cell in resolved.cells if not cell.decoding.rule_row.lossless)
-    check_cells(relaxed)
     if not relaxed:
         raise UserError(f"{experiment}: has no relaxed cell", "Give another --experiment, or other --modes.")
-    prompts = load_prompts(resolved.settings.prompts, model)
-    return Measurement(model.name, resolved, relaxed, prompts, sizes)
+    return _measurement(resolved, relaxed, sizes)
 
 
 def plan_audit(resolved: ResolvedExperiment, sizes: Sizes) -> Measurement:
     """Plan the audit of cells that `audited_cells` lists; raises `UserError`, imports no torch."""
-    for cell in resolved.cells:
+    claims = tuple(map(claim_of, resolved.cells))
+    return _measurement(resolved, tuple(claim.cell for claim in claims if not claim.is_lossless), sizes, claims)
+
+
+def _measurement(
+    resolved: ResolvedExperiment, relaxed: tuple[Cell, ...], sizes: Sizes, claims: tuple[Claim, ...] = ()
+) -> Measurement:
+    for cell in (*relaxed, *(claim.cell for claim in claims)):
         if cell.decoding.greedy:
             problem = f"{cell.cell_id}: at temperature 0 there is no distribution to test"
             raise UserError(problem, "Give a --temperature above 0.")
-    claims = tuple(map(claim_of, resolved.cells))
-    relaxed = tuple(claim.cell for claim in claims if not claim.is_lossless)
     model = model_of(resolved.settings.model[0])
     prompts = load_prompts(resolved.settings.prompts, model)
     return Measurement(model.name, resolved, relaxed, prompts, sizes, claims)
-
-
-def check_cells(cells: Sequence[Cell]) -> None:
-    """Raise `UserError` where emitted TV is undefined: at temperature 0, and without drafts."""
-    for cell in cells:
-        if cell.decoding.greedy:
-            raise UserError(f"{cell.cell_id}: emitted TV is not defined at temperature 0", "Give a --temperature.")
-        if not cell.decoding.drafts:
-            raise UserError(f"{cell.cell_id}: drafts nothing and has no emitted TV", "Leave the mode ar out.")
 
 
 class Claim(NamedTuple):
     """The claim about the tokens of a cell."""
 
     cell: Cell
-    claim: Literal["lossless", "relaxed"]
     form: str = ""  # the values in which the cell differs from its mode
     source: str = ""  # arXiv number
     is_ours: bool = True  # False: the form of the authors' code, where it is not ours
 
     @property
     def is_lossless(self) -> bool:
-        """Whether the claim says lossless."""
-        return self.claim == "lossless"
-
-    def columns(self) -> dict[str, Any]:
-        """Return the columns of `audit` that no test decides."""
-        return self.cell.columns() | {"form": self.form or None, "claim": self.claim, "source": self.source or None}
+        """Whether the claim says lossless; else it says relaxed."""
+        return self.cell.decoding.rule_row.lossless
 
 
 def audited_cells() -> list[dict[str, Any]]:
@@ -114,7 +103,6 @@ def claim_of(cell: Cell) -> Claim:
     has_own_rule, forms = rule.name == mode.rule, (*mode.published, *mode.variants)
     matching = [values for values in forms if all(decoding.value(key) == value for key, value in values.items())]
     values = {**({} if has_own_rule else {"rule": rule.name}), **(matching[0] if matching else {})}
-    claim: Literal["lossless", "relaxed"] = "lossless" if rule.lossless else "relaxed"
     source = mode.source if has_own_rule and mode.source else rule.source
     is_ours = not matching or matching[0] not in mode.published
-    return Claim(cell, claim, ", ".join(f"{key} {value}" for key, value in values.items()), source, is_ours)
+    return Claim(cell, ", ".join(f"{key} {value}" for key, value in values.items()), source, is_ours)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from lantern_bench.certify.plan import Claim
@@ -32,16 +32,16 @@ def cost_rows(places: Iterable[Row]) -> Iterator[dict[str, Any]]:
     for rows in cells.values():
         prompts = [str(row["prompt_id"]) for row in rows]
         above = [float(row["emitted_tv"]) for row in rows]
-        crossed = [row.get("emitted_tv_crossed") for row in rows]
-        below = [high if low is None else float(low) for high, low in zip(above, crossed, strict=True)]
+        is_exact = any(row.get("emitted_tv_crossed") is None for row in rows)
+        below = above if is_exact else [float(row["emitted_tv_crossed"]) for row in rows]
         middle = [(high + low) / 2 for high, low in zip(above, below, strict=True)]
         mean = _between(below, middle, above, prompts)
+        moved = [float(row["moved_mass"]) for row in rows if row.get("moved_mass") is not None]
         cell: dict[str, Any] = {column.name: rows[0].get(column.name) for column in CELL_COLUMNS}
         cell |= {"places": len(rows), "prompts": len(set(prompts)), **mean.columns("emitted_tv")}
         cell |= {"emitted_tv_median": median(middle), "emitted_tv_max": max(middle)}
-        cell["emitted_tv_crossed"] = None if None in crossed else sum(below) / len(below)
-        moved = [float(row["moved_mass"]) for row in rows if row.get("moved_mass") is not None]
-        cell["moved_mass"] = sum(moved) / len(moved) if moved else None
+        cell["emitted_tv_crossed"] = None if is_exact else fmean(below)
+        cell["moved_mass"] = fmean(moved) if moved else None
         delta = cell["delta"]
         if delta is not None:
             low, share, high = ([float(tv > delta) for tv in values] for values in (below, middle, above))
@@ -65,7 +65,6 @@ LEVEL = 1e-3
 BROKEN = 1e-6
 """The p-value that an audit must find, on the tables, for what is broken on purpose."""
 _ROUNDING = 1e-5
-_EDGE, _OUTSIDE = "left out: rounding may change whether they pass the filter", "that the target cannot give"
 
 
 @dataclass(frozen=True)
@@ -80,11 +79,6 @@ class TrialResult:
     edge: int = 0  # tokens that are not tested, because rounding may change whether they pass the filters
     impossible: int = 0  # tokens that the target cannot give
     tv: tuple[float, float] | None = None  # on the tables: how far the tokens are off, two estimates
-
-    @property
-    def smallest(self) -> float:
-        """The smallest p-value."""
-        return min(self.p_values.values())
 
     @property
     def too_few_tested(self) -> bool:
@@ -112,19 +106,20 @@ def whole_image_rows(model: str, results: Sequence[TrialResult]) -> tuple[list[d
             row = {"model": model, "setting": result.setting, "broken": result.broken, "test": test, "p_value": p}
             row |= {"p_holm": corrected[test], "images": result.images, "tokens": result.tokens}
             tests.append(row | {"edge_tokens": result.edge})
-        checks.append(_whole_image_check(model, result, corrected, len(family)))
+        lowest = min(result.p_values, key=lambda test: result.p_values[test])
+        checks.append(_whole_image_check(model, result, lowest, corrected[lowest], len(family)))
     return checks, tests
 
 
-def _whole_image_check(model: str, result: TrialResult, corrected: Mapping[str, float], count: int) -> dict[str, Any]:
-    """The row of a trial: its smallest p-value, corrected for `count` tests, beside the bar."""
-    lowest = min(corrected, key=lambda test: result.p_values[test])
-    p = corrected[lowest]
+def _whole_image_check(model: str, result: TrialResult, lowest: str, p: float, count: int) -> dict[str, Any]:
+    """The row of a trial: the p-value of its test `lowest`, corrected for `count` tests, beside the bar."""
     notes = [f"{lowest}: p = {result.p_values[lowest]:.2g}"]
-    for tokens, reason in ((result.edge, _EDGE), (result.impossible, _OUTSIDE)):
-        notes += [f"{tokens} tokens {reason}"] if tokens else []
+    if result.edge:
+        notes.append(f"{result.edge} tokens left out: rounding may change whether they pass the filter")
+    if result.impossible:
+        notes.append(f"{result.impossible} tokens that the target cannot give")
     if result.broken is None:
-        figure = f"smallest of {len(corrected)} p-values, corrected for {count}"
+        figure = f"smallest of {len(result.p_values)} p-values, corrected for {count}"
         row = _row(model, "whole images follow the target", result.setting, figure, p, result.images)
         row |= _verdict(f"> {LEVEL:g}", p > LEVEL)
         if row["passed"] == "yes" and result.too_few_tested:
@@ -149,7 +144,7 @@ def audit_rows(
     tests = []
     for is_lossless in (True, False):
         alike = [result for claim, results in audited if claim.is_lossless is is_lossless for result in results]
-        tests += whole_image_rows(model, alike)[1] if alike else []
+        tests += whole_image_rows(model, alike)[1]
     lowest: dict[str, float] = {}
     for test in tests:
         if test["broken"] is None:
@@ -157,14 +152,12 @@ def audit_rows(
     cost_of = {row["cell_id"]: row for row in costs}
     rows = []
     for claim, results in audited:
-        row = _audit_row(claim, results, lowest, model)
-        cost = cost_of.get(row["cell_id"], {})
-        row |= {name: cost.get(name) for name in ("emitted_tv", "emitted_tv_low", "emitted_tv_high")}
-        rows.append(row | {"note": cost.get("note")})
+        cost = cost_of.get(claim.cell.cell_id, {})
+        copied = ("emitted_tv", "emitted_tv_low", "emitted_tv_high", "note")
+        rows.append(_audit_row(claim, results, lowest, model) | {name: cost.get(name) for name in copied})
     return rows, tests
 
 
-_ON_TABLES = ("first", "joint", "later")
 _VERDICTS = {
     (True, True): "lossless: no difference found",
     (True, False): "claimed lossless, measured: not",
@@ -176,20 +169,22 @@ _VERDICTS = {
 def _audit_row(claim: Claim, results: Sequence[TrialResult], lowest: Mapping[str, float], model: str) -> dict[str, Any]:
     """The row of a claim; `lowest` has the smallest corrected p-value by setting."""
     right = [result for result in results if result.broken is None]
-    broken = [result for result in results if result.broken is not None]
+    broken = [(result, min(result.p_values.values())) for result in results if result.broken is not None]
     on_tables, p = right[0], min(lowest[result.setting] for result in right)
     follows_target = p > LEVEL
-    tv = None if follows_target else on_tables.tv
-    power = max((result.smallest for result in broken if result.tv), default=None)
+    power = max((smallest for result, smallest in broken if result.tv), default=None)
     is_weak = (power or 0.0) >= BROKEN or any(result.too_few_tested for result in right)
     passed = "NO" if not follows_target else "weak" if is_weak else "yes"
-    row = {**claim.columns(), "verdict": _VERDICTS[claim.is_lossless, follows_target], "p_holm": p}
-    row |= {f"p_{name}": p for name, p in zip(_ON_TABLES, on_tables.p_values.values(), strict=True)}
+    row = {**claim.cell.columns(), "form": claim.form or None, "source": claim.source or None, "p_holm": p}
+    row |= {"claim": "lossless" if claim.is_lossless else "relaxed"}
+    row |= {"verdict": _VERDICTS[claim.is_lossless, follows_target]}
+    row |= zip(("p_first", "p_joint", "p_later"), on_tables.p_values.values(), strict=True)
     row |= {"table_images": on_tables.images, "power_p": power}
-    row |= {"images": right[1].images, "p_images": right[1].smallest} if right[1:] else {}
+    row |= {"images": right[1].images, "p_images": min(right[1].p_values.values())} if right[1:] else {}
     row |= {"passed": passed if claim.is_lossless and claim.is_ours else None}
+    tv = None if follows_target else on_tables.tv
     row |= (Interval(sum(tv) / 2, *tv) if tv else Interval(None)).columns("table_tv")
-    shown = [f"{result.broken} {result.smallest:.1g}" + ("" if result.tv else f" ({model})") for result in broken]
+    shown = [f"{result.broken} {smallest:.1g}" + ("" if result.tv else f" ({model})") for result, smallest in broken]
     return row | {"broken": "; ".join(shown) or None}
 
 

@@ -8,7 +8,7 @@ cheap: tens of thousands of them show what a few hundred of a network's cannot (
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -67,7 +67,6 @@ class TabularModel(Target):
 class _TargetSession(TargetSession):
     def __init__(self, model: TabularModel, batch: int, guided: bool) -> None:
         self.model, self.batch, self.guided = model, batch, guided
-        self.state = torch.zeros(batch, dtype=torch.int64)
 
     def prefill(self, condition: Any) -> Logits:  # noqa: ARG002
         self.state = torch.zeros(self.batch, dtype=torch.int64)
@@ -105,7 +104,6 @@ class _DrafterSession(DrafterSession):
     def __init__(self, model: TabularModel, batch: int, guided: bool) -> None:
         self.model, self.guided = model, guided
         self.state = torch.zeros(batch, dtype=torch.int64)
-        self.last = torch.zeros(batch, 1, dtype=torch.int64)
 
     def prefill(self, condition: Any, features: Tensor) -> None:  # noqa: ARG002
         self.state = torch.zeros_like(self.state)
@@ -142,68 +140,47 @@ def table_model() -> LoadedModel:
     return LoadedModel("tables", model, model.drafter, pixels, codebook, lambda _: None, {}, (1, TOKENS))
 
 
-class GTests(NamedTuple):
-    """G-tests of the images of one decoding, and two estimates of the TV of three successive tokens.
-
-    The TV is that of the tokens where the tests see most.
-    """
-
-    p_values: dict[str, float]  # by test
-    images: int
-    low: float  # TV by the signs of one half of the images on the differences of the other
-    high: float  # TV that takes noise for a difference
-
-
 def g_tests(
-    model: LoadedModel, decoding: Decoding, images: int, rule: AcceptanceRule | None = None, seed: int = 0
-) -> GTests:
+    decoding: Decoding, images: int, rule: AcceptanceRule | None = None, seed: int = 0
+) -> tuple[dict[str, float], tuple[float, float]]:
     """Test `images` images of the `table_model`, decoded with `rule` in place of the decoding's.
 
     The tests: the first two tokens, of which a step decides the second; the first three; and every later three, the
-    smallest p-value times their number: drafts there come from rows that earlier steps verified.
+    smallest p-value times their number: drafts there come from rows that earlier steps verified. Returns the p-values
+    by test, and two estimates of the TV of three successive tokens, where the tests see most: one that errs downwards
+    and one that errs upwards.
     """
-    engine, tokens = Engine(), []
+    model, engine, tokens = table_model(), Engine(), []
     for start in range(0, images, _BATCH):
         seeds = [record_seed(seed, "tables", image) for image in range(start, min(start + _BATCH, images))]
         decoded = decode(model, None, decoding, generators(model, seeds), engine=engine, rule=rule)
         tokens.append(torch.stack([image.tokens for image in decoded]).long())
-    return _tested(_joint(model.target, decoding), torch.cat(tokens))
+    target: Any = model.target
+    joint = target.distribution(
+        lambda cond, uncond: decoding_probabilities(guide(cond, uncond, decoding.cfg_scale), decoding)
+    )
+    return _tested(joint.view([VOCABULARY] * TOKENS), torch.cat(tokens))
 
 
-def _joint(target: Any, decoding: Decoding) -> Tensor:
-    """The joint distribution of an image's tokens, an axis for each."""
-
-    def p(cond: Tensor, uncond: Tensor) -> Tensor:
-        return decoding_probabilities(guide(cond, uncond, decoding.cfg_scale), decoding)
-
-    return target.distribution(p).view([target.vocab_size] * target.image_tokens)
-
-
-def _tested(joint: Tensor, tokens: Tensor) -> GTests:
+def _tested(joint: Tensor, tokens: Tensor) -> tuple[dict[str, float], tuple[float, float]]:
+    """The results of `g_tests` for tokens [images, N] and their joint distribution, which has an axis for each."""
     windows = [(0, _WINDOW - 1), *((first, first + _WINDOW) for first in range(joint.dim() - _WINDOW + 1))]
-    compared = [_compared(joint, tokens, first, end) for first, end in windows]
-    p_values = [_g_test(observed.sum(axis=0), expected) for observed, expected in compared]
+    compared, p_values = [], []
+    for first, end in windows:
+        others = [axis for axis in range(joint.dim()) if not first <= axis < end]
+        expected = joint.sum(dim=others).flatten().numpy()
+        expected = expected / expected.sum()
+        cells = np.ravel_multi_index(tuple(tokens[:, first:end].T.numpy()), joint.shape[first:end])
+        halves = np.stack([np.bincount(half, minlength=len(expected)) for half in (cells[::2], cells[1::2])])
+        compared.append((halves, expected))
+        p_values.append(_g_test(halves.sum(axis=0), expected))
     tests = {"first tokens": p_values[0], "joint of the first tokens": p_values[1]}
     tests["later windows"] = min(1.0, min(p_values[2:]) * len(p_values[2:]))
     halves, expected = compared[1 + int(np.argmin(p_values[1:]))]
-    difference = _differences(halves.sum(axis=0), expected)
-    first, second = (_differences(half, expected) for half in halves)
+    first, second, both = (counts / max(1, counts.sum()) - expected for counts in (*halves, halves.sum(axis=0)))
+    # Signs of one half of the images on the differences of the other; both together take noise for a difference.
     low = float((np.sign(first) * second + np.sign(second) * first).sum()) / 4.0
-    return GTests(tests, len(tokens), max(0.0, low), 0.5 * float(np.abs(difference).sum()))
-
-
-def _compared(joint: Tensor, tokens: Tensor, first: int, end: int) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Counts [2, cells] of the tokens first to end - 1 in the two halves of the images, and their distribution."""
-    others = [axis for axis in range(joint.dim()) if not first <= axis < end]
-    expected = joint.sum(dim=others).flatten().numpy()
-    cells = (tokens[:, first:end] * VOCABULARY ** torch.arange(end - first - 1, -1, -1)).sum(dim=1).numpy()
-    counts = [np.bincount(half, minlength=len(expected)) for half in (cells[::2], cells[1::2])]
-    return np.stack(counts), expected / expected.sum()
-
-
-def _differences(counts: NDArray[Any], expected: NDArray[Any]) -> NDArray[Any]:
-    differences: NDArray[Any] = counts / max(1, counts.sum()) - expected
-    return differences
+    return tests, (max(0.0, low), 0.5 * float(np.abs(both).sum()))
 
 
 def _g_test(counts: NDArray[Any], expected: NDArray[Any]) -> float:

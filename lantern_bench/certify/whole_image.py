@@ -21,7 +21,8 @@ from lantern_bench.clock import OnProgress, no_progress
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.plan import Prompt, record_seed
 from lantern_bench.decoding.acceptance.rule import AcceptanceRule
-from lantern_bench.decoding.loop import Decoded, decode
+from lantern_bench.decoding.drafting.draft_method import draft_probabilities
+from lantern_bench.decoding.loop import decode
 from lantern_bench.decoding.sampling import broken_distributions, decoding_probabilities, guide
 from lantern_bench.decoding.teacher_forcing import drafts_along, teacher_forced
 from lantern_bench.errors import LogitsError
@@ -76,14 +77,12 @@ def evidence(
     start. `uniforms` [2, B, N] in [0, 1) randomise the probability integral transforms. `tolerance`: see
     `edge_tolerance`.
     """
-    images = []
-    for image in range(len(logits)):  # one after another: float64 over a vocabulary needs memory
+    images, is_start = [], np.zeros(tuple(tokens.shape), dtype=bool)
+    for image, positions in enumerate(starts):  # one after another: float64 over a vocabulary needs memory
         image_q = None if q is None else q[image]
         images.append(_of_image(logits[image], image_q, tokens[image], decoding, uniforms[:, image], tolerance))
-    columns: list[NDArray[Any]] = [torch.stack(column).cpu().numpy() for column in zip(*images, strict=True)]
-    is_start = np.zeros(tuple(tokens.shape), dtype=bool)
-    for image, positions in enumerate(starts):
         is_start[image, list(positions)] = True
+    columns: list[NDArray[Any]] = [torch.stack(column).cpu().numpy() for column in zip(*images, strict=True)]
     return Evidence(*[*columns, is_start])
 
 
@@ -131,11 +130,10 @@ def _sure(logits: Tensor, p: Tensor, decoding: Decoding, tolerance: float) -> tu
     if not decoding.top_k and decoding.top_p >= 1:
         return p > 0, p == 0
     strict_p, loose_p = p, p  # under a filter that is stricter, and under one that is looser
-    if decoding.top_p < 1:
+    if (top_p := decoding.top_p) < 1:
         # Logits that move by a tolerance move the odds of a set by at most its exponential.
-        top_p, factors = decoding.top_p, (math.exp(tolerance), math.exp(-tolerance))
-        moved = [decoding.changed(top_p=top_p / (top_p + (1 - top_p) * factor)) for factor in factors]
-        strict_p, loose_p = (decoding_probabilities(logits, sampling) for sampling in moved)
+        moved = [top_p / (top_p + (1 - top_p) * math.exp(change)) for change in (tolerance, -tolerance)]
+        strict_p, loose_p = (decoding_probabilities(logits, decoding.changed(top_p=share)) for share in moved)
     scaled = logits.double() / decoding.temperature
     excluded = scaled.masked_fill(strict_p > 0, -torch.inf).amax(dim=-1, keepdim=True)
     if 0 < decoding.top_k < logits.shape[-1]:
@@ -159,8 +157,7 @@ def decoded_evidence(
 ) -> Iterator[Evidence]:
     """Decode at least `images` images, cycling through the prompts, and yield the evidence of each batch.
 
-    All batches are equally large, so that a compiled engine compiles once. `rule` takes the place of
-    the decoding's.
+    All batches are equally large, so that a compiled engine compiles once. `rule` takes the place of the decoding's.
     """
     target = model.target
     batch = max(1, min(images, _VALUES // (target.image_tokens * target.vocab_size)))
@@ -174,9 +171,8 @@ def decoded_evidence(
         forced = teacher_forced(target, condition, tokens, decoding.cfg_scale != 1)
         logits, q = guide(forced.logits.cond, forced.logits.uncond, decoding.cfg_scale), None
         if model.drafter is not None:
-            scale, drafts = decoding.cfg_scale, drafts_along(model.drafter, forced)
-            draft_logits = torch.cat([guide(draft.cond, draft.uncond, scale) for draft in drafts], dim=1)
-            q = decoding_probabilities(draft_logits, decoding)
+            drafts = drafts_along(model.drafter, forced)
+            q = torch.cat([draft_probabilities(draft, decoding) for draft in drafts], dim=1)
         places = torch.rand(2, *tokens.shape, generator=noise, dtype=torch.float64).to(target.device)
         yield evidence(logits, q, tokens, [image.trace.start for image in decoded], decoding, places, tolerance)
 
@@ -196,11 +192,10 @@ def p_values(batches: Sequence[Evidence], depth: int) -> dict[str, float]:
         sums["lean to the drafter"] = (images.lean, images.lean_var)
     tests = {
         "support": float(not images.impossible.any()),
-        "surprise": _martingale(*sums["surprise"], everywhere),
         "edge": float(poisson.sf(int(images.edge.sum()) - 1, float(images.at_edge.sum()))),
+        **{name: _martingale(*values, everywhere) for name, values in sums.items()},
     }
     if "lean to the drafter" in sums:
-        tests["lean to the drafter"] = _martingale(*sums["lean to the drafter"], everywhere)
         tests["wager on the drafter"] = _wager(images.ratio)
     for name, u in (("uniform by rank", images.by_rank), ("uniform by code", images.by_code)):
         tests[name] = float(chisquare(np.histogram(u, bins=_BINS, range=(0.0, 1.0))[0]).pvalue)
@@ -261,18 +256,12 @@ def greedy_differences(
         condition, seeds = model.condition([prompt.text for prompt in chosen]), [0] * len(chosen)
         decode_all = partial(decode, model, condition, engine=model.engine)
         greedy = decode_all(decodings[0].autoregressive(), generators(model, seeds), keep_logits=True)
-        for number, decoding in enumerate(decodings):
-            drafted = decode_all(decoding, generators(model, seeds))
-            differences[decoding] += map(_difference, greedy, drafted)
-            done = start + len(chosen) * (number + 1) / len(decodings)
-            on_progress("greedy decoding", done / len(prompts))
+        for number, decoding in enumerate(decodings, start=1):
+            for image, drafted in zip(greedy, decode_all(decoding, generators(model, seeds)), strict=True):
+                assert image.logits is not None
+                top = image.logits.topk(2).values
+                differing = (image.tokens != drafted.tokens).nonzero().flatten().tolist()
+                margins = (top[:, 0] - top[:, 1]).tolist()
+                differences[decoding].append((differing[0], margins[differing[0]]) if differing else None)
+            on_progress("greedy decoding", (start + len(chosen) * number / len(decodings)) / len(prompts))
     return differences
-
-
-def _difference(greedy: Decoded, drafted: Decoded) -> tuple[int, float] | None:
-    positions = (greedy.tokens != drafted.tokens).nonzero()
-    if not len(positions):
-        return None
-    assert greedy.logits is not None
-    first, second = torch.topk(greedy.logits[int(positions[0])], 2).values.tolist()
-    return int(positions[0]), first - second

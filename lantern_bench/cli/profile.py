@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from lantern_bench.config.decoding import Decoding
     from lantern_bench.console import Console
-    from lantern_bench.profile.run import ProfiledModel
+    from lantern_bench.profile.steps import ProfiledModel
     from lantern_bench.runs.devices import Compute
 
 _TREES = "chain-5,small-7,eagle1-25,58n5d10b"
@@ -74,7 +74,7 @@ def profile(
         cells = ", ".join(decoding.cell_id for decoding in decodings)
         raise UserError(f"profile measures one mode and rule at a time, and these are {len(decodings)}: {cells}")
 
-    from lantern_bench.profile.run import load_profiled_model, save_device, step_of
+    from lantern_bench.profile.steps import load_profiled_model, save_device, step_of
     from lantern_bench.runs.devices import choose_compute
 
     trees = {} if search else {name: step_of(name, decodings[0]) for name in split_words(tree or [_TREES])}
@@ -125,8 +125,7 @@ def _profile(
     """Measure the steps, by name; return the rows of the table."""
     import pandas as pd
 
-    from lantern_bench.profile.run import measure, save_profile
-    from lantern_bench.profile.steps import device_rates, dtype_error
+    from lantern_bench.profile.steps import device_rates, dtype_error, measure, save_profile
 
     target: Any = profiled.model.target
     rates = device_rates(target, profiled.is_guided)

@@ -16,7 +16,6 @@ from lantern_bench.training.recipe import DrafterFlags, checked
 if TYPE_CHECKING:
     import pandas as pd
 
-    from lantern_bench.console import Progress
     from lantern_bench.training.loop import TrainEvent
     from lantern_bench.training.run import DrafterJob, Evaluated
 

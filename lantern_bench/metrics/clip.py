@@ -26,8 +26,7 @@ from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.metrics import features
 from lantern_bench.models.io.checkpoint import open_checkpoint
 from lantern_bench.models.io.files import read_json, remembered_sha256
-from lantern_bench.models.lanterns import WEIGHTS_FOLDER, classifier
-from lantern_bench.models.lanterns import attributes_of
+from lantern_bench.models.lanterns import WEIGHTS_FOLDER, attributes_of, classifier
 from lantern_bench.models.lanterns.modules import AttributeClassifier
 
 BUNDLED = "lanterns-clip"

@@ -7,28 +7,56 @@ from the profiler's allocation record on a CPU, where the process holds other th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import yaml
 from torch import Tensor
 
 from lantern_bench.chatter import silence_profiler
-from lantern_bench.clock import now, peak_memory_bytes, reset_peak_memory, settle_garbage, synchronize
-from lantern_bench.config.decoding import Decoding
+from lantern_bench.clock import OnProgress, now, peak_memory_bytes, reset_peak_memory, settle_garbage, synchronize
+from lantern_bench.config.decoding import Decoding, ParameterError
+from lantern_bench.decoding.drafting import drafting_of
 from lantern_bench.decoding.emitted_tv import total_variation
 from lantern_bench.decoding.loop import decode
 from lantern_bench.decoding.sampling import greedy_probabilities, guide
 from lantern_bench.decoding.step import scoring
 from lantern_bench.decoding.teacher_forcing import teacher_forced
 from lantern_bench.decoding.trace import ImageTrace
+from lantern_bench.errors import UserError
+from lantern_bench.methods.parameters import Values
+from lantern_bench.methods.tables import DRAFTINGS
+from lantern_bench.methods.trees import topology_of
+from lantern_bench.models.io.files import write_atomically
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.models.packed_linear import weight_bytes, weight_count
+from lantern_bench.models.random_model import random_model, random_model_of_size, read_size
 from lantern_bench.models.registry import model_of
 from lantern_bench.models.target import TransformerTarget
+from lantern_bench.report.cost_model import Setting, StepTimes, fit_device, named_draft, step_samples
+from lantern_bench.report.curves import save_figure
+from lantern_bench.report.reproduction import device_in_words
+from lantern_bench.report.tables import write_csv
+from lantern_bench.runs.devices import Compute, machine_block
+from lantern_bench.runs.runner import compute_block
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Row = dict[str, Any]
 
 _WARM_FORWARDS = 3
+_NODES = (1, 8, 16, 32, 64)  # of the forwards that are measured
+_PARTS = {"draft_ms": "#0072B2", "target_ms": "#009E73", "verify_ms": "#D55E00", "other_ms": "#999999"}
+
+
+# ---- Measurements
 
 
 class StepCost(NamedTuple):
@@ -109,27 +137,23 @@ def _step_cost(traces: list[ImageTrace]) -> StepCost:
 
 
 @torch.inference_mode()
-def dtype_error(name: str, rounded: LoadedModel, prompts: Sequence[str], cfg_scale: float, seed: int = 0) -> Tensor:
+def dtype_error(name: str, rounded: LoadedModel, prompts: Sequence[str], cfg_scale: float) -> Tensor:
     """Return the TV float32 [images * tokens] of the distributions of `rounded` from those of `name` in float32.
 
     Both are guided, at temperature 1, without filters, along the same tokens.
     """
     exact = model_of(name).load(rounded.target.device, torch.float32)
     distances = []
-    decoding = Decoding("ar", cfg_scale=cfg_scale)
     for number, prompt in enumerate(prompts):
-        noise = torch.Generator(exact.target.device).manual_seed(seed + number)
+        noise = torch.Generator(exact.target.device).manual_seed(number)
         condition = exact.condition([prompt])
-        tokens = decode(exact, condition, decoding, [noise])[0].tokens.long()[None]
+        tokens = decode(exact, condition, Decoding("ar", cfg_scale=cfg_scale), [noise])[0].tokens.long()[None]
         pair = []
-        for model in (exact, rounded):
-            forced = teacher_forced(model.target, condition, tokens.to(model.target.device), cfg_scale != 1)
-            pair.append(greedy_probabilities(guide(forced.logits.cond, forced.logits.uncond, cfg_scale))[0].cpu())
+        for target in (exact.target, rounded.target):
+            logits = teacher_forced(target, condition, tokens.to(target.device), cfg_scale != 1).logits
+            pair.append(greedy_probabilities(guide(logits.cond, logits.uncond, cfg_scale))[0].cpu())
         distances.append(total_variation(*pair))
     return torch.cat(distances)
-
-
-# ---- What the device can do at best, what a forward needs at least, how much memory a decode holds
 
 
 class Rates(NamedTuple):
@@ -178,28 +202,201 @@ def seconds_of(work: Callable[[], object], device: torch.device, repeats: int) -
     return seconds
 
 
-def decode_memory(model: LoadedModel, nodes: int, guided: bool, run: Callable[[], Any]) -> tuple[int, int]:
-    """Measure the bytes of `run`, a decode of one image with trees of `nodes`, after a warm-up.
+# ---- What is profiled
 
-    Returns the peak, and the sum of weights, caches and logits of one tree. For transformer targets only.
+
+class ProfiledModel(NamedTuple):
+    """A model, and with what it is decoded."""
+
+    model: LoadedModel
+    is_trained: bool
+    prompts: Sequence[str]  # one for each image
+    cfg_scale: float
+    seed: int
+    tokens: int | None  # decoded of each image; None: all
+
+    @property
+    def is_guided(self) -> bool:
+        """Whether a forward has unconditional rows."""
+        return self.cfg_scale != 1
+
+    def nodes(self, decoding: Decoding) -> int:
+        """Return how many nodes the target scores in a step of `decoding`."""
+        return drafting_of(decoding, self.model.target).nodes if decoding.drafts else 1
+
+
+def load_profiled_model(
+    name: str, size: str | None, random: bool, compute: Compute, images: int, seed: int, tokens: int | None
+) -> ProfiledModel:
+    """Load the model (or make a random one) with prompts that it accepts; raises as `read_size` and `Model.load`."""
+    noise = torch.Generator(compute.device).manual_seed(seed)
+    if size is not None:
+        loaded = random_model_of_size(read_size(size), *compute, noise)
+        return ProfiledModel(loaded, False, [""] * images, 2.0, seed, tokens)
+    model = model_of(name)
+    prompts = next((texts for texts in model.prompt_sets.values() if texts), ("anything",))
+    loaded = random_model(name, *compute, noise) if random else model.load(*compute)
+    cfg_scale = float(model.defaults.get("cfg_scale", 1.0))
+    cycled = [prompts[number % len(prompts)] for number in range(images)]
+    return ProfiledModel(loaded, not random, cycled, cfg_scale, seed, tokens)
+
+
+def step_of(tree: str, decoding: Decoding) -> Decoding:
+    """Return `decoding` with a tree by name; `58n5d10b` is dynamic. Raises `UserError` for one that cannot be."""
+    if dynamic := re.fullmatch(r"(\d+)n(\d+)d(\d+)b", tree):
+        sizes = map(int, dynamic.groups())
+        values = {"drafting": "dynamic", **dict(zip(("nodes", "depth", "beam"), sizes, strict=True))}
+    else:
+        values = {"drafting": "static", "tree": topology_of(tree)}
+    try:
+        return with_drafting(decoding, values)
+    except ParameterError as error:
+        size = f"{error.key} {values[error.key]}: " if dynamic and error.key in values else ""
+        raise UserError(f"--tree {tree}: {size}{error.text}") from error
+
+
+def with_drafting(decoding: Decoding, values: Values) -> Decoding:
+    """Return a configuration with other parameters of its drafting, or with another drafting."""
+    of_draftings = {key for row in DRAFTINGS.values() for key in row.parameter_names}
+    others = {key: value for key, value in decoding.settings().items() if key not in of_draftings}
+    return Decoding(**others | {"cfg_default": decoding.cfg_default} | dict(values))
+
+
+# ---- The rows
+
+
+def measure(profiled: ProfiledModel, steps: Mapping[str, Decoding], rates: Rates, on_progress: OnProgress) -> list[Row]:
+    """Measure target forwards by number of nodes, then each kind of step by name, in turns; one step is `ar`."""
+    model, prompts = profiled.model, profiled.prompts
+    # Memory before the steps take turns: what other trees allocate stays allocated.
+    memory = []
+    for number, decoding in enumerate(steps.values(), start=1):
+        memory.append(_memory(profiled, decoding))  # its programs are compiled here
+        on_progress("measuring memory", number / len(steps))
+    rows: list[Row] = []
+    for number, nodes in enumerate(_NODES, start=1):
+        milliseconds = forward_ms(model, model.condition(prompts[:1]), nodes, profiled.cfg_scale)
+        label = {"what": "forward", "name": f"{nodes} nodes"}
+        rows.append(label | _bounded(profiled, nodes, milliseconds, rates))
+        on_progress("measuring forwards", number / len(_NODES))
+    on_share = partial(on_progress, "measuring steps")
+    costs = step_costs(model, list(steps.values()), prompts, profiled.seed, profiled.tokens, on_share)
+    ar_ms, one_node_ms = costs[list(steps).index("ar")].total, rows[0]["milliseconds"]
+    for (name, decoding), cost, memory_row in zip(steps.items(), costs, memory, strict=True):
+        row: Row = {"what": "step", "name": name} | _bounded(profiled, profiled.nodes(decoding), cost.total, rates)
+        # An autoregressive step samples inside the target's program: what exceeds a bare forward is outside the target.
+        drafted_outside = cost.parts["verify_ms"] + cost.parts["other_ms"]
+        outside = drafted_outside if decoding.drafts else cost.total - one_node_ms
+        # Drafts of random weights are accepted by chance, so their accepted length means nothing.
+        length = cost.mean_accepted_length if profiled.is_trained else float("nan")
+        row |= cost.parts | {"outside_share": outside / cost.total, "break_even_mal": cost.total / ar_ms}
+        row |= {"mean_accepted_length": length, "speedup": length * ar_ms / cost.total}
+        rows.append(row | memory_row)
+    return rows
+
+
+def _bounded(profiled: ProfiledModel, nodes: int, milliseconds: float, rates: Rates) -> Row:
+    """The columns of measured milliseconds beside the least that the device allows."""
+    needed, operations = forward_need(profiled.model.target, nodes, profiled.is_guided)  # type: ignore[arg-type]
+    bound = 1e3 * max(needed / rates.bytes_per_s, operations / rates.operations_per_s)
+    return {"nodes": nodes, "milliseconds": milliseconds, "bound_ms": bound, "over_bound": milliseconds / bound}
+
+
+def _memory(profiled: ProfiledModel, decoding: Decoding) -> Row:
+    """The columns of the peak of decoding an image, and of the sum of weights, caches and logits of one tree.
+
+    For transformer targets only.
     """
-    target, drafter = model.target, model.drafter
-    networks: list[Any] = [target, drafter] if nodes > 1 and drafter is not None else [target]
-    standing = sum(network.session(1, guided, nodes).cache.nbytes for network in networks)
+    model, nodes = profiled.model, profiled.nodes(decoding)
+    networks: list[Any] = [model.target, model.drafter] if nodes > 1 and model.drafter is not None else [model.target]
+    standing = sum(network.session(1, profiled.is_guided, nodes).cache.nbytes for network in networks)
     standing += sum(weight_bytes(network) for network in networks)
-    logits = nodes * target.vocab_size * 4
-    device = target.device
-    if device.type == "cuda":
+    decode_image = partial(step_costs, model, [decoding], profiled.prompts[:1], tokens=24)
+    if (device := model.target.device).type == "cuda":
         reset_peak_memory(device)
-        run()
-        return peak_memory_bytes(device) or 0, standing + logits
-    # The most bytes that `run` holds at once beyond those held before it.
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with silence_profiler(), torch.profiler.profile(activities=activities, profile_memory=True) as record:
-        run()
-    events = [event for event in record.profiler.kineto_results.events() if event.name() == "[memory]"]
-    allocated = most = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        allocated += event.nbytes()
-        most = max(most, allocated)
-    return standing + most, standing + logits
+        decode_image()
+        peak = peak_memory_bytes(device) or 0
+    else:  # the most bytes held at once beyond those held before
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        with silence_profiler(), torch.profiler.profile(activities=activities, profile_memory=True) as record:
+            decode_image()
+        events = [event for event in record.profiler.kineto_results.events() if event.name() == "[memory]"]
+        changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+        peak = standing + max(0, *itertools.accumulate(changes))
+    accounted = standing + nodes * model.target.vocab_size * 4
+    return {"peak_memory_mb": peak / 1e6, "accounted_memory_mb": accounted / 1e6}
+
+
+# ---- Files
+
+
+def save_device(profiled: ProfiledModel, rows: Sequence[Row], compute: Compute, path: Path) -> None:
+    """Fit a device to the rows of `measure` and write its file, for `lantern-bench predict --device`.
+
+    Raises `UserError` where the file cannot be written.
+    """
+    model, config = profiled.model, profiled.model.target.config  # type: ignore[attr-defined]
+    is_gpu, weight_bytes = compute.device.type == "cuda", compute.dtype.itemsize
+    context = config.prefix + config.image_tokens // (1 if is_gpu else 2)
+    setting = Setting(config, 1, profiled.is_guided, context)
+    # Forwards by themselves find weights and cache where the forward before left them: a step's own take longer.
+    samples, steps = [], [row for row in rows if row["what"] == "step"]
+    for row in steps:
+        times = StepTimes(**{part: row[part] for part in _PARTS})
+        samples += step_samples(setting, named_draft(row["name"]), weight_bytes, times)
+    host_ms = [row["other_ms"] for row in steps if row["name"] != "ar"]
+    device = fit_device(
+        samples,
+        name=path.stem,
+        about=device_in_words({"machine": machine_block()} | compute_block(compute, model.engine.compile)),
+        kind="gpu" if is_gpu else "cpu",
+        weight_bytes=weight_bytes,
+        code="compiled" if model.engine.compile else "eager",
+        step_us=round(1e3 * median(host_ms), 2) if host_ms else 0.0,
+        sources=(f"fitted to {len(samples)} times of `lantern-bench profile`: {model.name}, {compute.dtype_name}",),
+    )
+    try:
+        write_atomically(path, yaml.safe_dump(device.model_dump(mode="json"), sort_keys=False).encode())
+    except OSError as error:
+        raise UserError(f"--save-device {path}: cannot be written: {error.strerror}") from error
+
+
+def save_profile(table: pd.DataFrame, folder: Path) -> list[Path]:
+    """Write `profile.csv` and `profile.png` into `folder`; raises `UserError` if it cannot be written."""
+    files = [folder / "profile.csv", folder / "profile.png"]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_csv(table, files[0])
+        save_figure(_drawn(table[table["what"] == "step"]), files[1], dpi=160, metadata={"Software": None})
+    except OSError as error:
+        raise UserError(f"--out {folder}: cannot be written: {error.strerror}") from error
+    return files
+
+
+def _drawn(steps: pd.DataFrame) -> Any:
+    """Draw the parts of each step, and speedup by mean accepted length."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.2))
+    costs, speedups = figure.subplots(1, 2)
+    left = steps["milliseconds"] * 0.0
+    for part, colour in _PARTS.items():
+        costs.barh(steps["name"], steps[part], left=left, color=colour, label=part.removesuffix("_ms"))
+        left = left + steps[part]
+    costs.invert_yaxis()
+    costs.set_xlabel("milliseconds per step")
+    costs.legend(frameon=False)
+    drafted = steps[steps["name"] != "ar"]
+    longest = max([6.0, *(drafted["mean_accepted_length"].dropna() + 1)])
+    for number, row in enumerate(drafted.to_dict("records")):
+        colour, even, length = f"C{number}", row["break_even_mal"], row["mean_accepted_length"]
+        style = ("-", "--", "-.", ":")[number % 4]
+        speedups.plot([1.0, longest], [1.0 / even, longest / even], label=row["name"], color=colour, linestyle=style)
+        speedups.plot([length], [length / even], marker="o", color=colour)  # nan, of random weights, draws nothing
+    speedups.axhline(1.0, color="black", linewidth=0.8)
+    speedups.set_xlabel("mean accepted length (points: measured)")
+    speedups.set_ylabel("speedup over ar")
+    if len(drafted):
+        speedups.legend(frameon=False)
+    figure.tight_layout()
+    return figure

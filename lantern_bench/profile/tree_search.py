@@ -1,47 +1,57 @@
 """Search for the fastest draft of a drafting and a rule: candidates with their length, priced, then measured.
 
-The length of static trees follows from acceptance rates (`static_trees.py`); that of other drafts is measured, size by
-size. A price that is fitted to a few measured steps picks the candidates whose speed is measured.
+The length of static trees follows from how often drafts are accepted; that of other drafts is measured, size by size.
+A price that is fitted to a few measured steps picks the candidates whose speed is measured.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from lantern_bench.config.decoding import Decoding
+from lantern_bench.config.decoding import Decoding, ParameterError
 from lantern_bench.decoding.drafting import drafting_of
 from lantern_bench.decoding.trace import ImageTrace
 from lantern_bench.errors import UserError
-from lantern_bench.methods.parameters import Values
-from lantern_bench.methods.tables import (
-    DRAFTINGS,
-    MODES,
-    PARAMETERS,
-    RULES,
-    chain_problem,
-    defaults_for,
-    fresh_drafts_problem,
-)
+from lantern_bench.methods.tables import DRAFTINGS, MODES, PARAMETERS, RULES
 from lantern_bench.methods.trees import Path, Topology, check_topology
 from lantern_bench.models.loaded_model import LoadedModel
-from lantern_bench.profile.steps import StepCost, forward_ms, step_costs
+from lantern_bench.profile.steps import StepCost, forward_ms, step_costs, with_drafting
 
 Rates = Sequence[Sequence[float]]
 """Of depth 0, 1, ...: the probability that the child of rank 0, 1, ... is accepted."""
+Say = Callable[[str], None]
 
-LEVELS, RANKS = 8, 5
-CHAIN: Topology = tuple((0,) * depth for depth in range(1, LEVELS + 1))
-PROBE: Topology = check_topology(
-    [*CHAIN, *((r,) for r in range(1, RANKS)), *((*[0] * d, r) for d in range(1, LEVELS) for r in (1, 2))]
+SEARCHED = ("static", "jacobi", "pac", "hybrid", "dynamic")
+"""The draftings whose drafts are searched."""
+
+_LEVELS, _RANKS = 8, 5
+_CHAIN: Topology = tuple((0,) * depth for depth in range(1, _LEVELS + 1))
+# A tree that is wide enough to show which ranks are accepted at every depth.
+_PROBE: Topology = check_topology(
+    [*_CHAIN, *((r,) for r in range(1, _RANKS)), *((*[0] * d, r) for d in range(1, _LEVELS) for r in (1, 2))]
 )
-"""A tree that is wide enough to show which ranks are accepted at every depth."""
 _LEAST_WALKS = 30
+_FORWARDS = (1, 2, 4, 8, 16, 32)  # nodes of the forwards that are measured
+_MOST_NODES = 26  # of a static tree
+_MEASURED = 5  # candidates that are measured because their price is low
+_WINDOWS = tuple({"window": window} for window in (4, 8, 12, 16, 24, 32, 48))
+# From the smallest that have paid on any model to the default of the drafting.
+_DYNAMIC = tuple(
+    {"nodes": nodes, "depth": depth, "beam": beam}
+    for nodes, depth, beam in (
+        (2, 1, 2), (3, 1, 3), (6, 2, 3), (10, 3, 3), (16, 4, 4), (24, 4, 6), (32, 6, 5), (58, 5, 10),
+    )
+)  # fmt: skip
+
+
+# ---- The longest static trees of every size, given how often drafts are accepted
 
 
 def acceptance_by_rank(traces: Sequence[ImageTrace], ranks: int) -> list[list[float]]:
@@ -59,33 +69,26 @@ def acceptance_by_rank(traces: Sequence[ImageTrace], ranks: int) -> list[list[fl
     return [[count / sum(walks) for count in walks[:ranks]] for walks in reached]
 
 
-def expected_length(topology: Topology, rates: Rates) -> float:
-    """Return the expected tokens of a step: the bonus token, plus the probability of each node to be accepted."""
-    chance: dict[Path, float] = {(): 1.0}
-    for path in topology:
-        chance[path] = chance[path[:-1]] * rates[len(path) - 1][path[-1]]
-    return sum(chance.values())
-
-
 def longest_trees(rates: Rates, most_nodes: int) -> dict[Topology, float]:
-    """Return the longest trees for each number of levels and nodes, with their expected length."""
+    """Return the longest trees for each number of levels and nodes, with the expected tokens of a step."""
     lengths = {}
     for levels in range(1, len(rates) + 1):
-        best = _best_below(rates[:levels])
+        best = _best_forest(rates[:levels])
         for nodes in range(levels, most_nodes + 1):
-            topology = check_topology(best(nodes)[1])
-            lengths[topology] = expected_length(topology, rates)
+            length, paths = best(0, 0, nodes)
+            lengths[check_topology(paths)] = 1.0 + length  # with the bonus token
     return lengths
 
 
-def _best_below(rates: Rates) -> Callable[[int], tuple[float, tuple[Path, ...]]]:
-    """Return the dynamic programme: number of nodes -> the best forest below one node, and its expected length."""
-    ranks = len(rates[0])
+def _best_forest(rates: Rates) -> Callable[[int, int, int], tuple[float, tuple[Path, ...]]]:
+    """Return the dynamic programme (depth, rank, nodes) -> expected length and paths of the best forest.
+
+    Its roots are children of one node at `depth`, from `rank` on.
+    """
 
     @functools.cache
     def best(depth: int, rank: int, nodes: int) -> tuple[float, tuple[Path, ...]]:
-        """The best forest of `nodes` whose roots are children of one node at `depth`, from `rank` on."""
-        if nodes == 0 or depth == len(rates) or rank == ranks:
+        if nodes == 0 or depth == len(rates) or rank == len(rates[0]):
             return 0.0, ()
         top: tuple[float, tuple[Path, ...]] = (0.0, ())
         for below in range(nodes):
@@ -96,57 +99,43 @@ def _best_below(rates: Rates) -> Callable[[int], tuple[float, tuple[Path, ...]]]
                 top = length, ((rank,), *((rank, *path) for path in paths_below), *paths_beside)
         return top
 
-    return lambda nodes: best(0, 0, nodes)
+    return best
 
 
-# ---- The longest static trees of every size, given how often drafts are accepted
-
-_FORWARDS = (1, 2, 4, 8, 16, 32)  # nodes of the forwards that are measured
-_MOST_NODES = 26  # of a static tree
-_MEASURED = 5  # candidates that are measured because their price is low
-_WINDOWS = tuple({"window": window} for window in (4, 8, 12, 16, 24, 32, 48))
-# From the smallest that have paid on any model to the default of the drafting.
-_DYNAMIC = tuple(
-    {"nodes": nodes, "depth": depth, "beam": beam}
-    for nodes, depth, beam in (
-        (2, 1, 2), (3, 1, 3), (6, 2, 3), (10, 3, 3), (16, 4, 4), (24, 4, 6), (32, 6, 5), (58, 5, 10),
-    )
-)  # fmt: skip
+# ---- The search
 
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
     """A draft that the search may choose."""
 
-    values: Values  # of the drafting's parameters
+    decoding: Decoding
     nodes: int  # without the root
     levels: int  # of the tree: forwards of a drafter
     width: int  # the most children of a node
     length: float  # expected tokens of a step: accepted drafts and the bonus token
 
 
-Say = Callable[[str], None]
-Lister = Callable[[LoadedModel, Decoding, Sequence[str], int, Say], list[Candidate]]
+def _candidates(model: LoadedModel, decoding: Decoding, prompts: Sequence[str], seed: int, say: Say) -> list[Candidate]:
+    """Return drafts of several sizes with their length; all but the size is that of `decoding`.
 
-
-def _static_candidates(
-    model: LoadedModel, decoding: Decoding, prompts: Sequence[str], seed: int, say: Say
-) -> list[Candidate]:
-    """Return the longest tree for each number of levels and nodes; of a rule for chains only chains."""
-    ranks = 1 if decoding.rule_row.chains else RANKS
-    probe = with_drafting(decoding, {"tree": CHAIN if ranks == 1 else PROBE})
-    rates = acceptance_by_rank(step_costs(model, [probe], prompts, seed)[0].traces, ranks)
-    say("accepted at depth 1, 2, ... by rank: " + "; ".join(" ".join(f"{r:.2f}" for r in d) for d in rates))
-    return [
-        Candidate({"tree": paths}, len(paths), len(paths[-1]), 1 + max(path[-1] for path in paths), length)
-        for paths, length in longest_trees(rates, _MOST_NODES).items()
-    ]
-
-
-def _measured_candidates(
-    model: LoadedModel, decoding: Decoding, prompts: Sequence[str], seed: int, say: Say
-) -> list[Candidate]:
-    """Return drafts of several sizes with their measured length; all but the size is that of `decoding`."""
+    Static trees: the longest for each number of levels and nodes, of a rule for chains only chains.
+    """
+    if decoding.drafting == "static":
+        ranks = 1 if decoding.rule_row.chains else _RANKS
+        probe = with_drafting(decoding, {"tree": _CHAIN if ranks == 1 else _PROBE})
+        rates = acceptance_by_rank(step_costs(model, [probe], prompts, seed)[0].traces, ranks)
+        say("accepted at depth 1, 2, ... by rank: " + "; ".join(" ".join(f"{r:.2f}" for r in d) for d in rates))
+        return [
+            Candidate(
+                with_drafting(decoding, {"tree": paths}),
+                nodes=len(paths),
+                levels=len(paths[-1]),
+                width=1 + max(path[-1] for path in paths),
+                length=length,
+            )
+            for paths, length in longest_trees(rates, _MOST_NODES).items()
+        ]
     shared = {key: decoding.value(key) for key in decoding.drafting_row.parameter_names}
     candidates = []
     for size in _DYNAMIC if decoding.drafting == "dynamic" else _WINDOWS:
@@ -154,15 +143,8 @@ def _measured_candidates(
         say(f"measuring the length of {describe(sized)}")
         length = step_costs(model, [sized], prompts, seed)[0].mean_accepted_length
         drafts = drafting_of(sized, model.target)
-        candidates.append(Candidate(shared | size, drafts.nodes - 1, drafts.depth, drafts.fanout, length))
+        candidates.append(Candidate(sized, drafts.nodes - 1, drafts.depth, drafts.fanout, length))
     return candidates
-
-
-LISTERS: Mapping[str, Lister] = {
-    "static": _static_candidates,
-    **dict.fromkeys(("jacobi", "pac", "hybrid", "dynamic"), _measured_candidates),
-}
-"""The draftings whose drafts are searched, each with the function that lists its candidates."""
 
 
 def searched_lossless() -> list[tuple[str, str, str]]:
@@ -172,12 +154,12 @@ def searched_lossless() -> list[tuple[str, str, str]]:
     first_of = {RULES[name].accept: name for name in reversed(rules)}
     on_chains = [name for name in rules if name in first_of.values()]
     methods = []
-    for drafting in LISTERS:
+    for drafting in SEARCHED:
         modes = [mode.name for mode in MODES.values() if mode.drafting == drafting and RULES[mode.rule].lossless]
         for mode in modes or ["speculative"]:
             for rule in on_chains if DRAFTINGS[drafting].chain else rules:
-                values = defaults_for(drafting, rule, mode)
-                if not (chain_problem(rule, drafting, (), None) or fresh_drafts_problem(rule, drafting, values)):
+                with contextlib.suppress(ParameterError):  # the rule cannot decide on such drafts
+                    Decoding(mode, drafting=drafting, rule=rule)
                     methods.append((mode, drafting, rule))
     return methods
 
@@ -190,50 +172,34 @@ def search_trees(
     The size of `decoding`'s own drafts does not matter. Raises `UserError` for a drafting whose drafts are not
     searched, and for too few prompts. `say` receives a line of text for each stage.
     """
-    if decoding.drafting not in LISTERS:
-        *most, last = LISTERS
-        searched = f"{', '.join(most)} and {last}"
-        raise UserError(f"--search: the drafts of {decoding.cell_id} are not searched", f"Those of {searched} are.")
-    candidates = LISTERS[decoding.drafting](model, decoding, prompts, seed + 1, say)
+    if decoding.drafting not in SEARCHED:
+        searched = f"Those of {', '.join(SEARCHED[:-1])} and {SEARCHED[-1]} are."
+        raise UserError(f"--search: the drafts of {decoding.cell_id} are not searched", searched)
+    candidates = _candidates(model, decoding, prompts, seed + 1, say)
     if not candidates:
         text = f"--images {len(prompts)}: too few drafts to see how often they are accepted"
         raise UserError(text, "Give more images.")
     condition = model.condition(prompts[:1])
     forwards = [forward_ms(model, condition, nodes, decoding.cfg_scale, 100) for nodes in _FORWARDS]
-    plain = decoding.autoregressive()
-    costs: dict[Candidate, tuple[StepCost, StepCost]] = {}
 
-    def measure(candidate: Candidate) -> None:
-        if candidate not in costs:
-            chosen = with_drafting(decoding, candidate.values)
-            say(f"measuring {describe(chosen)}")
-            # Autoregressive decoding again for each candidate, because the speed of a machine drifts.
-            cost, ar_cost = step_costs(model, [chosen, plain], prompts, seed)
-            costs[candidate] = cost, ar_cost
+    @functools.cache
+    def measured(candidate: Candidate) -> list[StepCost]:
+        say(f"measuring {describe(candidate.decoding)}")
+        # Autoregressive decoding again for each candidate, because the speed of a machine drifts.
+        return step_costs(model, [candidate.decoding, decoding.autoregressive()], prompts, seed)
 
     corners = corners_of(candidates)
-    for corner in corners:
-        measure(corner)
-    expected_ms = fit_price(corners, [costs[corner][0] for corner in corners], forwards)
-    for candidate in fastest(candidates, expected_ms, _MEASURED):
-        measure(candidate)
+    expected_ms = fit_price(corners, [measured(corner)[0] for corner in corners], forwards)
     rows = []
-    for candidate in (candidate for candidate in candidates if candidate in costs):
-        cost, ar_cost = costs[candidate]
-        chosen, expected = with_drafting(decoding, candidate.values), expected_ms(candidate)
-        row = {"tree": describe(chosen), "nodes": candidate.nodes, "levels": candidate.levels}
+    for candidate in dict.fromkeys([*corners, *fastest(candidates, expected_ms, _MEASURED)]):
+        (cost, ar_cost), expected = measured(candidate), expected_ms(candidate)
+        row = {"tree": describe(candidate.decoding), "nodes": candidate.nodes, "levels": candidate.levels}
         row |= {"expected_length": candidate.length, "mean_accepted_length": cost.mean_accepted_length}
         row |= {"expected_ms": expected, "milliseconds": cost.total, "ar_ms": ar_cost.total}
         row |= {"expected_speedup": candidate.length * ar_cost.total / expected}
-        rows.append((chosen, row | {"speedup": cost.mean_accepted_length * ar_cost.total / cost.total}))
+        row |= {"speedup": cost.mean_accepted_length * ar_cost.total / cost.total}
+        rows.append((candidate.decoding, row))
     return sorted(rows, key=lambda row: -row[1]["speedup"])
-
-
-def with_drafting(decoding: Decoding, values: Values) -> Decoding:
-    """Return a configuration with other parameters of its drafting, or with another drafting."""
-    of_draftings = {key for row in DRAFTINGS.values() for key in row.parameter_names}
-    others = {key: value for key, value in decoding.settings().items() if key not in of_draftings}
-    return Decoding(**others | {"cfg_default": decoding.cfg_default} | dict(values))
 
 
 def describe(decoding: Decoding) -> str:
@@ -244,13 +210,13 @@ def describe(decoding: Decoding) -> str:
 
 def corners_of(candidates: Sequence[Candidate]) -> list[Candidate]:
     """Return up to four candidates that a price can be fitted to: the smallest, a deep, a wide and the largest one."""
-    keys: tuple[Callable[[Candidate], tuple[int, ...]], ...] = (
-        lambda candidate: (candidate.nodes, candidate.levels, candidate.width),
-        lambda candidate: (-candidate.levels, candidate.nodes),
-        lambda candidate: (-candidate.width, candidate.levels, candidate.nodes),
-        lambda candidate: (-candidate.nodes * candidate.width, -candidate.levels),
+    corners = (
+        min(candidates, key=lambda candidate: (candidate.nodes, candidate.levels, candidate.width)),
+        min(candidates, key=lambda candidate: (-candidate.levels, candidate.nodes)),
+        min(candidates, key=lambda candidate: (-candidate.width, candidate.levels, candidate.nodes)),
+        min(candidates, key=lambda candidate: (-candidate.nodes * candidate.width, -candidate.levels)),
     )
-    return list(dict.fromkeys(min(candidates, key=key) for key in keys))
+    return list(dict.fromkeys(corners))
 
 
 def fit_price(
@@ -258,29 +224,26 @@ def fit_price(
 ) -> Callable[[Candidate], float]:
     """Return a function: candidate -> expected milliseconds of its step.
 
-    `costs` are those of the few `measured` candidates, `forwards` those of 1, 2, 4, ... nodes. The cost of the draft is
-    linear in levels and in levels times width, that of verification and the rest in nodes times width; the forward is
-    interpolated.
+    `costs` are those of the few `measured` candidates, `forwards` those of 1, 2, 4, ... nodes, which are interpolated.
     """
     from scipy.optimize import nnls
 
-    def draft_terms(candidate: Candidate) -> list[float]:
-        return [1.0, candidate.levels, candidate.levels * candidate.width]
+    def terms_of(candidate: Candidate) -> tuple[list[float], list[float]]:
+        """What the cost of the draft is linear in, and what that of verification and the rest is."""
+        levels, width = candidate.levels, candidate.width
+        return [1.0, levels, levels * width], [1.0, candidate.nodes * width]
 
-    def other_terms(candidate: Candidate) -> list[float]:
-        return [1.0, candidate.nodes * candidate.width]
-
-    def fitted(terms: Callable[[Candidate], list[float]], milliseconds: Sequence[float]) -> Any:
+    draft_ms = [cost.parts["draft_ms"] for cost in costs]
+    others_ms = [cost.parts["verify_ms"] + cost.parts["other_ms"] for cost in costs]
+    prices = []
+    for terms, milliseconds in zip(zip(*map(terms_of, measured), strict=True), (draft_ms, others_ms), strict=True):
         # Relative errors: a small tree counts as much as a large one.
         scale = 1.0 / np.maximum(milliseconds, 1e-9)
-        return nnls(np.array([terms(candidate) for candidate in measured]) * scale[:, None], np.ones(len(measured)))[0]
-
-    draft = fitted(draft_terms, [cost.parts["draft_ms"] for cost in costs])
-    others = fitted(other_terms, [cost.parts["verify_ms"] + cost.parts["other_ms"] for cost in costs])
+        prices.append(nnls(np.array(terms) * scale[:, None], np.ones(len(terms)))[0])
 
     def expected_ms(candidate: Candidate) -> float:
         forward = np.interp(candidate.nodes + 1, _FORWARDS, forwards)
-        return float(forward + np.dot(draft, draft_terms(candidate)) + np.dot(others, other_terms(candidate)))
+        return float(forward + sum(map(np.dot, prices, terms_of(candidate))))
 
     return expected_ms
 

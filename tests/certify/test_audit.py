@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import csv
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from scipy.stats import kstest, power_divergence
 
-from lantern_bench.certify import plan, tabular, trials
+from lantern_bench.certify import plan, run, tabular
 from lantern_bench.certify.plan import Claim, audited_cells, claim_of
+from lantern_bench.certify.run import strict_without_residual
 from lantern_bench.certify.tables import BROKEN, LEVEL, TrialResult, audit_rows
-from lantern_bench.certify.tabular import g_tests, table_model
-from lantern_bench.certify.trials import strict_without_residual
+from lantern_bench.certify.tabular import g_tests
 from lantern_bench.cli import main as cli
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.experiment import Cell
@@ -53,7 +54,7 @@ def test_a_new_row_is_audited_with_its_forms(monkeypatch: pytest.MonkeyPatch) ->
         {"mode": "new", "tree": "chain-3"},
     ]
     ours, theirs = (claim_of(Cell("tiny", Decoding(mode="new", tree=tree))) for tree in ("small-7", "chain-3"))
-    assert (ours.form, ours.claim, ours.source, ours.is_ours) == ("", "lossless", "2601.00001", True)
+    assert (ours.form, ours.is_lossless, ours.source, ours.is_ours) == ("", True, "2601.00001", True)
     assert (theirs.form, theirs.is_ours) == ("tree chain-3", False)
 
 
@@ -68,23 +69,23 @@ def test_g_test_equals_scipys_and_pools_rare_cells() -> None:
 
 
 def test_p_values_of_a_lossless_decoding_are_uniform() -> None:
-    several = [g_tests(table_model(), STATIC, 1000, seed=seed) for seed in range(30)]
+    several = [g_tests(STATIC, 1000, seed=seed)[0] for seed in range(30)]
     for name in ("first tokens", "joint of the first tokens"):
-        p_values = [tests.p_values[name] for tests in several]
+        p_values = [tests[name] for tests in several]
         ks = float(kstest(p_values, "uniform").pvalue)
         print(f"{name}: KS p = {ks:.3f}, below .05: {np.mean(np.array(p_values) < 0.05):.3f}")
         assert ks > 1e-3
-    below = np.mean([tests.p_values["later windows"] < 0.05 for tests in several])
+    below = np.mean([tests["later windows"] < 0.05 for tests in several])
     assert below < 0.05 + 4 * (0.05 * 0.95 / len(several)) ** 0.5
 
 
 def test_a_missing_residual_is_rejected_and_its_tv_estimated() -> None:
-    right = g_tests(table_model(), STATIC, 10_000)
-    broken = g_tests(table_model(), STATIC, 10_000, AcceptanceRule("residual left out", accept=strict_without_residual))
+    right, (_, right_high) = g_tests(STATIC, 10_000)
+    broken, (broken_low, _) = g_tests(STATIC, 10_000, AcceptanceRule(accept=strict_without_residual))
     print(f"right {right}, broken {broken}")
-    assert min(right.p_values.values()) > LEVEL
-    assert max(broken.p_values.values()) < BROKEN
-    assert broken.low > 3 * right.high / 2 > 0
+    assert min(right.values()) > LEVEL
+    assert max(broken.values()) < BROKEN
+    assert broken_low > 3 * right_high / 2 > 0
 
 
 def test_estimates_of_tv_enclose_the_truth() -> None:
@@ -96,21 +97,23 @@ def test_estimates_of_tv_enclose_the_truth() -> None:
     other[0] *= 1.4
     other /= other.sum()
     drawn = torch.multinomial(other.flatten(), 40_000, replacement=True, generator=torch.Generator().manual_seed(1))
-    tests = tabular._tested(joint, torch.stack(torch.unravel_index(drawn, sizes), dim=1))
+    tests, (low, high) = tabular._tested(joint, torch.stack(torch.unravel_index(drawn, sizes), dim=1))
     first = (joint - other).sum(dim=[1, 2, 3, 4, 5, 6]).abs().sum().item() / 2
-    assert tests.low - 0.005 < first < tests.high + 0.005  # each also has the noise of its images
-    assert tests.p_values["first tokens"] < BROKEN
+    assert low - 0.005 < first < high + 0.005  # each also has the noise of its images
+    assert tests["first tokens"] < BROKEN
 
 
 # ---- verdicts
 
 
 def audited(claim: str, is_ours: bool, p: float, broken: float | None = None) -> tuple[Claim, list[TrialResult]]:
-    cell = Cell("tiny", Decoding(mode="speculative", tree="small-7", temperature=1 + p))
+    relaxed = {"mode": "lantern++", "lambda": 2}
+    values: dict[str, Any] = {"mode": "speculative"} if claim == "lossless" else relaxed
+    cell = Cell("tiny", Decoding(tree="small-7", temperature=1 + p, **values))
     results = [TrialResult(str(p), None, {"a": p, "b": 0.5, "c": 0.5}, 100, 700, tv=(0.1, 0.2))]
     if broken is not None:
         results.append(TrialResult(str(p), "mistake", {"a": broken}, 100, 700, tv=(0.1, 0.2)))
-    return Claim(cell, claim, is_ours=is_ours), results  # type: ignore[arg-type]
+    return Claim(cell, is_ours=is_ours), results
 
 
 def test_verdicts() -> None:
@@ -161,7 +164,7 @@ def rows_of(path: str) -> list[dict[str, str]]:
 def test_the_audit_is_written_and_shown(
     tiny: TinyModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(trials, "TABLE_IMAGES", 40)
+    monkeypatch.setattr(run, "TABLE_IMAGES", 40)
     assert cli.main(["certify", "tiny", "--modes", "all", *SMALL, "--samples", "8", "--format", "table"]) == 0
     rows = rows_of("results/audit-tiny/audit.csv")
     assert {row["mode"] for row in rows} == set(method_tables.MODES)
@@ -180,7 +183,7 @@ def test_the_audit_is_written_and_shown(
 def test_a_lossless_claim_that_fails_exits_with_5(
     tiny: TinyModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(trials, "TABLE_IMAGES", 100)
+    monkeypatch.setattr(run, "TABLE_IMAGES", 100)
     monkeypatch.setattr(walk, "accept_children", strict_without_residual)
     monkeypatch.setattr(plan, "audited_cells", lambda: [{"mode": name} for name in ("ar", "speculative", "lantern++")])
     assert cli.main(["certify", "tiny", "--modes", "all", *SMALL, "--samples", "20"]) == 5

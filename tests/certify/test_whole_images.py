@@ -10,8 +10,8 @@ import pytest
 import torch
 from scipy.stats import kstest
 
+from lantern_bench.certify.run import broken_rules, broken_sibling_rules
 from lantern_bench.certify.tables import LEVEL, TrialResult, whole_image_rows
-from lantern_bench.certify.trials import broken_rules, broken_sibling_rules
 from lantern_bench.certify.whole_image import (
     TESTS,
     Evidence,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lantern_bench.certify.trials import strict_without_residual
+from lantern_bench.certify.run import strict_without_residual
 from lantern_bench.certify.whole_image import TESTS
 from lantern_bench.cli import main as cli
 from lantern_bench.decoding.acceptance import walk
@@ -153,7 +153,11 @@ def test_rules_of_every_kind_are_measured() -> None:
     ("typed", "code", "message"),
     [
         (["certify", "tinny"], 2, "error: MODEL tinny: unknown model; did you mean tiny?"),
-        (["certify", "tiny", "--temperature", "0", "--neighbours", "3"], 2, "not defined at temperature 0"),
+        (
+            ["certify", "tiny", "--temperature", "0", "--neighbours", "3"],
+            2,
+            "at temperature 0 there is no distribution",
+        ),
         (["certify", "tiny", "--modes", "ar"], 2, "has no relaxed cell"),
         (["certify", "tiny", "--delta", "2"], 2, "--delta 2: must lie strictly between 0 and 1"),
         (["certify", "tiny"], 2, "--neighbours 20: the model tiny has 16 codes"),

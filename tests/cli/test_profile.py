@@ -16,7 +16,7 @@ from lantern_bench.config.experiment import load_experiment
 from lantern_bench.models import registry
 from lantern_bench.models.random_model import read_size
 from lantern_bench.profile import tree_search
-from lantern_bench.profile.tree_search import LISTERS, describe, searched_lossless
+from lantern_bench.profile.tree_search import SEARCHED, describe, searched_lossless
 from lantern_bench.report.cost_model import STACKS, Setting, find_device, named_draft, step_seconds
 from lantern_bench.runs.threads import Calibrated
 from tests.tiny_model import TinyModel
@@ -195,8 +195,7 @@ def test_without_a_mode_every_lossless_method_is_searched(
 
 
 def test_a_drafting_without_a_search_is_refused(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    listers = {name: lister for name, lister in LISTERS.items() if name != "static"}
-    monkeypatch.setattr(tree_search, "LISTERS", listers)
+    monkeypatch.setattr(tree_search, "SEARCHED", [name for name in SEARCHED if name != "static"])
     model = TinyModel()
     monkeypatch.setattr(registry, "models", lambda: {"tiny": model})
     assert cli.main([*SEARCH, "--drafting", "static"]) == 2

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lantern_bench.certify.trials import strict_without_residual
+from lantern_bench.certify.run import strict_without_residual
 from lantern_bench.config.decoding import Decoding, ParameterError
 from lantern_bench.decoding.acceptance.rule import AcceptanceRule
 from lantern_bench.decoding.drafting import jacobi

@@ -12,8 +12,8 @@ import pytest
 import torch
 from scipy.stats import power_divergence
 
+from lantern_bench.certify.run import strict_without_residual
 from lantern_bench.certify.tabular import TabularModel
-from lantern_bench.certify.trials import strict_without_residual
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.compile import Engine
 from lantern_bench.decoding.loop import Decoded, decode

@@ -8,8 +8,8 @@ import torch
 from scipy.stats import power_divergence
 from torch import Tensor
 
+from lantern_bench.certify.run import strict_without_residual
 from lantern_bench.certify.tabular import TabularModel
-from lantern_bench.certify.trials import strict_without_residual
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.acceptance.rule import AcceptanceRule
 from lantern_bench.decoding.loop import Decoded, decode

@@ -18,8 +18,7 @@ from experiments.train_lanterns.tasks import reference_scenes
 from lantern_bench.config.protocols import PROTOCOLS, Preparation
 from lantern_bench.errors import UserError
 from lantern_bench.metrics import features
-from lantern_bench.models.lanterns.modules import AttributeClassifier
-from lantern_bench.models.lanterns.modules import write_weights
+from lantern_bench.models.lanterns.modules import AttributeClassifier, write_weights
 
 EMBEDDED = PROTOCOLS["embedded"]
 PLAIN = Preparation()

@@ -22,7 +22,7 @@ FORWARDS = (1.0, 1.2, 1.6, 2.4, 4.0, 7.2)  # 0.8 + 0.2 a node
 
 
 def candidate(nodes: int, levels: int, width: int, length: float = 1.0) -> Candidate:
-    return Candidate({}, nodes, levels, width, length)
+    return Candidate(Decoding("ar"), nodes, levels, width, length)
 
 
 def true_cost(tree: Candidate) -> StepCost:

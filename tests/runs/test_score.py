@@ -28,10 +28,9 @@ from lantern_bench.errors import RefusedError
 from lantern_bench.methods.tables import METRICS
 from lantern_bench.metrics import clip, features
 from lantern_bench.metrics.features import Reference, read_picture
-from lantern_bench.models.lanterns import modules as classifier
 from lantern_bench.models.lanterns import HELD_OUT
-from lantern_bench.models.lanterns.modules import AttributeClassifier, predict
-from lantern_bench.models.lanterns.modules import write_weights
+from lantern_bench.models.lanterns import modules as classifier
+from lantern_bench.models.lanterns.modules import AttributeClassifier, predict, write_weights
 from lantern_bench.runs import scoring
 from lantern_bench.runs.events import Share
 from lantern_bench.runs.records import KeyFields
