@@ -21,7 +21,6 @@ from lantern_bench.clock import OnProgress, no_progress
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.plan import Prompt, record_seed
 from lantern_bench.decoding.acceptance.rule import AcceptanceRule
-from lantern_bench.decoding.drafting.draft_method import draft_probabilities
 from lantern_bench.decoding.loop import decode
 from lantern_bench.decoding.sampling import broken_distributions, decoding_probabilities, guide
 from lantern_bench.decoding.teacher_forcing import drafts_along, teacher_forced
@@ -172,7 +171,8 @@ def decoded_evidence(
         logits, q = guide(forced.logits.cond, forced.logits.uncond, decoding.cfg_scale), None
         if model.drafter is not None:
             drafts = drafts_along(model.drafter, forced)
-            q = torch.cat([draft_probabilities(draft, decoding) for draft in drafts], dim=1)
+            guided = [guide(draft.cond, draft.uncond, decoding.cfg_scale) for draft in drafts]
+            q = decoding_probabilities(torch.cat(guided, dim=1), decoding)
         places = torch.rand(2, *tokens.shape, generator=noise, dtype=torch.float64).to(target.device)
         yield evidence(logits, q, tokens, [image.trace.start for image in decoded], decoding, places, tolerance)
 

@@ -36,7 +36,7 @@ class Protocol:
     features: str | None = None  # the extractor of FID and KID (a name of `metrics/features.py`)
     manifold: str | None = None  # the extractor of precision and recall, where it is another
     manifold_neighbours: int = 3
-    clip_model: str | None = None  # as in `metrics.clip.load_clip`
+    clip_model: str | None = None  # as in `metrics.image_scorers.load_clip`
     clip_prefix: str = ""
     reference: str | None = None  # the default reference; None requires --reference
     reference_pictures: int | None = None  # FID, precision and recall depend on it

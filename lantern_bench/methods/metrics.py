@@ -108,7 +108,7 @@ SHIPPED_METRICS = (
     Metric(
         "clip_score",
         "mean cosine between picture and caption, not scaled",
-        "lantern_bench.metrics.clip:clip_score",
+        "lantern_bench.metrics.image_scorers:clip_score",
         label="CLIP score",
         image_meaning="cosine between picture and caption, not scaled",
         in_summary=True,
@@ -116,7 +116,7 @@ SHIPPED_METRICS = (
     Metric(
         "prompt_accuracy",
         "share of pictures that show all attributes of the caption",
-        "lantern_bench.metrics.clip:prompt_accuracy",
+        "lantern_bench.metrics.image_scorers:prompt_accuracy",
         digits=".3f",
         image_meaning="1 when all attributes of the caption are seen, else 0",
         scored_by="protocol",
@@ -148,14 +148,14 @@ SHIPPED_METRICS = (
     Metric(
         "hpsv2",
         "mean HPSv2.1, not scaled",
-        "lantern_bench.metrics.clip:hpsv2",
+        "lantern_bench.metrics.image_scorers:hpsv2",
         label="HPSv2",
         image_meaning="HPSv2.1: cosine between picture and caption, not scaled",
     ),
     Metric(
         "image_reward",
         "mean ImageReward 1.0",
-        "lantern_bench.metrics.clip:image_reward",
+        "lantern_bench.metrics.image_scorers:image_reward",
         label="ImageReward",
         image_meaning="ImageReward 1.0",
     ),

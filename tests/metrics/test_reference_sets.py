@@ -18,7 +18,7 @@ from experiments.train_lanterns.tasks import reference_scenes
 from lantern_bench.config.protocols import PROTOCOLS, Preparation
 from lantern_bench.errors import UserError
 from lantern_bench.metrics import features
-from lantern_bench.models.lanterns.modules import AttributeClassifier, write_weights
+from lantern_bench.models.lanterns.modules import AttributeClassifier
 
 EMBEDDED = PROTOCOLS["embedded"]
 PLAIN = Preparation()

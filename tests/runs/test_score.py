@@ -26,11 +26,11 @@ from lantern_bench.config.plan import Prompt, make_plan
 from lantern_bench.config.protocols import PROTOCOLS, Protocol
 from lantern_bench.errors import RefusedError
 from lantern_bench.methods.tables import METRICS
-from lantern_bench.metrics import clip, features
+from lantern_bench.metrics import features, image_scorers
 from lantern_bench.metrics.features import Reference, read_picture
 from lantern_bench.models.lanterns import HELD_OUT
 from lantern_bench.models.lanterns import modules as classifier
-from lantern_bench.models.lanterns.modules import AttributeClassifier, predict, write_weights
+from lantern_bench.models.lanterns.modules import AttributeClassifier, predict
 from lantern_bench.runs import scoring
 from lantern_bench.runs.events import Share
 from lantern_bench.runs.records import KeyFields
@@ -50,8 +50,8 @@ def scorers(tmp_path_factory: pytest.TempPathFactory) -> scoring.Scorers:
         write_weights(AttributeClassifier().state_dict(), folder / "features.safetensors")
         save_clip(open_clip.CLIP(**CLIP_CONFIG["model_cfg"]), folder / "clip")
     path = folder / "features.safetensors"
-    scorer = clip.load_clip(f"local-dir:{folder / 'clip'}")
-    images = {"clip_score": scorer, "prompt_accuracy": clip.PromptAccuracy(classifier.load_classifier(path))}
+    scorer = image_scorers.load_clip(f"local-dir:{folder / 'clip'}")
+    images = {"clip_score": scorer, "prompt_accuracy": image_scorers.PromptAccuracy(classifier.load_classifier(path))}
     return scoring.Scorers(EMBEDDED, images, features.find_extractor(weights=path))
 
 

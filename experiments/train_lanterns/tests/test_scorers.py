@@ -11,7 +11,7 @@ import torch
 from experiments.train_lanterns import tasks
 from experiments.train_lanterns.scenes import blur, degrade, drop_detail, scene_set
 from experiments.train_lanterns.tasks import ClipTask, FeaturesTask, Pool, reconstruct, save_clip, training_pool
-from lantern_bench.metrics.clip import load_clip
+from lantern_bench.metrics.image_scorers import load_clip
 from lantern_bench.models.lanterns import ALL_ATTRIBUTES, HELD_OUT, TRAIN, Attributes
 from lantern_bench.models.lanterns.modules import prompt_accuracy
 from lantern_bench.models.vq import VQConfig, VQModel

@@ -21,7 +21,7 @@ from experiments.train_lanterns.tasks import held_out_scenes
 from lantern_bench.config.protocols import PROTOCOLS
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.methods.tables import METRICS
-from lantern_bench.metrics import clip
+from lantern_bench.metrics import image_scorers
 
 CONFIG = {
     "model_cfg": {
@@ -53,7 +53,7 @@ def pictures() -> torch.Tensor:
 
 
 def test_clip_score_equals_open_clip(folder: Path, pictures: torch.Tensor) -> None:
-    scores = clip.load_clip(f"local-dir:{folder}")(pictures, CAPTIONS)
+    scores = image_scorers.load_clip(f"local-dir:{folder}")(pictures, CAPTIONS)
     model, _, preprocess = open_clip.create_model_and_transforms(f"local-dir:{folder}")
     tokenizer = open_clip.get_tokenizer(f"local-dir:{folder}")
     model.eval()
@@ -65,27 +65,27 @@ def test_clip_score_equals_open_clip(folder: Path, pictures: torch.Tensor) -> No
 
 
 def test_the_prefix_is_put_before_captions(folder: Path, pictures: torch.Tensor) -> None:
-    plain = clip.load_clip(f"local-dir:{folder}")
-    prefixed = clip.load_clip(f"local-dir:{folder}", prefix="a photo of ")
+    plain = image_scorers.load_clip(f"local-dir:{folder}")
+    prefixed = image_scorers.load_clip(f"local-dir:{folder}", prefix="a photo of ")
     by_hand = plain(pictures, [f"a photo of {caption}" for caption in CAPTIONS])
     assert prefixed(pictures, CAPTIONS) == by_hand != plain(pictures, CAPTIONS)
 
 
 def test_clip_label_has_the_weights_hash(folder: Path) -> None:
-    label = clip.load_clip(f"local-dir:{folder}").label
+    label = image_scorers.load_clip(f"local-dir:{folder}").label
     assert label.startswith("tiny@") and len(label) == len("tiny@") + 8
 
 
 def test_missing_weights_of_a_folder(tmp_path: Path) -> None:
     (tmp_path / "open_clip_config.json").write_text(json.dumps(CONFIG))
     with pytest.raises(RefusedError, match=r"weights .* are missing"):
-        clip.load_clip(f"local-dir:{tmp_path}")
+        image_scorers.load_clip(f"local-dir:{tmp_path}")
 
 
 def test_missing_bundled_clip_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clip, "BUNDLED_FOLDER", tmp_path / "clip")
+    monkeypatch.setattr(image_scorers, "BUNDLED_FOLDER", tmp_path / "clip")
     with pytest.raises(RefusedError, match="lanterns-clip is missing") as caught:
-        clip.load_clip()
+        image_scorers.load_clip()
     assert "experiments.train_lanterns --part clip" in str(caught.value.advice)
 
 
@@ -93,7 +93,7 @@ def test_missing_bundled_clip_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_folder_with_a_broken_configuration(tmp_path: Path, text: str) -> None:
     (tmp_path / "open_clip_config.json").write_text(text)
     with pytest.raises(UserError, match=r"open_clip configuration|open_clip_config\.json: cannot be read as JSON"):
-        clip.load_clip(f"local-dir:{tmp_path}")
+        image_scorers.load_clip(f"local-dir:{tmp_path}")
 
 
 def test_weights_of_another_size(folder: Path, tmp_path: Path) -> None:
@@ -102,18 +102,18 @@ def test_weights_of_another_size(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "open_clip_config.json").write_text(json.dumps(other))
     (tmp_path / "model.safetensors").write_bytes((folder / "open_clip_model.safetensors").read_bytes())
     with pytest.raises(UserError, match=r"model\.safetensors does not fit"):
-        clip.load_clip(f"local-dir:{tmp_path}")
+        image_scorers.load_clip(f"local-dir:{tmp_path}")
 
 
 def test_full_size_without_weights_is_refused() -> None:
     with pytest.raises(RefusedError, match="ViT-B-32") as caught:
-        clip.load_clip("ViT-B-32")
+        image_scorers.load_clip("ViT-B-32")
     assert "path" in str(caught.value.advice)
 
 
 def test_full_size_with_a_path_that_is_no_file(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"nothing\.pt"):
-        clip.load_clip("ViT-B-32", tmp_path / "nothing.pt")
+        image_scorers.load_clip("ViT-B-32", tmp_path / "nothing.pt")
 
 
 def test_full_size_by_name_and_path(folder: Path, tmp_path: Path, pictures: torch.Tensor) -> None:
@@ -122,20 +122,20 @@ def test_full_size_by_name_and_path(folder: Path, tmp_path: Path, pictures: torc
     open_clip.add_model_config(tmp_path)
     checkpoint = tmp_path / "tiny.safetensors"
     checkpoint.write_bytes((folder / "open_clip_model.safetensors").read_bytes())
-    scorer = clip.load_clip("ViT-tiny", checkpoint)
+    scorer = image_scorers.load_clip("ViT-tiny", checkpoint)
     assert scorer.label.startswith("ViT-tiny@")
     assert all(-1 <= score <= 1 for score in scorer(pictures, CAPTIONS))
 
 
 def test_unknown_model() -> None:
     with pytest.raises(UserError, match="ViT-Z-99"):
-        clip.load_clip("ViT-Z-99")
+        image_scorers.load_clip("ViT-Z-99")
 
 
 def test_bundled_clip_finds_captions_of_held_out_scenes() -> None:
     """Its bar is 70 % of 100; on 50 here, the full figure is in the training report."""
     pictures, attributes = held_out_scenes(50, seed=5)
-    scorer = clip.load_clip()
+    scorer = image_scorers.load_clip()
     images = scorer.images([Image.fromarray(picture.permute(1, 2, 0).numpy()) for picture in pictures])
     cosines = images @ scorer.captions([item.caption() for item in attributes]).T
     assert float((cosines.argmax(1) == torch.arange(50)).float().mean()) >= 0.8
