@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
@@ -19,17 +19,17 @@ from lantern_bench.errors import UserError, did_you_mean
 from lantern_bench.methods.parameters import COUNT, NATURAL, Count, Natural
 from lantern_bench.methods.tables import MODES, PARAMETERS
 
-Metric = Literal["speed", "quality"]
-METRICS: tuple[Metric, ...] = ("speed", "quality")
 _SWITCH = "must be true or false"
+_T = TypeVar("_T")
 
 
 def _as_list(value: object) -> object:
     return value if isinstance(value, list | tuple) else [value]
 
 
-_Listed = BeforeValidator(_as_list)  # a single value is a list of one
+# A single value is a list of one; values that come twice count once.
 _Unique = AfterValidator(lambda values: tuple(dict.fromkeys(values)))
+Several: TypeAlias = Annotated[tuple[_T, ...], BeforeValidator(_as_list), Field(min_length=1), _Unique]
 
 
 class Settings(BaseModel):
@@ -43,9 +43,7 @@ class Settings(BaseModel):
     )
     description: str | None = Field(default=None, description="must be text")
     paper: dict[str, Any] | None = Field(default=None, description="must be a mapping")  # see paper.py
-    model: Annotated[tuple[str, ...], _Listed, Field(min_length=1), _Unique] = Field(
-        description="must be a model's name or a list of names"
-    )
+    model: Several[str] = Field(description="must be a model's name or a list of names")
     prompts: str = Field(default="held-out", min_length=1, description="must be the name of a prompt set, or a file")
     # Images of each cell: prompts in order, then again with the next repeat; None: every prompt once.
     images: Count | None = Field(default=None, description=COUNT.allowed)
@@ -57,13 +55,11 @@ class Settings(BaseModel):
     reference: str | None = Field(
         default=None, min_length=1, description="must be embedded, a folder, a .json or a .npz file"
     )
-    metrics: Annotated[tuple[Metric, ...], _Listed, Field(min_length=1), _Unique] = Field(
-        default=METRICS, description=f"must be a list of {' and '.join(METRICS)}"
+    metrics: Several[Literal["speed", "quality"]] = Field(
+        default=("speed", "quality"), description="must be a list of speed and quality"
     )
     # Images that are decoded at once; several values give several cells.
-    batch: Annotated[tuple[Count, ...], _Listed, Field(min_length=1), _Unique] = Field(
-        default=(1,), description=f"{COUNT.allowed}, or a list of them"
-    )
+    batch: Several[Count] = Field(default=(1,), description=f"{COUNT.allowed}, or a list of them")
     device: str = Field(
         default="auto", pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$", description="must be auto, cpu, mps, cuda or cuda:N"
     )
@@ -110,8 +106,7 @@ class Overrides:
     ) -> Overrides:
         """Return the overrides given by flags (by key; None: not given), `--modes` and `--set`.
 
-        Texts are split at commas; one that starts with `[` is read as YAML. Raises `UserError` for a `--set`
-        without `=` and for invalid YAML.
+        Texts are split at commas; one that starts with `[` is read as YAML.
         """
         values = {key.replace("-", "_"): _split(value, f"--{key}") for key, value in flags.items() if value is not None}
         from_set = set()
@@ -222,7 +217,7 @@ class ExperimentReader:
                         text = "differs from another model's; run one of them, with --model"
                         self._note(("models", name, key), text, value)
                     stated[key] = value, self.source.location(("models", name, key))
-        for key in ALLOWED & typed.keys():
+        for key in [key for key in ALLOWED if key in typed]:
             values, location = list(typed[key]), self.overrides.location(key)
             if key in _LISTS:
                 stated[key] = values, location

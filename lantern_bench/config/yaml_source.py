@@ -206,8 +206,6 @@ def _problem(item: Mapping[str, Any], source: Source, model: type[BaseModel]) ->
         if inside is None:
             break
         path = (*path, key)
-        if isinstance(key, int):
-            continue
         fields = _fields(inside)
         keys = list(fields)
         if key not in fields:
