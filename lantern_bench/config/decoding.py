@@ -74,7 +74,8 @@ def check_value(key: str, value: object, folder: Path = Path()) -> Any:
     try:
         return _adapter(key).validate_python(value)
     except ValidationError as error:
-        raise ParameterError(parameter.allowed, key) from error
+        remark = f" ({parameter.remark})" if parameter.remark else ""
+        raise ParameterError(parameter.kind.allowed + remark, key) from error
 
 
 def read_values(

@@ -141,13 +141,11 @@ def load_experiment(
 
 
 def _find(source: str | Path) -> Path:
-    path = Path(source)
     shipped = shipped_experiments()
-    if isinstance(source, str) and source in shipped:
-        return shipped[source]
+    path = shipped.get(str(source), Path(source))
     if path.is_file():
         return path
-    if isinstance(source, str) and not path.suffix and path.name == source:
+    if path.stem == source:
         raise UserError(
             f"no experiment is named '{source}'{did_you_mean(source, shipped)}",
             f"The experiments are: {', '.join(shipped) or 'none'}. "

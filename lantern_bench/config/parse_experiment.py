@@ -240,10 +240,10 @@ class ExperimentReader:
         try:
             return Settings.model_validate(values)
         except ValidationError as error:
-            for problem in problems_of(error, Source("", Path(), values), Settings):
-                key = problem.key.partition(".")[0]
-                shown = "(empty)" if problem.value is None and key in stated else problem.value
-                self.problems.add(stated[key][1] if key in stated else Location(key), problem.text, shown)
+            for _, path, text, value in problems_of(error, Source("", Path(), values), Settings):
+                key = path.partition(".")[0]
+                shown = "(empty)" if value is None and key in stated else value
+                self.problems.add(stated[key][1] if key in stated else Location(key), text, shown)
                 values.pop(key, None)
             return Settings.model_validate({"name": UNNAMED, "model": UNNAMED} | values)
 
@@ -276,8 +276,6 @@ class ExperimentReader:
                 text = "unknown key" + did_you_mean(key, (*_PARAMETERS, *ALLOWED))
                 if key == "mode":
                     text = "unknown key; cells are picked with --modes"
-                elif "." in key:
-                    text = "a flag cannot reach one cell or one model; write the value into the experiment file"
                 self.problems.add(Location(location.text.rstrip("=")), text)
         return layer
 

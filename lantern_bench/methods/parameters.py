@@ -86,18 +86,14 @@ class Parameter:
     rare: bool = False  # its flag is accepted everywhere, and only `--help-all` shows it
 
     @property
-    def allowed(self) -> str:
-        """What its values may be; completes "KEY VALUE: "."""
-        return f"{self.kind.allowed} ({self.remark})" if self.remark else self.kind.allowed
-
-    @property
     def column(self) -> tuple[str, str] | None:
         """The type and the unit of its column, or None; structure has the columns mode, drafting, rule and tree."""
         return None if self.unit is None or self.in_id == "structure" else (self.kind.dtype, self.unit)
 
 
+structure = partial(Parameter, in_id="structure")
 rare = partial(Parameter, in_id="changed", rare=True)
-"""An option of one method: its default is right for most runs."""
+"""An option whose default is right for most runs."""
 
 SAMPLING_PARAMETERS = (
     Parameter(
