@@ -179,6 +179,7 @@ class CellEntry(NamedTuple):
 class ExperimentReader:
     """Reads the blocks of one file and the flags over them; what is wrong goes to `problems`.
 
+    `top`, `models` and `flags` are the parameters at the top of the file, of the blocks of models, and of the flags.
     Raises `RefusedError` if the file names an installed rule or drafting that cannot be used.
     """
 
@@ -190,6 +191,12 @@ class ExperimentReader:
         for path in source.twice:
             self._note(path, "is written twice")
         self.blocks = self._blocks("models")
+        self.top = self._layer(self.data, (), _PARAMETERS, (*ALLOWED, *_BLOCKS))
+        self.models = {
+            name: self._layer(block, ("models", name), _PARAMETERS, _SETTINGS_OF_MODEL)
+            for name, block in self.blocks.items()
+        }
+        self.flags = self._flags()
 
     def _note(self, path: KeyPath, text: str, value: object = None) -> None:
         self.problems.add(self.source.location(path), text, value)
@@ -247,15 +254,6 @@ class ExperimentReader:
                 values.pop(key, None)
             return Settings.model_validate({"name": UNNAMED, "model": UNNAMED} | values)
 
-    def top(self) -> Layer:
-        """Read the parameters at the top level."""
-        return self._layer(self.data, (), _PARAMETERS, (*ALLOWED, *_BLOCKS))
-
-    def models(self) -> dict[str, Layer]:
-        """Read the parameters of each model's block."""
-        blocks = self.blocks.items()
-        return {name: self._layer(block, ("models", name), _PARAMETERS, _SETTINGS_OF_MODEL) for name, block in blocks}
-
     def model_defaults(self) -> dict[str, dict[str, Any]]:
         """Read the block `model_defaults` that a resolved experiment records: values by model."""
         defaults = {}
@@ -264,8 +262,7 @@ class ExperimentReader:
             defaults[name] = {key: stated.values[0] for key, stated in layer.items()}
         return defaults
 
-    def flags(self) -> Layer:
-        """Read the parameters given as flags."""
+    def _flags(self) -> Layer:
         layer = {}
         for key, typed in self.overrides.values.items():
             location = self.overrides.location(key)

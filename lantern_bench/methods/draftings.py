@@ -30,14 +30,11 @@ class Drafting:
     about: str
     parameters: tuple[Parameter, ...] = ()  # its own, and shipped ones
     defaults: Values = field(default_factory=dict)  # of its parameters
-    # The drafting that published code differs from by not being lossless; it replaces this one at temperature 0, where
-    # they do not differ.
-    published_form_of: str = ""
+    published_form_of: str = ""  # the lossless drafting that published code differs from, but for temperature 0
     needs_drafter: bool = True  # whether it uses the model's drafter; without it, models need none
     sampled: bool = True  # drafts are drawn from q; False: a draft is deterministic, and its q is 1
     chain: bool = False  # its drafts never branch; the shape of a static tree says that itself
-    # Whether every step draws all of its drafts with new random numbers, for these values: rules that look behind a
-    # draft need that.
+    # Whether every step draws all of its drafts with new random numbers, as rules that look behind a draft need.
     fresh_every_step: Callable[[Values], bool] = lambda _values: True
     label: Callable[[Values], str | None] = lambda _values: None  # how ids and tables write the drafts
     # (defaults, values that the user gave) -> defaults that fit them

@@ -1,7 +1,4 @@
-"""Decoding parameters: one row each. Flags, validation, cell ids, columns and labels follow from the row.
-
-Here are the parameters that every cell or several rules have; a parameter of one method stands with its row.
-"""
+"""Decoding parameters of every cell or of several rules, one row each; those of one method stand with its row."""
 
 from __future__ import annotations
 

@@ -28,11 +28,8 @@ class Rule:
 
     name: str
     about: str = "a rule from another package"
-    # -> the most neighbour mass m(x) [...] that a draft x may take; neighbours are taken in order while their mass is
-    # at most that (docs/algorithms.md, section 4)
-    limit: Code | None = None
-    # -> f [n, V], the probability that a draft is accepted, for every token that it could have been; values outside 0
-    # to 1 are clamped (docs/algorithms.md, section 8.4)
+    limit: Code | None = None  # -> the most neighbour mass m(x) [...] of a draft x (docs/algorithms.md, section 4)
+    # -> f [n, V], the probability that a draft is accepted, for every token that it could have been (section 8.4)
     chance: Code | None = None
     accept: Code | None = None  # decides on whole trees, as `accept_children` of decoding/acceptance/children.py
     bound: str = "bound"  # the parameter that every cell must give

@@ -1,7 +1,4 @@
-"""The modes, and the tables of all methods by name: the shipped rows, those of other packages, and what goes together.
-
-Flags, validation, grids, cell ids, columns, legends, and the checks of `certify` read these tables.
-"""
+"""The modes, and the tables of all methods by name: shipped rows, those of other packages, what goes together."""
 
 from __future__ import annotations
 

@@ -182,8 +182,8 @@ cells:
         "  line 8: cells[1].speed: unknown key; did you mean seed_set?",
         "  line 9: cells[2].delta 0.1: mode speculative has the drafting static and the rule strict; "
         "delta belongs to the rule additive",
-        "  --images 0: must be a whole number of at least 1",
         "  --beam -1: must be a whole number of at least 1",
+        "  --images 0: must be a whole number of at least 1",
     ]
 
 
