@@ -74,7 +74,8 @@ def check_value(key: str, value: object, folder: Path = Path()) -> Any:
     try:
         return _adapter(key).validate_python(value)
     except ValidationError as error:
-        raise ParameterError(parameter.allowed, key) from error
+        remark = f" ({parameter.remark})" if parameter.remark else ""
+        raise ParameterError(parameter.kind.allowed + remark, key) from error
 
 
 def read_values(
@@ -255,9 +256,9 @@ class Decoding:
             parameter = PARAMETERS[key]
             default = self.cfg_default if key == "cfg_scale" else parameter.default
             if parameter.in_id == "always":
-                always.append((parameter.short or key) + _text(value))
+                always.append((parameter.short or key) + word_of(value))
             elif parameter.in_id == "changed" and value != default:
-                changed.append((key + _text(value)).replace("_", ""))
+                changed.append((key + word_of(value)).replace("_", ""))
         return "-".join([*words, *always, *changed])
 
     def columns(self) -> dict[str, Any]:
@@ -296,6 +297,7 @@ def _check_together(values: Mapping[str, Any], mode: str, drafting: str, rule: s
         raise ParameterError(text, key)
 
 
-def _text(value: object) -> str:
+def word_of(value: object) -> str:
+    """Return a value as cell ids write it."""
     text = f"{value:g}" if isinstance(value, int | float) else str(value)
     return re.sub(r"[^A-Za-z0-9.+_-]", "_", text)

@@ -10,15 +10,14 @@ import hashlib
 import itertools
 import json
 import math
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from lantern_bench.config.decoding import STRUCTURE, Decoding, MissingValueError, ParameterError
+from lantern_bench.config.decoding import STRUCTURE, Decoding, MissingValueError, ParameterError, word_of
 from lantern_bench.config.parse_experiment import CellEntry, ExperimentReader, Layer, Overrides, Settings, Stated
 from lantern_bench.config.yaml_source import Location, Source, read_source
 from lantern_bench.errors import RefusedError, UserError, did_you_mean
@@ -141,13 +140,11 @@ def load_experiment(
 
 
 def _find(source: str | Path) -> Path:
-    path = Path(source)
     shipped = shipped_experiments()
-    if isinstance(source, str) and source in shipped:
-        return shipped[source]
+    path = shipped.get(str(source), Path(source))
     if path.is_file():
         return path
-    if isinstance(source, str) and not path.suffix and path.name == source:
+    if path.stem == source:
         raise UserError(
             f"no experiment is named '{source}'{did_you_mean(source, shipped)}",
             f"The experiments are: {', '.join(shipped) or 'none'}. "
@@ -156,25 +153,20 @@ def _find(source: str | Path) -> Path:
     raise UserError(f"{source}: no such experiment file", "Give a YAML file, or the name of a shipped experiment.")
 
 
+@dataclass
 class Grid:
     """Expands the entries of `cells` to the cells of all models; what is wrong goes to the reader's problems.
 
     Of a value that stands in several places the flag's wins, then the cell's, that of the model's block, of the top.
     """
 
-    def __init__(
-        self,
-        reader: ExperimentReader,
-        settings: Settings,
-        entries: Sequence[CellEntry],
-        defaults: Mapping[str, Mapping[str, Any]],
-    ) -> None:
-        self.settings, self.entries, self.defaults, self.problems = settings, entries, defaults, reader.problems
-        self.flags, self.models, self.top = reader.flags(), reader.models(), reader.top()
-        self.used_flags: set[str] = set()
-        self.missing: list[tuple[Location, str]] = []  # values that cells lack
-        self.most = None if reader.overrides.many else MOST_CELLS // (len(settings.model) * len(settings.batch))
-        self.count = 0  # of one model
+    reader: ExperimentReader
+    settings: Settings
+    entries: Sequence[CellEntry]
+    defaults: Mapping[str, Mapping[str, Any]]  # by model
+    used_flags: set[str] = field(default_factory=set)
+    missing: list[tuple[Location, str]] = field(default_factory=list)  # values that cells lack
+    count: int = 0  # of cells of one model
 
     def cells(self) -> list[Cell]:
         """Return the cells in fixed order, without those that have problems."""
@@ -182,7 +174,7 @@ class Grid:
         cells: dict[Cell, None] = {}
         for model in self.settings.model:
             self.count = 0
-            prefix = re.sub(r"[^A-Za-z0-9.+_-]", "_", model) + "-" if len(self.settings.model) > 1 else ""
+            prefix = f"{word_of(model)}-" if len(self.settings.model) > 1 else ""
             of_model = [entry for entry in self.entries if not entry.models or model in entry.models]
             if self.settings.baseline and not any("ar" in entry.modes for entry in of_model):
                 of_model.insert(0, CellEntry({"mode": Stated(("ar",), Location("baseline"))}, Location("baseline")))
@@ -190,14 +182,14 @@ class Grid:
                 for decoding in self._decodings(entry, model):
                     cells |= dict.fromkeys(Cell(model, decoding, prefix, *batch) for batch in batches)
         self._note_idle_flags()
-        if self.problems.entries:  # a value may be missing because it was wrong
+        if self.reader.problems.entries:  # a value may be missing because it was wrong
             return []
         for location, text in self.missing:
-            self.problems.add(location, text)
+            self.reader.problems.add(location, text)
         for cell_id, times in Counter(cell.cell_id for cell in cells).items():
             if times > 1:
                 text = f"two cells differ too little to be told apart by name: {cell_id}"
-                self.problems.add(Location("cells"), text)
+                self.reader.problems.add(Location("cells"), text)
         return list(cells)
 
     def _note_idle_flags(self) -> None:
@@ -205,14 +197,14 @@ class Grid:
         if not all(entry.modes for entry in self.entries):
             return
         modes = ", ".join(dict.fromkeys(mode for entry in self.entries for mode in entry.modes)) or "ar"
-        for key, stated in self.flags.items():
+        for key, stated in self.reader.flags.items():
             if key not in self.used_flags:
                 text = f"reaches no cell: it belongs to {owners_of(key)}, and the modes here are {modes}"
-                self.problems.add(stated.location, text, stated.values[0])
+                self.reader.problems.add(stated.location, text, stated.values[0])
 
     def _decodings(self, entry: CellEntry, model: str) -> Iterator[Decoding]:
         """Yield the decodings of one entry, without those that have problems."""
-        stated = {**self.top, **self.models.get(model, {}), **entry.layer, **self.flags}
+        stated = {**self.reader.top, **self.reader.models.get(model, {}), **entry.layer, **self.reader.flags}
         methods = []
         for mode in entry.modes:
             layer = stated
@@ -224,7 +216,7 @@ class Grid:
             for drafting, rule in itertools.product(draftings, rules):
                 methods.append((mode, drafting, rule))
                 yield from self._of_method(mode, drafting, rule, layer, entry.location, self.defaults.get(model, {}))
-        if methods and not {"drafting", "rule"} & self.flags.keys():
+        if methods and not {"drafting", "rule"} & self.reader.flags.keys():
             self._note_unused(entry.layer, methods)
 
     def _of_method(
@@ -235,9 +227,10 @@ class Grid:
         self.used_flags.update(reached)
         axes = {key: layer[key].values for key in reached if key not in STRUCTURE}
         self.count += math.prod(map(len, axes.values()))
-        if self.most is not None and self.count > self.most:
+        most = MOST_CELLS // (len(self.settings.model) * len(self.settings.batch))
+        if self.count > most and not self.reader.overrides.many:
             raise RefusedError(
-                f"the grid has {self.count} cells or more for one model, and a sweep at most {self.most}",
+                f"the grid has {self.count} cells or more for one model, and a sweep at most {most}",
                 "Give fewer values; or, if this is meant, add --yes.",
             )
         cfg_default = float(model_defaults.get("cfg_scale") or 1.0)
@@ -249,8 +242,8 @@ class Grid:
                     decoding = make(**values)
                 except ParameterError as error:
                     # A flag that names other drafts replaces a rule of the file that cannot decide on them.
-                    by_flag = {"tree": "tree", "rule": "drafting"}.get(error.key or "") in self.flags
-                    if not by_flag or "rule" in self.flags:
+                    by_flag = {"tree": "tree", "rule": "drafting"}.get(error.key or "") in self.reader.flags
+                    if not by_flag or "rule" in self.reader.flags:
                         raise
                     decoding = make(**values | {"rule": RULES[rule].greedy_rule})
                 yield decoding
@@ -259,7 +252,7 @@ class Grid:
             except ParameterError as error:
                 given = layer.get(error.key or "")
                 value = values.get(error.key or "")
-                self.problems.add(given.location if given else location, error.text, value)
+                self.reader.problems.add(given.location if given else location, error.text, value)
 
     def _note_unused(self, cell: Layer, methods: Sequence[tuple[str, str, str]]) -> None:
         """Note values of a cell that none of its methods (mode, drafting, rule) has."""
@@ -267,4 +260,4 @@ class Grid:
         for key, stated in cell.items():
             if key not in STRUCTURE and not any(has_parameter(key, *method[1:]) for method in methods):
                 text = f"mode {mode} has the drafting {drafting} and the rule {rule}; {key} belongs to {owners_of(key)}"
-                self.problems.add(stated.location, text, stated.values[0])
+                self.reader.problems.add(stated.location, text, stated.values[0])

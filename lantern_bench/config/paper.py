@@ -1,8 +1,7 @@
 """The `paper:` block of an experiment: published figures, each with its source and confidence.
 
-A figure needs a source: figures from memory are refused, and a figure without a source stays empty, with a note. Users
-who have the paper may fill such a row in a copy of the file, with `confidence: user`. `report/reproduction.py` compares
-the figures with those of a run.
+A figure without a source stays empty, with a note. Users who have the paper may fill such a row in a copy of the file,
+with `confidence: user`.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
@@ -19,17 +19,17 @@ from lantern_bench.errors import UserError, did_you_mean
 from lantern_bench.methods.parameters import COUNT, NATURAL, Count, Natural
 from lantern_bench.methods.tables import MODES, PARAMETERS
 
-Metric = Literal["speed", "quality"]
-METRICS: tuple[Metric, ...] = ("speed", "quality")
 _SWITCH = "must be true or false"
+_T = TypeVar("_T")
 
 
 def _as_list(value: object) -> object:
     return value if isinstance(value, list | tuple) else [value]
 
 
-_Listed = BeforeValidator(_as_list)  # a single value is a list of one
+# A single value is a list of one; values that come twice count once.
 _Unique = AfterValidator(lambda values: tuple(dict.fromkeys(values)))
+Several: TypeAlias = Annotated[tuple[_T, ...], BeforeValidator(_as_list), Field(min_length=1), _Unique]
 
 
 class Settings(BaseModel):
@@ -43,9 +43,7 @@ class Settings(BaseModel):
     )
     description: str | None = Field(default=None, description="must be text")
     paper: dict[str, Any] | None = Field(default=None, description="must be a mapping")  # see paper.py
-    model: Annotated[tuple[str, ...], _Listed, Field(min_length=1), _Unique] = Field(
-        description="must be a model's name or a list of names"
-    )
+    model: Several[str] = Field(description="must be a model's name or a list of names")
     prompts: str = Field(default="held-out", min_length=1, description="must be the name of a prompt set, or a file")
     # Images of each cell: prompts in order, then again with the next repeat; None: every prompt once.
     images: Count | None = Field(default=None, description=COUNT.allowed)
@@ -57,13 +55,11 @@ class Settings(BaseModel):
     reference: str | None = Field(
         default=None, min_length=1, description="must be embedded, a folder, a .json or a .npz file"
     )
-    metrics: Annotated[tuple[Metric, ...], _Listed, Field(min_length=1), _Unique] = Field(
-        default=METRICS, description=f"must be a list of {' and '.join(METRICS)}"
+    metrics: Several[Literal["speed", "quality"]] = Field(
+        default=("speed", "quality"), description="must be a list of speed and quality"
     )
     # Images that are decoded at once; several values give several cells.
-    batch: Annotated[tuple[Count, ...], _Listed, Field(min_length=1), _Unique] = Field(
-        default=(1,), description=f"{COUNT.allowed}, or a list of them"
-    )
+    batch: Several[Count] = Field(default=(1,), description=f"{COUNT.allowed}, or a list of them")
     device: str = Field(
         default="auto", pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$", description="must be auto, cpu, mps, cuda or cuda:N"
     )
@@ -110,8 +106,7 @@ class Overrides:
     ) -> Overrides:
         """Return the overrides given by flags (by key; None: not given), `--modes` and `--set`.
 
-        Texts are split at commas; one that starts with `[` is read as YAML. Raises `UserError` for a `--set`
-        without `=` and for invalid YAML.
+        Texts are split at commas; one that starts with `[` is read as YAML.
         """
         values = {key.replace("-", "_"): _split(value, f"--{key}") for key, value in flags.items() if value is not None}
         from_set = set()
@@ -184,6 +179,7 @@ class CellEntry(NamedTuple):
 class ExperimentReader:
     """Reads the blocks of one file and the flags over them; what is wrong goes to `problems`.
 
+    `top`, `models` and `flags` are the parameters at the top of the file, of the blocks of models, and of the flags.
     Raises `RefusedError` if the file names an installed rule or drafting that cannot be used.
     """
 
@@ -195,6 +191,12 @@ class ExperimentReader:
         for path in source.twice:
             self._note(path, "is written twice")
         self.blocks = self._blocks("models")
+        self.top = self._layer(self.data, (), _PARAMETERS, (*ALLOWED, *_BLOCKS))
+        self.models = {
+            name: self._layer(block, ("models", name), _PARAMETERS, _SETTINGS_OF_MODEL)
+            for name, block in self.blocks.items()
+        }
+        self.flags = self._flags()
 
     def _note(self, path: KeyPath, text: str, value: object = None) -> None:
         self.problems.add(self.source.location(path), text, value)
@@ -222,7 +224,7 @@ class ExperimentReader:
                         text = "differs from another model's; run one of them, with --model"
                         self._note(("models", name, key), text, value)
                     stated[key] = value, self.source.location(("models", name, key))
-        for key in ALLOWED & typed.keys():
+        for key in [key for key in ALLOWED if key in typed]:
             values, location = list(typed[key]), self.overrides.location(key)
             if key in _LISTS:
                 stated[key] = values, location
@@ -245,21 +247,12 @@ class ExperimentReader:
         try:
             return Settings.model_validate(values)
         except ValidationError as error:
-            for problem in problems_of(error, Source("", Path(), values), Settings):
-                key = problem.key.partition(".")[0]
-                shown = "(empty)" if problem.value is None and key in stated else problem.value
-                self.problems.add(stated[key][1] if key in stated else Location(key), problem.text, shown)
+            for _, path, text, value in problems_of(error, Source("", Path(), values), Settings):
+                key = path.partition(".")[0]
+                shown = "(empty)" if value is None and key in stated else value
+                self.problems.add(stated[key][1] if key in stated else Location(key), text, shown)
                 values.pop(key, None)
             return Settings.model_validate({"name": UNNAMED, "model": UNNAMED} | values)
-
-    def top(self) -> Layer:
-        """Read the parameters at the top level."""
-        return self._layer(self.data, (), _PARAMETERS, (*ALLOWED, *_BLOCKS))
-
-    def models(self) -> dict[str, Layer]:
-        """Read the parameters of each model's block."""
-        blocks = self.blocks.items()
-        return {name: self._layer(block, ("models", name), _PARAMETERS, _SETTINGS_OF_MODEL) for name, block in blocks}
 
     def model_defaults(self) -> dict[str, dict[str, Any]]:
         """Read the block `model_defaults` that a resolved experiment records: values by model."""
@@ -269,8 +262,7 @@ class ExperimentReader:
             defaults[name] = {key: stated.values[0] for key, stated in layer.items()}
         return defaults
 
-    def flags(self) -> Layer:
-        """Read the parameters given as flags."""
+    def _flags(self) -> Layer:
         layer = {}
         for key, typed in self.overrides.values.items():
             location = self.overrides.location(key)
@@ -281,8 +273,6 @@ class ExperimentReader:
                 text = "unknown key" + did_you_mean(key, (*_PARAMETERS, *ALLOWED))
                 if key == "mode":
                     text = "unknown key; cells are picked with --modes"
-                elif "." in key:
-                    text = "a flag cannot reach one cell or one model; write the value into the experiment file"
                 self.problems.add(Location(location.text.rstrip("=")), text)
         return layer
 

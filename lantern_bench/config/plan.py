@@ -125,14 +125,12 @@ class Plan:
             while group := tuple(islice(tasks, cell.batch)):
                 yield group
 
-    def estimate(
-        self, seconds_per_image: Mapping[str, float] | None = None, done: Collection[ImageKey] = ()
-    ) -> Estimate:
+    def estimate(self, seconds_per_image: Mapping[str, float], done: Collection[ImageKey]) -> Estimate:
         """Estimate the remaining work from seconds per image by cell id; `done` holds the keys of finished images."""
-        pace, finished = seconds_per_image or {}, set(done)
+        finished = set(done)
         waiting = [task.cell.cell_id for task in self.tasks if task.key not in finished]
-        unknown = tuple(dict.fromkeys(cell_id for cell_id in waiting if cell_id not in pace))
-        seconds = None if unknown else sum(pace[cell_id] for cell_id in waiting)
+        unknown = tuple(dict.fromkeys(cell_id for cell_id in waiting if cell_id not in seconds_per_image))
+        seconds = None if unknown else sum(seconds_per_image[cell_id] for cell_id in waiting)
         return Estimate(len(self.tasks), len(self.tasks) - len(waiting), seconds, unknown)
 
 
@@ -150,7 +148,13 @@ def make_plan(experiment: ResolvedExperiment, prompts: Sequence[Prompt]) -> Plan
     unique = list(dict.fromkeys(prompts))
     if not unique:
         raise UserError(f"prompts {settings.prompts}: holds no prompt", "Give a file with one prompt a line.")
-    slots = _slots(unique, settings.images or len(unique), settings.repeats)
+    images = settings.images or len(unique)
+    passes = -(-images // len(unique))  # over the prompts
+    slots = [
+        (unique[index % len(unique)], again * passes + index // len(unique))
+        for again in range(settings.repeats)
+        for index in range(images)
+    ]
     seed_sets = {cell.cell_id: cell.decoding.seed_set for cell in experiment.cells}
     tasks: list[ImageTask] = []
     # The largest batch decides how many images of one cell follow each other: all cells see a prompt at about one time.
@@ -164,13 +168,3 @@ def make_plan(experiment: ResolvedExperiment, prompts: Sequence[Prompt]) -> Plan
                 seed = record_seed(settings.seed, prompt.id, repeat, seed_sets[cell.cell_id])
                 tasks.append(ImageTask(cell, prompt, repeat, seed, image_index, len(tasks)))
     return Plan(experiment.cells, tuple(tasks), together)
-
-
-def _slots(prompts: list[Prompt], images: int, repeats: int) -> list[tuple[Prompt, int]]:
-    """Return (prompt, repeat) for each image of a cell: `images` of them, so `repeats` times over."""
-    passes = -(-images // len(prompts))
-    return [
-        (prompts[index % len(prompts)], again * passes + index // len(prompts))
-        for again in range(repeats)
-        for index in range(images)
-    ]

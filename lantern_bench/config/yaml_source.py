@@ -26,11 +26,6 @@ class Location(NamedTuple):
     text: str
     line: int | None = None
 
-    @property
-    def is_flag(self) -> bool:
-        """Whether the value came from a flag."""
-        return self.text.startswith("--")
-
 
 @dataclass(frozen=True)
 class Source:
@@ -151,14 +146,12 @@ class Problems:
         """Raise one `UserError` with every problem, by line, flags last; return if there are none."""
         if not self.entries:
             return
-        in_order = sorted(self.entries, key=lambda problem: (problem[0].is_flag, problem[0].line or 0))
+        in_order = sorted(self.entries, key=lambda problem: (problem[1].startswith("--"), problem[0].line or 0))
         lines = [f"line {location.line}: {text}" if location.line else text for location, text in in_order]
         if len(lines) > 1:
             raise UserError(f"{self.name}: {len(lines)} problems\n  " + "\n  ".join(lines))
-        location = in_order[0][0]
-        if location.is_flag:
-            raise UserError(lines[0])
-        raise UserError(f"{self.name}{' ' if location.line else ': '}{lines[0]}")
+        [text] = lines
+        raise UserError(text if text.startswith("--") else f"{self.name}{' ' if in_order[0][0].line else ': '}{text}")
 
 
 def show(value: object) -> str:
@@ -169,14 +162,8 @@ def show(value: object) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-class Problem(NamedTuple):
-    """One problem of a file."""
-
-    line: int | None
-    key: str  # dotted
-    text: str  # what is allowed
-    value: Any = None  # as written
-
+Problem: TypeAlias = tuple[int | None, str, str, Any]
+"""Line, dotted key, what is allowed, and the value as written."""
 
 _SENTENCES = {
     "string_type": "must be text",
@@ -206,8 +193,6 @@ def _problem(item: Mapping[str, Any], source: Source, model: type[BaseModel]) ->
         if inside is None:
             break
         path = (*path, key)
-        if isinstance(key, int):
-            continue
         fields = _fields(inside)
         keys = list(fields)
         if key not in fields:
@@ -230,7 +215,7 @@ def _problem(item: Mapping[str, Any], source: Source, model: type[BaseModel]) ->
         text = _SENTENCES[kind]
     else:
         text = str(item.get("ctx", {}).get("error") or item["msg"])
-    return Problem(source.line(path), ".".join(map(str, path)), text, value)
+    return source.line(path), ".".join(map(str, path)), text, value
 
 
 def _fields(model: type[BaseModel]) -> dict[str, FieldInfo]:

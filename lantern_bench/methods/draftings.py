@@ -4,10 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
-from lantern_bench.methods.parameters import COUNT, FROM_0_TO_1, Code, Kind, Parameter, Values, fingerprint_of, word
+from lantern_bench.methods.parameters import (
+    COUNT,
+    FROM_0_TO_1,
+    Code,
+    Kind,
+    Parameter,
+    Values,
+    fingerprint_of,
+    structure,
+    word,
+)
 from lantern_bench.methods.trees import STATIC_TREES
 
 
@@ -20,14 +30,11 @@ class Drafting:
     about: str
     parameters: tuple[Parameter, ...] = ()  # its own, and shipped ones
     defaults: Values = field(default_factory=dict)  # of its parameters
-    # The drafting that published code differs from by not being lossless; it replaces this one at temperature 0, where
-    # they do not differ.
-    published_form_of: str = ""
+    published_form_of: str = ""  # the lossless drafting that published code differs from, but for temperature 0
     needs_drafter: bool = True  # whether it uses the model's drafter; without it, models need none
     sampled: bool = True  # drafts are drawn from q; False: a draft is deterministic, and its q is 1
     chain: bool = False  # its drafts never branch; the shape of a static tree says that itself
-    # Whether every step draws all of its drafts with new random numbers, for these values: rules that look behind a
-    # draft need that.
+    # Whether every step draws all of its drafts with new random numbers, as rules that look behind a draft need.
     fresh_every_step: Callable[[Values], bool] = lambda _values: True
     label: Callable[[Values], str | None] = lambda _values: None  # how ids and tables write the drafts
     # (defaults, values that the user gave) -> defaults that fit them
@@ -93,24 +100,39 @@ def _published_problem(values: Values) -> tuple[str, str] | None:
     return None
 
 
-_structure = partial(Parameter, in_id="structure")
-WINDOW = _structure("window", COUNT, "Draft tokens of a step in Jacobi drafting.")
-INITIAL = _structure(
+TREE = structure(
+    "tree",
+    Kind(Any, "must be a tree", "string", tuple(STATIC_TREES)),
+    f"Static tree: {', '.join(STATIC_TREES)}; @FILE; or a list of paths.",
+)
+NODES = structure("nodes", COUNT, "Nodes of a dynamic tree, not counting the root.", remark="root not counted")
+DEPTH = structure("depth", COUNT, "Depth of a dynamic tree.")
+BEAM = structure("beam", COUNT, "Beam width of a dynamic tree.")
+WINDOW = structure("window", COUNT, "Draft tokens of a step in Jacobi drafting.")
+INITIAL = structure(
     "initial",
     word("uniform", "left", "above", "row"),
     "First Jacobi draft of a position: uniform, left or above (copies of that token), row (the last p).",
     default="uniform",
     rare=True,
 )
-COUPLING = _structure(
+COUPLING = structure(
     "coupling",
     word("none", "maximal", "gumbel"),
     "How consecutive Jacobi drafts of a position share randomness: none, maximal or gumbel.",
     default="none",
     sampled_only=True,
 )
-CANDIDATES = _structure("candidates", COUNT, "Candidates of a position in the drafting pac.", rare=True)
-BRANCHING = _structure("branching", COUNT, "At how many depths the drafting pac has several candidates.", rare=True)
+CANDIDATES = structure("candidates", COUNT, "Candidates of a position in the drafting pac.", rare=True)
+BRANCHING = structure("branching", COUNT, "At how many depths the drafting pac has several candidates.", rare=True)
+DRAFTED = structure("drafted", COUNT, "At how many first places of a hybrid window the drafter is asked.", rare=True)
+SHARE = structure(
+    "share",
+    FROM_0_TO_1,
+    "Share of the drafter's distribution in those that the first places of a hybrid window draft from.",
+    default=0.5,
+    rare=True,
+)
 
 _JACOBI = Drafting(
     "jacobi",
@@ -141,13 +163,7 @@ SHIPPED_DRAFTINGS = (
         "static",
         make="lantern_bench.decoding.drafting.static:StaticDrafting",
         about="fixed tree, sampled",
-        parameters=(
-            _structure(
-                "tree",
-                Kind(Any, "must be a tree", "string", tuple(STATIC_TREES)),
-                f"Static tree: {', '.join(STATIC_TREES)}; @FILE; or a list of paths.",
-            ),
-        ),
+        parameters=(TREE,),
         defaults={"tree": "eagle1-25"},
         small={"tree": "small-7"},
         label=lambda values: values.get("tree"),
@@ -175,21 +191,7 @@ SHIPPED_DRAFTINGS = (
         "hybrid",
         make="lantern_bench.decoding.drafting.jacobi:HybridDrafting",
         about="Jacobi drafts, the first with a drafter",
-        parameters=(
-            WINDOW,
-            INITIAL,
-            COUPLING,
-            _structure(
-                "drafted", COUNT, "At how many first places of a hybrid window the drafter is asked.", rare=True
-            ),
-            _structure(
-                "share",
-                FROM_0_TO_1,
-                "Share of the drafter's distribution in those that the first places of a hybrid window draft from.",
-                default=0.5,
-                rare=True,
-            ),
-        ),
+        parameters=(WINDOW, INITIAL, COUPLING, DRAFTED, SHARE),
         defaults={"window": 16, "initial": "row", "coupling": "maximal", "drafted": 2},
         small={"window": 4, "drafted": 2},
         chain=True,
@@ -200,11 +202,7 @@ SHIPPED_DRAFTINGS = (
         "dynamic",
         make="lantern_bench.decoding.drafting.dynamic:DynamicDrafting",
         about="best of a beam",
-        parameters=(
-            _structure("nodes", COUNT, "Nodes of a dynamic tree, not counting the root.", remark="root not counted"),
-            _structure("depth", COUNT, "Depth of a dynamic tree."),
-            _structure("beam", COUNT, "Beam width of a dynamic tree."),
-        ),
+        parameters=(NODES, DEPTH, BEAM),
         defaults={"nodes": 58, "depth": 5, "beam": 10},
         small={"nodes": 10, "depth": 2, "beam": 5},
         sampled=False,

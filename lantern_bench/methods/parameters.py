@@ -1,7 +1,4 @@
-"""Decoding parameters: one row each. Flags, validation, cell ids, columns and labels follow from the row.
-
-Here are the parameters that every cell or several rules have; a parameter of one method stands with its row.
-"""
+"""Decoding parameters of every cell or of several rules, one row each; those of one method stand with its row."""
 
 from __future__ import annotations
 
@@ -86,18 +83,14 @@ class Parameter:
     rare: bool = False  # its flag is accepted everywhere, and only `--help-all` shows it
 
     @property
-    def allowed(self) -> str:
-        """What its values may be; completes "KEY VALUE: "."""
-        return f"{self.kind.allowed} ({self.remark})" if self.remark else self.kind.allowed
-
-    @property
     def column(self) -> tuple[str, str] | None:
         """The type and the unit of its column, or None; structure has the columns mode, drafting, rule and tree."""
         return None if self.unit is None or self.in_id == "structure" else (self.kind.dtype, self.unit)
 
 
+structure = partial(Parameter, in_id="structure")
 rare = partial(Parameter, in_id="changed", rare=True)
-"""An option of one method: its default is right for most runs."""
+"""An option whose default is right for most runs."""
 
 SAMPLING_PARAMETERS = (
     Parameter(

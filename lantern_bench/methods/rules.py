@@ -28,11 +28,8 @@ class Rule:
 
     name: str
     about: str = "a rule from another package"
-    # -> the most neighbour mass m(x) [...] that a draft x may take; neighbours are taken in order while their mass is
-    # at most that (docs/algorithms.md, section 4)
-    limit: Code | None = None
-    # -> f [n, V], the probability that a draft is accepted, for every token that it could have been; values outside 0
-    # to 1 are clamped (docs/algorithms.md, section 8.4)
+    limit: Code | None = None  # -> the most neighbour mass m(x) [...] of a draft x (docs/algorithms.md, section 4)
+    # -> f [n, V], the probability that a draft is accepted, for every token that it could have been (section 8.4)
     chance: Code | None = None
     accept: Code | None = None  # decides on whole trees, as `accept_children` of decoding/acceptance/children.py
     bound: str = "bound"  # the parameter that every cell must give
@@ -84,6 +81,61 @@ class Rule:
         return fingerprint_of(self.limit or self.chance or self.accept or self.name)
 
 
+# ---- Their parameters
+
+DELTA = Parameter(
+    "delta",
+    BETWEEN_0_AND_1,
+    "Bound of the additive rule: the most neighbour mass of a draft, between 0 and 1.",
+    symbol="δ",
+)
+LAMBDA = Parameter(
+    "lambda",
+    ABOVE_1,
+    "Bound of the multiplicative rule: the most by which a draft's probability may grow, above 1.",
+    symbol="λ",
+)
+STRENGTH = Parameter(
+    "strength", ABOVE_0, "w of the first draft in Cool-SD, which accepts with w p / q: 1 is strict.", symbol="w"
+)
+DECAY = rare(
+    "decay", NOT_NEGATIVE, "How fast Cool-SD's w falls: by the factor exp(-decay) with each depth.", default=0.7
+)
+CLUSTER = Parameter(
+    "cluster",
+    SEVERAL,
+    "Number of tokens in a cluster of GSD: a draft and its neighbours in order of p.",
+    symbol="G",
+    unit="tokens",
+)
+PROBABILITY_GAP = rare(
+    "probability_gap",
+    ABOVE_0,
+    "GSD: tokens whose probability differs by this much or more are in no cluster with the draft.",
+    default=0.15,
+)
+CODE_GAP = rare(
+    "code_gap", NOT_NEGATIVE, "GSD: so are codes at this squared Euclidean distance or more; 0: at any.", default=0.5
+)
+ENTROPY_SCALE = Parameter(
+    "entropy_scale",
+    BETWEEN_0_AND_1,
+    "Bound of the entropy rule: the most neighbour mass where p is uniform, between 0 and 1.",
+    short="scale",
+    symbol="η",
+)
+EPSILON = Parameter(
+    "epsilon",
+    BETWEEN_0_AND_1,
+    "Typical acceptance: a draft of at least this probability is accepted; between 0 and 1.",
+    symbol="ε",
+)
+ALPHA = rare(
+    "alpha", ABOVE_0, "Typical acceptance: so is one above alpha * exp(-entropy); delta in Medusa's paper.", default=0.3
+)
+
+# ---- The rules
+
 _ACCEPTANCE = "lantern_bench.decoding.acceptance"
 SHIPPED_RULES = (
     Rule("none", about="nothing is accepted", in_id=False),
@@ -109,14 +161,7 @@ SHIPPED_RULES = (
         about="neighbour mass of at most delta",
         limit=f"{_ACCEPTANCE}.rule:additive_limit",
         bound="delta",
-        parameters=(
-            Parameter(
-                "delta",
-                BETWEEN_0_AND_1,
-                "Bound of the additive rule: the most neighbour mass of a draft, between 0 and 1.",
-                symbol="δ",
-            ),
-        ),
+        parameters=(DELTA,),
         example=0.02,
         tensor_bound=True,
         neighbours=20,
@@ -127,14 +172,7 @@ SHIPPED_RULES = (
         about="probability of at most lambda times the draft's own",
         limit=f"{_ACCEPTANCE}.rule:multiplicative_limit",
         bound="lambda",
-        parameters=(
-            Parameter(
-                "lambda",
-                ABOVE_1,
-                "Bound of the multiplicative rule: the most by which a draft's probability may grow, above 1.",
-                symbol="λ",
-            ),
-        ),
+        parameters=(LAMBDA,),
         example=2.0,
         tensor_bound=True,
         in_id=False,
@@ -144,20 +182,7 @@ SHIPPED_RULES = (
         about="accepts with w p / q, w falls with depth",
         chance=f"{_ACCEPTANCE}.rule:annealed_chance",
         bound="strength",
-        parameters=(
-            Parameter(
-                "strength",
-                ABOVE_0,
-                "w of the first draft in Cool-SD, which accepts with w p / q: 1 is strict.",
-                symbol="w",
-            ),
-            rare(
-                "decay",
-                NOT_NEGATIVE,
-                "How fast Cool-SD's w falls: by the factor exp(-decay) with each depth.",
-                default=0.7,
-            ),
-        ),
+        parameters=(STRENGTH, DECAY),
         example=1.1,
         tensor_bound=True,
         source="2601.09212",
@@ -167,27 +192,7 @@ SHIPPED_RULES = (
         about="accepts with p / q of the draft's cluster of codes",
         chance=f"{_ACCEPTANCE}.rule:grouped_chance",
         bound="cluster",
-        parameters=(
-            Parameter(
-                "cluster",
-                SEVERAL,
-                "Number of tokens in a cluster of GSD: a draft and its neighbours in order of p.",
-                symbol="G",
-                unit="tokens",
-            ),
-            rare(
-                "probability_gap",
-                ABOVE_0,
-                "GSD: tokens whose probability differs by this much or more are in no cluster with the draft.",
-                default=0.15,
-            ),
-            rare(
-                "code_gap",
-                NOT_NEGATIVE,
-                "GSD: so are codes at this squared Euclidean distance or more; 0: at any.",
-                default=0.5,
-            ),
-        ),
+        parameters=(CLUSTER, PROBABILITY_GAP, CODE_GAP),
         example=14,
         codebook=True,
         published="plain",
@@ -198,15 +203,7 @@ SHIPPED_RULES = (
         about="neighbour mass that grows with the entropy of p",
         limit=f"{_ACCEPTANCE}.rule:entropy_limit",
         bound="entropy_scale",
-        parameters=(
-            Parameter(
-                "entropy_scale",
-                BETWEEN_0_AND_1,
-                "Bound of the entropy rule: the most neighbour mass where p is uniform, between 0 and 1.",
-                short="scale",
-                symbol="η",
-            ),
-        ),
+        parameters=(ENTROPY_SCALE,),
         tensor_bound=True,
         neighbours=20,
     ),
@@ -215,20 +212,7 @@ SHIPPED_RULES = (
         about="accepts what is not improbable for the entropy of p",
         chance=f"{_ACCEPTANCE}.rule:typical_chance",
         bound="epsilon",
-        parameters=(
-            Parameter(
-                "epsilon",
-                BETWEEN_0_AND_1,
-                "Typical acceptance: a draft of at least this probability is accepted; between 0 and 1.",
-                symbol="ε",
-            ),
-            rare(
-                "alpha",
-                ABOVE_0,
-                "Typical acceptance: so is one above alpha * exp(-entropy); delta in Medusa's paper.",
-                default=0.3,
-            ),
-        ),
+        parameters=(EPSILON, ALPHA),
         example=0.09,
         tensor_bound=True,
         published="none",

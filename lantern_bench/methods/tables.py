@@ -1,19 +1,15 @@
-"""The modes, and the tables of all methods by name: the shipped rows, those of other packages, and what goes together.
-
-Flags, validation, grids, cell ids, columns, legends, and the checks of `certify` read these tables.
-"""
+"""The modes, and the tables of all methods by name: shipped rows, those of other packages, what goes together."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from functools import partial
 from importlib import metadata
 from typing import Any, TypeVar
 
 from lantern_bench.errors import RefusedError
-from lantern_bench.methods.draftings import SHIPPED_DRAFTINGS, Drafting
+from lantern_bench.methods.draftings import BEAM, DEPTH, NODES, SHIPPED_DRAFTINGS, TREE, Drafting
 from lantern_bench.methods.metrics import SHIPPED_METRICS, Metric, listed
 from lantern_bench.methods.parameters import (
     BOUND,
@@ -24,6 +20,7 @@ from lantern_bench.methods.parameters import (
     SAMPLING_PARAMETERS,
     Parameter,
     Values,
+    structure,
     word,
 )
 from lantern_bench.methods.rules import SHIPPED_RULES, Rule
@@ -195,20 +192,15 @@ ON_CURVES = tuple(name for name, metric in METRICS.items() if metric.on_curves)
 
 
 def _all_parameters() -> list[Parameter]:
-    """Return every parameter once, in the order of a grid's axes, the first varying slowest."""
-    structure = partial(Parameter, in_id="structure")
-    of_draftings = {parameter.name: parameter for row in DRAFTINGS.values() for parameter in row.parameters}
-    of_rules = {parameter.name: parameter for row in RULES.values() for parameter in row.parameters}
-    trees = [of_draftings.pop(name) for name in ("tree", "nodes", "depth", "beam")]
+    """Return every parameter, some twice, in the order of a grid's axes, the first varying slowest."""
     return [
         structure("mode", word(*MODES), "The mode."),
         structure("drafting", word(*DRAFTINGS), f"How to draft: {', '.join(_DRAFTS)}."),
         structure("rule", word(*RULES), f"Acceptance rule: {', '.join(name for name in RULES if name != 'none')}."),
-        *trees,
-        *of_draftings.values(),
-        NEIGHBOURS,
-        NEIGHBOUR_METRIC,
-        *of_rules.values(),
+        *(TREE, NODES, DEPTH, BEAM),
+        *(parameter for row in DRAFTINGS.values() for parameter in row.parameters),
+        *(NEIGHBOURS, NEIGHBOUR_METRIC),
+        *(parameter for row in RULES.values() for parameter in row.parameters),
         BOUND,
         RESIDUAL,
         *SAMPLING_PARAMETERS,

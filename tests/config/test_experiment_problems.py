@@ -136,8 +136,6 @@ def test_a_top_level_that_is_wrong(tmp_path: Path, line: str, expected: str) -> 
         ({}, {"settings": ["beam=0"]}, "--set beam=0: must be a whole number of at least 1"),
         ({}, {"settings": ["bean=3"]}, "--set bean: unknown key; did you mean beam?"),
         ({}, {"settings": ["beam"]}, "--set beam: must have the form key=value"),
-        ({}, {"settings": ["cells.2.delta=3"]}, "--set cells.2.delta: a flag cannot reach one cell or one model; "
-         "write the value into the experiment file"),
         ({}, {"settings": ["mode=ar"]}, "--set mode: unknown key; cells are picked with --modes"),
         ({"tree": "[[0], [2]]"}, {}, "--tree [[0], [2]]: the path [2] leaves a gap: its sibling [1] is missing. "
          "Number the children of a node 0, 1, 2, ... without gaps."),
@@ -184,8 +182,8 @@ cells:
         "  line 8: cells[1].speed: unknown key; did you mean seed_set?",
         "  line 9: cells[2].delta 0.1: mode speculative has the drafting static and the rule strict; "
         "delta belongs to the rule additive",
-        "  --images 0: must be a whole number of at least 1",
         "  --beam -1: must be a whole number of at least 1",
+        "  --images 0: must be a whole number of at least 1",
     ]
 
 

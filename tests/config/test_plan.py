@@ -168,10 +168,10 @@ def test_a_shard_is_read() -> None:
 
 def test_estimates_count_what_is_not_done() -> None:
     plan = plan_of(images=2)
-    assert plan.estimate().seconds is None
-    assert len(plan.estimate({"ar-t1": 1.0}).unknown) == len(plan.cells) - 1
+    assert plan.estimate({}, []).seconds is None
+    assert len(plan.estimate({"ar-t1": 1.0}, []).unknown) == len(plan.cells) - 1
     seconds = {cell.cell_id: 2.0 for cell in plan.cells}
-    everything = plan.estimate(seconds)
+    everything = plan.estimate(seconds, [])
     assert (everything.images, everything.to_do, everything.seconds) == (24, 24, 48.0)
     done = [task.key for task in plan.tasks[:5]]
     rest = plan.estimate(seconds, done)
