@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -196,3 +197,23 @@ def _short(error: BaseException) -> str:
     """The first sentence of an error, in one line."""
     text = " ".join(str(error).split()) or type(error).__name__
     return re.split(r"(?<=[.:]) ", text, maxsplit=1)[0][:120].rstrip(".:")
+
+
+def read_own_table(path: Path, codes: int) -> Tensor:
+    """Read a user's table of nearest codes, int32 [V, k]; raises ValueError for one that is malformed."""
+    try:
+        if path.suffix == ".safetensors":
+            arrays = load_file(path)
+            table = arrays.get("nearest", arrays.get("table"))
+        else:
+            read = np.load(path, allow_pickle=False)
+            table = torch.from_numpy((read["nearest"] if isinstance(read, np.lib.npyio.NpzFile) else read).astype("i8"))
+    except (OSError, ValueError, KeyError, TypeError, EOFError, SafetensorError) as error:
+        raise ValueError(f"{path.name}: cannot be read as .npy, .npz or .safetensors") from error
+    if table is None or table.dim() != 2 or table.is_floating_point() or table.shape[0] != codes:
+        shape = "nothing called nearest" if table is None else "x".join(map(str, table.shape))
+        raise ValueError(f"{path.name}: must hold whole numbers [{codes}, k], not {shape}")
+    table = table.long()
+    if not bool(((table >= 0) & (table < codes)).all()) or bool((table == torch.arange(codes)[:, None]).any()):
+        raise ValueError(f"{path.name}: each row must name other codes, from 0 to {codes - 1}")
+    return table.int()
