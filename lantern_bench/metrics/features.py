@@ -251,12 +251,6 @@ def embedded_reference() -> Reference:
     return Reference(None, metadata["label"], FeatureSet.of(features), extractor=metadata["extractor"])
 
 
-def write_embedded(path: Path, scenes: Tensor, extractor: Extractor, label: str) -> None:
-    """Write the features of painted scenes, uint8 [n, 3, 64, 64], with the extractor's fingerprint."""
-    metadata = {"label": label, "extractor": extractor.label}
-    files.write_atomically(path, save({"features": features_of(scenes, extractor)}, metadata))
-
-
 def folder_reference(folder: Path) -> Reference:
     """All pictures of a folder, by name; raises `UserError` when there are none."""
     paths = sorted(path for path in folder.glob("*") if path.suffix.lower() in _SUFFIXES)
@@ -290,10 +284,11 @@ def _statistics(path: Path) -> Reference:
         with np.load(path, allow_pickle=False) as file:
             mean, covariance = (np.asarray(file[name], dtype=np.float64) for name in ("mu", "sigma"))
             n = int(file["n"]) if "n" in file else None
+        if mean.ndim != 1 or covariance.shape != (len(mean), len(mean)):
+            raise ValueError(f"mu is {mean.shape}, sigma {covariance.shape}")
     except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"--reference {path}: not a file of statistics: it needs the arrays mu and sigma") from error
-    if mean.ndim != 1 or covariance.shape != (len(mean), len(mean)):
-        raise UserError(f"--reference {path}: the shapes of mu {mean.shape} and sigma {covariance.shape} do not match")
+        problem = f"not a file of statistics: it needs the arrays mu [width] and sigma [width, width]: {error}"
+        raise UserError(f"--reference {path}: {problem}") from error
     digest = hashlib.sha256(mean.tobytes() + covariance.tobytes()).hexdigest()
     label = f"{path.stem} (statistics), {'n unknown' if n is None else f'n={n}'}, sha256={digest[:8]}"
     return Reference(None, label, FeatureSet(mean, covariance, n), digest)

@@ -75,12 +75,8 @@ class TrainSettings(Optimisation):
     depends_on: Mapping[str, Any] = {}
 
     def described(self) -> dict[str, Any]:
-        """Return plain data for reports, without paths."""
-        return self.model_dump(mode="json", exclude={"checkpoint", "resume", "depends_on"})
-
-    def identity(self) -> dict[str, Any]:
-        """Return what a checkpoint must agree on to be continued."""
-        return {**self.described(), **self.depends_on}
+        """Return what a checkpoint must agree on to be continued, as plain data without paths."""
+        return self.model_dump(mode="json", exclude={"checkpoint", "resume", "depends_on"}) | dict(self.depends_on)
 
 
 def flag_of(key: str) -> str:

@@ -93,10 +93,7 @@ class DrafterJob:
 
 
 def make_job(flags: DrafterFlags, drafters: Path) -> DrafterJob:
-    """Read and check what the flags name; the default of `--out` is a folder in `drafters`.
-
-    Raises `UserError` that names the flag, its value and what is allowed.
-    """
+    """Read and check what the flags name; the default of `--out` is a folder in `drafters`."""
     recipe = recipe_of(flags)
     try:
         model = model_of(flags.target)
@@ -144,17 +141,11 @@ def _prompts(source: str, flag: str, model: Model) -> list[str]:
     try:
         return [prompt.text for prompt in load_prompts(source, model)]
     except UserError as error:
-        advice = error.advice
-        if flag == "--data" and "no such file" in error.message:
-            advice = f"{advice or ''} Or a folder of pictures with captions.".strip()
-        raise UserError(error.message.replace("--prompts", flag), advice) from error
+        raise UserError(error.message.replace("--prompts", flag), error.advice) from error
 
 
 def plan_rows(job: DrafterJob) -> list[tuple[str, str]]:
-    """Return what the training would make, and how much of it; a published target's files are not needed.
-
-    Raises `UserError` for a target that is not a transformer, and as `Model.load` where its own files are missing.
-    """
+    """Return what the training would make, and how much of it; a published target's files are not needed."""
     flags, recipe, total = job.flags, job.recipe, len(job.data.captions)
     model = model_of(flags.target)
     target = (model.with_random_weights() or model.load(torch.device("cpu"), torch.float32)).target
@@ -203,11 +194,7 @@ class Evaluated(NamedTuple):
 def train_drafter(
     job: DrafterJob, model: LoadedModel, on_event: OnEvent, on_progress: OnProgress, processes: Processes
 ) -> tuple[TrainReport, list[Evaluated]]:
-    """Train, write `job.out`, and evaluate the written drafter and the model's own, where it has one.
-
-    Raises `UserError` for a target without features or data that do not fit, `RefusedError` for a work folder of
-    another training and a loss that diverges.
-    """
+    """Train, write `job.out`, and evaluate the written drafter and the model's own, where it has one."""
     flags, recipe, captions = job.flags, job.recipe, job.data.captions
     if recipe.batch % processes.count:
         raise UserError(f"--batch {recipe.batch}: must be a multiple of the {processes.count} processes")
@@ -328,10 +315,11 @@ def _accepted(
 
 
 def _write_report(job: DrafterJob, report: TrainReport, evaluated: Sequence[Evaluated]) -> None:
-    drafters = {}
+    drafters: dict[str, dict[str, float | None]] = {}
     for name, one_minus_tv, accepted in evaluated:
-        images = 0 if accepted is None else len(accepted.over)
-        drafters[name] = {"one_minus_tv": one_minus_tv, "mal": accepted and accepted.value, "images": images}
+        drafters[name] = {"one_minus_tv": one_minus_tv, "mal": None, "images": 0}
+        if accepted is not None:
+            drafters[name] |= {"mal": accepted.value, "images": len(accepted.over)}
     content = {
         "target": Path(job.flags.target).name,
         "init": job.init_name,

@@ -1,10 +1,8 @@
 """Training an EAGLE drafter for a frozen target (arXiv 2401.15077, section 4.2): its sequences and its losses.
 
 A sequence is a picture as tokens of the target's tokenizer, or a sample of the target, with a caption. Tokens are made
-once; the target computes the features of a batch when it is drawn. The loss is SmoothL1 between predicted and true
-feature plus soft cross-entropy against the target's distribution, with uniform noise on the input features; a recipe
-can train several levels of a draft at once (HASS, arXiv 2408.15766). The token embedding is the target's input
-embedding, frozen; padding is masked.
+once; the target computes the features of a batch when it is drawn. A recipe can train several levels of a draft at
+once (HASS, arXiv 2408.15766). The token embedding is the target's input embedding, frozen; padding is masked.
 """
 
 from __future__ import annotations
@@ -184,10 +182,6 @@ class Sequences:
     tokens: Tensor  # int [n, N]
     condition: Callable[[Sequence[int]], Condition]  # of the rows with these numbers
 
-    def __len__(self) -> int:
-        """Number of sequences."""
-        return len(self.tokens)
-
     @torch.no_grad()
     def features(self, rows: Sequence[int], dropped: Tensor) -> TargetFeatures:
         """Return features of the sequences with these numbers; those of `dropped` bool [B] have no condition."""
@@ -305,7 +299,7 @@ class DrafterTask(Task):
     @torch.no_grad()
     def overlap(self, drafter: EagleDrafter) -> float:
         """`evaluate` of any drafter of this target."""
-        overlaps, numbers, count = list[Tensor](), range(len(self._held_out)), drafter.config.image_tokens
+        overlaps, numbers, count = list[Tensor](), range(len(self._held_out.tokens)), drafter.config.image_tokens
         dtype, scale = drafter.fc.weight.dtype, self._decoding.cfg_scale
         for start in range(0, len(numbers), 8):
             batch = numbers[start : start + 8]
@@ -327,7 +321,7 @@ class DrafterTask(Task):
         says which sequences are compared without guidance.
         """
         recipe = self._recipe
-        numbers = in_order(len(self._training), self._seed, self._drawn, recipe.batch)
+        numbers = in_order(len(self._training.tokens), self._seed, self._drawn, recipe.batch)
         self._drawn += recipe.batch
         dropped = torch.rand(recipe.batch, generator=generator) < recipe.dropped
         seeds = torch.randint(2**62, (recipe.batch,), generator=generator).tolist()

@@ -1,8 +1,7 @@
 """Checkpoints on disk as mappings from names to tensors.
 
 Files are memory-mapped where their format allows, so that loading a model needs little more memory than the model. A
-pickle is read by torch's weights-only unpickler, which runs no code. Which names a model needs is decided in
-`state_dict`.
+pickle is read by torch's weights-only unpickler, which runs no code.
 """
 
 from __future__ import annotations
