@@ -166,7 +166,8 @@ def features_of(
     features, sizes = [torch.zeros(0, extractor.width)], set[torch.Size]()
     for start in range(0, len(pictures), _BATCH):
         read = (item if isinstance(item, Tensor) else read_picture(item) for item in pictures[start : start + _BATCH])
-        batch = [resize_for_features(preprocess(picture, preparation), preparation) for picture in read]
+        seen = (preprocess(picture, preparation) for picture in read)
+        batch = [resized(picture, preparation.features_size, Image.Resampling.BICUBIC) for picture in seen]
         sizes.update(picture.shape[1:] for picture in batch)
         if len(sizes) > 1:
             advice = "This protocol does not resize pictures; lantern-coco crops and resizes them."
@@ -185,15 +186,10 @@ def preprocess(picture: Tensor, preparation: Preparation) -> Tensor:
         side = min(height, width)
         top, left = (height - side) // 2, (width - side) // 2
         picture = picture[:, top : top + side, left : left + side]
-    return _resized(picture, preparation.size, Image.Resampling.LANCZOS)
+    return resized(picture, preparation.size, Image.Resampling.LANCZOS)
 
 
-def resize_for_features(picture: Tensor, preparation: Preparation) -> Tensor:
-    """Resize a preprocessed picture as the fidelity features see it."""
-    return _resized(picture, preparation.features_size, Image.Resampling.BICUBIC)
-
-
-def _resized(picture: Tensor, side: int | None, filter: Image.Resampling) -> Tensor:
+def resized(picture: Tensor, side: int | None, filter: Image.Resampling) -> Tensor:
     """The picture with `side` pixels a side; unchanged when it has them or `side` is None."""
     if side is None or tuple(picture.shape[1:]) == (side, side):
         return picture

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import SafetensorError
+from safetensors.numpy import load_file as load_arrays
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -201,18 +202,12 @@ def _short(error: BaseException) -> str:
 def read_own_table(path: Path, codes: int) -> Tensor:
     """Read a user's table of nearest codes, int32 [V, k]; raises ValueError for one that is malformed."""
     try:
-        if path.suffix == ".safetensors":
-            arrays = load_file(path)
-            table = arrays.get("nearest", arrays.get("table"))
-        else:
-            read = np.load(path, allow_pickle=False)
-            table = torch.from_numpy((read["nearest"] if isinstance(read, np.lib.npyio.NpzFile) else read).astype("i8"))
+        read: Any = load_arrays(path) if path.suffix == ".safetensors" else np.load(path, allow_pickle=False)
+        table = read if isinstance(read, np.ndarray) else read["nearest"]
     except (OSError, ValueError, KeyError, TypeError, EOFError, SafetensorError) as error:
-        raise ValueError(f"{path.name}: cannot be read as .npy, .npz or .safetensors") from error
-    if table is None or table.dim() != 2 or table.is_floating_point() or table.shape[0] != codes:
-        shape = "nothing called nearest" if table is None else "x".join(map(str, table.shape))
-        raise ValueError(f"{path.name}: must hold whole numbers [{codes}, k], not {shape}")
-    table = table.long()
-    if not bool(((table >= 0) & (table < codes)).all()) or bool((table == torch.arange(codes)[:, None]).any()):
+        raise ValueError(f"{path.name}: cannot be read as .npy, or as nearest in .npz or .safetensors") from error
+    if table.ndim != 2 or table.dtype.kind not in "iu" or len(table) != codes:
+        raise ValueError(f"{path.name}: must hold whole numbers [{codes}, k], not {table.dtype} {list(table.shape)}")
+    if not ((table >= 0) & (table < codes)).all() or (table == np.arange(codes)[:, None]).any():
         raise ValueError(f"{path.name}: each row must name other codes, from 0 to {codes - 1}")
-    return table.int()
+    return torch.from_numpy(table.astype(np.int32))
