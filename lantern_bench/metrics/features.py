@@ -1,9 +1,8 @@
 """Features of sets of pictures, by the extractors of torch-fidelity and that of the bundled family; reference sets.
 
-FID, KID, precision and recall need only the features (`metrics/figures.py`), so an extractor sees every set once. Sets
-may be larger than memory: pictures are read and preprocessed one at a time. The extractor is part of the figure:
-figures of different extractors are not comparable. A pass of a large reference through Inception takes minutes, so its
-features are cached under a hash of the pictures' content, the extractor with its weights, and the preprocessing.
+Figures need only the features (`metrics/figures.py`), so an extractor sees every set once. Sets may be larger than
+memory: pictures are read one at a time. A pass of a large reference through Inception takes minutes, so its features
+are cached under a hash of the pictures' content, the extractor with its weights, and the preprocessing.
 """
 
 from __future__ import annotations
@@ -272,10 +271,7 @@ def _annotated(annotations: Path, folder: Path) -> Reference:
 
 
 def _statistics(path: Path) -> Reference:
-    """Mean and covariance under `mu` and `sigma`, as clean-fid and pytorch-fid write them; `n` if the file has it.
-
-    They must come from the extractor and preprocessing of the protocol: the file does not say which it used.
-    """
+    """Mean and covariance under `mu` and `sigma`, as clean-fid and pytorch-fid write them; `n` if the file has it."""
     try:
         with np.load(path, allow_pickle=False) as file:
             mean, covariance = (np.asarray(file[name], dtype=np.float64) for name in ("mu", "sigma"))
@@ -311,10 +307,7 @@ def reference_features(
     device: torch.device | str = "cpu",
     cache: Path | None = None,
 ) -> FeatureSet:
-    """Return the features of a reference under an extractor, from `cache` if there, else computed and cached.
-
-    Raises `UserError` for statistics of another width or extractor.
-    """
+    """Return the features of a reference under an extractor, from `cache` if there, else computed and cached."""
     statistics = reference.statistics
     if statistics is not None:
         width = len(statistics.mean)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from lantern_bench.clock import now
-from lantern_bench.errors import RefusedError, UserError
+from lantern_bench.errors import RefusedError
 from lantern_bench.models.packed_linear import has_bfloat16
 from lantern_bench.training.recipe import TrainSettings
 
@@ -134,11 +134,8 @@ def train(
 ) -> TrainReport:
     """Train `task.module` in place; the time that `on_event` takes is not counted as training.
 
-    Raises `UserError` when neither steps nor minutes bound the training, and `RefusedError` for a checkpoint of
-    other settings and for a loss that is not finite.
+    Raises `RefusedError` for a checkpoint of other settings and for a loss that is not finite.
     """
-    if settings.steps is None and settings.minutes is None:
-        raise UserError("training needs an end", "Give a number of steps or --minutes.")
     run, since = _Run(task, settings, device, processes), list[dict[str, float]]()
     while (done := run.fraction()) < 1.0:
         start, rate = now(), run.learning_rate(done)

@@ -60,10 +60,7 @@ class Optimisation(Settings):
 
 
 class TrainSettings(Optimisation):
-    """How to train. Either `steps` or `minutes` ends it; with both, whichever comes first.
-
-    The learning rate falls over the steps when `steps` is given (reproducible), else over the minutes.
-    """
+    """How to train. Either `steps` or `minutes` ends it, the first that comes; the learning rate falls until then."""
 
     minutes: PositiveFloat | None = None
     seed: NonNegativeInt = 0
@@ -204,8 +201,8 @@ def read_recipe(source: str) -> DrafterRecipe:
         return RECIPES[source]
     names = ", ".join(RECIPES)
     if not source.lower().endswith((".yaml", ".yml")):
-        hint = did_you_mean(source, RECIPES)
-        raise UserError(f"--recipe {source}: unknown recipe{hint}", f"The recipes are {names}; or give a YAML file.")
+        problem = f"--recipe {source}: unknown recipe{did_you_mean(source, RECIPES)}"
+        raise UserError(problem, f"The recipes are {names}; or give a YAML file.")
     try:
         file = read_source(Path(source), f"The settings are {', '.join(DrafterRecipe.model_fields)}.")
     except UserError as error:

@@ -88,8 +88,8 @@ class DrafterJob:
             settings["steps"] = None
         depends_on = {"target weights": model.weights.get("target", ""), "data": self.data.sha256()[:16]}
         depends_on |= {"init": self.init_name, **recipe.model_dump(mode="json", exclude=set(Optimisation.model_fields))}
-        checkpoint = self.work / "drafter.ckpt"
-        return recipe.train_settings(self.sequences, checkpoint=checkpoint, depends_on=depends_on, **settings)
+        settings |= {"checkpoint": self.work / "drafter.ckpt", "depends_on": depends_on}
+        return recipe.train_settings(self.sequences, **settings)
 
 
 def make_job(flags: DrafterFlags, drafters: Path) -> DrafterJob:
@@ -99,7 +99,6 @@ def make_job(flags: DrafterFlags, drafters: Path) -> DrafterJob:
         model = model_of(flags.target)
     except UserError as error:
         raise UserError(error.message.replace("--model", "--target"), error.advice) from error
-    data = _data(flags, model)
     # Lossless speculative decoding with a static tree; guidance and filters default to the model's.
     values = flags.model_dump(include={"cfg_scale", "temperature", "top_k", "tree"})
     guidance = model.defaults.get("cfg_scale", 1.0)
@@ -109,7 +108,7 @@ def make_job(flags: DrafterFlags, drafters: Path) -> DrafterJob:
         raise UserError(f"{flag_of(error.key or 'tree')} {values[error.key or 'tree']}: {error.text}") from error
     prompts = [] if flags.eval_prompts is None else _prompts(flags.eval_prompts, "--eval-prompts", model)
     out = flags.out or drafters / Path(model.name).stem
-    job = DrafterJob(flags, data, recipe, decoding, prompts, out, flags.work or out / "work")
+    job = DrafterJob(flags, _data(flags, model), recipe, decoding, prompts, out, flags.work or out / "work")
     if job.init_name == "folder" and not Path(flags.init).is_dir():
         raise UserError(f"--init {flags.init}: no such folder", "Use random or shipped, or give a drafter's folder.")
     return job
@@ -350,10 +349,7 @@ def _initial_drafter(job: DrafterJob, model: LoadedModel, target: TransformerTar
 
 
 def write_drafter(drafter: EagleDrafter, folder: Path, target: str, weights: Mapping[str, str]) -> None:
-    """Write a drafter in the published layout, and a model file for it.
-
-    `target` is the model's name or the path of its file; `weights` are the hashes of that model.
-    """
+    """Write a drafter in the published layout, and a model file for it; `weights` are the hashes of the target."""
     state = {name: tensor.float() for name, tensor in export(drafter, drafter_key_map(drafter)).items()}
     write_atomically(folder / "model.safetensors", save(state, metadata={"format": "pt"}))
     config = drafter.config

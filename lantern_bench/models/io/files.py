@@ -1,7 +1,4 @@
-"""Reading JSON, atomic writes, and SHA-256 hashes of files, remembered so that 14 GB are not read again at each start.
-
-The remembered hashes are keyed by path, size and modification time, in one index in the user's cache directory.
-"""
+"""Reading JSON, atomic writes, and SHA-256 hashes of files, remembered so that 14 GB are not read at each start."""
 
 from __future__ import annotations
 

@@ -160,10 +160,7 @@ def is_model_file(name: str) -> bool:
 
 
 def read_model_file(path: Path) -> ModelFile | ExternalDrafter | PythonModel:
-    """Read a model file, whose kind the keys `model` and `python` tell.
-
-    Raises one `UserError` with every problem of the file, by line.
-    """
+    """Read a model file; raises one `UserError` with every problem of the file, by line."""
     if not path.is_file():
         problem = "is a folder, not a file" if path.is_dir() else "no such file"
         raise UserError(f"--model {path}: {problem}", "Give a model's name, or a YAML file that describes one.")
