@@ -17,12 +17,12 @@ import typer
 from typer.main import get_command
 
 from experiments.train_lanterns.quality_gates import Evaluation, QualityGate, check_weights
-from experiments.train_lanterns.recipe import PARTS, REPORT, RecipeSettings, check_part, train_part
+from experiments.train_lanterns.recipe import PARTS, REPORT, RecipeSettings, check_part, train_part, write_embedded
 from experiments.train_lanterns.tasks import reference_scenes
 from lantern_bench.cli.options import DEVICE_HELP, FormatOption, writable
 from lantern_bench.console import Console, Progress, duration
 from lantern_bench.errors import CheckFailedError, LanternError, UserError
-from lantern_bench.metrics.features import EMBEDDED_FEATURES, find_extractor, write_embedded
+from lantern_bench.metrics.features import EMBEDDED_FEATURES, find_extractor
 from lantern_bench.metrics.image_scorers import LOCAL_DIR, load_clip
 from lantern_bench.models.lanterns import FILES, WEIGHTS_FOLDER
 from lantern_bench.report.stats import proportion, ratio_of_sums

@@ -27,6 +27,7 @@ from lantern_bench import __version__
 from lantern_bench.clock import OnProgress, no_progress
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.errors import RefusedError, UserError, did_you_mean
+from lantern_bench.metrics.features import Extractor, features_of
 from lantern_bench.models.eagle import EagleDrafter, untrained_drafter
 from lantern_bench.models.io.files import file_sha256, write_atomically
 from lantern_bench.models.lanterns import FILES, GUIDANCE, HELD_OUT, TRAIN
@@ -299,3 +300,9 @@ def _loop_settings(part: str, folder: Path, work: Path, settings: RecipeSettings
     name = "-".join([part, str(settings.scenes), *rests_on])
     changed |= {"checkpoint": work / f"{name}.ckpt", "resume": settings.resume}
     return chosen.settings.model_copy(update=changed)
+
+
+def write_embedded(path: Path, scenes: Tensor, extractor: Extractor, label: str) -> None:
+    """Write the features of painted scenes, uint8 [n, 3, 64, 64], with the extractor's fingerprint."""
+    metadata = {"label": label, "extractor": extractor.label}
+    write_atomically(path, save({"features": features_of(scenes, extractor)}, metadata))

@@ -2,7 +2,7 @@
 
 The published tables measure the rows of the codebook as stored, while LlamaGen looks codes up at unit length
 (docs/algorithms.md, section 9, C1), so the caller names the space. `cosine` and `random` are for the ablation of
-LANTERN's Table 3. `models/io/neighbour_cache.py` keeps tables on disk.
+LANTERN's Table 3.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Features of sets of pictures, by the extractors of torch-fidelity and that of the bundled family; reference sets.
 
-FID, KID, precision and recall need only the features (`metrics/figures.py`), so an extractor sees every set once. Sets
-may be larger than memory: pictures are read and preprocessed one at a time. The extractor is part of the figure:
-figures of different extractors are not comparable. A pass of a large reference through Inception takes minutes, so its
-features are cached under a hash of the pictures' content, the extractor with its weights, and the preprocessing.
+Figures need only the features (`metrics/figures.py`), so an extractor sees every set once. Sets may be larger than
+memory: pictures are read one at a time. A pass of a large reference through Inception takes minutes, so its features
+are cached under a hash of the pictures' content, the extractor with its weights, and the preprocessing.
 """
 
 from __future__ import annotations
@@ -167,7 +166,8 @@ def features_of(
     features, sizes = [torch.zeros(0, extractor.width)], set[torch.Size]()
     for start in range(0, len(pictures), _BATCH):
         read = (item if isinstance(item, Tensor) else read_picture(item) for item in pictures[start : start + _BATCH])
-        batch = [resize_for_features(preprocess(picture, preparation), preparation) for picture in read]
+        seen = (preprocess(picture, preparation) for picture in read)
+        batch = [resized(picture, preparation.features_size, Image.Resampling.BICUBIC) for picture in seen]
         sizes.update(picture.shape[1:] for picture in batch)
         if len(sizes) > 1:
             advice = "This protocol does not resize pictures; lantern-coco crops and resizes them."
@@ -186,15 +186,10 @@ def preprocess(picture: Tensor, preparation: Preparation) -> Tensor:
         side = min(height, width)
         top, left = (height - side) // 2, (width - side) // 2
         picture = picture[:, top : top + side, left : left + side]
-    return _resized(picture, preparation.size, Image.Resampling.LANCZOS)
+    return resized(picture, preparation.size, Image.Resampling.LANCZOS)
 
 
-def resize_for_features(picture: Tensor, preparation: Preparation) -> Tensor:
-    """Resize a preprocessed picture as the fidelity features see it."""
-    return _resized(picture, preparation.features_size, Image.Resampling.BICUBIC)
-
-
-def _resized(picture: Tensor, side: int | None, filter: Image.Resampling) -> Tensor:
+def resized(picture: Tensor, side: int | None, filter: Image.Resampling) -> Tensor:
     """The picture with `side` pixels a side; unchanged when it has them or `side` is None."""
     if side is None or tuple(picture.shape[1:]) == (side, side):
         return picture
@@ -252,12 +247,6 @@ def embedded_reference() -> Reference:
     return Reference(None, metadata["label"], FeatureSet.of(features), extractor=metadata["extractor"])
 
 
-def write_embedded(path: Path, scenes: Tensor, extractor: Extractor, label: str) -> None:
-    """Write the features of painted scenes, uint8 [n, 3, 64, 64], with the extractor's fingerprint."""
-    metadata = {"label": label, "extractor": extractor.label}
-    files.write_atomically(path, save({"features": features_of(scenes, extractor)}, metadata))
-
-
 def folder_reference(folder: Path) -> Reference:
     """All pictures of a folder, by name; raises `UserError` when there are none."""
     paths = sorted(path for path in folder.glob("*") if path.suffix.lower() in _SUFFIXES)
@@ -283,18 +272,16 @@ def _annotated(annotations: Path, folder: Path) -> Reference:
 
 
 def _statistics(path: Path) -> Reference:
-    """Mean and covariance under `mu` and `sigma`, as clean-fid and pytorch-fid write them; `n` if the file has it.
-
-    They must come from the extractor and preprocessing of the protocol: the file does not say which it used.
-    """
+    """Mean and covariance under `mu` and `sigma`, as clean-fid and pytorch-fid write them; `n` if the file has it."""
     try:
         with np.load(path, allow_pickle=False) as file:
             mean, covariance = (np.asarray(file[name], dtype=np.float64) for name in ("mu", "sigma"))
             n = int(file["n"]) if "n" in file else None
+        if mean.ndim != 1 or covariance.shape != (len(mean), len(mean)):
+            raise ValueError(f"mu is {mean.shape}, sigma {covariance.shape}")
     except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"--reference {path}: not a file of statistics: it needs the arrays mu and sigma") from error
-    if mean.ndim != 1 or covariance.shape != (len(mean), len(mean)):
-        raise UserError(f"--reference {path}: the shapes of mu {mean.shape} and sigma {covariance.shape} do not match")
+        problem = f"not a file of statistics: it needs the arrays mu [width] and sigma [width, width]: {error}"
+        raise UserError(f"--reference {path}: {problem}") from error
     digest = hashlib.sha256(mean.tobytes() + covariance.tobytes()).hexdigest()
     label = f"{path.stem} (statistics), {'n unknown' if n is None else f'n={n}'}, sha256={digest[:8]}"
     return Reference(None, label, FeatureSet(mean, covariance, n), digest)
@@ -321,10 +308,7 @@ def reference_features(
     device: torch.device | str = "cpu",
     cache: Path | None = None,
 ) -> FeatureSet:
-    """Return the features of a reference under an extractor, from `cache` if there, else computed and cached.
-
-    Raises `UserError` for statistics of another width or extractor.
-    """
+    """Return the features of a reference under an extractor, from `cache` if there, else computed and cached."""
     statistics = reference.statistics
     if statistics is not None:
         width = len(statistics.mean)

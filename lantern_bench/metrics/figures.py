@@ -36,10 +36,7 @@ class FeatureSets(NamedTuple):
 
 
 def frechet_distance(reference: FeatureSet) -> Callable[[Tensor], float]:
-    """Return the squared Frechet distance of Gaussians: |m1 - m2|^2 + tr(C1 + C2 - 2 (C1 C2)^(1/2)).
-
-    It is that of pictures with features [n, width] from the reference.
-    """
+    """Return the distance of features [n, width] from the reference: |m1 - m2|^2 + tr(C1 + C2 - 2 (C1 C2)^(1/2))."""
     trace = np.trace(reference.covariance)
     values, vectors = np.linalg.eigh(reference.covariance)
     root = (vectors * np.sqrt(values.clip(0))) @ vectors.T
@@ -77,12 +74,7 @@ def _kid_spread(sets: FeatureSets) -> dict[str, Any]:
     assert sets.reference.features is not None
     subset = min(1000, min(len(sets.pictures), len(sets.reference.features)) // 2)
     spread = metric_kid.kid_features_to_metric(
-        sets.pictures,
-        sets.reference.features,
-        kid_subsets=100,
-        kid_subset_size=subset,
-        rng_seed=2020,
-        verbose=False,
+        sets.pictures, sets.reference.features, kid_subsets=100, kid_subset_size=subset, rng_seed=2020, verbose=False
     )
     return {"kid_subset": subset, "kid_std": spread[metric_kid.KEY_METRIC_KID_STD]}
 
@@ -125,10 +117,7 @@ def _is_inside(features: Tensor, manifold: Tensor, neighbours: int) -> NDArray[n
 
 
 def measurable(n: int, reference: FeatureSet, extractor: Extractor) -> tuple[list[str], list[str]]:
-    """Return the metrics of sets that n pictures allow, and why others cannot be measured.
-
-    n is that of the smaller set, where the size of both is known.
-    """
+    """Return the metrics of sets that n pictures (of the smaller set) allow, and why others cannot be measured."""
     names: list[str] = []
     too_few: dict[str, list[str]] = {}
     without_features = [name for name in OF_SETS if reference.features is None and METRICS[name].needs_features]
@@ -150,9 +139,8 @@ def measurable(n: int, reference: FeatureSet, extractor: Extractor) -> tuple[lis
 
 def figures_of(names: Sequence[str], sets: FeatureSets, manifold: FeatureSets | None = None) -> dict[str, Figure]:
     """Return the figures of these metrics; `manifold` holds the sets under the extractor of manifolds, if another."""
-    return {
-        name: METRICS[name].function()(manifold if manifold and METRICS[name].is_manifold else sets) for name in names
-    }
+    metrics = [METRICS[name] for name in names]
+    return {row.name: row.function()(manifold if manifold and row.is_manifold else sets) for row in metrics}
 
 
 class Measured(NamedTuple):
@@ -176,8 +164,8 @@ def measure_sets(sets: FeatureSets, extractor: Extractor, manifold: FeatureSets 
     columns["n_reference"] = reference.n
     columns |= {name: float(figure(np.arange(n))) for name, figure in figures.items()}
     for name, reach in jackknife(figures, n).items():
-        columns[f"{name}_low"] = clipped(name, columns[name] - reach)
-        columns[f"{name}_high"] = clipped(name, columns[name] + reach)
+        ends = np.clip([columns[name] - reach, columns[name] + reach], *METRICS[name].bounds)
+        columns[f"{name}_low"], columns[f"{name}_high"] = ends.tolist()
     if "kid" in figures:
         columns |= _kid_spread(sets)
     of_images = {
@@ -209,11 +197,10 @@ def fid_infinity(features: Tensor, reference: FeatureSet, rng: np.random.Generat
     The interval is that of the intercept of the least-squares line; it is too narrow, since subsets share pictures.
     """
     n, width = features.shape
-    smallest = max(n // 2, 2 * width)
     if n < 2 * width + _SIZES:
         return Extrapolated(None, note=f"fid_infinity needs {2 * width + _SIZES} images; there are {n}")
     distance = frechet_distance(reference)
-    sizes = np.unique(np.linspace(smallest, n, _SIZES).round().astype(int))
+    sizes = np.unique(np.linspace(max(n // 2, 2 * width), n, _SIZES).round().astype(int))
     subsets = (torch.from_numpy(rng.choice(n, size=int(size), replace=False)) for size in sizes)
     line = stats.linregress(1 / sizes, [distance(features[rows]) for rows in subsets])
     reach = float(stats.t.ppf((1 + _LEVEL) / 2, len(sizes) - 2) * line.intercept_stderr)
@@ -257,11 +244,6 @@ def ar_spread(figures: Mapping[str, Figure], sets: Rows) -> dict[str, tuple[floa
         values = [figure(rows) for rows in mixed]
         centre, between = float(np.mean(values)), float(np.var(values, ddof=1)) * repeats / (repeats - 1)
         width = reach * math.sqrt(between * (1 + 1 / repeats))
-        ends[name] = centre, clipped(name, centre - width), clipped(name, centre + width)
+        low, high = np.clip([centre - width, centre + width], *METRICS[name].bounds).tolist()
+        ends[name] = centre, low, high
     return ends
-
-
-def clipped(name: str, end: float) -> float:
-    """Return the end of an interval within the bounds of its metric: precision and recall are shares."""
-    low, high = METRICS[name].bounds
-    return min(max(end, low), high)

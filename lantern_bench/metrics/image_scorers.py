@@ -86,8 +86,7 @@ def load_clip(
 
     `name` is `lanterns-clip` (the bundled model), `local-dir:FOLDER` (a folder with `open_clip_config.json` and
     weights), or an architecture of open_clip such as `ViT-B-32`, whose checkpoint is `weights` or `NAME.safetensors` in
-    the weights folder. `prefix` is put before every caption, e.g. "a photo of "; `label` is the model's name in
-    results, `name` by default. Raises `UserError` for a wrong name or file, `RefusedError` for missing weights.
+    the weights folder. `prefix` is put before every caption; `label` is the model's name in results.
     """
     if name == BUNDLED or name.startswith(LOCAL_DIR):
         folder = BUNDLED_FOLDER if name == BUNDLED else Path(name.removeprefix(LOCAL_DIR))

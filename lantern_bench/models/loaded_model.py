@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +15,6 @@ from lantern_bench.decoding.neighbours import Space, in_space, nearest_codes
 from lantern_bench.decoding.protocol import Drafter, PixelDecoder, Target
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.methods.parameters import NeighbourMetric
-from lantern_bench.models.io.neighbour_cache import neighbour_table
 from lantern_bench.models.target import TransformerTarget, with_line_ends, without_line_ends
 from lantern_bench.models.vq import VQModel
 
@@ -86,7 +84,6 @@ class LoadedModel:
     weights: Mapping[str, str]  # part -> SHA-256
     grid: tuple[int, int]  # rows and columns of the image's codes
     neighbour_space: Space = "raw"  # in which published tables measure distances
-    table_folder: Path | None = None  # of the table of nearest codes; None keeps it in memory
     # Called once with all prompts before decoding starts, so that a text encoder can work and be freed; yields
     # (done, total).
     prepare: Callable[[Sequence[str]], Iterator[tuple[int, int]]] = _nothing_to_prepare
@@ -145,12 +142,9 @@ class LoadedModel:
             raise UserError(f"--neighbours {columns}: the model {self.name} has {codes} codes", f"At most {codes - 1}.")
         if metric not in self._tables or self._tables[metric].shape[1] < columns:
             device = self.target.device
-            if metric == "l2":
-                table = neighbour_table(self.codebook, self.neighbour_space, columns, self.table_folder, device)
-            else:
-                # Angles are the same in both spaces, and random neighbours have none: neither is worth a file.
-                table = nearest_codes(self.codebook.to(device), columns, metric=metric)
-            self._tables[metric] = table.to(device, torch.int32)
+            # Angles are the same in both spaces, and random neighbours have none.
+            rows = in_space(self.codebook.to(device), self.neighbour_space if metric == "l2" else "raw")
+            self._tables[metric] = nearest_codes(rows, columns, metric=metric)
         return self._tables[metric]
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from lantern_bench.errors import UserError
 from lantern_bench.models import hub
-from lantern_bench.models.io.files import cache_folder, hash_of, read_json
+from lantern_bench.models.io.files import hash_of, read_json
 from lantern_bench.models.io.model_file import ModelFile
 from lantern_bench.models.transformer_config import TransformerConfig
 
@@ -270,8 +270,7 @@ class CheckpointModel(Model):
         if not self.paths:
             return type(self)(self.name, self.row, hub.local_paths(self.name)).load(device, dtype)
         from lantern_bench.models.eagle import drafter_files, load_drafter
-        from lantern_bench.models.io.checkpoint import open_checkpoint
-        from lantern_bench.models.io.neighbour_cache import read_own_table
+        from lantern_bench.models.io.checkpoint import open_checkpoint, read_own_table
         from lantern_bench.models.loaded_model import assemble
         from lantern_bench.models.vq import LAYOUTS, load_vq
 
@@ -303,7 +302,6 @@ class CheckpointModel(Model):
             hashes,
             neighbour_space=self.neighbour_space,
             given_table=table,
-            table_folder=cache_folder() / "neighbours",
         )
 
     def with_random_weights(self) -> LoadedModel:

@@ -1,7 +1,4 @@
-"""The training loop: optimiser, schedule, autocast, checkpoints, resume, several processes, progress events.
-
-A task brings a module, a loss and an evaluation; the loop brings everything else. Progress goes to a callback.
-"""
+"""The training loop: optimiser, schedule, autocast, checkpoints, resume, several processes, progress events."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from lantern_bench.clock import now
-from lantern_bench.errors import RefusedError, UserError
+from lantern_bench.errors import RefusedError
 from lantern_bench.models.packed_linear import has_bfloat16
 from lantern_bench.training.recipe import TrainSettings
 
@@ -47,10 +44,10 @@ class Processes:
     @contextmanager
     def first_alone(self) -> Iterator[None]:
         """Run the block in the first process, then in the others, which find its files."""
-        if self.count > 1 and not self.first:
+        if not self.first:
             distributed.barrier()
         yield
-        if self.count > 1 and self.first:
+        if self.first and self.count > 1:
             distributed.barrier()
 
 
@@ -135,16 +132,10 @@ def train(
     on_event: OnEvent = lambda _event: None,
     processes: Processes = SINGLE,
 ) -> TrainReport:
-    """Train `task.module` in place and return the report (with `task.evaluate()` figures).
+    """Train `task.module` in place; the time that `on_event` takes is not counted as training.
 
-    The first process writes checkpoints. `on_event` is called after every `log_every` steps and at the end; the time
-    it takes is not counted as training.
-
-    Raises `UserError` when neither steps nor minutes bound the training, and `RefusedError` for a checkpoint of
-    other settings and for a loss that is not finite.
+    Raises `RefusedError` for a checkpoint of other settings and for a loss that is not finite.
     """
-    if settings.steps is None and settings.minutes is None:
-        raise UserError("training needs an end", "Give a number of steps or --minutes.")
     run, since = _Run(task, settings, device, processes), list[dict[str, float]]()
     while (done := run.fraction()) < 1.0:
         start, rate = now(), run.learning_rate(done)
@@ -172,7 +163,7 @@ def read_checkpoint(settings: TrainSettings) -> dict[str, Any] | None:
     if path is None or not settings.resume or not path.exists():
         return None
     content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    current, recorded = settings.identity(), content["settings"]
+    current, recorded = settings.described(), content["settings"]
     for key in {**current, **recorded}:
         if current.get(key) != recorded.get(key):
             text = f"was made with {key} = {recorded.get(key)}, now it is {current.get(key)}"
@@ -249,7 +240,7 @@ class _Run:
         """Write a checkpoint; the file is replaced when the new one is complete."""
         path.parent.mkdir(parents=True, exist_ok=True)
         content = {
-            "settings": self.settings.identity(),
+            "settings": self.settings.described(),
             "module": self.task.module.state_dict(),
             "task": self.task.state_dict(),
             "optimiser": self.optimiser.state_dict(),

@@ -60,10 +60,7 @@ class Optimisation(Settings):
 
 
 class TrainSettings(Optimisation):
-    """How to train. Either `steps` or `minutes` ends it; with both, whichever comes first.
-
-    The learning rate falls over the steps when `steps` is given (reproducible), else over the minutes.
-    """
+    """How to train. Either `steps` or `minutes` ends it, the first that comes; the learning rate falls until then."""
 
     minutes: PositiveFloat | None = None
     seed: NonNegativeInt = 0
@@ -75,12 +72,8 @@ class TrainSettings(Optimisation):
     depends_on: Mapping[str, Any] = {}
 
     def described(self) -> dict[str, Any]:
-        """Return plain data for reports, without paths."""
-        return self.model_dump(mode="json", exclude={"checkpoint", "resume", "depends_on"})
-
-    def identity(self) -> dict[str, Any]:
-        """Return what a checkpoint must agree on to be continued."""
-        return {**self.described(), **self.depends_on}
+        """Return what a checkpoint must agree on to be continued, as plain data without paths."""
+        return self.model_dump(mode="json", exclude={"checkpoint", "resume", "depends_on"}) | dict(self.depends_on)
 
 
 def flag_of(key: str) -> str:
@@ -208,8 +201,8 @@ def read_recipe(source: str) -> DrafterRecipe:
         return RECIPES[source]
     names = ", ".join(RECIPES)
     if not source.lower().endswith((".yaml", ".yml")):
-        hint = did_you_mean(source, RECIPES)
-        raise UserError(f"--recipe {source}: unknown recipe{hint}", f"The recipes are {names}; or give a YAML file.")
+        problem = f"--recipe {source}: unknown recipe{did_you_mean(source, RECIPES)}"
+        raise UserError(problem, f"The recipes are {names}; or give a YAML file.")
     try:
         file = read_source(Path(source), f"The settings are {', '.join(DrafterRecipe.model_fields)}.")
     except UserError as error:

@@ -88,21 +88,17 @@ class DrafterJob:
             settings["steps"] = None
         depends_on = {"target weights": model.weights.get("target", ""), "data": self.data.sha256()[:16]}
         depends_on |= {"init": self.init_name, **recipe.model_dump(mode="json", exclude=set(Optimisation.model_fields))}
-        checkpoint = self.work / "drafter.ckpt"
-        return recipe.train_settings(self.sequences, checkpoint=checkpoint, depends_on=depends_on, **settings)
+        settings |= {"checkpoint": self.work / "drafter.ckpt", "depends_on": depends_on}
+        return recipe.train_settings(self.sequences, **settings)
 
 
 def make_job(flags: DrafterFlags, drafters: Path) -> DrafterJob:
-    """Read and check what the flags name; the default of `--out` is a folder in `drafters`.
-
-    Raises `UserError` that names the flag, its value and what is allowed.
-    """
+    """Read and check what the flags name; the default of `--out` is a folder in `drafters`."""
     recipe = recipe_of(flags)
     try:
         model = model_of(flags.target)
     except UserError as error:
         raise UserError(error.message.replace("--model", "--target"), error.advice) from error
-    data = _data(flags, model)
     # Lossless speculative decoding with a static tree; guidance and filters default to the model's.
     values = flags.model_dump(include={"cfg_scale", "temperature", "top_k", "tree"})
     guidance = model.defaults.get("cfg_scale", 1.0)
@@ -112,7 +108,7 @@ def make_job(flags: DrafterFlags, drafters: Path) -> DrafterJob:
         raise UserError(f"{flag_of(error.key or 'tree')} {values[error.key or 'tree']}: {error.text}") from error
     prompts = [] if flags.eval_prompts is None else _prompts(flags.eval_prompts, "--eval-prompts", model)
     out = flags.out or drafters / Path(model.name).stem
-    job = DrafterJob(flags, data, recipe, decoding, prompts, out, flags.work or out / "work")
+    job = DrafterJob(flags, _data(flags, model), recipe, decoding, prompts, out, flags.work or out / "work")
     if job.init_name == "folder" and not Path(flags.init).is_dir():
         raise UserError(f"--init {flags.init}: no such folder", "Use random or shipped, or give a drafter's folder.")
     return job
@@ -144,17 +140,11 @@ def _prompts(source: str, flag: str, model: Model) -> list[str]:
     try:
         return [prompt.text for prompt in load_prompts(source, model)]
     except UserError as error:
-        advice = error.advice
-        if flag == "--data" and "no such file" in error.message:
-            advice = f"{advice or ''} Or a folder of pictures with captions.".strip()
-        raise UserError(error.message.replace("--prompts", flag), advice) from error
+        raise UserError(error.message.replace("--prompts", flag), error.advice) from error
 
 
 def plan_rows(job: DrafterJob) -> list[tuple[str, str]]:
-    """Return what the training would make, and how much of it; a published target's files are not needed.
-
-    Raises `UserError` for a target that is not a transformer, and as `Model.load` where its own files are missing.
-    """
+    """Return what the training would make, and how much of it; a published target's files are not needed."""
     flags, recipe, total = job.flags, job.recipe, len(job.data.captions)
     model = model_of(flags.target)
     target = (model.with_random_weights() or model.load(torch.device("cpu"), torch.float32)).target
@@ -203,11 +193,7 @@ class Evaluated(NamedTuple):
 def train_drafter(
     job: DrafterJob, model: LoadedModel, on_event: OnEvent, on_progress: OnProgress, processes: Processes
 ) -> tuple[TrainReport, list[Evaluated]]:
-    """Train, write `job.out`, and evaluate the written drafter and the model's own, where it has one.
-
-    Raises `UserError` for a target without features or data that do not fit, `RefusedError` for a work folder of
-    another training and a loss that diverges.
-    """
+    """Train, write `job.out`, and evaluate the written drafter and the model's own, where it has one."""
     flags, recipe, captions = job.flags, job.recipe, job.data.captions
     if recipe.batch % processes.count:
         raise UserError(f"--batch {recipe.batch}: must be a multiple of the {processes.count} processes")
@@ -328,10 +314,11 @@ def _accepted(
 
 
 def _write_report(job: DrafterJob, report: TrainReport, evaluated: Sequence[Evaluated]) -> None:
-    drafters = {}
+    drafters: dict[str, dict[str, float | None]] = {}
     for name, one_minus_tv, accepted in evaluated:
-        images = 0 if accepted is None else len(accepted.over)
-        drafters[name] = {"one_minus_tv": one_minus_tv, "mal": accepted and accepted.value, "images": images}
+        drafters[name] = {"one_minus_tv": one_minus_tv, "mal": None, "images": 0}
+        if accepted is not None:
+            drafters[name] |= {"mal": accepted.value, "images": len(accepted.over)}
     content = {
         "target": Path(job.flags.target).name,
         "init": job.init_name,
@@ -362,10 +349,7 @@ def _initial_drafter(job: DrafterJob, model: LoadedModel, target: TransformerTar
 
 
 def write_drafter(drafter: EagleDrafter, folder: Path, target: str, weights: Mapping[str, str]) -> None:
-    """Write a drafter in the published layout, and a model file for it.
-
-    `target` is the model's name or the path of its file; `weights` are the hashes of that model.
-    """
+    """Write a drafter in the published layout, and a model file for it; `weights` are the hashes of the target."""
     state = {name: tensor.float() for name, tensor in export(drafter, drafter_key_map(drafter)).items()}
     write_atomically(folder / "model.safetensors", save(state, metadata={"format": "pt"}))
     config = drafter.config

@@ -1,10 +1,8 @@
 """Training an EAGLE drafter for a frozen target (arXiv 2401.15077, section 4.2): its sequences and its losses.
 
 A sequence is a picture as tokens of the target's tokenizer, or a sample of the target, with a caption. Tokens are made
-once; the target computes the features of a batch when it is drawn. The loss is SmoothL1 between predicted and true
-feature plus soft cross-entropy against the target's distribution, with uniform noise on the input features; a recipe
-can train several levels of a draft at once (HASS, arXiv 2408.15766). The token embedding is the target's input
-embedding, frozen; padding is masked.
+once; the target computes the features of a batch when it is drawn. A recipe can train several levels of a draft at
+once (HASS, arXiv 2408.15766). The token embedding is the target's input embedding, frozen; padding is masked.
 """
 
 from __future__ import annotations
@@ -71,8 +69,7 @@ def make_tokens(
 ) -> Tensor:
     """Encode the pictures, or sample from the target with `decoding` (a mode `ar`): tokens int32 [n, N].
 
-    Rows in `work` are not made again. Raises `UserError` for a picture that cannot be read, and for a model without a
-    tokenizer.
+    Rows in `work` are not made again.
     """
     key: dict[str, Any] = {"data": data.sha256(), "grid": list(model.grid)}
     if data.pictures is None:
@@ -84,7 +81,7 @@ def make_tokens(
 
         key |= {"weights": dict(model.weights), "seed": seed}
         key |= {"decoding": decoding.settings(), "dtype": str(getattr(model.target, "dtype", ""))}
-        return _in_files(_folder(work, "samples", key), len(slots), sample, "sampling from the target", on_progress)
+        return _in_files(work, "samples", key, len(slots), sample, "sampling from the target", on_progress)
     reader, pictures = model.pixels, data.pictures
     if not isinstance(reader, VQPixels):
         raise UserError(
@@ -97,7 +94,7 @@ def make_tokens(
         return reader.tokens(torch.from_numpy(np.stack(pixels))).int()
 
     key |= {"size": list(reader.size), "tokenizer": model.weights.get("tokenizer")}
-    return _in_files(_folder(work, "tokens", key), len(pictures), encode, "encoding pictures", on_progress)
+    return _in_files(work, "tokens", key, len(pictures), encode, "encoding pictures", on_progress)
 
 
 def decode_slots(model: LoadedModel, decoding: Decoding, seed: int, slots: Sequence[tuple[str, int]]) -> list[Decoded]:
@@ -109,28 +106,28 @@ def decode_slots(model: LoadedModel, decoding: Decoding, seed: int, slots: Seque
 
 def _picture(path: Path, mirrored: bool, size: tuple[int, int]) -> np.ndarray:
     """Read a picture as uint8 RGB [H, W, 3]: the short side scaled to `size`, the centre cropped."""
-    height, width = size
     try:
         with Image.open(path) as opened:
-            picture = ImageOps.fit(opened.convert("RGB"), (width, height), Image.Resampling.BICUBIC)
+            picture = ImageOps.fit(opened.convert("RGB"), size[::-1], Image.Resampling.BICUBIC)
     except (OSError, Image.DecompressionBombError, SyntaxError, ValueError) as error:
         advice = "Remove it, or save it again."
         raise UserError(f"--data: {path}: cannot be read as a picture: {error}", advice) from error
     return np.asarray(ImageOps.mirror(picture) if mirrored else picture)
 
 
-def _folder(work: Path, name: str, key: Mapping[str, Any]) -> Path:
-    """Make the folder for tokens of `key` (plain data), with a manifest that states it."""
+def _in_files(
+    work: Path,
+    name: str,
+    key: Mapping[str, Any],
+    total: int,
+    make: Callable[[int, int], Tensor],
+    label: str,
+    on_progress: OnProgress,
+) -> Tensor:
+    """Return all tokens of `key` (plain data), a batch of them a file; missing files are written with `make`."""
     digest = hashlib.sha256(json.dumps(dict(key), sort_keys=True).encode()).hexdigest()
     folder = work / f"{name}-{digest[:12]}"
     write_atomically(folder / "manifest.json", json.dumps({"key": key}, indent=1, sort_keys=True).encode() + b"\n")
-    return folder
-
-
-def _in_files(
-    folder: Path, total: int, make: Callable[[int, int], Tensor], label: str, on_progress: OnProgress
-) -> Tensor:
-    """Return all tokens, a batch of them a file; the files that are missing are written with `make(start, stop)`."""
     tokens = []
     for number, start in enumerate(range(0, total, _BATCH)):
         path = folder / f"{number:05d}.safetensors"
@@ -183,10 +180,6 @@ class Sequences:
     target: TransformerTarget
     tokens: Tensor  # int [n, N]
     condition: Callable[[Sequence[int]], Condition]  # of the rows with these numbers
-
-    def __len__(self) -> int:
-        """Number of sequences."""
-        return len(self.tokens)
 
     @torch.no_grad()
     def features(self, rows: Sequence[int], dropped: Tensor) -> TargetFeatures:
@@ -305,7 +298,7 @@ class DrafterTask(Task):
     @torch.no_grad()
     def overlap(self, drafter: EagleDrafter) -> float:
         """`evaluate` of any drafter of this target."""
-        overlaps, numbers, count = list[Tensor](), range(len(self._held_out)), drafter.config.image_tokens
+        overlaps, numbers, count = list[Tensor](), range(len(self._held_out.tokens)), drafter.config.image_tokens
         dtype, scale = drafter.fc.weight.dtype, self._decoding.cfg_scale
         for start in range(0, len(numbers), 8):
             batch = numbers[start : start + 8]
@@ -327,7 +320,7 @@ class DrafterTask(Task):
         says which sequences are compared without guidance.
         """
         recipe = self._recipe
-        numbers = in_order(len(self._training), self._seed, self._drawn, recipe.batch)
+        numbers = in_order(len(self._training.tokens), self._seed, self._drawn, recipe.batch)
         self._drawn += recipe.batch
         dropped = torch.rand(recipe.batch, generator=generator) < recipe.dropped
         seeds = torch.randint(2**62, (recipe.batch,), generator=generator).tolist()

@@ -18,7 +18,7 @@ from lantern_bench.metrics.features import (
     features_of,
     find_extractor,
     preprocess,
-    resize_for_features,
+    resized,
 )
 from lantern_bench.models.lanterns.modules import AttributeClassifier, load_classifier
 
@@ -107,8 +107,8 @@ def test_lantern_coco_preprocesses_as_the_authors() -> None:
     by_hand = Image.fromarray(pixels).crop((80, 0, 560, 480)).resize((256, 256), Image.Resampling.LANCZOS)
     prepared = preprocess(picture, protocol.preparation)
     assert np.array_equal(prepared.permute(1, 2, 0).numpy(), np.asarray(by_hand))
-    resized = resize_for_features(prepared, protocol.preparation)
+    for_features = resized(prepared, protocol.preparation.features_size, Image.Resampling.BICUBIC)
     larger = by_hand.resize((299, 299), Image.Resampling.BICUBIC)
-    assert np.array_equal(resized.permute(1, 2, 0).numpy(), np.asarray(larger))
+    assert np.array_equal(for_features.permute(1, 2, 0).numpy(), np.asarray(larger))
     assert protocol.clip_prefix == "A photo depicts " and protocol.manifold_neighbours == 3
     assert torch.equal(preprocess(picture, Preparation()), picture)

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from experiments.train_lanterns.recipe import write_weights
+from experiments.train_lanterns.recipe import write_embedded, write_weights
 from experiments.train_lanterns.tasks import reference_scenes
 from lantern_bench.config.protocols import PROTOCOLS, Preparation
 from lantern_bench.errors import UserError
@@ -67,7 +67,7 @@ def test_written_features_are_read_back(
 ) -> None:
     pictures = torch.stack([features.read_picture(path) for path in sorted(paint(tmp_path / "set").iterdir())])
     monkeypatch.setattr(features, "EMBEDDED_FEATURES", tmp_path / "reference.safetensors")
-    features.write_embedded(features.EMBEDDED_FEATURES, pictures, extractor, "six pictures")
+    write_embedded(features.EMBEDDED_FEATURES, pictures, extractor, "six pictures")
     embedded = features.embedded_reference()
     assert embedded.label == "six pictures"
     written = features.reference_features(embedded, extractor, PLAIN).features

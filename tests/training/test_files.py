@@ -28,16 +28,20 @@ def test_token_files_continue_where_they_were_interrupted(tmp_path: Path, monkey
         calls.append((start, stop))
         return torch.arange(start, stop)[:, None].expand(-1, 3).int()
 
-    folder = task._folder(tmp_path, "rows", {"a": 1})
+    def make() -> Tensor:
+        return task._in_files(tmp_path, "rows", {"a": 1}, 11, tokens, "rows", silent)
+
     with pytest.raises(KeyboardInterrupt):
-        task._in_files(folder, 11, tokens, "rows", silent)
-    rows = task._in_files(folder, 11, tokens, "rows", silent)
+        make()
+    rows = make()
     assert rows[:, 0].tolist() == list(range(11)) and calls == [(8, 11)]
-    assert torch.equal(task._in_files(folder, 11, tokens, "rows", silent), rows) and len(calls) == 1
-    assert task._folder(tmp_path, "rows", {"a": 2}) != folder == task._folder(tmp_path, "rows", {"a": 1})
+    assert torch.equal(make(), rows) and len(calls) == 1
+    (folder,) = tmp_path.iterdir()
+    task._in_files(tmp_path, "rows", {"a": 2}, 3, tokens, "rows", silent)
+    assert len(list(tmp_path.iterdir())) == 2
     (folder / "00000.safetensors").write_bytes(b"short")
     with pytest.raises(RefusedError, match="damaged"):
-        task._in_files(folder, 11, tokens, "rows", silent)
+        make()
 
 
 def test_another_file_is_no_log(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lantern_bench.errors import RefusedError, UserError
+from lantern_bench.errors import RefusedError
 from lantern_bench.training import loop
 from lantern_bench.training.loop import Task, TrainEvent, TrainReport, train
 from lantern_bench.training.recipe import TrainSettings
@@ -127,11 +127,6 @@ def test_loss_that_is_not_finite_is_refused() -> None:
 def test_minutes_end_a_training() -> None:
     _, report, _ = run(replace(PLAIN, steps=10_000_000, minutes=0.2 / 60))
     assert 0.2 <= report.seconds < 2 and 0 < report.steps < 10_000_000
-
-
-def test_training_without_an_end_is_refused() -> None:
-    with pytest.raises(UserError, match="needs an end"):
-        train(Line(), replace(PLAIN, steps=None), CPU)
 
 
 def test_training_does_not_touch_the_global_generator() -> None:

@@ -1,8 +1,7 @@
 """Checkpoints on disk as mappings from names to tensors.
 
 Files are memory-mapped where their format allows, so that loading a model needs little more memory than the model. A
-pickle is read by torch's weights-only unpickler, which runs no code. Which names a model needs is decided in
-`state_dict`.
+pickle is read by torch's weights-only unpickler, which runs no code.
 """
 
 from __future__ import annotations
@@ -17,8 +16,10 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
+from safetensors.numpy import load_file as load_arrays
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -196,3 +197,17 @@ def _short(error: BaseException) -> str:
     """The first sentence of an error, in one line."""
     text = " ".join(str(error).split()) or type(error).__name__
     return re.split(r"(?<=[.:]) ", text, maxsplit=1)[0][:120].rstrip(".:")
+
+
+def read_own_table(path: Path, codes: int) -> Tensor:
+    """Read a user's table of nearest codes, int32 [V, k]; raises ValueError for one that is malformed."""
+    try:
+        read: Any = load_arrays(path) if path.suffix == ".safetensors" else np.load(path, allow_pickle=False)
+        table = read if isinstance(read, np.ndarray) else read["nearest"]
+    except (OSError, ValueError, KeyError, TypeError, EOFError, SafetensorError) as error:
+        raise ValueError(f"{path.name}: cannot be read as .npy, or as nearest in .npz or .safetensors") from error
+    if table.ndim != 2 or table.dtype.kind not in "iu" or len(table) != codes:
+        raise ValueError(f"{path.name}: must hold whole numbers [{codes}, k], not {table.dtype} {list(table.shape)}")
+    if not ((table >= 0) & (table < codes)).all() or (table == np.arange(codes)[:, None]).any():
+        raise ValueError(f"{path.name}: each row must name other codes, from 0 to {codes - 1}")
+    return torch.from_numpy(table.astype(np.int32))

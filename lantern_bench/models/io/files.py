@@ -1,7 +1,4 @@
-"""Reading JSON, atomic writes, and SHA-256 hashes of files, remembered so that 14 GB are not read again at each start.
-
-The remembered hashes are keyed by path, size and modification time, in one index in the user's cache directory.
-"""
+"""Reading JSON, atomic writes, and SHA-256 hashes of files, remembered so that 14 GB are not read at each start."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,15 +50,10 @@ def read_json(path: Path) -> Any:
         raise UserError(f"{path}: cannot be read as JSON: {error}") from error
 
 
-def file_sha256(path: Path, on_bytes: Callable[[int], None] | None = None) -> str:
-    """The SHA-256 of a file in hex; `on_bytes` is called with the number of bytes of each block read."""
-    digest = hashlib.sha256()
+def file_sha256(path: Path) -> str:
+    """The SHA-256 of a file in hex."""
     with path.open("rb") as file:
-        while block := file.read(1 << 22):
-            digest.update(block)
-            if on_bytes is not None:
-                on_bytes(len(block))
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def remembered_sha256(path: Path) -> str:

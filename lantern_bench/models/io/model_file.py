@@ -20,21 +20,16 @@ from lantern_bench.methods.tables import PARAMETERS
 
 
 def _relative(value: object, info: ValidationInfo[Path]) -> Path:
-    """A path relative to the model file, whose path is in the validation context."""
+    """An existing path relative to the model file, whose path is in the validation context."""
     if not isinstance(value, str) or not value:
         raise ValueError("must be a path")
     folder: Path = info.context.parent
     path = folder / value
     try:
-        path.is_file()
+        exists = path.exists()
     except OSError as error:  # its name is too long, for one
         raise ValueError(f"cannot be a path: {error.strerror}") from error
-    return path
-
-
-def _existing(value: object, info: ValidationInfo[Path]) -> Path:
-    path = _relative(value, info)
-    if not path.exists():
+    if not exists:
         raise ValueError("no such file")
     return path
 
@@ -82,7 +77,7 @@ class _Keys(BaseModel):
 class CheckpointPart(_Keys):
     """A checkpoint, a file or a directory, and what the file says of its sizes."""
 
-    path: Annotated[Path, BeforeValidator(_existing)] = Field(alias="checkpoint", description=_PATH)
+    path: Annotated[Path, _Relative] = Field(alias="checkpoint", description=_PATH)
     config: Annotated[Mapping[str, Any] | None, BeforeValidator(_json_or_mapping)] = None
 
 
@@ -156,7 +151,7 @@ class PythonModel(_AnyModelFile):
     """A file that names a model's code, one Python file (`models/hosted.py`), and its checkpoint."""
 
     python: Annotated[FilePath, _Relative] = Field(description=_PATH)
-    checkpoint: Annotated[Path, BeforeValidator(_existing)] = Field(description=_PATH)
+    checkpoint: Annotated[Path, _Relative] = Field(description=_PATH)
 
 
 def is_model_file(name: str) -> bool:
@@ -165,10 +160,7 @@ def is_model_file(name: str) -> bool:
 
 
 def read_model_file(path: Path) -> ModelFile | ExternalDrafter | PythonModel:
-    """Read a model file, whose kind the keys `model` and `python` tell.
-
-    Raises one `UserError` with every problem of the file, by line.
-    """
+    """Read a model file; raises one `UserError` with every problem of the file, by line."""
     if not path.is_file():
         problem = "is a folder, not a file" if path.is_dir() else "no such file"
         raise UserError(f"--model {path}: {problem}", "Give a model's name, or a YAML file that describes one.")

@@ -1,7 +1,4 @@
-"""Key maps from a checkpoint's names to ours, loading with every error at once, and export.
-
-A key map says which tensors of a checkpoint make up each tensor of a module.
-"""
+"""Which tensors of a checkpoint make up each tensor of a module; loading with every error at once, and export."""
 
 from __future__ import annotations
 
@@ -50,8 +47,6 @@ def load_into(
     """Load a checkpoint into a module on the meta device: in evaluation mode, on `device`, in `dtype`.
 
     `ignored` is a regular expression of the file's tensors that are not read; `wanted` names the model in errors.
-    Raises one `UserError` with every missing, unexpected and misshapen key, and one for a tensor of an unsupported type
-    or with values that are not finite.
     """
     shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
     expected = {
@@ -178,5 +173,4 @@ def llama_key_map(
 def rows_of_tokens(key: str, config: TransformerConfig) -> Slice:
     """Return the slice of an output head that takes the rows of an image's tokens (`TransformerConfig.token_ids`)."""
     ids = torch.tensor(config.token_ids, device="cpu")
-    file_shape = (config.embedded_tokens, config.dim)
-    return Slice(key, len(ids), prepare=lambda rows: rows[ids], file_shape=file_shape)
+    return Slice(key, len(ids), lambda rows: rows[ids], file_shape=(config.embedded_tokens, config.dim))

@@ -1,23 +1,15 @@
-"""Nearest-code tables: the recorded ones, spaces, storage, chunks, the cache on disk and what is refused."""
+"""Nearest-code tables: the recorded ones, spaces, types, chunks and blocks."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from lantern_bench.decoding.neighbours import in_space, index_dtype, nearest_codes
-from lantern_bench.models.io import neighbour_cache
-from lantern_bench.models.io.neighbour_cache import neighbour_table, table_path
 from lantern_bench.models.loaded_model import LoadedModel
 from tests.decoding.golden_cases import golden_path
 from tests.tiny_model import TinyModel
-
-
-@pytest.fixture(autouse=True)
-def small_tables_on_disk(monkeypatch):
-    monkeypatch.setattr(neighbour_cache, "_FEW_CODES", 2)
 
 
 def codebook(codes=50, width=4, seed=0):
@@ -26,16 +18,13 @@ def codebook(codes=50, width=4, seed=0):
 
 
 @pytest.mark.parametrize("name", ["a", "b", "vq_model"])
-def test_recorded_tables_survive_the_disk_in_int16(tmp_path, name):
+def test_tables_are_the_recorded_ones(name):
     if name == "vq_model":
         codes = torch.load(golden_path("llamagen_vq", "vq.pt"), weights_only=True)["model"]["quantize.embedding.weight"]
     else:
         codes = torch.from_numpy(np.load(golden_path("nearest_table", "latents.npz"))[f"{name}_latents"])
     total = len(codes)
-    neighbour_table(codes, "raw", total - 1, tmp_path)
-    table = neighbour_table(codes, "raw", total - 1, tmp_path)
-    assert table.dtype == torch.int16 and len(list(tmp_path.iterdir())) == 1
-    ours = table.numpy().astype(np.uint16)
+    ours = nearest_codes(codes, total - 1, dtype=torch.int16).numpy().astype(np.uint16)
     theirs = np.load(golden_path("nearest_table", f"{name}_top_{total - 1}_indices.npy"))
     assert ours.dtype == theirs.dtype and ours.shape == theirs.shape
     distance = torch.cdist(codes.double(), codes.double()).numpy()
@@ -86,53 +75,10 @@ def test_distances_are_computed_in_blocks(monkeypatch):
     assert max(seen) <= 1 << 16 and sum(seen) == 2048**2 and table.shape == (2048, 20)
 
 
-def test_table_is_computed_once_and_widened_when_needed(tmp_path, monkeypatch):
-    widths = []
-    real = neighbour_cache.nearest_codes
-    monkeypatch.setattr(
-        neighbour_cache, "nearest_codes", lambda *args, **more: widths.append(args[1]) or real(*args, **more)
-    )
-    monkeypatch.setattr(neighbour_cache, "_WIDTH", 20)
-    codes = codebook()
-    first = neighbour_table(codes, "raw", 5, tmp_path)
-    again = neighbour_table(codes, "raw", 20, tmp_path)
-    assert widths == [20] and torch.equal(first, again)
-    wider = neighbour_table(codes, "raw", 30, tmp_path)
-    assert widths == [20, 30] and torch.equal(wider[:, :20], first)
-    assert neighbour_table(codes, "raw", 5, tmp_path).shape == (50, 30) and widths == [20, 30]
-    neighbour_table(codes, "normalised", 5, tmp_path)
-    neighbour_table(codebook(seed=1), "raw", 5, tmp_path)
-    assert widths == [20, 30, 20, 20] and len(list(tmp_path.iterdir())) == 3
-    # Without a folder nothing is kept, and no more is made than is asked.
-    assert neighbour_table(codes, "raw", 3).shape == (50, 3)
-
-
-@pytest.mark.parametrize("damage", ["cut", "flipped", "other codebook"])
-def test_damaged_table_is_computed_again(tmp_path, damage):
-    codes = codebook()
-    wanted = neighbour_table(codes, "raw", 5, tmp_path)
-    path = table_path(tmp_path, codes, "raw")
-    content = bytearray(path.read_bytes())
-    content[-2] ^= 1
-    if damage == "other codebook":
-        neighbour_table(codebook(seed=1)[:40], "raw", 5, tmp_path / "other")
-        content = next((tmp_path / "other").iterdir()).read_bytes()
-    path.write_bytes(content[:-20] if damage == "cut" else content)
-    assert torch.equal(neighbour_table(codes, "raw", 5, tmp_path), wanted)
-    assert torch.equal(load_file(path)["table"], wanted)
-
-
-def test_unwritable_directory_does_not_fail(tmp_path):
-    (tmp_path / "file").write_text("")
-    assert neighbour_table(codebook(), "raw", 5, tmp_path / "file").shape == (50, 49)
-
-
-def test_model_reads_its_table_in_its_space(tmp_path):
+def test_model_computes_its_table_in_its_space():
     model: LoadedModel = TinyModel().load(torch.device("cpu"), torch.float32)
-    model.table_folder = tmp_path
     raw = model.table(3)
     assert raw.dtype == torch.int32 and torch.equal(raw, nearest_codes(model.codebook, 3))
-    assert torch.equal(load_file(next(tmp_path.iterdir()))["table"][:, :3].int(), raw)
     other: LoadedModel = TinyModel().load(torch.device("cpu"), torch.float32)
     other.neighbour_space = "normalised"
     assert torch.equal(other.table(3), nearest_codes(in_space(other.codebook, "normalised"), 3))
