@@ -11,7 +11,6 @@ import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -85,7 +84,6 @@ class _Decoder(nn.Module):
         super().__init__()
         self.decoder, self.tok_embeddings = hosted.decoder, hosted.embed_codes
         self._hosted = (hosted,)  # in a tuple, so that only the decoder is a submodule
-        self.norm = SimpleNamespace(weight=next(hosted.decoder.parameters()))
 
     def rows(self, values: Tensor, guided: bool) -> Tensor:
         return self._hosted[0].embed_words(prompt_rows(values, 1 + guided))

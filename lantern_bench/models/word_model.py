@@ -1,8 +1,7 @@
 """Models whose prompts are words of the vocabulary that their image tokens belong to: Chameleon, Janus, Emu3.
 
 Their target is a folder that transformers reads (config.json, tokenizer.json, safetensors). A picture uses a share of
-the vocabulary, and the target holds only the rows of the output head for that share. A family says how config.json is
-read, which words the image tokens are, what stands around a caption, and where the tensors are.
+the vocabulary, and the target holds only the rows of the output head for that share.
 """
 
 from __future__ import annotations
