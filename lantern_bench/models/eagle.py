@@ -142,8 +142,7 @@ class _Session(CachedSession, DrafterSession):
         return self._logits(self._features, self.cache.lengths[:, None] - 1)
 
     def extend(self, tokens: Tensor, origin: Tensor, seen: Tensor) -> DrafterLogits:
-        if self._features is None:
-            raise RuntimeError("observe comes before extend")
+        assert self._features is not None  # `observe` comes first
         features = self._features[self._rows, self.cache.per_row(origin)]
         positions = (self.cache.lengths[:, None] + self._level).expand_as(tokens)
         embedded = self.cache.per_row(self._drafter.embed_tokens(tokens))
