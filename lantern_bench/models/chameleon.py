@@ -108,10 +108,8 @@ class Lumina(Chameleon):
     """Lumina-mGPT: the prompt states the picture's size, and a token ends each row."""
 
     published: ClassVar = {
-        "lumina-mgpt-7b-768": Published(
-            "Lumina-mGPT", _SIZES, _VQGAN, (48, 48), 7_013_666_816, ("lumina-mgpt",)
-        )
-    }  # fmt: skip
+        "lumina-mgpt-7b-768": Published("Lumina-mGPT", _SIZES, _VQGAN, (48, 48), 7_013_666_816, ("lumina-mgpt",))
+    }
     any_model = None
     line_ends = True
 
