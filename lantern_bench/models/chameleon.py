@@ -1,7 +1,6 @@
 """Chameleon (arXiv 2405.09818) as Anole and Lumina-mGPT publish it, and Lumina-mGPT 2.0 (arXiv 2507.17801).
 
-They share one architecture; they differ in the text around a caption, in the grid, and in that Lumina-mGPT ends each
-row of a picture with a token. Lumina-mGPT 2.0 was trained from scratch with another vocabulary; its sizes, layout,
+They share one architecture. Lumina-mGPT 2.0 was trained from scratch with another vocabulary; its sizes, layout,
 prompt, guidance and forced tokens are those of Alpha-VLLM/Lumina-mGPT-2.0 at `f44a4d7f`, and its weights and its
 tokenizer's files were not seen (docs/chameleon.md).
 """
@@ -109,10 +108,8 @@ class Lumina(Chameleon):
     """Lumina-mGPT: the prompt states the picture's size, and a token ends each row."""
 
     published: ClassVar = {
-        "lumina-mgpt-7b-768": Published(
-            "Lumina-mGPT", _SIZES, _VQGAN, (48, 48), 7_013_666_816, ("lumina-mgpt",)
-        )
-    }  # fmt: skip
+        "lumina-mgpt-7b-768": Published("Lumina-mGPT", _SIZES, _VQGAN, (48, 48), 7_013_666_816, ("lumina-mgpt",))
+    }
     any_model = None
     line_ends = True
 

@@ -1,8 +1,7 @@
 """The EAGLE drafter (arXiv 2401.15077): one decoder layer on the target's features, logits through the target's head.
 
-`load_drafter` reads published drafters, a folder with config.json and weights. Their token embedding is always loaded
-from the file; LlamaGen's equals the target's output head (docs/algorithms.md, section 9, B3) and its drafters read
-padded positions (docs/algorithms.md, section 9, B4).
+The token embedding is always loaded from the drafter's file; LlamaGen's equals the target's output head
+(docs/algorithms.md, section 9, B3).
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from lantern_bench.models.io.checkpoint import open_checkpoint
 from lantern_bench.models.io.files import read_json
 from lantern_bench.models.io.state_dict import KeyMap, llama_key_map, load_into
 from lantern_bench.models.target import (
+    CachedModel,
     CachedSession,
     Condition,
     TransformerTarget,
@@ -34,7 +34,7 @@ from lantern_bench.models.transformer import Block, TokenEmbedding, attend_cache
 from lantern_bench.models.transformer_config import TransformerConfig, llama_sizes, read_sizes
 
 
-class EagleDrafter(nn.Module, Drafter):
+class EagleDrafter(CachedModel, Drafter):
     """Fuse tokens with features, one layer, then the target's frozen head, which is not a parameter of the drafter.
 
     `mask_padding`: padded prefix positions are hidden. LlamaGen's published drafters read them instead, as the LANTERN
@@ -53,8 +53,7 @@ class EagleDrafter(nn.Module, Drafter):
         input_norm: bool = False,
         bias: bool = True,
     ) -> None:
-        super().__init__()
-        self.config = config = replace(config, layers=1)
+        super().__init__(replace(config, layers=1))
         self.mask_padding = mask_padding
         self.embed_tokens = TokenEmbedding(config)
         self.embed_tokens.weight.requires_grad_(False)
@@ -63,14 +62,10 @@ class EagleDrafter(nn.Module, Drafter):
         self.register_buffer("rotary", None, persistent=False)
         self.compute_buffers(self.fc.weight.device)
         self._head = (head,)  # in a tuple, so that the module does not own it
-        self._sessions: dict[tuple[int, bool, int], _Session] = {}
 
-    def session(self, batch: int, guided: bool, nodes: int) -> _Session:
-        """Return the session of this shape; its cache is made at the first call and reused."""
-        shape = (batch, guided, nodes)
-        if shape not in self._sessions:
-            self._sessions[shape] = _Session(self, *shape)
-        return self._sessions[shape]
+    def new_session(self, batch: int, guided: bool, nodes: int) -> _Session:
+        """Return a session of this shape."""
+        return _Session(self, batch, guided, nodes)
 
     def compute_buffers(self, device: torch.device) -> None:
         """Compute the tables that no checkpoint holds."""
@@ -100,16 +95,6 @@ class EagleDrafter(nn.Module, Drafter):
             embedded = torch.cat([self.embed_tokens.of_text(prompts), embedded], dim=1)
         rotary = self.rotary[None, : features.shape[1]] if positions is None else self.rotary[positions]
         return self.layer(self.fuse(embedded, features), rotary, attend_plain(mask, earlier))
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the weights."""
-        return self.layer.ffn_norm.weight.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The type of the weights."""
-        return self.layer.ffn_norm.weight.dtype
 
     def use_head(self, head: nn.Module) -> None:
         """Replace the target's head by one that gives nearly the same logits."""
@@ -157,8 +142,7 @@ class _Session(CachedSession, DrafterSession):
         return self._logits(self._features, self.cache.lengths[:, None] - 1)
 
     def extend(self, tokens: Tensor, origin: Tensor, seen: Tensor) -> DrafterLogits:
-        if self._features is None:
-            raise RuntimeError("observe comes before extend")
+        assert self._features is not None  # `observe` comes first
         features = self._features[self._rows, self.cache.per_row(origin)]
         positions = (self.cache.lengths[:, None] + self._level).expand_as(tokens)
         embedded = self.cache.per_row(self._drafter.embed_tokens(tokens))
@@ -187,10 +171,7 @@ def build_drafter(config: TransformerConfig, target: TransformerTarget, bias: bo
 
 
 def untrained_drafter(target: TransformerTarget) -> EagleDrafter:
-    """Return a drafter of the target's width with its embedding and weights drawn from torch's current stream.
-
-    Chameleon's drafters norm what comes into their layer, as published; the others do not.
-    """
+    """Return a drafter of the target's width with its embedding and weights drawn from torch's current stream."""
     drafter = build_drafter(target.config, target)
     drafter.mask_padding = True
     for name, parameter in drafter.named_parameters():
@@ -214,11 +195,7 @@ _COMPUTED = r"(.*\.)?(freqs_cis|causal_mask|k_cache|v_cache|inv_freq|cos_cached|
 
 
 def load_drafter(folder: Path, target: TransformerTarget, *, dtype: torch.dtype, device: torch.device) -> EagleDrafter:
-    """Load a published drafter (config.json and weights) for a target that has its weights.
-
-    Raises `UserError` for a folder without config.json or weights, sizes that are not the target's, a drafter of
-    another stage, and every key that does not fit.
-    """
+    """Load a published drafter for a target that has its weights; raises `UserError` for one that does not fit it."""
     path, chameleon = folder / "config.json", target.config.qk_norm
     if not path.is_file():
         raise UserError(f"{path}: no such file", "A published drafter is a folder with config.json and its weights.")

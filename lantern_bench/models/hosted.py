@@ -1,8 +1,7 @@
 """Models of transformers in the decode loop: a model file names one Python file, and its class is the model.
 
-`HostedModel` is what such a class must offer; docs/adding-a-model.md is an example. Its decoder computes on this
-package's cache with this package's tree masks, so that trees, batches and commits need no code of their own. Decode
-steps are not compiled.
+Its decoder computes on this package's cache with this package's tree masks, so that trees, batches and commits need no
+code of their own. Decode steps are not compiled. docs/adding-a-model.md has an example.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -85,7 +83,6 @@ class _Decoder(nn.Module):
         super().__init__()
         self.decoder, self.tok_embeddings = hosted.decoder, hosted.embed_codes
         self._hosted = (hosted,)  # in a tuple, so that only the decoder is a submodule
-        self.norm = SimpleNamespace(weight=next(hosted.decoder.parameters()))
 
     def rows(self, values: Tensor, guided: bool) -> Tensor:
         return self._hosted[0].embed_words(prompt_rows(values, 1 + guided))

@@ -213,11 +213,7 @@ def expected_path(part: Part) -> Path:
 
 
 def local_paths(model: str) -> dict[str, Path]:
-    """Return the path of each part of a published model that is on this machine.
-
-    Raises `UserError` for a model without published files, `RefusedError` with the command that downloads them where
-    the target or the tokenizer is missing.
-    """
+    """Return the path of each part of a published model; raises `RefusedError` without target or tokenizer."""
     if model not in PARTS:
         raise UserError(
             f"{model}: no published files of this model are known",

@@ -102,14 +102,14 @@ class LlamaGen(CheckpointModel):
 
     def _grid(self) -> tuple[int, int]:
         """The grid of the model file, of the named model, or of a square picture."""
+        if grid := (self.file and self.file.grid) or self.row.grid:
+            return grid
         block = self.numbers["block_size"]
         side = math.isqrt(block)
-        square = (side, side) if side and side * side == block else None
-        grid = (self.file and self.file.grid) or self.row.grid or square
-        if grid is None:
+        if not block or side * side != block:
             problem, advice = "missing: the weights do not tell it", "Give grid: [rows, columns] of tokens."
             raise self.file.wrong("grid", problem, advice) if self.file else UserError(f"grid: {problem}", advice)
-        return grid
+        return side, side
 
     def wrong(self, key: str, text: str, advice: str | None = None) -> UserError:
         """Return the error for a key of the target's config, by the name that the file has."""

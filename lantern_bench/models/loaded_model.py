@@ -97,10 +97,7 @@ class LoadedModel:
 
     @cached_property
     def codes(self) -> Tensor:
-        """Rows of the codebook float32 [V, d] in the space of its neighbours, on the target's device; forced tokens: 0.
-
-        Raises `RefusedError` for a model without a codebook.
-        """
+        """The codebook float32 [V, d] in the space of its neighbours, on the target's device; forced tokens: 0."""
         if self.codebook is None:
             raise RefusedError(
                 f"{self.name}: this rule measures distances between codes, and the model has no tokenizer",
@@ -113,8 +110,7 @@ class LoadedModel:
     def table(self, columns: int, metric: NeighbourMetric = "l2") -> Tensor:
         """Return the `columns` nearest codes of every token, int32 [V, columns], on the target's device, nearest first.
 
-        Forced tokens have a row of zeros, which no rule reads. Raises `RefusedError` for a model without a codebook,
-        `UserError` for more columns than there are other codes, or than the model's own table has.
+        Forced tokens have a row of zeros, which no rule reads. Raises `RefusedError` without a codebook.
         """
         table = (self._codes_table if self.given_table is None else self._user_table)(columns, metric)
         table = table[:, :columns].contiguous()

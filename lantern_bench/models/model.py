@@ -1,8 +1,4 @@
-"""A model before it is loaded: what listings, plans and captions need, without torch.
-
-`registry.model_of` makes a `Model` of a name or of a model file. A package of its own adds one with an entry point
-(docs/adding-a-model.md).
-"""
+"""A model before it is loaded: what listings, plans and captions need, without torch (docs/adding-a-model.md)."""
 
 from __future__ import annotations
 

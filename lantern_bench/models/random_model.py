@@ -15,7 +15,7 @@ from torch import nn
 from lantern_bench.errors import UserError
 from lantern_bench.models.eagle import EagleDrafter
 from lantern_bench.models.io.state_dict import compute_buffers
-from lantern_bench.models.loaded_model import LoadedModel, NoPixels, VQPixels
+from lantern_bench.models.loaded_model import LoadedModel, Prompts, VQPixels, assemble
 from lantern_bench.models.registry import model_of
 from lantern_bench.models.target import ClassLabel, Condition, TransformerTarget
 from lantern_bench.models.transformer_config import TransformerConfig
@@ -31,10 +31,7 @@ class Size(NamedTuple):
 
 
 def sizes_of(model: LoadedModel, dtype: torch.dtype, *, guided: bool, nodes: int, batch: int = 1) -> list[Size]:
-    """The size of each part of a model on the meta device, and of its cache for trees of `nodes` nodes with the root.
-
-    Target and drafter are counted in `dtype`, the tokenizer in float32, its type at all times.
-    """
+    """The size of each part of a model on the meta device, and of its cache for trees of `nodes` nodes."""
     sizes: list[Size] = []
     for name, module, kind in _modules(model, dtype):
         count = sum(parameter.numel() for parameter in module.parameters())
@@ -61,11 +58,9 @@ def meta_model(name: str) -> LoadedModel:
 def random_model(name: str, device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> LoadedModel:
     """Make a model with weights from `generator` (on `device`); raises `UserError` as `meta_model`."""
     model = meta_model(name)
-    for _, module, kind in _modules(model, dtype):
-        _fill_at_random(module.to(kind).to_empty(device=device), device, generator)
+    _fill_at_random(model, device, dtype, generator)
     if isinstance(model.pixels, VQPixels):
         model.codebook = model.pixels.model.codebook()
-    model.weights = {part: f"random-{generator.initial_seed()}" for part, *_ in _modules(model, dtype)}
     return model
 
 
@@ -79,17 +74,20 @@ def _modules(model: LoadedModel, dtype: torch.dtype) -> Iterator[tuple[str, Any,
 
 
 @torch.no_grad()
-def _fill_at_random(module: nn.Module, device: torch.device, generator: torch.Generator) -> None:
-    """Fill a module in place: matrices such that outputs have the scale of their inputs, norms with ones."""
-    for name, parameter in module.named_parameters():
-        if name.endswith("bias"):
-            parameter.zero_()
-        elif parameter.dim() == 1 or name.endswith("norm.weight"):
-            parameter.fill_(1)
-        else:
-            parameter.normal_(std=parameter[0].numel() ** -0.5, generator=generator)
-    module.requires_grad_(False).eval()
-    compute_buffers(module, device)
+def _fill_at_random(model: LoadedModel, device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> None:
+    """Fill a model's modules: matrices such that outputs have the scale of their inputs, norms with ones."""
+    for _, module, kind in _modules(model, dtype):
+        module.to(kind).to_empty(device=device)
+        for name, parameter in module.named_parameters():
+            if name.endswith("bias"):
+                parameter.zero_()
+            elif parameter.dim() == 1 or name.endswith("norm.weight"):
+                parameter.fill_(1)
+            else:
+                parameter.normal_(std=parameter[0].numel() ** -0.5, generator=generator)
+        module.requires_grad_(False).eval()
+        compute_buffers(module, device)
+    model.weights = {part: f"random-{generator.initial_seed()}" for part, *_ in _modules(model, dtype)}
 
 
 def read_size(text: str) -> TransformerConfig:
@@ -114,13 +112,11 @@ def random_model_of_size(
     with torch.device("meta"):
         target = TransformerTarget(config, ClassLabel(1, config.dim))
         drafter = EagleDrafter(config, target.transformer.output)
-    for module in (target, drafter):
-        _fill_at_random(module.to(dtype).to_empty(device=device), device, generator)
-    codes = torch.randn(config.vocab_size, 8, generator=generator, device=device)
 
     def condition(prompts: Sequence[str]) -> Condition:
         return Condition(torch.zeros(len(prompts), dtype=torch.int64), torch.ones(len(prompts), 1, dtype=torch.bool))
 
-    weights = dict.fromkeys(("target", "drafter"), f"random-{generator.initial_seed()}")
-    pixels = NoPixels("random", "it has no tokenizer")
-    return LoadedModel("random", target, drafter, pixels, codes, condition, weights, config.grid)
+    model = assemble("random", target, drafter, None, Prompts(condition), {})
+    _fill_at_random(model, device, dtype, generator)
+    model.codebook = torch.randn(config.vocab_size, 8, generator=generator, device=device)
+    return model

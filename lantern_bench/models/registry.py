@@ -1,7 +1,6 @@
-"""All models, by name or by model file.
+"""All models, by name or by model file: plans, captions and listings need only this, which imports no torch.
 
-This package's models are listed here; those of other packages are objects of the entry point group
-`lantern_bench.models`. Plans, captions and listings need only this module: it imports no torch and opens no weights.
+Models of other packages are objects of the entry point group `lantern_bench.models`.
 """
 
 from __future__ import annotations

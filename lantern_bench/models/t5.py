@@ -136,11 +136,7 @@ class CaptionEncoder:
         return self.cache / name[:2] / f"{name}.safetensors"
 
     def prepare(self, captions: Sequence[str]) -> Iterator[tuple[int, int]]:
-        """Encode the captions that have no features yet and free the encoder; yields (done, total).
-
-        Loads and yields nothing when all have them. Raises `RefusedError` without transformers, `UserError` for an
-        encoder that cannot be read.
-        """
+        """Encode the captions that have no features yet, if any, and free the encoder; yields (done, total)."""
         missing = [caption for caption in dict.fromkeys(captions) if not self.path(caption).is_file()]
         if not missing:
             return
@@ -184,10 +180,7 @@ class CaptionEncoder:
 
 
 def load_t5(folder: Path, width: int, dtype: torch.dtype) -> tuple[Any, Any]:
-    """Load the tokenizer and the encoder in a folder, without the network and without progress bars.
-
-    Raises `UserError` for a folder that holds no T5 encoder with features of `width` numbers.
-    """
+    """Load tokenizer and encoder; raises `UserError` for a folder without a T5 with features of `width` numbers."""
     # Before gigabytes are read.
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder}: is no T5 encoder: it has no config.json")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -149,8 +150,8 @@ def causal_seen(batch: int, n: int, device: torch.device) -> Tensor:
 def prefix_seen(visible: Tensor, n: int) -> Tensor:
     """Return the causal mask of n prefix positions, in which padding sees only padding: bool [B or rows, n, n].
 
-    That padding sees the padding before it changes no logits: only drafters with `mask_padding` False read its rows,
-    and those rows are as the LANTERN code makes them in half precision (docs/algorithms.md, section 9, B4).
+    Only drafters with `mask_padding` False read the rows of padding, which are as the LANTERN code makes them in half
+    precision (docs/algorithms.md, section 9, B4).
     """
     alike = visible[:, None, :n] == visible[:, :n, None]
     return causal_seen(len(visible), n, visible.device) & alike
@@ -163,10 +164,7 @@ def prefix_mask(valid: Tensor, length: int) -> Tensor:
 
 
 def padding_of(visible: Tensor, rows: int, config: TransformerConfig) -> Tensor:
-    """Return by how many positions the padding of each row moves its tokens back, [rows, 1]; 0 for those on a grid.
-
-    `visible` bool [B or rows, P] as in `KVCache.hide`.
-    """
+    """Return by how many positions the padding (`KVCache.hide`) moves each row's tokens back, [rows, 1]."""
     if config.positions == "grid":
         return torch.zeros(rows, 1, dtype=torch.int64, device=visible.device)
     return (~visible).sum(dim=1).repeat(rows // len(visible))[:, None]
@@ -181,19 +179,47 @@ def positions_of(valid: Tensor, length: int, config: TransformerConfig) -> Tenso
 # ---- Targets
 
 
-class CachedTarget(nn.Module, Target):
+class CachedModel(nn.Module):
+    """A target or a drafter whose sessions use this package's cache; they are made once for each shape."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.config = config
+        self._sessions: dict[tuple[int, bool, int], Any] = {}
+
+    def session(self, batch: int, guided: bool, nodes: int) -> Any:
+        """Return the session of this shape."""
+        shape = (batch, guided, nodes)
+        if shape not in self._sessions:
+            self._sessions[shape] = self.new_session(*shape)
+        return self._sessions[shape]
+
+    @abstractmethod
+    def new_session(self, batch: int, guided: bool, nodes: int) -> CachedSession:
+        """Return a session of this shape."""
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the weights."""
+        return next(self.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the weights, except the head's, which is float32."""
+        return next(self.parameters()).dtype
+
+
+class CachedTarget(CachedModel, Target):  # type: ignore[override]  # others assign `device`
     """A target whose sessions use this package's cache; `transformer` may be another library's."""
 
     linear_head = True  # logits are linear in features, so that a session may guide features
 
     def __init__(self, config: TransformerConfig, transformer: Any, condition: Any) -> None:
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         self.transformer = transformer
         self.cls_embedding = condition
         self.vocab_size, self.image_tokens, self.n_codes = config.vocab_size, config.image_tokens, config.n_codes
         self.line_length = config.line_length
-        self._sessions: dict[tuple[int, bool, int], _TransformerSession] = {}
 
     def forced(self, positions: Tensor) -> Tensor:
         """Return the tokens that are forced at `positions` int64 [...] of an image, -1 where none is."""
@@ -201,22 +227,9 @@ class CachedTarget(nn.Module, Target):
             return torch.full_like(positions, -1)
         return torch.where((positions + 1) % self.line_length == 0, self.vocab_size - 1, -1)
 
-    @property
-    def device(self) -> torch.device:  # type: ignore[override]  # others assign it
-        """The device of the weights."""
-        return self.transformer.norm.weight.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The type of the weights, except the head's, which is float32."""
-        return self.transformer.norm.weight.dtype
-
-    def session(self, batch: int, guided: bool, nodes: int) -> _TransformerSession:
-        """Return the session of this shape, made at the first call."""
-        shape = (batch, guided, nodes)
-        if shape not in self._sessions:
-            self._sessions[shape] = _TransformerSession(self, *shape)
-        return self._sessions[shape]
+    def new_session(self, batch: int, guided: bool, nodes: int) -> _TransformerSession:
+        """Return a session of this shape."""
+        return _TransformerSession(self, batch, guided, nodes)
 
     def prefix(self, condition: Condition, guided: bool) -> Tensor:
         """Return prefix embeddings [rows, P, dim], conditional rows first."""
@@ -236,10 +249,7 @@ class TransformerTarget(CachedTarget):
 
     @torch.inference_mode()
     def logits_without_cache(self, condition: Condition, tokens: Tensor, guided: bool) -> tuple[Tensor, Tensor | None]:
-        """Return the logits [B, N, V] that predict tokens int64 [B, N], with and without the prompt, without a cache.
-
-        Unconditional logits are None where not `guided`.
-        """
+        """Return the logits [B, N, V] that predict tokens int64 [B, N], with and without the prompt."""
         batch, x = len(tokens), self.prefix(condition, guided)
         rows, first = len(x), x.shape[1] - 1
         visible = visible_rows(condition.valid.to(x.device), 1 + guided)

@@ -29,13 +29,9 @@ def grid_rotary(config: TransformerConfig, prefix: int | None = None) -> Tensor:
     """
     prefix = config.prefix if prefix is None else prefix
     half = config.head_dim // 2
-    steps = torch.arange(0, half, 2, dtype=torch.float32)[: half // 2]
-    frequency = 1.0 / config.rope_base ** (steps / half)
-    rows, columns = config.grid
-    by_row = torch.outer(torch.arange(rows, dtype=torch.float32), frequency)
-    by_column = torch.outer(torch.arange(columns, dtype=torch.float32), frequency)
-    both = [by_row[:, None].expand(rows, columns, -1), by_column[None].expand(rows, columns, -1)]
-    angles = torch.cat(both, dim=-1).reshape(rows * columns, half)
+    frequency = 1.0 / config.rope_base ** (torch.arange(0, half, 2, dtype=torch.float32) / half)
+    rows, columns = (torch.arange(side, dtype=torch.float32) for side in config.grid)
+    angles = (torch.cartesian_prod(rows, columns)[:, :, None] * frequency).flatten(1)
     grid = torch.stack([angles.cos(), angles.sin()], dim=-1)
     head = torch.zeros(prefix, half, 2)
     if config.prefix_rotary == "identity":
@@ -148,8 +144,7 @@ class KVCache:
     def mask(self, seen: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the additive attention mask [rows, 1, n, columns in use] of n new nodes.
 
-        seen: bool [B or rows, n, m], which of the m uncommitted nodes (itself included) each new node sees; all see the
-        committed and visible positions.
+        seen: bool [B or rows, n, m], which of the m uncommitted nodes, itself included, each new node sees.
         """
         rows, (nodes, uncommitted) = len(self._rows), seen.shape[1:]
         used = self.capacity
@@ -210,8 +205,7 @@ def attend_cached(cache: KVCache, layer: int, slots: Tensor, mask: Tensor, kerne
 def attend_plain(mask: Tensor, earlier: list[tuple[Tensor, Tensor]] | None = None) -> Attend:
     """Attention without a cache, for training; the additive mask is [rows or 1, 1, n, n].
 
-    With `earlier`, attention also sees its keys and values, the mask is [rows or 1, 1, n, (1 + len(earlier)) * n], and
-    the new keys and values are appended to it.
+    The new keys and values are appended to those in `earlier`, all of which the mask [..., len(earlier) * n] covers.
     """
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

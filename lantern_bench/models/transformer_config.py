@@ -111,8 +111,7 @@ _LLAMA_ONLY: dict[str, tuple[Any, ...]] = {
 def llama_sizes(config: Mapping[str, Any], wrong: Wrong, positions: str = "sequence") -> dict[str, Any]:
     """Return the sizes that a config.json of transformers' Llama and its kin states, by the names of the fields.
 
-    `positions` as in `TransformerConfig`: rotation on a grid takes half the pairs of a head for the row and half for
-    the column. Raises what `wrong(key, text)` returns for impossible values and for options that are not supported.
+    `positions` as in `TransformerConfig`. Raises what `wrong(key, text)` returns for what is impossible or unsupported.
     """
     for key, allowed in _LLAMA_ONLY.items():
         if config.get(key) not in allowed:
@@ -129,6 +128,7 @@ def llama_sizes(config: Mapping[str, Any], wrong: Wrong, positions: str = "seque
         raise wrong("num_attention_heads", f"{heads}: does not divide the width {dim}")
     if config.get("head_dim") not in (None, dim // heads):
         raise wrong("head_dim", f"is {config['head_dim']}, and only hidden_size / num_attention_heads is supported")
+    # Rotation on a grid takes half the pairs of a head for the row and half for the column.
     if dim // heads % (step := 4 if positions == "grid" else 2):
         text = f"{heads}: gives heads of {dim // heads} numbers, and rotary positions need a multiple of {step}"
         raise wrong("num_attention_heads", text)

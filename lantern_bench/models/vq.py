@@ -135,18 +135,13 @@ class _Level(nn.Module):
         return self.upsample(self.downsample(x))
 
 
-def _code_dim(config: VQConfig, up: bool) -> int | None:
-    """The width of the codes that the norms of an encoder or decoder (`up`) take."""
-    return config.code_dim if up and config.code_norms else None
-
-
-def _levels(config: VQConfig, up: bool) -> nn.ModuleList:
+def _levels(config: VQConfig, up: bool, code_dim: int | None) -> nn.ModuleList:
     """The resolutions of a decoder (`up`), from the lowest, or of an encoder, from the highest."""
     widths = [config.channels * mult for mult in (config.channel_mult[::-1] if up else config.channel_mult)]
     levels, last = [], len(widths) - 1
     for number, (inside, outside) in enumerate(itertools.pairwise([widths[0] if up else config.channels, *widths])):
         attention = config.attention and number == (0 if up else last)
-        level = _Level(inside, outside, config.res_blocks + up, attention, _code_dim(config, up))
+        level = _Level(inside, outside, config.res_blocks + up, attention, code_dim)
         if number != last:
             setattr(level, "upsample" if up else "downsample", _Resample(outside, up))
         levels.append(level)
@@ -160,13 +155,13 @@ class _Coder(nn.Module):
         super().__init__()
         top, low = (config.channels * config.channel_mult[end] for end in (0, -1))
         self.conv_in = nn.Conv2d(config.z_channels, low, 3, padding=1) if up else nn.Conv2d(3, config.channels, 3, 1, 1)
+        codes = config.code_dim if up and config.code_norms else None
         # Fresh weights are drawn in the order of the forward pass.
         if not up:
-            self.conv_blocks = _levels(config, up)
-        codes = _code_dim(config, up)
+            self.conv_blocks = _levels(config, up, codes)
         self.mid = nn.ModuleList([_ResBlock(low, low, codes), _AttnBlock(low, codes), _ResBlock(low, low, codes)])
         if up:
-            self.conv_blocks = _levels(config, up)
+            self.conv_blocks = _levels(config, up, codes)
         self.norm_out = _Norm(top if up else low, codes)
         self.conv_out = nn.Conv2d(top if up else low, 3 if up else config.z_channels, 3, padding=1)
         self.up = up

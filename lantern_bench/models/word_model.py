@@ -1,8 +1,7 @@
 """Models whose prompts are words of the vocabulary that their image tokens belong to: Chameleon, Janus, Emu3.
 
 Their target is a folder that transformers reads (config.json, tokenizer.json, safetensors). A picture uses a share of
-the vocabulary, and the target holds only the rows of the output head for that share. A family says how config.json is
-read, which words the image tokens are, what stands around a caption, and where the tensors are.
+the vocabulary, and the target holds only the rows of the output head for that share.
 """
 
 from __future__ import annotations
@@ -31,27 +30,22 @@ Encode: TypeAlias = Callable[[str], Sequence[int]]
 """Makes numbers of a text."""
 
 
-class Vocabulary:
+class Vocabulary(dict[str, int]):
     """The numbers of a vocabulary's tokens, by name; `source` is where they stand, for errors."""
 
     def __init__(self, numbers: Mapping[str, int], source: str, model: str) -> None:
-        self._numbers, self._source, self._model = numbers, source, model
+        super().__init__(numbers)
+        self._source, self._model = source, model
 
-    def __getitem__(self, name: str) -> int:
-        """Return the number of a token; raises `UserError` where the vocabulary has none of this name."""
-        if name not in self._numbers:
-            raise self._lacks(name)
-        return self._numbers[name]
+    def __missing__(self, name: str) -> int:
+        raise self._lacks(name)
 
     def codes_named(self, pattern: str, code_of: Callable[[str], int] = int) -> tuple[int, ...]:
         """Return the numbers of the image codes, by code; raises `UserError` where some are missing.
 
         `pattern` matches the name of a code, and `code_of` makes the code of its group.
         """
-        codes: dict[int, int] = {}
-        for name, number in self._numbers.items():
-            if (match := re.fullmatch(pattern, name)) is not None:
-                codes[code_of(match[1])] = number
+        codes = {code_of(match[1]): self[name] for name in self if (match := re.fullmatch(pattern, name)) is not None}
         if not codes:
             raise self._lacks("image codes")
         missing = next((code for code in range(len(codes)) if code not in codes), None)
@@ -131,7 +125,7 @@ class WordModel(CheckpointModel):
         if self.folder is None:
             return Vocabulary(self.published_numbers(), "the published vocabulary", self.kind[1])
         numbers = dict(self.config.get("vocabulary_map") or {})
-        path, source = self.folder / "tokenizer.json", str(self.file.path if self.file else self.folder)
+        path, source = self._tokenizer_json, str(self.file.path if self.file else self.folder)
         if path.is_file():
             source = str(path)
             try:

@@ -9,7 +9,6 @@ tenth combination of a fixed shuffle is held out of training and serves as an ev
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import random  # noqa: TID251  # a seeded instance of its own, which needs no torch and no numpy
 from collections.abc import Mapping, Sequence
@@ -17,7 +16,7 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lantern_bench.errors import UserError
+from lantern_bench.errors import UserError, did_you_mean
 from lantern_bench.models.model import Model
 from lantern_bench.models.transformer_config import TransformerConfig
 
@@ -103,8 +102,7 @@ def words(caption: str) -> list[int]:
     numbers = {word: number for number, word in enumerate(VOCABULARY) if number}
     unknown = [word for word in tokens if word not in numbers]
     if unknown:
-        near = difflib.get_close_matches(unknown[0], numbers, n=1)
-        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        hint = did_you_mean(unknown[0], numbers)
         raise UserError(
             f"caption {caption!r}: the bundled model does not know the word {unknown[0]!r}{hint}",
             f"it knows only: {' '.join(sorted(numbers))}; e.g. {ALL_ATTRIBUTES[0].caption()!r}",
