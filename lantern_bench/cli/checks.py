@@ -19,8 +19,7 @@ from lantern_bench.cli.options import (
     resolve_cells,
 )
 from lantern_bench.errors import CheckFailedError, UserError
-from lantern_bench.runs.request import check_writable
-from lantern_bench.runs.store import results_root
+from lantern_bench.runs.store import check_writable, results_root
 from lantern_bench.runs.threads import set_threads
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import psutil
 import torch
 
-from lantern_bench.clock import now
+from lantern_bench.clock import now, usable_cores
 from lantern_bench.config.experiment import Cell, ResolvedExperiment
 from lantern_bench.config.parse_experiment import Settings
 from lantern_bench.decoding.compile import Engine, compiler_problem
@@ -150,11 +150,11 @@ def key_fields(
     decodings = [cell.decoding for cell in cells]
     rules = {decoding.rule for decoding in decodings} & OUTSIDE_RULES.keys()
     draftings = {decoding.drafting for decoding in decodings} & OUTSIDE_DRAFTINGS.keys()
-    if rules:
-        fields["rules"] = {name: OUTSIDE_RULES[name].fingerprint() for name in sorted(rules)}
-    if draftings:
-        fields["draftings"] = {name: OUTSIDE_DRAFTINGS[name].fingerprint() for name in sorted(draftings)}
-    return fields
+    outside = {
+        "rules": {name: OUTSIDE_RULES[name].fingerprint() for name in sorted(rules)},
+        "draftings": {name: OUTSIDE_DRAFTINGS[name].fingerprint() for name in sorted(draftings)},
+    }
+    return fields | {name: codes for name, codes in outside.items() if codes}
 
 
 # ---- The machine block of the manifest
@@ -195,14 +195,13 @@ def machine_block() -> dict[str, Any]:
 
 def _cpu_block() -> dict[str, Any]:
     frequency = psutil.cpu_freq()
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     named = re.search(r"^model name\s*:\s*(.+)$", _cpu_listing(), flags=re.MULTILINE)
     model = named[1].strip() if named else _output(["sysctl", "-n", "machdep.cpu.brand_string"])
     return {
         "model": model or platform.processor() or platform.machine(),
         "cores": psutil.cpu_count(logical=False),
         "logical_cores": psutil.cpu_count(),
-        "usable_cores": usable,
+        "usable_cores": len(usable_cores()),
         "torch_threads": torch.get_num_threads(),
         "openmp": {name: os.environ.get(name) for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "OMP_NUM_THREADS")},
         "clock_mhz": round(frequency.current) if frequency else None,

@@ -154,8 +154,8 @@ def _weights() -> Iterator[Finding]:
     yield Finding("weights", "ok", f"published models here: {', '.join(complete) or 'none'}")
     for model, names in missing.items():
         if 0 < len(names) < len(PARTS[model]):
-            fix = f"lantern-bench weights get {model}"
-            yield Finding("weights", "warning", f"{model} lacks {', '.join(names)}", fix)
+            result = f"{model} lacks {', '.join(names)}"
+            yield Finding("weights", "warning", result, f"lantern-bench weights get {model}")
 
 
 # ---- torch, device, compiler
@@ -213,9 +213,8 @@ def _compiler(device: torch.device) -> Iterator[Finding]:
     if problem is None:
         yield Finding("compiler", "ok", f"a trial for {device.type} took {now() - start:.1f} s")
     else:
-        needed = "a C++ compiler (Debian: apt install g++)"
-        if device.type == "cuda":
-            needed = "the Triton of this torch with a C compiler (gcc)"
+        on_gpu = "the Triton of this torch with a C compiler (gcc)"
+        needed = on_gpu if device.type == "cuda" else "a C++ compiler (Debian: apt install g++)"
         fix = f"Install torch 2.10 or newer and {needed}. Decoding is slower without; or pass --no-compile."
         yield Finding("compiler", "warning", problem, fix)
     if device.type == "cpu" and build_kernels():

@@ -19,17 +19,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from typing import IO, Any, TypeAlias
+from typing import IO, Any
 
 from lantern_bench import stopping
 from lantern_bench.clock import now
-from lantern_bench.errors import LanternError, RecordsFailedError
+from lantern_bench.errors import LanternError, RecordsFailedError, one_line
 from lantern_bench.runs.events import Emit, Event, ImageDone, Note, Share, Started
 from lantern_bench.runs.request import Request
 from lantern_bench.runs.store import done_images
-
-Work: TypeAlias = Callable[[Request, Emit], object]
-"""What a worker does: a function of a module."""
 
 SECONDS_TO_END = 30.0
 """A worker that was asked to stop, or has sent its error, has so long to end by itself."""
@@ -73,7 +70,9 @@ def _decode_missing(request: Request, emit: Emit) -> int:
     return decode_missing(request, emit)
 
 
-def events_of(work: Work, request: Request, name: str, *, stderr: IO[bytes] | None = None) -> Iterator[Event]:
+def events_of(
+    work: Callable[[Request, Emit], object], request: Request, name: str, *, stderr: IO[bytes] | None = None
+) -> Iterator[Event]:
     """Start a worker that calls `work(request, emit)` and yield its events; at the end it is ended and waited for.
 
     `stderr` gets what it writes there. Raises the error that the worker raises, `WorkerEndedError` for one that dies,
@@ -104,9 +103,8 @@ def events_of(work: Work, request: Request, name: str, *, stderr: IO[bytes] | No
                 elif now() - last_sign > request.worker_timeout:
                     worker.kill()
                     silence = f"no sign of life in {request.worker_timeout:g} s after {last_event}; it was ended"
-                    raise RecordsFailedError(
-                        f"{name} hangs: {silence}", f"{_ADVICE} --worker-timeout SECONDS waits longer."
-                    )
+                    advice = f"{_ADVICE} --worker-timeout SECONDS waits longer."
+                    raise RecordsFailedError(f"{name} hangs: {silence}", advice)
         if (code := worker.wait()) != 0:
             end = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
             raise WorkerEndedError(f"{name} {end}", _ADVICE)
@@ -141,7 +139,12 @@ def serve(parent: Connection[Any, Any]) -> None:
         if now() - last_sent > _BEAT:
             send(None)
 
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    def end_with_parent() -> None:  # so that the run directory is free again
+        with contextlib.suppress(EOFError, OSError):
+            parent.recv()  # the parent sends nothing more: this returns when its end is closed
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
     try:
         with stopping.on_check(beat):
             work(request, send)
@@ -150,15 +153,8 @@ def serve(parent: Connection[Any, Any]) -> None:
     except Exception as error:
         # The parent may hide this process's standard error.
         frame = traceback.extract_tb(error.__traceback__)[-1]
-        line, text = f"{Path(frame.filename).name} line {frame.lineno}", " ".join(str(error).split())[:500]
-        send(LanternError(f"internal: {type(error).__name__} in {line}: {text}", "This is a bug in lantern-bench."))
-
-
-def _end_with(parent: Connection[Any, Any]) -> None:
-    """Stop this process when its parent is gone, so that the run directory is free again."""
-    with contextlib.suppress(EOFError, OSError):
-        parent.recv()  # the parent sends nothing more: this returns when its end is closed
-    os.kill(os.getpid(), signal.SIGTERM)
+        line = f"{Path(frame.filename).name} line {frame.lineno}"
+        send(LanternError(f"internal, in {line}: {one_line(error, most=500)}", "This is a bug in lantern-bench."))
 
 
 def _main(descriptor: int) -> int:

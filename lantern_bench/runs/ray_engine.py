@@ -418,7 +418,7 @@ class RayDriver:
         if not self._is_open:
             self._open(ready)
         store, device = self._store, ready.session["device"]["device"]
-        check_same_run(f"{store.folder.name} on {device}", {"key": store.key}, store.finished, key=ready.key)
+        check_same_run(f"{store.folder.name} on {device}", store.manifest, {"key": ready.key}, store.finished)
         worker.session, worker.answer = open_session(store, **ready.session), None
         self._emit(Note(f"worker {worker.session['process']} on {device}", level="detail"))
         devices = {entry["device"]["device"] for entry in store.manifest["sessions"] if "device" in entry}

@@ -63,7 +63,7 @@ class Line(NamedTuple):
     number: int  # from 1
     content: bytes  # with the line break
     row: Any | None  # its columns as attributes; None for a damaged line
-    problem: str = ""  # what is wrong with a damaged line
+    problem: str  # what is wrong with a damaged line
 
 
 def read_lines(path: Path, table: str, wanted: Collection[str] | None = None) -> Iterator[Line]:
@@ -78,18 +78,15 @@ def read_lines(path: Path, table: str, wanted: Collection[str] | None = None) ->
         for number, content in enumerate(file, start=1):
             if not content.endswith(b"\n"):  # being written, or cut off: opening the file for writing removes it
                 return
+            row, problem = None, "damaged, its checksum differs"
             try:
                 if content == _with_checksum(content[:-_END]):
                     row = decode(content)
                 elif _is_older(values := msgspec.json.decode(content, type=dict[str, Any]), declared):
                     row = msgspec.convert(values, row_type)
-                else:
-                    yield Line(number, content, None, "damaged, its checksum differs")
-                    continue
             except (ValueError, RecursionError) as error:
-                yield Line(number, content, None, _problem_of(error, declared, needed))
-            else:
-                yield Line(number, content, row)
+                problem = _problem_of(error, declared, needed)
+            yield Line(number, content, row, problem)
 
 
 def _problem_of(error: Exception, declared: Mapping[str, str], needed: Collection[str]) -> str:
@@ -129,8 +126,7 @@ class RowFile:
 
         Raises `ValueError` for an undeclared column, NaN and infinity, `RefusedError` where the disk is full.
         """
-        unknown = set(values) - set(self._names)
-        if unknown:
+        if unknown := set(values) - set(self._names):
             raise ValueError(f"{self._table} have no column {', '.join(sorted(unknown))}")
         content = line_of({name: values.get(name) for name in self._names})
         end = self._file.seek(0, os.SEEK_END)
@@ -243,31 +239,15 @@ def record_key(task: ImageTask, fields: KeyFields) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def check_same_run(
-    folder: str,
-    manifest: Mapping[str, Any],
-    finished: int,
-    *,
-    key: KeyFields | None = None,
-    experiment: Mapping[str, Any] | None = None,
-    threads: int | None = None,
-) -> None:
-    """Raise `RefusedError` naming the first of these settings that differs from that of a run with finished images.
+def check_same_run(folder: str, manifest: Mapping[str, Any], wanted: Mapping[str, Any], finished: int) -> None:
+    """Raise `RefusedError` naming the first setting that differs from that of a run with finished images.
 
-    Other numbers of images and other metrics continue a run; sums on another number of threads would round differently.
+    `wanted` has entries of a manifest: `key`, `experiment`, `threads` (sums on another number would round differently).
     """
-    recorded, now = dict[str, Any](), dict[str, Any]()
-    if key is not None:
-        recorded, now = _flat(manifest.get("key") or {}), _flat(key)
-    if experiment is not None:
-        before = manifest.get("experiment") or {}
-        for name in ("model", "prompts", "seed", "batch", "model_defaults", "cells"):
-            recorded[name], now[name] = before.get(name), experiment.get(name)
-    if threads is not None and manifest.get("threads") is not None:
-        recorded["threads"], now["threads"] = manifest["threads"], threads
+    recorded, now = _comparable({name: manifest.get(name) for name in wanted}), _comparable(wanted)
     for name in dict.fromkeys([*recorded, *now]):
         before, after = recorded.get(name), now.get(name)
-        if before == after:
+        if before == after or (name == "threads" and None in (before, after)):
             continue
         if isinstance(before, list) and isinstance(after, list):
             before, after = [x for x in before if x not in after], [x for x in after if x not in before]
@@ -281,12 +261,16 @@ def check_same_run(
         )
 
 
-def _flat(fields: Mapping[str, Any]) -> dict[str, Any]:
-    named = {"weights": "weights of {}", "rules": "code of the rule {}", "draftings": "code of the drafting {}"}
-    flat = {key: value for key, value in fields.items() if key not in named}
-    for key, text in named.items():
-        flat |= {text.format(name): value for name, value in dict(fields.get(key) or {}).items()}
-    return flat
+def _comparable(entries: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that must stay the same; other images and metrics continue a run."""
+    settings = dict(entries.get("key") or {})
+    named = {"weights": "weights of", "rules": "code of the rule", "draftings": "code of the drafting"}
+    for field, text in named.items():
+        settings |= {f"{text} {name}": value for name, value in settings.pop(field, {}).items()}
+    experiment = entries.get("experiment") or {}
+    for name in ("model", "prompts", "seed", "batch", "model_defaults", "cells"):
+        settings[name] = experiment.get(name)
+    return settings | {"threads": entries.get("threads")}
 
 
 def _show(value: object) -> str:

@@ -6,7 +6,6 @@ trace; `RunStore` checks the run directory again under its lock.
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -20,19 +19,7 @@ from lantern_bench.config.protocols import EMBEDDED, LANTERN_COCO, Protocol, pro
 from lantern_bench.errors import UserError
 from lantern_bench.models.registry import defaults_of, model_of
 from lantern_bench.prompts import describe_prompts, load_prompts
-from lantern_bench.runs.records import check_same_run
-from lantern_bench.runs.store import (
-    LOCK,
-    MANIFEST,
-    cannot_write,
-    check_is_run,
-    done_images,
-    lock_run,
-    read_manifest,
-    results_root,
-    run_folder,
-    seconds_per_image,
-)
+from lantern_bench.runs.store import check_folder, done_images, results_root, run_folder, seconds_per_image
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -41,8 +28,6 @@ if TYPE_CHECKING:
 
 WORKER_TIMEOUT = 1800.0
 """Seconds: loading, compiling and encoding captions give no sign of life, decoding does at every step."""
-
-
 DEFAULT_CLUSTER = "default"
 """As an address: the Ray cluster of `RAY_ADDRESS`, else a new one on this machine."""
 
@@ -95,7 +80,7 @@ def prepare(
         resolved = replace(resolved, settings=resolved.settings.model_copy(update={"prompts": prompt_set}))
     check_neighbours(resolved)
     settings = resolved.settings
-    if ray is not None and (settings.device == "mps" or ":" in settings.device):
+    if ray is not None and settings.device not in ("auto", "cpu", "cuda"):
         message = f"--device {settings.device}: with --ray, Ray gives each worker its device"
         raise UserError(message, "Give --device cuda, --device cpu, or leave it out.")
     protocol = protocol_of(settings.protocol or default_protocol(settings.model))
@@ -112,29 +97,6 @@ def prepare(
     check_folder(folder, resolved)
     description = describe_prompts(settings.prompts, models[0], prompts)
     return Request(resolved, plan, folder, protocol, description, chosen_shard, ray, worker_timeout)
-
-
-def check_writable(folder: Path) -> None:
-    """Raise `UserError` for a folder, existing or not, that files cannot be written into."""
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not existing.is_dir():
-        raise UserError(f"--out {folder}: {existing} is a file, not a folder", "Give a folder that you may write to.")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise cannot_write(folder)
-
-
-def check_folder(folder: Path, experiment: ResolvedExperiment) -> None:
-    """Raise `UserError` for a folder that cannot be a run directory, `RefusedError` if in use or of other settings."""
-    check_writable(folder)
-    if not folder.is_dir():
-        return
-    if (folder / LOCK).exists():
-        with lock_run(folder):
-            pass
-    check_is_run(folder)
-    if (folder / MANIFEST).exists() and (finished := len(done_images(folder))):
-        manifest, threads = read_manifest(folder), experiment.settings.threads
-        check_same_run(folder.name, manifest, finished, experiment=experiment.to_dict(), threads=threads)
 
 
 def check_neighbours(experiment: ResolvedExperiment) -> None:
@@ -160,14 +122,7 @@ def plan_table(request: Request) -> tuple[pd.DataFrame, Estimate]:
     pace, done = seconds_per_image(request.folder), done_images(request.folder)
     images = Counter(task.cell.cell_id for task in request.plan.tasks)
     finished = Counter(task.cell.cell_id for task in request.plan.tasks if task.key in done)
-    rows = [
-        {
-            "cell": cell.cell_id,
-            "images": images[cell.cell_id],
-            "done": finished[cell.cell_id],
-            "to_do": images[cell.cell_id] - finished[cell.cell_id],
-            "s_per_image": pace.get(cell.cell_id),
-        }
-        for cell in request.plan.cells
-    ]
-    return pd.DataFrame(rows), request.plan.estimate(pace, done)
+    cells = [cell.cell_id for cell in request.plan.cells]
+    rows = [(cell, images[cell], finished[cell], images[cell] - finished[cell], pace.get(cell)) for cell in cells]
+    table = pd.DataFrame(rows, columns=["cell", "images", "done", "to_do", "s_per_image"])
+    return table, request.plan.estimate(pace, done)

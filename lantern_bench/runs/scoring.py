@@ -37,7 +37,7 @@ from lantern_bench.runs.devices import choose_compute
 from lantern_bench.runs.events import Emit, Share
 from lantern_bench.runs.records import Row
 from lantern_bench.runs.request import Request, default_protocol
-from lantern_bench.runs.store import ScoreStore, read_manifest, read_records, read_scores
+from lantern_bench.runs.store import RunStore, read_manifest, read_records, read_scores
 from lantern_bench.schema import CELL_COLUMNS, SCHEMA_VERSION
 
 
@@ -114,9 +114,9 @@ def measure_pictures(records: Sequence[Row], folder: Path, scorers: Scorers, *, 
 
 def joined(measured: Sequence[Measured]) -> Measured:
     """Join what was measured of several sets of pictures, in their order."""
-    features = [each.features for each in measured if each.features is not None]
-    manifolds = [each.manifold for each in measured if each.manifold is not None]
-    rows = [row for each in measured for row in each.rows]
+    features = [part.features for part in measured if part.features is not None]
+    manifolds = [part.manifold for part in measured if part.manifold is not None]
+    rows = [row for part in measured for row in part.rows]
     return Measured(rows, torch.cat(features) if features else None, torch.cat(manifolds) if manifolds else None)
 
 
@@ -252,7 +252,7 @@ def _spread_row(cells: Sequence[tuple[list[Row], Measured]], scorers: Scorers, a
 
 
 def score_run(
-    store: ScoreStore,
+    store: RunStore,
     scorers: Scorers,
     reference: Reference | None = None,
     emit: Emit | None = None,
@@ -345,5 +345,5 @@ def load_scorers_of(request: Request, device: str) -> tuple[Scorers, Reference |
 
 def score_folder(folder: Path, scorers: Scorers, reference: Reference | None, emit: Emit, **options: Any) -> int:
     """Score what these scorers have not scored in a run; `options` as in `score_run`. Returns the number of rows."""
-    with ScoreStore(folder) as store:
+    with RunStore(folder) as store:
         return score_run(store, scorers, reference, emit, cache=cache_folder(), **options)

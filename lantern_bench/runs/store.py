@@ -153,27 +153,40 @@ def seconds_per_image(folder: Path) -> dict[str, float]:
 # ---- Writing runs
 
 
-class ScoreStore:
-    """A finished run opened for scoring; a context manager that holds the lock of the run directory.
+class RunStore:
+    """A run directory opened for writing records and scores; a context manager that holds its lock.
 
-    Opening raises `UserError` when the directory is not a run or cannot be written, `RefusedError` when another process
-    uses it or when it has no finished image.
+    Opening without `experiment` and `key` is for scoring. Raises `UserError` when the directory cannot be written or is
+    no run, `RefusedError` when another process uses it, when its finished images were decoded with other settings, and
+    when there are none to score.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(
+        self, folder: Path, experiment: ResolvedExperiment | None = None, key: KeyFields | None = None
+    ) -> None:
         self.folder, self.manifest = folder, dict[str, Any]()
         with ExitStack() as opened:
             opened.enter_context(lock_run(folder))
-            self._open(opened)
+            self._done = done_images(folder)
+            if experiment is None or (folder / MANIFEST).exists():
+                self.manifest = read_manifest(folder)
+            if experiment is None and not self._done:
+                message = f"{folder} has no images to score"
+                raise RefusedError(message, "Resume the run with the command that started it.")
+            if experiment is not None and self._done:
+                wanted = {"key": key, "experiment": experiment.to_dict(), "threads": experiment.settings.threads}
+                check_same_run(folder.name, self.manifest, wanted, self.finished)
+            self._records = opened.enter_context(closing(RowFile(folder / RECORDS, "records")))
+            self._scores = opened.enter_context(closing(RowFile(folder / SCORES, "scores")))
+            if experiment is not None:
+                described = {"schema_version": SCHEMA_VERSION, "run": folder.name}
+                self.update_manifest(**described, experiment=experiment.to_dict(), key=key)
             self._opened = opened.pop_all()
 
-    def _open(self, opened: ExitStack) -> None:
-        """Read what is there and open the files; `opened` closes them."""
-        self.manifest = read_manifest(self.folder)
-        if not done_images(self.folder):
-            message = f"{self.folder} has no images to score"
-            raise RefusedError(message, "Resume the run with the command that started it.")
-        self._scores = opened.enter_context(closing(RowFile(self.folder / SCORES, "scores")))
+    @property
+    def key(self) -> KeyFields:
+        """The fields of the record key that hold for the whole run."""
+        return dict(self.manifest["key"])
 
     def append_score(self, score: Mapping[str, Any]) -> Row:
         """Append a score and return it complete."""
@@ -200,30 +213,6 @@ class ScoreStore:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-class RunStore(ScoreStore):
-    """A run directory opened for writing records and scores.
-
-    Opening raises `UserError` when the directory cannot be written or has other contents, and `RefusedError` when
-    another process uses it or when its finished images were decoded with other settings.
-    """
-
-    def __init__(self, folder: Path, experiment: ResolvedExperiment, key: KeyFields) -> None:
-        self.key, self._experiment, self._threads = key, experiment.to_dict(), experiment.settings.threads
-        super().__init__(folder)
-
-    def _open(self, opened: ExitStack) -> None:
-        self._done = done_images(self.folder)
-        if (self.folder / MANIFEST).exists():
-            self.manifest = read_manifest(self.folder)
-        if self.finished:
-            wanted: dict[str, Any] = {"key": self.key, "experiment": self._experiment, "threads": self._threads}
-            check_same_run(self.folder.name, self.manifest, self.finished, **wanted)
-        self._records = opened.enter_context(closing(RowFile(self.folder / RECORDS, "records")))
-        self._scores = opened.enter_context(closing(RowFile(self.folder / SCORES, "scores")))
-        described = {"schema_version": SCHEMA_VERSION, "run": self.folder.name}
-        self.update_manifest(**described, experiment=self._experiment, key=self.key)
 
     def is_done(self, task: ImageTask) -> bool:
         """Return whether the image has a record with status `ok`; the runner retries failed images."""
@@ -294,6 +283,27 @@ def _process_of(writer: Path) -> str:
         return f"process {process['pid']} on {process['host']}"
     except (OSError, ValueError, TypeError, KeyError):  # it has only just begun, or is of an older version
         return "another process"
+
+
+def check_writable(folder: Path) -> None:
+    """Raise `UserError` for a folder, existing or not, that files cannot be written into."""
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        raise UserError(f"--out {folder}: {existing} is a file, not a folder", "Give a folder that you may write to.")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise cannot_write(folder)
+
+
+def check_folder(folder: Path, experiment: ResolvedExperiment) -> None:
+    """Raise `UserError` for a folder that cannot be a run directory, `RefusedError` if in use or of other settings."""
+    check_writable(folder)
+    check_is_run(folder)
+    if (folder / LOCK).exists():
+        with lock_run(folder):
+            pass
+    if finished := len(done_images(folder)):
+        wanted = {"experiment": experiment.to_dict(), "threads": experiment.settings.threads}
+        check_same_run(folder.name, read_manifest(folder), wanted, finished)
 
 
 def check_is_run(folder: Path) -> None:

@@ -32,11 +32,11 @@ def run(request: Request, emit: Emit) -> int:
         stopping.check()
 
     try:
-        if request.ray is not None:
-            from lantern_bench.runs.ray_engine import run_on_ray
+        if request.ray is None:
+            return run_here(request, emit_and_check)
+        from lantern_bench.runs.ray_engine import run_on_ray
 
-            return run_on_ray(request, emit_and_check)
-        return run_here(request, emit_and_check)
+        return run_on_ray(request, emit_and_check)
     except KeyboardInterrupt:
         done = done_images(request.folder)
         count = sum(task.key in done for task in request.plan.tasks)

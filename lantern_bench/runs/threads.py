@@ -7,7 +7,6 @@ import json
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -50,7 +49,6 @@ DISTURBED = 0.05
 BUSY = 0.25
 """Above this share of the time in which threads are tried, speed cannot be measured."""
 
-
 QUIET_ADVICE = "Close other programs. Figures of tokens and quality hold; those of seconds may not."
 
 
@@ -91,7 +89,10 @@ def fastest_threads(model: LoadedModel, prompt: str, decodings: Iterable[Decodin
     most = torch.get_num_threads()
     timed = " and ".join("drafting" if drafts else "autoregressive" for drafts in sorted(kinds))
     file, key = model.engine.folder and model.engine.folder / "threads.json", f"{timed}, at most {most}"
-    choices = _read_choices(file)
+    choices: dict[str, Any] = {}
+    if file is not None:
+        with contextlib.suppress(OSError, ValueError, TypeError):  # there is none, or it is damaged
+            choices = dict(json.loads(file.read_bytes()))
     recorded = choices.get(key)
     if not (isinstance(recorded, int) and 1 <= recorded <= most):
         recorded = None
@@ -101,15 +102,6 @@ def fastest_threads(model: LoadedModel, prompt: str, decodings: Iterable[Decodin
         with contextlib.suppress(OSError):  # the next run times threads again
             write_atomically(file, json.dumps(choices | {key: calibrated.threads}, indent=1).encode() + b"\n")
     return calibrated
-
-
-def _read_choices(file: Path | None) -> dict[str, Any]:
-    """The numbers of threads chosen before, by the kinds of cells that were timed and the most threads."""
-    try:
-        content = json.loads(file.read_bytes()) if file is not None else {}
-    except (OSError, ValueError):  # there is none, or it is damaged: threads are timed again
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 def calibrate(work: Callable[[], object], recorded: int | None = None) -> Calibrated:

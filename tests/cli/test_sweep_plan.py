@@ -186,7 +186,7 @@ def test_a_folder_that_cannot_be_written(capsys, here):
 
 
 def test_a_folder_without_permission(capsys, here, monkeypatch):
-    monkeypatch.setattr("lantern_bench.runs.request.os.access", lambda *_: False)
+    monkeypatch.setattr("lantern_bench.runs.store.os.access", lambda *_: False)
     assert cli.main(["sweep"]) == 2
     assert "cannot be written" in capsys.readouterr().err
 

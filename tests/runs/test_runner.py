@@ -27,9 +27,8 @@ from lantern_bench.runs import runner
 from lantern_bench.runs.devices import Compute, choose_compute, key_fields
 from lantern_bench.runs.events import ImageDone, Note, Started
 from lantern_bench.runs.images import DecodedImage
-from lantern_bench.runs.request import check_folder
 from lantern_bench.runs.runner import calibrate_threads, decode_batch, run_plan
-from lantern_bench.runs.store import RunStore, read_manifest, read_records, seconds_per_image
+from lantern_bench.runs.store import RunStore, check_folder, read_manifest, read_records, seconds_per_image
 from lantern_bench.runs.sweep import disturbance
 from lantern_bench.schema import columns
 from tests.tiny_model import EXPERIMENT, PROMPTS, TOKENS, TinyModel

@@ -34,7 +34,7 @@ from lantern_bench.models.lanterns.modules import AttributeClassifier, predict
 from lantern_bench.runs import scoring
 from lantern_bench.runs.events import Share
 from lantern_bench.runs.records import KeyFields
-from lantern_bench.runs.store import RunStore, ScoreStore, read_records, read_scores
+from lantern_bench.runs.store import RunStore, read_records, read_scores
 from lantern_bench.schema import TABLES
 
 EMBEDDED = PROTOCOLS["embedded"]
@@ -267,10 +267,10 @@ def test_a_finished_run_is_scored_without_decoding(
     folder = store.folder
     store.close()
     before = (folder / "records.jsonl").read_bytes()
-    with ScoreStore(folder) as opened:
+    with RunStore(folder) as opened:
         assert scoring.score_run(opened, scorers, reference) == 12
         with pytest.raises(RefusedError, match="in use"):
-            ScoreStore(folder)
+            RunStore(folder)
         assert scoring.score_run(opened, scorers, reference) == 0
         assert scoring.score_run(opened, scorers, reference, again=True) == 12
     assert (folder / "records.jsonl").read_bytes() == before
@@ -283,7 +283,7 @@ def test_a_run_without_images_is_not_scored(store: RunStore) -> None:
     store.close()
     (store.folder / "records.jsonl").write_text("")
     with pytest.raises(RefusedError, match="no images to score"):
-        ScoreStore(store.folder)
+        RunStore(store.folder)
 
 
 def test_fidelity_without_a_reference_has_a_note(
