@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lantern_bench.cli.options import (
-    DECODING,
+    DECODING_FLAGS,
     DeviceOption,
     FormatOption,
     PromptsOption,
     RunArgument,
     SettingsOption,
     compile_steps,
-    experiment_flags,
     resolve_cells,
+    with_flags,
 )
 from lantern_bench.errors import CheckFailedError, UserError
 from lantern_bench.runs.store import check_writable, results_root
@@ -51,12 +51,8 @@ def doctor(ctx: typer.Context, device: DeviceOption = "auto", format: FormatOpti
 def check_model(
     ctx: typer.Context,
     model: Annotated[str, typer.Argument(help="A model, or a model's YAML file.")],
-    reference: Annotated[
-        Path | None, typer.Option(help="Logits from elsewhere: .npz with tokens, cond, uncond and prompts.")
-    ] = None,
-    prompt: Annotated[
-        list[str] | None, typer.Option(help="Two prompts, one a flag. Default: the model's first two.")
-    ] = None,
+    reference: Annotated[Path | None, typer.Option(help="Logits: .npz of tokens, cond, uncond, prompts.")] = None,
+    prompt: Annotated[list[str] | None, typer.Option(help="Two prompts. Default: the model's first two.")] = None,
     tokens: Annotated[int | None, typer.Option(min=2, help="Tokens of an image to check. Default: two rows.")] = None,
     seed: Annotated[int, typer.Option(help="Random seed of the tokens.")] = 0,
     device: DeviceOption = "cpu",
@@ -77,15 +73,15 @@ def check_model(
 
     console: Console = ctx.obj
     described, compute = model_of(model), choose_compute(device, dtype)
-    prompts = list(prompt or next(iter(described.prompt_sets.values())))
-    if prompt is not None and len(prompt) != 2:
-        raise UserError(f"--prompt: {len(prompt)} given", "Give the flag twice, or leave it out.")
-    for text in prompts[:2]:
+    prompts = prompt or next(iter(described.prompt_sets.values()))[:2]
+    if len(prompts) != 2:
+        raise UserError(f"--prompt: {len(prompts)} given", "Give the flag twice, or leave it out.")
+    for text in prompts:
         described.check_prompt(text)
     loaded = described.load(compute.device, compute.dtype)
     results = conformance.check_model(
         loaded,
-        prompts[:2],
+        prompts,
         tolerance=conformance.TOLERANCE[compute.dtype_name],
         generator=torch.Generator().manual_seed(seed),
         tokens=tokens,
@@ -148,7 +144,7 @@ _AUDIT += ["table_tv_high", "emitted_tv", "emitted_tv_low", "emitted_tv_high", "
 _FILE_ONLY = ["model", "prompts", "emitted_tv_crossed", "emitted_tv_median", "moved_mass"]
 
 
-@experiment_flags(*DECODING)
+@with_flags(DECODING_FLAGS)
 def certify(
     ctx: typer.Context,
     model: Annotated[str, typer.Argument(help="The model.")] = "lanterns",

@@ -122,12 +122,11 @@ def _run(arguments: Sequence[str]) -> int:
 
 def _with_cluster(words: Sequence[str]) -> list[str]:
     """Give `--ray` without an address its default: the parser has no options whose value may be left out."""
-    following = [*words[1:], ""]
-    alone = [
-        word == "--ray" and after not in ("auto", "local") and ":" not in after
-        for word, after in zip(words, following, strict=True)
-    ]
-    return [f"--ray={DEFAULT_CLUSTER}" if default else word for word, default in zip(words, alone, strict=True)]
+    result = []
+    for word, after in zip(words, [*words[1:], ""], strict=True):
+        is_alone = word == "--ray" and after not in ("auto", "local") and ":" not in after
+        result.append(f"--ray={DEFAULT_CLUSTER}" if is_alone else word)
+    return result
 
 
 def _as_typed(message: str, words: Sequence[str]) -> str:

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lantern_bench.cli.options import (
-    DECODING,
+    DECODING_FLAGS,
     FormatOption,
     SettingsOption,
     command_group,
     compile_steps,
-    experiment_flags,
     resolve_flags,
     split_words,
+    with_flags,
 )
 from lantern_bench.console import Console
 from lantern_bench.errors import RefusedError, UserError
@@ -118,19 +118,16 @@ def _show_memory(resolved: ResolvedExperiment, console: Console) -> pd.DataFrame
 # ---- Pictures of one prompt
 
 
-@experiment_flags(*DECODING)
+@with_flags(DECODING_FLAGS)
 def generate(
     ctx: typer.Context,
     caption: Annotated[str | None, typer.Argument(help="The caption.")] = None,
     model: Annotated[str, typer.Option(help="The model, or the YAML file that describes one.")] = "lanterns",
     label: Annotated[int | None, typer.Option("--class", min=0, help="A class instead of a caption.")] = None,
-    random_weights: Annotated[
-        bool, typer.Option("--random-weights", help="Use random weights and random caption features.")
-    ] = False,
+    random_weights: Annotated[bool, typer.Option("--random-weights", help="Use random weights and features.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show sizes and memory only.")] = False,
     mode: Annotated[
-        list[str] | None,
-        typer.Option(help=f"{', '.join(MODES)}, or all. Default: lantern++, or scd for a model without a drafter."),
+        list[str] | None, typer.Option(help=f"{', '.join(MODES)}, or all. Default: lantern++; without a drafter scd.")
     ] = None,
     images: Annotated[int, typer.Option(min=1, help="Images per mode, one below the other.")] = 1,
     out: Annotated[Path, typer.Option(help="The PNG file.")] = Path("picture.png"),
@@ -146,9 +143,7 @@ def generate(
     # Not compiled by default: compiling takes longer than an image.
     resolved = resolve_flags("generate", flags | {"model": [model]}, modes, settings or [], compile=False)
     if dry_run:
-        table = _show_memory(resolved, console)
-        console.table(table, title=resolved.settings.model[0], format=format)
-        return
+        return console.table(_show_memory(resolved, console), title=model, format=format)
     prompt = _prompt(caption, label, random_weights, model)
     if out.suffix.lower() != ".png":
         raise UserError(f"--out {out}: must end with .png", f"For example {out.stem or 'picture'}.png.")
@@ -201,9 +196,9 @@ def _prompt(caption: str | None, label: int | None, random: bool, model: str) ->
     described = model_of(model)
     if caption is not None and label is not None:
         raise UserError("a caption and --class: are mutually exclusive", "Give one of them.")
-    if label is not None and label >= (described.classes or 0):
-        classes = f"has {described.classes or 'no'} classes"
-        raise UserError(f"--class {label}: {model} {classes}", "Give a smaller number, or a caption.")
+    classes = described.classes or 0
+    if label is not None and label >= classes:
+        raise UserError(f"--class {label}: {model} has {classes} classes", "Give a smaller number, or a caption.")
     text = class_prompt(label) if label is not None else caption
     if text is None and not random:
         raise UserError("the prompt is missing", "Give a caption or --class N.")

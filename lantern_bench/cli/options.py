@@ -88,7 +88,7 @@ _BEFORE_PARAMETERS = (
     flag("baseline", _SWITCH, "Add an ar cell if there is none."),
     flag("pool_devices", _SWITCH, "Give one speedup over several kinds of device.", rare=True),
 )
-_PARAMETERS = tuple(flag(key, _LIST, row.help, rare=row.rare) for key, row in PARAMETERS.items() if key != "mode")
+_PARAMETERS = dict(flag(key, _LIST, row.help, rare=row.rare) for key, row in PARAMETERS.items() if key != "mode")
 _AFTER_PARAMETERS = (
     flag("seed", _WORD, "Random seed."),
     flag("device", _WORD, DEVICE_HELP),
@@ -97,16 +97,11 @@ _AFTER_PARAMETERS = (
     flag("threads", _WORD, "Threads on a CPU. Default: sweeps keep the fastest number; others use all cores."),
     flag("neighbour_space", _WORD, "Space of code distances: raw or normalised. Default: as published.", rare=True),
 )
-EXPERIMENT_FLAGS: dict[str, Any] = dict((*_BEFORE_PARAMETERS, *_PARAMETERS, *_AFTER_PARAMETERS))
-DECODING = tuple(key for key, _ in (*_PARAMETERS, *_AFTER_PARAMETERS))
-_TREE_PARAMETERS = {name for row in DRAFTINGS.values() for name in row.parameter_names}
+DECODING_FLAGS = _PARAMETERS | dict(_AFTER_PARAMETERS)
+EXPERIMENT_FLAGS = dict(_BEFORE_PARAMETERS) | DECODING_FLAGS
+_OF_TREES = {name for row in DRAFTINGS.values() for name in row.parameter_names}
 # For commands that choose trees themselves.
-RULE_PARAMETERS = tuple(key for key in PARAMETERS if key != "mode" and key not in _TREE_PARAMETERS)
-
-
-def experiment_flags(*keys: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Add flags that are keys of an experiment to a command."""
-    return with_flags({key: EXPERIMENT_FLAGS[key] for key in keys})
+RULE_FLAGS = {key: option for key, option in _PARAMETERS.items() if key not in _OF_TREES}
 
 
 def with_flags(flags: Mapping[str, Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -117,9 +112,8 @@ def with_flags(flags: Mapping[str, Any]) -> Callable[[Callable[..., None]], Call
         arguments = inspect.signature(function, eval_str=True).parameters.values()
         parameters = [argument.replace(kind=keyword) for argument in arguments if argument.name != "flags"]
         # The prefix is needed because a Python argument cannot be called `lambda`.
-        parameters += [
-            inspect.Parameter(f"flag_{key}", keyword, default=None, annotation=kind) for key, kind in flags.items()
-        ]
+        for key, kind in flags.items():
+            parameters.append(inspect.Parameter(f"flag_{key}", keyword, default=None, annotation=kind))
 
         @functools.wraps(function)
         def command(**values: Any) -> None:

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lantern_bench.cli.options import (
-    RULE_PARAMETERS,
+    RULE_FLAGS,
     DeviceOption,
     FormatOption,
     compile_steps,
-    experiment_flags,
     resolve_flags,
     split_words,
+    with_flags,
 )
 from lantern_bench.errors import UserError
 from lantern_bench.runs.threads import fastest_threads, set_threads
@@ -30,13 +30,11 @@ if TYPE_CHECKING:
 _TREES = "chain-5,small-7,eagle1-25,58n5d10b"
 
 
-@experiment_flags(*RULE_PARAMETERS)
+@with_flags(RULE_FLAGS)
 def profile(
     ctx: typer.Context,
     model: Annotated[str, typer.Option(help="The model.")] = "lanterns",
-    size: Annotated[
-        str | None, typer.Option(help="Use a random model of this size: LAYERSxWIDTH[xVOCABULARY[xSIDE]].")
-    ] = None,
+    size: Annotated[str | None, typer.Option(help="Of a random model: LAYERSxWIDTH[xVOCABULARY[xSIDE]].")] = None,
     random_weights: Annotated[bool, typer.Option("--random-weights", help="Use random weights.")] = False,
     tree: Annotated[
         list[str] | None, typer.Option(help=f"Trees: static names, or NnDdBb for dynamic. Default: {_TREES}.")
@@ -93,8 +91,7 @@ def profile(
             for note in calibrated.notes():
                 console.note(*note)
     if search:
-        _search(profiled, decodings, console, format)
-        return
+        return _search(profiled, decodings, console, format)
     rows = _profile(profiled, steps, size or model, compute, console, format, out)
     if save_to is not None:
         save_device(profiled, rows, compute, save_to)

@@ -50,19 +50,15 @@ def curves(
     ctx: typer.Context,
     runs: RunsArgument,
     by: Annotated[str, typer.Option(help="Colour by mode, delta, lambda, bound, tree or temperature.")] = "mode",
-    out: Annotated[
-        Path | None, typer.Option(help="Output directory. Default: figures/ of the run; required for several runs.")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Output directory. Default, of one run: its figures/.")] = None,
 ) -> None:
     """Draw the curves of a run, or of several in one: PNG and SVG files, and the CSV behind each."""
     console: Console = ctx.obj
     folder = out or _of_only_run(runs) / "figures"
 
     from lantern_bench.report.curves import curve_tables, draw_curves
-    from lantern_bench.report.labels import check_grouping
     from lantern_bench.report.records import load_runs
 
-    check_grouping(by)
     tables = {name: curve_tables(data) for name, data in load_runs(runs).items()}
     for path in draw_curves(tables, folder, by):
         console.data(str(path))
@@ -78,9 +74,7 @@ def compare(
     ctx: typer.Context,
     run_a: Annotated[Path, typer.Argument(parser=find, metavar="RUN_A", help=RUN_HELP)],
     run_b: Annotated[Path, typer.Argument(parser=find, metavar="RUN_B", help="The run to compare with RUN_A.")],
-    across: Annotated[
-        list[str] | None, typer.Option(help="Compare although these differ: weights, protocol, machine.")
-    ] = None,
+    across: Annotated[list[str] | None, typer.Option(help="What may differ: weights, protocol, machine.")] = None,
     format: FormatOption = None,
 ) -> None:
     """Compare two runs cell by cell, paired by prompt: ratio or difference, 95 % interval, verdict."""
@@ -100,8 +94,7 @@ def compare(
         console.warn(f"the runs differ in {difference}")
     comparison = compare_runs(a, b)
     if not len(comparison.table):
-        advice = "`lantern-bench show RUN` lists the cells of a run."
-        raise RefusedError("the runs have no cell and prompt in common", advice)
+        raise RefusedError("the runs have no cell and prompt in common", "`lantern-bench show RUN` lists the cells.")
     for side, cells in (("first", comparison.only_a), ("second", comparison.only_b)):
         if cells:
             console.say(f"only in the {side} run, left out: {', '.join(cells)}")
@@ -114,10 +107,7 @@ def predict(
     ctx: typer.Context,
     run: RunArgument,
     device: Annotated[
-        str | None,
-        typer.Option(
-            help="A device (rtx-3090, a100, h100, ...), or a YAML file of one. With --prompts: the run's own."
-        ),
+        str | None, typer.Option(help="A device (a100, h100, ...) or its YAML file. With --prompts: the run's own.")
     ] = None,
     model: Annotated[str | None, typer.Option(help="Predict with this model's sizes, at the run's acceptance.")] = None,
     stack: Annotated[str, typer.Option(help="compiled (this package) or eager (code as published).")] = "compiled",
@@ -126,35 +116,26 @@ def predict(
     format: FormatOption = None,
 ) -> None:
     """Predict the speedup of every cell on another device, and hours of a large run."""
-    from lantern_bench.report.cost_model import (
-        STACKS,
-        find_device,
-        hours_in_words,
-        measured_elsewhere,
-        measured_times,
-        predict_run,
-        terms_of,
-        with_hours,
-    )
+    from lantern_bench.report import cost_model
     from lantern_bench.report.records import load_runs
 
     console: Console = ctx.obj
-    check_choice("--stack", stack, STACKS)
+    check_choice("--stack", stack, cost_model.STACKS)
     if device is None and prompts is None:
         raise UserError("--device is missing", "Give a device to predict for, or --prompts to plan with this one.")
     if device is None and model is not None:
         raise UserError(f"--model {model}: only predictions take another model", "Give --device too.")
-    target = None if device is None else find_device(device)
+    target = None if device is None else cost_model.find_device(device)
     (data,) = load_runs([run]).values()
     if target is None:
-        table, terms, title = measured_times(data), [], data.folder.name
+        table, terms, title = cost_model.measured_times(data), [], data.folder.name
     else:
-        table, terms = predict_run(data, target, stack, model), terms_of(target, stack)
-        terms += filter(None, [measured_elsewhere(data, target, stack, model)])
+        table, terms = cost_model.predict_run(data, target, stack, model), cost_model.terms_of(target, stack)
+        terms += filter(None, [cost_model.measured_elsewhere(data, target, stack, model)])
         title = f"{data.folder.name}, predicted for {target.name}"
     if prompts is not None:
-        table = with_hours(table, prompts, devices)
-        terms.append(hours_in_words(table, prompts, devices))
+        table = cost_model.with_hours(table, prompts, devices)
+        terms.append(cost_model.hours_in_words(table, prompts, devices))
     console.table(table, "prediction", title=title, format=format)
     for term in terms:
         console.say(term)
@@ -164,14 +145,12 @@ def report(
     ctx: typer.Context,
     runs: RunsArgument,
     out: Annotated[
-        Path | None, typer.Option(help="Output file. Default: report.html of the run; required for several runs.")
+        Path | None, typer.Option(dir_okay=False, help="Output file. Default, of one run: its report.html.")
     ] = None,
 ) -> None:
     """Write one self-contained HTML file with tables, curves, pictures and maps of a run or several."""
     console: Console = ctx.obj
     path = out or _of_only_run(runs) / "report.html"
-    if path.is_dir():
-        raise UserError(f"--out {path}: is a directory", "Give a file, such as report.html.")
 
     from lantern_bench.report.page import write_report
 

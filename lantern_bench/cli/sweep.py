@@ -18,7 +18,7 @@ from lantern_bench.cli.options import (
     RunArgument,
     RunsArgument,
     SettingsOption,
-    experiment_flags,
+    with_flags,
 )
 from lantern_bench.config.parse_experiment import Overrides
 from lantern_bench.config.protocols import PROTOCOLS
@@ -28,13 +28,17 @@ from lantern_bench.runs.request import WORKER_TIMEOUT, Request, plan_table, prep
 from lantern_bench.runs.sweep import check_failed, disturbance, run
 from lantern_bench.runs.threads import QUIET_ADVICE
 
+_RAY_HELP = (
+    "Decode on the devices of a Ray cluster: auto, HOST:6379 or ray://HOST:10001; without an address that of "
+    "RAY_ADDRESS, else a new one on this machine."
+)
 _Out = Annotated[Path | None, typer.Option(help="The run directory; by default results/<name>-<hash>.")]
 _Resume = Annotated[bool, typer.Option(help="Resume the run, or start a new one beside it.")]
 _Yes = Annotated[bool, typer.Option("--yes", help="Run a grid of any number of cells.")]
 _DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the plan and decode nothing.")]
 
 
-@experiment_flags(*EXPERIMENT_FLAGS)
+@with_flags(EXPERIMENT_FLAGS)
 def sweep(
     ctx: typer.Context,
     experiment: Annotated[str, typer.Argument(help="A YAML file, or the name of a shipped experiment.")] = "lanterns",
@@ -46,14 +50,7 @@ def sweep(
     worker_timeout: Annotated[
         float, typer.Option(help="Seconds without a sign of life after which a worker process is ended.", hidden=True)
     ] = WORKER_TIMEOUT,
-    ray: Annotated[
-        str | None,
-        typer.Option(
-            metavar="[ADDRESS]",
-            help="Decode on the devices of a Ray cluster: auto, HOST:6379 or ray://HOST:10001; without an address that "
-            "of RAY_ADDRESS, else a new one on this machine.",
-        ),
-    ] = None,
+    ray: Annotated[str | None, typer.Option(metavar="[ADDRESS]", help=_RAY_HELP)] = None,
     dry_run: _DryRun = False,
     yes: _Yes = False,
     format: FormatOption = None,
@@ -68,7 +65,7 @@ def sweep(
     _run(request, ctx.obj, dry_run, format, _show_summary)
 
 
-@experiment_flags(*EXPERIMENT_FLAGS)
+@with_flags(EXPERIMENT_FLAGS)
 def reproduce(
     ctx: typer.Context,
     experiment: Annotated[str, typer.Argument(help="A shipped experiment with published figures, or a YAML file.")],
@@ -93,10 +90,9 @@ def score(
     run: RunArgument,
     protocol: Annotated[str | None, typer.Option(help=f"One of {', '.join(PROTOCOLS)}; by default the run's.")] = None,
     reference: Annotated[
-        str | None,
-        typer.Option(help="embedded, a folder of pictures, a COCO .json (or FILE.json=FOLDER), or a .npz (mu, sigma)."),
+        str | None, typer.Option(help="embedded, a folder, a COCO .json (or FILE.json=FOLDER), or a .npz (mu, sigma).")
     ] = None,
-    fid_infinity: Annotated[
+    infinity: Annotated[
         bool, typer.Option("--fid-infinity", help="Also extrapolate FID to infinitely many pictures.", hidden=True)
     ] = False,
     again: Annotated[bool, typer.Option("--again", help="Score again what these scorers have scored.")] = False,
@@ -108,14 +104,9 @@ def score(
 
     console: Console = ctx.obj
     with console.progress() as progress:
+        show = show_events(console, progress)
         scored_by, count = score_run_directory(
-            run,
-            show_events(console, progress),
-            protocol=protocol,
-            reference=reference,
-            device=device,
-            infinity=fid_infinity,
-            again=again,
+            run, show, protocol=protocol, reference=reference, device=device, infinity=infinity, again=again
         )
 
     from lantern_bench.report.tables import write_tables
@@ -131,9 +122,7 @@ def score(
 def merge(
     ctx: typer.Context,
     runs: RunsArgument,
-    out: Annotated[
-        Path | None, typer.Option(help="The merged run directory; by default the first's name without -shardIofN.")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="By default the first's name without -shardIofN.")] = None,
     format: FormatOption = None,
 ) -> None:
     """Merge the shards of a run (`sweep --shard i/n`) into one run, after checking that they are one run."""
@@ -178,13 +167,7 @@ def show_events(console: Console, progress: Progress) -> Emit:
     return show
 
 
-def _run(
-    request: Request,
-    console: Console,
-    dry_run: bool,
-    format: str | None,
-    show: Callable[[Path, Console, str | None], None],
-) -> None:
+def _run(request: Request, console: Console, dry_run: bool, format: str | None, show: Callable[..., None]) -> None:
     """Show the plan, or run it and show the result."""
     console.say(f"run: {request.folder}")
     if dry_run:

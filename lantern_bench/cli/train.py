@@ -78,7 +78,6 @@ def _run(job: DrafterJob, min_mal: float | None, console: Console, format: str |
     compute = choose_compute(flags.device if distributed.device is None else str(distributed.device), flags.dtype)
     model = model_of(flags.target).load(compute.device, compute.dtype)
     shown = console if distributed.first else Console(quiet=True)
-    before = (job.out / "model.safetensors").is_file()
     try:
         with shown.progress() as progress:
 
@@ -95,7 +94,7 @@ def _run(job: DrafterJob, min_mal: float | None, console: Console, format: str |
         return
     console.table(_drafter_table(evaluated, job.decoding.tree), title=f"drafter for {flags.target}", format=format)
     console.say(f"{report.steps} steps in {duration(report.seconds)}; log: {job.out / 'log.csv'}")
-    console.say(f"{'replaced' if before else 'wrote'} {job.out}; use it: --model {job.out / 'model.yaml'}")
+    console.say(f"wrote {job.out}; use it: --model {job.out / 'model.yaml'}")
     accepted = evaluated[0].accepted
     if min_mal is not None and (accepted is None or accepted.value < min_mal):
         mal = "not measured" if accepted is None else f"{accepted.value:.3f}"
