@@ -41,8 +41,8 @@ class TabularModel(Target):
 
     def table(self, columns: int, metric: str = "l2") -> Tensor:  # noqa: ARG002
         """The codes behind x are nearest to it."""
-        order = torch.arange(self.vocab_size)
-        return torch.stack([(order + 1 + x) % self.vocab_size for x in range(self.vocab_size)])[:, :columns]
+        codes = torch.arange(self.vocab_size)
+        return (codes[:, None] + 1 + codes[:columns]) % self.vocab_size
 
     def session(self, batch: int, guided: bool, nodes: int) -> _TargetSession:  # noqa: ARG002
         """A session; trees may have any number of nodes."""
@@ -59,8 +59,7 @@ class TabularModel(Target):
         for _ in range(self.image_tokens):
             p = probabilities(self.p[0, states], self.p[1, states]).double()
             joint = (joint[:, None] * p).flatten()
-            grid = torch.arange(self.vocab_size).expand(len(states), -1)
-            states = self.state_after(states[:, None].expand(-1, self.vocab_size), grid).flatten()
+            states = self.state_after(states[:, None], torch.arange(self.vocab_size)).flatten()
         return joint
 
 
