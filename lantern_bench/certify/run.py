@@ -82,8 +82,8 @@ def certificate_trials(
             has_all_images = bool(broken) and decoding.drafting_row.sampled
             images = samples if has_all_images else -(-samples // _REDUCED_DIVISOR)
             trial = Trial(setting + words, decoding, images, "float32" if is_narrow else dtype)
-            most_images = _BROKEN_RULE_FACTOR * images
-            trials += [trial, *(replace(trial, broken_rule=rule, images=most_images) for rule in broken)]
+            several = replace(trial, images=_BROKEN_RULE_FACTOR * images)
+            trials += [trial, *(replace(several, broken_rule=rule) for rule in broken)]
     return trials
 
 

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from scipy.special import logsumexp
+from scipy.stats import chi2, chisquare, norm, poisson
 from torch import Tensor
 
 from lantern_bench.certify.relaxation import generators
@@ -183,8 +185,6 @@ def p_values(batches: Sequence[Evidence], depth: int) -> dict[str, float]:
     `support` is 1 without a token that the target cannot give, else 0. `edge` is one-sided: a Poisson number has a
     longer tail than a number of independent events with the same mean.
     """
-    from scipy.stats import chi2, chisquare, poisson
-
     images = Evidence(*(np.concatenate(column) for column in zip(*batches, strict=True)))
     everywhere, length = np.ones(images.starts.shape, dtype=bool), images.starts.shape[1]
     sums = {"surprise": (images.surprise, images.surprise_var)}
@@ -214,8 +214,6 @@ def p_values(batches: Sequence[Evidence], depth: int) -> dict[str, float]:
 
 def _martingale(values: NDArray[np.float64], variances: NDArray[np.float64], mask: NDArray[np.bool_]) -> float:
     """The two-sided p-value of a sum of martingale differences with these conditional variances, where `mask` holds."""
-    from scipy.stats import norm
-
     variance = float(variances[mask].sum())
     return float(2 * norm.sf(abs(float(values[mask].sum())) / variance**0.5)) if variance > 0 else 1.0
 
@@ -225,8 +223,6 @@ def _wager(ratios: NDArray[np.float64]) -> float:
 
     Under p the capital is not expected to grow, so 1 / capital is a p-value of however few tokens (Ville's inequality).
     """
-    from scipy.special import logsumexp
-
     won = [float(np.log1p(stake * (ratios - 1.0)).sum()) for stake in _STAKES]
     return float(np.exp(min(0.0, np.log(len(won)) - logsumexp(won))))
 
