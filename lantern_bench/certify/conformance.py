@@ -13,6 +13,8 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
+from scipy.spatial.distance import squareform
+from scipy.stats import rankdata
 from torch import Tensor
 
 from lantern_bench.decoding.neighbours import SPACES, in_space
@@ -233,9 +235,6 @@ class _Checks:
 
     def codebook(self) -> Check:
         """Check that pictures of near codes are alike: more so than with the codebook's rows in other orders."""
-        from scipy.spatial.distance import squareform
-        from scipy.stats import rankdata
-
         codes = self.model.codebook
         if codes is None:
             return Check("codebook", "none", None, None, "the model has no tokenizer")

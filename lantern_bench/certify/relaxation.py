@@ -83,7 +83,8 @@ def emitted_tv_rows(
             chosen = slots[start : start + batch]
             seeds = [record_seed(seed, prompt.id, repeat) for prompt, repeat in chosen]
             condition = model.condition([prompt.text for prompt, _ in chosen])
-            if _depends_on_image_alone(strict):
+            # Drafts of a static tree, and deterministic ones, do not depend on earlier steps.
+            if strict.drafting_row.needs_drafter and (strict.paths or not strict.drafting_row.sampled):
                 sampling = strict.autoregressive()
                 if (sampling, start) not in tokens_of:
                     decoded = decode(model, condition, sampling, generators(model, seeds), engine=model.engine)
@@ -109,12 +110,6 @@ def _strict(decoding: Decoding) -> Decoding:
     """Return the same drafting under the strict rule, which visits the contexts of autoregressive decoding."""
     kept = {key: decoding.value(key) for key in (*SAMPLING, *decoding.drafting_row.parameter_names)}
     return Decoding("speculative", drafting=decoding.drafting, rule="strict", **kept | {"tree": decoding.paths or None})
-
-
-def _depends_on_image_alone(decoding: Decoding) -> bool:
-    """Whether a draft does not depend on earlier steps: that of a static tree, or a deterministic one."""
-    row = decoding.drafting_row
-    return row.needs_drafter and (bool(decoding.paths) or not row.sampled)
 
 
 def _roots_of_images(

@@ -81,8 +81,8 @@ def certificate_trials(
             has_all_images = bool(broken) and decoding.drafting_row.sampled
             images = samples if has_all_images else -(-samples // _REDUCED_DIVISOR)
             trial = Trial(setting + words, decoding, images, "float32" if is_narrow else dtype)
-            most_images = _BROKEN_RULE_FACTOR * images
-            trials += [trial, *(replace(trial, broken_rule=rule, images=most_images) for rule in broken)]
+            several = replace(trial, images=_BROKEN_RULE_FACTOR * images)
+            trials += [trial, *(replace(several, broken_rule=rule) for rule in broken)]
     return trials
 
 
@@ -245,7 +245,7 @@ class Certification:
         for done, total in self.loaded.prepare([prompt.text for prompt in self.plan.prompts]):
             on_progress("captions", done / total)
         if emitted_tv:
-            return _means_of(self._emitted_tv(self.plan.relaxed, on_progress))
+            return self._emitted_tv(self.plan.relaxed, on_progress)
         return self._audit(on_progress) if self.plan.claims else self._certificate(on_progress)
 
     def write(self, folder: Path, measured: Tables) -> None:
@@ -269,7 +269,7 @@ class Certification:
         for claim in self.plan.claims:
             trials = audit_trials(claim, self.loaded, self.compute.dtype_name, self.plan.sizes.samples)
             audited.append((claim, [self._run(trial, on_progress) for trial in trials]))
-        costs = _means_of(self._emitted_tv(self.plan.relaxed, on_progress) if self.plan.relaxed else [])
+        costs = self._emitted_tv(self.plan.relaxed, on_progress)
         rows, tests = tables.audit_rows(self.model, audited, costs["emitted_tv"])
         return {"audit": rows, "lossless_tests": tests, **costs}
 
@@ -284,10 +284,9 @@ class Certification:
         values = {key: first.value(key) for key in ("temperature", "top_k", "top_p", "filter_order", "cfg_scale")}
         values |= {"drafting": "dynamic", "cfg_default": self.cfg_default, **DRAFTINGS["dynamic"].small}
         strict = Cell(self.model, Decoding("speculative", **values))
-        places = self._emitted_tv([*self.plan.relaxed, strict], on_progress)
-        of_strict = [row for row in places if row["cell_id"] == strict.cell_id]
-        costs = _means_of([row for row in places if row["cell_id"] != strict.cell_id])
-        rows.append(tables.strict_row(self.model, f"dynamic {strict.decoding.tree_label}", of_strict))
+        places = self._emitted_tv([strict], on_progress)["emitted_tv_places"]
+        rows.append(tables.strict_row(self.model, f"dynamic {strict.decoding.tree_label}", places))
+        costs = self._emitted_tv(self.plan.relaxed, on_progress)
         rows += tables.cost_check_rows(costs["emitted_tv"], costs["emitted_tv_places"])
         return {"certificate": rows, "lossless_tests": tests, **costs}
 
@@ -320,22 +319,13 @@ class Certification:
         """Whether each drafting at temperature 0 gives the tokens of greedy decoding."""
         named = lossless_decodings(self.tree, self.cfg_default, temperature=0)
         prompts = list(dict.fromkeys(self.plan.prompts[: self.plan.sizes.greedy]))
-        differences = whole_image.greedy_differences(
-            self.loaded, prompts, list(named.values()), on_progress=on_progress
-        )
+        differences = whole_image.greedy_differences(self.loaded, prompts, named, on_progress)
         tolerance = whole_image.NEAR_TIE[self.compute.dtype_name]
-        return [
-            tables.identity_row(self.model, setting, differences[decoding], tolerance)
-            for setting, decoding in named.items()
-        ]
+        return [tables.identity_row(self.model, name, of_name, tolerance) for name, of_name in differences.items()]
 
-    def _emitted_tv(self, cells: Sequence[Cell], on_progress: OnProgress) -> list[dict[str, Any]]:
-        """The emitted TV of the cells at sampled positions, one row per position and cell."""
+    def _emitted_tv(self, cells: Sequence[Cell], on_progress: OnProgress) -> Tables:
+        """The means of emitted TV of the cells, and the rows of sampled positions that they are computed from."""
         sizes, seed, prompts = self.plan.sizes, self.resolved.settings.seed, self.plan.prompts
         amount = {"positions": sizes.positions, "draws": sizes.draws}
-        return list(emitted_tv_rows(self.loaded, cells, prompts, **amount, seed=seed, on_progress=on_progress))
-
-
-def _means_of(places: list[dict[str, Any]]) -> Tables:
-    """The table of means of emitted TV, and the rows of places that it is computed from."""
-    return {"emitted_tv": list(tables.cost_rows(places)), "emitted_tv_places": places}
+        places = list(emitted_tv_rows(self.loaded, cells, prompts, **amount, seed=seed, on_progress=on_progress))
+        return {"emitted_tv": list(tables.cost_rows(places)), "emitted_tv_places": places}

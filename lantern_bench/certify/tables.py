@@ -197,13 +197,11 @@ def identity_row(
     """
     share = proportion(differences.count(None), len(differences))
     row = _row(model, "greedy identity", setting, "share of prompts with equal tokens", share.value, len(differences))
-    near_ties = [item for item in differences if item and item[1] < tolerance]
-    others = [item for item in differences if item and item[1] >= tolerance]
-    notes = [
-        words + ", ".join(f"token {position}, margin {margin:.1e}" for position, margin in items)
-        for words, items in (("near-ties (rounding may choose either): ", near_ties), ("different: ", others))
-        if items
-    ]
+    near_ties, others = list[str](), list[str]()
+    for position, margin in filter(None, differences):
+        (near_ties if margin < tolerance else others).append(f"token {position}, margin {margin:.1e}")
+    notes = ["near-ties (rounding may choose either): " + ", ".join(near_ties)] if near_ties else []
+    notes += ["different: " + ", ".join(others)] if others else []
     row |= share.columns("measured") | _verdict("equal, or a near-tie", not others)
     return row | {"note": "; ".join(notes) or None}
 
@@ -227,13 +225,11 @@ def cost_check_rows(means: Sequence[Row], places: Sequence[Row]) -> list[dict[st
         setting = f"{mean['mode']} {parameters({**mean, 'residual': None}, [mean])} {residual} residual"
         row = _row(mean["model"], "emitted TV", setting, "mean", mean["emitted_tv"], mean["places"])
         row |= {"measured_low": mean["emitted_tv_low"], "measured_high": mean["emitted_tv_high"]}
-        notes = [str(mean["note"])] if mean.get("note") else []
+        notes = [f"{name} {mean[name]:g}" for name in BOUNDS if mean.get(name) is not None]
         if mean.get("times_delta") is not None:
             share = f"above it at {mean['above_delta']:.0%} of places"
-            notes.insert(0, f"{mean['times_delta']:.2g} times delta {mean['delta']:g}, {share}")
-        else:
-            notes[:0] = [f"{name} {mean[name]:g}" for name in BOUNDS if mean.get(name) is not None]
-        row["note"] = join_notes(notes)
+            notes = [f"{mean['times_delta']:.2g} times delta {mean['delta']:g}, {share}"]
+        row["note"] = join_notes([*notes, *([mean["note"]] if mean["note"] else [])])
         if mean["moved_mass"] is not None and residual == "exact":
             of_cell = [place for place in places if place["cell_id"] == mean["cell_id"]]
             excess = max(float(place["emitted_tv"]) - float(place["moved_mass"]) for place in of_cell)

@@ -8,11 +8,13 @@ cheap: tens of thousands of them show what a few hundred of a network's cannot (
 from __future__ import annotations
 
 import functools
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from scipy.stats import power_divergence
 from torch import Tensor
 
 from lantern_bench.certify.relaxation import generators
@@ -21,7 +23,7 @@ from lantern_bench.config.plan import record_seed
 from lantern_bench.decoding.acceptance.rule import AcceptanceRule
 from lantern_bench.decoding.compile import Engine
 from lantern_bench.decoding.loop import decode
-from lantern_bench.decoding.protocol import Drafter, DrafterLogits, DrafterSession, Logits, Target, TargetSession
+from lantern_bench.decoding.protocol import DrafterLogits, DrafterSession, Logits, Target, TargetSession
 from lantern_bench.decoding.sampling import decoding_probabilities, guide
 from lantern_bench.models.loaded_model import LoadedModel, NoPixels
 
@@ -35,14 +37,8 @@ class TabularModel(Target):
         self.vocab_size, self.image_tokens, self.device = vocab, length, torch.device("cpu")
         self.p = torch.randn(2, states, vocab, generator=generator) * 1.3
         self.q = self.p + torch.randn(2, states, vocab, generator=generator) * drafter_noise
-        self.codes = torch.randn(vocab, 2, generator=generator)
         self.target = self
-        self.drafter: Any = _DrafterFactory(self)
-
-    def table(self, columns: int, metric: str = "l2") -> Tensor:  # noqa: ARG002
-        """The codes behind x are nearest to it."""
-        order = torch.arange(self.vocab_size)
-        return torch.stack([(order + 1 + x) % self.vocab_size for x in range(self.vocab_size)])[:, :columns]
+        self.drafter: Any = SimpleNamespace(session=lambda batch, guided, _nodes: _DrafterSession(self, batch, guided))
 
     def session(self, batch: int, guided: bool, nodes: int) -> _TargetSession:  # noqa: ARG002
         """A session; trees may have any number of nodes."""
@@ -59,8 +55,7 @@ class TabularModel(Target):
         for _ in range(self.image_tokens):
             p = probabilities(self.p[0, states], self.p[1, states]).double()
             joint = (joint[:, None] * p).flatten()
-            grid = torch.arange(self.vocab_size).expand(len(states), -1)
-            states = self.state_after(states[:, None].expand(-1, self.vocab_size), grid).flatten()
+            states = self.state_after(states[:, None], torch.arange(self.vocab_size)).flatten()
         return joint
 
 
@@ -90,14 +85,6 @@ class _TargetSession(TargetSession):
     def _scores(self, states: Tensor) -> Logits:
         features = states[..., None].float()
         return Logits(self.model.p[0, states], self.model.p[1, states] if self.guided else None, features)
-
-
-class _DrafterFactory(Drafter):
-    def __init__(self, model: TabularModel) -> None:
-        self.model = model
-
-    def session(self, batch: int, guided: bool, nodes: int) -> _DrafterSession:  # noqa: ARG002
-        return _DrafterSession(self.model, batch, guided)
 
 
 class _DrafterSession(DrafterSession):
@@ -185,8 +172,6 @@ def _tested(joint: Tensor, tokens: Tensor) -> tuple[dict[str, float], tuple[floa
 
 def _g_test(counts: NDArray[Any], expected: NDArray[Any]) -> float:
     """The p-value of a G-test; cells in which fewer than five images are expected are one cell of at least five."""
-    from scipy.stats import power_divergence
-
     order = np.argsort(expected)
     wanted, seen = expected[order] * counts.sum(), counts[order]
     rare = max(int(np.searchsorted(wanted, _FEWEST)), int(np.searchsorted(wanted.cumsum(), _FEWEST)) + 1)

@@ -7,13 +7,15 @@ steps started, so they hold for any lossless rule. docs/algorithms.md, section 6
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from scipy.special import logsumexp
+from scipy.stats import chi2, chisquare, norm, poisson
 from torch import Tensor
 
 from lantern_bench.certify.relaxation import generators
@@ -183,8 +185,6 @@ def p_values(batches: Sequence[Evidence], depth: int) -> dict[str, float]:
     `support` is 1 without a token that the target cannot give, else 0. `edge` is one-sided: a Poisson number has a
     longer tail than a number of independent events with the same mean.
     """
-    from scipy.stats import chi2, chisquare, poisson
-
     images = Evidence(*(np.concatenate(column) for column in zip(*batches, strict=True)))
     everywhere, length = np.ones(images.starts.shape, dtype=bool), images.starts.shape[1]
     sums = {"surprise": (images.surprise, images.surprise_var)}
@@ -214,8 +214,6 @@ def p_values(batches: Sequence[Evidence], depth: int) -> dict[str, float]:
 
 def _martingale(values: NDArray[np.float64], variances: NDArray[np.float64], mask: NDArray[np.bool_]) -> float:
     """The two-sided p-value of a sum of martingale differences with these conditional variances, where `mask` holds."""
-    from scipy.stats import norm
-
     variance = float(variances[mask].sum())
     return float(2 * norm.sf(abs(float(values[mask].sum())) / variance**0.5)) if variance > 0 else 1.0
 
@@ -225,8 +223,6 @@ def _wager(ratios: NDArray[np.float64]) -> float:
 
     Under p the capital is not expected to grow, so 1 / capital is a p-value of however few tokens (Ville's inequality).
     """
-    from scipy.special import logsumexp
-
     won = [float(np.log1p(stake * (ratios - 1.0)).sum()) for stake in _STAKES]
     return float(np.exp(min(0.0, np.log(len(won)) - logsumexp(won))))
 
@@ -240,28 +236,28 @@ NEAR_TIE = {"float32": 1e-4, "bfloat16": 0.5, "float16": 0.1}
 def greedy_differences(
     model: LoadedModel,
     prompts: Sequence[Prompt],
-    decodings: Sequence[Decoding],
-    *,
-    batch: int = 8,
+    decodings: Mapping[str, Decoding],
     on_progress: OnProgress = no_progress,
-) -> dict[Decoding, list[tuple[int, float] | None]]:
+    batch: int = 8,
+) -> dict[str, list[tuple[int, float] | None]]:
     """Compare every decoding (temperature 0, one guidance scale) with greedy decoding, of every prompt.
 
-    Returns position and margin of the first token that differs, or None. The margin is top-1 minus top-2 of the logits
-    of greedy decoding there.
+    Returns position and margin of the first token that differs, or None, by the decoding's name. The margin is top-1
+    minus top-2 of the logits of greedy decoding there.
     """
-    differences: dict[Decoding, list[tuple[int, float] | None]] = {decoding: [] for decoding in decodings}
+    differences: dict[str, list[tuple[int, float] | None]] = {name: [] for name in decodings}
+    plain = next(iter(decodings.values())).autoregressive()
     for start in range(0, len(prompts), batch):
         chosen = prompts[start : start + batch]
         condition, seeds = model.condition([prompt.text for prompt in chosen]), [0] * len(chosen)
         decode_all = partial(decode, model, condition, engine=model.engine)
-        greedy = decode_all(decodings[0].autoregressive(), generators(model, seeds), keep_logits=True)
-        for number, decoding in enumerate(decodings, start=1):
+        greedy = decode_all(plain, generators(model, seeds), keep_logits=True)
+        for number, (name, decoding) in enumerate(decodings.items(), start=1):
             for image, drafted in zip(greedy, decode_all(decoding, generators(model, seeds)), strict=True):
                 assert image.logits is not None
                 top = image.logits.topk(2).values
                 differing = (image.tokens != drafted.tokens).nonzero().flatten().tolist()
                 margins = (top[:, 0] - top[:, 1]).tolist()
-                differences[decoding].append((differing[0], margins[differing[0]]) if differing else None)
+                differences[name].append((differing[0], margins[differing[0]]) if differing else None)
             on_progress("greedy decoding", (start + len(chosen) * number / len(decodings)) / len(prompts))
     return differences

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import yaml
 
 from lantern_bench.config.decoding import Decoding, ParameterError
 from lantern_bench.decoding.drafting import drafting_of
@@ -259,8 +260,6 @@ def fastest(candidates: Sequence[Candidate], expected_ms: Callable[[Candidate], 
 
 def experiment_line(decoding: Decoding) -> str:
     """Return the configuration as an entry of `cells`, without values that are the default."""
-    import yaml
-
     mode = MODES[decoding.mode]
     usual = {"drafting": mode.drafting, "rule": mode.rule, "cfg_scale": decoding.cfg_default}
     shown = {

@@ -18,10 +18,10 @@ from lantern_bench.models.loaded_model import LoadedModel
 from tests.tiny_model import PROMPTS, TinyModel, TinySession, TinyTarget
 
 ALL = [Prompt(text) for text in PROMPTS]
-GREEDY = [
-    Decoding(mode="speculative", tree="small-7", temperature=0),
-    Decoding(mode="speculative", drafting="dynamic", nodes=6, depth=2, beam=3, temperature=0),
-]
+GREEDY = {
+    "static": Decoding(mode="speculative", tree="small-7", temperature=0),
+    "dynamic": Decoding(mode="speculative", drafting="dynamic", nodes=6, depth=2, beam=3, temperature=0),
+}
 
 
 @pytest.fixture
@@ -59,6 +59,6 @@ def test_difference_is_near_tie_only_below_the_margin(model: LoadedModel, gap: f
     top = target.cond.max(dim=-1, keepdim=True).values
     target.cond = target.cond.scatter(-1, second, top - gap)
     target.turn = 2 * gap  # type: ignore[attr-defined]
-    differences = greedy_differences(replace(model, target=target), ALL, GREEDY[:1])[GREEDY[0]]
+    differences = greedy_differences(replace(model, target=target), ALL, GREEDY)["static"]
     assert [margin for _, margin in filter(None, differences)] == [pytest.approx(gap, abs=1e-6)] * len(ALL)
     assert identity_row("m", "static", differences, NEAR_TIE["float32"])["passed"] == passed

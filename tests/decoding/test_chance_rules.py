@@ -18,7 +18,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lantern_bench.certify.tabular import TabularModel
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.acceptance.rule import AcceptanceRule, neighbour_mass
 from lantern_bench.decoding.acceptance.walk import verify
@@ -32,7 +31,7 @@ from tests.decoding.random_trees import random_draft
 from tests.decoding.rules import STRICT, accept, at_start, rule_named, view_of
 from tests.decoding.tabular import Setting, Tabular, distribution_of_step, error_of, first_tokens, verify_step
 from tests.decoding.test_emitted_tv import dirichlet
-from tests.decoding.test_loop import p_value, run
+from tests.decoding.test_loop import CodedModel, p_value, run
 from tests.decoding.test_lossless_exact import SHAPES
 
 Vector = NDArray[np.float64]
@@ -323,7 +322,7 @@ def test_depth_and_place_are_those_of_the_draft_in_the_loop(watching: Callable[.
     method_tables.MODES["watching"] = method_tables.Mode("watching", "static", "watching", "watching")
     try:
         values = {"mode": "watching", "bound": 1.0, "neighbours": 2, "tree": "chain-5"}
-        model = TabularModel(3, 9, seed=1)
+        model = CodedModel(3, 9, seed=1)
         image = decode(model, None, Decoding(**values), [torch.Generator().manual_seed(0)])[0]
     finally:
         del method_tables.MODES["watching"]

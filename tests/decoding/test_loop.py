@@ -29,6 +29,18 @@ SETTINGS = {
 }
 
 
+class CodedModel(TabularModel):
+    """Tables with a codebook of near codes; those behind x are nearest to it."""
+
+    def __init__(self, vocab: int, length: int, seed: int) -> None:
+        super().__init__(vocab, length, seed)
+        self.codes = 0.5 * torch.randn(vocab, 2, generator=torch.Generator().manual_seed(seed))
+
+    def table(self, columns: int, metric: str = "l2") -> Tensor:
+        codes = torch.arange(self.vocab_size)
+        return (codes[:, None] + 1 + codes[:columns]) % self.vocab_size
+
+
 def generators(count: int, seed: int) -> list[torch.Generator]:
     return [torch.Generator().manual_seed(seed * 1_000_003 + image) for image in range(count)]
 
@@ -36,7 +48,7 @@ def generators(count: int, seed: int) -> list[torch.Generator]:
 def run(
     decoding: Decoding, images: int = IMAGES, seed: int = 1, batch: int = 1000, rule: AcceptanceRule | None = None
 ) -> tuple[TabularModel, list[Decoded]]:
-    model = TabularModel(VOCABULARY, LENGTH, seed=4)
+    model = CodedModel(VOCABULARY, LENGTH, seed=4)
     decoded_images: list[Decoded] = []
     streams = generators(images, seed)
     for start in range(0, images, batch):
