@@ -69,13 +69,11 @@ def emitted_tv_sampled(
 ) -> list[SampledTV]:
     """Estimate the emitted TV of sampled drafts under several rules at once.
 
-    `p`, `q` [N, V] at the root; `children` are drawn `draws` times (at least 2) from q with the noise that
-    `exponential` gives, Exp(1) [N, V], the same for all rules. Each draw gives the exact emitted distributions of the
-    relaxed and the strict rule, whose mean is p; the mean difference is the error. The share of the first child is
-    computed exactly and not drawn. `position` as in `emitted`.
+    `p`, `q` [N, V] and `position` [N] at the root; `children` are drawn `draws` times (at least 2) from q with the
+    noise that `exponential` gives, Exp(1) [N, V], the same for all rules. Each draw gives the exact emitted
+    distributions of the relaxed and the strict rule, whose mean is p; the mean difference is the error. The share of
+    the first child is computed exactly and not drawn.
     """
-    if draws < 2:
-        raise ValueError(f"draws must be at least 2, not {draws}")
     sums = p.new_zeros(len(rules), 2, *p.shape)
     for number in range(draws):
         tokens, valid = draw_without_replacement(q, children, exponential())

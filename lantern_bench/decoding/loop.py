@@ -178,9 +178,9 @@ def speculative(
     prefix, first = batch.prefill(speculation.session, condition)
     speculation.start_images(rule or own_rule, condition, prefix, first, batch.tokens_wanted)
     batch.phases.mark("prefill")
-    paths: list[tuple[list[int], Tensor]] = []
+    paths: list[Tensor] = []
     steps, before = 0, [0] * batch.size
-    positions, broken = speculation.progress.host_view.tolist()
+    positions, broken = speculation.progress.host_view.tolist()  # one copy of the prefill, in case its logits are broken
     while any(position < batch.tokens_wanted for position in positions) and not any(broken):
         stopping.check()
         draft_bits, uniform_bits, bonus_bits = speculation.noise(batch.draws)
@@ -191,7 +191,7 @@ def speculative(
         batch.phases.mark("target")
         path_logits = speculation.settle(drafted, scored, uniform_bits, bonus_bits)
         if path_logits is not None:
-            paths.append((positions, path_logits.clone()))
+            paths.append(path_logits.clone())
         before, (positions, broken) = positions, speculation.progress.host_view.tolist()  # the one copy of a step
         batch.phases.mark("verify")
         steps += 1
@@ -202,19 +202,17 @@ def speculative(
             batch.refuse(model, position, speculation.session, speculation.drafter_session)
     progress = speculation.progress
     traces = progress.traces(batch.tokens_wanted, steps, speculation.drafting.forwards)
-    return batch.decoded(progress.out, traces, _join(batch, first.logits, paths) if batch.keep_logits else None)
+    return batch.decoded(progress.out, traces, _join(first.logits, paths, traces) if batch.keep_logits else None)
 
 
-def _join(batch: _Batch, first: Tensor, paths: list[tuple[list[int], Tensor]]) -> Tensor:
+def _join(first: Tensor, paths: list[Tensor], traces: list[ImageTrace]) -> Tensor:
     """Return the guided logits [B, tokens, V] of every committed token, from those of each step's path."""
-    width = paths[0][1].shape[1] if paths else 1
-    joined = first.new_zeros(batch.size, batch.tokens_wanted + width, first.shape[-1])
-    joined[:, 0] = first
-    for positions, logits in paths:
-        for image, position in enumerate(positions):
-            if position < batch.tokens_wanted:
-                joined[image, position : position + width] = logits[image]
-    return joined[:, : batch.tokens_wanted]
+    images = []
+    for image, trace in enumerate(traces):
+        # A complete image has no more steps in its trace.
+        committed = [logits[image, :count] for logits, count in zip(paths, trace.committed, strict=False)]
+        images.append(torch.cat([first[image, None], *committed]))
+    return torch.stack(images)
 
 
 class _PlainSteps:

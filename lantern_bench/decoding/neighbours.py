@@ -7,7 +7,6 @@ LANTERN's Table 3.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Literal, TypeAlias, get_args
 
 import torch
@@ -40,52 +39,31 @@ def index_dtype(codes: int) -> torch.dtype:
 
 
 def nearest_codes(
-    codebook: Tensor,
-    neighbours: int,
-    chunk: int | None = None,
-    dtype: torch.dtype = torch.int32,
-    on_rows: Callable[[int], None] | None = None,
-    metric: NeighbourMetric = "l2",
+    codebook: Tensor, neighbours: int, dtype: torch.dtype = torch.int32, metric: NeighbourMetric = "l2"
 ) -> Tensor:
     """Return [V, neighbours]: for every code the nearest others, nearest first, ties by index.
 
     `codebook` [V, d] holds one row per code. `metric`: `l2` (Euclidean, float32), `cosine` (the angle between rows; a
     row of zeros is equally far from all) or `random` (a fixed random order for every code, the same on every machine).
-    Computes `chunk` rows at a time (by default what fits a fixed budget) and calls `on_rows` with the number done.
-    `neighbours` above V - 1, a `dtype` too small for V and an unknown metric raise ValueError.
+    `neighbours` above V - 1 raises ValueError.
     """
-    codes = codebook.float()
-    total = codes.shape[0]
+    total = len(codebook)
     if not 0 <= neighbours <= total - 1:
         raise ValueError(f"neighbours must be from 0 to {total - 1} for {total} codes, not {neighbours}")
-    if total - 1 > torch.iinfo(dtype).max:
-        raise ValueError(f"{dtype} cannot number {total} codes")
-    distances = _distances(codes, metric)
-    step = chunk or max(1, _DISTANCES_AT_ONCE // max(1, total))
-    index = torch.arange(total, device=codes.device)
-    table = torch.empty(total, neighbours, dtype=dtype, device=codes.device)
-    for start in range(0, total, step):
-        rows = index[start : start + step]
-        distance = distances(rows).scatter_(1, rows[:, None], torch.inf)
+    # Between rows of unit length the Euclidean distance orders as the angle does.
+    measured = in_space(codebook, "normalised" if metric == "cosine" else "raw")
+    index = torch.arange(total, device=codebook.device)
+    parts = []
+    for rows in torch.split(index, max(1, _DISTANCES_AT_ONCE // total)):
+        if metric == "random":
+            # Each code has its own seed, and the CPU draws: neither the part nor the device changes the distances.
+            seeds = [torch.Generator().manual_seed(_RANDOM_SEED + row) for row in rows.tolist()]
+            distance = torch.stack([torch.rand(total, generator=seed) for seed in seeds]).to(codebook.device)
+        else:
+            # The direct difference: the matrix-product form loses small distances to cancellation.
+            distance = torch.cdist(measured[rows], measured, compute_mode="donot_use_mm_for_euclid_dist")
+        distance.scatter_(1, rows[:, None], torch.inf)
         # Bits of non-negative floats order like the floats: one integer key holds distance and index.
         key = (distance.view(torch.int32).long() << 32) | index
-        table[start : start + step] = key.topk(neighbours, dim=1, largest=False).indices.to(dtype)
-        if on_rows is not None:
-            on_rows(len(rows))
-    return table
-
-
-def _distances(codes: Tensor, metric: NeighbourMetric) -> Callable[[Tensor], Tensor]:
-    """Return the function that gives the distances float32 [rows, V] (>= 0) of some rows to all codes."""
-    if metric not in get_args(NeighbourMetric):
-        raise ValueError(f"unknown metric {metric!r}; the metrics are {', '.join(get_args(NeighbourMetric))}")
-    if metric == "random":
-        # Each code has its own seed, and the CPU draws: neither chunk nor device changes the distances.
-        def draw(row: int) -> Tensor:
-            return torch.rand(len(codes), generator=torch.Generator().manual_seed(_RANDOM_SEED + row))
-
-        return lambda rows: torch.stack([draw(int(row)) for row in rows]).to(codes.device)
-    # Between rows of unit length the Euclidean distance orders as the angle does.
-    measured = in_space(codes, "normalised" if metric == "cosine" else "raw")
-    # The direct difference: the matrix-product form loses small distances to cancellation.
-    return lambda rows: torch.cdist(measured[rows], measured, compute_mode="donot_use_mm_for_euclid_dist")
+        parts.append(key.topk(neighbours, dim=1, largest=False).indices.to(dtype))
+    return torch.cat(parts)

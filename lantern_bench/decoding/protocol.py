@@ -48,10 +48,7 @@ class TargetSession:
     def score_guided(
         self, tokens: Tensor, depths: Tensor, attention: Tensor, cfg_scale: float
     ) -> tuple[Tensor, Tensor]:
-        """As `score`: the logits float32 [B, N, V] guided by `cfg_scale`, and the features [rows, N, width].
-
-        A session with a linear head may guide the features and compute the logits of one row.
-        """
+        """As `score`: guided logits float32 [B, N, V] and features; a linear head may be applied to guided features."""
         logits = self.score(tokens, depths, attention)
         return guide(logits.cond, logits.uncond, cfg_scale), logits.features
 
@@ -114,10 +111,7 @@ class Target:
         return torch.full_like(positions, -1)
 
     def logits_without_cache(self, condition: Any, tokens: Tensor, guided: bool) -> tuple[Tensor, Tensor | None] | None:
-        """The logits [B, N, V] that predict tokens int64 [B, N], with and without the prompt, as `score` gives them.
-
-        They are computed in one forward without a cache: `check-model` compares sessions with it. None: no such code.
-        """
+        """Logits as of `score` from one forward without a cache, for `check-model`; None: there is no such code."""
 
 
 class Drafter:

@@ -21,15 +21,10 @@ _AHEAD = 8  # calls of `Draws.bits` that one draw serves
 
 
 def guide(cond: Tensor, uncond: Tensor | None, cfg_scale: float) -> Tensor:
-    """Return the guided logits [..., V] in float32: `uncond + cfg_scale * (cond - uncond)`.
-
-    `cfg_scale = 1` means the conditional logits alone, and `uncond` may then be None; any other scale without
-    `uncond` raises ValueError. docs/algorithms.md, section 1.
-    """
+    """Return the guided logits [..., V] in float32; `cfg_scale` 1 means the conditional ones alone."""
     if cfg_scale == 1.0:
         return cond.float()
-    if uncond is None:
-        raise ValueError(f"cfg_scale {cfg_scale} needs unconditional logits")
+    assert uncond is not None
     base = uncond.float()
     return base.add(cond.float() - base, alpha=cfg_scale)
 
@@ -37,14 +32,11 @@ def guide(cond: Tensor, uncond: Tensor | None, cfg_scale: float) -> Tensor:
 def probabilities(
     logits: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0, filter_order: FilterOrder = "top_k_first"
 ) -> Tensor:
-    """Return the filtered distribution [..., V] in float32 of (guided) logits [..., V].
+    """Return the filtered distribution [..., V] in float32 of (guided) logits [..., V], at temperatures above 0.
 
     `top_k = 0` and `top_p = 1` switch a filter off. Ties at the k-th logit are kept; top-p keeps the smallest set
-    whose mass reaches `top_p`, the token that crosses included. `temperature` must be positive (greedy decoding has
-    `greedy_probabilities`), else ValueError. docs/algorithms.md, section 1.
+    whose mass reaches `top_p`, the token that crosses included.
     """
-    if temperature <= 0.0:
-        raise ValueError(f"temperature must be positive here, not {temperature}")
     scaled = logits.float() if temperature == 1.0 else logits.float() / temperature
     if filter_order == "top_k_first":
         return torch.softmax(_keep_top_p(_keep_top_k(scaled, top_k), top_p), dim=-1)
@@ -120,8 +112,7 @@ def draw_without_replacement(probs: Tensor, count: int, noise: Tensor) -> tuple[
 def most_probable(probs: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Return the `count` most probable tokens per row: (tokens int64 [..., count], valid bool [..., count]).
 
-    In descending order, ties by index. `valid` is False, with token 0, where a row [V] of `probs` has fewer tokens
-    with mass. docs/algorithms.md, section 2.
+    In descending order, ties by index; as in `draw_without_replacement` where a row has fewer tokens with mass.
     """
     vocabulary = probs.shape[-1]
     # Bits of non-negative floats order like the floats: one integer key holds value and index, so ties are settled.
@@ -152,10 +143,9 @@ def exponential(bits: Tensor) -> Tensor:
 
 
 class Draws:
-    """Random bits for a batch of images, each image's from a generator of its own.
+    """Random bits for a batch of images, each image's from a generator of its own on `device`.
 
-    An image's stream of random numbers does not depend on its batch: every call draws the same amount from each
-    generator. The generators live on `device`. Programs turn the bits into `exponential` and `uniform` numbers.
+    An image's random numbers do not depend on its batch: every call draws the same amount from each generator.
     """
 
     def __init__(self, generators: Sequence[torch.Generator], device: torch.device | str) -> None:

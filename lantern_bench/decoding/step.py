@@ -161,8 +161,7 @@ class Progress:
 class Speculation:
     """The programs of one configuration for B images; bounds may differ from one image to the next (`start_images`).
 
-    A `drafting` that is given replaces that of the configuration. `compiled` False runs the rule eagerly: a test of a
-    broken rule or drafting takes less time than compiling it.
+    A `drafting` that is given replaces that of the configuration. `compiled` False runs the rule eagerly.
     """
 
     def __init__(

@@ -51,14 +51,11 @@ def drafts_along(drafter: Drafter, forced: Forced) -> Iterator[DrafterLogits]:
 
 
 def proposer_at(drafter: Drafter, forced: Forced, positions: Tensor, nodes: int, decoding: Decoding) -> Proposer:
-    """Return the drafter of a step that starts at a position of each sequence and extends at most `nodes` nodes.
+    """Return the drafter of a step behind `positions` int64 [B] (at least 1) tokens that extends at most `nodes` nodes.
 
-    `positions` int64 [B], at least 1, is the number of committed tokens. The drafter's cache holds committed tokens and
-    true features only.
+    Its cache holds committed tokens and true features only.
     """
     tokens, most = forced.tokens, int(positions.max())
-    if int(positions.min()) < 1:
-        raise ValueError("positions must be at least 1")
     session = drafter.session(len(tokens), forced.prefix.uncond is not None, nodes)
     session.prefill(forced.condition, forced.prefix.features)
     return Proposer(session, decoding, tokens[:, :most], _features(forced)[:, :most], positions)

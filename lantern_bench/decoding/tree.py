@@ -22,8 +22,7 @@ _Lists: TypeAlias = Sequence[Sequence[int]]
 class Turn:
     """The n parents whose paths have the same sum of child ranks, those with most children first; decided together.
 
-    A node's child of rank r has to wait for r rejections at the node. So all nodes of one sum wait equally long; those
-    of a chain all have the sum 0.
+    A node's child of rank r has to wait for r rejections at the node. So all nodes of one sum wait equally long.
     """
 
     nodes: Tensor  # int64 [n]
@@ -198,8 +197,7 @@ def link_nodes(
 
     All int64 [B, M]: `tokens`, `parents` (-1 for the root, which is node 0, and never above the node's own number),
     `depths`, `ranks` (index among the siblings, < `fanout`). Nodes with `valid` bool [B, M] False fill up: they hang
-    on the root at depth 1, see only it and themselves, and are no children. Paths are in the order of their
-    leaves' numbers. docs/algorithms.md, sections 2 and 3.
+    on the root at depth 1, see only it and themselves, and are no children.
     """
     batch, nodes = tokens.shape
     number = torch.arange(nodes, device=tokens.device).expand(batch, -1)

@@ -47,11 +47,3 @@ def test_forced_logits_and_drafts_are_those_of_decoding(model: LoadedModel) -> N
     again = alone.extend(zero[:1], zero[:1], torch.ones(1, 1, 1, dtype=torch.bool))
     torch.testing.assert_close(deeper[:1], again, atol=1e-3, rtol=0)
     assert not proposer.broken.any()
-
-
-@torch.inference_mode()
-def test_positions_below_1_are_refused(model: LoadedModel) -> None:
-    tokens = torch.zeros(1, 4, dtype=torch.int64)
-    forced = teacher_forced(model.target, model.condition(CAPTIONS[:1]), tokens, guided=True)
-    with pytest.raises(ValueError, match="positions must be at least 1"):
-        proposer_at(model.drafter, forced, torch.tensor([0]), 1, Decoding(mode="ar"))

@@ -99,7 +99,7 @@ def test_nearest_tables_equal_the_recorded_ones(name: str) -> None:
     codes = recorded_codebooks()[name]
     total = len(codes)
     recorded = np.load(golden_path("nearest_table", f"{name}_top_{total - 1}_indices.npy")).astype(np.int64)
-    table = nearest_codes(codes, total - 1, chunk=13).numpy()
+    table = nearest_codes(codes, total - 1).numpy()
     distance = torch.cdist(codes.double(), codes.double()).numpy()
     own = np.take_along_axis(distance, table, axis=1)
     theirs = np.take_along_axis(distance, recorded, axis=1)

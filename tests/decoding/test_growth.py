@@ -87,7 +87,7 @@ def test_growth_equals_a_plain_implementation(kind: str, nodes: int, rounds: int
     distributions = [random_distribution(seed, 6, kind) for seed in range(4)]
     growth = grow(distributions, rounds, beam)
     root = torch.tensor([3, 1, 4, 0])
-    selected, valid, _ = growth.select(nodes)
+    selected, valid = growth.select(nodes)
     log_q = torch.cat(growth.log_q, dim=1)
     tree = growth.tree(root, nodes)
     assert tree.max_depth == rounds

@@ -114,7 +114,7 @@ def test_dynamic_trees_equal_the_recorded_ones(key: str, drafter: EagleDrafter, 
     for _ in range(info["params"]["depth"]):
         growth.grow(q(session.extend(*growth.frontier)))
     nodes = info["params"]["total"] - 1
-    selected, _, _ = growth.select(nodes)
+    selected, _ = growth.select(nodes)
     tree = growth.tree(root, nodes)
     assert tree.tokens[0].tolist() == recorded[key + "tokens"].flatten().tolist()
     assert parents_of(tree.attention)[0].tolist() == recorded[key + "parents"].flatten().tolist()

@@ -49,15 +49,6 @@ def test_index_type_is_the_smallest_that_fits():
         torch.uint16,
         torch.int32,
     ]
-    with pytest.raises(ValueError, match="cannot number 40000"):
-        nearest_codes(torch.zeros(40_000, 1), 1, dtype=torch.int16)
-
-
-@pytest.mark.parametrize("chunk", [1, 7, 50, None])
-def test_chunk_size_does_not_change_the_table(chunk):
-    counted = []
-    table = nearest_codes(codebook(), 9, chunk, on_rows=counted.append)
-    assert torch.equal(table, nearest_codes(codebook(), 49)[:, :9]) and sum(counted) == 50
 
 
 def test_distances_are_computed_in_blocks(monkeypatch):

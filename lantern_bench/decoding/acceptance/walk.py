@@ -42,14 +42,14 @@ def accept_tree(
 
     Arguments as of `verify`.
     """
-    offered, images = offered_children(tree, depth_limit), len(tree.tokens)
+    offered = offered_children(tree, depth_limit)
     depth = tree.rows(tree.depths) + 1
     children = Children(
         p=tree.rows(target_probs),
         q=None if tree.q is None else tree.rows(tree.q),
         tokens=tree.rows(_tokens_of(tree, offered)),
         offered=tree.rows(offered) >= 0,
-        nodes_per_rank=[nodes * images for nodes in tree.layout.active],
+        nodes_per_rank=[nodes * len(tree.tokens) for nodes in tree.layout.active],
         depth=depth,
         position=_positions(position, depth),
         layout=tree.layout,

@@ -11,8 +11,6 @@ from lantern_bench.decoding.drafting.draft_method import DraftMethod
 from lantern_bench.decoding.protocol import Target
 from lantern_bench.methods.parameters import load_code
 
-__all__ = ["drafting_of"]
-
 
 def drafting_of(decoding: Decoding, target: Target, batch: int = 1) -> DraftMethod:
     """Return the drafting of a configuration; its tensors are where the target computes."""

@@ -38,7 +38,7 @@ class Growth:
         tokens, log_q = _children(q, beam)
         self.beam, self._tokens = beam, [tokens]
         self.log_q = [log_q]  # of each round, float32 [B, candidates], cumulative
-        self._parents = [torch.full_like(tokens, -1)]
+        self._parents, self._depths = [torch.full_like(tokens, -1)], [torch.ones_like(tokens)]
         # Number and cumulative log q of the frontier's nodes, [B, beam].
         self._number, self._reach = torch.arange(beam, device=q.device).expand_as(tokens), log_q
         self._itself = torch.eye(beam, dtype=torch.bool, device=q.device).expand(len(q), -1, -1)
@@ -52,6 +52,7 @@ class Growth:
         self._tokens.append(tokens.flatten(1))
         self.log_q.append(reach)
         self._parents.append(self._number[:, :, None].expand_as(tokens).flatten(1))
+        self._depths.append(torch.full_like(self._tokens[-1], len(self._tokens)))
         best = torch.sort(reach, dim=1, descending=True, stable=True).indices[:, : self.beam]
         origin = best // self.beam
         before = self.frontier.seen.gather(1, origin[:, :, None].expand(-1, -1, self.frontier.seen.shape[2]))
@@ -60,8 +61,8 @@ class Growth:
         self.frontier = Frontier(self._tokens[-1].gather(1, best), origin, seen)
         return self.frontier
 
-    def select(self, nodes: int, depth_limit: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Keep the `nodes` candidates of highest cumulative log q: numbers and `valid` [B, m], and depths of all.
+    def select(self, nodes: int, depth_limit: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Keep the `nodes` candidates of highest cumulative log q: numbers and `valid` [B, m].
 
         m = min(nodes, candidates). Numbers ascend; missing ones are at least the number of candidates. Ties go to the
         smaller depth, then to the lower number, so that no node loses its parent (docs/algorithms.md, section 9,
@@ -69,19 +70,18 @@ class Growth:
         """
         reach = torch.cat(self.log_q, dim=1)
         total = reach.shape[1]
-        rounds = enumerate(self._tokens, 1)
-        depths = torch.cat([torch.full((tokens.shape[1],), depth, device=reach.device) for depth, tokens in rounds])
         if depth_limit is not None:
-            reach = reach.masked_fill(depths > depth_limit[:, None], -torch.inf)
+            reach = reach.masked_fill(torch.cat(self._depths, dim=1) > depth_limit[:, None], -torch.inf)
         # Numbers rise with depth: a stable sort settles ties as asked.
         best = torch.sort(reach, dim=1, descending=True, stable=True).indices[:, :nodes]
         numbers = torch.where(reach.gather(1, best) > -torch.inf, best, total).sort(dim=1).values
-        return numbers, numbers < total, depths
+        return numbers, numbers < total
 
     def tree(self, root: Tensor, nodes: int, depth_limit: Tensor | None = None) -> DraftTree:
         """Return the DraftTree of the tokens `root` int64 [B] and of what `select` keeps: M = m + 1, C = beam."""
-        numbers, valid, depths = self.select(nodes, depth_limit)
-        tokens, parents = (torch.cat(rounds, dim=1) for rounds in (self._tokens, self._parents))
+        numbers, valid = self.select(nodes, depth_limit)
+        candidates = (self._tokens, self._parents, self._depths)
+        tokens, parents, depths = (torch.cat(rounds, dim=1) for rounds in candidates)
         total = tokens.shape[1]
         # Candidate c is node `node[c + 1]`; what is above the root's children, -1, is node 0.
         nodes_in_order = torch.arange(1, numbers.shape[1] + 1, device=numbers.device).expand_as(numbers)
@@ -91,7 +91,7 @@ class Growth:
         return link_nodes(
             tokens=torch.cat([root[:, None], tokens.gather(1, numbers)], dim=1),
             parents=pad(node.gather(1, parents.gather(1, numbers) + 1), (1, 0), value=-1),
-            depths=pad(depths.expand_as(tokens).gather(1, numbers), (1, 0)),
+            depths=pad(depths.gather(1, numbers), (1, 0)),
             # The candidates below the root and below every frontier node are `beam` in a row.
             ranks=pad(numbers % self.beam, (1, 0)),
             valid=pad(valid, (1, 0), value=True),

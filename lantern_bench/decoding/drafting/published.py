@@ -7,18 +7,14 @@ sections 8.2 and 8.3, have the smallest examples that show the difference.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.acceptance.rule import AcceptanceRule
-from lantern_bench.decoding.acceptance.walk import (
-    Verdict,
-    accept_tree,
-    bonus_distribution,
-    longest_path,
-    verdict_of,
-)
+from lantern_bench.decoding.acceptance.walk import Verdict, accept_tree, bonus_distribution, longest_path, verdict_of
 from lantern_bench.decoding.drafting.draft_method import Drafted, DraftInputs, LastStep
 from lantern_bench.decoding.drafting.jacobi import JacobiDrafting, couple
 from lantern_bench.decoding.drafting.pac import PacDrafting
@@ -82,17 +78,10 @@ class PublishedSjdPac(PacDrafting):
         return torch.where(fresh[:, :, None], self._uniform, reused)
 
     def verify(
-        self,
-        tree: DraftTree,
-        target_probs: Tensor,
-        rule: AcceptanceRule,
-        uniforms: Tensor,
-        noise: Tensor,
-        depth_limit: Tensor | None = None,
-        position: Tensor | None = None,
+        self, tree: DraftTree, target_probs: Tensor, rule: AcceptanceRule, uniforms: Tensor, noise: Tensor, *where: Any
     ) -> Verdict:
         """Accept each candidate by itself; arguments as of `verify` in acceptance/walk.py."""
-        offered, acceptance = accept_tree(tree, target_probs, rule, depth_limit, position)
+        offered, acceptance = accept_tree(tree, target_probs, rule, *where)
         end, path = longest_path(tree, offered, tree.by_node(tree.rows(uniforms) < acceptance.accept))
         next_probs = bonus_distribution(tree, offered, acceptance, target_probs, end)
         next_probs = torch.where(path[:, -1:] >= 0, self._uniform, next_probs)
