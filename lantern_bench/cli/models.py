@@ -27,7 +27,7 @@ from lantern_bench.models.io.model_file import is_model_file
 from lantern_bench.models.model import Model, class_prompt
 from lantern_bench.models.registry import model_of
 from lantern_bench.models.registry import models as all_models
-from lantern_bench.runs.request import check_writable
+from lantern_bench.runs.store import check_writable
 from lantern_bench.runs.threads import set_threads
 
 if TYPE_CHECKING:

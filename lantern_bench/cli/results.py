@@ -17,7 +17,7 @@ from lantern_bench.cli.options import (
     find,
     split_words,
 )
-from lantern_bench.errors import RefusedError, UserError
+from lantern_bench.errors import CheckFailedError, RefusedError, UserError
 
 if TYPE_CHECKING:
     from lantern_bench.console import Console
@@ -75,16 +75,21 @@ def compare(
     run_a: Annotated[Path, typer.Argument(parser=find, metavar="RUN_A", help=RUN_HELP)],
     run_b: Annotated[Path, typer.Argument(parser=find, metavar="RUN_B", help="The run to compare with RUN_A.")],
     across: Annotated[list[str] | None, typer.Option(help="What may differ: weights, protocol, machine.")] = None,
+    fail_if: Annotated[
+        str | None, typer.Option(help="Exit with 5 if a verdict is worse, or if any is different.")
+    ] = None,
     format: FormatOption = None,
 ) -> None:
     """Compare two runs cell by cell, paired by prompt: ratio or difference, 95 % interval, verdict."""
-    from lantern_bench.report.compare import ACROSS, check_comparability, compare_runs, differences
+    from lantern_bench.report.compare import ACROSS, SAME, WORSE, check_comparability, compare_runs, differences
     from lantern_bench.report.records import load_runs
 
     console: Console = ctx.obj
     allowed = split_words(across)
     for kind in allowed:
         check_choice("--across", kind, ACROSS)
+    if fail_if is not None:
+        check_choice("--fail-if", fail_if, ("worse", "different"))
     if run_a.resolve() == run_b.resolve():
         raise UserError(f"{run_b}: is the same run as {run_a}", "Give two runs.")
     names, (a, b) = zip(*load_runs([run_a, run_b]).items(), strict=True)
@@ -101,6 +106,10 @@ def compare(
     console.table(comparison.table, "comparison", title=f"a: {names[0]}   b: {names[1]}", format=format)
     for note in comparison.notes:
         console.say(note)
+    verdicts = comparison.table["verdict"].dropna()
+    failed = verdicts == WORSE if fail_if == "worse" else verdicts != SAME
+    if fail_if is not None and failed.any():
+        raise CheckFailedError(f"--fail-if {fail_if}: true of {int(failed.sum())} of {len(verdicts)} verdicts")
 
 
 def predict(
