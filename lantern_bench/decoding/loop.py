@@ -180,7 +180,7 @@ def speculative(
     batch.phases.mark("prefill")
     paths: list[Tensor] = []
     steps, before = 0, [0] * batch.size
-    positions, broken = speculation.progress.host_view.tolist()  # one copy of the prefill, in case its logits are broken
+    positions, broken = speculation.progress.host_view.tolist()  # one copy of the prefill: its logits may be broken
     while any(position < batch.tokens_wanted for position in positions) and not any(broken):
         stopping.check()
         draft_bits, uniform_bits, bonus_bits = speculation.noise(batch.draws)
