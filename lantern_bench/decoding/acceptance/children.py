@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from lantern_bench.decoding.acceptance.rule import AcceptanceRule, DraftView, ac
 from lantern_bench.decoding.tree import Layout
 
 _EMPTY = 1e-12  # a residual with less than this of a mass of 1 is rounding
+_Merged: TypeAlias = tuple[Tensor, Tensor]  # the neighbours [n, k] of drafts, and which of them mass is taken from
 
 
 @dataclass(frozen=True)
@@ -65,12 +67,13 @@ def accept_children(children: Children, rule: AcceptanceRule) -> Acceptance:
         x = children.tokens[:n, rank, None]
         p_x, q_x = remaining.probabilities(x)
         tried = children.offered[:n, rank, None] & ~remaining.exhausted[:n] & (q_x > 0)
-        f, neighbours, taken = None, None, None
-        m = torch.zeros_like(p_x)
+        m, merged, share = torch.zeros_like(p_x), None, None
         if rule.chance is not None:
             f = acceptance_chance(remaining.every_token(n))
             probability = f.gather(1, x)
             m = (q_x * probability - p_x).clamp_min(0.0)  # what x takes from other tokens
+            # A token is rejected with probability 1 - f, so q f is what acceptance used up.
+            share = f if rule.official_share is None else torch.full_like(p_x, rule.official_share).expand_as(f)
         else:
             if rule.uses_neighbours:
                 summed, taken = neighbour_mass(remaining.drafts(x, p_x, q_x))
@@ -78,13 +81,14 @@ def accept_children(children: Children, rule: AcceptanceRule) -> Acceptance:
                 neighbours = rule.nearest(x.squeeze(1), extra=int(rule.official_residual))
                 if rule.official_residual:  # the authors' code treats all k + 1 alike as soon as one is taken
                     taken = taken[:, :1].expand_as(neighbours)
+                merged = neighbours, taken
             probability = ((p_x + m) / q_x).clamp(max=1.0)
         accept[:n, rank] = torch.where(tried, probability, 0.0).squeeze(1)
         mass[:n, rank] = torch.where(tried, m, 0.0).squeeze(1)
         if children.q is None:
-            remaining.reject_deterministic(x, tried, neighbours, taken, f)
+            remaining.reject_deterministic(x, tried, merged, share)
         else:
-            remaining.reject_sampled(x, tried, neighbours, taken, f)
+            remaining.reject_sampled(x, tried, merged, share)
     return Acceptance(accept, mass, remaining.p, remaining.exhausted.squeeze(1))
 
 
@@ -123,21 +127,19 @@ class _Remaining:
             self.rule, token, p_x, q_x, self.p[nodes], p_sum, children.depth[nodes], children.position[nodes]
         )
 
-    def reject_sampled(
-        self, x: Tensor, tried: Tensor, neighbours: Tensor | None, taken: Tensor | None, f: Tensor | None
-    ) -> None:
-        """Replace p by its residual max(p - q, 0) where x is tried, and take x out of q.
+    def reject_sampled(self, x: Tensor, tried: Tensor, merged: _Merged | None, share: Tensor | None) -> None:
+        """Replace p by its residual max(p - q, 0) where x is tried, and take x out of q; `share` [n, V] of q counts.
 
-        The residual is 0 at x: a rejected x has p(x) <= p(x) + m(x) < q(x). Under a rule with `chance`, q f is removed
-        in place of q.
+        The residual is 0 at x: a rejected x has p(x) <= p(x) + m(x) < q(x).
         """
         assert self.q is not None
         p, q = self.p[: len(x)], self.q[: len(x)]
         removed = q / self._q_sum[: len(x)]
-        if f is not None:  # a token is rejected with probability 1 - f, so q f is what acceptance used up
-            removed = removed * (f if self.rule.official_share is None else self.rule.official_share)
+        if share is not None:
+            removed = removed * share
         residual = (p - removed).clamp_min_(0.0)
-        if neighbours is not None and taken is not None:
+        if merged is not None:
+            neighbours, taken = merged
             remainder = p.gather(1, neighbours) if self.rule.official_residual else 0.0
             _write(residual, neighbours, torch.where(taken, remainder, residual.gather(1, neighbours)))
         residual_sum = residual.sum(dim=1, keepdim=True)
@@ -146,20 +148,18 @@ class _Remaining:
         _write(q, x, torch.where(tried, 0.0, q.gather(1, x)))
         self._q_sum[: len(x)] = q.sum(dim=1, keepdim=True)
 
-    def reject_deterministic(
-        self, x: Tensor, tried: Tensor, neighbours: Tensor | None, taken: Tensor | None, f: Tensor | None
-    ) -> None:
-        """Take x and the neighbours whose mass it took out of p; under a rule with `chance` only what f used of x."""
+    def reject_deterministic(self, x: Tensor, tried: Tensor, merged: _Merged | None, share: Tensor | None) -> None:
+        """Take x and the neighbours whose mass it took out of p; of x only its `share` [n, V]."""
         p, p_sum = self.p[: len(x)], self._p_sum[: len(x)]
-        if neighbours is not None and taken is not None:
+        if merged is not None:
+            neighbours, taken = merged
             lent = p.gather(1, neighbours)
             p_sum = p_sum - torch.where(taken, lent, 0.0).sum(dim=1, keepdim=True, dtype=torch.float64)
             _write(p, neighbours, torch.where(taken & tried, 0.0, lent))
         p_x = p.gather(1, x)
         remainder = torch.zeros_like(p_x)
-        if f is not None:
-            used = f.gather(1, x) if self.rule.official_share is None else self.rule.official_share
-            remainder = (p_x - used * p_sum.to(p_x.dtype)).clamp_min(0.0)
+        if share is not None:
+            remainder = (p_x - share.gather(1, x) * p_sum.to(p_x.dtype)).clamp_min(0.0)
         p_sum = p_sum - (p_x - remainder)
         _write(p, x, torch.where(tried, remainder, p_x))
         empty = tried & (p_sum <= _EMPTY)
