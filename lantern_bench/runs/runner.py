@@ -24,16 +24,8 @@ from lantern_bench.decoding.step import sampling_key
 from lantern_bench.errors import RecordsFailedError, RefusedError, one_line
 from lantern_bench.models.loaded_model import LoadedModel, NoPixels
 from lantern_bench.models.random_model import meta_model, sizes_of
-from lantern_bench.runs.devices import (
-    Compute,
-    choose_compute,
-    compile_models,
-    device_columns,
-    gpu_blocks,
-    key_fields,
-    load_models,
-    machine_block,
-)
+from lantern_bench.runs import devices
+from lantern_bench.runs.devices import Compute, key_fields
 from lantern_bench.runs.events import Emit, ImageDone, Note, Share, Started
 from lantern_bench.runs.images import DecodedImage, png_bytes
 from lantern_bench.runs.request import Request
@@ -65,12 +57,12 @@ def decode_missing(request: Request, emit: Emit) -> int:
 def load_to_decode(experiment: ResolvedExperiment, emit: Emit) -> tuple[Compute, dict[str, LoadedModel]]:
     """Load the models of an experiment, by name, and have their steps compiled if it asks for that."""
     settings = experiment.settings
-    compute = choose_compute(settings.device, settings.dtype, fast=True)
-    models = load_models(experiment, compute)
+    compute = devices.choose_compute(settings.device, settings.dtype, fast=True)
+    models = devices.load_models(experiment, compute)
     for model in models.values():
         if isinstance(model.pixels, NoPixels):
             raise model.pixels.problem
-    if settings.compile and (warning := compile_models(models.values(), compute)) is not None:
+    if settings.compile and (warning := devices.compile_models(models.values(), compute)) is not None:
         emit(warning)
     emit(Note(f"device {compute.device}, {compute.dtype_name}", level="detail"))
     return compute, models
@@ -140,7 +132,7 @@ def run_plan(
     to_do = Counter(task.cell.cell_id for task in plan.tasks if not store.is_done(task))
     session = open_session(store, prepare_seconds=prepare_seconds)
     started = store.manifest.get("started", session["started"])
-    described = compute_block(compute, store.key["compile"]) | {"machine": machine_block()}
+    described = compute_block(compute, store.key["compile"]) | {"machine": devices.machine_block()}
     store.update_manifest(started=started, ended=None, **described)
     decoder = Decoder(models, compute, session, again)
     try:
@@ -155,7 +147,7 @@ def run_plan(
                 emit(store_result(store, result))
         session["complete"] = True
     finally:
-        session |= {"ended": stamp(), "gpus_at_end": gpu_blocks()}
+        session |= {"ended": stamp(), "gpus_at_end": devices.gpu_blocks()}
         store.update_manifest(ended=session["ended"])
     failed: int = session["failed"]
     return failed
@@ -230,7 +222,7 @@ class Decoder:
             return
         least_disturbed = min(attempts, key=lambda images: images[0].lost_share(len(batch)))
         images = dict(zip(batch, least_disturbed, strict=True))
-        common = {"process": session["process"], "attempts": len(attempts), **device_columns(compute.device)}
+        common = {"process": session["process"], "attempts": len(attempts), **devices.device_columns(compute.device)}
         for task in missing:
             png = images[task].png()
             session["images"] += 1

@@ -301,7 +301,7 @@ def check_folder(folder: Path, experiment: ResolvedExperiment) -> None:
     if (folder / LOCK).exists():
         with lock_run(folder):
             pass
-    if finished := len(done_images(folder)):
+    if (folder / MANIFEST).exists() and (finished := len(done_images(folder))):
         wanted = {"experiment": experiment.to_dict(), "threads": experiment.settings.threads}
         check_same_run(folder.name, read_manifest(folder), wanted, finished)
 
