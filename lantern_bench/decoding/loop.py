@@ -180,12 +180,7 @@ def speculative(
     batch.phases.mark("prefill")
     paths: list[Tensor] = []
     steps, before = 0, [0] * batch.size
-<<<<<<< HEAD
-    # One copy of the prefill's progress: its logits may be broken.
-    positions, broken = speculation.progress.host_view.tolist()
-=======
     positions, broken = speculation.progress.host_view.tolist()  # one copy of the prefill: its logits may be broken
->>>>>>> decoding
     while any(position < batch.tokens_wanted for position in positions) and not any(broken):
         stopping.check()
         draft_bits, uniform_bits, bonus_bits = speculation.noise(batch.draws)
