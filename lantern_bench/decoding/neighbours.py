@@ -31,17 +31,8 @@ def in_space(codebook: Tensor, space: Space) -> Tensor:
     return functional.normalize(rows, dim=-1) if space == "normalised" else rows
 
 
-def index_dtype(codes: int) -> torch.dtype:
-    """The smallest type that numbers `codes` codes: int16, uint16 or int32."""
-    if codes <= 1 << 15:
-        return torch.int16
-    return torch.uint16 if codes <= 1 << 16 else torch.int32
-
-
-def nearest_codes(
-    codebook: Tensor, neighbours: int, dtype: torch.dtype = torch.int32, metric: NeighbourMetric = "l2"
-) -> Tensor:
-    """Return [V, neighbours]: for every code the nearest others, nearest first, ties by index.
+def nearest_codes(codebook: Tensor, neighbours: int, metric: NeighbourMetric = "l2") -> Tensor:
+    """Return int32 [V, neighbours]: for every code the nearest others, nearest first, ties by index.
 
     `codebook` [V, d] holds one row per code. `metric`: `l2` (Euclidean, float32), `cosine` (the angle between rows; a
     row of zeros is equally far from all) or `random` (a fixed random order for every code, the same on every machine).
@@ -65,5 +56,5 @@ def nearest_codes(
         distance.scatter_(1, rows[:, None], torch.inf)
         # Bits of non-negative floats order like the floats: one integer key holds distance and index.
         key = (distance.view(torch.int32).long() << 32) | index
-        parts.append(key.topk(neighbours, dim=1, largest=False).indices.to(dtype))
+        parts.append(key.topk(neighbours, dim=1, largest=False).indices.int())
     return torch.cat(parts)

@@ -35,15 +35,8 @@ from lantern_bench.models.lanterns import modules as classifier
 # ---- Feature extractors, and the weights of all scorers
 
 
-def find_weights(scorer: str, file_name: str, weights: Path | None, advice: str) -> Path:
-    """Return `weights`, or else the published file of that name on this machine.
-
-    Raises `UserError` for a path that is no file and `RefusedError` when no folder has it; both show `advice`.
-    """
-    if weights is not None:
-        if not weights.is_file():
-            raise UserError(f"the weights given for {scorer} are not a file: {weights}", advice)
-        return weights
+def find_weights(scorer: str, file_name: str) -> Path:
+    """Return the published file of that name on this machine; raises `RefusedError` when no folder has it."""
     cache = Path(torch.hub.get_dir()) / "checkpoints"
     path = Path(os.environ.get(WEIGHTS_VARIABLE) or cache) / file_name
     if path.is_file() or (path := cache / file_name).is_file():
@@ -51,12 +44,11 @@ def find_weights(scorer: str, file_name: str, weights: Path | None, advice: str)
     raise RefusedError(
         f"the weights of {scorer} are not on this machine: {file_name} is neither in the folder named by "
         f"{WEIGHTS_VARIABLE} nor in the cache of torch.hub (scoring downloads nothing)",
-        advice,
+        f"Put {file_name} there.",
     )
 
 
 BUNDLED = "lanterns-features"
-
 
 # By name: the layer that all metrics use, how many features it has, the published file of the weights, and a parameter
 # that other models' files lack.
@@ -100,8 +92,7 @@ def find_extractor(name: str = BUNDLED, weights: Path | None = None) -> Extracto
         path = weights or classifier.WEIGHTS
         classifier.load_classifier(path)
     else:
-        advice = f"put {file_name} there, or give its path"
-        path = find_weights(f"the feature extractor {name}", file_name, weights, advice)
+        path = weights or find_weights(f"the feature extractor {name}", file_name)
         open_checkpoint(path).require(key, f"the weights of {name}")
     return Extractor(name, layer, width, path)
 

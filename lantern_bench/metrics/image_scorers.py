@@ -93,9 +93,7 @@ def load_clip(
         path, source, pretrained = _weights_in(folder, name), f"{LOCAL_DIR}{folder}", None
         label = label or (name if name == BUNDLED else folder.name)
     elif name in open_clip.list_models():
-        file_name = f"{name}.safetensors"
-        advice = f"give the path of a checkpoint of {name}, or put it there as {file_name}"
-        path = features.find_weights(f"the CLIP model {name}", file_name, weights, advice)
+        path = weights or features.find_weights(f"the CLIP model {name}", f"{name}.safetensors")
         source, pretrained = name, str(path)
     else:
         advice = f"Give {BUNDLED}, {LOCAL_DIR}FOLDER, or an architecture of open_clip such as ViT-B-32, ViT-L-14."
@@ -128,32 +126,28 @@ def _weights_in(folder: Path, name: str) -> Path:
     return Path(checkpoint)
 
 
-def clip_score(protocol: Protocol, weights: Path | None, device: torch.device | str) -> ClipScorer:
+def clip_score(protocol: Protocol, device: torch.device | str) -> ClipScorer:
     """Load the scorer of the metric `clip_score`: the protocol's CLIP model."""
-    return load_clip(protocol.clip_model or BUNDLED, weights, prefix=protocol.clip_prefix, device=device)
+    return load_clip(protocol.clip_model or BUNDLED, prefix=protocol.clip_prefix, device=device)
 
 
 # ---- Human-preference scores
 
 
-def hpsv2(_protocol: Protocol, weights: Path | None, device: torch.device | str) -> ClipScorer:
+def hpsv2(_protocol: Protocol, device: torch.device | str) -> ClipScorer:
     """Load HPSv2.1 (Wu et al. 2023), a CLIP model."""
-    file = "HPS_v2.1_compressed.pt"
-    advice = f"put {file} of the HPSv2 authors into the folder that LANTERN_BENCH_WEIGHTS names"
-    path = features.find_weights("HPSv2", file, weights, advice)
+    path = features.find_weights("HPSv2", "HPS_v2.1_compressed.pt")
     return load_clip("ViT-H-14", path, device=device, label="hpsv2.1")
 
 
-def image_reward(_protocol: Protocol, weights: Path | None, device: torch.device | str) -> ImageReward:
+def image_reward(_protocol: Protocol, device: torch.device | str) -> ImageReward:
     """Load ImageReward 1.0 (Xu et al. 2023)."""
     if importlib.util.find_spec("ImageReward") is None:
         problem = "ImageReward is not installed: the protocol image-reward needs its package"
         raise RefusedError(problem, "Install the extra: pip install 'lantern-bench[image-reward]'")
-    file, config = "ImageReward.pt", "med_config.json"
-    advice = f"put {file} and {config} of its authors into one folder there"
-    path = features.find_weights("ImageReward", file, weights, advice)
-    if not (path.parent / config).is_file():
-        raise RefusedError(f"ImageReward needs {config} beside {path.name}", advice)
+    path = features.find_weights("ImageReward", "ImageReward.pt")
+    if not (path.parent / "med_config.json").is_file():
+        raise RefusedError(f"ImageReward needs med_config.json beside {path}", "Put that file of its authors there.")
     open_checkpoint(path)  # refuses a pickle with code
     import ImageReward as package
 
@@ -200,6 +194,6 @@ class PromptAccuracy:
         return scores
 
 
-def prompt_accuracy(_protocol: Protocol, _weights: Path | None, device: torch.device | str) -> PromptAccuracy:
+def prompt_accuracy(_protocol: Protocol, device: torch.device | str) -> PromptAccuracy:
     """Load the scorer of the metric `prompt_accuracy`."""
     return PromptAccuracy(classifier.load_classifier(device=device))

@@ -67,18 +67,11 @@ class Scorers:
         return (self.label, *(None if extractor is None else extractor.label for extractor in extractors))
 
 
-def load_scorers(
-    protocol: Protocol,
-    *,
-    clip_weights: Path | None = None,
-    features_weights: Path | None = None,
-    device: torch.device | str = "cpu",
-) -> Scorers:
+def load_scorers(protocol: Protocol, device: torch.device | str = "cpu") -> Scorers:
     """Load the scorers of a protocol; raises `RefusedError` where weights are missing."""
-    extractor = find_extractor(protocol.features, features_weights) if protocol.features else None
+    extractor = find_extractor(protocol.features) if protocol.features else None
     manifold = protocol.manifold if protocol.manifold != protocol.features else None
-    weights = {"clip_score": clip_weights}
-    images = {name: METRICS[name].function()(protocol, weights.get(name), device) for name in protocol.metrics}
+    images = {name: METRICS[name].function()(protocol, device) for name in protocol.metrics}
     return Scorers(protocol, images, extractor, find_extractor(manifold) if manifold else None, device)
 
 
@@ -315,8 +308,6 @@ def score_run_directory(
     protocol: str | None = None,
     reference: str | None = None,
     device: str = "auto",
-    clip_weights: Path | None = None,
-    features_weights: Path | None = None,
     infinity: bool = False,
     again: bool = False,
 ) -> tuple[Protocol, int]:
@@ -325,7 +316,7 @@ def score_run_directory(
     name = protocol or recorded.get("protocol") or default_protocol(recorded.get("model") or [])
     rules = protocol_of(name)
     compute = choose_compute(device)
-    scorers = load_scorers(rules, clip_weights=clip_weights, features_weights=features_weights, device=compute.device)
+    scorers = load_scorers(rules, compute.device)
     pictures = reference or (recorded.get("reference") if name == recorded.get("protocol") else None)
     against = find_reference(pictures, rules)
     return rules, score_folder(folder, scorers, against, emit, infinity=infinity, again=again)

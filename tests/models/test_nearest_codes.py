@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from lantern_bench.decoding.neighbours import in_space, index_dtype, nearest_codes
+from lantern_bench.decoding.neighbours import in_space, nearest_codes
 from lantern_bench.models.loaded_model import LoadedModel
 from tests.decoding.golden_cases import golden_path
 from tests.tiny_model import TinyModel
@@ -40,17 +40,6 @@ def test_raw_and_normalised_spaces_have_other_neighbours():
         in_space(codes, "cosine")
 
 
-def test_index_type_is_the_smallest_that_fits():
-    assert [index_dtype(codes) for codes in (8192, 16384, 32768, 32769, 65536, 65537)] == [
-        torch.int16,
-        torch.int16,
-        torch.int16,
-        torch.uint16,
-        torch.uint16,
-        torch.int32,
-    ]
-
-
 def test_distances_are_computed_in_blocks(monkeypatch):
     seen = []
     real = torch.cdist
@@ -62,7 +51,7 @@ def test_distances_are_computed_in_blocks(monkeypatch):
     monkeypatch.setattr(torch, "cdist", watched)
     monkeypatch.setattr("lantern_bench.decoding.neighbours._DISTANCES_AT_ONCE", 1 << 16)
     codes = codebook(2048)
-    table = nearest_codes(codes, 20, dtype=index_dtype(2048))
+    table = nearest_codes(codes, 20)
     assert max(seen) <= 1 << 16 and sum(seen) == 2048**2 and table.shape == (2048, 20)
 
 

@@ -3,7 +3,7 @@
 from lantern_bench.methods import Metric
 
 
-def load(protocol, weights, device):
+def load(protocol, device):
     """Return the scorer; this one needs no network."""
 
     def sharpness(pictures, prompts):
