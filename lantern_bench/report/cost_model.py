@@ -14,7 +14,7 @@ from functools import cache
 from importlib import resources
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -33,8 +33,6 @@ from lantern_bench.runs.store import RunData
 from lantern_bench.schema import CELL_COLUMNS
 
 # ---- Devices
-
-Program: TypeAlias = Literal["draft", "target", "verify"]
 
 _Rate = Annotated[float, Field(gt=0, allow_inf_nan=False, description="must be a number above 0")]
 _Share = Annotated[float, Field(gt=0, le=1, description="must be above 0 and at most 1")]
@@ -228,21 +226,17 @@ class Seconds(NamedTuple):
         """The seconds of both, one after the other."""
         return Seconds(*(a + b for a, b in zip(self, other, strict=True)))
 
-    def times(self, factor: float) -> Seconds:
-        """Each part multiplied by a factor."""
-        return Seconds(*(factor * seconds for seconds in self))
 
-
-def seconds_of(work: Work, device: Device, stack: Stack) -> Seconds:
-    """The seconds of a program; raises `RefusedError` for eager code on a device without `eager_kernel_us`."""
-    read = work.bytes / (1e9 * device.read_gb_s * device.read_share)
-    multiply = work.operations / (1e12 * device.multiply_tflops * device.multiply_share)
+def seconds_of(work: Work, device: Device, stack: Stack, factor: float = 1.0) -> Seconds:
+    """Seconds of a program, times a factor; raises `RefusedError` for eager code without a time of its kernels."""
+    read = factor * work.bytes / (1e9 * device.read_gb_s * device.read_share)
+    multiply = factor * work.operations / (1e12 * device.multiply_tflops * device.multiply_share)
     each = device.kernel_us if stack.fixed else device.eager_kernel_us
     if each is None:
         raise RefusedError(
             f"the device {device.name} states no eager_kernel_us", "Add it to its file, or predict --stack compiled."
         )
-    launch = 1e-6 * each * work.kernels
+    launch = factor * 1e-6 * each * work.kernels
     if device.kind == "cpu":
         return Seconds(launch + read + multiply, read, multiply, launch)
     busy = max(read, multiply)
@@ -271,20 +265,17 @@ def step_seconds(device: Device, stack: Stack, setting: Setting, draft: Draft | 
     if stack.fixed and device.kind == "gpu":
         setting = setting._replace(context=setting.sizes.prefix + setting.sizes.image_tokens)
     size, nodes = device.weight_bytes, 1 if draft is None else draft.nodes
-    target = seconds_of(target_work(setting, nodes, size, stack), device, stack).times(device.target_factor(nodes))
+    target = seconds_of(target_work(setting, nodes, size, stack), device, stack, device.target_factor(nodes))
     if draft is None:
         return StepSeconds(NOTHING, target, NOTHING, 0.0)
     forwards = draft_work(setting, draft, committed, size, stack)
-    drafted = sum((seconds_of(work, device, stack) for work in forwards), NOTHING).times(device.draft_factor)
-    verify = seconds_of(verify_work(setting, draft, committed, stack), device, stack).times(device.verify_factor)
+    drafted = sum((seconds_of(work, device, stack, device.draft_factor) for work in forwards), NOTHING)
+    verify = seconds_of(verify_work(setting, draft, committed, stack), device, stack, device.verify_factor)
     return StepSeconds(drafted, target, verify, 1e-6 * device.step_us if stack.fixed else 0.0)
 
 
 def prefill_seconds(device: Device, stack: Stack, setting: Setting) -> float:
-    """The forward over the prefix, which this package does not compile.
-
-    On a device that states no `eager_kernel_us` (a CPU, where launching is a small part) it counts as compiled.
-    """
+    """The forward over the prefix, which is not compiled; without `eager_kernel_us` (a CPU) it counts as compiled."""
     eager = stack if device.eager_kernel_us is None else STACKS["eager"]
     work = target_work(setting._replace(context=0), setting.sizes.prefix, device.weight_bytes, eager)
     return seconds_of(work, device, eager).total
@@ -302,7 +293,7 @@ class StepTimes(NamedTuple):
 class Sample(NamedTuple):
     """A measured program: its work, its seconds, and the nodes of a target forward."""
 
-    program: Program
+    program: Literal["draft", "target", "verify"]
     work: Work
     seconds: float
     nodes: int = 1
@@ -321,7 +312,7 @@ def fit_device(samples: Sequence[Sample], **fields: Any) -> Device:
     per_gb, per_tflop, kernel_us = map(float, nnls(work / seconds[:, None], np.ones(len(samples)))[0])
     rates = {"read_gb_s": 1 / max(per_gb, 1e-6), "multiply_tflops": 1 / max(per_tflop, 1e-6), "kernel_us": kernel_us}
     device = Device.model_validate(fields | {name: float(f"{rate:.4g}") for name, rate in rates.items()})
-    ratios: dict[tuple[Program, int], list[float]] = {}
+    ratios: dict[tuple[str, int], list[float]] = {}
     for sample in samples:
         modelled = seconds_of(sample.work, device, STACKS["compiled"]).total
         key = (sample.program, sample.nodes if sample.program == "target" else 0)
@@ -437,8 +428,10 @@ def prediction_rows(run: RunData, device: Device, stack: str, model: str | None 
 def _draft(cell: CellRecords, good: Sequence[Row], manifest: Mapping[str, Any]) -> tuple[Draft | None, str | None]:
     """The draft of a cell, None for autoregressive decoding, and what is assumed about it."""
     drafting, label = cell.columns["drafting"], str(cell.columns["tree"])
-    if drafting == "none" or (named := named_draft(label)) is not None:
-        return None if drafting == "none" else named, None
+    if drafting == "none":
+        return None, None
+    if (named := named_draft(label)) is not None:
+        return named, None
     for settings in (manifest.get("experiment") or {}).get("cells") or ():
         if isinstance(settings.get("tree"), list):
             paths = check_topology(settings["tree"])
@@ -480,10 +473,7 @@ def terms_of(device: Device, stack: str) -> list[str]:
 
 
 def measured_times(run: RunData) -> pd.DataFrame:
-    """Return the table `prediction` with what a run measured, to plan a larger one on its own device.
-
-    Raises `RefusedError` for a run without seconds.
-    """
+    """Return the table `prediction` with what a run measured; raises `RefusedError` for a run without seconds."""
     speed = tables_of(run)["speed"]
     timed = speed[speed["latency_s"].notna()]
     if not len(timed):
@@ -494,10 +484,7 @@ def measured_times(run: RunData) -> pd.DataFrame:
 
 
 def with_hours(table: pd.DataFrame, prompts: int, devices: int) -> pd.DataFrame:
-    """Return the table `prediction` with the hours that each cell takes for so many prompts.
-
-    A prompt stays on one device with all its cells.
-    """
+    """Return the table with the hours of each cell; a prompt stays on one device with all its cells."""
     hours = math.ceil(prompts / devices) * table["latency_s"] / 3600
     return table.assign(hours=hours, device_hours=hours * devices)
 

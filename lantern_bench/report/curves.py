@@ -18,7 +18,7 @@ import pandas as pd
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.methods.tables import METRICS, ON_CURVES
 from lantern_bench.models.io.files import write_atomically
-from lantern_bench.report.labels import BOUNDS, CELL, CellKey, Style, cell_key, labels, styles
+from lantern_bench.report.labels import BOUNDS, CELL, FAMILY, CellKey, Style, cell_key, labels, styles
 from lantern_bench.report.records import CellRecords, run_cells
 from lantern_bench.report.stats import proportion
 from lantern_bench.report.tables import ENDS, SPEEDUPS, cells_of, frame, tables_of, write_csv
@@ -41,12 +41,6 @@ SPEEDS = {"speedup": "speedup over AR", "mean_accepted_length": "mean accepted l
 
 INTERVAL = "95 % interval"
 """In the titles of axes: what whiskers are."""
-
-# Columns that tell cells apart; without a parameter they name the family in which that parameter varies.
-_FAMILY = (
-    "run", "model", "mode", "drafting", "rule", "tree", "neighbours", "neighbour_metric", "residual", *BOUNDS,
-    "temperature", "cfg_scale", "top_k", "top_p", "batch", "seed_set",
-)  # fmt: skip
 
 
 def curve_tables(run: RunData) -> dict[str, pd.DataFrame]:
@@ -101,7 +95,7 @@ def _bound_points(runs: Mapping[str, Tables], parameter: str) -> pd.DataFrame:
     """The mean accepted length of the cells that have `parameter`, by its value, with intervals."""
     table = stack_runs(runs, "speed")
     rows = table[table[parameter].notna() & table["mean_accepted_length"].notna() & (table["drafting"] != "none")]
-    names = [name for name in (*_FAMILY, "cell_id", "images") if name in rows]
+    names = [name for name in (*FAMILY, "cell_id", "images") if name in rows]
     points = rows[[*names, *(f"mean_accepted_length{end}" for end in ENDS)]]
     return _labelled(points.sort_values([parameter, "run"], kind="stable").reset_index(drop=True))
 
@@ -125,10 +119,7 @@ def speed_quality_points(runs: Mapping[str, Tables]) -> pd.DataFrame:
 
 
 def is_dominated(points: pd.DataFrame, speed: str, quality: str, less_is_better: bool) -> list[bool]:
-    """Return for each point whether another of the same run and model beats it: no worse in both, better in one.
-
-    By the figures alone: intervals that overlap may still be dominated.
-    """
+    """Return for each point whether another of the same run and model beats it: no worse in both, better in one."""
     fast, good = points[speed].to_numpy(), points[quality].to_numpy() * (-1 if less_is_better else 1)
     group = points.groupby(["run", "model"]).ngroup().to_numpy()
     no_worse = (fast >= fast[:, None]) & (good >= good[:, None]) & (group == group[:, None])
@@ -177,11 +168,7 @@ class Chart:
 
 
 def fronts(runs: Mapping[str, Tables]) -> Iterator[Chart]:
-    """Yield a chart for each quality figure and each scorer of it: against speedup, then against MAL.
-
-    The column `dominated` marks a cell when another of its model and run is at least as fast and as good, and better in
-    one of the two.
-    """
+    """Yield a chart for each quality figure and each scorer of it: against speedup, then against MAL."""
     table = speed_quality_points(runs)
     for speed, prefix in (("speedup", "speed"), ("mean_accepted_length", "length")):
         for figure in ON_CURVES:
@@ -217,7 +204,7 @@ def charts(runs: Mapping[str, Tables], parameters: Sequence[str] = tuple(BOUNDS)
         points = _bound_points(runs, parameter)
         if points[parameter].nunique() > 1:
             # Cells that differ in nothing else are one line.
-            family = [name for name in _FAMILY if name in points and name != parameter]
+            family = [name for name in FAMILY if name in points and name != parameter]
             yield Chart(
                 f"mean-accepted-length-by-{parameter}", points, parameter, "mean_accepted_length",
                 BOUNDS.get(parameter, parameter), f"mean accepted length ({INTERVAL})", family,
@@ -240,6 +227,7 @@ def whiskers(rows: pd.DataFrame, name: str) -> list[list[float]] | None:
 
 # ---- Their pictures and files
 
+_KINDS = ("png", "svg", "csv")
 _LOOK: dict[Any, Any] = {
     "axes.grid": True, "axes.axisbelow": True, "axes.spines.top": False, "axes.spines.right": False,
     "grid.linewidth": 0.4, "grid.alpha": 0.5,
@@ -255,7 +243,7 @@ def draw_curves(runs: Mapping[str, Tables], folder: Path, by: str = "mode") -> l
     """Draw the curves of runs (name to `curve_tables`) into `folder`; return the files.
 
     `by` (one of `GROUPINGS`) is what colours stand for and, except for the mode, what the mean accepted length is drawn
-    against. Raises `RefusedError` when there is nothing to draw, and `UserError` when the folder cannot be written.
+    against. Raises `RefusedError` when there is nothing to draw.
     """
     from matplotlib import rc_context
 
@@ -263,21 +251,19 @@ def draw_curves(runs: Mapping[str, Tables], folder: Path, by: str = "mode") -> l
     drawn = list(charts(runs, tuple(BOUNDS) if by == "mode" else (by,)))
     if not drawn:
         raise RefusedError("nothing to draw: these runs hold no drafts and no images that are both scored and timed")
-    files: list[Path] = []
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for chart in drawn:
-            png, svg, csv = (folder / f"{chart.name}.{kind}" for kind in ("png", "svg", "csv"))
+            png, svg, csv = (folder / f"{chart.name}.{kind}" for kind in _KINDS)
             # Without dates, versions and random ids equal curves are equal files.
             with rc_context({**_LOOK, "svg.hashsalt": chart.name}):
                 figure = to_matplotlib(chart, cell_styles)
                 save_figure(figure, png, dpi=160, bbox_inches="tight", metadata={"Software": None})
                 save_figure(figure, svg, bbox_inches="tight", metadata={"Date": None, "Creator": None})
             write_csv(chart.points, csv)
-            files += [png, svg, csv]
     except OSError as error:
         raise UserError(f"--out {folder}: cannot be written: {error.strerror}") from error
-    return files
+    return [folder / f"{chart.name}.{kind}" for chart in drawn for kind in _KINDS]
 
 
 def save_figure(figure: Figure, path: Path, **options: Any) -> None:
@@ -288,10 +274,7 @@ def save_figure(figure: Figure, path: Path, **options: Any) -> None:
 
 
 def to_matplotlib(chart: Chart, styles: Styles) -> Figure:
-    """Return the chart as a figure: the lines in one pair of axes with a legend, or each in a panel.
-
-    Behind the lines are the fronts, and the spread of ar as a grey band.
-    """
+    """Return the chart as a figure: the lines in one pair of axes with a legend, or each in a panel."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
@@ -309,8 +292,8 @@ def to_matplotlib(chart: Chart, styles: Styles) -> Figure:
             elinewidth=0.8, markersize=3 if chart.panels else 6, linestyle=style.line if chart.joined else "none",
             alpha=0.38 if is_hollow else 1.0, markerfacecolor="none" if is_hollow else style.colour,
         )  # fmt: skip
-    if chart.y == "rate":
-        panels[0].set_ylim(0, 1.02)
+    if chart.y in ("rate", "share"):
+        panels[0].set_ylim(0, 1.02 if chart.y == "rate" else None)
     if chart.x_is_count:
         panels[0].xaxis.set_major_locator(MaxNLocator(integer=True))
     if chart.panels:

@@ -26,7 +26,6 @@ FORMATS = {
     **dict.fromkeys(("target_forwards", "drafter_forwards"), ("{:.1f}", "")),
     "fid_infinity": ("{:.2f}", ""),
     "moved_mass": ("{:.4f}", ""),
-    "kid_std": ("{:.4g}", ""),
     **dict.fromkeys(("draft_ms", "target_ms", "verify_ms", "other_ms", "ar_ms", "step_ms"), ("{:.2f}", " ms")),
     "latency_s": ("{:.3g}", " s"),
     "tokens_per_s": ("{:.3g}", ""),
@@ -88,7 +87,7 @@ def readable(table: pd.DataFrame, name: str | None = None) -> Readable:
     names = [str(column) for column in rows.columns]
     intervals = [column for column in names if column.endswith(("_low", "_high"))]
     ends = {column for column in intervals if column.rpartition("_")[0] in names}
-    shown = [c for c in names if c not in ends and (name is None or _worth_showing(rows, c, name))]
+    shown = [c for c in names if c not in ends and (name is None or worth_showing(rows, c, name))]
     units = {column.name: column.unit for column in TABLES[name]} if name is not None else {}
     if name == "summary":  # As in the papers, to fit the screen: the speed and quality tables hold the other intervals.
         rows = rows.drop(columns=[column for column in intervals if "speedup" not in column])
@@ -100,7 +99,8 @@ def readable(table: pd.DataFrame, name: str | None = None) -> Readable:
     return Readable(pd.DataFrame(text), tuple(_notes(rows, name)) if name is not None else ())
 
 
-def _worth_showing(table: pd.DataFrame, column: str, name: str) -> bool:
+def worth_showing(table: pd.DataFrame, column: str, name: str = "") -> bool:
+    """Return whether a column says something that its table (`name` in the schema) shows nowhere else."""
     if column in _HIDDEN or column.endswith("_verdict") or (column == "cell_id" and name == "summary"):
         return False
     if table[column].isna().all():

@@ -28,11 +28,15 @@ BOUNDS = {name: parameter.symbol for name, parameter in PARAMETERS.items() if pa
 GROUPINGS = ("mode", *BOUNDS, "tree", "temperature")
 """Values of --by: what the colours of curves stand for."""
 
+_SAMPLING = ("temperature", "cfg_scale", "top_k", "top_p", "batch", "seed_set")
+
+FAMILY = (
+    "run", "model", "mode", "drafting", "rule", "tree", "neighbours", "neighbour_metric", "residual", *BOUNDS,
+    *_SAMPLING,
+)  # fmt: skip
+"""Columns that tell cells apart; without a parameter they name the family in which that parameter varies."""
+
 _COLOURS = {name: mode.colour for name, mode in MODES.items() if mode.colour}
-# The same hues, light enough for a dark background.
-_ON_DARK = {
-    "#000000": "#F2F0EC", "#0072B2": "#56A8E0", "#D55E00": "#F58549", "#009E73": "#34C99F", "#767676": "#9A9A9A",
-}  # fmt: skip
 _CATEGORIES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 # Nine and four have no common divisor: marker and line repeat together after 36 cells only.
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<")
@@ -50,7 +54,6 @@ _WORDS |= {
     if name not in _WORDS and parameter.column
 }
 _IN_LABELS = [name for name in _WORDS if name not in BOUNDS]
-_SAMPLING_WORDS = ("temperature", "cfg_scale", "top_k", "top_p", "batch", "seed_set")
 # Labels leave these out: plain sampling without filters, one image at a time, and what methods do by default.
 _UNNAMED = {"temperature": 1, "top_k": 0, "top_p": 1, "batch": 1, "seed_set": 0, "neighbour_metric": "l2"}
 _UNNAMED |= {name: parameter.default for name, parameter in METHOD_PARAMETERS.items()}
@@ -62,11 +65,6 @@ class Style(NamedTuple):
     colour: str
     marker: str
     line: str
-
-    @property
-    def colour_on_dark(self) -> str:
-        """The colour on a dark background."""
-        return _ON_DARK.get(self.colour, self.colour)
 
 
 def check_grouping(by: str) -> None:
@@ -120,7 +118,7 @@ def parameters(cell: Mapping[str, Any], cells: Sequence[Mapping[str, Any]]) -> s
             names.append(name)
     names += ["neighbour_metric"] if cell.get("neighbour_metric") not in (None, "", "l2") else []
     names += ["residual"] if cell["residual"] == "official" else []
-    for name in _SAMPLING_WORDS:
+    for name in _SAMPLING:
         if cell[name] not in (None, _UNNAMED.get(name)) and len({other[name] for other in cells}) > 1:
             names.append(name)
     return " ".join(_WORDS[name].format(cell[name]) for name in names)
@@ -137,11 +135,7 @@ def _lossless_label(mode: str, rule: str) -> str | None:
 
 
 def styles(table: pd.DataFrame, by: str = "mode") -> dict[CellKey, Style]:
-    """Return the style of every cell of `table` (columns run, model and those of a cell), in order of appearance.
-
-    The colour stands for `by`, one of `GROUPINGS`; cells without the parameter are grey. Marker and line style differ
-    between cells.
-    """
+    """Return the style of every cell of `table`, in order of appearance; the colour stands for `by`."""
     cells = table.drop_duplicates(CELL)
     looks = map(Style, _colours(cells[by], by), cycle(_MARKERS), cycle(_LINES))
     return {cell_key(row): style for (_, row), style in zip(cells.iterrows(), looks, strict=False)}

@@ -13,9 +13,10 @@ import io
 import json
 import math
 import os
+import re
 import string
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -28,21 +29,10 @@ from lantern_bench.config.paper import read_paper
 from lantern_bench.errors import UserError
 from lantern_bench.methods.tables import METRICS, OF_IMAGES, ON_CURVES
 from lantern_bench.models.io.files import write_atomically
-from lantern_bench.report.curves import (
-    INTERVAL,
-    SPEEDS,
-    Chart,
-    Styles,
-    Tables,
-    charts,
-    curve_tables,
-    line_label,
-    run_styles,
-    stack_runs,
-    whiskers,
-)
-from lantern_bench.report.format_tables import format_figure, head_of, readable
-from lantern_bench.report.labels import BOUNDS, CELL, GROUPINGS, CellKey, cell_key, labels
+from lantern_bench.report import curves
+from lantern_bench.report.curves import SPEEDS, Chart, Styles, Tables, stack_runs
+from lantern_bench.report.format_tables import format_figure, head_of, readable, worth_showing
+from lantern_bench.report.labels import GROUPINGS, CellKey, cell_key, labels
 from lantern_bench.report.records import CellRecords, Row, load_runs, run_cells
 from lantern_bench.report.reproduction import comparability, reproduction_rows, side_by_side
 from lantern_bench.report.tables import frame, sort_scores
@@ -51,15 +41,11 @@ from lantern_bench.runs.store import RunData
 from lantern_bench.schema import columns
 
 Plain: TypeAlias = dict[str, Any]
-Numbers: TypeAlias = Mapping[CellKey, int]
-"""The places of the cells on the page."""
+Numbers: TypeAlias = Mapping[CellKey, int]  # places of the cells on the page
 
 
 def write_report(directories: Sequence[Path], out: Path) -> Path:
-    """Write the report of these runs to `out` and return it.
-
-    Raises as `records.load_runs`, and `UserError` when the file cannot be written.
-    """
+    """Write the report of these runs to `out` and return it; raises `UserError` when it cannot be written."""
     text = render(load_runs(directories), out.parent)
     try:
         write_atomically(out, text.encode())
@@ -72,13 +58,14 @@ def render(runs: Mapping[str, RunData], home: Path) -> str:
     """Return the page; `home` is the folder it will lie in, to which links to pictures are relative."""
     from plotly.offline import get_plotlyjs
 
-    tables = {name: curve_tables(run) for name, run in runs.items()}
+    tables = {name: curves.curve_tables(run) for name, run in runs.items()}
     records = {
         (name, str(cell.columns["model"]), cell.cell_id): cell for name, run in runs.items() for cell in run_cells(run)
     }
     numbers = {key: number for number, key in enumerate(records)}
     cells = _cells(tables, records)
     shown = stack_runs(tables, "cells")
+    shown["number"] = [numbers[cell_key(row)] for _, row in shown.iterrows()]
     pictures = _pictures(runs, records, home)
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("lantern_bench.report", "assets"), undefined=jinja2.StrictUndefined,
@@ -91,8 +78,8 @@ def render(runs: Mapping[str, RunData], home: Path) -> str:
         cells=cells,
         figures={figure: title for figure, (title, _) in _FIGURES.items()},
         pictures=pictures,
-        highlights=highlights(shown, numbers, cells),
-        summary=summary(shown, numbers, tables),
+        highlights=highlights(shown, cells),
+        summary=summary(shown, tables),
         runs=[run_facts(name, run, tables[name]) for name, run in runs.items()],
         data=_plain({"cells": cells, "figures": _figures(tables, numbers), "metrics": _METRICS, **pictures}),
         # Without a time the same library gives the same bytes.
@@ -117,10 +104,13 @@ _SYMBOLS = {
     "o": "circle", "s": "square", "^": "triangle-up", "D": "diamond", "v": "triangle-down", "P": "cross", "X": "x",
     "*": "star", "<": "triangle-left",
 }  # fmt: skip
+# The hues of the modes, light enough for a dark background.
+_ON_DARK = {
+    "#000000": "#F2F0EC", "#0072B2": "#56A8E0", "#D55E00": "#F58549", "#009E73": "#34C99F", "#767676": "#9A9A9A",
+}  # fmt: skip
 _DASHES = {"-": "solid", "--": "dash", "-.": "dashdot", ":": "dot"}
 # Points of one chart that all have their names beside them.
 _NAMED = 12
-_TEXT_POSITIONS = ("top right", "bottom right", "top left", "bottom left")
 
 _METRICS = {name: [METRICS[name].heading, METRICS[name].digits] for name in OF_IMAGES}
 
@@ -136,11 +126,11 @@ _FIGURES = {
 
 def _cells(tables: Mapping[str, Tables], records: Mapping[CellKey, CellRecords]) -> list[Plain]:
     """The cells of the page: what they are, how they look, and their maps."""
-    styles, names = run_styles(tables), labels(stack_runs(tables, "speed"))
+    styles, names = curves.run_styles(tables), labels(stack_runs(tables, "speed"))
     return [
         {
             "run": key[0], "model": key[1], "cell": key[2], "name": name, "mode": cell.columns["mode"],
-            "colour": styles[key].colour, "dark": styles[key].colour_on_dark,
+            "colour": styles[key].colour, "dark": _ON_DARK.get(styles[key].colour, styles[key].colour),
             "marker": _SYMBOLS[styles[key].marker], "dash": _DASHES[styles[key].line], "map": length_map(cell),
         }
         for (key, cell), name in zip(records.items(), names, strict=True)
@@ -149,30 +139,26 @@ def _cells(tables: Mapping[str, Tables], records: Mapping[CellKey, CellRecords])
 
 def _figures(tables: Mapping[str, Tables], numbers: Numbers) -> dict[str, list[Plain]]:
     """The charts of each figure."""
-    styles, figures = run_styles(tables), defaultdict[str, list[Plain]](list)
-    for chart in charts(tables, GROUPINGS[1:]):
-        # A parameter whose lines all have one point is worth no chart, unless it is a bound.
-        if chart.x in BOUNDS or chart.x not in GROUPINGS or any(len(rows) > 1 for rows in chart.groups()):
+    styles, figures = curves.run_styles(tables), defaultdict[str, list[Plain]](list)
+    for chart in curves.charts(tables, GROUPINGS[1:]):
+        # Lines of one point each are worth no chart, unless it is against a bound.
+        if chart.x not in ("tree", "temperature") or any(len(rows) > 1 for rows in chart.groups()):
             (figure,) = (figure for figure, (_, names) in _FIGURES.items() if chart.name.startswith(names))
             figures[figure].append(to_plotly(chart, styles, numbers))
     return {figure: figures[figure] for figure in _FIGURES}
 
 
 def to_plotly(chart: Chart, styles: Styles, numbers: Numbers) -> Plain:
-    """Return the chart as traces and axes of Plotly; `customdata` of a point is the number of its cell on the page.
-
-    Colours and fonts are left to the page, which has a light and a dark theme.
-    """
+    """Return the chart as traces and axes of Plotly, without colours; `customdata` of a point is its cell's number."""
     traces: list[Plain] = [
         {"x": x, "y": y, "customdata": [], "mode": "lines", "hoverinfo": "skip"} for x, y in chart.front_lines()
     ]
     groups = chart.groups()
-    order = sorted(range(len(groups)), key=lambda number: chart.x_values(groups[number])[0])
     for number, rows in enumerate(groups):
         looks = [styles[cell_key(row)] for _, row in rows.iterrows()]
         is_hollow = "dominated" in rows and bool(rows["dominated"].iloc[0])
         trace: Plain = {
-            "name": line_label(rows), "x": chart.x_values(rows), "y": rows[chart.y].astype(float).tolist(),
+            "name": curves.line_label(rows), "x": chart.x_values(rows), "y": rows[chart.y].astype(float).tolist(),
             "customdata": [numbers[cell_key(row)] for _, row in rows.iterrows()],
             "hovertext": [_hover(chart, row) for _, row in rows.iterrows()],
             "hovertemplate": "%{hovertext}<extra></extra>",
@@ -183,16 +169,16 @@ def to_plotly(chart: Chart, styles: Styles, numbers: Numbers) -> Plain:
         }  # fmt: skip
         if not chart.joined and (len(groups) <= _NAMED or not is_hollow):
             # Neighbours have their names in different places.
-            position = _TEXT_POSITIONS[order.index(number) % len(_TEXT_POSITIONS)]
+            position = ("top right", "bottom right", "top left", "bottom left")[number % 4]
             trace |= {"mode": "markers+text", "text": rows["label"].tolist(), "textposition": position}
         for axis, name in (("x", chart.x), ("y", chart.y)):
             # Whiskers of many curves along an image would hide them.
-            if (lengths := whiskers(rows, name)) is not None and "index_end" not in rows:
+            if (lengths := curves.whiskers(rows, name)) is not None and "index_end" not in rows:
                 trace[f"error_{axis}"] = {"type": "data", "arrayminus": lengths[0], "array": lengths[1]}
         traces.append(trace)
     x_axis: Plain = {"title": {"text": chart.x_title}} | ({"dtick": 1} if chart.x_is_count else {})
     y_axis: Plain = {"title": {"text": chart.y_title.replace("\n", "<br>")}}
-    if chart.y in METRICS and METRICS[chart.y].better == "lower":
+    if _is_lower_better(chart.y):
         y_axis["autorange"] = "reversed"
     if chart.y == "rate":
         y_axis["range"] = (0, 1.02)
@@ -200,7 +186,7 @@ def to_plotly(chart: Chart, styles: Styles, numbers: Numbers) -> Plain:
     if chart.x == "speedup":
         line = {"type": "line", "x0": 1.0, "x1": 1.0, "yref": "paper", "y0": 0, "y1": 1}
         layout["shapes"] = [line | {"line": {"dash": "dot", "width": 1, "color": "#888888"}}]
-    title = f"{chart.y_title} against {chart.x_title}".replace("\n", " ").replace(f" ({INTERVAL})", "")
+    title = f"{chart.y_title} against {chart.x_title}".replace("\n", " ").replace(f" ({curves.INTERVAL})", "")
     return {"name": chart.name, "title": title, "data": traces, "layout": layout}
 
 
@@ -299,14 +285,9 @@ def grid_side(rows: pd.DataFrame) -> int | None:
     return side if side and sizes == {side * side} else None
 
 
-SIDE = 128
-"""Longest side of a thumbnail in pixels."""
-
-BUDGET = 5_000_000
-"""Limit for all thumbnails of a page together, as base64 text, in bytes."""
-
-Thumbnail: TypeAlias = tuple[tuple[int, int], bytes]
-"""Width and height, and the pixels, three bytes each."""
+Thumbnail: TypeAlias = tuple[tuple[int, int], bytes]  # width and height, and the pixels
+_SIDE = 128  # its longest, in pixels
+_BUDGET = 5_000_000  # bytes of all thumbnails of a page together, as base64 text
 
 
 def thumbnail(picture: Path) -> Thumbnail | None:
@@ -314,26 +295,24 @@ def thumbnail(picture: Path) -> Thumbnail | None:
     try:
         with Image.open(picture) as opened:
             small = opened.convert("RGB")
-            small.thumbnail((SIDE, SIDE), Image.Resampling.LANCZOS)
+            small.thumbnail((_SIDE, _SIDE), Image.Resampling.LANCZOS)
     except (OSError, UnidentifiedImageError):
         return None
     return small.size, small.tobytes()
 
 
-def encode_thumbnails(thumbnails: Iterable[Thumbnail], budget: int = BUDGET) -> list[str]:
+def encode_thumbnails(thumbnails: Iterable[Thumbnail], budget: int = _BUDGET) -> list[str]:
     """Return thumbnails as base64 of WebP files, within `budget` where the lowest quality allows it."""
     texts: list[str] = []
     for quality in (90, 82, 70, 55, 40, 25):
-        texts = [_encoded(*small, quality) for small in thumbnails]
+        texts = []
+        for size, pixels in thumbnails:
+            content = io.BytesIO()
+            Image.frombytes("RGB", size, pixels).save(content, "WEBP", quality=quality, method=4)
+            texts.append(base64.b64encode(content.getvalue()).decode("ascii"))
         if sum(map(len, texts)) <= budget:
             break
     return texts
-
-
-def _encoded(size: tuple[int, int], pixels: bytes, quality: int) -> str:
-    content = io.BytesIO()
-    Image.frombytes("RGB", size, pixels).save(content, "WEBP", quality=quality, method=4)
-    return base64.b64encode(content.getvalue()).decode("ascii")
 
 
 # ---- The tables of the page: the summary, published figures, settings, machine
@@ -346,44 +325,36 @@ def _is_lower_better(name: str) -> bool:
     return name in METRICS and METRICS[name].better == "lower"
 
 
-def summary(cells: pd.DataFrame, numbers: Numbers, tables: Mapping[str, Tables]) -> Plain:
-    """Return the summary of all runs, a row for each of `cells`.
+def summary(cells: pd.DataFrame, tables: Mapping[str, Tables]) -> Plain:
+    """Return the summary of all runs, a row for each of `cells`: the tables `cells` of all runs, numbered.
 
     heads: dicts of text, meaning and the good end (up, down or none); rows: (number of the cell, protocol, entries);
     notes: sentences below.
     """
-    names = [name for name in _COLUMNS if name in SPEEDS or _says_something(cells, name)]
-    goods = ["" if name in ("images", "failed") else "down" if _is_lower_better(name) else "up" for name in names]
-    heads = [
-        {"text": head_of(name), "meaning": _MEANINGS[name], "good": good}
-        for name, good in zip(names, goods, strict=True)
-    ]
-    entries = [_entries(cells, name, good) for name, good in zip(names, goods, strict=True)]
+    names = [name for name in _COLUMNS if name in SPEEDS or worth_showing(cells, name)]
+    goods = {name: "down" if _is_lower_better(name) else "up" for name in names}
+    goods |= dict.fromkeys(("images", "failed"), "")
+    heads = [{"text": head_of(name), "meaning": _MEANINGS[name], "good": goods[name]} for name in names]
+    entries = [_entries(cells, name, goods[name]) for name in names]
     protocols = cells["protocol"].fillna("") if cells["protocol"].nunique() > 1 else [""] * len(cells)
-    places = [numbers[cell_key(row)] for _, row in cells.iterrows()]
     notes = [note for of_run in tables.values() for note in readable(of_run["summary"], "summary").notes]
-    rows = list(zip(places, protocols, zip(*entries, strict=True), strict=True))
+    rows = list(zip(cells["number"], protocols, zip(*entries, strict=True), strict=True))
     return {"heads": heads, "rows": rows, "notes": list(dict.fromkeys(notes))}
 
 
-def highlights(cells: pd.DataFrame, numbers: Numbers, shown: Sequence[Plain]) -> list[Plain]:
-    """Return the best cell for speedup, accepted length and the first available quality figure, and how sure that is.
-
-    Dicts of title, value, interval, cell (its number), name, remark.
-    """
-    quality = [name for name in reversed(ON_CURVES) if _says_something(cells, name)][:1]
+def highlights(cells: pd.DataFrame, shown: Sequence[Plain]) -> list[Plain]:
+    """Return the best cell for speedup, accepted length and a quality figure, and how sure that is."""
+    quality = [name for name in reversed(ON_CURVES) if worth_showing(cells, name)][:1]
     titles = {"speedup": "fastest", "mean_accepted_length": "longest steps"}
     titles |= {name: f"best pictures by {METRICS[name].heading}" for name in quality}
     tiles = []
-    for name in (name for name in titles if _says_something(cells, name)):
+    for name in (name for name in titles if worth_showing(cells, name)):
         values = cells[name].astype(float)
         best = cells.iloc[int(values.argmin() if _is_lower_better(name) else values.argmax())]
-        number = numbers[cell_key(best)]
-        tiles.append(
-            _figure(name, float(best[name]), best.get(f"{name}_low"), best.get(f"{name}_high"))
-            | {"title": titles[name], "remark": _how_sure(cells, best, name)}
-            | {"cell": number, "name": shown[number]["name"]}
-        )
+        number = int(best["number"])
+        tile = {"title": titles[name], "remark": _how_sure(cells, best, name), "cell": number}
+        figure = _figure(name, float(best[name]), best.get(f"{name}_low"), best.get(f"{name}_high"))
+        tiles.append({**tile, **figure, "name": shown[number]["name"]})
     return tiles
 
 
@@ -398,18 +369,11 @@ def _how_sure(table: pd.DataFrame, best: pd.Series, name: str) -> str:
         return f"{best[f'{name}_verdict']} AR's own spread"
     if pd.isna(best.get(f"{name}_low")):
         return "one value a cell, without an interval"
-    others = table[(table[CELL] != best[CELL]).any(axis=1)]
+    others = table[table["number"] != best["number"]]
     reaching = others.loc[others[f"{name}_high"] >= best[f"{name}_low"], "cell_id"].nunique()
     if not reaching:
         return "no other cell's 95 % interval reaches it"
     return f"the 95 % intervals of {reaching} other {'cell' if reaching == 1 else 'cells'} reach it"
-
-
-def _says_something(table: pd.DataFrame, name: str) -> bool:
-    """Whether to show a column: the number of images where it differs, failures where there are any."""
-    if name == "images":
-        return table[name].nunique() > 1
-    return bool(table[name].notna().any() and (name != "failed" or (table[name] > 0).any()))
 
 
 def _entries(table: pd.DataFrame, name: str, good: str) -> list[Plain]:
@@ -459,8 +423,8 @@ def run_facts(name: str, data: RunData, tables: Tables) -> Plain:
     return {
         "name": name,
         "title": str(experiment.get("description") or experiment.get("name") or name),
-        "machine": list(_flat({name: manifest.get(name) for name in ("device", "threads", "dtype", "machine")})),
-        "settings": list(_flat(facts)),
+        "machine": _in_words({name: manifest.get(name) for name in ("device", "threads", "dtype", "machine")}),
+        "settings": _in_words(facts),
         "weights": list(weights.items()),
         "experiment": json.dumps(experiment, indent=2, ensure_ascii=False),
         "published": None if published is None or not len(published) else published,
@@ -469,11 +433,11 @@ def run_facts(name: str, data: RunData, tables: Tables) -> Plain:
     }
 
 
-def _flat(facts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """The values of nested mappings with their names, as text; nothing for a missing value."""
-    for name, value in facts.items():
-        words = f"{prefix} {name.replace('_', ' ')}".strip()
-        if isinstance(value, Mapping):
-            yield from _flat(value, "" if name in ("machine", "versions") else words)
-        elif value not in (None, "", [], ()):
-            yield words, ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+def _in_words(facts: Plain) -> list[tuple[str, str]]:
+    """The values of nested dicts with their names, as text; nothing for a missing value."""
+    pairs = []
+    for name, value in pd.json_normalize(facts, sep=" ").to_dict("records")[0].items():
+        if value not in (None, "", [], {}):
+            words = re.sub(r"\b(machine|versions) ", "", str(name)).replace("_", " ")
+            pairs.append((words, ", ".join(map(str, value)) if isinstance(value, list) else str(value)))
+    return pairs

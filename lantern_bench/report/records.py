@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -121,8 +122,23 @@ class CellRecords:
 
     @cached_property
     def offers(self) -> pd.DataFrame:
-        """What the steps of the completed images offered and accepted, as `count_offers`."""
-        return count_offers(self.good)
+        """What the steps of the completed images offered and accepted: columns depth, position, offered, accepted.
+
+        A record holds per step the child rank taken at each depth: a rank accepts a child, a final -1 rejects all
+        children of a node; a list without a final -1 ends on a node without children. The draft at depth d of a step
+        that starts at position s fills position s + d - 1 (docs/algorithms.md, section 7). Siblings tried at one node
+        count as one offer.
+        """
+        counts = Counter(
+            (depth, start + depth - 1, rank >= 0)
+            for starts, walks in zip(self.good["start_per_step"], self.good["child_rank_per_step"], strict=True)
+            if starts and walks
+            for start, ranks in zip(starts, walks, strict=False)
+            for depth, rank in enumerate(ranks, start=1)
+        )
+        names = ["depth", "position", "accepted", "offered"]
+        table = pd.DataFrame([(*offer, count) for offer, count in counts.items()], columns=names)
+        return table.assign(accepted=table["offered"].where(table["accepted"].astype(bool), 0))
 
     @cached_property
     def timed(self) -> pd.DataFrame:
@@ -136,10 +152,7 @@ class CellRecords:
 
 
 def load_runs(directories: Sequence[Path], wanted: Collection[str] | None = None) -> dict[str, RunData]:
-    """Load runs by name (`run_names`); `wanted` leaves out the columns of records that are not in it.
-
-    Raises `RefusedError` for a run without records, and `UserError` for a directory that is no run.
-    """
+    """Load runs by name, with the `wanted` columns of their records; `RefusedError` for a run without records."""
     read = (read_run(directory, wanted) for directory in directories)
     runs = dict(zip(run_names(directories), read, strict=True))
     for run in runs.values():
@@ -149,14 +162,12 @@ def load_runs(directories: Sequence[Path], wanted: Collection[str] | None = None
 
 
 def run_names(directories: Sequence[Path]) -> list[str]:
-    """Return a name for each run directory: its own, with as many parents as make the names unique."""
-    paths = [directory.resolve().parts for directory in directories]
-    names: list[str] = []
-    for depth in range(1, 1 + max(map(len, paths), default=0)):
-        names = ["/".join(path[-depth:]) for path in paths]
-        if len(set(names)) == len(names):
-            break
-    return names
+    """Return a name for each run directory: its own, or its path below the folder they share, which is unique."""
+    paths = [directory.resolve() for directory in directories]
+    if len({path.name for path in paths}) == len(paths):
+        return [path.name for path in paths]
+    common = os.path.commonpath(paths)
+    return [path.relative_to(common).as_posix() for path in paths]
 
 
 @lru_cache(maxsize=8)  # slow for a large run
@@ -174,25 +185,6 @@ def run_cells(run: RunData) -> list[CellRecords]:
         is_good = rows["status"] == "ok"
         cells.append(CellRecords(columns, rows[is_good].reset_index(drop=True), int((~is_good).sum())))
     return sorted(cells, key=lambda cell: _order(cell.columns))
-
-
-def count_offers(records: pd.DataFrame) -> pd.DataFrame:
-    """Count what the steps of these records offered and accepted: columns depth, position, offered, accepted.
-
-    A record holds per step the child rank taken at each depth: a rank accepts a child, a final -1 rejects all children
-    of a node; a list without a final -1 ends on a node without children. The draft at depth d of a step that starts at
-    position s fills position s + d - 1 (docs/algorithms.md, section 7). Siblings tried at one node count as one offer.
-    """
-    counts = Counter(
-        (depth, start + depth - 1, rank >= 0)
-        for starts, walks in zip(records["start_per_step"], records["child_rank_per_step"], strict=True)
-        if starts and walks
-        for start, ranks in zip(starts, walks, strict=False)
-        for depth, rank in enumerate(ranks, start=1)
-    )
-    names = ["depth", "position", "accepted", "offered"]
-    table = pd.DataFrame([(*offer, count) for offer, count in counts.items()], columns=names)
-    return table.assign(accepted=table["offered"].where(table["accepted"].astype(bool), 0))
 
 
 def baseline_of(cell: CellRecords, cells: Sequence[CellRecords]) -> CellRecords | None:

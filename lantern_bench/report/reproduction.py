@@ -14,7 +14,7 @@ import pandas as pd
 from lantern_bench.config.paper import Paper, PaperRow
 from lantern_bench.methods.tables import IN_SUMMARY, METRICS
 from lantern_bench.report.format_tables import FORMATS, format_figure, head_of
-from lantern_bench.report.labels import BOUNDS, parameters
+from lantern_bench.report.labels import BOUNDS, FAMILY, parameters
 from lantern_bench.report.records import Row, join_notes
 from lantern_bench.report.tables import cells_of
 from lantern_bench.runs.records import rows_of
@@ -26,10 +26,6 @@ _OURS = ("prompt_accuracy", "kid")
 _FROM_SPEED = ("speedup", "step_compression", "mean_accepted_length")
 # A figure and the column that names its scorer; two figures are of one kind when their scorers begin alike.
 _SCORED_BY = {name: METRICS[name].scored_by for name in IN_SUMMARY}
-_SERIES = (
-    "model", "mode", "drafting", "tree", "rule", "neighbours", "neighbour_metric", "residual", "temperature",
-    "cfg_scale",
-)  # fmt: skip
 
 
 def reproduction_rows(tables: Mapping[str, pd.DataFrame], paper: Paper | None) -> list[dict[str, Any]]:
@@ -70,7 +66,8 @@ def trends(tables: Mapping[str, pd.DataFrame]) -> list[str]:
     speed = tables["speed"][tables["speed"]["mean_accepted_length"].notna()]
     for bound in (name for name in BOUNDS if name in speed):
         rows = speed[speed[bound].notna()].sort_values([bound, "mean_accepted_length"])
-        grouped = rows.groupby([name for name in _SERIES if name in rows], dropna=False)["mean_accepted_length"]
+        family = [name for name in FAMILY if name in rows and name != bound]
+        grouped = rows.groupby(family, dropna=False)["mean_accepted_length"]
         series = [lengths for _, lengths in grouped if len(lengths) > 1]
         if series:
             rising = sum(lengths.is_monotonic_increasing for lengths in series)

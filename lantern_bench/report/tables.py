@@ -50,8 +50,7 @@ from lantern_bench.schema import columns
 NAMES = ("speed", "quality", "acceptance", "summary")
 """The tables of a run."""
 
-PUBLISHED = ("speedup", "mean_accepted_length", *IN_SUMMARY)
-"""Figures of the summary that a paper's table may hold."""
+_PUBLISHED = ("speedup", "mean_accepted_length", *IN_SUMMARY)  # figures that a paper's table may hold
 
 SPEEDUPS = ("speedup", "speedup_over_lossless")
 """Seconds of another cell of the run over those of the cell: of ar, and of the fastest lossless cell."""
@@ -72,10 +71,7 @@ _RATIOS = {
 
 
 def speed_row(cell: CellRecords, cells: Sequence[CellRecords], pool_devices: bool = False) -> dict[str, Any]:
-    """Return the row of `cell` in `speed.csv`; `cells` are all cells of the run, among them the baseline.
-
-    A speedup over images of several kinds of device is given only with `pool_devices`.
-    """
+    """Return the row of `cell` in `speed.csv`; `cells` are all cells of the run."""
     images, lossless, offers = cell.images, fastest_lossless(cell, cells), cell.offers
     marks = images["disturbed"].dropna()
     row: dict[str, Any] = {
@@ -118,11 +114,7 @@ def _ratio(cell: CellRecords, over: str, under: str) -> Interval:
 
 
 def _speedup(cell: CellRecords, base: CellRecords | None, name: str, pool_devices: bool) -> Interval:
-    """Seconds of the baseline over seconds of the cell, over the images that both have.
-
-    `name` is the baseline in the notes: ar, or lossless_cell. Without `pool_devices` several kinds of device give no
-    figure.
-    """
+    """Seconds of the baseline (`name` in notes) over seconds of the cell, over the images that both have."""
     timed = cell.images["seconds"].count()
     if not timed:
         return Interval(None)
@@ -182,13 +174,8 @@ def sort_scores(rows: Iterable[Row]) -> dict[str, Scores]:
     return dict(sorted(protocols.items()))
 
 
-def quality_rows(
-    cell: CellRecords, cells: Sequence[CellRecords], protocols: Mapping[str, Scores]
-) -> list[dict[str, Any]]:
-    """Return the cell's row of `quality.csv` for each protocol that scored it, or one empty row.
-
-    `cells` are all cells of the run, among them the ar cell that it is compared with.
-    """
+def quality_rows(cell: CellRecords, cells: Sequence[CellRecords], protocols: Mapping[str, Scores]) -> Sequence[Row]:
+    """Return the cell's row of `quality.csv` for each protocol that scored it, or one empty row."""
     measured = cell.images[["moved_mass", "accepted"]].dropna()
     accepted = measured["accepted"].sum()
     moved_mass = sum(measured["moved_mass"]) / accepted if accepted else None
@@ -263,10 +250,7 @@ def scored_images(cell: CellRecords, scores: Scores, name: str) -> pd.DataFrame:
 
 
 def paired(a: pd.DataFrame, b: pd.DataFrame) -> tuple[Sums, Sums, pd.Index] | None:
-    """Return the sums per prompt of two sets of images over those that both have, and these; None without any.
-
-    Both have a numerator and a denominator for each image, indexed by prompt and repeat.
-    """
+    """Return sums per prompt of two tables of numerator and denominator over the images of both, and these, or None."""
     shared = a.index.intersection(b.index)
     if not len(shared):
         return None
@@ -303,14 +287,14 @@ def cells_of(tables: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
 def summary_rows(cells: pd.DataFrame, published: Mapping[str, Mapping[str, float]]) -> Iterator[dict[str, Any]]:
     """Yield the rows of `summary.csv` from `cells_of`, in that order.
 
-    `published` holds, by cell id, the figures (names of `PUBLISHED`) of the paper's table that the experiment names.
+    `published` holds, by cell id, the figures of the paper's table that the experiment names.
     """
     copied = [column.name for column in columns("summary") if column.name in cells]
     rows = rows_of(cells)
     for cell in rows:
         row: dict[str, Any] = {name: cell[name] for name in copied}
         row |= {"method": cell["mode"], "parameters": parameters(cell, rows)}
-        for name in PUBLISHED:
+        for name in _PUBLISHED:
             theirs = published.get(str(cell["cell_id"]), {}).get(name)
             row[f"{name}_published"] = theirs
             row[f"{name}_difference"] = None if theirs is None or row[name] is None else row[name] - theirs

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lantern_bench.report.records import count_offers, run_cells
+from lantern_bench.report.records import run_cells
 from lantern_bench.report.tables import acceptance_rows
 from tests.made_up_run import AR, STRICT, WALKS, make_record, run_of
 
 
 def by(axis, records, name="offered"):
     """The counts of `name` along `axis`, without zeros."""
-    counts = count_offers(pd.DataFrame(records)).groupby(axis)[name].sum()
+    (cell,) = run_cells(run_of(records))
+    counts = cell.offers.groupby(axis)[name].sum()
     return counts[counts > 0].to_dict()
 
 
@@ -42,7 +42,7 @@ def test_acceptance_rows_have_rates_with_intervals():
 
 def test_ar_has_no_acceptance_rows():
     cell = run_cells(run_of([make_record(AR, 0, [[]] * 5, 1.0)]))[0]
-    assert not len(count_offers(cell.good))
+    assert not len(cell.offers)
     assert list(acceptance_rows(cell)) == []
 
 
