@@ -1,4 +1,4 @@
-"""Nearest-code tables: the recorded ones, spaces, types, chunks and blocks."""
+"""Nearest-code tables: spaces, blocks, the model that computes its own."""
 
 from __future__ import annotations
 
