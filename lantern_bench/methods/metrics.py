@@ -15,7 +15,7 @@ from lantern_bench.methods.parameters import Code, fingerprint_of, load_code
 class Metric:
     """A quality metric.
 
-    `load` of a metric of images is (protocol, weights, device) -> scorer, and `scorer(pictures, prompts)` gives a
+    `load` of a metric of images is (protocol, device) -> scorer, and `scorer(pictures, prompts)` gives a
     number or None for each picture, uint8 [3, h, w]; its `label` names the network in results (without one: the metric
     and the fingerprint of its file). `load` of a metric of sets is (`FeatureSets`) -> figure (metrics/figures.py).
     """
