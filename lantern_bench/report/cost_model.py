@@ -229,18 +229,18 @@ class Seconds(NamedTuple):
 
 def seconds_of(work: Work, device: Device, stack: Stack, factor: float = 1.0) -> Seconds:
     """Seconds of a program, times a factor; raises `RefusedError` for eager code without a time of its kernels."""
-    read = factor * work.bytes / (1e9 * device.read_gb_s * device.read_share)
-    multiply = factor * work.operations / (1e12 * device.multiply_tflops * device.multiply_share)
+    read = work.bytes / (1e9 * device.read_gb_s * device.read_share)
+    multiply = work.operations / (1e12 * device.multiply_tflops * device.multiply_share)
     each = device.kernel_us if stack.fixed else device.eager_kernel_us
     if each is None:
         raise RefusedError(
             f"the device {device.name} states no eager_kernel_us", "Add it to its file, or predict --stack compiled."
         )
-    launch = factor * 1e-6 * each * work.kernels
+    launch, busy = 1e-6 * each * work.kernels, max(read, multiply)
+    total = launch + busy if stack.fixed else max(launch, busy)
     if device.kind == "cpu":
-        return Seconds(launch + read + multiply, read, multiply, launch)
-    busy = max(read, multiply)
-    return Seconds(launch + busy if stack.fixed else max(launch, busy), read, multiply, launch)
+        total = launch + read + multiply
+    return Seconds(factor * total, factor * read, factor * multiply, factor * launch)
 
 
 class StepSeconds(NamedTuple):

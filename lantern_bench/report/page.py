@@ -153,7 +153,7 @@ def to_plotly(chart: Chart, styles: Styles, numbers: Numbers) -> Plain:
     traces: list[Plain] = [
         {"x": x, "y": y, "customdata": [], "mode": "lines", "hoverinfo": "skip"} for x, y in chart.front_lines()
     ]
-    groups = chart.groups()
+    groups = sorted(chart.groups(), key=lambda rows: chart.x_values(rows)[0])
     for number, rows in enumerate(groups):
         looks = [styles[cell_key(row)] for _, row in rows.iterrows()]
         is_hollow = "dominated" in rows and bool(rows["dominated"].iloc[0])
