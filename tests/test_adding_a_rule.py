@@ -10,6 +10,7 @@ import csv
 import json
 import math
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -21,7 +22,6 @@ import torch
 from lantern_bench.decoding.acceptance.rule import neighbour_mass
 from lantern_bench.decoding.compile import Engine
 from lantern_bench.decoding.neighbours import nearest_codes
-from lantern_bench.methods.rules import Rule
 from lantern_bench.methods.tables import RULES
 from tests.decoding.rules import accept, rule_named, view_of
 
@@ -30,7 +30,6 @@ pytestmark = pytest.mark.timeout(1200)
 
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "tests" / "examples" / "distance_rule"
-FILES = ("distance_rule.py", "pyproject.toml", "distance.yaml")
 
 
 def run(folder: Path, *commands: list[str], path: Path = EXAMPLE) -> subprocess.CompletedProcess[str]:
@@ -43,22 +42,6 @@ def run(folder: Path, *commands: list[str], path: Path = EXAMPLE) -> subprocess.
 def rows(path: Path) -> list[dict[str, str]]:
     with path.open(encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))
-
-
-@pytest.fixture(scope="module")
-def rule() -> Rule:
-    space: dict[str, object] = {}
-    exec(compile((EXAMPLE / "distance_rule.py").read_text(), "distance_rule.py", "exec"), space)
-    row = space["RULE"]
-    assert isinstance(row, Rule)
-    return row
-
-
-def test_the_page_shows_the_example_and_it_is_short() -> None:
-    page = (ROOT / "docs" / "adding-a-rule.md").read_text(encoding="utf-8")
-    for name in FILES:
-        assert f"\n{(EXAMPLE / name).read_text(encoding='utf-8')}```" in page, name
-    assert sum(len((EXAMPLE / name).read_text(encoding="utf-8").splitlines()) for name in FILES) < 40
 
 
 def test_a_rule_from_outside_is_swept_shown_drawn_and_measured(tmp_path: Path) -> None:
@@ -114,23 +97,25 @@ def test_a_broken_package_is_named_and_disables_nothing_else(tmp_path: Path) -> 
     package = tmp_path / "package"
     (package / "broken-1.0.dist-info").mkdir(parents=True)
     (package / "broken-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: a-package\nVersion: 1.0\n")
-    (package / "broken-1.0.dist-info" / "entry_points.txt").write_text("[lantern_bench.rules]\nmine = broken:RULE\n")
+    rows_of_it = "[lantern_bench.rules]\nmine = broken:RULE\n[lantern_bench.metrics]\nmine = broken:METRIC\n"
+    (package / "broken-1.0.dist-info" / "entry_points.txt").write_text(rows_of_it)
     (package / "broken.py").write_text("import nothing_of_this_name\n")
     sweep = ["sweep", str(EXAMPLE / "distance.yaml"), "--model", "tiny", "--neighbours", "3", "--metrics", "speed"]
     sweep += ["--modes", "lantern++", "--images", "1", "--no-compile", "--out", "run"]
     both = Path(os.pathsep.join([str(EXAMPLE), str(package)]))
     done = run(tmp_path, sweep, ["show", "run"], ["models"], ["experiments"], path=both)
     assert done.returncode == 0, done.stderr
-    refused = run(tmp_path, [*sweep[:-2], "--rule", "mine", "--out", "other"], path=both)
-    assert refused.returncode == 3, refused.stderr
-    assert "error: the rule mine of the package a-package cannot be loaded: ModuleNotFound" in refused.stderr
-    assert "Traceback" not in refused.stderr
+    score = ["score", "run", "--protocol", "mine"]
+    for kind, command in (("rule", [*sweep[:-2], "--rule", "mine", "--out", "other"]), ("metric", score)):
+        refused = run(tmp_path, command, path=both)
+        assert refused.returncode == 3, refused.stderr
+        assert f"error: the {kind} mine of the package a-package cannot be loaded: ModuleNotFound" in refused.stderr
+        assert "Traceback" not in refused.stderr
 
 
 @pytest.fixture
-def installed(rule: Rule, monkeypatch: pytest.MonkeyPatch) -> Rule:
-    monkeypatch.setitem(RULES, rule.name, rule)
-    return rule
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(RULES, "by-distance", runpy.run_path(str(EXAMPLE / "distance_rule.py"))["RULE"])
 
 
 def drafts_of(count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -148,7 +133,7 @@ def most(p: torch.Tensor, codes: torch.Tensor, table: torch.Tensor, x: int, k: i
     return sum(weight * float(p[code]) for weight, code in zip(weights, near, strict=True)) / sum(weights)
 
 
-def test_the_rule_keeps_its_limit_and_takes_as_much_as_it_may(installed: Rule) -> None:
+def test_the_rule_keeps_its_limit_and_takes_as_much_as_it_may(installed: None) -> None:
     p, codes, table, tokens = drafts_of(40)
     mass, taken = neighbour_mass(view_of(p, tokens, rule_named("by-distance", 8, 0.4, table=table, codebook=codes)))
     limits = torch.tensor([most(row, codes, table, x, 8, 0.4) for row, x in zip(p, tokens.tolist(), strict=True)])
@@ -160,7 +145,7 @@ def test_the_rule_keeps_its_limit_and_takes_as_much_as_it_may(installed: Rule) -
     assert (mass + following > limits - 1e-7).all()
 
 
-def test_after_a_rejection_the_rule_sees_the_residual(installed: Rule) -> None:
+def test_after_a_rejection_the_rule_sees_the_residual(installed: None) -> None:
     p = torch.tensor([[0.5, 0.2, 0.2, 0.1]], dtype=torch.float64)
     codes = torch.tensor([[0.0], [1.0], [3.0], [3.5]], dtype=torch.float64)
     tokens = torch.tensor([[0, 2]])
@@ -170,7 +155,7 @@ def test_after_a_rejection_the_rule_sees_the_residual(installed: Rule) -> None:
     torch.testing.assert_close(decided.accept, torch.tensor([[0.7, 1.0]], dtype=torch.float64))
 
 
-def test_the_rule_is_compiled_whole(installed: Rule) -> None:
+def test_the_rule_is_compiled_whole(installed: None) -> None:
     p, codes, table, _ = drafts_of(6)
     rule = rule_named("by-distance", 4, 0.4, table=table, codebook=codes)
     q, tokens = p.roll(1, 0), torch.stack([torch.arange(3), torch.arange(3, 6)] * 3)

@@ -113,10 +113,9 @@ def test_sweep_resumes_and_refuses_as_the_command(tiny: TinyModel) -> None:
     ],
 )
 def test_wrong_overrides_are_user_errors(tiny: TinyModel, changes: dict[str, object], wrong: str) -> None:
-    for experiment in ("tiny.yaml", CONTENT):
-        with pytest.raises(UserError) as caught:
-            lantern_bench.sweep(experiment, **changes)  # type: ignore[arg-type]
-        assert wrong in caught.value.message
+    with pytest.raises(UserError) as caught:
+        lantern_bench.sweep(CONTENT, **changes)  # type: ignore[arg-type]
+    assert wrong in caught.value.message
     assert not Path("results").exists()
 
 
@@ -130,7 +129,7 @@ def test_failed_images_raise_and_the_run_can_be_read(tiny: TinyModel) -> None:
     assert len(run.pictures(run.cells[0])) == 1
 
 
-def test_a_run_has_the_tables_of_its_csv_files(tiny: TinyModel) -> None:
+def test_a_run_has_the_tables_and_pictures_of_its_files(tiny: TinyModel) -> None:
     run = lantern_bench.sweep("tiny.yaml", out="run")
     for name in ("speed", "quality", "acceptance", "summary"):
         text = getattr(run, name).to_csv(index=False, float_format="%.6g", lineterminator="\n")
@@ -138,13 +137,9 @@ def test_a_run_has_the_tables_of_its_csv_files(tiny: TinyModel) -> None:
     assert run.summary is run.summary and run.records["tokens"].dtype == "Int64"
     assert run.manifest["experiment"]["name"] == "tiny"
     assert "<table" in run._repr_html_() and "speculative" in run._repr_html_()
-
-
-def test_pictures_are_the_images_of_the_cell(tiny: TinyModel) -> None:
-    run = lantern_bench.sweep("tiny.yaml", out="run")
-    pictures = run.pictures(run.cells[1])
     files = [Image.open(run.path / "images" / run.cells[1] / f"{number:06d}.png") for number in range(3)]
-    assert [np.asarray(picture).tolist() for picture in pictures] == [np.asarray(picture).tolist() for picture in files]
+    pictures = [np.asarray(picture).tolist() for picture in run.pictures(run.cells[1])]
+    assert pictures == [np.asarray(picture).tolist() for picture in files]
     with pytest.raises(UserError, match="no such cell"):
         run.pictures("other")
 
@@ -188,9 +183,7 @@ def test_decode_refuses_wrong_parameters(tiny: TinyModel, changes: dict[str, obj
     assert wrong in str(caught.value)
 
 
-def test_load_model_refuses_unknown_models_and_devices(tiny: TinyModel) -> None:
-    with pytest.raises(UserError, match="unknown model"):
-        lantern_bench.load_model("lantern")
+def test_load_model_refuses_a_missing_device(tiny: TinyModel) -> None:
     with pytest.raises(RefusedError, match="cuda:97"):
         lantern_bench.load_model("tiny", device="cuda:97")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections import Counter
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
@@ -29,6 +30,13 @@ def _plain_environment(monkeypatch):
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLUMNS", "200")
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = SimpleNamespace(seconds=0.0)
+    monkeypatch.setattr("lantern_bench.console.now", lambda: clock.seconds)
+    return clock
 
 
 @pytest.fixture
@@ -114,42 +122,27 @@ def test_markdown_and_latex(summary):
     assert r"50\%\_x" in out.getvalue() and r"\end{tabular}" in out.getvalue()
 
 
-def test_errors_are_written_when_quiet():
+def test_quiet_leaves_errors_alone(clock):
     quiet, out, err = console(quiet=True)
     quiet.say("hello")
     quiet.note("more", None, "detail")
     quiet.warn("careful", "do this")
+    with quiet.progress() as progress:
+        progress.share("images", 1, 2)
+        clock.seconds = 1e6
+        progress.share("images", 2, 2)
     quiet.error(UserError("--delta 2: must lie between 0 and 1", "For example:\n--delta 0.1"))
     assert out.getvalue() == ""
     assert err.getvalue() == "error: --delta 2: must lie between 0 and 1\n  For example:\n  --delta 0.1\n"
 
 
-def test_details_need_verbose():
-    for verbose, wanted in ((False, ""), (True, "more\n")):
+def test_details_need_verbose_and_warnings_carry_advice():
+    warning = "warning: the machine slowed down\n  run it again\n"
+    for verbose, wanted in ((False, warning), (True, "more\n" + warning)):
         console_, _, err = console(verbose=verbose)
         console_.note("more", None, "detail")
+        console_.warn("the machine slowed down", "run it again")
         assert err.getvalue() == wanted
-
-
-def test_warnings_carry_advice():
-    console_, _, err = console()
-    console_.warn("the machine slowed down", "run it again")
-    assert err.getvalue() == "warning: the machine slowed down\n  run it again\n"
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def __call__(self) -> float:
-        return self.seconds
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    clock = Clock()
-    monkeypatch.setattr("lantern_bench.console.now", clock)
-    return clock
 
 
 def test_a_log_gets_at_most_one_a_minute(clock):
@@ -166,27 +159,19 @@ def test_a_log_gets_at_most_one_a_minute(clock):
     assert len(lines) == 1 + 6 + 1
 
 
-def test_a_share_is_shown_as_per_cent(clock):
+def test_a_share_is_shown_as_per_cent_also_when_work_fails(clock):
     console_, _, err = console()
-    progress = console_.progress()
-    progress.share("training target", 0)
-    clock.seconds = 100.0
-    progress.share("training target", 0.25, loss=4.2)
-    progress.finish()
+    with pytest.raises(KeyboardInterrupt), console_.progress() as progress:
+        progress.share("training target", 0)
+        clock.seconds = 100.0
+        progress.share("training target", 0.25, loss=4.2)
+        raise KeyboardInterrupt
     progress.finish()
     assert err.getvalue().splitlines() == [
         "training target",
         "training target: 25%, 5 min 00 s left, loss 4.2",
         "training target: 25% in 1 min 40 s, loss 4.2",
     ]
-
-
-def test_progress_ends_when_work_fails(clock):
-    console_, _, err = console()
-    with pytest.raises(KeyboardInterrupt), console_.progress() as progress:
-        progress.share("images", 4, 10)
-        raise KeyboardInterrupt
-    assert err.getvalue().splitlines()[-1] == "images: 4 of 10 in 0 s"
 
 
 def test_a_terminal_gets_bars_with_messages_above():
@@ -201,15 +186,6 @@ def test_a_terminal_gets_bars_with_messages_above():
     assert "warning: the machine slowed down" in text
     assert text.endswith("finished\n")
     assert out.getvalue() == ""
-
-
-def test_quiet_progress_draws_nothing(clock):
-    quiet, _, err = console(quiet=True)
-    with quiet.progress() as progress:
-        progress.share("images", 1, 2)
-        clock.seconds = 1e6
-        progress.share("images", 2, 2)
-    assert err.getvalue() == ""
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,10 @@ The CLIP model is a tiny one with random weights, written to a folder as the bun
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from safetensors.torch import save_file
 
 from experiments.train_lanterns.tasks import held_out_scenes
 from lantern_bench.config.protocols import PROTOCOLS
-from lantern_bench.errors import RefusedError, UserError
+from lantern_bench.errors import LanternError, RefusedError, UserError
 from lantern_bench.methods.tables import METRICS
 from lantern_bench.metrics import image_scorers
 
@@ -31,6 +33,7 @@ CONFIG = {
     },
     "preprocess_cfg": {"mean": [0.4, 0.5, 0.6], "std": [0.2, 0.3, 0.4], "interpolation": "bilinear"},
 }
+WIDER = {**CONFIG, "model_cfg": {**CONFIG["model_cfg"], "embed_dim": 16}}
 CAPTIONS = ["a red lantern", "two blue lanterns over a lake", "snow"]
 
 
@@ -53,7 +56,9 @@ def pictures() -> torch.Tensor:
 
 
 def test_clip_score_equals_open_clip(folder: Path, pictures: torch.Tensor) -> None:
-    scores = image_scorers.load_clip(f"local-dir:{folder}")(pictures, CAPTIONS)
+    scorer = image_scorers.load_clip(f"local-dir:{folder}")
+    scores = scorer(pictures, CAPTIONS)
+    assert scorer.label.startswith("tiny@") and len(scorer.label) == len("tiny@") + 8
     model, _, preprocess = open_clip.create_model_and_transforms(f"local-dir:{folder}")
     tokenizer = open_clip.get_tokenizer(f"local-dir:{folder}")
     model.eval()
@@ -71,44 +76,24 @@ def test_the_prefix_is_put_before_captions(folder: Path, pictures: torch.Tensor)
     assert prefixed(pictures, CAPTIONS) == by_hand != plain(pictures, CAPTIONS)
 
 
-def test_clip_label_has_the_weights_hash(folder: Path) -> None:
-    label = image_scorers.load_clip(f"local-dir:{folder}").label
-    assert label.startswith("tiny@") and len(label) == len("tiny@") + 8
-
-
-def test_missing_weights_of_a_folder(tmp_path: Path) -> None:
-    (tmp_path / "open_clip_config.json").write_text(json.dumps(CONFIG))
-    with pytest.raises(RefusedError, match=r"weights .* are missing"):
+@pytest.mark.parametrize(
+    ("configuration", "weights", "error", "problem"),
+    [
+        (json.dumps(CONFIG), None, RefusedError, "weights .* are missing"),
+        (json.dumps(WIDER), "model.safetensors", UserError, r"model\.safetensors does not fit"),
+        ("{", "model.safetensors", UserError, r"open_clip_config\.json: cannot be read as JSON"),
+        ("[]", "model.safetensors", UserError, "is not an open_clip configuration"),
+        ("{}", "model.safetensors", UserError, "is not an open_clip configuration"),
+    ],
+)
+def test_folders_without_a_whole_model_are_refused(
+    configuration: str, weights: str | None, error: type[Exception], problem: str, folder: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "open_clip_config.json").write_text(configuration)
+    if weights:
+        shutil.copy(folder / "open_clip_model.safetensors", tmp_path / weights)
+    with pytest.raises(error, match=problem):
         image_scorers.load_clip(f"local-dir:{tmp_path}")
-
-
-def test_missing_bundled_clip_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(image_scorers, "BUNDLED_FOLDER", tmp_path / "clip")
-    with pytest.raises(RefusedError, match="lanterns-clip is missing") as caught:
-        image_scorers.load_clip()
-    assert "experiments.train_lanterns --part clip" in str(caught.value.advice)
-
-
-@pytest.mark.parametrize("text", ["{", "[]", "{}"])
-def test_a_folder_with_a_broken_configuration(tmp_path: Path, text: str) -> None:
-    (tmp_path / "open_clip_config.json").write_text(text)
-    with pytest.raises(UserError, match=r"open_clip configuration|open_clip_config\.json: cannot be read as JSON"):
-        image_scorers.load_clip(f"local-dir:{tmp_path}")
-
-
-def test_weights_of_another_size(folder: Path, tmp_path: Path) -> None:
-    other = json.loads(json.dumps(CONFIG))
-    other["model_cfg"]["embed_dim"] = 16
-    (tmp_path / "open_clip_config.json").write_text(json.dumps(other))
-    (tmp_path / "model.safetensors").write_bytes((folder / "open_clip_model.safetensors").read_bytes())
-    with pytest.raises(UserError, match=r"model\.safetensors does not fit"):
-        image_scorers.load_clip(f"local-dir:{tmp_path}")
-
-
-def test_full_size_without_weights_is_refused() -> None:
-    with pytest.raises(RefusedError, match="ViT-B-32") as caught:
-        image_scorers.load_clip("ViT-B-32")
-    assert caught.value.advice == "Put ViT-B-32.safetensors there."
 
 
 def test_full_size_by_name_and_path(folder: Path, tmp_path: Path, pictures: torch.Tensor) -> None:
@@ -120,11 +105,6 @@ def test_full_size_by_name_and_path(folder: Path, tmp_path: Path, pictures: torc
     scorer = image_scorers.load_clip("ViT-tiny", checkpoint)
     assert scorer.label.startswith("ViT-tiny@")
     assert all(-1 <= score <= 1 for score in scorer(pictures, CAPTIONS))
-
-
-def test_unknown_model() -> None:
-    with pytest.raises(UserError, match="ViT-Z-99"):
-        image_scorers.load_clip("ViT-Z-99")
 
 
 def test_bundled_clip_finds_captions_of_held_out_scenes() -> None:
@@ -144,18 +124,31 @@ def load(name: str) -> Any:
     return METRICS[name].function()(PROTOCOLS[name.replace("_", "-")], "cpu")
 
 
-def test_hpsv2_without_its_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
-    monkeypatch.delenv("LANTERN_BENCH_WEIGHTS", raising=False)
-    with pytest.raises(RefusedError, match=r"weights of HPSv2 are not on this machine: HPS_v2\.1_compressed\.pt"):
-        load("hpsv2")
-
-
-def test_missing_image_reward_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(RefusedError, match="ImageReward is not installed") as caught:
-        load("image_reward")
-    assert "pip install 'lantern-bench[image-reward]'" in str(caught.value.advice)
+@pytest.mark.parametrize(
+    ("scorer", "error", "problem", "advice"),
+    [
+        (image_scorers.load_clip, RefusedError, "lanterns-clip is missing", "experiments.train_lanterns --part clip"),
+        (lambda: image_scorers.load_clip("ViT-B-32"), RefusedError, "ViT-B-32", "Put ViT-B-32.safetensors there."),
+        (lambda: image_scorers.load_clip("ViT-Z-99"), UserError, "ViT-Z-99", "ViT-B-32"),
+        (lambda: load("hpsv2"), RefusedError, "weights of HPSv2 are not on this machine", "Put HPS_v2.1_compressed.pt"),
+        (lambda: load("image_reward"), RefusedError, "ImageReward is not installed", "lantern-bench[image-reward]"),
+    ],
+)
+def test_missing_scorers_are_refused(
+    scorer: Callable[[], object],
+    error: type[LanternError],
+    problem: str,
+    advice: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(image_scorers, "BUNDLED_FOLDER", tmp_path / "clip")
+    monkeypatch.setitem(sys.modules, "ImageReward", None)
+    for folder in ("TORCH_HOME", "LANTERN_BENCH_WEIGHTS"):
+        monkeypatch.setenv(folder, str(tmp_path))
+    with pytest.raises(error, match=problem) as caught:
+        scorer()
+    assert advice in str(caught.value.advice)
 
 
 def test_image_reward_goes_through_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

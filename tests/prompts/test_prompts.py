@@ -1,58 +1,190 @@
-"""Prompt files and sets, and every error in them."""
+"""Prompt files, published sets in their authors' formats, parts of them, and every error in them."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
+from lantern_bench.config.plan import Prompt
 from lantern_bench.errors import UserError
-from lantern_bench.prompts import load_prompts
-from tests.tiny_model import PROMPTS, TinyModel
-
-MODEL = TinyModel()
-
-
-def texts(source: str | Path) -> list[str]:
-    return [prompt.text for prompt in load_prompts(str(source), MODEL)]
+from lantern_bench.models.model import class_number, class_prompt
+from lantern_bench.prompts import describe_prompts, load_prompts
+from tests.tiny_model import PROMPTS
 
 
-def test_a_set_by_name() -> None:
-    assert texts("held-out") == list(PROMPTS)
+class Anything:
+    """A model that takes every prompt but one with the word bad."""
+
+    prompt_sets: ClassVar = {"held-out": PROMPTS}
+
+    def check_prompt(self, text):
+        if "bad" in text:
+            raise UserError(f"{text!r} is bad", "Be good.")
+
+
+def load(source):
+    return load_prompts(str(source), Anything())
+
+
+def texts(source):
+    return [prompt.text for prompt in load(source)]
+
+
+ANNOTATIONS = [
+    (391895, 1, "A man with a red helmet"),
+    (522418, 2, "A woman cuts cake."),
+    (391895, 3, "A man with a red helmet on a small moped on a dirt road. "),
+    (522418, 4, "A woman eats it!! "),
+    (391895, 5, "Man riding a motor bike on a dirt road on the country!!!!"),
+    (184613, 6, "\nTwo cows"),
+]
+
+
+@pytest.fixture
+def coco(tmp_path):
+    rows = [{"image_id": image, "id": number, "caption": text} for image, number, text in ANNOTATIONS]
+    path = tmp_path / "captions_val2017.json"
+    path.write_text(json.dumps({"info": {}, "images": [{"id": 184613}], "annotations": rows}))
+    return path
+
+
+def test_coco_takes_the_longest_caption_of_each_image(coco):
+    # Both of the first image's long captions have 57 characters with their spaces: the earlier one stays.
+    assert len(ANNOTATIONS[2][2]) == len(ANNOTATIONS[4][2]) == 57
+    prompts = load(f"coco:{coco}")
+    assert [prompt.text for prompt in prompts] == [
+        "A man with a red helmet on a small moped on a dirt road.",
+        "A woman cuts cake.",
+        "Two cows",
+    ]
+    assert [prompt.source for prompt in prompts] == ["coco:391895", "coco:522418", "coco:184613"]
+    assert texts(f"coco-first:{coco}") == ["A man with a red helmet", "A woman cuts cake.", "Two cows"]
+
+
+def test_parti_prompts(tmp_path):
+    path = tmp_path / "PartiPrompts.tsv"
+    path.write_text('Prompt\tCategory\tChallenge\tNote\nbond\tAbstract\tBasic\t\n"a ""sign"""\tWorld\tBasic\tx\n')
+    prompts = load(f"parti:{path}")
+    assert [(prompt.text, prompt.source) for prompt in prompts] == [("bond", "parti:2"), ('a "sign"', "parti:3")]
+    assert texts(path) == ["bond", 'a "sign"']
+
+
+def test_imagenet_classes_with_and_without_names(tmp_path):
+    assert texts("imagenet")[207] == "class 207" and len(load("imagenet")) == 1000
+    names = [f"name {number}" for number in range(1000)]
+    (tmp_path / "names.txt").write_text("\n".join(names) + "\n")
+    (tmp_path / "list.json").write_text(json.dumps(names))
+    (tmp_path / "index.json").write_text(json.dumps({str(n): [f"n{n:08}", name] for n, name in enumerate(names)}))
+    for file in ("names.txt", "list.json", "index.json"):
+        prompts = load(f"imagenet:{tmp_path / file}")
+        assert (prompts[207].text, prompts[207].source) == ("class 207: name 207", "imagenet:207")
+        assert [class_number(prompt.text, 1000) for prompt in prompts] == list(range(1000))
+
+
+@pytest.mark.parametrize("text", ["207", "class 207", "Class 207: golden retriever", " class 207 : a: b"])
+def test_a_class_is_read_from_its_prompt(text):
+    assert class_number(text, 1000) == 207 and class_number(class_prompt(207, "x"), 208) == 207
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"), [("golden", "is not a class"), ("class -1", "is not a class"), ("1000", "1000 c")]
+)
+def test_wrong_class_prompts_are_refused(text, wrong):
+    with pytest.raises(UserError, match=wrong):
+        class_number(text, 1000)
+
+
+def test_prompt_parts_are_deterministic_and_nested(tmp_path):
+    many = [f"prompt {number}" for number in range(200)]
+    path = tmp_path / "many.txt"
+    path.write_text("\n".join(many))
+    ten, fifty = texts(f"{path}#10"), texts(f"{path}#50")
+    assert len(ten) == 10 and len(fifty) == 50 and set(ten) < set(fifty)
+    assert ten == [text for text in many if text in ten] and ten != many[:10]
+    path.write_text("\n".join(reversed(many)))
+    assert set(texts(f"{path}#10")) == set(ten)
+    assert texts(f"{path}#5-8") == many[::-1][5:8]
+    assert texts("held-out#2") == [text for text in PROMPTS if text in texts("held-out#2")]
+    with pytest.raises(UserError, match="there are 200 prompts"):
+        texts(f"{path}#201")
+    with pytest.raises(UserError, match="there are 200 prompts"):
+        texts(f"{path}#8-8")
+
+
+def test_prompt_equality_ignores_the_source():
+    assert Prompt("a", "coco:1") == Prompt("a", "coco:2") and len({Prompt("a", "x"), Prompt("a")}) == 1
+
+
+def test_describe_prompts_of_the_manifest(coco):
+    source = f"coco:{coco}#2"
+    facts = describe_prompts(source, Anything(), load(source))
+    assert facts["set"] == source and facts["prompts"] == 2
+    assert len(facts["file_sha256"]) == 64 and len(facts["ids_sha256"]) == 64
+    assert describe_prompts("held-out", Anything(), load("held-out"))["file_sha256"] is None
+    other = describe_prompts(f"coco:{coco}", Anything(), load(f"coco:{coco}"))
+    assert other["ids_sha256"] != facts["ids_sha256"] and other["file_sha256"] == facts["file_sha256"]
 
 
 @pytest.mark.parametrize("column", ["prompt", "caption"])
-def test_files_of_all_kinds(tmp_path: Path, column: str) -> None:
+def test_files_of_all_kinds(tmp_path, column):
     wanted = ["one red lantern", "two blue lanterns"]
     (tmp_path / "a.txt").write_text("\ufeffone red lantern\r\n\n  two blue lanterns  ", encoding="utf-8")
     (tmp_path / "a.csv").write_text(f"id,{column}\n1,one red lantern\n2,\n3,two blue lanterns\n")
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({column: text}) + "\n\n" for text in wanted))
-    assert [texts(tmp_path / name) for name in ("a.txt", "a.csv", "a.jsonl")] == [wanted] * 3
+    (tmp_path / "a.json").write_text(json.dumps([wanted[0] + " ", {column: wanted[1]}]))
+    assert [texts(tmp_path / name) for name in ("a.txt", "a.csv", "a.jsonl", "a.json")] == [wanted] * 4
+    assert load(tmp_path / "a.json")[1].source == "a.json:2"
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "wrong"),
+    ("source", "content", "wrong"),
     [
         ("a.txt", b"\n \n", "contains no prompt"),
         ("a.txt", b"\xff\xfe\x00", "cannot be read"),
+        ("a.txt", b"one red lantern\none bad lantern\n", "line 2: 'one bad lantern' is bad"),
+        ("a.txt", b"bad\n" * 7, "7 prompts cannot be used"),
         ("a.csv", b"id,text\n1,one\n", "line 2: has no text under prompt or caption"),
         ("a.jsonl", b'{"prompt": "one"}\n{oops\n', "line 2: not JSON"),
         ("a.jsonl", b'{"prompt": 3}\n', "line 1: has no text"),
         ("a.jsonl", b"[1]\n", "line 1: has no text"),
         ("a.parquet", b"", "unknown file type"),
-        ("a.txt", b"one red lantern\none rad lantern\n", "line 2: caption 'one rad lantern'"),
-        ("a.txt", b"rad\n" * 7, "7 prompts cannot be used"),
+        ("a.json", b'{"annotations": []}', "must be a JSON list"),
+        ("a.json", b'{"a": 1}', "must be a JSON list"),
+        ("a.json", b'["a", 3]', "entry 2: has no text"),
+        ("a.json", b'["a",\nx]', "not JSON: Expecting value: line 2"),
+        ("coco:a", b'{"annotations": [\n{"image_id": 1,\nx}]}', "enclosed in double quotes: line 3"),
+        ("coco:a", b'{"images": []}', "no list of annotations"),
+        ("coco:a", b'["a"]', "no list of annotations"),
+        ("coco:a", b'{"annotations": [{"image_id": 1, "caption": "a"}, {"image_id": 1}]}', "annotation 2: has no"),
+        ("coco:a", b'{"annotations": []}', "contains no prompt"),
+        ("coco:a", b'{"annotations": [{"image_id": 7, "caption": "bad"}]}', "image 7: 'bad' is bad"),
+        ("parti:a", b"Text\tNote\na\tb\n", "line 2: has no text under prompt or caption"),
+        ("parti:a", b"Prompt\tNote\na\tb\nc\td\te\n", "line 3: has more fields"),
+        ("imagenet:a.json", b'["a"]', "names 1 classes"),
+        ("imagenet:a.json", b'["a", 3]', "names 1 classes, must name 1000"),
     ],
 )
-def test_prompt_errors_name_flag_and_line(tmp_path: Path, name: str, content: bytes, wrong: str) -> None:
-    (tmp_path / name).write_bytes(content)
+def test_malformed_files_are_refused_with_line_numbers(tmp_path, monkeypatch, source, content, wrong):
+    monkeypatch.chdir(tmp_path)
+    Path(source.split(":")[-1]).write_bytes(content)
     with pytest.raises(UserError) as caught:
-        texts(tmp_path / name)
-    assert caught.value.message.startswith(f"--prompts {tmp_path / name}") and wrong in caught.value.message
+        texts(source)
+    assert caught.value.message.startswith(f"--prompts {source}") and wrong in caught.value.message
 
 
-def test_no_such_set() -> None:
-    with pytest.raises(UserError, match="no such file and no prompt set; did you mean held-out") as caught:
-        texts("held_out")
-    assert "The sets are held-out" in str(caught.value.advice)
+@pytest.mark.parametrize(
+    ("source", "wrong", "advice"),
+    [
+        ("coco", "needs its file", "coco:captions_val2017.json"),
+        ("coco:none.json", "no such file", ""),
+        ("part", "did you mean parti", ""),
+        ("held_out", "no such file and no prompt set; did you mean held-out", "The sets are held-out"),
+    ],
+)
+def test_a_set_or_file_that_is_not_there(source, wrong, advice):
+    with pytest.raises(UserError, match=wrong) as caught:
+        texts(source)
+    assert advice in str(caught.value.advice)

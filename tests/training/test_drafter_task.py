@@ -1,4 +1,4 @@
-"""The task of training a drafter: features, losses and 1 - TV agree with decoding."""
+"""The task of training a drafter: features, losses and 1 - TV agree with decoding; its files of tokens and its log."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from torch import Tensor
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.sampling import guide
 from lantern_bench.decoding.teacher_forcing import drafts_along, teacher_forced
+from lantern_bench.errors import RefusedError
 from lantern_bench.models import registry
 from lantern_bench.models.eagle import load_drafter, untrained_drafter
 from lantern_bench.models.target import Condition, TransformerTarget, force_line_ends
+from lantern_bench.training import task as task_module
 from lantern_bench.training.loop import SINGLE, Processes
 from lantern_bench.training.recipe import RECIPES, DrafterRecipe
-from lantern_bench.training.run import write_drafter
+from lantern_bench.training.run import read_log, write_drafter
 from lantern_bench.training.task import (
     DrafterTask,
     Sequences,
@@ -53,36 +55,26 @@ def both(sequences: Sequences, count: int) -> TargetFeatures:
     return sequences.features([*range(count)] * 2, torch.arange(2 * count) >= count)
 
 
-@pytest.fixture(scope="module")
-def lumina(tmp_path_factory: pytest.TempPathFactory) -> Sequences:
-    """A Chameleon with ends of lines, prompts of several lengths and tokens that obey its grid."""
-    folder = tmp_path_factory.mktemp("lumina")
-    path = tiny_chameleon.write_model_file(folder, "lumina-mgpt-7b-768", (4, 4))
-    return _loaded(path)
+@pytest.fixture(scope="module", params=["bundled", "llamagen", "anole-7b", "lumina-mgpt-7b-768"])
+def sequences(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Sequences:
+    """Of the tiny target, of LlamaGen's and of two Chameleons: the last has ends of lines and obeys its grid."""
+    if request.param == "bundled":
+        return tiny_sequences()
+    folder = tmp_path_factory.mktemp("model")
+    if request.param == "llamagen":
+        return _with_random_features(golden_models.load(golden_models.recorded_target(folder, "t2i")).target)
+    return _loaded(tiny_chameleon.write_model_file(folder, request.param, (4, 4)))
 
 
-@pytest.fixture(scope="module")
-def anole(tmp_path_factory: pytest.TempPathFactory) -> Sequences:
-    return _loaded(tiny_chameleon.write_model_file(tmp_path_factory.mktemp("anole"), "anole-7b", (4, 4)))
-
-
-@pytest.fixture(scope="module")
-def llamagen(tmp_path_factory: pytest.TempPathFactory) -> Sequences:
+def _with_random_features(target: object) -> Sequences:
     """The recorded text-conditional target, with made-up features of which some positions are padding."""
-    loaded = golden_models.load(golden_models.recorded_target(tmp_path_factory.mktemp("t2i"), "t2i"))
-    assert isinstance(loaded.target, TransformerTarget)
-    target = loaded.target
+    assert isinstance(target, TransformerTarget)
     positions, width = target.cls_embedding.uncond_embedding.shape  # type: ignore[union-attr]
     draws = torch.Generator().manual_seed(4)
     values = torch.randn(3, positions, width, generator=draws)
     valid = torch.arange(positions)[None] >= torch.tensor([0, positions - 9, positions - 1])[:, None]
     tokens = torch.randint(target.vocab_size, (3, target.image_tokens), generator=draws)
     return Sequences(target, tokens, lambda rows: Condition(values[list(rows)], valid[list(rows)]))
-
-
-@pytest.fixture(scope="module")
-def bundled() -> Sequences:
-    return tiny_sequences()
 
 
 def _loaded(path: Path) -> Sequences:
@@ -96,10 +88,8 @@ def _loaded(path: Path) -> Sequences:
     return Sequences(target, lines.flatten(1), lambda rows: loaded.condition([CHAMELEON[row] for row in rows]))
 
 
-@pytest.mark.parametrize("family", ["bundled", "llamagen", "anole", "lumina"])
 @torch.no_grad()
-def test_features_and_drafts_match_the_decode_sessions(family: str, request: pytest.FixtureRequest) -> None:
-    sequences: Sequences = request.getfixturevalue(family)
+def test_features_and_drafts_match_the_decode_sessions(sequences: Sequences) -> None:
     target = sequences.target
     rows = range(3)
     condition, tokens = sequences.condition(rows), sequences.tokens[:3].long()
@@ -116,11 +106,9 @@ def test_features_and_drafts_match_the_decode_sessions(family: str, request: pyt
     assert task.evaluate()["one_minus_tv"] == pytest.approx(float(overlap), abs=1e-5)
 
 
-@pytest.mark.parametrize("family", ["bundled", "llamagen", "anole", "lumina"])
 @torch.no_grad()
-def test_unrolled_levels_match_a_draft_tree(family: str, request: pytest.FixtureRequest) -> None:
+def test_unrolled_levels_match_a_draft_tree(sequences: Sequences) -> None:
     """From any position on, each level is what the decode session drafts there from the same tokens."""
-    sequences: Sequences = request.getfixturevalue(family)
     target = sequences.target
     drafter = task_of(sequences).drafter
     condition, tokens = sequences.condition(range(3)), sequences.tokens[:3].long()
@@ -160,16 +148,8 @@ def test_guided_batches_compare_guided_distributions() -> None:
 def test_loss_weighs_the_total_variation_of_each_level() -> None:
     """Total variation of each level, added up by hand: level k is valid from the image's token k + 1 on."""
     sequences = tiny_sequences(4)
-    plain = RECIPE.model_copy(
-        update={
-            "feature_weight": 0.0,
-            "soft_weight": 0.0,
-            "noise": 0.0,
-            "dropped": 0.0,
-            "levels": 3,
-            "level_decay": 0.5,
-        }
-    )
+    nothing_else = dict.fromkeys(("feature_weight", "soft_weight", "noise", "dropped"), 0.0)
+    plain = RECIPE.model_copy(update={**nothing_else, "levels": 3, "level_decay": 0.5})
     task = task_of(sequences, recipe=plain)
     with torch.no_grad():
         features = both(sequences, 4)
@@ -189,17 +169,12 @@ def test_loss_weighs_the_total_variation_of_each_level() -> None:
 
 @pytest.mark.parametrize(
     "recipe",
-    [
-        RECIPE,
-        RECIPE.model_copy(update={"guided": False, "levels": 1, "noise": 0.1, "soft_weight": 1.0}),
-    ],
+    [RECIPE, RECIPE.model_copy(update={"guided": False, "levels": 1, "noise": 0.1, "soft_weight": 1.0})],
     ids=["levels", "noise"],
 )
-@pytest.mark.parametrize("family", ["bundled", "llamagen", "anole", "lumina"])
 def test_every_family_trains_and_loads_its_written_drafter(
-    family: str, recipe: DrafterRecipe, request: pytest.FixtureRequest, tmp_path: Path
+    sequences: Sequences, recipe: DrafterRecipe, tmp_path: Path
 ) -> None:
-    sequences: Sequences = request.getfixturevalue(family)
     target = sequences.target
     target.requires_grad_(False)
     task = task_of(sequences, recipe=recipe)
@@ -250,3 +225,38 @@ def test_drafter_copy_shares_only_the_head() -> None:
     with torch.no_grad():
         copy.fc.weight.zero_()
     assert drafter.fc.weight.abs().max() > 0
+
+
+def test_token_files_continue_where_they_were_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[int, int]] = []
+    monkeypatch.setattr(task_module, "_BATCH", 4)
+
+    def tokens(start: int, stop: int) -> Tensor:
+        if start == 8 and len(calls) == 2:
+            calls.clear()
+            raise KeyboardInterrupt
+        calls.append((start, stop))
+        return torch.arange(start, stop)[:, None].expand(-1, 3).int()
+
+    def make() -> Tensor:
+        return task_module._in_files(tmp_path, "rows", {"a": 1}, 11, tokens, "rows", lambda _label, _share: None)
+
+    with pytest.raises(KeyboardInterrupt):
+        make()
+    rows = make()
+    assert rows[:, 0].tolist() == list(range(11)) and calls == [(8, 11)]
+    assert torch.equal(make(), rows) and len(calls) == 1
+    (folder,) = tmp_path.iterdir()
+    task_module._in_files(tmp_path, "rows", {"a": 2}, 3, tokens, "rows", lambda _label, _share: None)
+    assert len(list(tmp_path.iterdir())) == 2
+    (folder / "00000.safetensors").write_bytes(b"short")
+    with pytest.raises(RefusedError, match="damaged"):
+        make()
+
+
+def test_another_file_is_no_log(tmp_path: Path) -> None:
+    path = tmp_path / "log.csv"
+    assert read_log(path) == []
+    path.write_text("something else\n")
+    with pytest.raises(RefusedError, match="is not the log of a training"):
+        read_log(path)

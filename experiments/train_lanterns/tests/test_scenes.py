@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from colorsys import rgb_to_hsv
 from pathlib import Path
 
 import numpy as np
@@ -36,7 +37,7 @@ def test_lanterns_have_their_colour(colour: int) -> None:
         if FIELDS["colour"][colour] == "white":
             assert least > 0.6 and most - least < 0.2
         else:
-            away = abs(_hue(red, green, blue) - HUES[FIELDS["colour"][colour]])
+            away = abs(360 * rgb_to_hsv(red, green, blue)[0] - HUES[FIELDS["colour"][colour]])
             assert most - least > 0.3 and min(away, 360 - away) < 20
 
 
@@ -69,9 +70,3 @@ def test_scene_cache_is_used_only_when_it_matches(tmp_path: Path) -> None:
     other = scene_set(TRAIN, 9, 5, cache)
     assert not np.array_equal(other.pixels, again.pixels)
     assert np.array_equal(scene_set(TRAIN, 9, 5, cache).pixels, other.pixels)
-
-
-def _hue(red: float, green: float, blue: float) -> float:
-    import colorsys
-
-    return 360 * colorsys.rgb_to_hsv(red, green, blue)[0]

@@ -10,11 +10,10 @@ import torch
 
 from experiments.train_lanterns import tasks
 from experiments.train_lanterns.scenes import blur, degrade, drop_detail, scene_set
-from experiments.train_lanterns.tasks import ClipTask, FeaturesTask, Pool, reconstruct, save_clip, training_pool
+from experiments.train_lanterns.tasks import ClipTask, FeaturesTask, Pool, save_clip, training_pool
 from lantern_bench.metrics.image_scorers import load_clip
 from lantern_bench.models.lanterns import ALL_ATTRIBUTES, HELD_OUT, TRAIN, Attributes
 from lantern_bench.models.lanterns.modules import prompt_accuracy
-from lantern_bench.models.vq import VQConfig, VQModel
 
 
 @pytest.fixture(scope="module")
@@ -32,12 +31,6 @@ def test_pool_reconstructs_its_first_share() -> None:
     painted = torch.from_numpy(scenes.pixels).permute(0, 3, 1, 2)
     assert torch.equal(pool.pixels[:5], 255 - painted[:5])
     assert torch.equal(pool.pixels[5:], painted[5:])
-
-
-def test_reconstruct_keeps_shape_and_dtype(pool: Pool) -> None:
-    tokenizer = VQModel(VQConfig(codes=16, code_dim=4, z_channels=32, channels=32, channel_mult=(1, 1), res_blocks=1))
-    back = reconstruct(tokenizer.eval(), pool.pixels[:3])
-    assert back.shape == pool.pixels[:3].shape and back.dtype == torch.uint8
 
 
 def test_classifier_learns(pool: Pool) -> None:
@@ -63,7 +56,7 @@ def test_evaluation_uses_held_out_scenes(pool: Pool, monkeypatch: pytest.MonkeyP
     assert attributes == list(HELD_OUT[:6])
 
 
-def test_clip_batch_has_no_caption_twice() -> None:
+def test_clip_batch_has_no_caption_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every picture carries its caption's number in its pixels, so that the batch can be read back."""
     attributes = [ALL_ATTRIBUTES[number] for number in (0, 1, 2, 250)] * 5
     numbers = [ALL_ATTRIBUTES.index(item) % 251 for item in attributes]
@@ -77,11 +70,8 @@ def test_clip_batch_has_no_caption_twice() -> None:
         return torch.eye(len(pictures)), torch.eye(len(pictures)), torch.tensor(10.0)
 
     task.clip.forward = spy  # type: ignore[method-assign]
-    original, tasks.degrade = tasks.degrade, lambda pictures, _generator: pictures
-    try:
-        task.loss(generator())
-    finally:
-        tasks.degrade = original
+    monkeypatch.setattr(tasks, "degrade", lambda pictures, _generator: pictures)
+    task.loss(generator())
     ((pictures, tokens),) = seen
     captions = [tokens_of[tuple(row.tolist())] for row in tokens]
     assert sorted(captions) == [0, 1, 2, 250]
