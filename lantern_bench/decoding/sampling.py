@@ -24,7 +24,8 @@ def guide(cond: Tensor, uncond: Tensor | None, cfg_scale: float) -> Tensor:
     """Return the guided logits [..., V] in float32; `cfg_scale` 1 means the conditional ones alone."""
     if cfg_scale == 1.0:
         return cond.float()
-    assert uncond is not None
+    if uncond is None:
+        raise ValueError(f"cfg_scale {cfg_scale} needs unconditional logits")
     base = uncond.float()
     return base.add(cond.float() - base, alpha=cfg_scale)
 

@@ -77,11 +77,6 @@ def test_top_p_stops_at_the_token_that_reaches_the_mass_exactly() -> None:
     assert probabilities(torch.zeros(4), temperature=1.0, top_p=0.5).tolist() == [0.5, 0.5, 0.0, 0.0]
 
 
-def test_a_temperature_of_zero_is_refused() -> None:
-    with pytest.raises(ValueError, match="positive"):
-        probabilities(torch.zeros(3), temperature=0.0)
-
-
 def test_draws_without_replacement_follow_sequential_draws() -> None:
     p = torch.tensor([0.5, 0.0, 0.3, 0.2])
     draws = 40_000
