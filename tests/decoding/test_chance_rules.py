@@ -24,7 +24,7 @@ from lantern_bench.decoding.acceptance.walk import verify
 from lantern_bench.decoding.emitted_tv import emitted, emitted_tv_sampled, total_variation
 from lantern_bench.decoding.loop import decode
 from lantern_bench.decoding.neighbours import nearest_codes
-from lantern_bench.decoding.tree import DraftTree, StaticTree
+from lantern_bench.decoding.tree import StaticTree
 from lantern_bench.methods import tables as method_tables
 from lantern_bench.methods.rules import Rule
 from tests.decoding.random_trees import random_draft
@@ -32,7 +32,6 @@ from tests.decoding.rules import STRICT, accept, at_start, rule_named, view_of
 from tests.decoding.tabular import Setting, Tabular, distribution_of_step, error_of, first_tokens, verify_step
 from tests.decoding.test_emitted_tv import dirichlet
 from tests.decoding.test_loop import DRAFTED, CodedModel, g_test
-from tests.decoding.test_lossless_exact import SHAPES
 
 Vector = NDArray[np.float64]
 CODES = torch.randn(40, 2, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
@@ -159,41 +158,14 @@ def test_siblings_are_judged_by_the_residual(name: str, bound: float, residual: 
     assert worst < 1e-9
 
 
-SETTINGS = {"plain": Setting(), "filtered": Setting(top_k=3, cfg_scale=1.5)}
-
-
-def step_error(tree_of: str, rule: AcceptanceRule, setting: str, vocabulary: int = 4) -> tuple[float, float]:
-    """Errors (first token, joint) of a step against autoregressive decoding."""
-    model = Tabular(vocabulary, SETTINGS[setting], seed=1)
-    if tree_of == "dynamic":
-        weights, tree = torch.ones(1, dtype=torch.float64), model.dynamic_draft(6, 3, 2)
-    else:
-        weights, tree = model.static_drafts(StaticTree.of(SHAPES[tree_of]))
-    distribution = distribution_of_step(model, weights, tree, partial(verify_step, rule=rule), 4)
-    truth = model.distribution_after((), 4)
-    return error_of(first_tokens(distribution), first_tokens(truth)), error_of(distribution, truth)
-
-
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("tree", ["chain", "small", "dynamic"])
-def test_a_strength_of_at_most_1_is_lossless(tree: str, setting: str) -> None:
-    for strength, decay in ((1.0, 0.0), (1.0, 0.7), (0.5, 0.1)):
-        rule = rule_named("cool-sd", 0, strength, decay=decay)
-        first, joint = step_error(tree, rule, setting)
-        assert max(first, joint) < 1e-9
-    broken = replace(rule, official_share=0.0)
-    first, _ = step_error(tree, broken, setting)
-    assert first > 1e-3
-
-
 def test_the_strength_falls_with_depth() -> None:
     """With w = 1.5 at the first draft and 1 at the second, only the first token is off."""
     model = Tabular(4, Setting(), seed=1)
     for tree_of in ("chain", "small"):
-        weights, tree = model.static_drafts(StaticTree.of(SHAPES[tree_of]))
+        drafts = model.drafts(tree_of)
         for decay, holds in ((math.log(1.5), True), (0.0, False)):
             rule = rule_named("cool-sd", 0, 1.5, decay=decay)
-            joint = distribution_of_step(model, weights, tree, partial(verify_step, rule=rule), 2)
+            joint = distribution_of_step(model, drafts, partial(verify_step, rule=rule), 2)
             first = first_tokens(joint)
             product = {(x, y): first[(x,)] * float(model.p((x,))[y]) for x, y in joint}
             assert error_of(first, first_tokens(model.distribution_after((), 2))) > 1e-2
@@ -205,13 +177,8 @@ def test_the_strength_falls_with_depth() -> None:
 def test_a_step_emits_what_emitted_tv_says(name: str, bound: float, tree: str) -> None:
     """The first token of the walk, over all drafts, is the one that `emitted` computes from the root's children."""
     model, rule = Tabular(4, Setting(), seed=3), rule_of(name, bound, vocabulary=4)
-    drawn: tuple[Tensor, DraftTree]
-    if tree == "dynamic":
-        drawn = torch.ones(1, dtype=torch.float64), model.dynamic_draft(6, 3, 2)
-    else:
-        drawn = model.static_drafts(StaticTree.of(SHAPES[tree]))
-    weights, drafts = drawn
-    walked = first_tokens(distribution_of_step(model, *drawn, partial(verify_step, rule=rule), 1))
+    weights, drafts = model.drafts(tree)
+    walked = first_tokens(distribution_of_step(model, (weights, drafts), partial(verify_step, rule=rule), 1))
     children = drafts.children[:, 0]
     tokens = drafts.tokens.gather(1, children.clamp_min(0))
     p = model.p(()).expand(len(tokens), -1)

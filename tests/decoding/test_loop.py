@@ -148,9 +148,9 @@ def test_images_of_a_batch_are_those_decoded_alone(values: dict[str, Any]) -> No
     lossless = decoding.rule_row.lossless
     if lossless and values["mode"] != "sjd-pac":  # which may have every token among its candidates
         assert len({image.trace.accepted[0] for image in together}) > 1
-    for image, same in zip(together, alone, strict=True):
-        assert same.tokens.equal(image.tokens)
-        assert same.trace.child_rank == image.trace.child_rank
+    for image, single in zip(together, alone, strict=True):
+        assert single.tokens.equal(image.tokens)
+        assert single.trace.child_rank == image.trace.child_rank
     assert (sum(image.trace.neighbour_mass_tried for image in together) > 0) != lossless
 
 
