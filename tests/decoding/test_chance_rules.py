@@ -21,7 +21,7 @@ from torch import Tensor
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.acceptance.rule import AcceptanceRule, neighbour_mass
 from lantern_bench.decoding.acceptance.walk import verify
-from lantern_bench.decoding.emitted_tv import emitted, emitted_tv_sampled, total_variation
+from lantern_bench.decoding.emitted_tv import emitted, total_variation
 from lantern_bench.decoding.loop import decode
 from lantern_bench.decoding.neighbours import nearest_codes
 from lantern_bench.decoding.tree import StaticTree
@@ -30,7 +30,7 @@ from lantern_bench.methods.rules import Rule
 from tests.decoding.random_trees import random_draft
 from tests.decoding.rules import STRICT, accept, at_start, rule_named, view_of
 from tests.decoding.tabular import Setting, Tabular, distribution_of_step, error_of, first_tokens, verify_step
-from tests.decoding.test_emitted_tv import dirichlet
+from tests.decoding.test_emitted_tv import dirichlet, mean_distribution, of_drafts, sampled_tv
 from tests.decoding.test_loop import DRAFTED, CodedModel, g_test
 
 Vector = NDArray[np.float64]
@@ -97,26 +97,18 @@ def pairs(seed: int, count: int, vocabulary: int) -> list[tuple[Tensor, Tensor]]
     return list(zip(p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True), strict=True))
 
 
-def of_drafts(p: Tensor, q: Tensor | None, drafts: Tensor, rule: AcceptanceRule) -> Tensor:
-    """The distributions [n, V] of a first token for the drafts [n, C]."""
-    many = len(drafts)
-    rows = (p.expand(many, -1), None if q is None else q.expand(many, -1))
-    valid = torch.ones_like(drafts, dtype=torch.bool) if q is None else q[drafts] > 0
-    return emitted(*rows, drafts, valid, rule, at_start(drafts)).distribution
-
-
 @pytest.mark.parametrize(("name", "bound"), CASES)
 def test_the_exact_residual_reaches_the_smallest_tv_of_one_draft(name: str, bound: float) -> None:
     worst, larger = 0.0, 0.0
     for p, q in pairs(1, 30, 12):
         every, f = torch.arange(12)[:, None], torch.tensor(chance(name, bound, p.numpy(), q.numpy()))
         least = float((q * f - p).clamp_min(0).sum())
-        tv = total_variation(p, q @ of_drafts(p, q, every, rule_of(name, bound)))
+        tv = total_variation(p, mean_distribution(p, q, rule_of(name, bound)))
         worst = max(worst, abs(float(tv) - least))
         if name == "cool-sd":
             formula = torch.minimum((q - p).clamp_min(0), max(bound - 1, 0) * p).sum()
             assert least == pytest.approx(float(formula), abs=1e-12)
-        official = float(total_variation(p, q @ of_drafts(p, q, every, rule_of(name, bound, "official"))))
+        official = float(total_variation(p, mean_distribution(p, q, rule_of(name, bound, "official"))))
         larger = max(larger, official - least)
         if name == "gsd" and float((q * f).sum()) >= float(torch.minimum(p, q).sum()):
             assert official == pytest.approx(least, abs=1e-12), "accepting no less than strict, plain is enough"
@@ -134,9 +126,8 @@ def test_the_plain_residual_of_a_strength_below_1_is_seen() -> None:
     rule = replace(rule_of("cool-sd", 0.6), official_share=1.0)
     worst = []
     for p, q in pairs(2, 30, 12):
-        every = torch.arange(12)[:, None]
-        worst.append(float(total_variation(p, q @ of_drafts(p, q, every, rule))))
-        assert float(total_variation(p, q @ of_drafts(p, q, every, rule_of("cool-sd", 0.6)))) < 1e-12
+        worst.append(float(total_variation(p, mean_distribution(p, q, rule))))
+        assert float(total_variation(p, mean_distribution(p, q, rule_of("cool-sd", 0.6)))) < 1e-12
     print(f"plain residual at w = .6: emitted TV {sum(worst) / len(worst):.3f} on average")
     assert sum(worst) / len(worst) > 0.05
 
@@ -191,15 +182,8 @@ def test_a_step_emits_what_emitted_tv_says(name: str, bound: float, tree: str) -
 def test_the_estimate_of_emitted_tv_is_near_the_enumeration(name: str) -> None:
     noise = torch.Generator().manual_seed(5)
     rule, (p, q) = rule_of(name, BOUNDS[name][-1], "official", 10), dirichlet(noise, 2, 10)
-    drafts = torch.tensor(list(itertools.permutations(range(10), 2)))
-    likely = q[drafts[:, 0]] * q[drafts[:, 1]] / (1 - q[drafts[:, 0]])
-    truth = float(total_variation(p, likely @ of_drafts(p, q, drafts, rule)))
-
-    def exponential() -> Tensor:
-        return torch.empty(1, 10, dtype=torch.float64).exponential_(generator=noise)
-
-    (estimate,) = emitted_tv_sampled(p[None], q[None], 2, 1000, [rule], exponential, at_start(p[None]))
-    assert float(estimate.tv) == pytest.approx(truth, abs=0.015)
+    truth = float(total_variation(p, mean_distribution(p, q, rule, children=2)))
+    assert float(sampled_tv(p[None], q[None], 2, 1000, rule, noise)) == pytest.approx(truth, abs=0.015)
 
 
 @pytest.mark.parametrize("seed", range(40))
