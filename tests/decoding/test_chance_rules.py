@@ -27,8 +27,7 @@ from lantern_bench.decoding.neighbours import nearest_codes
 from lantern_bench.decoding.tree import StaticTree
 from lantern_bench.methods import tables as method_tables
 from lantern_bench.methods.rules import Rule
-from tests.decoding.random_trees import random_draft
-from tests.decoding.rules import STRICT, accept, at_start, rule_named, view_of
+from tests.decoding.rules import accept, at_start, rule_named, view_of
 from tests.decoding.tabular import Setting, Tabular, distribution_of_step, error_of, first_tokens, verify_step
 from tests.decoding.test_emitted_tv import dirichlet, mean_distribution, of_drafts, sampled_tv
 from tests.decoding.test_loop import DRAFTED, CodedModel, g_test
@@ -184,17 +183,6 @@ def test_the_estimate_of_emitted_tv_is_near_the_enumeration(name: str) -> None:
     rule, (p, q) = rule_of(name, BOUNDS[name][-1], "official", 10), dirichlet(noise, 2, 10)
     truth = float(total_variation(p, mean_distribution(p, q, rule, children=2)))
     assert float(sampled_tv(p[None], q[None], 2, 1000, rule, noise)) == pytest.approx(truth, abs=0.015)
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_a_strength_of_1_is_the_strict_rule_token_for_token(seed: int) -> None:
-    draft = random_draft(seed, torch.float64)
-    arguments = (draft.uniforms, draft.noise, draft.depth_limit)
-    strict = verify(draft.tree, draft.probs, STRICT, *arguments)
-    same = verify(draft.tree, draft.probs, rule_named("cool-sd", 0, 1.0, decay=0.0), *arguments)
-    assert torch.equal(same.path, strict.path) and torch.equal(same.tokens, strict.tokens)
-    torch.testing.assert_close(same.next_probs, strict.next_probs, atol=1e-6, rtol=0)
-    assert float(same.neighbour_mass_tried.abs().max()) < 1e-6
 
 
 def test_the_entropy_rule_takes_as_much_as_the_entropy_allows() -> None:
