@@ -214,22 +214,10 @@ def watching(monkeypatch: pytest.MonkeyPatch) -> Callable[..., AcceptanceRule]:
 
 
 def test_a_rule_sees_tokens_neighbours_distances_depth_and_place(watching: Callable[..., AcceptanceRule]) -> None:
-    seen: dict[str, Tensor] = {}
+    views: list[Any] = []
 
     def look(draft: Any, values: Any) -> Tensor:
-        names = (
-            "token",
-            "p_x",
-            "q_x",
-            "p",
-            "neighbour_tokens",
-            "neighbour_p",
-            "distances",
-            "codebook",
-            "depth",
-            "position",
-        )
-        seen.update({name: getattr(draft, name) for name in names})
+        views.append(draft)
         return torch.zeros_like(draft.p_x)
 
     model = Tabular(6, Setting(), seed=2)
@@ -239,20 +227,20 @@ def test_a_rule_sees_tokens_neighbours_distances_depth_and_place(watching: Calla
     shape = (2, 4, 2)
     position = torch.tensor([7, 9])
     verify(drawn, p, watching(look), torch.rand(shape), torch.ones(2, 6), None, position)
-    # The last call: the second child of the root, in both images.
+    seen = views[-1]  # the second child of the root, in both images
     root = p[:, 0]
     rest = root - 0.0 * root  # f = 0 leaves p as it is
-    torch.testing.assert_close(seen["p_x"], rest)
-    torch.testing.assert_close(seen["p"], rest[:, None])
-    assert seen["token"].tolist() == list(range(6))
-    assert torch.equal(seen["neighbour_tokens"], table[:, :2].long())
-    torch.testing.assert_close(seen["neighbour_p"], torch.stack([row[table[:, :2].long()] for row in rest]))
+    torch.testing.assert_close(seen.p_x, rest)
+    torch.testing.assert_close(seen.p, rest[:, None])
+    assert seen.token.tolist() == list(range(6))
+    assert torch.equal(seen.neighbour_tokens, table[:, :2].long())
+    torch.testing.assert_close(seen.neighbour_p, torch.stack([row[table[:, :2].long()] for row in rest]))
     distances = torch.stack([(CODES[table[x, :2].long()] - CODES[x]).norm(dim=-1) for x in range(6)])
-    torch.testing.assert_close(seen["distances"], distances)
+    torch.testing.assert_close(seen.distances, distances)
     lost = model.q(()).expand(2, 6).clone()
     lost[0, 2] = lost[1, 3] = 0
-    torch.testing.assert_close(seen["q_x"], lost / lost.sum(1, keepdim=True))
-    assert seen["depth"].tolist() == [[1], [1]] and seen["position"].tolist() == [[7], [9]]
+    torch.testing.assert_close(seen.q_x, lost / lost.sum(1, keepdim=True))
+    assert seen.depth.tolist() == [[1], [1]] and seen.position.tolist() == [[7], [9]]
 
 
 def test_depth_and_place_are_those_of_the_draft_in_the_loop(watching: Callable[..., AcceptanceRule]) -> None:

@@ -17,7 +17,7 @@ from lantern_bench.decoding.emitted_tv import total_variation
 from lantern_bench.decoding.neighbours import nearest_codes
 from tests.decoding.random_trees import Draft, random_draft
 from tests.decoding.rules import STRICT, rule_named, view_of
-from tests.decoding.test_emitted_tv import first_token
+from tests.decoding.test_emitted_tv import first_token, mean_distribution
 
 RESIDUALS = ("exact", "official")
 weights = st.lists(st.one_of(st.just(0.0), st.floats(1e-6, 1.0)), min_size=3, max_size=12)
@@ -144,11 +144,7 @@ def test_finding_a5_on_a_sampled_draft(residual: str, distribution: list[float],
     p, q = torch.tensor([0.3, 0.1, 0.4, 0.2]), torch.tensor([0.7, 0.1, 0.1, 0.1])
     table = torch.tensor([[1, 2, 3], [0, 2, 3], [3, 0, 1], [2, 0, 1]])
     # After 0 is rejected `official` zeroes q at 1 and 2 (k + 1 codes): [0, .1, .4, .1] / .6, as the finding records.
-    drawn = torch.arange(4)[:, None]
-    rows = first_token(
-        p.expand(4, 4), q.expand(4, 4), drawn, drawn >= 0, rule_named("additive", 1, 0.1, residual, table)
-    )
-    mean = (q[:, None] * rows).sum(dim=0)
+    mean = mean_distribution(p, q, rule_named("additive", 1, 0.1, residual, table))
     torch.testing.assert_close(mean, torch.tensor(distribution), atol=1e-6, rtol=0)
     assert float(total_variation(p, mean)) == pytest.approx(tv, abs=1e-6)
 
