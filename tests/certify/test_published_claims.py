@@ -5,6 +5,7 @@ from __future__ import annotations
 from fractions import Fraction
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -15,81 +16,40 @@ from lantern_bench.decoding.drafting import drafting_of
 from lantern_bench.decoding.drafting.draft_method import DraftInputs, LastStep
 
 IMAGES = 60_000
-Law = list[Fraction]
+Q, R, P = torch.tensor([0.5, 0.5]), torch.tensor([0.75, 0.25]), torch.tensor([0.5, 0.5])
 
 
-def law(*parts: int) -> Law:
-    return [Fraction(part, sum(parts)) for part in parts]
+@pytest.mark.parametrize(("drafting", "verified_with"), [("jacobi", "r"), ("scd-published", "q")])
+def test_an_old_q_kept_with_a_draft(drafting: str, verified_with: str) -> None:
+    # Draft 0 is kept, 1 is kept, and 1 is redrawn, to 0: their chances, and the q of token 0 that verifies each.
+    chances, redrawn = [Fraction(1, 2), Fraction(1, 4), Fraction(1, 4)], Fraction(3, 4)
+    old = redrawn if verified_with == "r" else Fraction(1, 2)
+    accepts = [Fraction(1, 2) / old, Fraction(0), Fraction(1, 2) / redrawn]
+    first = sum(chance * accept for chance, accept in zip(chances, accepts, strict=True))
+    assert first == (Fraction(1, 2) if verified_with == "r" else Fraction(2, 3))
+    share = float((second_draft(drafting) == 0).double().mean())
+    assert share == pytest.approx(float(first), abs=5 * (0.25 / IMAGES) ** 0.5)
 
 
-def residual(p: Law, q: Law) -> Law:
-    """norm(max(p - q, 0)); p itself where nothing remains."""
-    remains = [max(a - b, Fraction(0)) for a, b in zip(p, q, strict=True)]
-    return [mass / sum(remains) for mass in remains] if sum(remains) else p
-
-
-def without(q: Law, x: int) -> Law:
-    remains = [Fraction(0) if token == x else chance for token, chance in enumerate(q)]
-    return [mass / sum(remains) for mass in remains] if sum(remains) else remains
-
-
-def accept(p: Law, q: Law, x: int) -> Fraction:
-    return min(Fraction(1), p[x] / q[x]) if q[x] else Fraction(0)
-
-
-def close(measured: Tensor, wanted: Law) -> bool:
-    """Whether shares of `IMAGES` images are within five standard deviations."""
-    exact = torch.tensor([float(chance) for chance in wanted])
-    return bool(((measured - exact).abs() <= 5 * (exact * (1 - exact) / IMAGES).sqrt() + 1e-9).all())
-
-
-def shares(tokens: Tensor, vocabulary: int) -> Tensor:
-    return torch.bincount(tokens, minlength=vocabulary) / len(tokens)
-
-
-def test_an_old_q_kept_with_a_draft() -> None:
-    q, r, p = law(1, 1), law(3, 1), law(1, 1)
-    emitted = [Fraction(0)] * 2
-    for x, drawn in enumerate(q):
-        keeps = accept(r, q, x)
-        drafts = [(x, q, drawn * keeps)] + [
-            (token, r, drawn * (1 - keeps) * chance) for token, chance in enumerate(residual(r, q))
-        ]
-        for draft, believed, weight in drafts:
-            taken = accept(p, believed, draft)
-            emitted[draft] += weight * taken
-            for token, chance in enumerate(residual(p, believed)):
-                emitted[token] += weight * (1 - taken) * chance
-    assert emitted == [Fraction(2, 3), Fraction(1, 3)]
-    assert close(_second_draft("scd", {"drafting": "scd-published"}, q, r, p), emitted)
-    assert close(_second_draft("scd", {}, q, r, p), p)
-
-
-def _second_draft(mode: str, values: dict[str, Any], q: Law, r: Law, p: Law) -> Tensor:
-    """Shares of the first token where a draft of q is drawn again from r, and verified with p."""
-    decoding = Decoding(**{"mode": mode, "window": 2, **values})
-    target: Any = TabularModel(len(p), 4, seed=0)
-    noise = torch.Generator().manual_seed(1)
-    method: Any = drafting_of(decoding, target, IMAGES)
+def second_draft(drafting: str) -> Tensor:
+    """The first tokens [IMAGES] where drafts of q are drawn again from r, and verified with p."""
+    target, noise = TabularModel(2, 4, seed=0), torch.Generator().manual_seed(1)
+    method: Any = drafting_of(Decoding("scd", window=2, drafting=drafting), target, IMAGES)
 
     def exponential(*shape: int) -> Tensor:
         return torch.empty(IMAGES, *shape).exponential_(generator=noise)
 
-    def rows(distribution: Law) -> Tensor:
-        return torch.tensor([float(chance) for chance in distribution]).expand(IMAGES, method.nodes, -1).contiguous()
+    def rows(distribution: Tensor) -> Tensor:
+        return distribution.expand(IMAGES, method.nodes, -1).contiguous()
 
     root, limit = torch.zeros(IMAGES, dtype=torch.int64), torch.full((IMAGES,), 2)
-    method.start_images(rows(q)[:, 0])
-    tree = method.tree(method.draft(DraftInputs(root, exponential(method.noises, len(p)), limit)))
-    method._q.copy_(rows(q)[:, :2])
-    drawn = torch.multinomial(rows(q)[:, 0], 1, generator=noise).expand(-1, method.nodes)
-    # One draft of q at each place: the published SCD starts with q = 1 instead.
-    tokens = torch.where(torch.tensor(mode == "scd"), drawn, tree.tokens)
-    tree = type(tree)(**{**vars(tree), "tokens": tokens})
+    method.start_images(rows(Q)[:, 0])
+    tree = method.tree(method.draft(DraftInputs(root, exponential(method.noises, 2), limit)))
+    # One draft of q at each place: the published form starts with q = 1 instead.
+    method._q.copy_(rows(Q)[:, :2])
+    tree.tokens.copy_(torch.multinomial(rows(Q)[:, 0], 1, generator=noise).expand(-1, method.nodes))
     path = torch.tensor([[0, -1, -1]]).expand(IMAGES, -1)
-    nothing = torch.zeros(IMAGES, dtype=torch.int64)
-    method.after_step(LastStep(tree, rows(r), path, nothing, path, nothing + 2, nothing == 0))
-    tree = method.tree(method.draft(DraftInputs(root, exponential(method.noises, len(p)), limit)))
+    method.after_step(LastStep(tree, rows(R), path, root, path, root + 2, root == 0))
+    tree = method.tree(method.draft(DraftInputs(root, exponential(method.noises, 2), limit)))
     uniforms = torch.rand(IMAGES, method.nodes, method.fanout, generator=noise)
-    verdict = method.verify(tree, rows(p), AcceptanceRule(), uniforms, exponential(len(p)), limit)
-    return shares(verdict.tokens[:, 0], len(p))
+    return method.verify(tree, rows(P), AcceptanceRule(), uniforms, exponential(2), limit).tokens[:, 0]

@@ -46,7 +46,7 @@ def drafting_mistakes(decoding: Decoding) -> list[Mistake]:
     if coupling != "none":
         mistakes.append(Mistake("old q kept with a draft", make=_HybridOldQ if is_hybrid else _OldQ))
     if is_hybrid and decoding.value("share") != 1:
-        mistakes.append(Mistake("verified with the drafter's q", make=_DrafterQ))
+        mistakes.append(Mistake("verified with the drafter's q", make=DrafterQ))
     if not is_hybrid and coupling == "none":
         mistakes.append(Mistake("draft kept, with the new q", make=_KeptDraft))
     if not is_hybrid and coupling == "maximal":
@@ -87,7 +87,7 @@ class _HybridOldQ(_OldQ, HybridDrafting):
     """The same mistake in a hybrid window."""
 
 
-class _DrafterQ(HybridDrafting):
+class DrafterQ(HybridDrafting):
     """Drafts of a mixture are verified as if the drafter alone had drawn them."""
 
     def draft(self, inputs: DraftInputs) -> Drafted:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,8 +16,8 @@ from torch import Tensor
 from lantern_bench.decoding.acceptance.rule import AcceptanceRule
 from lantern_bench.decoding.acceptance.walk import accept_tree, verify
 from lantern_bench.decoding.drafting.dynamic import Growth
-from lantern_bench.decoding.sampling import guide, most_probable, probabilities
-from lantern_bench.decoding.tree import DraftTree, StaticTree, link_nodes
+from lantern_bench.decoding.sampling import guide, probabilities
+from lantern_bench.decoding.tree import DraftTree, StaticTree
 from lantern_bench.methods.parameters import FilterOrder
 from tests.decoding.rules import parents_of
 
@@ -25,6 +25,13 @@ Prefix = tuple[int, ...]
 # (drafts [B, M] and their tree, p [B, M, V]) -> (weights [S, B], path tokens [S, B, D], lengths [S, B], last [S, B, V])
 Outcomes = tuple[Tensor, Tensor, Tensor, Tensor]
 Step = Callable[[DraftTree, Tensor], Outcomes]
+Drafts = tuple[Tensor, DraftTree]
+"""The probability [B] of each draft, and the drafts."""
+SHAPES = {
+    "chain": [(0,), (0, 0), (0, 0, 0)],
+    "wide": [(0,), (1,), (2,)],
+    "small": [(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)],
+}
 
 
 @dataclass(frozen=True)
@@ -79,8 +86,13 @@ class Tabular:
             }
         return distribution
 
-    def static_drafts(self, shape: StaticTree) -> tuple[Tensor, DraftTree]:
-        """Every draft that can be drawn in this shape, with its probability [B]."""
+    def drafts(self, shape: str) -> Drafts:
+        """Those of a shape in `SHAPES`, or the one dynamic draft."""
+        return self.dynamic_drafts(6, 3, 2) if shape == "dynamic" else self.static_drafts(SHAPES[shape])
+
+    def static_drafts(self, paths: Sequence[Sequence[int]]) -> Drafts:
+        """Every draft that can be drawn in this shape."""
+        shape = StaticTree.of(paths)
         parents, children = shape.parents.tolist(), shape.children.tolist()
         drafts: list[tuple[float, list[int]]] = [(1.0, [0] * len(parents))]
         for node, below in enumerate(children):
@@ -101,7 +113,7 @@ class Tabular:
         )
         return weights, shape.draft(tokens, q, valid)
 
-    def dynamic_draft(self, nodes: int, rounds: int, beam: int) -> DraftTree:
+    def dynamic_drafts(self, nodes: int, rounds: int, beam: int) -> Drafts:
         """The one draft that Growth makes."""
         growth = Growth(self.q(())[None], beam)
         prefixes = [(token,) for token in growth.frontier.tokens[0].tolist()]
@@ -109,23 +121,7 @@ class Tabular:
             frontier = growth.grow(torch.stack([self.q(prefix) for prefix in prefixes])[None])
             grown = zip(frontier.origin[0].tolist(), frontier.tokens[0].tolist(), strict=True)
             prefixes = [(*prefixes[slot], token) for slot, token in grown]
-        return growth.tree(torch.zeros(1, dtype=torch.int64), nodes)
-
-    def dynamic_shape(self, shape: StaticTree) -> DraftTree:
-        """A deterministic draft of a given shape: the most probable tokens of q below every node."""
-        tokens = [0] * len(shape.depths)
-        valid = [True] * len(shape.depths)
-        parents, children = shape.parents.tolist(), shape.children.tolist()
-        ranks = [0] * len(tokens)
-        for node, below in enumerate(children):
-            drawn, able = most_probable(self.q(_prefix(node, tokens, parents)), len(below))
-            for rank, child in enumerate(below):
-                if child >= 0:
-                    tokens[child], ranks[child] = int(drawn[rank]), rank
-                    valid[child] = bool(able[rank]) and valid[node]
-        columns = (tokens, parents, shape.depths.tolist(), ranks, valid)
-        rows = [torch.tensor([column]) for column in columns]
-        return link_nodes(*rows, fanout=len(children[0]), max_depth=shape.max_depth)
+        return torch.ones(1, dtype=torch.float64), growth.tree(torch.zeros(1, dtype=torch.int64), nodes)
 
     def target_at(self, tree: DraftTree) -> Tensor:
         """p [B, M, V] at every node."""
@@ -168,10 +164,7 @@ def _orders(q: Tensor, count: int) -> Iterator[tuple[tuple[int, ...], float]]:
 
 
 def verify_step(
-    tree: DraftTree,
-    p: Tensor,
-    depth_limit: int | None = None,
-    rule: AcceptanceRule | None = None,
+    tree: DraftTree, p: Tensor, depth_limit: int | None = None, rule: AcceptanceRule | None = None
 ) -> Outcomes:
     """The step of the package under a rule, by default the strict one: `verify` forced to stop at each node in turn.
 
@@ -212,14 +205,20 @@ def force_stops(tree: DraftTree, accept: Tensor) -> tuple[Tensor, Tensor]:
     return weights, uniforms
 
 
-def distribution_of_step(
-    model: Tabular, drafts: Tensor, tree: DraftTree, step: Step, length: int
-) -> dict[Prefix, float]:
-    """The distribution of `length` tokens when a step, drafted with probabilities `drafts` [B], makes the first."""
+def accepted(drafts: Drafts, p: Tensor, rule: AcceptanceRule | None = None) -> float:
+    """The mean number of accepted drafts of a step."""
+    weights, tree = drafts
+    stops, _, lengths, _ = verify_step(tree, p, rule=rule)
+    return float((stops * weights * lengths).sum())
+
+
+def distribution_of_step(model: Tabular, drafts: Drafts, step: Step, length: int) -> dict[Prefix, float]:
+    """The distribution of `length` tokens when a step makes the first."""
+    chances, tree = drafts
     outcomes = step(tree, model.target_at(tree))
     committed: dict[Prefix, float] = {}
     for weights, tokens, lengths, last in zip(*outcomes, strict=True):
-        rows = zip((drafts * weights).tolist(), tokens.tolist(), lengths.tolist(), last.tolist(), strict=True)
+        rows = zip((chances * weights).tolist(), tokens.tolist(), lengths.tolist(), last.tolist(), strict=True)
         for weight, path, accepted, probs in rows:
             for token, p in enumerate(probs):
                 _add(committed, (*path[:accepted], token), weight * p)
@@ -248,6 +247,10 @@ def first_tokens(distribution: dict[Prefix, float]) -> dict[Prefix, float]:
     return first
 
 
-def without_q(tree: DraftTree) -> DraftTree:
-    """Treat a sampled draft as a deterministic one."""
-    return replace(tree, q=None)
+def step_errors(model: Tabular, drafts: Drafts, step: Step = verify_step) -> tuple[float, float]:
+    """The largest errors (first token, joint) of a step and one more token, against autoregressive decoding."""
+    weights, tree = drafts
+    assert abs(float(weights.sum()) - 1.0) < 1e-9
+    distribution = distribution_of_step(model, drafts, step, tree.max_depth + 1)
+    truth = model.distribution_after((), tree.max_depth + 1)
+    return error_of(first_tokens(distribution), first_tokens(truth)), error_of(distribution, truth)

@@ -21,18 +21,16 @@ from torch import Tensor
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.acceptance.rule import AcceptanceRule, neighbour_mass
 from lantern_bench.decoding.acceptance.walk import verify
-from lantern_bench.decoding.emitted_tv import emitted, emitted_tv_sampled, total_variation
+from lantern_bench.decoding.emitted_tv import emitted, total_variation
 from lantern_bench.decoding.loop import decode
 from lantern_bench.decoding.neighbours import nearest_codes
-from lantern_bench.decoding.tree import DraftTree, StaticTree
+from lantern_bench.decoding.tree import StaticTree
 from lantern_bench.methods import tables as method_tables
 from lantern_bench.methods.rules import Rule
-from tests.decoding.random_trees import random_draft
-from tests.decoding.rules import STRICT, accept, at_start, rule_named, view_of
+from tests.decoding.rules import accept, at_start, rule_named, view_of
 from tests.decoding.tabular import Setting, Tabular, distribution_of_step, error_of, first_tokens, verify_step
-from tests.decoding.test_emitted_tv import dirichlet
-from tests.decoding.test_loop import CodedModel, p_value, run
-from tests.decoding.test_lossless_exact import SHAPES
+from tests.decoding.test_emitted_tv import dirichlet, mean_distribution, of_drafts, sampled_tv
+from tests.decoding.test_loop import DRAFTED, CodedModel, g_test
 
 Vector = NDArray[np.float64]
 CODES = torch.randn(40, 2, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
@@ -98,26 +96,18 @@ def pairs(seed: int, count: int, vocabulary: int) -> list[tuple[Tensor, Tensor]]
     return list(zip(p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True), strict=True))
 
 
-def of_drafts(p: Tensor, q: Tensor | None, drafts: Tensor, rule: AcceptanceRule) -> Tensor:
-    """The distributions [n, V] of a first token for the drafts [n, C]."""
-    many = len(drafts)
-    rows = (p.expand(many, -1), None if q is None else q.expand(many, -1))
-    valid = torch.ones_like(drafts, dtype=torch.bool) if q is None else q[drafts] > 0
-    return emitted(*rows, drafts, valid, rule, at_start(drafts)).distribution
-
-
 @pytest.mark.parametrize(("name", "bound"), CASES)
 def test_the_exact_residual_reaches_the_smallest_tv_of_one_draft(name: str, bound: float) -> None:
     worst, larger = 0.0, 0.0
     for p, q in pairs(1, 30, 12):
         every, f = torch.arange(12)[:, None], torch.tensor(chance(name, bound, p.numpy(), q.numpy()))
         least = float((q * f - p).clamp_min(0).sum())
-        tv = total_variation(p, q @ of_drafts(p, q, every, rule_of(name, bound)))
+        tv = total_variation(p, mean_distribution(p, q, rule_of(name, bound)))
         worst = max(worst, abs(float(tv) - least))
         if name == "cool-sd":
             formula = torch.minimum((q - p).clamp_min(0), max(bound - 1, 0) * p).sum()
             assert least == pytest.approx(float(formula), abs=1e-12)
-        official = float(total_variation(p, q @ of_drafts(p, q, every, rule_of(name, bound, "official"))))
+        official = float(total_variation(p, mean_distribution(p, q, rule_of(name, bound, "official"))))
         larger = max(larger, official - least)
         if name == "gsd" and float((q * f).sum()) >= float(torch.minimum(p, q).sum()):
             assert official == pytest.approx(least, abs=1e-12), "accepting no less than strict, plain is enough"
@@ -135,9 +125,8 @@ def test_the_plain_residual_of_a_strength_below_1_is_seen() -> None:
     rule = replace(rule_of("cool-sd", 0.6), official_share=1.0)
     worst = []
     for p, q in pairs(2, 30, 12):
-        every = torch.arange(12)[:, None]
-        worst.append(float(total_variation(p, q @ of_drafts(p, q, every, rule))))
-        assert float(total_variation(p, q @ of_drafts(p, q, every, rule_of("cool-sd", 0.6)))) < 1e-12
+        worst.append(float(total_variation(p, mean_distribution(p, q, rule))))
+        assert float(total_variation(p, mean_distribution(p, q, rule_of("cool-sd", 0.6)))) < 1e-12
     print(f"plain residual at w = .6: emitted TV {sum(worst) / len(worst):.3f} on average")
     assert sum(worst) / len(worst) > 0.05
 
@@ -159,41 +148,14 @@ def test_siblings_are_judged_by_the_residual(name: str, bound: float, residual: 
     assert worst < 1e-9
 
 
-SETTINGS = {"plain": Setting(), "filtered": Setting(top_k=3, cfg_scale=1.5)}
-
-
-def step_error(tree_of: str, rule: AcceptanceRule, setting: str, vocabulary: int = 4) -> tuple[float, float]:
-    """Errors (first token, joint) of a step against autoregressive decoding."""
-    model = Tabular(vocabulary, SETTINGS[setting], seed=1)
-    if tree_of == "dynamic":
-        weights, tree = torch.ones(1, dtype=torch.float64), model.dynamic_draft(6, 3, 2)
-    else:
-        weights, tree = model.static_drafts(StaticTree.of(SHAPES[tree_of]))
-    distribution = distribution_of_step(model, weights, tree, partial(verify_step, rule=rule), 4)
-    truth = model.distribution_after((), 4)
-    return error_of(first_tokens(distribution), first_tokens(truth)), error_of(distribution, truth)
-
-
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("tree", ["chain", "small", "dynamic"])
-def test_a_strength_of_at_most_1_is_lossless(tree: str, setting: str) -> None:
-    for strength, decay in ((1.0, 0.0), (1.0, 0.7), (0.5, 0.1)):
-        rule = rule_named("cool-sd", 0, strength, decay=decay)
-        first, joint = step_error(tree, rule, setting)
-        assert max(first, joint) < 1e-9
-    broken = replace(rule, official_share=0.0)
-    first, _ = step_error(tree, broken, setting)
-    assert first > 1e-3
-
-
 def test_the_strength_falls_with_depth() -> None:
     """With w = 1.5 at the first draft and 1 at the second, only the first token is off."""
     model = Tabular(4, Setting(), seed=1)
     for tree_of in ("chain", "small"):
-        weights, tree = model.static_drafts(StaticTree.of(SHAPES[tree_of]))
+        drafts = model.drafts(tree_of)
         for decay, holds in ((math.log(1.5), True), (0.0, False)):
             rule = rule_named("cool-sd", 0, 1.5, decay=decay)
-            joint = distribution_of_step(model, weights, tree, partial(verify_step, rule=rule), 2)
+            joint = distribution_of_step(model, drafts, partial(verify_step, rule=rule), 2)
             first = first_tokens(joint)
             product = {(x, y): first[(x,)] * float(model.p((x,))[y]) for x, y in joint}
             assert error_of(first, first_tokens(model.distribution_after((), 2))) > 1e-2
@@ -205,13 +167,8 @@ def test_the_strength_falls_with_depth() -> None:
 def test_a_step_emits_what_emitted_tv_says(name: str, bound: float, tree: str) -> None:
     """The first token of the walk, over all drafts, is the one that `emitted` computes from the root's children."""
     model, rule = Tabular(4, Setting(), seed=3), rule_of(name, bound, vocabulary=4)
-    drawn: tuple[Tensor, DraftTree]
-    if tree == "dynamic":
-        drawn = torch.ones(1, dtype=torch.float64), model.dynamic_draft(6, 3, 2)
-    else:
-        drawn = model.static_drafts(StaticTree.of(SHAPES[tree]))
-    weights, drafts = drawn
-    walked = first_tokens(distribution_of_step(model, *drawn, partial(verify_step, rule=rule), 1))
+    weights, drafts = model.drafts(tree)
+    walked = first_tokens(distribution_of_step(model, (weights, drafts), partial(verify_step, rule=rule), 1))
     children = drafts.children[:, 0]
     tokens = drafts.tokens.gather(1, children.clamp_min(0))
     p = model.p(()).expand(len(tokens), -1)
@@ -224,26 +181,8 @@ def test_a_step_emits_what_emitted_tv_says(name: str, bound: float, tree: str) -
 def test_the_estimate_of_emitted_tv_is_near_the_enumeration(name: str) -> None:
     noise = torch.Generator().manual_seed(5)
     rule, (p, q) = rule_of(name, BOUNDS[name][-1], "official", 10), dirichlet(noise, 2, 10)
-    drafts = torch.tensor(list(itertools.permutations(range(10), 2)))
-    likely = q[drafts[:, 0]] * q[drafts[:, 1]] / (1 - q[drafts[:, 0]])
-    truth = float(total_variation(p, likely @ of_drafts(p, q, drafts, rule)))
-
-    def exponential() -> Tensor:
-        return torch.empty(1, 10, dtype=torch.float64).exponential_(generator=noise)
-
-    (estimate,) = emitted_tv_sampled(p[None], q[None], 2, 1000, [rule], exponential, at_start(p[None]))
-    assert float(estimate.tv) == pytest.approx(truth, abs=0.015)
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_a_strength_of_1_is_the_strict_rule_token_for_token(seed: int) -> None:
-    draft = random_draft(seed, torch.float64)
-    arguments = (draft.uniforms, draft.noise, draft.depth_limit)
-    strict = verify(draft.tree, draft.probs, STRICT, *arguments)
-    same = verify(draft.tree, draft.probs, rule_named("cool-sd", 0, 1.0, decay=0.0), *arguments)
-    assert torch.equal(same.path, strict.path) and torch.equal(same.tokens, strict.tokens)
-    torch.testing.assert_close(same.next_probs, strict.next_probs, atol=1e-6, rtol=0)
-    assert float(same.neighbour_mass_tried.abs().max()) < 1e-6
+    truth = float(total_variation(p, mean_distribution(p, q, rule, children=2)))
+    assert float(sampled_tv(p[None], q[None], 2, 1000, rule, noise)) == pytest.approx(truth, abs=0.015)
 
 
 def test_the_entropy_rule_takes_as_much_as_the_entropy_allows() -> None:
@@ -275,22 +214,10 @@ def watching(monkeypatch: pytest.MonkeyPatch) -> Callable[..., AcceptanceRule]:
 
 
 def test_a_rule_sees_tokens_neighbours_distances_depth_and_place(watching: Callable[..., AcceptanceRule]) -> None:
-    seen: dict[str, Tensor] = {}
+    views: list[Any] = []
 
     def look(draft: Any, values: Any) -> Tensor:
-        names = (
-            "token",
-            "p_x",
-            "q_x",
-            "p",
-            "neighbour_tokens",
-            "neighbour_p",
-            "distances",
-            "codebook",
-            "depth",
-            "position",
-        )
-        seen.update({name: getattr(draft, name) for name in names})
+        views.append(draft)
         return torch.zeros_like(draft.p_x)
 
     model = Tabular(6, Setting(), seed=2)
@@ -300,20 +227,20 @@ def test_a_rule_sees_tokens_neighbours_distances_depth_and_place(watching: Calla
     shape = (2, 4, 2)
     position = torch.tensor([7, 9])
     verify(drawn, p, watching(look), torch.rand(shape), torch.ones(2, 6), None, position)
-    # The last call: the second child of the root, in both images.
+    seen = views[-1]  # the second child of the root, in both images
     root = p[:, 0]
     rest = root - 0.0 * root  # f = 0 leaves p as it is
-    torch.testing.assert_close(seen["p_x"], rest)
-    torch.testing.assert_close(seen["p"], rest[:, None])
-    assert seen["token"].tolist() == list(range(6))
-    assert torch.equal(seen["neighbour_tokens"], table[:, :2].long())
-    torch.testing.assert_close(seen["neighbour_p"], torch.stack([row[table[:, :2].long()] for row in rest]))
+    torch.testing.assert_close(seen.p_x, rest)
+    torch.testing.assert_close(seen.p, rest[:, None])
+    assert seen.token.tolist() == list(range(6))
+    assert torch.equal(seen.neighbour_tokens, table[:, :2].long())
+    torch.testing.assert_close(seen.neighbour_p, torch.stack([row[table[:, :2].long()] for row in rest]))
     distances = torch.stack([(CODES[table[x, :2].long()] - CODES[x]).norm(dim=-1) for x in range(6)])
-    torch.testing.assert_close(seen["distances"], distances)
+    torch.testing.assert_close(seen.distances, distances)
     lost = model.q(()).expand(2, 6).clone()
     lost[0, 2] = lost[1, 3] = 0
-    torch.testing.assert_close(seen["q_x"], lost / lost.sum(1, keepdim=True))
-    assert seen["depth"].tolist() == [[1], [1]] and seen["position"].tolist() == [[7], [9]]
+    torch.testing.assert_close(seen.q_x, lost / lost.sum(1, keepdim=True))
+    assert seen.depth.tolist() == [[1], [1]] and seen.position.tolist() == [[7], [9]]
 
 
 def test_depth_and_place_are_those_of_the_draft_in_the_loop(watching: Callable[..., AcceptanceRule]) -> None:
@@ -338,37 +265,11 @@ def test_a_broken_number_of_a_token_that_cannot_be_drawn_is_ignored(watching: Ca
     assert acceptance.accept.tolist() == [[0.5]] and acceptance.residual.tolist() == [[1.0, 0.0, 0.0]]
 
 
-DRAFTED: dict[str, dict[str, Any]] = {
-    "tree": {"drafting": "static", "tree": [[0], [1], [0, 0], [1, 0]]},
-    "dynamic": {"drafting": "dynamic", "nodes": 5, "depth": 2, "beam": 2},
-    "jacobi": {"drafting": "jacobi", "window": 3},
-    "copies": {"drafting": "jacobi", "window": 3, "initial": "left", "coupling": "maximal"},
-}
-RULES: dict[str, dict[str, Any]] = {
-    "cool-sd": {"strength": 1.3},
-    "gsd": {"cluster": 3, "code_gap": 3.0, "residual": "official"},
-    "entropy": {"entropy_scale": 0.5, "neighbours": 2},
-    "typical": {"epsilon": 0.3, "alpha": 0.5},
-}
-
-
 @pytest.mark.parametrize("drafted", DRAFTED)
 def test_a_strength_of_at_most_1_is_lossless_in_the_loop(drafted: str) -> None:
-    values = {"mode": "cool-sd", "strength": 0.8, "decay": 0.3, **DRAFTED[drafted]}
-    decoding = Decoding(**values)
-    value = p_value(*run(decoding), decoding)
-    print(f"cool-sd .8, {drafted}: p = {value:.3f}")
-    assert value > 1e-3
-    loose = Decoding(**values | {"strength": 2.0, "decay": 0.0})
-    assert p_value(*run(loose), loose) < 1e-6, "a strength of 2 is not"
-
-
-@pytest.mark.parametrize("drafted", DRAFTED)
-@pytest.mark.parametrize("rule", RULES)
-def test_every_rule_decodes_every_draft_alike_in_a_batch(rule: str, drafted: str) -> None:
-    decoding = Decoding(**{"mode": rule, **RULES[rule], **DRAFTED[drafted], "cfg_scale": 1.5})
-    _, together = run(decoding, images=12, batch=12)
-    _, alone = run(decoding, images=12, batch=1)
-    pairs_of = list(zip(together, alone, strict=True))
-    assert all(a.tokens.equal(b.tokens) and a.trace.committed == b.trace.committed for a, b in pairs_of)
-    assert sum(image.trace.neighbour_mass_tried for image in together) > 0
+    values = DRAFTED[drafted] | {"mode": "cool-sd"}
+    lossless = g_test(Decoding(**values, strength=0.8, decay=0.3), 5_000)
+    loose = g_test(Decoding(**values, strength=2.0, decay=0.0), 5_000)
+    print(f"cool-sd, {drafted}: p = {lossless:.3f}; with a strength of 2 {loose:.1e}")
+    assert lossless > 1e-3
+    assert loose < 1e-6

@@ -16,7 +16,7 @@ from torch import Tensor
 from lantern_bench.decoding.acceptance.walk import Verdict, verify, verify_greedy
 from lantern_bench.decoding.compile import Engine
 from lantern_bench.decoding.neighbours import nearest_codes
-from lantern_bench.decoding.tree import DraftTree, StaticTree, first_true
+from lantern_bench.decoding.tree import DraftTree, StaticTree
 from tests.decoding.random_trees import dynamic_trees, random_static, random_topology
 from tests.decoding.rules import rule_named
 
@@ -90,8 +90,3 @@ def test_compiled_walks_are_the_same(kind: str) -> None:
         accepted += int(wanted.accepted.sum())
     assert at_fault <= 1 and accepted > ROUNDS * BATCH / 4
     print(f"{kind}: {ROUNDS * BATCH} trees, {accepted} accepted, {at_fault} at a rounding")
-
-
-def test_the_first_true() -> None:
-    ranks = first_true(torch.tensor([[False, True, True], [True, False, False], [False, False, False]]))
-    assert ranks.tolist() == [1, 0, 2]

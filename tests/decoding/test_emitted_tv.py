@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -39,22 +40,28 @@ def deterministic_tv(p: Tensor, *arguments) -> Tensor:
     return total_variation(p, first_token(p, None, *arguments))
 
 
-def sampled_tv(p: Tensor, q: Tensor, children: int, draws: int, *rule_and_noise) -> Tensor:
+def exponentials(noise: torch.Generator, *shape: int) -> Callable[[], Tensor]:
+    return lambda: torch.empty(*shape, dtype=torch.float64).exponential_(generator=noise)
+
+
+def sampled_tv(p: Tensor, q: Tensor, children: int, draws: int, rule: AcceptanceRule, noise: torch.Generator) -> Tensor:
     """An estimate [N] of the emitted TV of sampled drafts under one rule."""
-    rule, noise = rule_and_noise
-
-    def exponential() -> Tensor:
-        return torch.empty_like(p).exponential_(generator=noise)
-
-    return emitted_tv_sampled(p, q, children, draws, [rule], exponential, at_start(p))[0].tv
+    return emitted_tv_sampled(p, q, children, draws, [rule], exponentials(noise, *p.shape), at_start(p))[0].tv
 
 
-def mean_distribution_of_one_draw(p: Tensor, q: Tensor, rule: AcceptanceRule) -> Tensor:
-    """The exact distribution [V] of the first token with one child drawn from q [V]."""
-    vocabulary = len(p)
-    drawn = torch.arange(vocabulary)[:, None]
-    each = first_token(p.expand(vocabulary, -1), q.expand(vocabulary, -1), drawn, drawn >= 0, rule)
-    return q @ each
+def of_drafts(p: Tensor, q: Tensor | None, drafts: Tensor, rule: AcceptanceRule) -> Tensor:
+    """The distributions [n, V] of a first token for the drafts [n, C] of one root."""
+    many = len(drafts)
+    valid = torch.ones_like(drafts, dtype=torch.bool) if q is None else q[drafts] > 0
+    return first_token(p.expand(many, -1), None if q is None else q.expand(many, -1), drafts, valid, rule)
+
+
+def mean_distribution(p: Tensor, q: Tensor, rule: AcceptanceRule, children: int = 1) -> Tensor:
+    """The exact distribution [V] of the first token with children drawn from q [V]."""
+    drafts = torch.tensor(list(itertools.permutations(range(len(p)), children)))
+    drawn = q[drafts]
+    chances = (drawn / (1 - drawn.cumsum(dim=1) + drawn)).prod(dim=1)
+    return chances @ of_drafts(p, q, drafts, rule)
 
 
 def test_the_example_of_section_4_emits_q_at_half_a_tv() -> None:
@@ -62,7 +69,7 @@ def test_the_example_of_section_4_emits_q_at_half_a_tv() -> None:
     q = torch.tensor([0.2] * 5 + [0.0] * 5, dtype=torch.float64)
     table = torch.tensor([[token + 5] for token in range(5)] + [[token] for token in range(5)])
     rule = rule_named("additive", 1, 0.1, table=table)
-    distribution = mean_distribution_of_one_draw(p, q, rule)
+    distribution = mean_distribution(p, q, rule)
     torch.testing.assert_close(distribution, q)
     assert float(total_variation(p, distribution)) == pytest.approx(0.5, abs=1e-9)
     # Five draws are enough: what the first child does is known for all drafts, and here it is all that happens.
@@ -80,7 +87,7 @@ def test_one_sampled_draft_costs_what_the_formula_says() -> None:
         for rule in rules("exact", table):
             mass, _ = neighbour_mass(view_of(p.expand(32, -1), torch.arange(32), rule))
             expected = torch.minimum((q - p).clamp_min(0), mass).sum()
-            tv = total_variation(p, mean_distribution_of_one_draw(p, q, rule))
+            tv = total_variation(p, mean_distribution(p, q, rule))
             worst = max(worst, float((tv - expected).abs()))
             checked += 1
     print(f"emitted TV of one sampled draft against the formula: {checked} cases, largest difference {worst:.1e}")
@@ -93,7 +100,7 @@ def test_independent_distributions_cost_more_than_delta() -> None:
     for _ in range(150):
         p, q = dirichlet(noise, 2, 64)
         table = nearest_codes(torch.randn(64, 8, generator=noise), 63)
-        distribution = mean_distribution_of_one_draw(p, q, rule_named("additive", 10, 0.1, table=table))
+        distribution = mean_distribution(p, q, rule_named("additive", 10, 0.1, table=table))
         ratios.append(float(total_variation(p, distribution)) / 0.1)
     print(
         f"emitted TV over delta: {min(ratios):.2f} to {max(ratios):.2f}, above 1 in {sum(r > 1 for r in ratios)} of 150"
@@ -130,11 +137,7 @@ def test_the_strict_rule_costs_nothing(sampled: bool) -> None:
         return
     assert float(sampled_tv(p, q, 3, 5, STRICT, noise).max()) == 0.0
     # Its mean over the draws is p, which is why the difference of the two rules is the error of the relaxed one.
-    pairs = torch.tensor(list(itertools.permutations(range(12), 2)))
-    chance = q[0, pairs[:, 0]] * q[0, pairs[:, 1]] / (1 - q[0, pairs[:, 0]])
-    rows = (p[0].expand(len(pairs), -1), q[0].expand(len(pairs), -1))
-    each = first_token(*rows, pairs, pairs >= 0, STRICT)
-    torch.testing.assert_close(chance @ each, p[0])
+    torch.testing.assert_close(mean_distribution(p[0], q[0], STRICT, children=2), p[0])
 
 
 @pytest.mark.parametrize("residual", ["exact", "official"])
@@ -144,21 +147,14 @@ def test_the_truth_lies_between_the_two_estimates_on_average(residual: str) -> N
     for _ in range(3):
         p, q = dirichlet(noise, 2, 8)
         table = nearest_codes(torch.randn(8, 3, generator=noise), 7)
-        drawn = torch.tensor(list(itertools.permutations(range(8), 3)))
-        x, y, z = q[drawn].T
-        chance = x * y / (1 - x) * z / (1 - x - y)
-        rows = (p.expand(len(drawn), -1), q.expand(len(drawn), -1))
         some = rules(residual, table, neighbours=3)
-        truths = [float(total_variation(p, chance @ first_token(*rows, drawn, drawn >= 0, rule))) for rule in some]
+        truths = [float(total_variation(p, mean_distribution(p, q, rule, 3))) for rule in some]
         # Many rows of the same place: their mean is the mean of an estimate over repetitions.
         many = (p.expand(600, -1), q.expand(600, -1))
 
-        def exponential() -> Tensor:
-            return torch.empty(600, 8, dtype=torch.float64).exponential_(generator=noise)
-
         gaps = {}
         for draws in (4, 32):
-            estimates = emitted_tv_sampled(*many, 3, draws, some, exponential, at_start(many[0]))
+            estimates = emitted_tv_sampled(*many, 3, draws, some, exponentials(noise, 600, 8), at_start(many[0]))
             for estimate, truth in zip(estimates, truths, strict=True):
                 margin = 3 * float(estimate.tv.std() + estimate.crossed.std()) / 600**0.5 + 1e-12
                 assert float(estimate.crossed.mean()) - margin <= truth <= float(estimate.tv.mean()) + margin
@@ -171,22 +167,14 @@ def test_the_truth_lies_between_the_two_estimates_on_average(residual: str) -> N
 def test_the_interval_of_few_draws_holds_the_truth(residual: str) -> None:
     """Three children of eight codes, so that the truth can be enumerated; 400 places that are all alike."""
     noise = torch.Generator().manual_seed(9)
-    drawn = torch.tensor(list(itertools.permutations(range(8), 3)))
     cell = Cell("m", Decoding(mode="lantern", delta=0.1)).columns()
     above = 0
     for number in range(4):
         p, q = dirichlet(noise, 2, 8)
         rule = rules(residual, nearest_codes(torch.randn(8, 3, generator=noise), 7), neighbours=3)[number]
-        x, y, z = q[drawn].T
-        rows = (p.expand(len(drawn), -1), q.expand(len(drawn), -1))
-        each = first_token(*rows, drawn, drawn >= 0, rule)
-        truth = float(total_variation(p, x * y / (1 - x) * z / (1 - x - y) @ each))
-
-        def exponential() -> Tensor:
-            return torch.empty(400, 8, dtype=torch.float64).exponential_(generator=noise)
-
+        truth = float(total_variation(p, mean_distribution(p, q, rule, 3)))
         many = (p.expand(400, -1), q.expand(400, -1))
-        (estimate,) = emitted_tv_sampled(*many, 3, 4, [rule], exponential, at_start(many[0]))
+        (estimate,) = emitted_tv_sampled(*many, 3, 4, [rule], exponentials(noise, 400, 8), at_start(many[0]))
         places = [
             {**cell, "prompt_id": str(number), "emitted_tv": tv, "emitted_tv_crossed": crossed}
             for number, (tv, crossed) in enumerate(zip(estimate.tv.tolist(), estimate.crossed.tolist(), strict=True))
@@ -205,7 +193,7 @@ def test_official_costs_at_least_as_much_as_exact_for_one_child() -> None:
         table = nearest_codes(torch.randn(12, 3, generator=noise), 11)
         top, valid = most_probable(q[None], 1)
         for exact, official in zip(rules("exact", table, 4), rules("official", table, 4), strict=True):
-            sampled = [total_variation(p, mean_distribution_of_one_draw(p, q, rule)) for rule in (exact, official)]
+            sampled = [total_variation(p, mean_distribution(p, q, rule)) for rule in (exact, official)]
             fixed = [deterministic_tv(p[None], top, valid, rule) for rule in (exact, official)]
             assert sampled[1] >= sampled[0] - 1e-12
             assert float(fixed[1]) >= float(fixed[0]) - 1e-12

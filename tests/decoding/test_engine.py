@@ -37,6 +37,28 @@ CELLS: dict[str, dict[str, Any]] = {
         "cfg_scale": 1.5,
     },
 }
+WINDOWS: dict[str, dict[str, Any]] = {
+    "left, maximal": {
+        "mode": "sjd",
+        "window": 4,
+        "initial": "left",
+        "coupling": "maximal",
+        "cfg_scale": 1.5,
+        "top_k": 30,
+    },
+    "above, gumbel": {"mode": "sjd", "window": 9, "initial": "above", "coupling": "gumbel"},
+    "greedy": {"mode": "sjd", "window": 4, "initial": "row", "temperature": 0.0},
+    "pac": {"mode": "sjd-pac", "window": 5, "cfg_scale": 1.5, "top_k": 30},
+    "pac, gumbel, above": {"mode": "sjd-pac", "window": 6, "coupling": "gumbel", "initial": "above"},
+    "pac, published": {"mode": "sjd-pac", "drafting": "sjd-pac-published", "window": 5},
+    "pac, greedy": {"mode": "sjd-pac", "window": 5, "temperature": 0.0},
+    "hybrid": {"mode": "hybrid", "window": 5, "drafted": 3, "initial": "above", "cfg_scale": 1.5, "top_k": 30},
+    "hybrid, gumbel": {"mode": "hybrid", "window": 5, "drafted": 3, "coupling": "gumbel", "initial": "above"},
+}
+EVERY_TIME = [("ar", 1), ("static", 1), ("dynamic", 3), ("greedy", 3), ("gsd", 3)]
+EVERY_TIME += [(cell, 3) for cell in ("left, maximal", "pac, gumbel, above", "hybrid")]
+CAPTURED = [(cell, 3) for cell in WINDOWS if (cell, 3) not in EVERY_TIME]  # each compiles for some seconds
+PROGRAMS = CELLS | WINDOWS
 
 
 class Small:
@@ -70,21 +92,26 @@ def same(first: list[Decoded], second: list[Decoded]) -> None:
         assert a.trace.neighbour_mass == pytest.approx(b.trace.neighbour_mass, abs=1e-4)
 
 
-@pytest.mark.parametrize(("cell", "images"), [("ar", 1), ("static", 1), ("dynamic", 3), ("greedy", 3), ("gsd", 3)])
+@pytest.mark.parametrize(
+    ("cell", "images"), EVERY_TIME + [pytest.param(*row, marks=pytest.mark.long) for row in CAPTURED]
+)
 def test_captured_programs_give_the_same_tokens(cell: str, images: int) -> None:
     """Traced whole (no break, no read on the host) and functional, but run by torch's own kernels.
 
     Cells with a bound run three images in `test_a_bound_changes_no_program`.
     """
-    model, decoding = Small(), Decoding(**CELLS[cell])
+    model, decoding = Small(), Decoding(**PROGRAMS[cell])
     engine = Engine(compile=True, backend="aot_eager")
     wanted = decoded(model, decoding, images)
     for _again in range(2):
         same(decoded(model, decoding, images, engine), wanted)
 
 
-def test_inductor_gives_the_same_tokens() -> None:
-    model, decoding = Small(), Decoding(**CELLS["static"])
+@pytest.mark.parametrize(
+    "cell", ["static", *(pytest.param(cell, marks=pytest.mark.long) for cell in ("left, maximal", "pac"))]
+)
+def test_inductor_gives_the_same_tokens(cell: str) -> None:
+    model, decoding = Small(), Decoding(**PROGRAMS[cell])
     same(decoded(model, decoding, 1, Engine(compile=True)), decoded(model, decoding, 1))
 
 
@@ -120,10 +147,10 @@ def test_programs_of_two_shapes_are_not_mixed() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("images", [1, 3])
-@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("cell", PROGRAMS)
 def test_graphs_give_the_same_tokens(cell: str, images: int) -> None:
     """Run, captured, replayed; and once more, for another set of images."""
-    model, decoding, engine = Small(device="cuda"), Decoding(**CELLS[cell]), Engine(compile=True)
+    model, decoding, engine = Small(device="cuda"), Decoding(**PROGRAMS[cell]), Engine(compile=True)
     wanted = decoded(model, decoding, images)
     for _again in range(2):
         same(decoded(model, decoding, images, engine), wanted)

@@ -1,4 +1,4 @@
-"""The recorded static trees and nearest-code tables."""
+"""Draft trees and tables of nearest codes: the recorded ones, and what all of them keep to."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import torch
 from safetensors.torch import load_file
 
 from lantern_bench.decoding.neighbours import nearest_codes
-from lantern_bench.decoding.tree import StaticTree
+from lantern_bench.decoding.tree import StaticTree, link_nodes
 from lantern_bench.errors import UserError
 from lantern_bench.methods.trees import STATIC_TREES
 from tests.decoding.golden_cases import golden_path
+from tests.decoding.rules import parents_of
 
 PUBLISHED_NAMES = {
     "chain-5": "chain",
@@ -84,6 +85,53 @@ def test_levels_and_layout_name_every_child_once(name: str) -> None:
     assert (counts[tree.layout.slots < 0] == 0).all()
 
 
+def test_linked_nodes_with_nodes_that_only_fill_up() -> None:
+    """Whatever the filling nodes hold, they hang on the root, see nothing else and are nobody's children."""
+    tree = link_nodes(
+        tokens=torch.tensor([[9, 5, 6, 7], [9, 5, 8, 8]]),
+        parents=torch.tensor([[-1, 0, 0, 1], [-1, 0, 1, 1]]),
+        depths=torch.tensor([[0, 1, 1, 2], [0, 1, 2, 2]]),
+        ranks=torch.tensor([[0, 0, 1, 0], [0, 0, 0, 0]]),
+        valid=torch.tensor([[True, True, True, True], [True, True, False, False]]),
+        fanout=2,
+        max_depth=2,
+    )
+    assert tree.tokens.tolist() == [[9, 5, 6, 7], [9, 5, 0, 0]]
+    assert parents_of(tree.attention).tolist() == [[-1, 0, 0, 1], [-1, 0, 0, 0]]
+    assert tree.depths.tolist() == [[0, 1, 1, 2], [0, 1, 1, 1]]
+    assert tree.children.tolist() == [
+        [[1, 2], [3, -1], [-1, -1], [-1, -1]],
+        [[1, -1], [-1, -1], [-1, -1], [-1, -1]],
+    ]
+    assert tree.attention.int().tolist() == [
+        [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]],
+        [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 0, 1]],
+    ]
+    # Leaves 2 and 3 of the first image: the path over node 1 ends at the later leaf.
+    assert tree.path_order[0].tolist() == [2, 3, 2, 3]
+    assert tree.path_order[1, :2].tolist() == [1, 1]
+    assert tree.q is None
+
+
+def test_static_drafts_share_their_shape_and_omit_undrawn_nodes() -> None:
+    shape = StaticTree.of([(0,), (1,), (0, 0)])
+    tokens = torch.tensor([[1, 2, 3, 4], [1, 2, 0, 4]])
+    valid = torch.tensor([[True, True, True, True], [True, True, False, True]])
+    tree = shape.draft(tokens, None, valid)
+    assert tree.children.tolist() == [
+        [[1, 2], [3, -1], [-1, -1], [-1, -1]],
+        [[1, -1], [3, -1], [-1, -1], [-1, -1]],
+    ]
+    assert tree.attention.data_ptr() == shape.attention.data_ptr()
+    assert tree.depths.tolist() == [[0, 1, 1, 2]] * 2
+    assert tree.rows(tokens).tolist() == [1, 1, 2, 2]
+
+
+# ---- nearest codes
+
+CODES = torch.randn(40, 5, generator=torch.Generator().manual_seed(3))
+
+
 def recorded_codebooks() -> dict[str, torch.Tensor]:
     latents = np.load(golden_path("nearest_table", "latents.npz"))
     model = torch.load(golden_path("llamagen_vq", "vq.pt"), weights_only=True)["model"]
@@ -116,3 +164,33 @@ def test_ties_go_to_the_smaller_index_and_duplicates_count() -> None:
     assert nearest_codes(codes, 0).shape == (5, 0)
     with pytest.raises(ValueError, match="from 0 to 4"):
         nearest_codes(codes, 5)
+
+
+@pytest.mark.parametrize("metric", ["l2", "cosine", "random"])
+def test_a_table_holds_every_other_code_once_however_it_is_computed(
+    metric: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = nearest_codes(CODES, 39, metric=metric)
+    assert all(sorted([*row.tolist(), code]) == list(range(40)) for code, row in enumerate(whole))
+    monkeypatch.setattr("lantern_bench.decoding.neighbours._DISTANCES_AT_ONCE", 9 * 40)
+    assert torch.equal(nearest_codes(CODES, 7, metric=metric), whole[:, :7])
+
+
+def test_cosine_orders_by_the_angle_alone() -> None:
+    stretched = CODES * torch.linspace(0.1, 10, 40)[:, None]
+    table = nearest_codes(stretched, 39, metric="cosine")
+    unit = torch.nn.functional.normalize(CODES.double(), dim=1)
+    cosines = (unit @ unit.T).gather(1, table.long())
+    assert (cosines.diff(dim=1) <= 1e-6).all()
+    assert not torch.equal(table, nearest_codes(stretched, 39))
+    normalised = torch.nn.functional.normalize(CODES, dim=1)
+    assert torch.equal(nearest_codes(normalised, 39)[:, :3], nearest_codes(normalised, 39, metric="cosine")[:, :3])
+
+
+def test_random_neighbours_ignore_geometry_and_repeat() -> None:
+    first = nearest_codes(CODES, 10, metric="random")
+    assert torch.equal(first, nearest_codes(CODES.flip(0), 10, metric="random"))
+    expected = 10 * 10 / 39
+    near = nearest_codes(CODES, 10)
+    shared = [len(set(a) & set(b)) for a, b in zip(first.tolist(), near.tolist(), strict=True)]
+    assert abs(sum(shared) / len(shared) - expected) < 1

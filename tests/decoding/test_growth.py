@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lantern_bench.decoding.drafting.dynamic import Growth
+from lantern_bench.decoding.tree import DraftTree
 from tests.decoding.rules import parents_of
 
 Prefix = tuple[int, ...]
@@ -64,6 +65,11 @@ def check_seen(seen: Tensor, prefixes: list[list[Prefix]], expanded: list[list[P
             assert visible == ancestors
 
 
+def prefixes_of(tree: DraftTree, image: int) -> list[Prefix]:
+    """The tokens below the root that lead to each node."""
+    return [tuple(tree.tokens[image, seen.nonzero().flatten()[1:]].tolist()) for seen in tree.attention[image]]
+
+
 def random_distribution(seed: int, vocabulary: int, kind: str) -> Distribution:
     def distribution(prefix: Prefix) -> Tensor:
         number = seed * 7919 + sum((token + 1) * 31**place for place, token in enumerate(prefix))
@@ -95,9 +101,7 @@ def test_growth_equals_a_plain_implementation(kind: str, nodes: int, rounds: int
         prefixes, reach = plain_tree(distribution, nodes, rounds, beam)
         count = len(prefixes) + 1
         assert valid[image].tolist() == [place < count - 1 for place in range(valid.shape[1])]
-        drafted = [
-            tuple(tree.tokens[image, seen.nonzero().flatten()[1:]].tolist()) for seen in tree.attention[image, :count]
-        ]
+        drafted = prefixes_of(tree, image)[:count]
         assert drafted == [(), *prefixes]
         torch.testing.assert_close(log_q[image, selected[image, : count - 1]], torch.tensor(reach))
         numbers = {prefix: place for place, prefix in enumerate(drafted)}
@@ -122,11 +126,7 @@ def test_a_depth_limit_selects_what_fewer_rounds_would() -> None:
     tree = growth.tree(torch.zeros(5, dtype=torch.int64), 9, torch.tensor(limits))
     for image, limit in enumerate(limits):
         expected = plain_tree(distributions[image], 9, limit, 3)[0] if limit > 0 else []
-        drafted = [
-            tuple(tree.tokens[image, seen.nonzero().flatten()[1:]].tolist())
-            for seen in tree.attention[image, 1 : len(expected) + 1]
-        ]
-        assert drafted == expected
+        assert prefixes_of(tree, image)[1 : len(expected) + 1] == expected
         assert int((tree.children[image] >= 0).sum()) == len(expected)
 
 
@@ -141,5 +141,4 @@ def test_a_child_as_probable_as_its_parent_does_not_displace_it(certain: float) 
     growth = grow([distribution], 3, 2)
     for nodes, expected in ((1, [(0,)]), (2, [(0,), (0, 1)]), (4, [(0,), (1,), (0, 1), (0, 1, 1)])):
         tree = growth.tree(torch.zeros(1, dtype=torch.int64), nodes)
-        drafted = [tuple(tree.tokens[0, seen.nonzero().flatten()[1:]].tolist()) for seen in tree.attention[0, 1:]]
-        assert drafted == expected
+        assert prefixes_of(tree, 0)[1:] == expected

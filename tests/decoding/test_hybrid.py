@@ -15,6 +15,7 @@ from torch import Tensor
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.drafting.draft_method import Drafted, DraftInputs, LastStep
 from lantern_bench.decoding.drafting.jacobi import HybridDrafting
+from tests.decoding.broken_drafts import DrafterQ
 from tests.decoding.tabular import Setting, Tabular
 from tests.decoding.test_jacobi import SIZES, Exact, Particles, _double  # noqa: F401  # a fixture
 
@@ -71,20 +72,8 @@ class CoupledToNew(WithTable):
         self._old_q.copy_(self._q)
 
 
-class DrafterQ(WithTable):
+class BelievedDrafter(WithTable, DrafterQ):
     """Drafts of a mixture are verified as if the drafter alone had made them."""
-
-    def draft(self, inputs: DraftInputs) -> Drafted:
-        drafted = super().draft(inputs)
-        (position,) = self._position.unique().tolist()
-        table = TableProposer(self.model, self._image[:, :position].tolist())
-        for depth in range(self.forwards):
-            q = table.root_q if depth == 0 else table.extend(drafted[0][:, depth, None], *ONE)
-            self._q[:, depth] = q[:, 0]
-        return drafted
-
-
-ONE = (torch.zeros(1, 1), torch.ones(1, 1, 1))
 
 
 class ExactHybrid(Exact):
@@ -119,7 +108,7 @@ def test_enumerated_images_follow_the_target(size: str, values: dict[str, Any]) 
 
 
 @pytest.mark.usefixtures("_double")
-@pytest.mark.parametrize("kind", [DrafterQ, CoupledToNew])
+@pytest.mark.parametrize("kind", [BelievedDrafter, CoupledToNew])
 def test_enumeration_sees_what_is_broken(kind: Any) -> None:
     errors = [ExactHybrid(SIZES["v2"], {}, seed, kind).error() for seed in (1, 2)]
     print(f"broken, {kind.__name__}: TV {errors}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -11,22 +13,53 @@ from torch import Tensor
 from lantern_bench.certify.run import strict_without_residual
 from lantern_bench.certify.tabular import TabularModel
 from lantern_bench.config.decoding import Decoding
-from lantern_bench.decoding.acceptance.rule import AcceptanceRule
 from lantern_bench.decoding.loop import Decoded, decode
 from lantern_bench.decoding.sampling import decoding_probabilities, guide
+from tests.decoding.broken_drafts import Mistake
+from tests.decoding.test_engine import Small, decoded
 
-VOCABULARY, LENGTH, IMAGES = 4, 3, 5_000
-TREE = [[0], [1], [0, 0], [1, 0]]
-DRAFTINGS = {
-    "static": {"drafting": "static", "tree": TREE},
-    "dynamic": {"drafting": "dynamic", "nodes": 5, "depth": 2, "beam": 2},
-    "block": {"drafting": "static", "rule": "block", "tree": [[0], [0, 0]]},
-    "traversal": {"drafting": "static", "rule": "traversal", "tree": TREE},
+VOCABULARY, LENGTH, BATCH = 3, 5, 30_000
+WITHOUT_RESIDUAL = Mistake("residual left out", strict_without_residual)
+STATIC: dict[str, Any] = {"mode": "speculative", "tree": [[0], [1], [0, 0], [1, 0]]}
+DYNAMIC: dict[str, Any] = {"mode": "speculative", "drafting": "dynamic", "nodes": 5, "depth": 2, "beam": 2}
+BLOCK: dict[str, Any] = {"mode": "speculative", "rule": "block", "tree": [[0], [0, 0]]}
+FILTERED: dict[str, Any] = {"temperature": 0.9, "top_k": 2, "top_p": 0.95, "cfg_scale": 1.5}
+TREES = [STATIC, DYNAMIC, BLOCK, STATIC | {"rule": "traversal"}]
+WINDOWS: list[dict[str, Any]] = [
+    {"mode": "sjd", "window": 1},
+    {"mode": "sjd", "window": 4},
+    {"mode": "sjd", "window": 8, "initial": "row"},  # wider than the image
+    {"mode": "sjd", "window": 4, "initial": "left", "coupling": "maximal"},
+    {"mode": "sjd", "window": 4, "coupling": "maximal", "temperature": 0.9, "top_k": 2},
+    {"mode": "sjd", "window": 4, "coupling": "gumbel"},
+    {"mode": "sjd", "window": 3, "rule": "block"},
+    {"mode": "sjd-pac", "window": 4},
+    {"mode": "sjd-pac", "window": 4, "coupling": "none", "initial": "left"},
+    {"mode": "sjd-pac", "window": 8, "coupling": "gumbel", "candidates": 2},
+    {"mode": "sjd-pac", "window": 3, "branching": 9, "temperature": 0.9, "top_k": 2},
+    {"mode": "sjd-pac", "window": 1},
+    {"mode": "hybrid", "window": 4},
+    {"mode": "hybrid", "window": 8, "drafted": 3, "coupling": "gumbel"},
+    {"mode": "hybrid", "window": 3, "drafted": 9, "coupling": "none", "rule": "block"},
+    {"mode": "hybrid", "window": 4, "drafted": 1, "share": 1, "temperature": 0.9, "top_k": 2},
+]
+LOSSLESS = TREES + [tree | FILTERED for tree in TREES] + WINDOWS
+DRAFTED: dict[str, dict[str, Any]] = {
+    "tree": STATIC,
+    "dynamic": DYNAMIC,
+    "jacobi": {"drafting": "jacobi", "window": 3},
+    "copies": {"drafting": "jacobi", "window": 3, "initial": "left", "coupling": "maximal"},
 }
-SETTINGS = {
-    "plain": {"temperature": 1.0, "cfg_scale": 1.0},
-    "filtered": {"temperature": 0.9, "top_k": 3, "top_p": 0.95, "cfg_scale": 1.5},
-}
+RULES: list[dict[str, Any]] = [
+    {"mode": "cool-sd", "strength": 1.3},
+    {"mode": "gsd", "cluster": 3, "code_gap": 3.0, "residual": "official"},
+    {"mode": "entropy", "entropy_scale": 0.5, "neighbours": 2},
+    {"mode": "typical", "epsilon": 0.3, "alpha": 0.5},
+]
+
+
+def named(values: dict[str, Any]) -> str:
+    return "-".join(map(str, values.values()))
 
 
 class CodedModel(TabularModel):
@@ -41,116 +74,125 @@ class CodedModel(TabularModel):
         return (codes[:, None] + 1 + codes[:columns]) % self.vocab_size
 
 
-def generators(count: int, seed: int) -> list[torch.Generator]:
-    return [torch.Generator().manual_seed(seed * 1_000_003 + image) for image in range(count)]
-
-
-def run(
-    decoding: Decoding, images: int = IMAGES, seed: int = 1, batch: int = 1000, rule: AcceptanceRule | None = None
-) -> tuple[TabularModel, list[Decoded]]:
-    model = CodedModel(VOCABULARY, LENGTH, seed=4)
-    decoded_images: list[Decoded] = []
-    streams = generators(images, seed)
+def images_of(
+    model: TabularModel, decoding: Decoding, images: int, mistake: Mistake | None = None, batch: int = BATCH
+) -> list[Decoded]:
+    if not decoding.drafting_row.needs_drafter:
+        model.drafter = None
+    images_done: list[Decoded] = []
     for start in range(0, images, batch):
-        decoded_images += decode(model, None, decoding, streams[start : start + batch], rule=rule)
-    return model, decoded_images
+        generators = [torch.Generator().manual_seed(seed) for seed in range(start, min(start + batch, images))]
+        broken = mistake.arguments(decoding, model, len(generators)) if mistake else {}
+        images_done += decode(model, [""] * len(generators), decoding, generators, **broken)
+    return images_done
 
 
-def p_value(model: TabularModel, decoded_images: list[Decoded], decoding: Decoding) -> float:
-    def p(cond: Tensor, uncond: Tensor) -> Tensor:
-        logits = guide(cond, uncond if decoding.cfg_scale != 1 else None, decoding.cfg_scale)
-        return decoding_probabilities(logits, decoding)
-
-    distribution = model.distribution(p).numpy()
-    tokens = torch.stack([item.tokens for item in decoded_images]).long()
+def g_test(decoding: Decoding, images: int, mistake: Mistake | None = None, spread: float = 1.0) -> float:
+    """The p-value of the joint distribution of all tokens of an image."""
+    model = CodedModel(VOCABULARY, LENGTH, seed=2)
+    model.p *= spread
+    tokens = torch.stack([image.tokens for image in images_of(model, decoding, images, mistake)]).long()
+    distribution = model.distribution(
+        lambda cond, uncond: decoding_probabilities(guide(cond, uncond, decoding.cfg_scale), decoding)
+    ).numpy()
     place = (tokens * VOCABULARY ** torch.arange(LENGTH - 1, -1, -1)).sum(dim=1)
     observed = np.bincount(place.numpy(), minlength=len(distribution))
     possible = distribution > 0
     if observed[~possible].any():
         return 0.0
-    expected = distribution[possible] / distribution[possible].sum() * len(decoded_images)
+    expected = distribution[possible] / distribution[possible].sum() * images
     return float(power_divergence(observed[possible], expected, lambda_="log-likelihood").pvalue)
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("drafting", DRAFTINGS)
-def test_the_loop_is_lossless(drafting: str, setting: str) -> None:
-    decoding = Decoding(mode="speculative", **DRAFTINGS[drafting], **SETTINGS[setting])
-    model, decoded_images = run(decoding)
-    value = p_value(model, decoded_images, decoding)
-    print(f"loop, {drafting}, {setting}: G-test over {IMAGES} images p = {value:.3f}")
-    assert value > 1e-3
+@pytest.mark.parametrize("images", [5_000, pytest.param(200_000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("values", LOSSLESS, ids=named)
+def test_images_follow_the_target(values: dict[str, Any], images: int) -> None:
+    p = g_test(Decoding(**values), images)
+    print(f"G-test, {images} images, {values}: p = {p:.3f}")
+    assert p > 1e-3
 
 
-@pytest.mark.parametrize("drafting", DRAFTINGS)
-def test_without_the_residual_the_loop_is_rejected(drafting: str) -> None:
-    decoding = Decoding(mode="speculative", **DRAFTINGS[drafting], **SETTINGS["plain"])
-    model, decoded_images = run(decoding, rule=AcceptanceRule(accept=strict_without_residual))
-    value = p_value(model, decoded_images, decoding)
-    print(f"loop, residual left out, {drafting}: p = {value:.1e}")
-    assert value < 1e-6
+@pytest.mark.parametrize(
+    "values", [*TREES, {"mode": "sjd-pac", "window": 2}, {"mode": "hybrid", "window": 2}], ids=named
+)
+def test_a_missing_residual_is_rejected(values: dict[str, Any]) -> None:
+    p = g_test(Decoding(**values), 20_000, WITHOUT_RESIDUAL, spread=1.5)
+    print(f"residual left out, {values}: p = {p:.1e}")
+    assert p < 1e-6
 
 
-@pytest.mark.parametrize("drafting", DRAFTINGS)
-def test_greedy_speculation_equals_greedy_decoding(drafting: str) -> None:
-    greedy = {"temperature": 0.0, "cfg_scale": 1.7}
-    for seed in range(20):
-        model = TabularModel(VOCABULARY, 5, seed=seed)
-        stream = generators(1, seed)
-        plain = decode(model, None, Decoding(mode="ar", **greedy), stream)[0]
-        drafted = decode(model, None, Decoding(mode="speculative", **DRAFTINGS[drafting], **greedy), stream)[0]
-        assert plain.tokens.equal(drafted.tokens)
+SPECULATED = [{"mode": "sjd", "initial": initial} for initial in ("uniform", "left", "above", "row")]
+SPECULATED += [{"mode": "sjd-pac"}, {"mode": "hybrid"}]
+GREEDY = [STATIC, DYNAMIC] + [values | {"window": window} for values in SPECULATED for window in (1, 6, 30)]
 
 
-def test_a_batch_gives_each_image_what_it_gets_alone() -> None:
-    decoding = Decoding(mode="speculative", **DRAFTINGS["static"], **SETTINGS["filtered"])
-    _model, together = run(decoding, images=24, batch=24)
-    _model, alone = run(decoding, images=24, batch=1)
-    assert all(
-        a.tokens.equal(b.tokens) and a.trace.committed == b.trace.committed
-        for a, b in zip(together, alone, strict=True)
-    )
+@pytest.mark.parametrize("values", GREEDY, ids=named)
+def test_greedy_drafting_equals_greedy_decoding(values: dict[str, Any]) -> None:
+    greedy = {"temperature": 0.0, "cfg_scale": 1.5}
+    plain, drafted = (decoded(Small(), Decoding(**mode, **greedy), 3) for mode in ({"mode": "ar"}, values))
+    assert all(a.tokens.equal(b.tokens) for a, b in zip(plain, drafted, strict=True))
+    steps = drafted[0].trace.target_forwards - 1
+    if "window" in values:
+        asked = min(2, values["window"]) * steps if values["mode"] == "hybrid" else 0
+        assert drafted[0].trace.drafter_forwards == asked
+    forwards = [sum(image.trace.target_forwards for image in images) for images in (drafted, plain)]
+    assert forwards[0] < forwards[1]
 
 
-@pytest.mark.parametrize("drafting", DRAFTINGS)
-def test_every_count_is_a_sum_over_the_trace(drafting: str) -> None:
-    decoding = Decoding(mode="speculative", **DRAFTINGS[drafting], **SETTINGS["plain"])
-    _model, decoded_images = run(decoding, images=60, batch=60)
-    for item in decoded_images:
+@pytest.mark.parametrize(
+    "values", LOSSLESS + [drafted | rule for rule in RULES for drafted in DRAFTED.values()], ids=named
+)
+def test_images_of_a_batch_are_those_decoded_alone(values: dict[str, Any]) -> None:
+    decoding, model = Decoding(**values), CodedModel(VOCABULARY, LENGTH, seed=2)
+    together, alone = (images_of(model, decoding, 30, batch=batch) for batch in (30, 1))
+    lossless = decoding.rule_row.lossless
+    if lossless and values["mode"] != "sjd-pac":  # which may have every token among its candidates
+        assert len({image.trace.accepted[0] for image in together}) > 1
+    for image, single in zip(together, alone, strict=True):
+        assert single.tokens.equal(image.tokens)
+        assert single.trace.child_rank == image.trace.child_rank
+    assert (sum(image.trace.neighbour_mass_tried for image in together) > 0) != lossless
+
+
+@pytest.mark.parametrize("values", LOSSLESS, ids=named)
+def test_every_count_is_a_sum_over_the_trace(values: dict[str, Any]) -> None:
+    decoding = Decoding(**values)
+    for item in images_of(TabularModel(VOCABULARY, LENGTH, seed=2), decoding, 60):
         trace = item.trace
         assert trace.tokens == LENGTH == 1 + sum(trace.committed)
         assert trace.start == [1 + sum(trace.committed[:step]) for step in range(len(trace.start))]
         assert trace.target_forwards == 1 + len(trace.committed)
+        assert (trace.drafter_forwards > 0) == decoding.drafting_row.needs_drafter
         assert [count - 1 for count in trace.uncut] == trace.accepted
         # With R positions left nothing deeper than R - 1 is drafted.
         for start, offered, ranks in zip(trace.start, trace.offered_depth, trace.child_rank, strict=True):
-            assert offered == min(2, LENGTH - start - 1)
+            assert offered == min(values.get("window", 2), LENGTH - start - 1)
             assert len(ranks) <= offered
         assert [sum(rank >= 0 for rank in ranks) for ranks in trace.child_rank] == trace.accepted
 
 
+def generators(count: int) -> list[torch.Generator]:
+    return [torch.Generator().manual_seed(1_000_003 + image) for image in range(count)]
+
+
 def test_fewer_tokens_are_cut_and_also_counted_uncut() -> None:
-    model = TabularModel(VOCABULARY, 5, seed=3)
-    decoding = Decoding(mode="speculative", **DRAFTINGS["static"])
-    decoded_images = decode(model, None, decoding, generators(200, 2), tokens=2)
-    assert all(len(item.tokens) == 2 == item.trace.tokens for item in decoded_images)
-    assert all(item.trace.committed == [1] for item in decoded_images)
-    assert max(item.trace.uncut[-1] for item in decoded_images) > 1
+    images = decode(TabularModel(4, 5, seed=3), None, Decoding(**STATIC), generators(200), tokens=2)
+    assert all(len(item.tokens) == 2 == item.trace.tokens for item in images)
+    assert all(item.trace.committed == [1] for item in images)
+    assert max(item.trace.uncut[-1] for item in images) > 1
 
 
 def test_ar_counts_one_token_a_step_and_compresses_nothing() -> None:
-    model = TabularModel(VOCABULARY, 5, seed=3)
-    trace = decode(model, None, Decoding(mode="ar"), generators(1, 0))[0].trace
+    trace = decode(TabularModel(4, 5, seed=3), None, Decoding(mode="ar"), generators(1))[0].trace
     assert trace.mean_accepted_length == 1.0
     assert trace.step_compression == 1.0
 
 
-@pytest.mark.parametrize("mode", ["ar", "speculative"])
-def test_kept_logits_are_those_the_tokens_came_from(mode: str) -> None:
-    model = TabularModel(VOCABULARY, 5, seed=9)
-    shape = DRAFTINGS["static"] if mode == "speculative" else {}
-    decoding = Decoding(mode=mode, **shape, cfg_scale=1.5)
-    for item in decode(model, None, decoding, generators(8, 5), keep_logits=True):
+@pytest.mark.parametrize("values", [{"mode": "ar"}, STATIC], ids=named)
+def test_kept_logits_are_those_the_tokens_came_from(values: dict[str, Any]) -> None:
+    model = TabularModel(4, 5, seed=9)
+    decoding = Decoding(**values, cfg_scale=1.5)
+    for item in decode(model, None, decoding, generators(8), keep_logits=True):
         state = torch.zeros((), dtype=torch.int64)
         for place, token in enumerate(item.tokens.long()):
             wanted = guide(model.p[0, state], model.p[1, state], 1.5)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import assume, given, settings
@@ -15,7 +17,7 @@ from lantern_bench.decoding.emitted_tv import total_variation
 from lantern_bench.decoding.neighbours import nearest_codes
 from tests.decoding.random_trees import Draft, random_draft
 from tests.decoding.rules import STRICT, rule_named, view_of
-from tests.decoding.test_emitted_tv import first_token
+from tests.decoding.test_emitted_tv import first_token, mean_distribution
 
 RESIDUALS = ("exact", "official")
 weights = st.lists(st.one_of(st.just(0.0), st.floats(1e-6, 1.0)), min_size=3, max_size=12)
@@ -63,32 +65,27 @@ def run(draft: Draft, rule: AcceptanceRule) -> Verdict:
     return verify(draft.tree, draft.probs, rule, draft.uniforms, draft.noise, draft.depth_limit)
 
 
-@settings(derandomize=True, deadline=None, max_examples=150)
-@given(
-    st.integers(0, 2**32 - 1), st.sampled_from(RESIDUALS), st.sampled_from([("additive", 0.3), ("multiplicative", 3.0)])
-)
-def test_no_neighbours_is_the_strict_rule_token_for_token(seed: int, residual: str, rule: tuple[str, float]) -> None:
-    draft = random_draft(seed)
-    relaxed_run = run(draft, rule_named(rule[0], 0, rule[1], residual))
-    for name, value in vars(run(draft, rule_named("strict", residual=residual))).items():
-        assert torch.equal(value, getattr(relaxed_run, name)), name
-    assert torch.equal(relaxed_run.tokens, run(draft, STRICT).tokens)
+LIMITS: list[dict[str, Any]] = [
+    {"name": "additive", "bound": 0.3},
+    {"name": "additive", "bound": 0.3, "residual": "official"},
+    {"name": "multiplicative", "bound": 3.0},
+    {"name": "multiplicative", "bound": 3.0, "residual": "official"},
+    {"name": "additive", "neighbours": 12, "bound": 1e-30},
+    {"name": "multiplicative", "neighbours": 12, "bound": 1.0 + 1e-12},
+    {"name": "cool-sd", "bound": 1.0, "decay": 0.0},
+]
 
 
-@settings(derandomize=True, deadline=None, max_examples=150)
-@given(
-    st.integers(0, 2**32 - 1),
-    st.sampled_from([("additive", 1e-30), ("multiplicative", 1.0 + 1e-12)]),
-    st.integers(1, 25),
-)
-def test_vanishing_bounds_are_the_strict_rule_under_exact(seed: int, rule: tuple[str, float], neighbours: int) -> None:
-    draft = random_draft(seed)
-    vocabulary = draft.probs.shape[-1]
-    table = torch.stack([torch.arange(1, vocabulary).roll(token) for token in range(vocabulary)])
-    relaxed_run = run(draft, rule_named(rule[0], neighbours, rule[1], "exact", table))
-    strict_run = run(draft, STRICT)
-    assert torch.equal(relaxed_run.tokens, strict_run.tokens)
-    assert torch.equal(relaxed_run.path, strict_run.path)
+@pytest.mark.parametrize("values", LIMITS, ids=str)
+def test_limits_are_the_strict_rule_token_for_token(values: dict[str, Any]) -> None:
+    for seed in range(150):
+        draft = random_draft(seed, torch.float64 if values["name"] == "cool-sd" else torch.float32)
+        vocabulary = draft.probs.shape[-1]
+        table = torch.stack([torch.arange(1, vocabulary).roll(token) for token in range(vocabulary)])
+        limit = run(draft, rule_named(**values, table=table))
+        for field, value in vars(run(draft, rule_named("strict", residual=values.get("residual", "exact")))).items():
+            torch.testing.assert_close(getattr(limit, field), value, atol=1e-6, rtol=0)
+        assert torch.equal(limit.tokens, run(draft, STRICT).tokens)
 
 
 def test_vanishing_bounds_are_not_the_strict_rule_under_official() -> None:
@@ -147,11 +144,7 @@ def test_finding_a5_on_a_sampled_draft(residual: str, distribution: list[float],
     p, q = torch.tensor([0.3, 0.1, 0.4, 0.2]), torch.tensor([0.7, 0.1, 0.1, 0.1])
     table = torch.tensor([[1, 2, 3], [0, 2, 3], [3, 0, 1], [2, 0, 1]])
     # After 0 is rejected `official` zeroes q at 1 and 2 (k + 1 codes): [0, .1, .4, .1] / .6, as the finding records.
-    drawn = torch.arange(4)[:, None]
-    rows = first_token(
-        p.expand(4, 4), q.expand(4, 4), drawn, drawn >= 0, rule_named("additive", 1, 0.1, residual, table)
-    )
-    mean = (q[:, None] * rows).sum(dim=0)
+    mean = mean_distribution(p, q, rule_named("additive", 1, 0.1, residual, table))
     torch.testing.assert_close(mean, torch.tensor(distribution), atol=1e-6, rtol=0)
     assert float(total_variation(p, mean)) == pytest.approx(tv, abs=1e-6)
 
