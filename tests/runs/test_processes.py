@@ -54,7 +54,9 @@ def test_a_resumed_run_continues_with_new_processes(bench: Bench, expected: dict
 
 
 def test_a_worker_that_dies_is_named_and_the_run_resumed(bench: Bench, expected: dict[str, str]) -> None:
-    code, output = bench.sweep("died", "--processes", "2", TINY_DIE=PROMPTS[1])
+    (bench.folder / "die").write_text(PROMPTS[1])
+    code, output = bench.sweep("died", "--processes", "2")
+    (bench.folder / "die").unlink()
     assert code == 4 and "error: worker process" in output and "of 2 ended with code 9" in output
     assert "The same command continues." in output
     code, output = bench.sweep("died", "--processes", "2")
