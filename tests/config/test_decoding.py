@@ -87,7 +87,6 @@ def test_own_tree_is_named_by_its_shape() -> None:
 @pytest.mark.parametrize(
     "values",
     [
-        {"mode": "fast"},
         {"mode": "ar", "drafting": "static", "rule": "strict"},
         {"mode": "lantern", "delta": 0.1, "drafting": "none", "rule": "none"},
         {"mode": "lantern"},
@@ -100,18 +99,10 @@ def test_own_tree_is_named_by_its_shape() -> None:
         {"mode": "speculative", "rule": "block", "drafting": "dynamic"},
         {"mode": "lantern", "delta": 0.1, "tree": "small-7"},
         {"mode": "lantern", "delta": 0.1, "nodes": 11, "depth": 1, "beam": 10},
-        {"mode": "lantern", "delta": 1},
-        {"mode": "lantern", "delta": 0},
-        {"mode": "lantern++", "lambda": 1},
         {"mode": "lantern++", "lambda": float("inf")},
-        {"mode": "ar", "temperature": -0.1},
         {"mode": "ar", "temperature": float("nan")},
-        {"mode": "ar", "top_p": 0},
         {"mode": "ar", "top_p": 1.01},
-        {"mode": "ar", "top_k": -1},
         {"mode": "ar", "top_k": True},
-        {"mode": "ar", "cfg_scale": -1},
-        {"mode": "speculative", "tree": "big"},
         {"mode": "ar", "speed": 3},
     ],
 )

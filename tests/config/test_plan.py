@@ -6,6 +6,7 @@ Seeds and keys never depend on an image's index in the plan.
 from __future__ import annotations
 
 from collections import Counter
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -132,6 +133,16 @@ def test_shards_share_the_work_and_keep_cells_of_a_prompt_together(images: int, 
         assert [task for group in shard.batches() for task in group] == list(shard.tasks)
 
 
+def test_prompts_are_dealt_in_equal_shuffled_shares() -> None:
+    plan = plan_of([Prompt(f"prompt {number}") for number in range(10)], images=10)
+    plans = plan.deal(plan, 3, seed=0)
+    shares = [list(dict.fromkeys(task.image_index for task in share.tasks)) for share in plans]
+    assert sorted(map(len, shares)) == [3, 3, 4] and sorted(chain(*shares)) == list(range(10))
+    assert shares[0] != [0, 3, 6, 9]
+    assert all([u.order_index for u in share.tasks] == sorted(u.order_index for u in share.tasks) for share in plans)
+    assert plans == plan.deal(plan, 3, seed=0) != plan.deal(plan, 3, seed=1)
+
+
 def test_batches_are_full_where_they_can_be() -> None:
     sizes = Counter(len(group) for group in plan_of(images=7, batch=3).batches())
     cells = len(plan_of().cells)
@@ -160,9 +171,6 @@ def test_a_single_batch_size_changes_no_id() -> None:
 def test_texts_that_are_no_shard_are_refused(text: str) -> None:
     with pytest.raises(UserError, match="must be i/n with i from 1 to n"):
         parse_shard(text)
-
-
-def test_a_shard_is_read() -> None:
     assert parse_shard("2/8") == Shard(2, 8)
 
 

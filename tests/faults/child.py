@@ -1,6 +1,7 @@
 """The command line in processes that are forked from one with everything imported: they start within milliseconds.
 
-`FAMILY` is installed beside the experiment, so that worker processes find it too. Environment variables make it fail.
+`FAMILY` is installed beside the experiment, so that worker processes find it too. Environment variables make it fail,
+and a file `die` with a caption ends the process that decodes it.
 """
 
 from __future__ import annotations
@@ -28,8 +29,11 @@ SMALL = re.sub(r"  - .*(temperature|mode: speculative).*\n", "", EXPERIMENT).rep
 IMAGES = 9
 FAMILY = """
 import os, signal, time
+from pathlib import Path
 import torch
 from tests.tiny_model import TinyModel, TinyTarget
+
+DIE = Path(__file__).with_name("die")
 
 
 class Target(TinyTarget):
@@ -58,7 +62,7 @@ class Fragile(TinyModel):
             time.sleep(float(os.environ.get("TINY_SLEEP", 0)))
             if os.environ.get("TINY_SWALLOW") == str(calls):
                 Interrupting()
-            if os.environ.get("TINY_DIE") in prompts:
+            if DIE.exists() and DIE.read_text() in prompts:
                 os._exit(9)
             if os.environ.get("TINY_HANG") in prompts:
                 time.sleep(3600)
@@ -74,9 +78,9 @@ family = Fragile()
 """
 
 
-def install(folder: Path) -> None:
+def install(folder: Path, experiment: str = SMALL) -> None:
     """Write the experiment and the family as an installed package."""
-    (folder / "tiny.yaml").write_text(SMALL)
+    (folder / "tiny.yaml").write_text(experiment)
     (folder / "fragile_family.py").write_text(FAMILY)
     info = folder / "fragile_family-1.dist-info"
     info.mkdir()

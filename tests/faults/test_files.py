@@ -12,9 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lantern_bench.errors import RefusedError
-from lantern_bench.runs.records import RowFile, read_lines
-from lantern_bench.schema import SCHEMA_VERSION
+from lantern_bench.runs.records import read_lines
 from tests.faults.child import IMAGES
 from tests.faults.conftest import SWEEP, Bench, Outcome
 
@@ -48,33 +46,6 @@ def test_disk_full(bench: Bench, expected: Tokens, outcome: Outcome) -> None:
     assert (bench.folder / "run" / "records.jsonl").read_bytes().endswith(b"\n")
     finish(bench, "run", expected)
     outcome(f"exit {code}: {output.splitlines()[-2]}; {finished} of 9 images kept, resumed to the same tokens")
-
-
-@pytest.mark.parametrize("written", [0, 7])
-def test_a_full_disk_leaves_whole_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: int) -> None:
-    lines = RowFile(tmp_path / "scores.jsonl", "scores")
-    lines.append({"level": "cell", "fid": 1.0})
-
-    class Full:
-        def __init__(self, file: object) -> None:
-            self.file, self.room = file, written
-
-        def write(self, content: bytes) -> int:
-            if not self.room:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            count, self.room = self.file.write(content[: self.room]), 0
-            return count
-
-        def __getattr__(self, name: str) -> object:
-            return getattr(self.file, name)
-
-    plain = lines._file
-    monkeypatch.setattr(lines, "_file", Full(plain))
-    with pytest.raises(RefusedError, match="No space left on device"):
-        lines.append({"level": "cell", "fid": 2.0})
-    monkeypatch.setattr(lines, "_file", plain)
-    lines.append({"level": "cell", "fid": 3.0})
-    assert [line.row.fid for line in read_lines(tmp_path / "scores.jsonl", "scores")] == [1.0, 3.0]
 
 
 def test_read_only_folder(bench: Bench, outcome: Outcome) -> None:
@@ -128,19 +99,6 @@ def test_flipped_bits_in_records(bench: Bench, expected: Tokens, outcome: Outcom
     outcome(
         "the sweep is refused (exit 2) and names the line; verify --repair drops it, the sweep makes its image again"
     )
-
-
-def test_every_byte_of_a_line_counts(tmp_path: Path) -> None:
-    path = tmp_path / "scores.jsonl"
-    lines = RowFile(path, "scores")
-    for fid in (1.5, 2.5):
-        lines.append({"schema_version": SCHEMA_VERSION, "level": "cell", "fid": fid})
-    first, second = path.read_bytes().splitlines(keepends=True)
-    for position in range(len(first) - 1):
-        content = bytearray(first + second)
-        content[position] ^= 1 << position % 8
-        path.write_bytes(content)
-        assert [line.row.fid for line in read_lines(path, "scores") if line.row] == [2.5], position
 
 
 def test_interleaved_records(bench: Bench, expected: Tokens, outcome: Outcome) -> None:

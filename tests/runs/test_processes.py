@@ -7,16 +7,12 @@ and parents that are killed: `tests/faults/test_signals.py`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import chain
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from lantern_bench.config.plan import Plan, Prompt, make_plan
 from lantern_bench.runs.store import read_manifest, read_records
 from tests.faults.conftest import Bench
-from tests.tiny_model import EXPERIMENT, PROMPTS
+from tests.tiny_model import PROMPTS
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +54,9 @@ def test_a_resumed_run_continues_with_new_processes(bench: Bench, expected: dict
 
 
 def test_a_worker_that_dies_is_named_and_the_run_resumed(bench: Bench, expected: dict[str, str]) -> None:
-    code, output = bench.sweep("died", "--processes", "2", TINY_DIE=PROMPTS[1])
+    (bench.folder / "die").write_text(PROMPTS[1])
+    code, output = bench.sweep("died", "--processes", "2")
+    (bench.folder / "die").unlink()
     assert code == 4 and "error: worker process" in output and "of 2 ended with code 9" in output
     assert "The same command continues." in output
     code, output = bench.sweep("died", "--processes", "2")
@@ -69,26 +67,3 @@ def test_an_error_of_a_worker_is_the_error_of_the_command(bench: Bench) -> None:
     assert bench.sweep("refused", "--images", "1")[0] == 0
     code, output = bench.sweep("refused", "--processes", "2", "--set", "neighbour_space=normalised")
     assert code == 3 and "cannot resume refused" in output and "Traceback" not in output
-
-
-def test_prompts_are_dealt_in_equal_shuffled_shares(tmp_path: Path) -> None:
-    plan = plan_of(tmp_path, 10)
-    plans = plan.deal(plan, 3, seed=0)
-    shares = [list(dict.fromkeys(task.image_index for task in share.tasks)) for share in plans]
-    assert sorted(map(len, shares)) == [3, 3, 4] and sorted(chain(*shares)) == list(range(10))
-    assert shares[0] != [0, 3, 6, 9]
-    assert all([u.order_index for u in share.tasks] == sorted(u.order_index for u in share.tasks) for share in plans)
-    assert plans == plan.deal(plan, 3, seed=0) != plan.deal(plan, 3, seed=1)
-
-
-def plan_of(folder: Path, count: int, **flags: Any) -> Plan:
-    from lantern_bench.config.experiment import load_experiment
-    from lantern_bench.config.parse_experiment import Overrides
-
-    (folder / "tiny.yaml").write_text(EXPERIMENT)
-    return make_plan(
-        load_experiment(
-            folder / "tiny.yaml", {"tiny": {"cfg_scale": 2.0}}, Overrides.from_flags({"images": count} | flags)
-        ),
-        [Prompt(f"prompt {n}") for n in range(count)],
-    )

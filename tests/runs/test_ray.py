@@ -32,6 +32,7 @@ from lantern_bench.runs import ray_engine
 from lantern_bench.runs.ray_engine import DeviceSlot, measure_on_cluster, missing_of, shards_of, slots_of
 from lantern_bench.runs.request import prepare
 from lantern_bench.runs.store import read_manifest, read_records
+from tests.faults.child import install
 from tests.tiny_model import EXPERIMENT, PROMPTS, TinyModel
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'lantern-bench[ray]'")
@@ -39,26 +40,6 @@ ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'lant
 pytestmark = [pytest.mark.skipif(sys.platform == "win32", reason="clusters"), pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parents[2]
-# Images take a while; the caption in the file `die` ends the worker that decodes it.
-SLOW = """
-import os, time
-from pathlib import Path
-from tests.tiny_model import TinyModel
-
-class Slow(TinyModel):
-    def load(self, device, dtype):
-        model = super().load(device, dtype)
-        plain, folder = model.condition, Path(__file__).parent
-        def condition(prompts):
-            time.sleep(0.02)
-            if (folder / "die").exists() and (folder / "die").read_text() in prompts:
-                os._exit(9)
-            return plain(prompts)
-        model.condition = condition
-        return model
-
-family = Slow()
-"""
 IMAGES = 12
 CELLS = 6
 
@@ -67,16 +48,12 @@ CELLS = 6
 def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A folder with the experiment and with the family as an installed package, known to the nodes of clusters."""
     folder = tmp_path_factory.mktemp("ray")
-    (folder / "tiny.yaml").write_text(EXPERIMENT)
-    (folder / "slow_family.py").write_text(SLOW)
-    info = folder / "slow_family-1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: slow-family\nVersion: 1\n")
-    (info / "entry_points.txt").write_text("[lantern_bench.models]\ntiny = slow_family:family\n")
+    install(folder, EXPERIMENT)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([str(folder), str(ROOT)]))
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("OMP_NUM_THREADS", "1")
+        patch.setenv("TINY_SLEEP", "0.02")
         patch.delenv("RAY_ADDRESS", raising=False)
         yield folder
 
@@ -85,28 +62,24 @@ Cluster = Any
 NODE = {"num_cpus": 1, "object_store_memory": 80_000_000}
 
 
-@pytest.fixture
-def clusters() -> Iterator[Callable[..., Cluster]]:
-    """Make clusters of one node, ended after the test."""
+def one_node() -> Cluster:
     from ray.cluster_utils import Cluster
 
-    created: list[Any] = []
+    return Cluster(initialize_head=True, head_node_args=NODE | {"include_dashboard": False})
 
-    def make(**head: Any) -> Any:
-        created.append(Cluster(initialize_head=True, head_node_args=NODE | {"include_dashboard": False} | head))
-        return created[-1]
 
-    yield make
-    for cluster in created:
-        cluster.shutdown()
+@pytest.fixture
+def other(home: Path) -> Iterator[Cluster]:
+    """A cluster of one node, for one test."""
+    created = one_node()
+    yield created
+    created.shutdown()
 
 
 @pytest.fixture(scope="module")
 def cluster(home: Path) -> Iterator[Cluster]:
     """A cluster of two nodes with a core each."""
-    from ray.cluster_utils import Cluster
-
-    created = Cluster(initialize_head=True, head_node_args=NODE | {"include_dashboard": False})
+    created = one_node()
     created.add_node(**NODE)
     created.wait_for_nodes()
     yield created
@@ -253,9 +226,9 @@ def test_an_error_of_a_worker_is_the_error_of_the_command(home: Path, cluster: C
 @pytest.mark.long
 @pytest.mark.parametrize("again", [False, True])
 def test_a_lost_or_restarted_head_is_refused_and_the_run_resumed(
-    home: Path, cluster: Cluster, clusters: Callable[[], Cluster], local: dict[str, str], again: bool
+    home: Path, cluster: Cluster, other: Cluster, local: dict[str, str], again: bool
 ) -> None:
-    other, folder = clusters(), home / f"head-{again}"
+    folder = home / f"head-{again}"
     started = start(home, folder.name, *on(other))
     wait_for(started, folder, lambda rows: len(rows) >= 8)
     other.head_node.kill_gcs_server()

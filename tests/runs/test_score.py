@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -32,9 +31,9 @@ from lantern_bench.models.lanterns import HELD_OUT
 from lantern_bench.models.lanterns import modules as classifier
 from lantern_bench.models.lanterns.modules import AttributeClassifier, predict
 from lantern_bench.runs import scoring
+from lantern_bench.runs.devices import Compute, key_fields
 from lantern_bench.runs.events import Share
-from lantern_bench.runs.records import KeyFields
-from lantern_bench.runs.store import RunStore, read_records, read_scores
+from lantern_bench.runs.store import RunStore, read_records
 from lantern_bench.schema import TABLES
 
 EMBEDDED = PROTOCOLS["embedded"]
@@ -61,8 +60,11 @@ def reference() -> Reference:
     return Reference(pictures, "twenty scenes")
 
 
+Run = tuple[Path, list[dict[str, Any]]]
+
+
 @pytest.fixture
-def run(tmp_path: Path) -> tuple[Path, list[dict[str, Any]]]:
+def run(tmp_path: Path) -> Run:
     """Two cells of six pictures each, and one record that failed."""
     painted = render([*HELD_OUT[:5], HELD_OUT[5]] * 2, 4)
     records: list[dict[str, Any]] = []
@@ -79,26 +81,23 @@ def _record(key: str, cell: str, prompt: str, image: str, status: str = "ok") ->
     return {"record_key": key, "cell_id": cell, "prompt": prompt, "repeat": 0, "image": image, "status": status}
 
 
-def _score(run: tuple[Path, list[dict[str, Any]]], *judge_and_reference: Any) -> list[dict[str, Any]]:
+def _score(run: Run, *judge_and_reference: Any) -> list[dict[str, Any]]:
     folder, records = run
     return list(scoring.score_records(records, folder, *judge_and_reference))
 
 
-def test_a_row_for_each_picture_and_each_cell(
-    run: tuple[Path, list[dict[str, Any]]], scorers: scoring.Scorers, reference: Reference
-) -> None:
+def test_a_row_for_each_picture_and_each_cell(run: Run, scorers: scoring.Scorers, reference: Reference) -> None:
     rows = _score(run, scorers, reference)
+    assert rows == _score(run, scorers, reference)
     assert [row["level"] for row in rows] == (["image"] * 6 + ["cell"]) * 2
     assert {row["record_key"] for row in rows if row["level"] == "image"} == {f"key{number}" for number in range(12)}
     declared = {column.name for column in TABLES["scores"]}
     assert all(set(row) <= declared and row["protocol"] == "embedded" for row in rows)
 
 
-def test_image_rows_hold_each_scorers_answer(
-    run: tuple[Path, list[dict[str, Any]]], scorers: scoring.Scorers, reference: Reference
-) -> None:
+def test_image_rows_hold_each_scorers_answer(run: Run, scorers: scoring.Scorers) -> None:
     folder, records = run
-    images = [row for row in _score(run, scorers, reference) if row["level"] == "image"]
+    images = [row for row in _score(run, scorers) if row["level"] == "image"]
     for row, record in zip(images, records[:12], strict=True):
         picture = read_picture(folder / record["image"])
         assert row["clip_score"] == pytest.approx(
@@ -113,7 +112,7 @@ def test_image_rows_hold_each_scorers_answer(
 
 
 def test_cell_rows_have_fidelity_extractor_and_reference(
-    run: tuple[Path, list[dict[str, Any]]], scorers: scoring.Scorers, reference: Reference
+    run: Run, scorers: scoring.Scorers, reference: Reference
 ) -> None:
     assert scorers.extractor is not None
     first, second = (row for row in _score(run, scorers, reference) if row["level"] == "cell")
@@ -125,10 +124,7 @@ def test_cell_rows_have_fidelity_extractor_and_reference(
 
 
 def test_sets_of_ar_images_give_a_band(
-    run: tuple[Path, list[dict[str, Any]]],
-    scorers: scoring.Scorers,
-    reference: Reference,
-    monkeypatch: pytest.MonkeyPatch,
+    run: Run, scorers: scoring.Scorers, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With fewest pictures of 6, so that six pictures a cell have every figure but FID."""
     for name in ("precision", "recall"):
@@ -145,15 +141,7 @@ def test_sets_of_ar_images_give_a_band(
     assert all(row["level"] != "band" for row in _score((folder, other), scorers, reference))
 
 
-def test_scoring_again_gives_the_same(
-    run: tuple[Path, list[dict[str, Any]]], scorers: scoring.Scorers, reference: Reference
-) -> None:
-    assert _score(run, scorers, reference) == _score(run, scorers, reference)
-
-
-def test_a_missing_picture_is_noted(
-    run: tuple[Path, list[dict[str, Any]]], scorers: scoring.Scorers, reference: Reference
-) -> None:
+def test_a_missing_picture_is_noted(run: Run, scorers: scoring.Scorers, reference: Reference) -> None:
     folder, records = run
     (folder / records[0]["image"]).unlink()
     rows = _score(run, scorers, reference)
@@ -162,31 +150,19 @@ def test_a_missing_picture_is_noted(
     assert cell["n"] == 5 and "1 images are missing" in cell["note"]
 
 
-def test_the_last_record_of_a_key_counts(
-    run: tuple[Path, list[dict[str, Any]]], scorers: scoring.Scorers, reference: Reference
-) -> None:
+def test_the_last_record_of_a_key_counts(run: Run) -> None:
     folder, records = run
-    again = _record("key0", records[0]["cell_id"], PROMPTS[0], records[0]["image"])
-    failed_first = [{**records[0], "status": "failed"}, *records[1:], again]
-    rows = list(scoring.score_records(failed_first, folder, scorers, reference))
-    assert [row.get("record_key") for row in rows].count("key0") == 1
+    failed_first = [{**records[0], "status": "failed"}, *records]
+    rows = _score((folder, failed_first), scoring.Scorers(NOTHING))
+    assert [row["record_key"] for row in rows].count("key0") == 1
 
 
-def test_missing_scorers_leave_their_columns_empty(run: tuple[Path, list[dict[str, Any]]]) -> None:
-    rows = _score(run, scoring.Scorers(NOTHING))
-    assert {row["level"] for row in rows} == {"image"}
-    assert all(row["clip_score"] is None and row["prompt_accuracy"] is None for row in rows)
-
-
-def test_scoring_reports_progress_by_cell(run: tuple[Path, list[dict[str, Any]]]) -> None:
+def test_scoring_reports_progress_by_cell(run: Run) -> None:
     events: list[object] = []
-    folder, records = run
-    list(scoring.score_records(records, folder, scoring.Scorers(NOTHING), None, events.append))
+    rows = _score(run, scoring.Scorers(NOTHING), None, events.append)
     assert events == [Share("scoring", 1, 2), Share("scoring", 2, 2)]
-
-
-def test_no_records_give_no_rows(tmp_path: Path, scorers: scoring.Scorers) -> None:
-    assert list(scoring.score_records([], tmp_path, scorers)) == []
+    assert {row["level"] for row in rows} == {"image"}
+    assert _score((run[0], []), scoring.Scorers(NOTHING)) == []
 
 
 EXPERIMENT = """
@@ -205,16 +181,7 @@ def store(tmp_path: Path) -> Iterator[RunStore]:
     """A real run's folder with five pictures in each of two cells."""
     (tmp_path / "scored.yaml").write_text(EXPERIMENT)
     experiment = load_experiment(tmp_path / "scored.yaml", {"lanterns": {}})
-    key = KeyFields(
-        schema_version=1,
-        engine_version="0",
-        torch_version="0",
-        dtype="float32",
-        device_type="cpu",
-        compile=False,
-        batch=1,
-        weights={},
-    )
+    key = key_fields({}, experiment.settings, Compute(torch.device("cpu"), torch.float32))
     painted = dict(zip(PROMPTS, render(HELD_OUT[:5], 4), strict=False))
     with RunStore(tmp_path / "run", experiment, key) as store:
         for task in make_plan(experiment, [Prompt(text) for text in PROMPTS[:5]]).tasks:
@@ -224,19 +191,11 @@ def store(tmp_path: Path) -> Iterator[RunStore]:
         yield store
 
 
-def test_a_run_is_scored_once(store: RunStore, scorers: scoring.Scorers, reference: Reference) -> None:
-    assert scoring.score_run(store, scorers, reference) == 12
-    assert scoring.score_run(store, scorers, reference) == 0
-    rows = read_scores(store.folder)
-    assert [row["level"] for row in rows].count("image") == 10
-    cells = {record["cell_id"] for record in read_records(store.folder)}
-    assert {row["cell_id"] for row in rows if row["level"] == "cell"} == cells
-
-
 def test_other_scorer_or_reference_scores_again(
     store: RunStore, scorers: scoring.Scorers, reference: Reference
 ) -> None:
-    scoring.score_run(store, scorers, reference)
+    assert scoring.score_run(store, scorers, reference) == 12
+    assert scoring.score_run(store, scorers, reference) == 0
     assert scoring.score_run(store, scorers, reference._replace(label="other scenes")) == 12
     newer = dataclasses.replace(scorers, protocol=dataclasses.replace(EMBEDDED, version=99))
     assert scoring.score_run(store, newer, reference) == 12
@@ -254,31 +213,6 @@ def test_only_cells_with_new_images_are_scored_again(
     assert scoring.score_run(store, scorers, reference) == 6
 
 
-def test_full_size_scorers_are_refused_without_their_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
-    monkeypatch.delenv("LANTERN_BENCH_WEIGHTS", raising=False)
-    with pytest.raises(RefusedError, match="inception-v3-compat"):
-        scoring.load_scorers(PROTOCOLS["lantern-coco"])
-
-
-def test_a_finished_run_is_scored_without_decoding(
-    store: RunStore, scorers: scoring.Scorers, reference: Reference
-) -> None:
-    folder = store.folder
-    store.close()
-    before = (folder / "records.jsonl").read_bytes()
-    with RunStore(folder) as opened:
-        assert scoring.score_run(opened, scorers, reference) == 12
-        with pytest.raises(RefusedError, match="in use"):
-            RunStore(folder)
-        assert scoring.score_run(opened, scorers, reference) == 0
-        assert scoring.score_run(opened, scorers, reference, again=True) == 12
-    assert (folder / "records.jsonl").read_bytes() == before
-    manifest = json.loads((folder / "manifest.json").read_text())
-    assert manifest["protocols"]["embedded"] == json.loads(json.dumps(EMBEDDED.to_dict()))
-    assert manifest["experiment"]["name"] == "scored"
-
-
 def test_a_run_without_images_is_not_scored(store: RunStore) -> None:
     store.close()
     (store.folder / "records.jsonl").write_text("")
@@ -286,16 +220,14 @@ def test_a_run_without_images_is_not_scored(store: RunStore) -> None:
         RunStore(store.folder)
 
 
-def test_fidelity_without_a_reference_has_a_note(
-    run: tuple[Path, list[dict[str, Any]]], scorers: scoring.Scorers
-) -> None:
+def test_fidelity_without_a_reference_has_a_note(run: Run, scorers: scoring.Scorers) -> None:
     bare = dataclasses.replace(scorers, protocol=dataclasses.replace(EMBEDDED, reference=None))
     cells = [row for row in _score(run, bare) if row["level"] == "cell"]
     assert [row.get("fid") for row in cells] == [None, None]
     assert all("--reference" in row["note"] and row["reference"] is None for row in cells)
 
 
-def test_rewards_fill_their_own_columns(run: tuple[Path, list[dict[str, Any]]], scorers: scoring.Scorers) -> None:
+def test_rewards_fill_their_own_columns(run: Run, scorers: scoring.Scorers) -> None:
     protocol = Protocol("hpsv2", 1, "a stand-in", metrics=("hpsv2",))
     rows = _score(run, scoring.Scorers(protocol, {"hpsv2": scorers.images["clip_score"]}))
     by_clip = [row for row in _score(run, scorers) if row["level"] == "image"]
