@@ -18,16 +18,14 @@ def by(axis, records, name="offered"):
     return counts[counts > 0].to_dict()
 
 
-def test_offers_by_depth_match_hand_counts():
-    """Three steps: [0, 1] ran out of children, [0, -1] was rejected at depth 2, [-1] at depth 1."""
+def test_offers_match_hand_counts():
+    """Steps from positions 1, 4 and 6: [0, 1] ran out of children, [0, -1] was rejected at depth 2, [-1] at depth 1.
+
+    A draft of depth d would fill position start + d - 1.
+    """
     records = [make_record(STRICT, 0, WALKS, 1.0)]
     assert by("depth", records) == {1: 3, 2: 2}
     assert by("depth", records, "accepted") == {1: 2, 2: 1}
-
-
-def test_offers_by_position_match_hand_counts():
-    """Steps start at positions 1, 4 and 6: a draft of depth d would fill position start + d - 1."""
-    records = [make_record(STRICT, 0, WALKS, 1.0)]
     assert by("position", records) == {1: 1, 2: 1, 4: 1, 5: 1, 6: 1}
     assert by("position", records, "accepted") == {1: 1, 2: 1, 4: 1}
 
