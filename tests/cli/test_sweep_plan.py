@@ -1,4 +1,4 @@
-"""`sweep` before decoding: the plan without torch, and every usage error.
+"""`sweep` before decoding: the plan, and every usage error.
 
 The family is the bundled one; its weights are never opened.
 """
@@ -134,6 +134,10 @@ def test_a_sweep_is_refused_before_a_model_is_loaded(refuse, here, typed, words)
     (here / "notes").mkdir()
     write("", "notes/todo.txt")
     refuse(["sweep", *typed], 2, *words)
+
+
+def test_missing_scorers_are_refused_before_a_model_is_loaded(refuse):
+    refuse(["sweep", "--metrics", "quality", "--protocol", "lantern-coco"], 3, "are not on this machine")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Sweeps that resume, are interrupted, or have failed images; prompts and spaces in records; pictures by `generate`.
+"""Sweeps that resume or have failed images; prompts and spaces in records; pictures by `generate`.
 
 On the tiny model of logit tables.
 """

@@ -290,11 +290,10 @@ def test_chameleon_target_from_a_model_file(folder: Path) -> None:
 
 
 def test_several_processes_need_a_number_of_steps(
-    tiny: TinyModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tiny: TinyModel, monkeypatch: pytest.MonkeyPatch, refuse: Callable[..., None]
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert run("--data", "all", "--images", "8", "--minutes", "1") == 2
-    assert "--minutes: clocks of several processes differ" in capsys.readouterr().err
+    refuse([*TRAIN, *QUICK, "--data", "all", "--minutes", "1"], 2, "--minutes: clocks of several processes differ")
 
 
 _WORKER = """

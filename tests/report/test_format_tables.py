@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import pandas as pd
 
-from lantern_bench.report.format_tables import format_figure, readable
-
-
-def test_interval_is_written_in_brackets():
-    assert format_figure("speedup", 1.74, 1.7, 1.784) == "1.74x [1.70, 1.78]"
-    assert format_figure("speedup", 1.74) == "1.74x"
+from lantern_bench.report.format_tables import readable
 
 
 def test_summary(tables):
