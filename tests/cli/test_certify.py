@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -167,12 +168,8 @@ def test_rules_of_every_kind_are_measured() -> None:
     ],
 )
 def test_errors_come_before_any_measurement(
-    typed: list[str], code: int, message: str, tiny: TinyModel, capsys: pytest.CaptureFixture[str]
+    typed: list[str], code: int, message: str, tiny: TinyModel, refuse: Callable[..., None]
 ) -> None:
     Path("file").write_text("")
-    assert cli.main(typed) == code
-    written = capsys.readouterr()
-    assert message in written.err
-    assert written.out == ""
+    refuse(typed, code, message)
     assert tiny.loads == 0
-    assert not Path("results").exists()

@@ -1,4 +1,4 @@
-"""The command line: streams, exit codes, and the commands that read runs."""
+"""The command line: streams, exit codes, and the commands that read runs (show, curves, compare, report)."""
 
 from __future__ import annotations
 
@@ -16,16 +16,20 @@ from lantern_bench import __version__
 from lantern_bench.cli import main as cli
 from lantern_bench.errors import CheckFailedError, RecordsFailedError, RefusedError, UserError
 from lantern_bench.report.tables import NAMES
-from lantern_bench.runs.store import RESULTS_VARIABLE, results_root
+from lantern_bench.runs.store import RESULTS_VARIABLE
 from tests.made_up_run import make_records, make_scores, write_run
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch):
-    """A run called made-up-1234 in the results folder."""
-    monkeypatch.setenv(RESULTS_VARIABLE, str(tmp_path / "results"))
+def results(folder, monkeypatch):
+    """The folder of two runs, first-1234 and second; in the second everything takes half as long."""
+    root = folder / "elsewhere"
+    monkeypatch.setenv(RESULTS_VARIABLE, str(root))
     records = make_records()
-    return write_run(tmp_path / "results" / "made-up-1234", records, make_scores(records))
+    write_run(root / "first-1234", records, make_scores(records))
+    faster = [row | {"seconds": row["seconds"] and row["seconds"] / 2} for row in records]
+    write_run(root / "second", faster, make_scores(records))
+    return root
 
 
 @pytest.fixture
@@ -41,58 +45,59 @@ def failing(monkeypatch):
     return arrange
 
 
-@pytest.mark.parametrize("name", ["made-up-1234", "made-up"])
-def test_show_finds_run_by_name_and_rebuilds_tables(run, capsys, name):
-    assert cli.main(["show", name]) == 0
-    written = capsys.readouterr()
-    assert pd.read_csv(io.StringIO(written.out))["method"].tolist() == ["ar", "speculative", "lantern++"]
-    assert written.err == ""
-    assert all((run / f"{table}.csv").is_file() for table in NAMES)
-
-
 @pytest.mark.parametrize("table", NAMES)
-def test_show_prints_the_csv_it_writes(run, capsys, table):
-    assert cli.main(["show", str(run), "--table", table]) == 0
-    assert capsys.readouterr().out == (run / f"{table}.csv").read_text()
+def test_show_makes_the_tables_and_prints_the_csv(results, capsys, table):
+    assert cli.main(["show", "first", "--table", table]) == 0
+    written = capsys.readouterr()
+    assert written.out == (results / "first-1234" / f"{table}.csv").read_text() and written.err == ""
+    assert all((results / "first-1234" / f"{name}.csv").is_file() for name in NAMES)
 
 
-def test_show_formats(run, capsys):
-    assert cli.main(["show", "made-up", "--format", "json"]) == 0
+def test_show_formats(results, capsys):
+    assert cli.main(["show", "first", "--format", "json"]) == 0
     assert len(json.loads(capsys.readouterr().out)) == 3
-    assert cli.main(["show", "made-up", "--table", "speed", "--format", "table"]) == 0
+    assert cli.main(["show", "first", "--table", "speed", "--format", "table"]) == 0
     assert "2.09x [1.93, 2.27]" in capsys.readouterr().out
 
 
-def test_show_prints_from_read_only_run(run, capsys, monkeypatch):
-    def refuse(*_: object) -> None:
+def test_show_prints_from_a_read_only_run_with_a_warning_unless_quiet(results, capsys, monkeypatch):
+    def fail(*_: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("lantern_bench.report.tables.write_atomically", refuse)
-    assert cli.main(["show", "made-up"]) == 0
+    monkeypatch.setattr("lantern_bench.report.tables.write_atomically", fail)
+    assert cli.main(["show", "first"]) == 0
     written = capsys.readouterr()
     assert len(written.out.splitlines()) == 4
     assert "warning:" in written.err and "Permission denied" in written.err
+    for typed in (["show", "first", "-q"], ["-q", "show", "first"]):
+        assert cli.main(typed) == 0
+        assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(
-    ("typed", "wrong"),
+    ("typed", "word"),
     [
         (["show", "nope"], "no such run"),
-        (["show", "made-up", "--table", "sped"], "--table sped"),
-        (["show", "made-up", "--format", "yaml"], "--format yaml"),
+        (["show", "--", "-q"], "-q: no such run"),
+        (["show", "first", "--table", "sped"], "--table sped"),
+        (["show", "first", "--format", "yaml"], "--format yaml"),
         (["show"], "Missing argument"),
-        (["show", "made-up", "--tabel", "speed"], "--tabel"),
+        (["show", "first", "--tabel", "speed"], "--tabel"),
         (["shwo"], "Did you mean 'show'"),
-        (["curves", "made-up", "made-up", "nope"], "nope"),
         (["experiments", "--format", "yaml"], "--format yaml"),
+        (["compare", "first", "nope"], "nope"),
+        (["compare", "first", "first"], "same run"),
+        (["compare", "first", "second", "--across", "all"], "--across all"),
+        (["compare", "first", "second", "--format", "yaml"], "--format yaml"),
+        (["curves", "first", "nope"], "nope"),
+        (["curves", "first", "--by", "colour"], "--by colour"),
+        (["curves", "first", "second"], "--out is missing"),
+        (["report", "first", "second"], "--out is missing"),
+        (["report", "first", "--out", "."], "is a directory"),
     ],
 )
-def test_usage_errors_exit_2_with_one_message(run, capsys, typed, wrong):
-    assert cli.main(typed) == 2
-    written = capsys.readouterr()
-    assert wrong in written.err
-    assert written.out == "" and "Traceback" not in written.err
-    assert not (run / "summary.csv").exists()
+def test_usage_errors(results, refuse, typed, word):
+    refuse(typed, 2, word)
 
 
 @pytest.mark.parametrize(
@@ -107,10 +112,8 @@ def test_usage_errors_exit_2_with_one_message(run, capsys, typed, wrong):
         ["merge", "9" * 5000],
     ],
 )
-def test_a_path_that_is_too_long_is_a_usage_error(capsys, typed):
-    assert cli.main(typed) == 2
-    written = capsys.readouterr().err
-    assert written.startswith("error: ") and "999" in written and "internal" not in written
+def test_a_path_that_is_too_long_is_a_usage_error(folder, refuse, typed):
+    refuse(typed, 2, "error: ", "999")
 
 
 @pytest.mark.parametrize("error", [UserError, RefusedError, RecordsFailedError, CheckFailedError])
@@ -131,47 +134,60 @@ def test_internal_error_is_one_line_and_exits_1(failing, capsys):
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_interruption_exits_130(failing):
-    failing(KeyboardInterrupt())
-    assert cli.main(["show", "x"]) == 130
-
-
-def test_interruption_outside_a_command_exits_130(monkeypatch):
+def test_interruption_exits_130(failing, monkeypatch):
     def interrupt(**_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "_program", lambda **_: interrupt)
+    failing(KeyboardInterrupt())
+    assert cli.main(["show", "x"]) == 130
+    monkeypatch.setattr(cli, "_program", lambda **_: interrupt)  # outside a command
     assert cli.main(["--version"]) == 130
 
 
-def test_global_flags_work_in_any_position(run, capsys, monkeypatch):
-    monkeypatch.setattr("lantern_bench.report.tables.write_atomically", lambda *_: (_ for _ in ()).throw(OSError("no")))
-    assert cli.main(["show", "made-up", "-q"]) == 0
-    assert capsys.readouterr().err == ""
-    assert cli.main(["-q", "show", "made-up"]) == 0
-    assert cli.main(["show", "--", "-q"]) == 2  # a run of that name
-    assert "-q: no such run" in capsys.readouterr().err
+def test_curves_print_the_files_they_write(results, capsys):
+    assert cli.main(["curves", "first"]) == 0
+    printed = {Path(line) for line in capsys.readouterr().out.splitlines()}
+    assert printed == set((results / "first-1234" / "figures").iterdir()) and len(printed) > 9
 
 
-def test_curves_write_png_svg_and_csv(run, capsys):
-    assert cli.main(["curves", "made-up"]) == 0
-    paths = [Path(line) for line in capsys.readouterr().out.splitlines()]
-    assert all(path.is_file() for path in paths)
-    names = {path.stem for path in paths}
-    assert {(path.stem, path.suffix) for path in paths} == {
-        (name, suffix) for name in names for suffix in (".csv", ".png", ".svg")
-    }
-    assert names >= {"acceptance-by-depth", "acceptance-by-position", "accepted-lengths"}
-
-
-def test_curves_of_several_runs_share_the_axes(run, tmp_path, monkeypatch):
-    records = make_records()
-    write_run(run.parent / "other", records, make_scores(records))
+def test_curves_of_several_runs_share_the_axes(results, monkeypatch):
     drawn = []
     monkeypatch.setattr("lantern_bench.report.curves.draw_curves", lambda *arguments: drawn.append(arguments) or [])
-    assert cli.main(["curves", "made-up", "other", "--out", str(tmp_path / "both")]) == 0
+    assert cli.main(["curves", "first", "second", "--out", "both"]) == 0
     ((tables, folder, by),) = drawn
-    assert list(tables) == ["made-up-1234", "other"] and folder == tmp_path / "both" and by == "mode"
+    assert list(tables) == ["first-1234", "second"] and folder == Path("both") and by == "mode"
+
+
+def test_compare_prints_effects_and_verdicts(results, capsys):
+    assert cli.main(["compare", "first", "second"]) == 0
+    written = capsys.readouterr()
+    table = pd.read_csv(io.StringIO(written.out))
+    seconds = table[table["quantity"] == "latency_s"]
+    assert seconds["effect"].tolist() == pytest.approx([2.0, 2.0, 2.0])
+    assert "Holm" in written.err
+    assert cli.main(["compare", "first", "second", "--format", "table"]) == 0
+    assert "not distinguishable" in capsys.readouterr().out
+
+
+def test_compare_needs_across_for_other_weights(results, capsys):
+    manifest = json.loads((results / "second" / "manifest.json").read_text())
+    for name, digest in (("first-1234", "aa"), ("second", "bb")):
+        written = manifest | {"key": {"weights": {"lanterns/target": digest}}}
+        (results / name / "manifest.json").write_text(json.dumps(written))
+    assert cli.main(["compare", "first", "second"]) == 3
+    written = capsys.readouterr()
+    assert written.out == "" and "--across weights" in written.err
+    assert cli.main(["compare", "first", "second", "--across", "weights"]) == 0
+    assert "warning: the runs differ in weights of lanterns/target" in capsys.readouterr().err
+
+
+def test_report_writes_one_html_file(results, capsys):
+    assert cli.main(["report", "first"]) == 0
+    written = capsys.readouterr()
+    assert written.out.strip() == str(results / "first-1234" / "report.html") and "MB" in written.err
+    out = results / "both.html"
+    assert cli.main(["-q", "report", "first", "second", "--out", str(out)]) == 0
+    assert capsys.readouterr().err == "" and "second: AR" in out.read_text(encoding="utf-8")
 
 
 def test_experiments_lists_shipped_experiments(capsys):
@@ -184,6 +200,8 @@ def test_experiments_lists_shipped_experiments(capsys):
 def test_version_and_help(capsys):
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out == f"lantern-bench {__version__}\n"
+    module = subprocess.run([sys.executable, "-m", "lantern_bench", "--version"], check=True, capture_output=True)
+    assert module.stdout.decode().startswith("lantern-bench ")
     assert cli.main(["--help"]) == 0
     shown = capsys.readouterr().out
     assert "Exit codes" in shown and "show" in shown and "\x1b" not in shown
@@ -194,29 +212,28 @@ def flags_shown(capsys, *typed: str) -> set[str]:
     return set(re.findall(r"^  (--[a-z-]+)", capsys.readouterr().out, flags=re.MULTILINE))
 
 
-def test_rarely_used_flags_are_accepted_and_shown_by_help_all(run, capsys):
+def test_rarely_used_flags_are_shown_by_help_all(capsys):
     often, every = flags_shown(capsys, "sweep", "--help"), flags_shown(capsys, "sweep", "--help-all")
     assert often < every and {"--neighbour-metric", "--worker-timeout", "--pool-devices"} <= every - often
     assert {"--delta", "--images", "--seed"} <= often
-    assert cli.main(["sweep", "--neighbour-space", "cosine", "--dry-run"]) == 2
-    assert "--neighbour-space cosine: must be raw or normalised" in capsys.readouterr().err
     assert flags_shown(capsys, "show", "--help") == flags_shown(capsys, "show", "--help-all")
 
 
-def test_results_variable_sets_the_directory(monkeypatch):
-    monkeypatch.delenv(RESULTS_VARIABLE, raising=False)
-    assert str(results_root()) == "results"
-    monkeypatch.setenv(RESULTS_VARIABLE, "elsewhere")
-    assert str(results_root()) == "elsewhere"
+PREDICT = ["predict", "first", "--device", "a100", "--model", "lumina-mgpt-7b-768"]
 
 
-def test_help_imports_nothing_heavy():
-    """Heavy packages are imported only inside commands."""
+@pytest.mark.parametrize(
+    ("typed", "heavy"),
+    [
+        (["--help"], {"torch", "pandas", "scipy", "matplotlib", "numpy", "rich"}),
+        (["sweep", "--dry-run"], {"torch", "torchvision", "open_clip", "torch_fidelity"}),
+        (PREDICT, {"torch"}),
+        (["curves", "first"], {"torch"}),
+    ],
+)
+def test_heavy_packages_are_imported_only_where_they_are_needed(results, typed, heavy):
     code = (
-        "import sys; from lantern_bench.cli.main import main; code = main(['--help']);"
-        "heavy = {'torch', 'pandas', 'scipy', 'matplotlib', 'numpy', 'rich'} & set(sys.modules);"
-        "assert code == 0 and not heavy, heavy"
+        "import sys; from lantern_bench.cli.main import main; code = main(sys.argv[1:]);"
+        f"heavy = {heavy} & set(sys.modules); assert code == 0 and not heavy, (code, heavy)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
-    module = subprocess.run([sys.executable, "-m", "lantern_bench", "--version"], check=True, capture_output=True)
-    assert module.stdout.decode().startswith("lantern-bench ")
+    subprocess.run([sys.executable, "-c", code, *typed], check=True, stdout=subprocess.DEVNULL)

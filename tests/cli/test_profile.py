@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
 
@@ -102,15 +103,13 @@ def test_threads_are_tried_unless_they_are_given(
         (["--tree", "9n1d3b"], "--tree 9n1d3b: nodes 9: depth 1 and beam 3 make only 3 candidates"),
     ],
 )
-def test_usage_errors(typed: list[str], wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["profile", *typed]) == 2
-    assert wrong in capsys.readouterr().err
+def test_usage_errors(typed: list[str], wrong: str, folder: Path, refuse: Callable[..., None]) -> None:
+    refuse(["profile", *typed], 2, wrong)
 
 
 @pytest.fixture
-def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = TinyModel()
-    monkeypatch.setattr(registry, "models", lambda: {"tiny": model})
+def few(tiny: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the tiny model, searches of a few small drafts."""
     sizes = [
         {"nodes": 2, "depth": 1, "beam": 2},
         {"nodes": 3, "depth": 2, "beam": 2},
@@ -121,7 +120,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tree_search, "_WINDOWS", [{"window": 2}, {"window": 4}])
 
 
-@pytest.mark.usefixtures("tiny")
+@pytest.mark.usefixtures("few")
 def test_every_mode_and_rule_is_searched(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     rules = ["--mode", "speculative,lantern", "--neighbours", "3", "--delta", "0.2"]
     assert cli.main([*SEARCH, "--images", "20", *rules, "--drafting", "static,dynamic"]) == 0
@@ -143,7 +142,7 @@ def test_every_mode_and_rule_is_searched(capsys: pytest.CaptureFixture[str], tmp
     assert fastest == [table["tree"].astype(str)[0] for table in tables]
 
 
-@pytest.mark.usefixtures("tiny")
+@pytest.mark.usefixtures("few")
 def test_chains_alone_are_searched_for_a_rule_of_chains(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([*SEARCH, "--rule", "block", "--images", "1"]) == 2
     assert "--images 1: too few drafts" in capsys.readouterr().err
@@ -152,27 +151,21 @@ def test_chains_alone_are_searched_for_a_rule_of_chains(capsys: pytest.CaptureFi
     assert (table["nodes"] == table["levels"]).all()
 
 
-@pytest.mark.usefixtures("tiny")
-def test_windows_are_searched_with_the_coupling_of_the_mode(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([*SEARCH, "--images", "4", "--mode", "scd"]) == 0
-    table = pd.read_csv(StringIO(capsys.readouterr().out))
-    assert set(table["tree"]) == {"w2-maximal", "w4-maximal"}
-    assert (table["expected_length"] - table["mean_accepted_length"]).abs().max() < 0.5
-    assert (table["expected_length"] > 1).all()
-
-
-@pytest.mark.usefixtures("tiny")
-@pytest.mark.parametrize(("mode", "nodes"), [("sjd-pac", {"w2": 12, "w4": 14}), ("hybrid", {"w2": 2, "w4": 4})])
-def test_windows_of_other_draftings_are_searched(
-    mode: str, nodes: dict[str, int], capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.usefixtures("few")
+@pytest.mark.parametrize(
+    ("mode", "nodes"), [("scd", {"w2": 2, "w4": 4}), ("sjd-pac", {"w2": 12, "w4": 14}), ("hybrid", {"w2": 2, "w4": 4})]
+)
+def test_windows_are_searched(mode: str, nodes: dict[str, int], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([*SEARCH, "--images", "4", "--mode", mode]) == 0
     table = pd.read_csv(StringIO(capsys.readouterr().out))
     assert {tree[:2]: count for tree, count in zip(table["tree"], table["nodes"], strict=True)} == nodes
     assert (table["expected_length"] > 1).all()
+    if mode == "scd":  # searched with the coupling of the mode
+        assert set(table["tree"]) == {"w2-maximal", "w4-maximal"}
+        assert (table["expected_length"] - table["mean_accepted_length"]).abs().max() < 0.5
 
 
-@pytest.mark.usefixtures("tiny")
+@pytest.mark.usefixtures("few")
 def test_without_a_mode_every_lossless_method_is_searched(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -194,9 +187,8 @@ def test_without_a_mode_every_lossless_method_is_searched(
     assert "speculative static traversal" in names and "sjd jacobi traversal" not in names
 
 
-def test_a_drafting_without_a_search_is_refused(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+@pytest.mark.usefixtures("tiny")
+def test_a_drafting_without_a_search_is_refused(monkeypatch: pytest.MonkeyPatch, refuse: Callable[..., None]) -> None:
     monkeypatch.setattr(tree_search, "SEARCHED", [name for name in SEARCHED if name != "static"])
-    model = TinyModel()
-    monkeypatch.setattr(registry, "models", lambda: {"tiny": model})
-    assert cli.main([*SEARCH, "--drafting", "static"]) == 2
-    assert "are not searched\n  Those of jacobi, pac, hybrid and dynamic are." in capsys.readouterr().err
+    words = "are not searched\n  Those of jacobi, pac, hybrid and dynamic are."
+    refuse([*SEARCH, "--drafting", "static"], 2, words)

@@ -16,7 +16,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from lantern_bench.cli import main as cli
-from lantern_bench.runs.store import RESULTS_VARIABLE, read_manifest, read_records
+from lantern_bench.runs.store import read_manifest, read_records
 from tests.models import tiny_chameleon, tiny_llamagen
 from tests.models.tiny_t5 import save_tiny_t5
 
@@ -34,14 +34,9 @@ cells:
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of its own, with no file of any published model in reach."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv(RESULTS_VARIABLE, "results")
-    for name in ("LANTERN_BENCH_WEIGHTS", "HF_HOME", "XDG_CACHE_HOME", "TORCH_HOME"):
-        monkeypatch.setenv(name, str(tmp_path / name))
+def experiment(folder: Path) -> None:
+    """The experiment, in a folder with no file of any published model in reach."""
     Path("tiny.yaml").write_text(EXPERIMENT)
-    return tmp_path
 
 
 def write_model(kind: str, folder: str = "model", **parts: Any) -> str:
@@ -125,11 +120,7 @@ CHANGES: dict[str, tuple[str, Callable[[str], Any], str]] = {
     ),
     "what the file says of the target": ("c2i", sizes_of, "sizes"),
     "text encoder": ("t2i", lambda _: spoil(Path("model-t5/model.safetensors")), "text_encoder"),
-    "norms": (
-        "chameleon",
-        lambda model: change(model, target={"checkpoint": "target", "config": {"swin_norm": True}}),
-        "sizes",
-    ),
+    "norms": ("chameleon", norms_of, "sizes"),
     "drafter of Chameleon": ("chameleon", lambda _: spoil(Path("model/drafter/pytorch_model.bin")), "drafter"),
 }
 
@@ -148,16 +139,8 @@ def test_changed_weights_or_sizes_are_refused_on_resume(changed: str, capsys: py
     assert f"cannot resume run: weights of {model}/{part} changed" in written and "--no-resume" in written
 
 
-def no_encoder() -> list[str]:
-    return ["--model", write_model("t2i", text_encoder=None)]
-
-
-def no_drafter() -> list[str]:
-    return ["--model", write_model("c2i", drafter=None)]
-
-
-def no_tokenizer() -> list[str]:
-    return ["--model", write_model("c2i", tokenizer=None)]
+def with_model(kind: str, **parts: Any) -> Callable[[], list[str]]:
+    return lambda: ["--model", write_model(kind, **parts)]
 
 
 def empty_encoder() -> list[str]:
@@ -178,11 +161,15 @@ def code_in_drafter() -> list[str]:
     return ["--model", model]
 
 
-MISSING: dict[str, tuple[Callable[..., list[str]], int, str]] = {
-    "text encoder": (no_encoder, 3, "needs its text encoder (FLAN-T5-XL), and it is not on this machine"),
+MISSING: dict[str, tuple[Callable[[], list[str]], int, str]] = {
+    "text encoder": (
+        with_model("t2i", text_encoder=None),
+        3,
+        "needs its text encoder (FLAN-T5-XL), and it is not on this machine",
+    ),
     "text encoder's files": (empty_encoder, 2, "is no T5 encoder"),
-    "drafter": (no_drafter, 3, "needs a drafter, and this model has none"),
-    "tokenizer": (no_tokenizer, 2, "no picture can be drawn: it has no tokenizer"),
+    "drafter": (with_model("c2i", drafter=None), 3, "needs a drafter, and this model has none"),
+    "tokenizer": (with_model("c2i", tokenizer=None), 2, "no picture can be drawn: it has no tokenizer"),
     "end of the target": (cut_target, 2, "is truncated"),
     "code": (code_in_drafter, 2, "is a pickle with code in it"),
     "weights": (lambda: ["--model", "llamagen-t2i-stage1"], 3, "is not on this machine"),
@@ -194,15 +181,9 @@ MISSING: dict[str, tuple[Callable[..., list[str]], int, str]] = {
 
 
 @pytest.mark.parametrize("what", MISSING)
-def test_missing_parts_stop_a_sweep_before_it_writes(what: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_parts_stop_a_sweep_before_it_writes(what: str, refuse: Callable[..., None]) -> None:
     make, code, message = MISSING[what]
-    typed = make()
-    capsys.readouterr()
-    assert cli.main(["sweep", "tiny.yaml", *typed, "--out", "run"]) == code
-    written = capsys.readouterr()
-    assert message in written.err and "Traceback" not in written.err and written.out == ""
-    assert written.err.count("error: ") == 1 and "internal" not in written.err
-    assert not Path("run").exists() and not Path("results").exists()
+    refuse(["sweep", "tiny.yaml", *make(), "--out", "run"], code, message)
 
 
 def test_number_of_classes_comes_from_the_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:

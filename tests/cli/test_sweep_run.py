@@ -1,4 +1,4 @@
-"""Sweeps that resume, are interrupted, or have failed images; prompts and spaces in records; pictures by `generate`.
+"""Sweeps that resume or have failed images; prompts and spaces in records; pictures by `generate`.
 
 On the tiny model of logit tables.
 """
@@ -21,7 +21,6 @@ from lantern_bench.console import Console
 from lantern_bench.errors import RefusedError
 from lantern_bench.methods.tables import DRAFTINGS, MODES
 from lantern_bench.models.loaded_model import LoadedModel
-from lantern_bench.runs import runner
 from lantern_bench.runs.store import read_manifest, read_records
 from lantern_bench.runs.threads import Calibrated
 
@@ -66,14 +65,6 @@ def test_same_command_resumes_unless_no_resume(tiny, tiny_run, capsys) -> None:
     assert {row["record_key"] for row in read_records(Path("run-2"))} == keys
 
 
-def test_more_images_extend_a_run(tiny, capsys) -> None:
-    assert cli.main([*ONE_CELL, "--images", "1", "-q"]) == 0
-    assert capsys.readouterr().err == ""
-    assert cli.main([*ONE_CELL, "--images", "3"]) == 0
-    assert "1 images kept, 2 to do" in capsys.readouterr().err
-    assert cli.main([*ONE_CELL, "--seed", "1"]) == 3
-
-
 def test_failed_images_exit_4_and_are_retried(tiny, capsys) -> None:
     Path("broken.txt").write_text("one red lantern\nbroken\ntwo blue lanterns\n")
     typed = [*SWEEP, "--prompts", "broken.txt", "--out", "run"]
@@ -88,49 +79,6 @@ def test_failed_images_exit_4_and_are_retried(tiny, capsys) -> None:
     Path("broken.txt").write_text("broken\n")
     assert cli.main([*SWEEP, "--prompts", "broken.txt", "--images", "1"]) == 4
     assert "6 of 6 images failed" in capsys.readouterr().err
-
-
-def test_interruption_reports_finished_images(tiny, capsys, monkeypatch) -> None:
-    decode_batch: Callable[..., Any] = runner.decode_batch
-    calls: Iterator[int] = iter(range(100))
-
-    def interrupted(*arguments: Any, **keywords: Any) -> Any:
-        if keywords.get("tokens") is None and next(calls) == 4:
-            raise KeyboardInterrupt
-        return decode_batch(*arguments, **keywords)
-
-    monkeypatch.setattr(runner, "decode_batch", interrupted)
-    monkeypatch.setattr(runner, "_MAX_ATTEMPTS", 1)  # a call is an image, also on a busy machine
-    assert cli.main([*SWEEP, "--out", "run"]) == 130
-    written = capsys.readouterr()
-    assert "interrupted: 4 of 18 images are done and kept in run" in written.err
-    assert "The same command continues." in written.err and written.out == ""
-    assert cli.main([*SWEEP, "--out", "run"]) == 0
-    assert "4 images kept, 14 to do" in capsys.readouterr().err
-
-
-def test_weights_that_changed_are_refused(tiny, tiny_run, capsys) -> None:
-    shutil.copytree(tiny_run, "run")
-    load = tiny.load
-
-    def load_another(*arguments: Any) -> Any:
-        model = load(*arguments)
-        model.weights = {**model.weights, "drafter": "3"}
-        return model
-
-    tiny.load = load_another
-    assert cli.main([*SWEEP, "--out", "run"]) == 3
-    assert "weights of tiny/drafter changed" in capsys.readouterr().err
-
-
-def test_missing_scorers_are_refused_before_loading_models(tiny, capsys, monkeypatch) -> None:
-    monkeypatch.setenv("TORCH_HOME", str(Path.cwd()))
-    monkeypatch.delenv("LANTERN_BENCH_WEIGHTS", raising=False)
-    assert cli.main([*SWEEP, "--metrics", "speed,quality"]) == 3
-    assert "the weights of the feature extractor inception-v3-compat are not on this machine" in capsys.readouterr().err
-    assert cli.main([*SWEEP, "--metrics", "speed,quality", "--protocol", "embeded"]) == 2
-    assert "unknown protocol; did you mean embedded?" in capsys.readouterr().err
-    assert tiny.loads == 0 and not Path("results").exists()
 
 
 def test_neighbour_space_is_part_of_the_record_key(tiny, capsys) -> None:

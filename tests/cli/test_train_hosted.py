@@ -14,7 +14,6 @@ from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.loop import decode
 from lantern_bench.models.packed_linear import pack_for_decoding
 from lantern_bench.models.registry import model_of
-from lantern_bench.runs.store import RESULTS_VARIABLE
 from tests.models import tiny_hosted as tiny
 
 CPU = torch.device("cpu")
@@ -26,12 +25,9 @@ QUICK += ["--eval-images", "2", "--final-images", "2", "--device", "cpu"]
 
 
 @pytest.fixture(params=WRITE)
-def hosted(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def hosted(request: pytest.FixtureRequest, folder: Path) -> str:
     """A model file of a model that transformers wrote, in the current folder."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv(RESULTS_VARIABLE, "results")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    WRITE[request.param](tmp_path / "weights", SHAPE)
+    WRITE[request.param](folder / "weights", SHAPE)
     grid = "grid: [3, 4]\n" if request.param == "emu3" else ""
     Path("model.yaml").write_text(f"family: {request.param}\n{grid}target: {{checkpoint: weights}}\n")
     Path("captions.txt").write_text("\n".join(CAPTIONS) + "\n")

@@ -1,13 +1,22 @@
-"""One made-up run with pictures, and its page, for all tests of the report page."""
+"""What tests of reports share: the tables of a made-up run; one with pictures, and its page."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from lantern_bench.report.page import write_report
+from tests.made_up_run import build_tables, make_records, make_scores
 from tests.report.page_run import write_page_run
+
+
+@pytest.fixture
+def tables() -> dict[str, pd.DataFrame]:
+    """The tables of the made-up run."""
+    records = make_records()
+    return build_tables(records, make_scores(records))
 
 
 @pytest.fixture(scope="session")

@@ -18,16 +18,14 @@ def by(axis, records, name="offered"):
     return counts[counts > 0].to_dict()
 
 
-def test_offers_by_depth_match_hand_counts():
-    """Three steps: [0, 1] ran out of children, [0, -1] was rejected at depth 2, [-1] at depth 1."""
+def test_offers_match_hand_counts():
+    """Steps from positions 1, 4 and 6: [0, 1] ran out of children, [0, -1] was rejected at depth 2, [-1] at depth 1.
+
+    A draft of depth d would fill position start + d - 1.
+    """
     records = [make_record(STRICT, 0, WALKS, 1.0)]
     assert by("depth", records) == {1: 3, 2: 2}
     assert by("depth", records, "accepted") == {1: 2, 2: 1}
-
-
-def test_offers_by_position_match_hand_counts():
-    """Steps start at positions 1, 4 and 6: a draft of depth d would fill position start + d - 1."""
-    records = [make_record(STRICT, 0, WALKS, 1.0)]
     assert by("position", records) == {1: 1, 2: 1, 4: 1, 5: 1, 6: 1}
     assert by("position", records, "accepted") == {1: 1, 2: 1, 4: 1}
 
@@ -38,12 +36,7 @@ def test_acceptance_rows_have_rates_with_intervals():
     first = rows[0]
     assert (first["offered"], first["accepted"], first["rate"]) == (6, 4, pytest.approx(2 / 3))
     assert first["rate_low"] < 2 / 3 < first["rate_high"]
-
-
-def test_ar_has_no_acceptance_rows():
-    cell = run_cells(run_of([make_record(AR, 0, [[]] * 5, 1.0)]))[0]
-    assert not len(cell.offers)
-    assert list(acceptance_rows(cell)) == []
+    assert list(acceptance_rows(run_cells(run_of([make_record(AR, 0, [[]] * 5, 1.0)]))[0])) == []
 
 
 _STEP = st.tuples(st.lists(st.integers(0, 3), max_size=5), st.booleans()).map(

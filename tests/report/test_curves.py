@@ -25,13 +25,17 @@ from lantern_bench.report.curves import (
 )
 from lantern_bench.report.labels import check_grouping
 from lantern_bench.report.page import to_plotly
-from lantern_bench.runs.records import frame_of
-from lantern_bench.runs.store import RunData
-from tests.made_up_run import AR, STRICT, WALKS, make_record, make_records, make_scores
+from tests.made_up_run import AR, STRICT, WALKS, make_record, make_records, make_scores, run_of
 
 
 def tables_from(records, scores=()):
-    return curve_tables(RunData(Path("run"), {}, frame_of(records), list(scores)))
+    return curve_tables(run_of(records, scores))
+
+
+def tables_of_cells(cells):
+    """Two images of each cell, with scores."""
+    records = [make_record(cell, n, WALKS if cell != AR else [[]], 1.0) for cell in cells for n in range(2)]
+    return tables_from(records, make_scores(records))
 
 
 @pytest.fixture
@@ -153,8 +157,7 @@ def bounded(**parameters):
     ],
 )
 def test_curves_by_a_parameter(by, cells):
-    records = [make_record(c, n, WALKS if c is not AR else [[]], 1.0) for c in [AR, *cells] for n in range(2)]
-    tables = tables_from(records, make_scores(records))
+    tables = tables_of_cells([AR, *cells])
     (chart,) = (chart for chart in charts({"run": tables}, [by]) if chart.name == f"mean-accepted-length-by-{by}")
     assert chart.points["mean_accepted_length"].tolist() == [2.0, 2.0] and chart.points[by].nunique() == 2
     styles = run_styles({"run": tables}, by)
@@ -168,49 +171,39 @@ def test_unknown_grouping_is_refused():
         check_grouping("colour")
 
 
-def test_labels_name_methods_as_the_papers_do():
-    cells = [AR, STRICT, STRICT.changed(temperature=0.0)]
-    guided = {"cfg_scale": 2, "cfg_default": 2}
-    for delta in (0.005, 0.02):
-        cells.append(Decoding(**{"mode": "lantern", "delta": delta, "neighbours": 20, **guided}))
-    for neighbours in (10, 100):
-        cells.append(Decoding(**{"mode": "lantern++", "lambda": 2, "neighbours": neighbours, **guided}))
-    records = [make_record(cell, n, WALKS if cell is not AR else [[]], 1.0) for cell in cells for n in range(2)]
-    tables = tables_from(records, make_scores(records))
-    labels = set(speed_quality_points({"run": tables})["label"])
-    assert labels == {
-        "AR",
-        "speculative (strict) small-7",
-        "speculative (strict) small-7 greedy",
-        "LANTERN δ=0.005 58n5d10b",
-        "LANTERN δ=0.02 58n5d10b",
-        "LANTERN++ λ=2 eagle1-25 k=10",
-        "LANTERN++ λ=2 eagle1-25 k=100",
+MULTIPLICATIVE = {"mode": "lantern++", "lambda": 2, "delta": None}
+CHAIN = {"drafting": "static", "tree": "chain-4"}
+
+
+@pytest.mark.parametrize(
+    "cells",
+    [
+        {  # methods as the papers name them
+            AR: "AR",
+            STRICT: "speculative (strict) small-7",
+            STRICT.changed(temperature=0.0): "speculative (strict) small-7 greedy",
+            bounded(delta=0.005): "LANTERN δ=0.005 58n5d10b",
+            bounded(delta=0.02): "LANTERN δ=0.02 58n5d10b",
+            bounded(**MULTIPLICATIVE, neighbours=10): "LANTERN++ λ=2 eagle1-25 k=10",
+            bounded(**MULTIPLICATIVE, neighbours=100): "LANTERN++ λ=2 eagle1-25 k=100",
+        },
+        {  # one rule on two draftings is told apart
+            bounded(delta=0.1): "LANTERN δ=0.1 dynamic 58n5d10b",
+            bounded(delta=0.1, **CHAIN): "LANTERN δ=0.1 static chain-4",
+            bounded(**MULTIPLICATIVE, tree="chain-4"): "LANTERN++ λ=2 chain-4",
+        },
+        {  # a lossless rule is named once
+            STRICT: "speculative (strict) small-7",
+            STRICT.changed(rule="block", tree="chain-4"): "speculative (block) chain-4",
+            Decoding(mode="sjd", rule="block", window=8): "SJD (block) w8",
+        },
+    ],
+)
+def test_labels_name_methods_and_what_differs(cells):
+    points = speed_quality_points({"run": tables_of_cells(cells)})
+    assert dict(zip(points["cell_id"], points["label"], strict=True)) == {
+        cell.cell_id: label for cell, label in cells.items()
     }
-
-
-def test_labels_tell_one_rule_on_two_draftings_apart():
-    rule = {"mode": "lantern", "delta": 0.1, "neighbours": 20, "cfg_scale": 2, "cfg_default": 2}
-    chain = {"drafting": "static", "tree": "chain-4"}
-    multiplicative = rule | {"mode": "lantern++", "lambda": 5, "tree": "chain-4"}
-    del multiplicative["delta"]
-    cells = [Decoding(**values) for values in (rule | chain, rule, multiplicative)]
-    records = [make_record(cell, n, WALKS, 1.0) for cell in cells for n in range(2)]
-    of_run = tables_from(records, make_scores(records))
-    assert list(speed_quality_points({"run": of_run})["label"]) == [
-        "LANTERN δ=0.1 dynamic 58n5d10b",
-        "LANTERN δ=0.1 static chain-4",
-        "LANTERN++ λ=5 chain-4",
-    ]
-
-
-def test_labels_name_a_lossless_rule_once():
-    block = Decoding(**{**STRICT.settings(), "rule": "block", "tree": "chain-4"})
-    window = Decoding(mode="sjd", rule="block", window=8)
-    records = [make_record(cell, n, WALKS, 1.0) for cell in (block, STRICT, window) for n in range(2)]
-    of_run = tables_from(records, make_scores(records))
-    labels = set(speed_quality_points({"run": of_run})["label"])
-    assert labels == {"speculative (strict) small-7", "speculative (block) chain-4", "SJD (block) w8"}
 
 
 def test_labels_name_runs_when_there_are_several(tables):

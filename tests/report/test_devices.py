@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from lantern_bench.report.compare import compare_runs
-from lantern_bench.report.tables import tables_of
-from lantern_bench.runs.store import read_run
-from tests.made_up_run import AR, STRICT, WALKS, Row, build_tables, make_record, write_run
+from tests.made_up_run import AR, STRICT, WALKS, Row, build_tables, make_record, run_of
 
 
 def records(devices: dict[str, list[tuple[str, str]]]) -> list[Row]:
@@ -57,23 +53,13 @@ def test_several_kinds_of_device_give_no_speedup_unless_pooled() -> None:
     assert "2 on H100, 2 on L40S" in note
 
 
-def test_the_experiment_of_a_run_says_whether_to_pool(tmp_path: Path) -> None:
-    mixed = [SLOW, OTHER, SLOW, OTHER]
-    rows = records({"ar": mixed, "speculative": mixed})
-    for pool in (False, True):
-        run = read_run(write_run(tmp_path / str(pool), rows, [], {"pool_devices": pool}))
-        assert tables_of(run)["speed"]["speedup"].notna().all() == pool
-
-
-def test_compare_makes_no_speedup_of_several_kinds(tmp_path: Path) -> None:
-    alike, mixed = [SLOW] * 4, [SLOW, OTHER, SLOW, OTHER]
-    runs = [
-        read_run(write_run(tmp_path / str(number), records({"ar": devices, "speculative": devices}), []))
-        for number, devices in enumerate((alike, mixed))
-    ]
-    table = compare_runs(*runs).table.set_index(["quantity", "cell_id"])
-    row = table.loc["speedup", STRICT.cell_id]
-    assert row["effect"] != row["effect"] and row["note"] == "not compared: a run has several kinds of device"
-    assert (
-        compare_runs(runs[0], runs[0]).table.set_index(["quantity", "cell_id"]).loc["speedup", STRICT.cell_id]["a"] > 1
+def test_compare_makes_no_speedup_of_several_kinds() -> None:
+    alike, mixed = (
+        run_of(records({"ar": devices, "speculative": devices})) for devices in ([SLOW] * 4, [SLOW, OTHER] * 2)
     )
+    compared, same = (
+        compare_runs(alike, other).table.set_index(["quantity", "cell_id"]).loc["speedup", STRICT.cell_id]
+        for other in (mixed, alike)
+    )
+    assert compared["effect"] != compared["effect"]
+    assert compared["note"] == "not compared: a run has several kinds of device" and same["a"] > 1

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -85,12 +83,6 @@ def test_speedup_is_accepted_length_over_relative_cost_of_a_step(run: RunData):
     assert row["speedup"] == pytest.approx((before + after) / (before + steps))
 
 
-def test_longer_steps_are_predicted_faster(run: RunData):
-    strict, loose = list(prediction_rows(run, A100, "compiled"))[1:]
-    assert loose["mean_accepted_length"] > strict["mean_accepted_length"] and loose["speedup"] > strict["speedup"]
-    assert loose["step_ms"] == pytest.approx(strict["step_ms"], rel=0.01)  # the same tree
-
-
 def test_other_model_keeps_the_acceptance_and_says_so(run: RunData):
     own, other = (list(prediction_rows(run, A100, "compiled", model)) for model in (None, "llamagen-t2i-stage1"))
     for ours, theirs in zip(own, other, strict=True):
@@ -153,12 +145,6 @@ def test_the_command_plans_a_larger_run(run: RunData, capsys: pytest.CaptureFixt
     assert totals[0] != totals[1]
 
 
-def test_prediction_imports_no_torch(run: RunData):
-    code = "import sys; from lantern_bench.cli.main import main; main(sys.argv[1:]); assert 'torch' not in sys.modules"
-    typed = ["predict", str(run.folder), "--device", "a100", "--model", "lumina-mgpt-7b-768"]
-    subprocess.run([sys.executable, "-c", code, *typed], check=True, capture_output=True)
-
-
 def test_command_prints_the_table_and_its_terms(run: RunData, capsys: pytest.CaptureFixture[str]):
     assert cli.main(["predict", str(run.folder), "--device", "h100", "--format", "csv"]) == 0
     written = capsys.readouterr()
@@ -170,27 +156,20 @@ def test_command_prints_the_table_and_its_terms(run: RunData, capsys: pytest.Cap
 
 
 @pytest.mark.parametrize(
-    ("typed", "code", "wrong"),
+    ("typed", "wrong"),
     [
-        ([], 2, "--device is missing"),
-        (["--prompts", "9", "--model", "lanterns"], 2, "--model lanterns: only predictions take another model"),
-        (["--device", "a10"], 2, "--device a10: unknown device; did you mean a100?"),
-        (["--device", "a100", "--stack", "fast"], 2, "--stack fast: unknown"),
-        (["--device", "none.yaml"], 2, "none.yaml: cannot be read"),
-        (["--device", "a100", "--model", "llamagen-t2i-stage3"], 2, "did you mean"),
+        ([], "--device is missing"),
+        (["--prompts", "9", "--model", "lanterns"], "--model lanterns: only predictions take another model"),
+        (["--device", "a100", "--stack", "fast"], "--stack fast: unknown"),
+        (["--device", "none.yaml"], "none.yaml: cannot be read"),
+        (["--device", "a100", "--model", "llamagen-t2i-stage3"], "did you mean"),
     ],
 )
-def test_usage_errors(run: RunData, typed: list[str], code: int, wrong: str, capsys: pytest.CaptureFixture[str]):
-    assert cli.main(["predict", str(run.folder), *typed]) == code
+def test_usage_errors(run: RunData, typed: list[str], wrong: str, capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["predict", str(run.folder), *typed]) == 2
     assert wrong in capsys.readouterr().err
 
 
 def test_the_page_on_scale_shows_the_tables_of_the_committed_run():
     page = make_scale.PAGE.read_text(encoding="utf-8")
     assert page == make_scale.render(page), "run: python -m docs.make_scale"
-
-
-def test_run_without_records_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    folder = write_run(tmp_path / "run", [], [])
-    assert cli.main(["predict", str(folder), "--device", "a100"]) == 3
-    assert "holds no records yet" in capsys.readouterr().err

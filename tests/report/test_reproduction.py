@@ -14,7 +14,7 @@ from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.paper import Paper
 from lantern_bench.report.reproduction import NOT_HAD, comparability, reproduction_rows, side_by_side, trends
 from lantern_bench.report.tables import frame
-from tests.made_up_run import AR, LOOSE, build_tables, make_record, make_records, make_scores
+from tests.made_up_run import AR, LOOSE, build_tables, make_record
 
 FIGURE = {"source": "a note", "confidence": "secondary"}
 COLUMNS = ["speedup", "mean_accepted_length", "fid", "clip_score"]
@@ -22,12 +22,6 @@ COLUMNS = ["speedup", "mean_accepted_length", "fid", "clip_score"]
 
 def paper(*rows: dict[str, Any], **more: Any) -> Paper:
     return Paper.model_validate({"title": "A paper", "columns": COLUMNS, "rows": rows} | more)
-
-
-@pytest.fixture(scope="module")
-def tables() -> dict[str, pd.DataFrame]:
-    records = make_records()
-    return build_tables(records, make_scores(records))
 
 
 def compared(tables: dict[str, pd.DataFrame], *rows: dict[str, Any], **more: Any) -> pd.DataFrame:

@@ -1,4 +1,4 @@
-"""Intervals: against scipy and closed forms, and where scipy has no answer."""
+"""Intervals, effects and p-values: against scipy and closed forms, and where scipy has no answer."""
 
 from __future__ import annotations
 
@@ -8,9 +8,17 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.stats import bootstrap
+from scipy.stats import bootstrap, permutation_test
 
-from lantern_bench.report.stats import proportion, ratio_of_sums, sums_per_prompt
+from lantern_bench.report.stats import (
+    Sums,
+    compare_sums,
+    fewest_prompts,
+    holm,
+    proportion,
+    ratio_of_sums,
+    sums_per_prompt,
+)
 
 
 def _paired(n: int = 60) -> tuple[list[float], list[float], list[str]]:
@@ -78,11 +86,8 @@ def test_constant_ratio_has_an_interval_of_no_width(values):
     interval = ratio_of_sums(thrice, values, [str(number) for number in range(len(values))])
     assert interval.value == pytest.approx(3.0)
     assert interval.low == interval.high == interval.value
-
-
-def test_all_zero_is_constant_too():
-    interval = ratio_of_sums([0.0] * 4, [1.0] * 4, list("abcd"))
-    assert (interval.value, interval.low, interval.high) == (0.0, 0.0, 0.0)
+    zero = ratio_of_sums([0.0] * 4, [1.0] * 4, list("abcd"))
+    assert (zero.value, zero.low, zero.high) == (0.0, 0.0, 0.0)
 
 
 def test_too_little_data_has_no_interval():
@@ -112,7 +117,65 @@ def test_proportion_equals_wilsons_formula(successes, trials):
     assert interval.value == share
     assert interval.low == pytest.approx(max(0.0, centre - half), abs=1e-9)
     assert interval.high == pytest.approx(min(1.0, centre + half), abs=1e-9)
-
-
-def test_no_trials_have_no_rate():
     assert proportion(0, 0).value is None
+
+
+# ---- Two runs over the same prompts
+
+
+def means(values):
+    return Sums(np.asarray(values, dtype=float), np.ones(len(values)))
+
+
+def test_difference_has_an_interval_and_few_prompts_use_all_exchanges():
+    """Of 16 ways to exchange four pairs only none and all give as large an effect."""
+    difference = compare_sums(means([1.0, 2.0, 3.0, 4.0]), means([2.0, 4.0, 6.0, 8.0]))
+    assert difference.value == pytest.approx(2.5)
+    assert difference.low < 2.5 < difference.high
+    assert difference.p_value == pytest.approx(2 / 16)
+
+
+@pytest.mark.parametrize("size", [8, 40])
+def test_p_value_equals_scipys(size):
+    generator = np.random.default_rng(3)
+    a = generator.normal(size=size)
+    b = a + generator.normal(0.3, 0.8, size)
+    theirs = permutation_test(
+        (b - a,), np.mean, permutation_type="samples", n_resamples=9_999, rng=np.random.default_rng(1)
+    ).pvalue
+    ours = compare_sums(means(a), means(b)).p_value
+    assert ours == pytest.approx(theirs, abs=1e-12 if size == 8 else 0.02)
+
+
+def test_false_positives_are_rare():
+    same = means([1.0, 2.0, 3.0])
+    assert compare_sums(same, same).p_value == 1.0
+    generator = np.random.default_rng(5)
+    p_values = []
+    for _ in range(200):
+        both = generator.normal(1, 0.1, (2, 10))
+        p_values.append(compare_sums(means(both[0]), means(both[1])).p_value)
+    assert 0.01 < np.mean(np.array(p_values) < 0.05) < 0.1
+
+
+def test_sums_keep_the_weight_of_each_prompt():
+    a = Sums(np.array([10.0, 1.0]), np.array([10.0, 1.0]))
+    b = Sums(np.array([20.0, 1.0]), np.array([10.0, 1.0]))
+    assert compare_sums(a, b).value == pytest.approx(21 / 11 - 1)
+
+
+def test_one_prompt_has_an_effect_and_no_interval():
+    effect = compare_sums(means([1.0]), means([2.0]))
+    assert (effect.value, effect.low, effect.high, effect.p_value) == (1.0, None, None, None)
+
+
+def test_holm_correction():
+    assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+    assert holm([0.5, 0.9]) == [1.0, 1.0]
+    assert holm([]) == []
+
+
+@pytest.mark.parametrize("comparisons", [1, 8, 40])
+def test_fewest_prompts_is_where_the_smallest_p_passes(comparisons):
+    needed = fewest_prompts(comparisons)
+    assert comparisons * 2 / 2**needed <= 0.05 < comparisons * 2 / 2 ** (needed - 1)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-import subprocess
-import sys
 
 import pytest
 
@@ -16,12 +14,6 @@ from lantern_bench.report.records import COLUMNS_READ, load_runs
 from lantern_bench.report.tables import NAMES, frame, tables_of, write_csv, write_tables
 from lantern_bench.schema import columns
 from tests.made_up_run import AR, LOOSE, STRICT, WALKS, build_tables, make_record, make_records, make_scores, write_run
-
-
-@pytest.fixture
-def tables():
-    records = make_records()
-    return build_tables(records, make_scores(records))
 
 
 def read_tables(run):
@@ -82,22 +74,12 @@ def test_failed_images_are_counted_and_left_out(tables):
     assert _row(tables["quality"], LOOSE)["images"] == 3
 
 
-def test_retried_image_counts_once():
-    records = make_records()
-    records.append({**records[-1], "status": "ok", "error": None, "seconds": 0.4})
-    row = _row(build_tables(records)["speed"], LOOSE)
-    assert (row["images"], row["failed"]) == (4, 0)
-
-
-def test_uncut_mean_weighs_by_steps():
-    short = make_record(STRICT, 0, [[0]], 1.0, mal_uncut=4.0)
-    long = make_record(STRICT, 1, [[-1]] * 3, 1.0, mal_uncut=1.0)
-    assert _row(build_tables([short, long])["speed"], STRICT)["mal_uncut"] == pytest.approx((4 + 3) / 4)
-
-
-def test_peak_memory_is_the_largest():
-    records = [make_record(STRICT, n, WALKS, 1.0, peak_memory_bytes=peak) for n, peak in enumerate((3e6, 5e6))]
-    assert _row(build_tables(records)["speed"], STRICT)["peak_memory_mb"] == 5.0
+def test_uncut_mean_weighs_by_steps_and_peak_memory_is_the_largest():
+    short = make_record(STRICT, 0, [[0]], 1.0, mal_uncut=4.0, peak_memory_bytes=3e6)
+    long = make_record(STRICT, 1, [[-1]] * 3, 1.0, mal_uncut=1.0, peak_memory_bytes=5e6)
+    row = _row(build_tables([short, long])["speed"], STRICT)
+    assert row["mal_uncut"] == pytest.approx((4 + 3) / 4)
+    assert row["peak_memory_mb"] == 5.0
 
 
 def test_no_speedup_without_a_baseline():
@@ -138,21 +120,13 @@ def test_greedy_cells_are_compared_with_greedy_ar():
     assert row["speedup"] == pytest.approx(3.0) and "speedup against" not in row["note"]
 
 
-def test_speedup_is_over_the_images_that_both_have():
-    records = make_records()
-    records[0] |= {"status": "failed", "seconds": None}  # the first prompt under ar
-    row = _row(build_tables(records)["speed"], STRICT)
-    assert row["speedup"] == pytest.approx((1.3 + 1.4 + 1.5) / (0.63 + 0.66 + 0.69))
-    assert row["latency_s"] == pytest.approx(0.645)
-    assert "speedup over the 3 of 4 images that ar has too" in row["note"]
-
-
 def test_untimed_run_is_empty_not_zero():
     records = [make_record(cell, n, walks, None) for cell, walks in ((AR, [[]]), (STRICT, WALKS)) for n in range(2)]
     row = _row(build_tables(records)["speed"], STRICT)
     assert "not timed" in row["note"]
-    for name in ("latency_s", "tokens_per_s", "speedup", "draft_ms"):
+    for name in ("latency_s", "tokens_per_s", "speedup", "speedup_over_lossless", "draft_ms"):
         assert math.isnan(row[name])
+    assert not isinstance(row["lossless_cell"], str)
     assert row["mean_accepted_length"] == 2.0
 
 
@@ -319,16 +293,6 @@ def test_a_run_without_records_is_refused(tmp_path):
         read_tables(run)
     with pytest.raises(UserError, match="not a run"):
         read_tables(tmp_path)
-
-
-def test_unwritable_file_is_refused(tmp_path):
-    with pytest.raises(UserError, match="cannot be written"):
-        write_csv(frame("speed", []), tmp_path)
-
-
-def test_tables_need_no_torch():
-    code = "import sys, lantern_bench.report.tables, lantern_bench.report.curves; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_a_run_without_the_metric_speed_is_not_timed(tmp_path):
