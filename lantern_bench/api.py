@@ -144,7 +144,7 @@ def load_model(
     """Load a model by name, or by the YAML file that describes it.
 
     `device` is auto, cpu, mps, cuda or cuda:N; `dtype` is auto, float32, bfloat16 or float16. Raises `UserError` for an
-    unknown model or a malformed file, `RefusedError` for missing weights or a missing device.
+    unknown model or a malformed file, `RefusedError` for missing weights or devices.
     """
     from lantern_bench.runs.devices import choose_compute, set_space
 

@@ -1,4 +1,4 @@
-"""Commands that check an installation, a model of the user's own, or a run: `doctor`, `check-model`, `verify`."""
+"""Commands that check: `doctor`, `check-model`, `verify`, `certify`."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""Commands that make runs and scores: `sweep`, `reproduce`, `score` and `merge`; and their progress."""
+"""Commands that make runs and scores: `sweep`, `reproduce`, `score` and `merge`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from math import isnan
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any
@@ -137,7 +138,7 @@ def merge(
 
 
 def show_events(console: Console, progress: Progress) -> Emit:
-    """Return what shows the events of a sweep: progress with live means, and lines for what happens once."""
+    """Return what shows the events of a sweep: progress with live means, and lines."""
     images = done = 0
     figures: dict[str, list[float]] = {"mal": [], "s_per_image": []}
 
@@ -171,9 +172,9 @@ def _run(request: Request, console: Console, dry_run: bool, format: str | None, 
     """Show the plan, or run it and show the result."""
     console.say(f"run: {request.folder}")
     if dry_run:
-        table, estimate = plan_table(request)
-        time = "unknown, nothing is measured yet" if estimate.seconds is None else duration(estimate.seconds)
-        counts = f"{estimate.images} images, {estimate.done} done, {estimate.to_do} to do"
+        table, seconds = plan_table(request)
+        time = "unknown, nothing is measured yet" if isnan(seconds) else duration(seconds)
+        counts = f"{table['images'].sum()} images, {table['done'].sum()} done, {table['to_do'].sum()} to do"
         console.say(f"{len(table)} cells, {counts}; time left: {time}")
         console.table(table, title=str(request.folder), format=format)
         return
@@ -194,7 +195,7 @@ def _show_summary(folder: Path, console: Console, format: str | None) -> None:
 
 
 def _show_reproduction(folder: Path, console: Console, format: str | None) -> None:
-    """Write the tables, show the comparison with the published figures and what is not comparable."""
+    """Write the tables, show the published figures beside ours and what is not comparable."""
     from lantern_bench.config.paper import read_paper
     from lantern_bench.report.reproduction import comparability, reproduction_rows, side_by_side, trends
     from lantern_bench.report.tables import frame, write_csv, write_tables

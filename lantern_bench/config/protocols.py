@@ -1,8 +1,4 @@
-"""Quality protocols: how pictures are scored. Each has a name and a version that are recorded with its figures.
-
-A figure can be compared only under one protocol, so a protocol holds everything that can change a figure, and every
-change is a new version.
-"""
+"""Quality protocols: all that can change how pictures are scored, by name and version; a change is a new version."""
 
 from __future__ import annotations
 
@@ -85,7 +81,7 @@ PROTOCOLS = {protocol.name: protocol for protocol in (*_ALL, *_OF_METRICS)}
 
 
 def protocol_of(name: str) -> Protocol:
-    """Return the protocol of a name; raises the error of an installed metric of this name that cannot be used."""
+    """Return the protocol of a name; raises the error of an installed metric that cannot be used."""
     if (metric := name.replace("-", "_")) in REFUSED_METRICS:
         raise REFUSED_METRICS[metric]
     if name not in PROTOCOLS:

@@ -21,7 +21,7 @@ import pandas as pd
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from lantern_bench.config.yaml_source import Location, Problems, problems_of, read_source
+from lantern_bench.config.yaml_source import Problems, problems_of, read_source
 from lantern_bench.errors import RefusedError, UserError, did_you_mean
 from lantern_bench.methods.trees import STATIC_TREES, check_topology, topology_name
 from lantern_bench.models.registry import model_of
@@ -96,8 +96,8 @@ def find_device(name: str) -> Device:
         return Device.model_validate(source.data)
     except ValidationError as error:
         problems = Problems(name)
-        for line, key, text, value in problems_of(error, source, Device):
-            problems.add(Location(key, line), text, value)
+        for problem in problems_of(error, source, Device):
+            problems.add(*problem)
         problems.raise_all()
         raise
 
@@ -281,15 +281,6 @@ def prefill_seconds(device: Device, stack: Stack, setting: Setting) -> float:
     return seconds_of(work, device, eager).total
 
 
-class StepTimes(NamedTuple):
-    """Measured milliseconds of the parts of a step."""
-
-    draft_ms: float
-    target_ms: float
-    verify_ms: float
-    other_ms: float
-
-
 class Sample(NamedTuple):
     """A measured program: its work, its seconds, and the nodes of a target forward."""
 
@@ -323,16 +314,20 @@ def fit_device(samples: Sequence[Sample], **fields: Any) -> Device:
     return device.model_copy(update={**fitted, "target_factors": targets})
 
 
-def step_samples(setting: Setting, draft: Draft | None, weight_bytes: int, step: StepTimes) -> list[Sample]:
-    """The programs of a measured compiled step as samples; `step` has the milliseconds of each."""
+def step_samples(setting: Setting, draft: Draft | None, weight_bytes: int, step: Row) -> list[Sample]:
+    """The programs of a measured compiled step as samples; `step` has `target_ms` and so on."""
     stack = STACKS["compiled"]
     if draft is None:
-        return [Sample("target", target_work(setting, 1, weight_bytes, stack), 1e-3 * (step.target_ms + step.other_ms))]
+        return [
+            Sample(
+                "target", target_work(setting, 1, weight_bytes, stack), 1e-3 * (step["target_ms"] + step["other_ms"])
+            )
+        ]
     drafted = sum(draft_work(setting, draft, 1, weight_bytes, stack), Work(0.0, 0.0, 0.0))
     return [
-        Sample("draft", drafted, 1e-3 * step.draft_ms),
-        Sample("target", target_work(setting, draft.nodes, weight_bytes, stack), 1e-3 * step.target_ms, draft.nodes),
-        Sample("verify", verify_work(setting, draft, 1, stack), 1e-3 * step.verify_ms),
+        Sample("draft", drafted, 1e-3 * step["draft_ms"]),
+        Sample("target", target_work(setting, draft.nodes, weight_bytes, stack), 1e-3 * step["target_ms"], draft.nodes),
+        Sample("verify", verify_work(setting, draft, 1, stack), 1e-3 * step["verify_ms"]),
     ]
 
 

@@ -18,7 +18,7 @@ import pandas as pd
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.methods.tables import METRICS, ON_CURVES
 from lantern_bench.models.io.files import write_atomically
-from lantern_bench.report.labels import BOUNDS, CELL, FAMILY, CellKey, Style, cell_key, labels, styles
+from lantern_bench.report.labels import BOUNDS, CELL, FAMILY, GROUPINGS, CellKey, Style, cell_key, labels, styles
 from lantern_bench.report.records import CellRecords, run_cells
 from lantern_bench.report.stats import proportion
 from lantern_bench.report.tables import ENDS, SPEEDUPS, cells_of, frame, tables_of, write_csv
@@ -247,6 +247,8 @@ def draw_curves(runs: Mapping[str, Tables], folder: Path, by: str = "mode") -> l
     """
     from matplotlib import rc_context
 
+    if by not in GROUPINGS:
+        raise UserError(f"--by {by}: must be one of {', '.join(GROUPINGS)}")
     cell_styles = run_styles(runs, by)
     drawn = list(charts(runs, tuple(BOUNDS) if by == "mode" else (by,)))
     if not drawn:

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, TypeAlias
 
 import pandas as pd
 
-from lantern_bench.errors import UserError
 from lantern_bench.methods.parameters import SAMPLING
 from lantern_bench.methods.tables import METHOD_PARAMETERS, MODES, PARAMETERS, RULES
 
@@ -65,12 +64,6 @@ class Style(NamedTuple):
     colour: str
     marker: str
     line: str
-
-
-def check_grouping(by: str) -> None:
-    """Raise `UserError` unless `by` is one of `GROUPINGS`."""
-    if by not in GROUPINGS:
-        raise UserError(f"--by {by}: must be one of {', '.join(GROUPINGS)}")
 
 
 def cell_key(row: Mapping[Hashable, Any] | pd.Series) -> CellKey:
