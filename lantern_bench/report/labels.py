@@ -1,7 +1,7 @@
 """Labels and styles of cells: names of the papers, colours, markers, line styles.
 
-Files, terminal and web page share them, so that a cell looks the same in all of them. Colours are those of Okabe and
-Ito, which people with colour vision deficiency can tell apart; markers and line styles differ as well, for grey print.
+Colours are those of Okabe and Ito, which people with colour vision deficiency can tell apart; markers and line styles
+differ as well, for grey print.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def cell_key(row: Mapping[Hashable, Any] | pd.Series) -> CellKey:
 def labels(table: pd.DataFrame) -> list[str]:
     """Return a label for each row: `LANTERN++ λ=2`, with run and model in front where there are several.
 
-    It names bounds always, the tree where cells differ in it, other settings where cells of the same mode do.
+    The tree is named where cells differ in it, other settings where cells of the same mode do.
     """
     prefixes = [name for name in ("run", "model") if table[name].nunique() > 1]
     texts = []
@@ -118,7 +118,7 @@ def parameters(cell: Mapping[str, Any], cells: Sequence[Mapping[str, Any]]) -> s
 
 
 def _lossless_label(mode: str, rule: str) -> str | None:
-    """The label of a lossless rule in a lossless mode, which names the rule already; None for all others."""
+    """The label of a lossless rule in a lossless mode; None for all others."""
     if mode not in MODES or rule not in RULES or rule == "none":
         return None
     if not (RULES[rule].lossless and RULES[MODES[mode].rule].lossless):
@@ -128,7 +128,7 @@ def _lossless_label(mode: str, rule: str) -> str | None:
 
 
 def styles(table: pd.DataFrame, by: str = "mode") -> dict[CellKey, Style]:
-    """Return the style of every cell of `table`, in order of appearance; the colour stands for `by`."""
+    """Return the style of every cell; the colour stands for `by`."""
     cells = table.drop_duplicates(CELL)
     looks = map(Style, _colours(cells[by], by), cycle(_MARKERS), cycle(_LINES))
     return {cell_key(row): style for (_, row), style in zip(cells.iterrows(), looks, strict=False)}
