@@ -169,7 +169,7 @@ class Console:
         self._write_message("\n  ".join([f"error: {error.message}", *(error.advice or "").splitlines()]))
 
     def progress(self) -> Progress:
-        """Return progress on stderr: bars on a terminal, lines elsewhere, nothing when quiet."""
+        """Return progress on stderr, none when quiet."""
         if _takes_escapes(self._err) and not self.quiet:
             from rich.console import Console as RichConsole
 

@@ -1,8 +1,7 @@
 """Prompts from a set of the model, a published set or a file; and pictures with captions in a folder. Without torch.
 
-The model checks every prompt before it is loaded, and one error lists all problems. `NAME#100` takes 100 prompts by a
-hash of their text, so that everybody takes the same ones and a larger part contains the smaller; `NAME#0-100` takes the
-first hundred. `config/plan.py` decides which prompt becomes which image.
+The model checks every prompt before it is loaded. `NAME#100` takes 100 prompts by a hash of their text, so that
+everybody takes the same ones and a larger part contains the smaller; `NAME#0-100` takes the first hundred.
 
 Captions of pictures are in a .txt beside each picture, or in one file `captions` or `metadata` with the suffix .jsonl,
 .csv, .tsv or .txt (name, tab, caption); its names are relative to the folder.

@@ -29,10 +29,7 @@ from lantern_bench.runs.request import WORKER_TIMEOUT, Request, plan_table, prep
 from lantern_bench.runs.sweep import check_failed, disturbance, run
 from lantern_bench.runs.threads import QUIET_ADVICE
 
-_RAY_HELP = (
-    "Decode on the devices of a Ray cluster: auto, HOST:6379 or ray://HOST:10001; without an address that of "
-    "RAY_ADDRESS, else a new one on this machine."
-)
+_RAY_HELP = "Decode on a Ray cluster: auto, HOST:6379 or ray://HOST:10001; else that of RAY_ADDRESS, or a new one."
 _Out = Annotated[Path | None, typer.Option(help="The run directory; by default results/<name>-<hash>.")]
 _Resume = Annotated[bool, typer.Option(help="Resume the run, or start a new one beside it.")]
 _Yes = Annotated[bool, typer.Option("--yes", help="Run a grid of any number of cells.")]

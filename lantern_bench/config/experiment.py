@@ -23,7 +23,7 @@ ModelDefaults: TypeAlias = Mapping[str, Mapping[str, Any]]
 """The decoding values that models suggest, by model."""
 
 MOST_CELLS = 1_000
-"""Larger grids are more often a slip than a plan: they need `--yes`."""
+"""Larger grids need `--yes`."""
 
 # Keys that do not change the images, up to rounding.
 _NOT_RUN = ("name", "description", "paper", "protocol", "reference", "processes", "threads", "pool_devices")
@@ -62,11 +62,6 @@ class ResolvedExperiment:
     cfg_defaults: Mapping[str, float]  # the models' own guidance scales, for the ids
 
     @property
-    def name(self) -> str:
-        """The experiment's name."""
-        return self.settings.name
-
-    @property
     def is_relaxed(self) -> bool:
         """Whether any cell has a relaxed rule."""
         return any(not cell.decoding.rule_row.lossless for cell in self.cells)
@@ -93,7 +88,7 @@ class ResolvedExperiment:
     @property
     def run_name(self) -> str:
         """The name of the run directory."""
-        return f"{self.name}-{self.hash8}"
+        return f"{self.settings.name}-{self.hash8}"
 
 
 def shipped_experiments() -> dict[str, Path]:

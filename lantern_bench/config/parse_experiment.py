@@ -136,9 +136,7 @@ def _split(value: Any, flag: str) -> list[Any]:
 
 # ---- The file
 
-UNNAMED = "unnamed"
-"""Stands for a wrong name, so that reading continues."""
-
+UNNAMED = "unnamed"  # stands for a wrong name, so that reading continues
 _PARAMETERS = tuple(key for key in PARAMETERS if key != "mode")
 _BLOCKS = ("models", "model_defaults", "cells")
 _LISTS = ("model", "metrics", "batch")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from lantern_bench.errors import UserError, did_you_mean
 from lantern_bench.methods.tables import METRICS, OF_IMAGES, REFUSED_METRICS
@@ -36,10 +35,6 @@ class Protocol:
     clip_prefix: str = ""
     reference: str | None = None  # the default reference; None requires --reference
     reference_pictures: int | None = None  # FID, precision and recall depend on it
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain data, for the manifest."""
-        return asdict(self) | {"metrics": list(self.metrics)}
 
 
 _ALL = (

@@ -16,7 +16,6 @@ from lantern_bench.errors import UserError, did_you_mean
 
 KeyPath: TypeAlias = tuple[str | int, ...]
 
-# More than any file here needs.
 MOST_CHARACTERS, DEEPEST = 1_000_000, 32
 
 

@@ -1,4 +1,4 @@
-"""Compare two runs cell by cell: is the second faster or better than the first, or are they not distinguishable?
+"""Compare two runs: is the second faster or better than the first, or are they not distinguishable?
 
 Cells are matched by model and id, images by prompt and repeat. Accepted length and the metrics of images are tested
 over prompts, speedup over processes (`stats.py`). Seconds of two moments get no verdict; nor do metrics of sets such as

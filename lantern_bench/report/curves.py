@@ -147,7 +147,7 @@ class Chart:
         return "dominated" not in self.points and self.x != "tree"
 
     def groups(self) -> list[pd.DataFrame]:
-        """Return the points of each line."""
+        """The points of each line."""
         return [rows for _, rows in self.points.groupby(list(self.lines), sort=False, dropna=False)]
 
     def x_values(self, rows: pd.DataFrame) -> list[Any]:

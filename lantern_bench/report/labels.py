@@ -18,8 +18,7 @@ from lantern_bench.methods.tables import METHOD_PARAMETERS, MODES, PARAMETERS, R
 CellKey: TypeAlias = tuple[str, str, str]
 """Run, model, cell id."""
 
-CELL = ["run", "model", "cell_id"]
-"""The columns of a `CellKey`."""
+CELL = ["run", "model", "cell_id"]  # the columns of a `CellKey`
 
 BOUNDS = {name: parameter.symbol for name, parameter in PARAMETERS.items() if parameter.symbol}
 """Labels of the bounds of relaxed rules."""
@@ -98,10 +97,7 @@ def labels(table: pd.DataFrame) -> list[str]:
 
 
 def parameters(cell: Mapping[str, Any], cells: Sequence[Mapping[str, Any]]) -> str:
-    """Return a cell's settings beyond its mode as text: `small-7 k=10 lambda=2 T=0`.
-
-    Sampling settings are named where `cells` differ in them, for the cells that depart from the default.
-    """
+    """Return a cell's settings beyond its mode as text: `small-7 k=10 lambda=2`; of sampling where `cells` differ."""
     mode = MODES.get(str(cell["mode"]))
     names = [name for name in ("drafting", "rule") if mode and cell[name] != getattr(mode, name)]
     names += ["tree"] if cell["tree"] else []

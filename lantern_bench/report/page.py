@@ -265,7 +265,7 @@ def step_lengths(row: Row) -> list[int]:
 def length_map(cell: CellRecords) -> list[float | None] | None:
     """Return the mean step length at each position over the cell's images, None where no step committed a token.
 
-    None for a cell that drafts nothing, or whose tokens fill no square.
+    None for a cell without drafts, or whose tokens fill no square.
     """
     if grid_side(cell.good) is None or cell.columns["drafting"] == "none":
         return None

@@ -49,8 +49,8 @@ HELD_UP = 1.25
 def _usual_share(images: pd.DataFrame) -> pd.Series[float]:
     """Return the share of its seconds that each image would have taken had nothing held it up; 1 for most.
 
-    Seconds a step above `HELD_UP` times the (lower) median of the cell in that process count as that much. Those of an
-    image marked disturbed count as the median, if at least half of the cell's images in that process are not.
+    Seconds a step above `HELD_UP` times the (lower) median of cell and process count as that much; those of a disturbed
+    image as the median, if at least half of these images are not disturbed.
     """
     pace, disturbed = images["seconds"] / images["steps"].clip(lower=1.0), images["disturbed"] == 1.0
     by_process = images["process"]
@@ -100,9 +100,8 @@ class CellRecords:
     def images(self) -> pd.DataFrame:
         """The figures of each completed image as floats, indexed by (prompt_id, repeat); nan where not recorded.
 
-        Besides recorded columns: `count` is 1, `device_id` a text (empty where not recorded); `steps`, `committed` and
-        `accepted` count over the steps, `uncut` is the tokens with the last step uncut, `*_ms` are milliseconds.
-        Seconds and milliseconds are those of `_usual_share`.
+        `count` is 1, `device_id` a text (empty where not recorded); `steps`, `committed` and `accepted` count over the
+        steps, `uncut` is the tokens with the last step uncut. Seconds and `*_ms` are those of `_usual_share`.
         """
         good, names = self.good, ["prompt_id", "repeat"]
         index = pd.MultiIndex.from_arrays([list(good["prompt_id"]), list(good["repeat"])], names=names)
@@ -185,7 +184,7 @@ def run_cells(run: RunData) -> list[CellRecords]:
 def baseline_of(cell: CellRecords, cells: Sequence[CellRecords]) -> CellRecords | None:
     """Return the `ar` cell of the same model and the closest sampling settings; None without one.
 
-    Guidance doubles the rows of every forward, so a cell with guidance is never compared to one without.
+    Guidance doubles the rows of a forward: cells with and without it are never compared.
     """
     columns = cell.columns
     candidates = [

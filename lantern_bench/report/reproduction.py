@@ -28,10 +28,7 @@ _SCORED_BY = {name: METRICS[name].scored_by for name in IN_SUMMARY}
 
 
 def reproduction_rows(tables: Mapping[str, pd.DataFrame], paper: Paper | None) -> list[dict[str, Any]]:
-    """Return the rows of `reproduction.csv`: by cell, by published row that matches it, by figure.
-
-    Cells without a published row have rows of their own figures; published rows without a cell come last.
-    """
+    """Return the rows of `reproduction.csv`, those of published rows without a cell last."""
     by_cell: dict[tuple[str, str], dict[str, Any]] = {}
     for row in rows_of(cells_of(tables)):  # each quality figure from the first protocol that has it
         cell = by_cell.setdefault((row["model"], row["cell_id"]), {})

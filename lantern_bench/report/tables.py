@@ -275,8 +275,7 @@ def _differences(cell: CellRecords, base: CellRecords, scores: Scores) -> dict[s
 def cells_of(tables: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
     """Return the rows of the table `quality`, each with the speed of its cell.
 
-    `images`, `failed` and `note` are those of the table `speed`: an image without a score counts as an image, too.
-    `quality_images` and `quality_note` are those of `quality`.
+    `images`, `failed` and `note` are those of `speed`; `quality_images` and `quality_note` those of `quality`.
     """
     speed, key = tables["speed"], ["cell_id", "model"]
     quality = tables["quality"].rename(columns={"images": "quality_images", "note": "quality_note"})

@@ -30,7 +30,6 @@ from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.models.packed_linear import has_bfloat16, lower_packed_products, pack_for_decoding
 from lantern_bench.models.registry import model_of
 from lantern_bench.runs.events import Note
-from lantern_bench.runs.records import KeyFields
 from lantern_bench.schema import SCHEMA_VERSION
 
 ENGINE_VERSION = "10"
@@ -125,12 +124,12 @@ def _cpu_listing() -> str:
 
 def key_fields(
     models: Mapping[str, LoadedModel], settings: Settings, compute: Compute, cells: Iterable[Cell] = ()
-) -> KeyFields:
+) -> dict[str, Any]:
     """Return the fields of the record key that hold for the whole run, such as hashes of weights."""
     parts = {f"{name}/{part}": digest for name, model in models.items() for part, digest in model.weights.items()}
     if settings.neighbour_space is not None:
         parts |= {f"{name}/neighbours": settings.neighbour_space for name in models}
-    fields: KeyFields = {
+    fields: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
         "engine_version": ENGINE_VERSION,
         "torch_version": str(torch.__version__),
@@ -155,7 +154,7 @@ PACKAGES = (
     "lantern-bench", "torch", "torchvision", "torch-fidelity", "open-clip-torch", "numpy", "scipy", "pandas", "pillow",
     "pydantic", "safetensors", "triton",
 )  # fmt: skip
-# Fields of nvidia-smi, by the names the manifest gives them.
+# By the manifest's names.
 _GPU_FIELDS = {
     "driver": "driver_version",
     "clock_sm_mhz": "clocks.sm",

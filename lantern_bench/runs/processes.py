@@ -1,4 +1,4 @@
-"""Worker processes: the parent deals the prompts of a run to new processes, one after the other, and relays events.
+"""Worker processes: the parent gives the prompts of a run to one new process after the other, and relays events.
 
 A worker locks and writes the run directory itself. It starts from a new interpreter, not from the parent's main module,
 so that a script that calls `sweep` needs no guard.

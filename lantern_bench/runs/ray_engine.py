@@ -31,7 +31,7 @@ from lantern_bench.config.plan import ImageTask, Plan
 from lantern_bench.errors import LanternError, RecordsFailedError, RefusedError
 from lantern_bench.runs.events import Emit, Note, Started
 from lantern_bench.runs.processes import WorkerEndedError, events_of
-from lantern_bench.runs.records import KeyFields, check_same_run
+from lantern_bench.runs.records import check_same_run
 from lantern_bench.runs.request import DEFAULT_CLUSTER, Request
 from lantern_bench.runs.store import RunStore, done_images
 from lantern_bench.runs.threads import prepare_environment
@@ -164,7 +164,7 @@ class Ready(NamedTuple):
     """What a worker says once its models are loaded."""
 
     notes: list[Note]
-    key: KeyFields  # the fields of the record key that hold on this device
+    key: dict[str, Any]  # the fields of the record key that hold on this device
     session: dict[str, Any]  # its device and machine, for its entry in the manifest
     block: dict[str, Any]  # what the manifest says of how the worker decodes
 

@@ -220,15 +220,12 @@ def _array(values: Sequence[Any], dtype: str) -> Any:
 # ---- Record keys: what makes two images the same, and which runs may be continued
 
 
-KeyFields: TypeAlias = dict[str, Any]
-"""The fields of a key that hold for the whole run (`devices.key_fields`)."""
-
 # The flag that restores the recorded value; other fields have no flag.
 _FLAGS = {name: f"--{name} {{}}" for name in ("dtype", "batch", "seed", "prompts", "threads")}
 _FLAGS |= {"device_type": "--device {}", "compile": "--set compile={}"}
 
 
-def record_key(task: ImageTask, fields: KeyFields) -> str:
+def record_key(task: ImageTask, fields: Mapping[str, Any]) -> str:
     """Return 16 hex digits of a SHA-256 of all that an image's tokens and time depend on."""
     covered = {"cell": task.cell.settings(), "prompt_id": task.prompt.id, "repeat": task.repeat, "seed": task.seed}
     text = json.dumps(covered | {"run": fields}, sort_keys=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -268,7 +268,7 @@ def score_run(
             pending += family
     if not pending:
         return 0
-    store.update_manifest(protocols=store.manifest.get("protocols", {}) | {protocol.name: protocol.to_dict()})
+    store.update_manifest(protocols=store.manifest.get("protocols", {}) | {protocol.name: asdict(protocol)})
     records = [record for cell_id in dict.fromkeys(pending) for record in cells[cell_id]]
     rows = score_records(records, store.folder, scorers, reference, emit, infinity=infinity, **options)
     return len([store.append_score(row) for row in rows])
@@ -328,6 +328,6 @@ def load_scorers_of(request: Request, device: str) -> tuple[Scorers, Reference |
 
 
 def score_folder(folder: Path, scorers: Scorers, reference: Reference | None, emit: Emit, **options: Any) -> int:
-    """Open a run for `score_run`."""
+    """Score a run directory as `score_run`."""
     with RunStore(folder) as store:
         return score_run(store, scorers, reference, emit, cache=cache_folder(), **options)

@@ -24,7 +24,6 @@ from lantern_bench.config.plan import ImageKey, ImageTask
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.models.io.files import draft_of, write_atomically
 from lantern_bench.runs.records import (
-    KeyFields,
     Row,
     RowFile,
     check_same_run,
@@ -160,7 +159,7 @@ class RunStore:
     """
 
     def __init__(
-        self, folder: Path, experiment: ResolvedExperiment | None = None, key: KeyFields | None = None
+        self, folder: Path, experiment: ResolvedExperiment | None = None, key: dict[str, Any] | None = None
     ) -> None:
         self.folder, self.manifest = folder, dict[str, Any]()
         with ExitStack() as opened:
@@ -182,7 +181,7 @@ class RunStore:
             self._opened = opened.pop_all()
 
     @property
-    def key(self) -> KeyFields:
+    def key(self) -> dict[str, Any]:
         """The fields of the record key that hold for the whole run."""
         return dict(self.manifest["key"])
 

@@ -140,10 +140,7 @@ def calibrate(work: Callable[[], object], recorded: int | None = None) -> Calibr
 
 
 def step_work(model: LoadedModel, condition: Any, decodings: Iterable[Decoding]) -> Callable[[], object]:
-    """Return the work that `calibrate` times: some steps of each decoding.
-
-    Products alone would mislead: called from Python they wait for each other, and their threads sleep.
-    """
+    """Return the work that `calibrate` times: steps, because the threads of single products would sleep between."""
     import torch
 
     from lantern_bench.decoding.loop import decode

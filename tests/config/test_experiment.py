@@ -60,7 +60,7 @@ def test_the_default_experiment() -> None:
 
 @pytest.mark.parametrize("name", shipped_experiments())
 def test_shipped_experiments_load_by_name_and_bear_it(name: str) -> None:
-    assert load_experiment(name, registry.defaults_of).name == name
+    assert load_experiment(name, registry.defaults_of).settings.name == name
 
 
 def test_plans_and_run_folders_need_no_torch() -> None:

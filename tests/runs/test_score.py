@@ -33,7 +33,6 @@ from lantern_bench.models.lanterns import modules as classifier
 from lantern_bench.models.lanterns.modules import AttributeClassifier, predict
 from lantern_bench.runs import scoring
 from lantern_bench.runs.events import Share
-from lantern_bench.runs.records import KeyFields
 from lantern_bench.runs.store import RunStore, read_records, read_scores
 from lantern_bench.schema import TABLES
 
@@ -205,7 +204,7 @@ def store(tmp_path: Path) -> Iterator[RunStore]:
     """A real run's folder with five pictures in each of two cells."""
     (tmp_path / "scored.yaml").write_text(EXPERIMENT)
     experiment = load_experiment(tmp_path / "scored.yaml", {"lanterns": {}})
-    key = KeyFields(
+    key = dict(
         schema_version=1,
         engine_version="0",
         torch_version="0",
@@ -275,7 +274,7 @@ def test_a_finished_run_is_scored_without_decoding(
         assert scoring.score_run(opened, scorers, reference, again=True) == 12
     assert (folder / "records.jsonl").read_bytes() == before
     manifest = json.loads((folder / "manifest.json").read_text())
-    assert manifest["protocols"]["embedded"] == json.loads(json.dumps(EMBEDDED.to_dict()))
+    assert manifest["protocols"]["embedded"] == json.loads(json.dumps(dataclasses.asdict(EMBEDDED)))
     assert manifest["experiment"]["name"] == "scored"
 
 
