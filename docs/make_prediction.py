@@ -24,7 +24,6 @@ from lantern_bench.report.cost_model import (
     Draft,
     Setting,
     Stack,
-    StepTimes,
     devices,
     fit_device,
     named_draft,
@@ -78,14 +77,14 @@ def held_out() -> list[dict[str, Any]]:
         table = pd.read_csv(path)
         sizes, drafts = model_of(table["model"][0]).sizes, [named_draft(str(tree)) for tree in table["tree"]]
         at = Setting(sizes, 1, True, sizes.prefix + sizes.image_tokens // 2)
-        parts = table[list(StepTimes._fields)].fillna(0.0)
+        parts = table[["draft_ms", "target_ms", "verify_ms", "other_ms"]].fillna(0.0)
         known = sorted({draft for draft in drafts if draft is not None})
         fitted = [None, known[0], known[len(known) // 2], known[-1]]
         samples = [
             sample
             for draft, tree, times in zip(drafts, table["tree"], parts.to_dict("records"), strict=True)
             if draft in fitted and (draft is not None or pd.isna(tree))
-            for sample in step_samples(at, draft, 2, StepTimes(**times))
+            for sample in step_samples(at, draft, 2, times)
         ]
         host = 1e3 * parts["other_ms"][table["tree"].notna()].median()
         device = fit_device(samples, name="reference", kind="cpu", step_us=host)

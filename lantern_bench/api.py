@@ -1,7 +1,6 @@
 """The Python API: run sweeps, read runs as DataFrames, load models and decode prompts (docs/python-api.md).
 
-The names here are also attributes of `lantern_bench`. The command line calls the same functions of `runs/` and
-`report/`, so both give the same records and figures, and errors name a parameter by its flag (`--delta 1.5`).
+The names here are also attributes of `lantern_bench`. Errors name a parameter by its flag (`--delta 1.5`).
 """
 
 from __future__ import annotations
@@ -108,14 +107,13 @@ def sweep(
 ) -> Run:
     """Run an experiment and return the run: decode and score every missing image, write the tables.
 
-    `experiment` is the name of a shipped experiment, a YAML file, or the content of one as a mapping; `overrides` are
-    keys of one, as the flags of `lantern-bench sweep`, where a list makes a grid and `lambda_` stands for `lambda`.
-    `out`, `resume`, `modes` and `ray` are as there, `ray` with "default" for a flag without an address. `progress` is
-    called with every event (`lantern_bench.runs.events`).
+    `experiment` is the name of a shipped experiment, a YAML file, or the content of one; `overrides` are keys of one,
+    where a list makes a grid and `lambda_` stands for `lambda`. `out`, `resume`, `modes` and `ray` are the flags of
+    `lantern-bench sweep`, `ray` "default" without an address. `progress` is called with every event (`runs/events.py`).
 
-    Raises `UserError` for everything wrong with the experiment, the overrides or the prompts, `RefusedError` for
-    missing weights and for a run directory in use or made with other settings, and `RecordsFailedError` when images
-    failed; then the run is written, and `load_run` returns it.
+    Raises `UserError` for what is wrong with experiment, overrides or prompts, `RefusedError` for missing weights and
+    for a run directory in use or of other settings, and `RecordsFailedError` when images failed; `load_run` returns the
+    others.
     """
     folder = Path(out) if out is not None else None
     request = prepare(experiment, _overrides(overrides, modes), out=folder, resume=resume, ray=ray)
@@ -144,7 +142,7 @@ def load_model(
     """Load a model by name, or by the YAML file that describes it.
 
     `device` is auto, cpu, mps, cuda or cuda:N; `dtype` is auto, float32, bfloat16 or float16. Raises `UserError` for an
-    unknown model or a malformed file, `RefusedError` for missing weights or a missing device.
+    unknown model or a malformed file, `RefusedError` for missing weights or devices.
     """
     from lantern_bench.runs.devices import choose_compute, set_space
 
@@ -166,13 +164,11 @@ def decode(
 ) -> list[DecodedImage]:
     """Decode prompts one at a time, with the tokens of an uncompiled sweep of this seed and these parameters.
 
-    `parameters` are decoding parameters with one value each, such as `tree="chain-7"`, `delta=0.1`, `lambda_=5`; the
-    others are the model's defaults, and relaxed modes need their bound. With `logits` the images carry the guided
-    logits. `conditions` are for each prompt what `model.condition([prompt])` would return, for example features of
-    another text encoder; the prompts are then only names, which must differ.
+    `parameters` have one value each, such as `tree="chain-7"` or `lambda_=5`; the others are the model's defaults, and
+    relaxed modes need their bound. With `logits` the images carry the guided logits. `conditions` are for each prompt
+    what `model.condition([prompt])` would return; the prompts are then only names, which must differ.
 
-    Raises `UserError` for a wrong parameter or prompt and for a list of values, `RefusedError` for a missing drafter or
-    text encoder.
+    Raises `UserError` for a wrong parameter or prompt, `RefusedError` for a missing drafter or text encoder.
     """
     import torch
 

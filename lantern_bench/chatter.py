@@ -23,7 +23,7 @@ _CYCLES = "Warning: Profiler clears events at the end of each cycle"
 
 
 def silence_compiler() -> None:
-    """Silence torch's messages while it compiles: about a CUDA toolkit without a GPU, about float32, about a fusion."""
+    """Silence torch's messages while it compiles."""
     logging.getLogger("torch.utils.cpp_extension").addFilter(_is_no_missing_cuda)
     for text in _COMPILER:
         warnings.filterwarnings("ignore", text, UserWarning)
@@ -35,7 +35,7 @@ def _is_no_missing_cuda(record: logging.LogRecord) -> bool:
 
 @contextmanager
 def silence_profiler() -> Iterator[None]:
-    """Silence torch's profiler, which also writes to the standard error stream from C++, where no logger can be set."""
+    """Silence torch's profiler, which also writes to standard error from C++."""
     sys.stderr.flush()
     shown = os.dup(2)
     with tempfile.TemporaryFile() as captured, warnings.catch_warnings():

@@ -1,7 +1,6 @@
-"""The only clock. Wall time for people, synchronised phase times and use of the processor for tables.
+"""The only clock: wall time, synchronised times of phases, and use of the processor.
 
-On a GPU a phase is bounded by events on the stream, read once at the end of an image, so that measuring puts no wait
-inside a decode step. On a CPU work is done when the call returns and the wall clock is enough.
+On a GPU a phase is bounded by events on the stream, read at the end of an image, so that no decode step waits.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ def stamp() -> str:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has finished all its work; returns at once on a CPU."""
+    """Wait until the device has finished all its work."""
     if device.type == "cuda":
         import torch
 
@@ -46,10 +45,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def settle_garbage() -> None:
-    """Collect garbage from loading and compiling, then freeze the rest; call it before timing.
-
-    A collection over all that a compiler keeps takes as long as half an image, and falls into any of them.
-    """
+    """Collect garbage, then freeze the rest: a later collection of what a compiler keeps takes half an image's time."""
     gc.collect()
     gc.freeze()
     atexit.register(gc.unfreeze)  # or what is collected at the end is reported as leaked
@@ -64,7 +60,7 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def peak_memory_bytes(device: torch.device) -> int | None:
-    """Most device memory in use since the last reset; None on a CPU, where the process holds more than decoding."""
+    """Most device memory in use since the last reset; None on a CPU, where it would be that of the process."""
     if device.type != "cuda":
         return None
     import torch
@@ -73,7 +69,7 @@ def peak_memory_bytes(device: torch.device) -> int | None:
 
 
 class Usage(NamedTuple):
-    """Counters of the processor, or their change over a window; None where the system does not report one."""
+    """Counters of the processor, or their change; None where the system has none."""
 
     cpu_seconds: float  # of all threads of this process
     waited_seconds: float | None  # threads of this process could run and got no core, added up (Linux)
@@ -115,7 +111,7 @@ def usable_cores() -> list[int]:
 
 
 def _waited_seconds() -> float | None:
-    """Seconds on the run queue, over all threads; None where the kernel does not keep them."""
+    """Seconds on the run queue, over all threads; None where the kernel keeps none."""
     waited = 0
     try:
         for task in _TASKS.iterdir():

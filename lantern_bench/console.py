@@ -1,7 +1,6 @@
 """The only module that draws on a terminal. stdout carries data; stderr carries messages and progress.
 
-A terminal gets Rich tables and bars; a pipe or a file gets CSV and plain lines, because Rich cuts wide tables there and
-shows a bar only when it ends. No escape code is written without a terminal, with `NO_COLOR` or on a dumb terminal.
+A terminal gets Rich tables and bars; a pipe or a file gets CSV and plain lines, without escape codes.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ _LOG_SECONDS = 60.0  # between two lines of progress in a log
 
 
 class Progress:
-    """Progress of one long task after another. A context manager: leaving it ends the last task.
+    """Progress of one long task after another; leaving the context ends the last.
 
-    On a terminal a Rich bar; in a log a line at the start and at the end, and at most one a minute between.
+    On a terminal a Rich bar; in a log a line at the start, at the end, and at most one a minute between.
     """
 
     def __init__(self, write_line: Callable[[str], None], terminal: RichConsole | None) -> None:
@@ -40,10 +39,7 @@ class Progress:
         self._bar: Any = None
 
     def share(self, description: str, done: float, total: float = 1, **figures: float | str) -> None:
-        """Show how much of a task is done, of a total of 1 in per cent; a new description starts a new task.
-
-        `figures`, as in `mal=2.9`, are shown beside it.
-        """
+        """Show how much of a task is done, and `figures` beside it; a new description starts a new task."""
         if description != self._description:
             self.finish()
             self._start(description, total)
@@ -110,7 +106,7 @@ def duration(seconds: float) -> str:
 
 
 class Console:
-    """Writes everything that a person or a program reads: only errors and data if `quiet`, details if `verbose`."""
+    """Writes all that is read: only errors and data if `quiet`, details if `verbose`."""
 
     def __init__(
         self, *, quiet: bool = False, verbose: bool = False, stdout: TextIO | None = None, stderr: TextIO | None = None
@@ -129,10 +125,9 @@ class Console:
     def table(
         self, table: pd.DataFrame, name: str | None = None, *, title: str | None = None, format: str | None = None
     ) -> None:
-        """Write a table to stdout in `format` (one of `FORMATS`), by default the console's.
+        """Write a table to stdout in `format`, by default the console's; `name` is its name in the schema, if any.
 
-        `name` is the table's name in the schema, where it has one. CSV and JSON have the figures unchanged; the other
-        formats are for people and have `title` and notes.
+        CSV and JSON have the figures unchanged; the other formats are for people and have `title` and notes.
         """
         format = format or self.format
         if format == "csv":
@@ -161,7 +156,7 @@ class Console:
             self._write_message(text)
 
     def note(self, text: str, advice: str | None, level: Literal["detail", "info", "warning"]) -> None:
-        """Write a message of a level, and what to do about it; details only if verbose."""
+        """Write a message and what to do about it; details only if verbose."""
         if level != "detail" or self.verbose:
             self.say(("warning: " if level == "warning" else "") + text + (f"\n  {advice}" if advice else ""))
 
@@ -174,7 +169,7 @@ class Console:
         self._write_message("\n  ".join([f"error: {error.message}", *(error.advice or "").splitlines()]))
 
     def progress(self) -> Progress:
-        """Return progress on stderr: bars on a terminal, lines elsewhere, nothing when quiet."""
+        """Return progress on stderr, none when quiet."""
         if _takes_escapes(self._err) and not self.quiet:
             from rich.console import Console as RichConsole
 
@@ -199,7 +194,7 @@ def _takes_escapes(stream: TextIO) -> bool:
 
 
 def _draw_table(stream: TextIO, texts: pd.DataFrame, title: str | None, notes: tuple[str, ...]) -> None:
-    """Draw a table as wide as it needs to be; a narrow terminal gets several blocks, so that no figure is cut."""
+    """Draw a table; a narrow terminal gets several blocks, so that no figure is cut."""
     from rich import box
     from rich.console import Console as RichConsole
     from rich.table import Table

@@ -1,8 +1,4 @@
-"""The errors shown to users, each with its exit code.
-
-Everything that goes wrong for a reason outside this program is raised as one of these. Anything else that escapes is
-our own fault and exits with 1.
-"""
+"""The errors shown to users, each with its exit code; any other that escapes is our own fault."""
 
 from __future__ import annotations
 
@@ -11,7 +7,7 @@ from collections.abc import Iterable
 
 
 class LanternError(Exception):
-    """Base of all errors that are shown without a traceback: what is wrong, and what to do about it."""
+    """Base of all errors that say what is wrong, and what to do about it."""
 
     exit_code = 1
 
@@ -27,7 +23,7 @@ class UserError(LanternError):
 
 
 class RefusedError(LanternError):
-    """Refused: the request is valid but cannot be met now (locked run, resume mismatch, missing weights)."""
+    """Valid, but cannot be met now (locked run, resume mismatch, missing weights)."""
 
     exit_code = 3
 
@@ -56,5 +52,5 @@ def did_you_mean(word: object, words: Iterable[str]) -> str:
 
 
 def one_line(error: BaseException, most: int = 300) -> str:
-    """Return an error of any kind as its type and the first `most` characters of its text, in one line."""
+    """Return an error's type and the first `most` characters of its text, in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:most]}"

@@ -1,8 +1,7 @@
 """Prompts from a set of the model, a published set or a file; and pictures with captions in a folder. Without torch.
 
-The model checks every prompt before it is loaded, and one error lists all problems. `NAME#100` takes 100 prompts by a
-hash of their text, so that everybody takes the same ones and a larger part contains the smaller; `NAME#0-100` takes the
-first hundred. `config/plan.py` decides which prompt becomes which image.
+The model checks every prompt before it is loaded. `NAME#100` takes 100 prompts by a hash of their text, so that
+everybody takes the same ones and a larger part contains the smaller; `NAME#0-100` takes the first hundred.
 
 Captions of pictures are in a .txt beside each picture, or in one file `captions` or `metadata` with the suffix .jsonl,
 .csv, .tsv or .txt (name, tab, caption); its names are relative to the folder.
@@ -84,7 +83,7 @@ def _parse_json(text: str, location: str) -> Any:
 
 
 def _text_under(row: Any, keys: tuple[str, ...]) -> str | None:
-    """Return the text under the first of these keys that has one; None for a row without."""
+    """Return the text under the first of these keys that has one, or None."""
     return next((row[key] for key in keys if isinstance(row.get(key), str)), None) if isinstance(row, dict) else None
 
 
@@ -124,7 +123,7 @@ def _read_coco(path: Path, flag: str, longest: bool) -> Iterator[Item]:
 
 
 def _read_imagenet(path: Path | None, flag: str) -> Iterator[Item]:
-    """Yield the classes, named in order where there is a file: a line each, or JSON, a list or {"0": [id, name]}."""
+    """Yield the classes, named where there is a file: lines, or JSON, a list or {"0": [id, name]}."""
     names: list[Any] = [""] * _IMAGENET_CLASSES
     if path is not None:
         text = path.read_text(encoding="utf-8-sig")
@@ -148,8 +147,7 @@ def load_prompts(source: str, model: Model) -> list[Prompt]:
     """Read the prompts of a model's set, of a published set (`coco:FILE`, `parti:FILE`, `imagenet`), or of a file.
 
     Files are `.txt` (a prompt a line), `.csv`, `.tsv` and `.jsonl` (column `prompt` or `caption`) or `.json` (a list).
-    Blank prompts are skipped. Raises one `UserError` that names `--prompts` and its value: no such set or file, a file
-    that cannot be read, or the first prompts that the model cannot take, with their locations.
+    Raises one `UserError`, also for prompts that the model cannot take.
     """
     flag = f"--prompts {source}"
     name, path, subset = _parse(source, model)
@@ -164,7 +162,7 @@ def load_prompts(source: str, model: Model) -> list[Prompt]:
 
 
 def describe_prompts(source: str, model: Model, prompts: list[Prompt]) -> dict[str, Any]:
-    """Describe prompts for the manifest: the set, its file's SHA-256, how many, and a hash of their ids."""
+    """Describe prompts for the manifest."""
     _, path, _ = _parse(source, model)
     ids = list(dict.fromkeys(prompt.id for prompt in prompts))
     return {
@@ -212,7 +210,7 @@ def _read(name: str, path: Path | None, flag: str, model: Model) -> Iterable[Ite
 
 
 def _subset(flag: str, subset: str, prompts: list[Prompt]) -> list[Prompt]:
-    """Return the prompts that a subset names: `100` by hash, in the order of the set; `0-100` the first hundred."""
+    """Return the prompts of a subset: `100` by hash, in the order of the set; `0-100` the first hundred."""
     if not subset:
         return prompts
     unique = list(dict.fromkeys(prompts))
@@ -266,8 +264,7 @@ class Captioned(NamedTuple):
 def read_captioned(folder: Path, captions: Path | None, model: Model) -> list[Captioned]:
     """Return the pictures of a folder in the order of their names, or of the captions file.
 
-    Raises `UserError` that names `--data` or `--captions`: no pictures, pictures without a caption, captions of missing
-    pictures, captions the model cannot take.
+    Raises `UserError` for pictures or captions that are missing, and for captions that the model cannot take.
     """
     flag = f"--data {folder}"
     file = captions or next((folder / name for name in _CAPTION_FILES if (folder / name).is_file()), None)

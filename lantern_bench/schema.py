@@ -1,8 +1,6 @@
-"""Every column of every table, declared once: name, dtype, unit, meaning.
+"""Every column of every table, declared once, in the order of the files; docs/results-format.md is made from it.
 
-The order here is the order in the files. A quantity has one name in code, flag, column, axis and documentation: the one
-declared here. docs/results-format.md is made from this file. Figures are computed in `report/` (docs/algorithms.md,
-section 7).
+A quantity has one name in code, flag, column, axis and documentation: the one declared here.
 """
 
 from __future__ import annotations
@@ -195,7 +193,7 @@ def _beside_paper(name: str) -> tuple[Column, Column]:
 
 
 def _scores_of(metric: Metric) -> tuple[Column, ...]:
-    """The columns of a metric of sets in the rows of level cell, and of level band: centre and ends of the spread."""
+    """The columns of a metric of sets in rows of level cell and, as centre and ends of the spread, band."""
     also = f"; of an image: {metric.image_meaning}" if metric.image_meaning else ""
     meaning = f"{metric.meaning} (levels cell and band{also})"
     return (*figure(metric.name, "", meaning), *_extras(metric))
@@ -448,14 +446,14 @@ TABLES: dict[str, tuple[Column, ...]] = {
 
 
 def columns(table: str) -> tuple[Column, ...]:
-    """Return the columns of a table in file order; an unknown table raises `UserError` with the names there are."""
+    """Return the columns of a table; an unknown one raises `UserError`."""
     if table not in TABLES:
         raise UserError(f"unknown table '{table}'", f"The tables are {', '.join(TABLES)}.")
     return TABLES[table]
 
 
 def to_markdown() -> str:
-    """Return all tables as Markdown, for the documentation; ends with a newline."""
+    """Return all tables as Markdown, for the documentation."""
     sections = [f"Schema version {SCHEMA_VERSION}.\n"]
     for name, table in TABLES.items():
         lines = [f"## {name}\n", "| column | type | unit | meaning |", "| --- | --- | --- | --- |"]

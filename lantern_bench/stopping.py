@@ -1,7 +1,7 @@
 """Stopping on SIGINT (Ctrl-C) and SIGTERM at moments when nothing is half done.
 
-What Python raises within a finalizer or a library's callback is only printed, and the program goes on. So the handler
-also records the signal, and `check`, which every decode step and every event of a sweep calls, raises it again.
+What Python raises within a finalizer or a library's callback is only printed. So the handler also records the signal,
+and `check`, which every decode step and every event calls, raises it again.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def delayed() -> Iterator[None]:
 
 @contextmanager
 def on_check(listen: Callable[[], None]) -> Iterator[None]:
-    """Call `listen` at every `check`, as a heartbeat: a program that reaches it does not hang."""
+    """Call `listen` at every `check`, as a heartbeat."""
     _on_check.append(listen)
     try:
         yield
@@ -62,7 +62,7 @@ def on_check(listen: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def signals_noted() -> Iterator[None]:
-    """Note SIGINT and SIGTERM and raise them as `Stopped`; only the main thread can, elsewhere nothing changes."""
+    """Note SIGINT and SIGTERM and raise them as `Stopped`, in the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,4 +1,4 @@
-"""Commands that check an installation, a model of the user's own, or a run: `doctor`, `check-model`, `verify`."""
+"""Commands that check: `doctor`, `check-model`, `verify`, `certify`."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def _check_run(folder: Path) -> Checked:
 
 # ---- certify
 
-# Columns of an audit that are shown on a screen, and those of the other tables that are not.
+# Columns of an audit on a screen, and those of other tables that are only in files.
 _AUDIT = ["mode", "form", "claim", "source", "table_images", "images", "p_holm", "power_p", "table_tv", "table_tv_low"]
 _AUDIT += ["table_tv_high", "emitted_tv", "emitted_tv_low", "emitted_tv_high", "verdict"]
 _FILE_ONLY = ["model", "prompts", "emitted_tv_crossed", "emitted_tv_median", "moved_mass"]

@@ -1,7 +1,4 @@
-"""The `lantern-bench` program: its commands, global flags and exit codes.
-
-Commands import heavy packages inside their functions, so that `--help` is fast, and get their `Console` as `ctx.obj`.
-"""
+"""The `lantern-bench` program; commands import heavy packages inside, so that `--help` is fast."""
 
 from __future__ import annotations
 
@@ -65,7 +62,7 @@ def _flags(
 
 @functools.cache
 def _program(all_flags: bool = False) -> Any:
-    """Build the commands and their hundreds of flags once, for a process that runs many; help shows `all_flags`."""
+    """Build the commands once, for a process that runs many; help shows `all_flags`."""
     program: Any = get_command(app)
     for command in program.commands.values():
         rare_flags = [parameter for parameter in command.params if getattr(parameter, "hidden", False)]
@@ -82,7 +79,7 @@ def run() -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command line with these arguments and return the exit code; never raises."""
+    """Run the command line and return the exit code; never raises."""
     try:
         with stopping.signals_noted():
             code = _run(arguments)
@@ -121,7 +118,7 @@ def _run(arguments: Sequence[str]) -> int:
 
 
 def _with_cluster(words: Sequence[str]) -> list[str]:
-    """Give `--ray` without an address its default: the parser has no options whose value may be left out."""
+    """Give `--ray` without an address its default: the parser knows no optional values."""
     result = []
     for word, after in zip(words, [*words[1:], ""], strict=True):
         is_alone = word == "--ray" and after not in ("auto", "local") and ":" not in after
@@ -130,7 +127,7 @@ def _with_cluster(words: Sequence[str]) -> list[str]:
 
 
 def _as_typed(message: str, words: Sequence[str]) -> str:
-    """Start a message about a flag with MODEL, for example, where the command takes it as an argument."""
+    """Name --model MODEL in a message, for example, where the command takes it as an argument."""
     command = _program()
     for word in words:
         command = getattr(command, "commands", {}).get(word, command)

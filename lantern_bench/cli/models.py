@@ -100,7 +100,7 @@ def _parts(model: Model) -> list[dict[str, Any]]:
 
 
 def _show_memory(resolved: ResolvedExperiment, console: Console) -> pd.DataFrame:
-    """Say how much memory the model of an experiment needs, and how much is free on a CPU; return it by part."""
+    """Say how much memory the model needs, and how much is free on a CPU; return it by part."""
     import psutil
 
     from lantern_bench.runs.devices import choose_compute
@@ -192,7 +192,7 @@ def generate(
 
 
 def _prompt(caption: str | None, label: int | None, random: bool, model: str) -> str:
-    """Return the prompt; with random weights and none typed, the first default prompt."""
+    """Return the prompt; random weights need none."""
     described = model_of(model)
     if caption is not None and label is not None:
         raise UserError("a caption and --class: are mutually exclusive", "Give one of them.")
@@ -256,7 +256,7 @@ def get(
 
 
 def _published(model: str) -> str:
-    """Return the name of a published model, also by an alias; raises `UserError` for any other model."""
+    """Return the name of a published model, also by an alias."""
     if model not in hub.PARTS:
         model = model_of(model).name
     if model not in hub.PARTS:

@@ -41,7 +41,7 @@ def _checked_format(value: str | None) -> str | None:
 
 
 def find(run: str) -> Path:
-    """Return a run directory by path or name; raises `UserError` that lists the existing runs."""
+    """Return a run directory by path or name."""
     return find_run(run, results_root())
 
 
@@ -69,7 +69,7 @@ _LIST = list[str] | None  # several values, by commas or by repeating the flag, 
 
 
 def flag(key: str, kind: Any, help: str, rare: bool = False) -> tuple[str, Any]:
-    """Return a key and its option: `--pool-devices/--no-pool-devices` for a switch; a rare one is hidden."""
+    """Return a key and its option; a rare one is hidden."""
     name = f"--{key.replace('_', '-')}"
     names = f"{name}/--no-{name[2:]}" if kind == _SWITCH else name
     return key, Annotated[kind, typer.Option(names, help=help, hidden=rare)]
@@ -105,7 +105,7 @@ RULE_FLAGS = {key: option for key, option in _PARAMETERS.items() if key not in _
 
 
 def with_flags(flags: Mapping[str, Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Add flags to a command; its argument `flags` receives their values by key, None for a flag that is not typed."""
+    """Add flags to a command, whose argument `flags` gets their values by key, None for those not typed."""
 
     def add(function: Callable[..., None]) -> Callable[..., None]:
         keyword = inspect.Parameter.KEYWORD_ONLY
@@ -131,17 +131,14 @@ def with_flags(flags: Mapping[str, Any]) -> Callable[[Callable[..., None]], Call
 
 
 def split_words(values: Sequence[str] | None) -> list[str]:
-    """Return the words of a repeated flag, each of whose values may list several with commas."""
+    """Return the words of a repeated flag, whose values may list several with commas."""
     return [word.strip() for text in values or () for word in text.split(",") if word.strip()]
 
 
 def resolve_flags(
     name: str, flags: Mapping[str, Any], mode: Sequence[str], settings: Sequence[str] = (), **defaults: Any
 ) -> ResolvedExperiment:
-    """Resolve the flags of a command as an experiment of these modes; raises one `UserError` with all their problems.
-
-    A relaxed rule without a bound gets its row's example. `defaults` hold where flags and settings give no value.
-    """
+    """Resolve the flags of a command as an experiment of these modes; `defaults` hold where none gives a value."""
     modes = list(MODES) if "all" in (modes := split_words(mode)) else modes
     for word in modes:
         if word not in MODES:
@@ -154,7 +151,7 @@ def resolve_flags(
 def resolve_cells(
     name: str, flags: Mapping[str, Any], cells: Sequence[Mapping[str, Any]], settings: Sequence[str], **defaults: Any
 ) -> ResolvedExperiment:
-    """Resolve the flags of a command with these cells; otherwise as `resolve_flags`."""
+    """Resolve the flags of a command with these cells; a relaxed rule without a bound gets its example."""
     from lantern_bench.config.experiment import load_experiment
     from lantern_bench.config.parse_experiment import Overrides
     from lantern_bench.config.yaml_source import Source
@@ -177,13 +174,13 @@ def resolve_cells(
 
 
 def command_group(**settings: Any) -> typer.Typer:
-    """A group of commands with plain help: Rich markup draws boxes and cuts messages at the terminal's width."""
+    """A group of commands with plain help: Rich markup draws boxes and cuts messages."""
     names = {"help_option_names": ["-h", "--help"]}
     return typer.Typer(**settings, no_args_is_help=True, rich_markup_mode=None, context_settings=names)
 
 
 def compile_steps(models: Iterable[LoadedModel], compute: Compute, console: Console) -> None:
-    """Compile the models' decode steps on first use; warn and continue uncompiled where this is impossible."""
+    """Compile the models' decode steps on first use; warn where this is impossible."""
     from lantern_bench.runs.devices import compile_models
 
     if (note := compile_models(models, compute)) is not None:

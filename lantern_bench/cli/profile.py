@@ -1,4 +1,4 @@
-"""`lantern-bench profile`: what decode steps cost by part, what the device allows, and which trees pay off."""
+"""The command `profile`: what decode steps cost, what the device allows, and which trees pay off."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def profile(
 
 
 def _decodings(flags: dict[str, Any], mode: list[str] | None, search: bool) -> list[Decoding]:
-    """Return the decodings to profile: those of the flags; a search without mode, rule and drafting takes all."""
+    """Return the decodings of the flags; a search without mode, rule and drafting takes all lossless ones."""
     chosen: list[tuple[list[str], dict[str, Any]]] = [(mode or ["speculative"], {})]
     if search and not (mode or flags["rule"] or flags["drafting"]):
         from lantern_bench.profile.tree_search import searched_lossless

@@ -1,9 +1,10 @@
-"""Commands that make runs and scores: `sweep`, `reproduce`, `score` and `merge`; and their progress."""
+"""Commands that make runs and scores: `sweep`, `reproduce`, `score` and `merge`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from math import isnan
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any
@@ -28,10 +29,7 @@ from lantern_bench.runs.request import WORKER_TIMEOUT, Request, plan_table, prep
 from lantern_bench.runs.sweep import check_failed, disturbance, run
 from lantern_bench.runs.threads import QUIET_ADVICE
 
-_RAY_HELP = (
-    "Decode on the devices of a Ray cluster: auto, HOST:6379 or ray://HOST:10001; without an address that of "
-    "RAY_ADDRESS, else a new one on this machine."
-)
+_RAY_HELP = "Decode on a Ray cluster: auto, HOST:6379 or ray://HOST:10001; else that of RAY_ADDRESS, or a new one."
 _Out = Annotated[Path | None, typer.Option(help="The run directory; by default results/<name>-<hash>.")]
 _Resume = Annotated[bool, typer.Option(help="Resume the run, or start a new one beside it.")]
 _Yes = Annotated[bool, typer.Option("--yes", help="Run a grid of any number of cells.")]
@@ -137,7 +135,7 @@ def merge(
 
 
 def show_events(console: Console, progress: Progress) -> Emit:
-    """Return what shows the events of a sweep: progress with live means, and lines for what happens once."""
+    """Return what shows the events of a sweep: progress with live means, and lines."""
     images = done = 0
     figures: dict[str, list[float]] = {"mal": [], "s_per_image": []}
 
@@ -171,9 +169,9 @@ def _run(request: Request, console: Console, dry_run: bool, format: str | None, 
     """Show the plan, or run it and show the result."""
     console.say(f"run: {request.folder}")
     if dry_run:
-        table, estimate = plan_table(request)
-        time = "unknown, nothing is measured yet" if estimate.seconds is None else duration(estimate.seconds)
-        counts = f"{estimate.images} images, {estimate.done} done, {estimate.to_do} to do"
+        table, seconds = plan_table(request)
+        time = "unknown, nothing is measured yet" if isnan(seconds) else duration(seconds)
+        counts = f"{table['images'].sum()} images, {table['done'].sum()} done, {table['to_do'].sum()} to do"
         console.say(f"{len(table)} cells, {counts}; time left: {time}")
         console.table(table, title=str(request.folder), format=format)
         return
@@ -194,7 +192,7 @@ def _show_summary(folder: Path, console: Console, format: str | None) -> None:
 
 
 def _show_reproduction(folder: Path, console: Console, format: str | None) -> None:
-    """Write the tables, show the comparison with the published figures and what is not comparable."""
+    """Write the tables, show the published figures beside ours and what is not comparable."""
     from lantern_bench.config.paper import read_paper
     from lantern_bench.report.reproduction import comparability, reproduction_rows, side_by_side, trends
     from lantern_bench.report.tables import frame, write_csv, write_tables

@@ -102,7 +102,7 @@ def _run(job: DrafterJob, min_mal: float | None, console: Console, format: str |
 
 
 def _drafter_table(evaluated: Sequence[Evaluated], tree: str | None) -> pd.DataFrame:
-    """Return one row a drafter; the last columns compare with the model's own, paired by prompt."""
+    """Return one row a drafter, compared with the model's own by prompt."""
     import pandas as pd
 
     from lantern_bench.report.stats import ratio_of_sums

@@ -1,7 +1,4 @@
-"""One decoding configuration with every value decided, and the name that it gives a cell.
-
-Which parameters a cell has, and what values they may have, are rows of `lantern_bench/methods`.
-"""
+"""One decoding configuration with every value decided, and the name that it gives a cell."""
 
 from __future__ import annotations
 
@@ -59,7 +56,7 @@ def _adapter(key: str) -> TypeAdapter[Any]:
 def check_value(key: str, value: object, folder: Path = Path()) -> Any:
     """Return a value of a parameter as its type; `folder` is where `@FILE` of a tree starts.
 
-    Raises `ParameterError`, and `RefusedError` for an installed mode, rule or drafting that cannot be used.
+    Raises `ParameterError`, and `RefusedError` for an installed row that cannot be used.
     """
     if key == "tree":
         return _check_tree(value, folder)
@@ -81,10 +78,7 @@ def check_value(key: str, value: object, folder: Path = Path()) -> Any:
 def read_values(
     key: str, written: object, location: Location, problems: Problems, folder: Path = Path()
 ) -> tuple[Any, ...]:
-    """Return the checked values of one decoding parameter; a list is a grid. Wrong values go to `problems`.
-
-    Raises `RefusedError` for an installed mode, rule or drafting that cannot be used.
-    """
+    """Return the checked values of a parameter; a list is a grid. Wrong values go to `problems`."""
     values = written if isinstance(written, list) and not (key == "tree" and is_tree(written)) else [written]
     if not values:
         problems.add(location, "an empty list; give at least one value")
@@ -106,7 +100,7 @@ def is_tree(value: object) -> bool:
 
 
 def _check_tree(value: object, folder: Path) -> str | Topology:
-    """Return the name of a tree, or the checked paths of a tree without a name."""
+    """Return the name of a tree, or its checked paths."""
     if isinstance(value, str) and value.startswith("@"):
         try:
             value = load_yaml((folder / value[1:]).read_text(encoding="utf-8"), value[1:])[0]
@@ -130,17 +124,17 @@ def _check_tree(value: object, folder: Path) -> str | Topology:
 
 @dataclass(frozen=True, init=False)
 class Decoding:
-    """One decoding configuration: a mode, its drafting and rule, and a value for every parameter that they have.
+    """A mode, its drafting and rule, and a value for every parameter that they have.
 
-    Each parameter is an attribute too (`decoding.temperature`), None if the cell lacks it.
+    Each parameter is also an attribute (`decoding.temperature`), None if the cell lacks it.
     """
 
     mode: str
     drafting: str
     rule: str
     parameters: tuple[tuple[str, Any], ...]  # name and value, in the order of `PARAMETERS`
-    paths: Topology  # root-to-node paths of child ranks of a static tree, sorted by (depth, path); empty without one
-    cfg_default: float  # the model's own guidance scale: the cell id gives the scale only if it differs
+    paths: Topology  # of a static tree, as `check_topology`; empty without one
+    cfg_default: float  # the model's own scale, which the id leaves out
 
     def __init__(
         self,
@@ -150,9 +144,9 @@ class Decoding:
         model_defaults: Mapping[str, Any] | None = None,
         **values: Any,
     ) -> None:
-        """Check the values, by the names of an experiment file (`lambda_` for `lambda`; None: not given).
+        """Check the values (`lambda_` for `lambda`; None: not given); the others are defaults.
 
-        The others are the defaults of the model, and of mode, drafting and rule. Raises `ParameterError`.
+        Raises `ParameterError`.
         """
         values = {key.removesuffix("_"): value for key, value in values.items() if value is not None}
         for key in values:
@@ -196,7 +190,7 @@ class Decoding:
         return {"mode": self.mode, "drafting": self.drafting, "rule": self.rule, **dict(self.parameters)}
 
     def value(self, key: str) -> Any:
-        """Return the value of a parameter by its name in an experiment file, or None if the cell lacks it."""
+        """Return the value of a parameter, None if the cell lacks it."""
         return self._values.get(key)
 
     def changed(self, **values: Any) -> Decoding:
@@ -224,7 +218,7 @@ class Decoding:
 
     @property
     def drafts(self) -> bool:
-        """Whether there is a draft; otherwise decoding is autoregressive."""
+        """Whether there is a draft."""
         return self.drafting_row.drafts
 
     @property
@@ -234,7 +228,7 @@ class Decoding:
 
     @property
     def branches(self) -> bool:
-        """Whether a node of the draft may have several children; false without a draft."""
+        """Whether a node of the draft may have several children."""
         is_tree_a_chain = bool(self.paths) and is_chain(self.paths)
         return self.drafts and not self.drafting_row.chain and not is_tree_a_chain
 
@@ -245,7 +239,7 @@ class Decoding:
 
     @cached_property
     def cell_id(self) -> str:
-        """A readable name of all values that matter, without the model: letters, digits, `.`, `+`, `_` and `-`."""
+        """A name of all values that matter, without the model: letters, digits, `.`, `+`, `_` and `-`."""
         words = [self.mode]
         if self.drafts:
             words.append(self.drafting if self.tree_label is None else f"{self.drafting}-{self.tree_label}")
@@ -262,13 +256,13 @@ class Decoding:
         return "-".join([*words, *always, *changed])
 
     def columns(self) -> dict[str, Any]:
-        """Return the cell columns of `schema.py` without the model; None if the cell lacks the parameter."""
+        """Return the cell columns of `schema.py` without the model and the batch."""
         values = {"cell_id": self.cell_id, "mode": self.mode, "drafting": self.drafting, "tree": self.tree_label}
         parameters = {key: self.value(key) for key, parameter in PARAMETERS.items() if parameter.column}
         return values | {"rule": self.rule} | parameters
 
     def settings(self) -> dict[str, Any]:
-        """Return the cell as an experiment file writes it: every parameter that it has, and no other."""
+        """Return the cell as an experiment file writes it."""
         values = dict(self._values) if self.drafts else {"mode": self.mode, **dict(self.parameters)}
         for key, value in self.parameters:
             if PARAMETERS[key].omit_default and value == PARAMETERS[key].default:

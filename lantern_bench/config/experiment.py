@@ -1,8 +1,4 @@
-"""From an experiment file and flags to cells with every value decided.
-
-A resolved experiment writes itself as an experiment file that resolves to the same cells. The keys of an experiment
-file are in `parse_experiment.py` and `lantern_bench/methods`; `plan.py` puts the cells in order.
-"""
+"""From an experiment file and flags to cells with every value decided; `plan.py` puts them in order."""
 
 from __future__ import annotations
 
@@ -24,10 +20,10 @@ from lantern_bench.errors import RefusedError, UserError, did_you_mean
 from lantern_bench.methods.tables import MODES, PARAMETERS, RULES, has_parameter, owners_of
 
 ModelDefaults: TypeAlias = Mapping[str, Mapping[str, Any]]
-"""The decoding values that models suggest, by the model's name."""
+"""The decoding values that models suggest, by model."""
 
 MOST_CELLS = 1_000
-"""Larger grids are more often a slip than a plan: they need `--yes`."""
+"""Larger grids need `--yes`."""
 
 # Keys that do not change the images, up to rounding.
 _NOT_RUN = ("name", "description", "paper", "protocol", "reference", "processes", "threads", "pool_devices")
@@ -45,15 +41,15 @@ class Cell:
 
     @cached_property
     def cell_id(self) -> str:
-        """The decoding's id, with model and batch where the run has several; also the name of the image directory."""
+        """The decoding's id, with model and batch where the run has several; names the image directory too."""
         return self.prefix + self.decoding.cell_id + self.suffix
 
     def columns(self) -> dict[str, Any]:
-        """Return the cell columns of `schema.py`, in their order; None where the cell lacks the parameter."""
+        """Return the cell columns of `schema.py`; None where the cell lacks the parameter."""
         return self.decoding.columns() | {"cell_id": self.cell_id, "batch": self.batch, "model": self.model}
 
     def settings(self) -> dict[str, Any]:
-        """Return the cell as an experiment file writes it, the model included: what a record's key covers."""
+        """Return what a record's key covers: the cell as an experiment file writes it, with its model."""
         return {"model": self.model, "batch": self.batch, **self.decoding.settings()}
 
 
@@ -66,17 +62,12 @@ class ResolvedExperiment:
     cfg_defaults: Mapping[str, float]  # the models' own guidance scales, for the ids
 
     @property
-    def name(self) -> str:
-        """The experiment's name."""
-        return self.settings.name
-
-    @property
     def is_relaxed(self) -> bool:
         """Whether any cell has a relaxed rule."""
         return any(not cell.decoding.rule_row.lossless for cell in self.cells)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data that is itself a valid experiment file and resolves to the same cells."""
+        """Return the content of an experiment file that resolves to the same cells."""
         values = self.settings.model_dump(mode="json", exclude_none=True)
         values["model_defaults"] = {model: {"cfg_scale": scale} for model, scale in self.cfg_defaults.items()}
         values["batch"] = values["batch"] if len(self.settings.batch) > 1 else self.settings.batch[0]
@@ -90,18 +81,18 @@ class ResolvedExperiment:
 
     @cached_property
     def hash8(self) -> str:
-        """8 hex digits of a hash of everything that changes the images; names, published figures and scoring do not."""
+        """8 hex digits of a hash of everything that changes the images."""
         covered = {key: value for key, value in self.to_dict().items() if key not in _NOT_RUN}
         return hashlib.sha256(json.dumps(covered, sort_keys=True).encode()).hexdigest()[:8]
 
     @property
     def run_name(self) -> str:
         """The name of the run directory."""
-        return f"{self.name}-{self.hash8}"
+        return f"{self.settings.name}-{self.hash8}"
 
 
 def shipped_experiments() -> dict[str, Path]:
-    """Return the experiments that come with the package, by name: from the wheel, else from the repository."""
+    """Return the experiments of the wheel, else those of the repository, by name."""
     package = Path(__file__).resolve().parent.parent
     for folder in (package / "experiments", package.parent / "experiments"):
         if folder.is_dir():
@@ -116,9 +107,8 @@ def load_experiment(
 ) -> ResolvedExperiment:
     """Read an experiment (a file, the name of a shipped one, or the content of one) with the overrides over it.
 
-    `models` holds the decoding values that models suggest, by name, or returns them for the models that it is called
-    with. A guidance scale recorded in the file (a resolved one) wins over the model's. Raises one `UserError` that
-    lists every problem with its location.
+    `models` holds the decoding values that models suggest, or returns them for the models that it is called with; those
+    that a resolved experiment recorded win. Raises one `UserError` that lists every problem with its location.
     """
     overrides = overrides or Overrides()
     if isinstance(source, str | Path):
@@ -155,10 +145,7 @@ def _find(source: str | Path) -> Path:
 
 @dataclass
 class Grid:
-    """Expands the entries of `cells` to the cells of all models; what is wrong goes to the reader's problems.
-
-    Of a value that stands in several places the flag's wins, then the cell's, that of the model's block, of the top.
-    """
+    """Expands the entries of `cells` to the cells of all models; what is wrong goes to the reader's problems."""
 
     reader: ExperimentReader
     settings: Settings
@@ -193,7 +180,7 @@ class Grid:
         return list(cells)
 
     def _note_idle_flags(self) -> None:
-        """Note the flags that no cell of the experiment uses, unless a cell without a mode may be the reason."""
+        """Note the flags that no cell uses, unless a cell without a mode may be the reason."""
         if not all(entry.modes for entry in self.entries):
             return
         modes = ", ".join(dict.fromkeys(mode for entry in self.entries for mode in entry.modes)) or "ar"
@@ -204,6 +191,7 @@ class Grid:
 
     def _decodings(self, entry: CellEntry, model: str) -> Iterator[Decoding]:
         """Yield the decodings of one entry, without those that have problems."""
+        # Of a value that stands in several places the last wins.
         stated = {**self.reader.top, **self.reader.models.get(model, {}), **entry.layer, **self.reader.flags}
         methods = []
         for mode in entry.modes:

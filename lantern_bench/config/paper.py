@@ -1,8 +1,4 @@
-"""The `paper:` block of an experiment: published figures, each with its source and confidence.
-
-A figure without a source stays empty, with a note. Users who have the paper may fill such a row in a copy of the file,
-with `confidence: user`.
-"""
+"""The `paper:` block of an experiment: published figures, each with its source and confidence."""
 
 from __future__ import annotations
 
@@ -29,10 +25,7 @@ _STRICT = ConfigDict(frozen=True, extra="forbid")
 
 
 class Figure(BaseModel):
-    """One published figure. confidence: paper (read in it), secondary (somebody's notes), derived (arithmetic), ...
-
-    `definition` is what holds by definition (autoregressive decoding has speedup 1), `user` what a user filled in.
-    """
+    """A published figure, and how it is known: read in the paper, in notes, derived, by definition, from a user."""
 
     model_config = _STRICT
 
@@ -62,7 +55,7 @@ class PaperRow(BaseModel):
         return self
 
     def matches(self, cell: Mapping[str, Any]) -> bool:
-        """Return whether a cell (its columns, with `model`) is this row's; the residual is not compared."""
+        """Return whether a cell (its columns) is this row's; the residual is not compared."""
         if self.match is None:
             return False
         wanted = self.match | self.models.get(str(cell["model"]), {})
@@ -90,5 +83,5 @@ class Paper(BaseModel):
 
 
 def read_paper(block: Mapping[str, Any] | None) -> Paper | None:
-    """Return the checked block of an experiment, None without one; raises pydantic's `ValidationError`."""
+    """Return the checked block, None without one; raises pydantic's `ValidationError`."""
     return Paper.model_validate(dict(block)) if block and "title" in block else None

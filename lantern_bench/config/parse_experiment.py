@@ -1,7 +1,4 @@
-"""Read an experiment file and the flags over it: run-wide settings, and decoding parameters with their locations.
-
-All problems are collected in one `Problems`; `experiment.py` makes the cells.
-"""
+"""Read an experiment file and the flags over it: run-wide settings, and decoding parameters with their locations."""
 
 from __future__ import annotations
 
@@ -45,7 +42,7 @@ class Settings(BaseModel):
     paper: dict[str, Any] | None = Field(default=None, description="must be a mapping")  # see paper.py
     model: Several[str] = Field(description="must be a model's name or a list of names")
     prompts: str = Field(default="held-out", min_length=1, description="must be the name of a prompt set, or a file")
-    # Images of each cell: prompts in order, then again with the next repeat; None: every prompt once.
+    # Of each cell: prompts in order, then again with the next repeat; None: every prompt once.
     images: Count | None = Field(default=None, description=COUNT.allowed)
     repeats: Count = Field(default=1, description=COUNT.allowed)  # of that list of images, each with new seeds
     seed: Natural = Field(default=0, lt=2**63, description=NATURAL.allowed)
@@ -104,10 +101,7 @@ class Overrides:
         modes: str | Sequence[str] | None = None,
         settings: Sequence[str] = (),
     ) -> Overrides:
-        """Return the overrides given by flags (by key; None: not given), `--modes` and `--set`.
-
-        Texts are split at commas; one that starts with `[` is read as YAML.
-        """
+        """Return the overrides given by flags (by key; None: not given), `--modes` and `--set`."""
         values = {key.replace("-", "_"): _split(value, f"--{key}") for key, value in flags.items() if value is not None}
         from_set = set()
         for setting in settings:
@@ -142,9 +136,7 @@ def _split(value: Any, flag: str) -> list[Any]:
 
 # ---- The file
 
-UNNAMED = "unnamed"
-"""Stands for the experiment's or the model's name where that is wrong, so that reading continues."""
-
+UNNAMED = "unnamed"  # stands for a wrong name, so that reading continues
 _PARAMETERS = tuple(key for key in PARAMETERS if key != "mode")
 _BLOCKS = ("models", "model_defaults", "cells")
 _LISTS = ("model", "metrics", "batch")
@@ -179,7 +171,6 @@ class CellEntry(NamedTuple):
 class ExperimentReader:
     """Reads the blocks of one file and the flags over them; what is wrong goes to `problems`.
 
-    `top`, `models` and `flags` are the parameters at the top of the file, of the blocks of models, and of the flags.
     Raises `RefusedError` if the file names an installed rule or drafting that cannot be used.
     """
 
@@ -210,7 +201,7 @@ class ExperimentReader:
         }
 
     def settings(self) -> Settings:
-        """Read the run-wide settings: of the file, of the blocks of its models, which must agree, of the flags."""
+        """Read the run-wide settings of the file, the blocks of its models, which must agree, and the flags."""
         typed = self.overrides.values
         stated = {key: (self.data[key], self.source.location((key,))) for key in ALLOWED if key in self.data}
         if self.blocks:
@@ -247,15 +238,15 @@ class ExperimentReader:
         try:
             return Settings.model_validate(values)
         except ValidationError as error:
-            for _, path, text, value in problems_of(error, Source("", Path(), values), Settings):
-                key = path.partition(".")[0]
+            for location, text, value in problems_of(error, Source("", Path(), values), Settings):
+                key = location.text.partition(".")[0]
                 shown = "(empty)" if value is None and key in stated else value
                 self.problems.add(stated[key][1] if key in stated else Location(key), text, shown)
                 values.pop(key, None)
             return Settings.model_validate({"name": UNNAMED, "model": UNNAMED} | values)
 
     def model_defaults(self) -> dict[str, dict[str, Any]]:
-        """Read the block `model_defaults` that a resolved experiment records: values by model."""
+        """Read the values by model that a resolved experiment records."""
         defaults = {}
         for name, block in self._blocks("model_defaults").items():
             layer = self._layer(block, ("model_defaults", name), _PARAMETERS, ())
@@ -334,7 +325,7 @@ class ExperimentReader:
     def _layer(
         self, block: Mapping[str, Any], path: KeyPath, parameters: tuple[str, ...], other_keys: tuple[str, ...]
     ) -> Layer:
-        """Read the parameters of a block; a key that is neither a parameter nor among `other_keys` is a problem."""
+        """Read the parameters of a block; keys other than these and `other_keys` are problems."""
         layer = {}
         for key, written in block.items():
             location = self.source.location((*path, key))
@@ -351,10 +342,7 @@ class ExperimentReader:
         return layer
 
     def check_models(self, settings: Settings, models: Collection[str], entries: list[CellEntry]) -> None:
-        """Note unknown models, cells of models that the experiment does not name, and blocks of misspelt ones.
-
-        Blocks of other models are allowed: `model` and `--model` select some of them.
-        """
+        """Note unknown models, cells of other models, and blocks of misspelt ones; `--model` selects among blocks."""
         typed = "model" in self.overrides.values
         location = self.overrides.location("model") if typed else self.source.location(("model",))
         for name in settings.model:

@@ -1,14 +1,13 @@
 """The plan: which image is made in which cell, from which prompt and seed, and in which order.
 
-Cells are interleaved: for each prompt all cells run in a seeded random order, so that a machine that slows down slows
-all of them (docs/results-format.md). A plan is the same on every machine.
+For each prompt all cells run in a seeded random order, so that a machine that slows down slows all of them.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby, islice
@@ -20,12 +19,12 @@ from lantern_bench.errors import UserError
 
 
 def record_seed(run_seed: int, prompt_id: str, repeat: int, seed_set: int = 0) -> int:
-    """Return the 63-bit generator seed of one image, the same for all cells with this set of seeds."""
+    """Return the 63-bit seed of an image, the same for all cells with this set of seeds."""
     return _hash63(f"record:{run_seed}:{prompt_id}:{repeat}" + (f":{seed_set}" if seed_set else ""))
 
 
 def order_key(run_seed: int, prompt_id: str, repeat: int, cell_id: str) -> int:
-    """Return a cell's sort key among the cells of one prompt; the order of two does not depend on the others."""
+    """Return a cell's sort key among the cells of a prompt; the order of two does not depend on the others."""
     return _hash63(f"order:{run_seed}:{prompt_id}:{repeat}:{cell_id}")
 
 
@@ -81,21 +80,6 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class Estimate:
-    """The remaining work."""
-
-    images: int
-    done: int  # of them
-    seconds: float | None  # for the others; None: the seconds per image of some cell are unknown
-    unknown: tuple[str, ...] = ()  # those cells
-
-    @property
-    def to_do(self) -> int:
-        """Images still to make."""
-        return self.images - self.done
-
-
-@dataclass(frozen=True)
 class Plan:
     """The images of a run."""
 
@@ -109,7 +93,7 @@ class Plan:
         return replace(self, tasks=tuple(mine))
 
     def deal(self, missing: Plan, count: int, seed: int) -> list[Plan]:
-        """Deal `missing`, a part of this plan, to `count` plans: prompts, with all their cells, in random order."""
+        """Deal `missing`, a part of this plan, to `count` plans: prompts in random order, with all their cells."""
         groups = {task.image_index // self.together for task in missing.tasks}
         order = sorted(groups, key=lambda group: _hash63(f"deal:{seed}:{group}"))
         share_of = {group: number % count for number, group in enumerate(order)}
@@ -120,18 +104,10 @@ class Plan:
         return [replace(self, tasks=tuple(share)) for share in shares]
 
     def batches(self) -> Iterator[tuple[ImageTask, ...]]:
-        """Yield the tasks that are decoded at once: as many images of a cell as its batch size, or the rest."""
+        """Yield the tasks that are decoded at once: images of a cell, up to its batch size."""
         for cell, tasks in groupby(self.tasks, key=lambda task: task.cell):
             while group := tuple(islice(tasks, cell.batch)):
                 yield group
-
-    def estimate(self, seconds_per_image: Mapping[str, float], done: Collection[ImageKey]) -> Estimate:
-        """Estimate the remaining work from seconds per image by cell id; `done` holds the keys of finished images."""
-        finished = set(done)
-        waiting = [task.cell.cell_id for task in self.tasks if task.key not in finished]
-        unknown = tuple(dict.fromkeys(cell_id for cell_id in waiting if cell_id not in seconds_per_image))
-        seconds = None if unknown else sum(seconds_per_image[cell_id] for cell_id in waiting)
-        return Estimate(len(self.tasks), len(self.tasks) - len(waiting), seconds, unknown)
 
 
 def parse_shard(text: str) -> Shard:

@@ -1,13 +1,8 @@
-"""Quality protocols: how pictures are scored. Each has a name and a version that are recorded with its figures.
-
-A figure can be compared only under one protocol, so a protocol holds everything that can change a figure, and every
-change is a new version.
-"""
+"""Quality protocols: all that can change how pictures are scored, by name and version; a change is a new version."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from lantern_bench.errors import UserError, did_you_mean
 from lantern_bench.methods.tables import METRICS, OF_IMAGES, REFUSED_METRICS
@@ -40,10 +35,6 @@ class Protocol:
     clip_prefix: str = ""
     reference: str | None = None  # the default reference; None requires --reference
     reference_pictures: int | None = None  # FID, precision and recall depend on it
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain data, for the manifest."""
-        return asdict(self) | {"metrics": list(self.metrics)}
 
 
 _ALL = (
@@ -85,7 +76,7 @@ PROTOCOLS = {protocol.name: protocol for protocol in (*_ALL, *_OF_METRICS)}
 
 
 def protocol_of(name: str) -> Protocol:
-    """Return the protocol of a name; raises the error of an installed metric of this name that cannot be used."""
+    """Return the protocol of a name; raises the error of an installed metric that cannot be used."""
     if (metric := name.replace("-", "_")) in REFUSED_METRICS:
         raise REFUSED_METRICS[metric]
     if name not in PROTOCOLS:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, get_args
@@ -16,7 +16,6 @@ from lantern_bench.errors import UserError, did_you_mean
 
 KeyPath: TypeAlias = tuple[str | int, ...]
 
-# More than any file here needs.
 MOST_CHARACTERS, DEEPEST = 1_000_000, 32
 
 
@@ -38,7 +37,7 @@ class Source:
     twice: tuple[KeyPath, ...] = ()  # keys that are written twice
 
     def line(self, path: KeyPath) -> int | None:
-        """Return the line, from 1, of the value at `path` or of the nearest key or entry that encloses it."""
+        """Return the line, from 1, of the value at `path` or of what encloses it."""
         while path and path not in self.lines:
             path = path[:-1]
         return self.lines[path] if path else None
@@ -78,7 +77,7 @@ def read_source(path: Path, beginning: str = "Start with: name, model, prompts a
 def load_yaml(text: str, name: str) -> tuple[Any, yaml.Node | None]:
     """Return the data of a YAML text and its tree with line numbers; None for both if it is empty.
 
-    Raises `UserError`, with `name`, for what is not YAML, is too deep or too large, or has an alias.
+    Raises `UserError`, with `name`, for what `_Loader` refuses too.
     """
     if len(text) > MOST_CHARACTERS:
         raise UserError(f"{name[:200]}: has more than {MOST_CHARACTERS} characters, the most of a YAML text here")
@@ -143,7 +142,7 @@ class Problems:
             self.entries.append(problem)
 
     def raise_all(self) -> None:
-        """Raise one `UserError` with every problem, by line, flags last; return if there are none."""
+        """Raise one `UserError` with the problems, by line, flags last, if there are any."""
         if not self.entries:
             return
         in_order = sorted(self.entries, key=lambda problem: (problem[1].startswith("--"), problem[0].line or 0))
@@ -162,9 +161,6 @@ def show(value: object) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-Problem: TypeAlias = tuple[int | None, str, str, Any]
-"""Line, dotted key, what is allowed, and the value as written."""
-
 _SENTENCES = {
     "string_type": "must be text",
     "string_pattern_mismatch": "must be text",
@@ -174,16 +170,20 @@ _SENTENCES = {
 }
 
 
-def problems_of(error: ValidationError, source: Source, model: type[BaseModel]) -> list[Problem]:
-    """Return each problem that pydantic found when it validated a source as `model`.
+def problems_of(
+    error: ValidationError, source: Source, model: type[BaseModel]
+) -> Iterator[tuple[Location, str, object]]:
+    """Yield what pydantic found wrong with a source as `model`, as the arguments of `Problems.add`.
 
-    A ValueError of a validator is the sentence itself. A field's `description` explains a missing key, and is the
-    sentence itself if it begins with "must".
+    A ValueError of a validator is the sentence itself, as is a field's `description` that begins with "must"; other
+    descriptions explain a missing key.
     """
-    return [_problem(item, source, model) for item in error.errors(include_url=False)]
+    for item in error.errors(include_url=False):
+        path, text, value = _problem(item, source, model)
+        yield Location(".".join(map(str, path)), source.line(path)), text, value
 
 
-def _problem(item: Mapping[str, Any], source: Source, model: type[BaseModel]) -> Problem:
+def _problem(item: Mapping[str, Any], source: Source, model: type[BaseModel]) -> tuple[KeyPath, str, object]:
     """Follow the path through the models as far as there are fields; errors inside a field belong to the field."""
     kind, about = item["type"], ""
     path: KeyPath = ()
@@ -215,7 +215,7 @@ def _problem(item: Mapping[str, Any], source: Source, model: type[BaseModel]) ->
         text = _SENTENCES[kind]
     else:
         text = str(item.get("ctx", {}).get("error") or item["msg"])
-    return source.line(path), ".".join(map(str, path)), text, value
+    return path, text, value
 
 
 def _fields(model: type[BaseModel]) -> dict[str, FieldInfo]:

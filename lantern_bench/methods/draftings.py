@@ -34,7 +34,7 @@ class Drafting:
     needs_drafter: bool = True  # whether it uses the model's drafter; without it, models need none
     sampled: bool = True  # drafts are drawn from q; False: a draft is deterministic, and its q is 1
     chain: bool = False  # its drafts never branch; the shape of a static tree says that itself
-    # Whether every step draws all of its drafts with new random numbers, as rules that look behind a draft need.
+    # Whether every step draws all drafts with new random numbers, as rules that look behind a draft need.
     fresh_every_step: Callable[[Values], bool] = lambda _values: True
     label: Callable[[Values], str | None] = lambda _values: None  # how ids and tables write the drafts
     # (defaults, values that the user gave) -> defaults that fit them
@@ -64,7 +64,7 @@ class Drafting:
 
 
 def _most_nodes(values: Values) -> int:
-    """Return how many candidates the rounds of a dynamic tree make: `beam`, then `beam` squared in each round."""
+    """Return how many candidates a dynamic tree has: `beam`, then `beam` squared in each round."""
     return int(values["beam"] + (values["depth"] - 1) * values["beam"] ** 2)
 
 
@@ -80,7 +80,7 @@ def _enough_nodes(defaults: Values, typed: Values) -> Values:
 
 
 def _jacobi_label(values: Values) -> str:
-    """Return `w16` and what is not the default: `w16-left-maximal`; with candidates `w16x3x2-maximal`."""
+    """Return `w16-left-maximal`, or `w16x3x2-maximal` with candidates."""
     sizes = (values[key] for key in ("window", "candidates", "branching") if key in values)
     words = [setting for setting in (values["initial"], values["coupling"]) if setting not in ("uniform", "none")]
     return "-".join(["w" + "x".join(map(str, sizes)), *words])

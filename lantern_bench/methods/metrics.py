@@ -15,9 +15,9 @@ from lantern_bench.methods.parameters import Code, fingerprint_of, load_code
 class Metric:
     """A quality metric.
 
-    `load` of a metric of images is (protocol, device) -> scorer, and `scorer(pictures, prompts)` gives a
-    number or None for each picture, uint8 [3, h, w]; its `label` names the network in results (without one: the metric
-    and the fingerprint of its file). `load` of a metric of sets is (`FeatureSets`) -> figure (metrics/figures.py).
+    `load` of a metric of images is (protocol, device) -> scorer; `scorer(pictures, prompts)` gives a number or None for
+    each picture, uint8 [3, h, w], and `scorer.label`, if any, names its network. Of a metric of sets it is
+    (`FeatureSets`) -> figure.
     """
 
     name: str  # of its columns
@@ -53,20 +53,20 @@ class Metric:
 
     @property
     def is_paired(self) -> bool:
-        """Whether each image has a figure, which is compared with that of ar for the same prompt."""
+        """Whether images are compared with those of ar for the same prompts."""
         return self.against_ar in ("paired", "both")
 
     @property
     def has_spread(self) -> bool:
-        """Whether cells are compared with the spread of ar with other seeds."""
+        """Whether cells are compared with the spread of ar."""
         return self.against_ar in ("spread", "both")
 
     def function(self) -> Callable[..., Any]:
-        """Return `load`; imports its module where it is given by name."""
+        """Return `load`, imported."""
         return load_code(self.load)
 
     def fingerprint(self) -> str:
-        """8 hex digits that change with the file of its function: scores of two versions are told apart."""
+        """8 hex digits that change with the file of its function."""
         return fingerprint_of(self.load)[:8]
 
 

@@ -1,4 +1,4 @@
-"""Decoding parameters of every cell or of several rules, one row each; those of one method stand with its row."""
+"""Decoding parameters of every cell or of several rules; those of one method stand with its row."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def whole_number(at_least: int) -> Kind:
 
 
 def number(allowed: str, **limits: Any) -> Kind:
-    """Return the kind of finite numbers within limits, which are those of pydantic's `Field` (gt, ge, lt, le)."""
+    """Return the kind of finite numbers within `limits`, those of pydantic's `Field`."""
     return Kind(Annotated[float, _NO_BOOL, Field(allow_inf_nan=False, **limits)], f"must {allowed}", "float")
 
 
@@ -72,8 +72,8 @@ class Parameter:
     help: str  # of its flag and of its column
     default: Any = None
     remark: str = ""  # completes what is allowed, in brackets
-    # How a cell id writes it: not at all, because it is part of mode, drafting, rule or tree ("structure"); as `short`
-    # and the value wherever the cell has it ("always"); or where it is not the default ("changed").
+    # How a cell id writes it: as part of mode, drafting, rule or tree ("structure"); as `short` and the value
+    # ("always"); or so where it is not the default ("changed").
     in_id: Literal["structure", "always", "changed"] = "always"
     short: str = ""  # in ids, in place of the name
     symbol: str | None = None  # of a rule's bound, on axes and in legends
@@ -84,7 +84,7 @@ class Parameter:
 
     @property
     def column(self) -> tuple[str, str] | None:
-        """The type and the unit of its column, or None; structure has the columns mode, drafting, rule and tree."""
+        """The type and the unit of its column; None: it has none of its own."""
         return None if self.unit is None or self.in_id == "structure" else (self.kind.dtype, self.unit)
 
 

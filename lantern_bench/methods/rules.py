@@ -23,7 +23,7 @@ from lantern_bench.methods.parameters import (
 class Rule:
     """An acceptance rule; one with neither `limit`, `chance` nor `accept` accepts child after child, strictly.
 
-    A relaxed rule has one of two functions of (`DraftView`, values of its parameters by name), `limit` or `chance`.
+    `limit` and `chance` are functions of (`DraftView`, values of its parameters by name).
     """
 
     name: str
@@ -65,7 +65,7 @@ class Rule:
 
     @cached_property
     def value_names(self) -> tuple[str, ...]:
-        """The names of the parameters whose values `limit` and `chance` get: the bound first."""
+        """The names of the parameters that `limit` and `chance` get: the bound first."""
         names = (parameter.name for parameter in self.parameters)
         return () if self.lossless else tuple(dict.fromkeys((self.bound, *names)))
 
@@ -77,7 +77,7 @@ class Rule:
         return (*neighbours, *self.value_names, *(("residual",) if two_residuals else ()))
 
     def fingerprint(self) -> str:
-        """16 hex digits that change when the file of its code changes: a run never mixes pictures of two versions."""
+        """16 hex digits that change when the file of its code changes."""
         return fingerprint_of(self.limit or self.chance or self.accept or self.name)
 
 

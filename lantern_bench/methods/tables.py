@@ -1,4 +1,4 @@
-"""The modes, and the tables of all methods by name: shipped rows, those of other packages, what goes together."""
+"""The modes, and the tables of all methods by name: shipped rows and those of other packages."""
 
 from __future__ import annotations
 
@@ -101,10 +101,9 @@ def find_rows(
     draftings: Collection[str] = (),
     entry_points: Iterable[metadata.EntryPoint] | None = None,
 ) -> tuple[dict[str, _Row], dict[str, RefusedError]]:
-    """Return the usable rows of other packages by name, and an error for each row that cannot be used, by its name.
+    """Return the usable rows of other packages by name, and errors for the others.
 
     `taken` are names that neither a row nor its parameters may have, `draftings` those that a rule may name.
-    `entry_points` are by default the installed ones of the group.
     """
     taken = set(taken)
     rows: dict[str, _Row] = {}
@@ -173,7 +172,7 @@ _TAKEN |= {name for row in OUTSIDE_DRAFTINGS.values() for name in (row.name, *ro
 OUTSIDE_RULES, _refused_rules = find_rows("lantern_bench.rules", Rule, _TAKEN, _DRAFTS)
 """Rules that other packages bring, by name."""
 REFUSED: dict[str, RefusedError] = _refused_draftings | _refused_rules
-"""Errors of installed rows that cannot be used, by name: an experiment that names one raises its error."""
+"""Errors of installed rows that cannot be used, by name."""
 RULES: dict[str, Rule] = {row.name: row for row in SHIPPED_RULES} | OUTSIDE_RULES
 
 MODES: dict[str, Mode] = {row.name: row for row in SHIPPED_MODES}
@@ -192,7 +191,7 @@ ON_CURVES = tuple(name for name, metric in METRICS.items() if metric.on_curves)
 
 
 def _all_parameters() -> list[Parameter]:
-    """Return every parameter, some twice, in the order of a grid's axes, the first varying slowest."""
+    """Return every parameter, some twice, in the order of a grid's axes."""
     return [
         structure("mode", word(*MODES), "The mode."),
         structure("drafting", word(*DRAFTINGS), f"How to draft: {', '.join(_DRAFTS)}."),
@@ -212,7 +211,7 @@ _SHARED = ("neighbours", "neighbour_metric", "delta", "lambda", "bound", "residu
 METHOD_PARAMETERS = {
     name: parameter for name, parameter in PARAMETERS.items() if parameter.in_id != "structure" and name not in _SHARED
 }
-"""The parameters that single rules bring, and that are not part of the structure of a cell, by name."""
+"""The parameters of single rules that are not part of a cell's structure, by name."""
 
 
 def raise_if_refused(name: object) -> None:
@@ -231,7 +230,7 @@ def has_parameter(key: str, drafting: str, rule: str) -> bool:
 
 
 def owners_of(key: str) -> str:
-    """Return which draftings or rules have a parameter, in words: `the rules additive and multiplicative`."""
+    """Return which draftings or rules have a parameter, in words."""
     if key == "mode" or key in SAMPLING:
         return "every cell"
     if key in ("drafting", "rule"):
@@ -247,14 +246,14 @@ def owners_of(key: str) -> str:
 
 
 def can_decide(rule: str, drafting: str) -> bool:
-    """Whether the rule can decide on some drafts of the drafting: sampled ones, or chains, as the rule needs."""
+    """Whether the rule can decide on some drafts of the drafting."""
     row = DRAFTINGS[drafting]
     sampled = row.sampled or not RULES[rule].needs_fresh_drafts
     return sampled and (not RULES[rule].chains or row.chain or "tree" in row.parameter_names)
 
 
 def tensor_parameters(rule: str) -> tuple[str, ...]:
-    """Return the parameters of a rule that its compiled program reads from tensors: one program for all values."""
+    """Return the parameters of a rule that its one compiled program reads from tensors."""
     row = RULES[rule]
     if not row.tensor_bound:
         return ()
@@ -262,7 +261,7 @@ def tensor_parameters(rule: str) -> tuple[str, ...]:
 
 
 def chain_problem(rule: str, drafting: str, paths: Topology, tree: str | None) -> str | None:
-    """Return why a rule cannot decide on drafts that branch or are not sampled, or None if it can."""
+    """Return why a rule cannot decide on drafts that branch or are not sampled, or None."""
     row = RULES[rule]
     if can_decide(rule, drafting) and (not row.chains or is_chain(paths)):
         return None
@@ -272,7 +271,7 @@ def chain_problem(rule: str, drafting: str, paths: Topology, tree: str | None) -
 
 
 def fresh_drafts_problem(rule: str, drafting: str, values: Values) -> str | None:
-    """Return why a rule that looks behind a draft cannot decide on drafts coupled from step to step, or None."""
+    """Return why a rule cannot decide on drafts coupled from step to step, or None."""
     row = DRAFTINGS[drafting]
     if not RULES[rule].needs_fresh_drafts or row.fresh_every_step(values):
         return None
@@ -281,7 +280,7 @@ def fresh_drafts_problem(rule: str, drafting: str, values: Values) -> str | None
 
 
 def defaults_for(drafting: str, rule: str, mode: str, of_model: Values | None = None) -> dict[str, Any]:
-    """Return the values used when the experiment does not give them, `of_model` being the model's; bounds have none."""
+    """Return the values used when the experiment gives none, with those of the model; bounds have none."""
     values = {
         key: parameter.default
         for key, parameter in PARAMETERS.items()

@@ -1,7 +1,6 @@
-"""The named static draft trees, and the check of a user's own tree.
+"""The named static draft trees (docs/algorithms.md, section 2), and the check of a user's own.
 
 A topology is a set of root-to-node paths of child ranks: `(0, 1)` is the second child of the first child of the root.
-The root itself has no entry. The names and their published counterparts are in docs/algorithms.md, section 2.
 """
 
 from __future__ import annotations
@@ -47,10 +46,7 @@ STATIC_TREES: dict[str, Topology] = {
 
 
 def check_topology(paths: Iterable[Sequence[int]]) -> Topology:
-    """Return the paths sorted by (depth, path), or raise `UserError` for a tree that cannot be drafted.
-
-    A gap in the ranks of siblings is refused: read literally it is not lossless (docs/algorithms.md, section 2).
-    """
+    """Return the paths sorted by (depth, path), or raise `UserError` for a tree that cannot be drafted losslessly."""
     listed = [tuple(path) for path in paths]
     if not listed:
         raise UserError("the tree is empty", "Give at least one path of child ranks, for example [[0], [0, 0]].")
@@ -91,7 +87,7 @@ def topology_name(topology: Topology) -> str:
 
 
 def topology_of(tree: str) -> Topology:
-    """Return the named topology; an unknown name raises `UserError` with the names there are."""
+    """Return the named topology; an unknown name raises `UserError`."""
     if tree not in STATIC_TREES:
         raise UserError(f"unknown tree '{tree}'", f"The trees are {', '.join(STATIC_TREES)}.")
     return STATIC_TREES[tree]

@@ -39,7 +39,7 @@ from lantern_bench.models.packed_linear import weight_bytes, weight_count
 from lantern_bench.models.random_model import random_model, random_model_of_size, read_size
 from lantern_bench.models.registry import model_of
 from lantern_bench.models.target import TransformerTarget
-from lantern_bench.report.cost_model import Setting, StepTimes, fit_device, named_draft, step_samples
+from lantern_bench.report.cost_model import Setting, fit_device, named_draft, step_samples
 from lantern_bench.report.curves import save_figure
 from lantern_bench.report.reproduction import device_in_words
 from lantern_bench.report.tables import write_csv
@@ -342,8 +342,7 @@ def save_device(profiled: ProfiledModel, rows: Sequence[Row], compute: Compute, 
     # Forwards by themselves find weights and cache where the forward before left them: a step's own take longer.
     samples, steps = [], [row for row in rows if row["what"] == "step"]
     for row in steps:
-        times = StepTimes(**{part: row[part] for part in _PARTS})
-        samples += step_samples(setting, named_draft(row["name"]), weight_bytes, times)
+        samples += step_samples(setting, named_draft(row["name"]), weight_bytes, row)
     host_ms = [row["other_ms"] for row in steps if row["name"] != "ar"]
     device = fit_device(
         samples,

@@ -1,9 +1,8 @@
-"""Compare two runs cell by cell: is the second faster or better than the first, or are they not distinguishable?
+"""Compare two runs: is the second faster or better than the first, or are they not distinguishable?
 
-Cells are matched by model and id, images by prompt and repeat; what only one run has is counted and left out. Accepted
-length and the metrics of images are tested over prompts, speedup over each run's own `ar` over processes (`stats.py`).
-Seconds of two runs, measured at two moments, get no verdict; nor do metrics of sets such as FID, which have one value a
-cell. Runs that differ in weights, quality protocol or machine are refused unless the caller allows it.
+Cells are matched by model and id, images by prompt and repeat. Accepted length and the metrics of images are tested
+over prompts, speedup over processes (`stats.py`). Seconds of two moments get no verdict; nor do metrics of sets such as
+FID, which have one value a cell.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class Difference(NamedTuple):
 
 
 def differences(a: RunData, b: RunData) -> list[Difference]:
-    """Return the differences between two runs; those that forbid a comparison come first, in the order of `ACROSS`."""
+    """Return the differences between two runs, in the order of `ACROSS`, then of settings."""
     weights_a, weights_b = ((run.manifest.get("key") or {}).get("weights") or {} for run in (a, b))
     # A model that only one run has takes no part in the comparison.
     shared = {name.split("/")[0] for name in weights_a} & {name.split("/")[0] for name in weights_b}
@@ -69,7 +68,7 @@ def differences(a: RunData, b: RunData) -> list[Difference]:
 
 
 def check_comparability(unlike: Collection[Difference], across: Collection[str]) -> None:
-    """Raise `RefusedError` naming the first kind of difference that forbids the comparison and is not in `across`."""
+    """Raise `RefusedError` for the first kind of difference that is not allowed."""
     for kind in ACROSS:
         against = [str(difference) for difference in unlike if difference.kind == kind]
         if against and kind not in across:
@@ -95,7 +94,7 @@ def _settings(manifest: Mapping[str, Any]) -> dict[tuple[str, str], str]:
 
 
 def _scorers(run: RunData) -> pd.DataFrame:
-    """The models and references that scored a run, as text, by protocol; the last score of each cell counts."""
+    """The models and references that scored a run, by protocol; the last score of each cell counts."""
     scores = pd.DataFrame(run.scores, columns=["protocol", "level", "cell_id", *_SCORERS])
     last = scores.drop_duplicates(["protocol", "level", "cell_id"], keep="last")
     return last.groupby("protocol")[list(_SCORERS)].agg(_listed)
@@ -119,7 +118,7 @@ class Comparison(NamedTuple):
 
 
 def compare_runs(a: RunData, b: RunData) -> Comparison:
-    """Compare two runs; `check_comparability` decides beforehand whether they may be compared."""
+    """Compare two runs that `check_comparability` allows."""
     runs = [{(str(cell.columns["model"]), cell.cell_id): cell for cell in run_cells(run)} for run in (a, b)]
     scores = [sort_scores(run.scores) for run in (a, b)]
     rows: list[dict[str, Any]] = []
@@ -159,7 +158,7 @@ _UNTESTED = {
 
 
 def _timed(quantity: str, seconds: Sequence[pd.DataFrame]) -> Iterator[dict[str, Any]]:
-    """Yield the row of a quantity of seconds as `_tested` does; only speedup over ar can have a verdict."""
+    """Yield the row of a quantity of seconds; only speedup over ar can have a verdict."""
     images = seconds[0].index.intersection(seconds[1].index)
     if not len(images):
         return
@@ -174,7 +173,7 @@ def _timed(quantity: str, seconds: Sequence[pd.DataFrame]) -> Iterator[dict[str,
 
 
 def _tested(quantity: str, a: pd.DataFrame, b: pd.DataFrame) -> Iterator[dict[str, Any]]:
-    """Yield the row of one quantity, none where the runs share no image that has it; arguments as `paired`."""
+    """Yield the row of a quantity, none where the runs share no image that has it."""
     pair = paired(a, b)
     if pair is None:
         return
@@ -192,7 +191,7 @@ def _effect_columns(effect: Interval, images: pd.Index) -> dict[str, Any]:
 
 
 def _scored_rows(cells: Sequence[CellRecords], scores: Sequence[Mapping[str, Scores]]) -> Iterator[dict[str, Any]]:
-    """Quality under each protocol that both runs have; where they share none, under each run's only one."""
+    """Quality under each protocol that both runs have, or under each run's only one."""
     protocols = [(name, name) for name in scores[0] if name in scores[1]]
     if not protocols and len(scores[0]) == len(scores[1]) == 1:
         protocols = [(next(iter(scores[0])), next(iter(scores[1])))]

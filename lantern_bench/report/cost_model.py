@@ -1,8 +1,7 @@
 """What a decode step costs on a device, from sizes alone, and the speedup of every cell of a run on that device.
 
-Bytes read, operations and kernels of each program of a step give its seconds; docs/prediction.md has the formulas, the
-constants and how far published speedups are from them. Acceptance is the run's: which tokens a step commits does not
-depend on the device.
+Bytes read, operations and kernels of each program of a step give its seconds (docs/prediction.md). Acceptance is the
+run's: which tokens a step commits does not depend on the device.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import pandas as pd
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from lantern_bench.config.yaml_source import Location, Problems, problems_of, read_source
+from lantern_bench.config.yaml_source import Problems, problems_of, read_source
 from lantern_bench.errors import RefusedError, UserError, did_you_mean
 from lantern_bench.methods.trees import STATIC_TREES, check_topology, topology_name
 from lantern_bench.models.registry import model_of
@@ -40,7 +39,7 @@ _Time = Annotated[float, Field(ge=0, allow_inf_nan=False, description="must be a
 
 
 class Device(BaseModel):
-    """A device: rates of its data sheet or measured ones, the shares of them that are reached, and overheads."""
+    """A device: its rates, the shares of them that are reached, and overheads."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -82,7 +81,7 @@ def devices() -> dict[str, Device]:
 
 
 def find_device(name: str) -> Device:
-    """A shipped device, or the one of a YAML file; raises `UserError` with the names there are, or for a bad file."""
+    """A shipped device, or the one of a YAML file."""
     if not name.lower().endswith((".yaml", ".yml")):
         if name in devices():
             return devices()[name]
@@ -96,8 +95,8 @@ def find_device(name: str) -> Device:
         return Device.model_validate(source.data)
     except ValidationError as error:
         problems = Problems(name)
-        for line, key, text, value in problems_of(error, source, Device):
-            problems.add(Location(key, line), text, value)
+        for problem in problems_of(error, source, Device):
+            problems.add(*problem)
         problems.raise_all()
         raise
 
@@ -124,7 +123,7 @@ STACKS: dict[str, Stack] = {
     "compiled": Stack(17.5, 17, 22, 10, 0, 16, 9, 0, 0.5, fixed=True),
     "eager": Stack(49, 18, 56, 15, 3, 0, 9, 8, 4, fixed=False),
 }
-"""This package's compiled programs (CUDA graphs on a GPU), and eager code as it is published. docs/prediction.md."""
+"""This package's compiled programs, and eager code as it is published."""
 
 # ---- Work of the programs of a step
 
@@ -189,7 +188,7 @@ def target_work(setting: Setting, nodes: float, weight_bytes: int, stack: Stack)
 
 
 def draft_work(setting: Setting, draft: Draft, committed: float, weight_bytes: int, stack: Stack) -> list[Work]:
-    """The drafter's forwards of a step: over the last step's tokens, then over the inner nodes of each level."""
+    """The drafter's forwards of a step: over the last tokens, then over the inner nodes of each level."""
     if draft.levels is None:
         return []
     first = draft.depth + 1 if stack.fixed else committed
@@ -228,7 +227,7 @@ class Seconds(NamedTuple):
 
 
 def seconds_of(work: Work, device: Device, stack: Stack, factor: float = 1.0) -> Seconds:
-    """Seconds of a program, times a factor; raises `RefusedError` for eager code without a time of its kernels."""
+    """Seconds of a program, times a factor; raises `RefusedError` without a time of eager kernels."""
     read = work.bytes / (1e9 * device.read_gb_s * device.read_share)
     multiply = work.operations / (1e12 * device.multiply_tflops * device.multiply_share)
     each = device.kernel_us if stack.fixed else device.eager_kernel_us
@@ -275,19 +274,10 @@ def step_seconds(device: Device, stack: Stack, setting: Setting, draft: Draft | 
 
 
 def prefill_seconds(device: Device, stack: Stack, setting: Setting) -> float:
-    """The forward over the prefix, which is not compiled; without `eager_kernel_us` (a CPU) it counts as compiled."""
+    """The forward over the prefix, which is not compiled; without `eager_kernel_us` it counts as such."""
     eager = stack if device.eager_kernel_us is None else STACKS["eager"]
     work = target_work(setting._replace(context=0), setting.sizes.prefix, device.weight_bytes, eager)
     return seconds_of(work, device, eager).total
-
-
-class StepTimes(NamedTuple):
-    """Measured milliseconds of the parts of a step."""
-
-    draft_ms: float
-    target_ms: float
-    verify_ms: float
-    other_ms: float
 
 
 class Sample(NamedTuple):
@@ -300,10 +290,10 @@ class Sample(NamedTuple):
 
 
 def fit_device(samples: Sequence[Sample], **fields: Any) -> Device:
-    """Fit rates, time of a kernel and factors to measured compiled programs; `fields` are the device's other fields.
+    """Fit rates, time of a kernel and factors to compiled programs; `fields` are the device's other fields.
 
-    Least squares of relative errors without negative rates, as if nothing overlapped; then one factor a program
-    (target: one a number of nodes), the median of measured over modelled.
+    Least squares of relative errors without negative rates, as if nothing overlapped; then factors, each the median of
+    measured over modelled.
     """
     from scipy.optimize import nnls
 
@@ -323,16 +313,20 @@ def fit_device(samples: Sequence[Sample], **fields: Any) -> Device:
     return device.model_copy(update={**fitted, "target_factors": targets})
 
 
-def step_samples(setting: Setting, draft: Draft | None, weight_bytes: int, step: StepTimes) -> list[Sample]:
-    """The programs of a measured compiled step as samples; `step` has the milliseconds of each."""
+def step_samples(setting: Setting, draft: Draft | None, weight_bytes: int, step: Row) -> list[Sample]:
+    """The programs of a measured compiled step as samples; `step` has `target_ms` and so on."""
     stack = STACKS["compiled"]
     if draft is None:
-        return [Sample("target", target_work(setting, 1, weight_bytes, stack), 1e-3 * (step.target_ms + step.other_ms))]
+        return [
+            Sample(
+                "target", target_work(setting, 1, weight_bytes, stack), 1e-3 * (step["target_ms"] + step["other_ms"])
+            )
+        ]
     drafted = sum(draft_work(setting, draft, 1, weight_bytes, stack), Work(0.0, 0.0, 0.0))
     return [
-        Sample("draft", drafted, 1e-3 * step.draft_ms),
-        Sample("target", target_work(setting, draft.nodes, weight_bytes, stack), 1e-3 * step.target_ms, draft.nodes),
-        Sample("verify", verify_work(setting, draft, 1, stack), 1e-3 * step.verify_ms),
+        Sample("draft", drafted, 1e-3 * step["draft_ms"]),
+        Sample("target", target_work(setting, draft.nodes, weight_bytes, stack), 1e-3 * step["target_ms"], draft.nodes),
+        Sample("verify", verify_work(setting, draft, 1, stack), 1e-3 * step["verify_ms"]),
     ]
 
 
@@ -358,10 +352,9 @@ _READ = ["committed_per_step", "start_per_step", "offered_depth_per_step", "toke
 
 
 def predict_run(run: RunData, device: Device, stack: str, model: str | None = None) -> pd.DataFrame:
-    """Return the table `prediction` of a run, with the speedups that it measured.
+    """Return the table `prediction` of a run; `model` replaces the run's sizes, not its acceptance.
 
-    `model` replaces the run's sizes and not its acceptance. Raises `RefusedError` for a run without recorded steps and
-    for a model of unknown sizes, `UserError` for an unknown model.
+    Raises `RefusedError` for a run without recorded steps and for a model of unknown sizes.
     """
     table = frame("prediction", prediction_rows(run, device, stack, model))
     table["speedup_measured"] = table["cell_id"].map(tables_of(run)["speed"].set_index("cell_id")["speedup"])
@@ -445,7 +438,7 @@ def _draft(cell: CellRecords, good: Sequence[Row], manifest: Mapping[str, Any]) 
 
 
 def measured_elsewhere(run: RunData, device: Device, stack: str, model: str | None = None) -> str | None:
-    """Say with which model, device and code the run was measured; None where these are the predicted ones."""
+    """Say with what the run was measured; None where that is what is predicted."""
     measured = device_in_words(run.manifest), "compiled" if run.manifest.get("compile") else "eager"
     predicted = device.about or device.name, _code(device, stack)
     others = set(run.records["model"]) - {model} if model is not None else set()
@@ -473,7 +466,7 @@ def terms_of(device: Device, stack: str) -> list[str]:
 
 
 def measured_times(run: RunData) -> pd.DataFrame:
-    """Return the table `prediction` with what a run measured; raises `RefusedError` for a run without seconds."""
+    """Return the table `prediction` with what a run measured; raises `RefusedError` without seconds."""
     speed = tables_of(run)["speed"]
     timed = speed[speed["latency_s"].notna()]
     if not len(timed):
@@ -484,7 +477,7 @@ def measured_times(run: RunData) -> pd.DataFrame:
 
 
 def with_hours(table: pd.DataFrame, prompts: int, devices: int) -> pd.DataFrame:
-    """Return the table with the hours of each cell; a prompt stays on one device with all its cells."""
+    """Return the table with hours; a prompt stays on one device with all its cells."""
     hours = math.ceil(prompts / devices) * table["latency_s"] / 3600
     return table.assign(hours=hours, device_hours=hours * devices)
 

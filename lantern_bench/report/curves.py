@@ -1,7 +1,6 @@
-"""Curves of one or several runs: the points behind each, and its picture as PNG and SVG beside the CSV of its points.
+"""Curves of one or several runs as PNG and SVG beside the CSV of their points.
 
-Acceptance by depth and by position in the image, histograms of the accepted length, quality against speed with its
-front, and the mean accepted length against a bound. FID values of different features never share an axis.
+FID values of different features never share an axis.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import pandas as pd
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.methods.tables import METRICS, ON_CURVES
 from lantern_bench.models.io.files import write_atomically
-from lantern_bench.report.labels import BOUNDS, CELL, FAMILY, CellKey, Style, cell_key, labels, styles
+from lantern_bench.report.labels import BOUNDS, CELL, FAMILY, GROUPINGS, CellKey, Style, cell_key, labels, styles
 from lantern_bench.report.records import CellRecords, run_cells
 from lantern_bench.report.stats import proportion
 from lantern_bench.report.tables import ENDS, SPEEDUPS, cells_of, frame, tables_of, write_csv
@@ -44,14 +43,14 @@ INTERVAL = "95 % interval"
 
 
 def curve_tables(run: RunData) -> dict[str, pd.DataFrame]:
-    """Return the tables that curves are made from: those of `tables_of`, `cells` (as `cells_of`) and `lengths`."""
+    """Return the tables of `tables_of`, `cells` (as `cells_of`) and `lengths`."""
     tables = tables_of(run)
     lengths = frame("lengths", (row for cell in run_cells(run) for row in _length_rows(cell)))
     return {**tables, "cells": cells_of(tables), "lengths": lengths}
 
 
 def _length_rows(cell: CellRecords) -> Iterator[dict[str, Any]]:
-    """The histogram of the tokens committed by a step, with Wilson intervals; empty for a cell without drafts."""
+    """The histogram of the tokens committed by a step; empty for a cell without drafts."""
     if cell.columns["drafting"] == "none":
         return
     steps = (length for counts in cell.good["committed_per_step"] for length in counts or ())
@@ -75,8 +74,7 @@ def _labelled(table: pd.DataFrame) -> pd.DataFrame:
 def acceptance_points(runs: Mapping[str, Tables], axis: str = "depth") -> pd.DataFrame:
     """Return the rows of `acceptance.csv` along `axis` of all runs.
 
-    Neighbouring positions of the image are pooled until a cell has at most 32 places; `index_end` is the last position
-    of each, and the interval is that of the sums.
+    Positions of the image are pooled to at most 32 places a cell; `index_end` is the last position of each.
     """
     table = stack_runs(runs, "acceptance")
     table = table[table["axis"] == axis].reset_index(drop=True)
@@ -103,8 +101,7 @@ def _bound_points(runs: Mapping[str, Tables], parameter: str) -> pd.DataFrame:
 def speed_quality_points(runs: Mapping[str, Tables]) -> pd.DataFrame:
     """Return the rows of `quality.csv` of all runs with the speedups and mean accepted length of their cell.
 
-    A run that was not timed (batched decoding) takes the speedups of the same cell from another of the runs, where it
-    was measured; `speed_run` names that run. A cell without either figure is left out.
+    A run that was not timed takes the speedups of the same cell from another run, which `speed_run` names.
     """
     table, cell = stack_runs(runs, "cells"), ["model", "cell_id"]
     speedup = [f"{name}{end}" for name in SPEEDUPS for end in ENDS]
@@ -119,7 +116,7 @@ def speed_quality_points(runs: Mapping[str, Tables]) -> pd.DataFrame:
 
 
 def is_dominated(points: pd.DataFrame, speed: str, quality: str, less_is_better: bool) -> list[bool]:
-    """Return for each point whether another of the same run and model beats it: no worse in both, better in one."""
+    """Return for each point whether another of its run and model is no worse in both, better in one."""
     fast, good = points[speed].to_numpy(), points[quality].to_numpy() * (-1 if less_is_better else 1)
     group = points.groupby(["run", "model"]).ngroup().to_numpy()
     no_worse = (fast >= fast[:, None]) & (good >= good[:, None]) & (group == group[:, None])
@@ -132,7 +129,7 @@ def is_dominated(points: pd.DataFrame, speed: str, quality: str, less_is_better:
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart. `points` may also hold `<x>_low`, `<x>_high`, `<y>_low` and `<y>_high`: ends of intervals."""
+    """A chart. `points` may also hold ends of intervals, such as `<x>_low`."""
 
     name: str  # of its files
     points: pd.DataFrame  # with `run`, `model`, `cell_id`, `label`; `dominated` where another cell beats a point
@@ -150,7 +147,7 @@ class Chart:
         return "dominated" not in self.points and self.x != "tree"
 
     def groups(self) -> list[pd.DataFrame]:
-        """Return the points of each line."""
+        """The points of each line."""
         return [rows for _, rows in self.points.groupby(list(self.lines), sort=False, dropna=False)]
 
     def x_values(self, rows: pd.DataFrame) -> list[Any]:
@@ -187,7 +184,7 @@ def fronts(runs: Mapping[str, Tables]) -> Iterator[Chart]:
 
 
 def charts(runs: Mapping[str, Tables], parameters: Sequence[str] = tuple(BOUNDS)) -> Iterator[Chart]:
-    """Yield the charts that the runs have data for; the mean accepted length is drawn against `parameters`."""
+    """Yield the charts that the runs have data for, of the mean accepted length against `parameters`."""
     rate = f"acceptance rate ({INTERVAL})"
     if len(depths := acceptance_points(runs)):
         yield Chart("acceptance-by-depth", depths, "index", "rate", "depth of the draft tree", rate, x_is_count=True)
@@ -218,7 +215,7 @@ def line_label(rows: pd.DataFrame) -> str:
 
 
 def whiskers(rows: pd.DataFrame, name: str) -> list[list[float]] | None:
-    """Return the lengths of both whiskers of each point, 0 where it has none; None for a figure without intervals."""
+    """Return the lengths of both whiskers of each point; None for a figure without intervals."""
     if f"{name}_low" not in rows:
         return None
     lengths = rows[name] - rows[f"{name}_low"], rows[f"{name}_high"] - rows[name]
@@ -242,11 +239,13 @@ def run_styles(runs: Mapping[str, Tables], by: str = "mode") -> Styles:
 def draw_curves(runs: Mapping[str, Tables], folder: Path, by: str = "mode") -> list[Path]:
     """Draw the curves of runs (name to `curve_tables`) into `folder`; return the files.
 
-    `by` (one of `GROUPINGS`) is what colours stand for and, except for the mode, what the mean accepted length is drawn
-    against. Raises `RefusedError` when there is nothing to draw.
+    `by` is what colours stand for and, except for the mode, what the mean accepted length is drawn against. Raises
+    `RefusedError` when there is nothing to draw.
     """
     from matplotlib import rc_context
 
+    if by not in GROUPINGS:
+        raise UserError(f"--by {by}: must be one of {', '.join(GROUPINGS)}")
     cell_styles = run_styles(runs, by)
     drawn = list(charts(runs, tuple(BOUNDS) if by == "mode" else (by,)))
     if not drawn:
@@ -267,14 +266,14 @@ def draw_curves(runs: Mapping[str, Tables], folder: Path, by: str = "mode") -> l
 
 
 def save_figure(figure: Figure, path: Path, **options: Any) -> None:
-    """Write a figure whole or not at all; `options` as in `Figure.savefig`. Raises `OSError`."""
+    """Write a figure whole or not at all; `options` as in `Figure.savefig`."""
     content = io.BytesIO()
     figure.savefig(content, format=path.suffix[1:], **options)
     write_atomically(path, content.getvalue())
 
 
 def to_matplotlib(chart: Chart, styles: Styles) -> Figure:
-    """Return the chart as a figure: the lines in one pair of axes with a legend, or each in a panel."""
+    """Return the chart as a figure: one pair of axes, or a panel for each line."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 

@@ -1,7 +1,6 @@
 """Tables formatted for people: text with units and intervals, `1.74x [1.70, 1.78]` in place of three columns.
 
-Values that all rows share move to the notes below, and missing values stay blank. Files, programs and computations use
-the tables themselves.
+Values that all rows share move to the notes below, and missing values stay blank.
 """
 
 from __future__ import annotations
@@ -64,10 +63,7 @@ class Readable(NamedTuple):
 
 
 def format_figure(column: str, value: Any, low: Any = None, high: Any = None, *, unit: str = "") -> str:
-    """Return a figure of a column as text, `1.74x [1.70, 1.78]`; empty when it is missing.
-
-    `unit` is that of the schema, for columns without a format of their own.
-    """
+    """Return a figure as text, `1.74x [1.70, 1.78]`; `unit` is for columns without a format."""
     if pd.isna(value):
         return ""
     if not isinstance(value, float):
@@ -81,7 +77,7 @@ def readable(table: pd.DataFrame, name: str | None = None) -> Readable:
     """Return a table formatted for people.
 
     With `name`, its name in the schema, empty columns and settings that the id holds are left out, values that all rows
-    share move to the notes, and acceptance is shown by depth. Without `name` all columns are kept.
+    share are notes, and acceptance is by depth.
     """
     rows = table[table["axis"] == "depth"].reset_index(drop=True) if name == "acceptance" else table
     names = [str(column) for column in rows.columns]

@@ -1,7 +1,7 @@
 """Labels and styles of cells: names of the papers, colours, markers, line styles.
 
-Files, terminal and web page share them, so that a cell looks the same in all of them. Colours are those of Okabe and
-Ito, which people with colour vision deficiency can tell apart; markers and line styles differ as well, for grey print.
+Colours are those of Okabe and Ito, which people with colour vision deficiency can tell apart; markers and line styles
+differ as well, for grey print.
 """
 
 from __future__ import annotations
@@ -12,15 +12,13 @@ from typing import Any, NamedTuple, TypeAlias
 
 import pandas as pd
 
-from lantern_bench.errors import UserError
 from lantern_bench.methods.parameters import SAMPLING
 from lantern_bench.methods.tables import METHOD_PARAMETERS, MODES, PARAMETERS, RULES
 
 CellKey: TypeAlias = tuple[str, str, str]
 """Run, model, cell id."""
 
-CELL = ["run", "model", "cell_id"]
-"""The columns of a `CellKey`."""
+CELL = ["run", "model", "cell_id"]  # the columns of a `CellKey`
 
 BOUNDS = {name: parameter.symbol for name, parameter in PARAMETERS.items() if parameter.symbol}
 """Labels of the bounds of relaxed rules."""
@@ -67,12 +65,6 @@ class Style(NamedTuple):
     line: str
 
 
-def check_grouping(by: str) -> None:
-    """Raise `UserError` unless `by` is one of `GROUPINGS`."""
-    if by not in GROUPINGS:
-        raise UserError(f"--by {by}: must be one of {', '.join(GROUPINGS)}")
-
-
 def cell_key(row: Mapping[Hashable, Any] | pd.Series) -> CellKey:
     """Return the key of a cell among several runs; `row` has the columns run, model, cell_id."""
     run, model, cell_id = (str(row[name]) for name in CELL)
@@ -82,7 +74,7 @@ def cell_key(row: Mapping[Hashable, Any] | pd.Series) -> CellKey:
 def labels(table: pd.DataFrame) -> list[str]:
     """Return a label for each row: `LANTERN++ λ=2`, with run and model in front where there are several.
 
-    It names bounds always, the tree where cells differ in it, other settings where cells of the same mode do.
+    The tree is named where cells differ in it, other settings where cells of the same mode do.
     """
     prefixes = [name for name in ("run", "model") if table[name].nunique() > 1]
     texts = []
@@ -105,10 +97,7 @@ def labels(table: pd.DataFrame) -> list[str]:
 
 
 def parameters(cell: Mapping[str, Any], cells: Sequence[Mapping[str, Any]]) -> str:
-    """Return a cell's settings beyond its mode as text: `small-7 k=10 lambda=2 T=0`.
-
-    Sampling settings are named where `cells` differ in them, for the cells that depart from the default.
-    """
+    """Return a cell's settings beyond its mode as text: `small-7 k=10 lambda=2`; of sampling where `cells` differ."""
     mode = MODES.get(str(cell["mode"]))
     names = [name for name in ("drafting", "rule") if mode and cell[name] != getattr(mode, name)]
     names += ["tree"] if cell["tree"] else []
@@ -125,7 +114,7 @@ def parameters(cell: Mapping[str, Any], cells: Sequence[Mapping[str, Any]]) -> s
 
 
 def _lossless_label(mode: str, rule: str) -> str | None:
-    """The label of a lossless rule in a lossless mode, which names the rule already; None for all others."""
+    """The label of a lossless rule in a lossless mode; None for all others."""
     if mode not in MODES or rule not in RULES or rule == "none":
         return None
     if not (RULES[rule].lossless and RULES[MODES[mode].rule].lossless):
@@ -135,7 +124,7 @@ def _lossless_label(mode: str, rule: str) -> str | None:
 
 
 def styles(table: pd.DataFrame, by: str = "mode") -> dict[CellKey, Style]:
-    """Return the style of every cell of `table`, in order of appearance; the colour stands for `by`."""
+    """Return the style of every cell; the colour stands for `by`."""
     cells = table.drop_duplicates(CELL)
     looks = map(Style, _colours(cells[by], by), cycle(_MARKERS), cycle(_LINES))
     return {cell_key(row): style for (_, row), style in zip(cells.iterrows(), looks, strict=False)}

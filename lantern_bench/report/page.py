@@ -1,8 +1,7 @@
 """One HTML file that shows one run or several: no network, no second file, links to the picture files.
 
-A Jinja template takes the tables and a tree of plain values; the JavaScript in `assets/` draws curves, pictures and
-maps from that tree. Plotly draws the curves; the page contains its whole library, compressed. Without JavaScript the
-page still shows its tables: figures formatted as in every other table, with the value that a table is sorted by.
+A Jinja template takes the tables and a tree of plain values, from which the JavaScript in `assets/` draws curves,
+pictures and maps. The page contains the whole library of Plotly, compressed. Without JavaScript it shows its tables.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ def write_report(directories: Sequence[Path], out: Path) -> Path:
 
 
 def render(runs: Mapping[str, RunData], home: Path) -> str:
-    """Return the page; `home` is the folder it will lie in, to which links to pictures are relative."""
+    """Return the page; links to pictures are relative to `home`, its folder."""
     from plotly.offline import get_plotlyjs
 
     tables = {name: curves.curve_tables(run) for name, run in runs.items()}
@@ -213,10 +212,7 @@ _DIGITS = string.digits + string.ascii_lowercase
 
 
 def _pictures(runs: Mapping[str, RunData], records: Mapping[CellKey, CellRecords], home: Path) -> Plain:
-    """Prompts in the order of the plan, and a picture for each completed record with its own figures.
-
-    A page holds at most `PICTURES` of them: all cells of the first prompts. `left_out` counts the other prompts.
-    """
+    """Prompts in the order of the plan, and their pictures, each with its figures; `left_out` counts other prompts."""
     cells, keys = list(records.values()), list(records)
     drawn = pd.concat([cell.good.loc[cell.good["image"].notna(), _READ].assign(cell=n) for n, cell in enumerate(cells)])
     drawn = drawn.fillna({"order_index": 0}).sort_values("order_index", kind="stable")
@@ -249,7 +245,7 @@ def _pictures(runs: Mapping[str, RunData], records: Mapping[CellKey, CellRecords
 
 
 def _image_scores(run: RunData) -> Mapping[str, dict[str, float]]:
-    """The figures of each image, by record key; of several protocols the first that has a figure counts."""
+    """The figures of each image, by record key, from the first protocol that has them."""
     scores: defaultdict[str, dict[str, float]] = defaultdict(dict)
     for protocol in sort_scores(run.scores).values():
         for key, row in protocol.images.items():
@@ -258,7 +254,7 @@ def _image_scores(run: RunData) -> Mapping[str, dict[str, float]]:
 
 
 def step_lengths(row: Row) -> list[int]:
-    """Return for each token of an image the length of the step that committed it; 0 for the first token."""
+    """Return for each token the length of the step that committed it; 0 for the first token."""
     lengths = [0] * int(row.get("tokens") or 0)
     for start, length in zip(row.get("start_per_step") or (), row.get("committed_per_step") or (), strict=False):
         end = min(start + length, len(lengths))
@@ -269,7 +265,7 @@ def step_lengths(row: Row) -> list[int]:
 def length_map(cell: CellRecords) -> list[float | None] | None:
     """Return the mean step length at each position over the cell's images, None where no step committed a token.
 
-    A cell that drafts nothing, or whose tokens fill no square, has no map.
+    None for a cell without drafts, or whose tokens fill no square.
     """
     if grid_side(cell.good) is None or cell.columns["drafting"] == "none":
         return None
@@ -279,7 +275,7 @@ def length_map(cell: CellRecords) -> list[float | None] | None:
 
 
 def grid_side(rows: pd.DataFrame) -> int | None:
-    """Return the side of the square that the tokens of these images fill, row by row; None where they fill none."""
+    """Return the side of the square that the tokens of these images fill, or None."""
     sizes = {int(count) for count in rows["tokens"].fillna(0).unique()}
     side = math.isqrt(max(sizes, default=0))
     return side if side and sizes == {side * side} else None
@@ -302,7 +298,7 @@ def thumbnail(picture: Path) -> Thumbnail | None:
 
 
 def encode_thumbnails(thumbnails: Iterable[Thumbnail], budget: int = _BUDGET) -> list[str]:
-    """Return thumbnails as base64 of WebP files, within `budget` where the lowest quality allows it."""
+    """Return thumbnails as base64 of WebP files, within `budget` if possible."""
     texts: list[str] = []
     for quality in (90, 82, 70, 55, 40, 25):
         texts = []
@@ -326,7 +322,7 @@ def _is_lower_better(name: str) -> bool:
 
 
 def summary(cells: pd.DataFrame, tables: Mapping[str, Tables]) -> Plain:
-    """Return the summary of all runs, a row for each of `cells`: the tables `cells` of all runs, numbered.
+    """Return the summary of all runs, a row for each of `cells`.
 
     heads: dicts of text, meaning and the good end (up, down or none); rows: (number of the cell, protocol, entries);
     notes: sentences below.
@@ -359,7 +355,7 @@ def highlights(cells: pd.DataFrame, shown: Sequence[Plain]) -> list[Plain]:
 
 
 def _how_sure(table: pd.DataFrame, best: pd.Series, name: str) -> str:
-    """How the best quality figure compares with AR; for speed whether another cell's interval reaches it, in words."""
+    """How the best quality figure compares with AR, or whether other cells' speed reaches it, in words."""
     if name not in SPEEDS and best["mode"] == "ar":
         return "AR itself"
     if pd.notna(best.get(f"{name}_vs_ar_p")):
@@ -379,7 +375,7 @@ def _how_sure(table: pd.DataFrame, best: pd.Series, name: str) -> str:
 def _entries(table: pd.DataFrame, name: str, good: str) -> list[Plain]:
     """The column's entries: dicts of value and interval as text, what they sort by, their bar, and whether it is best.
 
-    bar: left end, right end and value as shares of the column's width, on one scale; None without an interval.
+    bar: both ends and the value as shares of the column's width; None without an interval.
     """
     figures = table.reindex(columns=[name, f"{name}_low", f"{name}_high"]).astype(float)
     lowest, highest = float(figures.min().min()), float(figures.max().max())

@@ -1,4 +1,4 @@
-"""The records of runs, loaded and grouped into cells, and the baseline that each cell is compared to."""
+"""The records of runs, grouped into cells, and the baseline that each cell is compared to."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ HELD_UP = 1.25
 def _usual_share(images: pd.DataFrame) -> pd.Series[float]:
     """Return the share of its seconds that each image would have taken had nothing held it up; 1 for most.
 
-    Seconds a step above `HELD_UP` times the (lower) median of the cell in that process count as that much. Those of an
-    image marked disturbed count as the median, if at least half of the cell's images in that process are not.
+    Seconds a step above `HELD_UP` times the (lower) median of cell and process count as that much; those of a disturbed
+    image as the median, if at least half of these images are not disturbed.
     """
     pace, disturbed = images["seconds"] / images["steps"].clip(lower=1.0), images["disturbed"] == 1.0
     by_process = images["process"]
@@ -63,8 +63,8 @@ def _usual_share(images: pd.DataFrame) -> pd.Series[float]:
 def timed_images(cell: CellRecords, base: CellRecords | None = None) -> pd.DataFrame:
     """Return what `stats.timing` needs, by image: columns over, under, over_steps, under_steps and process.
 
-    With `base` seconds of the base over those of the cell, over the images that both have from one device; without it
-    seconds an image.
+    Seconds of the base over those of the cell, for images that both have from one device; without `base` seconds an
+    image.
     """
     if base is None:
         seconds = cell.timed.rename(columns={"seconds": "over", "steps": "over_steps"})
@@ -100,9 +100,8 @@ class CellRecords:
     def images(self) -> pd.DataFrame:
         """The figures of each completed image as floats, indexed by (prompt_id, repeat); nan where not recorded.
 
-        Besides recorded columns: `count` is 1, `device_id` a text (empty where not recorded); `steps`, `committed` and
-        `accepted` count over the steps, `uncut` is the tokens with the last step uncut, `*_ms` are milliseconds.
-        Seconds and milliseconds are those of `_usual_share`.
+        `count` is 1, `device_id` a text (empty where not recorded); `steps`, `committed` and `accepted` count over the
+        steps, `uncut` is the tokens with the last step uncut. Seconds and `*_ms` are those of `_usual_share`.
         """
         good, names = self.good, ["prompt_id", "repeat"]
         index = pd.MultiIndex.from_arrays([list(good["prompt_id"]), list(good["repeat"])], names=names)
@@ -124,10 +123,8 @@ class CellRecords:
     def offers(self) -> pd.DataFrame:
         """What the steps of the completed images offered and accepted: columns depth, position, offered, accepted.
 
-        A record holds per step the child rank taken at each depth: a rank accepts a child, a final -1 rejects all
-        children of a node; a list without a final -1 ends on a node without children. The draft at depth d of a step
-        that starts at position s fills position s + d - 1 (docs/algorithms.md, section 7). Siblings tried at one node
-        count as one offer.
+        A step's list of child ranks ends with -1 where all children of a node were rejected. The draft at depth d of a
+        step that starts at position s fills position s + d - 1 (docs/algorithms.md, section 7). Siblings count as one.
         """
         counts = Counter(
             (depth, start + depth - 1, rank >= 0)
@@ -152,7 +149,7 @@ class CellRecords:
 
 
 def load_runs(directories: Sequence[Path], wanted: Collection[str] | None = None) -> dict[str, RunData]:
-    """Load runs by name, with the `wanted` columns of their records; `RefusedError` for a run without records."""
+    """Load runs by name as `read_run`; raises `RefusedError` for a run without records."""
     read = (read_run(directory, wanted) for directory in directories)
     runs = dict(zip(run_names(directories), read, strict=True))
     for run in runs.values():
@@ -162,7 +159,7 @@ def load_runs(directories: Sequence[Path], wanted: Collection[str] | None = None
 
 
 def run_names(directories: Sequence[Path]) -> list[str]:
-    """Return a name for each run directory: its own, or its path below the folder they share, which is unique."""
+    """Return a name for each run directory: its own, or its path below the folder they share."""
     paths = [directory.resolve() for directory in directories]
     if len({path.name for path in paths}) == len(paths):
         return [path.name for path in paths]
@@ -172,10 +169,7 @@ def run_names(directories: Sequence[Path]) -> list[str]:
 
 @lru_cache(maxsize=8)  # slow for a large run
 def run_cells(run: RunData) -> list[CellRecords]:
-    """Return the cells of a loaded run, in the fixed order of all tables.
-
-    Of records with one `record_key` the last counts: a failed image that was retried appears again.
-    """
+    """Return the cells of a loaded run, in the fixed order of all tables; of records with one key the last counts."""
     records = run.records
     last = records.loc[~records["record_key"].duplicated(keep="last"), ["cell_id", "prompt_id", "repeat"]]
     cells = []
@@ -188,9 +182,9 @@ def run_cells(run: RunData) -> list[CellRecords]:
 
 
 def baseline_of(cell: CellRecords, cells: Sequence[CellRecords]) -> CellRecords | None:
-    """Return the `ar` cell that a speedup is measured against: same model, closest sampling settings; None without one.
+    """Return the `ar` cell of the same model and the closest sampling settings; None without one.
 
-    Guidance doubles the rows of every forward, so a cell with guidance is never compared to one without.
+    Guidance doubles the rows of a forward: cells with and without it are never compared.
     """
     columns = cell.columns
     candidates = [
@@ -204,10 +198,7 @@ def baseline_of(cell: CellRecords, cells: Sequence[CellRecords]) -> CellRecords 
 
 
 def fastest_lossless(cell: CellRecords, cells: Sequence[CellRecords]) -> CellRecords | None:
-    """Return the fastest lossless cell (`ar` is one) of the same model and sampling settings; None without one.
-
-    By mean seconds an image: where all cells have the same images, that is the highest speedup.
-    """
+    """Return the lossless cell of the same model and sampling with the fewest seconds an image; None without one."""
     timed = [
         other
         for other in cells

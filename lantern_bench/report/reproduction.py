@@ -1,7 +1,6 @@
 """Published figures beside a run's: what `lantern-bench reproduce` prints, cell by cell and figure by figure.
 
-Every published figure is shown with its source, also where no cell of the run matches its row; a figure that is not
-available is empty and the note says so. Only figures of one kind have a difference: an FID of other features has none.
+Only figures of one kind have a difference: an FID of other features has none.
 """
 
 from __future__ import annotations
@@ -29,10 +28,7 @@ _SCORED_BY = {name: METRICS[name].scored_by for name in IN_SUMMARY}
 
 
 def reproduction_rows(tables: Mapping[str, pd.DataFrame], paper: Paper | None) -> list[dict[str, Any]]:
-    """Return the rows of `reproduction.csv`: by cell, by published row that matches it, by figure.
-
-    Cells without a published row have rows of their own figures; published rows without a cell come last.
-    """
+    """Return the rows of `reproduction.csv`, those of published rows without a cell last."""
     by_cell: dict[tuple[str, str], dict[str, Any]] = {}
     for row in rows_of(cells_of(tables)):  # each quality figure from the first protocol that has it
         cell = by_cell.setdefault((row["model"], row["cell_id"]), {})
@@ -61,7 +57,7 @@ def reproduction_rows(tables: Mapping[str, pd.DataFrame], paper: Paper | None) -
 
 
 def trends(tables: Mapping[str, pd.DataFrame]) -> list[str]:
-    """Return a sentence on each relaxed rule: in how many series of cells MAL rises (or stays) with the bound."""
+    """Return a sentence on each relaxed rule: in how many series of cells MAL rises with the bound."""
     sentences = []
     speed = tables["speed"][tables["speed"]["mean_accepted_length"].notna()]
     for bound in (name for name in BOUNDS if name in speed):
@@ -80,7 +76,7 @@ def trends(tables: Mapping[str, pd.DataFrame]) -> list[str]:
 
 
 def comparability(tables: Mapping[str, pd.DataFrame], paper: Paper | None, manifest: Mapping[str, Any]) -> list[str]:
-    """Return in plain sentences what differs between the published figures and those of the run."""
+    """Return in sentences what differs between the published figures and the run's."""
     if paper is None:
         return ["This experiment names no published table: only our figures are shown."]
     speed, quality = tables["speed"], tables["quality"]

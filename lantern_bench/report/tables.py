@@ -1,7 +1,6 @@
 """The four tables of a run, built from its records and scores: speed, quality, acceptance and summary.
 
-A table can be rebuilt at will, and one that differs from its file means that the records changed. Columns, their order
-and their types are those of `schema.py`; rows have a fixed order. A missing figure is empty, never 0, inf or nan.
+Columns are those of `schema.py`; rows have a fixed order. A missing figure is empty, never 0, inf or nan.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ NAMES = ("speed", "quality", "acceptance", "summary")
 _PUBLISHED = ("speedup", "mean_accepted_length", *IN_SUMMARY)  # figures that a paper's table may hold
 
 SPEEDUPS = ("speedup", "speedup_over_lossless")
-"""Seconds of another cell of the run over those of the cell: of ar, and of the fastest lossless cell."""
+"""Over ar, and over the fastest lossless cell of the run."""
 
 ENDS = ("", "_low", "_high")
 """Endings of the columns of a figure and of its interval."""
@@ -137,7 +136,7 @@ def _speedup(cell: CellRecords, base: CellRecords | None, name: str, pool_device
 def acceptance_rows(cell: CellRecords) -> Iterator[dict[str, Any]]:
     """Yield the rows of `acceptance.csv` of one cell: by depth (from 1), then by position in the image (from 0).
 
-    The interval is Wilson's over steps; it treats steps as independent, which is approximate for neighbouring ones.
+    The interval treats steps as independent, which is approximate for neighbouring ones.
     """
     offers = cell.offers
     for axis in ("depth", "position"):
@@ -175,7 +174,7 @@ def sort_scores(rows: Iterable[Row]) -> dict[str, Scores]:
 
 
 def quality_rows(cell: CellRecords, cells: Sequence[CellRecords], protocols: Mapping[str, Scores]) -> Sequence[Row]:
-    """Return the cell's row of `quality.csv` for each protocol that scored it, or one empty row."""
+    """Return the cell's rows of `quality.csv`, one a protocol, or one empty row."""
     measured = cell.images[["moved_mass", "accepted"]].dropna()
     accepted = measured["accepted"].sum()
     moved_mass = sum(measured["moved_mass"]) / accepted if accepted else None
@@ -196,7 +195,7 @@ def quality_rows(cell: CellRecords, cells: Sequence[CellRecords], protocols: Map
 
 
 def _scored(cell: CellRecords, scores: Scores, images: Sequence[Row], of_cell: Row) -> dict[str, Any]:
-    """The figures of a cell under one protocol, from the scores of its images and that of the cell."""
+    """The figures of a cell under one protocol."""
     count, notes = len(images) or of_cell.get("n"), [of_cell.get("note")]
     if count != len(cell.good):
         notes.append(f"{count} of {len(cell.good)} images scored")
@@ -216,7 +215,7 @@ def _scored(cell: CellRecords, scores: Scores, images: Sequence[Row], of_cell: R
 
 
 def _spread_of_ar(cell: CellRecords, base: CellRecords, cells: Sequence[CellRecords], scores: Scores) -> dict[str, Any]:
-    """The spread of ar with other seeds, and for a cell that drafts whether its figures lie in it."""
+    """The spread of ar with other seeds, and whether the figures of a cell that drafts lie in it."""
     of_cell = scores.cells.get(cell.cell_id, {})
     judged = [name for name in OF_SETS if cell.columns["mode"] != "ar" and of_cell.get(name) is not None]
     family = [other.cell_id for other in cells if _without_seeds(other) == _without_seeds(base)]
@@ -250,7 +249,7 @@ def scored_images(cell: CellRecords, scores: Scores, name: str) -> pd.DataFrame:
 
 
 def paired(a: pd.DataFrame, b: pd.DataFrame) -> tuple[Sums, Sums, pd.Index] | None:
-    """Return sums per prompt of two tables of numerator and denominator over the images of both, and these, or None."""
+    """Return sums per prompt of two tables of numerator and denominator over common images, and these; or None."""
     shared = a.index.intersection(b.index)
     if not len(shared):
         return None
@@ -276,8 +275,7 @@ def _differences(cell: CellRecords, base: CellRecords, scores: Scores) -> dict[s
 def cells_of(tables: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
     """Return the rows of the table `quality`, each with the speed of its cell.
 
-    `images`, `failed` and `note` are those of the table `speed`: an image without a score counts as an image, too.
-    `quality_images` and `quality_note` are those of `quality`.
+    `images`, `failed` and `note` are those of `speed`; `quality_images` and `quality_note` those of `quality`.
     """
     speed, key = tables["speed"], ["cell_id", "model"]
     quality = tables["quality"].rename(columns={"images": "quality_images", "note": "quality_note"})
@@ -324,20 +322,20 @@ def tables_of(run: RunData) -> dict[str, pd.DataFrame]:
 
 
 def write_tables(run: Path) -> dict[str, pd.DataFrame]:
-    """Rebuild the CSV files of a run directory and return the tables; raises as `load_runs` and `write_csv`."""
+    """Rebuild the CSV files of a run directory and return the tables."""
     (data,) = load_runs([run], COLUMNS_READ).values()
     save_tables(tables := tables_of(data), run)
     return tables
 
 
 def save_tables(tables: Mapping[str, pd.DataFrame], run: Path) -> None:
-    """Write tables as the CSV files of a run directory; raises as `write_csv`."""
+    """Write tables as the CSV files of a run directory."""
     for name, table in tables.items():
         write_csv(table, run / f"{name}.csv")
 
 
 def stale_tables(run: Path) -> list[str]:
-    """Return the CSV files of a run directory that are not what its records give; a missing one is none of them."""
+    """Return the existing CSV files of a run directory that are not what its records give."""
     (data,) = load_runs([run], COLUMNS_READ).values()
     texts = {run / f"{name}.csv": csv_text(table).encode() for name, table in tables_of(data).items()}
     return [path.name for path, text in texts.items() if path.is_file() and path.read_bytes() != text]

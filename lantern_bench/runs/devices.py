@@ -1,7 +1,4 @@
-"""The device and dtype of a run, its models, and their fields of the record key.
-
-`auto` is resolved once, before decoding, so that a record says `cpu` and `float32`.
-"""
+"""The device and dtype of a run, its models, and their fields of the record key."""
 
 from __future__ import annotations
 
@@ -33,7 +30,6 @@ from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.models.packed_linear import has_bfloat16, lower_packed_products, pack_for_decoding
 from lantern_bench.models.registry import model_of
 from lantern_bench.runs.events import Note
-from lantern_bench.runs.records import KeyFields
 from lantern_bench.schema import SCHEMA_VERSION
 
 ENGINE_VERSION = "10"
@@ -53,10 +49,9 @@ class Compute(NamedTuple):
 
 
 def choose_compute(device: str = "auto", dtype: str = "auto", fast: bool = False) -> Compute:
-    """Resolve `auto`: CUDA if available; bfloat16 on CUDA and float32 elsewhere.
+    """Resolve `auto`: CUDA if available; bfloat16 on CUDA and, if `fast`, on CPUs that have it; else float32.
 
-    With `fast`, `auto` is bfloat16 also on a CPU that has instructions for it. Raises `RefusedError` for a device that
-    this machine lacks.
+    Raises `RefusedError` for a device that this machine lacks.
     """
     chosen = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
     here = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
@@ -69,7 +64,7 @@ def choose_compute(device: str = "auto", dtype: str = "auto", fast: bool = False
 
 
 def load_models(experiment: ResolvedExperiment, compute: Compute) -> dict[str, LoadedModel]:
-    """Load every model of an experiment, by name; raises as `Model.load` and `set_space`."""
+    """Load every model of an experiment, by name."""
     models = {name: model_of(name).load(compute.device, compute.dtype) for name in experiment.settings.model}
     for model in models.values():
         set_space(model, experiment.settings.neighbour_space)
@@ -77,7 +72,7 @@ def load_models(experiment: ResolvedExperiment, compute: Compute) -> dict[str, L
 
 
 def set_space(model: LoadedModel, space: Space | None) -> None:
-    """Set the space of neighbours, None: the published one; raises `UserError` for a model with its own table."""
+    """Set the space of neighbours (None: as published); raises `UserError` for a model with its own table."""
     if space is not None and model.given_table is not None:
         what = f"--neighbour-space {space}: {model.name} has its own neighbour table"
         raise UserError(what, "Leave one of them out.")
@@ -85,7 +80,7 @@ def set_space(model: LoadedModel, space: Space | None) -> None:
 
 
 def compile_models(models: Iterable[LoadedModel], compute: Compute) -> Note | None:
-    """Compile the models' decode steps at their first use and pack their weights; else return why not."""
+    """Have the models' decode steps compiled at their first use and pack their weights; else return why not."""
     on_cpu = compute.device.type == "cpu"
     folders = [(model, program_folder(model, compute) if on_cpu else None) for model in models if model.compiles]
     # Where programs were saved, the compiler worked.
@@ -102,7 +97,7 @@ def compile_models(models: Iterable[LoadedModel], compute: Compute) -> Note | No
 
 
 def program_folder(model: LoadedModel, compute: Compute) -> Path:
-    """Return where the programs of a model are saved: the name covers all that they depend on."""
+    """Return where the programs of a model are saved; the name covers all that they depend on."""
     code = Path(__file__).parents[1]
     files = sorted(file for part in ("config", "decoding", "methods", "models") for file in (code / part).rglob("*.py"))
     outside = {name: row.fingerprint() for name, row in (OUTSIDE_RULES | OUTSIDE_DRAFTINGS).items()}
@@ -129,16 +124,12 @@ def _cpu_listing() -> str:
 
 def key_fields(
     models: Mapping[str, LoadedModel], settings: Settings, compute: Compute, cells: Iterable[Cell] = ()
-) -> KeyFields:
-    """Return the fields of the record key that hold for the whole run.
-
-    `weights` maps `model/part` to the SHA-256 of its file; `rules` and `draftings` map those of other packages that the
-    run uses to the fingerprint of their code, and are absent without any.
-    """
+) -> dict[str, Any]:
+    """Return the fields of the record key that hold for the whole run, such as hashes of weights."""
     parts = {f"{name}/{part}": digest for name, model in models.items() for part, digest in model.weights.items()}
     if settings.neighbour_space is not None:
         parts |= {f"{name}/neighbours": settings.neighbour_space for name in models}
-    fields: KeyFields = {
+    fields: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
         "engine_version": ENGINE_VERSION,
         "torch_version": str(torch.__version__),
@@ -163,7 +154,7 @@ PACKAGES = (
     "lantern-bench", "torch", "torchvision", "torch-fidelity", "open-clip-torch", "numpy", "scipy", "pandas", "pillow",
     "pydantic", "safetensors", "triton",
 )  # fmt: skip
-# Fields of nvidia-smi, by the names the manifest gives them.
+# By the manifest's names.
 _GPU_FIELDS = {
     "driver": "driver_version",
     "clock_sm_mhz": "clocks.sm",
@@ -177,7 +168,7 @@ _GPU_FIELDS = {
 
 
 def machine_block() -> dict[str, Any]:
-    """Describe this machine and this process as JSON-ready values; None where something cannot be read."""
+    """Describe this machine and process as JSON-ready values; None for what cannot be read."""
     return {
         "system": platform.system(),
         "release": platform.release(),
@@ -212,7 +203,7 @@ def _cpu_block() -> dict[str, Any]:
 
 
 def gpu_blocks() -> list[dict[str, Any]]:
-    """One block for each GPU that torch can use; nvidia-smi, if installed, gives clocks, driver and throttling."""
+    """One block for each GPU that torch can use."""
     blocks = []
     for number in range(torch.cuda.device_count()):
         device = torch.cuda.get_device_properties(number)
@@ -240,7 +231,7 @@ _STATE_SECONDS = 10.0
 
 
 def device_columns(device: torch.device) -> dict[str, Any]:
-    """Return the columns of records that say which device made an image; `device_id` names no host."""
+    """Return the columns that say which device made an image; `device_id` names no host."""
     return _device_columns(device, int(now() / _STATE_SECONDS))
 
 
@@ -250,10 +241,8 @@ def _device_columns(device: torch.device, _period: int) -> dict[str, Any]:
         properties = torch.cuda.get_device_properties(device)
         name, identity, state = properties.name, str(properties.uuid), _gpu_state(f"GPU-{properties.uuid}")
         clocks = {"clock_mhz": state["clock_sm_mhz"], "clock_max_mhz": state["clock_sm_max_mhz"]}
-        driver, read = (
-            state["driver"],
-            {key: int(mhz) if mhz and mhz.isdigit() else None for key, mhz in clocks.items()},
-        )
+        driver = state["driver"]
+        read = {key: int(mhz) if mhz and mhz.isdigit() else None for key, mhz in clocks.items()}
     else:
         cpu = _cpu_block()
         name, identity, driver = cpu["model"], f"{platform.node()} {uuid.getnode()}", None
@@ -272,7 +261,7 @@ def package_versions() -> dict[str, str | None]:
 
 
 def git_state() -> dict[str, Any]:
-    """The commit of this code and whether tracked files differ from it; both None outside a git checkout of it."""
+    """The commit of this code and whether tracked files differ; both None outside its checkout."""
     folder = Path(__file__).resolve().parent
     tracked = _output(["git", "-C", str(folder), "ls-files", Path(__file__).name])
     commit = _output(["git", "-C", str(folder), "rev-parse", "HEAD"]) if tracked else None

@@ -1,7 +1,4 @@
-"""Checks of an installation and a machine: what `lantern-bench doctor` prints, and a user pastes into a bug report.
-
-torch is imported inside the checks, because a broken torch is one of the things they look for.
-"""
+"""The checks of `lantern-bench doctor`; they import torch inside, because a broken torch is what they look for."""
 
 from __future__ import annotations
 
@@ -270,8 +267,8 @@ def _decode(device: torch.device, dtype: str) -> Iterator[Finding]:
 def _compared(check: str, images: Mapping[str, Decoded], fallbacks: Mapping[str, str], dtype: torch.dtype) -> Finding:
     """The finding of decodes of one image, the first of them eager.
 
-    In float32 all tokens are the same. In half precision compiled code rounds in other places: as far as tokens are the
-    same, logits are close, and graphs give the tokens of the compiled programs that they were captured from.
+    In float32 all tokens are the same. Compiled code rounds half precision in other places: as far as tokens are the
+    same, logits are close, and graphs give the tokens of their programs.
     """
     import torch
 
@@ -296,7 +293,7 @@ def _compared(check: str, images: Mapping[str, Decoded], fallbacks: Mapping[str,
 
 
 def _tiny_decode(model: LoadedModel, engine: Engine) -> Decoded:
-    """An image of 25 tokens with guidance: a relaxed rule on a drafted tree, so that every program of a step runs."""
+    """An image of 25 tokens with guidance and a relaxed rule, so that every program of a step runs."""
     import torch
 
     from lantern_bench.config.decoding import Decoding

@@ -9,7 +9,7 @@ from lantern_bench.config.plan import ImageTask
 
 
 class Note(NamedTuple):
-    """A text for the user: what was loaded, compiled or chosen, and warnings."""
+    """A text for the user."""
 
     text: str
     advice: str | None = None  # what the user can do
@@ -17,7 +17,7 @@ class Note(NamedTuple):
 
 
 class Share(NamedTuple):
-    """How much is done of a long task other than decoding: captions that are encoded, cells that are scored."""
+    """How much is done of a long task other than decoding."""
 
     label: str
     done: int

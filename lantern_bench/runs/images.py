@@ -1,4 +1,4 @@
-"""A decoded image: tokens, trace and pixels, its PNG file, and what its record says of how it was decoded."""
+"""A decoded image, its PNG file, and what its record says of how it was decoded."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Merge the shards of a run (`sweep --shard i/n`) into one run directory, after checking that they are one run.
+"""Merge the shards of a run into one run directory.
 
-Records and pictures are those of the shards. Scores of single pictures are kept; those of whole cells, such as FID, are
-computed by scoring the merged run.
+Scores of single pictures are kept; those of whole cells, such as FID, need a new scoring.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ def _read(folder: Path) -> _Shard:
 
 
 def _check_division(shards: Sequence[_Shard]) -> None:
-    """Raise `RefusedError` unless these are all shards of one division of one run, each once."""
+    """Raise `RefusedError` unless these are the shards of one run, each once."""
     first, folders = shards[0], dict[int, Path]()
     for shard in shards:
         if shard.count != first.count:
@@ -103,7 +102,7 @@ def _settings(manifest: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_images(shards: Sequence[_Shard]) -> None:
-    """Raise `RefusedError` for a shard that lacks images, and for an image that two shards have."""
+    """Raise `RefusedError` for missing images, and for one that two shards have."""
     folders: dict[str, Path] = {}
     for shard in shards:
         if len(shard.records) != (images := shard.manifest["shard"]["images"]):

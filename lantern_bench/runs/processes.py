@@ -1,8 +1,7 @@
-"""Worker processes: the parent deals the prompts of a run to new processes, one after the other, and relays events.
+"""Worker processes: the parent gives the prompts of a run to one new process after the other, and relays events.
 
-A worker (`python -m lantern_bench.runs.processes`) decodes as a sweep of one process does: it locks and writes the run
-directory itself and sends its events to the parent. It starts from a new interpreter, not from the parent's main
-module, so a script that calls `sweep` needs no guard.
+A worker locks and writes the run directory itself. It starts from a new interpreter, not from the parent's main module,
+so that a script that calls `sweep` needs no guard.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from lantern_bench.runs.request import Request
 from lantern_bench.runs.store import done_images
 
 SECONDS_TO_END = 30.0
-"""A worker that was asked to stop, or has sent its error, has so long to end by itself."""
+"""So long a worker has to end by itself."""
 _BEAT = 2.0  # a worker that decodes sends None, between two steps, after so many seconds without an event
 _POLL = 1.0  # seconds between two checks for signals
 _ADVICE = "Its finished images are kept. The same command continues."
@@ -40,7 +39,7 @@ class WorkerEndedError(RecordsFailedError):
 
 
 def decode_in_processes(request: Request, emit: Emit) -> int:
-    """Decode the missing images in `processes` new processes, one at a time; return how many images failed."""
+    """Decode the missing images in new processes, one at a time; return how many failed."""
     done, settings = done_images(request.folder), request.experiment.settings
     missing = replace(request.plan, tasks=tuple(task for task in request.plan.tasks if task.key not in done))
     # Without anything to do one worker still checks that the run can be continued.
@@ -73,10 +72,10 @@ def _decode_missing(request: Request, emit: Emit) -> int:
 def events_of(
     work: Callable[[Request, Emit], object], request: Request, name: str, *, stderr: IO[bytes] | None = None
 ) -> Iterator[Event]:
-    """Start a worker that calls `work(request, emit)` and yield its events; at the end it is ended and waited for.
+    """Start a worker that calls `work(request, emit)` and yield its events; it ends with this generator.
 
-    `stderr` gets what it writes there. Raises the error that the worker raises, `WorkerEndedError` for one that dies,
-    and `RecordsFailedError` for one that gives no sign of life for `request.worker_timeout` seconds.
+    Raises the error that the worker raises, `WorkerEndedError` for one that dies, and `RecordsFailedError` for one that
+    gives no sign of life for `request.worker_timeout` seconds.
     """
     parent_end, worker_end = Pipe()
     command = [sys.executable, "-m", __spec__.name, str(worker_end.fileno())]
@@ -114,7 +113,7 @@ def events_of(
 
 
 def _end(worker: subprocess.Popen[bytes]) -> None:
-    """Ask a worker to stop where nothing is half done; kill it when it does not, or on a second signal."""
+    """Ask a worker to stop; kill it when it does not, or on a second signal."""
     try:
         worker.terminate()
         worker.wait(SECONDS_TO_END)

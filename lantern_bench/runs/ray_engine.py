@@ -1,11 +1,9 @@
-"""Run a request on a Ray cluster: one worker for each device, shards of prompts, and the one store of the run.
+"""Run a request on a Ray cluster: one worker for each device, and one driver that stores what they decode.
 
-A shard is a block of prompts with all their cells, so the images that are compared come from one device. A worker
-yields its images one by one, and the driver stores them. When a worker is lost, its shard is decoded again, as a whole
-where it is timed, and the new records replace those of the same keys. Ray restarts nothing here, because it could not
-know that a shard is timed as a whole.
+A worker gets shards: blocks of prompts with all their cells, so that images that are compared come from one device. The
+shard of a lost worker is decoded again, as a whole where it is timed; so Ray itself restarts nothing.
 
-The driver is a process of its own: Ray ends the process of a driver whose head is gone, and the command then says so.
+The driver is a process of its own, because Ray ends the process of a driver whose head is gone.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ from lantern_bench.config.plan import ImageTask, Plan
 from lantern_bench.errors import LanternError, RecordsFailedError, RefusedError
 from lantern_bench.runs.events import Emit, Note, Started
 from lantern_bench.runs.processes import WorkerEndedError, events_of
-from lantern_bench.runs.records import KeyFields, check_same_run
+from lantern_bench.runs.records import check_same_run
 from lantern_bench.runs.request import DEFAULT_CLUSTER, Request
 from lantern_bench.runs.store import RunStore, done_images
 from lantern_bench.runs.threads import prepare_environment
@@ -98,7 +96,7 @@ def drive(request: Request, emit: Emit) -> None:
 
 
 class DeviceSlot(NamedTuple):
-    """What a worker takes of the cluster. A CPU worker's device is its node; Ray chooses the GPU of a GPU worker."""
+    """What a worker takes of the cluster. `node` is None for a GPU, which Ray chooses."""
 
     node: str | None
     cpus: int
@@ -106,10 +104,7 @@ class DeviceSlot(NamedTuple):
 
 
 def slots_of(nodes: Iterable[dict[str, Any]], device: str, threads: int | None) -> Counter[DeviceSlot]:
-    """Return the slots of a cluster's live nodes: one for each GPU, else one for each node with all its cores.
-
-    `auto` takes GPUs where there are any; a CPU node with fewer than `threads` cores has no slot.
-    """
+    """Return the slots of live nodes: one for each GPU, if there are any; else one for each node with enough cores."""
     resources = {str(node["NodeID"]): node["Resources"] for node in nodes if node["Alive"]}
     on_gpus = device == "cuda" or (device == "auto" and any(has.get("GPU", 0) >= 1 for has in resources.values()))
     slots: Counter[DeviceSlot] = Counter()
@@ -155,7 +150,7 @@ def _answers(address: str) -> bool:
 
 
 def reason_of(error: Exception) -> str:
-    """Return why a worker was lost, in one line without the addresses and numbers of nodes: manifests are published."""
+    """Return why a worker was lost, without the addresses and numbers of nodes: manifests are published."""
     lines = [line.strip() for line in str(error).splitlines() if line and not line[0].isspace()]
     text = " ".join(dict.fromkeys([*lines[:1], *lines[-1:]])) or type(error).__name__
     text = text.partition(" Some common causes")[0]
@@ -169,7 +164,7 @@ class Ready(NamedTuple):
     """What a worker says once its models are loaded."""
 
     notes: list[Note]
-    key: KeyFields  # the fields of the record key that hold on this device
+    key: dict[str, Any]  # the fields of the record key that hold on this device
     session: dict[str, Any]  # its device and machine, for its entry in the manifest
     block: dict[str, Any]  # what the manifest says of how the worker decodes
 
@@ -182,7 +177,7 @@ class Worker:
         self.decoder: Decoder | None = None
 
     def load(self, request: Request) -> Ready:
-        """Load the models of a request; its plan has some images to calibrate the threads with."""
+        """Load the models of a request, whose plan has some images to calibrate the threads with."""
         import ray
         import torch
 
@@ -225,7 +220,7 @@ class Worker:
 
 
 def answer_of(ray: Any, reference: Any) -> Any:
-    """Return what a worker or a task answers; an error that a user can act on is raised as it was there."""
+    """Return what a worker or a task answers; raises its `LanternError` as it was there."""
     try:
         return ray.get(reference)
     except ray.exceptions.RayTaskError as error:
@@ -238,7 +233,7 @@ def answer_of(ray: Any, reference: Any) -> Any:
 
 
 def shards_of(plan: Plan, is_done: Callable[[ImageTask], bool], prompts: int) -> list[Plan]:
-    """Divide a plan into shards, blocks of `prompts` prompts with all their cells; leave out what is done."""
+    """Divide a plan into blocks of `prompts` prompts with all their cells; leave out what is done."""
     size = max(1, prompts // plan.together) * plan.together
     blocks: dict[int, list[ImageTask]] = {}
     for task in plan.tasks:
@@ -247,7 +242,7 @@ def shards_of(plan: Plan, is_done: Callable[[ImageTask], bool], prompts: int) ->
 
 
 def missing_of(shard: Plan, is_done: Callable[[ImageTask], bool], *, timed: bool) -> frozenset[int]:
-    """Return the `order_index` of the images to decode: all of a `timed` shard, so that they are timed together."""
+    """Return the `order_index` of the images to decode; those of a `timed` shard are timed together."""
     return frozenset(task.order_index for task in shard.tasks if timed or not is_done(task))
 
 
@@ -257,7 +252,7 @@ class WorkerHandle:
 
     slot: DeviceSlot
     actor: Any
-    answer: Any  # the reference or the generator of the answer to its last call; None while it has nothing to do
+    answer: Any  # to its last call: a reference or a generator; None while it has nothing to do
     shard: Plan | None = None
     session: dict[str, Any] = field(default_factory=dict)  # its entry in the manifest; empty while it loads the models
     finished: int = 0  # shards
@@ -265,7 +260,7 @@ class WorkerHandle:
 
 
 class RayDriver:
-    """Gives shards to the workers of a run, stores what they decode, and replaces those that are lost."""
+    """Gives shards to workers, stores what they decode, and replaces those that are lost."""
 
     _store: RunStore
 
@@ -335,7 +330,7 @@ class RayDriver:
         self._workers.append(WorkerHandle(slot, actor, actor.load.remote(replace(self._request, plan=first))))
 
     def _lose(self, worker: WorkerHandle, error: Exception) -> None:
-        """Put the shard of a lost worker at the front of the queue; one that lost too many workers fails."""
+        """Put the shard of a lost worker in front of the others; one that lost too many workers fails."""
         shard, self._last_loss = worker.shard, reason_of(error)
         self._remove(worker, lost=self._last_loss)
         name, prompts = "a worker on a device", 0
@@ -412,7 +407,7 @@ class RayDriver:
                 self._lose(worker, TimeoutError(silence))
 
     def _admit(self, worker: WorkerHandle, ready: Ready) -> None:
-        """Open the session of a worker that has loaded the models, and the store for the first of them."""
+        """Open the session of a worker that has loaded the models; for the first of them also the store."""
         from lantern_bench.runs.runner import open_session
 
         if not self._is_open:
@@ -427,7 +422,7 @@ class RayDriver:
             self._emit(Note(text, "--pool-devices gives one.", level="warning"))
 
     def _open(self, ready: Ready) -> None:
-        """Open the store, divide the missing images into shards, and say what there is to do."""
+        """Open the store and divide the missing images into shards."""
         request, tasks = self._request, self._request.plan.tasks
         self._store = store = RunStore(request.folder, request.experiment, ready.key)
         self._is_open = True
@@ -453,7 +448,7 @@ class RayDriver:
         worker.shard, worker.last_answer = shard, now()
 
     def _save(self, task: ImageTask, columns: Mapping[str, Any], png: bytes | None) -> None:
-        """Store an image, and report it unless it was finished before, in a shard that is decoded again."""
+        """Store an image, and report it unless it was finished before."""
         from lantern_bench.runs.runner import Result, store_result
 
         was_done = self._store.is_done(task)
@@ -479,7 +474,7 @@ def _scorers(protocol: Protocol, device: str) -> Scorers:
 def score_pictures(
     protocol: Protocol, device: str, records: Sequence[dict[str, Any]], pictures: Sequence[bytes], manifold: bool
 ) -> tuple[Measured, tuple[str | None, ...]]:
-    """Score pictures (PNG files) of these records as a task; return the scores and the labels of the scorers."""
+    """Score pictures (PNG files) of these records as a task; return also the labels of the scorers."""
     prepare_environment()
     from lantern_bench.runs.scoring import measure_pictures
 
@@ -494,7 +489,7 @@ def score_pictures(
 def measure_on_cluster(
     ray: Any, request: Request, records: Sequence[dict[str, Any]], folder: Path, scorers: Scorers, *, manifold: bool
 ) -> Measured:
-    """Measure the pictures of records in tasks of the cluster, which need no file system in common with the driver."""
+    """Measure the pictures of records in tasks of the cluster, which may lack the driver's file system."""
     from lantern_bench.runs.scoring import joined, measure_pictures
 
     if not records:

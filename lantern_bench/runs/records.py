@@ -1,6 +1,6 @@
 """The rows of records.jsonl and scores.jsonl: one JSON object a line, with a checksum, read as rows or as a DataFrame.
 
-A million records are read in seconds: of each line only the wanted columns become objects, and equal texts are one.
+Of each line only the wanted columns become objects, and equal texts are one: a million records take seconds.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _CHUNK, _BUFFER = 2_000, 1 << 20
 
 
 def line_of(row: Mapping[str, Any]) -> bytes:
-    """Return a row as a line with its checksum behind all other columns; raises `ValueError` for NaN and infinity."""
+    """Return a row as a line with its checksum last; raises `ValueError` for NaN and infinity."""
     others = {name: value for name, value in row.items() if name != "checksum"}
     return _with_checksum(json.dumps(others, ensure_ascii=False, allow_nan=False).encode()[:-1])
 
@@ -49,7 +49,7 @@ def _with_checksum(line: bytes) -> bytes:
 
 
 def _is_older(row: Mapping[str, Any], names: Collection[str]) -> bool:
-    """Return whether a row without a checksum was written so, by a version of before: its columns have known names."""
+    """Return whether an earlier version wrote a row without a checksum: its columns have known names."""
     version = row.get("schema_version")
     return row.get("checksum") is None and (version != SCHEMA_VERSION or all(name in names for name in row))
 
@@ -67,7 +67,7 @@ class Line(NamedTuple):
 
 
 def read_lines(path: Path, table: str, wanted: Collection[str] | None = None) -> Iterator[Line]:
-    """Yield the lines of a file, or nothing without a file; `wanted` leaves out the columns that are not in it."""
+    """Yield the lines of a file, none without a file, with the `wanted` columns (None: all)."""
     declared = {column.name: column.dtype for column in columns(table)}
     needed, names = _NEEDED[table], _names(table, wanted)
     optional = {name: _KINDS.get(declared[name], list | None) for name in names}
@@ -98,7 +98,7 @@ def _problem_of(error: Exception, declared: Mapping[str, str], needed: Collectio
 
 
 def read_rows(path: Path, table: str, wanted: Collection[str] | None = None) -> Iterator[Any]:
-    """Yield the rows of a file with their columns as attributes; raises `UserError` for a damaged line."""
+    """Yield the rows of `read_lines`; raises `UserError` for a damaged line."""
     for line in read_lines(path, table, wanted):
         if line.row is None:
             advice = f"`lantern-bench verify {path.parent} --repair` drops it, and makes its content again."
@@ -147,7 +147,7 @@ class RowFile:
 
 
 def no_room(path: Path, error: OSError) -> RefusedError:
-    """Return the error for a file of a run that cannot be written any more; the disk is full, as a rule."""
+    """Return the error for a file of a run that cannot be written; the disk is full, as a rule."""
     message = f"{path}: cannot be written: {error.strerror or error}"
     return RefusedError(message, "Everything before is kept. Repair the cause; the same command continues.")
 
@@ -156,7 +156,7 @@ def no_room(path: Path, error: OSError) -> RefusedError:
 
 
 def read_frame(path: Path, table: str, wanted: Collection[str] | None = None) -> pd.DataFrame:
-    """Return the rows of a file as a DataFrame with the dtypes of `frame_of`; raises as `read_rows`."""
+    """Return the rows of a file as a DataFrame with the dtypes of `frame_of`."""
     rows = map(msgspec.structs.astuple, read_rows(path, table, wanted))
     collecting = gc.isenabled()
     gc.disable()  # the collector would look through the new lists again and again
@@ -168,11 +168,7 @@ def read_frame(path: Path, table: str, wanted: Collection[str] | None = None) ->
 
 
 def frame_of(rows: Iterable[Mapping[str, Any]], table: str = "records") -> pd.DataFrame:
-    """Return rows as a DataFrame with all columns of a table.
-
-    Texts and lists are objects, None where a value is missing; whole numbers are `Int64`, true or false `boolean`,
-    other numbers `float64`.
-    """
+    """Return rows as a DataFrame: texts and lists are objects or None, others `Int64`, `boolean`, `float64`."""
     names = _names(table)
     return _frame((tuple(map(row.get, names)) for row in rows), table, names)
 
@@ -188,13 +184,13 @@ def rows_of(frame: pd.DataFrame) -> list[Row]:
 
 
 def _names(table: str, wanted: Collection[str] | None = None) -> list[str]:
-    """The columns to read: those that are `wanted` and those that every row has, in the order of the table."""
+    """The columns to read: the `wanted` ones and those that every row has."""
     names = [column.name for column in columns(table)]
     return [name for name in names if wanted is None or name in wanted or name in _NEEDED[table]]
 
 
 def _frame(rows: Iterator[tuple[Any, ...]], table: str, names: Sequence[str]) -> pd.DataFrame:
-    """Return rows of values as a DataFrame; they are gathered in chunks, because objects take more room than arrays."""
+    """Return rows of values as a DataFrame, in chunks, because objects take more room than arrays."""
     import pandas as pd
 
     dtypes = {column.name: column.dtype for column in columns(table)}
@@ -224,16 +220,13 @@ def _array(values: Sequence[Any], dtype: str) -> Any:
 # ---- Record keys: what makes two images the same, and which runs may be continued
 
 
-KeyFields: TypeAlias = dict[str, Any]
-"""The fields of a key that hold for the whole run (`devices.key_fields`)."""
-
 # The flag that restores the recorded value; other fields have no flag.
 _FLAGS = {name: f"--{name} {{}}" for name in ("dtype", "batch", "seed", "prompts", "threads")}
 _FLAGS |= {"device_type": "--device {}", "compile": "--set compile={}"}
 
 
-def record_key(task: ImageTask, fields: KeyFields) -> str:
-    """Return the record key of an image, 16 hex digits of a SHA-256 of all that its tokens and its time depend on."""
+def record_key(task: ImageTask, fields: Mapping[str, Any]) -> str:
+    """Return 16 hex digits of a SHA-256 of all that an image's tokens and time depend on."""
     covered = {"cell": task.cell.settings(), "prompt_id": task.prompt.id, "repeat": task.repeat, "seed": task.seed}
     text = json.dumps(covered | {"run": fields}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,8 +1,4 @@
-"""The request of a sweep: which images are decoded, where they go, and which of them exist.
-
-`prepare` checks everything that needs no model, without torch. It writes nothing, so that a refused sweep leaves no
-trace; `RunStore` checks the run directory again under its lock.
-"""
+"""The request of a sweep, checked without torch before anything is written."""
 
 from __future__ import annotations
 
@@ -24,12 +20,10 @@ from lantern_bench.runs.store import check_folder, done_images, results_root, ru
 if TYPE_CHECKING:
     import pandas as pd
 
-    from lantern_bench.config.plan import Estimate
-
 WORKER_TIMEOUT = 1800.0
 """Seconds: loading, compiling and encoding captions give no sign of life, decoding does at every step."""
 DEFAULT_CLUSTER = "default"
-"""As an address: the Ray cluster of `RAY_ADDRESS`, else a new one on this machine."""
+"""The address of the Ray cluster of `RAY_ADDRESS`, else of a new one on this machine."""
 
 
 @dataclass(frozen=True)
@@ -63,10 +57,10 @@ def prepare(
     both_residuals: bool = False,
     worker_timeout: float = WORKER_TIMEOUT,
 ) -> Request:
-    """Check a sweep and return it as a request; `source` is a shipped experiment, a YAML file, or the content of one.
+    """Check a sweep and return it as a request; `source` is as in `load_experiment`.
 
-    With `both_residuals`, a relaxed experiment runs with both residuals unless the overrides name one. Raises
-    `UserError` for everything wrong with the experiment, flags or prompts.
+    With `both_residuals`, a relaxed experiment runs with both unless the overrides name one. Raises `UserError` for
+    everything wrong with experiment, flags or prompts.
     """
     if not worker_timeout > 0:
         raise UserError(f"--worker-timeout {worker_timeout:g}: must be more than 0 seconds")
@@ -100,7 +94,7 @@ def prepare(
 
 
 def check_neighbours(experiment: ResolvedExperiment) -> None:
-    """Raise `UserError` for a cell that asks for more neighbours than its model has other codes."""
+    """Raise `UserError` for a cell with more neighbours than its model has other codes."""
     n_codes = {name: model_of(name).codes for name in experiment.settings.model}
     for cell in experiment.cells:
         codes, neighbours = n_codes[cell.model], cell.decoding.neighbours
@@ -110,13 +104,13 @@ def check_neighbours(experiment: ResolvedExperiment) -> None:
 
 
 def default_protocol(models: Sequence[str]) -> str:
-    """Return the quality protocol of a run of these models: the bundled scorers only for the bundled family."""
+    """Return the protocol of a run of these models: the bundled scorers only for the bundled family."""
     bundled = all(model_of(model).family == "lanterns" for model in models)
     return EMBEDDED if bundled else LANTERN_COCO
 
 
-def plan_table(request: Request) -> tuple[pd.DataFrame, Estimate]:
-    """Return the plan by cell (images, done, to_do, s_per_image), and the estimate of the time left."""
+def plan_table(request: Request) -> tuple[pd.DataFrame, float]:
+    """Return the plan by cell (images, done, to_do, s_per_image) and the seconds left; nan: they are unknown."""
     import pandas as pd
 
     pace, done = seconds_per_image(request.folder), done_images(request.folder)
@@ -125,4 +119,5 @@ def plan_table(request: Request) -> tuple[pd.DataFrame, Estimate]:
     cells = [cell.cell_id for cell in request.plan.cells]
     rows = [(cell, images[cell], finished[cell], images[cell] - finished[cell], pace.get(cell)) for cell in cells]
     table = pd.DataFrame(rows, columns=["cell", "images", "done", "to_do", "s_per_image"])
-    return table, request.plan.estimate(pace, done)
+    left = table[table["to_do"] > 0]
+    return table, float((left["to_do"] * left["s_per_image"].astype(float)).sum(skipna=False))

@@ -1,7 +1,6 @@
-"""The runner: decode every missing image of a plan, write its record and its picture, continue when one fails.
+"""Decode every missing image of a plan, write its record and its picture, continue when one fails.
 
-The decode loop is timed; text encoding, pixels, PNG files and records are not. Warm-up images are decoded first, one
-batch for every kind of cell, and only the manifest records them.
+The decode loop is timed; text encoding, pixels, PNG files, records and the warm-up before all images are not.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ def decode_missing(request: Request, emit: Emit) -> int:
 
 
 def load_to_decode(experiment: ResolvedExperiment, emit: Emit) -> tuple[Compute, dict[str, LoadedModel]]:
-    """Load the models of an experiment, by name, and have their steps compiled if it asks for that."""
+    """Load the models of an experiment, compiled if it asks for that."""
     settings = experiment.settings
     compute = devices.choose_compute(settings.device, settings.dtype, fast=True)
     models = devices.load_models(experiment, compute)
@@ -69,7 +68,7 @@ def load_to_decode(experiment: ResolvedExperiment, emit: Emit) -> tuple[Compute,
 
 
 def prepare_models(plan: Plan, models: Mapping[str, LoadedModel], done: Collection[ImageKey], emit: Emit) -> float:
-    """Compute neighbour tables and encode captions for images that are not `done`; return the seconds it took."""
+    """Compute neighbour tables and encode captions for what is not `done`; return the seconds it took."""
     began = now()
     batches = [batch for batch in plan.batches() if any(task.key not in done for task in batch)]
     for cell in dict.fromkeys(batch[0].cell for batch in batches):
@@ -89,7 +88,7 @@ def prepare_models(plan: Plan, models: Mapping[str, LoadedModel], done: Collecti
 def calibrate_threads(
     store: RunStore, plan: Plan, models: Mapping[str, LoadedModel], threads: int | None, emit: Emit
 ) -> None:
-    """Set the number of threads: that of the run's finished images, else `threads`, else the fastest."""
+    """Set the threads to those of the run's finished images, else `threads`, else the fastest number."""
     set_threads(chosen := store.threads or threads)
     if chosen is None:
         set_fastest_threads([task for task in plan.tasks if not store.is_done(task)], models, emit)
@@ -124,10 +123,7 @@ def run_plan(
     prepare_seconds: float = 0.0,
     again: bool = False,
 ) -> int:
-    """Decode the images of `plan` that `store` lacks, with `again` disturbed ones again; return how many failed.
-
-    `prepare_seconds`, the time of `prepare_models`, goes into the manifest.
-    """
+    """Decode the images of `plan` that `store` lacks, with `again` disturbed ones again; return how many failed."""
     batches = [batch for batch in plan.batches() if not all(map(store.is_done, batch))]
     to_do = Counter(task.cell.cell_id for task in plan.tasks if not store.is_done(task))
     session = open_session(store, prepare_seconds=prepare_seconds)
@@ -168,7 +164,7 @@ def store_result(store: RunStore, result: Result) -> ImageDone:
 
 
 def open_session(store: RunStore, **entries: Any) -> dict[str, Any]:
-    """Add the session of a process that begins to decode images to the manifest; what is returned is part of it."""
+    """Add the session of a process that begins to decode to the manifest; what is returned is part of it."""
     sessions = store.manifest.get("sessions", [])
     process = 1 + max((session.get("process", 0) for session in sessions), default=-1)
     session: dict[str, Any] = {"started": stamp(), "ended": None, "complete": False, "images": 0, "failed": 0}
@@ -188,11 +184,10 @@ class Decoder:
         self._models, self._compute, self._again = models, compute, again
 
     def warm_up(self, batches: Iterable[Batch]) -> Iterator[Note]:
-        """Compile and decode once, untimed, what these batches run; yield a note about each kind of cell."""
+        """Decode a part of each kind of batch untimed; yield a note about it."""
         for batch in kinds_of(batches):
             stopping.check()
-            # Steps are compiled here, never in a timed window: the warm-up is a quarter of an image, of the same
-            # shapes. Without compiling, a few steps load the code and touch the caches.
+            # A quarter of an image compiles all steps; without compiling, a few steps load the code.
             cell, model = batch[0].cell, self._models[batch[0].cell.model]
             compiled = model.engine.compile
             tokens = max(1, model.target.image_tokens // (4 if compiled else 16))
@@ -207,7 +202,7 @@ class Decoder:
             yield Note(text, level="info" if compiled else "detail")
 
     def decode(self, batch: Batch, missing: Sequence[ImageTask]) -> Iterator[Result]:
-        """Decode a batch and yield the results of `missing`; the whole batch is decoded: the arithmetic is the same."""
+        """Decode a whole batch, so that the arithmetic is the same, and yield the results of `missing`."""
         session, compute, model = self.session, self._compute, self._models[batch[0].cell.model]
         try:
             with stopping.delayed():
@@ -230,7 +225,7 @@ class Decoder:
             yield Result(task, images[task].columns(len(batch)) | digest | common, png)
 
     def _attempts(self, model: LoadedModel, batch: Batch) -> list[list[DecodedImage]]:
-        """Decode a batch until an attempt is undisturbed, within the bounds on attempts and on their time."""
+        """Decode a batch until an attempt is undisturbed, within bounds on their number and time."""
         attempts: list[list[DecodedImage]] = []
         session = self.session
         while not attempts or (
@@ -261,7 +256,7 @@ def kinds_of(batches: Iterable[Batch]) -> list[Batch]:
 def decode_batch(
     model: LoadedModel, batch: Sequence[ImageTask], compute: Compute, *, tokens: int | None = None, logits: bool = False
 ) -> list[DecodedImage]:
-    """Decode images of one cell as one batch, then their pixels; those that `tokens` ends early have none."""
+    """Decode images of one cell as one batch, then their pixels unless `tokens` ends them early."""
     decoding, prompts = batch[0].cell.decoding, [task.prompt.text for task in batch]
     generators = [torch.Generator(compute.device).manual_seed(task.seed) for task in batch]
     with torch.inference_mode():
@@ -295,7 +290,7 @@ def compute_block(compute: Compute, compiled: bool) -> dict[str, Any]:
 
 
 def tasks_of(cells: Sequence[Cell], seed: int, prompts: Sequence[str], images: int) -> list[ImageTask]:
-    """Return the tasks of `images` images of each prompt, cell by cell; all cells use the same seeds."""
+    """Return the tasks of `images` images of each prompt, cell by cell."""
     slots = [(prompt, repeat) for prompt in map(Prompt, prompts) for repeat in range(images)]
     return [
         ImageTask(cell, prompt, repeat, record_seed(seed, prompt.id, repeat, cell.decoding.seed_set), index, index)
@@ -322,7 +317,7 @@ def decode_tasks(
 
 
 def runnable(model: LoadedModel, cells: Sequence[Cell]) -> tuple[tuple[Cell, ...], list[str]]:
-    """Return the cells that the model has all parts for, and why each of the others is left out."""
+    """Return the cells that the model has all parts for, and why others are left out."""
     complete, reasons = [], []
     for cell in cells:
         try:

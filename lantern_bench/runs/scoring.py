@@ -1,13 +1,9 @@
-"""Scoring: from the records and PNG files of a run to rows of scores.jsonl.
-
-Nothing is decoded, so a run can be scored again, later, on another machine, or by another protocol; every row has the
-name and version of its protocol. `metrics/` computes the scores and `report/` averages them.
-"""
+"""Scoring: from the records and PNG files of a run to rows of scores.jsonl; `metrics/` computes the scores."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -87,7 +83,7 @@ class Measured(NamedTuple):
 
 
 def measure_pictures(records: Sequence[Row], folder: Path, scorers: Scorers, *, manifold: bool) -> Measured:
-    """Score the pictures of records in `folder` and extract features, with `manifold` those of both extractors."""
+    """Score the pictures of records in `folder` and extract features, with `manifold` by both extractors."""
     preparation = scorers.protocol.preparation
     pictures = [preprocess(read_picture(folder / record["image"]), preparation) for record in records]
     extract = partial(features_of, pictures, preparation=preparation, device=scorers.device)
@@ -127,11 +123,10 @@ def score_records(
     infinity: bool = False,
     measure: Callable[..., Measured] = measure_pictures,
 ) -> Iterator[Row]:
-    """Score the pictures of a run in `folder`: for each cell one row of level `image` per picture, one of level `cell`.
+    """Yield rows of the pictures, then of the cell, for each cell; last those of sets of ar images with other seeds.
 
-    Sets of ar images with different seeds give one more row, of level `band`, the last. Without a reference the figures
-    against one are empty, with a note; `cache` holds the features of references. `infinity` also extrapolates FID to
-    infinitely many pictures. `measure` measures the pictures of a cell.
+    Without a reference the figures against one are empty, with a note; `cache` holds the features of references,
+    `infinity` also extrapolates FID to infinitely many pictures, `measure` measures the pictures of a cell.
     """
     cells, protocol = _by_cell(records), scorers.protocol
     against = _reference_sets(scorers, reference, cache) if cells else []
@@ -162,7 +157,7 @@ def score_records(
 
 
 def _by_cell(records: Iterable[Row]) -> dict[str, list[Row]]:
-    """Return the finished records that have a picture, by cell, in the order in which they first appear."""
+    """Return the finished records that have a picture, by cell."""
     cells: dict[str, list[Row]] = {}
     for record in {record["record_key"]: record for record in records}.values():
         if record["status"] == "ok" and record["image"]:
@@ -181,7 +176,7 @@ def _ar_families(cells: Mapping[str, Sequence[Row]]) -> list[list[str]]:
 
 
 def _reference_sets(scorers: Scorers, reference: Reference | None, cache: Path | None) -> list[FeatureSet]:
-    """Return the features of the reference by the protocol's extractors: first that of FID, last that of recall."""
+    """Return the features of the reference by the extractor of FID, then by that of recall if it is another."""
     if scorers.extractor is None or reference is None:
         return []
     extractors = [scorers.extractor]
@@ -197,7 +192,7 @@ def _reference_sets(scorers: Scorers, reference: Reference | None, cache: Path |
 def _sets(
     features: Tensor, manifold: Tensor | None, against: Sequence[FeatureSet], scorers: Scorers
 ) -> tuple[FeatureSets, FeatureSets | None]:
-    """Pictures and reference, and the same under the extractor of precision and recall where it is another."""
+    """Pictures and reference; also by the extractor of precision and recall where it is another."""
     neighbours = scorers.protocol.manifold_neighbours
     others = None if manifold is None else FeatureSets(manifold, against[-1], neighbours)
     return FeatureSets(features, against[0], neighbours), others
@@ -206,7 +201,7 @@ def _sets(
 def _measure_cell(
     measured: Measured, scorers: Scorers, against: Sequence[FeatureSet], infinity: bool, notes: list[str]
 ) -> Row:
-    """Return the figures of a cell; those of pictures go into the rows of `measured`, what is missing into `notes`."""
+    """Return the figures of a cell; those of pictures go into `measured`, what is missing into `notes`."""
     assert measured.features is not None and scorers.extractor is not None
     sets, manifold = _sets(measured.features, measured.manifold, against, scorers)
     figures = measure_sets(sets, scorers.extractor, manifold)
@@ -223,7 +218,7 @@ def _measure_cell(
 
 
 def _spread_row(cells: Sequence[tuple[list[Row], Measured]], scorers: Scorers, against: Sequence[FeatureSet]) -> Row:
-    """Return the spread of ar between sets of images with the same prompts and different seeds."""
+    """Return the spread of ar between sets of images with different seeds."""
     assert scorers.extractor is not None
     row_of = [{(record["prompt"], record["repeat"]): row for row, record in enumerate(rows)} for rows, _ in cells]
     shared = [image for image in row_of[0] if all(image in other for other in row_of)]
@@ -254,11 +249,9 @@ def score_run(
     again: bool = False,
     **options: Any,
 ) -> int:
-    """Score the cells of a run that these scorers have not scored; return the number of rows written.
+    """Score the cells of a run that these scorers have not scored, or all `again`; return the number of rows written.
 
-    A cell is scored again when it has new images, when the reference, the protocol's version or a scorer's weights
-    changed, when `infinity` is asked for and missing, and always with `again`; sets of ar images with different seeds
-    are scored again together.
+    Sets of ar images with different seeds are scored together. `options` as in `score_records`.
     """
     cells, protocol = _by_cell(read_records(store.folder)), scorers.protocol
     version = (protocol.name, protocol.version)
@@ -275,7 +268,7 @@ def score_run(
             pending += family
     if not pending:
         return 0
-    store.update_manifest(protocols=store.manifest.get("protocols", {}) | {protocol.name: protocol.to_dict()})
+    store.update_manifest(protocols=store.manifest.get("protocols", {}) | {protocol.name: asdict(protocol)})
     records = [record for cell_id in dict.fromkeys(pending) for record in cells[cell_id]]
     rows = score_records(records, store.folder, scorers, reference, emit, infinity=infinity, **options)
     return len([store.append_score(row) for row in rows])
@@ -311,7 +304,7 @@ def score_run_directory(
     infinity: bool = False,
     again: bool = False,
 ) -> tuple[Protocol, int]:
-    """Score the pictures of a run, by default by its own protocol; return the protocol and how many rows it wrote."""
+    """Score a run, by default by its own protocol; return the protocol and how many rows it wrote."""
     recorded = read_manifest(folder).get("experiment", {})
     name = protocol or recorded.get("protocol") or default_protocol(recorded.get("model") or [])
     rules = protocol_of(name)
@@ -335,6 +328,6 @@ def load_scorers_of(request: Request, device: str) -> tuple[Scorers, Reference |
 
 
 def score_folder(folder: Path, scorers: Scorers, reference: Reference | None, emit: Emit, **options: Any) -> int:
-    """Score what these scorers have not scored in a run; `options` as in `score_run`. Returns the number of rows."""
+    """Score a run directory as `score_run`."""
     with RunStore(folder) as store:
         return score_run(store, scorers, reference, emit, cache=cache_folder(), **options)

@@ -1,7 +1,6 @@
 """A run directory: manifest, records, scores and images, and which images of a plan are done.
 
-Every record is on the disk before the next image starts, so an interrupted run loses no finished image and the same
-command resumes it. One process at a time writes to a run directory (a lock); reading needs no lock.
+Every record is on the disk before the next image starts. One process at a time writes (a lock); reading needs no lock.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from lantern_bench.config.plan import ImageKey, ImageTask
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.models.io.files import draft_of, write_atomically
 from lantern_bench.runs.records import (
-    KeyFields,
     Row,
     RowFile,
     check_same_run,
@@ -58,12 +56,12 @@ class RunData:
 
 
 def results_root() -> Path:
-    """Return the folder of run directories (`LANTERN_BENCH_RESULTS`, else `results`); it need not exist."""
+    """Return the folder of run directories, which need not exist."""
     return Path(os.environ.get(RESULTS_VARIABLE) or "results")
 
 
 def find_run(name: str | Path, root: Path) -> Path:
-    """Return a run directory by path, by name under `root`, or by the start of its name if only one matches."""
+    """Return a run directory by path, by name under `root`, or by the start of a name that only one has."""
     for folder in (Path(name), root / name):
         if (folder / MANIFEST).is_file():
             return folder
@@ -76,7 +74,7 @@ def find_run(name: str | Path, root: Path) -> Path:
 
 
 def run_folder(experiment: ResolvedExperiment, root: Path, out: Path | None = None, *, resume: bool = True) -> Path:
-    """Return the run directory: `out` or `root/<run name>`; without `resume` the first of -2, -3, ... that is free."""
+    """Return `out` or `root/<run name>`; without `resume` the first of -2, -3, ... that is free."""
     folder = out if out is not None else root / experiment.run_name
     if resume or not (folder / RECORDS).is_file():
         return folder
@@ -85,12 +83,12 @@ def run_folder(experiment: ResolvedExperiment, root: Path, out: Path | None = No
 
 
 def read_run(folder: Path, wanted: Collection[str] | None = None) -> RunData:
-    """Return the contents of a run directory; `wanted` leaves out the columns of records that are not in it."""
+    """Return the contents of a run directory, with the `wanted` columns of its records (None: all)."""
     return RunData(folder, read_manifest(folder), _latest(folder, wanted), read_scores(folder))
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Return a run's manifest; raises `UserError` when there is none, `RefusedError` for another schema version."""
+    """Return a run's manifest; raises `UserError` without one, `RefusedError` for another schema version."""
     path = folder / MANIFEST
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
@@ -107,13 +105,13 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def read_records(folder: Path) -> list[Row]:
-    """Return the last record of every image, failed ones included; raises `UserError` for a damaged line."""
+    """Return the last record of every image, also of failed ones."""
     rows = (msgspec.structs.asdict(row) for row in read_rows(folder / RECORDS, "records"))
     return list({row["record_key"]: row for row in rows}.values())
 
 
 def read_scores(folder: Path) -> list[Row]:
-    """Return all scores of a run in the order they were written; raises `UserError` for a damaged line."""
+    """Return all scores of a run in the order they were written."""
     return [msgspec.structs.asdict(row) for row in read_rows(folder / SCORES, "scores")]
 
 
@@ -131,7 +129,7 @@ def _finished(folder: Path, _state: tuple[int, int, int]) -> pd.DataFrame:
 
 
 def finished_records(folder: Path) -> pd.DataFrame:
-    """Return what a resumed run needs of its records with status `ok`; an unchanged file is not read again."""
+    """Return `_SCANNED` of the records with status `ok`; an unchanged file is not read again."""
     path = folder / RECORDS
     state = path.stat() if path.is_file() else None
     return _finished(folder.absolute(), (state.st_ino, state.st_size, state.st_mtime_ns) if state else (0, 0, 0))
@@ -144,7 +142,7 @@ def done_images(folder: Path) -> set[ImageKey]:
 
 
 def seconds_per_image(folder: Path) -> dict[str, float]:
-    """Return mean seconds per image by cell id, pixels included, of the finished images; empty without any."""
+    """Return mean seconds per finished image, pixels included, by cell id."""
     finished = finished_records(folder)
     seconds = finished["seconds"] + finished["pixel_seconds"].fillna(0.0)
     return {str(cell_id): float(mean) for cell_id, mean in seconds.groupby(finished["cell_id"]).mean().dropna().items()}
@@ -154,15 +152,14 @@ def seconds_per_image(folder: Path) -> dict[str, float]:
 
 
 class RunStore:
-    """A run directory opened for writing records and scores; a context manager that holds its lock.
+    """A run directory opened for writing, without `experiment` and `key` for scoring; holds its lock until closed.
 
-    Opening without `experiment` and `key` is for scoring. Raises `UserError` when the directory cannot be written or is
-    no run, `RefusedError` when another process uses it, when its finished images were decoded with other settings, and
-    when there are none to score.
+    Raises `UserError` when the directory cannot be written or is no run, `RefusedError` when another process uses it,
+    when its images were decoded with other settings, and when there are none to score.
     """
 
     def __init__(
-        self, folder: Path, experiment: ResolvedExperiment | None = None, key: KeyFields | None = None
+        self, folder: Path, experiment: ResolvedExperiment | None = None, key: dict[str, Any] | None = None
     ) -> None:
         self.folder, self.manifest = folder, dict[str, Any]()
         with ExitStack() as opened:
@@ -184,7 +181,7 @@ class RunStore:
             self._opened = opened.pop_all()
 
     @property
-    def key(self) -> KeyFields:
+    def key(self) -> dict[str, Any]:
         """The fields of the record key that hold for the whole run."""
         return dict(self.manifest["key"])
 
@@ -215,7 +212,7 @@ class RunStore:
         self.close()
 
     def is_done(self, task: ImageTask) -> bool:
-        """Return whether the image has a record with status `ok`; the runner retries failed images."""
+        """Return whether the image has a record with status `ok`."""
         return task.key in self._done
 
     @property
@@ -229,7 +226,7 @@ class RunStore:
         return self.manifest.get("threads") if self.finished else None
 
     def append(self, task: ImageTask, record: Mapping[str, Any], png: bytes | None = None) -> Row:
-        """Write the picture of an image, then its record, by default of status `ok`; return the record complete."""
+        """Write the picture of an image, then its record, by default of status `ok`; return the record."""
         if png is not None:
             self._write(task.image, png)
         planned = {
@@ -255,9 +252,9 @@ class RunStore:
 
 @contextmanager
 def lock_run(folder: Path) -> Iterator[None]:
-    """Lock a run directory, creating it if needed; the kernel frees the lock when its process ends, however that ends.
+    """Lock a run directory, creating it if needed; the kernel frees the lock when its process ends.
 
-    Beside it `.writer.json` names the process that writes; what a killed process leaves there refuses nothing.
+    `.writer.json` names the process; what a killed one leaves there refuses nothing.
     """
     check_is_run(folder)
     writer, lock = folder / WRITER, FileLock(folder / LOCK)
@@ -286,7 +283,7 @@ def _process_of(writer: Path) -> str:
 
 
 def check_writable(folder: Path) -> None:
-    """Raise `UserError` for a folder, existing or not, that files cannot be written into."""
+    """Raise `UserError` for a folder, existing or not, that cannot be written into."""
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not existing.is_dir():
         raise UserError(f"--out {folder}: {existing} is a file, not a folder", "Give a folder that you may write to.")
@@ -295,7 +292,7 @@ def check_writable(folder: Path) -> None:
 
 
 def check_folder(folder: Path, experiment: ResolvedExperiment) -> None:
-    """Raise `UserError` for a folder that cannot be a run directory, `RefusedError` if in use or of other settings."""
+    """Raise `UserError` for a folder that is no run directory, `RefusedError` if in use or of other settings."""
     check_writable(folder)
     check_is_run(folder)
     if (folder / LOCK).exists():

@@ -1,4 +1,4 @@
-"""Run a request: decode the missing images, here, in worker processes or on a Ray cluster, and score them."""
+"""Run a request: decode the missing images and score them."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ if TYPE_CHECKING:
 
 
 def run(request: Request, emit: Emit) -> int:
-    """Decode the missing images of a request and score them; return how many images failed. Events go to `emit`.
+    """Decode the missing images of a request and score them; return how many images failed.
 
-    Raises `RefusedError` for missing weights, drafters or scorers and for a run directory whose images were decoded in
-    another way, `UserError` for malformed files; all before the first image. Raises `RecordsFailedError` when a worker
-    process dies or hangs.
+    Raises, before the first image, `RefusedError` for missing weights, drafters or scorers and for images that were
+    decoded in another way, `UserError` for malformed files; later `RecordsFailedError` when a worker dies or hangs.
     """
     prepare_environment()
 
@@ -49,7 +48,7 @@ def run(request: Request, emit: Emit) -> int:
 def run_here(request: Request, emit: Emit) -> int:
     """Run a request on this machine. Returns and raises as `run`."""
     settings = request.experiment.settings
-    # The bundled scorers are in the package: none can be missing, and loading them first would delay the first image.
+    # Of the bundled scorers none can be missing; loading them first would delay the first image.
     bundled = request.protocol.name == EMBEDDED and settings.reference is None
     quality = _load_scorers(request) if "quality" in settings.metrics and not bundled else None
     if settings.processes == 1:

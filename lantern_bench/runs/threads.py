@@ -28,8 +28,7 @@ _TOKENS = 12  # tokens of an image that are decoded at a time
 def prepare_environment() -> None:
     """Set what torch reads when it is loaded: how long threads spin, and where compiled code is kept.
 
-    By default a thread that waits at the end of a loop spins for milliseconds. Beside other programs it then holds the
-    core that the thread it waits for needs. Compiled code belongs into the cache, not into a temporary folder.
+    By default a thread that waits at the end of a loop spins for milliseconds, on the core that another may need.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault(*_SPINS)
@@ -74,7 +73,7 @@ class Calibrated(NamedTuple):
 def fastest_threads(model: LoadedModel, prompt: str, decodings: Iterable[Decoding]) -> Calibrated | None:
     """Try several numbers of threads on some steps of these decodings; None where the CPU does not decode.
 
-    The choice is stored with the model's compiled programs, which another number would compile again.
+    The choice is kept with the model's compiled programs, which another number would compile again.
     """
     import torch
 
@@ -107,7 +106,7 @@ def fastest_threads(model: LoadedModel, prompt: str, decodings: Iterable[Decodin
 def calibrate(work: Callable[[], object], recorded: int | None = None) -> Calibrated:
     """Time work on all threads, a quarter of them, and so on to one, in turns, and choose by the medians.
 
-    A `recorded` number of threads is timed alone, briefly, for the share of time it loses.
+    A `recorded` number is timed alone, briefly, for the share of time it loses.
     """
     import torch
 
@@ -141,10 +140,7 @@ def calibrate(work: Callable[[], object], recorded: int | None = None) -> Calibr
 
 
 def step_work(model: LoadedModel, condition: Any, decodings: Iterable[Decoding]) -> Callable[[], object]:
-    """Return the work that `calibrate` times: some steps of each of `decodings`, compiled if the model's are.
-
-    The products of a step alone would mislead: called from Python they wait for each other, and their threads sleep.
-    """
+    """Return the work that `calibrate` times: steps, because the threads of single products would sleep between."""
     import torch
 
     from lantern_bench.decoding.loop import decode

@@ -1,4 +1,4 @@
-"""Check a run directory: every line, hash, key and count; and drop what is damaged, so that it is made again."""
+"""Check every line, hash, key and count of a run; drop what is damaged, so that it is made again."""
 
 from __future__ import annotations
 

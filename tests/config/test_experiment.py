@@ -58,7 +58,7 @@ def test_the_default_experiment() -> None:
 
 @pytest.mark.parametrize("name", shipped_experiments())
 def test_shipped_experiments_load_by_name_and_bear_it(name: str) -> None:
-    assert load_experiment(name, registry.defaults_of).name == name
+    assert load_experiment(name, registry.defaults_of).settings.name == name
 
 
 PARTS = "{mode: speculative, drafting: [static, dynamic], tree: [small-7, chain-5], depth: 3}"

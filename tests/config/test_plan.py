@@ -172,16 +172,3 @@ def test_texts_that_are_no_shard_are_refused(text: str) -> None:
     with pytest.raises(UserError, match="must be i/n with i from 1 to n"):
         parse_shard(text)
     assert parse_shard("2/8") == Shard(2, 8)
-
-
-def test_estimates_count_what_is_not_done() -> None:
-    plan = plan_of(images=2)
-    assert plan.estimate({}, []).seconds is None
-    assert len(plan.estimate({"ar-t1": 1.0}, []).unknown) == len(plan.cells) - 1
-    seconds = {cell.cell_id: 2.0 for cell in plan.cells}
-    everything = plan.estimate(seconds, [])
-    assert (everything.images, everything.to_do, everything.seconds) == (24, 24, 48.0)
-    done = [task.key for task in plan.tasks[:5]]
-    rest = plan.estimate(seconds, done)
-    assert (rest.done, rest.to_do, rest.seconds) == (5, 19, 38.0)
-    assert plan.estimate(seconds, [*done, ("other", "x", 0)]).done == 5

@@ -6,6 +6,7 @@ import shutil
 from datetime import UTC, datetime, timedelta
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +20,6 @@ from lantern_bench.models import registry
 from lantern_bench.models.io.checkpoint import open_checkpoint
 from lantern_bench.models.lanterns import FILES, WEIGHTS_FOLDER, Lanterns
 from lantern_bench.runs.devices import Compute, key_fields
-from lantern_bench.runs.records import KeyFields
 from lantern_bench.runs.store import RunStore, read_manifest, read_records
 from tests.faults.child import IMAGES, SMALL
 from tests.faults.conftest import Bench, Outcome
@@ -119,7 +119,7 @@ def test_flipped_bit_in_a_weight(tmp_path: Path, outcome: Outcome) -> None:
     experiment = load_experiment(tmp_path / "one.yaml", {"lanterns": {"cfg_scale": 3.0, "tree": "chain-4"}})
     plan = make_plan(experiment, [Prompt("one red lantern")])
 
-    def key() -> KeyFields:
+    def key() -> dict[str, Any]:
         loaded = Lanterns(folder).load(CPU.device, CPU.dtype)
         return key_fields({"lanterns": loaded}, experiment.settings, CPU, plan.cells)
 

@@ -23,7 +23,6 @@ from lantern_bench.report.curves import (
     speed_quality_points,
     to_matplotlib,
 )
-from lantern_bench.report.labels import check_grouping
 from lantern_bench.report.page import to_plotly
 from tests.made_up_run import AR, STRICT, WALKS, make_record, make_records, make_scores, run_of
 
@@ -166,9 +165,9 @@ def test_curves_by_a_parameter(by, cells):
     assert colours[0] != colours[1]
 
 
-def test_unknown_grouping_is_refused():
+def test_unknown_grouping_is_refused(tmp_path):
     with pytest.raises(UserError, match="--by colour"):
-        check_grouping("colour")
+        draw_curves({}, tmp_path, "colour")
 
 
 MULTIPLICATIVE = {"mode": "lantern++", "lambda": 2, "delta": None}

@@ -178,8 +178,8 @@ def read_model_file(path: Path) -> ModelFile | ExternalDrafter | PythonModel:
     try:
         file = kind.model_validate(source.data | {"defaults": defaults}, context=path)
     except ValidationError as error:
-        for line, key, text, value in problems_of(error, source, kind):
-            problems.add(Location(key, line), text, value)
+        for entry in problems_of(error, source, kind):
+            problems.add(*entry)
     problems.raise_all()
     return file
 
