@@ -57,10 +57,7 @@ class Reference(NamedTuple):
 
 
 def read_reference(path: Path, model: LoadedModel) -> Reference:
-    """Read the arrays `tokens`, `cond`, `uncond` (may be missing) and `prompts` of an .npz.
-
-    Raises `UserError` for a file that is none, or whose arrays do not fit each other.
-    """
+    """Read the arrays `tokens`, `cond`, `uncond` (may be missing) and `prompts` of an .npz; else `UserError`."""
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
@@ -86,10 +83,7 @@ def check_model(
     tokens: int | None = None,
     reference: Reference | None = None,
 ) -> list[Check]:
-    """Run every check on two of `prompts`, along the first `tokens` tokens of an image (default: some rows of it).
-
-    `generator` (on the CPU) draws the tokens.
-    """
+    """Run every check on two of `prompts`, along `tokens` tokens (default: some rows) that `generator` (CPU) draws."""
     height, width = model.grid
     line_length = width + (model.target.image_tokens - height * width) // height
     length = min(model.target.image_tokens, tokens or max(2 * line_length + 2, 32))

@@ -1,7 +1,4 @@
-"""Plan a certificate or an audit: what is claimed of which cells, and how much is measured.
-
-Planning checks the whole request before torch is imported.
-"""
+"""Plan a certificate or an audit: what is claimed of which cells, and how much is measured. No torch."""
 
 from __future__ import annotations
 
@@ -43,7 +40,7 @@ class Measurement:
 def plan_certificate(
     experiment: str, flags: dict[str, Any], modes: list[str] | None, settings: list[str], sizes: Sizes
 ) -> Measurement:
-    """Resolve the relaxed cells and the prompts of an experiment; raises `UserError`, imports no torch."""
+    """Resolve the relaxed cells and the prompts of an experiment."""
     model = model_of(flags["model"][0])
     flags = flags | {"model": [model.name], "prompts": flags["prompts"] or next(iter(model.prompt_sets))}
     overrides = Overrides.from_flags(flags, modes=modes, settings=settings)
@@ -56,7 +53,7 @@ def plan_certificate(
 
 
 def plan_audit(resolved: ResolvedExperiment, sizes: Sizes) -> Measurement:
-    """Plan the audit of cells that `audited_cells` lists; raises `UserError`, imports no torch."""
+    """Plan the audit of cells that `audited_cells` lists."""
     claims = tuple(map(claim_of, resolved.cells))
     return _measurement(resolved, tuple(claim.cell for claim in claims if not claim.is_lossless), sizes, claims)
 

@@ -63,9 +63,8 @@ def emitted_tv_rows(
 ) -> Iterator[dict[str, Any]]:
     """Yield the rows of `emitted_tv_places` (`schema.py`): of each cell `positions`, `per_image` of them in one image.
 
-    The cells have drafts and a temperature above 0. Sampled children are drawn `draws` times at each position, with the
-    same noise for all rules. Images have the seeds that a sweep gives the same prompts and repeats. Raises
-    `RefusedError` for a model without a drafter that needs one, and for images too short for `per_image` positions.
+    Sampled children are drawn `draws` times at each position, with the same noise for all rules. Images have the seeds
+    of a sweep. Raises `RefusedError` for a missing drafter, and for images too short for `per_image` positions.
     """
     if model.target.image_tokens < _FIRST + _FREE + per_image - 1:
         raise RefusedError(f"the images of {model.name} are too short for {per_image} positions each")

@@ -87,11 +87,7 @@ def certificate_trials(
 
 
 def audit_trials(claim: Claim, model: LoadedModel, dtype: str, samples: int) -> list[Trial]:
-    """Return the trials of a claim: on the tables, and with the model if it says lossless.
-
-    A claim that says lossless and is ours is also tested on the tables without its residual: the mistake that any way
-    to draft can have.
-    """
+    """Return the trials of a claim: on the tables, with the model if lossless, and without its residual if ours."""
     decoding, small = claim.cell.decoding, table_decoding(claim.cell.decoding)
     trials = [Trial(f"{claim.cell.cell_id}, tables", small, TABLE_IMAGES * samples)]
     if claim.is_lossless:

@@ -90,8 +90,7 @@ def whole_image_rows(model: str, results: Sequence[TrialResult]) -> tuple[list[d
     """Return the checks of whole images and of broken rules, and the rows of `lossless_tests`.
 
     Holm's correction is over all tests of all rules that are not broken. A broken rule must be rejected by one test at
-    the strictest level of that correction; one that is not is `weak`, and says nothing against the model. So is a right
-    rule of which rounding leaves less than half of the tokens to be tested.
+    its strictest level, else it is `weak`, as is a right rule of which rounding leaves too few tokens to be tested.
     """
     family = [(result, test) for result in results if result.broken is None for test in result.p_values]
     adjusted = holm([result.p_values[test] for result, test in family])

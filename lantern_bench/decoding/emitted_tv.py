@@ -1,8 +1,7 @@
 """Emitted TV: how far the first token that a step commits is from the target, the real price of relaxation.
 
-The bound of a rule holds for one given draft; over all drafts the excess adds up, and emitted TV measures the sum
-(docs/algorithms.md, section 4). It is computed per set of children with the routine that verification uses, never from
-token counts. It is not defined at temperature 0. `certify/relaxation.py` provides the distributions.
+The bound of a rule holds for one given draft; over all drafts the excess adds up, and emitted TV measures the sum, with
+the routine that verification uses (docs/algorithms.md, section 4). It is not defined at temperature 0.
 """
 
 from __future__ import annotations

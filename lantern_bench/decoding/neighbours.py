@@ -1,8 +1,6 @@
 """The table of nearest codes of each code, without the code itself (docs/algorithms.md, section 4).
 
-The published tables measure the rows of the codebook as stored, while LlamaGen looks codes up at unit length
-(docs/algorithms.md, section 9, C1), so the caller names the space. `cosine` and `random` are for the ablation of
-LANTERN's Table 3.
+The caller names the space (docs/algorithms.md, section 9, C1). `cosine` and `random` are for LANTERN's Table 3.
 """
 
 from __future__ import annotations

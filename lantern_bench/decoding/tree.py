@@ -1,7 +1,6 @@
 """Draft trees as tensors, for the target's mask, the walk and the drafter (docs/algorithms.md, section 2).
 
-`StaticTree` is a topology made into index tensors once; `DraftTree` is one step's draft for a batch of images, the only
-form that verification sees; `link_nodes` makes one when every image has a shape of its own. A chain is a tree.
+`StaticTree` is a fixed topology; `DraftTree` is one step's draft, the only form that verification sees.
 """
 
 from __future__ import annotations

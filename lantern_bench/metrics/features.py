@@ -1,8 +1,7 @@
 """Features of sets of pictures, by the extractors of torch-fidelity and that of the bundled family; reference sets.
 
-Figures need only the features (`metrics/figures.py`), so an extractor sees every set once. Sets may be larger than
-memory: pictures are read one at a time. A pass of a large reference through Inception takes minutes, so its features
-are cached under a hash of the pictures' content, the extractor with its weights, and the preprocessing.
+Sets may be larger than memory: pictures are read one at a time. A pass of a large reference through Inception takes
+minutes, so its features are cached.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Figures of a set of pictures against a reference: FID, KID, precision, recall, and FID-infinity.
 
-Each metric is a function of the features of both sets. It returns a figure: a function of any subset of the pictures,
-so that intervals measure subsets without computing anything of the reference again.
+A metric returns a figure, so that intervals measure subsets without computing anything of the reference again.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Chameleon (arXiv 2405.09818) as Anole and Lumina-mGPT publish it, and Lumina-mGPT 2.0 (arXiv 2507.17801).
 
-They share one architecture. Lumina-mGPT 2.0 was trained from scratch with another vocabulary; its sizes, layout,
-prompt, guidance and forced tokens are those of Alpha-VLLM/Lumina-mGPT-2.0 at `f44a4d7f`, and its weights and its
-tokenizer's files were not seen (docs/chameleon.md).
+Lumina-mGPT 2.0 is as in Alpha-VLLM/Lumina-mGPT-2.0 at `f44a4d7f`; its weights were not seen (docs/chameleon.md).
 """
 
 from __future__ import annotations

@@ -34,82 +34,6 @@ from lantern_bench.models.transformer import Block, TokenEmbedding, attend_cache
 from lantern_bench.models.transformer_config import TransformerConfig, llama_sizes, read_sizes
 
 
-class EagleDrafter(CachedModel, Drafter):
-    """Fuse tokens with features, one layer, then the target's frozen head, which is not a parameter of the drafter.
-
-    `mask_padding`: padded prefix positions are hidden. LlamaGen's published drafters read them instead, as the LANTERN
-    code made them for their training (docs/algorithms.md, section 9, B4). `input_norm`: the layer norms its input, as
-    Chameleon's does. `bias`: of the fusion.
-    """
-
-    rotary: Tensor
-    attention_kernel = False  # set by `pack_for_decoding`, as in `attend_cached`
-
-    def __init__(
-        self,
-        config: TransformerConfig,
-        head: nn.Module,
-        mask_padding: bool = True,
-        input_norm: bool = False,
-        bias: bool = True,
-    ) -> None:
-        super().__init__(replace(config, layers=1))
-        self.mask_padding = mask_padding
-        self.embed_tokens = TokenEmbedding(config)
-        self.embed_tokens.weight.requires_grad_(False)
-        self.fc = nn.Linear(2 * config.dim, config.dim, bias=bias)
-        self.layer = Block(config, input_norm=input_norm)
-        self.register_buffer("rotary", None, persistent=False)
-        self.compute_buffers(self.fc.weight.device)
-        self._head = (head,)  # in a tuple, so that the module does not own it
-
-    def new_session(self, batch: int, guided: bool, nodes: int) -> _Session:
-        """Return a session of this shape."""
-        return _Session(self, batch, guided, nodes)
-
-    def compute_buffers(self, device: torch.device) -> None:
-        """Compute the tables that no checkpoint holds."""
-        self.rotary = rotary_table(self.config, self.config.prefix - 1).to(device)
-
-    def fuse(self, embedded: Tensor, features: Tensor) -> Tensor:
-        """Embedded tokens and the features that predicted them -> layer input, all [rows, n, dim]."""
-        return self.fc(torch.cat([embedded.to(features.dtype), features], dim=-1))
-
-    def forward(
-        self,
-        tokens: Tensor,
-        features: Tensor,
-        mask: Tensor,
-        prompts: Tensor | None = None,
-        positions: Tensor | None = None,
-        earlier: list[tuple[Tensor, Tensor]] | None = None,
-    ) -> Tensor:
-        """Return predicted features of whole sequences [rows, n, dim], without a cache (training).
-
-        tokens int64 [rows, n] are shifted: token t follows features t; `mask` [rows or 1, 1, n, n] is additive.
-        `prompts` [rows, m] in the whole vocabulary come before the tokens, which are then n - m; `positions` int64
-        [rows, n] where they are not 0 to n - 1. `earlier`: as in `attend_plain`.
-        """
-        embedded = self.embed_tokens(tokens)
-        if prompts is not None:
-            embedded = torch.cat([self.embed_tokens.of_text(prompts), embedded], dim=1)
-        rotary = self.rotary[None, : features.shape[1]] if positions is None else self.rotary[positions]
-        return self.layer(self.fuse(embedded, features), rotary, attend_plain(mask, earlier))
-
-    def use_head(self, head: nn.Module) -> None:
-        """Replace the target's head by one that gives nearly the same logits."""
-        self._head = (head,)
-
-    @property
-    def head_module(self) -> nn.Module:
-        """The target's head, or its replacement."""
-        return self._head[0]
-
-    def head(self, features: Tensor) -> Tensor:
-        """Return logits of predicted features, through the target's head and with no norm between."""
-        return self._head[0](features)
-
-
 class _Session(CachedSession, DrafterSession):
     def __init__(self, drafter: EagleDrafter, *shape: Any) -> None:
         super().__init__(drafter, 3, *shape)
@@ -165,9 +89,76 @@ class _Session(CachedSession, DrafterSession):
         return DrafterLogits(*self._split(logits))
 
 
+class EagleDrafter(CachedModel, Drafter):
+    """Fuse tokens with features, one layer, then the target's frozen head, which is not a parameter of the drafter.
+
+    `mask_padding`: padded prefix positions are hidden. LlamaGen's published drafters read them instead, as the LANTERN
+    code made them for their training (docs/algorithms.md, section 9, B4).
+    """
+
+    session_type = _Session
+    rotary: Tensor
+    attention_kernel = False  # set by `pack_for_decoding`, as in `attend_cached`
+
+    def __init__(
+        self, config: TransformerConfig, head: nn.Module, mask_padding: bool = True, bias: bool = True
+    ) -> None:
+        super().__init__(replace(config, layers=1))
+        self.mask_padding = mask_padding
+        self.embed_tokens = TokenEmbedding(config)
+        self.embed_tokens.weight.requires_grad_(False)
+        self.fc = nn.Linear(2 * config.dim, config.dim, bias=bias)
+        self.layer = Block(config, input_norm=config.qk_norm)  # as Chameleon's does
+        self.register_buffer("rotary", None, persistent=False)
+        self.compute_buffers(self.fc.weight.device)
+        self._head = (head,)  # in a tuple, so that the module does not own it
+
+    def compute_buffers(self, device: torch.device) -> None:
+        """Compute the tables that no checkpoint holds."""
+        self.rotary = rotary_table(self.config, self.config.prefix - 1).to(device)
+
+    def fuse(self, embedded: Tensor, features: Tensor) -> Tensor:
+        """Embedded tokens and the features that predicted them -> layer input, all [rows, n, dim]."""
+        return self.fc(torch.cat([embedded.to(features.dtype), features], dim=-1))
+
+    def forward(
+        self,
+        tokens: Tensor,
+        features: Tensor,
+        mask: Tensor,
+        prompts: Tensor | None = None,
+        positions: Tensor | None = None,
+        earlier: list[tuple[Tensor, Tensor]] | None = None,
+    ) -> Tensor:
+        """Return predicted features of whole sequences [rows, n, dim], without a cache (training).
+
+        tokens int64 [rows, n] are shifted: token t follows features t; `mask` [rows or 1, 1, n, n] is additive.
+        `prompts` [rows, m] in the whole vocabulary come before the tokens, which are then n - m; `positions` int64
+        [rows, n] where they are not 0 to n - 1. `earlier`: as in `attend_plain`.
+        """
+        embedded = self.embed_tokens(tokens)
+        if prompts is not None:
+            embedded = torch.cat([self.embed_tokens.of_text(prompts), embedded], dim=1)
+        rotary = self.rotary[None, : features.shape[1]] if positions is None else self.rotary[positions]
+        return self.layer(self.fuse(embedded, features), rotary, attend_plain(mask, earlier))
+
+    def use_head(self, head: nn.Module) -> None:
+        """Replace the target's head by one that gives nearly the same logits."""
+        self._head = (head,)
+
+    @property
+    def head_module(self) -> nn.Module:
+        """The target's head, or its replacement."""
+        return self._head[0]
+
+    def head(self, features: Tensor) -> Tensor:
+        """Return logits of predicted features, through the target's head and with no norm between."""
+        return self._head[0](features)
+
+
 def build_drafter(config: TransformerConfig, target: TransformerTarget, bias: bool = True) -> EagleDrafter:
-    """Return a drafter as published: LlamaGen's reads padding, Chameleon's hides it and its layer norms its input."""
-    return EagleDrafter(config, target.transformer.output, config.qk_norm, config.qk_norm, bias)
+    """Return a drafter as published: LlamaGen's reads padding, Chameleon's hides it."""
+    return EagleDrafter(config, target.transformer.output, config.qk_norm, bias)
 
 
 def untrained_drafter(target: TransformerTarget) -> EagleDrafter:

@@ -1,7 +1,6 @@
 """Models of transformers in the decode loop: a model file names one Python file, and its class is the model.
 
-Its decoder computes on this package's cache with this package's tree masks, so that trees, batches and commits need no
-code of their own. Decode steps are not compiled. docs/adding-a-model.md has an example.
+Its decoder computes on this package's cache with this package's tree masks. docs/adding-a-model.md has an example.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The files of published models: repositories and licences, where they are on this machine, and download.
 
-huggingface_hub keeps, resumes and checks downloads, so nothing here hashes or records a file; the hashes in a run's
-records are those of the files that were read.
+huggingface_hub keeps, resumes and checks downloads, so nothing here hashes or records a file.
 """
 
 from __future__ import annotations
@@ -90,11 +89,7 @@ class Source(NamedTuple):
         return self.found_in(cached / "snapshots" / commit)
 
     def download(self, root: Path | None = None, bars: bool = True) -> Path:
-        """Download the missing files into `root`, or the cache of huggingface_hub, and return the part's path.
-
-        `bars` shows progress bars. The same call continues an interrupted download. Raises `RefusedError` for what the
-        hub refuses.
-        """
+        """Download the missing files into `root`, or the hub's cache; raises `RefusedError` where the hub refuses."""
         from huggingface_hub import constants, errors, snapshot_download
         from huggingface_hub.utils.tqdm import disable_progress_bars
 

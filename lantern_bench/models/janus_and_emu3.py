@@ -1,8 +1,7 @@
 """Janus-Pro (arXiv 2501.17811) and Emu3-Gen (arXiv 2409.18869) as transformers reads them: Llamas that draw.
 
-Janus embeds an image token as its row of a table through an aligner, which is computed once when the model is loaded;
-these rows stand behind those of the words. Its unconditional prompt has padding, which the model sees, for words. Emu3
-writes pictures in its own vocabulary, and a forced token ends each row; its unconditional prompt is a list of faults.
+Janus embeds image tokens through an aligner, which is computed once when the model is loaded; its unconditional prompt
+has padding, which the model sees, for words. Emu3's is a list of faults.
 """
 
 from __future__ import annotations

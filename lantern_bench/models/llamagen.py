@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from lantern_bench.errors import UserError
 from lantern_bench.models import hub
-from lantern_bench.models.model import CheckpointModel, Published, class_number, some_classes
+from lantern_bench.models.model import CheckpointModel, Published, class_number, layout_of, some_classes
 from lantern_bench.models.transformer_config import TransformerConfig, llama_sizes, read_sizes
 
 if TYPE_CHECKING:
@@ -117,14 +117,10 @@ class LlamaGen(CheckpointModel):
         official = next((name for name, other in _OFFICIAL.items() if other == key and name in stated), key)
         return super().wrong(official, text, advice)
 
-    def layout_of(self, checkpoint: Checkpoint) -> str:
-        """Return official, or hf: that of the HF conversion."""
-        return "hf" if any(name.startswith(("model.", "lm_head.")) for name in checkpoint) else "official"
-
     def target_keys(self, target: TransformerTarget, checkpoint: Checkpoint) -> KeyMap:
         """Return the key map of the checkpoint's layout; raises `UserError` for a checkpoint for another grid."""
         self._check_stage(checkpoint)
-        return key_map(target, self.layout_of(checkpoint))
+        return key_map(target, layout_of(checkpoint))
 
     def _check_stage(self, checkpoint: Checkpoint) -> None:
         """Refuse a checkpoint for another grid: stages have tensors of the same shapes."""

@@ -113,11 +113,15 @@ class Published(NamedTuple):
     aliases: tuple[str, ...] = ()
 
 
+def layout_of(checkpoint: Checkpoint) -> str:
+    """Return the layout of a checkpoint: hf, or that of LlamaGen's official ones."""
+    return "hf" if any(name.startswith(("model.", "lm_head.")) for name in checkpoint) else "official"
+
+
 class CheckpointModel(Model):
     """The transformer of this package with a VQ tokenizer and an EAGLE drafter, from files in published layouts.
 
-    A family is a subclass: it says how sizes are read, where tensors are, and how prompts become conditions. Its models
-    are the rows of `published`, and those that a model file describes.
+    A family is a subclass; its models are the rows of `published`, and those that a model file describes.
     """
 
     published: ClassVar[Mapping[str, Published]]
@@ -174,10 +178,6 @@ class CheckpointModel(Model):
     def prompts(self, target: TransformerTarget, invented: bool = False) -> Prompts:
         """Return how prompts become conditions; `invented`: without any file, for random weights."""
 
-    def layout_of(self, checkpoint: Checkpoint) -> str:  # noqa: ARG002  # for families with several
-        """Return the layout of a checkpoint."""
-        return "hf"
-
     def name_now(self, name: str) -> str:
         """Return the name that a tensor of an older file has now."""
         return name
@@ -207,10 +207,7 @@ class CheckpointModel(Model):
 
     @cached_property
     def config(self) -> Mapping[str, Any]:
-        """What is stated of the target: by its row, by config.json beside its weights, and by the model file.
-
-        The later one counts, also within the sections of a config.json.
-        """
+        """What is stated of the target: by its row, then config.json beside its weights, then the model file."""
         config = dict(self.row.config)
         for stated in (self._config_beside(), self.file and self.file.target.config):
             for key, value in (stated or {}).items():
@@ -250,7 +247,7 @@ class CheckpointModel(Model):
 
         checkpoint = open_checkpoint(self.paths["target"]).renamed(self.name_now)
         checkpoint.require(*self.kind)
-        layout = self.layout_of(checkpoint)
+        layout = layout_of(checkpoint)
         if self.file is not None and self.file.target.layout not in (None, layout):
             text = f"{checkpoint.path}: is not in the layout {self.file.target.layout}: it is {what_is(checkpoint)}"
             raise UserError(text, f"Give layout: {layout}, or leave it out.")

@@ -30,10 +30,7 @@ _FAMILIES: tuple[type[CheckpointModel], ...] = (Chameleon, Lumina, Emu3, Janus, 
 
 @functools.cache
 def models() -> dict[str, Model]:
-    """Return all models by name, this package's and those of entry points.
-
-    The name of a shipped model stays its own. Raises `RefusedError` for an entry point that cannot be imported.
-    """
+    """Return all models by name; raises `RefusedError` for an entry point that cannot be imported."""
     models: dict[str, Model] = {"lanterns": Lanterns()}
     for family in _FAMILIES:
         models |= {name: family(name, row) for name, row in family.published.items()}

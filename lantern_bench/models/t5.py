@@ -1,7 +1,6 @@
 """Caption features from T5, the text encoder of LlamaGen, with their cache on disk.
 
-The encoder is read from a folder and never from the network. It is loaded for captions without cached features, encodes
-them one at a time, so that no caption's features depend on the others, and is freed before decoding starts.
+Captions are encoded one at a time, so that no caption's features depend on the others.
 """
 
 from __future__ import annotations
@@ -112,10 +111,7 @@ _NAMED = ("config.json", "tokenizer.json", "tokenizer_config.json", "spiece.mode
 
 
 class CaptionEncoder:
-    """Captions -> features [B, positions, width], left-padded, on a device: the `condition` of a model.
-
-    `folder` is the encoder's, in the Hugging Face layout; `sha256` covers everything that can change a feature.
-    """
+    """Captions -> features [B, positions, width], left-padded; `sha256` covers everything that can change a feature."""
 
     def __init__(
         self, folder: Path, cache: Path, positions: int, width: int, device: torch.device, dtype: torch.dtype

@@ -1,7 +1,6 @@
 """The VQ tokenizer of LlamaGen (arXiv 2406.06525, section 3.1): a convolutional autoencoder around a codebook.
 
-The tokenizers of all families differ only by `VQConfig`, and Emu3's by convolutions over time; parameters have the
-names of LlamaGen's checkpoints. The training losses are in `experiments/train_lanterns/tasks.py`.
+Parameters have the names of LlamaGen's checkpoints. Training losses are in `experiments/train_lanterns/tasks.py`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Models whose prompts are words of the vocabulary that their image tokens belong to: Chameleon, Janus, Emu3.
 
-Their target is a folder that transformers reads (config.json, tokenizer.json, safetensors). A picture uses a share of
-the vocabulary, and the target holds only the rows of the output head for that share.
+A picture uses a share of the vocabulary, and the target holds only the rows of the output head for that share.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from lantern_bench.models.target import Condition, TransformerTarget
 
 Encode: TypeAlias = Callable[[str], Sequence[int]]
-"""Makes numbers of a text."""
 
 
 class Vocabulary(dict[str, int]):
@@ -41,10 +39,7 @@ class Vocabulary(dict[str, int]):
         raise self._lacks(name)
 
     def codes_named(self, pattern: str, code_of: Callable[[str], int] = int) -> tuple[int, ...]:
-        """Return the numbers of the image codes, by code; raises `UserError` where some are missing.
-
-        `pattern` matches the name of a code, and `code_of` makes the code of its group.
-        """
+        """Return the numbers of the image codes, by the code in the group of `pattern`; `UserError` where some lack."""
         codes = {code_of(match[1]): self[name] for name in self if (match := re.fullmatch(pattern, name)) is not None}
         if not codes:
             raise self._lacks("image codes")
@@ -98,10 +93,7 @@ class WordModel(CheckpointModel):
         return section
 
     def llama_config(self, section: str, vocab_size: int, **fields: Any) -> TransformerConfig:
-        """Return the sizes that a section of config.json ("": the whole) states of a Llama or its kin.
-
-        `vocab_size` image tokens; `fields` are others of `TransformerConfig`. Raises `UserError` for impossible sizes.
-        """
+        """Return the sizes that a section of config.json ("": the whole) states; `UserError` for impossible ones."""
 
         def wrong(key: str, text: str) -> UserError:
             return self.wrong(f"{section}.{key}" if section else key, text)

@@ -1,8 +1,7 @@
 """What a decode step costs: a target forward by number of nodes, the parts of each kind of step, roofline, memory.
 
-Measurements use the programs and sessions of decoding, after a warm-up that compiles them. A forward takes at least its
-bytes over the read rate, and its operations over the multiply rate. Peak memory comes from the allocator on CUDA, and
-from the profiler's allocation record on a CPU, where the process holds other things too.
+A forward takes at least its bytes over the read rate, and its operations over the multiply rate. Peak memory comes from
+the allocator on CUDA, and from the profiler's allocation record on a CPU, where the process holds other things too.
 """
 
 from __future__ import annotations

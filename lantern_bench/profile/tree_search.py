@@ -170,8 +170,7 @@ def search_trees(
 ) -> list[tuple[Decoding, dict[str, Any]]]:
     """Return the decodings that were measured, each with its row of expected and measured cost, fastest first.
 
-    The size of `decoding`'s own drafts does not matter. Raises `UserError` for a drafting whose drafts are not
-    searched, and for too few prompts. `say` receives a line of text for each stage.
+    Raises `UserError` for a drafting whose drafts are not searched, and for too few prompts; `say` receives progress.
     """
     if decoding.drafting not in SEARCHED:
         searched = f"Those of {', '.join(SEARCHED[:-1])} and {SEARCHED[-1]} are."

@@ -1,7 +1,4 @@
-"""One training of a drafter from start to end: what it was asked for, the loop, evaluations, the exported folder.
-
-Tokens and checkpoints are in the work folder of the job, and an interrupted training continues there.
-"""
+"""One training of a drafter from start to end: what it was asked for, the loop, evaluations, the exported folder."""
 
 from __future__ import annotations
 

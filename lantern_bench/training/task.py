@@ -1,8 +1,7 @@
 """Training an EAGLE drafter for a frozen target (arXiv 2401.15077, section 4.2): its sequences and its losses.
 
 A sequence is a picture as tokens of the target's tokenizer, or a sample of the target, with a caption. Tokens are made
-once; the target computes the features of a batch when it is drawn. A recipe can train several levels of a draft at
-once (HASS, arXiv 2408.15766). The token embedding is the target's input embedding, frozen; padding is masked.
+once; the target computes the features of a batch when it is drawn.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Model files: a YAML file that describes a model, names its code, or gives a known model another drafter.
 
-Only the keys, their types and that the paths exist are checked here; a family checks `config` and the checkpoints. No
-torch is imported, so that a sweep can be planned without loading the model.
+A family checks `config` and the checkpoints. No torch, so that a sweep can be planned without loading the model.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The networks of the bundled family, fresh or with their weights: target, tokenizer, and the attribute classifier.
 
-The classifier's answers give prompt accuracy (does the picture show what the caption asked for), and its penultimate
-layer is the feature space of the bundled model's FID, KID, precision and recall (`metrics.features`).
+The classifier gives prompt accuracy, and its penultimate layer the features of FID, KID, precision and recall.
 """
 
 from __future__ import annotations
