@@ -1,7 +1,7 @@
 """Does a model keep the protocol of `decoding/protocol.py`? One line a check, for models of other packages above all.
 
-Each check compares what decoding calls (sessions, pixel decoder, codebook) with another way to the same numbers, on
-random tokens: no trained weights are needed. A mistake that both ways share shows only against a reference.
+Each check compares what decoding calls with another way to the same numbers, on random tokens: no trained weights are
+needed. A mistake that both ways share shows only against a reference.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ class _Checks:
         return self._compared("tree", gaps, "two trees of two images against a chain for each path")
 
     def forced_tokens(self) -> Check:
-        """Check that an image has one for each token beyond its codes, certain there and impossible elsewhere."""
+        """Check that an image has them beyond its codes, certain there and impossible elsewhere."""
         (height, width), total = self.model.grid, self.target.image_tokens
         expected, count = total - height * width, int((self.forced >= 0).sum())
         if count != expected:
@@ -210,7 +210,7 @@ class _Checks:
                 moved.append([_gap(*pair) for pair in zip(_rows(scores), self.chains[0], strict=True)])
         if not moved:
             return Check("guidance", "none", None, None, "needs two different prompts")
-        # In some models a longer prompt moves both rows: the clearest pair of prompts counts.
+        # In some models a longer prompt moves both rows.
         most, least = min(moved, key=lambda gaps: min(gaps) / max(*gaps, 1e-12))
         about = f"another prompt moves logits by {most:.2g} with it and {least:.2g} without it"
         if not most > least:
@@ -267,7 +267,7 @@ class _Checks:
         return torch.where(forced < 0, drawn, forced)
 
     def _chain(self, image: int, tokens: Tensor) -> Rows:
-        """The logits [1, N, V] of tokens [up to N] of an image, scored as a chain of N with filler in one forward."""
+        """The logits [1, N, V] of up to N tokens of an image, scored as a chain of N with filler."""
         chain = torch.zeros(1, self.length, dtype=torch.int64, device=self.target.device)
         chain[0, : len(tokens)] = tokens.to(chain.device)
         return _rows(teacher_forced(self.target, self.conditions[image], chain, True).logits)

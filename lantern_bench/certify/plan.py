@@ -85,7 +85,7 @@ class Claim(NamedTuple):
 
 
 def audited_cells() -> list[dict[str, Any]]:
-    """Return the cells of the audit as an experiment file writes them: every form of every mode, every other rule."""
+    """Return the cells of the audit, as an experiment file has them: every form of every mode, every other rule."""
     modes = [
         {"mode": mode.name, **values} for mode in MODES.values() for values in ({}, *mode.variants, *mode.published)
     ]
@@ -95,7 +95,7 @@ def audited_cells() -> list[dict[str, Any]]:
 
 
 def claim_of(cell: Cell) -> Claim:
-    """Return what is claimed of a cell: by the row of its mode, or of its rule where that is not the mode's."""
+    """Return what is claimed of a cell, by the row of its mode or of its rule."""
     decoding, mode, rule = cell.decoding, MODES[cell.decoding.mode], cell.decoding.rule_row
     has_own_rule, forms = rule.name == mode.rule, (*mode.published, *mode.variants)
     matching = [values for values in forms if all(decoding.value(key) == value for key, value in values.items())]

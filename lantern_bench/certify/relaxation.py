@@ -1,8 +1,7 @@
 """Emitted TV of relaxed cells where steps of lossless decoding start (docs/algorithms.md, section 4).
 
 Lossless decoding visits the same contexts however it drafts. Drafts that depend on the image alone are measured at
-positions of autoregressive images, the same for all cells, and drafts that come from earlier steps along the steps of
-the strict rule with the same drafting. `certify/tables.py` computes means and intervals.
+positions of autoregressive images, others along the steps of the strict rule with the same drafting.
 """
 
 from __future__ import annotations
@@ -106,7 +105,7 @@ def emitted_tv_rows(
 
 
 def _strict(decoding: Decoding) -> Decoding:
-    """Return the same drafting under the strict rule, which visits the contexts of autoregressive decoding."""
+    """Return the same drafting under the strict rule."""
     kept = {key: decoding.value(key) for key in (*SAMPLING, *decoding.drafting_row.parameter_names)}
     return Decoding("speculative", drafting=decoding.drafting, rule="strict", **kept | {"tree": decoding.paths or None})
 

@@ -69,9 +69,8 @@ def emitted_tv_sampled(
     """Estimate the emitted TV of sampled drafts under several rules at once.
 
     `p`, `q` [N, V] and `position` [N] at the root; `children` are drawn `draws` times (at least 2) from q with the
-    noise that `exponential` gives, Exp(1) [N, V], the same for all rules. Each draw gives the exact emitted
-    distributions of the relaxed and the strict rule, whose mean is p; the mean difference is the error. The share of
-    the first child is computed exactly and not drawn.
+    noise Exp(1) [N, V] that `exponential` gives. The mean difference of the exact emitted distributions of the relaxed
+    and the strict rule, whose mean is p, is the error. The share of the first child is computed exactly and not drawn.
     """
     sums = p.new_zeros(len(rules), 2, *p.shape)
     for number in range(draws):

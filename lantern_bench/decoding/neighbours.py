@@ -32,9 +32,8 @@ def in_space(codebook: Tensor, space: Space) -> Tensor:
 def nearest_codes(codebook: Tensor, neighbours: int, metric: NeighbourMetric = "l2") -> Tensor:
     """Return int32 [V, neighbours]: for every code the nearest others, nearest first, ties by index.
 
-    `codebook` [V, d] holds one row per code. `metric`: `l2` (Euclidean, float32), `cosine` (the angle between rows; a
-    row of zeros is equally far from all) or `random` (a fixed random order for every code, the same on every machine).
-    `neighbours` above V - 1 raises ValueError.
+    `metric` of the rows of `codebook` [V, d]: `l2`, `cosine` (a row of zeros is equally far from all) or `random` (a
+    fixed order for every code, the same on every machine). `neighbours` above V - 1 raises ValueError.
     """
     total = len(codebook)
     if not 0 <= neighbours <= total - 1:

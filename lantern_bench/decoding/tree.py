@@ -19,9 +19,9 @@ _Lists: TypeAlias = Sequence[Sequence[int]]
 
 @dataclass(frozen=True)
 class Turn:
-    """The n parents whose paths have the same sum of child ranks, those with most children first; decided together.
+    """The n parents whose paths have the same sum of child ranks, those with most children first.
 
-    A node's child of rank r has to wait for r rejections at the node. So all nodes of one sum wait equally long.
+    A node's child of rank r has to wait for r rejections at the node: all nodes of one sum wait equally long.
     """
 
     nodes: Tensor  # int64 [n]

@@ -162,7 +162,7 @@ def build_drafter(config: TransformerConfig, target: TransformerTarget, bias: bo
 
 
 def untrained_drafter(target: TransformerTarget) -> EagleDrafter:
-    """Return a drafter of the target's width with its embedding and weights drawn from torch's current stream."""
+    """Return a drafter with the target's embedding and weights drawn from torch's current stream."""
     drafter = build_drafter(target.config, target)
     drafter.mask_padding = True
     for name, parameter in drafter.named_parameters():
@@ -186,7 +186,7 @@ _COMPUTED = r"(.*\.)?(freqs_cis|causal_mask|k_cache|v_cache|inv_freq|cos_cached|
 
 
 def load_drafter(folder: Path, target: TransformerTarget, *, dtype: torch.dtype, device: torch.device) -> EagleDrafter:
-    """Load a published drafter for a target that has its weights; raises `UserError` for one that does not fit it."""
+    """Load a published drafter for a loaded target; raises `UserError` for one that does not fit it."""
     path, chameleon = folder / "config.json", target.config.qk_norm
     if not path.is_file():
         raise UserError(f"{path}: no such file", "A published drafter is a folder with config.json and its weights.")
@@ -213,7 +213,8 @@ def drafter_files(folder: Path) -> tuple[Path, ...]:
 
 
 _ROPE_BASE = 10000.0  # of the published code, whatever the target's is and the file says
-_SIDES = {"c2i": 24, "t2i": 16, "t2i2": 32}  # the published code's grid for each `input_type`
+# The published code's grid and number of condition positions for each `input_type`.
+INPUT_TYPES = {"c2i": ((24, 24), 1), "t2i": ((16, 16), 120), "t2i2": ((32, 32), 120)}
 
 
 def drafter_config(stated: Mapping[str, Any], target: TransformerConfig, folder: Path) -> TransformerConfig:
@@ -235,10 +236,10 @@ def drafter_config(stated: Mapping[str, Any], target: TransformerConfig, folder:
     del sizes["dim"], sizes["text_vocab_size"]
     if (layers := sizes.pop("layers", 1)) != 1:
         raise wrong("num_hidden_layers", f"is {layers}: only drafters of one layer are supported")
-    side = _SIDES.get(str(stated.get("input_type")))
-    if side is not None and target.grid != (side, side):
+    (rows, columns), _ = INPUT_TYPES.get(str(stated.get("input_type")), (target.grid, 0))
+    if target.grid != (rows, columns):
         raise UserError(
-            f"{folder}: is a drafter of another stage: its input_type {stated['input_type']} is for a {side}x{side} "
+            f"{folder}: is a drafter of another stage: its input_type {stated['input_type']} is for a {rows}x{columns} "
             f"grid, and this model's grid is {target.grid[0]}x{target.grid[1]}",
             "Give the drafter that was trained for this model.",
         )

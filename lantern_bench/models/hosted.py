@@ -76,7 +76,7 @@ class HostedModel(ABC):
 
 
 class _Decoder(nn.Module):
-    """A hosted model with the interface of `Transformer` and of a condition that sessions use."""
+    """A hosted model with the interface of `Transformer` and of a condition."""
 
     def __init__(self, hosted: HostedModel) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ class _HostedTarget(CachedTarget):
 
 
 def load_class(file: PythonModel) -> type[HostedModel]:
-    """Run the Python file of a model file and return its one `HostedModel`; raises `UserError` where it has none."""
+    """Run the Python file of a model file and return its one `HostedModel`."""
     path = file.python
     spec = importlib.util.spec_from_file_location(f"lantern_bench_model_{path.stem}", path)
     if spec is None or spec.loader is None:

@@ -70,7 +70,7 @@ class Janus(WordModel):
         return {_JANUS_START: 100000, _PAD: 100002, _BEGIN_IMAGE: 100003}
 
     def wording(self) -> Wording:
-        """Return a turn of the user, and the answer that begins with an image; without caption padding between."""
+        """Return a turn of the user, and the answer that begins with an image."""
 
         def padding(prompt: list[int], vocabulary: Vocabulary, _encode: Encode) -> list[int]:
             return [prompt[0], *[vocabulary[_PAD]] * (len(prompt) - 2), prompt[-1]]
@@ -179,7 +179,7 @@ class Emu3(WordModel):
         return re.sub(r"^vqmodel\.", "model.vqmodel.", name)
 
     def target_keys(self, target: TransformerTarget, checkpoint: Checkpoint) -> KeyMap:
-        """Return a Llama by other names; of the head (the embedding, where they are tied) it takes some rows."""
+        """Return a Llama by other names; of the head (tied: the embedding) it takes some rows."""
         from lantern_bench.models.io.state_dict import LLAMA, llama_key_map, rows_of_tokens
 
         names = {ours: theirs.replace("model.", "model.text_model.") for ours, theirs in LLAMA.items()}

@@ -25,7 +25,7 @@ def to_bytes(pixels: Tensor) -> Tensor:
 
 
 class VQPixels:
-    """A VQ tokenizer for pictures of `grid` (rows, columns) codes; with `line_ends` a forced token ends each row."""
+    """A VQ tokenizer for pictures of `grid` (rows, columns) codes."""
 
     def __init__(self, model: VQModel, grid: tuple[int, int], line_ends: bool = False) -> None:
         self.model, self._grid, self._line_ends = model, grid, line_ends
@@ -53,7 +53,7 @@ class VQPixels:
 
 
 class NoPixels:
-    """The pixel decoder of a model that cannot draw: it raises `problem`, which states the reason."""
+    """The pixel decoder of a model that cannot draw."""
 
     def __init__(self, model: str, reason: str) -> None:
         self.problem = UserError(
@@ -96,7 +96,7 @@ class LoadedModel:
 
     @cached_property
     def codes(self) -> Tensor:
-        """The codebook float32 [V, d] in the space of its neighbours, on the target's device; forced tokens: 0."""
+        """The codebook float32 [V, d] in the space of its neighbours; forced tokens: 0."""
         if self.codebook is None:
             raise RefusedError(
                 f"{self.name}: this rule measures distances between codes, and the model has no tokenizer",
@@ -124,7 +124,7 @@ class LoadedModel:
 
     @torch.inference_mode()
     def _codes_table(self, columns: int, metric: NeighbourMetric) -> Tensor:
-        """The table of a metric, made once, as wide as the widest one asked for: ties have a fixed order."""
+        """The table of a metric, as wide as the widest one asked for."""
         if self.codebook is None:
             raise RefusedError(
                 f"{self.name}: relaxed rules need to know which codes are near each other, and it has no tokenizer",

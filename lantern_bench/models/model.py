@@ -1,4 +1,4 @@
-"""A model before it is loaded: what listings, plans and captions need, without torch (docs/adding-a-model.md)."""
+"""A model before it is loaded, without torch (docs/adding-a-model.md)."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ class CheckpointModel(Model):
 
     @abstractmethod
     def target_keys(self, target: TransformerTarget, checkpoint: Checkpoint) -> KeyMap:
-        """Return where the target's tensors are; raises `UserError` for the checkpoint of another model."""
+        """Return where the target's tensors are."""
 
     @abstractmethod
     def prompts(self, target: TransformerTarget, invented: bool = False) -> Prompts:
@@ -298,7 +298,7 @@ class CheckpointModel(Model):
         )
 
     def with_random_weights(self) -> LoadedModel:
-        """Return modules of the full shape, with a drafter of the published shape: one layer of the target's."""
+        """Return modules of the full shape on the meta device."""
         import torch
 
         from lantern_bench.models.eagle import build_drafter

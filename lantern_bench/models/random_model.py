@@ -72,7 +72,7 @@ def _modules(model: LoadedModel, dtype: torch.dtype) -> Iterator[tuple[str, Any,
 
 @torch.no_grad()
 def _fill_at_random(model: LoadedModel, device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> None:
-    """Fill a model's modules: matrices such that outputs have the scale of their inputs, norms with ones."""
+    """Fill a model's modules so that outputs have the scale of their inputs."""
     for _, module, kind in _modules(model, dtype):
         module.to(kind).to_empty(device=device)
         for name, parameter in module.named_parameters():

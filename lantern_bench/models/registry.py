@@ -59,7 +59,7 @@ def model_of(name: str) -> Model:
 
 
 def defaults_of(names: Sequence[str]) -> dict[str, Mapping[str, Any]]:
-    """Return the decoding values that every model suggests, by name; also by `names` that are files or aliases."""
+    """Return the decoding values that models suggest, by name; also by `names` that are files or aliases."""
     defaults = {name: model.defaults for name, model in models().items()}
     aliases = {alias for model in models().values() for alias in model.aliases}
     return defaults | {name: model_of(name).defaults for name in names if is_model_file(name) or name in aliases}
@@ -69,7 +69,7 @@ def defaults_of(names: Sequence[str]) -> dict[str, Mapping[str, Any]]:
 
 
 def _model_of_file(path: Path) -> Model:
-    """The model that a file describes; raises `UserError` for an unknown family and for impossible sizes."""
+    """The model that a file describes; raises `UserError` where it cannot be."""
     file = read_model_file(path)
     if isinstance(file, PythonModel):
         return _Hosted(file)

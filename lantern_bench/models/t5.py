@@ -177,7 +177,6 @@ class CaptionEncoder:
 
 def load_t5(folder: Path, width: int, dtype: torch.dtype) -> tuple[Any, Any]:
     """Load tokenizer and encoder; raises `UserError` for a folder without a T5 with features of `width` numbers."""
-    # Before gigabytes are read.
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder}: is no T5 encoder: it has no config.json")
     config = read_json(folder / "config.json")
@@ -211,7 +210,7 @@ def load_t5(folder: Path, width: int, dtype: torch.dtype) -> tuple[Any, Any]:
 def caption_prompts(
     model: str, folder: Path | None, positions: int, width: int, device: torch.device, dtype: torch.dtype
 ) -> Prompts:
-    """Return captions as features [positions, width] through the encoder in `folder`; without one they are refused."""
+    """Return captions as features through the encoder in `folder`; without one they are refused."""
     if folder is not None:
         encoder = CaptionEncoder(folder, cache_folder() / "features", positions, width, device, dtype)
         return Prompts(encoder, encoder.prepare, encoder.sha256)
@@ -229,7 +228,7 @@ def caption_prompts(
 
 
 def random_features(positions: int, width: int) -> Callable[[Sequence[str]], Condition]:
-    """Return what replaces a text encoder: normal numbers seeded by the caption, without padding and meaning."""
+    """Return what replaces a text encoder: normal numbers seeded by the caption."""
 
     def condition(prompts: Sequence[str]) -> Condition:
         rows = []

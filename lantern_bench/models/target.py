@@ -148,8 +148,7 @@ def causal_seen(batch: int, n: int, device: torch.device) -> Tensor:
 def prefix_seen(visible: Tensor, n: int) -> Tensor:
     """Return the causal mask of n prefix positions, in which padding sees only padding: bool [B or rows, n, n].
 
-    Only drafters with `mask_padding` False read the rows of padding, which are as the LANTERN code makes them in half
-    precision (docs/algorithms.md, section 9, B4).
+    Only drafters with `mask_padding` False read the rows of padding (docs/algorithms.md, section 9, B4).
     """
     alike = visible[:, None, :n] == visible[:, :n, None]
     return causal_seen(len(visible), n, visible.device) & alike
@@ -162,7 +161,7 @@ def prefix_mask(valid: Tensor, length: int) -> Tensor:
 
 
 def padding_of(visible: Tensor, rows: int, config: TransformerConfig) -> Tensor:
-    """Return by how many positions the padding (`KVCache.hide`) moves each row's tokens back, [rows, 1]."""
+    """Return by how many positions padding moves each row's tokens back, [rows, 1]."""
     if config.positions == "grid":
         return torch.zeros(rows, 1, dtype=torch.int64, device=visible.device)
     return (~visible).sum(dim=1).repeat(rows // len(visible))[:, None]
@@ -181,7 +180,7 @@ class CachedSession:
     """What decode sessions of targets and drafters share: cache, padding and positions."""
 
     def __init__(self, model: Any, spare: int, batch: int, guided: bool, nodes: int) -> None:
-        """`model` has a config, a dtype and a device; there is room for `spare` trees of `nodes` behind the image."""
+        """There is room for `spare` trees of `nodes` behind the image."""
         config: TransformerConfig = model.config
         self._config, self._batch, self._guided = config, batch, guided
         self._groups = 1 + guided
@@ -324,7 +323,7 @@ class CachedTarget(CachedModel, Target):  # type: ignore[override]  # others ass
 
 
 class TransformerTarget(CachedTarget):
-    """This package's transformer with a condition; prompts in its own vocabulary where `condition` is None."""
+    """This package's transformer; prompts in its own vocabulary where `condition` is None."""
 
     transformer: Transformer
 

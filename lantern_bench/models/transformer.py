@@ -323,7 +323,7 @@ class Block(nn.Module):
 
 
 class TokenEmbedding(nn.Embedding):
-    """The embeddings of a vocabulary that may contain more than image tokens (`TransformerConfig.token_ids`)."""
+    """The embeddings of a vocabulary that may contain more than image tokens."""
 
     token_ids: Tensor | None
 
@@ -368,7 +368,7 @@ class Head(nn.Linear):
 
 
 class Transformer(nn.Module):
-    """Embedding, layers, final norm and output head: logits are linear in features, so guided features guide logits."""
+    """Embedding, layers, final norm and output head."""
 
     rotary: Tensor
     attention_kernel = False  # set by `pack_for_decoding`, as in `attend_cached`
@@ -406,6 +406,6 @@ class Transformer(nn.Module):
         return self._features(x)
 
     def _features(self, x: Tensor) -> Tensor:
-        """Return what the output head multiplies: final-norm hidden states, or what `head_layer` makes of them."""
+        """Return what the output head multiplies."""
         x = self.norm(x)
         return x if self.head_layer is None else functional.gelu(self.head_layer(x))

@@ -113,7 +113,7 @@ class WordModel(CheckpointModel):
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
-        """The tokens of config.json's `vocabulary_map` and of tokenizer.json; the published ones without files."""
+        """The tokens of config.json and tokenizer.json; the published ones without files."""
         if self.folder is None:
             return Vocabulary(self.published_numbers(), "the published vocabulary", self.kind[1])
         numbers = dict(self.config.get("vocabulary_map") or {})
@@ -152,12 +152,12 @@ class WordModel(CheckpointModel):
         return TransformerTarget(self.target_config)
 
     def load_target(self, device: torch.device, dtype: torch.dtype) -> tuple[TransformerTarget, tuple[Path, ...]]:
-        """Load the target; tokenizer.json decides which code a token is, so it is one of the files."""
+        """Load the target; tokenizer.json, which decides which code a token is, is one of the files."""
         target, files = super().load_target(device, dtype)
         return target, (*files, *filter(Path.is_file, [self._tokenizer_json]))
 
     def prompts(self, target: TransformerTarget, invented: bool = False) -> Prompts:  # noqa: ARG002
-        """Return captions through the model's own tokenizer; of invented numbers, each is a hash of its word."""
+        """Return captions through the model's own tokenizer; an invented number is a hash of its word."""
         from lantern_bench.models.loaded_model import Prompts
         from lantern_bench.models.target import prompt_condition
 
@@ -177,7 +177,7 @@ class WordModel(CheckpointModel):
         return Prompts(condition)
 
     def prompt_tokens(self, caption: str, encode: Encode, bare: bool = False) -> list[int]:
-        """Return the prompt of a caption, whose text is `bare` or in the template; `UserError` for one too long."""
+        """Return the prompt of a caption, `bare` or in the template; raises `UserError` for one too long."""
         wording, vocabulary = self.wording(), self.vocabulary
         text = encode(caption if bare else wording.template.format(caption=caption))
         prompt = [*(vocabulary[name] for name in wording.before), *text, *(vocabulary[name] for name in wording.after)]

@@ -1,7 +1,6 @@
 """How a drafter is trained: the settings of a recipe, the recipes by name, and the flags of `train drafter`. No torch.
 
-`published` is the default of the LANTERN authors' training code (arXiv 2410.03355, after EAGLE, 2401.15077). That code
-states no weight decay; torch's default .01 is taken.
+`published` is that of the LANTERN authors' training code (arXiv 2410.03355), with torch's default weight decay.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 `modules` has the networks, and `experiments/train_lanterns` trains them. Its figures describe this miniature only.
 
-A caption is one of 1,008 combinations of five attributes, so that each attribute of a picture can be checked. Every
-tenth combination of a fixed shuffle is held out of training and serves as an evaluation prompt.
+A caption is one of 1,008 combinations of five attributes. Every tenth of a fixed shuffle is held out of training.
 """
 
 from __future__ import annotations

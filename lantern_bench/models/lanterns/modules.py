@@ -140,7 +140,7 @@ def load_classifier(path: Path | None = None, device: torch.device | str = "cpu"
 
 @torch.inference_mode()
 def predict(model: AttributeClassifier, images: Tensor) -> Tensor:
-    """The attributes each picture shows: uint8 [n, 3, 64, 64] to int64 [n, 5], columns in the order of `FIELDS`."""
+    """The attributes each picture shows: uint8 [n, 3, 64, 64] to int64 [n, 5] in the order of `FIELDS`."""
     device = next(model.parameters()).device
     answers = [
         torch.stack([logits.argmax(1) for logits in model(batch.to(device).float() / 255)], dim=1).cpu()
