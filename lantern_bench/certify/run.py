@@ -114,7 +114,7 @@ def lossless_decodings(tree: Any, cfg_default: float, *, siblings: bool = False,
 
 
 def _trees(rule: Rule, tree: Any, siblings: bool) -> list[dict[str, Any]]:
-    """The static trees that a rule is tested on: the model's own or the rule's, and one whose siblings are sampled."""
+    """The static trees that a rule is tested on: the model's own or the rule's, and one with siblings."""
     model_tree = tree or DRAFTINGS["static"].defaults["tree"]
     paths = STATIC_TREES[model_tree] if isinstance(model_tree, str) else check_topology(model_tree)
     if rule.chains:
@@ -310,7 +310,7 @@ class Certification:
         return [tables.identity_row(self.model, name, of_name, tolerance) for name, of_name in differences.items()]
 
     def _emitted_tv(self, cells: Sequence[Cell], on_progress: OnProgress) -> Tables:
-        """The means of emitted TV of the cells, and the rows of sampled positions that they are computed from."""
+        """The means of emitted TV of the cells, and the rows that they are computed from."""
         sizes, seed, prompts = self.plan.sizes, self.resolved.settings.seed, self.plan.prompts
         amount = {"positions": sizes.positions, "draws": sizes.draws}
         places = list(emitted_tv_rows(self.loaded, cells, prompts, **amount, seed=seed, on_progress=on_progress))

@@ -57,7 +57,7 @@ class Evidence(NamedTuple):
 
 
 def edge_tolerance(dtype: str, decoding: Decoding) -> float:
-    """Return how far rounding may move the difference of two logits after guidance and temperature."""
+    """Return how far rounding may move the difference of two logits."""
     scale = decoding.cfg_scale
     return _ROUNDING[dtype] * (abs(scale) + abs(scale - 1)) / decoding.temperature
 
@@ -216,7 +216,7 @@ def _martingale(values: NDArray[np.float64], variances: NDArray[np.float64], mas
 
 
 def _wager(ratios: NDArray[np.float64]) -> float:
-    """The p-value of what a stake on q at the odds of p wins, token by token; the capital is shared between `_STAKES`.
+    """The p-value of what stakes (`_STAKES`) on q at the odds of p win, token by token.
 
     Under p the capital is not expected to grow, so 1 / capital is a p-value of however few tokens (Ville's inequality).
     """

@@ -198,10 +198,8 @@ class GraphedProgram:
         return result
 
     def _capture(self, arguments: tuple[Any, ...]) -> torch.cuda.CUDAGraph | None:
-        """Capture the program; nothing is computed. None where that fails: the engine then captures nothing more.
-
-        The stream is one of the program's device. By default it would be one of the device that captured first.
-        """
+        """Capture the program; nothing is computed. None where that fails: the engine then captures nothing more."""
+        # By default the stream would be one of the device that captured first.
         with torch.cuda.device(self._device):
             before, graph = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
             stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]

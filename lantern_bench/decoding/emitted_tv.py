@@ -44,8 +44,7 @@ def emitted(
 ) -> Emission:
     """Return the exact distribution of a step's first token, given the root's children; inputs stay unchanged.
 
-    `p` [N, V]; `q` [N, V], or None for a deterministic draft; `tokens` int64 and `valid` bool [N, C]; `position` int64
-    [N], the tokens of the image before the children.
+    `p` [N, V]; `q` [N, V], or None for a deterministic draft; `tokens`, `valid` [N, C]; `position` [N] in the image.
     """
     rows, copied_q = torch.arange(len(p), device=p.device), None if q is None else q.clone()
     depth, nodes_per_rank = torch.ones_like(rows), [len(p)] * tokens.shape[1]

@@ -19,10 +19,7 @@ _Lists: TypeAlias = Sequence[Sequence[int]]
 
 @dataclass(frozen=True)
 class Turn:
-    """The n parents whose paths have the same sum of child ranks, those with most children first.
-
-    A node's child of rank r has to wait for r rejections at the node: all nodes of one sum wait equally long.
-    """
+    """The n parents whose paths have the same sum of child ranks, so as many rejections before them, widest first."""
 
     nodes: Tensor  # int64 [n]
     slots: Tensor  # int64 [n], their index in `Layout.nodes`

@@ -96,7 +96,7 @@ def find_extractor(name: str = BUNDLED, weights: Path | None = None) -> Extracto
 # ---- Features of a set
 
 Pictures: TypeAlias = Tensor | Sequence[Tensor] | Sequence[Path]
-"""Pictures uint8 [3, h, w], or their files, which are read one at a time."""
+"""Pictures uint8 [3, h, w], or their files."""
 
 _BATCH = 64
 
@@ -272,7 +272,7 @@ def _statistics(path: Path) -> Reference:
 
 
 def _of_files(name: str, paths: Sequence[Path]) -> Reference:
-    """A set of files; the digest covers their contents, not their names or order."""
+    """A set of files; the digest covers their contents alone."""
     hashes = sorted(files.file_sha256(path) for path in paths)
     digest = hashlib.sha256("\n".join(hashes).encode()).hexdigest()
     return Reference(paths, f"{name}, n={len(paths)}, sha256={digest[:8]}", digest=digest)

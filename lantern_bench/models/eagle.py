@@ -181,7 +181,7 @@ def drafter_key_map(drafter: EagleDrafter) -> KeyMap:
     return llama_key_map(drafter, drafter.config, {"layer.": "layers.0."})
 
 
-# Tables and caches, which some files hold and every program computes anew.
+# Tables and caches, which are computed anew.
 _COMPUTED = r"(.*\.)?(freqs_cis|causal_mask|k_cache|v_cache|inv_freq|cos_cached|sin_cached)$"
 
 

@@ -1,4 +1,4 @@
-"""A loaded model; what its target, drafter and pixel decoder must do is in `decoding/protocol.py`."""
+"""A loaded model; `decoding/protocol.py` says what its parts must do."""
 
 from __future__ import annotations
 

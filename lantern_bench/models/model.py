@@ -35,7 +35,6 @@ CAPTIONS = (
     "a glass jar full of buttons beside a sewing machine",
     "a lighthouse on a cliff under heavy clouds",
 )
-"""Captions to begin with, for models that come with none."""
 
 
 class Model(ABC):

@@ -108,7 +108,7 @@ class _Hosted(Model):
 
 
 class _WithDrafter(Model):
-    """The model of a file that gives a model another drafter."""
+    """A model with another drafter."""
 
     def __init__(self, file: ExternalDrafter) -> None:
         model = model_of(file.model)

@@ -100,7 +100,7 @@ class WordCaption(nn.Module):
 
 
 class PromptTokens(nn.Module):
-    """Prompts in the model's own vocabulary (Chameleon), with and without caption, embedded as image tokens are."""
+    """Prompts in the model's own vocabulary (Chameleon), with and without caption."""
 
     def __init__(self, embedding: TokenEmbedding) -> None:
         super().__init__()

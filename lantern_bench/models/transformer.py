@@ -349,7 +349,7 @@ class TokenEmbedding(nn.Embedding):
 class Head(nn.Linear):
     """Features to float32 logits, whatever the type of the other weights: moving keeps the head in its own type.
 
-    Tokens are sampled, accepted and rejected by these numbers; bfloat16 logits would be off by 0.03.
+    Tokens are sampled by these numbers; bfloat16 logits would be off by 0.03.
     """
 
     def forward(self, features: Tensor) -> Tensor:

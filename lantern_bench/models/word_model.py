@@ -29,7 +29,7 @@ Encode: TypeAlias = Callable[[str], Sequence[int]]
 
 
 class Vocabulary(dict[str, int]):
-    """The numbers of a vocabulary's tokens, by name; `source` is where they stand, for errors."""
+    """The numbers of a vocabulary's tokens, by name; `source` is for errors."""
 
     def __init__(self, numbers: Mapping[str, int], source: str, model: str) -> None:
         super().__init__(numbers)

@@ -184,7 +184,7 @@ def search_trees(
     @functools.cache
     def measured(candidate: Candidate) -> list[StepCost]:
         say(f"measuring {describe(candidate.decoding)}")
-        # Autoregressive decoding again for each candidate, because the speed of a machine drifts.
+        # `ar` again for each candidate: the speed of a machine drifts.
         return step_costs(model, [candidate.decoding, decoding.autoregressive()], prompts, seed)
 
     corners = corners_of(candidates)
@@ -202,7 +202,7 @@ def search_trees(
 
 
 def describe(decoding: Decoding) -> str:
-    """Return the label of the drafts, and the paths of a static tree without a name."""
+    """Return the label of the drafts, or the paths of a static tree without a name."""
     tree = decoding.settings().get("tree")
     return " ".join("".join(map(str, path)) for path in tree) if isinstance(tree, list) else str(decoding.tree_label)
 

@@ -60,7 +60,7 @@ def is_distributed() -> bool:
 
 
 def join_processes(cpu: bool = False) -> Processes:
-    """Join the processes of this launch; each takes the GPU of its number, unless there is none or `cpu`."""
+    """Join the processes of this launch; each takes the GPU of its number, if there is one and not `cpu`."""
     if not is_distributed():
         return SINGLE
     rank, count, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))

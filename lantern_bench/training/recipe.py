@@ -100,7 +100,7 @@ def checked(model: type[_Model], values: Mapping[str, Any], name_of: Callable[[s
 
 
 class DrafterRecipe(Optimisation):
-    """The settings of a training; the defaults are the published recipe."""
+    """The settings of a training; the defaults are the published ones."""
 
     lr: PositiveFloat = 1e-4
     weight_decay: NonNegativeFloat = 0.01

@@ -197,10 +197,9 @@ def in_order(count: int, seed: int, drawn: int, wanted: int) -> list[int]:
 
 
 def unroll(drafter: EagleDrafter, target: TargetFeatures, features: Tensor, levels: int) -> list[Tensor]:
-    """Return predicted features of each level, [B, P + N - 1, dim]; position t sees feature t and the token after it.
+    """Return predicted features of each level, [B, P + N - 1, dim], as `features`, the input of the first level.
 
-    `features` [B, P + N - 1, dim] are the input of the first level. The output of level k is a draft's from position
-    P + k - 2 on; earlier positions are unused. Source: HASS, arXiv 2408.15766, section 3.
+    The output of level k is a draft's from position P + k - 2 on (HASS, arXiv 2408.15766, section 3).
     """
     tokens, prompts, valid = target.tokens, target.prompts, target.valid
     length, first = features.shape[1], features.shape[1] - drafter.config.image_tokens

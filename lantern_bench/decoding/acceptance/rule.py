@@ -134,9 +134,8 @@ class DraftView:
 def neighbour_mass(drafts: DraftView) -> tuple[Tensor, Tensor]:
     """Return m(x) [...] and the neighbours that x takes mass from, bool [..., k].
 
-    Neighbours are taken in order of distance while their summed probability keeps the rule's limit. The sum is compared
-    in the dtype of p (float32 in decoding), so m never exceeds the limit by a rounding. With the exact residual a draft
-    of probability 0 takes nothing.
+    Neighbours are taken in order of distance while their summed probability keeps the rule's limit. With the exact
+    residual a draft of probability 0 takes nothing.
     """
     assert drafts.rule.limit is not None
     limit = drafts.rule.limit(drafts, drafts.rule.values)

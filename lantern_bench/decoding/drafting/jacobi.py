@@ -20,9 +20,8 @@ from lantern_bench.errors import RefusedError
 def couple(p: Tensor, q: Tensor, x: Tensor, residual: Tensor | None = None) -> Tensor:
     """Return what to draw the next drafts from, [..., V], given drafts `x` [...] of `q`, so that they come out as `p`.
 
-    x stays with probability min(1, p(x) / q(x)), else a draw from norm(max(p - q, 0)) takes its place. No other way
-    to turn a draw from q into one from p keeps it more often: maximal coupling (docs/algorithms.md, section 8.2).
-    `residual` [..., V], of any scale, takes the place of max(p - q, 0), for forms that are not lossless.
+    Maximal coupling: x stays with probability min(1, p(x) / q(x)), else a draw from norm(max(p - q, 0)) takes its
+    place. `residual` [..., V], of any scale, replaces max(p - q, 0), for forms that are not lossless.
     """
     x = x[..., None]
     residual = (p - q).clamp_min(0.0) if residual is None else residual
