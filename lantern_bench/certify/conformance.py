@@ -1,7 +1,7 @@
 """Does a model keep the protocol of `decoding/protocol.py`? One line a check, for models of other packages above all.
 
-Each check compares what decoding calls (sessions, pixel decoder, codebook) with another way to the same numbers, on
-random tokens: no trained weights are needed. A mistake that both ways share shows only against a reference.
+Each check compares what decoding calls with another way to the same numbers, on random tokens: no trained weights are
+needed. A mistake that both ways share shows only against a reference.
 """
 
 from __future__ import annotations
@@ -57,10 +57,7 @@ class Reference(NamedTuple):
 
 
 def read_reference(path: Path, model: LoadedModel) -> Reference:
-    """Read the arrays `tokens`, `cond`, `uncond` (may be missing) and `prompts` of an .npz.
-
-    Raises `UserError` for a file that is none, or whose arrays do not fit each other.
-    """
+    """Read the arrays `tokens`, `cond`, `uncond` (may be missing) and `prompts` of an .npz; else `UserError`."""
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
@@ -86,10 +83,7 @@ def check_model(
     tokens: int | None = None,
     reference: Reference | None = None,
 ) -> list[Check]:
-    """Run every check on two of `prompts`, along the first `tokens` tokens of an image (default: some rows of it).
-
-    `generator` (on the CPU) draws the tokens.
-    """
+    """Run every check on two of `prompts`, along `tokens` tokens (default: some rows) that `generator` (CPU) draws."""
     height, width = model.grid
     line_length = width + (model.target.image_tokens - height * width) // height
     length = min(model.target.image_tokens, tokens or max(2 * line_length + 2, 32))
@@ -183,7 +177,7 @@ class _Checks:
         return self._compared("tree", gaps, "two trees of two images against a chain for each path")
 
     def forced_tokens(self) -> Check:
-        """Check that an image has one for each token beyond its codes, certain there and impossible elsewhere."""
+        """Check that an image has them beyond its codes, certain there and impossible elsewhere."""
         (height, width), total = self.model.grid, self.target.image_tokens
         expected, count = total - height * width, int((self.forced >= 0).sum())
         if count != expected:
@@ -216,7 +210,7 @@ class _Checks:
                 moved.append([_gap(*pair) for pair in zip(_rows(scores), self.chains[0], strict=True)])
         if not moved:
             return Check("guidance", "none", None, None, "needs two different prompts")
-        # In some models a longer prompt moves both rows: the clearest pair of prompts counts.
+        # In some models a longer prompt moves both rows.
         most, least = min(moved, key=lambda gaps: min(gaps) / max(*gaps, 1e-12))
         about = f"another prompt moves logits by {most:.2g} with it and {least:.2g} without it"
         if not most > least:
@@ -273,7 +267,7 @@ class _Checks:
         return torch.where(forced < 0, drawn, forced)
 
     def _chain(self, image: int, tokens: Tensor) -> Rows:
-        """The logits [1, N, V] of tokens [up to N] of an image, scored as a chain of N with filler in one forward."""
+        """The logits [1, N, V] of up to N tokens of an image, scored as a chain of N with filler."""
         chain = torch.zeros(1, self.length, dtype=torch.int64, device=self.target.device)
         chain[0, : len(tokens)] = tokens.to(chain.device)
         return _rows(teacher_forced(self.target, self.conditions[image], chain, True).logits)

@@ -1,7 +1,4 @@
-"""Plan a certificate or an audit: what is claimed of which cells, and how much is measured.
-
-Planning checks the whole request before torch is imported.
-"""
+"""Plan a certificate or an audit: what is claimed of which cells, and how much is measured. No torch."""
 
 from __future__ import annotations
 
@@ -43,7 +40,7 @@ class Measurement:
 def plan_certificate(
     experiment: str, flags: dict[str, Any], modes: list[str] | None, settings: list[str], sizes: Sizes
 ) -> Measurement:
-    """Resolve the relaxed cells and the prompts of an experiment; raises `UserError`, imports no torch."""
+    """Resolve the relaxed cells and the prompts of an experiment."""
     model = model_of(flags["model"][0])
     flags = flags | {"model": [model.name], "prompts": flags["prompts"] or next(iter(model.prompt_sets))}
     overrides = Overrides.from_flags(flags, modes=modes, settings=settings)
@@ -56,7 +53,7 @@ def plan_certificate(
 
 
 def plan_audit(resolved: ResolvedExperiment, sizes: Sizes) -> Measurement:
-    """Plan the audit of cells that `audited_cells` lists; raises `UserError`, imports no torch."""
+    """Plan the audit of cells that `audited_cells` lists."""
     claims = tuple(map(claim_of, resolved.cells))
     return _measurement(resolved, tuple(claim.cell for claim in claims if not claim.is_lossless), sizes, claims)
 
@@ -88,7 +85,7 @@ class Claim(NamedTuple):
 
 
 def audited_cells() -> list[dict[str, Any]]:
-    """Return the cells of the audit as an experiment file writes them: every form of every mode, every other rule."""
+    """Return the cells of the audit, as an experiment file has them: every form of every mode, every other rule."""
     modes = [
         {"mode": mode.name, **values} for mode in MODES.values() for values in ({}, *mode.variants, *mode.published)
     ]
@@ -98,7 +95,7 @@ def audited_cells() -> list[dict[str, Any]]:
 
 
 def claim_of(cell: Cell) -> Claim:
-    """Return what is claimed of a cell: by the row of its mode, or of its rule where that is not the mode's."""
+    """Return what is claimed of a cell, by the row of its mode or of its rule."""
     decoding, mode, rule = cell.decoding, MODES[cell.decoding.mode], cell.decoding.rule_row
     has_own_rule, forms = rule.name == mode.rule, (*mode.published, *mode.variants)
     matching = [values for values in forms if all(decoding.value(key) == value for key, value in values.items())]

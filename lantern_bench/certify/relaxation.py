@@ -1,8 +1,7 @@
 """Emitted TV of relaxed cells where steps of lossless decoding start (docs/algorithms.md, section 4).
 
 Lossless decoding visits the same contexts however it drafts. Drafts that depend on the image alone are measured at
-positions of autoregressive images, the same for all cells, and drafts that come from earlier steps along the steps of
-the strict rule with the same drafting. `certify/tables.py` computes means and intervals.
+positions of autoregressive images, others along the steps of the strict rule with the same drafting.
 """
 
 from __future__ import annotations
@@ -63,9 +62,8 @@ def emitted_tv_rows(
 ) -> Iterator[dict[str, Any]]:
     """Yield the rows of `emitted_tv_places` (`schema.py`): of each cell `positions`, `per_image` of them in one image.
 
-    The cells have drafts and a temperature above 0. Sampled children are drawn `draws` times at each position, with the
-    same noise for all rules. Images have the seeds that a sweep gives the same prompts and repeats. Raises
-    `RefusedError` for a model without a drafter that needs one, and for images too short for `per_image` positions.
+    Sampled children are drawn `draws` times at each position, with the same noise for all rules. Images have the seeds
+    of a sweep. Raises `RefusedError` for a missing drafter, and for images too short for `per_image` positions.
     """
     if model.target.image_tokens < _FIRST + _FREE + per_image - 1:
         raise RefusedError(f"the images of {model.name} are too short for {per_image} positions each")
@@ -107,7 +105,7 @@ def emitted_tv_rows(
 
 
 def _strict(decoding: Decoding) -> Decoding:
-    """Return the same drafting under the strict rule, which visits the contexts of autoregressive decoding."""
+    """Return the same drafting under the strict rule."""
     kept = {key: decoding.value(key) for key in (*SAMPLING, *decoding.drafting_row.parameter_names)}
     return Decoding("speculative", drafting=decoding.drafting, rule="strict", **kept | {"tree": decoding.paths or None})
 

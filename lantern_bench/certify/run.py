@@ -39,7 +39,7 @@ Tables: TypeAlias = dict[str, list[dict[str, Any]]]
 
 TABLE_IMAGES = 256
 """How many images of the tables are decoded for each image of the model."""
-# With three possible tokens and siblings at every step, a rule that leaves a rejected draft in p or q is seen.
+# With few possible tokens and siblings a rule that leaves a rejected draft in p or q is seen.
 _NARROW: dict[str, Any] = {"top_k": 3}
 _SIBLINGS = {"tree": ((0,), (1,), (2,))}
 _BROKEN_RULE_FACTOR = 4  # until a broken rule is rejected, at most this many times the images are decoded
@@ -62,8 +62,7 @@ def certificate_trials(
 ) -> list[Trial]:
     """Return the trials of every lossless decoding under three filters, each followed by those of its broken rules.
 
-    `run` gives temperature, guidance and filters, `tree` the model's own tree; `samples` is the most images of a
-    trial without a broken rule.
+    `run` gives temperature, guidance and filters; `samples` is the most images of a trial without a broken rule.
     """
     common = {"temperature": run.temperature, "filter_order": run.filter_order, "cfg_scale": run.cfg_scale}
     run_filters: dict[str, Any] = {"top_k": run.top_k, "top_p": run.top_p}
@@ -73,8 +72,7 @@ def certificate_trials(
         is_narrow = filters is _NARROW
         lossless = lossless_decodings(tree, cfg_default, siblings=is_narrow, **common, **filters)
         for setting, decoding in lossless.items():
-            # A chain has the rule of a branching tree, which shows more: the broken rules run on that, and
-            # those of a rule for chains on a static chain.
+            # A branching tree shows more than a chain: the broken rules run on that.
             broken: Sequence[AcceptanceRule] = ()
             if filters != run_filters and (decoding.branches or (decoding.rule_row.chains and bool(decoding.paths))):
                 broken = broken_sibling_rules(decoding) if is_narrow else broken_rules(decoding, model)
@@ -87,11 +85,7 @@ def certificate_trials(
 
 
 def audit_trials(claim: Claim, model: LoadedModel, dtype: str, samples: int) -> list[Trial]:
-    """Return the trials of a claim: on the tables, and with the model if it says lossless.
-
-    A claim that says lossless and is ours is also tested on the tables without its residual: the mistake that any way
-    to draft can have.
-    """
+    """Return the trials of a claim: on the tables, with the model if lossless, and without its residual if ours."""
     decoding, small = claim.cell.decoding, table_decoding(claim.cell.decoding)
     trials = [Trial(f"{claim.cell.cell_id}, tables", small, TABLE_IMAGES * samples)]
     if claim.is_lossless:
@@ -102,10 +96,7 @@ def audit_trials(claim: Claim, model: LoadedModel, dtype: str, samples: int) -> 
 
 
 def lossless_decodings(tree: Any, cfg_default: float, *, siblings: bool = False, **values: Any) -> dict[str, Decoding]:
-    """Return every lossless rule with every drafting that it can decide on, in small, by their labels.
-
-    With `siblings` each rule for trees also decides on three siblings, whatever the model's own tree.
-    """
+    """Return every lossless rule with every drafting that it can decide on, in small, by their labels."""
     named: dict[str, Decoding] = {}
     for rule, drafting in itertools.product(RULES.values(), DRAFTINGS.values()):
         are_lossless = rule.lossless and rule.name != "none" and drafting.lossless and drafting.drafts
@@ -123,7 +114,7 @@ def lossless_decodings(tree: Any, cfg_default: float, *, siblings: bool = False,
 
 
 def _trees(rule: Rule, tree: Any, siblings: bool) -> list[dict[str, Any]]:
-    """The static trees that a rule is tested on: the model's own or the rule's, and one whose siblings are sampled."""
+    """The static trees that a rule is tested on: the model's own or the rule's, and one with siblings."""
     model_tree = tree or DRAFTINGS["static"].defaults["tree"]
     paths = STATIC_TREES[model_tree] if isinstance(model_tree, str) else check_topology(model_tree)
     if rule.chains:
@@ -178,11 +169,7 @@ def broken_sibling_rules(decoding: Decoding) -> list[AcceptanceRule]:
 
 
 def strict_without_residual(children: Children, _rule: AcceptanceRule) -> Acceptance:
-    """The strict rule without its residual: every child and the bonus token use the p of the node.
-
-    Each draft is accepted with the right probability and only the distribution of the tokens is wrong, which makes it
-    the mistake that a weak test misses.
-    """
+    """The strict rule without its residual: drafts are accepted as often as they should, so a weak test misses it."""
     keeps_p = AcceptanceRule(chance=lambda drafts, _values: drafts.strict_ratio, official_share=0.0)
     return accept_children(children, keeps_p)
 
@@ -240,8 +227,7 @@ class Certification:
         return load_models(self.resolved, self.compute._replace(dtype=torch.float32))[self.model]
 
     def measure(self, emitted_tv: bool, on_progress: OnProgress) -> Tables:
-        """Return the tables of the audit or of the certificate, or those of emitted TV alone."""
-        # All prompts at once: a text encoder is loaded, used and freed before decoding starts.
+        """Return the tables."""
         for done, total in self.loaded.prepare([prompt.text for prompt in self.plan.prompts]):
             on_progress("captions", done / total)
         if emitted_tv:
@@ -324,7 +310,7 @@ class Certification:
         return [tables.identity_row(self.model, name, of_name, tolerance) for name, of_name in differences.items()]
 
     def _emitted_tv(self, cells: Sequence[Cell], on_progress: OnProgress) -> Tables:
-        """The means of emitted TV of the cells, and the rows of sampled positions that they are computed from."""
+        """The means of emitted TV of the cells, and the rows that they are computed from."""
         sizes, seed, prompts = self.plan.sizes, self.resolved.settings.seed, self.plan.prompts
         amount = {"positions": sizes.positions, "draws": sizes.draws}
         places = list(emitted_tv_rows(self.loaded, cells, prompts, **amount, seed=seed, on_progress=on_progress))

@@ -1,7 +1,6 @@
 """The tables of `certify`: emitted TV, the certificate and the audit. Plain rows in, rows out.
 
-Each check and its bar are defined here and nowhere else (docs/algorithms.md, section 6). A figure without a bar is only
-reported: relaxation that costs more than its bound is a finding, not an error of the model or of the code.
+docs/algorithms.md, section 6. A figure without a bar is only reported: relaxation that costs much is no error.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ _MORE_DRAWS = "more draws narrow the interval: its ends come from estimates that
 def cost_rows(places: Iterable[Row]) -> Iterator[dict[str, Any]]:
     """Yield the rows of `emitted_tv` from those of `emitted_tv_places`, cells in the order they come.
 
-    Draws give two estimates of a place, one that errs upwards and one that errs downwards. The figure lies midway; its
-    interval reaches from the lower end of the second to the upper end of the first, so it holds the estimate's bias.
+    Draws give two estimates of a place that err upwards and downwards: the figure lies midway, and its interval holds
+    the bias.
     """
     cells: dict[tuple[str, str], list[Row]] = {}
     for place in places:
@@ -90,8 +89,7 @@ def whole_image_rows(model: str, results: Sequence[TrialResult]) -> tuple[list[d
     """Return the checks of whole images and of broken rules, and the rows of `lossless_tests`.
 
     Holm's correction is over all tests of all rules that are not broken. A broken rule must be rejected by one test at
-    the strictest level of that correction; one that is not is `weak`, and says nothing against the model. So is a right
-    rule of which rounding leaves less than half of the tokens to be tested.
+    its strictest level, else it is `weak`, as is a right rule of which rounding leaves too few tokens to be tested.
     """
     family = [(result, test) for result in results if result.broken is None for test in result.p_values]
     adjusted = holm([result.p_values[test] for result, test in family])
@@ -112,7 +110,7 @@ def whole_image_rows(model: str, results: Sequence[TrialResult]) -> tuple[list[d
 
 
 def _whole_image_check(model: str, result: TrialResult, lowest: str, p: float, count: int) -> dict[str, Any]:
-    """The row of a trial: the p-value of its test `lowest`, corrected for `count` tests, beside the bar."""
+    """The row of a trial, by its test `lowest`, whose p-value is corrected for `count` tests."""
     notes = [f"{lowest}: p = {result.p_values[lowest]:.2g}"]
     if result.edge:
         notes.append(f"{result.edge} tokens left out: rounding may change whether they pass the filter")
@@ -138,8 +136,7 @@ def audit_rows(
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Return the rows of `audit` and of `lossless_tests`; `costs` are rows of `emitted_tv`.
 
-    The results of a claim begin with that on the tables. Holm's correction is over all tests of all claims that say
-    lossless. A form that is ours must hold its claim.
+    The results of a claim begin with that on the tables. A form that is ours must hold its claim.
     """
     tests = []
     for is_lossless in (True, False):
@@ -191,10 +188,7 @@ def _audit_row(claim: Claim, results: Sequence[TrialResult], lowest: Mapping[str
 def identity_row(
     model: str, setting: str, differences: Sequence[tuple[int, float] | None], tolerance: float
 ) -> dict[str, Any]:
-    """Check that greedy speculation equals greedy decoding, or differs at a near-tie: a margin below `tolerance`.
-
-    `differences`: of each prompt the position and the margin of the first token that differs, or None.
-    """
+    """Check that greedy speculation equals greedy decoding, or differs at a margin below `tolerance`, a near-tie."""
     share = proportion(differences.count(None), len(differences))
     row = _row(model, "greedy identity", setting, "share of prompts with equal tokens", share.value, len(differences))
     near_ties, others = list[str](), list[str]()
@@ -216,8 +210,7 @@ def strict_row(model: str, setting: str, places: Sequence[Row]) -> dict[str, Any
 def cost_check_rows(means: Sequence[Row], places: Sequence[Row]) -> list[dict[str, Any]]:
     """Report the emitted TV of each relaxed cell; check the bound for deterministic drafts under `exact`.
 
-    The bound: at each place the emitted TV is at most the mass that the children move, each weighted by the probability
-    that it is tried. Sampled drafts and `official` have no such bound.
+    The bound: at each place the emitted TV is at most the mass that the children move. Others have no such bound.
     """
     rows = []
     for mean in means:

@@ -1,8 +1,7 @@
 """A model without a network: next-token tables for target and drafter, behind the protocols of `decoding.protocol`.
 
-The distribution after a prefix depends on the tokens since the image began, so the joint distribution of all tokens is
-known, and the whole loop (drafting, cache bookkeeping, verification, commit) runs as with a real model. Images are
-cheap: tens of thousands of them show what a few hundred of a network's cannot (`g_tests`).
+The joint distribution of all tokens is known, and images are cheap: tens of thousands of them show what a few hundred
+of a network's cannot (`g_tests`).
 """
 
 from __future__ import annotations
@@ -132,10 +131,9 @@ def g_tests(
 ) -> tuple[dict[str, float], tuple[float, float]]:
     """Test `images` images of the `table_model`, decoded with `rule` in place of the decoding's.
 
-    The tests: the first two tokens, of which a step decides the second; the first three; and every later three, the
-    smallest p-value times their number: drafts there come from rows that earlier steps verified. Returns the p-values
-    by test, and two estimates of the TV of three successive tokens, where the tests see most: one that errs downwards
-    and one that errs upwards.
+    The tests: the first two tokens, of which a step decides the second; the first three; and every later three, where
+    drafts come from rows that earlier steps verified. Returns the p-values by test, and two estimates of the TV of
+    three successive tokens, where the tests see most: one that errs downwards and one that errs upwards.
     """
     model, engine, tokens = table_model(), Engine(), []
     for start in range(0, images, _BATCH):

@@ -1,7 +1,6 @@
 """Do whole images follow the target's distribution? Tests of every token against the target's own p.
 
-p comes from teacher forcing over the finished images, not from the decode steps. The tests see the tokens and where
-steps started, so they hold for any lossless rule. docs/algorithms.md, section 6, defines them.
+p comes from teacher forcing over the finished images, not from the decode steps (docs/algorithms.md, section 6).
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class Evidence(NamedTuple):
     """What the tokens x of images [B, N] show of the distribution that they were drawn from.
 
     p and q, of target and drafter, are those of the tokens that pass the filters whatever rounding does. Tokens of
-    `edge` add nothing to the sums, which stay sums of martingale differences, given which tokens are of `edge`.
+    `edge` add nothing to the sums.
     """
 
     surprise: NDArray[np.float64]  # -log p(x) minus its mean, the entropy of p
@@ -58,7 +57,7 @@ class Evidence(NamedTuple):
 
 
 def edge_tolerance(dtype: str, decoding: Decoding) -> float:
-    """Return how far rounding may move the difference of two logits after guidance and temperature."""
+    """Return how far rounding may move the difference of two logits."""
     scale = decoding.cfg_scale
     return _ROUNDING[dtype] * (abs(scale) + abs(scale - 1)) / decoding.temperature
 
@@ -158,7 +157,7 @@ def decoded_evidence(
 ) -> Iterator[Evidence]:
     """Decode at least `images` images, cycling through the prompts, and yield the evidence of each batch.
 
-    All batches are equally large, so that a compiled engine compiles once. `rule` takes the place of the decoding's.
+    All batches are equally large, so that a compiled engine compiles once.
     """
     target = model.target
     batch = max(1, min(images, _VALUES // (target.image_tokens * target.vocab_size)))
@@ -182,8 +181,7 @@ def decoded_evidence(
 def p_values(batches: Sequence[Evidence], depth: int) -> dict[str, float]:
     """Return the p-value of each test of images decoded with drafts of at most `depth` levels, by the test's name.
 
-    `support` is 1 without a token that the target cannot give, else 0. `edge` is one-sided: a Poisson number has a
-    longer tail than a number of independent events with the same mean.
+    `edge` is one-sided: a Poisson number has a longer tail than a number of independent events with the same mean.
     """
     images = Evidence(*(np.concatenate(column) for column in zip(*batches, strict=True)))
     everywhere, length = np.ones(images.starts.shape, dtype=bool), images.starts.shape[1]
@@ -202,8 +200,7 @@ def p_values(batches: Sequence[Evidence], depth: int) -> dict[str, float]:
     standard = (images.by_rank - 0.5) * 12**0.5
     lags = [standard[:, :-lag] * standard[:, lag:] for lag in range(1, min(_LAGS, length - 1) + 1)]
     tests["lags"] = float(chi2.sf(sum(float(pairs.sum()) ** 2 / pairs.size for pairs in lags), len(lags)))
-    # The tokens `offset` places behind the start of a step, whichever step commits them: a rule that decides on several
-    # drafts at once owes its tokens nothing once it is clear how many were accepted.
+    # The tokens `offset` places behind the start of a step, whichever step commits them.
     positions = np.arange(length)
     depths = [np.roll(images.starts, offset, axis=1) & (positions >= offset) for offset in range(depth + 1)]
     for name, masks in (("last positions", [everywhere & (positions >= length - depth - 1)]), ("depths", depths)):
@@ -219,7 +216,7 @@ def _martingale(values: NDArray[np.float64], variances: NDArray[np.float64], mas
 
 
 def _wager(ratios: NDArray[np.float64]) -> float:
-    """The p-value of what a stake on q at the odds of p wins, token by token; the capital is shared between `_STAKES`.
+    """The p-value of what stakes (`_STAKES`) on q at the odds of p win, token by token.
 
     Under p the capital is not expected to grow, so 1 / capital is a p-value of however few tokens (Ville's inequality).
     """
@@ -242,8 +239,7 @@ def greedy_differences(
 ) -> dict[str, list[tuple[int, float] | None]]:
     """Compare every decoding (temperature 0, one guidance scale) with greedy decoding, of every prompt.
 
-    Returns position and margin of the first token that differs, or None, by the decoding's name. The margin is top-1
-    minus top-2 of the logits of greedy decoding there.
+    Returns position and margin (of greedy decoding) of the first token that differs, or None, by the decoding's name.
     """
     differences: dict[str, list[tuple[int, float] | None]] = {name: [] for name in decodings}
     plain = next(iter(decodings.values())).autoregressive()

@@ -1,7 +1,7 @@
 """How the programs of a decode step run: eagerly, compiled, or on CUDA captured as a graph besides.
 
-A step is three programs (draft, score, settle) of fixed shapes that keep their state in tensors at fixed addresses, so
-each is compiled once per shape and then runs without a decision on the host. `step.py` says what they do.
+The three programs of a step (`step.py`) have fixed shapes and keep their state in tensors at fixed addresses, so that
+each is compiled once per shape and then runs without a decision on the host.
 """
 
 from __future__ import annotations
@@ -83,9 +83,7 @@ class Engine:
 class SavedProgram:
     """A method compiled for a CPU at its first call, or loaded from the file where an earlier process saved it.
 
-    torch saves the trace and the compiled kernels and not the weights: these are read from the method's object. A file
-    that cannot be loaded is compiled again; one name serves one shape. What torch cannot save still runs, with a
-    warning.
+    The weights are read from the method's object and not saved. What torch cannot save still runs, with a warning.
     """
 
     def __init__(self, method: Any, path: Path) -> None:
@@ -148,9 +146,8 @@ class GraphedProgram:
     """A program on CUDA: it runs once, is then captured as a graph and replayed, which overwrites results.
 
     Every run reads copies of the arguments that stay in place: a graph knows addresses, and a program that is compiled
-    without guards knows strides, which may differ from call to call. `compiled` is the program, `plain` the same
-    uncompiled. Where the compiler fails `plain` runs, where capture fails the program runs without a graph; both set
-    `Engine.fallbacks`. Other errors, such as lack of memory, are raised.
+    without guards knows strides, which may differ from call to call. Where the compiler fails `plain` runs, where
+    capture fails the program runs without a graph; both set `Engine.fallbacks`. Other errors are raised.
     """
 
     def __init__(
@@ -201,10 +198,8 @@ class GraphedProgram:
         return result
 
     def _capture(self, arguments: tuple[Any, ...]) -> torch.cuda.CUDAGraph | None:
-        """Capture the program; nothing is computed. None where that fails: the engine then captures nothing more.
-
-        The stream is one of the program's device. By default it would be one of the device that captured first.
-        """
+        """Capture the program; nothing is computed. None where that fails: the engine then captures nothing more."""
+        # By default the stream would be one of the device that captured first.
         with torch.cuda.device(self._device):
             before, graph = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
             stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]

@@ -1,8 +1,7 @@
 """Emitted TV: how far the first token that a step commits is from the target, the real price of relaxation.
 
-The bound of a rule holds for one given draft; over all drafts the excess adds up, and emitted TV measures the sum
-(docs/algorithms.md, section 4). It is computed per set of children with the routine that verification uses, never from
-token counts. It is not defined at temperature 0. `certify/relaxation.py` provides the distributions.
+The bound of a rule holds for one given draft; over all drafts the excess adds up, and emitted TV measures the sum, with
+the routine that verification uses (docs/algorithms.md, section 4). It is not defined at temperature 0.
 """
 
 from __future__ import annotations
@@ -45,8 +44,7 @@ def emitted(
 ) -> Emission:
     """Return the exact distribution of a step's first token, given the root's children; inputs stay unchanged.
 
-    `p` [N, V]; `q` [N, V], or None for a deterministic draft; `tokens` int64 and `valid` bool [N, C]; `position` int64
-    [N], the tokens of the image before the children.
+    `p` [N, V]; `q` [N, V], or None for a deterministic draft; `tokens`, `valid` [N, C]; `position` [N] in the image.
     """
     rows, copied_q = torch.arange(len(p), device=p.device), None if q is None else q.clone()
     depth, nodes_per_rank = torch.ones_like(rows), [len(p)] * tokens.shape[1]
@@ -70,9 +68,8 @@ def emitted_tv_sampled(
     """Estimate the emitted TV of sampled drafts under several rules at once.
 
     `p`, `q` [N, V] and `position` [N] at the root; `children` are drawn `draws` times (at least 2) from q with the
-    noise that `exponential` gives, Exp(1) [N, V], the same for all rules. Each draw gives the exact emitted
-    distributions of the relaxed and the strict rule, whose mean is p; the mean difference is the error. The share of
-    the first child is computed exactly and not drawn.
+    noise Exp(1) [N, V] that `exponential` gives. The mean difference of the exact emitted distributions of the relaxed
+    and the strict rule, whose mean is p, is the error. The share of the first child is computed exactly and not drawn.
     """
     sums = p.new_zeros(len(rules), 2, *p.shape)
     for number in range(draws):

@@ -72,10 +72,8 @@ def decode(
     """Decode one image for each generator, together.
 
     `condition` is what the target's `prefill` takes, for as many images. `tokens` asks for fewer than the whole grid.
-    `keep_logits` keeps the guided logits that each token was drawn from. `engine` runs the steps; without one they run
-    eagerly. `rule` and `drafting` replace those of the configuration, for tests of broken ones. Raises `RefusedError`
-    for a model without a drafter that needs one, and `LogitsError` for NaN or infinite logits: at the step, without a
-    copy to the host of its own; of autoregressive decoding at the end of the image.
+    Without an `engine` the steps run eagerly. `rule` and `drafting` replace those of the configuration, for tests of
+    broken ones. Raises `RefusedError` for a missing drafter, and `LogitsError` for NaN or infinite logits.
     """
     image_tokens = model.target.image_tokens
     wanted = image_tokens if tokens is None else min(tokens, image_tokens)

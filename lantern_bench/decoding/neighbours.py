@@ -1,8 +1,6 @@
 """The table of nearest codes of each code, without the code itself (docs/algorithms.md, section 4).
 
-The published tables measure the rows of the codebook as stored, while LlamaGen looks codes up at unit length
-(docs/algorithms.md, section 9, C1), so the caller names the space. `cosine` and `random` are for the ablation of
-LANTERN's Table 3.
+The caller names the space (docs/algorithms.md, section 9, C1). `cosine` and `random` are for LANTERN's Table 3.
 """
 
 from __future__ import annotations
@@ -34,9 +32,8 @@ def in_space(codebook: Tensor, space: Space) -> Tensor:
 def nearest_codes(codebook: Tensor, neighbours: int, metric: NeighbourMetric = "l2") -> Tensor:
     """Return int32 [V, neighbours]: for every code the nearest others, nearest first, ties by index.
 
-    `codebook` [V, d] holds one row per code. `metric`: `l2` (Euclidean, float32), `cosine` (the angle between rows; a
-    row of zeros is equally far from all) or `random` (a fixed random order for every code, the same on every machine).
-    `neighbours` above V - 1 raises ValueError.
+    `metric` of the rows of `codebook` [V, d]: `l2`, `cosine` (a row of zeros is equally far from all) or `random` (a
+    fixed order for every code, the same on every machine). `neighbours` above V - 1 raises ValueError.
     """
     total = len(codebook)
     if not 0 <= neighbours <= total - 1:

@@ -111,7 +111,7 @@ class Target:
         return torch.full_like(positions, -1)
 
     def logits_without_cache(self, condition: Any, tokens: Tensor, guided: bool) -> tuple[Tensor, Tensor | None] | None:
-        """Logits as of `score` from one forward without a cache, for `check-model`; None: there is no such code."""
+        """Logits as of `score` from one forward without a cache, for `check-model`."""
 
 
 class Drafter:

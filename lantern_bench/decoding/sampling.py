@@ -1,7 +1,6 @@
 """Guidance, temperature, filters (docs/algorithms.md, section 1) and every random draw of decoding.
 
-Target and drafter share them. All is float32 whatever the weights are. A draw takes its noise as an argument, and
-`Draws` makes the noise from one generator per image.
+All is float32 whatever the weights are. A draw takes its noise as an argument; `Draws` makes it.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ def decoding_probabilities(logits: Tensor, decoding: Decoding) -> Tensor:
 
 
 def greedy_probabilities(logits: Tensor) -> Tensor:
-    """Return softmax [..., V] in float32 at temperature 1, unfiltered: what greedy decoding accepts and drafts with."""
+    """Return the unfiltered softmax [..., V], float32, at temperature 1: what greedy decoding drafts with."""
     return torch.softmax(logits.float(), dim=-1)
 
 
@@ -113,7 +112,7 @@ def draw_without_replacement(probs: Tensor, count: int, noise: Tensor) -> tuple[
 def most_probable(probs: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Return the `count` most probable tokens per row: (tokens int64 [..., count], valid bool [..., count]).
 
-    In descending order, ties by index; as in `draw_without_replacement` where a row has fewer tokens with mass.
+    In descending order, ties by index; otherwise as in `draw_without_replacement`.
     """
     vocabulary = probs.shape[-1]
     # Bits of non-negative floats order like the floats: one integer key holds value and index, so ties are settled.

@@ -1,8 +1,7 @@
 """One step of speculative decoding as three programs: draft a tree, score it, settle what is committed.
 
 Everything that changes from step to step is in tensors at fixed addresses, which the programs write, so that the host
-only calls them, draws the noise and reads how far the images are. `loop.py` calls them; `compile.py` says how they run
-(eagerly, compiled, as CUDA graphs).
+only calls them, draws the noise and reads how far the images are. `compile.py` says how they run.
 """
 
 from __future__ import annotations

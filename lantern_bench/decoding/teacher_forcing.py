@@ -1,7 +1,4 @@
-"""Teacher forcing: what target and drafter predict along given tokens, through the decode sessions.
-
-Measurements need the distributions that decoding sees, so they come from the same sessions.
-"""
+"""Teacher forcing: what target and drafter predict along given tokens, through the sessions that decoding uses."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What a decode did, step by step.
-
-All counts of docs/algorithms.md, section 7, are sums over these lists.
-"""
+"""What a decode did, step by step: all counts of docs/algorithms.md, section 7, are sums over these lists."""
 
 from __future__ import annotations
 
@@ -49,10 +46,7 @@ class ImageTrace:
 def image_trace(
     tokens_wanted: int, rows: Sequence[Sequence[int]], masses: Sequence[Sequence[float]], forwards: int
 ) -> ImageTrace:
-    """Return the trace of an image of `tokens_wanted` tokens, without times, from its steps as `Progress` notes them.
-
-    `forwards` is how many of the drafter a step makes.
-    """
+    """Return an image's trace, without times, from its steps as `Progress` notes them, of so many drafter forwards."""
     # A finished image of a batch idles along; its steps end where it was complete.
     rows = [row for row in rows if row[0] < tokens_wanted]
     masses = masses[: len(rows)]

@@ -1,7 +1,6 @@
 """Draft trees as tensors, for the target's mask, the walk and the drafter (docs/algorithms.md, section 2).
 
-`StaticTree` is a topology made into index tensors once; `DraftTree` is one step's draft for a batch of images, the only
-form that verification sees; `link_nodes` makes one when every image has a shape of its own. A chain is a tree.
+`StaticTree` is a fixed topology; `DraftTree` is one step's draft, the only form that verification sees.
 """
 
 from __future__ import annotations
@@ -20,10 +19,7 @@ _Lists: TypeAlias = Sequence[Sequence[int]]
 
 @dataclass(frozen=True)
 class Turn:
-    """The n parents whose paths have the same sum of child ranks, those with most children first; decided together.
-
-    A node's child of rank r has to wait for r rejections at the node. So all nodes of one sum wait equally long.
-    """
+    """The n parents whose paths have the same sum of child ranks, so as many rejections before them, widest first."""
 
     nodes: Tensor  # int64 [n]
     slots: Tensor  # int64 [n], their index in `Layout.nodes`

@@ -1,8 +1,7 @@
 """Features of sets of pictures, by the extractors of torch-fidelity and that of the bundled family; reference sets.
 
-Figures need only the features (`metrics/figures.py`), so an extractor sees every set once. Sets may be larger than
-memory: pictures are read one at a time. A pass of a large reference through Inception takes minutes, so its features
-are cached under a hash of the pictures' content, the extractor with its weights, and the preprocessing.
+Sets may be larger than memory: pictures are read one at a time. A pass of a large reference through Inception takes
+minutes, so its features are cached.
 """
 
 from __future__ import annotations
@@ -81,10 +80,7 @@ class Extractor:
 
 
 def find_extractor(name: str = BUNDLED, weights: Path | None = None) -> Extractor:
-    """Return an extractor with the given weights or those on this machine; they are never downloaded.
-
-    Raises `UserError` for an unknown name or wrong weights, and `RefusedError` for missing ones.
-    """
+    """Return an extractor; raises `UserError` for an unknown name or wrong weights, `RefusedError` for missing ones."""
     if name not in EXTRACTORS:
         raise UserError(f"unknown feature extractor {name!r}", f"The extractors are {', '.join(EXTRACTORS)}.")
     layer, width, file_name, key = EXTRACTORS[name]
@@ -100,7 +96,7 @@ def find_extractor(name: str = BUNDLED, weights: Path | None = None) -> Extracto
 # ---- Features of a set
 
 Pictures: TypeAlias = Tensor | Sequence[Tensor] | Sequence[Path]
-"""Pictures uint8 [3, h, w], or their files, which are read one at a time."""
+"""Pictures uint8 [3, h, w], or their files."""
 
 _BATCH = 64
 
@@ -141,10 +137,7 @@ def features_of(
     *,
     device: torch.device | str = "cpu",
 ) -> Tensor:
-    """Return the features float32 [n, width] of pictures, on the CPU.
-
-    Raises `UserError` for pictures that differ in size after preprocessing.
-    """
+    """Return the features float32 [n, width] of pictures, on the CPU; raises `UserError` for several sizes."""
     if extractor.name == BUNDLED:
         classify = classifier.load_classifier(extractor.weights, device)
         network: Callable[[Tensor], Tensor] = lambda batch: classify.features(batch.float() / 255)  # noqa: E731
@@ -171,7 +164,7 @@ def features_of(
 
 
 def preprocess(picture: Tensor, preparation: Preparation) -> Tensor:
-    """Crop and resize a picture uint8 [3, h, w] as every scorer of the protocol sees it: uint8 [3, h', w']."""
+    """Crop and resize a picture uint8 [3, h, w] as every scorer of the protocol sees it."""
     if preparation.crop:
         height, width = picture.shape[1:]
         side = min(height, width)
@@ -207,7 +200,7 @@ class Reference(NamedTuple):
 
 
 def find_reference(name: str | None, protocol: Protocol) -> Reference | None:
-    """Return the reference that --reference names, by default the protocol's own; None for a protocol without one."""
+    """Return the reference that --reference names, by default the protocol's own."""
     name = name or protocol.reference
     if name is None:
         return None
@@ -232,7 +225,7 @@ def find_reference(name: str | None, protocol: Protocol) -> Reference | None:
 
 
 def embedded_reference() -> Reference:
-    """Return what ships with the bundled family: its extractor's features of 1,024 scenes that no training uses."""
+    """Return what ships with the bundled family: features of 1,024 scenes that no training uses."""
     with safe_open(EMBEDDED_FEATURES, framework="pt") as file:
         metadata, features = file.metadata(), file.get_tensor("features")
     return Reference(None, metadata["label"], FeatureSet.of(features), extractor=metadata["extractor"])
@@ -263,7 +256,7 @@ def _annotated(annotations: Path, folder: Path) -> Reference:
 
 
 def _statistics(path: Path) -> Reference:
-    """Mean and covariance under `mu` and `sigma`, as clean-fid and pytorch-fid write them; `n` if the file has it."""
+    """Mean and covariance under `mu` and `sigma`, as clean-fid and pytorch-fid write them."""
     try:
         with np.load(path, allow_pickle=False) as file:
             mean, covariance = (np.asarray(file[name], dtype=np.float64) for name in ("mu", "sigma"))
@@ -279,7 +272,7 @@ def _statistics(path: Path) -> Reference:
 
 
 def _of_files(name: str, paths: Sequence[Path]) -> Reference:
-    """A set of files; the digest covers their contents, not their names or order."""
+    """A set of files; the digest covers their contents alone."""
     hashes = sorted(files.file_sha256(path) for path in paths)
     digest = hashlib.sha256("\n".join(hashes).encode()).hexdigest()
     return Reference(paths, f"{name}, n={len(paths)}, sha256={digest[:8]}", digest=digest)

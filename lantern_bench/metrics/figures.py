@@ -1,7 +1,6 @@
 """Figures of a set of pictures against a reference: FID, KID, precision, recall, and FID-infinity.
 
-Each metric is a function of the features of both sets. It returns a figure: a function of any subset of the pictures,
-so that intervals measure subsets without computing anything of the reference again.
+A metric returns a figure, so that intervals measure subsets without computing anything of the reference again.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class FeatureSets(NamedTuple):
 
 
 def frechet_distance(reference: FeatureSet) -> Callable[[Tensor], float]:
-    """Return the distance of features [n, width] from the reference: |m1 - m2|^2 + tr(C1 + C2 - 2 (C1 C2)^(1/2))."""
+    """Return the distance of features [n, width]: |m1 - m2|^2 + tr(C1 + C2 - 2 (C1 C2)^(1/2))."""
     trace = np.trace(reference.covariance)
     values, vectors = np.linalg.eigh(reference.covariance)
     root = (vectors * np.sqrt(values.clip(0))) @ vectors.T
@@ -58,7 +57,7 @@ def fid(sets: FeatureSets) -> Figure:
 
 
 def kid(sets: FeatureSets) -> Figure:
-    """The kernel distance (Binkowski et al. 2018), over all pictures: what its mean over random subsets estimates."""
+    """The kernel distance (Binkowski et al. 2018), over all pictures."""
     assert sets.reference.features is not None
     reference, pictures = sets.reference.features.double().numpy(), sets.pictures.double().numpy()
     among_reference = _mean_kernel(reference)
@@ -70,7 +69,7 @@ def kid(sets: FeatureSets) -> Figure:
 
 
 def _kid_spread(sets: FeatureSets) -> dict[str, Any]:
-    """The standard deviation of KID over 100 random subsets, as torch-fidelity computes it, and their size."""
+    """The standard deviation of KID over random subsets, as torch-fidelity computes it, and their size."""
     assert sets.reference.features is not None
     subset = min(1000, min(len(sets.pictures), len(sets.reference.features)) // 2)
     spread = metric_kid.kid_features_to_metric(
@@ -117,7 +116,7 @@ def _is_inside(features: Tensor, manifold: Tensor, neighbours: int) -> NDArray[n
 
 
 def measurable(n: int, reference: FeatureSet, extractor: Extractor) -> tuple[list[str], list[str]]:
-    """Return the metrics of sets that n pictures (of the smaller set) allow, and why others cannot be measured."""
+    """Return the metrics that n pictures (of the smaller set) allow, and why others cannot be measured."""
     names: list[str] = []
     too_few: dict[str, list[str]] = {}
     without_features = [name for name in OF_SETS if reference.features is None and METRICS[name].needs_features]
@@ -138,7 +137,7 @@ def measurable(n: int, reference: FeatureSet, extractor: Extractor) -> tuple[lis
 
 
 def figures_of(names: Sequence[str], sets: FeatureSets, manifold: FeatureSets | None = None) -> dict[str, Figure]:
-    """Return the figures of these metrics; `manifold` holds the sets under the extractor of manifolds, if another."""
+    """Return the figures of these metrics; `manifold` holds the sets under another extractor, of manifolds."""
     metrics = [METRICS[name] for name in names]
     return {row.name: row.function()(manifold if manifold and row.is_manifold else sets) for row in metrics}
 
@@ -154,8 +153,7 @@ class Measured(NamedTuple):
 def measure_sets(sets: FeatureSets, extractor: Extractor, manifold: FeatureSets | None = None) -> Measured:
     """Measure pictures against a reference with all metrics of sets; intervals are by jackknife.
 
-    KID of two sets of the same kind is about 0 only when their pictures are drawn independently: prompts taken in turn
-    leave a set without pairs of one caption, which shifts KID below 0 by the same amount in every cell.
+    Prompts taken in turn leave a set without pairs of one caption, which shifts KID below 0 alike in every cell.
     """
     n, reference = len(sets.pictures), sets.reference
     names, notes = measurable(n if reference.n is None else min(n, reference.n), reference, extractor)
@@ -231,9 +229,8 @@ def jackknife(figures: Mapping[str, Figure], n: int) -> dict[str, float]:
 def ar_spread(figures: Mapping[str, Figure], sets: Rows) -> dict[str, tuple[float, float, float]]:
     """Return centre and ends between which 95 % of further sets of ar lie: the same prompts, other seeds.
 
-    `sets` [R, n] are rows of the pictures: R sets of the same n prompts, R >= 2. Mixed sets take each prompt's picture
-    from a random one of the R, so they have n different pictures. They vary by (R - 1) / R of the variance between
-    sets; their mean is as uncertain as that of R sets.
+    `sets` [R, n] are rows of the pictures: R >= 2 sets of the same n prompts. Mixed sets take each prompt's picture
+    from a random one; they vary by (R - 1) / R of the variance between sets, their mean as that of R sets.
     """
     repeats, prompts = sets.shape
     rng = np.random.default_rng(0)

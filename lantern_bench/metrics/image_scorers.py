@@ -1,7 +1,6 @@
 """Scorers of pictures with captions: CLIP score by open_clip, prompt accuracy, HPSv2 and ImageReward.
 
-The CLIP score is the cosine of the two embeddings, not scaled by 100 and not clipped at 0: convert published figures
-before comparing. The weights are part of the figure (`label`). Nothing here downloads anything.
+The CLIP score is the cosine of the two embeddings, not scaled by 100 and not clipped at 0. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -85,8 +84,7 @@ def load_clip(
     """Load a CLIP model.
 
     `name` is `lanterns-clip` (the bundled model), `local-dir:FOLDER` (a folder with `open_clip_config.json` and
-    weights), or an architecture of open_clip such as `ViT-B-32`, whose checkpoint is `weights` or `NAME.safetensors` in
-    the weights folder. `prefix` is put before every caption; `label` is the model's name in results.
+    weights), or an architecture of open_clip with the checkpoint `weights` or `NAME.safetensors` in the weights folder.
     """
     if name == BUNDLED or name.startswith(LOCAL_DIR):
         folder = BUNDLED_FOLDER if name == BUNDLED else Path(name.removeprefix(LOCAL_DIR))
@@ -111,7 +109,7 @@ def load_clip(
 
 
 def _weights_in(folder: Path, name: str) -> Path:
-    """The weights file that open_clip takes from a folder, after checking that the folder is complete."""
+    """The weights file that open_clip takes from a folder; raises for an incomplete one."""
     advice = "In the repository: python -m experiments.train_lanterns --part clip" if name == BUNDLED else None
     config = folder / "open_clip_config.json"
     if not config.is_file():

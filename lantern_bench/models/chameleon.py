@@ -1,8 +1,6 @@
 """Chameleon (arXiv 2405.09818) as Anole and Lumina-mGPT publish it, and Lumina-mGPT 2.0 (arXiv 2507.17801).
 
-They share one architecture. Lumina-mGPT 2.0 was trained from scratch with another vocabulary; its sizes, layout,
-prompt, guidance and forced tokens are those of Alpha-VLLM/Lumina-mGPT-2.0 at `f44a4d7f`, and its weights and its
-tokenizer's files were not seen (docs/chameleon.md).
+Lumina-mGPT 2.0 is as in Alpha-VLLM/Lumina-mGPT-2.0 at `f44a4d7f`; its weights were not seen (docs/chameleon.md).
 """
 
 from __future__ import annotations
@@ -85,10 +83,7 @@ class Chameleon(WordModel):
         return "<s>"
 
     def target_keys(self, target: TransformerTarget, checkpoint: Checkpoint) -> KeyMap:
-        """Return transformers' Llama with norms of heads; of the output head it takes the rows of the image's tokens.
-
-        In the authors' layout all heads of one of `model_parallel_size` parts share a row of the norms.
-        """
+        """Return transformers' Llama; in the authors' layout all heads of a parallel part share a row of the norms."""
         import torch
 
         from lantern_bench.models.io.state_dict import llama_key_map, rows_of_tokens
@@ -114,7 +109,7 @@ class Lumina(Chameleon):
     line_ends = True
 
     def wording(self) -> Wording:
-        """Return the wording: the size in words before the caption, and in tokens behind it, in steps of 32 pixels."""
+        """Return the wording: the size in words before the caption, and in tokens behind it."""
         height, width = (self.pixels * side for side in self.sizes.grid)
         if height % 32 or width % 32:
             step = 32 // self.pixels
@@ -127,7 +122,7 @@ class Lumina(Chameleon):
 
 
 class Lumina2(Lumina):
-    """Lumina-mGPT 2.0: another vocabulary, whose image codes are numbered in order, and MoVQGAN as the tokenizer."""
+    """Lumina-mGPT 2.0: another vocabulary, and MoVQGAN as the tokenizer."""
 
     family = "lumina-mgpt2"
     licence = hub.APACHE.name
@@ -153,7 +148,7 @@ class Lumina2(Lumina):
         return (*range(first, first + codes), self.vocabulary[_ROW_END])
 
     def published_numbers(self) -> Mapping[str, int]:
-        """Return the numbers: start and end of an image are published, the others invented, as no file was seen."""
+        """Return the numbers: start and end of an image are published, the others invented."""
         numbers = {"<|endoftext|>": 151643, _IMAGE: 151665, "<eoss>": 151666, _TURN: 151667}
         return numbers | {f"<reserved{number:05d}>": number - 8799 + 151668 for number in range(8799, 8799 + 130)}
 

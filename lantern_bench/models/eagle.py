@@ -34,82 +34,6 @@ from lantern_bench.models.transformer import Block, TokenEmbedding, attend_cache
 from lantern_bench.models.transformer_config import TransformerConfig, llama_sizes, read_sizes
 
 
-class EagleDrafter(CachedModel, Drafter):
-    """Fuse tokens with features, one layer, then the target's frozen head, which is not a parameter of the drafter.
-
-    `mask_padding`: padded prefix positions are hidden. LlamaGen's published drafters read them instead, as the LANTERN
-    code made them for their training (docs/algorithms.md, section 9, B4). `input_norm`: the layer norms its input, as
-    Chameleon's does. `bias`: of the fusion.
-    """
-
-    rotary: Tensor
-    attention_kernel = False  # set by `pack_for_decoding`, as in `attend_cached`
-
-    def __init__(
-        self,
-        config: TransformerConfig,
-        head: nn.Module,
-        mask_padding: bool = True,
-        input_norm: bool = False,
-        bias: bool = True,
-    ) -> None:
-        super().__init__(replace(config, layers=1))
-        self.mask_padding = mask_padding
-        self.embed_tokens = TokenEmbedding(config)
-        self.embed_tokens.weight.requires_grad_(False)
-        self.fc = nn.Linear(2 * config.dim, config.dim, bias=bias)
-        self.layer = Block(config, input_norm=input_norm)
-        self.register_buffer("rotary", None, persistent=False)
-        self.compute_buffers(self.fc.weight.device)
-        self._head = (head,)  # in a tuple, so that the module does not own it
-
-    def new_session(self, batch: int, guided: bool, nodes: int) -> _Session:
-        """Return a session of this shape."""
-        return _Session(self, batch, guided, nodes)
-
-    def compute_buffers(self, device: torch.device) -> None:
-        """Compute the tables that no checkpoint holds."""
-        self.rotary = rotary_table(self.config, self.config.prefix - 1).to(device)
-
-    def fuse(self, embedded: Tensor, features: Tensor) -> Tensor:
-        """Embedded tokens and the features that predicted them -> layer input, all [rows, n, dim]."""
-        return self.fc(torch.cat([embedded.to(features.dtype), features], dim=-1))
-
-    def forward(
-        self,
-        tokens: Tensor,
-        features: Tensor,
-        mask: Tensor,
-        prompts: Tensor | None = None,
-        positions: Tensor | None = None,
-        earlier: list[tuple[Tensor, Tensor]] | None = None,
-    ) -> Tensor:
-        """Return predicted features of whole sequences [rows, n, dim], without a cache (training).
-
-        tokens int64 [rows, n] are shifted: token t follows features t; `mask` [rows or 1, 1, n, n] is additive.
-        `prompts` [rows, m] in the whole vocabulary come before the tokens, which are then n - m; `positions` int64
-        [rows, n] where they are not 0 to n - 1. `earlier`: as in `attend_plain`.
-        """
-        embedded = self.embed_tokens(tokens)
-        if prompts is not None:
-            embedded = torch.cat([self.embed_tokens.of_text(prompts), embedded], dim=1)
-        rotary = self.rotary[None, : features.shape[1]] if positions is None else self.rotary[positions]
-        return self.layer(self.fuse(embedded, features), rotary, attend_plain(mask, earlier))
-
-    def use_head(self, head: nn.Module) -> None:
-        """Replace the target's head by one that gives nearly the same logits."""
-        self._head = (head,)
-
-    @property
-    def head_module(self) -> nn.Module:
-        """The target's head, or its replacement."""
-        return self._head[0]
-
-    def head(self, features: Tensor) -> Tensor:
-        """Return logits of predicted features, through the target's head and with no norm between."""
-        return self._head[0](features)
-
-
 class _Session(CachedSession, DrafterSession):
     def __init__(self, drafter: EagleDrafter, *shape: Any) -> None:
         super().__init__(drafter, 3, *shape)
@@ -165,13 +89,80 @@ class _Session(CachedSession, DrafterSession):
         return DrafterLogits(*self._split(logits))
 
 
+class EagleDrafter(CachedModel, Drafter):
+    """Fuse tokens with features, one layer, then the target's frozen head, which is not a parameter of the drafter.
+
+    `mask_padding`: padded prefix positions are hidden. LlamaGen's published drafters read them instead, as the LANTERN
+    code made them for their training (docs/algorithms.md, section 9, B4).
+    """
+
+    session_type = _Session
+    rotary: Tensor
+    attention_kernel = False  # set by `pack_for_decoding`, as in `attend_cached`
+
+    def __init__(
+        self, config: TransformerConfig, head: nn.Module, mask_padding: bool = True, bias: bool = True
+    ) -> None:
+        super().__init__(replace(config, layers=1))
+        self.mask_padding = mask_padding
+        self.embed_tokens = TokenEmbedding(config)
+        self.embed_tokens.weight.requires_grad_(False)
+        self.fc = nn.Linear(2 * config.dim, config.dim, bias=bias)
+        self.layer = Block(config, input_norm=config.qk_norm)  # as Chameleon's does
+        self.register_buffer("rotary", None, persistent=False)
+        self.compute_buffers(self.fc.weight.device)
+        self._head = (head,)  # in a tuple, so that the module does not own it
+
+    def compute_buffers(self, device: torch.device) -> None:
+        """Compute the tables that no checkpoint holds."""
+        self.rotary = rotary_table(self.config, self.config.prefix - 1).to(device)
+
+    def fuse(self, embedded: Tensor, features: Tensor) -> Tensor:
+        """Embedded tokens and the features that predicted them -> layer input, all [rows, n, dim]."""
+        return self.fc(torch.cat([embedded.to(features.dtype), features], dim=-1))
+
+    def forward(
+        self,
+        tokens: Tensor,
+        features: Tensor,
+        mask: Tensor,
+        prompts: Tensor | None = None,
+        positions: Tensor | None = None,
+        earlier: list[tuple[Tensor, Tensor]] | None = None,
+    ) -> Tensor:
+        """Return predicted features of whole sequences [rows, n, dim], without a cache (training).
+
+        tokens int64 [rows, n] are shifted: token t follows features t; `mask` [rows or 1, 1, n, n] is additive.
+        `prompts` [rows, m] in the whole vocabulary come before the tokens, which are then n - m; `positions` int64
+        [rows, n] where they are not 0 to n - 1. `earlier`: as in `attend_plain`.
+        """
+        embedded = self.embed_tokens(tokens)
+        if prompts is not None:
+            embedded = torch.cat([self.embed_tokens.of_text(prompts), embedded], dim=1)
+        rotary = self.rotary[None, : features.shape[1]] if positions is None else self.rotary[positions]
+        return self.layer(self.fuse(embedded, features), rotary, attend_plain(mask, earlier))
+
+    def use_head(self, head: nn.Module) -> None:
+        """Replace the target's head by one that gives nearly the same logits."""
+        self._head = (head,)
+
+    @property
+    def head_module(self) -> nn.Module:
+        """The target's head, or its replacement."""
+        return self._head[0]
+
+    def head(self, features: Tensor) -> Tensor:
+        """Return logits of predicted features, through the target's head and with no norm between."""
+        return self._head[0](features)
+
+
 def build_drafter(config: TransformerConfig, target: TransformerTarget, bias: bool = True) -> EagleDrafter:
-    """Return a drafter as published: LlamaGen's reads padding, Chameleon's hides it and its layer norms its input."""
-    return EagleDrafter(config, target.transformer.output, config.qk_norm, config.qk_norm, bias)
+    """Return a drafter as published: LlamaGen's reads padding, Chameleon's hides it."""
+    return EagleDrafter(config, target.transformer.output, config.qk_norm, bias)
 
 
 def untrained_drafter(target: TransformerTarget) -> EagleDrafter:
-    """Return a drafter of the target's width with its embedding and weights drawn from torch's current stream."""
+    """Return a drafter with the target's embedding and weights drawn from torch's current stream."""
     drafter = build_drafter(target.config, target)
     drafter.mask_padding = True
     for name, parameter in drafter.named_parameters():
@@ -190,12 +181,12 @@ def drafter_key_map(drafter: EagleDrafter) -> KeyMap:
     return llama_key_map(drafter, drafter.config, {"layer.": "layers.0."})
 
 
-# Tables and caches, which some files hold and every program computes anew.
+# Tables and caches, which are computed anew.
 _COMPUTED = r"(.*\.)?(freqs_cis|causal_mask|k_cache|v_cache|inv_freq|cos_cached|sin_cached)$"
 
 
 def load_drafter(folder: Path, target: TransformerTarget, *, dtype: torch.dtype, device: torch.device) -> EagleDrafter:
-    """Load a published drafter for a target that has its weights; raises `UserError` for one that does not fit it."""
+    """Load a published drafter for a loaded target; raises `UserError` for one that does not fit it."""
     path, chameleon = folder / "config.json", target.config.qk_norm
     if not path.is_file():
         raise UserError(f"{path}: no such file", "A published drafter is a folder with config.json and its weights.")
@@ -222,7 +213,8 @@ def drafter_files(folder: Path) -> tuple[Path, ...]:
 
 
 _ROPE_BASE = 10000.0  # of the published code, whatever the target's is and the file says
-_SIDES = {"c2i": 24, "t2i": 16, "t2i2": 32}  # the published code's grid for each `input_type`
+# The published code's grid and number of condition positions for each `input_type`.
+INPUT_TYPES = {"c2i": ((24, 24), 1), "t2i": ((16, 16), 120), "t2i2": ((32, 32), 120)}
 
 
 def drafter_config(stated: Mapping[str, Any], target: TransformerConfig, folder: Path) -> TransformerConfig:
@@ -244,10 +236,10 @@ def drafter_config(stated: Mapping[str, Any], target: TransformerConfig, folder:
     del sizes["dim"], sizes["text_vocab_size"]
     if (layers := sizes.pop("layers", 1)) != 1:
         raise wrong("num_hidden_layers", f"is {layers}: only drafters of one layer are supported")
-    side = _SIDES.get(str(stated.get("input_type")))
-    if side is not None and target.grid != (side, side):
+    (rows, columns), _ = INPUT_TYPES.get(str(stated.get("input_type")), (target.grid, 0))
+    if target.grid != (rows, columns):
         raise UserError(
-            f"{folder}: is a drafter of another stage: its input_type {stated['input_type']} is for a {side}x{side} "
+            f"{folder}: is a drafter of another stage: its input_type {stated['input_type']} is for a {rows}x{columns} "
             f"grid, and this model's grid is {target.grid[0]}x{target.grid[1]}",
             "Give the drafter that was trained for this model.",
         )

@@ -1,7 +1,6 @@
 """Models of transformers in the decode loop: a model file names one Python file, and its class is the model.
 
-Its decoder computes on this package's cache with this package's tree masks, so that trees, batches and commits need no
-code of their own. Decode steps are not compiled. docs/adding-a-model.md has an example.
+Its decoder computes on this package's cache with this package's tree masks. docs/adding-a-model.md has an example.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ class HostedModel(ABC):
 
 
 class _Decoder(nn.Module):
-    """A hosted model with the interface of `Transformer` and of a condition that sessions use."""
+    """A hosted model with the interface of `Transformer` and of a condition."""
 
     def __init__(self, hosted: HostedModel) -> None:
         super().__init__()
@@ -156,7 +155,7 @@ class _HostedTarget(CachedTarget):
 
 
 def load_class(file: PythonModel) -> type[HostedModel]:
-    """Run the Python file of a model file and return its one `HostedModel`; raises `UserError` where it has none."""
+    """Run the Python file of a model file and return its one `HostedModel`."""
     path = file.python
     spec = importlib.util.spec_from_file_location(f"lantern_bench_model_{path.stem}", path)
     if spec is None or spec.loader is None:

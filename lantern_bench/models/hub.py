@@ -1,7 +1,6 @@
 """The files of published models: repositories and licences, where they are on this machine, and download.
 
-huggingface_hub keeps, resumes and checks downloads, so nothing here hashes or records a file; the hashes in a run's
-records are those of the files that were read.
+huggingface_hub keeps, resumes and checks downloads, so nothing here hashes or records a file.
 """
 
 from __future__ import annotations
@@ -18,9 +17,8 @@ from lantern_bench.models.io.files import cache_folder
 WEIGHTS_VARIABLE = "LANTERN_BENCH_WEIGHTS"
 """Names the folder of the weights, with a folder for each repository."""
 
-# Folders of a repository: as the hub names it, and as the authors' instructions do (LlamaGen:
-# pretrained_models/t5-ckpt/flan-t5-xl; LANTERN: t5/, trained_drafters/, chameleon/tokenizer/). A single file may also
-# lie in the folder of the weights itself.
+# Folders of a repository: as the hub names it, and as the authors' instructions do. A single file may also lie in the
+# folder of the weights itself.
 _FOLDERS = ("{repo}", "{name}", "t5/{name}", "t5-ckpt/{name}", "trained_drafters/{name}", "chameleon", "")
 
 
@@ -90,11 +88,7 @@ class Source(NamedTuple):
         return self.found_in(cached / "snapshots" / commit)
 
     def download(self, root: Path | None = None, bars: bool = True) -> Path:
-        """Download the missing files into `root`, or the cache of huggingface_hub, and return the part's path.
-
-        `bars` shows progress bars. The same call continues an interrupted download. Raises `RefusedError` for what the
-        hub refuses.
-        """
+        """Download the missing files into `root`, or the hub's cache; raises `RefusedError` where the hub refuses."""
         from huggingface_hub import constants, errors, snapshot_download
         from huggingface_hub.utils.tqdm import disable_progress_bars
 
@@ -208,12 +202,12 @@ def local_path(part: Part) -> Path | None:
 
 
 def expected_path(part: Part) -> Path:
-    """Return the file or folder of a part: where it is, or below which folder a download puts it."""
+    """Return the file or folder of a part: where it is, or where a download puts it."""
     return local_path(part) or (weights_folder() or _hub_cache()) / part[0].repo / (part[0].file or "")
 
 
 def local_paths(model: str) -> dict[str, Path]:
-    """Return the path of each part of a published model; raises `RefusedError` without target or tokenizer."""
+    """Return the paths of a published model; raises `RefusedError` without target or tokenizer."""
     if model not in PARTS:
         raise UserError(
             f"{model}: no published files of this model are known",

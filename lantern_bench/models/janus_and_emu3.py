@@ -1,8 +1,7 @@
 """Janus-Pro (arXiv 2501.17811) and Emu3-Gen (arXiv 2409.18869) as transformers reads them: Llamas that draw.
 
-Janus embeds an image token as its row of a table through an aligner, which is computed once when the model is loaded;
-these rows stand behind those of the words. Its unconditional prompt has padding, which the model sees, for words. Emu3
-writes pictures in its own vocabulary, and a forced token ends each row; its unconditional prompt is a list of faults.
+Janus embeds image tokens through an aligner, which is computed once when the model is loaded; its unconditional prompt
+has padding, which the model sees, for words. Emu3's is a list of faults.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ class Janus(WordModel):
         return {_JANUS_START: 100000, _PAD: 100002, _BEGIN_IMAGE: 100003}
 
     def wording(self) -> Wording:
-        """Return a turn of the user, and the answer that begins with an image; without caption padding between."""
+        """Return a turn of the user, and the answer that begins with an image."""
 
         def padding(prompt: list[int], vocabulary: Vocabulary, _encode: Encode) -> list[int]:
             return [prompt[0], *[vocabulary[_PAD]] * (len(prompt) - 2), prompt[-1]]
@@ -180,7 +179,7 @@ class Emu3(WordModel):
         return re.sub(r"^vqmodel\.", "model.vqmodel.", name)
 
     def target_keys(self, target: TransformerTarget, checkpoint: Checkpoint) -> KeyMap:
-        """Return a Llama by other names; of the head (the embedding, where they are tied) it takes some rows."""
+        """Return a Llama by other names; of the head (tied: the embedding) it takes some rows."""
         from lantern_bench.models.io.state_dict import LLAMA, llama_key_map, rows_of_tokens
 
         names = {ours: theirs.replace("model.", "model.text_model.") for ours, theirs in LLAMA.items()}

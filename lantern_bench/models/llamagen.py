@@ -1,7 +1,6 @@
 """LlamaGen (arXiv 2406.06525): text-conditional with T5 features, and class-conditional (ImageNet).
 
-Sizes come from the published model that `family:` names, from config.json and from the model file: a checkpoint's
-shapes do not tell them all.
+A checkpoint's shapes do not tell all sizes: they come from what `family:` names, config.json and the model file.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from lantern_bench.errors import UserError
 from lantern_bench.models import hub
-from lantern_bench.models.model import CheckpointModel, Published, class_number, some_classes
+from lantern_bench.models.model import CheckpointModel, Published, class_number, layout_of, some_classes
 from lantern_bench.models.transformer_config import TransformerConfig, llama_sizes, read_sizes
 
 if TYPE_CHECKING:
@@ -51,7 +50,7 @@ def _scale(scale: str) -> Mapping[str, Any]:
 
 
 def key_map(target: TransformerTarget, layout: str) -> KeyMap:
-    """Return the key map of a layout, official or hf, onto a target; the same one reads and writes."""
+    """Return the key map of a layout, official or hf, onto a target."""
     from lantern_bench.models.io.state_dict import LLAMA, llama_key_map, same_names
 
     if layout == "official":
@@ -117,14 +116,10 @@ class LlamaGen(CheckpointModel):
         official = next((name for name, other in _OFFICIAL.items() if other == key and name in stated), key)
         return super().wrong(official, text, advice)
 
-    def layout_of(self, checkpoint: Checkpoint) -> str:
-        """Return official, or hf: that of the HF conversion."""
-        return "hf" if any(name.startswith(("model.", "lm_head.")) for name in checkpoint) else "official"
-
     def target_keys(self, target: TransformerTarget, checkpoint: Checkpoint) -> KeyMap:
-        """Return the key map of the checkpoint's layout; raises `UserError` for a checkpoint for another grid."""
+        """Return the key map of the layout; raises `UserError` for a checkpoint for another grid."""
         self._check_stage(checkpoint)
-        return key_map(target, self.layout_of(checkpoint))
+        return key_map(target, layout_of(checkpoint))
 
     def _check_stage(self, checkpoint: Checkpoint) -> None:
         """Refuse a checkpoint for another grid: stages have tensors of the same shapes."""
@@ -171,7 +166,7 @@ class TextToImage(LlamaGen):
         return TransformerTarget(sizes, CaptionFeatures(sizes.prefix, self.numbers["caption_dim"], sizes.dim))
 
     def prompts(self, target: TransformerTarget, invented: bool = False) -> Prompts:
-        """Return captions through the text encoder; invented features are the same for the same text."""
+        """Return captions through the text encoder."""
         from lantern_bench.models.loaded_model import Prompts
         from lantern_bench.models.t5 import caption_prompts, random_features
 

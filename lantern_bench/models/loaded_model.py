@@ -1,4 +1,4 @@
-"""A loaded model; what its target, drafter and pixel decoder must do is in `decoding/protocol.py`."""
+"""A loaded model; `decoding/protocol.py` says what its parts must do."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def to_bytes(pixels: Tensor) -> Tensor:
 
 
 class VQPixels:
-    """A VQ tokenizer for pictures of `grid` (rows, columns) codes; with `line_ends` a forced token ends each row."""
+    """A VQ tokenizer for pictures of `grid` (rows, columns) codes."""
 
     def __init__(self, model: VQModel, grid: tuple[int, int], line_ends: bool = False) -> None:
         self.model, self._grid, self._line_ends = model, grid, line_ends
@@ -53,7 +53,7 @@ class VQPixels:
 
 
 class NoPixels:
-    """The pixel decoder of a model that cannot draw: it raises `problem`, which states the reason."""
+    """The pixel decoder of a model that cannot draw."""
 
     def __init__(self, model: str, reason: str) -> None:
         self.problem = UserError(
@@ -84,8 +84,7 @@ class LoadedModel:
     weights: Mapping[str, str]  # part -> SHA-256
     grid: tuple[int, int]  # rows and columns of the image's codes
     neighbour_space: Space = "raw"  # in which published tables measure distances
-    # Called once with all prompts before decoding starts, so that a text encoder can work and be freed; yields
-    # (done, total).
+    # Called once with all prompts before decoding, so that a text encoder can be freed; yields (done, total).
     prepare: Callable[[Sequence[str]], Iterator[tuple[int, int]]] = _nothing_to_prepare
     given_table: Tensor | None = None  # the user's nearest codes int [V, k], used instead of the codebook
     # What `check-model` compares logits with: (condition, tokens int64 [B, N], guided) -> logits [B, N, V] that predict
@@ -97,7 +96,7 @@ class LoadedModel:
 
     @cached_property
     def codes(self) -> Tensor:
-        """The codebook float32 [V, d] in the space of its neighbours, on the target's device; forced tokens: 0."""
+        """The codebook float32 [V, d] in the space of its neighbours; forced tokens: 0."""
         if self.codebook is None:
             raise RefusedError(
                 f"{self.name}: this rule measures distances between codes, and the model has no tokenizer",
@@ -108,10 +107,7 @@ class LoadedModel:
         return torch.cat([rows, rows.new_zeros(max(0, forced), rows.shape[1])])
 
     def table(self, columns: int, metric: NeighbourMetric = "l2") -> Tensor:
-        """Return the `columns` nearest codes of every token, int32 [V, columns], on the target's device, nearest first.
-
-        Forced tokens have a row of zeros, which no rule reads. Raises `RefusedError` without a codebook.
-        """
+        """Return the nearest codes of every token, nearest first, int32 [V, columns]; `RefusedError` without codes."""
         table = (self._codes_table if self.given_table is None else self._user_table)(columns, metric)
         table = table[:, :columns].contiguous()
         forced = self.target.vocab_size - len(table)
@@ -128,7 +124,7 @@ class LoadedModel:
 
     @torch.inference_mode()
     def _codes_table(self, columns: int, metric: NeighbourMetric) -> Tensor:
-        """The table of a metric, made once, as wide as the widest one asked for: ties have a fixed order."""
+        """The table of a metric, as wide as the widest one asked for."""
         if self.codebook is None:
             raise RefusedError(
                 f"{self.name}: relaxed rules need to know which codes are near each other, and it has no tokenizer",
@@ -161,10 +157,7 @@ def assemble(
     weights: Mapping[str, str],
     **more: Any,
 ) -> LoadedModel:
-    """Return a model of modules that have their weights; `more` are other fields of `LoadedModel`.
-
-    Without a tokenizer, or with one of another number of codes, it gives tokens and no pictures.
-    """
+    """Return a model of modules that have their weights; `more` are other fields of `LoadedModel`."""
     pixels: PixelDecoder = NoPixels(name, "it has no tokenizer")
     codebook = None
     if tokenizer is not None and tokenizer.config.codes == target.n_codes:

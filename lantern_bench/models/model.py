@@ -1,4 +1,4 @@
-"""A model before it is loaded: what listings, plans and captions need, without torch (docs/adding-a-model.md)."""
+"""A model before it is loaded, without torch (docs/adding-a-model.md)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,6 @@ CAPTIONS = (
     "a glass jar full of buttons beside a sewing machine",
     "a lighthouse on a cliff under heavy clouds",
 )
-"""Captions to begin with, for models that come with none."""
 
 
 class Model(ABC):
@@ -113,11 +112,15 @@ class Published(NamedTuple):
     aliases: tuple[str, ...] = ()
 
 
+def layout_of(checkpoint: Checkpoint) -> str:
+    """Return the layout of a checkpoint: hf, or that of LlamaGen's official ones."""
+    return "hf" if any(name.startswith(("model.", "lm_head.")) for name in checkpoint) else "official"
+
+
 class CheckpointModel(Model):
     """The transformer of this package with a VQ tokenizer and an EAGLE drafter, from files in published layouts.
 
-    A family is a subclass: it says how sizes are read, where tensors are, and how prompts become conditions. Its models
-    are the rows of `published`, and those that a model file describes.
+    A family is a subclass; its models are the rows of `published`, and those that a model file describes.
     """
 
     published: ClassVar[Mapping[str, Published]]
@@ -168,15 +171,11 @@ class CheckpointModel(Model):
 
     @abstractmethod
     def target_keys(self, target: TransformerTarget, checkpoint: Checkpoint) -> KeyMap:
-        """Return where the target's tensors are; raises `UserError` for the checkpoint of another model."""
+        """Return where the target's tensors are."""
 
     @abstractmethod
     def prompts(self, target: TransformerTarget, invented: bool = False) -> Prompts:
         """Return how prompts become conditions; `invented`: without any file, for random weights."""
-
-    def layout_of(self, checkpoint: Checkpoint) -> str:  # noqa: ARG002  # for families with several
-        """Return the layout of a checkpoint."""
-        return "hf"
 
     def name_now(self, name: str) -> str:
         """Return the name that a tensor of an older file has now."""
@@ -207,10 +206,7 @@ class CheckpointModel(Model):
 
     @cached_property
     def config(self) -> Mapping[str, Any]:
-        """What is stated of the target: by its row, by config.json beside its weights, and by the model file.
-
-        The later one counts, also within the sections of a config.json.
-        """
+        """What is stated of the target: by its row, then config.json beside its weights, then the model file."""
         config = dict(self.row.config)
         for stated in (self._config_beside(), self.file and self.file.target.config):
             for key, value in (stated or {}).items():
@@ -250,7 +246,7 @@ class CheckpointModel(Model):
 
         checkpoint = open_checkpoint(self.paths["target"]).renamed(self.name_now)
         checkpoint.require(*self.kind)
-        layout = self.layout_of(checkpoint)
+        layout = layout_of(checkpoint)
         if self.file is not None and self.file.target.layout not in (None, layout):
             text = f"{checkpoint.path}: is not in the layout {self.file.target.layout}: it is {what_is(checkpoint)}"
             raise UserError(text, f"Give layout: {layout}, or leave it out.")
@@ -301,7 +297,7 @@ class CheckpointModel(Model):
         )
 
     def with_random_weights(self) -> LoadedModel:
-        """Return modules of the full shape, with a drafter of the published shape: one layer of the target's."""
+        """Return modules of the full shape on the meta device."""
         import torch
 
         from lantern_bench.models.eagle import build_drafter

@@ -1,7 +1,4 @@
-"""Models with random weights, to measure cost without a checkpoint, and how much memory a model's parts need.
-
-Their images are noise. A shape is that of a published model, or one given as text (`read_size`).
-"""
+"""Models with random weights, to measure cost without a checkpoint, and how much memory a model's parts need."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ import torch
 from torch import nn
 
 from lantern_bench.errors import UserError
-from lantern_bench.models.eagle import EagleDrafter
+from lantern_bench.models.eagle import build_drafter
 from lantern_bench.models.io.state_dict import compute_buffers
 from lantern_bench.models.loaded_model import LoadedModel, Prompts, VQPixels, assemble
 from lantern_bench.models.registry import model_of
@@ -75,7 +72,7 @@ def _modules(model: LoadedModel, dtype: torch.dtype) -> Iterator[tuple[str, Any,
 
 @torch.no_grad()
 def _fill_at_random(model: LoadedModel, device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> None:
-    """Fill a model's modules: matrices such that outputs have the scale of their inputs, norms with ones."""
+    """Fill a model's modules so that outputs have the scale of their inputs."""
     for _, module, kind in _modules(model, dtype):
         module.to(kind).to_empty(device=device)
         for name, parameter in module.named_parameters():
@@ -111,7 +108,7 @@ def random_model_of_size(
     """Make a target and a drafter of a shape, with weights from `generator` (on `device`)."""
     with torch.device("meta"):
         target = TransformerTarget(config, ClassLabel(1, config.dim))
-        drafter = EagleDrafter(config, target.transformer.output)
+        drafter = build_drafter(config, target)
 
     def condition(prompts: Sequence[str]) -> Condition:
         return Condition(torch.zeros(len(prompts), dtype=torch.int64), torch.ones(len(prompts), 1, dtype=torch.bool))

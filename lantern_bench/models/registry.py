@@ -30,10 +30,7 @@ _FAMILIES: tuple[type[CheckpointModel], ...] = (Chameleon, Lumina, Emu3, Janus, 
 
 @functools.cache
 def models() -> dict[str, Model]:
-    """Return all models by name, this package's and those of entry points.
-
-    The name of a shipped model stays its own. Raises `RefusedError` for an entry point that cannot be imported.
-    """
+    """Return all models by name; raises `RefusedError` for an entry point that cannot be imported."""
     models: dict[str, Model] = {"lanterns": Lanterns()}
     for family in _FAMILIES:
         models |= {name: family(name, row) for name, row in family.published.items()}
@@ -62,7 +59,7 @@ def model_of(name: str) -> Model:
 
 
 def defaults_of(names: Sequence[str]) -> dict[str, Mapping[str, Any]]:
-    """Return the decoding values that every model suggests, by name; also by `names` that are files or aliases."""
+    """Return the decoding values that models suggest, by name; also by `names` that are files or aliases."""
     defaults = {name: model.defaults for name, model in models().items()}
     aliases = {alias for model in models().values() for alias in model.aliases}
     return defaults | {name: model_of(name).defaults for name in names if is_model_file(name) or name in aliases}
@@ -72,7 +69,7 @@ def defaults_of(names: Sequence[str]) -> dict[str, Mapping[str, Any]]:
 
 
 def _model_of_file(path: Path) -> Model:
-    """The model that a file describes; raises `UserError` for an unknown family and for impossible sizes."""
+    """The model that a file describes; raises `UserError` where it cannot be."""
     file = read_model_file(path)
     if isinstance(file, PythonModel):
         return _Hosted(file)
@@ -111,7 +108,7 @@ class _Hosted(Model):
 
 
 class _WithDrafter(Model):
-    """The model of a file that gives a model another drafter."""
+    """A model with another drafter."""
 
     def __init__(self, file: ExternalDrafter) -> None:
         model = model_of(file.model)

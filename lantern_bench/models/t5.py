@@ -1,7 +1,6 @@
 """Caption features from T5, the text encoder of LlamaGen, with their cache on disk.
 
-The encoder is read from a folder and never from the network. It is loaded for captions without cached features, encodes
-them one at a time, so that no caption's features depend on the others, and is freed before decoding starts.
+Captions are encoded one at a time, so that no caption's features depend on the others.
 """
 
 from __future__ import annotations
@@ -112,10 +111,7 @@ _NAMED = ("config.json", "tokenizer.json", "tokenizer_config.json", "spiece.mode
 
 
 class CaptionEncoder:
-    """Captions -> features [B, positions, width], left-padded, on a device: the `condition` of a model.
-
-    `folder` is the encoder's, in the Hugging Face layout; `sha256` covers everything that can change a feature.
-    """
+    """Captions -> features [B, positions, width], left-padded; `sha256` covers everything that can change a feature."""
 
     def __init__(
         self, folder: Path, cache: Path, positions: int, width: int, device: torch.device, dtype: torch.dtype
@@ -181,7 +177,6 @@ class CaptionEncoder:
 
 def load_t5(folder: Path, width: int, dtype: torch.dtype) -> tuple[Any, Any]:
     """Load tokenizer and encoder; raises `UserError` for a folder without a T5 with features of `width` numbers."""
-    # Before gigabytes are read.
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder}: is no T5 encoder: it has no config.json")
     config = read_json(folder / "config.json")
@@ -215,7 +210,7 @@ def load_t5(folder: Path, width: int, dtype: torch.dtype) -> tuple[Any, Any]:
 def caption_prompts(
     model: str, folder: Path | None, positions: int, width: int, device: torch.device, dtype: torch.dtype
 ) -> Prompts:
-    """Return captions as features [positions, width] through the encoder in `folder`; without one they are refused."""
+    """Return captions as features through the encoder in `folder`; without one they are refused."""
     if folder is not None:
         encoder = CaptionEncoder(folder, cache_folder() / "features", positions, width, device, dtype)
         return Prompts(encoder, encoder.prepare, encoder.sha256)
@@ -233,7 +228,7 @@ def caption_prompts(
 
 
 def random_features(positions: int, width: int) -> Callable[[Sequence[str]], Condition]:
-    """Return what replaces a text encoder: normal numbers seeded by the caption, without padding and meaning."""
+    """Return what replaces a text encoder: normal numbers seeded by the caption."""
 
     def condition(prompts: Sequence[str]) -> Condition:
         rows = []

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +16,7 @@ from lantern_bench.models.transformer_config import TransformerConfig
 
 # ---- Conditions: class label, caption features, caption words or prompt, as P prefix embeddings
 #
-# Each has a null condition for guidance. LlamaGen applies the prompt's padding mask to the unconditional rows as well
-# (docs/algorithms.md, section 9, C3); Chameleon's unconditional prompt has tokens and padding of its own.
+# LlamaGen applies the prompt's padding mask to the unconditional rows as well (docs/algorithms.md, section 9, C3).
 
 
 class Condition(NamedTuple):
@@ -102,7 +100,7 @@ class WordCaption(nn.Module):
 
 
 class PromptTokens(nn.Module):
-    """Prompts in the model's own vocabulary (Chameleon), with and without caption, embedded as image tokens are."""
+    """Prompts in the model's own vocabulary (Chameleon), with and without caption."""
 
     def __init__(self, embedding: TokenEmbedding) -> None:
         super().__init__()
@@ -150,8 +148,7 @@ def causal_seen(batch: int, n: int, device: torch.device) -> Tensor:
 def prefix_seen(visible: Tensor, n: int) -> Tensor:
     """Return the causal mask of n prefix positions, in which padding sees only padding: bool [B or rows, n, n].
 
-    Only drafters with `mask_padding` False read the rows of padding, which are as the LANTERN code makes them in half
-    precision (docs/algorithms.md, section 9, B4).
+    Only drafters with `mask_padding` False read the rows of padding (docs/algorithms.md, section 9, B4).
     """
     alike = visible[:, None, :n] == visible[:, :n, None]
     return causal_seen(len(visible), n, visible.device) & alike
@@ -164,7 +161,7 @@ def prefix_mask(valid: Tensor, length: int) -> Tensor:
 
 
 def padding_of(visible: Tensor, rows: int, config: TransformerConfig) -> Tensor:
-    """Return by how many positions the padding (`KVCache.hide`) moves each row's tokens back, [rows, 1]."""
+    """Return by how many positions padding moves each row's tokens back, [rows, 1]."""
     if config.positions == "grid":
         return torch.zeros(rows, 1, dtype=torch.int64, device=visible.device)
     return (~visible).sum(dim=1).repeat(rows // len(visible))[:, None]
@@ -176,93 +173,6 @@ def positions_of(valid: Tensor, length: int, config: TransformerConfig) -> Tenso
     return None if config.positions == "grid" else (positions - padding_of(valid, len(valid), config)).clamp_min(0)
 
 
-# ---- Targets
-
-
-class CachedModel(nn.Module):
-    """A target or a drafter whose sessions use this package's cache; they are made once for each shape."""
-
-    def __init__(self, config: TransformerConfig) -> None:
-        super().__init__()
-        self.config = config
-        self._sessions: dict[tuple[int, bool, int], Any] = {}
-
-    def session(self, batch: int, guided: bool, nodes: int) -> Any:
-        """Return the session of this shape."""
-        shape = (batch, guided, nodes)
-        if shape not in self._sessions:
-            self._sessions[shape] = self.new_session(*shape)
-        return self._sessions[shape]
-
-    @abstractmethod
-    def new_session(self, batch: int, guided: bool, nodes: int) -> CachedSession:
-        """Return a session of this shape."""
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the weights."""
-        return next(self.parameters()).device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The type of the weights, except the head's, which is float32."""
-        return next(self.parameters()).dtype
-
-
-class CachedTarget(CachedModel, Target):  # type: ignore[override]  # others assign `device`
-    """A target whose sessions use this package's cache; `transformer` may be another library's."""
-
-    linear_head = True  # logits are linear in features, so that a session may guide features
-
-    def __init__(self, config: TransformerConfig, transformer: Any, condition: Any) -> None:
-        super().__init__(config)
-        self.transformer = transformer
-        self.cls_embedding = condition
-        self.vocab_size, self.image_tokens, self.n_codes = config.vocab_size, config.image_tokens, config.n_codes
-        self.line_length = config.line_length
-
-    def forced(self, positions: Tensor) -> Tensor:
-        """Return the tokens that are forced at `positions` int64 [...] of an image, -1 where none is."""
-        if not self.config.line_ends:
-            return torch.full_like(positions, -1)
-        return torch.where((positions + 1) % self.line_length == 0, self.vocab_size - 1, -1)
-
-    def new_session(self, batch: int, guided: bool, nodes: int) -> _TransformerSession:
-        """Return a session of this shape."""
-        return _TransformerSession(self, batch, guided, nodes)
-
-    def prefix(self, condition: Condition, guided: bool) -> Tensor:
-        """Return prefix embeddings [rows, P, dim], conditional rows first."""
-        return self.cls_embedding.rows(condition.values.to(self.device), guided)
-
-
-class TransformerTarget(CachedTarget):
-    """This package's transformer with a condition; prompts in its own vocabulary where `condition` is None."""
-
-    transformer: Transformer
-
-    def __init__(
-        self, config: TransformerConfig, condition: ClassLabel | CaptionFeatures | WordCaption | None = None
-    ) -> None:
-        transformer = Transformer(config)
-        super().__init__(config, transformer, condition or PromptTokens(transformer.tok_embeddings))
-
-    @torch.inference_mode()
-    def logits_without_cache(self, condition: Condition, tokens: Tensor, guided: bool) -> tuple[Tensor, Tensor | None]:
-        """Return the logits [B, N, V] that predict tokens int64 [B, N], with and without the prompt."""
-        batch, x = len(tokens), self.prefix(condition, guided)
-        rows, first = len(x), x.shape[1] - 1
-        visible = visible_rows(condition.valid.to(x.device), 1 + guided)
-        visible = visible.repeat(rows // len(visible), 1)
-        embedded = self.transformer.tok_embeddings(tokens[:, :-1].to(x.device)).repeat(1 + guided, 1, 1)
-        x = torch.cat([x, embedded], dim=1)
-        mask = prefix_mask(visible, x.shape[1]).to(x.dtype)
-        features = self.transformer(x, mask, positions_of(visible, x.shape[1], self.config))
-        positions = torch.arange(tokens.shape[1], device=x.device).expand(batch, -1)
-        logits = force_line_ends(self.transformer.output(features[:, first:]), positions, self.config)
-        return logits[:batch], logits[batch:] if guided else None
-
-
 # ---- Sessions
 
 
@@ -270,7 +180,7 @@ class CachedSession:
     """What decode sessions of targets and drafters share: cache, padding and positions."""
 
     def __init__(self, model: Any, spare: int, batch: int, guided: bool, nodes: int) -> None:
-        """`model` has a config, a dtype and a device; there is room for `spare` trees of `nodes` behind the image."""
+        """There is room for `spare` trees of `nodes` behind the image."""
         config: TransformerConfig = model.config
         self._config, self._batch, self._guided = config, batch, guided
         self._groups = 1 + guided
@@ -355,3 +265,85 @@ class _TransformerSession(CachedSession, TargetSession):
     def _head(self, features: Tensor, positions: Tensor) -> Tensor:
         """Return the logits of `features` [rows, n, dim], which predict the image tokens at `positions` [B, n]."""
         return force_line_ends(self._target.transformer.output(features), positions, self._target.config)
+
+
+# ---- Targets
+
+
+class CachedModel(nn.Module):
+    """A target or a drafter whose sessions use this package's cache; they are made once for each shape."""
+
+    session_type: ClassVar[Callable[..., CachedSession]]
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.config = config
+        self._sessions: dict[tuple[int, bool, int], Any] = {}
+
+    def session(self, batch: int, guided: bool, nodes: int) -> Any:
+        """Return the session of this shape."""
+        shape = (batch, guided, nodes)
+        if shape not in self._sessions:
+            self._sessions[shape] = self.session_type(self, *shape)
+        return self._sessions[shape]
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the weights."""
+        return next(self.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the weights, except the head's, which is float32."""
+        return next(self.parameters()).dtype
+
+
+class CachedTarget(CachedModel, Target):  # type: ignore[override]  # others assign `device`
+    """A target whose sessions use this package's cache; `transformer` may be another library's."""
+
+    session_type = _TransformerSession
+    linear_head = True  # logits are linear in features, so that a session may guide features
+
+    def __init__(self, config: TransformerConfig, transformer: Any, condition: Any) -> None:
+        super().__init__(config)
+        self.transformer = transformer
+        self.cls_embedding = condition
+        self.vocab_size, self.image_tokens, self.n_codes = config.vocab_size, config.image_tokens, config.n_codes
+        self.line_length = config.line_length
+
+    def forced(self, positions: Tensor) -> Tensor:
+        """Return the tokens that are forced at `positions` int64 [...] of an image, -1 where none is."""
+        if not self.config.line_ends:
+            return torch.full_like(positions, -1)
+        return torch.where((positions + 1) % self.line_length == 0, self.vocab_size - 1, -1)
+
+    def prefix(self, condition: Condition, guided: bool) -> Tensor:
+        """Return prefix embeddings [rows, P, dim], conditional rows first."""
+        return self.cls_embedding.rows(condition.values.to(self.device), guided)
+
+
+class TransformerTarget(CachedTarget):
+    """This package's transformer; prompts in its own vocabulary where `condition` is None."""
+
+    transformer: Transformer
+
+    def __init__(
+        self, config: TransformerConfig, condition: ClassLabel | CaptionFeatures | WordCaption | None = None
+    ) -> None:
+        transformer = Transformer(config)
+        super().__init__(config, transformer, condition or PromptTokens(transformer.tok_embeddings))
+
+    @torch.inference_mode()
+    def logits_without_cache(self, condition: Condition, tokens: Tensor, guided: bool) -> tuple[Tensor, Tensor | None]:
+        """Return the logits [B, N, V] that predict tokens int64 [B, N], with and without the prompt."""
+        batch, x = len(tokens), self.prefix(condition, guided)
+        rows, first = len(x), x.shape[1] - 1
+        visible = visible_rows(condition.valid.to(x.device), 1 + guided)
+        visible = visible.repeat(rows // len(visible), 1)
+        embedded = self.transformer.tok_embeddings(tokens[:, :-1].to(x.device)).repeat(1 + guided, 1, 1)
+        x = torch.cat([x, embedded], dim=1)
+        mask = prefix_mask(visible, x.shape[1]).to(x.dtype)
+        features = self.transformer(x, mask, positions_of(visible, x.shape[1], self.config))
+        positions = torch.arange(tokens.shape[1], device=x.device).expand(batch, -1)
+        logits = force_line_ends(self.transformer.output(features[:, first:]), positions, self.config)
+        return logits[:batch], logits[batch:] if guided else None

@@ -74,9 +74,8 @@ _BLOCK = 32  # columns: those in use grow by so many, for fewer shapes of which 
 class KVCache:
     """Keys and values [layers, 2, rows, heads, capacity, head_dim] for B images and `groups` rows an image.
 
-    `lengths` int64 [B] are the committed positions. Shapes and addresses are fixed and a mask hides the rest, so that a
-    step is compiled (or captured as a graph) once. On a CPU a forward reads only the columns in use; on other devices
-    the host does not know their number, and it reads the whole capacity.
+    `lengths` int64 [B] are the committed positions. Shapes and addresses are fixed, so that a step is compiled once. On
+    a CPU a forward reads only the columns in use; on other devices the host does not know their number.
     """
 
     def __init__(
@@ -114,10 +113,7 @@ class KVCache:
         self._visible.fill_(True)
 
     def hide(self, visible: Tensor) -> None:
-        """Set which of the first P positions attention sees (not padding), before they are committed.
-
-        bool [B, P] where all rows of an image have the same padding, else [rows, P].
-        """
+        """Set which of the first P positions attention sees, bool [B, P]; [rows, P] where an image's rows differ."""
         self._visible[:, : visible.shape[1]] = visible.repeat(len(self._rows) // len(visible), 1)
 
     def per_row(self, values: Tensor) -> Tensor:
@@ -165,10 +161,7 @@ class KVCache:
         self.lengths.add_(counts)
 
     def keep(self, path: Tensor, counts: Tensor) -> None:
-        """Commit the nodes `path` [B, n], numbered from the first uncommitted position; negative ones are filler.
-
-        Only the first `counts` [B] are committed; the rest is written behind them and never seen.
-        """
+        """Commit the first `counts` [B] of the nodes `path` [B, n], numbered from the first uncommitted position."""
         source = self.per_row(self.lengths[:, None] + path.clamp_min(0))
         target = self.per_row(self.slots(0, path.shape[1]))
         if self.batch == 1:
@@ -330,7 +323,7 @@ class Block(nn.Module):
 
 
 class TokenEmbedding(nn.Embedding):
-    """The embeddings of a vocabulary that may contain more than image tokens (`TransformerConfig.token_ids`)."""
+    """The embeddings of a vocabulary that may contain more than image tokens."""
 
     token_ids: Tensor | None
 
@@ -356,7 +349,7 @@ class TokenEmbedding(nn.Embedding):
 class Head(nn.Linear):
     """Features to float32 logits, whatever the type of the other weights: moving keeps the head in its own type.
 
-    Tokens are sampled, accepted and rejected by these numbers; bfloat16 logits would be off by 0.03.
+    Tokens are sampled by these numbers; bfloat16 logits would be off by 0.03.
     """
 
     def forward(self, features: Tensor) -> Tensor:
@@ -375,7 +368,7 @@ class Head(nn.Linear):
 
 
 class Transformer(nn.Module):
-    """Embedding, layers, final norm and output head: logits are linear in features, so guided features guide logits."""
+    """Embedding, layers, final norm and output head."""
 
     rotary: Tensor
     attention_kernel = False  # set by `pack_for_decoding`, as in `attend_cached`
@@ -413,6 +406,6 @@ class Transformer(nn.Module):
         return self._features(x)
 
     def _features(self, x: Tensor) -> Tensor:
-        """Return what the output head multiplies: final-norm hidden states, or what `head_layer` makes of them."""
+        """Return what the output head multiplies."""
         x = self.norm(x)
         return x if self.head_layer is None else functional.gelu(self.head_layer(x))

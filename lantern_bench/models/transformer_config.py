@@ -71,8 +71,7 @@ def read_sizes(
 ) -> dict[str, Any]:
     """Return the sizes that a `config` states, by our name; `names` maps it to its names in the config.
 
-    All are whole numbers above 0 except `fractions`. Raises what `wrong` returns for other values, and for two names
-    of one size that disagree.
+    All are whole numbers above 0 except `fractions`. Raises what `wrong` returns for others, and for contradictions.
     """
     sizes: dict[str, Any] = {}
     for size, keys in names.items():
@@ -109,10 +108,7 @@ _LLAMA_ONLY: dict[str, tuple[Any, ...]] = {
 
 
 def llama_sizes(config: Mapping[str, Any], wrong: Wrong, positions: str = "sequence") -> dict[str, Any]:
-    """Return the sizes that a config.json of transformers' Llama and its kin states, by the names of the fields.
-
-    `positions` as in `TransformerConfig`. Raises what `wrong(key, text)` returns for what is impossible or unsupported.
-    """
+    """Return the sizes that a config.json of transformers' Llama and its kin states; raises what `wrong` returns."""
     for key, allowed in _LLAMA_ONLY.items():
         if config.get(key) not in allowed:
             raise wrong(key, f"is {config[key]}, and only {allowed[0]} is supported")

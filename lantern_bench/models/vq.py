@@ -1,7 +1,6 @@
 """The VQ tokenizer of LlamaGen (arXiv 2406.06525, section 3.1): a convolutional autoencoder around a codebook.
 
-The tokenizers of all families differ only by `VQConfig`, and Emu3's by convolutions over time; parameters have the
-names of LlamaGen's checkpoints. The training losses are in `experiments/train_lanterns/tasks.py`.
+Parameters have the names of LlamaGen's checkpoints. Training losses are in `experiments/train_lanterns/tasks.py`.
 """
 
 from __future__ import annotations
@@ -229,7 +228,7 @@ class VQModel(nn.Module):
 
     @torch.no_grad()
     def codebook(self, normalised: bool = False) -> Tensor:
-        """The codes [V, d] float32: raw as stored (what published nearest-code tables use) or as looked up."""
+        """The codes [V, d] float32, raw as stored or as looked up."""
         table = self.quantize.rows() if normalised else self.quantize.embedding.weight
         return table.detach().float()
 
@@ -237,8 +236,7 @@ class VQModel(nn.Module):
 # ---- Emu3's tokenizer of videos (arXiv 2409.18869, section 2.2), for single pictures
 #
 # Around the convolutions of a VQGAN it has convolutions over time, which see no later frame. A picture is decoded as
-# the first frame of a video: nothing is before it, so a kernel over time is its last slice, and the other frames that
-# the published decoder makes are never computed. A picture is encoded as frames that are all alike.
+# the first frame of a video: a kernel over time is its last slice. It is encoded as frames that are all alike.
 
 
 class _TimeConv(nn.Conv3d):
@@ -384,7 +382,7 @@ LAYOUTS = {
 
 
 def load_vq(checkpoint: Checkpoint, layout: Layout, device: torch.device) -> VQModel:
-    """Load a tokenizer in float32; raises `UserError` for another kind of file, and for every key that does not fit."""
+    """Load a tokenizer in float32; raises `UserError` for another kind of file."""
     checkpoint = checkpoint.inside(layout.inside)
     config = _sizes_in(checkpoint, layout)
     with torch.device("meta"):

@@ -1,7 +1,6 @@
 """Models whose prompts are words of the vocabulary that their image tokens belong to: Chameleon, Janus, Emu3.
 
-Their target is a folder that transformers reads (config.json, tokenizer.json, safetensors). A picture uses a share of
-the vocabulary, and the target holds only the rows of the output head for that share.
+A picture uses a share of the vocabulary, and the target holds only the rows of the output head for that share.
 """
 
 from __future__ import annotations
@@ -27,11 +26,10 @@ if TYPE_CHECKING:
     from lantern_bench.models.target import Condition, TransformerTarget
 
 Encode: TypeAlias = Callable[[str], Sequence[int]]
-"""Makes numbers of a text."""
 
 
 class Vocabulary(dict[str, int]):
-    """The numbers of a vocabulary's tokens, by name; `source` is where they stand, for errors."""
+    """The numbers of a vocabulary's tokens, by name; `source` is for errors."""
 
     def __init__(self, numbers: Mapping[str, int], source: str, model: str) -> None:
         super().__init__(numbers)
@@ -41,10 +39,7 @@ class Vocabulary(dict[str, int]):
         raise self._lacks(name)
 
     def codes_named(self, pattern: str, code_of: Callable[[str], int] = int) -> tuple[int, ...]:
-        """Return the numbers of the image codes, by code; raises `UserError` where some are missing.
-
-        `pattern` matches the name of a code, and `code_of` makes the code of its group.
-        """
+        """Return the numbers of the image codes, by the code in the group of `pattern`; `UserError` where some lack."""
         codes = {code_of(match[1]): self[name] for name in self if (match := re.fullmatch(pattern, name)) is not None}
         if not codes:
             raise self._lacks("image codes")
@@ -98,10 +93,7 @@ class WordModel(CheckpointModel):
         return section
 
     def llama_config(self, section: str, vocab_size: int, **fields: Any) -> TransformerConfig:
-        """Return the sizes that a section of config.json ("": the whole) states of a Llama or its kin.
-
-        `vocab_size` image tokens; `fields` are others of `TransformerConfig`. Raises `UserError` for impossible sizes.
-        """
+        """Return the sizes that a section of config.json ("": the whole) states; `UserError` for impossible ones."""
 
         def wrong(key: str, text: str) -> UserError:
             return self.wrong(f"{section}.{key}" if section else key, text)
@@ -121,7 +113,7 @@ class WordModel(CheckpointModel):
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
-        """The tokens of config.json's `vocabulary_map` and of tokenizer.json; the published ones without files."""
+        """The tokens of config.json and tokenizer.json; the published ones without files."""
         if self.folder is None:
             return Vocabulary(self.published_numbers(), "the published vocabulary", self.kind[1])
         numbers = dict(self.config.get("vocabulary_map") or {})
@@ -160,12 +152,12 @@ class WordModel(CheckpointModel):
         return TransformerTarget(self.target_config)
 
     def load_target(self, device: torch.device, dtype: torch.dtype) -> tuple[TransformerTarget, tuple[Path, ...]]:
-        """Load the target; tokenizer.json decides which code a token is, so it is one of the files."""
+        """Load the target; tokenizer.json, which decides which code a token is, is one of the files."""
         target, files = super().load_target(device, dtype)
         return target, (*files, *filter(Path.is_file, [self._tokenizer_json]))
 
     def prompts(self, target: TransformerTarget, invented: bool = False) -> Prompts:  # noqa: ARG002
-        """Return captions through the model's own tokenizer; of invented numbers, each is a hash of its word."""
+        """Return captions through the model's own tokenizer; an invented number is a hash of its word."""
         from lantern_bench.models.loaded_model import Prompts
         from lantern_bench.models.target import prompt_condition
 
@@ -185,7 +177,7 @@ class WordModel(CheckpointModel):
         return Prompts(condition)
 
     def prompt_tokens(self, caption: str, encode: Encode, bare: bool = False) -> list[int]:
-        """Return the prompt of a caption, whose text is `bare` or in the template; `UserError` for one too long."""
+        """Return the prompt of a caption, `bare` or in the template; raises `UserError` for one too long."""
         wording, vocabulary = self.wording(), self.vocabulary
         text = encode(caption if bare else wording.template.format(caption=caption))
         prompt = [*(vocabulary[name] for name in wording.before), *text, *(vocabulary[name] for name in wording.after)]

@@ -1,8 +1,7 @@
 """What a decode step costs: a target forward by number of nodes, the parts of each kind of step, roofline, memory.
 
-Measurements use the programs and sessions of decoding, after a warm-up that compiles them. A forward takes at least its
-bytes over the read rate, and its operations over the multiply rate. Peak memory comes from the allocator on CUDA, and
-from the profiler's allocation record on a CPU, where the process holds other things too.
+A forward takes at least its bytes over the read rate, and its operations over the multiply rate. Peak memory comes from
+the allocator on CUDA, and from the profiler's allocation record on a CPU, where the process holds other things too.
 """
 
 from __future__ import annotations
@@ -62,9 +61,8 @@ _PARTS = {"draft_ms": "#0072B2", "target_ms": "#009E73", "verify_ms": "#D55E00",
 class StepCost(NamedTuple):
     """Milliseconds per step without prefill.
 
-    Parts: `draft_ms` has drafter forwards and tree building; `target_ms` the target's forward (autoregressive decoding
-    samples in the same program); `verify_ms` acceptance, cache update and the copy to the host; `other_ms` noise and
-    time outside the phases.
+    `draft_ms` has drafter forwards and tree building; `target_ms` the target's forward (`ar` samples in it);
+    `verify_ms` acceptance, cache update and the copy to the host; `other_ms` noise and time outside the phases.
     """
 
     total: float
@@ -75,10 +73,7 @@ class StepCost(NamedTuple):
 
 @torch.inference_mode()
 def forward_ms(model: LoadedModel, condition: Any, nodes: int, cfg_scale: float, repeats: int = 30) -> float:
-    """Return the median milliseconds of one target forward over a chain of `nodes`, with half an image in the cache.
-
-    `condition` is that of one image; the forward includes guidance.
-    """
+    """Return the median milliseconds of a guided forward over a chain of `nodes`, with half an image in the cache."""
     target = model.target
     device = target.device
     session, run = scoring(target, 1, nodes, cfg_scale, model.engine)
@@ -102,8 +97,7 @@ def step_costs(
 ) -> list[StepCost]:
     """Decode one image per prompt with each decoding, one at a time, and divide the seconds by the number of steps.
 
-    The decodings take turns, because the speed of a machine drifts: a step that reads memory may take twice as long a
-    moment later, and one that computes does not. `on_progress` receives the share that is done.
+    The decodings take turns, because the speed of a machine drifts.
     """
     device = model.target.device
 
@@ -165,7 +159,7 @@ class Rates(NamedTuple):
 
 @torch.inference_mode()
 def device_rates(target: TransformerTarget, guided: bool) -> Rates:
-    """Measure reads of the bytes of one forward, and square matrix products in its dtype; the best of 12 each."""
+    """Measure reads of the bytes of one forward, and square matrix products; the best of 12 each."""
     device = target.device
     numbers = torch.ones(max(1, forward_need(target, 1, guided)[0] // 4), device=device)
     read = min(seconds_of(numbers.sum, device, 12))
@@ -191,7 +185,7 @@ def forward_need(target: TransformerTarget, nodes: int, guided: bool) -> tuple[i
 
 
 def seconds_of(work: Callable[[], object], device: torch.device, repeats: int) -> list[float]:
-    """Run `work` several times and return the seconds of each, with the device idle before and after."""
+    """Run `work` several times and return the seconds of each."""
     seconds = []
     for _ in range(repeats):
         synchronize(device)
@@ -228,7 +222,7 @@ class ProfiledModel(NamedTuple):
 def load_profiled_model(
     name: str, size: str | None, random: bool, compute: Compute, images: int, seed: int, tokens: int | None
 ) -> ProfiledModel:
-    """Load the model (or make a random one) with prompts that it accepts; raises as `read_size` and `Model.load`."""
+    """Load the model, or make a random one, with prompts that it accepts."""
     noise = torch.Generator(compute.device).manual_seed(seed)
     if size is not None:
         loaded = random_model_of_size(read_size(size), *compute, noise)
@@ -268,7 +262,7 @@ def with_drafting(decoding: Decoding, values: Values) -> Decoding:
 def measure(profiled: ProfiledModel, steps: Mapping[str, Decoding], rates: Rates, on_progress: OnProgress) -> list[Row]:
     """Measure target forwards by number of nodes, then each kind of step by name, in turns; one step is `ar`."""
     model, prompts = profiled.model, profiled.prompts
-    # Memory before the steps take turns: what other trees allocate stays allocated.
+    # First of all: what other trees allocate stays allocated.
     memory = []
     for number, decoding in enumerate(steps.values(), start=1):
         memory.append(_memory(profiled, decoding))  # its programs are compiled here
@@ -284,7 +278,7 @@ def measure(profiled: ProfiledModel, steps: Mapping[str, Decoding], rates: Rates
     ar_ms, one_node_ms = costs[list(steps).index("ar")].total, rows[0]["milliseconds"]
     for (name, decoding), cost, memory_row in zip(steps.items(), costs, memory, strict=True):
         row: Row = {"what": "step", "name": name} | _bounded(profiled, profiled.nodes(decoding), cost.total, rates)
-        # An autoregressive step samples inside the target's program: what exceeds a bare forward is outside the target.
+        # An autoregressive step samples inside the target's program.
         drafted_outside = cost.parts["verify_ms"] + cost.parts["other_ms"]
         outside = drafted_outside if decoding.drafts else cost.total - one_node_ms
         # Drafts of random weights are accepted by chance, so their accepted length means nothing.
@@ -303,10 +297,7 @@ def _bounded(profiled: ProfiledModel, nodes: int, milliseconds: float, rates: Ra
 
 
 def _memory(profiled: ProfiledModel, decoding: Decoding) -> Row:
-    """The columns of the peak of decoding an image, and of the sum of weights, caches and logits of one tree.
-
-    For transformer targets only.
-    """
+    """The columns of the peak of decoding an image, and of the sum of weights, caches and logits of one tree."""
     model, nodes = profiled.model, profiled.nodes(decoding)
     networks: list[Any] = [model.target, model.drafter] if nodes > 1 and model.drafter is not None else [model.target]
     standing = sum(network.session(1, profiled.is_guided, nodes).cache.nbytes for network in networks)
@@ -331,10 +322,7 @@ def _memory(profiled: ProfiledModel, decoding: Decoding) -> Row:
 
 
 def save_device(profiled: ProfiledModel, rows: Sequence[Row], compute: Compute, path: Path) -> None:
-    """Fit a device to the rows of `measure` and write its file, for `lantern-bench predict --device`.
-
-    Raises `UserError` where the file cannot be written.
-    """
+    """Fit a device to the rows of `measure` and write its file, for `lantern-bench predict --device`."""
     model, config = profiled.model, profiled.model.target.config  # type: ignore[attr-defined]
     is_gpu, weight_bytes = compute.device.type == "cuda", compute.dtype.itemsize
     context = config.prefix + config.image_tokens // (1 if is_gpu else 2)

@@ -1,7 +1,6 @@
 """Search for the fastest draft of a drafting and a rule: candidates with their length, priced, then measured.
 
 The length of static trees follows from how often drafts are accepted; that of other drafts is measured, size by size.
-A price that is fitted to a few measured steps picks the candidates whose speed is measured.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ _DYNAMIC = tuple(
 def acceptance_by_rank(traces: Sequence[ImageTrace], ranks: int) -> list[list[float]]:
     """Return the share of walks that accept the child of each rank, at each depth.
 
-    Depths that fewer than 30 walks reached are left out. Ranks that were not offered count as never accepted.
+    Depths that few walks reached are left out. Ranks that were not offered count as never accepted.
     """
     counts: list[list[int]] = []
     for step in (step for trace in traces for step in trace.child_rank):
@@ -170,8 +169,7 @@ def search_trees(
 ) -> list[tuple[Decoding, dict[str, Any]]]:
     """Return the decodings that were measured, each with its row of expected and measured cost, fastest first.
 
-    The size of `decoding`'s own drafts does not matter. Raises `UserError` for a drafting whose drafts are not
-    searched, and for too few prompts. `say` receives a line of text for each stage.
+    Raises `UserError` for a drafting whose drafts are not searched, and for too few prompts; `say` receives progress.
     """
     if decoding.drafting not in SEARCHED:
         searched = f"Those of {', '.join(SEARCHED[:-1])} and {SEARCHED[-1]} are."
@@ -186,7 +184,7 @@ def search_trees(
     @functools.cache
     def measured(candidate: Candidate) -> list[StepCost]:
         say(f"measuring {describe(candidate.decoding)}")
-        # Autoregressive decoding again for each candidate, because the speed of a machine drifts.
+        # `ar` again for each candidate: the speed of a machine drifts.
         return step_costs(model, [candidate.decoding, decoding.autoregressive()], prompts, seed)
 
     corners = corners_of(candidates)
@@ -204,13 +202,13 @@ def search_trees(
 
 
 def describe(decoding: Decoding) -> str:
-    """Return the label of the drafts, and the paths of a static tree without a name."""
+    """Return the label of the drafts, or the paths of a static tree without a name."""
     tree = decoding.settings().get("tree")
     return " ".join("".join(map(str, path)) for path in tree) if isinstance(tree, list) else str(decoding.tree_label)
 
 
 def corners_of(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Return up to four candidates that a price can be fitted to: the smallest, a deep, a wide and the largest one."""
+    """Return up to four candidates to fit a price to: the smallest, a deep, a wide and the largest one."""
     corners = (
         min(candidates, key=lambda candidate: (candidate.nodes, candidate.levels, candidate.width)),
         min(candidates, key=lambda candidate: (-candidate.levels, candidate.nodes)),
@@ -223,10 +221,7 @@ def corners_of(candidates: Sequence[Candidate]) -> list[Candidate]:
 def fit_price(
     measured: Sequence[Candidate], costs: Sequence[StepCost], forwards: Sequence[float]
 ) -> Callable[[Candidate], float]:
-    """Return a function: candidate -> expected milliseconds of its step.
-
-    `costs` are those of the few `measured` candidates, `forwards` those of 1, 2, 4, ... nodes, which are interpolated.
-    """
+    """Return a function: candidate -> expected milliseconds of its step; `forwards` are those of `_FORWARDS` nodes."""
     from scipy.optimize import nnls
 
     def terms_of(candidate: Candidate) -> tuple[list[float], list[float]]:
@@ -250,7 +245,7 @@ def fit_price(
 
 
 def fastest(candidates: Sequence[Candidate], expected_ms: Callable[[Candidate], float], count: int) -> list[Candidate]:
-    """Return the `count` candidates of most tokens per millisecond, one for each number of levels and width."""
+    """Return the `count` fastest candidates, one for each number of levels and width."""
     ranked = sorted(candidates, key=lambda candidate: -candidate.length / expected_ms(candidate))
     best: dict[tuple[int, int], Candidate] = {}
     for candidate in ranked:

@@ -60,7 +60,7 @@ def is_distributed() -> bool:
 
 
 def join_processes(cpu: bool = False) -> Processes:
-    """Join the processes of this launch; each takes the GPU of its number, unless there is none or `cpu`."""
+    """Join the processes of this launch; each takes the GPU of its number, if there is one and not `cpu`."""
     if not is_distributed():
         return SINGLE
     rank, count, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
@@ -132,10 +132,7 @@ def train(
     on_event: OnEvent = lambda _event: None,
     processes: Processes = SINGLE,
 ) -> TrainReport:
-    """Train `task.module` in place; the time that `on_event` takes is not counted as training.
-
-    Raises `RefusedError` for a checkpoint of other settings and for a loss that is not finite.
-    """
+    """Train `task.module` in place; raises `RefusedError` for a checkpoint of other settings and an infinite loss."""
     run, since = _Run(task, settings, device, processes), list[dict[str, float]]()
     while (done := run.fraction()) < 1.0:
         start, rate = now(), run.learning_rate(done)
@@ -158,7 +155,7 @@ def train(
 
 
 def read_checkpoint(settings: TrainSettings) -> dict[str, Any] | None:
-    """Read the checkpoint that a training continues from, if there is one; raises `RefusedError` for other settings."""
+    """Read the checkpoint that a training continues from; raises `RefusedError` for one of other settings."""
     path = settings.checkpoint
     if path is None or not settings.resume or not path.exists():
         return None
@@ -209,7 +206,7 @@ class _Run:
         return settings.lr * warmup * (settings.final_lr + (1 - settings.final_lr) * decay)
 
     def step(self, rate: float) -> dict[str, float]:
-        """Make one step at a learning rate; return the loss and its figures, means over its batches and processes."""
+        """Make one step; return the loss and its figures, means over its batches and processes."""
         for group in self.optimiser.param_groups:
             group["lr"] = rate
         self.optimiser.zero_grad(set_to_none=True)

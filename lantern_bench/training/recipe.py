@@ -1,7 +1,6 @@
 """How a drafter is trained: the settings of a recipe, the recipes by name, and the flags of `train drafter`. No torch.
 
-`published` is the default of the LANTERN authors' training code (arXiv 2410.03355, after EAGLE, 2401.15077). That code
-states no weight decay; torch's default .01 is taken.
+`published` is that of the LANTERN authors' training code (arXiv 2410.03355), with torch's default weight decay.
 """
 
 from __future__ import annotations
@@ -101,7 +100,7 @@ def checked(model: type[_Model], values: Mapping[str, Any], name_of: Callable[[s
 
 
 class DrafterRecipe(Optimisation):
-    """The settings of a training; the defaults are the published recipe."""
+    """The settings of a training; the defaults are the published ones."""
 
     lr: PositiveFloat = 1e-4
     weight_decay: NonNegativeFloat = 0.01

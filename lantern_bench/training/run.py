@@ -1,7 +1,4 @@
-"""One training of a drafter from start to end: what it was asked for, the loop, evaluations, the exported folder.
-
-Tokens and checkpoints are in the work folder of the job, and an interrupted training continues there.
-"""
+"""One training of a drafter from start to end: what it was asked for, the loop, evaluations, the exported folder."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ from torch import Tensor
 from lantern_bench.clock import OnProgress, no_progress
 from lantern_bench.config.decoding import Decoding, ParameterError
 from lantern_bench.errors import RefusedError, UserError
-from lantern_bench.models.eagle import EagleDrafter, drafter_key_map, load_drafter, untrained_drafter
+from lantern_bench.models.eagle import INPUT_TYPES, EagleDrafter, drafter_key_map, load_drafter, untrained_drafter
 from lantern_bench.models.io.files import write_atomically
 from lantern_bench.models.io.model_file import is_model_file
 from lantern_bench.models.io.state_dict import export
@@ -35,8 +32,6 @@ from lantern_bench.training.loop import OnEvent, Processes, TrainEvent, TrainRep
 from lantern_bench.training.recipe import DrafterFlags, DrafterRecipe, Optimisation, TrainSettings, flag_of, recipe_of
 from lantern_bench.training.task import Data, DrafterTask, Sequences, decode_slots, drafter_like, make_tokens
 
-# The published code's name for each grid of LlamaGen; the number of condition positions tells t2i from c2i.
-_INPUT_TYPES = {((16, 16), 120): "t2i", ((32, 32), 120): "t2i2", ((24, 24), 1): "c2i"}
 _SAMPLING = ("temperature", "top_k", "top_p", "filter_order", "cfg_scale", "cfg_default")
 _HELD_OUT_SEQUENCES = 32
 _BATCH = 16
@@ -144,7 +139,7 @@ def _prompts(source: str, flag: str, model: Model) -> list[str]:
 
 
 def plan_rows(job: DrafterJob) -> list[tuple[str, str]]:
-    """Return what the training would make, and how much of it; a published target's files are not needed."""
+    """Return what the training would make, and how much of it."""
     flags, recipe, total = job.flags, job.recipe, len(job.data.captions)
     model = model_of(flags.target)
     target = (model.with_random_weights() or model.load(torch.device("cpu"), torch.float32)).target
@@ -233,7 +228,7 @@ def train_drafter(
 
 
 def _tokens(job: DrafterJob, model: LoadedModel, needed: int, on_progress: OnProgress, processes: Processes) -> Tensor:
-    """Encode or sample the sequences and encode the captions; other processes read what the first one wrote."""
+    """Encode or sample the sequences; other processes read what the first one wrote."""
     on_progress = on_progress if processes.first else no_progress
     with processes.first_alone():
         for done, total in model.prepare(list(dict.fromkeys([*job.data.captions, *job.prompts]))):
@@ -302,7 +297,7 @@ def _accepted(
     images: int,
     on_share: Callable[[float], None] = lambda _share: None,
 ) -> Observations | None:
-    """Decode `images` images, repeating the prompts, and return their accepted lengths; None for no images."""
+    """Decode `images` images, repeating the prompts, and return their accepted lengths."""
     slots = [(prompts[number % len(prompts)], number // len(prompts)) for number in range(images)]
     committed: list[Sequence[int]] = []
     for start in range(0, images, _BATCH):
@@ -349,7 +344,7 @@ def _initial_drafter(job: DrafterJob, model: LoadedModel, target: TransformerTar
 
 
 def write_drafter(drafter: EagleDrafter, folder: Path, target: str, weights: Mapping[str, str]) -> None:
-    """Write a drafter in the published layout, and a model file for it; `weights` are the hashes of the target."""
+    """Write a drafter in the published layout, and a model file; `weights` are the hashes of the target."""
     state = {name: tensor.float() for name, tensor in export(drafter, drafter_key_map(drafter)).items()}
     write_atomically(folder / "model.safetensors", save(state, metadata={"format": "pt"}))
     config = drafter.config
@@ -372,8 +367,9 @@ def write_drafter(drafter: EagleDrafter, folder: Path, target: str, weights: Map
     else:
         described |= {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
         described |= {"mask_padding": drafter.mask_padding, "rope_base": config.rope_base}
-        if (config.grid, config.prefix) in _INPUT_TYPES:
-            described["input_type"] = _INPUT_TYPES[config.grid, config.prefix]
+        for name, sizes in INPUT_TYPES.items():
+            if sizes == (config.grid, config.prefix):
+                described["input_type"] = name
         if drafter.fc.bias is None:
             described["bias"] = False
     write_atomically(folder / "config.json", json.dumps(described, indent=1).encode() + b"\n")

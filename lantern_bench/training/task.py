@@ -1,8 +1,7 @@
 """Training an EAGLE drafter for a frozen target (arXiv 2401.15077, section 4.2): its sequences and its losses.
 
 A sequence is a picture as tokens of the target's tokenizer, or a sample of the target, with a caption. Tokens are made
-once; the target computes the features of a batch when it is drawn. A recipe can train several levels of a draft at
-once (HASS, arXiv 2408.15766). The token embedding is the target's input embedding, frozen; padding is masked.
+once; the target computes the features of a batch when it is drawn.
 """
 
 from __future__ import annotations
@@ -156,7 +155,7 @@ class TargetFeatures(NamedTuple):
 
 
 def target_features(target: TransformerTarget, condition: Condition, tokens: Tensor, dropped: Tensor) -> TargetFeatures:
-    """Return features under teacher forcing of tokens int64 [B, N]; `dropped` bool [B] rows have the null condition."""
+    """Return features along tokens int64 [B, N]; the rows `dropped` bool [B] have the null condition."""
     tokens, dropped = tokens.to(target.device), dropped.to(target.device)[:, None]
     conditional, null = target.prefix(condition, guided=True).chunk(2)
     visible, prompts = visible_rows(condition.valid.to(target.device), 2), None
@@ -183,12 +182,12 @@ class Sequences:
 
     @torch.no_grad()
     def features(self, rows: Sequence[int], dropped: Tensor) -> TargetFeatures:
-        """Return features of the sequences with these numbers; those of `dropped` bool [B] have no condition."""
+        """Return the `target_features` of the sequences with these numbers."""
         return target_features(self.target, self.condition(rows), self.tokens[list(rows)].long(), dropped)
 
 
 def in_order(count: int, seed: int, drawn: int, wanted: int) -> list[int]:
-    """Return the next `wanted` numbers of 0 to count - 1 in seeded orders, one after the other; `drawn` were taken."""
+    """Return `wanted` numbers of 0 to count - 1, in seeded orders one after the other, behind the `drawn` ones."""
     numbers: list[int] = []
     for epoch in range(drawn // count, (drawn + wanted - 1) // count + 1):
         generator = torch.Generator().manual_seed(((seed << 20) + epoch) % 2**63)
@@ -198,10 +197,9 @@ def in_order(count: int, seed: int, drawn: int, wanted: int) -> list[int]:
 
 
 def unroll(drafter: EagleDrafter, target: TargetFeatures, features: Tensor, levels: int) -> list[Tensor]:
-    """Return predicted features of each level, [B, P + N - 1, dim]; position t sees feature t and the token after it.
+    """Return predicted features of each level, [B, P + N - 1, dim], as `features`, the input of the first level.
 
-    `features` [B, P + N - 1, dim] are the input of the first level. The output of level k is a draft's from position
-    P + k - 2 on; earlier positions are unused. Source: HASS, arXiv 2408.15766, section 3.
+    The output of level k is a draft's from position P + k - 2 on (HASS, arXiv 2408.15766, section 3).
     """
     tokens, prompts, valid = target.tokens, target.prompts, target.valid
     length, first = features.shape[1], features.shape[1] - drafter.config.image_tokens
@@ -238,10 +236,10 @@ def drafter_like(drafter: EagleDrafter, dtype: torch.dtype, device: torch.device
 
 
 class DrafterTask(Task):
-    """Train a drafter for a frozen target; `decoding` has the guidance and filters of the evaluation.
+    """Train a drafter for a frozen target.
 
-    Every sequence is drawn once before any is drawn again, in an order that the seed decides. Process r of n takes rows
-    r, r + n, ... of the same batch; each row has a seed of its own, so its random draws are the same in any process.
+    Process r of n takes rows r, r + n, ... of the same batch; each row has a seed of its own, so its random draws are
+    the same in any process.
     """
 
     name = "drafter"
@@ -316,8 +314,7 @@ class DrafterTask(Task):
     def _draw(self, generator: torch.Generator) -> tuple[TargetFeatures, list[int], Tensor]:
         """Return this process's rows of the next batch, a seed for each, and which have no condition, bool [B].
 
-        Where the recipe is guided the features have 2 B rows, those without condition after the others, and `dropped`
-        says which sequences are compared without guidance.
+        Where the recipe is guided the features have 2 B rows, those without condition last; `dropped` are not guided.
         """
         recipe = self._recipe
         numbers = in_order(len(self._training.tokens), self._seed, self._drawn, recipe.batch)

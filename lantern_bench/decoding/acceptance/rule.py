@@ -1,8 +1,7 @@
 """An acceptance rule with its parameter values, the view of drafts that relaxed rules decide on, and those rules.
 
-A relaxed rule is one function of the drafts and of its parameter values. A limit says how much neighbour mass m(x) a
-draft may take; a chance is the probability f(x) to accept each token that a draft could have been.
-docs/algorithms.md, sections 4 and 8.4.
+A limit says how much neighbour mass m(x) a draft may take; a chance is the probability f(x) to accept each token that a
+draft could have been (docs/algorithms.md, sections 4 and 8.4).
 """
 
 from __future__ import annotations
@@ -27,9 +26,8 @@ _OFFICIAL_SHARES = {"exact": None, "plain": 1.0, "none": 0.0}  # by `Rule.publis
 class AcceptanceRule:
     """How draft tokens are accepted in one decoding (docs/algorithms.md, section 4).
 
-    The strict rule sets nothing. A relaxed rule sets `limit` (LANTERN, LANTERN++: how much neighbour mass a draft may
-    take) or `chance` (Cool-SD, GSD, typical: the probability that a draft is accepted). A rule that decides on whole
-    trees sets `accept`, which has the signature of `accept_children`.
+    The strict rule sets nothing, a relaxed one `limit` or `chance`, and one that decides on whole trees `accept`, which
+    has the signature of `accept_children`.
     """
 
     name: str = "strict"
@@ -136,9 +134,8 @@ class DraftView:
 def neighbour_mass(drafts: DraftView) -> tuple[Tensor, Tensor]:
     """Return m(x) [...] and the neighbours that x takes mass from, bool [..., k].
 
-    Neighbours are taken in order of distance while their summed probability keeps the rule's limit. The sum is compared
-    in the dtype of p (float32 in decoding), so m never exceeds the limit by a rounding. With the exact residual a draft
-    of probability 0 takes nothing.
+    Neighbours are taken in order of distance while their summed probability keeps the rule's limit. With the exact
+    residual a draft of probability 0 takes nothing.
     """
     assert drafts.rule.limit is not None
     limit = drafts.rule.limit(drafts, drafts.rule.values)

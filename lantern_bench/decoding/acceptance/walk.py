@@ -1,8 +1,6 @@
 """Verification: which path of a draft tree a step commits, by sampling or greedily (docs/algorithms.md, section 3).
 
-`verify` takes children with the probabilities of the rule and samples the bonus token where the path ends.
-`verify_greedy` takes each child alone; it has no residuals and no random numbers. Both then commit the longest path of
-children that are taken.
+Both take children, `verify_greedy` each alone, and commit the longest path of those that are taken.
 """
 
 from __future__ import annotations
@@ -88,7 +86,6 @@ def verify(
     `target_probs` float32 [B, M, V] is p at every node, `uniforms` [B, M, C] in [0, 1) decides on children, `noise`
     [B, V] ~ Exp(1) draws the bonus token. `depth_limit` int64 [B] is the depth drafted to (free positions - 1); 0 or
     less drafts nothing. `position` int64 [B], the tokens committed so far, is for rules that read it.
-    docs/algorithms.md, sections 3 and 4.
     """
     offered, acceptance = accept_tree(tree, target_probs, rule, depth_limit, position)
     hit = tree.rows(uniforms) < acceptance.accept
@@ -164,8 +161,7 @@ def verify_greedy(
 
     `guided_logits` [B, M, V] float32; the others as in `verify`. A child is accepted when it is the argmax of its
     parent's p (strict) or of p~; among the longest paths of accepted drafts the first in `tree.path_order` wins; the
-    bonus token is the argmax of the unrelaxed p at its end. `neighbour_mass_tried` of the Verdict counts the children
-    of all nodes on the winning path. docs/algorithms.md, section 3.
+    bonus token is the argmax of the unrelaxed p at its end.
     """
     offered = offered_children(tree, depth_limit)
     # The argmax of the logits is that of p, without the ties that rounding in the softmax makes.

@@ -1,8 +1,4 @@
-"""How a step drafts: one file per way to draft; the rows that name their classes are in methods/draftings.py.
-
-A drafting returns the `DraftTree` that verification walks and knows nothing of the acceptance rule. Randomness comes in
-as noise, and all shapes are known beforehand, so that a whole draft is one program.
-"""
+"""How a step drafts: one file per way to draft; the rows that name their classes are in methods/draftings.py."""
 
 from __future__ import annotations
 

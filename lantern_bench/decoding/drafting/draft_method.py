@@ -19,10 +19,7 @@ Drafted: TypeAlias = tuple[Any, ...]
 
 
 class Proposer:
-    """The drafter in one step: the distributions q that drafts are drawn from, made of its logits as p is.
-
-    Greedy: q is the unfiltered softmax at temperature 1 (docs/algorithms.md, section 2).
-    """
+    """The drafter in one step: the distributions q that drafts are drawn from, made of its logits as p is."""
 
     def __init__(
         self, session: DrafterSession, decoding: Decoding, tokens: Tensor, features: Tensor, counts: Tensor
@@ -67,8 +64,8 @@ class LastStep(NamedTuple):
 class DraftMethod:
     """One way to draft, for B images; a subclass is constructed with (decoding, target, batch).
 
-    A draft is one program of fixed shapes: no Python decision may depend on a tensor's values. State is in tensors made
-    by the constructor; `start_images` and `after_step` write into them in place.
+    A draft is one program of fixed shapes: no Python decision may depend on a tensor's values, and state is in tensors
+    that `start_images` and `after_step` write in place.
     """
 
     nodes: int  # of the tree, with its root

@@ -1,7 +1,4 @@
-"""How a dynamic draft tree grows (EAGLE-2, arXiv 2406.16858): rounds of expansion, then the best nodes of all.
-
-`Growth` gets distributions and names the nodes to expand next. It is deterministic (docs/algorithms.md, section 2).
-"""
+"""How a dynamic draft tree grows (EAGLE-2, arXiv 2406.16858): rounds of expansion, then the best nodes of all."""
 
 from __future__ import annotations
 
@@ -116,7 +113,7 @@ class DynamicDrafting(DraftMethod):
         self.forwards = self.depth
 
     def draft(self, inputs: DraftInputs) -> Drafted:
-        """Grow from the root; the drafter extends `beam` nodes a round. The draft is deterministic given the prefix."""
+        """Grow from the root: deterministic, given the prefix (docs/algorithms.md, section 2)."""
         assert inputs.proposer is not None
         growth = Growth(inputs.proposer.root_q[:, 0], self.fanout)
         for _ in range(self.depth - 1):

@@ -1,11 +1,7 @@
 """Drafts from the target's own last answers: speculative Jacobi decoding (SJD), and with coupled drafts (SCD).
 
-What a step scored at a position is what the next step drafts there, so no drafter is asked. SJD: arXiv 2410.01699,
-SCD: arXiv 2510.24211; docs/algorithms.md, sections 8.1 and 8.2, which also say why this is lossless.
-
-The target's last answer for the first position of a window was computed below a token that has just been rejected, and
-a drafter knows the right one; further on the target's answers are better. So the first positions of a hybrid window
-draft from a mixture of both (section 8.7).
+What a step scored at a position is what the next step drafts there. SJD: arXiv 2410.01699, SCD: arXiv 2510.24211;
+docs/algorithms.md, sections 8.1, 8.2 and 8.7, which also say why this is lossless.
 """
 
 from __future__ import annotations
@@ -24,9 +20,8 @@ from lantern_bench.errors import RefusedError
 def couple(p: Tensor, q: Tensor, x: Tensor, residual: Tensor | None = None) -> Tensor:
     """Return what to draw the next drafts from, [..., V], given drafts `x` [...] of `q`, so that they come out as `p`.
 
-    x stays with probability min(1, p(x) / q(x)), else a draw from norm(max(p - q, 0)) takes its place. No other way
-    to turn a draw from q into one from p keeps it more often: maximal coupling (docs/algorithms.md, section 8.2).
-    `residual` [..., V], of any scale, takes the place of max(p - q, 0), for forms that are not lossless.
+    Maximal coupling: x stays with probability min(1, p(x) / q(x)), else a draw from norm(max(p - q, 0)) takes its
+    place. `residual` [..., V], of any scale, replaces max(p - q, 0), for forms that are not lossless.
     """
     x = x[..., None]
     residual = (p - q).clamp_min(0.0) if residual is None else residual
@@ -48,8 +43,7 @@ class JacobiDrafting(DraftMethod):
         self._initial, self._coupling = decoding.value("initial"), decoding.value("coupling")
         self._greedy = decoding.greedy
         self.nodes, self.depth = window + 1, window
-        # Gumbel coupling needs noise only where positions enter the window. But how many do is known on the device
-        # alone, and an image gets the same random numbers whatever else is in its batch: so a step draws for all.
+        # Gumbel coupling needs noise only where positions enter the window, but how many do only the device knows.
         self.noises = 0 if decoding.greedy else window
         self._chain = StaticTree.of([(0,) * depth for depth in range(1, window + 1)], device)
         self._line_length = target.line_length
@@ -147,11 +141,7 @@ class JacobiDrafting(DraftMethod):
             self._line.scatter_(1, self._position[:, None] - 1 + self._ahead, tokens)
 
     def _copied(self, root: Tensor, tokens: Tensor, position: Tensor, last: Tensor) -> Tensor:
-        """Return the tokens [B, W] left of or above the fresh positions, -1 where there is none.
-
-        What is copied from fresh positions is what these copy: of the positions to the left, or above, the nearest one
-        that is not fresh.
-        """
+        """Return the tokens [B, W] of the nearest position to the left, or above, that is not fresh; -1 for none."""
         self._remember(torch.cat([root[:, None], tokens], dim=1))
         if self._initial == "left":
             source = (last - (self._forced(last) >= 0).long()).expand_as(position)
@@ -161,9 +151,9 @@ class JacobiDrafting(DraftMethod):
 
 
 class HybridDrafting(JacobiDrafting):
-    """A Jacobi window whose first `drafted` drafts are drawn from `share` q + (1 - `share`) r.
+    """A Jacobi window whose first `drafted` drafts are drawn from `share` q + (1 - `share`) r, fresh ones from q.
 
-    q is the drafter's distribution below the drafts before it, r the row of the position; fresh positions have q alone.
+    q is the drafter's distribution, r the row of the position, which at first was scored below a rejected token.
     """
 
     reads_last_drafts = True

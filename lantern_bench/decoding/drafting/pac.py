@@ -1,7 +1,6 @@
 """Jacobi drafts with siblings: several candidates at the depths just below the root (SJD-PAC, arXiv 2603.18599).
 
-The rows that drafts are drawn from are those of `jacobi.py`, one for each position. docs/algorithms.md, section 8.3,
-which also says in what the published sampler differs, and why it is not lossless.
+docs/algorithms.md, section 8.3, also says in what the published sampler differs, and why it is not lossless.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Checkpoints on disk as mappings from names to tensors.
 
-Files are memory-mapped where their format allows, so that loading a model needs little more memory than the model. A
-pickle is read by torch's weights-only unpickler, which runs no code.
+Files are memory-mapped where their format allows. A pickle is read by torch's weights-only unpickler.
 """
 
 from __future__ import annotations
@@ -116,7 +115,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def _files_of(path: Path) -> list[Path]:
-    """The files of a checkpoint: the path itself, the one in a directory, or the shards that an index names."""
+    """The files of a checkpoint: itself, the one in a directory, or the shards that an index names."""
     if path.is_dir():
         names = [name for name in _IN_FOLDER if (path / name).is_file()]
         if not names:
@@ -159,13 +158,13 @@ def _read_safetensors(path: Path) -> Mapping[str, Tensor]:
 
 
 def _unpickle(path: Path, zipped: bool) -> Any:
-    """The content of a file of `torch.save`: memory-mapped where it is a zip file; the legacy format is read whole."""
+    """The content of a file of `torch.save`; the legacy format cannot be memory-mapped."""
     if zipped and not zipfile.is_zipfile(path):
         raise UserError(f"{path}: is truncated: its end is missing", _ADVICE)
     try:
         # Official training scripts save their arguments beside the weights, in a namespace.
         with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
-            # Torch warns about how a pickle was written; the errors below say what is wrong with it.
+            # The errors below say more than torch's warnings.
             warnings.simplefilter("ignore")
             return torch.load(path, map_location="cpu", mmap=zipped or None, weights_only=True)
     except pickle.UnpicklingError as error:

@@ -1,7 +1,6 @@
 """Model files: a YAML file that describes a model, names its code, or gives a known model another drafter.
 
-Only the keys, their types and that the paths exist are checked here; a family checks `config` and the checkpoints. No
-torch is imported, so that a sweep can be planned without loading the model.
+A family checks `config` and the checkpoints. No torch, so that a sweep can be planned without loading the model.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from lantern_bench.methods.tables import PARAMETERS
 
 
 def _relative(value: object, info: ValidationInfo[Path]) -> Path:
-    """An existing path relative to the model file, whose path is in the validation context."""
+    """An existing path relative to the model file."""
     if not isinstance(value, str) or not value:
         raise ValueError("must be a path")
     folder: Path = info.context.parent

@@ -148,8 +148,7 @@ def llama_key_map(
 ) -> dict[str, tuple[Slice, ...]]:
     """Return the key map to the names of transformers' Llama; `prefixes` maps our prefixes to the file's.
 
-    LlamaGen's conversion, Chameleon and the published drafters use these names for their layers too. Query, key and
-    value are three matrices there and one here, their rows in the same order.
+    Query, key and value are three matrices there and one here, their rows in the same order.
     """
 
     def rename(name: str) -> str:

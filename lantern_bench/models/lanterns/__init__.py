@@ -1,10 +1,8 @@
 """The bundled family: a miniature text-to-image model of paper lanterns that ships in the wheel.
 
-Its sizes, its captions and the model before it is loaded, without torch; `modules` has the networks, and
-`experiments/train_lanterns` trains them. Figures measured with it describe this miniature only, never LlamaGen.
+`modules` has the networks, and `experiments/train_lanterns` trains them. Its figures describe this miniature only.
 
-A caption is one of 1,008 combinations of five attributes, so that each attribute of a picture can be checked. Every
-tenth combination of a fixed shuffle is held out of training and serves as an evaluation prompt.
+A caption is one of 1,008 combinations of five attributes. Every tenth of a fixed shuffle is held out of training.
 """
 
 from __future__ import annotations
@@ -94,10 +92,7 @@ VOCABULARY = ("<pad>", *sorted({word for caption in _BY_CAPTION for word in capt
 
 
 def words(caption: str) -> list[int]:
-    """Turn a caption into word numbers of `VOCABULARY`, without padding.
-
-    Raises `UserError` for an empty caption, one of more than `MAX_WORDS` words, and a word outside the vocabulary.
-    """
+    """Turn a caption into word numbers of `VOCABULARY`; raises `UserError` for unknown, too many or no words."""
     tokens = caption.lower().replace(",", " ").rstrip(". ").split()
     numbers = {word: number for number, word in enumerate(VOCABULARY) if number}
     unknown = [word for word in tokens if word not in numbers]

@@ -1,7 +1,6 @@
 """The networks of the bundled family, fresh or with their weights: target, tokenizer, and the attribute classifier.
 
-The classifier's answers give prompt accuracy (does the picture show what the caption asked for), and its penultimate
-layer is the feature space of the bundled model's FID, KID, precision and recall (`metrics.features`).
+The classifier gives prompt accuracy, and its penultimate layer the features of FID, KID, precision and recall.
 """
 
 from __future__ import annotations
@@ -141,7 +140,7 @@ def load_classifier(path: Path | None = None, device: torch.device | str = "cpu"
 
 @torch.inference_mode()
 def predict(model: AttributeClassifier, images: Tensor) -> Tensor:
-    """The attributes each picture shows: uint8 [n, 3, 64, 64] to int64 [n, 5], columns in the order of `FIELDS`."""
+    """The attributes each picture shows: uint8 [n, 3, 64, 64] to int64 [n, 5] in the order of `FIELDS`."""
     device = next(model.parameters()).device
     answers = [
         torch.stack([logits.argmax(1) for logits in model(batch.to(device).float() / 255)], dim=1).cpu()
