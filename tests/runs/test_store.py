@@ -21,7 +21,7 @@ from lantern_bench.config.experiment import ResolvedExperiment, load_experiment
 from lantern_bench.config.parse_experiment import Overrides
 from lantern_bench.config.plan import ImageTask, Plan, Prompt, make_plan
 from lantern_bench.errors import RefusedError, UserError
-from lantern_bench.runs.records import KeyFields, record_key, rows_of
+from lantern_bench.runs.records import record_key, rows_of
 from lantern_bench.runs.store import (
     RunStore,
     check_folder,
@@ -33,7 +33,7 @@ from lantern_bench.runs.store import (
 )
 from lantern_bench.schema import SCHEMA_VERSION, columns
 
-KEY: KeyFields = {
+KEY: dict[str, Any] = {
     "schema_version": 1,
     "engine_version": "1",
     "torch_version": "2.15.0",
@@ -57,7 +57,7 @@ EXPERIMENT = experiment()
 PLAN: Plan = make_plan(EXPERIMENT, PROMPTS)
 
 
-def key(**changes: Any) -> KeyFields:
+def key(**changes: Any) -> dict[str, Any]:
     return {**KEY, **changes}
 
 
