@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
     ("text", "message"),
     [
         ("model: lanterns\n", "drafter: missing; give drafter: {dir: FOLDER}"),
-        ("model: lanterns\ndrafter: {dir: none}\n", "drafter.dir none: must be an existing folder"),
+        ("model: lanterns\ndrafter: {dir: none}\n", "drafter.dir none: no such file or folder"),
         ("model: lanterns\ndrafter: {dir: .}\nfamily: lanterns\n", "family: unknown key"),
         ("model: m.yaml\ndrafter: {dir: .}\n", "model m.yaml: is this file itself"),
         ("model: 3\ndrafter: {dir: .}\n", "model 3: must be text"),

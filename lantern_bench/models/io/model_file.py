@@ -29,7 +29,7 @@ def _relative(value: object, info: ValidationInfo[Path]) -> Path:
     except OSError as error:  # its name is too long, for one
         raise ValueError(f"cannot be a path: {error.strerror}") from error
     if not exists:
-        raise ValueError("no such file")
+        raise ValueError("no such file or folder")
     return path
 
 
