@@ -91,27 +91,6 @@ def test_safetensors_drafters_load_the_same(folder: Path, tmp_path: Path) -> Non
         assert torch.equal(other.state_dict()[name], tensor)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"hidden_size": 64}, "hidden_size: is 64, and this target needs 32"),
-        ({"num_hidden_layers": 2}, "num_hidden_layers: is 2: only drafters of one layer"),
-        ({"vocab_size": 100}, "vocab_size: is 100"),
-        ({"num_attention_heads": 5}, "num_attention_heads: 5: does not divide the width 32"),
-    ],
-)
-def test_drafters_of_other_models_are_refused(
-    folder: Path, tmp_path: Path, changes: dict[str, int], message: str
-) -> None:
-    import json
-
-    target = loaded(folder)[0]
-    (tmp_path / "config.json").write_text(json.dumps(tiny.config(num_hidden_layers=1) | changes))
-    with pytest.raises(UserError) as caught:
-        load_drafter(tmp_path, target, **CPU)
-    assert message in caught.value.message
-
-
 def test_llamagen_drafters_are_refused(folder: Path, tmp_path: Path) -> None:
     target = loaded(folder)[0]
     state = torch.load(folder / "drafter" / "pytorch_model.bin", weights_only=True)

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from lantern_bench.errors import UserError
-from lantern_bench.models.io.checkpoint import open_checkpoint, what_is
+from lantern_bench.models.io.checkpoint import open_checkpoint
 
 STATE = {"a.weight": torch.arange(6.0).reshape(2, 3), "b.bias": torch.ones(4)}
 
@@ -146,23 +146,6 @@ def test_missing_files_are_refused(tmp_path: Path) -> None:
         open_checkpoint(tmp_path / "none.pt")
     with pytest.raises(UserError, match="holds no weights"):
         open_checkpoint(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("cls_embedding.uncond_embedding", "LlamaGen, text-conditional, in the official layout"),
-        ("cls_embedding.embedding_table.weight", "LlamaGen, class-conditional, in the official layout"),
-        ("model.cls_embedding.uncond_embedding", "LlamaGen, text-conditional, in the layout of the HF conversion"),
-        ("quantize.embedding.weight", "a VQ tokenizer"),
-        ("fc.weight", "an EAGLE drafter"),
-        ("model.layers.0.self_attn.q_norm.weight", "a Chameleon model (Anole, Lumina-mGPT)"),
-        ("model.layers.0.self_attn.q_proj.weight", "a Llama language model"),
-        ("something.else", None),
-    ],
-)
-def test_kind_of_checkpoint_is_told_by_its_names(name: str, kind: str | None) -> None:
-    assert what_is([name]) == kind
 
 
 _PEAK = """
