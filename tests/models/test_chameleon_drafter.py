@@ -37,8 +37,7 @@ def loaded(folder: Path) -> tuple[TransformerTarget, EagleDrafter]:
 def written_out(state: dict[str, Tensor], words: Tensor, features: Tensor) -> Tensor:
     """The published drafter, step by step, on one sequence: words int64 [n], features [n, dim] -> [n, dim]."""
     x = torch.cat([state["embed_tokens.weight"][words], features], dim=-1) @ state["fc.weight"].T + state["fc.bias"]
-    shape = tiny_lumina2.Shape(dim=tiny.DIM, heads=tiny.HEADS, kv_heads=tiny.HEADS, parts=tiny.HEADS)
-    return tiny_lumina2.layer(state, "layers.0.", shape, x)
+    return tiny_lumina2.layer(state, "layers.0.", tiny.SHAPE, x)
 
 
 @torch.no_grad()
