@@ -45,14 +45,6 @@ def anole(tmp_path: Path) -> Path:
     return tiny.write_model_file(tmp_path, "anole", (4, 4))
 
 
-def test_cards_say_what_is_published() -> None:
-    cards = registry.models()
-    assert {name: card.tokens for name, card in cards.items()} == {"anole-7b": 1024, "lumina-mgpt-7b-768": 2352}
-    assert all(6.9e9 < (card.parameters or 0) < 7.1e9 and card.codes == 8192 for card in cards.values())
-    assert model_of("anole").name == "anole-7b"
-    assert model_of("lumina-mgpt").defaults["cfg_scale"] == 3.0
-
-
 def test_model_files_decode_in_every_mode(described: Path) -> None:
     card = model_of(str(described))
     model = model_of(str(described)).load(CPU, FLOAT)
@@ -112,28 +104,19 @@ def test_mismatched_checkpoints_give_one_error(anole: Path) -> None:
     message = refused(str(anole))
     for part in ("lm_head.weight", "1 unexpected: model.rope", "model.norm.weight is 8, not 32"):
         assert part in message
-    (anole.parent / "target" / "model-00001-of-00002.safetensors").unlink()
-    assert "model-00001-of-00002.safetensors" in refused(str(anole))
-
-
-def test_head_of_another_vocabulary_is_refused(anole: Path) -> None:
-    shard = anole.parent / "target" / "model-00002-of-00002.safetensors"
-    state = load_file(shard)
+    # Of the head only the image's rows are read, and the whole of it must be of this vocabulary.
     save_file(state | {"lm_head.weight": state["lm_head.weight"][:100].clone()}, shard)
     assert f"lm_head.weight is 100x32, not {tiny.WORDS}x32" in refused(str(anole))
 
 
 def test_other_families_are_refused_in_one_line(anole: Path) -> None:
     save_file({"cls_embedding.uncond_embedding": torch.zeros(4, 4)}, anole.parent / "other.safetensors")
-    message = refused(rewritten(anole, "checkpoint: target,", "checkpoint: other.safetensors,"))
-    assert (
-        "is not a Chameleon model in the HF layout: it is LlamaGen, text-conditional" in message and "\n" not in message
-    )
+    model = rewritten(anole, "checkpoint: target,", "checkpoint: other.safetensors,")
+    expected = "is not a Chameleon model in the HF layout: it is LlamaGen, text-conditional"
+    message = refused(model)
+    assert expected in message and "\n" not in message
     (anole.parent / "config.json").write_text(json.dumps(tiny.config()))
-    message = refused(str(anole))
-    assert (
-        "is not a Chameleon model in the HF layout: it is LlamaGen, text-conditional" in message and "\n" not in message
-    )
+    assert expected in refused(model)
 
 
 @pytest.mark.parametrize(
@@ -157,8 +140,6 @@ def test_tokenizer_of_another_size_draws_nothing(anole: Path) -> None:
     model = model_of(str(anole)).load(CPU, FLOAT)
     with pytest.raises(UserError, match="the tokenizer has 64 codes, the target 63"):
         model.pixels.pixels(torch.zeros(1, 16))
-    with pytest.raises(UserError, match=r"tokenizer\.json: no such file"):
-        model_of(str(anole)).check_prompt("a red lantern")
 
 
 @pytest.mark.parametrize("name", GRIDS)

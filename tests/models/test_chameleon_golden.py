@@ -6,10 +6,8 @@ Reads the folder named by LANTERN_BENCH_GOLDEN (default tests/golden), section 8
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,15 +19,16 @@ from lantern_bench.decoding.loop import decode
 from lantern_bench.models.chameleon import Chameleon
 from lantern_bench.models.model import Published
 from lantern_bench.models.target import Condition, TransformerTarget, prompt_condition
+from tests.models.golden_models import GOLDEN
 
-GOLDEN = Path(os.environ.get("LANTERN_BENCH_GOLDEN", Path(__file__).parents[1] / "golden")) / "chameleon"
-STATED = json.loads((GOLDEN / "config.json").read_text())
+FOLDER = GOLDEN / "chameleon"
+STATED = json.loads((FOLDER / "config.json").read_text())
 
 
 def target_of(swin: bool, ids: Sequence[int] | None = None) -> TransformerTarget:
     """The recorded model; every word is an image token where `ids` names none."""
     row = Published("recorded", STATED, {}, (3, 4))
-    model = Chameleon("recorded", row, {"target": GOLDEN / "model.safetensors"})
+    model = Chameleon("recorded", row, {"target": FOLDER / "model.safetensors"})
     model.config = {**STATED, "swin_norm": swin}
     words = tuple(range(STATED["vocab_size"]) if ids is None else ids)
     model.target_config = replace(model.sizes, vocab_size=len(words), token_ids=words)
@@ -43,7 +42,7 @@ def prompts(ids: Tensor, mask: Tensor) -> Condition:
 
 @pytest.fixture(scope="module")
 def expected() -> dict[str, Tensor]:
-    return load_file(GOLDEN / "chameleon_expected.safetensors")
+    return load_file(FOLDER / "chameleon_expected.safetensors")
 
 
 @pytest.mark.parametrize("swin", [False, True])
@@ -102,7 +101,7 @@ class Alone:
 @torch.no_grad()
 def test_greedy_decoding_takes_the_best_recorded_token(expected: dict[str, Tensor]) -> None:
     """The first token from the recording itself, every later one from a run of the whole sequence without a cache."""
-    ids = list(Chameleon("recorded", Published("", STATED, {}, (3, 4)), {"target": GOLDEN}).image_words())
+    ids = list(Chameleon("recorded", Published("", STATED, {}, (3, 4)), {"target": FOLDER}).image_words())
     whole, row = target_of(False), expected["input_ids"][0].tolist()
     decoding = Decoding(mode="ar", temperature=0, cfg_scale=1)
     model = Alone(target_of(False, ids))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
+from tokenizers import Tokenizer
 
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.models.chameleon import Chameleon, Lumina
@@ -52,8 +53,8 @@ def test_the_published_size_is_seven_billion() -> None:
     # The number of parameters of transformers' ChameleonForConditionalGeneration, its image encoder left out.
     parameters = 32 * (4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096 + 4 * 4096) + 2 * 65536 * 4096 + 4096
     assert ANOLE.parameters == LUMINA.parameters == parameters
-    sizes = LUMINA.sizes
-    assert (sizes.image_tokens, sizes.vocab_size, sizes.line_length) == (2352, 8193, 49)
+    assert (ANOLE.tokens, ANOLE.codes, LUMINA.tokens, LUMINA.codes) == (1024, 8192, 2352, 8192)
+    assert (LUMINA.sizes.vocab_size, LUMINA.sizes.line_length, LUMINA.defaults["cfg_scale"]) == (8193, 49, 3.0)
 
 
 @pytest.mark.parametrize(
@@ -81,13 +82,10 @@ def test_odd_grids_are_refused_in_sized_prompts(folder: Path) -> None:
     ("changes", "message"),
     [
         ({"model_type": "llama"}, "model_type: is llama"),
-        ({"hidden_act": "gelu"}, "hidden_act: is gelu"),
         ({"attention_bias": True}, "attention_bias: is True"),
         ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope_scaling: is"),
-        ({"hidden_size": "32"}, "hidden_size: 32: must be a whole number"),
         ({"num_attention_heads": 0}, "num_attention_heads: 0: must be"),
         ({"rms_norm_eps": -1}, "rms_norm_eps: -1: must be a number above 0"),
-        ({"num_attention_heads": 3}, "num_attention_heads: 3: does not divide the width 32"),
     ],
 )
 def test_impossible_configs_are_refused(changes: dict[str, object], message: str, folder: Path) -> None:
@@ -125,10 +123,15 @@ def test_both_prompts_are_padded_on_the_left() -> None:
     assert bool((condition.valid.int().diff(dim=-1) >= 0).all())
 
 
-def test_empty_and_long_captions_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def described(folder: Path) -> Any:
+    """The model of a file that names the target's folder."""
     path = folder.parent / "model.yaml"
     path.write_text("family: anole\ngrid: [4, 4]\ntarget: {checkpoint: target}\n")
-    anole = model_of(str(path))
+    return model_of(str(path))
+
+
+def test_empty_and_long_captions_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    anole = described(folder)
     with pytest.raises(UserError, match="is empty"):
         anole.check_prompt("  ")
     monkeypatch.setattr(Chameleon, "longest_prompt", 6)
@@ -138,22 +141,12 @@ def test_empty_and_long_captions_are_refused(folder: Path, monkeypatch: pytest.M
 
 
 def test_a_thousand_captions_parse_the_tokenizer_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tokenizers import Tokenizer
-
-    path = folder.parent / "model.yaml"
-    path.write_text("family: anole\ngrid: [4, 4]\ntarget: {checkpoint: target}\n")
-    parsed = []
-
-    def read(name: str) -> Any:
-        parsed.append(name)
-        return original(name)
-
-    original = Tokenizer.from_file
+    read = MagicMock(side_effect=Tokenizer.from_file)
     monkeypatch.setattr("tokenizers.Tokenizer.from_file", read)
-    anole = model_of(str(path))
+    anole = described(folder)
     for _ in range(1000):
         anole.check_prompt("a red lantern")
-    assert len(parsed) == 1
+    read.assert_called_once()
 
 
 def test_missing_and_broken_tokenizers_are_refused(tmp_path: Path) -> None:
@@ -183,13 +176,6 @@ def test_invented_prompts_depend_on_words_alone() -> None:
 
 
 def test_listing_and_checking_need_no_torch() -> None:
-    code = (
-        "import sys\n"
-        "from lantern_bench.models.registry import model_of\n"
-        "assert model_of('anole').codes == 8192\n"
-        "model_of('anole').check_prompt('a cat')\n"
-        "assert 'torch' not in sys.modules, 'torch was imported'\n"
-    )
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stderr
+    code = "import sys; from lantern_bench.models.registry import model_of; anole = model_of('anole'); anole.codes; "
+    code += "anole.check_prompt('a cat'); import lantern_bench.models.lanterns; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

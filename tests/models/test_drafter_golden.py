@@ -1,7 +1,4 @@
-"""The drafter and the whole greedy loop against recordings of the published implementation.
-
-Reads the folder named by LANTERN_BENCH_GOLDEN (default tests/golden), sections 6 and 7 of its README.
-"""
+"""The drafter against recordings of the published implementation (`golden_models`)."""
 
 from __future__ import annotations
 
@@ -13,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from lantern_bench.config.decoding import Decoding
@@ -21,16 +17,12 @@ from lantern_bench.decoding.drafting import static
 from lantern_bench.decoding.drafting.draft_method import DraftInputs, Proposer
 from lantern_bench.decoding.drafting.dynamic import Growth
 from lantern_bench.decoding.drafting.static import StaticDrafting
-from lantern_bench.decoding.loop import decode
 from lantern_bench.decoding.protocol import DrafterLogits
 from lantern_bench.decoding.sampling import guide, probabilities
-from lantern_bench.models import target as target_module
 from lantern_bench.models.eagle import EagleDrafter, load_drafter
-from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.models.target import CaptionFeatures, Condition, TransformerTarget
 from lantern_bench.models.transformer_config import TransformerConfig
 from tests.decoding.rules import parents_of
-from tests.models import golden_models
 from tests.models.golden_models import GOLDEN, SIDES, TREES
 
 INFO = json.loads((GOLDEN / "eagle_drafter" / "drafter_info.json").read_text())
@@ -179,80 +171,3 @@ def test_distributions_equal_the_recorded_ones(
 
 def test_recordings_have_both_kinds_of_tree() -> None:
     assert keys_of("dynamic") and keys_of("static")
-
-
-E2E = json.loads((GOLDEN / "end_to_end" / "e2e_info.json").read_text())
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    """Target, drafter and table of the end-to-end recording."""
-    return golden_models.load(golden_models.end_to_end(tmp_path_factory.mktemp("e2e")))
-
-
-def decoding_of(run: str) -> Decoding:
-    """A recorded run's name, such as `full.dynamic_k8_d0.25`, as a configuration."""
-    drafting, rest = run.split(".", 1)[1].split("_", 1)
-    shape: dict[str, Any] = {"drafting": "static", "tree": TREES[E2E["tree"]]}
-    if drafting == "dynamic":
-        # There the root counts as a node, and `depth` the expansions behind the first.
-        shape = {"drafting": "dynamic", "nodes": E2E["total_token"] - 1, "depth": E2E["depth"] + 1}
-        shape["beam"] = E2E["top_k"]
-    if rest == "off":
-        return Decoding(mode="speculative", **shape, temperature=0, cfg_scale=E2E["cfg_scale"])
-    k, bound = (float(part[1:]) for part in rest.split("_"))
-    rule = {"rule": "additive", "delta": bound} if bound <= 1 else {"rule": "multiplicative", "lambda": bound}
-    return Decoding(mode="speculative", **shape, **rule, neighbours=int(k), temperature=0, cfg_scale=E2E["cfg_scale"])
-
-
-# Relaxed runs of a padded prompt depend on its pad rows: they have a test of their own below.
-@pytest.mark.parametrize("run", [run for run in E2E["runs"] if run.startswith("full.") or run.endswith("_off")])
-def test_greedy_decoding_equals_the_recorded_one(run: str, whole: LoadedModel) -> None:
-    expected, prompt = load_file(GOLDEN / "end_to_end" / "e2e_expected.safetensors"), run.split(".")[0]
-    condition = Condition(expected[f"{prompt}.caption_embs"], expected[f"{prompt}.emb_masks"].bool())
-    wanted = expected[f"{run}.tokens"].flatten().tolist()
-    image = decode(whole, condition, decoding_of(run), [torch.Generator()], tokens=len(wanted))[0]
-    assert image.tokens.tolist() == wanted
-    if run.endswith("_off"):
-        assert image.tokens.tolist() == expected[f"{prompt}.ar_greedy_tokens"].flatten().tolist()
-    if prompt == "full":
-        lengths = expected[f"{run}.accept_lengths"].flatten().tolist()
-        assert [count - 1 for count in image.trace.uncut] == lengths[: golden_models.steps_to(len(wanted), lengths)]
-
-
-def test_recorded_runs_may_have_two_steps_more() -> None:
-    assert golden_models.steps_to(4, [2, 0, 0]) == 1
-    assert golden_models.steps_to(4, [1, 0, 0]) == 2
-    assert golden_models.steps_to(1, [3]) == 0
-
-
-def seen_in_float32(visible: Tensor, n: int) -> Tensor:
-    """`prefix_seen` as in the LANTERN code in float32: padding sees what comes after it too, but no later padding."""
-    causal = torch.ones(n, n, dtype=torch.bool).tril()
-    seen = causal & (visible[:, None, :n] == visible[:, :n, None])
-    return seen | (~visible[:, :n, None] & ~causal & visible[:, None, :n])
-
-
-@pytest.mark.parametrize("prompt", sorted({run.split(".")[0] for run in E2E["runs"]} - {"full"}))
-def test_drafters_read_pad_rows_by_a_published_rule(
-    prompt: str, whole: LoadedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whole runs with padded prompts, recorded by the published code in half precision or, as here, in float32.
-
-    `test_pad_rows` has the rule of half precision, which published drafters were trained with.
-    """
-    expected = load_file(GOLDEN / "end_to_end" / "e2e_expected.safetensors")
-    condition = Condition(expected[f"{prompt}.caption_embs"], expected[f"{prompt}.emb_masks"].bool())
-
-    def equal(run: str) -> bool:
-        wanted, lengths = (expected[f"{run}.{name}"].flatten().tolist() for name in ("tokens", "accept_lengths"))
-        image = decode(whole, condition, decoding_of(run), [torch.Generator()], tokens=len(wanted))[0]
-        ours = [count - 1 for count in image.trace.uncut]
-        return image.tokens.tolist() == wanted and ours == lengths[: golden_models.steps_to(len(wanted), lengths)]
-
-    runs = [run for run in E2E["runs"] if run.startswith(f"{prompt}.")]
-    in_half = [run for run in runs if equal(run)]
-    monkeypatch.setattr(target_module, "prefix_seen", seen_in_float32)
-    in_float32 = [run for run in runs if equal(run)]
-    print(f"{prompt}: of {len(runs)} runs {len(in_half)} equal in half precision, {len(in_float32)} in float32")
-    assert runs in (in_half, in_float32)

@@ -45,10 +45,9 @@ def test_external_drafter_file_overrides_the_model_defaults(tmp_path: Path) -> N
     assert (card.name, card.description, card.family) == (str(path), "mine", "lanterns")
     assert card.defaults == dict(known.defaults) | {"cfg_scale": 3.0} and card.files()["drafter"] == tmp_path
     assert card.files()["target"] == known.files()["target"]
-    family = model_of(str(path))
-    assert family.prompt_sets == model_of("lanterns").prompt_sets
+    assert card.prompt_sets == known.prompt_sets
     with pytest.raises(UserError):
-        family.check_prompt("a submarine")
+        card.check_prompt("a submarine")
 
 
 def test_external_drafter_equals_the_same_drafter_in_a_model_file(tmp_path: Path) -> None:

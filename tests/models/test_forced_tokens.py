@@ -13,7 +13,7 @@ from lantern_bench.decoding.compile import Engine
 from lantern_bench.decoding.loop import decode
 from lantern_bench.decoding.sampling import guide
 from lantern_bench.models.eagle import build_drafter
-from lantern_bench.models.target import TransformerTarget, force_line_ends, prompt_condition, without_line_ends
+from lantern_bench.models.target import TransformerTarget, force_line_ends, prompt_condition
 from lantern_bench.models.transformer_config import TransformerConfig
 
 ROWS, COLUMNS, CODES = 3, 4, 12
@@ -147,8 +147,3 @@ def test_guidance_keeps_forced_tokens_certain(dtype: torch.dtype, scale: float, 
     ends = torch.arange(2 * LINE) % LINE == COLUMNS
     assert (p[ends] == torch.eye(CODES + 1)[-1]).all()
     assert (p[~ends, -1] == 0).all() and (p[~ends, :-1] > 0).all()
-
-
-def test_forced_tokens_are_removed_for_pictures() -> None:
-    tokens = torch.tensor([[0, 1, 2, 3, CODES, 4, 5, 6, 7, CODES, 8, 9, 10, 11, CODES]])
-    assert without_line_ends(tokens, (ROWS, COLUMNS)).tolist() == [list(range(CODES))]

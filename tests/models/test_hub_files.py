@@ -171,15 +171,19 @@ def test_shards_are_found_by_their_index(tmp_path, fake_hub):
 
 
 @pytest.mark.parametrize(
-    ("status", "code", "output"),
+    ("refused", "output"),
     [
-        (403, "GatedRepo", "gated repository: accept its licence first"),
-        (404, "RepoNotFound", "the hub no longer has this repository or revision"),
-        (400, "", "cannot be downloaded"),
+        ({"toys": (403, "GatedRepo")}, "gated repository: accept its licence first"),
+        ({"toys": (404, "RepoNotFound")}, "the hub no longer has this repository or revision"),
+        ({"toys": (400, "")}, "cannot be downloaded"),
+        (None, "cannot be downloaded: "),
     ],
 )
-def test_refusal_of_the_hub_is_one_line_with_advice(tmp_path, fake_hub, capsys, status, code, output):
-    fake_hub.refused["toys"] = (status, code)
+def test_refusal_of_the_hub_is_one_line_with_advice(tmp_path, fake_hub, capsys, monkeypatch, refused, output):
+    """None: there is nothing at the hub's address."""
+    fake_hub.refused.update(refused or {})
+    if refused is None:
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     assert typed("get", "toy", "--dir", tmp_path) == 3
     written = capsys.readouterr().err
     assert f"maker/toys: {output}" in written and "Traceback" not in written and not fake_hub.asked
@@ -197,14 +201,6 @@ def test_offline_error_names_the_variable_and_sends_nothing(tmp_path, fake_hub, 
     output = capsys.readouterr().err
     assert "HF_HUB_OFFLINE forbids" in output and "LANTERN_BENCH_WEIGHTS" in output
     assert fake_hub.requests == 0 and not any(tmp_path.rglob("*.pt"))
-
-
-def test_unreachable_hub_is_one_line(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
-    assert typed("get", "toy", "--dir", tmp_path) == 3
-    output = capsys.readouterr().err
-    assert "maker/toys: cannot be downloaded: " in output and "Traceback" not in output
 
 
 def test_any_source_of_a_part_is_found_below_the_named_folder(tmp_path, monkeypatch):
@@ -244,17 +240,12 @@ def test_missing_part_is_one_line_with_the_command(tmp_path):
         (["get", "lanterns"], "has no files to fetch"),
         (["get", "llamagen-c2i-XL-256"], "has no files to fetch"),
         (["get", "nothing-like-it"], "unknown model"),
+        (["get", "toy", "--dir", __file__], "is a file"),
     ],
 )
-def test_unknown_or_unpublished_models_are_refused(words, wrong, capsys):
+def test_what_cannot_be_fetched_is_refused(words, wrong, capsys):
     assert typed(*words) == 2
     assert wrong in capsys.readouterr().err
-
-
-def test_file_as_directory_is_refused(tmp_path, capsys):
-    (tmp_path / "file").write_text("")
-    assert typed("get", "toy", "--dir", tmp_path / "file") == 2
-    assert "is a file" in capsys.readouterr().err
 
 
 def test_large_files_are_hashed_once(tmp_path, monkeypatch):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,22 +25,10 @@ from lantern_bench.models.registry import models
 from lantern_bench.models.target import Condition
 from lantern_bench.models.transformer import grid_rotary, rotary_table
 from tests.models import golden_models, tiny_llamagen
+from tests.models.tiny_llamagen import official_state
 
 T2I = tiny_llamagen.llamagen("t2i", cls_token_num=5, caption_dim=8)
 C2I = tiny_llamagen.llamagen("c2i", (4, 4), n_kv_head=1)
-
-
-@pytest.fixture(scope="session")
-def official() -> Callable[[LlamaGen], dict[str, Tensor]]:
-    """The official state dict of a model, made once; tests change copies."""
-    states: dict[int, dict[str, Tensor]] = {}
-
-    def state_of(model: LlamaGen) -> dict[str, Tensor]:
-        if id(model) not in states:
-            states[id(model)] = tiny_llamagen.official_state(model)
-        return {name: tensor.clone() for name, tensor in states[id(model)].items()}
-
-    return state_of
 
 
 def model_of(folder: Path, state: Any, model: LlamaGen, config: Mapping[str, Any] | None = None, **parts: Any) -> Path:
@@ -68,8 +56,8 @@ def logits(path: Path, model: LlamaGen) -> Tensor:
 
 
 @pytest.mark.parametrize("model", [T2I, C2I], ids=["t2i", "c2i"])
-def test_layout_round_trip_keeps_logits(model: LlamaGen, official: Any, tmp_path: Path) -> None:
-    state = official(model)
+def test_layout_round_trip_keeps_logits(model: LlamaGen, tmp_path: Path) -> None:
+    state = official_state(model)
     first = model_of(tmp_path / "first", {"model": state}, model)
     wanted = logits(first, model)
     ours: Any = golden_models.load(first).target
@@ -77,7 +65,9 @@ def test_layout_round_trip_keeps_logits(model: LlamaGen, official: Any, tmp_path
     assert any(name.endswith("self_attn.k_proj.weight") for name in converted) and "lm_head.weight" in converted
     (tmp_path / "hf").mkdir()
     save_file(converted, tmp_path / "hf" / "model.safetensors")
-    (tmp_path / "hf" / "config.json").write_text(json.dumps(model.row.config))
+    names = {"dim": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads"}
+    sizes = {names.get(key, key): value for key, value in model.row.config.items()}
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(sizes | {"tie_word_embeddings": False}))
     target, grid = {"checkpoint": tmp_path / "hf", "layout": "hf"}, list(model.sizes.grid)
     second = golden_models.write_model(tmp_path / "hf", family=model.family, target=target, grid=grid)
     assert torch.equal(logits(second, model), wanted)
@@ -86,15 +76,15 @@ def test_layout_round_trip_keeps_logits(model: LlamaGen, official: Any, tmp_path
     assert back.keys() == state.keys() and all(torch.equal(back[name], state[name]) for name in state)
 
 
-def test_weights_load_in_the_requested_dtype(official: Any, tmp_path: Path) -> None:
-    path = str(model_of(tmp_path, official(C2I), C2I))
+def test_weights_load_in_the_requested_dtype(tmp_path: Path) -> None:
+    path = str(model_of(tmp_path, official_state(C2I), C2I))
     loaded: Any = registry.model_of(path).load(torch.device("cpu"), torch.bfloat16)
     assert {parameter.dtype for parameter in loaded.target.parameters()} == {torch.bfloat16}
     assert loaded.target.transformer.rotary.dtype == torch.float32
 
 
-def test_every_mismatched_key_is_listed(official: Any, tmp_path: Path) -> None:
-    state = official(T2I)
+def test_every_mismatched_key_is_listed(tmp_path: Path) -> None:
+    state = official_state(T2I)
     del state["norm.weight"], state["layers.1.attention.wo.weight"]
     state |= {"layers.0.extra": torch.ones(2), "output.weight": torch.ones(33, 48)}
     with pytest.raises(UserError) as caught:
@@ -116,9 +106,9 @@ def test_every_mismatched_key_is_listed(official: Any, tmp_path: Path) -> None:
     ],
 )
 def test_invalid_weight_values_are_refused(
-    dtype: torch.dtype, value: float | None, message: str | None, official: Any, tmp_path: Path
+    dtype: torch.dtype, value: float | None, message: str | None, tmp_path: Path
 ) -> None:
-    state = {name: tensor.to(dtype) for name, tensor in official(C2I).items()}
+    state = {name: tensor.to(dtype) for name, tensor in official_state(C2I).items()}
     if value is not None:
         state["norm.weight"][3] = value
     save_file(state, tmp_path / "target.safetensors")
@@ -143,8 +133,8 @@ def stage_signs() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("sign", ["freqs_cis", "with margin", "args"])
-def test_checkpoints_of_another_stage_are_refused(sign: str, official: Any, tmp_path: Path) -> None:
-    state = stage_signs()[sign](official(C2I))
+def test_checkpoints_of_another_stage_are_refused(sign: str, tmp_path: Path) -> None:
+    state = stage_signs()[sign](official_state(C2I))
     wrong = model_of(tmp_path / "wrong", state, C2I)
     with pytest.raises(UserError) as caught:
         golden_models.load(wrong)
@@ -155,51 +145,33 @@ def test_checkpoints_of_another_stage_are_refused(sign: str, official: Any, tmp_
     assert golden_models.load(right).grid == (6, 6)
 
 
-def test_block_size_must_match_the_grid(official: Any, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"its config \(block_size 64\) is for a 8x8 grid"):
-        golden_models.load(model_of(tmp_path, official(C2I), C2I, {"block_size": 64}))
-    # Without a grid, a square one is that of the block.
-    assert golden_models.load(model_of(tmp_path, official(C2I), C2I, {"block_size": 16}, grid=None)).grid == (4, 4)
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("cls_embedding.uncond_embedding", "it is LlamaGen, text-conditional, in the official layout"),
+        (
+            "model.cls_embedding.uncond_embedding",
+            "it is LlamaGen, text-conditional, in the layout of the HF conversion",
+        ),
+        ("quantize.embedding.weight", "it is a VQ tokenizer"),
+        ("fc.weight", "it is an EAGLE drafter"),
+        ("model.layers.0.self_attn.q_norm.weight", "it is a Chameleon model (Anole, Lumina-mGPT)"),
+        ("model.layers.0.self_attn.q_proj.weight", "it is a Llama language model"),
+        ("what", "it has no "),
+    ],
+)
+def test_other_kinds_of_checkpoint_are_named(name: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        golden_models.load(model_of(tmp_path, {name: torch.ones(2, 2)}, C2I))
+    assert message in caught.value.message and "\n" not in caught.value.message
 
 
-def test_other_kinds_of_checkpoint_are_named(official: Any, tmp_path: Path) -> None:
-    for number, (state, model, message) in enumerate(
-        [
-            (official(C2I), T2I, "it is LlamaGen, class-conditional, in the official layout"),
-            (official(T2I), C2I, "it is LlamaGen, text-conditional, in the official layout"),
-            ({"quantize.embedding.weight": torch.ones(2, 2)}, C2I, "it is a VQ tokenizer"),
-            ({"fc.weight": torch.ones(2, 4)}, C2I, "it is an EAGLE drafter"),
-            ({"model.layers.0.self_attn.q_norm.weight": torch.ones(2)}, T2I, "it is a Chameleon model"),
-            ({"what": torch.ones(2)}, T2I, "it has no cls_embedding.uncond_embedding"),
-        ]
-    ):
-        with pytest.raises(UserError, match=message) as caught:
-            golden_models.load(model_of(tmp_path / str(number), state, model))
-        assert "\n" not in caught.value.message
-    target = {"checkpoint": tmp_path / "0" / "target.pt", "layout": "hf", "config": C2I.row.config}
-    model = golden_models.write_model(tmp_path, family="llamagen-c2i", target=target, grid=[4, 4])
+def test_checkpoints_of_another_layout_or_kind_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="it is LlamaGen, class-conditional, in the official layout"):
+        golden_models.load(model_of(tmp_path, official_state(C2I), T2I))
+    target = {"checkpoint": tmp_path / "target.pt", "layout": "hf", "config": C2I.row.config}
     with pytest.raises(UserError, match="is not in the layout hf"):
-        golden_models.load(model)
-
-
-def test_sizes_without_a_source_must_be_stated(official: Any, tmp_path: Path) -> None:
-    bare = {"checkpoint": tmp_path / "target.pt"}
-    state = official(C2I)
-    for target, grid, message in (
-        (bare, [4, 4], r"target\.config\.hidden_size: missing: no checkpoint states it"),
-        (bare | {"config": {**C2I.row.config, "n_head": 5}}, [4, 4], "does not divide the width 48"),
-        (bare | {"config": C2I.row.config}, None, "grid: missing"),
-    ):
-        with pytest.raises(UserError, match=message):
-            golden_models.load(model_of(tmp_path, state, C2I, target=target, grid=grid))
-
-
-def test_a_named_model_has_the_published_sizes(tmp_path: Path, official: Any) -> None:
-    path = model_of(
-        tmp_path, official(C2I), C2I, family="llamagen-c2i-B", target={"checkpoint": tmp_path / "target.pt"}
-    )
-    described = registry.model_of(str(path))
-    assert described.sizes is not None and (described.sizes.dim, described.codes) == (768, 16384)
+        golden_models.load(model_of(tmp_path, official_state(C2I), C2I, target=target))
 
 
 @pytest.mark.parametrize(
@@ -223,9 +195,9 @@ def test_a_named_model_has_the_published_sizes(tmp_path: Path, official: Any) ->
         ({"bias": False}, "1 unexpected: fc.bias"),
     ],
 )
-def test_drafter_must_fit_target(stated: dict[str, Any], message: str | None, official: Any, tmp_path: Path) -> None:
+def test_drafter_must_fit_target(stated: dict[str, Any], message: str | None, tmp_path: Path) -> None:
     folder = tiny_llamagen.write_drafter(tmp_path / "drafter", T2I, **stated)
-    model = model_of(tmp_path / "model", official(T2I), T2I, drafter={"dir": folder})
+    model = model_of(tmp_path / "model", official_state(T2I), T2I, drafter={"dir": folder})
     if message is None:
         assert golden_models.load(model).drafter is not None
         return
@@ -234,12 +206,12 @@ def test_drafter_must_fit_target(stated: dict[str, Any], message: str | None, of
     assert message in caught.value.message
 
 
-def test_drafter_without_bias_loads(official: Any, tmp_path: Path) -> None:
+def test_drafter_without_bias_loads(tmp_path: Path) -> None:
     folder = tiny_llamagen.write_drafter(tmp_path / "drafter", T2I, bias=False)
     state = torch.load(folder / "pytorch_model.bin", weights_only=True)
     bias = state.pop("fc.bias")
     torch.save(state, folder / "pytorch_model.bin")
-    model = model_of(tmp_path / "model", official(T2I), T2I, drafter={"dir": folder})
+    model = model_of(tmp_path / "model", official_state(T2I), T2I, drafter={"dir": folder})
     drafter: Any = golden_models.load(model).drafter
     embedded, features = torch.randn(2, 1, 3, 48, generator=torch.Generator().manual_seed(1))
     wanted = torch.cat([embedded, features], dim=-1) @ state["fc.weight"].T
@@ -247,7 +219,7 @@ def test_drafter_without_bias_loads(official: Any, tmp_path: Path) -> None:
     with_bias = tiny_llamagen.write_drafter(tmp_path / "other", T2I)
     torch.save(state, with_bias / "pytorch_model.bin")
     with pytest.raises(UserError, match=r"1 missing: fc\.bias"):
-        golden_models.load(model_of(tmp_path / "model", official(T2I), T2I, drafter={"dir": with_bias}))
+        golden_models.load(model_of(tmp_path / "model", official_state(T2I), T2I, drafter={"dir": with_bias}))
 
 
 @pytest.mark.parametrize(
@@ -255,30 +227,28 @@ def test_drafter_without_bias_loads(official: Any, tmp_path: Path) -> None:
     [({}, 10000.0), ({"rope_base": 500.0}, 10000.0), ({"mask_padding": True}, 300.0),
      ({"mask_padding": True, "rope_base": 700.0}, 700.0)],
 )  # fmt: skip
-def test_published_drafters_rotate_with_base_10000(
-    stated: dict[str, Any], base: float, official: Any, tmp_path: Path
-) -> None:
+def test_published_drafters_rotate_with_base_10000(stated: dict[str, Any], base: float, tmp_path: Path) -> None:
     """The published code fixes the base; drafters trained here state `mask_padding` and follow their target."""
     folder = tiny_llamagen.write_drafter(tmp_path / "drafter", T2I, **stated)
-    model = model_of(tmp_path, official(T2I), T2I, {"rope_base": 300.0}, drafter={"dir": folder})
+    model = model_of(tmp_path, official_state(T2I), T2I, {"rope_base": 300.0}, drafter={"dir": folder})
     loaded: Any = golden_models.load(model)
     assert (loaded.target.config.rope_base, loaded.drafter.config.rope_base) == (300.0, base)
     wanted = rotary_table(dataclasses.replace(loaded.target.config, rope_base=base), T2I.sizes.prefix - 1)
     assert torch.equal(loaded.drafter.rotary, wanted)
 
 
-def test_rope_base_counts_and_rope_theta_beside_it_does_not(official: Any, tmp_path: Path) -> None:
+def test_rope_base_counts_and_rope_theta_beside_it_does_not(tmp_path: Path) -> None:
     for config, base in (({"rope_base": 500.0, "rope_theta": 10000.0}, 500.0), ({"rope_theta": 600.0}, 600.0)):
-        loaded: Any = golden_models.load(model_of(tmp_path, official(C2I), C2I, config))
+        loaded: Any = golden_models.load(model_of(tmp_path, official_state(C2I), C2I, config))
         assert loaded.target.config.rope_base == base
 
 
 @pytest.mark.parametrize("heads", [8, 24, 48])
 def test_heads_that_rotary_positions_cannot_turn_are_refused(
-    heads: int, official: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    heads: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Half of a head's pairs turn with the row, half with the column: its width must be a multiple of 4."""
-    model = model_of(tmp_path, official(C2I), C2I, {"n_head": heads, "n_kv_head": heads})
+    model = model_of(tmp_path, official_state(C2I), C2I, {"n_head": heads, "n_kv_head": heads})
     typed = ["generate", "--class", "1", "--model", str(model), "--mode", "ar"]
     assert cli.main([*typed, "--out", str(tmp_path / "picture.png")]) == 2
     message = capsys.readouterr().err
@@ -286,19 +256,31 @@ def test_heads_that_rotary_positions_cannot_turn_are_refused(
     assert "internal" not in message and not (tmp_path / "picture.png").exists()
 
 
-@pytest.mark.parametrize("name", ["class_dropout_prob", "class_dropout_p"])
-def test_class_models_without_a_null_class_are_refused(name: str, official: Any, tmp_path: Path) -> None:
-    for chance in (0, 0.0):
-        with pytest.raises(UserError, match=rf"target\.config\.{name}: 0: .* without a null class") as caught:
-            golden_models.load(model_of(tmp_path, official(C2I), C2I, {name: chance}))
-        assert "\n" not in caught.value.message
-    assert golden_models.load(model_of(tmp_path, official(C2I), C2I, {name: 0.1})).grid == (4, 4)
-
-
-def test_tokenizer_must_be_a_vq_tokenizer(official: Any, tmp_path: Path) -> None:
-    model = model_of(tmp_path, official(C2I), C2I, tokenizer={"checkpoint": tmp_path / "target.pt"})
-    with pytest.raises(UserError, match="is not a VQ tokenizer of this family: it is LlamaGen, class-conditional"):
+@pytest.mark.parametrize(
+    ("config", "parts", "message"),
+    [
+        ({}, {"target": {"checkpoint": "target.pt"}}, "target.config.hidden_size: missing: no checkpoint states it"),
+        ({"n_head": 5}, {}, "does not divide the width 48"),
+        ({}, {"grid": None}, "grid: missing"),
+        ({"block_size": 64}, {}, "its config (block_size 64) is for a 8x8 grid"),
+        ({"class_dropout_prob": 0}, {}, "target.config.class_dropout_prob: 0: "),
+        ({"class_dropout_p": 0.0}, {}, "without a null class"),
+        ({}, {"tokenizer": {"checkpoint": "target.pt"}}, "is not a VQ tokenizer of this family: it is LlamaGen, class"),
+        # Without a grid, a square one is that of the block.
+        ({"block_size": 16}, {"grid": None}, None),
+        ({"class_dropout_prob": 0.1}, {}, None),
+    ],
+)
+def test_impossible_targets_are_refused(
+    config: dict[str, Any], parts: dict[str, Any], message: str | None, tmp_path: Path
+) -> None:
+    model = model_of(tmp_path, official_state(C2I), C2I, config, **parts)
+    if message is None:
+        assert golden_models.load(model).grid == (4, 4)
+        return
+    with pytest.raises(UserError) as caught:
         golden_models.load(model)
+    assert message in caught.value.message and "\n" not in caught.value.message
 
 
 @pytest.mark.parametrize(
@@ -312,17 +294,17 @@ def test_tokenizer_must_be_a_vq_tokenizer(official: Any, tmp_path: Path) -> None
     ],
 )
 def test_usage_errors_write_nothing(
-    typed: list[str], message: str, official: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    typed: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = model_of(tmp_path / "model", official(C2I), C2I)
+    model = model_of(tmp_path / "model", official_state(C2I), C2I)
     out = tmp_path / "picture.png"
     assert cli.main(["generate", *typed, "--model", str(model), "--mode", "ar", "--out", str(out)]) == 2
     assert message in capsys.readouterr().err and not out.exists()
 
 
-def test_relaxed_rules_need_a_codebook(official: Any, tmp_path: Path) -> None:
+def test_relaxed_rules_need_a_codebook(tmp_path: Path) -> None:
     folder = tiny_llamagen.write_drafter(tmp_path / "drafter", C2I)
-    model = golden_models.load(model_of(tmp_path / "model", official(C2I), C2I, drafter={"dir": folder}))
+    model = golden_models.load(model_of(tmp_path / "model", official_state(C2I), C2I, drafter={"dir": folder}))
     relaxed = {"mode": "lantern++", "neighbours": 3, "lambda_": 2}
     with pytest.raises(RefusedError, match="which codes are near each other"):
         lantern_bench.decode(model, "class 3", **relaxed)  # type: ignore[arg-type]

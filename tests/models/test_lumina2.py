@@ -104,18 +104,14 @@ def test_card_and_full_shape_are_the_published_ones() -> None:
     assert condition.values[0, 1][condition.valid[0, 1]].tolist() == start[-3:]
 
 
-def described(path: Path) -> Any:
-    return model_of(str(path))
-
-
 def test_prompt_is_the_authors(tmp_path: Path) -> None:
     path = tiny.write(tmp_path / "model", tiny.Shape(grid=(8, 4)))
-    wording = described(path).wording()
+    wording = model_of(str(path)).wording()
     text = wording.template.format(caption="a cat")
     assert text == "Generate an image of 32x64 according to the following prompt:\na cat"
     assert wording.before == ("<|im_end|>",)
     (path.parent / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<|endoftext|>"}))
-    assert described(path).wording().before == ("<|endoftext|>",)
+    assert model_of(str(path)).wording().before == ("<|endoftext|>",)
 
 
 @pytest.mark.parametrize(
@@ -132,10 +128,3 @@ def test_model_files_that_cannot_be_are_refused(old: str, new: str, message: str
     with pytest.raises(UserError) as caught:
         model_of(str(path)).load(CPU, torch.float32).condition(["red lantern"])
     assert message in caught.value.message and "\n" not in caught.value.message
-
-
-def test_other_tokenizers_are_refused(tmp_path: Path) -> None:
-    path = tiny.write(tmp_path / "model", SHAPES["plain"])
-    torch.save({"quantize.embedding.weight": torch.ones(3, 2)}, path.parent / "movqgan_270M.ckpt")
-    with pytest.raises(UserError, match="is not a VQ tokenizer of this family: it"):
-        model_of(str(path)).load(CPU, torch.float32)

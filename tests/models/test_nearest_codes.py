@@ -42,7 +42,7 @@ def test_model_computes_its_table_in_its_space():
     model: LoadedModel = TinyModel().load(torch.device("cpu"), torch.float32)
     raw = model.table(3)
     assert raw.dtype == torch.int32 and torch.equal(raw, nearest_codes(model.codebook, 3))
-    other: LoadedModel = TinyModel().load(torch.device("cpu"), torch.float32)
+    other = TinyModel().load(torch.device("cpu"), torch.float32)
     other.neighbour_space = "normalised"
     assert torch.equal(other.table(3), nearest_codes(in_space(other.codebook, "normalised"), 3))
     assert not torch.equal(other.table(3), raw)

@@ -8,6 +8,7 @@ import io
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -74,12 +75,11 @@ def test_only_the_drafter_rounds_its_head() -> None:
 
 def test_packing_twice_changes_nothing() -> None:
     model = Small()
-    pack_for_decoding(model.target, model.drafter)
-    before = [id(module) for module in (*model.target.modules(), *model.drafter.modules(), model.drafter.head_module)]
-    pack_for_decoding(model.target, model.drafter)
-    assert before == [
-        id(module) for module in (*model.target.modules(), *model.drafter.modules(), model.drafter.head_module)
-    ]
+    modules = []
+    for _ in range(2):
+        pack_for_decoding(model.target, model.drafter)
+        modules.append([*model.target.modules(), *model.drafter.modules(), model.drafter.head_module])
+    assert all(first is second for first, second in zip(*modules, strict=True))
 
 
 # Rules have no packed product: the drafter runs under the one that compiles quickest.
@@ -119,6 +119,24 @@ def test_compiled_programs_call_the_kernel_directly(dtype: torch.dtype, monkeypa
     assert not products & seen["compiled"]
 
 
+@contextlib.contextmanager
+def threads(number: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def check_order(layer: PackedLinear, x: torch.Tensor, product: torch.Tensor) -> None:
+    """The sums of a row depend neither on how many rows there are nor on threads."""
+    for rows in (*range(1, 15), len(x) // 2 + 5):
+        assert torch.equal(layer(x[:rows]), product[:rows]), rows
+    with threads(3):
+        assert torch.equal(layer(x), product)
+
+
 needs_panels = pytest.mark.skipif(not build_kernels(), reason="needs a compiler, AVX2 and torch 2.10")
 
 
@@ -140,16 +158,9 @@ def test_panel_products_are_exact(outputs: int, inputs: int, stored: torch.dtype
     product = layer(x)
     exact = nn.functional.linear(x.double(), weight.double(), bias.double())
     assert (product - exact).abs().max() < 2e-6 * inputs + 1e-6
-    for rows in (*range(1, 15), 64):
-        assert torch.equal(layer(x[:rows]), product[:rows]), "the sums of a row depend on how many rows there are"
+    check_order(layer, x, product)
     assert torch.equal(layer(x[:6].reshape(2, 3, -1)), product[:6].view(2, 3, -1))
     assert torch.equal(layer(x[:32].T.contiguous().T), product[:32])
-    threads = torch.get_num_threads()
-    torch.set_num_threads(3)
-    try:
-        assert torch.equal(layer(x), product)
-    finally:
-        torch.set_num_threads(threads)
 
 
 @needs_panels
@@ -171,14 +182,7 @@ def test_bfloat16_panel_products_are_rounded_once(
     product, exact = layer(x), nn.functional.linear(x.double(), weight.double(), bias.double())
     assert product.dtype == torch.bfloat16
     assert ((product - exact).abs() <= exact.abs() * 2**-8 + 2e-6 * inputs).all()
-    for rows in (*range(1, 15), 33):
-        assert torch.equal(layer(x[:rows]), product[:rows]), "the sums of a row depend on how many rows there are"
-    threads = torch.get_num_threads()
-    torch.set_num_threads(3)
-    try:
-        assert torch.equal(layer(x), product)
-    finally:
-        torch.set_num_threads(threads)
+    check_order(layer, x, product)
 
 
 @needs_panels
@@ -210,12 +214,8 @@ def check_attention(
     wide = (module.double() for module in (q.transpose(1, 2), keys, values))
     exact = nn.functional.scaled_dot_product_attention(*wide, attn_mask=mask.double(), enable_gqa=True).transpose(1, 2)
     assert (attention - exact).abs().max() < 3e-6
-    threads = torch.get_num_threads()
-    torch.set_num_threads(3)
-    try:
+    with threads(3):
         assert torch.equal(attention, torch.ops.lantern_bench.node_attention(q, keys, values, turned))
-    finally:
-        torch.set_num_threads(threads)
 
 
 @needs_panels

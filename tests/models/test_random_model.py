@@ -58,9 +58,8 @@ def test_random_weights_depend_only_on_the_seed(tmp_path: Path, monkeypatch: pyt
     ]
     first, second, half = (dict(model.target.named_parameters()) for model in models)  # type: ignore[attr-defined]
     assert all(torch.equal(first[name], second[name]) for name in first)
-    assert {name for name, value in half.items() if value.dtype != torch.bfloat16} == {
-        "transformer.output.weight"
-    }  # logits are float32
+    wide = {name for name, value in half.items() if value.dtype != torch.bfloat16}
+    assert wide == {"transformer.output.weight"}  # logits are float32
     drafter: Any = models[0].drafter
     assert drafter.head(torch.ones(1, 32)).shape == (1, 64)
     condition = models[0].condition(["a lamp"])

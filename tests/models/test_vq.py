@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -12,18 +9,19 @@ from torch import Tensor
 
 from lantern_bench.models.io.checkpoint import open_checkpoint
 from lantern_bench.models.vq import LAYOUTS, VQConfig, VQModel, load_vq
+from tests.models.golden_models import GOLDEN
 
-GOLDEN = Path(os.environ.get("LANTERN_BENCH_GOLDEN", Path(__file__).parents[1] / "golden")) / "llamagen_vq"
+FOLDER = GOLDEN / "llamagen_vq"
 
 
 @pytest.fixture(scope="module")
 def model() -> VQModel:
-    return load_vq(open_checkpoint(GOLDEN / "vq.pt"), LAYOUTS["llamagen"], torch.device("cpu"))
+    return load_vq(open_checkpoint(FOLDER / "vq.pt"), LAYOUTS["llamagen"], torch.device("cpu"))
 
 
 @pytest.fixture(scope="module")
 def expected() -> dict[str, Tensor]:
-    return load_file(GOLDEN / "vq_expected.safetensors")
+    return load_file(FOLDER / "vq_expected.safetensors")
 
 
 def test_tokens_decode_to_the_official_pixels(model: VQModel, expected: dict[str, Tensor]) -> None:

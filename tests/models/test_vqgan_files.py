@@ -45,11 +45,7 @@ def test_encoding_finds_the_nearest_stored_row(checkpoint: Path) -> None:
     assert model.codebook(normalised=True).equal(model.codebook())
 
 
-def test_truncated_and_foreign_files_are_refused(checkpoint: Path, tmp_path: Path) -> None:
-    whole = checkpoint.read_bytes()
-    checkpoint.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(UserError, match="truncated"):
-        load_vqgan(checkpoint)
+def test_foreign_files_are_refused(checkpoint: Path, tmp_path: Path) -> None:
     torch.save({"state_dict": {"encoder.conv_in.weight": torch.zeros(1)}}, checkpoint)
     with pytest.raises(UserError, match="is not a VQ tokenizer of this family: it has no"):
         load_vqgan(checkpoint)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,14 +11,8 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from torch import Tensor
 
 TEXT = ("a", "red", "lantern", "over", "lake", "the", "at", "dusk", "lowres", "bad")
-JANUS_SPECIAL = (
-    "<｜begin▁of▁sentence｜>",
-    "<｜end▁of▁sentence｜>",
-    "<｜▁pad▁｜>",
-    "<begin_of_image>",
-    "<|User|>",
-    "<|Assistant|>",
-)
+JANUS_SPECIAL = ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜▁pad▁｜>", "<begin_of_image>")
+JANUS_SPECIAL += ("<|User|>", "<|Assistant|>")
 
 
 class Shape(NamedTuple):
@@ -47,13 +42,12 @@ class Expected(NamedTuple):
     pixels: Tensor
 
 
-def write_tokenizer(path: Path, special: tuple[str, ...], more: tuple[str, ...] = ()) -> dict[str, int]:
-    """A tokenizer.json that splits at spaces and keeps special tokens whole; returns its vocabulary."""
-    names = ["<unk>", *special, *TEXT, *more]
+def write_tokenizer(path: Path, names: Iterable[str], unknown: str = "<unk>") -> dict[str, int]:
+    """A tokenizer.json that splits at spaces and keeps names in angle brackets whole; returns its vocabulary."""
     vocabulary = {name: number for number, name in enumerate(names)}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=unknown))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in special])
+    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in vocabulary if name.startswith("<")])
     tokenizer.save(str(path))
     return vocabulary
 
@@ -84,7 +78,7 @@ def write_janus(folder: Path, shape: Shape, seed: int = 1) -> Any:
     from transformers import JanusConfig, JanusForConditionalGeneration
 
     folder.mkdir(parents=True, exist_ok=True)
-    vocabulary = write_tokenizer(folder / "tokenizer.json", JANUS_SPECIAL)
+    vocabulary = write_tokenizer(folder / "tokenizer.json", ("<unk>", *JANUS_SPECIAL, *TEXT))
     text = {"model_type": "llama", "vocab_size": len(vocabulary) + 7, "hidden_size": shape.dim}
     text |= {"intermediate_size": shape.ffn, "num_hidden_layers": shape.layers, "num_attention_heads": shape.heads}
     text |= {"num_key_value_heads": shape.kv_heads, "rope_theta": shape.theta, "rms_norm_eps": 1e-6}
@@ -130,18 +124,14 @@ def write_emu3(folder: Path, shape: Shape, seed: int = 2) -> Any:
 
     folder.mkdir(parents=True, exist_ok=True)
     order = torch.randperm(shape.codes, generator=torch.Generator().manual_seed(8)).tolist()
-    names = tuple(f"<|visual token {code:06}|>" for code in order)
-    digits = tuple("0123456789*")
-    vocabulary = write_tokenizer(folder / "tokenizer.json", EMU3_SPECIAL + names, digits)
+    names = ("<unk>", *EMU3_SPECIAL, *(f"<|visual token {code:06}|>" for code in order), *TEXT, *"0123456789*")
+    vocabulary = write_tokenizer(folder / "tokenizer.json", names)
     text = {"vocab_size": len(vocabulary) + 5, "hidden_size": shape.dim, "intermediate_size": shape.ffn}
     text |= {"num_hidden_layers": shape.layers, "num_attention_heads": shape.heads}
     text |= {"num_key_value_heads": shape.kv_heads, "tie_word_embeddings": shape.tied}
     text |= {"rope_parameters": {"rope_type": "default", "rope_theta": shape.theta}}
-    text |= {
-        "bos_token_id": vocabulary["<|extra_203|>"],
-        "pad_token_id": 0,
-        "eos_token_id": vocabulary["<|extra_204|>"],
-    }
+    text |= {"bos_token_id": vocabulary["<|extra_203|>"], "eos_token_id": vocabulary["<|extra_204|>"]}
+    text |= {"pad_token_id": 0}
     vq = {"codebook_size": shape.codes, "embed_dim": shape.code_dim, "latent_channels": shape.code_dim}
     vq |= {"base_channels": 32, "channel_multiplier": list(shape.mult), "num_res_blocks": shape.blocks}
     vq |= {"attn_resolutions": [len(shape.mult) - 1] if shape.attends else [], "hidden_size": 32 * shape.mult[-1]}

@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from torch.nn import functional
+
+from tests.models.tiny_hosted import write_tokenizer
 
 TEXT = ("Generate", "an", "image", "of", "according", "to", "the", "following", "prompt", "red", "lantern", "over")
 SIDES = range(8801, 8840)
@@ -52,13 +54,9 @@ def vocabulary() -> dict[str, int]:
     return {name: number for number, name in enumerate([*TEXT, *SPECIAL, *(f"<reserved{n:05d}>" for n in SIDES)])}
 
 
-def write(folder: Path, shape: Shape) -> Path:
-    """The folder of the target, the tokenizer's checkpoint, and the model file."""
-    folder.mkdir(parents=True)
-    draws = torch.Generator().manual_seed(3)
-    save_file(target_state(shape, draws), folder / "model.safetensors")
-    torch.save(movqgan_state(shape, draws), folder / "movqgan_270M.ckpt")
-    config = {
+def config(shape: Shape) -> dict[str, Any]:
+    """The config.json of the target."""
+    return {
         "model_type": "chameleon",
         "vocab_size": shape.words,
         "hidden_size": shape.dim,
@@ -71,11 +69,16 @@ def write(folder: Path, shape: Shape) -> Path:
         "swin_norm": shape.swin,
         "mask_image_logits": False,
     }
-    (folder / "config.json").write_text(json.dumps(config))
-    tokenizer = Tokenizer(models.WordLevel(vocabulary(), unk_token="<eoss>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in vocabulary() if name.startswith("<")])
-    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def write(folder: Path, shape: Shape) -> Path:
+    """The folder of the target, the tokenizer's checkpoint, and the model file."""
+    folder.mkdir(parents=True)
+    draws = torch.Generator().manual_seed(3)
+    save_file(target_state(shape, draws), folder / "model.safetensors")
+    torch.save(movqgan_state(shape, draws), folder / "movqgan_270M.ckpt")
+    (folder / "config.json").write_text(json.dumps(config(shape)))
+    write_tokenizer(folder / "tokenizer.json", vocabulary(), "<eoss>")
     stated = {"bos_token": None, "eos_token": {"content": "<|im_end|>"}}
     (folder / "tokenizer_config.json").write_text(json.dumps(stated))
     path = folder / "model.yaml"
@@ -89,20 +92,26 @@ def write(folder: Path, shape: Shape) -> Path:
 
 def target_state(shape: Shape, draws: torch.Generator) -> dict[str, Tensor]:
     """The target's weights by their names in the authors' files."""
+    words = (shape.words, shape.dim)
+    state = {
+        "model.embed_tokens.weight": _drawn("", words, draws),
+        "lm_head.weight": torch.randn(words, generator=draws),
+    }
+    for number in range(shape.layers):
+        state |= layer_state(f"model.layers.{number}.", shape, draws)
+    return state | {"model.norm.weight": _drawn("norm", (shape.dim,), draws)}
+
+
+def layer_state(at: str, shape: Shape, draws: torch.Generator) -> dict[str, Tensor]:
+    """The weights of one decoder layer, whose names begin with `at`."""
     dim, head = shape.dim, shape.dim // shape.heads
     rows = {"q": dim, "k": shape.kv_heads * head, "v": shape.kv_heads * head}
-    shapes: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (shape.words, dim), "norm.weight": (dim,)}
-    for number in range(shape.layers):
-        at = f"layers.{number}."
-        shapes |= {f"{at}self_attn.{part}_proj.weight": (count, dim) for part, count in rows.items()}
-        shapes |= {
-            f"{at}self_attn.{part}_norm.{kind}": (shape.parts, head) for part in "qk" for kind in ("weight", "bias")
-        }
-        shapes |= {f"{at}self_attn.o_proj.weight": (dim, dim), f"{at}mlp.down_proj.weight": (dim, shape.ffn)}
-        shapes |= {f"{at}mlp.{part}_proj.weight": (shape.ffn, dim) for part in ("gate", "up")}
-        shapes |= {f"{at}{part}_layernorm.weight": (dim,) for part in ("input", "post_attention")}
-    state = {f"model.{name}": _drawn(name, size, draws) for name, size in shapes.items()}
-    return state | {"lm_head.weight": torch.randn(shape.words, dim, generator=draws)}
+    shapes: dict[str, tuple[int, ...]] = {f"self_attn.{part}_proj.weight": (rows[part], dim) for part in rows}
+    shapes |= {f"self_attn.{part}_norm.{kind}": (shape.parts, head) for part in "qk" for kind in ("weight", "bias")}
+    shapes |= {"self_attn.o_proj.weight": (dim, dim), "mlp.down_proj.weight": (dim, shape.ffn)}
+    shapes |= {f"mlp.{part}_proj.weight": (shape.ffn, dim) for part in ("gate", "up")}
+    shapes |= {f"{part}_layernorm.weight": (dim,) for part in ("input", "post_attention")}
+    return {f"{at}{name}": _drawn(name, size, draws) for name, size in shapes.items()}
 
 
 def _drawn(name: str, size: tuple[int, ...], draws: torch.Generator) -> Tensor:
@@ -171,19 +180,11 @@ def movqgan_state(shape: Shape, draws: torch.Generator) -> dict[str, Tensor]:
 def prompts(caption: list[str], shape: Shape) -> tuple[list[int], list[int]]:
     """The prompt of a caption and the one without, from the names of their tokens."""
     ids, (rows, columns) = vocabulary(), shape.grid
-    around = ["Generate", "an", "image", "of", "according", "to", "the", "following", "prompt"]
     # The words of sizes and the signs have no number of their own in this vocabulary.
-    text = [ids["<eoss>"] if word is None else ids[word] for word in _words(around, caption)]
-    end = [
-        ids[name]
-        for name in ("<racm3:break>", f"<reserved{8800 + rows // 4:05d}>", f"<reserved{8800 + columns // 4:05d}>")
-    ]
-    return [ids["<|im_end|>"], *text, ids["<reserved08706>"], *end], end
-
-
-def _words(around: list[str], caption: list[str]) -> list[str | None]:
-    """The words of `Generate an image of 64x64 according to the following prompt:` and a caption."""
-    return [*around[:4], None, *around[4:], None, *caption]
+    words = ["Generate an image of <eoss> according to the following prompt <eoss>", *caption]
+    sides = (f"<reserved{8800 + side // 4:05d}>" for side in (rows, columns))
+    end = [ids[name] for name in ("<racm3:break>", *sides)]
+    return [ids["<|im_end|>"], *(ids[word] for word in " ".join(words).split()), ids["<reserved08706>"], *end], end
 
 
 def layer(state: dict[str, Tensor], at: str, shape: Shape, x: Tensor) -> Tensor:
