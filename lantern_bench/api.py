@@ -57,12 +57,12 @@ class Run:
 
     @property
     def acceptance(self) -> pd.DataFrame:
-        """Acceptance by cell, depth, child rank and image position."""
+        """Acceptance by cell, and by depth or position in the image."""
         return self.tables["acceptance"]
 
     @property
     def summary(self) -> pd.DataFrame:
-        """One row a cell, as the papers' tables."""
+        """One row a cell and scoring protocol, as the papers' tables."""
         return self.tables["summary"]
 
     @property

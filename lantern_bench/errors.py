@@ -23,7 +23,7 @@ class UserError(LanternError):
 
 
 class RefusedError(LanternError):
-    """Valid, but cannot be met now (locked run, resume mismatch, missing weights)."""
+    """The request is valid, but cannot be served now (locked run, resume mismatch, missing weights)."""
 
     exit_code = 3
 

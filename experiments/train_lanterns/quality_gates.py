@@ -22,7 +22,7 @@ from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.plan import record_seed
 from lantern_bench.decoding.loop import decode
 from lantern_bench.decoding.sampling import guide
-from lantern_bench.decoding.teacher_forcing import Forced, drafts_along, teacher_forced
+from lantern_bench.decoding.teacher_forcing import Forced, drafter_logits_along, teacher_forced
 from lantern_bench.decoding.trace import ImageTrace
 from lantern_bench.errors import RefusedError
 from lantern_bench.models.lanterns import FILES, GUIDANCE, HELD_OUT, Attributes, Lanterns, attributes_of
@@ -184,7 +184,7 @@ class Evaluation:
         for captions, forced in self._forced():
             p = guide(forced.logits.cond, forced.logits.uncond, GUIDANCE).softmax(-1)
             overlap = torch.zeros(len(captions), device=p.device)
-            for position, drafts in enumerate(drafts_along(self.model.drafter, forced), start=1):
+            for position, drafts in enumerate(drafter_logits_along(self.model.drafter, forced), start=1):
                 q = guide(drafts.cond, drafts.uncond, GUIDANCE).softmax(-1)[:, 0]
                 overlap += torch.minimum(p[:, position], q).sum(-1)
             values += (overlap / (forced.tokens.shape[1] - 1)).tolist()

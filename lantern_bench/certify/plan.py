@@ -26,7 +26,7 @@ class Sizes(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Measurement:
+class CertificationPlan:
     """The certificate of one model, or with `claims` its audit."""
 
     model: str
@@ -39,7 +39,7 @@ class Measurement:
 
 def plan_certificate(
     experiment: str, flags: dict[str, Any], modes: list[str] | None, settings: list[str], sizes: Sizes
-) -> Measurement:
+) -> CertificationPlan:
     """Resolve the relaxed cells and the prompts of an experiment."""
     model = model_of(flags["model"][0])
     flags = flags | {"model": [model.name], "prompts": flags["prompts"] or next(iter(model.prompt_sets))}
@@ -52,7 +52,7 @@ def plan_certificate(
     return _measurement(resolved, relaxed, sizes)
 
 
-def plan_audit(resolved: ResolvedExperiment, sizes: Sizes) -> Measurement:
+def plan_audit(resolved: ResolvedExperiment, sizes: Sizes) -> CertificationPlan:
     """Plan the audit of cells that `audited_cells` lists."""
     claims = tuple(map(claim_of, resolved.cells))
     return _measurement(resolved, tuple(claim.cell for claim in claims if not claim.is_lossless), sizes, claims)
@@ -60,14 +60,14 @@ def plan_audit(resolved: ResolvedExperiment, sizes: Sizes) -> Measurement:
 
 def _measurement(
     resolved: ResolvedExperiment, relaxed: tuple[Cell, ...], sizes: Sizes, claims: tuple[Claim, ...] = ()
-) -> Measurement:
+) -> CertificationPlan:
     for cell in (*relaxed, *(claim.cell for claim in claims)):
         if cell.decoding.greedy:
             problem = f"{cell.cell_id}: at temperature 0 there is no distribution to test"
             raise UserError(problem, "Give a --temperature above 0.")
     model = model_of(resolved.settings.model[0])
     prompts = load_prompts(resolved.settings.prompts, model)
-    return Measurement(model.name, resolved, relaxed, prompts, sizes, claims)
+    return CertificationPlan(model.name, resolved, relaxed, prompts, sizes, claims)
 
 
 class Claim(NamedTuple):

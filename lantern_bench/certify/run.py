@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import torch
 
 from lantern_bench.certify import tables, whole_image
-from lantern_bench.certify.plan import Claim, Measurement
+from lantern_bench.certify.plan import CertificationPlan, Claim
 from lantern_bench.certify.relaxation import emitted_tv_rows
 from lantern_bench.certify.tabular import TOKENS, g_tests, table_model
 from lantern_bench.clock import OnProgress
@@ -60,9 +60,10 @@ class Trial:
 def certificate_trials(
     run: Decoding, tree: Any, cfg_default: float, model: LoadedModel, dtype: str, samples: int
 ) -> list[Trial]:
-    """Return the trials of every lossless decoding under three filters, each followed by those of its broken rules.
+    """Return the trials of every lossless decoding under each filter, each followed by those of its broken rules.
 
-    `run` gives temperature, guidance and filters; `samples` is the most images of a trial without a broken rule.
+    The filters: none, those of `run` if it has any, and narrow ones; temperature and guidance are those of `run`.
+    `samples` is the most images of a trial without a broken rule.
     """
     common = {"temperature": run.temperature, "filter_order": run.filter_order, "cfg_scale": run.cfg_scale}
     run_filters: dict[str, Any] = {"top_k": run.top_k, "top_p": run.top_p}
@@ -214,7 +215,7 @@ def siblings_not_renormalised(children: Children, _rule: AcceptanceRule) -> Acce
 class Certification:
     """The measurements of one plan."""
 
-    def __init__(self, plan: Measurement) -> None:
+    def __init__(self, plan: CertificationPlan) -> None:
         self.plan, self.model, self.resolved = plan, plan.model, plan.resolved
         self.tree, self.cfg_default = model_of(plan.model).defaults.get("tree"), plan.resolved.cfg_defaults[plan.model]
         settings = plan.resolved.settings

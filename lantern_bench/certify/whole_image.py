@@ -24,7 +24,7 @@ from lantern_bench.config.plan import Prompt, record_seed
 from lantern_bench.decoding.acceptance.rule import AcceptanceRule
 from lantern_bench.decoding.loop import decode
 from lantern_bench.decoding.sampling import broken_distributions, decoding_probabilities, guide
-from lantern_bench.decoding.teacher_forcing import drafts_along, teacher_forced
+from lantern_bench.decoding.teacher_forcing import drafter_logits_along, teacher_forced
 from lantern_bench.errors import LogitsError
 from lantern_bench.models.loaded_model import LoadedModel
 
@@ -171,7 +171,7 @@ def decoded_evidence(
         forced = teacher_forced(target, condition, tokens, decoding.cfg_scale != 1)
         logits, q = guide(forced.logits.cond, forced.logits.uncond, decoding.cfg_scale), None
         if model.drafter is not None:
-            drafts = drafts_along(model.drafter, forced)
+            drafts = drafter_logits_along(model.drafter, forced)
             guided = [guide(draft.cond, draft.uncond, decoding.cfg_scale) for draft in drafts]
             q = decoding_probabilities(torch.cat(guided, dim=1), decoding)
         places = torch.rand(2, *tokens.shape, generator=noise, dtype=torch.float64).to(target.device)

@@ -66,7 +66,7 @@ class Settings(BaseModel):
     compile: bool = Field(default=False, description=_SWITCH)
     # New worker processes that make the images, one after the other.
     processes: Count = Field(default=1, description=COUNT.allowed)
-    # That decode; None: as many as a calibration finds fastest.
+    # CPU threads that decode; None: the fastest number is measured.
     threads: Count | None = Field(default=None, description=COUNT.allowed)
     # Where code distances are measured (decoding/neighbours.py).
     neighbour_space: Literal["raw", "normalised"] | None = Field(

@@ -19,7 +19,7 @@ from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.acceptance.rule import AcceptanceRule, rule_of
 from lantern_bench.decoding.compile import Engine
 from lantern_bench.decoding.drafting.draft_method import DraftMethod
-from lantern_bench.decoding.protocol import Drafter, DrafterSession, Logits, Model, Target, TargetSession
+from lantern_bench.decoding.protocol import DecodableModel, Drafter, DrafterSession, Logits, Target, TargetSession
 from lantern_bench.decoding.sampling import (
     Draws,
     broken_distributions,
@@ -43,7 +43,7 @@ class Decoded:
     logits: Tensor | None = None  # guided [N, V], when asked for
 
 
-def drafter_and_rule(model: Model, decoding: Decoding) -> tuple[Drafter | None, AcceptanceRule]:
+def drafter_and_rule(model: DecodableModel, decoding: Decoding) -> tuple[Drafter | None, AcceptanceRule]:
     """Return what a speculative configuration needs of a model besides its target.
 
     Raises `RefusedError` for a drafter that the model does not have, and as `rule_of`.
@@ -58,7 +58,7 @@ def drafter_and_rule(model: Model, decoding: Decoding) -> tuple[Drafter | None, 
 
 @torch.inference_mode()
 def decode(
-    model: Model,
+    model: DecodableModel,
     condition: Any,
     decoding: Decoding,
     generators: Sequence[torch.Generator],
@@ -88,7 +88,7 @@ def decode(
 class _Batch:
     """What stays the same from step to step of one batch of images."""
 
-    model: Model
+    model: DecodableModel
     decoding: Decoding
     tokens_wanted: int
     keep_logits: bool

@@ -111,7 +111,7 @@ class Target:
         return torch.full_like(positions, -1)
 
     def logits_without_cache(self, condition: Any, tokens: Tensor, guided: bool) -> tuple[Tensor, Tensor | None] | None:
-        """Logits as of `score` from one forward without a cache, for `check-model`."""
+        """Logits as of `score` from one forward without a cache, for `check-model`; None: not available."""
 
 
 class Drafter:
@@ -129,7 +129,7 @@ class PixelDecoder(Protocol):
         """Tokens int [B, N] -> uint8 RGB [B, H, W, 3] on the CPU."""
 
 
-class Model(Protocol):
+class DecodableModel(Protocol):
     """What `decode` needs of a loaded model; only some drafts need the drafter, only some rules the codes."""
 
     target: Target

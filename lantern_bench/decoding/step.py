@@ -87,7 +87,7 @@ class First(NamedTuple):
 
 
 class Progress:
-    """Where B images are, in tensors at fixed addresses: shared by all configurations of one batch size and depth."""
+    """Where B images are, in tensors at fixed addresses: shared by configurations of equal size."""
 
     def __init__(self, batch: int, image_tokens: int, depth: int, prefix_features: Tensor) -> None:
         device = prefix_features.device
@@ -160,7 +160,7 @@ class Progress:
 class Speculation:
     """The programs of one configuration for B images; bounds may differ from one image to the next (`start_images`).
 
-    A `drafting` that is given replaces that of the configuration. `compiled` False runs the rule eagerly.
+    A `drafting` that is given replaces that of the configuration. `compiled` False runs the settle program eagerly.
     """
 
     def __init__(

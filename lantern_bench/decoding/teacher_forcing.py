@@ -36,7 +36,7 @@ def teacher_forced(target: Target, condition: Any, tokens: Tensor, guided: bool)
     return Forced(tokens, condition, prefix, Logits(cond, uncond, after.features))
 
 
-def drafts_along(drafter: Drafter, forced: Forced) -> Iterator[DrafterLogits]:
+def drafter_logits_along(drafter: Drafter, forced: Forced) -> Iterator[DrafterLogits]:
     """Yield the drafter's logits of tokens 1 to N - 1, one after the other, fed the true features (n = 1)."""
     tokens, features = forced.tokens, _features(forced)
     session = drafter.session(len(tokens), forced.prefix.uncond is not None, 1)

@@ -18,14 +18,14 @@ _Lists: TypeAlias = Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True)
-class Turn:
+class RankGroup:
     """The n parents whose paths have the same sum of child ranks, so as many rejections before them, widest first."""
 
     nodes: Tensor  # int64 [n]
     slots: Tensor  # int64 [n], their index in `Layout.nodes`
     children: Tensor  # int64 [n, C], -1 padded
     levels: int  # at how many depths the nodes are
-    active: tuple[int, ...]  # for each child rank the number of leading nodes that can have it
+    nodes_per_rank: tuple[int, ...]  # for each child rank the number of leading nodes that can have it
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,11 @@ class Layout:
 
     nodes: Tensor  # int64 [I], the nodes that can have children, those with most children first
     slots: Tensor  # int64 [M], the index of each node in `nodes`, -1 for leaves
-    active: tuple[int, ...]  # for each child rank the number of leading nodes that can have it
+    nodes_per_rank: tuple[int, ...]  # for each child rank the number of leading nodes that can have it
     # Only of static trees:
     children: Tensor | None = None  # int64 [I, C] of `nodes`, -1 padded
     levels: int = 0  # at how many depths the nodes are
-    turns: tuple[Turn, ...] = ()  # the nodes by sum of child ranks
+    groups: tuple[RankGroup, ...] = ()  # the nodes by sum of child ranks
 
 
 @dataclass(frozen=True)
@@ -111,11 +111,11 @@ class StaticTree:
             attention = torch.tensor([[path[: len(above)] == above for above in nodes] for path in nodes])
             layout = Layout(
                 nodes=torch.tensor(internal),
-                active=_active(kids),
+                nodes_per_rank=_active(kids),
                 children=_padded([kids[node] for node in internal]),
                 slots=torch.tensor([internal.index(node) if below else -1 for node, below in enumerate(kids)]),
                 levels=len(nodes[-1]),
-                turns=tuple(_turns(nodes, internal, kids)),
+                groups=tuple(_turns(nodes, internal, kids)),
             )
             return cls(
                 parents=torch.tensor(parents),
@@ -160,13 +160,13 @@ def _active(kids: _Lists) -> tuple[int, ...]:
     return tuple(sum(len(below) > rank for below in kids) for rank in range(max(map(len, kids))))
 
 
-def _turns(nodes: _Lists, internal: Sequence[int], kids: _Lists) -> Iterator[Turn]:
+def _turns(nodes: _Lists, internal: Sequence[int], kids: _Lists) -> Iterator[RankGroup]:
     for ranks in sorted({sum(nodes[node]) for node in internal}):
         parents = [node for node in internal if sum(nodes[node]) == ranks]
         below = [kids[node] for node in parents]
         slots = torch.tensor([internal.index(node) for node in parents])
         levels = len({len(nodes[node]) for node in parents})
-        yield Turn(torch.tensor(parents), slots, _padded(below), levels, _active(below))
+        yield RankGroup(torch.tensor(parents), slots, _padded(below), levels, _active(below))
 
 
 def _levels(nodes: _Lists, parents: Sequence[int], kids: _Lists, attention: Tensor) -> Iterator[Level]:
@@ -225,7 +225,7 @@ def link_nodes(
 def full_layout(nodes: int, fanout: int, device: torch.device) -> Layout:
     """The layout of a tree of which any node can have `fanout` children."""
     every = torch.arange(nodes, device=device)
-    return Layout(nodes=every, slots=every, active=(nodes,) * fanout)
+    return Layout(nodes=every, slots=every, nodes_per_rank=(nodes,) * fanout)
 
 
 def first_true(hit: Tensor) -> Tensor:

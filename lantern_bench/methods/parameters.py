@@ -175,6 +175,6 @@ def fingerprint_of(code: Code) -> str:
     """Return 16 hex digits that change when the file of the code changes."""
     try:
         text = Path(inspect.getfile(load_code(code))).read_bytes()
-    except (OSError, TypeError, ImportError, ValueError):  # ImportError: a strict rule has no code of its own
+    except (OSError, TypeError, ImportError, AttributeError, ValueError):  # a strict rule has a name and no code
         text = repr(code).encode()
     return hashlib.sha256(text).hexdigest()[:16]

@@ -84,7 +84,7 @@ class _Session(CachedSession, DrafterSession):
         return drafter.layer(x, rotary, attend)
 
     def _logits(self, out: Tensor, positions: Tensor) -> DrafterLogits:
-        """Return the drafts behind `positions` [B, n]; the prefix's last position holds the image's first token."""
+        """Return the logits of the tokens that follow `positions` [B, n]; the first token follows the prefix."""
         logits = force_line_ends(self._drafter.head(out), positions - self._prefix + 2, self._drafter.config)
         return DrafterLogits(*self._split(logits))
 

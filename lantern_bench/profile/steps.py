@@ -67,7 +67,7 @@ class StepCost(NamedTuple):
 
     total: float
     parts: dict[str, float]
-    mean_accepted_length: float  # tokens per step
+    mean_accepted_length: float  # tokens per step, the last step of an image uncut
     traces: list[ImageTrace]  # of the measured images
 
 

@@ -90,7 +90,7 @@ class CellRecords:
 
     @property
     def is_lossless(self) -> bool:
-        """As `Decoding.lossless`."""
+        """Whether the cell decodes losslessly, as `Decoding.lossless` says before it is decoded."""
         drafting, rule = DRAFTINGS.get(str(self.columns["drafting"])), RULES.get(str(self.columns["rule"]))
         if drafting is None or rule is None or str(self.columns["tree"]).endswith("-published"):
             return False  # of a package that is not installed; or published code, as earlier versions recorded it

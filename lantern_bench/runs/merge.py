@@ -54,11 +54,11 @@ def merge_runs(folders: Sequence[Path], out: Path | None = None) -> Merged:
     if folder.exists():
         raise UserError(f"--out {folder}: exists already", "Give --out with a new folder.")
     # Renamed when it is complete: an interrupted merge leaves no run.
-    draft = folder.with_name(f"{folder.name}.merging")
-    shutil.rmtree(draft, ignore_errors=True)
+    partial = folder.with_name(f"{folder.name}.merging")
+    shutil.rmtree(partial, ignore_errors=True)
     scores = [row for shard in shards for row in read_scores(shard.folder)]
-    _write(shards, [row for row in scores if row["level"] == "image"], draft, folder.name)
-    draft.rename(folder)
+    _write(shards, [row for row in scores if row["level"] == "image"], partial, folder.name)
+    partial.rename(folder)
     records = [row for shard in shards for row in shard.records]
     return Merged(folder, len(records), sum(row["status"] != "ok" for row in records), bool(scores))
 

@@ -28,7 +28,7 @@ from lantern_bench.runs.request import Request
 from lantern_bench.runs.store import done_images
 
 SECONDS_TO_END = 30.0
-"""So long a worker has to end by itself."""
+"""How long a worker that is asked to end may take, before it is killed."""
 _BEAT = 2.0  # a worker that decodes sends None, between two steps, after so many seconds without an event
 _POLL = 1.0  # seconds between two checks for signals
 _ADVICE = "Its finished images are kept. The same command continues."

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 WORKER_TIMEOUT = 1800.0
-"""Seconds: loading, compiling and encoding captions give no sign of life, decoding does at every step."""
+"""Seconds of silence after which a worker is ended; it is silent while it loads, compiles and encodes captions."""
 DEFAULT_CLUSTER = "default"
 """The address of the Ray cluster of `RAY_ADDRESS`, else of a new one on this machine."""
 

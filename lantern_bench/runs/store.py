@@ -22,7 +22,7 @@ from filelock import FileLock, Timeout
 from lantern_bench.config.experiment import ResolvedExperiment
 from lantern_bench.config.plan import ImageKey, ImageTask
 from lantern_bench.errors import RefusedError, UserError
-from lantern_bench.models.io.files import draft_of, write_atomically
+from lantern_bench.models.io.files import partial_path, write_atomically
 from lantern_bench.runs.records import (
     Row,
     RowFile,
@@ -307,8 +307,10 @@ def check_is_run(folder: Path) -> None:
     """Raise `UserError` for a folder that has other contents than a run's."""
     if folder.is_dir() and not (folder / MANIFEST).exists():
         files = {folder / name for name in (LOCK, WRITER, RECORDS, SCORES)}
-        drafts = {draft_of(folder / name) for name in (WRITER, MANIFEST)}  # what a sweep killed at its start leaves
-        others = {path.name for path in set(folder.iterdir()) - files - drafts}
+        partial = {
+            partial_path(folder / name) for name in (WRITER, MANIFEST)
+        }  # what a sweep killed at its start leaves
+        others = {path.name for path in set(folder.iterdir()) - files - partial}
         if others:
             message = f"--out {folder}: contains {min(others)} and is not a run directory"
             raise UserError(message, "Give a new folder, or a run directory.")

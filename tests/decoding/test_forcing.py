@@ -8,7 +8,7 @@ import torch
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.loop import decode
 from lantern_bench.decoding.sampling import decoding_probabilities, guide
-from lantern_bench.decoding.teacher_forcing import drafts_along, proposer_at, teacher_forced
+from lantern_bench.decoding.teacher_forcing import drafter_logits_along, proposer_at, teacher_forced
 from lantern_bench.models.lanterns import HELD_OUT, Lanterns
 from lantern_bench.models.loaded_model import LoadedModel
 
@@ -32,7 +32,9 @@ def test_forced_logits_and_drafts_are_those_of_decoding(model: LoadedModel) -> N
     logits = guide(forced.logits.cond, forced.logits.uncond, 1.5)
     torch.testing.assert_close(logits, torch.stack([image.logits for image in images]), atol=1e-3, rtol=0)
 
-    along = [guide(drafts.cond, drafts.uncond, 1.5)[:, 0].clone() for drafts in drafts_along(model.drafter, forced)]
+    along = [
+        guide(drafts.cond, drafts.uncond, 1.5)[:, 0].clone() for drafts in drafter_logits_along(model.drafter, forced)
+    ]
     assert len(along) == LENGTH - 1
     positions = torch.tensor([1, 9])
     proposer = proposer_at(model.drafter, forced, positions, 4, decoding)

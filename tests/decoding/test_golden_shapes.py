@@ -79,7 +79,7 @@ def test_levels_and_layout_name_every_child_once(name: str) -> None:
         assert (tree.children[level.nodes] >= 0).sum(dim=1).max() == level.fanout
     assert drafted == list(range(1, len(tree.depths)))
     counts = (tree.children >= 0).sum(dim=1)
-    for rank, active in enumerate(tree.layout.active):
+    for rank, active in enumerate(tree.layout.nodes_per_rank):
         assert (counts[tree.layout.nodes[:active]] > rank).all()
         assert (counts[tree.layout.nodes[active:]] <= rank).all()
     assert (counts[tree.layout.slots < 0] == 0).all()

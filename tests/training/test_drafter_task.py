@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.sampling import guide
-from lantern_bench.decoding.teacher_forcing import drafts_along, teacher_forced
+from lantern_bench.decoding.teacher_forcing import drafter_logits_along, teacher_forced
 from lantern_bench.errors import RefusedError
 from lantern_bench.models import registry
 from lantern_bench.models.eagle import load_drafter, untrained_drafter
@@ -101,7 +101,10 @@ def test_features_and_drafts_match_the_decode_sessions(sequences: Sequences) -> 
 
     task = task_of(replace(sequences, tokens=sequences.tokens[:3]))
     p = guide(forced.logits.cond, forced.logits.uncond, 2.0).softmax(-1)
-    q = [guide(drafts.cond, drafts.uncond, 2.0).softmax(-1)[:, 0] for drafts in drafts_along(task.drafter, forced)]
+    q = [
+        guide(drafts.cond, drafts.uncond, 2.0).softmax(-1)[:, 0]
+        for drafts in drafter_logits_along(task.drafter, forced)
+    ]
     overlap = torch.minimum(p[:, 1:], torch.stack(q, dim=1)).sum(-1).mean()
     assert task.evaluate()["one_minus_tv"] == pytest.approx(float(overlap), abs=1e-5)
 

@@ -7,7 +7,8 @@ A node has a target distribution p and children x, tried in order. Child x is ac
 where q is the distribution it was drawn from and m(x) its neighbour mass (0 under the strict rule). When x is rejected,
 p becomes the residual max(p - q, 0), renormalised, without the neighbours whose mass x took; and q loses x, because
 siblings are drawn without replacement. A deterministic draft is the case q(x) = 1. When no child is left, the bonus
-token is drawn from the residual.
+token is drawn from the residual. A rule of `chance` gives the probability f of acceptance itself; its residual is
+max(p - q f, 0).
 
 A residual depends on no random number, so all nodes are computed together, one child rank at a time.
 docs/algorithms.md, sections 3, 4 and 8.4.
@@ -130,7 +131,7 @@ class _Remaining:
     def reject_sampled(self, x: Tensor, tried: Tensor, merged: _Merged | None, share: Tensor | None) -> None:
         """Replace p by its residual max(p - q, 0) where x is tried, and take x out of q; `share` [n, V] of q counts.
 
-        The residual is 0 at x: a rejected x has p(x) <= p(x) + m(x) < q(x).
+        Without `share` the residual is 0 at x: a rejected x has p(x) <= p(x) + m(x) < q(x).
         """
         assert self.q is not None
         p, q = self.p[: len(x)], self.q[: len(x)]
@@ -172,7 +173,7 @@ class _Remaining:
         return self._p_sum[:n].to(self.p.dtype)
 
     def _handle_empty(self, empty: Tensor) -> None:
-        """Where nothing is left of p: no more children; the authors' code goes on with a uniform distribution."""
+        """Mark nodes whose residual is empty as exhausted; the authors' code replaces p by a uniform distribution."""
         if self.rule.official_residual:
             n_codes = self.rule.n_codes or self.p.shape[1]
             self.p[: len(empty), :n_codes].masked_fill_(empty, 1.0 / n_codes)

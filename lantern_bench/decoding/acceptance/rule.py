@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lantern_bench.config.decoding import Decoding
-from lantern_bench.decoding.protocol import Model
+from lantern_bench.decoding.protocol import DecodableModel
 from lantern_bench.methods.parameters import load_code
 
 _OFFICIAL_SHARES = {"exact": None, "plain": 1.0, "none": 0.0}  # by `Rule.published`
@@ -55,8 +55,8 @@ class AcceptanceRule:
         return self.nearest_codes[tokens, :columns].long()
 
 
-def rule_of(decoding: Decoding, model: Model) -> AcceptanceRule:
-    """Return the acceptance rule of a decoding; raises as `Model.table` and `Model.codes`."""
+def rule_of(decoding: Decoding, model: DecodableModel) -> AcceptanceRule:
+    """Return the acceptance rule of a decoding; raises as `DecodableModel.table` and `DecodableModel.codes`."""
     row = decoding.rule_row
     if row.lossless:
         name = decoding.rule if decoding.drafts else "strict"

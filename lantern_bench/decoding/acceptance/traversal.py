@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lantern_bench.decoding.acceptance.children import Acceptance, Children
 from lantern_bench.decoding.acceptance.rule import AcceptanceRule
-from lantern_bench.decoding.tree import Turn
+from lantern_bench.decoding.tree import RankGroup
 
 
 def share_after(share: Tensor, residual_sum: Tensor) -> Tensor:
@@ -46,12 +46,12 @@ def accept_traversal(
     share = p.new_zeros(len(layout.slots) + 1, images)
     share[0] = 1.0
     node_share, residual_sum = p.new_zeros(2, count, images).unbind()
-    for turn in layout.turns:
-        if len(turn.nodes) == count:  # as in a chain: nothing to copy
-            p, node_share, residual_sum = _reject_children(turn, share, p, q, tokens, offered, update)
+    for group in layout.groups:
+        if len(group.nodes) == count:  # as in a chain: nothing to copy
+            p, node_share, residual_sum = _reject_children(group, share, p, q, tokens, offered, update)
         else:
-            slots = turn.slots
-            rejected = _reject_children(turn, share, p[slots], q[slots], tokens[slots], offered[slots], update)
+            slots = group.slots
+            rejected = _reject_children(group, share, p[slots], q[slots], tokens[slots], offered[slots], update)
             p[slots], node_share[slots], residual_sum[slots] = rejected
     for _ in range(layout.levels):
         share[layout.nodes] = _ends_behind(node_share, share[layout.children])[-1]
@@ -62,7 +62,7 @@ def accept_traversal(
 
 
 def _reject_children(
-    turn: Turn,
+    group: RankGroup,
     share: Tensor,
     p: Tensor,
     q: Tensor,
@@ -77,20 +77,20 @@ def _reject_children(
     x = tokens[:, :, :1]
     q_x = q.gather(2, x)
     ratio = torch.where(offered[:, :, :1] & (q_x > 0), p.gather(2, x) / q_x, 0.0).squeeze(2)
-    for _ in range(turn.levels):  # from one depth to the next
-        share[turn.children[:, 0]] = (share[turn.nodes] * ratio).clamp(max=1.0)
-    before = share[turn.nodes]
+    for _ in range(group.levels):  # from one depth to the next
+        share[group.children[:, 0]] = (share[group.nodes] * ratio).clamp(max=1.0)
+    before = share[group.nodes]
     residual = (before[:, :, None] * p - q).clamp_min_(0.0)
     residual_sum = residual.sum(dim=2)
     node_share = torch.where(offered[:, :, 0], update(before, residual_sum), before)
-    for rank, n in enumerate(turn.active[1:], 1):
+    for rank, n in enumerate(group.nodes_per_rank[1:], 1):
         x, q = tokens[:n, :, rank, None], q[:n].scatter(2, tokens[:n, :, rank - 1, None], 0.0)
         scale = torch.where(residual_sum[:n] > 0, residual_sum[:n] / node_share[:n], 1.0)
         owed, normalised_q = residual[:n] / scale[:, :, None], q / q.sum(dim=2, keepdim=True)
         q_x = normalised_q.gather(2, x)
         tried = offered[:n, :, rank, None] & (q_x > 0)
         chance = torch.where(tried, owed.gather(2, x) / q_x, 0.0).clamp(max=1.0)
-        share[turn.children[:n, rank]] = chance.squeeze(2)
+        share[group.children[:n, rank]] = chance.squeeze(2)
         residual[:n] = torch.where(tried, (owed - normalised_q).clamp_min_(0.0), residual[:n])
         residual_sum[:n] = residual[:n].sum(dim=2)
         updated = update(node_share[:n], residual_sum[:n])

@@ -1,6 +1,7 @@
 """Verification: which path of a draft tree a step commits, by sampling or greedily (docs/algorithms.md, section 3).
 
-Both take children, `verify_greedy` each alone, and commit the longest path of those that are taken.
+`verify` accepts at most one child of each node, by random numbers; `verify_greedy` decides on every child by itself.
+Both commit the longest path of accepted nodes.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def accept_tree(
         q=None if tree.q is None else tree.rows(tree.q),
         tokens=tree.rows(_tokens_of(tree, offered)),
         offered=tree.rows(offered) >= 0,
-        nodes_per_rank=[nodes * len(tree.tokens) for nodes in tree.layout.active],
+        nodes_per_rank=[nodes * len(tree.tokens) for nodes in tree.layout.nodes_per_rank],
         depth=depth,
         position=_positions(position, depth),
         layout=tree.layout,
@@ -97,7 +98,7 @@ def verify(
 
 
 def longest_path(tree: DraftTree, children: Tensor, taken: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the last node [B] of the longest path of `taken` children, the first such path, and the path itself.
+    """Return the last node [B] and all nodes of the longest path of `taken` children; the first in `path_order` wins.
 
     `children` int64 and `taken` bool [B, M, C]; the path as in `Verdict`.
     """
@@ -185,7 +186,7 @@ def _relaxed_argmax(
     rows, depth = tree.rows(tokens), tree.rows(tree.depths) + 1
     every_p, positions = greedy_probabilities(tree.rows(logits)), _positions(position, depth)
     agreed, mass = torch.zeros_like(rows, dtype=torch.bool), torch.zeros_like(rows, dtype=torch.float32)
-    for rank, nodes in enumerate(tree.layout.active):
+    for rank, nodes in enumerate(tree.layout.nodes_per_rank):
         n = nodes * len(tokens)
         x, p = rows[:n, rank], every_p[:n]
         p_x = p.gather(1, x[:, None]).squeeze(1)

@@ -153,7 +153,8 @@ class JacobiDrafting(DraftMethod):
 class HybridDrafting(JacobiDrafting):
     """A Jacobi window whose first `drafted` drafts are drawn from `share` q + (1 - `share`) r, fresh ones from q.
 
-    q is the drafter's distribution, r the row of the position, which at first was scored below a rejected token.
+    q is the drafter's distribution, r the target's last answer; at the first position r was computed below a token that
+    has been rejected.
     """
 
     reads_last_drafts = True

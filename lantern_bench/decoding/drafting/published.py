@@ -39,11 +39,14 @@ class PublishedScd(JacobiDrafting):
 
 
 class PublishedSjdPac(PacDrafting):
-    """Each candidate is accepted by itself, and the longest accepted path wins; behind a whole window, a uniform token.
+    """SJD-PAC as its authors coded it, with p the target's new answer, q what a draft was drawn from, r the old answer.
 
-    Also: a rejected first candidate that has siblings is redrawn from what all of them leave and not from what it
-    leaves; siblings come from norm(max(r - q, 0)), and are verified as draws from r; the p behind the last draft is not
-    reused. One thing differs from the authors' code: a sibling never equals the first candidate.
+    - Each candidate is accepted by itself, and the longest accepted path wins; a uniform token follows a whole window.
+    - A rejected first candidate that has siblings is redrawn from the residual that all of them leave.
+    - Siblings are drawn from norm(max(r - q, 0)) and verified as draws from r.
+    - The p behind the last draft is not reused.
+
+    One thing differs from the authors' code: a sibling never equals the first candidate.
     """
 
     reads_last_drafts = True

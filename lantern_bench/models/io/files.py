@@ -21,7 +21,7 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lantern-bench"
 
 
-def draft_of(path: Path) -> Path:
+def partial_path(path: Path) -> Path:
     """Where `write_atomically` writes before it renames; a killed process can leave this file."""
     return path.with_name(f".{path.name}.part")
 
@@ -29,16 +29,16 @@ def draft_of(path: Path) -> Path:
 def write_atomically(path: Path, content: bytes | Iterable[bytes]) -> None:
     """Write a file so that readers see all of it or none; raises `OSError` and leaves nothing where this fails."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = draft_of(path)
+    partial = partial_path(path)
     try:
-        with draft.open("wb") as file:
+        with partial.open("wb") as file:
             file.writelines([content] if isinstance(content, bytes) else content)
             file.flush()
             os.fsync(file.fileno())
-        draft.replace(path)
+        partial.replace(path)
     except OSError:
         with contextlib.suppress(OSError):
-            draft.unlink()
+            partial.unlink()
         raise
 
 
