@@ -40,7 +40,7 @@ from lantern_bench.models.lanterns.modules import (
 from lantern_bench.models.target import Condition, TransformerTarget
 from lantern_bench.models.vq import VQModel
 from lantern_bench.training.loop import OnEvent, Task, TrainReport, train
-from lantern_bench.training.recipe import RECIPES, Device, Settings, TrainSettings
+from lantern_bench.training.recipe import RECIPES, Device, StrictSettings, TrainSettings
 from lantern_bench.training.task import DrafterTask, Sequences
 
 REPORT = "training_report.json"
@@ -72,7 +72,7 @@ PARTS: dict[str, Part] = {
 """In the order in which they are trained."""
 
 
-class RecipeSettings(Settings):
+class RecipeSettings(StrictSettings):
     """The settings of a training. Without `minutes` and `steps` a part trains for its own minutes.
 
     `log_every` and `checkpoint_every` are steps; None leaves them to the part. `compiled` compiles the training of

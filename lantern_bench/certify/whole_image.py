@@ -163,7 +163,7 @@ def decoded_evidence(
     batch = max(1, min(images, _VALUES // (target.image_tokens * target.vocab_size)))
     noise = torch.Generator().manual_seed(record_seed(seed, "places in probability", 0))
     for start in range(0, images, batch):
-        slots = [(prompts[at % len(prompts)], at // len(prompts)) for at in range(start, start + batch)]
+        slots = [(prompts[index % len(prompts)], index // len(prompts)) for index in range(start, start + batch)]
         streams = generators(model, [record_seed(seed, prompt.id, repeat) for prompt, repeat in slots])
         condition = model.condition([prompt.text for prompt, _ in slots])
         decoded = decode(model, condition, decoding, streams, engine=model.engine, rule=rule)

@@ -110,18 +110,18 @@ def verify(
     if not checked.problems:
         console.say(f"{checked.records} records, {checked.pictures} pictures and {checked.scores} scores are undamaged")
         return
-    rows = [(problem.file, problem.problem, "yes" if problem.again else "no") for problem in checked.problems]
+    rows = [(problem.file, problem.problem, "yes" if problem.repairable else "no") for problem in checked.problems]
     console.table(pd.DataFrame(rows, columns=["file", "problem", "made_again_by_repair"]), format=format)
-    again = sum(problem.again for problem in checked.problems)
-    if repair and again:
+    repairable = sum(problem.repairable for problem in checked.problems)
+    if repair and repairable:
         dropped = runs_verify.repair(run, checked)
         if _check_run(run).records:
             write_tables(run)
         console.say(f"{dropped} lines dropped, tables written; the command that started the run makes the rest again")
-    if not repair or again < len(checked.problems):
-        advice = f"`lantern-bench verify {run} --repair` and the same sweep make {again} of them again."
+    if not repair or repairable < len(checked.problems):
+        advice = f"`lantern-bench verify {run} --repair` and the same sweep make {repairable} of them again."
         message = f"{run}: {len(checked.problems)} problems"
-        raise CheckFailedError(message, None if repair or not again else advice)
+        raise CheckFailedError(message, None if repair or not repairable else advice)
 
 
 def _check_run(folder: Path) -> Checked:

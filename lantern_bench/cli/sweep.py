@@ -104,7 +104,7 @@ def score(
     with console.progress() as progress:
         show = show_events(console, progress)
         scored_by, count = score_run_directory(
-            run, show, protocol=protocol, reference=reference, device=device, infinity=infinity, again=again
+            run, show, protocol=protocol, reference=reference, device=device, infinity=infinity, rescore=again
         )
 
     from lantern_bench.report.tables import write_tables

@@ -142,7 +142,7 @@ def figures_of(names: Sequence[str], sets: FeatureSets, manifold: FeatureSets | 
     return {row.name: row.function()(manifold if manifold and row.is_manifold else sets) for row in metrics}
 
 
-class Measured(NamedTuple):
+class SetFigures(NamedTuple):
     """The figures of one set of pictures."""
 
     columns: dict[str, Any]  # by name of the column; None where a figure cannot be measured
@@ -150,7 +150,7 @@ class Measured(NamedTuple):
     notes: list[str]
 
 
-def measure_sets(sets: FeatureSets, extractor: Extractor, manifold: FeatureSets | None = None) -> Measured:
+def measure_sets(sets: FeatureSets, extractor: Extractor, manifold: FeatureSets | None = None) -> SetFigures:
     """Measure pictures against a reference with all metrics of sets; intervals are by jackknife.
 
     Prompts taken in turn leave a set without pairs of one caption, which shifts KID below 0 alike in every cell.
@@ -171,7 +171,7 @@ def measure_sets(sets: FeatureSets, extractor: Extractor, manifold: FeatureSets 
         for name, figure in figures.items()
         if METRICS[name].is_paired
     }
-    return Measured(columns, of_images, notes)
+    return SetFigures(columns, of_images, notes)
 
 
 # ---- FID-infinity: extrapolated to infinitely many pictures, since FID of few pictures is biased upwards

@@ -366,11 +366,11 @@ def predict_run(run: RunData, device: Device, stack: str, model: str | None = No
 def prediction_rows(run: RunData, device: Device, stack: str, model: str | None = None) -> Iterator[dict[str, Any]]:
     """Yield the rows of `predict_run` without what the run measured."""
     cells, kernels = run_cells(run), STACKS[stack]
-    if not any(any(cell.good["committed_per_step"]) for cell in cells):
+    if not any(any(cell.completed["committed_per_step"]) for cell in cells):
         raise RefusedError(f"{run.folder}: no image has recorded steps", "Give a run with completed images.")
     for cell in cells:
-        good = [row for row in rows_of(cell.good[_READ]) if row["committed_per_step"]]
-        if not good:
+        completed = [row for row in rows_of(cell.completed[_READ]) if row["committed_per_step"]]
+        if not completed:
             continue
         own = str(cell.columns["model"])
         name, notes = model or own, []
@@ -378,15 +378,15 @@ def prediction_rows(run: RunData, device: Device, stack: str, model: str | None 
         if sizes is None:
             advice = "Give a published model with --model, such as llamagen-t2i-stage1."
             raise RefusedError(f"the sizes of {name} are not known", advice)
-        counts = [count for row in good for count in row["committed_per_step"]]
-        length, tokens = sum(counts) / len(counts), sum(row["tokens"] for row in good) / len(good)
-        progress = sum(start for row in good for start in row["start_per_step"]) / len(counts) / tokens
+        counts = [count for row in completed for count in row["committed_per_step"]]
+        length, tokens = sum(counts) / len(counts), sum(row["tokens"] for row in completed) / len(completed)
+        progress = sum(start for row in completed for start in row["start_per_step"]) / len(counts) / tokens
         if name != own:
             tokens = sizes.image_tokens
             notes.append(f"sizes of {name} at the acceptance of {own}: its own may differ")
         batch, guided = int(cell.columns["batch"] or 1), cell.columns["cfg_scale"] != 1
         setting = Setting(sizes, batch, guided, sizes.prefix + progress * tokens)
-        draft, assumed = _draft(cell, good, run.manifest)
+        draft, assumed = _draft(cell, completed, run.manifest)
         if batch > 1 and draft is not None:
             notes.append("images of a batch that end early are not counted as idle")
         plain = step_seconds(device, kernels, setting._replace(context=sizes.prefix + tokens / 2), None, 1.0)
@@ -399,7 +399,7 @@ def prediction_rows(run: RunData, device: Device, stack: str, model: str | None 
             "model": name,
             "device": device.name,
             "stack": stack,
-            "images": len(good),
+            "images": len(completed),
             "mean_accepted_length": length,
             "nodes": 1 if draft is None else draft.nodes,
             "drafter_forwards_per_step": 0 if draft is None or draft.levels is None else 1 + len(draft.levels),
@@ -418,7 +418,7 @@ def prediction_rows(run: RunData, device: Device, stack: str, model: str | None 
         }
 
 
-def _draft(cell: CellRecords, good: Sequence[Row], manifest: Mapping[str, Any]) -> tuple[Draft | None, str | None]:
+def _draft(cell: CellRecords, completed: Sequence[Row], manifest: Mapping[str, Any]) -> tuple[Draft | None, str | None]:
     """The draft of a cell, None for autoregressive decoding, and what is assumed about it."""
     drafting, label = cell.columns["drafting"], str(cell.columns["tree"])
     if drafting == "none":
@@ -430,8 +430,10 @@ def _draft(cell: CellRecords, good: Sequence[Row], manifest: Mapping[str, Any]) 
             paths = check_topology(settings["tree"])
             if topology_name(paths) == label:
                 return tree_draft(paths), None
-    depth = max(offered for row in good for offered in row["offered_depth_per_step"])
-    forwards = round(sum(row["drafter_forwards"] for row in good) / sum(len(row["start_per_step"]) for row in good))
+    depth = max(offered for row in completed for offered in row["offered_depth_per_step"])
+    forwards = round(
+        sum(row["drafter_forwards"] for row in completed) / sum(len(row["start_per_step"]) for row in completed)
+    )
     levels = (1,) * (forwards - 1) if forwards else None
     note = f"the nodes of {drafting} are not recorded: a chain of {depth} is assumed"
     return Draft(depth + 1, levels, depth, 1), note

@@ -53,7 +53,7 @@ def _length_rows(cell: CellRecords) -> Iterator[dict[str, Any]]:
     """The histogram of the tokens committed by a step; empty for a cell without drafts."""
     if cell.columns["drafting"] == "none":
         return
-    steps = (length for counts in cell.good["committed_per_step"] for length in counts or ())
+    steps = (length for counts in cell.completed["committed_per_step"] for length in counts or ())
     counts = Counter(int(length) for length in steps if length > 0)
     for length in range(1, max(counts, default=0) + 1):
         share = proportion(counts[length], counts.total()).columns("share")
@@ -117,10 +117,10 @@ def speed_quality_points(runs: Mapping[str, Tables]) -> pd.DataFrame:
 
 def is_dominated(points: pd.DataFrame, speed: str, quality: str, less_is_better: bool) -> list[bool]:
     """Return for each point whether another of its run and model is no worse in both, better in one."""
-    fast, good = points[speed].to_numpy(), points[quality].to_numpy() * (-1 if less_is_better else 1)
+    speeds, qualities = points[speed].to_numpy(), points[quality].to_numpy() * (-1 if less_is_better else 1)
     group = points.groupby(["run", "model"]).ngroup().to_numpy()
-    no_worse = (fast >= fast[:, None]) & (good >= good[:, None]) & (group == group[:, None])
-    better = (fast > fast[:, None]) | (good > good[:, None])
+    no_worse = (speeds >= speeds[:, None]) & (qualities >= qualities[:, None]) & (group == group[:, None])
+    better = (speeds > speeds[:, None]) | (qualities > qualities[:, None])
     return (no_worse & better).any(axis=1).tolist()
 
 

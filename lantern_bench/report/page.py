@@ -154,7 +154,7 @@ def to_plotly(chart: Chart, styles: Styles, numbers: Numbers) -> Plain:
     ]
     groups = sorted(chart.groups(), key=lambda rows: chart.x_values(rows)[0])
     for number, rows in enumerate(groups):
-        looks = [styles[cell_key(row)] for _, row in rows.iterrows()]
+        row_styles = [styles[cell_key(row)] for _, row in rows.iterrows()]
         is_hollow = "dominated" in rows and bool(rows["dominated"].iloc[0])
         trace: Plain = {
             "name": curves.line_label(rows), "x": chart.x_values(rows), "y": rows[chart.y].astype(float).tolist(),
@@ -163,8 +163,8 @@ def to_plotly(chart: Chart, styles: Styles, numbers: Numbers) -> Plain:
             "hovertemplate": "%{hovertext}<extra></extra>",
             "mode": "lines+markers" if chart.joined else "markers",
             "opacity": 0.5 if is_hollow else 1.0,
-            "marker": {"symbol": [_SYMBOLS[look.marker] + "-open" * is_hollow for look in looks], "size": 8},
-            "line": {"dash": _DASHES[looks[-1].line], "width": 1.5},
+            "marker": {"symbol": [_SYMBOLS[style.marker] + "-open" * is_hollow for style in row_styles], "size": 8},
+            "line": {"dash": _DASHES[row_styles[-1].line], "width": 1.5},
         }  # fmt: skip
         if not chart.joined and (len(groups) <= _NAMED or not is_hollow):
             # Neighbours have their names in different places.
@@ -214,11 +214,13 @@ _DIGITS = string.digits + string.ascii_lowercase
 def _pictures(runs: Mapping[str, RunData], records: Mapping[CellKey, CellRecords], home: Path) -> Plain:
     """Prompts in the order of the plan, and their pictures, each with its figures; `left_out` counts other prompts."""
     cells, keys = list(records.values()), list(records)
-    drawn = pd.concat([cell.good.loc[cell.good["image"].notna(), _READ].assign(cell=n) for n, cell in enumerate(cells)])
+    drawn = pd.concat(
+        [cell.completed.loc[cell.completed["image"].notna(), _READ].assign(cell=n) for n, cell in enumerate(cells)]
+    )
     drawn = drawn.fillna({"order_index": 0}).sort_values("order_index", kind="stable")
     counts = drawn.groupby("prompt", sort=False).size().cumsum()
     prompts = list(counts.index[counts <= PICTURES]) or list(counts.index[:1])
-    sides = {grid_side(cell.good) for cell in cells if len(cell.good)}
+    sides = {grid_side(cell.completed) for cell in cells if len(cell.completed)}
     grid = sides.pop() if len(sides) == 1 else None
     scores = {name: _image_scores(run) for name, run in runs.items()}
     thumbnails: dict[Any, int] = {}
@@ -267,9 +269,9 @@ def length_map(cell: CellRecords) -> list[float | None] | None:
 
     None for a cell without drafts, or whose tokens fill no square.
     """
-    if grid_side(cell.good) is None or cell.columns["drafting"] == "none":
+    if grid_side(cell.completed) is None or cell.columns["drafting"] == "none":
         return None
-    rows = rows_of(cell.good[["tokens", "start_per_step", "committed_per_step"]])
+    rows = rows_of(cell.completed[["tokens", "start_per_step", "committed_per_step"]])
     lengths = pd.DataFrame([step_lengths(row) for row in rows])
     return [None if pd.isna(mean) else round(float(mean), 3) for mean in lengths.where(lengths > 0).mean()]
 
@@ -409,10 +411,10 @@ def run_facts(name: str, data: RunData, tables: Tables) -> Plain:
     experiment = dict(manifest.get("experiment") or {})
     paper = read_paper(experiment.get("paper"))
     names = ("model", "prompts", "images", "repeats", "seed", "batch", "metrics", "compile")
-    facts = {name: experiment[name] for name in names if experiment.get(name) is not None}
+    settings = {name: experiment[name] for name in names if experiment.get(name) is not None}
     if manifest.get("started"):
-        facts |= {"started": manifest["started"], "ended": manifest.get("ended") or "not ended"}
-        facts["sessions"] = len(manifest.get("sessions") or ())
+        settings |= {"started": manifest["started"], "ended": manifest.get("ended") or "not ended"}
+        settings["sessions"] = len(manifest.get("sessions") or ())
     rows = (row for row in reproduction_rows(tables, paper) if row.get("published") is not None)
     published = side_by_side(frame("reproduction", rows)) if paper else None
     weights = (manifest.get("key") or {}).get("weights") or {}
@@ -420,7 +422,7 @@ def run_facts(name: str, data: RunData, tables: Tables) -> Plain:
         "name": name,
         "title": str(experiment.get("description") or experiment.get("name") or name),
         "machine": _in_words({name: manifest.get(name) for name in ("device", "threads", "dtype", "machine")}),
-        "settings": _in_words(facts),
+        "settings": _in_words(settings),
         "weights": list(weights.items()),
         "experiment": json.dumps(experiment, indent=2, ensure_ascii=False),
         "published": None if published is None or not len(published) else published,
@@ -429,10 +431,10 @@ def run_facts(name: str, data: RunData, tables: Tables) -> Plain:
     }
 
 
-def _in_words(facts: Plain) -> list[tuple[str, str]]:
+def _in_words(values: Plain) -> list[tuple[str, str]]:
     """The values of nested dicts with their names, as text; nothing for a missing value."""
     pairs = []
-    for name, value in pd.json_normalize(facts, sep=" ").to_dict("records")[0].items():
+    for name, value in pd.json_normalize(values, sep=" ").to_dict("records")[0].items():
         if value not in (None, "", [], {}):
             words = re.sub(r"\b(machine|versions) ", "", str(name)).replace("_", " ")
             pairs.append((words, ", ".join(map(str, value)) if isinstance(value, list) else str(value)))

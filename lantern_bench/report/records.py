@@ -80,7 +80,7 @@ class CellRecords:
     """The records of one cell."""
 
     columns: Row  # those of a cell
-    good: pd.DataFrame  # completed records, by prompt and repeat
+    completed: pd.DataFrame  # completed records, by prompt and repeat
     failed: int  # images that failed
 
     @property
@@ -103,12 +103,12 @@ class CellRecords:
         `count` is 1, `device_id` a text (empty where not recorded); `steps`, `committed` and `accepted` count over the
         steps, `uncut` is the tokens with the last step uncut. Seconds and `*_ms` are those of `_usual_share`.
         """
-        good, names = self.good, ["prompt_id", "repeat"]
-        index = pd.MultiIndex.from_arrays([list(good["prompt_id"]), list(good["repeat"])], names=names)
-        figures: dict[str, Any] = {name: good[name].to_numpy(float, na_value=np.nan) for name in _RECORDED}
+        completed, names = self.completed, ["prompt_id", "repeat"]
+        index = pd.MultiIndex.from_arrays([list(completed["prompt_id"]), list(completed["repeat"])], names=names)
+        figures: dict[str, Any] = {name: completed[name].to_numpy(float, na_value=np.nan) for name in _RECORDED}
         for name in ("committed", "accepted"):
-            figures[name] = [sum(counts or ()) for counts in good[f"{name}_per_step"]]
-        figures["steps"] = [len(counts or ()) for counts in good["committed_per_step"]]
+            figures[name] = [sum(counts or ()) for counts in completed[f"{name}_per_step"]]
+        figures["steps"] = [len(counts or ()) for counts in completed["committed_per_step"]]
         images = pd.DataFrame(figures, index=index).astype(float).assign(count=1.0)
         images["uncut"] = images["mal_uncut"] * images["steps"]
         images["process"] = images["process"].fillna(0.0)  # not recorded: one process
@@ -116,7 +116,7 @@ class CellRecords:
         images["seconds"] *= images["kept_share"]
         for phase in _PHASES:
             images[f"{phase}_ms"] = 1000.0 * images[f"{phase}_seconds"] * images["kept_share"]
-        texts = {name: [str(text or "") for text in good[name]] for name in ("record_key", "device_id")}
+        texts = {name: [str(text or "") for text in completed[name]] for name in ("record_key", "device_id")}
         return images.assign(**texts)
 
     @cached_property
@@ -128,7 +128,9 @@ class CellRecords:
         """
         counts = Counter(
             (depth, start + depth - 1, rank >= 0)
-            for starts, walks in zip(self.good["start_per_step"], self.good["child_rank_per_step"], strict=True)
+            for starts, walks in zip(
+                self.completed["start_per_step"], self.completed["child_rank_per_step"], strict=True
+            )
             if starts and walks
             for start, ranks in zip(starts, walks, strict=False)
             for depth, rank in enumerate(ranks, start=1)
@@ -145,7 +147,7 @@ class CellRecords:
     @cached_property
     def devices(self) -> Counter[str]:
         """Completed images by the name of their device; images whose device was not recorded are not counted."""
-        return Counter(str(device) for device in self.good["device"] if device)
+        return Counter(str(device) for device in self.completed["device"] if device)
 
 
 def load_runs(directories: Sequence[Path], wanted: Collection[str] | None = None) -> dict[str, RunData]:

@@ -75,7 +75,7 @@ def speed_row(cell: CellRecords, cells: Sequence[CellRecords], pool_devices: boo
     marks = images["disturbed"].dropna()
     row: dict[str, Any] = {
         **cell.columns,
-        "images": len(cell.good),
+        "images": len(cell.completed),
         "failed": cell.failed,
         "disturbed": int(marks.sum()) if len(marks) else None,
         "held_up": int((images["kept_share"] < 1.0).sum()),
@@ -197,8 +197,8 @@ def quality_rows(cell: CellRecords, cells: Sequence[CellRecords], protocols: Map
 def _scored(cell: CellRecords, scores: Scores, images: Sequence[Row], of_cell: Row) -> dict[str, Any]:
     """The figures of a cell under one protocol."""
     count, notes = len(images) or of_cell.get("n"), [of_cell.get("note")]
-    if count != len(cell.good):
-        notes.append(f"{count} of {len(cell.good)} images scored")
+    if count != len(cell.completed):
+        notes.append(f"{count} of {len(cell.completed)} images scored")
     elif images and of_cell and of_cell.get("n") != count:
         notes.append(f"{listed(OF_SETS)} over {of_cell.get('n')} images")
     # Scores without a protocol version were written before protocols had versions.

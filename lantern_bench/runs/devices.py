@@ -54,8 +54,8 @@ def choose_compute(device: str = "auto", dtype: str = "auto", fast: bool = False
     Raises `RefusedError` for a device that this machine lacks.
     """
     chosen = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
-    here = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
-    if (chosen.index or 0) >= here.get(chosen.type, 0):
+    counts = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
+    if (chosen.index or 0) >= counts.get(chosen.type, 0):
         raise RefusedError(f"--device {device}: this machine has no such device", "Leave it out, or give --device cpu.")
     if dtype == "auto":
         narrow = chosen.type == "cuda" or (fast and chosen.type == "cpu" and has_bfloat16(chosen))
@@ -74,8 +74,8 @@ def load_models(experiment: ResolvedExperiment, compute: Compute) -> dict[str, L
 def set_space(model: LoadedModel, space: Space | None) -> None:
     """Set the space of neighbours (None: as published); raises `UserError` for a model with its own table."""
     if space is not None and model.given_table is not None:
-        what = f"--neighbour-space {space}: {model.name} has its own neighbour table"
-        raise UserError(what, "Leave one of them out.")
+        problem = f"--neighbour-space {space}: {model.name} has its own neighbour table"
+        raise UserError(problem, "Leave one of them out.")
     model.neighbour_space = space or model.neighbour_space
 
 
@@ -103,8 +103,8 @@ def program_folder(model: LoadedModel, compute: Compute) -> Path:
     outside = {name: row.fingerprint() for name, row in (OUTSIDE_RULES | OUTSIDE_DRAFTINGS).items()}
     # `model.weights` alone does not tell apart models of random weights.
     parts = (model.name, sorted(model.weights.items()), repr(model.target), repr(model.drafter), compute.dtype_name)
-    here = (ENGINE_VERSION, str(torch.__version__), *processor(), sorted(outside.items()))
-    digest = hashlib.sha256(repr((parts, here)).encode())
+    environment = (ENGINE_VERSION, str(torch.__version__), *processor(), sorted(outside.items()))
+    digest = hashlib.sha256(repr((parts, environment)).encode())
     for file in files:
         digest.update(file.read_bytes())
     return cache_folder() / "programs" / digest.hexdigest()[:24]

@@ -192,7 +192,7 @@ class Worker:
         if settings.threads is None:
             runner.prepare_models(request.plan, self.models, (), lambda _event: None)
             runner.set_fastest_threads(request.plan.tasks, self.models, notes.append)
-        self.again = "speed" in settings.metrics
+        self.repeat_disturbed = "speed" in settings.metrics
         key = key_fields(self.models, settings, self.compute, request.plan.cells)
         session = {"device": device_columns(self.compute.device), "machine": machine_block()}
         return Ready(notes, key, session, runner.compute_block(self.compute, key["compile"]))
@@ -210,7 +210,7 @@ class Worker:
         prepare_seconds = prepare_models(shard, self.models, (), lambda _event: None)
         batches = [batch for batch in shard.batches() if any(task.order_index in missing for task in batch)]
         if self.decoder is None:
-            self.decoder = Decoder(self.models, self.compute, session, self.again)
+            self.decoder = Decoder(self.models, self.compute, session, self.repeat_disturbed)
             yield from self.decoder.warm_up(batches)
             settle_garbage()
         self.decoder.session["prepare_seconds"] += prepare_seconds

@@ -47,8 +47,16 @@ def decode_missing(request: Request, emit: Emit) -> int:
         run.update_manifest(**request.manifest_entries(), load_before=round(load, 2))
         try:
             calibrate_threads(run, request.plan, models, settings.threads, emit)
-            again = "speed" in settings.metrics
-            return run_plan(run, request.plan, models, compute, emit, prepare_seconds=prepare_seconds, again=again)
+            repeat_disturbed = "speed" in settings.metrics
+            return run_plan(
+                run,
+                request.plan,
+                models,
+                compute,
+                emit,
+                prepare_seconds=prepare_seconds,
+                repeat_disturbed=repeat_disturbed,
+            )
         finally:
             torch.set_num_threads(threads)
 
@@ -121,16 +129,16 @@ def run_plan(
     emit: Emit,
     *,
     prepare_seconds: float = 0.0,
-    again: bool = False,
+    repeat_disturbed: bool = False,
 ) -> int:
-    """Decode the images of `plan` that `store` lacks, with `again` disturbed ones again; return how many failed."""
+    """Decode the images of `plan` that `store` lacks, and disturbed ones again if asked for; return how many failed."""
     batches = [batch for batch in plan.batches() if not all(map(store.is_done, batch))]
     to_do = Counter(task.cell.cell_id for task in plan.tasks if not store.is_done(task))
     session = open_session(store, prepare_seconds=prepare_seconds)
     started = store.manifest.get("started", session["started"])
     described = compute_block(compute, store.key["compile"]) | {"machine": devices.machine_block()}
     store.update_manifest(started=started, ended=None, **described)
-    decoder = Decoder(models, compute, session, again)
+    decoder = Decoder(models, compute, session, repeat_disturbed)
     try:
         emit(Started(len(plan.tasks) - to_do.total(), to_do))
         for note in decoder.warm_up(batches):
@@ -178,10 +186,14 @@ class Decoder:
     """Decodes the batches of a run on one device and writes nothing; counts what it does in `session`."""
 
     def __init__(
-        self, models: Mapping[str, LoadedModel], compute: Compute, session: dict[str, Any], again: bool = False
+        self,
+        models: Mapping[str, LoadedModel],
+        compute: Compute,
+        session: dict[str, Any],
+        repeat_disturbed: bool = False,
     ) -> None:
         self.session = session
-        self._models, self._compute, self._again = models, compute, again
+        self._models, self._compute, self._repeat_disturbed = models, compute, repeat_disturbed
 
     def warm_up(self, batches: Iterable[Batch]) -> Iterator[Note]:
         """Decode a part of each kind of batch untimed; yield a note about it."""
@@ -229,7 +241,7 @@ class Decoder:
         attempts: list[list[DecodedImage]] = []
         session = self.session
         while not attempts or (
-            self._again
+            self._repeat_disturbed
             and len(attempts) < _MAX_ATTEMPTS
             and attempts[-1][0].lost_share(len(batch)) > DISTURBED
             and session["again_seconds"] <= _MAX_REPEAT_SHARE * session["first_seconds"]

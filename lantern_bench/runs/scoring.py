@@ -246,10 +246,10 @@ def score_run(
     emit: Emit | None = None,
     *,
     infinity: bool = False,
-    again: bool = False,
+    rescore: bool = False,
     **options: Any,
 ) -> int:
-    """Score the cells of a run that these scorers have not scored, or all `again`; return the number of rows written.
+    """Score the cells of a run that these scorers have not scored, or all `rescore`; return the number of rows written.
 
     Sets of ar images with different seeds are scored together. `options` as in `score_records`.
     """
@@ -260,7 +260,7 @@ def score_run(
     pending = [
         cell_id
         for cell_id, records in cells.items()
-        if again or not _is_scored(cell_id, records, scores, scorers, label, infinity)
+        if rescore or not _is_scored(cell_id, records, scores, scorers, label, infinity)
     ]
     with_spread = {row["cell_id"] for row in scores if row["level"] == "band"}
     for family in _ar_families(cells):
@@ -302,7 +302,7 @@ def score_run_directory(
     reference: str | None = None,
     device: str = "auto",
     infinity: bool = False,
-    again: bool = False,
+    rescore: bool = False,
 ) -> tuple[Protocol, int]:
     """Score a run, by default by its own protocol; return the protocol and how many rows it wrote."""
     recorded = read_manifest(folder).get("experiment", {})
@@ -312,7 +312,7 @@ def score_run_directory(
     scorers = load_scorers(rules, compute.device)
     pictures = reference or (recorded.get("reference") if name == recorded.get("protocol") else None)
     against = find_reference(pictures, rules)
-    return rules, score_folder(folder, scorers, against, emit, infinity=infinity, again=again)
+    return rules, score_folder(folder, scorers, against, emit, infinity=infinity, rescore=rescore)
 
 
 def load_scorers_of(request: Request, device: str) -> tuple[Scorers, Reference | None]:

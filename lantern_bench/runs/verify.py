@@ -24,7 +24,7 @@ class Problem(NamedTuple):
 
     file: str
     problem: str
-    again: bool = True  # whether a repair and the same sweep make it again
+    repairable: bool = True  # whether a repair and the same sweep make it again
 
 
 @dataclass(frozen=True)
@@ -62,10 +62,10 @@ def verify(folder: Path) -> Checked:
     try:
         problems += _compare(_plan_of(manifest), manifest, records.values())
     except LanternError as error:
-        problems.append(Problem("manifest.json", f"its images cannot be counted: {error.message}", again=False))
+        problems.append(Problem("manifest.json", f"its images cannot be counted: {error.message}", repairable=False))
     orphans = sum(row.record_key not in records for row in rows["scores"] if row.level == "image")
     if orphans:
-        problems.append(Problem(SCORES, f"{orphans} rows score images that have no record", again=False))
+        problems.append(Problem(SCORES, f"{orphans} rows score images that have no record", repairable=False))
     return Checked(len(records), len(pictures), len(rows["scores"]), problems, frozenset(broken), lines_are_undamaged)
 
 
@@ -104,9 +104,9 @@ def _compare(plan: Plan, manifest: Mapping[str, Any], records: Iterable[Any]) ->
         for task, row in zip(tasks, rows, strict=True):
             if row is not None and row.record_key != (key := record_key(task, manifest["key"])):
                 problem = f"{task.image}: its record key {row.record_key} is not that of its settings, {key}"
-                yield Problem(RECORDS, problem, again=False)
+                yield Problem(RECORDS, problem, repairable=False)
     if recorded:
-        yield Problem(RECORDS, f"{len(recorded)} records are of no image of the experiment", again=False)
+        yield Problem(RECORDS, f"{len(recorded)} records are of no image of the experiment", repairable=False)
 
 
 def repair(folder: Path, checked: Checked) -> int:

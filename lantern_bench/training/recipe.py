@@ -32,13 +32,13 @@ Device = Annotated[
 _Model = TypeVar("_Model", bound=BaseModel)
 
 
-class Settings(BaseModel):
+class StrictSettings(BaseModel):
     """Settings that refuse names that they do not have."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-class Optimisation(Settings):
+class Optimisation(StrictSettings):
     """How weights change: AdamW, its schedule and the clipping of gradients.
 
     The learning rate rises linearly over `warmup` steps and falls to `final_lr` of itself by a half cosine or a line.
@@ -156,7 +156,7 @@ def _flag(default: Any, help: str, **limits: Any) -> Any:
     return Field(default, title=help, **limits)
 
 
-class DrafterFlags(Settings):
+class DrafterFlags(StrictSettings):
     """The flags of `train drafter`: a title is the help. Those of single settings are checked with the recipe."""
 
     target: str

@@ -144,7 +144,7 @@ def disturbed(monkeypatch: pytest.MonkeyPatch, tiny: Any, tmp_path: Path) -> Any
         experiment, plan = tiny()
         with opened(tmp_path / "run", experiment) as store:
             part = replace(plan, tasks=plan.tasks[:images])
-            run_plan(store, part, {"tiny": MODEL}, CPU, lambda _event: None, again=again)
+            run_plan(store, part, {"tiny": MODEL}, CPU, lambda _event: None, repeat_disturbed=again)
         return read_records(tmp_path / "run")
 
     return run_disturbed
