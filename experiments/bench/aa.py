@@ -113,7 +113,7 @@ def figures(run: RunData) -> Iterator[tuple[str, str, Interval]]:
 
 def _uncut(cell: CellRecords) -> CellRecords:
     """Return the cell with the seconds of its records."""
-    raw = CellRecords(cell.columns, cell.good, cell.failed)
+    raw = CellRecords(cell.columns, cell.completed, cell.failed)
     raw.images["seconds"] /= raw.images["kept_share"]
     return raw
 

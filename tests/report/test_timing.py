@@ -57,8 +57,8 @@ def test_images_are_paired_by_prompt_whatever_their_order():
 
 def ratio_over_prompts(cells):
     """The ratio of sums with an interval over prompts, as figures of tokens have it."""
-    ar, cell = (cell.good["seconds"].tolist() for cell in cells)
-    return ratio_of_sums(ar, cell, cells[0].good["prompt_id"])
+    ar, cell = (cell.completed["seconds"].tolist() for cell in cells)
+    return ratio_of_sums(ar, cell, cells[0].completed["prompt_id"])
 
 
 def covers(interval, value):
