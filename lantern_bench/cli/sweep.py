@@ -187,7 +187,7 @@ def _show_summary(folder: Path, console: Console, format: str | None) -> None:
     from lantern_bench.report.tables import NAMES, write_tables
 
     console.table(write_tables(folder)["summary"], "summary", title=folder.name, format=format)
-    console.say(f"tables: {', '.join(f'{name}.csv' for name in NAMES)}; pictures: images/; all in")
+    console.say(f"tables: {', '.join(f'{name}.csv' for name in NAMES)}; pictures: images/")
     console.say(f"run: {folder}")
 
 

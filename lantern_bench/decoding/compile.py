@@ -111,8 +111,8 @@ class SavedProgram:
             program.save_compiled_function(str(self._path))  # the whole file or none
             return self._ready(program)
         except Exception as error:
-            reason = f"{type(error).__name__}: {one_line(error)}"
-            warnings.warn(f"a compiled program cannot be kept for the next start: {reason}", stacklevel=4)
+            text = f"a compiled program cannot be kept for the next start: {one_line(error)}"
+            warnings.warn(text, stacklevel=4)
             return compile_function(self._method, torch.device("cpu"))
 
     def _ready(self, program: Any) -> Callable[..., Any]:

@@ -1,7 +1,7 @@
 """Decoding: autoregressive, and speculative with any drafting and rule (methods/).
 
-One loop serves all speculative modes, whose steps are in `step.py`. The only copy to the host in a step is how far the
-images are; an autoregressive step has none.
+One loop serves all speculative modes, whose steps are in `step.py`. The only copy to the host in a step says how
+far the images are and whose logits are broken; an autoregressive step has none.
 """
 
 from __future__ import annotations

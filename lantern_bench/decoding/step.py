@@ -158,7 +158,7 @@ class Progress:
 
 
 class Speculation:
-    """The programs of one configuration for B images; bounds may differ from one image to the next (`start_images`).
+    """The programs of one configuration for B images; bounds may differ from batch to batch (`start_images`).
 
     A `drafting` that is given replaces that of the configuration. `compiled` False runs the settle program eagerly.
     """

@@ -46,7 +46,7 @@ class ImageTrace:
 def image_trace(
     tokens_wanted: int, rows: Sequence[Sequence[int]], masses: Sequence[Sequence[float]], forwards: int
 ) -> ImageTrace:
-    """Return an image's trace, without times, from its steps as `Progress` notes them, of so many drafter forwards."""
+    """Return an image's trace without times from the counters of `Progress`; `forwards` of the drafter a step."""
     # A finished image of a batch idles along; its steps end where it was complete.
     rows = [row for row in rows if row[0] < tokens_wanted]
     masses = masses[: len(rows)]

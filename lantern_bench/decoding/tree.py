@@ -111,11 +111,11 @@ class StaticTree:
             attention = torch.tensor([[path[: len(above)] == above for above in nodes] for path in nodes])
             layout = Layout(
                 nodes=torch.tensor(internal),
-                nodes_per_rank=_active(kids),
+                nodes_per_rank=_nodes_per_rank(kids),
                 children=_padded([kids[node] for node in internal]),
                 slots=torch.tensor([internal.index(node) if below else -1 for node, below in enumerate(kids)]),
                 levels=len(nodes[-1]),
-                groups=tuple(_turns(nodes, internal, kids)),
+                groups=tuple(_rank_groups(nodes, internal, kids)),
             )
             return cls(
                 parents=torch.tensor(parents),
@@ -130,7 +130,7 @@ class StaticTree:
     def draft(self, tokens: Tensor, q: Tensor | None, valid: Tensor | None = None) -> DraftTree:
         """Return the DraftTree of `tokens` int64 [B, M] in this shape, without copying the shape.
 
-        `q` [B, M, V] as in DraftTree (None only for greedy decoding); `valid` bool [B, M] is False for nodes that
+        `q` [B, M, V] as in DraftTree (None for deterministic drafts); `valid` bool [B, M] is False for nodes that
         could not be drawn (q = 0), which then are no children.
         """
         batch = len(tokens)
@@ -156,17 +156,17 @@ def _padded(kids: _Lists) -> Tensor:
     return torch.tensor([[*below, *[-1] * (width - len(below))] for below in kids])
 
 
-def _active(kids: _Lists) -> tuple[int, ...]:
+def _nodes_per_rank(kids: _Lists) -> tuple[int, ...]:
     return tuple(sum(len(below) > rank for below in kids) for rank in range(max(map(len, kids))))
 
 
-def _turns(nodes: _Lists, internal: Sequence[int], kids: _Lists) -> Iterator[RankGroup]:
+def _rank_groups(nodes: _Lists, internal: Sequence[int], kids: _Lists) -> Iterator[RankGroup]:
     for ranks in sorted({sum(nodes[node]) for node in internal}):
         parents = [node for node in internal if sum(nodes[node]) == ranks]
         below = [kids[node] for node in parents]
         slots = torch.tensor([internal.index(node) for node in parents])
         levels = len({len(nodes[node]) for node in parents})
-        yield RankGroup(torch.tensor(parents), slots, _padded(below), levels, _active(below))
+        yield RankGroup(torch.tensor(parents), slots, _padded(below), levels, _nodes_per_rank(below))
 
 
 def _levels(nodes: _Lists, parents: Sequence[int], kids: _Lists, attention: Tensor) -> Iterator[Level]:

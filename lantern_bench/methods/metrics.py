@@ -101,7 +101,7 @@ SHIPPED_METRICS = (
         min_images=5,
         extras=(
             ("kid_std", "float", "", "standard deviation of kid over subsets"),
-            ("kid_subset", "int", "images", "images in one subset of kid: min(1000, n/2)"),
+            ("kid_subset", "int", "images", "images in one subset of kid: at most 1000 and half of n"),
             ("n_reference", "int", "images", "pictures of the reference; empty where it does not say"),
         ),
     ),

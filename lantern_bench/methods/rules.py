@@ -43,7 +43,7 @@ class Rule:
     published: Literal["exact", "plain", "none"] = "exact"
     chains: bool = False  # decides only on chains of sampled drafts
     tree: str | None = None  # the default tree of a rule for chains
-    needs_fresh_drafts: bool = False  # what is behind a draft decides on it too (docs/algorithms.md, section 8.1)
+    needs_fresh_drafts: bool = False  # it reads deeper drafts, so all must be drawn anew (docs/algorithms.md, 8.1)
     in_id: bool = True  # cell ids name the rule where the mode does not imply it
     source: str = ""  # arXiv number of the paper
     drafting: str = "static"  # of the mode that a rule from another package brings
@@ -115,7 +115,10 @@ PROBABILITY_GAP = rare(
     default=0.15,
 )
 CODE_GAP = rare(
-    "code_gap", NOT_NEGATIVE, "GSD: so are codes at this squared Euclidean distance or more; 0: at any.", default=0.5
+    "code_gap",
+    NOT_NEGATIVE,
+    "GSD: codes at this squared Euclidean distance or more are in no cluster; 0: no limit.",
+    default=0.5,
 )
 ENTROPY_SCALE = Parameter(
     "entropy_scale",
@@ -127,11 +130,11 @@ ENTROPY_SCALE = Parameter(
 EPSILON = Parameter(
     "epsilon",
     BETWEEN_0_AND_1,
-    "Typical acceptance: a draft of at least this probability is accepted; between 0 and 1.",
+    "Typical acceptance: a draft of a higher probability is accepted; between 0 and 1.",
     symbol="ε",
 )
 ALPHA = rare(
-    "alpha", ABOVE_0, "Typical acceptance: so is one above alpha * exp(-entropy); delta in Medusa's paper.", default=0.3
+    "alpha", ABOVE_0, "Typical acceptance: so is one above alpha * exp(-entropy), Medusa's delta.", default=0.3
 )
 
 # ---- The rules

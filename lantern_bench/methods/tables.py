@@ -40,7 +40,7 @@ class Mode:
     colour: str | None = None
     defaults: Values = field(default_factory=dict)  # replace those of drafting and rule, if a cell has the parameter
     source: str = ""  # arXiv number of their paper; empty: the rule's
-    variants: tuple[Values, ...] = ()  # further values that `certify --modes` (certify/run.py) tests
+    variants: tuple[Values, ...] = ()  # further values that `certify --modes` tests (certify/plan.py)
     # Values that make the form of the authors' code where ours differs: the claim that is tested is theirs alone.
     published: tuple[Values, ...] = ()
 

@@ -1,4 +1,4 @@
-"""The request of a sweep, checked without torch before anything is written."""
+"""The request of a sweep, checked without torch before any image is decoded."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 WORKER_TIMEOUT = 1800.0
-"""Seconds of silence after which a worker is ended; it is silent while it loads, compiles and encodes captions."""
+"""Seconds of silence after which a worker is ended; it is silent while it loads and compiles."""
 DEFAULT_CLUSTER = "default"
 """The address of the Ray cluster of `RAY_ADDRESS`, else of a new one on this machine."""
 
@@ -60,7 +60,7 @@ def prepare(
     """Check a sweep and return it as a request; `source` is as in `load_experiment`.
 
     With `both_residuals`, a relaxed experiment runs with both unless the overrides name one. Raises `UserError` for
-    everything wrong with experiment, flags or prompts.
+    a wrong experiment, flag or prompt, `RefusedError` for a grid that is too large and a run of other settings.
     """
     if not worker_timeout > 0:
         raise UserError(f"--worker-timeout {worker_timeout:g}: must be more than 0 seconds")

@@ -1,6 +1,6 @@
 """Decode every missing image of a plan, write its record and its picture, continue when one fails.
 
-The decode loop is timed; text encoding, pixels, PNG files, records and the warm-up before all images are not.
+`seconds` are those of the decode loop: not of the warm-up, text encoding, pixels, PNG files and records.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ class Decoder:
         self._models, self._compute, self._repeat_disturbed = models, compute, repeat_disturbed
 
     def warm_up(self, batches: Iterable[Batch]) -> Iterator[Note]:
-        """Decode a part of each kind of batch untimed; yield a note about it."""
+        """Decode a part of each kind of batch, outside all records; yield a note about it."""
         for batch in kinds_of(batches):
             stopping.check()
             # A quarter of an image compiles all steps; without compiling, a few steps load the code.
@@ -257,7 +257,7 @@ class Decoder:
 
 
 def kinds_of(batches: Iterable[Batch]) -> list[Batch]:
-    """Return one batch for every kind of cell: cells that differ only in a bound run the same programs."""
+    """Return one batch for every kind of cell: cells that differ only in a tensor bound share programs."""
     kinds: dict[Any, Batch] = {}
     for batch in batches:
         cell = batch[0].cell

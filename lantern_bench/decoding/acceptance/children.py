@@ -50,7 +50,7 @@ class Acceptance:
 
     accept: Tensor  # [N, C] probability to accept each child, given that its earlier siblings were rejected
     mass: Tensor  # [N, C] neighbour mass m(x) of each child that is tried
-    residual: Tensor  # [N, V] p after all children were rejected, not normalised
+    residual: Tensor  # [N, V] p after all children were rejected, of any scale
     exhausted: Tensor  # bool [N], rounding left no residual: the node's own p takes its place
 
     def bonus_distribution(self, rows: Tensor, p: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ def accept_children(children: Children, rule: AcceptanceRule) -> Acceptance:
 class _Remaining:
     """p and q of all nodes after the rejections so far; columns [N, 1] hold one number per node.
 
-    A rejection of a deterministic draft only sets entries of p to 0: p stays unnormalised and its sum is kept in
+    A rejection of a deterministic draft only changes single entries of p: p stays unnormalised and its sum is kept in
     float64, so that no child needs a sum over the vocabulary.
     """
 

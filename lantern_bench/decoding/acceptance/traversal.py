@@ -99,7 +99,7 @@ def _reject_children(
 
 
 def _ends_behind(node_share: Tensor, inside: Tensor) -> list[Tensor]:
-    """Return the probability to end at the node, there or in its last child, and so on to the first, each [I, B].
+    """Return [C + 1] tensors [I, B]: entry i is the probability to end at the node or in one of its last i children.
 
     `node_share` [I, B] is the share with which a visit ends at the node, `inside` [I, C, B] with which in each child.
     """

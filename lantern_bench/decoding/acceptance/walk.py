@@ -37,7 +37,7 @@ def accept_tree(
     depth_limit: Tensor | None = None,
     position: Tensor | None = None,
 ) -> tuple[Tensor, Acceptance]:
-    """Return which children [B, M, C] are `offered_children`, and the acceptance of those of `tree.rows`.
+    """Return the offered children [B, M, C], and the acceptance of the children of all nodes in `tree.layout`.
 
     Arguments as of `verify`.
     """

@@ -1,4 +1,4 @@
-"""How a step drafts: one file per way to draft; the rows that name their classes are in methods/draftings.py."""
+"""How a step drafts: a class for each way to draft; the rows that name their classes are in methods/draftings.py."""
 
 from __future__ import annotations
 

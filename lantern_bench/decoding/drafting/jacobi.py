@@ -79,7 +79,7 @@ class JacobiDrafting(DraftMethod):
             self._coupled_q.copy_(self._q)
 
     def after_step(self, step: LastStep) -> None:
-        """Move each p to the draft of its position; the drafts behind the last of them get it too (`initial: row`)."""
+        """Shift p by the committed tokens; drafts behind the last row get that row too (`initial: row`)."""
         moved = step.accepted + 1
         ahead = self._further(moved, self.depth)
         if self._coupling == "maximal":
