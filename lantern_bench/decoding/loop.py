@@ -17,7 +17,7 @@ from lantern_bench import stopping
 from lantern_bench.clock import Phases
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.acceptance.rule import AcceptanceRule, rule_of
-from lantern_bench.decoding.compile import Engine
+from lantern_bench.decoding.compile import Engine, take_inputs, tensors_of
 from lantern_bench.decoding.drafting.draft_method import DraftMethod
 from lantern_bench.decoding.protocol import DecodableModel, Drafter, DrafterSession, Logits, Target, TargetSession
 from lantern_bench.decoding.sampling import (
@@ -218,7 +218,7 @@ class _PlainSteps:
 
     def __init__(self, target: Target, decoding: Decoding, batch: int) -> None:
         device, self._decoding = target.device, decoding
-        self.session = target.session(batch, decoding.cfg_scale != 1, 1)
+        self.session, self._inputs = target.session(batch, decoding.cfg_scale != 1, 1), tensors_of(target)
         self.out = torch.zeros(batch, target.image_tokens, dtype=torch.int64, device=device)
         self._position = torch.zeros(1, dtype=torch.int64, device=device)
         # How many tokens there were when logits were broken first: -1 for none, in the prefill; 0 while all are finite.
@@ -235,6 +235,7 @@ class _PlainSteps:
 
     def step(self, noise: Tensor) -> Tensor:
         """Append a token to each image and return the guided logits [B, V] it was drawn from."""
+        take_inputs(self._inputs)
         scored = self.session.score(self._token, self._zero, self._itself)
         self.session.commit(self._zero, self._count)
         logits = guide(scored.cond, scored.uncond, self._decoding.cfg_scale)[:, 0]

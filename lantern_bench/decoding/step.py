@@ -16,7 +16,7 @@ from torch import Tensor
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.acceptance.rule import AcceptanceRule
 from lantern_bench.decoding.acceptance.walk import Verdict, verify_greedy
-from lantern_bench.decoding.compile import Engine
+from lantern_bench.decoding.compile import Engine, take_inputs, tensors_of
 from lantern_bench.decoding.drafting import drafting_of
 from lantern_bench.decoding.drafting.draft_method import Drafted, DraftInputs, DraftMethod, LastStep, Proposer
 from lantern_bench.decoding.protocol import Drafter, Logits, Target, TargetSession
@@ -60,9 +60,11 @@ class Scoring:
 
     def __init__(self, target: Target, batch: int, nodes: int, cfg_scale: float) -> None:
         self.session, self._cfg_scale = target.session(batch, cfg_scale != 1, nodes), cfg_scale
+        self._inputs = tensors_of(target)
 
     def score(self, tokens: Tensor, depths: Tensor, attention: Tensor) -> Scored:
         """Score tokens, depths int64 [B, M] and attention bool [B, M, M]."""
+        take_inputs(self._inputs)
         if self._cfg_scale != 1:
             return Scored(*self.session.score_guided(tokens, depths, attention, self._cfg_scale))
         logits = self.session.score(tokens, depths, attention)
@@ -186,6 +188,7 @@ class Speculation:
         nodes = self.drafting.nodes
         self.session, self.score = scoring(target, batch, nodes, scale, engine)
         self.drafter_session = None if drafter is None else drafter.session(batch, scale != 1, nodes)
+        self._inputs = tensors_of(drafter)
         # One program serves all values of a bound: it reads them from tensors, of one element each.
         exact = torch.float32 if device.type == "mps" else torch.float64
         names = tensor_parameters(decoding.rule) if rule.values else ()
@@ -225,6 +228,7 @@ class Speculation:
 
         Also returns what the target scores: tokens, depths [B, M] and attention [B, M, M].
         """
+        take_inputs(self._inputs)
         progress, session, proposer = self.progress, self.drafter_session, None
         if session is not None:
             proposer = Proposer(session, self._decoding, progress.tokens, progress.features, progress.counts)
