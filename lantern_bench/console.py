@@ -50,8 +50,8 @@ class Progress:
             self._bar.update(self._bar.task_ids[0], completed=done, figures=self._figures)
         elif now() - self._line_time >= _LOG_SECONDS:
             self._line_time = now()
-            left = (self._line_time - self._start_time) * (total - done) / done if done else 0.0
-            parts = [self._so_far(), f"{duration(left)} left" if left else "", self._figures]
+            seconds_left = (self._line_time - self._start_time) * (total - done) / done if done else 0.0
+            parts = [self._so_far(), f"{duration(seconds_left)} left" if seconds_left else "", self._figures]
             self._write_line(f"{description}: {', '.join(filter(None, parts))}")
 
     def finish(self) -> None:

@@ -106,8 +106,10 @@ def emitted_tv_rows(
 
 def _strict(decoding: Decoding) -> Decoding:
     """Return the same drafting under the strict rule."""
-    kept = {key: decoding.value(key) for key in (*SAMPLING, *decoding.drafting_row.parameter_names)}
-    return Decoding("speculative", drafting=decoding.drafting, rule="strict", **kept | {"tree": decoding.paths or None})
+    settings = {key: decoding.value(key) for key in (*SAMPLING, *decoding.drafting_row.parameter_names)}
+    return Decoding(
+        "speculative", drafting=decoding.drafting, rule="strict", **settings | {"tree": decoding.paths or None}
+    )
 
 
 def _roots_of_images(

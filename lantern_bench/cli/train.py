@@ -108,16 +108,16 @@ def _drafter_table(evaluated: Sequence[Evaluated], tree: str | None) -> pd.DataF
     from lantern_bench.report.stats import ratio_of_sums
 
     rows: list[dict[str, Any]] = []
-    own = evaluated[1].accepted if len(evaluated) > 1 else None
+    model_length = evaluated[1].accepted if len(evaluated) > 1 else None
     for drafter in evaluated:
         accepted = drafter.accepted
         row = {"drafter": drafter.name, "one_minus_tv": drafter.one_minus_tv, "tree": tree, "images": 0}
         if accepted is not None:
             mal = ratio_of_sums(*accepted)
             row |= {"images": len(accepted.over), "mal": mal.value, "mal_low": mal.low, "mal_high": mal.high}
-        if accepted is not None and own is not None:
+        if accepted is not None and model_length is not None:
             # Both commit the same number of tokens, so the ratio of their lengths is that of their steps.
-            ratio = ratio_of_sums(own.under, accepted.under, accepted.prompts)
+            ratio = ratio_of_sums(model_length.under, accepted.under, accepted.prompts)
             row |= {"over_own": ratio.value, "over_own_low": ratio.low, "over_own_high": ratio.high}
         rows.append(row)
     return pd.DataFrame(rows)

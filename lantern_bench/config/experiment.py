@@ -197,8 +197,8 @@ class Grid:
         for mode in entry.modes:
             layer = stated
             if mode == "ar":  # a drafting or rule of other cells is not for it, which drafts nothing
-                own = entry.layer if len(entry.modes) == 1 else {}
-                layer = {key: row for key, row in stated.items() if key not in STRUCTURE or own.get(key) is row}
+                mode_layer = entry.layer if len(entry.modes) == 1 else {}
+                layer = {key: row for key, row in stated.items() if key not in STRUCTURE or mode_layer.get(key) is row}
             draftings = layer["drafting"].values if "drafting" in layer else (MODES[mode].drafting,)
             rules = layer["rule"].values if "rule" in layer else (MODES[mode].rule,)
             for drafting, rule in itertools.product(draftings, rules):
@@ -238,9 +238,9 @@ class Grid:
             except MissingValueError as error:
                 self.missing.append((location, error.text))
             except ParameterError as error:
-                given = layer.get(error.key or "")
+                refused = layer.get(error.key or "")
                 value = values.get(error.key or "")
-                self.reader.problems.add(given.location if given else location, error.text, value)
+                self.reader.problems.add(refused.location if refused else location, error.text, value)
 
     def _note_unused(self, cell: Layer, methods: Sequence[tuple[str, str, str]]) -> None:
         """Note values of a cell that none of its methods (mode, drafting, rule) has."""

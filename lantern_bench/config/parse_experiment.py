@@ -292,11 +292,11 @@ class ExperimentReader:
     def _wanted_modes(self, modes: Collection[str], baseline: bool) -> set[str]:
         """Return the modes to keep of those of the file."""
         location, typed = Location("--modes"), self.overrides.modes
-        known = read_values("mode", list(typed), location, self.problems) if typed else ()
-        for mode in known:
+        modes_read = read_values("mode", list(typed), location, self.problems) if typed else ()
+        for mode in modes_read:
             if modes and mode not in modes and not (mode == "ar" and baseline):
                 self.problems.add(location, f"no cell has this mode; the modes here are {', '.join(modes)}", mode)
-        wanted = set(known or MODES)
+        wanted = set(modes_read or MODES)
         if baseline:
             wanted.add("ar")
         elif "baseline" in self.overrides.values and "ar" not in typed:

@@ -366,10 +366,10 @@ def _drawn(steps: pd.DataFrame) -> Any:
 
     figure = Figure(figsize=(11, 4.2))
     costs, speedups = figure.subplots(1, 2)
-    left = steps["milliseconds"] * 0.0
+    start = steps["milliseconds"] * 0.0
     for part, colour in _PARTS.items():
-        costs.barh(steps["name"], steps[part], left=left, color=colour, label=part.removesuffix("_ms"))
-        left = left + steps[part]
+        costs.barh(steps["name"], steps[part], left=start, color=colour, label=part.removesuffix("_ms"))
+        start = start + steps[part]
     costs.invert_yaxis()
     costs.set_xlabel("milliseconds per step")
     costs.legend(frameon=False)

@@ -372,8 +372,8 @@ def prediction_rows(run: RunData, device: Device, stack: str, model: str | None 
         completed = [row for row in rows_of(cell.completed[_READ]) if row["committed_per_step"]]
         if not completed:
             continue
-        own = str(cell.columns["model"])
-        name, notes = model or own, []
+        run_model = str(cell.columns["model"])
+        name, notes = model or run_model, []
         sizes = model_of(name).sizes
         if sizes is None:
             advice = "Give a published model with --model, such as llamagen-t2i-stage1."
@@ -381,9 +381,9 @@ def prediction_rows(run: RunData, device: Device, stack: str, model: str | None 
         counts = [count for row in completed for count in row["committed_per_step"]]
         length, tokens = sum(counts) / len(counts), sum(row["tokens"] for row in completed) / len(completed)
         progress = sum(start for row in completed for start in row["start_per_step"]) / len(counts) / tokens
-        if name != own:
+        if name != run_model:
             tokens = sizes.image_tokens
-            notes.append(f"sizes of {name} at the acceptance of {own}: its own may differ")
+            notes.append(f"sizes of {name} at the acceptance of {run_model}: its own may differ")
         batch, guided = int(cell.columns["batch"] or 1), cell.columns["cfg_scale"] != 1
         setting = Setting(sizes, batch, guided, sizes.prefix + progress * tokens)
         draft, assumed = _draft(cell, completed, run.manifest)

@@ -311,8 +311,8 @@ class RayDriver:
             message = f"the Ray cluster has no {kind} for a worker: it has {resources}"
             raise RefusedError(message, "Start nodes that have one, or give another --device or fewer --threads.")
         elif not slots and now() - self._last_worker > _PATIENCE:
-            kept = f"{len(done_images(self._request.folder))} images are kept in {self._request.folder}"
-            raise RefusedError(f"the Ray cluster has no device left; {kept}", _RESUME)
+            finished = f"{len(done_images(self._request.folder))} images are kept in {self._request.folder}"
+            raise RefusedError(f"the Ray cluster has no device left; {finished}", _RESUME)
         free = usable - Counter(worker.slot for worker in self._workers)
         waiting = len(self._shards) if self._is_open else max(1, len(self._request.plan.tasks))
         waiting -= sum(worker.shard is None for worker in self._workers)

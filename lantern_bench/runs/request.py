@@ -119,5 +119,5 @@ def plan_table(request: Request) -> tuple[pd.DataFrame, float]:
     cells = [cell.cell_id for cell in request.plan.cells]
     rows = [(cell, images[cell], finished[cell], images[cell] - finished[cell], pace.get(cell)) for cell in cells]
     table = pd.DataFrame(rows, columns=["cell", "images", "done", "to_do", "s_per_image"])
-    left = table[table["to_do"] > 0]
-    return table, float((left["to_do"] * left["s_per_image"].astype(float)).sum(skipna=False))
+    remaining = table[table["to_do"] > 0]
+    return table, float((remaining["to_do"] * remaining["s_per_image"].astype(float)).sum(skipna=False))

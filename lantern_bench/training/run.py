@@ -42,7 +42,7 @@ COLUMNS = (
 )
 """The columns of `log.csv`; figures that were not measured at a step are empty."""
 
-# ---- What was asked for, read and checked before a model is loaded, and its plan in numbers
+# ---- The job: settings that are checked before a model is loaded, and the plan of a training
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,7 @@ def test_levels_and_layout_name_every_child_once(name: str) -> None:
 
 
 def test_linked_nodes_with_nodes_that_only_fill_up() -> None:
-    """Whatever the filling nodes hold, they hang on the root, see nothing else and are nobody's children."""
+    """Nodes that fill up a tree have the root as parent, see only it, and are no children."""
     tree = link_nodes(
         tokens=torch.tensor([[9, 5, 6, 7], [9, 5, 8, 8]]),
         parents=torch.tensor([[-1, 0, 0, 1], [-1, 0, 1, 1]]),

@@ -41,7 +41,7 @@ def config(**changes: object) -> dict[str, object]:
 
 
 def write_target(folder: Path) -> Path:
-    """The target's folder, in two shards, with a part of the encoder that nobody needs."""
+    """The target's folder: two shards, and a tensor of the encoder that loading must ignore."""
     draws = torch.Generator().manual_seed(1)
     folder.mkdir(parents=True)
     first = {"model.embed_tokens.weight": torch.randn(WORDS, DIM, generator=draws)}
