@@ -10,11 +10,21 @@ from typing import NamedTuple
 
 from lantern_bench.errors import UserError
 from lantern_bench.methods.metrics import Metric, listed
-from lantern_bench.methods.tables import DRAFTINGS, IN_SUMMARY, METRICS, MODES, OF_IMAGES, OF_SETS, PARAMETERS, RULES
+from lantern_bench.methods.tables import (
+    DRAFTINGS,
+    IN_SUMMARY,
+    METRICS,
+    MODES,
+    OF_IMAGES,
+    OF_SETS,
+    OF_TOKENS,
+    PARAMETERS,
+    RULES,
+)
 
 
 class Column(NamedTuple):
-    """One column; `dtype` is `string`, `int`, `float`, `bool`, `list[int]` or `list[list[int]]`."""
+    """One column; `dtype` is `string`, `int`, `float`, `bool`, `list[int]`, `list[list[int]]` or `list[float]`."""
 
     name: str
     dtype: str
@@ -220,7 +230,7 @@ def _summary_of_quality() -> Iterator[Column]:
         yield from figure(name, "", metric.meaning)
         if metric.has_spread:
             yield _verdict(name)
-        yield from _beside_paper(name)
+        yield from _extras(metric) if name in OF_TOKENS else _beside_paper(name)
         if metric.scored_by in scorers:
             yield Column(metric.scored_by, "string", "", scorers.pop(metric.scored_by))
 
@@ -282,11 +292,11 @@ _RECORDS = (
 
 _SCORES = (
     count("schema_version", "", "version of this schema"),
-    text("level", "what the row scores: image, cell, or band (ar with other seeds)"),
-    text("protocol", "name of the scoring protocol"),
+    text("level", "what the row scores: image, cell, band (ar with other seeds), or tokens (of an image)"),
+    text("protocol", "name of the scoring protocol; empty at level tokens"),
     count("protocol_version", "", "version of the protocol; the manifest holds what it says"),
     text("cell_id", "the cell; of a band the first ar cell"),
-    text("record_key", "the image's record (level image)"),
+    text("record_key", "the image's record (levels image and tokens)"),
     *(number(name, "", f"{METRICS[name].image_meaning} (level image)") for name in OF_IMAGES),
     text("clip_model", "the CLIP or reward model and its weights"),
     *(column for name in OF_SETS for column in _scores_of(METRICS[name])),
@@ -294,6 +304,14 @@ _SCORES = (
     count("band_sets", "sets", "sets of ar images with different seeds (level band)"),
     text("extractor", "feature extractor and its weights (level cell)"),
     text("reference", "reference set, its size and hash (level cell)"),
+    count("tokens", "tokens", "tokens of the image that are not forced (level tokens, as all below)"),
+    count("impossible", "tokens", "those that the target cannot give"),
+    count("argmax_mismatch", "tokens", "at temperature 0: those that are not the target's most likely"),
+    number("entropy", "nats", "mean entropy of the target's distributions"),
+    number("largest_p", "", "their mean largest probability"),
+    number("ten_largest_p", "", "the mean sum of their ten largest probabilities"),
+    text("features", "names of the features of a token"),
+    Column("feature_sums", "list[float]", "", "each feature minus its mean, then the upper triangle of the covariance"),
     NOTE,
     CHECKSUM,
 )
@@ -325,6 +343,7 @@ _SPEED = (
 _QUALITY = (
     *CELL_COLUMNS,
     *_IMAGES,
+    *(column for name in OF_TOKENS for column in _quality_of(name)),
     *(column for name in OF_SETS for column in _quality_of(name)),
     count("band_sets", "sets", "sets of ar images behind the bands"),
     *(column for name in OF_IMAGES for column in _quality_of(name)),

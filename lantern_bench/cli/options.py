@@ -79,7 +79,7 @@ _BEFORE_PARAMETERS = (
     flag("model", _LIST, "One or several models; by default the experiment's."),
     flag("prompts", _WORD, PROMPTS_HELP),
     flag("images", _WORD, "Images per cell; published tables use 1,000 to 5,000."),
-    flag("metrics", _LIST, "speed, quality, or both."),
+    flag("metrics", _LIST, "speed, quality (of pictures), distance (from the target); by default all."),
     flag("protocol", _WORD, "The quality protocol; see `lantern-bench score`."),
     flag("reference", _WORD, "What fidelity is measured against; see `lantern-bench score`."),
     flag("processes", _WORD, "New processes that share the prompts, in turn; intervals then cover runs."),

@@ -26,7 +26,7 @@ MOST_CELLS = 1_000
 """Larger grids need `--yes`."""
 
 # Keys that do not change the images, up to rounding.
-_NOT_RUN = ("name", "description", "paper", "protocol", "reference", "processes", "threads", "pool_devices")
+_NOT_RUN = ("name", "description", "paper", "protocol", "reference", "metrics", "processes", "threads", "pool_devices")
 
 
 @dataclass(frozen=True)

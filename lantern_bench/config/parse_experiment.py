@@ -52,8 +52,8 @@ class Settings(BaseModel):
     reference: str | None = Field(
         default=None, min_length=1, description="must be embedded, a folder, a .json or a .npz file"
     )
-    metrics: Several[Literal["speed", "quality"]] = Field(
-        default=("speed", "quality"), description="must be a list of speed and quality"
+    metrics: Several[Literal["speed", "quality", "distance"]] = Field(
+        default=("speed", "quality", "distance"), description="must be a list of speed, quality and distance"
     )
     # Images that are decoded at once; several values give several cells.
     batch: Several[Count] = Field(default=(1,), description=f"{COUNT.allowed}, or a list of them")

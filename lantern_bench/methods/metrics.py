@@ -17,18 +17,20 @@ class Metric:
 
     `load` of a metric of images is (protocol, device) -> scorer; `scorer(pictures, prompts)` gives a number or None for
     each picture, uint8 [3, h, w], and `scorer.label`, if any, names its network. Of a metric of sets it is
-    (`FeatureSets`) -> figure.
+    (`FeatureSets`) -> figure. Those of tokens are made of one set of sums (`report/distance.py`).
     """
 
     name: str  # of its columns
     meaning: str  # of the figure of a cell
     load: Code
-    level: Literal["image", "set"] = "image"  # measured of each image, or of all images of a cell against a reference
+    # Measured of each image, of all images of a cell against a reference, or of the tokens of a cell.
+    level: Literal["image", "set", "tokens"] = "image"
     label: str = ""  # in tables and charts; by default the name in words
     digits: str = ".4f"  # how numbers are written
     better: Literal["higher", "lower"] = "higher"
-    # paired: difference from ar over the same prompts; spread: inside the interval of ar with other seeds or not.
-    against_ar: Literal["paired", "spread", "both"] = "paired"
+    # paired: difference from ar over the same prompts; spread: inside the interval of ar with other seeds or not; none:
+    # compared with the target itself.
+    against_ar: Literal["paired", "spread", "both", "none"] = "paired"
     image_meaning: str = ""  # of the figure of one image, where it has one
     scored_by: str = "clip_model"  # column that names the network behind the figure
     in_summary: bool = False  # whether summary.csv has it, beside a published figure
@@ -71,8 +73,49 @@ class Metric:
 
 
 _of_sets = partial(Metric, level="set", against_ar="spread", scored_by="fid_features")
+_of_tokens = partial(
+    Metric,
+    load="lantern_bench.metrics.distance:token_sums",
+    level="tokens",
+    against_ar="none",
+    scored_by="",
+    digits=".3f",
+)
 _SHARE = (0.0, 1.0)
 SHIPPED_METRICS = (
+    _of_tokens(
+        "distance",
+        "distance of the tokens from the target's distribution; of a lossless mode 0 up to its interval",
+        digits=".4f",
+        better="lower",
+        in_summary=True,
+        extras=(
+            (
+                "distance_p",
+                "float",
+                "",
+                "chance of such tokens in a lossless mode, after Holm over the cells of the run",
+            ),
+            ("impossible", "float", "", "share of tokens that the target cannot give"),
+            ("argmax_mismatch", "float", "", "at temperature 0: share of tokens that are not the target's most likely"),
+        ),
+    ),
+    _of_tokens(
+        "surprise",
+        "-log p(x) minus its mean under the target, nats per token; above 0: less likely tokens than the target's",
+        better="lower",
+        on_curves=False,
+        extras=(
+            ("entropy", "float", "nats", "mean entropy of the target's distributions along the images"),
+            ("largest_p", "float", "", "mean largest probability of these distributions"),
+            ("ten_largest_p", "float", "", "mean sum of their ten largest probabilities"),
+        ),
+    ),
+    _of_tokens(
+        "prompt_information",
+        "log p(x | prompt) - log p(x) minus its mean under the target, nats per token; below 0: tied less to it",
+        on_curves=False,
+    ),
     _of_sets(
         "fid",
         "Frechet distance to the reference, with the features of fid_features",

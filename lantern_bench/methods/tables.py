@@ -184,6 +184,7 @@ _OUTSIDE_METRICS, REFUSED_METRICS = find_rows("lantern_bench.metrics", Metric, _
 METRICS: dict[str, Metric] = _OWN_METRICS | _OUTSIDE_METRICS
 """All quality metrics by name, in the order of the tables."""
 OF_IMAGES = tuple(name for name, metric in METRICS.items() if metric.level == "image")
+OF_TOKENS = tuple(name for name, metric in METRICS.items() if metric.level == "tokens")
 OF_SETS = tuple(name for name, metric in METRICS.items() if metric.level == "set")
 PAIRED = tuple(name for name, metric in METRICS.items() if metric.is_paired)
 IN_SUMMARY = tuple(name for name, metric in METRICS.items() if metric.in_summary)

@@ -16,8 +16,9 @@ import pandas as pd
 
 from lantern_bench.errors import UserError
 from lantern_bench.methods.metrics import listed
-from lantern_bench.methods.tables import IN_SUMMARY, METRICS, OF_IMAGES, OF_SETS, PAIRED
+from lantern_bench.methods.tables import IN_SUMMARY, METRICS, OF_IMAGES, OF_SETS, OF_TOKENS, PAIRED
 from lantern_bench.models.io.files import write_atomically
+from lantern_bench.report.distance import distance_columns
 from lantern_bench.report.labels import parameters
 from lantern_bench.report.records import (
     COLUMNS_READ,
@@ -49,7 +50,8 @@ from lantern_bench.schema import columns
 NAMES = ("speed", "quality", "acceptance", "summary")
 """The tables of a run."""
 
-_PUBLISHED = ("speedup", "mean_accepted_length", *IN_SUMMARY)  # figures that a paper's table may hold
+# Figures that a paper's table may hold.
+_PUBLISHED = ("speedup", "mean_accepted_length", *(name for name in IN_SUMMARY if name not in OF_TOKENS))
 
 SPEEDUPS = ("speedup", "speedup_over_lossless")
 """Over ar, and over the fastest lossless cell of the run."""
@@ -162,9 +164,11 @@ class Scores(NamedTuple):
 
 
 def sort_scores(rows: Iterable[Row]) -> dict[str, Scores]:
-    """Sort the rows of `scores.jsonl` by protocol; of rows that score the same thing the last counts."""
+    """Sort the rows of `scores.jsonl` that have a protocol by it; of rows that score the same thing the last counts."""
     protocols: dict[str, Scores] = {}
     for row in rows:
+        if row["level"] == "tokens":
+            continue
         scores = protocols.setdefault(str(row["protocol"]), Scores({}, {}, {}))
         if row["level"] == "image":
             scores.images[str(row["record_key"])] = row
@@ -173,8 +177,10 @@ def sort_scores(rows: Iterable[Row]) -> dict[str, Scores]:
     return dict(sorted(protocols.items()))
 
 
-def quality_rows(cell: CellRecords, cells: Sequence[CellRecords], protocols: Mapping[str, Scores]) -> Sequence[Row]:
-    """Return the cell's rows of `quality.csv`, one a protocol, or one empty row."""
+def quality_rows(
+    cell: CellRecords, cells: Sequence[CellRecords], protocols: Mapping[str, Scores], of_tokens: Row
+) -> Sequence[Row]:
+    """Return the cell's rows of `quality.csv`, one a protocol, or one alone; each has the figures `of_tokens`."""
     measured = cell.images[["moved_mass", "accepted"]].dropna()
     accepted = measured["accepted"].sum()
     moved_mass = sum(measured["moved_mass"]) / accepted if accepted else None
@@ -190,8 +196,8 @@ def quality_rows(cell: CellRecords, cells: Sequence[CellRecords], protocols: Map
             spread = _spread_of_ar(cell, base, cells, scores)
             note = join_notes([row["note"], spread.get("note")])
             row |= {**spread, **_differences(cell, base, scores), "note": note}
-        rows.append(row)
-    return rows or [{**common, "images": 0, "note": "not scored"}]
+        rows.append({**row, **of_tokens})
+    return rows or [{**common, **of_tokens, "images": 0, "note": "pictures not scored" if of_tokens else "not scored"}]
 
 
 def _scored(cell: CellRecords, scores: Scores, images: Sequence[Row], of_cell: Row) -> dict[str, Any]:
@@ -313,9 +319,12 @@ def tables_of(run: RunData) -> dict[str, pd.DataFrame]:
     pool_devices = bool(experiment.get("pool_devices"))
     published = (experiment.get("paper") or {}).get("figures") or {}
     cells, protocols = run_cells(run), sort_scores(run.scores)
+    of_tokens = distance_columns(cells, {row["record_key"]: row for row in run.scores if row["level"] == "tokens"})
     tables = {
         "speed": frame("speed", (speed_row(cell, cells, pool_devices) for cell in cells)),
-        "quality": frame("quality", (row for cell in cells for row in quality_rows(cell, cells, protocols))),
+        "quality": frame(
+            "quality", (row for cell in cells for row in quality_rows(cell, cells, protocols, of_tokens[cell.cell_id]))
+        ),
         "acceptance": frame("acceptance", (row for cell in cells for row in acceptance_rows(cell))),
     }
     return tables | {"summary": frame("summary", summary_rows(cells_of(tables), published))}

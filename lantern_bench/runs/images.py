@@ -6,6 +6,7 @@ import hashlib
 import io
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lantern_bench.runs.threads import DISTURBED
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from lantern_bench.decoding.trace import ImageTrace
+
+
+_TOKENS = "tokens"  # name of a text in a PNG file
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,7 @@ class DecodedImage:
         """Return the picture as a PNG file; raises `ValueError` without pixels."""
         if self.pixels is None:
             raise ValueError("an image without pixels has no picture")
-        return png_bytes(self.pixels)
+        return png_bytes(self.pixels, self.tokens)
 
     def _repr_png_(self) -> bytes | None:
         return None if self.picture is None else self.png()
@@ -92,15 +96,37 @@ class DecodedImage:
             "peak_memory_bytes": self.peak_memory,
             "moved_mass": trace.neighbour_mass,
             "moved_mass_tried": trace.neighbour_mass_tried,
-            "tokens_sha256": hashlib.sha256(self.tokens.numpy().astype("<i4").tobytes()).hexdigest(),
+            "tokens_sha256": tokens_sha256(self.tokens),
         }
 
 
-def png_bytes(pixels: Tensor) -> bytes:
-    """Return pixels uint8 [H, W, 3] as a PNG file."""
-    buffer = io.BytesIO()
-    _picture(pixels).save(buffer, format="PNG")
+def tokens_sha256(tokens: Tensor) -> str:
+    """Return the SHA-256 of tokens [N] on the CPU, as little-endian int32."""
+    return hashlib.sha256(tokens.numpy().astype("<i4").tobytes()).hexdigest()
+
+
+def png_bytes(pixels: Tensor, tokens: Tensor | None = None) -> bytes:
+    """Return pixels uint8 [H, W, 3] as a PNG file, whose text `tokens` holds the numbers of the tokens [N]."""
+    from PIL.PngImagePlugin import PngInfo
+
+    buffer, texts = io.BytesIO(), PngInfo()
+    if tokens is not None:
+        texts.add_text(_TOKENS, " ".join(map(str, tokens.tolist())), zip=True)
+    _picture(pixels).save(buffer, format="PNG", pnginfo=texts)
     return buffer.getvalue()
+
+
+def read_tokens(path: Path) -> Tensor | None:
+    """Return the tokens int32 [N] of a PNG file; None for a file without them, or one that is damaged or missing."""
+    import torch
+    from PIL import Image
+
+    try:
+        with Image.open(path) as picture:
+            numbers = picture.info[_TOKENS].split()
+        return torch.tensor([int(number) for number in numbers], dtype=torch.int32)
+    except (OSError, KeyError, AttributeError, ValueError, RuntimeError):
+        return None
 
 
 def _picture(pixels: Tensor) -> Image:

@@ -57,7 +57,7 @@ def merge_runs(folders: Sequence[Path], out: Path | None = None) -> Merged:
     partial = folder.with_name(f"{folder.name}.merging")
     shutil.rmtree(partial, ignore_errors=True)
     scores = [row for shard in shards for row in read_scores(shard.folder)]
-    _write(shards, [row for row in scores if row["level"] == "image"], partial, folder.name)
+    _write(shards, [row for row in scores if row["level"] in ("image", "tokens")], partial, folder.name)
     partial.rename(folder)
     records = [row for shard in shards for row in shard.records]
     return Merged(folder, len(records), sum(row["status"] != "ok" for row in records), bool(scores))

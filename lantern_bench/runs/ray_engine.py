@@ -87,6 +87,8 @@ def drive(request: Request, emit: Emit) -> None:
         if quality is not None and done_images(request.folder):
             measure = partial(measure_on_cluster, ray, request)
             scoring.score_folder(request.folder, *quality, emit, measure=measure)
+        if "distance" in request.experiment.settings.metrics and done_images(request.folder):
+            scoring.score_tokens_of(request.folder, "auto", emit)
     except (ConnectionError, ray.exceptions.RpcError) as error:
         raise _head_lost(request, reason_of(error)) from error
     ray.shutdown()

@@ -12,10 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lantern_bench.config.decoding import Decoding
+from lantern_bench.config.experiment import load_experiment
 from lantern_bench.config.protocols import Protocol, protocol_of
+from lantern_bench.decoding.loop import decode
 from lantern_bench.errors import RefusedError
 from lantern_bench.methods.metrics import listed
 from lantern_bench.methods.tables import METRICS, OF_IMAGES, OF_SETS
+from lantern_bench.metrics.distance import token_sums
 from lantern_bench.metrics.features import (
     Extractor,
     FeatureSet,
@@ -29,8 +33,11 @@ from lantern_bench.metrics.features import (
     reference_features,
 )
 from lantern_bench.metrics.figures import FeatureSets, ar_spread, fid_infinity, figures_of, measurable, measure_sets
-from lantern_bench.runs.devices import choose_compute
-from lantern_bench.runs.events import Emit, Share
+from lantern_bench.models.loaded_model import LoadedModel
+from lantern_bench.models.registry import defaults_of
+from lantern_bench.runs.devices import choose_compute, load_models
+from lantern_bench.runs.events import Emit, Note, Share
+from lantern_bench.runs.images import read_tokens, tokens_sha256
 from lantern_bench.runs.records import Row
 from lantern_bench.runs.request import Request, default_protocol
 from lantern_bench.runs.store import RunStore, read_manifest, read_records, read_scores
@@ -236,6 +243,65 @@ def _spread_row(cells: Sequence[tuple[list[Row], Measured]], scorers: Scorers, a
     return row | {"note": "; ".join(notes) or None}
 
 
+# ---- The tokens of a run against its targets
+
+_LOGITS = 2**25  # of the images of a batch
+
+
+def score_tokens(store: RunStore, device: str, emit: Emit) -> int:
+    """Score the tokens of all images that have no such scores; return the number of rows written.
+
+    Models are loaded with the dtype that decoded the images. Raises `RefusedError` for missing weights.
+    """
+    scored = {row["record_key"] for row in read_scores(store.folder) if row["level"] == "tokens"}
+    cells = _by_cell(record for record in read_records(store.folder) if record["record_key"] not in scored)
+    images, done, others = sum(map(len, cells.values())), 0, 0
+    if not images:
+        return 0
+    experiment = load_experiment(store.manifest["experiment"], defaults_of)
+    models = load_models(experiment, choose_compute(device, store.key["dtype"]))
+    for name, model in models.items():
+        prompts = dict.fromkeys(row["prompt"] for rows in cells.values() for row in rows if row["model"] == name)
+        for count, total in model.prepare(list(prompts)):
+            emit(Share(f"captions for {name}", count, total))
+    decodings = {cell.cell_id: cell.decoding for cell in experiment.cells}
+    for cell_id, records in cells.items():
+        model = models[records[0]["model"]]
+        batch = max(1, _LOGITS // (model.target.image_tokens * model.target.vocab_size))
+        for start in range(0, len(records), batch):
+            rows = measure_tokens(records[start : start + batch], store.folder, model, decodings[cell_id])
+            for row in rows:
+                store.append_score({"level": "tokens", "cell_id": cell_id, **row})
+            done += len(records[start : start + batch])
+            others += len(records[start : start + batch]) - len(rows)
+            emit(Share("distance from the target", done, images))
+    if others:
+        text = f"the distance leaves out {others} images: their pictures hold no tokens, and decoding gave others"
+        emit(Note(text, "Pictures of earlier versions need the machine and version that decoded them.", "warning"))
+    return images - others
+
+
+def measure_tokens(records: Sequence[Row], folder: Path, model: LoadedModel, decoding: Decoding) -> list[Row]:
+    """Return the rows of level `tokens` of a cell's records whose tokens can be had.
+
+    The tokens are in the pictures. Pictures of earlier versions have none: their images are decoded again.
+    """
+    images = []
+    for record in records:
+        tokens = read_tokens(folder / record["image"])
+        if tokens is None:
+            generator = torch.Generator(model.target.device).manual_seed(record["seed"])
+            tokens = decode(model, model.condition([record["prompt"]]), decoding, [generator])[0].tokens
+        if tokens_sha256(tokens) == record["tokens_sha256"]:
+            images.append((record, tokens))
+    if not images:
+        return []
+    condition = model.condition([record["prompt"] for record, _ in images])
+    tokens = torch.stack([tokens for _, tokens in images]).long().to(model.target.device)
+    sums = token_sums(model, condition, tokens, decoding)
+    return [{"record_key": record["record_key"], **row} for (record, _), row in zip(images, sums, strict=True)]
+
+
 # ---- Scoring a run directory
 
 
@@ -312,7 +378,18 @@ def score_run_directory(
     scorers = load_scorers(rules, compute.device)
     pictures = reference or (recorded.get("reference") if name == recorded.get("protocol") else None)
     against = find_reference(pictures, rules)
-    return rules, score_folder(folder, scorers, against, emit, infinity=infinity, rescore=rescore)
+    count = score_folder(folder, scorers, against, emit, infinity=infinity, rescore=rescore)
+    try:
+        return rules, count + score_tokens_of(folder, device, emit)
+    except RefusedError as error:
+        emit(Note(f"no distance from the target: {error.message}", error.advice, "warning"))
+        return rules, count
+
+
+def score_tokens_of(folder: Path, device: str, emit: Emit) -> int:
+    """Score a run directory as `score_tokens`."""
+    with RunStore(folder) as store:
+        return score_tokens(store, device, emit)
 
 
 def load_scorers_of(request: Request, device: str) -> tuple[Scorers, Reference | None]:

@@ -63,6 +63,10 @@ def run_here(request: Request, emit: Emit) -> int:
         from lantern_bench.runs.scoring import score_folder
 
         score_folder(request.folder, *(quality or _load_scorers(request)), emit)
+    if "distance" in settings.metrics and done_images(request.folder):
+        from lantern_bench.runs.scoring import score_tokens_of
+
+        score_tokens_of(request.folder, settings.device, emit)
     return failed
 
 

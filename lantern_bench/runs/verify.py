@@ -63,7 +63,7 @@ def verify(folder: Path) -> Checked:
         problems += _compare(_plan_of(manifest), manifest, records.values())
     except LanternError as error:
         problems.append(Problem("manifest.json", f"its images cannot be counted: {error.message}", repairable=False))
-    orphans = sum(row.record_key not in records for row in rows["scores"] if row.level == "image")
+    orphans = sum(row.record_key not in records for row in rows["scores"] if row.level in ("image", "tokens"))
     if orphans:
         problems.append(Problem(SCORES, f"{orphans} rows score images that have no record", repairable=False))
     return Checked(len(records), len(pictures), len(rows["scores"]), problems, frozenset(broken), lines_are_undamaged)

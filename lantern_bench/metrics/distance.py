@@ -1,0 +1,105 @@
+"""How far the tokens of finished images are from the target: sums over them, from one forward of the target.
+
+The forward shares no draft tree, no drafting code and no earlier step with decoding, so that it sees their mistakes.
+`report/distance.py` makes figures of the sums; docs/algorithms.md, section 9, has the mathematics.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lantern_bench.config.decoding import Decoding
+from lantern_bench.decoding.sampling import broken_logits, decoding_probabilities, guide
+from lantern_bench.decoding.teacher_forcing import drafter_logits_along, teacher_forced
+from lantern_bench.errors import LogitsError
+from lantern_bench.models.loaded_model import LoadedModel
+
+_VALUES = 2**22  # probabilities in float64 at once
+
+
+@torch.inference_mode()
+def token_sums(model: LoadedModel, condition: Any, tokens: Tensor, decoding: Decoding) -> list[dict[str, Any]]:
+    """Return a row for each image of `tokens` int64 [B, N]: what `scores.jsonl` has of it (level `tokens`).
+
+    `condition` is what the tokens were decoded with. The drafter is asked where `decoding` drafts with it. Raises
+    `LogitsError` where target or drafter gives logits that are no numbers.
+    """
+    target = model.target
+    forced = teacher_forced(target, condition, tokens, decoding.cfg_scale != 1)
+    is_drawn = target.forced(torch.arange(tokens.shape[1], device=tokens.device)) < 0
+    q = None
+    if model.drafter is not None and decoding.drafting_row.needs_drafter and not decoding.greedy:
+        drafts = drafter_logits_along(model.drafter, forced)
+        guided = torch.cat([guide(draft.cond, draft.uncond, decoding.cfg_scale) for draft in drafts], dim=1)
+        q = decoding_probabilities(guided, decoding)
+    rows, (cond, uncond) = [], (forced.logits.cond, forced.logits.uncond)
+    for image, x in enumerate(tokens):
+        of_image = cond[image], None if uncond is None else uncond[image], None if q is None else q[image]
+        rows.append(_sums_of_image(*of_image, x, is_drawn, decoding))
+    return rows
+
+
+def _sums_of_image(
+    cond: Tensor, uncond: Tensor | None, q: Tensor | None, tokens: Tensor, is_drawn: Tensor, decoding: Decoding
+) -> dict[str, Any]:
+    """The row of one image: logits [N, V], the drafter's distributions [N - 1, V] of all tokens but the first."""
+    logits = guide(cond, uncond, decoding.cfg_scale)
+    if bool(broken_logits(logits).any()):
+        raise LogitsError("a forward over a finished image gives NaN or infinite logits", "Check the weights.")
+    if decoding.greedy:
+        mismatches = (logits.argmax(dim=-1) != tokens) & is_drawn
+        return {"tokens": int(is_drawn.sum()), "argmax_mismatch": int(mismatches.sum())}
+    sums: Tensor | None = None
+    step = max(1, _VALUES // logits.shape[1])
+    for start in range(0, len(logits), step):
+        now = slice(start, start + step)
+        p, x = decoding_probabilities(logits[now], decoding).double(), tokens[now, None]
+        information = None if uncond is None else cond[now].log_softmax(dim=-1) - uncond[now].log_softmax(dim=-1)
+        tilt = None
+        if q is not None:
+            drafted = q[max(0, start - 1) : start + step - 1].double()
+            drafted = torch.cat([p[:1], drafted]) if start == 0 else drafted  # the first token is never drafted
+            tilt = (drafted - p) / (drafted + p)
+        of_chunk = _sums(p, x, [information, tilt], is_drawn[now])
+        sums = of_chunk if sums is None else sums + of_chunk
+    assert sums is not None
+    names = ["surprise", "squared_surprise"]
+    names += ["prompt_information"] if uncond is not None else []
+    names += ["drafter_tilt"] if q is not None else []
+    drawn, impossible, entropy, largest, ten_largest, *of_features = sums.tolist()
+    return {
+        "tokens": int(drawn),
+        "impossible": int(impossible),
+        "entropy": entropy / drawn,
+        "largest_p": largest / drawn,
+        "ten_largest_p": ten_largest / drawn,
+        "features": " ".join(names),
+        "feature_sums": of_features,
+    }
+
+
+def _sums(p: Tensor, x: Tensor, further: list[Tensor | None], is_drawn: Tensor) -> Tensor:
+    """Return sums over tokens `x` [N, 1] drawn from p [N, V], as one vector.
+
+    Counts of tokens and of those with p = 0, entropy, largest and ten largest probabilities; then, over tokens with
+    p > 0, each feature minus its mean under p, and the upper triangle of their covariance under p.
+    """
+    surprise = torch.where(p > 0, -p.log(), 0.0)
+    entropy = (p * surprise).sum(dim=-1, keepdim=True)
+    features = [surprise, (surprise - entropy).square(), *(f.double() for f in further if f is not None)]
+    f = torch.stack([torch.where(p > 0, feature, 0.0) for feature in features])
+    centred = f - (p * f).sum(dim=-1, keepdim=True)
+    is_possible = (p.gather(1, x) > 0).squeeze(1)
+    used = (is_drawn & is_possible).double()
+    differences = centred.gather(2, x.expand(len(f), -1, -1)).squeeze(2) @ used
+    weighted = centred * (p * used[:, None])
+    covariance = torch.einsum("inv,jnv->ij", weighted, centred)
+    upper = torch.triu_indices(len(f), len(f))
+    largest = p.topk(min(10, p.shape[1]), dim=-1).values
+    of_all = [is_drawn, is_drawn & ~is_possible]
+    of_all += [torch.where(is_drawn, values, 0.0) for values in (entropy[:, 0], largest[:, 0], largest.sum(dim=-1))]
+    totals = torch.stack([values.double().sum() for values in of_all])
+    return torch.cat([totals, differences, covariance[upper[0], upper[1]]])

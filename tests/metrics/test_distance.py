@@ -1,0 +1,196 @@
+"""The distance from the target: its definition, its null distribution, its power, and its independence of batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import kstest
+from torch import Tensor
+
+from lantern_bench.certify.tabular import TabularModel
+from lantern_bench.config.decoding import Decoding
+from lantern_bench.decoding.loop import decode
+from lantern_bench.decoding.sampling import decoding_probabilities, guide
+from lantern_bench.decoding.teacher_forcing import drafter_logits_along, teacher_forced
+from lantern_bench.errors import LogitsError
+from lantern_bench.metrics import distance as scorer
+from lantern_bench.metrics.distance import token_sums
+from lantern_bench.models.lanterns import HELD_OUT
+from lantern_bench.models.loaded_model import LoadedModel
+from lantern_bench.models.packed_linear import pack_for_decoding
+from lantern_bench.models.registry import model_of
+from lantern_bench.report.distance import FeatureSums, distance
+
+CHAIN: dict[str, Any] = {"drafting": "static", "rule": "strict", "tree": ((0,), (0, 0), (0, 0, 0))}
+
+
+def table_model(model: TabularModel) -> LoadedModel:
+    from types import SimpleNamespace
+
+    return SimpleNamespace(target=model, drafter=model.drafter)  # type: ignore[return-value]
+
+
+def sums_of(rows: Sequence[dict[str, Any]]) -> FeatureSums:
+    features = len(rows[0]["features"].split())
+    return FeatureSums.of(np.array([row["feature_sums"] for row in rows]), features)
+
+
+def ancestral(model: TabularModel, images: int, decoding: Decoding, seed: int) -> Tensor:
+    """Images [images, N] drawn from the target, a token at a time, in one batch."""
+    generator, states = torch.Generator().manual_seed(seed), torch.zeros(images, dtype=torch.int64)
+    tokens = []
+    for _ in range(model.image_tokens):
+        p = decoding_probabilities(guide(model.p[0, states], model.p[1, states], decoding.cfg_scale), decoding)
+        tokens.append(torch.multinomial(p, 1, generator=generator).squeeze(1))
+        states = model.state_after(states, tokens[-1])
+    return torch.stack(tokens, dim=1)
+
+
+@pytest.mark.parametrize("values", [{}, {"cfg_scale": 2.0}, {"cfg_scale": 2.0, "top_k": 3, "temperature": 0.8}])
+def test_sums_are_those_of_the_definition(monkeypatch: pytest.MonkeyPatch, values: dict[str, Any]) -> None:
+    monkeypatch.setattr(scorer, "_VALUES", 10)  # two positions at once: chunks meet inside the image
+    table, decoding = TabularModel(5, 5, seed=3), Decoding("speculative", **CHAIN, **values)
+    tokens = ancestral(table, 4, decoding, seed=1)
+    rows = token_sums(table_model(table), None, tokens, decoding)
+    guided = decoding.cfg_scale != 1
+    forced = teacher_forced(table, None, tokens, guided)
+    drafts = list(drafter_logits_along(table.drafter, forced))
+    for image, row in enumerate(rows):
+        expected, entropy = np.zeros(3 + guided), 0.0
+        covariance = np.zeros((3 + guided, 3 + guided))
+        for position, x in enumerate(tokens[image].tolist()):
+            cond = forced.logits.cond[image, position]
+            uncond = forced.logits.uncond[image, position] if forced.logits.uncond is not None else None
+            p = decoding_probabilities(guide(cond, uncond, decoding.cfg_scale), decoding).double().numpy()
+            q = p
+            if position:
+                draft = drafts[position - 1]
+                of_draft = draft.cond[image, 0], None if draft.uncond is None else draft.uncond[image, 0]
+                q = decoding_probabilities(guide(*of_draft, decoding.cfg_scale), decoding).double().numpy()
+            possible = [v for v in range(5) if p[v] > 0]
+            h = -sum(p[v] * np.log(p[v]) for v in possible)
+            values_of = {}
+            for v in possible:
+                feature = [-np.log(p[v]), (-np.log(p[v]) - h) ** 2]
+                if uncond is not None:
+                    feature.append(float(cond.log_softmax(-1)[v] - uncond.log_softmax(-1)[v]))
+                values_of[v] = np.array([*feature, (q[v] - p[v]) / (q[v] + p[v])])
+            mean = sum(p[v] * values_of[v] for v in possible)
+            expected += values_of[x] - mean
+            covariance += sum(p[v] * np.outer(values_of[v] - mean, values_of[v] - mean) for v in possible)
+            entropy += h / 5
+        sums = sums_of([row])
+        np.testing.assert_allclose(sums.sums[0], expected, atol=1e-5)
+        np.testing.assert_allclose(sums.covariance[0], covariance, atol=1e-5)
+        assert row["tokens"] == 5 and row["impossible"] == 0 and row["entropy"] == pytest.approx(entropy, abs=1e-6)
+        names = ["surprise", "squared_surprise", *(["prompt_information"] if guided else []), "drafter_tilt"]
+        assert row["features"].split() == names
+
+
+def test_p_values_of_2000_lossless_cells_are_uniform() -> None:
+    """Each cell has 240 images of four tokens: fewer tokens than a cell of the default sweep, where chi-square fits."""
+    table, decoding = TabularModel(8, 4, seed=5), Decoding("speculative", **CHAIN, cfg_scale=2.0)
+    is_drawn, cells = torch.ones(960, dtype=torch.bool), []
+    for seed in range(10):
+        tokens = ancestral(table, 200 * 240, decoding, seed)
+        cond, uncond, _ = (forced := teacher_forced(table, None, tokens, True)).logits
+        q = torch.cat([guide(*draft, 2.0) for draft in drafter_logits_along(table.drafter, forced)], dim=1)
+        p, q = (decoding_probabilities(logits, decoding).double() for logits in (guide(cond, uncond, 2.0), q))
+        q = torch.cat([p[:, :1], q], dim=1)
+        information = cond.log_softmax(-1) - uncond.log_softmax(-1)
+        values = [each.reshape(200, 960, -1) for each in (p, tokens, information, (q - p) / (q + p))]
+        for of_p, x, *further in zip(*values, strict=True):
+            columns = scorer._sums(of_p, x, further, is_drawn)[5:].numpy()
+            cells.append(FeatureSums.of(columns[None], 4))
+    p_values = np.array([cell.total.p_value for cell in cells])
+    assert kstest(p_values, "uniform").pvalue > 0.01
+    assert (p_values < 1e-3).mean() < 4e-3
+    # The mean of `distance` is 0: its standard error over the cells is sqrt(2 m / cells) / tokens.
+    distances = [distance(cell, np.array([960.0])).value for cell in cells]
+    assert abs(np.mean(distances)) < 4 * np.sqrt(2 * 4 / len(cells)) / 960
+
+
+@pytest.fixture(scope="module")
+def decoded(lanterns: LoadedModel) -> Callable[..., tuple[Any, Tensor, Decoding]]:
+    def decode_cell(images: int, **values: Any) -> tuple[Any, Tensor, Decoding]:
+        decoding = Decoding(**{"mode": "ar", "cfg_scale": 2.0, **values})
+        prompts = [HELD_OUT[number].caption() for number in range(images)]
+        condition = lanterns.condition(prompts)
+        generators = [torch.Generator().manual_seed(seed) for seed in range(images)]
+        tokens = torch.stack([image.tokens for image in decode(lanterns, condition, decoding, generators)]).long()
+        return condition, tokens, decoding
+
+    return decode_cell
+
+
+def test_24_images_tell_lambda_2_from_the_target(lanterns: LoadedModel, decoded: Callable[..., Any]) -> None:
+    relaxed = {"mode": "lantern++", "tree": "chain-7", "neighbours": 100, "lambda": 2.0}
+    strict = {"mode": "speculative", "drafting": "static", "rule": "strict", "tree": "chain-7"}
+    p_values = []
+    for values in (strict, relaxed):
+        condition, tokens, decoding = decoded(24, **values)
+        p_values.append(sums_of(token_sums(lanterns, condition, tokens, decoding)).total.p_value)
+    assert p_values[0] > 1e-3 and p_values[1] < 1e-8
+
+
+def test_sums_do_not_depend_on_batch_and_packed_weights(lanterns: LoadedModel, decoded: Callable[..., Any]) -> None:
+    condition, tokens, decoding = decoded(4, mode="speculative", drafting="static", rule="strict", tree="chain-7")
+    together = token_sums(lanterns, condition, tokens, decoding)
+    prompts = [HELD_OUT[number].caption() for number in range(4)]
+    packed = model_of("lanterns").load(torch.device("cpu"), torch.float32)
+    pack_for_decoding(packed.target, packed.drafter)
+    for number, row in enumerate(together):
+        of_image = packed.condition(prompts[number : number + 1]), tokens[number : number + 1], decoding
+        (alone,) = token_sums(packed, *of_image)
+        np.testing.assert_allclose(alone["feature_sums"], row["feature_sums"], rtol=1e-3, atol=1e-2)
+        assert alone["features"] == row["features"] == "surprise squared_surprise prompt_information drafter_tilt"
+
+
+def test_greedy_images_are_counted_token_by_token(lanterns: LoadedModel, decoded: Callable[..., Any]) -> None:
+    condition, tokens, decoding = decoded(1, temperature=0.0)
+    changed = tokens.clone()
+    changed[0, -1] = (tokens[0, -1] + 1) % 2048  # no later token depends on it
+    counts = [token_sums(lanterns, condition, each, decoding)[0] for each in (tokens, changed)]
+    assert counts[1]["argmax_mismatch"] == counts[0]["argmax_mismatch"] + 1
+    assert counts[0]["argmax_mismatch"] <= 1 and counts[0]["tokens"] == 256 and "features" not in counts[0]
+
+
+def test_tokens_outside_the_filter_are_counted_as_impossible() -> None:
+    table = TabularModel(5, 5, seed=3)
+    unfiltered = Decoding("ar")
+    tokens = ancestral(table, 200, unfiltered, seed=1)
+    rows = token_sums(table_model(table), None, tokens, unfiltered.changed(top_k=2))
+    assert sum(row["impossible"] for row in rows) > 50
+    assert all(np.isfinite(row["feature_sums"]).all() for row in rows)
+
+
+def test_logits_that_are_no_numbers_are_an_error() -> None:
+    table = TabularModel(4, 3, seed=1)
+    table.p[0, 0, 0] = torch.nan
+    with pytest.raises(LogitsError, match="NaN"):
+        token_sums(table_model(table), None, torch.zeros(1, 3, dtype=torch.int64), Decoding("ar"))
+
+
+def test_a_feature_that_cannot_vary_counts_nothing() -> None:
+    covariance = np.array([[4.0, 2.0, 0.0], [2.0, 3.0, 0.0], [0.0, 0.0, 0.0]])
+    sums = FeatureSums(np.array([2.0, -1.0, 0.0]), covariance)
+    assert sums.freedom == 2
+    assert sums.chi_square == pytest.approx(sums.chosen([0, 1]).chi_square)
+    assert distance(FeatureSums(np.zeros((2, 1)), np.zeros((2, 1, 1))), np.ones(2)).value is None
+
+
+def test_intervals_of_the_distance_cover_a_true_shift() -> None:
+    """Prompts whose sums have mean `shift` in units of their covariance: the distance is shift' shift."""
+    generator, shift, tokens = np.random.default_rng(4), np.array([0.1, 0.0, -0.1]), 256.0
+    covered = []
+    for _ in range(200):
+        noise = generator.standard_normal((24, 3)) * np.sqrt(tokens)
+        sums = FeatureSums(tokens * shift + noise, np.broadcast_to(tokens * np.eye(3), (24, 3, 3)))
+        interval = distance(sums, np.full(24, tokens))
+        assert interval.low is not None and interval.high is not None
+        covered.append(interval.low <= shift @ shift <= interval.high)
+    assert np.mean(covered) > 0.88
