@@ -1,4 +1,4 @@
-"""The distance of a cell from the target, from the sums of its images (docs/algorithms.md, section 9); no torch."""
+"""The distance of a cell from the target, from the sums of its images (docs/algorithms.md, section 6.2); no torch."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,14 +28,18 @@ from lantern_bench.errors import RefusedError
 from lantern_bench.methods.tables import METRICS
 from lantern_bench.metrics import features, image_scorers
 from lantern_bench.metrics.features import Reference, read_picture
+from lantern_bench.models import registry
 from lantern_bench.models.lanterns import HELD_OUT
 from lantern_bench.models.lanterns import modules as classifier
 from lantern_bench.models.lanterns.modules import AttributeClassifier, predict
+from lantern_bench.report.tables import write_tables
 from lantern_bench.runs import scoring
 from lantern_bench.runs.devices import Compute, key_fields
 from lantern_bench.runs.events import Share
-from lantern_bench.runs.store import RunStore, read_records
+from lantern_bench.runs.images import png_bytes
+from lantern_bench.runs.store import RunStore, read_records, read_scores
 from lantern_bench.schema import TABLES
+from tests.tiny_model import TinyModel
 
 EMBEDDED = PROTOCOLS["embedded"]
 NOTHING = Protocol("nothing", 1, "scorers nothing")
@@ -233,3 +238,49 @@ def test_rewards_fill_their_own_columns(run: Run, scorers: scoring.Scorers) -> N
     by_clip = [row for row in _score(run, scorers) if row["level"] == "image"]
     assert [row["hpsv2"] for row in rows] == [row["clip_score"] for row in by_clip]
     assert all(row["clip_score"] is None for row in rows)
+
+
+# ---- The tokens
+
+
+@pytest.fixture
+def tiny_copy(tmp_path: Path, tiny_run: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the tiny run, which has no scores yet, and the family that it was decoded with."""
+    model = TinyModel()
+    monkeypatch.setattr(registry, "models", lambda: {"tiny": model})
+    return Path(shutil.copytree(tiny_run, tmp_path / "run"))
+
+
+def of_tokens(folder: Path) -> dict[str, dict[str, Any]]:
+    return {row["record_key"]: row for row in read_scores(folder) if row["level"] == "tokens"}
+
+
+def test_tokens_are_scored_once_and_reach_the_tables(tiny_copy: Path) -> None:
+    events: list[Any] = []
+    assert scoring.score_tokens_of(tiny_copy, "cpu", events.append) == 18
+    assert scoring.score_tokens_of(tiny_copy, "cpu", events.append) == 0
+    assert [event.done for event in events if isinstance(event, Share)] == [3, 6, 9, 12, 15, 18]
+    assert set(of_tokens(tiny_copy)) == {record["record_key"] for record in read_records(tiny_copy)}
+    summary = write_tables(tiny_copy)["summary"].set_index("cell_id")
+    sampled = summary[summary["parameters"] != "T=0"].filter(like="t1", axis=0)
+    assert sampled[["distance", "distance_low", "distance_high", "distance_p", "impossible"]].notna().all(axis=None)
+    greedy = summary.filter(like="t0", axis=0)
+    assert (greedy["argmax_mismatch"] == 0).all() and greedy["distance"].isna().all()
+
+
+def test_pictures_without_tokens_are_decoded_again(tiny_copy: Path) -> None:
+    scoring.score_tokens_of(tiny_copy, "cpu", lambda _event: None)
+    rows = of_tokens(tiny_copy)
+    (tiny_copy / "scores.jsonl").unlink()
+    records = read_records(tiny_copy)
+    for record in records:
+        with Image.open(tiny_copy / record["image"]) as picture:
+            picture.copy().save(tiny_copy / record["image"])
+    # Tokens that are not those of the record are left out, wherever they come from.
+    forged = png_bytes(torch.zeros(3, 4, 3, dtype=torch.uint8), torch.zeros(12, dtype=torch.int32))
+    (tiny_copy / records[0]["image"]).write_bytes(forged)
+    events: list[Any] = []
+    assert scoring.score_tokens_of(tiny_copy, "cpu", events.append) == 17
+    again = of_tokens(tiny_copy)
+    assert again == {key: row for key, row in rows.items() if key != records[0]["record_key"]}
+    assert "leaves out 1 images" in events[-1].text
