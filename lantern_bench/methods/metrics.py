@@ -78,7 +78,7 @@ _of_tokens = partial(
     load="lantern_bench.metrics.distance:token_sums",
     level="tokens",
     against_ar="none",
-    scored_by="",
+    scored_by="model",
     digits=".3f",
 )
 _SHARE = (0.0, 1.0)

@@ -51,7 +51,7 @@ def _sums_of_image(
         raise LogitsError("a forward over a finished image gives NaN or infinite logits", "Check the weights.")
     if decoding.greedy:
         mismatches = (logits.argmax(dim=-1) != tokens) & is_drawn
-        return {"tokens": int(is_drawn.sum()), "argmax_mismatch": int(mismatches.sum())}
+        return {"tokens": int(is_drawn.sum()), "mismatched_tokens": int(mismatches.sum())}
     sums: Tensor | None = None
     step = max(1, _VALUES // logits.shape[1])
     for start in range(0, len(logits), step):
@@ -72,7 +72,7 @@ def _sums_of_image(
     drawn, impossible, entropy, largest, ten_largest, *of_features = sums.tolist()
     return {
         "tokens": int(drawn),
-        "impossible": int(impossible),
+        "impossible_tokens": int(impossible),
         "entropy": entropy / drawn,
         "largest_p": largest / drawn,
         "ten_largest_p": ten_largest / drawn,

@@ -33,8 +33,10 @@ def _figures(cell: CellRecords, rows: Mapping[str, Row]) -> dict[str, Any]:
     if not images:
         return {}
     tokens = [row["tokens"] for row in images]
-    counts = {name: [row[name] for row in images] for name in ("impossible", "argmax_mismatch")}
-    figures: dict[str, Any] = {name: sum(count) / sum(tokens) for name, count in counts.items() if None not in count}
+    figures: dict[str, Any] = {}
+    for name, counted in (("impossible", "impossible_tokens"), ("argmax_mismatch", "mismatched_tokens")):
+        if images[0][counted] is not None:
+            figures[name] = sum(row[counted] for row in images) / sum(tokens)
     if not images[0]["features"]:  # at temperature 0
         return figures
     for name in ("entropy", "largest_p", "ten_largest_p"):

@@ -44,7 +44,9 @@ _HEADS = {
     "peak_memory_mb": "peak memory",
 }  # fmt: skip
 # A quality figure and the column that names its network: the head of the figure names both.
-_SCORED_BY = {name: METRICS[name].scored_by for name in ON_CURVES if METRICS[name].scored_by != "protocol"}
+_SCORED_BY = {
+    name: METRICS[name].scored_by for name in ON_CURVES if METRICS[name].scored_by not in ("protocol", "model")
+}
 # The cell's id holds the other settings (`parameters` in the summary), and the notes hold the last two.
 _HIDDEN = {column.name for column in CELL_COLUMNS} - {"cell_id", "model"} | {"axis", "lossless_cell", "note"}
 _OFTEN_SHARED = (

@@ -96,7 +96,7 @@ def test_a_cell_that_is_wrong(tmp_path: Path, cell: str, expected: str) -> None:
         ("imges: 3", "line 3: imges: unknown key; did you mean images?"),
         ("images: 0", "line 3: images 0: must be a whole number of at least 1"),
         ("seed: -1", "line 3: seed -1: must be a whole number of at least 0"),
-        ("metrics: [sped]", "line 3: metrics sped: must be a list of speed and quality; did you mean speed?"),
+        ("metrics: [sped]", "line 3: metrics sped: must be a list of speed, quality and distance; did you mean speed?"),
         ("dtype: float23", "line 3: dtype float23: must be one of auto, float32, bfloat16, float16; did you mean float32?"),
         ("device: gpu", "line 3: device gpu: must be auto, cpu, mps, cuda or cuda:N"),
         ("compile: maybe", "line 3: compile maybe: must be true or false"),

@@ -30,7 +30,7 @@ def test_columns_are_unique_and_explained(table: str) -> None:
     names = [column.name for column in columns(table)]
     assert len(set(names)) == len(names)
     for column in columns(table):
-        assert column.dtype in ("string", "int", "float", "bool", "list[int]", "list[list[int]]")
+        assert column.dtype in ("string", "int", "float", "bool", "list[int]", "list[list[int]]", "list[float]")
         assert column.name.replace("_", "").islower()
         assert len(column.meaning) > 5
 

@@ -86,7 +86,9 @@ def test_sums_are_those_of_the_definition(monkeypatch: pytest.MonkeyPatch, value
         sums = sums_of([row])
         np.testing.assert_allclose(sums.sums[0], expected, atol=1e-5)
         np.testing.assert_allclose(sums.covariance[0], covariance, atol=1e-5)
-        assert row["tokens"] == 5 and row["impossible"] == 0 and row["entropy"] == pytest.approx(entropy, abs=1e-6)
+        assert (
+            row["tokens"] == 5 and row["impossible_tokens"] == 0 and row["entropy"] == pytest.approx(entropy, abs=1e-6)
+        )
         names = ["surprise", "squared_surprise", *(["prompt_information"] if guided else []), "drafter_tilt"]
         assert row["features"].split() == names
 
@@ -155,8 +157,8 @@ def test_greedy_images_are_counted_token_by_token(lanterns: LoadedModel, decoded
     changed = tokens.clone()
     changed[0, -1] = (tokens[0, -1] + 1) % 2048  # no later token depends on it
     counts = [token_sums(lanterns, condition, each, decoding)[0] for each in (tokens, changed)]
-    assert counts[1]["argmax_mismatch"] == counts[0]["argmax_mismatch"] + 1
-    assert counts[0]["argmax_mismatch"] <= 1 and counts[0]["tokens"] == 256 and "features" not in counts[0]
+    assert counts[1]["mismatched_tokens"] == counts[0]["mismatched_tokens"] + 1
+    assert counts[0]["mismatched_tokens"] <= 1 and counts[0]["tokens"] == 256 and "features" not in counts[0]
 
 
 def test_tokens_outside_the_filter_are_counted_as_impossible() -> None:
@@ -164,7 +166,7 @@ def test_tokens_outside_the_filter_are_counted_as_impossible() -> None:
     unfiltered = Decoding("ar")
     tokens = ancestral(table, 200, unfiltered, seed=1)
     rows = token_sums(table_model(table), None, tokens, unfiltered.changed(top_k=2))
-    assert sum(row["impossible"] for row in rows) > 50
+    assert sum(row["impossible_tokens"] for row in rows) > 50
     assert all(np.isfinite(row["feature_sums"]).all() for row in rows)
 
 

@@ -9,7 +9,7 @@ from lantern_bench.report.format_tables import readable
 
 def test_summary(tables):
     shown, notes = readable(tables["summary"], "summary")
-    heads = ["method", "parameters", "images", "failed", "speedup", "over lossless", "MAL", "FID"]
+    heads = ["method", "parameters", "images", "failed", "speedup", "over lossless", "MAL", "distance", "FID"]
     assert list(shown.columns) == [*heads, "CLIP score (tiny-clip)", "precision", "recall"]
     assert list(shown["speedup"]) == ["1.00x [1.00, 1.00]", "2.09x [1.93, 2.27]", "3.25x [2.48, 4.26]"]
     assert list(shown["MAL"]) == ["1.00", "2.00", "3.00"]
