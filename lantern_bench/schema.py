@@ -56,7 +56,7 @@ def figure(name: str, unit: str, meaning: str, interval: str = "95 % interval") 
     )
 
 
-REPEAT = "interval of 95 % of repeated runs"
+REPEAT = "interval of 95 % of repeats on this machine in the same state"
 """Figures made of seconds: where a repeat has its figure. All others: a 95 % confidence interval over prompts."""
 
 _SPEEDUP = figure("speedup", "", "seconds of ar / seconds of the cell, sums over the same prompts of one run", REPEAT)
@@ -181,7 +181,7 @@ def _quality_of(name: str) -> tuple[Column, ...]:
         columns += figure(
             f"{name}_band", "", f"ar's own spread: {name} of further ar images, same prompts, other seeds"
         )
-        columns.append(_verdict(name))
+        columns += _verdict(name)
     if metric.is_paired:
         columns += _difference(name)
     return (*columns, *_extras(metric))
@@ -191,14 +191,17 @@ def _extras(metric: Metric) -> tuple[Column, ...]:
     return tuple(Column(*column) for column in metric.extras)
 
 
-def _verdict(name: str) -> Column:
-    return text(f"{name}_verdict", f"{name} against ar's own spread: within or outside")
+def _verdict(name: str) -> tuple[Column, Column]:
+    return (
+        text(f"{name}_verdict", f"{name} against ar's own spread: within or outside"),
+        number(f"{name}_detectable", "", f"shift of {name} that would be outside with probability .8"),
+    )
 
 
 def _difference(name: str) -> tuple[Column, ...]:
     return (
-        *figure(f"{name}_vs_ar", "", f"{name} minus that of ar, over the same prompts"),
-        number(f"{name}_vs_ar_p", "", f"two-sided p-value of {name}_vs_ar: cells exchanged within prompts"),
+        *figure(f"{name}_vs_ar", "", f"{name} minus that of ar, a mean over its sets, over the same prompts"),
+        number(f"{name}_vs_ar_p", "", f"two-sided p-value of {name}_vs_ar: cell and sets exchanged within prompts"),
     )
 
 
@@ -229,7 +232,7 @@ def _summary_of_quality() -> Iterator[Column]:
         metric = METRICS[name]
         yield from figure(name, "", metric.meaning)
         if metric.has_spread:
-            yield _verdict(name)
+            yield from _verdict(name)
         yield from _extras(metric) if name in OF_TOKENS else _beside_paper(name)
         if metric.scored_by in scorers:
             yield Column(metric.scored_by, "string", "", scorers.pop(metric.scored_by))
@@ -322,6 +325,7 @@ _SPEED = (
     _DISTURBED,
     count("held_up", "images", "images whose seconds count less here than in the records (Intervals)"),
     *figure("latency_s", "s", "mean seconds per image", REPEAT),
+    *(number(f"latency_p{n}_s", "s", f"{n}th percentile of the seconds per image") for n in (50, 95)),
     number("tokens_per_s", "tokens/s", "tokens kept per second"),
     *_SPEEDUP,
     *_OVER_LOSSLESS,
@@ -347,6 +351,7 @@ _QUALITY = (
     *(column for name in OF_SETS for column in _quality_of(name)),
     count("band_sets", "sets", "sets of ar images behind the bands"),
     *(column for name in OF_IMAGES for column in _quality_of(name)),
+    count("ar_sets", "sets", "sets of ar images (seed_set) whose mean *_vs_ar compares with"),
     text("fid_features", f"feature extractor behind {listed(OF_SETS)}"),
     text("clip_model", "CLIP model behind clip_score, or the reward model"),
     text("reference", "reference set"),
@@ -384,9 +389,21 @@ _COMPARISON = (
     *figure("effect", "", "the ratio or the difference"),
     number("p_value", "", "two-sided: runs exchanged within prompts; speedup: t over processes"),
     number("p_holm", "", "the same after Holm, over all comparisons of the table"),
-    text("verdict", "of the second run: better, worse or not distinguishable; empty where not tested"),
+    text("verdict", "better, worse, not distinguishable; by --margin: equivalent, not settled; empty: not tested"),
     count("pairs", "images", "(prompt, repeat) pairs that both runs have"),
     count("prompts", "prompts", "prompts among them"),
+    NOTE,
+)
+
+_RECOMMENDATION = (
+    text("model", "name of the model"),
+    text("cell_id", "the cell"),
+    *_SPEEDUP,
+    *_OVER_LOSSLESS[:3],
+    text("condition", "limit of a column of `quality`, which its whole interval must keep"),
+    *figure("measured", "", "the figure"),
+    text("verdict", "keeps, lossless (keeps every condition), or not settled and how many images would settle it"),
+    count("images", "images", "images behind the figure"),
     NOTE,
 )
 
@@ -458,6 +475,7 @@ TABLES: dict[str, tuple[Column, ...]] = {
     "acceptance": _ACCEPTANCE,
     "lengths": _LENGTHS,
     "comparison": _COMPARISON,
+    "recommendation": _RECOMMENDATION,
     "summary": _SUMMARY,
     "reproduction": _REPRODUCTION,
     "prediction": _PREDICTION,

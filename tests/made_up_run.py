@@ -54,6 +54,7 @@ def make_record(cell: Decoding, prompt: int, walks: list[list[int]], seconds: fl
         "other_seconds": None if seconds is None else 0.1 * seconds,
         "peak_memory_bytes": None,
         "moved_mass": 0.0 if cell.mode in ("ar", "speculative") else 0.01 * sum(accepted),
+        "process": prompt % 3,
         "image": f"images/{cell.cell_id}/{prompt:06d}.png",
     }
     return row | changes

@@ -58,7 +58,7 @@ def test_a_pipe_gets_csv_and_a_terminal_a_table(summary):
     assert err.getvalue() == ""
     drawn, out, _ = console(terminal=True)
     drawn.table(summary, "summary", title="a run")
-    assert "a run" in out.getvalue() and "2.09x [1.93, 2.27]" in out.getvalue()
+    assert "a run" in out.getvalue() and "2.09x [1.98, 2.21]" in out.getvalue()
     assert ESCAPE in out.getvalue()
 
 

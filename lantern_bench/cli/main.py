@@ -17,7 +17,7 @@ from lantern_bench.cli.checks import certify, check_model, doctor, verify
 from lantern_bench.cli.models import experiments, generate, models, weights
 from lantern_bench.cli.options import command_group
 from lantern_bench.cli.profile import profile
-from lantern_bench.cli.results import compare, curves, predict, report, show
+from lantern_bench.cli.results import compare, curves, predict, recommend, report, show
 from lantern_bench.cli.sweep import merge, reproduce, score, sweep
 from lantern_bench.cli.train import train
 from lantern_bench.console import Console
@@ -33,7 +33,7 @@ _EPILOG = (
 _GLOBAL = {"-q", "--quiet", "-v", "--verbose", "--debug"}
 
 app = command_group(name="lantern-bench", pretty_exceptions_enable=False, epilog=_EPILOG)
-_RUNS = (sweep, merge, reproduce, score, show, curves, compare, report, predict, certify)
+_RUNS = (sweep, merge, reproduce, score, show, curves, compare, recommend, report, predict, certify)
 for command in (*_RUNS, generate, models, experiments, profile, check_model, doctor, verify):
     app.command()(command)
 app.add_typer(train)

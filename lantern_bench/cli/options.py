@@ -82,7 +82,7 @@ _BEFORE_PARAMETERS = (
     flag("metrics", _LIST, "speed, quality (of pictures), distance (from the target); by default all."),
     flag("protocol", _WORD, "The quality protocol; see `lantern-bench score`."),
     flag("reference", _WORD, "What fidelity is measured against; see `lantern-bench score`."),
-    flag("processes", _WORD, "New processes that share the prompts, in turn; intervals then cover runs."),
+    flag("processes", _WORD, "New processes that share the prompts, in turn; 3 or more give speed an interval."),
     flag("repeats", _WORD, "Repeat the images this many times, with new seeds."),
     flag("batch", _WORD, "Images decoded at once, or a list; published: 1."),
     flag("baseline", _SWITCH, "Add an ar cell if there is none."),

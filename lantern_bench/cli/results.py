@@ -1,10 +1,11 @@
-"""Commands that read runs: `show`, `curves`, `compare`, `predict` and `report`."""
+"""Commands that read runs: `show`, `curves`, `compare`, `recommend`, `predict` and `report`."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -70,6 +71,14 @@ def _of_only_run(runs: Sequence[Path]) -> Path:
     return runs[0]
 
 
+def _limit(text: str) -> tuple[str, float]:
+    """Parse NAME=NUMBER."""
+    match = re.fullmatch(r"(\w+)=(\d*\.?\d+)", text)
+    if match is None:
+        raise UserError(f"{text}: is no name with a positive number", "For example clip_score=0.005.")
+    return match[1], float(match[2])
+
+
 def compare(
     ctx: typer.Context,
     run_a: Annotated[Path, typer.Argument(parser=find, metavar="RUN_A", help=RUN_HELP)],
@@ -78,10 +87,16 @@ def compare(
     fail_if: Annotated[
         str | None, typer.Option(help="Exit with 5 if a verdict is worse, or if any is different.")
     ] = None,
+    margin: Annotated[
+        list[Any] | None, typer.Option(parser=_limit, metavar="NAME=MARGIN", help="Test for equivalence up to this.")
+    ] = None,
+    fail_below: Annotated[
+        float | None, typer.Option(help="Exit with 5 if a ratio of speedups is below by its whole interval.")
+    ] = None,
     format: FormatOption = None,
 ) -> None:
     """Compare two runs cell by cell, paired by prompt: ratio or difference, 95 % interval, verdict."""
-    from lantern_bench.report.compare import ACROSS, SAME, WORSE, check_comparability, compare_runs, differences
+    from lantern_bench.report.compare import ACROSS, BETTER, WORSE, check_comparability, compare_runs, differences
     from lantern_bench.report.records import load_runs
 
     console: Console = ctx.obj
@@ -97,7 +112,7 @@ def compare(
     check_comparability(unlike, allowed)
     for difference in unlike:
         console.warn(f"the runs differ in {difference}")
-    comparison = compare_runs(a, b)
+    comparison = compare_runs(a, b, dict(margin or ()))
     if not len(comparison.table):
         raise RefusedError("the runs have no cell and prompt in common", "`lantern-bench show RUN` lists the cells.")
     for side, cells in (("first", comparison.only_a), ("second", comparison.only_b)):
@@ -107,9 +122,40 @@ def compare(
     for note in comparison.notes:
         console.say(note)
     verdicts = comparison.table["verdict"].dropna()
-    failed = verdicts == WORSE if fail_if == "worse" else verdicts != SAME
+    failed = verdicts.isin([WORSE] if fail_if == "worse" else [WORSE, BETTER])
     if fail_if is not None and failed.any():
         raise CheckFailedError(f"--fail-if {fail_if}: true of {int(failed.sum())} of {len(verdicts)} verdicts")
+    speedups = comparison.table.query("quantity == 'speedup'")
+    slower = speedups["effect_high"].fillna(speedups["effect"]) < (fail_below or 0.0)
+    if fail_below is not None and speedups.empty:
+        raise RefusedError(f"--fail-below {fail_below:g}: the runs have no speedup in common", "Compare timed runs.")
+    if slower.any():
+        slow = ", ".join(speedups.loc[slower, "cell_id"])
+        raise CheckFailedError(f"--fail-below {fail_below:g}: true of {int(slower.sum())} of {len(slower)}, {slow}")
+
+
+def recommend(
+    ctx: typer.Context,
+    run: RunArgument,
+    quality_run: Annotated[
+        Path | None, typer.Argument(parser=find, metavar="QUALITY_RUN", help="The run with the figures. Default: RUN.")
+    ] = None,
+    max_distance: Annotated[float | None, typer.Option(min=0.0, help="Largest distance. Default: 0.01.")] = None,
+    within: Annotated[
+        Any, typer.Option(parser=_limit, metavar="NAME=MARGIN", help="How much worse than ar a score may be.")
+    ] = None,
+    format: FormatOption = None,
+) -> None:
+    """Name the fastest cell whose output keeps a condition, beside the fastest lossless one."""
+    from lantern_bench.api import load_run
+    from lantern_bench.report.recommend import condition_of, recommendation
+
+    console: Console = ctx.obj
+    condition = condition_of(max_distance, within)
+    speed = load_run(run).tables
+    quality = load_run(quality_run).tables if quality_run else speed
+    console.table(recommendation(speed, quality, condition), "recommendation", title=run.name, format=format)
+    console.say(f"The whole 95 % interval has to keep {condition}; cells that break it or have no figure are left out.")
 
 
 def predict(

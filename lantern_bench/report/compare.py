@@ -2,7 +2,7 @@
 
 Cells are matched by model and id, images by prompt and repeat. Accepted length and the metrics of images are tested
 over prompts, speedup over processes (`stats.py`). Seconds of two moments get no verdict; nor do metrics of sets such as
-FID, which have one value a cell.
+FID, which have one value a cell. A quantity with a margin gets the verdict of an equivalence test instead.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from lantern_bench.errors import RefusedError
-from lantern_bench.methods.tables import OF_IMAGES, OF_SETS
+from lantern_bench.methods.tables import OF_IMAGES, OF_SETS, OF_TOKENS
+from lantern_bench.report.distance import distance_columns, token_rows
 from lantern_bench.report.records import CellRecords, baseline_of, fastest_lossless, run_cells, timed_images
-from lantern_bench.report.stats import Interval, compare_sums, compare_timings, fewest_prompts, holm, timing
-from lantern_bench.report.tables import Scores, frame, paired, scored_images, sort_scores
+from lantern_bench.report.stats import Interval, compare_sums, compare_timings, fewest_prompts, holm, settle, timing
+from lantern_bench.report.tables import ENDS, Scores, frame, paired, scored_images, sort_scores
 from lantern_bench.runs.store import RunData
 
 ACROSS = ("weights", "protocol", "machine")
@@ -104,7 +105,7 @@ def _listed(names: pd.Series[Any]) -> str:
     return ", ".join(sorted(names.dropna().unique()))
 
 
-BETTER, WORSE, SAME = "better", "worse", "not distinguishable"
+BETTER, WORSE, SAME, EQUIVALENT = "better", "worse", "not distinguishable", "equivalent"
 _LEVEL = 0.05
 
 
@@ -117,21 +118,36 @@ class Comparison(NamedTuple):
     notes: tuple[str, ...]  # on the verdicts
 
 
-def compare_runs(a: RunData, b: RunData) -> Comparison:
-    """Compare two runs that `check_comparability` allows."""
+def compare_runs(a: RunData, b: RunData, margins: Mapping[str, float] | None = None) -> Comparison:
+    """Compare two runs that `check_comparability` allows.
+
+    `margins`, by quantity: differences up to this count as none. Raises `RefusedError` for a quantity without any.
+    """
     runs = [{(str(cell.columns["model"]), cell.cell_id): cell for cell in run_cells(run)} for run in (a, b)]
     scores = [sort_scores(run.scores) for run in (a, b)]
+    of_tokens = [distance_columns(run_cells(run), token_rows(run.scores)) for run in (a, b)]
     rows: list[dict[str, Any]] = []
     for key in (key for key in runs[0] if key in runs[1]):
         cells = [run[key] for run in runs]
         about = {"cell_id": key[1], "model": key[0]}
         rows += [about | row for row in _timed_rows(cells, [list(run.values()) for run in runs])]
         rows += [about | row for row in _scored_rows(cells, scores)]
+        for name in OF_TOKENS:
+            figures = [of_run[key[1]].get(name) for of_run in of_tokens]
+            rows += [about | row for row in _untested(name, figures, "not tested: each run is, by distance_p")]
     # Every tested effect is computed so that more is better.
     tested = [row for row in rows if row.get("p_value") is not None]
     for row, p in zip(tested, holm([row["p_value"] for row in tested]), strict=True):
         is_better = row["effect"] > (1.0 if row["kind"] == "ratio" else 0.0)
         row |= {"p_holm": p, "verdict": SAME if p >= _LEVEL else BETTER if is_better else WORSE}
+    for quantity, margin in (margins or {}).items():
+        bounded = [row for row in tested if row["quantity"] == quantity and row["kind"] == "difference"]
+        if not bounded:
+            names = ", ".join(sorted({row["quantity"] for row in tested if row["kind"] == "difference"}))
+            raise RefusedError(f"--margin {quantity}: no tested difference in these runs", f"Tested: {names or '-'}.")
+        for row in bounded:
+            effect, beyond = Interval(*(row[f"effect{end}"] for end in ENDS)), BETTER if row["effect"] > 0 else WORSE
+            row["verdict"] = settle(effect, -margin, margin, row["pairs"], (EQUIVALENT, beyond))
     only_a, only_b = (tuple(key[1] for key in run if key not in other) for run, other in (runs, runs[::-1]))
     return Comparison(frame("comparison", rows), only_a, only_b, tuple(_notes(tested)))
 
@@ -168,7 +184,7 @@ def _timed(quantity: str, seconds: Sequence[pd.DataFrame]) -> Iterator[dict[str,
     if quantity in _UNTESTED:
         effect = effect._replace(p_value=None, note=_UNTESTED[quantity])
     elif effect.p_value is None:
-        effect = effect._replace(note="not tested: fewer than 2 prompts or one process in a run")
+        effect = effect._replace(note="not tested: needs 2 prompts and 3 processes in both runs")
     yield {"quantity": quantity, "kind": "ratio", "a": a.value, "b": b.value} | _effect_columns(effect, images)
 
 
@@ -177,7 +193,7 @@ def _tested(quantity: str, a: pd.DataFrame, b: pd.DataFrame) -> Iterator[dict[st
     pair = paired(a, b)
     if pair is None:
         return
-    sums_a, sums_b, images = pair
+    (sums_a, sums_b), images = pair
     effect = compare_sums(sums_a, sums_b)
     if effect.p_value is None:
         effect = effect._replace(note="not tested: fewer than 2 prompts")
@@ -201,17 +217,22 @@ def _scored_rows(cells: Sequence[CellRecords], scores: Sequence[Mapping[str, Sco
         for metric in OF_IMAGES:
             yield from (row | about for row in _tested(metric, *(scored_images(*side, metric) for side in scored)))
         for metric in OF_SETS:
-            a, b = (of_run.cells.get(cell.cell_id, {}).get(metric) for cell, of_run in scored)
-            if a is not None and b is not None:
-                row = {"quantity": metric, "a": a, "b": b, "kind": "difference", "effect": b - a}
-                yield row | about | {"note": "one value a run: not tested"}
+            figures = [of_run.cells.get(cell.cell_id, {}).get(metric) for cell, of_run in scored]
+            yield from (row | about for row in _untested(metric, figures, "one value a run: not tested"))
+
+
+def _untested(quantity: str, figures: Sequence[Any], note: str) -> Iterator[dict[str, Any]]:
+    """Yield the row of a quantity that no test compares, if both runs have it."""
+    a, b = figures
+    if a is not None and b is not None:
+        yield {"quantity": quantity, "a": a, "b": b, "kind": "difference", "effect": b - a, "note": note}
 
 
 def _notes(tested: Sequence[dict[str, Any]]) -> Iterator[str]:
     if not tested:
         return
     alone = sum(row["p_value"] < _LEVEL for row in tested)
-    together = sum(row["verdict"] != SAME for row in tested)
+    together = sum(row["p_holm"] < _LEVEL for row in tested)
     yield (
         f"{len(tested)} comparisons are made at once: verdicts hold after Holm's correction at 5 %; "
         f"{alone} would pass alone, {together} pass together. Intervals are for each comparison alone."

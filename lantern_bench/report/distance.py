@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,6 +12,11 @@ from lantern_bench.report.stats import Array, Interval, holm, ratio_of_sums, sum
 
 _RESAMPLES = 2_000
 _ENDS = (0.025, 0.975)
+
+
+def token_rows(scores: Iterable[Row]) -> dict[str, Row]:
+    """Return the rows of level `tokens` by record key; of rows that score the same image the last counts."""
+    return {str(row["record_key"]): row for row in scores if row["level"] == "tokens"}
 
 
 def distance_columns(cells: Sequence[CellRecords], rows: Mapping[str, Row]) -> dict[str, dict[str, Any]]:

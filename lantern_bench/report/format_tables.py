@@ -26,7 +26,7 @@ FORMATS = {
     "fid_infinity": ("{:.2f}", ""),
     "moved_mass": ("{:.4f}", ""),
     **dict.fromkeys(("draft_ms", "target_ms", "verify_ms", "other_ms", "ar_ms", "step_ms"), ("{:.2f}", " ms")),
-    "latency_s": ("{:.3g}", " s"),
+    **dict.fromkeys(("latency_s", "latency_p50_s", "latency_p95_s"), ("{:.3g}", " s")),
     "tokens_per_s": ("{:.3g}", ""),
     "peak_memory_mb": ("{:.0f}", " MB"),
     **dict.fromkeys(("p_first", "p_joint", "p_later", "p_images", "p_holm", "power_p"), ("{:.2g}", "")),
@@ -37,7 +37,8 @@ FORMATS = {
 _HEADS = {
     **{metric.name: metric.heading for metric in METRICS.values()},
     "mean_accepted_length": "MAL", "mal_uncut": "MAL uncut", "fid_infinity": "FID-infinity", "kid_std": "KID std",
-    "cell_id": "cell", "index": "depth", "latency_s": "s / image", "tokens_per_s": "tokens / s",
+    "cell_id": "cell", "index": "depth", "latency_s": "s / image",
+    "latency_p50_s": "s / image, median", "latency_p95_s": "s / image, p95", "tokens_per_s": "tokens / s",
     "speedup_over_lossless": "over lossless",
     "target_forwards": "target forwards / image", "drafter_forwards": "drafter forwards / image",
     "draft_ms": "draft / step", "target_ms": "target / step", "verify_ms": "verify / step", "other_ms": "other / step",
@@ -99,7 +100,7 @@ def readable(table: pd.DataFrame, name: str | None = None) -> Readable:
 
 def worth_showing(table: pd.DataFrame, column: str, name: str = "") -> bool:
     """Return whether a column says something that its table (`name` in the schema) shows nowhere else."""
-    if column in _HIDDEN or column.endswith("_verdict") or (column == "cell_id" and name == "summary"):
+    if column in _HIDDEN or column.endswith(("_verdict", "_detectable")) or (column == "cell_id" and name == "summary"):
         return False
     if table[column].isna().all():
         return name == "summary" and column in _HEADLINE
@@ -118,7 +119,7 @@ def _notes(table: pd.DataFrame, name: str) -> list[str]:
     if "mean_accepted_length" in table:
         notes.append("MAL counts the target's own token; accepted drafts are one less.")
     if "speedup_low" in table and table["speedup_low"].notna().any():
-        notes.append("Speed intervals hold 95 % of repeated runs, others the true value with 95 % confidence.")
+        notes.append("Speed intervals: 95 % of repeats on this machine in the same state; others: 95 % confidence.")
     if "lossless_cell" in table and table["lossless_cell"].notna().any():
         fastest = ", ".join(table["lossless_cell"].dropna().unique())
         notes.append(f"Over lossless: over the fastest lossless cell of the run with the same sampling, {fastest}.")
@@ -142,9 +143,12 @@ def _against_ar(table: pd.DataFrame) -> list[str]:
     verdicts.columns = verdicts.columns.str.removesuffix("_verdict")
     is_outside = (verdicts == OUTSIDE).fillna(value=False)
     cells = [f"{cell} ({', '.join(row.index[row])})" for cell, row in is_outside.iterrows() if row.any()]
-    result = f"outside are {', '.join(cells)}; all others are within it" if cells else "all cells are within it"
+    detectable = {name: table[f"{name}_detectable"].max() for name in verdicts}
+    shifts = ", ".join(f"{name} {shift:.2g}" for name, shift in detectable.items() if pd.notna(shift))
+    result = f"outside are {', '.join(cells)}; of all others" if cells else "of all cells"
     return [
-        f"{', '.join(map(str, verdicts))} against AR's own spread (same prompts, other seeds): {result}. "
+        f"{', '.join(map(str, verdicts))} against AR's own spread (same prompts, other seeds): {result} no shift is "
+        f"detected at {table['images'].max()} images; seen with probability .8 would be {shifts or 'unknown'}. "
         "Outside is drift, also where the figure gains; by chance one in 20 figures of a lossless cell is outside."
     ]
 

@@ -34,7 +34,7 @@ from lantern_bench.report.format_tables import format_figure, head_of, readable,
 from lantern_bench.report.labels import GROUPINGS, CellKey, cell_key, labels
 from lantern_bench.report.records import CellRecords, Row, load_runs, run_cells
 from lantern_bench.report.reproduction import comparability, reproduction_rows, side_by_side
-from lantern_bench.report.tables import frame, sort_scores
+from lantern_bench.report.tables import OUTSIDE, frame, sort_scores
 from lantern_bench.runs.records import rows_of
 from lantern_bench.runs.store import RunData
 from lantern_bench.schema import columns
@@ -364,7 +364,8 @@ def _how_sure(table: pd.DataFrame, best: pd.Series, name: str) -> str:
         p_value = float(best[f"{name}_vs_ar_p"])
         return f"{best[f'{name}_vs_ar']:+.3g} against AR over the same prompts, p = {p_value:.2g}"
     if pd.notna(best.get(f"{name}_verdict")):
-        return f"{best[f'{name}_verdict']} AR's own spread"
+        is_outside = best[f"{name}_verdict"] == OUTSIDE
+        return "outside AR's own spread" if is_outside else "no shift from AR is detected at so many images"
     if pd.isna(best.get(f"{name}_low")):
         return "one value a cell, without an interval"
     others = table[table["number"] != best["number"]]

@@ -25,11 +25,15 @@ Array: TypeAlias = NDArray[np.float64]
 _LEVEL = 0.95
 # Up to so many prompts all exchanges are counted; beyond, this many random ones.
 _EXACT, _FLIPS = 13, 9_999
-# Fewer processes than this, in effect, are one process and a few images of another.
-_SEVERAL = 1.5
+# Processes in effect: three that share few images unevenly, such as 2, 2 and 1, are 2.8; two and a bit are less.
+_SEVERAL = 2.5
+# A test sees a shift of so many times half the width of its 95 % interval with probability .8.
+_SEEN = 1.0 + 0.8416 / 1.9600
 
-WITHIN_ONE = "speed intervals within one process: another process may fall outside"
-"""Note on an interval that knows no spread between processes."""
+NEEDS_PROCESSES = (
+    "no interval of speed: needs 3 processes that share the images (lantern-bench sweep ... --processes 5 --no-resume)"
+)
+"""Note on a figure of seconds without an interval."""
 
 
 class Interval(NamedTuple):
@@ -139,11 +143,15 @@ def _bootstrap(sums: Sequence[Array], statistic: Callable[..., Array], seed: int
     return float(low), float(high)
 
 
-def compare_sums(a: Sums, b: Sums, *, seed: int = 0) -> Interval:
+def compare_sums(a: Sums, b: Sums, *others: Sums, seed: int = 0) -> Interval:
     """Return b - a over the same prompts, in the same order, with 95 % interval and p-value.
 
-    Fewer than two prompts have no interval and no p-value.
+    `others` are further sets of what `a` is a set of: b is compared with their mean, and the p-value allows for the
+    noise of each. Fewer than two prompts have no interval and no p-value. The interval of counts, as of right pictures,
+    has two more prompts that differ either way: a few equal ones do not show that none differs (Bonett, Price 2012).
     """
+    sets = [a, *others]
+    a = Sums(*np.mean(sets, axis=0))
 
     def effect(*parts: Array, axis: int = -1) -> Array:
         over_a, under_a, over_b, under_b = (part.sum(axis=axis) for part in parts)
@@ -152,32 +160,42 @@ def compare_sums(a: Sums, b: Sums, *, seed: int = 0) -> Interval:
     value = float(effect(*a, *b))
     if a.over.size < 2:
         return Interval(value)
-    if np.array_equal(a, b):
+    if all(np.all((part.over % 1 == 0) & (part.over <= part.under)) for part in (b, *sets)):
+        size = np.full(2, b.under.mean())
+        over_a, over_b = (np.append(part.over, size * either) for part, either in ((a, [0, 1]), (b, [1, 0])))
+        low, high = _bootstrap((over_a, np.append(a.under, size), over_b, np.append(b.under, size)), effect, seed)
+    elif np.array_equal(a, b):
         return Interval(value, value, value, p_value=1.0)
-    low, high = _bootstrap((*a, *b), effect, seed)
-    p_value = _exchange_test(a, b, seed)
+    else:
+        low, high = _bootstrap((*a, *b), effect, seed)
+    p_value = _exchange_test(np.array([b, *sets]), seed)
     defined = math.isfinite(low) and math.isfinite(high)
     return Interval(value, low if defined else None, high if defined else None, p_value=p_value)
 
 
-def _exchange_test(a: Sums, b: Sums, seed: int) -> float:
-    """Return the share of exchanges with an effect as large as the observed one; two-sided."""
-    size = a.over.size
-    if size <= _EXACT:
-        flips = ((np.arange(2**size)[:, None] >> np.arange(size)) & 1).astype(np.float64)
+def _exchange_test(sets: Array, seed: int) -> float:
+    """Return the share of exchanges with an effect as large as the observed one; two-sided.
+
+    sets: [k, 2, prompts], numerators and denominators; the first is compared with the mean of the others. An exchange
+    takes for each prompt any of the sets as the first: all are alike if there is no effect.
+    """
+    count, _, size = sets.shape
+    if size * math.log2(count) <= _EXACT:
+        firsts = np.arange(count**size)[:, None] // count ** np.arange(size) % count
     else:
-        flips = np.random.default_rng(seed).integers(0, 2, (_FLIPS, size)).astype(np.float64)
-    over, under = flips @ (b.over - a.over), flips @ (b.under - a.under)
-    effects = np.abs((b.over.sum() - over) / (b.under.sum() - under) - (a.over.sum() + over) / (a.under.sum() + under))
-    as_large = int((effects >= abs(b.value - a.value) * (1 - 1e-9)).sum())  # rounding makes no effect smaller
-    return as_large / len(flips) if size <= _EXACT else (as_large + 1) / (_FLIPS + 1)
+        drawn = np.random.default_rng(seed).integers(0, count, (_FLIPS, size))
+        firsts = np.vstack([np.zeros_like(drawn[:1]), drawn])
+    first = sum((firsts == number).astype(np.float64) @ sums.T for number, sums in enumerate(sets))  # [exchanges, 2]
+    rest = sets.sum(axis=(0, 2)) - first
+    effects = np.abs(first[:, 0] / first[:, 1] - rest[:, 0] / rest[:, 1])  # the observed one first
+    return float((effects >= effects[0] * (1 - 1e-9)).mean())  # rounding makes no effect smaller
 
 
 class Timing(NamedTuple):
     """A figure made of seconds, and what its logarithm owes to prompts and to processes.
 
     `influence` [prompts]: what each prompt adds to the logarithm, around 0. `of_processes`: variance of the logarithm
-    from process to process, None within one process; `freedom`: its degrees of freedom.
+    from process to process, None with fewer than three in effect; `freedom`: its degrees of freedom.
     """
 
     value: float
@@ -196,7 +214,7 @@ def timing(images: pd.DataFrame) -> Timing:
 
     images: columns `over` and `under`, the decode steps behind each, `process`; indexed by `prompt_id`.
     Seconds = steps x seconds a step. The tokens decide the steps, so their spread is one of prompts; seconds a step
-    belong to the process. Within one process the spread of the seconds over prompts stands for both.
+    belong to the process.
     """
     parts = np.array([images[name] for name in ("over", "under", "over_steps", "under_steps")])
     parts[2:] = np.maximum(parts[2:], 1.0)  # steps that were not recorded count as one
@@ -205,7 +223,7 @@ def timing(images: pd.DataFrame) -> Timing:
     weights = _group_sums(np.ones((1, parts.shape[1])), processes)[0] / parts.shape[1]
     # How many processes as large as each other know as much: a process with one image counts little.
     several = 1.0 / float((weights**2).sum())
-    steps = _group_sums(parts[2:] if several >= _SEVERAL else parts[:2], prompts)
+    steps = _group_sums(parts[2:], prompts)
     influence = steps[0] / steps[0].mean() - steps[1] / steps[1].mean()
     if several < _SEVERAL:
         return Timing(float(over / under), influence, None, 0.0)
@@ -222,29 +240,29 @@ def _group_sums(parts: Array, groups: Any) -> Array:
 
 
 def repeat_interval(measured: Timing) -> Interval:
-    """Return the figure with the interval in which 95 % of repeated runs have theirs.
+    """Return the figure with the interval in which 95 % of repeats on this machine in the same state have theirs.
 
     A repeat has as many processes and as many other prompts: its figure differs by sqrt(2) times the standard error of
-    one. Half-widths of processes and prompts, each by Student's t, are added in quadrature. With one process the
-    interval knows prompts alone, and its note says so.
+    one. Half-widths of processes and prompts, each by Student's t, are added in quadrature. Fewer than three processes
+    say too little of how processes differ: no interval, and the note says what gives one.
     """
     from scipy.stats import t
 
     if measured.influence.size < 2:
         return Interval(measured.value, note="no interval: fewer than 2 prompts")
+    if measured.of_processes is None:
+        return Interval(measured.value, note=NEEDS_PROCESSES)
     upper = (1.0 + _LEVEL) / 2.0
     half = t.ppf(upper, measured.influence.size - 1) ** 2 * measured.of_prompts
-    if measured.of_processes is not None:
-        half += t.ppf(upper, measured.freedom) ** 2 * measured.of_processes
+    half += t.ppf(upper, measured.freedom) ** 2 * measured.of_processes
     factor = math.exp(math.sqrt(2.0 * half))
-    note = WITHIN_ONE if measured.of_processes is None else None
-    return Interval(measured.value, measured.value / factor, measured.value * factor, note)
+    return Interval(measured.value, measured.value / factor, measured.value * factor)
 
 
 def compare_timings(a: Timing, b: Timing) -> Interval:
     """Return b / a over the same prompts with its 95 % confidence interval and p-value (Welch 1947).
 
-    Without several processes in both runs there is neither: a difference may be that of two processes.
+    Without three processes in both runs there is neither: a difference may be that of two processes.
     """
     from scipy.stats import t
 
@@ -261,6 +279,38 @@ def compare_timings(a: Timing, b: Timing) -> Interval:
     factor = math.exp(t.ppf((1.0 + _LEVEL) / 2.0, freedom) * error)
     p_value = 2.0 * float(t.sf(abs(math.log(value)) / error, freedom))
     return Interval(value, value / factor, value * factor, p_value=p_value)
+
+
+def detectable(centre: float, low: float, high: float) -> float:
+    """Return the shift that leaves the interval of further sets with probability .8, by a normal approximation.
+
+    The longer side counts: an end may be cut at the bound of the figure.
+    """
+    return _SEEN * max(centre - low, high - centre)
+
+
+def settle(figure: Interval, low: float, high: float, images: int, names: tuple[str, str]) -> str:
+    """Return the first name if the whole interval of a figure keeps limits, the second if none of it does.
+
+    Else `not settled`, with the images that would settle it with probability .8 if the figure stays: the interval
+    shrinks with the root of their number. This is the equivalence test by two one-sided tests at 2.5 %; with one
+    infinite limit, the test of non-inferiority.
+    """
+    value, lowest, highest = figure[:3]
+    if value is None or lowest is None or highest is None:
+        return "not settled"
+    if low <= lowest and highest <= high:
+        return names[0]
+    if highest < low or lowest > high:
+        return names[1]
+    reach_and_room = [(value - lowest, value - low), (highest - value, high - value)]
+    if not low <= value <= high:  # until all of it is beyond
+        reach_and_room = [(highest - value, low - value) if value < low else (value - lowest, value - high)]
+    times = max(_SEEN * reach / room if room else math.inf for reach, room in reach_and_room) ** 2
+    if not math.isfinite(times):
+        return "not settled"
+    step = 10 ** max(0, int(math.log10(times * images)) - 1)  # two digits
+    return f"not settled: {math.ceil(times * images / step) * step:,} images"
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

@@ -18,7 +18,7 @@ from lantern_bench.errors import UserError
 from lantern_bench.methods.metrics import listed
 from lantern_bench.methods.tables import IN_SUMMARY, METRICS, OF_IMAGES, OF_SETS, OF_TOKENS, PAIRED
 from lantern_bench.models.io.files import write_atomically
-from lantern_bench.report.distance import distance_columns
+from lantern_bench.report.distance import distance_columns, token_rows
 from lantern_bench.report.labels import parameters
 from lantern_bench.report.records import (
     COLUMNS_READ,
@@ -36,6 +36,7 @@ from lantern_bench.report.stats import (
     Interval,
     Sums,
     compare_sums,
+    detectable,
     mean_over_prompts,
     proportion,
     ratio_of_sums,
@@ -84,6 +85,7 @@ def speed_row(cell: CellRecords, cells: Sequence[CellRecords], pool_devices: boo
         "lossless_cell": lossless.cell_id if lossless else None,
         "acceptance_rate": offers["accepted"].sum() / offers["offered"].sum() if len(offers) else None,
         "peak_memory_mb": images["peak_memory_bytes"].max() / 1e6,
+        **{f"latency_p{percent}_s": images["seconds"].quantile(percent / 100) for percent in (50, 95)},
     }
     notes: list[str | None] = []
     if marks.mean() > 0.5:  # the mean of no marks is nan
@@ -195,7 +197,7 @@ def quality_rows(
         if base is not None:
             spread = _spread_of_ar(cell, base, cells, scores)
             note = join_notes([row["note"], spread.get("note")])
-            row |= {**spread, **_differences(cell, base, scores), "note": note}
+            row |= {**spread, **_differences(cell, base, cells, scores), "note": note}
         rows.append({**row, **of_tokens})
     return rows or [{**common, **of_tokens, "images": 0, "note": "pictures not scored" if of_tokens else "not scored"}]
 
@@ -224,8 +226,8 @@ def _spread_of_ar(cell: CellRecords, base: CellRecords, cells: Sequence[CellReco
     """The spread of ar with other seeds, and whether the figures of a cell that drafts lie in it."""
     of_cell = scores.cells.get(cell.cell_id, {})
     judged = [name for name in OF_SETS if cell.columns["mode"] != "ar" and of_cell.get(name) is not None]
-    family = [other.cell_id for other in cells if _without_seeds(other) == _without_seeds(base)]
-    spread = next((scores.spreads[cell_id] for cell_id in family if cell_id in scores.spreads), None)
+    family = _sets_of_ar(base, cells)
+    spread = next((scores.spreads[ar.cell_id] for ar in family if ar.cell_id in scores.spreads), None)
     if spread is None:
         note = "no verdicts: this run has no ar cells with other seeds (seed_set)"
         return {"note": note} if any(METRICS[name].in_summary for name in judged) else {}
@@ -238,13 +240,19 @@ def _spread_of_ar(cell: CellRecords, base: CellRecords, cells: Sequence[CellReco
     for name in OF_SETS:
         centre, low, high = (spread.get(f"{name}{end}") for end in ENDS)
         row |= Interval(centre, low, high).columns(f"{name}_band")
-        if name in judged and low is not None and high is not None:
+        if centre is None or low is None or high is None:
+            continue
+        row[f"{name}_detectable"] = detectable(centre, low, high)
+        if name in judged:
             row[f"{name}_verdict"] = WITHIN if low <= of_cell[name] <= high else OUTSIDE
     return row
 
 
-def _without_seeds(cell: CellRecords) -> Row:
-    return {name: value for name, value in cell.columns.items() if name not in ("cell_id", "seed_set")}
+def _sets_of_ar(base: CellRecords, cells: Sequence[CellRecords]) -> list[CellRecords]:
+    """The ar cells that differ from `base` at most in their seeds, `base` first."""
+    settings = [name for name in base.columns if name not in ("cell_id", "seed_set")]
+    family = [cell for cell in cells if all(cell.columns[name] == base.columns[name] for name in settings)]
+    return sorted(family, key=lambda cell: cell.cell_id != base.cell_id)
 
 
 def scored_images(cell: CellRecords, scores: Scores, name: str) -> pd.DataFrame:
@@ -254,24 +262,31 @@ def scored_images(cell: CellRecords, scores: Scores, name: str) -> pd.DataFrame:
     return figures.to_frame("figure").assign(under=1.0).dropna()
 
 
-def paired(a: pd.DataFrame, b: pd.DataFrame) -> tuple[Sums, Sums, pd.Index] | None:
-    """Return sums per prompt of two tables of numerator and denominator over common images, and these; or None."""
+def paired(a: pd.DataFrame, b: pd.DataFrame, *others: pd.DataFrame) -> tuple[list[Sums], pd.Index] | None:
+    """Return sums per prompt of tables of numerator and denominator over the images that a and b share, and these.
+
+    None without such images. Of the `others` those that lack one of them are left out.
+    """
     shared = a.index.intersection(b.index)
     if not len(shared):
         return None
-    prompts = shared.get_level_values("prompt_id")
-    sums_a, sums_b = (sums_per_prompt(side.iloc[:, 0][shared], side.iloc[:, 1][shared], prompts) for side in (a, b))
-    return sums_a, sums_b, shared
+    prompts, tables = shared.get_level_values("prompt_id"), [a, b, *(c for c in others if shared.isin(c.index).all())]
+    return [sums_per_prompt(table.iloc[:, 0][shared], table.iloc[:, 1][shared], prompts) for table in tables], shared
 
 
-def _differences(cell: CellRecords, base: CellRecords, scores: Scores) -> dict[str, Any]:
-    """The scores of a cell's images minus those of ar for the same prompts and repeats."""
+def _differences(cell: CellRecords, base: CellRecords, cells: Sequence[CellRecords], scores: Scores) -> dict[str, Any]:
+    """The scores of a cell's images minus those of ar, a mean over its sets, for the same prompts and repeats."""
     row: dict[str, Any] = {}
-    for name in PAIRED if cell.columns["mode"] != "ar" else ():
-        pair = paired(*(scored_images(side, scores, name) for side in (base, cell)))
+    if cell.columns["mode"] == "ar":
+        return row
+    family = _sets_of_ar(base, cells)
+    for name in PAIRED:
+        ar, *others = (scored_images(side, scores, name) for side in family)
+        pair = paired(ar, scored_images(cell, scores, name), *others)
         if pair is not None:
-            effect = compare_sums(*pair[:2])
-            row |= effect.columns(f"{name}_vs_ar") | {f"{name}_vs_ar_p": effect.p_value}
+            sums, _ = pair
+            effect = compare_sums(*sums)
+            row |= effect.columns(f"{name}_vs_ar") | {f"{name}_vs_ar_p": effect.p_value, "ar_sets": len(sums) - 1}
     return row
 
 
@@ -319,7 +334,7 @@ def tables_of(run: RunData) -> dict[str, pd.DataFrame]:
     pool_devices = bool(experiment.get("pool_devices"))
     published = (experiment.get("paper") or {}).get("figures") or {}
     cells, protocols = run_cells(run), sort_scores(run.scores)
-    of_tokens = distance_columns(cells, {row["record_key"]: row for row in run.scores if row["level"] == "tokens"})
+    of_tokens = distance_columns(cells, token_rows(run.scores))
     tables = {
         "speed": frame("speed", (speed_row(cell, cells, pool_devices) for cell in cells)),
         "quality": frame(

@@ -14,6 +14,7 @@ import pytest
 
 from lantern_bench import __version__
 from lantern_bench.cli import main as cli
+from lantern_bench.console import FORMATS
 from lantern_bench.errors import CheckFailedError, RecordsFailedError, RefusedError, UserError
 from lantern_bench.report.tables import NAMES
 from lantern_bench.runs.store import RESULTS_VARIABLE
@@ -57,7 +58,7 @@ def test_show_formats(results, capsys):
     assert cli.main(["show", "first", "--format", "json"]) == 0
     assert len(json.loads(capsys.readouterr().out)) == 3
     assert cli.main(["show", "first", "--table", "speed", "--format", "table"]) == 0
-    assert "2.09x [1.93, 2.27]" in capsys.readouterr().out
+    assert "2.09x [1.98, 2.21]" in capsys.readouterr().out
 
 
 def test_show_prints_from_a_read_only_run_with_a_warning_unless_quiet(results, capsys, monkeypatch):
@@ -89,6 +90,9 @@ def test_show_prints_from_a_read_only_run_with_a_warning_unless_quiet(results, c
         (["compare", "first", "first"], "same run"),
         (["compare", "first", "second", "--across", "all"], "--across all"),
         (["compare", "first", "second", "--format", "yaml"], "--format yaml"),
+        (["compare", "first", "second", "--margin", "clip_score"], "clip_score: is no name with a positive number"),
+        (["recommend", "first", "--within", "fid=1"], "--within fid"),
+        (["recommend", "first", "nope"], "nope"),
         (["curves", "first", "nope"], "nope"),
         (["curves", "first", "--by", "colour"], "--by colour"),
         (["curves", "first", "second"], "--out is missing"),
@@ -167,6 +171,29 @@ def test_compare_prints_effects_and_verdicts(results, capsys):
     assert "Holm" in written.err
     assert cli.main(["compare", "first", "second", "--format", "table"]) == 0
     assert "not distinguishable" in capsys.readouterr().out
+
+
+def test_compare_fails_below_a_ratio_of_speedups_and_by_verdicts_of_a_margin(results, refuse, capsys):
+    typed = ["compare", "first", "second"]
+    assert cli.main([*typed, "--fail-below", "0.95", "--margin", "clip_score=0.01", "--fail-if", "different"]) == 0
+    assert "equivalent" in capsys.readouterr().out, "which is not different"
+    assert cli.main([*typed, "--fail-below", "9"]) == 5
+    assert "--fail-below 9: true of 2 of 2, speculative-static-small-7-t1" in capsys.readouterr().err
+    refuse([*typed, "--margin", "fid=1"], 3, "--margin fid: no tested difference", "clip_score")
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_recommend_names_the_fastest_cell_in_every_format(results, capsys, form):
+    assert cli.main(["recommend", "first", "second", "--within", "clip_score=0.01", "--format", form]) == 0
+    written = capsys.readouterr()
+    assert (
+        all(word in written.out for word in ("lambda2", "keeps", "lossless"))
+        and "keep clip_score_vs_ar >= -0.01" in written.err
+    )
+
+
+def test_recommend_refuses_a_run_without_the_figure(results, refuse):
+    refuse(["recommend", "first"], 3, "no cell has distance", "lantern-bench score RUN")
 
 
 def test_compare_needs_across_for_other_weights(results, capsys):

@@ -10,6 +10,7 @@ import torch
 
 from lantern_bench.metrics.features import FeatureSet
 from lantern_bench.metrics.figures import FeatureSets, Figure, ar_spread, figures_of, jackknife
+from lantern_bench.report.stats import detectable
 
 WIDTH = 8
 
@@ -73,6 +74,25 @@ def test_the_spread_of_ar_holds_other_seeds_and_not_another_distribution(repeats
         assert blurred < other_seed, "a gain is drift too"
     assert np.mean(within) >= 0.87
     assert np.mean(drifted) <= 0.1
+
+
+@pytest.mark.parametrize("repeats", [2, 4])
+def test_the_detectable_shift_leaves_the_spread_in_four_of_five_sets(repeats: int) -> None:
+    """And twenty sets with a standard deviation of 1.49 show what a smaller shift does: +3 and +4 stay inside."""
+    generator, n, deviation = np.random.default_rng(3), 40, 1.49
+    sizes = {"detectable": 0, "3": 0, "4": 0}
+    for _ in range(300):
+        # A figure that is a mean over pictures: sets of n vary by `deviation`.
+        pictures = 17.6 + generator.normal(0, deviation * np.sqrt(n), (repeats + 1) * n)
+        rows = np.arange((repeats + 1) * n).reshape(-1, n)
+        centre, low, high = ar_spread({"fid": lambda chosen, of=pictures: float(of[chosen].mean())}, rows[:-1])["fid"]
+        other = pictures[rows[-1]].mean()
+        shifts = {"detectable": detectable(centre, low, high), "3": 3.0, "4": 4.0}
+        for name, shift in shifts.items():
+            sizes[name] += not low <= other + shift <= high
+    shares = {name: count / 300 for name, count in sizes.items()}
+    assert shares["detectable"] == pytest.approx(0.8, abs=0.06)
+    assert shares["3"] < 0.5 and shares["4"] < 0.75 and shares["3"] < shares["4"]
 
 
 def test_few_pictures_have_no_interval() -> None:

@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 from lantern_bench.errors import RefusedError
-from lantern_bench.report.compare import BETTER, SAME, WORSE, check_comparability, compare_runs, differences
+from lantern_bench.report.compare import BETTER, EQUIVALENT, SAME, WORSE, check_comparability, compare_runs, differences
 from lantern_bench.runs.records import frame_of
 from lantern_bench.runs.store import RunData
 from tests.made_up_run import AR, LOOSE, STRICT, WALKS, make_record, make_scores
@@ -58,8 +58,29 @@ def test_speedup_of_one_process_gets_no_verdict():
     table = compare_runs(make_run(factor=1.0), make_run(factor=0.5, process=0)).table
     rows = table[table["quantity"] == "speedup"]
     assert rows["verdict"].isna().all() and rows["effect_low"].isna().all()
-    assert rows["note"].str.contains("one process").all()
+    assert rows["note"].str.contains("needs 2 prompts and 3 processes").all()
     assert table.loc[table["quantity"] == "mean_accepted_length", "verdict"].eq(SAME).all()
+
+
+@pytest.mark.parametrize(
+    ("margin", "verdict"), [(0.02, EQUIVALENT), (0.011, "not settled: "), (0.0001, BETTER), (0.01, "not settled")]
+)
+def test_a_margin_asks_for_equivalence(margin, verdict):
+    """Some prompts gain .005 and others .015: the interval of the difference lies around .01."""
+
+    def gain(records):
+        return [
+            row | {"clip_score": row["clip_score"] + (0.015 if int(row["record_key"][-3]) % 2 else 0.005)}
+            if row["level"] == "image"
+            else row
+            for row in make_scores(records)
+        ]
+
+    table = compare_runs(make_run(), make_run(scores=gain), {"clip_score": margin}).table.set_index("quantity")
+    assert table.loc["clip_score", "verdict"].str.startswith(verdict).all()
+    assert table.loc["prompt_accuracy", "verdict"].eq(SAME).all(), "quantities without a margin keep their test"
+    with pytest.raises(RefusedError, match="--margin speedup: no tested difference"):
+        compare_runs(make_run(), make_run(), {"speedup": 0.1})
 
 
 def test_a_run_is_not_distinguishable_from_itself():

@@ -10,13 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import bootstrap, permutation_test
 
+from lantern_bench.report import stats
 from lantern_bench.report.stats import (
+    Interval,
     Sums,
     compare_sums,
     fewest_prompts,
     holm,
     proportion,
     ratio_of_sums,
+    settle,
     sums_per_prompt,
 )
 
@@ -158,15 +161,80 @@ def test_false_positives_are_rare():
     assert 0.01 < np.mean(np.array(p_values) < 0.05) < 0.1
 
 
+@pytest.mark.parametrize("sets", [1, 3])
+def test_lossless_cells_are_worse_than_ar_no_more_often_than_the_level(sets, monkeypatch):
+    """Of all cells of a run; scores are skewed, and prompts differ by far more than seeds."""
+    monkeypatch.setattr(stats, "_bootstrap", lambda *_: (0.0, 0.0))  # slow, and of no concern here
+    generator = np.random.default_rng(6)
+    p_values, one_sided = [], []
+    for _ in range(250):
+        scores = generator.normal(0, 5, 6) + generator.exponential(1, (sets + 6, 6))
+        ar, cells = [means(row) for row in scores[:sets]], [means(row) for row in scores[sets:]]
+        effects = [compare_sums(ar[0], cell, *ar[1:]) for cell in cells]
+        p_values += [effect.p_value for effect in effects]
+        one_sided.append(len({effect.value > 0 for effect in effects}) == 1)
+    assert 0.02 <= np.mean(np.array(p_values) <= 0.05) <= 0.07
+    # With one set of ar images all six cells lie on one side of it in 2 of 7 runs: they share its noise.
+    assert np.mean(one_sided) > 0.2 if sets == 1 else np.mean(one_sided) < 0.2
+
+
+def test_several_baselines_are_exchanged_with_the_cell():
+    """Of 3^2 ways to pick the cell's set at two prompts only the one observed has so large an effect."""
+    effect = compare_sums(means([0.0, 1.0]), means([5.0, 6.0]), means([2.0, 1.0]))
+    assert effect.value == pytest.approx(5.5 - 1.0) and effect.p_value == pytest.approx(1 / 9)
+
+
 def test_sums_keep_the_weight_of_each_prompt():
     a = Sums(np.array([10.0, 1.0]), np.array([10.0, 1.0]))
     b = Sums(np.array([20.0, 1.0]), np.array([10.0, 1.0]))
     assert compare_sums(a, b).value == pytest.approx(21 / 11 - 1)
 
 
+@pytest.mark.parametrize(("prompts", "reach"), [(6, 0.35), (100, 0.028), (400, 0.007)])
+def test_equal_counts_of_a_few_prompts_do_not_show_that_none_differs(prompts, reach):
+    """The standard error of a sum of two prompts that differ by one either way is the root of 2."""
+    right = means([1.0] * (prompts - 1) + [0.0])
+    effect = compare_sums(right, right)
+    assert (effect.value, effect.p_value) == (0.0, 1.0)
+    assert (-effect.low, effect.high) == pytest.approx((reach, reach), rel=0.4)
+    assert compare_sums(means([0.5] * prompts), means([0.5] * prompts)).high == 0.0
+
+
 def test_one_prompt_has_an_effect_and_no_interval():
     effect = compare_sums(means([1.0]), means([2.0]))
     assert (effect.value, effect.low, effect.high, effect.p_value) == (1.0, None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("figure", "low", "high", "verdict"),
+    [
+        ((0.0, -0.1, 0.1), -0.2, 0.2, "yes"),
+        ((0.3, 0.25, 0.4), -0.2, 0.2, "no"),
+        ((-0.3, -0.4, -0.25), -0.2, math.inf, "no"),
+        ((0.3, 0.25, 0.4), -0.2, math.inf, "yes"),  # better by any amount is not worse
+        ((0.0, -0.4, 0.4), -0.2, 0.2, "not settled: 820 images"),  # 100 (2 x 2.8 / 1.96)^2 = 817
+        ((0.0, -0.4, 0.3), -math.inf, 0.2, "not settled: 460 images"),  # one limit counts: 100 (1.5 x 2.8 / 1.96)^2
+        ((0.3, 0.1, 0.5), -math.inf, 0.2, "not settled: 820 images"),  # until all of it is beyond
+        ((0.2, 0.1, 0.3), -math.inf, 0.2, "not settled"),
+        ((0.1, None, None), -math.inf, 0.2, "not settled"),
+    ],
+)
+def test_a_figure_keeps_limits_by_its_whole_interval(figure, low, high, verdict):
+    assert settle(Interval(*figure), low, high, 100, ("yes", "no")) == verdict
+
+
+def test_the_images_that_would_settle_settle_in_four_of_five_repeats():
+    generator, margin, images = np.random.default_rng(0), 0.2, 50
+    half = 1.96 / math.sqrt(images)
+    needed = int(
+        settle(Interval(0.1, 0.1 - half, 0.1 + half), -math.inf, margin, images, ("", "")).split()[2].replace(",", "")
+    )
+    reach = 1.96 / math.sqrt(needed)
+    values = generator.normal(0.1, 1 / math.sqrt(needed), 4000)
+    settled = [
+        settle(Interval(v, v - reach, v + reach), -math.inf, margin, needed, ("yes", "no")) == "yes" for v in values
+    ]
+    assert np.mean(settled) == pytest.approx(0.8, abs=0.03)
 
 
 def test_holm_correction():

@@ -117,7 +117,7 @@ def test_greedy_cells_are_compared_with_greedy_ar():
         records += [make_record(AR, prompt, [[]] * 6, 2.0), make_record(greedy_ar, prompt, [[]] * 6, 3.0)]
         records += [make_record(greedy, prompt, WALKS, 1.0), make_record(filtered, prompt, [[]] * 6, 4.0)]
     row = _row(build_tables(records)["speed"], greedy)
-    assert row["speedup"] == pytest.approx(3.0) and "speedup against" not in row["note"]
+    assert row["speedup"] == pytest.approx(3.0) and "speedup against" not in str(row["note"])
 
 
 def test_untimed_run_is_empty_not_zero():
@@ -159,7 +159,12 @@ def test_a_figure_is_within_or_outside_the_spread_of_ar():
     assert [_row(quality, cell)["fid_verdict"] for cell in (STRICT, LOOSE)] == ["within", "outside"]
     assert _row(tables["summary"], LOOSE)["fid_verdict"] == "outside", "a gain is drift too"
     notes = " ".join(readable(tables["summary"], "summary").notes)
-    assert f"fid against AR's own spread (same prompts, other seeds): outside are {LOOSE.cell_id} (fid); all" in notes
+    assert (
+        f"fid against AR's own spread (same prompts, other seeds): outside are {LOOSE.cell_id} (fid); of all" in notes
+    )
+    # The longer side of the band is 2 long: 1.96 standard errors, and power .8 takes .84 more.
+    assert _row(quality, STRICT)["fid_detectable"] == pytest.approx(2 * 2.8016 / 1.96, abs=1e-4)
+    assert "no shift is detected at 4 images; seen with probability .8 would be fid 2.9." in notes
     assert (_row(quality, LOOSE)["fid_band_low"], _row(quality, LOOSE)["band_sets"]) == (9.0, 3)
     assert quality["fid_verdict"].isna().sum() == 1 and quality["kid_verdict"].isna().all()
 
@@ -202,6 +207,20 @@ def test_scores_are_compared_with_ar_by_prompt():
     assert row["clip_score_vs_ar_p"] == pytest.approx(2 / 2**4), "all four prompts gain: two of 16 exchanges"
     assert (row["prompt_accuracy_vs_ar"], row["prompt_accuracy_vs_ar_p"]) == (0.0, 1.0)
     assert math.isnan(_row(build_tables(records, scores)["quality"], AR)["clip_score_vs_ar"])
+
+
+@pytest.mark.parametrize("is_complete", [True, False])
+def test_every_complete_set_of_ar_is_the_baseline(is_complete):
+    """The second set is .02 above the first: a cell .01 above that differs from their mean by nothing."""
+    again = Decoding(mode="ar", cfg_scale=2, cfg_default=2, seed_set=1)
+    records = [*make_records(), *(make_record(again, prompt, [[]] * 6, 1.0) for prompt in range(3 + is_complete))]
+    scores = make_scores(records)
+    for row in scores:
+        if row["level"] == "image":
+            row["clip_score"] += {STRICT.cell_id: 0.01, again.cell_id: 0.02}.get(row["cell_id"], 0.0)
+    row = _row(build_tables(records, scores)["quality"], STRICT)
+    assert row["clip_score_vs_ar"] == pytest.approx(0.0 if is_complete else 0.01) and row["ar_sets"] == 1 + is_complete
+    assert row["clip_score_vs_ar_p"] == pytest.approx(1.0 if is_complete else 2 / 2**4)
 
 
 def test_one_quality_row_for_each_protocol():

@@ -11,7 +11,7 @@ from scipy.stats import ttest_ind
 
 from lantern_bench.report.records import HELD_UP, run_cells, timed_images
 from lantern_bench.report.stats import (
-    WITHIN_ONE,
+    NEEDS_PROCESSES,
     compare_timings,
     ratio_of_sums,
     repeat_interval,
@@ -22,11 +22,12 @@ from tests.made_up_run import AR, STRICT, build_tables, make_record, run_of
 STEPS, PACE = 40, 0.01
 
 
-def make_cells(generator, steps, processes=3, process_sd=0.04, held_up=0.05):
+def make_cells(generator, steps, processes=3, process_sd=0.04, held_up=0.05, run_sd=0.0):
     """Records of two cells whose pace depends on the process and the image, and the true seconds of a step are one."""
     records = []
     for cell, counts in ((AR, np.full(len(steps), 2 * STEPS)), (STRICT, steps)):
         moved = generator.normal(0.0, process_sd / math.sqrt(2), processes)
+        moved += generator.normal(0.0, run_sd / math.sqrt(2)) if run_sd else 0.0
         for prompt, count in enumerate(counts):
             seconds = PACE * count * math.exp(moved[prompt % processes] + generator.normal(0.0, 0.05))
             seconds *= generator.uniform(2.0, 8.0) if generator.random() < held_up else 1.0
@@ -85,12 +86,12 @@ def test_interval_over_prompts_does_not_cover_a_repeat():
         assert np.mean([[covers(a, b.value), covers(b, a.value)] for a, b in intervals]) < 0.85
 
 
-def test_interval_within_one_process_says_so():
+def test_interval_does_not_cover_a_repeat_in_another_state_of_the_machine():
+    """What a whole run has in common, three times what processes differ by, is in no interval."""
     generator = np.random.default_rng(9)
-    pairs = [make_repeats(generator, processes=1, process_sd=0.1, held_up=0.0) for _ in range(12)]
-    intervals = [[repeat_interval(speedup(run)) for run in pair] for pair in pairs]
-    assert intervals[0][0].note == WITHIN_ONE
-    assert np.mean([covers(a, b.value) for a, b in intervals]) < 0.7
+    pairs = [[speedup(run) for run in make_repeats(generator, run_sd=0.12, held_up=0.0)] for _ in range(20)]
+    intervals = [[repeat_interval(run) for run in pair] for pair in pairs]
+    assert np.mean([[covers(a, b.value), covers(b, a.value)] for a, b in intervals]) < 0.85
 
 
 def test_a_real_change_is_found():
@@ -118,21 +119,34 @@ def test_equal_steps_leave_welchs_test_over_processes():
     assert effect.p_value == pytest.approx(ttest_ind(np.log(a), np.log(b), equal_var=False).pvalue, rel=0.05)
 
 
-def test_an_image_of_another_process_is_not_a_second_process():
-    """A run that was resumed for its last image has an interval within one process, not one of infinite width."""
-    assert repeat_interval(timing(frame([1.0, 1.1, 1.2, 1.0, 1.1, 1.3], [0, 0, 0, 0, 0, 1]))).note == WITHIN_ONE
+@pytest.mark.parametrize(
+    ("images", "has_interval"),
+    [
+        pytest.param([6], False, id="one process"),
+        pytest.param([3, 3], False, id="two merged shards"),
+        pytest.param([5, 1], False, id="resumed for the last image"),
+        pytest.param([4, 4, 1], False, id="two processes, resumed for an image"),
+        pytest.param([2, 2, 1], True, id="five images in three processes"),
+        pytest.param([3, 3, 3, 1], True, id="three processes, resumed for an image"),
+    ],
+)
+def test_only_three_processes_in_effect_have_an_interval(images, has_interval):
+    processes = np.repeat(range(len(images)), images)
+    interval = repeat_interval(timing(frame([1.0 + 0.1 * (n % 3) for n in range(len(processes))], processes)))
+    assert (interval.low is not None, interval.high is not None) == (has_interval, has_interval)
+    assert interval.note == (None if has_interval else NEEDS_PROCESSES) and "--processes 5" in NEEDS_PROCESSES
 
 
 def test_steps_of_prompts_and_pace_of_processes_are_told_apart():
     """Twice the steps take twice as long: with the same pace everywhere all spread is one of prompts."""
-    measured = timing(frame([1.0, 2.0, 3.0, 5.0], [0, 0, 1, 1], steps=[10.0, 20.0, 30.0, 50.0]))
+    measured = timing(frame([1.0, 2.0, 3.0, 5.0, 4.0], [0, 0, 1, 1, 2], steps=[10.0, 20.0, 30.0, 50.0, 40.0]))
     assert measured.of_processes == pytest.approx(0.0, abs=1e-20)
-    assert measured.of_prompts == pytest.approx(np.var([1, 2, 3, 5], ddof=1) / 4 / 2.75**2)
+    assert measured.of_prompts == pytest.approx(np.var([1, 2, 3, 5, 4], ddof=1) / 5 / 3.0**2)
 
 
 def speed_of(seconds, **changes):
     records = [
-        make_record(STRICT, n, [[]] * 10, duration, **{k: v[n] for k, v in changes.items()})
+        make_record(STRICT, n, [[]] * 10, duration, **{"process": 0} | {k: v[n] for k, v in changes.items()})
         for n, duration in enumerate(seconds)
     ]
     return build_tables(records)["speed"].iloc[0]
@@ -158,4 +172,5 @@ def test_a_held_up_image_counts_as_slow_as_the_limit():
     row = speed_of([1.0, 1.0, 9.0, 1.0])
     assert row["latency_s"] == pytest.approx((3 + HELD_UP) / 4) and row["held_up"] == 1
     assert row["tokens_per_s"] == pytest.approx(11 / row["latency_s"])
+    assert (row["latency_p50_s"], row["latency_p95_s"]) == pytest.approx((1.0, 1.0 + 0.85 * (HELD_UP - 1.0)))
     assert row[["draft_ms", "target_ms", "verify_ms", "other_ms"]].sum() == pytest.approx(100 * row["latency_s"])
