@@ -1,15 +1,16 @@
-"""Write the tables of docs/prediction.md: published speedups predicted from the accepted length alone, and devices.
+"""Write the tables of docs/prediction.md: how far predictions of published and own speedups are off, and devices.
 
     python -m docs.make_prediction
 
-The text above the marker is written by hand; everything below it is replaced. docs/published_speed.csv holds what was
-read; no figure of it was fitted to.
+The text above the marker is written by hand; everything below it is replaced. The command prints every predicted row.
+docs/published_speed.csv holds what was read; no figure of it was fitted to.
 """
 
 from __future__ import annotations
 
 import csv
 import re
+import sys
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -128,31 +129,8 @@ def on_gpu() -> list[dict[str, Any]]:
     return found
 
 
-def compared(title: str, cells: list[dict[str, Any]]) -> str:
-    """A section: how far predicted speedups of runs of this repository are off, and each of them."""
-    errors = [abs(row["error"]) for row in cells]
-    text = f"\n### {title}\n\n{len(cells)} cells: median absolute error {median(errors):.1%}, "
-    text += f"{sum(error <= 0.1 for error in errors)} within 10 %, largest {max(errors):.1%}.\n\n"
-    text += "| run | cell | measured | predicted | error |\n| --- | --- | --- | --- | --- |\n"
-    for row in cells:
-        figures = (f"{row['measured']:.2f}x", f"{row['predicted']:.2f}x", f"{row['error']:+.1%}")
-        text += f"| {' | '.join((row['run'], row['cell'], *figures))} |\n"
-    return text
-
-
-def summary(rows: list[dict[str, Any]]) -> str:
-    """How far a group of rows is off, in one sentence."""
-    errors = [abs(row["error"]) for row in rows]
-    near = sum(error <= 0.15 for error in errors)
-    free = median(abs(float(row["compression"]) / float(row["speedup"]) - 1) for row in rows)
-    found = (
-        f"{len(rows)} rows: median absolute error {median(errors):.1%}, {near} within 15 %, largest {max(errors):.0%}"
-    )
-    return f"{found}; with drafts and verification for free the median error is {free:.1%}"
-
-
 def groups() -> dict[str, list[dict[str, Any]]]:
-    """The rows by what they state: both figures on a named device, a borrowed compression, no device."""
+    """The published rows by what they state: both figures on a named device, a borrowed compression, no device."""
     rows = published_rows()
     named = [row for row in rows if row["device"]]
     return {
@@ -162,27 +140,37 @@ def groups() -> dict[str, list[dict[str, Any]]]:
     }
 
 
+def summary(name: str, rows: list[dict[str, Any]]) -> str:
+    """How far a group of rows is off: a row of the page's table."""
+    errors = [abs(row["error"]) for row in rows]
+    near = sum(error <= 0.15 for error in errors)
+    free = [abs(float(row["compression"]) / float(row["speedup"]) - 1) for row in rows if "compression" in row]
+    figures = (f"{median(errors):.1%}", f"{near} of {len(rows)}", f"{max(errors):.0%}")
+    return " | ".join((name, *figures, f"{median(free):.1%}" if free else "")) + "\n"
+
+
 def render(page: str) -> str:
     """Return the text of the page with its tables made anew."""
     written, _, _ = page.partition(MARKER)
-    text = f"{written}{MARKER}"
-    for name, rows in groups().items():
-        text += f"\n### {name}\n\n{summary(rows)}.\n\n"
-        text += "| paper | method | model | device | draft | compression | published | predicted | error | note |\n"
-        text += "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |\n"
-        for row in rows:
-            method = " ".join(part for part in (row["method"], row["params"]) if part)
-            cells = (row["paper"], method, row["model"], row["device"], row["draft"], row["compression"])
-            figures = (f"{float(row['speedup']):.2f}x", f"{row['predicted']:.2f}x", f"{row['error']:+.0%}", row["note"])
-            text += f"| {' | '.join((*cells, *figures))} |\n"
-    text += compared("Held-out cells on a CPU", held_out())
-    text += compared("Compiled steps on an H100", on_gpu())
-    text += "\n### Devices\n\n| name | device | read, GB/s | Tflop/s | source |\n| --- | --- | --- | --- | --- |\n"
-    for device in (one for one in devices().values() if one.kind == "gpu"):
+    own = {"Held-out cells on a CPU": held_out(), "Compiled steps on an H100": on_gpu()}
+    text = f"{written}{MARKER}\n## How far off\n\n"
+    text += "speedups | median error | within 15 % | largest | median error with drafts and verification for free\n"
+    text += "--- | --- | --- | --- | ---\n"
+    text += "".join(summary(name, rows) for name, rows in (groups() | own).items())
+    text += "\n## Devices\n\nname | device | read, GB/s | Tflop/s | source\n--- | --- | --- | --- | ---\n"
+    for device in (device for device in devices().values() if device.kind == "gpu"):
         cells = (device.name, device.about, f"{device.read_gb_s:g}", f"{device.multiply_tflops:g}")
-        text += f"| {' | '.join((*cells, '; '.join(device.sources)))} |\n"
+        text += f"{' | '.join((*cells, '; '.join(device.sources)))}\n"
     return text
+
+
+def every_row() -> str:
+    """All predicted speedups beside the published and the measured ones."""
+    published = pd.DataFrame(published_rows())[["paper", "method", "params", "model", "speedup", "predicted", "error"]]
+    own = pd.DataFrame(held_out() + on_gpu())
+    return f"{published.round(3).to_string(index=False)}\n\n{own.round(3).to_string(index=False)}\n"
 
 
 if __name__ == "__main__":
     PAGE.write_text(render(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    sys.stdout.write(every_row())

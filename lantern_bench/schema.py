@@ -492,13 +492,3 @@ def columns(table: str) -> tuple[Column, ...]:
     if table not in TABLES:
         raise UserError(f"unknown table '{table}'", f"The tables are {', '.join(TABLES)}.")
     return TABLES[table]
-
-
-def to_markdown() -> str:
-    """Return all tables as Markdown, for the documentation."""
-    sections = [f"Schema version {SCHEMA_VERSION}.\n"]
-    for name, table in TABLES.items():
-        lines = [f"## {name}\n", "| column | type | unit | meaning |", "| --- | --- | --- | --- |"]
-        lines += [f"| `{c.name}` | {c.dtype} | {c.unit} | {c.meaning} |" for c in table]
-        sections.append("\n".join(lines) + "\n")
-    return "\n".join(sections)

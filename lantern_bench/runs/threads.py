@@ -1,4 +1,4 @@
-"""Threads of decoding: how many, and how they wait for each other (docs/engine-notes.md has the measurements)."""
+"""Threads of decoding: how many, and how they wait for each other (docs/log.md has the measurements)."""
 
 from __future__ import annotations
 

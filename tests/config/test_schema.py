@@ -5,10 +5,13 @@ The list of records' columns is written out, since files of older runs must stay
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
+from docs.make_results_format import PAGE, families
 from lantern_bench.errors import UserError
-from lantern_bench.schema import CELL_COLUMNS, TABLES, columns, to_markdown
+from lantern_bench.schema import CELL_COLUMNS, TABLES, columns
 
 RECORDS = """schema_version, record_key, cell_id, mode, drafting, tree, rule, neighbours, neighbour_metric, delta,
 lambda, strength, decay, cluster, probability_gap, code_gap, entropy_scale, epsilon, alpha, bound, residual,
@@ -59,12 +62,16 @@ def test_intervals_stand_beside_their_figure() -> None:
                 assert names[index - 1 : index + 2] == [name[:-4], name, f"{name[:-4]}_high"]
 
 
-def test_markdown_has_every_column() -> None:
-    page = to_markdown()
-    assert page.endswith("|\n")
-    for table, declared in TABLES.items():
-        assert f"## {table}\n" in page
-        assert all(f"| `{column.name}` |" in page for column in declared)
+@pytest.mark.parametrize("table", TABLES)
+def test_the_page_of_formats_names_every_column(table: str) -> None:
+    section = PAGE.read_text(encoding="utf-8").split(f"\n## {table}\n")[1].split("\n## ")[0]
+    if tuple(column for column in columns(table) if column in CELL_COLUMNS) == CELL_COLUMNS:
+        assert "\n- the columns of a cell\n" in section
+        section += "".join(f"`{column.name}`" for column in CELL_COLUMNS)
+    section = re.sub(r"`(\w*)`±", r"`\1`, `\1_low`, `\1_high`, `_low`, `_high`", section)
+    for figure, *others in families(columns(table)):
+        assert f"`{figure.name}`" in section
+        assert [column for column in others if f"`{column.name.removeprefix(figure.name)}`" not in section] == []
 
 
 def test_unknown_table_lists_the_tables() -> None:
