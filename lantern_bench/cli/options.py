@@ -6,15 +6,17 @@ import functools
 import inspect
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
+from typer.core import TyperCommand
 
 from lantern_bench.console import FORMATS, Console
 from lantern_bench.errors import UserError, did_you_mean
 from lantern_bench.methods.tables import DRAFTINGS, MODES, OUTSIDE_RULES, PARAMETERS, RULES, raise_if_refused
-from lantern_bench.runs.store import find_run, results_root
+from lantern_bench.runs.store import MANIFEST, find_run, results_root
 
 if TYPE_CHECKING:
     from lantern_bench.config.experiment import ResolvedExperiment
@@ -53,10 +55,12 @@ FormatOption: TypeAlias = Annotated[
         help=f"Table format: {', '.join(FORMATS)}. Default: table on a terminal, csv elsewhere.",
     ),
 ]
-ModesOption: TypeAlias = Annotated[list[str] | None, typer.Option("--modes", help="Keep only cells of these modes.")]
+ModesOption: TypeAlias = Annotated[
+    list[str] | None, typer.Option("--modes", help="Only these modes; one that the experiment lacks is added.")
+]
 PromptsOption: TypeAlias = Annotated[str | None, typer.Option("--prompts", help=PROMPTS_HELP)]
 SettingsOption: TypeAlias = Annotated[
-    list[str] | None, typer.Option("--set", help="key=value; sets any key of the experiment file.")
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set any key of the experiment file.")
 ]
 DeviceOption: TypeAlias = Annotated[str, typer.Option("--device", help=DEVICE_HELP)]
 RunArgument: TypeAlias = Annotated[Path, typer.Argument(parser=find, metavar="RUN", help=RUN_HELP)]
@@ -80,8 +84,8 @@ _BEFORE_PARAMETERS = (
     flag("prompts", _WORD, PROMPTS_HELP),
     flag("images", _WORD, "Images per cell; published tables use 1,000 to 5,000."),
     flag("metrics", _LIST, "speed, quality (of pictures), distance (from the target); by default all."),
-    flag("protocol", _WORD, "The quality protocol; see `lantern-bench score`."),
-    flag("reference", _WORD, "What fidelity is measured against; see `lantern-bench score`."),
+    flag("protocol", _WORD, "The quality protocol; see `score -h`."),
+    flag("reference", _WORD, "What fidelity is measured against; see `score -h`."),
     flag("processes", _WORD, "New processes that share the prompts, in turn; intervals then cover runs."),
     flag("repeats", _WORD, "Repeat the images this many times, with new seeds."),
     flag("batch", _WORD, "Images decoded at once, or a list; published: 1."),
@@ -125,6 +129,100 @@ def with_flags(flags: Mapping[str, Any]) -> Callable[[Callable[..., None]], Call
         return command
 
     return add
+
+
+# ---- Help and completion, by the name of a flag or argument
+
+_GROUPS = {
+    "What": ("mode",),  # and what is in no other group
+    "Decoding": (*PARAMETERS, "set", "neighbour_space"),
+    "Run": (
+        *("seed", "device", "dtype", "compile", "threads", "processes"),
+        *("resume", "shard", "ray", "worker_timeout", "dry_run", "yes"),
+    ),
+    "Output": ("out", "force", "format"),
+    "Options": ("help",),
+}
+_FEW = 4  # choices that help lists in place of a name
+
+
+def _experiments() -> Iterable[str]:
+    from lantern_bench.config.experiment import shipped_experiments
+
+    return shipped_experiments()
+
+
+def _models() -> Iterable[str]:
+    from lantern_bench.models.registry import models
+
+    return models()
+
+
+def _devices() -> Iterable[str]:
+    from lantern_bench.report.cost_model import devices
+
+    return devices()
+
+
+def _runs() -> Iterable[str]:
+    return (path.parent.name for path in results_root().glob(f"*/{MANIFEST}"))
+
+
+_NAMES: dict[str, Callable[[], Iterable[str]]] = {
+    **{key: partial(tuple, row.kind.choices) for key, row in PARAMETERS.items()},
+    **dict.fromkeys(("run", "runs", "run_a", "run_b"), _runs),
+    **dict.fromkeys(("model", "target"), _models),
+    "modes": partial(tuple, MODES),
+    "experiment": _experiments,
+    "device": partial(tuple, ("auto", "cpu", "cuda", "mps")),
+    "predict device": _devices,
+    "format": partial(tuple, FORMATS),
+}
+
+
+def _key(parameter: Any) -> str:
+    """Return the name of a flag or argument; a Python argument may have another."""
+    return str(max(parameter.opts, key=len).lstrip("-").replace("-", "_"))
+
+
+def complete_names(context: Any, parameter: Any, incomplete: str) -> list[str]:
+    """Return the names that a flag or argument may begin with; several may be typed with commas between."""
+    key, (before, comma, word) = _key(parameter), incomplete.rpartition(",")
+    names = _NAMES.get(f"{context.command.name} {key}") or _NAMES.get(key, tuple)
+    return [f"{before}{comma}{name}" for name in names() if name.startswith(word)]
+
+
+def _metavar(parameter: Any, ctx: Any) -> str:
+    """Return how help shows the value of a flag."""
+    row = PARAMETERS.get(_key(parameter))
+    if row is not None and len(row.kind.choices) <= _FEW:
+        return "|".join(row.kind.choices) or "NUMBERS"
+    kinds = {"<int>": "NUMBER", "<float>": "NUMBER", "<path>": "PATH"}
+    return kinds.get(parameter.display_type(ctx), _key(parameter).upper())
+
+
+class Command(TyperCommand):
+    """A command whose help shows many options in groups."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the arguments by name, and the options with what their values are."""
+        parameters = self.get_params(ctx)
+        in_groups = any(_key(parameter) in DECODING_FLAGS for parameter in parameters)
+        records: dict[str, list[tuple[str, str]]] = {title: [] for title in ("Arguments", *_GROUPS)}
+        for parameter in parameters:
+            if parameter.param_type_name == "option":
+                parameter.metavar = parameter.metavar or _metavar(parameter, ctx)
+                key, title = _key(parameter), "Options"
+                if in_groups:
+                    title = next((group for group, keys in _GROUPS.items() if key in keys), "What")
+            else:
+                title = "Arguments"
+            if (record := parameter.get_help_record(ctx)) is not None:
+                records[title].append((record[0].partition(" <")[0], record[1]))
+        for title, rows in records.items():
+            if rows:
+                with formatter.section(title):
+                    formatter.write_dl(rows)
 
 
 # ---- From flags to cells

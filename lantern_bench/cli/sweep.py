@@ -44,7 +44,7 @@ def sweep(
     out: _Out = None,
     resume: _Resume = True,
     settings: SettingsOption = None,
-    shard: Annotated[str | None, typer.Option(help="i/n: run only part i of n of the prompts.")] = None,
+    shard: Annotated[str | None, typer.Option(metavar="i/n", help="Run only part i of n of the prompts.")] = None,
     worker_timeout: Annotated[
         float, typer.Option(help="Seconds without a sign of life after which a worker process is ended.", hidden=True)
     ] = WORKER_TIMEOUT,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_origin
 
 import typer
 
-from lantern_bench.cli.options import PROMPTS_HELP, FormatOption, command_group, flag, with_flags, writable
+from lantern_bench.cli.options import PROMPTS_HELP, Command, FormatOption, command_group, flag, with_flags, writable
 from lantern_bench.console import Console, duration
 from lantern_bench.errors import CheckFailedError, UserError
 from lantern_bench.runs.store import results_root
@@ -30,7 +30,7 @@ def _drafter_flags() -> Iterator[tuple[str, Any]]:
             yield flag(key, kind | None, field.title + default)
 
 
-@train.command()
+@train.command(cls=Command)
 @with_flags(dict(_drafter_flags()))
 def drafter(
     ctx: typer.Context,
