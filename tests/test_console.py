@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from collections import Counter
 from types import SimpleNamespace
 
@@ -60,6 +61,25 @@ def test_a_pipe_gets_csv_and_a_terminal_a_table(summary):
     drawn.table(summary, "summary", title="a run")
     assert "a run" in out.getvalue() and "2.09x [1.93, 2.27]" in out.getvalue()
     assert ESCAPE in out.getvalue()
+
+
+def test_a_terminal_breaks_lines_between_words(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    path = "results/" + "x" * 50
+    texts = [f"the tables of the run lantern-bench made are in {path}", "a\n  second line is that of the advice"]
+    drawn, out, err = console(terminal=True)
+    for text in texts:
+        drawn.say(text)
+        drawn.table(pd.DataFrame({"n": [1]}), notes=[text], format="table")
+    for written in (err.getvalue(), out.getvalue()):
+        assert not Counter(" ".join(texts).split()) - Counter(written.split())
+        assert all(len(line) <= 40 or path in line for line in written.splitlines())
+
+
+def test_heads_wrap_to_the_width_of_their_values():
+    drawn, out, _ = console(terminal=True)
+    drawn.table(pd.DataFrame({"target forwards / image": ["12.0", "345"], "n": ["1", "2"]}))
+    assert max(map(len, re.sub("\x1b.*?m", "", out.getvalue()).splitlines())) < 20
 
 
 @pytest.mark.parametrize(("name", "value"), [("NO_COLOR", "1"), ("TERM", "dumb")])

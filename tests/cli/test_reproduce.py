@@ -148,7 +148,7 @@ def test_reproduce_names_what_is_not_comparable(run: Path, capsys: pytest.Captur
     ):
         assert sentence in written.out
     assert "10 images kept, 0 to do" in written.err
-    assert "| its rule |" in written.out and "3.50" in written.out and "(not ours)" in written.out
+    assert "| its rule |" in written.out and "3.50" in written.out and "(none)" in written.out
 
 
 def test_a_run_is_scored_again_by_its_protocol(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
