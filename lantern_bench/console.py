@@ -137,22 +137,19 @@ class Console:
     ) -> None:
         """Write a table to stdout in `format`, by default the console's; `name` is its name in the schema, if any.
 
-        CSV and JSON have the figures unchanged, with `notes` on stderr; the other formats are for people and have
-        `title` and all notes.
+        CSV and JSON have the figures unchanged; the other formats are for people and have `title` and `notes`.
         """
         format = format or self.format
-        if format in ("csv", "json"):
+        if format == "csv":
             from lantern_bench.report.tables import csv_text
 
-            as_json = partial(table.to_json, orient="records", double_precision=15, indent=1, force_ascii=False)
-            self.data(csv_text(table) if format == "csv" else as_json())
-            for note in notes:
-                self.say(note)
-            return
+            return self.data(csv_text(table))
+        if format == "json":
+            return self.data(table.to_json(orient="records", double_precision=15, indent=1, force_ascii=False))
         from lantern_bench.report.format_tables import readable
 
-        texts, notes_of_table = readable(table, name)
-        notes = [*notes_of_table, *notes]
+        texts, of_table = readable(table, name)
+        notes = [*of_table, *notes]
         if format == "md":
             rows = [list(texts.columns), ["---"] * len(texts.columns), *texts.to_numpy().tolist()]
             cells = ([" ".join(cell.replace("|", "\\|").split()) for cell in row] for row in rows)

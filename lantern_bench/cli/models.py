@@ -158,9 +158,11 @@ def generate(
 
     import torch
 
+    from lantern_bench.metrics.distance import token_sums
     from lantern_bench.models.io.files import write_atomically
     from lantern_bench.models.loaded_model import NoPixels
     from lantern_bench.models.random_model import random_model
+    from lantern_bench.report.distance import distance_of_image
     from lantern_bench.runs import runner
     from lantern_bench.runs.devices import choose_compute, load_models
 
@@ -188,10 +190,16 @@ def generate(
             decoded.append(image)
             progress.share("images", len(decoded), len(tasks))
     try:
-        write_atomically(out, runner.picture_png(decoded, len(cells)))
+        write_atomically(out, runner.picture_png(decoded, cells))
     except OSError as error:
         raise UserError(f"--out {out}: cannot be written: {error.strerror}") from error
-    console.table(runner.numbers_table(tasks, decoded), title=prompt, format=format)
+    table = runner.numbers_table(tasks, decoded)
+    rows = [
+        token_sums(loaded, loaded.condition([prompt]), image.tokens[None].to(compute.device).long(), task.cell.decoding)
+        for task, image in zip(tasks, decoded, strict=True)
+    ]
+    table["distance"] = [distance_of_image(row) for (row,) in rows]
+    console.table(table, title=prompt, format=format)
     console.say(f"picture: {out}")
 
 

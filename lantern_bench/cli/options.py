@@ -6,7 +6,6 @@ import functools
 import inspect
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
@@ -15,8 +14,9 @@ from typer.core import TyperCommand
 
 from lantern_bench.console import FORMATS, Console
 from lantern_bench.errors import UserError, did_you_mean
+from lantern_bench.methods.parameters import Code, load_code
 from lantern_bench.methods.tables import DRAFTINGS, MODES, OUTSIDE_RULES, PARAMETERS, RULES, raise_if_refused
-from lantern_bench.runs.store import MANIFEST, find_run, results_root
+from lantern_bench.runs.store import find_run, results_root
 
 if TYPE_CHECKING:
     from lantern_bench.config.experiment import ResolvedExperiment
@@ -144,39 +144,16 @@ _GROUPS = {
     "Options": ("help",),
 }
 _FEW = 4  # choices that help lists in place of a name
-
-
-def _experiments() -> Iterable[str]:
-    from lantern_bench.config.experiment import shipped_experiments
-
-    return shipped_experiments()
-
-
-def _models() -> Iterable[str]:
-    from lantern_bench.models.registry import models
-
-    return models()
-
-
-def _devices() -> Iterable[str]:
-    from lantern_bench.report.cost_model import devices
-
-    return devices()
-
-
-def _runs() -> Iterable[str]:
-    return (path.parent.name for path in results_root().glob(f"*/{MANIFEST}"))
-
-
-_NAMES: dict[str, Callable[[], Iterable[str]]] = {
-    **{key: partial(tuple, row.kind.choices) for key, row in PARAMETERS.items()},
-    **dict.fromkeys(("run", "runs", "run_a", "run_b"), _runs),
-    **dict.fromkeys(("model", "target"), _models),
-    "modes": partial(tuple, MODES),
-    "experiment": _experiments,
-    "device": partial(tuple, ("auto", "cpu", "cuda", "mps")),
-    "predict device": _devices,
-    "format": partial(tuple, FORMATS),
+# Names that a shell completes, or the function that returns them.
+_NAMES: dict[str, Collection[str] | Code] = {
+    **{key: row.kind.choices for key, row in PARAMETERS.items()},
+    **dict.fromkeys(("run", "runs", "run_a", "run_b"), "lantern_bench.runs.store:run_names"),
+    **dict.fromkeys(("model", "target"), "lantern_bench.models.registry:models"),
+    "modes": MODES,
+    "experiment": "lantern_bench.config.experiment:shipped_experiments",
+    "device": ("auto", "cpu", "cuda", "mps"),
+    "predict device": "lantern_bench.report.cost_model:devices",
+    "format": FORMATS,
 }
 
 
@@ -188,41 +165,38 @@ def _key(parameter: Any) -> str:
 def complete_names(context: Any, parameter: Any, incomplete: str) -> list[str]:
     """Return the names that a flag or argument may begin with; several may be typed with commas between."""
     key, (before, comma, word) = _key(parameter), incomplete.rpartition(",")
-    names = _NAMES.get(f"{context.command.name} {key}") or _NAMES.get(key, tuple)
-    return [f"{before}{comma}{name}" for name in names() if name.startswith(word)]
+    names: Any = _NAMES.get(f"{context.command.name} {key}", _NAMES.get(key, ()))
+    names = load_code(names)() if isinstance(names, str) else names
+    return [f"{before}{comma}{name}" for name in names if name.startswith(word)]
 
 
-def _metavar(parameter: Any, ctx: Any) -> str:
+def _metavar(parameter: Any, key: str, ctx: Any) -> str:
     """Return how help shows the value of a flag."""
-    row = PARAMETERS.get(_key(parameter))
-    if row is not None and len(row.kind.choices) <= _FEW:
-        return "|".join(row.kind.choices) or "NUMBERS"
+    if key in PARAMETERS and len(PARAMETERS[key].kind.choices) <= _FEW:
+        return "|".join(PARAMETERS[key].kind.choices) or "NUMBERS"
     kinds = {"<int>": "NUMBER", "<float>": "NUMBER", "<path>": "PATH"}
-    return kinds.get(parameter.display_type(ctx), _key(parameter).upper())
+    return kinds.get(parameter.display_type(ctx), key.upper())
 
 
 class Command(TyperCommand):
-    """A command whose help shows many options in groups."""
+    """A command whose help shows the options of a sweep in groups, and what values they take."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write the arguments by name, and the options with what their values are."""
-        parameters = self.get_params(ctx)
-        in_groups = any(_key(parameter) in DECODING_FLAGS for parameter in parameters)
-        records: dict[str, list[tuple[str, str]]] = {title: [] for title in ("Arguments", *_GROUPS)}
-        for parameter in parameters:
-            if parameter.param_type_name == "option":
-                parameter.metavar = parameter.metavar or _metavar(parameter, ctx)
-                key, title = _key(parameter), "Options"
-                if in_groups:
-                    title = next((group for group, keys in _GROUPS.items() if key in keys), "What")
-            else:
+        """Write the arguments and options."""
+        parameters, titles = {_key(parameter): parameter for parameter in self.get_params(ctx)}, ("Arguments", *_GROUPS)
+        records: dict[str, list[tuple[str, str]]] = {title: [] for title in titles}
+        for key, parameter in parameters.items():
+            group = next((group for group, keys in _GROUPS.items() if key in keys), "What")
+            title = group if "temperature" in parameters else "Options"
+            if parameter.param_type_name == "argument":
                 title = "Arguments"
+            else:
+                parameter.metavar = parameter.metavar or _metavar(parameter, key, ctx)
             if (record := parameter.get_help_record(ctx)) is not None:
                 records[title].append((record[0].partition(" <")[0], record[1]))
-        for title, rows in records.items():
-            if rows:
-                with formatter.section(title):
-                    formatter.write_dl(rows)
+        for title in filter(records.get, titles):
+            with formatter.section(title):
+                formatter.write_dl(records[title])
 
 
 # ---- From flags to cells

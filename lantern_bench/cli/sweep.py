@@ -205,7 +205,9 @@ def _show_reproduction(folder: Path, console: Console, format: str | None) -> No
     write_csv(table, folder / "reproduction.csv")
     notes, title = [*trends(tables), *comparability(tables, paper, manifest)], paper.title if paper else folder.name
     if (format or console.format) in ("csv", "json"):
-        console.table(table, notes=notes, format=format)
+        console.table(table, format=format)
+        for note in notes:
+            console.say(note)
     else:
         console.table(side_by_side(table), title=title, notes=[*notes, *sources(table)], format=format)
     console.say(f"tables: reproduction.csv, speed.csv, quality.csv, acceptance.csv, summary.csv; all in {folder}")

@@ -171,8 +171,8 @@ def side_by_side(table: pd.DataFrame) -> pd.DataFrame:
         line[f"{head} published"] = format_figure(name, row["published"])
         line[f"{head} official" if row["residual"] == "official" else head] = format_figure(name, row["ours"])
     text = pd.DataFrame(list(lines.values())).fillna("")
-    ours = [head_of(name) for name in (*_FROM_SPEED, *METRICS) if text.get(head_of(name), text["ours"][:0]).any()]
-    heads = [f"{head}{end}" for head in ours for end in ("", " official", " published")]
+    measured = [head for head in map(head_of, (*_FROM_SPEED, *METRICS)) if head in text and text[head].any()]
+    heads = [f"{head}{end}" for head in measured for end in ("", " official", " published")]
     # The cell comes last: a narrow terminal repeats the names before the figures.
     return text[[name for name in ("published row", *heads, "ours") if name in text and text[name].any()]]
 

@@ -60,12 +60,17 @@ def results_root() -> Path:
     return Path(os.environ.get(RESULTS_VARIABLE) or "results")
 
 
+def run_names(root: Path | None = None) -> list[str]:
+    """Return the names of the runs under `root`, by default under `results_root()`."""
+    return sorted(path.parent.name for path in (root or results_root()).glob(f"*/{MANIFEST}"))
+
+
 def find_run(name: str | Path, root: Path) -> Path:
     """Return a run directory by path, by name under `root`, or by the start of a name that only one has."""
     for folder in (Path(name), root / name):
         if (folder / MANIFEST).is_file():
             return folder
-    runs = sorted(path.parent.name for path in root.glob(f"*/{MANIFEST}"))
+    runs = run_names(root)
     close = [run for run in runs if run.startswith(str(name))]
     if len(close) == 1:
         return root / close[0]
