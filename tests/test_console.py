@@ -11,10 +11,12 @@ from types import SimpleNamespace
 import pandas as pd
 import pytest
 
+from lantern_bench.config.experiment import load_experiment
 from lantern_bench.console import Console, duration
 from lantern_bench.errors import UserError
+from lantern_bench.models.registry import defaults_of
 from lantern_bench.report.format_tables import readable
-from tests.made_up_run import build_tables, make_records, make_scores
+from tests.made_up_run import build_tables, make_record, make_records, make_scores
 
 ESCAPE = "\x1b"
 
@@ -76,10 +78,30 @@ def test_a_terminal_breaks_lines_between_words(monkeypatch):
         assert all(len(line) <= 40 or path in line for line in written.splitlines())
 
 
+def test_the_summary_of_the_default_sweep_fits_a_hundred_columns(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    records = []
+    for cell in load_experiment("lanterns", defaults_of).cells:
+        walks = [[]] * 6 if cell.decoding.mode == "ar" else [[0, 1], [0, -1], [-1]]
+        records += [make_record(cell.decoding, prompt, walks, 1.0, disturbed=True) for prompt in range(4)]
+    table = build_tables(records, make_scores(make_records()))["summary"].assign(distance=0.1234, fid=None)
+    drawn, out, _ = console(terminal=True)
+    drawn.table(table, "summary")
+    lines = out.getvalue().splitlines()
+    assert sum(line.split()[-3:] == ["lossless", "MAL", "distance"] for line in map(plain, lines)) == 1
+    assert "disturbed" not in plain(lines[1]) + plain(lines[2]) and any(
+        "4 of 4 images disturbed" in line for line in lines
+    )
+
+
+def plain(line: str) -> str:
+    return re.sub("\x1b.*?m", "", line)
+
+
 def test_heads_wrap_to_the_width_of_their_values():
     drawn, out, _ = console(terminal=True)
     drawn.table(pd.DataFrame({"target forwards / image": ["12.0", "345"], "n": ["1", "2"]}))
-    assert max(map(len, re.sub("\x1b.*?m", "", out.getvalue()).splitlines())) < 20
+    assert max(map(len, plain(out.getvalue()).splitlines())) < 20
 
 
 @pytest.mark.parametrize(("name", "value"), [("NO_COLOR", "1"), ("TERM", "dumb")])

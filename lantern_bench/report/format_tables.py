@@ -108,7 +108,8 @@ def worth_showing(table: pd.DataFrame, column: str, name: str = "") -> bool:
         filled = table.columns[table.notna().any()]
         return column in ([name for name in filled if name in METRICS and METRICS[name].on_screen] or METRICS)
     if column in ("failed", "disturbed", "held_up"):
-        return bool((table[column] > 0).any())
+        is_noted = name == "summary" and column != "failed"  # the notes of the rows count these images
+        return bool((table[column] > 0).any()) and not is_noted
     return column not in _OFTEN_SHARED or table[column].nunique(dropna=False) > 1
 
 
