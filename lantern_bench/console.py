@@ -119,6 +119,10 @@ class Console:
         self._out, self._err = stdout or sys.stdout, stderr or sys.stderr
         self.format = "table" if self._out.isatty() else "csv"  # of tables, where no other is asked for
         self._terminal: RichConsole | None = None  # draws bars, and messages above them
+        if self._err.isatty():
+            from rich.console import Console as RichConsole
+
+            self._terminal = RichConsole(file=self._err, markup=False, emoji=False, highlight=False)
 
     def data(self, text: str) -> None:
         """Write text to stdout with a line end: unchanged into a file or pipe, `printable` on a terminal."""
@@ -182,22 +186,15 @@ class Console:
 
     def progress(self) -> Progress:
         """Return progress on stderr, none when quiet."""
-        return Progress(self.say, self._rich() if _takes_escapes(self._err) and not self.quiet else None)
+        return Progress(self.say, self._terminal if _takes_escapes(self._err) and not self.quiet else None)
 
     def _write_message(self, text: str) -> None:
         """Write a line; a terminal breaks it between words."""
-        if self._err.isatty():
-            self._rich().print(_between_words(printable(text), self._rich().width), soft_wrap=True)
+        if self._terminal is not None:
+            self._terminal.print(_between_words(printable(text), self._terminal.width), soft_wrap=True)
         else:
             self._err.write(printable(text) + "\n")
             self._err.flush()
-
-    def _rich(self) -> RichConsole:
-        """Return what draws on stderr: one object, so that messages stand above a bar."""
-        from rich.console import Console as RichConsole
-
-        self._terminal = self._terminal or RichConsole(file=self._err, markup=False, emoji=False, highlight=False)
-        return self._terminal
 
 
 def printable(text: str) -> str:
