@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
@@ -257,13 +256,3 @@ def compile_steps(models: Iterable[LoadedModel], compute: Compute, console: Cons
 
     if (note := compile_models(models, compute)) is not None:
         console.note(*note)
-
-
-def writable(folder: Path, flag: str) -> None:
-    """Create a directory; raises `UserError` where it cannot be written."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{flag} {folder}: cannot be made: {error.strerror}") from error
-    if not os.access(folder, os.W_OK):
-        raise UserError(f"{flag} {folder}: cannot be written to")

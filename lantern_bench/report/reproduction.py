@@ -158,10 +158,7 @@ def device_in_words(manifest: Mapping[str, Any]) -> str:
 
 
 def side_by_side(table: pd.DataFrame) -> pd.DataFrame:
-    """Return text: the figures of this run beside published ones, a line for each row of the paper and cell beside it.
-
-    Without a published table there is a line for each cell.
-    """
+    """Return text: a line for each row of the paper and the cell beside it; without a paper, for each cell."""
     published = table[table["paper_row"].notna()]
     lines: dict[tuple[Any, ...], dict[str, str]] = {}
     for row in rows_of(published if len(published) else table):
