@@ -203,6 +203,7 @@ def test_version_and_help(capsys):
     assert capsys.readouterr().out == f"lantern-bench {__version__}\n"
     module = subprocess.run([sys.executable, "-m", "lantern_bench", "--version"], check=True, capture_output=True)
     assert module.stdout.decode().startswith("lantern-bench ")
+    assert cli.main([]) == 2 and "Usage: lantern-bench" in capsys.readouterr().err
     assert cli.main(["--help"]) == 0
     shown = capsys.readouterr().out
     assert "Exit codes" in shown and "show" in shown and "\x1b" not in shown
