@@ -75,8 +75,8 @@ constraints: ## write the versions installed in .venv to constraints.txt
 	  | { grep -v ' @ ' || true; } | sed -E 's/\+[A-Za-z0-9.]+$$//' | LC_ALL=C sort -f; } > constraints.txt.new
 	mv constraints.txt.new constraints.txt
 
-wheel: $(DEV) ## build a wheel in dist/
-	$(BIN)/python -m build --wheel
+wheel: | $(BIN)/python ## build a wheel in dist/; installs nothing of this package
+	$(BIN)/python -m pip wheel --disable-pip-version-check --no-deps --wheel-dir dist .
 
 clean: ## remove what the other targets made, results excepted
 	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

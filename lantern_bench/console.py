@@ -8,7 +8,9 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from textwrap import wrap
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, TextIO
 
@@ -117,6 +119,10 @@ class Console:
         self._out, self._err = stdout or sys.stdout, stderr or sys.stderr
         self.format = "table" if self._out.isatty() else "csv"  # of tables, where no other is asked for
         self._terminal: RichConsole | None = None  # draws bars, and messages above them
+        if self._err.isatty():
+            from rich.console import Console as RichConsole
+
+            self._terminal = RichConsole(file=self._err, markup=False, emoji=False, highlight=False)
 
     def data(self, text: str) -> None:
         """Write text to stdout with a line end: unchanged into a file or pipe, `printable` on a terminal."""
@@ -125,11 +131,17 @@ class Console:
         self._out.flush()
 
     def table(
-        self, table: pd.DataFrame, name: str | None = None, *, title: str | None = None, format: str | None = None
+        self,
+        table: pd.DataFrame,
+        name: str | None = None,
+        *,
+        title: str | None = None,
+        notes: Sequence[str] = (),
+        format: str | None = None,
     ) -> None:
         """Write a table to stdout in `format`, by default the console's; `name` is its name in the schema, if any.
 
-        CSV and JSON have the figures unchanged; the other formats are for people and have `title` and notes.
+        CSV and JSON have the figures unchanged; the other formats are for people and have `title` and `notes`.
         """
         format = format or self.format
         if format == "csv":
@@ -140,10 +152,12 @@ class Console:
             return self.data(table.to_json(orient="records", double_precision=15, indent=1, force_ascii=False))
         from lantern_bench.report.format_tables import readable
 
-        texts, notes = readable(table, name)
+        texts, of_table = readable(table, name)
+        notes = [*of_table, *notes]
         if format == "md":
             rows = [list(texts.columns), ["---"] * len(texts.columns), *texts.to_numpy().tolist()]
-            lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+            cells = ([" ".join(cell.replace("|", "\\|").split()) for cell in row] for row in rows)
+            lines = [f"| {' | '.join(row)} |" for row in cells]
             head = [f"**{title}**\n"] if title else []
             self.data("\n".join([*head, *lines, *(f"\n{note}" for note in notes)]))
         elif format == "latex":
@@ -172,15 +186,12 @@ class Console:
 
     def progress(self) -> Progress:
         """Return progress on stderr, none when quiet."""
-        if _takes_escapes(self._err) and not self.quiet:
-            from rich.console import Console as RichConsole
-
-            self._terminal = RichConsole(file=self._err, markup=False, emoji=False, highlight=False)
-        return Progress(self.say, self._terminal)
+        return Progress(self.say, self._terminal if _takes_escapes(self._err) and not self.quiet else None)
 
     def _write_message(self, text: str) -> None:
+        """Write a line; a terminal breaks it between words."""
         if self._terminal is not None:
-            self._terminal.print(printable(text), soft_wrap=True)
+            self._terminal.print(_between_words(printable(text), self._terminal.width), soft_wrap=True)
         else:
             self._err.write(printable(text) + "\n")
             self._err.flush()
@@ -191,12 +202,18 @@ def printable(text: str) -> str:
     return _CONTROLS.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
+def _between_words(text: str, width: int) -> str:
+    """Return text with its lines broken between words, and no word in itself."""
+    whole = partial(wrap, width=width, break_long_words=False, break_on_hyphens=False)
+    return "\n".join("\n".join(whole(line, subsequent_indent="  ")) for line in text.splitlines())
+
+
 def _takes_escapes(stream: TextIO) -> bool:
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
-def _draw_table(stream: TextIO, texts: pd.DataFrame, title: str | None, notes: tuple[str, ...]) -> None:
-    """Draw a table; a narrow terminal gets several blocks, so that no figure is cut."""
+def _draw_table(stream: TextIO, texts: pd.DataFrame, title: str | None, notes: Sequence[str]) -> None:
+    """Draw a table; heads wrap, and a narrow terminal gets several blocks, so that no figure is cut."""
     from rich import box
     from rich.console import Console as RichConsole
     from rich.table import Table
@@ -207,6 +224,8 @@ def _draw_table(stream: TextIO, texts: pd.DataFrame, title: str | None, notes: t
         color_system="auto" if _takes_escapes(stream) else None,
         markup=False,
     )
+    widths = {name: max(map(len, [*texts[name], *name.split()])) for name in texts.columns}
+    texts = texts.rename(columns={name: "\n".join(wrap(name, width)) for name, width in widths.items() if width})
     with rich.capture() as drawn:
         for block in _blocks(texts, rich.width):
             table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
@@ -217,7 +236,7 @@ def _draw_table(stream: TextIO, texts: pd.DataFrame, title: str | None, notes: t
             rich.print(table)
             title = None
         for note in notes:
-            rich.print(note, soft_wrap=True, highlight=False)
+            rich.print(_between_words(note, rich.width), soft_wrap=True, highlight=False)
     stream.writelines(line.rstrip() + "\n" for line in drawn.get().splitlines())
 
 
@@ -228,7 +247,7 @@ def _is_figures(column: pd.Series) -> bool:
 
 def _blocks(texts: pd.DataFrame, width: int) -> Iterator[pd.DataFrame]:
     """Yield the columns in blocks that fit, each after the columns that say what a row is."""
-    widths = [2 + max(map(len, [name, *texts[name]])) for name in texts.columns]
+    widths = [2 + max(map(len, [*name.split("\n"), *texts[name]])) for name in texts.columns]
     keys = next((i for i, name in enumerate(texts.columns) if _is_figures(texts[name])), len(widths))
     room = width - sum(widths[:keys])
     block: list[int] = []

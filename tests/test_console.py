@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from collections import Counter
 from types import SimpleNamespace
 
 import pandas as pd
 import pytest
 
+from lantern_bench.config.experiment import load_experiment
 from lantern_bench.console import Console, duration
 from lantern_bench.errors import UserError
+from lantern_bench.models.registry import defaults_of
 from lantern_bench.report.format_tables import readable
-from tests.made_up_run import build_tables, make_records, make_scores
+from tests.made_up_run import build_tables, make_record, make_records, make_scores
 
 ESCAPE = "\x1b"
 
@@ -60,6 +63,45 @@ def test_a_pipe_gets_csv_and_a_terminal_a_table(summary):
     drawn.table(summary, "summary", title="a run")
     assert "a run" in out.getvalue() and "2.09x [1.98, 2.21]" in out.getvalue()
     assert ESCAPE in out.getvalue()
+
+
+def test_a_terminal_breaks_lines_between_words(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    path = "results/" + "x" * 50
+    texts = [f"the tables of the run lantern-bench made are in {path}", "a\n  second line is that of the advice"]
+    drawn, out, err = console(terminal=True)
+    for text in texts:
+        drawn.say(text)
+        drawn.table(pd.DataFrame({"n": [1]}), notes=[text], format="table")
+    for written in (err.getvalue(), out.getvalue()):
+        assert not Counter(" ".join(texts).split()) - Counter(written.split())
+        assert all(len(line) <= 40 or path in line for line in written.splitlines())
+
+
+def test_the_summary_of_the_default_sweep_fits_a_hundred_columns(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    records = []
+    for cell in load_experiment("lanterns", defaults_of).cells:
+        walks = [[]] * 6 if cell.decoding.mode == "ar" else [[0, 1], [0, -1], [-1]]
+        records += [make_record(cell.decoding, prompt, walks, 1.0, disturbed=True) for prompt in range(4)]
+    table = build_tables(records, make_scores(make_records()))["summary"].assign(distance=0.1234, fid=None)
+    drawn, out, _ = console(terminal=True)
+    drawn.table(table, "summary")
+    lines = out.getvalue().splitlines()
+    assert sum(line.split()[-3:] == ["lossless", "MAL", "distance"] for line in map(plain, lines)) == 1
+    assert "disturbed" not in plain(lines[1]) + plain(lines[2]) and any(
+        "4 of 4 images disturbed" in line for line in lines
+    )
+
+
+def plain(line: str) -> str:
+    return re.sub("\x1b.*?m", "", line)
+
+
+def test_heads_wrap_to_the_width_of_their_values():
+    drawn, out, _ = console(terminal=True)
+    drawn.table(pd.DataFrame({"target forwards / image": ["12.0", "345"], "n": ["1", "2"]}))
+    assert max(map(len, plain(out.getvalue()).splitlines())) < 20
 
 
 @pytest.mark.parametrize(("name", "value"), [("NO_COLOR", "1"), ("TERM", "dumb")])

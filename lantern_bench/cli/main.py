@@ -15,7 +15,7 @@ from typer.main import get_command
 from lantern_bench import __version__, stopping
 from lantern_bench.cli.checks import certify, check_model, doctor, verify
 from lantern_bench.cli.models import experiments, generate, models, weights
-from lantern_bench.cli.options import command_group
+from lantern_bench.cli.options import Command, command_group, complete_names
 from lantern_bench.cli.profile import profile
 from lantern_bench.cli.results import compare, curves, predict, recommend, report, show
 from lantern_bench.cli.sweep import merge, reproduce, score, sweep
@@ -29,13 +29,19 @@ _EPILOG = (
     "Exit codes: 0 success; 1 internal error; 2 usage error; 3 refused (locked, mismatched, missing weights); "
     "4 some images failed; 5 a check failed; 130 interrupted; 143 terminated."
 )
+_RARE = "Flags that are rarely used: --help-all."
+_EXAMPLES = """\b
+Examples:
+lantern-bench sweep --images 24 --modes ar,scd,lantern++ --lambda 2,5,10
+lantern-bench sweep mine.yaml --model llamagen-t2i-stage1 --prompts captions.txt --dry-run
+"""
 # These flags work before and after the command name.
 _GLOBAL = {"-q", "--quiet", "-v", "--verbose", "--debug"}
 
 app = command_group(name="lantern-bench", pretty_exceptions_enable=False, epilog=_EPILOG)
 _RUNS = (sweep, merge, reproduce, score, show, curves, compare, recommend, report, predict, certify)
 for command in (*_RUNS, generate, models, experiments, profile, check_model, doctor, verify):
-    app.command()(command)
+    app.command(cls=Command)(command)
 app.add_typer(train)
 app.add_typer(weights)
 
@@ -64,12 +70,15 @@ def _flags(
 def _program(all_flags: bool = False) -> Any:
     """Build the commands once, for a process that runs many; help shows `all_flags`."""
     program: Any = get_command(app)
-    for command in program.commands.values():
+    groups = [getattr(group, "commands", {"": group}) for group in program.commands.values()]
+    for command in (command for group in groups for command in group.values()):
         rare_flags = [parameter for parameter in command.params if getattr(parameter, "hidden", False)]
         for parameter in rare_flags:
             parameter.hidden = not all_flags
-        if rare_flags and not all_flags:
-            command.epilog = "Flags that are rarely used: --help-all."
+        for parameter in command.params:
+            parameter._custom_shell_complete = complete_names
+        epilog = [_EXAMPLES] if command.name == "sweep" else []
+        command.epilog = "\n\n".join(epilog if all_flags or not rare_flags else [*epilog, _RARE])
     return program
 
 
@@ -120,7 +129,7 @@ def _run(arguments: Sequence[str]) -> int:
 def _with_cluster(words: Sequence[str]) -> list[str]:
     """Give `--ray` without an address its default: the parser knows no optional values."""
     result = []
-    for word, after in zip(words, [*words[1:], ""], strict=True):
+    for word, after in zip(words, [*words[1:], ""], strict=False):
         is_alone = word == "--ray" and after not in ("auto", "local") and ":" not in after
         result.append(f"--ray={DEFAULT_CLUSTER}" if is_alone else word)
     return result

@@ -11,6 +11,7 @@ import typer
 
 from lantern_bench.cli.options import (
     DECODING_FLAGS,
+    Command,
     FormatOption,
     SettingsOption,
     command_group,
@@ -27,6 +28,7 @@ from lantern_bench.models.io.model_file import is_model_file
 from lantern_bench.models.model import Model, class_prompt
 from lantern_bench.models.registry import model_of
 from lantern_bench.models.registry import models as all_models
+from lantern_bench.runs.request import check_drafters
 from lantern_bench.runs.store import check_writable
 from lantern_bench.runs.threads import set_threads
 
@@ -142,6 +144,8 @@ def generate(
     modes = mode or [model_of(model).mode]
     # Not compiled by default: compiling takes longer than an image.
     resolved = resolve_flags("generate", flags | {"model": [model]}, modes, settings or [], compile=False)
+    if "all" not in split_words(modes) and not random_weights:
+        check_drafters(resolved.cells)
     if dry_run:
         return console.table(_show_memory(resolved, console), title=model, format=format)
     prompt = _prompt(caption, label, random_weights, model)
@@ -154,9 +158,11 @@ def generate(
 
     import torch
 
+    from lantern_bench.metrics.distance import token_sums
     from lantern_bench.models.io.files import write_atomically
     from lantern_bench.models.loaded_model import NoPixels
     from lantern_bench.models.random_model import random_model
+    from lantern_bench.report.distance import distance_of_image
     from lantern_bench.runs import runner
     from lantern_bench.runs.devices import choose_compute, load_models
 
@@ -184,10 +190,16 @@ def generate(
             decoded.append(image)
             progress.share("images", len(decoded), len(tasks))
     try:
-        write_atomically(out, runner.picture_png(decoded, len(cells)))
+        write_atomically(out, runner.picture_png(decoded, cells))
     except OSError as error:
         raise UserError(f"--out {out}: cannot be written: {error.strerror}") from error
-    console.table(runner.numbers_table(tasks, decoded), title=prompt, format=format)
+    table = runner.numbers_table(tasks, decoded)
+    rows = [
+        token_sums(loaded, loaded.condition([prompt]), image.tokens[None].to(compute.device).long(), task.cell.decoding)
+        for task, image in zip(tasks, decoded, strict=True)
+    ]
+    table["distance"] = [distance_of_image(row) for (row,) in rows]
+    console.table(table, title=prompt, format=format)
     console.say(f"picture: {out}")
 
 
@@ -230,7 +242,7 @@ def experiments(ctx: typer.Context, format: FormatOption = None) -> None:
 weights = command_group(name="weights", help="Fetch the files of the published models.")
 
 
-@weights.command()
+@weights.command(cls=Command)
 def get(
     ctx: typer.Context,
     model: Annotated[str, typer.Argument(help="A published model; see `lantern-bench models`.")],

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
+from typer.core import TyperCommand
 
 from lantern_bench.console import FORMATS, Console
 from lantern_bench.errors import UserError, did_you_mean
+from lantern_bench.methods.parameters import Code, load_code
 from lantern_bench.methods.tables import DRAFTINGS, MODES, OUTSIDE_RULES, PARAMETERS, RULES, raise_if_refused
 from lantern_bench.runs.store import find_run, results_root
 
@@ -53,10 +54,12 @@ FormatOption: TypeAlias = Annotated[
         help=f"Table format: {', '.join(FORMATS)}. Default: table on a terminal, csv elsewhere.",
     ),
 ]
-ModesOption: TypeAlias = Annotated[list[str] | None, typer.Option("--modes", help="Keep only cells of these modes.")]
+ModesOption: TypeAlias = Annotated[
+    list[str] | None, typer.Option("--modes", help="Only these modes; one that the experiment lacks is added.")
+]
 PromptsOption: TypeAlias = Annotated[str | None, typer.Option("--prompts", help=PROMPTS_HELP)]
 SettingsOption: TypeAlias = Annotated[
-    list[str] | None, typer.Option("--set", help="key=value; sets any key of the experiment file.")
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set any key of the experiment file.")
 ]
 DeviceOption: TypeAlias = Annotated[str, typer.Option("--device", help=DEVICE_HELP)]
 RunArgument: TypeAlias = Annotated[Path, typer.Argument(parser=find, metavar="RUN", help=RUN_HELP)]
@@ -80,8 +83,8 @@ _BEFORE_PARAMETERS = (
     flag("prompts", _WORD, PROMPTS_HELP),
     flag("images", _WORD, "Images per cell; published tables use 1,000 to 5,000."),
     flag("metrics", _LIST, "speed, quality (of pictures), distance (from the target); by default all."),
-    flag("protocol", _WORD, "The quality protocol; see `lantern-bench score`."),
-    flag("reference", _WORD, "What fidelity is measured against; see `lantern-bench score`."),
+    flag("protocol", _WORD, "The quality protocol; see `score -h`."),
+    flag("reference", _WORD, "What fidelity is measured against; see `score -h`."),
     flag("processes", _WORD, "New processes that share the prompts, in turn; 3 or more give speed an interval."),
     flag("repeats", _WORD, "Repeat the images this many times, with new seeds."),
     flag("batch", _WORD, "Images decoded at once, or a list; published: 1."),
@@ -125,6 +128,74 @@ def with_flags(flags: Mapping[str, Any]) -> Callable[[Callable[..., None]], Call
         return command
 
     return add
+
+
+# ---- Help and completion, by the name of a flag or argument
+
+_GROUPS = {
+    "What": ("mode",),  # and what is in no other group
+    "Decoding": (*PARAMETERS, "set", "neighbour_space"),
+    "Run": (
+        *("seed", "device", "dtype", "compile", "threads", "processes"),
+        *("resume", "shard", "ray", "worker_timeout", "dry_run", "yes"),
+    ),
+    "Output": ("out", "force", "format"),
+    "Options": ("help",),
+}
+_FEW = 4  # choices that help lists in place of a name
+# Names that a shell completes, or the function that returns them.
+_NAMES: dict[str, Collection[str] | Code] = {
+    **{key: row.kind.choices for key, row in PARAMETERS.items()},
+    **dict.fromkeys(("run", "runs", "run_a", "run_b"), "lantern_bench.runs.store:run_names"),
+    **dict.fromkeys(("model", "target"), "lantern_bench.models.registry:models"),
+    "modes": MODES,
+    "experiment": "lantern_bench.config.experiment:shipped_experiments",
+    "device": ("auto", "cpu", "cuda", "mps"),
+    "predict device": "lantern_bench.report.cost_model:devices",
+    "format": FORMATS,
+}
+
+
+def _key(parameter: Any) -> str:
+    """Return the name of a flag or argument; a Python argument may have another."""
+    return str(max(parameter.opts, key=len).lstrip("-").replace("-", "_"))
+
+
+def complete_names(context: Any, parameter: Any, incomplete: str) -> list[str]:
+    """Return the names that a flag or argument may begin with; several may be typed with commas between."""
+    key, (before, comma, word) = _key(parameter), incomplete.rpartition(",")
+    names: Any = _NAMES.get(f"{context.command.name} {key}", _NAMES.get(key, ()))
+    names = load_code(names)() if isinstance(names, str) else names
+    return [f"{before}{comma}{name}" for name in names if name.startswith(word)]
+
+
+def _metavar(parameter: Any, key: str, ctx: Any) -> str:
+    """Return how help shows the value of a flag."""
+    if key in PARAMETERS and len(PARAMETERS[key].kind.choices) <= _FEW:
+        return "|".join(PARAMETERS[key].kind.choices) or "NUMBERS"
+    kinds = {"<int>": "NUMBER", "<float>": "NUMBER", "<path>": "PATH"}
+    return kinds.get(parameter.display_type(ctx), key.upper())
+
+
+class Command(TyperCommand):
+    """A command whose help shows the options of a sweep in groups, and what values they take."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the arguments and options."""
+        parameters, titles = {_key(parameter): parameter for parameter in self.get_params(ctx)}, ("Arguments", *_GROUPS)
+        records: dict[str, list[tuple[str, str]]] = {title: [] for title in titles}
+        for key, parameter in parameters.items():
+            group = next((group for group, keys in _GROUPS.items() if key in keys), "What")
+            title = group if "temperature" in parameters else "Options"
+            if parameter.param_type_name == "argument":
+                title = "Arguments"
+            else:
+                parameter.metavar = parameter.metavar or _metavar(parameter, key, ctx)
+            if (record := parameter.get_help_record(ctx)) is not None:
+                records[title].append((record[0].partition(" <")[0], record[1]))
+        for title in filter(records.get, titles):
+            with formatter.section(title):
+                formatter.write_dl(records[title])
 
 
 # ---- From flags to cells
@@ -185,13 +256,3 @@ def compile_steps(models: Iterable[LoadedModel], compute: Compute, console: Cons
 
     if (note := compile_models(models, compute)) is not None:
         console.note(*note)
-
-
-def writable(folder: Path, flag: str) -> None:
-    """Create a directory; raises `UserError` where it cannot be written."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{flag} {folder}: cannot be made: {error.strerror}") from error
-    if not os.access(folder, os.W_OK):
-        raise UserError(f"{flag} {folder}: cannot be written to")

@@ -44,7 +44,7 @@ def sweep(
     out: _Out = None,
     resume: _Resume = True,
     settings: SettingsOption = None,
-    shard: Annotated[str | None, typer.Option(help="i/n: run only part i of n of the prompts.")] = None,
+    shard: Annotated[str | None, typer.Option(metavar="i/n", help="Run only part i of n of the prompts.")] = None,
     worker_timeout: Annotated[
         float, typer.Option(help="Seconds without a sign of life after which a worker process is ended.", hidden=True)
     ] = WORKER_TIMEOUT,
@@ -194,7 +194,7 @@ def _show_summary(folder: Path, console: Console, format: str | None) -> None:
 def _show_reproduction(folder: Path, console: Console, format: str | None) -> None:
     """Write the tables, show the published figures beside ours and what is not comparable."""
     from lantern_bench.config.paper import read_paper
-    from lantern_bench.report.reproduction import comparability, reproduction_rows, side_by_side, trends
+    from lantern_bench.report.reproduction import comparability, reproduction_rows, side_by_side, sources, trends
     from lantern_bench.report.tables import frame, write_csv, write_tables
     from lantern_bench.runs.store import read_manifest
 
@@ -203,12 +203,11 @@ def _show_reproduction(folder: Path, console: Console, format: str | None) -> No
     tables = write_tables(folder)
     table = frame("reproduction", reproduction_rows(tables, paper))
     write_csv(table, folder / "reproduction.csv")
-    notes = [*trends(tables), *comparability(tables, paper, manifest)]
+    notes, title = [*trends(tables), *comparability(tables, paper, manifest)], paper.title if paper else folder.name
     if (format or console.format) in ("csv", "json"):
-        console.table(table, "reproduction", format=format)
+        console.table(table, format=format)
         for note in notes:
             console.say(note)
     else:
-        console.table(side_by_side(table), title=paper.title if paper else folder.name, format=format)
-        console.data("\n".join(["", *notes]))
+        console.table(side_by_side(table), title=title, notes=[*notes, *sources(table)], format=format)
     console.say(f"tables: reproduction.csv, speed.csv, quality.csv, acceptance.csv, summary.csv; all in {folder}")

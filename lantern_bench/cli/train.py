@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_origin
 
 import typer
 
-from lantern_bench.cli.options import PROMPTS_HELP, FormatOption, command_group, flag, with_flags, writable
+from lantern_bench.cli.options import PROMPTS_HELP, Command, FormatOption, command_group, flag, with_flags
 from lantern_bench.console import Console, duration
 from lantern_bench.errors import CheckFailedError, UserError
-from lantern_bench.runs.store import results_root
+from lantern_bench.runs.store import check_writable, results_root
 from lantern_bench.training.recipe import DrafterFlags, checked
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def _drafter_flags() -> Iterator[tuple[str, Any]]:
             yield flag(key, kind | None, field.title + default)
 
 
-@train.command()
+@train.command(cls=Command)
 @with_flags(dict(_drafter_flags()))
 def drafter(
     ctx: typer.Context,
@@ -72,8 +72,8 @@ def _run(job: DrafterJob, min_mal: float | None, console: Console, format: str |
         raise UserError("--minutes: clocks of several processes differ", "Give --steps or --epochs.")
     if flags.compile and (problem := compiler_problem(choose_compute(flags.device, flags.dtype).device)):
         raise UserError(f"--compile: {problem}", "Leave it out.")
-    writable(job.out, "--out")
-    writable(job.work, "--work")
+    check_writable(job.out)
+    check_writable(job.work, "--work")
     distributed = join_processes(cpu=flags.device == "cpu")
     compute = choose_compute(flags.device if distributed.device is None else str(distributed.device), flags.dtype)
     model = model_of(flags.target).load(compute.device, compute.dtype)

@@ -14,7 +14,7 @@ from lantern_bench.config.paper import read_paper
 from lantern_bench.config.yaml_source import KeyPath, Location, Problems, Source, load_yaml, problems_of
 from lantern_bench.errors import UserError, did_you_mean
 from lantern_bench.methods.parameters import COUNT, NATURAL, Count, Natural
-from lantern_bench.methods.tables import MODES, PARAMETERS
+from lantern_bench.methods.tables import DRAFTINGS, MODES, PARAMETERS, RULES
 
 _SWITCH = "must be true or false"
 _T = TypeVar("_T")
@@ -276,7 +276,10 @@ class ExperimentReader:
             return []
         entries = [self._entry(block, ("cells", number)) for number, block in enumerate(written)]
         modes = dict.fromkeys(mode for entry in entries for mode in entry.modes)
-        wanted = self._wanted_modes(modes, settings.baseline)
+        wanted = self._wanted_modes(settings.baseline)
+        if modes and self.overrides.modes:
+            lacking = [mode for mode in wanted if mode not in modes and not (mode == "ar" and settings.baseline)]
+            entries += [self._preset_cell(mode, entries) for mode in lacking]
         remaining = []
         for entry in entries:
             modes_here = tuple(mode for mode in entry.modes if mode in wanted)
@@ -289,19 +292,29 @@ class ExperimentReader:
             self.problems.add(Location("--no-baseline"), "leaves no cell to run")
         return remaining
 
-    def _wanted_modes(self, modes: Collection[str], baseline: bool) -> set[str]:
-        """Return the modes to keep of those of the file."""
+    def _wanted_modes(self, baseline: bool) -> dict[str, None]:
+        """Return the modes to keep, in the order in which they are typed."""
         location, typed = Location("--modes"), self.overrides.modes
         modes_read = read_values("mode", list(typed), location, self.problems) if typed else ()
-        for mode in modes_read:
-            if modes and mode not in modes and not (mode == "ar" and baseline):
-                self.problems.add(location, f"no cell has this mode; the modes here are {', '.join(modes)}", mode)
-        wanted = set(modes_read or MODES)
+        wanted: dict[str, None] = dict.fromkeys(modes_read or MODES)
         if baseline:
-            wanted.add("ar")
+            wanted["ar"] = None
         elif "baseline" in self.overrides.values and "ar" not in typed:
-            wanted.discard("ar")
+            wanted.pop("ar", None)
         return wanted
+
+    def _preset_cell(self, mode: str, entries: Sequence[CellEntry]) -> CellEntry:
+        """Return a cell of a mode that the file lacks: the model's defaults, on the tree of the file's other cells."""
+        location, drafting, rule = Location("--modes"), DRAFTINGS[MODES[mode].drafting], RULES[MODES[mode].rule]
+        stated = {key for block in (self.top, self.flags, *self.models.values()) for key in block}
+        layer = {"mode": Stated((mode,), location)}
+        if not rule.lossless and rule.bound not in stated:
+            layer[rule.bound] = Stated((rule.example,), location)
+        for key in ("tree", "nodes", "depth", "beam"):
+            trees = [entry.layer[key].values[0] for entry in entries if key in entry.layer]
+            if trees and key in drafting.parameter_names and key not in stated and not rule.chains:
+                layer[key] = Stated((trees[0],), location)
+        return CellEntry(layer, location)
 
     def _entry(self, block: object, path: KeyPath) -> CellEntry:
         mapping = self._mapping(block, path, "a cell such as {mode: lantern, delta: 0.1}")

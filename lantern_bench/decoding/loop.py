@@ -31,7 +31,8 @@ from lantern_bench.decoding.sampling import (
 )
 from lantern_bench.decoding.step import DRAFTER, First, Speculation, sampling_key
 from lantern_bench.decoding.trace import ImageTrace, image_trace
-from lantern_bench.errors import LogitsError, RefusedError
+from lantern_bench.errors import LogitsError
+from lantern_bench.methods.tables import missing_drafter
 
 
 @dataclass(frozen=True)
@@ -50,9 +51,7 @@ def drafter_and_rule(model: DecodableModel, decoding: Decoding) -> tuple[Drafter
     """
     needs_drafter = decoding.drafting_row.needs_drafter
     if model.drafter is None and needs_drafter:
-        raise RefusedError(
-            f"mode {decoding.mode} needs a drafter, and this model has none", "Use --modes ar, or add a drafter."
-        )
+        raise missing_drafter(decoding.mode)
     return model.drafter if needs_drafter else None, rule_of(decoding, model)
 
 

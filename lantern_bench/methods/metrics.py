@@ -34,6 +34,7 @@ class Metric:
     image_meaning: str = ""  # of the figure of one image, where it has one
     scored_by: str = "clip_model"  # column that names the network behind the figure
     in_summary: bool = False  # whether summary.csv has it, beside a published figure
+    on_screen: bool = False  # whether the printed summary has it; where it has none of these, it has all of summary.csv
     on_curves: bool = True  # whether speed is drawn against it
     bounds: tuple[float, float] = (-inf, inf)  # ends of intervals lie between them
     # For metrics of sets: fewest pictures, and fewest for each feature of the extractor.
@@ -89,6 +90,7 @@ SHIPPED_METRICS = (
         digits=".4f",
         better="lower",
         in_summary=True,
+        on_screen=True,
         extras=(
             (
                 "distance_p",
@@ -124,6 +126,7 @@ SHIPPED_METRICS = (
         digits=".2f",
         better="lower",
         in_summary=True,
+        on_screen=True,
         bounds=(0.0, inf),
         min_images_per_feature=2,  # with fewer, most of the covariance is noise
         needs_features=False,

@@ -246,6 +246,13 @@ def owners_of(key: str) -> str:
     return " and ".join(phrases) or "rules from other packages (none is installed)"
 
 
+def missing_drafter(mode: str) -> RefusedError:
+    """Return the error for a mode whose drafter a model lacks."""
+    others = [row.name for row in MODES.values() if not DRAFTINGS[row.drafting].needs_drafter]
+    advice = f"Modes without a drafter: {listed(others)}. `lantern-bench train drafter` trains one."
+    return RefusedError(f"mode {mode} needs a drafter, and this model has none", advice)
+
+
 def can_decide(rule: str, drafting: str) -> bool:
     """Whether the rule can decide on some drafts of the drafting."""
     row = DRAFTINGS[drafting]

@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
-from lantern_bench.errors import UserError
+from lantern_bench.errors import UserError, did_you_mean
 
 Path: TypeAlias = tuple[int, ...]
 Topology: TypeAlias = tuple[Path, ...]
@@ -89,5 +89,6 @@ def topology_name(topology: Topology) -> str:
 def topology_of(tree: str) -> Topology:
     """Return the named topology; an unknown name raises `UserError`."""
     if tree not in STATIC_TREES:
-        raise UserError(f"unknown tree '{tree}'", f"The trees are {', '.join(STATIC_TREES)}.")
+        message = f"--tree {tree}: unknown tree{did_you_mean(tree, STATIC_TREES)}"
+        raise UserError(message, f"The trees are {', '.join(STATIC_TREES)}.")
     return STATIC_TREES[tree]

@@ -42,7 +42,7 @@ class Chameleon(WordModel):
     licence = hub.CHAMELEON.name
     # What the LANTERN authors sample both with: the defaults of their generate_images.
     defaults: Mapping[str, Any] = {"cfg_scale": 3.0, "top_k": 2000, "tree": "eagle1-25"}
-    mode, has_drafter = "lantern++", True
+    has_drafter = True
     published: ClassVar = {"anole-7b": Published("Anole", _SIZES, _VQGAN, (32, 32), 7_013_666_816, ("anole",))}
     any_model: ClassVar[Published | None] = published["anole-7b"]
     kind = ("model.layers.0.self_attn.q_norm.weight", "a Chameleon model in the HF layout")
@@ -128,7 +128,7 @@ class Lumina2(Lumina):
     licence = hub.APACHE.name
     # What the authors' README samples with. Their guidance decreases within an image, but never below 4.
     defaults: Mapping[str, Any] = {"cfg_scale": 4.0, "top_k": 4096, "tree": "eagle1-25"}
-    mode, has_drafter = "scd", False  # no drafter was published
+    has_drafter = False  # none was published
     published: ClassVar = {
         "lumina-mgpt2-7b": Published(
             "Lumina-mGPT 2.0",

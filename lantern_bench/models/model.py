@@ -46,7 +46,6 @@ class Model(ABC):
     licence: str = ""
     aliases: Sequence[str] = ()  # other names of the same model
     defaults: Mapping[str, Any] = {}  # decoding values, by the names of an experiment file
-    mode: str = "lantern++"  # of `generate` where none is given
     codes: int | None = None  # how many image codes there are; None: known when the model is loaded
     tokens: int | None = None  # of one picture, forced ones included
     parameters: int | None = None  # of the target
@@ -62,6 +61,16 @@ class Model(ABC):
     def files(self) -> Mapping[str, Path]:
         """Return the file or folder of each part by name: where it is, or where a download puts it."""
         return {}
+
+    @property
+    def lacks_drafter(self) -> bool:
+        """Whether its parts are listed, and no `drafter` among them."""
+        return bool(self.files()) and "drafter" not in self.files()
+
+    @property
+    def mode(self) -> str:
+        """The mode of `generate` where none is given."""
+        return "scd" if self.lacks_drafter else "lantern++"
 
     @abstractmethod
     def load(self, device: torch.device, dtype: torch.dtype) -> LoadedModel:
@@ -143,7 +152,6 @@ class CheckpointModel(Model):
         if file is not None:
             self.description = file.description or f"{file.name}: {row.about}"
             self.defaults = {**self.defaults, **file.defaults}
-            self.mode = self.mode if file.drafter is None else Model.mode
         else:
             height, width = (self.pixels * side for side in row.grid or (0, 0))
             millions = (row.parameters or 0) / 1e6

@@ -89,7 +89,7 @@ def _model_of_file(path: Path) -> Model:
 class _Hosted(Model):
     """The model of a file that names its code."""
 
-    family, mode = "python", "scd"  # it has no drafter
+    family = "python"
 
     def __init__(self, file: PythonModel) -> None:
         from lantern_bench.models.hosted import load_class

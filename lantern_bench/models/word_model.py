@@ -66,8 +66,7 @@ class Wording:
 class WordModel(CheckpointModel):
     """A model with prompts in its own vocabulary."""
 
-    mode = "scd"  # no drafter was published
-    has_drafter = False
+    has_drafter = False  # none was published
     words: ClassVar[tuple[int, int]]  # the first and the last number of a word, for random weights
     longest_prompt: ClassVar[int] = 256
 

@@ -52,10 +52,21 @@ def _figures(cell: CellRecords, rows: Mapping[str, Row]) -> dict[str, Any]:
             figures |= ratio_of_sums(column, tokens, prompts).columns(name)
     by_prompt = np.stack([sums_per_prompt(column, tokens, prompts).over for column in columns], axis=-1)
     sums = FeatureSums.of(by_prompt, len(names))
-    compared = [number for number, name in enumerate(names) if name != "drafter_tilt"]  # modes without a drafter too
     per_prompt = sums_per_prompt(tokens, tokens, prompts).over
-    figures |= distance(sums.chosen(compared), per_prompt).columns("distance")
+    figures |= distance(sums.chosen(_compared(names)), per_prompt).columns("distance")
     return figures | {"distance_p": sums.total.p_value}
+
+
+def distance_of_image(row: Row) -> float | None:
+    """Return the distance of one image from its row of level `tokens`; None at temperature 0."""
+    names = (row.get("features") or "").split()
+    sums = FeatureSums.of(np.array([row.get("feature_sums")]), len(names)) if names else None
+    return sums and distance(sums.chosen(_compared(names)), np.array([row["tokens"]])).value
+
+
+def _compared(names: Sequence[str]) -> list[int]:
+    """The features of the distance: modes without a drafter have them too."""
+    return [number for number, name in enumerate(names) if name != "drafter_tilt"]
 
 
 class FeatureSums(NamedTuple):

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
-from lantern_bench.methods.tables import IN_SUMMARY, METRICS, ON_CURVES
+from lantern_bench.methods.tables import METRICS, ON_CURVES
 from lantern_bench.report.records import NOTE_SEPARATOR
 from lantern_bench.report.tables import OUTSIDE
 from lantern_bench.schema import CELL_COLUMNS, TABLES
@@ -29,7 +29,7 @@ FORMATS = {
     **dict.fromkeys(("latency_s", "latency_p50_s", "latency_p95_s"), ("{:.3g}", " s")),
     "tokens_per_s": ("{:.3g}", ""),
     "peak_memory_mb": ("{:.0f}", " MB"),
-    **dict.fromkeys(("p_first", "p_joint", "p_later", "p_images", "p_holm", "power_p"), ("{:.2g}", "")),
+    **dict.fromkeys(("p_first", "p_joint", "p_later", "p_images", "p_holm", "power_p", "distance_p"), ("{:.2g}", "")),
     "table_tv": ("{:.3f}", ""),
 }
 """Number format and unit of a figure. Other figures have four digits and the unit of the schema."""
@@ -55,7 +55,8 @@ _OFTEN_SHARED = (
     "kid_subset", "device", "stack",
 )  # fmt: skip
 # The summary shows these even where they are missing: the notes give the reason.
-_HEADLINE = ("speedup", "mean_accepted_length", *(name for name in IN_SUMMARY if name in ON_CURVES))
+_HEADLINE = ("speedup", "mean_accepted_length")
+_OF_QUALITY = {name for metric in METRICS.values() for name in (metric.name, *(extra[0] for extra in metric.extras))}
 
 
 class Readable(NamedTuple):
@@ -89,7 +90,7 @@ def readable(table: pd.DataFrame, name: str | None = None) -> Readable:
     shown = [c for c in names if c not in ends and (name is None or worth_showing(rows, c, name))]
     units = {column.name: column.unit for column in TABLES[name]} if name is not None else {}
     if name == "summary":  # As in the papers, to fit the screen: the speed and quality tables hold the other intervals.
-        rows = rows.drop(columns=[column for column in intervals if "speedup" not in column])
+        rows = rows.drop(columns=[column for column in intervals if column not in ("speedup_low", "speedup_high")])
     text = {}
     for column in shown:
         cells = (rows.get(f"{column}{end}", [None] * len(rows)) for end in ("", "_low", "_high"))
@@ -104,8 +105,12 @@ def worth_showing(table: pd.DataFrame, column: str, name: str = "") -> bool:
         return False
     if table[column].isna().all():
         return name == "summary" and column in _HEADLINE
+    if name == "summary" and column in _OF_QUALITY:
+        filled = table.columns[table.notna().any()]
+        return column in ([name for name in filled if name in METRICS and METRICS[name].on_screen] or METRICS)
     if column in ("failed", "disturbed", "held_up"):
-        return bool((table[column] > 0).any())
+        is_noted = name == "summary" and column != "failed"  # the notes of the rows count these images
+        return bool((table[column] > 0).any()) and not is_noted
     return column not in _OFTEN_SHARED or table[column].nunique(dropna=False) > 1
 
 
@@ -127,6 +132,8 @@ def _notes(table: pd.DataFrame, name: str) -> list[str]:
         notes += _against_ar(table)
     if name == "acceptance":
         notes.append("Rates by depth of the tree; those by position in the image are in acceptance.csv.")
+    if "note" not in table:
+        return notes
     of_rows = table["note"].dropna().str.split(NOTE_SEPARATOR, regex=False).explode()
     for note, rows in of_rows[of_rows != ""].groupby(of_rows, sort=False).groups.items():
         cells = table.loc[rows, "cell_id"]

@@ -12,7 +12,7 @@ import pandas as pd
 
 from lantern_bench.config.paper import Paper, PaperRow
 from lantern_bench.methods.tables import IN_SUMMARY, METRICS
-from lantern_bench.report.format_tables import FORMATS, format_figure, head_of
+from lantern_bench.report.format_tables import format_figure, head_of
 from lantern_bench.report.labels import BOUNDS, FAMILY, parameters
 from lantern_bench.report.records import Row, join_notes
 from lantern_bench.report.tables import cells_of
@@ -154,34 +154,28 @@ def device_in_words(manifest: Mapping[str, Any]) -> str:
     return f"{name or 'a CPU'}, {manifest.get('threads', '?')} threads"
 
 
-# ---- The comparison formatted for people: one line a cell and published row
+# ---- The comparison formatted for people
 
 
 def side_by_side(table: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows of `reproduction.csv` as text, in their order."""
-    is_ours_alone = table["paper_row"].isna() & table["figure"].isin(_OURS)
-    lines: dict[tuple[str, str], dict[str, str]] = {}
-    for row in rows_of(table[~is_ours_alone]):
-        about = {"method": row["method"] or "(not ours)", "parameters": row["parameters"] or ""}
-        about |= {"residual": row["residual"] or "", "published row": row["paper_row"] or ""}
-        line = lines.setdefault((row["cell_id"] or "", row["paper_row"] or ""), about)
-        sources = [line.get("source"), None if row["published"] is None else f"{row['source']} ({row['confidence']})"]
-        line |= _texts(row) | {"source": "; ".join(dict.fromkeys(source for source in sources if source))}
-    for row in rows_of(table[is_ours_alone]):
-        for line in (line for (cell_id, _), line in lines.items() if cell_id == row["cell_id"]):
-            line |= _texts(row)
+    """Return text: a line for each row of the paper and the cell beside it; without a paper, for each cell."""
+    published = table[table["paper_row"].notna()]
+    lines: dict[tuple[Any, ...], dict[str, str]] = {}
+    for row in rows_of(published if len(published) else table):
+        ours = " ".join(filter(None, [row["method"], row["parameters"]])) or "(none)"
+        line = lines.setdefault((row["paper_row"], ours), {"published row": row["paper_row"] or "", "ours": ours})
+        head, name = head_of(row["figure"]), row["figure"]
+        line[f"{head} published"] = format_figure(name, row["published"])
+        line[f"{head} official" if row["residual"] == "official" else head] = format_figure(name, row["ours"])
     text = pd.DataFrame(list(lines.values())).fillna("")
-    heads = [f"{head_of(name)}{end}" for name in (*_FROM_SPEED, *METRICS) for end in ("", " published", " diff.")]
-    filled = [name for name in (*heads, "source") if name in text and (text[name] != "").any()]
-    return text[["method", "parameters", "residual", "published row", *filled]]
+    measured = [head for head in map(head_of, (*_FROM_SPEED, *METRICS)) if head in text and text[head].any()]
+    heads = [f"{head}{end}" for head in measured for end in ("", " official", " published")]
+    # The cell comes last: a narrow terminal repeats the names before the figures.
+    return text[[name for name in ("published row", *heads, "ours") if name in text and text[name].any()]]
 
 
-def _texts(row: Row) -> dict[str, str]:
-    """Ours with its interval, the published figure and the difference, as text."""
-    name, head, difference = row["figure"], head_of(row["figure"]), row["difference"]
-    form, unit = FORMATS[name]
-    return {
-        head: format_figure(name, row["ours"], row["ours_low"], row["ours_high"]),
-        f"{head} published": format_figure(name, row["published"]),
-        f"{head} diff.": "" if difference is None else form.replace("{:", "{:+").format(difference) + unit,
-    }
+def sources(table: pd.DataFrame) -> list[str]:
+    """Return a sentence on where the published figures are from, if there are any."""
+    figures = table[table["published"].notna()]
+    texts = dict.fromkeys(f"{row['source']} ({row['confidence']})" for row in rows_of(figures))
+    return [f"Published figures are from: {'; '.join(texts)}."] if texts else []

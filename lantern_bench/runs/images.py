@@ -116,6 +116,17 @@ def png_bytes(pixels: Tensor, tokens: Tensor | None = None) -> bytes:
     return buffer.getvalue()
 
 
+def label(text: str, pixels: Tensor) -> Tensor:
+    """Return text as pixels uint8 [14, W, 3], to stand above `pixels` [H, W, 3]."""
+    import numpy as np
+    import torch
+    from PIL import Image, ImageDraw, ImageFont
+
+    strip = Image.new("RGB", (pixels.shape[1], 14), "white")
+    ImageDraw.Draw(strip).text((1, 0), text, "black", ImageFont.load_default(10))
+    return torch.from_numpy(np.array(strip)).to(pixels.device)
+
+
 def read_tokens(path: Path) -> Tensor | None:
     """Return the tokens int32 [N] of a PNG file; None for a file without them, or one that is damaged or missing."""
     import torch

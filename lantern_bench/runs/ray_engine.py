@@ -81,6 +81,8 @@ def drive(request: Request, emit: Emit) -> None:
     quality = None
     if "quality" in request.experiment.settings.metrics:
         quality = scoring.load_scorers_of(request, "auto")  # before any image: missing weights are found here
+    address = request.ray if request.ray != DEFAULT_CLUSTER else os.environ.get("RAY_ADDRESS")
+    emit(Note(f"joining the Ray cluster {address}" if address else "starting a Ray cluster on this machine"))
     connect(request.ray)
     try:
         RayDriver(ray, request, emit).run()
@@ -320,6 +322,8 @@ class RayDriver:
         waiting -= sum(worker.shard is None for worker in self._workers)
         for slot in sorted(free.elements(), key=lambda slot: (-slot.cpus, str(slot.node)))[: max(0, waiting)]:
             self._start(slot)
+            device = "a GPU" if slot.gpus else f"{slot.cpus} CPU cores"
+            self._emit(Note(f"waiting for a worker on {device} to load the models"))
 
     def _start(self, slot: DeviceSlot) -> None:
         options: dict[str, Any] = {"num_cpus": slot.cpus, "num_gpus": slot.gpus}
@@ -417,7 +421,7 @@ class RayDriver:
         store, device = self._store, ready.session["device"]["device"]
         check_same_run(f"{store.folder.name} on {device}", store.manifest, {"key": ready.key}, store.finished)
         worker.session, worker.answer = open_session(store, **ready.session), None
-        self._emit(Note(f"worker {worker.session['process']} on {device}", level="detail"))
+        self._emit(Note(f"worker {worker.session['process']} joined on {device}"))
         devices = {entry["device"]["device"] for entry in store.manifest["sessions"] if "device" in entry}
         if len(devices) > 1:
             text = f"images of {len(devices)} kinds of device: no speedup over all of them"

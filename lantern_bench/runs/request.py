@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lantern_bench.config.experiment import ResolvedExperiment, load_experiment
+from lantern_bench.config.experiment import Cell, ResolvedExperiment, load_experiment
 from lantern_bench.config.parse_experiment import Overrides
 from lantern_bench.config.plan import Plan, Shard, make_plan, parse_shard
 from lantern_bench.config.protocols import EMBEDDED, LANTERN_COCO, Protocol, protocol_of
 from lantern_bench.errors import UserError
+from lantern_bench.methods.tables import missing_drafter
 from lantern_bench.models.registry import defaults_of, model_of
 from lantern_bench.prompts import describe_prompts, load_prompts
 from lantern_bench.runs.store import check_folder, done_images, results_root, run_folder, seconds_per_image
@@ -73,6 +74,7 @@ def prepare(
         prompt_set = next(iter(model_of(resolved.settings.model[0]).prompt_sets))
         resolved = replace(resolved, settings=resolved.settings.model_copy(update={"prompts": prompt_set}))
     check_neighbours(resolved)
+    check_drafters(resolved.cells)
     settings = resolved.settings
     if ray is not None and settings.device not in ("auto", "cpu", "cuda"):
         message = f"--device {settings.device}: with --ray, Ray gives each worker its device"
@@ -101,6 +103,13 @@ def check_neighbours(experiment: ResolvedExperiment) -> None:
         if codes is not None and neighbours is not None and neighbours >= codes:
             message = f"--neighbours {neighbours}: the model {cell.model} has {codes} codes"
             raise UserError(message, f"At most {codes - 1}.")
+
+
+def check_drafters(cells: Iterable[Cell]) -> None:
+    """Raise `RefusedError` for a cell with a drafter that its model lacks."""
+    for cell in cells:
+        if cell.decoding.drafting_row.needs_drafter and model_of(cell.model).lacks_drafter:
+            raise missing_drafter(cell.decoding.mode)
 
 
 def default_protocol(models: Sequence[str]) -> str:

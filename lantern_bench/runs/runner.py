@@ -26,7 +26,7 @@ from lantern_bench.models.random_model import meta_model, sizes_of
 from lantern_bench.runs import devices
 from lantern_bench.runs.devices import Compute, key_fields
 from lantern_bench.runs.events import Emit, ImageDone, Note, Share, Started
-from lantern_bench.runs.images import DecodedImage, png_bytes
+from lantern_bench.runs.images import DecodedImage, label, png_bytes
 from lantern_bench.runs.request import Request
 from lantern_bench.runs.store import RunStore, done_images
 from lantern_bench.runs.threads import DISTURBED, fastest_threads, set_threads
@@ -341,12 +341,16 @@ def runnable(model: LoadedModel, cells: Sequence[Cell]) -> tuple[tuple[Cell, ...
     return tuple(complete), reasons
 
 
-def picture_png(decoded: Sequence[DecodedImage], columns: int) -> bytes:
-    """Put all images into one PNG: a column per cell, a row per image."""
-    rows = len(decoded) // columns
+def picture_png(decoded: Sequence[DecodedImage], cells: Sequence[Cell]) -> bytes:
+    """Put all images into one PNG: a column per cell, a row per image, and the names of several cells above."""
+    rows = len(decoded) // len(cells)
     pixels = [image.pixels for image in decoded if image.pixels is not None]
-    cells = [torch.cat(pixels[start : start + rows]) for start in range(0, len(pixels), rows)]
-    return png_bytes(torch.cat(cells, dim=1))
+    columns = [pixels[start : start + rows] for start in range(0, len(pixels), rows)]
+    if len(cells) > 1:
+        modes = [cell.decoding.mode for cell in cells]
+        names = modes if len(set(modes)) == len(cells) else [cell.cell_id for cell in cells]
+        columns = [[label(name, column[0]), *column] for name, column in zip(names, columns, strict=True)]
+    return png_bytes(torch.cat([torch.cat(column) for column in columns], dim=1))
 
 
 def numbers_table(tasks: Sequence[ImageTask], decoded: Sequence[DecodedImage]) -> pd.DataFrame:

@@ -60,12 +60,17 @@ def results_root() -> Path:
     return Path(os.environ.get(RESULTS_VARIABLE) or "results")
 
 
+def run_names(root: Path | None = None) -> list[str]:
+    """Return the names of the runs under `root`, by default under `results_root()`."""
+    return sorted(path.parent.name for path in (root or results_root()).glob(f"*/{MANIFEST}"))
+
+
 def find_run(name: str | Path, root: Path) -> Path:
     """Return a run directory by path, by name under `root`, or by the start of a name that only one has."""
     for folder in (Path(name), root / name):
         if (folder / MANIFEST).is_file():
             return folder
-    runs = sorted(path.parent.name for path in root.glob(f"*/{MANIFEST}"))
+    runs = run_names(root)
     close = [run for run in runs if run.startswith(str(name))]
     if len(close) == 1:
         return root / close[0]
@@ -282,13 +287,13 @@ def _process_of(writer: Path) -> str:
         return "another process"
 
 
-def check_writable(folder: Path) -> None:
+def check_writable(folder: Path, flag: str = "--out") -> None:
     """Raise `UserError` for a folder, existing or not, that cannot be written into."""
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not existing.is_dir():
-        raise UserError(f"--out {folder}: {existing} is a file, not a folder", "Give a folder that you may write to.")
+        raise UserError(f"{flag} {folder}: {existing} is a file, not a folder", "Give a folder that you may write to.")
     if not os.access(existing, os.W_OK | os.X_OK):
-        raise cannot_write(folder)
+        raise cannot_write(folder, flag=flag)
 
 
 def check_folder(folder: Path, experiment: ResolvedExperiment) -> None:
@@ -316,7 +321,7 @@ def check_is_run(folder: Path) -> None:
             raise UserError(message, "Give a new folder, or a run directory.")
 
 
-def cannot_write(folder: Path, error: OSError | None = None) -> UserError:
+def cannot_write(folder: Path, error: OSError | None = None, flag: str = "--out") -> UserError:
     """Return the error for a folder that cannot be written."""
     reason = f": {error.strerror or error}" if error is not None else ""
-    return UserError(f"--out {folder}: cannot be written{reason}", "Give a folder that you may write to.")
+    return UserError(f"{flag} {folder}: cannot be written{reason}", "Give a folder that you may write to.")

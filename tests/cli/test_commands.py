@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -229,9 +230,19 @@ def test_version_and_help(capsys):
     assert capsys.readouterr().out == f"lantern-bench {__version__}\n"
     module = subprocess.run([sys.executable, "-m", "lantern_bench", "--version"], check=True, capture_output=True)
     assert module.stdout.decode().startswith("lantern-bench ")
+    assert cli.main([]) == 2 and "Usage: lantern-bench" in capsys.readouterr().err
     assert cli.main(["--help"]) == 0
     shown = capsys.readouterr().out
     assert "Exit codes" in shown and "show" in shown and "\x1b" not in shown
+
+
+def commands() -> dict[tuple[str, ...], Any]:
+    """Every command by the words that are typed for it."""
+    tree = {}
+    for name, command in cli._program().commands.items():
+        below = getattr(command, "commands", None)
+        tree |= {(name, last): leaf for last, leaf in below.items()} if below else {(name,): command}
+    return tree
 
 
 def flags_shown(capsys, *typed: str) -> set[str]:
@@ -244,6 +255,43 @@ def test_rarely_used_flags_are_shown_by_help_all(capsys):
     assert often < every and {"--neighbour-metric", "--worker-timeout", "--pool-devices"} <= every - often
     assert {"--delta", "--images", "--seed"} <= often
     assert flags_shown(capsys, "show", "--help") == flags_shown(capsys, "show", "--help-all")
+
+
+def test_help_shows_options_in_groups_with_what_their_values_are(capsys):
+    assert cli.main(["sweep", "-h"]) == 0
+    shown = capsys.readouterr().out
+    titles = ["Arguments:", "What:", "Decoding:", "Run:", "Output:", "Options:", "  Examples:"]
+    assert [line for line in shown.splitlines() if line in titles] == titles
+    for flag in ("--modes MODES", "--delta NUMBERS", "--tree TREE", "--residual exact|official", "--out PATH"):
+        assert f"  {flag} " in shown
+    examples = re.findall("^  lantern-bench (sweep .*)$", shown, flags=re.MULTILINE)
+    assert len(examples) == 2 and cli.main([*examples[0].split(), "--dry-run"]) == 0
+    for path, command in commands().items():
+        assert cli.main([*path, "--help"]) == 0
+        shown = capsys.readouterr().out
+        assert "<" not in shown.replace("results/<name>-<hash>", ""), (path, command)
+
+
+@pytest.mark.parametrize(
+    ("typed", "completions"),
+    [
+        (["sweep", "--modes", "ar,sc"], ["ar,scd"]),
+        (["generate", "x", "--mode", "lantern"], ["lantern", "lantern++"]),
+        (["sweep", "--drafting", "ja"], ["jacobi"]),
+        (["sweep", "--rule", "stri"], ["strict"]),
+        (["sweep", "lanterns"], ["lanterns-quality", "lanterns-trees", "lanterns"]),
+        (["train", "drafter", "--target", "lumina-mgpt-"], ["lumina-mgpt-7b-768"]),
+        (["sweep", "--device", "c"], ["cpu", "cuda"]),
+        (["predict", "--device", "a1"], ["a100"]),
+        (["compare", "first-1234", "sec"], ["second"]),
+    ],
+)
+def test_a_shell_completes_names(results, capsys, monkeypatch, typed, completions):
+    monkeypatch.setenv("_LANTERN_BENCH_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", " ".join(["lantern-bench", *typed]))
+    monkeypatch.setenv("COMP_CWORD", str(len(typed)))
+    assert cli.main([]) == 0
+    assert capsys.readouterr().out.split() == completions
 
 
 PREDICT = ["predict", "first", "--device", "a100", "--model", "lumina-mgpt-7b-768"]

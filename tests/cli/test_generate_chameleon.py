@@ -63,7 +63,11 @@ def test_pictures_in_every_mode(family: str, tokens: int, tmp_path: Path, capsys
     assert cli.main(["generate", "a red lantern", "--model", str(model), "--mode", "all", *flags]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert len(rows) == 2 * len(MODES) and {row["tokens"] for row in rows} == {tokens}
-    assert Image.open(picture).size == (len(MODES) * 8, 2 * 8)
+    drawn = Image.open(picture)
+    assert drawn.size == (len(MODES) * 8, 14 + 2 * 8)
+    labels = [drawn.crop((left, 0, left + 8, 14)).tobytes() for left in range(0, drawn.width, 8)]
+    assert len(set(labels)) > 5 and all(label.count(255) > 100 for label in labels), "the modes have different names"
+    assert all(row["distance"] is not None for row in rows)
     (image,) = lantern_bench.decode(golden_models.load(model), "a red lantern", mode="speculative")
     lines = image.tokens.reshape(4, -1)
     assert (lines[:, :4] < tiny_chameleon.CODES).all() and (lines[:, 4:] == tiny_chameleon.CODES).all()

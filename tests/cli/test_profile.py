@@ -90,7 +90,7 @@ def test_threads_are_tried_unless_they_are_given(
     [
         (["--size", "8by256"], "--size 8by256: must be LAYERSxWIDTH"),
         (["--size", "8x100"], "--size 8x100: the width must be a multiple of 64"),
-        (["--tree", "smal-7"], "unknown tree 'smal-7'"),
+        (["--tree", "smal-7"], "--tree smal-7: unknown tree; did you mean small-7?"),
         (["--model", "lantern"], "did you mean lanterns?"),
         (["--size", "1x64x16x4", "--search"], "--size: not with --search, which takes a trained model"),
         (["--tree", "chain-3", "--search"], "--tree: not with --search"),

@@ -87,7 +87,18 @@ def run(finished: Finished) -> Path:
 
 
 def test_a_run_has_all_its_files_and_says_nothing_else(finished: Finished) -> None:
-    ours = ("run: ", "published: ", "images", "scoring", "tables: ", "warning: ", "Not comparable", "MAL ", "Half of ")
+    ours = (
+        "run: ",
+        "published: ",
+        "images",
+        "scoring",
+        "distance from",
+        "tables: ",
+        "warning: ",
+        "Not comparable",
+        "MAL ",
+        "Half of ",
+    )
     assert [line for line in finished.err.splitlines() if not line.startswith(ours)] == []
     tables = {f"{name}.csv" for name in ("speed", "quality", "acceptance", "summary", "reproduction")}
     files = {path.name for path in finished.folder.iterdir()} - {".lock"}
@@ -148,11 +159,12 @@ def test_reproduce_names_what_is_not_comparable(run: Path, capsys: pytest.Captur
     ):
         assert sentence in written.out
     assert "10 images kept, 0 to do" in written.err
-    assert "| its rule |" in written.out and "3.50" in written.out and "(not ours)" in written.out
+    assert "| its rule |" in written.out and "3.50" in written.out and "(none)" in written.out
 
 
 def test_a_run_is_scored_again_by_its_protocol(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before, records = read_scores(run), (run / "records.jsonl").read_bytes()
+    tokens = sum(row["level"] == "tokens" for row in before)
     assert cli.main(["score", str(run)]) == 0
     assert "nothing to add" in capsys.readouterr().err and read_scores(run) == before
     assert cli.main(["score", str(run), "--again", "--fid-infinity"]) == 0
@@ -161,7 +173,7 @@ def test_a_run_is_scored_again_by_its_protocol(run: Path, capsys: pytest.Capture
     assert (listed["protocol"] == "embedded").all()
     assert (listed["protocol_version"] == protocol_of("embedded").version).all()
     assert listed["note"].str.contains("fid_infinity needs 143 images; there are 2").all()
-    assert len(read_scores(run)) == 2 * len(before)
+    assert len(read_scores(run)) == 2 * len(before) - tokens
     assert (run / "records.jsonl").read_bytes() == records
     assert read_manifest(run)["protocols"]["embedded"]["features"] == "lanterns-features"
 

@@ -68,6 +68,23 @@ def test_flags_make_grids(capsys, typed, cells):
     assert len(plan(capsys, *typed)) == cells
 
 
+def test_a_mode_that_the_experiment_lacks_is_added_on_its_trees(capsys):
+    cells = set(plan(capsys)["cell"])
+    added = {*plan(capsys, "--modes", "ar,scd,gsd,lantern++")["cell"]} - cells
+    assert added == {"scd-jacobi-w16-maximal-t1", "gsd-static-chain-7-cluster14-t1"}
+    assert {*plan(capsys, "--modes", "ar,lantern++")["cell"]} < cells
+    shapes = set(plan(capsys, "tree-shapes", "--modes", "lantern", "--delta", "0.2")["cell"])
+    assert shapes == {"ar-t1", "lantern-dynamic-24n4d6b-k10-delta0.2-t1"}
+
+
+@pytest.mark.parametrize("command", [["sweep", "--prompts", "examples", "--modes"], ["generate", "x", "--mode"]])
+def test_a_model_without_a_drafter_is_offered_other_modes(refuse, capsys, command):
+    typed = [*command, "lantern++", "--model", "lumina-mgpt-7b-768", "--dry-run"]
+    refuse(typed, 3, "lantern++ needs a drafter", "ar, sjd, scd and sjd-pac", "train drafter")
+    typed[typed.index("lantern++")] = "sjd"
+    assert cli.main(typed) == 0
+
+
 def test_images_repeats_and_shards(capsys):
     assert set(plan(capsys, "--images", "5", "--repeats", "2")["images"]) == {10}
     assert set(plan(capsys, "--images", "5", "--shard", "1/2")["images"]) == {3}

@@ -216,7 +216,7 @@ def test_published_target_is_planned_without_its_files(capsys: pytest.CaptureFix
         (["--data", "all", "--tree", "oak"], "--tree oak: unknown tree"),
         (["--data", "all", "--cfg-scale", "-1"], "--cfg-scale -1.0: must be a number of at least 0"),
         (["--data", "all", "--device", "gpu"], "--device gpu: must be auto, cpu, mps, cuda or cuda:N"),
-        (["--data", "all", "--out", "one.txt"], "--out one.txt: cannot be made"),
+        (["--data", "all", "--out", "one.txt"], "--out one.txt: one.txt is a file, not a folder"),
     ],
 )
 def test_usage_errors(tiny: TinyModel, refuse: Callable[..., None], arguments: list[str], message: str) -> None:

@@ -152,11 +152,7 @@ def test_a_flag_that_is_wrong(flags: dict[str, Any], more: dict[str, Any], expec
     assert caught.value.message.split(": while")[0] == expected
 
 
-def test_a_mode_that_the_file_does_not_have(tmp_path: Path) -> None:
-    text = "model: lanterns\ncells: [{mode: speculative}]\n"
-    assert message(tmp_path, text, modes="lantern") == (
-        "--modes lantern: no cell has this mode; the modes here are speculative"
-    )
+def test_a_grid_without_cells(tmp_path: Path) -> None:
     text = "model: lanterns\ncells: [{mode: ar}]\n"
     assert message(tmp_path, text, {"baseline": False}) == "--no-baseline: leaves no cell to run"
 

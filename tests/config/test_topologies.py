@@ -75,7 +75,7 @@ def test_trees_that_cannot_be_drafted_are_refused(paths: list[list[int]], expect
 
 
 def test_unknown_name_lists_the_names() -> None:
-    with pytest.raises(UserError, match="unknown tree 'small'") as caught:
+    with pytest.raises(UserError, match="--tree small: unknown tree; did you mean small-7") as caught:
         topology_of("small")
     assert "small-7" in str(caught.value.advice)
 

@@ -9,14 +9,24 @@ from lantern_bench.report.format_tables import readable
 
 def test_summary(tables):
     shown, notes = readable(tables["summary"], "summary")
-    heads = ["method", "parameters", "images", "failed", "speedup", "over lossless", "MAL", "distance", "FID"]
+    heads = ["method", "parameters", "images", "failed", "speedup", "over lossless", "MAL"]
     assert list(shown.columns) == [*heads, "CLIP score (tiny-clip)", "precision", "recall"]
     assert list(shown["speedup"]) == ["1.00x [1.00, 1.00]", "2.09x [1.98, 2.21]", "3.25x [2.48, 4.26]"]
     assert list(shown["MAL"]) == ["1.00", "2.00", "3.00"]
-    assert list(shown["FID"]) == ["", "", ""]
+    assert list(shown["over lossless"]) == ["0.48x", "1.00x", "1.57x"]
     assert "model: lanterns" in notes
     assert "fid features: lanterns-features-64@abcd" in notes
     assert "fid needs 128 images, twice its features; there are 4" in notes
+
+
+def test_the_summary_shows_distance_and_fid_in_place_of_other_quality(tables):
+    table = tables["summary"].assign(distance=[0.0, 0.001, 0.25], distance_p=[0.5, 0.5, 1e-9])
+    heads = ["method", "parameters", "images", "failed", "speedup", "over lossless", "MAL", "distance"]
+    assert list(readable(table, "summary").frame.columns) == heads
+    shown, _ = readable(table.assign(fid=[10.0, 11.25, 12.0]), "summary")
+    assert list(shown.columns) == [*heads, "FID (lanterns-features-64)"]
+    shown, _ = readable(table.assign(distance=None, clip_score=None, precision=None, recall=None), "summary")
+    assert list(shown.columns) == heads[:-1]
 
 
 def test_features_are_named_in_the_head_or_in_a_column(tables):

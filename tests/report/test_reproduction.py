@@ -12,7 +12,14 @@ import pytest
 
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.paper import Paper
-from lantern_bench.report.reproduction import NOT_HAD, comparability, reproduction_rows, side_by_side, trends
+from lantern_bench.report.reproduction import (
+    NOT_HAD,
+    comparability,
+    reproduction_rows,
+    side_by_side,
+    sources,
+    trends,
+)
 from lantern_bench.report.tables import frame
 from tests.made_up_run import AR, LOOSE, build_tables, make_record
 
@@ -99,18 +106,28 @@ def test_sentences_say_what_is_not_comparable(tables: dict[str, pd.DataFrame]) -
     assert comparability(tables, None, {}) == ["This experiment names no published table: only our figures are shown."]
 
 
-def test_side_by_side_has_a_line_for_each_cell_and_row(tables: dict[str, pd.DataFrame]) -> None:
-    row = {"name": "its rule", "match": {"mode": "lantern++"}, "figures": {"speedup": FIGURE | {"value": 2.0}}}
-    none = {"name": "other", "figures": {"fid": FIGURE | {"value": 20.0}}}
-    shown = side_by_side(compared(tables, row, none))
-    assert shown["method"].tolist() == ["ar", "speculative", "lantern++", "(not ours)"]
-    assert shown["published row"].tolist() == ["", "", "its rule", "other"]
-    assert shown["speedup published"].tolist() == ["", "", "2.00x", ""]
-    assert shown["speedup diff."].str.match(r"^$|^[+-]\d\.\d\dx$").all()
-    assert shown["FID published"].tolist() == ["", "", "", "20.00"] and "FID" not in shown
-    assert shown["source"].tolist() == ["", "", "a note (secondary)", "a note (secondary)"]
-    assert shown["MAL"].str.contains(r"\[").iloc[:3].all() and "MAL published" not in shown
-    assert AR.cell_id and not shown.isna().any().any()
+def test_side_by_side_has_a_line_for_each_published_row() -> None:
+    records = [make_record(AR, prompt, [[]] * 6, 1.0) for prompt in range(3)]
+    for residual, seconds in (("exact", 0.5), ("official", 0.4)):
+        values = {"mode": "lantern++", "tree": "small-7", "lambda": 2, "cfg_scale": 2, "residual": residual}
+        cell = Decoding(**values, cfg_default=2)
+        records += [make_record(cell, prompt, [[0, 0]], seconds) for prompt in range(3)]
+    figures = {"speedup": FIGURE | {"value": 2.25}, "fid": FIGURE | {"value": 20.0}}
+    row = {"name": "its rule", "match": {"mode": "lantern++"}, "figures": figures}
+    table = compared(build_tables(records), row, {"name": "other", "figures": {"speedup": FIGURE | {"value": 3.0}}})
+    lines = side_by_side(table).to_dict("list")
+    assert lines["published row"] == ["its rule", "other"]
+    assert (lines["speedup"], lines["speedup official"]) == (["2.00x", ""], ["2.50x", ""])
+    assert lines["speedup published"] == ["2.25x", "3.00x"] and lines["MAL official"] == ["3.00", ""]
+    assert lines["ours"] == ["lantern++ small-7 k=10 lambda=2", "(none)"]
+    assert not {"MAL published", "FID published"} & set(lines), "nothing to compare"
+    assert sources(table) == ["Published figures are from: a note (secondary)."]
+
+
+def test_side_by_side_has_a_line_for_each_cell_where_nothing_is_published(tables: dict[str, pd.DataFrame]) -> None:
+    table = compared(tables)
+    assert side_by_side(table)["ours"].str.split(" ").str[0].tolist() == ["ar", "speculative", "lantern++"]
+    assert sources(table) == []
 
 
 def test_missing_figure_ignores_notes_on_other_figures(tables: dict[str, pd.DataFrame]) -> None:

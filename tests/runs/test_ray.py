@@ -147,6 +147,8 @@ def check_pairs(rows: list[dict[str, Any]]) -> None:
 def test_a_cluster_makes_the_images_of_a_local_run(home: Path, cluster: Cluster, local: dict[str, str]) -> None:
     code, output = sweep(home, "whole", *on(cluster))
     assert code == 0, output
+    for words in ("joining the Ray cluster", "waiting for a worker on ", "worker 1 joined on "):
+        assert words in output
     assert tokens(home / "whole") == local
     rows = lines(home / "whole")
     assert len(rows) == IMAGES * CELLS and {row["process"] for row in rows} == {0, 1}
