@@ -126,9 +126,10 @@ def sweep(
 def load_run(path: str | Path) -> Run:
     """Read a run by the path of its run directory, or by its name (or the start of it) under `results/`.
 
-    Raises `UserError` for a path that is not a run directory or is damaged, `RefusedError` for a run without records.
+    A run without records has the tables of its CSV files. Raises `UserError` for a path that is not a run directory or
+    is damaged, `RefusedError` for a run with neither.
     """
-    (data,) = load_runs([find_run(path, results_root())]).values()
+    (data,) = load_runs([find_run(path, results_root())], tables_suffice=True).values()
     return Run(data)
 
 

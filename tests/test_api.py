@@ -150,6 +150,9 @@ def test_load_run_finds_names_and_refuses_what_is_no_run(tiny: TinyModel) -> Non
     with pytest.raises(UserError, match="no such run"):
         lantern_bench.load_run("other")
     (run.path / "records.jsonl").write_text("")
+    assert lantern_bench.load_run(run.path).cells == run.cells  # from its tables
+    for table in run.path.glob("*.csv"):
+        table.unlink()
     with pytest.raises(RefusedError, match="no records yet"):
         lantern_bench.load_run(run.path)
 

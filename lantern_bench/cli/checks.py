@@ -108,7 +108,9 @@ def verify(
     console: Console = ctx.obj
     checked = _check_run(run)
     if not checked.problems:
-        console.say(f"{checked.records} records, {checked.pictures} pictures and {checked.scores} scores are undamaged")
+        pictures = "no pictures (left out when the run was copied)"
+        pictures = pictures if checked.pictures is None else f"{checked.pictures} pictures"
+        console.say(f"{checked.records} records, {pictures} and {checked.scores} scores are undamaged")
         return
     rows = [(problem.file, problem.problem, "yes" if problem.repairable else "no") for problem in checked.problems]
     console.table(pd.DataFrame(rows, columns=["file", "problem", "made_again_by_repair"]), format=format)

@@ -32,16 +32,18 @@ def show(
     table: Annotated[str, typer.Option(help=f"One of {', '.join(_TABLES)}.")] = "summary",
     format: FormatOption = None,
 ) -> None:
-    """Rebuild the tables of a run from its records and print one."""
+    """Rebuild the tables of a run from its records and print one; without records, print the CSV file."""
     console: Console = ctx.obj
     check_choice("--table", table, _TABLES)
 
     from lantern_bench.api import load_run
     from lantern_bench.report.tables import save_tables
 
-    tables = load_run(run).tables
+    loaded = load_run(run)
+    tables = loaded.tables
     try:
-        save_tables(tables, run)
+        if len(loaded.records):
+            save_tables(tables, run)
     except UserError as error:
         console.warn(error.message, "The printed table is built from the records; the CSV files are not updated.")
     console.table(tables[table], table, title=run.name, format=format)
@@ -60,7 +62,7 @@ def curves(
     from lantern_bench.report.curves import curve_tables, draw_curves
     from lantern_bench.report.records import load_runs
 
-    tables = {name: curve_tables(data) for name, data in load_runs(runs).items()}
+    tables = {name: curve_tables(data) for name, data in load_runs(runs, tables_suffice=True).items()}
     for path in draw_curves(tables, folder, by):
         console.data(str(path))
 

@@ -13,11 +13,10 @@ from typing import Any, TypeAlias
 import numpy as np
 import pandas as pd
 
-from lantern_bench.errors import RefusedError
 from lantern_bench.methods.parameters import SAMPLING
 from lantern_bench.methods.tables import DRAFTINGS, MODES, PARAMETERS, RULES
 from lantern_bench.runs.records import rows_of
-from lantern_bench.runs.store import RunData, read_run
+from lantern_bench.runs.store import RunData, read_run, without_records
 from lantern_bench.schema import CELL_COLUMNS
 
 Row: TypeAlias = Mapping[str, Any]
@@ -150,13 +149,18 @@ class CellRecords:
         return Counter(str(device) for device in self.completed["device"] if device)
 
 
-def load_runs(directories: Sequence[Path], wanted: Collection[str] | None = None) -> dict[str, RunData]:
-    """Load runs by name as `read_run`; raises `RefusedError` for a run without records."""
+def load_runs(
+    directories: Sequence[Path], wanted: Collection[str] | None = None, *, tables_suffice: bool = False
+) -> dict[str, RunData]:
+    """Load runs by name as `read_run`; raises `RefusedError` for a run without records.
+
+    With `tables_suffice` a run may have CSV files instead, which `tables_of` reads.
+    """
     read = (read_run(directory, wanted) for directory in directories)
     runs = dict(zip(run_names(directories), read, strict=True))
     for run in runs.values():
-        if not len(run.records):
-            raise RefusedError(f"{run.folder} holds no records yet", "Resume the run with the command that started it.")
+        if not len(run.records) and not (tables_suffice and (run.folder / "speed.csv").is_file()):
+            raise without_records(run.folder)
     return runs
 
 

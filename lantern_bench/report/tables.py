@@ -46,7 +46,7 @@ from lantern_bench.report.stats import (
 )
 from lantern_bench.runs.records import rows_of
 from lantern_bench.runs.store import RunData
-from lantern_bench.schema import columns
+from lantern_bench.schema import CELL_COLUMNS, columns
 
 NAMES = ("speed", "quality", "acceptance", "summary")
 """The tables of a run."""
@@ -326,7 +326,12 @@ _FORMULA = tuple("=+-@\t\r")
 
 
 def tables_of(run: RunData) -> dict[str, pd.DataFrame]:
-    """Build the tables `NAMES` of a loaded run; without the metric `speed` its seconds are ignored."""
+    """Build the tables `NAMES` of a loaded run; without the metric `speed` its seconds are ignored.
+
+    Those of a run without records are read from its CSV files.
+    """
+    if not len(run.records) and (run.folder / "speed.csv").is_file():
+        return _read_tables(run.folder)
     experiment = run.manifest.get("experiment", {})
     if "speed" not in experiment.get("metrics", ("speed",)):
         seconds = [name for name in map(str, run.records) if name.endswith("seconds")]
@@ -343,6 +348,21 @@ def tables_of(run: RunData) -> dict[str, pd.DataFrame]:
         "acceptance": frame("acceptance", (row for cell in cells for row in acceptance_rows(cell))),
     }
     return tables | {"summary": frame("summary", summary_rows(cells_of(tables), published))}
+
+
+def _read_tables(folder: Path) -> dict[str, pd.DataFrame]:
+    """Read the CSV files of a run directory that has `speed.csv`; other missing tables and columns are empty."""
+    tables = {}
+    for name in NAMES:
+        kinds = {column.name: "string" for column in columns(name) if column.dtype == "string"}
+        table = pd.read_csv(path, dtype=kinds) if (path := folder / f"{name}.csv").is_file() else pd.DataFrame()
+        tables[name] = frame(name, rows_of(table[[column.name for column in columns(name) if column.name in table]]))
+    cell_columns = [column.name for column in CELL_COLUMNS]
+    if not len(tables["quality"]):
+        tables["quality"] = frame("quality", rows_of(tables["speed"][cell_columns]))
+    if not len(tables["summary"]):
+        tables["summary"] = frame("summary", summary_rows(cells_of(tables), {}))
+    return tables
 
 
 def write_tables(run: Path) -> dict[str, pd.DataFrame]:

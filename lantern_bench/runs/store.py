@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 MANIFEST, RECORDS, SCORES, LOCK, WRITER = "manifest.json", "records.jsonl", "scores.jsonl", ".lock", ".writer.json"
+PICTURES_LEFT_OUT = "pictures_left_out"
+"""An entry of the manifest, true where a run was copied without its pictures (docs/commit_run.py)."""
 # What a resumed run needs of its records.
 _SCANNED = ("cell_id", "prompt_id", "repeat", "seconds", "pixel_seconds", "disturbed")
 RESULTS_VARIABLE = "LANTERN_BENCH_RESULTS"
@@ -90,6 +92,13 @@ def run_folder(experiment: ResolvedExperiment, root: Path, out: Path | None = No
 def read_run(folder: Path, wanted: Collection[str] | None = None) -> RunData:
     """Return the contents of a run directory, with the `wanted` columns of its records (None: all)."""
     return RunData(folder, read_manifest(folder), _latest(folder, wanted), read_scores(folder))
+
+
+def without_records(folder: Path) -> RefusedError:
+    """Return the error for a run directory that holds no records."""
+    if any(folder.glob("*.csv")):
+        return RefusedError(f"{folder} holds tables only, no records", "`show` and `curves` read its tables.")
+    return RefusedError(f"{folder} holds no records yet", "Resume the run with the command that started it.")
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

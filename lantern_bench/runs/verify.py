@@ -14,7 +14,7 @@ from lantern_bench.models.io.files import file_sha256, write_atomically
 from lantern_bench.models.registry import defaults_of, model_of
 from lantern_bench.prompts import load_prompts
 from lantern_bench.runs.records import read_lines, record_key
-from lantern_bench.runs.store import RECORDS, SCORES, lock_run, read_manifest
+from lantern_bench.runs.store import PICTURES_LEFT_OUT, RECORDS, SCORES, lock_run, read_manifest, without_records
 
 _FILES = {"records": RECORDS, "scores": SCORES}
 
@@ -32,7 +32,7 @@ class Checked:
     """What a check has read, and what is wrong."""
 
     records: int
-    pictures: int
+    pictures: int | None  # None: the run was copied without its pictures
     scores: int
     problems: list[Problem]
     broken: frozenset[str]  # the record keys whose picture is missing or damaged
@@ -40,8 +40,11 @@ class Checked:
 
 
 def verify(folder: Path) -> Checked:
-    """Check a run directory; writes nothing and needs no lock."""
+    """Check a run directory; writes nothing and needs no lock. Raises `RefusedError` for tables without records."""
     manifest, problems = read_manifest(folder), list[Problem]()
+    if not (folder / RECORDS).exists() and any(folder.glob("*.csv")):
+        raise without_records(folder)
+    has_pictures = not manifest.get(PICTURES_LEFT_OUT)
     rows: dict[str, list[Any]] = {table: [] for table in _FILES}
     for table, name in _FILES.items():
         path, size = folder / name, 0
@@ -56,7 +59,8 @@ def verify(folder: Path) -> Checked:
     lines_are_undamaged = not problems
     records = {row.record_key: row for row in rows["records"]}
     finished = [row for row in records.values() if row.status == "ok"]
-    pictures = {row.record_key: _picture_problem(folder, row) for row in finished if row.image is not None}
+    with_picture = [row for row in finished if row.image is not None and has_pictures]
+    pictures = {row.record_key: _picture_problem(folder, row) for row in with_picture}
     broken = {key: problem for key, problem in pictures.items() if problem is not None}
     problems += broken.values()
     try:
@@ -66,7 +70,8 @@ def verify(folder: Path) -> Checked:
     orphans = sum(row.record_key not in records for row in rows["scores"] if row.level in ("image", "tokens"))
     if orphans:
         problems.append(Problem(SCORES, f"{orphans} rows score images that have no record", repairable=False))
-    return Checked(len(records), len(pictures), len(rows["scores"]), problems, frozenset(broken), lines_are_undamaged)
+    count = len(pictures) if has_pictures else None
+    return Checked(len(records), count, len(rows["scores"]), problems, frozenset(broken), lines_are_undamaged)
 
 
 def _picture_problem(folder: Path, row: Any) -> Problem | None:

@@ -55,6 +55,32 @@ def test_show_makes_the_tables_and_prints_the_csv(results, capsys, table):
     assert all((results / "first-1234" / f"{name}.csv").is_file() for name in NAMES)
 
 
+def test_a_run_without_records_still_has_its_tables(results, tmp_path, capsys):
+    run = results / "first-1234"
+    for table in NAMES:
+        assert cli.main(["show", "first", "--table", table]) == 0
+        shown = capsys.readouterr().out
+        (run / "records.jsonl").rename(tmp_path / "records.jsonl")
+        assert cli.main(["show", "first", "--table", table]) == 0
+        assert capsys.readouterr().out == shown == (run / f"{table}.csv").read_text()
+        (tmp_path / "records.jsonl").rename(run / "records.jsonl")
+    (run / "records.jsonl").unlink()
+    assert cli.main(["curves", "first", "--out", str(tmp_path / "curves")]) == 0
+    assert (tmp_path / "curves" / "acceptance-by-depth.png").is_file()
+    capsys.readouterr()
+    for words in (["verify"], ["report"], ["predict", "--device", "a100"], ["compare", "second"]):
+        assert cli.main([words[0], "first", *words[1:]]) == 3
+        assert "first-1234 holds tables only, no records" in capsys.readouterr().err
+
+
+def test_verify_accepts_a_run_whose_pictures_were_left_out(results, capsys):
+    manifest = results / "second" / "manifest.json"
+    assert cli.main(["verify", "second"]) == 5 and "000000.png" in capsys.readouterr().out
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"pictures_left_out": True}))
+    cli.main(["verify", "second"])
+    assert ".png" not in capsys.readouterr().out
+
+
 def test_show_formats(results, capsys):
     assert cli.main(["show", "first", "--format", "json"]) == 0
     assert len(json.loads(capsys.readouterr().out)) == 3
