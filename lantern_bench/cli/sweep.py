@@ -26,7 +26,8 @@ from lantern_bench.config.protocols import PROTOCOLS
 from lantern_bench.console import Console, Progress, duration
 from lantern_bench.runs.events import Emit, Event, ImageDone, Note, Share, Started
 from lantern_bench.runs.request import WORKER_TIMEOUT, Request, plan_table, prepare
-from lantern_bench.runs.sweep import check_failed, disturbance, run
+from lantern_bench.runs.store import disturbance, finished_records
+from lantern_bench.runs.sweep import check_failed, run
 from lantern_bench.runs.threads import QUIET_ADVICE
 
 _RAY_HELP = "Decode on a Ray cluster: auto, HOST:6379 or ray://HOST:10001; else that of RAY_ADDRESS, or a new one."
@@ -177,7 +178,7 @@ def _run(request: Request, console: Console, dry_run: bool, format: str | None, 
         return
     with console.progress() as progress:
         failed = run(request, show_events(console, progress))
-    if "speed" in request.experiment.settings.metrics and (text := disturbance(request.folder)):
+    if "speed" in request.experiment.settings.metrics and (text := disturbance(finished_records(request.folder))):
         console.warn(f"{text}. {QUIET_ADVICE}")
     show(request.folder, console, format)
     check_failed(request, failed)

@@ -16,6 +16,7 @@ import re
 import string
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -36,7 +37,7 @@ from lantern_bench.report.records import CellRecords, Row, load_runs, run_cells
 from lantern_bench.report.reproduction import comparability, reproduction_rows, side_by_side
 from lantern_bench.report.tables import OUTSIDE, frame, sort_scores
 from lantern_bench.runs.records import rows_of
-from lantern_bench.runs.store import RunData
+from lantern_bench.runs.store import NO_SPEED, PICTURES_LEFT_OUT, RunData, disturbance
 from lantern_bench.schema import columns
 
 Plain: TypeAlias = dict[str, Any]
@@ -58,6 +59,7 @@ def render(runs: Mapping[str, RunData], home: Path) -> str:
     from plotly.offline import get_plotlyjs
 
     tables = {name: curves.curve_tables(run) for name, run in runs.items()}
+    warnings = {name: text for name, run in runs.items() if (text := _speed_warning(run))}
     records = {
         (name, str(cell.columns["model"]), cell.cell_id): cell for name, run in runs.items() for cell in run_cells(run)
     }
@@ -77,13 +79,21 @@ def render(runs: Mapping[str, RunData], home: Path) -> str:
         cells=cells,
         figures={figure: title for figure, (title, _) in _FIGURES.items()},
         pictures=pictures,
-        highlights=highlights(shown, cells),
+        warnings=[text if len(runs) == 1 else f"{name}: {text}" for name, text in warnings.items()],
+        highlights=highlights(shown, cells, warnings),
         summary=summary(shown, tables),
         runs=[run_facts(name, run, tables[name]) for name, run in runs.items()],
         data=_plain({"cells": cells, "figures": _figures(tables, numbers), "metrics": _METRICS, **pictures}),
         # Without a time the same library gives the same bytes.
         plotly=base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode("ascii"),
     )
+
+
+def _speed_warning(run: RunData) -> str | None:
+    """Say that most images of a run that measures speed were disturbed; None if they were not."""
+    text = disturbance(run.records[run.records["status"] == "ok"])
+    is_timed = "speed" in run.manifest.get("experiment", {}).get("metrics", ("speed",))
+    return text if is_timed and text and text.startswith(NO_SPEED) else None
 
 
 def _plain(value: Any) -> Any:
@@ -108,14 +118,11 @@ _ON_DARK = {
     "#000000": "#F2F0EC", "#0072B2": "#56A8E0", "#D55E00": "#F58549", "#009E73": "#34C99F", "#767676": "#9A9A9A",
 }  # fmt: skip
 _DASHES = {"-": "solid", "--": "dash", "-.": "dashdot", ":": "dot"}
-# Points of one chart that all have their names beside them.
-_NAMED = 12
-
 _METRICS = {name: [METRICS[name].heading, METRICS[name].digits] for name in OF_IMAGES}
 
 # Figures of the page: titles, and how the names of their charts begin; a menu lists these where there are several.
 _FIGURES = {
-    "front": ("Speed against quality", ("speed-quality-", "length-quality-")),
+    "front": ("Speed, and what it costs", ("speed-quality-", "length-quality-")),
     "depth": ("Acceptance rate by depth of the draft tree", ("acceptance-by-depth",)),
     "lengths": ("Share of steps by tokens committed", ("accepted-lengths",)),
     "position": ("Acceptance rate by position in the image", ("acceptance-by-position",)),
@@ -144,16 +151,20 @@ def _figures(tables: Mapping[str, Tables], numbers: Numbers) -> dict[str, list[P
         if chart.x not in ("tree", "temperature") or any(len(rows) > 1 for rows in chart.groups()):
             (figure,) = (figure for figure, (_, names) in _FIGURES.items() if chart.name.startswith(names))
             figures[figure].append(to_plotly(chart, styles, numbers))
+    figures["front"].sort(key=lambda chart: not chart["name"].startswith("speed-quality-distance"))
     return {figure: figures[figure] for figure in _FIGURES}
 
 
 def to_plotly(chart: Chart, styles: Styles, numbers: Numbers) -> Plain:
-    """Return the chart as traces and axes of Plotly, without colours; `customdata` of a point is its cell's number."""
+    """Return the chart as traces and axes of Plotly, without colours.
+
+    `customdata` of a point is its cell's number; `text` names the point of a front, written where there is room.
+    """
     traces: list[Plain] = [
         {"x": x, "y": y, "customdata": [], "mode": "lines", "hoverinfo": "skip"} for x, y in chart.front_lines()
     ]
     groups = sorted(chart.groups(), key=lambda rows: chart.x_values(rows)[0])
-    for number, rows in enumerate(groups):
+    for rows in groups:
         row_styles = [styles[cell_key(row)] for _, row in rows.iterrows()]
         is_hollow = "dominated" in rows and bool(rows["dominated"].iloc[0])
         trace: Plain = {
@@ -166,10 +177,8 @@ def to_plotly(chart: Chart, styles: Styles, numbers: Numbers) -> Plain:
             "marker": {"symbol": [_SYMBOLS[style.marker] + "-open" * is_hollow for style in row_styles], "size": 8},
             "line": {"dash": _DASHES[row_styles[-1].line], "width": 1.5},
         }  # fmt: skip
-        if not chart.joined and (len(groups) <= _NAMED or not is_hollow):
-            # Neighbours have their names in different places.
-            position = ("top right", "bottom right", "top left", "bottom left")[number % 4]
-            trace |= {"mode": "markers+text", "text": rows["label"].tolist(), "textposition": position}
+        if not chart.joined:
+            trace |= {"text": rows["label"].iloc[0], "textfont": {"size": 11}}
         for axis, name in (("x", chart.x), ("y", chart.y)):
             # Whiskers of many curves along an image would hide them.
             if (lengths := curves.whiskers(rows, name)) is not None and "index_end" not in rows:
@@ -229,12 +238,13 @@ def _pictures(runs: Mapping[str, RunData], records: Mapping[CellKey, CellRecords
         run, steps = keys[row["cell"]][0], row["committed_per_step"] or ()
         file = runs[run].folder / str(row["image"])
         small = thumbnail(file)
+        has_link = file.is_file() and not runs[run].manifest.get(PICTURES_LEFT_OUT)
         digits = "".join(_DIGITS[min(length, len(_DIGITS) - 1)] for length in step_lengths(row))
         pictures.append(
             {
                 "cell": row["cell"], "prompt": prompts.index(row["prompt"]), "repeat": int(row["repeat"]),
                 "thumb": None if small is None else thumbnails.setdefault(small, len(thumbnails)),
-                "file": os.path.relpath(file, home) if file.is_file() else None, "seconds": row["seconds"],
+                "file": os.path.relpath(file, home) if has_link else None, "seconds": row["seconds"],
                 "length": sum(steps) / len(steps) if steps else None, "steps": len(steps),
                 "runs": digits if grid and row["drafting"] != "none" else None,
                 **scores[run][str(row["record_key"])],
@@ -340,19 +350,26 @@ def summary(cells: pd.DataFrame, tables: Mapping[str, Tables]) -> Plain:
     return {"heads": heads, "rows": rows, "notes": list(dict.fromkeys(notes))}
 
 
-def highlights(cells: pd.DataFrame, shown: Sequence[Plain]) -> list[Plain]:
-    """Return the best cell for speedup, accepted length and a quality figure, and how sure that is."""
-    quality = [name for name in reversed(ON_CURVES) if worth_showing(cells, name)][:1]
+def highlights(cells: pd.DataFrame, shown: Sequence[Plain], warnings: Mapping[str, str]) -> list[Plain]:
+    """Return the best cell for speedup, accepted length and a quality figure, and how sure that is.
+
+    Cells whose figures read the same are a tie. `warnings` has the runs whose speed could not be measured.
+    """
+    quality = [name for name in reversed(ON_CURVES) if name != "distance" and worth_showing(cells, name)][:1]
     titles = {"speedup": "fastest", "mean_accepted_length": "longest steps"}
     titles |= {name: f"best pictures by {METRICS[name].heading}" for name in quality}
     tiles = []
     for name in (name for name in titles if worth_showing(cells, name)):
         values = cells[name].astype(float)
         best = cells.iloc[int(values.argmin() if _is_lower_better(name) else values.argmax())]
-        number = int(best["number"])
-        tile = {"title": titles[name], "remark": _how_sure(cells, best, name), "cell": number}
+        number, is_busy = int(best["number"]), name == "speedup" and best["run"] in warnings
         figure = _figure(name, float(best[name]), best.get(f"{name}_low"), best.get(f"{name}_high"))
-        tiles.append({**tile, **figure, "name": shown[number]["name"]})
+        equal = cells[[format_figure(name, float(value)) == figure["value"] for value in values]]["number"].nunique()
+        tile = {"title": titles[name], "remark": NO_SPEED if is_busy else _how_sure(cells, best, name)}
+        if equal > 1:
+            tile |= {"name": f"{equal} cells tie", "cell": None, "remark": "no cell is ahead"}
+            figure["interval"] = ""
+        tiles.append({"name": shown[number]["name"], "cell": number, **tile, **figure})
     return tiles
 
 
@@ -382,8 +399,9 @@ def _entries(table: pd.DataFrame, name: str, good: str) -> list[Plain]:
     """
     figures = table.reindex(columns=[name, f"{name}_low", f"{name}_high"]).astype(float)
     lowest, highest = float(figures.min().min()), float(figures.max().max())
-    values = figures[name].dropna()
-    best = (values.min() if good == "down" else values.max()) if good and values.nunique() > 1 else None
+    values = figures[name].dropna().map(partial(format_figure, name))
+    best = figures[name].min() if good == "down" else figures[name].max()
+    is_alone = bool(good) and (values == format_figure(name, best)).sum() == 1  # a tie has no winner
     entries = []
     for value, low, high in figures.itertuples(index=False):
         if pd.isna(value):
@@ -393,7 +411,7 @@ def _entries(table: pd.DataFrame, name: str, good: str) -> list[Plain]:
         ends = [] if pd.isna(low) or pd.isna(high) or low == high == value else [low, high]
         bar = [(end - lowest) / (highest - lowest) for end in (*ends, value)] if ends and highest > lowest else None
         text = _figure(name, int(value) if not good else value, *(ends or (None, None)))
-        entries.append(text | {"order": value, "bar": bar, "best": value == best})
+        entries.append(text | {"order": value, "bar": bar, "best": is_alone and value == best})
     return entries
 
 

@@ -162,6 +162,20 @@ def seconds_per_image(folder: Path) -> dict[str, float]:
     return {str(cell_id): float(mean) for cell_id, mean in seconds.groupby(finished["cell_id"]).mean().dropna().items()}
 
 
+NO_SPEED = "speed cannot be measured now"
+"""What is said where most images were disturbed."""
+
+
+def disturbance(finished: pd.DataFrame) -> str | None:
+    """Say in one line how many of these records are of disturbed images; None without any."""
+    marks = finished["disturbed"].dropna()
+    timed, count = len(marks), int(marks.sum())
+    if count == 0:
+        return None
+    text = f"{count} of {timed} images disturbed: their threads lacked a core for more than 5 % of the time"
+    return f"{NO_SPEED}: {text}" if 2 * count > timed else text
+
+
 # ---- Writing runs
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lantern_bench import stopping
@@ -10,7 +9,7 @@ from lantern_bench.config.protocols import EMBEDDED
 from lantern_bench.errors import RecordsFailedError
 from lantern_bench.runs.events import Emit, Event, Note
 from lantern_bench.runs.request import Request
-from lantern_bench.runs.store import done_images, finished_records
+from lantern_bench.runs.store import done_images
 from lantern_bench.runs.threads import prepare_environment
 
 if TYPE_CHECKING:
@@ -74,16 +73,6 @@ def _load_scorers(request: Request) -> tuple[Scorers, Reference | None]:
     from lantern_bench.runs.scoring import load_scorers_of  # importing the scorers takes seconds
 
     return load_scorers_of(request, request.experiment.settings.device)
-
-
-def disturbance(folder: Path) -> str | None:
-    """Say in one line how many images of a run were disturbed; None without any."""
-    marks = finished_records(folder)["disturbed"].dropna()
-    timed, count = len(marks), int(marks.sum())
-    if count == 0:
-        return None
-    text = f"{count} of {timed} images disturbed: their threads lacked a core for more than 5 % of the time"
-    return f"speed cannot be measured now: {text}" if 2 * count > timed else text
 
 
 def check_failed(request: Request, failed: int) -> None:

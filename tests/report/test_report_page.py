@@ -90,6 +90,43 @@ def test_a_chip_filters_everything(tab: Any) -> None:
     assert len(columns(tab)) == 3
 
 
+def test_charts_are_never_sent_away(tab: Any) -> None:
+    titles = set(tab.locator(".modebar-btn").evaluate_all("buttons => buttons.map((button) => button.ariaLabel)"))
+    assert titles == {"Download plot as a PNG", "Zoom", "Pan", "Zoom in", "Zoom out", "Reset axes"}
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_names_of_points_cover_neither_points_nor_names(tab: Any, width: int) -> None:
+    tab.set_viewport_size({"width": width, "height": 900})
+    tab.wait_for_timeout(600)
+    boxes = tab.evaluate(
+        """() => ["text", ".point"].flatMap((kind) => [...document.querySelectorAll(`#front .scatterlayer ${kind}`)])
+        .map((shape) => shape.getBoundingClientRect()).filter((box) => box.width)
+        .map(({ left, top, right, bottom }) => [left, top, right, bottom])"""
+    )
+    assert len(boxes) > 4  # three points and at least two names
+    for number, (left, top, right, bottom) in enumerate(boxes):
+        for other in boxes[number + 1 :]:
+            assert left >= other[2] - 2 or right <= other[0] + 2 or top >= other[3] - 2 or bottom <= other[1] + 2
+    tab.set_viewport_size({"width": 1280, "height": 900})
+
+
+def test_tab_reaches_the_charts_menu_before_its_buttons(tab: Any) -> None:
+    tab.locator("#table tbody button").last.focus()
+    reached = []
+    for _ in range(2):
+        tab.keyboard.press("Tab")
+        reached.append(tab.evaluate("document.activeElement.ariaLabel"))
+    assert reached == ["Chart: Speed, and what it costs", "Download plot as a PNG"]
+    assert tab.get_by_label("Chart: Speed, and what it costs").is_visible()
+
+
+def test_links_of_pictures_have_names(tab: Any) -> None:
+    links = tab.locator("#grid a, #stage-link")
+    names = links.evaluate_all("links => links.map((link) => link.ariaLabel)")
+    assert len(names) == 13 and all(name.startswith("Picture file: ") and "lantern" in name for name in names)
+
+
 def test_a_click_on_the_front_selects_that_cell(tab: Any) -> None:
     point = tab.locator("#front .scatterlayer .trace .points path").last
     for wanted in (["LANTERN++ λ=2"], ["AR", "speculative (strict)", "LANTERN++ λ=2"]):
@@ -161,6 +198,11 @@ def test_page_fits_a_narrow_screen_and_paper(opening: SimpleNamespace, tab: Any,
     tab.set_viewport_size({"width": 390, "height": 800})
     tab.wait_for_timeout(500)
     assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    first, speedup = tab.locator("#table tbody tr").last.locator("th, td").all()[:2]
+    assert first.bounding_box()["width"] < 160  # so that a figure fits beside it, also when scrolled
+    assert speedup.bounding_box()["x"] + speedup.bounding_box()["width"] < 390
+    tab.evaluate("document.querySelector('#table').parentElement.scrollLeft = 100")
+    assert first.bounding_box()["x"] >= 0
     tab.set_viewport_size({"width": 1280, "height": 900})
     tab.emulate_media(media="print")
     assert tab.locator("#search").is_hidden() and tab.locator("#table").is_visible()

@@ -29,8 +29,7 @@ from lantern_bench.runs.devices import Compute, choose_compute, key_fields
 from lantern_bench.runs.events import ImageDone
 from lantern_bench.runs.images import DecodedImage
 from lantern_bench.runs.runner import calibrate_threads, decode_batch, run_plan
-from lantern_bench.runs.store import RunStore, read_manifest, read_records
-from lantern_bench.runs.sweep import disturbance
+from lantern_bench.runs.store import RunStore, disturbance, finished_records, read_manifest, read_records
 from lantern_bench.schema import columns
 from tests.tiny_model import EXPERIMENT, PROMPTS, TOKENS, TinyModel
 
@@ -177,7 +176,7 @@ def test_a_busy_machine_adds_a_bounded_time(disturbed: Any, tmp_path: Path, agai
     more = sum(row["attempts"] for row in rows) - len(rows)
     assert all(row["disturbed"] for row in rows)
     assert 1 <= more <= 0.25 * len(rows) + 1 if again else more == 0
-    message = disturbance(tmp_path / "run")
+    message = disturbance(finished_records(tmp_path / "run"))
     assert message is not None and message.startswith("speed cannot be measured now: 18 of 18 images")
 
 

@@ -1,13 +1,14 @@
 // Charts as the page's data describes them, drawn by Plotly in the colours of the theme. The chips are the legend: cells
 // that are off stay as shadows, so that a curve keeps its place.
-const CONFIG = { displaylogo: false, responsive: true, modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"] };
+// Only these buttons, and no server: one that the library adds may send the chart away.
+const CONFIG = { displaylogo: false, responsive: true, plotlyServerURL: "", modeBarButtons: [["toImage", "zoom2d", "pan2d", "zoomIn2d", "zoomOut2d", "resetScale2d"]] };
+const SPOTS = [["top right", 1, -1], ["bottom right", 1, 1], ["top left", -1, -1], ["bottom left", -1, 1], ["top center", 0, -1], ["bottom center", 0, 1]];
 const GREY = "rgba(128,128,128,0.35)";
 
 function ink(name) { return getComputedStyle(document.documentElement).getPropertyValue(name).trim(); }
 
 function themed(axis) {
-  const colours = { gridcolor: ink("--rail"), linecolor: ink("--line"), tickcolor: ink("--line") };
-  return { ...colours, zeroline: false, ticks: "outside", automargin: true, ...axis, title: { standoff: 8, font: { size: 12.5 }, ...axis.title } };
+  return { gridcolor: ink("--rail"), linecolor: ink("--line"), tickcolor: ink("--line"), zeroline: false, ticks: "outside", automargin: true, ...axis, title: { standoff: 8, font: { size: 12.5 }, ...axis.title } };
 }
 
 function layoutOf(more) {
@@ -24,7 +25,7 @@ function layoutOf(more) {
 function traceOf(trace) {
   const cells = trace.customdata;
   if (!cells.length) return { ...trace, line: { color: GREY, width: 1.5 } };
-  const colour = colourOf(data.cells[cells[cells.length - 1]]), shown = cells.some((cell) => state.shown.has(cell));
+  const colour = colourOf(data.cells[cells.at(-1)]), shown = cells.some((cell) => state.shown.has(cell));
   const whiskers = (ends) => ends && { ...ends, color: colour, thickness: 1.2, width: 3 };
   return {
     ...trace, opacity: shown ? trace.opacity : 0.1, text: shown ? trace.text : undefined,
@@ -35,9 +36,30 @@ function traceOf(trace) {
 
 function draw(id, traces, layout) {
   const plot = find(`#${id}`), isNew = !plot.data;
-  Plotly.react(plot, traces, layout, CONFIG);
+  Plotly.react(plot, traces, layout, CONFIG).then(() => placeNames(plot));
+  if (!isNew) return;
+  plot.on("plotly_afterplot", () => placeNames(plot));
   // A click shows the cell of that point alone.
-  if (isNew) plot.on("plotly_click", (event) => { const cell = event.points[0].customdata; if (cell !== undefined) solo(cell); });
+  plot.on("plotly_click", (event) => { const cell = event.points[0].customdata; if (cell !== undefined) solo(cell); });
+}
+
+// A name stands where it covers no point and no other name, those of the front first; others are left out.
+function placeNames(plot) {
+  const { xaxis, yaxis, font } = plot._fullLayout, pen = element("canvas").getContext("2d");
+  pen.font = `11px ${font.family}`;
+  const names = [...plot.data.entries()].filter(([, trace]) => trace.text).map(([index, trace]) => (
+    { index, trace, x: xaxis.d2p(trace.x[0]), y: yaxis.d2p(trace.y[0]), width: pen.measureText(trace.text).width }));
+  const taken = names.map(({ x, y }) => [x - 5, y - 5, x + 5, y + 5]);
+  const isFree = ([left, top, right, bottom]) => left >= 0 && top >= 0 && right <= xaxis._length && bottom <= yaxis._length
+    && !taken.some((box) => left < box[2] && right > box[0] && top < box[3] && bottom > box[1]);
+  for (const name of names.sort((a, b) => b.trace.opacity - a.trace.opacity)) {
+    const box = ([spot, across, down]) => { const left = name.x + across * 5 + (across - 1) * name.width / 2, top = name.y + down * 12 - 7; return [left, top, left + name.width, top + 14, spot]; };
+    taken.push(SPOTS.map(box).find(isFree) || []);
+    name.spot = taken.at(-1)[4];
+  }
+  const moved = names.filter(({ trace, spot }) => (trace.mode === "markers" ? undefined : trace.textposition) !== spot);
+  const changes = { mode: moved.map(({ spot }) => (spot ? "markers+text" : "markers")), textposition: moved.map(({ spot }) => spot || "top right") };
+  if (moved.length) Plotly.restyle(plot, changes, moved.map(({ index }) => index));
 }
 
 function drawFigure(id) {
@@ -51,21 +73,18 @@ function startCharts() {
   for (const [id, charts] of Object.entries(data.figures)) {
     const menu = find(`#${id}-menu`);
     menu.replaceChildren(...charts.map((chart, number) => element("option", { value: number }, chart.title)));
-    menu.hidden = charts.length < 2;
+    menu.parentElement.hidden = charts.length < 2;
     menu.addEventListener("change", () => drawFigure(id));
     menu.closest("figure").hidden = !charts.length;
   }
-  drawCharts();
   onChange(drawCharts);
   if (data.grid) startMaps();
+  changed();
 }
 
 // The page holds Plotly's library compressed to a third of its size; the browser decompresses it.
 async function unpackPlotly() {
   const packed = Uint8Array.from(atob(find("#plotly").textContent.trim()), (letter) => letter.charCodeAt(0));
   const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
-  find("#plotly").remove();
-  const script = document.createElement("script");
-  script.textContent = await new Response(stream).text();
-  document.head.append(script);
+  document.head.append(element("script", {}, await new Response(stream).text()));
 }

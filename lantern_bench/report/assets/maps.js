@@ -36,6 +36,5 @@ function drawMaps() {
 
 function startMaps() {
   find("#maps-prompt").addEventListener("change", drawMaps);
-  drawMaps();
   onChange(drawMaps);
 }

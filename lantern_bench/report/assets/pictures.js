@@ -17,7 +17,7 @@ function pictureFigure(row, number) {
   if (!picture) return element("div", { class: "gone" }, "no picture");
   const prompt = data.prompts[picture.prompt];
   const image = picture.thumb === null ? element("div", { class: "gone" }, "file missing") : element("img", { src: source(picture), alt: `${prompt}, ${cell.name}`, decoding: "async" });
-  const linked = picture.file ? element("a", { href: encodeURI(picture.file), target: "_blank", rel: "noopener", title: "the file itself" }, image) : image;
+  const linked = picture.file ? element("a", { href: encodeURI(picture.file), target: "_blank", rel: "noopener", "aria-label": `Picture file: ${prompt}, ${cell.name}` }, image) : image;
   const fill = element("i", { style: `width:${((100 * (picture.length || 0)) / longest).toFixed(1)}%;--c:${cell.colour};--d:${cell.dark}` });
   const first = element("div", {}, element("b", {}, figure(picture.length, 2)), " tokens/step");
   const scores = scoresOf(picture).map(([label, text]) => element("div", {}, `${label} ${text}`));
@@ -46,4 +46,3 @@ find("#order").addEventListener("change", () => { pages.rows = STEP; drawGrid();
 find("#more").addEventListener("click", () => { pages.rows += 2 * STEP; drawGrid(); });
 find("#pictures").hidden = !rows.length;
 onChange(drawGrid);
-addEventListener("beforeprint", () => { pages.rows = Math.max(pages.rows, STEP); drawGrid(); });

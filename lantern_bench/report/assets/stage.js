@@ -38,6 +38,7 @@ function drawStage() {
   image.src = source(picture);
   image.alt = `${prompt}, ${cell.name}`;
   picture.file ? find("#stage-link").setAttribute("href", encodeURI(picture.file)) : find("#stage-link").removeAttribute("href");
+  find("#stage-link").setAttribute("aria-label", `Picture file: ${image.alt}`);
   find("#stage-name").replaceChildren(glyphOf(number), cell.name);
   find("#stage-facts").replaceChildren(...stageFacts(picture, cell));
 }
