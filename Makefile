@@ -64,9 +64,8 @@ bench-load: $(DEV) ## 1,000,000 records: seconds and memory of tables, resuming 
 ray-overhead: $(DEV) ## one Ray worker against a local run, in pairs (ARGS: --pairs N --images N)
 	$(BIN)/python -m experiments.bench.ray_overhead $(ARGS)
 
-screenshots: check ## photograph the report page into docs/pictures (RUN: a run directory; default: a new default sweep)
-	$(if $(RUN),,$(BIN)/lantern-bench sweep --out build/screenshots > /dev/null)
-	$(BIN)/python docs/screenshots.py $(or $(RUN),build/screenshots)
+screenshots: check ## draw the pictures of the documents from the committed runs (needs Chromium)
+	$(BIN)/python -m docs.make_pictures
 
 constraints: ## write the versions installed in .venv to constraints.txt
 	@test -x $(BIN)/python || { echo "error: no $(VENV) to read: type 'make test' first." >&2; exit 1; }

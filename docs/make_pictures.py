@@ -1,78 +1,134 @@
-"""Draw the pictures of docs/embedded-family.md from the bundled model and one of its runs.
+"""Draw every picture of docs/pictures from committed runs, and write what each was made of into sources.json.
 
-    python docs/make_pictures.py RUN
+    python -m docs.make_pictures [NAME...]          # all: `make screenshots`
 
-`family.png`: rendered scenes, the same through the tokenizer, and the run's autoregressive pictures of these captions.
-`all-cells.png`: pictures of the run side by side, one row per caption and one column per cell.
-`race.gif` was painted once, from the times of the steps (docs/embedded-family.md, "A race").
+`frontier.png`: the speeds of the run `frontier-h100` against the distances of the run `distance`, which depend on
+tokens only (without that run, the FID of `quality`), joined by cell. The others are of the page of the reference run:
+a screenshot of its charts; `all-cells.png`, some captions in all cells; and `family.png`: rendered scenes, the same
+through the bundled tokenizer, and `ar` pictures of these captions.
 """
 
 from __future__ import annotations
 
+import base64
+import io
+import json
+import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from textwrap import wrap
+from typing import Any
 
 import numpy as np
-import pandas as pd
-from PIL import Image
+from matplotlib.font_manager import findfont
+from PIL import Image, ImageDraw, ImageFont
 
+from docs.screenshots import photograph
 from experiments.train_lanterns.tasks import held_out_scenes, reconstruct
-from lantern_bench.methods.tables import MODES
+from lantern_bench.methods.tables import METRICS
+from lantern_bench.models.io.files import file_sha256
 from lantern_bench.models.lanterns.modules import load_tokenizer
-from lantern_bench.runs.store import read_run
+from lantern_bench.report.curves import Tables, curve_tables, fronts, run_styles, save_figure, to_matplotlib
+from lantern_bench.report.records import load_runs
 
-PICTURES = Path(__file__).parent / "pictures"
-_COLUMNS = 10
-_ROWS = 6
-_SCALE = 2
-_GAP = 2
-
-
-def family(run: Path, records: pd.DataFrame) -> None:
-    """Three rows: scenes, reconstructions, samples."""
-    scenes, attributes = held_out_scenes(_COLUMNS)
-    again = reconstruct(load_tokenizer(), scenes)
-    sampled = records[(records["mode"] == "ar") & (records["status"] == "ok")].drop_duplicates("prompt")
-    by_caption = sampled.set_index("prompt")["image"]
-    painted = [list(rows.permute(0, 2, 3, 1).numpy()) for rows in (scenes, again)]
-    samples = [_read(run / by_caption[item.caption()]) for item in attributes]
-    _write("family.png", [*painted, samples])
+ROOT = Path(__file__).resolve().parent.parent
+PICTURES = ROOT / "docs" / "pictures"
+SOURCES = PICTURES / "sources.json"
+REFERENCE = ROOT / "results" / "reference"
+PAGE = REFERENCE / "report.html"
+TOKENIZER = ROOT / "lantern_bench" / "models" / "lanterns" / "weights" / "tokenizer.safetensors"
+_CAPTIONS, _SCENES, _COLUMNS = 6, 1_000, 10
+_SIDE, _GAP = 128, 4
 
 
-def modes(run: Path, records: pd.DataFrame) -> None:
-    """One row per caption, one column per cell."""
-    good = records[records["status"] == "ok"]
-    cells = sorted(set(good["cell_id"]), key=lambda cell: (list(MODES).index(cell.split("-")[0]), cell))
-    captions = list(dict.fromkeys(good["prompt"]))[:_ROWS]
-    first = good.drop_duplicates(["prompt", "cell_id"]).set_index(["prompt", "cell_id"])["image"]
-    _write("all-cells.png", [[_read(run / first[caption, cell]) for cell in cells] for caption in captions])
-    sys.stdout.write("columns of all-cells.png:\n" + "".join(f"  {cell}\n" for cell in cells))
+def frontier(out: Path) -> list[Path]:
+    """Draw speed against distance, or FID, of the best measured device; return the tables used."""
+    runs, figure = [REFERENCE / "frontier-h100", REFERENCE / "distance"], "distance"
+    if not runs[1].exists():
+        runs, figure = [runs[0], REFERENCE / "quality"], "fid"
+    speed, quality = (curve_tables(run) for run in load_runs(runs, tables_suffice=True).values())
+    tables = {"": joined(speed, quality, figure)}
+    chart = next(chart for chart in fronts(tables) if chart.name == f"speed-quality-{figure}")
+    picture = to_matplotlib(chart, run_styles(tables))
+    save_figure(picture, out, dpi=160, bbox_inches="tight", metadata={"Software": None})
+    return [runs[0] / "speed.csv", runs[1] / "quality.csv"]
 
 
-def _read(path: Path) -> np.ndarray:
-    return np.asarray(Image.open(path).convert("RGB"))
+def joined(speed: Tables, quality: Tables, figure: str) -> Tables:
+    """Give the cells of `speed` the figure of the same cell of `quality`."""
+    names = [f"{figure}{end}" for end in ("", "_low", "_high")]
+    names += [name for name in (METRICS[figure].scored_by, f"{figure}_band_low", f"{figure}_band_high") if name]
+    figures = quality["cells"].drop_duplicates("cell_id").set_index("cell_id")[names]
+    cells = speed["cells"].drop(columns=names).join(figures, on="cell_id")
+    return {**speed, "cells": cells[[str(name) for name in speed["cells"]]]}
 
 
-def _write(name: str, rows: list[list[np.ndarray]]) -> None:
-    """Lay pictures out in rows on white."""
-    height, width = rows[0][0].shape[:2]
-    sheet = np.full((len(rows) * (height + _GAP) - _GAP, len(rows[0]) * (width + _GAP) - _GAP, 3), 255, dtype=np.uint8)
-    for row, pictures in enumerate(rows):
-        for column, picture in enumerate(pictures):
-            top, left = row * (height + _GAP), column * (width + _GAP)
-            sheet[top : top + height, left : left + width] = picture
-    image = Image.fromarray(sheet)
-    PICTURES.mkdir(exist_ok=True)
-    image.resize((image.width * _SCALE, image.height * _SCALE), Image.Resampling.NEAREST).save(PICTURES / name)
+def pictures_of(page: Path) -> tuple[list[str], list[str], dict[tuple[int, int], Image.Image]]:
+    """Return the names of the cells of a report page, its prompts, and the pictures by prompt and cell."""
+    text = re.search(r'<script type="application/json" id="data">(.*?)</script>', page.read_text("utf-8"), re.DOTALL)
+    if text is None:
+        raise ValueError(f"{page} is no report page")
+    data = json.loads(text[1])
+    thumbs = [Image.open(io.BytesIO(base64.b64decode(thumb))).convert("RGB") for thumb in data["thumbs"]]
+    pictures = {(row["prompt"], row["cell"]): thumbs[row["thumb"]] for row in data["pictures"] if not row["repeat"]}
+    return [cell["name"] for cell in data["cells"]], data["prompts"], pictures
 
 
-def main() -> None:
-    """Draw both from the run named on the command line."""
-    run = Path(sys.argv[1])
-    records = read_run(run).records
-    family(run, records)
-    modes(run, records)
+def all_cells(out: Path) -> list[Path]:
+    """Lay out some captions in all cells, with the names of the cells above and the captions beside them."""
+    cells, prompts, pictures = pictures_of(PAGE)
+    rows = [[pictures[prompt, cell] for cell in range(len(cells))] for prompt in range(min(_CAPTIONS, len(prompts)))]
+    sheet(rows, cells, prompts).save(out)
+    return [PAGE]
+
+
+def family(out: Path) -> list[Path]:
+    """Three rows: scenes, reconstructions, `ar` pictures of the captions that the run has."""
+    cells, prompts, pictures = pictures_of(PAGE)
+    scenes, attributes = held_out_scenes(_SCENES)
+    numbers = {item.caption(): number for number, item in reversed(list(enumerate(attributes)))}
+    drawn = [prompt for prompt, caption in enumerate(prompts) if caption in numbers][:_COLUMNS]
+    scenes = scenes[[numbers[prompts[prompt]] for prompt in drawn]]
+    painted = [rows.permute(0, 2, 3, 1).numpy() for rows in (scenes, reconstruct(load_tokenizer(), scenes))]
+    rows = [[Image.fromarray(np.asarray(picture)) for picture in row] for row in painted]
+    rows.append([pictures[prompt, cells.index("AR")] for prompt in drawn])
+    sheet(rows, [], ["rendered scenes", "through the tokenizer", "sampled by AR"]).save(out)
+    return [PAGE, TOKENIZER]
+
+
+def sheet(rows: Sequence[Sequence[Image.Image]], heads: Sequence[str], names: Sequence[str]) -> Image.Image:
+    """Lay pictures out in rows on white, with heads above the columns and names beside the rows."""
+    step, head, font = _SIDE + _GAP, 56 if heads else 0, ImageFont.truetype(findfont("DejaVu Sans"), 13)
+    canvas = Image.new("RGB", (step * (len(rows[0]) + 1), head + step * len(rows)), "white")
+    draw = ImageDraw.Draw(canvas)
+    for column, text in enumerate(heads, start=1):
+        draw.multiline_text((column * step, 0), "\n".join(wrap(text, 17)), "black", font)
+    for row, (pictures, name) in enumerate(zip(rows, names, strict=False)):
+        draw.multiline_text((0, head + row * step), "\n".join(wrap(name, 16)), "black", font)
+        for column, picture in enumerate(pictures, start=1):
+            canvas.paste(picture.resize((_SIDE, _SIDE), Image.Resampling.NEAREST), (column * step, head + row * step))
+    return canvas
+
+
+def charts(out: Path) -> list[Path]:
+    """Photograph the charts of the report page."""
+    photograph(PAGE, {"charts": out})
+    return [PAGE]
+
+
+DRAWN = {"frontier.png": frontier, "all-cells.png": all_cells, "family.png": family, "report-charts.png": charts}
+
+
+def main(names: Sequence[str]) -> None:
+    """Draw these pictures, and write the hashes of their sources beside those of the others."""
+    sources: dict[str, Any] = json.loads(SOURCES.read_text(encoding="utf-8")) if SOURCES.is_file() else {}
+    for name in names:
+        files = DRAWN[name](PICTURES / name)
+        sources[name] = {file.relative_to(ROOT).as_posix(): file_sha256(file) for file in files}
+        print(PICTURES / name)
+    SOURCES.write_text(json.dumps(sources, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:] or list(DRAWN))

@@ -1,67 +1,52 @@
-"""Pictures of the report page for the documentation: `make screenshots RUN=results/<run>`.
+"""Photograph parts of a report page: `python -m docs.screenshots RUN FOLDER` of a run's, at two widths and in dark.
 
-The page is written anew, opened in a headless Chromium without network, and photographed part by part, some of it in
-dark. Its size and the time it took to open are printed.
+The page is opened in a headless Chromium without network. Its size and the time it took to open are printed.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+from lantern_bench.report.page import write_report
+from tests.browser import missing, opened
 
-from lantern_bench.report.page import write_report  # noqa: E402
-from tests.browser import missing, opened  # noqa: E402
-
-WIDTH, HEIGHT = 1280, 900
+PARTS = ("summary", "charts", "stage", "maps", "pictures")
+WIDTHS = {"": 1280, "-phone": 390}
 
 
-def main(runs: list[str], folder: Path) -> None:
-    """Photograph the report of these runs into `folder`."""
+def photograph(page: Path, pictures: Mapping[str, Path], width: int = 1280, theme: str = "light") -> None:
+    """Photograph parts of a page, each with its top at the top of the window, into files."""
     if reason := missing():
         sys.exit(f"error: {reason}")
+    window = {"width": width, "height": 900}
+    with opened(viewport=window, color_scheme=theme, reduced_motion="reduce") as context:
+        tab = context.new_page()
+        tab.goto(page.as_uri())
+        tab.wait_for_selector("html[data-ready]")
+        ready = tab.evaluate("document.documentElement.dataset.ready")
+        print(f"{page.name}: {page.stat().st_size / 1e6:.1f} MB, opened in {ready} ms")
+        # The slider at its other end: what relaxed decoding paints.
+        tab.locator("#stage-slider").press("End")
+        for part, path in pictures.items():
+            bar = "document.querySelector('.bar').offsetHeight"
+            tab.evaluate(f"scrollTo(0, document.querySelector('#{part}').offsetTop - {bar})")
+            tab.wait_for_timeout(300)
+            tab.screenshot(path=str(path))
+            print(path)
+
+
+def main(run: Path, folder: Path) -> None:
+    """Photograph all parts of a run's page in light, at both widths, and in dark."""
     folder.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory() as scratch:
-        page = write_report([Path(run) for run in runs], Path(scratch) / "report.html")
-        with opened(
-            viewport={"width": WIDTH, "height": HEIGHT}, color_scheme="light", reduced_motion="reduce"
-        ) as context:
-            tab = context.new_page()
-            tab.goto(page.as_uri())
-            tab.wait_for_selector("html[data-ready]")
-            ready = int(tab.evaluate("document.documentElement.dataset.ready"))
-            print(f"{page.stat().st_size / 1e6:.1f} MB, opened in {ready} ms")
-            photograph(tab, folder)
-
-
-def photograph(tab: Any, folder: Path) -> None:
-    """Each part in light, the slider at its other end; curves and stage in dark."""
-    tab.locator("#stage-slider").press("End")
-    for part in ("summary", "charts", "stage", "maps", "pictures"):
-        show(tab, part)
-        save(tab, folder / f"report-{part}.png")
-    tab.locator("#theme").click()
-    for part in ("charts", "stage"):
-        show(tab, part)
-        save(tab, folder / f"report-{part}-dark.png")
-
-
-def show(tab: Any, part: str) -> None:
-    """Scroll a part to the top; the summary has the page's head above it."""
-    where = 0 if part == "summary" else tab.evaluate(f"document.querySelector('#{part}').offsetTop - 120")
-    tab.evaluate(f"scrollTo(0, {where})")
-    tab.wait_for_timeout(300)
-
-
-def save(tab: Any, path: Path) -> None:
-    """Take the picture."""
-    tab.screenshot(path=str(path))
-    print(path)
+        page = write_report([run], Path(scratch) / "report.html")
+        for ending, width in WIDTHS.items():
+            photograph(page, {part: folder / f"report-{part}{ending}.png" for part in PARTS}, width)
+        photograph(page, {part: folder / f"report-{part}-dark.png" for part in PARTS}, theme="dark")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:], ROOT / "docs" / "pictures")
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import re
 import subprocess
 import tomllib
@@ -13,7 +14,10 @@ from types import ModuleType
 import pandas as pd
 import pytest
 
-from docs import make_audit, make_frontier, make_prediction, make_results_format
+from docs import make_audit, make_frontier, make_pictures, make_prediction, make_results_format
+from lantern_bench.models.io.files import file_sha256
+from lantern_bench.report.curves import curve_tables
+from lantern_bench.report.records import load_runs
 
 ROOT = Path(__file__).parent.parent
 HERE = Path(__file__).name
@@ -85,9 +89,38 @@ def test_tables_show_the_schema_and_the_committed_runs(script: ModuleType) -> No
     assert page == script.render(page), f"run: python -m {script.__name__}"
 
 
-@pytest.mark.parametrize("script", ["make_pictures", "make_reliability", "screenshots"])
+@pytest.mark.parametrize("script", ["commit_run", "make_reliability", "screenshots"])
 def test_the_other_scripts_of_the_docs_can_be_imported(script: str) -> None:
     importlib.import_module(f"docs.{script}")
+
+
+def test_every_picture_is_shown_and_is_of_the_runs_that_are_here() -> None:
+    pages = [path for path in repository_files() if path.suffix == ".md"]
+    shown = {
+        (page.parent / source).resolve()
+        for page in pages
+        for source in re.findall(r'<img src="([^":]+)"', page.read_text(encoding="utf-8"))
+    }
+    pictures = set(make_pictures.PICTURES.iterdir()) - {make_pictures.SOURCES}
+    assert pictures == shown == {make_pictures.PICTURES / name for name in make_pictures.DRAWN}
+    for name, files in json.loads(make_pictures.SOURCES.read_text(encoding="utf-8")).items():
+        for file, digest in files.items():
+            assert file_sha256(ROOT / file) == digest, f"{file} changed: python -m docs.make_pictures {name}"
+
+
+@pytest.mark.skipif(not make_pictures.PAGE.exists(), reason="results/reference has no page: docs/commit_run.py")
+def test_every_picture_names_its_runs() -> None:
+    assert json.loads(make_pictures.SOURCES.read_text(encoding="utf-8")).keys() == make_pictures.DRAWN.keys()
+
+
+def test_the_picture_of_the_frontier_joins_speed_and_quality_by_cell() -> None:
+    runs = load_runs([make_pictures.REFERENCE / name for name in ("frontier-h100", "quality")], tables_suffice=True)
+    speed, quality = map(curve_tables, runs.values())
+    cells = make_pictures.joined(speed, quality, "fid")["cells"].set_index("cell_id")
+    assert cells["speedup"].tolist() == speed["speed"]["speedup"].tolist()
+    fid = quality["quality"].set_index("cell_id")["fid"]
+    assert cells["fid"].dropna().to_dict() == {cell: fid[cell] for cell in cells.index if cell in fid}
+    assert "scd-jacobi-w32-maximal-t1" in cells.index
 
 
 def tree_of_architecture() -> list[str]:

@@ -365,7 +365,9 @@ def highlights(cells: pd.DataFrame, shown: Sequence[Plain], warnings: Mapping[st
         number, is_busy = int(best["number"]), name == "speedup" and best["run"] in warnings
         figure = _figure(name, float(best[name]), best.get(f"{name}_low"), best.get(f"{name}_high"))
         equal = cells[[format_figure(name, float(value)) == figure["value"] for value in values]]["number"].nunique()
-        tile = {"title": titles[name], "remark": NO_SPEED if is_busy else _how_sure(cells, best, name)}
+        tile: Plain = {"title": titles[name], "remark": NO_SPEED if is_busy else _how_sure(cells, best, name)}
+        if name == "speedup" and pd.notna(best.get("distance")):
+            tile["remark"] += f"; distance from the target {format_figure('distance', float(best['distance']))}"
         if equal > 1:
             tile |= {"name": f"{equal} cells tie", "cell": None, "remark": "no cell is ahead"}
             figure["interval"] = ""
@@ -401,7 +403,9 @@ def _entries(table: pd.DataFrame, name: str, good: str) -> list[Plain]:
     lowest, highest = float(figures.min().min()), float(figures.max().max())
     values = figures[name].dropna().map(partial(format_figure, name))
     best = figures[name].min() if good == "down" else figures[name].max()
-    is_alone = bool(good) and (values == format_figure(name, best)).sum() == 1  # a tie has no winner
+    # A tie has no winner, nor has what is 0 by definition in many cells.
+    is_ranked = bool(good) and (name not in METRICS or METRICS[name].against_ar != "none")
+    is_alone = is_ranked and (values == format_figure(name, best)).sum() == 1
     entries = []
     for value, low, high in figures.itertuples(index=False):
         if pd.isna(value):

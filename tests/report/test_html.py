@@ -14,7 +14,9 @@ from PIL import Image
 
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.errors import UserError
-from lantern_bench.report.page import encode_thumbnails, render, thumbnail, write_report
+from lantern_bench.report.curves import curve_tables, stack_runs
+from lantern_bench.report.labels import cell_key
+from lantern_bench.report.page import _figures, encode_thumbnails, render, thumbnail, write_report
 from lantern_bench.report.records import load_runs, run_names
 from lantern_bench.report.tables import tables_of
 from tests.made_up_run import AR, LOOSE, STRICT, make_record, make_records, make_scores, write_run
@@ -109,6 +111,16 @@ def test_page_has_a_chart_of_every_figure(page):
     }
     # One value of a bound makes no curve; the lines of a front are the front itself, and then a cell each.
     assert [trace["customdata"] for trace in figures["front"][0]["data"]] == [[], [0], [1], [2]]
+
+
+def test_speed_against_distance_comes_first(page_run):
+    (data,) = load_runs([page_run]).values()
+    tables = curve_tables(data)
+    tables["cells"] = tables["cells"].assign(distance=[0.0, 0.01, 0.2], distance_low=-0.01, distance_high=0.3)
+    cells = stack_runs({"run": tables}, "cells")
+    numbers = {cell_key(row): number for number, row in cells.iterrows()}
+    names = [chart["name"] for chart in _figures({"run": tables}, numbers)["front"]]
+    assert names[0] == "speed-quality-distance" and "speed-quality-clip_score" in names
 
 
 def test_published_figures_have_their_source(page):
