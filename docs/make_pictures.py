@@ -57,8 +57,8 @@ def frontier(out: Path) -> list[Path]:
 
 def joined(speed: Tables, quality: Tables, figure: str) -> Tables:
     """Give the cells of `speed` the figure of the same cell of `quality`."""
-    names = [f"{figure}{end}" for end in ("", "_low", "_high")]
-    names += [name for name in (METRICS[figure].scored_by, f"{figure}_band_low", f"{figure}_band_high") if name]
+    scorer = METRICS[figure].scored_by
+    names = [name for name in map(str, quality["cells"]) if name == scorer or f"{name}_".startswith(f"{figure}_")]
     figures = quality["cells"].drop_duplicates("cell_id").set_index("cell_id")[names]
     cells = speed["cells"].drop(columns=names).join(figures, on="cell_id")
     return {**speed, "cells": cells[[str(name) for name in speed["cells"]]]}

@@ -172,15 +172,14 @@ def fronts(runs: Mapping[str, Tables]) -> Iterator[Chart]:
             metric = METRICS[figure]
             measured = table[table[figure].notna() & table[speed].notna()]
             others = [f"{name}{end}" for name in ON_CURVES if name != figure for end in ENDS]
-            scorers = measured[metric.scored_by] if metric.scored_by else pd.Series("", measured.index)
-            for scored_by, rows in measured.groupby(scorers):
-                is_alone = scorers.nunique() == 1
+            for scored_by, rows in measured.groupby(metric.scored_by):
+                is_alone = measured[metric.scored_by].nunique() == 1
                 suffix = "" if is_alone else "-" + "".join(c if c.isalnum() else "-" for c in str(scored_by))
                 points = rows.drop(columns=others, errors="ignore").reset_index(drop=True)
                 points["label"] = labels(points)  # they name what differs in this chart, not between all runs
                 points["dominated"] = is_dominated(points, speed, figure, metric.better == "lower")
                 name, x_title = f"{prefix}-quality-{figure}{suffix}", f"{SPEEDS[speed]} ({INTERVAL})"
-                y_title = f"{metric.heading}, {metric.better} is better" + (f"\n({scored_by})" if scored_by else "")
+                y_title = f"{metric.heading}, {metric.better} is better\n({scored_by})"
                 yield Chart(name, points, speed, figure, x_title, y_title)
 
 

@@ -357,9 +357,8 @@ def _read_tables(folder: Path) -> dict[str, pd.DataFrame]:
         kinds = {column.name: "string" for column in columns(name) if column.dtype == "string"}
         table = pd.read_csv(path, dtype=kinds) if (path := folder / f"{name}.csv").is_file() else pd.DataFrame()
         tables[name] = frame(name, rows_of(table[[column.name for column in columns(name) if column.name in table]]))
-    cell_columns = [column.name for column in CELL_COLUMNS]
     if not len(tables["quality"]):
-        tables["quality"] = frame("quality", rows_of(tables["speed"][cell_columns]))
+        tables["quality"] = frame("quality", rows_of(tables["speed"][[column.name for column in CELL_COLUMNS]]))
     if not len(tables["summary"]):
         tables["summary"] = frame("summary", summary_rows(cells_of(tables), {}))
     return tables

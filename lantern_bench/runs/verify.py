@@ -59,8 +59,8 @@ def verify(folder: Path) -> Checked:
     lines_are_undamaged = not problems
     records = {row.record_key: row for row in rows["records"]}
     finished = [row for row in records.values() if row.status == "ok"]
-    with_picture = [row for row in finished if row.image is not None and has_pictures]
-    pictures = {row.record_key: _picture_problem(folder, row) for row in with_picture}
+    pictured = [row for row in finished if row.image is not None and has_pictures]
+    pictures = {row.record_key: _picture_problem(folder, row) for row in pictured}
     broken = {key: problem for key, problem in pictures.items() if problem is not None}
     problems += broken.values()
     try:
