@@ -34,7 +34,7 @@ from lantern_bench.report.curves import SPEEDS, Chart, Styles, Tables, stack_run
 from lantern_bench.report.format_tables import format_figure, head_of, readable, worth_showing
 from lantern_bench.report.labels import GROUPINGS, CellKey, cell_key, labels
 from lantern_bench.report.records import CellRecords, Row, load_runs, run_cells
-from lantern_bench.report.reproduction import comparability, reproduction_rows, side_by_side
+from lantern_bench.report.reproduction import comparability, reproduction_rows, side_by_side, sources
 from lantern_bench.report.tables import OUTSIDE, frame, sort_scores
 from lantern_bench.runs.records import rows_of
 from lantern_bench.runs.store import NO_SPEED, PICTURES_LEFT_OUT, RunData, disturbance
@@ -438,8 +438,8 @@ def run_facts(name: str, data: RunData, tables: Tables) -> Plain:
     if manifest.get("started"):
         settings |= {"started": manifest["started"], "ended": manifest.get("ended") or "not ended"}
         settings["sessions"] = len(manifest.get("sessions") or ())
-    rows = (row for row in reproduction_rows(tables, paper) if row.get("published") is not None)
-    published = side_by_side(frame("reproduction", rows)) if paper else None
+    rows = [row for row in reproduction_rows(tables, paper) if row.get("published") is not None] if paper else []
+    published = frame("reproduction", rows)
     weights = (manifest.get("key") or {}).get("weights") or {}
     return {
         "name": name,
@@ -448,9 +448,9 @@ def run_facts(name: str, data: RunData, tables: Tables) -> Plain:
         "settings": _in_words(settings),
         "weights": list(weights.items()),
         "experiment": json.dumps(experiment, indent=2, ensure_ascii=False),
-        "published": None if published is None or not len(published) else published,
+        "published": side_by_side(published) if rows else None,
         "published_title": paper.title if paper else "",
-        "published_notes": comparability(tables, paper, manifest) if paper else [],
+        "published_notes": [*sources(published), *comparability(tables, paper, manifest)] if paper else [],
     }
 
 
