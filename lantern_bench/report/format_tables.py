@@ -192,12 +192,10 @@ _BETTER |= dict.fromkeys((*SPEEDUPS, "mean_accepted_length", "tokens_per_s"), "h
 _SYMBOLS = {PARAMETERS[name].short or name: symbol for name, symbol in BOUNDS.items()}
 _GREEK = {"δ": r"$\delta$", "λ": r"$\lambda$", "η": r"$\eta$", "ε": r"$\epsilon$"}
 _ESCAPES = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
-_ESCAPES |= _GREEK | {character: f"\\{character}" for character in "&%$#_{}"}
+_LATEX = str.maketrans(_GREEK | _ESCAPES | {character: f"\\{character}" for character in "&%$#_{}"})
 
 
-def latex(
-    table: pd.DataFrame, name: str | None = None, title: str | None = None, more: Sequence[str] = ()
-) -> str:
+def latex(table: pd.DataFrame, name: str | None = None, title: str | None = None, more: Sequence[str] = ()) -> str:
     """Return a table for LaTeX with booktabs: no empty columns, figures right-aligned, the best of a column bold."""
     rows, texts = _texts(table, name)
     alignment, lines = "", [list[str]() for _ in range(1 + len(rows))]  # the head, then the rows
@@ -236,4 +234,4 @@ def _figures(texts: pd.Series, better: str | None) -> list[str]:
 def _in_latex(text: str) -> str:
     """Text escaped, with the symbols of bounds: `delta=0.1` begins with a Greek letter."""
     text = _SYMBOLS.get(text, re.sub(r"\b\w+(?==)", lambda match: _SYMBOLS.get(match[0], match[0]), text))
-    return text.translate(str.maketrans(_ESCAPES))
+    return text.translate(_LATEX)
