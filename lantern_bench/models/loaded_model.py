@@ -94,6 +94,12 @@ class LoadedModel:
     engine: Engine = field(default_factory=Engine, repr=False)  # runs the steps, uncompiled by default
     _tables: dict[NeighbourMetric, Tensor] = field(default_factory=dict, init=False, repr=False)
 
+    def __repr__(self) -> str:
+        drafter = "no drafter" if self.drafter is None else type(self.drafter).__name__
+        return (
+            f"LoadedModel({self.name!r}: {type(self.target).__name__}, {drafter}, {self.grid[0]}x{self.grid[1]} codes)"
+        )
+
     @cached_property
     def codes(self) -> Tensor:
         """The codebook float32 [V, d] in the space of its neighbours; forced tokens: 0."""
