@@ -10,9 +10,24 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lantern_bench.api import DecodedImage, Run, decode, load_model, load_run, sweep
+    from lantern_bench.api import (
+        DecodedImage,
+        Run,
+        compare,
+        curves,
+        decode,
+        load_model,
+        load_run,
+        predict,
+        score,
+        sweep,
+        write_report,
+    )  # fmt: skip
 
-__all__ = ["DecodedImage", "Run", "__version__", "decode", "load_model", "load_run", "sweep"]
+__all__ = [
+    "DecodedImage", "Run", "__version__", "compare", "curves", "decode", "load_model", "load_run", "predict", "score",
+    "sweep", "write_report",
+]  # fmt: skip
 
 __version__ = "0.1.0"
 

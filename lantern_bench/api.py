@@ -5,7 +5,9 @@ The names here are also attributes of `lantern_bench`. Errors name a parameter b
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +20,7 @@ from lantern_bench.models import registry
 from lantern_bench.report.format_tables import readable
 from lantern_bench.report.records import load_runs
 from lantern_bench.report.tables import tables_of, write_tables
-from lantern_bench.runs.events import Event
+from lantern_bench.runs.events import Event, ImageDone, Share, Started
 from lantern_bench.runs.images import DecodedImage as DecodedImage  # a name of this API
 from lantern_bench.runs.request import prepare
 from lantern_bench.runs.store import RunData, find_run, results_root
@@ -101,7 +103,13 @@ def sweep(
     out: str | Path | None = None,
     resume: bool = True,
     modes: str | Sequence[str] | None = None,
-    progress: Callable[[Event], None] | None = None,
+    model: str | Sequence[str] | None = None,
+    prompts: str | None = None,
+    images: int | None = None,
+    tree: str | Sequence[str] | None = None,
+    delta: float | Sequence[float] | None = None,
+    lambda_: float | Sequence[float] | None = None,
+    progress: bool | Callable[[Event], None] = True,
     ray: str | None = None,
     **overrides: Any,
 ) -> Run:
@@ -109,15 +117,18 @@ def sweep(
 
     `experiment` is the name of a shipped experiment, a YAML file, or the content of one; `overrides` are keys of one,
     where a list makes a grid and `lambda_` stands for `lambda`. `out`, `resume`, `modes` and `ray` are the flags of
-    `lantern-bench sweep`, `ray` "default" without an address. `progress` is called with every event (`runs/events.py`).
+    `lantern-bench sweep`, `ray` "default" without an address. `progress`: a bar in terminals and notebooks, none, or
+    what is called with every event (`runs/events.py`).
 
     Raises `UserError` for what is wrong with experiment, overrides or prompts, `RefusedError` for missing weights and
     for a run directory in use or of other settings, and `RecordsFailedError` when images failed; `load_run` returns the
     others.
     """
     folder = Path(out) if out is not None else None
+    overrides |= {"model": model, "prompts": prompts, "images": images, "tree": tree, "delta": delta, "lambda": lambda_}
     request = prepare(experiment, _overrides(overrides, modes), out=folder, resume=resume, ray=ray)
-    failed = run(request, progress or (lambda _event: None))
+    with closing(_Bar()) as bar:
+        failed = run(request, progress if callable(progress) else bar.show if progress else lambda _event: None)
     write_tables(request.folder)
     check_failed(request, failed)
     return load_run(request.folder)
@@ -131,6 +142,94 @@ def load_run(path: str | Path) -> Run:
     """
     (data,) = load_runs([find_run(path, results_root())], tables_suffice=True).values()
     return Run(data)
+
+
+class _Bar:
+    """A bar for each long task, in a notebook or a terminal; none in a log."""
+
+    def __init__(self) -> None:
+        self._bar: Any = None
+        self._label = ""
+
+    def show(self, event: Event) -> None:
+        """Move the bar to an event of a sweep."""
+        if isinstance(event, Started):
+            self._start("images", sum(event.to_do.values()))
+        elif isinstance(event, ImageDone) and self._bar is not None:
+            self._bar.update()
+        elif isinstance(event, Share):
+            if event.label != self._label:
+                self._start(event.label, event.total)
+            self._bar.update(event.done - self._bar.n)
+
+    def close(self) -> None:
+        """End the bar; what is drawn stays."""
+        if self._bar is not None:
+            self._bar.close()
+
+    def _start(self, label: str, total: int) -> None:
+        from tqdm.auto import tqdm
+
+        self.close()
+        self._label = label
+        self._bar = tqdm(desc=label, total=total, disable=False if "ipykernel" in sys.modules else None)
+
+
+def _folders(runs: str | Path | Run | Sequence[str | Path | Run]) -> list[Path]:
+    several = [runs] if isinstance(runs, str | Path | Run) else runs
+    return [item.path if isinstance(item, Run) else find_run(item, results_root()) for item in several]
+
+
+def curves(
+    runs: str | Path | Run | Sequence[str | Path | Run],
+    out: str | Path | None = None,
+    *,
+    by: str = "mode",
+    cells: Sequence[str] = (),
+    width: str = "two",
+) -> list[Path]:
+    """Draw the curves of runs as `lantern-bench curves`, by default into `figures` of the first; return the files."""
+    from lantern_bench.report.curves import draw_curves
+
+    folders = _folders(runs)
+    return draw_curves(folders, Path(out or folders[0] / "figures"), by, cells, width)
+
+
+def write_report(runs: str | Path | Run | Sequence[str | Path | Run], out: str | Path | None = None) -> Path:
+    """Write the report page of runs, by default the first run's `report.html`; return its path."""
+    from lantern_bench.report import page
+
+    folders = _folders(runs)
+    path = Path(out or folders[0] / "report.html")
+    page.write_report(folders, path)
+    return path
+
+
+def compare(run_a: str | Path | Run, run_b: str | Path | Run, across: Sequence[str] = ()) -> pd.DataFrame:
+    """Return the table of `lantern-bench compare`; `across` is what may differ."""
+    from lantern_bench.report.compare import check_comparability, compare_runs, differences
+
+    a, b = load_runs(_folders([run_a, run_b])).values()
+    check_comparability(differences(a, b), across)
+    return compare_runs(a, b).table
+
+
+def predict(run: str | Path | Run, device: str, *, model: str | None = None, stack: str = "compiled") -> pd.DataFrame:
+    """Return the table of `lantern-bench predict`."""
+    from lantern_bench.report.cost_model import find_device, predict_run
+
+    (data,) = load_runs(_folders(run)).values()
+    return predict_run(data, find_device(device), stack, model)
+
+
+def score(run: str | Path | Run, *, progress: bool = True, **options: Any) -> pd.DataFrame:
+    """Score a run as `lantern-bench score` and return its quality; `options`: protocol, reference, device, rescore."""
+    from lantern_bench.runs.scoring import score_run_directory
+
+    (folder,) = _folders(run)
+    with closing(_Bar()) as bar:
+        score_run_directory(folder, bar.show if progress else lambda _event: None, **options)
+    return write_tables(folder)["quality"]
 
 
 def load_model(

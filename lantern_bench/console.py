@@ -150,8 +150,10 @@ class Console:
             return self.data(csv_text(table))
         if format == "json":
             return self.data(table.to_json(orient="records", double_precision=15, indent=1, force_ascii=False))
-        from lantern_bench.report.format_tables import readable
+        from lantern_bench.report.format_tables import latex, readable
 
+        if format == "latex":
+            return self.data(latex(table, name, title, notes))
         texts, of_table = readable(table, name)
         notes = [*of_table, *notes]
         if format == "md":
@@ -160,9 +162,6 @@ class Console:
             lines = [f"| {' | '.join(row)} |" for row in cells]
             head = [f"**{title}**\n"] if title else []
             self.data("\n".join([*head, *lines, *(f"\n{note}" for note in notes)]))
-        elif format == "latex":
-            remarks = [f"% {note}" for note in (title, *notes) if note]
-            self.data("\n".join([*remarks, texts.to_latex(index=False, escape=True)]))
         else:
             _draw_table(self._out, texts, title, notes)
 

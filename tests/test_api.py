@@ -144,6 +144,20 @@ def test_a_run_has_the_tables_and_pictures_of_its_files(tiny: TinyModel) -> None
         run.pictures("other")
 
 
+def test_functions_return_what_commands_show(tiny: TinyModel) -> None:
+    run = lantern_bench.sweep("tiny.yaml", out="run", images=2, lambda_=[2, 3])
+    files = lantern_bench.curves(run, cells=["lantern++"], width="one")
+    assert {path.parent for path in files} == {Path("run/figures")} and all(path.is_file() for path in files)
+    assert lantern_bench.write_report("run").read_text().startswith("<!")
+    other = lantern_bench.sweep("tiny.yaml", out="other", images=2, lambda_=[2, 3])
+    assert set(lantern_bench.compare(run, other)["cell_id"]) <= set(run.cells)
+    assert lantern_bench.score(run)["cell_id"].tolist() == run.quality["cell_id"].tolist()
+    with pytest.raises(UserError) as caught:
+        lantern_bench.predict(run, "h10")
+    assert caught.value.advice is not None and caught.value.__notes__ == [caught.value.advice]
+    assert len(repr(lantern_bench.load_model("tiny"))) < 120
+
+
 def test_load_run_finds_names_and_refuses_what_is_no_run(tiny: TinyModel) -> None:
     run = lantern_bench.sweep("tiny.yaml", images=1, modes="ar")
     assert lantern_bench.load_run("tiny").path == run.path

@@ -53,17 +53,17 @@ def curves(
     ctx: typer.Context,
     runs: RunsArgument,
     by: Annotated[str, typer.Option(help="Colour by mode, delta, lambda, bound, tree or temperature.")] = "mode",
+    cells: Annotated[list[str] | None, typer.Option(help="Only cells of these ids or modes; * is any text.")] = None,
+    width: Annotated[str, typer.Option(help="one or two columns of a page: 3.3 or 6.9 inches.")] = "two",
     out: Annotated[Path | None, typer.Option(help="Output directory. Default, of one run: its figures/.")] = None,
 ) -> None:
-    """Draw the curves of a run, or of several in one: PNG and SVG files, and the CSV behind each."""
+    """Draw the curves of a run, or of several in one: PNG, SVG and PDF files, and the CSV behind each."""
     console: Console = ctx.obj
     folder = out or _of_only_run(runs) / "figures"
 
-    from lantern_bench.report.curves import curve_tables, draw_curves
-    from lantern_bench.report.records import load_runs
+    from lantern_bench.report.curves import draw_curves
 
-    tables = {name: curve_tables(data) for name, data in load_runs(runs, tables_suffice=True).items()}
-    for path in draw_curves(tables, folder, by):
+    for path in draw_curves(runs, folder, by, split_words(cells), width):
         console.data(str(path))
 
 

@@ -7,10 +7,10 @@ The token embedding is always loaded from the drafter's file; LlamaGen's equals 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +23,8 @@ from lantern_bench.models.io.state_dict import KeyMap, llama_key_map, load_into
 from lantern_bench.models.target import (
     CachedModel,
     CachedSession,
+    CachedTarget,
     Condition,
-    TransformerTarget,
     causal_seen,
     force_line_ends,
     prefix_seen,
@@ -32,6 +32,9 @@ from lantern_bench.models.target import (
 )
 from lantern_bench.models.transformer import Block, TokenEmbedding, attend_cached, attend_plain, rotary_table
 from lantern_bench.models.transformer_config import TransformerConfig, llama_sizes, read_sizes
+
+Head: TypeAlias = Callable[[Tensor], Tensor]
+"""Features to logits: mostly a module."""
 
 
 class _Session(CachedSession, DrafterSession):
@@ -100,9 +103,7 @@ class EagleDrafter(CachedModel, Drafter):
     rotary: Tensor
     attention_kernel = False  # set by `pack_for_decoding`, as in `attend_cached`
 
-    def __init__(
-        self, config: TransformerConfig, head: nn.Module, mask_padding: bool = True, bias: bool = True
-    ) -> None:
+    def __init__(self, config: TransformerConfig, head: Head, mask_padding: bool = True, bias: bool = True) -> None:
         super().__init__(replace(config, layers=1))
         self.mask_padding = mask_padding
         self.embed_tokens = TokenEmbedding(config)
@@ -142,12 +143,12 @@ class EagleDrafter(CachedModel, Drafter):
         rotary = self.rotary[None, : features.shape[1]] if positions is None else self.rotary[positions]
         return self.layer(self.fuse(embedded, features), rotary, attend_plain(mask, earlier))
 
-    def use_head(self, head: nn.Module) -> None:
+    def use_head(self, head: Head) -> None:
         """Replace the target's head by one that gives nearly the same logits."""
         self._head = (head,)
 
     @property
-    def head_module(self) -> nn.Module:
+    def head_module(self) -> Head:
         """The target's head, or its replacement."""
         return self._head[0]
 
@@ -156,23 +157,26 @@ class EagleDrafter(CachedModel, Drafter):
         return self._head[0](features)
 
 
-def build_drafter(config: TransformerConfig, target: TransformerTarget, bias: bool = True) -> EagleDrafter:
+def build_drafter(config: TransformerConfig, target: CachedTarget, bias: bool = True) -> EagleDrafter:
     """Return a drafter as published: LlamaGen's reads padding, Chameleon's hides it."""
     return EagleDrafter(config, target.transformer.output, config.qk_norm, bias)
 
 
-def untrained_drafter(target: TransformerTarget) -> EagleDrafter:
+def untrained_drafter(target: CachedTarget) -> EagleDrafter:
     """Return a drafter with the target's embedding and weights drawn from torch's current stream."""
-    drafter = build_drafter(target.config, target)
+    embedding = target.transformer.tok_embeddings
+    drafter = build_drafter(target.drafter_config, target)
     drafter.mask_padding = True
     for name, parameter in drafter.named_parameters():
         if parameter.dim() >= 2 and parameter.requires_grad and not re.search(r"[qk]_norm\.", name):
             nn.init.normal_(parameter, std=0.02)
     with torch.no_grad():
         # The fusion starts as the feature itself: a fair first guess of the next one.
-        drafter.fc.weight[:, target.config.dim :] += torch.eye(target.config.dim)
+        drafter.fc.weight[:, drafter.config.dim :] += torch.eye(drafter.config.dim)
         drafter.fc.bias.zero_()
-        drafter.embed_tokens.weight.copy_(target.transformer.tok_embeddings.weight)
+        codes = torch.arange(target.vocab_size, device=target.device)[None]
+        weight = embedding.weight if isinstance(embedding, TokenEmbedding) else embedding(codes)[0]
+        drafter.embed_tokens.weight.copy_(weight)
     return drafter
 
 
@@ -185,14 +189,14 @@ def drafter_key_map(drafter: EagleDrafter) -> KeyMap:
 _COMPUTED = r"(.*\.)?(freqs_cis|causal_mask|k_cache|v_cache|inv_freq|cos_cached|sin_cached)$"
 
 
-def load_drafter(folder: Path, target: TransformerTarget, *, dtype: torch.dtype, device: torch.device) -> EagleDrafter:
+def load_drafter(folder: Path, target: CachedTarget, *, dtype: torch.dtype, device: torch.device) -> EagleDrafter:
     """Load a published drafter for a loaded target; raises `UserError` for one that does not fit it."""
     path, chameleon = folder / "config.json", target.config.qk_norm
     if not path.is_file():
         raise UserError(f"{path}: no such file", "A published drafter is a folder with config.json and its weights.")
     if not isinstance(stated := read_json(path), dict):
         raise UserError(f"{path}: must hold a JSON object")
-    config = drafter_config(stated, target.config, folder)
+    config = drafter_config(stated, target.drafter_config, folder)
     checkpoint = open_checkpoint(folder)
     wanted = "an EAGLE drafter of Chameleon" if chameleon else "the EAGLE drafter of its config.json"
     if chameleon:

@@ -6,8 +6,10 @@ Its decoder computes on this package's cache with this package's tree masks. doc
 from __future__ import annotations
 
 import importlib.util
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -64,7 +66,10 @@ class HostedModel(ABC):
 
     @abstractmethod
     def logits(self, features: Tensor) -> Tensor:
-        """Last hidden states [rows, n, dim] -> [rows, n, codes], one more with forced tokens."""
+        """Last hidden states [rows, n, dim] -> [rows, n, codes], one more with forced tokens.
+
+        Gradients must pass where a drafter is trained.
+        """
 
     @abstractmethod
     def codebook(self) -> Tensor:
@@ -87,7 +92,12 @@ class _Decoder(nn.Module):
         return self._hosted[0].embed_words(prompt_rows(values, 1 + guided))
 
     def output(self, features: Tensor) -> Tensor:
-        return self._hosted[0].logits(features).float()
+        weights = next(self.decoder.parameters())
+        return self._hosted[0].logits(features.to(weights.dtype)).float()
+
+    def forward(self, x: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
+        output = self.decoder(inputs_embeds=x, position_ids=positions, attention_mask=mask.to(x.dtype), use_cache=False)
+        return output.last_hidden_state
 
     def step(self, x: Tensor, positions: Tensor, cache: KVCache, slots: Tensor, mask: Tensor) -> Tensor:
         positions = positions.expand(len(x), -1)
@@ -133,6 +143,9 @@ class _HostedTarget(CachedTarget):
         decoder = _Decoder(hosted)
         super().__init__(config, decoder, condition=decoder)
         self._hosted = hosted
+        if (width := text_config.hidden_size) != config.dim:
+            # A drafter is as wide as the features, and cuts them into heads of an even width.
+            self.drafter_config = replace(config, dim=width, heads=math.gcd(heads, width // 2), kv_heads=None)
 
     @torch.inference_mode()
     def pixels(self, tokens: Tensor) -> Tensor:
@@ -172,14 +185,16 @@ def load_class(file: PythonModel) -> type[HostedModel]:
     return classes[0]
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def load_hosted(file: PythonModel, device: torch.device, dtype: torch.dtype) -> LoadedModel:
     """Load the model of a model file with the key `python`; raises `UserError` where a method is missing."""
     cls = load_class(file)
     if missing := sorted(getattr(cls, "__abstractmethods__", ())):
         raise file.wrong("python", f"{cls.__name__} lacks {', '.join(missing)}")
     hosted = cls(file.checkpoint, device, dtype)
-    hosted.decoder.requires_grad_(False).eval()
+    for module in (hosted.decoder, *vars(hosted).values()):
+        if isinstance(module, nn.Module):
+            module.requires_grad_(False).eval()
     target = _HostedTarget(hosted)
 
     def condition(captions: Sequence[str]) -> Condition:

@@ -15,7 +15,7 @@ from lantern_bench.decoding.neighbours import Space, in_space, nearest_codes
 from lantern_bench.decoding.protocol import Drafter, PixelDecoder, Target
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.methods.parameters import NeighbourMetric
-from lantern_bench.models.target import TransformerTarget, with_line_ends, without_line_ends
+from lantern_bench.models.target import CachedTarget, with_line_ends, without_line_ends
 from lantern_bench.models.vq import VQModel
 
 
@@ -94,6 +94,12 @@ class LoadedModel:
     engine: Engine = field(default_factory=Engine, repr=False)  # runs the steps, uncompiled by default
     _tables: dict[NeighbourMetric, Tensor] = field(default_factory=dict, init=False, repr=False)
 
+    def __repr__(self) -> str:
+        drafter = "no drafter" if self.drafter is None else type(self.drafter).__name__
+        return (
+            f"LoadedModel({self.name!r}: {type(self.target).__name__}, {drafter}, {self.grid[0]}x{self.grid[1]} codes)"
+        )
+
     @cached_property
     def codes(self) -> Tensor:
         """The codebook float32 [V, d] in the space of its neighbours; forced tokens: 0."""
@@ -171,11 +177,11 @@ def assemble(
     return LoadedModel(name, target, drafter, pixels, codebook, condition, weights, grid, prepare=prepare, **more)
 
 
-def transformer_of(model: LoadedModel) -> TransformerTarget:
+def transformer_of(model: LoadedModel) -> CachedTarget:
     """The model's target; raises `UserError` where it is of a kind that has no EAGLE drafters."""
-    if not isinstance(model.target, TransformerTarget):
+    if not isinstance(model.target, CachedTarget):
         raise UserError(
-            f"{model.name}: EAGLE drafters need the features of this package's transformer",
+            f"{model.name}: EAGLE drafters need the features of a transformer",
             f"Its target is a {type(model.target).__name__}; choose a model of another family.",
         )
     return model.target

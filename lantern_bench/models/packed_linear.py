@@ -214,7 +214,7 @@ def _pack_below(module: nn.Module) -> None:
         setattr(module, name, _packed(child))
 
 
-def _packed(layer: nn.Module) -> nn.Module:
+def _packed(layer: Any) -> Any:
     if not isinstance(layer, nn.Linear) or not can_pack(layer.weight.device, layer.weight.dtype):
         return layer
     return PackedLinear(layer.weight, layer.bias)

@@ -310,6 +310,7 @@ class CachedTarget(CachedModel, Target):  # type: ignore[override]  # others ass
         self.cls_embedding = condition
         self.vocab_size, self.image_tokens, self.n_codes = config.vocab_size, config.image_tokens, config.n_codes
         self.line_length = config.line_length
+        self.drafter_config = config  # the sizes that a drafter takes from this target
 
     def forced(self, positions: Tensor) -> Tensor:
         """Return the tokens that are forced at `positions` int64 [...] of an image, -1 where none is."""

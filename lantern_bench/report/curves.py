@@ -1,4 +1,4 @@
-"""Curves of one or several runs as PNG and SVG beside the CSV of their points.
+"""Curves of one or several runs as PNG, SVG and PDF beside the CSV of their points.
 
 FID values of different features never share an axis.
 """
@@ -6,9 +6,11 @@ FID values of different features never share an axis.
 from __future__ import annotations
 
 import io
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -18,7 +20,7 @@ from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.methods.tables import METRICS, ON_CURVES
 from lantern_bench.models.io.files import write_atomically
 from lantern_bench.report.labels import BOUNDS, CELL, FAMILY, GROUPINGS, CellKey, Style, cell_key, labels, styles
-from lantern_bench.report.records import CellRecords, run_cells
+from lantern_bench.report.records import CellRecords, load_runs, run_cells
 from lantern_bench.report.stats import proportion
 from lantern_bench.report.tables import ENDS, SPEEDUPS, cells_of, frame, tables_of, write_csv
 from lantern_bench.runs.store import RunData
@@ -46,7 +48,30 @@ def curve_tables(run: RunData) -> dict[str, pd.DataFrame]:
     """Return the tables of `tables_of`, `cells` (as `cells_of`) and `lengths`."""
     tables = tables_of(run)
     lengths = frame("lengths", (row for cell in run_cells(run) for row in _length_rows(cell)))
-    return {**tables, "cells": cells_of(tables), "lengths": lengths}
+    row_tokens = run.records.groupby("model")["tokens"].max().map(_row_tokens)
+    acceptance = tables["acceptance"].assign(row_tokens=tables["acceptance"]["model"].map(row_tokens))
+    return {**tables, "acceptance": acceptance, "cells": cells_of(tables), "lengths": lengths}
+
+
+def _row_tokens(tokens: int) -> float:
+    """The tokens of a row of an image with as many rows as columns, or also an end of each row; else NaN."""
+    rows = math.isqrt(tokens)
+    return tokens // rows if tokens in (rows**2, rows * (rows + 1)) else math.nan
+
+
+def choose_cells(runs: Mapping[str, Tables], patterns: Sequence[str]) -> dict[str, Tables]:
+    """Keep the cells whose id or mode is like a pattern, such as `*-lambda5-*`; `UserError` where none is."""
+    cells: dict[str, str] = dict(stack_runs(runs, "speed")[["cell_id", "mode"]].itertuples(index=False))
+    chosen = set[str]()
+    for pattern in patterns:
+        like = {cell for cell, mode in cells.items() if fnmatchcase(cell, pattern) or fnmatchcase(mode, pattern)}
+        if not like:
+            raise UserError(f"--cells {pattern}: no cell has such an id or mode", f"The cells are {', '.join(cells)}.")
+        chosen |= like
+    return {
+        run: {name: table[table["cell_id"].isin(chosen)].reset_index(drop=True) for name, table in tables.items()}
+        for run, tables in runs.items()
+    }
 
 
 def _length_rows(cell: CellRecords) -> Iterator[dict[str, Any]]:
@@ -168,7 +193,8 @@ def fronts(runs: Mapping[str, Tables]) -> Iterator[Chart]:
     """Yield a chart for each quality figure and each scorer of it: against speedup, then against MAL."""
     table = speed_quality_points(runs)
     for speed, prefix in (("speedup", "speed"), ("mean_accepted_length", "length")):
-        for figure in ON_CURVES:
+        # What is measured of the tokens themselves comes first: it sees what few pictures cannot show.
+        for figure in sorted(ON_CURVES, key=lambda name: METRICS[name].level in ("image", "set")):
             metric = METRICS[figure]
             measured = table[table[figure].notna() & table[speed].notna()]
             others = [f"{name}{end}" for name in ON_CURVES if name != figure for end in ENDS]
@@ -224,10 +250,16 @@ def whiskers(rows: pd.DataFrame, name: str) -> list[list[float]] | None:
 
 # ---- Their pictures and files
 
-_KINDS = ("png", "svg", "csv")
+WIDTHS = {"one": 3.3, "two": 6.9}
+"""Inches of one column and of two in a paper."""
+
+# Without dates, versions and random ids equal curves are equal files.
+_METADATA: dict[str, dict[str, None]] = {
+    "png": {"Software": None}, "svg": {"Date": None, "Creator": None}, "pdf": {"CreationDate": None, "Producer": None},
+}  # fmt: skip
 _LOOK: dict[Any, Any] = {
     "axes.grid": True, "axes.axisbelow": True, "axes.spines.top": False, "axes.spines.right": False,
-    "grid.linewidth": 0.4, "grid.alpha": 0.5,
+    "grid.linewidth": 0.4, "grid.alpha": 0.5, "font.size": 8, "pdf.fonttype": 42, "figure.dpi": 200,
 }  # fmt: skip
 
 
@@ -236,33 +268,40 @@ def run_styles(runs: Mapping[str, Tables], by: str = "mode") -> Styles:
     return styles(stack_runs(runs, "speed"), by)
 
 
-def draw_curves(runs: Mapping[str, Tables], folder: Path, by: str = "mode") -> list[Path]:
-    """Draw the curves of runs (name to `curve_tables`) into `folder`; return the files.
+def draw_curves(
+    runs: Sequence[Path], folder: Path, by: str = "mode", cells: Sequence[str] = (), width: str = "two"
+) -> list[Path]:
+    """Draw the curves of run directories into `folder`; return the files.
 
-    `by` is what colours stand for and, except for the mode, what the mean accepted length is drawn against. Raises
-    `RefusedError` when there is nothing to draw.
+    `by` is what colours stand for and, except for the mode, what the mean accepted length is drawn against; `cells`:
+    patterns as in `choose_cells`, empty for all; `width`: see `WIDTHS`. Raises `RefusedError` without anything to draw.
     """
     from matplotlib import rc_context
 
     if by not in GROUPINGS:
         raise UserError(f"--by {by}: must be one of {', '.join(GROUPINGS)}")
-    cell_styles = run_styles(runs, by)
-    drawn = list(charts(runs, tuple(BOUNDS) if by == "mode" else (by,)))
+    if width not in WIDTHS:
+        raise UserError(f"--width {width}: must be one of {', '.join(WIDTHS)}")
+    tables: dict[str, Tables] = {name: curve_tables(run) for name, run in load_runs(runs, tables_suffice=True).items()}
+    tables = choose_cells(tables, cells) if cells else tables
+    cell_styles = run_styles(tables, by)
+    drawn = list(charts(tables, tuple(BOUNDS) if by == "mode" else (by,)))
     if not drawn:
         raise RefusedError("nothing to draw: these runs hold no drafts and no images that are both scored and timed")
+    files = []
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for chart in drawn:
-            png, svg, csv = (folder / f"{chart.name}.{kind}" for kind in _KINDS)
-            # Without dates, versions and random ids equal curves are equal files.
             with rc_context({**_LOOK, "svg.hashsalt": chart.name}):
-                figure = to_matplotlib(chart, cell_styles)
-                save_figure(figure, png, dpi=160, bbox_inches="tight", metadata={"Software": None})
-                save_figure(figure, svg, bbox_inches="tight", metadata={"Date": None, "Creator": None})
-            write_csv(chart.points, csv)
+                figure = to_matplotlib(chart, cell_styles, WIDTHS[width])
+                for kind, metadata in _METADATA.items():
+                    files.append(folder / f"{chart.name}.{kind}")
+                    save_figure(figure, files[-1], metadata=metadata)
+            files.append(folder / f"{chart.name}.csv")
+            write_csv(chart.points, files[-1])
     except OSError as error:
         raise UserError(f"--out {folder}: cannot be written: {error.strerror}") from error
-    return [folder / f"{chart.name}.{kind}" for chart in drawn for kind in _KINDS]
+    return files
 
 
 def save_figure(figure: Figure, path: Path, **options: Any) -> None:
@@ -272,25 +311,27 @@ def save_figure(figure: Figure, path: Path, **options: Any) -> None:
     write_atomically(path, content.getvalue())
 
 
-def to_matplotlib(chart: Chart, styles: Styles) -> Figure:
-    """Return the chart as a figure: one pair of axes, or a panel for each line."""
+def to_matplotlib(chart: Chart, styles: Styles, width: float = WIDTHS["two"]) -> Figure:
+    """Return the chart as a figure of `width` inches: one pair of axes, or a panel for each line."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
     groups = chart.groups()
-    across = min(3, len(groups)) if chart.panels else 1
+    across = min(round(width / 2), len(groups)) if chart.panels else 1
     down = -(-len(groups) // across) if chart.panels else 1
-    size = (2.6 * across + 0.6, 1.75 * down + 0.7) if chart.panels else (6.4, 4.2)
-    figure = Figure(figsize=size, layout="constrained" if chart.panels else None)
+    figure = Figure((width, 1.5 * down + 0.6 if chart.panels else 1.0 + 0.35 * width), layout="constrained")
     panels: list[Axes] = list(figure.subplots(down, across, sharex=True, sharey=True, squeeze=False).ravel())
     for number, rows in enumerate(groups):
+        axes = panels[number if chart.panels else 0]
         style, is_hollow = styles[cell_key(rows.iloc[-1])], "dominated" in rows and bool(rows["dominated"].iloc[0])
-        panels[number if chart.panels else 0].errorbar(
+        axes.errorbar(
             chart.x_values(rows), rows[chart.y].astype(float), xerr=whiskers(rows, chart.x),
             yerr=whiskers(rows, chart.y), label=line_label(rows), color=style.colour, marker=style.marker, capsize=2,
-            elinewidth=0.8, markersize=3 if chart.panels else 6, linestyle=style.line if chart.joined else "none",
+            elinewidth=0.8, markersize=3 if chart.panels else 5, linestyle=style.line if chart.joined else "none",
             alpha=0.38 if is_hollow else 1.0, markerfacecolor="none" if is_hollow else style.colour,
         )  # fmt: skip
+        if chart.x == "index" and chart.panels and pd.notna(row := rows["row_tokens"].iloc[0]):
+            _draw_row_ends(axes, int(row), int(rows["index_end"].max()) + 1)
     if chart.y in ("rate", "share"):
         panels[0].set_ylim(0, 1.02 if chart.y == "rate" else None)
     if chart.x_is_count:
@@ -315,9 +356,19 @@ def to_matplotlib(chart: Chart, styles: Styles) -> Figure:
     if "dominated" in chart.points and chart.points["dominated"].any():
         axes.set_title("pale and hollow: another cell is at least as fast and as good", fontsize="x-small", loc="left")
     axes.set(xlabel=chart.x_title, ylabel=chart.y_title)
-    legend = axes.legend(
-        loc="upper left", bbox_to_anchor=(1.02, 1.0), frameon=False, fontsize="small", handlelength=3.2
+    lines, names = axes.get_legend_handles_labels()
+    # As many columns as fit; the axes keep their height.
+    columns = max(1, int(width / (0.65 + 0.055 * max(map(len, names)))))
+    figure.set_figheight(figure.get_figheight() + 0.14 * -(-len(names) // columns))
+    figure.legend(
+        lines, names, loc="outside lower left", ncols=columns, frameon=False, fontsize="small", handlelength=3.2
     )
-    # Inches that a line of the legend takes: the axes become as high as a long legend.
-    figure.set_figheight(max(figure.get_figheight(), 0.25 * len(legend.texts)))
     return figure
+
+
+def _draw_row_ends(axes: Axes, row: int, tokens: int) -> None:
+    """Draw a thin line between rows of the image; ticks are at whole rows."""
+    axes.set_xticks(range(0, tokens + 1, row * max(1, round(tokens / row / 4))))
+    axes.grid(visible=False, axis="x")
+    for end in range(row, tokens, row):
+        axes.axvline(end - 0.5, color="#CCCCCC", linewidth=0.4, zorder=0)

@@ -5,14 +5,17 @@ Values that all rows share move to the notes below, and missing values stay blan
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import pandas as pd
 
-from lantern_bench.methods.tables import METRICS, ON_CURVES
+from lantern_bench.methods.tables import METRICS, ON_CURVES, PARAMETERS
+from lantern_bench.report.labels import BOUNDS
 from lantern_bench.report.records import NOTE_SEPARATOR
-from lantern_bench.report.tables import OUTSIDE
+from lantern_bench.report.tables import OUTSIDE, SPEEDUPS
 from lantern_bench.schema import CELL_COLUMNS, TABLES
 
 FORMATS = {
@@ -83,6 +86,13 @@ def readable(table: pd.DataFrame, name: str | None = None) -> Readable:
     With `name`, its name in the schema, empty columns and settings that the id holds are left out, values that all rows
     share are notes, and acceptance is by depth.
     """
+    rows, texts = _texts(table, name)
+    notes = tuple(_notes(rows, name)) if name is not None else ()
+    return Readable(pd.DataFrame(dict(texts.values())), notes)
+
+
+def _texts(table: pd.DataFrame, name: str | None) -> tuple[pd.DataFrame, dict[str, tuple[str, list[str]]]]:
+    """The rows that are shown, and for each column that is shown its head and texts."""
     rows = table[table["axis"] == "depth"].reset_index(drop=True) if name == "acceptance" else table
     names = [str(column) for column in rows.columns]
     intervals = [column for column in names if column.endswith(("_low", "_high"))]
@@ -91,12 +101,12 @@ def readable(table: pd.DataFrame, name: str | None = None) -> Readable:
     units = {column.name: column.unit for column in TABLES[name]} if name is not None else {}
     if name == "summary":  # As in the papers, to fit the screen: the speed and quality tables hold the other intervals.
         rows = rows.drop(columns=[column for column in intervals if column not in ("speedup_low", "speedup_high")])
-    text = {}
+    texts = {}
     for column in shown:
         cells = (rows.get(f"{column}{end}", [None] * len(rows)) for end in ("", "_low", "_high"))
         figures = map(partial(format_figure, column, unit=units.get(column, "")), *cells)
-        text[_head(rows, column)] = list(figures)
-    return Readable(pd.DataFrame(text), tuple(_notes(rows, name)) if name is not None else ())
+        texts[column] = _head(rows, column), list(figures)
+    return rows, texts
 
 
 def worth_showing(table: pd.DataFrame, column: str, name: str = "") -> bool:
@@ -173,3 +183,55 @@ def _head(table: pd.DataFrame, column: str) -> str:
     scored_by = set(table[scorer][table[column].notna()].dropna()) if scorer in table else set()
     # The notes hold the hash of the weights.
     return f"{_HEADS[column]} ({str(*scored_by).partition('@')[0]})" if len(scored_by) == 1 else head_of(column)
+
+
+# ---- LaTeX
+
+_BETTER = {metric.name: metric.better for metric in METRICS.values()} | {"latency_s": "lower"}
+_BETTER |= dict.fromkeys((*SPEEDUPS, "mean_accepted_length", "tokens_per_s"), "higher")
+_SYMBOLS = {PARAMETERS[name].short or name: symbol for name, symbol in BOUNDS.items()}
+_GREEK = {"δ": r"$\delta$", "λ": r"$\lambda$", "η": r"$\eta$", "ε": r"$\epsilon$"}
+_ESCAPES = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
+_LATEX = str.maketrans(_GREEK | _ESCAPES | {character: f"\\{character}" for character in "&%$#_{}"})
+
+
+def latex(table: pd.DataFrame, name: str | None = None, title: str | None = None, more: Sequence[str] = ()) -> str:
+    """Return a table for LaTeX with booktabs: no empty columns, figures right-aligned, the best of a column bold."""
+    rows, texts = _texts(table, name)
+    alignment, lines = "", [list[str]() for _ in range(1 + len(rows))]  # the head, then the rows
+    for column, (head, column_texts) in texts.items():
+        if not any(column_texts):
+            continue
+        heading, kind, cells = _in_latex(head), "l", list(map(_in_latex, column_texts))
+        if pd.api.types.is_numeric_dtype(rows[column]):
+            kind, cells = "r", _figures(pd.Series(column_texts), _BETTER.get(column))
+        if any(" & " in cell for cell in cells):
+            kind, heading = "r@{ }l", rf"\multicolumn{{2}}{{c}}{{{heading}}}"
+            cells = [cell if " & " in cell else f"{cell} & " for cell in cells]
+        alignment += kind
+        for line, cell in zip(lines, [heading, *cells], strict=True):
+            line.append(cell)
+    head_line, *row_lines = (" & ".join(line) + r" \\" for line in lines)
+    notes = _notes(rows, name) if name is not None else ()
+    remarks = [f"% {note}" for note in (title, r"needs \usepackage{booktabs}", *notes, *more) if note]
+    begin = [rf"\begin{{tabular}}{{{alignment}}}", r"\toprule", head_line, r"\midrule"]
+    return "\n".join([*remarks, *begin, *row_lines, r"\bottomrule", r"\end{tabular}"])
+
+
+def _figures(texts: pd.Series, better: str | None) -> list[str]:
+    """The cells of a column of figures; an interval is a cell of its own, so that the figures stay aligned."""
+    values, _, intervals = texts.str.partition(" [").T.to_numpy()
+    numbers = pd.Series(values).str.extract(r"^([+-]?[\d.]+)")[0].astype(float)
+    best = {"higher": numbers.max(), "lower": numbers.min()}.get(better or "")
+    cells = []
+    for value, number, interval in zip(values, numbers, intervals, strict=True):
+        cell = _in_latex(value.removesuffix("x")).replace("-", "$-$") + r"$\times$" * value.endswith("x")
+        cell = rf"\textbf{{{cell}}}" if number == best and numbers.nunique() > 1 else cell
+        cells.append(f"{cell} & [{interval.replace('-', '$-$')}" if interval else cell)
+    return cells
+
+
+def _in_latex(text: str) -> str:
+    """Text escaped, with the symbols of bounds: `delta=0.1` begins with a Greek letter."""
+    text = _SYMBOLS.get(text, re.sub(r"\b\w+(?==)", lambda match: _SYMBOLS.get(match[0], match[0]), text))
+    return text.translate(_LATEX)

@@ -139,7 +139,7 @@ def _colours(values: pd.Series, by: str) -> list[str]:
         from matplotlib import colormaps
         from matplotlib.colors import to_hex
 
-        # Without its palest part, which does not print.
-        shades = colormaps["cividis"].resampled(len(distinct) + 1)
+        # Without its palest part, which does not print; no shade is near the grey of cells without the value.
+        shades = colormaps["plasma"].resampled(len(distinct) + 1)
         colours = {value: to_hex(shades(place)) for place, value in enumerate(distinct)}
     return [colours.get(value, "#767676") for value in values]

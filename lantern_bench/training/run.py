@@ -26,7 +26,7 @@ from lantern_bench.models.io.state_dict import export
 from lantern_bench.models.loaded_model import LoadedModel, transformer_of
 from lantern_bench.models.model import Model
 from lantern_bench.models.registry import model_of
-from lantern_bench.models.target import TransformerTarget
+from lantern_bench.models.target import CachedTarget
 from lantern_bench.prompts import load_prompts, read_captioned
 from lantern_bench.training.loop import OnEvent, Processes, TrainEvent, TrainReport, read_checkpoint, train
 from lantern_bench.training.recipe import DrafterFlags, DrafterRecipe, Optimisation, TrainSettings, flag_of, recipe_of
@@ -143,7 +143,7 @@ def plan_rows(job: DrafterJob) -> list[tuple[str, str]]:
     flags, recipe, total = job.flags, job.recipe, len(job.data.captions)
     model = model_of(flags.target)
     target = (model.with_random_weights() or model.load(torch.device("cpu"), torch.float32)).target
-    if not isinstance(target, TransformerTarget):
+    if not isinstance(target, CachedTarget):
         raise UserError(f"--target {flags.target}: has no features to learn from", "Use a model that is a transformer.")
     steps, image_tokens = recipe.total_steps(job.sequences), target.config.image_tokens
     source = "encoded" if job.data.pictures is not None else "sampled by the target"
@@ -207,7 +207,8 @@ def train_drafter(
     task = DrafterTask(drafter, sequences(training), examined, recipe, job.decoding, flags.seed, processes)
     prompts = list(job.prompts) or list(dict.fromkeys(captions[number] for number in held_out))
     if flags.compile:
-        target.transformer.compile()
+        if model.compiles:
+            target.transformer.compile()
         drafter.compile()
     logged = _logged(job, model, task, prompts, on_event) if processes.first else lambda _event: None
     report = train(task, settings, target.device, logged, processes)
@@ -328,7 +329,7 @@ def _write_report(job: DrafterJob, report: TrainReport, evaluated: Sequence[Eval
     write_atomically(job.out / "training_report.json", json.dumps(content, indent=1).encode() + b"\n")
 
 
-def _initial_drafter(job: DrafterJob, model: LoadedModel, target: TransformerTarget) -> EagleDrafter:
+def _initial_drafter(job: DrafterJob, model: LoadedModel, target: CachedTarget) -> EagleDrafter:
     """Return the drafter to start from, float32, on the target's device."""
     target.requires_grad_(False).eval()
     if job.init_name == "random":

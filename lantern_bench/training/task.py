@@ -34,8 +34,8 @@ from lantern_bench.models.io.files import write_atomically
 from lantern_bench.models.io.state_dict import compute_buffers
 from lantern_bench.models.loaded_model import LoadedModel, VQPixels
 from lantern_bench.models.target import (
+    CachedTarget,
     Condition,
-    TransformerTarget,
     force_line_ends,
     positions_of,
     prefix_mask,
@@ -154,7 +154,7 @@ class TargetFeatures(NamedTuple):
     prompts: Tensor | None  # int64 [B, P], in the model's own vocabulary; None for other conditions
 
 
-def target_features(target: TransformerTarget, condition: Condition, tokens: Tensor, dropped: Tensor) -> TargetFeatures:
+def target_features(target: CachedTarget, condition: Condition, tokens: Tensor, dropped: Tensor) -> TargetFeatures:
     """Return features along tokens int64 [B, N]; the rows `dropped` bool [B] have the null condition."""
     tokens, dropped = tokens.to(target.device), dropped.to(target.device)[:, None]
     conditional, null = target.prefix(condition, guided=True).chunk(2)
@@ -176,7 +176,7 @@ def target_features(target: TransformerTarget, condition: Condition, tokens: Ten
 class Sequences:
     """Token sequences of a target with their conditions."""
 
-    target: TransformerTarget
+    target: CachedTarget
     tokens: Tensor  # int [n, N]
     condition: Callable[[Sequence[int]], Condition]  # of the rows with these numbers
 
@@ -332,12 +332,14 @@ class DrafterTask(Task):
 
     def _distribution(self, features: Tensor, dropped: Tensor) -> Tensor:
         """Return the logits [B, N - 1, V] that the loss compares: guided where the recipe is."""
-        if self._recipe.guided:
-            # The head is linear: guiding its input guides its output at half the cost.
-            cond, null = features.float().chunk(2)
-            alone = dropped.to(cond.device)[:, None, None]
-            features = torch.where(alone, cond, guide(cond, null, self._decoding.cfg_scale)).to(features.dtype)
-        return self._logits(features)
+        if not self._recipe.guided:
+            return self._logits(features)
+        # Where the head is linear, guiding its input guides its output at half the cost.
+        linear = self._training.target.linear_head
+        cond, null = (features.float() if linear else self._logits(features)).chunk(2)
+        alone = dropped.to(cond.device)[:, None, None]
+        guided = torch.where(alone, cond, guide(cond, null, self._decoding.cfg_scale))
+        return self._logits(guided.to(features.dtype)) if linear else guided
 
     def _logits(self, features: Tensor) -> Tensor:
         """Return logits float32 [B, N - 1, V] of the tokens 1 to N - 1."""

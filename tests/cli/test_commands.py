@@ -185,8 +185,9 @@ def test_curves_of_several_runs_share_the_axes(results, monkeypatch):
     drawn = []
     monkeypatch.setattr("lantern_bench.report.curves.draw_curves", lambda *arguments: drawn.append(arguments) or [])
     assert cli.main(["curves", "first", "second", "--out", "both"]) == 0
-    ((tables, folder, by),) = drawn
-    assert list(tables) == ["first-1234", "second"] and folder == Path("both") and by == "mode"
+    ((runs, folder, by, cells, width),) = drawn
+    assert [run.name for run in runs] == ["first-1234", "second"] and folder == Path("both") and by == "mode"
+    assert cells == [] and width == "two"
 
 
 def test_compare_prints_effects_and_verdicts(results, capsys):

@@ -14,6 +14,7 @@ from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.loop import decode
 from lantern_bench.models.packed_linear import pack_for_decoding
 from lantern_bench.models.registry import model_of
+from tests.examples.tiny_hosted import write_model
 from tests.models import tiny_hosted as tiny
 
 CPU = torch.device("cpu")
@@ -24,24 +25,28 @@ QUICK = ["--images", "8", "--steps", "4", "--batch", "2", "--set", "autocast=fal
 QUICK += ["--eval-images", "2", "--final-images", "2", "--device", "cpu"]
 
 
-@pytest.fixture(params=WRITE)
+@pytest.fixture(params=[*WRITE, "python"])
 def hosted(request: pytest.FixtureRequest, folder: Path) -> str:
-    """A model file of a model that transformers wrote, in the current folder."""
-    WRITE[request.param](folder / "weights", SHAPE)
-    grid = "grid: [3, 4]\n" if request.param == "emu3" else ""
-    Path("model.yaml").write_text(f"family: {request.param}\n{grid}target: {{checkpoint: weights}}\n")
+    """A model file in the current folder: of a family here, or of one that transformers computes, with wide heads."""
+    if request.param == "python":
+        write_model(folder, SHAPE._replace(side=3, head_dim=12)).rename("model.yaml")
+    else:
+        WRITE[request.param](folder / "weights", SHAPE)
+        grid = "grid: [3, 4]\n" if request.param == "emu3" else ""
+        Path("model.yaml").write_text(f"family: {request.param}\n{grid}target: {{checkpoint: weights}}\n")
     Path("captions.txt").write_text("\n".join(CAPTIONS) + "\n")
     return str(request.param)
 
 
 def test_a_drafter_is_trained_and_decodes(hosted: str, capsys: pytest.CaptureFixture[str]) -> None:
     typed = ["train", "drafter", "--target", "model.yaml", "--data", "captions.txt", "--out", "drafter", *QUICK]
+    typed += ["--set", "guided=true"] if hosted == "python" else []  # its head is not linear
     assert main(typed) == 0, capsys.readouterr().err
     report = json.loads(Path("drafter/training_report.json").read_text())
     assert report["steps"] == 4 and 1 <= report["drafters"]["trained"]["mal"] <= 6
     described = json.loads(Path("drafter/config.json").read_text())
     model = model_of("drafter/model.yaml").load(CPU, torch.float32)
-    assert described["vocab_size"] == model.target.config.text_vocab_size and described["mask_padding"] is True  # type: ignore[attr-defined]
+    assert described["vocab_size"] == model.target.config.embedded_tokens and described["mask_padding"] is True  # type: ignore[attr-defined]
     images = []
     for shape in ({"mode": "ar"}, {"mode": "speculative", "tree": "small-7"}):
         greedy = Decoding(temperature=0, cfg_scale=3.0, **shape)
@@ -57,7 +62,7 @@ def test_a_drafter_is_trained_and_decodes(hosted: str, capsys: pytest.CaptureFix
 def test_generate_needs_no_drafter(hosted: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", CAPTIONS[0], "--model", "model.yaml", "--out", "one.png"]) == 0
     assert "scd" in capsys.readouterr().out and Path("one.png").is_file()
-    space = "normalised" if hosted == "janus" else "raw"
+    space = "raw" if hosted == "emu3" else "normalised"
     assert model_of("model.yaml").load(CPU, torch.float32).neighbour_space == space
 
 

@@ -93,10 +93,3 @@ def test_cards_know_the_files(janus: Path) -> None:
     card = model_of(str(janus))
     assert card.defaults["cfg_scale"] == 5.0 and card.files()["code"].name == "hosted_janus.py"
     assert loaded(janus).weights.keys() == {"target", "code"} and card.mode == "scd"
-
-
-def test_drafters_cannot_be_trained_for_it(janus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "captions.txt").write_text("\n".join(CAPTIONS))
-    typed = ["train", "drafter", "--target", str(janus), "--data", str(tmp_path / "captions.txt")]
-    assert cli.main([*typed, "--out", str(tmp_path / "drafter"), "--dry-run"]) == 2
-    assert "has no features to learn from" in capsys.readouterr().err

@@ -21,6 +21,7 @@ class Shape(NamedTuple):
     dim: int = 32
     heads: int = 4
     kv_heads: int = 4
+    head_dim: int | None = None
     ffn: int = 48
     layers: int = 2
     tied: bool = False
@@ -83,6 +84,7 @@ def write_janus(folder: Path, shape: Shape, seed: int = 1) -> Any:
     text |= {"intermediate_size": shape.ffn, "num_hidden_layers": shape.layers, "num_attention_heads": shape.heads}
     text |= {"num_key_value_heads": shape.kv_heads, "rope_theta": shape.theta, "rms_norm_eps": 1e-6}
     text |= {"bos_token_id": vocabulary[JANUS_SPECIAL[0]], "pad_token_id": vocabulary[JANUS_SPECIAL[2]]}
+    text |= {} if shape.head_dim is None else {"head_dim": shape.head_dim}
     seen = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "projection_dim": shape.dim}
     seen |= {"image_size": 4 * shape.side, "patch_size": 4, "num_image_tokens": shape.side**2}
     vq = {"num_embeddings": shape.codes, "embed_dim": shape.code_dim, "latent_channels": 32, "base_channels": 32}

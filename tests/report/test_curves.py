@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 
 import pandas as pd
@@ -14,6 +15,7 @@ from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.report.curves import (
     acceptance_points,
     charts,
+    choose_cells,
     curve_tables,
     draw_curves,
     fronts,
@@ -21,10 +23,12 @@ from lantern_bench.report.curves import (
     line_label,
     run_styles,
     speed_quality_points,
+    stack_runs,
     to_matplotlib,
 )
+from lantern_bench.report.labels import BOUNDS
 from lantern_bench.report.page import to_plotly
-from tests.made_up_run import AR, STRICT, WALKS, make_record, make_records, make_scores, run_of
+from tests.made_up_run import AR, STRICT, WALKS, make_record, make_records, make_scores, run_of, write_run
 
 
 def tables_from(records, scores=()):
@@ -45,18 +49,19 @@ def tables():
 
 @pytest.fixture(scope="module")
 def drawn(tmp_path_factory) -> dict[str, Path]:
-    records = make_records()
-    files = draw_curves({"run": tables_from(records, make_scores(records))}, tmp_path_factory.mktemp("run") / "figures")
+    folder, records = tmp_path_factory.mktemp("curves"), make_records()
+    files = draw_curves([write_run(folder / "run", records, make_scores(records))], folder / "figures", width="one")
     return {path.name: path for path in files}
 
 
-def test_each_curve_has_png_svg_and_csv(tables, drawn):
+def test_each_curve_has_its_files_at_the_width_of_a_column(tables, drawn):
     names = ["acceptance-by-depth", "acceptance-by-position", "accepted-lengths"]
     names += [f"{x}-quality-{y}" for x in ("speed", "length") for y in ("clip_score", "prompt_accuracy")]
-    assert list(drawn) == [f"{name}.{kind}" for name in names for kind in ("png", "svg", "csv")]
+    assert list(drawn) == [f"{name}.{kind}" for name in names for kind in ("png", "svg", "pdf", "csv")]
     with Image.open(drawn["acceptance-by-depth.png"]) as picture:
-        assert picture.width > 800
-    assert "<svg" in drawn["acceptance-by-depth.svg"].read_text()[:500]
+        assert picture.width == 3.3 * 200
+    assert f'width="{3.3 * 72:.1f}' in drawn["acceptance-by-depth.svg"].read_text()[:500]
+    assert f"/MediaBox [ 0 0 {3.3 * 72:.1f}".encode() in drawn["acceptance-by-depth.pdf"].read_bytes()
     behind = pd.read_csv(drawn["acceptance-by-depth.csv"])
     wanted = tables["acceptance"][tables["acceptance"]["axis"] == "depth"]
     assert behind["rate"].tolist() == pytest.approx(wanted["rate"].tolist(), rel=1e-5)
@@ -68,8 +73,31 @@ def test_each_curve_has_png_svg_and_csv(tables, drawn):
 
 def test_equal_tables_give_equal_files(drawn, tables, tmp_path, monkeypatch):
     monkeypatch.setattr("lantern_bench.report.curves.charts", lambda *_: list(charts({"run": tables}))[:1])
-    for path in draw_curves({"run": tables}, tmp_path):
+    for path in draw_curves([drawn["acceptance-by-depth.csv"].parent.parent / "run"], tmp_path, width="one"):
         assert path.read_bytes() == drawn[path.name].read_bytes()
+
+
+def test_cells_are_chosen_by_id_pattern_or_mode(tables):
+    both = {"a": tables, "b": tables}
+    for patterns, modes in ((["speculative"], {"speculative"}), (["ar", "*-lambda2-*"], {"ar", "lantern++"})):
+        chosen = choose_cells(both, patterns)
+        assert all(
+            set(table["mode"]) <= modes for of_run in chosen.values() for table in of_run.values() if "mode" in table
+        )
+        assert {row for row in stack_runs(chosen, "speed")["mode"]} == modes and list(chosen) == ["a", "b"]
+    with pytest.raises(UserError, match="--cells lantern: no cell") as caught:
+        choose_cells(both, ["ar", "lantern"])
+    assert STRICT.cell_id in str(caught.value.advice)
+
+
+@pytest.mark.parametrize(("tokens", "row"), [(256, 16), (16 * 17, 17), (250, math.nan)])
+def test_positions_show_the_rows_of_the_image(tokens, row):
+    long = [make_record(STRICT, 0, [[-1]] * (tokens - 1), 1.0)]
+    tables = {"run": tables_from(long)}
+    chart = next(chart for chart in charts(tables) if chart.panels)
+    lines = to_matplotlib(chart, run_styles(tables)).axes[0].lines
+    ends = [float(line.get_xdata()[0]) for line in lines if line.get_color() == "#CCCCCC"]
+    assert ends == ([] if math.isnan(row) else [row * number - 0.5 for number in range(1, 16)])
 
 
 def test_accepted_lengths_are_counted_by_step(tables):
@@ -146,7 +174,7 @@ def bounded(**parameters):
 @pytest.mark.parametrize(
     ("by", "cells"),
     [
-        ("delta", [bounded(delta=d) for d in (0.05, 0.2)]),
+        ("delta", [bounded(delta=d) for d in (0.05, 0.2, 0.5, 0.9)]),
         ("lambda", [bounded(mode="lantern++", **{"lambda": x}) for x in (2, 5)]),
         (
             "tree",
@@ -158,16 +186,20 @@ def bounded(**parameters):
 def test_curves_by_a_parameter(by, cells):
     tables = tables_of_cells([AR, *cells])
     (chart,) = (chart for chart in charts({"run": tables}, [by]) if chart.name == f"mean-accepted-length-by-{by}")
-    assert chart.points["mean_accepted_length"].tolist() == [2.0, 2.0] and chart.points[by].nunique() == 2
+    assert set(chart.points["mean_accepted_length"]) == {2.0} and chart.points[by].nunique() == len(cells)
     styles = run_styles({"run": tables}, by)
     assert to_matplotlib(chart, styles).axes
     colours = [styles["run", "lanterns", cell.cell_id].colour for cell in cells]
     assert colours[0] != colours[1]
+    for colour in {*colours} if by in BOUNDS else ():  # a baseline is grey
+        channels = [int(colour[start : start + 2], 16) for start in (1, 3, 5)]
+        assert max(channels) - min(channels) > 100
 
 
-def test_unknown_grouping_is_refused(tmp_path):
-    with pytest.raises(UserError, match="--by colour"):
-        draw_curves({}, tmp_path, "colour")
+@pytest.mark.parametrize(("changes", "wrong"), [({"by": "colour"}, "--by colour"), ({"width": "3"}, "--width 3")])
+def test_unknown_choices_are_refused(changes, wrong, tmp_path):
+    with pytest.raises(UserError, match=wrong):
+        draw_curves([], tmp_path, **changes)
 
 
 MULTIPLICATIVE = {"mode": "lantern++", "lambda": 2, "delta": None}
@@ -278,13 +310,13 @@ def test_lines_differ_in_more_than_colour(tables):
 
 
 def test_nothing_to_draw(tmp_path):
-    tables = tables_from([make_record(AR, n, [[]], 1.0) for n in range(2)])
+    run = write_run(tmp_path / "run", [make_record(AR, n, [[]], 1.0) for n in range(2)], [])
     with pytest.raises(RefusedError, match="nothing to draw"):
-        draw_curves({"run": tables}, tmp_path / "figures")
+        draw_curves([run], tmp_path / "figures")
     assert not (tmp_path / "figures").exists()
 
 
-def test_unwritable_folder_is_refused(tables, tmp_path):
+def test_unwritable_folder_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be written"):
-        draw_curves({"run": tables}, tmp_path / "file")
+        draw_curves([write_run(tmp_path / "run", make_records(), [])], tmp_path / "file")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pandas as pd
 
-from lantern_bench.report.format_tables import readable
+from lantern_bench.report.format_tables import latex, readable
 
 
 def test_summary(tables):
@@ -71,3 +71,27 @@ def test_a_table_without_a_name_is_shown_whole():
     shown, notes = readable(table)
     assert shown.to_dict("list") == {"model": ["a", "a"], "size": ["1", "2"], "share": ["0.1235", ""]}
     assert notes == ()
+
+
+def test_latex_is_ready_for_a_paper(tables):
+    text = latex(tables["summary"].assign(speedup_low=[1.0, None, -2.5], precision=None), "summary", "50%_a run")
+    remarks = [line for line in text.splitlines() if line.startswith("%")]
+    _, _, head, _, *rows, _, _ = (line for line in text.splitlines() if line not in remarks)
+    assert remarks[:2] == ["% 50%_a run", r"% needs \usepackage{booktabs}"]
+    assert r"\begin{tabular}{llrrr@{ }lr@{ }lrrr}" in text and r"\toprule" in text and r"\bottomrule" in text
+    cells = [row.removesuffix(r" \\").split(" & ") for row in rows]
+    assert r"\multicolumn{2}{c}{speedup}" in head and "FID" not in head and "precision" not in head
+    assert cells[2][1] == r"small-7 k=10 $\lambda$=2"
+    speedups = [row[4:6] for row in cells]
+    assert speedups == [
+        [r"1.00$\times$", "[1.00, 1.00]"],
+        [r"2.09$\times$", ""],
+        [r"\textbf{3.25$\times$}", "[$-$2.50, 4.26]"],
+    ]
+    assert [row[-2].startswith(r"\textbf") for row in cells] == [True, True, False]  # CLIP score: a tie
+    assert not any(row[-1].startswith(r"\textbf") for row in cells)  # recall: all are equal
+    low = latex(tables["summary"].assign(fid=[12.0, 11.0, 13.0]), "summary")
+    assert low.count(r"\textbf{11.00}") == 1 and r"\textbf{13.00}" not in low
+    assert r"50\%\_x" in latex(pd.DataFrame({"delta": [0.1], "method": ["50%_x"]})) and r"$\delta$ & method" in latex(
+        pd.DataFrame({"delta": [0.1], "method": ["a"]})
+    )

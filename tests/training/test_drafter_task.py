@@ -15,7 +15,7 @@ from lantern_bench.decoding.teacher_forcing import drafter_logits_along, teacher
 from lantern_bench.errors import RefusedError
 from lantern_bench.models import registry
 from lantern_bench.models.eagle import load_drafter, untrained_drafter
-from lantern_bench.models.target import Condition, TransformerTarget, force_line_ends
+from lantern_bench.models.target import CachedTarget, Condition, TransformerTarget, force_line_ends
 from lantern_bench.training import task as task_module
 from lantern_bench.training.loop import SINGLE, Processes
 from lantern_bench.training.recipe import RECIPES, DrafterRecipe
@@ -29,6 +29,7 @@ from lantern_bench.training.task import (
     target_features,
     unroll,
 )
+from tests.examples.tiny_hosted import SHAPE, write_model
 from tests.models import golden_models, tiny_chameleon
 from tests.training.tiny_target import CAPTIONS, CONFIG, caption_condition, tiny_target
 
@@ -55,14 +56,16 @@ def both(sequences: Sequences, count: int) -> TargetFeatures:
     return sequences.features([*range(count)] * 2, torch.arange(2 * count) >= count)
 
 
-@pytest.fixture(scope="module", params=["bundled", "llamagen", "anole-7b", "lumina-mgpt-7b-768"])
+@pytest.fixture(scope="module", params=["bundled", "llamagen", "hosted", "anole-7b", "lumina-mgpt-7b-768"])
 def sequences(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Sequences:
-    """Of the tiny target, of LlamaGen's and of two Chameleons: the last has ends of lines and obeys its grid."""
+    """Of four families and a model of transformers with wide heads; the last has ends of lines and obeys its grid."""
     if request.param == "bundled":
         return tiny_sequences()
     folder = tmp_path_factory.mktemp("model")
     if request.param == "llamagen":
         return _with_random_features(golden_models.load(golden_models.recorded_target(folder, "t2i")).target)
+    if request.param == "hosted":
+        return _loaded(write_model(folder, SHAPE._replace(side=4, head_dim=12)))
     return _loaded(tiny_chameleon.write_model_file(folder, request.param, (4, 4)))
 
 
@@ -80,7 +83,7 @@ def _with_random_features(target: object) -> Sequences:
 def _loaded(path: Path) -> Sequences:
     loaded = registry.model_of(str(path)).load(CPU, torch.float32)
     target = loaded.target
-    assert isinstance(target, TransformerTarget)
+    assert isinstance(target, CachedTarget)
     draws = torch.Generator().manual_seed(2)
     lines = torch.randint(target.n_codes, (3, 4, target.config.line_length), generator=draws)
     if target.config.line_ends:
