@@ -167,6 +167,8 @@ WORDS = {
     "profile": ["--images", "1", "--tokens", "8", "--no-compile", "--threads", "1", "--tree", "chain-3"],
     "check-model": ["lanterns", "--tokens", "4"],
     "predict": ["FOLDER/run", "--device", "a100"],
+    "compare": ["FOLDER/run", "FOLDER/other"],
+    "recommend": ["FOLDER/run"],
     "train drafter": ["--target", "lanterns", "--data", "held-out", "--dry-run"],
 }
 
@@ -275,7 +277,8 @@ def test_any_number_of_any_flag_is_refused_or_works(kind: str, tmp_path: Path) -
 
     Every run takes two of the numbers for each flag, and loads nothing; the long tests take all, and load the model.
     """
-    write_run(tmp_path / "run", make_records(), [])
+    for name in ("run", "other"):
+        write_run(tmp_path / name, make_records(), [])
     commands = []
     for place, (command, flag, parameter) in enumerate(numeric_flags()):
         chosen = NUMBERS if kind == "images" else [NUMBERS[(place + step) % len(NUMBERS)] for step in (0, 3)]
