@@ -282,8 +282,9 @@ def decode(
     if len(resolved.cells) != 1:
         raise UserError(f"decode takes one value per parameter; these make {len(resolved.cells)} cells", "Use sweep.")
     if conditions is None:
+        described = registry.model_of(model.name)
         for text in texts:
-            registry.model_of(model.name).check_prompt(text)
+            described.check_prompt(text)
         for _ in model.prepare(list(dict.fromkeys(texts))):
             pass
     else:

@@ -167,7 +167,9 @@ class _Checks:
                 chain = self._chain(image, torch.tensor([*committed[image], *drawn[image, path].tolist()]))
                 first = len(committed[image]) + 1
                 theirs = [row[0, first : first + len(path)] for row in chain]
-                gaps |= _gaps(f"image {image}, tree {step}, node {leaf} ", [row[image, path] for row in rows], theirs)
+                # In a small image the tree reaches beyond the last token, which a chain has no logits for.
+                ours = [row[image, path[: len(theirs[0])]] for row in rows]
+                gaps |= _gaps(f"image {image}, tree {step}, node {leaf} ", ours, theirs)
             paths = torch.full((2, _TREE.max_depth + 1), -1)
             for image, nodes in enumerate(_PATHS):
                 paths[image, : len(nodes) + 1] = torch.tensor([0, *nodes])
@@ -269,7 +271,7 @@ class _Checks:
     def _chain(self, image: int, tokens: Tensor) -> Rows:
         """The logits [1, N, V] of up to N tokens of an image, scored as a chain of N with filler."""
         chain = torch.zeros(1, self.length, dtype=torch.int64, device=self.target.device)
-        chain[0, : len(tokens)] = tokens.to(chain.device)
+        chain[0, : len(tokens)] = tokens[: self.length].to(chain.device)
         return _rows(teacher_forced(self.target, self.conditions[image], chain, True).logits)
 
     def _compared(self, check: str, gaps: Gaps, about: str) -> Check:

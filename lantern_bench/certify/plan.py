@@ -13,7 +13,7 @@ from lantern_bench.errors import UserError
 from lantern_bench.methods.tables import MODES, RULES
 from lantern_bench.models.registry import defaults_of, model_of
 from lantern_bench.prompts import load_prompts
-from lantern_bench.runs.request import check_neighbours
+from lantern_bench.runs.request import check_sizes
 
 
 class Sizes(NamedTuple):
@@ -45,7 +45,7 @@ def plan_certificate(
     flags = flags | {"model": [model.name], "prompts": flags["prompts"] or next(iter(model.prompt_sets))}
     overrides = Overrides.from_flags(flags, modes=modes, settings=settings)
     resolved = load_experiment(experiment, defaults_of, overrides)
-    check_neighbours(resolved)
+    check_sizes(resolved)
     relaxed = tuple(cell for cell in resolved.cells if not cell.decoding.rule_row.lossless)
     if not relaxed:
         raise UserError(f"{experiment}: has no relaxed cell", "Give another --experiment, or other --modes.")

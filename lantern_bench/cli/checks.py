@@ -9,6 +9,7 @@ import typer
 
 from lantern_bench.cli.options import (
     DECODING_FLAGS,
+    MOST_SEED,
     DeviceOption,
     FormatOption,
     PromptsOption,
@@ -54,7 +55,7 @@ def check_model(
     reference: Annotated[Path | None, typer.Option(help="Logits: .npz of tokens, cond, uncond, prompts.")] = None,
     prompt: Annotated[list[str] | None, typer.Option(help="Two prompts. Default: the model's first two.")] = None,
     tokens: Annotated[int | None, typer.Option(min=2, help="Tokens of an image to check. Default: two rows.")] = None,
-    seed: Annotated[int, typer.Option(help="Random seed of the tokens.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=MOST_SEED, help="Random seed of the tokens.")] = 0,
     device: DeviceOption = "cpu",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16; rounding hides mistakes.")] = "float32",
     format: FormatOption = None,
@@ -143,6 +144,7 @@ def _check_run(folder: Path) -> Checked:
 # Columns of an audit on a screen, and those of other tables that are only in files.
 _AUDIT = ["mode", "form", "claim", "source", "table_images", "images", "p_holm", "power_p", "table_tv", "table_tv_low"]
 _AUDIT += ["table_tv_high", "emitted_tv", "emitted_tv_low", "emitted_tv_high", "verdict"]
+_MOST = 100_000  # of what `certify` draws: more takes days
 _FILE_ONLY = ["model", "prompts", "emitted_tv_crossed", "emitted_tv_median", "moved_mass"]
 
 
@@ -159,12 +161,13 @@ def certify(
     ] = None,
     prompts: PromptsOption = None,
     positions: Annotated[
-        int | None, typer.Option(min=1, help="Positions of emitted TV. Default: 48; with --emitted-tv 200.")
+        int | None, typer.Option(min=1, max=_MOST, help="Positions of emitted TV. Default: 48; with --emitted-tv 200.")
     ] = None,
     draws: Annotated[
-        int | None, typer.Option(min=2, help="Sampled drafts per position. Default: 128; with --emitted-tv 512.")
+        int | None,
+        typer.Option(min=2, max=_MOST, help="Sampled drafts a position. Default: 128; with --emitted-tv 512."),
     ] = None,
-    samples: Annotated[int, typer.Option(min=8, help="Images of each lossless check.")] = 192,
+    samples: Annotated[int, typer.Option(min=8, max=_MOST, help="Images of each lossless check.")] = 192,
     out: Annotated[
         Path | None, typer.Option(help="Directory of the CSV files. Default: results/certify-MODEL or audit-MODEL.")
     ] = None,

@@ -131,7 +131,7 @@ def generate(
     mode: Annotated[
         list[str] | None, typer.Option(help=f"{', '.join(MODES)}, or all. Default: lantern++; without a drafter scd.")
     ] = None,
-    images: Annotated[int, typer.Option(min=1, help="Images per mode, one below the other.")] = 1,
+    images: Annotated[int, typer.Option(min=1, max=1000, help="Images per mode, one below the other.")] = 1,
     out: Annotated[Path, typer.Option(help="The PNG file.")] = Path("picture.png"),
     force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
     settings: SettingsOption = None,

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 PROMPTS_HELP = "Prompt set, file, coco:FILE, parti:FILE or imagenet; append #100 to take one hundred of them."
 RUN_HELP = "Run directory, or the name (or a prefix of it) of a run under results/."
 DEVICE_HELP = "auto, cpu, mps, cuda or cuda:N."
+MOST_SEED = 2**63 - 1
 
 # ---- Flags whose values a command uses itself: type aliases. `hidden` flags are shown by --help-all only.
 
@@ -227,7 +228,7 @@ def resolve_cells(
     from lantern_bench.config.parse_experiment import Overrides
     from lantern_bench.config.yaml_source import Source
     from lantern_bench.models.registry import defaults_of, model_of
-    from lantern_bench.runs.request import check_neighbours
+    from lantern_bench.runs.request import check_sizes
 
     model_of(flags["model"][0])
     # A sweep has no default bounds, because it compares values.
@@ -237,7 +238,7 @@ def resolve_cells(
     data = {"name": name, "model": "?", "baseline": False, **bounds, **defaults, "cells": bounded}
     overrides = Overrides.from_flags(flags, settings=settings)
     resolved = load_experiment(Source(name, Path(), data), defaults_of, overrides)
-    check_neighbours(resolved)
+    check_sizes(resolved)
     return resolved
 
 

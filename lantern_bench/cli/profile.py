@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lantern_bench.cli.options import (
+    MOST_SEED,
     RULE_FLAGS,
     DeviceOption,
     FormatOption,
@@ -42,14 +43,16 @@ def profile(
     mode: Annotated[
         list[str] | None, typer.Option(help="A mode; with --search several, by default all lossless ones.")
     ] = None,
-    images: Annotated[int, typer.Option(min=1, help="Images decoded for each kind of step.")] = 4,
+    images: Annotated[int, typer.Option(min=1, max=1000, help="Images decoded for each kind of step.")] = 4,
     tokens: Annotated[int | None, typer.Option(min=2, help="Decode only this many tokens per image.")] = None,
     device: DeviceOption = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    threads: Annotated[int | None, typer.Option(min=1, help="Threads on a CPU. Default: the fastest number.")] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, max=1024, help="Threads on a CPU. Default: the fastest.")
+    ] = None,
     compile: Annotated[bool, typer.Option(help="Compile the decode steps.")] = True,
     search: Annotated[bool, typer.Option("--search", help="Search for the fastest trees instead.")] = False,
-    seed: Annotated[int, typer.Option(min=0, help="Random seed.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=MOST_SEED, help="Random seed.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Directory for profile.csv and profile.png.")] = None,
     save_to: Annotated[
         Path | None, typer.Option("--save-device", help="Write what steps cost here to a file for `predict --device`.")
@@ -73,7 +76,7 @@ def profile(
         raise UserError(f"profile measures one mode and rule at a time, and these are {len(decodings)}: {cells}")
 
     from lantern_bench.profile.steps import load_profiled_model, save_device, step_of
-    from lantern_bench.runs.devices import choose_compute
+    from lantern_bench.runs.devices import check_loaded, choose_compute
 
     trees = {} if search else {name: step_of(name, decodings[0]) for name in split_words(tree or [_TREES])}
     console: Console = ctx.obj
@@ -81,6 +84,8 @@ def profile(
     compute = choose_compute(device, dtype, fast=True)
     profiled = load_profiled_model(model, size, random_weights, compute, images, seed, tokens)
     profiled = profiled._replace(cfg_scale=decodings[0].cfg_scale)
+    for decoding in (*trees.values(), *decodings):
+        check_loaded(profiled.model, decoding, 1, compute)
     if compile:
         compile_steps([profiled.model], compute, console)
     steps = {"ar": decodings[0].autoregressive(), **trees}

@@ -28,7 +28,7 @@ from lantern_bench.methods.tables import (
     owners_of,
     raise_if_refused,
 )
-from lantern_bench.methods.trees import STATIC_TREES, Topology, check_topology, is_chain, topology_name
+from lantern_bench.methods.trees import MOST_NODES, STATIC_TREES, Topology, check_topology, is_chain, topology_name
 
 _ROWS: Mapping[str, Collection[str]] = {"mode": MODES, "drafting": DRAFTINGS, "rule": RULES}
 STRUCTURE = tuple(_ROWS)
@@ -71,6 +71,8 @@ def check_value(key: str, value: object, folder: Path = Path()) -> Any:
     try:
         return _adapter(key).validate_python(value)
     except ValidationError as error:
+        if (most := parameter.kind.most) is not None and error.errors()[0]["type"] == "less_than_equal":
+            raise ParameterError(f"must be at most {most:,}", key) from error
         remark = f" ({parameter.remark})" if parameter.remark else ""
         raise ParameterError(parameter.kind.allowed + remark, key) from error
 
@@ -233,6 +235,11 @@ class Decoding:
         return self.drafts and not self.drafting_row.chain and not is_tree_a_chain
 
     @property
+    def draft_nodes(self) -> int:
+        """How many nodes a draft has below the root, for estimates of memory; 0: its row does not say."""
+        return len(self.paths) or self.drafting_row.nodes(self._values)
+
+    @property
     def tree_label(self) -> str | None:
         """How ids and tables write the drafts: a static tree's name, `58n5d10b`, `w16`; None without a draft."""
         return self.drafting_row.label(self._values)
@@ -254,6 +261,22 @@ class Decoding:
             elif parameter.in_id == "changed" and value != default:
                 changed.append((key + word_of(value)).replace("_", ""))
         return "-".join([*words, *always, *changed])
+
+    def check_sizes(self, model: str, tokens: int | None, codes: int | None) -> None:
+        """Raise `UserError` for a size that a model of so many image tokens and codes bounds; None: unknown.
+
+        The default of a drafting is no error of the user: what lies behind the image is cut off.
+        """
+        limits = {"tokens": tokens, "codes": codes, "other codes": None if codes is None else codes - 1}
+        typed = [(key, value) for key, value in self.parameters if self.drafting_row.defaults.get(key) != value]
+        sizes = [(key.replace("_", "-"), value, PARAMETERS[key].bounded_by) for key, value in typed]
+        if self.paths:
+            fan_out = 1 + max(path[-1] for path in self.paths)
+            sizes += [("tree of depth", len(self.paths[-1]), "tokens"), ("tree of fan-out", fan_out, "codes")]
+        for flag, size, bound in sizes:
+            if bound is not None and (most := limits[bound]) is not None and size > most:
+                has = f"{tokens} tokens an image" if bound == "tokens" else f"{codes} codes"
+                raise UserError(f"--{flag} {size}: the model {model} has {has}", f"At most {most}.")
 
     def columns(self) -> dict[str, Any]:
         """Return the cell columns of `schema.py` without the model and the batch."""
@@ -286,6 +309,10 @@ def _check_together(values: Mapping[str, Any], mode: str, drafting: str, rule: s
             )
     if values["temperature"] and (problem := fresh_drafts_problem(rule, drafting, values)):
         raise ParameterError(problem)
+    if (nodes := DRAFTINGS[drafting].nodes(values)) > MOST_NODES:
+        raise ParameterError(
+            f"the drafting {drafting} makes {nodes:,} nodes of these values, and at most {MOST_NODES:,}"
+        )
     if clash := DRAFTINGS[drafting].problem(values):
         key, text = clash
         raise ParameterError(text, key)

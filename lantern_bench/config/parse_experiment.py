@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, TypeVar, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
@@ -17,6 +17,10 @@ from lantern_bench.methods.parameters import COUNT, NATURAL, Count, Natural
 from lantern_bench.methods.tables import DRAFTINGS, MODES, PARAMETERS, RULES
 
 _SWITCH = "must be true or false"
+_MOST_PARALLEL = 1024  # processes, threads
+DEVICE, DEVICES = r"^(auto|cpu|mps|cuda(:\d{1,2})?)$", "must be auto, cpu, mps, cuda or cuda:N"
+"""A pattern of `--device`, and the same in words."""
+DType: TypeAlias = Literal["auto", "float32", "bfloat16", "float16"]
 _T = TypeVar("_T")
 
 
@@ -57,17 +61,13 @@ class Settings(BaseModel):
     )
     # Images that are decoded at once; several values give several cells.
     batch: Several[Count] = Field(default=(1,), description=f"{COUNT.allowed}, or a list of them")
-    device: str = Field(
-        default="auto", pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$", description="must be auto, cpu, mps, cuda or cuda:N"
-    )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        default="auto", description="must be one of auto, float32, bfloat16, float16"
-    )
+    device: str = Field(default="auto", pattern=DEVICE, description=DEVICES)
+    dtype: DType = Field(default="auto", description=f"must be one of {', '.join(get_args(DType))}")
     compile: bool = Field(default=False, description=_SWITCH)
     # New worker processes that make the images, one after the other.
-    processes: Count = Field(default=1, description=COUNT.allowed)
+    processes: Count = Field(default=1, le=_MOST_PARALLEL, description=COUNT.allowed)
     # CPU threads that decode; None: the fastest number is measured.
-    threads: Count | None = Field(default=None, description=COUNT.allowed)
+    threads: Count | None = Field(default=None, le=_MOST_PARALLEL, description=COUNT.allowed)
     # Where code distances are measured (decoding/neighbours.py).
     neighbour_space: Literal["raw", "normalised"] | None = Field(
         default=None, description="must be raw or normalised; if absent, it is as published for the model"

@@ -15,7 +15,10 @@ from operator import itemgetter
 from typing import TypeAlias
 
 from lantern_bench.config.experiment import Cell, ResolvedExperiment
-from lantern_bench.errors import UserError
+from lantern_bench.errors import RefusedError, UserError
+
+MOST_IMAGES = 1_000_000
+"""Of one run: the largest that is tested; published tables have 50,000 at most for a cell."""
 
 
 def record_seed(run_seed: int, prompt_id: str, repeat: int, seed_set: int = 0) -> int:
@@ -126,6 +129,10 @@ def make_plan(experiment: ResolvedExperiment, prompts: Sequence[Prompt]) -> Plan
         raise UserError(f"prompts {settings.prompts}: holds no prompt", "Give a file with one prompt a line.")
     images = settings.images or len(unique)
     passes = -(-images // len(unique))  # over the prompts
+    total = images * settings.repeats * len(experiment.cells)
+    if total > MOST_IMAGES:
+        text = f"the plan has {total:,} images, and a run at most {MOST_IMAGES:,}"
+        raise RefusedError(text, "Give fewer --images, --repeats or cells; or several runs, of --prompts FILE#0-1000.")
     slots = [
         (unique[index % len(unique)], again * passes + index // len(unique))
         for again in range(settings.repeats)

@@ -204,6 +204,9 @@ def _problem(item: Mapping[str, Any], source: Source, model: type[BaseModel]) ->
         text, value = f"unknown key{did_you_mean(path[-1], keys)} (the keys are {', '.join(keys)})", None
     elif kind == "missing":
         text = f"missing; {about}"
+    elif kind in ("less_than", "less_than_equal"):
+        value, (limit,) = item["input"], item["ctx"].values()
+        text = f"must be {'below' if kind == 'less_than' else 'at most'} {limit:,}"
     elif about.startswith("must"):
         value = item["input"]
         text = about + did_you_mean(value, words)

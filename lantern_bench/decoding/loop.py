@@ -120,7 +120,9 @@ class _Batch:
                 session.clear()
         behind = f"behind {position} of {self.tokens_wanted} tokens ({self.decoding.mode})"
         message = f"the {whose} gave NaN or infinite logits {behind}"
-        raise LogitsError(message, "Check its weights; a smaller type can overflow: --dtype float32.")
+        advice = "Check its weights; a smaller type can overflow: --dtype float32."
+        deep = " So can a deep draft, whose levels are each computed from the one before: give a smaller depth."
+        raise LogitsError(message, advice + deep * (whose == "drafter"))
 
     def decoded(self, out: Tensor, traces: list[ImageTrace], logits: Tensor | None) -> list[Decoded]:
         """Copy the tokens [B, >= N] and logits to the host, and give each image its share of the times."""

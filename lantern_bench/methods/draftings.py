@@ -8,7 +8,6 @@ from functools import cached_property
 from typing import Any
 
 from lantern_bench.methods.parameters import (
-    COUNT,
     FROM_0_TO_1,
     Code,
     Kind,
@@ -16,9 +15,12 @@ from lantern_bench.methods.parameters import (
     Values,
     fingerprint_of,
     structure,
+    whole_number,
     word,
 )
-from lantern_bench.methods.trees import STATIC_TREES
+from lantern_bench.methods.trees import MOST_NODES, STATIC_TREES
+
+_MOST_CANDIDATES = 100_000  # of a dynamic tree: each is sorted, and the expanded ones see each other
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,8 @@ class Drafting:
     # (defaults, values that the user gave) -> defaults that fit them
     adapt: Callable[[Values, Values], Values] = lambda defaults, _typed: defaults
     problem: Callable[[Values], tuple[str, str] | None] = lambda _values: None  # key and sentence of values that clash
+    # How many nodes a draft has below the root, at most `MOST_NODES`; those of a static tree are known.
+    nodes: Callable[[Values], int] = lambda _values: 0
     small: Values = field(default_factory=dict)  # values of a draft that is small enough for exact checks
     legend: str | None = None  # of the mode that a drafting from another package brings
 
@@ -69,9 +73,10 @@ def _most_nodes(values: Values) -> int:
 
 
 def _dynamic_problem(values: Values) -> tuple[str, str] | None:
-    if values["nodes"] <= _most_nodes(values):
-        return None
-    return "nodes", f"depth {values['depth']} and beam {values['beam']} make only {_most_nodes(values)} candidates"
+    candidates, sizes = _most_nodes(values), f"depth {values['depth']} and beam {values['beam']}"
+    if candidates > _MOST_CANDIDATES:
+        return "beam", f"{sizes} make {candidates:,} candidates, and at most {_MOST_CANDIDATES:,} are possible"
+    return None if values["nodes"] <= candidates else ("nodes", f"{sizes} make only {candidates} candidates")
 
 
 def _enough_nodes(defaults: Values, typed: Values) -> Values:
@@ -93,6 +98,12 @@ def _hybrid_label(values: Values) -> str:
     return "-".join([f"{window}d{values['drafted']}", *share, *words])
 
 
+def _pac_nodes(values: Values) -> int:
+    """Return how many nodes a tree with siblings at its first depths has; of a huge one, more than are possible."""
+    branching = min(values["branching"], values["window"], MOST_NODES.bit_length())
+    return int(sum(values["candidates"] ** depth for depth in range(1, branching + 1)) + values["window"] - branching)
+
+
 def _published_problem(values: Values) -> tuple[str, str] | None:
     for key, setting in (("coupling", "maximal"), ("initial", "uniform")):
         if values[key] != setting:
@@ -105,10 +116,11 @@ TREE = structure(
     Kind(Any, "must be a tree", "string", tuple(STATIC_TREES)),
     f"Static tree: {', '.join(STATIC_TREES)}; @FILE; or a list of paths.",
 )
-NODES = structure("nodes", COUNT, "Nodes of a dynamic tree, not counting the root.", remark="root not counted")
-DEPTH = structure("depth", COUNT, "Depth of a dynamic tree.")
-BEAM = structure("beam", COUNT, "Beam width of a dynamic tree.")
-WINDOW = structure("window", COUNT, "Draft tokens of a step in Jacobi drafting.")
+_SIZE = whole_number(1, MOST_NODES)
+NODES = structure("nodes", _SIZE, "Nodes of a dynamic tree, not counting the root.", remark="root not counted")
+DEPTH = structure("depth", _SIZE, "Depth of a dynamic tree.", bounded_by="tokens")
+BEAM = structure("beam", _SIZE, "Beam width of a dynamic tree.", bounded_by="codes")
+WINDOW = structure("window", _SIZE, "Draft tokens of a step in Jacobi drafting.", bounded_by="tokens")
 INITIAL = structure(
     "initial",
     word("uniform", "left", "above", "row"),
@@ -123,9 +135,11 @@ COUPLING = structure(
     default="none",
     sampled_only=True,
 )
-CANDIDATES = structure("candidates", COUNT, "Candidates of a position in the drafting pac.", rare=True)
-BRANCHING = structure("branching", COUNT, "At how many depths the drafting pac has several candidates.", rare=True)
-DRAFTED = structure("drafted", COUNT, "At how many first places of a hybrid window the drafter is asked.", rare=True)
+CANDIDATES = structure(
+    "candidates", _SIZE, "Candidates of a position in the drafting pac.", rare=True, bounded_by="codes"
+)
+BRANCHING = structure("branching", _SIZE, "At how many depths the drafting pac has several candidates.", rare=True)
+DRAFTED = structure("drafted", _SIZE, "At how many first places of a hybrid window the drafter is asked.", rare=True)
 SHARE = structure(
     "share",
     FROM_0_TO_1,
@@ -145,6 +159,7 @@ _JACOBI = Drafting(
     chain=True,
     fresh_every_step=lambda values: values["coupling"] == "none",
     label=_jacobi_label,
+    nodes=lambda values: values["window"],
 )
 _PAC = Drafting(
     "pac",
@@ -156,6 +171,7 @@ _PAC = Drafting(
     needs_drafter=False,
     fresh_every_step=lambda _values: False,
     label=_jacobi_label,
+    nodes=_pac_nodes,
 )
 SHIPPED_DRAFTINGS = (
     Drafting("none", make="", about="no drafts", needs_drafter=False, sampled=False),
@@ -197,6 +213,7 @@ SHIPPED_DRAFTINGS = (
         chain=True,
         fresh_every_step=lambda values: values["coupling"] == "none",
         label=_hybrid_label,
+        nodes=lambda values: values["window"],
     ),
     Drafting(
         "dynamic",
@@ -209,5 +226,6 @@ SHIPPED_DRAFTINGS = (
         label=lambda values: "{nodes}n{depth}d{beam}b".format_map(values),
         adapt=_enough_nodes,
         problem=_dynamic_problem,
+        nodes=lambda values: max(values["nodes"], values["beam"]),
     ),
 )

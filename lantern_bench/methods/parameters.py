@@ -23,8 +23,11 @@ def _refuse_bool(value: object) -> object:
     return value
 
 
+LARGEST, MOST = 10**12, 10**9
+"""The largest number and the largest whole number: products of larger ones leave float32 and int64."""
+
 _NO_BOOL = BeforeValidator(_refuse_bool)
-Count = Annotated[int, _NO_BOOL, Field(ge=1)]
+Count = Annotated[int, _NO_BOOL, Field(ge=1, le=MOST)]
 Natural = Annotated[int, _NO_BOOL, Field(ge=0)]
 FilterOrder = Literal["top_k_first", "top_p_first"]
 NeighbourMetric = Literal["l2", "cosine", "random"]
@@ -37,17 +40,20 @@ class Kind(NamedTuple):
     allowed: str  # the same in words; completes "KEY VALUE: "
     dtype: Literal["int", "float", "string"]  # of its column
     choices: tuple[str, ...] = ()  # the words that are allowed; empty: it is a number, or any text
+    most: float | None = None  # the largest number, where `allowed` does not say it
 
 
-def whole_number(at_least: int) -> Kind:
-    """Return the kind of whole numbers from `at_least`."""
-    annotation = Annotated[int, _NO_BOOL, Field(ge=at_least)]
-    return Kind(annotation, f"must be a whole number of at least {at_least}", "int")
+def whole_number(at_least: int, at_most: int = MOST) -> Kind:
+    """Return the kind of whole numbers from `at_least` to `at_most`."""
+    annotation = Annotated[int, _NO_BOOL, Field(ge=at_least, le=at_most)]
+    return Kind(annotation, f"must be a whole number of at least {at_least}", "int", most=at_most)
 
 
 def number(allowed: str, **limits: Any) -> Kind:
-    """Return the kind of finite numbers within `limits`, those of pydantic's `Field`."""
-    return Kind(Annotated[float, _NO_BOOL, Field(allow_inf_nan=False, **limits)], f"must {allowed}", "float")
+    """Return the kind of finite numbers within `limits`, those of pydantic's `Field`; none is above `LARGEST`."""
+    most = None if {"lt", "le"} & limits.keys() else LARGEST
+    limits = limits if most is None else {**limits, "le": most}
+    return Kind(Annotated[float, _NO_BOOL, Field(allow_inf_nan=False, **limits)], f"must {allowed}", "float", most=most)
 
 
 def word(*choices: str) -> Kind:
@@ -81,6 +87,8 @@ class Parameter:
     sampled_only: bool = False  # greedy decoding ignores it
     omit_default: bool = False  # record keys omit the default, because there are runs older than the parameter
     rare: bool = False  # its flag is accepted everywhere, and only `--help-all` shows it
+    # Which number of the model bounds it (`runs/request.py`), beside its kind.
+    bounded_by: Literal["tokens", "codes", "other codes"] | None = None
 
     @property
     def column(self) -> tuple[str, str] | None:
@@ -136,7 +144,12 @@ SAMPLING = tuple(parameter.name for parameter in SAMPLING_PARAMETERS)
 """The parameters of every cell; `mode` aside, all others belong to a drafting or to a rule."""
 
 NEIGHBOURS = Parameter(
-    "neighbours", NATURAL, "Number k of nearest codes that add to the neighbour mass.", short="k", unit="codes"
+    "neighbours",
+    NATURAL,
+    "Number k of nearest codes that add to the neighbour mass.",
+    short="k",
+    unit="codes",
+    bounded_by="other codes",
 )
 NEIGHBOUR_METRIC = rare(
     "neighbour_metric",

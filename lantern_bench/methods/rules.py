@@ -107,6 +107,7 @@ CLUSTER = Parameter(
     "Number of tokens in a cluster of GSD: a draft and its neighbours in order of p.",
     symbol="G",
     unit="tokens",
+    bounded_by="codes",
 )
 PROBABILITY_GAP = rare(
     "probability_gap",

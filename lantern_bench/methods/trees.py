@@ -11,6 +11,9 @@ from typing import TypeAlias
 
 from lantern_bench.errors import UserError, did_you_mean
 
+MOST_NODES = 2048
+"""The most nodes of a draft: the target scores them in one forward, and published trees have at most 63."""
+
 Path: TypeAlias = tuple[int, ...]
 Topology: TypeAlias = tuple[Path, ...]
 
@@ -50,6 +53,8 @@ def check_topology(paths: Iterable[Sequence[int]]) -> Topology:
     listed = [tuple(path) for path in paths]
     if not listed:
         raise UserError("the tree is empty", "Give at least one path of child ranks, for example [[0], [0, 0]].")
+    if len(listed) > MOST_NODES:
+        raise UserError(f"the tree has {len(listed)} paths, and at most {MOST_NODES} are possible")
     for path in listed:
         # Before the set: what a YAML file nests in a path may not be hashable.
         if any(type(rank) is not int or rank < 0 for rank in path):

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 # Chameleon 7B, which Anole and Lumina-mGPT were trained from.
 _SIZES: dict[str, Any] = {"vocab_size": 65536, "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
 _SIZES |= {"intermediate_size": 11008, "rms_norm_eps": 1e-5}
-_VQGAN: dict[str, Any] = {"codes": 8192, "code_dim": 256, "unit_codes": False, "attention": False}
+_VQGAN: dict[str, Any] = {"codes": 8192, "code_dim": 256, "unit_codes": False, "attention": ()}
 # MoVQGAN 270M (arXiv 2209.09002).
 _MOVQGAN: dict[str, Any] = {"codes": 16384, "code_dim": 4, "z_channels": 4, "channels": 256}
 _MOVQGAN |= {"channel_mult": (1, 2, 2, 4), "unit_codes": False, "code_norms": True}

@@ -91,6 +91,8 @@ class Janus(WordModel):
         names["transformer.head_layer."] = "model.generation_head.proj_out."
         names["transformer.output."] = "model.generation_head.vision_head."
         keys = llama_key_map(target, target.config, names)
+        if (kind := self.section("text_config").get("model_type")) not in ("llama", None):
+            raise self.wrong("text_config.model_type", f"is {kind}, and only llama is supported")
         table, aligner = "model.generation_embeddings.weight", "model.generation_aligner."
         for needed in (table, f"{aligner}fc1.weight"):
             checkpoint.require(needed, self.kind[1])

@@ -258,6 +258,12 @@ class CheckpointModel(Model):
         if self.file is not None and self.file.target.layout not in (None, layout):
             text = f"{checkpoint.path}: is not in the layout {self.file.target.layout}: it is {what_is(checkpoint)}"
             raise UserError(text, f"Give layout: {layout}, or leave it out.")
+        # Compared before modules of that size are made; Janus has layers of its image encoder too.
+        numbers = (re.match(r"(?!.*vision).*\blayers\.(\d+)\.", name) for name in checkpoint)
+        layers = 1 + max((int(number[1]) for number in numbers if number), default=-1)
+        if layers != self.sizes.layers:
+            text = f"{checkpoint.path}: has {layers} layers, and num_hidden_layers is {self.sizes.layers}"
+            raise UserError(text, "Give the checkpoint of this model, or mend its config.")
         with torch.device("meta"):
             target = self.new_target()
         wanted = f"{self.kind[1]}, {target.config.layers} layers of width {target.config.dim}"

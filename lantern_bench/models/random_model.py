@@ -6,16 +6,19 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import psutil
 import torch
 from torch import nn
 
-from lantern_bench.errors import UserError
+from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.models.eagle import build_drafter
 from lantern_bench.models.io.state_dict import compute_buffers
 from lantern_bench.models.loaded_model import LoadedModel, Prompts, VQPixels, assemble
 from lantern_bench.models.registry import model_of
 from lantern_bench.models.target import ClassLabel, Condition, TransformerTarget
-from lantern_bench.models.transformer_config import TransformerConfig
+from lantern_bench.models.transformer_config import MOST, TransformerConfig
+
+_LONGEST = 1024
 
 
 class Size(NamedTuple):
@@ -39,6 +42,13 @@ def sizes_of(model: LoadedModel, dtype: torch.dtype, *, guided: bool, nodes: int
                 session = module.to(dtype).session(batch, guided, nodes)
             sizes.append(Size(f"{name}'s cache", 0, dtype, session.cache.nbytes))
     return sizes
+
+
+def check_free(subject: str, needed: int, device: torch.device, advice: str | None = None) -> None:
+    """Raise `RefusedError` where less than `needed` bytes are free on a device."""
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+    if needed > free:
+        raise RefusedError(f"{subject}: needs {needed / 1e9:,.1f} GB, and {free / 1e9:,.1f} GB are free", advice)
 
 
 def meta_model(name: str) -> LoadedModel:
@@ -72,8 +82,11 @@ def _modules(model: LoadedModel, dtype: torch.dtype) -> Iterator[tuple[str, Any,
 
 @torch.no_grad()
 def _fill_at_random(model: LoadedModel, device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> None:
-    """Fill a model's modules so that outputs have the scale of their inputs."""
-    for _, module, kind in _modules(model, dtype):
+    """Fill a model's modules so that outputs have the scale of their inputs; `RefusedError` where they do not fit."""
+    modules = list(_modules(model, dtype))
+    weights = [weight.numel() * kind.itemsize for _, module, kind in modules for weight in module.parameters()]
+    check_free(model.name, sum(weights), device)
+    for _, module, kind in modules:
         module.to(kind).to_empty(device=device)
         for name, parameter in module.named_parameters():
             if name.endswith("bias"):
@@ -84,7 +97,7 @@ def _fill_at_random(model: LoadedModel, device: torch.device, dtype: torch.dtype
                 parameter.normal_(std=parameter[0].numel() ** -0.5, generator=generator)
         module.requires_grad_(False).eval()
         compute_buffers(module, device)
-    model.weights = {part: f"random-{generator.initial_seed()}" for part, *_ in _modules(model, dtype)}
+    model.weights = {part: f"random-{generator.initial_seed()}" for part, *_ in modules}
 
 
 def read_size(text: str) -> TransformerConfig:
@@ -98,6 +111,9 @@ def read_size(text: str) -> TransformerConfig:
     layers, width, vocabulary, side = numbers + [16384, 16][len(numbers) - 2 :]
     if min(layers, vocabulary, side) < 1 or width < 64 or width % 64:
         raise UserError(f"--size {text}: the width must be a multiple of 64, the rest at least 1")
+    if max(layers, side) > _LONGEST or max(width, vocabulary) > MOST:
+        most = f"at most {_LONGEST:,} layers and side, width and vocabulary at most {MOST:,}"
+        raise UserError(f"--size {text}: is too large: {most}")
     ffn = -(-8 * width // 3 // 256) * 256
     return TransformerConfig(vocabulary, width, layers, width // 64, ffn, prefix=1, grid=(side, side))
 

@@ -7,9 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 from lantern_bench.errors import UserError
+from lantern_bench.methods.parameters import LARGEST
 
 Wrong: TypeAlias = Callable[[str, str], UserError]
 """Makes the error for a key of a config: `wrong(key, text)`."""
+
+MOST = 2**20
+"""The largest size that a config may state: four times the largest vocabulary there is."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,7 @@ def read_sizes(
 ) -> dict[str, Any]:
     """Return the sizes that a `config` states, by our name; `names` maps it to its names in the config.
 
-    All are whole numbers above 0 except `fractions`. Raises what `wrong` returns for others, and for contradictions.
+    All are whole numbers from 1 to `MOST` except `fractions`. Raises what `wrong` returns for all others.
     """
     sizes: dict[str, Any] = {}
     for size, keys in names.items():
@@ -81,8 +85,9 @@ def read_sizes(
                 continue
             fraction = size in fractions
             is_number = isinstance(value, int | float if fraction else int) and not isinstance(value, bool)
-            if not is_number or value <= 0:
-                raise wrong(key, f"{value}: must be a {'' if fraction else 'whole '}number above 0")
+            noun, most = ("number", LARGEST) if fraction else ("whole number", MOST)
+            if not (is_number and 0 < value <= most):  # NaN too
+                raise wrong(key, f"{str(value)[:40]}: must be a {noun} above 0 and at most {most:,}")
             value = float(value) if fraction else value
             if sizes.setdefault(size, value) != value:
                 raise wrong(key, f"is {value}, but another name of it says {sizes[size]}")
@@ -101,7 +106,7 @@ _LLAMA_NAMES: dict[str, tuple[str, ...]] = {
 }
 # Options of transformers' Llama and its kin that this transformer lacks.
 _LLAMA_ONLY: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu", None),
+    "hidden_act": ("silu", "swish", None),  # two names of one function
     "attention_bias": (False, None),
     "mlp_bias": (False, None),
 }

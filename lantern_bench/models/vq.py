@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from lantern_bench.errors import UserError
 from lantern_bench.models.io.checkpoint import Checkpoint
 from lantern_bench.models.io.state_dict import Slice, load_into, same_names
 
@@ -31,7 +32,8 @@ class VQConfig:
     channel_mult: tuple[int, ...] = (1, 1, 2, 2, 4)  # by resolution; the picture is halved between entries
     res_blocks: int = 2
     unit_codes: bool = True  # codes and latents are scaled to unit length
-    attention: bool = True  # the blocks of the lowest resolution attend, as the middle ones always do
+    # The resolutions, counted from the highest, whose blocks attend, as the middle ones always do; None: the lowest.
+    attention: tuple[int, ...] | None = None
     code_norms: bool = False  # the codes scale and shift what the decoder's norms give (MoVQGAN)
     frames: int = 1  # of a video that make one map of codes (Emu3)
 
@@ -116,7 +118,7 @@ class _Resample(nn.Module):
 
 
 class _Level(nn.Module):
-    """The blocks of one resolution; attention only at the lowest one."""
+    """The blocks of one resolution."""
 
     def __init__(self, inside: int, outside: int, blocks: int, attention: bool, code_dim: int | None) -> None:
         super().__init__()
@@ -138,9 +140,10 @@ def _levels(config: VQConfig, up: bool, code_dim: int | None) -> nn.ModuleList:
     """The resolutions of a decoder (`up`), from the lowest, or of an encoder, from the highest."""
     widths = [config.channels * mult for mult in (config.channel_mult[::-1] if up else config.channel_mult)]
     levels, last = [], len(widths) - 1
+    attending = (last,) if config.attention is None else config.attention
     for number, (inside, outside) in enumerate(itertools.pairwise([widths[0] if up else config.channels, *widths])):
-        attention = config.attention and number == (0 if up else last)
-        level = _Level(inside, outside, config.res_blocks + up, attention, code_dim)
+        attends = (last - number if up else number) in attending
+        level = _Level(inside, outside, config.res_blocks + up, attends, code_dim)
         if number != last:
             setattr(level, "upsample" if up else "downsample", _Resample(outside, up))
         levels.append(level)
@@ -414,20 +417,26 @@ def _sizes_in(checkpoint: Checkpoint, layout: Layout) -> VQConfig:
         codes, code_dim = shape("quantize.embedding.weight")
         channels, z_channels = shape("encoder.conv_in.weight")[0], shape("quant_conv.weight")[1]
         levels, blocks = count(block.format("{}", 0)), count(block.format(0, "{}"))
-        channel_mult = tuple(shape(block.format(level, 0))[0] // channels for level in range(levels))
+        widths = [shape(block.format(level, 0))[0] for level in range(levels)]
     except (KeyError, IndexError, ValueError) as error:
         raise checkpoint.is_not("a VQ tokenizer of this family", f"it has no {error}") from error
     if not levels or not blocks or channels % _GROUPS:
         raise checkpoint.is_not("a VQ tokenizer of this family", f"it has {levels} resolutions, {channels} channels")
+    # A decoder has the same, from the lowest; `shape` counts its resolutions as a file of one resolution does.
+    ups = [layout.rename(block.format(level, 0).replace("en", "de", 1), levels) for level in range(levels)]
+    decoded = [checkpoint.shape(name)[0] for name in reversed(ups) if name in checkpoint]
+    if len(decoded) == levels and decoded != widths:
+        text = f"its encoder has the channels {widths} by resolution and its decoder {decoded}"
+        raise UserError(f"{checkpoint.path}: {text}", "Only a tokenizer that has the same in both is supported.")
     return VQConfig(
         codes,
         code_dim,
         z_channels,
         channels,
-        channel_mult,
+        tuple(width // channels for width in widths),
         blocks,
         layout.unit_codes,
-        attention=has(f"encoder.conv_blocks.{levels - 1}.attn.0.q.weight"),
+        attention=tuple(level for level in range(levels) if has(f"encoder.conv_blocks.{level}.attn.0.q.weight")),
         code_norms=has("decoder.norm_out.conv_y.weight"),
         frames=2 ** count("time_down.{}.weight"),
     )

@@ -11,13 +11,13 @@ import re
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.models.model import CheckpointModel
-from lantern_bench.models.transformer_config import TransformerConfig, llama_sizes
+from lantern_bench.models.transformer_config import TransformerConfig, llama_sizes, read_sizes
 
 if TYPE_CHECKING:
     import torch
@@ -50,6 +50,17 @@ class Vocabulary(dict[str, int]):
 
     def _lacks(self, token: str) -> UserError:
         return UserError(f"{self._source}: the vocabulary has no {token}", f"It is not that of {self._model}.")
+
+
+@lru_cache(maxsize=4)
+def _tokens_in(path: Path, _changed: int) -> Mapping[str, int]:
+    """Return the numbers of the tokens in a tokenizer.json, which is read again when it has changed."""
+    try:
+        tokenizer = json.loads(path.read_text(encoding="utf-8"))
+        added = {str(token["content"]): token["id"] for token in tokenizer.get("added_tokens") or []}
+        return {**tokenizer["model"]["vocab"], **added}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path}: cannot be read as a tokenizer: {error}", "Download it again.") from error
 
 
 @dataclass(frozen=True)
@@ -105,10 +116,9 @@ class WordModel(CheckpointModel):
     def whole_number(self, key: str) -> int:
         """Return a number that config.json states, by its dotted key; raises `UserError` for others."""
         section, _, name = key.rpartition(".")
-        value = self.section(section).get(name)
-        if type(value) is not int or value < 1:
-            raise self.wrong(key, f"{value}: must be a whole number above 0")
-        return value
+        if (value := self.section(section).get(name)) is None:
+            raise self.wrong(key, "missing")
+        return int(read_sizes({key: value}, {key: (key,)}, self.wrong)[key])
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
@@ -119,12 +129,7 @@ class WordModel(CheckpointModel):
         path, source = self._tokenizer_json, str(self.file.path if self.file else self.folder)
         if path.is_file():
             source = str(path)
-            try:
-                tokenizer = json.loads(path.read_text(encoding="utf-8"))
-                numbers |= tokenizer["model"]["vocab"]
-                numbers |= {str(added["content"]): added["id"] for added in tokenizer.get("added_tokens") or []}
-            except (OSError, ValueError, KeyError, TypeError) as error:
-                raise UserError(f"{path}: cannot be read as a tokenizer: {error}", "Download it again.") from error
+            numbers |= _tokens_in(path, path.stat().st_mtime_ns)
         elif not numbers:
             # Without either it may well be another model: that error comes first.
             from lantern_bench.models.io.checkpoint import open_checkpoint

@@ -13,14 +13,15 @@ import uuid
 from collections.abc import Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import psutil
 import torch
 
 from lantern_bench.clock import now, usable_cores
+from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.experiment import Cell, ResolvedExperiment
-from lantern_bench.config.parse_experiment import Settings
+from lantern_bench.config.parse_experiment import DEVICE, DEVICES, DType, Settings
 from lantern_bench.decoding.compile import Engine, compiler_problem
 from lantern_bench.decoding.neighbours import Space
 from lantern_bench.errors import RefusedError, UserError
@@ -28,7 +29,9 @@ from lantern_bench.methods.tables import OUTSIDE_DRAFTINGS, OUTSIDE_RULES
 from lantern_bench.models.io.files import cache_folder
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.models.packed_linear import has_bfloat16, lower_packed_products, pack_for_decoding
+from lantern_bench.models.random_model import check_free
 from lantern_bench.models.registry import model_of
+from lantern_bench.models.transformer_config import TransformerConfig
 from lantern_bench.runs.events import Note
 from lantern_bench.schema import SCHEMA_VERSION
 
@@ -51,8 +54,12 @@ class Compute(NamedTuple):
 def choose_compute(device: str = "auto", dtype: str = "auto", fast: bool = False) -> Compute:
     """Resolve `auto`: CUDA if available; bfloat16 on CUDA and, if `fast`, on CPUs that have it; else float32.
 
-    Raises `RefusedError` for a device that this machine lacks.
+    Raises `UserError` for another word, `RefusedError` for a device that this machine lacks.
     """
+    if re.match(DEVICE, device) is None:
+        raise UserError(f"--device {device}: {DEVICES}")
+    if dtype not in get_args(DType):
+        raise UserError(f"--dtype {dtype}: must be one of {', '.join(get_args(DType))}")
     chosen = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
     counts = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
     if (chosen.index or 0) >= counts.get(chosen.type, 0):
@@ -64,11 +71,46 @@ def choose_compute(device: str = "auto", dtype: str = "auto", fast: bool = False
 
 
 def load_models(experiment: ResolvedExperiment, compute: Compute) -> dict[str, LoadedModel]:
-    """Load every model of an experiment, by name."""
-    models = {name: model_of(name).load(compute.device, compute.dtype) for name in experiment.settings.model}
-    for model in models.values():
+    """Load every model of an experiment, by name; raises `RefusedError` where its cells need more memory than is free.
+
+    Sizes are compared with the model: with what is known of it before it is loaded, else afterwards.
+    """
+    models = {}
+    for name in experiment.settings.model:
+        described, cells = model_of(name), [cell for cell in experiment.cells if cell.model == name]
+        if (sizes := described.sizes) is not None:
+            for cell in cells:
+                check_memory(cell.decoding, cell.batch, sizes, compute)
+        model = models[name] = described.load(compute.device, compute.dtype)
         set_space(model, experiment.settings.neighbour_space)
+        for cell in cells:
+            check_loaded(model, cell.decoding, cell.batch, compute)
     return models
+
+
+def check_loaded(model: LoadedModel, decoding: Decoding, batch: int, compute: Compute) -> None:
+    """Raise `UserError` for a size that the model bounds, and as `check_memory`."""
+    decoding.check_sizes(model.name, model.target.image_tokens, model.target.n_codes)
+    if isinstance(config := getattr(model.target, "config", None), TransformerConfig):
+        check_memory(decoding, batch, config, compute)
+
+
+_DISTRIBUTIONS = 16  # float32 numbers of each node and token that a step holds at once: logits, p, q, noise, quotients
+
+
+def check_memory(decoding: Decoding, batch: int, config: TransformerConfig, compute: Compute) -> None:
+    """Raise `RefusedError` where cache, mask and distributions of a step do not fit into the free memory.
+
+    An estimate that errs downwards: weights and the activations of a forward come on top.
+    """
+    nodes, rows = 1 + decoding.draft_nodes, batch * (1 + (decoding.cfg_scale != 1))
+    columns, heads = config.prefix + config.image_tokens + 2 * nodes, config.kv_heads or config.heads
+    cache = 2 * config.layers * heads * config.head_dim * compute.dtype.itemsize
+    # GSD compares each token with its cluster: p, q and the rows of the codebook.
+    values, neighbours = _DISTRIBUTIONS + 8 * (decoding.cluster or 0), decoding.neighbours or 0
+    needed = rows * columns * (cache + 4 * nodes) + 4 * config.vocab_size * (batch * nodes * values + neighbours)
+    advice = "Give a smaller --batch, or a draft of fewer nodes."
+    check_free(f"{decoding.cell_id}, batch {batch}", needed, compute.device, advice)
 
 
 def set_space(model: LoadedModel, space: Space | None) -> None:

@@ -73,7 +73,7 @@ def prepare(
     if "prompts" not in resolved.settings.model_fields_set:
         prompt_set = next(iter(model_of(resolved.settings.model[0]).prompt_sets))
         resolved = replace(resolved, settings=resolved.settings.model_copy(update={"prompts": prompt_set}))
-    check_neighbours(resolved)
+    check_sizes(resolved)
     check_drafters(resolved.cells)
     settings = resolved.settings
     if ray is not None and settings.device not in ("auto", "cpu", "cuda"):
@@ -95,14 +95,11 @@ def prepare(
     return Request(resolved, plan, folder, protocol, description, chosen_shard, ray, worker_timeout)
 
 
-def check_neighbours(experiment: ResolvedExperiment) -> None:
-    """Raise `UserError` for a cell with more neighbours than its model has other codes."""
-    n_codes = {name: model_of(name).codes for name in experiment.settings.model}
+def check_sizes(experiment: ResolvedExperiment) -> None:
+    """Raise `UserError` for a cell with a size that its model bounds, where that is known before loading."""
+    models = {name: model_of(name) for name in experiment.settings.model}
     for cell in experiment.cells:
-        codes, neighbours = n_codes[cell.model], cell.decoding.neighbours
-        if codes is not None and neighbours is not None and neighbours >= codes:
-            message = f"--neighbours {neighbours}: the model {cell.model} has {codes} codes"
-            raise UserError(message, f"At most {codes - 1}.")
+        cell.decoding.check_sizes(cell.model, models[cell.model].tokens, models[cell.model].codes)
 
 
 def check_drafters(cells: Iterable[Cell]) -> None:

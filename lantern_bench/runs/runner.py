@@ -366,7 +366,7 @@ def numbers_table(tasks: Sequence[ImageTask], decoded: Sequence[DecodedImage]) -
 def memory_table(resolved: ResolvedExperiment, compute: Compute) -> tuple[pd.DataFrame, int]:
     """The memory of each part of the model and the bytes in total; allocates nothing and opens no file."""
     model = meta_model(resolved.settings.model[0])
-    nodes = max(1 + (cell.decoding.nodes or len(cell.decoding.paths)) for cell in resolved.cells)
+    nodes = max(1 + cell.decoding.draft_nodes for cell in resolved.cells)
     guided = any(cell.decoding.cfg_scale != 1 for cell in resolved.cells)
     sizes = sizes_of(model, compute.dtype, guided=guided, nodes=nodes, batch=max(resolved.settings.batch))
     total, parameters = sum(size.bytes for size in sizes), sum(size.parameters for size in sizes)

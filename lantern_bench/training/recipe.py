@@ -21,14 +21,13 @@ from pydantic import (
     ValidationError,
 )
 
+from lantern_bench.config.parse_experiment import DEVICE, DEVICES, DType
 from lantern_bench.config.yaml_source import read_source
 from lantern_bench.errors import UserError, did_you_mean
 from lantern_bench.methods.trees import STATIC_TREES
 
 Share = Annotated[float, Field(ge=0, le=1)]
-Device = Annotated[
-    str, Field(pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$", description="must be auto, cpu, mps, cuda or cuda:N")
-]
+Device = Annotated[str, Field(pattern=DEVICE, description=DEVICES)]
 _Model = TypeVar("_Model", bound=BaseModel)
 
 
@@ -162,7 +161,9 @@ class DrafterFlags(StrictSettings):
     target: str
     data: str
     captions: Path | None = _flag(None, "File names and captions (.jsonl, .csv, .tsv, .txt).")
-    images: int | None = _flag(None, "Pictures to use of a folder, or to sample. Default: all; one per caption.", gt=0)
+    images: int | None = _flag(
+        None, "Pictures of a folder, or to sample. Default: all; one per caption.", gt=0, le=10**6
+    )
     mirror: bool = _flag(False, "Train on the pictures' mirror images as well.")
     recipe: str = _flag("published", "published, lanterns, or a YAML file of settings.")
     set: list[str] | None = _flag(None, "key=value: a setting of the recipe.")
@@ -183,11 +184,9 @@ class DrafterFlags(StrictSettings):
     eval_every: int = _flag(500, "Steps between evaluations; 0: only at the end.", ge=0)
     eval_images: int = _flag(8, "Images of each evaluation.", ge=0)
     final_images: int = _flag(32, "Images of the last evaluation, of both drafters.", ge=0)
-    seed: int = _flag(0, "Seed of everything random.", ge=0)
+    seed: int = _flag(0, "Seed of everything random.", ge=0, lt=2**63)
     device: Device = _flag("auto", "auto, cpu, mps, cuda or cuda:N.")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = _flag(
-        "auto", "Of the target: auto, float32, bfloat16 or float16."
-    )
+    dtype: DType = _flag("auto", "Of the target: auto, float32, bfloat16 or float16.")
     compile: bool = _flag(False, "Compile the training step; for long trainings.")
     resume: bool = _flag(True, "Continue from the checkpoint, or start again.")
     log_every: int = 10

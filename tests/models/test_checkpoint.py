@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 
 from lantern_bench.errors import UserError
 from lantern_bench.models.io.checkpoint import open_checkpoint
+from lantern_bench.models.io.state_dict import Slice, load_into
 
 STATE = {"a.weight": torch.arange(6.0).reshape(2, 3), "b.bias": torch.ones(4)}
 
@@ -60,9 +61,25 @@ def test_safetensors_open_as_file_directory_and_shards(tmp_path: Path) -> None:
     (shards / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
     assert same(shards)
     assert open_checkpoint(shards).shape("a.weight") == (2, 3)
+    index = shards / "model.safetensors.index.json"
+    for name in ("../model.safetensors", "/etc/passwd", "../../../../../etc/passwd", "sub/../../model.safetensors"):
+        index.write_text(json.dumps({"weight_map": {"a.weight": name}}))
+        with pytest.raises(UserError, match=r"index\.json: names .*, which is outside .*shards"):
+            open_checkpoint(shards)
+    index.write_text(json.dumps({"weight_map": places}))
     (shards / "1.safetensors").unlink()
     with pytest.raises(UserError, match=r"1 of its 2 files are missing: 1\.safetensors"):
         open_checkpoint(shards)
+
+
+def test_weights_that_require_grad_are_loaded(tmp_path: Path) -> None:
+    """They are saved so by `dict(model.named_parameters())`, and by `state_dict(keep_vars=True)`."""
+    saved(tmp_path / "file.pt", {"q": torch.nn.Parameter(torch.ones(2, 3)), "k": torch.nn.Parameter(torch.zeros(1, 3))})
+    with torch.device("meta"):
+        module = torch.nn.Linear(3, 3, bias=False)
+    opened, keys = open_checkpoint(tmp_path / "file.pt"), {"weight": (Slice("q", 2), Slice("k", 1))}
+    load_into(module, opened, keys, dtype=torch.float32, device=torch.device("cpu"))
+    assert module.weight.tolist() == [[1.0] * 3] * 2 + [[0.0] * 3] and not module.weight.requires_grad
 
 
 class Code:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from lantern_bench.certify.conformance import check_model
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.loop import decode
 from lantern_bench.decoding.teacher_forcing import teacher_forced
@@ -20,13 +21,13 @@ from tests.models import tiny_hosted as tiny
 CPU, FLOAT, SCALE = torch.device("cpu"), torch.float32, 3.0
 SHAPES = {
     "plain": tiny.Shape(),
-    "grouped-query": tiny.Shape(kv_heads=2, ffn=40),
+    "grouped-query": tiny.Shape(kv_heads=2, ffn=40, mult=(2, 2), attends=(0,)),
     "one key head, tied": tiny.Shape(heads=4, kv_heads=1, tied=True, codes=33),
     "odd grid, three resolutions": tiny.Shape(dim=24, heads=6, kv_heads=3, ffn=37, side=5, mult=(1, 2, 2), blocks=2),
     "deep, tied, long rotation": tiny.Shape(dim=48, heads=3, kv_heads=3, layers=4, tied=True, theta=500.0, side=3),
     "wide codes, few frames": tiny.Shape(dim=40, heads=5, kv_heads=5, ffn=56, codes=100, code_dim=12, mult=(2, 1)),
 }
-SHAPES["wide codes, few frames"] = SHAPES["wide codes, few frames"]._replace(frames=2, attends=False)
+SHAPES["wide codes, few frames"] = SHAPES["wide codes, few frames"]._replace(frames=2, attends=())
 # Every test run compares one shape; the others belong to the long tests.
 SHAPES_BY_COST = [name if name == "grouped-query" else pytest.param(name, marks=pytest.mark.long) for name in SHAPES]
 WRITERS: dict[str, tuple[Callable[..., Any], Callable[..., tiny.Expected]]] = {
@@ -157,6 +158,12 @@ def test_both_namings_of_emu3_files_are_read(tmp_path: Path) -> None:
         ("janus", {"text_config": {"hidden_act": "gelu"}}, "text_config.hidden_act: is gelu"),
         ("janus", {"text_config": {"num_attention_heads": "four"}}, "text_config.num_attention_heads: four: must be"),
         ("janus", {"text_config": {"head_dim": 4}}, "text_config.head_dim: is 4"),
+        ("janus", {"text_config": {"model_type": "granite"}}, "text_config.model_type: is granite, and only llama"),
+        ("janus", {"text_config": {"model_type": "mistral"}}, "text_config.model_type: is mistral, and only llama"),
+        ("janus", {"text_config": {"rms_norm_eps": float("nan")}}, "text_config.rms_norm_eps: nan: must be a number"),
+        ("janus", {"text_config": {"num_hidden_layers": 10**9}}, "1000000000: must be a whole number above 0 and at"),
+        ("janus", {"text_config": {"num_hidden_layers": 10**6}}, "has 2 layers, and num_hidden_layers is 1000000"),
+        ("emu3", {"text_config": {"num_hidden_layers": 3}}, "has 2 layers, and num_hidden_layers is 3"),
         ("janus", {"text_config": {"rope_scaling": {"rope_type": "llama3"}}}, "rope_scaling: is of the type llama3"),
         ("emu3", {"vq_config": {"codebook_size": 41}}, "has 40 image codes, and vq_config.codebook_size is 41"),
         ("emu3", {"text_config": 7}, "text_config: must be a mapping"),
@@ -175,6 +182,28 @@ def test_impossible_configs_are_refused(family: str, changes: dict[str, Any], me
     with pytest.raises(UserError) as caught:
         model_of(str(tmp_path / "model.yaml")).load(CPU, FLOAT)
     assert message in caught.value.message and "\n" not in caught.value.message
+
+
+def test_swish_is_another_name_of_silu(tmp_path: Path) -> None:
+    import json
+
+    written(tmp_path, "janus", SHAPES["plain"])
+    path = tmp_path / "weights" / "config.json"
+    stated = json.loads(path.read_text())
+    stated["text_config"]["hidden_act"] = "swish"
+    path.write_text(json.dumps(stated))
+    assert model_of(str(tmp_path / "model.yaml")).load(CPU, FLOAT).grid == (4, 4)
+
+
+@pytest.mark.parametrize("grid", [(1, 7), (1, 3)])
+def test_models_of_one_row_pass_every_check(grid: tuple[int, int], tmp_path: Path) -> None:
+    """Trees that reach beyond the last token of a small image are compared as far as it goes."""
+    written(tmp_path, "emu3", SHAPES["plain"])
+    file = tmp_path / "model.yaml"
+    file.write_text(f"family: emu3\ngrid: {list(grid)}\ntarget: {{checkpoint: weights}}\n")
+    captions, draws = ["a red lantern", "the lake at dusk"], torch.Generator().manual_seed(0)
+    checks = check_model(model_of(str(file)).load(CPU, FLOAT), captions, tolerance=1e-4, generator=draws)
+    assert {check.check for check in checks if check.result == "pass"} >= {"cache", "tree", "forced tokens", "guidance"}
 
 
 @pytest.mark.parametrize(("family", "other"), [("janus", "emu3"), ("emu3", "janus")])

@@ -9,7 +9,7 @@ import torch
 
 from lantern_bench.errors import UserError
 from lantern_bench.models.io.checkpoint import open_checkpoint
-from lantern_bench.models.vq import LAYOUTS, VQModel, load_vq
+from lantern_bench.models.vq import LAYOUTS, VQConfig, VQModel, load_vq
 from tests.models import tiny_chameleon as tiny
 from tests.models import tiny_lumina2
 
@@ -43,6 +43,17 @@ def test_encoding_finds_the_nearest_stored_row(checkpoint: Path) -> None:
     distance = (latents[..., None, :] - model.codebook()).pow(2).sum(-1)
     assert encoded.indices.equal(distance.argmin(-1))
     assert model.codebook(normalised=True).equal(model.codebook())
+
+
+def test_other_channels_in_the_decoder_are_refused_in_words(tmp_path: Path) -> None:
+    state = VQModel(VQConfig(16, 8, 32, 32, (1, 2), 1)).state_dict()
+    other = VQModel(VQConfig(16, 8, 32, 32, (2, 1), 1)).state_dict()
+    state |= {name: tensor for name, tensor in other.items() if name.startswith("decoder.")}
+    torch.save({"model": state}, tmp_path / "vq.pt")
+    with pytest.raises(UserError) as caught:
+        load_vq(open_checkpoint(tmp_path / "vq.pt"), LAYOUTS["llamagen"], torch.device("cpu"))
+    assert "its encoder has the channels [32, 64] by resolution and its decoder [64, 32]" in caught.value.message
+    assert "\n" not in caught.value.message
 
 
 def test_foreign_files_are_refused(checkpoint: Path, tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ def write_vqgan(folder: Path) -> Path:
     folder.mkdir(parents=True)
     with torch.random.fork_rng():
         torch.manual_seed(3)  # fresh layers draw from torch's own stream
-        model = VQModel(VQConfig(CODES, 8, 32, 32, (2, 1), 1, unit_codes=False, attention=False))
+        model = VQModel(VQConfig(CODES, 8, 32, 32, (2, 1), 1, unit_codes=False, attention=()))
     state = {LAYOUTS["chameleon"].rename(name, 2): tensor for name, tensor in model.state_dict().items()}
     torch.save({"state_dict": state | {"loss.logvar": torch.zeros(1)}}, folder / "vqgan.ckpt")
     return folder / "vqgan.ckpt"

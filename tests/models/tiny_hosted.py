@@ -31,7 +31,7 @@ class Shape(NamedTuple):
     blocks: int = 1
     code_dim: int = 8
     theta: float = 10000.0
-    attends: bool = True
+    attends: tuple[int, ...] | None = None  # resolutions of Emu3's image tokenizer, from the highest; None: the lowest
     frames: int = 4
 
 
@@ -136,7 +136,8 @@ def write_emu3(folder: Path, shape: Shape, seed: int = 2) -> Any:
     text |= {"pad_token_id": 0}
     vq = {"codebook_size": shape.codes, "embed_dim": shape.code_dim, "latent_channels": shape.code_dim}
     vq |= {"base_channels": 32, "channel_multiplier": list(shape.mult), "num_res_blocks": shape.blocks}
-    vq |= {"attn_resolutions": [len(shape.mult) - 1] if shape.attends else [], "hidden_size": 32 * shape.mult[-1]}
+    attending = [len(shape.mult) - 1] if shape.attends is None else list(shape.attends)
+    vq |= {"attn_resolutions": attending, "hidden_size": 32 * shape.mult[-1]}
     vq |= {"temporal_downsample_factor": shape.frames}
     config = Emu3Config(text_config=text, vq_config=vq, vocabulary_map=vocabulary, tie_word_embeddings=shape.tied)
     model = Emu3ForConditionalGeneration(config).eval()

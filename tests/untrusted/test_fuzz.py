@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import queue
+import subprocess
+import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
+import psutil
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from typer.core import TyperOption
+from typer.main import get_command
 
+from lantern_bench.cli.main import app
 from lantern_bench.config.experiment import load_experiment, shipped_experiments
+from lantern_bench.config.parse_experiment import Settings
 from lantern_bench.errors import LanternError
+from lantern_bench.methods.tables import MODES, PARAMETERS, RULES, has_parameter
 from lantern_bench.models.io.model_file import read_model_file
 from lantern_bench.prompts import SUFFIXES, load_prompts
 from lantern_bench.runs.store import done_images, read_records, read_scores
 from lantern_bench.schema import columns
-from tests.made_up_run import make_records, make_scores
+from tests.made_up_run import make_records, make_scores, write_run
 
 COUNTS = [200, pytest.param(10_000, marks=[pytest.mark.long, pytest.mark.timeout(3600)])]
 ANY_PROMPT: Any = SimpleNamespace(check_prompt=lambda text: None, prompt_sets={})
@@ -140,3 +151,140 @@ def test_records_and_scores(count: int, tmp_path: Path) -> None:
         done_images(tmp_path)
 
     fuzz(count, [whole["records"]], read)
+
+
+# ---- Numbers of flags
+
+NUMBERS = ["0", "-1", "1e9", "1000000000", "1e39", "1" + 39 * "0", "nan", ",".join(map(str, range(1, 3001)))]
+CAPTION = "one round red lantern over a lake at dusk"
+SMALL = ["--threads", "1", "--set", "compile=false"]
+# What makes a command short; sweeps are planned, and every command with a model loads it in the long test alone.
+WORDS = {
+    "sweep": ["FILE", "--dry-run"],
+    "reproduce": ["FILE", "--dry-run"],
+    "generate": [CAPTION, "--out", "FOLDER/p.png", "--force", *SMALL],
+    "certify": ["--experiment", "FILE", "--samples", "8", "--positions", "1", "--out", "FOLDER/c", *SMALL],
+    "profile": ["--images", "1", "--tokens", "8", "--no-compile", "--threads", "1", "--tree", "chain-3"],
+    "check-model": ["lanterns", "--tokens", "4"],
+    "predict": ["FOLDER/run", "--device", "a100"],
+    "compare": ["FOLDER/run", "FOLDER/other"],
+    "recommend": ["FOLDER/run"],
+    "train drafter": ["--target", "lanterns", "--data", "held-out", "--dry-run"],
+}
+
+
+def numeric_flags() -> list[tuple[str, str, str | None]]:
+    """The flags that take numbers: command, flag, and the parameter of cells that it sets, found in the program."""
+    flags = []
+    settings = {key for key, field in Settings.model_fields.items() if "int" in str(field.annotation)}
+
+    def walk(name: str, command: Any) -> None:
+        for inside, subcommand in getattr(command, "commands", {}).items():
+            walk(f"{name} {inside}".strip(), subcommand)
+        for option in command.params:
+            if not isinstance(option, TyperOption):
+                continue
+            key = (option.name or "").removeprefix("flag_")
+            is_parameter = key in PARAMETERS and PARAMETERS[key].kind.dtype in ("int", "float")
+            is_number = bool(
+                {int, float} & {option.type_descriptor.annotation, *get_args(option.type_descriptor.annotation)}
+            )
+            if is_number or is_parameter or key in settings:
+                flags.append((name, option.opts[0], key if is_parameter else None))
+
+    walk("", get_command(app))
+    return flags
+
+
+def command_line(folder: Path, command: str, flag: str, parameter: str | None, number: str) -> list[str]:
+    """A command with a number for one of its flags, in a mode that has the parameter."""
+    owners = (mode for mode in MODES.values() if parameter and has_parameter(parameter, mode.drafting, mode.rule))
+    mode = next(owners, MODES["lantern++" if command == "certify" else "speculative"])
+    if command == "certify" and mode.rule == "strict":
+        mode = MODES["lantern++"]
+    rule, file = RULES[mode.rule], folder / f"{mode.name}.yaml"
+    bound = "" if rule.lossless else f", {rule.bound}: {rule.example}"
+    file.write_text(f"model: lanterns\nimages: 2\nbaseline: false\ncells: [{{mode: {mode.name}{bound}}}]\n")
+    words = [word.replace("FILE", str(file)).replace("FOLDER", str(folder)) for word in WORDS[command]]
+    words += ["--mode", mode.name] if command in ("generate", "profile") else []
+    if flag in words:
+        del words[words.index(flag) : words.index(flag) + 2]
+    return [*command.split(), *words, f"{flag}={number}"]
+
+
+CHILD = """
+import json, os, resource, sys
+from lantern_bench.cli.main import main
+from lantern_bench.errors import RefusedError
+from lantern_bench.models.lanterns import Lanterns
+
+def refuse(*_):
+    raise RefusedError("nothing is loaded in this test")
+
+if sys.argv[1] == "plans":
+    Lanterns.load = refuse
+for line in sys.stdin:
+    began = sum(os.times()[:2])
+    code = main(json.loads(line))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+    print(json.dumps(["done", code, sum(os.times()[:2]) - began, peak]), flush=True)
+"""
+
+
+def outcomes(kind: str, commands: list[list[str]]) -> list[tuple[list[str], int, float, float]]:
+    """Run commands in a process; return each with its exit code, seconds of processor time and the peak of memory, GB.
+
+    The process is killed where it takes more than 1.5 GB or ten minutes for one command.
+    """
+    pipes: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    child = subprocess.Popen([sys.executable, "-c", CHILD, kind], **pipes, text=True)
+    assert child.stdin is not None and child.stdout is not None and child.stderr is not None
+    lines: queue.Queue[str] = queue.Queue()
+    errors: list[str] = []
+    threading.Thread(target=lambda: [lines.put(line) for line in child.stdout or ()], daemon=True).start()
+    threading.Thread(target=lambda: errors.extend(child.stderr or ()), daemon=True).start()
+    process, rows = psutil.Process(child.pid), []
+    try:
+        for words in commands:
+            child.stdin.write(json.dumps(words) + "\n")
+            child.stdin.flush()
+            for _ in range(6000):
+                assert child.poll() is None, (words, errors[-5:])
+                assert process.memory_info().rss < 1.5e9, words
+                with contextlib.suppress(queue.Empty):
+                    line = lines.get(timeout=0.1)
+                    if line.startswith('["done"'):
+                        rows.append((words, *json.loads(line)[1:]))
+                        break
+            else:
+                pytest.fail(f"takes longer than ten minutes: {words}")
+    finally:
+        child.kill()
+        child.wait()
+    return rows
+
+
+def test_numbers_of_flags_are_found() -> None:
+    flags = {(command, flag) for command, flag, _ in numeric_flags()}
+    assert {command for command, _ in flags} == set(WORDS)
+    assert flags >= {("sweep", flag) for flag in ("--images", "--window", "--worker-timeout")}
+    assert flags >= {("train drafter", "--lr"), ("generate", "--class"), ("predict", "--prompts")}
+
+
+@pytest.mark.parametrize("kind", ["plans", pytest.param("images", marks=[pytest.mark.long, pytest.mark.timeout(7200)])])
+def test_any_number_of_any_flag_is_refused_or_works(kind: str, tmp_path: Path) -> None:
+    """Exit code 2 or 3 within ten seconds of processor time, or the command works; in less than a gigabyte.
+
+    Every run takes two of the numbers for each flag, and loads nothing; the long tests take all, and load the model.
+    """
+    for name in ("run", "other"):
+        write_run(tmp_path / name, make_records(), [])
+    commands = []
+    for place, (command, flag, parameter) in enumerate(numeric_flags()):
+        chosen = NUMBERS if kind == "images" else [NUMBERS[(place + step) % len(NUMBERS)] for step in (0, 3)]
+        commands += [command_line(tmp_path, command, flag, parameter, number) for number in chosen]
+    rows = outcomes(kind, commands)
+    assert len(rows) == len(commands)
+    wrong = [row for row in rows if row[1] not in (0, 2, 3, 5) or row[3] > 1.0 or (row[1] in (2, 3) and row[2] > 10)]
+    assert not wrong, "\n".join(f"{' '.join(words)[:300]}: {figures}" for words, *figures in wrong)
+    assert {2, 3 if kind == "plans" else 0} <= {code for _, code, *_ in rows}

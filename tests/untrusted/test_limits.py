@@ -9,19 +9,27 @@ from typing import Any
 
 import pandas as pd
 import pytest
+import tokenizers
 
+from lantern_bench.cli import main as cli
 from lantern_bench.config.experiment import MOST_CELLS, load_experiment
 from lantern_bench.config.parse_experiment import Overrides
 from lantern_bench.config.plan import Prompt, make_plan
 from lantern_bench.config.yaml_source import DEEPEST, MOST_CHARACTERS, read_source
 from lantern_bench.console import Console
 from lantern_bench.errors import RefusedError, UserError
+from lantern_bench.models import registry
 from lantern_bench.models.io.model_file import read_model_file
+from lantern_bench.models.word_model import _tokens_in
 from lantern_bench.prompts import load_prompts, read_captioned
 from lantern_bench.report.page import render
 from lantern_bench.report.records import load_runs
 from lantern_bench.report.tables import write_csv
+from lantern_bench.runs.devices import choose_compute, load_models
+from lantern_bench.runs.request import prepare
 from tests.made_up_run import AR, make_record, write_run
+from tests.models import tiny_chameleon
+from tests.tiny_model import TinyModel
 
 DEFAULTS = {"lanterns": {"cfg_scale": 3.0, "tree": "small-7"}}
 ANY_PROMPT: Any = SimpleNamespace(check_prompt=lambda text: None, prompt_sets={})
@@ -102,6 +110,98 @@ def test_yes_allows_a_large_grid() -> None:
     deltas = values(MOST_CELLS + 1)
     axes: dict[str, Any] = {"delta": deltas, "drafting": ["static"], "temperature": [1.0]}
     assert len(load_experiment("lanterns", DEFAULTS, Overrides(axes, ("lantern",), many=True)).cells) > MOST_CELLS
+
+
+GENERATE = ["generate", "one round red lantern over a lake at dusk", "--mode"]
+WIDE, DEEP = [[rank] for rank in range(2049)], [[0] * depth for depth in range(1, 300)]
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "message"),
+    [
+        ([*GENERATE, "sjd", "--window", "100000"], 2, "--window 100000: must be at most 2,048"),
+        ([*GENERATE, "sjd", "--window", "300"], 2, "--window 300: the model lanterns has 256 tokens an image"),
+        ([*GENERATE, "scd", "--drafting", "hybrid", "--drafted", "1e9"], 2, "--drafted 1e9: must be"),
+        (
+            [*GENERATE, "sjd-pac", "--candidates", "50", "--branching", "6"],
+            2,
+            "the drafting pac makes 15,943,877,560 nodes of these values, and at most 2,048",
+        ),
+        (
+            [*GENERATE, "sjd-pac", "--candidates", "9", "--branching", "2000"],
+            2,
+            "nodes of these values, and at most 2,048",
+        ),
+        ([*GENERATE, "speculative", "--tree", str(WIDE)], 2, "the tree has 2049 paths, and at most 2048 are"),
+        ([*GENERATE, "speculative", "--tree", str(DEEP)], 2, "--tree of depth 299: the model lanterns has 256 tokens"),
+        ([*GENERATE, "lantern", "--nodes", "5000"], 2, "--nodes 5000: must be at most 2,048"),
+        ([*GENERATE, "lantern", "--beam", "2000", "--depth", "200"], 2, "and at most 100,000 are possible"),
+        ([*GENERATE, "lantern", "--depth", "257", "--beam", "1"], 2, "--depth 257: the model lanterns has 256 tokens"),
+        ([*GENERATE, "gsd", "--cluster", "5000"], 2, "--cluster 5000: the model lanterns has 2048 codes"),
+        ([*GENERATE, "ar", "--cfg-scale", "1e39"], 2, "--cfg-scale 1e39: must be at most 1,000,000,000,000"),
+        ([*GENERATE, "ar", "--images", "1000000000"], 2, "should be less than or equal to 1000"),
+        (["sweep", "--dry-run", "--images", "1000000000"], 3, "12,000,000,000 images, and a run at most 1,000,000"),
+        (["sweep", "--dry-run", "--repeats", str(10**12)], 2, "--repeats 1000000000000: must be at most 1,000,000,000"),
+        (["sweep", "--dry-run", "--processes", "1000000000"], 2, "--processes 1000000000: must be at most 1,024"),
+        (["sweep", "--dry-run", "--seed", str(10**39)], 2, "must be below 9,223,372,036,854,775,808"),
+        (["profile", "--size", "1000000000x64"], 2, "--size 1000000000x64: is too large: at most 1,024 layers"),
+        (["profile", "--tree", "9999n1d9b"], 2, "nodes 9999: must be at most 2,048"),
+        *(
+            (words, 2, f"--device {words[-1]}: must be auto, cpu, mps, cuda or cuda:N")
+            for words in (
+                ["profile", "--device", "tpu"],
+                ["profile", "--device", "cuda:x"],
+                ["check-model", "lanterns", "--device", "tpu"],
+                ["certify", "--device", "meta"],
+                ["sweep", "--device", "tpu"],
+                ["generate", "--device", "cpu:0"],
+                ["train", "drafter", "--target", "lanterns", "--data", "held-out", "--device", "tpu"],
+            )
+        ),
+    ],
+)
+def test_a_size_beyond_its_limit_is_refused_in_one_line(
+    command: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is loaded before."""
+    monkeypatch.setattr("lantern_bench.models.lanterns.Lanterns.load", None)
+    assert cli.main(command) == code
+    captured = capsys.readouterr()
+    assert message in captured.err and "internal" not in captured.err
+
+
+@pytest.mark.parametrize("mode", [{"mode": "ar"}, {"mode": "sjd", "window": 200}])
+def test_cells_that_need_more_memory_than_is_free_are_refused(mode: dict[str, Any]) -> None:
+    """Of a model whose sizes are known, before it is loaded."""
+    content = {"name": "large", "model": "lanterns", "baseline": False, "batch": 10**6, "cells": [mode]}
+    with pytest.raises(RefusedError, match=r"batch 1000000: needs [\d,.]+ GB, and [\d,.]+ GB are free") as raised:
+        load_models(load_experiment(content, DEFAULTS), choose_compute("cpu"))
+    assert "--batch" in str(raised.value.advice)
+
+
+def test_sizes_are_checked_with_a_model_that_tells_its_own_when_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = TinyModel()
+    monkeypatch.setattr(registry, "models", lambda: {"tiny": model})
+    content = {"name": "large", "model": "tiny", "cells": [{"mode": "sjd", "window": 13}]}
+    assert model.tokens is None
+    with pytest.raises(UserError, match="--window 13: the model tiny has 12 tokens an image"):
+        load_models(load_experiment(content, {"tiny": {}}), choose_compute("cpu"))
+
+
+@pytest.mark.parametrize("count", [2_000, pytest.param(30_000, marks=pytest.mark.long)])
+def test_a_plan_of_many_captions_reads_the_tokenizer_once(
+    count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tiny_chameleon.write_model_file(tmp_path / "files", "anole-7b", (4, 4))
+    (tmp_path / "p.txt").write_text("".join(f"a red lantern {number}\n" for number in range(count)))
+    opened: list[str] = []
+    from_file = tokenizers.Tokenizer.from_file
+    counted = SimpleNamespace(from_file=lambda name: opened.append(name) or from_file(name))
+    monkeypatch.setattr(tokenizers, "Tokenizer", counted)
+    parsed = _tokens_in.cache_info().misses
+    content = {"name": "many", "model": str(path), "prompts": str(tmp_path / "p.txt"), "cells": [{"mode": "ar"}]}
+    assert len(prepare(content, Overrides(), out=tmp_path / "run").plan.tasks) == count
+    assert (_tokens_in.cache_info().misses - parsed, len(opened)) == (1, 1)
 
 
 @pytest.mark.parametrize("character", ["\0", "\x1b[2J", "\x07", "\x9b", "\x7f"])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import pickle
 import re
 import warnings
@@ -106,7 +107,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
             args = loaded.get("args")
             args = vars(args) if isinstance(args, argparse.Namespace) else args
             settings = args if isinstance(args, Mapping) else settings
-    clean = {_WRAPPERS.sub("", name): tensor for name, tensor in tensors.items()}
+    # Parameters are saved as such by `dict(model.named_parameters())`.
+    clean = {_WRAPPERS.sub("", name): tensor.detach() for name, tensor in tensors.items()}
     if clean and all(name.startswith("module.") for name in clean):
         clean = {name.removeprefix("module."): tensor for name, tensor in clean.items()}
     if len(clean) < len(tensors):
@@ -126,9 +128,12 @@ def _files_of(path: Path) -> list[Path]:
     if path.suffix != ".json":
         return [path]
     try:
-        shards = sorted(set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()))
+        shards = sorted(map(str, set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values())))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path}: cannot be read as an index of weights", _ADVICE) from error
+    # By name alone: the files of a download cache are links to another folder.
+    if outside := [name for name in shards if os.path.isabs(name) or os.path.normpath(name).startswith("..")]:
+        raise UserError(f"{path}: names {outside[0]}, which is outside {path.parent}", _ADVICE)
     missing = [name for name in shards if not (path.parent / name).is_file()]
     if missing:
         counts = f"{len(missing)} of its {len(shards)} files are missing"
