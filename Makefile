@@ -17,7 +17,7 @@ ARGS  ?=
 WORKERS ?= logical
 
 .PHONY: help sweep test check lint test-long reliability predict-here compare-plain aa bench-load ray-overhead screenshots \
-  constraints wheel clean
+  constraints wheel docs clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -77,8 +77,14 @@ constraints: ## write the versions installed in .venv to constraints.txt
 wheel: | $(BIN)/python ## build a wheel in dist/; installs nothing of this package
 	$(BIN)/python -m pip wheel --disable-pip-version-check --no-deps --wheel-dir dist .
 
+# In an environment apart, so that `make constraints` does not list its packages.
+docs: $(BIN)/python ## build the site of docs/ into site/ and check its links
+	$(BIN)/python -m venv build/docs
+	build/docs/bin/python -m pip install --disable-pip-version-check --quiet 'mkdocs-material>=9.5'
+	NO_MKDOCS_2_WARNING=1 build/docs/bin/mkdocs build --strict
+
 clean: ## remove what the other targets made, results excepted
-	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) dist build site .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(PLAIN): pyproject.toml constraints.txt | $(BIN)/python

@@ -1,4 +1,4 @@
-"""Write the sizing tables of docs/scale.md from the committed run: measured on its machine, predicted for GPUs.
+"""Write the sizing table of docs/scale.md from the committed run: measured on its machine, predicted for GPUs.
 
     python -m docs.make_scale
 
@@ -29,33 +29,30 @@ SPEED = PAGE.parent.parent / "results" / "reference" / "speed.csv"
 MARKER = "<!-- Below: python -m docs.make_scale -->\n"
 MODELS = ("llamagen-t2i-stage1", "lumina-mgpt-7b-768")
 GPUS = ("a100", "h100")
-PROMPTS = {"COCO-5k": 5_000, "COCO-30k": 30_000}
+PROMPTS = 30_000
 DEVICES = (1, 8, 64)
 
 
 def render(page: str) -> str:
-    """Return the text of the page with its tables made anew."""
+    """Return the text of the page with its table made anew."""
     speed = pd.read_csv(SPEED, keep_default_na=True)
     written, _, _ = page.partition(MARKER)
-    text = f"{written}{MARKER}"
+    head = ["model", "device", "images an hour on 1", *(f"hours on {count}" for count in DEVICES)]
+    lines = [head, ["---"] * len(head)]
     timed = speed[speed["latency_s"].notna()]
     measured = dict(zip(timed["cell_id"], timed["latency_s"], strict=True))
-    tables = {"`lanterns`, measured on one thread of the CPU of the committed run": measured}
-    for model in MODELS:
-        for name in GPUS:
-            label = f"`{model}`, predicted for {devices()[name].about or name}"
-            tables[label] = predicted_seconds(speed, devices()[name], model)
-    for label, seconds in tables.items():
-        text += f"\n### {label}\n\n| prompts | cells | images | devices | images an hour | hours | device-hours |\n"
-        text += "| --- | --- | --- | --- | --- | --- | --- |\n"
-        for (prompt_set, prompts), count in itertools.product(PROMPTS.items(), DEVICES):
-            hours, images = math.ceil(prompts / count) * sum(seconds.values()) / 3600, prompts * len(seconds)
-            figures = [
-                f"{value:,.3g}" if value < 1000 else f"{value:,.0f}" for value in (images / hours, hours, count * hours)
-            ]
-            cells = (prompt_set, len(seconds), f"{images:,}", count, *figures)
-            text += f"| {' | '.join(map(str, cells))} |\n"
-    return text
+    rows = [("lanterns", "CPU of the committed run, one thread (measured)", measured)]
+    for model, name in itertools.product(MODELS, GPUS):
+        rows.append(
+            (model, f"{devices()[name].about or name} (predicted)", predicted_seconds(speed, devices()[name], model))
+        )
+    for model, device, seconds in rows:
+        hours = [math.ceil(PROMPTS / count) * sum(seconds.values()) / 3600 for count in DEVICES]
+        rate = PROMPTS * len(seconds) / hours[0]
+        lines.append(
+            [f"`{model}`", device, *(f"{value:,.3g}" if value < 1000 else f"{value:,.0f}" for value in (rate, *hours))]
+        )
+    return f"{written}{MARKER}\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def predicted_seconds(speed: pd.DataFrame, device: Device, model: str) -> dict[str, float]:

@@ -13,6 +13,7 @@ from types import ModuleType
 
 import pandas as pd
 import pytest
+import yaml
 
 from docs import make_audit, make_frontier, make_pictures, make_prediction, make_results_format
 from lantern_bench.models.io.files import file_sha256
@@ -77,10 +78,23 @@ def test_every_cited_file_exists() -> None:
 
 
 def test_links_between_pages_lead_somewhere() -> None:
+    """A page of the site links only what is in the site: docs/ without its scripts."""
     for path in repository_files():
         if path.suffix == ".md":
             for target in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", path.read_text(encoding="utf-8")):
-                assert (path.parent / target).exists(), f"{path.relative_to(ROOT)} links {target}"
+                linked = (path.parent / target).resolve()
+                assert linked.exists(), f"{path.relative_to(ROOT)} links {target}"
+                if path.parent == ROOT / "docs":
+                    inside = linked.is_relative_to(path.parent) and linked.suffix != ".py"
+                    assert inside, f"{path.name}: write {target} as a path from the root, not as a link"
+
+
+def test_the_navigation_of_the_site_has_every_page_once() -> None:
+    navigation = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
+    listed = [
+        page for entry in navigation for page in (next(iter(entry.values())) if isinstance(entry, dict) else [entry])
+    ]
+    assert sorted(listed) == sorted(path.name for path in (ROOT / "docs").glob("*.md"))
 
 
 @pytest.mark.parametrize("script", [make_audit, make_frontier, make_prediction, make_results_format])
