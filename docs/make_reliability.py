@@ -20,7 +20,7 @@ import pytest
 PAGE = Path(__file__).with_name("reliability.md")
 TESTS = Path(__file__).parents[1] / "tests" / "faults"
 BEGIN, END = "<!-- Below: python -m docs.make_reliability -->\n", "<!-- Above: python -m docs.make_reliability -->\n"
-HEAD = "| fault | what happens | tests passed |\n| --- | --- | --- |\n"
+HEAD = "| fault | what happens |\n| --- | --- |\n"
 
 
 class Fault(NamedTuple):
@@ -74,23 +74,23 @@ class Outcomes:
             self.results[node] = Result(outcomes, before.passed + report.passed, before.cases + 1)
 
 
-def rows(page: str) -> list[tuple[str, str, str]]:
-    """Return the rows of a page's table as (fault, what happens, tests passed)."""
+def rows(page: str) -> list[tuple[str, str]]:
+    """Return the rows of a page's table as (fault, what happens)."""
     table = page.partition(BEGIN)[2].partition(END)[0].removeprefix(HEAD)
     cells = (re.split(r"(?<!\\) ?\| ?", line)[1:-1] for line in table.splitlines() if line.startswith("| "))
-    return [(fault, happens, passed) for fault, happens, passed in cells]
+    return [(fault, happens) for fault, happens in cells]
 
 
 def render(page: str, results: Mapping[str, Result]) -> str:
     """Return the text of the page with new rows for `results`; of more than two outcomes the first is an example."""
-    lines, kept = [], {fault: (happens, passed) for fault, happens, passed in rows(page)}
-    for one in faults():
-        if one.node in results:
-            result = results[one.node]
-            said = "; ".join(result.outcomes) if len(result.outcomes) <= 2 else f"for example: {result.outcomes[0]}"
-            kept[one.fault] = (re.sub(r"([|<>*_])", r"\\\1", said), f"{result.passed} of {result.cases}")
-        if one.fault in kept:
-            lines.append(f"| {' | '.join((one.fault, *kept[one.fault]))} |\n")
+    lines, table = [], dict(rows(page))
+    for fault in faults():
+        if fault.node in results:
+            outcomes = results[fault.node].outcomes
+            text = "; ".join(outcomes) if len(outcomes) <= 2 else f"for example: {outcomes[0]}"
+            table[fault.fault] = re.sub(r"([|<>*_])", r"\\\1", text)
+        if fault.fault in table:
+            lines.append(f"| {fault.fault} | {table[fault.fault]} |\n")
     before, _, rest = page.partition(BEGIN)
     return f"{before}{BEGIN}{HEAD}{''.join(lines)}{END}{rest.partition(END)[2]}"
 

@@ -45,7 +45,7 @@ def test_out_of_memory_in_one_cell(bench: Bench, expected: dict[str, str], outco
     summary = (bench.folder / "run" / "summary.csv").read_text()
     assert "lantern-dynamic" in summary
     assert bench.sweep("run")[0] == 0 and bench.tokens("run") == expected
-    outcome(f"exit {code}: its 3 images are marked failed with the allocator's error, the other 6 are decoded")
+    outcome(f"exit {code}: its 3 images failed, the other 6 are decoded")
 
 
 def test_nan_in_one_image(bench: Bench, expected: dict[str, str], outcome: Outcome) -> None:
@@ -64,7 +64,7 @@ def test_nan_in_one_image(bench: Bench, expected: dict[str, str], outcome: Outco
 def test_clock_jump(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expected: dict[str, str], outcome: Outcome
 ) -> None:
-    """A wall clock that jumps between years, back and forth, at every reading"""
+    """A wall clock that jumps between years at every reading"""
     jumps, readings = np.random.default_rng(0), count()
 
     class Jumping(datetime):
@@ -90,7 +90,7 @@ def test_clock_jump(
         [first["started"], first["ended"], second["started"]]
     )
     assert cli.main(["verify", "run"]) == 0
-    outcome("no record and no duration changes, resuming works; only the times of day in the manifest jump")
+    outcome("no record or duration changes; resuming works")
 
 
 def test_damaged_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str], outcome: Outcome) -> None:
@@ -133,4 +133,4 @@ def test_flipped_bit_in_a_weight(tmp_path: Path, outcome: Outcome) -> None:
     with pytest.raises(RefusedError) as raised:
         RunStore(tmp_path / "run", experiment, key())
     assert "weights of lanterns/drafter changed" in raised.value.message
-    outcome(f"exit 3: {raised.value.message.splitlines()[0]}; published files are also checked against pinned hashes")
+    outcome(f"exit 3: {raised.value.message.splitlines()[0]}")

@@ -43,11 +43,11 @@ def test_signals(
     assert len(workers) == (processes == "2") and not any(worker.is_running() for worker in workers)
     code_again, output = bench.sweep("run", "--processes", processes)
     assert code_again == 0 and f"{finished} images kept" in output and bench.tokens("run") == expected
-    outcome(f"{NAMES[number]}: exit {code}, the manifest closed, finished images kept, resumed to the same tokens")
+    outcome(f"{NAMES[number]}: exit {code}, finished images kept")
 
 
 def test_swallowed_interrupt(bench: Bench, expected: dict[str, str], outcome: Outcome) -> None:
-    """SIGINT in a finalizer, where Python prints an exception and goes on"""
+    """SIGINT in a finalizer"""
     code, output = bench.sweep("run", TINY_SWALLOW="2")
     assert "Exception ignored in" in output and "Stopped" in output, output
     assert code == 130 and "interrupted before the first image" in output
@@ -56,7 +56,7 @@ def test_swallowed_interrupt(bench: Bench, expected: dict[str, str], outcome: Ou
 
 
 def test_second_signal(bench: Bench, outcome: Outcome) -> None:
-    """A second SIGINT, while the first one waits for a step that hangs"""
+    """A second SIGINT during a step that hangs"""
     command = bench.start(*SWEEP, "run", TINY_HANG=PROMPTS[1])
     command.until(lambda: (bench.folder / "run" / "manifest.json").exists() and bench.lines("run") >= 1)
     command.process.join(0.5)  # until it hangs

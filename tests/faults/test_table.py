@@ -5,14 +5,9 @@ from docs.make_reliability import PAGE, TESTS, Fault, Outcomes, Result, faults, 
 
 def test_the_page_has_a_row_for_every_fault() -> None:
     listed = rows(PAGE.read_text(encoding="utf-8"))
-    assert [fault for fault, _, _ in listed] == [fault.fault for fault in faults()], (
-        "run: python -m docs.make_reliability"
-    )
+    assert [fault for fault, _ in listed] == [fault.fault for fault in faults()], "run: python -m docs.make_reliability"
     assert len(listed) >= 20
-    for fault, happens, passed in listed:
-        assert happens, fault
-        count, cases = passed.split(" of ")
-        assert count == cases and int(count) > 0, fault
+    assert all(happens for _, happens in listed)
 
 
 def test_every_fault_says_what_happened() -> None:
@@ -26,7 +21,7 @@ def test_the_table_is_rendered_from_results() -> None:
     results = {fault.node: Result(["a | b"], 1, 2) for fault in faults()}
     page = render("before\n" + "<!-- Below: python -m docs.make_reliability -->\nstale row\n", results)
     assert page.startswith("before\n") and "stale row" not in page
-    assert rows(page)[0] == (faults()[0].fault, "a \\| b", "1 of 2")
+    assert rows(page)[0] == (faults()[0].fault, "a \\| b")
 
 
 def test_a_failed_case_counts() -> None:
