@@ -2,42 +2,42 @@
 
     python -m docs.make_frontier
 
-They are made of results/reference: `frontier` (a CPU), `frontier-h100` (a GPU) and `quality` (512 pictures a cell, and
-emitted TV). The text outside the markers is written by hand.
+They are made of results/reference: `frontier` (a CPU), `frontier-h100` (a GPU), `quality` (512 pictures a cell) and
+`distance`, where that was run. The text outside the markers is written by hand.
 """
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
 
-from docs.make_prediction import REFERENCE, of_a_cell
+from docs.make_prediction import REFERENCE
 from lantern_bench.methods.tables import RULES
-from lantern_bench.models.registry import model_of
-from lantern_bench.report.cost_model import devices
 
 PAGE = Path(__file__).with_name("frontier.md")
-LARGE = "llamagen-t2i-stage1"
-_HEAD = ["method", "parameters", "tokens a step", "one core", "H100", "LlamaGen, H100, predicted", "FID", "precision"]
-_HEAD += ["emitted TV"]
+DISTANCE = ["distance", "distance_low", "distance_high", "distance_p"]
+SIGNIFICANT = 0.001
+_HEAD = ["cell", "MAL", "one core", "H100", "distance x 1000", "FID"]
 
 
 def cells() -> pd.DataFrame:
-    """One row a cell: the figures of the three runs side by side; tokens a step are those of the most images."""
+    """One row a cell: the figures of the runs side by side; MAL is that of the most images."""
     runs = {name: _table(name, "speed") for name in ("quality", "frontier", "frontier-h100")}
     names = pd.concat(_table(name, "summary")[["method", "parameters"]] for name in runs)
-    whole = pd.concat(runs.values())
-    table = whole[~whole.index.duplicated()].join(names[~names.index.duplicated()])
+    rows = pd.concat(runs.values())
+    table = rows[~rows.index.duplicated()].join(names[~names.index.duplicated()])
     for name in ("frontier", "frontier-h100"):
         ends = ["speedup", "speedup_low", "speedup_high"]
         table = table.drop(columns=ends, errors="ignore").join(runs[name][ends].add_suffix(f" {name}"))
-    quality = _table("quality", "quality")[["fid", "fid_verdict", "precision", "precision_verdict"]]
-    moved = _table("quality", "emitted_tv")[["emitted_tv", "emitted_tv_low", "emitted_tv_high"]]
-    return table.join(quality).join(moved)[lambda found: found["seed_set"] == 0]
+    table = table.join(_table("quality", "quality")[["fid", "fid_verdict", "precision", "precision_verdict"]])
+    if (REFERENCE / "distance" / "summary.csv").exists():
+        table = table.join(_table("distance", "summary")[DISTANCE])
+    else:
+        table[DISTANCE] = float("nan")
+    return table[table["seed_set"] == 0]
 
 
 def _table(run: str, kind: str) -> pd.DataFrame:
@@ -46,28 +46,26 @@ def _table(run: str, kind: str) -> pd.DataFrame:
 
 def rendered(table: pd.DataFrame) -> str:
     """The rows of a table of the page, from few tokens a step to many."""
-    device, sizes, lines = devices()["h100"], model_of(LARGE).sizes, [_HEAD, ["---"] * len(_HEAD)]
+    lines = [_HEAD, ["---"] * len(_HEAD)]
     for row in table.sort_values("mean_accepted_length").to_dict("records"):
-        made = "1.0x" if row["drafting"] == "none" else f"{of_a_cell(SimpleNamespace(**row), device, sizes):.1f}x"
-        known = [row["method"], "" if pd.isna(row["parameters"]) else row["parameters"]]
-        known += [f"{row['mean_accepted_length']:.2f}"]
-        known += [_with_ends(row, "speedup", f" {run}", "x") for run in ("frontier", "frontier-h100")]
-        known += [made, _judged(row, "fid", ".1f"), _judged(row, "precision", ".2f")]
-        lines.append([*known, _with_ends(row, "emitted_tv", "", "")])
+        parameters = "" if pd.isna(row["parameters"]) else row["parameters"].replace(" k=100", "")
+        cpu, gpu = (_speedup(row, run) for run in ("frontier", "frontier-h100"))
+        distance = _figure(1000 * row["distance"], ".1f", row["distance_p"] < SIGNIFICANT)
+        fid = _figure(row["fid"], ".1f", row["fid_verdict"] == "outside")
+        cell = f"{row['method']} {parameters}".strip()
+        lines.append([cell, f"{row['mean_accepted_length']:.2f}", cpu.split(" ")[0], gpu, distance, fid])
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def _with_ends(row: dict[Any, Any], figure: str, run: str, unit: str) -> str:
-    """A figure with its interval, or nothing."""
-    value, low, high = (row[f"{figure}{end}{run}"] for end in ("", "_low", "_high"))
-    return "" if pd.isna(value) else f"{value:.2f}{unit} [{low:.2f}, {high:.2f}]"
+def _speedup(row: dict[Any, Any], run: str) -> str:
+    """A speedup with its interval, or nothing."""
+    value, low, high = (row[f"speedup{end} {run}"] for end in ("", "_low", "_high"))
+    return "" if pd.isna(value) else f"{value:.2f}x [{low:.2f}, {high:.2f}]"
 
 
-def _judged(row: dict[Any, Any], figure: str, form: str) -> str:
-    """A figure, bold where it lies outside the spread of ar."""
-    if pd.isna(row[figure]):
-        return ""
-    return f"**{row[figure]:{form}}**" if row[f"{figure}_verdict"] == "outside" else f"{row[figure]:{form}}"
+def _figure(value: float, form: str, bold: bool) -> str:
+    text = "" if pd.isna(value) else f"{value:{form}}"
+    return f"**{text}**" if text and bold else text
 
 
 def render(page: str) -> str:
@@ -76,7 +74,7 @@ def render(page: str) -> str:
     lossless = table["rule"].map(lambda rule: RULES[rule].lossless)
     for name, rows in (("lossless", table[lossless]), ("relaxed", table[~lossless])):
         between = re.compile(rf"(<!-- {name}: python -m docs.make_frontier -->\n).*?(<!-- end -->)", re.DOTALL)
-        page = between.sub(lambda found, rows=rows: f"{found[1]}\n{rendered(rows)}\n{found[2]}", page)  # type: ignore[misc]
+        page = between.sub(lambda match, rows=rows: f"{match[1]}\n{rendered(rows)}\n{match[2]}", page)  # type: ignore[misc]
     return page
 
 
