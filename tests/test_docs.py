@@ -21,7 +21,7 @@ from lantern_bench.report.curves import curve_tables
 from lantern_bench.report.records import load_runs
 
 ROOT = Path(__file__).parent.parent
-HERE = Path(__file__).name
+SKIPPED = (Path(__file__).name, "mkdocs.yml")
 ALGORITHMS = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
 TEXTS = (".py", ".md", ".yaml", ".yml", ".cff")
 CITATION = re.compile(
@@ -40,7 +40,7 @@ def repository_files() -> list[Path]:
     names = listed.stdout.splitlines() if listed.returncode == 0 else []
     folders = ("lantern_bench", "docs", "tests", "experiments")
     paths = [ROOT / name for name in names] or [path for name in folders for path in (ROOT / name).rglob("*")]
-    return [path for path in paths if path.is_file() and path.suffix in TEXTS and path.name != HERE]
+    return [path for path in paths if path.is_file() and path.suffix in TEXTS and path.name not in SKIPPED]
 
 
 def texts() -> Iterator[tuple[str, str]]:
