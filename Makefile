@@ -43,7 +43,7 @@ lint: $(DEV) ## ruff, mypy, import contracts
 test-long: check ## the tests that take minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --timeout 3600 -m long $(ARGS)
 
-reliability: check ## run the fault tests, and write their outcomes into docs/reliability.md
+reliability: check ## run the fault tests, and write their outcomes into tests/faults/README.md
 	OMP_NUM_THREADS=1 $(BIN)/python -m docs.make_reliability
 
 predict-here: $(PLAIN) ## profile this machine, sweep compiled, and predict the sweep's speedups (ARGS: flags of `sweep`)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 
@@ -30,8 +29,7 @@ def cells() -> pd.DataFrame:
     rows = pd.concat(runs.values())
     table = rows[~rows.index.duplicated()].join(names[~names.index.duplicated()])
     for name in ("frontier", "frontier-h100"):
-        ends = ["speedup", "speedup_low", "speedup_high"]
-        table = table.drop(columns=ends, errors="ignore").join(runs[name][ends].add_suffix(f" {name}"))
+        table = table.join(runs[name]["speedup"].rename(f"speedup {name}"))
     table = table.join(_table("quality", "quality")[["fid", "fid_verdict", "precision", "precision_verdict"]])
     if (REFERENCE / "distance" / "summary.csv").exists():
         table = table.join(_table("distance", "summary")[DISTANCE])
@@ -49,21 +47,15 @@ def rendered(table: pd.DataFrame) -> str:
     lines = [_HEAD, ["---"] * len(_HEAD)]
     for row in table.sort_values("mean_accepted_length").to_dict("records"):
         parameters = "" if pd.isna(row["parameters"]) else row["parameters"].replace(" k=100", "")
-        cpu, gpu = (_speedup(row, run) for run in ("frontier", "frontier-h100"))
-        distance = _figure(1000 * row["distance"], ".1f", row["distance_p"] < SIGNIFICANT)
+        speedups = [_figure(row[f"speedup {run}"], ".2f") for run in ("frontier", "frontier-h100")]
+        distance = _figure(1000 * row["distance"], "z.1f", row["distance_p"] < SIGNIFICANT)
         fid = _figure(row["fid"], ".1f", row["fid_verdict"] == "outside")
         cell = f"{row['method']} {parameters}".strip()
-        lines.append([cell, f"{row['mean_accepted_length']:.2f}", cpu.split(" ")[0], gpu, distance, fid])
+        lines.append([cell, f"{row['mean_accepted_length']:.2f}", *speedups, distance, fid])
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def _speedup(row: dict[Any, Any], run: str) -> str:
-    """A speedup with its interval, or nothing."""
-    value, low, high = (row[f"speedup{end} {run}"] for end in ("", "_low", "_high"))
-    return "" if pd.isna(value) else f"{value:.2f}x [{low:.2f}, {high:.2f}]"
-
-
-def _figure(value: float, form: str, bold: bool) -> str:
+def _figure(value: float, form: str, bold: bool = False) -> str:
     text = "" if pd.isna(value) else f"{value:{form}}"
     return f"**{text}**" if text and bold else text
 

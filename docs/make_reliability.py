@@ -1,4 +1,4 @@
-"""Run the fault tests and write what happened into the table of docs/reliability.md.
+"""Run the fault tests and write what happened into the table of tests/faults/README.md.
 
     python -m docs.make_reliability [arguments of pytest, such as -n 2 or one of the files]
 
@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 import pytest
 
-PAGE = Path(__file__).with_name("reliability.md")
 TESTS = Path(__file__).parents[1] / "tests" / "faults"
+PAGE = TESTS / "README.md"
 BEGIN, END = "<!-- Below: python -m docs.make_reliability -->\n", "<!-- Above: python -m docs.make_reliability -->\n"
 HEAD = "| fault | what happens |\n| --- | --- |\n"
 

@@ -115,5 +115,5 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture
 def outcome(record_property: Callable[[str, object], None]) -> Outcome:
-    """What the program did, for the table of docs/reliability.md."""
+    """What the program did, for the table of tests/faults/README.md."""
     return lambda text: record_property("outcome", text)
