@@ -44,7 +44,7 @@ def _table(run: str, kind: str) -> pd.DataFrame:
 
 def rendered(table: pd.DataFrame) -> str:
     """The rows of a table of the page, from few tokens a step to many."""
-    lines = [_HEAD, ["---"] * len(_HEAD)]
+    lines = [_HEAD]
     for row in table.sort_values("mean_accepted_length").to_dict("records"):
         parameters = "" if pd.isna(row["parameters"]) else row["parameters"].replace(" k=100", "")
         speedups = [_figure(row[f"speedup {run}"], ".2f") for run in ("frontier", "frontier-h100")]
@@ -52,7 +52,8 @@ def rendered(table: pd.DataFrame) -> str:
         fid = _figure(row["fid"], ".1f", row["fid_verdict"] == "outside")
         cell = f"{row['method']} {parameters}".strip()
         lines.append([cell, f"{row['mean_accepted_length']:.2f}", *speedups, distance, fid])
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    head, *body = (f"| {' | '.join(line)} |\n" for line in lines)
+    return f"{head}{'|---' * len(_HEAD)}|\n{''.join(body)}"
 
 
 def _figure(value: float, form: str, bold: bool = False) -> str:

@@ -38,7 +38,7 @@ def render(page: str) -> str:
     speed = pd.read_csv(SPEED, keep_default_na=True)
     written, _, _ = page.partition(MARKER)
     head = ["model", "device", "images an hour on 1", *(f"hours on {count}" for count in DEVICES)]
-    lines = [head, ["---"] * len(head)]
+    lines = []
     timed = speed[speed["latency_s"].notna()]
     measured = dict(zip(timed["cell_id"], timed["latency_s"], strict=True))
     rows = [("lanterns", "CPU of the committed run, one thread (measured)", measured)]
@@ -52,7 +52,8 @@ def render(page: str) -> str:
         lines.append(
             [f"`{model}`", device, *(f"{value:,.3g}" if value < 1000 else f"{value:,.0f}" for value in (rate, *hours))]
         )
-    return f"{written}{MARKER}\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    first, *others = (f"| {' | '.join(line)} |\n" for line in [head, *lines])
+    return f"{written}{MARKER}\n{first}{'|---' * len(head)}|\n{''.join(others)}"
 
 
 def predicted_seconds(speed: pd.DataFrame, device: Device, model: str) -> dict[str, float]:
