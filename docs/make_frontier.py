@@ -23,7 +23,7 @@ _HEAD = ["cell", "MAL", "one core", "H100", "distance x 1000", "FID"]
 
 
 def cells() -> pd.DataFrame:
-    """One row a cell: the figures of the runs side by side; MAL is that of the most images."""
+    """One row for each timed cell: the figures of the runs side by side; MAL is that of the most images."""
     runs = {name: _table(name, "speed") for name in ("quality", "frontier", "frontier-h100")}
     names = pd.concat(_table(name, "summary")[["method", "parameters"]] for name in runs)
     rows = pd.concat(runs.values())
@@ -35,7 +35,8 @@ def cells() -> pd.DataFrame:
         table = table.join(_table("distance", "summary")[DISTANCE])
     else:
         table[DISTANCE] = float("nan")
-    return table[table["seed_set"] == 0]
+    timed = table[["speedup frontier", "speedup frontier-h100"]].notna().any(axis=1)
+    return table[timed & (table["seed_set"] == 0)]
 
 
 def _table(run: str, kind: str) -> pd.DataFrame:

@@ -28,7 +28,7 @@ PAGE = Path(__file__).with_name("scale.md")
 SPEED = PAGE.parent.parent / "results" / "reference" / "speed.csv"
 MARKER = "<!-- Below: python -m docs.make_scale -->\n"
 MODELS = ("llamagen-t2i-stage1", "lumina-mgpt-7b-768")
-GPUS = ("a100", "h100")
+GPUS = ("h100",)
 PROMPTS = 30_000
 DEVICES = (1, 8, 64)
 
