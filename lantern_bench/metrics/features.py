@@ -43,7 +43,7 @@ def find_weights(scorer: str, file_name: str) -> Path:
     raise RefusedError(
         f"the weights of {scorer} are not on this machine: {file_name} is neither in the folder named by "
         f"{WEIGHTS_VARIABLE} nor in the cache of torch.hub (scoring downloads nothing)",
-        f"Put {file_name} there.",
+        f"Put {file_name} there; docs/troubleshooting.md has its address.",
     )
 
 

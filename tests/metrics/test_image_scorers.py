@@ -128,7 +128,7 @@ def load(name: str) -> Any:
     ("scorer", "error", "problem", "advice"),
     [
         (image_scorers.load_clip, RefusedError, "lanterns-clip is missing", "experiments.train_lanterns --part clip"),
-        (lambda: image_scorers.load_clip("ViT-B-32"), RefusedError, "ViT-B-32", "Put ViT-B-32.safetensors there."),
+        (lambda: image_scorers.load_clip("ViT-B-32"), RefusedError, "ViT-B-32", "Put ViT-B-32.safetensors there; docs"),
         (lambda: image_scorers.load_clip("ViT-Z-99"), UserError, "ViT-Z-99", "ViT-B-32"),
         (lambda: load("hpsv2"), RefusedError, "weights of HPSv2 are not on this machine", "Put HPS_v2.1_compressed.pt"),
         (lambda: load("image_reward"), RefusedError, "ImageReward is not installed", "lantern-bench[image-reward]"),
