@@ -2,8 +2,8 @@
 
     python -m docs.make_frontier
 
-They are made of results/reference: `frontier` (a CPU), `frontier-h100` (a GPU) and `quality` (512 pictures a cell, and
-emitted TV). The text outside the markers is written by hand.
+They are made of results/reference: `frontier` (a CPU), `frontier-h100` (a GPU) and `quality` (512 pictures a cell). The
+text outside the markers is written by hand.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from lantern_bench.report.cost_model import devices
 PAGE = Path(__file__).with_name("frontier.md")
 LARGE = "llamagen-t2i-stage1"
 _HEAD = ["method", "parameters", "tokens a step", "one core", "H100", "LlamaGen, H100, predicted", "FID", "precision"]
-_HEAD += ["emitted TV"]
 
 
 def cells() -> pd.DataFrame:
@@ -36,8 +35,7 @@ def cells() -> pd.DataFrame:
         ends = ["speedup", "speedup_low", "speedup_high"]
         table = table.drop(columns=ends, errors="ignore").join(runs[name][ends].add_suffix(f" {name}"))
     quality = _table("quality", "quality")[["fid", "fid_verdict", "precision", "precision_verdict"]]
-    moved = _table("quality", "emitted_tv")[["emitted_tv", "emitted_tv_low", "emitted_tv_high"]]
-    return table.join(quality).join(moved)[lambda found: found["seed_set"] == 0]
+    return table.join(quality)[lambda found: found["seed_set"] == 0]
 
 
 def _table(run: str, kind: str) -> pd.DataFrame:
@@ -52,8 +50,7 @@ def rendered(table: pd.DataFrame) -> str:
         known = [row["method"], "" if pd.isna(row["parameters"]) else row["parameters"]]
         known += [f"{row['mean_accepted_length']:.2f}"]
         known += [_with_ends(row, "speedup", f" {run}", "x") for run in ("frontier", "frontier-h100")]
-        known += [made, _judged(row, "fid", ".1f"), _judged(row, "precision", ".2f")]
-        lines.append([*known, _with_ends(row, "emitted_tv", "", "")])
+        lines.append([*known, made, _judged(row, "fid", ".1f"), _judged(row, "precision", ".2f")])
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
