@@ -2,8 +2,8 @@
 
     python -m docs.make_audit
 
-They are made of results/reference/audit/audit.csv and results/reference/certify/power.csv. The text outside the markers is
-written by hand.
+They are made of results/reference/audit/audit.csv and results/reference/certify/power.csv. The text outside the
+markers is written by hand.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ REFERENCE = Path(__file__).parents[1] / "results" / "reference"
 
 def claims() -> pd.DataFrame:
     """One row a claim that says lossless."""
-    audit = pd.read_csv(REFERENCE / "audit" / "audit.csv", dtype={"form": "string", "source": "string"})
+    audit = pd.read_csv(REFERENCE / "audit" / "audit.csv", dtype={"form": "string"})
     audit = audit[audit["claim"] == "lossless"]
     audit["found"] = audit["verdict"].map(lambda verdict: "**differs**" if verdict.endswith("not") else "no difference")
-    return readable(audit[["mode", "form", "source", "p_holm", "found"]].reset_index(drop=True)).frame
+    return readable(audit[["mode", "form", "p_holm", "found"]].reset_index(drop=True)).frame
 
 
 def power() -> pd.DataFrame:

@@ -24,7 +24,7 @@ from lantern_bench.methods.tables import DRAFTINGS, RULES, can_decide, defaults_
 from lantern_bench.methods.trees import STATIC_TREES, check_topology, is_chain
 
 TABLE_IMAGES = 16_384
-"""Images of the tables in each trial of a certificate; of wide windows, whose images are longer, half as many."""
+"""Images of the tables in each trial of a certificate; of wide windows, whose images are longer, a quarter."""
 AUDIT_TABLES = 256
 """How many images of the tables an audit decodes for each image of the model."""
 _TOO_OFTEN = 0.02  # what acceptance probabilities are raised by
@@ -54,7 +54,7 @@ def certificate_trials(plan: CertificationPlan, tree: Any, cfg_default: float, d
     """Return the trials of every lossless decoding; with `has_power` each is followed by those of its broken rules."""
     tables = []
     for setting, decoding in table_decodings().items():
-        images = TABLE_IMAGES if table_tokens(decoding) == TOKENS else TABLE_IMAGES // 2
+        images = TABLE_IMAGES if table_tokens(decoding) == TOKENS else TABLE_IMAGES // 4
         tables.append(Trial(f"{setting}, tables", decoding, images))
     model = list(_model_trials(plan, tree, cfg_default, dtype))
     if not plan.has_power:

@@ -27,10 +27,12 @@ from lantern_bench.decoding.protocol import Target
 from lantern_bench.decoding.sampling import broken_distributions, decoding_probabilities, guide
 from lantern_bench.decoding.teacher_forcing import drafter_logits_along, teacher_forced
 from lantern_bench.errors import LogitsError
+from lantern_bench.metrics.distance import sums_of_image
 from lantern_bench.models.loaded_model import LoadedModel
+from lantern_bench.report.distance import FeatureSums
 
 _ROUNDING = {"float32": 1e-3, "bfloat16": 0.2, "float16": 0.04}  # of the difference of two logits without guidance
-TESTS = 11
+TESTS = 12
 """How many tests `p_values` makes of a decoding, at most."""
 _BINS, _LAGS = 20, 8
 _STAKES = (0.005, 0.01, 0.02, 0.05)  # near the shares of wrong tokens that a small mistake makes
@@ -57,6 +59,9 @@ class Evidence(NamedTuple):
     impossible: NDArray[np.bool_]  # the target cannot give the token
     edge: NDArray[np.bool_]  # rounding can change whether the token passes the filters
     starts: NDArray[np.bool_]  # a step starts with the token
+    # [B, m (m + 3) / 2], of the m features of the distance (metrics/distance.py); nothing under a filter, at whose edge
+    # rounding would count
+    features: NDArray[np.float64]
 
 
 def edge_tolerance(dtype: str, decoding: Decoding) -> float:
@@ -73,6 +78,7 @@ def evidence(
     decoding: Decoding,
     uniforms: Tensor,
     tolerance: float,
+    features: Sequence[Sequence[float]] | None = None,
 ) -> Evidence:
     """Compare `tokens` int64 [B, N] with guided `logits` [B, N, V] under the filters of `decoding`.
 
@@ -89,7 +95,7 @@ def evidence(
         earlier.scatter_add_(1, tokens[image, :, None], torch.ones_like(earlier))
         is_start[image, list(positions)] = True
     columns: list[NDArray[Any]] = [torch.stack(column).cpu().numpy() for column in zip(*images, strict=True)]
-    return Evidence(*[*columns, is_start])
+    return Evidence(*[*columns, is_start, np.array(features if features else [()] * len(tokens))])
 
 
 def _of_image(
@@ -185,13 +191,20 @@ def decoded_evidence(
         decoded = decode(model, condition, decoding, streams, engine=model.engine, rule=rule, drafting=broken)
         tokens = torch.stack([image.tokens for image in decoded]).long().to(target.device)
         forced = teacher_forced(target, condition, tokens, decoding.cfg_scale != 1)
-        logits, q = guide(forced.logits.cond, forced.logits.uncond, decoding.cfg_scale), None
+        cond, uncond, _ = forced.logits
+        logits, q = guide(cond, uncond, decoding.cfg_scale), None
         if model.drafter is not None:
             drafts = drafter_logits_along(model.drafter, forced)
             guided = [guide(draft.cond, draft.uncond, decoding.cfg_scale) for draft in drafts]
             q = decoding_probabilities(torch.cat(guided, dim=1), decoding)
         places = torch.rand(2, *tokens.shape, generator=noise, dtype=torch.float64).to(target.device)
-        yield evidence(logits, q, tokens, [image.trace.start for image in decoded], decoding, places, tolerance)
+        features, is_drawn = None, target.forced(torch.arange(tokens.shape[1], device=tokens.device)) < 0
+        if not decoding.top_k and decoding.top_p >= 1:
+            several = [[None] * batch if rows is None else rows for rows in (uncond, q)]
+            rows = zip(cond, *several, tokens, strict=True)
+            features = [sums_of_image(*row, is_drawn, decoding)["feature_sums"] for row in rows]
+        starts = [image.trace.start for image in decoded]
+        yield evidence(logits, q, tokens, starts, decoding, places, tolerance, features)
 
 
 def p_values(batches: Sequence[Evidence], depth: int) -> dict[str, float]:
@@ -210,6 +223,9 @@ def p_values(batches: Sequence[Evidence], depth: int) -> dict[str, float]:
         **{name: _martingale(*values, everywhere) for name, values in sums.items()},
         "alike in a batch": _martingale(images.alike, images.alike_var, everywhere),
     }
+    if width := images.features.shape[1]:
+        count = next(m for m in range(1, width) if m * (m + 3) == 2 * width)
+        tests["distance"] = FeatureSums.of(images.features, count).total.p_value
     if "lean to the drafter" in sums:
         tests["wager on the drafter"] = _wager(images.ratio)
     for name, u in (("uniform by rank", images.by_rank), ("uniform by code", images.by_code)):

@@ -163,7 +163,8 @@ def certify(
     ] = None,
     prompts: PromptsOption = None,
     samples: Annotated[
-        int | None, typer.Option(min=8, max=_MOST, help="Images of the model in a trial. Default: 8; thorough, audit: 192.")
+        int | None,
+        typer.Option(min=8, max=_MOST, help="Images of the model in a trial. Default: 8; thorough, audit: 192."),
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Directory of the CSV files. Default: results/certify-MODEL or audit-MODEL.")

@@ -36,7 +36,15 @@ CELLS: dict[str, tuple[int, dict[str, Any]]] = {
     "dynamic": (2, {"drafting": "dynamic", "nodes": 10, "depth": 2, "beam": 5}),
     "block": (3, {"rule": "block", "tree": "chain-3"}),
 }
-ONE_BY_ONE = ("surprise", "lean to the drafter", "alike in a batch", "uniform by rank", "uniform by code", "lags")
+ONE_BY_ONE = (
+    "surprise",
+    "distance",
+    "lean to the drafter",
+    "alike in a batch",
+    "uniform by rank",
+    "uniform by code",
+    "lags",
+)
 
 
 @pytest.fixture(scope="module")
@@ -244,7 +252,7 @@ def test_images_of_a_batch_that_share_bits_are_alike(model: LoadedModel, shared:
     with mistake.patched() if shared else contextlib.nullcontext():
         batches = [
             next(decoded_evidence(model, ALL, cell, 8, tolerance=1e-3, seed=seed))
-            for seed in range(6 if shared else 40)
+            for seed in range(20 if shared else 40)
         ]
     tests = p_values(batches, 3)
     print({name: f"{p:.2g}" for name, p in tests.items()})

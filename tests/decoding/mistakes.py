@@ -75,7 +75,9 @@ def rule_mistakes(decoding: Decoding, model: DecodableModel) -> list[Mistake]:
     k = 2 if codes < 10 else min(100, codes // 4)
     relaxed = AcceptanceRule("relaxed", {"lambda": 2.0}, multiplicative_limit, neighbours=k)
     mistakes.append(Mistake("relaxed with lambda 2", rule=replace(relaxed, nearest_codes=model.table(k, "l2"))))
-    return [*mistakes, Mistake("not renormalised after a rejected sibling", siblings_not_renormalised)]
+    if decoding.branches:
+        mistakes.append(Mistake("not renormalised after a rejected sibling", siblings_not_renormalised))
+    return mistakes
 
 
 def strict_without_residual(children: Children, _rule: AcceptanceRule) -> Acceptance:
