@@ -97,10 +97,16 @@ def audit_trials(claim: Claim, model: str, dtype: str, samples: int) -> list[Tri
 
 
 def lossless_pairs() -> Iterator[tuple[Rule, Drafting]]:
-    """Yield every lossless rule with every lossless drafting that it can decide on."""
+    """Yield every lossless rule with every lossless drafting that it can decide on.
+
+    On a drafting of chains `traversal` is the code of `block`, and comes once.
+    """
+    codes = set[tuple[str | None, str]]()
     for rule, drafting in itertools.product(RULES.values(), DRAFTINGS.values()):
         are_lossless = rule.lossless and rule.name != "none" and drafting.lossless and drafting.drafts
-        if are_lossless and can_decide(rule.name, drafting.name):
+        is_repeated = drafting.chain and (rule.accept, drafting.name) in codes
+        if are_lossless and can_decide(rule.name, drafting.name) and not is_repeated:
+            codes.add((rule.accept, drafting.name))
             yield rule, drafting
 
 
@@ -117,12 +123,7 @@ def lossless_decodings(tree: Any, cfg_default: float, *, siblings: bool = False,
 def table_decodings() -> dict[str, Decoding]:
     """Return the lossless pairs as decodings of the tables: every word of their parameters, wide windows, filters."""
     named: dict[str, Decoding] = {}
-    codes = set[tuple[str | None, str]]()
     for rule, drafting in lossless_pairs():
-        if drafting.chain and (rule.accept, drafting.name) in codes:  # on chains block and traversal are the same
-            _add(named, rule, drafting, dict(drafting.small))
-            continue
-        codes.add((rule.accept, drafting.name))
         words = {row.name: row.kind.choices for row in drafting.parameters if row.kind.choices and row.name != "tree"}
         combinations = [dict(zip(words, chosen, strict=True)) for chosen in itertools.product(*words.values())]
         smalls: list[dict[str, Any]] = [dict(drafting.small)]
