@@ -101,7 +101,7 @@ def lossless_pairs() -> Iterator[tuple[Rule, Drafting]]:
 
     On a drafting of chains `traversal` is the code of `block`, and comes once.
     """
-    codes = set[tuple[str | None, str]]()
+    codes = set[tuple[Any, str]]()
     for rule, drafting in itertools.product(RULES.values(), DRAFTINGS.values()):
         are_lossless = rule.lossless and rule.name != "none" and drafting.lossless and drafting.drafts
         is_repeated = drafting.chain and (rule.accept, drafting.name) in codes
@@ -152,7 +152,7 @@ def _add(
     defaults = defaults_for(drafting.name, rule.name, "speculative")
     if fresh_drafts_problem(rule.name, drafting.name, {**defaults, **values}):
         return
-    pair = {"drafting": drafting.name, "rule": rule.name, "cfg_default": cfg_default}
+    pair: dict[str, Any] = {"drafting": drafting.name, "rule": rule.name, "cfg_default": cfg_default}
     decoding = Decoding("speculative", **pair, **values)
     if decoding.rule == rule.name:  # greedy decoding has no rule for chains
         words = "" if rule.name == "strict" else f", {rule.name}"
