@@ -201,7 +201,7 @@ def decoded_evidence(
         features, is_drawn = None, target.forced(torch.arange(tokens.shape[1], device=tokens.device)) < 0
         if not decoding.top_k and decoding.top_p >= 1:
             several = [[None] * batch if rows is None else rows for rows in (uncond, q)]
-            rows = zip(cond, *several, tokens, strict=True)
+            rows: Iterator[Any] = zip(cond, *several, tokens, strict=True)
             features = [sums_of_image(*row, is_drawn, decoding)["feature_sums"] for row in rows]
         starts = [image.trace.start for image in decoded]
         yield evidence(logits, q, tokens, starts, decoding, places, tolerance, features)
