@@ -200,9 +200,9 @@ def decoded_evidence(
         places = torch.rand(2, *tokens.shape, generator=noise, dtype=torch.float64).to(target.device)
         features, is_drawn = None, target.forced(torch.arange(tokens.shape[1], device=tokens.device)) < 0
         if not decoding.top_k and decoding.top_p >= 1:
-            several = [[None] * batch if rows is None else rows for rows in (uncond, q)]
-            rows: Iterator[Any] = zip(cond, *several, tokens, strict=True)
-            features = [sums_of_image(*row, is_drawn, decoding)["feature_sums"] for row in rows]
+            uncond_rows, q_rows = ([None] * batch if rows is None else rows for rows in (uncond, q))
+            rows = zip(cond, uncond_rows, q_rows, tokens, strict=True)
+            features = [sums_of_image(c, u, d, x, is_drawn, decoding)["feature_sums"] for c, u, d, x in rows]
         starts = [image.trace.start for image in decoded]
         yield evidence(logits, q, tokens, starts, decoding, places, tolerance, features)
 
