@@ -1,8 +1,9 @@
-"""Write the results of docs/audit.md from results/reference/audit/audit.csv.
+"""Write the tables of docs/audit.md: the claims that say lossless, and how many images it takes to reject a mistake.
 
     python -m docs.make_audit
 
-The text outside the two markers is written by hand.
+They are made of results/reference/audit/audit.csv and results/reference/certify/power.csv. The text outside the
+markers is written by hand.
 """
 
 from __future__ import annotations
@@ -13,25 +14,43 @@ from pathlib import Path
 import pandas as pd
 
 from lantern_bench.report.format_tables import readable
-from lantern_bench.schema import columns
 
 PAGE = Path(__file__).with_name("audit.md")
-RUN = Path(__file__).parents[1] / "results" / "reference" / "audit" / "audit.csv"
-SHOWN = ["mode", "form", "claim", "source", "table_images", "p_first", "p_joint", "p_later", "images", "p_images"]
-SHOWN += ["p_holm", "power_p", "table_tv", "table_tv_low", "table_tv_high"]
-SHOWN += ["emitted_tv", "emitted_tv_low", "emitted_tv_high", "verdict"]
-BETWEEN = re.compile(r"(<!-- Below: python -m docs.make_audit -->\n).*?(<!-- End -->)", re.DOTALL)
+REFERENCE = Path(__file__).parents[1] / "results" / "reference"
+
+
+def claims() -> pd.DataFrame:
+    """One row a claim that says lossless."""
+    audit = pd.read_csv(REFERENCE / "audit" / "audit.csv", dtype={"form": "string"})
+    audit = audit[audit["claim"] == "lossless"]
+    audit["found"] = audit["verdict"].map(lambda verdict: "**differs**" if verdict.endswith("not") else "no difference")
+    return readable(audit[["mode", "form", "p_holm", "found"]].reset_index(drop=True)).frame
+
+
+def power() -> pd.DataFrame:
+    """One row a mistake: the images until it is rejected, in the decoding that shows it first."""
+    power = pd.read_csv(REFERENCE / "certify" / "power.csv")
+    rows = []
+    for fault, of_fault in power.groupby("fault", sort=False):
+        row = {"mistake": fault}
+        for source in ("tables", "model"):
+            here = of_fault[of_fault["tested_on"] == source]
+            needed, least = here["images_needed"].min(), here["images"].min()
+            row[source] = f"{least:,.0f}" if pd.notna(least) else f"about {needed:,.0f}" if pd.notna(needed) else ""
+            if len(here) and not row[source]:
+                row[source] = f"more than {here['decoded'].max():,.0f}"
+        rows.append(row)
+    return pd.DataFrame(rows)
 
 
 def render(page: str) -> str:
-    """Return the text of the page with its table made anew."""
-    kinds = {
-        column.name: {"string": "string", "int": "Int64"}.get(column.dtype, "float64") for column in columns("audit")
-    }
-    shown = readable(pd.read_csv(RUN, dtype=kinds)[SHOWN]).frame
-    rows = [list(shown.columns), ["---"] * len(shown.columns), *shown.to_numpy().tolist()]
-    table = "\n".join("| " + " | ".join(map(str, row)) + " |" for row in rows)
-    return BETWEEN.sub(lambda found: f"{found[1]}\n{table}\n\n{found[2]}", page)
+    """Return the text of the page with its tables made anew."""
+    for name, table in (("claims", claims()), ("power", power())):
+        rows = [list(table.columns), ["---"] * len(table.columns), *table.to_numpy().tolist()]
+        text = "\n".join("| " + " | ".join(map(str, row)) + " |" for row in rows)
+        between = re.compile(rf"(<!-- {name}: python -m docs.make_audit -->\n).*?(<!-- end -->)", re.DOTALL)
+        page = between.sub(lambda match, text=text: f"{match[1]}\n{text}\n\n{match[2]}", page)  # type: ignore[misc]
+    return page
 
 
 if __name__ == "__main__":

@@ -82,38 +82,7 @@ CELL_COLUMNS: tuple[Column, ...] = (
 NOTE = text("note", "why a figure is missing, or what to know about it")
 
 
-# ---- The tables of `lantern-bench certify`: emitted TV, the certificate and the audit
-
-
-_PLACE = (
-    text("prompt_id", "12 hex digits of the hash of the prompt's text"),
-    count("repeat", "", "earlier uses of the prompt in the measurement"),
-    count("position", "tokens", "tokens of the image committed before the place"),
-)
-
-_EMITTED_TV_PLACES = (
-    *CELL_COLUMNS,
-    *_PLACE,
-    number("emitted_tv", "", "TV of target and first token of a step; an estimate that errs upwards if sampled"),
-    number("emitted_tv_crossed", "", "estimate from the same draws that errs downwards (sampled)"),
-    number("moved_mass", "", "neighbour mass of the root's children, by the chance to try them (deterministic)"),
-)
-
-_EMITTED_TV = (
-    *CELL_COLUMNS,
-    count("places", "places", "sampled places"),
-    count("prompts", "prompts", "prompts among them: what is resampled"),
-    *figure(
-        "emitted_tv", "", "mean TV of target and first token of a step; for sampled drafts midway of two estimates"
-    ),
-    number("emitted_tv_crossed", "", "mean of the estimate that errs downwards (sampled)"),
-    number("emitted_tv_median", "", "median over places"),
-    number("emitted_tv_max", "", "largest at any place"),
-    number("moved_mass", "", "most the mean may be under exact, from the masses moved (deterministic)"),
-    number("times_delta", "", "mean emitted TV / delta"),
-    *figure("above_delta", "", "share of places whose emitted TV is above delta"),
-    NOTE,
-)
+# ---- The tables of `lantern-bench certify`: the certificate, its power, and the audit
 
 _MODEL = next(column for column in CELL_COLUMNS if column.name == "model")
 _CERTIFICATE = (
@@ -122,25 +91,33 @@ _CERTIFICATE = (
     text("setting", "how it was decoded"),
     text("figure", "what the number is"),
     *figure("measured", "", "the number"),
-    text("wanted", "what it must be; empty where it is only reported"),
-    text(
-        "passed",
-        "yes, NO, or weak (a broken rule is not rejected, few tokens are tested); empty: nothing is wanted",
-    ),
-    count("n", "", "images, prompts or places behind it"),
+    text("wanted", "what it must be"),
+    text("passed", "yes, NO, or weak (few tokens are tested)"),
+    count("n", "", "images or prompts behind it"),
     NOTE,
 )
 
 _LOSSLESS_TESTS = (
     _MODEL,
-    text("setting", "how it was decoded, in an audit also where: on the tables or with the model"),
-    text("broken", "what is wrong on purpose; empty for the method itself"),
+    text("setting", "how it was decoded, and whether on the tables or with the model"),
     text("test", "the test (docs/algorithms.md, section 6)"),
     number("p_value", "", "its p-value"),
-    number("p_holm", "", "corrected for all tests of the command; broken methods: for as many tests"),
-    count("images", "images", "images tested; a broken rule is decoded until it is rejected"),
+    number("p_holm", "", "corrected for all tests of the command"),
+    count("images", "images", "images tested"),
     count("tokens", "tokens", "tokens tested"),
     count("edge_tokens", "tokens", "tokens left out because rounding may change whether they pass the filters"),
+)
+
+_POWER = (
+    _MODEL,
+    text("fault", "what is wrong on purpose"),
+    text("setting", "how it was decoded"),
+    text("tested_on", "tables or model"),
+    count("images", "images", "images decoded until a test rejected it; empty: none did"),
+    count("decoded", "images", "images decoded"),
+    text("test", "the test with the smallest p-value"),
+    number("p_value", "", "its p-value; rejected below 0.001 / number of tests of the certificate"),
+    count("images_needed", "images", "estimate from p_value where nothing rejects it and p_value is below .05"),
 )
 
 _AUDIT = (
@@ -154,13 +131,12 @@ _AUDIT = (
     number("p_first", "", "G-test of the first two tokens on the tables"),
     number("p_joint", "", "G-test of the first three tokens on the tables"),
     number("p_later", "", "G-tests of later three tokens on the tables: the smallest, times their number"),
+    number("p_batch", "", "test on the tables of images that are decoded together"),
     number("p_images", "", "smallest p-value of the whole-image tests with the model, not corrected"),
     count("table_images", "images", "images decoded on the tables"),
     count("images", "images", "images decoded with the model"),
-    text("broken", "what was broken on purpose, each with its smallest p-value"),
-    number("power_p", "", "the largest p-value among what was broken, on the tables"),
+    number("power_p", "", "smallest p-value of the method without its residual, on the tables"),
     *figure("table_tv", "", "TV of three successive tokens on the tables, of what is not lossless", "two estimates"),
-    *figure("emitted_tv", "", "of a relaxed mode with the model: mean TV of target and first token of a step"),
     NOTE,
 )
 
@@ -479,10 +455,9 @@ TABLES: dict[str, tuple[Column, ...]] = {
     "summary": _SUMMARY,
     "reproduction": _REPRODUCTION,
     "prediction": _PREDICTION,
-    "emitted_tv_places": _EMITTED_TV_PLACES,
-    "emitted_tv": _EMITTED_TV,
     "lossless_tests": _LOSSLESS_TESTS,
     "certificate": _CERTIFICATE,
+    "power": _POWER,
     "audit": _AUDIT,
 }
 

@@ -1,28 +1,18 @@
-"""Plan a certificate or an audit: what is claimed of which cells, and how much is measured. No torch."""
+"""Plan a certificate or an audit: what is claimed of which cells. No torch."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from lantern_bench.config.experiment import Cell, ResolvedExperiment, load_experiment
-from lantern_bench.config.parse_experiment import Overrides
+from lantern_bench.config.decoding import Decoding
+from lantern_bench.config.experiment import Cell, ResolvedExperiment
 from lantern_bench.config.plan import Prompt
-from lantern_bench.errors import UserError
-from lantern_bench.methods.tables import MODES, RULES
-from lantern_bench.models.registry import defaults_of, model_of
+from lantern_bench.errors import UserError, did_you_mean
+from lantern_bench.methods.tables import MODES, RULES, raise_if_refused
+from lantern_bench.models.registry import model_of
 from lantern_bench.prompts import load_prompts
-from lantern_bench.runs.request import check_sizes
-
-
-class Sizes(NamedTuple):
-    """How much is measured."""
-
-    positions: int  # of emitted TV
-    draws: int  # of emitted TV, a position
-    samples: int  # images of a trial
-    greedy: int  # prompts of the greedy identity check
 
 
 @dataclass(frozen=True)
@@ -31,43 +21,28 @@ class CertificationPlan:
 
     model: str
     resolved: ResolvedExperiment
-    relaxed: tuple[Cell, ...]  # the cells whose emitted TV is measured
     prompts: Sequence[Prompt]
-    sizes: Sizes
+    samples: int  # images of the model in a trial
+    is_thorough: bool = False  # the model's images decide, under several filters; else the tables' and a few of them
+    has_power: bool = False  # broken rules are tested too
     claims: tuple[Claim, ...] = ()
 
-
-def plan_certificate(
-    experiment: str, flags: dict[str, Any], modes: list[str] | None, settings: list[str], sizes: Sizes
-) -> CertificationPlan:
-    """Resolve the relaxed cells and the prompts of an experiment."""
-    model = model_of(flags["model"][0])
-    flags = flags | {"model": [model.name], "prompts": flags["prompts"] or next(iter(model.prompt_sets))}
-    overrides = Overrides.from_flags(flags, modes=modes, settings=settings)
-    resolved = load_experiment(experiment, defaults_of, overrides)
-    check_sizes(resolved)
-    relaxed = tuple(cell for cell in resolved.cells if not cell.decoding.rule_row.lossless)
-    if not relaxed:
-        raise UserError(f"{experiment}: has no relaxed cell", "Give another --experiment, or other --modes.")
-    return _measurement(resolved, relaxed, sizes)
+    @property
+    def sampling(self) -> Decoding:
+        """A decoding with the run's temperature, filters and guidance."""
+        return self.resolved.cells[0].decoding
 
 
-def plan_audit(resolved: ResolvedExperiment, sizes: Sizes) -> CertificationPlan:
-    """Plan the audit of cells that `audited_cells` lists."""
-    claims = tuple(map(claim_of, resolved.cells))
-    return _measurement(resolved, tuple(claim.cell for claim in claims if not claim.is_lossless), sizes, claims)
-
-
-def _measurement(
-    resolved: ResolvedExperiment, relaxed: tuple[Cell, ...], sizes: Sizes, claims: tuple[Claim, ...] = ()
-) -> CertificationPlan:
-    for cell in (*relaxed, *(claim.cell for claim in claims)):
+def plan_certification(resolved: ResolvedExperiment, is_audit: bool, **values: Any) -> CertificationPlan:
+    """Plan the certificate, or the audit of cells that `audited_cells` lists; `values` are fields of the plan."""
+    for cell in resolved.cells:
         if cell.decoding.greedy:
             problem = f"{cell.cell_id}: at temperature 0 there is no distribution to test"
             raise UserError(problem, "Give a --temperature above 0.")
     model = model_of(resolved.settings.model[0])
+    claims = tuple(map(claim_of, resolved.cells)) if is_audit else ()
     prompts = load_prompts(resolved.settings.prompts, model)
-    return CertificationPlan(model.name, resolved, relaxed, prompts, sizes, claims)
+    return CertificationPlan(model.name, resolved, prompts, claims=claims, **values)
 
 
 class Claim(NamedTuple):
@@ -84,11 +59,24 @@ class Claim(NamedTuple):
         return self.cell.decoding.rule_row.lossless
 
 
-def audited_cells() -> list[dict[str, Any]]:
-    """Return the cells of the audit, as an experiment file has them: every form of every mode, every other rule."""
+def audited_cells(names: Collection[str]) -> list[dict[str, Any]]:
+    """Return the cells of the audit, as an experiment file has them: every form of these modes.
+
+    `all` are every mode, and every other rule on `speculative`.
+    """
+    for name in names:
+        if name not in MODES and name != "all":
+            raise_if_refused(name)
+            hint = did_you_mean(name, MODES)
+            raise UserError(f"--modes {name}: unknown mode{hint}", f"The modes are {', '.join(MODES)}, or all.")
     modes = [
-        {"mode": mode.name, **values} for mode in MODES.values() for values in ({}, *mode.variants, *mode.published)
+        {"mode": mode.name, **values}
+        for mode in MODES.values()
+        if {mode.name, "all"} & set(names)
+        for values in ({}, *mode.variants, *mode.published)
     ]
+    if "all" not in names:
+        return modes
     rules_of_modes = {mode.rule for mode in MODES.values()}
     others = [rule for name, rule in RULES.items() if name not in rules_of_modes]
     return modes + [{"mode": "speculative", "drafting": rule.drafting, "rule": rule.name} for rule in others]

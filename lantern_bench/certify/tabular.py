@@ -7,20 +7,21 @@ of a network's cannot (`g_tests`).
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from scipy.stats import power_divergence
+from scipy.stats import binom, power_divergence
 from torch import Tensor
 
-from lantern_bench.certify.relaxation import generators
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.plan import record_seed
 from lantern_bench.decoding.acceptance.rule import AcceptanceRule
 from lantern_bench.decoding.compile import Engine
+from lantern_bench.decoding.drafting.draft_method import DraftMethod
 from lantern_bench.decoding.loop import decode
 from lantern_bench.decoding.protocol import DrafterLogits, DrafterSession, Logits, Target, TargetSession
 from lantern_bench.decoding.sampling import decoding_probabilities, guide
@@ -28,11 +29,17 @@ from lantern_bench.models.loaded_model import LoadedModel, NoPixels
 
 
 class TabularModel(Target):
-    """V tokens, `length` positions; guidance is real: cond and uncond tables differ."""
+    """V tokens, `length` positions; guidance is real: cond and uncond tables differ.
 
-    def __init__(self, vocab: int, length: int, seed: int, drafter_noise: float = 0.7) -> None:
+    The distribution of a token depends on the `memory` tokens in front of it, by default on all.
+    """
+
+    def __init__(
+        self, vocab: int, length: int, seed: int, drafter_noise: float = 0.7, memory: int | None = None
+    ) -> None:
         generator = torch.Generator().manual_seed(seed)
-        states = (vocab + 1) ** length
+        self.memory = memory or length
+        states = (vocab + 1) ** self.memory
         self.vocab_size, self.image_tokens, self.device = vocab, length, torch.device("cpu")
         self.p = torch.randn(2, states, vocab, generator=generator) * 1.3
         self.q = self.p + torch.randn(2, states, vocab, generator=generator) * drafter_noise
@@ -44,18 +51,29 @@ class TabularModel(Target):
         return _TargetSession(self, batch, guided)
 
     def state_after(self, state: Tensor, tokens: Tensor) -> Tensor:
-        """Append tokens to prefixes written in base V + 1; beyond the image everything is one state."""
-        after = state * (self.vocab_size + 1) + tokens + 1
-        return torch.where(after < self.p.shape[1], after, 0)
+        """Append tokens to prefixes written in base V + 1, of which the last `memory` digits count."""
+        return (state * (self.vocab_size + 1) + tokens + 1) % self.p.shape[1]
 
-    def distribution(self, probabilities: Any) -> Tensor:
-        """The joint distribution [V ** length] of AR sampling, `probabilities` turning (cond, uncond) logits into p."""
-        joint, states = torch.ones(1, dtype=torch.float64), torch.zeros(1, dtype=torch.int64)
-        for _ in range(self.image_tokens):
-            p = probabilities(self.p[0, states], self.p[1, states]).double()
-            joint = (joint[:, None] * p).flatten()
-            states = self.state_after(states[:, None], torch.arange(self.vocab_size)).flatten()
-        return joint
+    def joint(self, probabilities: Any, count: int, skipped: int = 0) -> Tensor:
+        """The joint distribution [V ** count] of the tokens behind the first `skipped` in AR sampling.
+
+        `probabilities` turns (cond, uncond) logits into p.
+        """
+        states, weights = torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.float64)
+        for _ in range(skipped):
+            after, every_weight = self._continued(states[:, None], weights[:, None], probabilities)
+            states, index = after.flatten().unique(return_inverse=True)
+            weights = torch.zeros(len(states), dtype=torch.float64).scatter_add_(0, index, every_weight.flatten())
+        ends, joint = states[:, None], weights[:, None]
+        for _ in range(count):
+            ends, joint = self._continued(ends, joint, probabilities)
+        return joint.sum(dim=0)
+
+    def _continued(self, states: Tensor, weights: Tensor, probabilities: Any) -> tuple[Tensor, Tensor]:
+        """The states [S, n V] and weights after one token more than in states [S, n]."""
+        p = probabilities(self.p[0, states], self.p[1, states]).double()
+        after = self.state_after(states[:, :, None], torch.arange(self.vocab_size))
+        return after.flatten(1), (weights[:, :, None] * p).flatten(1)
 
 
 class _TargetSession(TargetSession):
@@ -67,13 +85,13 @@ class _TargetSession(TargetSession):
         return self._scores(self.state[:, None])
 
     def score(self, tokens: Tensor, depths: Tensor, attention: Tensor) -> Logits:
-        # The path of a node is read off the attention mask, as a transformer would. Powers beyond the image are cut
-        # off: any of them leads beyond it.
-        base, most = self.model.vocab_size + 1, self.model.image_tokens
+        # The path of a node is read off the attention mask, as a transformer would; digits that have left the memory
+        # are 0 again.
+        base, most = self.model.vocab_size + 1, self.model.memory
         apart = (depths[:, :, None] - depths[:, None, :]).clamp(0, most)
         path = torch.where(attention, (tokens[:, None, :] + 1) * base**apart, 0).sum(dim=-1)
         states = self.state[:, None] * base ** (depths + 1).clamp_max(most) + path
-        self.nodes = torch.where(states < self.model.p.shape[1], states, 0)
+        self.nodes = states % self.model.p.shape[1]
         return self._scores(self.nodes)
 
     def commit(self, path: Tensor, counts: Tensor) -> None:
@@ -111,57 +129,82 @@ class _DrafterSession(DrafterSession):
 # ---- whole images of the tables, tested against their joint distribution
 
 VOCABULARY, TOKENS = 4, 7
+_LONG, _MEMORY, _LINE = 24, 3, 4  # tokens of the images of wide windows, what they depend on; tokens of a row
 _WINDOW, _BATCH, _FEWEST = 3, 5000, 5.0
 
 
 @functools.cache
-def table_model() -> LoadedModel:
-    """Return the model that the audit decodes: 4 codes, 7 tokens, and a codebook for rules that merge neighbours."""
-    model = TabularModel(VOCABULARY, TOKENS, seed=1)
+def table_model(tokens: int = TOKENS) -> LoadedModel:
+    """Return the model of tables: 4 codes, `tokens` tokens, and a codebook for rules that merge neighbours."""
+    model = TabularModel(VOCABULARY, tokens, seed=1, memory=None if tokens == TOKENS else _MEMORY)
+    model.line_length = _LINE
     # Uneven enough that consecutive answers differ much: mistakes with drafts that are kept are larger then.
     model.p *= 1.6
     model.q *= 1.6
     codebook = 0.3 * torch.randn(VOCABULARY, 2, generator=torch.Generator().manual_seed(2))
     pixels = NoPixels("tables", "its tokens mean nothing")
-    return LoadedModel("tables", model, model.drafter, pixels, codebook, lambda _: None, {}, (1, TOKENS))
+    return LoadedModel("tables", model, model.drafter, pixels, codebook, lambda _: None, {}, (1, tokens))
 
 
-def g_tests(
-    decoding: Decoding, images: int, rule: AcceptanceRule | None = None, seed: int = 0
-) -> tuple[dict[str, float], tuple[float, float]]:
-    """Test `images` images of the `table_model`, decoded with `rule` in place of the decoding's.
+def generators(model: LoadedModel, seeds: Sequence[int]) -> list[torch.Generator]:
+    """Return one seeded generator per image, on the model's device."""
+    return [torch.Generator(model.target.device).manual_seed(seed) for seed in seeds]
 
-    The tests: the first two tokens, of which a step decides the second; the first three; and every later three, where
-    drafts come from rows that earlier steps verified. Returns the p-values by test, and two estimates of the TV of
-    three successive tokens, where the tests see most: one that errs downwards and one that errs upwards.
+
+def table_tokens(decoding: Decoding) -> int:
+    """Return how many tokens the images have on which a decoding is tested: more for windows that are wider."""
+    return _LONG if decoding.settings().get("window", 0) > TOKENS else TOKENS
+
+
+def table_images(
+    decoding: Decoding,
+    images: range,
+    rule: AcceptanceRule | None = None,
+    drafting: Callable[[Decoding, Target, int], DraftMethod] | None = None,
+    seed: int = 0,
+) -> Tensor:
+    """Return the tokens int64 [images, N] of the `table_model`, decoded with `rule` and `drafting` for the decoding's.
+
+    The images of a batch are at different positions as soon as they have accepted different numbers of drafts.
     """
-    model, engine, tokens = table_model(), Engine(), []
-    for start in range(0, images, _BATCH):
-        seeds = [record_seed(seed, "tables", image) for image in range(start, min(start + _BATCH, images))]
-        decoded = decode(model, None, decoding, generators(model, seeds), engine=engine, rule=rule)
+    model, engine, tokens = table_model(table_tokens(decoding)), Engine(), []
+    for start in range(images.start, images.stop, _BATCH):
+        seeds = [record_seed(seed, "tables", image) for image in range(start, min(start + _BATCH, images.stop))]
+        broken = None if drafting is None else drafting(decoding, model.target, len(seeds))
+        streams = generators(model, seeds)
+        decoded = decode(model, None, decoding, streams, engine=engine, rule=rule, drafting=broken)
         tokens.append(torch.stack([image.tokens for image in decoded]).long())
-    target: Any = model.target
-    joint = target.distribution(
-        lambda cond, uncond: decoding_probabilities(guide(cond, uncond, decoding.cfg_scale), decoding)
-    )
-    return _tested(joint.view([VOCABULARY] * TOKENS), torch.cat(tokens))
+    return torch.cat(tokens)
 
 
-def _tested(joint: Tensor, tokens: Tensor) -> tuple[dict[str, float], tuple[float, float]]:
-    """The results of `g_tests` for tokens [images, N] and their joint distribution, which has an axis for each."""
-    windows = [(0, _WINDOW - 1), *((first, first + _WINDOW) for first in range(joint.dim() - _WINDOW + 1))]
+def g_tests(decoding: Decoding, tokens: Tensor) -> tuple[dict[str, float], tuple[float, float]]:
+    """Test images of the `table_model`, whose tokens are int64 [images, N].
+
+    The tests: the first two tokens, of which a step decides the second; the first three; every later three, where
+    drafts come from rows that earlier steps verified; and how often two successive images begin alike, which are
+    decoded in one batch. Returns the p-values by test, and two estimates of the TV of three successive tokens, where
+    the tests see most: one that errs downwards and one that errs upwards.
+    """
+    target: Any = table_model(table_tokens(decoding)).target
+
+    def probabilities(cond: Tensor, uncond: Tensor) -> Tensor:
+        return decoding_probabilities(guide(cond, uncond, decoding.cfg_scale), decoding)
+
+    windows = [(0, _WINDOW - 1), *((first, first + _WINDOW) for first in range(tokens.shape[1] - _WINDOW + 1))]
     compared, p_values = [], []
     for first, end in windows:
-        others = [axis for axis in range(joint.dim()) if not first <= axis < end]
-        expected = joint.sum(dim=others).flatten().numpy()
+        expected = target.joint(probabilities, end - first, first).numpy()
         expected = expected / expected.sum()
-        cells = np.ravel_multi_index(tuple(tokens[:, first:end].T.numpy()), joint.shape[first:end])
+        cells = np.ravel_multi_index(tuple(tokens[:, first:end].T.numpy()), [VOCABULARY] * (end - first))
         halves = np.stack([np.bincount(half, minlength=len(expected)) for half in (cells[::2], cells[1::2])])
-        compared.append((halves, expected))
+        compared.append((halves, expected, cells))
         p_values.append(_g_test(halves.sum(axis=0), expected))
     tests = {"first tokens": p_values[0], "joint of the first tokens": p_values[1]}
     tests["later windows"] = min(1.0, min(p_values[2:]) * len(p_values[2:]))
-    halves, expected = compared[1 + int(np.argmin(p_values[1:]))]
+    _, expected, cells = compared[1]
+    alike, pairs = int((cells[:-1:2] == cells[1::2]).sum()), len(cells) // 2
+    tests["images of a batch"] = float(binom.sf(alike - 1, pairs, (expected**2).sum()))
+    halves, expected, _ = compared[1 + int(np.argmin(p_values[1:]))]
     first, second, both = (counts / max(1, counts.sum()) - expected for counts in (*halves, halves.sum(axis=0)))
     # Signs of one half of the images on the differences of the other; both together take noise for a difference.
     low = float((np.sign(first) * second + np.sign(second) * first).sum()) / 4.0
@@ -170,6 +213,8 @@ def _tested(joint: Tensor, tokens: Tensor) -> tuple[dict[str, float], tuple[floa
 
 def _g_test(counts: NDArray[Any], expected: NDArray[Any]) -> float:
     """The p-value of a G-test; cells in which fewer than five images are expected are one cell of at least five."""
+    if counts[expected == 0].any():
+        return 0.0
     order = np.argsort(expected)
     wanted, seen = expected[order] * counts.sum(), counts[order]
     rare = max(int(np.searchsorted(wanted, _FEWEST)), int(np.searchsorted(wanted.cumsum(), _FEWEST)) + 1)

@@ -6,7 +6,7 @@ p comes from teacher forcing over the finished images, not from the decode steps
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,19 +17,22 @@ from scipy.special import logsumexp
 from scipy.stats import chi2, chisquare, norm, poisson
 from torch import Tensor
 
-from lantern_bench.certify.relaxation import generators
-from lantern_bench.clock import OnProgress, no_progress
+from lantern_bench.certify.tabular import generators
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.plan import Prompt, record_seed
 from lantern_bench.decoding.acceptance.rule import AcceptanceRule
+from lantern_bench.decoding.drafting.draft_method import DraftMethod
 from lantern_bench.decoding.loop import decode
+from lantern_bench.decoding.protocol import Target
 from lantern_bench.decoding.sampling import broken_distributions, decoding_probabilities, guide
 from lantern_bench.decoding.teacher_forcing import drafter_logits_along, teacher_forced
 from lantern_bench.errors import LogitsError
+from lantern_bench.metrics.distance import sums_of_image
 from lantern_bench.models.loaded_model import LoadedModel
+from lantern_bench.report.distance import FeatureSums
 
 _ROUNDING = {"float32": 1e-3, "bfloat16": 0.2, "float16": 0.04}  # of the difference of two logits without guidance
-TESTS = 10
+TESTS = 12
 """How many tests `p_values` makes of a decoding, at most."""
 _BINS, _LAGS = 20, 8
 _STAKES = (0.005, 0.01, 0.02, 0.05)  # near the shares of wrong tokens that a small mistake makes
@@ -47,6 +50,8 @@ class Evidence(NamedTuple):
     surprise_var: NDArray[np.float64]  # its variance under p
     lean: NDArray[np.float64]  # (q - p) / (q + p) at x minus its mean; 0 without a drafter and at the first token
     lean_var: NDArray[np.float64]
+    alike: NDArray[np.float64]  # how many earlier images of the batch have the token at x's position, minus its mean
+    alike_var: NDArray[np.float64]
     ratio: NDArray[np.float64]  # q / p at x; 1 where `lean` is 0 and for tokens of `edge`
     by_rank: NDArray[np.float64]  # probability integral transform, tokens in order of descending p
     by_code: NDArray[np.float64]  # the same, tokens in order of their numbers
@@ -54,6 +59,9 @@ class Evidence(NamedTuple):
     impossible: NDArray[np.bool_]  # the target cannot give the token
     edge: NDArray[np.bool_]  # rounding can change whether the token passes the filters
     starts: NDArray[np.bool_]  # a step starts with the token
+    # [B, m (m + 3) / 2], of the m features of the distance (metrics/distance.py); nothing under a filter, at whose edge
+    # rounding would count
+    features: NDArray[np.float64]
 
 
 def edge_tolerance(dtype: str, decoding: Decoding) -> float:
@@ -70,6 +78,7 @@ def evidence(
     decoding: Decoding,
     uniforms: Tensor,
     tolerance: float,
+    features: Sequence[Sequence[float]] | None = None,
 ) -> Evidence:
     """Compare `tokens` int64 [B, N] with guided `logits` [B, N, V] under the filters of `decoding`.
 
@@ -78,18 +87,27 @@ def evidence(
     `edge_tolerance`.
     """
     images, is_start = [], np.zeros(tuple(tokens.shape), dtype=bool)
+    earlier = torch.zeros_like(logits[0], dtype=torch.float64)
     for image, positions in enumerate(starts):  # one after another: float64 over a vocabulary needs memory
         image_q = None if q is None else q[image]
-        images.append(_of_image(logits[image], image_q, tokens[image], decoding, uniforms[:, image], tolerance))
+        rows = logits[image], image_q, tokens[image], earlier
+        images.append(_of_image(*rows, decoding, uniforms[:, image], tolerance))
+        earlier.scatter_add_(1, tokens[image, :, None], torch.ones_like(earlier))
         is_start[image, list(positions)] = True
     columns: list[NDArray[Any]] = [torch.stack(column).cpu().numpy() for column in zip(*images, strict=True)]
-    return Evidence(*[*columns, is_start])
+    return Evidence(*[*columns, is_start, np.array(features if features else [()] * len(tokens))])
 
 
 def _of_image(
-    logits: Tensor, q: Tensor | None, tokens: Tensor, decoding: Decoding, uniforms: Tensor, tolerance: float
+    logits: Tensor,
+    q: Tensor | None,
+    tokens: Tensor,
+    earlier: Tensor,
+    decoding: Decoding,
+    uniforms: Tensor,
+    tolerance: float,
 ) -> tuple[Tensor, ...]:
-    """The columns [N] of `Evidence` but the last, of one image."""
+    """The columns [N] of `Evidence` but the last, of one image; `earlier` [N, V] counts tokens of other images."""
     p, x = decoding_probabilities(logits, decoding).double(), tokens[:, None]
     if bool(broken_distributions(p).any()) or (q is not None and bool(broken_distributions(q).any())):
         raise LogitsError("a forward over finished images gives logits that are no numbers")
@@ -106,7 +124,7 @@ def _of_image(
         lean[1:] = torch.where(p[1:] > 0, (drafted - p[1:]) / (drafted + p[1:]), 0.0)
         ratio[1:] = torch.where(outside[1:], 1.0, drafted.gather(1, x[1:]) / p_x[1:])
     differences = []
-    for g in (minus_log, lean):
+    for g in (minus_log, lean, earlier):
         mean = (p * g).sum(dim=-1, keepdim=True)
         variance = (p * (g - mean).square()).sum(dim=-1, keepdim=True)
         differences += [torch.where(outside, 0.0, g.gather(1, x) - mean), torch.where(outside, 0.0, variance)]
@@ -154,28 +172,39 @@ def decoded_evidence(
     tolerance: float,
     seed: int = 0,
     rule: AcceptanceRule | None = None,
+    drafting: Callable[[Decoding, Target, int], DraftMethod] | None = None,
 ) -> Iterator[Evidence]:
     """Decode at least `images` images, cycling through the prompts, and yield the evidence of each batch.
 
-    All batches are equally large, so that a compiled engine compiles once.
+    `rule` and `drafting` replace those of the decoding. Two successive images have the same prompt, so that images
+    which share random numbers are alike. All batches are equally large, so that a compiled engine compiles once.
     """
     target = model.target
     batch = max(1, min(images, _VALUES // (target.image_tokens * target.vocab_size)))
     noise = torch.Generator().manual_seed(record_seed(seed, "places in probability", 0))
     for start in range(0, images, batch):
-        slots = [(prompts[index % len(prompts)], index // len(prompts)) for index in range(start, start + batch)]
+        pairs = [(index // 2, index % 2) for index in range(start, start + batch)]
+        slots = [(prompts[pair % len(prompts)], 2 * (pair // len(prompts)) + second) for pair, second in pairs]
         streams = generators(model, [record_seed(seed, prompt.id, repeat) for prompt, repeat in slots])
         condition = model.condition([prompt.text for prompt, _ in slots])
-        decoded = decode(model, condition, decoding, streams, engine=model.engine, rule=rule)
+        broken = None if drafting is None else drafting(decoding, target, batch)
+        decoded = decode(model, condition, decoding, streams, engine=model.engine, rule=rule, drafting=broken)
         tokens = torch.stack([image.tokens for image in decoded]).long().to(target.device)
         forced = teacher_forced(target, condition, tokens, decoding.cfg_scale != 1)
-        logits, q = guide(forced.logits.cond, forced.logits.uncond, decoding.cfg_scale), None
+        cond, uncond, _ = forced.logits
+        logits, q = guide(cond, uncond, decoding.cfg_scale), None
         if model.drafter is not None:
             drafts = drafter_logits_along(model.drafter, forced)
             guided = [guide(draft.cond, draft.uncond, decoding.cfg_scale) for draft in drafts]
             q = decoding_probabilities(torch.cat(guided, dim=1), decoding)
         places = torch.rand(2, *tokens.shape, generator=noise, dtype=torch.float64).to(target.device)
-        yield evidence(logits, q, tokens, [image.trace.start for image in decoded], decoding, places, tolerance)
+        features, is_drawn = None, target.forced(torch.arange(tokens.shape[1], device=tokens.device)) < 0
+        if not decoding.top_k and decoding.top_p >= 1:
+            uncond_rows, q_rows = ([None] * batch if rows is None else rows for rows in (uncond, q))
+            rows = zip(cond, uncond_rows, q_rows, tokens, strict=True)
+            features = [sums_of_image(c, u, d, x, is_drawn, decoding)["feature_sums"] for c, u, d, x in rows]
+        starts = [image.trace.start for image in decoded]
+        yield evidence(logits, q, tokens, starts, decoding, places, tolerance, features)
 
 
 def p_values(batches: Sequence[Evidence], depth: int) -> dict[str, float]:
@@ -192,7 +221,11 @@ def p_values(batches: Sequence[Evidence], depth: int) -> dict[str, float]:
         "support": float(not images.impossible.any()),
         "edge": float(poisson.sf(int(images.edge.sum()) - 1, float(images.at_edge.sum()))),
         **{name: _martingale(*values, everywhere) for name, values in sums.items()},
+        "alike in a batch": _martingale(images.alike, images.alike_var, everywhere),
     }
+    if width := images.features.shape[1]:
+        count = next(m for m in range(1, width) if m * (m + 3) == 2 * width)
+        tests["distance"] = FeatureSums.of(images.features, count).total.p_value
     if "lean to the drafter" in sums:
         tests["wager on the drafter"] = _wager(images.ratio)
     for name, u in (("uniform by rank", images.by_rank), ("uniform by code", images.by_code)):
@@ -234,7 +267,7 @@ def greedy_differences(
     model: LoadedModel,
     prompts: Sequence[Prompt],
     decodings: Mapping[str, Decoding],
-    on_progress: OnProgress = no_progress,
+    on_share: Callable[[float], None] = lambda _share: None,
     batch: int = 8,
 ) -> dict[str, list[tuple[int, float] | None]]:
     """Compare every decoding (temperature 0, one guidance scale) with greedy decoding, of every prompt.
@@ -255,5 +288,5 @@ def greedy_differences(
                 differing = (image.tokens != drafted.tokens).nonzero().flatten().tolist()
                 margins = (top[:, 0] - top[:, 1]).tolist()
                 differences[name].append((differing[0], margins[differing[0]]) if differing else None)
-            on_progress("greedy decoding", (start + len(chosen) * number / len(decodings)) / len(prompts))
+            on_share((start + len(chosen) * number / len(decodings)) / len(prompts))
     return differences

@@ -17,6 +17,7 @@ from lantern_bench.cli.options import (
     SettingsOption,
     compile_steps,
     resolve_cells,
+    split_words,
     with_flags,
 )
 from lantern_bench.errors import CheckFailedError, UserError
@@ -141,33 +142,30 @@ def _check_run(folder: Path) -> Checked:
 
 # ---- certify
 
-# Columns of an audit on a screen, and those of other tables that are only in files.
+# Columns of an audit on a screen.
 _AUDIT = ["mode", "form", "claim", "source", "table_images", "images", "p_holm", "power_p", "table_tv", "table_tv_low"]
-_AUDIT += ["table_tv_high", "emitted_tv", "emitted_tv_low", "emitted_tv_high", "verdict"]
-_MOST = 100_000  # of what `certify` draws: more takes days
-_FILE_ONLY = ["model", "prompts", "emitted_tv_crossed", "emitted_tv_median", "moved_mass"]
+_AUDIT += ["table_tv_high", "verdict"]
+_MOST = 100_000  # images of a trial: more takes days
 
 
 @with_flags(DECODING_FLAGS)
 def certify(
     ctx: typer.Context,
     model: Annotated[str, typer.Argument(help="The model.")] = "lanterns",
-    emitted_tv: Annotated[bool, typer.Option("--emitted-tv", help="Only measure what relaxation costs.")] = False,
-    experiment: Annotated[
-        str | None, typer.Option(help="With the relaxed cells. Default: certify; with --emitted-tv relaxation-cost.")
-    ] = None,
+    thorough: Annotated[
+        bool, typer.Option("--thorough", help="Test many images of the model under every filter; takes hours.")
+    ] = False,
+    power: Annotated[
+        bool, typer.Option("--power", help="Also break every rule, and count the images until a test rejects it.")
+    ] = False,
     modes: Annotated[
-        list[str] | None, typer.Option(help="Keep only cells of these modes; all: audit the claims of every mode.")
+        list[str] | None, typer.Option(help="Audit the claims of these modes instead; all: of every mode and rule.")
     ] = None,
     prompts: PromptsOption = None,
-    positions: Annotated[
-        int | None, typer.Option(min=1, max=_MOST, help="Positions of emitted TV. Default: 48; with --emitted-tv 200.")
-    ] = None,
-    draws: Annotated[
+    samples: Annotated[
         int | None,
-        typer.Option(min=2, max=_MOST, help="Sampled drafts a position. Default: 128; with --emitted-tv 512."),
+        typer.Option(min=8, max=_MOST, help="Images of the model in a trial. Default: 8; thorough, audit: 192."),
     ] = None,
-    samples: Annotated[int, typer.Option(min=8, max=_MOST, help="Images of each lossless check.")] = 192,
     out: Annotated[
         Path | None, typer.Option(help="Directory of the CSV files. Default: results/certify-MODEL or audit-MODEL.")
     ] = None,
@@ -176,59 +174,58 @@ def certify(
     *,
     flags: dict[str, Any],
 ) -> None:
-    """Check that lossless modes are lossless, and measure what relaxed modes cost. Exit code 5 if a check fails.
+    """Check that lossless modes are lossless. Exit code 5 if a check fails.
 
-    Tests of whole images with their power, greedy identity, emitted TV of relaxed modes beside their bounds. With
-    --modes all, the audit: for every mode its authors' claim, and what the tokens say of it (docs/audit.md).
+    Tests of many images of a model without a network, of a few images of the model, and of greedy decoding. With
+    --modes, the audit: for every mode its authors' claim, and what the tokens say of it (docs/audit.md).
     """
-    from lantern_bench.certify.plan import Sizes, audited_cells, plan_audit, plan_certificate
+    from lantern_bench.certify.plan import audited_cells, plan_certification
+    from lantern_bench.models.registry import model_of
 
     console: Console = ctx.obj
-    least = (200, 512) if emitted_tv else (48, 128)
-    sizes = Sizes(positions or least[0], draws or least[1], samples, greedy=8)
-    flags |= {"model": [model], "prompts": prompts}
-    is_audit = modes == ["all"]
-    if is_audit and (emitted_tv or experiment):
-        flag = "--emitted-tv" if emitted_tv else "--experiment"
-        raise UserError(f"{flag}: is not for the audit of all modes", f"Leave out {flag}, or --modes all.")
-    if is_audit:
-        # An audit decodes a few images in each of many cells: compiling them would take longer.
-        plan = plan_audit(resolve_cells("audit", flags, audited_cells(), settings or [], compile=False), sizes)
-    else:
-        source = experiment or ("relaxation-cost" if emitted_tv else "certify")
-        plan = plan_certificate(source, flags, modes or None, settings or [], sizes)
-    folder = out or results_root() / f"{'audit' if is_audit else 'certify'}-{Path(model).name}"
+    modes = split_words(modes)
+    for flag, is_given in (("--thorough", thorough), ("--power", power)):
+        if modes and is_given:
+            raise UserError(f"{flag}: is not for the audit of --modes", f"Leave out {flag}, or --modes.")
+    flags |= {"model": [model], "prompts": prompts or next(iter(model_of(model).prompt_sets))}
+    cells = audited_cells(modes) if modes else [{"mode": "ar"}]
+    # Few images in each of many cells: compiling them would take longer.
+    resolved = resolve_cells("certify", flags, cells, settings or [], compile=thorough)
+    values = {"samples": samples or (192 if modes or thorough else 8), "is_thorough": thorough, "has_power": power}
+    plan = plan_certification(resolved, bool(modes), **values)
+    title = "audit" if modes else "certify"
+    folder = out or results_root() / f"{title}-{Path(model).name}"
     check_writable(folder)
     set_threads(plan.resolved.settings.threads)
 
     from lantern_bench.certify.run import Certification
     from lantern_bench.certify.tables import LEVEL, failures
+    from lantern_bench.console import duration
     from lantern_bench.report.tables import frame
 
     certification = Certification(plan)
     if plan.resolved.settings.compile:
         compile_steps([certification.loaded], certification.compute, console)
     with console.progress() as progress:
-        tables = certification.measure(emitted_tv, progress.share)
+        certification.prepare(progress.share)
+        on_tables = sum(not trial.dtype for trial in certification.trials)
+        counts = f"{on_tables} on tables, {len(certification.trials) - on_tables} with {plan.model}"
+        console.say(f"{len(certification.trials)} trials ({counts}): about {duration(sum(certification.seconds))}")
+        tables = certification.measure(progress.share)
     certification.write(folder, tables)
 
-    titles = {
-        "audit": f"audit of all modes with {plan.model}",
-        "certificate": f"certificate of {plan.model}",
-        "emitted_tv": f"what relaxation costs {plan.model}, at {sizes.positions} positions of sampled images",
-    }
-    name = next(name for name in titles if name in tables)
+    name = "audit" if modes else "power" if power else "certificate"
     table = frame(name, tables[name])
     if (format or console.format) not in ("csv", "json"):
-        table = table[_AUDIT] if is_audit else table.drop(columns=_FILE_ONLY, errors="ignore")
-        table = table.dropna(axis=1, how="all")
-    console.table(table, "emitted_tv" if emitted_tv else None, title=titles[name], format=format)
-    if not emitted_tv:
-        console.say(f"a correct model fails with a chance of at most {LEVEL:g} (all tests together)")
+        table = (table[_AUDIT] if modes else table.drop(columns="model")).dropna(axis=1, how="all")
+    console.table(table, title=f"{name} of {plan.model}", format=format)
+    console.say(f"a correct model fails with a chance of at most {LEVEL:g} (all tests together)")
     console.say(f"tables: {folder}")
-    checked = [] if emitted_tv else tables[name]
+    checked = tables["audit" if modes else "certificate"]
     if weak := failures(checked, "weak"):
         message = f"{len(weak)} checks show too little: {'; '.join(weak)}"
         console.warn(message, "Give more --samples, or --dtype float32.")
+    if missed := [f"{row['fault']} ({row['setting']})" for row in tables.get("power", []) if row["images"] is None]:
+        console.warn(f"{len(missed)} mistakes are not rejected: {'; '.join(missed)}", "Give more --samples.")
     if failed := failures(checked):
         raise CheckFailedError(f"{len(failed)} checks do not hold: " + "; ".join(failed))

@@ -20,13 +20,18 @@ _AHEAD = 8  # calls of `Draws.bits` that one draw serves
 
 
 def guide(cond: Tensor, uncond: Tensor | None, cfg_scale: float) -> Tensor:
-    """Return the guided logits [..., V] in float32; `cfg_scale` 1 means the conditional ones alone."""
+    """Return the guided logits [..., V] in float32; `cfg_scale` 1 means the conditional ones alone.
+
+    -inf in both rows is an impossible token.
+    """
     if cfg_scale == 1.0:
         return cond.float()
     if uncond is None:
         raise ValueError(f"cfg_scale {cfg_scale} needs unconditional logits")
     base = uncond.float()
-    return base.add(cond.float() - base, alpha=cfg_scale)
+    # A token that both rows call impossible stays so: the difference of the infinities is not a number.
+    difference = (cond.float() - base).masked_fill_(cond == uncond, 0.0)
+    return base.add(difference, alpha=cfg_scale)
 
 
 def probabilities(

@@ -38,14 +38,14 @@ def token_sums(model: LoadedModel, condition: Any, tokens: Tensor, decoding: Dec
     rows, (cond, uncond) = [], (forced.logits.cond, forced.logits.uncond)
     for image, x in enumerate(tokens):
         of_image = cond[image], None if uncond is None else uncond[image], None if q is None else q[image]
-        rows.append(_sums_of_image(*of_image, x, is_drawn, decoding))
+        rows.append(sums_of_image(*of_image, x, is_drawn, decoding))
     return rows
 
 
-def _sums_of_image(
+def sums_of_image(
     cond: Tensor, uncond: Tensor | None, q: Tensor | None, tokens: Tensor, is_drawn: Tensor, decoding: Decoding
 ) -> dict[str, Any]:
-    """The row of one image: logits [N, V], the drafter's distributions [N - 1, V] of all tokens but the first."""
+    """Return the row of one image from its logits [N, V] and the drafter's q [N - 1, V] of all tokens but the first."""
     logits = guide(cond, uncond, decoding.cfg_scale)
     if bool(broken_logits(logits).any()):
         raise LogitsError("a forward over a finished image gives NaN or infinite logits", "Check the weights.")

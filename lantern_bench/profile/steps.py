@@ -22,7 +22,6 @@ from lantern_bench.chatter import silence_profiler
 from lantern_bench.clock import OnProgress, now, peak_memory_bytes, reset_peak_memory, settle_garbage, synchronize
 from lantern_bench.config.decoding import Decoding, ParameterError
 from lantern_bench.decoding.drafting import drafting_of
-from lantern_bench.decoding.emitted_tv import total_variation
 from lantern_bench.decoding.loop import decode
 from lantern_bench.decoding.sampling import greedy_probabilities, guide
 from lantern_bench.decoding.step import scoring
@@ -146,7 +145,7 @@ def dtype_error(name: str, rounded: LoadedModel, prompts: Sequence[str], cfg_sca
         for target in (exact.target, rounded.target):
             logits = teacher_forced(target, condition, tokens.to(target.device), cfg_scale != 1).logits
             pair.append(greedy_probabilities(guide(logits.cond, logits.uncond, cfg_scale))[0].cpu())
-        distances.append(total_variation(*pair))
+        distances.append((pair[0] - pair[1]).abs().sum(dim=-1) / 2)
     return torch.cat(distances)
 
 

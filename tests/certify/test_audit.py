@@ -11,11 +11,10 @@ import pytest
 import torch
 from scipy.stats import kstest, power_divergence
 
-from lantern_bench.certify import plan, run, tabular
+from lantern_bench.certify import tabular, trials
 from lantern_bench.certify.plan import Claim, audited_cells, claim_of
-from lantern_bench.certify.run import strict_without_residual
 from lantern_bench.certify.tables import BROKEN, LEVEL, TrialResult, audit_rows
-from lantern_bench.certify.tabular import g_tests
+from lantern_bench.certify.tabular import TOKENS, VOCABULARY, TabularModel, g_tests, table_images
 from lantern_bench.cli import main as cli
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.experiment import Cell
@@ -24,19 +23,21 @@ from lantern_bench.decoding.acceptance.rule import AcceptanceRule
 from lantern_bench.methods import tables as method_tables
 from lantern_bench.methods.tables import Mode
 from lantern_bench.models import registry
+from tests.decoding.mistakes import strict_without_residual
 from tests.tiny_model import TinyModel
 
 STATIC = Decoding(mode="speculative", tree="small-7")
-SMALL = ["--dtype", "float32", "--neighbours", "3", "--positions", "6", "--draws", "8"]
+SMALL = ["--dtype", "float32", "--neighbours", "3"]
 
 
 def test_every_mode_and_every_rule_is_audited() -> None:
-    cells, modes = audited_cells(), method_tables.MODES
+    cells, modes = audited_cells(["all"]), method_tables.MODES
     assert {cell["mode"] for cell in cells} == set(modes)
     assert {cell.get("rule", modes[cell["mode"]].rule) for cell in cells} == set(method_tables.RULES)
     for mode in modes.values():
         of_mode = [cell for cell in cells if cell["mode"] == mode.name and cell.get("rule", mode.rule) == mode.rule]
         assert len(of_mode) == 1 + len(mode.variants) + len(mode.published)
+        assert audited_cells([mode.name]) == of_mode
 
 
 def test_shipped_modes_and_rules_name_their_source() -> None:
@@ -49,7 +50,7 @@ def test_shipped_modes_and_rules_name_their_source() -> None:
 def test_a_new_row_is_audited_with_its_forms(monkeypatch: pytest.MonkeyPatch) -> None:
     row = Mode("new", "static", "strict", "new", None, source="2601.00001", published=({"tree": "chain-3"},))
     monkeypatch.setitem(method_tables.MODES, "new", row)
-    assert [cell for cell in audited_cells() if cell["mode"] == "new"] == [
+    assert audited_cells(["new"]) == [
         {"mode": "new"},
         {"mode": "new", "tree": "chain-3"},
     ]
@@ -69,7 +70,7 @@ def test_g_test_equals_scipys_and_pools_rare_cells() -> None:
 
 
 def test_p_values_of_a_lossless_decoding_are_uniform() -> None:
-    several = [g_tests(STATIC, 1000, seed=seed)[0] for seed in range(30)]
+    several = [g_tests(STATIC, table_images(STATIC, range(1000), seed=seed))[0] for seed in range(30)]
     for name in ("first tokens", "joint of the first tokens"):
         p_values = [tests[name] for tests in several]
         ks = float(kstest(p_values, "uniform").pvalue)
@@ -80,27 +81,38 @@ def test_p_values_of_a_lossless_decoding_are_uniform() -> None:
 
 
 def test_a_missing_residual_is_rejected_and_its_tv_estimated() -> None:
-    right, (_, right_high) = g_tests(STATIC, 10_000)
-    broken, (broken_low, _) = g_tests(STATIC, 10_000, AcceptanceRule(accept=strict_without_residual))
+    right, (_, right_high) = g_tests(STATIC, table_images(STATIC, range(10_000)))
+    rule = AcceptanceRule(accept=strict_without_residual)
+    broken, (broken_low, _) = g_tests(STATIC, table_images(STATIC, range(10_000), rule))
     print(f"right {right}, broken {broken}")
     assert min(right.values()) > LEVEL
+    broken.pop("images of a batch")
     assert max(broken.values()) < BROKEN
     assert broken_low > 3 * right_high / 2 > 0
 
 
 def test_estimates_of_tv_enclose_the_truth() -> None:
     """Tokens drawn from a distribution whose TV is known."""
-    sizes = [tabular.VOCABULARY] * tabular.TOKENS
-    joint = torch.rand(sizes, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    joint /= joint.sum()
-    other = joint.clone()
+    joint = tabular.table_model().target.joint(lambda cond, _uncond: cond.softmax(dim=-1), TOKENS)
+    other = joint.view(VOCABULARY, -1).clone()
     other[0] *= 1.4
     other /= other.sum()
+    first = float((joint.view(VOCABULARY, -1).sum(dim=1) - other.sum(dim=1)).abs().sum()) / 2
     drawn = torch.multinomial(other.flatten(), 40_000, replacement=True, generator=torch.Generator().manual_seed(1))
-    tests, (low, high) = tabular._tested(joint, torch.stack(torch.unravel_index(drawn, sizes), dim=1))
-    first = (joint - other).sum(dim=[1, 2, 3, 4, 5, 6]).abs().sum().item() / 2
+    tokens = torch.stack(torch.unravel_index(drawn, [VOCABULARY] * TOKENS), dim=1)
+    tests, (low, high) = g_tests(STATIC, tokens)
     assert low - 0.005 < first < high + 0.005  # each also has the noise of its images
     assert tests["first tokens"] < BROKEN
+
+
+def test_the_distribution_of_later_tokens_is_that_of_all_tokens() -> None:
+    """A table that remembers three tokens, against the sum over everything in front of them."""
+    short, long = (TabularModel(3, 6, seed=4, memory=memory) for memory in (None, 3))
+    for model in (short, long):
+        whole = model.joint(lambda cond, _uncond: cond.softmax(dim=-1), 6).view([3] * 6)
+        later = model.joint(lambda cond, _uncond: cond.softmax(dim=-1), 2, skipped=3)
+        torch.testing.assert_close(later.view(3, 3), whole.sum(dim=(0, 1, 2, 5)))
+    assert len(long.p[0]) < len(short.p[0])
 
 
 # ---- verdicts
@@ -110,7 +122,7 @@ def audited(claim: str, is_ours: bool, p: float, broken: float | None = None) ->
     relaxed = {"mode": "lantern++", "lambda": 2}
     values: dict[str, Any] = {"mode": "speculative"} if claim == "lossless" else relaxed
     cell = Cell("tiny", Decoding(tree="small-7", temperature=1 + p, **values))
-    results = [TrialResult(str(p), None, {"a": p, "b": 0.5, "c": 0.5}, 100, 700, tv=(0.1, 0.2))]
+    results = [TrialResult(str(p), None, {"a": p, "b": 0.5, "c": 0.5, "d": 0.5}, 100, 700, tv=(0.1, 0.2))]
     if broken is not None:
         results.append(TrialResult(str(p), "mistake", {"a": broken}, 100, 700, tv=(0.1, 0.2)))
     return Claim(cell, is_ours=is_ours), results
@@ -125,9 +137,7 @@ def test_verdicts() -> None:
         audited("relaxed", True, 1e-7),
         audited("relaxed", True, 0.3),
     ]
-    relaxed = several[5][0].cell.cell_id
-    costs = [{"cell_id": relaxed, "emitted_tv": 0.2, "emitted_tv_low": 0.1, "emitted_tv_high": 0.3}]
-    rows, tests = audit_rows("tiny", several, costs)
+    rows, tests = audit_rows("tiny", several)
     assert [row["verdict"] for row in rows] == [
         "lossless: no difference found",
         "lossless: no difference found",
@@ -138,11 +148,10 @@ def test_verdicts() -> None:
     ]
     assert [row["passed"] for row in rows] == ["yes", "weak", "NO", None, None, None]
     assert [row["table_tv"] is None for row in rows] == [True, True, False, False, False, True]
-    assert rows[5]["emitted_tv"] == 0.2
     assert rows[0]["power_p"] == 1e-9
-    assert len(tests) == 3 * 6 + 2
-    # Holm over the twelve tests of lossless claims.
-    assert rows[2]["p_holm"] == pytest.approx(12e-9)
+    assert len(tests) == 4 * 6
+    # Holm over the sixteen tests of lossless claims.
+    assert rows[2]["p_holm"] == pytest.approx(16e-9)
 
 
 # ---- the command
@@ -164,7 +173,7 @@ def rows_of(path: str) -> list[dict[str, str]]:
 def test_the_audit_is_written_and_shown(
     tiny: TinyModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(run, "TABLE_IMAGES", 40)
+    monkeypatch.setattr(trials, "AUDIT_TABLES", 40)
     assert cli.main(["certify", "tiny", "--modes", "all", *SMALL, "--samples", "8", "--format", "table"]) == 0
     rows = rows_of("results/audit-tiny/audit.csv")
     assert {row["mode"] for row in rows} == set(method_tables.MODES)
@@ -183,10 +192,10 @@ def test_the_audit_is_written_and_shown(
 def test_a_lossless_claim_that_fails_exits_with_5(
     tiny: TinyModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(run, "TABLE_IMAGES", 100)
+    monkeypatch.setattr(trials, "AUDIT_TABLES", 100)
     monkeypatch.setattr(walk, "accept_children", strict_without_residual)
-    monkeypatch.setattr(plan, "audited_cells", lambda: [{"mode": name} for name in ("ar", "speculative", "lantern++")])
-    assert cli.main(["certify", "tiny", "--modes", "all", *SMALL, "--samples", "20"]) == 5
+    some = [word for name in ("ar", "speculative", "lantern++") for word in ("--modes", name)]
+    assert cli.main(["certify", "tiny", *some, *SMALL, "--samples", "20"]) == 5
     assert "checks do not hold: speculative-static" in capsys.readouterr().err
     verdicts = {(row["mode"], row["rule"]): row["verdict"] for row in rows_of("results/audit-tiny/audit.csv")}
     assert verdicts["speculative", "strict"] == "claimed lossless, measured: not"
@@ -197,8 +206,9 @@ def test_a_lossless_claim_that_fails_exits_with_5(
     ("typed", "message"),
     [
         (["--temperature", "0"], "at temperature 0 there is no distribution to test"),
-        (["--emitted-tv"], "--emitted-tv: is not for the audit of all modes"),
-        (["--experiment", "certify"], "--experiment: is not for the audit"),
+        (["--thorough"], "--thorough: is not for the audit of --modes"),
+        (["--power"], "--power: is not for the audit of --modes"),
+        (["--modes", "speculativ"], "--modes speculativ: unknown mode"),
         (["--delta", "2"], "--delta 2: must lie strictly between 0 and 1"),
         (["--out", "file/there"], "is a file, not a folder"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from typing import Any
 
@@ -10,8 +11,7 @@ import pytest
 import torch
 from scipy.stats import kstest
 
-from lantern_bench.certify.run import broken_rules, broken_sibling_rules
-from lantern_bench.certify.tables import LEVEL, TrialResult, whole_image_rows
+from lantern_bench.certify.tables import LEVEL, TrialResult, trial_rows
 from lantern_bench.certify.whole_image import (
     TESTS,
     Evidence,
@@ -26,6 +26,7 @@ from lantern_bench.config.plan import Prompt
 from lantern_bench.decoding.sampling import decoding_probabilities
 from lantern_bench.errors import LogitsError
 from lantern_bench.models.loaded_model import LoadedModel
+from tests.decoding.mistakes import rule_mistakes, step_mistakes
 from tests.tiny_model import CODES, PROMPTS, TOKENS, TinyModel
 
 ALL = [Prompt(text) for text in PROMPTS]
@@ -35,7 +36,15 @@ CELLS: dict[str, tuple[int, dict[str, Any]]] = {
     "dynamic": (2, {"drafting": "dynamic", "nodes": 10, "depth": 2, "beam": 5}),
     "block": (3, {"rule": "block", "tree": "chain-3"}),
 }
-ONE_BY_ONE = ("surprise", "lean to the drafter", "uniform by rank", "uniform by code", "lags")
+ONE_BY_ONE = (
+    "surprise",
+    "distance",
+    "lean to the drafter",
+    "alike in a batch",
+    "uniform by rank",
+    "uniform by code",
+    "lags",
+)
 
 
 @pytest.fixture(scope="module")
@@ -207,7 +216,7 @@ def test_error_rate_of_the_whole_certificate_is_kept(
     rejected = []
     for together in zip(*null.values(), strict=True):
         results = [TrialResult(cell, None, p, 25, 300) for cell, p in zip(null, together, strict=True)]
-        checks, tests = whole_image_rows("tiny", results)
+        checks, tests = trial_rows("tiny", results)
         assert len(tests) == TESTS * len(CELLS)
         rejected.append(any(row["passed"] == "NO" for row in checks))
     share, count = float(np.mean(rejected)), len(rejected)
@@ -219,24 +228,35 @@ def test_error_rate_of_the_whole_certificate_is_kept(
 @pytest.mark.parametrize("siblings", [False, True])
 def test_each_broken_rule_is_rejected(model: LoadedModel, cell: str, siblings: bool) -> None:
     # Few tokens leave a sibling little else; sampled siblings of a flat q hardly depend on each other.
-    filters = {"top_k": 3} if siblings else {}
-    broken = decoding(cell, **filters)
-    rules = broken_sibling_rules(broken) if siblings else broken_rules(broken, model)
-    assert bool(rules) == (not siblings or cell != "block")
-    for rule in rules:
+    broken, of_siblings = (
+        decoding(cell, **{"top_k": 3} if siblings else {}),
+        "not renormalised after a rejected sibling",
+    )
+    for mistake in rule_mistakes(broken, model):
+        if (mistake.name == of_siblings) is not siblings:
+            continue
         tests, batches = {"none": 1.0}, []
         while min(tests.values()) >= LEVEL / (TESTS * 8) and len(batches) < 9:
-            batches += decoded_evidence(model, ALL, broken, 1000, tolerance=1e-3, seed=len(batches), rule=rule)
+            rule, seed = mistake.acceptance_rule(), len(batches)
+            batches += decoded_evidence(model, ALL, broken, 1000, tolerance=1e-3, seed=seed, rule=rule)
             tests = p_values(batches, CELLS[cell][0])
         test = min(tests, key=lambda test: tests[test])
-        print(f"{cell}, {rule.name}: {test} p = {tests[test]:.1e}, {len(batches)},000 images")
+        print(f"{cell}, {mistake.name}: {test} p = {tests[test]:.1e}, {len(batches)},000 images")
         assert tests[test] < LEVEL / (TESTS * 8)
 
 
-def test_block_names_its_mistake_and_outside_rules_get_the_general_ones(model: LoadedModel) -> None:
-    assert broken_rules(decoding("block"), model)[-1].name == "share not updated after a rejection"
-    alone = broken_rules(decoding("branching"), replace(model, codebook=None))
-    assert [rule.name for rule in alone] == ["residual left out", "a draft accepted once too often in 50"]
+@pytest.mark.parametrize("shared", [False, True])
+def test_images_of_a_batch_that_share_bits_are_alike(model: LoadedModel, shared: bool) -> None:
+    cell = decoding("chain")
+    mistake = next(mistake for mistake in step_mistakes(cell) if mistake.name == "two images of a batch share bits")
+    with mistake.patched() if shared else contextlib.nullcontext():
+        batches = [
+            next(decoded_evidence(model, ALL, cell, 8, tolerance=1e-3, seed=seed))
+            for seed in range(20 if shared else 40)
+        ]
+    tests = p_values(batches, 3)
+    print({name: f"{p:.2g}" for name, p in tests.items()})
+    assert (tests["alike in a batch"] < 1e-6) is shared
 
 
 def test_a_model_without_a_drafter_is_tested_by_its_tokens(model: LoadedModel) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,6 +50,28 @@ def accept(
     q = None if q is None else q.clone()
     children = Children(p.clone(), q, tokens, offered, nodes_per_rank, depth, torch.zeros_like(depth))
     return accept_children(children, rule)
+
+
+class Emission(NamedTuple):
+    """The distribution of a step's first token, given the root's children (docs/algorithms.md, section 4)."""
+
+    distribution: Tensor  # [N, V]
+    neighbour_mass: Tensor  # [N], m(x) of each child times the chance that the child is tried, summed
+
+
+def emitted(p: Tensor, q: Tensor | None, tokens: Tensor, valid: Tensor, rule: AcceptanceRule) -> Emission:
+    """The exact emission of N roots with p and q [N, V] and children `tokens`, `valid` [N, C]."""
+    acceptance = accept(p, q, tokens, rule, valid)
+    all_rejected = (1.0 - acceptance.accept).cumprod(dim=1)
+    reached = torch.cat([torch.ones_like(all_rejected[:, :1]), all_rejected[:, :-1]], dim=1)
+    distribution = acceptance.bonus_distribution(torch.arange(len(p)), p) * all_rejected[:, -1:]
+    distribution.scatter_add_(1, tokens, reached * acceptance.accept)
+    return Emission(distribution, (reached * acceptance.mass).sum(dim=1))
+
+
+def total_variation(p: Tensor, other: Tensor) -> Tensor:
+    """TV [...] of distributions [..., V]; the emitted TV is that of p and an emission."""
+    return 0.5 * (p - other).abs().sum(dim=-1)
 
 
 def at_start(p: Tensor) -> Tensor:

@@ -21,15 +21,14 @@ from torch import Tensor
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.acceptance.rule import AcceptanceRule, neighbour_mass
 from lantern_bench.decoding.acceptance.walk import verify
-from lantern_bench.decoding.emitted_tv import emitted, total_variation
 from lantern_bench.decoding.loop import decode
 from lantern_bench.decoding.neighbours import nearest_codes
 from lantern_bench.decoding.tree import StaticTree
 from lantern_bench.methods import tables as method_tables
 from lantern_bench.methods.rules import Rule
-from tests.decoding.rules import accept, at_start, rule_named, view_of
+from tests.decoding.rules import accept, emitted, rule_named, total_variation, view_of
 from tests.decoding.tabular import Setting, Tabular, distribution_of_step, error_of, first_tokens, verify_step
-from tests.decoding.test_emitted_tv import dirichlet, mean_distribution, of_drafts, sampled_tv
+from tests.decoding.test_emitted_tv import dirichlet, mean_distribution, of_drafts
 from tests.decoding.test_loop import DRAFTED, CodedModel, g_test
 
 Vector = NDArray[np.float64]
@@ -173,16 +172,8 @@ def test_a_step_emits_what_emitted_tv_says(name: str, bound: float, tree: str) -
     tokens = drafts.tokens.gather(1, children.clamp_min(0))
     p = model.p(()).expand(len(tokens), -1)
     q = None if drafts.q is None else drafts.q[:, 0]
-    emitted_tokens = weights @ emitted(p, q, tokens, children >= 0, rule, at_start(p)).distribution
+    emitted_tokens = weights @ emitted(p, q, tokens, children >= 0, rule).distribution
     assert max(abs(walked.get((x,), 0.0) - float(emitted_tokens[x])) for x in range(4)) < 1e-9
-
-
-@pytest.mark.parametrize("name", BOUNDS)
-def test_the_estimate_of_emitted_tv_is_near_the_enumeration(name: str) -> None:
-    noise = torch.Generator().manual_seed(5)
-    rule, (p, q) = rule_of(name, BOUNDS[name][-1], "official", 10), dirichlet(noise, 2, 10)
-    truth = float(total_variation(p, mean_distribution(p, q, rule, children=2)))
-    assert float(sampled_tv(p[None], q[None], 2, 1000, rule, noise)) == pytest.approx(truth, abs=0.015)
 
 
 def test_the_entropy_rule_takes_as_much_as_the_entropy_allows() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.drafting.draft_method import Drafted, DraftInputs, LastStep
 from lantern_bench.decoding.drafting.jacobi import HybridDrafting
-from tests.decoding.broken_drafts import DrafterQ
+from tests.decoding.mistakes import DrafterQ
 from tests.decoding.tabular import Setting, Tabular
 from tests.decoding.test_jacobi import SIZES, Exact, Particles, _double  # noqa: F401  # a fixture
 

@@ -17,7 +17,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from lantern_bench.certify.run import strict_without_residual
 from lantern_bench.config.decoding import Decoding, ParameterError
 from lantern_bench.decoding.acceptance.rule import AcceptanceRule
 from lantern_bench.decoding.drafting import jacobi
@@ -26,6 +25,7 @@ from lantern_bench.decoding.drafting.jacobi import JacobiDrafting, couple
 from lantern_bench.decoding.drafting.published import PublishedScd
 from lantern_bench.decoding.protocol import Target
 from lantern_bench.decoding.tree import DraftTree
+from tests.decoding.mistakes import strict_without_residual
 from tests.decoding.tabular import Prefix, Setting, Tabular, verify_step
 from tests.models.test_forced_tokens import CODES, LINE
 from tests.models.test_forced_tokens import Model as Lined

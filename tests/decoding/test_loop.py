@@ -10,12 +10,11 @@ import torch
 from scipy.stats import power_divergence
 from torch import Tensor
 
-from lantern_bench.certify.run import strict_without_residual
 from lantern_bench.certify.tabular import TabularModel
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.loop import Decoded, decode
 from lantern_bench.decoding.sampling import decoding_probabilities, guide
-from tests.decoding.broken_drafts import Mistake
+from tests.decoding.mistakes import Mistake, strict_without_residual
 from tests.decoding.test_engine import Small, decoded
 
 VOCABULARY, LENGTH, BATCH = 3, 5, 30_000
@@ -92,8 +91,8 @@ def g_test(decoding: Decoding, images: int, mistake: Mistake | None = None, spre
     model = CodedModel(VOCABULARY, LENGTH, seed=2)
     model.p *= spread
     tokens = torch.stack([image.tokens for image in images_of(model, decoding, images, mistake)]).long()
-    distribution = model.distribution(
-        lambda cond, uncond: decoding_probabilities(guide(cond, uncond, decoding.cfg_scale), decoding)
+    distribution = model.joint(
+        lambda cond, uncond: decoding_probabilities(guide(cond, uncond, decoding.cfg_scale), decoding), LENGTH
     ).numpy()
     place = (tokens * VOCABULARY ** torch.arange(LENGTH - 1, -1, -1)).sum(dim=1)
     observed = np.bincount(place.numpy(), minlength=len(distribution))

@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from lantern_bench.certify.run import siblings_not_renormalised, strict_without_residual
 from lantern_bench.decoding.acceptance.rule import AcceptanceRule
 from lantern_bench.decoding.sampling import most_probable
 from lantern_bench.decoding.tree import DraftTree, StaticTree
+from tests.decoding.mistakes import siblings_not_renormalised, strict_without_residual
 from tests.decoding.rules import STRICT, rule_named
 from tests.decoding.tabular import SHAPES, Outcomes, Setting, Tabular, accepted, step_errors, verify_step
 

@@ -13,10 +13,9 @@ from lantern_bench.certify.tabular import TabularModel
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.acceptance.rule import AcceptanceRule, neighbour_mass, relaxed_distribution, rule_of
 from lantern_bench.decoding.acceptance.walk import Verdict, verify
-from lantern_bench.decoding.emitted_tv import total_variation
 from lantern_bench.decoding.neighbours import nearest_codes
 from tests.decoding.random_trees import Draft, random_draft
-from tests.decoding.rules import STRICT, rule_named, view_of
+from tests.decoding.rules import STRICT, rule_named, total_variation, view_of
 from tests.decoding.test_emitted_tv import first_token, mean_distribution
 
 RESIDUALS = ("exact", "official")

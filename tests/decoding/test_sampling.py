@@ -12,6 +12,7 @@ from scipy.stats import kstest
 
 from lantern_bench.decoding.sampling import (
     Draws,
+    broken_logits,
     draw_without_replacement,
     exponential,
     guide,
@@ -30,6 +31,24 @@ def test_guidance_mixes_and_scale_one_is_conditional_only() -> None:
     assert guide(cond.bfloat16(), uncond.bfloat16(), 3.0).dtype == torch.float32
     with pytest.raises(ValueError, match="unconditional"):
         guide(cond, None, 3.0)
+
+
+def test_what_both_rows_call_impossible_stays_so_and_finite_logits_keep_their_bits() -> None:
+    noise = torch.Generator().manual_seed(0)
+    cond, uncond = 4 * torch.randn(2, 3, 5, 40, generator=noise)
+    cond[..., :3], uncond[..., 3] = uncond[..., :3], -0.0
+    guided = guide(cond, uncond, 2.5)
+    assert torch.equal(guided.view(torch.int32), uncond.add(cond - uncond, alpha=2.5).view(torch.int32))
+    cond[..., 7] = uncond[..., 7] = -torch.inf
+    masked = guide(cond, uncond, 2.5)
+    assert (masked[..., 7] == -torch.inf).all()
+    assert torch.equal(masked[..., :7], guided[..., :7]) and torch.equal(masked[..., 8:], guided[..., 8:])
+    # Everything else that is not finite is still seen.
+    for pair in ((-1.0, -torch.inf), (torch.nan, 0.0), (0.0, torch.nan), (torch.inf, torch.inf)):
+        cond[0, 0, 9], uncond[0, 0, 9] = pair
+        assert broken_logits(guide(cond, uncond, 2.5))[0].tolist() == [True, *[False] * 4]
+    cond[1], uncond[1] = -torch.inf, -torch.inf
+    assert broken_logits(guide(cond, uncond, 2.5))[1].all()
 
 
 def test_filter_orders_give_the_figures_of_finding_c4() -> None:

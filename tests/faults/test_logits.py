@@ -112,12 +112,19 @@ def test_compiled_steps_find_broken_logits(backend: str, record_property: Callab
     record_property("outcome", f"image failed: {output}")
 
 
-def test_impossible_tokens_are_no_fault() -> None:
+@pytest.mark.parametrize("cell", MODES)
+def test_impossible_tokens_are_no_fault(cell: str) -> None:
+    """-inf in a target's logits, with guidance in both rows, before and in steps that are compiled or not"""
     model, head = spoiled("target")
     head.wrong[7] = -math.inf
-    for cell in ("ar", "greedy"):
-        images = decoded(model, Decoding(**MODES[cell] | {"cfg_scale": 1.0}), 1)
-        assert 7 not in images[0].tokens
+    for values, linear in (({"cfg_scale": 1.0}, True), ({"cfg_scale": 1.5}, True), ({"cfg_scale": 1.5}, False)):
+        model.target.linear_head = linear  # True: a session guides features, False: logits
+        decoding = Decoding(**MODES[cell] | values)
+        images = decoded(model, decoding, 2)
+        assert all(7 not in image.tokens for image in images)
+    engine = Engine(compile=True, backend="aot_eager")
+    again = decoded(model, decoding, 2, engine)
+    assert all(a.tokens.equal(b.tokens) for a, b in zip(images, again, strict=True))
 
 
 def test_a_step_copies_once_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,7 +82,7 @@ def test_experiments(count: int, tmp_path: Path) -> None:
         path.write_bytes(content)
         load_experiment(path, defaults).run_name  # noqa: B018  # what is read lazily
 
-    fuzz(count, [small, small, shipped_experiments()["certify"].read_bytes()], read)
+    fuzz(count, [small, small, shipped_experiments()["frontier"].read_bytes()], read)
 
 
 MODEL = b"""family: llamagen

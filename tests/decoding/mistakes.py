@@ -1,0 +1,372 @@
+"""Decoding with mistakes that are easily made, which tests must reject: in rules, in drafts, and between images.
+
+docs/algorithms.md, sections 3, 4 and 8; docs/audit.md has how many images it takes to reject each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from lantern_bench.certify.trials import accepted_too_often, without_residual
+from lantern_bench.config.decoding import Decoding
+from lantern_bench.decoding import step
+from lantern_bench.decoding.acceptance.children import Acceptance, Children, accept_children
+from lantern_bench.decoding.acceptance.rule import AcceptanceRule, multiplicative_limit
+from lantern_bench.decoding.acceptance.traversal import accept_traversal
+from lantern_bench.decoding.acceptance.walk import Verdict, verify
+from lantern_bench.decoding.drafting import drafting_of
+from lantern_bench.decoding.drafting.draft_method import Drafted, DraftInputs, DraftMethod, LastStep
+from lantern_bench.decoding.drafting.jacobi import HybridDrafting, JacobiDrafting
+from lantern_bench.decoding.protocol import DecodableModel, Target
+from lantern_bench.decoding.sampling import Draws, decoding_probabilities, guide, probabilities
+from lantern_bench.models.transformer import KVCache
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """What is wrong, and the rule, the drafting, or the code of the package, that is wrong so."""
+
+    name: str
+    accept: Callable[[Children, AcceptanceRule], Acceptance] | None = None
+    make: Callable[[Decoding, Target, int], DraftMethod] | None = None
+    rule: AcceptanceRule | None = None  # in place of `accept`
+    patched: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+
+    def acceptance_rule(self) -> AcceptanceRule | None:
+        """Return the rule that is wrong, if it is the rule."""
+        return self.rule or (AcceptanceRule(self.name, accept=self.accept) if self.accept else None)
+
+    def arguments(self, decoding: Decoding, target: Any, batch: int) -> dict[str, Any]:
+        """Return the arguments of `decode` that make this mistake with `batch` images."""
+        made = {"drafting": self.make and self.make(decoding, target, batch), "rule": self.acceptance_rule()}
+        return {name: value for name, value in made.items() if value is not None}
+
+
+def mistakes_of(decoding: Decoding, model: DecodableModel) -> list[Mistake]:
+    """Return the mistakes that can be made in a decoding: in its rule, in its drafts, in everything around them."""
+    return [*rule_mistakes(decoding, model), *drafting_mistakes(decoding), *step_mistakes(decoding)]
+
+
+# ---- Rules
+
+
+def rule_mistakes(decoding: Decoding, model: DecodableModel) -> list[Mistake]:
+    """Return the mistakes of a decoding's rule."""
+    is_strict = decoding.rule == "strict"
+    accept = accept_children if is_strict else accept_traversal
+    no_residual = strict_without_residual if is_strict else partial(without_residual, accept=accept)
+    mistakes = [
+        Mistake("residual left out", no_residual),
+        Mistake("a draft accepted once too often in 50", partial(accepted_too_often, accept=accept)),
+    ]
+    if not is_strict:
+        stale = partial(accept_traversal, update=lambda share, _sum: share)
+        return [*mistakes, Mistake("share not updated after a rejection", stale)]
+    codes: Any = model.target.vocab_size
+    k = 2 if codes < 10 else min(100, codes // 4)
+    relaxed = AcceptanceRule("relaxed", {"lambda": 2.0}, multiplicative_limit, neighbours=k)
+    mistakes.append(Mistake("relaxed with lambda 2", rule=replace(relaxed, nearest_codes=model.table(k, "l2"))))
+    if decoding.branches:
+        mistakes.append(Mistake("not renormalised after a rejected sibling", siblings_not_renormalised))
+    return mistakes
+
+
+def strict_without_residual(children: Children, _rule: AcceptanceRule) -> Acceptance:
+    """The strict rule without its residual: drafts are accepted as often as they should, so a weak test misses it."""
+    keeps_p = AcceptanceRule(chance=lambda drafts, _values: drafts.strict_ratio, official_share=0.0)
+    return accept_children(children, keeps_p)
+
+
+def siblings_not_renormalised(children: Children, _rule: AcceptanceRule) -> Acceptance:
+    """The strict rule that takes a rejected sibling out of q (deterministic: of p) and does not renormalise."""
+    p, q = children.p, children.q
+    accept = torch.zeros_like(children.tokens, dtype=p.dtype)
+    for rank in range(accept.shape[1]):
+        x = children.tokens[:, rank, None]
+        p_x = p.gather(1, x)
+        q_x = torch.ones_like(p_x) if q is None else q.gather(1, x)
+        tried = children.offered[:, rank, None] & (q_x > 0)
+        accept[:, rank] = torch.where(tried, (p_x / q_x).clamp(max=1.0), 0.0).squeeze(1)
+        if q is None:
+            p.scatter_(1, x, torch.where(tried, 0.0, p_x))
+        else:
+            residual = (p - q).clamp_min(0.0)
+            residual_sum = residual.sum(dim=1, keepdim=True)
+            p.copy_(torch.where(tried & (residual_sum > 0), residual / residual_sum, p))
+            q.scatter_(1, x, torch.where(tried, 0.0, q_x))
+    return Acceptance(accept, torch.zeros_like(accept), p, torch.zeros_like(children.offered[:, 0]))
+
+
+# ---- A step: its noise, its q and p, its cache, the images of its batch
+
+
+def step_mistakes(decoding: Decoding) -> list[Mistake]:
+    """Return the mistakes of a step around its rule and its drafting."""
+    mistakes = []
+    if decoding.drafting_row.sampled:
+        mistakes.append(Mistake("bonus token reuses the draft's noise", make=_noise_used_again))
+        mistakes.append(Mistake("q of the step before in 1 of 100 drafts", make=partial(_stale_q, share=0.01)))
+    if decoding.paths and decoding.rule == "strict":
+        if decoding.cfg_scale != 1 and any(len(path) > 1 for path in decoding.paths):
+            mistakes.append(Mistake("q of other guidance at depth 2", make=_other_guidance))
+        if decoding.top_k or decoding.top_p < 1:
+            mistakes.append(Mistake("accepted with p before filters", make=_unfiltered, patched=_filters_seen))
+        if any(path[0] for path in decoding.paths):
+            mistakes.append(Mistake("cache of the first branch after a switch", patched=_first_branch_kept))
+    mistakes.append(Mistake("two images of a batch share bits", patched=lambda: _shared_bits(slice(1, 2), slice(0, 1))))
+    every = (slice(1, None, 2), slice(0, -1, 2))
+    return [*mistakes, Mistake("every two images of a batch share bits", patched=lambda: _shared_bits(*every))]
+
+
+def _filters_seen() -> AbstractContextManager[Any]:
+    return patch.object(step, "decoding_probabilities", _seeing)
+
+
+def _noise_used_again(decoding: Decoding, target: Target, batch: int) -> DraftMethod:
+    """The clocks of the first drafts also draw the bonus token."""
+    method: Any = drafting_of(decoding, target, batch)
+    draft, clocks = method.draft, []
+
+    def with_noise(inputs: DraftInputs) -> Drafted:
+        clocks[:] = [inputs.noise[:, 0]]
+        return draft(inputs)
+
+    def verified(tree: Any, p: Tensor, rule: Any, uniforms: Tensor, _noise: Tensor, *limits: Any) -> Verdict:
+        return verify(tree, p, rule, uniforms, clocks[0], *limits)
+
+    method.draft, method.verify = with_noise, verified
+    return method
+
+
+def _stale_q(decoding: Decoding, target: Target, batch: int, share: float) -> DraftMethod:
+    """A `share` of the nodes are verified with the q that the node had in the step before."""
+    method: Any = drafting_of(decoding, target, batch)
+    last, picks = [], torch.Generator().manual_seed(0)
+
+    def verified(tree: Any, *arguments: Any) -> Verdict:
+        right = tree.q.clone()
+        if last:
+            is_stale = torch.rand(right.shape[:2], generator=picks) < share
+            tree = replace(tree, q=torch.where(is_stale[:, :, None].to(right.device), last[0], right))
+        last[:] = [right]
+        return verify(tree, *arguments)
+
+    method.verify = verified
+    return method
+
+
+def _other_guidance(decoding: Decoding, target: Target, batch: int) -> DraftMethod:
+    """Children at depth 2 of a static tree are verified with the q of a scale that is larger by .5."""
+    method: Any = drafting_of(decoding, target, batch)
+    draft, nodes = method.draft, method._shape.levels[1].nodes
+
+    def drafted(inputs: DraftInputs) -> Drafted:
+        proposer: Any = inputs.proposer
+        plain, others = proposer._distributions, []
+
+        def distributions(logits: Any) -> Tensor:
+            guided = guide(logits.cond, logits.uncond, decoding.cfg_scale + 0.5)
+            others.append(decoding_probabilities(guided, decoding))
+            return plain(logits)
+
+        proposer._distributions = distributions
+        tokens, q, valid = draft(inputs)
+        q = q.clone()
+        q[:, nodes] = others[0]
+        return tokens, q, valid
+
+    method.draft = drafted
+    return method
+
+
+def _unfiltered(decoding: Decoding, target: Target, batch: int) -> DraftMethod:
+    """Drafts are accepted with the p before filters, and the bonus token is drawn after them."""
+    method: Any = drafting_of(decoding, target, batch)
+
+    def verified(tree: Any, p: Tensor, _rule: Any, *arguments: Any) -> Verdict:
+        plain = tree.rows(_SEEN[0])
+
+        def accept(children: Children, rule: AcceptanceRule) -> Acceptance:
+            assert children.q is not None
+            before = accept_children(replace(children, p=plain.clone(), q=children.q.clone()), rule)
+            return replace(accept_children(children, rule), accept=before.accept)
+
+        return verify(tree, p, AcceptanceRule(accept=accept), *arguments)
+
+    method.verify = verified
+    return method
+
+
+_SEEN: list[Tensor] = []
+
+
+def _seeing(logits: Tensor, decoding: Decoding) -> Tensor:
+    """As `decoding_probabilities`; remembers p before filters."""
+    _SEEN[:] = [probabilities(logits, decoding.temperature)]
+    return decoding_probabilities(logits, decoding)
+
+
+@contextlib.contextmanager
+def _first_branch_kept() -> Iterator[None]:
+    """The first child of the root stays in the cache, whichever child was accepted."""
+    keep = KVCache.keep
+
+    def kept(cache: KVCache, path: Tensor, counts: Tensor) -> None:
+        keep(cache, torch.cat([path[:, :1], torch.where(path[:, 1:2] > 0, 1, path[:, 1:2]), path[:, 2:]], 1), counts)
+
+    with patch.object(KVCache, "keep", kept):
+        yield
+
+
+@contextlib.contextmanager
+def _shared_bits(these: slice, those: slice) -> Iterator[None]:
+    """Images of a batch have the random bits of others."""
+    bits = Draws.bits
+
+    def shared(draws: Draws, *shape: int) -> Tensor:
+        drawn = bits(draws, *shape).clone()
+        count = len(drawn[these])
+        drawn[these] = drawn[those][:count]
+        return drawn
+
+    with patch.object(Draws, "bits", shared):
+        yield
+
+
+# ---- Drafts that are kept from step to step
+
+
+def drafting_mistakes(decoding: Decoding) -> list[Mistake]:
+    """Return the mistakes of a Jacobi or hybrid drafting between two steps, those that its coupling can have."""
+    if decoding.drafting not in ("jacobi", "hybrid"):
+        return []
+    coupling, mistakes = decoding.value("coupling"), []
+    is_hybrid = decoding.drafting == "hybrid"
+    if coupling != "none":
+        mistakes.append(Mistake("old q kept with a draft", make=_HybridOldQ if is_hybrid else _OldQ))
+    if is_hybrid and decoding.value("share") != 1:
+        mistakes.append(Mistake("verified with the drafter's q", make=DrafterQ))
+    if not is_hybrid and coupling == "none":
+        mistakes.append(Mistake("draft kept, with the new q", make=_KeptDraft))
+    if not is_hybrid and coupling == "maximal":
+        mistakes.append(_uniform_number_used_again())
+    if not is_hybrid and coupling == "gumbel":
+        mistakes.append(Mistake("noise kept by place in the window", make=_SlotNoise))
+    return mistakes
+
+
+class _Remembering(JacobiDrafting):
+    """A Jacobi drafting that remembers the last draft of each position and its q; `remembers` says where."""
+
+    def start_images(self, p: Tensor) -> None:
+        super().start_images(p)
+        batch, window, _ = self._q.shape
+        self.last, self.last_q = torch.zeros(batch, window, dtype=torch.int64), torch.zeros_like(self._q)
+        self.remembers = torch.zeros(batch, window, dtype=torch.bool)
+
+    def after_step(self, step: LastStep) -> None:
+        images, places = self._further(step.accepted + 1, self.depth)
+        self.remembers = places < self.depth
+        places = places.clamp_max(self.depth - 1)
+        self.last, self.last_q = step.tree.tokens[:, 1:][images, places], self._q[images, places]
+        super().after_step(step)
+
+
+class _OldQ(_Remembering):
+    """A draft that stays the same is verified with the q of the step before."""
+
+    def draft(self, inputs: DraftInputs) -> Drafted:
+        drafted = super().draft(inputs)
+        stays = self.remembers & (drafted[0][:, 1:] == self.last)
+        self._q.copy_(torch.where(stays[:, :, None], self.last_q, self._q))
+        return drafted
+
+
+class _HybridOldQ(_OldQ, HybridDrafting):
+    """The same mistake in a hybrid window."""
+
+
+class DrafterQ(HybridDrafting):
+    """Drafts of a mixture are verified as if the drafter alone had drawn them."""
+
+    def draft(self, inputs: DraftInputs) -> Drafted:
+        proposer: Any = inputs.proposer
+        answers = [proposer.root_q]
+
+        class Listener:
+            root_q = proposer.root_q
+
+            def extend(self, *nodes: Any) -> Any:
+                answers.append(proposer.extend(*nodes))
+                return answers[-1]
+
+        listener: Any = Listener()
+        drafted = super().draft(inputs._replace(proposer=listener))
+        for depth, q in enumerate(answers):
+            self._q[:, depth] = q[:, 0]
+        return drafted
+
+
+class _KeptDraft(_Remembering):
+    """The last drafts are kept, and verified with the new q as if they had been drawn from it."""
+
+    def draft(self, inputs: DraftInputs) -> Drafted:
+        tokens = super().draft(inputs)[0]
+        return (torch.cat([tokens[:, :1], torch.where(self.remembers, self.last, tokens[:, 1:])], dim=1),)
+
+
+class _SlotNoise(JacobiDrafting):
+    """The noise of Gumbel coupling belongs to a place of the window, not to a position of the image."""
+
+    def start_images(self, p: Tensor) -> None:
+        super().start_images(p)
+        self.has_noise = False
+
+    def _noise(self, noise: Tensor) -> Tensor:
+        if not self.has_noise:
+            self._clocks.copy_(noise)
+        self.has_noise = True
+        return self._clocks
+
+
+class _UniformNumbers(_Remembering):
+    """Draws the uniform number of each draft after the fact: if the draft stays, it was below the chance to stay."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._generator = torch.Generator().manual_seed(0)
+
+    def draft(self, inputs: DraftInputs) -> Drafted:
+        drafted = super().draft(inputs)
+        chance = torch.where(self.remembers, self._coupled_q.gather(2, self.last[:, :, None]).squeeze(2), 1.0)
+        uniform = torch.rand(chance.shape, generator=self._generator)
+        stays = ~self.remembers | (drafted[0][:, 1:] == self.last)
+        self.uniforms = torch.where(stays, uniform * chance, chance + uniform * (1.0 - chance))
+        return drafted
+
+
+def _uniform_number_used_again() -> Mistake:
+    """The uniform number that decides whether a draft is kept also decides whether it is accepted."""
+    draftings: dict[int, _UniformNumbers] = {}  # by the size of their batch
+
+    def make(decoding: Decoding, target: Target, batch: int) -> _UniformNumbers:
+        draftings[batch] = _UniformNumbers(decoding, target, batch)
+        return draftings[batch]
+
+    def accept(children: Children, rule: AcceptanceRule) -> Acceptance:
+        acceptance = accept_children(children, rule)
+        assert children.layout is not None
+        images = len(children.tokens) // len(children.layout.nodes)
+        accepted = draftings[images].uniforms.T.reshape(-1, 1) < acceptance.accept
+        return replace(acceptance, accept=accepted.to(acceptance.accept.dtype))
+
+    return Mistake("uniform number used again", accept, make)
