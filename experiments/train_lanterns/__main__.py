@@ -19,7 +19,7 @@ from typer.main import get_command
 from experiments.train_lanterns.quality_gates import Evaluation, QualityGate, check_weights
 from experiments.train_lanterns.recipe import PARTS, REPORT, RecipeSettings, check_part, train_part, write_embedded
 from experiments.train_lanterns.tasks import reference_scenes
-from lantern_bench.cli.options import DEVICE_HELP, FormatOption, writable
+from lantern_bench.cli.options import DEVICE_HELP, FormatOption
 from lantern_bench.console import Console, Progress, duration
 from lantern_bench.errors import CheckFailedError, LanternError, UserError
 from lantern_bench.metrics.features import EMBEDDED_FEATURES, find_extractor
@@ -27,7 +27,7 @@ from lantern_bench.metrics.image_scorers import LOCAL_DIR, load_clip
 from lantern_bench.models.lanterns import FILES, WEIGHTS_FOLDER
 from lantern_bench.report.stats import proportion, ratio_of_sums
 from lantern_bench.runs.devices import choose_compute
-from lantern_bench.runs.store import results_root
+from lantern_bench.runs.store import check_writable, results_root
 from lantern_bench.training.loop import TrainEvent
 from lantern_bench.training.recipe import checked, flag_of
 
@@ -77,8 +77,8 @@ def train_lanterns(
 
 def _train(parts: Sequence[str], folder: Path, work: Path, settings: RecipeSettings, console: Console) -> None:
     device = choose_compute(settings.device).device
-    writable(folder, "--out")
-    writable(work, "--work")
+    check_writable(folder)
+    check_writable(work, "--work")
     for name in parts:
         path = folder / FILES[name]
         exists = path.is_file()

@@ -25,7 +25,6 @@ from tests.made_up_run import make_records, make_scores, write_run
 from tests.tiny_model import EXPERIMENT, TinyModel
 
 CERTIFY = ["--dtype", "float32", "--no-compile", "--threads", "1", "--neighbours", "3", "--out", "certificate"]
-CERTIFY += ["--positions", "9", "--draws", "8", "--samples", "8"]
 PAPER = "\npaper:\n  title: A | paper\n  columns: [speedup]\n  rows:\n    - {name: 50 % a_row, match: {mode: ar}}\n"
 TYPED = [
     ["sweep", "tiny.yaml", "--threads", "1"],
@@ -39,7 +38,7 @@ TYPED = [
     ["predict", "first", "--prompts", "1000"],
     ["predict", "first", "--device", "a100", "--model", "llamagen-t2i-stage1", "--prompts", "1000"],
     ["certify", "tiny", *CERTIFY],
-    ["certify", "tiny", *CERTIFY, "--emitted-tv"],
+    ["recommend", "first", "--within", "clip_score=0.1"],
     ["generate", "one red lantern", "--model", "tiny", "--mode", "all", "--neighbours", "3", "--force"],
     ["models"],
     ["models", "lanterns"],

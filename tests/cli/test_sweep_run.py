@@ -61,7 +61,7 @@ def test_same_command_resumes_unless_no_resume(tiny, tiny_run, capsys) -> None:
     keys = {row["record_key"] for row in read_records(Path("run")) if row["mode"] == "ar"}
     assert cli.main([*ONE_CELL, "--no-resume", "--format", "table"]) == 0
     written = capsys.readouterr().out
-    assert "speedup" in written and "1.00x [1.00, 1.00]" in written
+    assert "speedup" in written and "1.00x" in written and "needs 3 processes" in written
     assert {row["record_key"] for row in read_records(Path("run-2"))} == keys
 
 

@@ -113,7 +113,7 @@ def test_compiled_steps_find_broken_logits(backend: str, record_property: Callab
 
 
 @pytest.mark.parametrize("cell", MODES)
-def test_impossible_tokens_are_no_fault(cell: str) -> None:
+def test_impossible_tokens_are_no_fault(cell: str, record_property: Callable[[str, object], None]) -> None:
     """-inf in a target's logits, with guidance in both rows, before and in steps that are compiled or not"""
     model, head = spoiled("target")
     head.wrong[7] = -math.inf
@@ -125,6 +125,7 @@ def test_impossible_tokens_are_no_fault(cell: str) -> None:
     engine = Engine(compile=True, backend="aot_eager")
     again = decoded(model, decoding, 2, engine)
     assert all(a.tokens.equal(b.tokens) for a, b in zip(images, again, strict=True))
+    record_property("outcome", "no fault: such a token is impossible and never drawn")
 
 
 def test_a_step_copies_once_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -153,7 +153,7 @@ def test_unusable_devices_are_refused(tmp_path: Path):
         assert part in str(error.value.message)
     with pytest.raises(UserError, match=r"--device h10: unknown device; did you mean h100\?") as error:
         find_device("h10")
-    assert "rtx-3090, a40, a100, h100, h200" in str(error.value.advice)
+    assert "rtx-3090, a40, a100, a100-40gb, rtx-4090, l40s, b200, h100, h200" in str(error.value.advice)
 
 
 def test_shipped_devices_state_their_source():
