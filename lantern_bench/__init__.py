@@ -19,14 +19,15 @@ if TYPE_CHECKING:
         load_model,
         load_run,
         predict,
+        recommend,
         score,
         sweep,
         write_report,
     )  # fmt: skip
 
 __all__ = [
-    "DecodedImage", "Run", "__version__", "compare", "curves", "decode", "load_model", "load_run", "predict", "score",
-    "sweep", "write_report",
+    "DecodedImage", "Run", "__version__", "compare", "curves", "decode", "load_model", "load_run", "predict",
+    "recommend", "score", "sweep", "write_report",
 ]  # fmt: skip
 
 __version__ = "0.1.0"

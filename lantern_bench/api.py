@@ -6,6 +6,7 @@ The names here are also attributes of `lantern_bench`. Errors name a parameter b
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -20,7 +21,7 @@ from lantern_bench.models import registry
 from lantern_bench.report.format_tables import readable
 from lantern_bench.report.records import load_runs
 from lantern_bench.report.tables import tables_of, write_tables
-from lantern_bench.runs.events import Event, ImageDone, Share, Started
+from lantern_bench.runs.events import Event, ImageDone, Note, Share, Started
 from lantern_bench.runs.images import DecodedImage as DecodedImage  # a name of this API
 from lantern_bench.runs.request import prepare
 from lantern_bench.runs.store import RunData, find_run, results_root
@@ -152,8 +153,10 @@ class _Bar:
         self._label = ""
 
     def show(self, event: Event) -> None:
-        """Move the bar to an event of a sweep."""
-        if isinstance(event, Started):
+        """Move the bar to an event of a sweep, and write its warnings."""
+        if isinstance(event, Note) and event.level == "warning":
+            warnings.warn(event.text, stacklevel=2)
+        elif isinstance(event, Started):
             self._start("images", sum(event.to_do.values()))
         elif isinstance(event, ImageDone) and self._bar is not None:
             self._bar.update()
@@ -178,6 +181,11 @@ class _Bar:
 def _folders(runs: str | Path | Run | Sequence[str | Path | Run]) -> list[Path]:
     several = [runs] if isinstance(runs, str | Path | Run) else runs
     return [item.path if isinstance(item, Run) else find_run(item, results_root()) for item in several]
+
+
+def _read(run: str | Path | Run) -> RunData:
+    (data,) = load_runs(_folders(run)).values()
+    return data
 
 
 def curves(
@@ -218,17 +226,39 @@ def predict(run: str | Path | Run, device: str, *, model: str | None = None, sta
     """Return the table of `lantern-bench predict`."""
     from lantern_bench.report.cost_model import find_device, predict_run
 
-    (data,) = load_runs(_folders(run)).values()
-    return predict_run(data, find_device(device), stack, model)
+    return predict_run(_read(run), find_device(device), stack, model)
 
 
-def score(run: str | Path | Run, *, progress: bool = True, **options: Any) -> pd.DataFrame:
-    """Score a run as `lantern-bench score` and return its quality; `options`: protocol, reference, device, rescore."""
+def recommend(
+    run: str | Path | Run,
+    quality_run: str | Path | Run | None = None,
+    *,
+    max_distance: float | None = None,
+    within: tuple[str, float] | None = None,
+) -> pd.DataFrame:
+    """Return the table of `lantern-bench recommend`; `within` is the name of a score and its margin."""
+    from lantern_bench.report.recommend import condition_of, recommendation
+
+    speed, quality = (tables_of(data) for data in map(_read, (run, quality_run or run)))
+    return recommendation(speed, quality, condition_of(max_distance, within))
+
+
+def score(
+    run: str | Path | Run,
+    *,
+    protocol: str | None = None,
+    reference: str | None = None,
+    device: str = "auto",
+    rescore: bool = False,
+    progress: bool = True,
+) -> pd.DataFrame:
+    """Score a run as `lantern-bench score` and return its quality."""
     from lantern_bench.runs.scoring import score_run_directory
 
     (folder,) = _folders(run)
     with closing(_Bar()) as bar:
-        score_run_directory(folder, bar.show if progress else lambda _event: None, **options)
+        emit = bar.show if progress else lambda _event: None
+        score_run_directory(folder, emit, protocol=protocol, reference=reference, device=device, rescore=rescore)
     return write_tables(folder)["quality"]
 
 
@@ -260,11 +290,14 @@ def decode(
     seed: int = 0,
     logits: bool = False,
     conditions: Sequence[Any] | None = None,
+    tree: str | None = None,
+    delta: float | None = None,
+    lambda_: float | None = None,
     **parameters: Any,
 ) -> list[DecodedImage]:
     """Decode prompts one at a time, with the tokens of an uncompiled sweep of this seed and these parameters.
 
-    `parameters` have one value each, such as `tree="chain-7"` or `lambda_=5`; the others are the model's defaults, and
+    Parameters have one value each, such as `tree="chain-7"` or `lambda_=5`; the others are the model's defaults, and
     relaxed modes need their bound. With `logits` the images carry the guided logits. `conditions` are for each prompt
     what `model.condition([prompt])` would return; the prompts are then only names, which must differ.
 
@@ -276,7 +309,8 @@ def decode(
     from lantern_bench.runs.runner import decode_tasks, tasks_of
 
     texts = [prompts] if isinstance(prompts, str) else list(prompts)
-    overrides = _overrides(parameters | {"model": [model.name], "seed": seed}, None)
+    parameters |= {"model": [model.name], "seed": seed, "tree": tree, "delta": delta, "lambda": lambda_}
+    overrides = _overrides(parameters, None)
     source = {"name": "decode", "model": model.name, "baseline": False, "cells": [{"mode": mode}]}
     resolved = load_experiment(source, registry.defaults_of, overrides)
     if len(resolved.cells) != 1:

@@ -151,7 +151,9 @@ def test_functions_return_what_commands_show(tiny: TinyModel) -> None:
     assert lantern_bench.write_report("run").read_text().startswith("<!")
     other = lantern_bench.sweep("tiny.yaml", out="other", images=2, lambda_=[2, 3])
     assert set(lantern_bench.compare(run, other)["cell_id"]) <= set(run.cells)
-    assert lantern_bench.score(run)["cell_id"].tolist() == run.quality["cell_id"].tolist()
+    scored = lantern_bench.score(run, protocol="embedded", progress=False)
+    assert scored["cell_id"].tolist() == run.quality["cell_id"].tolist() and scored["distance"].notna().any()
+    assert "lossless" in set(lantern_bench.recommend(run, max_distance=1.0)["verdict"])
     with pytest.raises(UserError) as caught:
         lantern_bench.predict(run, "h10")
     assert caught.value.advice is not None and caught.value.__notes__ == [caught.value.advice]

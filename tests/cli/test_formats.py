@@ -24,7 +24,7 @@ from tests.cli.test_commands import commands
 from tests.made_up_run import make_records, make_scores, write_run
 from tests.tiny_model import EXPERIMENT, TinyModel
 
-CERTIFY = ["--dtype", "float32", "--no-compile", "--threads", "1", "--neighbours", "3", "--out", "certificate"]
+CERTIFY = ["--dtype", "float32", "--no-compile", "--threads", "1", "--out", "certificate"]
 PAPER = "\npaper:\n  title: A | paper\n  columns: [speedup]\n  rows:\n    - {name: 50 % a_row, match: {mode: ar}}\n"
 TYPED = [
     ["sweep", "tiny.yaml", "--threads", "1"],

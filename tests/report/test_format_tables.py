@@ -78,7 +78,7 @@ def test_latex_is_ready_for_a_paper(tables):
     remarks = [line for line in text.splitlines() if line.startswith("%")]
     _, _, head, _, *rows, _, _ = (line for line in text.splitlines() if line not in remarks)
     assert remarks[:2] == ["% 50%_a run", r"% needs \usepackage{booktabs}"]
-    assert r"\begin{tabular}{llrrr@{ }lr@{ }lrrr}" in text and r"\toprule" in text and r"\bottomrule" in text
+    assert r"\begin{tabular}{llrrr@{ }lrrrr}" in text and r"\toprule" in text and r"\bottomrule" in text
     cells = [row.removesuffix(r" \\").split(" & ") for row in rows]
     assert r"\multicolumn{2}{c}{speedup}" in head and "FID" not in head and "precision" not in head
     assert cells[2][1] == r"small-7 k=10 $\lambda$=2"
