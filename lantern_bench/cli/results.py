@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -107,6 +108,8 @@ def compare(
         check_choice("--across", kind, ACROSS)
     if fail_if is not None:
         check_choice("--fail-if", fail_if, ("worse", "different"))
+    if fail_below is not None and math.isnan(fail_below):
+        raise UserError(f"--fail-below {fail_below:g}: must be a number", "For example 0.95.")
     if run_a.resolve() == run_b.resolve():
         raise UserError(f"{run_b}: is the same run as {run_a}", "Give two runs.")
     names, (a, b) = zip(*load_runs([run_a, run_b]).items(), strict=True)

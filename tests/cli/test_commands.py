@@ -205,6 +205,7 @@ def test_compare_fails_below_a_ratio_of_speedups_and_by_verdicts_of_a_margin(res
     typed = ["compare", "first", "second"]
     assert cli.main([*typed, "--fail-below", "0.95", "--margin", "clip_score=0.01", "--fail-if", "different"]) == 0
     assert "equivalent" in capsys.readouterr().out, "which is not different"
+    refuse([*typed, "--fail-below", "nan"], 2, "--fail-below nan: must be a number", "For example 0.95.")
     assert cli.main([*typed, "--fail-below", "9"]) == 5
     assert "--fail-below 9: true of 2 of 2, speculative-static-small-7-t1" in capsys.readouterr().err
     refuse([*typed, "--margin", "fid=1"], 3, "--margin fid: no tested difference", "clip_score")
