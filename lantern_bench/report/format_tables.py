@@ -198,7 +198,7 @@ _LATEX = str.maketrans(_GREEK | _ESCAPES | {character: f"\\{character}" for char
 def latex(table: pd.DataFrame, name: str | None = None, title: str | None = None, more: Sequence[str] = ()) -> str:
     """Return a table for LaTeX with booktabs: no empty columns, figures right-aligned, the best of a column bold."""
     rows, texts = _texts(table, name)
-    alignment, lines = "", [list[str]() for _ in range(1 + len(rows))]  # the head, then the rows
+    alignment, columns = "", dict[str, list[str]]()
     for column, (head, column_texts) in texts.items():
         if not any(column_texts):
             continue
@@ -209,13 +209,11 @@ def latex(table: pd.DataFrame, name: str | None = None, title: str | None = None
             kind, heading = "r@{ }l", rf"\multicolumn{{2}}{{c}}{{{heading}}}"
             cells = [cell if " & " in cell else f"{cell} & " for cell in cells]
         alignment += kind
-        for line, cell in zip(lines, [heading, *cells], strict=True):
-            line.append(cell)
-    head_line, *row_lines = (" & ".join(line) + r" \\" for line in lines)
+        columns[heading] = cells
     notes = _notes(rows, name) if name is not None else ()
     remarks = [f"% {note}" for note in (title, r"needs \usepackage{booktabs}", *notes, *more) if note]
-    begin = [rf"\begin{{tabular}}{{{alignment}}}", r"\toprule", head_line, r"\midrule"]
-    return "\n".join([*remarks, *begin, *row_lines, r"\bottomrule", r"\end{tabular}"])
+    tabular = pd.DataFrame(columns).to_latex(index=False, escape=False, column_format=alignment)
+    return "\n".join([*remarks, tabular.rstrip()])
 
 
 def _figures(texts: pd.Series, better: str | None) -> list[str]:
