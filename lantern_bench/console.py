@@ -9,10 +9,10 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from textwrap import wrap
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self, TextIO
+from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from lantern_bench.clock import now
 from lantern_bench.errors import LanternError
@@ -29,7 +29,7 @@ _LOG_SECONDS = 60.0  # between two lines of progress in a log
 
 
 class Progress:
-    """Progress of one long task after another; leaving the context ends the last.
+    """Progress of one long task after another.
 
     On a terminal a Rich bar; in a log a line at the start, at the end, and at most one a minute between.
     """
@@ -64,14 +64,6 @@ class Progress:
             parts = [f"{self._so_far()} in {duration(now() - self._start_time)}", self._figures]
             self._write_line(f"{self._description}: {', '.join(filter(None, parts))}")
         self._description = self._bar = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.finish()
 
     def _start(self, description: str, total: float) -> None:
         self._description, self._total, self._figures = description, total, ""
@@ -183,9 +175,14 @@ class Console:
         """Write an error, also when quiet: what is wrong and what to do."""
         self._write_message("\n  ".join([f"error: {error.message}", *(error.advice or "").splitlines()]))
 
-    def progress(self) -> Progress:
-        """Return progress on stderr, none when quiet."""
-        return Progress(self.say, self._terminal if _takes_escapes(self._err) and not self.quiet else None)
+    @contextmanager
+    def progress(self) -> Iterator[Progress]:
+        """Yield progress on stderr, none when quiet; leaving the context ends its last task."""
+        progress = Progress(self.say, self._terminal if _takes_escapes(self._err) and not self.quiet else None)
+        try:
+            yield progress
+        finally:
+            progress.finish()
 
     def _write_message(self, text: str) -> None:
         """Write a line; a terminal breaks it between words."""

@@ -159,7 +159,9 @@ def _quality_of(name: str) -> tuple[Column, ...]:
         )
         columns += _verdict(name)
     if metric.is_paired:
-        columns += _difference(name)
+        columns += figure(f"{name}_vs_ar", "", f"{name} minus that of ar, a mean over its sets, over the same prompts")
+        p_value = f"two-sided p-value of {name}_vs_ar: cell and sets exchanged within prompts"
+        columns.append(number(f"{name}_vs_ar_p", "", p_value))
     return (*columns, *_extras(metric))
 
 
@@ -171,13 +173,6 @@ def _verdict(name: str) -> tuple[Column, Column]:
     return (
         text(f"{name}_verdict", f"{name} against ar's own spread: within or outside"),
         number(f"{name}_detectable", "", f"shift of {name} that would be outside with probability .8"),
-    )
-
-
-def _difference(name: str) -> tuple[Column, ...]:
-    return (
-        *figure(f"{name}_vs_ar", "", f"{name} minus that of ar, a mean over its sets, over the same prompts"),
-        number(f"{name}_vs_ar_p", "", f"two-sided p-value of {name}_vs_ar: cell and sets exchanged within prompts"),
     )
 
 

@@ -83,11 +83,6 @@ def ratio_of_sums(
     return Interval(value, *_bootstrap((over, under), lambda a, b, axis=-1: a.sum(axis=axis) / b.sum(axis=axis), seed))
 
 
-def mean_over_prompts(values: Sequence[float], prompts: Iterable[str]) -> Interval:
-    """Return the mean of values, one an image, with a bootstrap interval over prompts as in `ratio_of_sums`."""
-    return ratio_of_sums(values, [1.0] * len(values), prompts)
-
-
 def proportion(successes: int, trials: int) -> Interval:
     """Return successes over trials with the Wilson interval (Wilson 1927); without trials no figure."""
     from scipy.stats import binomtest

@@ -37,7 +37,6 @@ from lantern_bench.report.stats import (
     Sums,
     compare_sums,
     detectable,
-    mean_over_prompts,
     proportion,
     ratio_of_sums,
     repeat_interval,
@@ -98,8 +97,8 @@ def speed_row(cell: CellRecords, cells: Sequence[CellRecords], pool_devices: boo
         "latency_s": repeat_interval(timing(timed)) if len(timed) else Interval(None, note="not timed"),
         "speedup": _speedup(cell, baseline_of(cell, cells), "ar", pool_devices),
         "speedup_over_lossless": _speedup(cell, lossless, "lossless_cell", pool_devices),
-        "step_compression": _ratio(cell, "tokens", "target_forwards"),
-        "mean_accepted_length": _ratio(cell, "committed", "steps"),
+        "step_compression": _ratio(images[["tokens", "target_forwards"]]),
+        "mean_accepted_length": _ratio(images[["committed", "steps"]]),
     }
     for name, interval in intervals.items():
         row |= interval.columns(name)
@@ -111,9 +110,11 @@ def speed_row(cell: CellRecords, cells: Sequence[CellRecords], pool_devices: boo
     return row | {"note": join_notes(notes)}
 
 
-def _ratio(cell: CellRecords, over: str, under: str) -> Interval:
-    measured = cell.images[[over, under]].dropna()
-    return ratio_of_sums(measured[over], measured[under], measured.index.get_level_values("prompt_id"))
+def _ratio(images: pd.DataFrame) -> Interval:
+    """Sum over sum of both columns, over the images that have them."""
+    measured = images.dropna()
+    over, under = measured.to_numpy().T
+    return ratio_of_sums(over, under, measured.index.get_level_values("prompt_id"))
 
 
 def _speedup(cell: CellRecords, base: CellRecords | None, name: str, pool_devices: bool) -> Interval:
@@ -216,9 +217,7 @@ def _scored(cell: CellRecords, scores: Scores, images: Sequence[Row], of_cell: R
     row |= {"images": count, "note": join_notes(notes), "protocol_version": version}
     row |= {"fid_features": of_cell.get("extractor"), "clip_model": clip_model}
     for name in OF_IMAGES:
-        scored = scored_images(cell, scores, name)
-        prompts = scored.index.get_level_values("prompt_id")
-        row |= mean_over_prompts(list(scored["figure"]), prompts).columns(name)
+        row |= _ratio(scored_images(cell, scores, name)).columns(name)
     return row
 
 
