@@ -1,7 +1,4 @@
-"""The only clock: wall time, synchronised times of phases, and use of the processor.
-
-On a GPU a phase is bounded by events on the stream, read at the end of an image, so that no decode step waits.
-"""
+"""The only clock: wall time, synchronised times of phases, and use of the processor."""
 
 from __future__ import annotations
 

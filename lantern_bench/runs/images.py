@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
     from lantern_bench.decoding.trace import ImageTrace
 
-
 _TOKENS = "tokens"  # name of a text in a PNG file
 
 

@@ -1,10 +1,4 @@
-"""Run a request on a Ray cluster: one worker for each device, and one driver that stores what they decode.
-
-A worker gets shards: blocks of prompts with all their cells, so that images that are compared come from one device. The
-shard of a lost worker is decoded again, as a whole where it is timed; so Ray itself restarts nothing.
-
-The driver is a process of its own, because Ray ends the process of a driver whose head is gone.
-"""
+"""Run a request on a Ray cluster: one worker for each device, and one driver that stores what they decode."""
 
 from __future__ import annotations
 
@@ -90,7 +84,7 @@ def drive(request: Request, emit: Emit) -> None:
             measure = partial(measure_on_cluster, ray, request)
             scoring.score_folder(request.folder, *quality, emit, measure=measure)
         if "distance" in request.experiment.settings.metrics and done_images(request.folder):
-            scoring.score_tokens_of(request.folder, "auto", emit)
+            scoring.score_tokens(request.folder, "auto", emit)
     except (ConnectionError, ray.exceptions.RpcError) as error:
         raise _head_lost(request, reason_of(error)) from error
     ray.shutdown()
@@ -263,6 +257,7 @@ class WorkerHandle:
     last_answer: float = 0.0  # when
 
 
+# The driver is a process of its own, because Ray ends the process of a driver whose head is gone.
 class RayDriver:
     """Gives shards to workers, stores what they decode, and replaces those that are lost."""
 
@@ -296,8 +291,6 @@ class RayDriver:
                         self._give(worker, self._shards.popleft())
         finally:
             self._close()
-
-    # -- Starting and losing workers
 
     def _start_workers(self) -> None:
         """Start a worker on every device that has none, but no more workers than shards."""
@@ -357,7 +350,6 @@ class RayDriver:
         self._emit(Note(text, level="warning"))
 
     def _remove(self, worker: WorkerHandle, **end: Any) -> None:
-        """End a worker and its session."""
         self._workers.remove(worker)
         self._ray.kill(worker.actor)
         self._last_look = -math.inf
@@ -366,7 +358,6 @@ class RayDriver:
             self._store.update_manifest()
 
     def _close(self) -> None:
-        """Close the sessions and the store, and free the devices."""
         complete = not self._shards and not any(worker.shard for worker in self._workers)
         for worker in self._workers:
             if worker.session:
@@ -376,8 +367,6 @@ class RayDriver:
             self._store.close()
         for worker in self._workers:
             self._ray.kill(worker.actor)
-
-    # -- What workers answer
 
     def _receive(self) -> None:
         """Wait a moment for an answer of a worker, and deal with it."""

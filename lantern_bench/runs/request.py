@@ -21,10 +21,8 @@ from lantern_bench.runs.store import check_folder, done_images, results_root, ru
 if TYPE_CHECKING:
     import pandas as pd
 
-WORKER_TIMEOUT = 1800.0
-"""Seconds of silence after which a worker is ended; it is silent while it loads and compiles."""
-DEFAULT_CLUSTER = "default"
-"""The address of the Ray cluster of `RAY_ADDRESS`, else of a new one on this machine."""
+WORKER_TIMEOUT = 1800.0  # seconds of silence after which a worker is ended; it is silent while it loads and compiles
+DEFAULT_CLUSTER = "default"  # the Ray cluster of `RAY_ADDRESS`, else a new one on this machine
 
 
 @dataclass(frozen=True)

@@ -257,8 +257,8 @@ def of_tokens(folder: Path) -> dict[str, dict[str, Any]]:
 
 def test_tokens_are_scored_once_and_reach_the_tables(tiny_copy: Path) -> None:
     events: list[Any] = []
-    assert scoring.score_tokens_of(tiny_copy, "cpu", events.append) == 18
-    assert scoring.score_tokens_of(tiny_copy, "cpu", events.append) == 0
+    assert scoring.score_tokens(tiny_copy, "cpu", events.append) == 18
+    assert scoring.score_tokens(tiny_copy, "cpu", events.append) == 0
     assert [event.done for event in events if isinstance(event, Share)] == [3, 6, 9, 12, 15, 18]
     assert set(of_tokens(tiny_copy)) == {record["record_key"] for record in read_records(tiny_copy)}
     summary = write_tables(tiny_copy)["summary"].set_index("cell_id")
@@ -269,7 +269,7 @@ def test_tokens_are_scored_once_and_reach_the_tables(tiny_copy: Path) -> None:
 
 
 def test_pictures_without_tokens_are_decoded_again(tiny_copy: Path) -> None:
-    scoring.score_tokens_of(tiny_copy, "cpu", lambda _event: None)
+    scoring.score_tokens(tiny_copy, "cpu", lambda _event: None)
     rows = of_tokens(tiny_copy)
     (tiny_copy / "scores.jsonl").unlink()
     records = read_records(tiny_copy)
@@ -280,7 +280,7 @@ def test_pictures_without_tokens_are_decoded_again(tiny_copy: Path) -> None:
     forged = png_bytes(torch.zeros(3, 4, 3, dtype=torch.uint8), torch.zeros(12, dtype=torch.int32))
     (tiny_copy / records[0]["image"]).write_bytes(forged)
     events: list[Any] = []
-    assert scoring.score_tokens_of(tiny_copy, "cpu", events.append) == 17
+    assert scoring.score_tokens(tiny_copy, "cpu", events.append) == 17
     again = of_tokens(tiny_copy)
     assert again == {key: row for key, row in rows.items() if key != records[0]["record_key"]}
     assert "leaves out 1 images" in events[-1].text
