@@ -126,11 +126,7 @@ def _read_imagenet(path: Path | None, flag: str) -> Iterator[Item]:
 
 
 def load_prompts(source: str, model: Model) -> list[Prompt]:
-    """Read the prompts of a model's set, of a published set (`coco:FILE`, `parti:FILE`, `imagenet`), or of a file.
-
-    Files are `.txt` (a prompt a line), `.csv`, `.tsv` and `.jsonl` (column `prompt` or `caption`) or `.json` (a list).
-    Raises one `UserError`, also for prompts that the model cannot take.
-    """
+    """Read the prompts of a model's set, of a published set (`coco:FILE`), or of a file; raises one `UserError`."""
     flag = f"--prompts {source}"
     name, path, subset = _parse(source, model)
     try:

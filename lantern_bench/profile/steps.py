@@ -180,9 +180,6 @@ def seconds_of(work: Callable[[], object], device: torch.device, repeats: int) -
     return seconds
 
 
-# ---- What is profiled
-
-
 class ProfiledModel(NamedTuple):
     """A model, and with what it is decoded."""
 

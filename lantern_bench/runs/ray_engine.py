@@ -82,7 +82,7 @@ def drive(request: Request, emit: Emit) -> None:
         RayDriver(ray, request, emit).run()
         if quality is not None and done_images(request.folder):
             measure = partial(measure_on_cluster, ray, request)
-            scoring.score_folder(request.folder, *quality, emit, measure=measure)
+            scoring.score_run(request.folder, *quality, emit, measure=measure)
         if "distance" in request.experiment.settings.metrics and done_images(request.folder):
             scoring.score_tokens(request.folder, "auto", emit)
     except (ConnectionError, ray.exceptions.RpcError) as error:

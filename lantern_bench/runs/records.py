@@ -140,9 +140,6 @@ def no_room(path: Path, error: OSError) -> RefusedError:
     return RefusedError(message, "Everything before is kept. Repair the cause; the same command continues.")
 
 
-# ---- Rows as a DataFrame
-
-
 def read_frame(path: Path, table: str, wanted: Collection[str] | None = None) -> pd.DataFrame:
     """Return the rows of a file as a DataFrame with the dtypes of `frame_of`."""
     rows = map(msgspec.structs.astuple, read_rows(path, table, wanted))

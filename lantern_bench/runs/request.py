@@ -95,9 +95,9 @@ def prepare(
 
 def check_sizes(experiment: ResolvedExperiment) -> None:
     """Raise `UserError` for a cell with a size that its model bounds, where that is known before loading."""
-    models = {name: model_of(name) for name in experiment.settings.model}
     for cell in experiment.cells:
-        cell.decoding.check_sizes(cell.model, models[cell.model].tokens, models[cell.model].codes)
+        model = model_of(cell.model)
+        cell.decoding.check_sizes(cell.model, model.tokens, model.codes)
 
 
 def check_drafters(cells: Iterable[Cell]) -> None:

@@ -104,9 +104,6 @@ def set_fastest_threads(tasks: Sequence[ImageTask], models: Mapping[str, LoadedM
             emit(note)
 
 
-# ---- Running a plan
-
-
 def run_plan(
     store: RunStore,
     plan: Plan,

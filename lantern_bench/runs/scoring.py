@@ -291,7 +291,7 @@ def measure_tokens(records: Sequence[Row], folder: Path, model: LoadedModel, dec
 
 
 def score_run(
-    store: RunStore,
+    folder: Path,
     scorers: Scorers,
     reference: Reference | None = None,
     emit: Emit | None = None,
@@ -301,26 +301,28 @@ def score_run(
     **options: Any,
 ) -> int:
     """Score the cells of a run that these scorers have not scored, or all (`rescore`); return the number of rows."""
-    cells, protocol = _by_cell(read_records(store.folder)), scorers.protocol
-    version = (protocol.name, protocol.version)
-    scores = [row for row in read_scores(store.folder) if (row["protocol"], row["protocol_version"] or 1) == version]
-    label = reference.label if reference is not None else ""
-    pending = [
-        cell_id
-        for cell_id, records in cells.items()
-        if rescore or not _is_scored(cell_id, records, scores, scorers, label, infinity)
-    ]
-    with_spread = {row["cell_id"] for row in scores if row["level"] == "band"}
-    # Sets of ar images with different seeds are scored together.
-    for family in _ar_families(cells):
-        if set(pending) & set(family) or (scorers.extractor and family[0] not in with_spread):
-            pending += family
-    if not pending:
-        return 0
-    store.update_manifest(protocols=store.manifest.get("protocols", {}) | {protocol.name: asdict(protocol)})
-    records = [record for cell_id in dict.fromkeys(pending) for record in cells[cell_id]]
-    rows = score_records(records, store.folder, scorers, reference, emit, infinity=infinity, **options)
-    return len([store.append_score(row) for row in rows])
+    with RunStore(folder) as store:
+        cells, protocol = _by_cell(read_records(folder)), scorers.protocol
+        version = (protocol.name, protocol.version)
+        scores = [row for row in read_scores(folder) if (row["protocol"], row["protocol_version"] or 1) == version]
+        label = reference.label if reference is not None else ""
+        pending = [
+            cell_id
+            for cell_id, records in cells.items()
+            if rescore or not _is_scored(cell_id, records, scores, scorers, label, infinity)
+        ]
+        with_spread = {row["cell_id"] for row in scores if row["level"] == "band"}
+        # Sets of ar images with different seeds are scored together.
+        for family in _ar_families(cells):
+            if set(pending) & set(family) or (scorers.extractor and family[0] not in with_spread):
+                pending += family
+        if not pending:
+            return 0
+        store.update_manifest(protocols=store.manifest.get("protocols", {}) | {protocol.name: asdict(protocol)})
+        records = [record for cell_id in dict.fromkeys(pending) for record in cells[cell_id]]
+        options |= {"cache": cache_folder(), "infinity": infinity}
+        rows = score_records(records, folder, scorers, reference, emit, **options)
+        return len([store.append_score(row) for row in rows])
 
 
 def _is_scored(
@@ -361,7 +363,7 @@ def score_run_directory(
     scorers = load_scorers(rules, compute.device)
     pictures = reference or (recorded.get("reference") if name == recorded.get("protocol") else None)
     against = find_reference(pictures, rules)
-    count = score_folder(folder, scorers, against, emit, infinity=infinity, rescore=rescore)
+    count = score_run(folder, scorers, against, emit, infinity=infinity, rescore=rescore)
     try:
         return rules, count + score_tokens(folder, device, emit)
     except RefusedError as error:
@@ -379,9 +381,3 @@ def load_scorers_of(request: Request, device: str) -> tuple[Scorers, Reference |
     except RefusedError as error:
         advice = f"{error.advice.rstrip('.')}. " if error.advice else ""
         raise RefusedError(error.message, f"{advice}Or leave quality out: --metrics speed.") from error
-
-
-def score_folder(folder: Path, scorers: Scorers, reference: Reference | None, emit: Emit, **options: Any) -> int:
-    """Score a run directory as `score_run`."""
-    with RunStore(folder) as store:
-        return score_run(store, scorers, reference, emit, cache=cache_folder(), **options)
