@@ -77,7 +77,7 @@ def drive(request: Request, emit: Emit) -> None:
         quality = scoring.load_scorers_of(request, "auto")  # before any image: missing weights are found here
     address = request.ray if request.ray != DEFAULT_CLUSTER else os.environ.get("RAY_ADDRESS")
     emit(Note(f"joining the Ray cluster {address}" if address else "starting a Ray cluster on this machine"))
-    connect(request.ray)
+    connect(address or "local")
     try:
         RayDriver(ray, request, emit).run()
         if quality is not None and done_images(request.folder):
@@ -115,13 +115,11 @@ def slots_of(nodes: Iterable[dict[str, Any]], device: str, threads: int | None) 
     return slots
 
 
-def connect(address: str | None) -> None:
-    """Join the cluster at `address`; `DEFAULT_CLUSTER`: that of `RAY_ADDRESS`, else a new one on this machine."""
+def connect(address: str) -> None:
+    """Join the cluster at `address`; `local` starts a new one on this machine."""
     import ray
 
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    if address in (None, DEFAULT_CLUSTER):
-        address = os.environ.get("RAY_ADDRESS") or "local"
     if address not in ("auto", "local") and not _answers(address.removeprefix("ray://")):
         advice = "Give auto on a node of the cluster, HOST:6379, or ray://HOST:10001."
         raise RefusedError(f"--ray {address}: no Ray cluster answers there", advice)

@@ -365,10 +365,10 @@ def score_run_directory(
     against = find_reference(pictures, rules)
     count = score_run(folder, scorers, against, emit, infinity=infinity, rescore=rescore)
     try:
-        return rules, count + score_tokens(folder, device, emit)
+        count += score_tokens(folder, device, emit)
     except RefusedError as error:
         emit(Note(f"no distance from the target: {error.message}", error.advice, "warning"))
-        return rules, count
+    return rules, count
 
 
 def load_scorers_of(request: Request, device: str) -> tuple[Scorers, Reference | None]:
