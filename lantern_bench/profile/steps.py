@@ -341,7 +341,7 @@ def _drawn(steps: pd.DataFrame) -> Any:
     figure = Figure(figsize=(11, 4.2))
     costs, speedups = figure.subplots(1, 2)
     parts = steps.set_index("name")[list(_PARTS)].rename(columns=lambda part: part.removesuffix("_ms"))
-    parts.plot.barh(stacked=True, color=list(_PARTS.values()), ax=costs)
+    parts.plot.barh(stacked=True, width=0.8, color=list(_PARTS.values()), ax=costs, ylabel="")
     costs.invert_yaxis()
     costs.set_xlabel("milliseconds per step")
     costs.legend(frameon=False)

@@ -113,7 +113,7 @@ class RowFile:
             self._file.truncate(end)
 
     def append(self, values: Mapping[str, Any]) -> Row:
-        """Write a row to the disk and return it; raises `ValueError` if wrong, `RefusedError` if the disk is full."""
+        """Write a row to disk and return it; raises `ValueError` for wrong values, `RefusedError` for a full disk."""
         if unknown := set(values) - set(self._names):
             raise ValueError(f"{self._table} have no column {', '.join(sorted(unknown))}")
         content = line_of({name: values.get(name) for name in self._names})
