@@ -1,7 +1,4 @@
-"""The only clock: wall time, synchronised times of phases, and use of the processor.
-
-On a GPU a phase is bounded by events on the stream, read at the end of an image, so that no decode step waits.
-"""
+"""The only clock: wall time, synchronised times of phases, and use of the processor."""
 
 from __future__ import annotations
 
@@ -83,10 +80,8 @@ class Usage(NamedTuple):
         return Usage(*(None if now is None or then is None else now - then for now, then in pairs))  # type: ignore[arg-type]
 
     def lost_seconds(self, seconds: float, threads: int) -> float:
-        """Return the seconds by which a window of `seconds` may be too long because `threads` threads lacked a core.
-
-        Threads wait for each other after every operation, so a second that one of them waits may delay all.
-        """
+        """Return the seconds by which a window of `seconds` may be too long because `threads` threads lacked a core."""
+        # Threads wait for each other after every operation, so a second that one of them waits may delay all.
         if self.waited_seconds is not None:
             return self.waited_seconds + (self.steal_seconds or 0.0)
         others = max(0.0, self.busy_seconds - self.cpu_seconds)

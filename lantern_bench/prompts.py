@@ -1,11 +1,4 @@
-"""Prompts from a set of the model, a published set or a file; and pictures with captions in a folder. Without torch.
-
-The model checks every prompt before it is loaded. `NAME#100` takes 100 prompts by a hash of their text, so that
-everybody takes the same ones and a larger part contains the smaller; `NAME#0-100` takes the first hundred.
-
-Captions of pictures are in a .txt beside each picture, or in one file `captions` or `metadata` with the suffix .jsonl,
-.csv, .tsv or .txt (name, tab, caption); its names are relative to the folder.
-"""
+"""Prompts from a set of the model, a published set or a file; and pictures with captions in a folder. Without torch."""
 
 from __future__ import annotations
 
@@ -22,8 +15,7 @@ from lantern_bench.errors import UserError, did_you_mean
 from lantern_bench.models.io.files import file_sha256
 from lantern_bench.models.model import Model, class_prompt
 
-SUFFIXES = (".csv", ".json", ".jsonl", ".tsv", ".txt")
-"""The file types that prompts are read from."""
+SUFFIXES = (".csv", ".json", ".jsonl", ".tsv", ".txt")  # of the files that prompts are read from
 
 # Published sets, by the word before the colon, and their files; imagenet also stands alone.
 SETS = {
@@ -47,9 +39,6 @@ class Item(NamedTuple):
     text: str
 
 
-# ---- Files
-
-
 def _rows(path: Path, suffix: str, flag: str) -> Iterator[tuple[int, Any]]:
     """Yield the rows of a file with their numbers: a line of .txt, a dict of .csv and .tsv, any value of JSON."""
     if suffix not in SUFFIXES:
@@ -64,10 +53,8 @@ def _rows(path: Path, suffix: str, flag: str) -> Iterator[tuple[int, Any]]:
             table = csv.DictReader(file, delimiter="," if suffix == ".csv" else "\t", restval="")
             for row in table:
                 if None in row:
-                    raise UserError(
-                        f"{flag} line {table.line_num}: has more fields than the first line",
-                        "Put text that contains the separator in quotes.",
-                    )
+                    message = f"{flag} line {table.line_num}: has more fields than the first line"
+                    raise UserError(message, "Put text that contains the separator in quotes.")
                 yield table.line_num, {name.strip().lower(): value for name, value in row.items()}
     else:
         for number, line in enumerate(path.read_text(encoding="utf-8-sig").splitlines(), start=1):
@@ -83,7 +70,6 @@ def _parse_json(text: str, location: str) -> Any:
 
 
 def _text_under(row: Any, keys: tuple[str, ...]) -> str | None:
-    """Return the text under the first of these keys that has one, or None."""
     return next((row[key] for key in keys if isinstance(row.get(key), str)), None) if isinstance(row, dict) else None
 
 
@@ -103,18 +89,14 @@ def _read_coco(path: Path, flag: str, longest: bool) -> Iterator[Item]:
     data = _parse_json(path.read_text(encoding="utf-8-sig"), flag)
     rows = data.get("annotations") if isinstance(data, dict) else None
     if not isinstance(rows, list):
-        raise UserError(
-            f"{flag}: has no list of annotations",
-            "Give the official file, captions_val2017.json or captions_val2014.json.",
-        )
+        advice = "Give the official file, captions_val2017.json or captions_val2014.json."
+        raise UserError(f"{flag}: has no list of annotations", advice)
     captions: dict[int, str] = {}
     for number, row in enumerate(rows, start=1):
         image, caption = (row.get("image_id"), row.get("caption")) if isinstance(row, dict) else (None, None)
         if not isinstance(image, int) or not isinstance(caption, str):
-            raise UserError(
-                f"{flag} annotation {number}: has no image_id and caption",
-                "Give the caption annotations of MS-COCO, not instances or keypoints.",
-            )
+            advice = "Give the caption annotations of MS-COCO, not instances or keypoints."
+            raise UserError(f"{flag} annotation {number}: has no image_id and caption", advice)
         # Lengths are compared with the spaces at both ends, as the captions are in the file.
         if image not in captions or (longest and len(caption) > len(captions[image])):
             captions[image] = caption
@@ -144,11 +126,7 @@ def _read_imagenet(path: Path | None, flag: str) -> Iterator[Item]:
 
 
 def load_prompts(source: str, model: Model) -> list[Prompt]:
-    """Read the prompts of a model's set, of a published set (`coco:FILE`, `parti:FILE`, `imagenet`), or of a file.
-
-    Files are `.txt` (a prompt a line), `.csv`, `.tsv` and `.jsonl` (column `prompt` or `caption`) or `.json` (a list).
-    Raises one `UserError`, also for prompts that the model cannot take.
-    """
+    """Read the prompts of a model's set, of a published set (`coco:FILE`), or of a file; raises one `UserError`."""
     flag = f"--prompts {source}"
     name, path, subset = _parse(source, model)
     try:
@@ -189,10 +167,8 @@ def _parse(source: str, model: Model) -> tuple[str, Path | None, str]:
         sets = [*model.prompt_sets, *(key if key == "imagenet" else f"{key}:FILE" for key in SETS)]
         hint = did_you_mean(name, [*model.prompt_sets, *SETS])
         missing = f" {path}" if word else f" and no prompt set{hint}"
-        raise UserError(
-            f"--prompts {source}: no such file{missing}",
-            f"The sets are {', '.join(sets)}; or give a file that ends with {', '.join(SUFFIXES)}.",
-        )
+        advice = f"The sets are {', '.join(sets)}; or give a file that ends with {', '.join(SUFFIXES)}."
+        raise UserError(f"--prompts {source}: no such file{missing}", advice)
     return word, path, subset
 
 
@@ -247,7 +223,7 @@ def _check_texts(flag: str, noun: str, texts: Iterable[tuple[str, str]], model: 
 # ---- Pictures with captions in a folder
 
 _PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
-_CAPTION_SUFFIXES = (".jsonl", ".csv", ".tsv", ".txt")
+_CAPTION_SUFFIXES = (".jsonl", ".csv", ".tsv", ".txt")  # .txt: name, tab, caption
 _CAPTION_FILES = tuple(f"{stem}{suffix}" for stem in ("captions", "metadata") for suffix in _CAPTION_SUFFIXES)
 _NAME_KEYS = ("file_name", "file", "image", "path")
 _CAPTION_KEYS = ("caption", "prompt", "text")
@@ -262,10 +238,7 @@ class Captioned(NamedTuple):
 
 
 def read_captioned(folder: Path, captions: Path | None, model: Model) -> list[Captioned]:
-    """Return the pictures of a folder in the order of their names, or of the captions file.
-
-    Raises `UserError` for pictures or captions that are missing, and for captions that the model cannot take.
-    """
+    """Return the pictures of a folder, by name or as in the captions file; raises `UserError` without a caption."""
     flag = f"--data {folder}"
     file = captions or next((folder / name for name in _CAPTION_FILES if (folder / name).is_file()), None)
     try:
@@ -273,10 +246,8 @@ def read_captioned(folder: Path, captions: Path | None, model: Model) -> list[Ca
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"{flag}: cannot be read: {error}") from error
     if not pictures:
-        raise UserError(
-            f"{flag}: contains no picture ({', '.join(_PICTURES)})",
-            "Give a folder of pictures, each with its caption in a .txt beside it; or a file of captions alone.",
-        )
+        advice = "Give a folder of pictures, each with its caption in a .txt beside it; or a file of captions alone."
+        raise UserError(f"{flag}: contains no picture ({', '.join(_PICTURES)})", advice)
     _check_texts(flag, "captions", ((picture.location, picture.caption) for picture in pictures), model)
     return pictures
 
@@ -285,10 +256,9 @@ def _captioned_beside(folder: Path) -> Iterator[Captioned]:
     pictures = sorted(path for path in folder.rglob("*") if path.suffix.lower() in _PICTURES)
     missing = [path.name for path in pictures if not path.with_suffix(".txt").is_file()]
     if missing:
-        raise UserError(
-            f"--data {folder}: {len(missing)} of {len(pictures)} pictures have no caption, the first {missing[0]}",
-            "Put NAME.txt beside NAME.png, or give --captions FILE with file names and captions.",
-        )
+        counts = f"{len(missing)} of {len(pictures)} pictures have no caption, the first {missing[0]}"
+        advice = "Put NAME.txt beside NAME.png, or give --captions FILE with file names and captions."
+        raise UserError(f"--data {folder}: {counts}", advice)
     for path in pictures:
         text = path.with_suffix(".txt")
         yield Captioned(path, text.read_text(encoding="utf-8-sig").strip(), text.name)
@@ -303,10 +273,8 @@ def _captioned_in_file(path: Path, folder: Path) -> Iterator[Captioned]:
             row = dict(zip(("file", "caption"), row.split("\t", maxsplit=1), strict=True))
         name, caption = _text_under(row, _NAME_KEYS), _text_under(row, _CAPTION_KEYS)
         if name is None or caption is None:
-            raise UserError(
-                f"{flag} line {number}: has no picture and caption",
-                f"Name the picture under {', '.join(_NAME_KEYS)} and the caption under {', '.join(_CAPTION_KEYS)}.",
-            )
+            advice = f"Name the picture under {', '.join(_NAME_KEYS)} and the caption under {', '.join(_CAPTION_KEYS)}."
+            raise UserError(f"{flag} line {number}: has no picture and caption", advice)
         picture = folder / name.strip()
         if not picture.resolve().is_relative_to(folder.resolve()):
             raise UserError(f"{flag} line {number}: {name} is outside {folder}", "Name pictures inside it.")

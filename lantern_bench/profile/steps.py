@@ -1,8 +1,4 @@
-"""What a decode step costs: a target forward by number of nodes, the parts of each kind of step, roofline, memory.
-
-A forward takes at least its bytes over the read rate, and its operations over the multiply rate. Peak memory comes from
-the allocator on CUDA, and from the profiler's allocation record on a CPU, where the process holds other things too.
-"""
+"""What a decode step costs: a target forward by number of nodes, the parts of each kind of step, roofline, memory."""
 
 from __future__ import annotations
 
@@ -54,17 +50,12 @@ _NODES = (1, 8, 16, 32, 64)  # of the forwards that are measured
 _PARTS = {"draft_ms": "#0072B2", "target_ms": "#009E73", "verify_ms": "#D55E00", "other_ms": "#999999"}
 
 
-# ---- Measurements
-
-
 class StepCost(NamedTuple):
-    """Milliseconds per step without prefill.
-
-    `draft_ms` has drafter forwards and tree building; `target_ms` the target's forward (`ar` samples in it);
-    `verify_ms` acceptance, cache update and the copy to the host; `other_ms` noise and time outside the phases.
-    """
+    """Milliseconds per step without prefill."""
 
     total: float
+    # draft_ms: drafter forwards, tree building; target_ms: target forward (`ar` samples in it); verify_ms: acceptance,
+    # cache update, copy to the host; other_ms: noise and time outside the phases
     parts: dict[str, float]
     mean_accepted_length: float  # tokens per step, the last step of an image uncut
     traces: list[ImageTrace]  # of the measured images
@@ -94,10 +85,7 @@ def step_costs(
     tokens: int | None = None,
     on_progress: Callable[[float], None] = lambda _share: None,
 ) -> list[StepCost]:
-    """Decode one image per prompt with each decoding, one at a time, and divide the seconds by the number of steps.
-
-    The decodings take turns, because the speed of a machine drifts.
-    """
+    """Decode one image per prompt with each decoding, in turns, because the speed of a machine drifts."""
     device = model.target.device
 
     def trace_of(decoding: Decoding, number: int, most: int | None) -> ImageTrace:
@@ -131,10 +119,7 @@ def _step_cost(traces: list[ImageTrace]) -> StepCost:
 
 @torch.inference_mode()
 def dtype_error(name: str, rounded: LoadedModel, prompts: Sequence[str], cfg_scale: float) -> Tensor:
-    """Return the TV float32 [images * tokens] of the distributions of `rounded` from those of `name` in float32.
-
-    Both are guided, at temperature 1, without filters, along the same tokens.
-    """
+    """Return the TV float32 [images * tokens] of `rounded` from `name` in float32, guided, along the same tokens."""
     exact = model_of(name).load(rounded.target.device, torch.float32)
     distances = []
     for number, prompt in enumerate(prompts):
@@ -195,9 +180,6 @@ def seconds_of(work: Callable[[], object], device: torch.device, repeats: int) -
     return seconds
 
 
-# ---- What is profiled
-
-
 class ProfiledModel(NamedTuple):
     """A model, and with what it is decoded."""
 
@@ -253,9 +235,6 @@ def with_drafting(decoding: Decoding, values: Values) -> Decoding:
     of_draftings = {key for row in DRAFTINGS.values() for key in row.parameter_names}
     others = {key: value for key, value in decoding.settings().items() if key not in of_draftings}
     return Decoding(**others | {"cfg_default": decoding.cfg_default} | dict(values))
-
-
-# ---- The rows
 
 
 def measure(profiled: ProfiledModel, steps: Mapping[str, Decoding], rates: Rates, on_progress: OnProgress) -> list[Row]:
@@ -317,9 +296,6 @@ def _memory(profiled: ProfiledModel, decoding: Decoding) -> Row:
     return {"peak_memory_mb": peak / 1e6, "accounted_memory_mb": accounted / 1e6}
 
 
-# ---- Files
-
-
 def save_device(profiled: ProfiledModel, rows: Sequence[Row], compute: Compute, path: Path) -> None:
     """Fit a device to the rows of `measure` and write its file, for `lantern-bench predict --device`."""
     model, config = profiled.model, profiled.model.target.config  # type: ignore[attr-defined]
@@ -360,15 +336,12 @@ def save_profile(table: pd.DataFrame, folder: Path) -> list[Path]:
 
 
 def _drawn(steps: pd.DataFrame) -> Any:
-    """Draw the parts of each step, and speedup by mean accepted length."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.2))
     costs, speedups = figure.subplots(1, 2)
-    start = steps["milliseconds"] * 0.0
-    for part, colour in _PARTS.items():
-        costs.barh(steps["name"], steps[part], left=start, color=colour, label=part.removesuffix("_ms"))
-        start = start + steps[part]
+    parts = steps.set_index("name")[list(_PARTS)].rename(columns=lambda part: part.removesuffix("_ms"))
+    parts.plot.barh(stacked=True, width=0.8, color=list(_PARTS.values()), ax=costs, ylabel="")
     costs.invert_yaxis()
     costs.set_xlabel("milliseconds per step")
     costs.legend(frameon=False)

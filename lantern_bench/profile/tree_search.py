@@ -1,7 +1,4 @@
-"""Search for the fastest draft of a drafting and a rule: candidates with their length, priced, then measured.
-
-The length of static trees follows from how often drafts are accepted; that of other drafts is measured, size by size.
-"""
+"""Search for the fastest draft of a drafting and a rule: candidates with their length, priced, then measured."""
 
 from __future__ import annotations
 
@@ -29,7 +26,6 @@ Rates = Sequence[Sequence[float]]
 Say = Callable[[str], None]
 
 SEARCHED = ("static", "jacobi", "pac", "hybrid", "dynamic")
-"""The draftings whose drafts are searched."""
 
 _LEVELS, _RANKS = 8, 5
 _CHAIN: Topology = tuple((0,) * depth for depth in range(1, _LEVELS + 1))
@@ -55,10 +51,7 @@ _DYNAMIC = tuple(
 
 
 def acceptance_by_rank(traces: Sequence[ImageTrace], ranks: int) -> list[list[float]]:
-    """Return the share of walks that accept the child of each rank, at each depth.
-
-    Depths that few walks reached are left out. Ranks that were not offered count as never accepted.
-    """
+    """Return the share of walks that accept the child of each rank, at each depth that enough walks reached."""
     counts: list[list[int]] = []
     for step in (step for trace in traces for step in trace.child_rank):
         for depth, rank in enumerate(step):
@@ -81,10 +74,7 @@ def longest_trees(rates: Rates, most_nodes: int) -> dict[Topology, float]:
 
 
 def _best_forest(rates: Rates) -> Callable[[int, int, int], tuple[float, tuple[Path, ...]]]:
-    """Return the dynamic programme (depth, rank, nodes) -> expected length and paths of the best forest.
-
-    Its roots are children of one node at `depth`, from `rank` on.
-    """
+    """Return (depth, rank, nodes) -> expected length and paths of the best children of one node, from `rank` on."""
 
     @functools.cache
     def best(depth: int, rank: int, nodes: int) -> tuple[float, tuple[Path, ...]]:
@@ -102,9 +92,6 @@ def _best_forest(rates: Rates) -> Callable[[int, int, int], tuple[float, tuple[P
     return best
 
 
-# ---- The search
-
-
 @dataclass(frozen=True, eq=False)
 class Candidate:
     """A draft that the search may choose."""
@@ -117,10 +104,7 @@ class Candidate:
 
 
 def _candidates(model: LoadedModel, decoding: Decoding, prompts: Sequence[str], seed: int, say: Say) -> list[Candidate]:
-    """Return drafts of several sizes with their length; all but the size is that of `decoding`.
-
-    Static trees: the longest for each number of levels and nodes, of a rule for chains only chains.
-    """
+    """Return drafts of several sizes with their length: static trees by acceptance, others measured."""
     if decoding.drafting == "static":
         ranks = 1 if decoding.rule_row.chains else _RANKS
         probe = with_drafting(decoding, {"tree": _CHAIN if ranks == 1 else _PROBE})
@@ -167,10 +151,7 @@ def searched_lossless() -> list[tuple[str, str, str]]:
 def search_trees(
     model: LoadedModel, decoding: Decoding, prompts: Sequence[str], seed: int, say: Say
 ) -> list[tuple[Decoding, dict[str, Any]]]:
-    """Return the decodings that were measured, each with its row of expected and measured cost, fastest first.
-
-    Raises `UserError` for a drafting whose drafts are not searched, and for too few prompts; `say` receives progress.
-    """
+    """Return the measured decodings, each with its row of costs, fastest first; raises `UserError` where none exist."""
     if decoding.drafting not in SEARCHED:
         searched = f"Those of {', '.join(SEARCHED[:-1])} and {SEARCHED[-1]} are."
         raise UserError(f"--search: the drafts of {decoding.cell_id} are not searched", searched)

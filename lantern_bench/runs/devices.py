@@ -71,10 +71,7 @@ def choose_compute(device: str = "auto", dtype: str = "auto", fast: bool = False
 
 
 def load_models(experiment: ResolvedExperiment, compute: Compute) -> dict[str, LoadedModel]:
-    """Load every model of an experiment, by name; raises `RefusedError` where its cells need more memory than is free.
-
-    Sizes are compared with the model: with what is known of it before it is loaded, else afterwards.
-    """
+    """Load every model of an experiment, by name; raises `RefusedError` where its cells need too much memory."""
     models = {}
     for name in experiment.settings.model:
         described, cells = model_of(name), [cell for cell in experiment.cells if cell.model == name]
@@ -99,10 +96,7 @@ _DISTRIBUTIONS = 16  # float32 numbers of each node and token that a step holds 
 
 
 def check_memory(decoding: Decoding, batch: int, config: TransformerConfig, compute: Compute) -> None:
-    """Raise `RefusedError` where cache, mask and distributions of a step do not fit into the free memory.
-
-    An estimate that errs downwards: weights and the activations of a forward come on top.
-    """
+    """Raise `RefusedError` where cache, mask and distributions of a step, without weights, need more than is free."""
     nodes, rows = 1 + decoding.draft_nodes, batch * (1 + (decoding.cfg_scale != 1))
     columns, heads = config.prefix + config.image_tokens + 2 * nodes, config.kv_heads or config.heads
     cache = 2 * config.layers * heads * config.head_dim * compute.dtype.itemsize
@@ -268,8 +262,7 @@ def _gpu_state(uuid: str) -> dict[str, str | None]:
     return dict(zip(_GPU_FIELDS, values, strict=True)) if complete else dict.fromkeys(_GPU_FIELDS)
 
 
-_STATE_SECONDS = 10.0
-"""Clocks are read again after so long: nvidia-smi takes a tenth of a second."""
+_STATE_SECONDS = 10.0  # clocks are read again after so long: nvidia-smi takes a tenth of a second
 
 
 def device_columns(device: torch.device) -> dict[str, Any]:
@@ -306,11 +299,9 @@ def git_state() -> dict[str, Any]:
     """The commit of this code and whether tracked files differ; both None outside its checkout."""
     folder = Path(__file__).resolve().parent
     tracked = _output(["git", "-C", str(folder), "ls-files", Path(__file__).name])
-    commit = _output(["git", "-C", str(folder), "rev-parse", "HEAD"]) if tracked else None
-    if not commit:
-        return {"commit": None, "dirty": None}
-    changed = _output(["git", "-C", str(folder), "status", "--porcelain", "--untracked-files=no"])
-    return {"commit": commit, "dirty": bool(changed)}
+    describe = ["git", "-C", str(folder), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
+    commit = _output(describe) if tracked else None
+    return {"commit": commit and commit.removesuffix("-dirty"), "dirty": commit and commit.endswith("-dirty")}
 
 
 def _output(command: list[str]) -> str | None:

@@ -74,9 +74,6 @@ def _guarded(check: str, findings: Callable[[], Iterable[Finding]]) -> Iterator[
         yield Finding(check, "fail", one_line(error), "Not expected: report it with this list.")
 
 
-# ---- Without torch
-
-
 def _package() -> Iterator[Finding]:
     from lantern_bench import __version__
 
@@ -140,7 +137,6 @@ def _by_size(check: str, free: float, enough: float, result: str, fix: str) -> F
 
 
 def _without_user(path: Path) -> str:
-    """A path without the name of the user."""
     path, home = path.absolute(), Path.home()
     return f"~/{path.relative_to(home)}" if path.is_relative_to(home) else str(path)
 
@@ -153,9 +149,6 @@ def _weights() -> Iterator[Finding]:
         if 0 < len(names) < len(PARTS[model]):
             result = f"{model} lacks {', '.join(names)}"
             yield Finding("weights", "warning", result, f"lantern-bench weights get {model}")
-
-
-# ---- torch, device, compiler
 
 
 def _torch() -> Iterator[Finding]:
@@ -232,9 +225,6 @@ def _bundled(device: torch.device) -> Iterator[Finding]:
     yield Finding("bundled model", "ok", f"loads and draws {images.shape[1]} x {images.shape[2]} pixels: {hashes}")
 
 
-# ---- A tiny decode
-
-
 def _decode(device: torch.device, dtype: str) -> Iterator[Finding]:
     """Decode a small image of a random model eagerly, compiled, and on CUDA as graphs."""
     import torch
@@ -265,11 +255,7 @@ def _decode(device: torch.device, dtype: str) -> Iterator[Finding]:
 
 
 def _compared(check: str, images: Mapping[str, Decoded], fallbacks: Mapping[str, str], dtype: torch.dtype) -> Finding:
-    """The finding of decodes of one image, the first of them eager.
-
-    In float32 all tokens are the same. Compiled code rounds half precision in other places: as far as tokens are the
-    same, logits are close, and graphs give the tokens of their programs.
-    """
+    """The finding of decodes of one image, the first of them eager: in float32 all tokens must be the same."""
     import torch
 
     names, (eager, compiled, *graphs) = list(images), images.values()

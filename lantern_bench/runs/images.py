@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
     from lantern_bench.decoding.trace import ImageTrace
 
-
 _TOKENS = "tokens"  # name of a text in a PNG file
 
 
@@ -46,7 +45,9 @@ class DecodedImage:
     @cached_property
     def picture(self) -> Image | None:
         """The picture in RGB; None without pixels."""
-        return None if self.pixels is None else _picture(self.pixels)
+        from PIL import Image
+
+        return None if self.pixels is None else Image.fromarray(self.pixels.cpu().numpy())
 
     def png(self) -> bytes:
         """Return the picture as a PNG file; raises `ValueError` without pixels."""
@@ -107,12 +108,13 @@ def tokens_sha256(tokens: Tensor) -> str:
 
 def png_bytes(pixels: Tensor, tokens: Tensor | None = None) -> bytes:
     """Return pixels uint8 [H, W, 3] as a PNG file, whose text `tokens` holds the numbers of the tokens [N]."""
+    from PIL import Image
     from PIL.PngImagePlugin import PngInfo
 
     buffer, texts = io.BytesIO(), PngInfo()
     if tokens is not None:
         texts.add_text(_TOKENS, " ".join(map(str, tokens.tolist())), zip=True)
-    _picture(pixels).save(buffer, format="PNG", pnginfo=texts)
+    Image.fromarray(pixels.cpu().numpy()).save(buffer, format="PNG", pnginfo=texts)
     return buffer.getvalue()
 
 
@@ -138,9 +140,3 @@ def read_tokens(path: Path) -> Tensor | None:
         return torch.tensor([int(number) for number in numbers], dtype=torch.int32)
     except (OSError, KeyError, AttributeError, ValueError, RuntimeError):
         return None
-
-
-def _picture(pixels: Tensor) -> Image:
-    from PIL import Image
-
-    return Image.fromarray(pixels.cpu().numpy())

@@ -1,7 +1,4 @@
-"""Merge the shards of a run into one run directory.
-
-Scores of single pictures are kept; those of whole cells, such as FID, need a new scoring.
-"""
+"""Merge the shards of a run; scores of whole cells, such as FID, need a new scoring."""
 
 from __future__ import annotations
 
@@ -36,8 +33,6 @@ class Merged(NamedTuple):
 
 @dataclass(frozen=True)
 class _Shard:
-    """A shard of a run."""
-
     folder: Path
     manifest: dict[str, Any]
     records: list[Row]
@@ -119,7 +114,6 @@ def _check_images(shards: Sequence[_Shard]) -> None:
 
 
 def _write(shards: Sequence[_Shard], scores: Sequence[Row], folder: Path, name: str) -> None:
-    """Write the merged run into a new folder."""
     records: list[Row] = []
     sessions: list[Row] = []
     for shard in shards:

@@ -1,8 +1,4 @@
-"""Worker processes: the parent gives the prompts of a run to one new process after the other, and relays events.
-
-A worker locks and writes the run directory itself. It starts from a new interpreter, not from the parent's main module,
-so that a script that calls `sweep` needs no guard.
-"""
+"""Worker processes: the parent gives the prompts of a run to one new process after the other, and relays events."""
 
 from __future__ import annotations
 
@@ -27,8 +23,7 @@ from lantern_bench.runs.events import Emit, Event, ImageDone, Note, Share, Start
 from lantern_bench.runs.request import Request
 from lantern_bench.runs.store import done_images
 
-SECONDS_TO_END = 30.0
-"""How long a worker that is asked to end may take, before it is killed."""
+SECONDS_TO_END = 30.0  # how long a worker that is asked to end may take, before it is killed
 _BEAT = 2.0  # a worker that decodes sends None, between two steps, after so many seconds without an event
 _POLL = 1.0  # seconds between two checks for signals
 _ADVICE = "Its finished images are kept. The same command continues."
@@ -78,6 +73,7 @@ def events_of(
     gives no sign of life for `request.worker_timeout` seconds.
     """
     parent_end, worker_end = Pipe()
+    # A new interpreter does not run the parent's main module: a script that calls `sweep` needs no guard.
     command = [sys.executable, "-m", __spec__.name, str(worker_end.fileno())]
     # In a session of its own, Ctrl-C reaches only the parent, which ends the worker with one signal.
     worker = subprocess.Popen(

@@ -1,10 +1,4 @@
-"""Run a request on a Ray cluster: one worker for each device, and one driver that stores what they decode.
-
-A worker gets shards: blocks of prompts with all their cells, so that images that are compared come from one device. The
-shard of a lost worker is decoded again, as a whole where it is timed; so Ray itself restarts nothing.
-
-The driver is a process of its own, because Ray ends the process of a driver whose head is gone.
-"""
+"""Run a request on a Ray cluster: one worker for each device, and one driver that stores what they decode."""
 
 from __future__ import annotations
 
@@ -83,14 +77,14 @@ def drive(request: Request, emit: Emit) -> None:
         quality = scoring.load_scorers_of(request, "auto")  # before any image: missing weights are found here
     address = request.ray if request.ray != DEFAULT_CLUSTER else os.environ.get("RAY_ADDRESS")
     emit(Note(f"joining the Ray cluster {address}" if address else "starting a Ray cluster on this machine"))
-    connect(request.ray)
+    connect(address or "local")
     try:
         RayDriver(ray, request, emit).run()
         if quality is not None and done_images(request.folder):
             measure = partial(measure_on_cluster, ray, request)
-            scoring.score_folder(request.folder, *quality, emit, measure=measure)
+            scoring.score_run(request.folder, *quality, emit, measure=measure)
         if "distance" in request.experiment.settings.metrics and done_images(request.folder):
-            scoring.score_tokens_of(request.folder, "auto", emit)
+            scoring.score_tokens(request.folder, "auto", emit)
     except (ConnectionError, ray.exceptions.RpcError) as error:
         raise _head_lost(request, reason_of(error)) from error
     ray.shutdown()
@@ -121,13 +115,11 @@ def slots_of(nodes: Iterable[dict[str, Any]], device: str, threads: int | None) 
     return slots
 
 
-def connect(address: str | None) -> None:
-    """Join the cluster at `address`; `DEFAULT_CLUSTER`: that of `RAY_ADDRESS`, else a new one on this machine."""
+def connect(address: str) -> None:
+    """Join the cluster at `address`; `local` starts a new one on this machine."""
     import ray
 
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    if address in (None, DEFAULT_CLUSTER):
-        address = os.environ.get("RAY_ADDRESS") or "local"
     if address not in ("auto", "local") and not _answers(address.removeprefix("ray://")):
         advice = "Give auto on a node of the cluster, HOST:6379, or ray://HOST:10001."
         raise RefusedError(f"--ray {address}: no Ray cluster answers there", advice)
@@ -263,6 +255,7 @@ class WorkerHandle:
     last_answer: float = 0.0  # when
 
 
+# The driver is a process of its own, because Ray ends the process of a driver whose head is gone.
 class RayDriver:
     """Gives shards to workers, stores what they decode, and replaces those that are lost."""
 
@@ -296,8 +289,6 @@ class RayDriver:
                         self._give(worker, self._shards.popleft())
         finally:
             self._close()
-
-    # -- Starting and losing workers
 
     def _start_workers(self) -> None:
         """Start a worker on every device that has none, but no more workers than shards."""
@@ -357,7 +348,6 @@ class RayDriver:
         self._emit(Note(text, level="warning"))
 
     def _remove(self, worker: WorkerHandle, **end: Any) -> None:
-        """End a worker and its session."""
         self._workers.remove(worker)
         self._ray.kill(worker.actor)
         self._last_look = -math.inf
@@ -366,7 +356,6 @@ class RayDriver:
             self._store.update_manifest()
 
     def _close(self) -> None:
-        """Close the sessions and the store, and free the devices."""
         complete = not self._shards and not any(worker.shard for worker in self._workers)
         for worker in self._workers:
             if worker.session:
@@ -376,8 +365,6 @@ class RayDriver:
             self._store.close()
         for worker in self._workers:
             self._ray.kill(worker.actor)
-
-    # -- What workers answer
 
     def _receive(self) -> None:
         """Wait a moment for an answer of a worker, and deal with it."""

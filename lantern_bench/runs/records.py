@@ -1,7 +1,4 @@
-"""The rows of records.jsonl and scores.jsonl: one JSON object a line, with a checksum, read as rows or as a DataFrame.
-
-Of each line only the wanted columns become objects, and equal texts are one: a million records take seconds.
-"""
+"""Rows of records.jsonl and scores.jsonl: a JSON object a line, with a checksum, read as rows or as a DataFrame."""
 
 from __future__ import annotations
 
@@ -54,9 +51,6 @@ def _is_older(row: Mapping[str, Any], names: Collection[str]) -> bool:
     return row.get("checksum") is None and (version != SCHEMA_VERSION or all(name in names for name in row))
 
 
-# ---- Reading
-
-
 class Line(NamedTuple):
     """A line of a file that ends with a line break."""
 
@@ -106,9 +100,6 @@ def read_rows(path: Path, table: str, wanted: Collection[str] | None = None) -> 
         yield line.row
 
 
-# ---- Writing
-
-
 class RowFile:
     """A file of rows opened for appending; a partial last line is removed when it is opened."""
 
@@ -122,10 +113,7 @@ class RowFile:
             self._file.truncate(end)
 
     def append(self, values: Mapping[str, Any]) -> Row:
-        """Write one row with every column and wait until it is on the disk; return it.
-
-        Raises `ValueError` for an undeclared column, NaN and infinity, `RefusedError` where the disk is full.
-        """
+        """Write a row to disk and return it; raises `ValueError` for wrong values, `RefusedError` for a full disk."""
         if unknown := set(values) - set(self._names):
             raise ValueError(f"{self._table} have no column {', '.join(sorted(unknown))}")
         content = line_of({name: values.get(name) for name in self._names})
@@ -150,9 +138,6 @@ def no_room(path: Path, error: OSError) -> RefusedError:
     """Return the error for a file of a run that cannot be written; the disk is full, as a rule."""
     message = f"{path}: cannot be written: {error.strerror or error}"
     return RefusedError(message, "Everything before is kept. Repair the cause; the same command continues.")
-
-
-# ---- Rows as a DataFrame
 
 
 def read_frame(path: Path, table: str, wanted: Collection[str] | None = None) -> pd.DataFrame:
@@ -233,10 +218,7 @@ def record_key(task: ImageTask, fields: Mapping[str, Any]) -> str:
 
 
 def check_same_run(folder: str, manifest: Mapping[str, Any], wanted: Mapping[str, Any], finished: int) -> None:
-    """Raise `RefusedError` naming the first setting that differs from that of a run with finished images.
-
-    `wanted` has entries of a manifest: `key`, `experiment`, `threads` (sums on another number would round differently).
-    """
+    """Raise `RefusedError` naming the first of the `wanted` manifest entries that differs in a run with images."""
     recorded, now = _comparable({name: manifest.get(name) for name in wanted}), _comparable(wanted)
     for name in dict.fromkeys([*recorded, *now]):
         before, after = recorded.get(name), now.get(name)

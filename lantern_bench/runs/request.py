@@ -21,10 +21,8 @@ from lantern_bench.runs.store import check_folder, done_images, results_root, ru
 if TYPE_CHECKING:
     import pandas as pd
 
-WORKER_TIMEOUT = 1800.0
-"""Seconds of silence after which a worker is ended; it is silent while it loads and compiles."""
-DEFAULT_CLUSTER = "default"
-"""The address of the Ray cluster of `RAY_ADDRESS`, else of a new one on this machine."""
+WORKER_TIMEOUT = 1800.0  # seconds of silence after which a worker is ended; it is silent while it loads and compiles
+DEFAULT_CLUSTER = "default"  # the Ray cluster of `RAY_ADDRESS`, else a new one on this machine
 
 
 @dataclass(frozen=True)
@@ -97,9 +95,9 @@ def prepare(
 
 def check_sizes(experiment: ResolvedExperiment) -> None:
     """Raise `UserError` for a cell with a size that its model bounds, where that is known before loading."""
-    models = {name: model_of(name) for name in experiment.settings.model}
     for cell in experiment.cells:
-        cell.decoding.check_sizes(cell.model, models[cell.model].tokens, models[cell.model].codes)
+        model = model_of(cell.model)
+        cell.decoding.check_sizes(cell.model, model.tokens, model.codes)
 
 
 def check_drafters(cells: Iterable[Cell]) -> None:

@@ -1,7 +1,4 @@
-"""Decode every missing image of a plan, write its record and its picture, continue when one fails.
-
-`seconds` are those of the decode loop: not of the warm-up, text encoding, pixels, PNG files and records.
-"""
+"""Decode every missing image of a plan, write its record and its picture, continue when one fails."""
 
 from __future__ import annotations
 
@@ -39,24 +36,16 @@ _MAX_REPEAT_SHARE = 0.25  # what repetitions may add to the decoding time of a s
 
 def decode_missing(request: Request, emit: Emit) -> int:
     """Decode the missing images of a request in this process; return how many failed."""
-    load, settings = psutil.getloadavg()[0], request.experiment.settings
+    load, settings, plan = psutil.getloadavg()[0], request.experiment.settings, request.plan
     compute, models = load_to_decode(request.experiment, emit)
-    prepare_seconds = prepare_models(request.plan, models, done_images(request.folder), emit)
+    prepare_seconds = prepare_models(plan, models, done_images(request.folder), emit)
     threads = torch.get_num_threads()
-    with RunStore(request.folder, request.experiment, key_fields(models, settings, compute, request.plan.cells)) as run:
+    with RunStore(request.folder, request.experiment, key_fields(models, settings, compute, plan.cells)) as run:
         run.update_manifest(**request.manifest_entries(), load_before=round(load, 2))
         try:
-            calibrate_threads(run, request.plan, models, settings.threads, emit)
-            repeat_disturbed = "speed" in settings.metrics
-            return run_plan(
-                run,
-                request.plan,
-                models,
-                compute,
-                emit,
-                prepare_seconds=prepare_seconds,
-                repeat_disturbed=repeat_disturbed,
-            )
+            calibrate_threads(run, plan, models, settings.threads, emit)
+            timed = "speed" in settings.metrics
+            return run_plan(run, plan, models, compute, emit, prepare_seconds=prepare_seconds, repeat_disturbed=timed)
         finally:
             torch.set_num_threads(threads)
 
@@ -90,9 +79,6 @@ def prepare_models(plan: Plan, models: Mapping[str, LoadedModel], done: Collecti
     return now() - began
 
 
-# ---- Threads
-
-
 def calibrate_threads(
     store: RunStore, plan: Plan, models: Mapping[str, LoadedModel], threads: int | None, emit: Emit
 ) -> None:
@@ -116,9 +102,6 @@ def set_fastest_threads(tasks: Sequence[ImageTask], models: Mapping[str, LoadedM
         set_threads(calibrated.threads)
         for note in calibrated.notes():
             emit(note)
-
-
-# ---- Running a plan
 
 
 def run_plan(
@@ -186,11 +169,7 @@ class Decoder:
     """Decodes the batches of a run on one device and writes nothing; counts what it does in `session`."""
 
     def __init__(
-        self,
-        models: Mapping[str, LoadedModel],
-        compute: Compute,
-        session: dict[str, Any],
-        repeat_disturbed: bool = False,
+        self, models: Mapping[str, LoadedModel], compute: Compute, session: dict[str, Any], repeat_disturbed: bool
     ) -> None:
         self.session = session
         self._models, self._compute, self._repeat_disturbed = models, compute, repeat_disturbed

@@ -78,9 +78,6 @@ def load_scorers(protocol: Protocol, device: torch.device | str = "cpu") -> Scor
     return Scorers(protocol, images, extractor, find_extractor(manifold) if manifold else None, device)
 
 
-# ---- Single pictures
-
-
 class Measured(NamedTuple):
     """What is measured of single pictures."""
 
@@ -116,9 +113,6 @@ def joined(measured: Sequence[Measured]) -> Measured:
     return Measured(rows, torch.cat(features) if features else None, torch.cat(manifolds) if manifolds else None)
 
 
-# ---- The cells of a run
-
-
 def score_records(
     records: Iterable[Row],
     folder: Path,
@@ -126,15 +120,11 @@ def score_records(
     reference: Reference | None = None,
     emit: Emit | None = None,
     *,
-    cache: Path | None = None,
-    infinity: bool = False,
+    cache: Path | None = None,  # of features of references
+    infinity: bool = False,  # also extrapolate FID to infinitely many pictures
     measure: Callable[..., Measured] = measure_pictures,
 ) -> Iterator[Row]:
-    """Yield rows of the pictures, then of the cell, for each cell; last those of sets of ar images with other seeds.
-
-    Without a reference the figures against one are empty, with a note; `cache` holds the features of references,
-    `infinity` also extrapolates FID to infinitely many pictures, `measure` measures the pictures of a cell.
-    """
+    """Yield rows of the pictures, then of the cell, for each cell; last those of sets of ar images with other seeds."""
     cells, protocol = _by_cell(records), scorers.protocol
     against = _reference_sets(scorers, reference, cache) if cells else []
     families = _ar_families(cells) if against else []
@@ -248,44 +238,39 @@ def _spread_row(cells: Sequence[tuple[list[Row], Measured]], scorers: Scorers, a
 _LOGITS = 2**25  # of the images of a batch
 
 
-def score_tokens(store: RunStore, device: str, emit: Emit) -> int:
-    """Score the tokens of all images that have no such scores; return the number of rows written.
-
-    Models are loaded with the dtype that decoded the images. Raises `RefusedError` for missing weights.
-    """
-    scored = {row["record_key"] for row in read_scores(store.folder) if row["level"] == "tokens"}
-    cells = _by_cell(record for record in read_records(store.folder) if record["record_key"] not in scored)
-    images, done, others = sum(map(len, cells.values())), 0, 0
-    if not images:
-        return 0
-    experiment = load_experiment(store.manifest["experiment"], defaults_of)
-    models = load_models(experiment, choose_compute(device, store.key["dtype"]))
-    for name, model in models.items():
-        prompts = dict.fromkeys(row["prompt"] for rows in cells.values() for row in rows if row["model"] == name)
-        for count, total in model.prepare(list(prompts)):
-            emit(Share(f"captions for {name}", count, total))
-    decodings = {cell.cell_id: cell.decoding for cell in experiment.cells}
-    for cell_id, records in cells.items():
-        model = models[records[0]["model"]]
-        batch = max(1, _LOGITS // (model.target.image_tokens * model.target.vocab_size))
-        for start in range(0, len(records), batch):
-            rows = measure_tokens(records[start : start + batch], store.folder, model, decodings[cell_id])
-            for row in rows:
-                store.append_score({"level": "tokens", "cell_id": cell_id, **row})
-            done += len(records[start : start + batch])
-            others += len(records[start : start + batch]) - len(rows)
-            emit(Share("distance from the target", done, images))
-    if others:
-        text = f"the distance leaves out {others} images: their pictures hold no tokens, and decoding gave others"
-        emit(Note(text, "Pictures of earlier versions need the machine and version that decoded them.", "warning"))
-    return images - others
+def score_tokens(folder: Path, device: str, emit: Emit) -> int:
+    """Score the tokens of the images without such scores, with the dtype that decoded them; return how many rows."""
+    with RunStore(folder) as store:
+        scored = {row["record_key"] for row in read_scores(folder) if row["level"] == "tokens"}
+        cells = _by_cell(record for record in read_records(folder) if record["record_key"] not in scored)
+        images, done, others = sum(map(len, cells.values())), 0, 0
+        if not images:
+            return 0
+        experiment = load_experiment(store.manifest["experiment"], defaults_of)
+        models = load_models(experiment, choose_compute(device, store.key["dtype"]))
+        for name, model in models.items():
+            prompts = dict.fromkeys(row["prompt"] for rows in cells.values() for row in rows if row["model"] == name)
+            for count, total in model.prepare(list(prompts)):
+                emit(Share(f"captions for {name}", count, total))
+        decodings = {cell.cell_id: cell.decoding for cell in experiment.cells}
+        for cell_id, records in cells.items():
+            model = models[records[0]["model"]]
+            batch = max(1, _LOGITS // (model.target.image_tokens * model.target.vocab_size))
+            for start in range(0, len(records), batch):
+                rows = measure_tokens(records[start : start + batch], folder, model, decodings[cell_id])
+                for row in rows:
+                    store.append_score({"level": "tokens", "cell_id": cell_id, **row})
+                done += len(records[start : start + batch])
+                others += len(records[start : start + batch]) - len(rows)
+                emit(Share("distance from the target", done, images))
+        if others:
+            text = f"the distance leaves out {others} images: their pictures hold no tokens, and decoding gave others"
+            emit(Note(text, "Pictures of earlier versions need the machine and version that decoded them.", "warning"))
+        return images - others
 
 
 def measure_tokens(records: Sequence[Row], folder: Path, model: LoadedModel, decoding: Decoding) -> list[Row]:
-    """Return the rows of level `tokens` of a cell's records whose tokens can be had.
-
-    The tokens are in the pictures. Pictures of earlier versions have none: their images are decoded again.
-    """
+    """Return rows of level `tokens`; pictures of earlier versions hold none, and their images are decoded again."""
     images = []
     for record in records:
         tokens = read_tokens(folder / record["image"])
@@ -306,7 +291,7 @@ def measure_tokens(records: Sequence[Row], folder: Path, model: LoadedModel, dec
 
 
 def score_run(
-    store: RunStore,
+    folder: Path,
     scorers: Scorers,
     reference: Reference | None = None,
     emit: Emit | None = None,
@@ -315,29 +300,29 @@ def score_run(
     rescore: bool = False,
     **options: Any,
 ) -> int:
-    """Score the cells of a run that these scorers have not scored, or all `rescore`; return the number of rows written.
-
-    Sets of ar images with different seeds are scored together. `options` as in `score_records`.
-    """
-    cells, protocol = _by_cell(read_records(store.folder)), scorers.protocol
-    version = (protocol.name, protocol.version)
-    scores = [row for row in read_scores(store.folder) if (row["protocol"], row["protocol_version"] or 1) == version]
-    label = reference.label if reference is not None else ""
-    pending = [
-        cell_id
-        for cell_id, records in cells.items()
-        if rescore or not _is_scored(cell_id, records, scores, scorers, label, infinity)
-    ]
-    with_spread = {row["cell_id"] for row in scores if row["level"] == "band"}
-    for family in _ar_families(cells):
-        if set(pending) & set(family) or (scorers.extractor and family[0] not in with_spread):
-            pending += family
-    if not pending:
-        return 0
-    store.update_manifest(protocols=store.manifest.get("protocols", {}) | {protocol.name: asdict(protocol)})
-    records = [record for cell_id in dict.fromkeys(pending) for record in cells[cell_id]]
-    rows = score_records(records, store.folder, scorers, reference, emit, infinity=infinity, **options)
-    return len([store.append_score(row) for row in rows])
+    """Score the cells of a run that these scorers have not scored, or all (`rescore`); return the number of rows."""
+    with RunStore(folder) as store:
+        cells, protocol = _by_cell(read_records(folder)), scorers.protocol
+        version = (protocol.name, protocol.version)
+        scores = [row for row in read_scores(folder) if (row["protocol"], row["protocol_version"] or 1) == version]
+        label = reference.label if reference is not None else ""
+        pending = [
+            cell_id
+            for cell_id, records in cells.items()
+            if rescore or not _is_scored(cell_id, records, scores, scorers, label, infinity)
+        ]
+        with_spread = {row["cell_id"] for row in scores if row["level"] == "band"}
+        # Sets of ar images with different seeds are scored together.
+        for family in _ar_families(cells):
+            if set(pending) & set(family) or (scorers.extractor and family[0] not in with_spread):
+                pending += family
+        if not pending:
+            return 0
+        store.update_manifest(protocols=store.manifest.get("protocols", {}) | {protocol.name: asdict(protocol)})
+        records = [record for cell_id in dict.fromkeys(pending) for record in cells[cell_id]]
+        options |= {"cache": cache_folder(), "infinity": infinity}
+        rows = score_records(records, folder, scorers, reference, emit, **options)
+        return len([store.append_score(row) for row in rows])
 
 
 def _is_scored(
@@ -378,18 +363,12 @@ def score_run_directory(
     scorers = load_scorers(rules, compute.device)
     pictures = reference or (recorded.get("reference") if name == recorded.get("protocol") else None)
     against = find_reference(pictures, rules)
-    count = score_folder(folder, scorers, against, emit, infinity=infinity, rescore=rescore)
+    count = score_run(folder, scorers, against, emit, infinity=infinity, rescore=rescore)
     try:
-        return rules, count + score_tokens_of(folder, device, emit)
+        count += score_tokens(folder, device, emit)
     except RefusedError as error:
         emit(Note(f"no distance from the target: {error.message}", error.advice, "warning"))
-        return rules, count
-
-
-def score_tokens_of(folder: Path, device: str, emit: Emit) -> int:
-    """Score a run directory as `score_tokens`."""
-    with RunStore(folder) as store:
-        return score_tokens(store, device, emit)
+    return rules, count
 
 
 def load_scorers_of(request: Request, device: str) -> tuple[Scorers, Reference | None]:
@@ -402,9 +381,3 @@ def load_scorers_of(request: Request, device: str) -> tuple[Scorers, Reference |
     except RefusedError as error:
         advice = f"{error.advice.rstrip('.')}. " if error.advice else ""
         raise RefusedError(error.message, f"{advice}Or leave quality out: --metrics speed.") from error
-
-
-def score_folder(folder: Path, scorers: Scorers, reference: Reference | None, emit: Emit, **options: Any) -> int:
-    """Score a run directory as `score_run`."""
-    with RunStore(folder) as store:
-        return score_run(store, scorers, reference, emit, cache=cache_folder(), **options)

@@ -1,7 +1,4 @@
-"""A run directory: manifest, records, scores and images, and which images of a plan are done.
-
-Every record is on the disk before the next image starts. One process at a time writes (a lock); reading needs no lock.
-"""
+"""A run directory: manifest, records, scores and images; one process at a time writes, reading needs no lock."""
 
 from __future__ import annotations
 
@@ -10,11 +7,11 @@ import json
 import os
 import socket
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from filelock import FileLock, Timeout
@@ -23,23 +20,14 @@ from lantern_bench.config.experiment import ResolvedExperiment
 from lantern_bench.config.plan import ImageKey, ImageTask
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.models.io.files import partial_path, write_atomically
-from lantern_bench.runs.records import (
-    Row,
-    RowFile,
-    check_same_run,
-    no_room,
-    read_frame,
-    read_rows,
-    record_key,
-)
+from lantern_bench.runs.records import Row, RowFile, check_same_run, no_room, read_frame, read_rows, record_key
 from lantern_bench.schema import READABLE, SCHEMA_VERSION
 
 if TYPE_CHECKING:
     import pandas as pd
 
 MANIFEST, RECORDS, SCORES, LOCK, WRITER = "manifest.json", "records.jsonl", "scores.jsonl", ".lock", ".writer.json"
-PICTURES_LEFT_OUT = "pictures_left_out"
-"""An entry of the manifest, true where a run was copied without its pictures (docs/commit_run.py)."""
+PICTURES_LEFT_OUT = "pictures_left_out"  # in a manifest: true where a run was copied without them (docs/commit_run.py)
 # What a resumed run needs of its records.
 _SCANNED = ("cell_id", "prompt_id", "repeat", "seconds", "pixel_seconds", "disturbed")
 RESULTS_VARIABLE = "LANTERN_BENCH_RESULTS"
@@ -162,8 +150,7 @@ def seconds_per_image(folder: Path) -> dict[str, float]:
     return {str(cell_id): float(mean) for cell_id, mean in seconds.groupby(finished["cell_id"]).mean().dropna().items()}
 
 
-NO_SPEED = "speed cannot be measured now"
-"""What is said where most images were disturbed."""
+NO_SPEED = "speed cannot be measured now"  # where most images were disturbed
 
 
 def disturbance(finished: pd.DataFrame) -> str | None:
@@ -179,7 +166,7 @@ def disturbance(finished: pd.DataFrame) -> str | None:
 # ---- Writing runs
 
 
-class RunStore:
+class RunStore(AbstractContextManager["RunStore"]):
     """A run directory opened for writing, without `experiment` and `key` for scoring; holds its lock until closed.
 
     Raises `UserError` when the directory cannot be written or is no run, `RefusedError` when another process uses it,
@@ -233,9 +220,6 @@ class RunStore:
         """Close the files and release the lock; closing twice does no harm."""
         self._opened.close()
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
@@ -280,10 +264,7 @@ class RunStore:
 
 @contextmanager
 def lock_run(folder: Path) -> Iterator[None]:
-    """Lock a run directory, creating it if needed; the kernel frees the lock when its process ends.
-
-    `.writer.json` names the process; what a killed one leaves there refuses nothing.
-    """
+    """Lock a run directory, creating it if needed; the kernel frees the lock when its process ends."""
     check_is_run(folder)
     writer, lock = folder / WRITER, FileLock(folder / LOCK)
     try:
@@ -335,9 +316,7 @@ def check_is_run(folder: Path) -> None:
     """Raise `UserError` for a folder that has other contents than a run's."""
     if folder.is_dir() and not (folder / MANIFEST).exists():
         files = {folder / name for name in (LOCK, WRITER, RECORDS, SCORES)}
-        partial = {
-            partial_path(folder / name) for name in (WRITER, MANIFEST)
-        }  # what a sweep killed at its start leaves
+        partial = {partial_path(folder / name) for name in (WRITER, MANIFEST)}  # of a sweep killed at its start
         others = {path.name for path in set(folder.iterdir()) - files - partial}
         if others:
             message = f"--out {folder}: contains {min(others)} and is not a run directory"

@@ -59,13 +59,13 @@ def run_here(request: Request, emit: Emit) -> int:
 
         failed = decode_in_processes(request, emit)
     if "quality" in settings.metrics and done_images(request.folder):
-        from lantern_bench.runs.scoring import score_folder
+        from lantern_bench.runs.scoring import score_run
 
-        score_folder(request.folder, *(quality or _load_scorers(request)), emit)
+        score_run(request.folder, *(quality or _load_scorers(request)), emit)
     if "distance" in settings.metrics and done_images(request.folder):
-        from lantern_bench.runs.scoring import score_tokens_of
+        from lantern_bench.runs.scoring import score_tokens
 
-        score_tokens_of(request.folder, settings.device, emit)
+        score_tokens(request.folder, settings.device, emit)
     return failed
 
 

@@ -26,10 +26,7 @@ _TOKENS = 12  # tokens of an image that are decoded at a time
 
 
 def prepare_environment() -> None:
-    """Set what torch reads when it is loaded: how long threads spin, and where compiled code is kept.
-
-    By default a thread that waits at the end of a loop spins for milliseconds, on the core that another may need.
-    """
+    """Set what torch reads when it is loaded: how long threads spin, and where compiled code is kept."""
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault(*_SPINS)
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "inductor"))
@@ -43,11 +40,8 @@ def set_threads(threads: int | None) -> None:
         torch.set_num_threads(threads)
 
 
-DISTURBED = 0.05
-"""An image is disturbed when its threads lacked a core for more than this share of its seconds."""
-BUSY = 0.25
-"""Above this share of the time in which threads are tried, speed cannot be measured."""
-
+DISTURBED = 0.05  # an image is disturbed when its threads lacked a core for more than this share of its seconds
+BUSY = 0.25  # above this share of the time in which threads are tried, speed cannot be measured
 QUIET_ADVICE = "Close other programs. Figures of tokens and quality hold; those of seconds may not."
 
 
@@ -71,10 +65,7 @@ class Calibrated(NamedTuple):
 
 
 def fastest_threads(model: LoadedModel, prompt: str, decodings: Iterable[Decoding]) -> Calibrated | None:
-    """Try several numbers of threads on some steps of these decodings; None where the CPU does not decode.
-
-    The choice is kept with the model's compiled programs, which another number would compile again.
-    """
+    """Time numbers of threads, or the number that was chosen before, on steps of these decodings; None on a GPU."""
     import torch
 
     if model.target.device.type != "cpu":
@@ -104,10 +95,7 @@ def fastest_threads(model: LoadedModel, prompt: str, decodings: Iterable[Decodin
 
 
 def calibrate(work: Callable[[], object], recorded: int | None = None) -> Calibrated:
-    """Time work on all threads, a quarter of them, and so on to one, in turns, and choose by the medians.
-
-    A `recorded` number is timed alone, briefly, for the share of time it loses.
-    """
+    """Time work on all threads, a quarter of them, and so on to one, in turns; or on a `recorded` number, briefly."""
     import torch
 
     from lantern_bench.clock import now, usage

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import io
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -182,8 +181,9 @@ cells:
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[RunStore]:
-    """A real run's folder with five pictures in each of two cells."""
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunStore:
+    """A real run's closed folder with five pictures in each of two cells."""
+    monkeypatch.setenv("LANTERN_BENCH_CACHE", str(tmp_path / "cache"))
     (tmp_path / "scored.yaml").write_text(EXPERIMENT)
     experiment = load_experiment(tmp_path / "scored.yaml", {"lanterns": {}})
     key = key_fields({}, experiment.settings, Compute(torch.device("cpu"), torch.float32))
@@ -193,19 +193,19 @@ def store(tmp_path: Path) -> Iterator[RunStore]:
             png = io.BytesIO()
             Image.fromarray(painted[task.prompt.text]).save(png, "PNG")
             store.append(task, {}, png.getvalue())
-        yield store
+    return store
 
 
 def test_other_scorer_or_reference_scores_again(
     store: RunStore, scorers: scoring.Scorers, reference: Reference
 ) -> None:
-    assert scoring.score_run(store, scorers, reference) == 12
-    assert scoring.score_run(store, scorers, reference) == 0
-    assert scoring.score_run(store, scorers, reference._replace(label="other scenes")) == 12
+    assert scoring.score_run(store.folder, scorers, reference) == 12
+    assert scoring.score_run(store.folder, scorers, reference) == 0
+    assert scoring.score_run(store.folder, scorers, reference._replace(label="other scenes")) == 12
     newer = dataclasses.replace(scorers, protocol=dataclasses.replace(EMBEDDED, version=99))
-    assert scoring.score_run(store, newer, reference) == 12
+    assert scoring.score_run(store.folder, newer, reference) == 12
     other = dataclasses.replace(scorers, protocol=dataclasses.replace(EMBEDDED, name="other"))
-    assert scoring.score_run(store, other, reference) == 12
+    assert scoring.score_run(store.folder, other, reference) == 12
 
 
 def test_only_cells_with_new_images_are_scored_again(
@@ -213,13 +213,12 @@ def test_only_cells_with_new_images_are_scored_again(
 ) -> None:
     records = read_records(store.folder)
     monkeypatch.setattr(scoring, "read_records", lambda _folder: records[1:])
-    scoring.score_run(store, scorers, reference)
+    scoring.score_run(store.folder, scorers, reference)
     monkeypatch.setattr(scoring, "read_records", lambda _folder: records)
-    assert scoring.score_run(store, scorers, reference) == 6
+    assert scoring.score_run(store.folder, scorers, reference) == 6
 
 
 def test_a_run_without_images_is_not_scored(store: RunStore) -> None:
-    store.close()
     (store.folder / "records.jsonl").write_text("")
     with pytest.raises(RefusedError, match="no images to score"):
         RunStore(store.folder)
@@ -257,8 +256,8 @@ def of_tokens(folder: Path) -> dict[str, dict[str, Any]]:
 
 def test_tokens_are_scored_once_and_reach_the_tables(tiny_copy: Path) -> None:
     events: list[Any] = []
-    assert scoring.score_tokens_of(tiny_copy, "cpu", events.append) == 18
-    assert scoring.score_tokens_of(tiny_copy, "cpu", events.append) == 0
+    assert scoring.score_tokens(tiny_copy, "cpu", events.append) == 18
+    assert scoring.score_tokens(tiny_copy, "cpu", events.append) == 0
     assert [event.done for event in events if isinstance(event, Share)] == [3, 6, 9, 12, 15, 18]
     assert set(of_tokens(tiny_copy)) == {record["record_key"] for record in read_records(tiny_copy)}
     summary = write_tables(tiny_copy)["summary"].set_index("cell_id")
@@ -269,7 +268,7 @@ def test_tokens_are_scored_once_and_reach_the_tables(tiny_copy: Path) -> None:
 
 
 def test_pictures_without_tokens_are_decoded_again(tiny_copy: Path) -> None:
-    scoring.score_tokens_of(tiny_copy, "cpu", lambda _event: None)
+    scoring.score_tokens(tiny_copy, "cpu", lambda _event: None)
     rows = of_tokens(tiny_copy)
     (tiny_copy / "scores.jsonl").unlink()
     records = read_records(tiny_copy)
@@ -280,7 +279,7 @@ def test_pictures_without_tokens_are_decoded_again(tiny_copy: Path) -> None:
     forged = png_bytes(torch.zeros(3, 4, 3, dtype=torch.uint8), torch.zeros(12, dtype=torch.int32))
     (tiny_copy / records[0]["image"]).write_bytes(forged)
     events: list[Any] = []
-    assert scoring.score_tokens_of(tiny_copy, "cpu", events.append) == 17
+    assert scoring.score_tokens(tiny_copy, "cpu", events.append) == 17
     again = of_tokens(tiny_copy)
     assert again == {key: row for key, row in rows.items() if key != records[0]["record_key"]}
     assert "leaves out 1 images" in events[-1].text

@@ -150,7 +150,7 @@ def test_resume_refuses_other_settings_but_not_more_images(tmp_path: Path) -> No
     with pytest.raises(RefusedError, match="seed changed\n  recorded  0\n  now       7") as caught:
         check_folder(tmp_path / "run", experiment(seed=7))
     assert "--seed 0" in str(caught.value.advice)
-    with pytest.raises(RefusedError, match=r'cells changed\n  recorded  .*"lambda": 10.0'):
+    with pytest.raises(RefusedError, match=r'cells changed\n  recorded  .*"lambda": 2.0'):
         RunStore(tmp_path / "run", experiment(**{"lambda": "3,5"}), KEY)
     more = experiment(images=4, metrics="speed")
     check_folder(tmp_path / "run", more)
