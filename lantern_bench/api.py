@@ -183,11 +183,6 @@ def _folders(runs: str | Path | Run | Sequence[str | Path | Run]) -> list[Path]:
     return [item.path if isinstance(item, Run) else find_run(item, results_root()) for item in several]
 
 
-def _read(run: str | Path | Run) -> RunData:
-    (data,) = load_runs(_folders(run)).values()
-    return data
-
-
 def curves(
     runs: str | Path | Run | Sequence[str | Path | Run],
     out: str | Path | None = None,
@@ -226,7 +221,8 @@ def predict(run: str | Path | Run, device: str, *, model: str | None = None, sta
     """Return the table of `lantern-bench predict`."""
     from lantern_bench.report.cost_model import find_device, predict_run
 
-    return predict_run(_read(run), find_device(device), stack, model)
+    (data,) = load_runs(_folders(run)).values()
+    return predict_run(data, find_device(device), stack, model)
 
 
 def recommend(
@@ -239,8 +235,9 @@ def recommend(
     """Return the table of `lantern-bench recommend`; `within` is the name of a score and its margin."""
     from lantern_bench.report.recommend import condition_of, recommendation
 
-    speed, quality = (tables_of(data) for data in map(_read, (run, quality_run or run)))
-    return recommendation(speed, quality, condition_of(max_distance, within))
+    condition = condition_of(max_distance, within)
+    speed, quality = (load_run(folder).tables for folder in _folders([run, quality_run or run]))
+    return recommendation(speed, quality, condition)
 
 
 def score(

@@ -153,7 +153,11 @@ def test_functions_return_what_commands_show(tiny: TinyModel) -> None:
     assert set(lantern_bench.compare(run, other)["cell_id"]) <= set(run.cells)
     scored = lantern_bench.score(run, protocol="embedded", progress=False)
     assert scored["cell_id"].tolist() == run.quality["cell_id"].tolist() and scored["distance"].notna().any()
-    assert "lossless" in set(lantern_bench.recommend(run, max_distance=1.0)["verdict"])
+    recommended = lantern_bench.recommend(run, max_distance=1.0)
+    assert "lossless" in set(recommended["verdict"])
+    (run.path / "records.jsonl").rename("records.jsonl")
+    pd.testing.assert_frame_equal(lantern_bench.recommend("run", max_distance=1.0), recommended, rtol=1e-5)
+    Path("records.jsonl").rename(run.path / "records.jsonl")
     with pytest.raises(UserError) as caught:
         lantern_bench.predict(run, "h10")
     assert caught.value.advice is not None and caught.value.__notes__ == [caught.value.advice]
@@ -183,6 +187,7 @@ def test_decode_gives_the_tokens_of_a_sweep(tiny: TinyModel) -> None:
         assert image.picture is not None and np.array_equal(np.asarray(image.picture), np.asarray(picture))
         assert image.mean_accepted_length is not None and image.mean_accepted_length >= 1 and image.seconds > 0
         assert (image._repr_png_() or b"").startswith(b"\x89PNG")
+        assert repr(image).startswith(f"DecodedImage({prompt!r}: {TOKENS} tokens, ")
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,9 @@ class DecodedImage:
             raise ValueError("an image without pixels has no picture")
         return png_bytes(self.pixels, self.tokens)
 
+    def __repr__(self) -> str:
+        return f"DecodedImage({self.prompt!r}: {len(self.tokens)} tokens, {self.seconds:.3g} s)"
+
     def _repr_png_(self) -> bytes | None:
         return None if self.picture is None else self.png()
 

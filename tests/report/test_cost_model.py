@@ -151,6 +151,11 @@ def test_unusable_devices_are_refused(tmp_path: Path):
         find_device(str(path))
     for part in ("line 2", "gpu or cpu", "line 3", "read_gb_s", "must be a number above 0", "line 5", "kernel_us"):
         assert part in str(error.value.message)
+    path.write_text("name: mine\n")
+    with pytest.raises(UserError) as error:
+        find_device(str(path))
+    for key in ("kind", "read_gb_s", "multiply_tflops", "kernel_us"):
+        assert f"{key}: missing" in str(error.value.message)
     with pytest.raises(UserError, match=r"--device h10: unknown device; did you mean h100\?") as error:
         find_device("h10")
     assert "rtx-3090, a40, a100, a100-40gb, rtx-4090, l40s, b200, h100, h200" in str(error.value.advice)
@@ -159,6 +164,9 @@ def test_unusable_devices_are_refused(tmp_path: Path):
 def test_shipped_devices_state_their_source():
     assert {"rtx-3090", "a100", "h100", "h200"} <= devices().keys()
     assert all(device.sources and device.about for device in devices().values())
+    for name in ("a100-40gb", "rtx-4090", "l40s", "b200"):
+        sources = find_device(name).sources
+        assert any(text.startswith("data sheet") and "not measured with this package" in text for text in sources)
 
 
 def test_named_models_state_their_sizes():
