@@ -126,8 +126,8 @@ def sweep(
     others.
     """
     folder = Path(out) if out is not None else None
-    overrides |= {"model": model, "prompts": prompts, "images": images, "tree": tree, "delta": delta, "lambda": lambda_}
-    request = prepare(experiment, _overrides(overrides, modes), out=folder, resume=resume, ray=ray)
+    typed = {"model": model, "prompts": prompts, "images": images, "tree": tree, "delta": delta, "lambda": lambda_}
+    request = prepare(experiment, _overrides(typed | overrides, modes), out=folder, resume=resume, ray=ray)
     with closing(_Bar()) as bar:
         failed = run(request, progress if callable(progress) else bar.show if progress else lambda _event: None)
     write_tables(request.folder)
@@ -306,8 +306,8 @@ def decode(
     from lantern_bench.runs.runner import decode_tasks, tasks_of
 
     texts = [prompts] if isinstance(prompts, str) else list(prompts)
-    parameters |= {"model": [model.name], "seed": seed, "tree": tree, "delta": delta, "lambda": lambda_}
-    overrides = _overrides(parameters, None)
+    typed = {"model": [model.name], "seed": seed, "tree": tree, "delta": delta, "lambda": lambda_}
+    overrides = _overrides(typed | parameters, None)
     source = {"name": "decode", "model": model.name, "baseline": False, "cells": [{"mode": mode}]}
     resolved = load_experiment(source, registry.defaults_of, overrides)
     if len(resolved.cells) != 1:

@@ -76,7 +76,7 @@ def test_a_sweep_without_quality_imports_no_scorers(tiny: TinyModel, monkeypatch
 
 
 def test_sweep_and_the_command_make_the_same_run(tiny: TinyModel) -> None:
-    run = lantern_bench.sweep("tiny.yaml", out="a", lambda_=[2, 3], seed=4)
+    run = lantern_bench.sweep("tiny.yaml", out="a", seed=4, **{"lambda": [2, 3]})
     assert cli.main(["sweep", "tiny.yaml", "--out", "b", "--lambda", "2,3", "--seed", "4", "-q"]) == 0
     other = lantern_bench.load_run("b")
     assert run.cells == other.cells and len(run.cells) == 6
