@@ -200,8 +200,8 @@ def printable(text: str) -> str:
 
 def _between_words(text: str, width: int) -> str:
     """Return text with its lines broken between words, and no word in itself."""
-    whole = partial(wrap, width=width, break_long_words=False, break_on_hyphens=False)
-    return "\n".join("\n".join(whole(line, subsequent_indent="  ")) for line in text.splitlines())
+    wrapped = partial(wrap, width=width, break_long_words=False, break_on_hyphens=False)
+    return "\n".join("\n".join(wrapped(line, subsequent_indent="  ")) for line in text.splitlines())
 
 
 def _takes_escapes(stream: TextIO) -> bool:

@@ -28,9 +28,10 @@ def guide(cond: Tensor, uncond: Tensor | None, cfg_scale: float) -> Tensor:
         return cond.float()
     if uncond is None:
         raise ValueError(f"cfg_scale {cfg_scale} needs unconditional logits")
-    base = uncond.float()
-    # A token that both rows call impossible stays so: the difference of the infinities is not a number.
-    difference = (cond.float() - base).masked_fill_(cond == uncond, 0.0)
+    cond, base = cond.float(), uncond.float()
+    # A token that both rows call impossible stays so: the difference of the infinities counts as 0. That would hide a
+    # NaN of `cond`, which `maximum` keeps. A mask takes twice as long on a CPU.
+    difference = (cond - base).nan_to_num_(0.0, torch.inf, -torch.inf).maximum(cond - torch.inf)
     return base.add(difference, alpha=cfg_scale)
 
 
