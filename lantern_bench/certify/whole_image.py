@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from scipy.special import logsumexp
-from scipy.stats import chi2, chisquare, norm, poisson
+from scipy.stats import norm, poisson
 from torch import Tensor
 
 from lantern_bench.certify.tabular import generators
@@ -32,9 +32,8 @@ from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.report.distance import FeatureSums
 
 _ROUNDING = {"float32": 1e-3, "bfloat16": 0.2, "float16": 0.04}  # of the difference of two logits without guidance
-TESTS = 12
+TESTS = 9
 """How many tests `p_values` makes of a decoding, at most."""
-_BINS, _LAGS = 20, 8
 _STAKES = (0.005, 0.01, 0.02, 0.05)  # near the shares of wrong tokens that a small mistake makes
 _VALUES = 2**24  # logits in memory at once
 
@@ -53,8 +52,6 @@ class Evidence(NamedTuple):
     alike: NDArray[np.float64]  # how many earlier images of the batch have the token at x's position, minus its mean
     alike_var: NDArray[np.float64]
     ratio: NDArray[np.float64]  # q / p at x; 1 where `lean` is 0 and for tokens of `edge`
-    by_rank: NDArray[np.float64]  # probability integral transform, tokens in order of descending p
-    by_code: NDArray[np.float64]  # the same, tokens in order of their numbers
     at_edge: NDArray[np.float64]  # the most that the probability of a token of `edge` can be
     impossible: NDArray[np.bool_]  # the target cannot give the token
     edge: NDArray[np.bool_]  # rounding can change whether the token passes the filters
@@ -76,22 +73,20 @@ def evidence(
     tokens: Tensor,
     starts: Sequence[Sequence[int]],
     decoding: Decoding,
-    uniforms: Tensor,
     tolerance: float,
     features: Sequence[Sequence[float]] | None = None,
 ) -> Evidence:
     """Compare `tokens` int64 [B, N] with guided `logits` [B, N, V] under the filters of `decoding`.
 
     `q` [B, N - 1, V]: the drafter's distributions of all tokens but the first. `starts`: where the steps of each image
-    start. `uniforms` [2, B, N] in [0, 1) randomise the probability integral transforms. `tolerance`: see
-    `edge_tolerance`.
+    start. `tolerance`: see `edge_tolerance`.
     """
     images, is_start = [], np.zeros(tuple(tokens.shape), dtype=bool)
     earlier = torch.zeros_like(logits[0], dtype=torch.float64)
     for image, positions in enumerate(starts):  # one after another: float64 over a vocabulary needs memory
         image_q = None if q is None else q[image]
         rows = logits[image], image_q, tokens[image], earlier
-        images.append(_of_image(*rows, decoding, uniforms[:, image], tolerance))
+        images.append(_of_image(*rows, decoding, tolerance))
         earlier.scatter_add_(1, tokens[image, :, None], torch.ones_like(earlier))
         is_start[image, list(positions)] = True
     columns: list[NDArray[Any]] = [torch.stack(column).cpu().numpy() for column in zip(*images, strict=True)]
@@ -104,7 +99,6 @@ def _of_image(
     tokens: Tensor,
     earlier: Tensor,
     decoding: Decoding,
-    uniforms: Tensor,
     tolerance: float,
 ) -> tuple[Tensor, ...]:
     """The columns [N] of `Evidence` but the last, of one image; `earlier` [N, V] counts tokens of other images."""
@@ -128,12 +122,7 @@ def _of_image(
         mean = (p * g).sum(dim=-1, keepdim=True)
         variance = (p * (g - mean).square()).sum(dim=-1, keepdim=True)
         differences += [torch.where(outside, 0.0, g.gather(1, x) - mean), torch.where(outside, 0.0, variance)]
-    above = torch.where(p > p_x, p, 0.0).sum(dim=-1, keepdim=True)
-    equal = torch.where(p == p_x, p, 0.0).sum(dim=-1, keepdim=True)  # tokens of equal p share one interval
-    before = p.cumsum(dim=-1).gather(1, x) - p_x
-    by_rank, by_code = above + uniforms[0, :, None] * equal, before + uniforms[1, :, None] * p_x
-    transforms = [torch.where(outside, u[:, None], by) for u, by in zip(uniforms, (by_rank, by_code), strict=True)]
-    columns = (*differences, ratio, *transforms, at_edge, impossible, outside & ~impossible)
+    columns = (*differences, ratio, at_edge, impossible, outside & ~impossible)
     return tuple(column.squeeze(1) for column in columns)
 
 
@@ -181,7 +170,6 @@ def decoded_evidence(
     """
     target = model.target
     batch = max(1, min(images, _VALUES // (target.image_tokens * target.vocab_size)))
-    noise = torch.Generator().manual_seed(record_seed(seed, "places in probability", 0))
     for start in range(0, images, batch):
         pairs = [(index // 2, index % 2) for index in range(start, start + batch)]
         slots = [(prompts[pair % len(prompts)], 2 * (pair // len(prompts)) + second) for pair, second in pairs]
@@ -197,14 +185,13 @@ def decoded_evidence(
             drafts = drafter_logits_along(model.drafter, forced)
             guided = [guide(draft.cond, draft.uncond, decoding.cfg_scale) for draft in drafts]
             q = decoding_probabilities(torch.cat(guided, dim=1), decoding)
-        places = torch.rand(2, *tokens.shape, generator=noise, dtype=torch.float64).to(target.device)
         features, is_drawn = None, target.forced(torch.arange(tokens.shape[1], device=tokens.device)) < 0
         if not decoding.top_k and decoding.top_p >= 1:
             uncond_rows, q_rows = ([None] * batch if rows is None else rows for rows in (uncond, q))
             rows = zip(cond, uncond_rows, q_rows, tokens, strict=True)
             features = [sums_of_image(c, u, d, x, is_drawn, decoding)["feature_sums"] for c, u, d, x in rows]
         starts = [image.trace.start for image in decoded]
-        yield evidence(logits, q, tokens, starts, decoding, places, tolerance, features)
+        yield evidence(logits, q, tokens, starts, decoding, tolerance, features)
 
 
 def p_values(batches: Sequence[Evidence], depth: int) -> dict[str, float]:
@@ -228,11 +215,6 @@ def p_values(batches: Sequence[Evidence], depth: int) -> dict[str, float]:
         tests["distance"] = FeatureSums.of(images.features, count).total.p_value
     if "lean to the drafter" in sums:
         tests["wager on the drafter"] = _wager(images.ratio)
-    for name, u in (("uniform by rank", images.by_rank), ("uniform by code", images.by_code)):
-        tests[name] = float(chisquare(np.histogram(u, bins=_BINS, range=(0.0, 1.0))[0]).pvalue)
-    standard = (images.by_rank - 0.5) * 12**0.5
-    lags = [standard[:, :-lag] * standard[:, lag:] for lag in range(1, min(_LAGS, length - 1) + 1)]
-    tests["lags"] = float(chi2.sf(sum(float(pairs.sum()) ** 2 / pairs.size for pairs in lags), len(lags)))
     # The tokens `offset` places behind the start of a step, whichever step commits them.
     positions = np.arange(length)
     depths = [np.roll(images.starts, offset, axis=1) & (positions >= offset) for offset in range(depth + 1)]

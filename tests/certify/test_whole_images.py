@@ -36,15 +36,7 @@ CELLS: dict[str, tuple[int, dict[str, Any]]] = {
     "dynamic": (2, {"drafting": "dynamic", "nodes": 10, "depth": 2, "beam": 5}),
     "block": (3, {"rule": "block", "tree": "chain-3"}),
 }
-ONE_BY_ONE = (
-    "surprise",
-    "distance",
-    "lean to the drafter",
-    "alike in a batch",
-    "uniform by rank",
-    "uniform by code",
-    "lags",
-)
+ONE_BY_ONE = ("surprise", "distance", "lean to the drafter", "alike in a batch")
 
 
 @pytest.fixture(scope="module")
@@ -68,9 +60,8 @@ def decoded(model: LoadedModel, cell: str, images: int) -> Evidence:
 def test_evidence_follows_its_definition() -> None:
     p, q = torch.tensor([0.5, 0.3, 0.2, 0.0]), torch.tensor([0.2, 0.2, 0.2, 0.4])
     logits = torch.cat([p[:3].log(), torch.tensor([-9.0])]).expand(1, 2, 4)
-    uniforms = torch.tensor([0.25, 0.75]).double()[:, None, None].expand(2, 1, 2)
     sampling = Decoding(mode="ar", top_k=3)
-    shown = evidence(logits, q.expand(1, 1, 4), torch.tensor([[1, 2]]), [[1]], sampling, uniforms, 1e-3)
+    shown = evidence(logits, q.expand(1, 1, 4), torch.tensor([[1, 2]]), [[1]], sampling, 1e-3)
     entropy = -(p[:3] * p[:3].log()).sum()
     assert shown.surprise[0] == pytest.approx((-p[1:3].log() - entropy).tolist(), abs=1e-6)
     square = (p[:3] * p[:3].log() ** 2).sum() - entropy**2
@@ -81,8 +72,6 @@ def test_evidence_follows_its_definition() -> None:
     assert shown.lean[0] == pytest.approx([0.0, float(g[2] - mean)], abs=1e-6)
     assert shown.lean_var[0, 1] == pytest.approx(float((p[:3] * (g - mean) ** 2).sum()), abs=1e-6)
     assert shown.ratio[0] == pytest.approx([1.0, float(drafted[2] / p[2])], abs=1e-6)
-    assert shown.by_rank[0] == pytest.approx([0.5 + 0.25 * 0.3, 0.8 + 0.25 * 0.2], abs=1e-6)
-    assert shown.by_code[0] == pytest.approx([0.5 + 0.75 * 0.3, 0.8 + 0.75 * 0.2], abs=1e-6)
     assert shown.starts.tolist() == [[False, True]]
 
 
@@ -91,14 +80,13 @@ def test_tokens_that_rounding_moves_across_a_filter_are_left_out(filters: dict[s
     near, far = [2.0, 1.0, 0.9999, 0.9], [2.0, 1.0, 0.5, 0.4]
     logits = torch.tensor([near, far]).repeat(50, 1)[None]
     sampling = Decoding(mode="ar", **filters)
-    uniforms = torch.rand(2, 1, 100, generator=torch.Generator().manual_seed(0)).double()
     for token, kind in enumerate(("passes", "edge", "edge", "fails")):
         tokens = torch.full((1, 100), token)
-        shown = evidence(logits, None, tokens, [[1]], sampling, uniforms, 1e-3)
+        shown = evidence(logits, None, tokens, [[1]], sampling, 1e-3)
         assert shown.edge[0].tolist() == [kind == "edge", False] * 50
         assert shown.impossible[0].tolist() == [kind == "fails", token > 1] * 50
         q = logits.softmax(dim=-1)[:, 1:].roll(1, -1)
-        with_q = evidence(logits, q, tokens, [[1]], sampling, uniforms, 1e-3)
+        with_q = evidence(logits, q, tokens, [[1]], sampling, 1e-3)
         assert (with_q.ratio[shown.edge | shown.impossible] == 1.0).all() and (with_q.ratio != 1.0).any() == (token < 2)
         outside = shown.edge | shown.impossible
         assert not shown.surprise[outside].any() and not shown.surprise_var[outside].any()
@@ -116,25 +104,23 @@ def test_a_filter_is_tested_although_every_position_has_a_token_at_its_edge(
     sampling = Decoding(mode="ar", **filters)
     p = decoding_probabilities(1.1 * moved if broken else moved, sampling)
     tokens = torch.multinomial(p[0], 1, generator=noise).T
-    uniforms = torch.rand(2, 1, 20_000, generator=noise).double()
-    shown = evidence(logits, None, tokens, [[1]], sampling, uniforms, 0.4)
+    shown = evidence(logits, None, tokens, [[1]], sampling, 0.4)
     assert 0 < shown.edge.mean() < 0.5
     tests = p_values([shown], 0)
     print({name: f"{value:.2g}" for name, value in tests.items()}, shown.edge.mean())
     assert tests["support"] == 1.0
     assert (min(tests.values()) < 1e-6) is broken
     unfiltered = torch.multinomial(moved[0].softmax(dim=-1), 1, generator=noise).T
-    assert p_values([evidence(logits, None, unfiltered, [[1]], sampling, uniforms, 0.4)], 0)["support"] == 0.0
+    assert p_values([evidence(logits, None, unfiltered, [[1]], sampling, 0.4)], 0)["support"] == 0.0
 
 
 def test_tokens_at_the_edge_of_a_filter_may_not_come_too_often() -> None:
     logits = torch.tensor([2.0, 1.9, 1.0, 0.99, 0.98, -3.0]).expand(1, 2000, 6)
     sampling, noise = Decoding(mode="ar", top_k=3), torch.Generator().manual_seed(0)
     p = decoding_probabilities(logits[0, 0], sampling)
-    uniforms = torch.rand(2, 1, 2000, generator=noise).double()
     for share, right in ((float(p[2]), True), (3 * float(p[2]), False)):
         tokens = torch.multinomial(torch.tensor([(1 - share) / 2, (1 - share) / 2, share]), 2000, True, generator=noise)
-        shown = evidence(logits, None, tokens[None], [[1]], sampling, uniforms, 0.05)
+        shown = evidence(logits, None, tokens[None], [[1]], sampling, 0.05)
         assert shown.edge.sum() == (tokens == 2).sum()
         assert (p_values([shown], 0)["edge"] > 1e-3) is right
 
@@ -149,9 +135,7 @@ def test_the_capital_of_a_wager_is_shared_between_its_stakes() -> None:
 def test_a_drafter_that_gives_no_numbers_is_an_error() -> None:
     q = torch.full((1, 1, 4), torch.nan)
     with pytest.raises(LogitsError):
-        evidence(
-            torch.zeros(1, 2, 4), q, torch.tensor([[1, 2]]), [[1]], Decoding(mode="ar"), torch.zeros(2, 1, 2), 1e-3
-        )
+        evidence(torch.zeros(1, 2, 4), q, torch.tensor([[1, 2]]), [[1]], Decoding(mode="ar"), 1e-3)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.02])
@@ -162,8 +146,7 @@ def test_a_wager_sees_a_small_share_of_drafts_that_the_sums_miss(share: float) -
     sampling = Decoding(mode="ar")
     mixed = (1 - share) * decoding_probabilities(logits, sampling) + share * q
     tokens = torch.multinomial(mixed[0], 1, generator=noise).T
-    uniforms = torch.rand(2, 1, 4000, generator=noise).double()
-    tests = p_values([evidence(logits, q[:, 1:], tokens, [[1]], sampling, uniforms, 1e-3)], 0)
+    tests = p_values([evidence(logits, q[:, 1:], tokens, [[1]], sampling, 1e-3)], 0)
     print({name: f"{value:.2g}" for name, value in tests.items()})
     others = [value for name, value in tests.items() if name != "wager on the drafter"]
     assert min(others) > LEVEL / TESTS
@@ -172,7 +155,7 @@ def test_a_wager_sees_a_small_share_of_drafts_that_the_sums_miss(share: float) -
 
 def test_one_of_two_equal_logits_may_be_kept() -> None:
     logits, sampling = torch.tensor([1.0, 1.0, 0.0]).expand(1, 2, 3), Decoding(mode="ar", top_k=1)
-    shown = evidence(logits, None, torch.tensor([[0, 1]]), [[1]], sampling, torch.zeros(2, 1, 2).double(), 1e-3)
+    shown = evidence(logits, None, torch.tensor([[0, 1]]), [[1]], sampling, 1e-3)
     assert shown.edge.all() and not shown.impossible.any()
 
 
