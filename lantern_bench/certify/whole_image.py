@@ -25,9 +25,9 @@ from lantern_bench.decoding.drafting.draft_method import DraftMethod
 from lantern_bench.decoding.loop import decode
 from lantern_bench.decoding.protocol import Target
 from lantern_bench.decoding.sampling import broken_distributions, decoding_probabilities, guide
-from lantern_bench.decoding.teacher_forcing import drafter_logits_along, teacher_forced
+from lantern_bench.decoding.teacher_forcing import drafted_along, teacher_forced
 from lantern_bench.errors import LogitsError
-from lantern_bench.metrics.distance import sums_of_image
+from lantern_bench.metrics.distance import sums_along
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.report.distance import FeatureSums
 
@@ -74,7 +74,6 @@ def evidence(
     starts: Sequence[Sequence[int]],
     decoding: Decoding,
     tolerance: float,
-    features: Sequence[Sequence[float]] | None = None,
 ) -> Evidence:
     """Compare `tokens` int64 [B, N] with guided `logits` [B, N, V] under the filters of `decoding`.
 
@@ -90,7 +89,7 @@ def evidence(
         earlier.scatter_add_(1, tokens[image, :, None], torch.ones_like(earlier))
         is_start[image, list(positions)] = True
     columns: list[NDArray[Any]] = [torch.stack(column).cpu().numpy() for column in zip(*images, strict=True)]
-    return Evidence(*[*columns, is_start, np.array(features if features else [()] * len(tokens))])
+    return Evidence(*columns, is_start, features=np.empty((len(tokens), 0)))
 
 
 def _of_image(
@@ -179,19 +178,13 @@ def decoded_evidence(
         decoded = decode(model, condition, decoding, streams, engine=model.engine, rule=rule, drafting=broken)
         tokens = torch.stack([image.tokens for image in decoded]).long().to(target.device)
         forced = teacher_forced(target, condition, tokens, decoding.cfg_scale != 1)
-        cond, uncond, _ = forced.logits
-        logits, q = guide(cond, uncond, decoding.cfg_scale), None
-        if model.drafter is not None:
-            drafts = drafter_logits_along(model.drafter, forced)
-            guided = [guide(draft.cond, draft.uncond, decoding.cfg_scale) for draft in drafts]
-            q = decoding_probabilities(torch.cat(guided, dim=1), decoding)
-        features, is_drawn = None, target.forced(torch.arange(tokens.shape[1], device=tokens.device)) < 0
-        if not decoding.top_k and decoding.top_p >= 1:
-            uncond_rows, q_rows = ([None] * batch if rows is None else rows for rows in (uncond, q))
-            rows = zip(cond, uncond_rows, q_rows, tokens, strict=True)
-            features = [sums_of_image(c, u, d, x, is_drawn, decoding)["feature_sums"] for c, u, d, x in rows]
+        logits = guide(forced.logits.cond, forced.logits.uncond, decoding.cfg_scale)
+        q = None if model.drafter is None else drafted_along(model.drafter, forced, decoding)
+        has_filters = bool(decoding.top_k) or decoding.top_p < 1
+        rows = [] if has_filters else sums_along(target, forced, q, decoding)
+        features = np.array([row["feature_sums"] for row in rows] or [()] * batch)
         starts = [image.trace.start for image in decoded]
-        yield evidence(logits, q, tokens, starts, decoding, tolerance, features)
+        yield evidence(logits, q, tokens, starts, decoding, tolerance)._replace(features=features)
 
 
 def p_values(batches: Sequence[Evidence], depth: int) -> dict[str, float]:

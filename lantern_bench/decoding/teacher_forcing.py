@@ -11,6 +11,7 @@ from torch import Tensor
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.drafting.draft_method import Proposer
 from lantern_bench.decoding.protocol import Drafter, DrafterLogits, Logits, Target
+from lantern_bench.decoding.sampling import decoding_probabilities, guide
 
 
 class Forced(NamedTuple):
@@ -45,6 +46,13 @@ def drafter_logits_along(drafter: Drafter, forced: Forced) -> Iterator[DrafterLo
     for position in range(tokens.shape[1] - 1):
         now = slice(position, position + 1)
         yield session.observe(tokens[:, now], features[:, now], ones)
+
+
+def drafted_along(drafter: Drafter, forced: Forced, decoding: Decoding) -> Tensor:
+    """Return the distributions q [B, N - 1, V] that tokens 1 to N - 1 are drafted from."""
+    drafts = drafter_logits_along(drafter, forced)
+    guided = torch.cat([guide(draft.cond, draft.uncond, decoding.cfg_scale) for draft in drafts], dim=1)
+    return decoding_probabilities(guided, decoding)
 
 
 def proposer_at(drafter: Drafter, forced: Forced, positions: Tensor, nodes: int, decoding: Decoding) -> Proposer:

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from lantern_bench.config.decoding import Decoding
+from lantern_bench.decoding.protocol import Target
 from lantern_bench.decoding.sampling import broken_logits, decoding_probabilities, guide
-from lantern_bench.decoding.teacher_forcing import drafter_logits_along, teacher_forced
+from lantern_bench.decoding.teacher_forcing import Forced, drafted_along, teacher_forced
 from lantern_bench.errors import LogitsError
 from lantern_bench.models.loaded_model import LoadedModel
 
@@ -27,22 +28,23 @@ def token_sums(model: LoadedModel, condition: Any, tokens: Tensor, decoding: Dec
     `condition` is what the tokens were decoded with. The drafter is asked where `decoding` drafts with it. Raises
     `LogitsError` where target or drafter gives logits that are no numbers.
     """
-    target = model.target
-    forced = teacher_forced(target, condition, tokens, decoding.cfg_scale != 1)
-    is_drawn = target.forced(torch.arange(tokens.shape[1], device=tokens.device)) < 0
+    forced = teacher_forced(model.target, condition, tokens, decoding.cfg_scale != 1)
     q = None
     if model.drafter is not None and decoding.drafting_row.needs_drafter and not decoding.greedy:
-        drafts = drafter_logits_along(model.drafter, forced)
-        guided = torch.cat([guide(draft.cond, draft.uncond, decoding.cfg_scale) for draft in drafts], dim=1)
-        q = decoding_probabilities(guided, decoding)
-    rows, (cond, uncond) = [], (forced.logits.cond, forced.logits.uncond)
-    for image, x in enumerate(tokens):
-        of_image = cond[image], None if uncond is None else uncond[image], None if q is None else q[image]
-        rows.append(sums_of_image(*of_image, x, is_drawn, decoding))
-    return rows
+        q = drafted_along(model.drafter, forced, decoding)
+    return sums_along(model.target, forced, q, decoding)
 
 
-def sums_of_image(
+def sums_along(target: Target, forced: Forced, q: Tensor | None, decoding: Decoding) -> list[dict[str, Any]]:
+    """Return the rows of `token_sums` from the target's logits and the drafter's q [B, N - 1, V]."""
+    tokens, (cond, uncond, _) = forced.tokens, forced.logits
+    is_drawn = target.forced(torch.arange(tokens.shape[1], device=tokens.device)) < 0
+    uncond_rows, q_rows = ([None] * len(tokens) if rows is None else rows for rows in (uncond, q))
+    images = zip(cond, uncond_rows, q_rows, tokens, strict=True)
+    return [_sums_of_image(*image, is_drawn, decoding) for image in images]
+
+
+def _sums_of_image(
     cond: Tensor, uncond: Tensor | None, q: Tensor | None, tokens: Tensor, is_drawn: Tensor, decoding: Decoding
 ) -> dict[str, Any]:
     """Return the row of one image from its logits [N, V] and the drafter's q [N - 1, V] of all tokens but the first."""
