@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -19,6 +19,7 @@ from lantern_bench.certify.plan import CertificationPlan
 from lantern_bench.certify.tabular import g_tests, table_images, table_tokens
 from lantern_bench.certify.trials import Trial, audit_trials, certificate_trials, lossless_decodings
 from lantern_bench.clock import OnProgress, now
+from lantern_bench.config.plan import Prompt
 from lantern_bench.decoding.drafting import drafting_of
 from lantern_bench.decoding.loop import decode
 from lantern_bench.models.io.files import write_atomically
@@ -28,7 +29,6 @@ from lantern_bench.report.tables import frame, write_csv
 from lantern_bench.runs.devices import Compute, choose_compute, load_models, package_versions
 
 Tables: TypeAlias = dict[str, list[dict[str, Any]]]
-Models: TypeAlias = Mapping[str, LoadedModel]  # by dtype
 
 GREEDY = 8
 """Prompts whose greedy decoding is compared."""
@@ -36,18 +36,9 @@ _FIRST_IMAGES = 500  # of a broken rule on the tables; each further test has twi
 _CALIBRATION = 16  # tokens
 
 
-def run_trial(trial: Trial, plan: CertificationPlan, models: Models, level: float, on_share: Any) -> tables.TrialResult:
-    """Decode and test the images of a trial; of a broken one only until a p-value falls below `level`."""
-    run = _on_tables if not trial.dtype else _with_model
-    return run(trial, plan, models, level if trial.broken else 0.0, on_share)
-
-
-def _on_tables(
-    trial: Trial, plan: CertificationPlan, _models: Models, level: float, on_share: Callable[[float], None]
-) -> tables.TrialResult:
+def _on_tables(trial: Trial, seed: int, level: float, on_share: Callable[[float], None]) -> tables.TrialResult:
     """The G-tests of a trial."""
-    decoded, seed = 0, plan.resolved.settings.seed
-    tokens = torch.empty(0, table_tokens(trial.decoding), dtype=torch.int64)
+    decoded, tokens = 0, torch.empty(0, table_tokens(trial.decoding), dtype=torch.int64)
     while True:
         end = min(trial.images, max(_FIRST_IMAGES, 2 * decoded)) if trial.broken else trial.images
         more = table_images(trial.decoding, range(decoded, end), trial.rule, trial.drafting, seed)
@@ -58,21 +49,20 @@ def _on_tables(
             return tables.TrialResult(trial.setting, trial.broken, p_values, decoded, tokens.numel(), tv=tv)
 
 
-def _with_model(
-    trial: Trial, plan: CertificationPlan, models: Models, level: float, on_share: Callable[[float], None]
+def _on_model(
+    trial: Trial,
+    model: LoadedModel,
+    prompts: Sequence[Prompt],
+    seed: int,
+    level: float,
+    on_share: Callable[[float], None],
 ) -> tables.TrialResult:
     """The tests of whole images of a trial."""
-    model, decoding, batches, images = models[trial.dtype], trial.decoding, [], 0
+    decoding, batches, images = trial.decoding, [], 0
     depth = drafting_of(decoding, model.target).depth if decoding.drafts else 0
+    sampled, tolerance = (model, prompts, decoding, trial.images), whole_image.edge_tolerance(trial.dtype, decoding)
     for batch in whole_image.decoded_evidence(
-        model,
-        plan.prompts,
-        decoding,
-        trial.images,
-        tolerance=whole_image.edge_tolerance(trial.dtype, decoding),
-        seed=plan.resolved.settings.seed,
-        rule=trial.rule,
-        drafting=trial.drafting,
+        *sampled, tolerance=tolerance, seed=seed, rule=trial.rule, drafting=trial.drafting
     ):
         batches.append(batch)
         images += len(batch.starts)
@@ -85,32 +75,34 @@ def _with_model(
     return tables.TrialResult(trial.setting, trial.broken, p_values, images, tokens, edge, impossible)
 
 
-class _Models(dict[str, LoadedModel]):
-    """The model in the dtype of the run, and in float32, loaded when it is needed: there rounding moves few tokens."""
-
-    def __init__(self, plan: CertificationPlan, compute: Compute) -> None:
-        self._load = lambda dtype: load_models(plan.resolved, compute._replace(dtype=dtype))[plan.model]
-        super().__init__({compute.dtype_name: self._load(compute.dtype)})
-
-    def __missing__(self, dtype: str) -> LoadedModel:
-        self[dtype] = self._load(getattr(torch, dtype))
-        return self[dtype]
-
-
 class Certification:
     """The measurements of one plan."""
 
     def __init__(self, plan: CertificationPlan) -> None:
         self.plan, settings = plan, plan.resolved.settings
         self.compute: Compute = choose_compute(settings.device, settings.dtype, fast=True)
-        self.models = _Models(plan, self.compute)
-        self.loaded: LoadedModel = self.models[self.compute.dtype_name]
-        tree, cfg_default = model_of(plan.model).defaults.get("tree"), plan.resolved.cfg_defaults[plan.model]
+        self._models: dict[str, LoadedModel] = {}
         dtype = self.compute.dtype_name
+        self.loaded = self.model_in(dtype)
+        tree, cfg_default = model_of(plan.model).defaults.get("tree"), plan.resolved.cfg_defaults[plan.model]
         self._of_claims = [audit_trials(claim, plan.model, dtype, plan.samples) for claim in plan.claims]
         of_claims = list(itertools.chain.from_iterable(self._of_claims))
         self.trials = of_claims or certificate_trials(plan, tree, cfg_default, dtype)
         self._greedy = {} if plan.claims else lossless_decodings(tree, cfg_default, temperature=0)
+
+    def model_in(self, dtype: str) -> LoadedModel:
+        """Return the model in a dtype, loaded once."""
+        if dtype not in self._models:
+            compute = self.compute._replace(dtype=getattr(torch, dtype))
+            self._models[dtype] = load_models(self.plan.resolved, compute)[self.plan.model]
+        return self._models[dtype]
+
+    def run(self, trial: Trial, level: float, on_share: Callable[[float], None]) -> tables.TrialResult:
+        """Decode and test the images of a trial; of a broken one only until a p-value falls below `level`."""
+        level, seed = level if trial.broken else 0.0, self.plan.resolved.settings.seed
+        if not trial.dtype:
+            return _on_tables(trial, seed, level, on_share)
+        return _on_model(trial, self.model_in(trial.dtype), self.plan.prompts, seed, level, on_share)
 
     def prepare(self, on_progress: OnProgress) -> None:
         """Encode the prompts."""
@@ -157,7 +149,7 @@ class Certification:
             on_progress(description, (before + seconds * share) / total)
 
         for trial, seconds in zip(self.trials, self.seconds, strict=False):
-            results.append(run_trial(trial, self.plan, self.models, level, partial(progress, seconds)))
+            results.append(self.run(trial, level, partial(progress, seconds)))
             before += seconds
         if self.plan.claims:
             several, audited = iter(results), []

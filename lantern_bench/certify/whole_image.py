@@ -80,28 +80,7 @@ def evidence(
     `q` [B, N - 1, V]: the drafter's distributions of all tokens but the first. `starts`: where the steps of each image
     start. `tolerance`: see `edge_tolerance`.
     """
-    images, is_start = [], np.zeros(tuple(tokens.shape), dtype=bool)
-    earlier = torch.zeros_like(logits[0], dtype=torch.float64)
-    for image, positions in enumerate(starts):  # one after another: float64 over a vocabulary needs memory
-        image_q = None if q is None else q[image]
-        rows = logits[image], image_q, tokens[image], earlier
-        images.append(_of_image(*rows, decoding, tolerance))
-        earlier.scatter_add_(1, tokens[image, :, None], torch.ones_like(earlier))
-        is_start[image, list(positions)] = True
-    columns: list[NDArray[Any]] = [torch.stack(column).cpu().numpy() for column in zip(*images, strict=True)]
-    return Evidence(*columns, is_start, features=np.empty((len(tokens), 0)))
-
-
-def _of_image(
-    logits: Tensor,
-    q: Tensor | None,
-    tokens: Tensor,
-    earlier: Tensor,
-    decoding: Decoding,
-    tolerance: float,
-) -> tuple[Tensor, ...]:
-    """The columns [N] of `Evidence` but the last, of one image; `earlier` [N, V] counts tokens of other images."""
-    p, x = decoding_probabilities(logits, decoding).double(), tokens[:, None]
+    p, x = decoding_probabilities(logits, decoding).double(), tokens[..., None]
     if bool(broken_distributions(p).any()) or (q is not None and bool(broken_distributions(q).any())):
         raise LogitsError("a forward over finished images gives logits that are no numbers")
     passes, fails = _sure(logits, p, decoding, tolerance)
@@ -109,30 +88,35 @@ def _of_image(
     unsure = torch.where(passes, 0.0, wide).sum(dim=-1, keepdim=True)
     at_edge = unsure / (unsure + (1 - unsure) * math.exp(-tolerance))
     p = _restricted(p, passes)
-    p_x, outside, impossible = p.gather(1, x), ~passes.gather(1, x), fails.gather(1, x)
+    p_x, outside, impossible = p.gather(-1, x), ~passes.gather(-1, x), fails.gather(-1, x)
     minus_log = torch.where(p > 0, -p.log(), 0.0)
     lean, ratio = torch.zeros_like(p), torch.ones_like(p_x)
     if q is not None:
-        drafted = _restricted(q.double(), passes[1:])
-        lean[1:] = torch.where(p[1:] > 0, (drafted - p[1:]) / (drafted + p[1:]), 0.0)
-        ratio[1:] = torch.where(outside[1:], 1.0, drafted.gather(1, x[1:]) / p_x[1:])
+        drafted = _restricted(q.double(), passes[:, 1:])
+        lean[:, 1:] = torch.where(p[:, 1:] > 0, (drafted - p[:, 1:]) / (drafted + p[:, 1:]), 0.0)
+        ratio[:, 1:] = torch.where(outside[:, 1:], 1.0, drafted.gather(-1, x[:, 1:]) / p_x[:, 1:])
+    chosen = torch.zeros_like(p).scatter_(-1, x, 1.0)
     differences = []
-    for g in (minus_log, lean, earlier):
+    for g in (minus_log, lean, chosen.cumsum(dim=0) - chosen):
         mean = (p * g).sum(dim=-1, keepdim=True)
         variance = (p * (g - mean).square()).sum(dim=-1, keepdim=True)
-        differences += [torch.where(outside, 0.0, g.gather(1, x) - mean), torch.where(outside, 0.0, variance)]
+        differences += [torch.where(outside, 0.0, g.gather(-1, x) - mean), torch.where(outside, 0.0, variance)]
     columns = (*differences, ratio, at_edge, impossible, outside & ~impossible)
-    return tuple(column.squeeze(1) for column in columns)
+    is_start = np.zeros(tuple(tokens.shape), dtype=bool)
+    for image, positions in enumerate(starts):
+        is_start[image, list(positions)] = True
+    arrays: list[NDArray[Any]] = [column.squeeze(-1).cpu().numpy() for column in columns]
+    return Evidence(*[*arrays, is_start, np.empty((len(tokens), 0))])
 
 
 def _restricted(probabilities: Tensor, tokens: Tensor) -> Tensor:
-    """Return the distributions [N, V] restricted to `tokens` bool [N, V]; 0 where there are none."""
+    """Return distributions [..., V] restricted to `tokens` bool [..., V]; 0 where there are none."""
     restricted = torch.where(tokens, probabilities, 0.0)
     return restricted / restricted.sum(dim=-1, keepdim=True).clamp_min(torch.finfo(restricted.dtype).tiny)
 
 
 def _sure(logits: Tensor, p: Tensor, decoding: Decoding, tolerance: float) -> tuple[Tensor, Tensor]:
-    """Which tokens pass the filters, and which do not, whatever rounding does: bool as p [N, V]."""
+    """Which tokens pass the filters, and which do not, whatever rounding does: bool as p [..., V]."""
     if not decoding.top_k and decoding.top_p >= 1:
         return p > 0, p == 0
     strict_p, loose_p = p, p  # under a filter that is stricter, and under one that is looser

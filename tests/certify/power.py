@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lantern_bench.certify.plan import CertificationPlan, plan_certification
-from lantern_bench.certify.run import Certification, run_trial
+from lantern_bench.certify.run import Certification
 from lantern_bench.certify.tables import LEVEL, power_rows
 from lantern_bench.certify.tabular import table_model
 from lantern_bench.certify.trials import Trial
@@ -84,7 +84,7 @@ def main() -> None:
     for on_tables, model, most in ((True, table_model(), typed.table_images), (False, loaded, typed.model_images)):
         for trial, mistake in planted(trials, model, most, on_tables) if most else ():
             with mistake.patched():
-                result = run_trial(trial, certification.plan, certification.models, level, lambda _share: None)
+                result = certification.run(trial, level, lambda _share: None)
             rows += power_rows("lanterns", [result], level)
             print({key: rows[-1][key] for key in ("fault", "setting", "images", "decoded", "p_value")}, flush=True)
             write_csv(frame("power", rows), typed.out / "power.csv")
