@@ -208,7 +208,7 @@ def test_code_on_the_page_of_models_is_in_a_file() -> None:
 def test_readme_has_the_figures_of_the_reference_run() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     summary = pd.read_csv(ROOT / "results" / "reference" / "summary.csv")
-    for row in summary.itertuples():
+    for row in summary[summary["distance"].notna()].itertuples():  # greedy cells have none
         speedup = f"{row.speedup:.2f}x [{row.speedup_low:.2f}, {row.speedup_high:.2f}]"
         parameters = "" if pd.isna(row.parameters) else row.parameters
         assert f"| {row.method} | {parameters} | {speedup} | {row.mean_accepted_length:.2f} |" in readme
