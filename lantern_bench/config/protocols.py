@@ -34,7 +34,6 @@ class Protocol:
     clip_model: str | None = None  # as in `metrics.image_scorers.load_clip`
     clip_prefix: str = ""
     reference: str | None = None  # the default reference; None requires --reference
-    reference_pictures: int | None = None  # FID, precision and recall depend on it
 
 
 _ALL = (
@@ -46,7 +45,6 @@ _ALL = (
         features="lanterns-features",
         clip_model="lanterns-clip",
         reference="embedded",
-        reference_pictures=1024,
     ),
     Protocol(
         LANTERN_COCO,

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from lantern_bench.config.decoding import Decoding
-from lantern_bench.decoding.drafting.draft_method import Proposer
 from lantern_bench.decoding.protocol import Drafter, DrafterLogits, Logits, Target
 from lantern_bench.decoding.sampling import decoding_probabilities, guide
 
@@ -39,7 +38,9 @@ def teacher_forced(target: Target, condition: Any, tokens: Tensor, guided: bool)
 
 def drafter_logits_along(drafter: Drafter, forced: Forced) -> Iterator[DrafterLogits]:
     """Yield the drafter's logits of tokens 1 to N - 1, one after the other, fed the true features (n = 1)."""
-    tokens, features = forced.tokens, _features(forced)
+    tokens = forced.tokens
+    # The features that predicted each of the tokens.
+    features = torch.cat([forced.prefix.features[:, -1:], forced.logits.features[:, :-1]], dim=1)
     session = drafter.session(len(tokens), forced.prefix.uncond is not None, 1)
     ones = torch.ones(len(tokens), dtype=torch.int64, device=tokens.device)
     session.prefill(forced.condition, forced.prefix.features)
@@ -53,19 +54,3 @@ def drafted_along(drafter: Drafter, forced: Forced, decoding: Decoding) -> Tenso
     drafts = drafter_logits_along(drafter, forced)
     guided = torch.cat([guide(draft.cond, draft.uncond, decoding.cfg_scale) for draft in drafts], dim=1)
     return decoding_probabilities(guided, decoding)
-
-
-def proposer_at(drafter: Drafter, forced: Forced, positions: Tensor, nodes: int, decoding: Decoding) -> Proposer:
-    """Return the drafter of a step behind `positions` int64 [B] (at least 1) tokens that extends at most `nodes` nodes.
-
-    Its cache holds committed tokens and true features only.
-    """
-    tokens, most = forced.tokens, int(positions.max())
-    session = drafter.session(len(tokens), forced.prefix.uncond is not None, nodes)
-    session.prefill(forced.condition, forced.prefix.features)
-    return Proposer(session, decoding, tokens[:, :most], _features(forced)[:, :most], positions)
-
-
-def _features(forced: Forced) -> Tensor:
-    """Return the features [rows, N, width] that predicted each of the tokens."""
-    return torch.cat([forced.prefix.features[:, -1:], forced.logits.features[:, :-1]], dim=1)

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from lantern_bench.config.decoding import Decoding
+from lantern_bench.decoding.drafting.draft_method import Proposer
 from lantern_bench.decoding.loop import decode
-from lantern_bench.decoding.sampling import decoding_probabilities, guide
-from lantern_bench.decoding.teacher_forcing import drafter_logits_along, proposer_at, teacher_forced
+from lantern_bench.decoding.sampling import guide
+from lantern_bench.decoding.teacher_forcing import drafted_along, teacher_forced
 from lantern_bench.models.lanterns import HELD_OUT, Lanterns
 from lantern_bench.models.loaded_model import LoadedModel
 
@@ -32,20 +33,11 @@ def test_forced_logits_and_drafts_are_those_of_decoding(model: LoadedModel) -> N
     logits = guide(forced.logits.cond, forced.logits.uncond, 1.5)
     torch.testing.assert_close(logits, torch.stack([image.logits for image in images]), atol=1e-3, rtol=0)
 
-    along = [
-        guide(drafts.cond, drafts.uncond, 1.5)[:, 0].clone() for drafts in drafter_logits_along(model.drafter, forced)
-    ]
-    assert len(along) == LENGTH - 1
-    positions = torch.tensor([1, 9])
-    proposer = proposer_at(model.drafter, forced, positions, 4, decoding)
-    for image, position in enumerate(positions.tolist()):
-        q = decoding_probabilities(along[position - 1][image], decoding)
-        torch.testing.assert_close(proposer.root_q[image, 0], q, atol=1e-3, rtol=0)
-    # The drafter goes on from there as in a step: an extension is behind each position, not behind the longest image.
-    zero = torch.zeros(2, 1, dtype=torch.int64)
-    deeper = proposer.extend(zero, zero, torch.ones(2, 1, 1, dtype=torch.bool)).clone()
-    first = teacher_forced(model.target, model.condition(CAPTIONS[:1]), tokens[:1], True)
-    alone = proposer_at(model.drafter, first, positions[:1], 4, decoding)
-    again = alone.extend(zero[:1], zero[:1], torch.ones(1, 1, 1, dtype=torch.bool))
-    torch.testing.assert_close(deeper[:1], again, atol=1e-3, rtol=0)
-    assert not proposer.broken.any()
+    q = drafted_along(model.drafter, forced, decoding)
+    for position in (1, 9):  # the drafter of a step that begins behind so many tokens
+        session = model.drafter.session(2, True, 1)
+        session.prefill(condition, forced.prefix.features)
+        features = torch.cat([forced.prefix.features[:, -1:], forced.logits.features[:, : position - 1]], dim=1)
+        proposer = Proposer(session, decoding, tokens[:, :position], features, torch.full((2,), position))
+        torch.testing.assert_close(proposer.root_q[:, 0], q[:, position - 1], atol=1e-3, rtol=0)
+        assert not proposer.broken.any()
