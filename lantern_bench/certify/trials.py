@@ -33,7 +33,6 @@ _FILTERED: dict[str, Any] = {"temperature": 0.9, "top_k": 3, "cfg_scale": 1.5}
 _NARROW: dict[str, Any] = {"top_k": 3}
 _SIBLINGS = {"tree": ((0,), (1,), (2,))}
 _WIDE = 16  # tokens of a window
-_REDUCED_DIVISOR = 4  # filtered cells, deterministic drafts and chains get this part of the images
 _BROKEN_FACTOR = 8  # until a broken rule is rejected, at most this many times the images are decoded
 
 
@@ -77,12 +76,7 @@ def _model_trials(plan: CertificationPlan, tree: Any, cfg_default: float, dtype:
         words = "".join(f", {key.replace('_', '-')} {value:g}" for key, value in filters.items())
         is_narrow = filters is _NARROW
         for setting, decoding in lossless_decodings(tree, cfg_default, siblings=is_narrow, **common, **filters).items():
-            # A branching tree shows more than a chain.
-            shows_much = decoding.branches or (decoding.rule_row.chains and bool(decoding.paths))
-            has_all = filters != run_filters and shows_much and decoding.drafting_row.sampled
-            is_reduced = plan.is_thorough and not has_all
-            images = -(-plan.samples // _REDUCED_DIVISOR) if is_reduced else plan.samples
-            yield Trial(setting + words, decoding, images, "float32" if is_narrow else dtype)
+            yield Trial(setting + words, decoding, plan.samples, "float32" if is_narrow else dtype)
 
 
 def audit_trials(claim: Claim, model: str, dtype: str, samples: int) -> list[Trial]:

@@ -190,25 +190,22 @@ class GraphedProgram:
         if graph is None:
             if not self._warm:
                 return self._warm_up(self._copies)
-            if not self._captures or (graph := self._capture(self._copies)) is None:
+            is_captured = self._engine.graphs and self._run is not self._plain
+            if not is_captured or (graph := self._capture(self._copies)) is None:
                 return self._run(*self._copies)
         graph.replay()
         return self._result
 
-    @property
-    def _captures(self) -> bool:
-        return self._engine.graphs and self._run is not self._plain
-
     def _warm_up(self, arguments: tuple[Any, ...]) -> Any:
         """Run on a side stream, as CUDA graph capture requires."""
+        from torch._dynamo.exc import TorchDynamoException
+
         stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             try:
                 result = self._run(*arguments)
-            except Exception as error:
-                if not _is_of_compiler(error):
-                    raise
+            except TorchDynamoException as error:
                 # The compiler fails before anything has run: no state has changed.
                 self._engine.fall_back("compiling", "uncompiled", error)
                 self._run = self._plain
@@ -230,7 +227,9 @@ class GraphedProgram:
             except Exception as error:
                 torch.cuda.set_stream(before)  # a failed capture can leave its own stream
                 self._engine.graphs = False
-                self._engine.fall_back("capture", "without CUDA graphs", _first_cause(error))
+                # The error that ends a capture does not say what failed inside it.
+                cause = error.__context__ if isinstance(error.__context__, Exception) else error
+                self._engine.fall_back("capture", "without CUDA graphs", cause)
                 return None
         self._graph = graph
         return graph
@@ -238,17 +237,6 @@ class GraphedProgram:
 
 def _copy(leaf: Any) -> Any:
     return leaf.clone(memory_format=torch.contiguous_format) if isinstance(leaf, Tensor) else leaf
-
-
-def _is_of_compiler(error: Exception) -> bool:
-    from torch._dynamo.exc import TorchDynamoException
-
-    return isinstance(error, TorchDynamoException)
-
-
-def _first_cause(error: Exception) -> Exception:
-    """What failed inside a capture: the error that then ends the capture names no cause."""
-    return error.__context__ if isinstance(error.__context__, Exception) else error
 
 
 def compiler_problem(device: torch.device) -> str | None:
