@@ -27,7 +27,7 @@ from PIL import Image, UnidentifiedImageError
 from lantern_bench import __version__
 from lantern_bench.config.paper import read_paper
 from lantern_bench.errors import UserError
-from lantern_bench.methods.tables import METRICS, OF_IMAGES, ON_CURVES
+from lantern_bench.methods.tables import METRICS, OF_IMAGES
 from lantern_bench.models.io.files import write_atomically
 from lantern_bench.report import curves
 from lantern_bench.report.curves import SPEEDS, Chart, Styles, Tables, stack_runs
@@ -35,7 +35,7 @@ from lantern_bench.report.format_tables import format_figure, head_of, readable,
 from lantern_bench.report.labels import GROUPINGS, CellKey, cell_key, labels
 from lantern_bench.report.records import CellRecords, Row, load_runs, run_cells
 from lantern_bench.report.reproduction import comparability, reproduction_rows, side_by_side, sources
-from lantern_bench.report.tables import OUTSIDE, frame, sort_scores
+from lantern_bench.report.tables import frame, sort_scores
 from lantern_bench.runs.records import rows_of
 from lantern_bench.runs.store import NO_SPEED, PICTURES_LEFT_OUT, RunData, disturbance
 from lantern_bench.schema import columns
@@ -59,7 +59,6 @@ def render(runs: Mapping[str, RunData], home: Path) -> str:
     from plotly.offline import get_plotlyjs
 
     tables = {name: curves.curve_tables(run) for name, run in runs.items()}
-    warnings = {name: text for name, run in runs.items() if (text := _speed_warning(run))}
     records = {
         (name, str(cell.columns["model"]), cell.cell_id): cell for name, run in runs.items() for cell in run_cells(run)
     }
@@ -79,8 +78,7 @@ def render(runs: Mapping[str, RunData], home: Path) -> str:
         cells=cells,
         figures={figure: title for figure, (title, _) in _FIGURES.items()},
         pictures=pictures,
-        warnings=[text if len(runs) == 1 else f"{name}: {text}" for name, text in warnings.items()],
-        highlights=highlights(shown, cells, warnings),
+        warnings=[f"{name}: {text}" for name, run in runs.items() if (text := _speed_warning(run))],
         summary=summary(shown, tables),
         runs=[run_facts(name, run, tables[name]) for name, run in runs.items()],
         data=_plain({"cells": cells, "figures": _figures(tables, numbers), "metrics": _METRICS, **pictures}),
@@ -348,50 +346,6 @@ def summary(cells: pd.DataFrame, tables: Mapping[str, Tables]) -> Plain:
     notes = [note for of_run in tables.values() for note in readable(of_run["summary"], "summary").notes]
     rows = list(zip(cells["number"], protocols, zip(*entries, strict=True), strict=True))
     return {"heads": heads, "rows": rows, "notes": list(dict.fromkeys(notes))}
-
-
-def highlights(cells: pd.DataFrame, shown: Sequence[Plain], warnings: Mapping[str, str]) -> list[Plain]:
-    """Return the best cell for speedup, accepted length and a quality figure, and how sure that is.
-
-    Cells whose figures read the same are a tie. `warnings` has the runs whose speed could not be measured.
-    """
-    quality = [name for name in reversed(ON_CURVES) if name != "distance" and worth_showing(cells, name)][:1]
-    titles = {"speedup": "fastest", "mean_accepted_length": "longest steps"}
-    titles |= {name: f"best pictures by {METRICS[name].heading}" for name in quality}
-    tiles = []
-    for name in (name for name in titles if worth_showing(cells, name)):
-        values = cells[name].astype(float)
-        best = cells.iloc[int(values.argmin() if _is_lower_better(name) else values.argmax())]
-        number, is_busy = int(best["number"]), name == "speedup" and best["run"] in warnings
-        figure = _figure(name, float(best[name]), best.get(f"{name}_low"), best.get(f"{name}_high"))
-        equal = cells[[format_figure(name, float(value)) == figure["value"] for value in values]]["number"].nunique()
-        tile: Plain = {"title": titles[name], "remark": NO_SPEED if is_busy else _how_sure(cells, best, name)}
-        if name == "speedup" and pd.notna(best.get("distance")):
-            tile["remark"] += f"; distance from the target {format_figure('distance', float(best['distance']))}"
-        if equal > 1:
-            tile |= {"name": f"{equal} cells tie", "cell": None, "remark": "no cell is ahead"}
-            figure["interval"] = ""
-        tiles.append({"name": shown[number]["name"], "cell": number, **tile, **figure})
-    return tiles
-
-
-def _how_sure(table: pd.DataFrame, best: pd.Series, name: str) -> str:
-    """How the best quality figure compares with AR, or whether other cells' speed reaches it, in words."""
-    if name not in SPEEDS and best["mode"] == "ar":
-        return "AR itself"
-    if pd.notna(best.get(f"{name}_vs_ar_p")):
-        p_value = float(best[f"{name}_vs_ar_p"])
-        return f"{best[f'{name}_vs_ar']:+.3g} against AR over the same prompts, p = {p_value:.2g}"
-    if pd.notna(best.get(f"{name}_verdict")):
-        is_outside = best[f"{name}_verdict"] == OUTSIDE
-        return "outside AR's own spread" if is_outside else "no shift from AR is detected at so many images"
-    if pd.isna(best.get(f"{name}_low")):
-        return "one value a cell, without an interval"
-    others = table[table["number"] != best["number"]]
-    reaching = others.loc[others[f"{name}_high"] >= best[f"{name}_low"], "cell_id"].nunique()
-    if not reaching:
-        return "no other cell's 95 % interval reaches it"
-    return f"the 95 % intervals of {reaching} other {'cell' if reaching == 1 else 'cells'} reach it"
 
 
 def _entries(table: pd.DataFrame, name: str, good: str) -> list[Plain]:
