@@ -15,7 +15,7 @@ import os
 import re
 import string
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -208,8 +208,8 @@ def _hover(chart: Chart, row: pd.Series) -> str:
 
 # ---- Pictures and maps
 
-PICTURES = 6_000
-"""Most pictures of a page: with more, browsers get slow, and the thumbnails exceed their budget."""
+PICTURES = 4_000
+"""Most pictures of a page: with more, browsers get slow."""
 
 _READ = [
     "prompt", "repeat", "order_index", "record_key", "image", "seconds", "tokens", "drafting", "start_per_step",
@@ -230,7 +230,7 @@ def _pictures(runs: Mapping[str, RunData], records: Mapping[CellKey, CellRecords
     sides = {grid_side(cell.completed) for cell in cells if len(cell.completed)}
     grid = sides.pop() if len(sides) == 1 else None
     scores = {name: _image_scores(run) for name, run in runs.items()}
-    thumbnails: dict[Any, int] = {}
+    thumbnails: dict[str, int] = {}
     pictures = []
     for row in rows_of(drawn[drawn["prompt"].isin(prompts)]):
         run, steps = keys[row["cell"]][0], row["committed_per_step"] or ()
@@ -249,7 +249,7 @@ def _pictures(runs: Mapping[str, RunData], records: Mapping[CellKey, CellRecords
             }
         )  # fmt: skip
     return {
-        "prompts": prompts, "pictures": pictures, "thumbs": encode_thumbnails(thumbnails), "grid": grid,
+        "prompts": prompts, "pictures": pictures, "thumbs": list(thumbnails), "grid": grid,
         "left_out": len(counts) - len(prompts),
     }  # fmt: skip
 
@@ -291,34 +291,17 @@ def grid_side(rows: pd.DataFrame) -> int | None:
     return side if side and sizes == {side * side} else None
 
 
-Thumbnail: TypeAlias = tuple[tuple[int, int], bytes]  # width and height, and the pixels
-_SIDE = 128  # its longest, in pixels
-_BUDGET = 5_000_000  # bytes of all thumbnails of a page together, as base64 text
-
-
-def thumbnail(picture: Path) -> Thumbnail | None:
-    """Return a picture made small; None when the file is missing or no picture."""
+def thumbnail(picture: Path) -> str | None:
+    """Return a picture made small, as base64 of a WebP file; None when the file is missing or no picture."""
+    content = io.BytesIO()
     try:
         with Image.open(picture) as opened:
             small = opened.convert("RGB")
-            small.thumbnail((_SIDE, _SIDE), Image.Resampling.LANCZOS)
+            small.thumbnail((128, 128), Image.Resampling.LANCZOS)
+            small.save(content, "WEBP", quality=70)
     except (OSError, UnidentifiedImageError):
         return None
-    return small.size, small.tobytes()
-
-
-def encode_thumbnails(thumbnails: Iterable[Thumbnail], budget: int = _BUDGET) -> list[str]:
-    """Return thumbnails as base64 of WebP files, within `budget` if possible."""
-    texts: list[str] = []
-    for quality in (90, 82, 70, 55, 40, 25):
-        texts = []
-        for size, pixels in thumbnails:
-            content = io.BytesIO()
-            Image.frombytes("RGB", size, pixels).save(content, "WEBP", quality=quality, method=4)
-            texts.append(base64.b64encode(content.getvalue()).decode("ascii"))
-        if sum(map(len, texts)) <= budget:
-            break
-    return texts
+    return base64.b64encode(content.getvalue()).decode("ascii")
 
 
 # ---- The tables of the page: the summary, published figures, settings, machine
@@ -368,15 +351,14 @@ def _entries(table: pd.DataFrame, name: str, good: str) -> list[Plain]:
         # By definition, or of one prompt many times, nothing is uncertain.
         ends = [] if pd.isna(low) or pd.isna(high) or low == high == value else [low, high]
         bar = [(end - lowest) / (highest - lowest) for end in (*ends, value)] if ends and highest > lowest else None
-        text = _figure(name, int(value) if not good else value, *(ends or (None, None)))
-        entries.append(text | {"order": value, "bar": bar, "best": is_alone and value == best})
+        text, bracket, interval = format_figure(name, int(value) if not good else value, *ends).partition(" [")
+        entries.append(
+            {
+                "value": text, "interval": bracket.strip() + interval, "order": value, "bar": bar,
+                "best": is_alone and value == best,
+            }
+        )  # fmt: skip
     return entries
-
-
-def _figure(name: str, value: float, low: Any, high: Any) -> Plain:
-    """A figure and its interval as text."""
-    text, bracket, interval = format_figure(name, value, low, high).partition(" [")
-    return {"value": text, "interval": bracket.strip() + interval}
 
 
 def run_facts(name: str, data: RunData, tables: Tables) -> Plain:
