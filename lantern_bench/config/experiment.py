@@ -61,11 +61,6 @@ class ResolvedExperiment:
     cells: tuple[Cell, ...]
     cfg_defaults: Mapping[str, float]  # the models' own guidance scales, for the ids
 
-    @property
-    def is_relaxed(self) -> bool:
-        """Whether any cell has a relaxed rule."""
-        return any(not cell.decoding.rule_row.lossless for cell in self.cells)
-
     def to_dict(self) -> dict[str, Any]:
         """Return the content of an experiment file that resolves to the same cells."""
         values = self.settings.model_dump(mode="json", exclude_none=True)

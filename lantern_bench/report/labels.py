@@ -35,7 +35,6 @@ FAMILY = (
 """Columns that tell cells apart; without a parameter they name the family in which that parameter varies."""
 
 _COLOURS = {name: mode.colour for name, mode in MODES.items() if mode.colour}
-_CATEGORIES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 # Nine and four have no common divisor: marker and line repeat together after 36 cells only.
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<")
 _LINES = ("-", "--", "-.", ":")
@@ -133,13 +132,10 @@ def styles(table: pd.DataFrame, by: str = "mode") -> dict[CellKey, Style]:
 def _colours(values: pd.Series, by: str) -> list[str]:
     if by == "mode":
         return [_COLOURS.get(value, "#CC79A7") for value in values]
-    distinct = sorted(values.dropna().unique())
-    colours: dict[Any, str] = dict(zip(distinct, cycle(_CATEGORIES), strict=False))
-    if by != "tree":
-        from matplotlib import colormaps
-        from matplotlib.colors import to_hex
+    from matplotlib import colormaps
+    from matplotlib.colors import to_hex
 
-        # Without its palest part, which does not print; no shade is near the grey of cells without the value.
-        shades = colormaps["plasma"].resampled(len(distinct) + 1)
-        colours = {value: to_hex(shades(place)) for place, value in enumerate(distinct)}
-    return [colours.get(value, "#767676") for value in values]
+    distinct = sorted(values.dropna().unique())
+    # Without its palest part, which does not print; no shade is near the grey of cells without the value.
+    shades = colormaps["plasma"].resampled(len(distinct) + 1)
+    return ["#767676" if pd.isna(value) else to_hex(shades(distinct.index(value))) for value in values]
