@@ -23,7 +23,7 @@ FORMATS = {
     "speedup_error": ("{:+.1%}", ""),
     "speedup_difference": ("{:+.2f}", "x"),
     **dict.fromkeys(("mean_accepted_length", "mal_uncut", "accepted_drafts", "step_compression"), ("{:.2f}", "")),
-    **{metric.name: (metric.form, "") for metric in METRICS.values()},
+    **{metric.name: (f"{{:{metric.digits}}}", "") for metric in METRICS.values()},
     **dict.fromkeys(("acceptance_rate", "rate"), ("{:.3f}", "")),
     **dict.fromkeys(("target_forwards", "drafter_forwards"), ("{:.1f}", "")),
     "fid_infinity": ("{:.2f}", ""),

@@ -168,8 +168,8 @@ def to_plotly(chart: Chart, styles: Styles, numbers: Numbers) -> Plain:
         trace: Plain = {
             "name": curves.line_label(rows), "x": chart.x_values(rows), "y": rows[chart.y].astype(float).tolist(),
             "customdata": [numbers[cell_key(row)] for _, row in rows.iterrows()],
-            "hovertext": [_hover(chart, row) for _, row in rows.iterrows()],
-            "hovertemplate": "%{hovertext}<extra></extra>",
+            "hovertext": rows["label"].tolist(),
+            "hovertemplate": "<b>%{hovertext}</b><br>%{x}, %{y:.4g}<extra></extra>",
             "mode": "lines+markers" if chart.joined else "markers",
             "opacity": 0.5 if is_hollow else 1.0,
             "marker": {"symbol": [_SYMBOLS[style.marker] + "-open" * is_hollow for style in row_styles], "size": 8},
@@ -194,16 +194,6 @@ def to_plotly(chart: Chart, styles: Styles, numbers: Numbers) -> Plain:
         layout["shapes"] = [line | {"line": {"dash": "dot", "width": 1, "color": "#888888"}}]
     title = f"{chart.y_title} against {chart.x_title}".replace("\n", " ").replace(f" ({curves.INTERVAL})", "")
     return {"name": chart.name, "title": title, "data": traces, "layout": layout}
-
-
-def _hover(chart: Chart, row: pd.Series) -> str:
-    """The label of a point and its figures."""
-    lines = [f"<b>{row['label']}</b>"]
-    for name, title in ((chart.x, chart.x_title), (chart.y, chart.y_title)):
-        value = row[name] if isinstance(row[name], str) else float(row[name])
-        figure = format_figure(name, value, row.get(f"{name}_low"), row.get(f"{name}_high"))
-        lines.append(f"{title.partition(',')[0].partition(' (')[0]}: {figure}")
-    return "<br>".join([*lines, *(["dominated"] if row.get("dominated", False) else [])])
 
 
 # ---- Pictures and maps
@@ -343,7 +333,7 @@ def _entries(table: pd.DataFrame, name: str, good: str) -> list[Plain]:
     # A tie has no winner, nor has what is 0 by definition in many cells.
     is_ranked = bool(good) and (name not in METRICS or METRICS[name].against_ar != "none")
     is_alone = is_ranked and (values == format_figure(name, best)).sum() == 1
-    entries = []
+    entries: list[Plain] = []
     for value, low, high in figures.itertuples(index=False):
         if pd.isna(value):
             entries.append({"value": "", "interval": "", "order": None, "bar": None, "best": False})
