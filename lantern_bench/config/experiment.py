@@ -19,11 +19,8 @@ from lantern_bench.config.yaml_source import Location, Source, read_source
 from lantern_bench.errors import RefusedError, UserError, did_you_mean
 from lantern_bench.methods.tables import MODES, PARAMETERS, RULES, has_parameter, owners_of
 
-ModelDefaults: TypeAlias = Mapping[str, Mapping[str, Any]]
-"""The decoding values that models suggest, by model."""
-
-MOST_CELLS = 1_000
-"""Larger grids need `--yes`."""
+ModelDefaults: TypeAlias = Mapping[str, Mapping[str, Any]]  # the decoding values that models suggest, by model
+MOST_CELLS = 1_000  # larger grids need `--yes`
 
 # Keys that do not change the images, up to rounding.
 _NOT_RUN = ("name", "description", "paper", "protocol", "reference", "metrics", "processes", "threads", "pool_devices")

@@ -112,9 +112,6 @@ def _is_inside(features: Tensor, manifold: Tensor, neighbours: int) -> NDArray[n
     return torch.cat(inside).numpy()
 
 
-# ---- The figures of a cell
-
-
 def measurable(n: int, reference: FeatureSet, extractor: Extractor) -> tuple[list[str], list[str]]:
     """Return the metrics that n pictures (of the smaller set) allow, and why others cannot be measured."""
     names: list[str] = []
@@ -174,8 +171,6 @@ def measure_sets(sets: FeatureSets, extractor: Extractor, manifold: FeatureSets 
     return SetFigures(columns, of_images, notes)
 
 
-# ---- FID-infinity: extrapolated to infinitely many pictures, since FID of few pictures is biased upwards
-
 _LEVEL = 0.95
 _SIZES = 15  # of subsets
 
@@ -183,7 +178,7 @@ _SIZES = 15  # of subsets
 def fid_infinity(
     features: Tensor, reference: FeatureSet, rng: np.random.Generator
 ) -> tuple[dict[str, float | None], list[str]]:
-    """Extrapolate the FID of pictures with these features [n, width] (arXiv 1911.07023); columns and notes.
+    """Extrapolate FID, which few pictures bias upwards, to infinitely many (arXiv 1911.07023); columns and notes.
 
     The interval is that of the intercept of the least-squares line; it is too narrow, since subsets share pictures.
     """

@@ -31,8 +31,6 @@ from lantern_bench.runs.records import rows_of
 from lantern_bench.runs.store import RunData
 from lantern_bench.schema import CELL_COLUMNS
 
-# ---- Devices
-
 _Rate = Annotated[float, Field(gt=0, allow_inf_nan=False, description="must be a number above 0")]
 _Share = Annotated[float, Field(gt=0, le=1, description="must be above 0 and at most 1")]
 _Time = Annotated[float, Field(ge=0, allow_inf_nan=False, description="must be a number of at least 0")]
@@ -101,9 +99,6 @@ def find_device(name: str) -> Device:
         raise
 
 
-# ---- Software: how many kernels a program has
-
-
 class Stack(NamedTuple):
     """The kernels of a step under one kind of software."""
 
@@ -119,13 +114,11 @@ class Stack(NamedTuple):
     fixed: bool  # shapes are fixed, and guidance comes before the head, which is float32 (docs/engine.md)
 
 
+# This package's compiled programs, and eager code as it is published.
 STACKS: dict[str, Stack] = {
     "compiled": Stack(17.5, 17, 22, 10, 0, 16, 9, 0, 0.5, fixed=True),
     "eager": Stack(49, 18, 56, 15, 3, 0, 9, 8, 4, fixed=False),
 }
-"""This package's compiled programs, and eager code as it is published."""
-
-# ---- Work of the programs of a step
 
 
 class Work(NamedTuple):
@@ -208,9 +201,6 @@ def verify_work(setting: Setting, draft: Draft, committed: float, stack: Stack) 
     walked = draft.depth + 1 if stack.fixed else committed
     kernels = stack.verify + stack.rank * draft.fanout + stack.walk * walked + stack.keep * setting.sizes.layers
     return _logits(setting, draft.nodes if stack.fixed else walked, 4 + 2 * draft.fanout, kernels)
-
-
-# ---- Seconds
 
 
 class Seconds(NamedTuple):

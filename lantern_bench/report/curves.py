@@ -30,16 +30,13 @@ if TYPE_CHECKING:
 
 # ---- The data behind the curves
 
-Tables: TypeAlias = Mapping[str, pd.DataFrame]
-"""The tables of one run by name, as `curve_tables` returns them."""
-
+Tables: TypeAlias = Mapping[str, pd.DataFrame]  # of one run by name, as `curve_tables` returns them
 Styles: TypeAlias = Mapping[CellKey, Style]
 
 SPEEDS = {"speedup": "speedup over AR", "mean_accepted_length": "mean accepted length (incl. bonus token)"}
 """What a speed-quality curve has on its horizontal axis."""
 
-INTERVAL = "95 % interval"
-"""In the titles of axes: what whiskers are."""
+INTERVAL = "95 % interval"  # what whiskers are, in the titles of axes
 
 
 def curve_tables(run: RunData) -> dict[str, pd.DataFrame]:
@@ -240,8 +237,7 @@ def whiskers(rows: pd.DataFrame, name: str) -> list[list[float]] | None:
 
 # ---- Their pictures and files
 
-WIDTHS = {"one": 3.3, "two": 6.9}
-"""Inches of one column and of two in a paper."""
+WIDTHS = {"one": 3.3, "two": 6.9}  # inches of one column and of two in a paper
 
 # Without dates, versions and random ids equal curves are equal files.
 _METADATA: dict[str, dict[str, None]] = {

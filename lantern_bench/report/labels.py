@@ -15,16 +15,12 @@ import pandas as pd
 from lantern_bench.methods.parameters import SAMPLING
 from lantern_bench.methods.tables import METHOD_PARAMETERS, MODES, PARAMETERS, RULES
 
-CellKey: TypeAlias = tuple[str, str, str]
-"""Run, model, cell id."""
-
-CELL = ["run", "model", "cell_id"]  # the columns of a `CellKey`
+CELL = ["run", "model", "cell_id"]
+CellKey: TypeAlias = tuple[str, str, str]  # the values of these columns
 
 BOUNDS = {name: parameter.symbol for name, parameter in PARAMETERS.items() if parameter.symbol}
-"""Labels of the bounds of relaxed rules."""
 
-GROUPINGS = ("mode", *BOUNDS, "tree", "temperature")
-"""Values of --by: what the colours of curves stand for."""
+GROUPINGS = ("mode", *BOUNDS, "tree", "temperature")  # values of --by
 
 _SAMPLING = ("temperature", "cfg_scale", "top_k", "top_p", "batch", "seed_set")
 

@@ -198,8 +198,7 @@ def to_plotly(chart: Chart, styles: Styles, numbers: Numbers) -> Plain:
 
 # ---- Pictures and maps
 
-PICTURES = 4_000
-"""Most pictures of a page: with more, browsers get slow."""
+PICTURES = 4_000  # of a page; with more, browsers get slow
 
 _READ = [
     "prompt", "repeat", "order_index", "record_key", "image", "seconds", "tokens", "drafting", "start_per_step",

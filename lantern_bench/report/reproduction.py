@@ -135,9 +135,6 @@ def device_in_words(manifest: Mapping[str, Any]) -> str:
     return f"{name or 'a CPU'}, {manifest.get('threads', '?')} threads"
 
 
-# ---- The comparison formatted for people
-
-
 def side_by_side(table: pd.DataFrame) -> pd.DataFrame:
     """Return text: a line for each row of the paper and the cell beside it; without a paper, for each cell."""
     published = table[table["paper_row"].notna()]

@@ -30,7 +30,6 @@ _SEEN = 1.0 + 0.8416 / 1.9600
 NEEDS_PROCESSES = (
     "no interval of speed: needs 3 processes that share the images (lantern-bench sweep ... --processes 5 --no-resume)"
 )
-"""Note on a figure of seconds without an interval."""
 
 
 class Interval(NamedTuple):
