@@ -65,10 +65,8 @@ class ResolvedExperiment:
         values["batch"] = values["batch"] if len(self.settings.batch) > 1 else self.settings.batch[0]
         # Each decoding once: `batch` lists the batch sizes.
         cells = {cell.prefix + cell.decoding.cell_id: cell for cell in self.cells}.values()
-        if len(self.settings.model) > 1:
-            values["cells"] = [{"model": cell.model, **cell.decoding.settings()} for cell in cells]
-        else:
-            values["cells"] = [cell.decoding.settings() for cell in cells]
+        several = len(self.settings.model) > 1
+        values["cells"] = [({"model": cell.model} if several else {}) | cell.decoding.settings() for cell in cells]
         return values
 
     @cached_property

@@ -264,10 +264,9 @@ def draw_curves(
     """
     from matplotlib import rc_context
 
-    if by not in GROUPINGS:
-        raise UserError(f"--by {by}: must be one of {', '.join(GROUPINGS)}")
-    if width not in WIDTHS:
-        raise UserError(f"--width {width}: must be one of {', '.join(WIDTHS)}")
+    for flag, value, choices in (("by", by, GROUPINGS), ("width", width, WIDTHS)):
+        if value not in choices:
+            raise UserError(f"--{flag} {value}: must be one of {', '.join(choices)}")
     tables: dict[str, Tables] = {name: curve_tables(run) for name, run in load_runs(runs, tables_suffice=True).items()}
     tables = choose_cells(tables, cells) if cells else tables
     cell_styles = run_styles(tables, by)

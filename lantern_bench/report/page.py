@@ -359,10 +359,9 @@ def run_facts(name: str, data: RunData, tables: Tables) -> Plain:
     experiment = dict(manifest.get("experiment") or {})
     paper = read_paper(experiment.get("paper"))
     names = ("model", "prompts", "images", "repeats", "seed", "batch", "metrics", "compile")
-    settings = {name: experiment[name] for name in names if experiment.get(name) is not None}
-    if manifest.get("started"):
-        settings |= {"started": manifest["started"], "ended": manifest.get("ended") or "not ended"}
-        settings["sessions"] = len(manifest.get("sessions") or ())
+    settings = {name: experiment.get(name) for name in names}
+    settings |= {name: manifest.get(name) for name in ("started", "ended")}
+    settings["sessions"] = len(manifest.get("sessions") or ()) or None
     rows = [row for row in reproduction_rows(tables, paper) if row.get("published") is not None] if paper else []
     published = frame("reproduction", rows)
     weights = (manifest.get("key") or {}).get("weights") or {}

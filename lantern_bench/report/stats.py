@@ -189,11 +189,6 @@ class Timing(NamedTuple):
     of_processes: float | None
     freedom: float
 
-    @property
-    def of_prompts(self) -> float:
-        """The variance of the logarithm that comes from the choice of prompts."""
-        return float(self.influence.var(ddof=1)) / self.influence.size
-
 
 def timing(images: pd.DataFrame) -> Timing:
     """Return sum over sum of images, with the variances of its logarithm; at least one image.
@@ -239,7 +234,7 @@ def repeat_interval(measured: Timing) -> Interval:
     if measured.of_processes is None:
         return Interval(measured.value, note=NEEDS_PROCESSES)
     upper = (1.0 + _LEVEL) / 2.0
-    half = t.ppf(upper, measured.influence.size - 1) ** 2 * measured.of_prompts
+    half = t.ppf(upper, measured.influence.size - 1) ** 2 * measured.influence.var(ddof=1) / measured.influence.size
     half += t.ppf(upper, measured.freedom) ** 2 * measured.of_processes
     factor = math.exp(math.sqrt(2.0 * half))
     return Interval(measured.value, measured.value / factor, measured.value * factor)

@@ -5,7 +5,6 @@ Columns are those of `schema.py`; rows have a fixed order. A missing figure is e
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -98,9 +97,8 @@ def speed_row(cell: CellRecords, cells: Sequence[CellRecords], pool_devices: boo
         row |= interval.columns(name)
         notes.append(interval.note)
     for name, (over, under) in _RATIOS.items():
-        measured = images[[over, under]].dropna()
-        total = math.fsum(measured[under])
-        row[name] = math.fsum(measured[over]) / total if total else None
+        sums = images[[over, under]].dropna().sum()
+        row[name] = sums[over] / sums[under] if sums[under] else None
     return row | {"note": join_notes(notes)}
 
 
