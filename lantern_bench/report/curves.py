@@ -86,7 +86,7 @@ def _labelled(table: pd.DataFrame) -> pd.DataFrame:
 def acceptance_points(runs: Mapping[str, Tables], axis: str = "depth") -> pd.DataFrame:
     """Return the rows of `acceptance.csv` along `axis` of all runs.
 
-    Positions of the image are pooled to at most 32 places a cell; `index_end` is the last position of each.
+    Positions of the image are pooled to at most 32 places a cell, from `index` to `index_end` around `middle`.
     """
     table = stack_runs(runs, "acceptance")
     table = table[table["axis"] == axis].reset_index(drop=True)
@@ -98,6 +98,7 @@ def acceptance_points(runs: Mapping[str, Tables], axis: str = "depth") -> pd.Dat
         rates = [proportion(int(a), int(n)) for a, n in zip(table["accepted"], table["offered"], strict=True)]
         for number, end in enumerate(ENDS):
             table[f"rate{end}"] = [rate[number] for rate in rates]
+        table["middle"] = (table["index"] + table["index_end"]) / 2
     return _labelled(table)
 
 
@@ -145,7 +146,7 @@ class Chart:
 
     name: str  # of its files
     points: pd.DataFrame  # with `run`, `model`, `cell_id`, `label`; `dominated` where another cell beats a point
-    x: str  # where the column `index_end` is, a point stands for several places
+    x: str
     y: str
     x_title: str
     y_title: str  # a second line names the scorer
@@ -161,12 +162,6 @@ class Chart:
     def groups(self) -> list[pd.DataFrame]:
         """The points of each line."""
         return [rows for _, rows in self.points.groupby(list(self.lines), sort=False, dropna=False)]
-
-    def x_values(self, rows: pd.DataFrame) -> list[Any]:
-        """Return x of these points: numbers, or words."""
-        if self.x == "tree":
-            return list(rows[self.x])
-        return rows[[name for name in (self.x, "index_end") if name in rows]].astype(float).mean(axis=1).tolist()
 
     def front_lines(self) -> Iterator[tuple[list[float], list[float]]]:
         """Yield x and y of the points of each run and model that nothing dominates, by x."""
@@ -203,7 +198,7 @@ def charts(runs: Mapping[str, Tables], parameters: Sequence[str] = tuple(BOUNDS)
         yield Chart("acceptance-by-depth", depths, "index", "rate", "depth of the draft tree", rate, x_is_count=True)
     if len(positions := acceptance_points(runs, "position")):
         x_title = "position in the image (tokens, row by row)"
-        yield Chart("acceptance-by-position", positions, "index", "rate", x_title, rate, panels=True)
+        yield Chart("acceptance-by-position", positions, "middle", "rate", x_title, rate, panels=True)
     if len(lengths := _labelled(stack_runs(runs, "lengths"))):
         yield Chart(
             "accepted-lengths", lengths, "length", "share", "tokens committed by a step (bonus token included)",
@@ -310,7 +305,7 @@ def to_matplotlib(chart: Chart, styles: Styles, width: float = WIDTHS["two"]) ->
         axes = panels[number if chart.panels else 0]
         style, is_hollow = styles[cell_key(rows.iloc[-1])], "dominated" in rows and bool(rows["dominated"].iloc[0])
         axes.errorbar(
-            chart.x_values(rows), rows[chart.y].astype(float), xerr=whiskers(rows, chart.x),
+            rows[chart.x].tolist(), rows[chart.y].astype(float), xerr=whiskers(rows, chart.x),
             yerr=whiskers(rows, chart.y), label=line_label(rows), color=style.colour, marker=style.marker, capsize=2,
             elinewidth=0.8, markersize=3 if chart.panels else 5, linestyle=style.line if chart.joined else "none",
             alpha=0.38 if is_hollow else 1.0, markerfacecolor="none" if is_hollow else style.colour,

@@ -161,12 +161,12 @@ def to_plotly(chart: Chart, styles: Styles, numbers: Numbers) -> Plain:
     traces: list[Plain] = [
         {"x": x, "y": y, "customdata": [], "mode": "lines", "hoverinfo": "skip"} for x, y in chart.front_lines()
     ]
-    groups = sorted(chart.groups(), key=lambda rows: chart.x_values(rows)[0])
+    groups = sorted(chart.groups(), key=lambda rows: rows[chart.x].iloc[0])
     for rows in groups:
         row_styles = [styles[cell_key(row)] for _, row in rows.iterrows()]
         is_hollow = "dominated" in rows and bool(rows["dominated"].iloc[0])
         trace: Plain = {
-            "name": curves.line_label(rows), "x": chart.x_values(rows), "y": rows[chart.y].astype(float).tolist(),
+            "name": curves.line_label(rows), "x": rows[chart.x].tolist(), "y": rows[chart.y].astype(float).tolist(),
             "customdata": [numbers[cell_key(row)] for _, row in rows.iterrows()],
             "hovertext": rows["label"].tolist(),
             "hovertemplate": "<b>%{hovertext}</b><br>%{x}, %{y:.4g}<extra></extra>",
