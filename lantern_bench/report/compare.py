@@ -1,9 +1,4 @@
-"""Compare two runs: is the second faster or better than the first, or are they not distinguishable?
-
-Cells are matched by model and id, images by prompt and repeat. Accepted length and the metrics of images are tested
-over prompts, speedup over processes (`stats.py`). Seconds of two moments get no verdict; nor do metrics of sets such as
-FID, which have one value a cell. A quantity with a margin gets the verdict of an equivalence test instead.
-"""
+"""Compare two runs, whose cells are matched by model and id, images by prompt and repeat: is the second better?"""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""What a decode step costs on a device, from sizes alone, and the speedup of every cell of a run on that device.
+"""What a decode step costs on a device, from sizes alone (docs/prediction.md), and the speedups of a run there.
 
-Bytes read, operations and kernels of each program of a step give its seconds (docs/prediction.md). Acceptance is the
-run's: which tokens a step commits does not depend on the device.
+Acceptance is the run's: which tokens a step commits does not depend on the device.
 """
 
 from __future__ import annotations

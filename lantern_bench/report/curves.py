@@ -1,7 +1,4 @@
-"""Curves of one or several runs as PNG, SVG and PDF beside the CSV of their points.
-
-FID values of different features never share an axis.
-"""
+"""Curves of one or several runs as PNG, SVG and PDF beside the CSV of their points."""
 
 from __future__ import annotations
 

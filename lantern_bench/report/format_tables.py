@@ -1,7 +1,4 @@
-"""Tables formatted for people: text with units and intervals, `1.74x [1.70, 1.78]` in place of three columns.
-
-Values that all rows share move to the notes below, and missing values stay blank.
-"""
+"""Tables formatted for people: text with units and intervals, `1.74x [1.70, 1.78]` in place of three columns."""
 
 from __future__ import annotations
 

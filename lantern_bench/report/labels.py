@@ -1,8 +1,4 @@
-"""Labels and styles of cells: names of the papers, colours, markers, line styles.
-
-Colours are those of Okabe and Ito, which people with colour vision deficiency can tell apart; markers and line styles
-differ as well, for grey print.
-"""
+"""Labels and styles of cells; markers and line styles differ as colours do, for grey print and colour blindness."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""One HTML file that shows one run or several: no network, no second file, links to the picture files.
-
-A Jinja template takes the tables and a tree of plain values, from which the JavaScript in `assets/` draws curves,
-pictures and maps. The page contains the whole library of Plotly, compressed. Without JavaScript it shows its tables.
-"""
+"""One HTML file that shows runs without network, made of tables and of plain values that `assets/*.js` draw."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Published figures beside a run's: what `lantern-bench reproduce` prints, cell by cell and figure by figure.
-
-Only figures of one kind have a difference: an FID of other features has none.
-"""
+"""Published figures beside a run's: what `lantern-bench reproduce` prints, cell by cell and figure by figure."""
 
 from __future__ import annotations
 
