@@ -12,7 +12,6 @@ from lantern_bench.methods.tables import METRICS, PARAMETERS
 FIGURES = ("speedup", "step_compression", "mean_accepted_length", *METRICS)
 """The figures of a published table, by the names of our columns."""
 
-
 FigureName: TypeAlias = Literal[FIGURES]  # type: ignore[valid-type]
 
 _STRICT = ConfigDict(frozen=True, extra="forbid")
