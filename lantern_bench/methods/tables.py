@@ -185,23 +185,20 @@ IN_SUMMARY = tuple(name for name, metric in METRICS.items() if metric.in_summary
 ON_CURVES = tuple(name for name, metric in METRICS.items() if metric.on_curves)
 
 
-def _all_parameters() -> list[Parameter]:
-    """Return every parameter, some twice, in the order of a grid's axes."""
-    return [
-        structure("mode", word(*MODES), "The mode."),
-        structure("drafting", word(*DRAFTINGS), f"How to draft: {', '.join(_DRAFTS)}."),
-        structure("rule", word(*RULES), f"Acceptance rule: {', '.join(name for name in RULES if name != 'none')}."),
-        *(TREE, NODES, DEPTH, BEAM),
-        *(parameter for row in DRAFTINGS.values() for parameter in row.parameters),
-        *(NEIGHBOURS, NEIGHBOUR_METRIC),
-        *(parameter for row in RULES.values() for parameter in row.parameters),
-        BOUND,
-        RESIDUAL,
-        *SAMPLING_PARAMETERS,
-    ]
-
-
-PARAMETERS: dict[str, Parameter] = {parameter.name: parameter for parameter in _all_parameters()}
+# Every parameter, some twice, in the order of a grid's axes.
+_PARAMETERS = (
+    structure("mode", word(*MODES), "The mode."),
+    structure("drafting", word(*DRAFTINGS), f"How to draft: {', '.join(_DRAFTS)}."),
+    structure("rule", word(*RULES), f"Acceptance rule: {', '.join(name for name in RULES if name != 'none')}."),
+    *(TREE, NODES, DEPTH, BEAM),
+    *(parameter for row in DRAFTINGS.values() for parameter in row.parameters),
+    *(NEIGHBOURS, NEIGHBOUR_METRIC),
+    *(parameter for row in RULES.values() for parameter in row.parameters),
+    BOUND,
+    RESIDUAL,
+    *SAMPLING_PARAMETERS,
+)
+PARAMETERS: dict[str, Parameter] = {parameter.name: parameter for parameter in _PARAMETERS}
 _SHARED = ("neighbours", "neighbour_metric", "delta", "lambda", "bound", "residual", *SAMPLING)
 METHOD_PARAMETERS = {
     name: parameter for name, parameter in PARAMETERS.items() if parameter.in_id != "structure" and name not in _SHARED

@@ -406,7 +406,8 @@ def _draft(cell: CellRecords, completed: Sequence[Row], manifest: Mapping[str, A
 def measured_elsewhere(run: RunData, device: Device, stack: str, model: str | None = None) -> str | None:
     """Say with what the run was measured; None where that is what is predicted."""
     measured = device_in_words(run.manifest), "compiled" if run.manifest.get("compile") else "eager"
-    predicted = device.about or device.name, _code(device, stack)
+    # A device of a user stands for the code that it was fitted to.
+    predicted = device.about or device.name, device.code if stack == "compiled" else stack
     others = set(run.records["model"]) - {model} if model is not None else set()
     if not others and measured == predicted:
         return None
@@ -414,18 +415,13 @@ def measured_elsewhere(run: RunData, device: Device, stack: str, model: str | No
     return f"The run was measured on {run_of}{', '.join(measured)}; predicted is {', '.join(predicted)}."
 
 
-def _code(device: Device, stack: str) -> str:
-    """What is predicted: an own device stands for the code that it was fitted to."""
-    return device.code if stack == "compiled" else stack
-
-
 def terms_of(device: Device, stack: str) -> list[str]:
     """Return the constants of a prediction as sentences, each with its source."""
     shares = f"{device.read_gb_s:g} GB/s x {device.read_share:g}, {device.multiply_tflops:g} Tflop/s x "
-    kernel = device.kernel_us if stack == "compiled" else device.eager_kernel_us
+    kernel, code = (device.kernel_us, device.code) if stack == "compiled" else (device.eager_kernel_us, stack)
     return [
         f"Predicted for {device.about or device.name}, not measured: read {shares}{device.multiply_share:g}; "
-        f"{kernel:g} us a kernel ({_code(device, stack)}), {device.step_us:g} us of host work a step.",
+        f"{kernel:g} us a kernel ({code}), {device.step_us:g} us of host work a step.",
         *device.sources,
         "Acceptance is that of the run. Formulas, kernel counts, errors against published figures: docs/prediction.md.",
     ]
