@@ -57,9 +57,9 @@ def predicted(row: dict[str, Any], stack: Stack = STACKS["eager"]) -> float:
     sizes = EMU3 if row["model"] == "emu3" else model_of(row["model"]).sizes
     at = Setting(sizes, 1, True, sizes.prefix + sizes.image_tokens / 2)
     device, compression = devices()[row["device"] or ANY_DEVICE], float(row["compression"])
-    step = step_seconds(device, stack, at, draft_of(row["draft"]), compression)
-    plain = step_seconds(device, stack, at, None, 1.0)
-    return compression * plain.total / (step.total + (float(row["rounds"]) - 1) * step.draft.total)
+    step = step_seconds(device, stack, at, draft_of(row["draft"]), compression)["total"]
+    plain = step_seconds(device, stack, at, None, 1.0)["total"].sum()
+    return float(compression * plain / (step.sum() + (float(row["rounds"]) - 1) * step["draft"]))
 
 
 def draft_of(name: str) -> Draft:
@@ -89,14 +89,14 @@ def held_out() -> list[dict[str, Any]]:
         ]
         host = 1e3 * parts["other_ms"][table["tree"].notna()].median()
         device = fit_device(samples, name="reference", kind="cpu", step_us=host)
-        plain, ours = step_seconds(device, STACKS["compiled"], at, None, 1.0).total, parts.sum(axis=1)
+        plain, ours = step_seconds(device, STACKS["compiled"], at, None, 1.0)["total"].sum(), parts.sum(axis=1)
         # The step that the cells are compared to, without the prefill: it is not in the parts.
         before = float(ours[table["tree"].isna() & (table["temperature"] == 1)].iloc[0])
         for draft, cell, length, after in zip(
             drafts, table["cell_id"], table["mean_accepted_length"], ours, strict=True
         ):
             if draft is not None and draft not in fitted:
-                made = length * plain / step_seconds(device, STACKS["compiled"], at, draft, length).total
+                made = length * plain / step_seconds(device, STACKS["compiled"], at, draft, length)["total"].sum()
                 row = {"run": path.parent.name, "cell": cell, "measured": length * before / after, "predicted": made}
                 found.append(row | {"error": made / row["measured"] - 1})
     return found
@@ -112,8 +112,8 @@ def of_a_cell(row: Any, device: Device, sizes: Any) -> float:
         depth = int(window[1])
         draft = Draft(depth + 1, (1,) * (asked - 1) if asked else None, depth, 1)
     assert draft is not None, row.tree
-    plain, before = step_seconds(device, stack, at, None, 1.0).total, prefill_seconds(device, stack, at)
-    step, left = step_seconds(device, stack, at, draft, row.mean_accepted_length).total, sizes.image_tokens - 1
+    plain, before = step_seconds(device, stack, at, None, 1.0)["total"].sum(), prefill_seconds(device, stack, at)
+    step, left = step_seconds(device, stack, at, draft, row.mean_accepted_length)["total"].sum(), sizes.image_tokens - 1
     return (before + left * plain) / (before + left / row.mean_accepted_length * step)
 
 

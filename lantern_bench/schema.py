@@ -84,7 +84,6 @@ NOTE = text("note", "why a figure is missing, or what to know about it")
 
 # ---- The tables of `lantern-bench certify`: the certificate, its power, and the audit
 
-_MODEL = next(column for column in CELL_COLUMNS if column.name == "model")
 _CERTIFICATE = (
     text("model", "name of the model"),
     text("check", "what is checked"),
@@ -98,7 +97,7 @@ _CERTIFICATE = (
 )
 
 _LOSSLESS_TESTS = (
-    _MODEL,
+    text("model", "name of the model"),
     text("setting", "how it was decoded, and whether on the tables or with the model"),
     text("test", "the test (docs/algorithms.md, section 6)"),
     number("p_value", "", "its p-value"),
@@ -109,7 +108,7 @@ _LOSSLESS_TESTS = (
 )
 
 _POWER = (
-    _MODEL,
+    text("model", "name of the model"),
     text("fault", "what is wrong on purpose"),
     text("setting", "how it was decoded"),
     text("tested_on", "tables or model"),
@@ -209,6 +208,8 @@ def _summary_of_quality() -> Iterator[Column]:
             yield Column(metric.scored_by, "string", "", scorers.pop(metric.scored_by))
 
 
+_PHASES = {"draft": "drafting", "target": "target", "verify": "verification"}
+_PER_STEP = [number(f"{phase}_ms", "ms", f"{words}, per step") for phase, words in _PHASES.items()]
 _IMAGES = (
     count("images", "images", "images behind the means of this row"),
     count("failed", "images", "images that failed and take no part in any mean"),
@@ -244,9 +245,7 @@ _RECORDS = (
     number("mal_uncut", "tokens/step", "the same with the last step uncut, as published code counts"),
     number("step_compression", "tokens/forward", "tokens kept per target forward, prefill included"),
     number("seconds", "s", "decoding, without text encoding and pixels"),
-    number("draft_seconds", "s", "part of seconds spent drafting"),
-    number("target_seconds", "s", "part of seconds spent in the target"),
-    number("verify_seconds", "s", "part of seconds spent verifying"),
+    *(number(f"{phase}_seconds", "s", f"part of seconds: {words}") for phase, words in _PHASES.items()),
     number("other_seconds", "s", "the rest of seconds"),
     number("pixel_seconds", "s", "tokens to pixels, outside seconds"),
     number("cpu_seconds", "s", "CPU time of all threads of the process within seconds"),
@@ -307,9 +306,7 @@ _SPEED = (
     number("acceptance_rate", "", "depths accepted / depths offered"),
     number("target_forwards", "forwards", "mean forward passes of the target per image"),
     number("drafter_forwards", "forwards", "mean forward passes of the drafter per image"),
-    number("draft_ms", "ms", "drafting, per step"),
-    number("target_ms", "ms", "target, per step"),
-    number("verify_ms", "ms", "verification, per step"),
+    *_PER_STEP,
     number("other_ms", "ms", "the rest, per step"),
     number("peak_memory_mb", "MB", "largest peak memory of an image"),
     NOTE,
@@ -426,9 +423,7 @@ _PREDICTION = (
     number("latency_s", "s", "predicted seconds per image"),
     number("ar_ms", "ms", "predicted, an autoregressive step"),
     number("step_ms", "ms", "predicted, a step of the cell: draft, target, verify and other"),
-    number("draft_ms", "ms", "drafting, per step"),
-    number("target_ms", "ms", "target, per step"),
-    number("verify_ms", "ms", "verification, per step"),
+    *_PER_STEP,
     number("other_ms", "ms", "host work outside the programs, per step"),
     number("read_ms", "ms", "reading weights, cache and distributions, if nothing else took time"),
     number("multiply_ms", "ms", "products, if nothing else took time"),

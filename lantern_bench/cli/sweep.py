@@ -195,7 +195,7 @@ def _show_summary(folder: Path, console: Console, format: str | None) -> None:
 def _show_reproduction(folder: Path, console: Console, format: str | None) -> None:
     """Write the tables, show the published figures beside ours and what is not comparable."""
     from lantern_bench.config.paper import read_paper
-    from lantern_bench.report.reproduction import comparability, reproduction_rows, side_by_side, sources, trends
+    from lantern_bench.report.reproduction import comparability, reproduction_rows, side_by_side, sources
     from lantern_bench.report.tables import frame, write_csv, write_tables
     from lantern_bench.runs.store import read_manifest
 
@@ -204,7 +204,7 @@ def _show_reproduction(folder: Path, console: Console, format: str | None) -> No
     tables = write_tables(folder)
     table = frame("reproduction", reproduction_rows(tables, paper))
     write_csv(table, folder / "reproduction.csv")
-    notes, title = [*trends(tables), *comparability(tables, paper, manifest)], paper.title if paper else folder.name
+    notes, title = comparability(tables, paper, manifest), paper.title if paper else folder.name
     if (format or console.format) in ("csv", "json"):
         console.table(table, format=format)
         for note in notes:

@@ -19,11 +19,8 @@ from lantern_bench.config.yaml_source import Location, Source, read_source
 from lantern_bench.errors import RefusedError, UserError, did_you_mean
 from lantern_bench.methods.tables import MODES, PARAMETERS, RULES, has_parameter, owners_of
 
-ModelDefaults: TypeAlias = Mapping[str, Mapping[str, Any]]
-"""The decoding values that models suggest, by model."""
-
-MOST_CELLS = 1_000
-"""Larger grids need `--yes`."""
+ModelDefaults: TypeAlias = Mapping[str, Mapping[str, Any]]  # the decoding values that models suggest, by model
+MOST_CELLS = 1_000  # larger grids need `--yes`
 
 # Keys that do not change the images, up to rounding.
 _NOT_RUN = ("name", "description", "paper", "protocol", "reference", "metrics", "processes", "threads", "pool_devices")
@@ -61,11 +58,6 @@ class ResolvedExperiment:
     cells: tuple[Cell, ...]
     cfg_defaults: Mapping[str, float]  # the models' own guidance scales, for the ids
 
-    @property
-    def is_relaxed(self) -> bool:
-        """Whether any cell has a relaxed rule."""
-        return any(not cell.decoding.rule_row.lossless for cell in self.cells)
-
     def to_dict(self) -> dict[str, Any]:
         """Return the content of an experiment file that resolves to the same cells."""
         values = self.settings.model_dump(mode="json", exclude_none=True)
@@ -73,10 +65,8 @@ class ResolvedExperiment:
         values["batch"] = values["batch"] if len(self.settings.batch) > 1 else self.settings.batch[0]
         # Each decoding once: `batch` lists the batch sizes.
         cells = {cell.prefix + cell.decoding.cell_id: cell for cell in self.cells}.values()
-        if len(self.settings.model) > 1:
-            values["cells"] = [{"model": cell.model, **cell.decoding.settings()} for cell in cells]
-        else:
-            values["cells"] = [cell.decoding.settings() for cell in cells]
+        several = len(self.settings.model) > 1
+        values["cells"] = [({"model": cell.model} if several else {}) | cell.decoding.settings() for cell in cells]
         return values
 
     @cached_property

@@ -78,10 +78,6 @@ class Settings(BaseModel):
 
 
 ALLOWED = {key: str(field.description) for key, field in Settings.model_fields.items()}
-"""What each setting may be, by key."""
-
-
-# ---- The flags
 
 
 @dataclass(frozen=True)

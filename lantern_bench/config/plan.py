@@ -48,8 +48,7 @@ class Prompt:
         return hashlib.blake2b(self.text.encode(), digest_size=6).hexdigest()
 
 
-ImageKey: TypeAlias = tuple[str, str, int]
-"""Cell id, prompt id and repeat of an image."""
+ImageKey: TypeAlias = tuple[str, str, int]  # cell id, prompt id and repeat of an image
 
 
 @dataclass(frozen=True, slots=True)

@@ -179,46 +179,41 @@ def problems_of(
     descriptions explain a missing key.
     """
     for item in error.errors(include_url=False):
-        path, text, value = _problem(item, source, model)
+        # Follow the path as far as there are fields: errors inside a field belong to the field.
+        kind, about = item["type"], ""
+        path: KeyPath = ()
+        keys: list[str] = []
+        inside: type[BaseModel] | None = model
+        for key in item["loc"]:
+            if inside is None:
+                break
+            path = (*path, key)
+            fields = _fields(inside)
+            keys = list(fields)
+            if key not in fields:
+                break
+            about, inside = fields[key].description or "", _model_in(fields[key].annotation)
+        value = _value_at(source.data, path)
+        words = re.findall(r"'([^']*)'", item["ctx"]["expected"]) if kind == "literal_error" else []
+        if kind in ("extra_forbidden", "invalid_key"):
+            text, value = f"unknown key{did_you_mean(path[-1], keys)} (the keys are {', '.join(keys)})", None
+        elif kind == "missing":
+            text = f"missing; {about}"
+        elif kind in ("less_than", "less_than_equal"):
+            value, (limit,) = item["input"], item["ctx"].values()
+            text = f"must be {'below' if kind == 'less_than' else 'at most'} {limit:,}"
+        elif about.startswith("must"):
+            value = item["input"]
+            text = about + did_you_mean(value, words)
+        elif words:
+            text = f"must be one of {', '.join(words)}{did_you_mean(value, words)}"
+        elif kind in ("model_type", "model_attributes_type") and inside is not None:
+            text = f"must be a mapping with {', '.join(_fields(inside))}"
+        elif kind in _SENTENCES:
+            text = _SENTENCES[kind]
+        else:
+            text = str(item.get("ctx", {}).get("error") or item["msg"])
         yield Location(".".join(map(str, path)), source.line(path)), text, value
-
-
-def _problem(item: Mapping[str, Any], source: Source, model: type[BaseModel]) -> tuple[KeyPath, str, object]:
-    """Follow the path through the models as far as there are fields; errors inside a field belong to the field."""
-    kind, about = item["type"], ""
-    path: KeyPath = ()
-    keys: list[str] = []
-    inside: type[BaseModel] | None = model
-    for key in item["loc"]:
-        if inside is None:
-            break
-        path = (*path, key)
-        fields = _fields(inside)
-        keys = list(fields)
-        if key not in fields:
-            break
-        about, inside = fields[key].description or "", _model_in(fields[key].annotation)
-    value = _value_at(source.data, path)
-    words = re.findall(r"'([^']*)'", item["ctx"]["expected"]) if kind == "literal_error" else []
-    if kind in ("extra_forbidden", "invalid_key"):
-        text, value = f"unknown key{did_you_mean(path[-1], keys)} (the keys are {', '.join(keys)})", None
-    elif kind == "missing":
-        text = f"missing; {about}"
-    elif kind in ("less_than", "less_than_equal"):
-        value, (limit,) = item["input"], item["ctx"].values()
-        text = f"must be {'below' if kind == 'less_than' else 'at most'} {limit:,}"
-    elif about.startswith("must"):
-        value = item["input"]
-        text = about + did_you_mean(value, words)
-    elif words:
-        text = f"must be one of {', '.join(words)}{did_you_mean(value, words)}"
-    elif kind in ("model_type", "model_attributes_type") and inside is not None:
-        text = f"must be a mapping with {', '.join(_fields(inside))}"
-    elif kind in _SENTENCES:
-        text = _SENTENCES[kind]
-    else:
-        text = str(item.get("ctx", {}).get("error") or item["msg"])
-    return path, text, value
 
 
 def _fields(model: type[BaseModel]) -> dict[str, FieldInfo]:

@@ -50,11 +50,6 @@ class Metric:
         return self.label or self.name.replace("_", " ")
 
     @property
-    def form(self) -> str:
-        """The format of a number, for `str.format`."""
-        return f"{{:{self.digits}}}"
-
-    @property
     def is_paired(self) -> bool:
         """Whether images are compared with those of ar for the same prompts."""
         return self.against_ar in ("paired", "both")

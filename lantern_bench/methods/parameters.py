@@ -13,8 +13,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, get_args
 
 from pydantic import BeforeValidator, Field
 
-Values: TypeAlias = Mapping[str, Any]
-"""Values of parameters by name."""
+Values: TypeAlias = Mapping[str, Any]  # of parameters, by name
 
 
 def _refuse_bool(value: object) -> object:
@@ -168,8 +167,6 @@ RESIDUAL = Parameter(
     sampled_only=True,
 )
 
-
-# ---- Code that a row names
 
 Code: TypeAlias = str | Callable[..., Any]
 """A function or class, or its name as "module:object"; then the module is imported at the first use."""

@@ -81,8 +81,6 @@ class Rule:
         return fingerprint_of(self.limit or self.chance or self.accept or self.name)
 
 
-# ---- Their parameters
-
 DELTA = Parameter(
     "delta",
     BETWEEN_0_AND_1,
@@ -137,8 +135,6 @@ EPSILON = Parameter(
 ALPHA = rare(
     "alpha", ABOVE_0, "Typical acceptance: so is one above alpha * exp(-entropy), Medusa's delta.", default=0.3
 )
-
-# ---- The rules
 
 _ACCEPTANCE = "lantern_bench.decoding.acceptance"
 SHIPPED_RULES = (

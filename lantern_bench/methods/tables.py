@@ -26,8 +26,6 @@ from lantern_bench.methods.parameters import (
 from lantern_bench.methods.rules import SHIPPED_RULES, Rule
 from lantern_bench.methods.trees import STATIC_TREES, Topology, is_chain
 
-# ---- Modes
-
 
 @dataclass(frozen=True)
 class Mode:
@@ -164,15 +162,12 @@ _TAKEN = {"all", "mode", "drafting", "rule", "bound", *SAMPLING, *(row.name for 
 for _row in (*SHIPPED_DRAFTINGS, *SHIPPED_RULES):
     _TAKEN.update([_row.name, *_row.parameter_names])
 OUTSIDE_DRAFTINGS, _refused_draftings = find_rows("lantern_bench.draftings", Drafting, _TAKEN)
-"""Draftings that other packages bring, by name."""
 DRAFTINGS: dict[str, Drafting] = {row.name: row for row in SHIPPED_DRAFTINGS} | OUTSIDE_DRAFTINGS
 
 _DRAFTS = [name for name, row in DRAFTINGS.items() if row.drafts]
 _TAKEN |= {name for row in OUTSIDE_DRAFTINGS.values() for name in (row.name, *row.parameter_names)}
 OUTSIDE_RULES, _refused_rules = find_rows("lantern_bench.rules", Rule, _TAKEN, _DRAFTS)
-"""Rules that other packages bring, by name."""
 REFUSED: dict[str, RefusedError] = _refused_draftings | _refused_rules
-"""Errors of installed rows that cannot be used, by name."""
 RULES: dict[str, Rule] = {row.name: row for row in SHIPPED_RULES} | OUTSIDE_RULES
 
 MODES: dict[str, Mode] = {row.name: row for row in SHIPPED_MODES}
@@ -182,7 +177,6 @@ MODES |= {name: Mode(name, name, "strict", row.legend or name) for name, row in 
 _OWN_METRICS = {metric.name: metric for metric in SHIPPED_METRICS}
 _OUTSIDE_METRICS, REFUSED_METRICS = find_rows("lantern_bench.metrics", Metric, _OWN_METRICS)
 METRICS: dict[str, Metric] = _OWN_METRICS | _OUTSIDE_METRICS
-"""All quality metrics by name, in the order of the tables."""
 OF_IMAGES = tuple(name for name, metric in METRICS.items() if metric.level == "image")
 OF_TOKENS = tuple(name for name, metric in METRICS.items() if metric.level == "tokens")
 OF_SETS = tuple(name for name, metric in METRICS.items() if metric.level == "set")
@@ -191,23 +185,20 @@ IN_SUMMARY = tuple(name for name, metric in METRICS.items() if metric.in_summary
 ON_CURVES = tuple(name for name, metric in METRICS.items() if metric.on_curves)
 
 
-def _all_parameters() -> list[Parameter]:
-    """Return every parameter, some twice, in the order of a grid's axes."""
-    return [
-        structure("mode", word(*MODES), "The mode."),
-        structure("drafting", word(*DRAFTINGS), f"How to draft: {', '.join(_DRAFTS)}."),
-        structure("rule", word(*RULES), f"Acceptance rule: {', '.join(name for name in RULES if name != 'none')}."),
-        *(TREE, NODES, DEPTH, BEAM),
-        *(parameter for row in DRAFTINGS.values() for parameter in row.parameters),
-        *(NEIGHBOURS, NEIGHBOUR_METRIC),
-        *(parameter for row in RULES.values() for parameter in row.parameters),
-        BOUND,
-        RESIDUAL,
-        *SAMPLING_PARAMETERS,
-    ]
-
-
-PARAMETERS: dict[str, Parameter] = {parameter.name: parameter for parameter in _all_parameters()}
+# Every parameter, some twice, in the order of a grid's axes.
+_PARAMETERS = (
+    structure("mode", word(*MODES), "The mode."),
+    structure("drafting", word(*DRAFTINGS), f"How to draft: {', '.join(_DRAFTS)}."),
+    structure("rule", word(*RULES), f"Acceptance rule: {', '.join(name for name in RULES if name != 'none')}."),
+    *(TREE, NODES, DEPTH, BEAM),
+    *(parameter for row in DRAFTINGS.values() for parameter in row.parameters),
+    *(NEIGHBOURS, NEIGHBOUR_METRIC),
+    *(parameter for row in RULES.values() for parameter in row.parameters),
+    BOUND,
+    RESIDUAL,
+    *SAMPLING_PARAMETERS,
+)
+PARAMETERS: dict[str, Parameter] = {parameter.name: parameter for parameter in _PARAMETERS}
 _SHARED = ("neighbours", "neighbour_metric", "delta", "lambda", "bound", "residual", *SAMPLING)
 METHOD_PARAMETERS = {
     name: parameter for name, parameter in PARAMETERS.items() if parameter.in_id != "structure" and name not in _SHARED

@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
-from lantern_bench.errors import UserError, did_you_mean
+from lantern_bench.errors import UserError
 
 MOST_NODES = 2048
 """The most nodes of a draft: the target scores them in one forward, and published trees have at most 63."""
@@ -89,11 +89,3 @@ def topology_name(topology: Topology) -> str:
             return name
     digest = hashlib.blake2b(repr(topology).encode(), digest_size=3).hexdigest()
     return f"own-{len(topology)}-{digest}"
-
-
-def topology_of(tree: str) -> Topology:
-    """Return the named topology; an unknown name raises `UserError`."""
-    if tree not in STATIC_TREES:
-        message = f"--tree {tree}: unknown tree{did_you_mean(tree, STATIC_TREES)}"
-        raise UserError(message, f"The trees are {', '.join(STATIC_TREES)}.")
-    return STATIC_TREES[tree]

@@ -160,9 +160,6 @@ def features_of(
     return torch.cat(features)
 
 
-# ---- Preprocessing: crop and resize as a protocol says
-
-
 def preprocess(picture: Tensor, preparation: Preparation) -> Tensor:
     """Crop and resize a picture uint8 [3, h, w] as every scorer of the protocol sees it."""
     if preparation.crop:

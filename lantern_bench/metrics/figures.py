@@ -112,9 +112,6 @@ def _is_inside(features: Tensor, manifold: Tensor, neighbours: int) -> NDArray[n
     return torch.cat(inside).numpy()
 
 
-# ---- The figures of a cell
-
-
 def measurable(n: int, reference: FeatureSet, extractor: Extractor) -> tuple[list[str], list[str]]:
     """Return the metrics that n pictures (of the smaller set) allow, and why others cannot be measured."""
     names: list[str] = []
@@ -174,36 +171,27 @@ def measure_sets(sets: FeatureSets, extractor: Extractor, manifold: FeatureSets 
     return SetFigures(columns, of_images, notes)
 
 
-# ---- FID-infinity: extrapolated to infinitely many pictures, since FID of few pictures is biased upwards
-
 _LEVEL = 0.95
 _SIZES = 15  # of subsets
 
 
-class Extrapolated(NamedTuple):
-    """A figure extrapolated to infinitely many pictures; None with the reason in `note` for too few."""
-
-    value: float | None
-    low: float | None = None
-    high: float | None = None
-    note: str = ""
-
-
-def fid_infinity(features: Tensor, reference: FeatureSet, rng: np.random.Generator) -> Extrapolated:
-    """Extrapolate the FID of pictures with these features [n, width] (arXiv 1911.07023).
+def fid_infinity(
+    features: Tensor, reference: FeatureSet, rng: np.random.Generator
+) -> tuple[dict[str, float | None], list[str]]:
+    """Extrapolate FID, which few pictures bias upwards, to infinitely many (arXiv 1911.07023); columns and notes.
 
     The interval is that of the intercept of the least-squares line; it is too narrow, since subsets share pictures.
     """
-    n, width = features.shape
+    (n, width), names = features.shape, ("fid_infinity", "fid_infinity_low", "fid_infinity_high")
     if n < 2 * width + _SIZES:
-        return Extrapolated(None, note=f"fid_infinity needs {2 * width + _SIZES} images; there are {n}")
+        return dict.fromkeys(names), [f"fid_infinity needs {2 * width + _SIZES} images; there are {n}"]
     distance = frechet_distance(reference)
     sizes = np.unique(np.linspace(max(n // 2, 2 * width), n, _SIZES).round().astype(int))
     subsets = (torch.from_numpy(rng.choice(n, size=int(size), replace=False)) for size in sizes)
     line = stats.linregress(1 / sizes, [distance(features[rows]) for rows in subsets])
     reach = float(stats.t.ppf((1 + _LEVEL) / 2, len(sizes) - 2) * line.intercept_stderr)
     value = float(line.intercept)
-    return Extrapolated(value, value - reach, value + reach)
+    return dict(zip(names, (value, value - reach, value + reach), strict=True)), []
 
 
 # ---- How much figures vary: intervals by jackknife, and the spread of autoregressive decoding

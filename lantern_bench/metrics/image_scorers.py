@@ -129,9 +129,6 @@ def clip_score(protocol: Protocol, device: torch.device | str) -> ClipScorer:
     return load_clip(protocol.clip_model or BUNDLED, prefix=protocol.clip_prefix, device=device)
 
 
-# ---- Human-preference scores
-
-
 def hpsv2(_protocol: Protocol, device: torch.device | str) -> ClipScorer:
     """Load HPSv2.1 (Wu et al. 2023), a CLIP model."""
     path = features.find_weights("HPSv2", "HPS_v2.1_compressed.pt")
@@ -168,9 +165,6 @@ class ImageReward:
         with torch.inference_mode():
             pairs = zip(_as_pil(pictures), captions, strict=True)
             return [float(self.model.score(caption, picture)) for picture, caption in pairs]
-
-
-# ---- Prompt accuracy of the bundled family
 
 
 @dataclass(frozen=True)

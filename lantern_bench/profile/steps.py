@@ -26,7 +26,6 @@ from lantern_bench.decoding.trace import ImageTrace
 from lantern_bench.errors import UserError
 from lantern_bench.methods.parameters import Values
 from lantern_bench.methods.tables import DRAFTINGS
-from lantern_bench.methods.trees import topology_of
 from lantern_bench.models.io.files import write_atomically
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.models.packed_linear import weight_bytes, weight_count
@@ -222,7 +221,7 @@ def step_of(tree: str, decoding: Decoding) -> Decoding:
         sizes = map(int, dynamic.groups())
         values = {"drafting": "dynamic", **dict(zip(("nodes", "depth", "beam"), sizes, strict=True))}
     else:
-        values = {"drafting": "static", "tree": topology_of(tree)}
+        values = {"drafting": "static", "tree": tree}
     try:
         return with_drafting(decoding, values)
     except ParameterError as error:

@@ -1,13 +1,7 @@
-"""Compare two runs: is the second faster or better than the first, or are they not distinguishable?
-
-Cells are matched by model and id, images by prompt and repeat. Accepted length and the metrics of images are tested
-over prompts, speedup over processes (`stats.py`). Seconds of two moments get no verdict; nor do metrics of sets such as
-FID, which have one value a cell. A quantity with a margin gets the verdict of an equivalence test instead.
-"""
+"""Compare two runs, whose cells are matched by model and id, images by prompt and repeat: is the second better?"""
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -47,25 +41,13 @@ class Difference(NamedTuple):
 
 
 def differences(a: RunData, b: RunData) -> list[Difference]:
-    """Return the differences between two runs, in the order of `ACROSS`, then of settings."""
-    weights_a, weights_b = ((run.manifest.get("key") or {}).get("weights") or {} for run in (a, b))
-    # A model that only one run has takes no part in the comparison.
-    shared = {name.split("/")[0] for name in weights_a} & {name.split("/")[0] for name in weights_b}
-    pairs: list[Difference] = []
-    for name in (name for name in sorted({*weights_a, *weights_b}) if name.split("/")[0] in shared):
-        hashes = (str(weights.get(name) or "none")[:12] for weights in (weights_a, weights_b))
-        pairs.append(Difference("weights", f"weights of {name}", *hashes))
-    scorers_a, scorers_b = _scorers(a), _scorers(b)
-    protocols = scorers_a.index.intersection(scorers_b.index)
-    if len(scorers_a) and len(scorers_b) and not len(protocols):
-        pairs.append(Difference("protocol", "protocol", ", ".join(scorers_a.index), ", ".join(scorers_b.index)))
-    for protocol, scorer in itertools.product(protocols, _SCORERS):
-        used_a, used_b = (str(side.loc[protocol, scorer]) for side in (scorers_a, scorers_b))
-        if used_a and used_b:
-            pairs.append(Difference("protocol", f"{scorer} of {protocol}", used_a, used_b))
-    settings_b = _settings(b.manifest)
-    pairs += [Difference(*key, value, settings_b[key]) for key, value in _settings(a.manifest).items()]
-    return [pair for pair in pairs if pair.a != pair.b]
+    """Return the differences between two runs in what both state."""
+    made_a, made_b = _made_with(a), _made_with(b)
+    pairs = [Difference(*key, value, made_b[key]) for key, value in made_a.items() if made_b.get(key, value) != value]
+    protocols = [sorted({str(row["protocol"]) for row in run.scores if row.get("protocol")}) for run in (a, b)]
+    if all(protocols) and set(protocols[0]).isdisjoint(protocols[1]):
+        pairs.append(Difference("protocol", "protocol", *map(", ".join, protocols)))
+    return pairs
 
 
 def check_comparability(unlike: Collection[Difference], across: Collection[str]) -> None:
@@ -79,30 +61,28 @@ def check_comparability(unlike: Collection[Difference], across: Collection[str])
             )
 
 
-def _settings(manifest: Mapping[str, Any]) -> dict[tuple[str, str], str]:
-    """Machine and settings of a manifest, by kind of difference and name."""
-    key, experiment, machine = (manifest.get(name) or {} for name in ("key", "experiment", "machine"))
+def _made_with(run: RunData) -> dict[tuple[str, str], str]:
+    """Weights, scorers, machine and settings of a run, by kind of difference and name."""
+    key, experiment, machine = (run.manifest.get(name) or {} for name in ("key", "experiment", "machine"))
     cpu, of_key = machine.get("cpu") or {}, ("dtype", "device_type", "compile", "engine_version", "torch_version")
     gpus = [str(gpu.get("name", gpu)) for gpu in machine.get("gpus") or ()]
+    scores = pd.DataFrame(run.scores, columns=["protocol", "level", "cell_id", *_SCORERS])
+    last = scores.drop_duplicates(["protocol", "level", "cell_id"], keep="last")
+    scorers = {
+        ("protocol", f"{scorer} of {protocol}"): ", ".join(sorted(rows[scorer].dropna().unique()))
+        for protocol, rows in last.groupby("protocol")
+        for scorer in _SCORERS
+    }
     return {
+        **{("weights", f"weights of {name}"): str(digest)[:12] for name, digest in (key.get("weights") or {}).items()},
+        **{key: names for key, names in scorers.items() if names},
         ("machine", "processor"): f"{cpu.get('model', 'not recorded')}, {cpu.get('cores', '?')} cores",
         ("machine", "GPU"): ", ".join(gpus) or "none",
-        ("machine", "device"): str(manifest.get("device", "not recorded")),
-        ("machine", "threads"): str(manifest.get("threads", "not recorded")),
+        ("machine", "device"): str(run.manifest.get("device", "not recorded")),
+        ("machine", "threads"): str(run.manifest.get("threads", "not recorded")),
         **{("setting", name): str(key.get(name)) for name in of_key},
         **{("setting", name): str(experiment.get(name)) for name in ("prompts", "seed", "batch")},
     }
-
-
-def _scorers(run: RunData) -> pd.DataFrame:
-    """The models and references that scored a run, by protocol; the last score of each cell counts."""
-    scores = pd.DataFrame(run.scores, columns=["protocol", "level", "cell_id", *_SCORERS])
-    last = scores.drop_duplicates(["protocol", "level", "cell_id"], keep="last")
-    return last.groupby("protocol")[list(_SCORERS)].agg(_listed)
-
-
-def _listed(names: pd.Series[Any]) -> str:
-    return ", ".join(sorted(names.dropna().unique()))
 
 
 BETTER, WORSE, SAME, EQUIVALENT = "better", "worse", "not distinguishable", "equivalent"

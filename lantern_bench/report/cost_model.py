@@ -1,7 +1,6 @@
-"""What a decode step costs on a device, from sizes alone, and the speedup of every cell of a run on that device.
+"""What a decode step costs on a device, from sizes alone (docs/prediction.md), and the speedups of a run there.
 
-Bytes read, operations and kernels of each program of a step give its seconds (docs/prediction.md). Acceptance is the
-run's: which tokens a step commits does not depend on the device.
+Acceptance is the run's: which tokens a step commits does not depend on the device.
 """
 
 from __future__ import annotations
@@ -30,8 +29,6 @@ from lantern_bench.report.tables import frame, tables_of
 from lantern_bench.runs.records import rows_of
 from lantern_bench.runs.store import RunData
 from lantern_bench.schema import CELL_COLUMNS
-
-# ---- Devices
 
 _Rate = Annotated[float, Field(gt=0, allow_inf_nan=False, description="must be a number above 0")]
 _Share = Annotated[float, Field(gt=0, le=1, description="must be above 0 and at most 1")]
@@ -101,9 +98,6 @@ def find_device(name: str) -> Device:
         raise
 
 
-# ---- Software: how many kernels a program has
-
-
 class Stack(NamedTuple):
     """The kernels of a step under one kind of software."""
 
@@ -119,13 +113,11 @@ class Stack(NamedTuple):
     fixed: bool  # shapes are fixed, and guidance comes before the head, which is float32 (docs/engine.md)
 
 
+# This package's compiled programs, and eager code as it is published.
 STACKS: dict[str, Stack] = {
     "compiled": Stack(17.5, 17, 22, 10, 0, 16, 9, 0, 0.5, fixed=True),
     "eager": Stack(49, 18, 56, 15, 3, 0, 9, 8, 4, fixed=False),
 }
-"""This package's compiled programs, and eager code as it is published."""
-
-# ---- Work of the programs of a step
 
 
 class Work(NamedTuple):
@@ -210,9 +202,6 @@ def verify_work(setting: Setting, draft: Draft, committed: float, stack: Stack) 
     return _logits(setting, draft.nodes if stack.fixed else walked, 4 + 2 * draft.fanout, kernels)
 
 
-# ---- Seconds
-
-
 class Seconds(NamedTuple):
     """Seconds of a program: in all, and what reading, multiplying and launching would take alone."""
 
@@ -220,10 +209,6 @@ class Seconds(NamedTuple):
     read: float
     multiply: float
     launch: float
-
-    def __add__(self, other: Seconds) -> Seconds:  # type: ignore[override]
-        """The seconds of both, one after the other."""
-        return Seconds(*(a + b for a, b in zip(self, other, strict=True)))
 
 
 def seconds_of(work: Work, device: Device, stack: Stack, factor: float = 1.0) -> Seconds:
@@ -242,35 +227,23 @@ def seconds_of(work: Work, device: Device, stack: Stack, factor: float = 1.0) ->
     return Seconds(factor * total, factor * read, factor * multiply, factor * launch)
 
 
-class StepSeconds(NamedTuple):
-    """The programs of a step, and the host's work outside them."""
+def step_seconds(device: Device, stack: Stack, setting: Setting, draft: Draft | None, committed: float) -> pd.DataFrame:
+    """`Seconds` of the programs of a step (draft, target, verify) and of the host's work outside them (other).
 
-    draft: Seconds
-    target: Seconds
-    verify: Seconds
-    host: float
-
-    @property
-    def total(self) -> float:
-        """Seconds of the step."""
-        return self.draft.total + self.target.total + self.verify.total + self.host
-
-
-NOTHING = Seconds(0.0, 0.0, 0.0, 0.0)
-
-
-def step_seconds(device: Device, stack: Stack, setting: Setting, draft: Draft | None, committed: float) -> StepSeconds:
-    """A step that commits `committed` tokens on average; `draft` None is an autoregressive step."""
+    The step commits `committed` tokens on average; `draft` None is an autoregressive step.
+    """
     if stack.fixed and device.kind == "gpu":
         setting = setting._replace(context=setting.sizes.prefix + setting.sizes.image_tokens)
     size, nodes = device.weight_bytes, 1 if draft is None else draft.nodes
     target = seconds_of(target_work(setting, nodes, size, stack), device, stack, device.target_factor(nodes))
-    if draft is None:
-        return StepSeconds(NOTHING, target, NOTHING, 0.0)
-    forwards = draft_work(setting, draft, committed, size, stack)
-    drafted = sum((seconds_of(work, device, stack, device.draft_factor) for work in forwards), NOTHING)
-    verify = seconds_of(verify_work(setting, draft, committed, stack), device, stack, device.verify_factor)
-    return StepSeconds(drafted, target, verify, 1e-6 * device.step_us if stack.fixed else 0.0)
+    programs = {"draft": np.zeros(4), "target": np.array(target), "verify": np.zeros(4), "other": np.zeros(4)}
+    if draft is not None:
+        for work in draft_work(setting, draft, committed, size, stack):
+            programs["draft"] += seconds_of(work, device, stack, device.draft_factor)
+        verify = verify_work(setting, draft, committed, stack)
+        programs["verify"] += seconds_of(verify, device, stack, device.verify_factor)
+        programs["other"][0] = 1e-6 * device.step_us if stack.fixed else 0.0
+    return pd.DataFrame.from_dict(programs, orient="index", columns=Seconds._fields)
 
 
 def prefill_seconds(device: Device, stack: Stack, setting: Setting) -> float:
@@ -316,18 +289,13 @@ def fit_device(samples: Sequence[Sample], **fields: Any) -> Device:
 def step_samples(setting: Setting, draft: Draft | None, weight_bytes: int, step: Row) -> list[Sample]:
     """The programs of a measured compiled step as samples; `step` has `target_ms` and so on."""
     stack = STACKS["compiled"]
-    if draft is None:
-        return [
-            Sample(
-                "target", target_work(setting, 1, weight_bytes, stack), 1e-3 * (step["target_ms"] + step["other_ms"])
-            )
-        ]
-    drafted = sum(draft_work(setting, draft, 1, weight_bytes, stack), Work(0.0, 0.0, 0.0))
-    return [
-        Sample("draft", drafted, 1e-3 * step["draft_ms"]),
-        Sample("target", target_work(setting, draft.nodes, weight_bytes, stack), 1e-3 * step["target_ms"], draft.nodes),
-        Sample("verify", verify_work(setting, draft, 1, stack), 1e-3 * step["verify_ms"]),
-    ]
+    nodes, target_ms = (1, step["target_ms"] + step["other_ms"]) if draft is None else (draft.nodes, step["target_ms"])
+    samples = [Sample("target", target_work(setting, nodes, weight_bytes, stack), 1e-3 * target_ms, nodes)]
+    if draft is not None:
+        drafted = sum(draft_work(setting, draft, 1, weight_bytes, stack), Work(0.0, 0.0, 0.0))
+        samples.append(Sample("draft", drafted, 1e-3 * step["draft_ms"]))
+        samples.append(Sample("verify", verify_work(setting, draft, 1, stack), 1e-3 * step["verify_ms"]))
+    return samples
 
 
 def tree_draft(paths: Sequence[Sequence[int]]) -> Draft:
@@ -389,11 +357,12 @@ def prediction_rows(run: RunData, device: Device, stack: str, model: str | None 
         draft, assumed = _draft(cell, completed, run.manifest)
         if batch > 1 and draft is not None:
             notes.append("images of a batch that end early are not counted as idle")
-        plain = step_seconds(device, kernels, setting._replace(context=sizes.prefix + tokens / 2), None, 1.0)
-        step = step_seconds(device, kernels, setting, draft, length)
-        programs = sum((step.draft, step.target, step.verify), NOTHING)
+        middle = setting._replace(context=sizes.prefix + tokens / 2)
+        plain = step_seconds(device, kernels, middle, None, 1.0)["total"].sum()
+        programs = step_seconds(device, kernels, setting, draft, length)
+        step = programs.sum()
         prefill = prefill_seconds(device, kernels, setting)
-        seconds = prefill + (tokens - 1) / length * step.total
+        seconds = prefill + (tokens - 1) / length * step["total"]
         yield {
             **cell.columns,
             "model": name,
@@ -403,17 +372,12 @@ def prediction_rows(run: RunData, device: Device, stack: str, model: str | None 
             "mean_accepted_length": length,
             "nodes": 1 if draft is None else draft.nodes,
             "drafter_forwards_per_step": 0 if draft is None or draft.levels is None else 1 + len(draft.levels),
-            "speedup": (prefill + (tokens - 1) * plain.total) / seconds,
+            "speedup": (prefill + (tokens - 1) * plain) / seconds,
             "latency_s": seconds / batch,
-            "ar_ms": 1e3 * plain.total,
-            "step_ms": 1e3 * step.total,
-            "draft_ms": 1e3 * step.draft.total,
-            "target_ms": 1e3 * step.target.total,
-            "verify_ms": 1e3 * step.verify.total,
-            "other_ms": 1e3 * step.host,
-            "read_ms": 1e3 * programs.read,
-            "multiply_ms": 1e3 * programs.multiply,
-            "launch_ms": 1e3 * programs.launch,
+            "ar_ms": 1e3 * plain,
+            "step_ms": 1e3 * step["total"],
+            **(1e3 * programs["total"]).add_suffix("_ms"),
+            **(1e3 * step.drop("total")).add_suffix("_ms"),
             "note": join_notes([*notes, assumed]),
         }
 
@@ -442,7 +406,8 @@ def _draft(cell: CellRecords, completed: Sequence[Row], manifest: Mapping[str, A
 def measured_elsewhere(run: RunData, device: Device, stack: str, model: str | None = None) -> str | None:
     """Say with what the run was measured; None where that is what is predicted."""
     measured = device_in_words(run.manifest), "compiled" if run.manifest.get("compile") else "eager"
-    predicted = device.about or device.name, _code(device, stack)
+    # A device of a user stands for the code that it was fitted to.
+    predicted = device.about or device.name, device.code if stack == "compiled" else stack
     others = set(run.records["model"]) - {model} if model is not None else set()
     if not others and measured == predicted:
         return None
@@ -450,18 +415,13 @@ def measured_elsewhere(run: RunData, device: Device, stack: str, model: str | No
     return f"The run was measured on {run_of}{', '.join(measured)}; predicted is {', '.join(predicted)}."
 
 
-def _code(device: Device, stack: str) -> str:
-    """What is predicted: an own device stands for the code that it was fitted to."""
-    return device.code if stack == "compiled" else stack
-
-
 def terms_of(device: Device, stack: str) -> list[str]:
     """Return the constants of a prediction as sentences, each with its source."""
     shares = f"{device.read_gb_s:g} GB/s x {device.read_share:g}, {device.multiply_tflops:g} Tflop/s x "
-    kernel = device.kernel_us if stack == "compiled" else device.eager_kernel_us
+    kernel, code = (device.kernel_us, device.code) if stack == "compiled" else (device.eager_kernel_us, stack)
     return [
         f"Predicted for {device.about or device.name}, not measured: read {shares}{device.multiply_share:g}; "
-        f"{kernel:g} us a kernel ({_code(device, stack)}), {device.step_us:g} us of host work a step.",
+        f"{kernel:g} us a kernel ({code}), {device.step_us:g} us of host work a step.",
         *device.sources,
         "Acceptance is that of the run. Formulas, kernel counts, errors against published figures: docs/prediction.md.",
     ]

@@ -1,12 +1,8 @@
-"""Curves of one or several runs as PNG, SVG and PDF beside the CSV of their points.
-
-FID values of different features never share an axis.
-"""
+"""Curves of one or several runs as PNG, SVG and PDF beside the CSV of their points."""
 
 from __future__ import annotations
 
 import io
-import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,36 +23,24 @@ from lantern_bench.runs.store import RunData
 from lantern_bench.schema import columns
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 # ---- The data behind the curves
 
-Tables: TypeAlias = Mapping[str, pd.DataFrame]
-"""The tables of one run by name, as `curve_tables` returns them."""
-
+Tables: TypeAlias = Mapping[str, pd.DataFrame]  # of one run by name, as `curve_tables` returns them
 Styles: TypeAlias = Mapping[CellKey, Style]
 
 SPEEDS = {"speedup": "speedup over AR", "mean_accepted_length": "mean accepted length (incl. bonus token)"}
 """What a speed-quality curve has on its horizontal axis."""
 
-INTERVAL = "95 % interval"
-"""In the titles of axes: what whiskers are."""
+INTERVAL = "95 % interval"  # what whiskers are, in the titles of axes
 
 
 def curve_tables(run: RunData) -> dict[str, pd.DataFrame]:
     """Return the tables of `tables_of`, `cells` (as `cells_of`) and `lengths`."""
     tables = tables_of(run)
     lengths = frame("lengths", (row for cell in run_cells(run) for row in _length_rows(cell)))
-    row_tokens = run.records.groupby("model")["tokens"].max().map(_row_tokens)
-    acceptance = tables["acceptance"].assign(row_tokens=tables["acceptance"]["model"].map(row_tokens))
-    return {**tables, "acceptance": acceptance, "cells": cells_of(tables), "lengths": lengths}
-
-
-def _row_tokens(tokens: int) -> float:
-    """The tokens of a row of an image with as many rows as columns, or also an end of each row; else NaN."""
-    rows = math.isqrt(tokens)
-    return tokens // rows if tokens in (rows**2, rows * (rows + 1)) else math.nan
+    return {**tables, "cells": cells_of(tables), "lengths": lengths}
 
 
 def choose_cells(runs: Mapping[str, Tables], patterns: Sequence[str]) -> dict[str, Tables]:
@@ -99,7 +83,7 @@ def _labelled(table: pd.DataFrame) -> pd.DataFrame:
 def acceptance_points(runs: Mapping[str, Tables], axis: str = "depth") -> pd.DataFrame:
     """Return the rows of `acceptance.csv` along `axis` of all runs.
 
-    Positions of the image are pooled to at most 32 places a cell; `index_end` is the last position of each.
+    Positions of the image are pooled to at most 32 places a cell, from `index` to `index_end` around `middle`.
     """
     table = stack_runs(runs, "acceptance")
     table = table[table["axis"] == axis].reset_index(drop=True)
@@ -111,6 +95,7 @@ def acceptance_points(runs: Mapping[str, Tables], axis: str = "depth") -> pd.Dat
         rates = [proportion(int(a), int(n)) for a, n in zip(table["accepted"], table["offered"], strict=True)]
         for number, end in enumerate(ENDS):
             table[f"rate{end}"] = [rate[number] for rate in rates]
+        table["middle"] = (table["index"] + table["index_end"]) / 2
     return _labelled(table)
 
 
@@ -158,7 +143,7 @@ class Chart:
 
     name: str  # of its files
     points: pd.DataFrame  # with `run`, `model`, `cell_id`, `label`; `dominated` where another cell beats a point
-    x: str  # where the column `index_end` is, a point stands for several places
+    x: str
     y: str
     x_title: str
     y_title: str  # a second line names the scorer
@@ -174,12 +159,6 @@ class Chart:
     def groups(self) -> list[pd.DataFrame]:
         """The points of each line."""
         return [rows for _, rows in self.points.groupby(list(self.lines), sort=False, dropna=False)]
-
-    def x_values(self, rows: pd.DataFrame) -> list[Any]:
-        """Return x of these points: numbers, or words."""
-        if self.x == "tree":
-            return list(rows[self.x])
-        return rows[[name for name in (self.x, "index_end") if name in rows]].astype(float).mean(axis=1).tolist()
 
     def front_lines(self) -> Iterator[tuple[list[float], list[float]]]:
         """Yield x and y of the points of each run and model that nothing dominates, by x."""
@@ -216,7 +195,7 @@ def charts(runs: Mapping[str, Tables], parameters: Sequence[str] = tuple(BOUNDS)
         yield Chart("acceptance-by-depth", depths, "index", "rate", "depth of the draft tree", rate, x_is_count=True)
     if len(positions := acceptance_points(runs, "position")):
         x_title = "position in the image (tokens, row by row)"
-        yield Chart("acceptance-by-position", positions, "index", "rate", x_title, rate, panels=True)
+        yield Chart("acceptance-by-position", positions, "middle", "rate", x_title, rate, panels=True)
     if len(lengths := _labelled(stack_runs(runs, "lengths"))):
         yield Chart(
             "accepted-lengths", lengths, "length", "share", "tokens committed by a step (bonus token included)",
@@ -250,8 +229,7 @@ def whiskers(rows: pd.DataFrame, name: str) -> list[list[float]] | None:
 
 # ---- Their pictures and files
 
-WIDTHS = {"one": 3.3, "two": 6.9}
-"""Inches of one column and of two in a paper."""
+WIDTHS = {"one": 3.3, "two": 6.9}  # inches of one column and of two in a paper
 
 # Without dates, versions and random ids equal curves are equal files.
 _METADATA: dict[str, dict[str, None]] = {
@@ -278,10 +256,9 @@ def draw_curves(
     """
     from matplotlib import rc_context
 
-    if by not in GROUPINGS:
-        raise UserError(f"--by {by}: must be one of {', '.join(GROUPINGS)}")
-    if width not in WIDTHS:
-        raise UserError(f"--width {width}: must be one of {', '.join(WIDTHS)}")
+    for flag, value, choices in (("by", by, GROUPINGS), ("width", width, WIDTHS)):
+        if value not in choices:
+            raise UserError(f"--{flag} {value}: must be one of {', '.join(choices)}")
     tables: dict[str, Tables] = {name: curve_tables(run) for name, run in load_runs(runs, tables_suffice=True).items()}
     tables = choose_cells(tables, cells) if cells else tables
     cell_styles = run_styles(tables, by)
@@ -320,18 +297,16 @@ def to_matplotlib(chart: Chart, styles: Styles, width: float = WIDTHS["two"]) ->
     across = min(round(width / 2), len(groups)) if chart.panels else 1
     down = -(-len(groups) // across) if chart.panels else 1
     figure = Figure((width, 1.5 * down + 0.6 if chart.panels else 1.0 + 0.35 * width), layout="constrained")
-    panels: list[Axes] = list(figure.subplots(down, across, sharex=True, sharey=True, squeeze=False).ravel())
+    panels = list(figure.subplots(down, across, sharex=True, sharey=True, squeeze=False).ravel())
     for number, rows in enumerate(groups):
         axes = panels[number if chart.panels else 0]
         style, is_hollow = styles[cell_key(rows.iloc[-1])], "dominated" in rows and bool(rows["dominated"].iloc[0])
         axes.errorbar(
-            chart.x_values(rows), rows[chart.y].astype(float), xerr=whiskers(rows, chart.x),
+            rows[chart.x].tolist(), rows[chart.y].astype(float), xerr=whiskers(rows, chart.x),
             yerr=whiskers(rows, chart.y), label=line_label(rows), color=style.colour, marker=style.marker, capsize=2,
             elinewidth=0.8, markersize=3 if chart.panels else 5, linestyle=style.line if chart.joined else "none",
             alpha=0.38 if is_hollow else 1.0, markerfacecolor="none" if is_hollow else style.colour,
         )  # fmt: skip
-        if chart.x == "index" and chart.panels and pd.notna(row := rows["row_tokens"].iloc[0]):
-            _draw_row_ends(axes, int(row), int(rows["index_end"].max()) + 1)
     if chart.y in ("rate", "share"):
         panels[0].set_ylim(0, 1.02 if chart.y == "rate" else None)
     if chart.x_is_count:
@@ -364,11 +339,3 @@ def to_matplotlib(chart: Chart, styles: Styles, width: float = WIDTHS["two"]) ->
         lines, names, loc="outside lower left", ncols=columns, frameon=False, fontsize="small", handlelength=3.2
     )
     return figure
-
-
-def _draw_row_ends(axes: Axes, row: int, tokens: int) -> None:
-    """Draw a thin line between rows of the image; ticks are at whole rows."""
-    axes.set_xticks(range(0, tokens + 1, row * max(1, round(tokens / row / 4))))
-    axes.grid(visible=False, axis="x")
-    for end in range(row, tokens, row):
-        axes.axvline(end - 0.5, color="#CCCCCC", linewidth=0.4, zorder=0)

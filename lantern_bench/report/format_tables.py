@@ -1,7 +1,4 @@
-"""Tables formatted for people: text with units and intervals, `1.74x [1.70, 1.78]` in place of three columns.
-
-Values that all rows share move to the notes below, and missing values stay blank.
-"""
+"""Tables formatted for people: text with units and intervals, `1.74x [1.70, 1.78]` in place of three columns."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ FORMATS = {
     "speedup_error": ("{:+.1%}", ""),
     "speedup_difference": ("{:+.2f}", "x"),
     **dict.fromkeys(("mean_accepted_length", "mal_uncut", "accepted_drafts", "step_compression"), ("{:.2f}", "")),
-    **{metric.name: (metric.form, "") for metric in METRICS.values()},
+    **{metric.name: (f"{{:{metric.digits}}}", "") for metric in METRICS.values()},
     **dict.fromkeys(("acceptance_rate", "rate"), ("{:.3f}", "")),
     **dict.fromkeys(("target_forwards", "drafter_forwards"), ("{:.1f}", "")),
     "fid_infinity": ("{:.2f}", ""),

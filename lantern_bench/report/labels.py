@@ -1,8 +1,4 @@
-"""Labels and styles of cells: names of the papers, colours, markers, line styles.
-
-Colours are those of Okabe and Ito, which people with colour vision deficiency can tell apart; markers and line styles
-differ as well, for grey print.
-"""
+"""Labels and styles of cells; markers and line styles differ as colours do, for grey print and colour blindness."""
 
 from __future__ import annotations
 
@@ -15,16 +11,12 @@ import pandas as pd
 from lantern_bench.methods.parameters import SAMPLING
 from lantern_bench.methods.tables import METHOD_PARAMETERS, MODES, PARAMETERS, RULES
 
-CellKey: TypeAlias = tuple[str, str, str]
-"""Run, model, cell id."""
-
-CELL = ["run", "model", "cell_id"]  # the columns of a `CellKey`
+CELL = ["run", "model", "cell_id"]
+CellKey: TypeAlias = tuple[str, str, str]  # the values of these columns
 
 BOUNDS = {name: parameter.symbol for name, parameter in PARAMETERS.items() if parameter.symbol}
-"""Labels of the bounds of relaxed rules."""
 
-GROUPINGS = ("mode", *BOUNDS, "tree", "temperature")
-"""Values of --by: what the colours of curves stand for."""
+GROUPINGS = ("mode", *BOUNDS, "tree", "temperature")  # values of --by
 
 _SAMPLING = ("temperature", "cfg_scale", "top_k", "top_p", "batch", "seed_set")
 
@@ -35,7 +27,6 @@ FAMILY = (
 """Columns that tell cells apart; without a parameter they name the family in which that parameter varies."""
 
 _COLOURS = {name: mode.colour for name, mode in MODES.items() if mode.colour}
-_CATEGORIES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 # Nine and four have no common divisor: marker and line repeat together after 36 cells only.
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<")
 _LINES = ("-", "--", "-.", ":")
@@ -133,13 +124,10 @@ def styles(table: pd.DataFrame, by: str = "mode") -> dict[CellKey, Style]:
 def _colours(values: pd.Series, by: str) -> list[str]:
     if by == "mode":
         return [_COLOURS.get(value, "#CC79A7") for value in values]
-    distinct = sorted(values.dropna().unique())
-    colours: dict[Any, str] = dict(zip(distinct, cycle(_CATEGORIES), strict=False))
-    if by != "tree":
-        from matplotlib import colormaps
-        from matplotlib.colors import to_hex
+    from matplotlib import colormaps
+    from matplotlib.colors import to_hex
 
-        # Without its palest part, which does not print; no shade is near the grey of cells without the value.
-        shades = colormaps["plasma"].resampled(len(distinct) + 1)
-        colours = {value: to_hex(shades(place)) for place, value in enumerate(distinct)}
-    return [colours.get(value, "#767676") for value in values]
+    distinct = sorted(values.dropna().unique())
+    # Without its palest part, which does not print; no shade is near the grey of cells without the value.
+    shades = colormaps["plasma"].resampled(len(distinct) + 1)
+    return ["#767676" if pd.isna(value) else to_hex(shades(distinct.index(value))) for value in values]

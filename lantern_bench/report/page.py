@@ -1,8 +1,4 @@
-"""One HTML file that shows one run or several: no network, no second file, links to the picture files.
-
-A Jinja template takes the tables and a tree of plain values, from which the JavaScript in `assets/` draws curves,
-pictures and maps. The page contains the whole library of Plotly, compressed. Without JavaScript it shows its tables.
-"""
+"""One HTML file that shows runs without network, made of tables and of plain values that `assets/*.js` draw."""
 
 from __future__ import annotations
 
@@ -15,7 +11,7 @@ import os
 import re
 import string
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -27,7 +23,7 @@ from PIL import Image, UnidentifiedImageError
 from lantern_bench import __version__
 from lantern_bench.config.paper import read_paper
 from lantern_bench.errors import UserError
-from lantern_bench.methods.tables import METRICS, OF_IMAGES, ON_CURVES
+from lantern_bench.methods.tables import METRICS, OF_IMAGES
 from lantern_bench.models.io.files import write_atomically
 from lantern_bench.report import curves
 from lantern_bench.report.curves import SPEEDS, Chart, Styles, Tables, stack_runs
@@ -35,7 +31,7 @@ from lantern_bench.report.format_tables import format_figure, head_of, readable,
 from lantern_bench.report.labels import GROUPINGS, CellKey, cell_key, labels
 from lantern_bench.report.records import CellRecords, Row, load_runs, run_cells
 from lantern_bench.report.reproduction import comparability, reproduction_rows, side_by_side, sources
-from lantern_bench.report.tables import OUTSIDE, frame, sort_scores
+from lantern_bench.report.tables import frame, sort_scores
 from lantern_bench.runs.records import rows_of
 from lantern_bench.runs.store import NO_SPEED, PICTURES_LEFT_OUT, RunData, disturbance
 from lantern_bench.schema import columns
@@ -59,7 +55,6 @@ def render(runs: Mapping[str, RunData], home: Path) -> str:
     from plotly.offline import get_plotlyjs
 
     tables = {name: curves.curve_tables(run) for name, run in runs.items()}
-    warnings = {name: text for name, run in runs.items() if (text := _speed_warning(run))}
     records = {
         (name, str(cell.columns["model"]), cell.cell_id): cell for name, run in runs.items() for cell in run_cells(run)
     }
@@ -79,8 +74,7 @@ def render(runs: Mapping[str, RunData], home: Path) -> str:
         cells=cells,
         figures={figure: title for figure, (title, _) in _FIGURES.items()},
         pictures=pictures,
-        warnings=[text if len(runs) == 1 else f"{name}: {text}" for name, text in warnings.items()],
-        highlights=highlights(shown, cells, warnings),
+        warnings=[f"{name}: {text}" for name, run in runs.items() if (text := _speed_warning(run))],
         summary=summary(shown, tables),
         runs=[run_facts(name, run, tables[name]) for name, run in runs.items()],
         data=_plain({"cells": cells, "figures": _figures(tables, numbers), "metrics": _METRICS, **pictures}),
@@ -163,15 +157,15 @@ def to_plotly(chart: Chart, styles: Styles, numbers: Numbers) -> Plain:
     traces: list[Plain] = [
         {"x": x, "y": y, "customdata": [], "mode": "lines", "hoverinfo": "skip"} for x, y in chart.front_lines()
     ]
-    groups = sorted(chart.groups(), key=lambda rows: chart.x_values(rows)[0])
+    groups = sorted(chart.groups(), key=lambda rows: rows[chart.x].iloc[0])
     for rows in groups:
         row_styles = [styles[cell_key(row)] for _, row in rows.iterrows()]
         is_hollow = "dominated" in rows and bool(rows["dominated"].iloc[0])
         trace: Plain = {
-            "name": curves.line_label(rows), "x": chart.x_values(rows), "y": rows[chart.y].astype(float).tolist(),
+            "name": curves.line_label(rows), "x": rows[chart.x].tolist(), "y": rows[chart.y].astype(float).tolist(),
             "customdata": [numbers[cell_key(row)] for _, row in rows.iterrows()],
-            "hovertext": [_hover(chart, row) for _, row in rows.iterrows()],
-            "hovertemplate": "%{hovertext}<extra></extra>",
+            "hovertext": rows["label"].tolist(),
+            "hovertemplate": "<b>%{hovertext}</b><br>%{x}, %{y:.4g}<extra></extra>",
             "mode": "lines+markers" if chart.joined else "markers",
             "opacity": 0.5 if is_hollow else 1.0,
             "marker": {"symbol": [_SYMBOLS[style.marker] + "-open" * is_hollow for style in row_styles], "size": 8},
@@ -198,20 +192,9 @@ def to_plotly(chart: Chart, styles: Styles, numbers: Numbers) -> Plain:
     return {"name": chart.name, "title": title, "data": traces, "layout": layout}
 
 
-def _hover(chart: Chart, row: pd.Series) -> str:
-    """The label of a point and its figures."""
-    lines = [f"<b>{row['label']}</b>"]
-    for name, title in ((chart.x, chart.x_title), (chart.y, chart.y_title)):
-        value = row[name] if isinstance(row[name], str) else float(row[name])
-        figure = format_figure(name, value, row.get(f"{name}_low"), row.get(f"{name}_high"))
-        lines.append(f"{title.partition(',')[0].partition(' (')[0]}: {figure}")
-    return "<br>".join([*lines, *(["dominated"] if row.get("dominated", False) else [])])
-
-
 # ---- Pictures and maps
 
-PICTURES = 6_000
-"""Most pictures of a page: with more, browsers get slow, and the thumbnails exceed their budget."""
+PICTURES = 4_000  # of a page; with more, browsers get slow
 
 _READ = [
     "prompt", "repeat", "order_index", "record_key", "image", "seconds", "tokens", "drafting", "start_per_step",
@@ -232,7 +215,7 @@ def _pictures(runs: Mapping[str, RunData], records: Mapping[CellKey, CellRecords
     sides = {grid_side(cell.completed) for cell in cells if len(cell.completed)}
     grid = sides.pop() if len(sides) == 1 else None
     scores = {name: _image_scores(run) for name, run in runs.items()}
-    thumbnails: dict[Any, int] = {}
+    thumbnails: dict[str, int] = {}
     pictures = []
     for row in rows_of(drawn[drawn["prompt"].isin(prompts)]):
         run, steps = keys[row["cell"]][0], row["committed_per_step"] or ()
@@ -251,7 +234,7 @@ def _pictures(runs: Mapping[str, RunData], records: Mapping[CellKey, CellRecords
             }
         )  # fmt: skip
     return {
-        "prompts": prompts, "pictures": pictures, "thumbs": encode_thumbnails(thumbnails), "grid": grid,
+        "prompts": prompts, "pictures": pictures, "thumbs": list(thumbnails), "grid": grid,
         "left_out": len(counts) - len(prompts),
     }  # fmt: skip
 
@@ -293,34 +276,17 @@ def grid_side(rows: pd.DataFrame) -> int | None:
     return side if side and sizes == {side * side} else None
 
 
-Thumbnail: TypeAlias = tuple[tuple[int, int], bytes]  # width and height, and the pixels
-_SIDE = 128  # its longest, in pixels
-_BUDGET = 5_000_000  # bytes of all thumbnails of a page together, as base64 text
-
-
-def thumbnail(picture: Path) -> Thumbnail | None:
-    """Return a picture made small; None when the file is missing or no picture."""
+def thumbnail(picture: Path) -> str | None:
+    """Return a picture made small, as base64 of a WebP file; None when the file is missing or no picture."""
+    content = io.BytesIO()
     try:
         with Image.open(picture) as opened:
             small = opened.convert("RGB")
-            small.thumbnail((_SIDE, _SIDE), Image.Resampling.LANCZOS)
+            small.thumbnail((128, 128), Image.Resampling.LANCZOS)
+            small.save(content, "WEBP", quality=70)
     except (OSError, UnidentifiedImageError):
         return None
-    return small.size, small.tobytes()
-
-
-def encode_thumbnails(thumbnails: Iterable[Thumbnail], budget: int = _BUDGET) -> list[str]:
-    """Return thumbnails as base64 of WebP files, within `budget` if possible."""
-    texts: list[str] = []
-    for quality in (90, 82, 70, 55, 40, 25):
-        texts = []
-        for size, pixels in thumbnails:
-            content = io.BytesIO()
-            Image.frombytes("RGB", size, pixels).save(content, "WEBP", quality=quality, method=4)
-            texts.append(base64.b64encode(content.getvalue()).decode("ascii"))
-        if sum(map(len, texts)) <= budget:
-            break
-    return texts
+    return base64.b64encode(content.getvalue()).decode("ascii")
 
 
 # ---- The tables of the page: the summary, published figures, settings, machine
@@ -350,50 +316,6 @@ def summary(cells: pd.DataFrame, tables: Mapping[str, Tables]) -> Plain:
     return {"heads": heads, "rows": rows, "notes": list(dict.fromkeys(notes))}
 
 
-def highlights(cells: pd.DataFrame, shown: Sequence[Plain], warnings: Mapping[str, str]) -> list[Plain]:
-    """Return the best cell for speedup, accepted length and a quality figure, and how sure that is.
-
-    Cells whose figures read the same are a tie. `warnings` has the runs whose speed could not be measured.
-    """
-    quality = [name for name in reversed(ON_CURVES) if name != "distance" and worth_showing(cells, name)][:1]
-    titles = {"speedup": "fastest", "mean_accepted_length": "longest steps"}
-    titles |= {name: f"best pictures by {METRICS[name].heading}" for name in quality}
-    tiles = []
-    for name in (name for name in titles if worth_showing(cells, name)):
-        values = cells[name].astype(float)
-        best = cells.iloc[int(values.argmin() if _is_lower_better(name) else values.argmax())]
-        number, is_busy = int(best["number"]), name == "speedup" and best["run"] in warnings
-        figure = _figure(name, float(best[name]), best.get(f"{name}_low"), best.get(f"{name}_high"))
-        equal = cells[[format_figure(name, float(value)) == figure["value"] for value in values]]["number"].nunique()
-        tile: Plain = {"title": titles[name], "remark": NO_SPEED if is_busy else _how_sure(cells, best, name)}
-        if name == "speedup" and pd.notna(best.get("distance")):
-            tile["remark"] += f"; distance from the target {format_figure('distance', float(best['distance']))}"
-        if equal > 1:
-            tile |= {"name": f"{equal} cells tie", "cell": None, "remark": "no cell is ahead"}
-            figure["interval"] = ""
-        tiles.append({"name": shown[number]["name"], "cell": number, **tile, **figure})
-    return tiles
-
-
-def _how_sure(table: pd.DataFrame, best: pd.Series, name: str) -> str:
-    """How the best quality figure compares with AR, or whether other cells' speed reaches it, in words."""
-    if name not in SPEEDS and best["mode"] == "ar":
-        return "AR itself"
-    if pd.notna(best.get(f"{name}_vs_ar_p")):
-        p_value = float(best[f"{name}_vs_ar_p"])
-        return f"{best[f'{name}_vs_ar']:+.3g} against AR over the same prompts, p = {p_value:.2g}"
-    if pd.notna(best.get(f"{name}_verdict")):
-        is_outside = best[f"{name}_verdict"] == OUTSIDE
-        return "outside AR's own spread" if is_outside else "no shift from AR is detected at so many images"
-    if pd.isna(best.get(f"{name}_low")):
-        return "one value a cell, without an interval"
-    others = table[table["number"] != best["number"]]
-    reaching = others.loc[others[f"{name}_high"] >= best[f"{name}_low"], "cell_id"].nunique()
-    if not reaching:
-        return "no other cell's 95 % interval reaches it"
-    return f"the 95 % intervals of {reaching} other {'cell' if reaching == 1 else 'cells'} reach it"
-
-
 def _entries(table: pd.DataFrame, name: str, good: str) -> list[Plain]:
     """The column's entries: dicts of value and interval as text, what they sort by, their bar, and whether it is best.
 
@@ -406,7 +328,7 @@ def _entries(table: pd.DataFrame, name: str, good: str) -> list[Plain]:
     # A tie has no winner, nor has what is 0 by definition in many cells.
     is_ranked = bool(good) and (name not in METRICS or METRICS[name].against_ar != "none")
     is_alone = is_ranked and (values == format_figure(name, best)).sum() == 1
-    entries = []
+    entries: list[Plain] = []
     for value, low, high in figures.itertuples(index=False):
         if pd.isna(value):
             entries.append({"value": "", "interval": "", "order": None, "bar": None, "best": False})
@@ -414,15 +336,14 @@ def _entries(table: pd.DataFrame, name: str, good: str) -> list[Plain]:
         # By definition, or of one prompt many times, nothing is uncertain.
         ends = [] if pd.isna(low) or pd.isna(high) or low == high == value else [low, high]
         bar = [(end - lowest) / (highest - lowest) for end in (*ends, value)] if ends and highest > lowest else None
-        text = _figure(name, int(value) if not good else value, *(ends or (None, None)))
-        entries.append(text | {"order": value, "bar": bar, "best": is_alone and value == best})
+        text, bracket, interval = format_figure(name, int(value) if not good else value, *ends).partition(" [")
+        entries.append(
+            {
+                "value": text, "interval": bracket.strip() + interval, "order": value, "bar": bar,
+                "best": is_alone and value == best,
+            }
+        )  # fmt: skip
     return entries
-
-
-def _figure(name: str, value: float, low: Any, high: Any) -> Plain:
-    """A figure and its interval as text."""
-    text, bracket, interval = format_figure(name, value, low, high).partition(" [")
-    return {"value": text, "interval": bracket.strip() + interval}
 
 
 def run_facts(name: str, data: RunData, tables: Tables) -> Plain:
@@ -434,10 +355,9 @@ def run_facts(name: str, data: RunData, tables: Tables) -> Plain:
     experiment = dict(manifest.get("experiment") or {})
     paper = read_paper(experiment.get("paper"))
     names = ("model", "prompts", "images", "repeats", "seed", "batch", "metrics", "compile")
-    settings = {name: experiment[name] for name in names if experiment.get(name) is not None}
-    if manifest.get("started"):
-        settings |= {"started": manifest["started"], "ended": manifest.get("ended") or "not ended"}
-        settings["sessions"] = len(manifest.get("sessions") or ())
+    settings = {name: experiment.get(name) for name in names}
+    settings |= {name: manifest.get(name) for name in ("started", "ended")}
+    settings["sessions"] = len(manifest.get("sessions") or ()) or None
     rows = [row for row in reproduction_rows(tables, paper) if row.get("published") is not None] if paper else []
     published = frame("reproduction", rows)
     weights = (manifest.get("key") or {}).get("weights") or {}

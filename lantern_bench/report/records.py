@@ -22,7 +22,6 @@ from lantern_bench.schema import CELL_COLUMNS
 Row: TypeAlias = Mapping[str, Any]
 
 NOTE_SEPARATOR = " | "
-"""Separates the notes of one row."""
 
 # Settings that an `ar` cell should share with the cell it is compared to, most important first.
 _SAMPLING = ("cfg_scale", "batch", "temperature", "top_k", "top_p", "seed_set")

@@ -1,7 +1,4 @@
-"""Published figures beside a run's: what `lantern-bench reproduce` prints, cell by cell and figure by figure.
-
-Only figures of one kind have a difference: an FID of other features has none.
-"""
+"""Published figures beside a run's: what `lantern-bench reproduce` prints, cell by cell and figure by figure."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ import pandas as pd
 from lantern_bench.config.paper import Paper, PaperRow
 from lantern_bench.methods.tables import IN_SUMMARY, METRICS
 from lantern_bench.report.format_tables import format_figure, head_of
-from lantern_bench.report.labels import BOUNDS, FAMILY, parameters
+from lantern_bench.report.labels import parameters
 from lantern_bench.report.records import Row, join_notes
 from lantern_bench.report.tables import cells_of
 from lantern_bench.runs.records import rows_of
@@ -54,25 +51,6 @@ def reproduction_rows(tables: Mapping[str, pd.DataFrame], paper: Paper | None) -
             notes = (f"{reason} this row", paper_row.note, None if "published" in figure else NOT_HAD)
             rows.append(figure | {"note": join_notes(notes)})
     return rows
-
-
-def trends(tables: Mapping[str, pd.DataFrame]) -> list[str]:
-    """Return a sentence on each relaxed rule: in how many series of cells MAL rises with the bound."""
-    sentences = []
-    speed = tables["speed"][tables["speed"]["mean_accepted_length"].notna()]
-    for bound in (name for name in BOUNDS if name in speed):
-        rows = speed[speed[bound].notna()].sort_values([bound, "mean_accepted_length"])
-        family = [name for name in FAMILY if name in rows and name != bound]
-        grouped = rows.groupby(family, dropna=False)["mean_accepted_length"]
-        series = [lengths for _, lengths in grouped if len(lengths) > 1]
-        if series:
-            rising = sum(lengths.is_monotonic_increasing for lengths in series)
-            ends = sum(lengths.iloc[-1] > lengths.iloc[0] for lengths in series)
-            sentences.append(
-                f"MAL rises with every step of {bound} in {rising} of {len(series)} series, "
-                f"and from the smallest {bound} to the largest in {ends} of {len(series)}."
-            )
-    return sentences
 
 
 def comparability(tables: Mapping[str, pd.DataFrame], paper: Paper | None, manifest: Mapping[str, Any]) -> list[str]:
@@ -152,9 +130,6 @@ def device_in_words(manifest: Mapping[str, Any]) -> str:
         return str(device)
     name = cpu.get("model") if isinstance(cpu, Mapping) else cpu
     return f"{name or 'a CPU'}, {manifest.get('threads', '?')} threads"
-
-
-# ---- The comparison formatted for people
 
 
 def side_by_side(table: pd.DataFrame) -> pd.DataFrame:

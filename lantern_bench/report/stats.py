@@ -1,10 +1,7 @@
 """Intervals and tests: bootstrap over prompts, t over processes, Wilson for proportions, exchanges, Holm's correction.
 
-Figures of tokens and pictures depend on prompts alone. All modes see the same prompts, so prompts are resampled: the
-images of a prompt (its repeats) enter and leave a resample together, and in a ratio of two modes so do both modes'
-images of that prompt. Seconds also depend on the process that measured them (addresses, clocks, neighbours on the
-machine), so their intervals come from the spread between processes (docs/results-format.md, "Intervals").
-Those of FID, KID, precision and recall: `metrics/figures.py`.
+Prompts are resampled with all their images; seconds also depend on the process (docs/results-format.md, "Intervals").
+Intervals of FID, KID, precision and recall: `metrics/figures.py`.
 """
 
 from __future__ import annotations
@@ -33,7 +30,6 @@ _SEEN = 1.0 + 0.8416 / 1.9600
 NEEDS_PROCESSES = (
     "no interval of speed: needs 3 processes that share the images (lantern-bench sweep ... --processes 5 --no-resume)"
 )
-"""Note on a figure of seconds without an interval."""
 
 
 class Interval(NamedTuple):
@@ -96,16 +92,12 @@ def proportion(successes: int, trials: int) -> Interval:
 def sums_per_prompt(numerators: Iterable[float], denominators: Iterable[float], prompts: Iterable[str]) -> Sums:
     """Return both sums of each prompt, prompts in sorted order: the seed alone decides the resamples.
 
-    `fsum` because the repeats of a prompt are recorded in an order that differs between runs.
+    They are added by size, because the repeats of a prompt are recorded in an order that differs between runs.
     """
-    parts = np.array([list(numerators), list(denominators)], dtype=np.float64)
-    places = _places(prompts)
-    counts = np.bincount(places)
-    if counts.max(initial=0) <= 2:  # one addition rounds as `fsum` does
-        return Sums(*np.array([np.bincount(places, weights=row) for row in parts], dtype=np.float64))
-    by_prompt = np.split(parts[:, np.argsort(places, kind="stable")], np.cumsum(counts)[:-1], axis=1)
-    sums = [[math.fsum(row) for row in group] for group in by_prompt]
-    return Sums(*np.array(sums, dtype=np.float64).reshape(-1, 2).T)
+    parts, places = np.array([list(numerators), list(denominators)], dtype=np.float64), _places(prompts)
+    orders = parts.argsort(axis=1)
+    sums = [np.bincount(places[order], row[order]) for row, order in zip(parts, orders, strict=True)]
+    return Sums(*np.array(sums, dtype=np.float64))
 
 
 def _places(groups: Any) -> NDArray[np.intp]:
@@ -116,8 +108,10 @@ def _places(groups: Any) -> NDArray[np.intp]:
     return pd.factorize(np.asarray(listed), sort=True)[0]
 
 
-def _bootstrap(sums: Sequence[Array], statistic: Callable[..., Array], seed: int) -> tuple[float, float]:
-    """Return the ends of the 95 % interval of `statistic(*sums, axis=)` over prompts; nan where not defined.
+def _bootstrap(
+    sums: Sequence[Array], statistic: Callable[..., Array], seed: int
+) -> tuple[float, float] | tuple[None, None]:
+    """Return the ends of the 95 % interval of `statistic(*sums, axis=)` over prompts; None where not defined.
 
     `sums` are arrays [prompts], resampled together. BCa (Efron 1987), percentile where BCa is not defined.
     """
@@ -134,8 +128,8 @@ def _bootstrap(sums: Sequence[Array], statistic: Callable[..., Array], seed: int
             result = bootstrap(tuple(sums), statistic, method=method, rng=np.random.default_rng(seed), **options)
             low, high = result.confidence_interval
         if math.isfinite(low) and math.isfinite(high):
-            break
-    return float(low), float(high)
+            return float(low), float(high)
+    return None, None
 
 
 def compare_sums(a: Sums, b: Sums, *others: Sums, seed: int = 0) -> Interval:
@@ -155,17 +149,14 @@ def compare_sums(a: Sums, b: Sums, *others: Sums, seed: int = 0) -> Interval:
     value = float(effect(*a, *b))
     if a.over.size < 2:
         return Interval(value)
+    ends: tuple[float | None, float | None] = (value, value)
     if all(np.all((part.over % 1 == 0) & (part.over <= part.under)) for part in (b, *sets)):
         size = np.full(2, b.under.mean())
         over_a, over_b = (np.append(part.over, size * either) for part, either in ((a, [0, 1]), (b, [1, 0])))
-        low, high = _bootstrap((over_a, np.append(a.under, size), over_b, np.append(b.under, size)), effect, seed)
-    elif np.array_equal(a, b):
-        return Interval(value, value, value, p_value=1.0)
-    else:
-        low, high = _bootstrap((*a, *b), effect, seed)
-    p_value = _exchange_test(np.array([b, *sets]), seed)
-    defined = math.isfinite(low) and math.isfinite(high)
-    return Interval(value, low if defined else None, high if defined else None, p_value=p_value)
+        ends = _bootstrap((over_a, np.append(a.under, size), over_b, np.append(b.under, size)), effect, seed)
+    elif not np.array_equal(a, b):
+        ends = _bootstrap((*a, *b), effect, seed)
+    return Interval(value, *ends, p_value=_exchange_test(np.array([b, *sets]), seed))
 
 
 def _exchange_test(sets: Array, seed: int) -> float:
@@ -197,11 +188,6 @@ class Timing(NamedTuple):
     influence: Array
     of_processes: float | None
     freedom: float
-
-    @property
-    def of_prompts(self) -> float:
-        """The variance of the logarithm that comes from the choice of prompts."""
-        return float(self.influence.var(ddof=1)) / self.influence.size
 
 
 def timing(images: pd.DataFrame) -> Timing:
@@ -248,7 +234,7 @@ def repeat_interval(measured: Timing) -> Interval:
     if measured.of_processes is None:
         return Interval(measured.value, note=NEEDS_PROCESSES)
     upper = (1.0 + _LEVEL) / 2.0
-    half = t.ppf(upper, measured.influence.size - 1) ** 2 * measured.of_prompts
+    half = t.ppf(upper, measured.influence.size - 1) ** 2 * measured.influence.var(ddof=1) / measured.influence.size
     half += t.ppf(upper, measured.freedom) ** 2 * measured.of_processes
     factor = math.exp(math.sqrt(2.0 * half))
     return Interval(measured.value, measured.value / factor, measured.value * factor)

@@ -5,7 +5,6 @@ Columns are those of `schema.py`; rows have a fixed order. A missing figure is e
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -48,18 +47,12 @@ from lantern_bench.runs.store import RunData
 from lantern_bench.schema import CELL_COLUMNS, columns
 
 NAMES = ("speed", "quality", "acceptance", "summary")
-"""The tables of a run."""
 
 # Figures that a paper's table may hold.
 _PUBLISHED = ("speedup", "mean_accepted_length", *(name for name in IN_SUMMARY if name not in OF_TOKENS))
 
 SPEEDUPS = ("speedup", "speedup_over_lossless")
-"""Over ar, and over the fastest lossless cell of the run."""
-
-ENDS = ("", "_low", "_high")
-"""Endings of the columns of a figure and of its interval."""
-
-# ---- Speed and acceptance of a cell
+ENDS = ("", "_low", "_high")  # of the columns of a figure and of its interval
 
 _RATIOS = {
     "tokens_per_s": ("tokens", "seconds"),
@@ -104,9 +97,8 @@ def speed_row(cell: CellRecords, cells: Sequence[CellRecords], pool_devices: boo
         row |= interval.columns(name)
         notes.append(interval.note)
     for name, (over, under) in _RATIOS.items():
-        measured = images[[over, under]].dropna()
-        total = math.fsum(measured[under])
-        row[name] = math.fsum(measured[over]) / total if total else None
+        sums = images[[over, under]].dropna().sum()
+        row[name] = sums[over] / sums[under] if sums[under] else None
     return row | {"note": join_notes(notes)}
 
 
@@ -154,8 +146,7 @@ def acceptance_rows(cell: CellRecords) -> Iterator[dict[str, Any]]:
 
 _COLUMNS = frozenset(column.name for column in columns("quality"))
 
-WITHIN, OUTSIDE = "within", "outside"
-"""Whether a figure lies in the spread of ar with other seeds."""
+WITHIN, OUTSIDE = "within", "outside"  # the spread of ar with other seeds
 
 
 class Scores(NamedTuple):

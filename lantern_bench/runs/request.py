@@ -65,7 +65,8 @@ def prepare(
         raise UserError(f"--worker-timeout {worker_timeout:g}: must be more than 0 seconds")
     chosen_shard = parse_shard(shard) if shard is not None else None
     resolved = load_experiment(source, defaults_of, overrides)
-    if both_residuals and "residual" not in overrides.values and resolved.is_relaxed:
+    is_relaxed = any(not cell.decoding.rule_row.lossless for cell in resolved.cells)
+    if both_residuals and "residual" not in overrides.values and is_relaxed:
         residuals = {**overrides.values, "residual": ["official", "exact"]}
         resolved = load_experiment(source, defaults_of, replace(overrides, values=residuals))
     if "prompts" not in resolved.settings.model_fields_set:

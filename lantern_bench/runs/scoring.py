@@ -208,9 +208,9 @@ def _measure_cell(
     row = dict(figures.columns)
     notes += figures.notes
     if infinity:
-        limit = fid_infinity(measured.features, against[0], np.random.default_rng(2020))
-        row |= {"fid_infinity": limit.value, "fid_infinity_low": limit.low, "fid_infinity_high": limit.high}
-        notes += [limit.note] if limit.note else []
+        extrapolated, reasons = fid_infinity(measured.features, against[0], np.random.default_rng(2020))
+        row |= extrapolated
+        notes += reasons
     return row
 
 

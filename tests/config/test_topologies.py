@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lantern_bench.errors import UserError
-from lantern_bench.methods.trees import STATIC_TREES, check_topology, topology_name, topology_of
+from lantern_bench.methods.trees import STATIC_TREES, check_topology, topology_name
 
 GOLDEN = Path(os.environ.get("LANTERN_BENCH_GOLDEN", Path(__file__).parents[1] / "golden"))
 PUBLISHED = {
@@ -72,12 +72,6 @@ def test_trees_that_cannot_be_drafted_are_refused(paths: list[list[int]], expect
     with pytest.raises(UserError) as caught:
         check_topology(paths)
     assert expected in caught.value.message
-
-
-def test_unknown_name_lists_the_names() -> None:
-    with pytest.raises(UserError, match="--tree small: unknown tree; did you mean small-7") as caught:
-        topology_of("small")
-    assert "small-7" in str(caught.value.advice)
 
 
 @st.composite

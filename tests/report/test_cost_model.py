@@ -84,14 +84,14 @@ def test_more_work_never_costs_less(device: Device, stack: Stack):
     device = device.model_copy(update={"eager_kernel_us": device.eager_kernel_us or 20.0})
     at = Setting(model_of("llamagen-t2i-stage1").sizes, 1, False, 100)
     chains = [named_draft(f"chain-{length}") for length in range(3, 8)]
-    steps = [step_seconds(device, stack, at, draft, 2.0).total for draft in chains]
+    steps = [step_seconds(device, stack, at, draft, 2.0)["total"].sum() for draft in chains]
     assert steps == sorted(steps)
-    base = step_seconds(device, stack, at, chains[0], 2.0).total
+    base = step_seconds(device, stack, at, chains[0], 2.0)["total"].sum()
     for more in (at._replace(batch=4), at._replace(guided=True), at._replace(context=300)):
-        assert step_seconds(device, stack, more, chains[0], 2.0).total >= base
+        assert step_seconds(device, stack, more, chains[0], 2.0)["total"].sum() >= base
     for field in ("read_gb_s", "multiply_tflops"):
         faster = device.model_copy(update={field: 2 * getattr(device, field)})
-        assert step_seconds(faster, stack, at, chains[0], 2.0).total <= base
+        assert step_seconds(faster, stack, at, chains[0], 2.0)["total"].sum() <= base
 
 
 @pytest.mark.parametrize("name", STATIC_TREES)
@@ -127,7 +127,8 @@ def test_fit_recovers_a_device_from_its_own_times(kind: str):
         samples.append(Sample("verify", verify, seconds_of(verify, truth, stack).total))
     fitted = fit_device(samples, name="fitted", kind=kind, step_us=truth.step_us)
     for name in ("chain-5", "24n4d6b"):  # held out
-        ours, theirs = (step_seconds(device, stack, at, named_draft(name), 2.0).total for device in (fitted, truth))
+        steps = [step_seconds(device, stack, at, named_draft(name), 2.0) for device in (fitted, truth)]
+        ours, theirs = (step["total"].sum() for step in steps)
         assert ours == pytest.approx(theirs, rel=0.01 if kind == "cpu" else 0.1)
 
 

@@ -18,7 +18,6 @@ from lantern_bench.report.reproduction import (
     reproduction_rows,
     side_by_side,
     sources,
-    trends,
 )
 from lantern_bench.report.tables import frame
 from tests.made_up_run import AR, LOOSE, build_tables, make_record
@@ -84,16 +83,6 @@ def test_best_published_figure_matches_our_best_cell() -> None:
     row = {"name": "best", "match": {"mode": "lantern++"}, "best": True}
     beside = compared(build_tables(records), row | {"figures": {"mean_accepted_length": FIGURE | {"value": 3.6}}})
     assert beside[beside["paper_row"] == "best"]["parameters"].unique().tolist() == ["small-7 k=10 lambda=5"]
-
-
-@pytest.mark.parametrize(("lengths", "steps", "ends"), [((1, 2, 3), 1, 1), ((2, 1, 3), 0, 1), ((3, 2, 1), 0, 0)])
-def test_trends_count_the_series_that_rise(lengths: tuple[int, ...], steps: int, ends: int) -> None:
-    records = []
-    for bound, length in zip((0.01, 0.1, 0.4), lengths, strict=True):
-        cell = Decoding(mode="lantern", delta=bound)
-        records += [make_record(cell, prompt, [[0] * length], 1.0) for prompt in range(3)]
-    (sentences,) = trends(build_tables(records))
-    assert f"every step of delta in {steps} of 1 series" in sentences and f"the largest in {ends} of 1" in sentences
 
 
 def test_sentences_say_what_is_not_comparable(tables: dict[str, pd.DataFrame]) -> None:

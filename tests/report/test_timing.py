@@ -141,7 +141,7 @@ def test_steps_of_prompts_and_pace_of_processes_are_told_apart():
     """Twice the steps take twice as long: with the same pace everywhere all spread is one of prompts."""
     measured = timing(frame([1.0, 2.0, 3.0, 5.0, 4.0], [0, 0, 1, 1, 2], steps=[10.0, 20.0, 30.0, 50.0, 40.0]))
     assert measured.of_processes == pytest.approx(0.0, abs=1e-20)
-    assert measured.of_prompts == pytest.approx(np.var([1, 2, 3, 5, 4], ddof=1) / 5 / 3.0**2)
+    assert measured.influence.var(ddof=1) / 5 == pytest.approx(np.var([1, 2, 3, 5, 4], ddof=1) / 5 / 3.0**2)
 
 
 def speed_of(seconds, **changes):
