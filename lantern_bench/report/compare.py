@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from lantern_bench.errors import RefusedError
-from lantern_bench.methods.tables import OF_IMAGES, OF_SETS, OF_TOKENS
+from lantern_bench.methods.tables import METRICS, OF_IMAGES, OF_SETS, OF_TOKENS
 from lantern_bench.report.distance import distance_columns, token_rows
 from lantern_bench.report.records import CellRecords, baseline_of, fastest_lossless, run_cells, timed_images
 from lantern_bench.report.stats import Interval, compare_sums, compare_timings, fewest_prompts, holm, settle, timing
@@ -115,21 +115,26 @@ def compare_runs(a: RunData, b: RunData, margins: Mapping[str, float] | None = N
         for name in OF_TOKENS:
             figures = [of_run[key[1]].get(name) for of_run in of_tokens]
             rows += [about | row for row in _untested(name, figures, "not tested: each run is, by distance_p")]
-    # Every tested effect is computed so that more is better.
     tested = [row for row in rows if row.get("p_value") is not None]
     for row, p in zip(tested, holm([row["p_value"] for row in tested]), strict=True):
-        is_better = row["effect"] > (1.0 if row["kind"] == "ratio" else 0.0)
-        row |= {"p_holm": p, "verdict": SAME if p >= _LEVEL else BETTER if is_better else WORSE}
+        row |= {"p_holm": p, "verdict": SAME if p >= _LEVEL else _direction(row)}
     for quantity, margin in (margins or {}).items():
         bounded = [row for row in tested if row["quantity"] == quantity and row["kind"] == "difference"]
         if not bounded:
             names = ", ".join(sorted({row["quantity"] for row in tested if row["kind"] == "difference"}))
             raise RefusedError(f"--margin {quantity}: no tested difference in these runs", f"Tested: {names or '-'}.")
         for row in bounded:
-            effect, beyond = Interval(*(row[f"effect{end}"] for end in ENDS)), BETTER if row["effect"] > 0 else WORSE
-            row["verdict"] = settle(effect, -margin, margin, row["pairs"], (EQUIVALENT, beyond))
+            effect = Interval(*(row[f"effect{end}"] for end in ENDS))
+            row["verdict"] = settle(effect, -margin, margin, row["pairs"], (EQUIVALENT, _direction(row)))
     only_a, only_b = (tuple(key[1] for key in run if key not in other) for run, other in (runs, runs[::-1]))
     return Comparison(frame("comparison", rows), only_a, only_b, tuple(_notes(tested)))
+
+
+def _direction(row: Mapping[str, Any]) -> str:
+    """Whether run B is better or worse than A, by the effect; times are compared so that more is better."""
+    metric = METRICS.get(row["quantity"])
+    is_more = row["effect"] > (1.0 if row["kind"] == "ratio" else 0.0)
+    return WORSE if is_more is (metric is not None and metric.better == "lower") else BETTER
 
 
 def _timed_rows(cells: Sequence[CellRecords], runs: Sequence[list[CellRecords]]) -> Iterator[dict[str, Any]]:

@@ -182,7 +182,10 @@ def fronts(runs: Mapping[str, Tables]) -> Iterator[Chart]:
                 suffix = "" if is_alone else "-" + "".join(c if c.isalnum() else "-" for c in str(scored_by))
                 points = rows.drop(columns=others, errors="ignore").reset_index(drop=True)
                 points["label"] = labels(points)  # they name what differs in this chart, not between all runs
-                points["dominated"] = is_dominated(points, speed, figure, metric.better == "lower")
+                compared = points.copy()
+                if metric.against_ar == "none":  # but with the target: what is not told from it counts as equal to it
+                    compared[figure] = points[figure].where(points[f"{figure}_low"] > 0, 0.0)
+                points["dominated"] = is_dominated(compared, speed, figure, metric.better == "lower")
                 name, x_title = f"{prefix}-quality-{figure}{suffix}", f"{SPEEDS[speed]} ({INTERVAL})"
                 y_title = f"{metric.heading}, {metric.better} is better\n({scored_by})"
                 yield Chart(name, points, speed, figure, x_title, y_title)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ import pandas as pd
 import pytest
 
 from lantern_bench.errors import RefusedError
+from lantern_bench.methods.tables import METRICS
 from lantern_bench.report.compare import BETTER, EQUIVALENT, SAME, WORSE, check_comparability, compare_runs, differences
 from lantern_bench.runs.records import frame_of
 from lantern_bench.runs.store import RunData
@@ -65,7 +67,7 @@ def test_speedup_of_one_process_gets_no_verdict():
 @pytest.mark.parametrize(
     ("margin", "verdict"), [(0.02, EQUIVALENT), (0.011, "not settled: "), (0.0001, BETTER), (0.01, "not settled")]
 )
-def test_a_margin_asks_for_equivalence(margin, verdict):
+def test_a_margin_asks_for_equivalence(margin, verdict, monkeypatch):
     """Some prompts gain .005 and others .015: the interval of the difference lies around .01."""
 
     def gain(records):
@@ -79,6 +81,10 @@ def test_a_margin_asks_for_equivalence(margin, verdict):
     table = compare_runs(make_run(), make_run(scores=gain), {"clip_score": margin}).table.set_index("quantity")
     assert table.loc["clip_score", "verdict"].str.startswith(verdict).all()
     assert table.loc["prompt_accuracy", "verdict"].eq(SAME).all(), "quantities without a margin keep their test"
+    monkeypatch.setitem(METRICS, "clip_score", replace(METRICS["clip_score"], better="lower"))
+    for margins in (None, {"clip_score": 0.0001}):
+        table = compare_runs(make_run(), make_run(scores=gain), margins).table.set_index("quantity")
+        assert table.loc["clip_score", "verdict"].eq(WORSE).all()
     with pytest.raises(RefusedError, match="--margin speedup: no tested difference"):
         compare_runs(make_run(), make_run(), {"speedup": 0.1})
 

@@ -124,6 +124,14 @@ def front_of(tables, figure="clip_score"):
     return next(chart for chart in fronts({"run": tables}) if chart.name == f"speed-quality-{figure}")
 
 
+def test_distances_that_chance_explains_are_equal(tables):
+    ordered = tables["cells"].sort_values("speedup", ascending=False)
+    for low, dominated in ((-0.001, [False, True, True]), (0.001, [False, False, False])):
+        cells = ordered.assign(distance=[0.003, 0.002, 0.001], distance_low=low, distance_high=0.01)
+        points = front_of({**tables, "cells": cells}, "distance").points
+        assert points.sort_values("speedup", ascending=False)["dominated"].tolist() == dominated
+
+
 def test_dominated_cells_are_pale_and_hollow(tables):
     chart, styles = front_of(tables), run_styles({"run": tables})
     chart = dataclasses.replace(chart, points=chart.points.assign(dominated=[False, True, False]))
