@@ -123,6 +123,11 @@ class TokenizerTask(Task):
         return psnr_and_usage(self.model, self._held_out)
 
 
+def decode_codes(model: VQModel, codes: Tensor) -> Tensor:
+    """Decode codes int64 [B, h, w] to pixels [B, 3, H, W], not clamped."""
+    return model.decode(model.quantize.rows()[codes].permute(0, 3, 1, 2))
+
+
 @torch.no_grad()
 def psnr_and_usage(model: VQModel, pictures: Tensor) -> dict[str, float]:
     """PSNR (dB, mean over pictures) and share of codes used by uint8 pictures [n, 64, 64, 3], in float32."""
@@ -131,10 +136,10 @@ def psnr_and_usage(model: VQModel, pictures: Tensor) -> dict[str, float]:
     errors = []
     for batch in pictures.split(_BATCH):
         pixels = pixels_of(batch).to(device)
-        encoded = model.encode(pixels)
-        decoded = model.decode(encoded.quantised).clamp(-1, 1)
+        codes = model.encode(pixels)
+        decoded = decode_codes(model, codes).clamp(-1, 1)
         errors.append((decoded - pixels).pow(2).mean((1, 2, 3)).cpu())
-        used[encoded.indices.flatten().cpu()] = True
+        used[codes.flatten().cpu()] = True
     psnr = -10 * torch.log10(torch.cat(errors) / 4)
     return {"psnr_db": float(psnr.mean()), "codes_used": float(used.float().mean())}
 
@@ -147,8 +152,8 @@ def tokenize(model: VQModel, pictures: Tensor, mirrored: bool = False) -> Tensor
     for batch in pictures.split(_BATCH):
         pixels = pixels_of(batch).to(device)
         with torch.autocast(device.type, torch.bfloat16, enabled=has_bfloat16(device)):
-            encoded = model.encode(pixels.flip(3) if mirrored else pixels)
-        out.append(encoded.indices.flatten(1).to(torch.int16).cpu())
+            codes = model.encode(pixels.flip(3) if mirrored else pixels)
+        out.append(codes.flatten(1).to(torch.int16).cpu())
     return torch.cat(out)
 
 
@@ -237,7 +242,7 @@ def reconstruct(tokenizer: VQModel, pictures: Tensor) -> Tensor:
     batches = []
     for batch in pictures.split(_BATCH):
         with torch.autocast(device.type, torch.bfloat16, enabled=has_bfloat16(device)):
-            decoded = tokenizer.decode(tokenizer.encode(batch.to(device).float() / 127.5 - 1).quantised)
+            decoded = decode_codes(tokenizer, tokenizer.encode(batch.to(device).float() / 127.5 - 1))
         batches.append(((decoded.float().clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8).cpu())
     return torch.cat(batches) if batches else pictures
 

@@ -148,13 +148,9 @@ class EagleDrafter(CachedModel, Drafter):
         self._head = (head,)
 
     @property
-    def head_module(self) -> Head:
-        """The target's head, or its replacement."""
+    def head(self) -> Head:
+        """The target's head, or its replacement; predicted features go through it with no norm between."""
         return self._head[0]
-
-    def head(self, features: Tensor) -> Tensor:
-        """Return logits of predicted features, through the target's head and with no norm between."""
-        return self._head[0](features)
 
 
 def build_drafter(config: TransformerConfig, target: CachedTarget, bias: bool = True) -> EagleDrafter:

@@ -40,7 +40,7 @@ class VQPixels:
     @property
     def size(self) -> tuple[int, int]:
         """Height and width in pixels."""
-        side = self.model.config.downsampling
+        side = 2 ** (len(self.model.config.channel_mult) - 1)
         return self._grid[0] * side, self._grid[1] * side
 
     @torch.inference_mode()
@@ -48,7 +48,7 @@ class VQPixels:
         """Pictures uint8 RGB [B, H, W, 3] -> tokens int64 [B, N] on the CPU, row by row."""
         weight = self.model.quantize.embedding.weight
         pixels = pictures.to(weight.device).permute(0, 3, 1, 2).to(weight.dtype) / 127.5 - 1
-        codes = self.model.encode(pixels).indices.flatten(1).cpu()
+        codes = self.model.encode(pixels).flatten(1).cpu()
         return with_line_ends(codes, self._grid, self.model.config.codes) if self._line_ends else codes
 
 

@@ -129,12 +129,12 @@ def pack_for_decoding(target: object, drafter: object) -> None:
     changes drafts and never the target's distribution.
     """
     if isinstance(drafter, EagleDrafter):
-        head = drafter.head_module
+        head = drafter.head
         if isinstance(head, nn.Linear) and head.weight.dtype != drafter.dtype:
             weights = {name: weight.to(drafter.dtype) for name, weight in head.state_dict().items()}
             drafter.use_head(linear_of(weights["weight"], weights.get("bias")))
         _pack_below(drafter)
-        drafter.use_head(_packed(drafter.head_module))
+        drafter.use_head(_packed(drafter.head))
         drafter.attention_kernel = can_pack(drafter.device, drafter.dtype)
     if isinstance(target, TransformerTarget):
         _pack_below(target)

@@ -223,19 +223,6 @@ def _scaled_dot_product(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor
 # ---- Layers
 
 
-class RMSNorm(nn.Module):
-    """Root-mean-square norm, computed in float32."""
-
-    def __init__(self, dim: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(dim))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., dim] -> [..., dim]."""
-        return functional.rms_norm(x.float(), (x.shape[-1],), self.weight.float(), self.eps).to(x.dtype)
-
-
 class _HeadNorm(nn.Module):
     """LayerNorm over each head, with a scale and an offset for each head."""
 
@@ -308,9 +295,9 @@ class Block(nn.Module):
     def __init__(self, config: TransformerConfig, input_norm: bool = True) -> None:
         super().__init__()
         self.norm_after = config.norm_after
-        self.attention_norm: nn.Module = RMSNorm(config.dim, config.norm_eps) if input_norm else nn.Identity()
+        self.attention_norm: nn.Module = nn.RMSNorm(config.dim, config.norm_eps) if input_norm else nn.Identity()
         self.attention = _Attention(config)
-        self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
+        self.ffn_norm = nn.RMSNorm(config.dim, config.norm_eps)
         self.feed_forward = FeedForward(config)
 
     def forward(self, x: Tensor, rotary: Tensor, attend: Attend) -> Tensor:
@@ -378,7 +365,7 @@ class Transformer(nn.Module):
         self.config = config
         self.tok_embeddings = TokenEmbedding(config)
         self.layers = nn.ModuleList([Block(config) for _ in range(config.layers)])
-        self.norm = RMSNorm(config.dim, config.norm_eps)
+        self.norm = nn.RMSNorm(config.dim, config.norm_eps)
         self.head_layer = nn.Linear(config.dim, config.dim) if config.head_layer else None
         self.output = Head(config.dim, config.vocab_size, bias=config.head_layer)
         self.register_buffer("rotary", None, persistent=False)

@@ -37,19 +37,6 @@ class VQConfig:
     code_norms: bool = False  # the codes scale and shift what the decoder's norms give (MoVQGAN)
     frames: int = 1  # of a video that make one map of codes (Emu3)
 
-    @property
-    def downsampling(self) -> int:
-        """Pixels a token spans in each direction."""
-        return int(2 ** (len(self.channel_mult) - 1))
-
-
-class Encoded(NamedTuple):
-    """Quantised vectors and the latents before [B, d, h, w], and indices int64 [B, h, w]."""
-
-    quantised: Tensor
-    indices: Tensor
-    latents: Tensor
-
 
 _GROUPS = 32
 
@@ -212,12 +199,9 @@ class VQModel(nn.Module):
         """Latents before quantisation, not normalised: [B, 3, H, W] -> [B, d, h, w]."""
         return self.quant_conv(self.encoder(pixels))
 
-    def encode(self, pixels: Tensor) -> Encoded:
-        """Encode pixels [B, 3, H, W] to the nearest code at each position."""
-        latents = self.latents(pixels)
-        indices = self.quantize.nearest(latents.permute(0, 2, 3, 1).float())
-        quantised = self.quantize.rows()[indices].permute(0, 3, 1, 2)
-        return Encoded(quantised, indices, latents)
+    def encode(self, pixels: Tensor) -> Tensor:
+        """Encode pixels [B, 3, H, W] to the nearest code at each position, int64 [B, h, w]."""
+        return self.quantize.nearest(self.latents(pixels).permute(0, 2, 3, 1).float())
 
     def decode(self, quantised: Tensor) -> Tensor:
         """Decode code vectors [B, d, h, w] to pixels [B, 3, H, W], not clamped."""
@@ -229,11 +213,9 @@ class VQModel(nn.Module):
         rows = self.quantize.rows()[tokens.long()]
         return self.decode(rows.reshape(len(tokens), *grid, -1).permute(0, 3, 1, 2))
 
-    @torch.no_grad()
-    def codebook(self, normalised: bool = False) -> Tensor:
-        """The codes [V, d] float32, raw as stored or as looked up."""
-        table = self.quantize.rows() if normalised else self.quantize.embedding.weight
-        return table.detach().float()
+    def codebook(self) -> Tensor:
+        """The codes [V, d] float32, as stored."""
+        return self.quantize.embedding.weight.detach().float()
 
 
 # ---- Emu3's tokenizer of videos (arXiv 2409.18869, section 2.2), for single pictures

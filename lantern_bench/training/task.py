@@ -224,7 +224,7 @@ def unroll(drafter: EagleDrafter, target: TargetFeatures, features: Tensor, leve
 
 def drafter_like(drafter: EagleDrafter, dtype: torch.dtype, device: torch.device) -> EagleDrafter:
     """Return a copy in another dtype that shares only the head: float32 to train, the target's dtype to decode."""
-    head = drafter.head_module
+    head = drafter.head
     copied = copy.deepcopy(drafter, {id(head): head}).to(device, dtype)
     copied.requires_grad_(True)
     copied.embed_tokens.weight.requires_grad_(False)

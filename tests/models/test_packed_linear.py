@@ -66,7 +66,7 @@ def test_only_the_drafter_rounds_its_head() -> None:
     model.target.bfloat16()
     model.drafter.bfloat16()
     pack_for_decoding(model.target, model.drafter)
-    target, drafter = model.target.transformer.output, model.drafter.head_module
+    target, drafter = model.target.transformer.output, model.drafter.head
     kinds = [module.dtype if isinstance(module, PackedLinear) else module.weight.dtype for module in (target, drafter)]
     assert kinds == [torch.float32, torch.bfloat16]
     assert model.target.dtype == model.drafter.dtype == torch.bfloat16
@@ -77,7 +77,7 @@ def test_packing_twice_changes_nothing() -> None:
     modules = []
     for _ in range(2):
         pack_for_decoding(model.target, model.drafter)
-        modules.append([*model.target.modules(), *model.drafter.modules(), model.drafter.head_module])
+        modules.append([*model.target.modules(), *model.drafter.modules(), model.drafter.head])
     assert all(first is second for first, second in zip(*modules, strict=True))
 
 

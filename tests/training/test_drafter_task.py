@@ -227,7 +227,7 @@ def test_drafter_copy_shares_only_the_head() -> None:
     drafter = untrained_drafter(target)
     copy = drafter_like(drafter, torch.bfloat16, CPU)
     assert copy.fc.weight.dtype == torch.bfloat16 and copy.rotary.dtype == torch.float32
-    assert copy.head_module is drafter.head_module and not copy.embed_tokens.weight.requires_grad
+    assert copy.head is drafter.head and not copy.embed_tokens.weight.requires_grad
     with torch.no_grad():
         copy.fc.weight.zero_()
     assert drafter.fc.weight.abs().max() > 0
