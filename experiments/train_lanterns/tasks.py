@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -59,7 +60,15 @@ def pixels_of(pictures: Tensor) -> Tensor:
     return pictures.permute(0, 3, 1, 2).float() / 127.5 - 1
 
 
-class TokenizerTask(Task):
+class EvaluatedTask(Task):
+    """A task with an evaluation."""
+
+    @abstractmethod
+    def evaluate(self) -> dict[str, float]:
+        """Return figures on held-out data, for the training report."""
+
+
+class TokenizerTask(EvaluatedTask):
     """Train a `VQModel` on scenes."""
 
     name = "tokenizer"
@@ -164,7 +173,7 @@ class Sequences(NamedTuple):
     attributes: Tensor
 
 
-class TargetTask(Task):
+class TargetTask(EvaluatedTask):
     """Train the target on token sequences; `sequences` has the mirror image of every scene as well."""
 
     name = "target"
@@ -264,7 +273,7 @@ def reference_scenes() -> tuple[Tensor, str]:
     return scenes, f"lanterns held-out scenes, n={_REFERENCE}, seed={_REFERENCE_SEED}, sha256={digest[:8]}"
 
 
-class FeaturesTask(Task):
+class FeaturesTask(EvaluatedTask):
     """Train the attribute classifier: the mean of five cross-entropies, slightly smoothed."""
 
     name = "features"
@@ -298,7 +307,7 @@ class FeaturesTask(Task):
         return figures
 
 
-class ClipTask(Task):
+class ClipTask(EvaluatedTask):
     """Train the CLIP model on pairs of picture and caption, contrastively.
 
     A batch never holds one caption twice: a picture of the same caption would count as a wrong answer.

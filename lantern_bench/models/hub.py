@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-from lantern_bench.errors import RefusedError, UserError
+from lantern_bench.errors import RefusedError, UserError, one_line
 from lantern_bench.models.io.files import cache_folder
 
 WEIGHTS_VARIABLE = "LANTERN_BENCH_WEIGHTS"
@@ -104,15 +104,14 @@ class Source(NamedTuple):
         except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError) as error:
             raise RefusedError(f"{self.repo}: the hub no longer has this repository or revision") from error
         except (errors.HfHubHTTPError, OSError, RuntimeError) as error:
-            problem = f"cannot be downloaded: {' '.join(str(error).split())[:200] or type(error).__name__}"
+            problem = f"cannot be downloaded: {one_line(error, 200)}"
             advice = "Files that arrived are kept; the same command continues."
             if constants.HF_HUB_OFFLINE:
                 problem = "not on this machine, and HF_HUB_OFFLINE forbids the download"
                 advice = f"Unset it, or download it elsewhere and give its directory by --dir or {WEIGHTS_VARIABLE}."
             raise RefusedError(f"{self.repo}: {problem}", advice) from error
         if (path := self.found_in(folder)) is None:
-            files = ", ".join(self.patterns)
-            raise RefusedError(f"{self.repo}: the repository no longer has {files}")
+            raise RefusedError(f"{self.repo}: the repository no longer has {', '.join(self.patterns)}")
         return path
 
 

@@ -1,8 +1,4 @@
-"""Janus-Pro (arXiv 2501.17811) and Emu3-Gen (arXiv 2409.18869) as transformers reads them: Llamas that draw.
-
-Janus embeds image tokens through an aligner, which is computed once when the model is loaded; its unconditional prompt
-has padding, which the model sees, for words. Emu3's is a list of faults.
-"""
+"""Janus-Pro (arXiv 2501.17811) and Emu3-Gen (arXiv 2409.18869) as transformers reads them: Llamas that draw."""
 
 from __future__ import annotations
 
@@ -82,7 +78,7 @@ class Janus(WordModel):
         return super().prompt_tokens(caption.strip(), encode, bare)
 
     def target_keys(self, target: TransformerTarget, checkpoint: Checkpoint) -> KeyMap:
-        """Return a Llama by other names; rows of image tokens go through the aligner."""
+        """Return a Llama by other names; rows of image tokens go through the aligner, once."""
         from torch.nn import functional
 
         from lantern_bench.models.io.state_dict import LLAMA, Slice, llama_key_map

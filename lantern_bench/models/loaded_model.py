@@ -161,9 +161,10 @@ def assemble(
     tokenizer: VQModel | None,
     prompts: Prompts,
     weights: Mapping[str, str],
-    **more: Any,
+    space: Space = "raw",
+    table: Tensor | None = None,
 ) -> LoadedModel:
-    """Return a model of modules that have their weights; `more` are other fields of `LoadedModel`."""
+    """Return a model of modules that have their weights, with a space of neighbours or the user's table."""
     pixels: PixelDecoder = NoPixels(name, "it has no tokenizer")
     codebook = None
     if tokenizer is not None and tokenizer.config.codes == target.n_codes:
@@ -174,7 +175,7 @@ def assemble(
     if prompts.sha256 is not None:
         weights = {**weights, "text_encoder": prompts.sha256}
     condition, prepare, grid = prompts.condition, prompts.prepare, target.config.grid
-    return LoadedModel(name, target, drafter, pixels, codebook, condition, weights, grid, prepare=prepare, **more)
+    return LoadedModel(name, target, drafter, pixels, codebook, condition, weights, grid, space, prepare, table)
 
 
 def transformer_of(model: LoadedModel) -> CachedTarget:

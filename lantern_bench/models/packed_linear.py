@@ -142,11 +142,10 @@ def pack_for_decoding(target: object, drafter: object) -> None:
 
 
 def _pack_below(module: nn.Module) -> None:
-    for child in module.children():
+    for name, child in list(module.named_children()):
         if isinstance(child, FeedForward):
             child.join()
         _pack_below(child)
-    for name, child in list(module.named_children()):
         setattr(module, name, _packed(child))
 
 

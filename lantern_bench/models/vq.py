@@ -1,6 +1,6 @@
 """The VQ tokenizer of LlamaGen (arXiv 2406.06525, section 3.1): a convolutional autoencoder around a codebook.
 
-Parameters have the names of LlamaGen's checkpoints. Training losses are in `experiments/train_lanterns/tasks.py`.
+Parameters have the names of LlamaGen's checkpoints.
 """
 
 from __future__ import annotations
