@@ -31,7 +31,6 @@ from lantern_bench.decoding.sampling import decoding_probabilities, guide
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.models.eagle import EagleDrafter
 from lantern_bench.models.io.files import write_atomically
-from lantern_bench.models.io.state_dict import compute_buffers
 from lantern_bench.models.loaded_model import LoadedModel, VQPixels
 from lantern_bench.models.target import (
     CachedTarget,
@@ -216,7 +215,6 @@ def drafter_like(drafter: EagleDrafter, dtype: torch.dtype, device: torch.device
     copied = copy.deepcopy(drafter, {id(head): head}).to(device, dtype)
     copied.requires_grad_(True)
     copied.embed_tokens.weight.requires_grad_(False)
-    compute_buffers(copied, device)
     return copied
 
 

@@ -230,7 +230,7 @@ def test_drafter_copy_shares_only_the_head() -> None:
     target = tiny_target()
     drafter = untrained_drafter(target)
     copy = drafter_like(drafter, torch.bfloat16, CPU)
-    assert copy.fc.weight.dtype == torch.bfloat16 and copy.rotary.dtype == torch.float32
+    assert copy.fc.weight.dtype == torch.bfloat16 and copy.table.values.dtype == torch.float32
     assert copy.head is drafter.head and not copy.embed_tokens.weight.requires_grad
     with torch.no_grad():
         copy.fc.weight.zero_()

@@ -75,16 +75,7 @@ def load_into(
             )
         state[name] = tensor
     module.load_state_dict(state, strict=True, assign=True)
-    module.requires_grad_(False).eval()
-    compute_buffers(module, device)
-
-
-def compute_buffers(module: nn.Module, device: torch.device) -> None:
-    """Compute the buffers that no checkpoint holds, such as rotary tables, on `device`."""
-    for child in module.modules():
-        compute = getattr(child, "compute_buffers", None)
-        if compute is not None:
-            compute(device)
+    module.requires_grad_(False).eval().to(device)
 
 
 def export(module: nn.Module, key_map: KeyMap) -> dict[str, Tensor]:

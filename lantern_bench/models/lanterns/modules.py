@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from lantern_bench.errors import RefusedError
 from lantern_bench.models.io.checkpoint import open_checkpoint
-from lantern_bench.models.io.state_dict import compute_buffers, load_into, same_names
+from lantern_bench.models.io.state_dict import load_into, same_names
 from lantern_bench.models.lanterns import (
     FIELDS,
     FILES,
@@ -64,11 +64,9 @@ def load_part(
     with torch.device("meta"):
         module = make()
     more = {"ignored": r".*\.num_batches_tracked$", "wanted": f"the {part} of lanterns"}
-    device = torch.device(device)
-    load_into(module, open_checkpoint(path), same_names(module), dtype=torch.float32, device=device, **more)
-    # The output head and position tables stay float32.
-    compute_buffers(module.to(dtype), device)
-    return module
+    checkpoint, device = open_checkpoint(path), torch.device(device)
+    load_into(module, checkpoint, same_names(module), dtype=torch.float32, device=device, **more)
+    return module.to(dtype)  # the output head stays float32
 
 
 def load_tokenizer(folder: Path = WEIGHTS_FOLDER, device: torch.device | str = "cpu") -> VQModel:
