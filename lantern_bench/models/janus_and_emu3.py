@@ -34,7 +34,7 @@ class Janus(WordModel):
     """Janus-Pro 1B and 7B."""
 
     family = "janus"
-    licence = hub.JANUS.name
+    licence = hub.LICENCES["janus"].name
     defaults: Mapping[str, Any] = {"cfg_scale": 5.0, "tree": "eagle1-25"}  # as in the authors' generation_inference.py
     published: ClassVar = {
         "janus-pro-1b": Published("Janus-Pro 1B", _janus(102400, 2048, 5632, 24, 16), {}, (24, 24), 1_514_262_528),
@@ -126,7 +126,7 @@ class Emu3(WordModel):
     """Emu3-Gen 8B; the grid is that of 720 x 720 pixels, which no file states."""
 
     family = "emu3"
-    licence = hub.APACHE.name
+    licence = hub.LICENCES["apache"].name
     defaults: Mapping[str, Any] = {"cfg_scale": 3.0, "top_k": 2048, "tree": "eagle1-25"}  # as in image_generation.py
     published: ClassVar = {
         "emu3-gen": Published(

@@ -61,7 +61,7 @@ def key_map(target: TransformerTarget, layout: str) -> KeyMap:
 class LlamaGen(CheckpointModel):
     """What both kinds of condition share."""
 
-    licence = hub.MIT.name
+    licence = hub.LICENCES["mit"].name
     ignored = r".*(freqs_cis|causal_mask|[kv]_cache|inv_freq)$"
     vq_layout = "llamagen"
     positions: ClassVar[int]  # of the condition, where no file states them
