@@ -15,8 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 from lantern_bench.errors import RefusedError, UserError, one_line
 from lantern_bench.models.io.files import cache_folder
 
-WEIGHTS_VARIABLE = "LANTERN_BENCH_WEIGHTS"
-"""Names the folder of the weights, with a folder for each repository."""
+WEIGHTS_VARIABLE = "LANTERN_BENCH_WEIGHTS"  # names the folder of the weights, with a folder for each repository
 
 # Folders of a repository: as the hub names it, and as the authors' instructions do. A single file may also lie in the
 # folder of the weights itself.
@@ -119,13 +118,11 @@ Part: TypeAlias = tuple[Source, ...]
 _DECLARED = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 LICENCES = {key: Licence(**fields) for key, fields in _DECLARED["licences"].items()}
 
-
-def _source(licence: str, **fields: Any) -> Source:
-    return Source(licence=LICENCES[licence], **fields)
-
-
 PARTS: Mapping[str, Mapping[str, Part]] = {
-    model: {part: tuple(_source(**source) for source in sources) for part, sources in parts.items()}
+    model: {
+        part: tuple(Source(**source | {"licence": LICENCES[source["licence"]]}) for source in sources)
+        for part, sources in parts.items()
+    }
     for model, parts in _DECLARED["models"].items()
 }
 """The parts of each published model, by its name in this package."""

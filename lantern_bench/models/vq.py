@@ -313,13 +313,6 @@ def _moving(name: str, levels: int) -> str:
     return re.sub(r"^(decoder\..*norm\w*)\.(weight|bias)$", r"\1.norm_layer.\2", _taming(name, levels))
 
 
-_EMU3_TIME = {
-    r"time_down\.(\d+)\.": r"encoder.time_conv.\1.conv.conv.",
-    r"time_up\.(\d+)\.": r"decoder.time_conv.\1.conv.conv.",
-    r"time_(en|de)coder\.(\d+)\.(norm\d)\.": r"\1coder.time_res_stack.\2.\3.",
-    r"time_(en|de)coder\.(\d+)\.(conv\d)\.": r"\1coder.time_res_stack.\2.\3.conv.",
-    r"(quant_conv|post_quant_conv)\.": r"\1.conv.",
-}
 _EMU3 = {
     r"encoder\.conv_blocks\.": "encoder.down_block.down.",
     r"\.res\.": ".block.",
@@ -331,14 +324,16 @@ _EMU3 = {
     r"(\.attn\.\d+|attn_1)\.(q|k|v)\.": r"\1.\2_proj.",
     r"\.proj_out\.": ".out_proj.",
     r"^(decoder\..*(?:norm1|norm2|norm_out|attn_norm|attn_norms\.\d+))\.(weight|bias)$": r"\1.norm_layer.\2",
+    r"^time_down\.(\d+)\.": r"encoder.time_conv.\1.conv.conv.",
+    r"^time_up\.(\d+)\.": r"decoder.time_conv.\1.conv.conv.",
+    r"^time_(en|de)coder\.(\d+)\.(norm\d)\.": r"\1coder.time_res_stack.\2.\3.",
+    r"^time_(en|de)coder\.(\d+)\.(conv\d)\.": r"\1coder.time_res_stack.\2.\3.conv.",
+    r"^(quant_conv|post_quant_conv)\.": r"\1.conv.",
 }
 
 
 def _emu3(name: str, levels: int) -> str:
     """Transformers' Emu3VQVAE."""
-    for ours, theirs in _EMU3_TIME.items():
-        if (match := re.match(ours, name)) is not None:
-            return match.expand(theirs) + name[match.end() :]
     name = re.sub(
         r"^decoder\.conv_blocks\.(\d+)", lambda match: f"decoder.up_block.up.{levels - 1 - int(match[1])}", name
     )
