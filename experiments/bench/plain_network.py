@@ -7,17 +7,17 @@ one image, eager, in the weights' own type.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from lantern_bench.models.eagle import EagleDrafter
 from lantern_bench.models.target import Condition, TransformerTarget
-from lantern_bench.models.transformer import Block, RMSNorm, grid_rotary
+from lantern_bench.models.transformer import Block, grid_rotary
 
 Past = list[tuple[Tensor, Tensor]]
 
 
-def norm(module: RMSNorm, x: Tensor) -> Tensor:
+def norm(module: nn.RMSNorm, x: Tensor) -> Tensor:
     wide = x.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + module.eps)
     return wide.type_as(x) * module.weight
@@ -41,7 +41,7 @@ def layer(block: Block, x: Tensor, turn: Tensor, past: tuple[Tensor, Tensor] | N
     """One layer over new positions; returns its output and the longer cache."""
     attention, mlp = block.attention, block.feed_forward
     rows, n, dim = x.shape
-    hidden = norm(block.attention_norm, x) if isinstance(block.attention_norm, RMSNorm) else x
+    hidden = norm(block.attention_norm, x) if isinstance(block.attention_norm, nn.RMSNorm) else x
     q, k, v = attention.wqkv(hidden).split([dim, dim, dim], dim=-1)
     q, k, v = (part.view(rows, n, attention.heads, attention.head_dim) for part in (q, k, v))
     q, k, v = (part.transpose(1, 2) for part in (rotate(q, turn), rotate(k, turn), v))

@@ -18,8 +18,9 @@ from typing import Any
 
 import torch
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save
-from torch import Tensor
+from torch import Tensor, nn
 
 from experiments.train_lanterns import tasks
 from experiments.train_lanterns.scenes import SceneSet, scene_set
@@ -31,15 +32,10 @@ from lantern_bench.metrics.features import Extractor, features_of
 from lantern_bench.models.eagle import EagleDrafter, untrained_drafter
 from lantern_bench.models.io.files import file_sha256, write_atomically
 from lantern_bench.models.lanterns import FILES, GUIDANCE, HELD_OUT, TRAIN
-from lantern_bench.models.lanterns.modules import (
-    TOKENIZER_CONFIG,
-    build_target,
-    load_tokenizer,
-    read_weights,
-)
+from lantern_bench.models.lanterns.modules import TOKENIZER_CONFIG, load_tokenizer, new_target
 from lantern_bench.models.target import Condition, TransformerTarget
 from lantern_bench.models.vq import VQModel
-from lantern_bench.training.loop import OnEvent, Task, TrainReport, train
+from lantern_bench.training.loop import OnEvent, TrainReport, train
 from lantern_bench.training.recipe import RECIPES, Device, StrictSettings, TrainSettings
 from lantern_bench.training.task import DrafterTask, Sequences
 
@@ -60,13 +56,23 @@ class Part:
     needs: tuple[str, ...] = ()
 
 
+def _settings(**values: Any) -> TrainSettings:
+    shared = {
+        "weight_decay": 0.05,
+        "clip": 1.0,
+        "clip_by": "norm",
+        "schedule": "cosine",
+        "final_lr": 0.02,
+        "warmup": 50,
+    }
+    return TrainSettings(**shared | values)
+
+
 PARTS: dict[str, Part] = {
-    "tokenizer": Part(20, TrainSettings(lr=1.5e-3, weight_decay=0.0, betas=(0.9, 0.99))),
-    "features": Part(6, TrainSettings(lr=2e-3, log_every=25), ("tokenizer",)),
-    "clip": Part(
-        8, TrainSettings(lr=1e-3, warmup=100, betas=(0.9, 0.98), weight_decay=0.1, log_every=25), ("tokenizer",)
-    ),
-    "target": Part(60, TrainSettings(lr=1.5e-3, warmup=100), ("tokenizer",)),
+    "tokenizer": Part(20, _settings(lr=1.5e-3, weight_decay=0.0, betas=(0.9, 0.99))),
+    "features": Part(6, _settings(lr=2e-3, log_every=25), ("tokenizer",)),
+    "clip": Part(8, _settings(lr=1e-3, warmup=100, betas=(0.9, 0.98), weight_decay=0.1, log_every=25), ("tokenizer",)),
+    "target": Part(60, _settings(lr=1.5e-3, warmup=100), ("tokenizer",)),
     "drafter": Part(55, RECIPES["lanterns"].train_settings(None), ("tokenizer", "target")),
 }
 """In the order in which they are trained."""
@@ -122,7 +128,7 @@ def train_part(
     device: torch.device,
     on_event: OnEvent = lambda _event: None,
     on_progress: OnProgress = no_progress,
-) -> TrainReport:
+) -> PartReport:
     """Train one part, write its weights and its report into `folder`, and return the report.
 
     `work` keeps rendered data and checkpoints; an interrupted training continues there. `on_progress(what, share)`
@@ -140,8 +146,13 @@ def train_part(
         torch.manual_seed(settings.seed)  # noqa: TID251  # layers draw from the global stream; this forks it
         task = _task(part, data)
     if settings.init_from is not None:
-        read_weights(task.module, settings.init_from / FILES[part])
-    report = train(task, _loop_settings(part, folder, work, settings), device, on_event)
+        _read_weights(task.module, settings.init_from / FILES[part])
+    trained = train(task, _loop_settings(part, folder, work, settings), device, on_event)
+    # Few batches, of other shapes and precision than in training: not worth compiling.
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        is_drafter = isinstance(task, DrafterTask)
+        figures = {"one_minus_tv": task.overlap(task.drafter)} if is_drafter else task.evaluate()
+    report = PartReport(**vars(trained), figures=figures)
     if part == "clip":
         tasks.save_clip(task.module, folder / "clip")
     else:
@@ -161,6 +172,13 @@ def train_part(
     ordered = {name: entries[name] for name in PARTS if name in entries}
     write_atomically(path, json.dumps(ordered, indent=1).encode() + b"\n")
     return report
+
+
+@dataclass(frozen=True)
+class PartReport(TrainReport):
+    """The report of a part's training."""
+
+    figures: dict[str, float]  # at the end, on held-out data
 
 
 @dataclass(frozen=True)
@@ -230,7 +248,30 @@ class _Data:
         return load_file(path)["kept"]
 
 
-def _task(part: str, data: _Data) -> Task:
+def build_target() -> TransformerTarget:
+    """Return the bundled target with fresh weights, drawn from torch's current stream."""
+    target = new_target()
+    for name, parameter in target.named_parameters():
+        if parameter.dim() >= 2:
+            deep = name.endswith(("wo.weight", "w2.weight"))
+            nn.init.normal_(parameter, std=0.02 / (2 * target.config.layers) ** 0.5 if deep else 0.02)
+    return target
+
+
+def _read_weights(module: nn.Module, path: Path) -> None:
+    """Read a file of weights into a float32 module; raises `UserError` for a damaged file or another model's."""
+    try:
+        state = load_file(path)
+        module.load_state_dict({name: v.float() if v.is_floating_point() else v for name, v in state.items()})
+    except (OSError, SafetensorError) as problem:
+        raise UserError(f"{path} cannot be read as weights: {problem}") from problem
+    except RuntimeError as problem:
+        # Torch's message has a heading and then a line for each tensor: one of them is enough.
+        first = str(problem).splitlines()[1:2] or [str(problem)]
+        raise UserError(f"{path} holds the weights of another model: {first[0].strip()}") from problem
+
+
+def _task(part: str, data: _Data) -> tasks.EvaluatedTask | DrafterTask:
     """The task of a part, on fresh weights; data are read before the model is built, as both draw random numbers."""
     settings = data.settings
     # Compile where it is asked for and torch finds the C++ compiler that it needs.
@@ -254,7 +295,7 @@ def _task(part: str, data: _Data) -> Task:
         target.transformer.compile()
     if part == "target":
         return tasks.TargetTask(target, sequences, held_out)
-    read_weights(target, data.folder / FILES["target"])
+    _read_weights(target, data.folder / FILES["target"])
     target.to(data.device).eval().requires_grad_(False)
     drafter = untrained_drafter(target)
     if compiled:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -59,7 +60,15 @@ def pixels_of(pictures: Tensor) -> Tensor:
     return pictures.permute(0, 3, 1, 2).float() / 127.5 - 1
 
 
-class TokenizerTask(Task):
+class EvaluatedTask(Task):
+    """A task with an evaluation."""
+
+    @abstractmethod
+    def evaluate(self) -> dict[str, float]:
+        """Return figures on held-out data, for the training report."""
+
+
+class TokenizerTask(EvaluatedTask):
     """Train a `VQModel` on scenes."""
 
     name = "tokenizer"
@@ -123,6 +132,11 @@ class TokenizerTask(Task):
         return psnr_and_usage(self.model, self._held_out)
 
 
+def decode_codes(model: VQModel, codes: Tensor) -> Tensor:
+    """Decode codes int64 [B, h, w] to pixels [B, 3, H, W], not clamped."""
+    return model.decode(model.quantize.rows()[codes].permute(0, 3, 1, 2))
+
+
 @torch.no_grad()
 def psnr_and_usage(model: VQModel, pictures: Tensor) -> dict[str, float]:
     """PSNR (dB, mean over pictures) and share of codes used by uint8 pictures [n, 64, 64, 3], in float32."""
@@ -131,10 +145,10 @@ def psnr_and_usage(model: VQModel, pictures: Tensor) -> dict[str, float]:
     errors = []
     for batch in pictures.split(_BATCH):
         pixels = pixels_of(batch).to(device)
-        encoded = model.encode(pixels)
-        decoded = model.decode(encoded.quantised).clamp(-1, 1)
+        codes = model.encode(pixels)
+        decoded = decode_codes(model, codes).clamp(-1, 1)
         errors.append((decoded - pixels).pow(2).mean((1, 2, 3)).cpu())
-        used[encoded.indices.flatten().cpu()] = True
+        used[codes.flatten().cpu()] = True
     psnr = -10 * torch.log10(torch.cat(errors) / 4)
     return {"psnr_db": float(psnr.mean()), "codes_used": float(used.float().mean())}
 
@@ -147,8 +161,8 @@ def tokenize(model: VQModel, pictures: Tensor, mirrored: bool = False) -> Tensor
     for batch in pictures.split(_BATCH):
         pixels = pixels_of(batch).to(device)
         with torch.autocast(device.type, torch.bfloat16, enabled=has_bfloat16(device)):
-            encoded = model.encode(pixels.flip(3) if mirrored else pixels)
-        out.append(encoded.indices.flatten(1).to(torch.int16).cpu())
+            codes = model.encode(pixels.flip(3) if mirrored else pixels)
+        out.append(codes.flatten(1).to(torch.int16).cpu())
     return torch.cat(out)
 
 
@@ -159,7 +173,7 @@ class Sequences(NamedTuple):
     attributes: Tensor
 
 
-class TargetTask(Task):
+class TargetTask(EvaluatedTask):
     """Train the target on token sequences; `sequences` has the mirror image of every scene as well."""
 
     name = "target"
@@ -237,7 +251,7 @@ def reconstruct(tokenizer: VQModel, pictures: Tensor) -> Tensor:
     batches = []
     for batch in pictures.split(_BATCH):
         with torch.autocast(device.type, torch.bfloat16, enabled=has_bfloat16(device)):
-            decoded = tokenizer.decode(tokenizer.encode(batch.to(device).float() / 127.5 - 1).quantised)
+            decoded = decode_codes(tokenizer, tokenizer.encode(batch.to(device).float() / 127.5 - 1))
         batches.append(((decoded.float().clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8).cpu())
     return torch.cat(batches) if batches else pictures
 
@@ -259,7 +273,7 @@ def reference_scenes() -> tuple[Tensor, str]:
     return scenes, f"lanterns held-out scenes, n={_REFERENCE}, seed={_REFERENCE_SEED}, sha256={digest[:8]}"
 
 
-class FeaturesTask(Task):
+class FeaturesTask(EvaluatedTask):
     """Train the attribute classifier: the mean of five cross-entropies, slightly smoothed."""
 
     name = "features"
@@ -293,7 +307,7 @@ class FeaturesTask(Task):
         return figures
 
 
-class ClipTask(Task):
+class ClipTask(EvaluatedTask):
     """Train the CLIP model on pairs of picture and caption, contrastively.
 
     A batch never holds one caption twice: a picture of the same caption would count as a wrong answer.

@@ -39,7 +39,7 @@ class Chameleon(WordModel):
     """Anole."""
 
     family = "chameleon"
-    licence = hub.CHAMELEON.name
+    licence = hub.LICENCES["chameleon"].name
     # What the LANTERN authors sample both with: the defaults of their generate_images.
     defaults: Mapping[str, Any] = {"cfg_scale": 3.0, "top_k": 2000, "tree": "eagle1-25"}
     has_drafter = True
@@ -125,7 +125,7 @@ class Lumina2(Lumina):
     """Lumina-mGPT 2.0: another vocabulary, and MoVQGAN as the tokenizer."""
 
     family = "lumina-mgpt2"
-    licence = hub.APACHE.name
+    licence = hub.LICENCES["apache"].name
     # What the authors' README samples with. Their guidance decreases within an image, but never below 4.
     defaults: Mapping[str, Any] = {"cfg_scale": 4.0, "top_k": 4096, "tree": "eagle1-25"}
     has_drafter = False  # none was published

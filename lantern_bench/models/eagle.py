@@ -30,7 +30,7 @@ from lantern_bench.models.target import (
     prefix_seen,
     prompt_rows,
 )
-from lantern_bench.models.transformer import Block, TokenEmbedding, attend_cached, attend_plain, rotary_table
+from lantern_bench.models.transformer import Block, Table, TokenEmbedding, attend_cached, attend_plain, rotary_table
 from lantern_bench.models.transformer_config import TransformerConfig, llama_sizes, read_sizes
 
 Head: TypeAlias = Callable[[Tensor], Tensor]
@@ -82,7 +82,8 @@ class _Session(CachedSession, DrafterSession):
         x = drafter.fuse(embedded, features)
         mask = self.cache.mask(seen, x.dtype)
         slots = self.cache.slots(seen.shape[2] - seen.shape[1], x.shape[1])
-        rotary = drafter.rotary[self._rotary_positions(positions).clamp_max(len(drafter.rotary) - 1)]
+        table = drafter.table.values
+        rotary = table[self._rotary_positions(positions).clamp_max(len(table) - 1)]
         attend = attend_cached(self.cache, 0, slots, mask, drafter.attention_kernel)
         return drafter.layer(x, rotary, attend)
 
@@ -100,7 +101,6 @@ class EagleDrafter(CachedModel, Drafter):
     """
 
     session_type = _Session
-    rotary: Tensor
     attention_kernel = False  # set by `pack_for_decoding`, as in `attend_cached`
 
     def __init__(self, config: TransformerConfig, head: Head, mask_padding: bool = True, bias: bool = True) -> None:
@@ -110,13 +110,8 @@ class EagleDrafter(CachedModel, Drafter):
         self.embed_tokens.weight.requires_grad_(False)
         self.fc = nn.Linear(2 * config.dim, config.dim, bias=bias)
         self.layer = Block(config, input_norm=config.qk_norm)  # as Chameleon's does
-        self.register_buffer("rotary", None, persistent=False)
-        self.compute_buffers(self.fc.weight.device)
+        self.table = Table(lambda: rotary_table(config, config.prefix - 1))
         self._head = (head,)  # in a tuple, so that the module does not own it
-
-    def compute_buffers(self, device: torch.device) -> None:
-        """Compute the tables that no checkpoint holds."""
-        self.rotary = rotary_table(self.config, self.config.prefix - 1).to(device)
 
     def fuse(self, embedded: Tensor, features: Tensor) -> Tensor:
         """Embedded tokens and the features that predicted them -> layer input, all [rows, n, dim]."""
@@ -140,7 +135,7 @@ class EagleDrafter(CachedModel, Drafter):
         embedded = self.embed_tokens(tokens)
         if prompts is not None:
             embedded = torch.cat([self.embed_tokens.of_text(prompts), embedded], dim=1)
-        rotary = self.rotary[None, : features.shape[1]] if positions is None else self.rotary[positions]
+        rotary = self.table.values[None, : features.shape[1]] if positions is None else self.table.values[positions]
         return self.layer(self.fuse(embedded, features), rotary, attend_plain(mask, earlier))
 
     def use_head(self, head: Head) -> None:
@@ -148,13 +143,9 @@ class EagleDrafter(CachedModel, Drafter):
         self._head = (head,)
 
     @property
-    def head_module(self) -> Head:
-        """The target's head, or its replacement."""
+    def head(self) -> Head:
+        """The target's head, or its replacement; predicted features go through it with no norm between."""
         return self._head[0]
-
-    def head(self, features: Tensor) -> Tensor:
-        """Return logits of predicted features, through the target's head and with no norm between."""
-        return self._head[0](features)
 
 
 def build_drafter(config: TransformerConfig, target: CachedTarget, bias: bool = True) -> EagleDrafter:

@@ -1,4 +1,4 @@
-"""The files of published models: repositories and licences, where they are on this machine, and download.
+"""The files of published models: repositories and licences (`hub.toml`), where they are on this machine, and download.
 
 huggingface_hub keeps, resumes and checks downloads, so nothing here hashes or records a file.
 """
@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import json
 import os
+import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-from lantern_bench.errors import RefusedError, UserError
+from lantern_bench.errors import RefusedError, UserError, one_line
 from lantern_bench.models.io.files import cache_folder
 
-WEIGHTS_VARIABLE = "LANTERN_BENCH_WEIGHTS"
-"""Names the folder of the weights, with a folder for each repository."""
+WEIGHTS_VARIABLE = "LANTERN_BENCH_WEIGHTS"  # names the folder of the weights, with a folder for each repository
 
 # Folders of a repository: as the hub names it, and as the authors' instructions do. A single file may also lie in the
 # folder of the weights itself.
@@ -27,31 +27,6 @@ class Licence(NamedTuple):
 
     name: str
     note: str = ""
-
-
-MIT, APACHE = Licence("MIT"), Licence("Apache-2.0")
-CHAMELEON = Licence(
-    "Chameleon Research License",
-    "for research only, not for commercial use: https://ai.meta.com/resources/models-and-libraries/chameleon-license",
-)
-ANOLE_HF = Licence(
-    "Apache-2.0 (as the repository says)",
-    "the weights descend from Chameleon, and Anole's authors put theirs under the Chameleon Research License: "
-    "research only, https://ai.meta.com/resources/models-and-libraries/chameleon-license",
-)
-JANUS = Licence(
-    "MIT (as the repository says)",
-    "its authors put the weights under the DeepSeek Model License, which restricts some uses: "
-    "https://github.com/deepseek-ai/Janus/blob/main/LICENSE-MODEL",
-)
-UNKNOWN = Licence(
-    "not known here",
-    "read the repository's page first; the code that made these files (jadohu/LANTERN) is under the Chameleon "
-    "Research License",
-)
-NOT_STATED = Licence(
-    "not stated", "the repository of these files names no licence: ask their authors before you use them"
-)
 
 
 class Source(NamedTuple):
@@ -104,15 +79,14 @@ class Source(NamedTuple):
         except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError) as error:
             raise RefusedError(f"{self.repo}: the hub no longer has this repository or revision") from error
         except (errors.HfHubHTTPError, OSError, RuntimeError) as error:
-            problem = f"cannot be downloaded: {' '.join(str(error).split())[:200] or type(error).__name__}"
+            problem = f"cannot be downloaded: {one_line(error, 200)}"
             advice = "Files that arrived are kept; the same command continues."
             if constants.HF_HUB_OFFLINE:
                 problem = "not on this machine, and HF_HUB_OFFLINE forbids the download"
                 advice = f"Unset it, or download it elsewhere and give its directory by --dir or {WEIGHTS_VARIABLE}."
             raise RefusedError(f"{self.repo}: {problem}", advice) from error
         if (path := self.found_in(folder)) is None:
-            files = ", ".join(self.patterns)
-            raise RefusedError(f"{self.repo}: the repository no longer has {files}")
+            raise RefusedError(f"{self.repo}: the repository no longer has {', '.join(self.patterns)}")
         return path
 
 
@@ -141,57 +115,15 @@ def _hub_cache() -> Path:
 Part: TypeAlias = tuple[Source, ...]
 """The sources of a part: any that is here is used, the first is downloaded."""
 
-
-_T5 = "7d6315df2c2fb742f0f5b556879d730926ca9001"
-_VQGAN = Source("GAIR/Anole-7b-v0.1", CHAMELEON, "tokenizer/vqgan.ckpt", "c5710623b72b402fd9ec0816e8d9b1a5c383f595")
-
-
-def _t2i(checkpoint: str, converted: str, drafter: str) -> Mapping[str, Part]:
-    """A text-conditional LlamaGen: the official checkpoint, or the LANTERN authors' conversion of it."""
-    official = "peizesun/llamagen_t2i"
-    t5 = [Source("google/flan-t5-xl", APACHE, None, _T5, ending) for ending in ("safetensors", "bin")]
-    return {
-        "target": (Source(official, MIT, checkpoint), Source(f"jadohu/{converted}", UNKNOWN)),
-        "tokenizer": (Source(official, MIT, "vq_ds16_t2i.pt"),),
-        "drafter": (Source(f"jadohu/{drafter}", UNKNOWN, ending="bin"),),
-        "text_encoder": tuple(t5),
-    }
-
-
-def _c2i(size: str) -> Mapping[str, Part]:
-    """A class-conditional LlamaGen; no drafter was published for any of them."""
-    repo, target = "FoundationVision/LlamaGen", f"c2i_{size.replace('-', '_')}.pt"
-    return {"target": (Source(repo, MIT, target),), "tokenizer": (Source(repo, MIT, "vq_ds16_c2i.pt"),)}
-
-
-def _one_folder(repo: str, licence: Licence) -> Mapping[str, Part]:
-    """A model whose image tokenizer is in the target's folder; no drafter was published for any."""
-    return {"target": (Source(repo, licence),), "tokenizer": (Source(repo, licence),)}
-
+_DECLARED = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+LICENCES = {key: Licence(**fields) for key, fields in _DECLARED["licences"].items()}
 
 PARTS: Mapping[str, Mapping[str, Part]] = {
-    "llamagen-t2i-stage1": _t2i("t2i_XL_stage1_256.pt", "LlamaGen-T2I", "llamagen_drafter"),
-    "llamagen-t2i-stage2": _t2i("t2i_XL_stage2_512.pt", "LlamaGen-T2I-2", "llamagen2_drafter"),
-    **{f"llamagen-c2i-{s}": _c2i(s) for s in ("B-256", "B-384", "L-256", "L-384", "XL-384", "XXL-384", "3B-384")},
-    "anole-7b": {
-        "target": (Source("leloy/Anole-7b-v0.1-hf", ANOLE_HF, None, "4f2c679ff6eb0291e7813502467b30e7835bd199"),),
-        "tokenizer": (_VQGAN,),
-        "drafter": (Source("jadohu/anole_drafter", APACHE, ending="bin"),),
-    },
-    # The LANTERN authors have published no drafter for Lumina-mGPT.
-    "lumina-mgpt-7b-768": {
-        "target": (
-            Source("Alpha-VLLM/Lumina-mGPT-7B-768", CHAMELEON, None, "9624463a82ea5ce814af9b561dcd08a31082c3af"),
-        ),
-        "tokenizer": (_VQGAN,),
-    },
-    "lumina-mgpt2-7b": {
-        "target": (Source("Alpha-VLLM/Lumina-mGPT-2.0", APACHE),),
-        "tokenizer": (Source("ai-forever/MoVQGAN", NOT_STATED, "movqgan_270M.ckpt"),),
-    },
-    "janus-pro-1b": _one_folder("deepseek-community/Janus-Pro-1B", JANUS),
-    "janus-pro-7b": _one_folder("deepseek-community/Janus-Pro-7B", JANUS),
-    "emu3-gen": _one_folder("BAAI/Emu3-Gen-hf", APACHE),
+    model: {
+        part: tuple(Source(**source | {"licence": LICENCES[source["licence"]]}) for source in sources)
+        for part, sources in parts.items()
+    }
+    for model, parts in _DECLARED["models"].items()
 }
 """The parts of each published model, by its name in this package."""
 

@@ -1,8 +1,4 @@
-"""Janus-Pro (arXiv 2501.17811) and Emu3-Gen (arXiv 2409.18869) as transformers reads them: Llamas that draw.
-
-Janus embeds image tokens through an aligner, which is computed once when the model is loaded; its unconditional prompt
-has padding, which the model sees, for words. Emu3's is a list of faults.
-"""
+"""Janus-Pro (arXiv 2501.17811) and Emu3-Gen (arXiv 2409.18869) as transformers reads them: Llamas that draw."""
 
 from __future__ import annotations
 
@@ -38,7 +34,7 @@ class Janus(WordModel):
     """Janus-Pro 1B and 7B."""
 
     family = "janus"
-    licence = hub.JANUS.name
+    licence = hub.LICENCES["janus"].name
     defaults: Mapping[str, Any] = {"cfg_scale": 5.0, "tree": "eagle1-25"}  # as in the authors' generation_inference.py
     published: ClassVar = {
         "janus-pro-1b": Published("Janus-Pro 1B", _janus(102400, 2048, 5632, 24, 16), {}, (24, 24), 1_514_262_528),
@@ -82,7 +78,7 @@ class Janus(WordModel):
         return super().prompt_tokens(caption.strip(), encode, bare)
 
     def target_keys(self, target: TransformerTarget, checkpoint: Checkpoint) -> KeyMap:
-        """Return a Llama by other names; rows of image tokens go through the aligner."""
+        """Return a Llama by other names; rows of image tokens go through the aligner, once."""
         from torch.nn import functional
 
         from lantern_bench.models.io.state_dict import LLAMA, Slice, llama_key_map
@@ -130,7 +126,7 @@ class Emu3(WordModel):
     """Emu3-Gen 8B; the grid is that of 720 x 720 pixels, which no file states."""
 
     family = "emu3"
-    licence = hub.APACHE.name
+    licence = hub.LICENCES["apache"].name
     defaults: Mapping[str, Any] = {"cfg_scale": 3.0, "top_k": 2048, "tree": "eagle1-25"}  # as in image_generation.py
     published: ClassVar = {
         "emu3-gen": Published(

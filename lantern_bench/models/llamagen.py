@@ -61,7 +61,7 @@ def key_map(target: TransformerTarget, layout: str) -> KeyMap:
 class LlamaGen(CheckpointModel):
     """What both kinds of condition share."""
 
-    licence = hub.MIT.name
+    licence = hub.LICENCES["mit"].name
     ignored = r".*(freqs_cis|causal_mask|[kv]_cache|inv_freq)$"
     vq_layout = "llamagen"
     positions: ClassVar[int]  # of the condition, where no file states them
@@ -118,11 +118,7 @@ class LlamaGen(CheckpointModel):
 
     def target_keys(self, target: TransformerTarget, checkpoint: Checkpoint) -> KeyMap:
         """Return the key map of the layout; raises `UserError` for a checkpoint for another grid."""
-        self._check_stage(checkpoint)
-        return key_map(target, layout_of(checkpoint))
-
-    def _check_stage(self, checkpoint: Checkpoint) -> None:
-        """Refuse a checkpoint for another grid: stages have tensors of the same shapes."""
+        # Stages have tensors of the same shapes.
         signs: dict[str, int] = {}  # what states the number of a picture's tokens
         for name in filter(checkpoint.__contains__, ("freqs_cis", "model.freqs_cis")):
             # The rows of the prefix are zeros, and so is the HF conversion's margin behind the grid.
@@ -143,6 +139,7 @@ class LlamaGen(CheckpointModel):
                     f"and this model's grid is {rows}x{columns} ({self.tokens} tokens)",
                     "Give the grid the checkpoint was trained for, or the checkpoint of this grid.",
                 )
+        return key_map(target, layout_of(checkpoint))
 
 
 class TextToImage(LlamaGen):

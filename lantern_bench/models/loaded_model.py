@@ -40,7 +40,7 @@ class VQPixels:
     @property
     def size(self) -> tuple[int, int]:
         """Height and width in pixels."""
-        side = self.model.config.downsampling
+        side = 2 ** (len(self.model.config.channel_mult) - 1)
         return self._grid[0] * side, self._grid[1] * side
 
     @torch.inference_mode()
@@ -48,7 +48,7 @@ class VQPixels:
         """Pictures uint8 RGB [B, H, W, 3] -> tokens int64 [B, N] on the CPU, row by row."""
         weight = self.model.quantize.embedding.weight
         pixels = pictures.to(weight.device).permute(0, 3, 1, 2).to(weight.dtype) / 127.5 - 1
-        codes = self.model.encode(pixels).indices.flatten(1).cpu()
+        codes = self.model.encode(pixels).flatten(1).cpu()
         return with_line_ends(codes, self._grid, self.model.config.codes) if self._line_ends else codes
 
 
@@ -67,10 +67,6 @@ class NoPixels:
         raise self.problem
 
 
-def _nothing_to_prepare(_prompts: Sequence[str]) -> Iterator[tuple[int, int]]:
-    yield from ()
-
-
 @dataclass
 class LoadedModel:
     """A target, its drafter, and what turns prompts into conditions and tokens into pictures."""
@@ -85,7 +81,7 @@ class LoadedModel:
     grid: tuple[int, int]  # rows and columns of the image's codes
     neighbour_space: Space = "raw"  # in which published tables measure distances
     # Called once with all prompts before decoding, so that a text encoder can be freed; yields (done, total).
-    prepare: Callable[[Sequence[str]], Iterator[tuple[int, int]]] = _nothing_to_prepare
+    prepare: Callable[[Sequence[str]], Iterator[tuple[int, int]]] = lambda _prompts: iter(())
     given_table: Tensor | None = None  # the user's nearest codes int [V, k], used instead of the codebook
     # What `check-model` compares logits with: (condition, tokens int64 [B, N], guided) -> logits [B, N, V] that predict
     # the tokens, with and without the prompt, by other code than the sessions use.
@@ -114,19 +110,18 @@ class LoadedModel:
 
     def table(self, columns: int, metric: NeighbourMetric = "l2") -> Tensor:
         """Return the nearest codes of every token, nearest first, int32 [V, columns]; `RefusedError` without codes."""
-        table = (self._codes_table if self.given_table is None else self._user_table)(columns, metric)
+        if self.given_table is None:
+            table = self._codes_table(columns, metric)
+        elif metric != "l2":
+            text = f"--neighbour-metric {metric}: {self.name} names a table of its own"
+            raise UserError(text, "Leave one of them out.")
+        elif (width := self.given_table.shape[1]) < columns:
+            raise UserError(f"--neighbours {columns}: the model's own table has {width} for each code")
+        else:
+            table = self.given_table.to(self.target.device, torch.int32)
         table = table[:, :columns].contiguous()
         forced = self.target.vocab_size - len(table)
         return table if forced <= 0 else torch.cat([table, table.new_zeros(forced, columns)])
-
-    def _user_table(self, columns: int, metric: NeighbourMetric) -> Tensor:
-        assert self.given_table is not None
-        if metric != "l2":
-            text = f"--neighbour-metric {metric}: {self.name} names a table of its own"
-            raise UserError(text, "Leave one of them out.")
-        if (width := self.given_table.shape[1]) < columns:
-            raise UserError(f"--neighbours {columns}: the model's own table has {width} for each code")
-        return self.given_table.to(self.target.device, torch.int32)
 
     @torch.inference_mode()
     def _codes_table(self, columns: int, metric: NeighbourMetric) -> Tensor:
@@ -150,7 +145,7 @@ class Prompts(NamedTuple):
     """How a model takes prompts: fields of `LoadedModel`, and the hash of its text encoder, if it has one."""
 
     condition: Callable[[Sequence[str]], Any]
-    prepare: Callable[[Sequence[str]], Iterator[tuple[int, int]]] = _nothing_to_prepare
+    prepare: Callable[[Sequence[str]], Iterator[tuple[int, int]]] = lambda _prompts: iter(())
     sha256: str | None = None
 
 
@@ -161,9 +156,10 @@ def assemble(
     tokenizer: VQModel | None,
     prompts: Prompts,
     weights: Mapping[str, str],
-    **more: Any,
+    space: Space = "raw",
+    table: Tensor | None = None,
 ) -> LoadedModel:
-    """Return a model of modules that have their weights; `more` are other fields of `LoadedModel`."""
+    """Return a model of modules that have their weights, with a space of neighbours or the user's table."""
     pixels: PixelDecoder = NoPixels(name, "it has no tokenizer")
     codebook = None
     if tokenizer is not None and tokenizer.config.codes == target.n_codes:
@@ -174,7 +170,7 @@ def assemble(
     if prompts.sha256 is not None:
         weights = {**weights, "text_encoder": prompts.sha256}
     condition, prepare, grid = prompts.condition, prompts.prepare, target.config.grid
-    return LoadedModel(name, target, drafter, pixels, codebook, condition, weights, grid, prepare=prepare, **more)
+    return LoadedModel(name, target, drafter, pixels, codebook, condition, weights, grid, space, prepare, table)
 
 
 def transformer_of(model: LoadedModel) -> CachedTarget:

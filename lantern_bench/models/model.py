@@ -299,16 +299,8 @@ class CheckpointModel(Model):
             except ValueError as error:
                 raise self.file.wrong("neighbours.table", str(error)) from error
             hashes["neighbour_table"] = hash_of((paths["neighbours"],))
-        return assemble(
-            self.name,
-            target,
-            drafter,
-            tokenizer,
-            self.prompts(target),
-            hashes,
-            neighbour_space=self.neighbour_space,
-            given_table=table,
-        )
+        prompts, space = self.prompts(target), self.neighbour_space
+        return assemble(self.name, target, drafter, tokenizer, prompts, hashes, space, table)
 
     def with_random_weights(self) -> LoadedModel:
         """Return modules of the full shape on the meta device."""
@@ -322,4 +314,4 @@ class CheckpointModel(Model):
             target = self.new_target()
             drafter = build_drafter(target.config, target) if self.has_drafter else None
             tokenizer, prompts = new_vq(VQConfig(**self.row.vq)), self.prompts(target, invented=True)
-            return assemble(self.name, target, drafter, tokenizer, prompts, {}, neighbour_space=self.neighbour_space)
+            return assemble(self.name, target, drafter, tokenizer, prompts, {}, self.neighbour_space)

@@ -1,14 +1,12 @@
 """Linear layers for decoding on CPU: weights in the layout of the kernels, and fewer, wider products.
 
-torch's product of a few rows reorders the weight at every call, which takes longer than the product. Weights are
-multiplied by a kernel of this package (`kernels.cpp`) where it can be built, elsewhere by oneDNN.
-`pack_for_decoding` replaces the linear layers of a loaded model, which then cannot be trained. The drafter's copy of
-the head is rounded to the drafter's type, which changes drafts and never the target's distribution.
+torch's product of a few rows reorders the weight at every call, which takes longer than the product. `kernels.cpp` has
+products of packed weights; where it cannot be built, layers stay torch's. `pack_for_decoding` replaces the layers of a
+loaded model, which then cannot be trained.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,23 +19,10 @@ from lantern_bench.models.eagle import EagleDrafter
 from lantern_bench.models.target import TransformerTarget
 from lantern_bench.models.transformer import FeedForward, linear_of
 
-_ROWS = 16  # rows for which the layout is chosen; it serves every number of rows
 _library = torch.library.Library("lantern_bench", "DEF")
-_library.define("packed_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
 _library.define("panel_linear(Tensor x, Tensor weight) -> Tensor")
 _library.define("node_attention(Tensor q, Tensor keys, Tensor values, Tensor mask) -> Tensor")
 _PANEL = 64  # outputs of a panel in `kernels.cpp`
-
-
-@torch.library.impl(_library, "packed_linear", "MkldnnCPU")
-def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-    return product
-
-
-@torch.library.register_fake("lantern_bench::packed_linear")  # type: ignore[untyped-decorator]
-def _shape(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # noqa: ARG001  # the signature is the op's
-    return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
 @torch.library.register_fake("lantern_bench::panel_linear")  # type: ignore[untyped-decorator]
@@ -54,8 +39,7 @@ def _attention_shape(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> T
 def build_kernels() -> bool:
     """Build `kernels.cpp` with inductor's compiler into inductor's cache, and load it; whether that went well.
 
-    It asks for AVX2 and for a torch that has the headers of its stable interface (2.10); without them, packed products
-    are oneDNN's and attention is torch's.
+    It asks for AVX2 and for a torch that has the headers of its stable interface (2.10).
     """
     # Without the flag a processor's own instructions are used, whatever ATEN_CPU_CAPABILITY asks of torch.
     flags: dict[str, tuple[str, ...]] = {"AVX2": ("-mno-avx512f",), "AVX512": ()}
@@ -72,44 +56,11 @@ def build_kernels() -> bool:
     return True
 
 
-def lower_packed_products() -> None:
-    """Make compiled programs call the kernel of a packed product directly, through the compiler's own node.
-
-    They call an unknown operator through Python, which takes longer than the product.
-    """
-    if not can_pack(torch.device("cpu"), torch.float32):
-        return
-    try:
-        from torch._inductor import lowering
-        from torch._inductor.ir import TensorBox
-        from torch._inductor.mkldnn_ir import LinearUnary
-    except ImportError:
-        return  # the operator then goes through Python, with the same result
-
-    packed = torch.ops.lantern_bench.packed_linear.default
-    if packed in lowering.lowerings:
-        return
-
-    class Opaque(LinearUnary):
-        """A node whose weight has an opaque layout, without strides."""
-
-        @classmethod
-        def require_contiguous(cls, x: Any) -> Any:
-            return x
-
-    @lowering.register_lowering(packed, type_promotion_kind=None)
-    def lower(x: Any, weight: Any, bias: Any) -> Any:
-        rows = LinearUnary.require_contiguous(LinearUnary.realize_input(x))
-        return TensorBox.create(Opaque.create(rows, weight, bias, "none", [], ""))
-
-
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether this machine has kernels for packed weights of this type."""
-    if device.type != "cpu" or not torch.backends.mkldnn.is_available():
+    if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return False
-    if dtype == torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return dtype == torch.float32
+    return device.type == "cpu" and dtype in (torch.float32, torch.bfloat16) and build_kernels()
 
 
 def has_bfloat16(device: torch.device) -> bool:
@@ -128,28 +79,19 @@ class PackedLinear(nn.Module):
         self.dtype, self._outputs = weight.dtype, weight.shape[0]
         self.numel = weight.numel() + (0 if bias is None else bias.numel())
         self._bias = None if bias is None else bias.detach()
-        self._in_panels, self._factors = build_kernels(), torch.float32
-        if self._in_panels:
-            if weight.dtype == torch.float32:
-                weight = _narrowest(weight)
-            panels = functional.pad(weight, (0, 0, 0, -len(weight) % _PANEL)).unflatten(0, (-1, _PANEL))
-            if self.dtype == torch.bfloat16 and weight.shape[1] % 2 == 0 and _multiplies_pairs():
-                self._factors = torch.bfloat16
-                self._packed = panels.unflatten(2, (-1, 2)).transpose(1, 2).contiguous()
-            else:
-                self._packed = panels.transpose(1, 2).contiguous()
-        else:
-            self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS)
+        self._factors = torch.float32
+        if weight.dtype == torch.float32:
+            weight = _narrowest(weight)
+        panels = functional.pad(weight, (0, 0, 0, -len(weight) % _PANEL)).unflatten(0, (-1, _PANEL))
+        if self.dtype == torch.bfloat16 and weight.shape[1] % 2 == 0 and _multiplies_pairs():
+            self._factors = torch.bfloat16
+            panels = panels.unflatten(2, (-1, 2))
+        self._packed = panels.transpose(1, 2).contiguous()
         self.nbytes = weight.nbytes + (0 if bias is None else bias.nbytes)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] of any type -> [..., out] of the weight's."""
-        x = x.to(self.dtype)
-        product: Tensor
-        if not self._in_panels:
-            product = torch.ops.lantern_bench.packed_linear(x, self._packed, self._bias)
-            return product
-        rows = x.to(self._factors).reshape(-1, x.shape[-1]).contiguous()
+        rows = x.to(self.dtype).to(self._factors).reshape(-1, x.shape[-1]).contiguous()
         product = torch.ops.lantern_bench.panel_linear(rows, self._packed)
         product = product[:, : self._outputs].view(*x.shape[:-1], -1)
         return (product if self._bias is None else product + self._bias).to(self.dtype)
@@ -169,48 +111,41 @@ def _narrowest(weight: Tensor) -> Tensor:
 
 def weight_bytes(module: nn.Module) -> int:
     """Bytes of all weights of a module, packed ones included."""
-    packed = sum(part.nbytes for part in _packed_parts(module))
-    return packed + sum(parameter.nbytes for parameter in module.parameters())
+    packed = sum(layer.nbytes for layer in module.modules() if isinstance(layer, PackedLinear))
+    return packed + sum(weight.nbytes for weight in module.parameters())
 
 
 def weight_count(module: nn.Module) -> int:
     """The number of weights of a module, packed ones included."""
-    return sum(part.numel for part in _packed_parts(module)) + sum(weight.numel() for weight in module.parameters())
-
-
-def _packed_parts(module: nn.Module) -> Iterator[PackedLinear]:
-    return (part for part in module.modules() if isinstance(part, PackedLinear))
+    packed = sum(layer.numel for layer in module.modules() if isinstance(layer, PackedLinear))
+    return packed + sum(weight.numel() for weight in module.parameters())
 
 
 @torch.no_grad()
 def pack_for_decoding(target: object, drafter: object) -> None:
     """Replace the linear layers of this package's targets and drafters, in place; a second call changes nothing.
 
-    Without kernels for packed weights it only merges products and rounds the drafter's head.
+    Without kernels for packed weights it only merges products and rounds the drafter's head to the drafter's type. That
+    changes drafts and never the target's distribution.
     """
     if isinstance(drafter, EagleDrafter):
-        head = drafter.head_module
+        head = drafter.head
         if isinstance(head, nn.Linear) and head.weight.dtype != drafter.dtype:
             weights = {name: weight.to(drafter.dtype) for name, weight in head.state_dict().items()}
             drafter.use_head(linear_of(weights["weight"], weights.get("bias")))
         _pack_below(drafter)
-        drafter.use_head(_packed(drafter.head_module))
-        drafter.attention_kernel = _has_kernels(drafter)
+        drafter.use_head(_packed(drafter.head))
+        drafter.attention_kernel = can_pack(drafter.device, drafter.dtype)
     if isinstance(target, TransformerTarget):
         _pack_below(target)
-        target.transformer.attention_kernel = _has_kernels(target)
-
-
-def _has_kernels(model: EagleDrafter | TransformerTarget) -> bool:
-    return can_pack(model.device, model.dtype) and build_kernels()
+        target.transformer.attention_kernel = can_pack(target.device, target.dtype)
 
 
 def _pack_below(module: nn.Module) -> None:
-    for child in module.children():
+    for name, child in list(module.named_children()):
         if isinstance(child, FeedForward):
             child.join()
         _pack_below(child)
-    for name, child in list(module.named_children()):
         setattr(module, name, _packed(child))
 
 

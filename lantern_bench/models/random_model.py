@@ -12,7 +12,6 @@ from torch import nn
 
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.models.eagle import build_drafter
-from lantern_bench.models.io.state_dict import compute_buffers
 from lantern_bench.models.loaded_model import LoadedModel, Prompts, VQPixels, assemble
 from lantern_bench.models.registry import model_of
 from lantern_bench.models.target import ClassLabel, Condition, TransformerTarget
@@ -96,7 +95,6 @@ def _fill_at_random(model: LoadedModel, device: torch.device, dtype: torch.dtype
             else:
                 parameter.normal_(std=parameter[0].numel() ** -0.5, generator=generator)
         module.requires_grad_(False).eval()
-        compute_buffers(module, device)
     model.weights = {part: f"random-{generator.initial_seed()}" for part, *_ in modules}
 
 

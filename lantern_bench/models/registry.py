@@ -69,7 +69,6 @@ def defaults_of(names: Sequence[str]) -> dict[str, Mapping[str, Any]]:
 
 
 def _model_of_file(path: Path) -> Model:
-    """The model that a file describes; raises `UserError` where it cannot be."""
     file = read_model_file(path)
     if isinstance(file, PythonModel):
         return _Hosted(file)

@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from lantern_bench.errors import RefusedError, UserError
+from lantern_bench.errors import RefusedError, UserError, one_line
 from lantern_bench.models.io.files import cache_folder, read_json, remembered_sha256, write_atomically
 from lantern_bench.models.loaded_model import Prompts
 from lantern_bench.models.target import Condition
@@ -200,8 +200,7 @@ def load_t5(folder: Path, width: int, dtype: torch.dtype) -> tuple[Any, Any]:
             folder, dtype=dtype, local_files_only=True, output_loading_info=True
         )
     except Exception as error:  # each library under it has its own
-        reason = " ".join(str(error).split())[:300]
-        raise UserError(f"{folder}: cannot be read as a T5 encoder: {reason}") from error
+        raise UserError(f"{folder}: cannot be read as a T5 encoder: {one_line(error)}") from error
     if lacks := sorted(report["missing_keys"])[:5]:
         raise UserError(f"{folder}: is no whole T5 encoder, it lacks {', '.join(lacks)}")
     return tokenizer, encoder.eval().requires_grad_(False)

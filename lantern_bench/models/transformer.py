@@ -56,6 +56,21 @@ def rotary_table(config: TransformerConfig, prefix: int | None = None) -> Tensor
     return (pairs if config.pairs == "interleaved" else pairs.mT).flatten(-2)
 
 
+class Table(nn.Module):
+    """A tensor that no checkpoint holds; it has values on the meta device too, and moving keeps its type."""
+
+    values: Tensor
+
+    def __init__(self, make: Callable[[], Tensor]) -> None:
+        super().__init__()
+        with torch.device("cpu"):
+            self.register_buffer("values", make(), persistent=False)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:  # noqa: ARG002
+        self.values = self.values.to(fn(self.values).device)
+        return self
+
+
 def rotate(x: Tensor, factors: Tensor, interleaved: bool) -> Tensor:
     """Rotate pairs of x [rows, n, heads, head_dim] by `factors` [1 or rows, n, 2, head_dim]."""
     in_float32 = x.float()
@@ -223,19 +238,6 @@ def _scaled_dot_product(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor
 # ---- Layers
 
 
-class RMSNorm(nn.Module):
-    """Root-mean-square norm, computed in float32."""
-
-    def __init__(self, dim: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(dim))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., dim] -> [..., dim]."""
-        return functional.rms_norm(x.float(), (x.shape[-1],), self.weight.float(), self.eps).to(x.dtype)
-
-
 class _HeadNorm(nn.Module):
     """LayerNorm over each head, with a scale and an offset for each head."""
 
@@ -308,9 +310,9 @@ class Block(nn.Module):
     def __init__(self, config: TransformerConfig, input_norm: bool = True) -> None:
         super().__init__()
         self.norm_after = config.norm_after
-        self.attention_norm: nn.Module = RMSNorm(config.dim, config.norm_eps) if input_norm else nn.Identity()
+        self.attention_norm: nn.Module = nn.RMSNorm(config.dim, config.norm_eps) if input_norm else nn.Identity()
         self.attention = _Attention(config)
-        self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
+        self.ffn_norm = nn.RMSNorm(config.dim, config.norm_eps)
         self.feed_forward = FeedForward(config)
 
     def forward(self, x: Tensor, rotary: Tensor, attend: Attend) -> Tensor:
@@ -325,17 +327,9 @@ class Block(nn.Module):
 class TokenEmbedding(nn.Embedding):
     """The embeddings of a vocabulary that may contain more than image tokens."""
 
-    token_ids: Tensor | None
-
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config.embedded_tokens, config.dim)
-        self._ids = config.token_ids
-        self.register_buffer("token_ids", None, persistent=False)
-        self.compute_buffers(self.weight.device)
-
-    def compute_buffers(self, device: torch.device) -> None:
-        """Compute the tables that no checkpoint holds."""
-        self.token_ids = None if self._ids is None else torch.tensor(self._ids, device=device)
+        self.ids = None if config.token_ids is None else Table(lambda: torch.tensor(config.token_ids))
 
     def of_text(self, numbers: Tensor) -> Tensor:
         """Return embeddings [..., dim] of numbers int64 [...] of the whole vocabulary."""
@@ -343,7 +337,7 @@ class TokenEmbedding(nn.Embedding):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return embeddings [..., dim] of an image's tokens int64 [...]."""
-        return super().forward(tokens if self.token_ids is None else self.token_ids[tokens])
+        return super().forward(tokens if self.ids is None else self.ids.values[tokens])
 
 
 class Head(nn.Linear):
@@ -370,7 +364,6 @@ class Head(nn.Linear):
 class Transformer(nn.Module):
     """Embedding, layers, final norm and output head."""
 
-    rotary: Tensor
     attention_kernel = False  # set by `pack_for_decoding`, as in `attend_cached`
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -378,29 +371,24 @@ class Transformer(nn.Module):
         self.config = config
         self.tok_embeddings = TokenEmbedding(config)
         self.layers = nn.ModuleList([Block(config) for _ in range(config.layers)])
-        self.norm = RMSNorm(config.dim, config.norm_eps)
+        self.norm = nn.RMSNorm(config.dim, config.norm_eps)
         self.head_layer = nn.Linear(config.dim, config.dim) if config.head_layer else None
         self.output = Head(config.dim, config.vocab_size, bias=config.head_layer)
-        self.register_buffer("rotary", None, persistent=False)
-        self.compute_buffers(self.output.weight.device)
-
-    def compute_buffers(self, device: torch.device) -> None:
-        """Compute the tables that no checkpoint holds."""
-        self.rotary = rotary_table(self.config).to(device)
+        self.table = Table(lambda: rotary_table(config))
 
     def forward(self, x: Tensor, mask: Tensor, positions: Tensor | None = None) -> Tensor:
         """Return features of whole sequences x [rows, n, dim], without a cache (for training and references).
 
         `mask` [rows or 1, 1, n, n] is additive; `positions` int64 [rows, n] where they are not 0 to n - 1.
         """
-        rotary = self.rotary[None, : x.shape[1]] if positions is None else self.rotary[positions]
+        rotary = self.table.values[None, : x.shape[1]] if positions is None else self.table.values[positions]
         for layer in self.layers:
             x = layer(x, rotary, attend_plain(mask))
         return self._features(x)
 
     def step(self, x: Tensor, positions: Tensor, cache: KVCache, slots: Tensor, mask: Tensor) -> Tensor:
         """Return features of new nodes x [rows, n, dim] on a cache; `positions` int64 [1 or rows, n]."""
-        rotary = self.rotary[positions.clamp_max(len(self.rotary) - 1)]
+        rotary = self.table.values[positions.clamp_max(len(self.table.values) - 1)]
         for number, layer in enumerate(self.layers):
             x = layer(x, rotary, attend_cached(cache, number, slots, mask, self.attention_kernel))
         return self._features(x)

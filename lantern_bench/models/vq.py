@@ -1,6 +1,6 @@
 """The VQ tokenizer of LlamaGen (arXiv 2406.06525, section 3.1): a convolutional autoencoder around a codebook.
 
-Parameters have the names of LlamaGen's checkpoints. Training losses are in `experiments/train_lanterns/tasks.py`.
+Parameters have the names of LlamaGen's checkpoints.
 """
 
 from __future__ import annotations
@@ -36,19 +36,6 @@ class VQConfig:
     attention: tuple[int, ...] | None = None
     code_norms: bool = False  # the codes scale and shift what the decoder's norms give (MoVQGAN)
     frames: int = 1  # of a video that make one map of codes (Emu3)
-
-    @property
-    def downsampling(self) -> int:
-        """Pixels a token spans in each direction."""
-        return int(2 ** (len(self.channel_mult) - 1))
-
-
-class Encoded(NamedTuple):
-    """Quantised vectors and the latents before [B, d, h, w], and indices int64 [B, h, w]."""
-
-    quantised: Tensor
-    indices: Tensor
-    latents: Tensor
 
 
 _GROUPS = 32
@@ -212,12 +199,9 @@ class VQModel(nn.Module):
         """Latents before quantisation, not normalised: [B, 3, H, W] -> [B, d, h, w]."""
         return self.quant_conv(self.encoder(pixels))
 
-    def encode(self, pixels: Tensor) -> Encoded:
-        """Encode pixels [B, 3, H, W] to the nearest code at each position."""
-        latents = self.latents(pixels)
-        indices = self.quantize.nearest(latents.permute(0, 2, 3, 1).float())
-        quantised = self.quantize.rows()[indices].permute(0, 3, 1, 2)
-        return Encoded(quantised, indices, latents)
+    def encode(self, pixels: Tensor) -> Tensor:
+        """Encode pixels [B, 3, H, W] to the nearest code at each position, int64 [B, h, w]."""
+        return self.quantize.nearest(self.latents(pixels).permute(0, 2, 3, 1).float())
 
     def decode(self, quantised: Tensor) -> Tensor:
         """Decode code vectors [B, d, h, w] to pixels [B, 3, H, W], not clamped."""
@@ -229,11 +213,9 @@ class VQModel(nn.Module):
         rows = self.quantize.rows()[tokens.long()]
         return self.decode(rows.reshape(len(tokens), *grid, -1).permute(0, 3, 1, 2))
 
-    @torch.no_grad()
-    def codebook(self, normalised: bool = False) -> Tensor:
-        """The codes [V, d] float32, raw as stored or as looked up."""
-        table = self.quantize.rows() if normalised else self.quantize.embedding.weight
-        return table.detach().float()
+    def codebook(self) -> Tensor:
+        """The codes [V, d] float32, as stored."""
+        return self.quantize.embedding.weight.detach().float()
 
 
 # ---- Emu3's tokenizer of videos (arXiv 2409.18869, section 2.2), for single pictures
@@ -331,13 +313,6 @@ def _moving(name: str, levels: int) -> str:
     return re.sub(r"^(decoder\..*norm\w*)\.(weight|bias)$", r"\1.norm_layer.\2", _taming(name, levels))
 
 
-_EMU3_TIME = {
-    r"time_down\.(\d+)\.": r"encoder.time_conv.\1.conv.conv.",
-    r"time_up\.(\d+)\.": r"decoder.time_conv.\1.conv.conv.",
-    r"time_(en|de)coder\.(\d+)\.(norm\d)\.": r"\1coder.time_res_stack.\2.\3.",
-    r"time_(en|de)coder\.(\d+)\.(conv\d)\.": r"\1coder.time_res_stack.\2.\3.conv.",
-    r"(quant_conv|post_quant_conv)\.": r"\1.conv.",
-}
 _EMU3 = {
     r"encoder\.conv_blocks\.": "encoder.down_block.down.",
     r"\.res\.": ".block.",
@@ -349,14 +324,16 @@ _EMU3 = {
     r"(\.attn\.\d+|attn_1)\.(q|k|v)\.": r"\1.\2_proj.",
     r"\.proj_out\.": ".out_proj.",
     r"^(decoder\..*(?:norm1|norm2|norm_out|attn_norm|attn_norms\.\d+))\.(weight|bias)$": r"\1.norm_layer.\2",
+    r"^time_down\.(\d+)\.": r"encoder.time_conv.\1.conv.conv.",
+    r"^time_up\.(\d+)\.": r"decoder.time_conv.\1.conv.conv.",
+    r"^time_(en|de)coder\.(\d+)\.(norm\d)\.": r"\1coder.time_res_stack.\2.\3.",
+    r"^time_(en|de)coder\.(\d+)\.(conv\d)\.": r"\1coder.time_res_stack.\2.\3.conv.",
+    r"^(quant_conv|post_quant_conv)\.": r"\1.conv.",
 }
 
 
 def _emu3(name: str, levels: int) -> str:
     """Transformers' Emu3VQVAE."""
-    for ours, theirs in _EMU3_TIME.items():
-        if (match := re.match(ours, name)) is not None:
-            return match.expand(theirs) + name[match.end() :]
     name = re.sub(
         r"^decoder\.conv_blocks\.(\d+)", lambda match: f"decoder.up_block.up.{levels - 1 - int(match[1])}", name
     )

@@ -200,7 +200,6 @@ class WordModel(CheckpointModel):
 
     @cached_property
     def _tokenizer(self) -> Any:
-        """The text tokenizer, which is read with the first text."""
         path = self._tokenizer_json
         try:
             from tokenizers import Tokenizer

@@ -28,7 +28,7 @@ from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.methods.tables import OUTSIDE_DRAFTINGS, OUTSIDE_RULES
 from lantern_bench.models.io.files import cache_folder
 from lantern_bench.models.loaded_model import LoadedModel
-from lantern_bench.models.packed_linear import has_bfloat16, lower_packed_products, pack_for_decoding
+from lantern_bench.models.packed_linear import has_bfloat16, pack_for_decoding
 from lantern_bench.models.random_model import check_free
 from lantern_bench.models.registry import model_of
 from lantern_bench.models.transformer_config import TransformerConfig
@@ -126,8 +126,6 @@ def compile_models(models: Iterable[LoadedModel], compute: Compute) -> Note | No
         return Note(f"decoding is not compiled: {problem}", advice, "warning")
     for model, folder in folders:
         pack_for_decoding(model.target, model.drafter)
-        if on_cpu:
-            lower_packed_products()
         model.engine = Engine(compile=True, folder=folder)
     return None
 

@@ -211,7 +211,7 @@ def _compiler(device: torch.device) -> Iterator[Finding]:
         yield Finding("kernels", "ok", "built")
     elif device.type == "cpu":
         result = "not built: they need a C++ compiler, AVX2 and torch 2.10"
-        yield Finding("kernels", "warning", result, "Compiled decoding multiplies with oneDNN instead, more slowly.")
+        yield Finding("kernels", "warning", result, "Compiled decoding uses torch's instead, more slowly.")
 
 
 def _bundled(device: torch.device) -> Iterator[Finding]:

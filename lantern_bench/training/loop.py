@@ -75,7 +75,7 @@ def join_processes(cpu: bool = False) -> Processes:
 
 
 class Task(ABC):
-    """What is trained: a module with its loss and its evaluation."""
+    """What is trained: a module with its loss."""
 
     name: str  # for messages
     module: nn.Module
@@ -86,10 +86,6 @@ class Task(ABC):
 
     def after_step(self, step: int, generator: torch.Generator) -> None:  # noqa: B027  # optional
         """Called after each optimiser step (to revive dead codes, for instance)."""
-
-    @abstractmethod
-    def evaluate(self) -> dict[str, float]:
-        """Return figures on held-out data, for the training report."""
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return what a checkpoint has beside weights, optimiser and generator."""
@@ -122,7 +118,6 @@ class TrainReport:
     seconds: float
     settings: dict[str, Any]
     losses: list[tuple[int, float]]  # by step
-    figures: dict[str, float]  # at the end
 
 
 def train(
@@ -148,10 +143,7 @@ def train(
         if settings.checkpoint is not None and run.steps % settings.checkpoint_every == 0 and processes.first:
             run.save(settings.checkpoint)
     task.module.eval()
-    # Few batches, of other shapes and precision than in training: not worth compiling.
-    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-        figures = task.evaluate()
-    return TrainReport(run.steps, run.seconds, settings.described(), run.losses, figures)
+    return TrainReport(run.steps, run.seconds, settings.described(), run.losses)
 
 
 def read_checkpoint(settings: TrainSettings) -> dict[str, Any] | None:

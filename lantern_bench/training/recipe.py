@@ -43,15 +43,15 @@ class Optimisation(StrictSettings):
     The learning rate rises linearly over `warmup` steps and falls to `final_lr` of itself by a half cosine or a line.
     """
 
-    lr: PositiveFloat = 1e-3
+    lr: PositiveFloat = 1e-4
     betas: tuple[Share, Share] = (0.9, 0.95)
-    weight_decay: NonNegativeFloat = 0.05
-    clip: PositiveFloat = 1.0
+    weight_decay: NonNegativeFloat = 0.01
+    clip: PositiveFloat = 0.5
     # Gradients are clipped by their norm, or each by its value.
-    clip_by: Literal["norm", "value"] = "norm"
-    schedule: Literal["cosine", "linear"] = "cosine"
-    final_lr: Share = 0.02
-    warmup: NonNegativeInt | None = 50
+    clip_by: Literal["norm", "value"] = "value"
+    schedule: Literal["cosine", "linear"] = "linear"
+    final_lr: Share = 0.0
+    warmup: NonNegativeInt | None = None  # None: the share `warmup_share` of the first epoch's steps
     steps: PositiveInt | None = None
     accumulate: PositiveInt = 1  # batches a step
     autocast: bool = True  # matrix products in bfloat16, where the processor has instructions for it
@@ -101,13 +101,6 @@ def checked(model: type[_Model], values: Mapping[str, Any], name_of: Callable[[s
 class DrafterRecipe(Optimisation):
     """The settings of a training; the defaults are the published ones."""
 
-    lr: PositiveFloat = 1e-4
-    weight_decay: NonNegativeFloat = 0.01
-    clip: PositiveFloat = 0.5
-    clip_by: Literal["norm", "value"] = "value"
-    schedule: Literal["cosine", "linear"] = "linear"
-    final_lr: Share = 0.0
-    warmup: NonNegativeInt | None = None  # None: the share `warmup_share` of the first epoch's steps
     warmup_share: Share = 0.03
     epochs: PositiveFloat = 20.0  # over the data, unless `steps` is set
     batch: PositiveInt = 4  # sequences
@@ -189,8 +182,6 @@ class DrafterFlags(StrictSettings):
     dtype: DType = _flag("auto", "Of the target: auto, float32, bfloat16 or float16.")
     compile: bool = _flag(False, "Compile the training step; for long trainings.")
     resume: bool = _flag(True, "Continue from the checkpoint, or start again.")
-    log_every: int = 10
-    checkpoint_every: int = 100
 
 
 def read_recipe(source: str) -> DrafterRecipe:

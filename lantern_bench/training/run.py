@@ -78,7 +78,7 @@ class DrafterJob:
     def settings(self, model: LoadedModel) -> TrainSettings:
         """Return the settings of the loop."""
         flags, recipe = self.flags, self.recipe
-        settings = flags.model_dump(include={"minutes", "seed", "log_every", "checkpoint_every", "resume"})
+        settings = flags.model_dump(include={"minutes", "seed", "resume"})
         if flags.minutes is not None and recipe.steps is None:
             settings["steps"] = None
         depends_on = {"target weights": model.weights.get("target", ""), "data": self.data.sha256()[:16]}
@@ -131,7 +131,6 @@ def _data(flags: DrafterFlags, model: Model) -> Data:
 
 
 def _prompts(source: str, flag: str, model: Model) -> list[str]:
-    """Return the prompts of a set or a file; errors name `flag`."""
     try:
         return [prompt.text for prompt in load_prompts(source, model)]
     except UserError as error:
@@ -142,9 +141,7 @@ def plan_rows(job: DrafterJob) -> list[tuple[str, str]]:
     """Return what the training would make, and how much of it."""
     flags, recipe, total = job.flags, job.recipe, len(job.data.captions)
     model = model_of(flags.target)
-    target = (model.with_random_weights() or model.load(torch.device("cpu"), torch.float32)).target
-    if not isinstance(target, CachedTarget):
-        raise UserError(f"--target {flags.target}: has no features to learn from", "Use a model that is a transformer.")
+    target = transformer_of(model.with_random_weights() or model.load(torch.device("cpu"), torch.float32))
     steps, image_tokens = recipe.total_steps(job.sequences), target.config.image_tokens
     source = "encoded" if job.data.pictures is not None else "sampled by the target"
     evaluations = steps // flags.eval_every if flags.eval_every else 0
@@ -310,11 +307,10 @@ def _accepted(
 
 
 def _write_report(job: DrafterJob, report: TrainReport, evaluated: Sequence[Evaluated]) -> None:
-    drafters: dict[str, dict[str, float | None]] = {}
+    drafters = {}
     for name, one_minus_tv, accepted in evaluated:
-        drafters[name] = {"one_minus_tv": one_minus_tv, "mal": None, "images": 0}
-        if accepted is not None:
-            drafters[name] |= {"mal": accepted.value, "images": len(accepted.over)}
+        mal, images = (None, 0) if accepted is None else (accepted.value, len(accepted.over))
+        drafters[name] = {"one_minus_tv": one_minus_tv, "mal": mal, "images": images}
     content = {
         "target": Path(job.flags.target).name,
         "init": job.init_name,

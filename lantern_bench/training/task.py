@@ -31,7 +31,6 @@ from lantern_bench.decoding.sampling import decoding_probabilities, guide
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.models.eagle import EagleDrafter
 from lantern_bench.models.io.files import write_atomically
-from lantern_bench.models.io.state_dict import compute_buffers
 from lantern_bench.models.loaded_model import LoadedModel, VQPixels
 from lantern_bench.models.target import (
     CachedTarget,
@@ -68,32 +67,48 @@ def make_tokens(
 ) -> Tensor:
     """Encode the pictures, or sample from the target with `decoding` (a mode `ar`): tokens int32 [n, N].
 
-    Rows in `work` are not made again.
+    Each batch is a file in `work`, and files are not made again.
     """
     key: dict[str, Any] = {"data": data.sha256(), "grid": list(model.grid)}
-    if data.pictures is None:
+    reader: Any = model.pixels
+    pictures, total = data.pictures, len(data.captions)
+    if pictures is None:
+        name, label = "samples", "sampling from the target"
         captions = pd.Series(data.captions)
         slots = list(zip(data.captions, captions.groupby(captions).cumcount(), strict=True))
-
-        def sample(start: int, stop: int) -> Tensor:
-            return torch.stack([image.tokens for image in decode_slots(model, decoding, seed, slots[start:stop])])
-
         key |= {"weights": dict(model.weights), "seed": seed}
         key |= {"decoding": decoding.settings(), "dtype": str(getattr(model.target, "dtype", ""))}
-        return _in_files(work, "samples", key, len(slots), sample, "sampling from the target", on_progress)
-    reader, pictures = model.pixels, data.pictures
-    if not isinstance(reader, VQPixels):
+    elif isinstance(reader, VQPixels):
+        name, label = "tokens", "encoding pictures"
+        key |= {"size": list(reader.size), "tokenizer": model.weights.get("tokenizer")}
+    else:
         raise UserError(
             f"--data: pictures need the tokenizer of {model.name}, and it has none",
             "Name the tokenizer in the model's file; or give captions alone, and the target samples from them.",
         )
 
-    def encode(start: int, stop: int) -> Tensor:
-        pixels = [_picture(path, mirrored, reader.size) for path, mirrored in pictures[start:stop]]
+    def make(rows: slice) -> Tensor:
+        if pictures is None:
+            return torch.stack([image.tokens for image in decode_slots(model, decoding, seed, slots[rows])])
+        pixels = [_picture(path, mirrored, reader.size) for path, mirrored in pictures[rows]]
         return reader.tokens(torch.from_numpy(np.stack(pixels))).int()
 
-    key |= {"size": list(reader.size), "tokenizer": model.weights.get("tokenizer")}
-    return _in_files(work, "tokens", key, len(pictures), encode, "encoding pictures", on_progress)
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
+    folder = work / f"{name}-{digest[:12]}"
+    write_atomically(folder / "manifest.json", json.dumps({"key": key}, indent=1, sort_keys=True).encode() + b"\n")
+    tokens = []
+    for number, start in enumerate(range(0, total, _BATCH)):
+        path = folder / f"{number:05d}.safetensors"
+        if not path.is_file():
+            on_progress(label, start / total)
+            write_atomically(path, save({"tokens": make(slice(start, start + _BATCH)).cpu().contiguous()}))
+        try:
+            tokens.append(load_file(path)["tokens"])
+        except (OSError, KeyError, SafetensorError) as error:
+            advice = f"Remove {folder}; the next training writes it again."
+            raise RefusedError(f"{path}: damaged: {error}", advice) from error
+    on_progress(label, 1.0)
+    return torch.cat(tokens)
 
 
 def decode_slots(model: LoadedModel, decoding: Decoding, seed: int, slots: Sequence[tuple[str, int]]) -> list[Decoded]:
@@ -112,34 +127,6 @@ def _picture(path: Path, mirrored: bool, size: tuple[int, int]) -> np.ndarray:
         advice = "Remove it, or save it again."
         raise UserError(f"--data: {path}: cannot be read as a picture: {error}", advice) from error
     return np.asarray(ImageOps.mirror(picture) if mirrored else picture)
-
-
-def _in_files(
-    work: Path,
-    name: str,
-    key: Mapping[str, Any],
-    total: int,
-    make: Callable[[int, int], Tensor],
-    label: str,
-    on_progress: OnProgress,
-) -> Tensor:
-    """Return all tokens of `key` (plain data), a batch of them a file; missing files are written with `make`."""
-    digest = hashlib.sha256(json.dumps(dict(key), sort_keys=True).encode()).hexdigest()
-    folder = work / f"{name}-{digest[:12]}"
-    write_atomically(folder / "manifest.json", json.dumps({"key": key}, indent=1, sort_keys=True).encode() + b"\n")
-    tokens = []
-    for number, start in enumerate(range(0, total, _BATCH)):
-        path = folder / f"{number:05d}.safetensors"
-        if not path.is_file():
-            on_progress(label, start / total)
-            write_atomically(path, save({"tokens": make(start, min(total, start + _BATCH)).cpu().contiguous()}))
-        try:
-            tokens.append(load_file(path)["tokens"])
-        except (OSError, KeyError, SafetensorError) as error:
-            advice = f"Remove {folder}; the next training writes it again."
-            raise RefusedError(f"{path}: damaged: {error}", advice) from error
-    on_progress(label, 1.0)
-    return torch.cat(tokens)
 
 
 # ---- Features of sequences
@@ -224,11 +211,10 @@ def unroll(drafter: EagleDrafter, target: TargetFeatures, features: Tensor, leve
 
 def drafter_like(drafter: EagleDrafter, dtype: torch.dtype, device: torch.device) -> EagleDrafter:
     """Return a copy in another dtype that shares only the head: float32 to train, the target's dtype to decode."""
-    head = drafter.head_module
+    head = drafter.head
     copied = copy.deepcopy(drafter, {id(head): head}).to(device, dtype)
     copied.requires_grad_(True)
     copied.embed_tokens.weight.requires_grad_(False)
-    compute_buffers(copied, device)
     return copied
 
 
@@ -289,13 +275,9 @@ class DrafterTask(Task):
         """Continue after the sequences that were drawn."""
         self._drawn = int(state["drawn"])
 
-    def evaluate(self) -> dict[str, float]:
-        """Return 1 - TV(p, q) at depth 1 on held-out sequences: the probability that a first draft is accepted."""
-        return {"one_minus_tv": self.overlap(self.drafter)}
-
     @torch.no_grad()
     def overlap(self, drafter: EagleDrafter) -> float:
-        """`evaluate` of any drafter of this target."""
+        """Return 1 - TV(p, q) at depth 1 on held-out sequences: the probability that a first draft is accepted."""
         overlaps, numbers, count = list[Tensor](), range(len(self._held_out.tokens)), drafter.config.image_tokens
         dtype, scale = drafter.fc.weight.dtype, self._decoding.cfg_scale
         for start in range(0, len(numbers), 8):
@@ -348,7 +330,6 @@ class DrafterTask(Task):
 
     @torch.no_grad()
     def _inputs(self, hidden: Tensor, seeds: list[int]) -> Tensor:
-        """Return features with noise."""
         draws = [torch.Generator().manual_seed(seed) for seed in seeds * (len(hidden) // len(seeds))]
         noise = torch.stack([torch.rand(hidden.shape[1:], generator=draw) for draw in draws])
         width = self._recipe.noise * (512 / hidden.shape[1])

@@ -16,14 +16,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lantern_bench.cli import train as train_command
 from lantern_bench.cli.main import main
 from lantern_bench.models import registry
 from lantern_bench.models.registry import model_of
 from lantern_bench.runs.store import read_records
+from lantern_bench.training import recipe as drafter_recipe
 from lantern_bench.training import run as drafter_run
 from lantern_bench.training.loop import TrainEvent, TrainReport, train
-from lantern_bench.training.recipe import DrafterFlags
+from lantern_bench.training.recipe import TrainSettings
 from lantern_bench.training.run import COLUMNS
 from tests.models import golden_models, tiny_chameleon
 from tests.training.tiny_target import CAPTIONS, TinyModel, tiny_model, write_pictures
@@ -145,11 +145,11 @@ def stop_after(step: int) -> Callable[..., TrainReport]:
 def test_resumed_training_equals_an_uninterrupted_one(
     tiny: TinyModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    class Often(DrafterFlags):
+    class Often(TrainSettings):
         log_every: int = 1
         checkpoint_every: int = 2
 
-    monkeypatch.setattr(train_command, "DrafterFlags", Often)
+    monkeypatch.setattr(drafter_recipe, "TrainSettings", Often)
     data = ["--data", "all", "--images", "9"]
     assert run(*data, out="whole") == 0
     with monkeypatch.context() as patch:

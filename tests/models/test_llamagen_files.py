@@ -80,7 +80,7 @@ def test_weights_load_in_the_requested_dtype(tmp_path: Path) -> None:
     path = str(model_of(tmp_path, official_state(C2I), C2I))
     loaded: Any = registry.model_of(path).load(torch.device("cpu"), torch.bfloat16)
     assert {parameter.dtype for parameter in loaded.target.parameters()} == {torch.bfloat16}
-    assert loaded.target.transformer.rotary.dtype == torch.float32
+    assert loaded.target.transformer.table.values.dtype == torch.float32
 
 
 def test_every_mismatched_key_is_listed(tmp_path: Path) -> None:
@@ -234,7 +234,7 @@ def test_published_drafters_rotate_with_base_10000(stated: dict[str, Any], base:
     loaded: Any = golden_models.load(model)
     assert (loaded.target.config.rope_base, loaded.drafter.config.rope_base) == (300.0, base)
     wanted = rotary_table(dataclasses.replace(loaded.target.config, rope_base=base), T2I.sizes.prefix - 1)
-    assert torch.equal(loaded.drafter.rotary, wanted)
+    assert torch.equal(loaded.drafter.table.values, wanted)
 
 
 def test_rope_base_counts_and_rope_theta_beside_it_does_not(tmp_path: Path) -> None:

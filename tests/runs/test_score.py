@@ -30,7 +30,7 @@ from lantern_bench.metrics.features import Reference, read_picture
 from lantern_bench.models import registry
 from lantern_bench.models.lanterns import HELD_OUT
 from lantern_bench.models.lanterns import modules as classifier
-from lantern_bench.models.lanterns.modules import AttributeClassifier, predict
+from lantern_bench.models.lanterns.modules import AttributeClassifier
 from lantern_bench.report.tables import write_tables
 from lantern_bench.runs import scoring
 from lantern_bench.runs.devices import Compute, key_fields
@@ -109,8 +109,10 @@ def test_image_rows_hold_each_scorers_answer(run: Run, scorers: scoring.Scorers)
         )
         assert row["clip_model"] == scorers.label
     pictures = torch.stack([torch.from_numpy(np.array(Image.open(folder / r["image"]))) for r in records[:5]])
-    seen = predict(scorers.images["prompt_accuracy"].classifier, pictures.permute(0, 3, 1, 2)).tolist()
-    expected = [float(tuple(row) == HELD_OUT[number].indices()) for number, row in enumerate(seen)]
+    with torch.inference_mode():
+        answers = scorers.images["prompt_accuracy"].classifier(pictures.permute(0, 3, 1, 2).float() / 255)
+    seen = zip(*(logits.argmax(1).tolist() for logits in answers), strict=True)
+    expected = [float(row == HELD_OUT[number].indices()) for number, row in enumerate(seen)]
     assert [row["prompt_accuracy"] for row in images[:5]] == expected
     assert images[5]["prompt_accuracy"] is None, "a prompt outside the grammar has no prompt accuracy"
 

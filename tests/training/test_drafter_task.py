@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -21,17 +23,19 @@ from lantern_bench.training.loop import SINGLE, Processes
 from lantern_bench.training.recipe import RECIPES, DrafterRecipe
 from lantern_bench.training.run import read_log, write_drafter
 from lantern_bench.training.task import (
+    Data,
     DrafterTask,
     Sequences,
     TargetFeatures,
     drafter_like,
     in_order,
+    make_tokens,
     target_features,
     unroll,
 )
 from tests.examples.tiny_hosted import SHAPE, write_model
 from tests.models import golden_models, tiny_chameleon
-from tests.training.tiny_target import CAPTIONS, CONFIG, caption_condition, tiny_target
+from tests.training.tiny_target import CAPTIONS, CONFIG, caption_condition, tiny_model, tiny_target
 
 CPU = torch.device("cpu")
 RECIPE = RECIPES["lanterns"].model_copy(update={"batch": 4, "autocast": False})
@@ -109,7 +113,7 @@ def test_features_and_drafts_match_the_decode_sessions(sequences: Sequences) -> 
         for drafts in drafter_logits_along(task.drafter, forced)
     ]
     overlap = torch.minimum(p[:, 1:], torch.stack(q, dim=1)).sum(-1).mean()
-    assert task.evaluate()["one_minus_tv"] == pytest.approx(float(overlap), abs=1e-5)
+    assert task.overlap(task.drafter) == pytest.approx(float(overlap), abs=1e-5)
 
 
 @torch.no_grad()
@@ -143,7 +147,7 @@ def test_guided_batches_compare_guided_distributions() -> None:
     recipe = RECIPE.model_copy(update={"guided": True, "levels": 1, "dropped": 0.0})
     task = task_of(sequences, recipe=recipe)
     _, parts = task.loss(torch.Generator().manual_seed(0))
-    assert float(parts["one_minus_tv"]) == pytest.approx(task.evaluate()["one_minus_tv"], abs=1e-6)
+    assert float(parts["one_minus_tv"]) == pytest.approx(task.overlap(task.drafter), abs=1e-6)
     alone = task_of(sequences, recipe=recipe.model_copy(update={"dropped": 1.0}))
     plain = task_of(sequences, recipe=recipe.model_copy(update={"guided": False}))
     losses = [variant.loss(torch.Generator().manual_seed(0)) for variant in (alone, plain)]
@@ -184,7 +188,7 @@ def test_every_family_trains_and_loads_its_written_drafter(
     target = sequences.target
     target.requires_grad_(False)
     task = task_of(sequences, recipe=recipe)
-    before = task.evaluate()["one_minus_tv"]
+    before = task.overlap(task.drafter)
     optimiser = torch.optim.AdamW([p for p in task.drafter.parameters() if p.requires_grad], lr=3e-3)
     generator = torch.Generator().manual_seed(0)
     for _ in range(12):
@@ -193,11 +197,11 @@ def test_every_family_trains_and_loads_its_written_drafter(
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()
-    assert task.evaluate()["one_minus_tv"] > before
+    assert task.overlap(task.drafter) > before
     assert all(p.grad is None for p in target.parameters())
     write_drafter(task.drafter, tmp_path / "out", "tiny", {"target": "x"})
     read = load_drafter(tmp_path / "out", target, dtype=torch.float32, device=CPU)
-    assert read.mask_padding and task.overlap(read) == pytest.approx(task.evaluate()["one_minus_tv"], abs=1e-6)
+    assert read.mask_padding and task.overlap(read) == pytest.approx(task.overlap(task.drafter), abs=1e-6)
     assert {name: tuple(t.shape) for name, t in read.state_dict().items()} == {
         name: tuple(t.shape) for name, t in task.drafter.state_dict().items()
     }
@@ -226,34 +230,38 @@ def test_drafter_copy_shares_only_the_head() -> None:
     target = tiny_target()
     drafter = untrained_drafter(target)
     copy = drafter_like(drafter, torch.bfloat16, CPU)
-    assert copy.fc.weight.dtype == torch.bfloat16 and copy.rotary.dtype == torch.float32
-    assert copy.head_module is drafter.head_module and not copy.embed_tokens.weight.requires_grad
+    assert copy.fc.weight.dtype == torch.bfloat16 and copy.table.values.dtype == torch.float32
+    assert copy.head is drafter.head and not copy.embed_tokens.weight.requires_grad
     with torch.no_grad():
         copy.fc.weight.zero_()
     assert drafter.fc.weight.abs().max() > 0
 
 
 def test_token_files_continue_where_they_were_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[tuple[int, int]] = []
-    monkeypatch.setattr(task_module, "_BATCH", 4)
+    calls: list[list[int]] = []
+    model, data = tiny_model(), Data(["red"] * 11)
 
-    def tokens(start: int, stop: int) -> Tensor:
-        if start == 8 and len(calls) == 2:
+    def decoded(*arguments: Any) -> list[Any]:
+        repeats = [repeat for _, repeat in arguments[-1]]
+        if repeats[0] == 8 and len(calls) == 2:
             calls.clear()
             raise KeyboardInterrupt
-        calls.append((start, stop))
-        return torch.arange(start, stop)[:, None].expand(-1, 3).int()
+        calls.append(repeats)
+        return [SimpleNamespace(tokens=torch.full((3,), repeat, dtype=torch.int32)) for repeat in repeats]
 
-    def make() -> Tensor:
-        return task_module._in_files(tmp_path, "rows", {"a": 1}, 11, tokens, "rows", lambda _label, _share: None)
+    def make(seed: int = 0) -> Tensor:
+        return make_tokens(data, model, DECODING, seed, tmp_path, lambda _label, _share: None)
+
+    monkeypatch.setattr(task_module, "_BATCH", 4)
+    monkeypatch.setattr(task_module, "decode_slots", decoded)
 
     with pytest.raises(KeyboardInterrupt):
         make()
     rows = make()
-    assert rows[:, 0].tolist() == list(range(11)) and calls == [(8, 11)]
+    assert rows[:, 0].tolist() == list(range(11)) and calls == [[8, 9, 10]]
     assert torch.equal(make(), rows) and len(calls) == 1
     (folder,) = tmp_path.iterdir()
-    task_module._in_files(tmp_path, "rows", {"a": 2}, 3, tokens, "rows", lambda _label, _share: None)
+    make(seed=1)
     assert len(list(tmp_path.iterdir())) == 2
     (folder / "00000.safetensors").write_bytes(b"short")
     with pytest.raises(RefusedError, match="damaged"):

@@ -23,7 +23,7 @@ from safetensors.numpy import load_file as load_arrays
 from safetensors.torch import load_file
 from torch import Tensor
 
-from lantern_bench.errors import UserError
+from lantern_bench.errors import UserError, one_line
 
 # What kind of checkpoint a file is, by the names in it: the first pattern that matches counts.
 _KINDS: tuple[tuple[str, str], ...] = (
@@ -159,7 +159,7 @@ def _read_safetensors(path: Path) -> Mapping[str, Tensor]:
     try:
         return load_file(path)
     except (SafetensorError, OSError, KeyError, ValueError, RuntimeError) as error:
-        raise UserError(f"{path}: is truncated or no safetensors file ({_short(error)})", _ADVICE) from error
+        raise UserError(f"{path}: is truncated or no safetensors file ({one_line(error, 120)})", _ADVICE) from error
 
 
 def _unpickle(path: Path, zipped: bool) -> Any:
@@ -173,14 +173,14 @@ def _unpickle(path: Path, zipped: bool) -> Any:
             warnings.simplefilter("ignore")
             return torch.load(path, map_location="cpu", mmap=zipped or None, weights_only=True)
     except pickle.UnpicklingError as error:
-        problem, advice = f"cannot be read as a checkpoint ({_short(error)})", _ADVICE
+        problem, advice = f"cannot be read as a checkpoint ({one_line(error, 120)})", _ADVICE
         # Torch's message names the function that the pickle would call.
         if code := re.search(r"GLOBAL `?([A-Za-z_][\w.]*)|(?:global:?|class) `?(\w+\.[\w.]+)", str(error)):
             problem = f"is a pickle with code in it ({code[1] or code[2]}); such files are neither run nor loaded"
             advice = "Save the state dict alone, or convert it to safetensors."
         raise UserError(f"{path}: {problem}", advice) from error
     except (RuntimeError, EOFError, ValueError, LookupError, AttributeError, OSError) as error:
-        raise UserError(f"{path}: is truncated or no checkpoint ({_short(error)})", _ADVICE) from error
+        raise UserError(f"{path}: is truncated or no checkpoint ({one_line(error, 120)})", _ADVICE) from error
 
 
 def _state_dict(path: Path, loaded: Any) -> Mapping[str, Tensor]:
@@ -195,12 +195,6 @@ def _state_dict(path: Path, loaded: Any) -> Mapping[str, Tensor]:
     if wrong:
         raise UserError(f"{path}: is no state dict: not a tensor: {', '.join(wrong[:5])}")
     return loaded
-
-
-def _short(error: BaseException) -> str:
-    """The first sentence of an error, in one line."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return re.split(r"(?<=[.:]) ", text, maxsplit=1)[0][:120].rstrip(".:")
 
 
 def read_own_table(path: Path, codes: int) -> Tensor:

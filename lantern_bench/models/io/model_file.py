@@ -19,7 +19,6 @@ from lantern_bench.methods.tables import PARAMETERS
 
 
 def _relative(value: object, info: ValidationInfo[Path]) -> Path:
-    """An existing path relative to the model file."""
     if not isinstance(value, str) or not value:
         raise ValueError("must be a path")
     folder: Path = info.context.parent

@@ -31,7 +31,7 @@ KeyMap: TypeAlias = Mapping[str, tuple[Slice, ...]]
 
 def same_names(module: nn.Module, rename: Callable[[str], str] = lambda name: name) -> dict[str, tuple[Slice, ...]]:
     """Return the key map in which every tensor of a module is one tensor of the file, named by `rename`."""
-    return {name: (Slice(rename(name)),) for name in module.state_dict()}
+    return {name: (Slice(rename(name)),) for name, tensor in module.state_dict().items() if tensor.is_floating_point()}
 
 
 def load_into(
@@ -55,7 +55,9 @@ def load_into(
         for slice_ in slices
     }
     _raise_if_unfit(checkpoint, expected, ignored, wanted)
-    state: dict[str, Tensor] = {}
+    # Batch norms count their batches, which changes no result.
+    counts = {name: tensor for name, tensor in module.state_dict().items() if not tensor.is_floating_point()}
+    state = {name: torch.zeros_like(tensor, device=device) for name, tensor in counts.items()}
     for name, slices in key_map.items():
         tensor = torch.empty(shapes[name], dtype=dtype, device=device)
         for slice_, rows in _rows_of(tensor, slices):
@@ -73,16 +75,7 @@ def load_into(
             )
         state[name] = tensor
     module.load_state_dict(state, strict=True, assign=True)
-    module.requires_grad_(False).eval()
-    compute_buffers(module, device)
-
-
-def compute_buffers(module: nn.Module, device: torch.device) -> None:
-    """Compute the buffers that no checkpoint holds, such as rotary tables, on `device`."""
-    for child in module.modules():
-        compute = getattr(child, "compute_buffers", None)
-        if compute is not None:
-            compute(device)
+    module.requires_grad_(False).eval().to(device)
 
 
 def export(module: nn.Module, key_map: KeyMap) -> dict[str, Tensor]:
@@ -98,7 +91,6 @@ def export(module: nn.Module, key_map: KeyMap) -> dict[str, Tensor]:
 
 
 def _rows_of(tensor: Tensor, slices: Iterable[Slice]) -> Iterable[tuple[Slice, Tensor]]:
-    """Each slice with its rows of a tensor."""
     counts = [tensor.shape[0] if slice_.rows is None else slice_.rows for slice_ in slices]
     return zip(slices, tensor.split(counts), strict=True)
 

@@ -144,18 +144,16 @@ class Lanterns(Model):
 
     def load(self, device: torch.device, dtype: torch.dtype) -> LoadedModel:
         """Load target, drafter and tokenizer; raises `RefusedError` when a file is missing."""
-        from lantern_bench.models.eagle import untrained_drafter
+        from lantern_bench.models.eagle import EagleDrafter
         from lantern_bench.models.io.files import file_sha256
-        from lantern_bench.models.lanterns.modules import build_target, caption_condition, load_part, load_tokenizer
+        from lantern_bench.models.lanterns.modules import caption_condition, load_part, load_tokenizer, new_target
         from lantern_bench.models.loaded_model import Prompts, assemble
 
         files = self.files()
-        # The drafter uses the target's head, so the target moves to its device first.
-        target = load_part(build_target(), "target", files["target"], device, dtype)
-        drafter = load_part(untrained_drafter(target), "drafter", files["drafter"], device, dtype)
+        target = load_part(new_target, "target", files["target"], device, dtype)
+        config, head = target.config, target.transformer.output
+        drafter = load_part(lambda: EagleDrafter(config, head), "drafter", files["drafter"], device, dtype)
         tokenizer = load_tokenizer(self.folder, device)
         hashes = {part: file_sha256(path) for part, path in files.items()}
         # Rows have unit length when they are looked up (docs/algorithms.md, section 9, C1).
-        return assemble(
-            self.name, target, drafter, tokenizer, Prompts(caption_condition), hashes, neighbour_space="normalised"
-        )
+        return assemble(self.name, target, drafter, tokenizer, Prompts(caption_condition), hashes, "normalised")

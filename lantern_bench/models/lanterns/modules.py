@@ -5,18 +5,17 @@ The classifier gives prompt accuracy, and its penultimate layer the features of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lantern_bench.errors import RefusedError, UserError
-from lantern_bench.models.io.state_dict import compute_buffers
+from lantern_bench.errors import RefusedError
+from lantern_bench.models.io.checkpoint import open_checkpoint
+from lantern_bench.models.io.state_dict import load_into, same_names
 from lantern_bench.models.lanterns import (
     FIELDS,
     FILES,
@@ -35,14 +34,9 @@ M = TypeVar("M", bound=nn.Module)
 TOKENIZER_CONFIG = VQConfig(codes=2048, code_dim=8, z_channels=64, channels=32, channel_mult=(1, 2, 3), res_blocks=1)
 
 
-def build_target() -> TransformerTarget:
-    """The bundled target with fresh weights, drawn from torch's current stream."""
-    target = TransformerTarget(TARGET_CONFIG, WordCaption(len(VOCABULARY), MAX_WORDS, TARGET_CONFIG.dim))
-    for name, parameter in target.named_parameters():
-        if parameter.dim() >= 2:
-            deep = name.endswith(("wo.weight", "w2.weight"))
-            nn.init.normal_(parameter, std=0.02 / (2 * TARGET_CONFIG.layers) ** 0.5 if deep else 0.02)
-    return target
+def new_target() -> TransformerTarget:
+    """Return the bundled target with fresh weights."""
+    return TransformerTarget(TARGET_CONFIG, WordCaption(len(VOCABULARY), MAX_WORDS, TARGET_CONFIG.dim))
 
 
 def caption_condition(captions: Sequence[str]) -> Condition:
@@ -54,38 +48,30 @@ def caption_condition(captions: Sequence[str]) -> Condition:
     return Condition(values, values > 0)
 
 
-def read_weights(module: nn.Module, path: Path) -> None:
-    """Read a file of weights into a float32 module; raises `UserError` for a damaged file or another model's."""
-    try:
-        state = load_file(path)
-        module.load_state_dict({name: v.float() if v.is_floating_point() else v for name, v in state.items()})
-    except (OSError, SafetensorError) as problem:
-        raise UserError(f"{path} cannot be read as weights: {problem}") from problem
-    except RuntimeError as problem:
-        # Torch's message has a heading and then a line for each tensor: one of them is enough.
-        first = str(problem).splitlines()[1:2] or [str(problem)]
-        raise UserError(f"{path} holds the weights of another model: {first[0].strip()}") from problem
-
-
 def load_part(
-    module: M, part: str, path: Path, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+    make: Callable[[], M],
+    part: str,
+    path: Path,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
 ) -> M:
-    """Read the weights of a part, for decoding; raises `RefusedError` when the file is missing."""
+    """Make a part with its weights, for decoding; raises `RefusedError` when the file is missing."""
     if not path.is_file():
         raise RefusedError(
             f"the bundled model's {part} is missing: {path.name}",
             f"Install lantern-bench again; or, in its repository: python -m experiments.train_lanterns --part {part}",
         )
-    read_weights(module, path)
-    module.to(device=device, dtype=dtype).eval().requires_grad_(False)
-    # Position tables stay float32.
-    compute_buffers(module, torch.device(device))
-    return module
+    with torch.device("meta"):
+        module = make()
+    more = {"ignored": r".*\.num_batches_tracked$", "wanted": f"the {part} of lanterns"}
+    checkpoint, device = open_checkpoint(path), torch.device(device)
+    load_into(module, checkpoint, same_names(module), dtype=torch.float32, device=device, **more)
+    return module.to(dtype)  # the output head stays float32
 
 
 def load_tokenizer(folder: Path = WEIGHTS_FOLDER, device: torch.device | str = "cpu") -> VQModel:
     """The trained tokenizer in float32, in evaluation mode; raises as `load_part`."""
-    return load_part(VQModel(TOKENIZER_CONFIG), "tokenizer", folder / FILES["tokenizer"], device)
+    return load_part(lambda: VQModel(TOKENIZER_CONFIG), "tokenizer", folder / FILES["tokenizer"], device)
 
 
 # ---- The attribute classifier
@@ -135,21 +121,15 @@ class AttributeClassifier(nn.Module):
 
 def load_classifier(path: Path | None = None, device: torch.device | str = "cpu") -> AttributeClassifier:
     """The trained classifier in float32, in evaluation mode; raises as `load_part`."""
-    return load_part(AttributeClassifier(), "features", path or WEIGHTS, device)
+    return load_part(AttributeClassifier, "features", path or WEIGHTS, device)
 
 
 @torch.inference_mode()
-def predict(model: AttributeClassifier, images: Tensor) -> Tensor:
-    """The attributes each picture shows: uint8 [n, 3, 64, 64] to int64 [n, 5] in the order of `FIELDS`."""
-    device = next(model.parameters()).device
-    answers = [
-        torch.stack([logits.argmax(1) for logits in model(batch.to(device).float() / 255)], dim=1).cpu()
-        for batch in images.split(_BATCH)
-    ]
-    return torch.cat(answers) if answers else torch.zeros((0, len(FIELDS)), dtype=torch.int64)
-
-
 def prompt_accuracy(model: AttributeClassifier, images: Tensor, attributes: Sequence[Attributes]) -> Tensor:
     """Whether each picture shows all five attributes asked for: uint8 [n, 3, 64, 64] to bool [n]."""
     wanted = torch.tensor([item.indices() for item in attributes], dtype=torch.int64).reshape(-1, len(FIELDS))
-    return (predict(model, images) == wanted).all(dim=1)
+    device, right = next(model.parameters()).device, []
+    for batch, asked in zip(images.split(_BATCH), wanted.split(_BATCH), strict=True):
+        shown = torch.stack([logits.argmax(1) for logits in model(batch.to(device).float() / 255)], dim=1)
+        right.append((shown.cpu() == asked).all(dim=1))
+    return torch.cat(right)
