@@ -24,7 +24,7 @@ from lantern_bench.report.tables import tables_of, write_tables
 from lantern_bench.runs.events import Event, ImageDone, Note, Share, Started
 from lantern_bench.runs.images import DecodedImage as DecodedImage  # a name of this API
 from lantern_bench.runs.request import prepare
-from lantern_bench.runs.store import RunData, find_run, results_root
+from lantern_bench.runs.store import RunData, find_run
 from lantern_bench.runs.sweep import check_failed, run
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ def load_run(path: str | Path) -> Run:
     A run without records has the tables of its CSV files. Raises `UserError` for a path that is not a run directory or
     is damaged, `RefusedError` for a run with neither.
     """
-    (data,) = load_runs([find_run(path, results_root())], tables_suffice=True).values()
+    (data,) = load_runs([find_run(path)], tables_suffice=True).values()
     return Run(data)
 
 
@@ -180,7 +180,7 @@ class _Bar:
 
 def _folders(runs: str | Path | Run | Sequence[str | Path | Run]) -> list[Path]:
     several = [runs] if isinstance(runs, str | Path | Run) else runs
-    return [item.path if isinstance(item, Run) else find_run(item, results_root()) for item in several]
+    return [item.path if isinstance(item, Run) else find_run(item) for item in several]
 
 
 def curves(

@@ -15,7 +15,7 @@ from lantern_bench.console import FORMATS, Console
 from lantern_bench.errors import UserError, did_you_mean
 from lantern_bench.methods.parameters import Code, load_code
 from lantern_bench.methods.tables import DRAFTINGS, MODES, OUTSIDE_RULES, PARAMETERS, RULES, raise_if_refused
-from lantern_bench.runs.store import find_run, results_root
+from lantern_bench.runs.store import find_run
 
 if TYPE_CHECKING:
     from lantern_bench.config.experiment import ResolvedExperiment
@@ -42,11 +42,6 @@ def _checked_format(value: str | None) -> str | None:
     return value
 
 
-def find(run: str) -> Path:
-    """Return a run directory by path or name."""
-    return find_run(run, results_root())
-
-
 FormatOption: TypeAlias = Annotated[
     str | None,
     typer.Option(
@@ -63,8 +58,8 @@ SettingsOption: TypeAlias = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set any key of the experiment file.")
 ]
 DeviceOption: TypeAlias = Annotated[str, typer.Option("--device", help=DEVICE_HELP)]
-RunArgument: TypeAlias = Annotated[Path, typer.Argument(parser=find, metavar="RUN", help=RUN_HELP)]
-RunsArgument: TypeAlias = Annotated[list[Path], typer.Argument(parser=find, metavar="RUN", help=RUN_HELP)]
+RunArgument: TypeAlias = Annotated[Path, typer.Argument(parser=find_run, metavar="RUN", help=RUN_HELP)]
+RunsArgument: TypeAlias = Annotated[list[Path], typer.Argument(parser=find_run, metavar="RUN", help=RUN_HELP)]
 
 # ---- Flags that are keys of an experiment: one table. The values are text, which `config` reads and checks.
 

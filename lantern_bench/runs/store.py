@@ -50,17 +50,18 @@ def results_root() -> Path:
     return Path(os.environ.get(RESULTS_VARIABLE) or "results")
 
 
-def run_names(root: Path | None = None) -> list[str]:
-    """Return the names of the runs under `root`, by default under `results_root()`."""
-    return sorted(path.parent.name for path in (root or results_root()).glob(f"*/{MANIFEST}"))
+def run_names() -> list[str]:
+    """Return the names of the runs under `results_root()`."""
+    return sorted(path.parent.name for path in results_root().glob(f"*/{MANIFEST}"))
 
 
-def find_run(name: str | Path, root: Path) -> Path:
-    """Return a run directory by path, by name under `root`, or by the start of a name that only one has."""
+def find_run(name: str | Path) -> Path:
+    """Return a run directory by path, by name under `results_root()`, or by the start of a name that only one has."""
+    root = results_root()
     for folder in (Path(name), root / name):
         if (folder / MANIFEST).is_file():
             return folder
-    runs = run_names(root)
+    runs = run_names()
     close = [run for run in runs if run.startswith(str(name))]
     if len(close) == 1:
         return root / close[0]
@@ -68,9 +69,9 @@ def find_run(name: str | Path, root: Path) -> Path:
     raise UserError(f"{name}: {wrong}", f"The runs in {root}: {', '.join(close or runs) or 'none yet'}.")
 
 
-def run_folder(experiment: ResolvedExperiment, root: Path, out: Path | None = None, *, resume: bool = True) -> Path:
-    """Return `out` or `root/<run name>`; without `resume` the first of -2, -3, ... that is free."""
-    folder = out if out is not None else root / experiment.run_name
+def run_folder(experiment: ResolvedExperiment, out: Path | None = None, *, resume: bool = True) -> Path:
+    """Return `out` or `results/<run name>`; without `resume` the first of -2, -3, ... that is free."""
+    folder = out if out is not None else results_root() / experiment.run_name
     if resume or not (folder / RECORDS).is_file():
         return folder
     later = (folder.with_name(f"{folder.name}-{number}") for number in count(2))
