@@ -136,7 +136,8 @@ def recommend(
     ctx: typer.Context,
     run: RunArgument,
     quality_run: Annotated[
-        Path | None, typer.Argument(parser=find_run, metavar="QUALITY_RUN", help="The run with the figures. Default: RUN.")
+        Path | None,
+        typer.Argument(parser=find_run, metavar="QUALITY_RUN", help="The run with the figures. Default: RUN."),
     ] = None,
     max_distance: Annotated[float | None, typer.Option(min=0.0, help="Largest distance. Default: 0.01.")] = None,
     within: Annotated[
