@@ -154,9 +154,9 @@ def read_frame(path: Path, table: str, wanted: Collection[str] | None = None) ->
         while chunk := list(islice(rows, _CHUNK)):  # the objects of all rows would take more room than arrays
             series: dict[str, pd.Series] = {}
             for name, values in zip(names, zip(*chunk, strict=True), strict=True):
-                if kinds[name] == "string":  # equal texts become one object
-                    values = [texts.setdefault(value, value) for value in values]
-                series[name] = pd.Series(values, dtype=dtypes[name])
+                # Equal texts become one object.
+                shared = [texts.setdefault(text, text) for text in values] if kinds[name] == "string" else values
+                series[name] = pd.Series(shared, dtype=dtypes[name])
             chunks.append(pd.DataFrame(series))
     finally:
         gc.enable()
