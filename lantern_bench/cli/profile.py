@@ -127,7 +127,7 @@ def _profile(
     """Measure the steps, by name; return the rows of the table."""
     import pandas as pd
 
-    from lantern_bench.profile.steps import device_rates, dtype_error, measure, save_profile
+    from lantern_bench.profile.steps import device_rates, measure, save_profile
 
     target: Any = profiled.model.target
     rates = device_rates(target, profiled.is_guided)
@@ -139,10 +139,6 @@ def _profile(
     console.table(table, title=f"{title}, {compute.device}, {compute.dtype_name}", format=format)
     if out is not None:
         console.say("written: " + ", ".join(map(str, save_profile(table, out))))
-    if profiled.is_trained and compute.dtype_name != "float32":
-        tv = dtype_error(title, profiled.model, profiled.prompts[:2], profiled.cfg_scale)
-        figures = f"mean {tv.mean():.4f}, 99th percentile {tv.quantile(0.99):.4f}, maximum {tv.max():.4f}"
-        console.say(f"TV of {compute.dtype_name} against float32, {len(tv)} positions: {figures}")
     return rows
 
 

@@ -49,7 +49,7 @@ def test_random_model_is_measured(measured: Path) -> None:
     drafted = steps[steps["name"] != "ar"]
     assert (drafted["break_even_mal"] > 1).all() and (drafted["draft_ms"] > 0).all()
     assert steps["mean_accepted_length"].isna().all()  # undefined for random weights
-    assert (steps["peak_memory_mb"] > 0).all()
+    assert (steps["accounted_memory_mb"] > 0).all()
 
 
 def test_saved_device_reproduces_what_it_was_fitted_to(measured: Path) -> None:
