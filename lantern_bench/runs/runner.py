@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-import pandas as pd
 import psutil
 import torch
 
@@ -17,9 +16,8 @@ from lantern_bench.config.experiment import Cell, ResolvedExperiment
 from lantern_bench.config.plan import ImageKey, ImageTask, Plan, Prompt, record_seed
 from lantern_bench.decoding.loop import Decoded, decode, drafter_and_rule
 from lantern_bench.decoding.step import sampling_key
-from lantern_bench.errors import RecordsFailedError, RefusedError, one_line
+from lantern_bench.errors import RecordsFailedError, one_line
 from lantern_bench.models.loaded_model import LoadedModel, NoPixels
-from lantern_bench.models.random_model import meta_model, sizes_of
 from lantern_bench.runs import devices
 from lantern_bench.runs.devices import Compute, key_fields
 from lantern_bench.runs.events import Emit, ImageDone, Note, Share, Started
@@ -176,7 +174,10 @@ class Decoder:
 
     def warm_up(self, batches: Iterable[Batch]) -> Iterator[Note]:
         """Decode a part of each kind of batch, outside all records; yield a note about it."""
-        for batch in kinds_of(batches):
+        kinds: dict[Any, Batch] = {}  # cells that differ only in a tensor bound share programs
+        for batch in batches:
+            kinds.setdefault((batch[0].cell.model, sampling_key(batch[0].cell.decoding), len(batch)), batch)
+        for batch in kinds.values():
             stopping.check()
             # A quarter of an image compiles all steps; without compiling, a few steps load the code.
             cell, model = batch[0].cell, self._models[batch[0].cell.model]
@@ -233,15 +234,6 @@ class Decoder:
             session["again_seconds" if attempts else "first_seconds"] += sum(image.seconds for image in images)
             attempts.append(images)
         return attempts
-
-
-def kinds_of(batches: Iterable[Batch]) -> list[Batch]:
-    """Return one batch for every kind of cell: cells that differ only in a tensor bound share programs."""
-    kinds: dict[Any, Batch] = {}
-    for batch in batches:
-        cell = batch[0].cell
-        kinds.setdefault((cell.model, sampling_key(cell.decoding), len(batch)), batch)
-    return list(kinds.values())
 
 
 def decode_batch(
@@ -307,19 +299,6 @@ def decode_tasks(
             yield from images
 
 
-def runnable(model: LoadedModel, cells: Sequence[Cell]) -> tuple[tuple[Cell, ...], list[str]]:
-    """Return the cells that the model has all parts for, and why others are left out."""
-    complete, reasons = [], []
-    for cell in cells:
-        try:
-            if cell.decoding.drafts:
-                drafter_and_rule(model, cell.decoding)
-            complete.append(cell)
-        except RefusedError as error:
-            reasons.append(f"{cell.cell_id} is left out: {error.message}")
-    return tuple(complete), reasons
-
-
 def picture_png(decoded: Sequence[DecodedImage], cells: Sequence[Cell]) -> bytes:
     """Put all images into one PNG: a column per cell, a row per image, and the names of several cells above."""
     rows = len(decoded) // len(cells)
@@ -330,26 +309,3 @@ def picture_png(decoded: Sequence[DecodedImage], cells: Sequence[Cell]) -> bytes
         names = modes if len(set(modes)) == len(cells) else [cell.cell_id for cell in cells]
         columns = [[label(name, column[0]), *column] for name, column in zip(names, columns, strict=True)]
     return png_bytes(torch.cat([torch.cat(column) for column in columns], dim=1))
-
-
-def numbers_table(tasks: Sequence[ImageTask], decoded: Sequence[DecodedImage]) -> pd.DataFrame:
-    """Return how each image was decoded, one row per image."""
-    names = ("tokens", "target_forwards", "mean_accepted_length", "step_compression", "seconds", "pixel_seconds")
-    columns = [image.columns(1) for image in decoded]
-    table = pd.DataFrame([[image[name] for name in names] for image in columns], columns=names)
-    table.insert(0, "cell_id", [task.cell.cell_id for task in tasks])
-    table.insert(1, "image", [task.image_index for task in tasks])
-    return table
-
-
-def memory_table(resolved: ResolvedExperiment, compute: Compute) -> tuple[pd.DataFrame, int]:
-    """The memory of each part of the model and the bytes in total; allocates nothing and opens no file."""
-    model = meta_model(resolved.settings.model[0])
-    nodes = max(1 + cell.decoding.draft_nodes for cell in resolved.cells)
-    guided = any(cell.decoding.cfg_scale != 1 for cell in resolved.cells)
-    sizes = sizes_of(model, compute.dtype, guided=guided, nodes=nodes, batch=max(resolved.settings.batch))
-    total, parameters = sum(size.bytes for size in sizes), sum(size.parameters for size in sizes)
-    rows = [(size.part, size.parameters or None, str(size.dtype).removeprefix("torch."), size.bytes) for size in sizes]
-    table = pd.DataFrame([*rows, ("all", parameters, "", total)], columns=["part", "parameters", "dtype", "gigabytes"])
-    table["gigabytes"] = (table["gigabytes"] / 1e9).round(3)
-    return table.astype({"parameters": "Int64"}), total

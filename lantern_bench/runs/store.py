@@ -144,13 +144,6 @@ def done_images(folder: Path) -> set[ImageKey]:
     return set(zip(finished["cell_id"], finished["prompt_id"], finished["repeat"], strict=True))
 
 
-def seconds_per_image(folder: Path) -> dict[str, float]:
-    """Return mean seconds per finished image, pixels included, by cell id."""
-    finished = finished_records(folder)
-    seconds = finished["seconds"] + finished["pixel_seconds"].fillna(0.0)
-    return {str(cell_id): float(mean) for cell_id, mean in seconds.groupby(finished["cell_id"]).mean().dropna().items()}
-
-
 NO_SPEED = "speed cannot be measured now"  # where most images were disturbed
 
 

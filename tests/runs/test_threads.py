@@ -16,7 +16,7 @@ from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.compile import Engine
 from lantern_bench.models.random_model import random_model_of_size, read_size
 from lantern_bench.runs import threads
-from lantern_bench.runs.threads import Calibrated, calibrate, fastest_threads, prepare_environment, step_work
+from lantern_bench.runs.threads import Calibrated, calibrate, fastest_threads, prepare_environment
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_the_choice_is_stored_with_the_programs(tmp_path: Path, monkeypatch: pyt
     assert chosen(drafting) is None is chosen(drafting)
 
 
-def test_compiled_steps_are_compiled_for_every_number_of_threads() -> None:
+def test_compiled_steps_are_compiled_for_every_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     model = random_model_of_size(
         read_size("2x64x128x4"), torch.device("cpu"), torch.float32, torch.Generator().manual_seed(0)
     )
@@ -101,13 +101,17 @@ def test_compiled_steps_are_compiled_for_every_number_of_threads() -> None:
 
     model.engine = Engine(compile=True, backend=backend)
     cells = [Decoding(mode="ar"), Decoding(mode="speculative", tree="chain-3")]
-    work, before = step_work(model, model.condition(["a"]), cells), torch.get_num_threads()
-    try:
-        for threads in (1, 2, 1, 2):
-            torch.set_num_threads(threads)
+    before = torch.get_num_threads()
+
+    def time(work: Callable[[], object], _recorded: int | None) -> Calibrated:
+        for count in (1, 2, 1, 2):
+            torch.set_num_threads(count)
             work()
-    finally:
         torch.set_num_threads(before)
+        return Calibrated(1, {}, 1.0)
+
+    monkeypatch.setattr(threads, "calibrate", time)
+    fastest_threads(model, "a", cells)
     # An autoregressive step; draft, score and settle.
     assert compiled_with == [1] * 4 + [2] * 4
 
