@@ -15,7 +15,6 @@ from lantern_bench.cli.options import (
     FormatOption,
     SettingsOption,
     command_group,
-    compile_steps,
     resolve_flags,
     split_words,
     with_flags,
@@ -174,7 +173,7 @@ def generate(
     from lantern_bench.models.random_model import random_model
     from lantern_bench.report.distance import distance_of_image
     from lantern_bench.runs import runner
-    from lantern_bench.runs.devices import choose_compute, load_models
+    from lantern_bench.runs.devices import choose_compute, compile_models, load_models
 
     compute, seed = choose_compute(resolved.settings.device, resolved.settings.dtype), resolved.settings.seed
     if random_weights:
@@ -193,8 +192,8 @@ def generate(
         except RefusedError as error:
             cells.remove(cell)
             console.say(f"{cell.cell_id} is left out: {error.message}")
-    if resolved.settings.compile:
-        compile_steps([loaded], compute, console)
+    if resolved.settings.compile and (note := compile_models([loaded], compute)) is not None:
+        console.note(*note)
     tasks = runner.tasks_of(cells, seed, [prompt], images)
     decoded = []
     with console.progress() as progress:

@@ -23,16 +23,9 @@ from lantern_bench.cli.options import (
 from lantern_bench.config.parse_experiment import Overrides
 from lantern_bench.config.protocols import PROTOCOLS
 from lantern_bench.console import Console, Progress, duration
+from lantern_bench.runs import store
 from lantern_bench.runs.events import Emit, Event, ImageDone, Note, Share, Started
 from lantern_bench.runs.request import WORKER_TIMEOUT, plan_table, prepare
-from lantern_bench.runs.store import (
-    disturbance,
-    done_images,
-    finished_records,
-    read_manifest,
-    read_records,
-    read_scores,
-)
 from lantern_bench.runs.sweep import check_failed, run
 from lantern_bench.runs.threads import QUIET_ADVICE
 
@@ -76,7 +69,8 @@ def sweep(
         return console.table(table, title=str(request.folder), format=format)
     with console.progress() as progress:
         failed = run(request, show_events(console, progress))
-    if "speed" in request.experiment.settings.metrics and (text := disturbance(finished_records(request.folder))):
+    finished = store.finished_records(request.folder)
+    if "speed" in request.experiment.settings.metrics and (text := store.disturbance(finished)):
         console.warn(f"{text}. {QUIET_ADVICE}")
     show = _show_reproduction if published else _show_summary
     show(request.folder, console, format)
@@ -128,9 +122,9 @@ def merge(
 
     console: Console = ctx.obj
     folder = merge_runs(runs, out)
-    images, done = len(read_records(folder)), len(done_images(folder))
+    images, done = len(store.read_records(folder)), len(store.done_images(folder))
     console.say(f"{images} images of {len(runs)} shards, {images - done} failed: {folder}")
-    if read_scores(folder):
+    if store.read_scores(folder):
         console.say(f"quality of whole cells: lantern-bench score {folder}")
     _show_summary(folder, console, format)
 
@@ -180,7 +174,7 @@ def _show_reproduction(folder: Path, console: Console, format: str | None) -> No
     from lantern_bench.report.reproduction import comparability, reproduction_rows, side_by_side, sources
     from lantern_bench.report.tables import frame, write_csv, write_tables
 
-    manifest = read_manifest(folder)
+    manifest = store.read_manifest(folder)
     paper = read_paper(manifest["experiment"].get("paper"))
     tables = write_tables(folder)
     table = frame("reproduction", reproduction_rows(tables, paper))

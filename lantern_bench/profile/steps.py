@@ -11,12 +11,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import yaml
+from torch import Tensor
 
 from lantern_bench.clock import OnProgress, now, peak_memory_bytes, reset_peak_memory, settle_garbage, synchronize
 from lantern_bench.config.decoding import Decoding, ParameterError
 from lantern_bench.decoding.drafting import drafting_of
 from lantern_bench.decoding.loop import decode
+from lantern_bench.decoding.sampling import greedy_probabilities, guide
 from lantern_bench.decoding.step import scoring
+from lantern_bench.decoding.teacher_forcing import teacher_forced
 from lantern_bench.decoding.trace import ImageTrace
 from lantern_bench.errors import UserError
 from lantern_bench.methods.parameters import Values
@@ -109,6 +112,23 @@ def _step_cost(traces: list[ImageTrace]) -> StepCost:
     parts["other_ms"] = max(ms_per_step("noise"), total - sum(parts.values()))
     length = sum(sum(trace.uncut) for trace in traces) / steps
     return StepCost(sum(parts.values()), parts, length, traces)
+
+
+@torch.inference_mode()
+def dtype_error(name: str, rounded: LoadedModel, prompts: Sequence[str], cfg_scale: float) -> Tensor:
+    """Return the TV float32 [images * tokens] of `rounded` from `name` in float32, guided, along the same tokens."""
+    exact = model_of(name).load(rounded.target.device, torch.float32)
+    distances = []
+    for number, prompt in enumerate(prompts):
+        noise = torch.Generator(exact.target.device).manual_seed(number)
+        condition = exact.condition([prompt])
+        tokens = decode(exact, condition, Decoding("ar", cfg_scale=cfg_scale), [noise])[0].tokens.long()[None]
+        pair = []
+        for target in (exact.target, rounded.target):
+            logits = teacher_forced(target, condition, tokens.to(target.device), cfg_scale != 1).logits
+            pair.append(greedy_probabilities(guide(logits.cond, logits.uncond, cfg_scale))[0].cpu())
+        distances.append((pair[0] - pair[1]).abs().sum(dim=-1) / 2)
+    return torch.cat(distances)
 
 
 class Rates(NamedTuple):

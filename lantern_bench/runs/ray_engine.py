@@ -21,7 +21,7 @@ from lantern_bench import stopping
 from lantern_bench.clock import now, settle_garbage, stamp
 from lantern_bench.config.plan import ImageTask, Plan
 from lantern_bench.errors import LanternError, RecordsFailedError, RefusedError
-from lantern_bench.runs.events import Emit, Note, Started
+from lantern_bench.runs.events import Emit, ImageDone, Note, Started
 from lantern_bench.runs.processes import WorkerEndedError, events_of
 from lantern_bench.runs.records import check_same_run
 from lantern_bench.runs.request import DEFAULT_CLUSTER, Request
@@ -172,7 +172,7 @@ class Worker:
             torch.set_num_threads(settings.threads or max(1, int(cores)))
         if settings.threads is None:
             runner.prepare_models(request.plan, self.models, (), lambda _event: None)
-            runner.set_fastest_threads(request.plan.tasks, self.models, notes.append)
+            runner.try_threads(request.plan.tasks, self.models, notes.append)
         self.repeat_disturbed = "speed" in settings.metrics
         key = key_fields(self.models, settings, self.compute, request.plan.cells)
         session = {"device": device_columns(self.compute.device), "machine": machine_block()}
@@ -198,16 +198,6 @@ class Worker:
         for batch in batches:
             yield from self.decoder.decode(batch, [task for task in batch if task.order_index in missing])
         yield self.decoder.session
-
-
-def answer_of(ray: Any, reference: Any) -> Any:
-    """Return what a worker or a task answers; raises its `LanternError` as it was there."""
-    try:
-        return ray.get(reference)
-    except ray.exceptions.RayTaskError as error:
-        if isinstance(error.cause, LanternError):
-            raise error.cause from error
-        raise
 
 
 # ---- The driver
@@ -358,15 +348,16 @@ class RayDriver:
         for reference in answered:
             worker = waiting[reference]
             try:
-                answer = answer_of(self._ray, next(reference) if worker.session else reference)
+                answer = self._ray.get(next(reference) if worker.session else reference)
             except StopIteration:  # it has decoded its shard; after its share of the run a new one takes its device
                 worker.answer = worker.shard = None
                 worker.finished += 1
                 if worker.finished >= self._share:
                     self._remove(worker, complete=True)
                 continue
-            except self._ray.exceptions.RayTaskError:
-                raise  # a fault of the code: it would come again
+            except self._ray.exceptions.RayTaskError as error:
+                # As it was there, or a fault of the code, which would come again.
+                raise error.cause if isinstance(error.cause, LanternError) else error from None
             except self._ray.exceptions.RayError as error:
                 self._lose(worker, error)
                 continue
@@ -427,11 +418,9 @@ class RayDriver:
 
     def _save(self, task: ImageTask, columns: Mapping[str, Any], png: bytes | None) -> None:
         """Store an image, and report it unless it was finished before."""
-        from lantern_bench.runs.runner import Result, store_result
-
         was_done = self._store.is_done(task)
         if png is None and was_done:
             return  # a failed image never replaces a finished one
-        done = store_result(self._store, Result(task, columns, png))
+        record = self._store.append(task, columns, png)
         if not was_done:
-            self._emit(done)
+            self._emit(ImageDone(task, record))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -24,7 +25,7 @@ from lantern_bench.runs.events import Emit, ImageDone, Note, Share, Started
 from lantern_bench.runs.images import DecodedImage, label, png_bytes
 from lantern_bench.runs.request import Request
 from lantern_bench.runs.store import RunStore, done_images
-from lantern_bench.runs.threads import DISTURBED, fastest_threads, set_threads
+from lantern_bench.runs.threads import DISTURBED, set_fastest_threads, set_threads
 
 Batch: TypeAlias = tuple[ImageTask, ...]
 
@@ -83,23 +84,16 @@ def calibrate_threads(
     """Set the threads to those of the run's finished images, else `threads`, else the fastest number."""
     set_threads(chosen := store.threads or threads)
     if chosen is None:
-        set_fastest_threads([task for task in plan.tasks if not store.is_done(task)], models, emit)
+        try_threads([task for task in plan.tasks if not store.is_done(task)], models, emit)
 
 
-def set_fastest_threads(tasks: Sequence[ImageTask], models: Mapping[str, LoadedModel], emit: Emit) -> None:
+def try_threads(tasks: Sequence[ImageTask], models: Mapping[str, LoadedModel], emit: Emit) -> None:
     """Try several numbers of threads on these images and set the fastest, where the CPU decodes."""
-    if not tasks:
-        return
-    name = tasks[0].cell.model
-    decodings = (task.cell.decoding for task in tasks if task.cell.model == name)
-    try:
-        calibrated = fastest_threads(models[name], tasks[0].prompt.text, decodings)
-    except (RuntimeError, MemoryError):
-        return  # the images fail the same way and record it
-    if calibrated is not None:
-        set_threads(calibrated.threads)
-        for note in calibrated.notes():
-            emit(note)
+    if tasks:
+        name = tasks[0].cell.model
+        decodings = (task.cell.decoding for task in tasks if task.cell.model == name)
+        with contextlib.suppress(RuntimeError, MemoryError):  # the images fail the same way and record it
+            set_fastest_threads(models[name], tasks[0].prompt.text, decodings, emit)
 
 
 def run_plan(
@@ -129,7 +123,7 @@ def run_plan(
         for batch in batches:
             stopping.check()
             for result in decoder.decode(batch, [task for task in batch if not store.is_done(task)]):
-                emit(store_result(store, result))
+                emit(ImageDone(result.task, store.append(*result)))
         session["complete"] = True
     finally:
         session |= {"ended": stamp(), "gpus_at_end": devices.gpu_blocks()}
@@ -144,12 +138,6 @@ class Result(NamedTuple):
     task: ImageTask
     columns: Mapping[str, Any]  # what its record adds to the columns of its task
     png: bytes | None  # the PNG file; None for an image that failed
-
-
-def store_result(store: RunStore, result: Result) -> ImageDone:
-    """Write the picture and the record of an image."""
-    with stopping.delayed():
-        return ImageDone(result.task, store.append(*result))
 
 
 def open_session(store: RunStore, **entries: Any) -> dict[str, Any]:

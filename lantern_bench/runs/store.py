@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from filelock import FileLock, Timeout
 
+from lantern_bench import stopping
 from lantern_bench.config.experiment import ResolvedExperiment
 from lantern_bench.config.plan import ImageKey, ImageTask
 from lantern_bench.errors import RefusedError, UserError
@@ -233,8 +234,6 @@ class RunStore(AbstractContextManager["RunStore"]):
 
     def append(self, task: ImageTask, record: Mapping[str, Any], png: bytes | None = None) -> Row:
         """Write the picture of an image, then its record, by default of status `ok`; return the record."""
-        if png is not None:
-            self._write(task.image, png)
         planned = {
             "schema_version": SCHEMA_VERSION,
             "record_key": record_key(task, self.key),
@@ -248,8 +247,11 @@ class RunStore(AbstractContextManager["RunStore"]):
             "status": "ok",
             "image": None if png is None else task.image,
         }
-        row = self._records.append(planned | dict(record))
-        (self._done.add if row["status"] == "ok" else self._done.discard)(task.key)
+        with stopping.delayed():
+            if png is not None:
+                self._write(task.image, png)
+            row = self._records.append(planned | dict(record))
+            (self._done.add if row["status"] == "ok" else self._done.discard)(task.key)
         return row
 
 

@@ -64,14 +64,16 @@ class Calibrated(NamedTuple):
         return notes
 
 
-def fastest_threads(model: LoadedModel, prompt: str, decodings: Iterable[Decoding]) -> Calibrated | None:
-    """Time numbers of threads, or the number that was chosen before, on steps of these decodings; None on a GPU."""
+def set_fastest_threads(
+    model: LoadedModel, prompt: str, decodings: Iterable[Decoding], emit: Callable[[Note], object]
+) -> None:
+    """Time numbers of threads, or the number that was chosen before, on steps of these decodings; not on a GPU."""
     import torch
 
     from lantern_bench.decoding.loop import decode
 
     if model.target.device.type != "cpu":
-        return None
+        return
     # The first that drafts and the first that does not: drafts gain more from threads.
     kinds: dict[bool, Decoding] = {}
     for decoding in decodings:
@@ -99,7 +101,9 @@ def fastest_threads(model: LoadedModel, prompt: str, decodings: Iterable[Decodin
     if file is not None and recorded is None and calibrated.lost_share <= DISTURBED:
         with contextlib.suppress(OSError):  # the next run times threads again
             write_atomically(file, json.dumps(choices | {key: calibrated.threads}, indent=1).encode() + b"\n")
-    return calibrated
+    set_threads(calibrated.threads)
+    for note in calibrated.notes():
+        emit(note)
 
 
 def calibrate(work: Callable[[], object], recorded: int | None = None) -> Calibrated:

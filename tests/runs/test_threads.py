@@ -16,7 +16,7 @@ from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.compile import Engine
 from lantern_bench.models.random_model import random_model_of_size, read_size
 from lantern_bench.runs import threads
-from lantern_bench.runs.threads import Calibrated, calibrate, fastest_threads, prepare_environment
+from lantern_bench.runs.threads import Calibrated, calibrate, prepare_environment, set_fastest_threads
 
 
 @pytest.mark.parametrize(
@@ -66,12 +66,13 @@ def test_the_choice_is_stored_with_the_programs(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(threads, "calibrate", choose)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    monkeypatch.setattr(torch, "set_num_threads", lambda _count: None)
     target = SimpleNamespace(device=torch.device("cpu"))
     model: Any = SimpleNamespace(target=target, engine=SimpleNamespace(folder=tmp_path), condition=lambda texts: texts)
     ar, drafting = Decoding("ar"), Decoding("speculative", tree="chain-3")
 
     def chosen(*decodings: Decoding) -> int | None:
-        fastest_threads(model, "a lantern", decodings)
+        set_fastest_threads(model, "a lantern", decodings, lambda _note: None)
         return recorded[-1]
 
     lost_share = 0.5
@@ -107,11 +108,10 @@ def test_compiled_steps_are_compiled_for_every_number_of_threads(monkeypatch: py
         for count in (1, 2, 1, 2):
             torch.set_num_threads(count)
             work()
-        torch.set_num_threads(before)
-        return Calibrated(1, {}, 1.0)
+        return Calibrated(before, {}, 1.0)
 
     monkeypatch.setattr(threads, "calibrate", time)
-    fastest_threads(model, "a", cells)
+    set_fastest_threads(model, "a", cells, lambda _note: None)
     # An autoregressive step; draft, score and settle.
     assert compiled_with == [1] * 4 + [2] * 4
 
