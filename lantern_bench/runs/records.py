@@ -165,12 +165,9 @@ def read_frame(path: Path, table: str, wanted: Collection[str] | None = None) ->
 
 def rows_of(frame: pd.DataFrame) -> list[Row]:
     """Return the rows of a DataFrame as dictionaries of Python values, None where a value is missing."""
-    import pandas as pd
-
-    names = list(map(str, frame))
-    # A missing value is None, NA, or NaN, which differs from itself.
-    values = ([None if x is pd.NA or x != x else x for x in frame[name].tolist()] for name in names)
-    return [dict(zip(names, row, strict=True)) for row in zip(*values, strict=True)]
+    values = frame.astype(object)
+    rows: list[Any] = values.where(values.notna(), None).to_dict("records")
+    return rows
 
 
 def _names(table: str, wanted: Collection[str] | None = None) -> list[str]:
