@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -21,10 +21,10 @@ from lantern_bench.models import registry
 from lantern_bench.report.format_tables import readable
 from lantern_bench.report.records import load_runs
 from lantern_bench.report.tables import tables_of, write_tables
-from lantern_bench.runs.events import Event, ImageDone, Note, Share, Started
+from lantern_bench.runs.events import Event, ImageDone, Share, Started
 from lantern_bench.runs.images import DecodedImage as DecodedImage  # a name of this API
 from lantern_bench.runs.request import prepare
-from lantern_bench.runs.store import RunData, find_run, results_root
+from lantern_bench.runs.store import RunData, find_run
 from lantern_bench.runs.sweep import check_failed, run
 
 if TYPE_CHECKING:
@@ -128,8 +128,8 @@ def sweep(
     folder = Path(out) if out is not None else None
     typed = {"model": model, "prompts": prompts, "images": images, "tree": tree, "delta": delta, "lambda": lambda_}
     request = prepare(experiment, _overrides(typed | overrides, modes), out=folder, resume=resume, ray=ray)
-    with closing(_Bar()) as bar:
-        failed = run(request, progress if callable(progress) else bar.show if progress else lambda _event: None)
+    with _emitting(progress) as emit:
+        failed = run(request, emit)
     write_tables(request.folder)
     check_failed(request, failed)
     return load_run(request.folder)
@@ -141,46 +141,39 @@ def load_run(path: str | Path) -> Run:
     A run without records has the tables of its CSV files. Raises `UserError` for a path that is not a run directory or
     is damaged, `RefusedError` for a run with neither.
     """
-    (data,) = load_runs([find_run(path, results_root())], tables_suffice=True).values()
+    (data,) = load_runs([find_run(path)], tables_suffice=True).values()
     return Run(data)
 
 
-class _Bar:
-    """A bar for each long task, in a notebook or a terminal; none in a log."""
+@contextmanager
+def _emitting(progress: bool | Callable[[Event], None]) -> Iterator[Callable[[Event], None]]:
+    """Yield what shows events: a bar for each long task, in a notebook or a terminal, and warnings."""
+    from tqdm.auto import tqdm
 
-    def __init__(self) -> None:
-        self._bar: Any = None
-        self._label = ""
+    bar, shown = tqdm(disable=True), ""
 
-    def show(self, event: Event) -> None:
-        """Move the bar to an event of a sweep, and write its warnings."""
-        if isinstance(event, Note) and event.level == "warning":
+    def show(event: Event) -> None:
+        nonlocal bar, shown
+        if isinstance(event, ImageDone):
+            bar.update()
+        elif isinstance(event, Share | Started):
+            label, done, total = event if isinstance(event, Share) else ("images", 0, sum(event.to_do.values()))
+            if label != shown:
+                bar.close()
+                bar, shown = tqdm(desc=label, total=total, disable=False if "ipykernel" in sys.modules else None), label
+            bar.update(done - bar.n)
+        elif event.level == "warning":
             warnings.warn(event.text, stacklevel=2)
-        elif isinstance(event, Started):
-            self._start("images", sum(event.to_do.values()))
-        elif isinstance(event, ImageDone) and self._bar is not None:
-            self._bar.update()
-        elif isinstance(event, Share):
-            if event.label != self._label:
-                self._start(event.label, event.total)
-            self._bar.update(event.done - self._bar.n)
 
-    def close(self) -> None:
-        """End the bar; what is drawn stays."""
-        if self._bar is not None:
-            self._bar.close()
-
-    def _start(self, label: str, total: int) -> None:
-        from tqdm.auto import tqdm
-
-        self.close()
-        self._label = label
-        self._bar = tqdm(desc=label, total=total, disable=False if "ipykernel" in sys.modules else None)
+    try:
+        yield progress if callable(progress) else show if progress else lambda _event: None
+    finally:
+        bar.close()
 
 
 def _folders(runs: str | Path | Run | Sequence[str | Path | Run]) -> list[Path]:
     several = [runs] if isinstance(runs, str | Path | Run) else runs
-    return [item.path if isinstance(item, Run) else find_run(item, results_root()) for item in several]
+    return [item.path if isinstance(item, Run) else find_run(item) for item in several]
 
 
 def curves(
@@ -253,8 +246,7 @@ def score(
     from lantern_bench.runs.scoring import score_run_directory
 
     (folder,) = _folders(run)
-    with closing(_Bar()) as bar:
-        emit = bar.show if progress else lambda _event: None
+    with _emitting(progress) as emit:
         score_run_directory(folder, emit, protocol=protocol, reference=reference, device=device, rescore=rescore)
     return write_tables(folder)["quality"]
 

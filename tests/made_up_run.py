@@ -6,6 +6,7 @@ Shared by the tests of tables, curves and commands; nothing is decoded.
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import pandas as pd
 
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.report.tables import tables_of
-from lantern_bench.runs.records import frame_of
+from lantern_bench.runs.records import read_frame
 from lantern_bench.runs.store import RunData
 
 Row = dict[str, Any]
@@ -93,6 +94,14 @@ def make_scores(records: list[Row]) -> list[Row]:
         row = {"level": "cell", "protocol": "embedded", "cell_id": cell.cell_id, **figures, "note": note}
         rows.append({**row, "n": 3 if cell is LOOSE else 4, "extractor": "lanterns-features-64@abcd", "reference": "r"})
     return rows
+
+
+def frame_of(records: Iterable[Row]) -> pd.DataFrame:
+    """Records as they are read back."""
+    with tempfile.NamedTemporaryFile("w+", encoding="utf-8") as file:
+        file.writelines(json.dumps(row) + "\n" for row in records)
+        file.flush()
+        return read_frame(Path(file.name), "records")
 
 
 def write_run(folder: Path, records: list[Row], scores: list[Row], experiment: Row | None = None) -> Path:

@@ -15,7 +15,6 @@ from lantern_bench.cli.options import (
     PromptsOption,
     RunArgument,
     SettingsOption,
-    compile_steps,
     resolve_cells,
     split_words,
     with_flags,
@@ -202,10 +201,12 @@ def certify(
     from lantern_bench.certify.tables import LEVEL, failures
     from lantern_bench.console import duration
     from lantern_bench.report.tables import frame
+    from lantern_bench.runs.devices import compile_models
 
     certification = Certification(plan)
-    if plan.resolved.settings.compile:
-        compile_steps([certification.loaded], certification.compute, console)
+    loaded, compute = certification.loaded, certification.compute
+    if plan.resolved.settings.compile and (note := compile_models([loaded], compute)) is not None:
+        console.note(*note)
     with console.progress() as progress:
         certification.prepare(progress.share)
         on_tables = sum(not trial.dtype for trial in certification.trials)

@@ -18,7 +18,7 @@ from lantern_bench.cli.models import experiments, generate, models, weights
 from lantern_bench.cli.options import Command, command_group, complete_names
 from lantern_bench.cli.profile import profile
 from lantern_bench.cli.results import compare, curves, predict, recommend, report, show
-from lantern_bench.cli.sweep import merge, reproduce, score, sweep
+from lantern_bench.cli.sweep import REPRODUCE_HELP, merge, score, sweep
 from lantern_bench.cli.train import train
 from lantern_bench.console import Console
 from lantern_bench.errors import LanternError, UserError
@@ -39,7 +39,9 @@ lantern-bench sweep mine.yaml --model llamagen-t2i-stage1 --prompts captions.txt
 _GLOBAL = {"-q", "--quiet", "-v", "--verbose", "--debug"}
 
 app = command_group(name="lantern-bench", pretty_exceptions_enable=False, epilog=_EPILOG)
-_RUNS = (sweep, merge, reproduce, score, show, curves, compare, recommend, report, predict, certify)
+app.command(cls=Command)(sweep)
+app.command("reproduce", cls=Command, help=REPRODUCE_HELP)(sweep)
+_RUNS = (merge, score, show, curves, compare, recommend, report, predict, certify)
 for command in (*_RUNS, generate, models, experiments, profile, check_model, doctor, verify):
     app.command(cls=Command)(command)
 app.add_typer(train)

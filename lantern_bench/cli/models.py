@@ -15,7 +15,6 @@ from lantern_bench.cli.options import (
     FormatOption,
     SettingsOption,
     command_group,
-    compile_steps,
     resolve_flags,
     split_words,
     with_flags,
@@ -103,18 +102,26 @@ def _parts(model: Model) -> list[dict[str, Any]]:
 
 def _show_memory(resolved: ResolvedExperiment, console: Console) -> pd.DataFrame:
     """Say how much memory the model needs, and how much is free on a CPU; return it by part."""
+    import pandas as pd
     import psutil
 
+    from lantern_bench.models.random_model import meta_model, sizes_of
     from lantern_bench.runs.devices import choose_compute
-    from lantern_bench.runs.runner import memory_table
 
-    compute = choose_compute(resolved.settings.device, resolved.settings.dtype)
-    table, total = memory_table(resolved, compute)
+    settings, decodings = resolved.settings, [cell.decoding for cell in resolved.cells]
+    compute, model = choose_compute(settings.device, settings.dtype), meta_model(settings.model[0])
+    nodes = max(1 + decoding.draft_nodes for decoding in decodings)
+    guided = any(decoding.cfg_scale != 1 for decoding in decodings)
+    sizes = sizes_of(model, compute.dtype, guided=guided, nodes=nodes, batch=max(settings.batch))
+    total, parameters = sum(size.bytes for size in sizes), sum(size.parameters for size in sizes)
+    rows = [(size.part, size.parameters or None, str(size.dtype).removeprefix("torch."), size.bytes) for size in sizes]
+    table = pd.DataFrame([*rows, ("all", parameters, "", total)], columns=["part", "parameters", "dtype", "gigabytes"])
+    table["gigabytes"] = (table["gigabytes"] / 1e9).round(3)
     console.say(f"memory needed: {total / 1e9:.2f} GB on {compute.device.type}, without the activations of a forward")
     if compute.device.type == "cpu":
         free = psutil.virtual_memory().available
         console.say(f"free here: {free / 1e9:.2f} GB" + ("" if free > total else ": not enough"))
-    return table
+    return table.astype({"parameters": "Int64"})
 
 
 # ---- Pictures of one prompt
@@ -156,15 +163,17 @@ def generate(
     check_writable(out.absolute().parent)
     set_threads(resolved.settings.threads)
 
+    import pandas as pd
     import torch
 
+    from lantern_bench.decoding.loop import drafter_and_rule
     from lantern_bench.metrics.distance import token_sums
     from lantern_bench.models.io.files import write_atomically
     from lantern_bench.models.loaded_model import NoPixels
     from lantern_bench.models.random_model import random_model
     from lantern_bench.report.distance import distance_of_image
     from lantern_bench.runs import runner
-    from lantern_bench.runs.devices import choose_compute, load_models
+    from lantern_bench.runs.devices import choose_compute, compile_models, load_models
 
     compute, seed = choose_compute(resolved.settings.device, resolved.settings.dtype), resolved.settings.seed
     if random_weights:
@@ -175,13 +184,16 @@ def generate(
         (loaded,) = load_models(resolved, compute).values()
     if isinstance(loaded.pixels, NoPixels):
         raise loaded.pixels.problem
-    cells = resolved.cells
-    if "all" in split_words(modes):
-        cells, reasons = runner.runnable(loaded, cells)
-        for reason in reasons:
-            console.say(reason)
-    if resolved.settings.compile:
-        compile_steps([loaded], compute, console)
+    cells = list(resolved.cells)
+    for cell in resolved.cells if "all" in split_words(modes) else ():
+        try:
+            if cell.decoding.drafts:
+                drafter_and_rule(loaded, cell.decoding)
+        except RefusedError as error:
+            cells.remove(cell)
+            console.say(f"{cell.cell_id} is left out: {error.message}")
+    if resolved.settings.compile and (note := compile_models([loaded], compute)) is not None:
+        console.note(*note)
     tasks = runner.tasks_of(cells, seed, [prompt], images)
     decoded = []
     with console.progress() as progress:
@@ -193,13 +205,15 @@ def generate(
         write_atomically(out, runner.picture_png(decoded, cells))
     except OSError as error:
         raise UserError(f"--out {out}: cannot be written: {error.strerror}") from error
-    table = runner.numbers_table(tasks, decoded)
-    rows = [
-        token_sums(loaded, loaded.condition([prompt]), image.tokens[None].to(compute.device).long(), task.cell.decoding)
-        for task, image in zip(tasks, decoded, strict=True)
-    ]
-    table["distance"] = [distance_of_image(row) for (row,) in rows]
-    console.table(table, title=prompt, format=format)
+    names = ("tokens", "target_forwards", "mean_accepted_length", "step_compression", "seconds", "pixel_seconds")
+    rows = []
+    for task, image in zip(tasks, decoded, strict=True):
+        tokens = image.tokens[None].to(compute.device).long()
+        (sums,) = token_sums(loaded, loaded.condition([prompt]), tokens, task.cell.decoding)
+        columns = image.columns(1)
+        row = {"cell_id": task.cell.cell_id, "image": task.image_index, **{name: columns[name] for name in names}}
+        rows.append(row | {"distance": distance_of_image(sums)})
+    console.table(pd.DataFrame(rows), title=prompt, format=format)
     console.say(f"picture: {out}")
 
 
@@ -250,7 +264,10 @@ def get(
 ) -> None:
     """Fetch the missing files of a model; repeat the command to resume an interrupted download."""
     console: Console = ctx.obj
-    missing = hub.missing_sources(_published(model), dir)
+    name = model if model in hub.PARTS else model_of(model).name  # it may be an alias
+    if name not in hub.PARTS:
+        raise UserError(f"{name}: has no files to fetch", f"Published models: {', '.join(hub.PARTS)}.")
+    missing = hub.missing_sources(name, dir)
     if not missing:
         console.say(f"{model}: every file is here")
         return
@@ -265,12 +282,3 @@ def get(
     console.say(f"{model}: complete")
     if dir is not None:
         console.say(f"To use this directory: export LANTERN_BENCH_WEIGHTS={dir}")
-
-
-def _published(model: str) -> str:
-    """Return the name of a published model, also by an alias."""
-    if model not in hub.PARTS:
-        model = model_of(model).name
-    if model not in hub.PARTS:
-        raise UserError(f"{model}: has no files to fetch", f"Published models: {', '.join(hub.PARTS)}.")
-    return model

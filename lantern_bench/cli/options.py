@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 from typer.core import TyperCommand
 
-from lantern_bench.console import FORMATS, Console
+from lantern_bench.console import FORMATS
 from lantern_bench.errors import UserError, did_you_mean
 from lantern_bench.methods.parameters import Code, load_code
 from lantern_bench.methods.tables import DRAFTINGS, MODES, OUTSIDE_RULES, PARAMETERS, RULES, raise_if_refused
-from lantern_bench.runs.store import find_run, results_root
+from lantern_bench.runs.store import find_run
 
 if TYPE_CHECKING:
     from lantern_bench.config.experiment import ResolvedExperiment
-    from lantern_bench.models.loaded_model import LoadedModel
-    from lantern_bench.runs.devices import Compute
 
 PROMPTS_HELP = "Prompt set, file, coco:FILE, parti:FILE or imagenet; append #100 to take one hundred of them."
 RUN_HELP = "Run directory, or the name (or a prefix of it) of a run under results/."
@@ -42,11 +40,6 @@ def _checked_format(value: str | None) -> str | None:
     return value
 
 
-def find(run: str) -> Path:
-    """Return a run directory by path or name."""
-    return find_run(run, results_root())
-
-
 FormatOption: TypeAlias = Annotated[
     str | None,
     typer.Option(
@@ -63,8 +56,8 @@ SettingsOption: TypeAlias = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set any key of the experiment file.")
 ]
 DeviceOption: TypeAlias = Annotated[str, typer.Option("--device", help=DEVICE_HELP)]
-RunArgument: TypeAlias = Annotated[Path, typer.Argument(parser=find, metavar="RUN", help=RUN_HELP)]
-RunsArgument: TypeAlias = Annotated[list[Path], typer.Argument(parser=find, metavar="RUN", help=RUN_HELP)]
+RunArgument: TypeAlias = Annotated[Path, typer.Argument(parser=find_run, metavar="RUN", help=RUN_HELP)]
+RunsArgument: TypeAlias = Annotated[list[Path], typer.Argument(parser=find_run, metavar="RUN", help=RUN_HELP)]
 
 # ---- Flags that are keys of an experiment: one table. The values are text, which `config` reads and checks.
 
@@ -249,11 +242,3 @@ def command_group(**settings: Any) -> typer.Typer:
     """A group of commands with plain help: Rich markup draws boxes and cuts messages."""
     names = {"help_option_names": ["-h", "--help"]}
     return typer.Typer(**settings, no_args_is_help=True, rich_markup_mode=None, context_settings=names)
-
-
-def compile_steps(models: Iterable[LoadedModel], compute: Compute, console: Console) -> None:
-    """Compile the models' decode steps on first use; warn where this is impossible."""
-    from lantern_bench.runs.devices import compile_models
-
-    if (note := compile_models(models, compute)) is not None:
-        console.note(*note)

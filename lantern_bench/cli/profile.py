@@ -12,21 +12,19 @@ from lantern_bench.cli.options import (
     RULE_FLAGS,
     DeviceOption,
     FormatOption,
-    compile_steps,
     resolve_flags,
     split_words,
     with_flags,
 )
 from lantern_bench.errors import UserError
-from lantern_bench.runs.threads import fastest_threads, set_threads
+from lantern_bench.runs.threads import set_fastest_threads, set_threads
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from lantern_bench.config.decoding import Decoding
     from lantern_bench.console import Console
     from lantern_bench.profile.steps import ProfiledModel
-    from lantern_bench.runs.devices import Compute
 
 _TREES = "chain-5,small-7,eagle1-25,58n5d10b"
 
@@ -75,31 +73,43 @@ def profile(
         cells = ", ".join(decoding.cell_id for decoding in decodings)
         raise UserError(f"profile measures one mode and rule at a time, and these are {len(decodings)}: {cells}")
 
-    from lantern_bench.profile.steps import load_profiled_model, save_device, step_of
-    from lantern_bench.runs.devices import check_loaded, choose_compute
+    import pandas as pd
 
-    trees = {} if search else {name: step_of(name, decodings[0]) for name in split_words(tree or [_TREES])}
+    from lantern_bench.profile import steps as profiling
+    from lantern_bench.runs.devices import check_loaded, choose_compute, compile_models
+
+    trees = {} if search else {name: profiling.step_of(name, decodings[0]) for name in split_words(tree or [_TREES])}
     console: Console = ctx.obj
     set_threads(threads)
     compute = choose_compute(device, dtype, fast=True)
-    profiled = load_profiled_model(model, size, random_weights, compute, images, seed, tokens)
+    profiled = profiling.load_profiled_model(model, size, random_weights, compute, images, seed, tokens)
     profiled = profiled._replace(cfg_scale=decodings[0].cfg_scale)
     for decoding in (*trees.values(), *decodings):
         check_loaded(profiled.model, decoding, 1, compute)
-    if compile:
-        compile_steps([profiled.model], compute, console)
+    if compile and (note := compile_models([profiled.model], compute)) is not None:
+        console.note(*note)
     steps = {"ar": decodings[0].autoregressive(), **trees}
     if threads is None:
         kinds = [*steps.values(), decodings[0]][:2]
-        if (calibrated := fastest_threads(profiled.model, profiled.prompts[0], kinds)) is not None:
-            set_threads(calibrated.threads)
-            for note in calibrated.notes():
-                console.note(*note)
+        set_fastest_threads(profiled.model, profiled.prompts[0], kinds, lambda note: console.note(*note))
     if search:
         return _search(profiled, decodings, console, format)
-    rows = _profile(profiled, steps, size or model, compute, console, format, out)
+    target: Any = profiled.model.target
+    rates = profiling.device_rates(target, profiled.is_guided)
+    speeds = f"reads {rates.bytes_per_s / 1e9:.1f} GB/s, multiplies {rates.operations_per_s / 1e9:.0f} Gop/s"
+    console.say(f"{compute.device}: {speeds}, measured at the size of this model")
+    with console.progress() as progress:
+        rows = profiling.measure(profiled, steps, rates, progress.share)
+    table = pd.DataFrame(rows).round(4)
+    console.table(table, title=f"{size or model}, {compute.device}, {compute.dtype_name}", format=format)
+    if out is not None:
+        console.say("written: " + ", ".join(map(str, profiling.save_profile(table, out))))
+    if profiled.is_trained and compute.dtype_name != "float32":
+        tv = profiling.dtype_error(model, profiled.model, profiled.prompts[:2], profiled.cfg_scale)
+        figures = f"mean {tv.mean():.4f}, 99th percentile {tv.quantile(0.99):.4f}, maximum {tv.max():.4f}"
+        console.say(f"TV of {compute.dtype_name} against float32, {len(tv)} positions: {figures}")
     if save_to is not None:
-        save_device(profiled, rows, compute, save_to)
+        profiling.save_device(profiled, rows, compute, save_to)
         console.say(f"written: {save_to}")
 
 
@@ -113,37 +123,6 @@ def _decodings(flags: dict[str, Any], mode: list[str] | None, search: bool) -> l
         chosen = [([name], {"drafting": [drafting], "rule": [rule]}) for name, drafting, rule in methods]
     resolved = [resolve_flags("profile", flags | values, modes).cells for modes, values in chosen]
     return list(dict.fromkeys(cell.decoding for cells in resolved for cell in cells))
-
-
-def _profile(
-    profiled: ProfiledModel,
-    steps: Mapping[str, Decoding],
-    title: str,
-    compute: Compute,
-    console: Console,
-    format: str | None,
-    out: Path | None,
-) -> list[dict[str, Any]]:
-    """Measure the steps, by name; return the rows of the table."""
-    import pandas as pd
-
-    from lantern_bench.profile.steps import device_rates, dtype_error, measure, save_profile
-
-    target: Any = profiled.model.target
-    rates = device_rates(target, profiled.is_guided)
-    speeds = f"reads {rates.bytes_per_s / 1e9:.1f} GB/s, multiplies {rates.operations_per_s / 1e9:.0f} Gop/s"
-    console.say(f"{compute.device}: {speeds}, measured at the size of this model")
-    with console.progress() as progress:
-        rows = measure(profiled, steps, rates, progress.share)
-    table = pd.DataFrame(rows).round(4)
-    console.table(table, title=f"{title}, {compute.device}, {compute.dtype_name}", format=format)
-    if out is not None:
-        console.say("written: " + ", ".join(map(str, save_profile(table, out))))
-    if profiled.is_trained and compute.dtype_name != "float32":
-        tv = dtype_error(title, profiled.model, profiled.prompts[:2], profiled.cfg_scale)
-        figures = f"mean {tv.mean():.4f}, 99th percentile {tv.quantile(0.99):.4f}, maximum {tv.max():.4f}"
-        console.say(f"TV of {compute.dtype_name} against float32, {len(tv)} positions: {figures}")
-    return rows
 
 
 def _search(profiled: ProfiledModel, decodings: Sequence[Decoding], console: Console, format: str | None) -> None:

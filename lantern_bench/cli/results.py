@@ -10,16 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lantern_bench.cli.options import (
-    RUN_HELP,
-    FormatOption,
-    RunArgument,
-    RunsArgument,
-    check_choice,
-    find,
-    split_words,
-)
+from lantern_bench.cli.options import RUN_HELP, FormatOption, RunArgument, RunsArgument, check_choice, split_words
 from lantern_bench.errors import CheckFailedError, RefusedError, UserError
+from lantern_bench.runs.store import find_run
 
 if TYPE_CHECKING:
     from lantern_bench.console import Console
@@ -84,8 +77,8 @@ def _limit(text: str) -> tuple[str, float]:
 
 def compare(
     ctx: typer.Context,
-    run_a: Annotated[Path, typer.Argument(parser=find, metavar="RUN_A", help=RUN_HELP)],
-    run_b: Annotated[Path, typer.Argument(parser=find, metavar="RUN_B", help="The run to compare with RUN_A.")],
+    run_a: Annotated[Path, typer.Argument(parser=find_run, metavar="RUN_A", help=RUN_HELP)],
+    run_b: Annotated[Path, typer.Argument(parser=find_run, metavar="RUN_B", help="The run to compare with RUN_A.")],
     across: Annotated[list[str] | None, typer.Option(help="What may differ: weights, protocol, machine.")] = None,
     fail_if: Annotated[
         str | None, typer.Option(help="Exit with 5 if a verdict is worse, or if any is different.")
@@ -143,7 +136,8 @@ def recommend(
     ctx: typer.Context,
     run: RunArgument,
     quality_run: Annotated[
-        Path | None, typer.Argument(parser=find, metavar="QUALITY_RUN", help="The run with the figures. Default: RUN.")
+        Path | None,
+        typer.Argument(parser=find_run, metavar="QUALITY_RUN", help="The run with the figures. Default: RUN."),
     ] = None,
     max_distance: Annotated[float | None, typer.Option(min=0.0, help="Largest distance. Default: 0.01.")] = None,
     within: Annotated[

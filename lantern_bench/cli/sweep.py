@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from math import isnan
 from pathlib import Path
@@ -24,17 +23,14 @@ from lantern_bench.cli.options import (
 from lantern_bench.config.parse_experiment import Overrides
 from lantern_bench.config.protocols import PROTOCOLS
 from lantern_bench.console import Console, Progress, duration
+from lantern_bench.runs import store
 from lantern_bench.runs.events import Emit, Event, ImageDone, Note, Share, Started
-from lantern_bench.runs.request import WORKER_TIMEOUT, Request, plan_table, prepare
-from lantern_bench.runs.store import disturbance, finished_records
+from lantern_bench.runs.request import WORKER_TIMEOUT, plan_table, prepare
 from lantern_bench.runs.sweep import check_failed, run
 from lantern_bench.runs.threads import QUIET_ADVICE
 
 _RAY_HELP = "Decode on a Ray cluster: auto, HOST:6379 or ray://HOST:10001; else that of RAY_ADDRESS, or a new one."
-_Out = Annotated[Path | None, typer.Option(help="The run directory; by default results/<name>-<hash>.")]
-_Resume = Annotated[bool, typer.Option(help="Resume the run, or start a new one beside it.")]
-_Yes = Annotated[bool, typer.Option("--yes", help="Run a grid of any number of cells.")]
-_DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the plan and decode nothing.")]
+REPRODUCE_HELP = "Reproduce a published table: every relaxed cell with both residuals, published figures beside ours."
 
 
 @with_flags(EXPERIMENT_FLAGS)
@@ -42,46 +38,43 @@ def sweep(
     ctx: typer.Context,
     experiment: Annotated[str, typer.Argument(help="A YAML file, or the name of a shipped experiment.")] = "lanterns",
     modes: ModesOption = None,
-    out: _Out = None,
-    resume: _Resume = True,
+    out: Annotated[Path | None, typer.Option(help="The run directory; by default results/<name>-<hash>.")] = None,
+    resume: Annotated[bool, typer.Option(help="Resume the run, or start a new one beside it.")] = True,
     settings: SettingsOption = None,
     shard: Annotated[str | None, typer.Option(metavar="i/n", help="Run only part i of n of the prompts.")] = None,
     worker_timeout: Annotated[
         float, typer.Option(help="Seconds without a sign of life after which a worker process is ended.", hidden=True)
     ] = WORKER_TIMEOUT,
     ray: Annotated[str | None, typer.Option(metavar="[ADDRESS]", help=_RAY_HELP)] = None,
-    dry_run: _DryRun = False,
-    yes: _Yes = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan and decode nothing.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Run a grid of any number of cells.")] = False,
     format: FormatOption = None,
     *,
     flags: dict[str, Any],
 ) -> None:
     """Run an experiment: speed and quality of every cell, and the tables. The same command resumes it."""
     overrides = replace(Overrides.from_flags(flags, modes=modes or None, settings=settings or []), many=yes)
+    published = ctx.info_name == "reproduce"  # the same command with other cells and another table
     request = prepare(
-        experiment, overrides, out=out, resume=resume, shard=shard, ray=ray, worker_timeout=worker_timeout
-    )
-    _run(request, ctx.obj, dry_run, format, _show_summary)
-
-
-@with_flags(EXPERIMENT_FLAGS)
-def reproduce(
-    ctx: typer.Context,
-    experiment: Annotated[str, typer.Argument(help="A shipped experiment with published figures, or a YAML file.")],
-    modes: ModesOption = None,
-    out: _Out = None,
-    resume: _Resume = True,
-    settings: SettingsOption = None,
-    dry_run: _DryRun = False,
-    yes: _Yes = False,
-    format: FormatOption = None,
-    *,
-    flags: dict[str, Any],
-) -> None:
-    """Reproduce a published table: every relaxed cell with both residuals, published figures beside ours."""
-    overrides = replace(Overrides.from_flags(flags, modes=modes or None, settings=settings or []), many=yes)
-    request = prepare(experiment, overrides, out=out, resume=resume, both_residuals=True)
-    _run(request, ctx.obj, dry_run, format, _show_reproduction)
+        experiment, overrides, out=out, resume=resume, shard=shard, ray=ray, both_residuals=published,
+        worker_timeout=worker_timeout,
+    )  # fmt: skip
+    console: Console = ctx.obj
+    console.say(f"run: {request.folder}")
+    if dry_run:
+        table, seconds = plan_table(request)
+        time = "unknown, nothing is measured yet" if isnan(seconds) else duration(seconds)
+        counts = f"{table['images'].sum()} images, {table['done'].sum()} done, {table['to_do'].sum()} to do"
+        console.say(f"{len(table)} cells, {counts}; time left: {time}")
+        return console.table(table, title=str(request.folder), format=format)
+    with console.progress() as progress:
+        failed = run(request, show_events(console, progress))
+    finished = store.finished_records(request.folder)
+    if "speed" in request.experiment.settings.metrics and (text := store.disturbance(finished)):
+        console.warn(f"{text}. {QUIET_ADVICE}")
+    show = _show_reproduction if published else _show_summary
+    show(request.folder, console, format)
+    check_failed(request, failed)
 
 
 def score(
@@ -128,11 +121,12 @@ def merge(
     from lantern_bench.runs.merge import merge_runs
 
     console: Console = ctx.obj
-    merged = merge_runs(runs, out)
-    console.say(f"{merged.images} images of {len(runs)} shards, {merged.failed} failed: {merged.folder}")
-    if merged.scored:
-        console.say(f"quality of whole cells: lantern-bench score {merged.folder}")
-    _show_summary(merged.folder, console, format)
+    folder = merge_runs(runs, out)
+    images, done = len(store.read_records(folder)), len(store.done_images(folder))
+    console.say(f"{images} images of {len(runs)} shards, {images - done} failed: {folder}")
+    if store.read_scores(folder):
+        console.say(f"quality of whole cells: lantern-bench score {folder}")
+    _show_summary(folder, console, format)
 
 
 def show_events(console: Console, progress: Progress) -> Emit:
@@ -166,24 +160,6 @@ def show_events(console: Console, progress: Progress) -> Emit:
     return show
 
 
-def _run(request: Request, console: Console, dry_run: bool, format: str | None, show: Callable[..., None]) -> None:
-    """Show the plan, or run it and show the result."""
-    console.say(f"run: {request.folder}")
-    if dry_run:
-        table, seconds = plan_table(request)
-        time = "unknown, nothing is measured yet" if isnan(seconds) else duration(seconds)
-        counts = f"{table['images'].sum()} images, {table['done'].sum()} done, {table['to_do'].sum()} to do"
-        console.say(f"{len(table)} cells, {counts}; time left: {time}")
-        console.table(table, title=str(request.folder), format=format)
-        return
-    with console.progress() as progress:
-        failed = run(request, show_events(console, progress))
-    if "speed" in request.experiment.settings.metrics and (text := disturbance(finished_records(request.folder))):
-        console.warn(f"{text}. {QUIET_ADVICE}")
-    show(request.folder, console, format)
-    check_failed(request, failed)
-
-
 def _show_summary(folder: Path, console: Console, format: str | None) -> None:
     from lantern_bench.report.tables import NAMES, write_tables
 
@@ -197,9 +173,8 @@ def _show_reproduction(folder: Path, console: Console, format: str | None) -> No
     from lantern_bench.config.paper import read_paper
     from lantern_bench.report.reproduction import comparability, reproduction_rows, side_by_side, sources
     from lantern_bench.report.tables import frame, write_csv, write_tables
-    from lantern_bench.runs.store import read_manifest
 
-    manifest = read_manifest(folder)
+    manifest = store.read_manifest(folder)
     paper = read_paper(manifest["experiment"].get("paper"))
     tables = write_tables(folder)
     table = frame("reproduction", reproduction_rows(tables, paper))

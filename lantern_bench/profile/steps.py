@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -14,7 +13,6 @@ import torch
 import yaml
 from torch import Tensor
 
-from lantern_bench.chatter import silence_profiler
 from lantern_bench.clock import OnProgress, now, peak_memory_bytes, reset_peak_memory, settle_garbage, synchronize
 from lantern_bench.config.decoding import Decoding, ParameterError
 from lantern_bench.decoding.drafting import drafting_of
@@ -274,25 +272,16 @@ def _bounded(profiled: ProfiledModel, nodes: int, milliseconds: float, rates: Ra
 
 
 def _memory(profiled: ProfiledModel, decoding: Decoding) -> Row:
-    """The columns of the peak of decoding an image, and of the sum of weights, caches and logits of one tree."""
+    """The columns of the peak of decoding an image (on a GPU), and of the sum of weights, caches and logits."""
     model, nodes = profiled.model, profiled.nodes(decoding)
     networks: list[Any] = [model.target, model.drafter] if nodes > 1 and model.drafter is not None else [model.target]
     standing = sum(network.session(1, profiled.is_guided, nodes).cache.nbytes for network in networks)
     standing += sum(weight_bytes(network) for network in networks)
-    decode_image = partial(step_costs, model, [decoding], profiled.prompts[:1], tokens=24)
-    if (device := model.target.device).type == "cuda":
-        reset_peak_memory(device)
-        decode_image()
-        peak = peak_memory_bytes(device) or 0
-    else:  # the most bytes held at once beyond those held before
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        with silence_profiler(), torch.profiler.profile(activities=activities, profile_memory=True) as record:
-            decode_image()
-        events = [event for event in record.profiler.kineto_results.events() if event.name() == "[memory]"]
-        changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
-        peak = standing + max(0, *itertools.accumulate(changes))
+    reset_peak_memory(model.target.device)
+    step_costs(model, [decoding], profiled.prompts[:1], tokens=24)
+    peak = peak_memory_bytes(model.target.device)
     accounted = standing + nodes * model.target.vocab_size * 4
-    return {"peak_memory_mb": peak / 1e6, "accounted_memory_mb": accounted / 1e6}
+    return {"peak_memory_mb": float("nan") if peak is None else peak / 1e6, "accounted_memory_mb": accounted / 1e6}
 
 
 def save_device(profiled: ProfiledModel, rows: Sequence[Row], compute: Compute, path: Path) -> None:
@@ -338,23 +327,18 @@ def _drawn(steps: pd.DataFrame) -> Any:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.2))
-    costs, speedups = figure.subplots(1, 2)
+    costs, lengths = figure.subplots(1, 2)
     parts = steps.set_index("name")[list(_PARTS)].rename(columns=lambda part: part.removesuffix("_ms"))
     parts.plot.barh(stacked=True, width=0.8, color=list(_PARTS.values()), ax=costs, ylabel="")
     costs.invert_yaxis()
     costs.set_xlabel("milliseconds per step")
     costs.legend(frameon=False)
-    drafted = steps[steps["name"] != "ar"]
-    longest = max([6.0, *(drafted["mean_accepted_length"].dropna() + 1)])
-    for number, row in enumerate(drafted.to_dict("records")):
-        colour, even, length = f"C{number}", row["break_even_mal"], row["mean_accepted_length"]
-        style = ("-", "--", "-.", ":")[number % 4]
-        speedups.plot([1.0, longest], [1.0 / even, longest / even], label=row["name"], color=colour, linestyle=style)
-        speedups.plot([length], [length / even], marker="o", color=colour)  # nan, of random weights, draws nothing
-    speedups.axhline(1.0, color="black", linewidth=0.8)
-    speedups.set_xlabel("mean accepted length (points: measured)")
-    speedups.set_ylabel("speedup over ar")
+    columns = {"break_even_mal": "as fast as ar", "mean_accepted_length": "measured"}
+    drafted = steps[steps["name"] != "ar"].set_index("name").rename(columns=columns)
     if len(drafted):
-        speedups.legend(frameon=False)
+        drafted[list(columns.values())].plot.barh(width=0.8, ax=lengths, ylabel="")
+        lengths.invert_yaxis()
+        lengths.legend(frameon=False)
+    lengths.set_xlabel("mean accepted length")
     figure.tight_layout()
     return figure

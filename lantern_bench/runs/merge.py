@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.models.io.files import write_atomically
@@ -22,15 +21,6 @@ _MAY_DIFFER = (
 )  # fmt: skip
 
 
-class Merged(NamedTuple):
-    """A merged run."""
-
-    folder: Path
-    images: int
-    failed: int
-    scored: bool  # whether quality was measured
-
-
 @dataclass(frozen=True)
 class _Shard:
     folder: Path
@@ -40,7 +30,7 @@ class _Shard:
     count: int
 
 
-def merge_runs(folders: Sequence[Path], out: Path | None = None) -> Merged:
+def merge_runs(folders: Sequence[Path], out: Path | None = None) -> Path:
     """Merge shards into `out`, by default the name of the first without `-shardIofN`; raises what is wrong."""
     shards = sorted(map(_read, folders), key=lambda shard: shard.index)
     _check_division(shards)
@@ -54,8 +44,7 @@ def merge_runs(folders: Sequence[Path], out: Path | None = None) -> Merged:
     scores = [row for shard in shards for row in read_scores(shard.folder)]
     _write(shards, [row for row in scores if row["level"] in ("image", "tokens")], partial, folder.name)
     partial.rename(folder)
-    records = [row for shard in shards for row in shard.records]
-    return Merged(folder, len(records), sum(row["status"] != "ok" for row in records), bool(scores))
+    return folder
 
 
 def _read(folder: Path) -> _Shard:
@@ -123,7 +112,9 @@ def _write(shards: Sequence[_Shard], scores: Sequence[Row], folder: Path, name: 
         for row in shard.records:
             records.append(row | {"process": first + row["process"]})
             if row["image"]:
-                _link(shard.folder / row["image"], folder / row["image"])
+                picture = folder / row["image"]
+                picture.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(shard.folder / row["image"], picture)
     records.sort(key=lambda row: int(row["order_index"]))
     write_atomically(folder / RECORDS, map(line_of, records))
     write_atomically(folder / SCORES, map(line_of, scores))
@@ -138,12 +129,3 @@ def _write(shards: Sequence[_Shard], scores: Sequence[Row], folder: Path, name: 
     }
     text = json.dumps(manifests[0] | merged, indent=2, ensure_ascii=False, allow_nan=False)
     write_atomically(folder / MANIFEST, text.encode() + b"\n")
-
-
-def _link(source: Path, target: Path) -> None:
-    """Give a file a second name, or copy it where that is impossible."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copy2(source, target)

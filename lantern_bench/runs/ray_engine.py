@@ -1,4 +1,4 @@
-"""Run a request on a Ray cluster: one worker for each device, and one driver that stores what they decode."""
+"""Decode a request on a Ray cluster: one worker for each device, and one driver that stores what they decode."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ import socket
 import tempfile
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import psutil
@@ -23,7 +21,7 @@ from lantern_bench import stopping
 from lantern_bench.clock import now, settle_garbage, stamp
 from lantern_bench.config.plan import ImageTask, Plan
 from lantern_bench.errors import LanternError, RecordsFailedError, RefusedError
-from lantern_bench.runs.events import Emit, Note, Started
+from lantern_bench.runs.events import Emit, ImageDone, Note, Started
 from lantern_bench.runs.processes import WorkerEndedError, events_of
 from lantern_bench.runs.records import check_same_run
 from lantern_bench.runs.request import DEFAULT_CLUSTER, Request
@@ -31,21 +29,18 @@ from lantern_bench.runs.store import RunStore, done_images
 from lantern_bench.runs.threads import prepare_environment
 
 if TYPE_CHECKING:
-    from lantern_bench.config.protocols import Protocol
     from lantern_bench.runs.runner import Decoder, Result
-    from lantern_bench.runs.scoring import Measured, Scorers
 
 _PROMPTS = 16  # prompts of a shard at most: each shard encodes its captions at once, and a lost worker costs a shard
 _SHARDS = 4  # shards for each worker, so that all workers end at about the same time
 _LOSSES = 3  # how often a shard may lose its worker, and a device its worker before the first image
 _PATIENCE = 60.0  # seconds without any device
 _LOOK = 2.0  # seconds between two looks at the nodes
-_PICTURES = 64  # pictures of a scoring task
 _RESUME = "Start or join a cluster; the same command continues."
 
 
-def run_on_ray(request: Request, emit: Emit) -> int:
-    """Decode and score a request on a Ray cluster; return how many images failed."""
+def decode_on_ray(request: Request, emit: Emit) -> int:
+    """Decode the missing images on a Ray cluster; return how many failed."""
     try:
         import ray  # noqa: F401
     except ImportError as error:
@@ -67,24 +62,14 @@ def _head_lost(request: Request, reason: str) -> RefusedError:
 
 
 def drive(request: Request, emit: Emit) -> None:
-    """Decode and score a request as a driver of Ray."""
+    """Decode the missing images as a driver of Ray."""
     import ray
 
-    from lantern_bench.runs import scoring
-
-    quality = None
-    if "quality" in request.experiment.settings.metrics:
-        quality = scoring.load_scorers_of(request, "auto")  # before any image: missing weights are found here
     address = request.ray if request.ray != DEFAULT_CLUSTER else os.environ.get("RAY_ADDRESS")
     emit(Note(f"joining the Ray cluster {address}" if address else "starting a Ray cluster on this machine"))
     connect(address or "local")
     try:
         RayDriver(ray, request, emit).run()
-        if quality is not None and done_images(request.folder):
-            measure = partial(measure_on_cluster, ray, request)
-            scoring.score_run(request.folder, *quality, emit, measure=measure)
-        if "distance" in request.experiment.settings.metrics and done_images(request.folder):
-            scoring.score_tokens(request.folder, "auto", emit)
     except (ConnectionError, ray.exceptions.RpcError) as error:
         raise _head_lost(request, reason_of(error)) from error
     ray.shutdown()
@@ -187,7 +172,7 @@ class Worker:
             torch.set_num_threads(settings.threads or max(1, int(cores)))
         if settings.threads is None:
             runner.prepare_models(request.plan, self.models, (), lambda _event: None)
-            runner.set_fastest_threads(request.plan.tasks, self.models, notes.append)
+            runner.try_threads(request.plan.tasks, self.models, notes.append)
         self.repeat_disturbed = "speed" in settings.metrics
         key = key_fields(self.models, settings, self.compute, request.plan.cells)
         session = {"device": device_columns(self.compute.device), "machine": machine_block()}
@@ -213,16 +198,6 @@ class Worker:
         for batch in batches:
             yield from self.decoder.decode(batch, [task for task in batch if task.order_index in missing])
         yield self.decoder.session
-
-
-def answer_of(ray: Any, reference: Any) -> Any:
-    """Return what a worker or a task answers; raises its `LanternError` as it was there."""
-    try:
-        return ray.get(reference)
-    except ray.exceptions.RayTaskError as error:
-        if isinstance(error.cause, LanternError):
-            raise error.cause from error
-        raise
 
 
 # ---- The driver
@@ -373,15 +348,16 @@ class RayDriver:
         for reference in answered:
             worker = waiting[reference]
             try:
-                answer = answer_of(self._ray, next(reference) if worker.session else reference)
+                answer = self._ray.get(next(reference) if worker.session else reference)
             except StopIteration:  # it has decoded its shard; after its share of the run a new one takes its device
                 worker.answer = worker.shard = None
                 worker.finished += 1
                 if worker.finished >= self._share:
                     self._remove(worker, complete=True)
                 continue
-            except self._ray.exceptions.RayTaskError:
-                raise  # a fault of the code: it would come again
+            except self._ray.exceptions.RayTaskError as error:
+                # As it was there, or a fault of the code, which would come again.
+                raise error.cause if isinstance(error.cause, LanternError) else error from None
             except self._ray.exceptions.RayError as error:
                 self._lose(worker, error)
                 continue
@@ -442,69 +418,9 @@ class RayDriver:
 
     def _save(self, task: ImageTask, columns: Mapping[str, Any], png: bytes | None) -> None:
         """Store an image, and report it unless it was finished before."""
-        from lantern_bench.runs.runner import Result, store_result
-
         was_done = self._store.is_done(task)
         if png is None and was_done:
             return  # a failed image never replaces a finished one
-        done = store_result(self._store, Result(task, columns, png))
+        record = self._store.append(task, columns, png)
         if not was_done:
-            self._emit(done)
-
-
-# ---- Scoring
-
-
-@lru_cache(maxsize=1)
-def _scorers(protocol: Protocol, device: str) -> Scorers:
-    """The scorers of this process, which serves several tasks."""
-    from lantern_bench.runs.devices import choose_compute
-    from lantern_bench.runs.scoring import load_scorers
-
-    return load_scorers(protocol, device=choose_compute(device).device)
-
-
-def score_pictures(
-    protocol: Protocol, device: str, records: Sequence[dict[str, Any]], pictures: Sequence[bytes], manifold: bool
-) -> tuple[Measured, tuple[str | None, ...]]:
-    """Score pictures (PNG files) of these records as a task; return also the labels of the scorers."""
-    prepare_environment()
-    from lantern_bench.runs.scoring import measure_pictures
-
-    scorers = _scorers(protocol, device)
-    with tempfile.TemporaryDirectory() as folder:
-        local = [record | {"image": f"{number}.png"} for number, record in enumerate(records)]
-        for record, png in zip(local, pictures, strict=True):
-            (Path(folder) / record["image"]).write_bytes(png)
-        return measure_pictures(local, Path(folder), scorers, manifold=manifold), scorers.labels
-
-
-def measure_on_cluster(
-    ray: Any, request: Request, records: Sequence[dict[str, Any]], folder: Path, scorers: Scorers, *, manifold: bool
-) -> Measured:
-    """Measure the pictures of records in tasks of the cluster, which may lack the driver's file system."""
-    from lantern_bench.runs.scoring import joined, measure_pictures
-
-    if not records:
-        return measure_pictures(records, folder, scorers, manifold=manifold)
-    total = ray.cluster_resources()
-    gpus = int(total.get("GPU", 0)) if request.experiment.settings.device in ("auto", "cuda") else 0
-    at_once = 2 + (gpus or int(total.get("CPU", 1)))  # the pictures of so many tasks are in memory
-    resources = {"num_gpus": 1, "num_cpus": 0} if gpus else {"num_cpus": 1}
-    task = ray.remote(**resources, retry_exceptions=False)(score_pictures)
-    waiting: deque[Any] = deque()
-    parts: list[Measured] = []
-    for start in range(0, len(records), _PICTURES):
-        rows = records[start : start + _PICTURES]
-        pictures = [(folder / row["image"]).read_bytes() for row in rows]
-        waiting.append(task.remote(request.protocol, "cuda" if gpus else "cpu", rows, pictures, manifold))
-        last = start + _PICTURES >= len(records)
-        while waiting and (last or len(waiting) >= at_once):
-            while not ray.wait([waiting[0]], timeout=1.0)[0]:
-                stopping.check()
-            measured, labels = answer_of(ray, waiting.popleft())
-            if labels != scorers.labels:
-                message = f"a node of the cluster scores with {labels}, and this one with {scorers.labels}"
-                raise RefusedError(message, "Give all nodes the same weights.")
-            parts.append(measured)
-    return joined(parts)
+            self._emit(ImageDone(task, record))

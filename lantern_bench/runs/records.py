@@ -9,7 +9,7 @@ import io
 import json
 import mmap
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -30,6 +30,7 @@ _CHECKSUM, _CLOSE = b', "checksum": "', b'"}\n'
 _END = len(_CHECKSUM) + 16 + len(_CLOSE)
 
 _KINDS: dict[str, Any] = {"string": str | None, "int": int | None, "float": float | None, "bool": bool | None}
+_DTYPES = {"int": "Int64", "float": "float64", "bool": "boolean"}  # of columns; texts and lists are objects
 _ABSENT = {"process": 0}  # runs without this column are of one process
 _NEEDED = {"records": ("record_key", "status"), "scores": ()}  # the columns that every row of a table has
 _CHUNK, _BUFFER = 2_000, 1 << 20
@@ -141,65 +142,38 @@ def no_room(path: Path, error: OSError) -> RefusedError:
 
 
 def read_frame(path: Path, table: str, wanted: Collection[str] | None = None) -> pd.DataFrame:
-    """Return the rows of a file as a DataFrame with the dtypes of `frame_of`."""
-    rows = map(msgspec.structs.astuple, read_rows(path, table, wanted))
-    collecting = gc.isenabled()
+    """Return the rows of a file as a DataFrame: texts and lists are objects, others `Int64`, `boolean`, `float64`."""
+    import pandas as pd
+
+    rows, names = map(msgspec.structs.astuple, read_rows(path, table, wanted)), _names(table, wanted)
+    kinds = {column.name: column.dtype for column in columns(table)}
+    dtypes = {name: _DTYPES.get(kinds[name], "object") for name in names}
+    chunks, texts = [pd.DataFrame(columns=names, dtype=object).astype(dtypes)], dict[Any, Any]()
     gc.disable()  # the collector would look through the new lists again and again
     try:
-        return _frame(rows, table, _names(table, wanted))
+        while chunk := list(islice(rows, _CHUNK)):  # the objects of all rows would take more room than arrays
+            series: dict[str, pd.Series] = {}
+            for name, values in zip(names, zip(*chunk, strict=True), strict=True):
+                # Equal texts become one object.
+                shared = [texts.setdefault(text, text) for text in values] if kinds[name] == "string" else values
+                series[name] = pd.Series(shared, dtype=dtypes[name])
+            chunks.append(pd.DataFrame(series))
     finally:
-        if collecting:
-            gc.enable()
-
-
-def frame_of(rows: Iterable[Mapping[str, Any]], table: str = "records") -> pd.DataFrame:
-    """Return rows as a DataFrame: texts and lists are objects or None, others `Int64`, `boolean`, `float64`."""
-    names = _names(table)
-    return _frame((tuple(map(row.get, names)) for row in rows), table, names)
+        gc.enable()
+    return pd.concat(chunks, ignore_index=True)
 
 
 def rows_of(frame: pd.DataFrame) -> list[Row]:
     """Return the rows of a DataFrame as dictionaries of Python values, None where a value is missing."""
-    import pandas as pd
-
-    names = list(map(str, frame))
-    # A missing value is None, NA, or NaN, which differs from itself.
-    values = ([None if x is pd.NA or x != x else x for x in frame[name].tolist()] for name in names)
-    return [dict(zip(names, row, strict=True)) for row in zip(*values, strict=True)]
+    values = frame.astype(object)
+    rows: list[Any] = values.where(values.notna(), None).to_dict("records")
+    return rows
 
 
 def _names(table: str, wanted: Collection[str] | None = None) -> list[str]:
     """The columns to read: the `wanted` ones and those that every row has."""
     names = [column.name for column in columns(table)]
     return [name for name in names if wanted is None or name in wanted or name in _NEEDED[table]]
-
-
-def _frame(rows: Iterator[tuple[Any, ...]], table: str, names: Sequence[str]) -> pd.DataFrame:
-    """Return rows of values as a DataFrame, in chunks, because objects take more room than arrays."""
-    import pandas as pd
-
-    dtypes = {column.name: column.dtype for column in columns(table)}
-    chunks: dict[str, list[Any]] = {name: [_array((), dtypes[name])] for name in names}
-    while chunk := list(islice(rows, _CHUNK)):
-        for name, values in zip(names, zip(*chunk, strict=True), strict=True):
-            chunks[name].append(_array(values, dtypes[name]))
-    arrays = {name: pd.concat(map(pd.Series, chunks.pop(name)), ignore_index=True) for name in names}
-    return pd.DataFrame(arrays, copy=False)
-
-
-def _array(values: Sequence[Any], dtype: str) -> Any:
-    """Return the values of a column as an array; equal texts of a chunk become one object."""
-    import numpy as np
-    import pandas as pd
-
-    if dtype == "float":
-        return np.array(values, dtype=np.float64)
-    if dtype in ("int", "bool"):
-        return pd.array(values, dtype="Int64" if dtype == "int" else "boolean")
-    if dtype == "string":
-        texts: dict[Any, Any] = {}
-        values = [texts.setdefault(value, value) for value in values]
-    return np.fromiter(values, dtype=object, count=len(values))
 
 
 # ---- Record keys: what makes two images the same, and which runs may be continued

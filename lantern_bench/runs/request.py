@@ -16,7 +16,7 @@ from lantern_bench.errors import UserError
 from lantern_bench.methods.tables import missing_drafter
 from lantern_bench.models.registry import defaults_of, model_of
 from lantern_bench.prompts import describe_prompts, load_prompts
-from lantern_bench.runs.store import check_folder, done_images, results_root, run_folder, seconds_per_image
+from lantern_bench.runs.store import check_folder, done_images, finished_records, run_folder
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -82,7 +82,7 @@ def prepare(
     models = [model_of(name) for name in settings.model]
     # Every prompt is checked for every model; the prompts themselves are the same for all.
     prompts, *_ = [load_prompts(settings.prompts, model) for model in models]
-    folder = run_folder(resolved, results_root(), out, resume=resume)
+    folder = run_folder(resolved, out, resume=resume)
     plan = make_plan(resolved, prompts)
     if chosen_shard is not None:
         plan = plan.shard(chosen_shard)
@@ -118,7 +118,8 @@ def plan_table(request: Request) -> tuple[pd.DataFrame, float]:
     """Return the plan by cell (images, done, to_do, s_per_image) and the seconds left; nan: they are unknown."""
     import pandas as pd
 
-    pace, done = seconds_per_image(request.folder), done_images(request.folder)
+    records, done = finished_records(request.folder), done_images(request.folder)
+    pace = (records["seconds"] + records["pixel_seconds"].fillna(0.0)).groupby(records["cell_id"]).mean()
     images = Counter(task.cell.cell_id for task in request.plan.tasks)
     finished = Counter(task.cell.cell_id for task in request.plan.tasks if task.key in done)
     cells = [cell.cell_id for cell in request.plan.cells]

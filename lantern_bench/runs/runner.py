@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-import pandas as pd
 import psutil
 import torch
 
@@ -17,16 +17,15 @@ from lantern_bench.config.experiment import Cell, ResolvedExperiment
 from lantern_bench.config.plan import ImageKey, ImageTask, Plan, Prompt, record_seed
 from lantern_bench.decoding.loop import Decoded, decode, drafter_and_rule
 from lantern_bench.decoding.step import sampling_key
-from lantern_bench.errors import RecordsFailedError, RefusedError, one_line
+from lantern_bench.errors import RecordsFailedError, one_line
 from lantern_bench.models.loaded_model import LoadedModel, NoPixels
-from lantern_bench.models.random_model import meta_model, sizes_of
 from lantern_bench.runs import devices
 from lantern_bench.runs.devices import Compute, key_fields
 from lantern_bench.runs.events import Emit, ImageDone, Note, Share, Started
 from lantern_bench.runs.images import DecodedImage, label, png_bytes
 from lantern_bench.runs.request import Request
 from lantern_bench.runs.store import RunStore, done_images
-from lantern_bench.runs.threads import DISTURBED, fastest_threads, set_threads
+from lantern_bench.runs.threads import DISTURBED, set_fastest_threads, set_threads
 
 Batch: TypeAlias = tuple[ImageTask, ...]
 
@@ -85,23 +84,16 @@ def calibrate_threads(
     """Set the threads to those of the run's finished images, else `threads`, else the fastest number."""
     set_threads(chosen := store.threads or threads)
     if chosen is None:
-        set_fastest_threads([task for task in plan.tasks if not store.is_done(task)], models, emit)
+        try_threads([task for task in plan.tasks if not store.is_done(task)], models, emit)
 
 
-def set_fastest_threads(tasks: Sequence[ImageTask], models: Mapping[str, LoadedModel], emit: Emit) -> None:
+def try_threads(tasks: Sequence[ImageTask], models: Mapping[str, LoadedModel], emit: Emit) -> None:
     """Try several numbers of threads on these images and set the fastest, where the CPU decodes."""
-    if not tasks:
-        return
-    name = tasks[0].cell.model
-    decodings = (task.cell.decoding for task in tasks if task.cell.model == name)
-    try:
-        calibrated = fastest_threads(models[name], tasks[0].prompt.text, decodings)
-    except (RuntimeError, MemoryError):
-        return  # the images fail the same way and record it
-    if calibrated is not None:
-        set_threads(calibrated.threads)
-        for note in calibrated.notes():
-            emit(note)
+    if tasks:
+        name = tasks[0].cell.model
+        decodings = (task.cell.decoding for task in tasks if task.cell.model == name)
+        with contextlib.suppress(RuntimeError, MemoryError):  # the images fail the same way and record it
+            set_fastest_threads(models[name], tasks[0].prompt.text, decodings, emit)
 
 
 def run_plan(
@@ -131,7 +123,7 @@ def run_plan(
         for batch in batches:
             stopping.check()
             for result in decoder.decode(batch, [task for task in batch if not store.is_done(task)]):
-                emit(store_result(store, result))
+                emit(ImageDone(result.task, store.append(*result)))
         session["complete"] = True
     finally:
         session |= {"ended": stamp(), "gpus_at_end": devices.gpu_blocks()}
@@ -146,12 +138,6 @@ class Result(NamedTuple):
     task: ImageTask
     columns: Mapping[str, Any]  # what its record adds to the columns of its task
     png: bytes | None  # the PNG file; None for an image that failed
-
-
-def store_result(store: RunStore, result: Result) -> ImageDone:
-    """Write the picture and the record of an image."""
-    with stopping.delayed():
-        return ImageDone(result.task, store.append(*result))
 
 
 def open_session(store: RunStore, **entries: Any) -> dict[str, Any]:
@@ -176,7 +162,10 @@ class Decoder:
 
     def warm_up(self, batches: Iterable[Batch]) -> Iterator[Note]:
         """Decode a part of each kind of batch, outside all records; yield a note about it."""
-        for batch in kinds_of(batches):
+        kinds: dict[Any, Batch] = {}  # cells that differ only in a tensor bound share programs
+        for batch in batches:
+            kinds.setdefault((batch[0].cell.model, sampling_key(batch[0].cell.decoding), len(batch)), batch)
+        for batch in kinds.values():
             stopping.check()
             # A quarter of an image compiles all steps; without compiling, a few steps load the code.
             cell, model = batch[0].cell, self._models[batch[0].cell.model]
@@ -233,15 +222,6 @@ class Decoder:
             session["again_seconds" if attempts else "first_seconds"] += sum(image.seconds for image in images)
             attempts.append(images)
         return attempts
-
-
-def kinds_of(batches: Iterable[Batch]) -> list[Batch]:
-    """Return one batch for every kind of cell: cells that differ only in a tensor bound share programs."""
-    kinds: dict[Any, Batch] = {}
-    for batch in batches:
-        cell = batch[0].cell
-        kinds.setdefault((cell.model, sampling_key(cell.decoding), len(batch)), batch)
-    return list(kinds.values())
 
 
 def decode_batch(
@@ -307,19 +287,6 @@ def decode_tasks(
             yield from images
 
 
-def runnable(model: LoadedModel, cells: Sequence[Cell]) -> tuple[tuple[Cell, ...], list[str]]:
-    """Return the cells that the model has all parts for, and why others are left out."""
-    complete, reasons = [], []
-    for cell in cells:
-        try:
-            if cell.decoding.drafts:
-                drafter_and_rule(model, cell.decoding)
-            complete.append(cell)
-        except RefusedError as error:
-            reasons.append(f"{cell.cell_id} is left out: {error.message}")
-    return tuple(complete), reasons
-
-
 def picture_png(decoded: Sequence[DecodedImage], cells: Sequence[Cell]) -> bytes:
     """Put all images into one PNG: a column per cell, a row per image, and the names of several cells above."""
     rows = len(decoded) // len(cells)
@@ -330,26 +297,3 @@ def picture_png(decoded: Sequence[DecodedImage], cells: Sequence[Cell]) -> bytes
         names = modes if len(set(modes)) == len(cells) else [cell.cell_id for cell in cells]
         columns = [[label(name, column[0]), *column] for name, column in zip(names, columns, strict=True)]
     return png_bytes(torch.cat([torch.cat(column) for column in columns], dim=1))
-
-
-def numbers_table(tasks: Sequence[ImageTask], decoded: Sequence[DecodedImage]) -> pd.DataFrame:
-    """Return how each image was decoded, one row per image."""
-    names = ("tokens", "target_forwards", "mean_accepted_length", "step_compression", "seconds", "pixel_seconds")
-    columns = [image.columns(1) for image in decoded]
-    table = pd.DataFrame([[image[name] for name in names] for image in columns], columns=names)
-    table.insert(0, "cell_id", [task.cell.cell_id for task in tasks])
-    table.insert(1, "image", [task.image_index for task in tasks])
-    return table
-
-
-def memory_table(resolved: ResolvedExperiment, compute: Compute) -> tuple[pd.DataFrame, int]:
-    """The memory of each part of the model and the bytes in total; allocates nothing and opens no file."""
-    model = meta_model(resolved.settings.model[0])
-    nodes = max(1 + cell.decoding.draft_nodes for cell in resolved.cells)
-    guided = any(cell.decoding.cfg_scale != 1 for cell in resolved.cells)
-    sizes = sizes_of(model, compute.dtype, guided=guided, nodes=nodes, batch=max(resolved.settings.batch))
-    total, parameters = sum(size.bytes for size in sizes), sum(size.parameters for size in sizes)
-    rows = [(size.part, size.parameters or None, str(size.dtype).removeprefix("torch."), size.bytes) for size in sizes]
-    table = pd.DataFrame([*rows, ("all", parameters, "", total)], columns=["part", "parameters", "dtype", "gigabytes"])
-    table["gigabytes"] = (table["gigabytes"] / 1e9).round(3)
-    return table.astype({"parameters": "Int64"}), total

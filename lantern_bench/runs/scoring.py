@@ -63,12 +63,6 @@ class Scorers:
         )
         return "; ".join(label for label in labels if label) or None
 
-    @property
-    def labels(self) -> tuple[str | None, ...]:
-        """All scorers with the hashes of their weights."""
-        extractors = (self.extractor, self.manifold)
-        return (self.label, *(None if extractor is None else extractor.label for extractor in extractors))
-
 
 def load_scorers(protocol: Protocol, device: torch.device | str = "cpu") -> Scorers:
     """Load the scorers of a protocol; raises `RefusedError` where weights are missing."""
@@ -105,14 +99,6 @@ def measure_pictures(records: Sequence[Row], folder: Path, scorers: Scorers, *, 
     )
 
 
-def joined(measured: Sequence[Measured]) -> Measured:
-    """Join what was measured of several sets of pictures, in their order."""
-    features = [part.features for part in measured if part.features is not None]
-    manifolds = [part.manifold for part in measured if part.manifold is not None]
-    rows = [row for part in measured for row in part.rows]
-    return Measured(rows, torch.cat(features) if features else None, torch.cat(manifolds) if manifolds else None)
-
-
 def score_records(
     records: Iterable[Row],
     folder: Path,
@@ -122,7 +108,6 @@ def score_records(
     *,
     cache: Path | None = None,  # of features of references
     infinity: bool = False,  # also extrapolate FID to infinitely many pictures
-    measure: Callable[..., Measured] = measure_pictures,
 ) -> Iterator[Row]:
     """Yield rows of the pictures, then of the cell, for each cell; last those of sets of ar images with other seeds."""
     cells, protocol = _by_cell(records), scorers.protocol
@@ -133,7 +118,7 @@ def score_records(
     of_seeds: dict[str, tuple[list[Row], Measured]] = {}
     for done, (cell_id, rows) in enumerate(cells.items(), start=1):
         existing = [record for record in rows if (folder / record["image"]).is_file()]
-        measured = measure(existing, folder, scorers, manifold=len(against) > 1)
+        measured = measure_pictures(existing, folder, scorers, manifold=len(against) > 1)
         cell: Row = {"cell_id": cell_id, "level": "cell", "n": len(existing)}
         missing = len(rows) - len(existing)
         notes = [f"{missing} images are missing in the run directory"] if missing else []
@@ -223,11 +208,12 @@ def _spread_row(cells: Sequence[tuple[list[Row], Measured]], scorers: Scorers, a
     names, notes = measurable(n if reference.n is None else min(n, reference.n), reference, scorers.extractor)
     row: Row = {"level": "band", "n": n, "band_sets": len(cells), "n_reference": reference.n}
     if names:
-        pictures = joined([measured for _, measured in cells])
-        assert pictures.features is not None
+        features = torch.cat([measured.features for _, measured in cells if measured.features is not None])
+        manifolds = [measured.manifold for _, measured in cells if measured.manifold is not None]
+        manifold = torch.cat(manifolds) if manifolds else None
         starts = np.cumsum([0, *(len(rows) for rows, _ in cells[:-1])])
         rows = np.array([[start + of[image] for image in shared] for start, of in zip(starts, row_of, strict=True)])
-        figures = figures_of(names, *_sets(pictures.features, pictures.manifold, against, scorers))
+        figures = figures_of(names, *_sets(features, manifold, against, scorers))
         for name, (centre, low, high) in ar_spread(figures, rows).items():
             row |= {name: centre, f"{name}_low": low, f"{name}_high": high}
     return row | {"note": "; ".join(notes) or None}
@@ -298,7 +284,6 @@ def score_run(
     *,
     infinity: bool = False,
     rescore: bool = False,
-    **options: Any,
 ) -> int:
     """Score the cells of a run that these scorers have not scored, or all (`rescore`); return the number of rows."""
     with RunStore(folder) as store:
@@ -320,8 +305,7 @@ def score_run(
             return 0
         store.update_manifest(protocols=store.manifest.get("protocols", {}) | {protocol.name: asdict(protocol)})
         records = [record for cell_id in dict.fromkeys(pending) for record in cells[cell_id]]
-        options |= {"cache": cache_folder(), "infinity": infinity}
-        rows = score_records(records, folder, scorers, reference, emit, **options)
+        rows = score_records(records, folder, scorers, reference, emit, cache=cache_folder(), infinity=infinity)
         return len([store.append_score(row) for row in rows])
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from filelock import FileLock, Timeout
 
+from lantern_bench import stopping
 from lantern_bench.config.experiment import ResolvedExperiment
 from lantern_bench.config.plan import ImageKey, ImageTask
 from lantern_bench.errors import RefusedError, UserError
@@ -50,17 +51,18 @@ def results_root() -> Path:
     return Path(os.environ.get(RESULTS_VARIABLE) or "results")
 
 
-def run_names(root: Path | None = None) -> list[str]:
-    """Return the names of the runs under `root`, by default under `results_root()`."""
-    return sorted(path.parent.name for path in (root or results_root()).glob(f"*/{MANIFEST}"))
+def run_names() -> list[str]:
+    """Return the names of the runs under `results_root()`."""
+    return sorted(path.parent.name for path in results_root().glob(f"*/{MANIFEST}"))
 
 
-def find_run(name: str | Path, root: Path) -> Path:
-    """Return a run directory by path, by name under `root`, or by the start of a name that only one has."""
+def find_run(name: str | Path) -> Path:
+    """Return a run directory by path, by name under `results_root()`, or by the start of a name that only one has."""
+    root = results_root()
     for folder in (Path(name), root / name):
         if (folder / MANIFEST).is_file():
             return folder
-    runs = run_names(root)
+    runs = run_names()
     close = [run for run in runs if run.startswith(str(name))]
     if len(close) == 1:
         return root / close[0]
@@ -68,9 +70,9 @@ def find_run(name: str | Path, root: Path) -> Path:
     raise UserError(f"{name}: {wrong}", f"The runs in {root}: {', '.join(close or runs) or 'none yet'}.")
 
 
-def run_folder(experiment: ResolvedExperiment, root: Path, out: Path | None = None, *, resume: bool = True) -> Path:
-    """Return `out` or `root/<run name>`; without `resume` the first of -2, -3, ... that is free."""
-    folder = out if out is not None else root / experiment.run_name
+def run_folder(experiment: ResolvedExperiment, out: Path | None = None, *, resume: bool = True) -> Path:
+    """Return `out` or `results/<run name>`; without `resume` the first of -2, -3, ... that is free."""
+    folder = out if out is not None else results_root() / experiment.run_name
     if resume or not (folder / RECORDS).is_file():
         return folder
     later = (folder.with_name(f"{folder.name}-{number}") for number in count(2))
@@ -141,13 +143,6 @@ def done_images(folder: Path) -> set[ImageKey]:
     """Return the key of every image with status `ok`."""
     finished = finished_records(folder)
     return set(zip(finished["cell_id"], finished["prompt_id"], finished["repeat"], strict=True))
-
-
-def seconds_per_image(folder: Path) -> dict[str, float]:
-    """Return mean seconds per finished image, pixels included, by cell id."""
-    finished = finished_records(folder)
-    seconds = finished["seconds"] + finished["pixel_seconds"].fillna(0.0)
-    return {str(cell_id): float(mean) for cell_id, mean in seconds.groupby(finished["cell_id"]).mean().dropna().items()}
 
 
 NO_SPEED = "speed cannot be measured now"  # where most images were disturbed
@@ -239,8 +234,6 @@ class RunStore(AbstractContextManager["RunStore"]):
 
     def append(self, task: ImageTask, record: Mapping[str, Any], png: bytes | None = None) -> Row:
         """Write the picture of an image, then its record, by default of status `ok`; return the record."""
-        if png is not None:
-            self._write(task.image, png)
         planned = {
             "schema_version": SCHEMA_VERSION,
             "record_key": record_key(task, self.key),
@@ -254,8 +247,11 @@ class RunStore(AbstractContextManager["RunStore"]):
             "status": "ok",
             "image": None if png is None else task.image,
         }
-        row = self._records.append(planned | dict(record))
-        (self._done.add if row["status"] == "ok" else self._done.discard)(task.key)
+        with stopping.delayed():
+            if png is not None:
+                self._write(task.image, png)
+            row = self._records.append(planned | dict(record))
+            (self._done.add if row["status"] == "ok" else self._done.discard)(task.key)
         return row
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from lantern_bench import stopping
 from lantern_bench.config.protocols import EMBEDDED
 from lantern_bench.errors import RecordsFailedError
@@ -11,10 +9,6 @@ from lantern_bench.runs.events import Emit, Event, Note
 from lantern_bench.runs.request import Request
 from lantern_bench.runs.store import done_images
 from lantern_bench.runs.threads import prepare_environment
-
-if TYPE_CHECKING:
-    from lantern_bench.metrics.features import Reference
-    from lantern_bench.runs.scoring import Scorers
 
 
 def run(request: Request, emit: Emit) -> int:
@@ -30,11 +24,7 @@ def run(request: Request, emit: Emit) -> int:
         stopping.check()
 
     try:
-        if request.ray is None:
-            return run_here(request, emit_and_check)
-        from lantern_bench.runs.ray_engine import run_on_ray
-
-        return run_on_ray(request, emit_and_check)
+        return _decode_and_score(request, emit_and_check)
     except KeyboardInterrupt:
         done = done_images(request.folder)
         count = sum(task.key in done for task in request.plan.tasks)
@@ -44,13 +34,20 @@ def run(request: Request, emit: Emit) -> int:
         raise
 
 
-def run_here(request: Request, emit: Emit) -> int:
-    """Run a request on this machine. Returns and raises as `run`."""
-    settings = request.experiment.settings
+def _decode_and_score(request: Request, emit: Emit) -> int:
+    settings, metrics = request.experiment.settings, set(request.experiment.settings.metrics)
+    device = settings.device if request.ray is None else "auto"  # this machine scores
+    scorers = None
     # Of the bundled scorers none can be missing; loading them first would delay the first image.
-    bundled = request.protocol.name == EMBEDDED and settings.reference is None
-    quality = _load_scorers(request) if "quality" in settings.metrics and not bundled else None
-    if settings.processes == 1:
+    if "quality" in metrics and (request.protocol.name != EMBEDDED or settings.reference is not None):
+        from lantern_bench.runs.scoring import load_scorers_of
+
+        scorers = load_scorers_of(request, device)
+    if request.ray is not None:
+        from lantern_bench.runs.ray_engine import decode_on_ray
+
+        failed = decode_on_ray(request, emit)
+    elif settings.processes == 1:
         from lantern_bench.runs.runner import decode_missing
 
         failed = decode_missing(request, emit)
@@ -58,21 +55,15 @@ def run_here(request: Request, emit: Emit) -> int:
         from lantern_bench.runs.processes import decode_in_processes
 
         failed = decode_in_processes(request, emit)
-    if "quality" in settings.metrics and done_images(request.folder):
-        from lantern_bench.runs.scoring import score_run
+    if metrics == {"speed"} or not done_images(request.folder):
+        return failed
+    from lantern_bench.runs import scoring
 
-        score_run(request.folder, *(quality or _load_scorers(request)), emit)
-    if "distance" in settings.metrics and done_images(request.folder):
-        from lantern_bench.runs.scoring import score_tokens
-
-        score_tokens(request.folder, settings.device, emit)
+    if "quality" in metrics:
+        scoring.score_run(request.folder, *(scorers or scoring.load_scorers_of(request, device)), emit)
+    if "distance" in metrics:
+        scoring.score_tokens(request.folder, device, emit)
     return failed
-
-
-def _load_scorers(request: Request) -> tuple[Scorers, Reference | None]:
-    from lantern_bench.runs.scoring import load_scorers_of  # importing the scorers takes seconds
-
-    return load_scorers_of(request, request.experiment.settings.device)
 
 
 def check_failed(request: Request, failed: int) -> None:

@@ -64,12 +64,16 @@ class Calibrated(NamedTuple):
         return notes
 
 
-def fastest_threads(model: LoadedModel, prompt: str, decodings: Iterable[Decoding]) -> Calibrated | None:
-    """Time numbers of threads, or the number that was chosen before, on steps of these decodings; None on a GPU."""
+def set_fastest_threads(
+    model: LoadedModel, prompt: str, decodings: Iterable[Decoding], emit: Callable[[Note], object]
+) -> None:
+    """Time numbers of threads, or the number that was chosen before, on steps of these decodings; not on a GPU."""
     import torch
 
+    from lantern_bench.decoding.loop import decode
+
     if model.target.device.type != "cpu":
-        return None
+        return
     # The first that drafts and the first that does not: drafts gain more from threads.
     kinds: dict[bool, Decoding] = {}
     for decoding in decodings:
@@ -86,12 +90,20 @@ def fastest_threads(model: LoadedModel, prompt: str, decodings: Iterable[Decodin
     recorded = choices.get(key)
     if not (isinstance(recorded, int) and 1 <= recorded <= most):
         recorded = None
-    calibrated = calibrate(step_work(model, condition, kinds.values()), recorded)
+
+    def steps() -> None:  # not single products: their threads would sleep between
+        for decoding in kinds.values():
+            generator = torch.Generator(model.target.device).manual_seed(0)
+            decode(model, condition, decoding, [generator], tokens=_TOKENS, engine=model.engine)
+
+    calibrated = calibrate(steps, recorded)
     # What was chosen on a busy machine does not count for the next run.
     if file is not None and recorded is None and calibrated.lost_share <= DISTURBED:
         with contextlib.suppress(OSError):  # the next run times threads again
             write_atomically(file, json.dumps(choices | {key: calibrated.threads}, indent=1).encode() + b"\n")
-    return calibrated
+    set_threads(calibrated.threads)
+    for note in calibrated.notes():
+        emit(note)
 
 
 def calibrate(work: Callable[[], object], recorded: int | None = None) -> Calibrated:
@@ -125,17 +137,3 @@ def calibrate(work: Callable[[], object], recorded: int | None = None) -> Calibr
     milliseconds = {threads: 1e3 * median(blocks[threads]) / repeats for threads in counts}
     chosen = next(count for count in counts if milliseconds[count] * (1 - _TIE) <= min(milliseconds.values()))
     return Calibrated(chosen, milliseconds, lost / sum(map(sum, blocks.values())))
-
-
-def step_work(model: LoadedModel, condition: Any, decodings: Iterable[Decoding]) -> Callable[[], object]:
-    """Return the work that `calibrate` times: steps, because the threads of single products would sleep between."""
-    import torch
-
-    from lantern_bench.decoding.loop import decode
-
-    def steps() -> None:
-        for decoding in decodings:
-            generator = torch.Generator(model.target.device).manual_seed(0)
-            decode(model, condition, decoding, [generator], tokens=_TOKENS, engine=model.engine)
-
-    return steps

@@ -39,10 +39,10 @@ def failing(monkeypatch):
     """Make `show` raise a given error."""
 
     def arrange(error: BaseException) -> None:
-        def find(_run: str, _root: Path) -> None:
+        def names() -> None:
             raise error
 
-        monkeypatch.setattr("lantern_bench.cli.options.find_run", find)
+        monkeypatch.setattr("lantern_bench.runs.store.run_names", names)
 
     return arrange
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -19,6 +20,8 @@ from lantern_bench.models.random_model import read_size
 from lantern_bench.profile import tree_search
 from lantern_bench.profile.tree_search import SEARCHED, describe, searched_lossless
 from lantern_bench.report.cost_model import STACKS, Setting, find_device, named_draft, step_seconds
+from lantern_bench.runs import threads
+from lantern_bench.runs.events import Note
 from lantern_bench.runs.threads import Calibrated
 from tests.tiny_model import TinyModel
 
@@ -49,7 +52,7 @@ def test_random_model_is_measured(measured: Path) -> None:
     drafted = steps[steps["name"] != "ar"]
     assert (drafted["break_even_mal"] > 1).all() and (drafted["draft_ms"] > 0).all()
     assert steps["mean_accepted_length"].isna().all()  # undefined for random weights
-    assert (steps["peak_memory_mb"] > 0).all()
+    assert (steps["accounted_memory_mb"] > 0).all()
 
 
 def test_saved_device_reproduces_what_it_was_fitted_to(measured: Path) -> None:
@@ -70,12 +73,13 @@ def test_threads_are_tried_unless_they_are_given(
 ) -> None:
     tried, before = list[list[bool]](), torch.get_num_threads()
 
-    def fastest(_model: object, _prompt: str, decodings: list[Decoding]) -> Calibrated:
+    def fastest(model: Any, prompt: str, decodings: list[Decoding], emit: Callable[[Note], object]) -> None:
         tried.append([decoding.drafts for decoding in decodings])
-        return Calibrated(1, {1: 2.0, 4: 3.0}, 0.3)
+        threads.set_fastest_threads(model, prompt, decodings, emit)
 
-    monkeypatch.setattr(cli_profile, "fastest_threads", fastest)
-    monkeypatch.setattr(cli_profile, "_profile", lambda *_: [])
+    monkeypatch.setattr(cli_profile, "set_fastest_threads", fastest)
+    monkeypatch.setattr(threads, "calibrate", lambda *_: Calibrated(1, {1: 2.0, 4: 3.0}, 0.3))
+    monkeypatch.setattr("lantern_bench.profile.steps.measure", lambda *_: [])
     try:
         assert cli.main([*TYPED, "--threads", "1"]) == 0 and not tried
         torch.set_num_threads(2)

@@ -12,9 +12,8 @@ import pytest
 from lantern_bench.errors import RefusedError
 from lantern_bench.methods.tables import METRICS
 from lantern_bench.report.compare import BETTER, EQUIVALENT, SAME, WORSE, check_comparability, compare_runs, differences
-from lantern_bench.runs.records import frame_of
 from lantern_bench.runs.store import RunData
-from tests.made_up_run import AR, LOOSE, STRICT, WALKS, make_record, make_scores
+from tests.made_up_run import AR, LOOSE, STRICT, WALKS, frame_of, make_record, make_scores
 
 MANIFEST = {
     "key": {"dtype": "float32", "weights": {"lanterns/target": "a" * 64}},

@@ -28,10 +28,9 @@ from lantern_bench.report.cost_model import (
 )
 from lantern_bench.report.records import load_runs
 from lantern_bench.report.tables import tables_of
-from lantern_bench.runs.records import frame_of
 from lantern_bench.runs.store import RunData
 from lantern_bench.schema import columns
-from tests.made_up_run import make_record, make_records, make_scores, write_run
+from tests.made_up_run import frame_of, make_record, make_records, make_scores, write_run
 
 A100 = devices()["a100"]
 

@@ -75,8 +75,8 @@ def test_failed_images_are_counted_and_left_out(tables):
 
 
 def test_uncut_mean_weighs_by_steps_and_peak_memory_is_the_largest():
-    short = make_record(STRICT, 0, [[0]], 1.0, mal_uncut=4.0, peak_memory_bytes=3e6)
-    long = make_record(STRICT, 1, [[-1]] * 3, 1.0, mal_uncut=1.0, peak_memory_bytes=5e6)
+    short = make_record(STRICT, 0, [[0]], 1.0, mal_uncut=4.0, peak_memory_bytes=3_000_000)
+    long = make_record(STRICT, 1, [[-1]] * 3, 1.0, mal_uncut=1.0, peak_memory_bytes=5_000_000)
     row = _row(build_tables([short, long])["speed"], STRICT)
     assert row["mal_uncut"] == pytest.approx((4 + 3) / 4)
     assert row["peak_memory_mb"] == 5.0

@@ -16,20 +16,17 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from lantern_bench.config.experiment import load_experiment
 from lantern_bench.config.parse_experiment import Overrides
 from lantern_bench.config.plan import Plan, Prompt, make_plan
-from lantern_bench.config.protocols import protocol_of
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.models import registry
 from lantern_bench.runs import ray_engine
-from lantern_bench.runs.ray_engine import DeviceSlot, measure_on_cluster, missing_of, shards_of, slots_of
+from lantern_bench.runs.ray_engine import DeviceSlot, missing_of, shards_of, slots_of
 from lantern_bench.runs.request import prepare
 from lantern_bench.runs.store import read_manifest, read_records
 from tests.faults.child import install
@@ -316,35 +313,3 @@ def test_a_device_of_this_machine_is_refused_on_a_cluster(home: Path, monkeypatc
     overrides = Overrides.from_flags({"device": "cuda:1"})
     with pytest.raises(UserError, match="--device cuda:1: with --ray, Ray gives each worker its device"):
         prepare(home / "tiny.yaml", overrides, ray="auto")
-
-
-@pytest.fixture
-def joined(cluster: Cluster) -> Iterator[None]:
-    """This process is a driver of the cluster."""
-    ray.init(address=cluster.address, logging_level="ERROR", log_to_driver=False)
-    yield
-    ray.shutdown()
-
-
-def test_scores_in_parts_are_those_of_one_pass(
-    home: Path, joined: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from lantern_bench.models.lanterns import HELD_OUT
-    from lantern_bench.runs.images import png_bytes
-    from lantern_bench.runs.scoring import load_scorers, measure_pictures
-
-    noise, records = torch.Generator().manual_seed(0), []
-    for number in range(70):
-        pixels = torch.randint(0, 256, (64, 64, 3), generator=noise, dtype=torch.uint8)
-        (tmp_path / f"{number}.png").write_bytes(png_bytes(pixels))
-        prompt = HELD_OUT[number % len(HELD_OUT)].caption()
-        records.append({"record_key": f"{number}", "image": f"{number}.png", "prompt": prompt, "repeat": 0})
-    request: Any = SimpleNamespace(protocol=protocol_of("embedded"), experiment=SimpleNamespace())
-    request.experiment.settings = load_experiment(home / "tiny.yaml", {"tiny": TinyModel.defaults}).settings
-    scorers = load_scorers(request.protocol)
-    expected = measure_pictures(records, tmp_path, scorers, manifold=False)
-    in_tasks = measure_on_cluster(ray, request, records, tmp_path, scorers, manifold=False)
-    assert expected.features is not None and in_tasks.features is not None and len(in_tasks.features) == 70
-    assert [row["record_key"] for row in in_tasks.rows] == [row["record_key"] for row in records]
-    assert [row["prompt_accuracy"] for row in in_tasks.rows] == [row["prompt_accuracy"] for row in expected.rows]
-    torch.testing.assert_close(in_tasks.features, expected.features)

@@ -71,15 +71,20 @@ def fill(folder: Path, count: int | None = None, status: str = "ok") -> None:
             store.append(task, {"status": status, "tokens": task.seed % 97, "accepted_per_step": [1, 2]})
 
 
+@pytest.fixture(autouse=True)
+def _results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LANTERN_BENCH_RESULTS", str(tmp_path))
+
+
 def test_new_run_gets_a_numbered_directory(tmp_path: Path) -> None:
-    folder = run_folder(EXPERIMENT, tmp_path, resume=False)
+    folder = run_folder(EXPERIMENT, resume=False)
     assert folder == tmp_path / f"lanterns-{EXPERIMENT.hash8}"
     fill(folder, 1)
-    second = run_folder(EXPERIMENT, tmp_path, resume=False)
+    second = run_folder(EXPERIMENT, resume=False)
     assert second.name == f"{EXPERIMENT.run_name}-2"
     fill(second, 1)
-    assert run_folder(EXPERIMENT, tmp_path, resume=False).name == f"{EXPERIMENT.run_name}-3"
-    assert run_folder(EXPERIMENT, tmp_path) == folder
+    assert run_folder(EXPERIMENT, resume=False).name == f"{EXPERIMENT.run_name}-3"
+    assert run_folder(EXPERIMENT) == folder
 
 
 def test_records_have_every_column_in_schema_order(tmp_path: Path) -> None:
@@ -223,14 +228,14 @@ def test_damaged_files_are_named(tmp_path: Path, file: str, content: str, error:
 def test_runs_are_found_by_path_name_and_prefix(tmp_path: Path) -> None:
     for name in ("lanterns-aa11", "lanterns-bb22", "table1-cc33"):
         fill(tmp_path / name, 1)
-    assert find_run(tmp_path / "lanterns-aa11", Path("nowhere")) == tmp_path / "lanterns-aa11"
-    assert find_run("lanterns-bb22", tmp_path) == tmp_path / "lanterns-bb22"
-    assert find_run("table1", tmp_path) == tmp_path / "table1-cc33"
+    assert find_run(tmp_path / "lanterns-aa11") == tmp_path / "lanterns-aa11"
+    assert find_run("lanterns-bb22") == tmp_path / "lanterns-bb22"
+    assert find_run("table1") == tmp_path / "table1-cc33"
     with pytest.raises(UserError, match="several runs start with this") as caught:
-        find_run("lanterns", tmp_path)
+        find_run("lanterns")
     assert "lanterns-aa11, lanterns-bb22" in str(caught.value.advice)
     with pytest.raises(UserError, match="no such run"):
-        find_run("other", tmp_path)
+        find_run("other")
 
 
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)

@@ -16,7 +16,7 @@ from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.compile import Engine
 from lantern_bench.models.random_model import random_model_of_size, read_size
 from lantern_bench.runs import threads
-from lantern_bench.runs.threads import Calibrated, calibrate, fastest_threads, prepare_environment, step_work
+from lantern_bench.runs.threads import Calibrated, calibrate, prepare_environment, set_fastest_threads
 
 
 @pytest.mark.parametrize(
@@ -66,12 +66,13 @@ def test_the_choice_is_stored_with_the_programs(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(threads, "calibrate", choose)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    monkeypatch.setattr(torch, "set_num_threads", lambda _count: None)
     target = SimpleNamespace(device=torch.device("cpu"))
     model: Any = SimpleNamespace(target=target, engine=SimpleNamespace(folder=tmp_path), condition=lambda texts: texts)
     ar, drafting = Decoding("ar"), Decoding("speculative", tree="chain-3")
 
     def chosen(*decodings: Decoding) -> int | None:
-        fastest_threads(model, "a lantern", decodings)
+        set_fastest_threads(model, "a lantern", decodings, lambda _note: None)
         return recorded[-1]
 
     lost_share = 0.5
@@ -89,7 +90,7 @@ def test_the_choice_is_stored_with_the_programs(tmp_path: Path, monkeypatch: pyt
     assert chosen(drafting) is None is chosen(drafting)
 
 
-def test_compiled_steps_are_compiled_for_every_number_of_threads() -> None:
+def test_compiled_steps_are_compiled_for_every_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     model = random_model_of_size(
         read_size("2x64x128x4"), torch.device("cpu"), torch.float32, torch.Generator().manual_seed(0)
     )
@@ -101,13 +102,16 @@ def test_compiled_steps_are_compiled_for_every_number_of_threads() -> None:
 
     model.engine = Engine(compile=True, backend=backend)
     cells = [Decoding(mode="ar"), Decoding(mode="speculative", tree="chain-3")]
-    work, before = step_work(model, model.condition(["a"]), cells), torch.get_num_threads()
-    try:
-        for threads in (1, 2, 1, 2):
-            torch.set_num_threads(threads)
+    before = torch.get_num_threads()
+
+    def time(work: Callable[[], object], _recorded: int | None) -> Calibrated:
+        for count in (1, 2, 1, 2):
+            torch.set_num_threads(count)
             work()
-    finally:
-        torch.set_num_threads(before)
+        return Calibrated(before, {}, 1.0)
+
+    monkeypatch.setattr(threads, "calibrate", time)
+    set_fastest_threads(model, "a", cells, lambda _note: None)
     # An autoregressive step; draft, score and settle.
     assert compiled_with == [1] * 4 + [2] * 4
 
