@@ -23,6 +23,7 @@ from lantern_bench.cli.options import (
 from lantern_bench.config.parse_experiment import Overrides
 from lantern_bench.config.protocols import PROTOCOLS
 from lantern_bench.console import Console, Progress, duration
+from lantern_bench.errors import UserError
 from lantern_bench.runs import store
 from lantern_bench.runs.events import Emit, Event, ImageDone, Note, Share, Started
 from lantern_bench.runs.request import WORKER_TIMEOUT, plan_table, prepare
@@ -36,7 +37,9 @@ REPRODUCE_HELP = "Reproduce a published table: every relaxed cell with both resi
 @with_flags(EXPERIMENT_FLAGS)
 def sweep(
     ctx: typer.Context,
-    experiment: Annotated[str, typer.Argument(help="A YAML file, or the name of a shipped experiment.")] = "lanterns",
+    experiment: Annotated[
+        str | None, typer.Argument(help="A YAML file, or the name of a shipped experiment.", show_default="lanterns")
+    ] = None,
     modes: ModesOption = None,
     out: Annotated[Path | None, typer.Option(help="The run directory; by default results/<name>-<hash>.")] = None,
     resume: Annotated[bool, typer.Option(help="Resume the run, or start a new one beside it.")] = True,
@@ -55,8 +58,12 @@ def sweep(
     """Run an experiment: speed and quality of every cell, and the tables. The same command resumes it."""
     overrides = replace(Overrides.from_flags(flags, modes=modes or None, settings=settings or []), many=yes)
     published = ctx.info_name == "reproduce"  # the same command with other cells and another table
+    if published and experiment is None:
+        raise UserError(
+            "EXPERIMENT: no table to reproduce", "`lantern-bench experiments` lists them: lantern-table2, ..."
+        )
     request = prepare(
-        experiment, overrides, out=out, resume=resume, shard=shard, ray=ray, both_residuals=published,
+        experiment or "lanterns", overrides, out=out, resume=resume, shard=shard, ray=ray, both_residuals=published,
         worker_timeout=worker_timeout,
     )  # fmt: skip
     console: Console = ctx.obj

@@ -294,7 +294,7 @@ class CachedModel(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of the weights, except the head's, which is float32."""
+        """The type of the weights, except that of the bundled model's head, which is float32."""
         return next(self.parameters()).dtype
 
 

@@ -341,13 +341,13 @@ class TokenEmbedding(nn.Embedding):
 
 
 class Head(nn.Linear):
-    """Features to float32 logits, whatever the type of the other weights: moving keeps the head in its own type.
+    """Features to logits; moving keeps the head in its own type, whatever that of the other weights becomes.
 
-    Tokens are sampled by these numbers; bfloat16 logits would be off by 0.03.
+    The bundled model's is float32: tokens are sampled by its logits, and in bfloat16 they would be off by 0.03.
     """
 
     def forward(self, features: Tensor) -> Tensor:
-        """[..., dim] of any type -> float32 [..., V]."""
+        """[..., dim] of any type -> [..., V] of the head's."""
         return super().forward(features.to(self.weight.dtype))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:

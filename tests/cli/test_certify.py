@@ -65,8 +65,7 @@ def test_thorough_tests_the_model_under_every_filter() -> None:
     siblings = "static own-3-af3235"
     narrow = [CELLS[0], siblings, *DRAFTS, *CHAINS, CELLS[-1], f"{siblings}, traversal"]
     assert [row["setting"] for row in whole] == [*CELLS, *(f"{cell}, top-k 3" for cell in narrow)]
-    assert {row["setting"]: row["n"] for row in whole}["static small-7"] == "64"
-    assert {row["setting"]: row["n"] for row in whole}["dynamic 10n2d5b"] == "16"
+    assert {row["n"] for row in whole} == {"64"}
 
 
 def test_power_counts_the_images_of_each_mistake(

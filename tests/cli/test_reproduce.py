@@ -144,6 +144,11 @@ def test_reproduce_compares_both_residuals_with_the_paper(finished: Finished) ->
     assert len(accuracy) == 5 and accuracy["ours"].between(0, 1).all()
 
 
+def test_reproduce_needs_the_name_of_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["reproduce"]) == 2
+    assert "such as lantern-table2" in capsys.readouterr().err
+
+
 def test_reproduce_names_what_is_not_comparable(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The same command again decodes nothing and shows the same; in a table the remarks stand below it."""
     assert cli.main(["reproduce", "table.yaml", "--out", str(run), "--format", "md"]) == 0
