@@ -59,6 +59,8 @@ def frontier(out: Path) -> list[Path]:
     axes.set_yscale("symlog", linthresh=0.02)  # most cells are below: they get half of the height
     axes.set_ylim(-0.005, 0.5)
     axes.set_yticks([0, 0.01, 0.1, 0.3], ["0", "0.01", "0.1", "0.3"])
+    for point in points[~points["dominated"] | (points["mode"] == "ar")].itertuples():
+        axes.annotate(point.label, (point.speedup, point.distance), (0, 9), textcoords="offset points", ha="right")
     save_figure(picture, out, dpi=160, bbox_inches="tight", metadata={"Software": None})
     return [runs[0] / "speed.csv", runs[1] / "quality.csv"]
 
