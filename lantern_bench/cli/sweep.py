@@ -59,9 +59,8 @@ def sweep(
     overrides = replace(Overrides.from_flags(flags, modes=modes or None, settings=settings or []), many=yes)
     published = ctx.info_name == "reproduce"  # the same command with other cells and another table
     if published and experiment is None:
-        raise UserError(
-            "EXPERIMENT: no table to reproduce", "`lantern-bench experiments` lists them: lantern-table2, ..."
-        )
+        problem = "EXPERIMENT: no published table is named"
+        raise UserError(problem, "Name one, such as lantern-table2: `lantern-bench experiments` lists them.")
     request = prepare(
         experiment or "lanterns", overrides, out=out, resume=resume, shard=shard, ray=ray, both_residuals=published,
         worker_timeout=worker_timeout,
