@@ -14,7 +14,9 @@ from lantern_bench.certify.whole_image import NEAR_TIE, greedy_differences
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.plan import Prompt
 from lantern_bench.decoding.protocol import Logits
+from lantern_bench.models.lanterns import HELD_OUT, Lanterns
 from lantern_bench.models.loaded_model import LoadedModel
+from tests.decoding.mistakes import step_mistakes
 from tests.tiny_model import PROMPTS, TinyModel, TinySession, TinyTarget
 
 ALL = [Prompt(text) for text in PROMPTS]
@@ -31,6 +33,17 @@ def model() -> LoadedModel:
 
 def test_greedy_speculation_equals_greedy_decoding(model: LoadedModel) -> None:
     assert greedy_differences(model, ALL, GREEDY, batch=2) == dict.fromkeys(GREEDY, [None] * len(ALL))
+
+
+def test_a_wrong_cache_slot_after_a_switch_of_branches_is_rejected() -> None:
+    """The tables have no cache, and images need some hundred to show it."""
+    lanterns = Lanterns().load(torch.device("cpu"), torch.float32)
+    mistakes = step_mistakes(GREEDY["static"])
+    (mistake,) = [mistake for mistake in mistakes if mistake.name == "cache of the first branch after a switch"]
+    prompts = [Prompt(item.caption()) for item in HELD_OUT[:2]]
+    with mistake.patched():
+        differences = greedy_differences(lanterns, prompts, {"static": GREEDY["static"].changed(cfg_scale=2.0)})
+    assert identity_row("lanterns", "static", differences["static"], NEAR_TIE["float32"])["passed"] == "NO"
 
 
 class _Rounding(TinySession):
