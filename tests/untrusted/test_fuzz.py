@@ -157,6 +157,7 @@ def test_records_and_scores(count: int, tmp_path: Path) -> None:
 
 NUMBERS = ["0", "-1", "1e9", "1000000000", "1e39", "1" + 39 * "0", "nan", ",".join(map(str, range(1, 3001)))]
 CAPTION = "one round red lantern over a lake at dusk"
+GIGABYTES = {"plans": 1.0, "images": 2.5}  # decoding takes .9, and some more in a process of many commands
 SMALL = ["--threads", "1", "--set", "compile=false"]
 # What makes a command short; sweeps are planned, and every command with a model loads it in the long test alone.
 WORDS = {
@@ -235,7 +236,7 @@ for line in sys.stdin:
 def outcomes(kind: str, commands: list[list[str]]) -> list[tuple[list[str], int, float, float]]:
     """Run commands in a process; return each with its exit code, seconds of processor time and the peak of memory, GB.
 
-    The process is killed where it takes more than 1.5 GB or ten minutes for one command.
+    The process is killed where it takes half as much again as `GIGABYTES`, or ten minutes for one command.
     """
     pipes: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     child = subprocess.Popen([sys.executable, "-c", CHILD, kind], **pipes, text=True)
@@ -251,7 +252,7 @@ def outcomes(kind: str, commands: list[list[str]]) -> list[tuple[list[str], int,
             child.stdin.flush()
             for _ in range(6000):
                 assert child.poll() is None, (words, errors[-5:])
-                assert process.memory_info().rss < 1.5e9, words
+                assert process.memory_info().rss < 1.5e9 * GIGABYTES[kind], words
                 with contextlib.suppress(queue.Empty):
                     line = lines.get(timeout=0.1)
                     if line.startswith('["done"'):
@@ -274,7 +275,7 @@ def test_numbers_of_flags_are_found() -> None:
 
 @pytest.mark.parametrize("kind", ["plans", pytest.param("images", marks=[pytest.mark.long, pytest.mark.timeout(7200)])])
 def test_any_number_of_any_flag_is_refused_or_works(kind: str, tmp_path: Path) -> None:
-    """Exit code 2 or 3 within ten seconds of processor time, or the command works; in less than a gigabyte.
+    """Exit code 2 or 3 within ten seconds of processor time, or the command works; in less than `GIGABYTES`.
 
     Every run takes two of the numbers for each flag, and loads nothing; the long tests take all, and load the model.
     """
@@ -286,6 +287,10 @@ def test_any_number_of_any_flag_is_refused_or_works(kind: str, tmp_path: Path) -
         commands += [command_line(tmp_path, command, flag, parameter, number) for number in chosen]
     rows = outcomes(kind, commands)
     assert len(rows) == len(commands)
-    wrong = [row for row in rows if row[1] not in (0, 2, 3, 5) or row[3] > 1.0 or (row[1] in (2, 3) and row[2] > 10)]
+    wrong = [
+        row
+        for row in rows
+        if row[1] not in (0, 2, 3, 5) or row[3] > GIGABYTES[kind] or (row[1] in (2, 3) and row[2] > 10)
+    ]
     assert not wrong, "\n".join(f"{' '.join(words)[:300]}: {figures}" for words, *figures in wrong)
     assert {2, 3 if kind == "plans" else 0} <= {code for _, code, *_ in rows}
