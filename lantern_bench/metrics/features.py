@@ -165,8 +165,8 @@ def preprocess(picture: Tensor, preparation: Preparation) -> Tensor:
     if preparation.crop:
         height, width = picture.shape[1:]
         side = min(height, width)
-        top, left = (height - side) // 2, (width - side) // 2
-        picture = picture[:, top : top + side, left : left + side]
+        row, column = (height - side) // 2, (width - side) // 2
+        picture = picture[:, row : row + side, column : column + side]
     return resized(picture, preparation.size, Image.Resampling.LANCZOS)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from lantern_bench.runs.store import RunData
 from lantern_bench.schema import columns
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 # ---- The data behind the curves
@@ -40,7 +42,15 @@ def curve_tables(run: RunData) -> dict[str, pd.DataFrame]:
     """Return the tables of `tables_of`, `cells` (as `cells_of`) and `lengths`."""
     tables = tables_of(run)
     lengths = frame("lengths", (row for cell in run_cells(run) for row in _length_rows(cell)))
-    return {**tables, "cells": cells_of(tables), "lengths": lengths}
+    row_tokens = run.records.groupby("model")["tokens"].max().map(_row_tokens)
+    acceptance = tables["acceptance"].assign(row_tokens=tables["acceptance"]["model"].map(row_tokens))
+    return {**tables, "acceptance": acceptance, "cells": cells_of(tables), "lengths": lengths}
+
+
+def _row_tokens(tokens: int) -> float:
+    """The tokens of a row of an image with as many rows as columns, or also an end of each row; else NaN."""
+    rows = math.isqrt(tokens)
+    return tokens // rows if tokens in (rows**2, rows * (rows + 1)) else math.nan
 
 
 def choose_cells(runs: Mapping[str, Tables], patterns: Sequence[str]) -> dict[str, Tables]:
@@ -300,7 +310,7 @@ def to_matplotlib(chart: Chart, styles: Styles, width: float = WIDTHS["two"]) ->
     across = min(round(width / 2), len(groups)) if chart.panels else 1
     down = -(-len(groups) // across) if chart.panels else 1
     figure = Figure((width, 1.5 * down + 0.6 if chart.panels else 1.0 + 0.35 * width), layout="constrained")
-    panels = list(figure.subplots(down, across, sharex=True, sharey=True, squeeze=False).ravel())
+    panels: list[Axes] = list(figure.subplots(down, across, sharex=True, sharey=True, squeeze=False).ravel())
     for number, rows in enumerate(groups):
         axes = panels[number if chart.panels else 0]
         style, is_hollow = styles[cell_key(rows.iloc[-1])], "dominated" in rows and bool(rows["dominated"].iloc[0])
@@ -310,6 +320,8 @@ def to_matplotlib(chart: Chart, styles: Styles, width: float = WIDTHS["two"]) ->
             elinewidth=0.8, markersize=3 if chart.panels else 5, linestyle=style.line if chart.joined else "none",
             alpha=0.38 if is_hollow else 1.0, markerfacecolor="none" if is_hollow else style.colour,
         )  # fmt: skip
+        if chart.x == "middle" and pd.notna(row := rows["row_tokens"].iloc[0]):
+            _draw_row_ends(axes, int(row), int(rows["index_end"].max()) + 1)
     if chart.y in ("rate", "share"):
         panels[0].set_ylim(0, 1.02 if chart.y == "rate" else None)
     if chart.x_is_count:
@@ -342,3 +354,11 @@ def to_matplotlib(chart: Chart, styles: Styles, width: float = WIDTHS["two"]) ->
         lines, names, loc="outside lower left", ncols=columns, frameon=False, fontsize="small", handlelength=3.2
     )
     return figure
+
+
+def _draw_row_ends(axes: Axes, row: int, tokens: int) -> None:
+    """Draw a thin line between rows of the image; ticks are at whole rows."""
+    axes.set_xticks(range(0, tokens + 1, row * max(1, round(tokens / row / 4))))
+    axes.grid(visible=False, axis="x")
+    for end in range(row, tokens, row):
+        axes.axvline(end - 0.5, color="#CCCCCC", linewidth=0.4, zorder=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 
 import pandas as pd
@@ -108,6 +109,16 @@ def test_positions_are_pooled(tables):
     assert (pooled["index_end"] - pooled["index"]).max() == 6
     short = acceptance_points({"run": tables}, "position")
     assert (short["index"] == short["index_end"]).all()
+
+
+@pytest.mark.parametrize(("tokens", "row"), [(256, 16), (16 * 17, 17), (250, math.nan)])
+def test_positions_show_the_rows_of_the_image(tokens, row):
+    long = [make_record(STRICT, 0, [[-1]] * (tokens - 1), 1.0)]
+    tables = {"run": tables_from(long)}
+    chart = next(chart for chart in charts(tables) if chart.panels)
+    lines = to_matplotlib(chart, run_styles(tables)).axes[0].lines
+    ends = [float(line.get_xdata()[0]) for line in lines if line.get_color() == "#CCCCCC"]
+    assert ends == ([] if math.isnan(row) else [row * number - 0.5 for number in range(1, 16)])
 
 
 def test_a_point_is_dominated_when_another_beats_it():
