@@ -75,6 +75,13 @@ def test_evidence_follows_its_definition() -> None:
     assert shown.starts.tolist() == [[False, True]]
 
 
+def test_the_drafter_is_restricted_to_the_tokens_of_its_own_position() -> None:
+    p, q = torch.tensor([[0.6, 0.3, 0.07, 0.03], [0.03, 0.07, 0.3, 0.6]]), torch.tensor([0.1, 0.2, 0.3, 0.4])
+    tokens, sampling = torch.tensor([[0, 2]]), Decoding(mode="ar", top_k=2)
+    shown = evidence(p.log()[None], q.expand(1, 1, 4), tokens, [[1]], sampling, 1e-3)
+    assert shown.ratio[0] == pytest.approx([1.0, (0.3 / 0.7) / (0.3 / 0.9)], abs=1e-6)
+
+
 @pytest.mark.parametrize("filters", [{"top_k": 2}, {"top_p": 0.6614}])
 def test_tokens_that_rounding_moves_across_a_filter_are_left_out(filters: dict[str, Any]) -> None:
     near, far = [2.0, 1.0, 0.9999, 0.9], [2.0, 1.0, 0.5, 0.4]
