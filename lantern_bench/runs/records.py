@@ -149,6 +149,7 @@ def read_frame(path: Path, table: str, wanted: Collection[str] | None = None) ->
     kinds = {column.name: column.dtype for column in columns(table)}
     dtypes = {name: _DTYPES.get(kinds[name], "object") for name in names}
     chunks, texts = [pd.DataFrame(columns=names, dtype=object).astype(dtypes)], dict[Any, Any]()
+    collects = gc.isenabled()
     gc.disable()  # the collector would look through the new lists again and again
     try:
         while chunk := list(islice(rows, _CHUNK)):  # the objects of all rows would take more room than arrays
@@ -159,7 +160,8 @@ def read_frame(path: Path, table: str, wanted: Collection[str] | None = None) ->
                 series[name] = pd.Series(shared, dtype=dtypes[name])
             chunks.append(pd.DataFrame(series))
     finally:
-        gc.enable()
+        if collects:
+            gc.enable()
     return pd.concat(chunks, ignore_index=True)
 
 
