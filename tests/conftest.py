@@ -6,10 +6,12 @@ copies it first (`dataclasses.replace`, `shutil.copytree`).
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -80,3 +82,16 @@ def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         command = ["sweep", str(folder / "tiny.yaml"), "--threads", "1", "--out", str(folder / "run")]
         assert cli.main(command) == 0
     return folder / "run"
+
+
+@pytest.fixture
+def published_forms(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The example package `published_forms`, installed: the draftings of SCD and SJD-PAC as their authors coded them."""
+    from lantern_bench.methods import tables
+
+    monkeypatch.syspath_prepend(str(Path(__file__).parent / "examples" / "published_forms"))
+    package = importlib.import_module("published_forms")
+    for row in (package.SCD, package.SJD_PAC):
+        monkeypatch.setitem(tables.DRAFTINGS, row.name, row)
+        monkeypatch.setitem(tables.MODES, row.name, tables.Mode(row.name, row.name, "strict", row.legend))
+    return importlib.import_module("published_forms.draftings")

@@ -19,7 +19,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from lantern_bench.decoding.acceptance.rule import neighbour_mass
 from lantern_bench.decoding.compile import Engine
 from lantern_bench.decoding.neighbours import nearest_codes
 from lantern_bench.methods.tables import RULES
@@ -112,7 +111,7 @@ def test_a_broken_package_is_named_and_disables_nothing_else(tmp_path: Path) -> 
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(RULES, "by-distance", runpy.run_path(str(EXAMPLE / "distance_rule.py"))["RULE"])
+    monkeypatch.setitem(RULES, "by-distance", runpy.run_path(str(EXAMPLE / "distance_rule.py"))["by_distance"])
 
 
 def drafts_of(count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -132,7 +131,8 @@ def most(p: torch.Tensor, codes: torch.Tensor, table: torch.Tensor, x: int, k: i
 
 def test_the_rule_keeps_its_limit_and_takes_as_much_as_it_may(installed: None) -> None:
     p, codes, table, tokens = drafts_of(40)
-    mass, taken = neighbour_mass(view_of(p, tokens, rule_named("by-distance", 8, 0.4, table=table, codebook=codes)))
+    rule = rule_named("by-distance", 8, 0.4, table=table, codebook=codes)
+    mass, taken = rule.neighbour_mass(view_of(p, tokens, rule))
     limits = torch.tensor([most(row, codes, table, x, 8, 0.4) for row, x in zip(p, tokens.tolist(), strict=True)])
     assert (mass <= limits + 1e-7).all()
     counts = taken.sum(1)

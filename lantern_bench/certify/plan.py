@@ -51,7 +51,11 @@ class Claim(NamedTuple):
     cell: Cell
     form: str = ""  # the values in which the cell differs from its mode
     source: str = ""  # arXiv number
-    is_ours: bool = True  # False: the form of the authors' code, where it is not ours
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether this package stands for the claim: not for a drafting whose row says that it is not lossless."""
+        return self.cell.decoding.drafting_row.lossless
 
     @property
     def is_lossless(self) -> bool:
@@ -73,7 +77,7 @@ def audited_cells(names: Collection[str]) -> list[dict[str, Any]]:
         {"mode": mode.name, **values}
         for mode in MODES.values()
         if {mode.name, "all"} & set(names)
-        for values in ({}, *mode.variants, *mode.published)
+        for values in ({}, *mode.variants)
     ]
     if "all" not in names:
         return modes
@@ -85,9 +89,8 @@ def audited_cells(names: Collection[str]) -> list[dict[str, Any]]:
 def claim_of(cell: Cell) -> Claim:
     """Return what is claimed of a cell, by the row of its mode or of its rule."""
     decoding, mode, rule = cell.decoding, MODES[cell.decoding.mode], cell.decoding.rule_row
-    has_own_rule, forms = rule.name == mode.rule, (*mode.published, *mode.variants)
-    matching = [values for values in forms if all(decoding.value(key) == value for key, value in values.items())]
+    has_own_rule = rule.name == mode.rule
+    matching = [values for values in mode.variants if all(decoding.value(key) == value for key, value in values.items())]
     values = {**({} if has_own_rule else {"rule": rule.name}), **(matching[0] if matching else {})}
     source = mode.source if has_own_rule and mode.source else rule.source
-    is_ours = not matching or matching[0] not in mode.published
-    return Claim(cell, ", ".join(f"{key} {value}" for key, value in values.items()), source, is_ours)
+    return Claim(cell, ", ".join(f"{key} {value}" for key, value in values.items()), source)

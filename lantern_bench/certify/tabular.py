@@ -44,11 +44,14 @@ class TabularModel(Target):
         self.p = torch.randn(2, states, vocab, generator=generator) * 1.3
         self.q = self.p + torch.randn(2, states, vocab, generator=generator) * drafter_noise
         self.target = self
-        self.drafter: Any = SimpleNamespace(session=lambda batch, guided, _nodes: _DrafterSession(self, batch, guided))
+        self.drafter: Any = SimpleNamespace(session=self._drafter_session)
 
     def session(self, batch: int, guided: bool, nodes: int) -> _TargetSession:  # noqa: ARG002
         """A session; trees may have any number of nodes."""
         return _TargetSession(self, batch, guided)
+
+    def _drafter_session(self, batch: int, guided: bool, nodes: int) -> _DrafterSession:  # noqa: ARG002
+        return _DrafterSession(self, batch, guided)
 
     def state_after(self, state: Tensor, tokens: Tensor) -> Tensor:
         """Append tokens to prefixes written in base V + 1, of which the last `memory` digits count."""

@@ -14,11 +14,10 @@ from lantern_bench.certify.plan import CertificationPlan, Claim
 from lantern_bench.certify.tabular import TOKENS, table_tokens
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.acceptance.children import Acceptance, Children, accept_children
-from lantern_bench.decoding.acceptance.rule import AcceptanceRule
+from lantern_bench.decoding.acceptance.rule import AcceptanceRule, TreeRule
 from lantern_bench.decoding.drafting.draft_method import DraftMethod
 from lantern_bench.decoding.protocol import Target
 from lantern_bench.methods.draftings import Drafting
-from lantern_bench.methods.parameters import load_code
 from lantern_bench.methods.rules import Rule
 from lantern_bench.methods.tables import DRAFTINGS, RULES, can_decide, defaults_for, fresh_drafts_problem
 from lantern_bench.methods.trees import STATIC_TREES, check_topology, is_chain
@@ -98,9 +97,9 @@ def lossless_pairs() -> Iterator[tuple[Rule, Drafting]]:
     codes = set[tuple[Any, str]]()
     for rule, drafting in itertools.product(RULES.values(), DRAFTINGS.values()):
         are_lossless = rule.lossless and rule.name != "none" and drafting.lossless and drafting.drafts
-        is_repeated = drafting.chain and (rule.accept, drafting.name) in codes
+        is_repeated = drafting.chain and (rule.accept_tree, drafting.name) in codes
         if are_lossless and can_decide(rule.name, drafting.name) and not is_repeated:
-            codes.add((rule.accept, drafting.name))
+            codes.add((rule.accept_tree, drafting.name))
             yield rule, drafting
 
 
@@ -180,13 +179,13 @@ Accept: TypeAlias = Callable[[Children, AcceptanceRule], Acceptance]
 
 def broken_trials(trial: Trial) -> list[Trial]:
     """Return a trial with the mistakes that any rule can have."""
-    accept = load_code(code) if (code := trial.decoding.rule_row.accept) else accept_children
+    accept = trial.decoding.rule_row.accept_tree or accept_children
     mistakes: dict[str, Accept] = {
         "residual left out": partial(without_residual, accept=accept),
         "a draft accepted once too often in 50": partial(accepted_too_often, accept=accept),
     }
     several = replace(trial, images=_BROKEN_FACTOR * trial.images)
-    return [replace(several, broken=name, rule=AcceptanceRule(accept=code)) for name, code in mistakes.items()]
+    return [replace(several, broken=name, rule=TreeRule(accept_tree=code)) for name, code in mistakes.items()]
 
 
 def without_residual(children: Children, rule: AcceptanceRule, accept: Accept = accept_children) -> Acceptance:

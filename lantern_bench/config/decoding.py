@@ -175,7 +175,7 @@ class Decoding:
         _check_together(values, mode, drafting, rule, paths)
         if values["temperature"] == 0:  # it uses no filters and no residual (docs/algorithms.md, section 3)
             values |= {key: PARAMETERS[key].default for key in values if PARAMETERS[key].sampled_only}
-            drafting, rule = DRAFTINGS[drafting].published_form_of or drafting, RULES[rule].greedy_rule
+            rule = RULES[rule].greedy_rule
             values = {key: value for key, value in values.items() if has_parameter(key, drafting, rule)}
         ordered = tuple((key, values[key]) for key in PARAMETERS if key in values)
         fields = (mode, drafting, rule, ordered, paths, cfg_default)

@@ -4,8 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from lantern_bench.clock import Usage
+
+NOT_OFFERED = -2
+"""In `child_rank`: a depth at which no child was offered; -1 stands for one at which all were rejected."""
+
+
+class StepRecord(NamedTuple):
+    """What one step did to one image."""
+
+    start: int  # tokens committed before the step
+    accepted: int  # drafts accepted
+    offered_depth: int  # depth drafted; 0 or less: nothing was drafted
+    child_rank: list[int]  # rank of the accepted child at each depth, -1 or `NOT_OFFERED`
+    neighbour_mass: float  # m(x) summed over accepted drafts
+    neighbour_mass_tried: float  # m(x) summed over tried drafts
 
 
 @dataclass(frozen=True)
@@ -43,25 +58,27 @@ class ImageTrace:
         return self.tokens / self.target_forwards
 
 
-def image_trace(
-    tokens_wanted: int, rows: Sequence[Sequence[int]], masses: Sequence[Sequence[float]], forwards: int
-) -> ImageTrace:
-    """Return an image's trace without times from the counters of `Progress`; `forwards` of the drafter a step."""
-    # A finished image of a batch idles along; its steps end where it was complete.
-    rows = [row for row in rows if row[0] < tokens_wanted]
-    masses = masses[: len(rows)]
-    uncut = [row[1] + 1 for row in rows]
-    committed = [min(count, tokens_wanted - row[0]) for count, row in zip(uncut, rows, strict=True)]
+def image_trace(records: Sequence[StepRecord], tokens_wanted: int, drafter_forwards: int) -> ImageTrace:
+    """Return an image's trace, without times.
+
+    Args:
+        records: What each step of its batch did. A complete image idles along in a batch; its steps end before.
+        tokens_wanted: How many tokens were asked for.
+        drafter_forwards: How many forwards of the drafter each step took.
+    """
+    steps = [record for record in records if record.start < tokens_wanted]
+    uncut = [step.accepted + 1 for step in steps]
+    committed = [min(count, tokens_wanted - step.start) for count, step in zip(uncut, steps, strict=True)]
     return ImageTrace(
-        start=[row[0] for row in rows],
+        start=[step.start for step in steps],
         committed=committed,
         uncut=uncut,
-        accepted=[min(row[1], count) for row, count in zip(rows, committed, strict=True)],
-        offered_depth=[max(0, row[2]) for row in rows],
-        child_rank=[[rank for rank in row[3:] if rank != -2] for row in rows],
-        target_forwards=len(rows) + 1,
-        drafter_forwards=forwards * len(rows),
+        accepted=[min(step.accepted, count) for step, count in zip(steps, committed, strict=True)],
+        offered_depth=[max(0, step.offered_depth) for step in steps],
+        child_rank=[[rank for rank in step.child_rank if rank != NOT_OFFERED] for step in steps],
+        target_forwards=len(steps) + 1,
+        drafter_forwards=drafter_forwards * len(steps),
         tokens=min(tokens_wanted, 1 + sum(committed)),
-        neighbour_mass=sum((pair[0] for pair in masses), 0.0),
-        neighbour_mass_tried=sum((pair[1] for pair in masses), 0.0),
+        neighbour_mass=sum((step.neighbour_mass for step in steps), 0.0),
+        neighbour_mass_tried=sum((step.neighbour_mass_tried for step in steps), 0.0),
     )

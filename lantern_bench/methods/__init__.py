@@ -12,4 +12,7 @@ from lantern_bench.methods.parameters import number as number
 from lantern_bench.methods.parameters import whole_number as whole_number
 from lantern_bench.methods.parameters import word as word
 from lantern_bench.methods.rules import Rule as Rule
+from lantern_bench.methods.rules import neighbour_rule as neighbour_rule
+from lantern_bench.methods.rules import probability_rule as probability_rule
+from lantern_bench.methods.rules import tree_rule as tree_rule
 from lantern_bench.methods.tables import Mode as Mode

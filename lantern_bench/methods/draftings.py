@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -32,7 +32,7 @@ class Drafting:
     about: str
     parameters: tuple[Parameter, ...] = ()  # its own, and shipped ones
     defaults: Values = field(default_factory=dict)  # of its parameters
-    published_form_of: str = ""  # the lossless drafting that published code differs from, but for temperature 0
+    lossless: bool = True  # whether the tokens keep the target's distribution under a strict rule
     needs_drafter: bool = True  # whether it uses the model's drafter; without it, models need none
     sampled: bool = True  # drafts are drawn from q; False: a draft is deterministic, and its q is 1
     chain: bool = False  # its drafts never branch; the shape of a static tree says that itself
@@ -51,11 +51,6 @@ class Drafting:
     def drafts(self) -> bool:
         """Whether there are drafts at all."""
         return bool(self.make)
-
-    @property
-    def lossless(self) -> bool:
-        """Whether the tokens keep the target's distribution under a strict rule."""
-        return not self.published_form_of
 
     @cached_property
     def parameter_names(self) -> frozenset[str]:
@@ -104,13 +99,6 @@ def _pac_nodes(values: Values) -> int:
     return int(sum(values["candidates"] ** depth for depth in range(1, branching + 1)) + values["window"] - branching)
 
 
-def _published_problem(values: Values) -> tuple[str, str] | None:
-    for key, setting in (("coupling", "maximal"), ("initial", "uniform")):
-        if values[key] != setting:
-            return key, f"the published code differs only with {key} {setting}"
-    return None
-
-
 TREE = structure(
     "tree",
     Kind(Any, "must be a tree", "string", tuple(STATIC_TREES)),
@@ -148,7 +136,7 @@ SHARE = structure(
     rare=True,
 )
 
-_JACOBI = Drafting(
+JACOBI = Drafting(
     "jacobi",
     make="lantern_bench.decoding.drafting.jacobi:JacobiDrafting",
     about="the target's own last answers",
@@ -161,7 +149,7 @@ _JACOBI = Drafting(
     label=_jacobi_label,
     nodes=lambda values: values["window"],
 )
-_PAC = Drafting(
+PAC = Drafting(
     "pac",
     make="lantern_bench.decoding.drafting.pac:PacDrafting",
     about="Jacobi drafts with siblings",
@@ -184,25 +172,8 @@ SHIPPED_DRAFTINGS = (
         small={"tree": "small-7"},
         label=lambda values: values.get("tree"),
     ),
-    _JACOBI,
-    replace(
-        _JACOBI,
-        name="scd-published",
-        make="lantern_bench.decoding.drafting.published:PublishedScd",
-        about="as SCD's authors coded it, not lossless",
-        defaults={"window": 16, "coupling": "maximal"},
-        published_form_of="jacobi",
-        problem=_published_problem,
-    ),
-    _PAC,
-    replace(
-        _PAC,
-        name="sjd-pac-published",
-        make="lantern_bench.decoding.drafting.published:PublishedSjdPac",
-        about="as SJD-PAC's authors coded it, not lossless",
-        published_form_of="pac",
-        problem=_published_problem,
-    ),
+    JACOBI,
+    PAC,
     Drafting(
         "hybrid",
         make="lantern_bench.decoding.drafting.jacobi:HybridDrafting",

@@ -39,8 +39,6 @@ class Mode:
     defaults: Values = field(default_factory=dict)  # replace those of drafting and rule, if a cell has the parameter
     source: str = ""  # arXiv number of their paper; empty: the rule's
     variants: tuple[Values, ...] = ()  # further values that `certify --modes` tests (certify/plan.py)
-    # Values that make the form of the authors' code where ours differs: the claim that is tested is theirs alone.
-    published: tuple[Values, ...] = ()
 
 
 SHIPPED_MODES = (
@@ -66,7 +64,6 @@ SHIPPED_MODES = (
         {"coupling": "maximal"},
         source="2510.24211",
         variants=({"coupling": "gumbel"},),
-        published=({"drafting": "scd-published"},),
     ),
     Mode(
         "sjd-pac",
@@ -76,7 +73,6 @@ SHIPPED_MODES = (
         "#44AA99",
         source="2603.18599",
         variants=({"coupling": "gumbel"},),
-        published=({"drafting": "sjd-pac-published"},),
     ),
     Mode("hybrid", "hybrid", "strict", "hybrid", "#999933", variants=({"coupling": "none"}, {"coupling": "gumbel"})),
     Mode("cool-sd", "static", "cool-sd", "Cool-SD", "#56B4E9"),
@@ -149,8 +145,9 @@ def _fault(row: Any, row_class: type[_Row], taken: Collection[str]) -> str | Non
 def _rule_fault(rule: Rule, draftings: Collection[str]) -> str | None:
     if rule.drafting not in draftings:
         return f"its drafting {rule.drafting!r} must be one of {', '.join(draftings)}"
-    if sum(code is not None for code in (rule.limit, rule.chance, rule.accept)) > 1:
-        return "it has more than one of `limit`, `chance` and `accept`"
+    functions = (rule.mass_limit, rule.acceptance_probability, rule.accept_tree)
+    if sum(function is not None for function in functions) > 1:
+        return "it has more than one of `mass_limit`, `acceptance_probability` and `accept_tree`"
     if not rule.lossless and rule.neighbours is not None and rule.neighbours < 1:
         return f"its neighbours {rule.neighbours} must be at least 1"
     return None

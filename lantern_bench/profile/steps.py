@@ -18,7 +18,7 @@ from lantern_bench.config.decoding import Decoding, ParameterError
 from lantern_bench.decoding.drafting import drafting_of
 from lantern_bench.decoding.loop import decode
 from lantern_bench.decoding.sampling import greedy_probabilities, guide
-from lantern_bench.decoding.step import scoring
+from lantern_bench.decoding.step import TreeInputs, tree_scorer
 from lantern_bench.decoding.teacher_forcing import teacher_forced
 from lantern_bench.decoding.trace import ImageTrace
 from lantern_bench.errors import UserError
@@ -63,14 +63,15 @@ def forward_ms(model: LoadedModel, condition: Any, nodes: int, cfg_scale: float,
     """Return the median milliseconds of a guided forward over a chain of `nodes`, with half an image in the cache."""
     target = model.target
     device = target.device
-    session, run = scoring(target, 1, nodes, cfg_scale, model.engine)
+    session, score = tree_scorer(target, 1, nodes, cfg_scale, model.engine)
     session.prefill(condition)
     path = torch.zeros(1, 1, dtype=torch.int64, device=device)
     session.commit(path, torch.full((1,), target.image_tokens // 2, device=device))
     chain = torch.ones(nodes, nodes, dtype=torch.bool, device=device).tril()[None]
     tokens = torch.zeros(1, nodes, dtype=torch.int64, device=device)
     depths = torch.arange(nodes, device=device)[None]
-    seconds = seconds_of(lambda: run(tokens, depths, chain), device, _WARM_FORWARDS + repeats)
+    tree = TreeInputs(tokens=tokens, depths=depths, attention=chain)
+    seconds = seconds_of(lambda: score(tree), device, _WARM_FORWARDS + repeats)
     return 1e3 * median(seconds[_WARM_FORWARDS:])
 
 

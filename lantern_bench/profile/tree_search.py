@@ -135,7 +135,7 @@ def searched_lossless() -> list[tuple[str, str, str]]:
     """Return (mode, drafting, rule) of every lossless way to decode whose drafts are searched."""
     rules = [name for name, row in RULES.items() if row.lossless and name != "none"]
     # Rules of one function are the same rule on a chain: the first stands for them.
-    first_of = {RULES[name].accept: name for name in reversed(rules)}
+    first_of = {RULES[name].accept_tree: name for name in reversed(rules)}
     on_chains = [name for name in rules if name in first_of.values()]
     methods = []
     for drafting in SEARCHED:

@@ -90,8 +90,8 @@ class CellRecords:
     def is_lossless(self) -> bool:
         """Whether the cell decodes losslessly, as `Decoding.lossless` says before it is decoded."""
         drafting, rule = DRAFTINGS.get(str(self.columns["drafting"])), RULES.get(str(self.columns["rule"]))
-        if drafting is None or rule is None or str(self.columns["tree"]).endswith("-published"):
-            return False  # of a package that is not installed; or published code, as earlier versions recorded it
+        if drafting is None or rule is None:
+            return False  # of a package that is not installed
         return drafting.lossless and rule.lossless
 
     @cached_property

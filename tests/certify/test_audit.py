@@ -19,7 +19,7 @@ from lantern_bench.cli import main as cli
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.experiment import Cell
 from lantern_bench.decoding.acceptance import walk
-from lantern_bench.decoding.acceptance.rule import AcceptanceRule
+from lantern_bench.decoding.acceptance.rule import TreeRule
 from lantern_bench.methods import tables as method_tables
 from lantern_bench.methods.tables import Mode
 from lantern_bench.models import registry
@@ -36,7 +36,7 @@ def test_every_mode_and_every_rule_is_audited() -> None:
     assert {cell.get("rule", modes[cell["mode"]].rule) for cell in cells} == set(method_tables.RULES)
     for mode in modes.values():
         of_mode = [cell for cell in cells if cell["mode"] == mode.name and cell.get("rule", mode.rule) == mode.rule]
-        assert len(of_mode) == 1 + len(mode.variants) + len(mode.published)
+        assert len(of_mode) == 1 + len(mode.variants)
         assert audited_cells([mode.name]) == of_mode
 
 
@@ -48,15 +48,21 @@ def test_shipped_modes_and_rules_name_their_source() -> None:
 
 
 def test_a_new_row_is_audited_with_its_forms(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = Mode("new", "static", "strict", "new", None, source="2601.00001", published=({"tree": "chain-3"},))
+    row = Mode("new", "static", "strict", "new", None, source="2601.00001", variants=({"tree": "chain-3"},))
     monkeypatch.setitem(method_tables.MODES, "new", row)
     assert audited_cells(["new"]) == [
         {"mode": "new"},
         {"mode": "new", "tree": "chain-3"},
     ]
-    ours, theirs = (claim_of(Cell("tiny", Decoding(mode="new", tree=tree))) for tree in ("small-7", "chain-3"))
-    assert (ours.form, ours.is_lossless, ours.source, ours.is_ours) == ("", True, "2601.00001", True)
-    assert (theirs.form, theirs.is_ours) == ("tree chain-3", False)
+    plain, variant = (claim_of(Cell("tiny", Decoding(mode="new", tree=tree))) for tree in ("small-7", "chain-3"))
+    assert (plain.form, plain.is_lossless, plain.source, plain.is_ours) == ("", True, "2601.00001", True)
+    assert (variant.form, variant.is_ours) == ("tree chain-3", True)
+
+
+@pytest.mark.usefixtures("published_forms")
+def test_the_claim_of_a_form_that_is_not_lossless_is_its_authors() -> None:
+    claim = claim_of(Cell("tiny", Decoding(mode="scd-published")))
+    assert claim.is_lossless and not claim.is_ours
 
 
 def test_g_test_equals_scipys_and_pools_rare_cells() -> None:
@@ -82,7 +88,7 @@ def test_p_values_of_a_lossless_decoding_are_uniform() -> None:
 
 def test_a_missing_residual_is_rejected_and_its_tv_estimated() -> None:
     right, (_, right_high) = g_tests(STATIC, table_images(STATIC, range(10_000)))
-    rule = AcceptanceRule(accept=strict_without_residual)
+    rule = TreeRule(accept_tree=strict_without_residual)
     broken, (broken_low, _) = g_tests(STATIC, table_images(STATIC, range(10_000), rule))
     print(f"right {right}, broken {broken}")
     assert min(right.values()) > LEVEL
@@ -119,15 +125,19 @@ def test_the_distribution_of_later_tokens_is_that_of_all_tokens() -> None:
 
 
 def audited(claim: str, is_ours: bool, p: float, broken: float | None = None) -> tuple[Claim, list[TrialResult]]:
-    relaxed = {"mode": "lantern++", "lambda": 2}
-    values: dict[str, Any] = {"mode": "speculative"} if claim == "lossless" else relaxed
-    cell = Cell("tiny", Decoding(tree="small-7", temperature=1 + p, **values))
+    values: dict[str, Any] = {"mode": "speculative", "tree": "small-7"}
+    if claim == "relaxed":
+        values = {"mode": "lantern++", "lambda": 2, "tree": "small-7"}
+    if not is_ours:
+        values = {"mode": "scd-published"}
+    cell = Cell("tiny", Decoding(temperature=1 + p, **values))
     results = [TrialResult(str(p), None, {"a": p, "b": 0.5, "c": 0.5, "d": 0.5}, 100, 700, tv=(0.1, 0.2))]
     if broken is not None:
         results.append(TrialResult(str(p), "mistake", {"a": broken}, 100, 700, tv=(0.1, 0.2)))
-    return Claim(cell, is_ours=is_ours), results
+    return Claim(cell), results
 
 
+@pytest.mark.usefixtures("published_forms")
 def test_verdicts() -> None:
     several = [
         audited("lossless", True, 0.4, 1e-9),
@@ -179,10 +189,10 @@ def test_the_audit_is_written_and_shown(
     assert {row["mode"] for row in rows} == set(method_tables.MODES)
     for row in rows:
         assert row["table_images"] == "320"
-        is_ours = row["claim"] == "lossless" and not str(row["form"]).endswith("-published")
-        assert row["passed"] in (("yes", "weak") if is_ours else ("",))
+        is_lossless = row["claim"] == "lossless"
+        assert row["passed"] in (("yes", "weak") if is_lossless else ("",))
         assert (row["images"] != "") == (row["claim"] == "lossless")
-        assert (row["power_p"] != "") == (is_ours and row["mode"] != "ar")
+        assert (row["power_p"] != "") == (is_lossless and row["mode"] != "ar")
     shown = capsys.readouterr().out
     assert "no difference found" in shown and "relaxed, as claimed" in shown
     tests = rows_of("results/audit-tiny/lossless_tests.csv")

@@ -19,6 +19,7 @@ IMAGES = 60_000
 Q, R, P = torch.tensor([0.5, 0.5]), torch.tensor([0.75, 0.25]), torch.tensor([0.5, 0.5])
 
 
+@pytest.mark.usefixtures("published_forms")
 @pytest.mark.parametrize(("drafting", "verified_with"), [("jacobi", "r"), ("scd-published", "q")])
 def test_an_old_q_kept_with_a_draft(drafting: str, verified_with: str) -> None:
     # Draft 0 is kept, 1 is kept, and 1 is redrawn, to 0: their chances, and the q of token 0 that verifies each.

@@ -32,7 +32,7 @@ class Entry(NamedTuple):
 
 
 def some(**changes: Any) -> Rule:
-    values: dict[str, Any] = {"name": "mine", "limit": lambda draft, values: values["bound"] * draft.p_x}
+    values: dict[str, Any] = {"name": "mine", "neighbours": 10, "mass_limit": lambda draft, values: values["bound"] * draft.p_x}
     return Rule(**values | changes)
 
 
@@ -50,7 +50,7 @@ def number(name: str, **changes: Any) -> Parameter:
         (some(drafting="none"), "must be one of static, dynamic"),
         (some(neighbours=0), "at least 1"),
         (some(neighbours="3"), "TypeError"),
-        (some(chance=lambda draft, values: draft.strict_ratio), "more than one of `limit`, `chance` and `accept`"),
+        (some(acceptance_probability=lambda draft, values: draft.strict_ratio), "it has more than one of `mass_limit`"),
         (some(parameters=(number("my-number"),)), "its parameter 'my-number' must be lower-case letters, digits and _"),
         (some(parameters=(number("delta"),)), "the name of its parameter delta is taken"),
         (some(parameters=(number("mine", help=None),)), "needs texts"),
@@ -146,6 +146,6 @@ def test_a_fingerprint_is_of_the_file_that_the_code_stands_in(tmp_path: Path) ->
         path.write_text(text)
         space: dict[str, Any] = {}
         exec(compile(text, str(path), "exec"), space)
-        prints.add(some(limit=space["limit"]).fingerprint())
+        prints.add(some(mass_limit=space["limit"]).fingerprint())
     assert len(prints) == 2
-    assert all(len(digits) == 16 for digits in [*prints, some(limit=None).fingerprint()])
+    assert all(len(digits) == 16 for digits in [*prints, some(mass_limit=None).fingerprint()])

@@ -20,7 +20,7 @@ from lantern_bench.certify.trials import accepted_too_often, without_residual
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding import step
 from lantern_bench.decoding.acceptance.children import Acceptance, Children, accept_children
-from lantern_bench.decoding.acceptance.rule import AcceptanceRule, multiplicative_limit
+from lantern_bench.decoding.acceptance.rule import AcceptanceRule, NeighbourRule, ProbabilityRule, TreeRule
 from lantern_bench.decoding.acceptance.traversal import accept_traversal
 from lantern_bench.decoding.acceptance.walk import Verdict, verify
 from lantern_bench.decoding.drafting import drafting_of
@@ -28,6 +28,7 @@ from lantern_bench.decoding.drafting.draft_method import Drafted, DraftInputs, D
 from lantern_bench.decoding.drafting.jacobi import HybridDrafting, JacobiDrafting
 from lantern_bench.decoding.protocol import DecodableModel, Target
 from lantern_bench.decoding.sampling import Draws, decoding_probabilities, guide, probabilities
+from lantern_bench.methods.tables import RULES
 from lantern_bench.models.transformer import KVCache
 
 
@@ -43,7 +44,7 @@ class Mistake:
 
     def acceptance_rule(self) -> AcceptanceRule | None:
         """Return the rule that is wrong, if it is the rule."""
-        return self.rule or (AcceptanceRule(self.name, accept=self.accept) if self.accept else None)
+        return self.rule or (TreeRule(self.name, accept_tree=self.accept) if self.accept else None)
 
     def arguments(self, decoding: Decoding, target: Any, batch: int) -> dict[str, Any]:
         """Return the arguments of `decode` that make this mistake with `batch` images."""
@@ -73,7 +74,8 @@ def rule_mistakes(decoding: Decoding, model: DecodableModel) -> list[Mistake]:
         return [*mistakes, Mistake("share not updated after a rejection", stale)]
     codes: Any = model.target.vocab_size
     k = 2 if codes < 10 else min(100, codes // 4)
-    relaxed = AcceptanceRule("relaxed", {"lambda": 2.0}, multiplicative_limit, neighbours=k)
+    limit = RULES["multiplicative"].mass_limit
+    relaxed = NeighbourRule("relaxed", {"lambda": 2.0}, mass_limit=limit, neighbours=k)
     mistakes.append(Mistake("relaxed with lambda 2", rule=replace(relaxed, nearest_codes=model.table(k, "l2"))))
     if decoding.branches:
         mistakes.append(Mistake("not renormalised after a rejected sibling", siblings_not_renormalised))
@@ -82,7 +84,7 @@ def rule_mistakes(decoding: Decoding, model: DecodableModel) -> list[Mistake]:
 
 def strict_without_residual(children: Children, _rule: AcceptanceRule) -> Acceptance:
     """The strict rule without its residual: drafts are accepted as often as they should, so a weak test misses it."""
-    keeps_p = AcceptanceRule(chance=lambda drafts, _values: drafts.strict_ratio, official_share=0.0)
+    keeps_p = ProbabilityRule(acceptance_probability=lambda drafts, _values: drafts.strict_ratio, official_removal=0.0)
     return accept_children(children, keeps_p)
 
 
@@ -200,7 +202,7 @@ def _unfiltered(decoding: Decoding, target: Target, batch: int) -> DraftMethod:
             before = accept_children(replace(children, p=plain.clone(), q=children.q.clone()), rule)
             return replace(accept_children(children, rule), accept=before.accept)
 
-        return verify(tree, p, AcceptanceRule(accept=accept), *arguments)
+        return verify(tree, p, TreeRule(accept_tree=accept), *arguments)
 
     method.verify = verified
     return method

@@ -47,7 +47,7 @@ class Draft:
 
 def rules_of(rule: AcceptanceRule) -> Rules:
     """The rule for the oracle."""
-    residual = "official" if rule.official_residual else "exact"
+    residual = "official" if rule.official else "exact"
     table = None if rule.nearest_codes is None else rule.nearest_codes.numpy().astype(int)
     return Rules(rule.name, rule.neighbours, next(iter(rule.values.values()), 0.0), residual, table)
 

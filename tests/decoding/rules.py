@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 
 from lantern_bench.decoding.acceptance.children import Acceptance, Children, accept_children
-from lantern_bench.decoding.acceptance.rule import AcceptanceRule, DraftView
-from lantern_bench.methods.parameters import load_code
+from lantern_bench.decoding.acceptance.draft_view import DraftView, Weights
+from lantern_bench.decoding.acceptance.rule import AcceptanceRule, bind
 from lantern_bench.methods.tables import RULES
 
 STRICT = AcceptanceRule()
-SHARES = {"exact": None, "plain": 1.0, "none": 0.0}
 
 
 def rule_named(
@@ -26,16 +25,13 @@ def rule_named(
     **values: Any,
 ) -> AcceptanceRule:
     """The rule of a row with these values, also those that an experiment refuses."""
-    row, official = RULES[name], residual == "official"
-    functions = {key: load_code(code) for key in ("limit", "chance", "accept") if (code := getattr(row, key))}
+    row = RULES[name]
     defaults = {parameter.name: parameter.default for parameter in row.parameters}
-    return AcceptanceRule(
-        name=name,
+    return bind(
+        row,
         values={} if row.lossless else {**defaults, row.bound: bound, **values},
-        **functions,
         neighbours=neighbours,
-        official_residual=official,
-        official_share=SHARES[row.published] if official else None,
+        official=residual == "official",
         nearest_codes=table,
         codebook=codebook,
     )
@@ -66,7 +62,7 @@ def emitted(p: Tensor, q: Tensor | None, tokens: Tensor, valid: Tensor, rule: Ac
     reached = torch.cat([torch.ones_like(all_rejected[:, :1]), all_rejected[:, :-1]], dim=1)
     distribution = acceptance.bonus_distribution(torch.arange(len(p)), p) * all_rejected[:, -1:]
     distribution.scatter_add_(1, tokens, reached * acceptance.accept)
-    return Emission(distribution, (reached * acceptance.mass).sum(dim=1))
+    return Emission(distribution, (reached * acceptance.neighbour_mass).sum(dim=1))
 
 
 def total_variation(p: Tensor, other: Tensor) -> Tensor:
@@ -82,7 +78,16 @@ def at_start(p: Tensor) -> Tensor:
 def view_of(p: Tensor, tokens: Tensor, rule: AcceptanceRule) -> DraftView:
     """Deterministic drafts `tokens` [n] of n roots with the distributions `p` [n, V], as a rule sees them."""
     p_x = p.gather(1, tokens[:, None]).squeeze(1)
-    return DraftView(rule, tokens, p_x, None, p, 1.0, torch.ones_like(tokens), torch.zeros_like(tokens))
+    return DraftView(
+        rule=rule,
+        token=tokens,
+        p_x=p_x,
+        q_x=None,
+        target=Weights(values=p, total=torch.ones_like(p[:, :1])),
+        proposal=None,
+        depth=torch.ones_like(tokens),
+        position=torch.zeros_like(tokens),
+    )
 
 
 def parents_of(attention: Tensor) -> Tensor:

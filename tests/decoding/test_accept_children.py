@@ -68,7 +68,7 @@ def test_children_that_are_not_offered_change_nothing(sampled: bool, residual: s
 
         every, without = accepted([0, 1, 2, 3, 4]), accepted([0, 2, 3])
         assert torch.equal(every.accept[:, [0, 2, 3]], without.accept)
-        assert torch.equal(every.mass[:, [0, 2, 3]], without.mass)
+        assert torch.equal(every.neighbour_mass[:, [0, 2, 3]], without.neighbour_mass)
         assert not every.accept[:, [1, 4]].any()
         assert torch.equal(every.residual, without.residual)
 

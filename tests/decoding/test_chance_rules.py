@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lantern_bench.config.decoding import Decoding
-from lantern_bench.decoding.acceptance.rule import AcceptanceRule, neighbour_mass
+from lantern_bench.decoding.acceptance.rule import AcceptanceRule
 from lantern_bench.decoding.acceptance.walk import verify
 from lantern_bench.decoding.loop import decode
 from lantern_bench.decoding.neighbours import nearest_codes
@@ -121,7 +121,7 @@ def test_the_exact_residual_reaches_the_smallest_tv_of_one_draft(name: str, boun
 
 def test_the_plain_residual_of_a_strength_below_1_is_seen() -> None:
     """Section 8.4: with w < 1 max(p - q, 0) is the wrong residual. It is put in place of the rule's own."""
-    rule = replace(rule_of("cool-sd", 0.6), official_share=1.0)
+    rule = replace(rule_of("cool-sd", 0.6), official_removal=1.0)
     worst = []
     for p, q in pairs(2, 30, 12):
         worst.append(float(total_variation(p, mean_distribution(p, q, rule))))
@@ -182,14 +182,14 @@ def test_the_entropy_rule_takes_as_much_as_the_entropy_allows() -> None:
     x = torch.arange(30)
     limit = torch.tensor([0.5 * entropy(row.numpy()) / math.log(32) for row in p])
     rule = rule_named("entropy", 20, 0.5, table=table)
-    mass, taken = neighbour_mass(view_of(p, x, rule))
+    mass, taken = rule.neighbour_mass(view_of(p, x, rule))
     assert (mass <= limit + 1e-12).all() and 0 < float(taken.sum(1).double().mean()) < 20
     near = p.gather(1, table[x, :20].long()).cumsum(1)
     wanted = torch.where(near <= limit[:, None], near, 0.0).amax(1)
     torch.testing.assert_close(mass, wanted)
     certain = torch.zeros(1, 32, dtype=torch.float64)
     certain[0, 3] = 1
-    assert float(neighbour_mass(view_of(certain, x[3:4], rule))[0]) == 0
+    assert float(rule.neighbour_mass(view_of(certain, x[3:4], rule))[0]) == 0
 
 
 @pytest.fixture
@@ -197,7 +197,7 @@ def watching(monkeypatch: pytest.MonkeyPatch) -> Callable[..., AcceptanceRule]:
     """Install a rule of `chance` made of a function, with two neighbours and the codebook."""
 
     def install(function: Callable[..., Any]) -> AcceptanceRule:
-        row = Rule("watching", chance=function, neighbours=2, codebook=True, tensor_bound=True)
+        row = Rule("watching", acceptance_probability=function, neighbours=2, codebook=True, tensor_bound=True)
         monkeypatch.setitem(method_tables.RULES, row.name, row)
         return rule_named("watching", 2, 1.0, table=nearest_codes(CODES[:6], 5), codebook=CODES[:6])
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lantern_bench.decoding.acceptance.rule import AcceptanceRule, neighbour_mass
+from lantern_bench.decoding.acceptance.rule import AcceptanceRule
 from lantern_bench.decoding.neighbours import nearest_codes
 from lantern_bench.decoding.sampling import most_probable
 from tests.decoding.rules import STRICT, emitted, rule_named, total_variation, view_of
@@ -68,7 +68,7 @@ def test_one_sampled_draft_costs_what_the_formula_says() -> None:
         p, q = dirichlet(noise, 2, 32)
         table = nearest_codes(torch.randn(32, 4, generator=noise), 31)
         for rule in rules("exact", table):
-            mass, _ = neighbour_mass(view_of(p.expand(32, -1), torch.arange(32), rule))
+            mass, _ = rule.neighbour_mass(view_of(p.expand(32, -1), torch.arange(32), rule))
             expected = torch.minimum((q - p).clamp_min(0), mass).sum()
             tv = total_variation(p, mean_distribution(p, q, rule))
             worst = max(worst, float((tv - expected).abs()))

@@ -50,7 +50,6 @@ WINDOWS: dict[str, dict[str, Any]] = {
     "greedy": {"mode": "sjd", "window": 4, "initial": "row", "temperature": 0.0},
     "pac": {"mode": "sjd-pac", "window": 5, "cfg_scale": 1.5, "top_k": 30},
     "pac, gumbel, above": {"mode": "sjd-pac", "window": 6, "coupling": "gumbel", "initial": "above"},
-    "pac, published": {"mode": "sjd-pac", "drafting": "sjd-pac-published", "window": 5},
     "pac, greedy": {"mode": "sjd-pac", "window": 5, "temperature": 0.0},
     "hybrid": {"mode": "hybrid", "window": 5, "drafted": 3, "initial": "above", "cfg_scale": 1.5, "top_k": 30},
     "hybrid, gumbel": {"mode": "hybrid", "window": 5, "drafted": 3, "coupling": "gumbel", "initial": "above"},

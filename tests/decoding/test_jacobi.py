@@ -18,11 +18,10 @@ import torch
 from torch import Tensor
 
 from lantern_bench.config.decoding import Decoding, ParameterError
-from lantern_bench.decoding.acceptance.rule import AcceptanceRule
+from lantern_bench.decoding.acceptance.rule import AcceptanceRule, TreeRule
 from lantern_bench.decoding.drafting import jacobi
 from lantern_bench.decoding.drafting.draft_method import Drafted, DraftInputs, LastStep
 from lantern_bench.decoding.drafting.jacobi import JacobiDrafting, couple
-from lantern_bench.decoding.drafting.published import PublishedScd
 from lantern_bench.decoding.protocol import Target
 from lantern_bench.decoding.tree import DraftTree
 from tests.decoding.mistakes import strict_without_residual
@@ -30,7 +29,7 @@ from tests.decoding.tabular import Prefix, Setting, Tabular, verify_step
 from tests.models.test_forced_tokens import CODES, LINE
 from tests.models.test_forced_tokens import Model as Lined
 
-WITHOUT_RESIDUAL = AcceptanceRule(accept=strict_without_residual)
+WITHOUT_RESIDUAL = TreeRule(accept_tree=strict_without_residual)
 COUPLINGS, INITIALS = ("none", "maximal", "gumbel"), ("uniform", "left", "above", "row")
 SIZES = {"v2": (2, 5, 4), "v3": (3, 4, 2)}
 """Vocabulary, tokens of an image, window."""
@@ -333,7 +332,6 @@ class CalledUniform(JacobiDrafting):
 @pytest.mark.parametrize(
     ("drafting", "values", "rule", "least"),
     [
-        (PublishedScd, {"drafting": "scd-published"}, None, 0.005),
         (KeptDraft, {"coupling": "maximal"}, None, 0.05),
         (CalledUniform, {"initial": "left"}, None, 0.1),
         (JacobiDrafting, {}, WITHOUT_RESIDUAL, 0.03),
@@ -343,6 +341,14 @@ def test_enumeration_sees_what_is_broken(drafting: Any, values: Any, rule: Any, 
     errors = [Exact(SIZES["v2"], values, seed, drafting, rule).error() for seed in (1, 2, 3)]
     print(f"broken, {drafting.__name__}: TV {errors}")
     assert sum(errors) / len(errors) > least
+
+
+@pytest.mark.usefixtures("_double")
+def test_enumeration_sees_what_is_broken_in_the_published_scd(published_forms: Any) -> None:
+    values = {"drafting": "scd-published"}
+    errors = [Exact(SIZES["v2"], values, seed, published_forms.PublishedScd).error() for seed in (1, 2, 3)]
+    print(f"published SCD: TV {errors}")
+    assert sum(errors) / len(errors) > 0.005
 
 
 # ---- coupling

@@ -47,6 +47,7 @@ def test_mistakes_that_cannot_be_made_are_left_out() -> None:
         assert mistake.name == name
 
 
+@pytest.mark.usefixtures("published_forms")
 @pytest.mark.parametrize("window", [2, 4])
 def test_the_published_pac_is_rejected(window: int) -> None:
     p = g_test(Decoding("sjd-pac", drafting="sjd-pac-published", window=window, candidates=2), 20_000, spread=1.5)

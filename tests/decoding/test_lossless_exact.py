@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lantern_bench.decoding.acceptance.rule import AcceptanceRule
+from lantern_bench.decoding.acceptance.rule import AcceptanceRule, TreeRule
 from lantern_bench.decoding.sampling import most_probable
 from lantern_bench.decoding.tree import DraftTree, StaticTree
 from tests.decoding.mistakes import siblings_not_renormalised, strict_without_residual
@@ -78,10 +78,10 @@ def test_float32_stays_within_the_tolerance(rule: str, setting: str) -> None:
 @pytest.mark.parametrize(
     ("shape", "rule"),
     [
-        ("wide", AcceptanceRule("residual left out", accept=strict_without_residual)),
-        ("dynamic", AcceptanceRule("residual left out", accept=strict_without_residual)),
-        ("wide", AcceptanceRule("q not renormalised after earlier draws", accept=siblings_not_renormalised)),
-        *((shape, replace(rule_named("cool-sd", 0, 1.0), official_share=0.0)) for shape in (*SHAPES, "dynamic")),
+        ("wide", TreeRule("residual left out", accept_tree=strict_without_residual)),
+        ("dynamic", TreeRule("residual left out", accept_tree=strict_without_residual)),
+        ("wide", TreeRule("q not renormalised after earlier draws", accept_tree=siblings_not_renormalised)),
+        *((shape, replace(rule_named("cool-sd", 0, 1.0), official_removal=0.0)) for shape in (*SHAPES, "dynamic")),
     ],
     ids=lambda value: getattr(value, "name", value),
 )

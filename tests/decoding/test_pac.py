@@ -21,7 +21,6 @@ from lantern_bench.decoding.drafting import drafting_of, pac
 from lantern_bench.decoding.drafting.draft_method import Drafted, DraftInputs, LastStep
 from lantern_bench.decoding.drafting.jacobi import JacobiDrafting
 from lantern_bench.decoding.drafting.pac import PacDrafting
-from lantern_bench.decoding.drafting.published import PublishedSjdPac
 from lantern_bench.decoding.tree import DraftTree
 from tests.decoding.rules import STRICT
 from tests.decoding.test_jacobi import (
@@ -135,11 +134,10 @@ def test_enumeration_sees_a_missing_residual() -> None:
 
 @pytest.mark.usefixtures("_double")
 @pytest.mark.parametrize("values", [{}, {"window": 1}])
-def test_enumeration_rejects_the_published_pac(values: dict[str, Any]) -> None:
+def test_enumeration_rejects_the_published_pac(values: dict[str, Any], published_forms: Any) -> None:
     size = (3, 4, values.get("window", 2))
-    errors = [
-        ExactPac(size, VALUES | {"drafting": "sjd-pac-published"}, seed, PublishedSjdPac).error() for seed in (1, 2, 3)
-    ]
+    theirs = VALUES | {"drafting": "sjd-pac-published"}
+    errors = [ExactPac(size, theirs, seed, published_forms.PublishedSjdPac).error() for seed in (1, 2, 3)]
     print(f"published SJD-PAC, window {size[2]}: TV {errors}")
     assert min(errors) > 0.01
 
@@ -151,6 +149,7 @@ def published(**values: Any) -> Decoding:
     return pac_decoding(drafting="sjd-pac-published", candidates=2, **values)
 
 
+@pytest.mark.usefixtures("published_forms")
 @pytest.mark.parametrize(("drafting", "wanted"), [("pac", [0.6, 0.4]), ("sjd-pac-published", [1.0, 0.0])])
 def test_the_longest_path_is_no_lossless_choice(drafting: str, wanted: list[float]) -> None:
     """Two tokens, two candidates: a candidate wins by the candidate below it, which only one of them can have."""
@@ -196,6 +195,7 @@ def shares_of(tokens: Tensor) -> list[float]:
     return (torch.bincount(tokens, minlength=4) / len(tokens)).tolist()
 
 
+@pytest.mark.usefixtures("published_forms")
 @pytest.mark.parametrize(("drafting", "wanted"), [("pac", P.tolist()), ("sjd-pac-published", [0.1, 0.1, 0.28, 0.52])])
 def test_siblings_of_the_published_form_are_no_draws_from_r(drafting: str, wanted: list[float]) -> None:
     method, drafted = redrafted(pac_decoding(drafting=drafting, window=2, candidates=2, branching=1))
@@ -208,6 +208,7 @@ def test_siblings_of_the_published_form_are_no_draws_from_r(drafting: str, wante
     assert shares_of(verdict.tokens[:, 0]) == pytest.approx(wanted, abs=0.005)
 
 
+@pytest.mark.usefixtures("published_forms")
 @pytest.mark.parametrize(("drafting", "wanted"), [("pac", R.tolist()), ("sjd-pac-published", [0.45, 0.25, 0.2, 0.1])])
 def test_first_candidates_of_the_published_form_are_no_draws_from_r(drafting: str, wanted: list[float]) -> None:
     """Where siblings stood beside a rejected one, it is redrawn from what all of them leave."""
@@ -215,8 +216,8 @@ def test_first_candidates_of_the_published_form_are_no_draws_from_r(drafting: st
     assert shares_of(drafted[0][:, 1]) == pytest.approx(wanted, abs=0.005)
 
 
-def test_the_published_form_ends_a_whole_window_with_a_uniform_token() -> None:
-    drafting = PublishedSjdPac(published(window=2), TabularModel(4, 8, 0), 1)
+def test_the_published_form_ends_a_whole_window_with_a_uniform_token(published_forms: Any) -> None:
+    drafting = published_forms.PublishedSjdPac(published(window=2), TabularModel(4, 8, 0), 1)
     drafting.start_images(torch.full((1, 4), 0.25))
     drafted = drafting.draft(DraftInputs(torch.zeros(1, dtype=torch.int64), torch.rand(1, drafting.noises, 4), P))
     tree = drafting.tree(drafted)
@@ -231,14 +232,15 @@ def test_the_published_form_ends_a_whole_window_with_a_uniform_token() -> None:
 # ---- values
 
 
+@pytest.mark.usefixtures("published_forms")
 def test_ids_name_what_is_not_the_default() -> None:
     assert pac_decoding().cell_id == "sjd-pac-pac-w16x3x2-maximal-t1"
     published = pac_decoding(drafting="sjd-pac-published", window=45, candidates=4)
     assert published.cell_id == "sjd-pac-sjd-pac-published-w45x4x2-maximal-t1"
     assert Decoding("scd", drafting="scd-published").cell_id == "scd-scd-published-w16-maximal-t1"
-    assert Decoding("scd", drafting="scd-published", temperature=0) == Decoding("scd", temperature=0)
 
 
+@pytest.mark.usefixtures("published_forms")
 def test_rules_that_look_ahead_and_forms_without_a_difference_are_refused() -> None:
     with pytest.raises(ParameterError, match="draws anew, each by itself; not so pac w16x3x2"):
         pac_decoding(rule="traversal", coupling="none")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lantern_bench import stopping
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.compile import Engine
-from lantern_bench.decoding.step import Progress
+from lantern_bench.decoding.image_state import ImageState
 from lantern_bench.errors import LogitsError
 from tests.decoding.test_engine import CELLS, VOCABULARY, Small, decoded, same
 
@@ -131,7 +131,7 @@ def test_impossible_tokens_are_no_fault(cell: str, record_property: Callable[[st
 def test_a_step_copies_once_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     # What tells of broken logits comes with the positions, in the one copy there was.
     counts = dict.fromkeys(("tolist", "item", "steps"), 0)
-    commit = Progress.commit
+    commit = ImageState.commit
 
     def counted(name: str, plain: Callable[[Tensor], object]) -> Callable[[Tensor], object]:
         def count(tensor: Tensor) -> object:
@@ -140,13 +140,13 @@ def test_a_step_copies_once_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None
 
         return count
 
-    def step(self: Progress, *arguments: Tensor) -> None:
+    def step(self: ImageState, *arguments: Tensor) -> None:
         counts["steps"] += 1
         commit(self, *arguments)
 
     monkeypatch.setattr(Tensor, "tolist", counted("tolist", Tensor.tolist))
     monkeypatch.setattr(Tensor, "item", counted("item", Tensor.item))
-    monkeypatch.setattr(Progress, "commit", step)
+    monkeypatch.setattr(ImageState, "commit", step)
     decoded(Small(), Decoding(**CELLS["greedy"]), 1)
     at_the_end = 2  # counts and masses of all steps
     assert counts["steps"] > 3 and counts["tolist"] == counts["steps"] + at_the_end and counts["item"] == 0

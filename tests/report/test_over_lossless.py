@@ -72,6 +72,7 @@ def test_a_lossless_cell_of_other_sampling_does_not_count(change: dict[str, Any]
     assert "no speedup: no lossless cell to compare with in this run" in alone["note"]
 
 
+@pytest.mark.usefixtures("published_forms")
 @pytest.mark.parametrize("change", [{"model": "another"}, {"batch": 4}, {"rule": "gone"}])
 def test_other_models_and_batches_unknown_rules_and_published_forms_are_no_reference(change: dict[str, Any]) -> None:
     others = [row | change | {"cell_id": "other"} for row in timed_records({BLOCK: 0.1}, batch=1)]

@@ -58,7 +58,12 @@ def accept_traversal(
     inside = share[layout.children]  # now the probability that the visit ends inside
     behind = torch.stack(_ends_behind(node_share, inside)[:0:-1], dim=1)
     accept = torch.where(behind > 0, inside / behind, 0.0).transpose(1, 2).reshape(-1, ranks)
-    return Acceptance(accept, torch.zeros_like(accept), p.view(len(accept), -1), residual_sum.flatten() <= 0)
+    return Acceptance(
+        accept=accept,
+        neighbour_mass=torch.zeros_like(accept),
+        residual=p.view(len(accept), -1),
+        exhausted=residual_sum.flatten() <= 0,
+    )
 
 
 def _reject_children(

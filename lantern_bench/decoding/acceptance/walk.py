@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from lantern_bench.decoding.acceptance.children import Acceptance, Children, accept_children
-from lantern_bench.decoding.acceptance.rule import AcceptanceRule, DraftView, relaxed_distribution
+from lantern_bench.decoding.acceptance.draft_view import DraftView, Weights
+from lantern_bench.decoding.acceptance.rule import AcceptanceRule, NeighbourRule, TreeRule
 from lantern_bench.decoding.sampling import greedy_probabilities, sample
 from lantern_bench.decoding.tree import DraftTree, first_true
 
@@ -53,7 +54,8 @@ def accept_tree(
         position=_positions(position, depth),
         layout=tree.layout,
     )
-    return offered, (rule.accept or accept_children)(children, rule)
+    accept = rule.accept_tree if isinstance(rule, TreeRule) else accept_children
+    return offered, accept(children, rule)
 
 
 def _tokens_of(tree: DraftTree, children: Tensor) -> Tensor:
@@ -93,7 +95,7 @@ def verify(
     rank, first = torch.arange(hit.shape[1], device=hit.device), first_true(hit)[:, None]
     end, path = longest_path(tree, offered, tree.by_node(hit & (rank == first)))
     next_probs = bonus_distribution(tree, offered, acceptance, target_probs, end)
-    mass_tried = tree.by_node(torch.where(rank <= first, acceptance.mass, 0.0))
+    mass_tried = tree.by_node(torch.where(rank <= first, acceptance.neighbour_mass, 0.0))
     return verdict_of(tree, offered, path, mass_tried, next_probs, sample(next_probs, noise))
 
 
@@ -170,7 +172,7 @@ def verify_greedy(
     tokens = _tokens_of(tree, offered)
     taken = tokens == best[:, :, None]
     mass = torch.zeros(tokens.shape, dtype=torch.float32, device=tokens.device)
-    if rule.uses_neighbours:
+    if isinstance(rule, NeighbourRule):
         relaxed, mass = _relaxed_argmax(tree, tokens, guided_logits, rule, position)
         taken |= relaxed
     end, path = longest_path(tree, offered, taken & (offered >= 0))
@@ -180,16 +182,29 @@ def verify_greedy(
 
 
 def _relaxed_argmax(
-    tree: DraftTree, tokens: Tensor, logits: Tensor, rule: AcceptanceRule, position: Tensor | None
+    tree: DraftTree, tokens: Tensor, logits: Tensor, rule: NeighbourRule, position: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Return which children `tokens` [B, M, C] are the argmax of their own p~, and their m(x); False and 0 for none."""
-    rows, depth = tree.rows(tokens), tree.rows(tree.depths) + 1
-    every_p, positions = greedy_probabilities(tree.rows(logits)), _positions(position, depth)
-    agreed, mass = torch.zeros_like(rows, dtype=torch.bool), torch.zeros_like(rows, dtype=torch.float32)
+    rows = tree.rows(tokens)
+    depth = tree.rows(tree.depths) + 1
+    positions = _positions(position, depth)
+    every_p = greedy_probabilities(tree.rows(logits))
+    agreed = torch.zeros_like(rows, dtype=torch.bool)
+    mass = torch.zeros_like(rows, dtype=torch.float32)
     for rank, nodes in enumerate(tree.layout.nodes_per_rank):
         n = nodes * len(tokens)
-        x, p = rows[:n, rank], every_p[:n]
-        p_x = p.gather(1, x[:, None]).squeeze(1)
-        relaxed, mass[:n, rank] = relaxed_distribution(DraftView(rule, x, p_x, None, p, 1.0, depth[:n], positions[:n]))
+        x = rows[:n, rank]
+        p = every_p[:n]
+        draft = DraftView(
+            rule=rule,
+            token=x,
+            p_x=p.gather(1, x[:, None]).squeeze(1),
+            q_x=None,
+            target=Weights(values=p, total=torch.ones_like(p[:, :1])),
+            proposal=None,
+            depth=depth[:n],
+            position=positions[:n],
+        )
+        relaxed, mass[:n, rank] = rule.relaxed_distribution(draft)
         agreed[:n, rank] = relaxed.argmax(dim=-1) == x
     return tree.by_node(agreed), tree.by_node(mass)

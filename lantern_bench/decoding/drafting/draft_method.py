@@ -15,7 +15,7 @@ from lantern_bench.decoding.sampling import broken_distributions, decoding_proba
 from lantern_bench.decoding.tree import DraftTree
 
 Drafted: TypeAlias = tuple[Any, ...]
-"""The tensors (or None) that a draft computed, for its `DraftMethod` to read, without what all drafts share."""
+"""What a draft computed, for its `DraftMethod` to read: a named tuple of tensors (or None)."""
 
 
 class Proposer:
@@ -25,7 +25,8 @@ class Proposer:
         self, session: DrafterSession, decoding: Decoding, tokens: Tensor, features: Tensor, counts: Tensor
     ) -> None:
         """Show the drafter committed tokens, as `DrafterSession.observe`."""
-        self._session, self._decoding = session, decoding
+        self._session = session
+        self._decoding = decoding
         self.broken = torch.zeros_like(counts, dtype=torch.bool)  # [B], the images with NaN or infinite logits so far
         self.root_q = self._distributions(session.observe(tokens, features, counts))  # [B, 1, V]
 

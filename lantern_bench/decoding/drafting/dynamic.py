@@ -104,25 +104,46 @@ def _children(q: Tensor, beam: int) -> tuple[Tensor, Tensor]:
     return tokens, q.gather(-1, tokens).float().log().clamp_max(0.0).masked_fill(~valid, -torch.inf)
 
 
+class DynamicDraft(NamedTuple):
+    """A tree that grew, as in `DraftTree`."""
+
+    tokens: Tensor
+    depths: Tensor
+    children: Tensor
+    attention: Tensor
+    path_order: Tensor
+
+
 class DynamicDrafting(DraftMethod):
     """EAGLE-2: `depth` rounds of the `beam` best nodes, then the best `nodes` of all."""
 
     def __init__(self, decoding: Decoding, target: Target, batch: int) -> None:  # noqa: ARG002  # keeps no state
-        self.depth, self.fanout, self.nodes = (decoding.value(key) for key in ("depth", "beam", "nodes"))
-        self.nodes += 1
+        self.depth = decoding.value("depth")
         self.forwards = self.depth
+        self.fanout = decoding.value("beam")
+        self.nodes = decoding.value("nodes") + 1  # with the root
 
-    def draft(self, inputs: DraftInputs) -> Drafted:
+    def draft(self, inputs: DraftInputs) -> DynamicDraft:
         """Grow from the root: deterministic, given the prefix (docs/algorithms.md, section 2)."""
         assert inputs.proposer is not None
         growth = Growth(inputs.proposer.root_q[:, 0], self.fanout)
         for _ in range(self.depth - 1):
-            growth.grow(inputs.proposer.extend(*growth.frontier))
+            frontier = growth.frontier
+            growth.grow(inputs.proposer.extend(frontier.tokens, frontier.origin, frontier.seen))
         tree = growth.tree(inputs.root, self.nodes - 1, inputs.depth_limit)
-        return tree.tokens, tree.depths, tree.children, tree.attention, tree.path_order
+        return DynamicDraft(
+            tokens=tree.tokens,
+            depths=tree.depths,
+            children=tree.children,
+            attention=tree.attention,
+            path_order=tree.path_order,
+        )
 
     def tree(self, drafted: Drafted) -> DraftTree:
         """The tree that grew; any of its nodes can have children."""
-        tokens, depths, children, attention, path_order = drafted
-        layout = full_layout(self.nodes, self.fanout, tokens.device)
-        return DraftTree(tokens, depths, children, attention, path_order, layout, self.depth)
+        draft = DynamicDraft._make(drafted)
+        return DraftTree(
+            **draft._asdict(),
+            layout=full_layout(self.nodes, self.fanout, draft.tokens.device),
+            max_depth=self.depth,
+        )

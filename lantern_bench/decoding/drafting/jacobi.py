@@ -6,6 +6,8 @@ docs/algorithms.md, sections 8.1, 8.2 and 8.7, which also say why this is lossle
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -18,18 +20,30 @@ from lantern_bench.errors import RefusedError
 
 
 def couple(p: Tensor, q: Tensor, x: Tensor, residual: Tensor | None = None) -> Tensor:
-    """Return what to draw the next drafts from, [..., V], given drafts `x` [...] of `q`, so that they come out as `p`.
+    """Return what to draw the next drafts from, [..., V], so that they stay as often as possible and come out as `p`.
 
-    Maximal coupling: x stays with probability min(1, p(x) / q(x)), else a draw from norm(max(p - q, 0)) takes its
-    place. `residual` [..., V], of any scale, replaces max(p - q, 0), for forms that are not lossless.
+    Maximal coupling: x stays with probability min(1, p(x) / q(x)), else a draw from the residual takes its place.
+
+    Args:
+        p: The distribution [..., V] of the next drafts.
+        q: The distribution [..., V] of the last drafts.
+        x: The last drafts, int64 [...].
+        residual: Replaces max(p - q, 0) [..., V], of any scale; the drafts then no longer come out as `p`.
     """
     x = x[..., None]
-    residual = (p - q).clamp_min(0.0) if residual is None else residual
+    if residual is None:
+        residual = (p - q).clamp_min(0.0)
     residual_sum = residual.sum(dim=-1, keepdim=True)
     # Where rounding leaves nothing to change to, nothing changes.
     stays = torch.where(residual_sum > 0, (p.gather(-1, x) / q.gather(-1, x)).clamp_max(1.0), 1.0)
     changes = residual * torch.where(residual_sum > 0, (1.0 - stays) / residual_sum, 0.0)
     return torch.where(torch.arange(p.shape[-1], device=p.device) == x, stays, changes)
+
+
+class JacobiDraft(NamedTuple):
+    """A window of drafts."""
+
+    tokens: Tensor  # int64 [B, W + 1], the root first
 
 
 class JacobiDrafting(DraftMethod):
@@ -39,10 +53,14 @@ class JacobiDrafting(DraftMethod):
     reads_last_drafts = False  # with maximal coupling: whether the drafts of the last step and their rows are needed
 
     def __init__(self, decoding: Decoding, target: Target, batch: int) -> None:
-        window, vocabulary, device = decoding.value("window"), target.vocab_size, target.device
-        self._initial, self._coupling = decoding.value("initial"), decoding.value("coupling")
+        window = decoding.value("window")
+        vocabulary = target.vocab_size
+        device = target.device
+        self._initial = decoding.value("initial")
+        self._coupling = decoding.value("coupling")
         self._greedy = decoding.greedy
-        self.nodes, self.depth = window + 1, window
+        self.nodes = window + 1
+        self.depth = window
         # Gumbel coupling needs noise only where positions enter the window, but how many do only the device knows.
         self.noises = 0 if decoding.greedy else window
         self._chain = StaticTree.of([(0,) * depth for depth in range(1, window + 1)], device)
@@ -52,17 +70,18 @@ class JacobiDrafting(DraftMethod):
         self._forced = target.forced  # the forced tokens at positions int64 [...], -1 where none is
         self._copies = self._initial in ("left", "above")
         self._has_certain = self._copies or target.n_codes < vocabulary
-        self._codes, self._ahead = torch.arange(vocabulary, device=device), torch.arange(window + 1, device=device)
+        self._codes = torch.arange(vocabulary, device=device)
+        self._ahead = torch.arange(window + 1, device=device)
         self._uniform = (self._codes < target.n_codes) / target.n_codes
         # [B, W, V], what each draft was drawn from; between two steps what the next one has to come out as.
         self._q = torch.zeros(batch, window, vocabulary, device=device)
-        # [B], tokens that the last step committed, and tokens committed so far.
-        self._moved, self._position = (torch.zeros(batch, dtype=torch.int64, device=device) for _ in range(2))
+        self._moved = torch.zeros(batch, dtype=torch.int64, device=device)  # tokens that the last step committed
+        self._position = torch.zeros_like(self._moved)  # tokens committed so far
         if self._coupling == "maximal":
             self._coupled_q = torch.zeros_like(self._q)  # what the next drafts are drawn from, given the last ones
         if self._coupling == "maximal" and self.reads_last_drafts:
-            # The drafts of the last step [B, W] and their rows [B, W, V].
-            self._old, self._old_q = torch.zeros_like(self._q[:, :, 0], dtype=torch.int64), torch.zeros_like(self._q)
+            self._old = torch.zeros_like(self._q[:, :, 0], dtype=torch.int64)  # [B, W], the drafts of the last step
+            self._old_q = torch.zeros_like(self._q)  # their rows
         if self._coupling == "gumbel":
             self._clocks = torch.ones_like(self._q)  # the noise of each position
         if self._copies:
@@ -93,7 +112,7 @@ class JacobiDrafting(DraftMethod):
         self._moved.copy_(moved)
         self._position.copy_(step.position)
 
-    def draft(self, inputs: DraftInputs) -> Drafted:
+    def draft(self, inputs: DraftInputs) -> JacobiDraft:
         """Draw every draft from its row, fresh ones as `initial` says, and keep the rows for verification."""
         window = self._ahead[:-1]
         fresh = window + self._moved[:, None] > self.depth
@@ -115,11 +134,12 @@ class JacobiDrafting(DraftMethod):
         self._q.copy_(q)
         drafted = torch.cat([inputs.root[:, None], tokens], dim=1)
         self._remember(drafted)
-        return (drafted,)
+        return JacobiDraft(drafted)
 
     def tree(self, drafted: Drafted) -> DraftTree:
         """The chain of the drafts, with the rows that they were drawn from."""
-        return self._chain.draft(drafted[0], None if self._greedy else self._q)
+        (tokens,) = drafted
+        return self._chain.draft(tokens, None if self._greedy else self._q)
 
     def _further(self, moved: Tensor, last: int) -> tuple[Tensor, Tensor]:
         """Return the index [B, W] of what is `moved` [B] further along the second dimension, at most at `last`."""
@@ -164,20 +184,25 @@ class HybridDrafting(JacobiDrafting):
         self._share = decoding.value("share")
         self.forwards = min(decoding.value("drafted"), self.depth)
 
-    def draft(self, inputs: DraftInputs) -> Drafted:
+    def draft(self, inputs: DraftInputs) -> JacobiDraft:
         """Draft a Jacobi window, then its first drafts anew, one forward of the drafter for each."""
-        proposer, root = inputs.proposer, inputs.root
+        root = inputs.root
+        proposer = inputs.proposer
         assert proposer is not None
         (tokens,) = super().draft(inputs)
         noise = self._clocks if self._coupling == "gumbel" else inputs.noise
-        head, last, drafter_q = [root], self._moved + self._ahead[:, None], proposer.root_q
+        head = [root]
+        last = self._moved + self._ahead[:, None]
+        drafter_q = proposer.root_q
         for depth in range(self.forwards):
             if depth:
                 seen = torch.ones(len(root), 1, depth, dtype=torch.bool, device=root.device)
                 drafter_q = proposer.extend(head[-1][:, None], torch.zeros_like(root)[:, None], seen)
-            q, row = drafter_q[:, 0], self._q[:, depth]
-            fresh, has_old = last[depth] > self.depth, last[depth] < self.depth
-            q = torch.where(fresh[:, None], q, self._share * q + (1.0 - self._share) * row)
+            q = drafter_q[:, 0]
+            fresh = last[depth] > self.depth
+            has_old = last[depth] < self.depth
+            mixture = self._share * q + (1.0 - self._share) * self._q[:, depth]
+            q = torch.where(fresh[:, None], q, mixture)
             drawn_from = q
             if self._coupling == "maximal":
                 coupled = couple(q, self._old_q[:, depth], self._old[:, depth])
@@ -186,4 +211,4 @@ class HybridDrafting(JacobiDrafting):
             head.append(q.argmax(dim=-1) if self._greedy else sample(drawn_from, noise[:, depth]))
         tokens = torch.cat([torch.stack(head, dim=1), tokens[:, self.forwards + 1 :]], dim=1)
         self._remember(tokens)
-        return (tokens,)
+        return JacobiDraft(tokens)

@@ -1,11 +1,12 @@
 """Jacobi drafts with siblings: several candidates at the depths just below the root (SJD-PAC, arXiv 2603.18599).
 
-docs/algorithms.md, section 8.3, also says in what the published sampler differs, and why it is not lossless.
+docs/algorithms.md, section 8.3, also says in what the authors' sampler differs, and why that is not lossless.
 """
 
 from __future__ import annotations
 
 import itertools
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +19,13 @@ from lantern_bench.decoding.sampling import draw_without_replacement, most_proba
 from lantern_bench.decoding.tree import DraftTree, StaticTree
 
 
+class PacDraft(NamedTuple):
+    """Several candidates at each of the first depths."""
+
+    tokens: Tensor  # int64 [B, M]
+    valid: Tensor  # bool [B, M], False where there was nothing left to draw
+
+
 class PacDrafting(JacobiDrafting):
     """`candidates` drafts below all nodes of the first `branching` depths, the same for all of a depth, then a chain.
 
@@ -26,13 +34,15 @@ class PacDrafting(JacobiDrafting):
 
     def __init__(self, decoding: Decoding, target: Target, batch: int) -> None:
         super().__init__(decoding, target, batch)
-        width, device = decoding.value("candidates"), target.device
+        width = decoding.value("candidates")
+        device = target.device
         self._branching = min(decoding.value("branching"), self.depth)
         chain = {(0,) * depth for depth in range(1, self.depth + 1)}
         depths = range(1, self._branching + 1)
         paths = chain.union(*(itertools.product(range(width), repeat=depth) for depth in depths))
         self._shape = StaticTree.of(paths, device)
-        self.nodes, self.fanout = len(self._shape.depths), width
+        self.nodes = len(self._shape.depths)
+        self.fanout = width
         if not decoding.greedy and self._coupling != "gumbel":
             self.noises += self._branching
         nodes = [(), *sorted(paths, key=lambda path: (len(path), path))]
@@ -53,11 +63,11 @@ class PacDrafting(JacobiDrafting):
         p = step.p[images, self._reused(step)]
         super().after_step(step._replace(tree=self._chain.draft(step.tree.tokens[:, self._onward[0]], None), p=p))
 
-    def draft(self, inputs: DraftInputs) -> Drafted:
+    def draft(self, inputs: DraftInputs) -> PacDraft:  # type: ignore[override]  # `tree` reads what it returns
         """Draft the first candidates as Jacobi drafting does, and the others beside them."""
         (first,) = super().draft(inputs._replace(noise=inputs.noise[:, : self.depth]))
         x = first[:, 1 : self._branching + 1]
-        q = self._sibling_q(x).scatter(2, x[:, :, None], 0.0)
+        q = self.sibling_q(x).scatter(2, x[:, :, None], 0.0)
         if self._greedy:
             others, able = most_probable(q, self.fanout - 1)
         else:
@@ -65,7 +75,7 @@ class PacDrafting(JacobiDrafting):
             others, able = draw_without_replacement(q, self.fanout - 1, noise)
         tokens = torch.cat([first, others.flatten(1)], dim=1)[:, self._column]
         valid = torch.cat([torch.ones_like(first, dtype=torch.bool), able.flatten(1)], dim=1)[:, self._column]
-        return tokens, valid
+        return PacDraft(tokens=tokens, valid=valid)
 
     def tree(self, drafted: Drafted) -> DraftTree:
         """The candidates; those of a depth have the same row, whatever their parent."""
@@ -76,7 +86,6 @@ class PacDrafting(JacobiDrafting):
         """Return the nodes [B, W + 1] whose p are reused, by depth."""
         return self._onward[step.path.gather(1, step.accepted[:, None]).squeeze(1)]
 
-    def _sibling_q(self, first: Tensor) -> Tensor:
+    def sibling_q(self, first: Tensor) -> Tensor:  # noqa: ARG002  # of a subclass it may depend on them
         """Return what the siblings of the candidates `first` [B, branching] are drawn from, [B, branching, V]."""
-        del first
         return self._q[:, : self._branching]

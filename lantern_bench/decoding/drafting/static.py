@@ -5,6 +5,8 @@ A chain is a tree. docs/algorithms.md, section 2.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -15,13 +17,24 @@ from lantern_bench.decoding.sampling import draw_without_replacement, most_proba
 from lantern_bench.decoding.tree import DraftTree, StaticTree
 
 
+class StaticDraft(NamedTuple):
+    """The tokens drawn for a fixed topology."""
+
+    tokens: Tensor  # int64 [B, M]
+    q: Tensor | None  # [B, M, V], what the children of each node were drawn from
+    valid: Tensor  # bool [B, M], False where there was nothing left to draw
+
+
 class StaticDrafting(DraftMethod):
     """A fixed topology; the children of a node are drawn from its q without replacement, greedy: the top of it."""
 
     def __init__(self, decoding: Decoding, target: Target, batch: int) -> None:  # noqa: ARG002  # keeps no state
         shape = StaticTree.of(decoding.paths, target.device)
-        self._shape, self._greedy = shape, decoding.greedy
-        self.nodes, self.depth, self.forwards = len(shape.depths), shape.max_depth, len(shape.levels)
+        self._shape = shape
+        self._greedy = decoding.greedy
+        self.nodes = len(shape.depths)
+        self.depth = shape.max_depth
+        self.forwards = len(shape.levels)
         self.fanout = max(level.fanout for level in shape.levels)
         expanded = torch.cat([level.nodes for level in shape.levels])
         self.noises = 0 if decoding.greedy else len(expanded)
@@ -29,28 +42,35 @@ class StaticDrafting(DraftMethod):
         self._q_row = torch.zeros_like(shape.depths)
         self._q_row[expanded] = torch.arange(len(expanded), device=expanded.device)
 
-    def draft(self, inputs: DraftInputs) -> Drafted:
+    def draft(self, inputs: DraftInputs) -> StaticDraft:
         """Draw level by level; every node below the root that has children is one row of a drafter forward."""
-        proposer, batch = inputs.proposer, len(inputs.root)
+        proposer = inputs.proposer
         assert proposer is not None
+        batch = len(inputs.root)
         tokens = inputs.root[:, None]
         valid = torch.ones_like(tokens, dtype=torch.bool)
         q = proposer.root_q
         every_q: list[Tensor] = []
         for depth, level in enumerate(self._shape.levels):
             if depth > 0:
-                origin, seen = level.origin.expand(batch, -1), level.seen.expand(batch, -1, -1)
-                q = proposer.extend(tokens[:, level.nodes], origin, seen)
+                q = proposer.extend(
+                    tokens=tokens[:, level.nodes],
+                    origin=level.origin.expand(batch, -1),
+                    seen=level.seen.expand(batch, -1, -1),
+                )
             if self._greedy:
                 drawn, able = most_probable(q, level.fanout)
             else:
                 first = sum(rows.shape[1] for rows in every_q)
-                drawn, able = draw_without_replacement(q, level.fanout, inputs.noise[:, first : first + q.shape[1]])
+                noise = inputs.noise[:, first : first + q.shape[1]]
+                drawn, able = draw_without_replacement(q, level.fanout, noise)
                 every_q.append(q)
             tokens = torch.cat([tokens, drawn[:, level.slot, level.rank]], dim=1)
             valid = torch.cat([valid, able[:, level.slot, level.rank]], dim=1)
-        return tokens, None if self._greedy else torch.cat(every_q, dim=1)[:, self._q_row], valid
+        q_of_nodes = None if self._greedy else torch.cat(every_q, dim=1)[:, self._q_row]
+        return StaticDraft(tokens=tokens, q=q_of_nodes, valid=valid)
 
     def tree(self, drafted: Drafted) -> DraftTree:
         """The topology with the tokens that were drawn."""
-        return self._shape.draft(*drafted)
+        draft = StaticDraft._make(drafted)
+        return self._shape.draft(tokens=draft.tokens, q=draft.q, valid=draft.valid)

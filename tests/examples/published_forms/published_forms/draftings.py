@@ -1,8 +1,8 @@
 """Jacobi drafting as its authors coded it where that is not lossless, for comparison and audit.
 
 SCD: arXiv 2510.24211 and github.com/junhyukso/SCD, its code for Lumina and Janus. SJD-PAC: arXiv 2603.18599 and
-github.com/KangJialiang/SJD-PAC at 4fbc099. The lossless forms are in `jacobi.py` and `pac.py`; docs/algorithms.md,
-sections 8.2 and 8.3, have the smallest examples that show the difference.
+github.com/KangJialiang/SJD-PAC at 4fbc099. docs/algorithms.md, sections 8.2 and 8.3, have the smallest examples that
+show the difference.
 """
 
 from __future__ import annotations
@@ -14,9 +14,15 @@ from torch import Tensor
 
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.acceptance.rule import AcceptanceRule
-from lantern_bench.decoding.acceptance.walk import Verdict, accept_tree, bonus_distribution, longest_path, verdict_of
-from lantern_bench.decoding.drafting.draft_method import Drafted, DraftInputs, LastStep
-from lantern_bench.decoding.drafting.jacobi import JacobiDrafting, couple
+from lantern_bench.decoding.acceptance.walk import (
+    Verdict,
+    accept_tree,
+    bonus_distribution,
+    longest_path,
+    verdict_of,
+)
+from lantern_bench.decoding.drafting.draft_method import DraftInputs, LastStep
+from lantern_bench.decoding.drafting.jacobi import JacobiDraft, JacobiDrafting, couple
 from lantern_bench.decoding.drafting.pac import PacDrafting
 from lantern_bench.decoding.protocol import Target
 from lantern_bench.decoding.sampling import sample
@@ -28,14 +34,15 @@ class PublishedScd(JacobiDrafting):
 
     reads_last_drafts = True
 
-    def draft(self, inputs: DraftInputs) -> Drafted:
+    def draft(self, inputs: DraftInputs) -> JacobiDraft:
         """Draft with the right probabilities, and verify with the old rows where a draft comes out as before."""
-        (tokens,) = super().draft(inputs)
-        x, ahead = tokens[:, 1:, None], (self._ahead[:-1] + self._moved[:, None])[:, :, None]
-        stays = (ahead < self.depth) & (x == self._old[:, :, None])
-        q = torch.where(ahead > self.depth, (self._codes == x).float(), self._q)
+        drafted = super().draft(inputs)
+        x = drafted.tokens[:, 1:, None]
+        source = (self._ahead[:-1] + self._moved[:, None])[:, :, None]
+        stays = (source < self.depth) & (x == self._old[:, :, None])
+        q = torch.where(source > self.depth, (self._codes == x).float(), self._q)
         self._q.copy_(torch.where(stays, self._old_q, q))
-        return (tokens,)
+        return drafted
 
 
 class PublishedSjdPac(PacDrafting):
@@ -58,7 +65,9 @@ class PublishedSjdPac(PacDrafting):
 
     def after_step(self, step: LastStep) -> None:
         """Also keep what the first candidates and their siblings will be drawn from."""
-        branching, nodes, x = self._branching, self._reused(step), step.tree.tokens[:, self._onward[0, 1:]]
+        branching = self._branching
+        nodes = self._reused(step)
+        x = step.tree.tokens[:, self._onward[0, 1:]]
         images, columns = self._further(step.accepted + 1, self.depth - 1)
         p = step.p[images, nodes[:, :-1]]
         _, acceptance = accept_tree(step.tree, step.p, AcceptanceRule())
@@ -72,7 +81,8 @@ class PublishedSjdPac(PacDrafting):
         self._stayed_q.copy_(alone[images, columns[:, :branching]])
         self._moved.add_(1)  # one row less is reused
 
-    def _sibling_q(self, first: Tensor) -> Tensor:
+    def sibling_q(self, first: Tensor) -> Tensor:
+        """Return norm(max(r - q, 0)) where a first candidate stayed, and what all left where it was rejected."""
         branching = self._branching
         fresh = self._ahead[:branching] + self._moved[:, None] > self.depth
         old = self._old[:, :branching]
@@ -81,10 +91,16 @@ class PublishedSjdPac(PacDrafting):
         return torch.where(fresh[:, :, None], self._uniform, reused)
 
     def verify(
-        self, tree: DraftTree, target_probs: Tensor, rule: AcceptanceRule, uniforms: Tensor, noise: Tensor, *where: Any
+        self,
+        tree: DraftTree,
+        target_probs: Tensor,
+        rule: AcceptanceRule,
+        uniforms: Tensor,
+        noise: Tensor,
+        *limits: Any,
     ) -> Verdict:
         """Accept each candidate by itself; arguments as of `verify` in acceptance/walk.py."""
-        offered, acceptance = accept_tree(tree, target_probs, rule, *where)
+        offered, acceptance = accept_tree(tree, target_probs, rule, *limits)
         end, path = longest_path(tree, offered, tree.by_node(tree.rows(uniforms) < acceptance.accept))
         next_probs = bonus_distribution(tree, offered, acceptance, target_probs, end)
         next_probs = torch.where(path[:, -1:] >= 0, self._uniform, next_probs)

@@ -1,0 +1,34 @@
+"""SCD and SJD-PAC as their authors coded them, where that is not lossless; the rows, without torch."""
+
+from dataclasses import replace
+
+from lantern_bench.methods.draftings import JACOBI, PAC
+
+
+def problem(values):
+    """Return the key and the sentence of a value with which the published code does not differ; None: it does."""
+    for key, only in (("coupling", "maximal"), ("initial", "uniform")):
+        if values[key] != only:
+            return key, f"the published code differs only with {key} {only}"
+    return None
+
+
+SCD = replace(
+    JACOBI,
+    name="scd-published",
+    make="published_forms.draftings:PublishedScd",
+    about="as SCD's authors coded it, not lossless",
+    defaults={"window": 16, "coupling": "maximal"},
+    lossless=False,
+    problem=problem,
+    legend="SCD, published",
+)
+SJD_PAC = replace(
+    PAC,
+    name="sjd-pac-published",
+    make="published_forms.draftings:PublishedSjdPac",
+    about="as SJD-PAC's authors coded it, not lossless",
+    lossless=False,
+    problem=problem,
+    legend="SJD-PAC, published",
+)
