@@ -86,7 +86,7 @@ def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def published_forms(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The example package `published_forms`, installed: the draftings of SCD and SJD-PAC as their authors coded them."""
+    """The example package `published_forms`, installed: SCD and SJD-PAC as their authors coded them."""
     from lantern_bench.methods import tables
 
     monkeypatch.syspath_prepend(str(Path(__file__).parent / "examples" / "published_forms"))

@@ -90,7 +90,12 @@ def claim_of(cell: Cell) -> Claim:
     """Return what is claimed of a cell, by the row of its mode or of its rule."""
     decoding, mode, rule = cell.decoding, MODES[cell.decoding.mode], cell.decoding.rule_row
     has_own_rule = rule.name == mode.rule
-    matching = [values for values in mode.variants if all(decoding.value(key) == value for key, value in values.items())]
+    matching = [
+        values
+        for values in mode.variants
+        if all(decoding.value(key) == value for key, value in values.items())
+    ]
     values = {**({} if has_own_rule else {"rule": rule.name}), **(matching[0] if matching else {})}
     source = mode.source if has_own_rule and mode.source else rule.source
-    return Claim(cell, ", ".join(f"{key} {value}" for key, value in values.items()), source)
+    form = ", ".join(f"{key} {value}" for key, value in values.items())
+    return Claim(cell, form, source)

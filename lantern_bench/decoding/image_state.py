@@ -45,14 +45,18 @@ class ImageState:
 
         # What the last step committed: the drafter is shown it, and the next step drafts below the root.
         self.tokens = numbers(batch, depth + 1)
-        self.features = torch.zeros(rows, depth + 1, width, dtype=prefix_features.dtype, device=device)
+        self.features = torch.zeros(
+            rows, depth + 1, width, dtype=prefix_features.dtype, device=device
+        )
         self.counts = numbers(batch)  # how many of them count
         self.root = numbers(batch)  # the last of them
         self.depth_limit = numbers(batch)  # how deep drafts below the root can be of use
 
         # What the host reads after each step: positions, and whose logits were broken first.
         self.host_view = numbers(2, batch)
-        self.drafter_broken = torch.zeros(batch, dtype=torch.bool, device=device)  # in the draft of the running step
+        self.drafter_broken = torch.zeros(
+            batch, dtype=torch.bool, device=device
+        )  # in the draft of the running step
 
         # What each step did, for the trace
         self._step = numbers(1)
@@ -97,7 +101,9 @@ class ImageState:
 
         # Filler behind the tokens that count is overwritten by the next step or cut off at the end.
         columns = (self.position[:, None] + self._ahead).clamp_max(self.out.shape[1] - 1)
-        self.out.scatter_(1, columns, torch.where(active[:, None], verdict.tokens, self.out.gather(1, columns)))
+        self.out.scatter_(
+            1, columns, torch.where(active[:, None], verdict.tokens, self.out.gather(1, columns))
+        )
         self.position.add_(counts)
 
         last = verdict.tokens.gather(1, (counts - 1).clamp_min(0)[:, None]).squeeze(1)
@@ -144,7 +150,9 @@ class ImageState:
     def _record(self, verdict: Verdict) -> None:
         """Write down what the running step decides."""
         counts = torch.stack([self.position, verdict.accepted, self.depth_limit], dim=1)
-        self._counts.index_copy_(0, self._step, torch.cat([counts, verdict.child_rank], dim=1)[None])
+        self._counts.index_copy_(
+            0, self._step, torch.cat([counts, verdict.child_rank], dim=1)[None]
+        )
         masses = torch.stack([verdict.neighbour_mass, verdict.neighbour_mass_tried], dim=1)
         self._masses.index_copy_(0, self._step, masses[None])
         self._step.add_(1)

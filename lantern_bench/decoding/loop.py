@@ -98,7 +98,9 @@ def decode(
     return _autoregressive(batch, condition)
 
 
-def drafter_and_rule(model: DecodableModel, decoding: Decoding) -> tuple[Drafter | None, AcceptanceRule]:
+def drafter_and_rule(
+    model: DecodableModel, decoding: Decoding
+) -> tuple[Drafter | None, AcceptanceRule]:
     """Return what a speculative configuration needs of a model besides its target.
 
     Raises `RefusedError` for a drafter that the model does not have, and as `rule_of`.
@@ -140,7 +142,9 @@ class _Batch:
         tokens, broken = _next_tokens(logits, self.decoding, self.noise())
         return prefix, FirstTokens(tokens=tokens, logits=logits, broken=broken)
 
-    def refuse(self, whose: str, position: int, *sessions: TargetSession | DrafterSession | None) -> NoReturn:
+    def refuse(
+        self, whose: str, position: int, *sessions: TargetSession | DrafterSession | None
+    ) -> NoReturn:
         """Raise `LogitsError` for the logits behind `position` tokens, and clear the caches, which hold NaN."""
         for session in sessions:
             if session is not None:
@@ -151,7 +155,9 @@ class _Batch:
             advice += " So can a deep draft, whose levels are each computed from the one before: give a smaller depth."
         raise LogitsError(f"the {whose} gave NaN or infinite logits {behind}", advice)
 
-    def decoded(self, out: Tensor, traces: list[ImageTrace], logits: Tensor | None) -> list[Decoded]:
+    def decoded(
+        self, out: Tensor, traces: list[ImageTrace], logits: Tensor | None
+    ) -> list[Decoded]:
         """Copy the tokens [B, >= N] and logits to the host, and give each image its part of the times."""
         tokens = out[:, : self.tokens_wanted].to(torch.int32).cpu()
         logits_of_images: Iterable[Tensor | None] = [None] * self.size
@@ -159,7 +165,9 @@ class _Batch:
             logits_of_images = logits.float().cpu()
         times: dict[str, Any] = {
             "seconds": self.phases.total() / self.size,
-            "phases": {name: seconds / self.size for name, seconds in self.phases.seconds().items()},
+            "phases": {
+                name: seconds / self.size for name, seconds in self.phases.seconds().items()
+            },
             "usage": self.phases.usage,
         }
         return [
@@ -176,7 +184,11 @@ def _speculative(
     batch.phases.start()
     prefix, first = batch.prefill(step.session, condition)
     step.start_images(
-        rule=rule, condition=condition, prefix=prefix, first=first, tokens_wanted=batch.tokens_wanted
+        rule=rule,
+        condition=condition,
+        prefix=prefix,
+        first=first,
+        tokens_wanted=batch.tokens_wanted,
     )
     batch.phases.mark("prefill")
 
@@ -321,7 +333,9 @@ class _PlainSteps:
         self.session.commit(self._depth, self._count)
         logits = guide(scored.cond, scored.uncond, self._decoding.cfg_scale)[:, 0]
         tokens, broken = _next_tokens(logits, self._decoding, noise)
-        self.broken.copy_(torch.where((self.broken == 0) & broken.any(), self._position, self.broken))
+        self.broken.copy_(
+            torch.where((self.broken == 0) & broken.any(), self._position, self.broken)
+        )
         self._token.copy_(tokens[:, None])
         self.out.index_copy_(1, self._position, tokens[:, None])
         self._position.add_(1)

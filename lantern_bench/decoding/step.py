@@ -90,7 +90,9 @@ class TreeScorer:
         if self._cfg_scale == 1:
             answer = self.session.score(tree.tokens, tree.depths, tree.attention)
             return TreeScores(logits=guide(answer.cond, None, 1.0), features=answer.features)
-        logits, features = self.session.score_guided(tree.tokens, tree.depths, tree.attention, self._cfg_scale)
+        logits, features = self.session.score_guided(
+            tree.tokens, tree.depths, tree.attention, self._cfg_scale
+        )
         return TreeScores(logits=logits, features=features)
 
 
@@ -144,7 +146,9 @@ class SpeculativeStep:
 
         if drafting is None:
             key = ("draft", batch, sampling_key(decoding, *_ACCEPTANCE))
-            self.drafting = engine.cached(("drafting", key), lambda: drafting_of(decoding, target, batch))
+            self.drafting = engine.cached(
+                ("drafting", key), lambda: drafting_of(decoding, target, batch)
+            )
             self.draft = engine.program(key, self._draft, target.device)
         else:
             self.drafting = drafting
@@ -164,7 +168,13 @@ class SpeculativeStep:
             self.verify = engine.program(key, self._verify, target.device)
 
     def start_images(
-        self, *, rule: AcceptanceRule, condition: Any, prefix: Logits, first: FirstTokens, tokens_wanted: int
+        self,
+        *,
+        rule: AcceptanceRule,
+        condition: Any,
+        prefix: Logits,
+        first: FirstTokens,
+        tokens_wanted: int,
     ) -> None:
         """Start a batch of images whose prefill gave `prefix` and the tokens `first`."""
         for name, bound in self._bounds.items():
@@ -243,7 +253,9 @@ class SpeculativeStep:
             p = decoding_probabilities(scores.logits, self._decoding)
         if self._decoding.greedy:
             broken = broken_logits(scores.logits)
-            verdict = verify_greedy(tree, scores.logits, self._rule, images.depth_limit, images.position)
+            verdict = verify_greedy(
+                tree, scores.logits, self._rule, images.depth_limit, images.position
+            )
         else:
             assert p is not None
             broken = broken_distributions(p)
@@ -268,7 +280,9 @@ class SpeculativeStep:
         return scores.logits.gather(1, path.expand(-1, -1, scores.logits.shape[-1]))
 
 
-def _last_step(tree: DraftTree, p: Tensor, verdict: Verdict, position: Tensor, active: Tensor) -> LastStep:
+def _last_step(
+    tree: DraftTree, p: Tensor, verdict: Verdict, position: Tensor, active: Tensor
+) -> LastStep:
     return LastStep(
         tree=tree,
         p=p,

@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 from lantern_bench.clock import Usage
 
+ALL_REJECTED = -1
 NOT_OFFERED = -2
-"""In `child_rank`: a depth at which no child was offered; -1 stands for one at which all were rejected."""
+"""In place of a child's rank, at a depth where no child was accepted."""
 
 
 class StepRecord(NamedTuple):
@@ -18,7 +19,9 @@ class StepRecord(NamedTuple):
     start: int  # tokens committed before the step
     accepted: int  # drafts accepted
     offered_depth: int  # depth drafted; 0 or less: nothing was drafted
-    child_rank: list[int]  # rank of the accepted child at each depth, -1 or `NOT_OFFERED`
+    child_rank: list[
+        int
+    ]  # rank of the accepted child at each depth, `ALL_REJECTED` or `NOT_OFFERED`
     neighbour_mass: float  # m(x) summed over accepted drafts
     neighbour_mass_tried: float  # m(x) summed over tried drafts
 
@@ -32,7 +35,9 @@ class ImageTrace:
     uncut: list[int]  # the same before that cut
     accepted: list[int]  # drafts among the committed tokens
     offered_depth: list[int]  # depth drafted
-    child_rank: list[list[int]]  # accepted rank at each depth that offered children, -1 where all were rejected
+    child_rank: list[
+        list[int]
+    ]  # accepted rank at each depth that offered children, -1 where all were rejected
     target_forwards: int
     drafter_forwards: int
     tokens: int
@@ -58,7 +63,9 @@ class ImageTrace:
         return self.tokens / self.target_forwards
 
 
-def image_trace(records: Sequence[StepRecord], tokens_wanted: int, drafter_forwards: int) -> ImageTrace:
+def image_trace(
+    records: Sequence[StepRecord], tokens_wanted: int, drafter_forwards: int
+) -> ImageTrace:
     """Return an image's trace, without times.
 
     Args:
@@ -68,7 +75,9 @@ def image_trace(records: Sequence[StepRecord], tokens_wanted: int, drafter_forwa
     """
     steps = [record for record in records if record.start < tokens_wanted]
     uncut = [step.accepted + 1 for step in steps]
-    committed = [min(count, tokens_wanted - step.start) for count, step in zip(uncut, steps, strict=True)]
+    committed = [
+        min(count, tokens_wanted - step.start) for count, step in zip(uncut, steps, strict=True)
+    ]
     return ImageTrace(
         start=[step.start for step in steps],
         committed=committed,

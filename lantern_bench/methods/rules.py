@@ -1,14 +1,14 @@
 """Acceptance rules. A rule is one function below one decorator: that is all there is to know about it.
 
-The strict rule accepts a draft x, drawn from q, with probability min(1, p(x) / q(x)), p being the target's distribution.
-A relaxed rule accepts more, in one of two ways (docs/algorithms.md, sections 4 and 8.4):
+The strict rule accepts a draft x, drawn from q, with probability min(1, p(x) / q(x)); p is the target's distribution. A
+relaxed rule accepts more, in one of two ways (docs/algorithms.md, sections 4 and 8.4):
 
 - `@neighbour_rule`: x also takes the probability of codes near it, its neighbour mass m(x), and is accepted with
   min(1, (p(x) + m(x)) / q(x)). The function returns the most that m(x) may be.
 - `@probability_rule`: the function returns the probability of acceptance itself.
 
-Commands read the rows of this module before they need torch, whose import takes seconds. So nothing here imports it: the
-functions compute with the methods of the tensors that they are given.
+Commands read the rows of this module before they need torch, whose import takes seconds. So nothing here imports it:
+the functions compute with the methods of the tensors that they are given.
 """
 
 from __future__ import annotations
@@ -58,15 +58,21 @@ class Rule:
     # What a cell of an experiment can set
     bound: str = "bound"  # the parameter that every cell must give
     example: float = 0.1  # a bound to begin with
-    parameters: tuple[Parameter, ...] = ()  # its own; the bound first, unless it is a shipped parameter
+    parameters: tuple[
+        Parameter, ...
+    ] = ()  # its own; the bound first, unless it is a shipped parameter
     neighbours: int | None = None  # the default k; None: the rule reads no neighbours
 
     # What it needs, and of which drafts
     codebook: bool = False  # reads `codebook` or `distances` of the drafts
-    tensor_bound: bool = False  # takes tensors for its float parameters: one compiled program serves all values
+    tensor_bound: bool = (
+        False  # takes tensors for its float parameters: one compiled program serves all values
+    )
     chains: bool = False  # decides only on chains of sampled drafts
     tree: str | None = None  # the default tree of a rule for chains
-    needs_fresh_drafts: bool = False  # it reads deeper drafts, so each step must draw all anew (section 8.1)
+    needs_fresh_drafts: bool = (
+        False  # it reads deeper drafts, so each step must draw all anew (section 8.1)
+    )
 
     # With `residual: official`, how much of q the authors' code takes out of p after a rejection: 1 all, 0 nothing.
     # None: q f(x), as `residual: exact` does; cells of such a probability rule have no `residual`.
@@ -110,10 +116,14 @@ class Rule:
 
     def fingerprint(self) -> str:
         """16 hex digits that change when the file of its function changes."""
-        return fingerprint_of(self.mass_limit or self.acceptance_probability or self.accept_tree or self.name)
+        return fingerprint_of(
+            self.mass_limit or self.acceptance_probability or self.accept_tree or self.name
+        )
 
 
-def neighbour_rule(name: str, *, neighbours: int = 10, **fields: Any) -> Callable[[RelaxedFunction], Rule]:
+def neighbour_rule(
+    name: str, *, neighbours: int = 10, **fields: Any
+) -> Callable[[RelaxedFunction], Rule]:
     """Make a rule of a function that limits the neighbour mass m(x) of drafts.
 
     Args:
@@ -234,10 +244,16 @@ def entropy(draft: DraftView, values: Mapping[str, Any]) -> Tensor:
 # ---- Rules that give the probability of acceptance
 
 STRENGTH = Parameter(
-    "strength", ABOVE_0, "w of the first draft in Cool-SD, which accepts with w p / q: 1 is strict.", symbol="w"
+    "strength",
+    ABOVE_0,
+    "w of the first draft in Cool-SD, which accepts with w p / q: 1 is strict.",
+    symbol="w",
 )
 DECAY = rare(
-    "decay", NOT_NEGATIVE, "How fast Cool-SD's w falls: by the factor exp(-decay) with each depth.", default=0.7
+    "decay",
+    NOT_NEGATIVE,
+    "How fast Cool-SD's w falls: by the factor exp(-decay) with each depth.",
+    default=0.7,
 )
 CLUSTER = Parameter(
     "cluster",
@@ -266,7 +282,10 @@ EPSILON = Parameter(
     symbol="ε",
 )
 ALPHA = rare(
-    "alpha", ABOVE_0, "Typical acceptance: so is one above alpha * exp(-entropy), Medusa's delta.", default=0.3
+    "alpha",
+    ABOVE_0,
+    "Typical acceptance: so is one above alpha * exp(-entropy), Medusa's delta.",
+    default=0.3,
 )
 
 
@@ -282,7 +301,10 @@ ALPHA = rare(
 def cool_sd(draft: DraftView, values: Mapping[str, Any]) -> Tensor:
     """Cool-SD: f = min(1, w p(x) / q(x)), w = strength exp(-decay (depth - 1)) (arXiv 2601.09212)."""
     levels_below_first = (draft.depth - 1).to(draft.p_x.dtype)
-    w = draft.number(values["strength"]) * (-draft.number(values["decay"]) * levels_below_first).exp()
+    w = (
+        draft.number(values["strength"])
+        * (-draft.number(values["decay"]) * levels_below_first).exp()
+    )
     return w * draft.strict_ratio
 
 
@@ -344,4 +366,15 @@ def typical(draft: DraftView, values: Mapping[str, Any]) -> Tensor:
     return is_typical.to(draft.p_x.dtype)
 
 
-SHIPPED_RULES = (NONE, STRICT, block, traversal, additive, multiplicative, cool_sd, gsd, entropy, typical)
+SHIPPED_RULES = (
+    NONE,
+    STRICT,
+    block,
+    traversal,
+    additive,
+    multiplicative,
+    cool_sd,
+    gsd,
+    entropy,
+    typical,
+)

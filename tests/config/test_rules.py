@@ -32,7 +32,8 @@ class Entry(NamedTuple):
 
 
 def some(**changes: Any) -> Rule:
-    values: dict[str, Any] = {"name": "mine", "neighbours": 10, "mass_limit": lambda draft, values: values["bound"] * draft.p_x}
+    values: dict[str, Any] = {"name": "mine", "neighbours": 10}
+    values["mass_limit"] = lambda draft, values: values["bound"] * draft.p_x
     return Rule(**values | changes)
 
 

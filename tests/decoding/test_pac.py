@@ -80,12 +80,12 @@ class ExactPac(Exact):
     def outcomes(
         self, drafting: JacobiDrafting, tree: DraftTree, p: Tensor, limit: int
     ) -> Iterator[tuple[Tensor, ...]]:
-        published = isinstance(drafting, PublishedSjdPac)
+        published = type(drafting).verify is not PacDrafting.verify
         return published_outcomes(drafting, tree, p, limit) if published else super().outcomes(drafting, tree, p, limit)
 
 
 def published_outcomes(
-    drafting: PublishedSjdPac, tree: DraftTree, p: Tensor, limit: int
+    drafting: JacobiDrafting, tree: DraftTree, p: Tensor, limit: int
 ) -> Iterator[tuple[Tensor, ...]]:
     """As `Exact.outcomes`, of a walk in which every candidate counts: all of them accepted or not in every way."""
     batch, _, vocabulary = p.shape

@@ -25,13 +25,17 @@ class Children:
     """Draft children of N nodes, up to C each, in the order in which they are tried."""
 
     p: Tensor  # [N, V] target distributions; overwritten
-    q: Tensor | None  # [N, V] what the children were drawn from; None: deterministic drafts; overwritten
+    q: (
+        Tensor | None
+    )  # [N, V] what the children were drawn from; None: deterministic drafts; overwritten
     tokens: Tensor  # int64 [N, C]
     offered: Tensor  # bool [N, C], which children exist
     nodes_per_rank: Sequence[int]  # how many leading nodes have a child of each rank
     depth: Tensor  # int64 [N], of the children in the tree
     position: Tensor  # int64 [N], of the children in the image
-    layout: Layout | None = None  # of the trees of B images: row `slot * B + image` is the node `layout.nodes[slot]`
+    layout: Layout | None = (
+        None  # of the trees of B images: row `slot * B + image` is the node `layout.nodes[slot]`
+    )
 
 
 @dataclass(frozen=True)
@@ -144,7 +148,9 @@ class Residual:
         if decision.neighbours is not None:
             near = decision.neighbours
             before = p.gather(1, near.tokens)
-            p_sum = p_sum - torch.where(near.taken, before, 0.0).sum(dim=1, keepdim=True, dtype=torch.float64)
+            p_sum = p_sum - torch.where(near.taken, before, 0.0).sum(
+                dim=1, keepdim=True, dtype=torch.float64
+            )
             _write(p, near.tokens, torch.where(near.taken & tried, 0.0, before))
         p_x = p.gather(1, x)
         left = torch.zeros_like(p_x)

@@ -92,7 +92,9 @@ class DraftView:
     def codebook(self) -> Tensor:
         """Embeddings of the codes [V, d], in the space that neighbours are measured in; zeros for forced tokens."""
         if self.rule.codebook is None:
-            raise ValueError(f"the row of the rule {self.rule.name} does not say that it reads the codebook")
+            raise ValueError(
+                f"the row of the rule {self.rule.name} does not say that it reads the codebook"
+            )
         return self.rule.codebook
 
     def number(self, value: Any) -> Tensor:
@@ -113,4 +115,3 @@ class DraftView:
             depth=self.depth[:, None],
             position=self.position[:, None],
         )
-

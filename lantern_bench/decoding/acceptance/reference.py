@@ -1,7 +1,7 @@
-"""The acceptance of drafts as the papers have it: one node, one draft after the other, in plain Python. Read this first.
+"""The acceptance of drafts as the papers have it, in plain Python: one node, one draft after the other.
 
-Decoding runs `children.py`, which computes the same for all nodes of a batch at once, and `walk.py`, which goes from an
-accepted draft to the drafts below it. `tests/decoding/test_reference.py` holds the two forms against each other.
+Read this first. Decoding runs `children.py`, which computes the same for all nodes of a batch at once, and `walk.py`,
+which goes from an accepted draft to the drafts below it; `tests/decoding/test_reference.py` compares the two forms.
 
     p   the target's distribution of the next token; after a rejection, of what is still to be given out
     q   what the drafts were drawn from, one after the other without replacement
@@ -19,7 +19,11 @@ Rule: TypeAlias = Callable[[Distribution, Distribution, int], tuple[float, Distr
 
 
 def verify_node(
-    p: Distribution, q: Distribution | None, drafts: Sequence[int], uniforms: Sequence[float], rule: Rule
+    p: Distribution,
+    q: Distribution | None,
+    drafts: Sequence[int],
+    uniforms: Sequence[float],
+    rule: Rule,
 ) -> tuple[int | None, Distribution]:
     """Accept one of the drafts below a node, or none.
 
@@ -60,7 +64,9 @@ def strict(p: Distribution, q: Distribution, x: int) -> tuple[float, Distributio
     return min(1.0, p[x] / q[x]), positive_difference(p, q)
 
 
-def neighbours(nearest: Sequence[Sequence[int]], limit: Callable[[Distribution, int], float]) -> Rule:
+def neighbours(
+    nearest: Sequence[Sequence[int]], limit: Callable[[Distribution, int], float]
+) -> Rule:
     """Make the rule of LANTERN: x also takes the mass of its nearest codes (arXiv 2410.03355).
 
     Args:

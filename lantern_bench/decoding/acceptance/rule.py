@@ -1,6 +1,6 @@
 """How the acceptance rule of one decoding decides on a draft: strictly, by neighbours, or by a probability.
 
-The rows and functions of all rules are in `methods/rules.py`; here a row meets the values of a cell and a model's codes.
+The rules themselves are in `methods/rules.py`; here a rule meets the values of a cell and the codes of a model.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ class Decision:
     probability: Tensor  # [n] of accepting x
     neighbour_mass: Tensor  # [n], m(x): what x takes from other tokens
     neighbours: Neighbours | None = None  # of a neighbour rule: whom x takes it from
-    removal: Tensor | None = None  # [n, V], how much of q acceptance has used up, by token; None: all
+    removal: Tensor | None = (
+        None  # [n, V], how much of q acceptance has used up, by token; None: all
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,8 +43,12 @@ class AcceptanceRule:
     """The strict rule, which accepts x with min(1, p(x) / q(x)), and the base of the others."""
 
     name: str = "strict"
-    values: Mapping[str, Any] = field(default_factory=dict)  # parameters by name: numbers, or tensors of one element
-    official: bool = False  # after a rejection do what the authors' code does (`residual: official`)
+    values: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # parameters by name: numbers, or tensors of one element
+    official: bool = (
+        False  # after a rejection do what the authors' code does (`residual: official`)
+    )
     n_codes: int | None = None  # tokens from this number on are forced; None: none is
     codebook: Tensor | None = None  # [V, d] embeddings of the codes
     neighbours: int = 0  # k: how many nearest codes the rule looks at
@@ -180,7 +186,9 @@ def rule_of(decoding: Decoding, model: DecodableModel) -> AcceptanceRule:
     official = decoding.residual == "official"
     neighbours = decoding.neighbours or 0
     # With the official residual a rejection of a draft with neighbour mass touches one code more.
-    columns = neighbours + 1 if official and neighbours and row.mass_limit is not None else neighbours
+    columns = (
+        neighbours + 1 if official and neighbours and row.mass_limit is not None else neighbours
+    )
     return bind(
         row,
         values={key: decoding.value(key) for key in row.value_names},

@@ -7,6 +7,7 @@ Both commit the longest path of accepted nodes.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from lantern_bench.decoding.acceptance.children import Acceptance, Children, acc
 from lantern_bench.decoding.acceptance.draft_view import DraftView, Weights
 from lantern_bench.decoding.acceptance.rule import AcceptanceRule, NeighbourRule, TreeRule
 from lantern_bench.decoding.sampling import greedy_probabilities, sample
+from lantern_bench.decoding.trace import ALL_REJECTED, NOT_OFFERED
 from lantern_bench.decoding.tree import DraftTree, first_true
 
 
@@ -25,10 +27,96 @@ class Verdict:
     path: Tensor  # int64 [B, D + 1], node numbers from the root to the last accepted node, then -1
     accepted: Tensor  # int64 [B], number of accepted drafts
     tokens: Tensor  # int64 [B, D + 1], the accepted drafts, then the bonus token, then 0
-    child_rank: Tensor  # int64 [B, D], rank of the accepted child by depth; -1 all were rejected, -2 none was offered
+    child_rank: (
+        Tensor  # int64 [B, D], rank of the accepted child by depth, `ALL_REJECTED` or `NOT_OFFERED`
+    )
     neighbour_mass: Tensor  # float32 [B], m(x) summed over accepted drafts
     neighbour_mass_tried: Tensor  # float32 [B], m(x) summed over all drafts tried
     next_probs: Tensor  # float32 [B, V], the distribution of the bonus token (greedy: p of the last accepted node)
+
+
+class AcceptedPath(NamedTuple):
+    """The nodes that B images accept."""
+
+    end: Tensor  # int64 [B], the last of them
+    nodes: Tensor  # int64 [B, D + 1], from the root, then -1
+
+
+def verify(
+    tree: DraftTree,
+    target_probs: Tensor,
+    rule: AcceptanceRule,
+    uniforms: Tensor,
+    noise: Tensor,
+    depth_limit: Tensor | None = None,
+    position: Tensor | None = None,
+) -> Verdict:
+    """Verify B draft trees by sampling and return what each commits.
+
+    Args:
+        tree: The drafts.
+        target_probs: p at every node, float32 [B, M, V].
+        rule: Decides how likely each child is accepted.
+        uniforms: Numbers in [0, 1) that decide on the children of each node, [B, M, C].
+        noise: Exp(1) noise that draws the bonus token, [B, V].
+        depth_limit: The depth drafted to (free positions - 1), int64 [B]; 0 or less drafts nothing.
+        position: The tokens committed so far, int64 [B], for rules that read it.
+    """
+    offered, acceptance = accept_tree(tree, target_probs, rule, depth_limit, position)
+    hit = tree.rows(uniforms) < acceptance.accept
+    rank = torch.arange(hit.shape[1], device=hit.device)
+    first_hit = first_true(hit)[:, None]
+    path = longest_path(tree, offered, tree.by_node(hit & (rank == first_hit)))
+    next_probs = bonus_distribution(tree, offered, acceptance, target_probs, path.end)
+    mass_tried = torch.where(rank <= first_hit, acceptance.neighbour_mass, 0.0)
+    return verdict_of(
+        tree,
+        offered,
+        path.nodes,
+        mass_tried=tree.by_node(mass_tried),
+        next_probs=next_probs,
+        bonus=sample(next_probs, noise),
+    )
+
+
+def verify_greedy(
+    tree: DraftTree,
+    guided_logits: Tensor,
+    rule: AcceptanceRule,
+    depth_limit: Tensor | None = None,
+    position: Tensor | None = None,
+) -> Verdict:
+    """Verify B draft trees at temperature 0 and return what each commits.
+
+    A child is accepted when it is the argmax of its parent's p (strict) or of p~; among the longest paths of accepted
+    drafts the first in `tree.path_order` wins; the bonus token is the argmax of the unrelaxed p at its end.
+
+    Args:
+        tree: The drafts.
+        guided_logits: The target's logits at every node, float32 [B, M, V].
+        rule: Relaxes p where it is a neighbour rule.
+        depth_limit: As of `verify`.
+        position: As of `verify`.
+    """
+    offered = offered_children(tree, depth_limit)
+    # The argmax of the logits is that of p, without the ties that rounding in the softmax makes.
+    best = guided_logits.argmax(dim=-1)
+    tokens = _tokens_of(tree, offered)
+    taken = tokens == best[:, :, None]
+    mass = torch.zeros(tokens.shape, dtype=torch.float32, device=tokens.device)
+    if isinstance(rule, NeighbourRule):
+        is_relaxed_best, mass = _relaxed_argmax(tree, tokens, guided_logits, rule, position)
+        taken |= is_relaxed_best
+    path = longest_path(tree, offered, taken & (offered >= 0))
+    images = torch.arange(len(best), device=best.device)
+    return verdict_of(
+        tree,
+        offered,
+        path.nodes,
+        mass_tried=torch.where(offered >= 0, mass, 0.0),
+        next_probs=greedy_probabilities(guided_logits[images, path.end]),
+        bonus=best[images, path.end],
+    )
 
 
 def accept_tree(
@@ -58,15 +146,6 @@ def accept_tree(
     return offered, accept(children, rule)
 
 
-def _tokens_of(tree: DraftTree, children: Tensor) -> Tensor:
-    return tree.tokens.gather(1, children.clamp_min(0).flatten(1)).view_as(children)
-
-
-def _positions(start: Tensor | None, depth: Tensor) -> Tensor:
-    """Return the positions in the image [N] of children at `depth` [N], `start` [B] that of the root's children."""
-    return depth - 1 if start is None else start.repeat(len(depth) // len(start)) + depth - 1
-
-
 def offered_children(tree: DraftTree, depth_limit: Tensor | None) -> Tensor:
     """Return the children [B, M, C] of `tree` with -1 for those deeper than `depth_limit` int64 [B]."""
     if depth_limit is None:
@@ -75,34 +154,13 @@ def offered_children(tree: DraftTree, depth_limit: Tensor | None) -> Tensor:
     return tree.children.masked_fill(too_deep[:, :, None], -1)
 
 
-def verify(
-    tree: DraftTree,
-    target_probs: Tensor,
-    rule: AcceptanceRule,
-    uniforms: Tensor,
-    noise: Tensor,
-    depth_limit: Tensor | None = None,
-    position: Tensor | None = None,
-) -> Verdict:
-    """Verify B draft trees by sampling and return what each commits.
+def longest_path(tree: DraftTree, children: Tensor, taken: Tensor) -> AcceptedPath:
+    """Return the longest path of taken children; of equally long ones the first in `path_order` wins.
 
-    `target_probs` float32 [B, M, V] is p at every node, `uniforms` [B, M, C] in [0, 1) decides on children, `noise`
-    [B, V] ~ Exp(1) draws the bonus token. `depth_limit` int64 [B] is the depth drafted to (free positions - 1); 0 or
-    less drafts nothing. `position` int64 [B], the tokens committed so far, is for rules that read it.
-    """
-    offered, acceptance = accept_tree(tree, target_probs, rule, depth_limit, position)
-    hit = tree.rows(uniforms) < acceptance.accept
-    rank, first = torch.arange(hit.shape[1], device=hit.device), first_true(hit)[:, None]
-    end, path = longest_path(tree, offered, tree.by_node(hit & (rank == first)))
-    next_probs = bonus_distribution(tree, offered, acceptance, target_probs, end)
-    mass_tried = tree.by_node(torch.where(rank <= first, acceptance.neighbour_mass, 0.0))
-    return verdict_of(tree, offered, path, mass_tried, next_probs, sample(next_probs, noise))
-
-
-def longest_path(tree: DraftTree, children: Tensor, taken: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the last node [B] and all nodes of the longest path of `taken` children; the first in `path_order` wins.
-
-    `children` int64 and `taken` bool [B, M, C]; the path as in `Verdict`.
+    Args:
+        tree: The drafts.
+        children: Node numbers, int64 [B, M, C], -1 where there is none.
+        taken: Which of them are accepted, bool [B, M, C].
     """
     reached = torch.zeros_like(tree.tokens, dtype=torch.bool)
     # Slots without a child that is taken write to the root, which counts as accepted anyway.
@@ -112,10 +170,13 @@ def longest_path(tree: DraftTree, children: Tensor, taken: Tensor) -> tuple[Tens
     length = torch.where(connected, tree.depths, -1)
     longest = length == length.amax(dim=1, keepdim=True)
     end = torch.where(longest, tree.path_order, tree.path_order.amax() + 1).argmin(dim=1)
-    images, nodes = torch.arange(len(end), device=end.device), torch.arange(reached.shape[1], device=end.device)
+
+    batch, count = tree.tokens.shape
+    images = torch.arange(batch, device=end.device)
     depth_on_path = torch.where(tree.attention[images, end], tree.depths, tree.max_depth + 1)
-    path = torch.full((len(end), tree.max_depth + 2), -1, dtype=torch.int64, device=end.device)
-    return end, path.scatter_(1, depth_on_path, nodes.expand_as(depth_on_path))[:, :-1]
+    numbers = torch.arange(count, device=end.device).expand_as(depth_on_path)
+    nodes = torch.full((batch, tree.max_depth + 2), -1, dtype=torch.int64, device=end.device)
+    return AcceptedPath(end=end, nodes=nodes.scatter_(1, depth_on_path, numbers)[:, :-1])
 
 
 def bonus_distribution(
@@ -123,29 +184,54 @@ def bonus_distribution(
 ) -> Tensor:
     """Return the residual [B, V] at the nodes `end` [B] where they offer children, else p."""
     images = torch.arange(len(end), device=end.device)
-    p, rejected = target_probs[images, end], (offered[images, end] >= 0).any(dim=1)
+    p = target_probs[images, end]
+    rejected = (offered[images, end] >= 0).any(dim=1)
     rows = tree.layout.slots[end].clamp_min(0) * len(end) + images
     return torch.where(rejected[:, None], acceptance.bonus_distribution(rows, p), p)
 
 
 def verdict_of(
-    tree: DraftTree, offered: Tensor, path: Tensor, mass_tried: Tensor, next_probs: Tensor, bonus: Tensor
+    tree: DraftTree,
+    offered: Tensor,
+    path: Tensor,
+    mass_tried: Tensor,
+    next_probs: Tensor,
+    bonus: Tensor,
 ) -> Verdict:
-    """Return the verdict on a path [B, D + 1]; `mass_tried` [B, M, C] is m(x) of the children tried, `bonus` [B]."""
-    parents, drafts = path[:, :-1], path[:, 1:]
+    """Return the verdict on a path.
+
+    Args:
+        tree: The drafts.
+        offered: The children of each node, int64 [B, M, C], -1 where there is none.
+        path: The accepted nodes, as in `Verdict`.
+        mass_tried: m(x) of the children tried, [B, M, C].
+        next_probs: What the bonus token is drawn from, [B, V].
+        bonus: The bonus token, int64 [B].
+    """
+    parents = path[:, :-1]
+    drafts = path[:, 1:]
     goes_on = drafts >= 0
     accepted = goes_on.sum(dim=1)
     tokens = torch.zeros_like(path)
     tokens[:, :-1] = torch.where(goes_on, tree.tokens.gather(1, drafts.clamp_min(0)), 0)
+    tokens = tokens.scatter_(1, accepted[:, None], bonus[:, None])
+
+    # The children at each depth of the path, [B, D, C].
     rows = parents.clamp_min(0)[:, :, None].expand(-1, -1, offered.shape[2])
-    children, mass = offered.gather(1, rows), torch.where(parents[:, :, None] >= 0, mass_tried.gather(1, rows), 0.0)
-    ended = torch.where(parents >= 0, (children >= 0).any(dim=2).long() - 2, -2)
-    rank = torch.where(goes_on, first_true(children == drafts[:, :, None]), ended)
-    accepted_mass = torch.where(goes_on, mass.gather(2, rank.clamp_min(0)[:, :, None]).squeeze(2), 0.0)
+    is_on_path = parents >= 0
+    children = offered.gather(1, rows)
+    mass = torch.where(is_on_path[:, :, None], mass_tried.gather(1, rows), 0.0)
+
+    has_children = is_on_path & (children >= 0).any(dim=2)
+    without_accepted = torch.where(has_children, ALL_REJECTED, NOT_OFFERED)
+    rank = torch.where(goes_on, first_true(children == drafts[:, :, None]), without_accepted)
+    accepted_mass = torch.where(
+        goes_on, mass.gather(2, rank.clamp_min(0)[:, :, None]).squeeze(2), 0.0
+    )
     return Verdict(
         path=path,
         accepted=accepted,
-        tokens=tokens.scatter_(1, accepted[:, None], bonus[:, None]),
+        tokens=tokens,
         child_rank=rank,
         neighbour_mass=accepted_mass.sum(dim=1),
         neighbour_mass_tried=mass.sum(dim=(1, 2)),
@@ -153,32 +239,15 @@ def verdict_of(
     )
 
 
-def verify_greedy(
-    tree: DraftTree,
-    guided_logits: Tensor,
-    rule: AcceptanceRule,
-    depth_limit: Tensor | None = None,
-    position: Tensor | None = None,
-) -> Verdict:
-    """Verify B draft trees at temperature 0 and return what each commits.
+def _tokens_of(tree: DraftTree, children: Tensor) -> Tensor:
+    return tree.tokens.gather(1, children.clamp_min(0).flatten(1)).view_as(children)
 
-    `guided_logits` [B, M, V] float32; the others as in `verify`. A child is accepted when it is the argmax of its
-    parent's p (strict) or of p~; among the longest paths of accepted drafts the first in `tree.path_order` wins; the
-    bonus token is the argmax of the unrelaxed p at its end.
-    """
-    offered = offered_children(tree, depth_limit)
-    # The argmax of the logits is that of p, without the ties that rounding in the softmax makes.
-    best = guided_logits.argmax(dim=-1)
-    tokens = _tokens_of(tree, offered)
-    taken = tokens == best[:, :, None]
-    mass = torch.zeros(tokens.shape, dtype=torch.float32, device=tokens.device)
-    if isinstance(rule, NeighbourRule):
-        relaxed, mass = _relaxed_argmax(tree, tokens, guided_logits, rule, position)
-        taken |= relaxed
-    end, path = longest_path(tree, offered, taken & (offered >= 0))
-    images = torch.arange(len(end), device=end.device)
-    next_probs = greedy_probabilities(guided_logits[images, end])
-    return verdict_of(tree, offered, path, torch.where(offered >= 0, mass, 0.0), next_probs, best[images, end])
+
+def _positions(start: Tensor | None, depth: Tensor) -> Tensor:
+    """Return the positions in the image [N] of children at `depth` [N], `start` [B] that of the root's children."""
+    if start is None:
+        return depth - 1
+    return start.repeat(len(depth) // len(start)) + depth - 1
 
 
 def _relaxed_argmax(

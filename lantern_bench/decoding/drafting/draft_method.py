@@ -22,12 +22,19 @@ class Proposer:
     """The drafter in one step: the distributions q that drafts are drawn from, made of its logits as p is."""
 
     def __init__(
-        self, session: DrafterSession, decoding: Decoding, tokens: Tensor, features: Tensor, counts: Tensor
+        self,
+        session: DrafterSession,
+        decoding: Decoding,
+        tokens: Tensor,
+        features: Tensor,
+        counts: Tensor,
     ) -> None:
         """Show the drafter committed tokens, as `DrafterSession.observe`."""
         self._session = session
         self._decoding = decoding
-        self.broken = torch.zeros_like(counts, dtype=torch.bool)  # [B], the images with NaN or infinite logits so far
+        self.broken = torch.zeros_like(
+            counts, dtype=torch.bool
+        )  # [B], the images with NaN or infinite logits so far
         self.root_q = self._distributions(session.observe(tokens, features, counts))  # [B, 1, V]
 
     def extend(self, tokens: Tensor, origin: Tensor, seen: Tensor) -> Tensor:
@@ -46,7 +53,9 @@ class DraftInputs(NamedTuple):
 
     root: Tensor  # int64 [B], the last committed tokens, which are drafted below
     noise: Tensor  # float32 [B, noises, V], Exp(1)
-    depth_limit: Tensor  # int64 [B], how deep drafts can be of use; verification leaves out deeper ones
+    depth_limit: (
+        Tensor  # int64 [B], how deep drafts can be of use; verification leaves out deeper ones
+    )
     proposer: Proposer | None = None  # None for a drafting without a drafter
 
 
@@ -75,7 +84,9 @@ class DraftMethod:
     noises = 0  # vectors of Exp(1) noise over the vocabulary that a step takes
     fanout = 1  # the most children of a node
     learns = False  # whether `after_step` reads what a step found
-    verify: Callable[..., Verdict] = staticmethod(verify)  # the walk down its trees at temperatures above 0
+    verify: Callable[..., Verdict] = staticmethod(
+        verify
+    )  # the walk down its trees at temperatures above 0
 
     def draft(self, inputs: DraftInputs) -> Drafted:
         """Draft below the roots."""

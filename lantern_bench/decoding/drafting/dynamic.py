@@ -52,7 +52,9 @@ class Growth:
         self._depths.append(torch.full_like(self._tokens[-1], len(self._tokens)))
         best = torch.sort(reach, dim=1, descending=True, stable=True).indices[:, : self.beam]
         origin = best // self.beam
-        before = self.frontier.seen.gather(1, origin[:, :, None].expand(-1, -1, self.frontier.seen.shape[2]))
+        before = self.frontier.seen.gather(
+            1, origin[:, :, None].expand(-1, -1, self.frontier.seen.shape[2])
+        )
         self._number, self._reach = first + best, reach.gather(1, best)
         seen = torch.cat([before, self._itself], dim=2)
         self.frontier = Frontier(self._tokens[-1].gather(1, best), origin, seen)
@@ -68,7 +70,9 @@ class Growth:
         reach = torch.cat(self.log_q, dim=1)
         total = reach.shape[1]
         if depth_limit is not None:
-            reach = reach.masked_fill(torch.cat(self._depths, dim=1) > depth_limit[:, None], -torch.inf)
+            reach = reach.masked_fill(
+                torch.cat(self._depths, dim=1) > depth_limit[:, None], -torch.inf
+            )
         # Numbers rise with depth: a stable sort settles ties as asked.
         best = torch.sort(reach, dim=1, descending=True, stable=True).indices[:, :nodes]
         numbers = torch.where(reach.gather(1, best) > -torch.inf, best, total).sort(dim=1).values
@@ -81,7 +85,9 @@ class Growth:
         tokens, parents, depths = (torch.cat(rounds, dim=1) for rounds in candidates)
         total = tokens.shape[1]
         # Candidate c is node `node[c + 1]`; what is above the root's children, -1, is node 0.
-        nodes_in_order = torch.arange(1, numbers.shape[1] + 1, device=numbers.device).expand_as(numbers)
+        nodes_in_order = torch.arange(1, numbers.shape[1] + 1, device=numbers.device).expand_as(
+            numbers
+        )
         node = torch.zeros(len(tokens), total + 2, dtype=torch.int64, device=numbers.device)
         node.scatter_(1, numbers + 1, nodes_in_order)
         numbers, pad = numbers.clamp_max(total - 1), torch.nn.functional.pad

@@ -66,7 +66,9 @@ class JacobiDrafting(DraftMethod):
         self._chain = StaticTree.of([(0,) * depth for depth in range(1, window + 1)], device)
         self._line_length = target.line_length
         if self._initial == "above" and not self._line_length:
-            raise RefusedError("initial above: this model does not say how long a row of its grid is", "Use left.")
+            raise RefusedError(
+                "initial above: this model does not say how long a row of its grid is", "Use left."
+            )
         self._forced = target.forced  # the forced tokens at positions int64 [...], -1 where none is
         self._copies = self._initial in ("left", "above")
         self._has_certain = self._copies or target.n_codes < vocabulary
@@ -75,12 +77,18 @@ class JacobiDrafting(DraftMethod):
         self._uniform = (self._codes < target.n_codes) / target.n_codes
         # [B, W, V], what each draft was drawn from; between two steps what the next one has to come out as.
         self._q = torch.zeros(batch, window, vocabulary, device=device)
-        self._moved = torch.zeros(batch, dtype=torch.int64, device=device)  # tokens that the last step committed
+        self._moved = torch.zeros(
+            batch, dtype=torch.int64, device=device
+        )  # tokens that the last step committed
         self._position = torch.zeros_like(self._moved)  # tokens committed so far
         if self._coupling == "maximal":
-            self._coupled_q = torch.zeros_like(self._q)  # what the next drafts are drawn from, given the last ones
+            self._coupled_q = torch.zeros_like(
+                self._q
+            )  # what the next drafts are drawn from, given the last ones
         if self._coupling == "maximal" and self.reads_last_drafts:
-            self._old = torch.zeros_like(self._q[:, :, 0], dtype=torch.int64)  # [B, W], the drafts of the last step
+            self._old = torch.zeros_like(
+                self._q[:, :, 0], dtype=torch.int64
+            )  # [B, W], the drafts of the last step
             self._old_q = torch.zeros_like(self._q)  # their rows
         if self._coupling == "gumbel":
             self._clocks = torch.ones_like(self._q)  # the noise of each position
@@ -117,20 +125,30 @@ class JacobiDrafting(DraftMethod):
         window = self._ahead[:-1]
         fresh = window + self._moved[:, None] > self.depth
         position = self._position[:, None] + window
-        last = self._position[:, None] + self.depth - self._moved[:, None]  # the position in front of the fresh ones
+        last = (
+            self._position[:, None] + self.depth - self._moved[:, None]
+        )  # the position in front of the fresh ones
         # A repeated row can be that of a forced token, which is impossible elsewhere.
         renewed = fresh if self._initial != "row" else fresh & (self._forced(last) >= 0)
         drawn_from = q = torch.where(renewed[:, :, None], self._uniform, self._q)
         if self._coupling == "maximal":
             drawn_from = torch.where(renewed[:, :, None], self._uniform, self._coupled_q)
-        tokens = drawn_from.argmax(dim=-1) if self._greedy else sample(drawn_from, self._noise(inputs.noise))
+        tokens = (
+            drawn_from.argmax(dim=-1)
+            if self._greedy
+            else sample(drawn_from, self._noise(inputs.noise))
+        )
         certain = self._forced(position)
         if self._copies:
-            certain = torch.where(certain >= 0, certain, self._copied(inputs.root, tokens, position, last))
+            certain = torch.where(
+                certain >= 0, certain, self._copied(inputs.root, tokens, position, last)
+            )
         certain = torch.where(fresh, certain, -1)
         if self._has_certain:
             tokens = torch.where(certain >= 0, certain, tokens)
-            q = torch.where((certain >= 0)[:, :, None], (self._codes == certain[:, :, None]).float(), q)
+            q = torch.where(
+                (certain >= 0)[:, :, None], (self._codes == certain[:, :, None]).float(), q
+            )
         self._q.copy_(q)
         drafted = torch.cat([inputs.root[:, None], tokens], dim=1)
         self._remember(drafted)
@@ -197,7 +215,9 @@ class HybridDrafting(JacobiDrafting):
         for depth in range(self.forwards):
             if depth:
                 seen = torch.ones(len(root), 1, depth, dtype=torch.bool, device=root.device)
-                drafter_q = proposer.extend(head[-1][:, None], torch.zeros_like(root)[:, None], seen)
+                drafter_q = proposer.extend(
+                    head[-1][:, None], torch.zeros_like(root)[:, None], seen
+                )
             q = drafter_q[:, 0]
             fresh = last[depth] > self.depth
             has_old = last[depth] < self.depth

@@ -48,12 +48,20 @@ class PacDrafting(JacobiDrafting):
         nodes = [(), *sorted(paths, key=lambda path: (len(path), path))]
         number = {path: node for node, path in enumerate(nodes)}
         # The column of each node's token: behind the root and the first candidates stand the others of each depth.
-        siblings = [self.depth + (len(path) - 1) * (width - 1) + path[-1] if any(path[-1:]) else 0 for path in nodes]
+        siblings = [
+            self.depth + (len(path) - 1) * (width - 1) + path[-1] if any(path[-1:]) else 0
+            for path in nodes
+        ]
         columns = [sibling or len(path) for sibling, path in zip(siblings, nodes, strict=True)]
         self._column = torch.tensor(columns, device=device)
         # The nodes at all depths that first candidates lead to from a node; where they end, those of the chain.
-        below = [[path + (0,) * (depth - len(path)) for depth in range(self.depth + 1)] for path in nodes]
-        onward = [[number.get(path, number[(0,) * depth]) for depth, path in enumerate(row)] for row in below]
+        below = [
+            [path + (0,) * (depth - len(path)) for depth in range(self.depth + 1)] for path in nodes
+        ]
+        onward = [
+            [number.get(path, number[(0,) * depth]) for depth, path in enumerate(row)]
+            for row in below
+        ]
         self._onward = torch.tensor(onward, device=device)
         self._row = self._shape.depths.clamp_max(self.depth - 1)
 
@@ -61,7 +69,9 @@ class PacDrafting(JacobiDrafting):
         """Reuse the p of the nodes that first candidates lead to from the last accepted one."""
         images = torch.arange(len(step.path), device=step.path.device)[:, None]
         p = step.p[images, self._reused(step)]
-        super().after_step(step._replace(tree=self._chain.draft(step.tree.tokens[:, self._onward[0]], None), p=p))
+        super().after_step(
+            step._replace(tree=self._chain.draft(step.tree.tokens[:, self._onward[0]], None), p=p)
+        )
 
     def draft(self, inputs: DraftInputs) -> PacDraft:  # type: ignore[override]  # `tree` reads what it returns
         """Draft the first candidates as Jacobi drafting does, and the others beside them."""
@@ -71,10 +81,16 @@ class PacDrafting(JacobiDrafting):
         if self._greedy:
             others, able = most_probable(q, self.fanout - 1)
         else:
-            noise = self._clocks[:, : self._branching] if self._coupling == "gumbel" else inputs.noise[:, self.depth :]
+            noise = (
+                self._clocks[:, : self._branching]
+                if self._coupling == "gumbel"
+                else inputs.noise[:, self.depth :]
+            )
             others, able = draw_without_replacement(q, self.fanout - 1, noise)
         tokens = torch.cat([first, others.flatten(1)], dim=1)[:, self._column]
-        valid = torch.cat([torch.ones_like(first, dtype=torch.bool), able.flatten(1)], dim=1)[:, self._column]
+        valid = torch.cat([torch.ones_like(first, dtype=torch.bool), able.flatten(1)], dim=1)[
+            :, self._column
+        ]
         return PacDraft(tokens=tokens, valid=valid)
 
     def tree(self, drafted: Drafted) -> DraftTree:
