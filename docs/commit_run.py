@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from lantern_bench.models.io.files import write_atomically
+from lantern_bench.files import write_atomically
 from lantern_bench.report.page import render
 from lantern_bench.report.records import load_runs
 from lantern_bench.report.tables import NAMES, save_tables, tables_of

@@ -27,8 +27,8 @@ from PIL import Image, ImageDraw, ImageFont
 
 from docs.screenshots import photograph
 from experiments.train_lanterns.tasks import held_out_scenes, reconstruct
+from lantern_bench.files import file_sha256
 from lantern_bench.methods.tables import METRICS
-from lantern_bench.models.io.files import file_sha256
 from lantern_bench.models.lanterns.modules import load_tokenizer
 from lantern_bench.report.curves import Tables, curve_tables, fronts, run_styles, save_figure, to_matplotlib
 from lantern_bench.report.records import load_runs

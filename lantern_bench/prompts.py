@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from lantern_bench.config.plan import Prompt
 from lantern_bench.errors import UserError, did_you_mean
-from lantern_bench.models.io.files import file_sha256
+from lantern_bench.files import file_sha256
 from lantern_bench.models.model import Model, class_prompt
 
 SUFFIXES = (".csv", ".json", ".jsonl", ".tsv", ".txt")  # of the files that prompts are read from

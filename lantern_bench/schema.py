@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from lantern_bench.errors import UserError
-from lantern_bench.methods.metrics import Metric, listed
+from lantern_bench.methods.metrics import Metric
 from lantern_bench.methods.tables import (
     DRAFTINGS,
     IN_SUMMARY,
@@ -21,6 +21,7 @@ from lantern_bench.methods.tables import (
     PARAMETERS,
     RULES,
 )
+from lantern_bench.text import listed
 
 
 class Column(NamedTuple):

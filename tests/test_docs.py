@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from docs import make_audit, make_frontier, make_pictures, make_prediction, make_results_format
-from lantern_bench.models.io.files import file_sha256
+from lantern_bench.files import file_sha256
 from lantern_bench.report.curves import curve_tables
 from lantern_bench.report.records import load_runs
 

@@ -28,9 +28,9 @@ from lantern_bench import __version__
 from lantern_bench.clock import OnProgress, no_progress
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.errors import RefusedError, UserError, did_you_mean
+from lantern_bench.files import file_sha256, write_atomically
 from lantern_bench.metrics.features import Extractor, features_of
 from lantern_bench.models.eagle import EagleDrafter, untrained_drafter
-from lantern_bench.models.io.files import file_sha256, write_atomically
 from lantern_bench.models.lanterns import FILES, GUIDANCE, HELD_OUT, TRAIN
 from lantern_bench.models.lanterns.modules import TOKENIZER_CONFIG, load_tokenizer, new_target
 from lantern_bench.models.target import Condition, TransformerTarget

@@ -22,7 +22,7 @@ from lantern_bench.clock import OnProgress, now
 from lantern_bench.config.plan import Prompt
 from lantern_bench.decoding.drafting import drafting_of
 from lantern_bench.decoding.loop import decode
-from lantern_bench.models.io.files import write_atomically
+from lantern_bench.files import write_atomically
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.models.registry import model_of
 from lantern_bench.report.tables import frame, write_csv

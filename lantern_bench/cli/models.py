@@ -167,8 +167,8 @@ def generate(
     import torch
 
     from lantern_bench.decoding.loop import drafter_and_rule
+    from lantern_bench.files import write_atomically
     from lantern_bench.metrics.distance import token_sums
-    from lantern_bench.models.io.files import write_atomically
     from lantern_bench.models.loaded_model import NoPixels
     from lantern_bench.models.random_model import random_model
     from lantern_bench.report.distance import distance_of_image

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from math import inf
@@ -201,8 +201,3 @@ SHIPPED_METRICS = (
         image_meaning="ImageReward 1.0",
     ),
 )
-
-
-def listed(names: Sequence[str]) -> str:
-    """Return names as a sentence has them: `fid, kid and recall`."""
-    return " and ".join([*([", ".join(names[:-1])] if names[:-1] else []), *names[-1:]])

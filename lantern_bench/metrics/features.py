@@ -23,10 +23,10 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 from torch_fidelity.utils import create_feature_extractor
 
+from lantern_bench import files
 from lantern_bench.config.protocols import EMBEDDED, Preparation, Protocol
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.models.hub import WEIGHTS_VARIABLE
-from lantern_bench.models.io import files
 from lantern_bench.models.io.checkpoint import open_checkpoint
 from lantern_bench.models.lanterns import WEIGHTS_FOLDER
 from lantern_bench.models.lanterns import modules as classifier

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from lantern_bench.decoding.protocol import Drafter, DrafterLogits, DrafterSession
 from lantern_bench.errors import UserError
+from lantern_bench.files import read_json
 from lantern_bench.models.io.checkpoint import open_checkpoint
-from lantern_bench.models.io.files import read_json
 from lantern_bench.models.io.state_dict import KeyMap, llama_key_map, load_into
 from lantern_bench.models.target import (
     CachedModel,

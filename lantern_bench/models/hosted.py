@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lantern_bench.decoding.neighbours import Space
 from lantern_bench.errors import UserError
-from lantern_bench.models.io.files import file_sha256, hash_of
+from lantern_bench.files import file_sha256, hash_of
 from lantern_bench.models.io.model_file import PythonModel
 from lantern_bench.models.loaded_model import LoadedModel, to_bytes
 from lantern_bench.models.target import (

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 from lantern_bench.errors import RefusedError, UserError, one_line
-from lantern_bench.models.io.files import cache_folder
+from lantern_bench.files import cache_folder
 
 WEIGHTS_VARIABLE = "LANTERN_BENCH_WEIGHTS"  # names the folder of the weights, with a folder for each repository
 

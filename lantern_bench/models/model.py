@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from lantern_bench.errors import UserError
+from lantern_bench.files import hash_of, read_json
 from lantern_bench.models import hub
-from lantern_bench.models.io.files import hash_of, read_json
 from lantern_bench.models.io.model_file import ModelFile
 from lantern_bench.models.transformer_config import TransformerConfig
 

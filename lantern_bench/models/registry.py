@@ -124,8 +124,8 @@ class _WithDrafter(Model):
         return {**self.model.files(), "drafter": self.file.drafter.path}
 
     def load(self, device: torch.device, dtype: torch.dtype) -> LoadedModel:
+        from lantern_bench.files import hash_of
         from lantern_bench.models.eagle import drafter_files, load_drafter
-        from lantern_bench.models.io.files import hash_of
         from lantern_bench.models.loaded_model import transformer_of
 
         loaded, folder = self.model.load(device, dtype), self.file.drafter.path

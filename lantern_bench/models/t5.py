@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from lantern_bench.errors import RefusedError, UserError, one_line
-from lantern_bench.models.io.files import cache_folder, read_json, remembered_sha256, write_atomically
+from lantern_bench.files import cache_folder, read_json, remembered_sha256, write_atomically
 from lantern_bench.models.loaded_model import Prompts
 from lantern_bench.models.target import Condition
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import pandas as pd
 
 from lantern_bench.errors import RefusedError, UserError
+from lantern_bench.files import write_atomically
 from lantern_bench.methods.tables import METRICS, ON_CURVES
-from lantern_bench.models.io.files import write_atomically
 from lantern_bench.report.labels import BOUNDS, CELL, FAMILY, GROUPINGS, CellKey, Style, cell_key, labels, styles
 from lantern_bench.report.records import CellRecords, load_runs, run_cells
 from lantern_bench.report.stats import proportion

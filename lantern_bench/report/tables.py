@@ -14,9 +14,8 @@ import numpy as np
 import pandas as pd
 
 from lantern_bench.errors import UserError
-from lantern_bench.methods.metrics import listed
+from lantern_bench.files import write_atomically
 from lantern_bench.methods.tables import IN_SUMMARY, METRICS, OF_IMAGES, OF_SETS, OF_TOKENS, PAIRED
-from lantern_bench.models.io.files import write_atomically
 from lantern_bench.report.distance import distance_columns, token_rows
 from lantern_bench.report.labels import parameters
 from lantern_bench.report.records import (
@@ -45,6 +44,7 @@ from lantern_bench.report.stats import (
 from lantern_bench.runs.records import rows_of
 from lantern_bench.runs.store import RunData
 from lantern_bench.schema import CELL_COLUMNS, columns
+from lantern_bench.text import listed
 
 NAMES = ("speed", "quality", "acceptance", "summary")
 

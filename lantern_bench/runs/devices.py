@@ -25,8 +25,8 @@ from lantern_bench.config.parse_experiment import DEVICE, DEVICES, DType, Settin
 from lantern_bench.decoding.compile import Engine, compiler_problem
 from lantern_bench.decoding.neighbours import Space
 from lantern_bench.errors import RefusedError, UserError
+from lantern_bench.files import cache_folder
 from lantern_bench.methods.tables import OUTSIDE_DRAFTINGS, OUTSIDE_RULES
-from lantern_bench.models.io.files import cache_folder
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.models.packed_linear import has_bfloat16, pack_for_decoding
 from lantern_bench.models.random_model import check_free

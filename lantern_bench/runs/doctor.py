@@ -17,8 +17,8 @@ import psutil
 
 from lantern_bench.clock import now, usable_cores, usage
 from lantern_bench.errors import LanternError, one_line
+from lantern_bench.files import cache_folder
 from lantern_bench.models.hub import PARTS, local_path
-from lantern_bench.models.io.files import cache_folder
 from lantern_bench.runs.store import results_root
 
 if TYPE_CHECKING:

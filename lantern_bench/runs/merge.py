@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lantern_bench.errors import RefusedError, UserError
-from lantern_bench.models.io.files import write_atomically
+from lantern_bench.files import write_atomically
 from lantern_bench.runs.records import Row, line_of
 from lantern_bench.runs.store import MANIFEST, RECORDS, SCORES, read_manifest, read_records, read_scores
 

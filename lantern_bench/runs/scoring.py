@@ -17,7 +17,6 @@ from lantern_bench.config.experiment import load_experiment
 from lantern_bench.config.protocols import Protocol, protocol_of
 from lantern_bench.decoding.loop import decode
 from lantern_bench.errors import RefusedError
-from lantern_bench.methods.metrics import listed
 from lantern_bench.methods.tables import METRICS, OF_IMAGES, OF_SETS
 from lantern_bench.metrics.distance import token_sums
 from lantern_bench.metrics.features import (
@@ -42,6 +41,7 @@ from lantern_bench.runs.records import Row
 from lantern_bench.runs.request import Request, default_protocol
 from lantern_bench.runs.store import RunStore, read_manifest, read_records, read_scores
 from lantern_bench.schema import CELL_COLUMNS, SCHEMA_VERSION
+from lantern_bench.text import listed
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from lantern_bench import stopping
 from lantern_bench.config.experiment import ResolvedExperiment
 from lantern_bench.config.plan import ImageKey, ImageTask
 from lantern_bench.errors import RefusedError, UserError
-from lantern_bench.models.io.files import partial_path, write_atomically
+from lantern_bench.files import partial_path, write_atomically
 from lantern_bench.runs.records import Row, RowFile, check_same_run, no_room, read_frame, read_rows, record_key
 from lantern_bench.schema import READABLE, SCHEMA_VERSION
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lantern_bench.models.io.files import cache_folder, write_atomically
+from lantern_bench.files import cache_folder, write_atomically
 from lantern_bench.runs.events import Note
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ from torch import Tensor
 from lantern_bench.clock import OnProgress, no_progress
 from lantern_bench.config.decoding import Decoding, ParameterError
 from lantern_bench.errors import RefusedError, UserError
+from lantern_bench.files import write_atomically
 from lantern_bench.models.eagle import INPUT_TYPES, EagleDrafter, drafter_key_map, load_drafter, untrained_drafter
-from lantern_bench.models.io.files import write_atomically
 from lantern_bench.models.io.model_file import is_model_file
 from lantern_bench.models.io.state_dict import export
 from lantern_bench.models.loaded_model import LoadedModel, transformer_of

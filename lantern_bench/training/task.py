@@ -29,8 +29,8 @@ from lantern_bench.config.plan import Prompt, record_seed
 from lantern_bench.decoding.loop import Decoded, decode
 from lantern_bench.decoding.sampling import decoding_probabilities, guide
 from lantern_bench.errors import RefusedError, UserError
+from lantern_bench.files import write_atomically
 from lantern_bench.models.eagle import EagleDrafter
-from lantern_bench.models.io.files import write_atomically
 from lantern_bench.models.loaded_model import LoadedModel, VQPixels
 from lantern_bench.models.target import (
     CachedTarget,

@@ -11,11 +11,11 @@ from typing import ClassVar
 
 import pytest
 
+from lantern_bench import files
 from lantern_bench.cli import main as cli
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.models import hub
 from lantern_bench.models.hub import PARTS, Licence, Source, expected_path, local_path, local_paths, missing_sources
-from lantern_bench.models.io import files
 
 COMMIT = "c0ffee" * 6 + "beef"
 OTHER = Licence("Other", "read this first")

@@ -144,8 +144,8 @@ class Lanterns(Model):
 
     def load(self, device: torch.device, dtype: torch.dtype) -> LoadedModel:
         """Load target, drafter and tokenizer; raises `RefusedError` when a file is missing."""
+        from lantern_bench.files import file_sha256
         from lantern_bench.models.eagle import EagleDrafter
-        from lantern_bench.models.io.files import file_sha256
         from lantern_bench.models.lanterns.modules import caption_condition, load_part, load_tokenizer, new_target
         from lantern_bench.models.loaded_model import Prompts, assemble
 
