@@ -1,0 +1,74 @@
+"""What no linter has a rule for: code that was squeezed to save lines. Numbers may only fall."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "lantern_bench"
+# Tuple assignments, `a, b = x, y`, that a folder still has. A folder that is not here has none.
+STILL_SQUEEZED = {
+    "": 12,
+    "certify": 52,
+    "cli": 14,
+    "config": 12,
+    "decoding": 10,
+    "decoding/drafting": 5,
+    "methods": 4,
+    "metrics": 14,
+    "models": 57,
+    "profile": 10,
+    "report": 53,
+    "runs": 75,
+    "training": 34,
+}
+
+
+def folder_of(path: Path) -> str:
+    """The part of the package that a file belongs to: two levels of `decoding`, one of all others."""
+    parts = path.relative_to(PACKAGE).parts[:-1]
+    return "/".join(parts[: 2 if parts[:1] == ("decoding",) else 1])
+
+
+def tuple_assignments(tree: ast.AST) -> int:
+    """How many statements assign several values to several names at once; a swap of names is none."""
+    return sum(
+        isinstance(node, ast.Assign)
+        and isinstance(node.targets[0], ast.Tuple)
+        and isinstance(node.value, ast.Tuple)
+        and ast.unparse(node.targets[0]) != ast.unparse(ast.Tuple(node.value.elts[::-1]))
+        for node in ast.walk(tree)
+    )
+
+
+def units(tree: ast.AST) -> int:
+    """The size of code: statements and expressions, without docstrings, annotations and names of keyword arguments.
+
+    `a, b = x, y` has 7 units and the same in two statements 6, so that nothing is gained by squeezing.
+    """
+    skipped = {"annotation", "returns"}
+    count = isinstance(tree, ast.stmt | ast.expr)
+    for field, value in ast.iter_fields(tree):
+        for child in value if isinstance(value, list) else [value]:
+            is_text = isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant)
+            if isinstance(child, ast.AST) and field not in skipped and not is_text:
+                count += units(child)
+    return int(count)
+
+
+def test_no_folder_is_squeezed_further() -> None:
+    found: Counter[str] = Counter()
+    for path in PACKAGE.rglob("*.py"):
+        found[folder_of(path)] += tuple_assignments(ast.parse(path.read_text(encoding="utf-8")))
+    assert {folder: count for folder, count in found.items() if count} == STILL_SQUEEZED
+
+
+@pytest.mark.parametrize(
+    ("squeezed", "plain"),
+    [("a, b = x, y", "a = x\nb = y"), ("f(1, 2)", "f(first=1, second=2)"), ("x = 1", 'x: int = 1\n"""A number."""')],
+)
+def test_plain_code_is_not_larger(squeezed: str, plain: str) -> None:
+    assert units(ast.parse(plain)) <= units(ast.parse(squeezed))
