@@ -145,11 +145,11 @@ class SpeculativeStep:
         cfg_scale = decoding.cfg_scale
 
         if drafting is None:
-            key = ("draft", batch, sampling_key(decoding, *_ACCEPTANCE))
+            draft_key = ("draft", batch, sampling_key(decoding, *_ACCEPTANCE))
             self.drafting = engine.cached(
-                ("drafting", key), lambda: drafting_of(decoding, target, batch)
+                ("drafting", draft_key), lambda: drafting_of(decoding, target, batch)
             )
-            self.draft = engine.program(key, self._draft, target.device)
+            self.draft = engine.program(draft_key, self._draft, target.device)
         else:
             self.drafting = drafting
             self.draft = self._draft
@@ -164,8 +164,8 @@ class SpeculativeStep:
         self._rule, self._bounds = _with_tensor_bounds(rule, decoding, target.device)
         self.verify = self._verify
         if compiled:
-            key = ("verify", batch, sampling_key(decoding, "mode"), keep_logits)
-            self.verify = engine.program(key, self._verify, target.device)
+            verify_key = ("verify", batch, sampling_key(decoding, "mode"), keep_logits)
+            self.verify = engine.program(verify_key, self._verify, target.device)
 
     def start_images(
         self,
