@@ -69,7 +69,8 @@ class Usage(NamedTuple):
     """Counters of the processor, or their change; None where the system has none."""
 
     cpu_seconds: float  # of all threads of this process
-    waited_seconds: float | None  # threads of this process could run and got no core, added up (Linux)
+    # threads of this process could run and got no core, added up (Linux)
+    waited_seconds: float | None
     involuntary_switches: int | None
     steal_seconds: float | None  # the hypervisor took them from the usable cores (Linux)
     busy_seconds: float  # CPU seconds of all programs on the usable cores
@@ -91,7 +92,8 @@ class Usage(NamedTuple):
 def usage() -> Usage:
     """Read the counters of the processor and of this process; takes well under a millisecond."""
     cores = psutil.cpu_times(percpu=True)
-    if len(cores) > max(mine := usable_cores()):  # not so where a container shows fewer cores than there are
+    # not so where a container shows fewer cores than there are
+    if len(cores) > max(mine := usable_cores()):
         cores = [cores[core] for core in mine]
     idle = sum(core.idle + getattr(core, "iowait", 0.0) for core in cores)
     switches = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
@@ -110,7 +112,8 @@ def _waited_seconds() -> float | None:
     waited = 0
     try:
         for task in _TASKS.iterdir():
-            with contextlib.suppress(ProcessLookupError, FileNotFoundError):  # a thread that has just ended
+            # a thread that has just ended
+            with contextlib.suppress(ProcessLookupError, FileNotFoundError):
                 waited += int((task / "schedstat").read_text().split()[1])
     except OSError:
         return None
@@ -165,7 +168,8 @@ class Phases:
         return seconds
 
 
-OnProgress: TypeAlias = Callable[[str, float], None]  # a description of the work, and the share that is done
+# a description of the work, and the share that is done
+OnProgress: TypeAlias = Callable[[str, float], None]
 
 
 def no_progress(_description: str, _done: float) -> None:

@@ -109,7 +109,8 @@ class Console:
     ) -> None:
         self.quiet, self.verbose = quiet, verbose
         self._out, self._err = stdout or sys.stdout, stderr or sys.stderr
-        self.format = "table" if self._out.isatty() else "csv"  # of tables, where no other is asked for
+        # of tables, where no other is asked for
+        self.format = "table" if self._out.isatty() else "csv"
         self._terminal: RichConsole | None = None  # draws bars, and messages above them
         if self._err.isatty():
             from rich.console import Console as RichConsole

@@ -65,7 +65,8 @@ def _rows(path: Path, suffix: str, flag: str) -> Iterator[tuple[int, Any]]:
 def _parse_json(text: str, location: str) -> Any:
     try:
         return json.loads(text)
-    except (ValueError, RecursionError) as error:  # also for numbers of thousands of digits, thousands of brackets
+    # also for numbers of thousands of digits, thousands of brackets
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{location}: not JSON: {error}") from error
 
 

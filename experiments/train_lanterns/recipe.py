@@ -43,7 +43,8 @@ REPORT = "training_report.json"
 TRAIN_SEED, HELD_OUT_SEED = 1, 2
 _AT_ONCE = 512
 _BATCH = RECIPES["lanterns"].batch
-_TOKENIZER_STEPS_PER_MINUTE = 80  # estimated on two cores; decides only how long dead codes are revived
+# estimated on two cores; decides only how long dead codes are revived
+_TOKENIZER_STEPS_PER_MINUTE = 80
 _LIBRARIES = ("torch", "numpy", "open_clip_torch", "safetensors")
 
 
@@ -207,7 +208,8 @@ class _Data:
 
     def sequences(self, held_out: bool = False) -> tasks.Sequences:
         """Tokens of the scenes; those of the training scenes are followed by those of their mirror images."""
-        tokenizer = self.tokenizer  # loaded even if the tokens exist: making it draws from the global stream
+        # loaded even if the tokens exist: making it draws from the global stream
+        tokenizer = self.tokenizer
         scenes = self.scenes(held_out)
         pictures, mirrors = torch.from_numpy(scenes.pixels), (False,) if held_out else (False, True)
 

@@ -50,7 +50,8 @@ _GROUND = _array(
 )
 _LIGHT = _array(0.78, 0.50, 1.00, 0.66)  # how bright the ground is under each sky
 _COLOUR = _array(
-    *((0.92, 0.10, 0.08), (1.00, 0.50, 0.05), (1.00, 0.90, 0.15), (0.10, 0.78, 0.25)),  # red, orange, yellow, green
+    # red, orange, yellow, green
+    *((0.92, 0.10, 0.08), (1.00, 0.50, 0.05), (1.00, 0.90, 0.15), (0.10, 0.78, 0.25)),
     *((0.12, 0.35, 1.00), (0.66, 0.14, 0.86), (1.00, 1.00, 0.97)),  # blue, purple, white
 )
 # Half width and half height of a single lantern as a share of the picture, and how they shrink with the count.
@@ -59,7 +60,8 @@ _SHRINK = _array(1.0, 0.84, 0.70)
 _MOTTLE = 0.16  # amplitude of the mottle where the picture is white
 _BLOCK = 8  # side of the blocks of `drop_detail`
 _CHUNK = 250  # scenes painted at once
-_IN_CACHE = 4  # scenes whose noise or lanterns are computed at once: few enough for the processor's cache
+# scenes whose noise or lanterns are computed at once: few enough for the processor's cache
+_IN_CACHE = 4
 _PLACES = ((0.5,), (0.29, 0.71), (0.19, 0.5, 0.81))
 
 

@@ -23,7 +23,8 @@ class CertificationPlan:
     resolved: ResolvedExperiment
     prompts: Sequence[Prompt]
     samples: int  # images of the model in a trial
-    is_thorough: bool = False  # the model's images decide, under several filters; else the tables' and a few of them
+    # the model's images decide, under several filters; else the tables' and a few of them
+    is_thorough: bool = False
     has_power: bool = False  # broken rules are tested too
     claims: tuple[Claim, ...] = ()
 

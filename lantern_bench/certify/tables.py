@@ -30,9 +30,11 @@ class TrialResult:
     p_values: Mapping[str, float]  # by test
     images: int
     tokens: int
-    edge: int = 0  # tokens that are not tested, because rounding may change whether they pass the filters
+    # tokens that are not tested, because rounding may change whether they pass the filters
+    edge: int = 0
     impossible: int = 0  # tokens that the target cannot give
-    tv: tuple[float, float] | None = None  # on the tables: how far the tokens are off, two estimates
+    # on the tables: how far the tokens are off, two estimates
+    tv: tuple[float, float] | None = None
 
     @property
     def lowest(self) -> str:

@@ -132,7 +132,8 @@ class _DrafterSession(DrafterSession):
 # ---- whole images of the tables, tested against their joint distribution
 
 VOCABULARY, TOKENS = 4, 7
-_LONG, _MEMORY, _LINE = 24, 3, 4  # tokens of the images of wide windows, what they depend on; tokens of a row
+# tokens of the images of wide windows, what they depend on; tokens of a row
+_LONG, _MEMORY, _LINE = 24, 3, 4
 _WINDOW, _BATCH, _FEWEST = 3, 5000, 5.0
 
 

@@ -32,7 +32,8 @@ _FILTERED: dict[str, Any] = {"temperature": 0.9, "top_k": 3, "cfg_scale": 1.5}
 _NARROW: dict[str, Any] = {"top_k": 3}
 _SIBLINGS = {"tree": ((0,), (1,), (2,))}
 _WIDE = 16  # tokens of a window
-_BROKEN_FACTOR = 8  # until a broken rule is rejected, at most this many times the images are decoded
+# until a broken rule is rejected, at most this many times the images are decoded
+_BROKEN_FACTOR = 8
 
 
 @dataclass(frozen=True)
@@ -42,10 +43,12 @@ class Trial:
     setting: str  # its name in the tables of results
     decoding: Decoding
     images: int
-    dtype: str = ""  # of the model whose whole images are tested; "": the tables of `tabular.py` are, by G-tests
+    # of the model whose whole images are tested; "": the tables of `tabular.py` are, by G-tests
+    dtype: str = ""
     broken: str | None = None  # what is wrong on purpose
     rule: AcceptanceRule | None = None  # in place of the decoding's
-    drafting: Callable[[Decoding, Target, int], DraftMethod] | None = None  # makes what replaces the decoding's
+    # makes what replaces the decoding's
+    drafting: Callable[[Decoding, Target, int], DraftMethod] | None = None
 
 
 def certificate_trials(plan: CertificationPlan, tree: Any, cfg_default: float, dtype: str) -> list[Trial]:

@@ -31,7 +31,8 @@ from lantern_bench.metrics.distance import sums_along
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.report.distance import FeatureSums
 
-_ROUNDING = {"float32": 1e-3, "bfloat16": 0.2, "float16": 0.04}  # of the difference of two logits without guidance
+# of the difference of two logits without guidance
+_ROUNDING = {"float32": 1e-3, "bfloat16": 0.2, "float16": 0.04}
 TESTS = 9
 """How many tests `p_values` makes of a decoding, at most."""
 _STAKES = (0.005, 0.01, 0.02, 0.05)  # near the shares of wrong tokens that a small mistake makes
@@ -47,9 +48,11 @@ class Evidence(NamedTuple):
 
     surprise: NDArray[np.float64]  # -log p(x) minus its mean, the entropy of p
     surprise_var: NDArray[np.float64]  # its variance under p
-    lean: NDArray[np.float64]  # (q - p) / (q + p) at x minus its mean; 0 without a drafter and at the first token
+    # (q - p) / (q + p) at x minus its mean; 0 without a drafter and at the first token
+    lean: NDArray[np.float64]
     lean_var: NDArray[np.float64]
-    alike: NDArray[np.float64]  # how many earlier images of the batch have the token at x's position, minus its mean
+    # how many earlier images of the batch have the token at x's position, minus its mean
+    alike: NDArray[np.float64]
     alike_var: NDArray[np.float64]
     ratio: NDArray[np.float64]  # q / p at x; 1 where `lean` is 0 and for tokens of `edge`
     at_edge: NDArray[np.float64]  # the most that the probability of a token of `edge` can be

@@ -173,7 +173,8 @@ class Decoding:
             paths = STATIC_TREES[tree] if isinstance(tree, str) else check_topology(tree)
             values["tree"] = topology_name(paths)
         _check_together(values, mode, drafting, rule, paths)
-        if values["temperature"] == 0:  # it uses no filters and no residual (docs/algorithms.md, section 3)
+        # it uses no filters and no residual (docs/algorithms.md, section 3)
+        if values["temperature"] == 0:
             values |= {key: PARAMETERS[key].default for key in values if PARAMETERS[key].sampled_only}
             rule = RULES[rule].greedy_rule
             values = {key: value for key, value in values.items() if has_parameter(key, drafting, rule)}

@@ -19,7 +19,8 @@ from lantern_bench.config.yaml_source import Location, Source, read_source
 from lantern_bench.errors import RefusedError, UserError, did_you_mean
 from lantern_bench.methods.tables import MODES, PARAMETERS, RULES, has_parameter, owners_of
 
-ModelDefaults: TypeAlias = Mapping[str, Mapping[str, Any]]  # the decoding values that models suggest, by model
+# the decoding values that models suggest, by model
+ModelDefaults: TypeAlias = Mapping[str, Mapping[str, Any]]
 MOST_CELLS = 1_000  # larger grids need `--yes`
 
 # Keys that do not change the images, up to rounding.
@@ -186,7 +187,8 @@ class Grid:
         methods = []
         for mode in entry.modes:
             layer = stated
-            if mode == "ar":  # a drafting or rule of other cells is not for it, which drafts nothing
+            # a drafting or rule of other cells is not for it, which drafts nothing
+            if mode == "ar":
                 mode_layer = entry.layer if len(entry.modes) == 1 else {}
                 layer = {key: row for key, row in stated.items() if key not in STRUCTURE or mode_layer.get(key) is row}
             draftings = layer["drafting"].values if "drafting" in layer else (MODES[mode].drafting,)

@@ -35,7 +35,8 @@ class PaperRow(BaseModel):
     name: str = Field(min_length=1)
     # The settings of those cells, by the names of an experiment file; None: no mode covers the method.
     match: dict[str, Any] | None = None
-    models: dict[str, dict[str, Any]] = Field(default_factory=dict)  # further settings for single models
+    # further settings for single models
+    models: dict[str, dict[str, Any]] = Field(default_factory=dict)
     best: bool = False  # the figures are best ones, and stand beside our best
     figures: dict[FigureName, Figure] = Field(default_factory=dict)
     note: str | None = None

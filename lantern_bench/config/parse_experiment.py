@@ -43,12 +43,14 @@ class Settings(BaseModel):
         description="must be letters, digits and . _ + - (it names a folder)",
     )
     description: str | None = Field(default=None, description="must be text")
-    paper: dict[str, Any] | None = Field(default=None, description="must be a mapping")  # see paper.py
+    # see paper.py
+    paper: dict[str, Any] | None = Field(default=None, description="must be a mapping")
     model: Several[str] = Field(description="must be a model's name or a list of names")
     prompts: str = Field(default="held-out", min_length=1, description="must be the name of a prompt set, or a file")
     # Of each cell: prompts in order, then again with the next repeat; None: every prompt once.
     images: Count | None = Field(default=None, description=COUNT.allowed)
-    repeats: Count = Field(default=1, description=COUNT.allowed)  # of that list of images, each with new seeds
+    # of that list of images, each with new seeds
+    repeats: Count = Field(default=1, description=COUNT.allowed)
     seed: Natural = Field(default=0, lt=2**63, description=NATURAL.allowed)
     # How pictures are scored; None: the model's own protocol.
     protocol: str | None = Field(default=None, min_length=1, description="must be the name of a quality protocol")
@@ -84,7 +86,8 @@ ALLOWED = {key: str(field.description) for key, field in Settings.model_fields.i
 class Overrides:
     """The flags that override an experiment file."""
 
-    values: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # by key of the file; several are a grid
+    # by key of the file; several are a grid
+    values: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     modes: Sequence[str] = ()  # the modes to keep; empty: all
     from_set: frozenset[str] = frozenset()  # the keys that were given by `--set`, for the messages
     many: bool = False  # allow any number of cells
@@ -341,7 +344,8 @@ class ExperimentReader:
             if key in parameters:
                 if values := read_values(key, written, location, self.problems, self.source.folder):
                     layer[key] = Stated(values, location)
-            elif key not in other_keys and (key, written) != ("form", "exact"):  # which earlier versions recorded
+            # which earlier versions recorded
+            elif key not in other_keys and (key, written) != ("form", "exact"):
                 text = "unknown key" + did_you_mean(key, (*parameters, *other_keys))
                 if path and (key in ALLOWED or key in _BLOCKS):
                     text = "belongs at the top level of the file, not here"

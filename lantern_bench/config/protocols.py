@@ -16,7 +16,8 @@ class Preparation:
 
     crop: bool = False  # the largest square around the centre
     size: int | None = None  # Lanczos to this many pixels a side
-    features_size: int | None = None  # for the features only: bicubic, rounded to 8 bits (clean-fid keeps fractions)
+    # for the features only: bicubic, rounded to 8 bits (clean-fid keeps fractions)
+    features_size: int | None = None
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,8 @@ class Protocol:
     name: str
     version: int
     about: str
-    metrics: tuple[str, ...] = ()  # of single images; those of sets are measured wherever there are features
+    # of single images; those of sets are measured wherever there are features
+    metrics: tuple[str, ...] = ()
     preparation: Preparation = Preparation()
     features: str | None = None  # the extractor of FID and KID (a name of `metrics/features.py`)
     manifold: str | None = None  # the extractor of precision and recall, where it is another

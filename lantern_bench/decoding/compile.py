@@ -104,7 +104,8 @@ class SavedProgram:
     def _load(self) -> Callable[..., Any] | None:
         try:
             return self._ready(torch.compiler.load_compiled_function(io.BytesIO(self._path.read_bytes())))
-        except Exception:  # the file is missing, damaged or of another torch: the program is compiled again
+        # the file is missing, damaged or of another torch: the program is compiled again
+        except Exception:
             return None
 
     def _compile(self, arguments: tuple[Any, ...]) -> Callable[..., Any]:

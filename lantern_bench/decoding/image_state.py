@@ -71,7 +71,8 @@ class ImageState:
         self.out[:, 0] = first.tokens
 
         self.tokens[:, 0] = first.tokens
-        self.features.zero_()  # filler is computed with too, and a NaN of the images before would spread
+        # filler is computed with too, and a NaN of the images before would spread
+        self.features.zero_()
         self.features[:, 0] = prefix_features[:, -1]
         self.counts.fill_(1)
         self.root.copy_(first.tokens)

@@ -21,7 +21,8 @@ class Logits(NamedTuple):
 
     cond: Tensor  # [B, N, V]
     uncond: Tensor | None  # [B, N, V]; None without guidance
-    features: Tensor  # final-norm hidden states [rows, N, width]; rows = 2B with guidance, conditional rows first
+    # final-norm hidden states [rows, N, width]; rows = 2B with guidance, conditional rows first
+    features: Tensor
 
 
 class DrafterLogits(NamedTuple):
@@ -91,7 +92,8 @@ class Target:
 
     vocab_size: int
     image_tokens: int
-    line_length: int = 0  # tokens of one row of the picture, forced ones included; 0: tokens are no rows of a grid
+    # tokens of one row of the picture, forced ones included; 0: tokens are no rows of a grid
+    line_length: int = 0
     device: torch.device
 
     def session(self, batch: int, guided: bool, nodes: int) -> TargetSession:

@@ -19,7 +19,8 @@ class Forced(NamedTuple):
     tokens: Tensor  # int64 [B, N]
     condition: Any
     prefix: Logits  # of the prefill
-    logits: Logits  # [B, N, V] that predict the tokens; features [rows, N, width] of the positions of the tokens
+    # [B, N, V] that predict the tokens; features [rows, N, width] of the positions of the tokens
+    logits: Logits
 
 
 def teacher_forced(target: Target, condition: Any, tokens: Tensor, guided: bool) -> Forced:

@@ -25,7 +25,8 @@ class RankGroup:
     slots: Tensor  # int64 [n], their index in `Layout.nodes`
     children: Tensor  # int64 [n, C], -1 padded
     levels: int  # at how many depths the nodes are
-    nodes_per_rank: tuple[int, ...]  # for each child rank the number of leading nodes that can have it
+    # for each child rank the number of leading nodes that can have it
+    nodes_per_rank: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,8 @@ class Layout:
 
     nodes: Tensor  # int64 [I], the nodes that can have children, those with most children first
     slots: Tensor  # int64 [M], the index of each node in `nodes`, -1 for leaves
-    nodes_per_rank: tuple[int, ...]  # for each child rank the number of leading nodes that can have it
+    # for each child rank the number of leading nodes that can have it
+    nodes_per_rank: tuple[int, ...]
     # Only of static trees:
     children: Tensor | None = None  # int64 [I, C] of `nodes`, -1 padded
     levels: int = 0  # at how many depths the nodes are
@@ -49,7 +51,8 @@ class DraftTree:
     depths: Tensor  # int64 [B, M], 0 for the root
     children: Tensor  # int64 [B, M, C], node numbers in the order of trial, -1 where there is none
     attention: Tensor  # bool [B, M, M], node (row) sees node (column): its ancestors and itself
-    path_order: Tensor  # int64 [B, M], of two equally deep nodes the smaller number lies on the earlier path
+    # int64 [B, M], of two equally deep nodes the smaller number lies on the earlier path
+    path_order: Tensor
     layout: Layout
     max_depth: int  # D, the depth of the deepest node a tree of this shape can have
     # float32 [B, M, V], for each node the distribution its children were drawn from, in order, without replacement.

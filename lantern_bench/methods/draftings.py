@@ -20,7 +20,8 @@ from lantern_bench.methods.parameters import (
 )
 from lantern_bench.methods.trees import MOST_NODES, STATIC_TREES
 
-_MOST_CANDIDATES = 100_000  # of a dynamic tree: each is sorted, and the expanded ones see each other
+# of a dynamic tree: each is sorted, and the expanded ones see each other
+_MOST_CANDIDATES = 100_000
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,9 @@ class Drafting:
     """A way to draft: which tokens a step proposes."""
 
     name: str
-    make: Code  # a `DraftMethod` class (decoding/drafting/draft_method.py), called with (decoding, target, batch)
+    # a `DraftMethod` class (decoding/drafting/draft_method.py), called with (decoding, target,
+    # batch)
+    make: Code
     about: str
     parameters: tuple[Parameter, ...] = ()  # its own, and shipped ones
     defaults: Values = field(default_factory=dict)  # of its parameters
@@ -38,13 +41,16 @@ class Drafting:
     chain: bool = False  # its drafts never branch; the shape of a static tree says that itself
     # Whether every step draws all drafts with new random numbers, as rules that look behind a draft need.
     fresh_every_step: Callable[[Values], bool] = lambda _values: True
-    label: Callable[[Values], str | None] = lambda _values: None  # how ids and tables write the drafts
+    # how ids and tables write the drafts
+    label: Callable[[Values], str | None] = lambda _values: None
     # (defaults, values that the user gave) -> defaults that fit them
     adapt: Callable[[Values, Values], Values] = lambda defaults, _typed: defaults
-    problem: Callable[[Values], tuple[str, str] | None] = lambda _values: None  # key and sentence of values that clash
+    # key and sentence of values that clash
+    problem: Callable[[Values], tuple[str, str] | None] = lambda _values: None
     # How many nodes a draft has below the root, at most `MOST_NODES`; those of a static tree are known.
     nodes: Callable[[Values], int] = lambda _values: 0
-    small: Values = field(default_factory=dict)  # values of a draft that is small enough for exact checks
+    # values of a draft that is small enough for exact checks
+    small: Values = field(default_factory=dict)
     legend: str | None = None  # of the mode that a drafting from another package brings
 
     @property

@@ -34,7 +34,8 @@ class Metric:
     image_meaning: str = ""  # of the figure of one image, where it has one
     scored_by: str = "clip_model"  # column that names the network behind the figure
     in_summary: bool = False  # whether summary.csv has it, beside a published figure
-    on_screen: bool = False  # whether the printed summary has it; where it has none of these, it has all of summary.csv
+    # whether the printed summary has it; where it has none of these, it has all of summary.csv
+    on_screen: bool = False
     on_curves: bool = True  # whether speed is drawn against it
     bounds: tuple[float, float] = (-inf, inf)  # ends of intervals lie between them
     # For metrics of sets: fewest pictures, and fewest for each feature of the extractor.
@@ -42,7 +43,8 @@ class Metric:
     min_images_per_feature: int = 0
     needs_features: bool = True  # whether mean and covariance of the reference are not enough
     is_manifold: bool = False  # whether it uses the extractor of the protocol's manifold
-    extras: tuple[tuple[str, str, str, str], ...] = ()  # columns beside the figure: name, type, unit, meaning
+    # columns beside the figure: name, type, unit, meaning
+    extras: tuple[tuple[str, str, str, str], ...] = ()
 
     @property
     def heading(self) -> str:

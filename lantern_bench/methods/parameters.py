@@ -84,7 +84,8 @@ class Parameter:
     symbol: str | None = None  # of a rule's bound, on axes and in legends
     unit: str | None = ""  # of its column; None: it has no column
     sampled_only: bool = False  # greedy decoding ignores it
-    omit_default: bool = False  # record keys omit the default, because there are runs older than the parameter
+    # record keys omit the default, because there are runs older than the parameter
+    omit_default: bool = False
     rare: bool = False  # its flag is accepted everywhere, and only `--help-all` shows it
     # Which number of the model bounds it (`runs/request.py`), beside its kind.
     bounded_by: Literal["tokens", "codes", "other codes"] | None = None
@@ -185,6 +186,7 @@ def fingerprint_of(code: Code) -> str:
     """Return 16 hex digits that change when the file of the code changes."""
     try:
         text = Path(inspect.getfile(load_code(code))).read_bytes()
-    except (OSError, TypeError, ImportError, AttributeError, ValueError):  # a strict rule has a name and no code
+    # a strict rule has a name and no code
+    except (OSError, TypeError, ImportError, AttributeError, ValueError):
         text = repr(code).encode()
     return hashlib.sha256(text).hexdigest()[:16]

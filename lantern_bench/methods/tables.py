@@ -37,9 +37,11 @@ class Mode:
     rule: str
     label: str  # in legends
     colour: str | None = None
-    defaults: Values = field(default_factory=dict)  # replace those of drafting and rule, if a cell has the parameter
+    # replace those of drafting and rule, if a cell has the parameter
+    defaults: Values = field(default_factory=dict)
     source: str = ""  # arXiv number of their paper; empty: the rule's
-    variants: tuple[Values, ...] = ()  # further values that `certify --modes` tests (certify/plan.py)
+    # further values that `certify --modes` tests (certify/plan.py)
+    variants: tuple[Values, ...] = ()
 
 
 SHIPPED_MODES = (

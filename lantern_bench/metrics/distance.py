@@ -63,7 +63,8 @@ def _sums_of_image(
         tilt = None
         if q is not None:
             drafted = q[max(0, start - 1) : start + step - 1].double()
-            drafted = torch.cat([p[:1], drafted]) if start == 0 else drafted  # the first token is never drafted
+            # the first token is never drafted
+            drafted = torch.cat([p[:1], drafted]) if start == 0 else drafted
             tilt = (drafted - p) / (drafted + p)
         of_chunk = _sums(p, x, [information, tilt], is_drawn[now])
         sums = of_chunk if sums is None else sums + of_chunk

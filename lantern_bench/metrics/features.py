@@ -193,7 +193,8 @@ class Reference(NamedTuple):
     label: str  # its name in results
     statistics: FeatureSet | None = None
     digest: str = ""  # of the content, for the cache
-    extractor: str = ""  # label of the extractor behind `statistics`; empty where the file does not say
+    # label of the extractor behind `statistics`; empty where the file does not say
+    extractor: str = ""
 
 
 def find_reference(name: str | None, protocol: Protocol) -> Reference | None:

@@ -225,7 +225,8 @@ def drafter_config(stated: Mapping[str, Any], target: TransformerConfig, folder:
     for key, size in read_sizes(config, {key: (key,) for key in needed}, wrong).items():
         if size != needed[key]:
             raise wrong(key, f"is {size}, and this target needs {needed[key]}", "It was trained for another model.")
-    if not chameleon:  # drafters trained here state `mask_padding`, and rotate as they say or as their target
+    # drafters trained here state `mask_padding`, and rotate as they say or as their target
+    if not chameleon:
         config["rope_theta"] = stated.get("rope_base", target.rope_base) if "mask_padding" in stated else _ROPE_BASE
     sizes = llama_sizes(config, wrong, target.positions)
     del sizes["dim"], sizes["text_vocab_size"]

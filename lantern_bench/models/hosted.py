@@ -46,7 +46,8 @@ class HostedModel(ABC):
     codes: int  # how many there are
     prefix: int = 256  # tokens of the longest prompt
     line_ends: bool = False  # a forced token, number `codes`, ends each row
-    neighbour_space: Space = "raw"  # of nearest codes; "normalised" where the tokenizer scales its rows to unit length
+    # of nearest codes; "normalised" where the tokenizer scales its rows to unit length
+    neighbour_space: Space = "raw"
 
     @abstractmethod
     def __init__(self, checkpoint: Path, device: torch.device, dtype: torch.dtype) -> None:

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple, TypeAlias
 from lantern_bench.errors import RefusedError, UserError, one_line
 from lantern_bench.files import cache_folder
 
-WEIGHTS_VARIABLE = "LANTERN_BENCH_WEIGHTS"  # names the folder of the weights, with a folder for each repository
+# names the folder of the weights, with a folder for each repository
+WEIGHTS_VARIABLE = "LANTERN_BENCH_WEIGHTS"
 
 # Folders of a repository: as the hub names it, and as the authors' instructions do. A single file may also lie in the
 # folder of the weights itself.

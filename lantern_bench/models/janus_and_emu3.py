@@ -35,7 +35,8 @@ class Janus(WordModel):
 
     family = "janus"
     licence = hub.LICENCES["janus"].name
-    defaults: Mapping[str, Any] = {"cfg_scale": 5.0, "tree": "eagle1-25"}  # as in the authors' generation_inference.py
+    # as in the authors' generation_inference.py
+    defaults: Mapping[str, Any] = {"cfg_scale": 5.0, "tree": "eagle1-25"}
     published: ClassVar = {
         "janus-pro-1b": Published("Janus-Pro 1B", _janus(102400, 2048, 5632, 24, 16), {}, (24, 24), 1_514_262_528),
         "janus-pro-7b": Published("Janus-Pro 7B", _janus(102400, 4096, 11008, 30, 32), {}, (24, 24), 6_641_950_720),
@@ -127,7 +128,8 @@ class Emu3(WordModel):
 
     family = "emu3"
     licence = hub.LICENCES["apache"].name
-    defaults: Mapping[str, Any] = {"cfg_scale": 3.0, "top_k": 2048, "tree": "eagle1-25"}  # as in image_generation.py
+    # as in image_generation.py
+    defaults: Mapping[str, Any] = {"cfg_scale": 3.0, "top_k": 2048, "tree": "eagle1-25"}
     published: ClassVar = {
         "emu3-gen": Published(
             "Emu3-Gen", {"text_config": _TEXT, "vq_config": {"codebook_size": 32768}}, _VQ, (90, 90), 7_870_021_632

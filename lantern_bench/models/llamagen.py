@@ -146,7 +146,8 @@ class TextToImage(LlamaGen):
     """Captions, through FLAN-T5-XL."""
 
     family = "llamagen-t2i"
-    defaults: Mapping[str, Any] = {"cfg_scale": 7.5, "top_k": 1000, "tree": "eagle1-25"}  # the README, section 5
+    # the README, section 5
+    defaults: Mapping[str, Any] = {"cfg_scale": 7.5, "top_k": 1000, "tree": "eagle1-25"}
     published: ClassVar = {
         "llamagen-t2i-stage1": Published("text-conditional LlamaGen", _scale("XL"), {}, (16, 16), 777_923_840),
         "llamagen-t2i-stage2": Published("text-conditional LlamaGen", _scale("XL"), {}, (32, 32), 777_923_840),
@@ -179,7 +180,8 @@ class ClassToImage(LlamaGen):
 
     family = "llamagen-c2i"
 
-    defaults: Mapping[str, Any] = {"cfg_scale": 4.0, "top_k": 2000, "tree": "eagle1-25"}  # the README's demos
+    # the README's demos
+    defaults: Mapping[str, Any] = {"cfg_scale": 4.0, "top_k": 2000, "tree": "eagle1-25"}
     published: ClassVar = {
         f"llamagen-c2i-{scale}-{16 * side}": Published(
             "class-conditional LlamaGen (ImageNet)",

@@ -76,18 +76,21 @@ class LoadedModel:
     drafter: Drafter | None
     pixels: PixelDecoder
     codebook: Tensor | None  # float [V, d], rows as stored; None without a tokenizer
-    condition: Callable[[Sequence[str]], Any]  # prompts, one an image -> the argument of a session's `prefill`
+    # prompts, one an image -> the argument of a session's `prefill`
+    condition: Callable[[Sequence[str]], Any]
     weights: Mapping[str, str]  # part -> SHA-256
     grid: tuple[int, int]  # rows and columns of the image's codes
     neighbour_space: Space = "raw"  # in which published tables measure distances
     # Called once with all prompts before decoding, so that a text encoder can be freed; yields (done, total).
     prepare: Callable[[Sequence[str]], Iterator[tuple[int, int]]] = lambda _prompts: iter(())
-    given_table: Tensor | None = None  # the user's nearest codes int [V, k], used instead of the codebook
+    # the user's nearest codes int [V, k], used instead of the codebook
+    given_table: Tensor | None = None
     # What `check-model` compares logits with: (condition, tokens int64 [B, N], guided) -> logits [B, N, V] that predict
     # the tokens, with and without the prompt, by other code than the sessions use.
     reference: Callable[[Any, Tensor, bool], tuple[Tensor, Tensor | None]] | None = None
     compiles: bool = True  # whether the target's code can be compiled
-    engine: Engine = field(default_factory=Engine, repr=False)  # runs the steps, uncompiled by default
+    # runs the steps, uncompiled by default
+    engine: Engine = field(default_factory=Engine, repr=False)
     _tables: dict[NeighbourMetric, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def __repr__(self) -> str:

@@ -134,19 +134,22 @@ class CheckpointModel(Model):
 
     published: ClassVar[Mapping[str, Published]]
     any_model: ClassVar[Published | None] = None  # for model files that name only the family
-    kind: ClassVar[tuple[str, str]]  # how the name of a tensor of every checkpoint ends; what the models are called
+    # how the name of a tensor of every checkpoint ends; what the models are called
+    kind: ClassVar[tuple[str, str]]
     ignored: ClassVar[str]  # a regular expression of the target's tensors that no picture needs
     vq_layout: ClassVar[str]  # of the tokenizer's file: a key of `vq.LAYOUTS`
     pixels: ClassVar[int] = 16  # that a code spans in each direction
     neighbour_space: ClassVar[Space] = "raw"  # in which published tables measure distances
     has_drafter: ClassVar[bool] = True  # whether models with random weights have one
-    tokenizer_in_target: ClassVar[bool] = False  # whether the image tokenizer is in the target's folder
+    # whether the image tokenizer is in the target's folder
+    tokenizer_in_target: ClassVar[bool] = False
 
     def __init__(
         self, name: str, row: Published, paths: Mapping[str, Path] | None = None, file: ModelFile | None = None
     ) -> None:
         self.name, self.row, self.file = name, row, file
-        self.paths = dict(paths or {})  # part -> file or folder; empty for a published model that is not located yet
+        # part -> file or folder; empty for a published model that is not located yet
+        self.paths = dict(paths or {})
         if self.tokenizer_in_target and "target" in self.paths:
             self.paths.setdefault("tokenizer", self.paths["target"])
         if file is not None:

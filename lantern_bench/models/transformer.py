@@ -191,7 +191,8 @@ class KVCache:
 Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Mixes q [rows, n, heads, head_dim] with k, v [rows, n, kv_heads, head_dim]."""
 
-_MAX_KERNEL_NODES = 64  # `node_attention` of kernels.cpp has an array of the attention weights of all nodes
+# `node_attention` of kernels.cpp has an array of the attention weights of all nodes
+_MAX_KERNEL_NODES = 64
 
 
 def attend_cached(cache: KVCache, layer: int, slots: Tensor, mask: Tensor, kernel: bool = False) -> Attend:

@@ -37,8 +37,10 @@ class TransformerConfig:
     # Which numbers rotate together: (2i, 2i + 1) or (i, i + head_dim / 2).
     pairs: Literal["interleaved", "halves"] = "interleaved"
     qk_norm: bool = False  # a LayerNorm of each head's queries and keys before rotation (Chameleon)
-    norm_after: bool = False  # norms come after attention and feed-forward, not before (Chameleon's `swin_norm`)
-    head_layer: bool = False  # a layer with a GELU before the output head, and biases in both (Janus)
+    # norms come after attention and feed-forward, not before (Chameleon's `swin_norm`)
+    norm_after: bool = False
+    # a layer with a GELU before the output head, and biases in both (Janus)
+    head_layer: bool = False
     # Where image tokens are a share of a larger vocabulary: its size, and the number in it of each image token.
     text_vocab_size: int | None = None
     token_ids: tuple[int, ...] | None = field(default=None, repr=False)

@@ -29,7 +29,8 @@ class VQConfig:
     code_dim: int = 8
     z_channels: int = 256
     channels: int = 128
-    channel_mult: tuple[int, ...] = (1, 1, 2, 2, 4)  # by resolution; the picture is halved between entries
+    # by resolution; the picture is halved between entries
+    channel_mult: tuple[int, ...] = (1, 1, 2, 2, 4)
     res_blocks: int = 2
     unit_codes: bool = True  # codes and latents are scaled to unit length
     # The resolutions, counted from the highest, whose blocks attend, as the middle ones always do; None: the lowest.

@@ -110,7 +110,8 @@ class Stack(NamedTuple):
     rank: float  # of verification, for each child rank
     walk: float  # of verification, for each token of the path
     keep: float  # of the cache update, for each layer
-    fixed: bool  # shapes are fixed, and guidance comes before the head, which is float32 (docs/engine.md)
+    # shapes are fixed, and guidance comes before the head, which is float32 (docs/engine.md)
+    fixed: bool
 
 
 # This package's compiled programs, and eager code as it is published.

@@ -152,7 +152,8 @@ class Chart:
     """A chart. `points` may also hold ends of intervals, such as `<x>_low`."""
 
     name: str  # of its files
-    points: pd.DataFrame  # with `run`, `model`, `cell_id`, `label`; `dominated` where another cell beats a point
+    # with `run`, `model`, `cell_id`, `label`; `dominated` where another cell beats a point
+    points: pd.DataFrame
     x: str
     y: str
     x_title: str
@@ -191,9 +192,11 @@ def fronts(runs: Mapping[str, Tables]) -> Iterator[Chart]:
                 is_alone = measured[metric.scored_by].nunique() == 1
                 suffix = "" if is_alone else "-" + "".join(c if c.isalnum() else "-" for c in str(scored_by))
                 points = rows.drop(columns=others, errors="ignore").reset_index(drop=True)
-                points["label"] = labels(points)  # they name what differs in this chart, not between all runs
+                # they name what differs in this chart, not between all runs
+                points["label"] = labels(points)
                 compared = points.copy()
-                if metric.against_ar == "none":  # but with the target: what is not told from it counts as equal to it
+                # but with the target: what is not told from it counts as equal to it
+                if metric.against_ar == "none":
                     compared[figure] = points[figure].where(points[f"{figure}_low"] > 0, 0.0)
                 points["dominated"] = is_dominated(compared, speed, figure, metric.better == "lower")
                 name, x_title = f"{prefix}-quality-{figure}{suffix}", f"{SPEEDS[speed]} ({INTERVAL})"

@@ -96,7 +96,8 @@ def _texts(table: pd.DataFrame, name: str | None) -> tuple[pd.DataFrame, dict[st
     ends = {column for column in intervals if column.rpartition("_")[0] in names}
     shown = [c for c in names if c not in ends and (name is None or worth_showing(rows, c, name))]
     units = {column.name: column.unit for column in TABLES[name]} if name is not None else {}
-    if name == "summary":  # As in the papers, to fit the screen: the speed and quality tables hold the other intervals.
+    # As in the papers, to fit the screen: the speed and quality tables hold the other intervals.
+    if name == "summary":
         rows = rows.drop(columns=[column for column in intervals if column not in ("speedup_low", "speedup_high")])
     texts = {}
     for column in shown:
@@ -116,7 +117,8 @@ def worth_showing(table: pd.DataFrame, column: str, name: str = "") -> bool:
         filled = table.columns[table.notna().any()]
         return column in ([name for name in filled if name in METRICS and METRICS[name].on_screen] or METRICS)
     if column in ("failed", "disturbed", "held_up"):
-        is_noted = name == "summary" and column != "failed"  # the notes of the rows count these images
+        # the notes of the rows count these images
+        is_noted = name == "summary" and column != "failed"
         return bool((table[column] > 0).any()) and not is_noted
     return column not in _OFTEN_SHARED or table[column].nunique(dropna=False) > 1
 

@@ -124,7 +124,8 @@ def _bootstrap(
     options |= {"n_resamples": min(9_999, max(1_999, 10_000_000 // size)), "batch": max(1, 4_000_000 // size)}
     for method in ("BCa", "percentile"):
         with warnings.catch_warnings(), np.errstate(divide="ignore", invalid="ignore"):
-            warnings.simplefilter("ignore")  # A method that fails warns and returns nan; the loop tries the next one.
+            # A method that fails warns and returns nan; the loop tries the next one.
+            warnings.simplefilter("ignore")
             result = bootstrap(tuple(sums), statistic, method=method, rng=np.random.default_rng(seed), **options)
             low, high = result.confidence_interval
         if math.isfinite(low) and math.isfinite(high):
@@ -171,7 +172,8 @@ def _exchange_test(sets: Array, seed: int) -> float:
     else:
         drawn = np.random.default_rng(seed).integers(0, count, (_FLIPS, size))
         firsts = np.vstack([np.zeros_like(drawn[:1]), drawn])
-    first = sum((firsts == number).astype(np.float64) @ sums.T for number, sums in enumerate(sets))  # [exchanges, 2]
+    # a set of images by exchange: [exchanges, 2]
+    first = sum((firsts == number).astype(np.float64) @ sums.T for number, sums in enumerate(sets))
     rest = sets.sum(axis=(0, 2)) - first
     effects = np.abs(first[:, 0] / first[:, 1] - rest[:, 0] / rest[:, 1])  # the observed one first
     return float((effects >= effects[0] * (1 - 1e-9)).mean())  # rounding makes no effect smaller

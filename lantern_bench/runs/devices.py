@@ -92,7 +92,8 @@ def check_loaded(model: LoadedModel, decoding: Decoding, batch: int, compute: Co
         check_memory(decoding, batch, config, compute)
 
 
-_DISTRIBUTIONS = 16  # float32 numbers of each node and token that a step holds at once: logits, p, q, noise, quotients
+# float32 numbers of each node and token that a step holds at once: logits, p, q, noise, quotients
+_DISTRIBUTIONS = 16
 
 
 def check_memory(decoding: Decoding, batch: int, config: TransformerConfig, compute: Compute) -> None:

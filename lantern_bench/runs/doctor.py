@@ -31,8 +31,11 @@ if TYPE_CHECKING:
 State: TypeAlias = Literal["ok", "warning", "fail"]
 _GB = 1e9
 _BUSY_SHARE = 0.15  # of this process's cores, used by other programs
-_SLOWED = 0x8 | 0x20 | 0x40 | 0x80  # nvidia-smi's bits for hardware slowdown, too hot (software, hardware), power brake
-_ROUNDINGS = 16  # half precision: logits of eager and compiled steps may differ by so many roundings of the largest one
+# nvidia-smi's bits for hardware slowdown, too hot (software, hardware), power brake
+_SLOWED = 0x8 | 0x20 | 0x40 | 0x80
+# half precision: logits of eager and compiled steps may differ by so many roundings of the largest
+# one
+_ROUNDINGS = 16
 _WRONG = "Do not trust compiled runs on this machine: pass --no-compile, and report it with this list."
 
 
@@ -249,7 +252,8 @@ def _decode(device: torch.device, dtype: str) -> Iterator[Finding]:
         warnings.simplefilter("ignore", RuntimeWarning)  # it becomes a finding
         for name, engine in engines.items():
             _tiny_decode(model, engine)
-            images[name] = _tiny_decode(model, engine)  # sweeps decode many images: now all programs are replayed
+            # sweeps decode many images: now all programs are replayed
+            images[name] = _tiny_decode(model, engine)
             fallbacks |= engine.fallbacks
     yield _compared(check, images, fallbacks, getattr(torch, dtype))
 

@@ -27,7 +27,8 @@ class DecodedImage:
     prompt: str
     tokens: Tensor  # int32 [N] on the CPU
     trace: ImageTrace  # what every step committed and accepted, seconds, forwards
-    pixels: Tensor | None = None  # uint8 [H, W, 3]; None for a model without a tokenizer and for part of an image
+    # uint8 [H, W, 3]; None for a model without a tokenizer and for part of an image
+    pixels: Tensor | None = None
     pixel_seconds: float = 0.0
     peak_memory: int | None = None  # bytes on the device
     logits: Tensor | None = None  # guided [N, V]; only where they were asked for

@@ -81,7 +81,8 @@ def _settings(manifest: Mapping[str, Any]) -> dict[str, Any]:
     settings = {name: value for name, value in experiment.items() if name not in _MAY_DIFFER}
     settings |= {f"key: {name}": value for name, value in key.items()}
     if key.get("device_type") == "cpu":
-        settings["threads"] = manifest.get("threads")  # sums of other numbers of threads round differently
+        # sums of other numbers of threads round differently
+        settings["threads"] = manifest.get("threads")
     return settings
 
 

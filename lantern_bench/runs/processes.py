@@ -24,7 +24,8 @@ from lantern_bench.runs.request import Request
 from lantern_bench.runs.store import done_images
 
 SECONDS_TO_END = 30.0  # how long a worker that is asked to end may take, before it is killed
-_BEAT = 2.0  # a worker that decodes sends None, between two steps, after so many seconds without an event
+# a worker that decodes sends None, between two steps, after so many seconds without an event
+_BEAT = 2.0
 _POLL = 1.0  # seconds between two checks for signals
 _ADVICE = "Its finished images are kept. The same command continues."
 
@@ -59,7 +60,8 @@ def decode_in_processes(request: Request, emit: Emit) -> int:
 
 
 def _decode_missing(request: Request, emit: Emit) -> int:
-    from lantern_bench.runs.runner import decode_missing  # imports torch, which the parent does not need
+    # imports torch, which the parent does not need
+    from lantern_bench.runs.runner import decode_missing
 
     return decode_missing(request, emit)
 
@@ -153,7 +155,8 @@ def serve(parent: Connection[Any, Any]) -> None:
 
 
 def _main(descriptor: int) -> int:
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # standard output is for the data of the command
+    # standard output is for the data of the command
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     try:
         with stopping.signals_noted():
             serve(Connection(descriptor))
@@ -162,7 +165,8 @@ def _main(descriptor: int) -> int:
     except BrokenPipeError:
         return 128 + signal.SIGTERM
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the exit handlers of libraries print what interrupts them
+        # the exit handlers of libraries print what interrupts them
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     return 0
 
 

@@ -31,7 +31,9 @@ from lantern_bench.runs.threads import prepare_environment
 if TYPE_CHECKING:
     from lantern_bench.runs.runner import Decoder, Result
 
-_PROMPTS = 16  # prompts of a shard at most: each shard encodes its captions at once, and a lost worker costs a shard
+# prompts of a shard at most: each shard encodes its captions at once, and a lost worker costs a
+# shard
+_PROMPTS = 16
 _SHARDS = 4  # shards for each worker, so that all workers end at about the same time
 _LOSSES = 3  # how often a shard may lose its worker, and a device its worker before the first image
 _PATIENCE = 60.0  # seconds without any device
@@ -117,7 +119,8 @@ def connect(address: str) -> None:
         reason = " ".join(str(error).split())[:300]
         raise RefusedError(f"--ray {address}: the Ray cluster cannot be joined: {reason}", advice) from error
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, on_terminate)  # Ray has set its own, which ends the process at once
+        # Ray has set its own, which ends the process at once
+        signal.signal(signal.SIGTERM, on_terminate)
 
 
 def _answers(address: str) -> bool:
@@ -225,7 +228,8 @@ class WorkerHandle:
     actor: Any
     answer: Any  # to its last call: a reference or a generator; None while it has nothing to do
     shard: Plan | None = None
-    session: dict[str, Any] = field(default_factory=dict)  # its entry in the manifest; empty while it loads the models
+    # its entry in the manifest; empty while it loads the models
+    session: dict[str, Any] = field(default_factory=dict)
     finished: int = 0  # shards
     last_answer: float = 0.0  # when
 
@@ -246,7 +250,8 @@ class RayDriver:
         self._losses: Counter[ImageTask] = Counter()  # of workers, by the first image of the shard
         self._is_open = False  # the store: its key comes from the first worker
         self._threads = self._settings.threads
-        self._share = math.inf  # shards of a worker, where `--processes` asks for several workers a device
+        # shards of a worker, where `--processes` asks for several workers a device
+        self._share = math.inf
         self._failed_starts: Counter[DeviceSlot] = Counter()
         self._last_loss = ""
         self._last_look, self._last_worker = -math.inf, now()
@@ -349,7 +354,8 @@ class RayDriver:
             worker = waiting[reference]
             try:
                 answer = self._ray.get(next(reference) if worker.session else reference)
-            except StopIteration:  # it has decoded its shard; after its share of the run a new one takes its device
+            # it has decoded its shard; after its share of the run a new one takes its device
+            except StopIteration:
                 worker.answer = worker.shard = None
                 worker.finished += 1
                 if worker.finished >= self._share:

@@ -30,9 +30,11 @@ _CHECKSUM, _CLOSE = b', "checksum": "', b'"}\n'
 _END = len(_CHECKSUM) + 16 + len(_CLOSE)
 
 _KINDS: dict[str, Any] = {"string": str | None, "int": int | None, "float": float | None, "bool": bool | None}
-_DTYPES = {"int": "Int64", "float": "float64", "bool": "boolean"}  # of columns; texts and lists are objects
+# of columns; texts and lists are objects
+_DTYPES = {"int": "Int64", "float": "float64", "bool": "boolean"}
 _ABSENT = {"process": 0}  # runs without this column are of one process
-_NEEDED = {"records": ("record_key", "status"), "scores": ()}  # the columns that every row of a table has
+# the columns that every row of a table has
+_NEEDED = {"records": ("record_key", "status"), "scores": ()}
 _CHUNK, _BUFFER = 2_000, 1 << 20
 
 
@@ -71,7 +73,8 @@ def read_lines(path: Path, table: str, wanted: Collection[str] | None = None) ->
     decode = msgspec.json.Decoder(row_type).decode
     with path.open("rb", buffering=_BUFFER) if path.is_file() else io.BytesIO() as file:
         for number, content in enumerate(file, start=1):
-            if not content.endswith(b"\n"):  # being written, or cut off: opening the file for writing removes it
+            # being written, or cut off: opening the file for writing removes it
+            if not content.endswith(b"\n"):
                 return
             row, problem = None, "damaged, its checksum differs"
             try:
@@ -152,7 +155,8 @@ def read_frame(path: Path, table: str, wanted: Collection[str] | None = None) ->
     collects = gc.isenabled()
     gc.disable()  # the collector would look through the new lists again and again
     try:
-        while chunk := list(islice(rows, _CHUNK)):  # the objects of all rows would take more room than arrays
+        # the objects of all rows would take more room than arrays
+        while chunk := list(islice(rows, _CHUNK)):
             series: dict[str, pd.Series] = {}
             for name, values in zip(names, zip(*chunk, strict=True), strict=True):
                 # Equal texts become one object.

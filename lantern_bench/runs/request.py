@@ -21,7 +21,8 @@ from lantern_bench.runs.store import check_folder, done_images, finished_records
 if TYPE_CHECKING:
     import pandas as pd
 
-WORKER_TIMEOUT = 1800.0  # seconds of silence after which a worker is ended; it is silent while it loads and compiles
+# seconds of silence after which a worker is ended; it is silent while it loads and compiles
+WORKER_TIMEOUT = 1800.0
 DEFAULT_CLUSTER = "default"  # the Ray cluster of `RAY_ADDRESS`, else a new one on this machine
 
 
@@ -35,7 +36,8 @@ class Request:
     protocol: Protocol
     prompts: dict[str, Any]  # describes the prompts in the manifest
     shard: Shard | None = None  # set where the plan is one shard of a larger run
-    ray: str | None = None  # the address of a Ray cluster, or `DEFAULT_CLUSTER`; None: this machine alone
+    # the address of a Ray cluster, or `DEFAULT_CLUSTER`; None: this machine alone
+    ray: str | None = None
     worker_timeout: float = WORKER_TIMEOUT  # seconds after which a silent worker process is ended
 
     def manifest_entries(self) -> dict[str, Any]:

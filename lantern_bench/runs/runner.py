@@ -92,7 +92,8 @@ def try_threads(tasks: Sequence[ImageTask], models: Mapping[str, LoadedModel], e
     if tasks:
         name = tasks[0].cell.model
         decodings = (task.cell.decoding for task in tasks if task.cell.model == name)
-        with contextlib.suppress(RuntimeError, MemoryError):  # the images fail the same way and record it
+        # the images fail the same way and record it
+        with contextlib.suppress(RuntimeError, MemoryError):
             set_fastest_threads(models[name], tasks[0].prompt.text, decodings, emit)
 
 
@@ -176,7 +177,8 @@ class Decoder:
                 images = decode_batch(model, batch, self._compute, tokens=tokens)
                 row["seconds"] = sum(image.seconds for image in images)
             except (RuntimeError, MemoryError) as error:
-                row["error"] = one_line(error, most=2000)  # the images of the cell fail the same way and record it
+                # the images of the cell fail the same way and record it
+                row["error"] = one_line(error, most=2000)
             self.session["warm_up"].append(row)
             text = f"{'compiled' if compiled else 'warm-up of'} {cell.cell_id}: {row['seconds'] or 0.0:.1f} s"
             yield Note(text, level="info" if compiled else "detail")

@@ -49,7 +49,8 @@ class Scorers:
     """The loaded scorers of one protocol."""
 
     protocol: Protocol
-    images: Mapping[str, Callable[..., Any]] = field(default_factory=dict)  # by metric: (pictures, prompts) -> figures
+    # by metric: (pictures, prompts) -> figures
+    images: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     extractor: Extractor | None = None  # None: nothing is measured against a reference
     manifold: Extractor | None = None  # the extractor of precision and recall, where it is another
     device: torch.device | str = "cpu"

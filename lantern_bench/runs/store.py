@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 MANIFEST, RECORDS, SCORES, LOCK, WRITER = "manifest.json", "records.jsonl", "scores.jsonl", ".lock", ".writer.json"
-PICTURES_LEFT_OUT = "pictures_left_out"  # in a manifest: true where a run was copied without them (docs/commit_run.py)
+# in a manifest: true where a run was copied without them (docs/commit_run.py)
+PICTURES_LEFT_OUT = "pictures_left_out"
 # What a resumed run needs of its records.
 _SCANNED = ("cell_id", "prompt_id", "repeat", "seconds", "pixel_seconds", "disturbed")
 RESULTS_VARIABLE = "LANTERN_BENCH_RESULTS"
@@ -283,7 +284,8 @@ def _process_of(writer: Path) -> str:
     try:
         process = json.loads(writer.read_text(encoding="utf-8"))
         return f"process {process['pid']} on {process['host']}"
-    except (OSError, ValueError, TypeError, KeyError):  # it has only just begun, or is of an older version
+    # it has only just begun, or is of an older version
+    except (OSError, ValueError, TypeError, KeyError):
         return "another process"
 
 
@@ -312,7 +314,8 @@ def check_is_run(folder: Path) -> None:
     """Raise `UserError` for a folder that has other contents than a run's."""
     if folder.is_dir() and not (folder / MANIFEST).exists():
         files = {folder / name for name in (LOCK, WRITER, RECORDS, SCORES)}
-        partial = {partial_path(folder / name) for name in (WRITER, MANIFEST)}  # of a sweep killed at its start
+        # of a sweep killed at its start
+        partial = {partial_path(folder / name) for name in (WRITER, MANIFEST)}
         others = {path.name for path in set(folder.iterdir()) - files - partial}
         if others:
             message = f"--out {folder}: contains {min(others)} and is not a run directory"

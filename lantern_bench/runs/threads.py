@@ -17,10 +17,12 @@ if TYPE_CHECKING:
     from lantern_bench.config.decoding import Decoding
     from lantern_bench.models.loaded_model import LoadedModel
 
-_SPINS = ("GOMP_SPINCOUNT", "1000")  # of GNU OpenMP: a waiting thread spins so often (microseconds), then sleeps
+# of GNU OpenMP: a waiting thread spins so often (microseconds), then sleeps
+_SPINS = ("GOMP_SPINCOUNT", "1000")
 _ROUNDS, _BLOCK = 15, 0.02  # blocks timed for each number of threads, and their seconds
 _LONGEST = 3.0  # seconds after which no further block is timed
-_ROUNDS_OF_ONE = 3  # with one number of threads nothing is chosen: blocks that say how much of a core others take
+# with one number of threads nothing is chosen: blocks that say how much of a core others take
+_ROUNDS_OF_ONE = 3
 _TIE = 0.05  # fewer threads are chosen when more are not faster by this share
 _TOKENS = 12  # tokens of an image that are decoded at a time
 
@@ -40,7 +42,8 @@ def set_threads(threads: int | None) -> None:
         torch.set_num_threads(threads)
 
 
-DISTURBED = 0.05  # an image is disturbed when its threads lacked a core for more than this share of its seconds
+# an image is disturbed when its threads lacked a core for more than this share of its seconds
+DISTURBED = 0.05
 BUSY = 0.25  # above this share of the time in which threads are tried, speed cannot be measured
 QUIET_ADVICE = "Close other programs. Figures of tokens and quality hold; those of seconds may not."
 

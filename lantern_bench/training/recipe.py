@@ -51,10 +51,12 @@ class Optimisation(StrictSettings):
     clip_by: Literal["norm", "value"] = "value"
     schedule: Literal["cosine", "linear"] = "linear"
     final_lr: Share = 0.0
-    warmup: NonNegativeInt | None = None  # None: the share `warmup_share` of the first epoch's steps
+    # None: the share `warmup_share` of the first epoch's steps
+    warmup: NonNegativeInt | None = None
     steps: PositiveInt | None = None
     accumulate: PositiveInt = 1  # batches a step
-    autocast: bool = True  # matrix products in bfloat16, where the processor has instructions for it
+    # matrix products in bfloat16, where the processor has instructions for it
+    autocast: bool = True
 
 
 class TrainSettings(Optimisation):
@@ -110,8 +112,10 @@ class DrafterRecipe(Optimisation):
     feature_weight: NonNegativeFloat = 1.0
     soft_weight: NonNegativeFloat = 0.1
     overlap_weight: NonNegativeFloat = 0.0
-    noise: NonNegativeFloat = 0.1  # uniform on the input features, at most this times 512 over their number
-    dropped: Share = 0.1  # share of sequences without their condition, or where `guided` without their guidance
+    # uniform on the input features, at most this times 512 over their number
+    noise: NonNegativeFloat = 0.1
+    # share of sequences without their condition, or where `guided` without their guidance
+    dropped: Share = 0.1
     # Levels of a draft that are trained; each takes the guesses of the one before and sees the true features before it,
     # as the levels of a tree do (HASS, arXiv 2408.15766), and weighs `level_decay` times the one before.
     levels: PositiveInt = 1

@@ -179,7 +179,8 @@ class Evaluated(NamedTuple):
 
     name: str
     one_minus_tv: float  # on held-out sequences
-    accepted: Observations | None  # tokens over steps of each image; the value is the mean accepted length
+    # tokens over steps of each image; the value is the mean accepted length
+    accepted: Observations | None
 
 
 def train_drafter(

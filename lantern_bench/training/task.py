@@ -54,7 +54,8 @@ class Data:
     """A caption for each sequence, and its picture; without pictures the target samples them."""
 
     captions: Sequence[str]
-    pictures: Sequence[tuple[Path, bool]] | None = None  # a file, and whether its mirror image is meant
+    # a file, and whether its mirror image is meant
+    pictures: Sequence[tuple[Path, bool]] | None = None
 
     def sha256(self) -> str:
         """Return a hash of captions and of the pictures' names and sizes; reading all pictures would take too long."""
@@ -136,7 +137,8 @@ class TargetFeatures(NamedTuple):
     """Features of B sequences of N tokens behind a prefix of P, on the target's device."""
 
     tokens: Tensor  # int64 [B, N]
-    hidden: Tensor  # [B, P + N - 1, dim], final-norm hidden states; number P - 1 predicts the first token
+    # [B, P + N - 1, dim], final-norm hidden states; number P - 1 predicts the first token
+    hidden: Tensor
     valid: Tensor  # bool [B, P], False for padding
     prompts: Tensor | None  # int64 [B, P], in the model's own vocabulary; None for other conditions
 

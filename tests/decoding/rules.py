@@ -52,7 +52,8 @@ class Emission(NamedTuple):
     """The distribution of a step's first token, given the root's children (docs/algorithms.md, section 4)."""
 
     distribution: Tensor  # [N, V]
-    neighbour_mass: Tensor  # [N], m(x) of each child times the chance that the child is tried, summed
+    # [N], m(x) of each child times the chance that the child is tried, summed
+    neighbour_mass: Tensor
 
 
 def emitted(p: Tensor, q: Tensor | None, tokens: Tensor, valid: Tensor, rule: AcceptanceRule) -> Emission:

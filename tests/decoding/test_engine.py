@@ -56,7 +56,8 @@ WINDOWS: dict[str, dict[str, Any]] = {
 }
 EVERY_TIME = [("ar", 1), ("static", 1), ("dynamic", 3), ("greedy", 3), ("gsd", 3)]
 EVERY_TIME += [(cell, 3) for cell in ("left, maximal", "pac, gumbel, above", "hybrid")]
-CAPTURED = [(cell, 3) for cell in WINDOWS if (cell, 3) not in EVERY_TIME]  # each compiles for some seconds
+# each compiles for some seconds
+CAPTURED = [(cell, 3) for cell in WINDOWS if (cell, 3) not in EVERY_TIME]
 PROGRAMS = CELLS | WINDOWS
 
 

@@ -74,7 +74,8 @@ def random_distribution(seed: int, vocabulary: int, kind: str) -> Distribution:
     def distribution(prefix: Prefix) -> Tensor:
         number = seed * 7919 + sum((token + 1) * 31**place for place, token in enumerate(prefix))
         noise = torch.Generator().manual_seed(number)
-        if kind == "ties":  # powers of two: equal scores by different ways are frequent and exact enough to tie
+        # powers of two: equal scores by different ways are frequent and exact enough to tie
+        if kind == "ties":
             weights = 2.0 ** torch.randint(-2, 1, (vocabulary,), generator=noise).float()
         else:
             weights = torch.randn(vocabulary, generator=noise).mul(2).exp()

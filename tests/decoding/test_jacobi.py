@@ -50,7 +50,8 @@ class Particles(NamedTuple):
     weight: Tensor
     tokens: Tensor
     state: dict[str, Tensor]
-    low: Tensor  # Gumbel coupling: where the uniform number of each position of the last window may lie, [n, W]
+    # Gumbel coupling: where the uniform number of each position of the last window may lie, [n, W]
+    low: Tensor
     high: Tensor
 
     def repeated(self, times: int) -> Particles:
@@ -232,7 +233,8 @@ class Exact:
         in_window, at = at < self.window, at.clamp_max(self.window - 1)
         low = torch.where(in_window, particles.low.gather(1, at), 0.0)
         high = torch.where(in_window, particles.high.gather(1, at), 1.0)
-        first = (law[:, :, 0] / law.sum(dim=2)).clamp(low, high)  # token 0 is drawn where the number is below this
+        # token 0 is drawn where the number is below this
+        first = (law[:, :, 0] / law.sum(dim=2)).clamp(low, high)
         lower, upper = torch.where(wanted == 0, low, first), torch.where(wanted == 0, first, high)
         lower, upper = torch.where(copied, low, lower), torch.where(copied, high, upper)
         counts = torch.arange(self.window) < limit

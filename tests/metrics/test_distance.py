@@ -52,7 +52,8 @@ def ancestral(model: TabularModel, images: int, decoding: Decoding, seed: int) -
 
 @pytest.mark.parametrize("values", [{}, {"cfg_scale": 2.0}, {"cfg_scale": 2.0, "top_k": 3, "temperature": 0.8}])
 def test_sums_are_those_of_the_definition(monkeypatch: pytest.MonkeyPatch, values: dict[str, Any]) -> None:
-    monkeypatch.setattr(scorer, "_VALUES", 10)  # two positions at once: chunks meet inside the image
+    # two positions at once: chunks meet inside the image
+    monkeypatch.setattr(scorer, "_VALUES", 10)
     table, decoding = TabularModel(5, 5, seed=3), Decoding("speculative", **CHAIN, **values)
     tokens = ancestral(table, 4, decoding, seed=1)
     rows = token_sums(table_model(table), None, tokens, decoding)

@@ -30,7 +30,8 @@ def extractor(tmp_path_factory: pytest.TempPathFactory) -> features.Extractor:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = AttributeClassifier()
-    with torch.no_grad():  # an untrained network's features are tiny; trained ones are of the order of 1
+    # an untrained network's features are tiny; trained ones are of the order of 1
+    with torch.no_grad():
         model.project.weight *= 300
     path = tmp_path_factory.mktemp("weights") / "features.safetensors"
     write_weights(model.state_dict(), path)

@@ -202,4 +202,5 @@ def test_loading_needs_little_more_memory_than_the_file(kind: str, dtype: str, t
     done = subprocess.run([sys.executable, "-c", _PEAK, str(path), dtype], check=True, capture_output=True, text=True)
     ratio = float(done.stdout)
     print(f"{kind} into {dtype}: {ratio:.2f} x the file")
-    assert ratio < (1.7 if dtype == "float32" else 1.2)  # a copy of the whole file would be 2.0 and 1.5
+    # a copy of the whole file would be 2.0 and 1.5
+    assert ratio < (1.7 if dtype == "float32" else 1.2)

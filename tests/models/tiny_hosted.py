@@ -31,7 +31,8 @@ class Shape(NamedTuple):
     blocks: int = 1
     code_dim: int = 8
     theta: float = 10000.0
-    attends: tuple[int, ...] | None = None  # resolutions of Emu3's image tokenizer, from the highest; None: the lowest
+    # resolutions of Emu3's image tokenizer, from the highest; None: the lowest
+    attends: tuple[int, ...] | None = None
     frames: int = 4
 
 

@@ -68,11 +68,13 @@ def test_the_prefill_is_eager_where_the_device_says_what_that_costs():
 
 
 def test_programs_overlap_as_the_device_does():
-    work = Work(bytes=3e6, operations=2e6, kernels=500)  # 3 ms to read, 2 ms to multiply, .5 ms to launch
+    # 3 ms to read, 2 ms to multiply, .5 ms to launch
+    work = Work(bytes=3e6, operations=2e6, kernels=500)
     eager = STACK._replace(fixed=False)
     assert seconds_of(work, GPU, STACK).total == pytest.approx(3.5e-3)
     assert seconds_of(work, GPU, eager).total == pytest.approx(3e-3)  # the host is ahead
-    assert seconds_of(work._replace(kernels=2000), GPU, eager).total == pytest.approx(4e-3)  # the device waits
+    # the device waits
+    assert seconds_of(work._replace(kernels=2000), GPU, eager).total == pytest.approx(4e-3)
     assert seconds_of(work, CPU, STACK).total == pytest.approx(5.5e-3)
     with pytest.raises(RefusedError, match="states no eager_kernel_us"):
         seconds_of(work, CPU.model_copy(update={"eager_kernel_us": None}), eager)

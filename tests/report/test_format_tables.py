@@ -88,7 +88,8 @@ def test_latex_is_ready_for_a_paper(tables):
         [r"2.09$\times$", ""],
         [r"\textbf{3.25$\times$}", "[$-$2.50, 4.26]"],
     ]
-    assert [row[-2].startswith(r"\textbf") for row in cells] == [True, True, False]  # CLIP score: a tie
+    # CLIP score: a tie
+    assert [row[-2].startswith(r"\textbf") for row in cells] == [True, True, False]
     assert not any(row[-1].startswith(r"\textbf") for row in cells)  # recall: all are equal
     low = latex(tables["summary"].assign(fid=[12.0, 11.0, 13.0]), "summary")
     assert low.count(r"\textbf{11.00}") == 1 and r"\textbf{13.00}" not in low

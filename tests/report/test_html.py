@@ -181,7 +181,8 @@ def test_unwritable_file_is_refused(page_run, tmp_path):
 def test_a_page_shows_the_first_prompts_of_a_large_run(tmp_path, monkeypatch):
     records = make_records()
     folder = write_run(tmp_path / "large", records, [])
-    monkeypatch.setattr("lantern_bench.report.page.PICTURES", 7)  # four prompts of three cells; one image failed
+    # four prompts of three cells; one image failed
+    monkeypatch.setattr("lantern_bench.report.page.PICTURES", 7)
     shown = render(load_runs([folder]), folder)
     assert "the pictures of the first 2 of 4 prompts" in shown and "4 prompts, 6 pictures on this page" in shown
     monkeypatch.undo()

@@ -199,7 +199,8 @@ def test_page_fits_a_narrow_screen_and_paper(opening: SimpleNamespace, tab: Any,
     tab.wait_for_timeout(500)
     assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth")
     first, speedup = tab.locator("#table tbody tr").last.locator("th, td").all()[:2]
-    assert first.bounding_box()["width"] < 160  # so that a figure fits beside it, also when scrolled
+    # so that a figure fits beside it, also when scrolled
+    assert first.bounding_box()["width"] < 160
     assert speedup.bounding_box()["x"] + speedup.bounding_box()["width"] < 390
     tab.evaluate("document.querySelector('#table').parentElement.scrollLeft = 100")
     assert first.bounding_box()["x"] >= 0

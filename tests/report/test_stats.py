@@ -216,7 +216,8 @@ def test_one_prompt_has_an_effect_and_no_interval():
         ((-0.3, -0.4, -0.25), -0.2, math.inf, "no"),
         ((0.3, 0.25, 0.4), -0.2, math.inf, "yes"),  # better by any amount is not worse
         ((0.0, -0.4, 0.4), -0.2, 0.2, "not settled: 820 images"),  # 100 (2 x 2.8 / 1.96)^2 = 817
-        ((0.0, -0.4, 0.3), -math.inf, 0.2, "not settled: 460 images"),  # one limit counts: 100 (1.5 x 2.8 / 1.96)^2
+        # one limit counts: 100 (1.5 x 2.8 / 1.96)^2
+        ((0.0, -0.4, 0.3), -math.inf, 0.2, "not settled: 460 images"),
         ((0.3, 0.1, 0.5), -math.inf, 0.2, "not settled: 820 images"),  # until all of it is beyond
         ((0.2, 0.1, 0.3), -math.inf, 0.2, "not settled"),
         ((0.1, None, None), -math.inf, 0.2, "not settled"),

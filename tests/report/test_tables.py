@@ -69,7 +69,8 @@ def test_ar_is_exactly_one(tables):
 def test_failed_images_are_counted_and_left_out(tables):
     row = _row(tables["speed"], LOOSE)
     assert (row["images"], row["failed"]) == (3, 1)
-    assert row["speedup"] == pytest.approx((1.2 + 1.3 + 1.4) / 1.2)  # over the prompts that both have
+    # over the prompts that both have
+    assert row["speedup"] == pytest.approx((1.2 + 1.3 + 1.4) / 1.2)
     assert _row(tables["summary"], LOOSE)["failed"] == 1
     assert _row(tables["quality"], LOOSE)["images"] == 3
 

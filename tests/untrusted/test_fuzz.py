@@ -157,7 +157,8 @@ def test_records_and_scores(count: int, tmp_path: Path) -> None:
 
 NUMBERS = ["0", "-1", "1e9", "1000000000", "1e39", "1" + 39 * "0", "nan", ",".join(map(str, range(1, 3001)))]
 CAPTION = "one round red lantern over a lake at dusk"
-GIGABYTES = {"plans": 1.0, "images": 2.5}  # decoding takes .9, and some more in a process of many commands
+# decoding takes .9, and some more in a process of many commands
+GIGABYTES = {"plans": 1.0, "images": 2.5}
 SMALL = ["--threads", "1", "--set", "compile=false"]
 # What makes a command short; sweeps are planned, and every command with a model loads it in the long test alone.
 WORDS = {

@@ -87,7 +87,8 @@ def test_yaml_within_the_limits_is_read(tmp_path: Path) -> None:
 def test_a_file_without_end_is_not_read_to_its_end(tmp_path: Path) -> None:
     path = tmp_path / "large.yaml"
     with path.open("wb") as file:
-        file.truncate(50 * 10**9)  # a sparse file: it takes no room, and reading it would take minutes
+        # a sparse file: it takes no room, and reading it would take minutes
+        file.truncate(50 * 10**9)
     with pytest.raises(UserError, match="more than 1000000 characters"):
         read_source(path)
 

@@ -42,7 +42,8 @@ class Children:
 class Acceptance:
     """What is decided for N nodes with up to C children."""
 
-    accept: Tensor  # [N, C] probability to accept each child, given that its earlier siblings were rejected
+    # [N, C] probability to accept each child, given that its earlier siblings were rejected
+    accept: Tensor
     neighbour_mass: Tensor  # [N, C] m(x) of each child that is tried
     residual: Tensor  # [N, V] p after all children were rejected, of any scale
     exhausted: Tensor  # bool [N], rounding left no residual: the node's own p takes its place

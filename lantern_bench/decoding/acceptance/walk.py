@@ -32,7 +32,8 @@ class Verdict:
     )
     neighbour_mass: Tensor  # float32 [B], m(x) summed over accepted drafts
     neighbour_mass_tried: Tensor  # float32 [B], m(x) summed over all drafts tried
-    next_probs: Tensor  # float32 [B, V], the distribution of the bonus token (greedy: p of the last accepted node)
+    # float32 [B, V], the distribution of the bonus token (greedy: p of the last accepted node)
+    next_probs: Tensor
 
 
 class AcceptedPath(NamedTuple):

@@ -63,7 +63,8 @@ class LastStep(NamedTuple):
     """What a step found, for draftings that make the next draft from it."""
 
     tree: DraftTree
-    p: Tensor  # float32 [B, M, V] at the nodes of the tree (greedy: of the guided logits at temperature 1)
+    # float32 [B, M, V] at the nodes of the tree (greedy: of the guided logits at temperature 1)
+    p: Tensor
     path: Tensor  # as in `Verdict`
     accepted: Tensor  # as in `Verdict`
     tokens: Tensor  # as in `Verdict`

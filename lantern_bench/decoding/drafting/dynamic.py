@@ -18,7 +18,9 @@ class Frontier(NamedTuple):
     """The nodes to expand next, `beam` per image, in descending order of cumulative log q."""
 
     tokens: Tensor  # int64 [B, beam]
-    origin: Tensor  # int64 [B, beam], the slot of each node's parent in the frontier before (0, the root, in the first)
+    # int64 [B, beam], the slot of each node's parent in the frontier before (0, the root, in the
+    # first)
+    origin: Tensor
     # bool [B, beam, r * beam] in round r, which expanded nodes below the root each of them attends to: slot s of
     # frontier i is column i * beam + s, its own included. The prefix and the root come before.
     seen: Tensor

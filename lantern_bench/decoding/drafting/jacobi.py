@@ -50,7 +50,8 @@ class JacobiDrafting(DraftMethod):
     """A chain of W = `window` drafts below the root; draft i belongs to the position `position` + i of the image."""
 
     learns = True
-    reads_last_drafts = False  # with maximal coupling: whether the drafts of the last step and their rows are needed
+    # with maximal coupling: whether the drafts of the last step and their rows are needed
+    reads_last_drafts = False
 
     def __init__(self, decoding: Decoding, target: Target, batch: int) -> None:
         window = decoding.value("window")

@@ -21,7 +21,8 @@ class Slice(NamedTuple):
 
     key: str
     rows: int | None = None  # along the first axis of ours; None: all
-    prepare: Callable[[Tensor], Tensor] | None = None  # makes ours of the file's tensor; then it cannot be exported
+    # makes ours of the file's tensor; then it cannot be exported
+    prepare: Callable[[Tensor], Tensor] | None = None
     file_shape: tuple[int, ...] | None = None  # the shape of the file's tensor where it is another
 
 
