@@ -30,7 +30,9 @@ PAGE = "report.html"
 def commit_run(source: Path, folder: Path) -> list[Path]:
     """Copy the run `source` into `folder`; return the files."""
     if problems := verify(source).problems:
-        sys.exit(f"error: {source}: {len(problems)} problems; `lantern-bench verify {source}` names them")
+        sys.exit(
+            f"error: {source}: {len(problems)} problems; `lantern-bench verify {source}` names them"
+        )
     (run,) = load_runs([source]).values()
     run = replace(run, manifest=run.manifest | {"run": folder.name, PICTURES_LEFT_OUT: True})
     folder.mkdir(parents=True, exist_ok=True)
@@ -40,7 +42,10 @@ def commit_run(source: Path, folder: Path) -> list[Path]:
     write_atomically(folder / MANIFEST, f"{manifest}\n".encode())
     save_tables(tables_of(run), folder)
     write_atomically(folder / PAGE, render({folder.name: run}, folder).encode())
-    files = [folder / name for name in (MANIFEST, RECORDS, SCORES, *(f"{table}.csv" for table in NAMES), PAGE)]
+    files = [
+        folder / name
+        for name in (MANIFEST, RECORDS, SCORES, *(f"{table}.csv" for table in NAMES), PAGE)
+    ]
     if stored_bytes(files) > BUDGET:
         files.pop().unlink()
     return files

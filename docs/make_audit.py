@@ -23,7 +23,9 @@ def claims() -> pd.DataFrame:
     """One row a claim that says lossless."""
     audit = pd.read_csv(REFERENCE / "audit" / "audit.csv", dtype={"form": "string"})
     audit = audit[audit["claim"] == "lossless"]
-    audit["found"] = audit["verdict"].map(lambda verdict: "**differs**" if verdict.endswith("not") else "no difference")
+    audit["found"] = audit["verdict"].map(
+        lambda verdict: "**differs**" if verdict.endswith("not") else "no difference"
+    )
     return readable(audit[["mode", "form", "p_holm", "found"]].reset_index(drop=True)).frame
 
 
@@ -36,7 +38,13 @@ def power() -> pd.DataFrame:
         for source in ("tables", "model"):
             here = of_fault[of_fault["tested_on"] == source]
             needed, least = here["images_needed"].min(), here["images"].min()
-            row[source] = f"{least:,.0f}" if pd.notna(least) else f"about {needed:,.0f}" if pd.notna(needed) else ""
+            row[source] = (
+                f"{least:,.0f}"
+                if pd.notna(least)
+                else f"about {needed:,.0f}"
+                if pd.notna(needed)
+                else ""
+            )
             if len(here) and not row[source]:
                 row[source] = f"more than {here['decoded'].max():,.0f}"
         rows.append(row)
@@ -48,7 +56,9 @@ def render(page: str) -> str:
     for name, table in (("claims", claims()), ("power", power())):
         rows = [list(table.columns), ["---"] * len(table.columns), *table.to_numpy().tolist()]
         text = "\n".join("| " + " | ".join(map(str, row)) + " |" for row in rows)
-        between = re.compile(rf"(<!-- {name}: python -m docs.make_audit -->\n).*?(<!-- end -->)", re.DOTALL)
+        between = re.compile(
+            rf"(<!-- {name}: python -m docs.make_audit -->\n).*?(<!-- end -->)", re.DOTALL
+        )
         page = between.sub(lambda match, text=text: f"{match[1]}\n{text}\n\n{match[2]}", page)  # type: ignore[misc]
     return page
 

@@ -30,7 +30,9 @@ def cells() -> pd.DataFrame:
     table = rows[~rows.index.duplicated()].join(names[~names.index.duplicated()])
     for name in ("frontier", "frontier-h100"):
         table = table.join(runs[name]["speedup"].rename(f"speedup {name}"))
-    table = table.join(_table("quality", "quality")[["fid", "fid_verdict", "precision", "precision_verdict"]])
+    table = table.join(
+        _table("quality", "quality")[["fid", "fid_verdict", "precision", "precision_verdict"]]
+    )
     if (REFERENCE / "distance" / "summary.csv").exists():
         table = table.join(_table("distance", "summary")[DISTANCE])
     else:
@@ -67,8 +69,12 @@ def render(page: str) -> str:
     table = cells()
     lossless = table["rule"].map(lambda rule: RULES[rule].lossless)
     for name, rows in (("lossless", table[lossless]), ("relaxed", table[~lossless])):
-        between = re.compile(rf"(<!-- {name}: python -m docs.make_frontier -->\n).*?(<!-- end -->)", re.DOTALL)
-        page = between.sub(lambda match, rows=rows: f"{match[1]}\n{rendered(rows)}\n{match[2]}", page)  # type: ignore[misc]
+        between = re.compile(
+            rf"(<!-- {name}: python -m docs.make_frontier -->\n).*?(<!-- end -->)", re.DOTALL
+        )
+        page = between.sub(
+            lambda match, rows=rows: f"{match[1]}\n{rendered(rows)}\n{match[2]}", page
+        )  # type: ignore[misc]
     return page
 
 

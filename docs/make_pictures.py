@@ -30,7 +30,14 @@ from experiments.train_lanterns.tasks import held_out_scenes, reconstruct
 from lantern_bench.files import file_sha256
 from lantern_bench.methods.tables import METRICS
 from lantern_bench.models.lanterns.modules import load_tokenizer
-from lantern_bench.report.curves import Tables, curve_tables, fronts, run_styles, save_figure, to_matplotlib
+from lantern_bench.report.curves import (
+    Tables,
+    curve_tables,
+    fronts,
+    run_styles,
+    save_figure,
+    to_matplotlib,
+)
 from lantern_bench.report.records import load_runs
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -60,7 +67,13 @@ def frontier(out: Path) -> list[Path]:
     axes.set_ylim(-0.005, 0.5)
     axes.set_yticks([0, 0.01, 0.1, 0.3], ["0", "0.01", "0.1", "0.3"])
     for point in points[~points["dominated"] | (points["mode"] == "ar")].itertuples():
-        axes.annotate(point.label, (point.speedup, point.distance), (0, 9), textcoords="offset points", ha="right")
+        axes.annotate(
+            point.label,
+            (point.speedup, point.distance),
+            (0, 9),
+            textcoords="offset points",
+            ha="right",
+        )
     save_figure(picture, out, dpi=160, bbox_inches="tight", metadata={"Software": None})
     return [runs[0] / "speed.csv", runs[1] / "quality.csv"]
 
@@ -68,7 +81,11 @@ def frontier(out: Path) -> list[Path]:
 def joined(speed: Tables, quality: Tables, figure: str) -> Tables:
     """Give the cells of `speed` the figure of the same cell of `quality`."""
     scorer = METRICS[figure].scored_by
-    names = [name for name in map(str, quality["cells"]) if name == scorer or f"{name}_".startswith(f"{figure}_")]
+    names = [
+        name
+        for name in map(str, quality["cells"])
+        if name == scorer or f"{name}_".startswith(f"{figure}_")
+    ]
     figures = quality["cells"].drop_duplicates("cell_id").set_index("cell_id")[names]
     cells = speed["cells"].drop(columns=names).join(figures, on="cell_id")
     return {**speed, "cells": cells[[str(name) for name in speed["cells"]]]}
@@ -76,19 +93,32 @@ def joined(speed: Tables, quality: Tables, figure: str) -> Tables:
 
 def pictures_of(page: Path) -> tuple[list[str], list[str], dict[tuple[int, int], Image.Image]]:
     """Return the names of the cells of a report page, its prompts, and the pictures by prompt and cell."""
-    text = re.search(r'<script type="application/json" id="data">(.*?)</script>', page.read_text("utf-8"), re.DOTALL)
+    text = re.search(
+        r'<script type="application/json" id="data">(.*?)</script>',
+        page.read_text("utf-8"),
+        re.DOTALL,
+    )
     if text is None:
         raise ValueError(f"{page} is no report page")
     data = json.loads(text[1])
-    thumbs = [Image.open(io.BytesIO(base64.b64decode(thumb))).convert("RGB") for thumb in data["thumbs"]]
-    pictures = {(row["prompt"], row["cell"]): thumbs[row["thumb"]] for row in data["pictures"] if not row["repeat"]}
+    thumbs = [
+        Image.open(io.BytesIO(base64.b64decode(thumb))).convert("RGB") for thumb in data["thumbs"]
+    ]
+    pictures = {
+        (row["prompt"], row["cell"]): thumbs[row["thumb"]]
+        for row in data["pictures"]
+        if not row["repeat"]
+    }
     return [cell["name"] for cell in data["cells"]], data["prompts"], pictures
 
 
 def all_cells(out: Path) -> list[Path]:
     """Lay out some captions in all cells, with the names of the cells above and the captions beside them."""
     cells, prompts, pictures = pictures_of(PAGE)
-    rows = [[pictures[prompt, cell] for cell in range(len(cells))] for prompt in range(min(_CAPTIONS, len(prompts)))]
+    rows = [
+        [pictures[prompt, cell] for cell in range(len(cells))]
+        for prompt in range(min(_CAPTIONS, len(prompts)))
+    ]
     sheet(rows, cells, prompts).save(out)
     return [PAGE]
 
@@ -100,16 +130,24 @@ def family(out: Path) -> list[Path]:
     numbers = {item.caption(): number for number, item in reversed(list(enumerate(attributes)))}
     drawn = [prompt for prompt, caption in enumerate(prompts) if caption in numbers][:_COLUMNS]
     scenes = scenes[[numbers[prompts[prompt]] for prompt in drawn]]
-    painted = [rows.permute(0, 2, 3, 1).numpy() for rows in (scenes, reconstruct(load_tokenizer(), scenes))]
+    painted = [
+        rows.permute(0, 2, 3, 1).numpy() for rows in (scenes, reconstruct(load_tokenizer(), scenes))
+    ]
     rows = [[Image.fromarray(np.asarray(picture)) for picture in row] for row in painted]
     rows.append([pictures[prompt, cells.index("AR")] for prompt in drawn])
     sheet(rows, [], ["rendered scenes", "through the tokenizer", "sampled by AR"]).save(out)
     return [PAGE, TOKENIZER]
 
 
-def sheet(rows: Sequence[Sequence[Image.Image]], heads: Sequence[str], names: Sequence[str]) -> Image.Image:
+def sheet(
+    rows: Sequence[Sequence[Image.Image]], heads: Sequence[str], names: Sequence[str]
+) -> Image.Image:
     """Lay pictures out in rows on white, with heads above the columns and names beside the rows."""
-    step, head, font = _SIDE + _GAP, 56 if heads else 0, ImageFont.truetype(findfont("DejaVu Sans"), 13)
+    step, head, font = (
+        _SIDE + _GAP,
+        56 if heads else 0,
+        ImageFont.truetype(findfont("DejaVu Sans"), 13),
+    )
     canvas = Image.new("RGB", (step * (len(rows[0]) + 1), head + step * len(rows)), "white")
     draw = ImageDraw.Draw(canvas)
     for column, text in enumerate(heads, start=1):
@@ -117,7 +155,10 @@ def sheet(rows: Sequence[Sequence[Image.Image]], heads: Sequence[str], names: Se
     for row, (pictures, name) in enumerate(zip(rows, names, strict=False)):
         draw.multiline_text((0, head + row * step), "\n".join(wrap(name, 16)), "black", font)
         for column, picture in enumerate(pictures, start=1):
-            canvas.paste(picture.resize((_SIDE, _SIDE), Image.Resampling.NEAREST), (column * step, head + row * step))
+            canvas.paste(
+                picture.resize((_SIDE, _SIDE), Image.Resampling.NEAREST),
+                (column * step, head + row * step),
+            )
     return canvas
 
 
@@ -127,12 +168,19 @@ def charts(out: Path) -> list[Path]:
     return [PAGE]
 
 
-DRAWN = {"frontier.png": frontier, "all-cells.png": all_cells, "family.png": family, "report-charts.png": charts}
+DRAWN = {
+    "frontier.png": frontier,
+    "all-cells.png": all_cells,
+    "family.png": family,
+    "report-charts.png": charts,
+}
 
 
 def main(names: Sequence[str]) -> None:
     """Draw these pictures, and write the hashes of their sources beside those of the others."""
-    sources: dict[str, Any] = json.loads(SOURCES.read_text(encoding="utf-8")) if SOURCES.is_file() else {}
+    sources: dict[str, Any] = (
+        json.loads(SOURCES.read_text(encoding="utf-8")) if SOURCES.is_file() else {}
+    )
     for name in names:
         files = DRAWN[name](PICTURES / name)
         sources[name] = {file.relative_to(ROOT).as_posix(): file_sha256(file) for file in files}

@@ -76,28 +76,45 @@ def held_out() -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for path in (REFERENCE / "speed.csv", REFERENCE / "trees" / "speed.csv"):
         table = pd.read_csv(path)
-        sizes, drafts = model_of(table["model"][0]).sizes, [named_draft(str(tree)) for tree in table["tree"]]
+        sizes, drafts = (
+            model_of(table["model"][0]).sizes,
+            [named_draft(str(tree)) for tree in table["tree"]],
+        )
         at = Setting(sizes, 1, True, sizes.prefix + sizes.image_tokens // 2)
         parts = table[["draft_ms", "target_ms", "verify_ms", "other_ms"]].fillna(0.0)
         known = sorted({draft for draft in drafts if draft is not None})
         fitted = [None, known[0], known[len(known) // 2], known[-1]]
         samples = [
             sample
-            for draft, tree, times in zip(drafts, table["tree"], parts.to_dict("records"), strict=True)
+            for draft, tree, times in zip(
+                drafts, table["tree"], parts.to_dict("records"), strict=True
+            )
             if draft in fitted and (draft is not None or pd.isna(tree))
             for sample in step_samples(at, draft, 2, times)
         ]
         host = 1e3 * parts["other_ms"][table["tree"].notna()].median()
         device = fit_device(samples, name="reference", kind="cpu", step_us=host)
-        plain, ours = step_seconds(device, STACKS["compiled"], at, None, 1.0)["total"].sum(), parts.sum(axis=1)
+        plain, ours = (
+            step_seconds(device, STACKS["compiled"], at, None, 1.0)["total"].sum(),
+            parts.sum(axis=1),
+        )
         # The step that the cells are compared to, without the prefill: it is not in the parts.
         before = float(ours[table["tree"].isna() & (table["temperature"] == 1)].iloc[0])
         for draft, cell, length, after in zip(
             drafts, table["cell_id"], table["mean_accepted_length"], ours, strict=True
         ):
             if draft is not None and draft not in fitted:
-                made = length * plain / step_seconds(device, STACKS["compiled"], at, draft, length)["total"].sum()
-                row = {"run": path.parent.name, "cell": cell, "measured": length * before / after, "predicted": made}
+                made = (
+                    length
+                    * plain
+                    / step_seconds(device, STACKS["compiled"], at, draft, length)["total"].sum()
+                )
+                row = {
+                    "run": path.parent.name,
+                    "cell": cell,
+                    "measured": length * before / after,
+                    "predicted": made,
+                }
                 found.append(row | {"error": made / row["measured"] - 1})
     return found
 
@@ -112,8 +129,14 @@ def of_a_cell(row: Any, device: Device, sizes: Any) -> float:
         depth = int(window[1])
         draft = Draft(depth + 1, (1,) * (asked - 1) if asked else None, depth, 1)
     assert draft is not None, row.tree
-    plain, before = step_seconds(device, stack, at, None, 1.0)["total"].sum(), prefill_seconds(device, stack, at)
-    step, left = step_seconds(device, stack, at, draft, row.mean_accepted_length)["total"].sum(), sizes.image_tokens - 1
+    plain, before = (
+        step_seconds(device, stack, at, None, 1.0)["total"].sum(),
+        prefill_seconds(device, stack, at),
+    )
+    step, left = (
+        step_seconds(device, stack, at, draft, row.mean_accepted_length)["total"].sum(),
+        sizes.image_tokens - 1,
+    )
     return (before + left * plain) / (before + left / row.mean_accepted_length * step)
 
 
@@ -124,7 +147,12 @@ def on_gpu() -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for row in table[table["drafting"] != "none"].itertuples():
         made = of_a_cell(row, device, sizes)
-        cell = {"run": "frontier-h100", "cell": row.cell_id, "measured": row.speedup, "predicted": made}
+        cell = {
+            "run": "frontier-h100",
+            "cell": row.cell_id,
+            "measured": row.speedup,
+            "predicted": made,
+        }
         found.append(cell | {"error": made / row.speedup - 1})
     return found
 
@@ -135,7 +163,9 @@ def groups() -> dict[str, list[dict[str, Any]]]:
     named = [row for row in rows if row["device"]]
     return {
         "Device stated": [row for row in named if row["confidence"] != "borrowed"],
-        "Device stated, compression from another paper": [row for row in named if row["confidence"] == "borrowed"],
+        "Device stated, compression from another paper": [
+            row for row in named if row["confidence"] == "borrowed"
+        ],
         "Device not stated": [row for row in rows if not row["device"]],
     }
 
@@ -144,7 +174,11 @@ def summary(name: str, rows: list[dict[str, Any]]) -> str:
     """How far a group of rows is off: a row of the page's table."""
     errors = [abs(row["error"]) for row in rows]
     near = sum(error <= 0.15 for error in errors)
-    free = [abs(float(row["compression"]) / float(row["speedup"]) - 1) for row in rows if "compression" in row]
+    free = [
+        abs(float(row["compression"]) / float(row["speedup"]) - 1)
+        for row in rows
+        if "compression" in row
+    ]
     figures = (f"{median(errors):.1%}", f"{near} of {len(rows)}", f"{max(errors):.0%}")
     return " | ".join((name, *figures, f"{median(free):.1%}" if free else "")) + "\n"
 
@@ -166,7 +200,9 @@ def render(page: str) -> str:
 
 def every_row() -> str:
     """All predicted speedups beside the published and the measured ones."""
-    published = pd.DataFrame(published_rows())[["paper", "method", "params", "model", "speedup", "predicted", "error"]]
+    published = pd.DataFrame(published_rows())[
+        ["paper", "method", "params", "model", "speedup", "predicted", "error"]
+    ]
     own = pd.DataFrame(held_out() + on_gpu())
     return f"{published.round(3).to_string(index=False)}\n\n{own.round(3).to_string(index=False)}\n"
 

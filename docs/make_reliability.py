@@ -19,7 +19,10 @@ import pytest
 
 TESTS = Path(__file__).parents[1] / "tests" / "faults"
 PAGE = TESTS / "README.md"
-BEGIN, END = "<!-- Below: python -m docs.make_reliability -->\n", "<!-- Above: python -m docs.make_reliability -->\n"
+BEGIN, END = (
+    "<!-- Below: python -m docs.make_reliability -->\n",
+    "<!-- Above: python -m docs.make_reliability -->\n",
+)
 HEAD = "| fault | what happens |\n| --- | --- |\n"
 
 
@@ -77,7 +80,11 @@ class Outcomes:
 def rows(page: str) -> list[tuple[str, str]]:
     """Return the rows of a page's table as (fault, what happens)."""
     table = page.partition(BEGIN)[2].partition(END)[0].removeprefix(HEAD)
-    cells = (re.split(r"(?<!\\) ?\| ?", line)[1:-1] for line in table.splitlines() if line.startswith("| "))
+    cells = (
+        re.split(r"(?<!\\) ?\| ?", line)[1:-1]
+        for line in table.splitlines()
+        if line.startswith("| ")
+    )
     return [(fault, happens) for fault, happens in cells]
 
 
@@ -100,7 +107,9 @@ def main(arguments: Sequence[str]) -> int:
     plugin = Outcomes()
     named = [] if any(word.startswith("tests/") for word in arguments) else [str(TESTS)]
     code = int(pytest.main(["-q", "-m", "not gpu", *arguments, *named], plugins=[plugin]))
-    passed = {node: result for node, result in plugin.results.items() if result.passed == result.cases}
+    passed = {
+        node: result for node, result in plugin.results.items() if result.passed == result.cases
+    }
     PAGE.write_text(render(PAGE.read_text(encoding="utf-8"), passed), encoding="utf-8")
     return code
 

@@ -18,7 +18,18 @@ PAGE = Path(__file__).with_name("results-format.md")
 MARKER = "<!-- Below: python -m docs.make_results_format -->\n"
 CELL = "the columns of a cell"
 # The page's section "CSV tables" explains them.
-ENDS = ("_low", "_high", "_band", "_verdict", "_detectable", "_vs_ar", "_p", "_published", "_difference", "_infinity")
+ENDS = (
+    "_low",
+    "_high",
+    "_band",
+    "_verdict",
+    "_detectable",
+    "_vs_ar",
+    "_p",
+    "_published",
+    "_difference",
+    "_infinity",
+)
 
 
 def render(page: str) -> str:

@@ -44,13 +44,21 @@ def render(page: str) -> str:
     rows = [("lanterns", "CPU of the committed run, one thread (measured)", measured)]
     for model, name in itertools.product(MODELS, GPUS):
         rows.append(
-            (model, f"{devices()[name].about or name} (predicted)", predicted_seconds(speed, devices()[name], model))
+            (
+                model,
+                f"{devices()[name].about or name} (predicted)",
+                predicted_seconds(speed, devices()[name], model),
+            )
         )
     for model, device, seconds in rows:
         hours = [math.ceil(PROMPTS / count) * sum(seconds.values()) / 3600 for count in DEVICES]
         rate = PROMPTS * len(seconds) / hours[0]
         lines.append(
-            [f"`{model}`", device, *(f"{value:,.3g}" if value < 1000 else f"{value:,.0f}" for value in (rate, *hours))]
+            [
+                f"`{model}`",
+                device,
+                *(f"{value:,.3g}" if value < 1000 else f"{value:,.0f}" for value in (rate, *hours)),
+            ]
         )
     first, *others = (f"| {' | '.join(line)} |\n" for line in [head, *lines])
     return f"{written}{MARKER}\n{first}{'|---' * len(head)}|\n{''.join(others)}"
@@ -71,10 +79,14 @@ def predicted_seconds(speed: pd.DataFrame, device: Device, model: str) -> dict[s
         if (draft is None and not is_ar) or not length > 0:
             continue
         batch = int(row["batch"] or 1)
-        setting = Setting(sizes, batch, row["cfg_scale"] != 1, sizes.prefix + sizes.image_tokens / 2)
+        setting = Setting(
+            sizes, batch, row["cfg_scale"] != 1, sizes.prefix + sizes.image_tokens / 2
+        )
         step = step_seconds(device, kernels, setting, draft, length)["total"].sum()
         steps = (sizes.image_tokens - 1) / length
-        seconds[str(row["cell_id"])] = (prefill_seconds(device, kernels, setting) + steps * step) / batch
+        seconds[str(row["cell_id"])] = (
+            prefill_seconds(device, kernels, setting) + steps * step
+        ) / batch
     return seconds
 
 

@@ -17,7 +17,9 @@ PARTS = ("summary", "charts", "stage", "maps", "pictures")
 WIDTHS = {"": 1280, "-phone": 390}
 
 
-def photograph(page: Path, pictures: Mapping[str, Path], width: int = 1280, theme: str = "light") -> None:
+def photograph(
+    page: Path, pictures: Mapping[str, Path], width: int = 1280, theme: str = "light"
+) -> None:
     """Photograph parts of a page, each with its top at the top of the window, into files."""
     if reason := missing():
         sys.exit(f"error: {reason}")

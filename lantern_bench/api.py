@@ -81,7 +81,9 @@ class Run:
         from PIL import Image
 
         if cell not in self.cells:
-            raise UserError(f"{cell}: no such cell in {self.path}", f"The cells are {', '.join(self.cells)}.")
+            raise UserError(
+                f"{cell}: no such cell in {self.path}", f"The cells are {', '.join(self.cells)}."
+            )
         images = self.records.loc[self.records["cell_id"] == cell, "image"].dropna()
         return [Image.open(self.path / image) for image in sorted(images)]
 
@@ -126,8 +128,17 @@ def sweep(
     others.
     """
     folder = Path(out) if out is not None else None
-    typed = {"model": model, "prompts": prompts, "images": images, "tree": tree, "delta": delta, "lambda": lambda_}
-    request = prepare(experiment, _overrides(typed | overrides, modes), out=folder, resume=resume, ray=ray)
+    typed = {
+        "model": model,
+        "prompts": prompts,
+        "images": images,
+        "tree": tree,
+        "delta": delta,
+        "lambda": lambda_,
+    }
+    request = prepare(
+        experiment, _overrides(typed | overrides, modes), out=folder, resume=resume, ray=ray
+    )
     with _emitting(progress) as emit:
         failed = run(request, emit)
     write_tables(request.folder)
@@ -157,10 +168,19 @@ def _emitting(progress: bool | Callable[[Event], None]) -> Iterator[Callable[[Ev
         if isinstance(event, ImageDone):
             bar.update()
         elif isinstance(event, Share | Started):
-            label, done, total = event if isinstance(event, Share) else ("images", 0, sum(event.to_do.values()))
+            label, done, total = (
+                event if isinstance(event, Share) else ("images", 0, sum(event.to_do.values()))
+            )
             if label != shown:
                 bar.close()
-                bar, shown = tqdm(desc=label, total=total, disable=False if "ipykernel" in sys.modules else None), label
+                bar, shown = (
+                    tqdm(
+                        desc=label,
+                        total=total,
+                        disable=False if "ipykernel" in sys.modules else None,
+                    ),
+                    label,
+                )
             bar.update(done - bar.n)
         elif event.level == "warning":
             warnings.warn(event.text, stacklevel=2)
@@ -191,7 +211,9 @@ def curves(
     return draw_curves(folders, Path(out or folders[0] / "figures"), by, cells, width)
 
 
-def write_report(runs: str | Path | Run | Sequence[str | Path | Run], out: str | Path | None = None) -> Path:
+def write_report(
+    runs: str | Path | Run | Sequence[str | Path | Run], out: str | Path | None = None
+) -> Path:
     """Write the report page of runs, by default the first run's `report.html`; return its path."""
     from lantern_bench.report import page
 
@@ -201,7 +223,9 @@ def write_report(runs: str | Path | Run | Sequence[str | Path | Run], out: str |
     return path
 
 
-def compare(run_a: str | Path | Run, run_b: str | Path | Run, across: Sequence[str] = ()) -> pd.DataFrame:
+def compare(
+    run_a: str | Path | Run, run_b: str | Path | Run, across: Sequence[str] = ()
+) -> pd.DataFrame:
     """Return the table of `lantern-bench compare`; `across` is what may differ."""
     from lantern_bench.report.compare import check_comparability, compare_runs, differences
 
@@ -210,7 +234,9 @@ def compare(run_a: str | Path | Run, run_b: str | Path | Run, across: Sequence[s
     return compare_runs(a, b).table
 
 
-def predict(run: str | Path | Run, device: str, *, model: str | None = None, stack: str = "compiled") -> pd.DataFrame:
+def predict(
+    run: str | Path | Run, device: str, *, model: str | None = None, stack: str = "compiled"
+) -> pd.DataFrame:
     """Return the table of `lantern-bench predict`."""
     from lantern_bench.report.cost_model import find_device, predict_run
 
@@ -247,7 +273,9 @@ def score(
 
     (folder,) = _folders(run)
     with _emitting(progress) as emit:
-        score_run_directory(folder, emit, protocol=protocol, reference=reference, device=device, rescore=rescore)
+        score_run_directory(
+            folder, emit, protocol=protocol, reference=reference, device=device, rescore=rescore
+        )
     return write_tables(folder)["quality"]
 
 
@@ -303,7 +331,10 @@ def decode(
     source = {"name": "decode", "model": model.name, "baseline": False, "cells": [{"mode": mode}]}
     resolved = load_experiment(source, registry.defaults_of, overrides)
     if len(resolved.cells) != 1:
-        raise UserError(f"decode takes one value per parameter; these make {len(resolved.cells)} cells", "Use sweep.")
+        raise UserError(
+            f"decode takes one value per parameter; these make {len(resolved.cells)} cells",
+            "Use sweep.",
+        )
     if conditions is None:
         described = registry.model_of(model.name)
         for text in texts:
@@ -313,11 +344,17 @@ def decode(
     else:
         by_text = dict(zip(texts, conditions, strict=True))
         if len(by_text) != len(texts):
-            raise UserError("prompts with conditions must differ", "Give each of them a name of its own.")
+            raise UserError(
+                "prompts with conditions must differ", "Give each of them a name of its own."
+            )
         model = replace(model, condition=lambda names: by_text[names[0]])
     compute = Compute(model.target.device, torch.get_default_dtype())
-    return list(decode_tasks(model, compute, tasks_of(resolved.cells, seed, texts, 1), logits=logits))
+    return list(
+        decode_tasks(model, compute, tasks_of(resolved.cells, seed, texts, 1), logits=logits)
+    )
 
 
 def _overrides(values: Mapping[str, Any], modes: str | Sequence[str] | None) -> Overrides:
-    return Overrides.from_flags({key.rstrip("_"): value for key, value in values.items()}, modes=modes)
+    return Overrides.from_flags(
+        {key.rstrip("_"): value for key, value in values.items()}, modes=modes
+    )

@@ -104,7 +104,11 @@ def usage() -> Usage:
 
 def usable_cores() -> list[int]:
     """Return the numbers of the cores that this process may use."""
-    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+    return (
+        sorted(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else list(range(os.cpu_count() or 1))
+    )
 
 
 def _waited_seconds() -> float | None:

@@ -40,20 +40,33 @@ class Progress:
         self._figures, self._start_time, self._line_time = "", 0.0, 0.0
         self._bar: Any = None
 
-    def share(self, description: str, done: float, total: float = 1, **figures: float | str) -> None:
+    def share(
+        self, description: str, done: float, total: float = 1, **figures: float | str
+    ) -> None:
         """Show how much of a task is done, and `figures` beside it; a new description starts a new task."""
         if description != self._description:
             self.finish()
             self._start(description, total)
-        texts = {name: value if isinstance(value, str) else f"{value:.3g}" for name, value in figures.items()}
-        words = (f"{name.replace('_per_', '/').replace('_', ' ')} {text}" for name, text in texts.items())
+        texts = {
+            name: value if isinstance(value, str) else f"{value:.3g}"
+            for name, value in figures.items()
+        }
+        words = (
+            f"{name.replace('_per_', '/').replace('_', ' ')} {text}" for name, text in texts.items()
+        )
         self._done, self._figures = done, ", ".join(words) or self._figures
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=done, figures=self._figures)
         elif now() - self._line_time >= _LOG_SECONDS:
             self._line_time = now()
-            seconds_left = (self._line_time - self._start_time) * (total - done) / done if done else 0.0
-            parts = [self._so_far(), f"{duration(seconds_left)} left" if seconds_left else "", self._figures]
+            seconds_left = (
+                (self._line_time - self._start_time) * (total - done) / done if done else 0.0
+            )
+            parts = [
+                self._so_far(),
+                f"{duration(seconds_left)} left" if seconds_left else "",
+                self._figures,
+            ]
             self._write_line(f"{description}: {', '.join(filter(None, parts))}")
 
     def finish(self) -> None:
@@ -98,14 +111,23 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     if not minutes:
         return f"{rest} s"
-    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+    return (
+        f"{minutes} min {rest:02d} s"
+        if minutes < 60
+        else f"{minutes // 60} h {minutes % 60:02d} min"
+    )
 
 
 class Console:
     """Writes all that is read: only errors and data if `quiet`, details if `verbose`."""
 
     def __init__(
-        self, *, quiet: bool = False, verbose: bool = False, stdout: TextIO | None = None, stderr: TextIO | None = None
+        self,
+        *,
+        quiet: bool = False,
+        verbose: bool = False,
+        stdout: TextIO | None = None,
+        stderr: TextIO | None = None,
     ) -> None:
         self.quiet, self.verbose = quiet, verbose
         self._out, self._err = stdout or sys.stdout, stderr or sys.stderr
@@ -142,7 +164,9 @@ class Console:
 
             return self.data(csv_text(table))
         if format == "json":
-            return self.data(table.to_json(orient="records", double_precision=15, indent=1, force_ascii=False))
+            return self.data(
+                table.to_json(orient="records", double_precision=15, indent=1, force_ascii=False)
+            )
         from lantern_bench.report.format_tables import latex, readable
 
         if format == "latex":
@@ -163,10 +187,16 @@ class Console:
         if not self.quiet:
             self._write_message(text)
 
-    def note(self, text: str, advice: str | None, level: Literal["detail", "info", "warning"]) -> None:
+    def note(
+        self, text: str, advice: str | None, level: Literal["detail", "info", "warning"]
+    ) -> None:
         """Write a message and what to do about it; details only if verbose."""
         if level != "detail" or self.verbose:
-            self.say(("warning: " if level == "warning" else "") + text + (f"\n  {advice}" if advice else ""))
+            self.say(
+                ("warning: " if level == "warning" else "")
+                + text
+                + (f"\n  {advice}" if advice else "")
+            )
 
     def warn(self, text: str, advice: str | None = None) -> None:
         """Write a warning, and what to do about it."""
@@ -174,12 +204,16 @@ class Console:
 
     def error(self, error: LanternError) -> None:
         """Write an error, also when quiet: what is wrong and what to do."""
-        self._write_message("\n  ".join([f"error: {error.message}", *(error.advice or "").splitlines()]))
+        self._write_message(
+            "\n  ".join([f"error: {error.message}", *(error.advice or "").splitlines()])
+        )
 
     @contextmanager
     def progress(self) -> Iterator[Progress]:
         """Yield progress on stderr, none when quiet; leaving the context ends its last task."""
-        progress = Progress(self.say, self._terminal if _takes_escapes(self._err) and not self.quiet else None)
+        progress = Progress(
+            self.say, self._terminal if _takes_escapes(self._err) and not self.quiet else None
+        )
         try:
             yield progress
         finally:
@@ -188,7 +222,9 @@ class Console:
     def _write_message(self, text: str) -> None:
         """Write a line; a terminal breaks it between words."""
         if self._terminal is not None:
-            self._terminal.print(_between_words(printable(text), self._terminal.width), soft_wrap=True)
+            self._terminal.print(
+                _between_words(printable(text), self._terminal.width), soft_wrap=True
+            )
         else:
             self._err.write(printable(text) + "\n")
             self._err.flush()
@@ -209,7 +245,9 @@ def _takes_escapes(stream: TextIO) -> bool:
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
-def _draw_table(stream: TextIO, texts: pd.DataFrame, title: str | None, notes: Sequence[str]) -> None:
+def _draw_table(
+    stream: TextIO, texts: pd.DataFrame, title: str | None, notes: Sequence[str]
+) -> None:
     """Draw a table; heads wrap, and a narrow terminal gets several blocks, so that no figure is cut."""
     from rich import box
     from rich.console import Console as RichConsole
@@ -222,12 +260,24 @@ def _draw_table(stream: TextIO, texts: pd.DataFrame, title: str | None, notes: S
         markup=False,
     )
     widths = {name: max(map(len, [*texts[name], *name.split()])) for name in texts.columns}
-    texts = texts.rename(columns={name: "\n".join(wrap(name, width)) for name, width in widths.items() if width})
+    texts = texts.rename(
+        columns={name: "\n".join(wrap(name, width)) for name, width in widths.items() if width}
+    )
     with rich.capture() as drawn:
         for block in _blocks(texts, rich.width):
-            table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+            table = Table(
+                title=title,
+                title_justify="left",
+                box=box.SIMPLE_HEAD,
+                pad_edge=False,
+                collapse_padding=True,
+            )
             for column in block.columns:
-                table.add_column(column, justify="right" if _is_figures(block[column]) else "left", overflow="fold")
+                table.add_column(
+                    column,
+                    justify="right" if _is_figures(block[column]) else "left",
+                    overflow="fold",
+                )
             for row in block.itertuples(index=False):
                 table.add_row(*map(printable, row))
             rich.print(table)
@@ -245,7 +295,9 @@ def _is_figures(column: pd.Series) -> bool:
 def _blocks(texts: pd.DataFrame, width: int) -> Iterator[pd.DataFrame]:
     """Yield the columns in blocks that fit, each after the columns that say what a row is."""
     widths = [2 + max(map(len, [*name.split("\n"), *texts[name]])) for name in texts.columns]
-    keys = next((i for i, name in enumerate(texts.columns) if _is_figures(texts[name])), len(widths))
+    keys = next(
+        (i for i, name in enumerate(texts.columns) if _is_figures(texts[name])), len(widths)
+    )
     room = width - sum(widths[:keys])
     block: list[int] = []
     for number in range(keys, len(widths)):

@@ -49,7 +49,9 @@ class CheckFailedError(LanternError):
 def did_you_mean(word: object, words: Iterable[str]) -> str:
     """Return `; did you mean X?` if one of the words is similar, else an empty string."""
     by_spelling = {allowed.replace("-", "_"): allowed for allowed in words}
-    close = difflib.get_close_matches(str(word).lower().replace("-", "_"), list(by_spelling), n=1, cutoff=0.6)
+    close = difflib.get_close_matches(
+        str(word).lower().replace("-", "_"), list(by_spelling), n=1, cutoff=0.6
+    )
     return f"; did you mean {by_spelling[close[0]]}?" if close else ""
 
 

@@ -42,11 +42,16 @@ class Item(NamedTuple):
 def _rows(path: Path, suffix: str, flag: str) -> Iterator[tuple[int, Any]]:
     """Yield the rows of a file with their numbers: a line of .txt, a dict of .csv and .tsv, any value of JSON."""
     if suffix not in SUFFIXES:
-        raise UserError(f"{flag}: unknown file type", f"Give a file that ends with {', '.join(SUFFIXES)}.")
+        raise UserError(
+            f"{flag}: unknown file type", f"Give a file that ends with {', '.join(SUFFIXES)}."
+        )
     if suffix == ".json":
         rows = _parse_json(path.read_text(encoding="utf-8-sig"), flag)
         if not isinstance(rows, list):
-            raise UserError(f"{flag}: must be a JSON list of prompts", "Write coco:FILE for MS-COCO annotations.")
+            raise UserError(
+                f"{flag}: must be a JSON list of prompts",
+                "Write coco:FILE for MS-COCO annotations.",
+            )
         yield from enumerate(rows, start=1)
     elif suffix in (".csv", ".tsv"):
         with path.open(encoding="utf-8-sig", newline="") as file:
@@ -59,7 +64,10 @@ def _rows(path: Path, suffix: str, flag: str) -> Iterator[tuple[int, Any]]:
     else:
         for number, line in enumerate(path.read_text(encoding="utf-8-sig").splitlines(), start=1):
             if line.strip():
-                yield number, line if suffix == ".txt" else _parse_json(line, f"{flag} line {number}")
+                yield (
+                    number,
+                    line if suffix == ".txt" else _parse_json(line, f"{flag} line {number}"),
+                )
 
 
 def _parse_json(text: str, location: str) -> Any:
@@ -71,7 +79,11 @@ def _parse_json(text: str, location: str) -> Any:
 
 
 def _text_under(row: Any, keys: tuple[str, ...]) -> str | None:
-    return next((row[key] for key in keys if isinstance(row.get(key), str)), None) if isinstance(row, dict) else None
+    return (
+        next((row[key] for key in keys if isinstance(row.get(key), str)), None)
+        if isinstance(row, dict)
+        else None
+    )
 
 
 def _read_file(path: Path, suffix: str, flag: str, name: str) -> Iterator[Item]:
@@ -81,7 +93,10 @@ def _read_file(path: Path, suffix: str, flag: str, name: str) -> Iterator[Item]:
         text = row if isinstance(row, str) else _text_under(row, _PROMPT_KEYS)
         if text is None:
             keys = " or ".join(_PROMPT_KEYS)
-            raise UserError(f"{flag} {unit} {number}: has no text under {keys}", f"Name the column or key {keys}.")
+            raise UserError(
+                f"{flag} {unit} {number}: has no text under {keys}",
+                f"Name the column or key {keys}.",
+            )
         yield Item(f"{unit} {number}", f"{name}:{number}", text)
 
 
@@ -94,7 +109,9 @@ def _read_coco(path: Path, flag: str, longest: bool) -> Iterator[Item]:
         raise UserError(f"{flag}: has no list of annotations", advice)
     captions: dict[int, str] = {}
     for number, row in enumerate(rows, start=1):
-        image, caption = (row.get("image_id"), row.get("caption")) if isinstance(row, dict) else (None, None)
+        image, caption = (
+            (row.get("image_id"), row.get("caption")) if isinstance(row, dict) else (None, None)
+        )
         if not isinstance(image, int) or not isinstance(caption, str):
             advice = "Give the caption annotations of MS-COCO, not instances or keypoints."
             raise UserError(f"{flag} annotation {number}: has no image_id and caption", advice)
@@ -113,7 +130,11 @@ def _read_imagenet(path: Path | None, flag: str) -> Iterator[Item]:
         names = text.splitlines()
         if path.suffix.lower() == ".json":
             data = _parse_json(text, flag)
-            rows = [data.get(str(number)) for number in range(len(data))] if isinstance(data, dict) else data
+            rows = (
+                [data.get(str(number)) for number in range(len(data))]
+                if isinstance(data, dict)
+                else data
+            )
             rows = rows if isinstance(rows, list) else []
             names = [row[-1] if isinstance(row, list) and row else row for row in rows]
         names = [name.strip() for name in names if isinstance(name, str) and name.strip()]
@@ -131,7 +152,11 @@ def load_prompts(source: str, model: Model) -> list[Prompt]:
     flag = f"--prompts {source}"
     name, path, subset = _parse(source, model)
     try:
-        items = [item._replace(text=item.text.strip()) for item in _read(name, path, flag, model) if item.text.strip()]
+        items = [
+            item._replace(text=item.text.strip())
+            for item in _read(name, path, flag, model)
+            if item.text.strip()
+        ]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"{flag}: cannot be read: {error}") from error
     if not items:
@@ -168,7 +193,9 @@ def _parse(source: str, model: Model) -> tuple[str, Path | None, str]:
         sets = [*model.prompt_sets, *(key if key == "imagenet" else f"{key}:FILE" for key in SETS)]
         hint = did_you_mean(name, [*model.prompt_sets, *SETS])
         missing = f" {path}" if word else f" and no prompt set{hint}"
-        advice = f"The sets are {', '.join(sets)}; or give a file that ends with {', '.join(SUFFIXES)}."
+        advice = (
+            f"The sets are {', '.join(sets)}; or give a file that ends with {', '.join(SUFFIXES)}."
+        )
         raise UserError(f"--prompts {source}: no such file{missing}", advice)
     return word, path, subset
 
@@ -197,7 +224,10 @@ def _subset(flag: str, subset: str, prompts: list[Prompt]) -> list[Prompt]:
         raise UserError(f"{flag}: there are {len(unique)} prompts", f"Take at most {len(unique)}.")
     if dash:
         return unique[begin:end]
-    by_hash = sorted(unique, key=lambda prompt: hashlib.blake2b(f"part:{prompt.id}".encode(), digest_size=8).digest())
+    by_hash = sorted(
+        unique,
+        key=lambda prompt: hashlib.blake2b(f"part:{prompt.id}".encode(), digest_size=8).digest(),
+    )
     chosen = set(by_hash[:end])
     return [prompt for prompt in unique if prompt in chosen]
 
@@ -216,7 +246,11 @@ def _check_texts(flag: str, noun: str, texts: Iterable[tuple[str, str]], model: 
     if len(problems) == 1:
         raise UserError(f"{flag} {problems[0]}", advice)
     if problems:
-        more = [f"and {len(problems) - _PROBLEMS_SHOWN} more"] if len(problems) > _PROBLEMS_SHOWN else []
+        more = (
+            [f"and {len(problems) - _PROBLEMS_SHOWN} more"]
+            if len(problems) > _PROBLEMS_SHOWN
+            else []
+        )
         lines = "\n  ".join([*problems[:_PROBLEMS_SHOWN], *more])
         raise UserError(f"{flag}: {len(problems)} {noun} cannot be used\n  {lines}", advice)
 
@@ -225,7 +259,9 @@ def _check_texts(flag: str, noun: str, texts: Iterable[tuple[str, str]], model: 
 
 _PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 _CAPTION_SUFFIXES = (".jsonl", ".csv", ".tsv", ".txt")  # .txt: name, tab, caption
-_CAPTION_FILES = tuple(f"{stem}{suffix}" for stem in ("captions", "metadata") for suffix in _CAPTION_SUFFIXES)
+_CAPTION_FILES = tuple(
+    f"{stem}{suffix}" for stem in ("captions", "metadata") for suffix in _CAPTION_SUFFIXES
+)
 _NAME_KEYS = ("file_name", "file", "image", "path")
 _CAPTION_KEYS = ("caption", "prompt", "text")
 
@@ -241,15 +277,21 @@ class Captioned(NamedTuple):
 def read_captioned(folder: Path, captions: Path | None, model: Model) -> list[Captioned]:
     """Return the pictures of a folder, by name or as in the captions file; raises `UserError` without a caption."""
     flag = f"--data {folder}"
-    file = captions or next((folder / name for name in _CAPTION_FILES if (folder / name).is_file()), None)
+    file = captions or next(
+        (folder / name for name in _CAPTION_FILES if (folder / name).is_file()), None
+    )
     try:
-        pictures = list(_captioned_in_file(file, folder) if file is not None else _captioned_beside(folder))
+        pictures = list(
+            _captioned_in_file(file, folder) if file is not None else _captioned_beside(folder)
+        )
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"{flag}: cannot be read: {error}") from error
     if not pictures:
         advice = "Give a folder of pictures, each with its caption in a .txt beside it; or a file of captions alone."
         raise UserError(f"{flag}: contains no picture ({', '.join(_PICTURES)})", advice)
-    _check_texts(flag, "captions", ((picture.location, picture.caption) for picture in pictures), model)
+    _check_texts(
+        flag, "captions", ((picture.location, picture.caption) for picture in pictures), model
+    )
     return pictures
 
 
@@ -257,8 +299,12 @@ def _captioned_beside(folder: Path) -> Iterator[Captioned]:
     pictures = sorted(path for path in folder.rglob("*") if path.suffix.lower() in _PICTURES)
     missing = [path.name for path in pictures if not path.with_suffix(".txt").is_file()]
     if missing:
-        counts = f"{len(missing)} of {len(pictures)} pictures have no caption, the first {missing[0]}"
-        advice = "Put NAME.txt beside NAME.png, or give --captions FILE with file names and captions."
+        counts = (
+            f"{len(missing)} of {len(pictures)} pictures have no caption, the first {missing[0]}"
+        )
+        advice = (
+            "Put NAME.txt beside NAME.png, or give --captions FILE with file names and captions."
+        )
         raise UserError(f"--data {folder}: {counts}", advice)
     for path in pictures:
         text = path.with_suffix(".txt")
@@ -278,7 +324,9 @@ def _captioned_in_file(path: Path, folder: Path) -> Iterator[Captioned]:
             raise UserError(f"{flag} line {number}: has no picture and caption", advice)
         picture = folder / name.strip()
         if not picture.resolve().is_relative_to(folder.resolve()):
-            raise UserError(f"{flag} line {number}: {name} is outside {folder}", "Name pictures inside it.")
+            raise UserError(
+                f"{flag} line {number}: {name} is outside {folder}", "Name pictures inside it."
+            )
         if not picture.is_file():
             raise UserError(f"{flag} line {number}: no such picture {picture.name}")
         yield Captioned(picture, caption.strip(), f"{path.name} line {number}")

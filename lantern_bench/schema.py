@@ -48,7 +48,9 @@ def number(name: str, unit: str, meaning: str) -> Column:
     return Column(name, "float", unit, meaning)
 
 
-def figure(name: str, unit: str, meaning: str, interval: str = "95 % interval") -> tuple[Column, Column, Column]:
+def figure(
+    name: str, unit: str, meaning: str, interval: str = "95 % interval"
+) -> tuple[Column, Column, Column]:
     """Return an uncertain figure with the two ends of its interval."""
     return (
         number(name, unit, meaning),
@@ -60,13 +62,25 @@ def figure(name: str, unit: str, meaning: str, interval: str = "95 % interval") 
 REPEAT = "interval of 95 % of repeats on this machine in the same state"
 """Figures made of seconds: where a repeat has its figure. All others: a 95 % confidence interval over prompts."""
 
-_SPEEDUP = figure("speedup", "", "seconds of ar / seconds of the cell, sums over the same prompts of one run", REPEAT)
+_SPEEDUP = figure(
+    "speedup",
+    "",
+    "seconds of ar / seconds of the cell, sums over the same prompts of one run",
+    REPEAT,
+)
 _OVER_LOSSLESS = (
-    *figure("speedup_over_lossless", "", "seconds of lossless_cell / seconds of the cell, same prompts", REPEAT),
+    *figure(
+        "speedup_over_lossless",
+        "",
+        "seconds of lossless_cell / seconds of the cell, same prompts",
+        REPEAT,
+    ),
     text("lossless_cell", "fastest lossless cell of the run with the cell's model and sampling"),
 )
 CHECKSUM = text("checksum", "of the line's bytes in front of it: SHA-256, the first 16 hex digits")
-_DISTURBED = count("disturbed", "images", "images whose threads lacked a core; empty where not recorded")
+_DISTURBED = count(
+    "disturbed", "images", "images whose threads lacked a core; empty where not recorded"
+)
 
 
 CELL_COLUMNS: tuple[Column, ...] = (
@@ -75,7 +89,11 @@ CELL_COLUMNS: tuple[Column, ...] = (
     text("drafting", ", ".join(f"{name} ({row.about})" for name, row in DRAFTINGS.items())),
     text("tree", "name of the static tree, or nodes, depth and beam of the dynamic one"),
     text("rule", f"acceptance rule: {', '.join(RULES)}"),
-    *(Column(key, *row.column, row.help.rstrip(".")) for key, row in PARAMETERS.items() if row.column),
+    *(
+        Column(key, *row.column, row.help.rstrip("."))
+        for key, row in PARAMETERS.items()
+        if row.column
+    ),
     count("batch", "images", "images decoded at once"),
     text("model", "name of the model"),
 )
@@ -105,7 +123,11 @@ _LOSSLESS_TESTS = (
     number("p_holm", "", "corrected for all tests of the command"),
     count("images", "images", "images tested"),
     count("tokens", "tokens", "tokens tested"),
-    count("edge_tokens", "tokens", "tokens left out because rounding may change whether they pass the filters"),
+    count(
+        "edge_tokens",
+        "tokens",
+        "tokens left out because rounding may change whether they pass the filters",
+    ),
 )
 
 _POWER = (
@@ -117,7 +139,11 @@ _POWER = (
     count("decoded", "images", "images decoded"),
     text("test", "the test with the smallest p-value"),
     number("p_value", "", "its p-value; rejected below 0.001 / number of tests of the certificate"),
-    count("images_needed", "images", "estimate from p_value where nothing rejects it and p_value is below .05"),
+    count(
+        "images_needed",
+        "images",
+        "estimate from p_value where nothing rejects it and p_value is below .05",
+    ),
 )
 
 _AUDIT = (
@@ -126,17 +152,35 @@ _AUDIT = (
     text("claim", "what its authors claim of its tokens: lossless or relaxed"),
     text("source", "arXiv number of their paper"),
     text("verdict", "the claim beside what was measured"),
-    text("passed", "yes, NO, or weak (a broken method not rejected); empty for claims that are not ours"),
-    number("p_holm", "", "smallest p-value of its tests, corrected for all tests of claims that say lossless"),
+    text(
+        "passed",
+        "yes, NO, or weak (a broken method not rejected); empty for claims that are not ours",
+    ),
+    number(
+        "p_holm",
+        "",
+        "smallest p-value of its tests, corrected for all tests of claims that say lossless",
+    ),
     number("p_first", "", "G-test of the first two tokens on the tables"),
     number("p_joint", "", "G-test of the first three tokens on the tables"),
-    number("p_later", "", "G-tests of later three tokens on the tables: the smallest, times their number"),
+    number(
+        "p_later",
+        "",
+        "G-tests of later three tokens on the tables: the smallest, times their number",
+    ),
     number("p_batch", "", "test on the tables of images that are decoded together"),
-    number("p_images", "", "smallest p-value of the whole-image tests with the model, not corrected"),
+    number(
+        "p_images", "", "smallest p-value of the whole-image tests with the model, not corrected"
+    ),
     count("table_images", "images", "images decoded on the tables"),
     count("images", "images", "images decoded with the model"),
     number("power_p", "", "smallest p-value of the method without its residual, on the tables"),
-    *figure("table_tv", "", "TV of three successive tokens on the tables, of what is not lossless", "two estimates"),
+    *figure(
+        "table_tv",
+        "",
+        "TV of three successive tokens on the tables, of what is not lossless",
+        "two estimates",
+    ),
     NOTE,
 )
 
@@ -155,11 +199,17 @@ def _quality_of(name: str) -> tuple[Column, ...]:
     columns = list(figure(name, "", metric.meaning))
     if metric.has_spread:
         columns += figure(
-            f"{name}_band", "", f"ar's own spread: {name} of further ar images, same prompts, other seeds"
+            f"{name}_band",
+            "",
+            f"ar's own spread: {name} of further ar images, same prompts, other seeds",
         )
         columns += _verdict(name)
     if metric.is_paired:
-        columns += figure(f"{name}_vs_ar", "", f"{name} minus that of ar, a mean over its sets, over the same prompts")
+        columns += figure(
+            f"{name}_vs_ar",
+            "",
+            f"{name} minus that of ar, a mean over its sets, over the same prompts",
+        )
         p_value = f"two-sided p-value of {name}_vs_ar: cell and sets exchanged within prompts"
         columns.append(number(f"{name}_vs_ar_p", "", p_value))
     return (*columns, *_extras(metric))
@@ -172,13 +222,19 @@ def _extras(metric: Metric) -> tuple[Column, ...]:
 def _verdict(name: str) -> tuple[Column, Column]:
     return (
         text(f"{name}_verdict", f"{name} against ar's own spread: within or outside"),
-        number(f"{name}_detectable", "", f"shift of {name} that would be outside with probability .8"),
+        number(
+            f"{name}_detectable", "", f"shift of {name} that would be outside with probability .8"
+        ),
     )
 
 
 def _beside_paper(name: str) -> tuple[Column, Column]:
     return (
-        number(f"{name}_published", "", f"the published {name}, where the experiment names a paper's table"),
+        number(
+            f"{name}_published",
+            "",
+            f"the published {name}, where the experiment names a paper's table",
+        ),
         number(f"{name}_difference", "", f"{name} minus the published one"),
     )
 
@@ -226,7 +282,9 @@ _RECORDS = (
     count("repeat", "", "earlier uses of the prompt in this cell"),
     count("seed", "", "seed of the image's generator, the same in all cells"),
     count("order_index", "", "place in the run's order of execution"),
-    count("process", "", "process that made the image, counted over the sessions of the run, from 0"),
+    count(
+        "process", "", "process that made the image, counted over the sessions of the run, from 0"
+    ),
     text("device", "name of the device that made the image: the GPU, else the CPU"),
     text("device_id", "tells devices of one name apart; a hash that names no host"),
     count("clock_mhz", "MHz", "clock of the device just after decoding, read at most every 10 s"),
@@ -239,20 +297,51 @@ _RECORDS = (
     count("drafter_forwards", "forwards", "forward passes of the drafter"),
     Column("start_per_step", "list[int]", "tokens", "image position at the start of each step"),
     Column("committed_per_step", "list[int]", "tokens", "tokens committed by each step and kept"),
-    Column("accepted_per_step", "list[int]", "tokens", "drafts accepted by each step, bonus token not counted"),
+    Column(
+        "accepted_per_step",
+        "list[int]",
+        "tokens",
+        "drafts accepted by each step, bonus token not counted",
+    ),
     Column("offered_depth_per_step", "list[int]", "levels", "depth drafted in each step"),
-    Column("child_rank_per_step", "list[list[int]]", "", "child taken at each depth; -1 offered and rejected"),
-    number("mean_accepted_length", "tokens/step", "tokens committed per step, bonus token included"),
-    number("mal_uncut", "tokens/step", "the same with the last step uncut, as published code counts"),
-    number("step_compression", "tokens/forward", "tokens kept per target forward, prefill included"),
+    Column(
+        "child_rank_per_step",
+        "list[list[int]]",
+        "",
+        "child taken at each depth; -1 offered and rejected",
+    ),
+    number(
+        "mean_accepted_length", "tokens/step", "tokens committed per step, bonus token included"
+    ),
+    number(
+        "mal_uncut", "tokens/step", "the same with the last step uncut, as published code counts"
+    ),
+    number(
+        "step_compression", "tokens/forward", "tokens kept per target forward, prefill included"
+    ),
     number("seconds", "s", "decoding, without text encoding and pixels"),
-    *(number(f"{phase}_seconds", "s", f"part of seconds: {words}") for phase, words in _PHASES.items()),
+    *(
+        number(f"{phase}_seconds", "s", f"part of seconds: {words}")
+        for phase, words in _PHASES.items()
+    ),
     number("other_seconds", "s", "the rest of seconds"),
     number("pixel_seconds", "s", "tokens to pixels, outside seconds"),
     number("cpu_seconds", "s", "CPU time of all threads of the process within seconds"),
-    number("waited_seconds", "s", "thread-seconds within seconds that could run and got no core (Linux)"),
-    count("involuntary_switches", "", "times within the batch's seconds that a thread lost its core to another"),
-    number("steal_seconds", "s", "core-seconds within seconds that the hypervisor took from usable cores"),
+    number(
+        "waited_seconds",
+        "s",
+        "thread-seconds within seconds that could run and got no core (Linux)",
+    ),
+    count(
+        "involuntary_switches",
+        "",
+        "times within the batch's seconds that a thread lost its core to another",
+    ),
+    number(
+        "steal_seconds",
+        "s",
+        "core-seconds within seconds that the hypervisor took from usable cores",
+    ),
     Column("disturbed", "bool", "", "whether threads lacked a core for more than 5 % of seconds"),
     count("attempts", "", "times the image was decoded; seconds are of the least disturbed"),
     count("peak_memory_bytes", "bytes", "peak memory while decoding"),
@@ -266,7 +355,10 @@ _RECORDS = (
 
 _SCORES = (
     count("schema_version", "", "version of this schema"),
-    text("level", "what the row scores: image, cell, band (ar with other seeds), or tokens (of an image)"),
+    text(
+        "level",
+        "what the row scores: image, cell, band (ar with other seeds), or tokens (of an image)",
+    ),
     text("protocol", "name of the scoring protocol; empty at level tokens"),
     count("protocol_version", "", "version of the protocol; the manifest holds what it says"),
     text("cell_id", "the cell; of a band the first ar cell"),
@@ -278,14 +370,25 @@ _SCORES = (
     count("band_sets", "sets", "sets of ar images with different seeds (level band)"),
     text("extractor", "feature extractor and its weights (level cell)"),
     text("reference", "reference set, its size and hash (level cell)"),
-    count("tokens", "tokens", "tokens of the image that are not forced (level tokens, as all below)"),
+    count(
+        "tokens", "tokens", "tokens of the image that are not forced (level tokens, as all below)"
+    ),
     count("impossible_tokens", "tokens", "those that the target cannot give"),
-    count("mismatched_tokens", "tokens", "at temperature 0: those that are not the target's most likely"),
+    count(
+        "mismatched_tokens",
+        "tokens",
+        "at temperature 0: those that are not the target's most likely",
+    ),
     number("entropy", "nats", "mean entropy of the target's distributions"),
     number("largest_p", "", "their mean largest probability"),
     number("ten_largest_p", "", "the mean sum of their ten largest probabilities"),
     text("features", "names of the features of a token"),
-    Column("feature_sums", "list[float]", "", "each feature minus its mean, then the upper triangle of the covariance"),
+    Column(
+        "feature_sums",
+        "list[float]",
+        "",
+        "each feature minus its mean, then the upper triangle of the covariance",
+    ),
     NOTE,
     CHECKSUM,
 )
@@ -294,14 +397,25 @@ _SPEED = (
     *CELL_COLUMNS,
     *_IMAGES,
     _DISTURBED,
-    count("held_up", "images", "images whose seconds count less here than in the records (Intervals)"),
+    count(
+        "held_up", "images", "images whose seconds count less here than in the records (Intervals)"
+    ),
     *figure("latency_s", "s", "mean seconds per image", REPEAT),
-    *(number(f"latency_p{n}_s", "s", f"{n}th percentile of the seconds per image") for n in (50, 95)),
+    *(
+        number(f"latency_p{n}_s", "s", f"{n}th percentile of the seconds per image")
+        for n in (50, 95)
+    ),
     number("tokens_per_s", "tokens/s", "tokens kept per second"),
     *_SPEEDUP,
     *_OVER_LOSSLESS,
-    *figure("step_compression", "tokens/forward", "tokens kept per target forward, prefill included; 1 for ar"),
-    *figure("mean_accepted_length", "tokens/step", "tokens committed per step, bonus token included"),
+    *figure(
+        "step_compression",
+        "tokens/forward",
+        "tokens kept per target forward, prefill included; 1 for ar",
+    ),
+    *figure(
+        "mean_accepted_length", "tokens/step", "tokens committed per step, bonus token included"
+    ),
     number("mal_uncut", "tokens/step", "the same with last steps uncut, as published code counts"),
     number("accepted_drafts", "tokens/step", "drafts accepted per step, bonus token not counted"),
     number("acceptance_rate", "", "depths accepted / depths offered"),
@@ -358,7 +472,10 @@ _COMPARISON = (
     *figure("effect", "", "the ratio or the difference"),
     number("p_value", "", "two-sided: runs exchanged within prompts; speedup: t over processes"),
     number("p_holm", "", "the same after Holm, over all comparisons of the table"),
-    text("verdict", "better, worse, not distinguishable; by --margin: equivalent, not settled; empty: not tested"),
+    text(
+        "verdict",
+        "better, worse, not distinguishable; by --margin: equivalent, not settled; empty: not tested",
+    ),
     count("pairs", "images", "(prompt, repeat) pairs that both runs have"),
     count("prompts", "prompts", "prompts among them"),
     NOTE,
@@ -371,7 +488,10 @@ _RECOMMENDATION = (
     *_OVER_LOSSLESS[:3],
     text("condition", "limit of a column of `quality`, which its whole interval must keep"),
     *figure("measured", "", "the figure"),
-    text("verdict", "keeps, lossless (keeps every condition), or not settled and how many images would settle it"),
+    text(
+        "verdict",
+        "keeps, lossless (keeps every condition), or not settled and how many images would settle it",
+    ),
     count("images", "images", "images behind the figure"),
     NOTE,
 )
@@ -386,7 +506,9 @@ _SUMMARY = (
     *_SPEEDUP,
     *_beside_paper("speedup"),
     *_OVER_LOSSLESS,
-    *figure("mean_accepted_length", "tokens/step", "tokens committed per step, bonus token included"),
+    *figure(
+        "mean_accepted_length", "tokens/step", "tokens committed per step, bonus token included"
+    ),
     *_beside_paper("mean_accepted_length"),
     *_summary_of_quality(),
     NOTE,
@@ -420,7 +542,11 @@ _PREDICTION = (
     count("drafter_forwards_per_step", "forwards", "forward passes of the drafter per step"),
     number("speedup", "", "predicted seconds of ar / predicted seconds of the cell"),
     number("speedup_measured", "", "speedup of the run, on its own machine"),
-    number("speedup_error", "", "speedup / speedup_measured - 1, of a run on the device with the same code"),
+    number(
+        "speedup_error",
+        "",
+        "speedup / speedup_measured - 1, of a run on the device with the same code",
+    ),
     number("latency_s", "s", "predicted seconds per image"),
     number("ar_ms", "ms", "predicted, an autoregressive step"),
     number("step_ms", "ms", "predicted, a step of the cell: draft, target, verify and other"),
@@ -429,7 +555,11 @@ _PREDICTION = (
     number("read_ms", "ms", "reading weights, cache and distributions, if nothing else took time"),
     number("multiply_ms", "ms", "products, if nothing else took time"),
     number("launch_ms", "ms", "kernels, if nothing else took time"),
-    number("hours", "h", "with --prompts: until the last of --devices has decoded its prompts in the cell"),
+    number(
+        "hours",
+        "h",
+        "with --prompts: until the last of --devices has decoded its prompts in the cell",
+    ),
     number("device_hours", "h", "hours times devices"),
     NOTE,
 )

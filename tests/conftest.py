@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 CAPTION = "a red lantern"
 
 # All test processes and all later runs of the tests find what inductor has compiled; `make clean` removes it.
-os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "inductor"))
+os.environ.setdefault(
+    "TORCHINDUCTOR_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "inductor")
+)
 
 # No test fails because the machine is busy.
 settings.register_profile("untimed", deadline=None)
@@ -60,7 +62,9 @@ def decode_lanterns(lanterns: LoadedModel) -> Callable[..., list[Decoded]]:
     ) -> list[Decoded]:
         key = json.dumps([values, list(captions), seed, keywords], sort_keys=True)
         if key not in images:
-            generators = [torch.Generator().manual_seed(seed + number) for number in range(len(captions))]
+            generators = [
+                torch.Generator().manual_seed(seed + number) for number in range(len(captions))
+            ]
             condition = lanterns.condition(list(captions))
             images[key] = decode(lanterns, condition, Decoding(**values), generators, **keywords)
         return images[key]
@@ -79,7 +83,14 @@ def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "tiny.yaml").write_text(EXPERIMENT)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(registry, "models", lambda: {"tiny": model})
-        command = ["sweep", str(folder / "tiny.yaml"), "--threads", "1", "--out", str(folder / "run")]
+        command = [
+            "sweep",
+            str(folder / "tiny.yaml"),
+            "--threads",
+            "1",
+            "--out",
+            str(folder / "run"),
+        ]
         assert cli.main(command) == 0
     return folder / "run"
 
@@ -93,5 +104,7 @@ def published_forms(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     package = importlib.import_module("published_forms")
     for row in (package.SCD, package.SJD_PAC):
         monkeypatch.setitem(tables.DRAFTINGS, row.name, row)
-        monkeypatch.setitem(tables.MODES, row.name, tables.Mode(row.name, row.name, "strict", row.legend))
+        monkeypatch.setitem(
+            tables.MODES, row.name, tables.Mode(row.name, row.name, "strict", row.legend)
+        )
     return importlib.import_module("published_forms.draftings")

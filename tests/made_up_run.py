@@ -21,7 +21,9 @@ from lantern_bench.runs.store import RunData
 Row = dict[str, Any]
 
 
-def make_record(cell: Decoding, prompt: int, walks: list[list[int]], seconds: float | None, **changes: Any) -> Row:
+def make_record(
+    cell: Decoding, prompt: int, walks: list[list[int]], seconds: float | None, **changes: Any
+) -> Row:
     """One image: `walks` are the child ranks of its steps. An ar image has empty walks."""
     accepted = [sum(rank >= 0 for rank in walk) for walk in walks]
     committed = [count + 1 for count in accepted]
@@ -64,7 +66,14 @@ def make_record(cell: Decoding, prompt: int, walks: list[list[int]], seconds: fl
 AR = Decoding(mode="ar", cfg_scale=2, cfg_default=2)
 STRICT = Decoding(mode="speculative", tree="small-7", cfg_scale=2, cfg_default=2)
 LOOSE = Decoding(
-    **{"mode": "lantern++", "tree": "small-7", "neighbours": 10, "lambda": 2, "cfg_scale": 2, "cfg_default": 2}
+    **{
+        "mode": "lantern++",
+        "tree": "small-7",
+        "neighbours": 10,
+        "lambda": 2,
+        "cfg_scale": 2,
+        "cfg_default": 2,
+    }
 )
 # Steps of an image: two drafts taken and the third node without children; one taken, then all rejected; all rejected.
 WALKS = [[0, 1], [0, -1], [-1]]
@@ -85,14 +94,35 @@ def make_scores(records: list[Row]) -> list[Row]:
     rows: list[Row] = []
     for row in records:
         if row["status"] == "ok":
-            value = {"clip_score": 0.3 + 0.001 * row["seed"], "prompt_accuracy": float(row["seed"] != 1)}
-            key = {"level": "image", "protocol": "embedded", "cell_id": row["cell_id"], "clip_model": "tiny-clip@1234"}
+            value = {
+                "clip_score": 0.3 + 0.001 * row["seed"],
+                "prompt_accuracy": float(row["seed"] != 1),
+            }
+            key = {
+                "level": "image",
+                "protocol": "embedded",
+                "cell_id": row["cell_id"],
+                "clip_model": "tiny-clip@1234",
+            }
             rows.append({**key, "record_key": row["record_key"], **value})
     figures = {"fid": None, "kid": 0.01, "kid_std": 0.001, "precision": 0.5, "recall": 0.25}
     note = "fid needs 128 images, twice its features; there are 4"
     for cell in (AR, STRICT, LOOSE):
-        row = {"level": "cell", "protocol": "embedded", "cell_id": cell.cell_id, **figures, "note": note}
-        rows.append({**row, "n": 3 if cell is LOOSE else 4, "extractor": "lanterns-features-64@abcd", "reference": "r"})
+        row = {
+            "level": "cell",
+            "protocol": "embedded",
+            "cell_id": cell.cell_id,
+            **figures,
+            "note": note,
+        }
+        rows.append(
+            {
+                **row,
+                "n": 3 if cell is LOOSE else 4,
+                "extractor": "lanterns-features-64@abcd",
+                "reference": "r",
+            }
+        )
     return rows
 
 
@@ -104,7 +134,9 @@ def frame_of(records: Iterable[Row]) -> pd.DataFrame:
         return read_frame(Path(file.name), "records")
 
 
-def write_run(folder: Path, records: list[Row], scores: list[Row], experiment: Row | None = None) -> Path:
+def write_run(
+    folder: Path, records: list[Row], scores: list[Row], experiment: Row | None = None
+) -> Path:
     """The same as a run's folder."""
     folder.mkdir(parents=True)
     for name, rows in (("records", records), ("scores", scores)):
@@ -120,6 +152,8 @@ def run_of(records: Iterable[Row], scores: Iterable[Row] = (), **experiment: Any
     return RunData(Path("run"), {"experiment": experiment}, frame_of(records), list(scores))
 
 
-def build_tables(records: Iterable[Row], scores: Iterable[Row] = (), **experiment: Any) -> dict[str, pd.DataFrame]:
+def build_tables(
+    records: Iterable[Row], scores: Iterable[Row] = (), **experiment: Any
+) -> dict[str, pd.DataFrame]:
     """The tables of such a run."""
     return tables_of(run_of(records, scores, **experiment))

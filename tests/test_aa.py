@@ -37,7 +37,10 @@ def test_equal_runs_meet_the_bars(tmp_path, monkeypatch):
     monkeypatch.setattr(aa.subprocess, "run", None)  # finished runs are not made again
     assert exit_code(tmp_path, 6) == 0
     figures = pd.read_csv(tmp_path / "12-images-3-processes" / "figures.csv")
-    assert set(figures["cell_id"]) == {STRICT.cell_id, LOOSE.cell_id} and figures["pair"].nunique() == 6
+    assert (
+        set(figures["cell_id"]) == {STRICT.cell_id, LOOSE.cell_id}
+        and figures["pair"].nunique() == 6
+    )
     assert {aa.CHOSEN, aa.OVER_PROMPTS, "Hodges-Lehmann, processes"} < set(figures["method"])
 
 

@@ -25,7 +25,16 @@ IMAGES = 3_000
 @pytest.mark.timeout(1200)
 def test_an_outside_drafting_is_swept_and_certified(tmp_path: Path) -> None:
     tiny = ["--model", "tiny", "--neighbours", "3"]
-    sweep = ["sweep", str(EXAMPLE / "echo.yaml"), *tiny, "--images", "4", "--metrics", "speed", "--no-compile"]
+    sweep = [
+        "sweep",
+        str(EXAMPLE / "echo.yaml"),
+        *tiny,
+        "--images",
+        "4",
+        "--metrics",
+        "speed",
+        "--no-compile",
+    ]
     done = run(
         tmp_path,
         [*sweep, "--out", "run"],
@@ -41,8 +50,15 @@ def test_an_outside_drafting_is_swept_and_certified(tmp_path: Path) -> None:
     drawn = rows(tmp_path / "run" / "figures" / "acceptance-by-depth.csv")
     assert any(row["label"].startswith("echo") for row in drawn)
     certificate = rows(tmp_path / "certificate" / "certificate.csv")
-    assert {row["setting"] for row in certificate if "echo" in row["setting"]} >= {"echo w3, tables", "echo w3"}
-    power = [row for row in rows(tmp_path / "certificate" / "power.csv") if row["setting"] == "echo w3, tables"]
+    assert {row["setting"] for row in certificate if "echo" in row["setting"]} >= {
+        "echo w3, tables",
+        "echo w3",
+    }
+    power = [
+        row
+        for row in rows(tmp_path / "certificate" / "power.csv")
+        if row["setting"] == "echo w3, tables"
+    ]
     assert len(power) == 2 and all(row["images"] for row in power)
 
 

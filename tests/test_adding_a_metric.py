@@ -29,12 +29,25 @@ from tests.test_adding_a_rule import ROOT, rows, run
 pytestmark = pytest.mark.timeout(1200)
 
 EXAMPLE = ROOT / "tests" / "examples" / "sharpness_metric"
-TINY = {"name": "sharp", "model": "tiny", "images": 3, "cells": [{"mode": "ar"}, {"mode": "lantern++", "lambda": 2}]}
+TINY = {
+    "name": "sharp",
+    "model": "tiny",
+    "images": 3,
+    "cells": [{"mode": "ar"}, {"mode": "lantern++", "lambda": 2}],
+}
 
 
 def test_a_metric_from_outside_is_scored_shown_drawn_compared_and_reported(tmp_path: Path) -> None:
     (tmp_path / "sharp.yaml").write_text(json.dumps(TINY))
-    flags = ["--neighbours", "3", "--metrics", "speed,quality", "--protocol", "sharpness", "--no-compile"]
+    flags = [
+        "--neighbours",
+        "3",
+        "--metrics",
+        "speed,quality",
+        "--protocol",
+        "sharpness",
+        "--no-compile",
+    ]
     done = run(
         tmp_path,
         ["sweep", "sharp.yaml", *flags, "--out", "run"],
@@ -46,11 +59,17 @@ def test_a_metric_from_outside_is_scored_shown_drawn_compared_and_reported(tmp_p
         path=EXAMPLE,
     )
     assert done.returncode == 0, done.stderr
-    scores = [json.loads(line) for line in (tmp_path / "run" / "scores.jsonl").read_text().splitlines()]
+    scores = [
+        json.loads(line) for line in (tmp_path / "run" / "scores.jsonl").read_text().splitlines()
+    ]
     images = {record["record_key"]: record for record in read_records(tmp_path / "run")}
     for score in scores:
-        pixels = np.asarray(Image.open(tmp_path / "run" / images[score["record_key"]]["image"]), dtype=np.float64)
-        assert score["sharpness"] == pytest.approx(np.abs(np.diff(pixels, axis=1)).mean() / 255, rel=1e-5)
+        pixels = np.asarray(
+            Image.open(tmp_path / "run" / images[score["record_key"]]["image"]), dtype=np.float64
+        )
+        assert score["sharpness"] == pytest.approx(
+            np.abs(np.diff(pixels, axis=1)).mean() / 255, rel=1e-5
+        )
         assert score["clip_model"].startswith("sharpness@") and score["protocol"] == "sharpness"
     ar, *_, relaxed = rows(tmp_path / "run" / "quality.csv")
     assert float(ar["sharpness"]) == pytest.approx(
@@ -63,7 +82,9 @@ def test_a_metric_from_outside_is_scored_shown_drawn_compared_and_reported(tmp_p
 
 
 def test_the_name_of_a_metric_has_no_hyphen() -> None:
-    entry: Any = SimpleNamespace(name="x", dist=None, load=lambda: Metric("my-metric", "a name", "a:b"))
+    entry: Any = SimpleNamespace(
+        name="x", dist=None, load=lambda: Metric("my-metric", "a name", "a:b")
+    )
     usable, refused = find_rows("", Metric, METRICS, (), [entry])
     assert not usable and "must be lower-case letters, digits and _" in str(refused["x"])
 
@@ -73,10 +94,14 @@ def test_a_metric_of_sets_is_measured_with_its_interval(monkeypatch: pytest.Monk
 
     def shift(sets: FeatureSets) -> figures.Figure:
         return lambda rows: float(
-            np.linalg.norm(sets.pictures[torch.from_numpy(rows)].numpy().mean(0) - sets.reference.mean)
+            np.linalg.norm(
+                sets.pictures[torch.from_numpy(rows)].numpy().mean(0) - sets.reference.mean
+            )
         )
 
-    row = Metric("shift", "distance of the means", shift, level="set", against_ar="spread", min_images=10)
+    row = Metric(
+        "shift", "distance of the means", shift, level="set", against_ar="spread", min_images=10
+    )
     monkeypatch.setitem(tables.METRICS, "shift", row)
     monkeypatch.setattr(figures, "OF_SETS", (*tables.OF_SETS, "shift"))
     features = torch.randn(40, 6, generator=torch.Generator().manual_seed(0))
@@ -85,5 +110,7 @@ def test_a_metric_of_sets_is_measured_with_its_interval(monkeypatch: pytest.Monk
     assert columns["shift"] == pytest.approx(6**0.5, rel=1e-5)
     assert columns["shift_low"] < columns["shift"] < columns["shift_high"]
     few = measure_sets(FeatureSets(features[:9], FeatureSet.of(features)), extractor)
-    assert few.columns["shift"] is None and any("shift needs 10 images; there are 9" in note for note in few.notes)
+    assert few.columns["shift"] is None and any(
+        "shift needs 10 images; there are 9" in note for note in few.notes
+    )
     assert not any("shift" in note for note in notes)

@@ -68,7 +68,9 @@ def test_sweep_takes_a_name_a_path_or_a_mapping(tiny: TinyModel, experiment: obj
     assert run.path.parent == Path("results") and (run.path / "summary.csv").is_file()
 
 
-def test_a_sweep_without_quality_imports_no_scorers(tiny: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sweep_without_quality_imports_no_scorers(
+    tiny: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They take seconds to import."""
     for name in ("runs.scoring", "metrics.features"):
         monkeypatch.setitem(sys.modules, f"lantern_bench.{name}", None)
@@ -77,7 +79,9 @@ def test_a_sweep_without_quality_imports_no_scorers(tiny: TinyModel, monkeypatch
 
 def test_sweep_and_the_command_make_the_same_run(tiny: TinyModel) -> None:
     run = lantern_bench.sweep("tiny.yaml", out="a", seed=4, **{"lambda": [2, 3]})
-    assert cli.main(["sweep", "tiny.yaml", "--out", "b", "--lambda", "2,3", "--seed", "4", "-q"]) == 0
+    assert (
+        cli.main(["sweep", "tiny.yaml", "--out", "b", "--lambda", "2,3", "--seed", "4", "-q"]) == 0
+    )
     other = lantern_bench.load_run("b")
     assert run.cells == other.cells and len(run.cells) == 6
     same = ["record_key", "cell_id", "tokens_sha256", "image_sha256", "seed", "accepted_per_step"]
@@ -87,9 +91,15 @@ def test_sweep_and_the_command_make_the_same_run(tiny: TinyModel) -> None:
 def test_progress_receives_the_events(tiny: TinyModel) -> None:
     events: list[object] = []
     lantern_bench.sweep("tiny.yaml", images=1, progress=events.append)
-    notes = [event.text.split()[0] for event in events if isinstance(event, Note) and event.level == "detail"]
+    notes = [
+        event.text.split()[0]
+        for event in events
+        if isinstance(event, Note) and event.level == "detail"
+    ]
     assert notes == ["device", "threads"] + ["warm-up"] * 5
-    quiet = [type(event) for event in events if not isinstance(event, Note) or event.level != "warning"]
+    quiet = [
+        type(event) for event in events if not isinstance(event, Note) or event.level != "warning"
+    ]
     assert quiet == [Note] * 2 + [Started] + [Note] * 5 + [ImageDone] * 6
 
 
@@ -112,7 +122,9 @@ def test_sweep_resumes_and_refuses_as_the_command(tiny: TinyModel) -> None:
         ({"prompts": "none.txt"}, "--prompts none.txt: no such file"),
     ],
 )
-def test_wrong_overrides_are_user_errors(tiny: TinyModel, changes: dict[str, object], wrong: str) -> None:
+def test_wrong_overrides_are_user_errors(
+    tiny: TinyModel, changes: dict[str, object], wrong: str
+) -> None:
     with pytest.raises(UserError) as caught:
         lantern_bench.sweep(CONTENT, **changes)  # type: ignore[arg-type]
     assert wrong in caught.value.message
@@ -137,7 +149,9 @@ def test_a_run_has_the_tables_and_pictures_of_its_files(tiny: TinyModel) -> None
     assert run.summary is run.summary and run.records["tokens"].dtype == "Int64"
     assert run.manifest["experiment"]["name"] == "tiny"
     assert "<table" in run._repr_html_() and "speculative" in run._repr_html_()
-    files = [Image.open(run.path / "images" / run.cells[1] / f"{number:06d}.png") for number in range(3)]
+    files = [
+        Image.open(run.path / "images" / run.cells[1] / f"{number:06d}.png") for number in range(3)
+    ]
     pictures = [np.asarray(picture).tolist() for picture in run.pictures(run.cells[1])]
     assert pictures == [np.asarray(picture).tolist() for picture in files]
     with pytest.raises(UserError, match="no such cell"):
@@ -147,16 +161,23 @@ def test_a_run_has_the_tables_and_pictures_of_its_files(tiny: TinyModel) -> None
 def test_functions_return_what_commands_show(tiny: TinyModel) -> None:
     run = lantern_bench.sweep("tiny.yaml", out="run", images=2, lambda_=[2, 3])
     files = lantern_bench.curves(run, cells=["lantern++"], width="one")
-    assert {path.parent for path in files} == {Path("run/figures")} and all(path.is_file() for path in files)
+    assert {path.parent for path in files} == {Path("run/figures")} and all(
+        path.is_file() for path in files
+    )
     assert lantern_bench.write_report("run").read_text().startswith("<!")
     other = lantern_bench.sweep("tiny.yaml", out="other", images=2, lambda_=[2, 3])
     assert set(lantern_bench.compare(run, other)["cell_id"]) <= set(run.cells)
     scored = lantern_bench.score(run, protocol="embedded", progress=False)
-    assert scored["cell_id"].tolist() == run.quality["cell_id"].tolist() and scored["distance"].notna().any()
+    assert (
+        scored["cell_id"].tolist() == run.quality["cell_id"].tolist()
+        and scored["distance"].notna().any()
+    )
     recommended = lantern_bench.recommend(run, max_distance=1.0)
     assert "lossless" in set(recommended["verdict"])
     (run.path / "records.jsonl").rename("records.jsonl")
-    pd.testing.assert_frame_equal(lantern_bench.recommend("run", max_distance=1.0), recommended, rtol=1e-5)
+    pd.testing.assert_frame_equal(
+        lantern_bench.recommend("run", max_distance=1.0), recommended, rtol=1e-5
+    )
     Path("records.jsonl").rename(run.path / "records.jsonl")
     with pytest.raises(UserError) as caught:
         lantern_bench.predict(run, "h10")
@@ -183,9 +204,19 @@ def test_decode_gives_the_tokens_of_a_sweep(tiny: TinyModel) -> None:
     images = lantern_bench.decode(model, PROMPTS, mode="lantern", neighbours=3, delta=0.2, seed=3)
     pictures = run.pictures(next(cell for cell in run.cells if cell.startswith("lantern-")))
     for image, picture, prompt in zip(images, pictures, PROMPTS, strict=True):
-        assert image.prompt == prompt and image.tokens.shape == (TOKENS,) and image.tokens.dtype == torch.int32
-        assert image.picture is not None and np.array_equal(np.asarray(image.picture), np.asarray(picture))
-        assert image.mean_accepted_length is not None and image.mean_accepted_length >= 1 and image.seconds > 0
+        assert (
+            image.prompt == prompt
+            and image.tokens.shape == (TOKENS,)
+            and image.tokens.dtype == torch.int32
+        )
+        assert image.picture is not None and np.array_equal(
+            np.asarray(image.picture), np.asarray(picture)
+        )
+        assert (
+            image.mean_accepted_length is not None
+            and image.mean_accepted_length >= 1
+            and image.seconds > 0
+        )
         assert (image._repr_png_() or b"").startswith(b"\x89PNG")
         assert repr(image).startswith(f"DecodedImage({prompt!r}: {TOKENS} tokens, ")
 
@@ -200,7 +231,9 @@ def test_decode_gives_the_tokens_of_a_sweep(tiny: TinyModel) -> None:
         ({"neighbours": 3}, "reaches no cell"),
     ],
 )
-def test_decode_refuses_wrong_parameters(tiny: TinyModel, changes: dict[str, object], wrong: str) -> None:
+def test_decode_refuses_wrong_parameters(
+    tiny: TinyModel, changes: dict[str, object], wrong: str
+) -> None:
     model = lantern_bench.load_model("tiny")
     with pytest.raises(UserError) as caught:
         lantern_bench.decode(model, **({"prompts": PROMPTS} | changes))  # type: ignore[arg-type]
@@ -216,10 +249,14 @@ def test_the_example_of_the_page_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    blocks = re.findall(
+        r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL
+    )
     names: dict[str, object] = {}
     for block in blocks:
         exec(compile(block, str(PAGE), "exec"), names)
     printed = capsys.readouterr().out
     assert len(blocks) == 4 and "Run('example-run': 4 cells, 8 images)" in printed
-    assert printed.count(" ok ") == 4 and Path("first.png").is_file() and Path("relaxed.png").is_file()
+    assert (
+        printed.count(" ok ") == 4 and Path("first.png").is_file() and Path("relaxed.png").is_file()
+    )

@@ -68,7 +68,10 @@ def test_a_pipe_gets_csv_and_a_terminal_a_table(summary):
 def test_a_terminal_breaks_lines_between_words(monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
     path = "results/" + "x" * 50
-    texts = [f"the tables of the run lantern-bench made are in {path}", "a\n  second line is that of the advice"]
+    texts = [
+        f"the tables of the run lantern-bench made are in {path}",
+        "a\n  second line is that of the advice",
+    ]
     drawn, out, err = console(terminal=True)
     for text in texts:
         drawn.say(text)
@@ -83,12 +86,18 @@ def test_the_summary_of_the_default_sweep_fits_a_hundred_columns(monkeypatch):
     records = []
     for cell in load_experiment("lanterns", defaults_of).cells:
         walks = [[]] * 6 if cell.decoding.mode == "ar" else [[0, 1], [0, -1], [-1]]
-        records += [make_record(cell.decoding, prompt, walks, 1.0, disturbed=True) for prompt in range(4)]
-    table = build_tables(records, make_scores(make_records()))["summary"].assign(distance=0.1234, fid=None)
+        records += [
+            make_record(cell.decoding, prompt, walks, 1.0, disturbed=True) for prompt in range(4)
+        ]
+    table = build_tables(records, make_scores(make_records()))["summary"].assign(
+        distance=0.1234, fid=None
+    )
     drawn, out, _ = console(terminal=True)
     drawn.table(table, "summary")
     lines = out.getvalue().splitlines()
-    assert sum(line.split()[-3:] == ["lossless", "MAL", "distance"] for line in map(plain, lines)) == 1
+    assert (
+        sum(line.split()[-3:] == ["lossless", "MAL", "distance"] for line in map(plain, lines)) == 1
+    )
     assert "disturbed" not in plain(lines[1]) + plain(lines[2]) and any(
         "4 of 4 images disturbed" in line for line in lines
     )
@@ -131,7 +140,12 @@ def test_nothing_is_cut_on_a_narrow_terminal(monkeypatch, name, columns):
     figures = Counter(word for word in whole.getvalue().split() if word[0].isdigit())
     assert figures.total() > 3 * len(readable(table, name).frame)
     assert not figures - Counter(out.getvalue().split())
-    intervals = [cell for row in readable(table, name).frame.to_numpy().tolist() for cell in row if "[" in cell]
+    intervals = [
+        cell
+        for row in readable(table, name).frame.to_numpy().tolist()
+        for cell in row
+        if "[" in cell
+    ]
     assert intervals and all(cell in out.getvalue() for cell in intervals)
 
 
@@ -175,7 +189,10 @@ def test_quiet_leaves_errors_alone(clock):
         progress.share("images", 2, 2)
     quiet.error(UserError("--delta 2: must lie between 0 and 1", "For example:\n--delta 0.1"))
     assert out.getvalue() == ""
-    assert err.getvalue() == "error: --delta 2: must lie between 0 and 1\n  For example:\n  --delta 0.1\n"
+    assert (
+        err.getvalue()
+        == "error: --delta 2: must lie between 0 and 1\n  For example:\n  --delta 0.1\n"
+    )
 
 
 def test_details_need_verbose_and_warnings_carry_advice():
@@ -231,7 +248,8 @@ def test_a_terminal_gets_bars_with_messages_above():
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(0.4, "0 s"), (59.4, "59 s"), (59.6, "1 min 00 s"), (252, "4 min 12 s"), (3780, "1 h 03 min")]
+    ("seconds", "text"),
+    [(0.4, "0 s"), (59.4, "59 s"), (59.6, "1 min 00 s"), (252, "4 min 12 s"), (3780, "1 h 03 min")],
 )
 def test_durations(seconds, text):
     assert duration(seconds) == text

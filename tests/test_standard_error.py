@@ -43,9 +43,14 @@ def test_standard_error_has_our_own_lines_only() -> None:
     first = lines.index("features")
     assert first <= 3, lines[:first]  # the warning may show its line of code
     ours = re.compile(r"cpu: reads .* of this model|measuring (memory|forwards|steps)(: \d+%.*)?")
-    assert lines[first + 1 :] and [line for line in lines[first + 1 :] if not ours.fullmatch(line)] == []
+    assert (
+        lines[first + 1 :]
+        and [line for line in lines[first + 1 :] if not ours.fullmatch(line)] == []
+    )
 
 
 def test_torch_names_a_missing_gpu_without_us() -> None:
-    shown = stderr_of("-c", "import torch.utils.cpp_extension", CUDA_HOME="/tmp", CUDA_VISIBLE_DEVICES="")
+    shown = stderr_of(
+        "-c", "import torch.utils.cpp_extension", CUDA_HOME="/tmp", CUDA_VISIBLE_DEVICES=""
+    )
     assert len(shown) == 1 and "No CUDA runtime is found" in shown[0]

@@ -68,7 +68,11 @@ def test_no_folder_is_squeezed_further() -> None:
 
 @pytest.mark.parametrize(
     ("squeezed", "plain"),
-    [("a, b = x, y", "a = x\nb = y"), ("f(1, 2)", "f(first=1, second=2)"), ("x = 1", 'x: int = 1\n"""A number."""')],
+    [
+        ("a, b = x, y", "a = x\nb = y"),
+        ("f(1, 2)", "f(first=1, second=2)"),
+        ("x = 1", 'x: int = 1\n"""A number."""'),
+    ],
 )
 def test_plain_code_is_not_larger(squeezed: str, plain: str) -> None:
     assert units(ast.parse(plain)) <= units(ast.parse(squeezed))

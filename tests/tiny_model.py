@@ -11,7 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lantern_bench.decoding.protocol import Drafter, DrafterLogits, DrafterSession, Logits, Target, TargetSession
+from lantern_bench.decoding.protocol import (
+    Drafter,
+    DrafterLogits,
+    DrafterSession,
+    Logits,
+    Target,
+    TargetSession,
+)
 from lantern_bench.errors import UserError
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.models.model import Model
@@ -76,7 +83,13 @@ class TinyModel(Model):
     """The model `tiny`; it knows the words of its prompts."""
 
     name, family, description, licence, codes = "tiny", "tiny", "Tables", "none", CODES
-    defaults: Mapping[str, Any] = {"cfg_scale": 2.0, "tree": "small-7", "nodes": 6, "depth": 2, "beam": 2}
+    defaults: Mapping[str, Any] = {
+        "cfg_scale": 2.0,
+        "tree": "small-7",
+        "nodes": 6,
+        "depth": 2,
+        "beam": 2,
+    }
     prompt_sets: Mapping[str, Sequence[str]] = {"held-out": PROMPTS}
 
     def __init__(self) -> None:
@@ -92,13 +105,17 @@ class TinyModel(Model):
         self.loads += 1
         codebook = torch.randn(CODES, WIDTH, generator=torch.Generator().manual_seed(9))
         target, drafter = TinyTarget(1.0, 1), TinyTarget(1.0, 1)
-        drafter.cond = drafter.cond + 0.3 * torch.randn(CODES + 1, CODES, generator=torch.Generator().manual_seed(2))
+        drafter.cond = drafter.cond + 0.3 * torch.randn(
+            CODES + 1, CODES, generator=torch.Generator().manual_seed(2)
+        )
 
         def condition(prompts: Sequence[str]) -> list[str]:
             return [word for prompt in prompts for word in prompt.split()]
 
         weights = {"target": "1", "drafter": "2"}
-        return LoadedModel(self.name, target, drafter, TinyPixels(), codebook, condition, weights, (3, 4))
+        return LoadedModel(
+            self.name, target, drafter, TinyPixels(), codebook, condition, weights, (3, 4)
+        )
 
 
 EXPERIMENT = """

@@ -72,12 +72,20 @@ ESTIMATORS: dict[str, Callable[[Array, Array, Array, Array], float]] = {
 }
 
 
-def run_pairs(chosen: argparse.Namespace, folder: Path, console: Console) -> list[tuple[RunData, RunData]]:
+def run_pairs(
+    chosen: argparse.Namespace, folder: Path, console: Console
+) -> list[tuple[RunData, RunData]]:
     """Run what is missing of the pairs and return them."""
     experiment = folder / "aa.yaml"
     folder.mkdir(parents=True, exist_ok=True)
     experiment.write_text(EXPERIMENT, encoding="utf-8")
-    flags = [chosen.experiment or str(experiment), "--images", str(chosen.images), "--processes", str(chosen.processes)]
+    flags = [
+        chosen.experiment or str(experiment),
+        "--images",
+        str(chosen.images),
+        "--processes",
+        str(chosen.processes),
+    ]
     flags += ["--metrics", "speed"] + (["--no-compile"] if chosen.eager else [])
     for name in ("modes", "threads"):
         flags += [f"--{name}", getattr(chosen, name)] if getattr(chosen, name) else []
@@ -89,7 +97,16 @@ def run_pairs(chosen: argparse.Namespace, folder: Path, console: Console) -> lis
                 # A run that was cut off is made anew: resumed, it would have more processes than its pair.
                 shutil.rmtree(run, ignore_errors=True)
                 began = now()
-                command = [sys.executable, "-m", "lantern_bench", "--quiet", "sweep", *flags, "--out", str(run)]
+                command = [
+                    sys.executable,
+                    "-m",
+                    "lantern_bench",
+                    "--quiet",
+                    "sweep",
+                    *flags,
+                    "--out",
+                    str(run),
+                ]
                 subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
                 console.say(f"{run.name}: {duration(now() - began)}")
         pairs.append((read_run(pair[0]), read_run(pair[1])))
@@ -130,7 +147,13 @@ def paired_figures(pairs: list[tuple[RunData, RunData]]) -> pd.DataFrame:
     rows = []
     for number, pair in enumerate(pairs, start=1):
         for (cell, method, a), (_, _, b) in zip(*map(figures, pair), strict=True):
-            row = {"pair": number, "cell_id": cell, "method": method, **a.columns("a"), **b.columns("b")}
+            row = {
+                "pair": number,
+                "cell_id": cell,
+                "method": method,
+                **a.columns("a"),
+                **b.columns("b"),
+            }
             rows.append(row | {"a_covers": covers(a, b.value), "b_covers": covers(b, a.value)})
     return pd.DataFrame(rows)
 
@@ -150,7 +173,9 @@ def summary(paired: pd.DataFrame) -> pd.DataFrame:
         apart=(logs["a"] - logs["b"]).abs(),
     )
     by = paired.groupby("method", sort=False)
-    table = pd.DataFrame({"covered": by["covered"].mean(), "half_width_median": by["half_width"].median()})
+    table = pd.DataFrame(
+        {"covered": by["covered"].mean(), "half_width_median": by["half_width"].median()}
+    )
     table["sd_of_a_run"] = np.sqrt(by["squared"].mean())
     return table.assign(apart_max=by["apart"].max()).reset_index()
 
@@ -161,8 +186,14 @@ def verdicts(pairs: list[tuple[RunData, RunData]]) -> pd.DataFrame:
     for number, (a, b) in enumerate(pairs, start=1):
         compared = compare_runs(a, b).table.dropna(subset="verdict")
         speedups = compared[compared["quantity"] == "speedup"]
-        row = {"pair": number, "tested": len(compared), "false": int(compared["verdict"].ne(SAME).sum())}
-        rows.append(row | {"speedups": len(speedups), "alone": int((speedups["p_value"] < 0.05).sum())})
+        row = {
+            "pair": number,
+            "tested": len(compared),
+            "false": int(compared["verdict"].ne(SAME).sum()),
+        }
+        rows.append(
+            row | {"speedups": len(speedups), "alone": int((speedups["p_value"] < 0.05).sum())}
+        )
     return pd.DataFrame(rows)
 
 
@@ -173,7 +204,9 @@ def main(words: list[str] | None = None) -> None:
     arguments.add_argument("--images", type=int, default=12, help="images of a cell in a run")
     arguments.add_argument("--processes", type=int, default=3)
     arguments.add_argument("--threads", help="as in sweep")
-    arguments.add_argument("--experiment", help="a file or a shipped experiment in place of the four cells")
+    arguments.add_argument(
+        "--experiment", help="a file or a shipped experiment in place of the four cells"
+    )
     arguments.add_argument("--modes", help="as in sweep")
     arguments.add_argument("--eager", action="store_true", help="compile nothing")
     arguments.add_argument("--out", type=Path, default=Path("build/aa"))

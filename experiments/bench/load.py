@@ -54,8 +54,13 @@ def _resume(folder: Path) -> dict[str, Any]:
 
     use_family()
     started: list[Started] = []
-    run(request_of(folder), lambda event: started.append(event) if isinstance(event, Started) else None)
-    assert not any(started[0].to_do.values()), "the keys of the repeated records are not those of the plan"
+    run(
+        request_of(folder),
+        lambda event: started.append(event) if isinstance(event, Started) else None,
+    )
+    assert not any(started[0].to_do.values()), (
+        "the keys of the repeated records are not those of the plan"
+    )
     return {"rows": started[0].finished}
 
 
@@ -63,9 +68,15 @@ def _report(folder: Path) -> dict[str, Any]:
     from lantern_bench.report.page import write_report
 
     page = write_report([folder], folder / "report.html")
-    data = re.search(r'<script type="application/json" id="data">(.*?)</script>', page.read_text("utf-8"), re.DOTALL)
+    data = re.search(
+        r'<script type="application/json" id="data">(.*?)</script>',
+        page.read_text("utf-8"),
+        re.DOTALL,
+    )
     shown = json.loads(data[1])  # type: ignore[index]
-    assert shown["left_out"] + len(shown["prompts"]) == finished_records(folder)["prompt_id"].nunique()
+    assert (
+        shown["left_out"] + len(shown["prompts"]) == finished_records(folder)["prompt_id"].nunique()
+    )
     return {"rows": len(shown["cells"]), "file_mb": page.stat().st_size / 1e6}
 
 
@@ -79,19 +90,31 @@ STAGES = {
 
 def measure(stage: str, folder: Path) -> dict[str, Any]:
     """Run a stage in a new process; return its figures, its seconds, its CPU seconds and the peak of its memory."""
-    command = [sys.executable, "-m", "experiments.bench.load", "--stage", stage, "--out", str(folder)]
+    command = [
+        sys.executable,
+        "-m",
+        "experiments.bench.load",
+        "--stage",
+        stage,
+        "--out",
+        str(folder),
+    ]
     finished_process = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     figures: dict[str, Any] = json.loads(finished_process.stdout.splitlines()[-1])
     limit = STAGES[stage][1]
     bounds = {name: most for name, most in limit._asdict().items() if most is not None}
     figures["limit"] = ", ".join(f"{name} {most:g}" for name, most in bounds.items())
-    figures["kept"] = all(figures[name] <= most for name, most in bounds.items()) if bounds else None
+    figures["kept"] = (
+        all(figures[name] <= most for name, most in bounds.items()) if bounds else None
+    )
     return {"stage": stage, **figures}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Build the run where it is missing, measure, and print a table; 1 where a limit is not kept."""
-    parser = argparse.ArgumentParser(description="Measure how tables, resuming and the report bear a large run.")
+    parser = argparse.ArgumentParser(
+        description="Measure how tables, resuming and the report bear a large run."
+    )
     parser.add_argument("--out", type=Path, default=Path("build/load/run"))
     parser.add_argument("--cells", type=int, default=CELLS)
     parser.add_argument("--prompts", type=int, default=PROMPTS)
@@ -108,7 +131,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         began = now()
         figures = STAGES[flags.stage][0](flags.out)
         used = resource.getrusage(resource.RUSAGE_SELF)
-        figures |= {"seconds": round(now() - began, 2), "cpu_seconds": round(used.ru_utime + used.ru_stime, 2)}
+        figures |= {
+            "seconds": round(now() - began, 2),
+            "cpu_seconds": round(used.ru_utime + used.ru_stime, 2),
+        }
         unit = 1 if sys.platform == "darwin" else 1024
         print(json.dumps(figures | {"memory_gb": round(used.ru_maxrss * unit / 1e9, 3)}))
         return 0
@@ -117,9 +143,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         shutil.rmtree(flags.out, ignore_errors=True)
     if not (flags.out / RECORDS).exists():
         # In a process of its own: the peak of its memory would count as that of the stages.
-        command = [sys.executable, "-m", "experiments.bench.load", "--build", "--out", str(flags.out)]
+        command = [
+            sys.executable,
+            "-m",
+            "experiments.bench.load",
+            "--build",
+            "--out",
+            str(flags.out),
+        ]
         began = now()
-        subprocess.run([*command, "--cells", str(flags.cells), "--prompts", str(flags.prompts)], check=True)
+        subprocess.run(
+            [*command, "--cells", str(flags.cells), "--prompts", str(flags.prompts)], check=True
+        )
         console.say(f"the run is built, in {now() - began:.0f} s")
     console.say(f"{flags.out / RECORDS}: {os.path.getsize(flags.out / RECORDS) / 1e6:.0f} MB")
     rows = [measure(stage, flags.out) for stage in STAGES]

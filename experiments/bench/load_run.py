@@ -22,7 +22,9 @@ from lantern_bench.runs.sweep import run
 from tests.tiny_model import CODES, TinyModel, TinyPixels, TinyTarget
 
 REAL, PROCESSES = 2, 5
-WORDS = "a photo of red blue white round tall small lanterns over the lake bridge street market at dusk"
+WORDS = (
+    "a photo of red blue white round tall small lanterns over the lake bridge street market at dusk"
+)
 
 
 class OneToken(TinyModel):
@@ -46,7 +48,12 @@ class Dots(TinyPixels):
 
     def pixels(self, tokens: Tensor) -> Tensor:
         """Tokens [B, 1] -> uint8 [B, 8, 8, 3]."""
-        return (tokens.reshape(-1, 1, 1, 1) * (255 // CODES)).to(torch.uint8).expand(-1, 8, 8, 3).contiguous()
+        return (
+            (tokens.reshape(-1, 1, 1, 1) * (255 // CODES))
+            .to(torch.uint8)
+            .expand(-1, 8, 8, 3)
+            .contiguous()
+        )
 
 
 def use_family() -> None:
@@ -56,7 +63,9 @@ def use_family() -> None:
 
 def request_of(folder: Path, images: int | None = None) -> Request:
     """The checked sweep; cells and prompts are in files beside the run."""
-    content = json.loads(folder.with_suffix(".json").read_text()) | {"prompts": str(folder.with_suffix(".txt"))}
+    content = json.loads(folder.with_suffix(".json").read_text()) | {
+        "prompts": str(folder.with_suffix(".txt"))
+    }
     return prepare(content | ({"images": images} if images else {}), Overrides(), out=folder)
 
 
@@ -66,7 +75,13 @@ def describe(folder: Path, cells: int, prompts: int) -> None:
     each = (cells - 2) // 2
     bounds = [round(0.001 * (number + 1), 3) for number in range(each + cells % 2)]
     relaxed = [{"mode": "lantern", "drafting": "static", "neighbours": 3, "delta": bounds}]
-    relaxed += [{"mode": "lantern++", "neighbours": 3, "lambda": [round(1 + bound, 3) for bound in bounds[:each]]}]
+    relaxed += [
+        {
+            "mode": "lantern++",
+            "neighbours": 3,
+            "lambda": [round(1 + bound, 3) for bound in bounds[:each]],
+        }
+    ]
     head = {"name": "load", "model": "tiny", "metrics": ["speed"], "compile": False}
     content = {**head, "cells": [{"mode": "ar"}, {"mode": "speculative"}, *relaxed]}
     folder.with_suffix(".json").write_text(json.dumps(content))
@@ -86,17 +101,32 @@ def build(folder: Path, cells: int, prompts: int) -> int:
     request = request_of(folder)
     settings = request.experiment.settings
     compute = choose_compute(settings.device, settings.dtype, fast=True)
-    key = key_fields(load_models(request.experiment, compute), settings, compute, request.plan.cells)
+    key = key_fields(
+        load_models(request.experiment, compute), settings, compute, request.plan.cells
+    )
     assert key == json.loads((folder / MANIFEST).read_text())["key"]
     noise, finished = np.random.default_rng(1), done_images(folder)
 
     def record(task: ImageTask) -> dict[str, Any]:
         copied = real[task.cell.cell_id][task.image_index % REAL]
         key_of_task = record_key(task, key)
-        values = {"record_key": key_of_task, "prompt_id": task.prompt.id, "prompt": task.prompt.text, "seed": task.seed}
-        values |= {"prompt_source": task.prompt.source or None, "repeat": task.repeat, "order_index": task.order_index}
+        values = {
+            "record_key": key_of_task,
+            "prompt_id": task.prompt.id,
+            "prompt": task.prompt.text,
+            "seed": task.seed,
+        }
+        values |= {
+            "prompt_source": task.prompt.source or None,
+            "repeat": task.repeat,
+            "order_index": task.order_index,
+        }
         slower = float(noise.lognormal(0.0, 0.05))
-        values |= {name: value * slower for name, value in copied.items() if name.endswith("seconds") and value}
+        values |= {
+            name: value * slower
+            for name, value in copied.items()
+            if name.endswith("seconds") and value
+        }
         values |= {"image": task.image, "process": task.image_index * PROCESSES // prompts}
         return copied | values
 

@@ -33,8 +33,18 @@ from lantern_bench.runs.threads import set_threads
 # (mode, settings of ours, settings of the plain one, nodes, step over bare forward of the published code)
 CELLS: dict[str, tuple[dict[str, Any], dict[str, Any], int, float | None]] = {
     "ar": ({"mode": "ar"}, {}, 1, 1.25),
-    "small-7": ({"mode": "speculative", "tree": "small-7"}, {"paths": STATIC_TREES["small-7"]}, 8, None),
-    "eagle1-25": ({"mode": "speculative", "tree": "eagle1-25"}, {"paths": STATIC_TREES["eagle1-25"]}, 26, 1.6),
+    "small-7": (
+        {"mode": "speculative", "tree": "small-7"},
+        {"paths": STATIC_TREES["small-7"]},
+        8,
+        None,
+    ),
+    "eagle1-25": (
+        {"mode": "speculative", "tree": "eagle1-25"},
+        {"paths": STATIC_TREES["eagle1-25"]},
+        26,
+        1.6,
+    ),
     "58n5d10b": (
         {"mode": "speculative", "drafting": "dynamic", "nodes": 58, "depth": 5, "beam": 10},
         {"dynamic": (58, 5, 10)},
@@ -44,30 +54,41 @@ CELLS: dict[str, tuple[dict[str, Any], dict[str, Any], int, float | None]] = {
 }
 
 
-def ours(model: LoadedModel, decoding: Decoding, caption: str, seed: int, tokens: int | None = None) -> float:
+def ours(
+    model: LoadedModel, decoding: Decoding, caption: str, seed: int, tokens: int | None = None
+) -> float:
     """Milliseconds a step."""
     noise = [torch.Generator().manual_seed(seed)]
-    trace = decode(model, model.condition([caption]), decoding, noise, tokens=tokens, engine=model.engine)[0].trace
+    trace = decode(
+        model, model.condition([caption]), decoding, noise, tokens=tokens, engine=model.engine
+    )[0].trace
     return 1e3 * (trace.seconds - trace.phases["prefill"]) / max(1, len(trace.committed))
 
 
 def load(size: str | None, device: torch.device, dtype: torch.dtype) -> LoadedModel:
     if size is None:
         return Lanterns().load(device, dtype)
-    return random_model_of_size(read_size(size), device, dtype, torch.Generator(device).manual_seed(0))
+    return random_model_of_size(
+        read_size(size), device, dtype, torch.Generator(device).manual_seed(0)
+    )
 
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("--images", type=int, default=8)
     arguments.add_argument("--cells", default=",".join(CELLS))
-    arguments.add_argument("--size", help="LAYERSxWIDTHxVOCABULARYxSIDE: random weights, not the bundled model")
+    arguments.add_argument(
+        "--size", help="LAYERSxWIDTHxVOCABULARYxSIDE: random weights, not the bundled model"
+    )
     arguments.add_argument("--threads", type=int)
     chosen = arguments.parse_args()
     console = Console()
     set_threads(chosen.threads)
     cpu, compute = torch.device("cpu"), choose_compute("cpu", fast=True)
-    models = {"equal": load(chosen.size, cpu, torch.float32), "default": load(chosen.size, *compute)}
+    models = {
+        "equal": load(chosen.size, cpu, torch.float32),
+        "default": load(chosen.size, *compute),
+    }
     eager = load(chosen.size, cpu, torch.float32)
     problem = compile_models(models.values(), compute)
     if problem is not None:
@@ -88,15 +109,23 @@ def main() -> None:
             for kind, course in courses.items():
                 times[kind].append(course(HELD_OUT[seed].caption(), seed))
             times["bare"].append(forward_ms(eager, bare, nodes, GUIDANCE, repeats=20))
-            times["bare_default"].append(forward_ms(models["default"], bare, nodes, GUIDANCE, repeats=20))
+            times["bare_default"].append(
+                forward_ms(models["default"], bare, nodes, GUIDANCE, repeats=20)
+            )
         ms = {kind: median(values) for kind, values in times.items()}
         row = {"cell": name, "nodes": nodes, "plain_ms": ms["plain"], "bare_float32_ms": ms["bare"]}
         row |= {"plain_over_bare": _ratio(times, "plain", "bare"), "published_over_bare": published}
-        row |= {"equal_dtype_ms": ms["equal"], "default_ms": ms["default"], "default_bare_ms": ms["bare_default"]}
+        row |= {
+            "equal_dtype_ms": ms["equal"],
+            "default_ms": ms["default"],
+            "default_bare_ms": ms["bare_default"],
+        }
         row |= {"default_over_bare": _ratio(times, "default", "bare_default")}
         row |= {f"ratio_{kind}": _ratio(times, "plain", kind) for kind in models}
         rows.append(row)
-        console.say(f"{name}: plain {ms['plain']:.2f}, equal {ms['equal']:.2f}, default {ms['default']:.2f} ms a step")
+        console.say(
+            f"{name}: plain {ms['plain']:.2f}, equal {ms['equal']:.2f}, default {ms['default']:.2f} ms a step"
+        )
     title = f"{chosen.size or 'embedded model'}, {compute.dtype_name} by default, {torch.get_num_threads()} threads"
     console.table(pd.DataFrame(rows).round(3), title=title)
 
@@ -105,7 +134,9 @@ def _ratio(times: Mapping[str, Sequence[float]], above: str, below: str) -> floa
     return median(above / below for above, below in zip(times[above], times[below], strict=True))
 
 
-def _plain(plain: Plain, settings: dict[str, Any], model: LoadedModel) -> Callable[[str, int], float]:
+def _plain(
+    plain: Plain, settings: dict[str, Any], model: LoadedModel
+) -> Callable[[str, int], float]:
     def course(caption: str, seed: int) -> float:
         condition, noise = model.condition([caption]), torch.Generator().manual_seed(seed)
         if settings:

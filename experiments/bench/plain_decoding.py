@@ -57,20 +57,26 @@ def probabilities(logits: Tensor, scale: float) -> Tensor:
 class Plain:
     """A target, a drafter and the nearest codes."""
 
-    def __init__(self, target: PlainTarget, drafter: PlainDrafter, table: Tensor, scale: float) -> None:
+    def __init__(
+        self, target: PlainTarget, drafter: PlainDrafter, table: Tensor, scale: float
+    ) -> None:
         self.target, self.drafter, self.table, self.scale = target, drafter, table, scale
         self.grid = target.target.image_tokens
 
     # ---- one token a forward
 
     @torch.inference_mode()
-    def autoregressive(self, condition: Condition, noise: torch.Generator, tokens: int, greedy: bool = False) -> Course:
+    def autoregressive(
+        self, condition: Condition, noise: torch.Generator, tokens: int, greedy: bool = False
+    ) -> Course:
         logits, _ = self.target.prefill(condition)
         out = [self._next(probabilities(logits[:, -1:], self.scale)[0], noise, greedy)]
         course, began = Course([]), now()
         while len(out) < tokens:
             logits, _ = self.target.forward(
-                out[-1].view(1), torch.tensor([self.target.length]), torch.ones(1, 1, dtype=torch.bool)
+                out[-1].view(1),
+                torch.tensor([self.target.length]),
+                torch.ones(1, 1, dtype=torch.bool),
             )
             out.append(self._next(probabilities(logits, self.scale)[0], noise, greedy))
             course.committed.append(1)
@@ -108,7 +114,9 @@ class Plain:
             self.drafter.cut(at)
             before = self.target.length
             seen = attention_of(tree)
-            logits, features = self.target.forward(torch.tensor(tree.tokens), torch.tensor(tree.depths) + before, seen)
+            logits, features = self.target.forward(
+                torch.tensor(tree.tokens), torch.tensor(tree.depths) + before, seen
+            )
             path, last = self._walk(tree, guided(logits, self.scale), rule, noise, greedy)
             self.target.keep(before, path)
             new = [tree.tokens[node] for node in path[1:]] + [last]
@@ -116,7 +124,10 @@ class Plain:
             course.committed.append(len(new))
             fed = len(new)
             root = self.drafter.forward(
-                torch.tensor(new), features[:, path], torch.arange(at, at + fed), torch.ones(fed, fed).bool().tril()
+                torch.tensor(new),
+                features[:, path],
+                torch.arange(at, at + fed),
+                torch.ones(fed, fed).bool().tril(),
             )
         course.tokens = out[:tokens]
         course.seconds = now() - began
@@ -151,8 +162,14 @@ class Plain:
                 )
             q = probabilities(logits, self.scale)
             most = max(level.fanout)
-            drawn = q.topk(most).indices if greedy else torch.multinomial(q, most, replacement=False, generator=noise)
-            for node, left, row, fanout in zip(level.nodes, q, drawn.tolist(), level.fanout, strict=True):
+            drawn = (
+                q.topk(most).indices
+                if greedy
+                else torch.multinomial(q, most, replacement=False, generator=noise)
+            )
+            for node, left, row, fanout in zip(
+                level.nodes, q, drawn.tolist(), level.fanout, strict=True
+            ):
                 for token in row[:fanout]:
                     tree.q[len(tree.tokens)] = left
                     tree.children[node].append(len(tree.tokens))
@@ -165,7 +182,9 @@ class Plain:
                     left = left / left.sum()
         return tree
 
-    def _dynamic(self, token: int, root: tuple[Tensor, Tensor], shape: tuple[int, int, int], limit: int) -> Tree:
+    def _dynamic(
+        self, token: int, root: tuple[Tensor, Tensor], shape: tuple[int, int, int], limit: int
+    ) -> Tree:
         """EAGLE-2: the best of a beam, then the best of all."""
         nodes, rounds, beam = shape
         q = probabilities(root[0][:, -1:], self.scale)
@@ -238,7 +257,9 @@ class Plain:
                 return path, int(last)
             path.append(taken)
 
-    def _merged(self, p: Tensor, x: int, rule: tuple[str, int, float] | None) -> tuple[float, Tensor]:
+    def _merged(
+        self, p: Tensor, x: int, rule: tuple[str, int, float] | None
+    ) -> tuple[float, Tensor]:
         if rule is None:
             return 0.0, torch.empty(0, dtype=torch.int64)
         name, neighbours, bound = rule
@@ -289,13 +310,19 @@ class Level(NamedTuple):
 @cache
 def shape_of(paths: tuple[Path, ...]) -> tuple[list[Level], Tensor]:
     """The levels of a static tree and who sees whom in it, made once as the published code does."""
-    assert list(paths) == sorted(paths, key=lambda path: (len(path), path)), "nodes are numbered as they are drawn"
+    assert list(paths) == sorted(paths, key=lambda path: (len(path), path)), (
+        "nodes are numbered as they are drawn"
+    )
     number: dict[Path, int] = {path: node for node, path in enumerate(((), *paths))}
     levels: list[Level] = []
     above: list[Path] = []
     extended: list[Path] = []
     for depth in range(len(paths[-1])):
-        inner = [path for path in number if len(path) == depth and any(child[:-1] == path for child in paths)]
+        inner = [
+            path
+            for path in number
+            if len(path) == depth and any(child[:-1] == path for child in paths)
+        ]
         extended += inner if depth else []
         fanout = [sum(child[:-1] == path for child in paths) for path in inner]
         slots = [above.index(path[:-1]) for path in inner] if depth else [0]

@@ -37,7 +37,9 @@ def rotate(x: Tensor, turn: Tensor) -> Tensor:
     return turned.flatten(3).type_as(x)
 
 
-def layer(block: Block, x: Tensor, turn: Tensor, past: tuple[Tensor, Tensor] | None, mask: Tensor | None):
+def layer(
+    block: Block, x: Tensor, turn: Tensor, past: tuple[Tensor, Tensor] | None, mask: Tensor | None
+):
     """One layer over new positions; returns its output and the longer cache."""
     attention, mlp = block.attention, block.feed_forward
     rows, n, dim = x.shape
@@ -76,7 +78,9 @@ class PlainTarget:
         x = self.target.prefix(condition, guided=True)
         n = x.shape[1]
         self.past, self.visible = [], condition.valid[0]
-        allowed = torch.ones(n, n, dtype=torch.bool).tril() & self.visible | torch.eye(n, dtype=torch.bool)
+        allowed = torch.ones(n, n, dtype=torch.bool).tril() & self.visible | torch.eye(
+            n, dtype=torch.bool
+        )
         return self._run(x, torch.arange(n), allowed)
 
     def forward(self, tokens: Tensor, positions: Tensor, tree: Tensor) -> tuple[Tensor, Tensor]:
@@ -121,16 +125,24 @@ class PlainDrafter:
     def length(self) -> int:
         return self.past[0].shape[2] if self.past is not None else 0
 
-    def prefill(self, condition: Condition, features: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
+    def prefill(
+        self, condition: Condition, features: Tensor, first: Tensor
+    ) -> tuple[Tensor, Tensor]:
         n = features.shape[1]
         self.past, self.visible = None, condition.valid[0]
         tokens = torch.cat([torch.zeros(n - 1, dtype=torch.int64), first.view(1)])
-        allowed = torch.ones(n, n, dtype=torch.bool).tril() & self.visible | torch.eye(n, dtype=torch.bool)
+        allowed = torch.ones(n, n, dtype=torch.bool).tril() & self.visible | torch.eye(
+            n, dtype=torch.bool
+        )
         return self._run(tokens, features, torch.arange(n), allowed)
 
-    def forward(self, tokens: Tensor, features: Tensor, positions: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, tokens: Tensor, features: Tensor, positions: Tensor, seen: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Tokens [n], features [2, n, dim], positions [n], who sees whom behind the prefix [n, m]."""
-        before = torch.ones(len(tokens), self.length + len(tokens) - seen.shape[1], dtype=torch.bool)
+        before = torch.ones(
+            len(tokens), self.length + len(tokens) - seen.shape[1], dtype=torch.bool
+        )
         before[:, : len(self.visible)] = self.visible
         return self._run(tokens, features, positions, torch.cat([before, seen], dim=1))
 
@@ -139,7 +151,9 @@ class PlainDrafter:
         assert self.past is not None
         self.past = (self.past[0][:, :, :length], self.past[1][:, :, :length])
 
-    def _run(self, tokens: Tensor, features: Tensor, positions: Tensor, allowed: Tensor) -> tuple[Tensor, Tensor]:
+    def _run(
+        self, tokens: Tensor, features: Tensor, positions: Tensor, allowed: Tensor
+    ) -> tuple[Tensor, Tensor]:
         drafter = self.drafter
         embedded = drafter.embed_tokens(torch.stack([tokens, tokens])).to(features.dtype)
         x = drafter.fc(torch.cat([embedded, features], dim=-1))

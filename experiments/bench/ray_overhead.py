@@ -30,9 +30,20 @@ def measure(engine: str, out: str, images: int) -> dict[str, float]:
             moments.append(time.perf_counter())
 
     cells = [{"mode": "ar"}, {"mode": "speculative", "tree": "chain-7"}]
-    experiment = {"name": "overhead", "model": "lanterns", "metrics": ["speed"], "temperature": 1, "cells": cells}
+    experiment = {
+        "name": "overhead",
+        "model": "lanterns",
+        "metrics": ["speed"],
+        "temperature": 1,
+        "cells": cells,
+    }
     run = lantern_bench.sweep(
-        experiment, out=out, ray="default" if engine == "ray" else None, progress=note, images=images, threads=1
+        experiment,
+        out=out,
+        ray="default" if engine == "ray" else None,
+        progress=note,
+        images=images,
+        threads=1,
     )
     rows = run.records
     wall = (moments[-1] - moments[0]) / (len(moments) - 1)
@@ -40,10 +51,14 @@ def measure(engine: str, out: str, images: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--pairs", type=int, default=4)
     parser.add_argument("--images", type=int, default=24, help="of each of two cells")
-    parser.add_argument("--run", nargs=2, metavar=("ENGINE", "OUT"), help="one run, in this process")
+    parser.add_argument(
+        "--run", nargs=2, metavar=("ENGINE", "OUT"), help="one run, in this process"
+    )
     flags = parser.parse_args()
     if flags.run:
         print(json.dumps(measure(*flags.run, flags.images)))
@@ -53,13 +68,25 @@ def main() -> None:
         for pair in range(flags.pairs):
             figures = {}
             for engine in ("local", "ray")[:: 1 if pair % 2 else -1]:
-                command = [sys.executable, "-m", "experiments.bench.ray_overhead", "--images", str(flags.images)]
+                command = [
+                    sys.executable,
+                    "-m",
+                    "experiments.bench.ray_overhead",
+                    "--images",
+                    str(flags.images),
+                ]
                 command += ["--run", engine, str(Path(folder) / f"{engine}-{pair}")]
                 output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
                 figures[engine] = json.loads(output.splitlines()[-1])
             ratios.append({name: figures["ray"][name] / figures["local"][name] for name in FIGURES})
-            shown = ", ".join(f"{name} {figures['ray'][name]:.3f} / {figures['local'][name]:.3f}" for name in FIGURES)
-            print(f"pair {pair + 1}: {shown} s an image; ratios", {k: round(v, 3) for k, v in ratios[-1].items()})
+            shown = ", ".join(
+                f"{name} {figures['ray'][name]:.3f} / {figures['local'][name]:.3f}"
+                for name in FIGURES
+            )
+            print(
+                f"pair {pair + 1}: {shown} s an image; ratios",
+                {k: round(v, 3) for k, v in ratios[-1].items()},
+            )
     print("medians:", {name: round(median(ratio[name] for ratio in ratios), 3) for name in FIGURES})
 
 

@@ -17,7 +17,14 @@ import typer
 from typer.main import get_command
 
 from experiments.train_lanterns.quality_gates import Evaluation, QualityGate, check_weights
-from experiments.train_lanterns.recipe import PARTS, REPORT, RecipeSettings, check_part, train_part, write_embedded
+from experiments.train_lanterns.recipe import (
+    PARTS,
+    REPORT,
+    RecipeSettings,
+    check_part,
+    train_part,
+    write_embedded,
+)
 from experiments.train_lanterns.tasks import reference_scenes
 from lantern_bench.cli.options import DEVICE_HELP, FormatOption
 from lantern_bench.console import Console, Progress, duration
@@ -37,20 +44,37 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 @app.command()
 def train_lanterns(
     part: Annotated[
-        list[str] | None, typer.Option(help="tokenizer, features, clip, target or drafter; repeatable. Default: all.")
+        list[str] | None,
+        typer.Option(
+            help="tokenizer, features, clip, target or drafter; repeatable. Default: all."
+        ),
     ] = None,
-    minutes: Annotated[float | None, typer.Option(help="Minutes per part. Default: the part's own, for a CPU.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Steps per part: the same seed then gives the same model.")] = None,
-    init_from: Annotated[Path | None, typer.Option(help="Start from the weights in this folder.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder of the weights. Default: the package's own.")] = None,
+    minutes: Annotated[
+        float | None, typer.Option(help="Minutes per part. Default: the part's own, for a CPU.")
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(help="Steps per part: the same seed then gives the same model.")
+    ] = None,
+    init_from: Annotated[
+        Path | None, typer.Option(help="Start from the weights in this folder.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of the weights. Default: the package's own.")
+    ] = None,
     work: Annotated[
-        Path | None, typer.Option(help="Folder of data and checkpoints. Default: results/training/lanterns.")
+        Path | None,
+        typer.Option(help="Folder of data and checkpoints. Default: results/training/lanterns."),
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
     device: Annotated[str, typer.Option(help=DEVICE_HELP)] = "auto",
-    resume: Annotated[bool, typer.Option(help="Continue from the checkpoint, or start again.")] = True,
+    resume: Annotated[
+        bool, typer.Option(help="Continue from the checkpoint, or start again.")
+    ] = True,
     evaluate: Annotated[
-        bool, typer.Option("--evaluate", help="Measure the weights against their quality gates; train nothing.")
+        bool,
+        typer.Option(
+            "--evaluate", help="Measure the weights against their quality gates; train nothing."
+        ),
     ] = False,
     images: Annotated[int, typer.Option(help="Images to sample with --evaluate.")] = 500,
     format: FormatOption = None,
@@ -60,9 +84,14 @@ def train_lanterns(
     only_training = {"minutes": minutes, "steps": steps, "init_from": init_from}
     shared = {"seed": seed, "resume": resume, "device": device, "images": images}
     settings = checked(RecipeSettings, only_training | shared)
-    unused = [flag_of(key) for key, value in only_training.items() if evaluate and value is not None]
+    unused = [
+        flag_of(key) for key, value in only_training.items() if evaluate and value is not None
+    ]
     if unused:
-        raise UserError(f"{unused[0]} does not go with --evaluate, which trains nothing", "Train first, then evaluate.")
+        raise UserError(
+            f"{unused[0]} does not go with --evaluate, which trains nothing",
+            "Train first, then evaluate.",
+        )
     folder = out or WEIGHTS_FOLDER
     for name in part or ():
         check_part(name, folder, tuple(PARTS))
@@ -75,7 +104,9 @@ def train_lanterns(
     _train(parts, folder, work or results_root() / "training" / "lanterns", settings, console)
 
 
-def _train(parts: Sequence[str], folder: Path, work: Path, settings: RecipeSettings, console: Console) -> None:
+def _train(
+    parts: Sequence[str], folder: Path, work: Path, settings: RecipeSettings, console: Console
+) -> None:
     device = choose_compute(settings.device).device
     check_writable(folder)
     check_writable(work, "--work")
@@ -88,28 +119,46 @@ def _train(parts: Sequence[str], folder: Path, work: Path, settings: RecipeSetti
         if name == "features":
             # The embedded reference has features of this network.
             scenes, label = reference_scenes()
-            write_embedded(folder / EMBEDDED_FEATURES.name, scenes, find_extractor(weights=path), label)
-        figures = ", ".join(f"{key.replace('_', ' ')} {value:.4g}" for key, value in report.figures.items())
+            write_embedded(
+                folder / EMBEDDED_FEATURES.name, scenes, find_extractor(weights=path), label
+            )
+        figures = ", ".join(
+            f"{key.replace('_', ' ')} {value:.4g}" for key, value in report.figures.items()
+        )
         console.say(f"{name}: {report.steps} steps in {duration(report.seconds)}; {figures}")
         console.say(f"{name}: {'replaced' if exists else 'wrote'} {path}")
     console.say(f"report: {folder / REPORT}")
 
 
 def _show_event(progress: Progress, part: str, event: TrainEvent) -> None:
-    progress.share(f"training the {part}", event.fraction, step=str(event.step), loss=event.loss, **event.figures)
+    progress.share(
+        f"training the {part}",
+        event.fraction,
+        step=str(event.step),
+        loss=event.loss,
+        **event.figures,
+    )
 
 
 def _evaluate(
-    parts: Sequence[str], folder: Path, settings: RecipeSettings, console: Console, format: str | None
+    parts: Sequence[str],
+    folder: Path,
+    settings: RecipeSettings,
+    console: Console,
+    format: str | None,
 ) -> None:
     """Print one row a quality gate, with the 95 % interval where the figure was sampled."""
     device = choose_compute(settings.device).device
     clip = load_clip(f"{LOCAL_DIR}{folder / 'clip'}", device=device) if "clip" in parts else None
     with console.progress() as progress:
-        evaluation = Evaluation(folder, clip, device, settings.images, settings.seed, on_progress=progress.share)
+        evaluation = Evaluation(
+            folder, clip, device, settings.images, settings.seed, on_progress=progress.share
+        )
         gates = list(evaluation.measure(parts))
     columns = ["part", "bar", "measured", "low", "high", "wanted", "met"]
-    table = pd.DataFrame([_row(gate) for gate in gates], columns=columns).astype({"low": float, "high": float})
+    table = pd.DataFrame([_row(gate) for gate in gates], columns=columns).astype(
+        {"low": float, "high": float}
+    )
     console.table(table, title="quality gates of the bundled models", format=format)
     failed = [gate.name for gate in gates if gate.passed is False]
     if failed:
@@ -123,7 +172,9 @@ def _row(gate: QualityGate) -> list[object]:
         over, under, _ = gate.observations
         # Wilson's where all or none were right, since resampling of the prompts sees no variation there.
         alike = set(under) == {1.0} and set(over) in ({0.0}, {1.0})
-        interval = proportion(int(sum(over)), len(over)) if alike else ratio_of_sums(*gate.observations)
+        interval = (
+            proportion(int(sum(over)), len(over)) if alike else ratio_of_sums(*gate.observations)
+        )
         low, high = interval.low, interval.high
     wanted = " and ".join(f"{side} {bound:g}" for side, bound in gate.wanted)
     met = {True: "yes", False: "NO", None: ""}[gate.passed]

@@ -25,8 +25,20 @@ from lantern_bench.decoding.sampling import guide
 from lantern_bench.decoding.teacher_forcing import Forced, drafter_logits_along, teacher_forced
 from lantern_bench.decoding.trace import ImageTrace
 from lantern_bench.errors import RefusedError
-from lantern_bench.models.lanterns import FILES, GUIDANCE, HELD_OUT, Attributes, Lanterns, attributes_of
-from lantern_bench.models.lanterns.modules import AttributeClassifier, load_classifier, load_tokenizer, prompt_accuracy
+from lantern_bench.models.lanterns import (
+    FILES,
+    GUIDANCE,
+    HELD_OUT,
+    Attributes,
+    Lanterns,
+    attributes_of,
+)
+from lantern_bench.models.lanterns.modules import (
+    AttributeClassifier,
+    load_classifier,
+    load_tokenizer,
+    prompt_accuracy,
+)
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.models.vq import VQModel
 from lantern_bench.training.run import Observations
@@ -62,7 +74,11 @@ class QualityGate:
     def passed(self) -> bool | None:
         """Whether the figure itself (not its interval) is within the bounds; None without bounds."""
         sides = {">=": operator.ge, "<=": operator.le}
-        return all(sides[side](self.value, bound) for side, bound in self.wanted) if self.wanted else None
+        return (
+            all(sides[side](self.value, bound) for side, bound in self.wanted)
+            if self.wanted
+            else None
+        )
 
 
 class Embedder(Protocol):
@@ -112,15 +128,21 @@ class Evaluation:
     def _tokenizer(self) -> Iterator[QualityGate]:
         """Reconstruction and use of the codes on 500 held-out scenes."""
         figures = psnr_and_usage(self.tokenizer, held_out_scenes(_SCENES)[0].permute(0, 2, 3, 1))
-        yield QualityGate("tokenizer", "PSNR on held-out scenes, dB", figures["psnr_db"], ((">=", 28.0),))
-        yield QualityGate("tokenizer", "share of codes used", figures["codes_used"], ((">=", 0.95),))
+        yield QualityGate(
+            "tokenizer", "PSNR on held-out scenes, dB", figures["psnr_db"], ((">=", 28.0),)
+        )
+        yield QualityGate(
+            "tokenizer", "share of codes used", figures["codes_used"], ((">=", 0.95),)
+        )
 
     def _features(self) -> Iterator[QualityGate]:
         """All five attributes right on 500 held-out scenes, painted and reconstructed by the tokenizer."""
         pixels, attributes = held_out_scenes(_SCENES)
         yield self._accuracy("features", "all attributes right, scenes", pixels, attributes, 0.97)
         pixels = reconstruct(self.tokenizer, pixels)
-        yield self._accuracy("features", "all attributes right, reconstructions", pixels, attributes, 0.93)
+        yield self._accuracy(
+            "features", "all attributes right, reconstructions", pixels, attributes, 0.93
+        )
 
     def _clip(self) -> Iterator[QualityGate]:
         """Caption retrieval among 100 held-out scenes of different captions: top-1."""
@@ -131,7 +153,9 @@ class Evaluation:
         pictures = [Image.fromarray(picture.permute(1, 2, 0).numpy()) for picture in pixels]
         nearest = (self.clip.images(pictures) @ self.clip.captions(captions).T).argmax(1)
         right = (nearest == torch.arange(len(captions))).float().tolist()
-        yield _observed("clip", "caption retrieval among 100, top-1", _each(right, captions), ((">=", 0.70),))
+        yield _observed(
+            "clip", "caption retrieval among 100, top-1", _each(right, captions), ((">=", 0.70),)
+        )
 
     @torch.inference_mode()
     def _target(self) -> list[QualityGate]:
@@ -142,7 +166,9 @@ class Evaluation:
         prompts = _prompts(self.images)
         pictures, _ = self._sampled(prompts, _decoding("ar"), "sampling")
         attributes = [item for item in attributes_of(prompts) if item is not None]
-        gates = [self._accuracy("target", "prompt accuracy of AR samples", pictures, attributes, 0.80)]
+        gates = [
+            self._accuracy("target", "prompt accuracy of AR samples", pictures, attributes, 0.80)
+        ]
         top1, top10, nll, captions = list[float](), list[float](), list[float](), list[str]()
         for part, forced in self._forced():
             scores = forced.logits
@@ -154,7 +180,9 @@ class Evaluation:
             captions += part
         bounds1, bounds10 = ((">=", 0.03), ("<=", 0.12)), ((">=", 0.20), ("<=", 0.45))
         gates.append(_observed("target", "mean top-1 probability", _each(top1, captions), bounds1))
-        gates.append(_observed("target", "mean top-10 probability", _each(top10, captions), bounds10))
+        gates.append(
+            _observed("target", "mean top-10 probability", _each(top10, captions), bounds10)
+        )
         gates.append(_observed("target", "held-out NLL, nats a token", _each(nll, captions)))
         return gates
 
@@ -166,7 +194,9 @@ class Evaluation:
             decoding = _decoding("speculative", drafting=drafting, tree=tree)
             _, traces = self._sampled(prompts, decoding, f"{drafting} drafting")
             committed = [float(sum(trace.committed)) for trace in traces]
-            lengths[drafting] = Observations(committed, [float(len(trace.committed)) for trace in traces], prompts)
+            lengths[drafting] = Observations(
+                committed, [float(len(trace.committed)) for trace in traces], prompts
+            )
         # Both commit the same tokens, so the ratio of their accepted lengths is that of their steps, prompt by prompt.
         ratio = Observations(lengths["static"].under, lengths["dynamic"].under, prompts)
         yield _observed("drafter", "lossless MAL, eagle1-25", lengths["static"], ((">=", 2.8),))
@@ -184,7 +214,9 @@ class Evaluation:
         for captions, forced in self._forced():
             p = guide(forced.logits.cond, forced.logits.uncond, GUIDANCE).softmax(-1)
             overlap = torch.zeros(len(captions), device=p.device)
-            for position, drafts in enumerate(drafter_logits_along(self.model.drafter, forced), start=1):
+            for position, drafts in enumerate(
+                drafter_logits_along(self.model.drafter, forced), start=1
+            ):
                 q = guide(drafts.cond, drafts.uncond, GUIDANCE).softmax(-1)[:, 0]
                 overlap += torch.minimum(p[:, position], q).sum(-1)
             values += (overlap / (forced.tokens.shape[1] - 1)).tolist()
@@ -203,24 +235,40 @@ class Evaluation:
             yield captions, teacher_forced(self.model.target, condition, part, guided=True)
             self.on_progress("teacher forcing", (first + len(part)) / _TEACHER_FORCED)
 
-    def _sampled(self, prompts: Sequence[str], decoding: Decoding, what: str) -> tuple[Tensor, list[ImageTrace]]:
+    def _sampled(
+        self, prompts: Sequence[str], decoding: Decoding, what: str
+    ) -> tuple[Tensor, list[ImageTrace]]:
         """Pictures uint8 [n, 3, h, w] and traces of one image for each prompt."""
         model, pictures, traces = self.model, list[Tensor](), list[ImageTrace]()
         for start in range(0, len(prompts), self.batch):
             batch = prompts[start : start + self.batch]
-            seeds = [record_seed(self.seed, prompt, n // len(HELD_OUT)) for n, prompt in enumerate(batch, start)]
+            seeds = [
+                record_seed(self.seed, prompt, n // len(HELD_OUT))
+                for n, prompt in enumerate(batch, start)
+            ]
             generators = [torch.Generator(model.target.device).manual_seed(seed) for seed in seeds]
             decoded = decode(model, model.condition(batch), decoding, generators)
-            pictures.append(model.pixels.pixels(torch.stack([image.tokens for image in decoded])).permute(0, 3, 1, 2))
+            pictures.append(
+                model.pixels.pixels(torch.stack([image.tokens for image in decoded])).permute(
+                    0, 3, 1, 2
+                )
+            )
             traces.extend(image.trace for image in decoded)
             self.on_progress(what, (start + len(batch)) / len(prompts))
         return torch.cat(pictures).contiguous(), traces
 
     def _accuracy(
-        self, part: str, name: str, pictures: Tensor, attributes: Sequence[Attributes], wanted: float
+        self,
+        part: str,
+        name: str,
+        pictures: Tensor,
+        attributes: Sequence[Attributes],
+        wanted: float,
     ) -> QualityGate:
         right = prompt_accuracy(self.classifier, pictures, attributes).float().tolist()
-        return _observed(part, name, _each(right, [item.caption() for item in attributes]), ((">=", wanted),))
+        return _observed(
+            part, name, _each(right, [item.caption() for item in attributes]), ((">=", wanted),)
+        )
 
     @cached_property
     def tokenizer(self) -> VQModel:

@@ -72,7 +72,11 @@ def _settings(**values: Any) -> TrainSettings:
 PARTS: dict[str, Part] = {
     "tokenizer": Part(20, _settings(lr=1.5e-3, weight_decay=0.0, betas=(0.9, 0.99))),
     "features": Part(6, _settings(lr=2e-3, log_every=25), ("tokenizer",)),
-    "clip": Part(8, _settings(lr=1e-3, warmup=100, betas=(0.9, 0.98), weight_decay=0.1, log_every=25), ("tokenizer",)),
+    "clip": Part(
+        8,
+        _settings(lr=1e-3, warmup=100, betas=(0.9, 0.98), weight_decay=0.1, log_every=25),
+        ("tokenizer",),
+    ),
     "target": Part(60, _settings(lr=1.5e-3, warmup=100), ("tokenizer",)),
     "drafter": Part(55, RECIPES["lanterns"].train_settings(None), ("tokenizer", "target")),
 }
@@ -102,23 +106,36 @@ class RecipeSettings(StrictSettings):
 
 def write_weights(state: Mapping[str, Tensor], path: Path) -> None:
     """Write weights as float16 safetensors; an existing file is replaced when the new one is complete."""
-    half = {name: value.detach().half() if value.is_floating_point() else value for name, value in state.items()}
+    half = {
+        name: value.detach().half() if value.is_floating_point() else value
+        for name, value in state.items()
+    }
     write_atomically(path, save({name: value.cpu().contiguous() for name, value in half.items()}))
 
 
-def check_part(part: str, folder: Path, among: Sequence[str] = (), init_from: Path | None = None) -> None:
+def check_part(
+    part: str, folder: Path, among: Sequence[str] = (), init_from: Path | None = None
+) -> None:
     """Raise `UserError` for an unknown part, and `RefusedError` when one it needs is missing in `folder`.
 
     `among` are parts that will be trained before it. `init_from`, when given, must hold the part (`UserError`).
     """
     if part not in PARTS:
-        raise UserError(f"--part {part}: unknown part{did_you_mean(part, PARTS)}", f"The parts are {', '.join(PARTS)}.")
+        raise UserError(
+            f"--part {part}: unknown part{did_you_mean(part, PARTS)}",
+            f"The parts are {', '.join(PARTS)}.",
+        )
     for needed in PARTS[part].needs:
         if needed not in among and not (folder / FILES[needed]).is_file():
             problem = f"--part {part} needs the {needed}, and {FILES[needed]} is not in the folder of weights"
-            raise RefusedError(problem, f"First: python -m experiments.train_lanterns --part {needed}")
+            raise RefusedError(
+                problem, f"First: python -m experiments.train_lanterns --part {needed}"
+            )
     if init_from is not None and not (init_from / FILES[part]).is_file():
-        raise UserError(f"--init-from {init_from}: there is no {FILES[part]}", "Give a folder with the part's weights.")
+        raise UserError(
+            f"--init-from {init_from}: there is no {FILES[part]}",
+            "Give a folder with the part's weights.",
+        )
 
 
 def train_part(
@@ -141,7 +158,9 @@ def train_part(
     try:  # before the training, so that a broken file costs no training time
         entries_before = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read as JSON: {error}", "Move it away; a new one is written.") from error
+        raise UserError(
+            f"{path} cannot be read as JSON: {error}", "Move it away; a new one is written."
+        ) from error
     data = _Data(folder, work, settings, device, on_progress)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)  # noqa: TID251  # layers draw from the global stream; this forks it
@@ -167,7 +186,10 @@ def train_part(
         "weights_sha256": file_sha256(folder / FILES[part]),
         "rests_on": {needed: file_sha256(folder / FILES[needed]) for needed in PARTS[part].needs},
         "device": device.type,
-        "versions": {"lantern-bench": __version__, **{name: metadata.version(name) for name in _LIBRARIES}},
+        "versions": {
+            "lantern-bench": __version__,
+            **{name: metadata.version(name) for name in _LIBRARIES},
+        },
     }
     entries = (entries_before if isinstance(entries_before, dict) else {}) | {part: entry}
     ordered = {name: entries[name] for name in PARTS if name in entries}
@@ -200,11 +222,22 @@ class _Data:
     def scenes(self, held_out: bool = False) -> SceneSet:
         """Scenes of the training or of the held-out captions."""
         if held_out:
-            among, count, seed, name = HELD_OUT, self.settings.held_out, HELD_OUT_SEED, "held_out.npz"
+            among, count, seed, name = (
+                HELD_OUT,
+                self.settings.held_out,
+                HELD_OUT_SEED,
+                "held_out.npz",
+            )
         else:
             among, count, seed, name = TRAIN, self.settings.scenes, TRAIN_SEED, "scenes.npz"
         what = "painting held-out scenes" if held_out else "painting scenes"
-        return scene_set(among, count, seed, self.work / name, lambda done, all: self.on_progress(what, done / all))
+        return scene_set(
+            among,
+            count,
+            seed,
+            self.work / name,
+            lambda done, all: self.on_progress(what, done / all),
+        )
 
     def sequences(self, held_out: bool = False) -> tasks.Sequences:
         """Tokens of the scenes; those of the training scenes are followed by those of their mirror images."""
@@ -215,17 +248,25 @@ class _Data:
 
         def tokens(mirrored: bool) -> Tensor:
             what = "tokenizing mirrored scenes" if mirrored else "tokenizing scenes"
-            return self._by_parts(what, pictures, lambda part: tasks.tokenize(tokenizer, part, mirrored))
+            return self._by_parts(
+                what, pictures, lambda part: tasks.tokenize(tokenizer, part, mirrored)
+            )
 
         def make() -> Tensor:
             return torch.cat([tokens(mirrored) for mirrored in mirrors])
 
         attributes = torch.cat([torch.from_numpy(scenes.attributes)] * len(mirrors))
-        return tasks.Sequences(self._kept("held-out-tokens" if held_out else "tokens", held_out, make), attributes)
+        return tasks.Sequences(
+            self._kept("held-out-tokens" if held_out else "tokens", held_out, make), attributes
+        )
 
     def pool(self) -> tasks.Pool:
         """What the scorers learn from: training scenes, a share of them reconstructed by the tokenizer."""
-        tokenizer, scenes, what = self.tokenizer, self.scenes(), "passing scenes through the tokenizer"
+        tokenizer, scenes, what = (
+            self.tokenizer,
+            self.scenes(),
+            "passing scenes through the tokenizer",
+        )
 
         def through(pixels: Tensor) -> Tensor:
             return self._by_parts(what, pixels, lambda part: tasks.reconstruct(tokenizer, part))
@@ -244,7 +285,10 @@ class _Data:
     def _kept(self, name: str, held_out: bool, make: Callable[[], Tensor]) -> Tensor:
         """Read a tensor that depends on the tokenizer from its file, or make it and write the file."""
         count = self.settings.held_out if held_out else self.settings.scenes
-        path = self.work / f"{name}-{count}-{file_sha256(self.folder / FILES['tokenizer'])[:8]}.safetensors"
+        path = (
+            self.work
+            / f"{name}-{count}-{file_sha256(self.folder / FILES['tokenizer'])[:8]}.safetensors"
+        )
         if not path.exists():
             write_atomically(path, save({"kept": make().contiguous()}))
         return load_file(path)["kept"]
@@ -256,7 +300,9 @@ def build_target() -> TransformerTarget:
     for name, parameter in target.named_parameters():
         if parameter.dim() >= 2:
             deep = name.endswith(("wo.weight", "w2.weight"))
-            nn.init.normal_(parameter, std=0.02 / (2 * target.config.layers) ** 0.5 if deep else 0.02)
+            nn.init.normal_(
+                parameter, std=0.02 / (2 * target.config.layers) ** 0.5 if deep else 0.02
+            )
     return target
 
 
@@ -264,13 +310,17 @@ def _read_weights(module: nn.Module, path: Path) -> None:
     """Read a file of weights into a float32 module; raises `UserError` for a damaged file or another model's."""
     try:
         state = load_file(path)
-        module.load_state_dict({name: v.float() if v.is_floating_point() else v for name, v in state.items()})
+        module.load_state_dict(
+            {name: v.float() if v.is_floating_point() else v for name, v in state.items()}
+        )
     except (OSError, SafetensorError) as problem:
         raise UserError(f"{path} cannot be read as weights: {problem}") from problem
     except RuntimeError as problem:
         # Torch's message has a heading and then a line for each tensor: one of them is enough.
         first = str(problem).splitlines()[1:2] or [str(problem)]
-        raise UserError(f"{path} holds the weights of another model: {first[0].strip()}") from problem
+        raise UserError(
+            f"{path} holds the weights of another model: {first[0].strip()}"
+        ) from problem
 
 
 def _task(part: str, data: _Data) -> tasks.EvaluatedTask | DrafterTask:
@@ -281,7 +331,11 @@ def _task(part: str, data: _Data) -> tasks.EvaluatedTask | DrafterTask:
     compiled = settings.compiled and any(shutil.which(name) for name in compilers)
     if part in ("features", "clip"):
         kind = tasks.FeaturesTask if part == "features" else tasks.ClipTask
-        return kind(data.pool(), lambda pixels: tasks.reconstruct(data.tokenizer, pixels), seed=settings.seed)
+        return kind(
+            data.pool(),
+            lambda pixels: tasks.reconstruct(data.tokenizer, pixels),
+            seed=settings.seed,
+        )
     if part == "tokenizer":
         scenes, held_out_scenes = data.scenes(), data.scenes(held_out=True)
         model = VQModel(TOKENIZER_CONFIG)
@@ -314,7 +368,10 @@ def drafter_task(
 ) -> DrafterTask:
     """The task of every drafter, on painted scenes, with the recipe `lanterns`; freezes the target."""
     target.eval().requires_grad_(False)
-    recipe, conditions = RECIPES["lanterns"].model_copy(update={"batch": _BATCH}), tasks.all_conditions()
+    recipe, conditions = (
+        RECIPES["lanterns"].model_copy(update={"batch": _BATCH}),
+        tasks.all_conditions(),
+    )
 
     def sequences_of(scenes: tasks.Sequences, count: int) -> Sequences:
         numbers = tasks.caption_numbers(scenes.attributes)
@@ -334,7 +391,11 @@ def drafter_task(
 def _loop_settings(part: str, folder: Path, work: Path, settings: RecipeSettings) -> TrainSettings:
     """The part's settings with those of the training; the checkpoint's name identifies the weights it depends on."""
     chosen = PARTS[part]
-    minutes = settings.minutes if settings.minutes is not None or settings.steps is not None else chosen.minutes
+    minutes = (
+        settings.minutes
+        if settings.minutes is not None or settings.steps is not None
+        else chosen.minutes
+    )
     changed: dict[str, Any] = {"minutes": minutes, "steps": settings.steps, "seed": settings.seed}
     changed |= settings.model_dump(include={"log_every", "checkpoint_every"}, exclude_none=True)
     rests_on = [file_sha256(folder / FILES[needed])[:8] for needed in chosen.needs]

@@ -79,13 +79,17 @@ def render(attributes: Sequence[Attributes], seed: int) -> NDArray[np.uint8]:
     index = np.array([item.indices() for item in attributes], dtype=np.int64).reshape(-1, 5)
     horizon = 0.64 + rng.normal(0, 0.012, (len(index), 1, 1)).astype(np.float32)
     sky = _paint_sky(index, horizon, rng)
-    canvas = _mottle(_paint_lanterns(index, _paint_ground(index, sky, horizon, rng), horizon, rng), rng)
+    canvas = _mottle(
+        _paint_lanterns(index, _paint_ground(index, sky, horizon, rng), horizon, rng), rng
+    )
     small = canvas.reshape(len(index), SIZE, _SUPERSAMPLE, SIZE, _SUPERSAMPLE, 3).mean((2, 4))
     grain = rng.normal(0, 0.010, small.shape).astype(np.float32)
     return (np.clip(small + grain, 0, 1) * 255 + 0.5).astype(np.uint8)
 
 
-def _noise(rng: np.random.Generator, n: int, cells: Sequence[tuple[int, int]], weights: Sequence[float]) -> Array:
+def _noise(
+    rng: np.random.Generator, n: int, cells: Sequence[tuple[int, int]], weights: Sequence[float]
+) -> Array:
     """Sum of smooth value noises [n, side, side], mean about 0 and range about [-1, 1].
 
     `cells` are the (vertical, horizontal) numbers of noise cells of each octave.
@@ -106,7 +110,10 @@ def _stretch(grid: Array, axis: int) -> Array:
     part = at - low
     part = part * part * (3 - 2 * part)
     part = part.reshape([_SIDE if number == axis else 1 for number in range(3)])
-    return np.asarray(np.take(grid, low, axis) * (1 - part) + np.take(grid, low + 1, axis) * part, dtype=np.float32)
+    return np.asarray(
+        np.take(grid, low, axis) * (1 - part) + np.take(grid, low + 1, axis) * part,
+        dtype=np.float32,
+    )
 
 
 def _mottle(canvas: Array, rng: np.random.Generator) -> Array:
@@ -138,7 +145,9 @@ def _paint_sky(index: NDArray[np.int64], horizon: Array, rng: np.random.Generato
     return np.asarray(sky + 0.5 * bright[..., None], dtype=np.float32)
 
 
-def _paint_ground(index: NDArray[np.int64], sky: Array, horizon: Array, rng: np.random.Generator) -> Array:
+def _paint_ground(
+    index: NDArray[np.int64], sky: Array, horizon: Array, rng: np.random.Generator
+) -> Array:
     """Lay the ground under the horizon: ripples, grass, dunes or drifts: [n, side, side, 3]."""
     n, kind = len(index), index[:, 3]
     down = np.clip((_Y - horizon) / (1 - horizon), 0, 1)
@@ -175,13 +184,17 @@ def _paint_lanterns(
         alike = np.flatnonzero(index[:, 0] == count)
         for first in range(0, len(alike), _IN_CACHE):
             rows = alike[first : first + _IN_CACHE]
-            painting = _with_lanterns(index[rows], canvas[rows], horizon[rows], lanterns[rows, : count + 1])
+            painting = _with_lanterns(
+                index[rows], canvas[rows], horizon[rows], lanterns[rows, : count + 1]
+            )
             # Pictures stay, to the bit, what they were when a scene of fewer lanterns had absent ones painted too.
             painted[rows] = painting if count == 2 else painting.astype(np.float32)
     return painted
 
 
-def _with_lanterns(index: NDArray[np.int64], canvas: Array, horizon: Array, lanterns: Array) -> NDArray[np.floating]:
+def _with_lanterns(
+    index: NDArray[np.int64], canvas: Array, horizon: Array, lanterns: Array
+) -> NDArray[np.floating]:
     """Paint `lanterns` [n, count, 4] over `canvas` [n, side, side, 3], one after the other."""
     colour = _COLOUR[index[:, 2]][:, None, None]
     shape = index[:, 1][:, None, None]
@@ -205,7 +218,9 @@ def _with_lanterns(index: NDArray[np.int64], canvas: Array, horizon: Array, lant
         body = np.clip((1 - radius) * half_w * SIZE * 1.4 + 0.5, 0, 1).astype(np.float32)
         ribs = 1 - 0.16 * (np.cos(dy * 4.5 * np.pi) > 0.55)
         shade = (1.02 - 0.42 * dx * dx - 0.10 * dy * dy) * ribs
-        lit = np.clip(colour * shade[..., None] + 0.20 * np.exp(-2.5 * (dx * dx + dy * dy))[..., None], 0, 1)
+        lit = np.clip(
+            colour * shade[..., None] + 0.20 * np.exp(-2.5 * (dx * dx + dy * dy))[..., None], 0, 1
+        )
         canvas = canvas * (1 - body[..., None]) + lit * body[..., None]
         cap = ((np.abs(dx) < 0.42) * (np.abs(np.abs(dy) - 1.03) < 0.09)).astype(np.float32)
         canvas = canvas * (1 - cap[..., None]) + _array(0.16, 0.09, 0.05) * cap[..., None]
@@ -278,14 +293,20 @@ def scene_set(
     """
     if cache is not None and cache.exists():
         with np.load(cache) as scenes:
-            if len(scenes["pixels"]) >= n and int(scenes["seed"]) == seed and int(scenes["among"]) == len(among):
+            if (
+                len(scenes["pixels"]) >= n
+                and int(scenes["seed"]) == seed
+                and int(scenes["among"]) == len(among)
+            ):
                 return SceneSet(scenes["pixels"][:n], scenes["attributes"][:n])
     pixels = np.empty((n, SIZE, SIZE, 3), dtype=np.uint8)
     attributes = np.empty((n, 5), dtype=np.int64)
     for start in range(0, n, _CHUNK):
         stop = min(n, start + _CHUNK)
         sequence = np.random.SeedSequence([seed, start // _CHUNK])
-        chosen = [among[i] for i in np.random.default_rng(sequence).integers(len(among), size=_CHUNK)]
+        chosen = [
+            among[i] for i in np.random.default_rng(sequence).integers(len(among), size=_CHUNK)
+        ]
         # The whole chunk is painted even when less is wanted, so that sets of one seed share their beginning.
         pixels[start:stop] = render(chosen, int(sequence.generate_state(1)[0]))[: stop - start]
         attributes[start:stop] = [item.indices() for item in chosen[: stop - start]]
@@ -293,6 +314,12 @@ def scene_set(
     if cache is not None:
         cache.parent.mkdir(parents=True, exist_ok=True)
         part = cache.with_suffix(".part.npz")
-        np.savez(part, pixels=pixels, attributes=attributes, seed=np.int64(seed), among=np.int64(len(among)))
+        np.savez(
+            part,
+            pixels=pixels,
+            attributes=attributes,
+            seed=np.int64(seed),
+            among=np.int64(len(among)),
+        )
         os.replace(part, cache)
     return SceneSet(pixels, attributes)

@@ -27,7 +27,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from experiments.train_lanterns.scenes import SceneSet, degrade, render
 from lantern_bench.decoding.sampling import guide
 from lantern_bench.models.lanterns import ALL_ATTRIBUTES, FIELDS, GUIDANCE, HELD_OUT, Attributes
-from lantern_bench.models.lanterns.modules import AttributeClassifier, caption_condition, prompt_accuracy
+from lantern_bench.models.lanterns.modules import (
+    AttributeClassifier,
+    caption_condition,
+    prompt_accuracy,
+)
 from lantern_bench.models.packed_linear import has_bfloat16
 from lantern_bench.models.target import Condition, TransformerTarget
 from lantern_bench.models.vq import VQModel
@@ -40,8 +44,20 @@ Reconstruct = Callable[[Tensor], Tensor]
 CLIP_CONFIG: dict[str, Any] = {
     "model_cfg": {
         "embed_dim": 64,
-        "vision_cfg": {"image_size": 64, "patch_size": 8, "layers": 4, "width": 128, "head_width": 32},
-        "text_cfg": {"context_length": 16, "vocab_size": 49408, "width": 64, "heads": 2, "layers": 2},
+        "vision_cfg": {
+            "image_size": 64,
+            "patch_size": 8,
+            "layers": 4,
+            "width": 128,
+            "head_width": 32,
+        },
+        "text_cfg": {
+            "context_length": 16,
+            "vocab_size": 49408,
+            "width": 64,
+            "heads": 2,
+            "layers": 2,
+        },
     },
     "preprocess_cfg": {"mean": [0.5, 0.5, 0.5], "std": [0.5, 0.5, 0.5], "interpolation": "bicubic"},
 }
@@ -73,7 +89,9 @@ class TokenizerTask(EvaluatedTask):
 
     name = "tokenizer"
 
-    def __init__(self, model: VQModel, scenes: SceneSet, held_out: SceneSet, expected_steps: int = 1000) -> None:
+    def __init__(
+        self, model: VQModel, scenes: SceneSet, held_out: SceneSet, expected_steps: int = 1000
+    ) -> None:
         self.model = self.module = model
         self._pictures = torch.from_numpy(scenes.pixels)
         self._held_out = torch.from_numpy(held_out.pixels)
@@ -88,7 +106,9 @@ class TokenizerTask(EvaluatedTask):
         pixels = pixels_of(self._pictures[rows]).to(device)
         mirror = (torch.rand(_BATCH, 1, 1, 1, generator=generator) < 0.5).to(device)
         pixels = torch.where(mirror, pixels.flip(3), pixels)
-        latents = functional.normalize(self.model.latents(pixels).float().permute(0, 2, 3, 1), dim=-1)
+        latents = functional.normalize(
+            self.model.latents(pixels).float().permute(0, 2, 3, 1), dim=-1
+        )
         with torch.autocast(device.type, enabled=False):
             indices = self.model.quantize.nearest(latents.detach())
             quantised = self.model.quantize.rows()[indices]
@@ -98,7 +118,9 @@ class TokenizerTask(EvaluatedTask):
         decoded = self.model.decode(through.permute(0, 3, 1, 2)).float()
         error = decoded - pixels
         # Mean absolute difference between neighbouring errors: wrong edges cost more than a wrong level.
-        edges = (error[..., 1:] - error[..., :-1]).abs().mean() + (error[..., 1:, :] - error[..., :-1, :]).abs().mean()
+        edges = (error[..., 1:] - error[..., :-1]).abs().mean() + (
+            error[..., 1:, :] - error[..., :-1, :]
+        ).abs().mean()
         square = error.pow(2).mean()
         counts = torch.bincount(indices.flatten().cpu(), minlength=self.model.config.codes).float()
         self._use = _USE_DECAY * self._use + (1 - _USE_DECAY) * counts
@@ -111,7 +133,12 @@ class TokenizerTask(EvaluatedTask):
     def after_step(self, step: int, generator: torch.Generator) -> None:
         """Replace unused codes by latents of the last batch, every few steps."""
         dead = (self._use < _DEAD).nonzero().flatten()
-        if step % _REVIVE_EVERY or step > self._revive_until or self._last_latents is None or len(dead) == 0:
+        if (
+            step % _REVIVE_EVERY
+            or step > self._revive_until
+            or self._last_latents is None
+            or len(dead) == 0
+        ):
             return
         chosen = torch.randint(len(self._last_latents), (len(dead),), generator=generator)
         with torch.no_grad():
@@ -178,7 +205,9 @@ class TargetTask(EvaluatedTask):
 
     name = "target"
 
-    def __init__(self, target: TransformerTarget, sequences: Sequences, held_out: Sequences) -> None:
+    def __init__(
+        self, target: TransformerTarget, sequences: Sequences, held_out: Sequences
+    ) -> None:
         self.target = self.module = target
         self._sequences, self._held_out = sequences, held_out
         self._conditions = all_conditions()
@@ -187,7 +216,9 @@ class TargetTask(EvaluatedTask):
         """Cross-entropy of a random batch."""
         rows = torch.randint(len(self._sequences.tokens), (_BATCH,), generator=generator)
         drop = torch.rand(_BATCH, generator=generator) < 0.1
-        return self._nll(Sequences(self._sequences.tokens[rows], self._sequences.attributes[rows]), drop), {}
+        return self._nll(
+            Sequences(self._sequences.tokens[rows], self._sequences.attributes[rows]), drop
+        ), {}
 
     def evaluate(self) -> dict[str, float]:
         """Held-out NLL (nats a token); mean top-1 and top-10 probability, default guidance, teacher forced."""
@@ -199,7 +230,11 @@ class TargetTask(EvaluatedTask):
         sharp = Sequences(*(tensor[:_BATCH] for tensor in part))
         logits = [self.logits(sharp, torch.full((_BATCH,), dropped)) for dropped in (False, True)]
         top = guide(logits[0], logits[1], GUIDANCE).softmax(-1).topk(10, dim=-1).values
-        return {"nll_held_out": nll, "top1": float(top[..., 0].mean()), "top10": float(top.sum(-1).mean())}
+        return {
+            "nll_held_out": nll,
+            "top1": float(top[..., 0].mean()),
+            "top10": float(top.sum(-1).mean()),
+        }
 
     def logits(self, sequences: Sequences, dropped: Tensor) -> Tensor:
         """Logits [B, 256, V] that predict each token, under teacher forcing."""
@@ -251,7 +286,9 @@ def reconstruct(tokenizer: VQModel, pictures: Tensor) -> Tensor:
     batches = []
     for batch in pictures.split(_BATCH):
         with torch.autocast(device.type, torch.bfloat16, enabled=has_bfloat16(device)):
-            decoded = decode_codes(tokenizer, tokenizer.encode(batch.to(device).float() / 127.5 - 1))
+            decoded = decode_codes(
+                tokenizer, tokenizer.encode(batch.to(device).float() / 127.5 - 1)
+            )
         batches.append(((decoded.float().clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8).cpu())
     return torch.cat(batches) if batches else pictures
 
@@ -270,7 +307,10 @@ def reference_scenes() -> tuple[Tensor, str]:
     """
     scenes, _ = held_out_scenes(_REFERENCE, _REFERENCE_SEED)
     digest = hashlib.sha256(scenes.numpy().tobytes()).hexdigest()
-    return scenes, f"lanterns held-out scenes, n={_REFERENCE}, seed={_REFERENCE_SEED}, sha256={digest[:8]}"
+    return (
+        scenes,
+        f"lanterns held-out scenes, n={_REFERENCE}, seed={_REFERENCE_SEED}, sha256={digest[:8]}",
+    )
 
 
 class FeaturesTask(EvaluatedTask):
@@ -278,7 +318,9 @@ class FeaturesTask(EvaluatedTask):
 
     name = "features"
 
-    def __init__(self, pool: Pool, through: Reconstruct | None = None, batch: int = 128, seed: int = 0) -> None:
+    def __init__(
+        self, pool: Pool, through: Reconstruct | None = None, batch: int = 128, seed: int = 0
+    ) -> None:
         self._pool, self._through, self._batch = pool, through, batch
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)  # noqa: TID251  # layers draw from the global stream; this forks it
@@ -292,7 +334,10 @@ class FeaturesTask(EvaluatedTask):
         wanted = self._pool.attributes[rows].to(device)
         logits = self.module(_degraded(self._pool.pixels[rows], generator, device))
         pairs = list(zip(logits, wanted.T, strict=True))
-        losses = [functional.cross_entropy(answer.float(), values, label_smoothing=0.02) for answer, values in pairs]
+        losses = [
+            functional.cross_entropy(answer.float(), values, label_smoothing=0.02)
+            for answer, values in pairs
+        ]
         right = torch.stack([answer.argmax(1) == values for answer, values in pairs])
         return torch.stack(losses).mean(), {"all_right": right.all(0).float().mean().detach()}
 
@@ -300,7 +345,11 @@ class FeaturesTask(EvaluatedTask):
         """Share of held-out scenes with all five attributes right, painted and reconstructed."""
         self.classifier.eval()
         pixels, attributes = held_out_scenes(_EVALUATED)
-        figures = {"accuracy_scenes": float(prompt_accuracy(self.classifier, pixels, attributes).float().mean())}
+        figures = {
+            "accuracy_scenes": float(
+                prompt_accuracy(self.classifier, pixels, attributes).float().mean()
+            )
+        }
         if self._through is not None:
             answers = prompt_accuracy(self.classifier, self._through(pixels), attributes)
             figures["accuracy_reconstructions"] = float(answers.float().mean())
@@ -315,7 +364,9 @@ class ClipTask(EvaluatedTask):
 
     name = "clip"
 
-    def __init__(self, pool: Pool, through: Reconstruct | None = None, batch: int = 256, seed: int = 0) -> None:
+    def __init__(
+        self, pool: Pool, through: Reconstruct | None = None, batch: int = 256, seed: int = 0
+    ) -> None:
         self._pool, self._through = pool, through
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)  # noqa: TID251  # layers draw from the global stream; this forks it
@@ -326,7 +377,9 @@ class ClipTask(EvaluatedTask):
         order = number.argsort(stable=True)
         captions, counts = number[order].unique_consecutive(return_counts=True)
         # The rows in the pool of each caption (its place in `ALL_ATTRIBUTES`) that has pictures.
-        self._of_caption: dict[int, Tensor] = dict(zip(captions.tolist(), order.split(counts.tolist()), strict=True))
+        self._of_caption: dict[int, Tensor] = dict(
+            zip(captions.tolist(), order.split(counts.tolist()), strict=True)
+        )
         self._batch = min(batch, len(self._of_caption))
 
     def loss(self, generator: torch.Generator) -> tuple[Tensor, Mapping[str, Tensor]]:
@@ -335,15 +388,23 @@ class ClipTask(EvaluatedTask):
         captions = torch.tensor(list(self._of_caption))
         chosen = captions[torch.randperm(len(captions), generator=generator)[: self._batch]]
         choices = [self._of_caption[int(caption)] for caption in chosen]
-        rows = torch.stack([choice[torch.randint(len(choice), (), generator=generator)] for choice in choices])
+        rows = torch.stack(
+            [choice[torch.randint(len(choice), (), generator=generator)] for choice in choices]
+        )
         pixels = _degraded(self._pool.pixels[rows], generator, device) * 2 - 1
         # The fused attention kernel's backward pass is slow on CPUs; written out, a step takes two thirds of the time.
-        fused = [] if device.type == "cpu" else [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
+        fused = (
+            []
+            if device.type == "cpu"
+            else [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
+        )
         with sdpa_kernel([*fused, SDPBackend.MATH]):
             images, texts, scale = self.clip(pixels, self._tokens[chosen].to(device))
         logits = scale.float() * images.float() @ texts.float().T
         target = torch.arange(self._batch, device=device)
-        loss = (functional.cross_entropy(logits, target) + functional.cross_entropy(logits.T, target)) / 2
+        loss = (
+            functional.cross_entropy(logits, target) + functional.cross_entropy(logits.T, target)
+        ) / 2
         return loss, {"top1": (logits.argmax(1) == target).float().mean().detach()}
 
     def after_step(self, step: int, generator: torch.Generator) -> None:  # noqa: ARG002  # the loop's protocol
@@ -361,7 +422,9 @@ class ClipTask(EvaluatedTask):
             figures |= self._retrieval(self._through(pixels), attributes, "reconstructions")
         return figures
 
-    def _retrieval(self, pixels: Tensor, attributes: Sequence[Attributes], kind: str) -> dict[str, float]:
+    def _retrieval(
+        self, pixels: Tensor, attributes: Sequence[Attributes], kind: str
+    ) -> dict[str, float]:
         device = next(self.module.parameters()).device
         images = self.clip.encode_image(pixels.to(device).float() / 127.5 - 1, normalize=True)
         texts = self.clip.encode_text(_caption_tokens(attributes).to(device), normalize=True)
@@ -382,17 +445,23 @@ def save_clip(model: nn.Module, folder: Path) -> None:
     their noise the file packs to a third.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    state = {name: value.detach().half().cpu().contiguous() for name, value in model.state_dict().items()}
+    state = {
+        name: value.detach().half().cpu().contiguous() for name, value in model.state_dict().items()
+    }
     used = torch.zeros(len(state["token_embedding.weight"]), 1, dtype=torch.bool)
     used[_caption_tokens(ALL_ATTRIBUTES).unique()] = True
     state["token_embedding.weight"] = state["token_embedding.weight"] * used
     save_file(state, folder / "open_clip_model.safetensors")
-    (folder / "open_clip_config.json").write_text(json.dumps(CLIP_CONFIG, indent=2) + "\n", encoding="utf-8")
+    (folder / "open_clip_config.json").write_text(
+        json.dumps(CLIP_CONFIG, indent=2) + "\n", encoding="utf-8"
+    )
 
 
 def _caption_tokens(attributes: Sequence[Attributes]) -> Tensor:
     """Captions as open_clip's byte-pair tokens: int64 [n, context length]."""
-    tokenizer = open_clip.SimpleTokenizer(context_length=CLIP_CONFIG["model_cfg"]["text_cfg"]["context_length"])
+    tokenizer = open_clip.SimpleTokenizer(
+        context_length=CLIP_CONFIG["model_cfg"]["text_cfg"]["context_length"]
+    )
     tokens: Tensor = tokenizer([item.caption() for item in attributes])
     return tokens
 

@@ -64,7 +64,11 @@ def read_reference(path: Path, model: LoadedModel) -> Reference:
         tokens, cond = torch.from_numpy(arrays["tokens"]), torch.from_numpy(arrays["cond"])
         uncond = torch.from_numpy(arrays["uncond"]) if "uncond" in arrays else None
         condition = model.condition([str(text) for text in np.atleast_1d(arrays["prompts"])])
-        if tokens.shape != cond.shape[:2] or tokens.dim() != 2 or (uncond is not None and uncond.shape != cond.shape):
+        if (
+            tokens.shape != cond.shape[:2]
+            or tokens.dim() != 2
+            or (uncond is not None and uncond.shape != cond.shape)
+        ):
             raise ValueError("tokens must be [n, N], cond and uncond [n, N, V]")
     except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
         reason = f"{error.args[0]} must be there" if isinstance(error, KeyError) else error
@@ -96,19 +100,37 @@ class _Checks:
     """The checks of one model; two images, each with a prompt and random tokens."""
 
     def __init__(
-        self, model: LoadedModel, prompts: Sequence[str], length: int, tolerance: float, generator: torch.Generator
+        self,
+        model: LoadedModel,
+        prompts: Sequence[str],
+        length: int,
+        tolerance: float,
+        generator: torch.Generator,
     ) -> None:
-        self.model, self.prompts, self.tolerance, self.generator = model, prompts, tolerance, generator
+        self.model, self.prompts, self.tolerance, self.generator = (
+            model,
+            prompts,
+            tolerance,
+            generator,
+        )
         self.length = length
         self.target: Target = model.target
         self.n_codes = self.target.n_codes
         # The forced token of each position int64 [image_tokens], -1 where none is forced.
-        self.forced = self.target.forced(torch.arange(self.target.image_tokens, device=self.target.device)).cpu()
+        self.forced = self.target.forced(
+            torch.arange(self.target.image_tokens, device=self.target.device)
+        ).cpu()
         drawn = torch.randint(self.n_codes, (2, length), generator=generator)
-        self.tokens = torch.where(self.forced[:length] < 0, drawn, self.forced[:length]).to(self.target.device)
+        self.tokens = torch.where(self.forced[:length] < 0, drawn, self.forced[:length]).to(
+            self.target.device
+        )
         words = prompts[0].split()
         # Other prompts of the first one's length, and the second.
-        self.other_prompts = [" ".join(words[1:] + words[:1]), " ".join(reversed(words)), prompts[1]]
+        self.other_prompts = [
+            " ".join(words[1:] + words[:1]),
+            " ".join(reversed(words)),
+            prompts[1],
+        ]
         list(model.prepare([*prompts, *self.other_prompts]))
         self.conditions = [model.condition([text]) for text in prompts]
         # The logits that all sessions are compared with: chains in one forward, of each image alone.
@@ -119,13 +141,21 @@ class _Checks:
         source = "the reference"
         if reference is None and self.model.reference is not None:
             condition, source = self.model.condition(self.prompts), "the model's own reference"
-            reference = Reference(condition, self.tokens, *self.model.reference(condition, self.tokens, True))
+            reference = Reference(
+                condition, self.tokens, *self.model.reference(condition, self.tokens, True)
+            )
         if reference is None:
             return Check("logits", "none", None, None, "no reference: give --reference FILE.npz")
-        tokens, most, vocab_size = reference.tokens, self.target.image_tokens, self.target.vocab_size
+        tokens, most, vocab_size = (
+            reference.tokens,
+            self.target.image_tokens,
+            self.target.vocab_size,
+        )
         (n, width), lowest, highest = reference.cond.shape[1:], int(tokens.min()), int(tokens.max())
         if n > most or lowest < 0 or highest >= vocab_size or width != vocab_size:
-            theirs = f"{source} has {n} tokens from {lowest} to {highest} and {width} logits a token"
+            theirs = (
+                f"{source} has {n} tokens from {lowest} to {highest} and {width} logits a token"
+            )
             about = f"{theirs}; an image here has {most} tokens, from 0 to {vocab_size - 1}"
             return Check("logits", "fail", None, None, about)
         is_guided, tokens = reference.uncond is not None, tokens.to(self.target.device)
@@ -142,14 +172,24 @@ class _Checks:
             tokens, session = self.tokens[image : image + 1], self.target.session(1, True, 1)
             steps = [[row[:, -1:] for row in _rows(session.prefill(condition))]]
             for position in range(tokens.shape[1] - 1):
-                steps.append(_rows(session.score(tokens[:, position : position + 1], zero, zero[None] == 0)))
+                steps.append(
+                    _rows(session.score(tokens[:, position : position + 1], zero, zero[None] == 0))
+                )
                 session.commit(zero, zero[0] + 1)
             ours = [torch.cat(column, dim=1) for column in zip(*steps, strict=True)]
-            theirs, fresh = self.chains[image], self.target.logits_without_cache(condition, tokens, True)
+            theirs, fresh = (
+                self.chains[image],
+                self.target.logits_without_cache(condition, tokens, True),
+            )
             if fresh is not None:
-                theirs, against = [row for row in fresh if row is not None], "a fresh forward without a cache"
+                theirs, against = (
+                    [row for row in fresh if row is not None],
+                    "a fresh forward without a cache",
+                )
             gaps |= _gaps(f"image {image} ", ours, theirs)
-        return self._compared("cache", gaps, f"{self.tokens.shape[1]} tokens one at a time against {against}")
+        return self._compared(
+            "cache", gaps, f"{self.tokens.shape[1]} tokens one at a time against {against}"
+        )
 
     def tree(self) -> Check:
         """Compare two trees in a row, of two images that keep different paths, with a chain for each path."""
@@ -157,14 +197,19 @@ class _Checks:
         session = self.target.session(2, True, len(_TREE.parents))
         session.prefill(self.model.condition(self.prompts))
         leaves = [node for node in range(len(_TREE.parents)) if not (_TREE.parents == node).any()]
-        depths, attention = _TREE.depths.expand(2, -1).to(device), _TREE.attention.expand(2, -1, -1).to(device)
+        depths, attention = (
+            _TREE.depths.expand(2, -1).to(device),
+            _TREE.attention.expand(2, -1, -1).to(device),
+        )
         committed: list[list[int]] = [[], []]
         for step in range(2):
             drawn = torch.stack([self._tree_tokens(committed[image]) for image in range(2)])
             rows = _rows(session.score(drawn.to(device), depths, attention))
             for image, leaf in itertools.product(range(2), leaves):
                 path = _TREE.attention[leaf].nonzero().flatten()
-                chain = self._chain(image, torch.tensor([*committed[image], *drawn[image, path].tolist()]))
+                chain = self._chain(
+                    image, torch.tensor([*committed[image], *drawn[image, path].tolist()])
+                )
                 first = len(committed[image]) + 1
                 theirs = [row[0, first : first + len(path)] for row in chain]
                 # In a small image the tree reaches beyond the last token, which a chain has no logits for.
@@ -183,7 +228,9 @@ class _Checks:
         (height, width), total = self.model.grid, self.target.image_tokens
         expected, count = total - height * width, int((self.forced >= 0).sum())
         if count != expected:
-            about = f"an image has {total} tokens and {height}x{width} codes, but {count} forced tokens"
+            about = (
+                f"an image has {total} tokens and {height}x{width} codes, but {count} forced tokens"
+            )
             return Check("forced tokens", "fail", None, None, about)
         if not expected:
             return Check("forced tokens", "pass", None, None, "the image has none")
@@ -194,13 +241,23 @@ class _Checks:
                 mass = p[position, token] if token >= 0 else p[position, : self.n_codes].sum()
                 errors.append((float((1 - mass).abs()), position))
         error, position = max(errors)
-        about = f"{expected} an image; worst at token {position}" if error > 1e-6 else f"{expected} an image"
+        about = (
+            f"{expected} an image; worst at token {position}"
+            if error > 1e-6
+            else f"{expected} an image"
+        )
         return Check("forced tokens", "pass" if error <= 1e-6 else "fail", error, 1e-6, about)
 
     def guidance(self) -> Check:
         """Check the rows of guidance: the prompt moves the first, and neither depends on the other."""
         if any(len(rows) == 1 for rows in self.chains):
-            return Check("guidance", "fail", None, None, "a guided session gives no logits without the prompt")
+            return Check(
+                "guidance",
+                "fail",
+                None,
+                None,
+                "a guided session gives no logits without the prompt",
+            )
         moved = []
         for text in dict.fromkeys(self.other_prompts):
             try:
@@ -209,7 +266,9 @@ class _Checks:
                 continue
             if text != self.prompts[0]:
                 scores = teacher_forced(self.target, condition, self.tokens[:1], True).logits
-                moved.append([_gap(*pair) for pair in zip(_rows(scores), self.chains[0], strict=True)])
+                moved.append(
+                    [_gap(*pair) for pair in zip(_rows(scores), self.chains[0], strict=True)]
+                )
         if not moved:
             return Check("guidance", "none", None, None, "needs two different prompts")
         # In some models a longer prompt moves both rows.
@@ -235,28 +294,50 @@ class _Checks:
         if codes is None:
             return Check("codebook", "none", None, None, "the model has no tokenizer")
         if len(codes) != self.n_codes:
-            return Check("codebook", "fail", None, None, f"{len(codes)} rows, and {self.n_codes} tokens can be chosen")
+            return Check(
+                "codebook",
+                "fail",
+                None,
+                None,
+                f"{len(codes)} rows, and {self.n_codes} tokens can be chosen",
+            )
         if len(codes) < 8:
-            return Check("codebook", "none", None, None, f"{len(codes)} codes are too few to compare")
+            return Check(
+                "codebook", "none", None, None, f"{len(codes)} codes are too few to compare"
+            )
         chosen = torch.randperm(len(codes), generator=self.generator)[:_PICTURES]
         # Half the cells have the code, the rest a pattern: some tokenizers norm pictures of one code to nothing.
         pattern = torch.randint(len(codes), self.forced.shape, generator=self.generator)
         has_code = torch.rand(self.forced.shape, generator=self.generator) < 0.5
         pictures = []
         for code in chosen:
-            tokens = torch.where(self.forced >= 0, self.forced, torch.where(has_code, code, pattern))
+            tokens = torch.where(
+                self.forced >= 0, self.forced, torch.where(has_code, code, pattern)
+            )
             pictures.append(self.model.pixels.pixels(tokens[None])[0].flatten().float())
         shown = torch.pdist(torch.stack(pictures)).numpy()
         if np.ptp(shown) == 0:
             return Check("codebook", "none", None, None, "all pictures are alike")
-        near = [torch.pdist(in_space(codes, space)[chosen.to(codes.device)]).cpu().numpy() for space in SPACES]
-        shown_ranks, near_ranks = rankdata(shown), [squareform(rankdata(distances)) for distances in near]
+        near = [
+            torch.pdist(in_space(codes, space)[chosen.to(codes.device)]).cpu().numpy()
+            for space in SPACES
+        ]
+        shown_ranks, near_ranks = (
+            rankdata(shown),
+            [squareform(rankdata(distances)) for distances in near],
+        )
 
         def correlation(order: Any) -> float:
             """The rank correlation with the codes in an order, in the space where it is largest."""
-            return max(np.corrcoef(shown_ranks, squareform(ranks[np.ix_(order, order)]))[0, 1] for ranks in near_ranks)
+            return max(
+                np.corrcoef(shown_ranks, squareform(ranks[np.ix_(order, order)]))[0, 1]
+                for ranks in near_ranks
+            )
 
-        noise, ours = np.random.default_rng(self.generator.initial_seed()), correlation(np.arange(len(chosen)))
+        noise, ours = (
+            np.random.default_rng(self.generator.initial_seed()),
+            correlation(np.arange(len(chosen))),
+        )
         as_good = sum(correlation(noise.permutation(len(chosen))) >= ours for _ in range(_ORDERS))
         p = (1 + as_good) / (1 + _ORDERS)
         about = f"distances of codes and of their pictures: rank correlation {ours:.2f}; p against other orders of rows"
@@ -296,7 +377,11 @@ def _gap(ours: Tensor, theirs: Tensor) -> float:
     """The largest difference of logits, as a share of the largest of them; inf where one of them is impossible."""
     ours, theirs = ours.float().cpu(), theirs.float().cpu()
     low = torch.finfo(torch.float16).min
-    if ours.shape != theirs.shape or ours.isnan().any() or not ((ours <= low) == (theirs <= low)).all():
+    if (
+        ours.shape != theirs.shape
+        or ours.isnan().any()
+        or not ((ours <= low) == (theirs <= low)).all()
+    ):
         return float("inf")
     counts = (ours > low) & (theirs > low)
     if not counts.any():

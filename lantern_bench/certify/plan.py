@@ -34,7 +34,9 @@ class CertificationPlan:
         return self.resolved.cells[0].decoding
 
 
-def plan_certification(resolved: ResolvedExperiment, is_audit: bool, **values: Any) -> CertificationPlan:
+def plan_certification(
+    resolved: ResolvedExperiment, is_audit: bool, **values: Any
+) -> CertificationPlan:
     """Plan the certificate, or the audit of cells that `audited_cells` lists; `values` are fields of the plan."""
     for cell in resolved.cells:
         if cell.decoding.greedy:
@@ -73,7 +75,9 @@ def audited_cells(names: Collection[str]) -> list[dict[str, Any]]:
         if name not in MODES and name != "all":
             raise_if_refused(name)
             hint = did_you_mean(name, MODES)
-            raise UserError(f"--modes {name}: unknown mode{hint}", f"The modes are {', '.join(MODES)}, or all.")
+            raise UserError(
+                f"--modes {name}: unknown mode{hint}", f"The modes are {', '.join(MODES)}, or all."
+            )
     modes = [
         {"mode": mode.name, **values}
         for mode in MODES.values()
@@ -84,7 +88,9 @@ def audited_cells(names: Collection[str]) -> list[dict[str, Any]]:
         return modes
     rules_of_modes = {mode.rule for mode in MODES.values()}
     others = [rule for name, rule in RULES.items() if name not in rules_of_modes]
-    return modes + [{"mode": "speculative", "drafting": rule.drafting, "rule": rule.name} for rule in others]
+    return modes + [
+        {"mode": "speculative", "drafting": rule.drafting, "rule": rule.name} for rule in others
+    ]
 
 
 def claim_of(cell: Cell) -> Claim:

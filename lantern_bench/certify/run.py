@@ -36,7 +36,9 @@ _FIRST_IMAGES = 500  # of a broken rule on the tables; each further test has twi
 _CALIBRATION = 16  # tokens
 
 
-def _on_tables(trial: Trial, seed: int, level: float, on_share: Callable[[float], None]) -> tables.TrialResult:
+def _on_tables(
+    trial: Trial, seed: int, level: float, on_share: Callable[[float], None]
+) -> tables.TrialResult:
     """The G-tests of a trial."""
     decoded, tokens = 0, torch.empty(0, table_tokens(trial.decoding), dtype=torch.int64)
     while True:
@@ -46,7 +48,9 @@ def _on_tables(trial: Trial, seed: int, level: float, on_share: Callable[[float]
         p_values, tv = g_tests(trial.decoding, tokens)
         on_share(decoded / trial.images)
         if decoded == trial.images or min(p_values.values()) < level:
-            return tables.TrialResult(trial.setting, trial.broken, p_values, decoded, tokens.numel(), tv=tv)
+            return tables.TrialResult(
+                trial.setting, trial.broken, p_values, decoded, tokens.numel(), tv=tv
+            )
 
 
 def _on_model(
@@ -60,7 +64,10 @@ def _on_model(
     """The tests of whole images of a trial."""
     decoding, batches, images = trial.decoding, [], 0
     depth = drafting_of(decoding, model.target).depth if decoding.drafts else 0
-    sampled, tolerance = (model, prompts, decoding, trial.images), whole_image.edge_tolerance(trial.dtype, decoding)
+    sampled, tolerance = (
+        (model, prompts, decoding, trial.images),
+        whole_image.edge_tolerance(trial.dtype, decoding),
+    )
     for batch in whole_image.decoded_evidence(
         *sampled, tolerance=tolerance, seed=seed, rule=trial.rule, drafting=trial.drafting
     ):
@@ -70,9 +77,13 @@ def _on_model(
         p_values = whole_image.p_values(batches, depth)
         if min(p_values.values()) < level:
             break
-    edge, impossible = (sum(int(getattr(batch, key).sum()) for batch in batches) for key in ("edge", "impossible"))
+    edge, impossible = (
+        sum(int(getattr(batch, key).sum()) for batch in batches) for key in ("edge", "impossible")
+    )
     tokens = sum(batch.starts.size for batch in batches)
-    return tables.TrialResult(trial.setting, trial.broken, p_values, images, tokens, edge, impossible)
+    return tables.TrialResult(
+        trial.setting, trial.broken, p_values, images, tokens, edge, impossible
+    )
 
 
 class Certification:
@@ -84,8 +95,13 @@ class Certification:
         self._models: dict[str, LoadedModel] = {}
         dtype = self.compute.dtype_name
         self.loaded = self.model_in(dtype)
-        tree, cfg_default = model_of(plan.model).defaults.get("tree"), plan.resolved.cfg_defaults[plan.model]
-        self._of_claims = [audit_trials(claim, plan.model, dtype, plan.samples) for claim in plan.claims]
+        tree, cfg_default = (
+            model_of(plan.model).defaults.get("tree"),
+            plan.resolved.cfg_defaults[plan.model],
+        )
+        self._of_claims = [
+            audit_trials(claim, plan.model, dtype, plan.samples) for claim in plan.claims
+        ]
         of_claims = list(itertools.chain.from_iterable(self._of_claims))
         self.trials = of_claims or certificate_trials(plan, tree, cfg_default, dtype)
         self._greedy = {} if plan.claims else lossless_decodings(tree, cfg_default, temperature=0)
@@ -97,12 +113,16 @@ class Certification:
             self._models[dtype] = load_models(self.plan.resolved, compute)[self.plan.model]
         return self._models[dtype]
 
-    def run(self, trial: Trial, level: float, on_share: Callable[[float], None]) -> tables.TrialResult:
+    def run(
+        self, trial: Trial, level: float, on_share: Callable[[float], None]
+    ) -> tables.TrialResult:
         """Decode and test the images of a trial; of a broken one only until a p-value falls below `level`."""
         level, seed = level if trial.broken else 0.0, self.plan.resolved.settings.seed
         if not trial.dtype:
             return _on_tables(trial, seed, level, on_share)
-        return _on_model(trial, self.model_in(trial.dtype), self.plan.prompts, seed, level, on_share)
+        return _on_model(
+            trial, self.model_in(trial.dtype), self.plan.prompts, seed, level, on_share
+        )
 
     def prepare(self, on_progress: OnProgress) -> None:
         """Encode the prompts."""
@@ -123,13 +143,17 @@ class Certification:
         condition = self.loaded.condition([plan.prompts[0].text] * GREEDY)
 
         def few_tokens() -> None:
-            streams = [torch.Generator(self.loaded.target.device).manual_seed(0) for _ in range(GREEDY)]
+            streams = [
+                torch.Generator(self.loaded.target.device).manual_seed(0) for _ in range(GREEDY)
+            ]
             decode(self.loaded, condition, ar.autoregressive(), streams, tokens=_CALIBRATION)
 
         of_image = seconds(few_tokens) / GREEDY * self.loaded.target.image_tokens / _CALIBRATION
         small = next((trial.decoding for trial in self.trials if not trial.dtype), None)
         of_token = (
-            0.0 if small is None else seconds(lambda: table_images(small, range(500))) / 500 / table_tokens(small)
+            0.0
+            if small is None
+            else seconds(lambda: table_images(small, range(500))) / 500 / table_tokens(small)
         )
         estimates = [
             trial.images * (of_image if trial.dtype else of_token * table_tokens(trial.decoding))
@@ -142,7 +166,9 @@ class Certification:
         description = "audit" if self.plan.claims else "certificate"
         total, before, results = sum(self.seconds), 0.0, []
         # Of a broken rule: Bonferroni over the tests of the trials that are not.
-        count = sum(4 if not trial.dtype else whole_image.TESTS for trial in self.trials if not trial.broken)
+        count = sum(
+            4 if not trial.dtype else whole_image.TESTS for trial in self.trials if not trial.broken
+        )
         level = tables.LEVEL / count if self.plan.has_power else 0.0
 
         def progress(seconds: float, share: float) -> None:
@@ -157,10 +183,16 @@ class Certification:
                 audited.append((claim, [next(several) for _ in trials]))
             rows, tests = tables.audit_rows(self.plan.model, audited)
             return {"audit": rows, "lossless_tests": tests}
-        rows, tests = tables.trial_rows(self.plan.model, [result for result in results if result.broken is None])
+        rows, tests = tables.trial_rows(
+            self.plan.model, [result for result in results if result.broken is None]
+        )
         rows += self._greedy_rows(partial(progress, self.seconds[-1]))
         broken = [result for result in results if result.broken is not None]
-        power = {"power": tables.power_rows(self.plan.model, broken, level)} if self.plan.has_power else {}
+        power = (
+            {"power": tables.power_rows(self.plan.model, broken, level)}
+            if self.plan.has_power
+            else {}
+        )
         return {"certificate": rows, "lossless_tests": tests} | power
 
     def write(self, folder: Path, measured: Tables) -> None:
@@ -179,11 +211,16 @@ class Certification:
             "dtype": self.compute.dtype_name,
             "packages": package_versions(),
         }
-        write_atomically(folder / "measurement.json", (json.dumps(measurement, indent=2) + "\n").encode())
+        write_atomically(
+            folder / "measurement.json", (json.dumps(measurement, indent=2) + "\n").encode()
+        )
 
     def _greedy_rows(self, on_share: Callable[[float], None]) -> list[dict[str, Any]]:
         """Whether each drafting at temperature 0 gives the tokens of greedy decoding."""
         prompts = list(dict.fromkeys(self.plan.prompts[:GREEDY]))
         differences = whole_image.greedy_differences(self.loaded, prompts, self._greedy, on_share)
         tolerance = whole_image.NEAR_TIE[self.compute.dtype_name]
-        return [tables.identity_row(self.plan.model, name, rows, tolerance) for name, rows in differences.items()]
+        return [
+            tables.identity_row(self.plan.model, name, rows, tolerance)
+            for name, rows in differences.items()
+        ]

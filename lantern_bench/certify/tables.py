@@ -47,7 +47,9 @@ class TrialResult:
         return self.edge > self.tokens / 2
 
 
-def trial_rows(model: str, results: Sequence[TrialResult]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def trial_rows(
+    model: str, results: Sequence[TrialResult]
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Return the rows of `certificate` and of `lossless_tests` of results without a mistake.
 
     Holm's correction is over all their tests. A row of which rounding leaves too few tokens to be tested is `weak`.
@@ -59,17 +61,27 @@ def trial_rows(model: str, results: Sequence[TrialResult]) -> tuple[list[dict[st
     for result in results:
         for test, p in result.p_values.items():
             row = {"model": model, "setting": result.setting, "test": test, "p_value": p}
-            row |= {"p_holm": p_holm[result.setting, test], "images": result.images, "tokens": result.tokens}
+            row |= {
+                "p_holm": p_holm[result.setting, test],
+                "images": result.images,
+                "tokens": result.tokens,
+            }
             tests.append(row | {"edge_tokens": result.edge})
         notes = [f"{result.lowest}: p = {result.p_values[result.lowest]:.2g}"]
         if result.edge:
-            notes.append(f"{result.edge} tokens left out: rounding may change whether they pass the filter")
+            notes.append(
+                f"{result.edge} tokens left out: rounding may change whether they pass the filter"
+            )
         if result.impossible:
             notes.append(f"{result.impossible} tokens that the target cannot give")
-        check = "whole images follow the target" if result.tv is None else "tables follow the target"
+        check = (
+            "whole images follow the target" if result.tv is None else "tables follow the target"
+        )
         p = p_holm[result.setting, result.lowest]
         figure = f"smallest of {len(result.p_values)} p-values, corrected for {len(family)}"
-        row = _row(model, check, result.setting, figure, p, result.images) | _verdict(f"> {LEVEL:g}", p > LEVEL)
+        row = _row(model, check, result.setting, figure, p, result.images) | _verdict(
+            f"> {LEVEL:g}", p > LEVEL
+        )
         if row["passed"] == "yes" and result.too_few_tested:
             row["passed"] = "weak"
             notes.append("too few tokens are tested: give --dtype float32")
@@ -85,12 +97,26 @@ def power_rows(model: str, results: Sequence[TrialResult], level: float) -> list
     rows = []
     for result in results:
         p = result.p_values[result.lowest]
-        row = {"model": model, "fault": result.broken, "setting": result.setting, "test": result.lowest, "p_value": p}
+        row = {
+            "model": model,
+            "fault": result.broken,
+            "setting": result.setting,
+            "test": result.lowest,
+            "p_value": p,
+        }
         # The smallest of several p-values is often below .05 without a reason.
         is_seen = level <= p < 0.05 / len(result.p_values)
-        needed = result.images * float(norm.isf(level / 2) / norm.isf(p / 2)) ** 2 if is_seen else None
+        needed = (
+            result.images * float(norm.isf(level / 2) / norm.isf(p / 2)) ** 2 if is_seen else None
+        )
         row |= {"tested_on": "model" if result.tv is None else "tables", "decoded": result.images}
-        rows.append(row | {"images": result.images if p < level else None, "images_needed": needed and round(needed)})
+        rows.append(
+            row
+            | {
+                "images": result.images if p < level else None,
+                "images_needed": needed and round(needed),
+            }
+        )
     return rows
 
 
@@ -103,7 +129,12 @@ def audit_rows(
     """
     tests = []
     for is_lossless in (True, False):
-        of_claims = [result for claim, results in audited if claim.is_lossless is is_lossless for result in results]
+        of_claims = [
+            result
+            for claim, results in audited
+            if claim.is_lossless is is_lossless
+            for result in results
+        ]
         tests += trial_rows(model, [result for result in of_claims if result.broken is None])[1]
     lowest: dict[str, float] = {}
     for test in tests:
@@ -119,18 +150,30 @@ _VERDICTS = {
 }
 
 
-def _audit_row(claim: Claim, results: Sequence[TrialResult], lowest: Mapping[str, float]) -> dict[str, Any]:
+def _audit_row(
+    claim: Claim, results: Sequence[TrialResult], lowest: Mapping[str, float]
+) -> dict[str, Any]:
     """The row of a claim; `lowest` has the smallest corrected p-value by setting."""
     right = [result for result in results if result.broken is None]
     on_tables, p = right[0], min(lowest[result.setting] for result in right)
     follows_target = p > LEVEL
-    power = max((min(result.p_values.values()) for result in results if result.broken is not None), default=None)
+    power = max(
+        (min(result.p_values.values()) for result in results if result.broken is not None),
+        default=None,
+    )
     is_weak = (power or 0.0) >= BROKEN or any(result.too_few_tested for result in right)
     passed = "NO" if not follows_target else "weak" if is_weak else "yes"
-    row = {**claim.cell.columns(), "form": claim.form or None, "source": claim.source or None, "p_holm": p}
+    row = {
+        **claim.cell.columns(),
+        "form": claim.form or None,
+        "source": claim.source or None,
+        "p_holm": p,
+    }
     row |= {"claim": "lossless" if claim.is_lossless else "relaxed"}
     row |= {"verdict": _VERDICTS[claim.is_lossless, follows_target]}
-    row |= zip(("p_first", "p_joint", "p_later", "p_batch"), on_tables.p_values.values(), strict=True)
+    row |= zip(
+        ("p_first", "p_joint", "p_later", "p_batch"), on_tables.p_values.values(), strict=True
+    )
     row |= {"table_images": on_tables.images, "power_p": power}
     if right[1:]:
         row |= {"images": right[1].images, "p_images": right[1].p_values[right[1].lowest]}
@@ -144,10 +187,19 @@ def identity_row(
 ) -> dict[str, Any]:
     """Check that greedy speculation equals greedy decoding, or differs at a margin below `tolerance`, a near-tie."""
     share = proportion(differences.count(None), len(differences))
-    row = _row(model, "greedy identity", setting, "share of prompts with equal tokens", share.value, len(differences))
+    row = _row(
+        model,
+        "greedy identity",
+        setting,
+        "share of prompts with equal tokens",
+        share.value,
+        len(differences),
+    )
     near_ties, others = list[str](), list[str]()
     for position, margin in filter(None, differences):
-        (near_ties if margin < tolerance else others).append(f"token {position}, margin {margin:.1e}")
+        (near_ties if margin < tolerance else others).append(
+            f"token {position}, margin {margin:.1e}"
+        )
     notes = ["near-ties (rounding may choose either): " + ", ".join(near_ties)] if near_ties else []
     notes += ["different: " + ", ".join(others)] if others else []
     row |= share.columns("measured") | _verdict("equal, or a near-tie", not others)
@@ -157,11 +209,22 @@ def identity_row(
 def failures(rows: Sequence[Row], passed: str = "NO") -> list[str]:
     """Return the checks that do not hold, as text; `weak`: those that show too little."""
     failed = [row for row in rows if row.get("passed") == passed]
-    return [f"{row['check']} ({row['setting']})" if "check" in row else row["cell_id"] for row in failed]
+    return [
+        f"{row['check']} ({row['setting']})" if "check" in row else row["cell_id"] for row in failed
+    ]
 
 
-def _row(model: str, check: str, setting: str, figure: str, measured: float | None, n: int) -> dict[str, Any]:
-    return {"model": model, "check": check, "setting": setting, "figure": figure, "measured": measured, "n": n}
+def _row(
+    model: str, check: str, setting: str, figure: str, measured: float | None, n: int
+) -> dict[str, Any]:
+    return {
+        "model": model,
+        "check": check,
+        "setting": setting,
+        "figure": figure,
+        "measured": measured,
+        "n": n,
+    }
 
 
 def _verdict(wanted: str, holds: bool) -> dict[str, Any]:

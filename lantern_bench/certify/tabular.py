@@ -23,7 +23,13 @@ from lantern_bench.decoding.acceptance.rule import AcceptanceRule
 from lantern_bench.decoding.compile import Engine
 from lantern_bench.decoding.drafting.draft_method import DraftMethod
 from lantern_bench.decoding.loop import decode
-from lantern_bench.decoding.protocol import DrafterLogits, DrafterSession, Logits, Target, TargetSession
+from lantern_bench.decoding.protocol import (
+    DrafterLogits,
+    DrafterSession,
+    Logits,
+    Target,
+    TargetSession,
+)
 from lantern_bench.decoding.sampling import decoding_probabilities, guide
 from lantern_bench.models.loaded_model import LoadedModel, NoPixels
 
@@ -35,7 +41,12 @@ class TabularModel(Target):
     """
 
     def __init__(
-        self, vocab: int, length: int, seed: int, drafter_noise: float = 0.7, memory: int | None = None
+        self,
+        vocab: int,
+        length: int,
+        seed: int,
+        drafter_noise: float = 0.7,
+        memory: int | None = None,
     ) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.memory = memory or length
@@ -66,13 +77,17 @@ class TabularModel(Target):
         for _ in range(skipped):
             after, every_weight = self._continued(states[:, None], weights[:, None], probabilities)
             states, index = after.flatten().unique(return_inverse=True)
-            weights = torch.zeros(len(states), dtype=torch.float64).scatter_add_(0, index, every_weight.flatten())
+            weights = torch.zeros(len(states), dtype=torch.float64).scatter_add_(
+                0, index, every_weight.flatten()
+            )
         ends, joint = states[:, None], weights[:, None]
         for _ in range(count):
             ends, joint = self._continued(ends, joint, probabilities)
         return joint.sum(dim=0)
 
-    def _continued(self, states: Tensor, weights: Tensor, probabilities: Any) -> tuple[Tensor, Tensor]:
+    def _continued(
+        self, states: Tensor, weights: Tensor, probabilities: Any
+    ) -> tuple[Tensor, Tensor]:
         """The states [S, n V] and weights after one token more than in states [S, n]."""
         p = probabilities(self.p[0, states], self.p[1, states]).double()
         after = self.state_after(states[:, :, None], torch.arange(self.vocab_size))
@@ -104,7 +119,9 @@ class _TargetSession(TargetSession):
 
     def _scores(self, states: Tensor) -> Logits:
         features = states[..., None].float()
-        return Logits(self.model.p[0, states], self.model.p[1, states] if self.guided else None, features)
+        return Logits(
+            self.model.p[0, states], self.model.p[1, states] if self.guided else None, features
+        )
 
 
 class _DrafterSession(DrafterSession):
@@ -126,7 +143,9 @@ class _DrafterSession(DrafterSession):
 
     def _drafts(self, states: Tensor) -> DrafterLogits:
         self.last = states
-        return DrafterLogits(self.model.q[0, states], self.model.q[1, states] if self.guided else None)
+        return DrafterLogits(
+            self.model.q[0, states], self.model.q[1, states] if self.guided else None
+        )
 
 
 # ---- whole images of the tables, tested against their joint distribution
@@ -147,7 +166,9 @@ def table_model(tokens: int = TOKENS) -> LoadedModel:
     model.q *= 1.6
     codebook = 0.3 * torch.randn(VOCABULARY, 2, generator=torch.Generator().manual_seed(2))
     pixels = NoPixels("tables", "its tokens mean nothing")
-    return LoadedModel("tables", model, model.drafter, pixels, codebook, lambda _: None, {}, (1, tokens))
+    return LoadedModel(
+        "tables", model, model.drafter, pixels, codebook, lambda _: None, {}, (1, tokens)
+    )
 
 
 def generators(model: LoadedModel, seeds: Sequence[int]) -> list[torch.Generator]:
@@ -173,7 +194,10 @@ def table_images(
     """
     model, engine, tokens = table_model(table_tokens(decoding)), Engine(), []
     for start in range(images.start, images.stop, _BATCH):
-        seeds = [record_seed(seed, "tables", image) for image in range(start, min(start + _BATCH, images.stop))]
+        seeds = [
+            record_seed(seed, "tables", image)
+            for image in range(start, min(start + _BATCH, images.stop))
+        ]
         broken = None if drafting is None else drafting(decoding, model.target, len(seeds))
         streams = generators(model, seeds)
         decoded = decode(model, None, decoding, streams, engine=engine, rule=rule, drafting=broken)
@@ -194,13 +218,20 @@ def g_tests(decoding: Decoding, tokens: Tensor) -> tuple[dict[str, float], tuple
     def probabilities(cond: Tensor, uncond: Tensor) -> Tensor:
         return decoding_probabilities(guide(cond, uncond, decoding.cfg_scale), decoding)
 
-    windows = [(0, _WINDOW - 1), *((first, first + _WINDOW) for first in range(tokens.shape[1] - _WINDOW + 1))]
+    windows = [
+        (0, _WINDOW - 1),
+        *((first, first + _WINDOW) for first in range(tokens.shape[1] - _WINDOW + 1)),
+    ]
     compared, p_values = [], []
     for first, end in windows:
         expected = target.joint(probabilities, end - first, first).numpy()
         expected = expected / expected.sum()
-        cells = np.ravel_multi_index(tuple(tokens[:, first:end].T.numpy()), [VOCABULARY] * (end - first))
-        halves = np.stack([np.bincount(half, minlength=len(expected)) for half in (cells[::2], cells[1::2])])
+        cells = np.ravel_multi_index(
+            tuple(tokens[:, first:end].T.numpy()), [VOCABULARY] * (end - first)
+        )
+        halves = np.stack(
+            [np.bincount(half, minlength=len(expected)) for half in (cells[::2], cells[1::2])]
+        )
         compared.append((halves, expected, cells))
         p_values.append(_g_test(halves.sum(axis=0), expected))
     tests = {"first tokens": p_values[0], "joint of the first tokens": p_values[1]}
@@ -209,7 +240,9 @@ def g_tests(decoding: Decoding, tokens: Tensor) -> tuple[dict[str, float], tuple
     alike, pairs = int((cells[:-1:2] == cells[1::2]).sum()), len(cells) // 2
     tests["images of a batch"] = float(binom.sf(alike - 1, pairs, (expected**2).sum()))
     halves, expected, _ = compared[1 + int(np.argmin(p_values[1:]))]
-    first, second, both = (counts / max(1, counts.sum()) - expected for counts in (*halves, halves.sum(axis=0)))
+    first, second, both = (
+        counts / max(1, counts.sum()) - expected for counts in (*halves, halves.sum(axis=0))
+    )
     # Signs of one half of the images on the differences of the other; both together take noise for a difference.
     low = float((np.sign(first) * second + np.sign(second) * first).sum()) / 4.0
     return tests, (max(0.0, low), 0.5 * float(np.abs(both).sum()))
@@ -221,6 +254,8 @@ def _g_test(counts: NDArray[Any], expected: NDArray[Any]) -> float:
         return 0.0
     order = np.argsort(expected)
     wanted, seen = expected[order] * counts.sum(), counts[order]
-    rare = max(int(np.searchsorted(wanted, _FEWEST)), int(np.searchsorted(wanted.cumsum(), _FEWEST)) + 1)
+    rare = max(
+        int(np.searchsorted(wanted, _FEWEST)), int(np.searchsorted(wanted.cumsum(), _FEWEST)) + 1
+    )
     observed, pooled = (np.append(values[:rare].sum(), values[rare:]) for values in (seen, wanted))
     return float(power_divergence(observed, pooled, lambda_="log-likelihood").pvalue)

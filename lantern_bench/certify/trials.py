@@ -19,7 +19,13 @@ from lantern_bench.decoding.drafting.draft_method import DraftMethod
 from lantern_bench.decoding.protocol import Target
 from lantern_bench.methods.draftings import Drafting
 from lantern_bench.methods.rules import Rule
-from lantern_bench.methods.tables import DRAFTINGS, RULES, can_decide, defaults_for, fresh_drafts_problem
+from lantern_bench.methods.tables import (
+    DRAFTINGS,
+    RULES,
+    can_decide,
+    defaults_for,
+    fresh_drafts_problem,
+)
 from lantern_bench.methods.trees import STATIC_TREES, check_topology, is_chain
 
 TABLE_IMAGES = 16_384
@@ -51,7 +57,9 @@ class Trial:
     drafting: Callable[[Decoding, Target, int], DraftMethod] | None = None
 
 
-def certificate_trials(plan: CertificationPlan, tree: Any, cfg_default: float, dtype: str) -> list[Trial]:
+def certificate_trials(
+    plan: CertificationPlan, tree: Any, cfg_default: float, dtype: str
+) -> list[Trial]:
     """Return the trials of every lossless decoding; with `has_power` each is followed by those of its broken rules."""
     tables = []
     for setting, decoding in table_decodings().items():
@@ -64,20 +72,28 @@ def certificate_trials(plan: CertificationPlan, tree: Any, cfg_default: float, d
     return [broken for trial in trials for broken in (trial, *broken_trials(trial))]
 
 
-def _model_trials(plan: CertificationPlan, tree: Any, cfg_default: float, dtype: str) -> Iterator[Trial]:
+def _model_trials(
+    plan: CertificationPlan, tree: Any, cfg_default: float, dtype: str
+) -> Iterator[Trial]:
     """The trials of the model: a few images of each decoding, or thorough, under every filter.
 
     The filters: none, those of the run if it has any, and narrow ones; temperature and guidance are those of the run.
     """
     run = plan.sampling
-    common = {"temperature": run.temperature, "filter_order": run.filter_order, "cfg_scale": run.cfg_scale}
+    common = {
+        "temperature": run.temperature,
+        "filter_order": run.filter_order,
+        "cfg_scale": run.cfg_scale,
+    }
     run_filters: dict[str, Any] = {"top_k": run.top_k, "top_p": run.top_p}
     has_filters = bool(run.top_k) or run.top_p < 1
     thorough = ({}, *([run_filters] if has_filters else []), _NARROW)
     for filters in thorough if plan.is_thorough else [run_filters if has_filters else {}]:
         words = "".join(f", {key.replace('_', '-')} {value:g}" for key, value in filters.items())
         is_narrow = filters is _NARROW
-        for setting, decoding in lossless_decodings(tree, cfg_default, siblings=is_narrow, **common, **filters).items():
+        for setting, decoding in lossless_decodings(
+            tree, cfg_default, siblings=is_narrow, **common, **filters
+        ).items():
             yield Trial(setting + words, decoding, plan.samples, "float32" if is_narrow else dtype)
 
 
@@ -99,19 +115,25 @@ def lossless_pairs() -> Iterator[tuple[Rule, Drafting]]:
     """
     codes = set[tuple[Any, str]]()
     for rule, drafting in itertools.product(RULES.values(), DRAFTINGS.values()):
-        are_lossless = rule.lossless and rule.name != "none" and drafting.lossless and drafting.drafts
+        are_lossless = (
+            rule.lossless and rule.name != "none" and drafting.lossless and drafting.drafts
+        )
         is_repeated = drafting.chain and (rule.accept_tree, drafting.name) in codes
         if are_lossless and can_decide(rule.name, drafting.name) and not is_repeated:
             codes.add((rule.accept_tree, drafting.name))
             yield rule, drafting
 
 
-def lossless_decodings(tree: Any, cfg_default: float, *, siblings: bool = False, **values: Any) -> dict[str, Decoding]:
+def lossless_decodings(
+    tree: Any, cfg_default: float, *, siblings: bool = False, **values: Any
+) -> dict[str, Decoding]:
     """Return the lossless pairs as decodings of a model, in small, by their labels."""
     named: dict[str, Decoding] = {}
     for rule, drafting in lossless_pairs():
         common = {"cfg_scale": cfg_default, **values}
-        for small in _trees(rule, tree, siblings) if "tree" in drafting.defaults else [drafting.small]:
+        for small in (
+            _trees(rule, tree, siblings) if "tree" in drafting.defaults else [drafting.small]
+        ):
             _add(named, rule, drafting, {**common, **small}, cfg_default)
     return named
 
@@ -120,8 +142,14 @@ def table_decodings() -> dict[str, Decoding]:
     """Return the lossless pairs as decodings of the tables: every word of their parameters, wide windows, filters."""
     named: dict[str, Decoding] = {}
     for rule, drafting in lossless_pairs():
-        words = {row.name: row.kind.choices for row in drafting.parameters if row.kind.choices and row.name != "tree"}
-        combinations = [dict(zip(words, chosen, strict=True)) for chosen in itertools.product(*words.values())]
+        words = {
+            row.name: row.kind.choices
+            for row in drafting.parameters
+            if row.kind.choices and row.name != "tree"
+        }
+        combinations = [
+            dict(zip(words, chosen, strict=True)) for chosen in itertools.product(*words.values())
+        ]
         smalls: list[dict[str, Any]] = [dict(drafting.small)]
         if "tree" in drafting.defaults:
             smalls = [{"tree": rule.tree}] if rule.chains else [dict(drafting.small), _SIBLINGS]
@@ -148,7 +176,11 @@ def _add(
     defaults = defaults_for(drafting.name, rule.name, "speculative")
     if fresh_drafts_problem(rule.name, drafting.name, {**defaults, **values}):
         return
-    pair: dict[str, Any] = {"drafting": drafting.name, "rule": rule.name, "cfg_default": cfg_default}
+    pair: dict[str, Any] = {
+        "drafting": drafting.name,
+        "rule": rule.name,
+        "cfg_default": cfg_default,
+    }
     decoding = Decoding("speculative", **pair, **values)
     if decoding.rule == rule.name:  # greedy decoding has no rule for chains
         words = "" if rule.name == "strict" else f", {rule.name}"
@@ -171,7 +203,9 @@ def table_decoding(decoding: Decoding) -> Decoding:
     values = {key: value for key, value in decoding.settings().items() if key != "tree"}
     values |= {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "cfg_scale": 1.0}
     is_static_chain = decoding.rule_row.chains and bool(decoding.paths)
-    values |= {"tree": decoding.rule_row.tree} if is_static_chain else dict(decoding.drafting_row.small)
+    values |= (
+        {"tree": decoding.rule_row.tree} if is_static_chain else dict(decoding.drafting_row.small)
+    )
     return Decoding(**values | ({"neighbours": 2} if decoding.neighbours else {}))
 
 
@@ -188,16 +222,25 @@ def broken_trials(trial: Trial) -> list[Trial]:
         "a draft accepted once too often in 50": partial(accepted_too_often, accept=accept),
     }
     several = replace(trial, images=_BROKEN_FACTOR * trial.images)
-    return [replace(several, broken=name, rule=TreeRule(accept_tree=code)) for name, code in mistakes.items()]
+    return [
+        replace(several, broken=name, rule=TreeRule(accept_tree=code))
+        for name, code in mistakes.items()
+    ]
 
 
-def without_residual(children: Children, rule: AcceptanceRule, accept: Accept = accept_children) -> Acceptance:
+def without_residual(
+    children: Children, rule: AcceptanceRule, accept: Accept = accept_children
+) -> Acceptance:
     """Decide as `accept`, and draw the bonus token from the node's own p also after a rejection."""
     p = children.p.clone()
-    return replace(accept(children, rule), residual=p, exhausted=torch.zeros_like(children.offered[:, 0]))
+    return replace(
+        accept(children, rule), residual=p, exhausted=torch.zeros_like(children.offered[:, 0])
+    )
 
 
-def accepted_too_often(children: Children, rule: AcceptanceRule, accept: Accept = accept_children) -> Acceptance:
+def accepted_too_often(
+    children: Children, rule: AcceptanceRule, accept: Accept = accept_children
+) -> Acceptance:
     """Decide as `accept`, with probabilities raised, to at most 1, of drafts that it can accept."""
     acceptance = accept(children, rule)
     raised = (acceptance.accept + _TOO_OFTEN).clamp(max=1.0)

@@ -84,7 +84,9 @@ def evidence(
     start. `tolerance`: see `edge_tolerance`.
     """
     p, x = decoding_probabilities(logits, decoding).double(), tokens[..., None]
-    if bool(broken_distributions(p).any()) or (q is not None and bool(broken_distributions(q).any())):
+    if bool(broken_distributions(p).any()) or (
+        q is not None and bool(broken_distributions(q).any())
+    ):
         raise LogitsError("a forward over finished images gives logits that are no numbers")
     passes, fails = _sure(logits, p, decoding, tolerance)
     wide = (logits.double() / decoding.temperature).masked_fill(fails, -torch.inf).softmax(dim=-1)
@@ -103,7 +105,10 @@ def evidence(
     for g in (minus_log, lean, chosen.cumsum(dim=0) - chosen):
         mean = (p * g).sum(dim=-1, keepdim=True)
         variance = (p * (g - mean).square()).sum(dim=-1, keepdim=True)
-        differences += [torch.where(outside, 0.0, g.gather(-1, x) - mean), torch.where(outside, 0.0, variance)]
+        differences += [
+            torch.where(outside, 0.0, g.gather(-1, x) - mean),
+            torch.where(outside, 0.0, variance),
+        ]
     columns = (*differences, ratio, at_edge, impossible, outside & ~impossible)
     is_start = np.zeros(tuple(tokens.shape), dtype=bool)
     for image, positions in enumerate(starts):
@@ -115,7 +120,9 @@ def evidence(
 def _restricted(probabilities: Tensor, tokens: Tensor) -> Tensor:
     """Return distributions [..., V] restricted to `tokens` bool [..., V]; 0 where there are none."""
     restricted = torch.where(tokens, probabilities, 0.0)
-    return restricted / restricted.sum(dim=-1, keepdim=True).clamp_min(torch.finfo(restricted.dtype).tiny)
+    return restricted / restricted.sum(dim=-1, keepdim=True).clamp_min(
+        torch.finfo(restricted.dtype).tiny
+    )
 
 
 def _sure(logits: Tensor, p: Tensor, decoding: Decoding, tolerance: float) -> tuple[Tensor, Tensor]:
@@ -125,8 +132,12 @@ def _sure(logits: Tensor, p: Tensor, decoding: Decoding, tolerance: float) -> tu
     strict_p, loose_p = p, p  # under a filter that is stricter, and under one that is looser
     if (top_p := decoding.top_p) < 1:
         # Logits that move by a tolerance move the odds of a set by at most its exponential.
-        moved = [top_p / (top_p + (1 - top_p) * math.exp(change)) for change in (tolerance, -tolerance)]
-        strict_p, loose_p = (decoding_probabilities(logits, decoding.changed(top_p=share)) for share in moved)
+        moved = [
+            top_p / (top_p + (1 - top_p) * math.exp(change)) for change in (tolerance, -tolerance)
+        ]
+        strict_p, loose_p = (
+            decoding_probabilities(logits, decoding.changed(top_p=share)) for share in moved
+        )
     scaled = logits.double() / decoding.temperature
     excluded = scaled.masked_fill(strict_p > 0, -torch.inf).amax(dim=-1, keepdim=True)
     if 0 < decoding.top_k < logits.shape[-1]:
@@ -158,11 +169,18 @@ def decoded_evidence(
     batch = max(1, min(images, _VALUES // (target.image_tokens * target.vocab_size)))
     for start in range(0, images, batch):
         pairs = [(index // 2, index % 2) for index in range(start, start + batch)]
-        slots = [(prompts[pair % len(prompts)], 2 * (pair // len(prompts)) + second) for pair, second in pairs]
-        streams = generators(model, [record_seed(seed, prompt.id, repeat) for prompt, repeat in slots])
+        slots = [
+            (prompts[pair % len(prompts)], 2 * (pair // len(prompts)) + second)
+            for pair, second in pairs
+        ]
+        streams = generators(
+            model, [record_seed(seed, prompt.id, repeat) for prompt, repeat in slots]
+        )
         condition = model.condition([prompt.text for prompt, _ in slots])
         broken = None if drafting is None else drafting(decoding, target, batch)
-        decoded = decode(model, condition, decoding, streams, engine=model.engine, rule=rule, drafting=broken)
+        decoded = decode(
+            model, condition, decoding, streams, engine=model.engine, rule=rule, drafting=broken
+        )
         tokens = torch.stack([image.tokens for image in decoded]).long().to(target.device)
         forced = teacher_forced(target, condition, tokens, decoding.cfg_scale != 1)
         logits = guide(forced.logits.cond, forced.logits.uncond, decoding.cfg_scale)
@@ -197,17 +215,27 @@ def p_values(batches: Sequence[Evidence], depth: int) -> dict[str, float]:
         tests["wager on the drafter"] = _wager(images.ratio)
     # The tokens `offset` places behind the start of a step, whichever step commits them.
     positions = np.arange(length)
-    depths = [np.roll(images.starts, offset, axis=1) & (positions >= offset) for offset in range(depth + 1)]
-    for name, masks in (("last positions", [everywhere & (positions >= length - depth - 1)]), ("depths", depths)):
+    depths = [
+        np.roll(images.starts, offset, axis=1) & (positions >= offset)
+        for offset in range(depth + 1)
+    ]
+    for name, masks in (
+        ("last positions", [everywhere & (positions >= length - depth - 1)]),
+        ("depths", depths),
+    ):
         several = [_martingale(*values, mask) for values in sums.values() for mask in masks]
         tests[name] = min(1.0, len(several) * min(several))
     return tests
 
 
-def _martingale(values: NDArray[np.float64], variances: NDArray[np.float64], mask: NDArray[np.bool_]) -> float:
+def _martingale(
+    values: NDArray[np.float64], variances: NDArray[np.float64], mask: NDArray[np.bool_]
+) -> float:
     """The two-sided p-value of a sum of martingale differences with these conditional variances, where `mask` holds."""
     variance = float(variances[mask].sum())
-    return float(2 * norm.sf(abs(float(values[mask].sum())) / variance**0.5)) if variance > 0 else 1.0
+    return (
+        float(2 * norm.sf(abs(float(values[mask].sum())) / variance**0.5)) if variance > 0 else 1.0
+    )
 
 
 def _wager(ratios: NDArray[np.float64]) -> float:
@@ -244,11 +272,15 @@ def greedy_differences(
         decode_all = partial(decode, model, condition, engine=model.engine)
         greedy = decode_all(plain, generators(model, seeds), keep_logits=True)
         for number, (name, decoding) in enumerate(decodings.items(), start=1):
-            for image, drafted in zip(greedy, decode_all(decoding, generators(model, seeds)), strict=True):
+            for image, drafted in zip(
+                greedy, decode_all(decoding, generators(model, seeds)), strict=True
+            ):
                 assert image.logits is not None
                 top = image.logits.topk(2).values
                 differing = (image.tokens != drafted.tokens).nonzero().flatten().tolist()
                 margins = (top[:, 0] - top[:, 1]).tolist()
-                differences[name].append((differing[0], margins[differing[0]]) if differing else None)
+                differences[name].append(
+                    (differing[0], margins[differing[0]]) if differing else None
+                )
             on_share((start + len(chosen) * number / len(decodings)) / len(prompts))
     return differences

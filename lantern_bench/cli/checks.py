@@ -46,18 +46,28 @@ def doctor(ctx: typer.Context, device: DeviceOption = "auto", format: FormatOpti
         console.table(pd.DataFrame(findings), format=format)
     failed = [finding.check for finding in findings if finding.state == "fail"]
     if failed:
-        raise CheckFailedError(f"{len(failed)} of {len(findings)} checks failed: {', '.join(failed)}")
+        raise CheckFailedError(
+            f"{len(failed)} of {len(findings)} checks failed: {', '.join(failed)}"
+        )
 
 
 def check_model(
     ctx: typer.Context,
     model: Annotated[str, typer.Argument(help="A model, or a model's YAML file.")],
-    reference: Annotated[Path | None, typer.Option(help="Logits: .npz of tokens, cond, uncond, prompts.")] = None,
-    prompt: Annotated[list[str] | None, typer.Option(help="Two prompts. Default: the model's first two.")] = None,
-    tokens: Annotated[int | None, typer.Option(min=2, help="Tokens of an image to check. Default: two rows.")] = None,
+    reference: Annotated[
+        Path | None, typer.Option(help="Logits: .npz of tokens, cond, uncond, prompts.")
+    ] = None,
+    prompt: Annotated[
+        list[str] | None, typer.Option(help="Two prompts. Default: the model's first two.")
+    ] = None,
+    tokens: Annotated[
+        int | None, typer.Option(min=2, help="Tokens of an image to check. Default: two rows.")
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, max=MOST_SEED, help="Random seed of the tokens.")] = 0,
     device: DeviceOption = "cpu",
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16; rounding hides mistakes.")] = "float32",
+    dtype: Annotated[
+        str, typer.Option(help="float32, bfloat16 or float16; rounding hides mistakes.")
+    ] = "float32",
     format: FormatOption = None,
 ) -> None:
     """Check that a model keeps the protocol of decoding: cache, trees, forced tokens, guidance, codebook, logits.
@@ -91,13 +101,17 @@ def check_model(
     table = pd.DataFrame(results).rename(columns={"limit": "at most"})
     console.table(table, title=f"{model}, {compute.dtype_name}", format=format)
     if failed := [row.check for row in results if row.result == "fail"]:
-        raise CheckFailedError(f"{model}: {len(failed)} of {len(results)} checks failed: {', '.join(failed)}")
+        raise CheckFailedError(
+            f"{model}: {len(failed)} of {len(results)} checks failed: {', '.join(failed)}"
+        )
 
 
 def verify(
     ctx: typer.Context,
     run: RunArgument,
-    repair: Annotated[bool, typer.Option("--repair", help="Drop what is damaged, to be made again.")] = False,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Drop what is damaged, to be made again.")
+    ] = False,
     format: FormatOption = None,
 ) -> None:
     """Check the lines, hashes and counts of a run, and name what is missing or damaged."""
@@ -111,16 +125,25 @@ def verify(
     if not checked.problems:
         pictures = "no pictures (left out when the run was copied)"
         pictures = pictures if checked.pictures is None else f"{checked.pictures} pictures"
-        console.say(f"{checked.records} records, {pictures} and {checked.scores} scores are undamaged")
+        console.say(
+            f"{checked.records} records, {pictures} and {checked.scores} scores are undamaged"
+        )
         return
-    rows = [(problem.file, problem.problem, "yes" if problem.repairable else "no") for problem in checked.problems]
-    console.table(pd.DataFrame(rows, columns=["file", "problem", "made_again_by_repair"]), format=format)
+    rows = [
+        (problem.file, problem.problem, "yes" if problem.repairable else "no")
+        for problem in checked.problems
+    ]
+    console.table(
+        pd.DataFrame(rows, columns=["file", "problem", "made_again_by_repair"]), format=format
+    )
     repairable = sum(problem.repairable for problem in checked.problems)
     if repair and repairable:
         dropped = runs_verify.repair(run, checked)
         if _check_run(run).records:
             write_tables(run)
-        console.say(f"{dropped} lines dropped, tables written; the command that started the run makes the rest again")
+        console.say(
+            f"{dropped} lines dropped, tables written; the command that started the run makes the rest again"
+        )
     if not repair or repairable < len(checked.problems):
         advice = f"`lantern-bench verify {run} --repair` and the same sweep make {repairable} of them again."
         message = f"{run}: {len(checked.problems)} problems"
@@ -135,14 +158,27 @@ def _check_run(folder: Path) -> Checked:
     checked = runs_verify.verify(folder)
     if checked.lines_are_undamaged and checked.records:
         stale = stale_tables(folder)
-        checked.problems.extend(runs_verify.Problem(name, "not what the records give") for name in stale)
+        checked.problems.extend(
+            runs_verify.Problem(name, "not what the records give") for name in stale
+        )
     return checked
 
 
 # ---- certify
 
 # Columns of an audit on a screen.
-_AUDIT = ["mode", "form", "claim", "source", "table_images", "images", "p_holm", "power_p", "table_tv", "table_tv_low"]
+_AUDIT = [
+    "mode",
+    "form",
+    "claim",
+    "source",
+    "table_images",
+    "images",
+    "p_holm",
+    "power_p",
+    "table_tv",
+    "table_tv_low",
+]
 _AUDIT += ["table_tv_high", "verdict"]
 _MOST = 100_000  # images of a trial: more takes days
 
@@ -152,21 +188,35 @@ def certify(
     ctx: typer.Context,
     model: Annotated[str, typer.Argument(help="The model.")] = "lanterns",
     thorough: Annotated[
-        bool, typer.Option("--thorough", help="Test many images of the model under every filter; takes hours.")
+        bool,
+        typer.Option(
+            "--thorough", help="Test many images of the model under every filter; takes hours."
+        ),
     ] = False,
     power: Annotated[
-        bool, typer.Option("--power", help="Also break every rule, and count the images until a test rejects it.")
+        bool,
+        typer.Option(
+            "--power", help="Also break every rule, and count the images until a test rejects it."
+        ),
     ] = False,
     modes: Annotated[
-        list[str] | None, typer.Option(help="Audit the claims of these modes instead; all: of every mode and rule.")
+        list[str] | None,
+        typer.Option(help="Audit the claims of these modes instead; all: of every mode and rule."),
     ] = None,
     prompts: PromptsOption = None,
     samples: Annotated[
         int | None,
-        typer.Option(min=8, max=_MOST, help="Images of the model in a trial. Default: 8; thorough, audit: 192."),
+        typer.Option(
+            min=8,
+            max=_MOST,
+            help="Images of the model in a trial. Default: 8; thorough, audit: 192.",
+        ),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Directory of the CSV files. Default: results/certify-MODEL or audit-MODEL.")
+        Path | None,
+        typer.Option(
+            help="Directory of the CSV files. Default: results/certify-MODEL or audit-MODEL."
+        ),
     ] = None,
     settings: SettingsOption = None,
     format: FormatOption = None,
@@ -185,12 +235,18 @@ def certify(
     modes = split_words(modes)
     for flag, is_given in (("--thorough", thorough), ("--power", power)):
         if modes and is_given:
-            raise UserError(f"{flag}: is not for the audit of --modes", f"Leave out {flag}, or --modes.")
+            raise UserError(
+                f"{flag}: is not for the audit of --modes", f"Leave out {flag}, or --modes."
+            )
     flags |= {"model": [model], "prompts": prompts or next(iter(model_of(model).prompt_sets))}
     cells = audited_cells(modes) if modes else [{"mode": "ar"}]
     # Few images in each of many cells: compiling them would take longer.
     resolved = resolve_cells("certify", flags, cells, settings or [], compile=thorough)
-    values = {"samples": samples or (192 if modes or thorough else 8), "is_thorough": thorough, "has_power": power}
+    values = {
+        "samples": samples or (192 if modes or thorough else 8),
+        "is_thorough": thorough,
+        "has_power": power,
+    }
     plan = plan_certification(resolved, bool(modes), **values)
     title = "audit" if modes else "certify"
     folder = out or results_root() / f"{title}-{Path(model).name}"
@@ -211,7 +267,9 @@ def certify(
         certification.prepare(progress.share)
         on_tables = sum(not trial.dtype for trial in certification.trials)
         counts = f"{on_tables} on tables, {len(certification.trials) - on_tables} with {plan.model}"
-        console.say(f"{len(certification.trials)} trials ({counts}): about {duration(sum(certification.seconds))}")
+        console.say(
+            f"{len(certification.trials)} trials ({counts}): about {duration(sum(certification.seconds))}"
+        )
         tables = certification.measure(progress.share)
     certification.write(folder, tables)
 
@@ -226,7 +284,13 @@ def certify(
     if weak := failures(checked, "weak"):
         message = f"{len(weak)} checks show too little: {'; '.join(weak)}"
         console.warn(message, "Give more --samples, or --dtype float32.")
-    if missed := [f"{row['fault']} ({row['setting']})" for row in tables.get("power", []) if row["images"] is None]:
-        console.warn(f"{len(missed)} mistakes are not rejected: {'; '.join(missed)}", "Give more --samples.")
+    if missed := [
+        f"{row['fault']} ({row['setting']})"
+        for row in tables.get("power", [])
+        if row["images"] is None
+    ]:
+        console.warn(
+            f"{len(missed)} mistakes are not rejected: {'; '.join(missed)}", "Give more --samples."
+        )
     if failed := failures(checked):
         raise CheckFailedError(f"{len(failed)} checks do not hold: " + "; ".join(failed))

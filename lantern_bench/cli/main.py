@@ -57,11 +57,16 @@ def _version(is_requested: bool) -> None:
 @app.callback()
 def _flags(
     ctx: typer.Context,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only errors and results.")] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Print only errors and results.")
+    ] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Print more details.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,  # noqa: ARG001
     version: Annotated[  # noqa: ARG001
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+        bool,
+        typer.Option(
+            "--version", callback=_version, is_eager=True, help="Print the version and exit."
+        ),
     ] = False,
 ) -> None:
     """Benchmark relaxed speculative decoding of image generators: speed and quality in one run."""
@@ -74,7 +79,9 @@ def _program(all_flags: bool = False) -> Any:
     program: Any = get_command(app)
     groups = [getattr(group, "commands", {"": group}) for group in program.commands.values()]
     for command in (command for group in groups for command in group.values()):
-        rare_flags = [parameter for parameter in command.params if getattr(parameter, "hidden", False)]
+        rare_flags = [
+            parameter for parameter in command.params if getattr(parameter, "hidden", False)
+        ]
         for parameter in rare_flags:
             parameter.hidden = not all_flags
         for parameter in command.params:
@@ -120,7 +127,9 @@ def _run(arguments: Sequence[str]) -> int:
             message = f"{str(error.filename)[:60]}...: the name is too long for the file system"
             error = UserError(message, "Give a shorter path.")
         elif not isinstance(error, LanternError):
-            advice = "This is a bug in lantern-bench" + ("." if debug else "; --debug shows where it happened.")
+            advice = "This is a bug in lantern-bench" + (
+                "." if debug else "; --debug shows where it happened."
+            )
             error = LanternError(f"internal: {type(error).__name__}: {error}", advice)
         error.message = _as_typed(error.message, words)
         Console().error(error)
@@ -142,6 +151,12 @@ def _as_typed(message: str, words: Sequence[str]) -> str:
     command = _program()
     for word in words:
         command = getattr(command, "commands", {}).get(word, command)
-    arguments = [parameter.name for parameter in command.params if parameter.param_type_name == "argument"]
+    arguments = [
+        parameter.name for parameter in command.params if parameter.param_type_name == "argument"
+    ]
     first, *others = message.split(" ")
-    return " ".join([first[2:].upper(), *others]) if first.startswith("--") and first[2:] in arguments else message
+    return (
+        " ".join([first[2:].upper(), *others])
+        if first.startswith("--") and first[2:] in arguments
+        else message
+    )

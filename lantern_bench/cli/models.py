@@ -39,7 +39,9 @@ if TYPE_CHECKING:
 
 def models(
     ctx: typer.Context,
-    model: Annotated[str | None, typer.Argument(help="Show the parts of this model, and the memory it needs.")] = None,
+    model: Annotated[
+        str | None, typer.Argument(help="Show the parts of this model, and the memory it needs.")
+    ] = None,
     format: FormatOption = None,
 ) -> None:
     """List the models: size, tokens, required files, which of them are here, and how to get the rest."""
@@ -49,24 +51,34 @@ def models(
     if model is None:
         frame = pd.DataFrame([_row(described) for described in all_models().values()])
         console.table(frame.astype({"tokens": "Int64"}), format=format)
-        console.say("`lantern-bench models NAME` shows one model; --model also takes your own YAML file.")
+        console.say(
+            "`lantern-bench models NAME` shows one model; --model also takes your own YAML file."
+        )
         return
     described = model_of(model)
     parts = _parts(described)
-    console.table(pd.DataFrame(parts), title=f"{described.name}: {described.description}", format=format)
+    console.table(
+        pd.DataFrame(parts), title=f"{described.name}: {described.description}", format=format
+    )
     missing = [part["part"] for part in parts if not part["found"]]
     if missing:
         get = f": lantern-bench weights get {described.name}" if described.name in hub.PARTS else ""
         console.say(f"missing: {', '.join(missing)}{get}")
     # Only its files may tell the architecture.
     with contextlib.suppress(UserError):
-        _show_memory(resolve_flags("models", {"model": [described.name]}, [described.mode]), console)
+        _show_memory(
+            resolve_flags("models", {"model": [described.name]}, [described.mode]), console
+        )
 
 
 def _row(model: Model) -> dict[str, Any]:
     """Return a model as one row; no weights are opened."""
     parts = _parts(model)
-    files = [file for path in model.files().values() for file in (path.iterdir() if path.is_dir() else [path])]
+    files = [
+        file
+        for path in model.files().values()
+        for file in (path.iterdir() if path.is_dir() else [path])
+    ]
     missing = [part["part"] for part in parts if not part["found"]]
     get = f"lantern-bench weights get {model.name}" if missing and model.name in hub.PARTS else ""
     return {
@@ -114,10 +126,18 @@ def _show_memory(resolved: ResolvedExperiment, console: Console) -> pd.DataFrame
     guided = any(decoding.cfg_scale != 1 for decoding in decodings)
     sizes = sizes_of(model, compute.dtype, guided=guided, nodes=nodes, batch=max(settings.batch))
     total, parameters = sum(size.bytes for size in sizes), sum(size.parameters for size in sizes)
-    rows = [(size.part, size.parameters or None, str(size.dtype).removeprefix("torch."), size.bytes) for size in sizes]
-    table = pd.DataFrame([*rows, ("all", parameters, "", total)], columns=["part", "parameters", "dtype", "gigabytes"])
+    rows = [
+        (size.part, size.parameters or None, str(size.dtype).removeprefix("torch."), size.bytes)
+        for size in sizes
+    ]
+    table = pd.DataFrame(
+        [*rows, ("all", parameters, "", total)],
+        columns=["part", "parameters", "dtype", "gigabytes"],
+    )
     table["gigabytes"] = (table["gigabytes"] / 1e9).round(3)
-    console.say(f"memory needed: {total / 1e9:.2f} GB on {compute.device.type}, without the activations of a forward")
+    console.say(
+        f"memory needed: {total / 1e9:.2f} GB on {compute.device.type}, without the activations of a forward"
+    )
     if compute.device.type == "cpu":
         free = psutil.virtual_memory().available
         console.say(f"free here: {free / 1e9:.2f} GB" + ("" if free > total else ": not enough"))
@@ -131,14 +151,25 @@ def _show_memory(resolved: ResolvedExperiment, console: Console) -> pd.DataFrame
 def generate(
     ctx: typer.Context,
     caption: Annotated[str | None, typer.Argument(help="The caption.")] = None,
-    model: Annotated[str, typer.Option(help="The model, or the YAML file that describes one.")] = "lanterns",
-    label: Annotated[int | None, typer.Option("--class", min=0, help="A class instead of a caption.")] = None,
-    random_weights: Annotated[bool, typer.Option("--random-weights", help="Use random weights and features.")] = False,
+    model: Annotated[
+        str, typer.Option(help="The model, or the YAML file that describes one.")
+    ] = "lanterns",
+    label: Annotated[
+        int | None, typer.Option("--class", min=0, help="A class instead of a caption.")
+    ] = None,
+    random_weights: Annotated[
+        bool, typer.Option("--random-weights", help="Use random weights and features.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show sizes and memory only.")] = False,
     mode: Annotated[
-        list[str] | None, typer.Option(help=f"{', '.join(MODES)}, or all. Default: lantern++; without a drafter scd.")
+        list[str] | None,
+        typer.Option(
+            help=f"{', '.join(MODES)}, or all. Default: lantern++; without a drafter scd."
+        ),
     ] = None,
-    images: Annotated[int, typer.Option(min=1, max=1000, help="Images per mode, one below the other.")] = 1,
+    images: Annotated[
+        int, typer.Option(min=1, max=1000, help="Images per mode, one below the other.")
+    ] = 1,
     out: Annotated[Path, typer.Option(help="The PNG file.")] = Path("picture.png"),
     force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
     settings: SettingsOption = None,
@@ -150,16 +181,22 @@ def generate(
     console: Console = ctx.obj
     modes = mode or [model_of(model).mode]
     # Not compiled by default: compiling takes longer than an image.
-    resolved = resolve_flags("generate", flags | {"model": [model]}, modes, settings or [], compile=False)
+    resolved = resolve_flags(
+        "generate", flags | {"model": [model]}, modes, settings or [], compile=False
+    )
     if "all" not in split_words(modes) and not random_weights:
         check_drafters(resolved.cells)
     if dry_run:
         return console.table(_show_memory(resolved, console), title=model, format=format)
     prompt = _prompt(caption, label, random_weights, model)
     if out.suffix.lower() != ".png":
-        raise UserError(f"--out {out}: must end with .png", f"For example {out.stem or 'picture'}.png.")
+        raise UserError(
+            f"--out {out}: must end with .png", f"For example {out.stem or 'picture'}.png."
+        )
     if out.exists() and not force:
-        raise RefusedError(f"--out {out}: is there already", "Give another name, or --force to overwrite it.")
+        raise RefusedError(
+            f"--out {out}: is there already", "Give another name, or --force to overwrite it."
+        )
     check_writable(out.absolute().parent)
     set_threads(resolved.settings.threads)
 
@@ -175,7 +212,10 @@ def generate(
     from lantern_bench.runs import runner
     from lantern_bench.runs.devices import choose_compute, compile_models, load_models
 
-    compute, seed = choose_compute(resolved.settings.device, resolved.settings.dtype), resolved.settings.seed
+    compute, seed = (
+        choose_compute(resolved.settings.device, resolved.settings.dtype),
+        resolved.settings.seed,
+    )
     if random_weights:
         weights = f"the weights of {model} are random (seed {seed}, {compute.dtype_name})"
         console.warn(f"{weights}, and so are its caption features: the picture means nothing")
@@ -205,13 +245,24 @@ def generate(
         write_atomically(out, runner.picture_png(decoded, cells))
     except OSError as error:
         raise UserError(f"--out {out}: cannot be written: {error.strerror}") from error
-    names = ("tokens", "target_forwards", "mean_accepted_length", "step_compression", "seconds", "pixel_seconds")
+    names = (
+        "tokens",
+        "target_forwards",
+        "mean_accepted_length",
+        "step_compression",
+        "seconds",
+        "pixel_seconds",
+    )
     rows = []
     for task, image in zip(tasks, decoded, strict=True):
         tokens = image.tokens[None].to(compute.device).long()
         (sums,) = token_sums(loaded, loaded.condition([prompt]), tokens, task.cell.decoding)
         columns = image.columns(1)
-        row = {"cell_id": task.cell.cell_id, "image": task.image_index, **{name: columns[name] for name in names}}
+        row = {
+            "cell_id": task.cell.cell_id,
+            "image": task.image_index,
+            **{name: columns[name] for name in names},
+        }
         rows.append(row | {"distance": distance_of_image(sums)})
     console.table(pd.DataFrame(rows), title=prompt, format=format)
     console.say(f"picture: {out}")
@@ -224,12 +275,17 @@ def _prompt(caption: str | None, label: int | None, random: bool, model: str) ->
         raise UserError("a caption and --class: are mutually exclusive", "Give one of them.")
     classes = described.classes or 0
     if label is not None and label >= classes:
-        raise UserError(f"--class {label}: {model} has {classes} classes", "Give a smaller number, or a caption.")
+        raise UserError(
+            f"--class {label}: {model} has {classes} classes",
+            "Give a smaller number, or a caption.",
+        )
     text = class_prompt(label) if label is not None else caption
     if text is None and not random:
         raise UserError("the prompt is missing", "Give a caption or --class N.")
     if text is None:
-        text = next((prompts[0] for prompts in described.prompt_sets.values() if prompts), "anything")
+        text = next(
+            (prompts[0] for prompts in described.prompt_sets.values() if prompts), "anything"
+        )
     described.check_prompt(text)
     return text
 
@@ -247,7 +303,14 @@ def experiments(ctx: typer.Context, format: FormatOption = None) -> None:
     for name, path in shipped_experiments().items():
         settings = ExperimentReader(read_source(path), Overrides()).settings()
         about = " ".join((settings.description or "").split())
-        rows.append({"experiment": name, "model": ", ".join(settings.model), "images": settings.images, "about": about})
+        rows.append(
+            {
+                "experiment": name,
+                "model": ", ".join(settings.model),
+                "images": settings.images,
+                "about": about,
+            }
+        )
     console.table(pd.DataFrame(rows), format=format)
 
 
@@ -260,13 +323,17 @@ weights = command_group(name="weights", help="Fetch the files of the published m
 def get(
     ctx: typer.Context,
     model: Annotated[str, typer.Argument(help="A published model; see `lantern-bench models`.")],
-    dir: Annotated[Path | None, typer.Option(file_okay=False, help="Default: LANTERN_BENCH_WEIGHTS.")] = None,
+    dir: Annotated[
+        Path | None, typer.Option(file_okay=False, help="Default: LANTERN_BENCH_WEIGHTS.")
+    ] = None,
 ) -> None:
     """Fetch the missing files of a model; repeat the command to resume an interrupted download."""
     console: Console = ctx.obj
     name = model if model in hub.PARTS else model_of(model).name  # it may be an alias
     if name not in hub.PARTS:
-        raise UserError(f"{name}: has no files to fetch", f"Published models: {', '.join(hub.PARTS)}.")
+        raise UserError(
+            f"{name}: has no files to fetch", f"Published models: {', '.join(hub.PARTS)}."
+        )
     missing = hub.missing_sources(name, dir)
     if not missing:
         console.say(f"{model}: every file is here")
@@ -274,10 +341,18 @@ def get(
     console.say("licences of what is fetched:")
     for licence in dict.fromkeys(source.licence for source in missing):
         repos = ", ".join(source.repo for source in missing if source.licence == licence)
-        console.say(f"  {licence.name}: {repos}" + (f"\n    {licence.note}" if licence.note else ""))
+        console.say(
+            f"  {licence.name}: {repos}" + (f"\n    {licence.note}" if licence.note else "")
+        )
     for source in missing:
-        path = source.download(dir or hub.weights_folder(), bars=sys.stderr.isatty() and not console.quiet)
-        pinned = "unpinned, moves with its repository" if source.revision == "main" else source.revision[:12]
+        path = source.download(
+            dir or hub.weights_folder(), bars=sys.stderr.isatty() and not console.quiet
+        )
+        pinned = (
+            "unpinned, moves with its repository"
+            if source.revision == "main"
+            else source.revision[:12]
+        )
         console.say(f"{source.repo} ({pinned}): {path}")
     console.say(f"{model}: complete")
     if dir is not None:

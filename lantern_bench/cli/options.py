@@ -14,13 +14,22 @@ from typer.core import TyperCommand
 from lantern_bench.console import FORMATS
 from lantern_bench.errors import UserError, did_you_mean
 from lantern_bench.methods.parameters import Code, load_code
-from lantern_bench.methods.tables import DRAFTINGS, MODES, OUTSIDE_RULES, PARAMETERS, RULES, raise_if_refused
+from lantern_bench.methods.tables import (
+    DRAFTINGS,
+    MODES,
+    OUTSIDE_RULES,
+    PARAMETERS,
+    RULES,
+    raise_if_refused,
+)
 from lantern_bench.runs.store import find_run
 
 if TYPE_CHECKING:
     from lantern_bench.config.experiment import ResolvedExperiment
 
-PROMPTS_HELP = "Prompt set, file, coco:FILE, parti:FILE or imagenet; append #100 to take one hundred of them."
+PROMPTS_HELP = (
+    "Prompt set, file, coco:FILE, parti:FILE or imagenet; append #100 to take one hundred of them."
+)
 RUN_HELP = "Run directory, or the name (or a prefix of it) of a run under results/."
 DEVICE_HELP = "auto, cpu, mps, cuda or cuda:N."
 MOST_SEED = 2**63 - 1
@@ -49,15 +58,21 @@ FormatOption: TypeAlias = Annotated[
     ),
 ]
 ModesOption: TypeAlias = Annotated[
-    list[str] | None, typer.Option("--modes", help="Only these modes; one that the experiment lacks is added.")
+    list[str] | None,
+    typer.Option("--modes", help="Only these modes; one that the experiment lacks is added."),
 ]
 PromptsOption: TypeAlias = Annotated[str | None, typer.Option("--prompts", help=PROMPTS_HELP)]
 SettingsOption: TypeAlias = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set any key of the experiment file.")
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Set any key of the experiment file."),
 ]
 DeviceOption: TypeAlias = Annotated[str, typer.Option("--device", help=DEVICE_HELP)]
-RunArgument: TypeAlias = Annotated[Path, typer.Argument(parser=find_run, metavar="RUN", help=RUN_HELP)]
-RunsArgument: TypeAlias = Annotated[list[Path], typer.Argument(parser=find_run, metavar="RUN", help=RUN_HELP)]
+RunArgument: TypeAlias = Annotated[
+    Path, typer.Argument(parser=find_run, metavar="RUN", help=RUN_HELP)
+]
+RunsArgument: TypeAlias = Annotated[
+    list[Path], typer.Argument(parser=find_run, metavar="RUN", help=RUN_HELP)
+]
 
 # ---- Flags that are keys of an experiment: one table. The values are text, which `config` reads and checks.
 
@@ -76,23 +91,46 @@ _BEFORE_PARAMETERS = (
     flag("model", _LIST, "One or several models; by default the experiment's."),
     flag("prompts", _WORD, PROMPTS_HELP),
     flag("images", _WORD, "Images per cell; published tables use 1,000 to 5,000."),
-    flag("metrics", _LIST, "speed, quality (of pictures), distance (from the target); by default all."),
+    flag(
+        "metrics",
+        _LIST,
+        "speed, quality (of pictures), distance (from the target); by default all.",
+    ),
     flag("protocol", _WORD, "The quality protocol; see `score -h`."),
     flag("reference", _WORD, "What fidelity is measured against; see `score -h`."),
-    flag("processes", _WORD, "New processes that share the prompts, in turn; 3 or more give speed an interval."),
+    flag(
+        "processes",
+        _WORD,
+        "New processes that share the prompts, in turn; 3 or more give speed an interval.",
+    ),
     flag("repeats", _WORD, "Repeat the images this many times, with new seeds."),
     flag("batch", _WORD, "Images decoded at once, or a list; published: 1."),
     flag("baseline", _SWITCH, "Add an ar cell if there is none."),
     flag("pool_devices", _SWITCH, "Give one speedup over several kinds of device.", rare=True),
 )
-_PARAMETERS = dict(flag(key, _LIST, row.help, rare=row.rare) for key, row in PARAMETERS.items() if key != "mode")
+_PARAMETERS = dict(
+    flag(key, _LIST, row.help, rare=row.rare) for key, row in PARAMETERS.items() if key != "mode"
+)
 _AFTER_PARAMETERS = (
     flag("seed", _WORD, "Random seed."),
     flag("device", _WORD, DEVICE_HELP),
-    flag("dtype", _WORD, "auto, float32, bfloat16 or float16. auto: bfloat16 on CUDA and, in sweeps, fast CPUs."),
+    flag(
+        "dtype",
+        _WORD,
+        "auto, float32, bfloat16 or float16. auto: bfloat16 on CUDA and, in sweeps, fast CPUs.",
+    ),
     flag("compile", _SWITCH, "Compile the decode steps."),
-    flag("threads", _WORD, "Threads on a CPU. Default: sweeps keep the fastest number; others use all cores."),
-    flag("neighbour_space", _WORD, "Space of code distances: raw or normalised. Default: as published.", rare=True),
+    flag(
+        "threads",
+        _WORD,
+        "Threads on a CPU. Default: sweeps keep the fastest number; others use all cores.",
+    ),
+    flag(
+        "neighbour_space",
+        _WORD,
+        "Space of code distances: raw or normalised. Default: as published.",
+        rare=True,
+    ),
 )
 DECODING_FLAGS = _PARAMETERS | dict(_AFTER_PARAMETERS)
 EXPERIMENT_FLAGS = dict(_BEFORE_PARAMETERS) | DECODING_FLAGS
@@ -107,15 +145,22 @@ def with_flags(flags: Mapping[str, Any]) -> Callable[[Callable[..., None]], Call
     def add(function: Callable[..., None]) -> Callable[..., None]:
         keyword = inspect.Parameter.KEYWORD_ONLY
         arguments = inspect.signature(function, eval_str=True).parameters.values()
-        parameters = [argument.replace(kind=keyword) for argument in arguments if argument.name != "flags"]
+        parameters = [
+            argument.replace(kind=keyword) for argument in arguments if argument.name != "flags"
+        ]
         # The prefix is needed because a Python argument cannot be called `lambda`.
         for key, kind in flags.items():
-            parameters.append(inspect.Parameter(f"flag_{key}", keyword, default=None, annotation=kind))
+            parameters.append(
+                inspect.Parameter(f"flag_{key}", keyword, default=None, annotation=kind)
+            )
 
         @functools.wraps(function)
         def command(**values: Any) -> None:
             typed = {key: values.pop(f"flag_{key}") for key in flags}
-            function(**values, flags={key: None if value == [] else value for key, value in typed.items()})
+            function(
+                **values,
+                flags={key: None if value == [] else value for key, value in typed.items()},
+            )
 
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
@@ -176,7 +221,10 @@ class Command(TyperCommand):
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the arguments and options."""
-        parameters, titles = {_key(parameter): parameter for parameter in self.get_params(ctx)}, ("Arguments", *_GROUPS)
+        parameters, titles = (
+            {_key(parameter): parameter for parameter in self.get_params(ctx)},
+            ("Arguments", *_GROUPS),
+        )
         records: dict[str, list[tuple[str, str]]] = {title: [] for title in titles}
         for key, parameter in parameters.items():
             group = next((group for group, keys in _GROUPS.items() if key in keys), "What")
@@ -201,7 +249,11 @@ def split_words(values: Sequence[str] | None) -> list[str]:
 
 
 def resolve_flags(
-    name: str, flags: Mapping[str, Any], mode: Sequence[str], settings: Sequence[str] = (), **defaults: Any
+    name: str,
+    flags: Mapping[str, Any],
+    mode: Sequence[str],
+    settings: Sequence[str] = (),
+    **defaults: Any,
 ) -> ResolvedExperiment:
     """Resolve the flags of a command as an experiment of these modes; `defaults` hold where none gives a value."""
     modes = list(MODES) if "all" in (modes := split_words(mode)) else modes
@@ -209,12 +261,18 @@ def resolve_flags(
         if word not in MODES:
             raise_if_refused(word)
             hint = did_you_mean(word, MODES)
-            raise UserError(f"--mode {word}: unknown mode{hint}", f"The modes are {', '.join(MODES)}, or all.")
+            raise UserError(
+                f"--mode {word}: unknown mode{hint}", f"The modes are {', '.join(MODES)}, or all."
+            )
     return resolve_cells(name, flags, [{"mode": word} for word in modes], settings, **defaults)
 
 
 def resolve_cells(
-    name: str, flags: Mapping[str, Any], cells: Sequence[Mapping[str, Any]], settings: Sequence[str], **defaults: Any
+    name: str,
+    flags: Mapping[str, Any],
+    cells: Sequence[Mapping[str, Any]],
+    settings: Sequence[str],
+    **defaults: Any,
 ) -> ResolvedExperiment:
     """Resolve the flags of a command with these cells; a relaxed rule without a bound gets its example."""
     from lantern_bench.config.experiment import load_experiment
@@ -225,9 +283,17 @@ def resolve_cells(
 
     model_of(flags["model"][0])
     # A sweep has no default bounds, because it compares values.
-    outside = {row.name: {row.bound: row.example} for row in OUTSIDE_RULES.values() if not row.lossless}
-    bounds = {rule.bound: rule.example for rule in RULES.values() if not rule.lossless and rule.name not in outside}
-    bounded = [{**outside.get(cell.get("rule", MODES[cell["mode"]].rule), {}), **cell} for cell in cells]
+    outside = {
+        row.name: {row.bound: row.example} for row in OUTSIDE_RULES.values() if not row.lossless
+    }
+    bounds = {
+        rule.bound: rule.example
+        for rule in RULES.values()
+        if not rule.lossless and rule.name not in outside
+    }
+    bounded = [
+        {**outside.get(cell.get("rule", MODES[cell["mode"]].rule), {}), **cell} for cell in cells
+    ]
     data = {"name": name, "model": "?", "baseline": False, **bounds, **defaults, "cells": bounded}
     overrides = Overrides.from_flags(flags, settings=settings)
     resolved = load_experiment(Source(name, Path(), data), defaults_of, overrides)
@@ -241,4 +307,6 @@ def resolve_cells(
 def command_group(**settings: Any) -> typer.Typer:
     """A group of commands with plain help: Rich markup draws boxes and cuts messages."""
     names = {"help_option_names": ["-h", "--help"]}
-    return typer.Typer(**settings, no_args_is_help=True, rich_markup_mode=None, context_settings=names)
+    return typer.Typer(
+        **settings, no_args_is_help=True, rich_markup_mode=None, context_settings=names
+    )

@@ -33,27 +33,44 @@ _TREES = "chain-5,small-7,eagle1-25,58n5d10b"
 def profile(
     ctx: typer.Context,
     model: Annotated[str, typer.Option(help="The model.")] = "lanterns",
-    size: Annotated[str | None, typer.Option(help="Of a random model: LAYERSxWIDTH[xVOCABULARY[xSIDE]].")] = None,
-    random_weights: Annotated[bool, typer.Option("--random-weights", help="Use random weights.")] = False,
+    size: Annotated[
+        str | None, typer.Option(help="Of a random model: LAYERSxWIDTH[xVOCABULARY[xSIDE]].")
+    ] = None,
+    random_weights: Annotated[
+        bool, typer.Option("--random-weights", help="Use random weights.")
+    ] = False,
     tree: Annotated[
-        list[str] | None, typer.Option(help=f"Trees: static names, or NnDdBb for dynamic. Default: {_TREES}.")
+        list[str] | None,
+        typer.Option(help=f"Trees: static names, or NnDdBb for dynamic. Default: {_TREES}."),
     ] = None,
     mode: Annotated[
-        list[str] | None, typer.Option(help="A mode; with --search several, by default all lossless ones.")
+        list[str] | None,
+        typer.Option(help="A mode; with --search several, by default all lossless ones."),
     ] = None,
-    images: Annotated[int, typer.Option(min=1, max=1000, help="Images decoded for each kind of step.")] = 4,
-    tokens: Annotated[int | None, typer.Option(min=2, help="Decode only this many tokens per image.")] = None,
+    images: Annotated[
+        int, typer.Option(min=1, max=1000, help="Images decoded for each kind of step.")
+    ] = 4,
+    tokens: Annotated[
+        int | None, typer.Option(min=2, help="Decode only this many tokens per image.")
+    ] = None,
     device: DeviceOption = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     threads: Annotated[
         int | None, typer.Option(min=1, max=1024, help="Threads on a CPU. Default: the fastest.")
     ] = None,
     compile: Annotated[bool, typer.Option(help="Compile the decode steps.")] = True,
-    search: Annotated[bool, typer.Option("--search", help="Search for the fastest trees instead.")] = False,
+    search: Annotated[
+        bool, typer.Option("--search", help="Search for the fastest trees instead.")
+    ] = False,
     seed: Annotated[int, typer.Option(min=0, max=MOST_SEED, help="Random seed.")] = 0,
-    out: Annotated[Path | None, typer.Option(help="Directory for profile.csv and profile.png.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Directory for profile.csv and profile.png.")
+    ] = None,
     save_to: Annotated[
-        Path | None, typer.Option("--save-device", help="Write what steps cost here to a file for `predict --device`.")
+        Path | None,
+        typer.Option(
+            "--save-device", help="Write what steps cost here to a file for `predict --device`."
+        ),
     ] = None,
     format: FormatOption = None,
     *,
@@ -63,26 +80,38 @@ def profile(
     table_only = {"tree": tree, "tokens": tokens, "out": out, "save-device": save_to, "size": size}
     for flag, value in (table_only | {"random-weights": random_weights or None}).items():
         if search and value is not None:
-            raise UserError(f"--{flag}: not with --search, which takes a trained model and finds the trees")
+            raise UserError(
+                f"--{flag}: not with --search, which takes a trained model and finds the trees"
+            )
     if save_to is not None and save_to.suffix not in (".yaml", ".yml"):
         raise UserError(f"--save-device {save_to}: must end in .yaml")
     decodings = _decodings(flags | {"model": [model]}, mode, search)
     if not all(decoding.drafts for decoding in decodings):
-        raise UserError("--mode ar: drafts nothing", "Every table has autoregressive decoding already.")
+        raise UserError(
+            "--mode ar: drafts nothing", "Every table has autoregressive decoding already."
+        )
     if not search and len(decodings) > 1:
         cells = ", ".join(decoding.cell_id for decoding in decodings)
-        raise UserError(f"profile measures one mode and rule at a time, and these are {len(decodings)}: {cells}")
+        raise UserError(
+            f"profile measures one mode and rule at a time, and these are {len(decodings)}: {cells}"
+        )
 
     import pandas as pd
 
     from lantern_bench.profile import steps as profiling
     from lantern_bench.runs.devices import check_loaded, choose_compute, compile_models
 
-    trees = {} if search else {name: profiling.step_of(name, decodings[0]) for name in split_words(tree or [_TREES])}
+    trees = (
+        {}
+        if search
+        else {name: profiling.step_of(name, decodings[0]) for name in split_words(tree or [_TREES])}
+    )
     console: Console = ctx.obj
     set_threads(threads)
     compute = choose_compute(device, dtype, fast=True)
-    profiled = profiling.load_profiled_model(model, size, random_weights, compute, images, seed, tokens)
+    profiled = profiling.load_profiled_model(
+        model, size, random_weights, compute, images, seed, tokens
+    )
     profiled = profiled._replace(cfg_scale=decodings[0].cfg_scale)
     for decoding in (*trees.values(), *decodings):
         check_loaded(profiled.model, decoding, 1, compute)
@@ -91,7 +120,9 @@ def profile(
     steps = {"ar": decodings[0].autoregressive(), **trees}
     if threads is None:
         kinds = [*steps.values(), decodings[0]][:2]
-        set_fastest_threads(profiled.model, profiled.prompts[0], kinds, lambda note: console.note(*note))
+        set_fastest_threads(
+            profiled.model, profiled.prompts[0], kinds, lambda note: console.note(*note)
+        )
     if search:
         return _search(profiled, decodings, console, format)
     target: Any = profiled.model.target
@@ -101,12 +132,16 @@ def profile(
     with console.progress() as progress:
         rows = profiling.measure(profiled, steps, rates, progress.share)
     table = pd.DataFrame(rows).round(4)
-    console.table(table, title=f"{size or model}, {compute.device}, {compute.dtype_name}", format=format)
+    console.table(
+        table, title=f"{size or model}, {compute.device}, {compute.dtype_name}", format=format
+    )
     if out is not None:
         console.say("written: " + ", ".join(map(str, profiling.save_profile(table, out))))
     if profiled.is_trained and compute.dtype_name != "float32":
         tv = profiling.dtype_error(model, profiled.model, profiled.prompts[:2], profiled.cfg_scale)
-        figures = f"mean {tv.mean():.4f}, 99th percentile {tv.quantile(0.99):.4f}, maximum {tv.max():.4f}"
+        figures = (
+            f"mean {tv.mean():.4f}, 99th percentile {tv.quantile(0.99):.4f}, maximum {tv.max():.4f}"
+        )
         console.say(f"TV of {compute.dtype_name} against float32, {len(tv)} positions: {figures}")
     if save_to is not None:
         profiling.save_device(profiled, rows, compute, save_to)
@@ -120,12 +155,16 @@ def _decodings(flags: dict[str, Any], mode: list[str] | None, search: bool) -> l
         from lantern_bench.profile.tree_search import searched_lossless
 
         methods = searched_lossless()
-        chosen = [([name], {"drafting": [drafting], "rule": [rule]}) for name, drafting, rule in methods]
+        chosen = [
+            ([name], {"drafting": [drafting], "rule": [rule]}) for name, drafting, rule in methods
+        ]
     resolved = [resolve_flags("profile", flags | values, modes).cells for modes, values in chosen]
     return list(dict.fromkeys(cell.decoding for cells in resolved for cell in cells))
 
 
-def _search(profiled: ProfiledModel, decodings: Sequence[Decoding], console: Console, format: str | None) -> None:
+def _search(
+    profiled: ProfiledModel, decodings: Sequence[Decoding], console: Console, format: str | None
+) -> None:
     """Search for the fastest tree of each decoding, and print the best as lines of an experiment."""
     import pandas as pd
 
@@ -133,7 +172,9 @@ def _search(profiled: ProfiledModel, decodings: Sequence[Decoding], console: Con
 
     lines = []
     for decoding in decodings:
-        measured = search_trees(profiled.model, decoding, profiled.prompts, profiled.seed, console.say)
+        measured = search_trees(
+            profiled.model, decoding, profiled.prompts, profiled.seed, console.say
+        )
         table = pd.DataFrame([row for _, row in measured]).round(4)
         title = f"{decoding.mode}, {decoding.drafting}, {decoding.rule}, the fastest measured"
         console.table(table, title=title, format=format)

@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lantern_bench.cli.options import RUN_HELP, FormatOption, RunArgument, RunsArgument, check_choice, split_words
+from lantern_bench.cli.options import (
+    RUN_HELP,
+    FormatOption,
+    RunArgument,
+    RunsArgument,
+    check_choice,
+    split_words,
+)
 from lantern_bench.errors import CheckFailedError, RefusedError, UserError
 from lantern_bench.runs.store import find_run
 
@@ -39,17 +46,28 @@ def show(
         if len(loaded.records):
             save_tables(tables, run)
     except UserError as error:
-        console.warn(error.message, "The printed table is built from the records; the CSV files are not updated.")
+        console.warn(
+            error.message,
+            "The printed table is built from the records; the CSV files are not updated.",
+        )
     console.table(tables[table], table, title=run.name, format=format)
 
 
 def curves(
     ctx: typer.Context,
     runs: RunsArgument,
-    by: Annotated[str, typer.Option(help="Colour by mode, delta, lambda, bound, tree or temperature.")] = "mode",
-    cells: Annotated[list[str] | None, typer.Option(help="Only cells of these ids or modes; * is any text.")] = None,
-    width: Annotated[str, typer.Option(help="one or two columns of a page: 3.3 or 6.9 inches.")] = "two",
-    out: Annotated[Path | None, typer.Option(help="Output directory. Default, of one run: its figures/.")] = None,
+    by: Annotated[
+        str, typer.Option(help="Colour by mode, delta, lambda, bound, tree or temperature.")
+    ] = "mode",
+    cells: Annotated[
+        list[str] | None, typer.Option(help="Only cells of these ids or modes; * is any text.")
+    ] = None,
+    width: Annotated[
+        str, typer.Option(help="one or two columns of a page: 3.3 or 6.9 inches.")
+    ] = "two",
+    out: Annotated[
+        Path | None, typer.Option(help="Output directory. Default, of one run: its figures/.")
+    ] = None,
 ) -> None:
     """Draw the curves of a run, or of several in one: PNG, SVG and PDF files, and the CSV behind each."""
     console: Console = ctx.obj
@@ -71,28 +89,44 @@ def _limit(text: str) -> tuple[str, float]:
     """Parse NAME=NUMBER."""
     match = re.fullmatch(r"(\w+)=(\d*\.?\d+)", text)
     if match is None:
-        raise UserError(f"{text}: is no name with a positive number", "For example clip_score=0.005.")
+        raise UserError(
+            f"{text}: is no name with a positive number", "For example clip_score=0.005."
+        )
     return match[1], float(match[2])
 
 
 def compare(
     ctx: typer.Context,
     run_a: Annotated[Path, typer.Argument(parser=find_run, metavar="RUN_A", help=RUN_HELP)],
-    run_b: Annotated[Path, typer.Argument(parser=find_run, metavar="RUN_B", help="The run to compare with RUN_A.")],
-    across: Annotated[list[str] | None, typer.Option(help="What may differ: weights, protocol, machine.")] = None,
+    run_b: Annotated[
+        Path,
+        typer.Argument(parser=find_run, metavar="RUN_B", help="The run to compare with RUN_A."),
+    ],
+    across: Annotated[
+        list[str] | None, typer.Option(help="What may differ: weights, protocol, machine.")
+    ] = None,
     fail_if: Annotated[
         str | None, typer.Option(help="Exit with 5 if a verdict is worse, or if any is different.")
     ] = None,
     margin: Annotated[
-        list[Any] | None, typer.Option(parser=_limit, metavar="NAME=MARGIN", help="Test for equivalence up to this.")
+        list[Any] | None,
+        typer.Option(parser=_limit, metavar="NAME=MARGIN", help="Test for equivalence up to this."),
     ] = None,
     fail_below: Annotated[
-        float | None, typer.Option(help="Exit with 5 if a ratio of speedups is below by its whole interval.")
+        float | None,
+        typer.Option(help="Exit with 5 if a ratio of speedups is below by its whole interval."),
     ] = None,
     format: FormatOption = None,
 ) -> None:
     """Compare two runs cell by cell, paired by prompt: ratio or difference, 95 % interval, verdict."""
-    from lantern_bench.report.compare import ACROSS, BETTER, WORSE, check_comparability, compare_runs, differences
+    from lantern_bench.report.compare import (
+        ACROSS,
+        BETTER,
+        WORSE,
+        check_comparability,
+        compare_runs,
+        differences,
+    )
     from lantern_bench.report.records import load_runs
 
     console: Console = ctx.obj
@@ -112,24 +146,36 @@ def compare(
         console.warn(f"the runs differ in {difference}")
     comparison = compare_runs(a, b, dict(margin or ()))
     if not len(comparison.table):
-        raise RefusedError("the runs have no cell and prompt in common", "`lantern-bench show RUN` lists the cells.")
+        raise RefusedError(
+            "the runs have no cell and prompt in common",
+            "`lantern-bench show RUN` lists the cells.",
+        )
     for side, cells in (("first", comparison.only_a), ("second", comparison.only_b)):
         if cells:
             console.say(f"only in the {side} run, left out: {', '.join(cells)}")
-    console.table(comparison.table, "comparison", title=f"a: {names[0]}   b: {names[1]}", format=format)
+    console.table(
+        comparison.table, "comparison", title=f"a: {names[0]}   b: {names[1]}", format=format
+    )
     for note in comparison.notes:
         console.say(note)
     verdicts = comparison.table["verdict"].dropna()
     failed = verdicts.isin([WORSE] if fail_if == "worse" else [WORSE, BETTER])
     if fail_if is not None and failed.any():
-        raise CheckFailedError(f"--fail-if {fail_if}: true of {int(failed.sum())} of {len(verdicts)} verdicts")
+        raise CheckFailedError(
+            f"--fail-if {fail_if}: true of {int(failed.sum())} of {len(verdicts)} verdicts"
+        )
     speedups = comparison.table.query("quantity == 'speedup'")
     slower = speedups["effect_high"].fillna(speedups["effect"]) < (fail_below or 0.0)
     if fail_below is not None and speedups.empty:
-        raise RefusedError(f"--fail-below {fail_below:g}: the runs have no speedup in common", "Compare timed runs.")
+        raise RefusedError(
+            f"--fail-below {fail_below:g}: the runs have no speedup in common",
+            "Compare timed runs.",
+        )
     if slower.any():
         slow = ", ".join(speedups.loc[slower, "cell_id"])
-        raise CheckFailedError(f"--fail-below {fail_below:g}: true of {int(slower.sum())} of {len(slower)}, {slow}")
+        raise CheckFailedError(
+            f"--fail-below {fail_below:g}: true of {int(slower.sum())} of {len(slower)}, {slow}"
+        )
 
 
 def recommend(
@@ -137,11 +183,18 @@ def recommend(
     run: RunArgument,
     quality_run: Annotated[
         Path | None,
-        typer.Argument(parser=find_run, metavar="QUALITY_RUN", help="The run with the figures. Default: RUN."),
+        typer.Argument(
+            parser=find_run, metavar="QUALITY_RUN", help="The run with the figures. Default: RUN."
+        ),
     ] = None,
-    max_distance: Annotated[float | None, typer.Option(min=0.0, help="Largest distance. Default: 0.01.")] = None,
+    max_distance: Annotated[
+        float | None, typer.Option(min=0.0, help="Largest distance. Default: 0.01.")
+    ] = None,
     within: Annotated[
-        Any, typer.Option(parser=_limit, metavar="NAME=MARGIN", help="How much worse than ar a score may be.")
+        Any,
+        typer.Option(
+            parser=_limit, metavar="NAME=MARGIN", help="How much worse than ar a score may be."
+        ),
     ] = None,
     format: FormatOption = None,
 ) -> None:
@@ -153,20 +206,35 @@ def recommend(
     condition = condition_of(max_distance, within)
     speed = load_run(run).tables
     quality = load_run(quality_run).tables if quality_run else speed
-    console.table(recommendation(speed, quality, condition), "recommendation", title=run.name, format=format)
-    console.say(f"The whole 95 % interval has to keep {condition}; cells that break it or have no figure are left out.")
+    console.table(
+        recommendation(speed, quality, condition), "recommendation", title=run.name, format=format
+    )
+    console.say(
+        f"The whole 95 % interval has to keep {condition}; cells that break it or have no figure are left out."
+    )
 
 
 def predict(
     ctx: typer.Context,
     run: RunArgument,
     device: Annotated[
-        str | None, typer.Option(help="A device (a100, h100, ...) or its YAML file. With --prompts: the run's own.")
+        str | None,
+        typer.Option(
+            help="A device (a100, h100, ...) or its YAML file. With --prompts: the run's own."
+        ),
     ] = None,
-    model: Annotated[str | None, typer.Option(help="Predict with this model's sizes, at the run's acceptance.")] = None,
-    stack: Annotated[str, typer.Option(help="compiled (this package) or eager (code as published).")] = "compiled",
-    prompts: Annotated[int | None, typer.Option(min=1, help="Hours of each cell for so many prompts.")] = None,
-    devices: Annotated[int, typer.Option(min=1, help="Devices that decode the prompts at the same time.")] = 1,
+    model: Annotated[
+        str | None, typer.Option(help="Predict with this model's sizes, at the run's acceptance.")
+    ] = None,
+    stack: Annotated[
+        str, typer.Option(help="compiled (this package) or eager (code as published).")
+    ] = "compiled",
+    prompts: Annotated[
+        int | None, typer.Option(min=1, help="Hours of each cell for so many prompts.")
+    ] = None,
+    devices: Annotated[
+        int, typer.Option(min=1, help="Devices that decode the prompts at the same time.")
+    ] = 1,
     format: FormatOption = None,
 ) -> None:
     """Predict the speedup of every cell on another device, and hours of a large run."""
@@ -176,15 +244,23 @@ def predict(
     console: Console = ctx.obj
     check_choice("--stack", stack, cost_model.STACKS)
     if device is None and prompts is None:
-        raise UserError("--device is missing", "Give a device to predict for, or --prompts to plan with this one.")
+        raise UserError(
+            "--device is missing",
+            "Give a device to predict for, or --prompts to plan with this one.",
+        )
     if device is None and model is not None:
-        raise UserError(f"--model {model}: only predictions take another model", "Give --device too.")
+        raise UserError(
+            f"--model {model}: only predictions take another model", "Give --device too."
+        )
     target = None if device is None else cost_model.find_device(device)
     (data,) = load_runs([run]).values()
     if target is None:
         table, terms, title = cost_model.measured_times(data), [], data.folder.name
     else:
-        table, terms = cost_model.predict_run(data, target, stack, model), cost_model.terms_of(target, stack)
+        table, terms = (
+            cost_model.predict_run(data, target, stack, model),
+            cost_model.terms_of(target, stack),
+        )
         terms += filter(None, [cost_model.measured_elsewhere(data, target, stack, model)])
         title = f"{data.folder.name}, predicted for {target.name}"
     if prompts is not None:
@@ -199,7 +275,8 @@ def report(
     ctx: typer.Context,
     runs: RunsArgument,
     out: Annotated[
-        Path | None, typer.Option(dir_okay=False, help="Output file. Default, of one run: its report.html.")
+        Path | None,
+        typer.Option(dir_okay=False, help="Output file. Default, of one run: its report.html."),
     ] = None,
 ) -> None:
     """Write one self-contained HTML file with tables, curves, pictures and maps of a run or several."""

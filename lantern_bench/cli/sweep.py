@@ -38,29 +38,48 @@ REPRODUCE_HELP = "Reproduce a published table: every relaxed cell with both resi
 def sweep(
     ctx: typer.Context,
     experiment: Annotated[
-        str | None, typer.Argument(help="A YAML file, or the name of a shipped experiment.", show_default="lanterns")
+        str | None,
+        typer.Argument(
+            help="A YAML file, or the name of a shipped experiment.", show_default="lanterns"
+        ),
     ] = None,
     modes: ModesOption = None,
-    out: Annotated[Path | None, typer.Option(help="The run directory; by default results/<name>-<hash>.")] = None,
-    resume: Annotated[bool, typer.Option(help="Resume the run, or start a new one beside it.")] = True,
+    out: Annotated[
+        Path | None, typer.Option(help="The run directory; by default results/<name>-<hash>.")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option(help="Resume the run, or start a new one beside it.")
+    ] = True,
     settings: SettingsOption = None,
-    shard: Annotated[str | None, typer.Option(metavar="i/n", help="Run only part i of n of the prompts.")] = None,
+    shard: Annotated[
+        str | None, typer.Option(metavar="i/n", help="Run only part i of n of the prompts.")
+    ] = None,
     worker_timeout: Annotated[
-        float, typer.Option(help="Seconds without a sign of life after which a worker process is ended.", hidden=True)
+        float,
+        typer.Option(
+            help="Seconds without a sign of life after which a worker process is ended.",
+            hidden=True,
+        ),
     ] = WORKER_TIMEOUT,
     ray: Annotated[str | None, typer.Option(metavar="[ADDRESS]", help=_RAY_HELP)] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan and decode nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show the plan and decode nothing.")
+    ] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Run a grid of any number of cells.")] = False,
     format: FormatOption = None,
     *,
     flags: dict[str, Any],
 ) -> None:
     """Run an experiment: speed and quality of every cell, and the tables. The same command resumes it."""
-    overrides = replace(Overrides.from_flags(flags, modes=modes or None, settings=settings or []), many=yes)
+    overrides = replace(
+        Overrides.from_flags(flags, modes=modes or None, settings=settings or []), many=yes
+    )
     published = ctx.info_name == "reproduce"  # the same command with other cells and another table
     if published and experiment is None:
         problem = "EXPERIMENT: no published table is named"
-        raise UserError(problem, "Name one, such as lantern-table2: `lantern-bench experiments` lists them.")
+        raise UserError(
+            problem, "Name one, such as lantern-table2: `lantern-bench experiments` lists them."
+        )
     request = prepare(
         experiment or "lanterns", overrides, out=out, resume=resume, shard=shard, ray=ray, both_residuals=published,
         worker_timeout=worker_timeout,
@@ -86,14 +105,24 @@ def sweep(
 def score(
     ctx: typer.Context,
     run: RunArgument,
-    protocol: Annotated[str | None, typer.Option(help=f"One of {', '.join(PROTOCOLS)}; by default the run's.")] = None,
+    protocol: Annotated[
+        str | None, typer.Option(help=f"One of {', '.join(PROTOCOLS)}; by default the run's.")
+    ] = None,
     reference: Annotated[
-        str | None, typer.Option(help="embedded, a folder, a COCO .json (or FILE.json=FOLDER), or a .npz (mu, sigma).")
+        str | None,
+        typer.Option(
+            help="embedded, a folder, a COCO .json (or FILE.json=FOLDER), or a .npz (mu, sigma)."
+        ),
     ] = None,
     infinity: Annotated[
-        bool, typer.Option("--fid-infinity", help="Also extrapolate FID to infinitely many pictures.", hidden=True)
+        bool,
+        typer.Option(
+            "--fid-infinity", help="Also extrapolate FID to infinitely many pictures.", hidden=True
+        ),
     ] = False,
-    again: Annotated[bool, typer.Option("--again", help="Score again what these scorers have scored.")] = False,
+    again: Annotated[
+        bool, typer.Option("--again", help="Score again what these scorers have scored.")
+    ] = False,
     device: DeviceOption = "auto",
     format: FormatOption = None,
 ) -> None:
@@ -104,7 +133,13 @@ def score(
     with console.progress() as progress:
         show = show_events(console, progress)
         scored_by, count = score_run_directory(
-            run, show, protocol=protocol, reference=reference, device=device, infinity=infinity, rescore=again
+            run,
+            show,
+            protocol=protocol,
+            reference=reference,
+            device=device,
+            infinity=infinity,
+            rescore=again,
         )
 
     from lantern_bench.report.tables import write_tables
@@ -113,14 +148,20 @@ def score(
     rows = quality[quality["protocol"] == scored_by.name].reset_index(drop=True)
     title = f"{run.name}: {scored_by.name}, version {scored_by.version}"
     console.table(rows, "quality", title=title, format=format)
-    message = f"{count} scores added" if count else "nothing to add: these scorers have scored everything (--again)"
+    message = (
+        f"{count} scores added"
+        if count
+        else "nothing to add: these scorers have scored everything (--again)"
+    )
     console.say(f"{message}; {run / 'scores.jsonl'}")
 
 
 def merge(
     ctx: typer.Context,
     runs: RunsArgument,
-    out: Annotated[Path | None, typer.Option(help="By default the first's name without -shardIofN.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="By default the first's name without -shardIofN.")
+    ] = None,
     format: FormatOption = None,
 ) -> None:
     """Merge the shards of a run (`sweep --shard i/n`) into one run, after checking that they are one run."""
@@ -161,7 +202,12 @@ def show_events(console: Console, progress: Progress) -> Emit:
                     figures["s_per_image"].append(record["seconds"])
                     if task.cell.decoding.mode != "ar" and record["mean_accepted_length"]:
                         figures["mal"].append(record["mean_accepted_length"])
-                progress.share("images", done, images, **{key: fmean(row) for key, row in figures.items() if row})
+                progress.share(
+                    "images",
+                    done,
+                    images,
+                    **{key: fmean(row) for key, row in figures.items() if row},
+                )
 
     return show
 
@@ -177,7 +223,12 @@ def _show_summary(folder: Path, console: Console, format: str | None) -> None:
 def _show_reproduction(folder: Path, console: Console, format: str | None) -> None:
     """Write the tables, show the published figures beside ours and what is not comparable."""
     from lantern_bench.config.paper import read_paper
-    from lantern_bench.report.reproduction import comparability, reproduction_rows, side_by_side, sources
+    from lantern_bench.report.reproduction import (
+        comparability,
+        reproduction_rows,
+        side_by_side,
+        sources,
+    )
     from lantern_bench.report.tables import frame, write_csv, write_tables
 
     manifest = store.read_manifest(folder)
@@ -191,5 +242,9 @@ def _show_reproduction(folder: Path, console: Console, format: str | None) -> No
         for note in notes:
             console.say(note)
     else:
-        console.table(side_by_side(table), title=title, notes=[*notes, *sources(table)], format=format)
-    console.say(f"tables: reproduction.csv, speed.csv, quality.csv, acceptance.csv, summary.csv; all in {folder}")
+        console.table(
+            side_by_side(table), title=title, notes=[*notes, *sources(table)], format=format
+        )
+    console.say(
+        f"tables: reproduction.csv, speed.csv, quality.csv, acceptance.csv, summary.csv; all in {folder}"
+    )

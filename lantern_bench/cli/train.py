@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_origin
 
 import typer
 
-from lantern_bench.cli.options import PROMPTS_HELP, Command, FormatOption, command_group, flag, with_flags
+from lantern_bench.cli.options import (
+    PROMPTS_HELP,
+    Command,
+    FormatOption,
+    command_group,
+    flag,
+    with_flags,
+)
 from lantern_bench.console import Console, duration
 from lantern_bench.errors import CheckFailedError, UserError
 from lantern_bench.runs.store import check_writable, results_root
@@ -26,7 +33,9 @@ def _drafter_flags() -> Iterator[tuple[str, Any]]:
     for key, field in DrafterFlags.model_fields.items():
         if field.title is not None:
             kind: Any = str if get_origin(field.annotation) is Literal else field.annotation
-            default = "" if field.default is None or kind is bool else f"  [default: {field.default}]"
+            default = (
+                "" if field.default is None or kind is bool else f"  [default: {field.default}]"
+            )
             yield flag(key, kind | None, field.title + default)
 
 
@@ -34,13 +43,23 @@ def _drafter_flags() -> Iterator[tuple[str, Any]]:
 @with_flags(dict(_drafter_flags()))
 def drafter(
     ctx: typer.Context,
-    target: Annotated[str, typer.Option(help="The model to train a drafter for, or the YAML file that describes it.")],
+    target: Annotated[
+        str,
+        typer.Option(help="The model to train a drafter for, or the YAML file that describes it."),
+    ],
     data: Annotated[
-        str, typer.Option(help=f"A folder of pictures with captions; or captions to sample from: {PROMPTS_HELP}")
+        str,
+        typer.Option(
+            help=f"A folder of pictures with captions; or captions to sample from: {PROMPTS_HELP}"
+        ),
     ],
     flags: dict[str, Any],
-    min_mal: Annotated[float | None, typer.Option(help="Exit with 5 if the drafter's MAL ends below this.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be made, and make nothing.")] = False,
+    min_mal: Annotated[
+        float | None, typer.Option(help="Exit with 5 if the drafter's MAL ends below this.")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show what would be made, and make nothing.")
+    ] = False,
     format: FormatOption = None,
 ) -> None:
     """Train a drafter for a target and write it in the published layout. The same command continues a training."""
@@ -69,13 +88,19 @@ def _run(job: DrafterJob, min_mal: float | None, console: Console, format: str |
 
     flags = job.flags
     if is_distributed() and flags.minutes is not None:
-        raise UserError("--minutes: clocks of several processes differ", "Give --steps or --epochs.")
-    if flags.compile and (problem := compiler_problem(choose_compute(flags.device, flags.dtype).device)):
+        raise UserError(
+            "--minutes: clocks of several processes differ", "Give --steps or --epochs."
+        )
+    if flags.compile and (
+        problem := compiler_problem(choose_compute(flags.device, flags.dtype).device)
+    ):
         raise UserError(f"--compile: {problem}", "Leave it out.")
     check_writable(job.out)
     check_writable(job.work, "--work")
     distributed = join_processes(cpu=flags.device == "cpu")
-    compute = choose_compute(flags.device if distributed.device is None else str(distributed.device), flags.dtype)
+    compute = choose_compute(
+        flags.device if distributed.device is None else str(distributed.device), flags.dtype
+    )
     model = model_of(flags.target).load(compute.device, compute.dtype)
     shown = console if distributed.first else Console(quiet=True)
     try:
@@ -83,7 +108,11 @@ def _run(job: DrafterJob, min_mal: float | None, console: Console, format: str |
 
             def on_event(event: TrainEvent) -> None:
                 progress.share(
-                    "training the drafter", event.fraction, step=str(event.step), loss=event.loss, **event.figures
+                    "training the drafter",
+                    event.fraction,
+                    step=str(event.step),
+                    loss=event.loss,
+                    **event.figures,
                 )
 
             report, evaluated = train_drafter(job, model, on_event, progress.share, distributed)
@@ -92,13 +121,19 @@ def _run(job: DrafterJob, min_mal: float | None, console: Console, format: str |
         raise
     if not distributed.first:
         return
-    console.table(_drafter_table(evaluated, job.decoding.tree), title=f"drafter for {flags.target}", format=format)
+    console.table(
+        _drafter_table(evaluated, job.decoding.tree),
+        title=f"drafter for {flags.target}",
+        format=format,
+    )
     console.say(f"{report.steps} steps in {duration(report.seconds)}; log: {job.out / 'log.csv'}")
     console.say(f"wrote {job.out}; use it: --model {job.out / 'model.yaml'}")
     accepted = evaluated[0].accepted
     if min_mal is not None and (accepted is None or accepted.value < min_mal):
         mal = "not measured" if accepted is None else f"{accepted.value:.3f}"
-        raise CheckFailedError(f"--min-mal {min_mal:g}: the drafter's MAL is {mal}", "Train longer or on more data.")
+        raise CheckFailedError(
+            f"--min-mal {min_mal:g}: the drafter's MAL is {mal}", "Train longer or on more data."
+        )
 
 
 def _drafter_table(evaluated: Sequence[Evaluated], tree: str | None) -> pd.DataFrame:
@@ -111,10 +146,20 @@ def _drafter_table(evaluated: Sequence[Evaluated], tree: str | None) -> pd.DataF
     model_length = evaluated[1].accepted if len(evaluated) > 1 else None
     for drafter in evaluated:
         accepted = drafter.accepted
-        row = {"drafter": drafter.name, "one_minus_tv": drafter.one_minus_tv, "tree": tree, "images": 0}
+        row = {
+            "drafter": drafter.name,
+            "one_minus_tv": drafter.one_minus_tv,
+            "tree": tree,
+            "images": 0,
+        }
         if accepted is not None:
             mal = ratio_of_sums(*accepted)
-            row |= {"images": len(accepted.over), "mal": mal.value, "mal_low": mal.low, "mal_high": mal.high}
+            row |= {
+                "images": len(accepted.over),
+                "mal": mal.value,
+                "mal_low": mal.low,
+                "mal_high": mal.high,
+            }
         if accepted is not None and model_length is not None:
             # Both commit the same number of tokens, so the ratio of their lengths is that of their steps.
             ratio = ratio_of_sums(model_length.under, accepted.under, accepted.prompts)

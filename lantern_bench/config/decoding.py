@@ -28,7 +28,14 @@ from lantern_bench.methods.tables import (
     owners_of,
     raise_if_refused,
 )
-from lantern_bench.methods.trees import MOST_NODES, STATIC_TREES, Topology, check_topology, is_chain, topology_name
+from lantern_bench.methods.trees import (
+    MOST_NODES,
+    STATIC_TREES,
+    Topology,
+    check_topology,
+    is_chain,
+    topology_name,
+)
 
 _ROWS: Mapping[str, Collection[str]] = {"mode": MODES, "drafting": DRAFTINGS, "rule": RULES}
 STRUCTURE = tuple(_ROWS)
@@ -71,7 +78,9 @@ def check_value(key: str, value: object, folder: Path = Path()) -> Any:
     try:
         return _adapter(key).validate_python(value)
     except ValidationError as error:
-        if (most := parameter.kind.most) is not None and error.errors()[0]["type"] == "less_than_equal":
+        if (most := parameter.kind.most) is not None and error.errors()[0][
+            "type"
+        ] == "less_than_equal":
             raise ParameterError(f"must be at most {most:,}", key) from error
         remark = f" ({parameter.remark})" if parameter.remark else ""
         raise ParameterError(parameter.kind.allowed + remark, key) from error
@@ -81,7 +90,11 @@ def read_values(
     key: str, written: object, location: Location, problems: Problems, folder: Path = Path()
 ) -> tuple[Any, ...]:
     """Return the checked values of a parameter; a list is a grid. Wrong values go to `problems`."""
-    values = written if isinstance(written, list) and not (key == "tree" and is_tree(written)) else [written]
+    values = (
+        written
+        if isinstance(written, list) and not (key == "tree" and is_tree(written))
+        else [written]
+    )
     if not values:
         problems.add(location, "an empty list; give at least one value")
     checked = []
@@ -95,7 +108,9 @@ def read_values(
 
 def is_tree(value: object) -> bool:
     """Whether a value is one tree (a list of paths), and not a name or a grid of trees."""
-    if not isinstance(value, list | tuple) or not all(isinstance(path, list | tuple) for path in value):
+    if not isinstance(value, list | tuple) or not all(
+        isinstance(path, list | tuple) for path in value
+    ):
         return False
     ranks = [rank for path in value for rank in path]
     return bool(value) and not any(isinstance(rank, list | tuple) for rank in ranks)
@@ -107,19 +122,27 @@ def _check_tree(value: object, folder: Path) -> str | Topology:
         try:
             value = load_yaml((folder / value[1:]).read_text(encoding="utf-8"), value[1:])[0]
         except (OSError, ValueError, UserError) as error:
-            raise ParameterError(f"cannot be read as a tree: {' '.join(str(error).split())}", "tree") from error
+            raise ParameterError(
+                f"cannot be read as a tree: {' '.join(str(error).split())}", "tree"
+            ) from error
     if isinstance(value, str):
         if value not in STATIC_TREES:
             allowed = f"the trees are {', '.join(STATIC_TREES)}; or @FILE, or a list of paths"
-            raise ParameterError(f"unknown tree{did_you_mean(value, STATIC_TREES)} ({allowed})", "tree")
+            raise ParameterError(
+                f"unknown tree{did_you_mean(value, STATIC_TREES)} ({allowed})", "tree"
+            )
         return value
     if not is_tree(value):
-        allowed = "must be a tree's name, @FILE, or a list of child-rank paths such as [[0], [1], [0, 0]]"
+        allowed = (
+            "must be a tree's name, @FILE, or a list of child-rank paths such as [[0], [1], [0, 0]]"
+        )
         raise ParameterError(allowed, "tree")
     try:
         topology = check_topology(value)  # type: ignore[arg-type]  # is_tree has looked at it
     except UserError as error:
-        raise ParameterError(error.message + (f". {error.advice}" if error.advice else ""), "tree") from error
+        raise ParameterError(
+            error.message + (f". {error.advice}" if error.advice else ""), "tree"
+        ) from error
     name = topology_name(topology)
     return name if name in STATIC_TREES else topology
 
@@ -150,7 +173,9 @@ class Decoding:
 
         Raises `ParameterError`.
         """
-        values = {key.removesuffix("_"): value for key, value in values.items() if value is not None}
+        values = {
+            key.removesuffix("_"): value for key, value in values.items() if value is not None
+        }
         for key in values:
             if key not in PARAMETERS:
                 raise ParameterError(f"is no parameter{did_you_mean(key, PARAMETERS)}", key)
@@ -161,13 +186,19 @@ class Decoding:
             if mode == "ar" and value != "none":
                 raise ParameterError(f"mode ar drafts nothing and has no {key}; leave it out", key)
             if mode != "ar" and value == "none":
-                raise ParameterError(f"mode {mode} needs a {key}; without drafting write mode: ar", key)
+                raise ParameterError(
+                    f"mode {mode} needs a {key}; without drafting write mode: ar", key
+                )
         for key in values:
             if not has_parameter(key, drafting, rule):
                 raise ParameterError(f"does not belong here: it is for {owners_of(key)}", key)
         values = {key: check_value(key, value) for key, value in values.items()}
-        defaults = DRAFTINGS[drafting].adapt(defaults_for(drafting, rule, mode, model_defaults), values)
-        values = {key: value for key, value in defaults.items() if has_parameter(key, drafting, rule)} | values
+        defaults = DRAFTINGS[drafting].adapt(
+            defaults_for(drafting, rule, mode, model_defaults), values
+        )
+        values = {
+            key: value for key, value in defaults.items() if has_parameter(key, drafting, rule)
+        } | values
         paths: Topology = ()
         if (tree := values.get("tree")) is not None:
             paths = STATIC_TREES[tree] if isinstance(tree, str) else check_topology(tree)
@@ -175,9 +206,13 @@ class Decoding:
         _check_together(values, mode, drafting, rule, paths)
         # it uses no filters and no residual (docs/algorithms.md, section 3)
         if values["temperature"] == 0:
-            values |= {key: PARAMETERS[key].default for key in values if PARAMETERS[key].sampled_only}
+            values |= {
+                key: PARAMETERS[key].default for key in values if PARAMETERS[key].sampled_only
+            }
             rule = RULES[rule].greedy_rule
-            values = {key: value for key, value in values.items() if has_parameter(key, drafting, rule)}
+            values = {
+                key: value for key, value in values.items() if has_parameter(key, drafting, rule)
+            }
         ordered = tuple((key, values[key]) for key in PARAMETERS if key in values)
         fields = (mode, drafting, rule, ordered, paths, cfg_default)
         self.__dict__.update(zip(self.__dataclass_fields__, fields, strict=True))  # it is frozen
@@ -190,7 +225,12 @@ class Decoding:
 
     @cached_property
     def _values(self) -> dict[str, Any]:
-        return {"mode": self.mode, "drafting": self.drafting, "rule": self.rule, **dict(self.parameters)}
+        return {
+            "mode": self.mode,
+            "drafting": self.drafting,
+            "rule": self.rule,
+            **dict(self.parameters),
+        }
 
     def value(self, key: str) -> Any:
         """Return the value of a parameter, None if the cell lacks it."""
@@ -202,7 +242,9 @@ class Decoding:
 
     def autoregressive(self) -> Decoding:
         """Return autoregressive decoding with the same sampling."""
-        return Decoding("ar", cfg_default=self.cfg_default, **{key: self.value(key) for key in SAMPLING})
+        return Decoding(
+            "ar", cfg_default=self.cfg_default, **{key: self.value(key) for key in SAMPLING}
+        )
 
     @property
     def drafting_row(self) -> Drafting:
@@ -250,7 +292,9 @@ class Decoding:
         """A name of all values that matter, without the model: letters, digits, `.`, `+`, `_` and `-`."""
         words = [self.mode]
         if self.drafts:
-            words.append(self.drafting if self.tree_label is None else f"{self.drafting}-{self.tree_label}")
+            words.append(
+                self.drafting if self.tree_label is None else f"{self.drafting}-{self.tree_label}"
+            )
         if self.rule_row.in_id and MODES[self.mode].rule != self.rule:
             words.append(self.rule)
         always, changed = [], []
@@ -268,12 +312,23 @@ class Decoding:
 
         The default of a drafting is no error of the user: what lies behind the image is cut off.
         """
-        limits = {"tokens": tokens, "codes": codes, "other codes": None if codes is None else codes - 1}
-        typed = [(key, value) for key, value in self.parameters if self.drafting_row.defaults.get(key) != value]
+        limits = {
+            "tokens": tokens,
+            "codes": codes,
+            "other codes": None if codes is None else codes - 1,
+        }
+        typed = [
+            (key, value)
+            for key, value in self.parameters
+            if self.drafting_row.defaults.get(key) != value
+        ]
         sizes = [(key.replace("_", "-"), value, PARAMETERS[key].bounded_by) for key, value in typed]
         if self.paths:
             fan_out = 1 + max(path[-1] for path in self.paths)
-            sizes += [("tree of depth", len(self.paths[-1]), "tokens"), ("tree of fan-out", fan_out, "codes")]
+            sizes += [
+                ("tree of depth", len(self.paths[-1]), "tokens"),
+                ("tree of fan-out", fan_out, "codes"),
+            ]
         for flag, size, bound in sizes:
             if bound is not None and (most := limits[bound]) is not None and size > most:
                 has = f"{tokens} tokens an image" if bound == "tokens" else f"{codes} codes"
@@ -281,8 +336,15 @@ class Decoding:
 
     def columns(self) -> dict[str, Any]:
         """Return the cell columns of `schema.py` without the model and the batch."""
-        values = {"cell_id": self.cell_id, "mode": self.mode, "drafting": self.drafting, "tree": self.tree_label}
-        parameters = {key: self.value(key) for key, parameter in PARAMETERS.items() if parameter.column}
+        values = {
+            "cell_id": self.cell_id,
+            "mode": self.mode,
+            "drafting": self.drafting,
+            "tree": self.tree_label,
+        }
+        parameters = {
+            key: self.value(key) for key, parameter in PARAMETERS.items() if parameter.column
+        }
         return values | {"rule": self.rule} | parameters
 
     def settings(self) -> dict[str, Any]:
@@ -296,9 +358,13 @@ class Decoding:
         return values
 
 
-def _check_together(values: Mapping[str, Any], mode: str, drafting: str, rule: str, paths: Topology) -> None:
+def _check_together(
+    values: Mapping[str, Any], mode: str, drafting: str, rule: str, paths: Topology
+) -> None:
     """Raise `ParameterError` for values of a cell that do not go together, or for a missing one."""
-    if problem := chain_problem(rule, drafting, paths, "it" if paths else f"the drafting {drafting}"):
+    if problem := chain_problem(
+        rule, drafting, paths, "it" if paths else f"the drafting {drafting}"
+    ):
         raise ParameterError(problem, "tree" if paths else "rule")
     row = RULES[rule]
     for key in PARAMETERS:

@@ -13,8 +13,21 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from lantern_bench.config.decoding import STRUCTURE, Decoding, MissingValueError, ParameterError, word_of
-from lantern_bench.config.parse_experiment import CellEntry, ExperimentReader, Layer, Overrides, Settings, Stated
+from lantern_bench.config.decoding import (
+    STRUCTURE,
+    Decoding,
+    MissingValueError,
+    ParameterError,
+    word_of,
+)
+from lantern_bench.config.parse_experiment import (
+    CellEntry,
+    ExperimentReader,
+    Layer,
+    Overrides,
+    Settings,
+    Stated,
+)
 from lantern_bench.config.yaml_source import Location, Source, read_source
 from lantern_bench.errors import RefusedError, UserError, did_you_mean
 from lantern_bench.methods.tables import MODES, PARAMETERS, RULES, has_parameter, owners_of
@@ -24,7 +37,17 @@ ModelDefaults: TypeAlias = Mapping[str, Mapping[str, Any]]
 MOST_CELLS = 1_000  # larger grids need `--yes`
 
 # Keys that do not change the images, up to rounding.
-_NOT_RUN = ("name", "description", "paper", "protocol", "reference", "metrics", "processes", "threads", "pool_devices")
+_NOT_RUN = (
+    "name",
+    "description",
+    "paper",
+    "protocol",
+    "reference",
+    "metrics",
+    "processes",
+    "threads",
+    "pool_devices",
+)
 
 
 @dataclass(frozen=True)
@@ -44,7 +67,11 @@ class Cell:
 
     def columns(self) -> dict[str, Any]:
         """Return the cell columns of `schema.py`; None where the cell lacks the parameter."""
-        return self.decoding.columns() | {"cell_id": self.cell_id, "batch": self.batch, "model": self.model}
+        return self.decoding.columns() | {
+            "cell_id": self.cell_id,
+            "batch": self.batch,
+            "model": self.model,
+        }
 
     def settings(self) -> dict[str, Any]:
         """Return what a record's key covers: the cell as an experiment file writes it, with its model."""
@@ -62,12 +89,18 @@ class ResolvedExperiment:
     def to_dict(self) -> dict[str, Any]:
         """Return the content of an experiment file that resolves to the same cells."""
         values = self.settings.model_dump(mode="json", exclude_none=True)
-        values["model_defaults"] = {model: {"cfg_scale": scale} for model, scale in self.cfg_defaults.items()}
-        values["batch"] = values["batch"] if len(self.settings.batch) > 1 else self.settings.batch[0]
+        values["model_defaults"] = {
+            model: {"cfg_scale": scale} for model, scale in self.cfg_defaults.items()
+        }
+        values["batch"] = (
+            values["batch"] if len(self.settings.batch) > 1 else self.settings.batch[0]
+        )
         # Each decoding once: `batch` lists the batch sizes.
         cells = {cell.prefix + cell.decoding.cell_id: cell for cell in self.cells}.values()
         several = len(self.settings.model) > 1
-        values["cells"] = [({"model": cell.model} if several else {}) | cell.decoding.settings() for cell in cells]
+        values["cells"] = [
+            ({"model": cell.model} if several else {}) | cell.decoding.settings() for cell in cells
+        ]
         return values
 
     @cached_property
@@ -116,7 +149,9 @@ def load_experiment(
     reader.check_models(settings, defaults, entries)
     cells = Grid(reader, settings, entries, defaults).cells()
     reader.problems.raise_all()
-    cfg_defaults = {model: float(defaults[model].get("cfg_scale") or 1.0) for model in settings.model}
+    cfg_defaults = {
+        model: float(defaults[model].get("cfg_scale") or 1.0) for model in settings.model
+    }
     return ResolvedExperiment(settings, tuple(cells), cfg_defaults)
 
 
@@ -131,7 +166,10 @@ def _find(source: str | Path) -> Path:
             f"The experiments are: {', '.join(shipped) or 'none'}. "
             "A file is named with its ending, for example mine.yaml.",
         )
-    raise UserError(f"{source}: no such experiment file", "Give a YAML file, or the name of a shipped experiment.")
+    raise UserError(
+        f"{source}: no such experiment file",
+        "Give a YAML file, or the name of a shipped experiment.",
+    )
 
 
 @dataclass
@@ -148,17 +186,29 @@ class Grid:
 
     def cells(self) -> list[Cell]:
         """Return the cells in fixed order, without those that have problems."""
-        batches = [(batch, f"-batch{batch}" if len(self.settings.batch) > 1 else "") for batch in self.settings.batch]
+        batches = [
+            (batch, f"-batch{batch}" if len(self.settings.batch) > 1 else "")
+            for batch in self.settings.batch
+        ]
         cells: dict[Cell, None] = {}
         for model in self.settings.model:
             self.count = 0
             prefix = f"{word_of(model)}-" if len(self.settings.model) > 1 else ""
-            of_model = [entry for entry in self.entries if not entry.models or model in entry.models]
+            of_model = [
+                entry for entry in self.entries if not entry.models or model in entry.models
+            ]
             if self.settings.baseline and not any("ar" in entry.modes for entry in of_model):
-                of_model.insert(0, CellEntry({"mode": Stated(("ar",), Location("baseline"))}, Location("baseline")))
+                of_model.insert(
+                    0,
+                    CellEntry(
+                        {"mode": Stated(("ar",), Location("baseline"))}, Location("baseline")
+                    ),
+                )
             for entry in of_model:
                 for decoding in self._decodings(entry, model):
-                    cells |= dict.fromkeys(Cell(model, decoding, prefix, *batch) for batch in batches)
+                    cells |= dict.fromkeys(
+                        Cell(model, decoding, prefix, *batch) for batch in batches
+                    )
         self._note_idle_flags()
         if self.reader.problems.entries:  # a value may be missing because it was wrong
             return []
@@ -174,7 +224,9 @@ class Grid:
         """Note the flags that no cell uses, unless a cell without a mode may be the reason."""
         if not all(entry.modes for entry in self.entries):
             return
-        modes = ", ".join(dict.fromkeys(mode for entry in self.entries for mode in entry.modes)) or "ar"
+        modes = (
+            ", ".join(dict.fromkeys(mode for entry in self.entries for mode in entry.modes)) or "ar"
+        )
         for key, stated in self.reader.flags.items():
             if key not in self.used_flags:
                 text = f"reaches no cell: it belongs to {owners_of(key)}, and the modes here are {modes}"
@@ -183,24 +235,41 @@ class Grid:
     def _decodings(self, entry: CellEntry, model: str) -> Iterator[Decoding]:
         """Yield the decodings of one entry, without those that have problems."""
         # Of a value that stands in several places the last wins.
-        stated = {**self.reader.top, **self.reader.models.get(model, {}), **entry.layer, **self.reader.flags}
+        stated = {
+            **self.reader.top,
+            **self.reader.models.get(model, {}),
+            **entry.layer,
+            **self.reader.flags,
+        }
         methods = []
         for mode in entry.modes:
             layer = stated
             # a drafting or rule of other cells is not for it, which drafts nothing
             if mode == "ar":
                 mode_layer = entry.layer if len(entry.modes) == 1 else {}
-                layer = {key: row for key, row in stated.items() if key not in STRUCTURE or mode_layer.get(key) is row}
+                layer = {
+                    key: row
+                    for key, row in stated.items()
+                    if key not in STRUCTURE or mode_layer.get(key) is row
+                }
             draftings = layer["drafting"].values if "drafting" in layer else (MODES[mode].drafting,)
             rules = layer["rule"].values if "rule" in layer else (MODES[mode].rule,)
             for drafting, rule in itertools.product(draftings, rules):
                 methods.append((mode, drafting, rule))
-                yield from self._of_method(mode, drafting, rule, layer, entry.location, self.defaults.get(model, {}))
+                yield from self._of_method(
+                    mode, drafting, rule, layer, entry.location, self.defaults.get(model, {})
+                )
         if methods and not {"drafting", "rule"} & self.reader.flags.keys():
             self._note_unused(entry.layer, methods)
 
     def _of_method(
-        self, mode: str, drafting: str, rule: str, layer: Layer, location: Location, model_defaults: Mapping[str, Any]
+        self,
+        mode: str,
+        drafting: str,
+        rule: str,
+        layer: Layer,
+        location: Location,
+        model_defaults: Mapping[str, Any],
     ) -> Iterator[Decoding]:
         stated = [key for key in PARAMETERS if key in layer]
         reached = [key for key in stated if key in STRUCTURE or has_parameter(key, drafting, rule)]
@@ -216,13 +285,18 @@ class Grid:
         cfg_default = float(model_defaults.get("cfg_scale") or 1.0)
         make = partial(Decoding, mode, model_defaults=model_defaults, cfg_default=cfg_default)
         for combination in itertools.product(*axes.values()):
-            values = dict(zip(axes, combination, strict=True)) | {"drafting": drafting, "rule": rule}
+            values = dict(zip(axes, combination, strict=True)) | {
+                "drafting": drafting,
+                "rule": rule,
+            }
             try:
                 try:
                     decoding = make(**values)
                 except ParameterError as error:
                     # A flag that names other drafts replaces a rule of the file that cannot decide on them.
-                    by_flag = {"tree": "tree", "rule": "drafting"}.get(error.key or "") in self.reader.flags
+                    by_flag = {"tree": "tree", "rule": "drafting"}.get(
+                        error.key or ""
+                    ) in self.reader.flags
                     if not by_flag or "rule" in self.reader.flags:
                         raise
                     decoding = make(**values | {"rule": RULES[rule].greedy_rule})
@@ -232,12 +306,16 @@ class Grid:
             except ParameterError as error:
                 refused = layer.get(error.key or "")
                 value = values.get(error.key or "")
-                self.reader.problems.add(refused.location if refused else location, error.text, value)
+                self.reader.problems.add(
+                    refused.location if refused else location, error.text, value
+                )
 
     def _note_unused(self, cell: Layer, methods: Sequence[tuple[str, str, str]]) -> None:
         """Note values of a cell that none of its methods (mode, drafting, rule) has."""
         mode, drafting, rule = methods[0]
         for key, stated in cell.items():
-            if key not in STRUCTURE and not any(has_parameter(key, *method[1:]) for method in methods):
+            if key not in STRUCTURE and not any(
+                has_parameter(key, *method[1:]) for method in methods
+            ):
                 text = f"mode {mode} has the drafting {drafting} and the rule {rule}; {key} belongs to {owners_of(key)}"
                 self.reader.problems.add(stated.location, text, stated.values[0])

@@ -11,7 +11,14 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from lantern_bench.config.decoding import is_tree, read_values
 from lantern_bench.config.paper import read_paper
-from lantern_bench.config.yaml_source import KeyPath, Location, Problems, Source, load_yaml, problems_of
+from lantern_bench.config.yaml_source import (
+    KeyPath,
+    Location,
+    Problems,
+    Source,
+    load_yaml,
+    problems_of,
+)
 from lantern_bench.errors import UserError, did_you_mean
 from lantern_bench.methods.parameters import COUNT, NATURAL, Count, Natural
 from lantern_bench.methods.tables import DRAFTINGS, MODES, PARAMETERS, RULES
@@ -30,7 +37,9 @@ def _as_list(value: object) -> object:
 
 # A single value is a list of one; values that come twice count once.
 _Unique = AfterValidator(lambda values: tuple(dict.fromkeys(values)))
-Several: TypeAlias = Annotated[tuple[_T, ...], BeforeValidator(_as_list), Field(min_length=1), _Unique]
+Several: TypeAlias = Annotated[
+    tuple[_T, ...], BeforeValidator(_as_list), Field(min_length=1), _Unique
+]
 
 
 class Settings(BaseModel):
@@ -46,20 +55,25 @@ class Settings(BaseModel):
     # see paper.py
     paper: dict[str, Any] | None = Field(default=None, description="must be a mapping")
     model: Several[str] = Field(description="must be a model's name or a list of names")
-    prompts: str = Field(default="held-out", min_length=1, description="must be the name of a prompt set, or a file")
+    prompts: str = Field(
+        default="held-out", min_length=1, description="must be the name of a prompt set, or a file"
+    )
     # Of each cell: prompts in order, then again with the next repeat; None: every prompt once.
     images: Count | None = Field(default=None, description=COUNT.allowed)
     # of that list of images, each with new seeds
     repeats: Count = Field(default=1, description=COUNT.allowed)
     seed: Natural = Field(default=0, lt=2**63, description=NATURAL.allowed)
     # How pictures are scored; None: the model's own protocol.
-    protocol: str | None = Field(default=None, min_length=1, description="must be the name of a quality protocol")
+    protocol: str | None = Field(
+        default=None, min_length=1, description="must be the name of a quality protocol"
+    )
     # The reference pictures; None: those of the protocol.
     reference: str | None = Field(
         default=None, min_length=1, description="must be embedded, a folder, a .json or a .npz file"
     )
     metrics: Several[Literal["speed", "quality", "distance"]] = Field(
-        default=("speed", "quality", "distance"), description="must be a list of speed, quality and distance"
+        default=("speed", "quality", "distance"),
+        description="must be a list of speed, quality and distance",
     )
     # Images that are decoded at once; several values give several cells.
     batch: Several[Count] = Field(default=(1,), description=f"{COUNT.allowed}, or a list of them")
@@ -72,7 +86,8 @@ class Settings(BaseModel):
     threads: Count | None = Field(default=None, le=_MOST_PARALLEL, description=COUNT.allowed)
     # Where code distances are measured (decoding/neighbours.py).
     neighbour_space: Literal["raw", "normalised"] | None = Field(
-        default=None, description="must be raw or normalised; if absent, it is as published for the model"
+        default=None,
+        description="must be raw or normalised; if absent, it is as published for the model",
     )
     baseline: bool = Field(default=True, description=_SWITCH)  # add an ar cell
     # Speedups of a run on several kinds of device are over all of them together.
@@ -101,16 +116,27 @@ class Overrides:
         settings: Sequence[str] = (),
     ) -> Overrides:
         """Return the overrides given by flags (by key; None: not given), `--modes` and `--set`."""
-        values = {key.replace("-", "_"): _split(value, f"--{key}") for key, value in flags.items() if value is not None}
+        values = {
+            key.replace("-", "_"): _split(value, f"--{key}")
+            for key, value in flags.items()
+            if value is not None
+        }
         from_set = set()
         for setting in settings:
             key, equals, text = setting.partition("=")
             key = key.strip().replace("-", "_")
             if not equals or not key or not text.strip():
-                raise UserError(f"--set {setting}: must have the form key=value", "For example: --set temperature=0.9")
+                raise UserError(
+                    f"--set {setting}: must have the form key=value",
+                    "For example: --set temperature=0.9",
+                )
             values[key] = _split(text, f"--set {key}=")
             from_set.add(key)
-        return cls(values, tuple(_split(modes, "--modes")) if modes is not None else (), frozenset(from_set))
+        return cls(
+            values,
+            tuple(_split(modes, "--modes")) if modes is not None else (),
+            frozenset(from_set),
+        )
 
     def location(self, key: str) -> Location:
         """Return the flag of a key."""
@@ -193,16 +219,24 @@ class ExperimentReader:
 
     def _blocks(self, name: str) -> dict[str, dict[str, Any]]:
         """Return the block of each model under a key of the file."""
-        blocks = self._mapping(self.data.get(name, {}), (name,), "a mapping of model names to values")
+        blocks = self._mapping(
+            self.data.get(name, {}), (name,), "a mapping of model names to values"
+        )
         return {
-            model: self._mapping({} if block is None else block, (name, model), "a mapping of keys to values")
+            model: self._mapping(
+                {} if block is None else block, (name, model), "a mapping of keys to values"
+            )
             for model, block in blocks.items()
         }
 
     def settings(self) -> Settings:
         """Read the run-wide settings of the file, the blocks of its models, which must agree, and the flags."""
         typed = self.overrides.values
-        stated = {key: (self.data[key], self.source.location((key,))) for key in ALLOWED if key in self.data}
+        stated = {
+            key: (self.data[key], self.source.location((key,)))
+            for key in ALLOWED
+            if key in self.data
+        }
         if self.blocks:
             stated.setdefault("model", (list(self.blocks), Location("model")))
         models = typed.get("model") or stated.get("model", [()])[0]
@@ -233,7 +267,9 @@ class ExperimentReader:
 
     def _checked_settings(self, stated: Mapping[str, tuple[Any, Location]]) -> Settings:
         """Check the values; wrong ones get their default, so that reading continues."""
-        values = {"name": Path(self.source.name).stem} | {key: value for key, (value, _) in stated.items()}
+        values = {"name": Path(self.source.name).stem} | {
+            key: value for key, (value, _) in stated.items()
+        }
         try:
             return Settings.model_validate(values)
         except ValidationError as error:
@@ -277,7 +313,11 @@ class ExperimentReader:
         modes = dict.fromkeys(mode for entry in entries for mode in entry.modes)
         wanted = self._wanted_modes(settings.baseline)
         if modes and self.overrides.modes:
-            lacking = [mode for mode in wanted if mode not in modes and not (mode == "ar" and settings.baseline)]
+            lacking = [
+                mode
+                for mode in wanted
+                if mode not in modes and not (mode == "ar" and settings.baseline)
+            ]
             entries += [self._preset_cell(mode, entries) for mode in lacking]
         remaining = []
         for entry in entries:
@@ -304,7 +344,11 @@ class ExperimentReader:
 
     def _preset_cell(self, mode: str, entries: Sequence[CellEntry]) -> CellEntry:
         """Return a cell of a mode that the file lacks: the model's defaults, on the tree of the file's other cells."""
-        location, drafting, rule = Location("--modes"), DRAFTINGS[MODES[mode].drafting], RULES[MODES[mode].rule]
+        location, drafting, rule = (
+            Location("--modes"),
+            DRAFTINGS[MODES[mode].drafting],
+            RULES[MODES[mode].rule],
+        )
         stated = {key for block in (self.top, self.flags, *self.models.values()) for key in block}
         layer = {"mode": Stated((mode,), location)}
         if not rule.lossless and rule.bound not in stated:
@@ -335,7 +379,11 @@ class ExperimentReader:
         return {}
 
     def _layer(
-        self, block: Mapping[str, Any], path: KeyPath, parameters: tuple[str, ...], other_keys: tuple[str, ...]
+        self,
+        block: Mapping[str, Any],
+        path: KeyPath,
+        parameters: tuple[str, ...],
+        other_keys: tuple[str, ...],
     ) -> Layer:
         """Read the parameters of a block; keys other than these and `other_keys` are problems."""
         layer = {}
@@ -354,7 +402,9 @@ class ExperimentReader:
                 self.problems.add(location, text)
         return layer
 
-    def check_models(self, settings: Settings, models: Collection[str], entries: list[CellEntry]) -> None:
+    def check_models(
+        self, settings: Settings, models: Collection[str], entries: list[CellEntry]
+    ) -> None:
         """Note unknown models, cells of other models, and blocks of misspelt ones; `--model` selects among blocks."""
         typed = "model" in self.overrides.values
         location = self.overrides.location("model") if typed else self.source.location(("model",))
@@ -366,8 +416,16 @@ class ExperimentReader:
             return
         misspelt = [name for name in self.blocks if did_you_mean(name, settings.model)]
         suspects = [(name, self.source.location(("models", name))) for name in misspelt]
-        suspects += [(name, entry.location) for entry in entries for name in entry.models if name not in self.blocks]
+        suspects += [
+            (name, entry.location)
+            for entry in entries
+            for name in entry.models
+            if name not in self.blocks
+        ]
         for name, location in suspects:
             if name not in settings.model:
                 names_here = ", ".join(settings.model)
-                self.problems.add(location, f"the model {name} is not among the experiment's models ({names_here})")
+                self.problems.add(
+                    location,
+                    f"the model {name} is not among the experiment's models ({names_here})",
+                )

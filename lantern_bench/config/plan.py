@@ -91,7 +91,11 @@ class Plan:
 
     def shard(self, shard: Shard) -> Plan:
         """Return the tasks of one shard; all cells of a prompt stay in one shard, because they are compared."""
-        mine = (task for task in self.tasks if (task.image_index // self.together) % shard.count == shard.index - 1)
+        mine = (
+            task
+            for task in self.tasks
+            if (task.image_index // self.together) % shard.count == shard.index - 1
+        )
         return replace(self, tasks=tuple(mine))
 
     def deal(self, missing: Plan, count: int, seed: int) -> list[Plan]:
@@ -116,7 +120,9 @@ def parse_shard(text: str) -> Shard:
     """Read `i/n`, i from 1 to n; raises `UserError` otherwise."""
     match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text.strip())
     if match is None or not 1 <= int(match[1]) <= int(match[2]):
-        raise UserError(f"--shard {text}: must be i/n with i from 1 to n", "For example: --shard 2/8")
+        raise UserError(
+            f"--shard {text}: must be i/n with i from 1 to n", "For example: --shard 2/8"
+        )
     return Shard(int(match[1]), int(match[2]))
 
 
@@ -125,13 +131,18 @@ def make_plan(experiment: ResolvedExperiment, prompts: Sequence[Prompt]) -> Plan
     settings = experiment.settings
     unique = list(dict.fromkeys(prompts))
     if not unique:
-        raise UserError(f"prompts {settings.prompts}: holds no prompt", "Give a file with one prompt a line.")
+        raise UserError(
+            f"prompts {settings.prompts}: holds no prompt", "Give a file with one prompt a line."
+        )
     images = settings.images or len(unique)
     passes = -(-images // len(unique))  # over the prompts
     total = images * settings.repeats * len(experiment.cells)
     if total > MOST_IMAGES:
         text = f"the plan has {total:,} images, and a run at most {MOST_IMAGES:,}"
-        raise RefusedError(text, "Give fewer --images, --repeats or cells; or several runs, of --prompts FILE#0-1000.")
+        raise RefusedError(
+            text,
+            "Give fewer --images, --repeats or cells; or several runs, of --prompts FILE#0-1000.",
+        )
     slots = [
         (unique[index % len(unique)], again * passes + index // len(unique))
         for again in range(settings.repeats)
@@ -143,7 +154,10 @@ def make_plan(experiment: ResolvedExperiment, prompts: Sequence[Prompt]) -> Plan
     together = max(settings.batch)
     for start in range(0, len(slots), together):
         prompt, repeat = slots[start]
-        order = [(order_key(settings.seed, prompt.id, repeat, cell.cell_id), cell) for cell in experiment.cells]
+        order = [
+            (order_key(settings.seed, prompt.id, repeat, cell.cell_id), cell)
+            for cell in experiment.cells
+        ]
         for _, cell in sorted(order, key=itemgetter(0)):
             for image_index in range(start, min(start + together, len(slots))):
                 prompt, repeat = slots[image_index]

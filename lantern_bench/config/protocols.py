@@ -69,7 +69,9 @@ _ALL = (
 _MEASURED = {name for protocol in _ALL for name in protocol.metrics}
 # A metric of images that no protocol above measures has a protocol of its own name.
 _OF_METRICS = tuple(
-    Protocol(name.replace("_", "-"), 1, METRICS[name].meaning, (name,)) for name in OF_IMAGES if name not in _MEASURED
+    Protocol(name.replace("_", "-"), 1, METRICS[name].meaning, (name,))
+    for name in OF_IMAGES
+    if name not in _MEASURED
 )
 
 PROTOCOLS = {protocol.name: protocol for protocol in (*_ALL, *_OF_METRICS)}

@@ -50,7 +50,9 @@ class Source:
         return Location(text, self.line(path))
 
 
-def read_source(path: Path, beginning: str = "Start with: name, model, prompts and cells.") -> Source:
+def read_source(
+    path: Path, beginning: str = "Start with: name, model, prompts and cells."
+) -> Source:
     """Read a YAML file; raises `UserError` if it cannot be read or is no mapping, with line and column.
 
     `beginning` says what to write into an empty one.
@@ -80,7 +82,9 @@ def load_yaml(text: str, name: str) -> tuple[Any, yaml.Node | None]:
     Raises `UserError`, with `name`, for what `_Loader` refuses too.
     """
     if len(text) > MOST_CHARACTERS:
-        raise UserError(f"{name[:200]}: has more than {MOST_CHARACTERS} characters, the most of a YAML text here")
+        raise UserError(
+            f"{name[:200]}: has more than {MOST_CHARACTERS} characters, the most of a YAML text here"
+        )
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
@@ -106,14 +110,18 @@ class _Loader(yaml.SafeLoader):
             text = f"the alias *{event.anchor} cannot be used here; write the value again"
             raise yaml.MarkedYAMLError(problem=text, problem_mark=mark)
         if self._depth >= DEEPEST:
-            raise yaml.MarkedYAMLError(problem=f"nested deeper than {DEEPEST} levels", problem_mark=mark)
+            raise yaml.MarkedYAMLError(
+                problem=f"nested deeper than {DEEPEST} levels", problem_mark=mark
+            )
         self._depth += 1
         node = super().compose_node(parent, index)
         self._depth -= 1
         return node
 
 
-def _note_lines(node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int], twice: list[KeyPath]) -> None:
+def _note_lines(
+    node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int], twice: list[KeyPath]
+) -> None:
     lines.setdefault(path, node.start_mark.line + 1)
     if isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):
@@ -136,7 +144,9 @@ class Problems:
 
     def add(self, location: Location, text: str, value: object = None) -> None:
         """Add one problem; `value` is shown beside its location unless it is None."""
-        shown = "" if value is None else f"{'' if location.text.endswith('=') else ' '}{show(value)}"
+        shown = (
+            "" if value is None else f"{'' if location.text.endswith('=') else ' '}{show(value)}"
+        )
         problem = (location, f"{location.text}{shown}: {text}")
         if problem not in self.entries:
             self.entries.append(problem)
@@ -145,12 +155,21 @@ class Problems:
         """Raise one `UserError` with the problems, by line, flags last, if there are any."""
         if not self.entries:
             return
-        in_order = sorted(self.entries, key=lambda problem: (problem[1].startswith("--"), problem[0].line or 0))
-        lines = [f"line {location.line}: {text}" if location.line else text for location, text in in_order]
+        in_order = sorted(
+            self.entries, key=lambda problem: (problem[1].startswith("--"), problem[0].line or 0)
+        )
+        lines = [
+            f"line {location.line}: {text}" if location.line else text
+            for location, text in in_order
+        ]
         if len(lines) > 1:
             raise UserError(f"{self.name}: {len(lines)} problems\n  " + "\n  ".join(lines))
         [text] = lines
-        raise UserError(text if text.startswith("--") else f"{self.name}{' ' if in_order[0][0].line else ': '}{text}")
+        raise UserError(
+            text
+            if text.startswith("--")
+            else f"{self.name}{' ' if in_order[0][0].line else ': '}{text}"
+        )
 
 
 def show(value: object) -> str:
@@ -196,7 +215,10 @@ def problems_of(
         value = _value_at(source.data, path)
         words = re.findall(r"'([^']*)'", item["ctx"]["expected"]) if kind == "literal_error" else []
         if kind in ("extra_forbidden", "invalid_key"):
-            text, value = f"unknown key{did_you_mean(path[-1], keys)} (the keys are {', '.join(keys)})", None
+            text, value = (
+                f"unknown key{did_you_mean(path[-1], keys)} (the keys are {', '.join(keys)})",
+                None,
+            )
         elif kind == "missing":
             text = f"missing; {about}"
         elif kind in ("less_than", "less_than_equal"):

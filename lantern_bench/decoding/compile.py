@@ -27,7 +27,10 @@ from lantern_bench.errors import one_line
 logging.getLogger("torch.utils.cpp_extension").addFilter(
     lambda record: not record.getMessage().startswith("No CUDA runtime is found")
 )
-for _text in (r"TensorFloat32 tensor cores .* available but not enabled", r"\s*Online softmax is disabled on the fly"):
+for _text in (
+    r"TensorFloat32 tensor cores .* available but not enabled",
+    r"\s*Online softmax is disabled on the fly",
+):
     warnings.filterwarnings("ignore", _text, UserWarning)
 
 T = TypeVar("T")
@@ -46,7 +49,11 @@ class Engine:
     """
 
     def __init__(
-        self, compile: bool = False, backend: Any = "inductor", folder: Path | None = None, graphs: bool = True
+        self,
+        compile: bool = False,
+        backend: Any = "inductor",
+        folder: Path | None = None,
+        graphs: bool = True,
     ) -> None:
         self.compile, self.graphs, self.folder, self._backend = compile, graphs, folder, backend
         self._cache: dict[Hashable, Any] = {}
@@ -63,15 +70,21 @@ class Engine:
         value: T = self._cache[key]
         return value
 
-    def program(self, key: Hashable, method: Callable[..., T], device: torch.device) -> Callable[..., T]:
+    def program(
+        self, key: Hashable, method: Callable[..., T], device: torch.device
+    ) -> Callable[..., T]:
         """Return a bound method as this engine runs it on `device`; later calls with this key get the same program."""
         if not self.compile:
             return method
         return self.cached(("program", key), lambda: self._compiled(key, method, device))
 
-    def _compiled(self, key: Hashable, method: Callable[..., T], device: torch.device) -> Callable[..., T]:
+    def _compiled(
+        self, key: Hashable, method: Callable[..., T], device: torch.device
+    ) -> Callable[..., T]:
         if device.type == "cuda":
-            return GraphedProgram(compile_function(method, device, self._backend), method, device, self)
+            return GraphedProgram(
+                compile_function(method, device, self._backend), method, device, self
+            )
         if self.folder is None or self._backend != "inductor" or not can_save_programs():
             return compile_function(method, device, self._backend)
         name = hashlib.sha256(repr((key, torch.get_num_threads())).encode()).hexdigest()[:24]
@@ -103,14 +116,21 @@ class SavedProgram:
 
     def _load(self) -> Callable[..., Any] | None:
         try:
-            return self._ready(torch.compiler.load_compiled_function(io.BytesIO(self._path.read_bytes())))
+            return self._ready(
+                torch.compiler.load_compiled_function(io.BytesIO(self._path.read_bytes()))
+            )
         # the file is missing, damaged or of another torch: the program is compiled again
         except Exception:
             return None
 
     def _compile(self, arguments: tuple[Any, ...]) -> Callable[..., Any]:
-        options: dict[str, Any] = {**_CPU_OPTIONS, "guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
-        compiled: Any = torch.compile(self._method.__func__, dynamic=False, fullgraph=True, options=options)
+        options: dict[str, Any] = {
+            **_CPU_OPTIONS,
+            "guard_filter_fn": torch.compiler.skip_all_guards_unsafe,
+        }
+        compiled: Any = torch.compile(
+            self._method.__func__, dynamic=False, fullgraph=True, options=options
+        )
         try:
             program = compiled.aot_compile(((self._method.__self__, *arguments), {}))
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -151,7 +171,9 @@ def can_save_programs() -> bool:
     return hasattr(torch.compiler, "load_compiled_function")
 
 
-def compile_function(function: Callable[..., T], device: torch.device, backend: Any = "inductor") -> Callable[..., T]:
+def compile_function(
+    function: Callable[..., T], device: torch.device, backend: Any = "inductor"
+) -> Callable[..., T]:
     """Return `function` compiled whole for a device, without guards."""
 
     def run(*arguments: Any) -> T:
@@ -164,7 +186,9 @@ def compile_function(function: Callable[..., T], device: torch.device, backend: 
     options: dict[str, Any] = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
     if backend == "inductor" and device.type == "cpu":
         options |= _CPU_OPTIONS
-    compiled: Callable[..., T] = torch.compile(alone, backend=backend, dynamic=False, fullgraph=True, options=options)
+    compiled: Callable[..., T] = torch.compile(
+        alone, backend=backend, dynamic=False, fullgraph=True, options=options
+    )
     return compiled
 
 
@@ -177,7 +201,11 @@ class GraphedProgram:
     """
 
     def __init__(
-        self, compiled: Callable[..., Any], plain: Callable[..., Any], device: torch.device, engine: Engine
+        self,
+        compiled: Callable[..., Any],
+        plain: Callable[..., Any],
+        device: torch.device,
+        engine: Engine,
     ) -> None:
         self._run, self._plain, self._device, self._engine = compiled, plain, device, engine
         self._copies: tuple[Any, ...] | None = None
@@ -189,7 +217,9 @@ class GraphedProgram:
         if self._copies is None:
             self._copies = pytree.tree_map(_copy, arguments)
         else:
-            for copy, argument in zip(pytree.tree_leaves(self._copies), pytree.tree_leaves(arguments), strict=True):
+            for copy, argument in zip(
+                pytree.tree_leaves(self._copies), pytree.tree_leaves(arguments), strict=True
+            ):
                 if isinstance(argument, Tensor):
                     copy.copy_(argument)
         graph = self._graph

@@ -37,7 +37,9 @@ def nearest_codes(codebook: Tensor, neighbours: int, metric: NeighbourMetric = "
     """
     total = len(codebook)
     if not 0 <= neighbours <= total - 1:
-        raise ValueError(f"neighbours must be from 0 to {total - 1} for {total} codes, not {neighbours}")
+        raise ValueError(
+            f"neighbours must be from 0 to {total - 1} for {total} codes, not {neighbours}"
+        )
     # Between rows of unit length the Euclidean distance orders as the angle does.
     measured = in_space(codebook, "normalised" if metric == "cosine" else "raw")
     index = torch.arange(total, device=codebook.device)
@@ -46,10 +48,14 @@ def nearest_codes(codebook: Tensor, neighbours: int, metric: NeighbourMetric = "
         if metric == "random":
             # Each code has its own seed, and the CPU draws: neither the part nor the device changes the distances.
             seeds = [torch.Generator().manual_seed(_RANDOM_SEED + row) for row in rows.tolist()]
-            distance = torch.stack([torch.rand(total, generator=seed) for seed in seeds]).to(codebook.device)
+            distance = torch.stack([torch.rand(total, generator=seed) for seed in seeds]).to(
+                codebook.device
+            )
         else:
             # The direct difference: the matrix-product form loses small distances to cancellation.
-            distance = torch.cdist(measured[rows], measured, compute_mode="donot_use_mm_for_euclid_dist")
+            distance = torch.cdist(
+                measured[rows], measured, compute_mode="donot_use_mm_for_euclid_dist"
+            )
         distance.scatter_(1, rows[:, None], torch.inf)
         # Bits of non-negative floats order like the floats: one integer key holds distance and index.
         key = (distance.view(torch.int32).long() << 32) | index

@@ -112,7 +112,9 @@ class Target:
         """The tokens that are forced at `positions` int64 [...] of an image, -1 where none is."""
         return torch.full_like(positions, -1)
 
-    def logits_without_cache(self, condition: Any, tokens: Tensor, guided: bool) -> tuple[Tensor, Tensor | None] | None:
+    def logits_without_cache(
+        self, condition: Any, tokens: Tensor, guided: bool
+    ) -> tuple[Tensor, Tensor | None] | None:
         """Logits as of `score` from one forward without a cache, for `check-model`; None: not available."""
 
 

@@ -36,7 +36,11 @@ def guide(cond: Tensor, uncond: Tensor | None, cfg_scale: float) -> Tensor:
 
 
 def probabilities(
-    logits: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0, filter_order: FilterOrder = "top_k_first"
+    logits: Tensor,
+    temperature: float,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    filter_order: FilterOrder = "top_k_first",
 ) -> Tensor:
     """Return the filtered distribution [..., V] in float32 of (guided) logits [..., V], at temperatures above 0.
 
@@ -53,7 +57,9 @@ def decoding_probabilities(logits: Tensor, decoding: Decoding) -> Tensor:
     """Return p [..., V] of guided logits [..., V] in a configuration; greedy: `greedy_probabilities`."""
     if decoding.greedy:
         return greedy_probabilities(logits)
-    return probabilities(logits, decoding.temperature, decoding.top_k, decoding.top_p, decoding.filter_order)
+    return probabilities(
+        logits, decoding.temperature, decoding.top_k, decoding.top_p, decoding.filter_order
+    )
 
 
 def greedy_probabilities(logits: Tensor) -> Tensor:
@@ -111,7 +117,11 @@ def draw_without_replacement(probs: Tensor, count: int, noise: Tensor) -> tuple[
     """
     drawn = min(count, probs.shape[-1])
     # The compiler finds one token where it makes the quotients, and calls a kernel for more.
-    tokens = sample(probs, noise)[..., None] if drawn == 1 else (probs / noise).topk(drawn, dim=-1).indices
+    tokens = (
+        sample(probs, noise)[..., None]
+        if drawn == 1
+        else (probs / noise).topk(drawn, dim=-1).indices
+    )
     return _padded(tokens, probs.gather(-1, tokens) > 0, count)
 
 
@@ -166,10 +176,14 @@ class Draws:
         if not stock:
             # Between two programs a call costs more than its work, so one draw serves several.
             # One random number of 63 bits serves two; drawing is what costs.
-            pairs = torch.empty(len(self.generators), _AHEAD // 2 * count, dtype=torch.int64, device=self.device)
+            pairs = torch.empty(
+                len(self.generators), _AHEAD // 2 * count, dtype=torch.int64, device=self.device
+            )
             for row, generator in zip(pairs, self.generators, strict=True):
                 row.random_(generator=generator)
-            stock += pairs.view(torch.int32).view(len(self.generators), _AHEAD, count).unbind(1)[::-1]
+            stock += (
+                pairs.view(torch.int32).view(len(self.generators), _AHEAD, count).unbind(1)[::-1]
+            )
         return stock.pop().view(len(self.generators), *shape)
 
     def exponential(self, *shape: int) -> Tensor:

@@ -28,8 +28,14 @@ def teacher_forced(target: Target, condition: Any, tokens: Tensor, guided: bool)
     batch, length = tokens.shape
     session = target.session(batch, guided, length)
     prefix = session.prefill(condition)
-    chain = torch.ones(length, length, dtype=torch.bool, device=tokens.device).tril().expand(batch, -1, -1)
-    after = session.score(tokens, torch.arange(length, device=tokens.device).expand(batch, -1), chain)
+    chain = (
+        torch.ones(length, length, dtype=torch.bool, device=tokens.device)
+        .tril()
+        .expand(batch, -1, -1)
+    )
+    after = session.score(
+        tokens, torch.arange(length, device=tokens.device).expand(batch, -1), chain
+    )
     cond = torch.cat([prefix.cond, after.cond[:, :-1]], dim=1)
     uncond = after.uncond
     if prefix.uncond is not None and uncond is not None:
@@ -53,5 +59,7 @@ def drafter_logits_along(drafter: Drafter, forced: Forced) -> Iterator[DrafterLo
 def drafted_along(drafter: Drafter, forced: Forced, decoding: Decoding) -> Tensor:
     """Return the distributions q [B, N - 1, V] that tokens 1 to N - 1 are drafted from."""
     drafts = drafter_logits_along(drafter, forced)
-    guided = torch.cat([guide(draft.cond, draft.uncond, decoding.cfg_scale) for draft in drafts], dim=1)
+    guided = torch.cat(
+        [guide(draft.cond, draft.uncond, decoding.cfg_scale) for draft in drafts], dim=1
+    )
     return decoding_probabilities(guided, decoding)

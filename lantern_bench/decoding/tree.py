@@ -109,14 +109,20 @@ class StaticTree:
         kids: list[list[int]] = [[] for _ in nodes]
         for node, parent in enumerate(parents[1:], 1):
             kids[parent].append(node)
-        internal = sorted((node for node, below in enumerate(kids) if below), key=lambda node: -len(kids[node]))
+        internal = sorted(
+            (node for node, below in enumerate(kids) if below), key=lambda node: -len(kids[node])
+        )
         with torch.device(device):
-            attention = torch.tensor([[path[: len(above)] == above for above in nodes] for path in nodes])
+            attention = torch.tensor(
+                [[path[: len(above)] == above for above in nodes] for path in nodes]
+            )
             layout = Layout(
                 nodes=torch.tensor(internal),
                 nodes_per_rank=_nodes_per_rank(kids),
                 children=_padded([kids[node] for node in internal]),
-                slots=torch.tensor([internal.index(node) if below else -1 for node, below in enumerate(kids)]),
+                slots=torch.tensor(
+                    [internal.index(node) if below else -1 for node, below in enumerate(kids)]
+                ),
                 levels=len(nodes[-1]),
                 groups=tuple(_rank_groups(nodes, internal, kids)),
             )
@@ -169,10 +175,14 @@ def _rank_groups(nodes: _Lists, internal: Sequence[int], kids: _Lists) -> Iterat
         below = [kids[node] for node in parents]
         slots = torch.tensor([internal.index(node) for node in parents])
         levels = len({len(nodes[node]) for node in parents})
-        yield RankGroup(torch.tensor(parents), slots, _padded(below), levels, _nodes_per_rank(below))
+        yield RankGroup(
+            torch.tensor(parents), slots, _padded(below), levels, _nodes_per_rank(below)
+        )
 
 
-def _levels(nodes: _Lists, parents: Sequence[int], kids: _Lists, attention: Tensor) -> Iterator[Level]:
+def _levels(
+    nodes: _Lists, parents: Sequence[int], kids: _Lists, attention: Tensor
+) -> Iterator[Level]:
     above, expanded = [-1], list[int]()
     for depth in range(len(nodes[-1])):
         expanding = [node for node, path in enumerate(nodes) if len(path) == depth and kids[node]]
@@ -190,7 +200,13 @@ def _levels(nodes: _Lists, parents: Sequence[int], kids: _Lists, attention: Tens
 
 
 def link_nodes(
-    tokens: Tensor, parents: Tensor, depths: Tensor, ranks: Tensor, valid: Tensor, fanout: int, max_depth: int
+    tokens: Tensor,
+    parents: Tensor,
+    depths: Tensor,
+    ranks: Tensor,
+    valid: Tensor,
+    fanout: int,
+    max_depth: int,
 ) -> DraftTree:
     """Return the deterministic DraftTree of B images whose trees differ in shape.
 

@@ -76,8 +76,15 @@ def _most_nodes(values: Values) -> int:
 def _dynamic_problem(values: Values) -> tuple[str, str] | None:
     candidates, sizes = _most_nodes(values), f"depth {values['depth']} and beam {values['beam']}"
     if candidates > _MOST_CANDIDATES:
-        return "beam", f"{sizes} make {candidates:,} candidates, and at most {_MOST_CANDIDATES:,} are possible"
-    return None if values["nodes"] <= candidates else ("nodes", f"{sizes} make only {candidates} candidates")
+        return (
+            "beam",
+            f"{sizes} make {candidates:,} candidates, and at most {_MOST_CANDIDATES:,} are possible",
+        )
+    return (
+        None
+        if values["nodes"] <= candidates
+        else ("nodes", f"{sizes} make only {candidates} candidates")
+    )
 
 
 def _enough_nodes(defaults: Values, typed: Values) -> Values:
@@ -88,7 +95,11 @@ def _enough_nodes(defaults: Values, typed: Values) -> Values:
 def _jacobi_label(values: Values) -> str:
     """Return `w16-left-maximal`, or `w16x3x2-maximal` with candidates."""
     sizes = (values[key] for key in ("window", "candidates", "branching") if key in values)
-    words = [setting for setting in (values["initial"], values["coupling"]) if setting not in ("uniform", "none")]
+    words = [
+        setting
+        for setting in (values["initial"], values["coupling"])
+        if setting not in ("uniform", "none")
+    ]
     return "-".join(["w" + "x".join(map(str, sizes)), *words])
 
 
@@ -102,7 +113,11 @@ def _hybrid_label(values: Values) -> str:
 def _pac_nodes(values: Values) -> int:
     """Return how many nodes a tree with siblings at its first depths has; of a huge one, more than are possible."""
     branching = min(values["branching"], values["window"], MOST_NODES.bit_length())
-    return int(sum(values["candidates"] ** depth for depth in range(1, branching + 1)) + values["window"] - branching)
+    return int(
+        sum(values["candidates"] ** depth for depth in range(1, branching + 1))
+        + values["window"]
+        - branching
+    )
 
 
 TREE = structure(
@@ -111,10 +126,14 @@ TREE = structure(
     f"Static tree: {', '.join(STATIC_TREES)}; @FILE; or a list of paths.",
 )
 _SIZE = whole_number(1, MOST_NODES)
-NODES = structure("nodes", _SIZE, "Nodes of a dynamic tree, not counting the root.", remark="root not counted")
+NODES = structure(
+    "nodes", _SIZE, "Nodes of a dynamic tree, not counting the root.", remark="root not counted"
+)
 DEPTH = structure("depth", _SIZE, "Depth of a dynamic tree.", bounded_by="tokens")
 BEAM = structure("beam", _SIZE, "Beam width of a dynamic tree.", bounded_by="codes")
-WINDOW = structure("window", _SIZE, "Draft tokens of a step in Jacobi drafting.", bounded_by="tokens")
+WINDOW = structure(
+    "window", _SIZE, "Draft tokens of a step in Jacobi drafting.", bounded_by="tokens"
+)
 INITIAL = structure(
     "initial",
     word("uniform", "left", "above", "row"),
@@ -130,10 +149,18 @@ COUPLING = structure(
     sampled_only=True,
 )
 CANDIDATES = structure(
-    "candidates", _SIZE, "Candidates of a position in the drafting pac.", rare=True, bounded_by="codes"
+    "candidates",
+    _SIZE,
+    "Candidates of a position in the drafting pac.",
+    rare=True,
+    bounded_by="codes",
 )
-BRANCHING = structure("branching", _SIZE, "At how many depths the drafting pac has several candidates.", rare=True)
-DRAFTED = structure("drafted", _SIZE, "At how many first places of a hybrid window the drafter is asked.", rare=True)
+BRANCHING = structure(
+    "branching", _SIZE, "At how many depths the drafting pac has several candidates.", rare=True
+)
+DRAFTED = structure(
+    "drafted", _SIZE, "At how many first places of a hybrid window the drafter is asked.", rare=True
+)
 SHARE = structure(
     "share",
     FROM_0_TO_1,

@@ -96,7 +96,12 @@ SHIPPED_METRICS = (
                 "chance of such tokens in a lossless mode, after Holm over the cells of the run",
             ),
             ("impossible", "float", "", "share of tokens that the target cannot give"),
-            ("argmax_mismatch", "float", "", "at temperature 0: share of tokens that are not the target's most likely"),
+            (
+                "argmax_mismatch",
+                "float",
+                "",
+                "at temperature 0: share of tokens that are not the target's most likely",
+            ),
         ),
     ),
     _of_tokens(
@@ -105,7 +110,12 @@ SHIPPED_METRICS = (
         better="lower",
         on_curves=False,
         extras=(
-            ("entropy", "float", "nats", "mean entropy of the target's distributions along the images"),
+            (
+                "entropy",
+                "float",
+                "nats",
+                "mean entropy of the target's distributions along the images",
+            ),
             ("largest_p", "float", "", "mean largest probability of these distributions"),
             ("ten_largest_p", "float", "", "mean sum of their ten largest probabilities"),
         ),
@@ -128,7 +138,12 @@ SHIPPED_METRICS = (
         min_images_per_feature=2,  # with fewer, most of the covariance is noise
         needs_features=False,
         extras=(
-            ("fid_infinity", "float", "", "fid extrapolated to infinitely many pictures, where it was asked for"),
+            (
+                "fid_infinity",
+                "float",
+                "",
+                "fid extrapolated to infinitely many pictures, where it was asked for",
+            ),
             ("fid_infinity_low", "float", "", "lower end of the 95 % interval of fid_infinity"),
             ("fid_infinity_high", "float", "", "upper end of the 95 % interval of fid_infinity"),
         ),
@@ -144,8 +159,18 @@ SHIPPED_METRICS = (
         min_images=5,
         extras=(
             ("kid_std", "float", "", "standard deviation of kid over subsets"),
-            ("kid_subset", "int", "images", "images in one subset of kid: at most 1000 and half of n"),
-            ("n_reference", "int", "images", "pictures of the reference; empty where it does not say"),
+            (
+                "kid_subset",
+                "int",
+                "images",
+                "images in one subset of kid: at most 1000 and half of n",
+            ),
+            (
+                "n_reference",
+                "int",
+                "images",
+                "pictures of the reference; empty where it does not say",
+            ),
         ),
     ),
     Metric(

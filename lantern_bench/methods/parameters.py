@@ -52,7 +52,12 @@ def number(allowed: str, **limits: Any) -> Kind:
     """Return the kind of finite numbers within `limits`, those of pydantic's `Field`; none is above `LARGEST`."""
     most = None if {"lt", "le"} & limits.keys() else LARGEST
     limits = limits if most is None else {**limits, "le": most}
-    return Kind(Annotated[float, _NO_BOOL, Field(allow_inf_nan=False, **limits)], f"must {allowed}", "float", most=most)
+    return Kind(
+        Annotated[float, _NO_BOOL, Field(allow_inf_nan=False, **limits)],
+        f"must {allowed}",
+        "float",
+        most=most,
+    )
 
 
 def word(*choices: str) -> Kind:
@@ -93,7 +98,9 @@ class Parameter:
     @property
     def column(self) -> tuple[str, str] | None:
         """The type and the unit of its column; None: it has none of its own."""
-        return None if self.unit is None or self.in_id == "structure" else (self.kind.dtype, self.unit)
+        return (
+            None if self.unit is None or self.in_id == "structure" else (self.kind.dtype, self.unit)
+        )
 
 
 structure = partial(Parameter, in_id="structure")
@@ -102,7 +109,12 @@ rare = partial(Parameter, in_id="changed", rare=True)
 
 SAMPLING_PARAMETERS = (
     Parameter(
-        "temperature", NOT_NEGATIVE, "Sampling temperature; 0 is greedy.", default=1.0, remark="0 is greedy", short="t"
+        "temperature",
+        NOT_NEGATIVE,
+        "Sampling temperature; 0 is greedy.",
+        default=1.0,
+        remark="0 is greedy",
+        short="t",
     ),
     Parameter(
         "top_k",
@@ -131,7 +143,14 @@ SAMPLING_PARAMETERS = (
         unit=None,
         sampled_only=True,
     ),
-    Parameter("cfg_scale", NOT_NEGATIVE, "Guidance scale; 1 is off.", default=1.0, remark="1 is off", in_id="changed"),
+    Parameter(
+        "cfg_scale",
+        NOT_NEGATIVE,
+        "Guidance scale; 1 is off.",
+        default=1.0,
+        remark="1 is off",
+        in_id="changed",
+    ),
     rare(
         "seed_set",
         NATURAL,

@@ -77,17 +77,33 @@ SHIPPED_MODES = (
         source="2603.18599",
         variants=({"coupling": "gumbel"},),
     ),
-    Mode("hybrid", "hybrid", "strict", "hybrid", "#999933", variants=({"coupling": "none"}, {"coupling": "gumbel"})),
+    Mode(
+        "hybrid",
+        "hybrid",
+        "strict",
+        "hybrid",
+        "#999933",
+        variants=({"coupling": "none"}, {"coupling": "gumbel"}),
+    ),
     Mode("cool-sd", "static", "cool-sd", "Cool-SD", "#56B4E9"),
     Mode("gsd", "static", "gsd", "GSD", "#E69F00", variants=({"drafting": "jacobi"},)),
     Mode("entropy", "static", "entropy", "by entropy", "#CC79A7"),
-    Mode("typical", "static", "typical", "typical", "#F0E442", variants=({"drafting": "jacobi"}, {"alpha": 0.1})),
+    Mode(
+        "typical",
+        "static",
+        "typical",
+        "typical",
+        "#F0E442",
+        variants=({"drafting": "jacobi"}, {"alpha": 0.1}),
+    ),
 )
 
 # ---- Rows of other packages, through entry points
 
 _NAME, _KEY = r"[a-z][a-z0-9_-]*", r"[a-z][a-z0-9_]*"
-_SHIPPED_PARAMETERS = [parameter for row in (*SHIPPED_DRAFTINGS, *SHIPPED_RULES) for parameter in row.parameters]
+_SHIPPED_PARAMETERS = [
+    parameter for row in (*SHIPPED_DRAFTINGS, *SHIPPED_RULES) for parameter in row.parameters
+]
 _Row = TypeVar("_Row", Rule, Drafting, Metric)
 
 
@@ -105,7 +121,9 @@ def find_rows(
     taken = set(taken)
     rows: dict[str, _Row] = {}
     refused: dict[str, RefusedError] = {}
-    for entry_point in sorted(entry_points or metadata.entry_points(group=group), key=lambda entry: entry.name):
+    for entry_point in sorted(
+        entry_points or metadata.entry_points(group=group), key=lambda entry: entry.name
+    ):
         package = entry_point.dist.name if entry_point.dist else "unknown"
         title = f"the {row_class.__name__.lower()} {entry_point.name} of the package {package}"
         row: Any = None
@@ -119,10 +137,14 @@ def find_rows(
             problem = f"{title} cannot be loaded: {type(error).__name__}: {error}"
         if problem:
             refusal = RefusedError(problem, f"Mend the package {package}, or remove it.")
-            refused |= dict.fromkeys({entry_point.name, str(getattr(row, "name", entry_point.name))}, refusal)
+            refused |= dict.fromkeys(
+                {entry_point.name, str(getattr(row, "name", entry_point.name))}, refusal
+            )
         else:
             rows[row.name] = row
-            taken.update([row.name, *(parameter.name for parameter in getattr(row, "parameters", ()))])
+            taken.update(
+                [row.name, *(parameter.name for parameter in getattr(row, "parameters", ()))]
+            )
     return rows, refused
 
 
@@ -158,7 +180,15 @@ def _rule_fault(rule: Rule, draftings: Collection[str]) -> str | None:
 
 # ---- The tables
 
-_TAKEN = {"all", "mode", "drafting", "rule", "bound", *SAMPLING, *(row.name for row in SHIPPED_MODES)}
+_TAKEN = {
+    "all",
+    "mode",
+    "drafting",
+    "rule",
+    "bound",
+    *SAMPLING,
+    *(row.name for row in SHIPPED_MODES),
+}
 for _row in (*SHIPPED_DRAFTINGS, *SHIPPED_RULES):
     _TAKEN.update([_row.name, *_row.parameter_names])
 OUTSIDE_DRAFTINGS, _refused_draftings = find_rows("lantern_bench.draftings", Drafting, _TAKEN)
@@ -171,8 +201,13 @@ REFUSED: dict[str, RefusedError] = _refused_draftings | _refused_rules
 RULES: dict[str, Rule] = {row.name: row for row in SHIPPED_RULES} | OUTSIDE_RULES
 
 MODES: dict[str, Mode] = {row.name: row for row in SHIPPED_MODES}
-MODES |= {name: Mode(name, rule.drafting, name, rule.label or name) for name, rule in OUTSIDE_RULES.items()}
-MODES |= {name: Mode(name, name, "strict", row.legend or name) for name, row in OUTSIDE_DRAFTINGS.items()}
+MODES |= {
+    name: Mode(name, rule.drafting, name, rule.label or name)
+    for name, rule in OUTSIDE_RULES.items()
+}
+MODES |= {
+    name: Mode(name, name, "strict", row.legend or name) for name, row in OUTSIDE_DRAFTINGS.items()
+}
 
 _OWN_METRICS = {metric.name: metric for metric in SHIPPED_METRICS}
 _OUTSIDE_METRICS, REFUSED_METRICS = find_rows("lantern_bench.metrics", Metric, _OWN_METRICS)
@@ -189,7 +224,11 @@ ON_CURVES = tuple(name for name, metric in METRICS.items() if metric.on_curves)
 _PARAMETERS = (
     structure("mode", word(*MODES), "The mode."),
     structure("drafting", word(*DRAFTINGS), f"How to draft: {', '.join(_DRAFTS)}."),
-    structure("rule", word(*RULES), f"Acceptance rule: {', '.join(name for name in RULES if name != 'none')}."),
+    structure(
+        "rule",
+        word(*RULES),
+        f"Acceptance rule: {', '.join(name for name in RULES if name != 'none')}.",
+    ),
     *(TREE, NODES, DEPTH, BEAM),
     *(parameter for row in DRAFTINGS.values() for parameter in row.parameters),
     *(NEIGHBOURS, NEIGHBOUR_METRIC),
@@ -201,7 +240,9 @@ _PARAMETERS = (
 PARAMETERS: dict[str, Parameter] = {parameter.name: parameter for parameter in _PARAMETERS}
 _SHARED = ("neighbours", "neighbour_metric", "delta", "lambda", "bound", "residual", *SAMPLING)
 METHOD_PARAMETERS = {
-    name: parameter for name, parameter in PARAMETERS.items() if parameter.in_id != "structure" and name not in _SHARED
+    name: parameter
+    for name, parameter in PARAMETERS.items()
+    if parameter.in_id != "structure" and name not in _SHARED
 }
 """The parameters of single rules that are not part of a cell's structure, by name."""
 
@@ -278,7 +319,9 @@ def fresh_drafts_problem(rule: str, drafting: str, values: Values) -> str | None
     return f"the rule {rule} needs drafts that every step draws anew, each by itself; not so {drafts}: use strict"
 
 
-def defaults_for(drafting: str, rule: str, mode: str, of_model: Values | None = None) -> dict[str, Any]:
+def defaults_for(
+    drafting: str, rule: str, mode: str, of_model: Values | None = None
+) -> dict[str, Any]:
     """Return the values used when the experiment gives none, with those of the model; bounds have none."""
     values = {
         key: parameter.default
@@ -289,7 +332,13 @@ def defaults_for(drafting: str, rule: str, mode: str, of_model: Values | None = 
     if RULES[rule].neighbours is not None:
         values["neighbours"] = RULES[rule].neighbours
     values.update({key: value for key, value in (of_model or {}).items() if value is not None})
-    values.update({key: value for key, value in MODES[mode].defaults.items() if has_parameter(key, drafting, rule)})
+    values.update(
+        {
+            key: value
+            for key, value in MODES[mode].defaults.items()
+            if has_parameter(key, drafting, rule)
+        }
+    )
     tree = values.get("tree")
     if RULES[rule].chains and tree is not None:  # the model's own tree may branch
         paths = STATIC_TREES[tree] if isinstance(tree, str) else tree

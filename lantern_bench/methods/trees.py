@@ -25,9 +25,14 @@ def _paths(text: str) -> Topology:
 
 
 STATIC_TREES: dict[str, Topology] = {
-    **{f"chain-{depth}": tuple((0,) * level for level in range(1, depth + 1)) for depth in range(3, 8)},
+    **{
+        f"chain-{depth}": tuple((0,) * level for level in range(1, depth + 1))
+        for depth in range(3, 8)
+    },
     "small-7": _paths("0 1 00 01 10 000 0000"),
-    "eagle1-25": _paths("0 1 2 3 00 01 02 10 11 20 21 30 000 001 002 010 011 020 021 100 0000 0001 0002 00000 00001"),
+    "eagle1-25": _paths(
+        "0 1 2 3 00 01 02 10 11 20 21 30 000 001 002 010 011 020 021 100 0000 0001 0002 00000 00001"
+    ),
     "balanced-25": _paths(
         "0 1 2 00 01 02 10 11 12 20 21 000 001 002 010 011 100 101 110 111 0000 0001 0002 00000 00001"
     ),
@@ -52,17 +57,24 @@ def check_topology(paths: Iterable[Sequence[int]]) -> Topology:
     """Return the paths sorted by (depth, path), or raise `UserError` for a tree that cannot be drafted losslessly."""
     listed = [tuple(path) for path in paths]
     if not listed:
-        raise UserError("the tree is empty", "Give at least one path of child ranks, for example [[0], [0, 0]].")
+        raise UserError(
+            "the tree is empty", "Give at least one path of child ranks, for example [[0], [0, 0]]."
+        )
     if len(listed) > MOST_NODES:
         raise UserError(f"the tree has {len(listed)} paths, and at most {MOST_NODES} are possible")
     for path in listed:
         # Before the set: what a YAML file nests in a path may not be hashable.
         if any(type(rank) is not int or rank < 0 for rank in path):
-            raise UserError(f"the path {list(path)} has a child rank that is not a whole number of at least 0")
+            raise UserError(
+                f"the path {list(path)} has a child rank that is not a whole number of at least 0"
+            )
     unique = set(listed)
     for path in listed:
         if not path:
-            raise UserError("the tree has an empty path", "The root is there by itself; write only paths below it.")
+            raise UserError(
+                "the tree has an empty path",
+                "The root is there by itself; write only paths below it.",
+            )
         *parent, rank = path
         if parent and tuple(parent) not in unique:
             raise UserError(f"the path {list(path)} has no parent", f"Add {parent}.")

@@ -22,7 +22,9 @@ _VALUES = 2**22  # probabilities in float64 at once
 
 
 @torch.inference_mode()
-def token_sums(model: LoadedModel, condition: Any, tokens: Tensor, decoding: Decoding) -> list[dict[str, Any]]:
+def token_sums(
+    model: LoadedModel, condition: Any, tokens: Tensor, decoding: Decoding
+) -> list[dict[str, Any]]:
     """Return a row for each image of `tokens` int64 [B, N]: what `scores.jsonl` has of it (level `tokens`).
 
     `condition` is what the tokens were decoded with. The drafter is asked where `decoding` drafts with it. Raises
@@ -35,7 +37,9 @@ def token_sums(model: LoadedModel, condition: Any, tokens: Tensor, decoding: Dec
     return sums_along(model.target, forced, q, decoding)
 
 
-def sums_along(target: Target, forced: Forced, q: Tensor | None, decoding: Decoding) -> list[dict[str, Any]]:
+def sums_along(
+    target: Target, forced: Forced, q: Tensor | None, decoding: Decoding
+) -> list[dict[str, Any]]:
     """Return the rows of `token_sums` from the target's logits and the drafter's q [B, N - 1, V]."""
     tokens, (cond, uncond, _) = forced.tokens, forced.logits
     is_drawn = target.forced(torch.arange(tokens.shape[1], device=tokens.device)) < 0
@@ -45,12 +49,19 @@ def sums_along(target: Target, forced: Forced, q: Tensor | None, decoding: Decod
 
 
 def _sums_of_image(
-    cond: Tensor, uncond: Tensor | None, q: Tensor | None, tokens: Tensor, is_drawn: Tensor, decoding: Decoding
+    cond: Tensor,
+    uncond: Tensor | None,
+    q: Tensor | None,
+    tokens: Tensor,
+    is_drawn: Tensor,
+    decoding: Decoding,
 ) -> dict[str, Any]:
     """Return the row of one image from its logits [N, V] and the drafter's q [N - 1, V] of all tokens but the first."""
     logits = guide(cond, uncond, decoding.cfg_scale)
     if bool(broken_logits(logits).any()):
-        raise LogitsError("a forward over a finished image gives NaN or infinite logits", "Check the weights.")
+        raise LogitsError(
+            "a forward over a finished image gives NaN or infinite logits", "Check the weights."
+        )
     if decoding.greedy:
         mismatches = (logits.argmax(dim=-1) != tokens) & is_drawn
         return {"tokens": int(is_drawn.sum()), "mismatched_tokens": int(mismatches.sum())}
@@ -59,7 +70,11 @@ def _sums_of_image(
     for start in range(0, len(logits), step):
         now = slice(start, start + step)
         p, x = decoding_probabilities(logits[now], decoding).double(), tokens[now, None]
-        information = None if uncond is None else cond[now].log_softmax(dim=-1) - uncond[now].log_softmax(dim=-1)
+        information = (
+            None
+            if uncond is None
+            else cond[now].log_softmax(dim=-1) - uncond[now].log_softmax(dim=-1)
+        )
         tilt = None
         if q is not None:
             drafted = q[max(0, start - 1) : start + step - 1].double()
@@ -92,7 +107,11 @@ def _sums(p: Tensor, x: Tensor, further: list[Tensor | None], is_drawn: Tensor) 
     """
     surprise = torch.where(p > 0, -p.log(), 0.0)
     entropy = (p * surprise).sum(dim=-1, keepdim=True)
-    features = [surprise, (surprise - entropy).square(), *(f.double() for f in further if f is not None)]
+    features = [
+        surprise,
+        (surprise - entropy).square(),
+        *(f.double() for f in further if f is not None),
+    ]
     f = torch.stack([torch.where(p > 0, feature, 0.0) for feature in features])
     centred = f - (p * f).sum(dim=-1, keepdim=True)
     is_possible = (p.gather(1, x) > 0).squeeze(1)
@@ -103,6 +122,9 @@ def _sums(p: Tensor, x: Tensor, further: list[Tensor | None], is_drawn: Tensor) 
     upper = torch.triu_indices(len(f), len(f))
     largest = p.topk(min(10, p.shape[1]), dim=-1).values
     of_all = [is_drawn, is_drawn & ~is_possible]
-    of_all += [torch.where(is_drawn, values, 0.0) for values in (entropy[:, 0], largest[:, 0], largest.sum(dim=-1))]
+    of_all += [
+        torch.where(is_drawn, values, 0.0)
+        for values in (entropy[:, 0], largest[:, 0], largest.sum(dim=-1))
+    ]
     totals = torch.stack([values.double().sum() for values in of_all])
     return torch.cat([totals, differences, covariance[upper[0], upper[1]]])

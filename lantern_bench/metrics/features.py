@@ -52,7 +52,12 @@ BUNDLED = "lanterns-features"
 # By name: the layer that all metrics use, how many features it has, the published file of the weights, and a parameter
 # that other models' files lack.
 EXTRACTORS: dict[str, tuple[str, int, str, str]] = {
-    BUNDLED: (str(classifier.FEATURES), classifier.FEATURES, classifier.WEIGHTS.name, "project.weight"),
+    BUNDLED: (
+        str(classifier.FEATURES),
+        classifier.FEATURES,
+        classifier.WEIGHTS.name,
+        "project.weight",
+    ),
     "inception-v3-compat": (
         "2048",
         2048,
@@ -82,7 +87,9 @@ class Extractor:
 def find_extractor(name: str = BUNDLED, weights: Path | None = None) -> Extractor:
     """Return an extractor; raises `UserError` for an unknown name or wrong weights, `RefusedError` for missing ones."""
     if name not in EXTRACTORS:
-        raise UserError(f"unknown feature extractor {name!r}", f"The extractors are {', '.join(EXTRACTORS)}.")
+        raise UserError(
+            f"unknown feature extractor {name!r}", f"The extractors are {', '.join(EXTRACTORS)}."
+        )
     layer, width, file_name, key = EXTRACTORS[name]
     if name == BUNDLED:
         path = weights or classifier.WEIGHTS
@@ -105,7 +112,9 @@ def read_picture(path: Path) -> Tensor:
     """Read a picture file as uint8 [3, h, w]; raises `UserError` for one that cannot be read."""
     try:
         with Image.open(path) as picture:
-            return torch.from_numpy(np.ascontiguousarray(np.asarray(picture.convert("RGB")).transpose(2, 0, 1)))
+            return torch.from_numpy(
+                np.ascontiguousarray(np.asarray(picture.convert("RGB")).transpose(2, 0, 1))
+            )
     except OSError as error:
         raise UserError(f"{path}: cannot be read as a picture") from error
 
@@ -125,7 +134,11 @@ class FeatureSet:
         values = features.double().numpy()
         n, width = values.shape
         mean = values.mean(axis=0) if n else np.full(width, np.nan)
-        covariance = np.atleast_2d(np.cov(values, rowvar=False)) if n > 1 else np.full((width, width), np.nan)
+        covariance = (
+            np.atleast_2d(np.cov(values, rowvar=False))
+            if n > 1
+            else np.full((width, width), np.nan)
+        )
         return cls(mean, covariance, n, features)
 
 
@@ -144,14 +157,24 @@ def features_of(
     else:
         cuda, weights = torch.device(device).type == "cuda", str(extractor.weights)
         of_library: Any = create_feature_extractor(
-            extractor.name, [extractor.layer], cuda, verbose=False, feature_extractor_weights_path=weights
+            extractor.name,
+            [extractor.layer],
+            cuda,
+            verbose=False,
+            feature_extractor_weights_path=weights,
         )
         network = lambda batch: of_library(batch)[0]  # noqa: E731
     features, sizes = [torch.zeros(0, extractor.width)], set[torch.Size]()
     for start in range(0, len(pictures), _BATCH):
-        read = (item if isinstance(item, Tensor) else read_picture(item) for item in pictures[start : start + _BATCH])
+        read = (
+            item if isinstance(item, Tensor) else read_picture(item)
+            for item in pictures[start : start + _BATCH]
+        )
         seen = (preprocess(picture, preparation) for picture in read)
-        batch = [resized(picture, preparation.features_size, Image.Resampling.BICUBIC) for picture in seen]
+        batch = [
+            resized(picture, preparation.features_size, Image.Resampling.BICUBIC)
+            for picture in seen
+        ]
         sizes.update(picture.shape[1:] for picture in batch)
         if len(sizes) > 1:
             advice = "This protocol does not resize pictures; lantern-coco crops and resizes them."
@@ -205,7 +228,9 @@ def find_reference(name: str | None, protocol: Protocol) -> Reference | None:
     if name == EMBEDDED:
         if protocol.reference == EMBEDDED:
             return embedded_reference()
-        problem = f"--reference {name}: the rendered scenes are not for the protocol {protocol.name}"
+        problem = (
+            f"--reference {name}: the rendered scenes are not for the protocol {protocol.name}"
+        )
         raise UserError(problem, "Give a folder, a .json or a .npz, or --protocol embedded.")
     file, _, folder = name.partition("=")
     path = Path(file)
@@ -226,14 +251,18 @@ def embedded_reference() -> Reference:
     """Return what ships with the bundled family: features of 1,024 scenes that no training uses."""
     with safe_open(EMBEDDED_FEATURES, framework="pt") as file:
         metadata, features = file.metadata(), file.get_tensor("features")
-    return Reference(None, metadata["label"], FeatureSet.of(features), extractor=metadata["extractor"])
+    return Reference(
+        None, metadata["label"], FeatureSet.of(features), extractor=metadata["extractor"]
+    )
 
 
 def folder_reference(folder: Path) -> Reference:
     """All pictures of a folder, by name; raises `UserError` when there are none."""
     paths = sorted(path for path in folder.glob("*") if path.suffix.lower() in _SUFFIXES)
     if not paths:
-        raise UserError(f"no pictures in the reference folder {folder}", f"Allowed: {', '.join(_SUFFIXES)}")
+        raise UserError(
+            f"no pictures in the reference folder {folder}", f"Allowed: {', '.join(_SUFFIXES)}"
+        )
     return _of_files(folder.name, paths)
 
 
@@ -241,9 +270,13 @@ def _annotated(annotations: Path, folder: Path) -> Reference:
     """The pictures in `folder` that a COCO annotation file lists under `images`."""
     flag = f"--reference {annotations}"
     try:
-        names = sorted({str(entry["file_name"]) for entry in files.read_json(annotations)["images"]})
+        names = sorted(
+            {str(entry["file_name"]) for entry in files.read_json(annotations)["images"]}
+        )
     except (UserError, KeyError, TypeError) as error:
-        raise UserError(f"{flag}: not a COCO annotation file: it needs images, each with file_name") from error
+        raise UserError(
+            f"{flag}: not a COCO annotation file: it needs images, each with file_name"
+        ) from error
     if not names:
         raise UserError(f"{flag}: lists no pictures")
     missing = [name for name in names if not (folder / name).is_file()]
@@ -257,7 +290,9 @@ def _statistics(path: Path) -> Reference:
     """Mean and covariance under `mu` and `sigma`, as clean-fid and pytorch-fid write them."""
     try:
         with np.load(path, allow_pickle=False) as file:
-            mean, covariance = (np.asarray(file[name], dtype=np.float64) for name in ("mu", "sigma"))
+            mean, covariance = (
+                np.asarray(file[name], dtype=np.float64) for name in ("mu", "sigma")
+            )
             n = int(file["n"]) if "n" in file else None
         if mean.ndim != 1 or covariance.shape != (len(mean), len(mean)):
             raise ValueError(f"mu is {mean.shape}, sigma {covariance.shape}")
@@ -265,7 +300,9 @@ def _statistics(path: Path) -> Reference:
         problem = f"not a file of statistics: it needs the arrays mu [width] and sigma [width, width]: {error}"
         raise UserError(f"--reference {path}: {problem}") from error
     digest = hashlib.sha256(mean.tobytes() + covariance.tobytes()).hexdigest()
-    label = f"{path.stem} (statistics), {'n unknown' if n is None else f'n={n}'}, sha256={digest[:8]}"
+    label = (
+        f"{path.stem} (statistics), {'n unknown' if n is None else f'n={n}'}, sha256={digest[:8]}"
+    )
     return Reference(None, label, FeatureSet(mean, covariance, n), digest)
 
 
@@ -296,10 +333,14 @@ def reference_features(
         width = len(statistics.mean)
         if width != extractor.width:
             problem = f"the reference {reference.label} has {width} features, {extractor.name} has {extractor.width}"
-            raise UserError(problem, "Give statistics of the protocol's own extractor, or a folder of pictures.")
+            raise UserError(
+                problem, "Give statistics of the protocol's own extractor, or a folder of pictures."
+            )
         if reference.extractor not in ("", extractor.label):
             problem = f"the reference {reference.label} has features of {reference.extractor}, not of {extractor.label}"
-            raise UserError(problem, "Give --reference a folder of pictures: it is measured by any extractor.")
+            raise UserError(
+                problem, "Give --reference a folder of pictures: it is measured by any extractor."
+            )
         return statistics
     pictures = reference.pictures
     assert pictures is not None
@@ -307,7 +348,11 @@ def reference_features(
     covered = f"2|{reference.digest}|{extractor.label}|{steps}"
     path = None
     if cache is not None and reference.digest:
-        path = cache / "references" / f"{hashlib.sha256(covered.encode()).hexdigest()[:32]}.safetensors"
+        path = (
+            cache
+            / "references"
+            / f"{hashlib.sha256(covered.encode()).hexdigest()[:32]}.safetensors"
+        )
         # A missing or damaged file is computed again.
         with contextlib.suppress(OSError, SafetensorError, KeyError):
             features = load_file(path)["features"]

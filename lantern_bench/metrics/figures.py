@@ -63,7 +63,11 @@ def kid(sets: FeatureSets) -> Figure:
     among_reference = _mean_kernel(reference)
 
     def distance(rows: Rows) -> float:
-        return _mean_kernel(pictures[rows]) + among_reference - 2 * _mean_kernel(pictures[rows], reference)
+        return (
+            _mean_kernel(pictures[rows])
+            + among_reference
+            - 2 * _mean_kernel(pictures[rows], reference)
+        )
 
     return distance
 
@@ -73,7 +77,12 @@ def _kid_spread(sets: FeatureSets) -> dict[str, Any]:
     assert sets.reference.features is not None
     subset = min(1000, min(len(sets.pictures), len(sets.reference.features)) // 2)
     spread = metric_kid.kid_features_to_metric(
-        sets.pictures, sets.reference.features, kid_subsets=100, kid_subset_size=subset, rng_seed=2020, verbose=False
+        sets.pictures,
+        sets.reference.features,
+        kid_subsets=100,
+        kid_subset_size=subset,
+        rng_seed=2020,
+        verbose=False,
     )
     return {"kid_subset": subset, "kid_std": spread[metric_kid.KEY_METRIC_KID_STD]}
 
@@ -101,13 +110,20 @@ def recall(sets: FeatureSets) -> Figure:
     """The share of the reference inside the pictures' manifold: precision with the sets exchanged."""
     reference = sets.reference.features
     assert reference is not None
-    return lambda rows: float(_is_inside(reference, sets.pictures[torch.from_numpy(rows)], sets.neighbours).mean())
+    return lambda rows: float(
+        _is_inside(reference, sets.pictures[torch.from_numpy(rows)], sets.neighbours).mean()
+    )
 
 
 def _is_inside(features: Tensor, manifold: Tensor, neighbours: int) -> NDArray[np.bool_]:
     """Whether each feature lies in a ball around one of `manifold` that reaches its k-th neighbour: [n]."""
     # The nearest of a point is the point itself.
-    radii = torch.cat([torch.cdist(chunk, manifold).kthvalue(neighbours + 1).values for chunk in manifold.split(2048)])
+    radii = torch.cat(
+        [
+            torch.cdist(chunk, manifold).kthvalue(neighbours + 1).values
+            for chunk in manifold.split(2048)
+        ]
+    )
     inside = [(torch.cdist(chunk, manifold) <= radii).any(dim=1) for chunk in features.split(2048)]
     return torch.cat(inside).numpy()
 
@@ -116,7 +132,9 @@ def measurable(n: int, reference: FeatureSet, extractor: Extractor) -> tuple[lis
     """Return the metrics that n pictures (of the smaller set) allow, and why others cannot be measured."""
     names: list[str] = []
     too_few: dict[str, list[str]] = {}
-    without_features = [name for name in OF_SETS if reference.features is None and METRICS[name].needs_features]
+    without_features = [
+        name for name in OF_SETS if reference.features is None and METRICS[name].needs_features
+    ]
     for name in OF_SETS:
         times = METRICS[name].min_images_per_feature
         needed = max(METRICS[name].min_images, times * extractor.width)
@@ -125,18 +143,28 @@ def measurable(n: int, reference: FeatureSet, extractor: Extractor) -> tuple[lis
         if n >= needed:
             names.append(name)
         else:
-            reason = f", {'twice' if times == 2 else f'{times} times'} its features" if times else ""
+            reason = (
+                f", {'twice' if times == 2 else f'{times} times'} its features" if times else ""
+            )
             too_few.setdefault(f"{needed} images{reason}; there are {n}", []).append(name)
-    notes = [f"{listed(few)} need{'s' if len(few) == 1 else ''} {reason}" for reason, few in too_few.items()]
+    notes = [
+        f"{listed(few)} need{'s' if len(few) == 1 else ''} {reason}"
+        for reason, few in too_few.items()
+    ]
     if without_features:
         notes.append(f"the reference holds statistics only: no {listed(without_features)}")
     return names, notes
 
 
-def figures_of(names: Sequence[str], sets: FeatureSets, manifold: FeatureSets | None = None) -> dict[str, Figure]:
+def figures_of(
+    names: Sequence[str], sets: FeatureSets, manifold: FeatureSets | None = None
+) -> dict[str, Figure]:
     """Return the figures of these metrics; `manifold` holds the sets under another extractor, of manifolds."""
     metrics = [METRICS[name] for name in names]
-    return {row.name: row.function()(manifold if manifold and row.is_manifold else sets) for row in metrics}
+    return {
+        row.name: row.function()(manifold if manifold and row.is_manifold else sets)
+        for row in metrics
+    }
 
 
 class SetFigures(NamedTuple):
@@ -147,15 +175,21 @@ class SetFigures(NamedTuple):
     notes: list[str]
 
 
-def measure_sets(sets: FeatureSets, extractor: Extractor, manifold: FeatureSets | None = None) -> SetFigures:
+def measure_sets(
+    sets: FeatureSets, extractor: Extractor, manifold: FeatureSets | None = None
+) -> SetFigures:
     """Measure pictures against a reference with all metrics of sets; intervals are by jackknife.
 
     Prompts taken in turn leave a set without pairs of one caption, which shifts KID below 0 alike in every cell.
     """
     n, reference = len(sets.pictures), sets.reference
-    names, notes = measurable(n if reference.n is None else min(n, reference.n), reference, extractor)
+    names, notes = measurable(
+        n if reference.n is None else min(n, reference.n), reference, extractor
+    )
     figures = figures_of(names, sets, manifold)
-    columns: dict[str, Any] = {f"{name}{end}": None for name in OF_SETS for end in ("", "_low", "_high")}
+    columns: dict[str, Any] = {
+        f"{name}{end}": None for name in OF_SETS for end in ("", "_low", "_high")
+    }
     columns["n_reference"] = reference.n
     columns |= {name: float(figure(np.arange(n))) for name, figure in figures.items()}
     for name, reach in jackknife(figures, n).items():
@@ -184,7 +218,9 @@ def fid_infinity(
     """
     (n, width), names = features.shape, ("fid_infinity", "fid_infinity_low", "fid_infinity_high")
     if n < 2 * width + _SIZES:
-        return dict.fromkeys(names), [f"fid_infinity needs {2 * width + _SIZES} images; there are {n}"]
+        return dict.fromkeys(names), [
+            f"fid_infinity needs {2 * width + _SIZES} images; there are {n}"
+        ]
     distance = frechet_distance(reference)
     sizes = np.unique(np.linspace(max(n // 2, 2 * width), n, _SIZES).round().astype(int))
     subsets = (torch.from_numpy(rng.choice(n, size=int(size), replace=False)) for size in sizes)
@@ -211,7 +247,10 @@ def jackknife(figures: Mapping[str, Figure], n: int) -> dict[str, float]:
     group_of = np.random.default_rng(0).permutation(n) % groups
     remaining = [np.flatnonzero(group_of != group) for group in range(groups)]
     reach = float(stats.t.ppf((1 + _LEVEL) / 2, groups - 1)) * math.sqrt(groups - 1)
-    return {name: reach * float(np.std([figure(rows) for rows in remaining])) for name, figure in figures.items()}
+    return {
+        name: reach * float(np.std([figure(rows) for rows in remaining]))
+        for name, figure in figures.items()
+    }
 
 
 def ar_spread(figures: Mapping[str, Figure], sets: Rows) -> dict[str, tuple[float, float, float]]:
@@ -227,7 +266,10 @@ def ar_spread(figures: Mapping[str, Figure], sets: Rows) -> dict[str, tuple[floa
     ends = {}
     for name, figure in figures.items():
         values = [figure(rows) for rows in mixed]
-        centre, between = float(np.mean(values)), float(np.var(values, ddof=1)) * repeats / (repeats - 1)
+        centre, between = (
+            float(np.mean(values)),
+            float(np.var(values, ddof=1)) * repeats / (repeats - 1),
+        )
         width = reach * math.sqrt(between * (1 + 1 / repeats))
         low, high = np.clip([centre - width, centre + width], *METRICS[name].bounds).tolist()
         ends[name] = centre, low, high

@@ -47,17 +47,25 @@ class ClipScorer:
 
     def images(self, pictures: Sequence[Image.Image]) -> Tensor:
         """Normalised embeddings of pictures: float32 [n, width], on the CPU."""
-        batches = (torch.stack([self.preprocess(picture) for picture in batch]) for batch in _batches(pictures))
+        batches = (
+            torch.stack([self.preprocess(picture) for picture in batch])
+            for batch in _batches(pictures)
+        )
         return self._embedded(self.model.encode_image, batches)
 
     def captions(self, captions: Sequence[str]) -> Tensor:
         """Normalised embeddings of captions: float32 [n, width], on the CPU."""
-        batches = (self.tokenizer([self.prefix + caption for caption in batch]) for batch in _batches(captions))
+        batches = (
+            self.tokenizer([self.prefix + caption for caption in batch])
+            for batch in _batches(captions)
+        )
         return self._embedded(self.model.encode_text, batches)
 
     @torch.inference_mode()
     def _embedded(self, encode: Callable[..., Tensor], batches: Iterator[Tensor]) -> Tensor:
-        return torch.cat([encode(batch.to(self.device), normalize=True).float().cpu() for batch in batches])
+        return torch.cat(
+            [encode(batch.to(self.device), normalize=True).float().cpu() for batch in batches]
+        )
 
     def __call__(self, pictures: Sequence[Tensor], captions: Sequence[str]) -> list[float]:
         """The cosine of each picture, uint8 [3, h, w], with its own caption, in [-1, 1]."""
@@ -70,7 +78,10 @@ def _batches(items: Sequence[Any]) -> Iterator[Sequence[Any]]:
 
 
 def _as_pil(pictures: Sequence[Tensor]) -> list[Image.Image]:
-    return [Image.fromarray(np.ascontiguousarray(picture.permute(1, 2, 0).cpu().numpy())) for picture in pictures]
+    return [
+        Image.fromarray(np.ascontiguousarray(picture.permute(1, 2, 0).cpu().numpy()))
+        for picture in pictures
+    ]
 
 
 def load_clip(
@@ -98,10 +109,14 @@ def load_clip(
         raise UserError(f"unknown CLIP model {name!r}", advice)
     open_checkpoint(path)  # refuses a pickle with code
     try:
-        model, _, preprocess = open_clip.create_model_and_transforms(source, pretrained, device=device)
+        model, _, preprocess = open_clip.create_model_and_transforms(
+            source, pretrained, device=device
+        )
         tokenizer = open_clip.get_tokenizer(source)
     except (RuntimeError, ValueError) as problem:
-        advice = "Give the architecture of the checkpoint; OpenAI's weights need the -quickgelu ones."
+        advice = (
+            "Give the architecture of the checkpoint; OpenAI's weights need the -quickgelu ones."
+        )
         raise UserError(f"{path.name} does not fit the CLIP model {name}", advice) from problem
     model.eval().requires_grad_(False)
     label = f"{label or name}@{remembered_sha256(path)[:8]}"
@@ -110,17 +125,25 @@ def load_clip(
 
 def _weights_in(folder: Path, name: str) -> Path:
     """The weights file that open_clip takes from a folder; raises for an incomplete one."""
-    advice = "In the repository: python -m experiments.train_lanterns --part clip" if name == BUNDLED else None
+    advice = (
+        "In the repository: python -m experiments.train_lanterns --part clip"
+        if name == BUNDLED
+        else None
+    )
     config = folder / "open_clip_config.json"
     if not config.is_file():
         kind = RefusedError if name == BUNDLED else UserError
         raise kind(f"the CLIP model {name} is missing: no {config.name} in its folder", advice)
     stated = read_json(config)
     if not isinstance(stated, dict) or "model_cfg" not in stated:
-        raise UserError(f"{config} is not an open_clip configuration (a JSON object with model_cfg)")
+        raise UserError(
+            f"{config} is not an open_clip configuration (a JSON object with model_cfg)"
+        )
     checkpoint = open_clip.factory._find_checkpoint_in_dir(folder)
     if checkpoint is None:
-        raise RefusedError(f"the weights of the CLIP model {name} are missing: none beside {config.name}", advice)
+        raise RefusedError(
+            f"the weights of the CLIP model {name} are missing: none beside {config.name}", advice
+        )
     return Path(checkpoint)
 
 
@@ -142,7 +165,10 @@ def image_reward(_protocol: Protocol, device: torch.device | str) -> ImageReward
         raise RefusedError(problem, "Install the extra: pip install 'lantern-bench[image-reward]'")
     path = features.find_weights("ImageReward", "ImageReward.pt")
     if not (path.parent / "med_config.json").is_file():
-        raise RefusedError(f"ImageReward needs med_config.json beside {path}", "Put that file of its authors there.")
+        raise RefusedError(
+            f"ImageReward needs med_config.json beside {path}",
+            "Put that file of its authors there.",
+        )
     open_checkpoint(path)  # refuses a pickle with code
     import ImageReward as package
 
@@ -176,7 +202,11 @@ class PromptAccuracy:
 
     def __call__(self, pictures: Sequence[Tensor], prompts: Sequence[str]) -> list[float | None]:
         """Return 1.0 or 0.0 for each picture; None where the prompt is no caption of the bundled family."""
-        wanted = {row: caption for row, caption in enumerate(attributes_of(prompts)) if caption is not None}
+        wanted = {
+            row: caption
+            for row, caption in enumerate(attributes_of(prompts))
+            if caption is not None
+        }
         scores: list[float | None] = [None] * len(prompts)
         if wanted:
             captioned = torch.stack([pictures[row] for row in wanted])

@@ -23,7 +23,12 @@ if TYPE_CHECKING:
     from lantern_bench.models.target import TransformerTarget
 
 # Chameleon 7B, which Anole and Lumina-mGPT were trained from.
-_SIZES: dict[str, Any] = {"vocab_size": 65536, "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
+_SIZES: dict[str, Any] = {
+    "vocab_size": 65536,
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+}
 _SIZES |= {"intermediate_size": 11008, "rms_norm_eps": 1e-5}
 _VQGAN: dict[str, Any] = {"codes": 8192, "code_dim": 256, "unit_codes": False, "attention": ()}
 # MoVQGAN 270M (arXiv 2209.09002).
@@ -43,7 +48,9 @@ class Chameleon(WordModel):
     # What the LANTERN authors sample both with: the defaults of their generate_images.
     defaults: Mapping[str, Any] = {"cfg_scale": 3.0, "top_k": 2000, "tree": "eagle1-25"}
     has_drafter = True
-    published: ClassVar = {"anole-7b": Published("Anole", _SIZES, _VQGAN, (32, 32), 7_013_666_816, ("anole",))}
+    published: ClassVar = {
+        "anole-7b": Published("Anole", _SIZES, _VQGAN, (32, 32), 7_013_666_816, ("anole",))
+    }
     any_model: ClassVar[Published | None] = published["anole-7b"]
     kind = ("model.layers.0.self_attn.q_norm.weight", "a Chameleon model in the HF layout")
     ignored = r"model\.vqmodel\.|.*\.rotary_emb\.inv_freq$"
@@ -58,24 +65,35 @@ class Chameleon(WordModel):
                 raise self.wrong(key, f"is {self.config[key]}, and Chameleon's is {allowed[0]}")
         norm_after = bool(self.config.get("swin_norm"))
         return self.llama_config(
-            "", len(self.image_words()), qk_norm=True, norm_after=norm_after, line_ends=self.line_ends
+            "",
+            len(self.image_words()),
+            qk_norm=True,
+            norm_after=norm_after,
+            line_ends=self.line_ends,
         )
 
     def image_words(self) -> Sequence[int]:
         """Return the words `IMGIMG<digits as letters A to J>Z` and, if rows have ends, the end of a row."""
         digits = str.maketrans(_LETTERS, "0123456789")
-        codes = self.vocabulary.codes_named("IMGIMG([A-J]+)Z", lambda letters: int(letters.translate(digits)))
+        codes = self.vocabulary.codes_named(
+            "IMGIMG([A-J]+)Z", lambda letters: int(letters.translate(digits))
+        )
         return (*codes, self.vocabulary[_ROW_END]) if self.line_ends else codes
 
     def published_numbers(self) -> Mapping[str, int]:
         """Return the published numbers of the tokens that a picture needs."""
         numbers = {"<s>": 0, _IMAGE: 8197, _TURN: 8710}
         numbers |= {f"<reserved{number:05d}>": number + 4 for number in range(8799, 8799 + 34)}
-        return numbers | {f"IMGIMG{''.join(_LETTERS[int(d)] for d in str(code))}Z": code + 4 for code in range(8192)}
+        return numbers | {
+            f"IMGIMG{''.join(_LETTERS[int(d)] for d in str(code))}Z": code + 4
+            for code in range(8192)
+        }
 
     def wording(self) -> Wording:
         """Return the wording: the caption alone; without it the start of the text and that of the image."""
-        return Wording("{caption}", (self.start,), (_TURN, _IMAGE), lambda prompt, *_: [prompt[0], prompt[-1]])
+        return Wording(
+            "{caption}", (self.start,), (_TURN, _IMAGE), lambda prompt, *_: [prompt[0], prompt[-1]]
+        )
 
     @property
     def start(self) -> str:
@@ -94,16 +112,23 @@ class Chameleon(WordModel):
             if re.search(r"\.[qk]_norm\.", name) and norm.key in checkpoint:
                 (heads, width), (rows, *_) = shapes[name], checkpoint.shape(norm.key)
                 if rows < heads and heads % rows == 0:
-                    repeat = functools.partial(torch.repeat_interleave, repeats=heads // rows, dim=0)
+                    repeat = functools.partial(
+                        torch.repeat_interleave, repeats=heads // rows, dim=0
+                    )
                     keys[name] = (norm._replace(prepare=repeat, file_shape=(rows, width)),)
-        return {**keys, "transformer.output.weight": (rows_of_tokens("lm_head.weight", target.config),)}
+        return {
+            **keys,
+            "transformer.output.weight": (rows_of_tokens("lm_head.weight", target.config),),
+        }
 
 
 class Lumina(Chameleon):
     """Lumina-mGPT: the prompt states the picture's size, and a token ends each row."""
 
     published: ClassVar = {
-        "lumina-mgpt-7b-768": Published("Lumina-mGPT", _SIZES, _VQGAN, (48, 48), 7_013_666_816, ("lumina-mgpt",))
+        "lumina-mgpt-7b-768": Published(
+            "Lumina-mGPT", _SIZES, _VQGAN, (48, 48), 7_013_666_816, ("lumina-mgpt",)
+        )
     }
     any_model = None
     line_ends = True
@@ -116,9 +141,13 @@ class Lumina(Chameleon):
             multiple = "an even number" if step == 2 else f"a multiple of {step}"
             grid = f"grid {self.sizes.grid[0]}x{self.sizes.grid[1]}"
             raise UserError(f"{grid}: this model's pictures have {multiple} of each")
-        template = f"Generate an image of {width}x{height} according to the following prompt:\n{{caption}}"
+        template = (
+            f"Generate an image of {width}x{height} according to the following prompt:\n{{caption}}"
+        )
         sides = (f"<reserved{8800 + side // 32:05d}>" for side in (height, width))
-        return Wording(template, (self.start,), (_TURN, _IMAGE, *sides), lambda prompt, *_: prompt[-3:])
+        return Wording(
+            template, (self.start,), (_TURN, _IMAGE, *sides), lambda prompt, *_: prompt[-3:]
+        )
 
 
 class Lumina2(Lumina):
@@ -150,7 +179,9 @@ class Lumina2(Lumina):
     def published_numbers(self) -> Mapping[str, int]:
         """Return the numbers: start and end of an image are published, the others invented."""
         numbers = {"<|endoftext|>": 151643, _IMAGE: 151665, "<eoss>": 151666, _TURN: 151667}
-        return numbers | {f"<reserved{number:05d}>": number - 8799 + 151668 for number in range(8799, 8799 + 130)}
+        return numbers | {
+            f"<reserved{number:05d}>": number - 8799 + 151668 for number in range(8799, 8799 + 130)
+        }
 
     @property
     def start(self) -> str:

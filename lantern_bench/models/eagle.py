@@ -30,7 +30,14 @@ from lantern_bench.models.target import (
     prefix_seen,
     prompt_rows,
 )
-from lantern_bench.models.transformer import Block, Table, TokenEmbedding, attend_cached, attend_plain, rotary_table
+from lantern_bench.models.transformer import (
+    Block,
+    Table,
+    TokenEmbedding,
+    attend_cached,
+    attend_plain,
+    rotary_table,
+)
 from lantern_bench.models.transformer_config import TransformerConfig, llama_sizes, read_sizes
 
 Head: TypeAlias = Callable[[Tensor], Tensor]
@@ -55,14 +62,20 @@ class _Session(CachedSession, DrafterSession):
             if self._drafter.config.text_vocab_size is None:
                 following = embed(self._rows.new_zeros(len(self._rows), n))
             else:
-                following = embed.of_text(prompt_rows(condition.values.to(self._rows.device), self._groups)[:, 1:])
-            self._forward(following, features[:, :n], self.cache.slots(0, n), prefix_seen(visible, n))
+                following = embed.of_text(
+                    prompt_rows(condition.values.to(self._rows.device), self._groups)[:, 1:]
+                )
+            self._forward(
+                following, features[:, :n], self.cache.slots(0, n), prefix_seen(visible, n)
+            )
         self._commit_prefix(visible, n)
 
     def observe(self, tokens: Tensor, features: Tensor, counts: Tensor) -> DrafterLogits:
         n = tokens.shape[1]
         embedded = self.cache.per_row(self._drafter.embed_tokens(tokens))
-        out = self._forward(embedded, features, self.cache.slots(0, n), causal_seen(1, n, tokens.device))
+        out = self._forward(
+            embedded, features, self.cache.slots(0, n), causal_seen(1, n, tokens.device)
+        )
         self.cache.advance(counts)
         last = self.cache.per_row((counts - 1).clamp_min(0))[:, None]
         self._features, self._level = out[self._rows, last], 0
@@ -77,7 +90,9 @@ class _Session(CachedSession, DrafterSession):
         self._features, self._level = out, self._level + 1
         return self._logits(out, positions)
 
-    def _forward(self, embedded: Tensor, features: Tensor, positions: Tensor, seen: Tensor) -> Tensor:
+    def _forward(
+        self, embedded: Tensor, features: Tensor, positions: Tensor, seen: Tensor
+    ) -> Tensor:
         drafter = self._drafter
         x = drafter.fuse(embedded, features)
         mask = self.cache.mask(seen, x.dtype)
@@ -89,7 +104,9 @@ class _Session(CachedSession, DrafterSession):
 
     def _logits(self, out: Tensor, positions: Tensor) -> DrafterLogits:
         """Return the logits of the tokens that follow `positions` [B, n]; the first token follows the prefix."""
-        logits = force_line_ends(self._drafter.head(out), positions - self._prefix + 2, self._drafter.config)
+        logits = force_line_ends(
+            self._drafter.head(out), positions - self._prefix + 2, self._drafter.config
+        )
         return DrafterLogits(*self._split(logits))
 
 
@@ -103,7 +120,9 @@ class EagleDrafter(CachedModel, Drafter):
     session_type = _Session
     attention_kernel = False  # set by `pack_for_decoding`, as in `attend_cached`
 
-    def __init__(self, config: TransformerConfig, head: Head, mask_padding: bool = True, bias: bool = True) -> None:
+    def __init__(
+        self, config: TransformerConfig, head: Head, mask_padding: bool = True, bias: bool = True
+    ) -> None:
         super().__init__(replace(config, layers=1))
         self.mask_padding = mask_padding
         self.embed_tokens = TokenEmbedding(config)
@@ -135,7 +154,11 @@ class EagleDrafter(CachedModel, Drafter):
         embedded = self.embed_tokens(tokens)
         if prompts is not None:
             embedded = torch.cat([self.embed_tokens.of_text(prompts), embedded], dim=1)
-        rotary = self.table.values[None, : features.shape[1]] if positions is None else self.table.values[positions]
+        rotary = (
+            self.table.values[None, : features.shape[1]]
+            if positions is None
+            else self.table.values[positions]
+        )
         return self.layer(self.fuse(embedded, features), rotary, attend_plain(mask, earlier))
 
     def use_head(self, head: Head) -> None:
@@ -148,7 +171,9 @@ class EagleDrafter(CachedModel, Drafter):
         return self._head[0]
 
 
-def build_drafter(config: TransformerConfig, target: CachedTarget, bias: bool = True) -> EagleDrafter:
+def build_drafter(
+    config: TransformerConfig, target: CachedTarget, bias: bool = True
+) -> EagleDrafter:
     """Return a drafter as published: LlamaGen's reads padding, Chameleon's hides it."""
     return EagleDrafter(config, target.transformer.output, config.qk_norm, bias)
 
@@ -180,16 +205,23 @@ def drafter_key_map(drafter: EagleDrafter) -> KeyMap:
 _COMPUTED = r"(.*\.)?(freqs_cis|causal_mask|k_cache|v_cache|inv_freq|cos_cached|sin_cached)$"
 
 
-def load_drafter(folder: Path, target: CachedTarget, *, dtype: torch.dtype, device: torch.device) -> EagleDrafter:
+def load_drafter(
+    folder: Path, target: CachedTarget, *, dtype: torch.dtype, device: torch.device
+) -> EagleDrafter:
     """Load a published drafter for a loaded target; raises `UserError` for one that does not fit it."""
     path, chameleon = folder / "config.json", target.config.qk_norm
     if not path.is_file():
-        raise UserError(f"{path}: no such file", "A published drafter is a folder with config.json and its weights.")
+        raise UserError(
+            f"{path}: no such file",
+            "A published drafter is a folder with config.json and its weights.",
+        )
     if not isinstance(stated := read_json(path), dict):
         raise UserError(f"{path}: must hold a JSON object")
     config = drafter_config(stated, target.drafter_config, folder)
     checkpoint = open_checkpoint(folder)
-    wanted = "an EAGLE drafter of Chameleon" if chameleon else "the EAGLE drafter of its config.json"
+    wanted = (
+        "an EAGLE drafter of Chameleon" if chameleon else "the EAGLE drafter of its config.json"
+    )
     if chameleon:
         checkpoint.require("layers.0.self_attn.q_norm.weight", wanted)
     with torch.device("meta"):
@@ -198,7 +230,9 @@ def load_drafter(folder: Path, target: CachedTarget, *, dtype: torch.dtype, devi
         # Drafters trained here state it; LlamaGen's published ones read padding and state nothing.
         drafter.mask_padding = chameleon or stated.get("mask_padding", False) is True
     keys = drafter_key_map(drafter)
-    load_into(drafter, checkpoint, keys, dtype=dtype, device=device, ignored=_COMPUTED, wanted=wanted)
+    load_into(
+        drafter, checkpoint, keys, dtype=dtype, device=device, ignored=_COMPUTED, wanted=wanted
+    )
     return drafter
 
 
@@ -212,7 +246,9 @@ _ROPE_BASE = 10000.0  # of the published code, whatever the target's is and the 
 INPUT_TYPES = {"c2i": ((24, 24), 1), "t2i": ((16, 16), 120), "t2i2": ((32, 32), 120)}
 
 
-def drafter_config(stated: Mapping[str, Any], target: TransformerConfig, folder: Path) -> TransformerConfig:
+def drafter_config(
+    stated: Mapping[str, Any], target: TransformerConfig, folder: Path
+) -> TransformerConfig:
     """Return the sizes of a drafter's one layer; raises `UserError` where it cannot work with the target."""
 
     def wrong(key: str, text: str, advice: str | None = None) -> UserError:
@@ -220,14 +256,24 @@ def drafter_config(stated: Mapping[str, Any], target: TransformerConfig, folder:
 
     chameleon = target.qk_norm
     needed = {"hidden_size": target.dim, "vocab_size": target.embedded_tokens}
-    config: dict[str, Any] = {"num_attention_heads": target.heads, "intermediate_size": target.ffn_dim, **needed}
+    config: dict[str, Any] = {
+        "num_attention_heads": target.heads,
+        "intermediate_size": target.ffn_dim,
+        **needed,
+    }
     config |= {key: value for key, value in stated.items() if value is not None}
     for key, size in read_sizes(config, {key: (key,) for key in needed}, wrong).items():
         if size != needed[key]:
-            raise wrong(key, f"is {size}, and this target needs {needed[key]}", "It was trained for another model.")
+            raise wrong(
+                key,
+                f"is {size}, and this target needs {needed[key]}",
+                "It was trained for another model.",
+            )
     # drafters trained here state `mask_padding`, and rotate as they say or as their target
     if not chameleon:
-        config["rope_theta"] = stated.get("rope_base", target.rope_base) if "mask_padding" in stated else _ROPE_BASE
+        config["rope_theta"] = (
+            stated.get("rope_base", target.rope_base) if "mask_padding" in stated else _ROPE_BASE
+        )
     sizes = llama_sizes(config, wrong, target.positions)
     del sizes["dim"], sizes["text_vocab_size"]
     if (layers := sizes.pop("layers", 1)) != 1:

@@ -97,14 +97,25 @@ class _Decoder(nn.Module):
         return self._hosted[0].logits(features.to(weights.dtype)).float()
 
     def forward(self, x: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
-        output = self.decoder(inputs_embeds=x, position_ids=positions, attention_mask=mask.to(x.dtype), use_cache=False)
+        output = self.decoder(
+            inputs_embeds=x,
+            position_ids=positions,
+            attention_mask=mask.to(x.dtype),
+            use_cache=False,
+        )
         return output.last_hidden_state
 
-    def step(self, x: Tensor, positions: Tensor, cache: KVCache, slots: Tensor, mask: Tensor) -> Tensor:
+    def step(
+        self, x: Tensor, positions: Tensor, cache: KVCache, slots: Tensor, mask: Tensor
+    ) -> Tensor:
         positions = positions.expand(len(x), -1)
         layers: Any = _SharedCache(cache, slots, mask.shape[-1])
         output = self.decoder(
-            inputs_embeds=x, position_ids=positions, attention_mask=mask, past_key_values=layers, use_cache=True
+            inputs_embeds=x,
+            position_ids=positions,
+            attention_mask=mask,
+            past_key_values=layers,
+            use_cache=True,
         )
         return output.last_hidden_state
 
@@ -115,8 +126,12 @@ class _SharedCache:
     def __init__(self, cache: KVCache, slots: Tensor, columns: int) -> None:
         self._cache, self._slots, self._columns = cache, slots, columns
 
-    def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        keys, values = self._cache.write(layer, self._slots, keys.transpose(1, 2), values.transpose(1, 2))
+    def update(
+        self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        keys, values = self._cache.write(
+            layer, self._slots, keys.transpose(1, 2), values.transpose(1, 2)
+        )
         return keys[:, :, : self._columns], values[:, :, : self._columns]
 
 
@@ -131,7 +146,8 @@ class _HostedTarget(CachedTarget):
         config = TransformerConfig(
             vocab_size=hosted.codes + hosted.line_ends,
             # The cache is as wide as the heads, which some models do not cut from the hidden size.
-            dim=heads * (getattr(text_config, "head_dim", None) or text_config.hidden_size // heads),
+            dim=heads
+            * (getattr(text_config, "head_dim", None) or text_config.hidden_size // heads),
             layers=text_config.num_hidden_layers,
             heads=heads,
             ffn_dim=text_config.intermediate_size,
@@ -146,7 +162,9 @@ class _HostedTarget(CachedTarget):
         self._hosted = hosted
         if (width := text_config.hidden_size) != config.dim:
             # A drafter is as wide as the features, and cuts them into heads of an even width.
-            self.drafter_config = replace(config, dim=width, heads=math.gcd(heads, width // 2), kv_heads=None)
+            self.drafter_config = replace(
+                config, dim=width, heads=math.gcd(heads, width // 2), kv_heads=None
+            )
 
     @torch.inference_mode()
     def pixels(self, tokens: Tensor) -> Tensor:
@@ -154,13 +172,17 @@ class _HostedTarget(CachedTarget):
         return to_bytes(self._hosted.pixels(codes.long().to(self.device)))
 
     @torch.inference_mode()
-    def logits_without_cache(self, condition: Condition, tokens: Tensor, guided: bool) -> tuple[Tensor, Tensor | None]:
+    def logits_without_cache(
+        self, condition: Condition, tokens: Tensor, guided: bool
+    ) -> tuple[Tensor, Tensor | None]:
         # The decoder's own forward of each row, with its mask and positions.
         batch, rows = len(tokens), []
         prompts, valid = (prompt_rows(values.to(self.device), 1 + guided) for values in condition)
         for row in range(len(prompts)):
             prompt = self._hosted.embed_words(prompts[row][valid[row]][None])
-            x = torch.cat([prompt, self.transformer.tok_embeddings(tokens[row % batch, :-1][None])], dim=1)
+            x = torch.cat(
+                [prompt, self.transformer.tok_embeddings(tokens[row % batch, :-1][None])], dim=1
+            )
             features = self.transformer.decoder(inputs_embeds=x, use_cache=False).last_hidden_state
             rows.append(self.transformer.output(features[:, prompt.shape[1] - 1 :]))
         positions = torch.arange(tokens.shape[1], device=self.device).expand(batch, -1)
@@ -178,11 +200,20 @@ def load_class(file: PythonModel) -> type[HostedModel]:
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise file.wrong("python", f"{path.name}: cannot be imported: {type(error).__name__}: {error}") from error
-    defined = [value for value in vars(module).values() if isinstance(value, type) and issubclass(value, HostedModel)]
+        raise file.wrong(
+            "python", f"{path.name}: cannot be imported: {type(error).__name__}: {error}"
+        ) from error
+    defined = [
+        value
+        for value in vars(module).values()
+        if isinstance(value, type) and issubclass(value, HostedModel)
+    ]
     classes = [cls for cls in defined if cls.__module__ == module.__name__]
     if len(classes) != 1:
-        raise file.wrong("python", f"{path.name}: must define one subclass of HostedModel, and defines {len(classes)}")
+        raise file.wrong(
+            "python",
+            f"{path.name}: must define one subclass of HostedModel, and defines {len(classes)}",
+        )
     return classes[0]
 
 

@@ -20,7 +20,15 @@ WEIGHTS_VARIABLE = "LANTERN_BENCH_WEIGHTS"
 
 # Folders of a repository: as the hub names it, and as the authors' instructions do. A single file may also lie in the
 # folder of the weights itself.
-_FOLDERS = ("{repo}", "{name}", "t5/{name}", "t5-ckpt/{name}", "trained_drafters/{name}", "chameleon", "")
+_FOLDERS = (
+    "{repo}",
+    "{name}",
+    "t5/{name}",
+    "t5-ckpt/{name}",
+    "trained_drafters/{name}",
+    "chameleon",
+    "",
+)
 
 
 class Licence(NamedTuple):
@@ -70,15 +78,21 @@ class Source(NamedTuple):
 
         if not bars:
             disable_progress_bars()
-        where: dict[str, Any] = {"local_dir": root / self.repo} if root is not None else {"cache_dir": _hub_cache()}
+        where: dict[str, Any] = (
+            {"local_dir": root / self.repo} if root is not None else {"cache_dir": _hub_cache()}
+        )
         where |= {"revision": self.revision, "allow_patterns": list(self.patterns)}
         try:
             folder = Path(snapshot_download(self.repo, **where))
         except errors.GatedRepoError as error:
             advice = f"Accept it at https://huggingface.co/{self.repo}, then set HF_TOKEN or type `hf auth login`."
-            raise RefusedError(f"{self.repo}: gated repository: accept its licence first", advice) from error
+            raise RefusedError(
+                f"{self.repo}: gated repository: accept its licence first", advice
+            ) from error
         except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError) as error:
-            raise RefusedError(f"{self.repo}: the hub no longer has this repository or revision") from error
+            raise RefusedError(
+                f"{self.repo}: the hub no longer has this repository or revision"
+            ) from error
         except (errors.HfHubHTTPError, OSError, RuntimeError) as error:
             problem = f"cannot be downloaded: {one_line(error, 200)}"
             advice = "Files that arrived are kept; the same command continues."
@@ -87,7 +101,9 @@ class Source(NamedTuple):
                 advice = f"Unset it, or download it elsewhere and give its directory by --dir or {WEIGHTS_VARIABLE}."
             raise RefusedError(f"{self.repo}: {problem}", advice) from error
         if (path := self.found_in(folder)) is None:
-            raise RefusedError(f"{self.repo}: the repository no longer has {', '.join(self.patterns)}")
+            raise RefusedError(
+                f"{self.repo}: the repository no longer has {', '.join(self.patterns)}"
+            )
         return path
 
 
@@ -121,7 +137,9 @@ LICENCES = {key: Licence(**fields) for key, fields in _DECLARED["licences"].item
 
 PARTS: Mapping[str, Mapping[str, Part]] = {
     model: {
-        part: tuple(Source(**source | {"licence": LICENCES[source["licence"]]}) for source in sources)
+        part: tuple(
+            Source(**source | {"licence": LICENCES[source["licence"]]}) for source in sources
+        )
         for part, sources in parts.items()
     }
     for model, parts in _DECLARED["models"].items()
@@ -136,7 +154,9 @@ def local_path(part: Part) -> Path | None:
 
 def expected_path(part: Part) -> Path:
     """Return the file or folder of a part: where it is, or where a download puts it."""
-    return local_path(part) or (weights_folder() or _hub_cache()) / part[0].repo / (part[0].file or "")
+    return local_path(part) or (weights_folder() or _hub_cache()) / part[0].repo / (
+        part[0].file or ""
+    )
 
 
 def local_paths(model: str) -> dict[str, Path]:
@@ -161,6 +181,10 @@ def missing_sources(model: str, root: Path | None = None) -> Sequence[Source]:
     """Return the sources that complete a published model, on this machine or in the folder `root`."""
 
     def is_here(source: Source) -> bool:
-        return (source.local_path() if root is None else source.found_in(root / source.repo)) is not None
+        return (
+            source.local_path() if root is None else source.found_in(root / source.repo)
+        ) is not None
 
-    return list(dict.fromkeys(part[0] for part in PARTS[model].values() if not any(map(is_here, part))))
+    return list(
+        dict.fromkeys(part[0] for part in PARTS[model].values() if not any(map(is_here, part)))
+    )

@@ -24,7 +24,12 @@ _JANUS_START, _PAD, _BEGIN_IMAGE = "<｜begin▁of▁sentence｜>", "<｜▁pad�
 
 
 def _janus(vocab_size: int, dim: int, ffn_dim: int, layers: int, heads: int) -> Mapping[str, Any]:
-    text = {"vocab_size": vocab_size, "hidden_size": dim, "intermediate_size": ffn_dim, "rms_norm_eps": 1e-6}
+    text = {
+        "vocab_size": vocab_size,
+        "hidden_size": dim,
+        "intermediate_size": ffn_dim,
+        "rms_norm_eps": 1e-6,
+    }
     text |= {"num_hidden_layers": layers, "num_attention_heads": heads}
     vision = {"image_size": 384, "patch_size": 16}
     return {"text_config": text, "vision_config": vision, "vq_config": {"num_embeddings": 16384}}
@@ -38,8 +43,12 @@ class Janus(WordModel):
     # as in the authors' generation_inference.py
     defaults: Mapping[str, Any] = {"cfg_scale": 5.0, "tree": "eagle1-25"}
     published: ClassVar = {
-        "janus-pro-1b": Published("Janus-Pro 1B", _janus(102400, 2048, 5632, 24, 16), {}, (24, 24), 1_514_262_528),
-        "janus-pro-7b": Published("Janus-Pro 7B", _janus(102400, 4096, 11008, 30, 32), {}, (24, 24), 6_641_950_720),
+        "janus-pro-1b": Published(
+            "Janus-Pro 1B", _janus(102400, 2048, 5632, 24, 16), {}, (24, 24), 1_514_262_528
+        ),
+        "janus-pro-7b": Published(
+            "Janus-Pro 7B", _janus(102400, 4096, 11008, 30, 32), {}, (24, 24), 6_641_950_720
+        ),
     }
     # What transformers takes where a config.json states nothing.
     any_model = Published("a Janus model", _janus(32000, 4096, 11008, 32, 32), {}, None)
@@ -53,7 +62,9 @@ class Janus(WordModel):
     def read_sizes(self) -> TransformerConfig:
         """Return the sizes of config.json; the rows of image tokens stand behind those of the words."""
         codes = self.whole_number("vq_config.num_embeddings")
-        side = self.whole_number("vision_config.image_size") // self.whole_number("vision_config.patch_size")
+        side = self.whole_number("vision_config.image_size") // self.whole_number(
+            "vision_config.patch_size"
+        )
         sizes = self.llama_config("text_config", codes, grid=(side, side), head_layer=True)
         return replace(sizes, text_vocab_size=(sizes.text_vocab_size or 0) + codes)
 
@@ -72,7 +83,9 @@ class Janus(WordModel):
         def padding(prompt: list[int], vocabulary: Vocabulary, _encode: Encode) -> list[int]:
             return [prompt[0], *[vocabulary[_PAD]] * (len(prompt) - 2), prompt[-1]]
 
-        return Wording("<|User|>: {caption}\n\n<|Assistant|>:", (_JANUS_START,), (_BEGIN_IMAGE,), padding)
+        return Wording(
+            "<|User|>: {caption}\n\n<|Assistant|>:", (_JANUS_START,), (_BEGIN_IMAGE,), padding
+        )
 
     def prompt_tokens(self, caption: str, encode: Encode, bare: bool = False) -> list[int]:
         """Return the prompt of a caption without the spaces around it."""
@@ -84,7 +97,10 @@ class Janus(WordModel):
 
         from lantern_bench.models.io.state_dict import LLAMA, Slice, llama_key_map
 
-        names = {ours: theirs.replace("model.", "model.language_model.") for ours, theirs in LLAMA.items()}
+        names = {
+            ours: theirs.replace("model.", "model.language_model.")
+            for ours, theirs in LLAMA.items()
+        }
         names["transformer.head_layer."] = "model.generation_head.proj_out."
         names["transformer.output."] = "model.generation_head.vision_head."
         keys = llama_key_map(target, target.config, names)
@@ -94,13 +110,17 @@ class Janus(WordModel):
         for needed in (table, f"{aligner}fc1.weight"):
             checkpoint.require(needed, self.kind[1])
         layers = sorted(
-            name.removesuffix("weight") for name in checkpoint if name.startswith(aligner) and name.endswith(".weight")
+            name.removesuffix("weight")
+            for name in checkpoint
+            if name.startswith(aligner) and name.endswith(".weight")
         )
 
         def aligned(rows: Tensor) -> Tensor:
             for number, layer in enumerate(layers):
                 rows = functional.gelu(rows) if number else rows.float()
-                rows = functional.linear(rows, checkpoint[layer + "weight"].float(), checkpoint[layer + "bias"].float())
+                rows = functional.linear(
+                    rows, checkpoint[layer + "weight"].float(), checkpoint[layer + "bias"].float()
+                )
             return rows
 
         codes = self.sizes.vocab_size
@@ -113,9 +133,20 @@ class Janus(WordModel):
 _TEXT: dict[str, Any] = {"vocab_size": 184622, "hidden_size": 4096, "intermediate_size": 14336}
 _TEXT |= {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
 _TEXT |= {"rope_parameters": {"rope_theta": 1e6}}
-_VQ: dict[str, Any] = {"codes": 32768, "code_dim": 4, "z_channels": 4, "channels": 256, "channel_mult": (1, 2, 2, 4)}
+_VQ: dict[str, Any] = {
+    "codes": 32768,
+    "code_dim": 4,
+    "z_channels": 4,
+    "channels": 256,
+    "channel_mult": (1, 2, 2, 4),
+}
 _VQ |= {"unit_codes": False, "code_norms": True, "frames": 4}
-_EMU3_START, _ROW_END, _IMAGE_START, _IMAGE = "<|extra_203|>", "<|extra_200|>", "<|image start|>", "<|image token|>"
+_EMU3_START, _ROW_END, _IMAGE_START, _IMAGE = (
+    "<|extra_203|>",
+    "<|extra_200|>",
+    "<|image start|>",
+    "<|image token|>",
+)
 _GOOD = " masterpiece, film grained, best quality."
 _BAD = (
     "lowres, bad anatomy, bad hands, text, error, missing fingers, extra digit, fewer digits, cropped, worst quality, "
@@ -132,7 +163,11 @@ class Emu3(WordModel):
     defaults: Mapping[str, Any] = {"cfg_scale": 3.0, "top_k": 2048, "tree": "eagle1-25"}
     published: ClassVar = {
         "emu3-gen": Published(
-            "Emu3-Gen", {"text_config": _TEXT, "vq_config": {"codebook_size": 32768}}, _VQ, (90, 90), 7_870_021_632
+            "Emu3-Gen",
+            {"text_config": _TEXT, "vq_config": {"codebook_size": 32768}},
+            _VQ,
+            (90, 90),
+            7_870_021_632,
         )
     }
     any_model = published["emu3-gen"]._replace(about="an Emu3 model")
@@ -182,7 +217,13 @@ class Emu3(WordModel):
         """Return a Llama by other names; of the head (tied: the embedding) it takes some rows."""
         from lantern_bench.models.io.state_dict import LLAMA, llama_key_map, rows_of_tokens
 
-        names = {ours: theirs.replace("model.", "model.text_model.") for ours, theirs in LLAMA.items()}
-        head = "lm_head.weight" if "lm_head.weight" in checkpoint else "model.text_model.embed_tokens.weight"
+        names = {
+            ours: theirs.replace("model.", "model.text_model.") for ours, theirs in LLAMA.items()
+        }
+        head = (
+            "lm_head.weight"
+            if "lm_head.weight" in checkpoint
+            else "model.text_model.embed_tokens.weight"
+        )
         keys = llama_key_map(target, target.config, names)
         return {**keys, "transformer.output.weight": (rows_of_tokens(head, target.config),)}

@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from lantern_bench.errors import UserError
 from lantern_bench.models import hub
-from lantern_bench.models.model import CheckpointModel, Published, class_number, layout_of, some_classes
+from lantern_bench.models.model import (
+    CheckpointModel,
+    Published,
+    class_number,
+    layout_of,
+    some_classes,
+)
 from lantern_bench.models.transformer_config import TransformerConfig, llama_sizes, read_sizes
 
 if TYPE_CHECKING:
@@ -79,10 +85,16 @@ class LlamaGen(CheckpointModel):
     def read_sizes(self) -> TransformerConfig:
         """Return the sizes of the published model, changed by config.json and the model file."""
         for name in (self.file and self.file.target.config) or ():
-            if name not in _KEYS and (near := difflib.get_close_matches(str(name), _KEYS, n=1, cutoff=0.82)):
+            if name not in _KEYS and (
+                near := difflib.get_close_matches(str(name), _KEYS, n=1, cutoff=0.82)
+            ):
                 raise self.wrong(str(name), f"unknown; did you mean {near[0]}?")
         sizes = {"text_vocab_size": 16384, **llama_sizes(self.config, self.wrong, "grid")}
-        for field, key in {"dim": "hidden_size", "layers": "num_hidden_layers", "heads": "num_attention_heads"}.items():
+        for field, key in {
+            "dim": "hidden_size",
+            "layers": "num_hidden_layers",
+            "heads": "num_attention_heads",
+        }.items():
             if field not in sizes:
                 advice = "State it in target: {config: {...}}, or name the published model: family: llamagen-c2i-B-256."
                 raise self.wrong(key, "missing: no checkpoint states it", advice)
@@ -97,7 +109,9 @@ class LlamaGen(CheckpointModel):
         """What only LlamaGen's config states, or the published values; raises `UserError` for impossible ones."""
         usual = {"cls_token_num": self.positions, "num_classes": 1000, "caption_dim": 2048}
         usual |= {"multiple_of": 256, "ffn_dim_multiplier": 1, "block_size": 0}
-        return usual | read_sizes(self.config, {key: (key,) for key in usual}, self.wrong, ("ffn_dim_multiplier",))
+        return usual | read_sizes(
+            self.config, {key: (key,) for key in usual}, self.wrong, ("ffn_dim_multiplier",)
+        )
 
     def _grid(self) -> tuple[int, int]:
         """The grid of the model file, of the named model, or of a square picture."""
@@ -106,14 +120,23 @@ class LlamaGen(CheckpointModel):
         block = self.numbers["block_size"]
         side = math.isqrt(block)
         if not block or side * side != block:
-            problem, advice = "missing: the weights do not tell it", "Give grid: [rows, columns] of tokens."
-            raise self.file.wrong("grid", problem, advice) if self.file else UserError(f"grid: {problem}", advice)
+            problem, advice = (
+                "missing: the weights do not tell it",
+                "Give grid: [rows, columns] of tokens.",
+            )
+            raise (
+                self.file.wrong("grid", problem, advice)
+                if self.file
+                else UserError(f"grid: {problem}", advice)
+            )
         return side, side
 
     def wrong(self, key: str, text: str, advice: str | None = None) -> UserError:
         """Return the error for a key of the target's config, by the name that the file has."""
         stated = (self.file and self.file.target.config) or {}
-        official = next((name for name, other in _OFFICIAL.items() if other == key and name in stated), key)
+        official = next(
+            (name for name, other in _OFFICIAL.items() if other == key and name in stated), key
+        )
         return super().wrong(official, text, advice)
 
     def target_keys(self, target: TransformerTarget, checkpoint: Checkpoint) -> KeyMap:
@@ -132,7 +155,11 @@ class LlamaGen(CheckpointModel):
         for sign, tokens in signs.items():
             if tokens != self.tokens:
                 side = math.isqrt(tokens)
-                square = f"a {side}x{side} grid ({tokens} tokens)" if side * side == tokens else f"{tokens} tokens"
+                square = (
+                    f"a {side}x{side} grid ({tokens} tokens)"
+                    if side * side == tokens
+                    else f"{tokens} tokens"
+                )
                 rows, columns = self.sizes.grid
                 raise UserError(
                     f"{checkpoint.path}: is of another stage: {sign} is for {square}, "
@@ -149,8 +176,12 @@ class TextToImage(LlamaGen):
     # the README, section 5
     defaults: Mapping[str, Any] = {"cfg_scale": 7.5, "top_k": 1000, "tree": "eagle1-25"}
     published: ClassVar = {
-        "llamagen-t2i-stage1": Published("text-conditional LlamaGen", _scale("XL"), {}, (16, 16), 777_923_840),
-        "llamagen-t2i-stage2": Published("text-conditional LlamaGen", _scale("XL"), {}, (32, 32), 777_923_840),
+        "llamagen-t2i-stage1": Published(
+            "text-conditional LlamaGen", _scale("XL"), {}, (16, 16), 777_923_840
+        ),
+        "llamagen-t2i-stage2": Published(
+            "text-conditional LlamaGen", _scale("XL"), {}, (32, 32), 777_923_840
+        ),
     }
     any_model = Published("text-conditional LlamaGen", {}, {}, None, aliases=("llamagen",))
     kind = ("cls_embedding.uncond_embedding", "LlamaGen, text-conditional")
@@ -161,7 +192,9 @@ class TextToImage(LlamaGen):
         from lantern_bench.models.target import CaptionFeatures, TransformerTarget
 
         sizes = self.sizes
-        return TransformerTarget(sizes, CaptionFeatures(sizes.prefix, self.numbers["caption_dim"], sizes.dim))
+        return TransformerTarget(
+            sizes, CaptionFeatures(sizes.prefix, self.numbers["caption_dim"], sizes.dim)
+        )
 
     def prompts(self, target: TransformerTarget, invented: bool = False) -> Prompts:
         """Return captions through the text encoder."""

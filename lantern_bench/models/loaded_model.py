@@ -35,7 +35,9 @@ class VQPixels:
         """Tokens int [B, N] -> uint8 RGB [B, H, W, 3] on the CPU."""
         codes = without_line_ends(tokens, self._grid) if self._line_ends else tokens
         weight = self.model.quantize.embedding.weight
-        return to_bytes(self.model.decode_tokens(codes.to(weight.device), self._grid).permute(0, 2, 3, 1))
+        return to_bytes(
+            self.model.decode_tokens(codes.to(weight.device), self._grid).permute(0, 2, 3, 1)
+        )
 
     @property
     def size(self) -> tuple[int, int]:
@@ -49,7 +51,9 @@ class VQPixels:
         weight = self.model.quantize.embedding.weight
         pixels = pictures.to(weight.device).permute(0, 3, 1, 2).to(weight.dtype) / 127.5 - 1
         codes = self.model.encode(pixels).flatten(1).cpu()
-        return with_line_ends(codes, self._grid, self.model.config.codes) if self._line_ends else codes
+        return (
+            with_line_ends(codes, self._grid, self.model.config.codes) if self._line_ends else codes
+        )
 
 
 class NoPixels:
@@ -95,9 +99,7 @@ class LoadedModel:
 
     def __repr__(self) -> str:
         drafter = "no drafter" if self.drafter is None else type(self.drafter).__name__
-        return (
-            f"LoadedModel({self.name!r}: {type(self.target).__name__}, {drafter}, {self.grid[0]}x{self.grid[1]} codes)"
-        )
+        return f"LoadedModel({self.name!r}: {type(self.target).__name__}, {drafter}, {self.grid[0]}x{self.grid[1]} codes)"
 
     @cached_property
     def codes(self) -> Tensor:
@@ -119,7 +121,9 @@ class LoadedModel:
             text = f"--neighbour-metric {metric}: {self.name} names a table of its own"
             raise UserError(text, "Leave one of them out.")
         elif (width := self.given_table.shape[1]) < columns:
-            raise UserError(f"--neighbours {columns}: the model's own table has {width} for each code")
+            raise UserError(
+                f"--neighbours {columns}: the model's own table has {width} for each code"
+            )
         else:
             table = self.given_table.to(self.target.device, torch.int32)
         table = table[:, :columns].contiguous()
@@ -135,11 +139,16 @@ class LoadedModel:
                 "Name the tokenizer's checkpoint, or a table of nearest codes, in the model's file.",
             )
         if columns >= (codes := len(self.codebook)):
-            raise UserError(f"--neighbours {columns}: the model {self.name} has {codes} codes", f"At most {codes - 1}.")
+            raise UserError(
+                f"--neighbours {columns}: the model {self.name} has {codes} codes",
+                f"At most {codes - 1}.",
+            )
         if metric not in self._tables or self._tables[metric].shape[1] < columns:
             device = self.target.device
             # Angles are the same in both spaces, and random neighbours have none.
-            rows = in_space(self.codebook.to(device), self.neighbour_space if metric == "l2" else "raw")
+            rows = in_space(
+                self.codebook.to(device), self.neighbour_space if metric == "l2" else "raw"
+            )
             self._tables[metric] = nearest_codes(rows, columns, metric=metric)
         return self._tables[metric]
 
@@ -169,11 +178,15 @@ def assemble(
         pixels = VQPixels(tokenizer, target.config.grid, target.config.line_ends)
         codebook = tokenizer.codebook()
     elif tokenizer is not None:
-        pixels = NoPixels(name, f"the tokenizer has {tokenizer.config.codes} codes, the target {target.n_codes}")
+        pixels = NoPixels(
+            name, f"the tokenizer has {tokenizer.config.codes} codes, the target {target.n_codes}"
+        )
     if prompts.sha256 is not None:
         weights = {**weights, "text_encoder": prompts.sha256}
     condition, prepare, grid = prompts.condition, prompts.prepare, target.config.grid
-    return LoadedModel(name, target, drafter, pixels, codebook, condition, weights, grid, space, prepare, table)
+    return LoadedModel(
+        name, target, drafter, pixels, codebook, condition, weights, grid, space, prepare, table
+    )
 
 
 def transformer_of(model: LoadedModel) -> CachedTarget:

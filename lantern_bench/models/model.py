@@ -88,7 +88,9 @@ _CLASSES = (207, 360, 387, 974, 88, 979, 417, 279)
 
 def some_classes(classes: int) -> tuple[str, ...]:
     """Return default prompts of a model with so many classes: some of ImageNet's, or its first ones."""
-    numbers = [number for number in _CLASSES if number < classes] or range(min(classes, len(_CLASSES)))
+    numbers = [number for number in _CLASSES if number < classes] or range(
+        min(classes, len(_CLASSES))
+    )
     return tuple(class_prompt(number) for number in numbers)
 
 
@@ -99,11 +101,19 @@ def class_prompt(number: int, name: str = "") -> str:
 
 def class_number(text: str, classes: int) -> int:
     """Return the class of a prompt: `207`, `class 207` or `class 207: name`; raises `UserError` for any other text."""
-    match = re.fullmatch(r"(?:class\s+)?(\d{1,9})(?:\s*:.*)?", text.strip(), flags=re.IGNORECASE | re.DOTALL)
+    match = re.fullmatch(
+        r"(?:class\s+)?(\d{1,9})(?:\s*:.*)?", text.strip(), flags=re.IGNORECASE | re.DOTALL
+    )
     if match is None:
-        raise UserError(f"{text!r} is not a class", f"Give a number from 0 to {classes - 1}, or `class 207: its name`.")
+        raise UserError(
+            f"{text!r} is not a class",
+            f"Give a number from 0 to {classes - 1}, or `class 207: its name`.",
+        )
     if int(match[1]) >= classes:
-        raise UserError(f"class {match[1]}: there are {classes} classes", f"Give a number from 0 to {classes - 1}.")
+        raise UserError(
+            f"class {match[1]}: there are {classes} classes",
+            f"Give a number from 0 to {classes - 1}.",
+        )
     return int(match[1])
 
 
@@ -123,7 +133,9 @@ class Published(NamedTuple):
 
 def layout_of(checkpoint: Checkpoint) -> str:
     """Return the layout of a checkpoint: hf, or that of LlamaGen's official ones."""
-    return "hf" if any(name.startswith(("model.", "lm_head.")) for name in checkpoint) else "official"
+    return (
+        "hf" if any(name.startswith(("model.", "lm_head.")) for name in checkpoint) else "official"
+    )
 
 
 class CheckpointModel(Model):
@@ -145,7 +157,11 @@ class CheckpointModel(Model):
     tokenizer_in_target: ClassVar[bool] = False
 
     def __init__(
-        self, name: str, row: Published, paths: Mapping[str, Path] | None = None, file: ModelFile | None = None
+        self,
+        name: str,
+        row: Published,
+        paths: Mapping[str, Path] | None = None,
+        file: ModelFile | None = None,
     ) -> None:
         self.name, self.row, self.file = name, row, file
         # part -> file or folder; empty for a published model that is not located yet
@@ -222,7 +238,10 @@ class CheckpointModel(Model):
         for stated in (self._config_beside(), self.file and self.file.target.config):
             for key, value in (stated or {}).items():
                 if isinstance(value, Mapping) and isinstance(config.get(key), Mapping):
-                    config[key] = {**config[key], **{name: entry for name, entry in value.items() if entry is not None}}
+                    config[key] = {
+                        **config[key],
+                        **{name: entry for name, entry in value.items() if entry is not None},
+                    }
                 elif value is not None:
                     config[key] = value
         return config
@@ -230,7 +249,11 @@ class CheckpointModel(Model):
     def _config_beside(self) -> Mapping[str, Any]:
         target = self.paths.get("target")
         # What lies beside a torch file need not be about it.
-        if target is None or self.folder is None or not (target.is_dir() or target.suffix == ".safetensors"):
+        if (
+            target is None
+            or self.folder is None
+            or not (target.is_dir() or target.suffix == ".safetensors")
+        ):
             return {}
         path = self.folder / "config.json"
         stated = read_json(path) if path.is_file() else {}
@@ -245,10 +268,18 @@ class CheckpointModel(Model):
     def files(self) -> Mapping[str, Path]:
         """Return the file or folder of each part: where it is, or where a download puts it."""
         if self.file is not None:
-            return {part: path for part, path in self.paths.items() if part in ("target", "tokenizer", "drafter")}
-        return {name: hub.expected_path(part) for name, part in hub.PARTS.get(self.name, {}).items()}
+            return {
+                part: path
+                for part, path in self.paths.items()
+                if part in ("target", "tokenizer", "drafter")
+            }
+        return {
+            name: hub.expected_path(part) for name, part in hub.PARTS.get(self.name, {}).items()
+        }
 
-    def load_target(self, device: torch.device, dtype: torch.dtype) -> tuple[TransformerTarget, tuple[Path, ...]]:
+    def load_target(
+        self, device: torch.device, dtype: torch.dtype
+    ) -> tuple[TransformerTarget, tuple[Path, ...]]:
         """Load the target; also return the files that decide what it computes."""
         import torch
 
@@ -271,7 +302,15 @@ class CheckpointModel(Model):
             target = self.new_target()
         wanted = f"{self.kind[1]}, {target.config.layers} layers of width {target.config.dim}"
         keys = self.target_keys(target, checkpoint)
-        load_into(target, checkpoint, keys, dtype=dtype, device=device, ignored=self.ignored, wanted=wanted)
+        load_into(
+            target,
+            checkpoint,
+            keys,
+            dtype=dtype,
+            device=device,
+            ignored=self.ignored,
+            wanted=wanted,
+        )
         return target, checkpoint.paths
 
     def load(self, device: torch.device, dtype: torch.dtype) -> LoadedModel:
@@ -316,5 +355,10 @@ class CheckpointModel(Model):
         with torch.device("meta"):
             target = self.new_target()
             drafter = build_drafter(target.config, target) if self.has_drafter else None
-            tokenizer, prompts = new_vq(VQConfig(**self.row.vq)), self.prompts(target, invented=True)
-            return assemble(self.name, target, drafter, tokenizer, prompts, {}, self.neighbour_space)
+            tokenizer, prompts = (
+                new_vq(VQConfig(**self.row.vq)),
+                self.prompts(target, invented=True),
+            )
+            return assemble(
+                self.name, target, drafter, tokenizer, prompts, {}, self.neighbour_space
+            )

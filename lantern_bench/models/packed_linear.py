@@ -66,7 +66,9 @@ def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
 def has_bfloat16(device: torch.device) -> bool:
     """Whether a device has instructions for bfloat16; a convolution on a CPU without takes 10 to 200 times as long."""
     # Older versions of torch cannot tell.
-    checks = (getattr(torch.cpu, f"_is_{name}_supported", bool) for name in ("avx512_bf16", "amx_tile"))
+    checks = (
+        getattr(torch.cpu, f"_is_{name}_supported", bool) for name in ("avx512_bf16", "amx_tile")
+    )
     return device.type != "cpu" or any(check() for check in checks)
 
 

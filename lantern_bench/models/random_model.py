@@ -29,13 +29,18 @@ class Size(NamedTuple):
     bytes: int
 
 
-def sizes_of(model: LoadedModel, dtype: torch.dtype, *, guided: bool, nodes: int, batch: int = 1) -> list[Size]:
+def sizes_of(
+    model: LoadedModel, dtype: torch.dtype, *, guided: bool, nodes: int, batch: int = 1
+) -> list[Size]:
     """The size of each part of a model on the meta device, and of its cache for trees of `nodes` nodes."""
     sizes: list[Size] = []
     for name, module, kind in _modules(model, dtype):
         count = sum(parameter.numel() for parameter in module.parameters())
         sizes.append(Size(name, count, kind, count * kind.itemsize))
-    for name, module in (("target", model.target), ("drafter", model.drafter if nodes > 1 else None)):
+    for name, module in (
+        ("target", model.target),
+        ("drafter", model.drafter if nodes > 1 else None),
+    ):
         if isinstance(module, nn.Module):
             with torch.device("meta"):
                 session = module.to(dtype).session(batch, guided, nodes)
@@ -45,9 +50,15 @@ def sizes_of(model: LoadedModel, dtype: torch.dtype, *, guided: bool, nodes: int
 
 def check_free(subject: str, needed: int, device: torch.device, advice: str | None = None) -> None:
     """Raise `RefusedError` where less than `needed` bytes are free on a device."""
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+    free = (
+        torch.cuda.mem_get_info(device)[0]
+        if device.type == "cuda"
+        else psutil.virtual_memory().available
+    )
     if needed > free:
-        raise RefusedError(f"{subject}: needs {needed / 1e9:,.1f} GB, and {free / 1e9:,.1f} GB are free", advice)
+        raise RefusedError(
+            f"{subject}: needs {needed / 1e9:,.1f} GB, and {free / 1e9:,.1f} GB are free", advice
+        )
 
 
 def meta_model(name: str) -> LoadedModel:
@@ -61,7 +72,9 @@ def meta_model(name: str) -> LoadedModel:
     return model
 
 
-def random_model(name: str, device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> LoadedModel:
+def random_model(
+    name: str, device: torch.device, dtype: torch.dtype, generator: torch.Generator
+) -> LoadedModel:
     """Make a model with weights from `generator` (on `device`); raises `UserError` as `meta_model`."""
     model = meta_model(name)
     _fill_at_random(model, device, dtype, generator)
@@ -80,10 +93,16 @@ def _modules(model: LoadedModel, dtype: torch.dtype) -> Iterator[tuple[str, Any,
 
 
 @torch.no_grad()
-def _fill_at_random(model: LoadedModel, device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> None:
+def _fill_at_random(
+    model: LoadedModel, device: torch.device, dtype: torch.dtype, generator: torch.Generator
+) -> None:
     """Fill a model's modules so that outputs have the scale of their inputs; `RefusedError` where they do not fit."""
     modules = list(_modules(model, dtype))
-    weights = [weight.numel() * kind.itemsize for _, module, kind in modules for weight in module.parameters()]
+    weights = [
+        weight.numel() * kind.itemsize
+        for _, module, kind in modules
+        for weight in module.parameters()
+    ]
     check_free(model.name, sum(weights), device)
     for _, module, kind in modules:
         module.to(kind).to_empty(device=device)
@@ -113,7 +132,9 @@ def read_size(text: str) -> TransformerConfig:
         most = f"at most {_LONGEST:,} layers and side, width and vocabulary at most {MOST:,}"
         raise UserError(f"--size {text}: is too large: {most}")
     ffn = -(-8 * width // 3 // 256) * 256
-    return TransformerConfig(vocabulary, width, layers, width // 64, ffn, prefix=1, grid=(side, side))
+    return TransformerConfig(
+        vocabulary, width, layers, width // 64, ffn, prefix=1, grid=(side, side)
+    )
 
 
 def random_model_of_size(
@@ -125,7 +146,10 @@ def random_model_of_size(
         drafter = build_drafter(config, target)
 
     def condition(prompts: Sequence[str]) -> Condition:
-        return Condition(torch.zeros(len(prompts), dtype=torch.int64), torch.ones(len(prompts), 1, dtype=torch.bool))
+        return Condition(
+            torch.zeros(len(prompts), dtype=torch.int64),
+            torch.ones(len(prompts), 1, dtype=torch.bool),
+        )
 
     model = assemble("random", target, drafter, None, Prompts(condition), {})
     _fill_at_random(model, device, dtype, generator)

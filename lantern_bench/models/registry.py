@@ -13,7 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from lantern_bench.errors import RefusedError, UserError, did_you_mean
 from lantern_bench.models.chameleon import Chameleon, Lumina, Lumina2
-from lantern_bench.models.io.model_file import ExternalDrafter, PythonModel, is_model_file, read_model_file
+from lantern_bench.models.io.model_file import (
+    ExternalDrafter,
+    PythonModel,
+    is_model_file,
+    read_model_file,
+)
 from lantern_bench.models.janus_and_emu3 import Emu3, Janus
 from lantern_bench.models.lanterns import Lanterns
 from lantern_bench.models.llamagen import ClassToImage, TextToImage
@@ -25,7 +30,15 @@ if TYPE_CHECKING:
     from lantern_bench.models.loaded_model import LoadedModel
 
 _GROUP = "lantern_bench.models"
-_FAMILIES: tuple[type[CheckpointModel], ...] = (Chameleon, Lumina, Emu3, Janus, ClassToImage, TextToImage, Lumina2)
+_FAMILIES: tuple[type[CheckpointModel], ...] = (
+    Chameleon,
+    Lumina,
+    Emu3,
+    Janus,
+    ClassToImage,
+    TextToImage,
+    Lumina2,
+)
 
 
 @functools.cache
@@ -62,7 +75,9 @@ def defaults_of(names: Sequence[str]) -> dict[str, Mapping[str, Any]]:
     """Return the decoding values that models suggest, by name; also by `names` that are files or aliases."""
     defaults = {name: model.defaults for name, model in models().items()}
     aliases = {alias for model in models().values() for alias in model.aliases}
-    return defaults | {name: model_of(name).defaults for name in names if is_model_file(name) or name in aliases}
+    return defaults | {
+        name: model_of(name).defaults for name in names if is_model_file(name) or name in aliases
+    }
 
 
 # ---- Models of model files
@@ -82,7 +97,9 @@ def _model_of_file(path: Path) -> Model:
             return model
     families = sorted({family.family for family in _FAMILIES})
     hint = did_you_mean(file.family, families)
-    raise file.wrong("family", f"{file.family}: unknown family{hint}", f"The families are {', '.join(families)}.")
+    raise file.wrong(
+        "family", f"{file.family}: unknown family{hint}", f"The families are {', '.join(families)}."
+    )
 
 
 class _Hosted(Model):
@@ -112,8 +129,14 @@ class _WithDrafter(Model):
     def __init__(self, file: ExternalDrafter) -> None:
         model = model_of(file.model)
         self.file, self.model, self.name, self.family = file, model, str(file.path), model.family
-        self.description = file.description or f"{model.description}; drafter {file.drafter.path.name}"
-        self.defaults, self.licence, self.sizes = {**model.defaults, **file.defaults}, model.licence, model.sizes
+        self.description = (
+            file.description or f"{model.description}; drafter {file.drafter.path.name}"
+        )
+        self.defaults, self.licence, self.sizes = (
+            {**model.defaults, **file.defaults},
+            model.licence,
+            model.sizes,
+        )
         self.codes, self.tokens, self.parameters = model.codes, model.tokens, model.parameters
         self.classes, self.prompt_sets = model.classes, model.prompt_sets
 

@@ -32,12 +32,17 @@ from lantern_bench.models.target import Condition
 CLEANING = "llamagen-2024"
 """Name of the rules; changing a rule needs a new name, so that no feature cached under the old one is used."""
 
-_DASHES = "".join(re.escape(chr(code)) for code in range(0x10000) if unicodedata.category(chr(code)) == "Pd")
+_DASHES = "".join(
+    re.escape(chr(code)) for code in range(0x10000) if unicodedata.category(chr(code)) == "Pd"
+)
 _HOST = r"[a-z0-9.\-]+\.(?:com|co|ru|net|org|edu|gov|it)[\w/-]*\b/?(?!@)"
 _ENDINGS = "(?:png|jpg|jpeg|bmp|webp|eps|pdf|apk|mp4)"
 _SYMBOLS = re.escape("#®•©™&@·º½¾¿¡§~()[]{}|\\/*")
 
-_ADDRESSES = ((rf"\b(?:https?:(?:/{{1,3}}|[a-z0-9%])|{_HOST})", ""), (rf"\b(?:www:(?:/{{1,3}}|[a-z0-9%])|{_HOST})", ""))
+_ADDRESSES = (
+    (rf"\b(?:https?:(?:/{{1,3}}|[a-z0-9%])|{_HOST})", ""),
+    (rf"\b(?:www:(?:/{{1,3}}|[a-z0-9%])|{_HOST})", ""),
+)
 _CHARACTERS = (
     (r"@\w+\b", ""),
     ("[\u31c0-\u9fff]+", ""),
@@ -87,7 +92,9 @@ def cleaned(caption: str) -> str:
         pieces: list[str] = []  # the text between tags
         parser = HTMLParser(convert_charrefs=True)
         parser.handle_data = pieces.append  # type: ignore[method-assign, assignment]
-        parser.feed(_ruled(unquote_plus(caption).strip().lower().replace("<person>", "person"), _ADDRESSES))
+        parser.feed(
+            _ruled(unquote_plus(caption).strip().lower().replace("<person>", "person"), _ADDRESSES)
+        )
         parser.close()
         caption = _ruled("".join(pieces), _CHARACTERS)
         # A caption with more joiners than 3 is a file name or an address.
@@ -107,14 +114,26 @@ def _ruled(text: str, rules: tuple[tuple[str, str], ...]) -> str:
 # ---- Features
 
 # What decides a feature, besides the weights: transformers reads these.
-_NAMED = ("config.json", "tokenizer.json", "tokenizer_config.json", "spiece.model", "special_tokens_map.json")
+_NAMED = (
+    "config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "spiece.model",
+    "special_tokens_map.json",
+)
 
 
 class CaptionEncoder:
     """Captions -> features [B, positions, width], left-padded; `sha256` covers everything that can change a feature."""
 
     def __init__(
-        self, folder: Path, cache: Path, positions: int, width: int, device: torch.device, dtype: torch.dtype
+        self,
+        folder: Path,
+        cache: Path,
+        positions: int,
+        width: int,
+        device: torch.device,
+        dtype: torch.dtype,
     ) -> None:
         self.folder, self.positions, self.width = folder, positions, width
         self.device, self.dtype = device, dtype
@@ -133,7 +152,9 @@ class CaptionEncoder:
 
     def prepare(self, captions: Sequence[str]) -> Iterator[tuple[int, int]]:
         """Encode the captions that have no features yet, if any, and free the encoder; yields (done, total)."""
-        missing = [caption for caption in dict.fromkeys(captions) if not self.path(caption).is_file()]
+        missing = [
+            caption for caption in dict.fromkeys(captions) if not self.path(caption).is_file()
+        ]
         if not missing:
             return
         tokenizer, encoder = load_t5(self.folder, self.width, self.dtype)
@@ -145,7 +166,9 @@ class CaptionEncoder:
                 write_atomically(self.path(caption), save({"features": features}))
                 yield number, len(missing)
         except OSError as error:
-            raise UserError(f"{self.cache}: caption features cannot be written: {error.strerror}") from error
+            raise UserError(
+                f"{self.cache}: caption features cannot be written: {error.strerror}"
+            ) from error
         finally:
             del tokenizer, encoder
             gc.collect()
@@ -157,7 +180,9 @@ class CaptionEncoder:
         """The features [n, width] of the valid positions of a text, on the CPU."""
         padding = {"max_length": self.positions, "padding": "max_length", "truncation": True}
         words = tokenizer([text], **padding, return_tensors="pt").to(self.device)
-        hidden = encoder(input_ids=words["input_ids"], attention_mask=words["attention_mask"]).last_hidden_state
+        hidden = encoder(
+            input_ids=words["input_ids"], attention_mask=words["attention_mask"]
+        ).last_hidden_state
         return hidden[0, words["attention_mask"][0].bool()].cpu()
 
     def __call__(self, captions: Sequence[str]) -> Condition:
@@ -169,7 +194,9 @@ class CaptionEncoder:
             try:
                 features = load_file(path)["features"]
             except (OSError, SafetensorError, KeyError) as error:
-                raise RefusedError(f"{path}: damaged features of a caption: {error}", "Remove the file.") from error
+                raise RefusedError(
+                    f"{path}: damaged features of a caption: {error}", "Remove the file."
+                ) from error
             values[row, self.positions - len(features) :] = features
             valid[row, self.positions - len(features) :] = True
         return Condition(values.to(self.device), valid.to(self.device))
@@ -181,7 +208,9 @@ def load_t5(folder: Path, width: int, dtype: torch.dtype) -> tuple[Any, Any]:
         raise UserError(f"{folder}: is no T5 encoder: it has no config.json")
     config = read_json(folder / "config.json")
     if config.get("model_type") != "t5":
-        raise UserError(f"{folder}: is no T5 encoder: its config.json says model_type {config.get('model_type')}")
+        raise UserError(
+            f"{folder}: is no T5 encoder: its config.json says model_type {config.get('model_type')}"
+        )
     if (numbers := config.get("d_model")) != width:
         text = f"{folder}: is another T5: its features have {numbers} numbers, and the model takes {width}"
         raise UserError(text, "The published models take google/flan-t5-xl.")
@@ -207,11 +236,18 @@ def load_t5(folder: Path, width: int, dtype: torch.dtype) -> tuple[Any, Any]:
 
 
 def caption_prompts(
-    model: str, folder: Path | None, positions: int, width: int, device: torch.device, dtype: torch.dtype
+    model: str,
+    folder: Path | None,
+    positions: int,
+    width: int,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> Prompts:
     """Return captions as features through the encoder in `folder`; without one they are refused."""
     if folder is not None:
-        encoder = CaptionEncoder(folder, cache_folder() / "features", positions, width, device, dtype)
+        encoder = CaptionEncoder(
+            folder, cache_folder() / "features", positions, width, device, dtype
+        )
         return Prompts(encoder, encoder.prepare, encoder.sha256)
 
     def refuse(_captions: Sequence[str]) -> NoReturn:

@@ -77,11 +77,15 @@ class CaptionFeatures(nn.Module):
         conditional = self._project(values)
         if not guided:
             return conditional
-        return torch.cat([conditional, self._project(self.uncond_embedding).expand(len(values), -1, -1)])
+        return torch.cat(
+            [conditional, self._project(self.uncond_embedding).expand(len(values), -1, -1)]
+        )
 
     def _project(self, values: Tensor) -> Tensor:
         first, second = self.cap_proj.values()
-        return second(functional.gelu(first(values.to(self.uncond_embedding.dtype)), approximate="tanh"))
+        return second(
+            functional.gelu(first(values.to(self.uncond_embedding.dtype)), approximate="tanh")
+        )
 
 
 class WordCaption(nn.Module):
@@ -120,7 +124,9 @@ def force_line_ends(logits: Tensor, positions: Tensor, config: TransformerConfig
         return logits
     # Both rows of guidance get the same values, so that no scale moves them. The lowest finite number stands for
     # impossible, because guidance makes NaN of two infinities.
-    ends = ((positions + 1) % config.line_length == 0).repeat(len(logits) // len(positions), 1)[:, :, None]
+    ends = ((positions + 1) % config.line_length == 0).repeat(len(logits) // len(positions), 1)[
+        :, :, None
+    ]
     is_end = torch.arange(logits.shape[-1], device=logits.device) == logits.shape[-1] - 1
     return logits.masked_fill(ends, 0.0).masked_fill(ends != is_end, torch.finfo(logits.dtype).min)
 
@@ -157,7 +163,9 @@ def prefix_seen(visible: Tensor, n: int) -> Tensor:
 def prefix_mask(valid: Tensor, length: int) -> Tensor:
     """Return the additive mask [B, 1, n, n] of whole sequences: causal; padding (`valid` bool [B, P]) sees padding."""
     allowed = prefix_seen(functional.pad(valid, (0, length - valid.shape[1]), value=True), length)
-    return torch.zeros(allowed.shape, device=valid.device).masked_fill_(~allowed, -torch.inf)[:, None]
+    return torch.zeros(allowed.shape, device=valid.device).masked_fill_(~allowed, -torch.inf)[
+        :, None
+    ]
 
 
 def padding_of(visible: Tensor, rows: int, config: TransformerConfig) -> Tensor:
@@ -170,7 +178,11 @@ def padding_of(visible: Tensor, rows: int, config: TransformerConfig) -> Tensor:
 def positions_of(valid: Tensor, length: int, config: TransformerConfig) -> Tensor | None:
     """Return positions int64 [B, length] behind the padding, for models that count them; None for those on a grid."""
     positions = torch.arange(length, device=valid.device)
-    return None if config.positions == "grid" else (positions - padding_of(valid, len(valid), config)).clamp_min(0)
+    return (
+        None
+        if config.positions == "grid"
+        else (positions - padding_of(valid, len(valid), config)).clamp_min(0)
+    )
 
 
 # ---- Sessions
@@ -226,7 +238,9 @@ class _TransformerSession(CachedSession, TargetSession):
         x = self._target.prefix(condition, self._guided)
         n = x.shape[1]
         visible = self._start(condition, n, x.device)
-        features = self._forward(x, torch.arange(n, device=x.device).expand(self._batch, -1), prefix_seen(visible, n))
+        features = self._forward(
+            x, torch.arange(n, device=x.device).expand(self._batch, -1), prefix_seen(visible, n)
+        )
         self._commit_prefix(visible, n)
         head = self._head(features[:, -1:], torch.zeros_like(self.cache.lengths)[:, None])
         return Logits(*self._split(head), features)
@@ -264,7 +278,9 @@ class _TransformerSession(CachedSession, TargetSession):
 
     def _head(self, features: Tensor, positions: Tensor) -> Tensor:
         """Return the logits of `features` [rows, n, dim], which predict the image tokens at `positions` [B, n]."""
-        return force_line_ends(self._target.transformer.output(features), positions, self._target.config)
+        return force_line_ends(
+            self._target.transformer.output(features), positions, self._target.config
+        )
 
 
 # ---- Targets
@@ -308,7 +324,11 @@ class CachedTarget(CachedModel, Target):  # type: ignore[override]  # others ass
         super().__init__(config)
         self.transformer = transformer
         self.cls_embedding = condition
-        self.vocab_size, self.image_tokens, self.n_codes = config.vocab_size, config.image_tokens, config.n_codes
+        self.vocab_size, self.image_tokens, self.n_codes = (
+            config.vocab_size,
+            config.image_tokens,
+            config.n_codes,
+        )
         self.line_length = config.line_length
         self.drafter_config = config  # the sizes that a drafter takes from this target
 
@@ -329,22 +349,30 @@ class TransformerTarget(CachedTarget):
     transformer: Transformer
 
     def __init__(
-        self, config: TransformerConfig, condition: ClassLabel | CaptionFeatures | WordCaption | None = None
+        self,
+        config: TransformerConfig,
+        condition: ClassLabel | CaptionFeatures | WordCaption | None = None,
     ) -> None:
         transformer = Transformer(config)
         super().__init__(config, transformer, condition or PromptTokens(transformer.tok_embeddings))
 
     @torch.inference_mode()
-    def logits_without_cache(self, condition: Condition, tokens: Tensor, guided: bool) -> tuple[Tensor, Tensor | None]:
+    def logits_without_cache(
+        self, condition: Condition, tokens: Tensor, guided: bool
+    ) -> tuple[Tensor, Tensor | None]:
         """Return the logits [B, N, V] that predict tokens int64 [B, N], with and without the prompt."""
         batch, x = len(tokens), self.prefix(condition, guided)
         rows, first = len(x), x.shape[1] - 1
         visible = visible_rows(condition.valid.to(x.device), 1 + guided)
         visible = visible.repeat(rows // len(visible), 1)
-        embedded = self.transformer.tok_embeddings(tokens[:, :-1].to(x.device)).repeat(1 + guided, 1, 1)
+        embedded = self.transformer.tok_embeddings(tokens[:, :-1].to(x.device)).repeat(
+            1 + guided, 1, 1
+        )
         x = torch.cat([x, embedded], dim=1)
         mask = prefix_mask(visible, x.shape[1]).to(x.dtype)
         features = self.transformer(x, mask, positions_of(visible, x.shape[1], self.config))
         positions = torch.arange(tokens.shape[1], device=x.device).expand(batch, -1)
-        logits = force_line_ends(self.transformer.output(features[:, first:]), positions, self.config)
+        logits = force_line_ends(
+            self.transformer.output(features[:, first:]), positions, self.config
+        )
         return logits[:batch], logits[batch:] if guided else None

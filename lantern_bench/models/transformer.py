@@ -52,7 +52,9 @@ def rotary_table(config: TransformerConfig, prefix: int | None = None) -> Tensor
         angles = torch.outer(positions, 1.0 / config.rope_base ** (steps / config.head_dim))
         table = torch.stack([angles.cos(), angles.sin()], dim=-1)
     cosine, sine = table.unbind(-1)
-    pairs = torch.stack([torch.stack([cosine, cosine], dim=-1), torch.stack([-sine, sine], dim=-1)], dim=1)
+    pairs = torch.stack(
+        [torch.stack([cosine, cosine], dim=-1), torch.stack([-sine, sine], dim=-1)], dim=1
+    )
     return (pairs if config.pairs == "interleaved" else pairs.mT).flatten(-2)
 
 
@@ -139,7 +141,9 @@ class KVCache:
         """Return positions int64 [B, count] that start `offset` behind the committed ones."""
         return self.lengths[:, None] + self._columns[offset : offset + count]
 
-    def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    def write(
+        self, layer: int, slots: Tensor, keys: Tensor, values: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Write keys and values [rows, n, heads, head_dim] to `slots` [B, n]; return those of the whole layer."""
         store_k, store_v = self._layers[layer]
         if self.batch == 1:
@@ -165,10 +169,14 @@ class KVCache:
             # Bounds for the compiler, whose programs take any number of columns.
             torch._check(used > 1)
             torch._check(used <= self.capacity)
-        committed = self.per_row(self._columns[:used] < self.lengths[:, None]) & self._visible[:, :used]
+        committed = (
+            self.per_row(self._columns[:used] < self.lengths[:, None]) & self._visible[:, :used]
+        )
         seen = seen.expand(rows, -1, -1) if len(seen) == 1 else seen.repeat(rows // len(seen), 1, 1)
         columns = self.per_row(self.slots(0, uncommitted))[:, None].expand(-1, nodes, -1)
-        before, new = (torch.where(allowed, 0.0, -torch.inf).to(dtype) for allowed in (committed, seen))
+        before, new = (
+            torch.where(allowed, 0.0, -torch.inf).to(dtype) for allowed in (committed, seen)
+        )
         return before[:, None].expand(-1, nodes, -1).scatter(2, columns, new)[:, None]
 
     def advance(self, counts: Tensor) -> None:
@@ -195,7 +203,9 @@ Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 _MAX_KERNEL_NODES = 64
 
 
-def attend_cached(cache: KVCache, layer: int, slots: Tensor, mask: Tensor, kernel: bool = False) -> Attend:
+def attend_cached(
+    cache: KVCache, layer: int, slots: Tensor, mask: Tensor, kernel: bool = False
+) -> Attend:
     """Attention over a cache: writes the new keys and values, sees what `mask` [rows, 1, n, columns] allows.
 
     `kernel`: this package's kernel (`kernels.cpp`) is built, and the cache is on a CPU.
@@ -205,7 +215,9 @@ def attend_cached(cache: KVCache, layer: int, slots: Tensor, mask: Tensor, kerne
         keys, values = (store[:, :, : mask.shape[-1]] for store in cache.write(layer, slots, k, v))
         if kernel and q.shape[1] <= _MAX_KERNEL_NODES and q.shape[3] % 16 == 0:
             by_column = mask[:, 0].mT.float().contiguous()
-            return torch.ops.lantern_bench.node_attention(q.float().contiguous(), keys, values, by_column).to(q.dtype)
+            return torch.ops.lantern_bench.node_attention(
+                q.float().contiguous(), keys, values, by_column
+            ).to(q.dtype)
         return _scaled_dot_product(q, keys, values, mask)
 
     return attend
@@ -232,7 +244,9 @@ def _scaled_dot_product(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor
     if q.shape[1] == 1 and q.device.type == "cpu" and q.dtype != torch.float32:
         # torch's kernel multiplies a single row in half precision three times as slowly as two.
         return _scaled_dot_product(q.expand(-1, 2, -1, -1), k, v, mask.expand(-1, -1, 2, -1))[:, :1]
-    mixed = functional.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=mask, enable_gqa=grouped)
+    mixed = functional.scaled_dot_product_attention(
+        q.transpose(1, 2), k, v, attn_mask=mask, enable_gqa=grouped
+    )
     return mixed.transpose(1, 2)
 
 
@@ -259,7 +273,9 @@ class _Attention(nn.Module):
         self.interleaved = config.pairs == "interleaved"
         self.q_norm = _HeadNorm(self.heads, self.head_dim) if config.qk_norm else None
         self.k_norm = _HeadNorm(self.kv_heads, self.head_dim) if config.qk_norm else None
-        self.wqkv = nn.Linear(config.dim, (self.heads + 2 * self.kv_heads) * self.head_dim, bias=False)
+        self.wqkv = nn.Linear(
+            config.dim, (self.heads + 2 * self.kv_heads) * self.head_dim, bias=False
+        )
         self.wo = nn.Linear(self.heads * self.head_dim, config.dim, bias=False)
 
     def forward(self, x: Tensor, rotary: Tensor, attend: Attend) -> Tensor:
@@ -311,7 +327,9 @@ class Block(nn.Module):
     def __init__(self, config: TransformerConfig, input_norm: bool = True) -> None:
         super().__init__()
         self.norm_after = config.norm_after
-        self.attention_norm: nn.Module = nn.RMSNorm(config.dim, config.norm_eps) if input_norm else nn.Identity()
+        self.attention_norm: nn.Module = (
+            nn.RMSNorm(config.dim, config.norm_eps) if input_norm else nn.Identity()
+        )
         self.attention = _Attention(config)
         self.ffn_norm = nn.RMSNorm(config.dim, config.norm_eps)
         self.feed_forward = FeedForward(config)
@@ -330,7 +348,9 @@ class TokenEmbedding(nn.Embedding):
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config.embedded_tokens, config.dim)
-        self.ids = None if config.token_ids is None else Table(lambda: torch.tensor(config.token_ids))
+        self.ids = (
+            None if config.token_ids is None else Table(lambda: torch.tensor(config.token_ids))
+        )
 
     def of_text(self, numbers: Tensor) -> Tensor:
         """Return embeddings [..., dim] of numbers int64 [...] of the whole vocabulary."""
@@ -382,12 +402,18 @@ class Transformer(nn.Module):
 
         `mask` [rows or 1, 1, n, n] is additive; `positions` int64 [rows, n] where they are not 0 to n - 1.
         """
-        rotary = self.table.values[None, : x.shape[1]] if positions is None else self.table.values[positions]
+        rotary = (
+            self.table.values[None, : x.shape[1]]
+            if positions is None
+            else self.table.values[positions]
+        )
         for layer in self.layers:
             x = layer(x, rotary, attend_plain(mask))
         return self._features(x)
 
-    def step(self, x: Tensor, positions: Tensor, cache: KVCache, slots: Tensor, mask: Tensor) -> Tensor:
+    def step(
+        self, x: Tensor, positions: Tensor, cache: KVCache, slots: Tensor, mask: Tensor
+    ) -> Tensor:
         """Return features of new nodes x [rows, n, dim] on a cache; `positions` int64 [1 or rows, n]."""
         rotary = self.table.values[positions.clamp_max(len(self.table.values) - 1)]
         for number, layer in enumerate(self.layers):

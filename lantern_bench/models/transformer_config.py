@@ -73,7 +73,10 @@ class TransformerConfig:
 
 
 def read_sizes(
-    config: Mapping[str, Any], names: Mapping[str, tuple[str, ...]], wrong: Wrong, fractions: Collection[str] = ()
+    config: Mapping[str, Any],
+    names: Mapping[str, tuple[str, ...]],
+    wrong: Wrong,
+    fractions: Collection[str] = (),
 ) -> dict[str, Any]:
     """Return the sizes that a `config` states, by our name; `names` maps it to its names in the config.
 
@@ -86,10 +89,14 @@ def read_sizes(
             if value is None:
                 continue
             fraction = size in fractions
-            is_number = isinstance(value, int | float if fraction else int) and not isinstance(value, bool)
+            is_number = isinstance(value, int | float if fraction else int) and not isinstance(
+                value, bool
+            )
             noun, most = ("number", LARGEST) if fraction else ("whole number", MOST)
             if not (is_number and 0 < value <= most):  # NaN too
-                raise wrong(key, f"{str(value)[:40]}: must be a {noun} above 0 and at most {most:,}")
+                raise wrong(
+                    key, f"{str(value)[:40]}: must be a {noun} above 0 and at most {most:,}"
+                )
             value = float(value) if fraction else value
             if sizes.setdefault(size, value) != value:
                 raise wrong(key, f"is {value}, but another name of it says {sizes[size]}")
@@ -114,23 +121,39 @@ _LLAMA_ONLY: dict[str, tuple[Any, ...]] = {
 }
 
 
-def llama_sizes(config: Mapping[str, Any], wrong: Wrong, positions: str = "sequence") -> dict[str, Any]:
+def llama_sizes(
+    config: Mapping[str, Any], wrong: Wrong, positions: str = "sequence"
+) -> dict[str, Any]:
     """Return the sizes that a config.json of transformers' Llama and its kin states; raises what `wrong` returns."""
     for key, allowed in _LLAMA_ONLY.items():
         if config.get(key) not in allowed:
             raise wrong(key, f"is {config[key]}, and only {allowed[0]} is supported")
     rope = config.get("rope_parameters") or {}
-    for key, scaling in (("rope_scaling", config.get("rope_scaling") or {}), ("rope_parameters", rope)):
+    for key, scaling in (
+        ("rope_scaling", config.get("rope_scaling") or {}),
+        ("rope_parameters", rope),
+    ):
         if (kind := scaling.get("rope_type", scaling.get("type", "default"))) != "default":
-            raise wrong(key, f"is of the type {kind}, and only rotary positions without scaling are supported")
-    sizes = read_sizes({"rope_theta": rope.get("rope_theta"), **config}, _LLAMA_NAMES, wrong, ("norm_eps", "rope_base"))
+            raise wrong(
+                key,
+                f"is of the type {kind}, and only rotary positions without scaling are supported",
+            )
+    sizes = read_sizes(
+        {"rope_theta": rope.get("rope_theta"), **config},
+        _LLAMA_NAMES,
+        wrong,
+        ("norm_eps", "rope_base"),
+    )
     if not {"dim", "heads"} <= sizes.keys():
         return sizes
     dim, heads, kv_heads = sizes["dim"], sizes["heads"], sizes.get("kv_heads")
     if dim % heads:
         raise wrong("num_attention_heads", f"{heads}: does not divide the width {dim}")
     if config.get("head_dim") not in (None, dim // heads):
-        raise wrong("head_dim", f"is {config['head_dim']}, and only hidden_size / num_attention_heads is supported")
+        raise wrong(
+            "head_dim",
+            f"is {config['head_dim']}, and only hidden_size / num_attention_heads is supported",
+        )
     # Rotation on a grid takes half the pairs of a head for the row and half for the column.
     if dim // heads % (step := 4 if positions == "grid" else 2):
         text = f"{heads}: gives heads of {dim // heads} numbers, and rotary positions need a multiple of {step}"

@@ -55,7 +55,9 @@ class _Norm(nn.GroupNorm):
         out = super().forward(x)
         if codes is None:
             return out
-        scale, shift = (functional.interpolate(part(codes), x.shape[-2:]) for part in (self.conv_y, self.conv_b))
+        scale, shift = (
+            functional.interpolate(part(codes), x.shape[-2:]) for part in (self.conv_y, self.conv_b)
+        )
         return out * scale + shift
 
 
@@ -97,22 +99,34 @@ class _Resample(nn.Module):
     def __init__(self, channels: int, up: bool) -> None:
         super().__init__()
         self.up = up
-        self.conv = nn.Conv2d(channels, channels, 3, padding=1) if up else nn.Conv2d(channels, channels, 3, stride=2)
+        self.conv = (
+            nn.Conv2d(channels, channels, 3, padding=1)
+            if up
+            else nn.Conv2d(channels, channels, 3, stride=2)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         # Going down, the published model pads right and bottom only.
-        x = functional.interpolate(x, scale_factor=2.0, mode="nearest") if self.up else functional.pad(x, (0, 1, 0, 1))
+        x = (
+            functional.interpolate(x, scale_factor=2.0, mode="nearest")
+            if self.up
+            else functional.pad(x, (0, 1, 0, 1))
+        )
         return self.conv(x)
 
 
 class _Level(nn.Module):
     """The blocks of one resolution."""
 
-    def __init__(self, inside: int, outside: int, blocks: int, attention: bool, code_dim: int | None) -> None:
+    def __init__(
+        self, inside: int, outside: int, blocks: int, attention: bool, code_dim: int | None
+    ) -> None:
         super().__init__()
         widths = [inside] + [outside] * blocks
         self.res = nn.ModuleList([_ResBlock(a, b, code_dim) for a, b in itertools.pairwise(widths)])
-        self.attn = nn.ModuleList([_AttnBlock(outside, code_dim) for _ in range(blocks)] if attention else [])
+        self.attn = nn.ModuleList(
+            [_AttnBlock(outside, code_dim) for _ in range(blocks)] if attention else []
+        )
         self.downsample: nn.Module = nn.Identity()
         self.upsample: nn.Module = nn.Identity()
 
@@ -126,10 +140,15 @@ class _Level(nn.Module):
 
 def _levels(config: VQConfig, up: bool, code_dim: int | None) -> nn.ModuleList:
     """The resolutions of a decoder (`up`), from the lowest, or of an encoder, from the highest."""
-    widths = [config.channels * mult for mult in (config.channel_mult[::-1] if up else config.channel_mult)]
+    widths = [
+        config.channels * mult
+        for mult in (config.channel_mult[::-1] if up else config.channel_mult)
+    ]
     levels, last = [], len(widths) - 1
     attending = (last,) if config.attention is None else config.attention
-    for number, (inside, outside) in enumerate(itertools.pairwise([widths[0] if up else config.channels, *widths])):
+    for number, (inside, outside) in enumerate(
+        itertools.pairwise([widths[0] if up else config.channels, *widths])
+    ):
         attends = (last - number if up else number) in attending
         level = _Level(inside, outside, config.res_blocks + up, attends, code_dim)
         if number != last:
@@ -144,12 +163,18 @@ class _Coder(nn.Module):
     def __init__(self, config: VQConfig, up: bool) -> None:
         super().__init__()
         top, low = (config.channels * config.channel_mult[end] for end in (0, -1))
-        self.conv_in = nn.Conv2d(config.z_channels, low, 3, padding=1) if up else nn.Conv2d(3, config.channels, 3, 1, 1)
+        self.conv_in = (
+            nn.Conv2d(config.z_channels, low, 3, padding=1)
+            if up
+            else nn.Conv2d(3, config.channels, 3, 1, 1)
+        )
         codes = config.code_dim if up and config.code_norms else None
         # Fresh weights are drawn in the order of the forward pass.
         if not up:
             self.conv_blocks = _levels(config, up, codes)
-        self.mid = nn.ModuleList([_ResBlock(low, low, codes), _AttnBlock(low, codes), _ResBlock(low, low, codes)])
+        self.mid = nn.ModuleList(
+            [_ResBlock(low, low, codes), _AttnBlock(low, codes), _ResBlock(low, low, codes)]
+        )
         if up:
             self.conv_blocks = _levels(config, up, codes)
         self.norm_out = _Norm(top if up else low, codes)
@@ -174,12 +199,20 @@ class _Codebook(nn.Module):
 
     def rows(self) -> Tensor:
         """Rows as they are used [codes, dim]."""
-        return functional.normalize(self.embedding.weight, dim=-1) if self.unit else self.embedding.weight
+        return (
+            functional.normalize(self.embedding.weight, dim=-1)
+            if self.unit
+            else self.embedding.weight
+        )
 
     def nearest(self, latents: Tensor) -> Tensor:
         """Index of the nearest code of each latent: [..., dim] -> int64 [...]."""
         if not self.unit:
-            return torch.cdist(latents.flatten(0, -2), self.rows()).argmin(-1).reshape(latents.shape[:-1])
+            return (
+                torch.cdist(latents.flatten(0, -2), self.rows())
+                .argmin(-1)
+                .reshape(latents.shape[:-1])
+            )
         # Between unit vectors the nearest in distance is the largest in inner product.
         return (functional.normalize(latents, dim=-1) @ self.rows().T).argmax(-1)
 
@@ -242,7 +275,9 @@ class _StillNorm(nn.Module):
         super().__init__()
         ones = torch.ones(channels)
         self.weight, self.bias = nn.Parameter(ones), nn.Parameter(ones.clone())
-        self.running_mean, self.running_var = (nn.Parameter(ones.clone(), requires_grad=False) for _ in range(2))
+        self.running_mean, self.running_var = (
+            nn.Parameter(ones.clone(), requires_grad=False) for _ in range(2)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, C, ...] of any number of axes."""
@@ -266,7 +301,9 @@ class _VideoVQ(VQModel):
     def __init__(self, config: VQConfig) -> None:
         super().__init__(config)
         width, halvings = config.z_channels, int(math.log2(config.frames))
-        self.time_down = nn.ModuleList(_TimeConv(width, width, (4, 3, 3), stride=(2, 1, 1)) for _ in range(halvings))
+        self.time_down = nn.ModuleList(
+            _TimeConv(width, width, (4, 3, 3), stride=(2, 1, 1)) for _ in range(halvings)
+        )
         self.time_encoder = nn.Sequential(*(_TimeResBlock(width) for _ in range(config.res_blocks)))
         self.time_decoder = nn.Sequential(*(_TimeResBlock(width) for _ in range(config.res_blocks)))
         self.time_up = nn.ModuleList(_TimeConv(width, width, 3) for _ in range(halvings))
@@ -297,7 +334,9 @@ def new_vq(config: VQConfig) -> VQModel:
 
 def _janus(name: str, _levels: int) -> str:
     """Transformers' Janus: the names of taming-transformers, resolutions counted from the lowest one."""
-    name = name.replace("encoder.conv_blocks.", "encoder.down.").replace("decoder.conv_blocks.", "decoder.up.")
+    name = name.replace("encoder.conv_blocks.", "encoder.down.").replace(
+        "decoder.conv_blocks.", "decoder.up."
+    )
     middle = ("block_1", "attn_1", "block_2")
     name = re.sub(r"\.mid\.(\d)\.", lambda match: f".mid.{middle[int(match[1])]}.", name)
     return name.replace(".res.", ".block.")
@@ -306,12 +345,16 @@ def _janus(name: str, _levels: int) -> str:
 def _taming(name: str, levels: int) -> str:
     """Taming-transformers (vqgan.ckpt), whose decoder counts resolutions from the highest one."""
     name = _janus(name, levels)
-    return re.sub(r"^decoder\.up\.(\d+)", lambda match: f"decoder.up.{levels - 1 - int(match[1])}", name)
+    return re.sub(
+        r"^decoder\.up\.(\d+)", lambda match: f"decoder.up.{levels - 1 - int(match[1])}", name
+    )
 
 
 def _moving(name: str, levels: int) -> str:
     """MoVQGAN: taming-transformers', with the group norm inside each norm of the decoder."""
-    return re.sub(r"^(decoder\..*norm\w*)\.(weight|bias)$", r"\1.norm_layer.\2", _taming(name, levels))
+    return re.sub(
+        r"^(decoder\..*norm\w*)\.(weight|bias)$", r"\1.norm_layer.\2", _taming(name, levels)
+    )
 
 
 _EMU3 = {
@@ -336,7 +379,9 @@ _EMU3 = {
 def _emu3(name: str, levels: int) -> str:
     """Transformers' Emu3VQVAE."""
     name = re.sub(
-        r"^decoder\.conv_blocks\.(\d+)", lambda match: f"decoder.up_block.up.{levels - 1 - int(match[1])}", name
+        r"^decoder\.conv_blocks\.(\d+)",
+        lambda match: f"decoder.up_block.up.{levels - 1 - int(match[1])}",
+        name,
     )
     for ours, theirs in _EMU3.items():
         name = re.sub(ours, theirs, name)
@@ -353,7 +398,9 @@ class Layout(NamedTuple):
 
 
 LAYOUTS = {
-    "llamagen": Layout(lambda name, _levels: name, unit_codes=True, ignored="quantize.codebook_used$"),
+    "llamagen": Layout(
+        lambda name, _levels: name, unit_codes=True, ignored="quantize.codebook_used$"
+    ),
     "chameleon": Layout(_taming, ignored=r"loss\."),
     "movqgan": Layout(_moving, ignored=r"loss\.|ema_"),
     "janus": Layout(_janus, inside="model.vqmodel.", unit_codes=True),
@@ -373,9 +420,23 @@ def load_vq(checkpoint: Checkpoint, layout: Layout, device: torch.device) -> VQM
         key = keys[name][0].key
         if tensor.shape[2:] == (1, 1) and key in checkpoint and len(checkpoint.shape(key)) == 2:
             # Matrices there, and convolutions of one pixel here.
-            keys[name] = (Slice(key, prepare=lambda rows: rows[:, :, None, None], file_shape=tuple(tensor.shape[:2])),)
+            keys[name] = (
+                Slice(
+                    key,
+                    prepare=lambda rows: rows[:, :, None, None],
+                    file_shape=tuple(tensor.shape[:2]),
+                ),
+            )
     wanted = f"a VQ tokenizer of {config.codes} codes"
-    load_into(model, checkpoint, keys, dtype=torch.float32, device=device, ignored=layout.ignored, wanted=wanted)
+    load_into(
+        model,
+        checkpoint,
+        keys,
+        dtype=torch.float32,
+        device=device,
+        ignored=layout.ignored,
+        wanted=wanted,
+    )
     return model
 
 
@@ -399,13 +460,20 @@ def _sizes_in(checkpoint: Checkpoint, layout: Layout) -> VQConfig:
     except (KeyError, IndexError, ValueError) as error:
         raise checkpoint.is_not("a VQ tokenizer of this family", f"it has no {error}") from error
     if not levels or not blocks or channels % _GROUPS:
-        raise checkpoint.is_not("a VQ tokenizer of this family", f"it has {levels} resolutions, {channels} channels")
+        raise checkpoint.is_not(
+            "a VQ tokenizer of this family", f"it has {levels} resolutions, {channels} channels"
+        )
     # A decoder has the same, from the lowest; `shape` counts its resolutions as a file of one resolution does.
-    ups = [layout.rename(block.format(level, 0).replace("en", "de", 1), levels) for level in range(levels)]
+    ups = [
+        layout.rename(block.format(level, 0).replace("en", "de", 1), levels)
+        for level in range(levels)
+    ]
     decoded = [checkpoint.shape(name)[0] for name in reversed(ups) if name in checkpoint]
     if len(decoded) == levels and decoded != widths:
         text = f"its encoder has the channels {widths} by resolution and its decoder {decoded}"
-        raise UserError(f"{checkpoint.path}: {text}", "Only a tokenizer that has the same in both is supported.")
+        raise UserError(
+            f"{checkpoint.path}: {text}", "Only a tokenizer that has the same in both is supported."
+        )
     return VQConfig(
         codes,
         code_dim,
@@ -414,7 +482,9 @@ def _sizes_in(checkpoint: Checkpoint, layout: Layout) -> VQConfig:
         tuple(width // channels for width in widths),
         blocks,
         layout.unit_codes,
-        attention=tuple(level for level in range(levels) if has(f"encoder.conv_blocks.{level}.attn.0.q.weight")),
+        attention=tuple(
+            level for level in range(levels) if has(f"encoder.conv_blocks.{level}.attn.0.q.weight")
+        ),
         code_norms=has("decoder.norm_out.conv_y.weight"),
         frames=2 ** count("time_down.{}.weight"),
     )

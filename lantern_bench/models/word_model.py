@@ -40,7 +40,11 @@ class Vocabulary(dict[str, int]):
 
     def codes_named(self, pattern: str, code_of: Callable[[str], int] = int) -> tuple[int, ...]:
         """Return the numbers of the image codes, by the code in the group of `pattern`; `UserError` where some lack."""
-        codes = {code_of(match[1]): self[name] for name in self if (match := re.fullmatch(pattern, name)) is not None}
+        codes = {
+            code_of(match[1]): self[name]
+            for name in self
+            if (match := re.fullmatch(pattern, name)) is not None
+        }
         if not codes:
             raise self._lacks("image codes")
         missing = next((code for code in range(len(codes)) if code not in codes), None)
@@ -49,7 +53,9 @@ class Vocabulary(dict[str, int]):
         return tuple(codes[code] for code in range(len(codes)))
 
     def _lacks(self, token: str) -> UserError:
-        return UserError(f"{self._source}: the vocabulary has no {token}", f"It is not that of {self._model}.")
+        return UserError(
+            f"{self._source}: the vocabulary has no {token}", f"It is not that of {self._model}."
+        )
 
 
 @lru_cache(maxsize=4)
@@ -57,10 +63,14 @@ def _tokens_in(path: Path, _changed: int) -> Mapping[str, int]:
     """Return the numbers of the tokens in a tokenizer.json, which is read again when it has changed."""
     try:
         tokenizer = json.loads(path.read_text(encoding="utf-8"))
-        added = {str(token["content"]): token["id"] for token in tokenizer.get("added_tokens") or []}
+        added = {
+            str(token["content"]): token["id"] for token in tokenizer.get("added_tokens") or []
+        }
         return {**tokenizer["model"]["vocab"], **added}
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path}: cannot be read as a tokenizer: {error}", "Download it again.") from error
+        raise UserError(
+            f"{path}: cannot be read as a tokenizer: {error}", "Download it again."
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -110,7 +120,12 @@ class WordModel(CheckpointModel):
 
         sizes = llama_sizes(self.section(section), wrong)
         grid = (self.file and self.file.grid) or fields.pop("grid", None) or self.row.grid
-        sizes |= {"prefix": self.longest_prompt, "grid": grid, "positions": "sequence", "pairs": "halves"}
+        sizes |= {
+            "prefix": self.longest_prompt,
+            "grid": grid,
+            "positions": "sequence",
+            "pairs": "halves",
+        }
         return TransformerConfig(vocab_size, **sizes, **fields)
 
     def whole_number(self, key: str) -> int:
@@ -155,7 +170,9 @@ class WordModel(CheckpointModel):
 
         return TransformerTarget(self.target_config)
 
-    def load_target(self, device: torch.device, dtype: torch.dtype) -> tuple[TransformerTarget, tuple[Path, ...]]:
+    def load_target(
+        self, device: torch.device, dtype: torch.dtype
+    ) -> tuple[TransformerTarget, tuple[Path, ...]]:
         """Load the target; tokenizer.json, which decides which code a token is, is one of the files."""
         target, files = super().load_target(device, dtype)
         return target, (*files, *filter(Path.is_file, [self._tokenizer_json]))
@@ -168,14 +185,20 @@ class WordModel(CheckpointModel):
         first, last = self.words
 
         def invent(text: str) -> Sequence[int]:
-            digests = [hashlib.sha256(word.encode()).digest() for word in text.split()[: self.longest_prompt // 2]]
+            digests = [
+                hashlib.sha256(word.encode()).digest()
+                for word in text.split()[: self.longest_prompt // 2]
+            ]
             return [first + int.from_bytes(digest[:8]) % (last + 1 - first) for digest in digests]
 
         encode = invent if invented else self._encode
 
         def condition(captions: Sequence[str]) -> Condition:
             prompts = [self.prompt_tokens(caption, encode, bare=invented) for caption in captions]
-            nulls = [self.wording().without_caption(prompt, self.vocabulary, encode) for prompt in prompts]
+            nulls = [
+                self.wording().without_caption(prompt, self.vocabulary, encode)
+                for prompt in prompts
+            ]
             return prompt_condition(list(zip(prompts, nulls, strict=True)))
 
         return Prompts(condition)
@@ -184,9 +207,15 @@ class WordModel(CheckpointModel):
         """Return the prompt of a caption, `bare` or in the template; raises `UserError` for one too long."""
         wording, vocabulary = self.wording(), self.vocabulary
         text = encode(caption if bare else wording.template.format(caption=caption))
-        prompt = [*(vocabulary[name] for name in wording.before), *text, *(vocabulary[name] for name in wording.after)]
+        prompt = [
+            *(vocabulary[name] for name in wording.before),
+            *text,
+            *(vocabulary[name] for name in wording.after),
+        ]
         if len(prompt) > self.longest_prompt:
-            most = f"its prompt has {len(prompt)} tokens, and at most {self.longest_prompt} are taken"
+            most = (
+                f"its prompt has {len(prompt)} tokens, and at most {self.longest_prompt} are taken"
+            )
             raise UserError(f"caption {caption[:40]!r}...: {most}", "Say it in fewer words.")
         return prompt
 
@@ -207,8 +236,12 @@ class WordModel(CheckpointModel):
             text = "captions need the package tokenizers, which is not installed"
             raise RefusedError(text, "Type `pip install 'lantern-bench[hf]'`.") from error
         if not path.is_file():
-            raise UserError(f"{path}: no such file", "Captions need the tokenizer.json of the published folder.")
+            raise UserError(
+                f"{path}: no such file", "Captions need the tokenizer.json of the published folder."
+            )
         try:
             return Tokenizer.from_file(str(path))
         except Exception as error:  # tokenizers raises Exception itself
-            raise UserError(f"{path}: cannot be read as a tokenizer: {error}", "Download it again.") from error
+            raise UserError(
+                f"{path}: cannot be read as a tokenizer: {error}", "Download it again."
+            ) from error

@@ -13,7 +13,14 @@ import torch
 import yaml
 from torch import Tensor
 
-from lantern_bench.clock import OnProgress, now, peak_memory_bytes, reset_peak_memory, settle_garbage, synchronize
+from lantern_bench.clock import (
+    OnProgress,
+    now,
+    peak_memory_bytes,
+    reset_peak_memory,
+    settle_garbage,
+    synchronize,
+)
 from lantern_bench.config.decoding import Decoding, ParameterError
 from lantern_bench.decoding.drafting import drafting_of
 from lantern_bench.decoding.loop import decode
@@ -44,7 +51,12 @@ Row = dict[str, Any]
 
 _WARM_FORWARDS = 3
 _NODES = (1, 8, 16, 32, 64)  # of the forwards that are measured
-_PARTS = {"draft_ms": "#0072B2", "target_ms": "#009E73", "verify_ms": "#D55E00", "other_ms": "#999999"}
+_PARTS = {
+    "draft_ms": "#0072B2",
+    "target_ms": "#009E73",
+    "verify_ms": "#D55E00",
+    "other_ms": "#999999",
+}
 
 
 class StepCost(NamedTuple):
@@ -59,7 +71,9 @@ class StepCost(NamedTuple):
 
 
 @torch.inference_mode()
-def forward_ms(model: LoadedModel, condition: Any, nodes: int, cfg_scale: float, repeats: int = 30) -> float:
+def forward_ms(
+    model: LoadedModel, condition: Any, nodes: int, cfg_scale: float, repeats: int = 30
+) -> float:
     """Return the median milliseconds of a guided forward over a chain of `nodes`, with half an image in the cache."""
     target = model.target
     device = target.device
@@ -89,7 +103,9 @@ def step_costs(
     def trace_of(decoding: Decoding, number: int, most: int | None) -> ImageTrace:
         noise = torch.Generator(device).manual_seed(seed + number)
         condition = model.condition([prompts[number]])
-        return decode(model, condition, decoding, [noise], tokens=most, engine=model.engine)[0].trace
+        return decode(model, condition, decoding, [noise], tokens=most, engine=model.engine)[
+            0
+        ].trace
 
     for decoding in decodings:
         trace_of(decoding, 0, min(24, tokens or 24))
@@ -116,17 +132,23 @@ def _step_cost(traces: list[ImageTrace]) -> StepCost:
 
 
 @torch.inference_mode()
-def dtype_error(name: str, rounded: LoadedModel, prompts: Sequence[str], cfg_scale: float) -> Tensor:
+def dtype_error(
+    name: str, rounded: LoadedModel, prompts: Sequence[str], cfg_scale: float
+) -> Tensor:
     """Return the TV float32 [images * tokens] of `rounded` from `name` in float32, guided, along the same tokens."""
     exact = model_of(name).load(rounded.target.device, torch.float32)
     distances = []
     for number, prompt in enumerate(prompts):
         noise = torch.Generator(exact.target.device).manual_seed(number)
         condition = exact.condition([prompt])
-        tokens = decode(exact, condition, Decoding("ar", cfg_scale=cfg_scale), [noise])[0].tokens.long()[None]
+        tokens = decode(exact, condition, Decoding("ar", cfg_scale=cfg_scale), [noise])[
+            0
+        ].tokens.long()[None]
         pair = []
         for target in (exact.target, rounded.target):
-            logits = teacher_forced(target, condition, tokens.to(target.device), cfg_scale != 1).logits
+            logits = teacher_forced(
+                target, condition, tokens.to(target.device), cfg_scale != 1
+            ).logits
             pair.append(greedy_probabilities(guide(logits.cond, logits.uncond, cfg_scale))[0].cpu())
         distances.append((pair[0] - pair[1]).abs().sum(dim=-1) / 2)
     return torch.cat(distances)
@@ -199,7 +221,13 @@ class ProfiledModel(NamedTuple):
 
 
 def load_profiled_model(
-    name: str, size: str | None, random: bool, compute: Compute, images: int, seed: int, tokens: int | None
+    name: str,
+    size: str | None,
+    random: bool,
+    compute: Compute,
+    images: int,
+    seed: int,
+    tokens: int | None,
 ) -> ProfiledModel:
     """Load the model, or make a random one, with prompts that it accepts."""
     noise = torch.Generator(compute.device).manual_seed(seed)
@@ -218,7 +246,10 @@ def step_of(tree: str, decoding: Decoding) -> Decoding:
     """Return `decoding` with a tree by name; `58n5d10b` is dynamic. Raises `UserError` for one that cannot be."""
     if dynamic := re.fullmatch(r"(\d+)n(\d+)d(\d+)b", tree):
         sizes = map(int, dynamic.groups())
-        values = {"drafting": "dynamic", **dict(zip(("nodes", "depth", "beam"), sizes, strict=True))}
+        values = {
+            "drafting": "dynamic",
+            **dict(zip(("nodes", "depth", "beam"), sizes, strict=True)),
+        }
     else:
         values = {"drafting": "static", "tree": tree}
     try:
@@ -235,7 +266,9 @@ def with_drafting(decoding: Decoding, values: Values) -> Decoding:
     return Decoding(**others | {"cfg_default": decoding.cfg_default} | dict(values))
 
 
-def measure(profiled: ProfiledModel, steps: Mapping[str, Decoding], rates: Rates, on_progress: OnProgress) -> list[Row]:
+def measure(
+    profiled: ProfiledModel, steps: Mapping[str, Decoding], rates: Rates, on_progress: OnProgress
+) -> list[Row]:
     """Measure target forwards by number of nodes, then each kind of step by name, in turns; one step is `ar`."""
     model, prompts = profiled.model, profiled.prompts
     # First of all: what other trees allocate stays allocated.
@@ -250,16 +283,23 @@ def measure(profiled: ProfiledModel, steps: Mapping[str, Decoding], rates: Rates
         rows.append(label | _bounded(profiled, nodes, milliseconds, rates))
         on_progress("measuring forwards", number / len(_NODES))
     on_share = partial(on_progress, "measuring steps")
-    costs = step_costs(model, list(steps.values()), prompts, profiled.seed, profiled.tokens, on_share)
+    costs = step_costs(
+        model, list(steps.values()), prompts, profiled.seed, profiled.tokens, on_share
+    )
     ar_ms, one_node_ms = costs[list(steps).index("ar")].total, rows[0]["milliseconds"]
     for (name, decoding), cost, memory_row in zip(steps.items(), costs, memory, strict=True):
-        row: Row = {"what": "step", "name": name} | _bounded(profiled, profiled.nodes(decoding), cost.total, rates)
+        row: Row = {"what": "step", "name": name} | _bounded(
+            profiled, profiled.nodes(decoding), cost.total, rates
+        )
         # An autoregressive step samples inside the target's program.
         drafted_outside = cost.parts["verify_ms"] + cost.parts["other_ms"]
         outside = drafted_outside if decoding.drafts else cost.total - one_node_ms
         # Drafts of random weights are accepted by chance, so their accepted length means nothing.
         length = cost.mean_accepted_length if profiled.is_trained else float("nan")
-        row |= cost.parts | {"outside_share": outside / cost.total, "break_even_mal": cost.total / ar_ms}
+        row |= cost.parts | {
+            "outside_share": outside / cost.total,
+            "break_even_mal": cost.total / ar_ms,
+        }
         row |= {"mean_accepted_length": length, "speedup": length * ar_ms / cost.total}
         rows.append(row | memory_row)
     return rows
@@ -269,20 +309,32 @@ def _bounded(profiled: ProfiledModel, nodes: int, milliseconds: float, rates: Ra
     """The columns of measured milliseconds beside the least that the device allows."""
     needed, operations = forward_need(profiled.model.target, nodes, profiled.is_guided)  # type: ignore[arg-type]
     bound = 1e3 * max(needed / rates.bytes_per_s, operations / rates.operations_per_s)
-    return {"nodes": nodes, "milliseconds": milliseconds, "bound_ms": bound, "over_bound": milliseconds / bound}
+    return {
+        "nodes": nodes,
+        "milliseconds": milliseconds,
+        "bound_ms": bound,
+        "over_bound": milliseconds / bound,
+    }
 
 
 def _memory(profiled: ProfiledModel, decoding: Decoding) -> Row:
     """The columns of the peak of decoding an image (on a GPU), and of the sum of weights, caches and logits."""
     model, nodes = profiled.model, profiled.nodes(decoding)
-    networks: list[Any] = [model.target, model.drafter] if nodes > 1 and model.drafter is not None else [model.target]
-    standing = sum(network.session(1, profiled.is_guided, nodes).cache.nbytes for network in networks)
+    networks: list[Any] = (
+        [model.target, model.drafter] if nodes > 1 and model.drafter is not None else [model.target]
+    )
+    standing = sum(
+        network.session(1, profiled.is_guided, nodes).cache.nbytes for network in networks
+    )
     standing += sum(weight_bytes(network) for network in networks)
     reset_peak_memory(model.target.device)
     step_costs(model, [decoding], profiled.prompts[:1], tokens=24)
     peak = peak_memory_bytes(model.target.device)
     accounted = standing + nodes * model.target.vocab_size * 4
-    return {"peak_memory_mb": float("nan") if peak is None else peak / 1e6, "accounted_memory_mb": accounted / 1e6}
+    return {
+        "peak_memory_mb": float("nan") if peak is None else peak / 1e6,
+        "accounted_memory_mb": accounted / 1e6,
+    }
 
 
 def save_device(profiled: ProfiledModel, rows: Sequence[Row], compute: Compute, path: Path) -> None:
@@ -299,15 +351,21 @@ def save_device(profiled: ProfiledModel, rows: Sequence[Row], compute: Compute, 
     device = fit_device(
         samples,
         name=path.stem,
-        about=device_in_words({"machine": machine_block()} | compute_block(compute, model.engine.compile)),
+        about=device_in_words(
+            {"machine": machine_block()} | compute_block(compute, model.engine.compile)
+        ),
         kind="gpu" if is_gpu else "cpu",
         weight_bytes=weight_bytes,
         code="compiled" if model.engine.compile else "eager",
         step_us=round(1e3 * median(host_ms), 2) if host_ms else 0.0,
-        sources=(f"fitted to {len(samples)} times of `lantern-bench profile`: {model.name}, {compute.dtype_name}",),
+        sources=(
+            f"fitted to {len(samples)} times of `lantern-bench profile`: {model.name}, {compute.dtype_name}",
+        ),
     )
     try:
-        write_atomically(path, yaml.safe_dump(device.model_dump(mode="json"), sort_keys=False).encode())
+        write_atomically(
+            path, yaml.safe_dump(device.model_dump(mode="json"), sort_keys=False).encode()
+        )
     except OSError as error:
         raise UserError(f"--save-device {path}: cannot be written: {error.strerror}") from error
 
@@ -318,7 +376,9 @@ def save_profile(table: pd.DataFrame, folder: Path) -> list[Path]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_csv(table, files[0])
-        save_figure(_drawn(table[table["what"] == "step"]), files[1], dpi=160, metadata={"Software": None})
+        save_figure(
+            _drawn(table[table["what"] == "step"]), files[1], dpi=160, metadata={"Software": None}
+        )
     except OSError as error:
         raise UserError(f"--out {folder}: cannot be written: {error.strerror}") from error
     return files
@@ -329,7 +389,9 @@ def _drawn(steps: pd.DataFrame) -> Any:
 
     figure = Figure(figsize=(11, 4.2))
     costs, lengths = figure.subplots(1, 2)
-    parts = steps.set_index("name")[list(_PARTS)].rename(columns=lambda part: part.removesuffix("_ms"))
+    parts = steps.set_index("name")[list(_PARTS)].rename(
+        columns=lambda part: part.removesuffix("_ms")
+    )
     parts.plot.barh(stacked=True, width=0.8, color=list(_PARTS.values()), ax=costs, ylabel="")
     costs.invert_yaxis()
     costs.set_xlabel("milliseconds per step")

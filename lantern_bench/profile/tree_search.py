@@ -31,7 +31,11 @@ _LEVELS, _RANKS = 8, 5
 _CHAIN: Topology = tuple((0,) * depth for depth in range(1, _LEVELS + 1))
 # A tree that is wide enough to show which ranks are accepted at every depth.
 _PROBE: Topology = check_topology(
-    [*_CHAIN, *((r,) for r in range(1, _RANKS)), *((*[0] * d, r) for d in range(1, _LEVELS) for r in (1, 2))]
+    [
+        *_CHAIN,
+        *((r,) for r in range(1, _RANKS)),
+        *((*[0] * d, r) for d in range(1, _LEVELS) for r in (1, 2)),
+    ]
 )
 _LEAST_WALKS = 30
 _FORWARDS = (1, 2, 4, 8, 16, 32)  # nodes of the forwards that are measured
@@ -103,13 +107,18 @@ class Candidate:
     length: float  # expected tokens of a step: accepted drafts and the bonus token
 
 
-def _candidates(model: LoadedModel, decoding: Decoding, prompts: Sequence[str], seed: int, say: Say) -> list[Candidate]:
+def _candidates(
+    model: LoadedModel, decoding: Decoding, prompts: Sequence[str], seed: int, say: Say
+) -> list[Candidate]:
     """Return drafts of several sizes with their length: static trees by acceptance, others measured."""
     if decoding.drafting == "static":
         ranks = 1 if decoding.rule_row.chains else _RANKS
         probe = with_drafting(decoding, {"tree": _CHAIN if ranks == 1 else _PROBE})
         rates = acceptance_by_rank(step_costs(model, [probe], prompts, seed)[0].traces, ranks)
-        say("accepted at depth 1, 2, ... by rank: " + "; ".join(" ".join(f"{r:.2f}" for r in d) for d in rates))
+        say(
+            "accepted at depth 1, 2, ... by rank: "
+            + "; ".join(" ".join(f"{r:.2f}" for r in d) for d in rates)
+        )
         return [
             Candidate(
                 with_drafting(decoding, {"tree": paths}),
@@ -139,7 +148,11 @@ def searched_lossless() -> list[tuple[str, str, str]]:
     on_chains = [name for name in rules if name in first_of.values()]
     methods = []
     for drafting in SEARCHED:
-        modes = [mode.name for mode in MODES.values() if mode.drafting == drafting and RULES[mode.rule].lossless]
+        modes = [
+            mode.name
+            for mode in MODES.values()
+            if mode.drafting == drafting and RULES[mode.rule].lossless
+        ]
         for mode in modes or ["speculative"]:
             for rule in on_chains if DRAFTINGS[drafting].chain else rules:
                 with contextlib.suppress(ParameterError):  # the rule cannot decide on such drafts
@@ -173,8 +186,15 @@ def search_trees(
     rows = []
     for candidate in dict.fromkeys([*corners, *fastest(candidates, expected_ms, _MEASURED)]):
         (cost, ar_cost), expected = measured(candidate), expected_ms(candidate)
-        row = {"tree": describe(candidate.decoding), "nodes": candidate.nodes, "levels": candidate.levels}
-        row |= {"expected_length": candidate.length, "mean_accepted_length": cost.mean_accepted_length}
+        row = {
+            "tree": describe(candidate.decoding),
+            "nodes": candidate.nodes,
+            "levels": candidate.levels,
+        }
+        row |= {
+            "expected_length": candidate.length,
+            "mean_accepted_length": cost.mean_accepted_length,
+        }
         row |= {"expected_ms": expected, "milliseconds": cost.total, "ar_ms": ar_cost.total}
         row |= {"expected_speedup": candidate.length * ar_cost.total / expected}
         row |= {"speedup": cost.mean_accepted_length * ar_cost.total / cost.total}
@@ -185,7 +205,11 @@ def search_trees(
 def describe(decoding: Decoding) -> str:
     """Return the label of the drafts, or the paths of a static tree without a name."""
     tree = decoding.settings().get("tree")
-    return " ".join("".join(map(str, path)) for path in tree) if isinstance(tree, list) else str(decoding.tree_label)
+    return (
+        " ".join("".join(map(str, path)) for path in tree)
+        if isinstance(tree, list)
+        else str(decoding.tree_label)
+    )
 
 
 def corners_of(candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -193,8 +217,13 @@ def corners_of(candidates: Sequence[Candidate]) -> list[Candidate]:
     corners = (
         min(candidates, key=lambda candidate: (candidate.nodes, candidate.levels, candidate.width)),
         min(candidates, key=lambda candidate: (-candidate.levels, candidate.nodes)),
-        min(candidates, key=lambda candidate: (-candidate.width, candidate.levels, candidate.nodes)),
-        min(candidates, key=lambda candidate: (-candidate.nodes * candidate.width, -candidate.levels)),
+        min(
+            candidates, key=lambda candidate: (-candidate.width, candidate.levels, candidate.nodes)
+        ),
+        min(
+            candidates,
+            key=lambda candidate: (-candidate.nodes * candidate.width, -candidate.levels),
+        ),
     )
     return list(dict.fromkeys(corners))
 
@@ -213,7 +242,9 @@ def fit_price(
     draft_ms = [cost.parts["draft_ms"] for cost in costs]
     others_ms = [cost.parts["verify_ms"] + cost.parts["other_ms"] for cost in costs]
     prices = []
-    for terms, milliseconds in zip(zip(*map(terms_of, measured), strict=True), (draft_ms, others_ms), strict=True):
+    for terms, milliseconds in zip(
+        zip(*map(terms_of, measured), strict=True), (draft_ms, others_ms), strict=True
+    ):
         # Relative errors: a small tree counts as much as a large one.
         scale = 1.0 / np.maximum(milliseconds, 1e-9)
         prices.append(nnls(np.array(terms) * scale[:, None], np.ones(len(terms)))[0])
@@ -225,7 +256,9 @@ def fit_price(
     return expected_ms
 
 
-def fastest(candidates: Sequence[Candidate], expected_ms: Callable[[Candidate], float], count: int) -> list[Candidate]:
+def fastest(
+    candidates: Sequence[Candidate], expected_ms: Callable[[Candidate], float], count: int
+) -> list[Candidate]:
     """Return the `count` fastest candidates, one for each number of levels and width."""
     ranked = sorted(candidates, key=lambda candidate: -candidate.length / expected_ms(candidate))
     best: dict[tuple[int, int], Candidate] = {}
@@ -243,4 +276,7 @@ def experiment_line(decoding: Decoding) -> str:
         for key, value in decoding.settings().items()
         if value != usual.get(key, None if key == "mode" else PARAMETERS[key].default)
     }
-    return "- " + str(yaml.safe_dump(shown, default_flow_style=True, sort_keys=False, width=10_000)).strip()
+    return (
+        "- "
+        + str(yaml.safe_dump(shown, default_flow_style=True, sort_keys=False, width=10_000)).strip()
+    )

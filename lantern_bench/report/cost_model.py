@@ -32,7 +32,9 @@ from lantern_bench.schema import CELL_COLUMNS
 
 _Rate = Annotated[float, Field(gt=0, allow_inf_nan=False, description="must be a number above 0")]
 _Share = Annotated[float, Field(gt=0, le=1, description="must be above 0 and at most 1")]
-_Time = Annotated[float, Field(ge=0, allow_inf_nan=False, description="must be a number of at least 0")]
+_Time = Annotated[
+    float, Field(ge=0, allow_inf_nan=False, description="must be a number of at least 0")
+]
 
 
 class Device(BaseModel):
@@ -53,7 +55,9 @@ class Device(BaseModel):
     eager_kernel_us: _Time | None = None  # the host's time to launch one from Python; None: unknown
     step_us: _Time = 0.0  # host work of a step outside its programs
     code: Literal["compiled", "eager"] = "compiled"  # what a device of a user was fitted to
-    weight_bytes: Annotated[int, Field(ge=1, le=8, description="must be a whole number from 1 to 8")] = 2
+    weight_bytes: Annotated[
+        int, Field(ge=1, le=8, description="must be a whole number from 1 to 8")
+    ] = 2
     # Measured over modelled seconds; of target forwards by nodes, interpolated between.
     draft_factor: _Rate = 1.0
     verify_factor: _Rate = 1.0
@@ -71,10 +75,15 @@ class Device(BaseModel):
 @cache
 def devices() -> dict[str, Device]:
     """The devices that ship, by name."""
-    text = resources.files("lantern_bench.report").joinpath("devices.yaml").read_text(encoding="utf-8")
+    text = (
+        resources.files("lantern_bench.report").joinpath("devices.yaml").read_text(encoding="utf-8")
+    )
     data = yaml.safe_load(text)
     rows = data["devices"].items()
-    return {name: Device.model_validate({**data["all"], "name": name, **fields}) for name, fields in rows}
+    return {
+        name: Device.model_validate({**data["all"], "name": name, **fields})
+        for name, fields in rows
+    }
 
 
 def find_device(name: str) -> Device:
@@ -156,10 +165,15 @@ class Setting(NamedTuple):
         return self.batch * (2 if self.guided else 1)
 
 
-def forward_work(setting: Setting, layers: int, nodes: float, weight_bytes: int, stack: Stack) -> Work:
+def forward_work(
+    setting: Setting, layers: int, nodes: float, weight_bytes: int, stack: Stack
+) -> Work:
     """A forward of `layers` layers and the head over `nodes` of each image, without kernels."""
     sizes, kv_heads = setting.sizes, setting.sizes.kv_heads or setting.sizes.heads
-    layer = sizes.dim * sizes.head_dim * (2 * sizes.heads + 2 * kv_heads) + 3 * sizes.dim * sizes.ffn_dim
+    layer = (
+        sizes.dim * sizes.head_dim * (2 * sizes.heads + 2 * kv_heads)
+        + 3 * sizes.dim * sizes.ffn_dim
+    )
     head = sizes.vocab_size * sizes.dim
     cache = 2 * layers * setting.rows * setting.context * kv_heads * sizes.head_dim * weight_bytes
     attention = 2 * layers * (setting.context + nodes) * sizes.heads * sizes.head_dim
@@ -180,7 +194,9 @@ def target_work(setting: Setting, nodes: float, weight_bytes: int, stack: Stack)
     return forward + _logits(setting, nodes, 2, stack.layer * layers + stack.forward)
 
 
-def draft_work(setting: Setting, draft: Draft, committed: float, weight_bytes: int, stack: Stack) -> list[Work]:
+def draft_work(
+    setting: Setting, draft: Draft, committed: float, weight_bytes: int, stack: Stack
+) -> list[Work]:
     """The drafter's forwards of a step: over the last tokens, then over the inner nodes of each level."""
     if draft.levels is None:
         return []
@@ -189,8 +205,13 @@ def draft_work(setting: Setting, draft: Draft, committed: float, weight_bytes: i
     for number, nodes in enumerate((first, *draft.levels)):
         forward = forward_work(setting, 1, nodes, weight_bytes, stack)
         # The drafter's head has the type of its weights (docs/engine.md).
-        extra = fuse * weight_bytes - setting.sizes.vocab_size * setting.sizes.dim * (4 - weight_bytes) * stack.fixed
-        kernels = stack.drafter + stack.level + stack.node * (draft.nodes - 1) / (1 + len(draft.levels))
+        extra = (
+            fuse * weight_bytes
+            - setting.sizes.vocab_size * setting.sizes.dim * (4 - weight_bytes) * stack.fixed
+        )
+        kernels = (
+            stack.drafter + stack.level + stack.node * (draft.nodes - 1) / (1 + len(draft.levels))
+        )
         fused = Work(extra, 2.0 * setting.rows * nodes * fuse, 0.0)
         works.append(forward + fused + _logits(setting, nodes if number else 1, 4, kernels))
     return works
@@ -199,7 +220,12 @@ def draft_work(setting: Setting, draft: Draft, committed: float, weight_bytes: i
 def verify_work(setting: Setting, draft: Draft, committed: float, stack: Stack) -> Work:
     """Acceptance of a tree, the bonus token, and the cache update."""
     walked = draft.depth + 1 if stack.fixed else committed
-    kernels = stack.verify + stack.rank * draft.fanout + stack.walk * walked + stack.keep * setting.sizes.layers
+    kernels = (
+        stack.verify
+        + stack.rank * draft.fanout
+        + stack.walk * walked
+        + stack.keep * setting.sizes.layers
+    )
     return _logits(setting, draft.nodes if stack.fixed else walked, 4 + 2 * draft.fanout, kernels)
 
 
@@ -219,7 +245,8 @@ def seconds_of(work: Work, device: Device, stack: Stack, factor: float = 1.0) ->
     each = device.kernel_us if stack.fixed else device.eager_kernel_us
     if each is None:
         raise RefusedError(
-            f"the device {device.name} states no eager_kernel_us", "Add it to its file, or predict --stack compiled."
+            f"the device {device.name} states no eager_kernel_us",
+            "Add it to its file, or predict --stack compiled.",
         )
     launch, busy = 1e-6 * each * work.kernels, max(read, multiply)
     total = launch + busy if stack.fixed else max(launch, busy)
@@ -228,7 +255,9 @@ def seconds_of(work: Work, device: Device, stack: Stack, factor: float = 1.0) ->
     return Seconds(factor * total, factor * read, factor * multiply, factor * launch)
 
 
-def step_seconds(device: Device, stack: Stack, setting: Setting, draft: Draft | None, committed: float) -> pd.DataFrame:
+def step_seconds(
+    device: Device, stack: Stack, setting: Setting, draft: Draft | None, committed: float
+) -> pd.DataFrame:
     """`Seconds` of the programs of a step (draft, target, verify) and of the host's work outside them (other).
 
     The step commits `committed` tokens on average; `draft` None is an autoregressive step.
@@ -236,8 +265,15 @@ def step_seconds(device: Device, stack: Stack, setting: Setting, draft: Draft | 
     if stack.fixed and device.kind == "gpu":
         setting = setting._replace(context=setting.sizes.prefix + setting.sizes.image_tokens)
     size, nodes = device.weight_bytes, 1 if draft is None else draft.nodes
-    target = seconds_of(target_work(setting, nodes, size, stack), device, stack, device.target_factor(nodes))
-    programs = {"draft": np.zeros(4), "target": np.array(target), "verify": np.zeros(4), "other": np.zeros(4)}
+    target = seconds_of(
+        target_work(setting, nodes, size, stack), device, stack, device.target_factor(nodes)
+    )
+    programs = {
+        "draft": np.zeros(4),
+        "target": np.array(target),
+        "verify": np.zeros(4),
+        "other": np.zeros(4),
+    }
     if draft is not None:
         for work in draft_work(setting, draft, committed, size, stack):
             programs["draft"] += seconds_of(work, device, stack, device.draft_factor)
@@ -250,7 +286,9 @@ def step_seconds(device: Device, stack: Stack, setting: Setting, draft: Draft | 
 def prefill_seconds(device: Device, stack: Stack, setting: Setting) -> float:
     """The forward over the prefix, which is not compiled; without `eager_kernel_us` it counts as such."""
     eager = stack if device.eager_kernel_us is None else STACKS["eager"]
-    work = target_work(setting._replace(context=0), setting.sizes.prefix, device.weight_bytes, eager)
+    work = target_work(
+        setting._replace(context=0), setting.sizes.prefix, device.weight_bytes, eager
+    )
     return seconds_of(work, device, eager).total
 
 
@@ -273,29 +311,53 @@ def fit_device(samples: Sequence[Sample], **fields: Any) -> Device:
 
     seconds = np.array([sample.seconds for sample in samples])
     work = np.array([sample.work for sample in samples]) * (1e-9, 1e-12, 1e-6)
-    per_gb, per_tflop, kernel_us = map(float, nnls(work / seconds[:, None], np.ones(len(samples)))[0])
-    rates = {"read_gb_s": 1 / max(per_gb, 1e-6), "multiply_tflops": 1 / max(per_tflop, 1e-6), "kernel_us": kernel_us}
-    device = Device.model_validate(fields | {name: float(f"{rate:.4g}") for name, rate in rates.items()})
+    per_gb, per_tflop, kernel_us = map(
+        float, nnls(work / seconds[:, None], np.ones(len(samples)))[0]
+    )
+    rates = {
+        "read_gb_s": 1 / max(per_gb, 1e-6),
+        "multiply_tflops": 1 / max(per_tflop, 1e-6),
+        "kernel_us": kernel_us,
+    }
+    device = Device.model_validate(
+        fields | {name: float(f"{rate:.4g}") for name, rate in rates.items()}
+    )
     ratios: dict[tuple[str, int], list[float]] = {}
     for sample in samples:
         modelled = seconds_of(sample.work, device, STACKS["compiled"]).total
         key = (sample.program, sample.nodes if sample.program == "target" else 0)
         ratios.setdefault(key, []).append(sample.seconds / modelled)
     factors = {key: float(f"{median(values):.4g}") for key, values in ratios.items()}
-    fitted = {f"{program}_factor": factor for (program, _), factor in factors.items() if program != "target"}
-    targets = {nodes: factor for (program, nodes), factor in sorted(factors.items()) if program == "target"}
+    fitted = {
+        f"{program}_factor": factor
+        for (program, _), factor in factors.items()
+        if program != "target"
+    }
+    targets = {
+        nodes: factor for (program, nodes), factor in sorted(factors.items()) if program == "target"
+    }
     return device.model_copy(update={**fitted, "target_factors": targets})
 
 
-def step_samples(setting: Setting, draft: Draft | None, weight_bytes: int, step: Row) -> list[Sample]:
+def step_samples(
+    setting: Setting, draft: Draft | None, weight_bytes: int, step: Row
+) -> list[Sample]:
     """The programs of a measured compiled step as samples; `step` has `target_ms` and so on."""
     stack = STACKS["compiled"]
-    nodes, target_ms = (1, step["target_ms"] + step["other_ms"]) if draft is None else (draft.nodes, step["target_ms"])
-    samples = [Sample("target", target_work(setting, nodes, weight_bytes, stack), 1e-3 * target_ms, nodes)]
+    nodes, target_ms = (
+        (1, step["target_ms"] + step["other_ms"])
+        if draft is None
+        else (draft.nodes, step["target_ms"])
+    )
+    samples = [
+        Sample("target", target_work(setting, nodes, weight_bytes, stack), 1e-3 * target_ms, nodes)
+    ]
     if draft is not None:
         drafted = sum(draft_work(setting, draft, 1, weight_bytes, stack), Work(0.0, 0.0, 0.0))
         samples.append(Sample("draft", drafted, 1e-3 * step["draft_ms"]))
-        samples.append(Sample("verify", verify_work(setting, draft, 1, stack), 1e-3 * step["verify_ms"]))
+        samples.append(
+            Sample("verify", verify_work(setting, draft, 1, stack), 1e-3 * step["verify_ms"])
+        )
     return samples
 
 
@@ -317,7 +379,13 @@ def named_draft(label: str) -> Draft | None:
 
 # ---- The predictions of a run
 
-_READ = ["committed_per_step", "start_per_step", "offered_depth_per_step", "tokens", "drafter_forwards"]
+_READ = [
+    "committed_per_step",
+    "start_per_step",
+    "offered_depth_per_step",
+    "tokens",
+    "drafter_forwards",
+]
 
 
 def predict_run(run: RunData, device: Device, stack: str, model: str | None = None) -> pd.DataFrame:
@@ -326,17 +394,23 @@ def predict_run(run: RunData, device: Device, stack: str, model: str | None = No
     Raises `RefusedError` for a run without recorded steps and for a model of unknown sizes.
     """
     table = frame("prediction", prediction_rows(run, device, stack, model))
-    table["speedup_measured"] = table["cell_id"].map(tables_of(run)["speed"].set_index("cell_id")["speedup"])
+    table["speedup_measured"] = table["cell_id"].map(
+        tables_of(run)["speed"].set_index("cell_id")["speedup"]
+    )
     if measured_elsewhere(run, device, stack, model) is None:
         table["speedup_error"] = table["speedup"] / table["speedup_measured"] - 1
     return table
 
 
-def prediction_rows(run: RunData, device: Device, stack: str, model: str | None = None) -> Iterator[dict[str, Any]]:
+def prediction_rows(
+    run: RunData, device: Device, stack: str, model: str | None = None
+) -> Iterator[dict[str, Any]]:
     """Yield the rows of `predict_run` without what the run measured."""
     cells, kernels = run_cells(run), STACKS[stack]
     if not any(any(cell.completed["committed_per_step"]) for cell in cells):
-        raise RefusedError(f"{run.folder}: no image has recorded steps", "Give a run with completed images.")
+        raise RefusedError(
+            f"{run.folder}: no image has recorded steps", "Give a run with completed images."
+        )
     for cell in cells:
         completed = [row for row in rows_of(cell.completed[_READ]) if row["committed_per_step"]]
         if not completed:
@@ -348,8 +422,15 @@ def prediction_rows(run: RunData, device: Device, stack: str, model: str | None 
             advice = "Give a published model with --model, such as llamagen-t2i-stage1."
             raise RefusedError(f"the sizes of {name} are not known", advice)
         counts = [count for row in completed for count in row["committed_per_step"]]
-        length, tokens = sum(counts) / len(counts), sum(row["tokens"] for row in completed) / len(completed)
-        progress = sum(start for row in completed for start in row["start_per_step"]) / len(counts) / tokens
+        length, tokens = (
+            sum(counts) / len(counts),
+            sum(row["tokens"] for row in completed) / len(completed),
+        )
+        progress = (
+            sum(start for row in completed for start in row["start_per_step"])
+            / len(counts)
+            / tokens
+        )
         if name != run_model:
             tokens = sizes.image_tokens
             notes.append(f"sizes of {name} at the acceptance of {run_model}: its own may differ")
@@ -372,7 +453,9 @@ def prediction_rows(run: RunData, device: Device, stack: str, model: str | None 
             "images": len(completed),
             "mean_accepted_length": length,
             "nodes": 1 if draft is None else draft.nodes,
-            "drafter_forwards_per_step": 0 if draft is None or draft.levels is None else 1 + len(draft.levels),
+            "drafter_forwards_per_step": 0
+            if draft is None or draft.levels is None
+            else 1 + len(draft.levels),
             "speedup": (prefill + (tokens - 1) * plain) / seconds,
             "latency_s": seconds / batch,
             "ar_ms": 1e3 * plain,
@@ -383,7 +466,9 @@ def prediction_rows(run: RunData, device: Device, stack: str, model: str | None 
         }
 
 
-def _draft(cell: CellRecords, completed: Sequence[Row], manifest: Mapping[str, Any]) -> tuple[Draft | None, str | None]:
+def _draft(
+    cell: CellRecords, completed: Sequence[Row], manifest: Mapping[str, Any]
+) -> tuple[Draft | None, str | None]:
     """The draft of a cell, None for autoregressive decoding, and what is assumed about it."""
     drafting, label = cell.columns["drafting"], str(cell.columns["tree"])
     if drafting == "none":
@@ -397,14 +482,17 @@ def _draft(cell: CellRecords, completed: Sequence[Row], manifest: Mapping[str, A
                 return tree_draft(paths), None
     depth = max(offered for row in completed for offered in row["offered_depth_per_step"])
     forwards = round(
-        sum(row["drafter_forwards"] for row in completed) / sum(len(row["start_per_step"]) for row in completed)
+        sum(row["drafter_forwards"] for row in completed)
+        / sum(len(row["start_per_step"]) for row in completed)
     )
     levels = (1,) * (forwards - 1) if forwards else None
     note = f"the nodes of {drafting} are not recorded: a chain of {depth} is assumed"
     return Draft(depth + 1, levels, depth, 1), note
 
 
-def measured_elsewhere(run: RunData, device: Device, stack: str, model: str | None = None) -> str | None:
+def measured_elsewhere(
+    run: RunData, device: Device, stack: str, model: str | None = None
+) -> str | None:
     """Say with what the run was measured; None where that is what is predicted."""
     measured = device_in_words(run.manifest), "compiled" if run.manifest.get("compile") else "eager"
     # A device of a user stands for the code that it was fitted to.
@@ -418,8 +506,12 @@ def measured_elsewhere(run: RunData, device: Device, stack: str, model: str | No
 
 def terms_of(device: Device, stack: str) -> list[str]:
     """Return the constants of a prediction as sentences, each with its source."""
-    shares = f"{device.read_gb_s:g} GB/s x {device.read_share:g}, {device.multiply_tflops:g} Tflop/s x "
-    kernel, code = (device.kernel_us, device.code) if stack == "compiled" else (device.eager_kernel_us, stack)
+    shares = (
+        f"{device.read_gb_s:g} GB/s x {device.read_share:g}, {device.multiply_tflops:g} Tflop/s x "
+    )
+    kernel, code = (
+        (device.kernel_us, device.code) if stack == "compiled" else (device.eager_kernel_us, stack)
+    )
     return [
         f"Predicted for {device.about or device.name}, not measured: read {shares}{device.multiply_share:g}; "
         f"{kernel:g} us a kernel ({code}), {device.step_us:g} us of host work a step.",
@@ -433,9 +525,17 @@ def measured_times(run: RunData) -> pd.DataFrame:
     speed = tables_of(run)["speed"]
     timed = speed[speed["latency_s"].notna()]
     if not len(timed):
-        raise RefusedError("the run has no seconds", "Give one that measured speed, or a --device to predict for.")
-    names = [column.name for column in CELL_COLUMNS] + ["images", "mean_accepted_length", "latency_s"]
-    rows = timed[names].assign(device=device_in_words(run.manifest), speedup_measured=timed["speedup"])
+        raise RefusedError(
+            "the run has no seconds", "Give one that measured speed, or a --device to predict for."
+        )
+    names = [column.name for column in CELL_COLUMNS] + [
+        "images",
+        "mean_accepted_length",
+        "latency_s",
+    ]
+    rows = timed[names].assign(
+        device=device_in_words(run.manifest), speedup_measured=timed["speedup"]
+    )
     return frame("prediction", rows_of(rows))
 
 

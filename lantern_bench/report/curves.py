@@ -16,7 +16,17 @@ import pandas as pd
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.files import write_atomically
 from lantern_bench.methods.tables import METRICS, ON_CURVES
-from lantern_bench.report.labels import BOUNDS, CELL, FAMILY, GROUPINGS, CellKey, Style, cell_key, labels, styles
+from lantern_bench.report.labels import (
+    BOUNDS,
+    CELL,
+    FAMILY,
+    GROUPINGS,
+    CellKey,
+    Style,
+    cell_key,
+    labels,
+    styles,
+)
 from lantern_bench.report.records import CellRecords, load_runs, run_cells
 from lantern_bench.report.stats import proportion
 from lantern_bench.report.tables import ENDS, SPEEDUPS, cells_of, frame, tables_of, write_csv
@@ -32,7 +42,10 @@ if TYPE_CHECKING:
 Tables: TypeAlias = Mapping[str, pd.DataFrame]  # of one run by name, as `curve_tables` returns them
 Styles: TypeAlias = Mapping[CellKey, Style]
 
-SPEEDS = {"speedup": "speedup over AR", "mean_accepted_length": "mean accepted length (incl. bonus token)"}
+SPEEDS = {
+    "speedup": "speedup over AR",
+    "mean_accepted_length": "mean accepted length (incl. bonus token)",
+}
 """What a speed-quality curve has on its horizontal axis."""
 
 INTERVAL = "95 % interval"  # what whiskers are, in the titles of axes
@@ -43,7 +56,9 @@ def curve_tables(run: RunData) -> dict[str, pd.DataFrame]:
     tables = tables_of(run)
     lengths = frame("lengths", (row for cell in run_cells(run) for row in _length_rows(cell)))
     row_tokens = run.records.groupby("model")["tokens"].max().map(_row_tokens)
-    acceptance = tables["acceptance"].assign(row_tokens=tables["acceptance"]["model"].map(row_tokens))
+    acceptance = tables["acceptance"].assign(
+        row_tokens=tables["acceptance"]["model"].map(row_tokens)
+    )
     return {**tables, "acceptance": acceptance, "cells": cells_of(tables), "lengths": lengths}
 
 
@@ -55,15 +70,27 @@ def _row_tokens(tokens: int) -> float:
 
 def choose_cells(runs: Mapping[str, Tables], patterns: Sequence[str]) -> dict[str, Tables]:
     """Keep the cells whose id or mode is like a pattern, such as `*-lambda5-*`; `UserError` where none is."""
-    cells: dict[str, str] = dict(stack_runs(runs, "speed")[["cell_id", "mode"]].itertuples(index=False))
+    cells: dict[str, str] = dict(
+        stack_runs(runs, "speed")[["cell_id", "mode"]].itertuples(index=False)
+    )
     chosen = set[str]()
     for pattern in patterns:
-        like = {cell for cell, mode in cells.items() if fnmatchcase(cell, pattern) or fnmatchcase(mode, pattern)}
+        like = {
+            cell
+            for cell, mode in cells.items()
+            if fnmatchcase(cell, pattern) or fnmatchcase(mode, pattern)
+        }
         if not like:
-            raise UserError(f"--cells {pattern}: no cell has such an id or mode", f"The cells are {', '.join(cells)}.")
+            raise UserError(
+                f"--cells {pattern}: no cell has such an id or mode",
+                f"The cells are {', '.join(cells)}.",
+            )
         chosen |= like
     return {
-        run: {name: table[table["cell_id"].isin(chosen)].reset_index(drop=True) for name, table in tables.items()}
+        run: {
+            name: table[table["cell_id"].isin(chosen)].reset_index(drop=True)
+            for name, table in tables.items()
+        }
         for run, tables in runs.items()
     }
 
@@ -81,7 +108,9 @@ def _length_rows(cell: CellRecords) -> Iterator[dict[str, Any]]:
 
 def stack_runs(runs: Mapping[str, Tables], name: str) -> pd.DataFrame:
     """Return one table of all runs, with the column `run`."""
-    return pd.concat([tables[name].assign(run=run) for run, tables in runs.items()], ignore_index=True)
+    return pd.concat(
+        [tables[name].assign(run=run) for run, tables in runs.items()], ignore_index=True
+    )
 
 
 def _labelled(table: pd.DataFrame) -> pd.DataFrame:
@@ -101,8 +130,13 @@ def acceptance_points(runs: Mapping[str, Tables], axis: str = "depth") -> pd.Dat
         width = -(-(int(table["index"].max()) + 1) // 32) if len(table) else 1
         cells = table.groupby([*CELL, table["index"] // width], sort=False)
         sums = cells[["offered", "accepted"]].transform("sum")
-        table = table.assign(index_end=cells["index"].transform("max"), **sums)[~cells.cumcount().astype(bool)]
-        rates = [proportion(int(a), int(n)) for a, n in zip(table["accepted"], table["offered"], strict=True)]
+        table = table.assign(index_end=cells["index"].transform("max"), **sums)[
+            ~cells.cumcount().astype(bool)
+        ]
+        rates = [
+            proportion(int(a), int(n))
+            for a, n in zip(table["accepted"], table["offered"], strict=True)
+        ]
         for number, end in enumerate(ENDS):
             table[f"rate{end}"] = [rate[number] for rate in rates]
         table["middle"] = (table["index"] + table["index_end"]) / 2
@@ -112,7 +146,11 @@ def acceptance_points(runs: Mapping[str, Tables], axis: str = "depth") -> pd.Dat
 def _bound_points(runs: Mapping[str, Tables], parameter: str) -> pd.DataFrame:
     """The mean accepted length of the cells that have `parameter`, by its value, with intervals."""
     table = stack_runs(runs, "speed")
-    rows = table[table[parameter].notna() & table["mean_accepted_length"].notna() & (table["drafting"] != "none")]
+    rows = table[
+        table[parameter].notna()
+        & table["mean_accepted_length"].notna()
+        & (table["drafting"] != "none")
+    ]
     names = [name for name in (*FAMILY, "cell_id", "images") if name in rows]
     points = rows[[*names, *(f"mean_accepted_length{end}" for end in ENDS)]]
     return _labelled(points.sort_values([parameter, "run"], kind="stable").reset_index(drop=True))
@@ -128,18 +166,29 @@ def speed_quality_points(runs: Mapping[str, Tables]) -> pd.DataFrame:
     length = [f"mean_accepted_length{end}" for end in ENDS]
     is_timed, borrowed = table["speedup"].notna(), [*speedup, "speed_run"]
     table["speed_run"] = table["run"].where(is_timed)
-    elsewhere = table[cell].merge(table.loc[is_timed, [*cell, *borrowed]].drop_duplicates(cell), on=cell, how="left")
+    elsewhere = table[cell].merge(
+        table.loc[is_timed, [*cell, *borrowed]].drop_duplicates(cell), on=cell, how="left"
+    )
     table[borrowed] = table[borrowed].where(is_timed, elsewhere[borrowed])
     table = table.assign(images=table["quality_images"], note=table["quality_note"])
-    table = table[["run", *(column.name for column in columns("quality")), *speedup, *length, "speed_run"]]
+    table = table[
+        ["run", *(column.name for column in columns("quality")), *speedup, *length, "speed_run"]
+    ]
     return _labelled(table[table[list(SPEEDS)].notna().any(axis=1)].reset_index(drop=True))
 
 
-def is_dominated(points: pd.DataFrame, speed: str, quality: str, less_is_better: bool) -> list[bool]:
+def is_dominated(
+    points: pd.DataFrame, speed: str, quality: str, less_is_better: bool
+) -> list[bool]:
     """Return for each point whether another of its run and model is no worse in both, better in one."""
-    speeds, qualities = points[speed].to_numpy(), points[quality].to_numpy() * (-1 if less_is_better else 1)
+    speeds, qualities = (
+        points[speed].to_numpy(),
+        points[quality].to_numpy() * (-1 if less_is_better else 1),
+    )
     group = points.groupby(["run", "model"]).ngroup().to_numpy()
-    no_worse = (speeds >= speeds[:, None]) & (qualities >= qualities[:, None]) & (group == group[:, None])
+    no_worse = (
+        (speeds >= speeds[:, None]) & (qualities >= qualities[:, None]) & (group == group[:, None])
+    )
     better = (speeds > speeds[:, None]) | (qualities > qualities[:, None])
     return (no_worse & better).any(axis=1).tolist()
 
@@ -174,7 +223,9 @@ class Chart:
     def front_lines(self) -> Iterator[tuple[list[float], list[float]]]:
         """Yield x and y of the points of each run and model that nothing dominates, by x."""
         if "dominated" in self.points:
-            for _, best in self.points[~self.points["dominated"]].groupby(["run", "model"], sort=False):
+            for _, best in self.points[~self.points["dominated"]].groupby(
+                ["run", "model"], sort=False
+            ):
                 ordered = best.sort_values(self.x)
                 yield ordered[self.x].astype(float).tolist(), ordered[self.y].astype(float).tolist()
 
@@ -190,7 +241,11 @@ def fronts(runs: Mapping[str, Tables]) -> Iterator[Chart]:
             others = [f"{name}{end}" for name in ON_CURVES if name != figure for end in ENDS]
             for scored_by, rows in measured.groupby(metric.scored_by):
                 is_alone = measured[metric.scored_by].nunique() == 1
-                suffix = "" if is_alone else "-" + "".join(c if c.isalnum() else "-" for c in str(scored_by))
+                suffix = (
+                    ""
+                    if is_alone
+                    else "-" + "".join(c if c.isalnum() else "-" for c in str(scored_by))
+                )
                 points = rows.drop(columns=others, errors="ignore").reset_index(drop=True)
                 # they name what differs in this chart, not between all runs
                 points["label"] = labels(points)
@@ -198,20 +253,37 @@ def fronts(runs: Mapping[str, Tables]) -> Iterator[Chart]:
                 # but with the target: what is not told from it counts as equal to it
                 if metric.against_ar == "none":
                     compared[figure] = points[figure].where(points[f"{figure}_low"] > 0, 0.0)
-                points["dominated"] = is_dominated(compared, speed, figure, metric.better == "lower")
-                name, x_title = f"{prefix}-quality-{figure}{suffix}", f"{SPEEDS[speed]} ({INTERVAL})"
+                points["dominated"] = is_dominated(
+                    compared, speed, figure, metric.better == "lower"
+                )
+                name, x_title = (
+                    f"{prefix}-quality-{figure}{suffix}",
+                    f"{SPEEDS[speed]} ({INTERVAL})",
+                )
                 y_title = f"{metric.heading}, {metric.better} is better\n({scored_by})"
                 yield Chart(name, points, speed, figure, x_title, y_title)
 
 
-def charts(runs: Mapping[str, Tables], parameters: Sequence[str] = tuple(BOUNDS)) -> Iterator[Chart]:
+def charts(
+    runs: Mapping[str, Tables], parameters: Sequence[str] = tuple(BOUNDS)
+) -> Iterator[Chart]:
     """Yield the charts that the runs have data for, of the mean accepted length against `parameters`."""
     rate = f"acceptance rate ({INTERVAL})"
     if len(depths := acceptance_points(runs)):
-        yield Chart("acceptance-by-depth", depths, "index", "rate", "depth of the draft tree", rate, x_is_count=True)
+        yield Chart(
+            "acceptance-by-depth",
+            depths,
+            "index",
+            "rate",
+            "depth of the draft tree",
+            rate,
+            x_is_count=True,
+        )
     if len(positions := acceptance_points(runs, "position")):
         x_title = "position in the image (tokens, row by row)"
-        yield Chart("acceptance-by-position", positions, "middle", "rate", x_title, rate, panels=True)
+        yield Chart(
+            "acceptance-by-position", positions, "middle", "rate", x_title, rate, panels=True
+        )
     if len(lengths := _labelled(stack_runs(runs, "lengths"))):
         yield Chart(
             "accepted-lengths", lengths, "length", "share", "tokens committed by a step (bonus token included)",
@@ -263,7 +335,11 @@ def run_styles(runs: Mapping[str, Tables], by: str = "mode") -> Styles:
 
 
 def draw_curves(
-    runs: Sequence[Path], folder: Path, by: str = "mode", cells: Sequence[str] = (), width: str = "two"
+    runs: Sequence[Path],
+    folder: Path,
+    by: str = "mode",
+    cells: Sequence[str] = (),
+    width: str = "two",
 ) -> list[Path]:
     """Draw the curves of run directories into `folder`; return the files.
 
@@ -275,12 +351,16 @@ def draw_curves(
     for flag, value, choices in (("by", by, GROUPINGS), ("width", width, WIDTHS)):
         if value not in choices:
             raise UserError(f"--{flag} {value}: must be one of {', '.join(choices)}")
-    tables: dict[str, Tables] = {name: curve_tables(run) for name, run in load_runs(runs, tables_suffice=True).items()}
+    tables: dict[str, Tables] = {
+        name: curve_tables(run) for name, run in load_runs(runs, tables_suffice=True).items()
+    }
     tables = choose_cells(tables, cells) if cells else tables
     cell_styles = run_styles(tables, by)
     drawn = list(charts(tables, tuple(BOUNDS) if by == "mode" else (by,)))
     if not drawn:
-        raise RefusedError("nothing to draw: these runs hold no drafts and no images that are both scored and timed")
+        raise RefusedError(
+            "nothing to draw: these runs hold no drafts and no images that are both scored and timed"
+        )
     files = []
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -312,11 +392,18 @@ def to_matplotlib(chart: Chart, styles: Styles, width: float = WIDTHS["two"]) ->
     groups = chart.groups()
     across = min(round(width / 2), len(groups)) if chart.panels else 1
     down = -(-len(groups) // across) if chart.panels else 1
-    figure = Figure((width, 1.5 * down + 0.6 if chart.panels else 1.0 + 0.35 * width), layout="constrained")
-    panels: list[Axes] = list(figure.subplots(down, across, sharex=True, sharey=True, squeeze=False).ravel())
+    figure = Figure(
+        (width, 1.5 * down + 0.6 if chart.panels else 1.0 + 0.35 * width), layout="constrained"
+    )
+    panels: list[Axes] = list(
+        figure.subplots(down, across, sharex=True, sharey=True, squeeze=False).ravel()
+    )
     for number, rows in enumerate(groups):
         axes = panels[number if chart.panels else 0]
-        style, is_hollow = styles[cell_key(rows.iloc[-1])], "dominated" in rows and bool(rows["dominated"].iloc[0])
+        style, is_hollow = (
+            styles[cell_key(rows.iloc[-1])],
+            "dominated" in rows and bool(rows["dominated"].iloc[0]),
+        )
         axes.errorbar(
             rows[chart.x].tolist(), rows[chart.y].astype(float), xerr=whiskers(rows, chart.x),
             yerr=whiskers(rows, chart.y), label=line_label(rows), color=style.colour, marker=style.marker, capsize=2,
@@ -334,7 +421,11 @@ def to_matplotlib(chart: Chart, styles: Styles, width: float = WIDTHS["two"]) ->
             axes.set_visible(number < len(groups))
             # The last panel of each column has tick labels, also above an empty one.
             axes.tick_params(labelbottom=number + across >= len(groups))
-            axes.set_title(line_label(groups[number]) if number < len(groups) else "", fontsize="small", loc="left")
+            axes.set_title(
+                line_label(groups[number]) if number < len(groups) else "",
+                fontsize="small",
+                loc="left",
+            )
         figure.supxlabel(chart.x_title, fontsize="medium")
         figure.supylabel(chart.y_title, fontsize="medium")
         return figure
@@ -344,17 +435,31 @@ def to_matplotlib(chart: Chart, styles: Styles, width: float = WIDTHS["two"]) ->
     if chart.x == "speedup":
         axes.axvline(1.0, color="#BBBBBB", linewidth=0.8, linestyle=":", zorder=0)
     ends = [f"{chart.y}_band_low", f"{chart.y}_band_high"]
-    for low, high in chart.points.reindex(columns=ends).dropna().drop_duplicates().itertuples(index=False):
-        axes.axhspan(low, high, color="#EEEEEE", zorder=0, label="95 % of further sets of AR images")
+    for low, high in (
+        chart.points.reindex(columns=ends).dropna().drop_duplicates().itertuples(index=False)
+    ):
+        axes.axhspan(
+            low, high, color="#EEEEEE", zorder=0, label="95 % of further sets of AR images"
+        )
     if "dominated" in chart.points and chart.points["dominated"].any():
-        axes.set_title("pale and hollow: another cell is at least as fast and as good", fontsize="x-small", loc="left")
+        axes.set_title(
+            "pale and hollow: another cell is at least as fast and as good",
+            fontsize="x-small",
+            loc="left",
+        )
     axes.set(xlabel=chart.x_title, ylabel=chart.y_title)
     lines, names = axes.get_legend_handles_labels()
     # As many columns as fit; the axes keep their height.
     columns = max(1, int(width / (0.65 + 0.055 * max(map(len, names)))))
     figure.set_figheight(figure.get_figheight() + 0.14 * -(-len(names) // columns))
     figure.legend(
-        lines, names, loc="outside lower left", ncols=columns, frameon=False, fontsize="small", handlelength=3.2
+        lines,
+        names,
+        loc="outside lower left",
+        ncols=columns,
+        frameon=False,
+        fontsize="small",
+        handlelength=3.2,
     )
     return figure
 

@@ -19,14 +19,18 @@ def token_rows(scores: Iterable[Row]) -> dict[str, Row]:
     return {str(row["record_key"]): row for row in scores if row["level"] == "tokens"}
 
 
-def distance_columns(cells: Sequence[CellRecords], rows: Mapping[str, Row]) -> dict[str, dict[str, Any]]:
+def distance_columns(
+    cells: Sequence[CellRecords], rows: Mapping[str, Row]
+) -> dict[str, dict[str, Any]]:
     """Return the figures of each cell, by its id; `rows` of level `tokens` by record key.
 
     `distance_p` is corrected by Holm over all cells (of all models) that have one.
     """
     figures = {cell.cell_id: _figures(cell, rows) for cell in cells}
     tested = [cell_id for cell_id, row in figures.items() if row.get("distance_p") is not None]
-    for cell_id, p_value in zip(tested, holm([figures[cell_id]["distance_p"] for cell_id in tested]), strict=True):
+    for cell_id, p_value in zip(
+        tested, holm([figures[cell_id]["distance_p"] for cell_id in tested]), strict=True
+    ):
         figures[cell_id]["distance_p"] = p_value
     return figures
 
@@ -34,23 +38,34 @@ def distance_columns(cells: Sequence[CellRecords], rows: Mapping[str, Row]) -> d
 def _figures(cell: CellRecords, rows: Mapping[str, Row]) -> dict[str, Any]:
     """The figures of one cell, with an uncorrected `distance_p`; none where none of its images has a row."""
     records = cell.images[cell.images["record_key"].isin(rows.keys())]
-    images, prompts = [rows[key] for key in records["record_key"]], records.index.get_level_values("prompt_id")
+    images, prompts = (
+        [rows[key] for key in records["record_key"]],
+        records.index.get_level_values("prompt_id"),
+    )
     if not images:
         return {}
     tokens = [row["tokens"] for row in images]
     figures: dict[str, Any] = {}
-    for name, counted in (("impossible", "impossible_tokens"), ("argmax_mismatch", "mismatched_tokens")):
+    for name, counted in (
+        ("impossible", "impossible_tokens"),
+        ("argmax_mismatch", "mismatched_tokens"),
+    ):
         if images[0][counted] is not None:
             figures[name] = sum(row[counted] for row in images) / sum(tokens)
     if not images[0]["features"]:  # at temperature 0
         return figures
     for name in ("entropy", "largest_p", "ten_largest_p"):
         figures[name] = float(np.average([row[name] for row in images], weights=tokens))
-    names, columns = images[0]["features"].split(), np.array([row["feature_sums"] for row in images]).T
+    names, columns = (
+        images[0]["features"].split(),
+        np.array([row["feature_sums"] for row in images]).T,
+    )
     for name, column in zip(names, columns, strict=False):
         if name in ("surprise", "prompt_information"):
             figures |= ratio_of_sums(column, tokens, prompts).columns(name)
-    by_prompt = np.stack([sums_per_prompt(column, tokens, prompts).over for column in columns], axis=-1)
+    by_prompt = np.stack(
+        [sums_per_prompt(column, tokens, prompts).over for column in columns], axis=-1
+    )
     sums = FeatureSums.of(by_prompt, len(names))
     per_prompt = sums_per_prompt(tokens, tokens, prompts).over
     figures |= distance(sums.chosen(_compared(names)), per_prompt).columns("distance")
@@ -85,7 +100,9 @@ class FeatureSums(NamedTuple):
 
     def chosen(self, features: Sequence[int]) -> FeatureSums:
         """The sums of some of the features."""
-        return FeatureSums(self.sums[..., features], self.covariance[..., features, :][..., features])
+        return FeatureSums(
+            self.sums[..., features], self.covariance[..., features, :][..., features]
+        )
 
     @property
     def total(self) -> FeatureSums:
@@ -98,7 +115,10 @@ class FeatureSums(NamedTuple):
         scale = np.sqrt(np.diagonal(self.covariance, axis1=-2, axis2=-1))
         outer = scale[..., :, None] * np.where(scale > 0, scale, 1.0)[..., None, :]
         inverse_scale = np.divide(1.0, outer, out=np.zeros_like(outer), where=outer > 0)
-        return np.linalg.pinv(self.covariance * inverse_scale, rcond=1e-9, hermitian=True) * inverse_scale
+        return (
+            np.linalg.pinv(self.covariance * inverse_scale, rcond=1e-9, hermitian=True)
+            * inverse_scale
+        )
 
     @property
     def chi_square(self) -> Array:
@@ -130,9 +150,17 @@ def distance(sums: FeatureSums, tokens: Array, seed: int = 0) -> Interval:
     value = (float(total.chi_square) - freedom) / n_tokens
     if n < 2:
         return Interval(value, note="no interval: fewer than 2 prompts")
-    resamples = np.random.default_rng(seed).multinomial(n, np.full(n, 1.0 / n), size=_RESAMPLES).astype(np.float64)
+    resamples = (
+        np.random.default_rng(seed)
+        .multinomial(n, np.full(n, 1.0 / n), size=_RESAMPLES)
+        .astype(np.float64)
+    )
     resampled = FeatureSums(resamples @ sums.sums, np.tensordot(resamples, sums.covariance, axes=1))
-    spread = FeatureSums(sums.sums - sums.sums.mean(axis=0), np.broadcast_to(total.covariance, sums.covariance.shape))
-    values = (resampled.chi_square - float(spread.chi_square.sum()) - freedom) / (resamples @ tokens)
+    spread = FeatureSums(
+        sums.sums - sums.sums.mean(axis=0), np.broadcast_to(total.covariance, sums.covariance.shape)
+    )
+    values = (resampled.chi_square - float(spread.chi_square.sum()) - freedom) / (
+        resamples @ tokens
+    )
     low, high = np.quantile(values, _ENDS)
     return Interval(value, float(low), float(high))

@@ -16,20 +16,30 @@ from lantern_bench.report.tables import OUTSIDE, SPEEDUPS
 from lantern_bench.schema import CELL_COLUMNS, TABLES
 
 FORMATS = {
-    **dict.fromkeys(("speedup", "speedup_over_lossless", "speedup_published", "speedup_measured"), ("{:.2f}", "x")),
+    **dict.fromkeys(
+        ("speedup", "speedup_over_lossless", "speedup_published", "speedup_measured"),
+        ("{:.2f}", "x"),
+    ),
     "speedup_error": ("{:+.1%}", ""),
     "speedup_difference": ("{:+.2f}", "x"),
-    **dict.fromkeys(("mean_accepted_length", "mal_uncut", "accepted_drafts", "step_compression"), ("{:.2f}", "")),
+    **dict.fromkeys(
+        ("mean_accepted_length", "mal_uncut", "accepted_drafts", "step_compression"), ("{:.2f}", "")
+    ),
     **{metric.name: (f"{{:{metric.digits}}}", "") for metric in METRICS.values()},
     **dict.fromkeys(("acceptance_rate", "rate"), ("{:.3f}", "")),
     **dict.fromkeys(("target_forwards", "drafter_forwards"), ("{:.1f}", "")),
     "fid_infinity": ("{:.2f}", ""),
     "moved_mass": ("{:.4f}", ""),
-    **dict.fromkeys(("draft_ms", "target_ms", "verify_ms", "other_ms", "ar_ms", "step_ms"), ("{:.2f}", " ms")),
+    **dict.fromkeys(
+        ("draft_ms", "target_ms", "verify_ms", "other_ms", "ar_ms", "step_ms"), ("{:.2f}", " ms")
+    ),
     **dict.fromkeys(("latency_s", "latency_p50_s", "latency_p95_s"), ("{:.3g}", " s")),
     "tokens_per_s": ("{:.3g}", ""),
     "peak_memory_mb": ("{:.0f}", " MB"),
-    **dict.fromkeys(("p_first", "p_joint", "p_later", "p_images", "p_holm", "power_p", "distance_p"), ("{:.2g}", "")),
+    **dict.fromkeys(
+        ("p_first", "p_joint", "p_later", "p_images", "p_holm", "power_p", "distance_p"),
+        ("{:.2g}", ""),
+    ),
     "table_tv": ("{:.3f}", ""),
 }
 """Number format and unit of a figure. Other figures have four digits and the unit of the schema."""
@@ -46,17 +56,27 @@ _HEADS = {
 }  # fmt: skip
 # A quality figure and the column that names its network: the head of the figure names both.
 _SCORED_BY = {
-    name: METRICS[name].scored_by for name in ON_CURVES if METRICS[name].scored_by not in ("protocol", "model")
+    name: METRICS[name].scored_by
+    for name in ON_CURVES
+    if METRICS[name].scored_by not in ("protocol", "model")
 }
 # The cell's id holds the other settings (`parameters` in the summary), and the notes hold the last two.
-_HIDDEN = {column.name for column in CELL_COLUMNS} - {"cell_id", "model"} | {"axis", "lossless_cell", "note"}
+_HIDDEN = {column.name for column in CELL_COLUMNS} - {"cell_id", "model"} | {
+    "axis",
+    "lossless_cell",
+    "note",
+}
 _OFTEN_SHARED = (
     "model", "images", "fid_features", "clip_model", "reference", "n_reference", "protocol", "protocol_version",
     "kid_subset", "device", "stack",
 )  # fmt: skip
 # The summary shows these even where they are missing: the notes give the reason.
 _HEADLINE = ("speedup", "mean_accepted_length")
-_OF_QUALITY = {name for metric in METRICS.values() for name in (metric.name, *(extra[0] for extra in metric.extras))}
+_OF_QUALITY = {
+    name
+    for metric in METRICS.values()
+    for name in (metric.name, *(extra[0] for extra in metric.extras))
+}
 
 
 class Readable(NamedTuple):
@@ -66,7 +86,9 @@ class Readable(NamedTuple):
     notes: tuple[str, ...]  # sentences below it
 
 
-def format_figure(column: str, value: Any, low: Any = None, high: Any = None, *, unit: str = "") -> str:
+def format_figure(
+    column: str, value: Any, low: Any = None, high: Any = None, *, unit: str = ""
+) -> str:
     """Return a figure as text, `1.74x [1.70, 1.78]`; `unit` is for columns without a format."""
     if pd.isna(value):
         return ""
@@ -74,7 +96,11 @@ def format_figure(column: str, value: Any, low: Any = None, high: Any = None, *,
         return str(value)
     form, unit = FORMATS.get(column, ("{:.4g}", f" {unit}" if unit else ""))
     text = form.format(value) + unit
-    return text if pd.isna(low) or pd.isna(high) else f"{text} [{form.format(low)}, {form.format(high)}]"
+    return (
+        text
+        if pd.isna(low) or pd.isna(high)
+        else f"{text} [{form.format(low)}, {form.format(high)}]"
+    )
 
 
 def readable(table: pd.DataFrame, name: str | None = None) -> Readable:
@@ -88,7 +114,9 @@ def readable(table: pd.DataFrame, name: str | None = None) -> Readable:
     return Readable(pd.DataFrame(dict(texts.values())), notes)
 
 
-def _texts(table: pd.DataFrame, name: str | None) -> tuple[pd.DataFrame, dict[str, tuple[str, list[str]]]]:
+def _texts(
+    table: pd.DataFrame, name: str | None
+) -> tuple[pd.DataFrame, dict[str, tuple[str, list[str]]]]:
     """The rows that are shown, and for each column that is shown its head and texts."""
     rows = table[table["axis"] == "depth"].reset_index(drop=True) if name == "acceptance" else table
     names = [str(column) for column in rows.columns]
@@ -98,7 +126,11 @@ def _texts(table: pd.DataFrame, name: str | None) -> tuple[pd.DataFrame, dict[st
     units = {column.name: column.unit for column in TABLES[name]} if name is not None else {}
     # As in the papers, to fit the screen: the speed and quality tables hold the other intervals.
     if name == "summary":
-        rows = rows.drop(columns=[column for column in intervals if column not in ("speedup_low", "speedup_high")])
+        rows = rows.drop(
+            columns=[
+                column for column in intervals if column not in ("speedup_low", "speedup_high")
+            ]
+        )
     texts = {}
     for column in shown:
         cells = (rows.get(f"{column}{end}", [None] * len(rows)) for end in ("", "_low", "_high"))
@@ -109,13 +141,19 @@ def _texts(table: pd.DataFrame, name: str | None) -> tuple[pd.DataFrame, dict[st
 
 def worth_showing(table: pd.DataFrame, column: str, name: str = "") -> bool:
     """Return whether a column says something that its table (`name` in the schema) shows nowhere else."""
-    if column in _HIDDEN or column.endswith(("_verdict", "_detectable")) or (column == "cell_id" and name == "summary"):
+    if (
+        column in _HIDDEN
+        or column.endswith(("_verdict", "_detectable"))
+        or (column == "cell_id" and name == "summary")
+    ):
         return False
     if table[column].isna().all():
         return name == "summary" and column in _HEADLINE
     if name == "summary" and column in _OF_QUALITY:
         filled = table.columns[table.notna().any()]
-        return column in ([name for name in filled if name in METRICS and METRICS[name].on_screen] or METRICS)
+        return column in (
+            [name for name in filled if name in METRICS and METRICS[name].on_screen] or METRICS
+        )
     if column in ("failed", "disturbed", "held_up"):
         # the notes of the rows count these images
         is_noted = name == "summary" and column != "failed"
@@ -128,39 +166,58 @@ def _notes(table: pd.DataFrame, name: str) -> list[str]:
     notes = [
         f"{column.replace('_', ' ')}: {table[column].iloc[0]}"
         for column in _OFTEN_SHARED
-        if column in table and table[column].nunique(dropna=False) == 1 and table[column].notna().all()
+        if column in table
+        and table[column].nunique(dropna=False) == 1
+        and table[column].notna().all()
     ]
     if "mean_accepted_length" in table:
         notes.append("MAL counts the target's own token; accepted drafts are one less.")
     if "speedup_low" in table and table["speedup_low"].notna().any():
-        notes.append("Speed intervals: 95 % of repeats on this machine in the same state; others: 95 % confidence.")
+        notes.append(
+            "Speed intervals: 95 % of repeats on this machine in the same state; others: 95 % confidence."
+        )
     if "lossless_cell" in table and table["lossless_cell"].notna().any():
         fastest = ", ".join(table["lossless_cell"].dropna().unique())
-        notes.append(f"Over lossless: over the fastest lossless cell of the run with the same sampling, {fastest}.")
+        notes.append(
+            f"Over lossless: over the fastest lossless cell of the run with the same sampling, {fastest}."
+        )
     if "cell_id" in table:
         notes += _against_ar(table)
     if name == "acceptance":
-        notes.append("Rates by depth of the tree; those by position in the image are in acceptance.csv.")
+        notes.append(
+            "Rates by depth of the tree; those by position in the image are in acceptance.csv."
+        )
     if "note" not in table:
         return notes
     of_rows = table["note"].dropna().str.split(NOTE_SEPARATOR, regex=False).explode()
     for note, rows in of_rows[of_rows != ""].groupby(of_rows, sort=False).groups.items():
         cells = table.loc[rows, "cell_id"]
-        about = ", ".join(cells.unique()) if len(cells) <= 3 else f"{len(cells)} of {len(table)} rows"
+        about = (
+            ", ".join(cells.unique()) if len(cells) <= 3 else f"{len(cells)} of {len(table)} rows"
+        )
         notes.append(str(note) if len(cells) == len(table) else f"{about}: {note}")
     return notes
 
 
 def _against_ar(table: pd.DataFrame) -> list[str]:
     """Which cells' figures lie outside ar's own spread, in words."""
-    verdicts = table.set_index("cell_id").filter(regex="_verdict$").dropna(how="all", axis=1).dropna(how="all")
+    verdicts = (
+        table.set_index("cell_id")
+        .filter(regex="_verdict$")
+        .dropna(how="all", axis=1)
+        .dropna(how="all")
+    )
     if verdicts.empty:
         return []
     verdicts.columns = verdicts.columns.str.removesuffix("_verdict")
     is_outside = (verdicts == OUTSIDE).fillna(value=False)
-    cells = [f"{cell} ({', '.join(row.index[row])})" for cell, row in is_outside.iterrows() if row.any()]
+    cells = [
+        f"{cell} ({', '.join(row.index[row])})" for cell, row in is_outside.iterrows() if row.any()
+    ]
     detectable = {name: table[f"{name}_detectable"].max() for name in verdicts}
-    shifts = ", ".join(f"{name} {shift:.2g}" for name, shift in detectable.items() if pd.notna(shift))
+    shifts = ", ".join(
+        f"{name} {shift:.2g}" for name, shift in detectable.items() if pd.notna(shift)
+    )
     result = f"outside are {', '.join(cells)}; of all others" if cells else "of all cells"
     return [
         f"{', '.join(map(str, verdicts))} against AR's own spread (same prompts, other seeds): {result} no shift is "
@@ -171,8 +228,12 @@ def _against_ar(table: pd.DataFrame) -> list[str]:
 
 def head_of(column: str) -> str:
     """Return the name of a column in words."""
-    figure = next((name for name in _HEADS if column.startswith(f"{name}_") and column not in _HEADS), "")
-    words = f"{_HEADS[figure]}{column.removeprefix(figure)}" if figure else _HEADS.get(column, column)
+    figure = next(
+        (name for name in _HEADS if column.startswith(f"{name}_") and column not in _HEADS), ""
+    )
+    words = (
+        f"{_HEADS[figure]}{column.removeprefix(figure)}" if figure else _HEADS.get(column, column)
+    )
     return words.replace("_", " ")
 
 
@@ -181,7 +242,11 @@ def _head(table: pd.DataFrame, column: str) -> str:
     scorer = _SCORED_BY.get(column)
     scored_by = set(table[scorer][table[column].notna()].dropna()) if scorer in table else set()
     # The notes hold the hash of the weights.
-    return f"{_HEADS[column]} ({str(*scored_by).partition('@')[0]})" if len(scored_by) == 1 else head_of(column)
+    return (
+        f"{_HEADS[column]} ({str(*scored_by).partition('@')[0]})"
+        if len(scored_by) == 1
+        else head_of(column)
+    )
 
 
 # ---- LaTeX
@@ -194,7 +259,9 @@ _ESCAPES = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textas
 _LATEX = str.maketrans(_GREEK | _ESCAPES | {character: f"\\{character}" for character in "&%$#_{}"})
 
 
-def latex(table: pd.DataFrame, name: str | None = None, title: str | None = None, more: Sequence[str] = ()) -> str:
+def latex(
+    table: pd.DataFrame, name: str | None = None, title: str | None = None, more: Sequence[str] = ()
+) -> str:
     """Return a table for LaTeX with booktabs: no empty columns, figures right-aligned, the best of a column bold."""
     rows, texts = _texts(table, name)
     alignment, columns = "", dict[str, list[str]]()
@@ -210,7 +277,9 @@ def latex(table: pd.DataFrame, name: str | None = None, title: str | None = None
         alignment += kind
         columns[heading] = cells
     notes = _notes(rows, name) if name is not None else ()
-    remarks = [f"% {note}" for note in (title, r"needs \usepackage{booktabs}", *notes, *more) if note]
+    remarks = [
+        f"% {note}" for note in (title, r"needs \usepackage{booktabs}", *notes, *more) if note
+    ]
     tabular = pd.DataFrame(columns).to_latex(index=False, escape=False, column_format=alignment)
     return "\n".join([*remarks, tabular.rstrip()])
 
@@ -222,7 +291,9 @@ def _figures(texts: pd.Series, better: str | None) -> list[str]:
     best = {"higher": numbers.max(), "lower": numbers.min()}.get(better or "")
     cells = []
     for value, number, interval in zip(values, numbers, intervals, strict=True):
-        cell = _in_latex(value.removesuffix("x")).replace("-", "$-$") + r"$\times$" * value.endswith("x")
+        cell = _in_latex(value.removesuffix("x")).replace(
+            "-", "$-$"
+        ) + r"$\times$" * value.endswith("x")
         cell = rf"\textbf{{{cell}}}" if number == best and numbers.nunique() > 1 else cell
         cells.append(f"{cell} & [{interval.replace('-', '$-$')}" if interval else cell)
     return cells
@@ -230,5 +301,7 @@ def _figures(texts: pd.Series, better: str | None) -> list[str]:
 
 def _in_latex(text: str) -> str:
     """Text escaped, with the symbols of bounds: `delta=0.1` begins with a Greek letter."""
-    text = _SYMBOLS.get(text, re.sub(r"\b\w+(?==)", lambda match: _SYMBOLS.get(match[0], match[0]), text))
+    text = _SYMBOLS.get(
+        text, re.sub(r"\b\w+(?==)", lambda match: _SYMBOLS.get(match[0], match[0]), text)
+    )
     return text.translate(_LATEX)

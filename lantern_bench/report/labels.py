@@ -44,7 +44,14 @@ _WORDS |= {
 }
 _IN_LABELS = [name for name in _WORDS if name not in BOUNDS]
 # Labels leave these out: plain sampling without filters, one image at a time, and what methods do by default.
-_UNNAMED = {"temperature": 1, "top_k": 0, "top_p": 1, "batch": 1, "seed_set": 0, "neighbour_metric": "l2"}
+_UNNAMED = {
+    "temperature": 1,
+    "top_k": 0,
+    "top_p": 1,
+    "batch": 1,
+    "seed_set": 0,
+    "neighbour_metric": "l2",
+}
 _UNNAMED |= {name: parameter.default for name, parameter in METHOD_PARAMETERS.items()}
 
 
@@ -74,9 +81,15 @@ def labels(table: pd.DataFrame) -> list[str]:
         by_rule = _lossless_label(str(row["mode"]), str(row.get("rule")))
         words = [f"{row[name]}:" for name in prefixes]
         words.append(by_rule or (MODES[row["mode"]].label if row["mode"] in MODES else row["mode"]))
-        words += [f"{symbol}={row[name]:g}" for name, symbol in BOUNDS.items() if pd.notna(row.get(name))]
+        words += [
+            f"{symbol}={row[name]:g}" for name, symbol in BOUNDS.items() if pd.notna(row.get(name))
+        ]
         for name in _IN_LABELS:
-            if pd.isna(row.get(name)) or row[name] == _UNNAMED.get(name) or (name == "rule" and by_rule):
+            if (
+                pd.isna(row.get(name))
+                or row[name] == _UNNAMED.get(name)
+                or (name == "rule" and by_rule)
+            ):
                 continue
             # Methods are compared across their trees: a label without the tree would credit the rule with it.
             rivals = table[name].dropna() if name == "tree" else same_mode[name]
@@ -93,13 +106,18 @@ def parameters(cell: Mapping[str, Any], cells: Sequence[Mapping[str, Any]]) -> s
     names = [name for name in ("drafting", "rule") if mode and cell[name] != getattr(mode, name)]
     names += ["tree"] if cell["tree"] else []
     for name, parameter in PARAMETERS.items():
-        is_named = parameter.in_id == "always" or (name in METHOD_PARAMETERS and cell.get(name) != parameter.default)
+        is_named = parameter.in_id == "always" or (
+            name in METHOD_PARAMETERS and cell.get(name) != parameter.default
+        )
         if name not in SAMPLING and cell.get(name) is not None and is_named:
             names.append(name)
     names += ["neighbour_metric"] if cell.get("neighbour_metric") not in (None, "", "l2") else []
     names += ["residual"] if cell["residual"] == "official" else []
     for name in _SAMPLING:
-        if cell[name] not in (None, _UNNAMED.get(name)) and len({other[name] for other in cells}) > 1:
+        if (
+            cell[name] not in (None, _UNNAMED.get(name))
+            and len({other[name] for other in cells}) > 1
+        ):
             names.append(name)
     return " ".join(_WORDS[name].format(cell[name]) for name in names)
 
@@ -130,4 +148,6 @@ def _colours(values: pd.Series, by: str) -> list[str]:
     distinct = sorted(values.dropna().unique())
     # Without its palest part, which does not print; no shade is near the grey of cells without the value.
     shades = colormaps["plasma"].resampled(len(distinct) + 1)
-    return ["#767676" if pd.isna(value) else to_hex(shades(distinct.index(value))) for value in values]
+    return [
+        "#767676" if pd.isna(value) else to_hex(shades(distinct.index(value))) for value in values
+    ]

@@ -30,7 +30,12 @@ from lantern_bench.report.curves import SPEEDS, Chart, Styles, Tables, stack_run
 from lantern_bench.report.format_tables import format_figure, head_of, readable, worth_showing
 from lantern_bench.report.labels import GROUPINGS, CellKey, cell_key, labels
 from lantern_bench.report.records import CellRecords, Row, load_runs, run_cells
-from lantern_bench.report.reproduction import comparability, reproduction_rows, side_by_side, sources
+from lantern_bench.report.reproduction import (
+    comparability,
+    reproduction_rows,
+    side_by_side,
+    sources,
+)
 from lantern_bench.report.tables import frame, sort_scores
 from lantern_bench.runs.records import rows_of
 from lantern_bench.runs.store import NO_SPEED, PICTURES_LEFT_OUT, RunData, disturbance
@@ -46,7 +51,9 @@ def write_report(directories: Sequence[Path], out: Path) -> Path:
     try:
         write_atomically(out, text.encode())
     except OSError as error:
-        raise UserError(f"--out {out}: cannot be written: {error.strerror}", "Choose a writable file.") from error
+        raise UserError(
+            f"--out {out}: cannot be written: {error.strerror}", "Choose a writable file."
+        ) from error
     return out
 
 
@@ -56,7 +63,9 @@ def render(runs: Mapping[str, RunData], home: Path) -> str:
 
     tables = {name: curves.curve_tables(run) for name, run in runs.items()}
     records = {
-        (name, str(cell.columns["model"]), cell.cell_id): cell for name, run in runs.items() for cell in run_cells(run)
+        (name, str(cell.columns["model"]), cell.cell_id): cell
+        for name, run in runs.items()
+        for cell in run_cells(run)
     }
     numbers = {key: number for number, key in enumerate(records)}
     cells = _cells(tables, records)
@@ -67,7 +76,11 @@ def render(runs: Mapping[str, RunData], home: Path) -> str:
         loader=jinja2.PackageLoader("lantern_bench.report", "assets"), undefined=jinja2.StrictUndefined,
         autoescape=True, trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
-    environment.policies["json.dumps_kwargs"] = {"ensure_ascii": False, "allow_nan": False, "separators": (",", ":")}
+    environment.policies["json.dumps_kwargs"] = {
+        "ensure_ascii": False,
+        "allow_nan": False,
+        "separators": (",", ":"),
+    }
     return environment.get_template("report.html.j2").render(
         title=" + ".join(runs),
         version=__version__,
@@ -77,7 +90,9 @@ def render(runs: Mapping[str, RunData], home: Path) -> str:
         warnings=[f"{name}: {text}" for name, run in runs.items() if (text := _speed_warning(run))],
         summary=summary(shown, tables),
         runs=[run_facts(name, run, tables[name]) for name, run in runs.items()],
-        data=_plain({"cells": cells, "figures": _figures(tables, numbers), "metrics": _METRICS, **pictures}),
+        data=_plain(
+            {"cells": cells, "figures": _figures(tables, numbers), "metrics": _METRICS, **pictures}
+        ),
         # Without a time the same library gives the same bytes.
         plotly=base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode("ascii"),
     )
@@ -143,7 +158,9 @@ def _figures(tables: Mapping[str, Tables], numbers: Numbers) -> dict[str, list[P
     for chart in curves.charts(tables, GROUPINGS[1:]):
         # Lines of one point each are worth no chart, unless it is against a bound.
         if chart.x not in ("tree", "temperature") or any(len(rows) > 1 for rows in chart.groups()):
-            (figure,) = (figure for figure, (_, names) in _FIGURES.items() if chart.name.startswith(names))
+            (figure,) = (
+                figure for figure, (_, names) in _FIGURES.items() if chart.name.startswith(names)
+            )
             figures[figure].append(to_plotly(chart, styles, numbers))
     figures["front"].sort(key=lambda chart: not chart["name"].startswith("speed-quality-distance"))
     return {figure: figures[figure] for figure in _FIGURES}
@@ -155,7 +172,8 @@ def to_plotly(chart: Chart, styles: Styles, numbers: Numbers) -> Plain:
     `customdata` of a point is its cell's number; `text` names the point of a front, written where there is room.
     """
     traces: list[Plain] = [
-        {"x": x, "y": y, "customdata": [], "mode": "lines", "hoverinfo": "skip"} for x, y in chart.front_lines()
+        {"x": x, "y": y, "customdata": [], "mode": "lines", "hoverinfo": "skip"}
+        for x, y in chart.front_lines()
     ]
     groups = sorted(chart.groups(), key=lambda rows: rows[chart.x].iloc[0])
     for rows in groups:
@@ -176,7 +194,11 @@ def to_plotly(chart: Chart, styles: Styles, numbers: Numbers) -> Plain:
         for axis, name in (("x", chart.x), ("y", chart.y)):
             # Whiskers of many curves along an image would hide them.
             if (lengths := curves.whiskers(rows, name)) is not None and "index_end" not in rows:
-                trace[f"error_{axis}"] = {"type": "data", "arrayminus": lengths[0], "array": lengths[1]}
+                trace[f"error_{axis}"] = {
+                    "type": "data",
+                    "arrayminus": lengths[0],
+                    "array": lengths[1],
+                }
         traces.append(trace)
     x_axis: Plain = {"title": {"text": chart.x_title}} | ({"dtick": 1} if chart.x_is_count else {})
     y_axis: Plain = {"title": {"text": chart.y_title.replace("\n", "<br>")}}
@@ -188,7 +210,9 @@ def to_plotly(chart: Chart, styles: Styles, numbers: Numbers) -> Plain:
     if chart.x == "speedup":
         line = {"type": "line", "x0": 1.0, "x1": 1.0, "yref": "paper", "y0": 0, "y1": 1}
         layout["shapes"] = [line | {"line": {"dash": "dot", "width": 1, "color": "#888888"}}]
-    title = f"{chart.y_title} against {chart.x_title}".replace("\n", " ").replace(f" ({curves.INTERVAL})", "")
+    title = f"{chart.y_title} against {chart.x_title}".replace("\n", " ").replace(
+        f" ({curves.INTERVAL})", ""
+    )
     return {"name": chart.name, "title": title, "data": traces, "layout": layout}
 
 
@@ -203,11 +227,16 @@ _READ = [
 _DIGITS = string.digits + string.ascii_lowercase
 
 
-def _pictures(runs: Mapping[str, RunData], records: Mapping[CellKey, CellRecords], home: Path) -> Plain:
+def _pictures(
+    runs: Mapping[str, RunData], records: Mapping[CellKey, CellRecords], home: Path
+) -> Plain:
     """Prompts in the order of the plan, and their pictures, each with its figures; `left_out` counts other prompts."""
     cells, keys = list(records.values()), list(records)
     drawn = pd.concat(
-        [cell.completed.loc[cell.completed["image"].notna(), _READ].assign(cell=n) for n, cell in enumerate(cells)]
+        [
+            cell.completed.loc[cell.completed["image"].notna(), _READ].assign(cell=n)
+            for n, cell in enumerate(cells)
+        ]
     )
     drawn = drawn.fillna({"order_index": 0}).sort_values("order_index", kind="stable")
     counts = drawn.groupby("prompt", sort=False).size().cumsum()
@@ -244,14 +273,18 @@ def _image_scores(run: RunData) -> Mapping[str, dict[str, float]]:
     scores: defaultdict[str, dict[str, float]] = defaultdict(dict)
     for protocol in sort_scores(run.scores).values():
         for key, row in protocol.images.items():
-            scores[key] = {name: row[name] for name in OF_IMAGES if row.get(name) is not None} | scores[key]
+            scores[key] = {
+                name: row[name] for name in OF_IMAGES if row.get(name) is not None
+            } | scores[key]
     return scores
 
 
 def step_lengths(row: Row) -> list[int]:
     """Return for each token the length of the step that committed it; 0 for the first token."""
     lengths = [0] * int(row.get("tokens") or 0)
-    for start, length in zip(row.get("start_per_step") or (), row.get("committed_per_step") or (), strict=False):
+    for start, length in zip(
+        row.get("start_per_step") or (), row.get("committed_per_step") or (), strict=False
+    ):
         end = min(start + length, len(lengths))
         lengths[start:end] = [int(length)] * (end - start)
     return lengths
@@ -266,7 +299,10 @@ def length_map(cell: CellRecords) -> list[float | None] | None:
         return None
     rows = rows_of(cell.completed[["tokens", "start_per_step", "committed_per_step"]])
     lengths = pd.DataFrame([step_lengths(row) for row in rows])
-    return [None if pd.isna(mean) else round(float(mean), 3) for mean in lengths.where(lengths > 0).mean()]
+    return [
+        None if pd.isna(mean) else round(float(mean), 3)
+        for mean in lengths.where(lengths > 0).mean()
+    ]
 
 
 def grid_side(rows: pd.DataFrame) -> int | None:
@@ -291,8 +327,18 @@ def thumbnail(picture: Path) -> str | None:
 
 # ---- The tables of the page: the summary, published figures, settings, machine
 
-_COLUMNS = ("images", "failed", "speedup", "speedup_over_lossless", "mean_accepted_length", "acceptance_rate", *METRICS)
-_MEANINGS = {column.name: column.meaning for table in ("speed", "quality") for column in columns(table)}
+_COLUMNS = (
+    "images",
+    "failed",
+    "speedup",
+    "speedup_over_lossless",
+    "mean_accepted_length",
+    "acceptance_rate",
+    *METRICS,
+)
+_MEANINGS = {
+    column.name: column.meaning for table in ("speed", "quality") for column in columns(table)
+}
 
 
 def _is_lower_better(name: str) -> bool:
@@ -308,10 +354,16 @@ def summary(cells: pd.DataFrame, tables: Mapping[str, Tables]) -> Plain:
     names = [name for name in _COLUMNS if name in SPEEDS or worth_showing(cells, name)]
     goods = {name: "down" if _is_lower_better(name) else "up" for name in names}
     goods |= dict.fromkeys(("images", "failed"), "")
-    heads = [{"text": head_of(name), "meaning": _MEANINGS[name], "good": goods[name]} for name in names]
+    heads = [
+        {"text": head_of(name), "meaning": _MEANINGS[name], "good": goods[name]} for name in names
+    ]
     entries = [_entries(cells, name, goods[name]) for name in names]
-    protocols = cells["protocol"].fillna("") if cells["protocol"].nunique() > 1 else [""] * len(cells)
-    notes = [note for of_run in tables.values() for note in readable(of_run["summary"], "summary").notes]
+    protocols = (
+        cells["protocol"].fillna("") if cells["protocol"].nunique() > 1 else [""] * len(cells)
+    )
+    notes = [
+        note for of_run in tables.values() for note in readable(of_run["summary"], "summary").notes
+    ]
     rows = list(zip(cells["number"], protocols, zip(*entries, strict=True), strict=True))
     return {"heads": heads, "rows": rows, "notes": list(dict.fromkeys(notes))}
 
@@ -335,8 +387,14 @@ def _entries(table: pd.DataFrame, name: str, good: str) -> list[Plain]:
             continue
         # By definition, or of one prompt many times, nothing is uncertain.
         ends = [] if pd.isna(low) or pd.isna(high) or low == high == value else [low, high]
-        bar = [(end - lowest) / (highest - lowest) for end in (*ends, value)] if ends and highest > lowest else None
-        text, bracket, interval = format_figure(name, int(value) if not good else value, *ends).partition(" [")
+        bar = (
+            [(end - lowest) / (highest - lowest) for end in (*ends, value)]
+            if ends and highest > lowest
+            else None
+        )
+        text, bracket, interval = format_figure(
+            name, int(value) if not good else value, *ends
+        ).partition(" [")
         entries.append(
             {
                 "value": text, "interval": bracket.strip() + interval, "order": value, "bar": bar,
@@ -358,19 +416,27 @@ def run_facts(name: str, data: RunData, tables: Tables) -> Plain:
     settings = {name: experiment.get(name) for name in names}
     settings |= {name: manifest.get(name) for name in ("started", "ended")}
     settings["sessions"] = len(manifest.get("sessions") or ()) or None
-    rows = [row for row in reproduction_rows(tables, paper) if row.get("published") is not None] if paper else []
+    rows = (
+        [row for row in reproduction_rows(tables, paper) if row.get("published") is not None]
+        if paper
+        else []
+    )
     published = frame("reproduction", rows)
     weights = (manifest.get("key") or {}).get("weights") or {}
     return {
         "name": name,
         "title": str(experiment.get("description") or experiment.get("name") or name),
-        "machine": _in_words({name: manifest.get(name) for name in ("device", "threads", "dtype", "machine")}),
+        "machine": _in_words(
+            {name: manifest.get(name) for name in ("device", "threads", "dtype", "machine")}
+        ),
         "settings": _in_words(settings),
         "weights": list(weights.items()),
         "experiment": json.dumps(experiment, indent=2, ensure_ascii=False),
         "published": side_by_side(published) if rows else None,
         "published_title": paper.title if paper else "",
-        "published_notes": [*sources(published), *comparability(tables, paper, manifest)] if paper else [],
+        "published_notes": [*sources(published), *comparability(tables, paper, manifest)]
+        if paper
+        else [],
     }
 
 
@@ -380,5 +446,7 @@ def _in_words(values: Plain) -> list[tuple[str, str]]:
     for name, value in pd.json_normalize(values, sep=" ").to_dict("records")[0].items():
         if value not in (None, "", [], {}):
             words = re.sub(r"\b(machine|versions) ", "", str(name)).replace("_", " ")
-            pairs.append((words, ", ".join(map(str, value)) if isinstance(value, list) else str(value)))
+            pairs.append(
+                (words, ", ".join(map(str, value)) if isinstance(value, list) else str(value))
+            )
     return pairs

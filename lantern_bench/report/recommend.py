@@ -22,7 +22,13 @@ MAX_DISTANCE = 0.01
 """Without a condition: a tenth of a standard deviation a token. The bundled model passes it between lambda 2 and 3."""
 
 KEEPS, BREAKS, LOSSLESS = "keeps", "breaks", "lossless"
-_COPIED = ("model", "cell_id", *(f"{name}{end}" for name in SPEEDUPS for end in ENDS), "images", "note")
+_COPIED = (
+    "model",
+    "cell_id",
+    *(f"{name}{end}" for name in SPEEDUPS for end in ENDS),
+    "images",
+    "note",
+)
 
 
 class Condition(NamedTuple):
@@ -34,13 +40,17 @@ class Condition(NamedTuple):
 
     def __str__(self) -> str:
         """`distance <= 0.01`."""
-        return f"{self.quantity} " + (f"<= {self.high:g}" if math.isinf(self.low) else f">= {self.low:g}")
+        return f"{self.quantity} " + (
+            f"<= {self.high:g}" if math.isinf(self.low) else f">= {self.low:g}"
+        )
 
 
 def condition_of(max_distance: float | None, within: tuple[str, float] | None) -> Condition:
     """Return the condition of the flags; of a score: by how much it may be worse than that of ar."""
     if within is None:
-        return Condition("distance", -math.inf, MAX_DISTANCE if max_distance is None else max_distance)
+        return Condition(
+            "distance", -math.inf, MAX_DISTANCE if max_distance is None else max_distance
+        )
     name, margin = within
     if max_distance is not None or name not in PAIRED:
         raise UserError(
@@ -59,7 +69,10 @@ def recommendation(
     For each sampling, from the fastest: cells that are not settled, the first that keeps the condition, the fastest
     lossless one. Raises `RefusedError` where no cell has a figure.
     """
-    cells, ends = speed["speed"].dropna(subset="speedup"), [f"{condition.quantity}{end}" for end in ENDS]
+    cells, ends = (
+        speed["speed"].dropna(subset="speedup"),
+        [f"{condition.quantity}{end}" for end in ENDS],
+    )
     # Of several protocols the first that has the figure.
     figures = cells_of(quality).groupby(["model", "cell_id"], as_index=False).first()
     if cells.empty or figures[condition.quantity].isna().all():
@@ -67,8 +80,12 @@ def recommendation(
             f"no cell has {'a speedup' if cells.empty else condition.quantity}",
             "`lantern-bench score RUN` adds quality and distance. Of two runs: recommend TIMED_RUN SCORED_RUN",
         )
-    figures["images"] = figures["quality_images"].where(figures["quality_images"] > 0, figures["images"])
-    joined = cells.drop(columns="images").merge(figures[["model", "cell_id", "images", *ends]], "left")
+    figures["images"] = figures["quality_images"].where(
+        figures["quality_images"] > 0, figures["images"]
+    )
+    joined = cells.drop(columns="images").merge(
+        figures[["model", "cell_id", "images", *ends]], "left"
+    )
     ordered = joined.sort_values("speedup", ascending=False, kind="stable")
     rows: list[dict[str, Any]] = []
     for _, group in ordered.groupby(["model", "lossless_cell"], dropna=False, sort=False):
@@ -80,8 +97,12 @@ def recommendation(
             elif figure.value is None or verdict in (KEEPS, LOSSLESS):  # slower cells are of no use
                 continue
             else:
-                verdict = settle(figure, condition.low, condition.high, cell["images"], (KEEPS, BREAKS))
+                verdict = settle(
+                    figure, condition.low, condition.high, cell["images"], (KEEPS, BREAKS)
+                )
             if verdict != BREAKS:
                 about = {"condition": str(condition), "verdict": verdict}
-                rows.append({name: cell[name] for name in _COPIED} | figure.columns("measured") | about)
+                rows.append(
+                    {name: cell[name] for name in _COPIED} | figure.columns("measured") | about
+                )
     return frame("recommendation", rows)

@@ -25,7 +25,9 @@ NOTE_SEPARATOR = " | "
 
 # Settings that an `ar` cell should share with the cell it is compared to, most important first.
 _SAMPLING = ("cfg_scale", "batch", "temperature", "top_k", "top_p", "seed_set")
-_OF_METHODS = [name for name, row in PARAMETERS.items() if row.in_id == "always" and name not in SAMPLING]
+_OF_METHODS = [
+    name for name, row in PARAMETERS.items() if row.in_id == "always" and name not in SAMPLING
+]
 _NUMBERS = ("temperature", *_OF_METHODS, "top_k", "top_p", "cfg_scale", "batch")
 _PHASES = ("draft", "target", "verify", "other")
 _RECORDED = (
@@ -50,10 +52,17 @@ def _usual_share(images: pd.DataFrame) -> pd.Series[float]:
     Seconds a step above `HELD_UP` times the (lower) median of cell and process count as that much; those of a disturbed
     image as the median, if at least half of these images are not disturbed.
     """
-    pace, disturbed = images["seconds"] / images["steps"].clip(lower=1.0), images["disturbed"] == 1.0
+    pace, disturbed = (
+        images["seconds"] / images["steps"].clip(lower=1.0),
+        images["disturbed"] == 1.0,
+    )
     by_process = images["process"]
     calm = disturbed.groupby(by_process).transform("mean") <= 0.5
-    usual = pace.where(~(disturbed & calm)).groupby(by_process).transform("quantile", 0.5, interpolation="lower")
+    usual = (
+        pace.where(~(disturbed & calm))
+        .groupby(by_process)
+        .transform("quantile", 0.5, interpolation="lower")
+    )
     limit = usual * (disturbed & calm).map({True: 1.0, False: HELD_UP})
     return (limit / pace).clip(upper=1.0).fillna(1.0)
 
@@ -69,8 +78,12 @@ def timed_images(cell: CellRecords, base: CellRecords | None = None) -> pd.DataF
         return seconds.drop(columns="device_id").assign(under=1.0, under_steps=1.0)
     names = {"seconds": "over", "steps": "over_steps", "device_id": "base_device_id"}
     of_base = base.timed.drop(columns="process").rename(columns=names)
-    both = cell.timed.rename(columns={"seconds": "under", "steps": "under_steps"}).join(of_base, how="inner")
-    return both[both["device_id"] == both["base_device_id"]].drop(columns=["device_id", "base_device_id"])
+    both = cell.timed.rename(columns={"seconds": "under", "steps": "under_steps"}).join(
+        of_base, how="inner"
+    )
+    return both[both["device_id"] == both["base_device_id"]].drop(
+        columns=["device_id", "base_device_id"]
+    )
 
 
 @dataclass(frozen=True)
@@ -89,7 +102,10 @@ class CellRecords:
     @property
     def is_lossless(self) -> bool:
         """Whether the cell decodes losslessly, as `Decoding.lossless` says before it is decoded."""
-        drafting, rule = DRAFTINGS.get(str(self.columns["drafting"])), RULES.get(str(self.columns["rule"]))
+        drafting, rule = (
+            DRAFTINGS.get(str(self.columns["drafting"])),
+            RULES.get(str(self.columns["rule"])),
+        )
         if drafting is None or rule is None:
             return False  # of a package that is not installed
         return drafting.lossless and rule.lossless
@@ -102,8 +118,12 @@ class CellRecords:
         steps, `uncut` is the tokens with the last step uncut. Seconds and `*_ms` are those of `_usual_share`.
         """
         completed, names = self.completed, ["prompt_id", "repeat"]
-        index = pd.MultiIndex.from_arrays([list(completed["prompt_id"]), list(completed["repeat"])], names=names)
-        figures: dict[str, Any] = {name: completed[name].to_numpy(float, na_value=np.nan) for name in _RECORDED}
+        index = pd.MultiIndex.from_arrays(
+            [list(completed["prompt_id"]), list(completed["repeat"])], names=names
+        )
+        figures: dict[str, Any] = {
+            name: completed[name].to_numpy(float, na_value=np.nan) for name in _RECORDED
+        }
         for name in ("committed", "accepted"):
             figures[name] = [sum(counts or ()) for counts in completed[f"{name}_per_step"]]
         figures["steps"] = [len(counts or ()) for counts in completed["committed_per_step"]]
@@ -114,7 +134,10 @@ class CellRecords:
         images["seconds"] *= images["kept_share"]
         for phase in _PHASES:
             images[f"{phase}_ms"] = 1000.0 * images[f"{phase}_seconds"] * images["kept_share"]
-        texts = {name: [str(text or "") for text in completed[name]] for name in ("record_key", "device_id")}
+        texts = {
+            name: [str(text or "") for text in completed[name]]
+            for name in ("record_key", "device_id")
+        }
         return images.assign(**texts)
 
     @cached_property
@@ -149,7 +172,10 @@ class CellRecords:
 
 
 def load_runs(
-    directories: Sequence[Path], wanted: Collection[str] | None = None, *, tables_suffice: bool = False
+    directories: Sequence[Path],
+    wanted: Collection[str] | None = None,
+    *,
+    tables_suffice: bool = False,
 ) -> dict[str, RunData]:
     """Load runs by name as `read_run`; raises `RefusedError` for a run without records.
 
@@ -176,13 +202,17 @@ def run_names(directories: Sequence[Path]) -> list[str]:
 def run_cells(run: RunData) -> list[CellRecords]:
     """Return the cells of a loaded run, in the fixed order of all tables; of records with one key the last counts."""
     records = run.records
-    last = records.loc[~records["record_key"].duplicated(keep="last"), ["cell_id", "prompt_id", "repeat"]]
+    last = records.loc[
+        ~records["record_key"].duplicated(keep="last"), ["cell_id", "prompt_id", "repeat"]
+    ]
     cells = []
     for places in last.sort_values(["prompt_id", "repeat"]).groupby("cell_id").groups.values():
         rows = records.loc[places]
         (columns,) = rows_of(rows[[column.name for column in CELL_COLUMNS]].iloc[:1])
         is_good = rows["status"] == "ok"
-        cells.append(CellRecords(columns, rows[is_good].reset_index(drop=True), int((~is_good).sum())))
+        cells.append(
+            CellRecords(columns, rows[is_good].reset_index(drop=True), int((~is_good).sum()))
+        )
     return sorted(cells, key=lambda cell: _order(cell.columns))
 
 
@@ -199,7 +229,11 @@ def baseline_of(cell: CellRecords, cells: Sequence[CellRecords]) -> CellRecords 
         and other.columns["model"] == columns["model"]
         and (other.columns["cfg_scale"] == 1) == (columns["cfg_scale"] == 1)
     ]
-    return min(candidates, key=lambda ar: [columns[name] != ar.columns[name] for name in _SAMPLING], default=None)
+    return min(
+        candidates,
+        key=lambda ar: [columns[name] != ar.columns[name] for name in _SAMPLING],
+        default=None,
+    )
 
 
 def fastest_lossless(cell: CellRecords, cells: Sequence[CellRecords]) -> CellRecords | None:
@@ -216,7 +250,11 @@ def fastest_lossless(cell: CellRecords, cells: Sequence[CellRecords]) -> CellRec
 
 def settings_that_differ(cell: CellRecords, other: CellRecords) -> list[str]:
     """Return the sampling settings in which two cells differ, as `name=value` of the other one."""
-    return [f"{name}={other.columns[name]:g}" for name in _SAMPLING if cell.columns[name] != other.columns[name]]
+    return [
+        f"{name}={other.columns[name]:g}"
+        for name in _SAMPLING
+        if cell.columns[name] != other.columns[name]
+    ]
 
 
 def join_notes(notes: Iterable[str | None]) -> str | None:

@@ -24,7 +24,9 @@ _FROM_SPEED = ("speedup", "step_compression", "mean_accepted_length")
 _SCORED_BY = {name: METRICS[name].scored_by for name in IN_SUMMARY}
 
 
-def reproduction_rows(tables: Mapping[str, pd.DataFrame], paper: Paper | None) -> list[dict[str, Any]]:
+def reproduction_rows(
+    tables: Mapping[str, pd.DataFrame], paper: Paper | None
+) -> list[dict[str, Any]]:
     """Return the rows of `reproduction.csv`, those of published rows without a cell last."""
     by_cell: dict[tuple[str, str], dict[str, Any]] = {}
     for row in rows_of(cells_of(tables)):  # each quality figure from the first protocol that has it
@@ -37,23 +39,44 @@ def reproduction_rows(tables: Mapping[str, pd.DataFrame], paper: Paper | None) -
     matched: set[str] = set()
     for cell in cells:
         about = {name: cell[name] for name in ("cell_id", "model", "images", "failed")}
-        about |= {"method": cell["mode"], "residual": cell.get("residual") if cell.get("temperature") else None}
+        about |= {
+            "method": cell["mode"],
+            "residual": cell.get("residual") if cell.get("temperature") else None,
+        }
         about["parameters"] = parameters({**cell, "residual": None}, cells)
-        matching: list[PaperRow | None] = [row for row in paper_rows if _is_beside(row, cell, cells)]
+        matching: list[PaperRow | None] = [
+            row for row in paper_rows if _is_beside(row, cell, cells)
+        ]
         matched |= {row.name for row in matching if row}
         for paper_row in matching or [None]:
             rows += [about | _figure_row(cell, paper_row, name, paper) for name in columns]
-        rows += [about | _figure_row(cell, None, name, None) for name in _OURS if cell.get(name) is not None]
+        rows += [
+            about | _figure_row(cell, None, name, None)
+            for name in _OURS
+            if cell.get(name) is not None
+        ]
     for paper_row in (row for row in paper_rows if row.name not in matched):
-        reason = "no mode of ours covers" if paper_row.match is None else "no cell of this run stands for"
-        for name in (name for name in columns if name in paper_row.figures or not paper_row.figures):
+        reason = (
+            "no mode of ours covers"
+            if paper_row.match is None
+            else "no cell of this run stands for"
+        )
+        for name in (
+            name for name in columns if name in paper_row.figures or not paper_row.figures
+        ):
             figure = _published(paper_row, name)
-            notes = (f"{reason} this row", paper_row.note, None if "published" in figure else NOT_HAD)
+            notes = (
+                f"{reason} this row",
+                paper_row.note,
+                None if "published" in figure else NOT_HAD,
+            )
             rows.append(figure | {"note": join_notes(notes)})
     return rows
 
 
-def comparability(tables: Mapping[str, pd.DataFrame], paper: Paper | None, manifest: Mapping[str, Any]) -> list[str]:
+def comparability(
+    tables: Mapping[str, pd.DataFrame], paper: Paper | None, manifest: Mapping[str, Any]
+) -> list[str]:
     """Return in sentences what differs between the published figures and the run's."""
     if paper is None:
         return ["This experiment names no published table: only our figures are shown."]
@@ -66,10 +89,21 @@ def comparability(tables: Mapping[str, pd.DataFrame], paper: Paper | None, manif
         advice = " Where they differ, compare the shape of the table, not its digits."
         compared.insert(0, ("model", paper.model, _listed(speed["model"]), advice))
     if "fid" in paper.columns:
-        advice = " No difference is given between FIDs, precisions or recalls of different features."
-        compared.append(("extractor", paper.fid_features, _listed(quality["fid_features"].dropna()) or "none", advice))
+        advice = (
+            " No difference is given between FIDs, precisions or recalls of different features."
+        )
+        compared.append(
+            (
+                "extractor",
+                paper.fid_features,
+                _listed(quality["fid_features"].dropna()) or "none",
+                advice,
+            )
+        )
     if "clip_score" in paper.columns:
-        compared.append(("CLIP model", paper.clip_model, _listed(quality["clip_model"].dropna()) or "none", ""))
+        compared.append(
+            ("CLIP model", paper.clip_model, _listed(quality["clip_model"].dropna()) or "none", "")
+        )
     notes = [
         f"Not comparable, {subject}: published {theirs or 'not stated'}; ours {ours}.{advice}"
         for subject, theirs, ours, advice in compared
@@ -83,19 +117,31 @@ def _is_beside(row: PaperRow, cell: Row, cells: Sequence[Row]) -> bool:
     if not row.matches(cell) or not row.best:
         return row.matches(cell)
     name = next(iter(row.figures), "speedup")
-    rivals = [(other[name], other["cell_id"]) for other in cells if row.matches(other) and other.get(name) is not None]
+    rivals = [
+        (other[name], other["cell_id"])
+        for other in cells
+        if row.matches(other) and other.get(name) is not None
+    ]
     return bool(rivals) and max(rivals)[1] == cell["cell_id"]
 
 
-def _figure_row(cell: Row, published: PaperRow | None, name: str, paper: Paper | None) -> dict[str, Any]:
+def _figure_row(
+    cell: Row, published: PaperRow | None, name: str, paper: Paper | None
+) -> dict[str, Any]:
     """The figure `name` of a cell beside that of a published row."""
     row, ours, scorer = _published(published, name), cell.get(name), _SCORED_BY.get(name, "")
     notes: list[str | None] = []
-    row |= {"ours": ours, "ours_low": cell.get(f"{name}_low"), "ours_high": cell.get(f"{name}_high")}
+    row |= {
+        "ours": ours,
+        "ours_low": cell.get(f"{name}_low"),
+        "ours_high": cell.get(f"{name}_high"),
+    }
     row["measured_by"] = cell.get(scorer)
     if "published" in row and ours is not None:
         theirs = str(getattr(paper, scorer, None) or "").split(" ")[0].lower()
-        same_kind = not scorer or (theirs and str(cell.get(scorer) or "").partition("@")[0].lower().startswith(theirs))
+        same_kind = not scorer or (
+            theirs and str(cell.get(scorer) or "").partition("@")[0].lower().startswith(theirs)
+        )
         row["difference"] = ours - row["published"] if same_kind else None
         notes += [] if same_kind else ["no difference: measured by another network"]
     elif "published" not in row and name not in _OURS:
@@ -115,7 +161,11 @@ def _published(row: PaperRow | None, name: str) -> dict[str, Any]:
     """The published columns of a figure."""
     columns: dict[str, Any] = {"figure": name, "paper_row": row.name if row else None}
     if row and (figure := row.figures.get(name)):
-        columns |= {"published": figure.value, "source": figure.source, "confidence": figure.confidence}
+        columns |= {
+            "published": figure.value,
+            "source": figure.source,
+            "confidence": figure.confidence,
+        }
     return columns
 
 
@@ -138,15 +188,23 @@ def side_by_side(table: pd.DataFrame) -> pd.DataFrame:
     lines: dict[tuple[Any, ...], dict[str, str]] = {}
     for row in rows_of(published if len(published) else table):
         ours = " ".join(filter(None, [row["method"], row["parameters"]])) or "(none)"
-        line = lines.setdefault((row["paper_row"], ours), {"published row": row["paper_row"] or "", "ours": ours})
+        line = lines.setdefault(
+            (row["paper_row"], ours), {"published row": row["paper_row"] or "", "ours": ours}
+        )
         head, name = head_of(row["figure"]), row["figure"]
         line[f"{head} published"] = format_figure(name, row["published"])
-        line[f"{head} official" if row["residual"] == "official" else head] = format_figure(name, row["ours"])
+        line[f"{head} official" if row["residual"] == "official" else head] = format_figure(
+            name, row["ours"]
+        )
     text = pd.DataFrame(list(lines.values())).fillna("")
-    measured = [head for head in map(head_of, (*_FROM_SPEED, *METRICS)) if head in text and text[head].any()]
+    measured = [
+        head for head in map(head_of, (*_FROM_SPEED, *METRICS)) if head in text and text[head].any()
+    ]
     heads = [f"{head}{end}" for head in measured for end in ("", " official", " published")]
     # The cell comes last: a narrow terminal repeats the names before the figures.
-    return text[[name for name in ("published row", *heads, "ours") if name in text and text[name].any()]]
+    return text[
+        [name for name in ("published row", *heads, "ours") if name in text and text[name].any()]
+    ]
 
 
 def sources(table: pd.DataFrame) -> list[str]:

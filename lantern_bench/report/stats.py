@@ -27,9 +27,7 @@ _SEVERAL = 2.5
 # A test sees a shift of so many times half the width of its 95 % interval with probability .8.
 _SEEN = 1.0 + 0.8416 / 1.9600
 
-NEEDS_PROCESSES = (
-    "no interval of speed: needs 3 processes that share the images (lantern-bench sweep ... --processes 5 --no-resume)"
-)
+NEEDS_PROCESSES = "no interval of speed: needs 3 processes that share the images (lantern-bench sweep ... --processes 5 --no-resume)"
 
 
 class Interval(NamedTuple):
@@ -59,7 +57,11 @@ class Sums(NamedTuple):
 
 
 def ratio_of_sums(
-    numerators: Iterable[float], denominators: Iterable[float], prompts: Iterable[str], *, seed: int = 0
+    numerators: Iterable[float],
+    denominators: Iterable[float],
+    prompts: Iterable[str],
+    *,
+    seed: int = 0,
 ) -> Interval:
     """Return sum of numerators over sum of denominators of images, with a bootstrap interval over prompts.
 
@@ -76,7 +78,10 @@ def ratio_of_sums(
     # Every prompt has the ratio of the whole, up to rounding, and so has each resample.
     if np.allclose(over, over.sum() / under.sum() * under, rtol=1e-12, atol=0.0):
         return Interval(value, value, value)
-    return Interval(value, *_bootstrap((over, under), lambda a, b, axis=-1: a.sum(axis=axis) / b.sum(axis=axis), seed))
+    return Interval(
+        value,
+        *_bootstrap((over, under), lambda a, b, axis=-1: a.sum(axis=axis) / b.sum(axis=axis), seed),
+    )
 
 
 def proportion(successes: int, trials: int) -> Interval:
@@ -89,14 +94,21 @@ def proportion(successes: int, trials: int) -> Interval:
     return Interval(successes / trials, float(low), float(high))
 
 
-def sums_per_prompt(numerators: Iterable[float], denominators: Iterable[float], prompts: Iterable[str]) -> Sums:
+def sums_per_prompt(
+    numerators: Iterable[float], denominators: Iterable[float], prompts: Iterable[str]
+) -> Sums:
     """Return both sums of each prompt, prompts in sorted order: the seed alone decides the resamples.
 
     They are added by size, because the repeats of a prompt are recorded in an order that differs between runs.
     """
-    parts, places = np.array([list(numerators), list(denominators)], dtype=np.float64), _places(prompts)
+    parts, places = (
+        np.array([list(numerators), list(denominators)], dtype=np.float64),
+        _places(prompts),
+    )
     orders = parts.argsort(axis=1)
-    sums = [np.bincount(places[order], row[order]) for row, order in zip(parts, orders, strict=True)]
+    sums = [
+        np.bincount(places[order], row[order]) for row, order in zip(parts, orders, strict=True)
+    ]
     return Sums(*np.array(sums, dtype=np.float64))
 
 
@@ -104,7 +116,9 @@ def _places(groups: Any) -> NDArray[np.intp]:
     """Return the place of each one's group among the sorted groups; hashing takes less time than sorting all."""
     import pandas as pd
 
-    listed = groups if isinstance(groups, pd.Index | pd.Series) else np.array(list(groups), dtype=object)
+    listed = (
+        groups if isinstance(groups, pd.Index | pd.Series) else np.array(list(groups), dtype=object)
+    )
     return pd.factorize(np.asarray(listed), sort=True)[0]
 
 
@@ -118,15 +132,25 @@ def _bootstrap(
     from scipy.stats import bootstrap
 
     size = sums[0].size
-    options: dict[str, Any] = {"paired": True, "vectorized": True, "axis": -1, "confidence_level": _LEVEL}
+    options: dict[str, Any] = {
+        "paired": True,
+        "vectorized": True,
+        "axis": -1,
+        "confidence_level": _LEVEL,
+    }
     # Thousands of prompts get fewer resamples: their interval is smooth, and tables should take seconds. The batch
     # bounds the memory.
-    options |= {"n_resamples": min(9_999, max(1_999, 10_000_000 // size)), "batch": max(1, 4_000_000 // size)}
+    options |= {
+        "n_resamples": min(9_999, max(1_999, 10_000_000 // size)),
+        "batch": max(1, 4_000_000 // size),
+    }
     for method in ("BCa", "percentile"):
         with warnings.catch_warnings(), np.errstate(divide="ignore", invalid="ignore"):
             # A method that fails warns and returns nan; the loop tries the next one.
             warnings.simplefilter("ignore")
-            result = bootstrap(tuple(sums), statistic, method=method, rng=np.random.default_rng(seed), **options)
+            result = bootstrap(
+                tuple(sums), statistic, method=method, rng=np.random.default_rng(seed), **options
+            )
             low, high = result.confidence_interval
         if math.isfinite(low) and math.isfinite(high):
             return float(low), float(high)
@@ -153,8 +177,12 @@ def compare_sums(a: Sums, b: Sums, *others: Sums, seed: int = 0) -> Interval:
     ends: tuple[float | None, float | None] = (value, value)
     if all(np.all((part.over % 1 == 0) & (part.over <= part.under)) for part in (b, *sets)):
         size = np.full(2, b.under.mean())
-        over_a, over_b = (np.append(part.over, size * either) for part, either in ((a, [0, 1]), (b, [1, 0])))
-        ends = _bootstrap((over_a, np.append(a.under, size), over_b, np.append(b.under, size)), effect, seed)
+        over_a, over_b = (
+            np.append(part.over, size * either) for part, either in ((a, [0, 1]), (b, [1, 0]))
+        )
+        ends = _bootstrap(
+            (over_a, np.append(a.under, size), over_b, np.append(b.under, size)), effect, seed
+        )
     elif not np.array_equal(a, b):
         ends = _bootstrap((*a, *b), effect, seed)
     return Interval(value, *ends, p_value=_exchange_test(np.array([b, *sets]), seed))
@@ -236,7 +264,11 @@ def repeat_interval(measured: Timing) -> Interval:
     if measured.of_processes is None:
         return Interval(measured.value, note=NEEDS_PROCESSES)
     upper = (1.0 + _LEVEL) / 2.0
-    half = t.ppf(upper, measured.influence.size - 1) ** 2 * measured.influence.var(ddof=1) / measured.influence.size
+    half = (
+        t.ppf(upper, measured.influence.size - 1) ** 2
+        * measured.influence.var(ddof=1)
+        / measured.influence.size
+    )
     half += t.ppf(upper, measured.freedom) ** 2 * measured.of_processes
     factor = math.exp(math.sqrt(2.0 * half))
     return Interval(measured.value, measured.value / factor, measured.value * factor)
@@ -288,7 +320,9 @@ def settle(figure: Interval, low: float, high: float, images: int, names: tuple[
         return names[1]
     reach_and_room = [(value - lowest, value - low), (highest - value, high - value)]
     if not low <= value <= high:  # until all of it is beyond
-        reach_and_room = [(highest - value, low - value) if value < low else (value - lowest, value - high)]
+        reach_and_room = [
+            (highest - value, low - value) if value < low else (value - lowest, value - high)
+        ]
     times = max(_SEEN * reach / room if room else math.inf for reach, room in reach_and_room) ** 2
     if not math.isfinite(times):
         return "not settled"

@@ -49,7 +49,11 @@ from lantern_bench.text import listed
 NAMES = ("speed", "quality", "acceptance", "summary")
 
 # Figures that a paper's table may hold.
-_PUBLISHED = ("speedup", "mean_accepted_length", *(name for name in IN_SUMMARY if name not in OF_TOKENS))
+_PUBLISHED = (
+    "speedup",
+    "mean_accepted_length",
+    *(name for name in IN_SUMMARY if name not in OF_TOKENS),
+)
 
 SPEEDUPS = ("speedup", "speedup_over_lossless")
 ENDS = ("", "_low", "_high")  # of the columns of a figure and of its interval
@@ -64,7 +68,9 @@ _RATIOS = {
 }
 
 
-def speed_row(cell: CellRecords, cells: Sequence[CellRecords], pool_devices: bool = False) -> dict[str, Any]:
+def speed_row(
+    cell: CellRecords, cells: Sequence[CellRecords], pool_devices: bool = False
+) -> dict[str, Any]:
     """Return the row of `cell` in `speed.csv`; `cells` are all cells of the run."""
     images, lossless, offers = cell.images, fastest_lossless(cell, cells), cell.offers
     marks = images["disturbed"].dropna()
@@ -75,19 +81,28 @@ def speed_row(cell: CellRecords, cells: Sequence[CellRecords], pool_devices: boo
         "disturbed": int(marks.sum()) if len(marks) else None,
         "held_up": int((images["kept_share"] < 1.0).sum()),
         "lossless_cell": lossless.cell_id if lossless else None,
-        "acceptance_rate": offers["accepted"].sum() / offers["offered"].sum() if len(offers) else None,
+        "acceptance_rate": offers["accepted"].sum() / offers["offered"].sum()
+        if len(offers)
+        else None,
         "peak_memory_mb": images["peak_memory_bytes"].max() / 1e6,
-        **{f"latency_p{percent}_s": images["seconds"].quantile(percent / 100) for percent in (50, 95)},
+        **{
+            f"latency_p{percent}_s": images["seconds"].quantile(percent / 100)
+            for percent in (50, 95)
+        },
     }
     notes: list[str | None] = []
     if marks.mean() > 0.5:  # the mean of no marks is nan
-        notes.append(f"{row['disturbed']} of {len(marks)} images disturbed: seconds of a busy machine")
+        notes.append(
+            f"{row['disturbed']} of {len(marks)} images disturbed: seconds of a busy machine"
+        )
     if len(cell.devices) > 1:
         devices = ", ".join(f"{count} on {name}" for name, count in sorted(cell.devices.items()))
         notes.append(f"seconds of several kinds of device: {devices}")
     timed = timed_images(cell)
     intervals = {
-        "latency_s": repeat_interval(timing(timed)) if len(timed) else Interval(None, note="not timed"),
+        "latency_s": repeat_interval(timing(timed))
+        if len(timed)
+        else Interval(None, note="not timed"),
         "speedup": _speedup(cell, baseline_of(cell, cells), "ar", pool_devices),
         "speedup_over_lossless": _speedup(cell, lossless, "lossless_cell", pool_devices),
         "step_compression": _ratio(images[["tokens", "target_forwards"]]),
@@ -109,16 +124,23 @@ def _ratio(images: pd.DataFrame) -> Interval:
     return ratio_of_sums(over, under, measured.index.get_level_values("prompt_id"))
 
 
-def _speedup(cell: CellRecords, base: CellRecords | None, name: str, pool_devices: bool) -> Interval:
+def _speedup(
+    cell: CellRecords, base: CellRecords | None, name: str, pool_devices: bool
+) -> Interval:
     """Seconds of the baseline (`name` in notes) over seconds of the cell, over the images that both have."""
     timed = cell.images["seconds"].count()
     if not timed:
         return Interval(None)
     if base is None:
-        return Interval(None, note=f"no speedup: no {name.removesuffix('_cell')} cell to compare with in this run")
+        return Interval(
+            None,
+            note=f"no speedup: no {name.removesuffix('_cell')} cell to compare with in this run",
+        )
     kinds = len(cell.devices + base.devices)
     if kinds > 1 and not pool_devices:
-        return Interval(None, note=f"no speedup: images of {kinds} kinds of device; --pool-devices pools them")
+        return Interval(
+            None, note=f"no speedup: images of {kinds} kinds of device; --pool-devices pools them"
+        )
     shared = timed_images(cell, base)
     if not len(shared):
         return Interval(None, note=f"no speedup: no image that {name} has too")
@@ -137,8 +159,16 @@ def acceptance_rows(cell: CellRecords) -> Iterator[dict[str, Any]]:
     """
     offers = cell.offers
     for axis in ("depth", "position"):
-        for place, offered, accepted in offers.groupby(axis)[["offered", "accepted"]].sum().itertuples():
-            row = {**cell.columns, "axis": axis, "index": place, "offered": offered, "accepted": accepted}
+        for place, offered, accepted in (
+            offers.groupby(axis)[["offered", "accepted"]].sum().itertuples()
+        ):
+            row = {
+                **cell.columns,
+                "axis": axis,
+                "index": place,
+                "offered": offered,
+                "accepted": accepted,
+            }
             yield row | proportion(accepted, offered).columns("rate")
 
 
@@ -191,10 +221,19 @@ def quality_rows(
             note = join_notes([row["note"], spread.get("note")])
             row |= {**spread, **_differences(cell, base, cells, scores), "note": note}
         rows.append({**row, **of_tokens})
-    return rows or [{**common, **of_tokens, "images": 0, "note": "pictures not scored" if of_tokens else "not scored"}]
+    return rows or [
+        {
+            **common,
+            **of_tokens,
+            "images": 0,
+            "note": "pictures not scored" if of_tokens else "not scored",
+        }
+    ]
 
 
-def _scored(cell: CellRecords, scores: Scores, images: Sequence[Row], of_cell: Row) -> dict[str, Any]:
+def _scored(
+    cell: CellRecords, scores: Scores, images: Sequence[Row], of_cell: Row
+) -> dict[str, Any]:
     """The figures of a cell under one protocol."""
     count, notes = len(images) or of_cell.get("n"), [of_cell.get("note")]
     if count != len(cell.completed):
@@ -212,20 +251,32 @@ def _scored(cell: CellRecords, scores: Scores, images: Sequence[Row], of_cell: R
     return row
 
 
-def _spread_of_ar(cell: CellRecords, base: CellRecords, cells: Sequence[CellRecords], scores: Scores) -> dict[str, Any]:
+def _spread_of_ar(
+    cell: CellRecords, base: CellRecords, cells: Sequence[CellRecords], scores: Scores
+) -> dict[str, Any]:
     """The spread of ar with other seeds, and whether the figures of a cell that drafts lie in it."""
     of_cell = scores.cells.get(cell.cell_id, {})
-    judged = [name for name in OF_SETS if cell.columns["mode"] != "ar" and of_cell.get(name) is not None]
+    judged = [
+        name for name in OF_SETS if cell.columns["mode"] != "ar" and of_cell.get(name) is not None
+    ]
     family = _sets_of_ar(base, cells)
-    spread = next((scores.spreads[ar.cell_id] for ar in family if ar.cell_id in scores.spreads), None)
+    spread = next(
+        (scores.spreads[ar.cell_id] for ar in family if ar.cell_id in scores.spreads), None
+    )
     if spread is None:
         note = "no verdicts: this run has no ar cells with other seeds (seed_set)"
         return {"note": note} if any(METRICS[name].in_summary for name in judged) else {}
-    differing = [f"{name}={spread[name]}" for name in ("n", "reference") if spread[name] != of_cell.get(name)]
+    differing = [
+        f"{name}={spread[name]}" for name in ("n", "reference") if spread[name] != of_cell.get(name)
+    ]
     settings = settings_that_differ(cell, base)
     differing += [setting for setting in settings if not setting.startswith(("batch", "seed_set"))]
     if differing:
-        return {"note": f"no verdicts: the spread is that of ar with {', '.join(differing)}" if judged else None}
+        return {
+            "note": f"no verdicts: the spread is that of ar with {', '.join(differing)}"
+            if judged
+            else None
+        }
     row: dict[str, Any] = {"band_sets": spread["band_sets"]}
     for name in OF_SETS:
         centre, low, high = (spread.get(f"{name}{end}") for end in ENDS)
@@ -241,7 +292,9 @@ def _spread_of_ar(cell: CellRecords, base: CellRecords, cells: Sequence[CellReco
 def _sets_of_ar(base: CellRecords, cells: Sequence[CellRecords]) -> list[CellRecords]:
     """The ar cells that differ from `base` at most in their seeds, `base` first."""
     settings = [name for name in base.columns if name not in ("cell_id", "seed_set")]
-    family = [cell for cell in cells if all(cell.columns[name] == base.columns[name] for name in settings)]
+    family = [
+        cell for cell in cells if all(cell.columns[name] == base.columns[name] for name in settings)
+    ]
     return sorted(family, key=lambda cell: cell.cell_id != base.cell_id)
 
 
@@ -252,7 +305,9 @@ def scored_images(cell: CellRecords, scores: Scores, name: str) -> pd.DataFrame:
     return figures.to_frame("figure").assign(under=1.0).dropna()
 
 
-def paired(a: pd.DataFrame, b: pd.DataFrame, *others: pd.DataFrame) -> tuple[list[Sums], pd.Index] | None:
+def paired(
+    a: pd.DataFrame, b: pd.DataFrame, *others: pd.DataFrame
+) -> tuple[list[Sums], pd.Index] | None:
     """Return sums per prompt of tables of numerator and denominator over the images that a and b share, and these.
 
     None without such images. Of the `others` those that lack one of them are left out.
@@ -260,11 +315,19 @@ def paired(a: pd.DataFrame, b: pd.DataFrame, *others: pd.DataFrame) -> tuple[lis
     shared = a.index.intersection(b.index)
     if not len(shared):
         return None
-    prompts, tables = shared.get_level_values("prompt_id"), [a, b, *(c for c in others if shared.isin(c.index).all())]
-    return [sums_per_prompt(table.iloc[:, 0][shared], table.iloc[:, 1][shared], prompts) for table in tables], shared
+    prompts, tables = (
+        shared.get_level_values("prompt_id"),
+        [a, b, *(c for c in others if shared.isin(c.index).all())],
+    )
+    return [
+        sums_per_prompt(table.iloc[:, 0][shared], table.iloc[:, 1][shared], prompts)
+        for table in tables
+    ], shared
 
 
-def _differences(cell: CellRecords, base: CellRecords, cells: Sequence[CellRecords], scores: Scores) -> dict[str, Any]:
+def _differences(
+    cell: CellRecords, base: CellRecords, cells: Sequence[CellRecords], scores: Scores
+) -> dict[str, Any]:
     """The scores of a cell's images minus those of ar, a mean over its sets, for the same prompts and repeats."""
     row: dict[str, Any] = {}
     if cell.columns["mode"] == "ar":
@@ -276,7 +339,10 @@ def _differences(cell: CellRecords, base: CellRecords, cells: Sequence[CellRecor
         if pair is not None:
             sums, _ = pair
             effect = compare_sums(*sums)
-            row |= effect.columns(f"{name}_vs_ar") | {f"{name}_vs_ar_p": effect.p_value, "ar_sets": len(sums) - 1}
+            row |= effect.columns(f"{name}_vs_ar") | {
+                f"{name}_vs_ar_p": effect.p_value,
+                "ar_sets": len(sums) - 1,
+            }
     return row
 
 
@@ -290,10 +356,14 @@ def cells_of(tables: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
     """
     speed, key = tables["speed"], ["cell_id", "model"]
     quality = tables["quality"].rename(columns={"images": "quality_images", "note": "quality_note"})
-    return quality.drop(columns=[name for name in speed if name in quality and name not in key]).merge(speed, on=key)
+    return quality.drop(
+        columns=[name for name in speed if name in quality and name not in key]
+    ).merge(speed, on=key)
 
 
-def summary_rows(cells: pd.DataFrame, published: Mapping[str, Mapping[str, float]]) -> Iterator[dict[str, Any]]:
+def summary_rows(
+    cells: pd.DataFrame, published: Mapping[str, Mapping[str, float]]
+) -> Iterator[dict[str, Any]]:
     """Yield the rows of `summary.csv` from `cells_of`, in that order.
 
     `published` holds, by cell id, the figures of the paper's table that the experiment names.
@@ -306,7 +376,9 @@ def summary_rows(cells: pd.DataFrame, published: Mapping[str, Mapping[str, float
         for name in _PUBLISHED:
             theirs = published.get(str(cell["cell_id"]), {}).get(name)
             row[f"{name}_published"] = theirs
-            row[f"{name}_difference"] = None if theirs is None or row[name] is None else row[name] - theirs
+            row[f"{name}_difference"] = (
+                None if theirs is None or row[name] is None else row[name] - theirs
+            )
         yield {**row, "note": join_notes([cell["note"], cell["quality_note"]])}
 
 
@@ -333,7 +405,12 @@ def tables_of(run: RunData) -> dict[str, pd.DataFrame]:
     tables = {
         "speed": frame("speed", (speed_row(cell, cells, pool_devices) for cell in cells)),
         "quality": frame(
-            "quality", (row for cell in cells for row in quality_rows(cell, cells, protocols, of_tokens[cell.cell_id]))
+            "quality",
+            (
+                row
+                for cell in cells
+                for row in quality_rows(cell, cells, protocols, of_tokens[cell.cell_id])
+            ),
         ),
         "acceptance": frame("acceptance", (row for cell in cells for row in acceptance_rows(cell))),
     }
@@ -345,10 +422,18 @@ def _read_tables(folder: Path) -> dict[str, pd.DataFrame]:
     tables = {}
     for name in NAMES:
         kinds = {column.name: "string" for column in columns(name) if column.dtype == "string"}
-        table = pd.read_csv(path, dtype=kinds) if (path := folder / f"{name}.csv").is_file() else pd.DataFrame()
-        tables[name] = frame(name, rows_of(table[[column.name for column in columns(name) if column.name in table]]))
+        table = (
+            pd.read_csv(path, dtype=kinds)
+            if (path := folder / f"{name}.csv").is_file()
+            else pd.DataFrame()
+        )
+        tables[name] = frame(
+            name, rows_of(table[[column.name for column in columns(name) if column.name in table]])
+        )
     if not len(tables["quality"]):
-        tables["quality"] = frame("quality", rows_of(tables["speed"][[column.name for column in CELL_COLUMNS]]))
+        tables["quality"] = frame(
+            "quality", rows_of(tables["speed"][[column.name for column in CELL_COLUMNS]])
+        )
     if not len(tables["summary"]):
         tables["summary"] = frame("summary", summary_rows(cells_of(tables), {}))
     return tables
@@ -370,8 +455,12 @@ def save_tables(tables: Mapping[str, pd.DataFrame], run: Path) -> None:
 def stale_tables(run: Path) -> list[str]:
     """Return the existing CSV files of a run directory that are not what its records give."""
     (data,) = load_runs([run], COLUMNS_READ).values()
-    texts = {run / f"{name}.csv": csv_text(table).encode() for name, table in tables_of(data).items()}
-    return [path.name for path, text in texts.items() if path.is_file() and path.read_bytes() != text]
+    texts = {
+        run / f"{name}.csv": csv_text(table).encode() for name, table in tables_of(data).items()
+    }
+    return [
+        path.name for path, text in texts.items() if path.is_file() and path.read_bytes() != text
+    ]
 
 
 def frame(table: str, rows: Iterable[Row]) -> pd.DataFrame:
@@ -383,7 +472,9 @@ def frame(table: str, rows: Iterable[Row]) -> pd.DataFrame:
     listed, types = list(rows), {column.name: dtypes[column.dtype] for column in columns(table)}
     if unknown := {key for row in listed for key in row} - types.keys():
         raise ValueError(f"not in the schema of {table}: {', '.join(sorted(unknown))}")
-    return pd.DataFrame({c: pd.Series([row.get(c) for row in listed], dtype=kind) for c, kind in types.items()})
+    return pd.DataFrame(
+        {c: pd.Series([row.get(c) for row in listed], dtype=kind) for c, kind in types.items()}
+    )
 
 
 def write_csv(table: pd.DataFrame, path: Path) -> None:
@@ -391,7 +482,9 @@ def write_csv(table: pd.DataFrame, path: Path) -> None:
     try:
         write_atomically(path, csv_text(table).encode())
     except OSError as error:
-        raise UserError(f"{path}: cannot be written: {error.strerror}", "Choose a writable directory.") from error
+        raise UserError(
+            f"{path}: cannot be written: {error.strerror}", "Choose a writable directory."
+        ) from error
 
 
 def csv_text(table: pd.DataFrame) -> str:
@@ -399,7 +492,11 @@ def csv_text(table: pd.DataFrame) -> str:
 
     A text that a spreadsheet would run as a formula begins with an apostrophe.
     """
-    safe = {str(name): values.map(_no_formula) for name, values in table.items() if values.dtype.kind == "O"}
+    safe = {
+        str(name): values.map(_no_formula)
+        for name, values in table.items()
+        if values.dtype.kind == "O"
+    }
     return str(table.assign(**safe).to_csv(index=False, float_format="%.6g", lineterminator="\n"))
 
 

@@ -60,10 +60,19 @@ def choose_compute(device: str = "auto", dtype: str = "auto", fast: bool = False
         raise UserError(f"--device {device}: {DEVICES}")
     if dtype not in get_args(DType):
         raise UserError(f"--dtype {dtype}: must be one of {', '.join(get_args(DType))}")
-    chosen = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
-    counts = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
+    chosen = torch.device(
+        ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    )
+    counts = {
+        "cpu": 1,
+        "cuda": torch.cuda.device_count(),
+        "mps": int(torch.backends.mps.is_available()),
+    }
     if (chosen.index or 0) >= counts.get(chosen.type, 0):
-        raise RefusedError(f"--device {device}: this machine has no such device", "Leave it out, or give --device cpu.")
+        raise RefusedError(
+            f"--device {device}: this machine has no such device",
+            "Leave it out, or give --device cpu.",
+        )
     if dtype == "auto":
         narrow = chosen.type == "cuda" or (fast and chosen.type == "cpu" and has_bfloat16(chosen))
         dtype = "bfloat16" if narrow else "float32"
@@ -96,14 +105,21 @@ def check_loaded(model: LoadedModel, decoding: Decoding, batch: int, compute: Co
 _DISTRIBUTIONS = 16
 
 
-def check_memory(decoding: Decoding, batch: int, config: TransformerConfig, compute: Compute) -> None:
+def check_memory(
+    decoding: Decoding, batch: int, config: TransformerConfig, compute: Compute
+) -> None:
     """Raise `RefusedError` where cache, mask and distributions of a step, without weights, need more than is free."""
     nodes, rows = 1 + decoding.draft_nodes, batch * (1 + (decoding.cfg_scale != 1))
-    columns, heads = config.prefix + config.image_tokens + 2 * nodes, config.kv_heads or config.heads
+    columns, heads = (
+        config.prefix + config.image_tokens + 2 * nodes,
+        config.kv_heads or config.heads,
+    )
     cache = 2 * config.layers * heads * config.head_dim * compute.dtype.itemsize
     # GSD compares each token with its cluster: p, q and the rows of the codebook.
     values, neighbours = _DISTRIBUTIONS + 8 * (decoding.cluster or 0), decoding.neighbours or 0
-    needed = rows * columns * (cache + 4 * nodes) + 4 * config.vocab_size * (batch * nodes * values + neighbours)
+    needed = rows * columns * (cache + 4 * nodes) + 4 * config.vocab_size * (
+        batch * nodes * values + neighbours
+    )
     advice = "Give a smaller --batch, or a draft of fewer nodes."
     check_free(f"{decoding.cell_id}, batch {batch}", needed, compute.device, advice)
 
@@ -119,7 +135,11 @@ def set_space(model: LoadedModel, space: Space | None) -> None:
 def compile_models(models: Iterable[LoadedModel], compute: Compute) -> Note | None:
     """Have the models' decode steps compiled at their first use and pack their weights; else return why not."""
     on_cpu = compute.device.type == "cpu"
-    folders = [(model, program_folder(model, compute) if on_cpu else None) for model in models if model.compiles]
+    folders = [
+        (model, program_folder(model, compute) if on_cpu else None)
+        for model in models
+        if model.compiles
+    ]
     # Where programs were saved, the compiler worked.
     saved = all(folder and any(folder.glob("*.program")) for _, folder in folders)
     if not saved and (problem := compiler_problem(compute.device)) is not None:
@@ -134,10 +154,20 @@ def compile_models(models: Iterable[LoadedModel], compute: Compute) -> Note | No
 def program_folder(model: LoadedModel, compute: Compute) -> Path:
     """Return where the programs of a model are saved; the name covers all that they depend on."""
     code = Path(__file__).parents[1]
-    files = sorted(file for part in ("config", "decoding", "methods", "models") for file in (code / part).rglob("*.py"))
+    files = sorted(
+        file
+        for part in ("config", "decoding", "methods", "models")
+        for file in (code / part).rglob("*.py")
+    )
     outside = {name: row.fingerprint() for name, row in (OUTSIDE_RULES | OUTSIDE_DRAFTINGS).items()}
     # `model.weights` alone does not tell apart models of random weights.
-    parts = (model.name, sorted(model.weights.items()), repr(model.target), repr(model.drafter), compute.dtype_name)
+    parts = (
+        model.name,
+        sorted(model.weights.items()),
+        repr(model.target),
+        repr(model.drafter),
+        compute.dtype_name,
+    )
     environment = (ENGINE_VERSION, str(torch.__version__), *processor(), sorted(outside.items()))
     digest = hashlib.sha256(repr((parts, environment)).encode())
     for file in files:
@@ -148,7 +178,9 @@ def program_folder(model: LoadedModel, compute: Compute) -> Path:
 def processor() -> tuple[str, ...]:
     """What compiled code depends on in a CPU: its architecture, model and instructions."""
     lines = _cpu_listing().splitlines() or [platform.processor()]
-    kinds = {line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))}
+    kinds = {
+        line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))
+    }
     return platform.machine(), torch.backends.cpu.get_cpu_capability(), *sorted(kinds)
 
 
@@ -158,10 +190,17 @@ def _cpu_listing() -> str:
 
 
 def key_fields(
-    models: Mapping[str, LoadedModel], settings: Settings, compute: Compute, cells: Iterable[Cell] = ()
+    models: Mapping[str, LoadedModel],
+    settings: Settings,
+    compute: Compute,
+    cells: Iterable[Cell] = (),
 ) -> dict[str, Any]:
     """Return the fields of the record key that hold for the whole run, such as hashes of weights."""
-    parts = {f"{name}/{part}": digest for name, model in models.items() for part, digest in model.weights.items()}
+    parts = {
+        f"{name}/{part}": digest
+        for name, model in models.items()
+        for part, digest in model.weights.items()
+    }
     if settings.neighbour_space is not None:
         parts |= {f"{name}/neighbours": settings.neighbour_space for name in models}
     fields: dict[str, Any] = {
@@ -229,7 +268,10 @@ def _cpu_block() -> dict[str, Any]:
         "logical_cores": psutil.cpu_count(),
         "usable_cores": len(usable_cores()),
         "torch_threads": torch.get_num_threads(),
-        "openmp": {name: os.environ.get(name) for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "OMP_NUM_THREADS")},
+        "openmp": {
+            name: os.environ.get(name)
+            for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "OMP_NUM_THREADS")
+        },
         "clock_mhz": round(frequency.current) if frequency else None,
         "clock_max_mhz": round(frequency.max) if frequency and frequency.max else None,
         "capability": torch.backends.cpu.get_cpu_capability(),
@@ -255,7 +297,9 @@ def gpu_blocks() -> list[dict[str, Any]]:
 def _gpu_state(uuid: str) -> dict[str, str | None]:
     """Driver, clocks and throttling of one GPU, as nvidia-smi prints them."""
     query = ",".join(_GPU_FIELDS.values())
-    answer = _output(["nvidia-smi", f"--id={uuid}", f"--query-gpu={query}", "--format=csv,noheader,nounits"])
+    answer = _output(
+        ["nvidia-smi", f"--id={uuid}", f"--query-gpu={query}", "--format=csv,noheader,nounits"]
+    )
     values = [value.strip() for value in answer.split(",")] if answer else []
     complete = len(values) == len(_GPU_FIELDS)
     return dict(zip(_GPU_FIELDS, values, strict=True)) if complete else dict.fromkeys(_GPU_FIELDS)
@@ -273,7 +317,11 @@ def device_columns(device: torch.device) -> dict[str, Any]:
 def _device_columns(device: torch.device, _period: int) -> dict[str, Any]:
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        name, identity, state = properties.name, str(properties.uuid), _gpu_state(f"GPU-{properties.uuid}")
+        name, identity, state = (
+            properties.name,
+            str(properties.uuid),
+            _gpu_state(f"GPU-{properties.uuid}"),
+        )
         clocks = {"clock_mhz": state["clock_sm_mhz"], "clock_max_mhz": state["clock_sm_max_mhz"]}
         driver = state["driver"]
         read = {key: int(mhz) if mhz and mhz.isdigit() else None for key, mhz in clocks.items()}
@@ -298,9 +346,21 @@ def git_state() -> dict[str, Any]:
     """The commit of this code and whether tracked files differ; both None outside its checkout."""
     folder = Path(__file__).resolve().parent
     tracked = _output(["git", "-C", str(folder), "ls-files", Path(__file__).name])
-    describe = ["git", "-C", str(folder), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
+    describe = [
+        "git",
+        "-C",
+        str(folder),
+        "describe",
+        "--always",
+        "--abbrev=40",
+        "--exclude=*",
+        "--dirty",
+    ]
     commit = _output(describe) if tracked else None
-    return {"commit": commit and commit.removesuffix("-dirty"), "dirty": commit and commit.endswith("-dirty")}
+    return {
+        "commit": commit and commit.removesuffix("-dirty"),
+        "dirty": commit and commit.endswith("-dirty"),
+    }
 
 
 def _output(command: list[str]) -> str | None:

@@ -36,7 +36,9 @@ _SLOWED = 0x8 | 0x20 | 0x40 | 0x80
 # half precision: logits of eager and compiled steps may differ by so many roundings of the largest
 # one
 _ROUNDINGS = 16
-_WRONG = "Do not trust compiled runs on this machine: pass --no-compile, and report it with this list."
+_WRONG = (
+    "Do not trust compiled runs on this machine: pass --no-compile, and report it with this list."
+)
 
 
 class Finding(NamedTuple):
@@ -63,7 +65,11 @@ def examine(device: str = "auto") -> Iterator[Finding]:
     target = choose_compute(device, fast=True)
     yield from _guarded("compiler", partial(_compiler, target.device))
     yield from _guarded("bundled model", partial(_bundled, target.device))
-    dtypes = ["float32", "bfloat16", "float16"] if target.device.type == "cuda" else ["float32", target.dtype_name]
+    dtypes = (
+        ["float32", "bfloat16", "float16"]
+        if target.device.type == "cuda"
+        else ["float32", target.dtype_name]
+    )
     for dtype in dict.fromkeys(dtypes):
         yield from _guarded(f"decode {dtype}", partial(_decode, target.device, dtype))
 
@@ -82,9 +88,17 @@ def _package() -> Iterator[Finding]:
 
     system = f"Python {platform.python_version()}, {platform.system()} {platform.release()} {platform.machine()}"
     yield Finding("package", "ok", f"lantern-bench {__version__}, {system}")
-    names = [name for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_ENDPOINT") if os.environ.get(name)]
-    names += sorted(name for name in os.environ if name.lower() in ("http_proxy", "https_proxy", "all_proxy"))
-    yield Finding("network", "ok", f"set: {', '.join(names) or 'no variable'}; nothing was contacted")
+    names = [
+        name
+        for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_ENDPOINT")
+        if os.environ.get(name)
+    ]
+    names += sorted(
+        name for name in os.environ if name.lower() in ("http_proxy", "https_proxy", "all_proxy")
+    )
+    yield Finding(
+        "network", "ok", f"set: {', '.join(names) or 'no variable'}; nothing was contacted"
+    )
 
 
 def _load() -> Iterator[Finding]:
@@ -102,12 +116,18 @@ def _load() -> Iterator[Finding]:
 
 def _memory() -> Iterator[Finding]:
     memory = psutil.virtual_memory()
-    free, result = memory.available, f"{memory.available / _GB:.1f} of {memory.total / _GB:.1f} GB free"
+    free, result = (
+        memory.available,
+        f"{memory.available / _GB:.1f} of {memory.total / _GB:.1f} GB free",
+    )
     limit = Path("/sys/fs/cgroup/memory.max")
     text = limit.read_text().strip() if limit.is_file() else "max"
     if text.isdigit() and int(text) < memory.total:
         container_free = int(text) - int((limit.parent / "memory.current").read_text())
-        free, result = min(free, container_free), f"{result}; {container_free / _GB:.1f} GB free in this container"
+        free, result = (
+            min(free, container_free),
+            f"{result}; {container_free / _GB:.1f} GB free in this container",
+        )
     yield _by_size("memory", free, 2 * _GB, result, "Stop other programs.")
 
 
@@ -145,7 +165,10 @@ def _without_user(path: Path) -> str:
 
 
 def _weights() -> Iterator[Finding]:
-    missing = {model: [name for name, part in parts.items() if not local_path(part)] for model, parts in PARTS.items()}
+    missing = {
+        model: [name for name, part in parts.items() if not local_path(part)]
+        for model, parts in PARTS.items()
+    }
     complete = [model for model, names in missing.items() if not names]
     yield Finding("weights", "ok", f"published models here: {', '.join(complete) or 'none'}")
     for model, names in missing.items():
@@ -165,7 +188,9 @@ def _torch() -> Iterator[Finding]:
         # A torchvision that was built for another torch can be imported; its compiled part then fails.
         boxes = torchvision.ops.nms(torch.tensor([[0.0, 0.0, 1.0, 1.0]]), torch.ones(1), 0.5)
         assert boxes.tolist() == [0], f"torchvision.ops.nms gives {boxes.tolist()}"
-        yield Finding("torchvision", "ok", f"torchvision {torchvision.__version__}, its compiled part runs")
+        yield Finding(
+            "torchvision", "ok", f"torchvision {torchvision.__version__}, its compiled part runs"
+        )
     except Exception as error:  # a wrong pair raises errors of all kinds
         fix = "Install the pair together, from one index: pip install --upgrade torch torchvision"
         yield Finding("torchvision", "fail", one_line(error), fix)
@@ -192,10 +217,23 @@ def _device(device: str) -> Iterator[Finding]:
         yield Finding(f"GPU {number}", "warning" if fix else "ok", result, fix)
     if not machine["gpus"] and shutil.which("nvidia-smi"):
         # nvidia-smi is on every machine that is made for a GPU, also where none is attached.
-        built = "update the driver, or attach a GPU" if torch.version.cuda else "install a torch that is built for CUDA"
-        yield Finding("GPU", "warning", "nvidia-smi is installed, and torch finds no GPU", f"To use a GPU: {built}.")
+        built = (
+            "update the driver, or attach a GPU"
+            if torch.version.cuda
+            else "install a torch that is built for CUDA"
+        )
+        yield Finding(
+            "GPU",
+            "warning",
+            "nvidia-smi is installed, and torch finds no GPU",
+            f"To use a GPU: {built}.",
+        )
     compute = choose_compute(device)
-    yield Finding("device", "ok", f"--device {device} is {compute.device}, with --dtype auto {compute.dtype_name}")
+    yield Finding(
+        "device",
+        "ok",
+        f"--device {device} is {compute.device}, with --dtype auto {compute.dtype_name}",
+    )
 
 
 def _compiler(device: torch.device) -> Iterator[Finding]:
@@ -214,7 +252,9 @@ def _compiler(device: torch.device) -> Iterator[Finding]:
         yield Finding("kernels", "ok", "built")
     elif device.type == "cpu":
         result = "not built: they need a C++ compiler, AVX2 and torch 2.10"
-        yield Finding("kernels", "warning", result, "Compiled decoding uses torch's instead, more slowly.")
+        yield Finding(
+            "kernels", "warning", result, "Compiled decoding uses torch's instead, more slowly."
+        )
 
 
 def _bundled(device: torch.device) -> Iterator[Finding]:
@@ -225,7 +265,11 @@ def _bundled(device: torch.device) -> Iterator[Finding]:
     model = model_of("lanterns").load(device, torch.float32)
     images = model.pixels.pixels(torch.zeros(1, model.target.image_tokens, dtype=torch.int64))
     hashes = ", ".join(f"{part} {digest[:8]}" for part, digest in model.weights.items())
-    yield Finding("bundled model", "ok", f"loads and draws {images.shape[1]} x {images.shape[2]} pixels: {hashes}")
+    yield Finding(
+        "bundled model",
+        "ok",
+        f"loads and draws {images.shape[1]} x {images.shape[2]} pixels: {hashes}",
+    )
 
 
 def _decode(device: torch.device, dtype: str) -> Iterator[Finding]:
@@ -237,7 +281,10 @@ def _decode(device: torch.device, dtype: str) -> Iterator[Finding]:
     from lantern_bench.models.random_model import random_model_of_size, read_size
 
     size, generator = read_size("2x64x64x5"), torch.Generator(device).manual_seed(0)
-    check, model = f"decode {dtype}", random_model_of_size(size, device, getattr(torch, dtype), generator)
+    check, model = (
+        f"decode {dtype}",
+        random_model_of_size(size, device, getattr(torch, dtype), generator),
+    )
     if dtype != "float32":
         pack_for_decoding(model.target, model.drafter)  # it rounds the drafter's head
     images = {"eager": _tiny_decode(model, Engine())}
@@ -258,7 +305,9 @@ def _decode(device: torch.device, dtype: str) -> Iterator[Finding]:
     yield _compared(check, images, fallbacks, getattr(torch, dtype))
 
 
-def _compared(check: str, images: Mapping[str, Decoded], fallbacks: Mapping[str, str], dtype: torch.dtype) -> Finding:
+def _compared(
+    check: str, images: Mapping[str, Decoded], fallbacks: Mapping[str, str], dtype: torch.dtype
+) -> Finding:
     """The finding of decodes of one image, the first of them eager: in float32 all tokens must be the same."""
     import torch
 
@@ -270,7 +319,9 @@ def _compared(check: str, images: Mapping[str, Decoded], fallbacks: Mapping[str,
         assert eager.logits is not None and compiled.logits is not None
         a, b = eager.logits[: same + 1].float(), compiled.logits[: same + 1].float()
         apart = float((a - b).abs().max() / a.abs().max())
-        result = f"{' = '.join(names[1:])} = eager to token {same} of {total}, logits {apart:.1e} apart"
+        result = (
+            f"{' = '.join(names[1:])} = eager to token {same} of {total}, logits {apart:.1e} apart"
+        )
         if dtype == torch.float32 or not apart < _ROUNDINGS * torch.finfo(dtype).eps:
             return Finding(check, "fail", result, _WRONG)
         return Finding(check, "ok", f"{result}: rounding")
@@ -291,5 +342,7 @@ def _tiny_decode(model: LoadedModel, engine: Engine) -> Decoded:
 
     decoding = Decoding("lantern++", tree="small-7", neighbours=5, lambda_=3.0, cfg_scale=1.5)
     generator = torch.Generator(model.target.device).manual_seed(1)
-    (image,) = decode(model, model.condition([""]), decoding, [generator], engine=engine, keep_logits=True)
+    (image,) = decode(
+        model, model.condition([""]), decoding, [generator], engine=engine, keep_logits=True
+    )
     return image

@@ -13,7 +13,14 @@ from typing import Any
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.files import write_atomically
 from lantern_bench.runs.records import Row, line_of
-from lantern_bench.runs.store import MANIFEST, RECORDS, SCORES, read_manifest, read_records, read_scores
+from lantern_bench.runs.store import (
+    MANIFEST,
+    RECORDS,
+    SCORES,
+    read_manifest,
+    read_records,
+    read_scores,
+)
 
 # Keys of an experiment that may differ between shards: they change no image.
 _MAY_DIFFER = (
@@ -42,7 +49,9 @@ def merge_runs(folders: Sequence[Path], out: Path | None = None) -> Path:
     partial = folder.with_name(f"{folder.name}.merging")
     shutil.rmtree(partial, ignore_errors=True)
     scores = [row for shard in shards for row in read_scores(shard.folder)]
-    _write(shards, [row for row in scores if row["level"] in ("image", "tokens")], partial, folder.name)
+    _write(
+        shards, [row for row in scores if row["level"] in ("image", "tokens")], partial, folder.name
+    )
     partial.rename(folder)
     return folder
 
@@ -50,7 +59,9 @@ def merge_runs(folders: Sequence[Path], out: Path | None = None) -> Path:
 def _read(folder: Path) -> _Shard:
     manifest = read_manifest(folder)
     if not (shard := manifest.get("shard")):
-        raise UserError(f"{folder} is not a shard of a run", "`lantern-bench sweep --shard i/n` makes one.")
+        raise UserError(
+            f"{folder} is not a shard of a run", "`lantern-bench sweep --shard i/n` makes one."
+        )
     return _Shard(folder, manifest, read_records(folder), shard["index"], shard["count"])
 
 
@@ -67,12 +78,20 @@ def _check_division(shards: Sequence[_Shard]) -> None:
         folders[shard.index] = shard.folder
         settings, others = _settings(first.manifest), _settings(shard.manifest)
         for name in dict.fromkeys([*settings, *others]):
-            a, b = (json.dumps(values.get(name), sort_keys=True)[:300] for values in (settings, others))
+            a, b = (
+                json.dumps(values.get(name), sort_keys=True)[:300] for values in (settings, others)
+            )
             if settings.get(name) != others.get(name):
                 message = f"{first.folder} and {shard.folder} are shards of different runs: {name} differs"
-                raise RefusedError(f"{message}\n  first   {a}\n  second  {b}", "Merge shards of one run.")
-    if missing := [f"{index}/{first.count}" for index in range(1, first.count + 1) if index not in folders]:
-        raise RefusedError(f"shards are missing: {', '.join(missing)}", "Give all shards of the run.")
+                raise RefusedError(
+                    f"{message}\n  first   {a}\n  second  {b}", "Merge shards of one run."
+                )
+    if missing := [
+        f"{index}/{first.count}" for index in range(1, first.count + 1) if index not in folders
+    ]:
+        raise RefusedError(
+            f"shards are missing: {', '.join(missing)}", "Give all shards of the run."
+        )
 
 
 def _settings(manifest: Mapping[str, Any]) -> dict[str, Any]:
@@ -109,7 +128,9 @@ def _write(shards: Sequence[_Shard], scores: Sequence[Row], folder: Path, name: 
     for shard in shards:
         # Processes of different shards are different processes.
         first = 1 + max((entry["process"] for entry in [*sessions, *records]), default=-1)
-        sessions += [row | {"process": first + row["process"]} for row in shard.manifest.get("sessions", [])]
+        sessions += [
+            row | {"process": first + row["process"]} for row in shard.manifest.get("sessions", [])
+        ]
         for row in shard.records:
             records.append(row | {"process": first + row["process"]})
             if row["image"]:

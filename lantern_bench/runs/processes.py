@@ -37,9 +37,13 @@ class WorkerEndedError(RecordsFailedError):
 def decode_in_processes(request: Request, emit: Emit) -> int:
     """Decode the missing images in new processes, one at a time; return how many failed."""
     done, settings = done_images(request.folder), request.experiment.settings
-    missing = replace(request.plan, tasks=tuple(task for task in request.plan.tasks if task.key not in done))
+    missing = replace(
+        request.plan, tasks=tuple(task for task in request.plan.tasks if task.key not in done)
+    )
     # Without anything to do one worker still checks that the run can be continued.
-    plans = [plan for plan in request.plan.deal(missing, settings.processes, settings.seed) if plan.tasks] or [missing]
+    plans = [
+        plan for plan in request.plan.deal(missing, settings.processes, settings.seed) if plan.tasks
+    ] or [missing]
     failed, notes = 0, set[Note]()
     for number, plan in enumerate(plans, start=1):
         name = f"worker process {number} of {len(plans)}"
@@ -67,7 +71,11 @@ def _decode_missing(request: Request, emit: Emit) -> int:
 
 
 def events_of(
-    work: Callable[[Request, Emit], object], request: Request, name: str, *, stderr: IO[bytes] | None = None
+    work: Callable[[Request, Emit], object],
+    request: Request,
+    name: str,
+    *,
+    stderr: IO[bytes] | None = None,
 ) -> Iterator[Event]:
     """Start a worker that calls `work(request, emit)` and yield its events; it ends with this generator.
 
@@ -79,7 +87,11 @@ def events_of(
     command = [sys.executable, "-m", __spec__.name, str(worker_end.fileno())]
     # In a session of its own, Ctrl-C reaches only the parent, which ends the worker with one signal.
     worker = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stderr=stderr, pass_fds=[worker_end.fileno()], start_new_session=True
+        command,
+        stdin=subprocess.DEVNULL,
+        stderr=stderr,
+        pass_fds=[worker_end.fileno()],
+        start_new_session=True,
     )
     worker_end.close()
     last_sign, last_event = now(), "it started"
@@ -95,7 +107,11 @@ def events_of(
                             worker.wait(SECONDS_TO_END)  # a signal would interrupt its exit
                         raise event
                     if event is not None:
-                        last_event = event.task.image if isinstance(event, ImageDone) else type(event).__name__
+                        last_event = (
+                            event.task.image
+                            if isinstance(event, ImageDone)
+                            else type(event).__name__
+                        )
                         yield event
                 elif now() - last_sign > request.worker_timeout:
                     worker.kill()
@@ -103,7 +119,11 @@ def events_of(
                     advice = f"{_ADVICE} --worker-timeout SECONDS waits longer."
                     raise RecordsFailedError(f"{name} hangs: {silence}", advice)
         if (code := worker.wait()) != 0:
-            end = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+            end = (
+                f"was ended by {signal.Signals(-code).name}"
+                if code < 0
+                else f"ended with code {code}"
+            )
             raise WorkerEndedError(f"{name} {end}", _ADVICE)
     finally:
         _end(worker)
@@ -151,7 +171,12 @@ def serve(parent: Connection[Any, Any]) -> None:
         # The parent may hide this process's standard error.
         frame = traceback.extract_tb(error.__traceback__)[-1]
         line = f"{Path(frame.filename).name} line {frame.lineno}"
-        send(LanternError(f"internal, in {line}: {one_line(error, most=500)}", "This is a bug in lantern-bench."))
+        send(
+            LanternError(
+                f"internal, in {line}: {one_line(error, most=500)}",
+                "This is a bug in lantern-bench.",
+            )
+        )
 
 
 def _main(descriptor: int) -> int:

@@ -46,7 +46,9 @@ def decode_on_ray(request: Request, emit: Emit) -> int:
     try:
         import ray  # noqa: F401
     except ImportError as error:
-        raise RefusedError("--ray: Ray is not installed", "pip install 'lantern-bench[ray]'") from error
+        raise RefusedError(
+            "--ray: Ray is not installed", "pip install 'lantern-bench[ray]'"
+        ) from error
     with tempfile.TemporaryFile() as stderr:  # Ray writes pages when its head is gone
         try:
             for event in events_of(drive, request, "the driver of the Ray cluster", stderr=stderr):
@@ -68,7 +70,13 @@ def drive(request: Request, emit: Emit) -> None:
     import ray
 
     address = request.ray if request.ray != DEFAULT_CLUSTER else os.environ.get("RAY_ADDRESS")
-    emit(Note(f"joining the Ray cluster {address}" if address else "starting a Ray cluster on this machine"))
+    emit(
+        Note(
+            f"joining the Ray cluster {address}"
+            if address
+            else "starting a Ray cluster on this machine"
+        )
+    )
     connect(address or "local")
     try:
         RayDriver(ray, request, emit).run()
@@ -88,10 +96,14 @@ class DeviceSlot(NamedTuple):
     gpus: int
 
 
-def slots_of(nodes: Iterable[dict[str, Any]], device: str, threads: int | None) -> Counter[DeviceSlot]:
+def slots_of(
+    nodes: Iterable[dict[str, Any]], device: str, threads: int | None
+) -> Counter[DeviceSlot]:
     """Return the slots of live nodes: one for each GPU, if there are any; else one for each node with enough cores."""
     resources = {str(node["NodeID"]): node["Resources"] for node in nodes if node["Alive"]}
-    on_gpus = device == "cuda" or (device == "auto" and any(has.get("GPU", 0) >= 1 for has in resources.values()))
+    on_gpus = device == "cuda" or (
+        device == "auto" and any(has.get("GPU", 0) >= 1 for has in resources.values())
+    )
     slots: Counter[DeviceSlot] = Counter()
     for node, has in resources.items():
         cores, gpus = int(has.get("CPU", 0)), int(has.get("GPU", 0))
@@ -113,11 +125,18 @@ def connect(address: str) -> None:
     dashboard = False if address == "local" else None
     on_terminate = signal.getsignal(signal.SIGTERM)
     try:
-        ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False, include_dashboard=dashboard)
+        ray.init(
+            address=address,
+            logging_level=logging.ERROR,
+            log_to_driver=False,
+            include_dashboard=dashboard,
+        )
     except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         advice = "Start a cluster with `ray start --head`, or give --ray alone for a new one on this machine."
         reason = " ".join(str(error).split())[:300]
-        raise RefusedError(f"--ray {address}: the Ray cluster cannot be joined: {reason}", advice) from error
+        raise RefusedError(
+            f"--ray {address}: the Ray cluster cannot be joined: {reason}", advice
+        ) from error
     if threading.current_thread() is threading.main_thread():
         # Ray has set its own, which ends the process at once
         signal.signal(signal.SIGTERM, on_terminate)
@@ -192,14 +211,18 @@ class Worker:
         if self.compute.device.type == "cpu":
             torch.set_num_threads(threads)
         prepare_seconds = prepare_models(shard, self.models, (), lambda _event: None)
-        batches = [batch for batch in shard.batches() if any(task.order_index in missing for task in batch)]
+        batches = [
+            batch for batch in shard.batches() if any(task.order_index in missing for task in batch)
+        ]
         if self.decoder is None:
             self.decoder = Decoder(self.models, self.compute, session, self.repeat_disturbed)
             yield from self.decoder.warm_up(batches)
             settle_garbage()
         self.decoder.session["prepare_seconds"] += prepare_seconds
         for batch in batches:
-            yield from self.decoder.decode(batch, [task for task in batch if task.order_index in missing])
+            yield from self.decoder.decode(
+                batch, [task for task in batch if task.order_index in missing]
+            )
         yield self.decoder.session
 
 
@@ -212,7 +235,11 @@ def shards_of(plan: Plan, is_done: Callable[[ImageTask], bool], prompts: int) ->
     blocks: dict[int, list[ImageTask]] = {}
     for task in plan.tasks:
         blocks.setdefault(task.image_index // size, []).append(task)
-    return [replace(plan, tasks=tuple(tasks)) for tasks in blocks.values() if not all(map(is_done, tasks))]
+    return [
+        replace(plan, tasks=tuple(tasks))
+        for tasks in blocks.values()
+        if not all(map(is_done, tasks))
+    ]
 
 
 def missing_of(shard: Plan, is_done: Callable[[ImageTask], bool], *, timed: bool) -> frozenset[int]:
@@ -259,7 +286,9 @@ class RayDriver:
     def run(self) -> None:
         """Decode the missing images."""
         try:
-            while not self._is_open or self._shards or any(worker.shard for worker in self._workers):
+            while (
+                not self._is_open or self._shards or any(worker.shard for worker in self._workers)
+            ):
                 stopping.check()
                 if now() - self._last_look > _LOOK:
                     self._start_workers()
@@ -274,7 +303,9 @@ class RayDriver:
         """Start a worker on every device that has none, but no more workers than shards."""
         self._last_look = now()
         slots = slots_of(self._ray.nodes(), self._settings.device, self._threads)
-        usable = Counter({slot: count for slot, count in slots.items() if self._failed_starts[slot] < _LOSSES})
+        usable = Counter(
+            {slot: count for slot, count in slots.items() if self._failed_starts[slot] < _LOSSES}
+        )
         if self._workers:
             self._last_worker = now()
         elif slots and not usable:
@@ -284,14 +315,18 @@ class RayDriver:
             kind = "GPU" if self._settings.device == "cuda" else "CPU"
             resources = self._ray.cluster_resources() or "nothing"
             message = f"the Ray cluster has no {kind} for a worker: it has {resources}"
-            raise RefusedError(message, "Start nodes that have one, or give another --device or fewer --threads.")
+            raise RefusedError(
+                message, "Start nodes that have one, or give another --device or fewer --threads."
+            )
         elif not slots and now() - self._last_worker > _PATIENCE:
             finished = f"{len(done_images(self._request.folder))} images are kept in {self._request.folder}"
             raise RefusedError(f"the Ray cluster has no device left; {finished}", _RESUME)
         free = usable - Counter(worker.slot for worker in self._workers)
         waiting = len(self._shards) if self._is_open else max(1, len(self._request.plan.tasks))
         waiting -= sum(worker.shard is None for worker in self._workers)
-        for slot in sorted(free.elements(), key=lambda slot: (-slot.cpus, str(slot.node)))[: max(0, waiting)]:
+        for slot in sorted(free.elements(), key=lambda slot: (-slot.cpus, str(slot.node)))[
+            : max(0, waiting)
+        ]:
             self._start(slot)
             device = "a GPU" if slot.gpus else f"{slot.cpus} CPU cores"
             self._emit(Note(f"waiting for a worker on {device} to load the models"))
@@ -304,7 +339,9 @@ class RayDriver:
             options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(slot.node, soft=False)
         actor, plan = self._actor.options(**options).remote(), self._request.plan
         first = replace(plan, tasks=plan.tasks[: len(plan.cells) * plan.together])
-        self._workers.append(WorkerHandle(slot, actor, actor.load.remote(replace(self._request, plan=first))))
+        self._workers.append(
+            WorkerHandle(slot, actor, actor.load.remote(replace(self._request, plan=first)))
+        )
 
     def _lose(self, worker: WorkerHandle, error: Exception) -> None:
         """Put the shard of a lost worker in front of the others; one that lost too many workers fails."""
@@ -321,7 +358,10 @@ class RayDriver:
             if self._losses[first] < _LOSSES:
                 self._shards.appendleft(shard)
             else:
-                columns = {"status": "failed", "error": f"lost {_LOSSES} workers: {self._last_loss}"}
+                columns = {
+                    "status": "failed",
+                    "error": f"lost {_LOSSES} workers: {self._last_loss}",
+                }
                 for task in shard.tasks:
                     self._save(task, columns | {"process": worker.session["process"]}, None)
         text = f"{name} is lost, {prompts} prompts start again: {self._last_loss}"
@@ -388,10 +428,14 @@ class RayDriver:
         if not self._is_open:
             self._open(ready)
         store, device = self._store, ready.session["device"]["device"]
-        check_same_run(f"{store.folder.name} on {device}", store.manifest, {"key": ready.key}, store.finished)
+        check_same_run(
+            f"{store.folder.name} on {device}", store.manifest, {"key": ready.key}, store.finished
+        )
         worker.session, worker.answer = open_session(store, **ready.session), None
         self._emit(Note(f"worker {worker.session['process']} joined on {device}"))
-        devices = {entry["device"]["device"] for entry in store.manifest["sessions"] if "device" in entry}
+        devices = {
+            entry["device"]["device"] for entry in store.manifest["sessions"] if "device" in entry
+        }
         if len(devices) > 1:
             text = f"images of {len(devices)} kinds of device: no speedup over all of them"
             self._emit(Note(text, "--pool-devices gives one.", level="warning"))
@@ -404,7 +448,10 @@ class RayDriver:
         self._threads = store.threads or self._settings.threads or ready.block["threads"]
         started = store.manifest.get("started", stamp())
         entries = request.manifest_entries() | ready.block | {"threads": self._threads}
-        entries |= {"machine": ready.session["machine"], "load_before": round(psutil.getloadavg()[0], 2)}
+        entries |= {
+            "machine": ready.session["machine"],
+            "load_before": round(psutil.getloadavg()[0], 2),
+        }
         store.update_manifest(**entries, started=started, ended=None)
         workers = slots_of(self._ray.nodes(), self._settings.device, self._threads).total() or 1
         prompts = max(len({task.image_index for task in tasks}) // (_SHARDS * workers), 1)

@@ -29,7 +29,12 @@ Row: TypeAlias = dict[str, Any]
 _CHECKSUM, _CLOSE = b', "checksum": "', b'"}\n'
 _END = len(_CHECKSUM) + 16 + len(_CLOSE)
 
-_KINDS: dict[str, Any] = {"string": str | None, "int": int | None, "float": float | None, "bool": bool | None}
+_KINDS: dict[str, Any] = {
+    "string": str | None,
+    "int": int | None,
+    "float": float | None,
+    "bool": bool | None,
+}
 # of columns; texts and lists are objects
 _DTYPES = {"int": "Int64", "float": "float64", "bool": "boolean"}
 _ABSENT = {"process": 0}  # runs without this column are of one process
@@ -51,7 +56,9 @@ def _with_checksum(line: bytes) -> bytes:
 def _is_older(row: Mapping[str, Any], names: Collection[str]) -> bool:
     """Return whether an earlier version wrote a row without a checksum: its columns have known names."""
     version = row.get("schema_version")
-    return row.get("checksum") is None and (version != SCHEMA_VERSION or all(name in names for name in row))
+    return row.get("checksum") is None and (
+        version != SCHEMA_VERSION or all(name in names for name in row)
+    )
 
 
 class Line(NamedTuple):
@@ -68,7 +75,10 @@ def read_lines(path: Path, table: str, wanted: Collection[str] | None = None) ->
     declared = {column.name: column.dtype for column in columns(table)}
     needed, names = _NEEDED[table], _names(table, wanted)
     optional = {name: _KINDS.get(declared[name], list | None) for name in names}
-    kinds = [(name, str) if name in needed else (name, optional[name], _ABSENT.get(name)) for name in names]
+    kinds = [
+        (name, str) if name in needed else (name, optional[name], _ABSENT.get(name))
+        for name in names
+    ]
     row_type = msgspec.defstruct("Row", kinds, gc=False, kw_only=True)
     decode = msgspec.json.Decoder(row_type).decode
     with path.open("rb", buffering=_BUFFER) if path.is_file() else io.BytesIO() as file:
@@ -80,7 +90,9 @@ def read_lines(path: Path, table: str, wanted: Collection[str] | None = None) ->
             try:
                 if content == _with_checksum(content[:-_END]):
                     row = decode(content)
-                elif _is_older(values := msgspec.json.decode(content, type=dict[str, Any]), declared):
+                elif _is_older(
+                    values := msgspec.json.decode(content, type=dict[str, Any]), declared
+                ):
                     row = msgspec.convert(values, row_type)
             except (ValueError, RecursionError) as error:
                 problem = _problem_of(error, declared, needed)
@@ -92,7 +104,11 @@ def _problem_of(error: Exception, declared: Mapping[str, str], needed: Collectio
     _, _, name = str(error).rstrip("`").partition("$.")
     if "missing required field" in str(error) or name in needed:
         return "not a record"
-    return f"damaged, {name} is not {declared[name]}" if name in declared else "damaged, not a JSON object"
+    return (
+        f"damaged, {name} is not {declared[name]}"
+        if name in declared
+        else "damaged, not a JSON object"
+    )
 
 
 def read_rows(path: Path, table: str, wanted: Collection[str] | None = None) -> Iterator[Any]:
@@ -108,7 +124,11 @@ class RowFile:
     """A file of rows opened for appending; a partial last line is removed when it is opened."""
 
     def __init__(self, path: Path, table: str) -> None:
-        self._path, self._names, self._table = path, [column.name for column in columns(table)], table
+        self._path, self._names, self._table = (
+            path,
+            [column.name for column in columns(table)],
+            table,
+        )
         # Without a buffer, because what the disk has no room for must not be written later.
         self._file = path.open("ab+", buffering=0)
         if path.stat().st_size:
@@ -141,14 +161,19 @@ class RowFile:
 def no_room(path: Path, error: OSError) -> RefusedError:
     """Return the error for a file of a run that cannot be written; the disk is full, as a rule."""
     message = f"{path}: cannot be written: {error.strerror or error}"
-    return RefusedError(message, "Everything before is kept. Repair the cause; the same command continues.")
+    return RefusedError(
+        message, "Everything before is kept. Repair the cause; the same command continues."
+    )
 
 
 def read_frame(path: Path, table: str, wanted: Collection[str] | None = None) -> pd.DataFrame:
     """Return the rows of a file as a DataFrame: texts and lists are objects, others `Int64`, `boolean`, `float64`."""
     import pandas as pd
 
-    rows, names = map(msgspec.structs.astuple, read_rows(path, table, wanted)), _names(table, wanted)
+    rows, names = (
+        map(msgspec.structs.astuple, read_rows(path, table, wanted)),
+        _names(table, wanted),
+    )
     kinds = {column.name: column.dtype for column in columns(table)}
     dtypes = {name: _DTYPES.get(kinds[name], "object") for name in names}
     chunks, texts = [pd.DataFrame(columns=names, dtype=object).astype(dtypes)], dict[Any, Any]()
@@ -160,7 +185,11 @@ def read_frame(path: Path, table: str, wanted: Collection[str] | None = None) ->
             series: dict[str, pd.Series] = {}
             for name, values in zip(names, zip(*chunk, strict=True), strict=True):
                 # Equal texts become one object.
-                shared = [texts.setdefault(text, text) for text in values] if kinds[name] == "string" else values
+                shared = (
+                    [texts.setdefault(text, text) for text in values]
+                    if kinds[name] == "string"
+                    else values
+                )
                 series[name] = pd.Series(shared, dtype=dtypes[name])
             chunks.append(pd.DataFrame(series))
     finally:
@@ -192,12 +221,19 @@ _FLAGS |= {"device_type": "--device {}", "compile": "--set compile={}"}
 
 def record_key(task: ImageTask, fields: Mapping[str, Any]) -> str:
     """Return 16 hex digits of a SHA-256 of all that an image's tokens and time depend on."""
-    covered = {"cell": task.cell.settings(), "prompt_id": task.prompt.id, "repeat": task.repeat, "seed": task.seed}
+    covered = {
+        "cell": task.cell.settings(),
+        "prompt_id": task.prompt.id,
+        "repeat": task.repeat,
+        "seed": task.seed,
+    }
     text = json.dumps(covered | {"run": fields}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def check_same_run(folder: str, manifest: Mapping[str, Any], wanted: Mapping[str, Any], finished: int) -> None:
+def check_same_run(
+    folder: str, manifest: Mapping[str, Any], wanted: Mapping[str, Any], finished: int
+) -> None:
     """Raise `RefusedError` naming the first of the `wanted` manifest entries that differs in a run with images."""
     recorded, now = _comparable({name: manifest.get(name) for name in wanted}), _comparable(wanted)
     for name in dict.fromkeys([*recorded, *now]):
@@ -205,7 +241,10 @@ def check_same_run(folder: str, manifest: Mapping[str, Any], wanted: Mapping[str
         if before == after or (name == "threads" and None in (before, after)):
             continue
         if isinstance(before, list) and isinstance(after, list):
-            before, after = [x for x in before if x not in after], [x for x in after if x not in before]
+            before, after = (
+                [x for x in before if x not in after],
+                [x for x in after if x not in before],
+            )
         advice = "Start a new run beside it with --no-resume, or elsewhere with --out FOLDER."
         if name in _FLAGS:
             advice += f" Or resume with {_FLAGS[name].format(_show(before))}"
@@ -219,7 +258,11 @@ def check_same_run(folder: str, manifest: Mapping[str, Any], wanted: Mapping[str
 def _comparable(entries: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that must stay the same; other images and metrics continue a run."""
     settings = dict(entries.get("key") or {})
-    named = {"weights": "weights of", "rules": "code of the rule", "draftings": "code of the drafting"}
+    named = {
+        "weights": "weights of",
+        "rules": "code of the rule",
+        "draftings": "code of the drafting",
+    }
     for field, text in named.items():
         settings |= {f"{text} {name}": value for name, value in settings.pop(field, {}).items()}
     experiment = entries.get("experiment") or {}

@@ -43,8 +43,14 @@ class Request:
     def manifest_entries(self) -> dict[str, Any]:
         """Return what the manifest of a run says of its request, beside the experiment."""
         # The number of images tells `merge` whether the shard is complete.
-        shard = None if self.shard is None else asdict(self.shard) | {"images": len(self.plan.tasks)}
-        return {"prompts": self.prompts, "shard": shard, "engine": "local" if self.ray is None else "ray"}
+        shard = (
+            None if self.shard is None else asdict(self.shard) | {"images": len(self.plan.tasks)}
+        )
+        return {
+            "prompts": self.prompts,
+            "shard": shard,
+            "engine": "local" if self.ray is None else "ray",
+        }
 
 
 def prepare(
@@ -73,7 +79,9 @@ def prepare(
         resolved = load_experiment(source, defaults_of, replace(overrides, values=residuals))
     if "prompts" not in resolved.settings.model_fields_set:
         prompt_set = next(iter(model_of(resolved.settings.model[0]).prompt_sets))
-        resolved = replace(resolved, settings=resolved.settings.model_copy(update={"prompts": prompt_set}))
+        resolved = replace(
+            resolved, settings=resolved.settings.model_copy(update={"prompts": prompt_set})
+        )
     check_sizes(resolved)
     check_drafters(resolved.cells)
     settings = resolved.settings
@@ -90,7 +98,9 @@ def prepare(
         plan = plan.shard(chosen_shard)
         if out is None:
             # Shards run at the same time, and a run directory has one writer.
-            folder = folder.with_name(f"{folder.name}-shard{chosen_shard.index}of{chosen_shard.count}")
+            folder = folder.with_name(
+                f"{folder.name}-shard{chosen_shard.index}of{chosen_shard.count}"
+            )
     check_folder(folder, resolved)
     description = describe_prompts(settings.prompts, models[0], prompts)
     return Request(resolved, plan, folder, protocol, description, chosen_shard, ray, worker_timeout)
@@ -121,11 +131,20 @@ def plan_table(request: Request) -> tuple[pd.DataFrame, float]:
     import pandas as pd
 
     records, done = finished_records(request.folder), done_images(request.folder)
-    pace = (records["seconds"] + records["pixel_seconds"].fillna(0.0)).groupby(records["cell_id"]).mean()
+    pace = (
+        (records["seconds"] + records["pixel_seconds"].fillna(0.0))
+        .groupby(records["cell_id"])
+        .mean()
+    )
     images = Counter(task.cell.cell_id for task in request.plan.tasks)
     finished = Counter(task.cell.cell_id for task in request.plan.tasks if task.key in done)
     cells = [cell.cell_id for cell in request.plan.cells]
-    rows = [(cell, images[cell], finished[cell], images[cell] - finished[cell], pace.get(cell)) for cell in cells]
+    rows = [
+        (cell, images[cell], finished[cell], images[cell] - finished[cell], pace.get(cell))
+        for cell in cells
+    ]
     table = pd.DataFrame(rows, columns=["cell", "images", "done", "to_do", "s_per_image"])
     remaining = table[table["to_do"] > 0]
-    return table, float((remaining["to_do"] * remaining["s_per_image"].astype(float)).sum(skipna=False))
+    return table, float(
+        (remaining["to_do"] * remaining["s_per_image"].astype(float)).sum(skipna=False)
+    )

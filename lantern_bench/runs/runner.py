@@ -12,7 +12,14 @@ import psutil
 import torch
 
 from lantern_bench import stopping
-from lantern_bench.clock import now, peak_memory_bytes, reset_peak_memory, settle_garbage, stamp, synchronize
+from lantern_bench.clock import (
+    now,
+    peak_memory_bytes,
+    reset_peak_memory,
+    settle_garbage,
+    stamp,
+    synchronize,
+)
 from lantern_bench.config.experiment import Cell, ResolvedExperiment
 from lantern_bench.config.plan import ImageKey, ImageTask, Plan, Prompt, record_seed
 from lantern_bench.decoding.loop import Decoded, decode, drafter_and_rule
@@ -39,17 +46,29 @@ def decode_missing(request: Request, emit: Emit) -> int:
     compute, models = load_to_decode(request.experiment, emit)
     prepare_seconds = prepare_models(plan, models, done_images(request.folder), emit)
     threads = torch.get_num_threads()
-    with RunStore(request.folder, request.experiment, key_fields(models, settings, compute, plan.cells)) as run:
+    with RunStore(
+        request.folder, request.experiment, key_fields(models, settings, compute, plan.cells)
+    ) as run:
         run.update_manifest(**request.manifest_entries(), load_before=round(load, 2))
         try:
             calibrate_threads(run, plan, models, settings.threads, emit)
             timed = "speed" in settings.metrics
-            return run_plan(run, plan, models, compute, emit, prepare_seconds=prepare_seconds, repeat_disturbed=timed)
+            return run_plan(
+                run,
+                plan,
+                models,
+                compute,
+                emit,
+                prepare_seconds=prepare_seconds,
+                repeat_disturbed=timed,
+            )
         finally:
             torch.set_num_threads(threads)
 
 
-def load_to_decode(experiment: ResolvedExperiment, emit: Emit) -> tuple[Compute, dict[str, LoadedModel]]:
+def load_to_decode(
+    experiment: ResolvedExperiment, emit: Emit
+) -> tuple[Compute, dict[str, LoadedModel]]:
     """Load the models of an experiment, compiled if it asks for that."""
     settings = experiment.settings
     compute = devices.choose_compute(settings.device, settings.dtype, fast=True)
@@ -57,13 +76,18 @@ def load_to_decode(experiment: ResolvedExperiment, emit: Emit) -> tuple[Compute,
     for model in models.values():
         if isinstance(model.pixels, NoPixels):
             raise model.pixels.problem
-    if settings.compile and (warning := devices.compile_models(models.values(), compute)) is not None:
+    if (
+        settings.compile
+        and (warning := devices.compile_models(models.values(), compute)) is not None
+    ):
         emit(warning)
     emit(Note(f"device {compute.device}, {compute.dtype_name}", level="detail"))
     return compute, models
 
 
-def prepare_models(plan: Plan, models: Mapping[str, LoadedModel], done: Collection[ImageKey], emit: Emit) -> float:
+def prepare_models(
+    plan: Plan, models: Mapping[str, LoadedModel], done: Collection[ImageKey], emit: Emit
+) -> float:
     """Compute neighbour tables and encode captions for what is not `done`; return the seconds it took."""
     began = now()
     batches = [batch for batch in plan.batches() if any(task.key not in done for task in batch)]
@@ -72,7 +96,9 @@ def prepare_models(plan: Plan, models: Mapping[str, LoadedModel], done: Collecti
             with torch.inference_mode():
                 drafter_and_rule(models[cell.model], cell.decoding)
     for name, model in models.items():
-        prompts = dict.fromkeys(task.prompt.text for batch in batches for task in batch if task.cell.model == name)
+        prompts = dict.fromkeys(
+            task.prompt.text for batch in batches for task in batch if task.cell.model == name
+        )
         for count, total in model.prepare(list(prompts)):
             emit(Share(f"captions for {name}", count, total))
     return now() - began
@@ -123,7 +149,9 @@ def run_plan(
         settle_garbage()
         for batch in batches:
             stopping.check()
-            for result in decoder.decode(batch, [task for task in batch if not store.is_done(task)]):
+            for result in decoder.decode(
+                batch, [task for task in batch if not store.is_done(task)]
+            ):
                 emit(ImageDone(result.task, store.append(*result)))
         session["complete"] = True
     finally:
@@ -145,8 +173,20 @@ def open_session(store: RunStore, **entries: Any) -> dict[str, Any]:
     """Add the session of a process that begins to decode to the manifest; what is returned is part of it."""
     sessions = store.manifest.get("sessions", [])
     process = 1 + max((session.get("process", 0) for session in sessions), default=-1)
-    session: dict[str, Any] = {"started": stamp(), "ended": None, "complete": False, "images": 0, "failed": 0}
-    session |= {"first_seconds": 0.0, "again_seconds": 0.0, "process": process, "prepare_seconds": 0.0, "warm_up": []}
+    session: dict[str, Any] = {
+        "started": stamp(),
+        "ended": None,
+        "complete": False,
+        "images": 0,
+        "failed": 0,
+    }
+    session |= {
+        "first_seconds": 0.0,
+        "again_seconds": 0.0,
+        "process": process,
+        "prepare_seconds": 0.0,
+        "warm_up": [],
+    }
     session |= entries
     store.update_manifest(sessions=[*sessions, session])
     return session
@@ -156,7 +196,11 @@ class Decoder:
     """Decodes the batches of a run on one device and writes nothing; counts what it does in `session`."""
 
     def __init__(
-        self, models: Mapping[str, LoadedModel], compute: Compute, session: dict[str, Any], repeat_disturbed: bool
+        self,
+        models: Mapping[str, LoadedModel],
+        compute: Compute,
+        session: dict[str, Any],
+        repeat_disturbed: bool,
     ) -> None:
         self.session = session
         self._models, self._compute, self._repeat_disturbed = models, compute, repeat_disturbed
@@ -165,14 +209,21 @@ class Decoder:
         """Decode a part of each kind of batch, outside all records; yield a note about it."""
         kinds: dict[Any, Batch] = {}  # cells that differ only in a tensor bound share programs
         for batch in batches:
-            kinds.setdefault((batch[0].cell.model, sampling_key(batch[0].cell.decoding), len(batch)), batch)
+            kinds.setdefault(
+                (batch[0].cell.model, sampling_key(batch[0].cell.decoding), len(batch)), batch
+            )
         for batch in kinds.values():
             stopping.check()
             # A quarter of an image compiles all steps; without compiling, a few steps load the code.
             cell, model = batch[0].cell, self._models[batch[0].cell.model]
             compiled = model.engine.compile
             tokens = max(1, model.target.image_tokens // (4 if compiled else 16))
-            row: dict[str, Any] = {"cell_id": cell.cell_id, "batch": len(batch), "tokens": tokens, "seconds": None}
+            row: dict[str, Any] = {
+                "cell_id": cell.cell_id,
+                "batch": len(batch),
+                "tokens": tokens,
+                "seconds": None,
+            }
             try:
                 images = decode_batch(model, batch, self._compute, tokens=tokens)
                 row["seconds"] = sum(image.seconds for image in images)
@@ -194,12 +245,20 @@ class Decoder:
                 torch.cuda.empty_cache()
             for task in missing:
                 session["failed"] += 1
-                columns = {"status": "failed", "error": one_line(error, most=2000), "process": session["process"]}
+                columns = {
+                    "status": "failed",
+                    "error": one_line(error, most=2000),
+                    "process": session["process"],
+                }
                 yield Result(task, columns, None)
             return
         least_disturbed = min(attempts, key=lambda images: images[0].lost_share(len(batch)))
         images = dict(zip(batch, least_disturbed, strict=True))
-        common = {"process": session["process"], "attempts": len(attempts), **devices.device_columns(compute.device)}
+        common = {
+            "process": session["process"],
+            "attempts": len(attempts),
+            **devices.device_columns(compute.device),
+        }
         for task in missing:
             png = images[task].png()
             session["images"] += 1
@@ -217,17 +276,27 @@ class Decoder:
             and session["again_seconds"] <= _MAX_REPEAT_SHARE * session["first_seconds"]
         ):
             images = decode_batch(model, batch, self._compute)
-            if attempts and any(not torch.equal(a.tokens, b.tokens) for a, b in zip(attempts[0], images, strict=True)):
+            if attempts and any(
+                not torch.equal(a.tokens, b.tokens)
+                for a, b in zip(attempts[0], images, strict=True)
+            ):
                 if self._compute.device.type == "cpu":
                     raise RuntimeError("decoding a disturbed image again gave other tokens")
                 break  # uncompiled steps of a GPU may round differently; the first attempt counts
-            session["again_seconds" if attempts else "first_seconds"] += sum(image.seconds for image in images)
+            session["again_seconds" if attempts else "first_seconds"] += sum(
+                image.seconds for image in images
+            )
             attempts.append(images)
         return attempts
 
 
 def decode_batch(
-    model: LoadedModel, batch: Sequence[ImageTask], compute: Compute, *, tokens: int | None = None, logits: bool = False
+    model: LoadedModel,
+    batch: Sequence[ImageTask],
+    compute: Compute,
+    *,
+    tokens: int | None = None,
+    logits: bool = False,
 ) -> list[DecodedImage]:
     """Decode images of one cell as one batch, then their pixels unless `tokens` ends them early."""
     decoding, prompts = batch[0].cell.decoding, [task.prompt.text for task in batch]
@@ -236,7 +305,13 @@ def decode_batch(
         condition = model.condition(prompts)
         reset_peak_memory(compute.device)
         decoded: list[Decoded] = decode(
-            model, condition, decoding, generators, tokens=tokens, keep_logits=logits, engine=model.engine
+            model,
+            condition,
+            decoding,
+            generators,
+            tokens=tokens,
+            keep_logits=logits,
+            engine=model.engine,
         )
         peak, seconds = peak_memory_bytes(compute.device), 0.0
         pixels: Sequence[torch.Tensor | None] = [None] * len(decoded)
@@ -255,18 +330,36 @@ def decode_batch(
 
 def compute_block(compute: Compute, compiled: bool) -> dict[str, Any]:
     """Return what the manifest says of how this process decodes."""
-    device = torch.cuda.get_device_name(compute.device) if compute.device.type == "cuda" else compute.device.type
-    return {"device": device, "dtype": compute.dtype_name, "threads": torch.get_num_threads(), "compile": compiled}
+    device = (
+        torch.cuda.get_device_name(compute.device)
+        if compute.device.type == "cuda"
+        else compute.device.type
+    )
+    return {
+        "device": device,
+        "dtype": compute.dtype_name,
+        "threads": torch.get_num_threads(),
+        "compile": compiled,
+    }
 
 
 # ---- Images of a few prompts outside a run, for lantern-bench generate
 
 
-def tasks_of(cells: Sequence[Cell], seed: int, prompts: Sequence[str], images: int) -> list[ImageTask]:
+def tasks_of(
+    cells: Sequence[Cell], seed: int, prompts: Sequence[str], images: int
+) -> list[ImageTask]:
     """Return the tasks of `images` images of each prompt, cell by cell."""
     slots = [(prompt, repeat) for prompt in map(Prompt, prompts) for repeat in range(images)]
     return [
-        ImageTask(cell, prompt, repeat, record_seed(seed, prompt.id, repeat, cell.decoding.seed_set), index, index)
+        ImageTask(
+            cell,
+            prompt,
+            repeat,
+            record_seed(seed, prompt.id, repeat, cell.decoding.seed_set),
+            index,
+            index,
+        )
         for cell in cells
         for index, (prompt, repeat) in enumerate(slots)
     ]
@@ -279,12 +372,16 @@ def decode_tasks(
     tokens = model.target.image_tokens if isinstance(model.pixels, NoPixels) else None
     # A quarter of an image runs every program of a step more than once.
     warm_up_tokens = max(16, model.target.image_tokens // 4)
-    warm_ups = [(task, warm_up_tokens) for task in tasks if task.image_index == 0 and model.engine.compile]
+    warm_ups = [
+        (task, warm_up_tokens) for task in tasks if task.image_index == 0 and model.engine.compile
+    ]
     for number, (task, count) in enumerate([*warm_ups, *((task, tokens) for task in tasks)]):
         try:
             images = decode_batch(model, [task], compute, tokens=count, logits=logits)
         except (RuntimeError, MemoryError) as error:
-            raise RecordsFailedError(f"{task.cell.cell_id}: {type(error).__name__}: {error}") from error
+            raise RecordsFailedError(
+                f"{task.cell.cell_id}: {type(error).__name__}: {error}"
+            ) from error
         if number >= len(warm_ups):
             yield from images
 
@@ -297,5 +394,7 @@ def picture_png(decoded: Sequence[DecodedImage], cells: Sequence[Cell]) -> bytes
     if len(cells) > 1:
         modes = [cell.decoding.mode for cell in cells]
         names = modes if len(set(modes)) == len(cells) else [cell.cell_id for cell in cells]
-        columns = [[label(name, column[0]), *column] for name, column in zip(names, columns, strict=True)]
+        columns = [
+            [label(name, column[0]), *column] for name, column in zip(names, columns, strict=True)
+        ]
     return png_bytes(torch.cat([torch.cat(column) for column in columns], dim=1))

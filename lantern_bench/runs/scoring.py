@@ -31,7 +31,14 @@ from lantern_bench.metrics.features import (
     read_picture,
     reference_features,
 )
-from lantern_bench.metrics.figures import FeatureSets, ar_spread, fid_infinity, figures_of, measurable, measure_sets
+from lantern_bench.metrics.figures import (
+    FeatureSets,
+    ar_spread,
+    fid_infinity,
+    figures_of,
+    measurable,
+    measure_sets,
+)
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.models.registry import defaults_of
 from lantern_bench.runs.devices import choose_compute, load_models
@@ -70,7 +77,9 @@ def load_scorers(protocol: Protocol, device: torch.device | str = "cpu") -> Scor
     extractor = find_extractor(protocol.features) if protocol.features else None
     manifold = protocol.manifold if protocol.manifold != protocol.features else None
     images = {name: METRICS[name].function()(protocol, device) for name in protocol.metrics}
-    return Scorers(protocol, images, extractor, find_extractor(manifold) if manifold else None, device)
+    return Scorers(
+        protocol, images, extractor, find_extractor(manifold) if manifold else None, device
+    )
 
 
 class Measured(NamedTuple):
@@ -81,18 +90,30 @@ class Measured(NamedTuple):
     manifold: Tensor | None  # those for precision and recall, where they have another extractor
 
 
-def measure_pictures(records: Sequence[Row], folder: Path, scorers: Scorers, *, manifold: bool) -> Measured:
+def measure_pictures(
+    records: Sequence[Row], folder: Path, scorers: Scorers, *, manifold: bool
+) -> Measured:
     """Score the pictures of records in `folder` and extract features, with `manifold` by both extractors."""
     preparation = scorers.protocol.preparation
-    pictures = [preprocess(read_picture(folder / record["image"]), preparation) for record in records]
+    pictures = [
+        preprocess(read_picture(folder / record["image"]), preparation) for record in records
+    ]
     extract = partial(features_of, pictures, preparation=preparation, device=scorers.device)
     rows: list[Row] = []
     if records:
         prompts = [record["prompt"] for record in records]
         scores = {name: scorer(pictures, prompts) for name, scorer in scorers.images.items()}
         for number, record in enumerate(records):
-            row = {"level": "image", "record_key": record["record_key"], "clip_model": scorers.label}
-            rows.append(row | dict.fromkeys(OF_IMAGES) | {name: values[number] for name, values in scores.items()})
+            row = {
+                "level": "image",
+                "record_key": record["record_key"],
+                "clip_model": scorers.label,
+            }
+            rows.append(
+                row
+                | dict.fromkeys(OF_IMAGES)
+                | {name: values[number] for name, values in scores.items()}
+            )
     return Measured(
         rows,
         None if scorers.extractor is None else extract(scorers.extractor),
@@ -114,8 +135,15 @@ def score_records(
     cells, protocol = _by_cell(records), scorers.protocol
     against = _reference_sets(scorers, reference, cache) if cells else []
     families = _ar_families(cells) if against else []
-    common: Row = {"schema_version": SCHEMA_VERSION, "protocol": protocol.name, "protocol_version": protocol.version}
-    used = {"extractor": scorers.extractor and scorers.extractor.label, "reference": reference and reference.label}
+    common: Row = {
+        "schema_version": SCHEMA_VERSION,
+        "protocol": protocol.name,
+        "protocol_version": protocol.version,
+    }
+    used = {
+        "extractor": scorers.extractor and scorers.extractor.label,
+        "reference": reference and reference.label,
+    }
     of_seeds: dict[str, tuple[list[Row], Measured]] = {}
     for done, (cell_id, rows) in enumerate(cells.items(), start=1):
         existing = [record for record in rows if (folder / record["image"]).is_file()]
@@ -150,7 +178,9 @@ def _by_cell(records: Iterable[Row]) -> dict[str, list[Row]]:
 
 def _ar_families(cells: Mapping[str, Sequence[Row]]) -> list[list[str]]:
     """Return the ids of the ar cells that differ only in their seeds, where there are several."""
-    settings = [column.name for column in CELL_COLUMNS if column.name not in ("cell_id", "seed_set")]
+    settings = [
+        column.name for column in CELL_COLUMNS if column.name not in ("cell_id", "seed_set")
+    ]
     families: dict[tuple[Any, ...], list[str]] = {}
     for cell_id, rows in cells.items():
         if rows[0].get("mode") == "ar":
@@ -158,7 +188,9 @@ def _ar_families(cells: Mapping[str, Sequence[Row]]) -> list[list[str]]:
     return [family for family in families.values() if len(family) > 1]
 
 
-def _reference_sets(scorers: Scorers, reference: Reference | None, cache: Path | None) -> list[FeatureSet]:
+def _reference_sets(
+    scorers: Scorers, reference: Reference | None, cache: Path | None
+) -> list[FeatureSet]:
     """Return the features of the reference by the extractor of FID, then by that of recall if it is another."""
     if scorers.extractor is None or reference is None:
         return []
@@ -182,7 +214,11 @@ def _sets(
 
 
 def _measure_cell(
-    measured: Measured, scorers: Scorers, against: Sequence[FeatureSet], infinity: bool, notes: list[str]
+    measured: Measured,
+    scorers: Scorers,
+    against: Sequence[FeatureSet],
+    infinity: bool,
+    notes: list[str],
 ) -> Row:
     """Return the figures of a cell; those of pictures go into `measured`, what is missing into `notes`."""
     assert measured.features is not None and scorers.extractor is not None
@@ -194,26 +230,42 @@ def _measure_cell(
     row = dict(figures.columns)
     notes += figures.notes
     if infinity:
-        extrapolated, reasons = fid_infinity(measured.features, against[0], np.random.default_rng(2020))
+        extrapolated, reasons = fid_infinity(
+            measured.features, against[0], np.random.default_rng(2020)
+        )
         row |= extrapolated
         notes += reasons
     return row
 
 
-def _spread_row(cells: Sequence[tuple[list[Row], Measured]], scorers: Scorers, against: Sequence[FeatureSet]) -> Row:
+def _spread_row(
+    cells: Sequence[tuple[list[Row], Measured]], scorers: Scorers, against: Sequence[FeatureSet]
+) -> Row:
     """Return the spread of ar between sets of images with different seeds."""
     assert scorers.extractor is not None
-    row_of = [{(record["prompt"], record["repeat"]): row for row, record in enumerate(rows)} for rows, _ in cells]
+    row_of = [
+        {(record["prompt"], record["repeat"]): row for row, record in enumerate(rows)}
+        for rows, _ in cells
+    ]
     shared = [image for image in row_of[0] if all(image in other for other in row_of)]
     n, reference = len(shared), against[0]
-    names, notes = measurable(n if reference.n is None else min(n, reference.n), reference, scorers.extractor)
+    names, notes = measurable(
+        n if reference.n is None else min(n, reference.n), reference, scorers.extractor
+    )
     row: Row = {"level": "band", "n": n, "band_sets": len(cells), "n_reference": reference.n}
     if names:
-        features = torch.cat([measured.features for _, measured in cells if measured.features is not None])
+        features = torch.cat(
+            [measured.features for _, measured in cells if measured.features is not None]
+        )
         manifolds = [measured.manifold for _, measured in cells if measured.manifold is not None]
         manifold = torch.cat(manifolds) if manifolds else None
         starts = np.cumsum([0, *(len(rows) for rows, _ in cells[:-1])])
-        rows = np.array([[start + of[image] for image in shared] for start, of in zip(starts, row_of, strict=True)])
+        rows = np.array(
+            [
+                [start + of[image] for image in shared]
+                for start, of in zip(starts, row_of, strict=True)
+            ]
+        )
         figures = figures_of(names, *_sets(features, manifold, against, scorers))
         for name, (centre, low, high) in ar_spread(figures, rows).items():
             row |= {name: centre, f"{name}_low": low, f"{name}_high": high}
@@ -229,14 +281,18 @@ def score_tokens(folder: Path, device: str, emit: Emit) -> int:
     """Score the tokens of the images without such scores, with the dtype that decoded them; return how many rows."""
     with RunStore(folder) as store:
         scored = {row["record_key"] for row in read_scores(folder) if row["level"] == "tokens"}
-        cells = _by_cell(record for record in read_records(folder) if record["record_key"] not in scored)
+        cells = _by_cell(
+            record for record in read_records(folder) if record["record_key"] not in scored
+        )
         images, done, others = sum(map(len, cells.values())), 0, 0
         if not images:
             return 0
         experiment = load_experiment(store.manifest["experiment"], defaults_of)
         models = load_models(experiment, choose_compute(device, store.key["dtype"]))
         for name, model in models.items():
-            prompts = dict.fromkeys(row["prompt"] for rows in cells.values() for row in rows if row["model"] == name)
+            prompts = dict.fromkeys(
+                row["prompt"] for rows in cells.values() for row in rows if row["model"] == name
+            )
             for count, total in model.prepare(list(prompts)):
                 emit(Share(f"captions for {name}", count, total))
         decodings = {cell.cell_id: cell.decoding for cell in experiment.cells}
@@ -244,7 +300,9 @@ def score_tokens(folder: Path, device: str, emit: Emit) -> int:
             model = models[records[0]["model"]]
             batch = max(1, _LOGITS // (model.target.image_tokens * model.target.vocab_size))
             for start in range(0, len(records), batch):
-                rows = measure_tokens(records[start : start + batch], folder, model, decodings[cell_id])
+                rows = measure_tokens(
+                    records[start : start + batch], folder, model, decodings[cell_id]
+                )
                 for row in rows:
                     store.append_score({"level": "tokens", "cell_id": cell_id, **row})
                 done += len(records[start : start + batch])
@@ -252,18 +310,28 @@ def score_tokens(folder: Path, device: str, emit: Emit) -> int:
                 emit(Share("distance from the target", done, images))
         if others:
             text = f"the distance leaves out {others} images: their pictures hold no tokens, and decoding gave others"
-            emit(Note(text, "Pictures of earlier versions need the machine and version that decoded them.", "warning"))
+            emit(
+                Note(
+                    text,
+                    "Pictures of earlier versions need the machine and version that decoded them.",
+                    "warning",
+                )
+            )
         return images - others
 
 
-def measure_tokens(records: Sequence[Row], folder: Path, model: LoadedModel, decoding: Decoding) -> list[Row]:
+def measure_tokens(
+    records: Sequence[Row], folder: Path, model: LoadedModel, decoding: Decoding
+) -> list[Row]:
     """Return rows of level `tokens`; pictures of earlier versions hold none, and their images are decoded again."""
     images = []
     for record in records:
         tokens = read_tokens(folder / record["image"])
         if tokens is None:
             generator = torch.Generator(model.target.device).manual_seed(record["seed"])
-            tokens = decode(model, model.condition([record["prompt"]]), decoding, [generator])[0].tokens
+            tokens = decode(model, model.condition([record["prompt"]]), decoding, [generator])[
+                0
+            ].tokens
         if tokens_sha256(tokens) == record["tokens_sha256"]:
             images.append((record, tokens))
     if not images:
@@ -271,7 +339,10 @@ def measure_tokens(records: Sequence[Row], folder: Path, model: LoadedModel, dec
     condition = model.condition([record["prompt"] for record, _ in images])
     tokens = torch.stack([tokens for _, tokens in images]).long().to(model.target.device)
     sums = token_sums(model, condition, tokens, decoding)
-    return [{"record_key": record["record_key"], **row} for (record, _), row in zip(images, sums, strict=True)]
+    return [
+        {"record_key": record["record_key"], **row}
+        for (record, _), row in zip(images, sums, strict=True)
+    ]
 
 
 # ---- Scoring a run directory
@@ -290,7 +361,11 @@ def score_run(
     with RunStore(folder) as store:
         cells, protocol = _by_cell(read_records(folder)), scorers.protocol
         version = (protocol.name, protocol.version)
-        scores = [row for row in read_scores(folder) if (row["protocol"], row["protocol_version"] or 1) == version]
+        scores = [
+            row
+            for row in read_scores(folder)
+            if (row["protocol"], row["protocol_version"] or 1) == version
+        ]
         label = reference.label if reference is not None else ""
         pending = [
             cell_id
@@ -304,18 +379,31 @@ def score_run(
                 pending += family
         if not pending:
             return 0
-        store.update_manifest(protocols=store.manifest.get("protocols", {}) | {protocol.name: asdict(protocol)})
+        store.update_manifest(
+            protocols=store.manifest.get("protocols", {}) | {protocol.name: asdict(protocol)}
+        )
         records = [record for cell_id in dict.fromkeys(pending) for record in cells[cell_id]]
-        rows = score_records(records, folder, scorers, reference, emit, cache=cache_folder(), infinity=infinity)
+        rows = score_records(
+            records, folder, scorers, reference, emit, cache=cache_folder(), infinity=infinity
+        )
         return len([store.append_score(row) for row in rows])
 
 
 def _is_scored(
-    cell_id: str, records: Sequence[Row], scores: Sequence[Row], scorers: Scorers, reference: str, infinity: bool
+    cell_id: str,
+    records: Sequence[Row],
+    scores: Sequence[Row],
+    scorers: Scorers,
+    reference: str,
+    infinity: bool,
 ) -> bool:
     """Return whether the rows have these scorers' scores of all images of the cell."""
     rows = [row for row in scores if row["cell_id"] == cell_id]
-    images = {row["record_key"] for row in rows if row["level"] == "image" and row["clip_model"] == scorers.label}
+    images = {
+        row["record_key"]
+        for row in rows
+        if row["level"] == "image" and row["clip_model"] == scorers.label
+    }
     if not images.issuperset(record["record_key"] for record in records):
         return False
     if scorers.extractor is None:
@@ -346,7 +434,9 @@ def score_run_directory(
     rules = protocol_of(name)
     compute = choose_compute(device)
     scorers = load_scorers(rules, compute.device)
-    pictures = reference or (recorded.get("reference") if name == recorded.get("protocol") else None)
+    pictures = reference or (
+        recorded.get("reference") if name == recorded.get("protocol") else None
+    )
     against = find_reference(pictures, rules)
     count = score_run(folder, scorers, against, emit, infinity=infinity, rescore=rescore)
     try:
@@ -365,4 +455,6 @@ def load_scorers_of(request: Request, device: str) -> tuple[Scorers, Reference |
         return load_scorers(request.protocol, device=compute.device), reference
     except RefusedError as error:
         advice = f"{error.advice.rstrip('.')}. " if error.advice else ""
-        raise RefusedError(error.message, f"{advice}Or leave quality out: --metrics speed.") from error
+        raise RefusedError(
+            error.message, f"{advice}Or leave quality out: --metrics speed."
+        ) from error

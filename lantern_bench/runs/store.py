@@ -21,13 +21,27 @@ from lantern_bench.config.experiment import ResolvedExperiment
 from lantern_bench.config.plan import ImageKey, ImageTask
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.files import partial_path, write_atomically
-from lantern_bench.runs.records import Row, RowFile, check_same_run, no_room, read_frame, read_rows, record_key
+from lantern_bench.runs.records import (
+    Row,
+    RowFile,
+    check_same_run,
+    no_room,
+    read_frame,
+    read_rows,
+    record_key,
+)
 from lantern_bench.schema import READABLE, SCHEMA_VERSION
 
 if TYPE_CHECKING:
     import pandas as pd
 
-MANIFEST, RECORDS, SCORES, LOCK, WRITER = "manifest.json", "records.jsonl", "scores.jsonl", ".lock", ".writer.json"
+MANIFEST, RECORDS, SCORES, LOCK, WRITER = (
+    "manifest.json",
+    "records.jsonl",
+    "scores.jsonl",
+    ".lock",
+    ".writer.json",
+)
 # in a manifest: true where a run was copied without them (docs/commit_run.py)
 PICTURES_LEFT_OUT = "pictures_left_out"
 # What a resumed run needs of its records.
@@ -68,10 +82,14 @@ def find_run(name: str | Path) -> Path:
     if len(close) == 1:
         return root / close[0]
     wrong = "several runs start with this" if close else "no such run"
-    raise UserError(f"{name}: {wrong}", f"The runs in {root}: {', '.join(close or runs) or 'none yet'}.")
+    raise UserError(
+        f"{name}: {wrong}", f"The runs in {root}: {', '.join(close or runs) or 'none yet'}."
+    )
 
 
-def run_folder(experiment: ResolvedExperiment, out: Path | None = None, *, resume: bool = True) -> Path:
+def run_folder(
+    experiment: ResolvedExperiment, out: Path | None = None, *, resume: bool = True
+) -> Path:
     """Return `out` or `results/<run name>`; without `resume` the first of -2, -3, ... that is free."""
     folder = out if out is not None else results_root() / experiment.run_name
     if resume or not (folder / RECORDS).is_file():
@@ -88,8 +106,12 @@ def read_run(folder: Path, wanted: Collection[str] | None = None) -> RunData:
 def without_records(folder: Path) -> RefusedError:
     """Return the error for a run directory that holds no records."""
     if any(folder.glob("*.csv")):
-        return RefusedError(f"{folder} holds tables only, no records", "`show` and `curves` read its tables.")
-    return RefusedError(f"{folder} holds no records yet", "Resume the run with the command that started it.")
+        return RefusedError(
+            f"{folder} holds tables only, no records", "`show` and `curves` read its tables."
+        )
+    return RefusedError(
+        f"{folder} holds no records yet", "Resume the run with the command that started it."
+    )
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -137,7 +159,9 @@ def finished_records(folder: Path) -> pd.DataFrame:
     """Return `_SCANNED` of the records with status `ok`; an unchanged file is not read again."""
     path = folder / RECORDS
     state = path.stat() if path.is_file() else None
-    return _finished(folder.absolute(), (state.st_ino, state.st_size, state.st_mtime_ns) if state else (0, 0, 0))
+    return _finished(
+        folder.absolute(), (state.st_ino, state.st_size, state.st_mtime_ns) if state else (0, 0, 0)
+    )
 
 
 def done_images(folder: Path) -> set[ImageKey]:
@@ -170,7 +194,10 @@ class RunStore(AbstractContextManager["RunStore"]):
     """
 
     def __init__(
-        self, folder: Path, experiment: ResolvedExperiment | None = None, key: dict[str, Any] | None = None
+        self,
+        folder: Path,
+        experiment: ResolvedExperiment | None = None,
+        key: dict[str, Any] | None = None,
     ) -> None:
         self.folder, self.manifest = folder, dict[str, Any]()
         with ExitStack() as opened:
@@ -182,7 +209,11 @@ class RunStore(AbstractContextManager["RunStore"]):
                 message = f"{folder} has no images to score"
                 raise RefusedError(message, "Resume the run with the command that started it.")
             if experiment is not None and self._done:
-                wanted = {"key": key, "experiment": experiment.to_dict(), "threads": experiment.settings.threads}
+                wanted = {
+                    "key": key,
+                    "experiment": experiment.to_dict(),
+                    "threads": experiment.settings.threads,
+                }
                 check_same_run(folder.name, self.manifest, wanted, self.finished)
             self._records = opened.enter_context(closing(RowFile(folder / RECORDS, "records")))
             self._scores = opened.enter_context(closing(RowFile(folder / SCORES, "scores")))
@@ -293,7 +324,10 @@ def check_writable(folder: Path, flag: str = "--out") -> None:
     """Raise `UserError` for a folder, existing or not, that cannot be written into."""
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not existing.is_dir():
-        raise UserError(f"{flag} {folder}: {existing} is a file, not a folder", "Give a folder that you may write to.")
+        raise UserError(
+            f"{flag} {folder}: {existing} is a file, not a folder",
+            "Give a folder that you may write to.",
+        )
     if not os.access(existing, os.W_OK | os.X_OK):
         raise cannot_write(folder, flag=flag)
 
@@ -325,4 +359,6 @@ def check_is_run(folder: Path) -> None:
 def cannot_write(folder: Path, error: OSError | None = None, flag: str = "--out") -> UserError:
     """Return the error for a folder that cannot be written."""
     reason = f": {error.strerror or error}" if error is not None else ""
-    return UserError(f"{flag} {folder}: cannot be written{reason}", "Give a folder that you may write to.")
+    return UserError(
+        f"{flag} {folder}: cannot be written{reason}", "Give a folder that you may write to."
+    )

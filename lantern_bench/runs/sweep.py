@@ -39,7 +39,9 @@ def _decode_and_score(request: Request, emit: Emit) -> int:
     device = settings.device if request.ray is None else "auto"  # this machine scores
     scorers = None
     # Of the bundled scorers none can be missing; loading them first would delay the first image.
-    if "quality" in metrics and (request.protocol.name != EMBEDDED or settings.reference is not None):
+    if "quality" in metrics and (
+        request.protocol.name != EMBEDDED or settings.reference is not None
+    ):
         from lantern_bench.runs.scoring import load_scorers_of
 
         scorers = load_scorers_of(request, device)
@@ -60,7 +62,9 @@ def _decode_and_score(request: Request, emit: Emit) -> int:
     from lantern_bench.runs import scoring
 
     if "quality" in metrics:
-        scoring.score_run(request.folder, *(scorers or scoring.load_scorers_of(request, device)), emit)
+        scoring.score_run(
+            request.folder, *(scorers or scoring.load_scorers_of(request, device)), emit
+        )
     if "distance" in metrics:
         scoring.score_tokens(request.folder, device, emit)
     return failed

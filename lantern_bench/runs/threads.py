@@ -57,7 +57,9 @@ class Calibrated(NamedTuple):
 
     def notes(self) -> list[Note]:
         """Say which number was chosen, and warn where other programs take the processor."""
-        times = ", ".join(f"{count}: {milliseconds:.3g} ms" for count, milliseconds in self.milliseconds.items())
+        times = ", ".join(
+            f"{count}: {milliseconds:.3g} ms" for count, milliseconds in self.milliseconds.items()
+        )
         notes = [Note(f"threads {self.threads} ({times})", level="detail")]
         if self.lost_share > DISTURBED:
             share = f"{self.lost_share:.2f} of each second a thread waited for a core"
@@ -85,7 +87,10 @@ def set_fastest_threads(
         condition = model.condition([prompt])
     most = torch.get_num_threads()
     timed = " and ".join("drafting" if drafts else "autoregressive" for drafts in sorted(kinds))
-    file, key = model.engine.folder and model.engine.folder / "threads.json", f"{timed}, at most {most}"
+    file, key = (
+        model.engine.folder and model.engine.folder / "threads.json",
+        f"{timed}, at most {most}",
+    )
     choices: dict[str, Any] = {}
     if file is not None:
         with contextlib.suppress(OSError, ValueError, TypeError):  # there is none, or it is damaged
@@ -103,7 +108,9 @@ def set_fastest_threads(
     # What was chosen on a busy machine does not count for the next run.
     if file is not None and recorded is None and calibrated.lost_share <= DISTURBED:
         with contextlib.suppress(OSError):  # the next run times threads again
-            write_atomically(file, json.dumps(choices | {key: calibrated.threads}, indent=1).encode() + b"\n")
+            write_atomically(
+                file, json.dumps(choices | {key: calibrated.threads}, indent=1).encode() + b"\n"
+            )
     set_threads(calibrated.threads)
     for note in calibrated.notes():
         emit(note)
@@ -116,7 +123,11 @@ def calibrate(work: Callable[[], object], recorded: int | None = None) -> Calibr
     from lantern_bench.clock import now, usage
 
     most = torch.get_num_threads()
-    counts = [recorded] if recorded else sorted({max(1, most // 4**power) for power in range(most.bit_length())})
+    counts = (
+        [recorded]
+        if recorded
+        else sorted({max(1, most // 4**power) for power in range(most.bit_length())})
+    )
     waking = torch.zeros(1 << 18)
     blocks: dict[int, list[float]] = defaultdict(list)
     torch.set_num_threads(counts[-1])
@@ -125,7 +136,9 @@ def calibrate(work: Callable[[], object], recorded: int | None = None) -> Calibr
     work()
     repeats, lost, start = max(1, round(_BLOCK / max(1e-6, now() - began))), 0.0, now()
     rounds = _ROUNDS if len(counts) > 1 else _ROUNDS_OF_ONE
-    while len(blocks[counts[-1]]) < rounds and not (blocks[counts[-1]] and now() - start > _LONGEST):
+    while len(blocks[counts[-1]]) < rounds and not (
+        blocks[counts[-1]] and now() - start > _LONGEST
+    ):
         for threads in counts:
             torch.set_num_threads(threads)
             waking.add_(1)  # the threads start
@@ -138,5 +151,7 @@ def calibrate(work: Callable[[], object], recorded: int | None = None) -> Calibr
             lost += usage().since(before).lost_seconds(blocks[threads][-1], threads)
     torch.set_num_threads(most)
     milliseconds = {threads: 1e3 * median(blocks[threads]) / repeats for threads in counts}
-    chosen = next(count for count in counts if milliseconds[count] * (1 - _TIE) <= min(milliseconds.values()))
+    chosen = next(
+        count for count in counts if milliseconds[count] * (1 - _TIE) <= min(milliseconds.values())
+    )
     return Calibrated(chosen, milliseconds, lost / sum(map(sum, blocks.values())))

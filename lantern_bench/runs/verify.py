@@ -14,7 +14,14 @@ from lantern_bench.files import file_sha256, write_atomically
 from lantern_bench.models.registry import defaults_of, model_of
 from lantern_bench.prompts import load_prompts
 from lantern_bench.runs.records import read_lines, record_key
-from lantern_bench.runs.store import PICTURES_LEFT_OUT, RECORDS, SCORES, lock_run, read_manifest, without_records
+from lantern_bench.runs.store import (
+    PICTURES_LEFT_OUT,
+    RECORDS,
+    SCORES,
+    lock_run,
+    read_manifest,
+    without_records,
+)
 
 _FILES = {"records": RECORDS, "scores": SCORES}
 
@@ -66,12 +73,22 @@ def verify(folder: Path) -> Checked:
     try:
         problems += _compare(_plan_of(manifest), manifest, records.values())
     except LanternError as error:
-        problems.append(Problem("manifest.json", f"its images cannot be counted: {error.message}", repairable=False))
-    orphans = sum(row.record_key not in records for row in rows["scores"] if row.level in ("image", "tokens"))
+        problems.append(
+            Problem(
+                "manifest.json", f"its images cannot be counted: {error.message}", repairable=False
+            )
+        )
+    orphans = sum(
+        row.record_key not in records for row in rows["scores"] if row.level in ("image", "tokens")
+    )
     if orphans:
-        problems.append(Problem(SCORES, f"{orphans} rows score images that have no record", repairable=False))
+        problems.append(
+            Problem(SCORES, f"{orphans} rows score images that have no record", repairable=False)
+        )
     count = len(pictures) if has_pictures else None
-    return Checked(len(records), count, len(rows["scores"]), problems, frozenset(broken), lines_are_undamaged)
+    return Checked(
+        len(records), count, len(rows["scores"]), problems, frozenset(broken), lines_are_undamaged
+    )
 
 
 def _picture_problem(folder: Path, row: Any) -> Problem | None:
@@ -80,8 +97,12 @@ def _picture_problem(folder: Path, row: Any) -> Problem | None:
     try:
         undamaged = file_sha256(path) == row.image_sha256
     except OSError as error:
-        return Problem(row.image, "missing" if not path.exists() else f"cannot be read: {error.strerror}")
-    return None if undamaged else Problem(row.image, "damaged, its SHA-256 is not that of the record")
+        return Problem(
+            row.image, "missing" if not path.exists() else f"cannot be read: {error.strerror}"
+        )
+    return (
+        None if undamaged else Problem(row.image, "damaged, its SHA-256 is not that of the record")
+    )
 
 
 def _plan_of(manifest: Mapping[str, Any]) -> Plan:
@@ -111,7 +132,9 @@ def _compare(plan: Plan, manifest: Mapping[str, Any], records: Iterable[Any]) ->
                 problem = f"{task.image}: its record key {row.record_key} is not that of its settings, {key}"
                 yield Problem(RECORDS, problem, repairable=False)
     if recorded:
-        yield Problem(RECORDS, f"{len(recorded)} records are of no image of the experiment", repairable=False)
+        yield Problem(
+            RECORDS, f"{len(recorded)} records are of no image of the experiment", repairable=False
+        )
 
 
 def repair(folder: Path, checked: Checked) -> int:
@@ -121,7 +144,11 @@ def repair(folder: Path, checked: Checked) -> int:
         for table, name in _FILES.items():
             lines = list(read_lines(folder / name, table))
             dropped = checked.broken if table == "records" else ()
-            remaining = [line.content for line in lines if line.row is not None and line.row.record_key not in dropped]
+            remaining = [
+                line.content
+                for line in lines
+                if line.row is not None and line.row.record_key not in dropped
+            ]
             if len(remaining) < len(lines):
                 write_atomically(folder / name, remaining)
             count += len(lines) - len(remaining)

@@ -63,7 +63,9 @@ def join_processes(cpu: bool = False) -> Processes:
     """Join the processes of this launch; each takes the GPU of its number, if there is one and not `cpu`."""
     if not is_distributed():
         return SINGLE
-    rank, count, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    rank, count, local_rank = (
+        int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    )
     on_gpu = torch.cuda.is_available() and not cpu
     device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
     if on_gpu:
@@ -135,12 +137,18 @@ def train(
         run.seconds += now() - start
         fraction = min(1.0, run.fraction())
         if run.steps % settings.log_every == 0 or fraction == 1.0:
-            means = {name: sum(figures[name] for figures in since) / len(since) for name in since[0]}
+            means = {
+                name: sum(figures[name] for figures in since) / len(since) for name in since[0]
+            }
             loss = means.pop("loss")
             run.losses.append((run.steps, loss))
             on_event(TrainEvent(run.steps, fraction, run.seconds, loss, rate, means))
             since = []
-        if settings.checkpoint is not None and run.steps % settings.checkpoint_every == 0 and processes.first:
+        if (
+            settings.checkpoint is not None
+            and run.steps % settings.checkpoint_every == 0
+            and processes.first
+        ):
             run.save(settings.checkpoint)
     task.module.eval()
     return TrainReport(run.steps, run.seconds, settings.described(), run.losses)
@@ -164,14 +172,21 @@ def read_checkpoint(settings: TrainSettings) -> dict[str, Any] | None:
 class _Run:
     """The state of one training, from its checkpoint if there is one."""
 
-    def __init__(self, task: Task, settings: TrainSettings, device: torch.device, processes: Processes) -> None:
+    def __init__(
+        self, task: Task, settings: TrainSettings, device: torch.device, processes: Processes
+    ) -> None:
         self.task, self.settings, self.device, self.processes = task, settings, device, processes
         module = task.module.to(device).train()
         self.trained = [p for p in module.parameters() if p.requires_grad]
-        decayed = {"params": [p for p in self.trained if p.dim() >= 2], "weight_decay": settings.weight_decay}
+        decayed = {
+            "params": [p for p in self.trained if p.dim() >= 2],
+            "weight_decay": settings.weight_decay,
+        }
         others = {"params": [p for p in self.trained if p.dim() < 2], "weight_decay": 0.0}
         fused = device.type == "cuda"
-        self.optimiser = torch.optim.AdamW([decayed, others], lr=settings.lr, betas=settings.betas, fused=fused)
+        self.optimiser = torch.optim.AdamW(
+            [decayed, others], lr=settings.lr, betas=settings.betas, fused=fused
+        )
         self.generator = torch.Generator().manual_seed(settings.seed)
         self.autocast = settings.autocast and has_bfloat16(device)
         self.steps, self.seconds, self.losses = 0, 0.0, list[tuple[int, float]]()
@@ -211,7 +226,9 @@ class _Run:
                 figures[name] = figures.get(name, torch.zeros_like(figure)) + figure * share
         self.processes.average([p.grad for p in self.trained if p.grad is not None])
         by_norm = self.settings.clip_by == "norm"
-        clip: Callable[..., Any] = nn.utils.clip_grad_norm_ if by_norm else nn.utils.clip_grad_value_
+        clip: Callable[..., Any] = (
+            nn.utils.clip_grad_norm_ if by_norm else nn.utils.clip_grad_value_
+        )
         clip(self.trained, self.settings.clip)
         self.optimiser.step()
         self.steps += 1

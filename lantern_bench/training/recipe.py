@@ -73,7 +73,9 @@ class TrainSettings(Optimisation):
 
     def described(self) -> dict[str, Any]:
         """Return what a checkpoint must agree on to be continued, as plain data without paths."""
-        return self.model_dump(mode="json", exclude={"checkpoint", "resume", "depends_on"}) | dict(self.depends_on)
+        return self.model_dump(mode="json", exclude={"checkpoint", "resume", "depends_on"}) | dict(
+            self.depends_on
+        )
 
 
 def flag_of(key: str) -> str:
@@ -81,7 +83,9 @@ def flag_of(key: str) -> str:
     return f"--{key.replace('_', '-')}"
 
 
-def checked(model: type[_Model], values: Mapping[str, Any], name_of: Callable[[str], str] = flag_of) -> _Model:
+def checked(
+    model: type[_Model], values: Mapping[str, Any], name_of: Callable[[str], str] = flag_of
+) -> _Model:
     """Validate `values`; raises `UserError` with `name_of(key)`, the value and what is allowed."""
     try:
         return model.model_validate(values)
@@ -92,7 +96,9 @@ def checked(model: type[_Model], values: Mapping[str, Any], name_of: Callable[[s
             text = f"{name_of(key)}: unknown setting{did_you_mean(key, fields)}"
             raise UserError(text, f"The settings are {', '.join(fields)}.") from error
         # Pydantic says "Input should be greater than 0".
-        allowed = fields[key].description or problem["msg"].replace("Input should", "must").replace("'", "")
+        allowed = fields[key].description or problem["msg"].replace("Input should", "must").replace(
+            "'", ""
+        )
         value = f"{values[key]:g}" if isinstance(values[key], float) else values[key]
         raise UserError(f"{name_of(key)} {value}: {allowed}") from error
 
@@ -144,7 +150,9 @@ class DrafterRecipe(Optimisation):
 
 RECIPES = {
     "published": DrafterRecipe(),
-    "lanterns": DrafterRecipe(**yaml.safe_load(Path(__file__).with_name("lanterns.yaml").read_text(encoding="utf-8"))),
+    "lanterns": DrafterRecipe(
+        **yaml.safe_load(Path(__file__).with_name("lanterns.yaml").read_text(encoding="utf-8"))
+    ),
 }
 
 
@@ -174,10 +182,14 @@ class DrafterFlags(StrictSettings):
     out: Path | None = _flag(None, "Folder of the drafter. Default: results/drafters/TARGET.")
     work: Path | None = _flag(None, "Folder of tokens and checkpoint. Default: OUT/work.")
     tree: str = _flag("eagle1-25", f"Tree of the evaluation: {', '.join(STATIC_TREES)}.")
-    cfg_scale: float | None = _flag(None, "Guidance of sampling and evaluation. Default: the model's.")
+    cfg_scale: float | None = _flag(
+        None, "Guidance of sampling and evaluation. Default: the model's."
+    )
     temperature: float = _flag(1.0, "Temperature of sampling and evaluation.")
     top_k: int | None = _flag(None, "Top-k of sampling and evaluation. Default: the model's.")
-    eval_prompts: str | None = _flag(None, "Prompts of the evaluation, as --data. Default: the held-out captions.")
+    eval_prompts: str | None = _flag(
+        None, "Prompts of the evaluation, as --data. Default: the held-out captions."
+    )
     eval_every: int = _flag(500, "Steps between evaluations; 0: only at the end.", ge=0)
     eval_images: int = _flag(8, "Images of each evaluation.", ge=0)
     final_images: int = _flag(32, "Images of the last evaluation, of both drafters.", ge=0)
@@ -197,15 +209,21 @@ def read_recipe(source: str) -> DrafterRecipe:
         problem = f"--recipe {source}: unknown recipe{did_you_mean(source, RECIPES)}"
         raise UserError(problem, f"The recipes are {names}; or give a YAML file.")
     try:
-        file = read_source(Path(source), f"The settings are {', '.join(DrafterRecipe.model_fields)}.")
+        file = read_source(
+            Path(source), f"The settings are {', '.join(DrafterRecipe.model_fields)}."
+        )
     except UserError as error:
         raise UserError(f"--recipe {error.message}", error.advice) from error
     values = {str(key): value for key, value in file.data.items()}
     base = values.pop("base", "published")
     if base not in RECIPES:
-        raise UserError(f"--recipe {source}: base {base}: unknown recipe", f"The recipes are {names}.")
+        raise UserError(
+            f"--recipe {source}: base {base}: unknown recipe", f"The recipes are {names}."
+        )
     changed = RECIPES[base].model_dump() | values
-    return checked(DrafterRecipe, changed, lambda key: f"--recipe {source} line {file.line((key,))}: {key}")
+    return checked(
+        DrafterRecipe, changed, lambda key: f"--recipe {source} line {file.line((key,))}: {key}"
+    )
 
 
 def recipe_of(flags: DrafterFlags) -> DrafterRecipe:
@@ -219,6 +237,10 @@ def recipe_of(flags: DrafterFlags) -> DrafterRecipe:
             values[key.strip()] = yaml.safe_load(value)
         except yaml.YAMLError as error:
             raise UserError(f"--set {text}: the value is not valid YAML") from error
-    recipe = checked(DrafterRecipe, read_recipe(flags.recipe).model_dump() | values, lambda key: f"--set {key}")
-    single = flags.model_dump(include={"steps", "epochs", "batch", "accumulate", "lr"}, exclude_none=True)
+    recipe = checked(
+        DrafterRecipe, read_recipe(flags.recipe).model_dump() | values, lambda key: f"--set {key}"
+    )
+    single = flags.model_dump(
+        include={"steps", "epochs", "batch", "accumulate", "lr"}, exclude_none=True
+    )
     return checked(DrafterRecipe, recipe.model_dump() | single)

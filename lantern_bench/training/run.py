@@ -20,7 +20,13 @@ from lantern_bench.clock import OnProgress, no_progress
 from lantern_bench.config.decoding import Decoding, ParameterError
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.files import write_atomically
-from lantern_bench.models.eagle import INPUT_TYPES, EagleDrafter, drafter_key_map, load_drafter, untrained_drafter
+from lantern_bench.models.eagle import (
+    INPUT_TYPES,
+    EagleDrafter,
+    drafter_key_map,
+    load_drafter,
+    untrained_drafter,
+)
 from lantern_bench.models.io.model_file import is_model_file
 from lantern_bench.models.io.state_dict import export
 from lantern_bench.models.loaded_model import LoadedModel, transformer_of
@@ -28,9 +34,30 @@ from lantern_bench.models.model import Model
 from lantern_bench.models.registry import model_of
 from lantern_bench.models.target import CachedTarget
 from lantern_bench.prompts import load_prompts, read_captioned
-from lantern_bench.training.loop import OnEvent, Processes, TrainEvent, TrainReport, read_checkpoint, train
-from lantern_bench.training.recipe import DrafterFlags, DrafterRecipe, Optimisation, TrainSettings, flag_of, recipe_of
-from lantern_bench.training.task import Data, DrafterTask, Sequences, decode_slots, drafter_like, make_tokens
+from lantern_bench.training.loop import (
+    OnEvent,
+    Processes,
+    TrainEvent,
+    TrainReport,
+    read_checkpoint,
+    train,
+)
+from lantern_bench.training.recipe import (
+    DrafterFlags,
+    DrafterRecipe,
+    Optimisation,
+    TrainSettings,
+    flag_of,
+    recipe_of,
+)
+from lantern_bench.training.task import (
+    Data,
+    DrafterTask,
+    Sequences,
+    decode_slots,
+    drafter_like,
+    make_tokens,
+)
 
 _SAMPLING = ("temperature", "top_k", "top_p", "filter_order", "cfg_scale", "cfg_default")
 _HELD_OUT_SEQUENCES = 32
@@ -81,8 +108,14 @@ class DrafterJob:
         settings = flags.model_dump(include={"minutes", "seed", "resume"})
         if flags.minutes is not None and recipe.steps is None:
             settings["steps"] = None
-        depends_on = {"target weights": model.weights.get("target", ""), "data": self.data.sha256()[:16]}
-        depends_on |= {"init": self.init_name, **recipe.model_dump(mode="json", exclude=set(Optimisation.model_fields))}
+        depends_on = {
+            "target weights": model.weights.get("target", ""),
+            "data": self.data.sha256()[:16],
+        }
+        depends_on |= {
+            "init": self.init_name,
+            **recipe.model_dump(mode="json", exclude=set(Optimisation.model_fields)),
+        }
         settings |= {"checkpoint": self.work / "drafter.ckpt", "depends_on": depends_on}
         return recipe.train_settings(self.sequences, **settings)
 
@@ -98,14 +131,25 @@ def make_job(flags: DrafterFlags, drafters: Path) -> DrafterJob:
     values = flags.model_dump(include={"cfg_scale", "temperature", "top_k", "tree"})
     guidance = model.defaults.get("cfg_scale", 1.0)
     try:
-        decoding = Decoding("speculative", cfg_default=guidance, model_defaults=model.defaults, **values)
+        decoding = Decoding(
+            "speculative", cfg_default=guidance, model_defaults=model.defaults, **values
+        )
     except ParameterError as error:
-        raise UserError(f"{flag_of(error.key or 'tree')} {values[error.key or 'tree']}: {error.text}") from error
-    prompts = [] if flags.eval_prompts is None else _prompts(flags.eval_prompts, "--eval-prompts", model)
+        raise UserError(
+            f"{flag_of(error.key or 'tree')} {values[error.key or 'tree']}: {error.text}"
+        ) from error
+    prompts = (
+        [] if flags.eval_prompts is None else _prompts(flags.eval_prompts, "--eval-prompts", model)
+    )
     out = flags.out or drafters / Path(model.name).stem
-    job = DrafterJob(flags, _data(flags, model), recipe, decoding, prompts, out, flags.work or out / "work")
+    job = DrafterJob(
+        flags, _data(flags, model), recipe, decoding, prompts, out, flags.work or out / "work"
+    )
     if job.init_name == "folder" and not Path(flags.init).is_dir():
-        raise UserError(f"--init {flags.init}: no such folder", "Use random or shipped, or give a drafter's folder.")
+        raise UserError(
+            f"--init {flags.init}: no such folder",
+            "Use random or shipped, or give a drafter's folder.",
+        )
     return job
 
 
@@ -118,15 +162,21 @@ def _data(flags: DrafterFlags, model: Model) -> Data:
             raise UserError(f"--images {images}: --data {source} holds {len(items)} pictures")
         pictures = [(item.path, False) for item in items[:images]]
         mirrored = [(path, True) for path, _ in pictures] if flags.mirror else []
-        data = Data([item.caption for item in items[:images]] * (1 + flags.mirror), pictures + mirrored)
+        data = Data(
+            [item.caption for item in items[:images]] * (1 + flags.mirror), pictures + mirrored
+        )
     elif flags.captions is not None or flags.mirror:
         flag = "--mirror" if flags.captions is None else "--captions"
-        raise UserError(f"{flag}: needs pictures, and --data {source} is not a folder", "Leave it out.")
+        raise UserError(
+            f"{flag}: needs pictures, and --data {source} is not a folder", "Leave it out."
+        )
     else:
         texts = _prompts(source, "--data", model)
         data = Data([texts[number % len(texts)] for number in range(images or len(texts))])
     if len(data.captions) < 2:
-        raise UserError(f"--data {source}: one picture is too few", "Give at least two; some are held out.")
+        raise UserError(
+            f"--data {source}: one picture is too few", "Give at least two; some are held out."
+        )
     return data
 
 
@@ -141,7 +191,9 @@ def plan_rows(job: DrafterJob) -> list[tuple[str, str]]:
     """Return what the training would make, and how much of it."""
     flags, recipe, total = job.flags, job.recipe, len(job.data.captions)
     model = model_of(flags.target)
-    target = transformer_of(model.with_random_weights() or model.load(torch.device("cpu"), torch.float32))
+    target = transformer_of(
+        model.with_random_weights() or model.load(torch.device("cpu"), torch.float32)
+    )
     steps, image_tokens = recipe.total_steps(job.sequences), target.config.image_tokens
     source = "encoded" if job.data.pictures is not None else "sampled by the target"
     evaluations = steps // flags.eval_every if flags.eval_every else 0
@@ -154,7 +206,10 @@ def plan_rows(job: DrafterJob) -> list[tuple[str, str]]:
         ("held out", f"{job.held_out:,} of {total:,}"),
         ("steps", f"{count} of {recipe.batch * recipe.accumulate} sequences"),
         ("epochs", epochs),
-        ("evaluations", f"{evaluations} of {flags.eval_images} images, one of {flags.final_images} at the end"),
+        (
+            "evaluations",
+            f"{evaluations} of {flags.eval_images} images, one of {flags.final_images} at the end",
+        ),
     ]
 
 
@@ -184,31 +239,45 @@ class Evaluated(NamedTuple):
 
 
 def train_drafter(
-    job: DrafterJob, model: LoadedModel, on_event: OnEvent, on_progress: OnProgress, processes: Processes
+    job: DrafterJob,
+    model: LoadedModel,
+    on_event: OnEvent,
+    on_progress: OnProgress,
+    processes: Processes,
 ) -> tuple[TrainReport, list[Evaluated]]:
     """Train, write `job.out`, and evaluate the written drafter and the model's own, where it has one."""
     flags, recipe, captions = job.flags, job.recipe, job.data.captions
     if recipe.batch % processes.count:
-        raise UserError(f"--batch {recipe.batch}: must be a multiple of the {processes.count} processes")
+        raise UserError(
+            f"--batch {recipe.batch}: must be a multiple of the {processes.count} processes"
+        )
     target, settings = transformer_of(model), job.settings(model)
     drafter = _initial_drafter(job, model, target)
     read_checkpoint(settings)  # one of another training is refused before hours of sampling
     tokens = _tokens(job, model, target.image_tokens, on_progress, processes)
-    order = torch.randperm(len(tokens), generator=torch.Generator().manual_seed(flags.seed)).tolist()
+    order = torch.randperm(
+        len(tokens), generator=torch.Generator().manual_seed(flags.seed)
+    ).tolist()
     held_out, training = order[: job.held_out], order[job.held_out :]
 
     def sequences(numbers: list[int]) -> Sequences:
         chosen = [captions[number] for number in numbers]
-        return Sequences(target, tokens[numbers], lambda rows: model.condition([chosen[row] for row in rows]))
+        return Sequences(
+            target, tokens[numbers], lambda rows: model.condition([chosen[row] for row in rows])
+        )
 
     examined = sequences(held_out[:_HELD_OUT_SEQUENCES])
-    task = DrafterTask(drafter, sequences(training), examined, recipe, job.decoding, flags.seed, processes)
+    task = DrafterTask(
+        drafter, sequences(training), examined, recipe, job.decoding, flags.seed, processes
+    )
     prompts = list(job.prompts) or list(dict.fromkeys(captions[number] for number in held_out))
     if flags.compile:
         if model.compiles:
             target.transformer.compile()
         drafter.compile()
-    logged = _logged(job, model, task, prompts, on_event) if processes.first else lambda _event: None
+    logged = (
+        _logged(job, model, task, prompts, on_event) if processes.first else lambda _event: None
+    )
     report = train(task, settings, target.device, logged, processes)
     if not processes.first:
         return report, []
@@ -220,13 +289,17 @@ def train_drafter(
     with torch.compiler.set_stance("force_eager"):
         for name, written in drafters.items():
             decoding = partial(on_progress, f"decoding, drafter: {name}")
-            accepted = _accepted(job, replace(model, drafter=written), prompts, flags.final_images, decoding)
+            accepted = _accepted(
+                job, replace(model, drafter=written), prompts, flags.final_images, decoding
+            )
             evaluated.append(Evaluated(name, task.overlap(written), accepted))
     _write_report(job, report, evaluated)
     return report, evaluated
 
 
-def _tokens(job: DrafterJob, model: LoadedModel, needed: int, on_progress: OnProgress, processes: Processes) -> Tensor:
+def _tokens(
+    job: DrafterJob, model: LoadedModel, needed: int, on_progress: OnProgress, processes: Processes
+) -> Tensor:
     """Encode or sample the sequences; other processes read what the first one wrote."""
     on_progress = on_progress if processes.first else no_progress
     with processes.first_alone():
@@ -235,12 +308,18 @@ def _tokens(job: DrafterJob, model: LoadedModel, needed: int, on_progress: OnPro
         sampling = Decoding(mode="ar", **{name: getattr(job.decoding, name) for name in _SAMPLING})
         tokens = make_tokens(job.data, model, sampling, job.flags.seed, job.work, on_progress)
     if tokens.shape[1] != needed:
-        raise UserError(f"--data: the pictures have {tokens.shape[1]} tokens, and the target {needed}")
+        raise UserError(
+            f"--data: the pictures have {tokens.shape[1]} tokens, and the target {needed}"
+        )
     return tokens
 
 
 def _logged(
-    job: DrafterJob, model: LoadedModel, task: DrafterTask, prompts: Sequence[str], on_event: OnEvent
+    job: DrafterJob,
+    model: LoadedModel,
+    task: DrafterTask,
+    prompts: Sequence[str],
+    on_event: OnEvent,
 ) -> OnEvent:
     """Return what adds a row to the log for each event, with held-out figures every `eval_every` steps."""
     path, flags, target = job.out / "log.csv", job.flags, transformer_of(model)
@@ -251,7 +330,10 @@ def _logged(
         # Rows of this step and later belong to an interrupted training.
         rows[:] = [row for row in rows if row["step"] < event.step]
         before, seconds = (rows[-1]["step"], rows[-1]["seconds"]) if rows else (0, 0.0)
-        tokens, elapsed = (event.step - before) * sequences * target.image_tokens, event.seconds - seconds
+        tokens, elapsed = (
+            (event.step - before) * sequences * target.image_tokens,
+            event.seconds - seconds,
+        )
         row: dict[str, Any] = {
             "step": event.step,
             "epoch": event.step * sequences / job.sequences,
@@ -266,7 +348,9 @@ def _logged(
         if flags.eval_every and event.step // flags.eval_every != before // flags.eval_every:
             with torch.compiler.set_stance("force_eager"):
                 drafter = drafter_like(task.drafter, target.dtype, target.device).eval()
-                accepted = _accepted(job, replace(model, drafter=drafter), prompts, flags.eval_images)
+                accepted = _accepted(
+                    job, replace(model, drafter=drafter), prompts, flags.eval_images
+                )
                 row |= {"one_minus_tv": task.overlap(task.drafter), "mal_images": flags.eval_images}
             if accepted is not None:
                 row["mal"] = accepted.value
@@ -285,7 +369,9 @@ def read_log(path: Path) -> list[dict[str, Any]]:
         return []
     table = pd.read_csv(path)
     if tuple(table.columns) != COLUMNS:
-        raise RefusedError(f"{path}: is not the log of a training", "Move it away, or give another folder (--out).")
+        raise RefusedError(
+            f"{path}: is not the log of a training", "Move it away, or give another folder (--out)."
+        )
     return [{str(name): value for name, value in row.items()} for row in table.to_dict("records")]
 
 
@@ -303,7 +389,10 @@ def _accepted(
         decoded = decode_slots(model, job.decoding, job.flags.seed, slots[start : start + _BATCH])
         committed += [image.trace.committed for image in decoded]
         on_share(len(committed) / images)
-    tokens, steps = [float(sum(counts)) for counts in committed], [float(len(counts)) for counts in committed]
+    tokens, steps = (
+        [float(sum(counts)) for counts in committed],
+        [float(len(counts)) for counts in committed],
+    )
     return Observations(tokens, steps, [prompt for prompt, _ in slots]) if images else None
 
 
@@ -323,7 +412,9 @@ def _write_report(job: DrafterJob, report: TrainReport, evaluated: Sequence[Eval
         "settings": report.settings,
         "drafters": drafters,
     }
-    write_atomically(job.out / "training_report.json", json.dumps(content, indent=1).encode() + b"\n")
+    write_atomically(
+        job.out / "training_report.json", json.dumps(content, indent=1).encode() + b"\n"
+    )
 
 
 def _initial_drafter(job: DrafterJob, model: LoadedModel, target: CachedTarget) -> EagleDrafter:
@@ -335,15 +426,23 @@ def _initial_drafter(job: DrafterJob, model: LoadedModel, target: CachedTarget) 
             return untrained_drafter(target).to(target.device)
     drafter = model.drafter
     if job.init_name == "folder":
-        drafter = load_drafter(Path(job.flags.init), target, dtype=torch.float32, device=target.device)
+        drafter = load_drafter(
+            Path(job.flags.init), target, dtype=torch.float32, device=target.device
+        )
     if not isinstance(drafter, EagleDrafter):
-        raise UserError(f"--init shipped: {model.name} has no drafter", "Use --init random, or give a folder.")
+        raise UserError(
+            f"--init shipped: {model.name} has no drafter", "Use --init random, or give a folder."
+        )
     return drafter_like(drafter, torch.float32, target.device)
 
 
-def write_drafter(drafter: EagleDrafter, folder: Path, target: str, weights: Mapping[str, str]) -> None:
+def write_drafter(
+    drafter: EagleDrafter, folder: Path, target: str, weights: Mapping[str, str]
+) -> None:
     """Write a drafter in the published layout, and a model file; `weights` are the hashes of the target."""
-    state = {name: tensor.float() for name, tensor in export(drafter, drafter_key_map(drafter)).items()}
+    state = {
+        name: tensor.float() for name, tensor in export(drafter, drafter_key_map(drafter)).items()
+    }
     write_atomically(folder / "model.safetensors", save(state, metadata={"format": "pt"}))
     config = drafter.config
     # The keys that the published code and this package read.
@@ -361,7 +460,11 @@ def write_drafter(drafter: EagleDrafter, folder: Path, target: str, weights: Map
         "trained_for": weights.get("target", ""),
     }
     if config.qk_norm:
-        described |= {"model_type": "chameleon", "rope_theta": config.rope_base, "swin_norm": config.norm_after}
+        described |= {
+            "model_type": "chameleon",
+            "rope_theta": config.rope_base,
+            "swin_norm": config.norm_after,
+        }
     else:
         described |= {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
         described |= {"mask_padding": drafter.mask_padding, "rope_base": config.rope_base}

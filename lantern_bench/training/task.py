@@ -59,12 +59,19 @@ class Data:
 
     def sha256(self) -> str:
         """Return a hash of captions and of the pictures' names and sizes; reading all pictures would take too long."""
-        pictures = [[path.name, path.stat().st_size, mirrored] for path, mirrored in self.pictures or ()]
+        pictures = [
+            [path.name, path.stat().st_size, mirrored] for path, mirrored in self.pictures or ()
+        ]
         return hashlib.sha256(json.dumps([list(self.captions), pictures]).encode()).hexdigest()
 
 
 def make_tokens(
-    data: Data, model: LoadedModel, decoding: Decoding, seed: int, work: Path, on_progress: OnProgress
+    data: Data,
+    model: LoadedModel,
+    decoding: Decoding,
+    seed: int,
+    work: Path,
+    on_progress: OnProgress,
 ) -> Tensor:
     """Encode the pictures, or sample from the target with `decoding` (a mode `ar`): tokens int32 [n, N].
 
@@ -90,19 +97,26 @@ def make_tokens(
 
     def make(rows: slice) -> Tensor:
         if pictures is None:
-            return torch.stack([image.tokens for image in decode_slots(model, decoding, seed, slots[rows])])
+            return torch.stack(
+                [image.tokens for image in decode_slots(model, decoding, seed, slots[rows])]
+            )
         pixels = [_picture(path, mirrored, reader.size) for path, mirrored in pictures[rows]]
         return reader.tokens(torch.from_numpy(np.stack(pixels))).int()
 
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
     folder = work / f"{name}-{digest[:12]}"
-    write_atomically(folder / "manifest.json", json.dumps({"key": key}, indent=1, sort_keys=True).encode() + b"\n")
+    write_atomically(
+        folder / "manifest.json",
+        json.dumps({"key": key}, indent=1, sort_keys=True).encode() + b"\n",
+    )
     tokens = []
     for number, start in enumerate(range(0, total, _BATCH)):
         path = folder / f"{number:05d}.safetensors"
         if not path.is_file():
             on_progress(label, start / total)
-            write_atomically(path, save({"tokens": make(slice(start, start + _BATCH)).cpu().contiguous()}))
+            write_atomically(
+                path, save({"tokens": make(slice(start, start + _BATCH)).cpu().contiguous()})
+            )
         try:
             tokens.append(load_file(path)["tokens"])
         except (OSError, KeyError, SafetensorError) as error:
@@ -112,7 +126,9 @@ def make_tokens(
     return torch.cat(tokens)
 
 
-def decode_slots(model: LoadedModel, decoding: Decoding, seed: int, slots: Sequence[tuple[str, int]]) -> list[Decoded]:
+def decode_slots(
+    model: LoadedModel, decoding: Decoding, seed: int, slots: Sequence[tuple[str, int]]
+) -> list[Decoded]:
     """Decode an image for each pair of a prompt and a repeat, with the seed that a sweep gives it."""
     seeds = [record_seed(seed, Prompt(text).id, repeat) for text, repeat in slots]
     generators = [torch.Generator(model.target.device).manual_seed(seed) for seed in seeds]
@@ -143,7 +159,9 @@ class TargetFeatures(NamedTuple):
     prompts: Tensor | None  # int64 [B, P], in the model's own vocabulary; None for other conditions
 
 
-def target_features(target: CachedTarget, condition: Condition, tokens: Tensor, dropped: Tensor) -> TargetFeatures:
+def target_features(
+    target: CachedTarget, condition: Condition, tokens: Tensor, dropped: Tensor
+) -> TargetFeatures:
     """Return features along tokens int64 [B, N]; the rows `dropped` bool [B] have the null condition."""
     tokens, dropped = tokens.to(target.device), dropped.to(target.device)[:, None]
     conditional, null = target.prefix(condition, guided=True).chunk(2)
@@ -157,7 +175,9 @@ def target_features(target: CachedTarget, condition: Condition, tokens: Tensor, 
     prefix = torch.where(dropped[:, :, None], null, conditional)
     x = torch.cat([prefix, target.transformer.tok_embeddings(tokens[:, :-1])], dim=1)
     length = x.shape[1]
-    hidden = target.transformer(x, prefix_mask(visible, length), positions_of(visible, length, target.config))
+    hidden = target.transformer(
+        x, prefix_mask(visible, length), positions_of(visible, length, target.config)
+    )
     return TargetFeatures(tokens, hidden, visible, prompts)
 
 
@@ -172,7 +192,9 @@ class Sequences:
     @torch.no_grad()
     def features(self, rows: Sequence[int], dropped: Tensor) -> TargetFeatures:
         """Return the `target_features` of the sequences with these numbers."""
-        return target_features(self.target, self.condition(rows), self.tokens[list(rows)].long(), dropped)
+        return target_features(
+            self.target, self.condition(rows), self.tokens[list(rows)].long(), dropped
+        )
 
 
 def in_order(count: int, seed: int, drawn: int, wanted: int) -> list[int]:
@@ -185,7 +207,9 @@ def in_order(count: int, seed: int, drawn: int, wanted: int) -> list[int]:
     return numbers[first : first + wanted]
 
 
-def unroll(drafter: EagleDrafter, target: TargetFeatures, features: Tensor, levels: int) -> list[Tensor]:
+def unroll(
+    drafter: EagleDrafter, target: TargetFeatures, features: Tensor, levels: int
+) -> list[Tensor]:
     """Return predicted features of each level, [B, P + N - 1, dim], as `features`, the input of the first level.
 
     The output of level k is a draft's from position P + k - 2 on (HASS, arXiv 2408.15766, section 3).
@@ -205,9 +229,16 @@ def unroll(drafter: EagleDrafter, target: TargetFeatures, features: Tensor, leve
     outputs, inputs = list[Tensor](), features
     for level in range(levels):
         masks = [causal.masked_fill(distance < level, -torch.inf)]
-        masks += [torch.zeros_like(causal).masked_fill(distance != lag, -torch.inf) for lag in reversed(range(level))]
-        outputs.append(drafter(tokens, inputs, torch.cat(masks, dim=-1), prompts, positions, earlier))
-        inputs = torch.cat([features[:, : first + 1], outputs[-1][:, first:-1].to(features.dtype)], dim=1)
+        masks += [
+            torch.zeros_like(causal).masked_fill(distance != lag, -torch.inf)
+            for lag in reversed(range(level))
+        ]
+        outputs.append(
+            drafter(tokens, inputs, torch.cat(masks, dim=-1), prompts, positions, earlier)
+        )
+        inputs = torch.cat(
+            [features[:, : first + 1], outputs[-1][:, first:-1].to(features.dtype)], dim=1
+        )
     return outputs
 
 
@@ -263,10 +294,18 @@ class DrafterTask(Task):
             log_q = self._distribution(drafted, dropped)[:, level:].log_softmax(-1)
             soft = -(p[:, level:] * log_q).sum(-1).mean()
             overlap = torch.minimum(p[:, level:], log_q.exp()).sum(-1).mean()
-            loss = recipe.feature_weight * feature + recipe.soft_weight * soft + recipe.overlap_weight * (1 - overlap)
+            loss = (
+                recipe.feature_weight * feature
+                + recipe.soft_weight * soft
+                + recipe.overlap_weight * (1 - overlap)
+            )
             total = total + recipe.level_decay**level * loss
             if level == 0:
-                figures = {"feature": feature.detach(), "soft": soft.detach(), "one_minus_tv": overlap.detach()}
+                figures = {
+                    "feature": feature.detach(),
+                    "soft": soft.detach(),
+                    "one_minus_tv": overlap.detach(),
+                }
         return total / sum(recipe.level_decay**level for level in range(recipe.levels)), figures
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -280,7 +319,11 @@ class DrafterTask(Task):
     @torch.no_grad()
     def overlap(self, drafter: EagleDrafter) -> float:
         """Return 1 - TV(p, q) at depth 1 on held-out sequences: the probability that a first draft is accepted."""
-        overlaps, numbers, count = list[Tensor](), range(len(self._held_out.tokens)), drafter.config.image_tokens
+        overlaps, numbers, count = (
+            list[Tensor](),
+            range(len(self._held_out.tokens)),
+            drafter.config.image_tokens,
+        )
         dtype, scale = drafter.fc.weight.dtype, self._decoding.cfg_scale
         for start in range(0, len(numbers), 8):
             batch = numbers[start : start + 8]
@@ -289,7 +332,12 @@ class DrafterTask(Task):
                 target = self._held_out.features(batch, torch.full((len(batch),), dropped))
                 target = target._replace(hidden=target.hidden.to(dtype))
                 (predicted,) = unroll(drafter, target, target.hidden, 1)
-                logits.append([self._logits(target.hidden[:, 1 - count :]), self._logits(predicted[:, -count:-1])])
+                logits.append(
+                    [
+                        self._logits(target.hidden[:, 1 - count :]),
+                        self._logits(predicted[:, -count:-1]),
+                    ]
+                )
             guided = [guide(cond, null, scale) for cond, null in zip(*logits, strict=True)]
             p, q = (decoding_probabilities(values, self._decoding) for values in guided)
             overlaps.append(torch.minimum(p, q).sum(-1).mean(-1))
@@ -312,7 +360,11 @@ class DrafterTask(Task):
             target = self._training.features([*numbers, *numbers], twice)
         else:
             target = self._training.features(numbers, dropped)
-        return target._replace(hidden=target.hidden.to(self.drafter.fc.weight.dtype)), seeds, dropped
+        return (
+            target._replace(hidden=target.hidden.to(self.drafter.fc.weight.dtype)),
+            seeds,
+            dropped,
+        )
 
     def _distribution(self, features: Tensor, dropped: Tensor) -> Tensor:
         """Return the logits [B, N - 1, V] that the loss compares: guided where the recipe is."""
@@ -327,12 +379,16 @@ class DrafterTask(Task):
 
     def _logits(self, features: Tensor) -> Tensor:
         """Return logits float32 [B, N - 1, V] of the tokens 1 to N - 1."""
-        positions = torch.arange(1, features.shape[1] + 1, device=features.device).expand(len(features), -1)
+        positions = torch.arange(1, features.shape[1] + 1, device=features.device).expand(
+            len(features), -1
+        )
         return force_line_ends(self.drafter.head(features).float(), positions, self.drafter.config)
 
     @torch.no_grad()
     def _inputs(self, hidden: Tensor, seeds: list[int]) -> Tensor:
-        draws = [torch.Generator().manual_seed(seed) for seed in seeds * (len(hidden) // len(seeds))]
+        draws = [
+            torch.Generator().manual_seed(seed) for seed in seeds * (len(hidden) // len(seeds))
+        ]
         noise = torch.stack([torch.rand(hidden.shape[1:], generator=draw) for draw in draws])
         width = self._recipe.noise * (512 / hidden.shape[1])
         return hidden + (2 * noise.to(hidden) - 1) * width

@@ -44,33 +44,54 @@ SETTINGS = {
         "static chain-5, block",
         "static small-7, traversal",
     ],
-    "model": ["static small-7", "jacobi w4", "hybrid w4d2-row-maximal", "dynamic 10n2d5b", "static chain-4, block"],
+    "model": [
+        "static small-7",
+        "jacobi w4",
+        "hybrid w4d2-row-maximal",
+        "dynamic 10n2d5b",
+        "static chain-4, block",
+    ],
 }
 # Those that are the same everywhere are made once.
-ONCE = ("two images of a batch share bits", "every two images of a batch share bits", "q of the step before")
+ONCE = (
+    "two images of a batch share bits",
+    "every two images of a batch share bits",
+    "q of the step before",
+)
 # On the tables the cache is not the package's, and among 5,000 images two that are alike are not seen.
 OF_MODEL = ("cache of the first branch", "two images of a batch share bits")
 
 
-def planted(trials: list[Trial], model: Any, most: int, on_tables: bool) -> Iterator[tuple[Trial, Mistake]]:
+def planted(
+    trials: list[Trial], model: Any, most: int, on_tables: bool
+) -> Iterator[tuple[Trial, Mistake]]:
     """Yield every mistake that can be made in the chosen trials."""
     chosen, seen = SETTINGS["tables" if on_tables else "model"], set[str]()
     for trial in trials:
-        if trial.setting.removesuffix(", tables") not in chosen or (not trial.dtype) is not on_tables:
+        if (
+            trial.setting.removesuffix(", tables") not in chosen
+            or (not trial.dtype) is not on_tables
+        ):
             continue
         for mistake in mistakes_of(trial.decoding, model):
             if (on_tables and mistake.name.startswith(OF_MODEL)) or mistake.name in seen:
                 continue
             if mistake.name.startswith(ONCE):
                 seen.add(mistake.name)
-            broken = {"broken": mistake.name, "rule": mistake.acceptance_rule(), "drafting": mistake.make}
+            broken = {
+                "broken": mistake.name,
+                "rule": mistake.acceptance_rule(),
+                "drafting": mistake.make,
+            }
             yield replace(trial, images=most, **broken), mistake
 
 
 def plan() -> CertificationPlan:
     """The plan of `certify lanterns`."""
     flags = {"model": ["lanterns"], "prompts": "held-out"}
-    return plan_certification(resolve_cells("certify", flags, [{"mode": "ar"}], []), False, samples=8)
+    return plan_certification(
+        resolve_cells("certify", flags, [{"mode": "ar"}], []), False, samples=8
+    )
 
 
 def main() -> None:
@@ -86,14 +107,20 @@ def main() -> None:
     level = LEVEL / sum(TESTS if trial.dtype else 4 for trial in trials)
     path, key = typed.out / "power.csv", ["tested_on", "setting", "fault"]
     table = pd.read_csv(path) if path.exists() else frame("power", [])
-    for on_tables, model, most in ((True, table_model(), typed.table_images), (False, loaded, typed.model_images)):
+    for on_tables, model, most in (
+        (True, table_model(), typed.table_images),
+        (False, loaded, typed.model_images),
+    ):
         for trial, mistake in planted(trials, model, most, on_tables) if most else ():
             if typed.only and mistake.name not in typed.only:
                 continue
             with mistake.patched():
                 result = certification.run(trial, level, lambda _share: None)
             row = frame("power", power_rows("lanterns", [result], level))
-            print(row[[*key, "images", "decoded", "p_value"]].to_string(header=False, index=False), flush=True)
+            print(
+                row[[*key, "images", "decoded", "p_value"]].to_string(header=False, index=False),
+                flush=True,
+            )
             table = pd.concat([table, row]).drop_duplicates(key, keep="last")
             write_csv(table, path)
 

@@ -33,9 +33,15 @@ SMALL = ["--dtype", "float32", "--neighbours", "3"]
 def test_every_mode_and_every_rule_is_audited() -> None:
     cells, modes = audited_cells(["all"]), method_tables.MODES
     assert {cell["mode"] for cell in cells} == set(modes)
-    assert {cell.get("rule", modes[cell["mode"]].rule) for cell in cells} == set(method_tables.RULES)
+    assert {cell.get("rule", modes[cell["mode"]].rule) for cell in cells} == set(
+        method_tables.RULES
+    )
     for mode in modes.values():
-        of_mode = [cell for cell in cells if cell["mode"] == mode.name and cell.get("rule", mode.rule) == mode.rule]
+        of_mode = [
+            cell
+            for cell in cells
+            if cell["mode"] == mode.name and cell.get("rule", mode.rule) == mode.rule
+        ]
         assert len(of_mode) == 1 + len(mode.variants)
         assert audited_cells([mode.name]) == of_mode
 
@@ -43,19 +49,34 @@ def test_every_mode_and_every_rule_is_audited() -> None:
 def test_shipped_modes_and_rules_name_their_source() -> None:
     rules_of_modes = {mode.rule for mode in method_tables.SHIPPED_MODES}
     for mode in method_tables.SHIPPED_MODES:
-        assert mode.source or method_tables.RULES[mode.rule].source or mode.name in ("ar", "entropy", "hybrid")
-    assert all(rule.source for rule in method_tables.SHIPPED_RULES if rule.name not in rules_of_modes)
+        assert (
+            mode.source
+            or method_tables.RULES[mode.rule].source
+            or mode.name in ("ar", "entropy", "hybrid")
+        )
+    assert all(
+        rule.source for rule in method_tables.SHIPPED_RULES if rule.name not in rules_of_modes
+    )
 
 
 def test_a_new_row_is_audited_with_its_forms(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = Mode("new", "static", "strict", "new", None, source="2601.00001", variants=({"tree": "chain-3"},))
+    row = Mode(
+        "new", "static", "strict", "new", None, source="2601.00001", variants=({"tree": "chain-3"},)
+    )
     monkeypatch.setitem(method_tables.MODES, "new", row)
     assert audited_cells(["new"]) == [
         {"mode": "new"},
         {"mode": "new", "tree": "chain-3"},
     ]
-    plain, variant = (claim_of(Cell("tiny", Decoding(mode="new", tree=tree))) for tree in ("small-7", "chain-3"))
-    assert (plain.form, plain.is_lossless, plain.source, plain.is_ours) == ("", True, "2601.00001", True)
+    plain, variant = (
+        claim_of(Cell("tiny", Decoding(mode="new", tree=tree))) for tree in ("small-7", "chain-3")
+    )
+    assert (plain.form, plain.is_lossless, plain.source, plain.is_ours) == (
+        "",
+        True,
+        "2601.00001",
+        True,
+    )
     assert (variant.form, variant.is_ours) == ("tree chain-3", True)
 
 
@@ -71,12 +92,16 @@ def test_g_test_equals_scipys_and_pools_rare_cells() -> None:
     plain = power_divergence(counts, expected * 1000, lambda_="log-likelihood").pvalue
     assert tabular._g_test(counts, expected) == pytest.approx(plain)
     rare = np.array([0.4, 0.35, 0.244, 0.002, 0.004])
-    pooled = power_divergence([430, 330, 233, 7], [400, 350, 244, 6], lambda_="log-likelihood").pvalue
+    pooled = power_divergence(
+        [430, 330, 233, 7], [400, 350, 244, 6], lambda_="log-likelihood"
+    ).pvalue
     assert tabular._g_test(np.array([430, 330, 233, 5, 2]), rare) == pytest.approx(pooled)
 
 
 def test_p_values_of_a_lossless_decoding_are_uniform() -> None:
-    several = [g_tests(STATIC, table_images(STATIC, range(1000), seed=seed))[0] for seed in range(30)]
+    several = [
+        g_tests(STATIC, table_images(STATIC, range(1000), seed=seed))[0] for seed in range(30)
+    ]
     for name in ("first tokens", "joint of the first tokens"):
         p_values = [tests[name] for tests in several]
         ks = float(kstest(p_values, "uniform").pvalue)
@@ -104,7 +129,9 @@ def test_estimates_of_tv_enclose_the_truth() -> None:
     other[0] *= 1.4
     other /= other.sum()
     first = float((joint.view(VOCABULARY, -1).sum(dim=1) - other.sum(dim=1)).abs().sum()) / 2
-    drawn = torch.multinomial(other.flatten(), 40_000, replacement=True, generator=torch.Generator().manual_seed(1))
+    drawn = torch.multinomial(
+        other.flatten(), 40_000, replacement=True, generator=torch.Generator().manual_seed(1)
+    )
     tokens = torch.stack(torch.unravel_index(drawn, [VOCABULARY] * TOKENS), dim=1)
     tests, (low, high) = g_tests(STATIC, tokens)
     assert low - 0.005 < first < high + 0.005  # each also has the noise of its images
@@ -124,14 +151,18 @@ def test_the_distribution_of_later_tokens_is_that_of_all_tokens() -> None:
 # ---- verdicts
 
 
-def audited(claim: str, is_ours: bool, p: float, broken: float | None = None) -> tuple[Claim, list[TrialResult]]:
+def audited(
+    claim: str, is_ours: bool, p: float, broken: float | None = None
+) -> tuple[Claim, list[TrialResult]]:
     values: dict[str, Any] = {"mode": "speculative", "tree": "small-7"}
     if claim == "relaxed":
         values = {"mode": "lantern++", "lambda": 2, "tree": "small-7"}
     if not is_ours:
         values = {"mode": "scd-published"}
     cell = Cell("tiny", Decoding(temperature=1 + p, **values))
-    results = [TrialResult(str(p), None, {"a": p, "b": 0.5, "c": 0.5, "d": 0.5}, 100, 700, tv=(0.1, 0.2))]
+    results = [
+        TrialResult(str(p), None, {"a": p, "b": 0.5, "c": 0.5, "d": 0.5}, 100, 700, tv=(0.1, 0.2))
+    ]
     if broken is not None:
         results.append(TrialResult(str(p), "mistake", {"a": broken}, 100, 700, tv=(0.1, 0.2)))
     return Claim(cell), results
@@ -184,7 +215,12 @@ def test_the_audit_is_written_and_shown(
     tiny: TinyModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(trials, "AUDIT_TABLES", 40)
-    assert cli.main(["certify", "tiny", "--modes", "all", *SMALL, "--samples", "8", "--format", "table"]) == 0
+    assert (
+        cli.main(
+            ["certify", "tiny", "--modes", "all", *SMALL, "--samples", "8", "--format", "table"]
+        )
+        == 0
+    )
     rows = rows_of("results/audit-tiny/audit.csv")
     assert {row["mode"] for row in rows} == set(method_tables.MODES)
     for row in rows:
@@ -196,7 +232,9 @@ def test_the_audit_is_written_and_shown(
     shown = capsys.readouterr().out
     assert "no difference found" in shown and "relaxed, as claimed" in shown
     tests = rows_of("results/audit-tiny/lossless_tests.csv")
-    assert {"first tokens", "joint of the first tokens", "later windows", "surprise"} <= {row["test"] for row in tests}
+    assert {"first tokens", "joint of the first tokens", "later windows", "surprise"} <= {
+        row["test"] for row in tests
+    }
 
 
 def test_a_lossless_claim_that_fails_exits_with_5(
@@ -207,7 +245,10 @@ def test_a_lossless_claim_that_fails_exits_with_5(
     some = [word for name in ("ar", "speculative", "lantern++") for word in ("--modes", name)]
     assert cli.main(["certify", "tiny", *some, *SMALL, "--samples", "20"]) == 5
     assert "checks do not hold: speculative-static" in capsys.readouterr().err
-    verdicts = {(row["mode"], row["rule"]): row["verdict"] for row in rows_of("results/audit-tiny/audit.csv")}
+    verdicts = {
+        (row["mode"], row["rule"]): row["verdict"]
+        for row in rows_of("results/audit-tiny/audit.csv")
+    }
     assert verdicts["speculative", "strict"] == "claimed lossless, measured: not"
     assert verdicts["ar", "none"] == "lossless: no difference found"
 

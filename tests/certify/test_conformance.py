@@ -41,7 +41,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Seq
     }
 
 
-def results_of(model: LoadedModel, prompts: Sequence[str], reference: Path | None = None) -> dict[str, str]:
+def results_of(
+    model: LoadedModel, prompts: Sequence[str], reference: Path | None = None
+) -> dict[str, str]:
     checks = check_model(
         model,
         prompts,
@@ -68,7 +70,11 @@ def recorded_logits(folder: Path) -> Path:
         "uncond": expected["logits_uncond"],
     }
     prompts = np.array([f"class {number}" for number in expected["class_ids"].tolist()])
-    np.savez(folder / "official.npz", prompts=prompts, **{name: array.numpy() for name, array in arrays.items()})
+    np.savez(
+        folder / "official.npz",
+        prompts=prompts,
+        **{name: array.numpy() for name, array in arrays.items()},
+    )
     return folder / "official.npz"
 
 
@@ -77,9 +83,14 @@ def test_sound_models_pass(files: dict[str, Any], lanterns: LoadedModel, tmp_pat
     hosted, (path, classes) = load(files["hosted"][0]), files["recorded"]
     assert results_of(hosted, files["hosted"][1]) == passed
     # Janus reads padding in place of the caption: its unconditional row depends on the length of the prompt.
-    assert results_of(hosted, ["a red lamp", "two cats on a green sofa two cats on a green sofa"]) == passed
+    assert (
+        results_of(hosted, ["a red lamp", "two cats on a green sofa two cats on a green sofa"])
+        == passed
+    )
     assert results_of(load(files["forced"][0]), LINES) == passed | {"logits": "none"}
-    assert results_of(load(path), classes, recorded_logits(tmp_path)) == passed | {"codebook": "none"}
+    assert results_of(load(path), classes, recorded_logits(tmp_path)) == passed | {
+        "codebook": "none"
+    }
     captions = model_of("lanterns").prompt_sets["held-out"][:2]
     assert results_of(lanterns, captions) == passed | {"logits": "none"}
 
@@ -99,7 +110,9 @@ def swapped_rows(model: LoadedModel, patch: pytest.MonkeyPatch) -> None:
 
 def swapped_prompts(model: LoadedModel, patch: pytest.MonkeyPatch) -> None:
     condition = model.condition
-    model.condition = lambda prompts: type(rows := condition(prompts))(*(row.flip(1) for row in rows))
+    model.condition = lambda prompts: type(rows := condition(prompts))(
+        *(row.flip(1) for row in rows)
+    )
 
 
 def one_position_late(model: LoadedModel, patch: pytest.MonkeyPatch) -> None:
@@ -116,7 +129,9 @@ def other_pairs(model: LoadedModel, patch: pytest.MonkeyPatch) -> None:
     rotate = layers.rotate
     patch.setattr(layers, "rotate", lambda x, turn, interleaved: rotate(x, turn, not interleaved))
     half = modeling_llama.rotate_half
-    patch.setattr(modeling_llama, "rotate_half", lambda x: half(x.unflatten(-1, (-1, 2)).mT.flatten(-2)))
+    patch.setattr(
+        modeling_llama, "rotate_half", lambda x: half(x.unflatten(-1, (-1, 2)).mT.flatten(-2))
+    )
 
 
 def unforced(model: LoadedModel, patch: pytest.MonkeyPatch) -> None:
@@ -124,12 +139,16 @@ def unforced(model: LoadedModel, patch: pytest.MonkeyPatch) -> None:
 
 
 def unnamed(model: LoadedModel, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(TransformerTarget, "forced", lambda target, positions: torch.full_like(positions, -1))
+    patch.setattr(
+        TransformerTarget, "forced", lambda target, positions: torch.full_like(positions, -1)
+    )
 
 
 def permuted_rows(model: LoadedModel, patch: pytest.MonkeyPatch) -> None:
     assert model.codebook is not None
-    model.codebook = model.codebook[torch.randperm(len(model.codebook), generator=torch.Generator().manual_seed(4))]
+    model.codebook = model.codebook[
+        torch.randperm(len(model.codebook), generator=torch.Generator().manual_seed(4))
+    ]
 
 
 PLANTED: list[tuple[str, Callable[[LoadedModel, pytest.MonkeyPatch], None], set[str]]] = [
@@ -150,7 +169,9 @@ PLANTED: list[tuple[str, Callable[[LoadedModel, pytest.MonkeyPatch], None], set[
 ]
 
 
-@pytest.mark.parametrize(("kind", "plant", "failed"), PLANTED, ids=[f"{row[1].__name__}-{row[0]}" for row in PLANTED])
+@pytest.mark.parametrize(
+    ("kind", "plant", "failed"), PLANTED, ids=[f"{row[1].__name__}-{row[0]}" for row in PLANTED]
+)
 def test_planted_mistakes_fail_their_check(
     kind: str,
     plant: Callable[[LoadedModel, pytest.MonkeyPatch], None],
@@ -173,14 +194,18 @@ def test_planted_mistakes_fail_their_check(
 def written_by(model: LoadedModel, prompts: Sequence[str], folder: Path) -> Path:
     """Logits of the model's own reference before a mistake is planted."""
     assert model.reference is not None
-    tokens = torch.randint(model.target.vocab_size, (2, 9), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(
+        model.target.vocab_size, (2, 9), generator=torch.Generator().manual_seed(1)
+    )
     cond, uncond = model.reference(model.condition(prompts), tokens, True)
     assert uncond is not None
     np.savez(folder / "own.npz", prompts=np.array(prompts), tokens=tokens, cond=cond, uncond=uncond)
     return folder / "own.npz"
 
 
-def test_a_missing_row_of_line_ends_fails_against_a_reference(files: dict[str, Any], tmp_path: Path) -> None:
+def test_a_missing_row_of_line_ends_fails_against_a_reference(
+    files: dict[str, Any], tmp_path: Path
+) -> None:
     """A model that knows nothing of forced tokens is sound in itself: only a reference tells."""
     path = tmp_path / "model.yaml"
     lumina = files["forced"][0].parent
@@ -188,7 +213,9 @@ def test_a_missing_row_of_line_ends_fails_against_a_reference(files: dict[str, A
     right: Any = load(files["forced"][0])
     tokens = right.target.forced(torch.arange(20)).clamp_min(0).expand(1, -1)
     cond, uncond = right.target.logits_without_cache(right.condition(LINES[:1]), tokens, True)
-    np.savez(tmp_path / "ends.npz", prompts=np.array(LINES[:1]), tokens=tokens, cond=cond, uncond=uncond)
+    np.savez(
+        tmp_path / "ends.npz", prompts=np.array(LINES[:1]), tokens=tokens, cond=cond, uncond=uncond
+    )
     results = results_of(load(path), LINES, tmp_path / "ends.npz")
     assert results["logits"] == "fail" and results["cache"] == "pass"
 
@@ -197,13 +224,18 @@ def test_a_missing_row_of_line_ends_fails_against_a_reference(files: dict[str, A
 
 
 def test_command_says_pass_or_fail_and_sets_the_exit_code(
-    files: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    files: dict[str, Any],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     path, reference = str(files["recorded"][0]), str(recorded_logits(tmp_path))
     assert cli.main(["check-model", path, "--reference", reference, "--format", "csv"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "check,result,error,at most,about"
-    assert [line.split(",")[:2] for line in lines[1:]] == [[c, "none" if c == "codebook" else "pass"] for c in CHECKS]
+    assert [line.split(",")[:2] for line in lines[1:]] == [
+        [c, "none" if c == "codebook" else "pass"] for c in CHECKS
+    ]
     other_pairs(load(files["recorded"][0]), monkeypatch)
     assert cli.main(["check-model", path, "--reference", reference]) == 5
     assert "1 of 6 checks failed: logits" in capsys.readouterr().err

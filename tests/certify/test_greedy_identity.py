@@ -22,7 +22,9 @@ from tests.tiny_model import PROMPTS, TinyModel, TinySession, TinyTarget
 ALL = [Prompt(text) for text in PROMPTS]
 GREEDY = {
     "static": Decoding(mode="speculative", tree="small-7", temperature=0),
-    "dynamic": Decoding(mode="speculative", drafting="dynamic", nodes=6, depth=2, beam=3, temperature=0),
+    "dynamic": Decoding(
+        mode="speculative", drafting="dynamic", nodes=6, depth=2, beam=3, temperature=0
+    ),
 }
 
 
@@ -32,18 +34,29 @@ def model() -> LoadedModel:
 
 
 def test_greedy_speculation_equals_greedy_decoding(model: LoadedModel) -> None:
-    assert greedy_differences(model, ALL, GREEDY, batch=2) == dict.fromkeys(GREEDY, [None] * len(ALL))
+    assert greedy_differences(model, ALL, GREEDY, batch=2) == dict.fromkeys(
+        GREEDY, [None] * len(ALL)
+    )
 
 
 def test_a_wrong_cache_slot_after_a_switch_of_branches_is_rejected() -> None:
     """The tables have no cache, and images need some hundred to show it."""
     lanterns = Lanterns().load(torch.device("cpu"), torch.float32)
     mistakes = step_mistakes(GREEDY["static"])
-    (mistake,) = [mistake for mistake in mistakes if mistake.name == "cache of the first branch after a switch"]
+    (mistake,) = [
+        mistake
+        for mistake in mistakes
+        if mistake.name == "cache of the first branch after a switch"
+    ]
     prompts = [Prompt(item.caption()) for item in HELD_OUT[:2]]
     with mistake.patched():
-        differences = greedy_differences(lanterns, prompts, {"static": GREEDY["static"].changed(cfg_scale=2.0)})
-    assert identity_row("lanterns", "static", differences["static"], NEAR_TIE["float32"])["passed"] == "NO"
+        differences = greedy_differences(
+            lanterns, prompts, {"static": GREEDY["static"].changed(cfg_scale=2.0)}
+        )
+    assert (
+        identity_row("lanterns", "static", differences["static"], NEAR_TIE["float32"])["passed"]
+        == "NO"
+    )
 
 
 class _Rounding(TinySession):
@@ -54,7 +67,9 @@ class _Rounding(TinySession):
         if tokens.shape[1] == 1:
             return scores
         top = scores.cond.topk(2, dim=-1).indices
-        turned = scores.cond.scatter_add(-1, top[..., 1:], torch.full_like(scores.cond[..., :1], self.table.turn))  # type: ignore[attr-defined]
+        turned = scores.cond.scatter_add(
+            -1, top[..., 1:], torch.full_like(scores.cond[..., :1], self.table.turn)
+        )  # type: ignore[attr-defined]
         return scores._replace(cond=turned)
 
 
@@ -64,7 +79,9 @@ class _Turned(TinyTarget):
 
 
 @pytest.mark.parametrize(("gap", "passed"), [(NEAR_TIE["float32"] / 2, "yes"), (0.01, "NO")])
-def test_difference_is_near_tie_only_below_the_margin(model: LoadedModel, gap: float, passed: str) -> None:
+def test_difference_is_near_tie_only_below_the_margin(
+    model: LoadedModel, gap: float, passed: str
+) -> None:
     target = _Turned(1.0, 1)
     # Every token has two most probable successors, `gap` apart; the scores of a tree swap them.
     first = target.cond.argmax(dim=-1, keepdim=True)
@@ -73,5 +90,7 @@ def test_difference_is_near_tie_only_below_the_margin(model: LoadedModel, gap: f
     target.cond = target.cond.scatter(-1, second, top - gap)
     target.turn = 2 * gap  # type: ignore[attr-defined]
     differences = greedy_differences(replace(model, target=target), ALL, GREEDY)["static"]
-    assert [margin for _, margin in filter(None, differences)] == [pytest.approx(gap, abs=1e-6)] * len(ALL)
+    assert [margin for _, margin in filter(None, differences)] == [
+        pytest.approx(gap, abs=1e-6)
+    ] * len(ALL)
     assert identity_row("m", "static", differences, NEAR_TIE["float32"])["passed"] == passed

@@ -41,7 +41,9 @@ UNSEEN = {
 def rejected_at(setting: str, name: str, images: int = TABLE_IMAGES) -> float:
     """The smallest p-value of a mistake on the tables."""
     decoding = CELLS[setting]
-    mistake = next(mistake for mistake in mistakes_of(decoding, table_model()) if mistake.name == name)
+    mistake = next(
+        mistake for mistake in mistakes_of(decoding, table_model()) if mistake.name == name
+    )
     with mistake.patched():
         tokens = table_images(decoding, range(images), mistake.acceptance_rule(), mistake.make)
     p = min(g_tests(decoding, tokens)[0].values())
@@ -66,11 +68,17 @@ def test_the_tables_reject_every_mistake_in_every_decoding(setting: str) -> None
 def test_a_wrong_slot_of_the_cache_changes_the_logits_after_a_switch() -> None:
     """The planted mistake is one: with it the logits of a real cache differ from those of a fresh forward."""
     decoding = Decoding("speculative", tree=[[0], [1], [0, 0], [1, 0]], cfg_scale=1.5)
-    (mistake,) = [mistake for mistake in step_mistakes(decoding) if mistake.name.startswith("cache of the first")]
+    (mistake,) = [
+        mistake
+        for mistake in step_mistakes(decoding)
+        if mistake.name.startswith("cache of the first")
+    ]
     right = decoded(Small(), decoding, 3)
     with mistake.patched():
         wrong = decoded(Small(), decoding, 3)
-    switched = [[rank > 0 for ranks in image.trace.child_rank for rank in ranks[:1]] for image in right]
+    switched = [
+        [rank > 0 for ranks in image.trace.child_rank for rank in ranks[:1]] for image in right
+    ]
     assert any(map(any, switched))
     assert any(not torch.equal(a.logits, b.logits) for a, b in zip(right, wrong, strict=True))  # type: ignore[arg-type]
 
@@ -78,9 +86,13 @@ def test_a_wrong_slot_of_the_cache_changes_the_logits_after_a_switch() -> None:
 @pytest.mark.long
 def test_eight_images_of_the_model_show_two_that_share_bits() -> None:
     model = model_of("lanterns").load(torch.device("cpu"), torch.float32)
-    prompts = [Prompt(text) for text in list(next(iter(model_of("lanterns").prompt_sets.values())))[:8]]
+    prompts = [
+        Prompt(text) for text in list(next(iter(model_of("lanterns").prompt_sets.values())))[:8]
+    ]
     decoding = Decoding("speculative", tree="small-7", cfg_scale=2.0)
-    mistake = next(mistake for mistake in step_mistakes(decoding) if mistake.name.startswith("two images"))
+    mistake = next(
+        mistake for mistake in step_mistakes(decoding) if mistake.name.startswith("two images")
+    )
     with mistake.patched():
         tests = p_values(list(decoded_evidence(model, prompts, decoding, 8, tolerance=1e-3)), 2)
     print({test: f"{p:.1e}" for test, p in tests.items()})

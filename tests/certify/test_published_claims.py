@@ -53,4 +53,6 @@ def second_draft(drafting: str) -> Tensor:
     method.after_step(LastStep(tree, rows(R), path, root, path, root + 2, root == 0))
     tree = method.tree(method.draft(DraftInputs(root, exponential(method.noises, 2), limit)))
     uniforms = torch.rand(IMAGES, method.nodes, method.fanout, generator=noise)
-    return method.verify(tree, rows(P), AcceptanceRule(), uniforms, exponential(2), limit).tokens[:, 0]
+    return method.verify(tree, rows(P), AcceptanceRule(), uniforms, exponential(2), limit).tokens[
+        :, 0
+    ]

@@ -30,7 +30,11 @@ def test_all_tests_share_one_error_rate() -> None:
     ]
     checks, tests = trial_rows("m", results)
     assert [row["passed"] for row in checks] == ["NO", "NO", "yes"]
-    assert [row["check"].split(" follow")[0] for row in checks] == ["whole images", "whole images", "tables"]
+    assert [row["check"].split(" follow")[0] for row in checks] == [
+        "whole images",
+        "whole images",
+        "tables",
+    ]
     left_out = "2 tokens left out: rounding may change whether they pass the filter"
     assert checks[0]["note"] == f"surprise: p = 0.0002 | {left_out}"
     assert checks[1]["note"] == "support: p = 0 | 3 tokens that the target cannot give"
@@ -42,21 +46,35 @@ def test_all_tests_share_one_error_rate() -> None:
 def test_what_is_not_rejected_needs_more_images() -> None:
     results = [
         TrialResult("static", "no residual", {"support": 1.0, "surprise": 1e-9}, 8, 96),
-        TrialResult("static, tables", "hardly wrong", {"first tokens": 0.01}, 1000, 7000, tv=(0.0, 0.1)),
-        TrialResult("static, tables", "not wrong", {"first tokens": 0.3}, 1000, 7000, tv=(0.0, 0.1)),
+        TrialResult(
+            "static, tables", "hardly wrong", {"first tokens": 0.01}, 1000, 7000, tv=(0.0, 0.1)
+        ),
+        TrialResult(
+            "static, tables", "not wrong", {"first tokens": 0.3}, 1000, 7000, tv=(0.0, 0.1)
+        ),
         # Of nine p-values the smallest is often .01 by chance.
-        TrialResult("static", "not seen", {"surprise": 0.01, **{str(n): 0.5 for n in range(8)}}, 1000, 7000),
+        TrialResult(
+            "static", "not seen", {"surprise": 0.01, **{str(n): 0.5 for n in range(8)}}, 1000, 7000
+        ),
     ]
     rows = power_rows("m", results, 1e-6)
     assert [row["images"] for row in rows] == [8, None, None, None]
     assert [row["tested_on"] for row in rows] == ["model", "tables", "tables", "model"]
     # z of 1e-6 and of .01, two-sided: 4.892 and 2.576.
-    assert [row["images_needed"] for row in rows] == [None, round(1000 * (4.8916 / 2.5758) ** 2), None, None]
+    assert [row["images_needed"] for row in rows] == [
+        None,
+        round(1000 * (4.8916 / 2.5758) ** 2),
+        None,
+        None,
+    ]
     assert len(frame("power", rows)) == 4
 
 
 def test_a_row_that_tests_less_than_half_of_its_tokens_is_weak() -> None:
-    several = [TrialResult(str(edge), None, {"support": 1.0, "surprise": 0.5}, 50, 600, edge, 0) for edge in (300, 301)]
+    several = [
+        TrialResult(str(edge), None, {"support": 1.0, "surprise": 0.5}, 50, 600, edge, 0)
+        for edge in (300, 301)
+    ]
     checks, _ = trial_rows("m", several)
     assert [row["passed"] for row in checks] == ["yes", "weak"]
     assert checks[1]["note"].endswith("too few tokens are tested: give --dtype float32")

@@ -76,7 +76,10 @@ def test_evidence_follows_its_definition() -> None:
 
 
 def test_the_drafter_is_restricted_to_the_tokens_of_its_own_position() -> None:
-    p, q = torch.tensor([[0.6, 0.3, 0.07, 0.03], [0.03, 0.07, 0.3, 0.6]]), torch.tensor([0.1, 0.2, 0.3, 0.4])
+    p, q = (
+        torch.tensor([[0.6, 0.3, 0.07, 0.03], [0.03, 0.07, 0.3, 0.6]]),
+        torch.tensor([0.1, 0.2, 0.3, 0.4]),
+    )
     tokens, sampling = torch.tensor([[0, 2]]), Decoding(mode="ar", top_k=2)
     shown = evidence(p.log()[None], q.expand(1, 1, 4), tokens, [[1]], sampling, 1e-3)
     assert shown.ratio[0] == pytest.approx([1.0, (0.3 / 0.7) / (0.3 / 0.9)], abs=1e-6)
@@ -94,7 +97,9 @@ def test_tokens_that_rounding_moves_across_a_filter_are_left_out(filters: dict[s
         assert shown.impossible[0].tolist() == [kind == "fails", token > 1] * 50
         q = logits.softmax(dim=-1)[:, 1:].roll(1, -1)
         with_q = evidence(logits, q, tokens, [[1]], sampling, 1e-3)
-        assert (with_q.ratio[shown.edge | shown.impossible] == 1.0).all() and (with_q.ratio != 1.0).any() == (token < 2)
+        assert (with_q.ratio[shown.edge | shown.impossible] == 1.0).all() and (
+            with_q.ratio != 1.0
+        ).any() == (token < 2)
         outside = shown.edge | shown.impossible
         assert not shown.surprise[outside].any() and not shown.surprise_var[outside].any()
         assert p_values([shown], 1)["support"] == float(token < 2)
@@ -126,7 +131,9 @@ def test_tokens_at_the_edge_of_a_filter_may_not_come_too_often() -> None:
     sampling, noise = Decoding(mode="ar", top_k=3), torch.Generator().manual_seed(0)
     p = decoding_probabilities(logits[0, 0], sampling)
     for share, right in ((float(p[2]), True), (3 * float(p[2]), False)):
-        tokens = torch.multinomial(torch.tensor([(1 - share) / 2, (1 - share) / 2, share]), 2000, True, generator=noise)
+        tokens = torch.multinomial(
+            torch.tensor([(1 - share) / 2, (1 - share) / 2, share]), 2000, True, generator=noise
+        )
         shown = evidence(logits, None, tokens[None], [[1]], sampling, 0.05)
         assert shown.edge.sum() == (tokens == 2).sum()
         assert (p_values([shown], 0)["edge"] > 1e-3) is right
@@ -157,7 +164,11 @@ def test_a_wager_sees_a_small_share_of_drafts_that_the_sums_miss(share: float) -
     print({name: f"{value:.2g}" for name, value in tests.items()})
     others = [value for name, value in tests.items() if name != "wager on the drafter"]
     assert min(others) > LEVEL / TESTS
-    assert tests["wager on the drafter"] < LEVEL / TESTS if share else tests["wager on the drafter"] > 0.05
+    assert (
+        tests["wager on the drafter"] < LEVEL / TESTS
+        if share
+        else tests["wager on the drafter"] > 0.05
+    )
 
 
 def test_one_of_two_equal_logits_may_be_kept() -> None:
@@ -167,8 +178,13 @@ def test_one_of_two_equal_logits_may_be_kept() -> None:
 
 
 def test_rounding_may_move_more_after_guidance() -> None:
-    plain, guided = Decoding(mode="ar", cfg_scale=1), Decoding(mode="ar", cfg_scale=3, temperature=0.5)
-    assert edge_tolerance("bfloat16", guided) == pytest.approx(10 * edge_tolerance("bfloat16", plain))
+    plain, guided = (
+        Decoding(mode="ar", cfg_scale=1),
+        Decoding(mode="ar", cfg_scale=3, temperature=0.5),
+    )
+    assert edge_tolerance("bfloat16", guided) == pytest.approx(
+        10 * edge_tolerance("bfloat16", plain)
+    )
 
 
 def certificates(images: Evidence, size: int) -> list[Evidence]:
@@ -180,7 +196,10 @@ def certificates(images: Evidence, size: int) -> list[Evidence]:
 def null(model: LoadedModel, request: pytest.FixtureRequest) -> dict[str, list[dict[str, float]]]:
     """The p-values of many certificates of correct rules, 25 images each, by cell."""
     return {
-        cell: [p_values([images], depth) for images in certificates(decoded(model, cell, 25 * request.param), 25)]
+        cell: [
+            p_values([images], depth)
+            for images in certificates(decoded(model, cell, 25 * request.param), 25)
+        ]
         for cell, (depth, _) in CELLS.items()
     }
 
@@ -205,7 +224,9 @@ def test_error_rate_of_the_whole_certificate_is_kept(
     monkeypatch.setattr("lantern_bench.certify.tables.LEVEL", 0.1)
     rejected = []
     for together in zip(*null.values(), strict=True):
-        results = [TrialResult(cell, None, p, 25, 300) for cell, p in zip(null, together, strict=True)]
+        results = [
+            TrialResult(cell, None, p, 25, 300) for cell, p in zip(null, together, strict=True)
+        ]
         checks, tests = trial_rows("tiny", results)
         assert len(tests) == TESTS * len(CELLS)
         rejected.append(any(row["passed"] == "NO" for row in checks))
@@ -228,7 +249,9 @@ def test_each_broken_rule_is_rejected(model: LoadedModel, cell: str, siblings: b
         tests, batches = {"none": 1.0}, []
         while min(tests.values()) >= LEVEL / (TESTS * 8) and len(batches) < 9:
             rule, seed = mistake.acceptance_rule(), len(batches)
-            batches += decoded_evidence(model, ALL, broken, 1000, tolerance=1e-3, seed=seed, rule=rule)
+            batches += decoded_evidence(
+                model, ALL, broken, 1000, tolerance=1e-3, seed=seed, rule=rule
+            )
             tests = p_values(batches, CELLS[cell][0])
         test = min(tests, key=lambda test: tests[test])
         print(f"{cell}, {mistake.name}: {test} p = {tests[test]:.1e}, {len(batches)},000 images")
@@ -238,7 +261,11 @@ def test_each_broken_rule_is_rejected(model: LoadedModel, cell: str, siblings: b
 @pytest.mark.parametrize("shared", [False, True])
 def test_images_of_a_batch_that_share_bits_are_alike(model: LoadedModel, shared: bool) -> None:
     cell = decoding("chain")
-    mistake = next(mistake for mistake in step_mistakes(cell) if mistake.name == "two images of a batch share bits")
+    mistake = next(
+        mistake
+        for mistake in step_mistakes(cell)
+        if mistake.name == "two images of a batch share bits"
+    )
     with mistake.patched() if shared else contextlib.nullcontext():
         batches = [
             next(decoded_evidence(model, ALL, cell, 8, tolerance=1e-3, seed=seed))

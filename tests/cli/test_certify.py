@@ -44,8 +44,14 @@ def test_certificate_passes_and_is_written(capsys: pytest.CaptureFixture[str]) -
     assert written.out.splitlines()[0].startswith("model,check,setting,figure,measured")
     assert "10 trials (2 on tables, 8 with tiny): about " in written.err
     assert written.err.count("certificate") == 2, "progress is one task"
-    of_check = {check: [row for row in certificate if row["check"].startswith(check)] for check in ("table", "whole")}
-    assert [row["setting"] for row in of_check["table"]] == ["static small-7, tables", "static own-3-af3235, tables"]
+    of_check = {
+        check: [row for row in certificate if row["check"].startswith(check)]
+        for check in ("table", "whole")
+    }
+    assert [row["setting"] for row in of_check["table"]] == [
+        "static small-7, tables",
+        "static own-3-af3235, tables",
+    ]
     assert {row["n"] for row in of_check["table"]} == {"2000"}
     assert [row["setting"] for row in of_check["whole"]] == CELLS
     assert {row["n"] for row in of_check["whole"]} == {"8"}
@@ -61,7 +67,11 @@ def test_certificate_passes_and_is_written(capsys: pytest.CaptureFixture[str]) -
 
 def test_thorough_tests_the_model_under_every_filter() -> None:
     assert cli.main(["certify", "tiny", *SMALL, "--thorough", "--samples", "64"]) == 0
-    whole = [row for row in rows("results/certify-tiny/certificate.csv") if row["check"].startswith("whole")]
+    whole = [
+        row
+        for row in rows("results/certify-tiny/certificate.csv")
+        if row["check"].startswith("whole")
+    ]
     siblings = "static own-3-af3235"
     narrow = [CELLS[0], siblings, *DRAFTS, *CHAINS, CELLS[-1], f"{siblings}, traversal"]
     assert [row["setting"] for row in whole] == [*CELLS, *(f"{cell}, top-k 3" for cell in narrow)]
@@ -74,14 +84,19 @@ def test_power_counts_the_images_of_each_mistake(
     monkeypatch.setattr(trials, "_BROKEN_FACTOR", 1)
     assert cli.main(["certify", "tiny", *SMALL, "--power", "--format", "table"]) == 0
     power, written = rows("results/certify-tiny/power.csv"), capsys.readouterr()
-    assert [row["fault"] for row in power] == ["residual left out", "a draft accepted once too often in 50"] * 2
+    assert [row["fault"] for row in power] == [
+        "residual left out",
+        "a draft accepted once too often in 50",
+    ] * 2
     assert {row["tested_on"] for row in power} == {"tables"}
     assert 0 < int(power[0]["images"]) <= 2000
     assert power[3]["images"] == "" and "mistakes are not rejected: a draft accepted" in written.err
     assert "power of tiny" in written.out
 
 
-def test_lossy_decoder_exits_with_5(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lossy_decoder_exits_with_5(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(walk, "accept_children", strict_without_residual)
     assert cli.main(["certify", "tiny", *SMALL, "--format", "table"]) == 5
     written = capsys.readouterr()
@@ -113,7 +128,9 @@ def test_default_tree_may_be_a_list_of_paths(
     assert cli.main(["certify", "tiny", *SMALL, "--samples", "16"]) == 0
     certificate = rows("results/certify-tiny/certificate.csv")
     tested = [row["setting"] for row in certificate if row["check"].startswith("whole")]
-    static = [setting for setting in tested if setting.startswith("static") and "top-k" not in setting]
+    static = [
+        setting for setting in tested if setting.startswith("static") and "top-k" not in setting
+    ]
     assert len(static) == len(settings)
     assert all(setting.startswith(start) for setting, start in zip(static, settings, strict=True))
 
@@ -128,7 +145,11 @@ def test_default_tree_may_be_a_list_of_paths(
             "at temperature 0 there is no distribution",
         ),
         (["certify", "tiny", "--delta", "0.2"], 2, "--delta"),
-        (["certify", "tiny", "--modes", "lantern"], 2, "--neighbours 20: the model tiny has 16 codes"),
+        (
+            ["certify", "tiny", "--modes", "lantern"],
+            2,
+            "--neighbours 20: the model tiny has 16 codes",
+        ),
         (["certify", "tiny", "--out", "file/there"], 2, "is a file, not a folder"),
         (["certify", "tiny", "--device", "cuda:9"], 3, "this machine has no such device"),
     ],

@@ -51,7 +51,9 @@ def failing(monkeypatch):
 def test_show_makes_the_tables_and_prints_the_csv(results, capsys, table):
     assert cli.main(["show", "first", "--table", table]) == 0
     written = capsys.readouterr()
-    assert written.out == (results / "first-1234" / f"{table}.csv").read_text() and written.err == ""
+    assert (
+        written.out == (results / "first-1234" / f"{table}.csv").read_text() and written.err == ""
+    )
     assert all((results / "first-1234" / f"{name}.csv").is_file() for name in NAMES)
 
 
@@ -117,7 +119,10 @@ def test_show_prints_from_a_read_only_run_with_a_warning_unless_quiet(results, c
         (["compare", "first", "first"], "same run"),
         (["compare", "first", "second", "--across", "all"], "--across all"),
         (["compare", "first", "second", "--format", "yaml"], "--format yaml"),
-        (["compare", "first", "second", "--margin", "clip_score"], "clip_score: is no name with a positive number"),
+        (
+            ["compare", "first", "second", "--margin", "clip_score"],
+            "clip_score: is no name with a positive number",
+        ),
         (["recommend", "first", "--within", "fid=1"], "--within fid"),
         (["recommend", "first", "nope"], "nope"),
         (["curves", "first", "nope"], "nope"),
@@ -183,10 +188,16 @@ def test_curves_print_the_files_they_write(results, capsys):
 
 def test_curves_of_several_runs_share_the_axes(results, monkeypatch):
     drawn = []
-    monkeypatch.setattr("lantern_bench.report.curves.draw_curves", lambda *arguments: drawn.append(arguments) or [])
+    monkeypatch.setattr(
+        "lantern_bench.report.curves.draw_curves", lambda *arguments: drawn.append(arguments) or []
+    )
     assert cli.main(["curves", "first", "second", "--out", "both"]) == 0
     ((runs, folder, by, cells, width),) = drawn
-    assert [run.name for run in runs] == ["first-1234", "second"] and folder == Path("both") and by == "mode"
+    assert (
+        [run.name for run in runs] == ["first-1234", "second"]
+        and folder == Path("both")
+        and by == "mode"
+    )
     assert cells == [] and width == "two"
 
 
@@ -201,19 +212,44 @@ def test_compare_prints_effects_and_verdicts(results, capsys):
     assert "not distinguishable" in capsys.readouterr().out
 
 
-def test_compare_fails_below_a_ratio_of_speedups_and_by_verdicts_of_a_margin(results, refuse, capsys):
+def test_compare_fails_below_a_ratio_of_speedups_and_by_verdicts_of_a_margin(
+    results, refuse, capsys
+):
     typed = ["compare", "first", "second"]
-    assert cli.main([*typed, "--fail-below", "0.95", "--margin", "clip_score=0.01", "--fail-if", "different"]) == 0
+    assert (
+        cli.main(
+            [
+                *typed,
+                "--fail-below",
+                "0.95",
+                "--margin",
+                "clip_score=0.01",
+                "--fail-if",
+                "different",
+            ]
+        )
+        == 0
+    )
     assert "equivalent" in capsys.readouterr().out, "which is not different"
-    refuse([*typed, "--fail-below", "nan"], 2, "--fail-below nan: must be a number", "For example 0.95.")
+    refuse(
+        [*typed, "--fail-below", "nan"],
+        2,
+        "--fail-below nan: must be a number",
+        "For example 0.95.",
+    )
     assert cli.main([*typed, "--fail-below", "9"]) == 5
-    assert "--fail-below 9: true of 2 of 2, speculative-static-small-7-t1" in capsys.readouterr().err
+    assert (
+        "--fail-below 9: true of 2 of 2, speculative-static-small-7-t1" in capsys.readouterr().err
+    )
     refuse([*typed, "--margin", "fid=1"], 3, "--margin fid: no tested difference", "clip_score")
 
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_recommend_names_the_fastest_cell_in_every_format(results, capsys, form):
-    assert cli.main(["recommend", "first", "second", "--within", "clip_score=0.01", "--format", form]) == 0
+    assert (
+        cli.main(["recommend", "first", "second", "--within", "clip_score=0.01", "--format", form])
+        == 0
+    )
     written = capsys.readouterr()
     assert (
         all(word in written.out for word in ("lambda2", "keeps", "lossless"))
@@ -240,7 +276,9 @@ def test_compare_needs_across_for_other_weights(results, capsys):
 def test_report_writes_one_html_file(results, capsys):
     assert cli.main(["report", "first"]) == 0
     written = capsys.readouterr()
-    assert written.out.strip() == str(results / "first-1234" / "report.html") and "MB" in written.err
+    assert (
+        written.out.strip() == str(results / "first-1234" / "report.html") and "MB" in written.err
+    )
     out = results / "both.html"
     assert cli.main(["-q", "report", "first", "second", "--out", str(out)]) == 0
     assert capsys.readouterr().err == "" and "second: AR" in out.read_text(encoding="utf-8")
@@ -256,7 +294,9 @@ def test_experiments_lists_shipped_experiments(capsys):
 def test_version_and_help(capsys):
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out == f"lantern-bench {__version__}\n"
-    module = subprocess.run([sys.executable, "-m", "lantern_bench", "--version"], check=True, capture_output=True)
+    module = subprocess.run(
+        [sys.executable, "-m", "lantern_bench", "--version"], check=True, capture_output=True
+    )
     assert module.stdout.decode().startswith("lantern-bench ")
     assert cli.main([]) == 2 and "Usage: lantern-bench" in capsys.readouterr().err
     assert cli.main(["--help"]) == 0
@@ -269,7 +309,9 @@ def commands() -> dict[tuple[str, ...], Any]:
     tree = {}
     for name, command in cli._program().commands.items():
         below = getattr(command, "commands", None)
-        tree |= {(name, last): leaf for last, leaf in below.items()} if below else {(name,): command}
+        tree |= (
+            {(name, last): leaf for last, leaf in below.items()} if below else {(name,): command}
+        )
     return tree
 
 
@@ -279,8 +321,14 @@ def flags_shown(capsys, *typed: str) -> set[str]:
 
 
 def test_rarely_used_flags_are_shown_by_help_all(capsys):
-    often, every = flags_shown(capsys, "sweep", "--help"), flags_shown(capsys, "sweep", "--help-all")
-    assert often < every and {"--neighbour-metric", "--worker-timeout", "--pool-devices"} <= every - often
+    often, every = (
+        flags_shown(capsys, "sweep", "--help"),
+        flags_shown(capsys, "sweep", "--help-all"),
+    )
+    assert (
+        often < every
+        and {"--neighbour-metric", "--worker-timeout", "--pool-devices"} <= every - often
+    )
     assert {"--delta", "--images", "--seed"} <= often
     assert flags_shown(capsys, "show", "--help") == flags_shown(capsys, "show", "--help-all")
 
@@ -290,7 +338,13 @@ def test_help_shows_options_in_groups_with_what_their_values_are(capsys):
     shown = capsys.readouterr().out
     titles = ["Arguments:", "What:", "Decoding:", "Run:", "Output:", "Options:", "  Examples:"]
     assert [line for line in shown.splitlines() if line in titles] == titles
-    for flag in ("--modes MODES", "--delta NUMBERS", "--tree TREE", "--residual exact|official", "--out PATH"):
+    for flag in (
+        "--modes MODES",
+        "--delta NUMBERS",
+        "--tree TREE",
+        "--residual exact|official",
+        "--out PATH",
+    ):
         assert f"  {flag} " in shown
     examples = re.findall("^  lantern-bench (sweep .*)$", shown, flags=re.MULTILINE)
     assert len(examples) == 2 and cli.main([*examples[0].split(), "--dry-run"]) == 0

@@ -33,17 +33,41 @@ TYPED = [
     ["reproduce", "paper.yaml", "--threads", "1"],
     ["reproduce", "paper.yaml", "--dry-run"],
     ["score", "first"],
-    *(["show", "first", "--table", table] for table in ("summary", "speed", "quality", "acceptance")),
+    *(
+        ["show", "first", "--table", table]
+        for table in ("summary", "speed", "quality", "acceptance")
+    ),
     ["compare", "first", "second"],
     ["predict", "first", "--prompts", "1000"],
     ["predict", "first", "--device", "a100", "--model", "llamagen-t2i-stage1", "--prompts", "1000"],
     ["certify", "tiny", *CERTIFY],
     ["recommend", "first", "--within", "clip_score=0.1"],
-    ["generate", "one red lantern", "--model", "tiny", "--mode", "all", "--neighbours", "3", "--force"],
+    [
+        "generate",
+        "one red lantern",
+        "--model",
+        "tiny",
+        "--mode",
+        "all",
+        "--neighbours",
+        "3",
+        "--force",
+    ],
     ["models"],
     ["models", "lanterns"],
     ["experiments"],
-    ["profile", "--size", "2x64x64x4", "--no-compile", "--images", "1", "--tree", "small-7", "--threads", "1"],
+    [
+        "profile",
+        "--size",
+        "2x64x64x4",
+        "--no-compile",
+        "--images",
+        "1",
+        "--tree",
+        "small-7",
+        "--threads",
+        "1",
+    ],
     ["check-model", "tiny"],
     ["doctor"],
     ["verify", "first"],
@@ -63,7 +87,15 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(registry, "models", lambda: {"tiny": model})
         for shard in ("1", "2"):
-            typed = ["sweep", str(root / "tiny.yaml"), "--threads", "1", "--shard", f"{shard}/2", "--out"]
+            typed = [
+                "sweep",
+                str(root / "tiny.yaml"),
+                "--threads",
+                "1",
+                "--shard",
+                f"{shard}/2",
+                "--out",
+            ]
             assert cli.main([*typed, str(root / f"shard{shard}")]) == 0
     return root
 
@@ -81,13 +113,23 @@ def once(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def test_all_of_them_are_typed_here() -> None:
-    printing = {path for path, command in commands().items() if any("--format" in flag.opts for flag in command.params)}
-    assert printing == {path for path in commands() if any(tuple(typed[: len(path)]) == path for typed in TYPED)}
+    printing = {
+        path
+        for path, command in commands().items()
+        if any("--format" in flag.opts for flag in command.params)
+    }
+    assert printing == {
+        path for path in commands() if any(tuple(typed[: len(path)]) == path for typed in TYPED)
+    }
 
 
 @pytest.mark.parametrize("typed", TYPED, ids=" ".join)
 def test_a_table_in_all_formats(
-    typed: list[str], runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    typed: list[str],
+    runs: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv(RESULTS_VARIABLE, str(runs))
@@ -99,10 +141,17 @@ def test_a_table_in_all_formats(
     monkeypatch.setattr("lantern_bench.runs.scoring.score_run_directory", lambda *_, **__: scored)
     findings = [Finding("torch", "ok", "2.10"), Finding("a | b", "warn", "", "c")]
     monkeypatch.setattr(doctor, "examine", lambda _: findings)
-    words = [str(runs / word) if word.endswith(".yaml") or word.startswith("shard") else word for word in typed]
+    words = [
+        str(runs / word) if word.endswith(".yaml") or word.startswith("shard") else word
+        for word in typed
+    ]
     printed = {}
     for name in FORMATS:
-        out = ["--out", name if typed[0] == "merge" else "run"] if typed[0] in ("sweep", "merge", "reproduce") else []
+        out = (
+            ["--out", name if typed[0] == "merge" else "run"]
+            if typed[0] in ("sweep", "merge", "reproduce")
+            else []
+        )
         assert cli.main([*words, *out, "--format", name]) in (0, 4, 5), capsys.readouterr().err
         written = capsys.readouterr()
         assert "internal" not in written.err, written.err

@@ -28,7 +28,9 @@ RECORDING = GOLDEN / "chameleon"
 
 @pytest.fixture(autouse=True)
 def _models(monkeypatch: pytest.MonkeyPatch) -> None:
-    shipped = {name: model for name, model in registry.models().items() if model.family == "chameleon"}
+    shipped = {
+        name: model for name, model in registry.models().items() if model.family == "chameleon"
+    }
     monkeypatch.setattr(registry, "models", lambda: shipped)
 
 
@@ -36,41 +38,74 @@ def test_logits_equal_recording(tmp_path: Path) -> None:
     """Every prefix of the recorded prompts has recorded logits: those of the image's tokens, in the order of codes."""
     expected = load_file(RECORDING / "chameleon_expected.safetensors")
     stated = json.loads((RECORDING / "config.json").read_text())
-    codes = list(Chameleon("recorded", Published("", stated, {}, (4, 4)), {"target": RECORDING}).image_words())
+    codes = list(
+        Chameleon(
+            "recorded", Published("", stated, {}, (4, 4)), {"target": RECORDING}
+        ).image_words()
+    )
     for swin in (0, 1):
         config = {"swin_norm": bool(swin)}
         target = {"checkpoint": RECORDING / "model.safetensors", "layout": "hf", "config": config}
-        model = golden_models.load(golden_models.write_model(tmp_path, family="anole-7b", target=target, grid=[2, 3]))
+        model = golden_models.load(
+            golden_models.write_model(tmp_path, family="anole-7b", target=target, grid=[2, 3])
+        )
         recorded = expected[f"swin{swin}.logits_unmasked"][..., codes]
         for length in (5, recorded.shape[1]):
             rows = [row[:length].tolist() for row in expected["input_ids"]]
             conditions = [prompt_condition([(row, row)]) for row in rows]
             images = lantern_bench.decode(
-                model, ["a", "b"], mode="ar", temperature=0, cfg_scale=1, conditions=conditions, logits=True
+                model,
+                ["a", "b"],
+                mode="ar",
+                temperature=0,
+                cfg_scale=1,
+                conditions=conditions,
+                logits=True,
             )
             for image, wanted in zip(images, recorded[:, length - 1], strict=True):
                 assert image.picture is None and image.logits is not None
                 assert image.tokens.shape == (6,) and image.logits.shape == (6, len(codes))
-                assert (image.logits[0] - wanted).abs().max() < 2e-4 and image.tokens[0] == wanted.argmax()
+                assert (image.logits[0] - wanted).abs().max() < 2e-4 and image.tokens[
+                    0
+                ] == wanted.argmax()
 
 
 @pytest.mark.parametrize(("family", "tokens"), [("anole", 16), ("lumina-mgpt", 20)])
-def test_pictures_in_every_mode(family: str, tokens: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pictures_in_every_mode(
+    family: str, tokens: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = tiny_chameleon.write_model_file(tmp_path, family, (4, 4))
     picture = tmp_path / "picture.png"
-    flags = ["--out", str(picture), "--neighbours", "5", "--nodes", "12", "--depth", "3", "--beam", "3"]
+    flags = [
+        "--out",
+        str(picture),
+        "--neighbours",
+        "5",
+        "--nodes",
+        "12",
+        "--depth",
+        "3",
+        "--beam",
+        "3",
+    ]
     flags += ["--images", "2", "--format", "json"]
-    assert cli.main(["generate", "a red lantern", "--model", str(model), "--mode", "all", *flags]) == 0
+    assert (
+        cli.main(["generate", "a red lantern", "--model", str(model), "--mode", "all", *flags]) == 0
+    )
     rows = json.loads(capsys.readouterr().out)
     assert len(rows) == 2 * len(MODES) and {row["tokens"] for row in rows} == {tokens}
     drawn = Image.open(picture)
     assert drawn.size == (len(MODES) * 8, 14 + 2 * 8)
     labels = [drawn.crop((left, 0, left + 8, 14)).tobytes() for left in range(0, drawn.width, 8)]
-    assert len(set(labels)) > 5 and all(label.count(255) > 100 for label in labels), "the modes have different names"
+    assert len(set(labels)) > 5 and all(label.count(255) > 100 for label in labels), (
+        "the modes have different names"
+    )
     assert all(row["distance"] is not None for row in rows)
     (image,) = lantern_bench.decode(golden_models.load(model), "a red lantern", mode="speculative")
     lines = image.tokens.reshape(4, -1)
-    assert (lines[:, :4] < tiny_chameleon.CODES).all() and (lines[:, 4:] == tiny_chameleon.CODES).all()
+    assert (lines[:, :4] < tiny_chameleon.CODES).all() and (
+        lines[:, 4:] == tiny_chameleon.CODES
+    ).all()
 
 
 @pytest.mark.parametrize(("name", "rows"), [("anole-7b", 8192), ("lumina-mgpt-7b-768", 8193)])
@@ -93,10 +128,19 @@ def test_dry_run_states_sizes_without_allocating(
     assert parts["target"]["parameters"] == layers + (65536 + rows + 1) * 4096
 
 
-def test_too_long_caption_is_refused_before_loading(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_too_long_caption_is_refused_before_loading(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = tiny_chameleon.write_model_file(tmp_path, "anole", (4, 4))
     (tmp_path / "drafter" / "config.json").unlink()
-    typed = ["generate", "red " * 300, "--model", str(model), "--out", str(tmp_path / "picture.png")]
+    typed = [
+        "generate",
+        "red " * 300,
+        "--model",
+        str(model),
+        "--out",
+        str(tmp_path / "picture.png"),
+    ]
     assert cli.main(typed) == 2
     assert "has 303 tokens, and at most 256 are taken" in capsys.readouterr().err
     assert not (tmp_path / "picture.png").exists()

@@ -26,7 +26,17 @@ from lantern_bench.runs.threads import Calibrated
 from tests.tiny_model import TinyModel
 
 TYPED = ["profile", "--size", "2x64x64x4", "--no-compile", "--images", "1", "--tree", "small-7"]
-SEARCH = ["profile", "--model", "tiny", "--search", "--no-compile", "--threads", "1", "--format", "csv"]
+SEARCH = [
+    "profile",
+    "--model",
+    "tiny",
+    "--search",
+    "--no-compile",
+    "--threads",
+    "1",
+    "--format",
+    "csv",
+]
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +72,9 @@ def test_saved_device_reproduces_what_it_was_fitted_to(measured: Path) -> None:
     assert set(device.target_factors) == {1, 8} and device.sources[0].startswith("fitted to ")
     steps = pd.read_csv(measured / "profile.csv").query("what == 'step'").set_index("name")
     sizes = read_size("2x64x64x4")
-    step = step_seconds(device, STACKS["compiled"], Setting(sizes, 1, True, 8), named_draft("small-7"), 2.0)["total"]
+    step = step_seconds(
+        device, STACKS["compiled"], Setting(sizes, 1, True, 8), named_draft("small-7"), 2.0
+    )["total"]
     # One draft and one verification were measured: their factors make them exact.
     assert 1e3 * step["draft"] == pytest.approx(steps["draft_ms"]["small-7"], rel=0.05)
     assert 1e3 * step["verify"] == pytest.approx(steps["verify_ms"]["small-7"], rel=0.05)
@@ -73,7 +85,9 @@ def test_threads_are_tried_unless_they_are_given(
 ) -> None:
     tried, before = list[list[bool]](), torch.get_num_threads()
 
-    def fastest(model: Any, prompt: str, decodings: list[Decoding], emit: Callable[[Note], object]) -> None:
+    def fastest(
+        model: Any, prompt: str, decodings: list[Decoding], emit: Callable[[Note], object]
+    ) -> None:
         tried.append([decoding.drafts for decoding in decodings])
         threads.set_fastest_threads(model, prompt, decodings, emit)
 
@@ -96,18 +110,26 @@ def test_threads_are_tried_unless_they_are_given(
         (["--size", "8x100"], "--size 8x100: the width must be a multiple of 64"),
         (["--tree", "smal-7"], "--tree smal-7: unknown tree; did you mean small-7?"),
         (["--model", "lantern"], "did you mean lanterns?"),
-        (["--size", "1x64x16x4", "--search"], "--size: not with --search, which takes a trained model"),
+        (
+            ["--size", "1x64x16x4", "--search"],
+            "--size: not with --search, which takes a trained model",
+        ),
         (["--tree", "chain-3", "--search"], "--tree: not with --search"),
         (["--save-device", "here.txt"], "--save-device here.txt: must end in .yaml"),
         (["--save-device", "a.yaml", "--search"], "--save-device: not with --search"),
         (["--mode", "ar"], "--mode ar: drafts nothing"),
-        (["--mode", "lantern", "--delta", "0.1,0.2"], "measures one mode and rule at a time, and these are 2"),
+        (
+            ["--mode", "lantern", "--delta", "0.1,0.2"],
+            "measures one mode and rule at a time, and these are 2",
+        ),
         (["--mode", "lantern++", "--lambda", "0.5"], "--lambda 0.5: must be a number above 1"),
         (["--rule", "block", "--tree", "small-7"], "--tree small-7: the rule block needs a chain"),
         (["--tree", "9n1d3b"], "--tree 9n1d3b: nodes 9: depth 1 and beam 3 make only 3 candidates"),
     ],
 )
-def test_usage_errors(typed: list[str], wrong: str, folder: Path, refuse: Callable[..., None]) -> None:
+def test_usage_errors(
+    typed: list[str], wrong: str, folder: Path, refuse: Callable[..., None]
+) -> None:
     refuse(["profile", *typed], 2, wrong)
 
 
@@ -125,7 +147,9 @@ def few(tiny: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("few")
-def test_every_mode_and_rule_is_searched(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_every_mode_and_rule_is_searched(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     rules = ["--mode", "speculative,lantern", "--neighbours", "3", "--delta", "0.2"]
     assert cli.main([*SEARCH, "--images", "20", *rules, "--drafting", "static,dynamic"]) == 0
     written = capsys.readouterr()
@@ -134,7 +158,9 @@ def test_every_mode_and_rule_is_searched(capsys: pytest.CaptureFixture[str], tmp
     for table in tables:
         assert table["speedup"].is_monotonic_decreasing and 2 <= len(table) <= 9
         length = table["mean_accepted_length"]
-        assert (length / table["speedup"] * table["ar_ms"] / table["milliseconds"] - 1).abs().max() < 0.02
+        assert (
+            length / table["speedup"] * table["ar_ms"] / table["milliseconds"] - 1
+        ).abs().max() < 0.02
         assert (table["expected_length"] - length).abs().max() < 1.0
     lines = [line for line in written.err.splitlines() if line.startswith("  - {")]
     path = tmp_path / "found.yaml"
@@ -157,12 +183,21 @@ def test_chains_alone_are_searched_for_a_rule_of_chains(capsys: pytest.CaptureFi
 
 @pytest.mark.usefixtures("few")
 @pytest.mark.parametrize(
-    ("mode", "nodes"), [("scd", {"w2": 2, "w4": 4}), ("sjd-pac", {"w2": 12, "w4": 14}), ("hybrid", {"w2": 2, "w4": 4})]
+    ("mode", "nodes"),
+    [
+        ("scd", {"w2": 2, "w4": 4}),
+        ("sjd-pac", {"w2": 12, "w4": 14}),
+        ("hybrid", {"w2": 2, "w4": 4}),
+    ],
 )
-def test_windows_are_searched(mode: str, nodes: dict[str, int], capsys: pytest.CaptureFixture[str]) -> None:
+def test_windows_are_searched(
+    mode: str, nodes: dict[str, int], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main([*SEARCH, "--images", "4", "--mode", mode]) == 0
     table = pd.read_csv(StringIO(capsys.readouterr().out))
-    assert {tree[:2]: count for tree, count in zip(table["tree"], table["nodes"], strict=True)} == nodes
+    assert {
+        tree[:2]: count for tree, count in zip(table["tree"], table["nodes"], strict=True)
+    } == nodes
     assert (table["expected_length"] > 1).all()
     if mode == "scd":  # searched with the coupling of the mode
         assert set(table["tree"]) == {"w2-maximal", "w4-maximal"}
@@ -175,7 +210,9 @@ def test_without_a_mode_every_lossless_method_is_searched(
 ) -> None:
     searched = []
 
-    def search(_model: object, decoding: Decoding, *_others: object) -> list[tuple[Decoding, dict[str, float]]]:
+    def search(
+        _model: object, decoding: Decoding, *_others: object
+    ) -> list[tuple[Decoding, dict[str, float]]]:
         searched.append((decoding.mode, decoding.drafting, decoding.rule))
         return [(decoding, {"speedup": 1.0})]
 
@@ -192,7 +229,9 @@ def test_without_a_mode_every_lossless_method_is_searched(
 
 
 @pytest.mark.usefixtures("tiny")
-def test_a_drafting_without_a_search_is_refused(monkeypatch: pytest.MonkeyPatch, refuse: Callable[..., None]) -> None:
+def test_a_drafting_without_a_search_is_refused(
+    monkeypatch: pytest.MonkeyPatch, refuse: Callable[..., None]
+) -> None:
     monkeypatch.setattr(tree_search, "SEARCHED", [name for name in SEARCHED if name != "static"])
     words = "are not searched\n  Those of jacobi, pac, hybrid and dynamic are."
     refuse([*SEARCH, "--drafting", "static"], 2, words)

@@ -100,7 +100,9 @@ def test_a_run_has_all_its_files_and_says_nothing_else(finished: Finished) -> No
         "Half of ",
     )
     assert [line for line in finished.err.splitlines() if not line.startswith(ours)] == []
-    tables = {f"{name}.csv" for name in ("speed", "quality", "acceptance", "summary", "reproduction")}
+    tables = {
+        f"{name}.csv" for name in ("speed", "quality", "acceptance", "summary", "reproduction")
+    }
     files = {path.name for path in finished.folder.iterdir()} - {".lock"}
     assert files == {"manifest.json", "records.jsonl", "scores.jsonl", "images"} | tables
     summary = pd.read_csv(finished.folder / "summary.csv")
@@ -109,11 +111,17 @@ def test_a_run_has_all_its_files_and_says_nothing_else(finished: Finished) -> No
     assert (summary["mean_accepted_length"] >= 1).all()
 
 
-def test_manifest_has_no_paths_and_resolves_again(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_manifest_has_no_paths_and_resolves_again(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     manifest = read_manifest(run)
     text = json.dumps(manifest)
     assert str(run.parent) not in text and str(Path.home()) + "/" not in text
-    assert set(manifest["key"]["weights"]) == {"lanterns/target", "lanterns/drafter", "lanterns/tokenizer"}
+    assert set(manifest["key"]["weights"]) == {
+        "lanterns/target",
+        "lanterns/drafter",
+        "lanterns/tokenizer",
+    }
     assert all(len(digest) == 64 for digest in manifest["key"]["weights"].values())
     again = run.parent / "again.yaml"
     again.write_text(json.dumps(manifest["experiment"]))
@@ -124,22 +132,36 @@ def test_manifest_has_no_paths_and_resolves_again(run: Path, capsys: pytest.Capt
 def test_reproduce_compares_both_residuals_with_the_paper(finished: Finished) -> None:
     listed = pd.read_csv(io.StringIO(finished.out))
     assert listed.equals(pd.read_csv(finished.folder / "reproduction.csv"))
-    relaxed = listed[(listed["figure"] == "mean_accepted_length") & (listed["method"] == "lantern++")]
+    relaxed = listed[
+        (listed["figure"] == "mean_accepted_length") & (listed["method"] == "lantern++")
+    ]
     assert sorted(zip(relaxed["parameters"], relaxed["residual"], strict=True)) == [
-        (f"small-7 k=100 lambda={bound}", residual) for bound in (10, 2) for residual in ("exact", "official")
+        (f"small-7 k=100 lambda={bound}", residual)
+        for bound in (10, 2)
+        for residual in ("exact", "official")
     ]
     for _, row in relaxed[relaxed["paper_row"] == "its rule"].iterrows():
-        assert row["published"] == 3.5 and row["source"] == "the abstract" and row["confidence"] == "paper"
+        assert (
+            row["published"] == 3.5
+            and row["source"] == "the abstract"
+            and row["confidence"] == "paper"
+        )
         assert row["difference"] == pytest.approx(row["ours"] - 3.5, abs=1e-5)
         assert row["ours_low"] <= row["ours"] <= row["ours_high"]
     empty = listed[listed["paper_row"] == "a row to fill"]
-    assert empty["published"].isna().all() and empty["note"].str.contains("no published figure could be had").all()
+    assert (
+        empty["published"].isna().all()
+        and empty["note"].str.contains("no published figure could be had").all()
+    )
     assert empty.loc[empty["figure"] == "mean_accepted_length", "ours"].notna().all()
     uncovered = listed[listed["paper_row"] == "another method"]
     assert uncovered["published"].tolist() == [2.5] and uncovered["cell_id"].isna().all()
     assert uncovered["note"].tolist() == ["no mode of ours covers this row"]
     clip = listed[(listed["figure"] == "clip_score") & listed["published"].notna()]
-    assert clip["difference"].isna().all() and clip["measured_by"].str.startswith("lanterns-clip@").all()
+    assert (
+        clip["difference"].isna().all()
+        and clip["measured_by"].str.startswith("lanterns-clip@").all()
+    )
     accuracy = listed[listed["figure"] == "prompt_accuracy"]
     assert len(accuracy) == 5 and accuracy["ours"].between(0, 1).all()
 
@@ -149,7 +171,9 @@ def test_reproduce_needs_the_name_of_a_table(capsys: pytest.CaptureFixture[str])
     assert "such as lantern-table2" in capsys.readouterr().err
 
 
-def test_reproduce_names_what_is_not_comparable(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_reproduce_names_what_is_not_comparable(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The same command again decodes nothing and shows the same; in a table the remarks stand below it."""
     assert cli.main(["reproduce", "table.yaml", "--out", str(run), "--format", "md"]) == 0
     written = capsys.readouterr()
@@ -166,7 +190,9 @@ def test_reproduce_names_what_is_not_comparable(run: Path, capsys: pytest.Captur
     assert "| its rule |" in written.out and "3.50" in written.out and "(none)" in written.out
 
 
-def test_a_run_is_scored_again_by_its_protocol(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_is_scored_again_by_its_protocol(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     before, records = read_scores(run), (run / "records.jsonl").read_bytes()
     tokens = sum(row["level"] == "tokens" for row in before)
     assert cli.main(["score", str(run)]) == 0
@@ -199,16 +225,26 @@ def test_scores_that_are_refused(
 
 
 REPRODUCED = [
-    name for name, path in shipped_experiments().items() if "paper" in yaml.safe_load(path.read_text(encoding="utf-8"))
+    name
+    for name, path in shipped_experiments().items()
+    if "paper" in yaml.safe_load(path.read_text(encoding="utf-8"))
 ]
 
 
 @pytest.mark.parametrize("name", REPRODUCED)
-def test_every_table_is_planned_with_both_residuals(name: str, capsys: pytest.CaptureFixture[str], run: Path) -> None:
+def test_every_table_is_planned_with_both_residuals(
+    name: str, capsys: pytest.CaptureFixture[str], run: Path
+) -> None:
     assert cli.main(["reproduce", name, "--model", "lanterns", "--dry-run"]) == 0
     plan = pd.read_csv(io.StringIO(capsys.readouterr().out))
     relaxed = [cell for cell in plan["cell"] if cell.startswith("lantern") and "-t0" not in cell]
-    official = {cell for cell in relaxed if cell.endswith("residualofficial") or "-residualofficial-" in cell}
+    official = {
+        cell
+        for cell in relaxed
+        if cell.endswith("residualofficial") or "-residualofficial-" in cell
+    }
     assert {cell.replace("-residualofficial", "") for cell in official} == set(relaxed) - official
-    assert relaxed or name in ("sjd-windows", "scd-janus", "sjdpac-emu3", "gsd"), "it has no cell of LANTERN"
+    assert relaxed or name in ("sjd-windows", "scd-janus", "sjdpac-emu3", "gsd"), (
+        "it has no cell of LANTERN"
+    )
     assert plan["images"].sum() <= 800, "minutes on two cores"

@@ -77,7 +77,9 @@ PARTS = {
 
 
 @pytest.mark.parametrize("kind", PARTS)
-def test_a_model_file_is_swept_from_files_to_tables(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_file_is_swept_from_files_to_tables(
+    kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Prompts are the model's own, since neither the experiment nor the command names any."""
     model = write_model(kind)
     if kind == "chameleon":
@@ -101,7 +103,10 @@ def test_a_model_file_is_swept_from_files_to_tables(kind: str, capsys: pytest.Ca
 
 
 def sizes_of(model: str) -> None:
-    change(model, target={"checkpoint": "target.pt", "config": {**tiny_llamagen.CONFIGS["c2i"], "n_head": 6}})
+    change(
+        model,
+        target={"checkpoint": "target.pt", "config": {**tiny_llamagen.CONFIGS["c2i"], "n_head": 6}},
+    )
 
 
 def norms_of(model: str) -> None:
@@ -114,29 +119,51 @@ CHANGES: dict[str, tuple[str, Callable[[str], Any], str]] = {
     "drafter's config": (
         "c2i",
         lambda _: Path("model/drafter/config.json").write_text(
-            json.dumps(json.loads(Path("model/drafter/config.json").read_text()) | {"rms_norm_eps": 1e-3})
+            json.dumps(
+                json.loads(Path("model/drafter/config.json").read_text()) | {"rms_norm_eps": 1e-3}
+            )
         ),
         "drafter",
     ),
     "what the file says of the target": ("c2i", sizes_of, "sizes"),
     "text encoder": ("t2i", lambda _: spoil(Path("model-t5/model.safetensors")), "text_encoder"),
     "norms": ("chameleon", norms_of, "sizes"),
-    "drafter of Chameleon": ("chameleon", lambda _: spoil(Path("model/drafter/pytorch_model.bin")), "drafter"),
+    "drafter of Chameleon": (
+        "chameleon",
+        lambda _: spoil(Path("model/drafter/pytorch_model.bin")),
+        "drafter",
+    ),
 }
 
 
 @pytest.mark.parametrize("changed", CHANGES)
-def test_changed_weights_or_sizes_are_refused_on_resume(changed: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_changed_weights_or_sizes_are_refused_on_resume(
+    changed: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     kind, make_change, part = CHANGES[changed]
     model = write_model(kind)
     Path("prompts.txt").write_text("a red lantern\n" if kind != "c2i" else "class 3\n")
-    typed = ["sweep", "tiny.yaml", "--model", model, "--modes", "speculative", "--images", "1", "--out", "run"]
+    typed = [
+        "sweep",
+        "tiny.yaml",
+        "--model",
+        model,
+        "--modes",
+        "speculative",
+        "--images",
+        "1",
+        "--out",
+        "run",
+    ]
     typed += ["--prompts", "prompts.txt"]
     assert cli.main(typed) == 0
     make_change(model)
     assert cli.main(typed) == 3
     written = capsys.readouterr().err
-    assert f"cannot resume run: weights of {model}/{part} changed" in written and "--no-resume" in written
+    assert (
+        f"cannot resume run: weights of {model}/{part} changed" in written
+        and "--no-resume" in written
+    )
 
 
 def with_model(kind: str, **parts: Any) -> Callable[[], list[str]]:
@@ -169,19 +196,37 @@ MISSING: dict[str, tuple[Callable[[], list[str]], int, str]] = {
     ),
     "text encoder's files": (empty_encoder, 2, "is no T5 encoder"),
     "drafter": (with_model("c2i", drafter=None), 3, "needs a drafter, and this model has none"),
-    "tokenizer": (with_model("c2i", tokenizer=None), 2, "no picture can be drawn: it has no tokenizer"),
+    "tokenizer": (
+        with_model("c2i", tokenizer=None),
+        2,
+        "no picture can be drawn: it has no tokenizer",
+    ),
     "end of the target": (cut_target, 2, "is truncated"),
     "code": (code_in_drafter, 2, "is a pickle with code in it"),
     "weights": (lambda: ["--model", "llamagen-t2i-stage1"], 3, "is not on this machine"),
-    "judges": (lambda: ["--model", write_model("c2i"), "--metrics", "quality"], 3, "--metrics speed"),
+    "judges": (
+        lambda: ["--model", write_model("c2i"), "--metrics", "quality"],
+        3,
+        "--metrics speed",
+    ),
     "reference": (lambda: ["--metrics", "quality", "--reference", "none.json"], 2, "none.json"),
-    "other codes": (lambda: ["--model", write_model("c2i"), "--neighbours", "32"], 2, "has 32 codes\n  At most 31."),
-    "classes": (lambda: ["--model", write_model("c2i"), "--prompts", "imagenet"], 2, "there are 7 classes"),
+    "other codes": (
+        lambda: ["--model", write_model("c2i"), "--neighbours", "32"],
+        2,
+        "has 32 codes\n  At most 31.",
+    ),
+    "classes": (
+        lambda: ["--model", write_model("c2i"), "--prompts", "imagenet"],
+        2,
+        "there are 7 classes",
+    ),
 }
 
 
 @pytest.mark.parametrize("what", MISSING)
-def test_missing_parts_stop_a_sweep_before_it_writes(what: str, refuse: Callable[..., None]) -> None:
+def test_missing_parts_stop_a_sweep_before_it_writes(
+    what: str, refuse: Callable[..., None]
+) -> None:
     make, code, message = MISSING[what]
     refuse(["sweep", "tiny.yaml", *make(), "--out", "run"], code, message)
 
@@ -193,5 +238,7 @@ def test_number_of_classes_comes_from_the_checkpoint(capsys: pytest.CaptureFixtu
     assert "--class 7" in capsys.readouterr().err
     assert cli.main(["models", model, "--format", "json"]) == 0
     rows = json.loads(capsys.readouterr().out)
-    assert [row["part"] for row in rows] == ["target", "tokenizer", "drafter"] and all(row["found"] for row in rows)
+    assert [row["part"] for row in rows] == ["target", "tokenizer", "drafter"] and all(
+        row["found"] for row in rows
+    )
     assert {row["from"] for row in rows} == {"your model file"}

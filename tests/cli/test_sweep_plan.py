@@ -47,7 +47,11 @@ def test_the_default_plan(capsys, here):
     listed = pd.read_csv(io.StringIO(written.out))
     assert listed["cell"].tolist()[:2] == ["ar-t1", "ar-t0"]
     assert len(listed) == 12 and set(listed["images"]) == {6} and set(listed["done"]) == {0}
-    assert "run: results/lanterns-" in written.err and "72 to do" in written.err and "unknown" in written.err
+    assert (
+        "run: results/lanterns-" in written.err
+        and "72 to do" in written.err
+        and "unknown" in written.err
+    )
     assert list(here.iterdir()) == []
 
 
@@ -57,10 +61,39 @@ def test_the_default_plan(capsys, here):
         (["--modes", "lantern", "--delta", "0.01,0.1", "--delta", "0.2"], 8),
         (["--modes", "lantern++", "--lambda", "2,3", "--neighbours", "5,10"], 6),
         (["--modes", "speculative", "--no-baseline", "--temperature", "1"], 4),
-        (["--modes", "speculative", "--tree", "chain-5", "--temperature", "1", "--rule", "strict"], 3),
+        (
+            [
+                "--modes",
+                "speculative",
+                "--tree",
+                "chain-5",
+                "--temperature",
+                "1",
+                "--rule",
+                "strict",
+            ],
+            3,
+        ),
         (["--modes", "ar", "--set", "temperature=0.5,0.9"], 2),
-        (["--modes", "lantern", "--delta", "0.1", "--nodes", "8", "--depth", "3", "--beam", "4"], 4),
-        (["--modes", "ar", "--top-k", "100", "--top-p", "0.9", "--filter-order", "top_p_first", "--cfg-scale", "3"], 2),
+        (
+            ["--modes", "lantern", "--delta", "0.1", "--nodes", "8", "--depth", "3", "--beam", "4"],
+            4,
+        ),
+        (
+            [
+                "--modes",
+                "ar",
+                "--top-k",
+                "100",
+                "--top-p",
+                "0.9",
+                "--filter-order",
+                "top_p_first",
+                "--cfg-scale",
+                "3",
+            ],
+            2,
+        ),
         (["--modes", "lantern++", "--residual", "official", "--lambda", "2"], 3),
     ],
 )
@@ -77,7 +110,9 @@ def test_a_mode_that_the_experiment_lacks_is_added_on_its_trees(capsys):
     assert shapes == {"ar-t1", "lantern-dynamic-24n4d6b-k10-delta0.2-t1"}
 
 
-@pytest.mark.parametrize("command", [["sweep", "--prompts", "examples", "--modes"], ["generate", "x", "--mode"]])
+@pytest.mark.parametrize(
+    "command", [["sweep", "--prompts", "examples", "--modes"], ["generate", "x", "--mode"]]
+)
 def test_a_model_without_a_drafter_is_offered_other_modes(refuse, capsys, command):
     typed = [*command, "lantern++", "--model", "lumina-mgpt-7b-768", "--dry-run"]
     refuse(typed, 3, "lantern++ needs a drafter", "ar, sjd, scd and sjd-pac", "train drafter")
@@ -92,16 +127,55 @@ def test_images_repeats_and_shards(capsys):
 
 
 def test_plan_counts_finished_images_and_estimates_time(capsys, here):
-    assert cli.main(["sweep", "--images", "1", "--modes", "ar", "--temperature", "1", "--dry-run", "--out", "run"]) == 0
+    assert (
+        cli.main(
+            [
+                "sweep",
+                "--images",
+                "1",
+                "--modes",
+                "ar",
+                "--temperature",
+                "1",
+                "--dry-run",
+                "--out",
+                "run",
+            ]
+        )
+        == 0
+    )
     capsys.readouterr()
     from lantern_bench.config.plan import Prompt
     from lantern_bench.models.lanterns import HELD_OUT
 
     key = {"prompt_id": Prompt(HELD_OUT[0].caption()).id, "repeat": 0}
-    row = {"record_key": "1", "status": "ok", "cell_id": "ar-t1", "seconds": 1.5, "pixel_seconds": 0.5, **key}
+    row = {
+        "record_key": "1",
+        "status": "ok",
+        "cell_id": "ar-t1",
+        "seconds": 1.5,
+        "pixel_seconds": 0.5,
+        **key,
+    }
     (here / "run").mkdir()
     (here / "run" / "records.jsonl").write_text(json.dumps(row) + "\n")
-    assert cli.main(["sweep", "--images", "3", "--modes", "ar", "--temperature", "1", "--dry-run", "--out", "run"]) == 0
+    assert (
+        cli.main(
+            [
+                "sweep",
+                "--images",
+                "3",
+                "--modes",
+                "ar",
+                "--temperature",
+                "1",
+                "--dry-run",
+                "--out",
+                "run",
+            ]
+        )
+        == 0
+    )
     written = capsys.readouterr()
     assert "1 done, 2 to do; time left: 4 s" in written.err
     assert pd.read_csv(io.StringIO(written.out))["s_per_image"].tolist() == [2.0]
@@ -110,7 +184,10 @@ def test_plan_counts_finished_images_and_estimates_time(capsys, here):
 @pytest.mark.parametrize(
     ("typed", "words"),
     [
-        (["--modes", "lantrn"], ["--modes lantrn: unknown mode; did you mean lantern?", "speculative"]),
+        (
+            ["--modes", "lantrn"],
+            ["--modes lantrn: unknown mode; did you mean lantern?", "speculative"],
+        ),
         (["--delta", "1.5"], ["--delta 1.5: must lie strictly between 0 and 1"]),
         (["--delta", "0.1,x", "--lambda", "0.5"], ["2 problems", "--delta x:", "--lambda 0.5:"]),
         (["--temperature", "-1"], ["--temperature -1: must be a number of at least 0"]),
@@ -123,22 +200,37 @@ def test_plan_counts_finished_images_and_estimates_time(capsys, here):
         (["--device", "gpu"], ["--device gpu: must be auto, cpu, mps, cuda or cuda:N"]),
         (["--model", "lantern"], ["--model", "did you mean lanterns?"]),
         (["--neighbours", "2048"], ["--neighbours 2048: the model lanterns has 2048 codes"]),
-        (["--neighbour-space", "cosine", "--dry-run"], ["--neighbour-space cosine: must be raw or normalised"]),
-        (["--metrics", "quality", "--protocol", "embeded"], ["unknown protocol; did you mean embedded?"]),
+        (
+            ["--neighbour-space", "cosine", "--dry-run"],
+            ["--neighbour-space cosine: must be raw or normalised"],
+        ),
+        (
+            ["--metrics", "quality", "--protocol", "embeded"],
+            ["unknown protocol; did you mean embedded?"],
+        ),
         (["--prompts", "none.txt"], ["--prompts none.txt: no such file", "held-out"]),
-        (["--prompts", "captions.txt"], ["error: --prompts captions.txt line 2:", "'pink'", "orange"]),
+        (
+            ["--prompts", "captions.txt"],
+            ["error: --prompts captions.txt line 2:", "'pink'", "orange"],
+        ),
         (["--set", "delta"], ["--set delta: must have the form key=value"]),
         (["--set", "detla=0.1"], ["--set detla: unknown key; did you mean delta?"]),
         (["--shard", "3/2"], ["--shard 3/2: must be i/n"]),
         (["--format", "yaml"], ["--format yaml: unknown", "One of table, csv"]),
         (["--modes", "ar", "--delta", "0.1"], ["--delta 0.1: reaches no cell"]),
-        (["--out", "there.png/run"], ["--out there.png/run: ", "there.png is a file, not a folder"]),
+        (
+            ["--out", "there.png/run"],
+            ["--out there.png/run: ", "there.png is a file, not a folder"],
+        ),
         (["--out", "notes"], ["--out notes: contains todo.txt and is not a run directory"]),
         (["nothere"], ["no experiment is named 'nothere'", "lanterns"]),
         (["nothere.yaml"], ["nothere.yaml: no such experiment file"]),
         (["empty.yaml"], ["the file is empty"]),
         (["open.yaml"], ["open.yaml line 5", "not valid YAML"]),
-        (["wrong.yaml"], ["3 problems", "line 2: imagse: unknown key; did you mean images?", "line 4", "line 5"]),
+        (
+            ["wrong.yaml"],
+            ["3 problems", "line 2: imagse: unknown key; did you mean images?", "line 4", "line 5"],
+        ),
     ],
 )
 def test_a_sweep_is_refused_before_a_model_is_loaded(refuse, here, typed, words):
@@ -154,7 +246,11 @@ def test_a_sweep_is_refused_before_a_model_is_loaded(refuse, here, typed, words)
 
 
 def test_missing_scorers_are_refused_before_a_model_is_loaded(refuse):
-    refuse(["sweep", "--metrics", "quality", "--protocol", "lantern-coco"], 3, "are not on this machine")
+    refuse(
+        ["sweep", "--metrics", "quality", "--protocol", "lantern-coco"],
+        3,
+        "are not on this machine",
+    )
 
 
 @pytest.mark.parametrize(
@@ -162,7 +258,11 @@ def test_missing_scorers_are_refused_before_a_model_is_loaded(refuse):
     [
         (["two pink lanterns"], "'pink'", 2),
         ([CAPTION, "--mode", "lantrn"], "--mode lantrn: unknown mode; did you mean lantern?", 2),
-        ([CAPTION, "--model", "lantern"], "--model lantern: unknown model; did you mean lanterns?", 2),
+        (
+            [CAPTION, "--model", "lantern"],
+            "--model lantern: unknown model; did you mean lanterns?",
+            2,
+        ),
         ([CAPTION, "--delta", "0.1"], "--delta 0.1: reaches no cell", 2),
         ([CAPTION, "--neighbours", "5000"], "--neighbours 5000", 2),
         ([CAPTION, "--out", "there.png/a.png"], "there.png is a file, not a folder", 2),
@@ -182,12 +282,18 @@ def test_models_are_listed_with_their_licence(capsys):
     (row,) = listed[listed["model"] == "lanterns"].to_dict("records")
     assert row["licence"] == "Apache-2.0" and "chain-4" in row["defaults"]
     weights = load_file(WEIGHTS_FOLDER / FILES["target"])
-    assert row["tokens"] == 256 and row["parameters_m"] == round(sum(part.size for part in weights.values()) / 1e6)
+    assert row["tokens"] == 256 and row["parameters_m"] == round(
+        sum(part.size for part in weights.values()) / 1e6
+    )
     # Of every model: its size, its files, and where those that are not here come from.
     assert listed[["parameters_m", "tokens"]].notna().all(axis=None)
     published = listed[listed["files"].notna()]
-    assert {"llamagen-t2i-stage1", "llamagen-c2i-3B-384", "anole-7b", "lumina-mgpt-7b-768"} <= set(published["model"])
-    assert (published["missing"].isna() | published["get"].str.startswith("lantern-bench weights get")).all()
+    assert {"llamagen-t2i-stage1", "llamagen-c2i-3B-384", "anole-7b", "lumina-mgpt-7b-768"} <= set(
+        published["model"]
+    )
+    assert (
+        published["missing"].isna() | published["get"].str.startswith("lantern-bench weights get")
+    ).all()
 
 
 def test_one_model_is_shown_with_its_parts_and_memory(capsys, monkeypatch, tmp_path):
@@ -196,6 +302,12 @@ def test_one_model_is_shown_with_its_parts_and_memory(capsys, monkeypatch, tmp_p
     assert cli.main(["models", "llamagen-t2i-stage1"]) == 0
     written = capsys.readouterr()
     listed = pd.read_csv(io.StringIO(written.out))
-    assert set(listed["part"]) == {"target", "tokenizer", "drafter", "text_encoder"} and not listed["found"].any()
-    assert "missing: target, " in written.err and "lantern-bench weights get llamagen-t2i-stage1" in written.err
+    assert (
+        set(listed["part"]) == {"target", "tokenizer", "drafter", "text_encoder"}
+        and not listed["found"].any()
+    )
+    assert (
+        "missing: target, " in written.err
+        and "lantern-bench weights get llamagen-t2i-stage1" in written.err
+    )
     assert "memory needed: " in written.err and "free here: " in written.err

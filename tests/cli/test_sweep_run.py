@@ -30,9 +30,15 @@ ONE_CELL = [*SWEEP, "--modes", "ar", "--out", "run"]
 
 @pytest.mark.parametrize(
     ("lost", "warning"),
-    [(0.04, ""), (0.2, "warning: other programs"), (0.63, "warning: speed cannot be measured now: other programs")],
+    [
+        (0.04, ""),
+        (0.2, "warning: other programs"),
+        (0.63, "warning: speed cannot be measured now: other programs"),
+    ],
 )
-def test_a_busy_processor_is_named_before_the_first_image(capsys, lost: float, warning: str) -> None:
+def test_a_busy_processor_is_named_before_the_first_image(
+    capsys, lost: float, warning: str
+) -> None:
     console = Console()
     with console.progress() as progress:
         for note in Calibrated(1, {1: 4.0, 2: 5.0}, lost).notes():
@@ -86,7 +92,10 @@ def test_neighbour_space_is_part_of_the_record_key(tiny, capsys) -> None:
     assert cli.main([*typed, "--out", "a"]) == 0
     assert cli.main([*typed, "--out", "b", "--neighbour-space", "normalised"]) == 0
     published, other = read_manifest(Path("a")), read_manifest(Path("b"))
-    assert "neighbour_space" not in published["experiment"] and "tiny/neighbours" not in published["key"]["weights"]
+    assert (
+        "neighbour_space" not in published["experiment"]
+        and "tiny/neighbours" not in published["key"]["weights"]
+    )
     assert other["experiment"]["neighbour_space"] == "normalised"
     assert other["key"]["weights"]["tiny/neighbours"] == "normalised"
     keys = [{row["record_key"] for row in read_records(Path(run))} for run in "ab"]
@@ -95,7 +104,10 @@ def test_neighbour_space_is_part_of_the_record_key(tiny, capsys) -> None:
 
 
 def test_records_and_manifest_name_the_prompt_source(tiny) -> None:
-    rows = [{"image_id": 9 + n, "caption": text} for n, text in enumerate(["one red", "two blue lanterns"])]
+    rows = [
+        {"image_id": 9 + n, "caption": text}
+        for n, text in enumerate(["one red", "two blue lanterns"])
+    ]
     rows.append({"image_id": 9, "caption": "one red lantern"})
     Path("captions.json").write_text(json.dumps({"annotations": rows}))
     assert cli.main([*ONE_CELL, "--images", "2", "--prompts", "coco:captions.json"]) == 0
@@ -109,7 +121,9 @@ def test_records_and_manifest_name_the_prompt_source(tiny) -> None:
 # ---- Models with a text encoder: all captions are encoded before decoding starts
 
 
-def with_text_encoder(tiny: Any, prepare: Callable[[Sequence[str]], Iterator[tuple[int, int]]]) -> None:
+def with_text_encoder(
+    tiny: Any, prepare: Callable[[Sequence[str]], Iterator[tuple[int, int]]]
+) -> None:
     load = tiny.load
 
     def load_prepared(*arguments: Any) -> LoadedModel:
@@ -147,7 +161,9 @@ def test_only_pending_captions_are_encoded(tiny, capsys) -> None:
         ),
     ],
 )
-def test_a_text_encoder_that_fails_leaves_no_run(tiny, capsys, error: BaseException, code: int, message: str) -> None:
+def test_a_text_encoder_that_fails_leaves_no_run(
+    tiny, capsys, error: BaseException, code: int, message: str
+) -> None:
     def prepare(_prompts: Sequence[str]) -> Iterator[tuple[int, int]]:
         raise error
         yield 0, 1
@@ -174,15 +190,21 @@ def test_generate_repeats_images_at_a_seed(tiny, capsys) -> None:
 
 
 def test_generate_with_a_failing_model_exits_4(tiny, capsys) -> None:
-    assert cli.main(["generate", "broken", "--model", "tiny", "--mode", "ar", "--out", "a.png"]) == 4
+    assert (
+        cli.main(["generate", "broken", "--model", "tiny", "--mode", "ar", "--out", "a.png"]) == 4
+    )
     assert "RuntimeError" in capsys.readouterr().err and not Path("a.png").exists()
 
 
-def test_generate_decodes_all_modes_that_the_model_has_the_parts_for(tiny, capsys, monkeypatch) -> None:
+def test_generate_decodes_all_modes_that_the_model_has_the_parts_for(
+    tiny, capsys, monkeypatch
+) -> None:
     typed = ["generate", "one red lantern", "--model", "tiny", "--force"]
     assert cli.main([*typed, "--mode", "all", "--neighbours", "3"]) == 0
     listed = pd.read_csv(io.StringIO(capsys.readouterr().out))
-    assert all(cell.startswith(f"{mode}-") for mode, cell in zip(MODES, listed["cell_id"], strict=True))
+    assert all(
+        cell.startswith(f"{mode}-") for mode, cell in zip(MODES, listed["cell_id"], strict=True)
+    )
     assert (listed[["seconds", "target_forwards", "mean_accepted_length"]] > 0).all(axis=None)
     load = tiny.load
 
@@ -196,7 +218,9 @@ def test_generate_decodes_all_modes_that_the_model_has_the_parts_for(tiny, capsy
     written = capsys.readouterr()
     listed = pd.read_csv(io.StringIO(written.out))
     able = [name for name, mode in MODES.items() if not DRAFTINGS[mode.drafting].needs_drafter]
-    assert all(cell.startswith(f"{mode}-") for mode, cell in zip(able, listed["cell_id"], strict=True))
+    assert all(
+        cell.startswith(f"{mode}-") for mode, cell in zip(able, listed["cell_id"], strict=True)
+    )
     assert written.err.count("is left out: mode ") == len(MODES) - len(able) > 0
     assert cli.main([*typed, "--mode", "ar,speculative"]) == 3
     assert "mode speculative needs a drafter" in capsys.readouterr().err

@@ -30,7 +30,18 @@ from tests.training.tiny_target import CAPTIONS, TinyModel, tiny_model, write_pi
 
 CPU = torch.device("cpu")
 TRAIN = ["train", "drafter", "--target", "tiny"]
-QUICK = ["--steps", "6", "--batch", "2", "--set", "autocast=false", "--eval-every", "3", "--eval-images", "2"]
+QUICK = [
+    "--steps",
+    "6",
+    "--batch",
+    "2",
+    "--set",
+    "autocast=false",
+    "--eval-every",
+    "3",
+    "--eval-images",
+    "2",
+]
 QUICK += ["--final-images", "2", "--device", "cpu"]
 KEYS = {
     "embed_tokens.weight",
@@ -58,28 +69,43 @@ def weights(folder: str = "out") -> dict[str, torch.Tensor]:
 
 
 def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
-    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+    return first.keys() == second.keys() and all(
+        torch.equal(first[name], second[name]) for name in first
+    )
 
 
-def test_captions_alone_are_sampled_and_drafter_is_written(tiny: TinyModel, capsys: pytest.CaptureFixture[str]) -> None:
+def test_captions_alone_are_sampled_and_drafter_is_written(
+    tiny: TinyModel, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run("--data", "all", "--images", "8", "--format", "csv") == 0
     written = capsys.readouterr()
     assert set(weights()) == KEYS
-    assert torch.equal(weights()["embed_tokens.weight"], tiny_model().target.transformer.tok_embeddings.weight)  # type: ignore[attr-defined]
+    assert torch.equal(
+        weights()["embed_tokens.weight"], tiny_model().target.transformer.tok_embeddings.weight
+    )  # type: ignore[attr-defined]
     config = json.loads(Path("out/config.json").read_text())
     assert (config["hidden_size"], config["num_hidden_layers"], config["vocab_size"]) == (32, 1, 32)
     log = pd.read_csv("out/log.csv")
     assert tuple(log.columns) == COLUMNS and list(log["step"]) == [6]
     assert log["mal"].notna().all() and (log["mal_images"] == 2).all() and (log["lr"] > 0).all()
-    (header, row), report = written.out.splitlines(), json.loads(Path("out/training_report.json").read_text())
+    (header, row), report = (
+        written.out.splitlines(),
+        json.loads(Path("out/training_report.json").read_text()),
+    )
     assert header.startswith("drafter,one_minus_tv,tree,images,mal") and row.startswith("trained,")
-    assert report["steps"] == 6 and report["recipe"]["batch"] == 2 and report["decoding"]["cfg_scale"] == 2.0
+    assert (
+        report["steps"] == 6
+        and report["recipe"]["batch"] == 2
+        and report["decoding"]["cfg_scale"] == 2.0
+    )
     assert 1 <= report["drafters"]["trained"]["mal"] <= 6
     assert "wrote out; use it: --model out/model.yaml" in written.err
     assert "sampling from the target: 100%" in written.err
 
 
-def test_trained_drafter_is_a_model_for_every_command(tiny: TinyModel, capsys: pytest.CaptureFixture[str]) -> None:
+def test_trained_drafter_is_a_model_for_every_command(
+    tiny: TinyModel, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run("--data", "all", "--images", "8") == 0
     loaded = model_of("out/model.yaml").load(CPU, torch.float32)
     state = loaded.drafter.state_dict()  # type: ignore[union-attr]
@@ -99,9 +125,31 @@ def test_drafter_starts_from_another_and_is_compared_with_it(
     tiny: TinyModel, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run("--data", "all", "--images", "8") == 0
-    again = ["--steps", "1", "--lr", "1e-9", "--batch", "2", "--set", "autocast=false", "--final-images", "2"]
+    again = [
+        "--steps",
+        "1",
+        "--lr",
+        "1e-9",
+        "--batch",
+        "2",
+        "--set",
+        "autocast=false",
+        "--final-images",
+        "2",
+    ]
     for init in ("out", "shipped"):
-        arguments = ["--target", "out/model.yaml", "--data", "all", "--images", "8", "--init", init, "--out", "two"]
+        arguments = [
+            "--target",
+            "out/model.yaml",
+            "--data",
+            "all",
+            "--images",
+            "8",
+            "--init",
+            init,
+            "--out",
+            "two",
+        ]
         capsys.readouterr()
         assert main(["train", "drafter", *arguments, *again, "--no-resume", "--format", "csv"]) == 0
         lines = capsys.readouterr().out.splitlines()
@@ -119,7 +167,12 @@ def test_pictures_with_captions_are_encoded_by_the_tokenizer(
     write_pictures(Path("pictures"), 6, beside)
     assert run("--data", "pictures", "--mirror") == 0
     assert "encoding pictures: 100%" in capsys.readouterr().err
-    tokens = torch.cat([load_file(path)["tokens"] for path in sorted(Path("out/work").glob("tokens-*/*.safetensors"))])
+    tokens = torch.cat(
+        [
+            load_file(path)["tokens"]
+            for path in sorted(Path("out/work").glob("tokens-*/*.safetensors"))
+        ]
+    )
     assert tokens.shape == (12, 16) and int(tokens.max()) < 32
     assert not torch.equal(tokens[:6], tokens[6:])
     (manifest,) = Path("out/work").glob("tokens-*/manifest.json")
@@ -130,7 +183,11 @@ def stop_after(step: int) -> Callable[..., TrainReport]:
     """The training loop, interrupted after a step's event."""
 
     def stopping(
-        task: Any, settings: Any, device: Any, on_event: Callable[[TrainEvent], None], distributed: Any
+        task: Any,
+        settings: Any,
+        device: Any,
+        on_event: Callable[[TrainEvent], None],
+        distributed: Any,
     ) -> Any:
         def hear(event: TrainEvent) -> None:
             on_event(event)
@@ -155,13 +212,19 @@ def test_resumed_training_equals_an_uninterrupted_one(
     with monkeypatch.context() as patch:
         patch.setattr(drafter_run, "train", stop_after(5))
         assert run(*data) == 130
-    assert list(pd.read_csv("out/log.csv")["step"]) == [1, 2, 3, 4, 5] and not Path("out/model.safetensors").exists()
+    assert (
+        list(pd.read_csv("out/log.csv")["step"]) == [1, 2, 3, 4, 5]
+        and not Path("out/model.safetensors").exists()
+    )
     assert run(*data) == 0
     assert same(weights(), weights("whole"))
     logs = [pd.read_csv(f"{name}/log.csv") for name in ("out", "whole")]
     timing = ["seconds", "tokens_per_s"]
     pd.testing.assert_frame_equal(*(log.drop(columns=timing) for log in logs))
-    assert list(logs[0]["step"]) == [1, 2, 3, 4, 5, 6] and list(logs[0]["mal"].notna()) == [False, False, True] * 2
+    assert (
+        list(logs[0]["step"]) == [1, 2, 3, 4, 5, 6]
+        and list(logs[0]["mal"].notna()) == [False, False, True] * 2
+    )
 
     capsys.readouterr()
     assert run(*data, "--lr", "0.5") == 3
@@ -172,7 +235,9 @@ def test_resumed_training_equals_an_uninterrupted_one(
     assert not same(weights(), weights("whole"))
 
 
-def test_dry_run_shows_the_plan_and_makes_nothing(tiny: TinyModel, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dry_run_shows_the_plan_and_makes_nothing(
+    tiny: TinyModel, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_pictures(Path("pictures"), 40)
     before = sorted(Path().rglob("*"))
     arguments = ["--data", "pictures", "--mirror", "--dry-run", "--format", "csv"]
@@ -186,7 +251,15 @@ def test_dry_run_shows_the_plan_and_makes_nothing(tiny: TinyModel, capsys: pytes
 
 
 def test_published_target_is_planned_without_its_files(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--target", "llamagen-t2i-stage1", "--data", "examples", "--images", "100000", "--dry-run"]
+    arguments = [
+        "--target",
+        "llamagen-t2i-stage1",
+        "--data",
+        "examples",
+        "--images",
+        "100000",
+        "--dry-run",
+    ]
     assert main(["train", "drafter", *arguments, "--format", "csv"]) == 0
     out = capsys.readouterr().out.replace('"', "")
     assert "tokens,25,600,000 (256 a picture)" in out and "steps,475,000 of 4 sequences" in out
@@ -196,7 +269,10 @@ def test_published_target_is_planned_without_its_files(capsys: pytest.CaptureFix
     ("arguments", "message"),
     [
         (["--data", "none"], "--data none: no such file and no prompt set"),
-        (["--data", "all", "--target", "tinny"], "--target tinny: unknown model; did you mean tiny?"),
+        (
+            ["--data", "all", "--target", "tinny"],
+            "--target tinny: unknown model; did you mean tiny?",
+        ),
         (["--data", "empty"], "--data empty: contains no picture"),
         (["--data", "bare"], "--data bare: 1 of 1 pictures have no caption, the first 00.png"),
         (["--data", "wrong"], "--data wrong 00.txt: caption 'red fish': unknown word 'fish'"),
@@ -205,21 +281,41 @@ def test_published_target_is_planned_without_its_files(capsys: pytest.CaptureFix
         (["--data", "one.txt"], "--data one.txt: one picture is too few"),
         (["--data", "fish.txt"], "--data fish.txt line 1: caption 'a fish': unknown word"),
         (["--data", "all", "--mirror"], "--mirror: needs pictures"),
-        (["--data", "all", "--recipe", "publisht"], "--recipe publisht: unknown recipe; did you mean published?"),
-        (["--data", "all", "--recipe", "r.yaml"], "r.yaml line 2: noise -1: must be greater than or equal to 0"),
-        (["--data", "all", "--set", "batches=3"], "--set batches: unknown setting; did you mean batch?"),
-        (["--data", "all", "--set", "schedule=step"], "--set schedule step: must be cosine or linear"),
+        (
+            ["--data", "all", "--recipe", "publisht"],
+            "--recipe publisht: unknown recipe; did you mean published?",
+        ),
+        (
+            ["--data", "all", "--recipe", "r.yaml"],
+            "r.yaml line 2: noise -1: must be greater than or equal to 0",
+        ),
+        (
+            ["--data", "all", "--set", "batches=3"],
+            "--set batches: unknown setting; did you mean batch?",
+        ),
+        (
+            ["--data", "all", "--set", "schedule=step"],
+            "--set schedule step: must be cosine or linear",
+        ),
         (["--data", "all", "--set", "lr"], "--set lr: must be key=value"),
         (["--data", "all", "--lr", "0"], "--lr 0: must be greater than 0"),
         (["--data", "all", "--minutes", "0"], "--minutes 0: must be greater than 0"),
         (["--data", "all", "--init", "nowhere"], "--init nowhere: no such folder"),
         (["--data", "all", "--tree", "oak"], "--tree oak: unknown tree"),
-        (["--data", "all", "--cfg-scale", "-1"], "--cfg-scale -1.0: must be a number of at least 0"),
-        (["--data", "all", "--device", "gpu"], "--device gpu: must be auto, cpu, mps, cuda or cuda:N"),
+        (
+            ["--data", "all", "--cfg-scale", "-1"],
+            "--cfg-scale -1.0: must be a number of at least 0",
+        ),
+        (
+            ["--data", "all", "--device", "gpu"],
+            "--device gpu: must be auto, cpu, mps, cuda or cuda:N",
+        ),
         (["--data", "all", "--out", "one.txt"], "--out one.txt: one.txt is a file, not a folder"),
     ],
 )
-def test_usage_errors(tiny: TinyModel, refuse: Callable[..., None], arguments: list[str], message: str) -> None:
+def test_usage_errors(
+    tiny: TinyModel, refuse: Callable[..., None], arguments: list[str], message: str
+) -> None:
     write_pictures(Path("pictures"), 4)
     write_pictures(Path("bare"), 1)
     write_pictures(Path("wrong"), 2)
@@ -242,13 +338,21 @@ def test_usage_errors(tiny: TinyModel, refuse: Callable[..., None], arguments: l
     ],
 )
 def test_errors_after_the_start(
-    tiny: TinyModel, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, message: str
+    tiny: TinyModel,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    code: int,
+    message: str,
 ) -> None:
     write_pictures(Path("broken"), 2)
     Path("broken/00.png").write_bytes(b"no picture")
     assert run(*arguments) == code
     written = capsys.readouterr()
-    assert message in written.err and written.err.count("error:") == 1 and "Traceback" not in written.err
+    assert (
+        message in written.err
+        and written.err.count("error:") == 1
+        and "Traceback" not in written.err
+    )
     assert Path("out/model.safetensors").exists() == (code == 5)
 
 
@@ -257,23 +361,49 @@ def test_caption_file_and_recipe_file(tiny: TinyModel) -> None:
     Path("mine.yaml").write_text("base: lanterns\nlr: 3e-4\nnoise: 0.05\n")
     assert run("--data", "captions.jsonl", "--recipe", "mine.yaml", "--eval-prompts", "all") == 0
     recipe = json.loads(Path("out/training_report.json").read_text())["recipe"]
-    assert recipe["lr"] == 3e-4 and recipe["noise"] == 0.05 and recipe["levels"] == 3 and recipe["batch"] == 2
+    assert (
+        recipe["lr"] == 3e-4
+        and recipe["noise"] == 0.05
+        and recipe["levels"] == 3
+        and recipe["batch"] == 2
+    )
 
 
 def test_llamagen_target_from_a_model_file(folder: Path) -> None:
     path = golden_models.recorded_target(folder / "model", "c2i")
-    few = ["--steps", "2", "--batch", "2", "--final-images", "1", "--eval-images", "1", "--set", "autocast=false"]
+    few = [
+        "--steps",
+        "2",
+        "--batch",
+        "2",
+        "--final-images",
+        "1",
+        "--eval-images",
+        "1",
+        "--set",
+        "autocast=false",
+    ]
     Path("classes.txt").write_text("class 1\nclass 2\nclass 3\n")
     name = os.path.relpath(path, folder)
-    assert main(["train", "drafter", "--target", name, "--data", "classes.txt", "--out", "out", *few]) == 0
+    assert (
+        main(["train", "drafter", "--target", name, "--data", "classes.txt", "--out", "out", *few])
+        == 0
+    )
     assert set(weights()) == KEYS
     assert model_of("out/model.yaml").load(CPU, torch.float32).drafter is not None
 
 
-def test_captions_without_their_text_encoder_exit_3(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_captions_without_their_text_encoder_exit_3(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = golden_models.recorded_target(folder / "model", "t2i")
     few = ["--steps", "2", "--batch", "2", "--final-images", "0"]
-    assert main(["train", "drafter", "--target", str(path), "--data", "examples", "--out", "out", *few]) == 3
+    assert (
+        main(
+            ["train", "drafter", "--target", str(path), "--data", "examples", "--out", "out", *few]
+        )
+        == 3
+    )
     assert "text encoder" in capsys.readouterr().err and not Path("out/model.safetensors").exists()
 
 
@@ -283,7 +413,22 @@ def test_chameleon_target_from_a_model_file(folder: Path) -> None:
     for text in Path("pictures").glob("*.txt"):
         text.write_text("a red lantern" if text.stem < "02" else "red")
     few = ["--steps", "3", "--batch", "2", "--final-images", "1", "--set", "autocast=false"]
-    assert main(["train", "drafter", "--target", "model/model.yaml", "--data", "pictures", "--out", "out", *few]) == 0
+    assert (
+        main(
+            [
+                "train",
+                "drafter",
+                "--target",
+                "model/model.yaml",
+                "--data",
+                "pictures",
+                "--out",
+                "out",
+                *few,
+            ]
+        )
+        == 0
+    )
     assert {"layers.0.self_attn.q_norm.weight", "layers.0.input_layernorm.weight"} < set(weights())
     trained = model_of("out/model.yaml").load(CPU, torch.float32)
     assert torch.equal(trained.drafter.state_dict()["fc.weight"], weights()["fc.weight"])  # type: ignore[union-attr]
@@ -293,7 +438,11 @@ def test_several_processes_need_a_number_of_steps(
     tiny: TinyModel, monkeypatch: pytest.MonkeyPatch, refuse: Callable[..., None]
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    refuse([*TRAIN, *QUICK, "--data", "all", "--minutes", "1"], 2, "--minutes: clocks of several processes differ")
+    refuse(
+        [*TRAIN, *QUICK, "--data", "all", "--minutes", "1"],
+        2,
+        "--minutes: clocks of several processes differ",
+    )
 
 
 _WORKER = """
@@ -314,11 +463,18 @@ def test_two_processes_train_the_same_drafter_as_one(tiny: TinyModel, tmp_path: 
         port = str(free.getsockname()[1])
     typed = [*TRAIN, "--out", "both", *QUICK, *data]
     root = Path(__file__).parents[2]
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    shared = {
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "OMP_NUM_THREADS": "1",
+    }
     workers = [
         subprocess.Popen(
             [sys.executable, "-c", _WORKER, *typed],
-            env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank), "PYTHONPATH": str(root)},
+            env=os.environ
+            | shared
+            | {"RANK": str(rank), "LOCAL_RANK": str(rank), "PYTHONPATH": str(root)},
             stderr=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -27,23 +27,48 @@ from lantern_bench.schema import CELL_COLUMNS
         ({"mode": "speculative", "drafting": "dynamic"}, "speculative-dynamic-58n5d10b-t1"),
         ({"mode": "lantern", "delta": 0.005}, "lantern-dynamic-58n5d10b-k20-delta0.005-t1"),
         (
-            {"mode": "lantern++", "tree": "chain-5", "neighbours": 1000, "lambda": 2.5, "temperature": 0.7},
+            {
+                "mode": "lantern++",
+                "tree": "chain-5",
+                "neighbours": 1000,
+                "lambda": 2.5,
+                "temperature": 0.7,
+            },
             "lantern++-static-chain-5-k1000-lambda2.5-t0.7",
         ),
         (
-            {"mode": "lantern", "drafting": "static", "rule": "multiplicative", "lambda_": 2, "tree": "small-7"},
+            {
+                "mode": "lantern",
+                "drafting": "static",
+                "rule": "multiplicative",
+                "lambda_": 2,
+                "tree": "small-7",
+            },
             "lantern-static-small-7-k10-lambda2-t1",
         ),
         (
-            {"mode": "lantern", "delta": 0.1, "residual": "official", "top_k": 100, "top_p": 0.9, "cfg_scale": 3}
+            {
+                "mode": "lantern",
+                "delta": 0.1,
+                "residual": "official",
+                "top_k": 100,
+                "top_p": 0.9,
+                "cfg_scale": 3,
+            }
             | {"filter_order": "top_p_first"},
             "lantern-dynamic-58n5d10b-k20-delta0.1-t1-residualofficial-topk100-topp0.9-filterordertoppfirst-cfgscale3",
         ),
         ({"mode": "ar", "cfg_scale": 3, "cfg_default": 3}, "ar-t1"),
         ({"mode": "ar", "cfg_scale": 1, "cfg_default": 3}, "ar-t1-cfgscale1"),
-        ({"mode": "lantern", "delta": 0.1, "depth": 2, "beam": 3}, "lantern-dynamic-12n2d3b-k20-delta0.1-t1"),
+        (
+            {"mode": "lantern", "delta": 0.1, "depth": 2, "beam": 3},
+            "lantern-dynamic-12n2d3b-k20-delta0.1-t1",
+        ),
         ({"mode": "speculative", "rule": "block"}, "speculative-static-chain-5-block-t1"),
-        ({"mode": "lantern++", "rule": "block", "tree": "chain-3"}, "lantern++-static-chain-3-block-t1"),
+        (
+            {"mode": "lantern++", "rule": "block", "tree": "chain-3"},
+            "lantern++-static-chain-3-block-t1",
+        ),
         ({"mode": "speculative", "rule": "traversal"}, "speculative-static-eagle1-25-traversal-t1"),
     ],
 )
@@ -52,7 +77,9 @@ def test_cell_ids(values: dict[str, Any], cell_id: str) -> None:
 
 
 def test_greedy_uses_no_filters_and_no_residual() -> None:
-    greedy = Decoding(mode="lantern", delta=0.1, temperature=0, top_k=5, top_p=0.5, residual="official")
+    greedy = Decoding(
+        mode="lantern", delta=0.1, temperature=0, top_k=5, top_p=0.5, residual="official"
+    )
     assert greedy == Decoding(mode="lantern", delta=0.1, temperature=0)
     assert greedy.greedy
     block = Decoding(mode="speculative", rule="block", temperature=0)
@@ -113,7 +140,9 @@ def test_what_cannot_be_is_refused(values: dict[str, Any]) -> None:
 
 def test_columns_are_those_of_the_schema_in_order() -> None:
     columns = Decoding(mode="lantern", delta=0.1).columns()
-    assert list(columns) == [column.name for column in CELL_COLUMNS if column.name not in ("batch", "model")]
+    assert list(columns) == [
+        column.name for column in CELL_COLUMNS if column.name not in ("batch", "model")
+    ]
     assert columns["lambda"] is None
     assert columns["residual"] == "exact"
     assert Decoding(mode="ar", drafting="none", rule="none").columns()["residual"] is None

@@ -25,7 +25,9 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def resolved(folder: Path, text: str, flags: dict[str, Any] | None = None, **more: Any) -> ResolvedExperiment:
+def resolved(
+    folder: Path, text: str, flags: dict[str, Any] | None = None, **more: Any
+) -> ResolvedExperiment:
     path = folder / "mine.yaml"
     path.write_text(text, encoding="utf-8")
     return load_experiment(path, MODELS, Overrides.from_flags(flags or {}, **more))
@@ -98,7 +100,9 @@ def test_cells_of_a_file(tmp_path: Path, text: str, expected: str) -> None:
 
 
 @pytest.mark.parametrize("tree", ["small-7", ((0,), (1,)), "chain-4"])
-def test_a_block_takes_a_chain_where_the_models_own_tree_is_none(tmp_path: Path, tree: object) -> None:
+def test_a_block_takes_a_chain_where_the_models_own_tree_is_none(
+    tmp_path: Path, tree: object
+) -> None:
     path = tmp_path / "experiment.yaml"
     path.write_text(cells("{mode: speculative, rule: block}"))
     (block,) = ids(load_experiment(path, {"lanterns": {"tree": tree}}, Overrides()))
@@ -109,7 +113,9 @@ def test_the_baseline_is_added_once_with_the_top_level_values(tmp_path: Path) ->
     text = "model: lanterns\ntemperature: 0.8\ncells: [{mode: speculative}]"
     assert ids(resolved(tmp_path, text)) == ["ar-t0.8", "speculative-static-small-7-t0.8"]
     assert ids(resolved(tmp_path, text, {"baseline": False})) == ["speculative-static-small-7-t0.8"]
-    assert ids(resolved(tmp_path, text + "\nbaseline: false")) == ["speculative-static-small-7-t0.8"]
+    assert ids(resolved(tmp_path, text + "\nbaseline: false")) == [
+        "speculative-static-small-7-t0.8"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -140,12 +146,24 @@ def test_the_baseline_is_added_once_with_the_top_level_values(tmp_path: Path) ->
         ({}, {"modes": "ar", "settings": ["top-p=0.5,0.25"]}, "ar-t1-topp0.5 ar-t1-topp0.25 ar-t0"),
     ],
 )  # fmt: skip
-def test_flags_lie_over_the_file(flags: dict[str, Any], more: dict[str, Any], expected: str) -> None:
-    assert ids(load_experiment("lanterns", MODELS, Overrides.from_flags(flags, **more))) == expected.split()
+def test_flags_lie_over_the_file(
+    flags: dict[str, Any], more: dict[str, Any], expected: str
+) -> None:
+    assert (
+        ids(load_experiment("lanterns", MODELS, Overrides.from_flags(flags, **more)))
+        == expected.split()
+    )
 
 
 def test_flags_of_the_run() -> None:
-    flags = {"images": 3, "seed": "7", "metrics": "speed", "dtype": "bfloat16", "prompts": "mine.txt", "delta": None}
+    flags = {
+        "images": 3,
+        "seed": "7",
+        "metrics": "speed",
+        "dtype": "bfloat16",
+        "prompts": "mine.txt",
+        "delta": None,
+    }
     settings = load_experiment("lanterns", MODELS, Overrides.from_flags(flags)).settings
     assert (settings.images, settings.seed, settings.metrics) == (3, 7, ("speed",))
     assert (settings.dtype, settings.prompts) == ("bfloat16", "mine.txt")
@@ -160,7 +178,8 @@ def test_own_trees(tmp_path: Path) -> None:
     assert inline.cells == from_file.cells == by_flag.cells == grid.cells[:1]
     assert inline.cells[0].decoding.paths == ((0,), (1,), (0, 0))
     named = resolved(
-        tmp_path, cells("{mode: speculative, tree: [[0], [0, 0], [0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0, 0]]}")
+        tmp_path,
+        cells("{mode: speculative, tree: [[0], [0, 0], [0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0, 0]]}"),
     )
     assert ids(named) == ["speculative-static-chain-5-t1"]
 
@@ -198,7 +217,10 @@ def test_the_hash_changes_with_what_runs_and_not_with_words(tmp_path: Path) -> N
     assert first.run_name == f"mine-{first.hash8}"
     assert resolved(tmp_path, text + "description: other\npaper: {table: 2}\n").hash8 == first.hash8
     assert resolved(tmp_path, text.replace("0.1", "1e-1")).hash8 == first.hash8
-    changes = {resolved(tmp_path, text + line).hash8 for line in ("seed: 1\n", "images: 9\n", "cfg_scale: 2\n", "")}
+    changes = {
+        resolved(tmp_path, text + line).hash8
+        for line in ("seed: 1\n", "images: 9\n", "cfg_scale: 2\n", "")
+    }
     assert len(changes) == 4
 
 
@@ -216,12 +238,22 @@ MAPPINGS = st.fixed_dictionaries(
         "cfg_scale": axis(st.sampled_from([1, 3, 7.5])),
     },
 )
-DEFAULTS = {"delta": [0.1, 0.2], "lambda": 2, "neighbours": 4, "residual": "official", "tree": [[[0], [1]], "deep-25"]}
+DEFAULTS = {
+    "delta": [0.1, 0.2],
+    "lambda": 2,
+    "neighbours": 4,
+    "residual": "official",
+    "tree": [[[0], [1]], "deep-25"],
+}
 
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.lists(MAPPINGS, min_size=1, max_size=3), st.sampled_from([["lanterns"], ["lanterns", "big"]]))
-def test_a_resolved_experiment_resolves_to_itself(tmp_path: Path, entries: list[Any], models: list[str]) -> None:
+@given(
+    st.lists(MAPPINGS, min_size=1, max_size=3), st.sampled_from([["lanterns"], ["lanterns", "big"]])
+)
+def test_a_resolved_experiment_resolves_to_itself(
+    tmp_path: Path, entries: list[Any], models: list[str]
+) -> None:
     first = resolved(tmp_path, yaml.safe_dump({"model": models, "cells": entries, **DEFAULTS}))
     again = resolved(tmp_path, yaml.safe_dump(first.to_dict()))
     assert again.to_dict() == first.to_dict()
@@ -243,8 +275,15 @@ def test_a_resolved_experiment_resolves_to_itself(tmp_path: Path, entries: list[
 def test_a_grid_has_every_combination_once_in_fixed_order(
     tmp_path: Path, deltas: list[float], neighbours: list[int], temperatures: list[float]
 ) -> None:
-    cell = {"mode": "lantern", "temperature": temperatures, "delta": deltas, "neighbours": neighbours}
-    text = yaml.safe_dump({"model": "lanterns", "baseline": False, "cells": [cell]}, sort_keys=False)
+    cell = {
+        "mode": "lantern",
+        "temperature": temperatures,
+        "delta": deltas,
+        "neighbours": neighbours,
+    }
+    text = yaml.safe_dump(
+        {"model": "lanterns", "baseline": False, "cells": [cell]}, sort_keys=False
+    )
     decodings = [cell.decoding for cell in resolved(tmp_path, text).cells]
     values = [(decoding.neighbours, decoding.delta, decoding.temperature) for decoding in decodings]
     assert values == list(dict.fromkeys(itertools.product(neighbours, deltas, temperatures)))

@@ -114,7 +114,10 @@ def test_a_cell_that_is_wrong(tmp_path: Path, cell: str, expected: str) -> None:
     ],
 )  # fmt: skip
 def test_a_top_level_that_is_wrong(tmp_path: Path, line: str, expected: str) -> None:
-    assert message(tmp_path, f"model: lanterns\ncells: [{{mode: ar}}]\n{line}\n") == f"mine.yaml {expected}"
+    assert (
+        message(tmp_path, f"model: lanterns\ncells: [{{mode: ar}}]\n{line}\n")
+        == f"mine.yaml {expected}"
+    )
 
 
 @pytest.mark.parametrize(
@@ -208,7 +211,9 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         load_experiment(tmp_path / "none.yaml", MODELS)
     with pytest.raises(UserError, match="no such experiment file"):
         load_experiment(tmp_path, MODELS)
-    with pytest.raises(UserError, match="no experiment is named 'lantrns'; did you mean lanterns\\?"):
+    with pytest.raises(
+        UserError, match="no experiment is named 'lantrns'; did you mean lanterns\\?"
+    ):
         load_experiment("lantrns", MODELS)
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UserError, match="not a text file"):
@@ -218,19 +223,44 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         load_experiment(tmp_path / "control.yaml", MODELS)
 
 
-WORDS = st.sampled_from(["ar", "lantern", "lantern++", "speculative", "chain", "static", "dynamic", "none", "strict"])
-SCALARS = WORDS | st.none() | st.booleans() | st.integers(-2, 60) | st.floats() | st.text(max_size=3) | st.dates()
-ANYTHING = st.recursive(
-    SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(SCALARS, inner, max_size=2), max_leaves=6
+WORDS = st.sampled_from(
+    ["ar", "lantern", "lantern++", "speculative", "chain", "static", "dynamic", "none", "strict"]
 )
-KEYS = st.sampled_from(["mode", "drafting", "rule", "tree", "nodes", "depth", "beam", "neighbours", "delta", "lambda"])
-KEYS |= st.sampled_from(["residual", "temperature", "top_k", "cfg_scale", "model", "images", "seed", "name", "paper"])
-KEYS |= st.sampled_from(["models", "model_defaults", "cells", "metrics", "prompts", "batch", "baseline", "device"])
+SCALARS = (
+    WORDS
+    | st.none()
+    | st.booleans()
+    | st.integers(-2, 60)
+    | st.floats()
+    | st.text(max_size=3)
+    | st.dates()
+)
+ANYTHING = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(SCALARS, inner, max_size=2),
+    max_leaves=6,
+)
+KEYS = st.sampled_from(
+    ["mode", "drafting", "rule", "tree", "nodes", "depth", "beam", "neighbours", "delta", "lambda"]
+)
+KEYS |= st.sampled_from(
+    ["residual", "temperature", "top_k", "cfg_scale", "model", "images", "seed", "name", "paper"]
+)
+KEYS |= st.sampled_from(
+    ["models", "model_defaults", "cells", "metrics", "prompts", "batch", "baseline", "device"]
+)
 BLOCKS = st.dictionaries(KEYS, ANYTHING, max_size=4)
 CELLS = st.builds(lambda cell, mode: {"mode": mode} | cell, BLOCKS, WORDS)
 FILES = st.fixed_dictionaries(
-    {"model": st.just("lanterns") | ANYTHING, "cells": st.lists(CELLS | ANYTHING, max_size=3) | ANYTHING},
-    optional={"models": st.dictionaries(WORDS, BLOCKS, max_size=2), "model_defaults": BLOCKS, "delta": ANYTHING},
+    {
+        "model": st.just("lanterns") | ANYTHING,
+        "cells": st.lists(CELLS | ANYTHING, max_size=3) | ANYTHING,
+    },
+    optional={
+        "models": st.dictionaries(WORDS, BLOCKS, max_size=2),
+        "model_defaults": BLOCKS,
+        "delta": ANYTHING,
+    },
 )
 
 

@@ -46,7 +46,10 @@ def test_every_shipped_figure_has_a_source(name: str) -> None:
     assert paper.missing, "what could not be had is expected"
     for row in paper.rows:
         for figure in row.figures.values():
-            assert figure.confidence in ("paper", "secondary", "derived", "definition") and len(figure.source) > 3
+            assert (
+                figure.confidence in ("paper", "secondary", "derived", "definition")
+                and len(figure.source) > 3
+            )
             assert (figure.confidence == "definition") == (figure.source == "by definition")
         assert set(row.figures) <= set(paper.columns)
     assert len({row.name for row in paper.rows}) == len(paper.rows)
@@ -64,7 +67,9 @@ def test_known_figures_are_the_published_ones() -> None:
     assert emu3["SJD-PAC, COCO"]["step_compression"].value == 4.31
     assert emu3["SJD-PAC, PartiPrompts"]["clip_score"].value == 0.3187
     best = {row.name: row.figures for row in papers()["lanternpp"].rows}
-    pac, gsd = ({row.name: row.figures for row in papers()[name].rows} for name in ("sjd-pac", "gsd"))
+    pac, gsd = (
+        {row.name: row.figures for row in papers()[name].rows} for name in ("sjd-pac", "gsd")
+    )
     quoted = {name: figure.value for name, figure in pac["LANTERN++, COCO"].items()}
     assert quoted == {"speedup": 2.28, "step_compression": 3.19, "fid": 29.96, "clip_score": 0.3011}
     assert gsd["GSD G=50, Parti"]["speedup"].value == 4.65
@@ -80,8 +85,14 @@ def test_figures_bear_the_names_of_our_columns() -> None:
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"figures": {"speedup": {"value": 1, "source": "recall", "confidence": "memory"}}}, "'paper', 'secondary'"),
-        ({"figures": {"speedup": {"value": 1, "source": "", "confidence": "paper"}}}, "at least 1 character"),
+        (
+            {"figures": {"speedup": {"value": 1, "source": "recall", "confidence": "memory"}}},
+            "'paper', 'secondary'",
+        ),
+        (
+            {"figures": {"speedup": {"value": 1, "source": "", "confidence": "paper"}}},
+            "at least 1 character",
+        ),
         ({"figures": {"speedup": {"value": 1, "source": "x", "confidence": "sure"}}}, "secondary"),
         ({"figures": {"speed": {"value": 1, "source": "x", "confidence": "paper"}}}, "speedup"),
         ({"match": {"speed": 3}}, "match knows no parameter speed"),
@@ -94,15 +105,25 @@ def test_a_row_that_is_wrong(change: dict[str, Any], expected: str) -> None:
 
 def test_problems_name_their_line(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
-    path.write_text("model: lanterns\ncells: [{mode: ar}]\npaper:\n  title: T\n  rows:\n    - {match: {mode: ar}}\n")
+    path.write_text(
+        "model: lanterns\ncells: [{mode: ar}]\npaper:\n  title: T\n  rows:\n    - {match: {mode: ar}}\n"
+    )
     with pytest.raises(UserError, match=r"line 6: paper\.rows\[0\]\.name: field required"):
         load_experiment(path, {"lanterns": {}})
 
 
 def test_rows_match_by_the_settings_they_name() -> None:
     row = PaperRow.model_validate(ROW | {"models": {"lanterns": {"delta": 0.1}}})
-    cell = {"mode": "lantern", "temperature": 1.0, "delta": 0.1, "model": "lanterns", "residual": "exact"}
+    cell = {
+        "mode": "lantern",
+        "temperature": 1.0,
+        "delta": 0.1,
+        "model": "lanterns",
+        "residual": "exact",
+    }
     assert row.matches(cell) and row.matches(cell | {"residual": "official"})
-    assert not row.matches(cell | {"delta": 0.2}) and row.matches(cell | {"delta": 0.2, "model": "other"})
+    assert not row.matches(cell | {"delta": 0.2}) and row.matches(
+        cell | {"delta": 0.2, "model": "other"}
+    )
     assert not row.matches(cell | {"temperature": 0.0})
     assert not PaperRow.model_validate({"name": "uncovered"}).matches(cell)

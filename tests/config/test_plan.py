@@ -15,7 +15,16 @@ from hypothesis import strategies as st
 
 from lantern_bench.config.experiment import load_experiment
 from lantern_bench.config.parse_experiment import Overrides
-from lantern_bench.config.plan import ImageTask, Plan, Prompt, Shard, make_plan, order_key, parse_shard, record_seed
+from lantern_bench.config.plan import (
+    ImageTask,
+    Plan,
+    Prompt,
+    Shard,
+    make_plan,
+    order_key,
+    parse_shard,
+    record_seed,
+)
 from lantern_bench.errors import UserError
 
 PROMPTS = [Prompt("one red lantern"), Prompt("two"), Prompt("three")]
@@ -44,14 +53,22 @@ def test_seeds_fit_a_signed_integer_of_64_bits(run_seed: int, prompt_id: str, re
 
 
 def test_run_prompt_repeat_and_set_change_the_seed() -> None:
-    seeds = {record_seed(s, p, r, again) for s in range(5) for p in ("a", "b") for r in range(5) for again in range(3)}
+    seeds = {
+        record_seed(s, p, r, again)
+        for s in range(5)
+        for p in ("a", "b")
+        for r in range(5)
+        for again in range(3)
+    }
     assert len(seeds) == 150
 
 
 def test_images_go_through_the_prompts_and_then_repeat() -> None:
     plan = plan_of(images=7)
     for cell in plan.cells:
-        tasks = sorted((task for task in plan.tasks if task.cell == cell), key=lambda task: task.image_index)
+        tasks = sorted(
+            (task for task in plan.tasks if task.cell == cell), key=lambda task: task.image_index
+        )
         assert uses(tasks) == [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 1), (0, 2)]
         images = [f"images/{cell.cell_id}/000000.png", f"images/{cell.cell_id}/000001.png"]
         assert [task.image for task in tasks][:2] == images
@@ -69,7 +86,9 @@ def test_cells_are_interleaved_in_an_order_that_changes() -> None:
     cells = len(plan.cells)
     rounds = [plan.tasks[start : start + cells] for start in range(0, len(plan.tasks), cells)]
     orders = [tuple(task.cell.cell_id for task in tasks) for tasks in rounds]
-    assert all(len({(task.prompt, task.repeat, task.seed) for task in tasks}) == 1 for tasks in rounds)
+    assert all(
+        len({(task.prompt, task.repeat, task.seed) for task in tasks}) == 1 for tasks in rounds
+    )
     assert all(len(set(order)) == cells for order in orders)
     assert len(set(orders)) > 10
     assert [task.order_index for task in plan.tasks] == list(range(len(plan.tasks)))
@@ -78,13 +97,19 @@ def test_cells_are_interleaved_in_an_order_that_changes() -> None:
 
 def test_the_order_follows_the_seed() -> None:
     assert plan_of(images=5).tasks == plan_of(images=5).tasks
-    assert [task.cell for task in plan_of(images=5).tasks] != [task.cell for task in plan_of(images=5, seed=1).tasks]
+    assert [task.cell for task in plan_of(images=5).tasks] != [
+        task.cell for task in plan_of(images=5, seed=1).tasks
+    ]
 
 
 def test_another_seed_set_makes_the_same_prompts_with_other_seeds(tmp_path: Path) -> None:
-    (tmp_path / "seeds.yaml").write_text("model: lanterns\nimages: 3\ncells: [{mode: ar, seed_set: [0, 1]}]")
+    (tmp_path / "seeds.yaml").write_text(
+        "model: lanterns\nimages: 3\ncells: [{mode: ar, seed_set: [0, 1]}]"
+    )
     plan = make_plan(load_experiment(tmp_path / "seeds.yaml", MODELS), PROMPTS)
-    first, second = ([task for task in plan.tasks if task.cell.decoding.seed_set == number] for number in (0, 1))
+    first, second = (
+        [task for task in plan.tasks if task.cell.decoding.seed_set == number] for number in (0, 1)
+    )
     assert {task.cell.cell_id for task in second} == {"ar-t1-seedset1"}
     assert "seed_set" not in first[0].cell.settings()
     assert uses(first) == uses(second)
@@ -117,8 +142,14 @@ def test_no_number_of_images_is_every_prompt_once(tmp_path: Path) -> None:
 
 
 @settings(max_examples=30)
-@given(st.integers(1, 12), st.integers(1, 5), st.lists(st.integers(1, 4), min_size=1, max_size=3, unique=True))
-def test_shards_share_the_work_and_keep_cells_of_a_prompt_together(images: int, count: int, batch: list[int]) -> None:
+@given(
+    st.integers(1, 12),
+    st.integers(1, 5),
+    st.lists(st.integers(1, 4), min_size=1, max_size=3, unique=True),
+)
+def test_shards_share_the_work_and_keep_cells_of_a_prompt_together(
+    images: int, count: int, batch: list[int]
+) -> None:
     plan = plan_of(images=images, batch=batch)
     shards = [plan.shard(Shard(index + 1, count)) for index in range(count)]
     tasks = [task for shard in shards for task in shard.tasks]
@@ -139,7 +170,10 @@ def test_prompts_are_dealt_in_equal_shuffled_shares() -> None:
     shares = [list(dict.fromkeys(task.image_index for task in share.tasks)) for share in plans]
     assert sorted(map(len, shares)) == [3, 3, 4] and sorted(chain(*shares)) == list(range(10))
     assert shares[0] != [0, 3, 6, 9]
-    assert all([u.order_index for u in share.tasks] == sorted(u.order_index for u in share.tasks) for share in plans)
+    assert all(
+        [u.order_index for u in share.tasks] == sorted(u.order_index for u in share.tasks)
+        for share in plans
+    )
     assert plans == plan.deal(plan, 3, seed=0) != plan.deal(plan, 3, seed=1)
 
 
@@ -155,16 +189,23 @@ def test_several_batches_are_an_axis() -> None:
     assert [cell.cell_id for cell in plan.cells] == ids
     assert {cell.columns()["batch"] for cell in plan.cells} == {1, 4}
     sizes = Counter((group[0].cell.batch, len(group)) for group in plan.batches())
-    assert sizes == {(1, 1): 6 * len(single.cells), (4, 4): len(single.cells), (4, 2): len(single.cells)}
+    assert sizes == {
+        (1, 1): 6 * len(single.cells),
+        (4, 4): len(single.cells),
+        (4, 2): len(single.cells),
+    }
     # The same prompts and seeds with every batch, so that its cells are compared prompt by prompt.
     seeds = {
-        batch: {(task.prompt.id, task.seed) for task in plan.tasks if task.cell.batch == batch} for batch in (1, 4)
+        batch: {(task.prompt.id, task.seed) for task in plan.tasks if task.cell.batch == batch}
+        for batch in (1, 4)
     }
     assert seeds[1] == seeds[4] and len(seeds[1]) == 6
 
 
 def test_a_single_batch_size_changes_no_id() -> None:
-    assert [cell.cell_id for cell in plan_of(batch=4).cells] == [cell.cell_id for cell in plan_of().cells]
+    assert [cell.cell_id for cell in plan_of(batch=4).cells] == [
+        cell.cell_id for cell in plan_of().cells
+    ]
 
 
 @pytest.mark.parametrize("text", ["0/2", "3/2", "1", "a/b", "1/0", "-1/2", "1/2/3"])

@@ -51,8 +51,14 @@ def number(name: str, **changes: Any) -> Parameter:
         (some(drafting="none"), "must be one of static, dynamic"),
         (some(neighbours=0), "at least 1"),
         (some(neighbours="3"), "TypeError"),
-        (some(acceptance_probability=lambda draft, values: draft.strict_ratio), "it has more than one of `mass_limit`"),
-        (some(parameters=(number("my-number"),)), "its parameter 'my-number' must be lower-case letters, digits and _"),
+        (
+            some(acceptance_probability=lambda draft, values: draft.strict_ratio),
+            "it has more than one of `mass_limit`",
+        ),
+        (
+            some(parameters=(number("my-number"),)),
+            "its parameter 'my-number' must be lower-case letters, digits and _",
+        ),
         (some(parameters=(number("delta"),)), "the name of its parameter delta is taken"),
         (some(parameters=(number("mine", help=None),)), "needs texts"),
     ],
@@ -62,7 +68,9 @@ def test_what_cannot_be_used_is_refused(rule: object, wrong: str) -> None:
     usable, refused = find_rows("", Rule, taken, ["static", "dynamic"], [Entry("entry", rule)])
     assert not usable
     message = refused["entry"].message
-    assert re.search(f"the rule entry of the package their-package cannot be (used|loaded): .*{wrong}", message)
+    assert re.search(
+        f"the rule entry of the package their-package cannot be (used|loaded): .*{wrong}", message
+    )
 
 
 def test_two_rules_or_parameters_of_one_name_are_refused() -> None:
@@ -81,9 +89,13 @@ def test_names_may_have_hyphens() -> None:
     assert list(find_rows("", Drafting, (), (), [Entry("any", drafts)])[0]) == ["my-drafts"]
 
 
-def test_an_unusable_row_is_named_only_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unusable_row_is_named_only_where_it_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(
-        method_tables.REFUSED, "mine", RefusedError("the rule mine of the package theirs cannot be loaded")
+        method_tables.REFUSED,
+        "mine",
+        RefusedError("the rule mine of the package theirs cannot be loaded"),
     )
     data = {"name": "x", "model": "tiny", "cells": [{"mode": "speculative"}]}
     for asked in ({}, {"rule": "mine"}, {"mode": "mine"}):
@@ -102,8 +114,17 @@ def test_parameters_of_a_rule_are_in_ids_columns_and_settings() -> None:
     plain, other = (Decoding(**COOL | extra) for extra in ({}, {"decay": 0.2}))
     assert plain.cell_id == "cool-sd-static-eagle1-25-strength1.5-t1"
     assert other.cell_id == plain.cell_id + "-decay0.2"
-    assert (plain.columns()["decay"], other.columns()["decay"], other.columns()["strength"]) == (0.7, 0.2, 1.5)
-    assert plain.columns()["residual"] is plain.columns()["neighbours"] is plain.columns()["cluster"] is None
+    assert (plain.columns()["decay"], other.columns()["decay"], other.columns()["strength"]) == (
+        0.7,
+        0.2,
+        1.5,
+    )
+    assert (
+        plain.columns()["residual"]
+        is plain.columns()["neighbours"]
+        is plain.columns()["cluster"]
+        is None
+    )
     for decoding in (plain, other):
         assert Decoding(**decoding.settings()) == decoding
     ablation = Decoding(mode="lantern", rule="gsd", cluster=3, residual="official")

@@ -25,7 +25,9 @@ peak_memory_bytes, moved_mass, moved_mass_tried, tokens_sha256, image_sha256, im
 
 
 def test_records_have_the_columns_of_the_design_in_its_order() -> None:
-    assert [column.name for column in columns("records")] == [name.strip() for name in RECORDS.split(",")]
+    assert [column.name for column in columns("records")] == [
+        name.strip() for name in RECORDS.split(",")
+    ]
 
 
 @pytest.mark.parametrize("table", TABLES)
@@ -33,7 +35,15 @@ def test_columns_are_unique_and_explained(table: str) -> None:
     names = [column.name for column in columns(table)]
     assert len(set(names)) == len(names)
     for column in columns(table):
-        assert column.dtype in ("string", "int", "float", "bool", "list[int]", "list[list[int]]", "list[float]")
+        assert column.dtype in (
+            "string",
+            "int",
+            "float",
+            "bool",
+            "list[int]",
+            "list[list[int]]",
+            "list[float]",
+        )
         assert column.name.replace("_", "").islower()
         assert len(column.meaning) > 5
 
@@ -43,7 +53,10 @@ def test_a_name_has_one_type() -> None:
     for name, table in TABLES.items():
         for column in table:
             # A mean in the table of speed and a count in records; a count in tables and a mark in records.
-            if not (column.name.endswith("_forwards") and name == "speed") and column.name != "disturbed":
+            if (
+                not (column.name.endswith("_forwards") and name == "speed")
+                and column.name != "disturbed"
+            ):
                 types.setdefault(column.name, set()).add(column.dtype)
     assert {name: kinds for name, kinds in types.items() if len(kinds) > 1} == {}
 
@@ -71,7 +84,11 @@ def test_the_page_of_formats_names_every_column(table: str) -> None:
     section = re.sub(r"`(\w*)`±", r"`\1`, `\1_low`, `\1_high`, `_low`, `_high`", section)
     for figure, *others in families(columns(table)):
         assert f"`{figure.name}`" in section
-        assert [column for column in others if f"`{column.name.removeprefix(figure.name)}`" not in section] == []
+        assert [
+            column
+            for column in others
+            if f"`{column.name.removeprefix(figure.name)}`" not in section
+        ] == []
 
 
 def test_unknown_table_lists_the_tables() -> None:

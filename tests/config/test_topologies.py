@@ -35,9 +35,9 @@ def test_named_trees_are_the_published_ones(ours: str) -> None:
 
 
 def test_chains_are_as_deep_as_their_names() -> None:
-    assert {name: topology[-1] for name, topology in STATIC_TREES.items() if name.startswith("chain")} == {
-        f"chain-{depth}": (0,) * depth for depth in (3, 4, 5, 6, 7)
-    }
+    assert {
+        name: topology[-1] for name, topology in STATIC_TREES.items() if name.startswith("chain")
+    } == {f"chain-{depth}": (0,) * depth for depth in (3, 4, 5, 6, 7)}
 
 
 def test_small_tree_is_the_design() -> None:
@@ -95,8 +95,14 @@ def test_grown_trees_pass_in_any_order(paths: list[tuple[int, ...]]) -> None:
 
 
 @given(trees(), st.data())
-def test_a_tree_without_an_inner_node_is_refused(paths: list[tuple[int, ...]], data: st.DataObject) -> None:
-    needed = [p for p in paths if any((o[: len(p)] == p and o != p) or o == (*p[:-1], p[-1] + 1) for o in paths)]
+def test_a_tree_without_an_inner_node_is_refused(
+    paths: list[tuple[int, ...]], data: st.DataObject
+) -> None:
+    needed = [
+        p
+        for p in paths
+        if any((o[: len(p)] == p and o != p) or o == (*p[:-1], p[-1] + 1) for o in paths)
+    ]
     if needed:
         gone = data.draw(st.sampled_from(needed))
         with pytest.raises(UserError):

@@ -59,7 +59,11 @@ def acceptance_cases() -> list[Case]:
 
 def _case(info: dict[str, Any], arrays: dict[str, np.ndarray]) -> Case:
     prefix = info["id"] + "."
-    recorded = {name.removeprefix(prefix): value for name, value in arrays.items() if name.startswith(prefix)}
+    recorded = {
+        name.removeprefix(prefix): value
+        for name, value in arrays.items()
+        if name.startswith(prefix)
+    }
     rule = rule_named("strict", residual="official")
     if info["lantern"]:
         nearest = torch.from_numpy(arrays[info["nearest"]])
@@ -72,18 +76,26 @@ def _tree(info: dict[str, Any], arrays: dict[str, np.ndarray]) -> DraftTree:
     tokens = torch.from_numpy(arrays["node_tokens"]).long()[None]
     children = children_in_path_order(arrays["retrieve_indices"], len(parents))
     if info["fn"] == "dynamic":
-        ranks = [0 if parent < 0 else children[parent].index(node) for node, parent in enumerate(parents)]
+        ranks = [
+            0 if parent < 0 else children[parent].index(node) for node, parent in enumerate(parents)
+        ]
         depths = [len(path_to(node, parents)) for node in range(len(parents))]
         columns = [torch.tensor([column]) for column in (parents, depths, ranks)]
         fanout = max(map(len, children))
-        return link_nodes(tokens, *columns, torch.ones_like(tokens, dtype=torch.bool), fanout, max(depths))
+        return link_nodes(
+            tokens, *columns, torch.ones_like(tokens, dtype=torch.bool), fanout, max(depths)
+        )
     paths = [path_to(node, parents) for node in range(1, len(parents))]
-    shape = StaticTree.of([[children[parents[node]].index(node) for node in path] for path in paths])
+    shape = StaticTree.of(
+        [[children[parents[node]].index(node) for node in path] for path in paths]
+    )
     assert shape.parents.tolist() == parents
     q = None
     if "group_draft_dist" in arrays:
         q = torch.zeros(1, len(parents), info["vocab"])
-        q[0, torch.from_numpy(arrays["groups"]).long()] = torch.from_numpy(arrays["group_draft_dist"])
+        q[0, torch.from_numpy(arrays["groups"]).long()] = torch.from_numpy(
+            arrays["group_draft_dist"]
+        )
     return shape.draft(tokens, q)
 
 

@@ -20,7 +20,12 @@ from lantern_bench.certify.trials import accepted_too_often, without_residual
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding import step
 from lantern_bench.decoding.acceptance.children import Acceptance, Children, accept_children
-from lantern_bench.decoding.acceptance.rule import AcceptanceRule, NeighbourRule, ProbabilityRule, TreeRule
+from lantern_bench.decoding.acceptance.rule import (
+    AcceptanceRule,
+    NeighbourRule,
+    ProbabilityRule,
+    TreeRule,
+)
 from lantern_bench.decoding.acceptance.traversal import accept_traversal
 from lantern_bench.decoding.acceptance.walk import Verdict, verify
 from lantern_bench.decoding.drafting import drafting_of
@@ -48,7 +53,10 @@ class Mistake:
 
     def arguments(self, decoding: Decoding, target: Any, batch: int) -> dict[str, Any]:
         """Return the arguments of `decode` that make this mistake with `batch` images."""
-        made = {"drafting": self.make and self.make(decoding, target, batch), "rule": self.acceptance_rule()}
+        made = {
+            "drafting": self.make and self.make(decoding, target, batch),
+            "rule": self.acceptance_rule(),
+        }
         return {name: value for name, value in made.items() if value is not None}
 
 
@@ -67,7 +75,9 @@ def rule_mistakes(decoding: Decoding, model: DecodableModel) -> list[Mistake]:
     no_residual = strict_without_residual if is_strict else partial(without_residual, accept=accept)
     mistakes = [
         Mistake("residual left out", no_residual),
-        Mistake("a draft accepted once too often in 50", partial(accepted_too_often, accept=accept)),
+        Mistake(
+            "a draft accepted once too often in 50", partial(accepted_too_often, accept=accept)
+        ),
     ]
     if not is_strict:
         stale = partial(accept_traversal, update=lambda share, _sum: share)
@@ -76,15 +86,21 @@ def rule_mistakes(decoding: Decoding, model: DecodableModel) -> list[Mistake]:
     k = 2 if codes < 10 else min(100, codes // 4)
     limit = RULES["multiplicative"].mass_limit
     relaxed = NeighbourRule("relaxed", {"lambda": 2.0}, mass_limit=limit, neighbours=k)
-    mistakes.append(Mistake("relaxed with lambda 2", rule=replace(relaxed, nearest_codes=model.table(k, "l2"))))
+    mistakes.append(
+        Mistake("relaxed with lambda 2", rule=replace(relaxed, nearest_codes=model.table(k, "l2")))
+    )
     if decoding.branches:
-        mistakes.append(Mistake("not renormalised after a rejected sibling", siblings_not_renormalised))
+        mistakes.append(
+            Mistake("not renormalised after a rejected sibling", siblings_not_renormalised)
+        )
     return mistakes
 
 
 def strict_without_residual(children: Children, _rule: AcceptanceRule) -> Acceptance:
     """The strict rule without its residual: drafts are accepted as often as they should, so a weak test misses it."""
-    keeps_p = ProbabilityRule(acceptance_probability=lambda drafts, _values: drafts.strict_ratio, official_removal=0.0)
+    keeps_p = ProbabilityRule(
+        acceptance_probability=lambda drafts, _values: drafts.strict_ratio, official_removal=0.0
+    )
     return accept_children(children, keeps_p)
 
 
@@ -116,17 +132,31 @@ def step_mistakes(decoding: Decoding) -> list[Mistake]:
     mistakes = []
     if decoding.drafting_row.sampled:
         mistakes.append(Mistake("bonus token reuses the draft's noise", make=_noise_used_again))
-        mistakes.append(Mistake("q of the step before in 1 of 100 drafts", make=partial(_stale_q, share=0.01)))
+        mistakes.append(
+            Mistake("q of the step before in 1 of 100 drafts", make=partial(_stale_q, share=0.01))
+        )
     if decoding.paths and decoding.rule == "strict":
         if decoding.cfg_scale != 1 and any(len(path) > 1 for path in decoding.paths):
             mistakes.append(Mistake("q of other guidance at depth 2", make=_other_guidance))
         if decoding.top_k or decoding.top_p < 1:
-            mistakes.append(Mistake("accepted with p before filters", make=_unfiltered, patched=_filters_seen))
+            mistakes.append(
+                Mistake("accepted with p before filters", make=_unfiltered, patched=_filters_seen)
+            )
         if any(path[0] for path in decoding.paths):
-            mistakes.append(Mistake("cache of the first branch after a switch", patched=_first_branch_kept))
-    mistakes.append(Mistake("two images of a batch share bits", patched=lambda: _shared_bits(slice(1, 2), slice(0, 1))))
+            mistakes.append(
+                Mistake("cache of the first branch after a switch", patched=_first_branch_kept)
+            )
+    mistakes.append(
+        Mistake(
+            "two images of a batch share bits",
+            patched=lambda: _shared_bits(slice(1, 2), slice(0, 1)),
+        )
+    )
     every = (slice(1, None, 2), slice(0, -1, 2))
-    return [*mistakes, Mistake("every two images of a batch share bits", patched=lambda: _shared_bits(*every))]
+    return [
+        *mistakes,
+        Mistake("every two images of a batch share bits", patched=lambda: _shared_bits(*every)),
+    ]
 
 
 def _filters_seen() -> AbstractContextManager[Any]:
@@ -142,7 +172,9 @@ def _noise_used_again(decoding: Decoding, target: Target, batch: int) -> DraftMe
         clocks[:] = [inputs.noise[:, 0]]
         return draft(inputs)
 
-    def verified(tree: Any, p: Tensor, rule: Any, uniforms: Tensor, _noise: Tensor, *limits: Any) -> Verdict:
+    def verified(
+        tree: Any, p: Tensor, rule: Any, uniforms: Tensor, _noise: Tensor, *limits: Any
+    ) -> Verdict:
         return verify(tree, p, rule, uniforms, clocks[0], *limits)
 
     method.draft, method.verify = with_noise, verified
@@ -158,7 +190,9 @@ def _stale_q(decoding: Decoding, target: Target, batch: int, share: float) -> Dr
         right = tree.q.clone()
         if last:
             is_stale = torch.rand(right.shape[:2], generator=picks) < share
-            tree = replace(tree, q=torch.where(is_stale[:, :, None].to(right.device), last[0], right))
+            tree = replace(
+                tree, q=torch.where(is_stale[:, :, None].to(right.device), last[0], right)
+            )
         last[:] = [right]
         return verify(tree, *arguments)
 
@@ -223,7 +257,13 @@ def _first_branch_kept() -> Iterator[None]:
     keep = KVCache.keep
 
     def kept(cache: KVCache, path: Tensor, counts: Tensor) -> None:
-        keep(cache, torch.cat([path[:, :1], torch.where(path[:, 1:2] > 0, 1, path[:, 1:2]), path[:, 2:]], 1), counts)
+        keep(
+            cache,
+            torch.cat(
+                [path[:, :1], torch.where(path[:, 1:2] > 0, 1, path[:, 1:2]), path[:, 2:]], 1
+            ),
+            counts,
+        )
 
     with patch.object(KVCache, "keep", kept):
         yield
@@ -254,7 +294,9 @@ def drafting_mistakes(decoding: Decoding) -> list[Mistake]:
     coupling, mistakes = decoding.value("coupling"), []
     is_hybrid = decoding.drafting == "hybrid"
     if coupling != "none":
-        mistakes.append(Mistake("old q kept with a draft", make=_HybridOldQ if is_hybrid else _OldQ))
+        mistakes.append(
+            Mistake("old q kept with a draft", make=_HybridOldQ if is_hybrid else _OldQ)
+        )
     if is_hybrid and decoding.value("share") != 1:
         mistakes.append(Mistake("verified with the drafter's q", make=DrafterQ))
     if not is_hybrid and coupling == "none":
@@ -272,7 +314,10 @@ class _Remembering(JacobiDrafting):
     def start_images(self, p: Tensor) -> None:
         super().start_images(p)
         batch, window, _ = self._q.shape
-        self.last, self.last_q = torch.zeros(batch, window, dtype=torch.int64), torch.zeros_like(self._q)
+        self.last, self.last_q = (
+            torch.zeros(batch, window, dtype=torch.int64),
+            torch.zeros_like(self._q),
+        )
         self.remembers = torch.zeros(batch, window, dtype=torch.bool)
 
     def after_step(self, step: LastStep) -> None:
@@ -323,7 +368,11 @@ class _KeptDraft(_Remembering):
 
     def draft(self, inputs: DraftInputs) -> Drafted:
         tokens = super().draft(inputs)[0]
-        return (torch.cat([tokens[:, :1], torch.where(self.remembers, self.last, tokens[:, 1:])], dim=1),)
+        return (
+            torch.cat(
+                [tokens[:, :1], torch.where(self.remembers, self.last, tokens[:, 1:])], dim=1
+            ),
+        )
 
 
 class _SlotNoise(JacobiDrafting):
@@ -349,7 +398,9 @@ class _UniformNumbers(_Remembering):
 
     def draft(self, inputs: DraftInputs) -> Drafted:
         drafted = super().draft(inputs)
-        chance = torch.where(self.remembers, self._coupled_q.gather(2, self.last[:, :, None]).squeeze(2), 1.0)
+        chance = torch.where(
+            self.remembers, self._coupled_q.gather(2, self.last[:, :, None]).squeeze(2), 1.0
+        )
         uniform = torch.rand(chance.shape, generator=self._generator)
         stays = ~self.remembers | (drafted[0][:, 1:] == self.last)
         self.uniforms = torch.where(stays, uniform * chance, chance + uniform * (1.0 - chance))

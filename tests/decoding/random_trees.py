@@ -68,17 +68,24 @@ def random_rule(
 
 
 def random_probs(
-    rng: np.random.Generator, noise: torch.Generator, filters: tuple[float, int, float, FilterOrder], *shape: int
+    rng: np.random.Generator,
+    noise: torch.Generator,
+    filters: tuple[float, int, float, FilterOrder],
+    *shape: int,
 ) -> tuple[Tensor, Tensor]:
     """Return (guided logits, probabilities) of the given shape, guidance on or off."""
     temperature, top_k, top_p, order = filters
     spread = float(rng.choice([0.5, 2.0, 4.0]))
     cond, uncond = (spread * torch.randn(2, *shape, generator=noise)).unbind(0)
     logits = guide(cond, uncond, float(rng.choice([1.0, 1.0, 2.5])))
-    return logits, probabilities(logits, temperature=temperature, top_k=top_k, top_p=top_p, filter_order=order)
+    return logits, probabilities(
+        logits, temperature=temperature, top_k=top_k, top_p=top_p, filter_order=order
+    )
 
 
-def random_topology(rng: np.random.Generator, nodes: int, fanout: int, depth: int) -> list[tuple[int, ...]]:
+def random_topology(
+    rng: np.random.Generator, nodes: int, fanout: int, depth: int
+) -> list[tuple[int, ...]]:
     """A tree without gaps: nodes hung one after the other below a random one that may have one more child."""
     count: dict[tuple[int, ...], int] = {(): 0}  # children by path
     for _ in range(nodes):
@@ -92,7 +99,11 @@ def random_topology(rng: np.random.Generator, nodes: int, fanout: int, depth: in
 
 
 def random_static(
-    rng: np.random.Generator, noise: torch.Generator, q: Tensor, shape: StaticTree, filled: bool | None = None
+    rng: np.random.Generator,
+    noise: torch.Generator,
+    q: Tensor,
+    shape: StaticTree,
+    filled: bool | None = None,
 ) -> DraftTree:
     """Draw the children of every node from `q` [B, M, V]; `filled` says whether those with q = 0 stay in the table."""
     batch, nodes, _ = q.shape
@@ -105,7 +116,9 @@ def random_static(
         tokens[:, children] = drawn[:, level.slot, level.rank]
         valid[:, children] = able[:, level.slot, level.rank]
     # Leaving q = 0 children in the table must give the same walk: they are skipped.
-    return shape.draft(tokens, q, valid if (rng.integers(2) if filled is None else not filled) else None)
+    return shape.draft(
+        tokens, q, valid if (rng.integers(2) if filled is None else not filled) else None
+    )
 
 
 def random_dynamic(rng: np.random.Generator, batch: int, nodes: int, vocabulary: int) -> DraftTree:
@@ -122,7 +135,10 @@ def dynamic_trees(
     for _ in range(batch):
         paths = [
             (),
-            *sorted(random_topology(rng, int(rng.integers(0, nodes)), fanout, depth), key=lambda p: (len(p), p)),
+            *sorted(
+                random_topology(rng, int(rng.integers(0, nodes)), fanout, depth),
+                key=lambda p: (len(p), p),
+            ),
         ]
         order = {path: rng.permutation(vocabulary) for path in paths}
         number = {path: place for place, path in enumerate(paths)}
@@ -141,19 +157,29 @@ def random_draft(seed: int, dtype: torch.dtype = torch.float32) -> Draft:
     batch, vocabulary = int(rng.integers(1, 4)), int(rng.integers(3, 20))
     filters = FILTERS[rng.integers(len(FILTERS))]
     if rng.integers(2):
-        shape = StaticTree.of(random_topology(rng, int(rng.integers(1, 14)), int(rng.integers(1, 5)), 4))
+        shape = StaticTree.of(
+            random_topology(rng, int(rng.integers(1, 14)), int(rng.integers(1, 5)), 4)
+        )
         _, q = random_probs(rng, noise, filters, batch, len(shape.depths), vocabulary)
         tree = random_static(rng, noise, q.to(dtype), shape)
     else:
         tree = random_dynamic(rng, batch, int(rng.integers(2, 14)), vocabulary)
     logits, probs = random_probs(rng, noise, filters, batch, tree.tokens.shape[1], vocabulary)
-    limit = torch.tensor(rng.integers(-1, tree.max_depth + 1, size=batch)) if rng.integers(3) == 0 else None
+    limit = (
+        torch.tensor(rng.integers(-1, tree.max_depth + 1, size=batch))
+        if rng.integers(3) == 0
+        else None
+    )
     return Draft(
         tree=tree,
         logits=logits,
         # What sums to 1 in float32 does not in float64, and a walk may divide by the sum or not.
         probs=probs.to(dtype) / probs.to(dtype).sum(dim=-1, keepdim=True),
-        rule=random_rule(rng, vocabulary, nearest_codes(torch.randn(vocabulary, 3, generator=noise), vocabulary - 1)),
+        rule=random_rule(
+            rng,
+            vocabulary,
+            nearest_codes(torch.randn(vocabulary, 3, generator=noise), vocabulary - 1),
+        ),
         # Sharper than uniform: more of the later children are looked at.
         uniforms=torch.rand(tree.children.shape, generator=noise).sqrt().to(dtype).clamp(max=0.999),
         noise=torch.empty(batch, vocabulary, dtype=dtype).exponential_(generator=noise),

@@ -66,7 +66,9 @@ def relax(p: Vector, x: int, mass: float, taken: Sequence[int]) -> Vector:
     return tilde
 
 
-def reject(p: Vector, q: Vector | None, x: int, mass: float, taken: Sequence[int], rules: Rules) -> Vector:
+def reject(
+    p: Vector, q: Vector | None, x: int, mass: float, taken: Sequence[int], rules: Rules
+) -> Vector:
     """Sections 3 and 4: the residual before it is renormalised."""
     if rules.residual == "official" and taken:
         zeroed = list(rules.table[x][: rules.neighbours + 1])
@@ -100,7 +102,11 @@ def walk(
     while True:
         own = p_of[node]
         p, q = own, None if q_of is None else q_of[node]
-        offered = [(rank, child) for rank, child in enumerate(children[node]) if child >= 0 and depth < depth_limit]
+        offered = [
+            (rank, child)
+            for rank, child in enumerate(children[node])
+            if child >= 0 and depth < depth_limit
+        ]
         moved = None
         for rank, child in offered:
             x = tokens[child]

@@ -44,7 +44,9 @@ def accept(
     depth, nodes_per_rank = torch.ones(len(p), dtype=torch.int64), [len(p)] * tokens.shape[1]
     offered = tokens >= 0 if offered is None else offered
     q = None if q is None else q.clone()
-    children = Children(p.clone(), q, tokens, offered, nodes_per_rank, depth, torch.zeros_like(depth))
+    children = Children(
+        p.clone(), q, tokens, offered, nodes_per_rank, depth, torch.zeros_like(depth)
+    )
     return accept_children(children, rule)
 
 
@@ -56,7 +58,9 @@ class Emission(NamedTuple):
     neighbour_mass: Tensor
 
 
-def emitted(p: Tensor, q: Tensor | None, tokens: Tensor, valid: Tensor, rule: AcceptanceRule) -> Emission:
+def emitted(
+    p: Tensor, q: Tensor | None, tokens: Tensor, valid: Tensor, rule: AcceptanceRule
+) -> Emission:
     """The exact emission of N roots with p and q [N, V] and children `tokens`, `valid` [N, C]."""
     acceptance = accept(p, q, tokens, rule, valid)
     all_rejected = (1.0 - acceptance.accept).cumprod(dim=1)

@@ -48,8 +48,16 @@ class Setting:
 class Tabular:
     """Distributions that depend on the whole prefix: p(prefix) and q(prefix), float64 [V]."""
 
-    def __init__(self, vocabulary: int, setting: Setting, seed: int, spread: float = 1.5, alike: bool = False) -> None:
-        self.vocabulary, self.setting, self.seed, self.spread, self.alike = vocabulary, setting, seed, spread, alike
+    def __init__(
+        self, vocabulary: int, setting: Setting, seed: int, spread: float = 1.5, alike: bool = False
+    ) -> None:
+        self.vocabulary, self.setting, self.seed, self.spread, self.alike = (
+            vocabulary,
+            setting,
+            seed,
+            spread,
+            alike,
+        )
         self._made: dict[tuple[str, Prefix], Tensor] = {}
 
     def p(self, prefix: Prefix) -> Tensor:
@@ -88,7 +96,11 @@ class Tabular:
 
     def drafts(self, shape: str) -> Drafts:
         """Those of a shape in `SHAPES`, or the one dynamic draft."""
-        return self.dynamic_drafts(6, 3, 2) if shape == "dynamic" else self.static_drafts(SHAPES[shape])
+        return (
+            self.dynamic_drafts(6, 3, 2)
+            if shape == "dynamic"
+            else self.static_drafts(SHAPES[shape])
+        )
 
     def static_drafts(self, paths: Sequence[Sequence[int]]) -> Drafts:
         """Every draft that can be drawn in this shape."""
@@ -109,7 +121,10 @@ class Tabular:
         valid = torch.tensor([[token >= 0 for token in tokens] for tokens in rows])
         tokens = torch.tensor(rows).clamp_min(0)
         q = torch.stack(
-            [torch.stack([self.q(_prefix(n, row, parents)) for n in range(len(parents))]) for row in tokens.tolist()]
+            [
+                torch.stack([self.q(_prefix(n, row, parents)) for n in range(len(parents))])
+                for row in tokens.tolist()
+            ]
         )
         return weights, shape.draft(tokens, q, valid)
 
@@ -121,7 +136,9 @@ class Tabular:
             frontier = growth.grow(torch.stack([self.q(prefix) for prefix in prefixes])[None])
             grown = zip(frontier.origin[0].tolist(), frontier.tokens[0].tolist(), strict=True)
             prefixes = [(*prefixes[slot], token) for slot, token in grown]
-        return torch.ones(1, dtype=torch.float64), growth.tree(torch.zeros(1, dtype=torch.int64), nodes)
+        return torch.ones(1, dtype=torch.float64), growth.tree(
+            torch.zeros(1, dtype=torch.int64), nodes
+        )
 
     def target_at(self, tree: DraftTree) -> Tensor:
         """p [B, M, V] at every node."""
@@ -171,12 +188,17 @@ def verify_step(
     Uniforms of 0 accept and of 1 reject; the weight of a stop is the product of the accept probabilities on the way.
     """
     batch, nodes, _ = p.shape
-    limit, rule = None if depth_limit is None else torch.full((batch,), depth_limit), rule or AcceptanceRule()
+    limit, rule = (
+        None if depth_limit is None else torch.full((batch,), depth_limit),
+        rule or AcceptanceRule(),
+    )
     _, acceptance = accept_tree(tree, p, rule, limit)
     weights, forced = force_stops(tree, tree.by_node(acceptance.accept))
     drafts, lengths, last = [], [], []
     for stop in range(nodes):
-        verdict = verify(tree, p, rule, forced[stop], torch.ones(batch, p.shape[2], dtype=p.dtype), limit)
+        verdict = verify(
+            tree, p, rule, forced[stop], torch.ones(batch, p.shape[2], dtype=p.dtype), limit
+        )
         drafts.append(verdict.tokens[:, :-1])
         lengths.append(verdict.accepted)
         last.append(verdict.next_probs)
@@ -212,13 +234,21 @@ def accepted(drafts: Drafts, p: Tensor, rule: AcceptanceRule | None = None) -> f
     return float((stops * weights * lengths).sum())
 
 
-def distribution_of_step(model: Tabular, drafts: Drafts, step: Step, length: int) -> dict[Prefix, float]:
+def distribution_of_step(
+    model: Tabular, drafts: Drafts, step: Step, length: int
+) -> dict[Prefix, float]:
     """The distribution of `length` tokens when a step makes the first."""
     chances, tree = drafts
     outcomes = step(tree, model.target_at(tree))
     committed: dict[Prefix, float] = {}
     for weights, tokens, lengths, last in zip(*outcomes, strict=True):
-        rows = zip((chances * weights).tolist(), tokens.tolist(), lengths.tolist(), last.tolist(), strict=True)
+        rows = zip(
+            (chances * weights).tolist(),
+            tokens.tolist(),
+            lengths.tolist(),
+            last.tolist(),
+            strict=True,
+        )
         for weight, path, accepted, probs in rows:
             for token, p in enumerate(probs):
                 _add(committed, (*path[:accepted], token), weight * p)
@@ -236,7 +266,10 @@ def _add(distribution: dict[Prefix, float], key: Prefix, weight: float) -> None:
 
 def error_of(distribution: dict[Prefix, float], truth: dict[Prefix, float]) -> float:
     """The largest difference between two distributions."""
-    return max(abs(distribution.get(key, 0.0) - truth.get(key, 0.0)) for key in distribution.keys() | truth.keys())
+    return max(
+        abs(distribution.get(key, 0.0) - truth.get(key, 0.0))
+        for key in distribution.keys() | truth.keys()
+    )
 
 
 def first_tokens(distribution: dict[Prefix, float]) -> dict[Prefix, float]:

@@ -20,8 +20,12 @@ from tests.decoding.rules import STRICT, rule_named
 OFFICIAL = rule_named("strict", residual="official")
 
 
-def accept(p: list[float], q: list[float] | None, tokens: list[int], rule: AcceptanceRule) -> Acceptance:
-    return rules.accept(torch.tensor([p]), None if q is None else torch.tensor([q]), torch.tensor([tokens]), rule)
+def accept(
+    p: list[float], q: list[float] | None, tokens: list[int], rule: AcceptanceRule
+) -> Acceptance:
+    return rules.accept(
+        torch.tensor([p]), None if q is None else torch.tensor([q]), torch.tensor([tokens]), rule
+    )
 
 
 def final(acceptance: Acceptance, p: list[float]) -> list[float]:
@@ -63,8 +67,12 @@ def test_children_that_are_not_offered_change_nothing(sampled: bool, residual: s
         tokens = torch.randperm(9, generator=noise)[None, :5]
         offered = torch.tensor([[True, False, True, True, False]])
 
-        def accepted(shown: list[int], p=p, q=q, rule=rule, tokens=tokens, offered=offered) -> Acceptance:
-            return rules.accept(p, q if sampled else None, tokens[:, shown], rule, offered[:, shown])
+        def accepted(
+            shown: list[int], p=p, q=q, rule=rule, tokens=tokens, offered=offered
+        ) -> Acceptance:
+            return rules.accept(
+                p, q if sampled else None, tokens[:, shown], rule, offered[:, shown]
+            )
 
         every, without = accepted([0, 1, 2, 3, 4]), accepted([0, 2, 3])
         assert torch.equal(every.accept[:, [0, 2, 3]], without.accept)
@@ -79,11 +87,17 @@ def test_a_uniform_of_zero_does_not_accept_the_impossible(sampled: bool) -> None
     shape = StaticTree.of([(0,), (1,)])
     tokens = torch.tensor([[0, 0, 1]])
     if sampled:
-        tree = shape.draft(tokens, torch.tensor([0.5, 0.5, 0.0]).expand(1, 3, 3), torch.tensor([[True, True, False]]))
+        tree = shape.draft(
+            tokens,
+            torch.tensor([0.5, 0.5, 0.0]).expand(1, 3, 3),
+            torch.tensor([[True, True, False]]),
+        )
         assert tree.children[0, 0].tolist() == [1, -1]
     else:
         columns = (torch.tensor([[-1, 0, 0]]), torch.tensor([[0, 1, 1]]), torch.tensor([[0, 0, 1]]))
-        tree = link_nodes(tokens, *columns, torch.tensor([[True, True, False]]), fanout=2, max_depth=1)
+        tree = link_nodes(
+            tokens, *columns, torch.tensor([[True, True, False]]), fanout=2, max_depth=1
+        )
     verdict = verify(tree, p, STRICT, torch.zeros(1, 3, 2), torch.ones(1, 3))
     assert verdict.accepted.tolist() == [0]
     assert verdict.child_rank.tolist() == [[-1]]

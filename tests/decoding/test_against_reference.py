@@ -39,16 +39,27 @@ def check_sampled(draft: Draft, seed: int) -> int:
         message = f"seed {seed}, image {image}, {draft.rule}"
         assert verdict.path[image].tolist() == done.path + [-1] * (tree.max_depth - length), message
         assert int(verdict.accepted[image]) == length, message
-        assert verdict.tokens[image, :length].tolist() == [tokens[node] for node in done.path[1:]], message
+        assert verdict.tokens[image, :length].tolist() == [
+            tokens[node] for node in done.path[1:]
+        ], message
         ranks = (done.child_rank + [-2] * tree.max_depth)[: tree.max_depth]
         assert verdict.child_rank[image].tolist() == ranks, message
         # Rounding grows by the inverse of the mass that a rejection leaves.
         near = 40 * eps / done.smallest_rest
         assert_allclose(verdict.next_probs[image], done.next_probs, atol=near, err_msg=message)
-        assert_allclose(verdict.neighbour_mass[image], done.neighbour_mass, atol=near, err_msg=message)
-        assert_allclose(verdict.neighbour_mass_tried[image], done.neighbour_mass_tried, atol=near, err_msg=message)
+        assert_allclose(
+            verdict.neighbour_mass[image], done.neighbour_mass, atol=near, err_msg=message
+        )
+        assert_allclose(
+            verdict.neighbour_mass_tried[image],
+            done.neighbour_mass_tried,
+            atol=near,
+            err_msg=message,
+        )
         final = int((verdict.next_probs[image] / draft.noise[image]).argmax())
-        assert verdict.tokens[image, length:].tolist() == [final] + [0] * (tree.max_depth + 1 - last), message
+        assert verdict.tokens[image, length:].tolist() == [final] + [0] * (
+            tree.max_depth + 1 - last
+        ), message
         looks += len(done.looks)
     return looks
 
@@ -66,7 +77,11 @@ def paths_in_order(draft: Draft, image: int) -> list[list[int]]:
 
     def below(node: int, depth: int) -> list[list[int]]:
         offered = [child for child in children[node] if child >= 0 and depth < draft.limit(image)]
-        return [[node, *rest] for child in offered for rest in below(child, depth + 1)] if offered else [[node]]
+        return (
+            [[node, *rest] for child in offered for rest in below(child, depth + 1)]
+            if offered
+            else [[node]]
+        )
 
     paths = below(0, 0)
     if isinstance(draft.tree.q, torch.Tensor):
@@ -86,27 +101,39 @@ def test_greedy_walks_equal_the_oracle() -> None:
         logits = draft.logits.clone()
         wanted = torch.zeros_like(logits)
         for image, node, rank in (tree.children >= 0).nonzero().tolist():
-            wanted[image, node, tree.tokens[image, tree.children[image, node, rank]]] += 3.0 / (1 + rank)
+            wanted[image, node, tree.tokens[image, tree.children[image, node, rank]]] += 3.0 / (
+                1 + rank
+            )
         logits += wanted
         verdict = verify_greedy(tree, logits, draft.rule, limit)
         for image in range(len(tree.tokens)):
             probs = list(greedy_probabilities(logits[image]).numpy())
             tokens = tree.tokens[image].tolist()
             path, token = walk_greedy(
-                parents_of(tree.attention)[image].tolist(), paths_in_order(draft, image), tokens, probs, draft.rules
+                parents_of(tree.attention)[image].tolist(),
+                paths_in_order(draft, image),
+                tokens,
+                probs,
+                draft.rules,
             )
             length = len(path) - 1
             message = f"seed {seed}, image {image}, {draft.rule}"
             assert verdict.path[image].tolist() == path + [-1] * (tree.max_depth - length), message
-            assert verdict.tokens[image, : length + 1].tolist() == [*(tokens[node] for node in path[1:]), token], (
-                message
-            )
+            assert verdict.tokens[image, : length + 1].tolist() == [
+                *(tokens[node] for node in path[1:]),
+                token,
+            ], message
             ranks = [tree.children[image, a].tolist().index(b) for a, b in pairwise(path)]
-            offers = bool((tree.children[image, path[-1]] >= 0).any()) and length < draft.limit(image)
+            offers = bool((tree.children[image, path[-1]] >= 0).any()) and length < draft.limit(
+                image
+            )
             ends = ([-1] if offers else []) + [-2] * tree.max_depth
             assert verdict.child_rank[image].tolist() == (ranks + ends)[: tree.max_depth], message
             assert_allclose(verdict.next_probs[image], probs[path[-1]], atol=1e-6)
-            lent = [merge(probs[parent], tokens[child], draft.rules)[0] for parent, child in pairwise(path)]
+            lent = [
+                merge(probs[parent], tokens[child], draft.rules)[0]
+                for parent, child in pairwise(path)
+            ]
             assert_allclose(verdict.neighbour_mass[image], sum(lent), atol=1e-6, err_msg=message)
             decided = [
                 merge(probs[node], tokens[child], draft.rules)[0]
@@ -114,7 +141,9 @@ def test_greedy_walks_equal_the_oracle() -> None:
                 for child in tree.children[image, node].tolist()
                 if child >= 0 and depth < draft.limit(image)
             ]
-            assert_allclose(verdict.neighbour_mass_tried[image], sum(decided), atol=3e-6, err_msg=message)
+            assert_allclose(
+                verdict.neighbour_mass_tried[image], sum(decided), atol=3e-6, err_msg=message
+            )
             accepted += length
     print(f"{TREES} random drafts, {accepted} accepted greedily: all walks equal")
     assert accepted > TREES
@@ -131,7 +160,9 @@ def test_batches_change_no_image_and_inputs_are_not_written() -> None:
         assert q is None or torch.equal(q, tree.q)
         for image in range(len(tree.tokens)):
             alone = {
-                name: value[image : image + 1] for name, value in vars(tree).items() if isinstance(value, torch.Tensor)
+                name: value[image : image + 1]
+                for name, value in vars(tree).items()
+                if isinstance(value, torch.Tensor)
             }
             row = slice(image, image + 1)
             limit = None if draft.depth_limit is None else draft.depth_limit[row]

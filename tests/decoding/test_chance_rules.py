@@ -27,19 +27,31 @@ from lantern_bench.decoding.tree import StaticTree
 from lantern_bench.methods import tables as method_tables
 from lantern_bench.methods.rules import Rule
 from tests.decoding.rules import accept, emitted, rule_named, total_variation, view_of
-from tests.decoding.tabular import Setting, Tabular, distribution_of_step, error_of, first_tokens, verify_step
+from tests.decoding.tabular import (
+    Setting,
+    Tabular,
+    distribution_of_step,
+    error_of,
+    first_tokens,
+    verify_step,
+)
 from tests.decoding.test_emitted_tv import dirichlet, mean_distribution, of_drafts
 from tests.decoding.test_loop import DRAFTED, CodedModel, g_test
 
 Vector = NDArray[np.float64]
 CODES = torch.randn(40, 2, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
-OTHERS: dict[str, dict[str, float]] = {"cool-sd": {"decay": 0.7}, "gsd": {"probability_gap": 0.1, "code_gap": 2.0}}
+OTHERS: dict[str, dict[str, float]] = {
+    "cool-sd": {"decay": 0.7},
+    "gsd": {"probability_gap": 0.1, "code_gap": 2.0},
+}
 OTHERS["typical"] = {"alpha": 0.3}
 BOUNDS = {"cool-sd": (0.6, 1.0, 1.7), "gsd": (2, 5, 14), "typical": (0.02, 0.4)}
 CASES = [(rule, bound) for rule, bounds in BOUNDS.items() for bound in bounds]
 
 
-def rule_of(name: str, bound: float, residual: str = "exact", vocabulary: int = 12) -> AcceptanceRule:
+def rule_of(
+    name: str, bound: float, residual: str = "exact", vocabulary: int = 12
+) -> AcceptanceRule:
     return rule_named(name, 0, bound, residual, codebook=CODES[:vocabulary], **OTHERS[name])
 
 
@@ -55,15 +67,23 @@ def chance(name: str, bound: float, p: Vector, q: Vector | None, depth: int = 1)
         if q is not None and q[x] == 0:
             continue
         if name == "cool-sd":
-            accept[x] = bound * math.exp(-others["decay"] * (depth - 1)) * p[x] / (1 if q is None else q[x])
+            accept[x] = (
+                bound * math.exp(-others["decay"] * (depth - 1)) * p[x] / (1 if q is None else q[x])
+            )
         elif name == "typical":
             accept[x] = float(p[x] > min(bound, others["alpha"] * math.exp(-entropy(p))))
         else:
             at = order.index(x)
             near = order[max(0, at - (int(bound) - 1) // 2) : at + int(bound) // 2 + 1]
             near = [code for code in near if abs(p[code] - p[x]) < others["probability_gap"]]
-            near = [code for code in near if float((CODES[code] - CODES[x]).square().sum()) < others["code_gap"]]
-            accept[x] = sum(p[code] for code in near) / (1 if q is None else sum(q[code] for code in near))
+            near = [
+                code
+                for code in near
+                if float((CODES[code] - CODES[x]).square().sum()) < others["code_gap"]
+            ]
+            accept[x] = sum(p[code] for code in near) / (
+                1 if q is None else sum(q[code] for code in near)
+            )
     return np.minimum(accept, 1.0)
 
 
@@ -77,7 +97,11 @@ def expected(
         emitted_so_far[x] += left * f[x]
         left *= 1 - f[x]
         drawn = q if q is not None else np.eye(len(p))[x]
-        share = f if residual == "exact" else {"gsd": np.ones_like(f), "typical": np.zeros_like(f), "cool-sd": f}[name]
+        share = (
+            f
+            if residual == "exact"
+            else {"gsd": np.ones_like(f), "typical": np.zeros_like(f), "cool-sd": f}[name]
+        )
         rest = np.maximum(p - drawn * share, 0)
         if rest.sum() > 0:
             p = rest / rest.sum()
@@ -99,21 +123,34 @@ def pairs(seed: int, count: int, vocabulary: int) -> list[tuple[Tensor, Tensor]]
 def test_the_exact_residual_reaches_the_smallest_tv_of_one_draft(name: str, bound: float) -> None:
     worst, larger = 0.0, 0.0
     for p, q in pairs(1, 30, 12):
-        every, f = torch.arange(12)[:, None], torch.tensor(chance(name, bound, p.numpy(), q.numpy()))
+        every, f = (
+            torch.arange(12)[:, None],
+            torch.tensor(chance(name, bound, p.numpy(), q.numpy())),
+        )
         least = float((q * f - p).clamp_min(0).sum())
         tv = total_variation(p, mean_distribution(p, q, rule_of(name, bound)))
         worst = max(worst, abs(float(tv) - least))
         if name == "cool-sd":
             formula = torch.minimum((q - p).clamp_min(0), max(bound - 1, 0) * p).sum()
             assert least == pytest.approx(float(formula), abs=1e-12)
-        official = float(total_variation(p, mean_distribution(p, q, rule_of(name, bound, "official"))))
+        official = float(
+            total_variation(p, mean_distribution(p, q, rule_of(name, bound, "official")))
+        )
         larger = max(larger, official - least)
         if name == "gsd" and float((q * f).sum()) >= float(torch.minimum(p, q).sum()):
-            assert official == pytest.approx(least, abs=1e-12), "accepting no less than strict, plain is enough"
+            assert official == pytest.approx(least, abs=1e-12), (
+                "accepting no less than strict, plain is enough"
+            )
         # Deterministic drafts: q is 1 at x.
-        alone = torch.tensor([chance(name, bound, p.numpy(), None)[x] - float(p[x]) for x in range(12)]).clamp_min(0)
-        torch.testing.assert_close(total_variation(p, of_drafts(p, None, every, rule_of(name, bound))), alone)
-    print(f"{name} {bound}: emitted TV off the smallest by {worst:.1e}; official above it by up to {larger:.3f}")
+        alone = torch.tensor(
+            [chance(name, bound, p.numpy(), None)[x] - float(p[x]) for x in range(12)]
+        ).clamp_min(0)
+        torch.testing.assert_close(
+            total_variation(p, of_drafts(p, None, every, rule_of(name, bound))), alone
+        )
+    print(
+        f"{name} {bound}: emitted TV off the smallest by {worst:.1e}; official above it by up to {larger:.3f}"
+    )
     assert worst < 1e-12
     assert larger > 1e-3 if name == "typical" or bound == 2 else larger > -1e-12
     assert name != "cool-sd" or larger < 1e-12, "the published residual of Cool-SD is the exact one"
@@ -136,7 +173,11 @@ def test_siblings_are_judged_by_the_residual(name: str, bound: float, residual: 
     rule = rule_of(name, bound, residual, vocabulary=6)
     worst = 0.0
     for p, q in pairs(3, 6, 6):
-        drafts = [tokens for tokens in itertools.permutations(range(6), 3) if all(q[x] > 0 for x in tokens)]
+        drafts = [
+            tokens
+            for tokens in itertools.permutations(range(6), 3)
+            if all(q[x] > 0 for x in tokens)
+        ]
         for drawn in (q, None):
             first_tokens_of_drafts = of_drafts(p, drawn, torch.tensor(drafts), rule)
             for row, children in zip(first_tokens_of_drafts, drafts, strict=True):
@@ -167,7 +208,9 @@ def test_a_step_emits_what_emitted_tv_says(name: str, bound: float, tree: str) -
     """The first token of the walk, over all drafts, is the one that `emitted` computes from the root's children."""
     model, rule = Tabular(4, Setting(), seed=3), rule_of(name, bound, vocabulary=4)
     weights, drafts = model.drafts(tree)
-    walked = first_tokens(distribution_of_step(model, (weights, drafts), partial(verify_step, rule=rule), 1))
+    walked = first_tokens(
+        distribution_of_step(model, (weights, drafts), partial(verify_step, rule=rule), 1)
+    )
     children = drafts.children[:, 0]
     tokens = drafts.tokens.gather(1, children.clamp_min(0))
     p = model.p(()).expand(len(tokens), -1)
@@ -197,14 +240,22 @@ def watching(monkeypatch: pytest.MonkeyPatch) -> Callable[..., AcceptanceRule]:
     """Install a rule of `chance` made of a function, with two neighbours and the codebook."""
 
     def install(function: Callable[..., Any]) -> AcceptanceRule:
-        row = Rule("watching", acceptance_probability=function, neighbours=2, codebook=True, tensor_bound=True)
+        row = Rule(
+            "watching",
+            acceptance_probability=function,
+            neighbours=2,
+            codebook=True,
+            tensor_bound=True,
+        )
         monkeypatch.setitem(method_tables.RULES, row.name, row)
         return rule_named("watching", 2, 1.0, table=nearest_codes(CODES[:6], 5), codebook=CODES[:6])
 
     return install
 
 
-def test_a_rule_sees_tokens_neighbours_distances_depth_and_place(watching: Callable[..., AcceptanceRule]) -> None:
+def test_a_rule_sees_tokens_neighbours_distances_depth_and_place(
+    watching: Callable[..., AcceptanceRule],
+) -> None:
     views: list[Any] = []
 
     def look(draft: Any, values: Any) -> Tensor:
@@ -225,8 +276,12 @@ def test_a_rule_sees_tokens_neighbours_distances_depth_and_place(watching: Calla
     torch.testing.assert_close(seen.p, rest[:, None])
     assert seen.token.tolist() == list(range(6))
     assert torch.equal(seen.neighbour_tokens, table[:, :2].long())
-    torch.testing.assert_close(seen.neighbour_p, torch.stack([row[table[:, :2].long()] for row in rest]))
-    distances = torch.stack([(CODES[table[x, :2].long()] - CODES[x]).norm(dim=-1) for x in range(6)])
+    torch.testing.assert_close(
+        seen.neighbour_p, torch.stack([row[table[:, :2].long()] for row in rest])
+    )
+    distances = torch.stack(
+        [(CODES[table[x, :2].long()] - CODES[x]).norm(dim=-1) for x in range(6)]
+    )
     torch.testing.assert_close(seen.distances, distances)
     lost = model.q(()).expand(2, 6).clone()
     lost[0, 2] = lost[1, 3] = 0
@@ -234,10 +289,14 @@ def test_a_rule_sees_tokens_neighbours_distances_depth_and_place(watching: Calla
     assert seen.depth.tolist() == [[1], [1]] and seen.position.tolist() == [[7], [9]]
 
 
-def test_depth_and_place_are_those_of_the_draft_in_the_loop(watching: Callable[..., AcceptanceRule]) -> None:
+def test_depth_and_place_are_those_of_the_draft_in_the_loop(
+    watching: Callable[..., AcceptanceRule],
+) -> None:
     """A rule that accepts by place and depth alone: which steps are made follows from them."""
     watching(lambda draft, values: ((draft.position % 4 != 0) & (draft.depth < 3)).double())
-    method_tables.MODES["watching"] = method_tables.Mode("watching", "static", "watching", "watching")
+    method_tables.MODES["watching"] = method_tables.Mode(
+        "watching", "static", "watching", "watching"
+    )
     try:
         values = {"mode": "watching", "bound": 1.0, "neighbours": 2, "tree": "chain-5"}
         model = CodedModel(3, 9, seed=1)
@@ -249,11 +308,15 @@ def test_depth_and_place_are_those_of_the_draft_in_the_loop(watching: Callable[.
     assert image.trace.accepted[:3] == [2, 0, 2]
 
 
-def test_a_broken_number_of_a_token_that_cannot_be_drawn_is_ignored(watching: Callable[..., AcceptanceRule]) -> None:
+def test_a_broken_number_of_a_token_that_cannot_be_drawn_is_ignored(
+    watching: Callable[..., AcceptanceRule],
+) -> None:
     p, q = torch.tensor([[0.5, 0.5, 0.0]]), torch.tensor([[0.0, 1.0, 0.0]])
     rule = watching(lambda draft, values: draft.strict_ratio)
     acceptance = accept(p, q, torch.tensor([[1]]), rule)
-    assert acceptance.accept.tolist() == [[0.5]] and acceptance.residual.tolist() == [[1.0, 0.0, 0.0]]
+    assert acceptance.accept.tolist() == [[0.5]] and acceptance.residual.tolist() == [
+        [1.0, 0.0, 0.0]
+    ]
 
 
 @pytest.mark.parametrize("drafted", DRAFTED)

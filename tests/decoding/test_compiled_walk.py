@@ -45,7 +45,8 @@ def sharp(rng: torch.Generator, *shape: int) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[pytest.mark.long] * (kind not in EVERY_TIME)) for kind in KINDS]
+    "kind",
+    [pytest.param(kind, marks=[pytest.mark.long] * (kind not in EVERY_TIME)) for kind in KINDS],
 )
 def test_compiled_walks_are_the_same(kind: str) -> None:
     rng, noise = np.random.default_rng(0), torch.Generator().manual_seed(0)
@@ -65,7 +66,11 @@ def test_compiled_walks_are_the_same(kind: str) -> None:
     rule = rule_named(**KINDS[kind], table=table)
 
     def decided(tree: DraftTree, p: Tensor, uniforms: Tensor, ends: Tensor) -> Verdict:
-        return verify_greedy(tree, p.log(), rule) if kind == "greedy" else verify(tree, p, rule, uniforms, ends)
+        return (
+            verify_greedy(tree, p.log(), rule)
+            if kind == "greedy"
+            else verify(tree, p, rule, uniforms, ends)
+        )
 
     compiled = Engine(compile=True).program(kind, decided, torch.device("cpu"))
     accepted, at_fault = 0, 0
@@ -75,7 +80,9 @@ def test_compiled_walks_are_the_same(kind: str) -> None:
             tree = dynamic_trees(rng, BATCH, nodes, VOCABULARY, DEPTH, fanout)
         else:
             # Near p, so that long paths are kept too.
-            tree = random_static(rng, noise, (0.5 * p + 0.5 * sharp(noise, BATCH, nodes)), shape, filled=False)
+            tree = random_static(
+                rng, noise, (0.5 * p + 0.5 * sharp(noise, BATCH, nodes)), shape, filled=False
+            )
         uniforms = torch.rand(tree.children.shape, generator=noise)
         ends = torch.empty(BATCH, VOCABULARY).exponential_(generator=noise)
         verdict, wanted = compiled(tree, p, uniforms, ends), decided(tree, p, uniforms, ends)
@@ -83,7 +90,9 @@ def test_compiled_walks_are_the_same(kind: str) -> None:
         same = (verdict.path == wanted.path).all(1) & (verdict.tokens == wanted.tokens).all(1)
         same &= (verdict.child_rank == wanted.child_rank).all(1)
         at_fault += int((~same).sum())
-        torch.testing.assert_close(verdict.next_probs[same], wanted.next_probs[same], atol=1e-4, rtol=0)
+        torch.testing.assert_close(
+            verdict.next_probs[same], wanted.next_probs[same], atol=1e-4, rtol=0
+        )
         torch.testing.assert_close(
             verdict.neighbour_mass_tried[same], wanted.neighbour_mass_tried[same], atol=1e-4, rtol=0
         )

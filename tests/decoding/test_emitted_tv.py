@@ -21,7 +21,12 @@ def dirichlet(noise: torch.Generator, *shape: int) -> Tensor:
 
 
 def rules(residual: str, table: Tensor, neighbours: int = 10) -> list[AcceptanceRule]:
-    bounds = [("additive", 0.1), ("additive", 0.4), ("multiplicative", 2.0), ("multiplicative", 8.0)]
+    bounds = [
+        ("additive", 0.1),
+        ("additive", 0.4),
+        ("multiplicative", 2.0),
+        ("multiplicative", 8.0),
+    ]
     return [rule_named(name, neighbours, bound, residual, table) for name, bound in bounds]
 
 
@@ -39,7 +44,9 @@ def of_drafts(p: Tensor, q: Tensor | None, drafts: Tensor, rule: AcceptanceRule)
     """The distributions [n, V] of a first token for the drafts [n, C] of one root."""
     many = len(drafts)
     valid = torch.ones_like(drafts, dtype=torch.bool) if q is None else q[drafts] > 0
-    return first_token(p.expand(many, -1), None if q is None else q.expand(many, -1), drafts, valid, rule)
+    return first_token(
+        p.expand(many, -1), None if q is None else q.expand(many, -1), drafts, valid, rule
+    )
 
 
 def mean_distribution(p: Tensor, q: Tensor, rule: AcceptanceRule, children: int = 1) -> Tensor:
@@ -73,7 +80,9 @@ def test_one_sampled_draft_costs_what_the_formula_says() -> None:
             tv = total_variation(p, mean_distribution(p, q, rule))
             worst = max(worst, float((tv - expected).abs()))
             checked += 1
-    print(f"emitted TV of one sampled draft against the formula: {checked} cases, largest difference {worst:.1e}")
+    print(
+        f"emitted TV of one sampled draft against the formula: {checked} cases, largest difference {worst:.1e}"
+    )
     assert worst < 1e-12
 
 
@@ -124,8 +133,12 @@ def test_official_costs_at_least_as_much_as_exact_for_one_child() -> None:
         p, q = dirichlet(noise, 2, 12)
         table = nearest_codes(torch.randn(12, 3, generator=noise), 11)
         top, valid = most_probable(q[None], 1)
-        for exact, official in zip(rules("exact", table, 4), rules("official", table, 4), strict=True):
-            sampled = [total_variation(p, mean_distribution(p, q, rule)) for rule in (exact, official)]
+        for exact, official in zip(
+            rules("exact", table, 4), rules("official", table, 4), strict=True
+        ):
+            sampled = [
+                total_variation(p, mean_distribution(p, q, rule)) for rule in (exact, official)
+            ]
             fixed = [deterministic_tv(p[None], top, valid, rule) for rule in (exact, official)]
             assert sampled[1] >= sampled[0] - 1e-12
             assert float(fixed[1]) >= float(fixed[0]) - 1e-12
@@ -141,11 +154,17 @@ def test_with_two_children_official_may_cost_less() -> None:
     table = torch.tensor([[4, 3, 2, 1], [2, 4, 0, 3], [0, 1, 3, 4], [0, 1, 2, 4], [0, 1, 2, 3]])
     children = torch.tensor([[0, 1]])
     distributions = {
-        residual: first_token(p, None, children, children >= 0, rule_named("additive", 1, 0.4, residual, table))
+        residual: first_token(
+            p, None, children, children >= 0, rule_named("additive", 1, 0.4, residual, table)
+        )
         for residual in ("exact", "official")
     }
-    torch.testing.assert_close(distributions["exact"], torch.tensor([[0.2, 0.7, 0.0, 0.1, 0.0]], dtype=torch.float64))
-    torch.testing.assert_close(distributions["official"][0], torch.tensor([7, 16, 12, 0, 0], dtype=torch.float64) / 35)
+    torch.testing.assert_close(
+        distributions["exact"], torch.tensor([[0.2, 0.7, 0.0, 0.1, 0.0]], dtype=torch.float64)
+    )
+    torch.testing.assert_close(
+        distributions["official"][0], torch.tensor([7, 16, 12, 0, 0], dtype=torch.float64) / 35
+    )
     assert float(total_variation(p, distributions["exact"])) == pytest.approx(0.4)
     assert float(total_variation(p, distributions["official"])) == pytest.approx(0.2)
 
@@ -161,12 +180,16 @@ def test_among_siblings_official_costs_less_now_and_then() -> None:
         for children, several in gaps.items():
             tokens, valid = most_probable(q, children)
             exact, official = (
-                deterministic_tv(p, tokens, valid, rule_named("multiplicative", 3, bound, residual, table))
+                deterministic_tv(
+                    p, tokens, valid, rule_named("multiplicative", 3, bound, residual, table)
+                )
                 for residual in ("exact", "official")
             )
             several += (exact - official).tolist()
     fewer = sum(gap > 1e-9 for gap in gaps[3])
-    print(f"official costs less at {fewer} of {len(gaps[3])} nodes with siblings, by up to {max(gaps[3]):.2f}")
+    print(
+        f"official costs less at {fewer} of {len(gaps[3])} nodes with siblings, by up to {max(gaps[3]):.2f}"
+    )
     assert fewer > len(gaps[3]) / 100 and max(gaps[3]) > 0.2
     assert max(gaps[1]) < 1e-9
 

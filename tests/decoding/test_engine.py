@@ -21,8 +21,23 @@ CONFIG = TransformerConfig(
 TREE = {"tree": [[0], [1], [0, 0], [1, 0], [0, 0, 0]]}
 CELLS: dict[str, dict[str, Any]] = {
     "ar": {"mode": "ar"},
-    "static": {"mode": "lantern++", **TREE, "neighbours": 5, "lambda": 3.0, "top_k": 30, "cfg_scale": 1.5},
-    "dynamic": {"mode": "lantern", "nodes": 6, "depth": 3, "beam": 3, "neighbours": 5, "delta": 0.1, "cfg_scale": 1.5},
+    "static": {
+        "mode": "lantern++",
+        **TREE,
+        "neighbours": 5,
+        "lambda": 3.0,
+        "top_k": 30,
+        "cfg_scale": 1.5,
+    },
+    "dynamic": {
+        "mode": "lantern",
+        "nodes": 6,
+        "depth": 3,
+        "beam": 3,
+        "neighbours": 5,
+        "delta": 0.1,
+        "cfg_scale": 1.5,
+    },
     "greedy": {"mode": "speculative", **TREE, "temperature": 0.0, "cfg_scale": 1.5},
     "cool-sd": {"mode": "cool-sd", **TREE, "strength": 1.5, "cfg_scale": 1.5},
     "gsd": {"mode": "gsd", **TREE, "cluster": 6, "residual": "official", "cfg_scale": 1.5},
@@ -49,10 +64,28 @@ WINDOWS: dict[str, dict[str, Any]] = {
     "above, gumbel": {"mode": "sjd", "window": 9, "initial": "above", "coupling": "gumbel"},
     "greedy": {"mode": "sjd", "window": 4, "initial": "row", "temperature": 0.0},
     "pac": {"mode": "sjd-pac", "window": 5, "cfg_scale": 1.5, "top_k": 30},
-    "pac, gumbel, above": {"mode": "sjd-pac", "window": 6, "coupling": "gumbel", "initial": "above"},
+    "pac, gumbel, above": {
+        "mode": "sjd-pac",
+        "window": 6,
+        "coupling": "gumbel",
+        "initial": "above",
+    },
     "pac, greedy": {"mode": "sjd-pac", "window": 5, "temperature": 0.0},
-    "hybrid": {"mode": "hybrid", "window": 5, "drafted": 3, "initial": "above", "cfg_scale": 1.5, "top_k": 30},
-    "hybrid, gumbel": {"mode": "hybrid", "window": 5, "drafted": 3, "coupling": "gumbel", "initial": "above"},
+    "hybrid": {
+        "mode": "hybrid",
+        "window": 5,
+        "drafted": 3,
+        "initial": "above",
+        "cfg_scale": 1.5,
+        "top_k": 30,
+    },
+    "hybrid, gumbel": {
+        "mode": "hybrid",
+        "window": 5,
+        "drafted": 3,
+        "coupling": "gumbel",
+        "initial": "above",
+    },
 }
 EVERY_TIME = [("ar", 1), ("static", 1), ("dynamic", 3), ("greedy", 3), ("gsd", 3)]
 EVERY_TIME += [(cell, 3) for cell in ("left, maximal", "pac, gumbel, above", "hybrid")]
@@ -67,22 +100,34 @@ class Small:
     def __init__(self, seed: int = 0, device: str = "cpu") -> None:
         with torch.random.fork_rng():
             torch.manual_seed(seed)  # fresh layers draw from torch's own stream
-            self.target = TransformerTarget(CONFIG, WordCaption(9, PREFIX, 64)).eval().requires_grad_(False)
-            self.drafter = EagleDrafter(CONFIG, self.target.transformer.output).eval().requires_grad_(False)
+            self.target = (
+                TransformerTarget(CONFIG, WordCaption(9, PREFIX, 64)).eval().requires_grad_(False)
+            )
+            self.drafter = (
+                EagleDrafter(CONFIG, self.target.transformer.output).eval().requires_grad_(False)
+            )
         self.target.to(device)
         self.drafter.to(device)
         order = torch.arange(VOCABULARY, device=device)
-        self.codes = torch.randn(VOCABULARY, 2, generator=torch.Generator().manual_seed(1)).to(device)
-        self._table = torch.stack([(order + 1 + x) % VOCABULARY for x in range(VOCABULARY)])[:, : VOCABULARY - 1]
+        self.codes = torch.randn(VOCABULARY, 2, generator=torch.Generator().manual_seed(1)).to(
+            device
+        )
+        self._table = torch.stack([(order + 1 + x) % VOCABULARY for x in range(VOCABULARY)])[
+            :, : VOCABULARY - 1
+        ]
 
     def table(self, columns: int, metric: str = "l2") -> torch.Tensor:
         return self._table[:, :columns]
 
 
-def decoded(model: Small, decoding: Decoding, images: int, engine: Engine | None = None) -> list[Decoded]:
+def decoded(
+    model: Small, decoding: Decoding, images: int, engine: Engine | None = None
+) -> list[Decoded]:
     values = torch.tensor([[0, 3, 4, 5], [1, 2, 3, 4], [0, 0, 8, 1]])[:images]
     noise = [torch.Generator(model.target.device).manual_seed(image) for image in range(images)]
-    return decode(model, Condition(values, values > 0), decoding, noise, engine=engine, keep_logits=True)
+    return decode(
+        model, Condition(values, values > 0), decoding, noise, engine=engine, keep_logits=True
+    )
 
 
 def same(first: list[Decoded], second: list[Decoded]) -> None:
@@ -93,7 +138,8 @@ def same(first: list[Decoded], second: list[Decoded]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cell", "images"), EVERY_TIME + [pytest.param(*row, marks=pytest.mark.long) for row in CAPTURED]
+    ("cell", "images"),
+    EVERY_TIME + [pytest.param(*row, marks=pytest.mark.long) for row in CAPTURED],
 )
 def test_captured_programs_give_the_same_tokens(cell: str, images: int) -> None:
     """Traced whole (no break, no read on the host) and functional, but run by torch's own kernels.
@@ -108,7 +154,8 @@ def test_captured_programs_give_the_same_tokens(cell: str, images: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "cell", ["static", *(pytest.param(cell, marks=pytest.mark.long) for cell in ("left, maximal", "pac"))]
+    "cell",
+    ["static", *(pytest.param(cell, marks=pytest.mark.long) for cell in ("left, maximal", "pac"))],
 )
 def test_inductor_gives_the_same_tokens(cell: str) -> None:
     model, decoding = Small(), Decoding(**PROGRAMS[cell])

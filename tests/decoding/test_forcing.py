@@ -31,13 +31,19 @@ def test_forced_logits_and_drafts_are_those_of_decoding(model: LoadedModel) -> N
     tokens = torch.stack([image.tokens for image in images]).long()
     forced = teacher_forced(model.target, condition, tokens, guided=True)
     logits = guide(forced.logits.cond, forced.logits.uncond, 1.5)
-    torch.testing.assert_close(logits, torch.stack([image.logits for image in images]), atol=1e-3, rtol=0)
+    torch.testing.assert_close(
+        logits, torch.stack([image.logits for image in images]), atol=1e-3, rtol=0
+    )
 
     q = drafted_along(model.drafter, forced, decoding)
     for position in (1, 9):  # the drafter of a step that begins behind so many tokens
         session = model.drafter.session(2, True, 1)
         session.prefill(condition, forced.prefix.features)
-        features = torch.cat([forced.prefix.features[:, -1:], forced.logits.features[:, : position - 1]], dim=1)
-        proposer = Proposer(session, decoding, tokens[:, :position], features, torch.full((2,), position))
+        features = torch.cat(
+            [forced.prefix.features[:, -1:], forced.logits.features[:, : position - 1]], dim=1
+        )
+        proposer = Proposer(
+            session, decoding, tokens[:, :position], features, torch.full((2,), position)
+        )
         torch.testing.assert_close(proposer.root_q[:, 0], q[:, position - 1], atol=1e-3, rtol=0)
         assert not proposer.broken.any()

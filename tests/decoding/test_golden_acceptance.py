@@ -70,7 +70,9 @@ def test_recorded_draft_probabilities_are_the_conditional_ones() -> None:
                 left = float(q.sum())
                 expected = float(q[token]) / left if left > 0 else 0.0
                 # The recording divides by 1 - (what was drawn) in float32: its rounding grows as little is left.
-                assert_allclose(case.arrays["node_q"][child], expected, atol=1e-5, rtol=1e-6 / max(left, 1e-6))
+                assert_allclose(
+                    case.arrays["node_q"][child], expected, atol=1e-5, rtol=1e-6 / max(left, 1e-6)
+                )
                 q[token] = 0
                 checked += 1
     assert checked > 0
@@ -81,9 +83,14 @@ def test_the_oracle_replays_them_too_with_the_recorded_trace() -> None:
         tree, info = case.tree, case.info
         tokens = tree.tokens[0].tolist()
         if case.greedy:
-            paths = [[node for node in path if node >= 0] for path in case.arrays["retrieve_indices"].tolist()]
+            paths = [
+                [node for node in path if node >= 0]
+                for path in case.arrays["retrieve_indices"].tolist()
+            ]
             probs = list(torch.softmax(case.logits[0], dim=-1).numpy())
-            path, token = walk_greedy(case.arrays["parents"].tolist(), paths, tokens, probs, rules_of(case.rule))
+            path, token = walk_greedy(
+                case.arrays["parents"].tolist(), paths, tokens, probs, rules_of(case.rule)
+            )
             assert (path, token) == (info["accepted_nodes"], info["next_token_greedy"]), info["id"]
             continue
         numbers = iter(case.arrays["uniforms"].tolist())

@@ -67,7 +67,9 @@ def test_static_trees_equal_the_recorded_ones() -> None:
 
 @pytest.mark.parametrize(("ours", "published"), PUBLISHED_NAMES.items())
 def test_named_trees_are_the_published_ones(ours: str, published: str) -> None:
-    assert [list(path) for path in STATIC_TREES[ours]] == recorded_trees()[published]["sorted_node_paths"][1:]
+    assert [list(path) for path in STATIC_TREES[ours]] == recorded_trees()[published][
+        "sorted_node_paths"
+    ][1:]
 
 
 @pytest.mark.parametrize("name", STATIC_TREES)
@@ -146,7 +148,9 @@ def recorded_codebooks() -> dict[str, torch.Tensor]:
 def test_nearest_tables_equal_the_recorded_ones(name: str) -> None:
     codes = recorded_codebooks()[name]
     total = len(codes)
-    recorded = np.load(golden_path("nearest_table", f"{name}_top_{total - 1}_indices.npy")).astype(np.int64)
+    recorded = np.load(golden_path("nearest_table", f"{name}_top_{total - 1}_indices.npy")).astype(
+        np.int64
+    )
     table = nearest_codes(codes, total - 1).numpy()
     distance = torch.cdist(codes.double(), codes.double()).numpy()
     own = np.take_along_axis(distance, table, axis=1)
@@ -184,7 +188,9 @@ def test_cosine_orders_by_the_angle_alone() -> None:
     assert (cosines.diff(dim=1) <= 1e-6).all()
     assert not torch.equal(table, nearest_codes(stretched, 39))
     normalised = torch.nn.functional.normalize(CODES, dim=1)
-    assert torch.equal(nearest_codes(normalised, 39)[:, :3], nearest_codes(normalised, 39, metric="cosine")[:, :3])
+    assert torch.equal(
+        nearest_codes(normalised, 39)[:, :3], nearest_codes(normalised, 39, metric="cosine")[:, :3]
+    )
 
 
 def test_random_neighbours_ignore_geometry_and_repeat() -> None:

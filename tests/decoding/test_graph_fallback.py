@@ -62,7 +62,9 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Cuda]:
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: usual)
         monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
         monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-        monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: setattr(state, "current", "usual"))
+        monkeypatch.setattr(
+            torch.cuda, "set_stream", lambda stream: setattr(state, "current", "usual")
+        )
         monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
         monkeypatch.setattr(torch.cuda, "graph", state.graph)
         return state
@@ -106,7 +108,9 @@ def test_capture_replays_with_new_inputs_on_the_programs_device(cuda: Any) -> No
 def test_failed_capture_runs_without_graphs_and_warns_once(cuda: Any) -> None:
     state, engine = cuda(fails=True), Engine(compile=True)
     programs = [GraphedProgram(lambda x: double(x), double, DEVICE, engine) for _ in range(3)]
-    with pytest.warns(RuntimeWarning, match="capture fails on this GPU, steps run without CUDA graphs") as warned:
+    with pytest.warns(
+        RuntimeWarning, match="capture fails on this GPU, steps run without CUDA graphs"
+    ) as warned:
         assert [results(program) for program in programs] == [WANTED] * 3
     assert len(warned) == 1 and state.captures == 1 and state.current == "usual"
     assert list(engine.fallbacks) == ["capture"] and not engine.graphs
@@ -114,8 +118,13 @@ def test_failed_capture_runs_without_graphs_and_warns_once(cuda: Any) -> None:
 
 def test_failed_compilation_runs_uncompiled_and_warns_once(cuda: Any) -> None:
     state, engine = cuda(), Engine(compile=True)
-    programs = [GraphedProgram(failing(InternalTorchDynamoError("no")), double, DEVICE, engine) for _ in range(2)]
-    with pytest.warns(RuntimeWarning, match="compiling fails on this GPU, steps run uncompiled") as warned:
+    programs = [
+        GraphedProgram(failing(InternalTorchDynamoError("no")), double, DEVICE, engine)
+        for _ in range(2)
+    ]
+    with pytest.warns(
+        RuntimeWarning, match="compiling fails on this GPU, steps run uncompiled"
+    ) as warned:
         assert [results(program) for program in programs] == [WANTED] * 2
     assert len(warned) == 1 and state.captures == 0
 
@@ -147,10 +156,16 @@ def test_gpu_recovers_from_a_failed_capture() -> None:
         return x * 2 + 0 * x.sum().item()
 
     def run(program: Any) -> list[float]:
-        return [float(program(torch.full((3,), float(value), device=device)).sum()) for value in range(4)]
+        return [
+            float(program(torch.full((3,), float(value), device=device)).sum())
+            for value in range(4)
+        ]
 
     with pytest.warns(RuntimeWarning, match="capture fails") as warned:
-        assert run(GraphedProgram(lambda x: reads_the_host(x), reads_the_host, device, engine)) == WANTED
+        assert (
+            run(GraphedProgram(lambda x: reads_the_host(x), reads_the_host, device, engine))
+            == WANTED
+        )
     assert len(warned) == 1
     later = Engine(compile=True)
     assert run(GraphedProgram(lambda x: double(x), double, device, later)) == WANTED

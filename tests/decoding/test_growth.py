@@ -16,13 +16,21 @@ Prefix = tuple[int, ...]
 Distribution = Callable[[Prefix], Tensor]
 
 
-def plain_tree(q: Distribution, nodes: int, rounds: int, beam: int) -> tuple[list[Prefix], list[float]]:
+def plain_tree(
+    q: Distribution, nodes: int, rounds: int, beam: int
+) -> tuple[list[Prefix], list[float]]:
     """The kept prefixes in generation order, with their cumulative log q."""
 
     def children(prefix: Prefix, reach: Tensor) -> list[tuple[Tensor, Prefix]]:
         distribution = q(prefix)
-        best = sorted(range(len(distribution)), key=lambda token: (-float(distribution[token]), token))[:beam]
-        return [(reach + distribution[token].log(), (*prefix, token)) for token in best if distribution[token] > 0]
+        best = sorted(
+            range(len(distribution)), key=lambda token: (-float(distribution[token]), token)
+        )[:beam]
+        return [
+            (reach + distribution[token].log(), (*prefix, token))
+            for token in best
+            if distribution[token] > 0
+        ]
 
     generation = children((), torch.zeros(()))
     every = list(generation)
@@ -30,7 +38,9 @@ def plain_tree(q: Distribution, nodes: int, rounds: int, beam: int) -> tuple[lis
         frontier = sorted(generation, key=lambda item: -float(item[0]))[:beam]
         generation = [child for reach, prefix in frontier for child in children(prefix, reach)]
         every += generation
-    ranked = sorted(range(len(every)), key=lambda place: (-float(every[place][0]), len(every[place][1]), place))
+    ranked = sorted(
+        range(len(every)), key=lambda place: (-float(every[place][0]), len(every[place][1]), place)
+    )
     selected = [every[place] for place in sorted(ranked[:nodes])]
     return [prefix for _, prefix in selected], [float(reach) for reach, _ in selected]
 
@@ -49,7 +59,9 @@ def grow(distributions: list[Distribution], rounds: int, beam: int) -> Growth:
         frontier = growth.grow(torch.stack(rows))
         prefixes = [
             [(*row[slot], token) for slot, token in zip(origin, tokens, strict=True)]
-            for row, origin, tokens in zip(prefixes, frontier.origin.tolist(), frontier.tokens.tolist(), strict=True)
+            for row, origin, tokens in zip(
+                prefixes, frontier.origin.tolist(), frontier.tokens.tolist(), strict=True
+            )
         ]
         expanded = [done + row for done, row in zip(expanded, prefixes, strict=True)]
         check_seen(frontier.seen, prefixes, expanded)
@@ -61,13 +73,18 @@ def check_seen(seen: Tensor, prefixes: list[list[Prefix]], expanded: list[list[P
     for image, row in enumerate(prefixes):
         for slot, prefix in enumerate(row):
             ancestors = [prefix[: depth + 1] for depth in range(len(prefix))]
-            visible = [expanded[image][place] for place in seen[image, slot].nonzero().flatten().tolist()]
+            visible = [
+                expanded[image][place] for place in seen[image, slot].nonzero().flatten().tolist()
+            ]
             assert visible == ancestors
 
 
 def prefixes_of(tree: DraftTree, image: int) -> list[Prefix]:
     """The tokens below the root that lead to each node."""
-    return [tuple(tree.tokens[image, seen.nonzero().flatten()[1:]].tolist()) for seen in tree.attention[image]]
+    return [
+        tuple(tree.tokens[image, seen.nonzero().flatten()[1:]].tolist())
+        for seen in tree.attention[image]
+    ]
 
 
 def random_distribution(seed: int, vocabulary: int, kind: str) -> Distribution:
@@ -81,16 +98,21 @@ def random_distribution(seed: int, vocabulary: int, kind: str) -> Distribution:
             weights = torch.randn(vocabulary, generator=noise).mul(2).exp()
         if kind == "filtered":
             weights[weights < weights.topk(2).values[-1]] = 0
-        return weights / (weights.sum() if kind != "ties" else 2.0 ** torch.ceil(weights.sum().log2()))
+        return weights / (
+            weights.sum() if kind != "ties" else 2.0 ** torch.ceil(weights.sum().log2())
+        )
 
     return distribution
 
 
 @pytest.mark.parametrize("kind", ["random", "ties", "filtered"])
 @pytest.mark.parametrize(
-    ("nodes", "rounds", "beam"), [(5, 3, 2), (12, 4, 3), (3, 2, 4), (60, 3, 3), (7, 1, 5), (4, 5, 1)]
+    ("nodes", "rounds", "beam"),
+    [(5, 3, 2), (12, 4, 3), (3, 2, 4), (60, 3, 3), (7, 1, 5), (4, 5, 1)],
 )
-def test_growth_equals_a_plain_implementation(kind: str, nodes: int, rounds: int, beam: int) -> None:
+def test_growth_equals_a_plain_implementation(
+    kind: str, nodes: int, rounds: int, beam: int
+) -> None:
     distributions = [random_distribution(seed, 6, kind) for seed in range(4)]
     growth = grow(distributions, rounds, beam)
     root = torch.tensor([3, 1, 4, 0])
@@ -106,13 +128,17 @@ def test_growth_equals_a_plain_implementation(kind: str, nodes: int, rounds: int
         assert drafted == [(), *prefixes]
         torch.testing.assert_close(log_q[image, selected[image, : count - 1]], torch.tensor(reach))
         numbers = {prefix: place for place, prefix in enumerate(drafted)}
-        assert parents_of(tree.attention)[image, 1:count].tolist() == [numbers[prefix[:-1]] for prefix in prefixes]
+        assert parents_of(tree.attention)[image, 1:count].tolist() == [
+            numbers[prefix[:-1]] for prefix in prefixes
+        ]
         assert tree.depths[image, :count].tolist() == [len(prefix) for prefix in drafted]
         for place, prefix in enumerate(drafted):
             below = [numbers[other] for other in prefixes if other[:-1] == prefix]
             assert tree.children[image, place].tolist() == below + [-1] * (beam - len(below))
             leaves = [
-                numbers[p] for p in drafted if p[: len(prefix)] == prefix and not any(o[:-1] == p for o in prefixes)
+                numbers[p]
+                for p in drafted
+                if p[: len(prefix)] == prefix and not any(o[:-1] == p for o in prefixes)
             ]
             assert tree.path_order[image, place] == min(leaves)
         assert int(tree.tokens[image, 0]) == int(root[image])

@@ -39,7 +39,9 @@ class TableProposer:
 
     def extend(self, tokens: Tensor, origin: Tensor, seen: Tensor) -> Tensor:
         assert origin.eq(0).all() and seen.all()
-        self.images = [[*image, int(token)] for image, token in zip(self.images, tokens[:, 0], strict=True)]
+        self.images = [
+            [*image, int(token)] for image, token in zip(self.images, tokens[:, 0], strict=True)
+        ]
         return self.q()
 
 
@@ -77,7 +79,9 @@ class BelievedDrafter(WithTable, DrafterQ):
 
 
 class ExactHybrid(Exact):
-    def __init__(self, size: tuple[int, int, int], values: dict[str, Any], seed: int, kind: Any = WithTable) -> None:
+    def __init__(
+        self, size: tuple[int, int, int], values: dict[str, Any], seed: int, kind: Any = WithTable
+    ) -> None:
         model = Tabular(size[0], Setting(), seed)
         self.table_kind: Any = type(kind.__name__, (kind,), {"model": model})
         super().__init__(size, {"mode": "hybrid", **values}, seed, self.table_kind)
@@ -117,4 +121,7 @@ def test_enumeration_sees_what_is_broken(kind: Any) -> None:
 
 def test_ids_say_how_far_the_drafter_is_asked() -> None:
     assert hybrid_decoding().cell_id == "hybrid-hybrid-w16d2-row-maximal-t1"
-    assert hybrid_decoding(drafted=1, coupling="none", share=1).cell_id == "hybrid-hybrid-w16d1-share1-row-t1"
+    assert (
+        hybrid_decoding(drafted=1, coupling="none", share=1).cell_id
+        == "hybrid-hybrid-w16d1-share1-row-t1"
+    )

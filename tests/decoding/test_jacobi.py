@@ -34,7 +34,12 @@ COUPLINGS, INITIALS = ("none", "maximal", "gumbel"), ("uniform", "left", "above"
 SIZES = {"v2": (2, 5, 4), "v3": (3, 4, 2)}
 """Vocabulary, tokens of an image, window."""
 # Gumbel drafts are enumerated by intervals of one uniform number, which serves two tokens.
-CASES = [(size, coupling) for size in SIZES for coupling in COUPLINGS if (size, coupling) != ("v3", "gumbel")]
+CASES = [
+    (size, coupling)
+    for size in SIZES
+    for coupling in COUPLINGS
+    if (size, coupling) != ("v3", "gumbel")
+]
 
 
 def jacobi_decoding(**values: Any) -> Decoding:
@@ -55,17 +60,35 @@ class Particles(NamedTuple):
     high: Tensor
 
     def repeated(self, times: int) -> Particles:
-        tensors = (tensor.repeat_interleave(times, dim=0) for tensor in (self.weight, self.tokens, self.low, self.high))
+        tensors = (
+            tensor.repeat_interleave(times, dim=0)
+            for tensor in (self.weight, self.tokens, self.low, self.high)
+        )
         weight, tokens, low, high = tensors
-        state = {name: tensor.repeat_interleave(times, dim=0) for name, tensor in self.state.items()}
+        state = {
+            name: tensor.repeat_interleave(times, dim=0) for name, tensor in self.state.items()
+        }
         return Particles(weight, tokens, state, low, high)
 
     def selected(self, rows: Tensor) -> Particles:
         state = {name: tensor[rows] for name, tensor in self.state.items()}
-        return Particles(self.weight[rows], self.tokens[rows], state, self.low[rows], self.high[rows])
+        return Particles(
+            self.weight[rows], self.tokens[rows], state, self.low[rows], self.high[rows]
+        )
 
 
-STATE = ("_q", "_coupled_q", "_clocks", "_moved", "_position", "_line", "_old_q", "_old", "_stayed_q", "_image")
+STATE = (
+    "_q",
+    "_coupled_q",
+    "_clocks",
+    "_moved",
+    "_position",
+    "_line",
+    "_old_q",
+    "_old",
+    "_stayed_q",
+    "_image",
+)
 
 
 def load(drafting: JacobiDrafting, particles: Particles) -> JacobiDrafting:
@@ -79,7 +102,12 @@ def merged(groups: list[Particles]) -> Particles:
     tensors = [torch.cat(parts) for parts in zip(*(group[:2] for group in groups), strict=True)]
     state = {name: torch.cat([group.state[name] for group in groups]) for name in groups[0].state}
     low, high = (torch.cat([getattr(group, name) for group in groups]) for name in ("low", "high"))
-    columns = [tensors[1], *(column for name, column in state.items() if name != "_clocks"), low, high]
+    columns = [
+        tensors[1],
+        *(column for name, column in state.items() if name != "_clocks"),
+        low,
+        high,
+    ]
     key = torch.cat([column.reshape(len(low), -1).double() for column in columns], dim=1)
     _, place = torch.unique((key * 1e10).round(), dim=0, return_inverse=True)
     weight = torch.zeros(int(place.max()) + 1).index_add_(0, place, tensors[0])
@@ -122,7 +150,10 @@ class Exact:
         """The total variation between the images' distribution and the target's."""
         decoded = self.distribution()
         truth = self.model.distribution_after((), self.length)
-        return 0.5 * sum(abs(decoded.get(key, 0.0) - truth.get(key, 0.0)) for key in decoded.keys() | truth.keys())
+        return 0.5 * sum(
+            abs(decoded.get(key, 0.0) - truth.get(key, 0.0))
+            for key in decoded.keys() | truth.keys()
+        )
 
     def distribution(self) -> dict[Prefix, float]:
         first = self.model.p(())
@@ -130,7 +161,9 @@ class Exact:
         drafting.start_images(first.expand(self.vocabulary, -1))
         none = torch.zeros(self.vocabulary, self.window)
         tokens = torch.arange(self.vocabulary)[:, None]
-        groups = defaultdict(list, {1: [Particles(first, tokens, self.state_of(drafting), none, none + 1.0)]})
+        groups = defaultdict(
+            list, {1: [Particles(first, tokens, self.state_of(drafting), none, none + 1.0)]}
+        )
         for committed in range(1, self.length):
             if committed in groups:
                 self.advance(merged(groups.pop(committed)), committed, groups)
@@ -144,7 +177,9 @@ class Exact:
     def state_of(self, drafting: JacobiDrafting) -> dict[str, Tensor]:
         return {name: getattr(drafting, name).clone() for name in STATE if hasattr(drafting, name)}
 
-    def advance(self, particles: Particles, committed: int, groups: dict[int, list[Particles]]) -> None:
+    def advance(
+        self, particles: Particles, committed: int, groups: dict[int, list[Particles]]
+    ) -> None:
         """Add the outcomes of one step of all particles to `groups`."""
         limit = min(self.window, self.length - 1 - committed)
         wanted = self.drafts(limit)
@@ -163,14 +198,21 @@ class Exact:
                     rows = torch.nonzero((weight > 0) & (accepted == length)).flatten()
                     if len(rows):
                         tokens = torch.cat(
-                            [particles.tokens, path[:, :length], torch.full_like(path[:, :1], token)], dim=1
+                            [
+                                particles.tokens,
+                                path[:, :length],
+                                torch.full_like(path[:, :1], token),
+                            ],
+                            dim=1,
                         )
                         outcome = Particles(weight, tokens, step, particles.low, particles.high)
                         groups[committed + length + 1].append(self.trimmed(outcome.selected(rows)))
 
     def drafts(self, limit: int) -> Tensor:
         """All drafts [n, W], of which `limit` tokens differ."""
-        wanted = torch.tensor(list(itertools.product(range(self.vocabulary), repeat=limit)), dtype=torch.int64)
+        wanted = torch.tensor(
+            list(itertools.product(range(self.vocabulary), repeat=limit)), dtype=torch.int64
+        )
         wanted = wanted.reshape(-1 if limit else 1, limit)
         return torch.nn.functional.pad(wanted, (0, self.window - limit))
 
@@ -182,7 +224,13 @@ class Exact:
         ends = verify_step(tree, p, limit, self.rule)
         for node, (stop, path, accepted, after) in enumerate(zip(*ends, strict=True)):
             way = tree.attention[0, node].nonzero().flatten()
-            yield stop, torch.nn.functional.pad(way, (0, self.window + 1 - len(way)), value=-1), path, accepted, after
+            yield (
+                stop,
+                torch.nn.functional.pad(way, (0, self.window + 1 - len(way)), value=-1),
+                path,
+                accepted,
+                after,
+            )
 
     def learned(
         self,
@@ -210,7 +258,9 @@ class Exact:
         behind = particles.tokens.shape[1] + torch.arange(self.window) >= self.length
         for name in ("_q", "_coupled_q", "_old_q", "_stayed_q"):
             if name in particles.state:
-                particles.state[name][:, behind[: particles.state[name].shape[1]]] = 1.0 / self.vocabulary
+                particles.state[name][:, behind[: particles.state[name].shape[1]]] = (
+                    1.0 / self.vocabulary
+                )
         if "_old" in particles.state:
             particles.state["_old"][:, behind] = 0
         if "_line" in particles.state:
@@ -228,7 +278,9 @@ class Exact:
             # What is drawn where a token is copied has no effect.
             chances = law.gather(2, wanted[:, :, None]).squeeze(2) / law.sum(dim=2)
             return chances[:, :limit].prod(dim=1), drafting.tree(drafted), drafting, particles
-        copied = (torch.arange(self.window) + moved[:, None] > self.window) & (drafting._q.amax(dim=2) == 1)
+        copied = (torch.arange(self.window) + moved[:, None] > self.window) & (
+            drafting._q.amax(dim=2) == 1
+        )
         at = torch.arange(self.window) + moved[:, None]
         in_window, at = at < self.window, at.clamp_max(self.window - 1)
         low = torch.where(in_window, particles.low.gather(1, at), 0.0)
@@ -242,21 +294,31 @@ class Exact:
         chance = torch.where(counts, chances, 1.0).prod(dim=1)
         possible = chance > 0
         particles = particles.selected(possible)._replace(
-            low=torch.where(counts, lower, 0.0)[possible], high=torch.where(counts, upper, 1.0)[possible]
+            low=torch.where(counts, lower, 0.0)[possible],
+            high=torch.where(counts, upper, 1.0)[possible],
         )
-        in_window, at, wanted, copied = in_window[possible], at[possible], wanted[possible], copied[possible]
+        in_window, at, wanted, copied = (
+            in_window[possible],
+            at[possible],
+            wanted[possible],
+            copied[possible],
+        )
         middle = (particles.low + particles.high) / 2
         clocks = torch.stack([middle, 1.0 - middle], dim=2)
         # Where a position has its noise, new noise that says the opposite must not be looked at.
         noise = torch.where((in_window & counts)[:, :, None], clocks.flip(2), clocks)
         state = particles.state["_clocks"]
-        state[torch.arange(len(in_window))[:, None].expand_as(at)[in_window], at[in_window]] = clocks[in_window]
+        state[torch.arange(len(in_window))[:, None].expand_as(at)[in_window], at[in_window]] = (
+            clocks[in_window]
+        )
         drafting = load(self.drafting(len(wanted)), particles)
         drafted = drafting.draft(DraftInputs(particles.tokens[:, -1], noise, torch.tensor(0)))
         assert ((drafted[0][:, 1:] == wanted) | copied | ~counts).all()
         return chance[possible], drafting.tree(drafted), drafting, particles
 
-    def draw(self, drafting: JacobiDrafting, root: Tensor, wanted: Tensor) -> tuple[Drafted, Tensor]:
+    def draw(
+        self, drafting: JacobiDrafting, root: Tensor, wanted: Tensor
+    ) -> tuple[Drafted, Tensor]:
         """Draft with the draws `wanted`, and return what they are drawn from [n, W, V].
 
         The drafter's places of a hybrid window are drawn after the whole window, one after the other.
@@ -272,7 +334,9 @@ class Exact:
             noise = torch.ones(*wanted.shape, self.vocabulary)
             drafted = drafting.draft(DraftInputs(root, noise, torch.tensor(0)))
         law, *head = seen
-        return drafted, torch.cat([torch.stack(head, dim=1), law[:, len(head) :]], dim=1) if head else law
+        return drafted, torch.cat(
+            [torch.stack(head, dim=1), law[:, len(head) :]], dim=1
+        ) if head else law
 
     def target_at(self, committed: Tensor, tree: DraftTree, limit: int) -> Tensor:
         """p [n, M, V] at the nodes of at most the depth `limit`."""
@@ -280,8 +344,13 @@ class Exact:
         uniform = torch.full((self.vocabulary,), 1.0 / self.vocabulary)
         rows = []
         for before, drafts in zip(committed.tolist(), tree.tokens.tolist(), strict=True):
-            ends = ((*before, *(drafts[node] for node in way)) if len(way) <= limit else None for way in ways)
-            rows.append(torch.stack([uniform if end is None else self.model.p(end) for end in ends]))
+            ends = (
+                (*before, *(drafts[node] for node in way)) if len(way) <= limit else None
+                for way in ways
+            )
+            rows.append(
+                torch.stack([uniform if end is None else self.model.p(end) for end in ends])
+            )
         return torch.stack(rows)
 
 
@@ -315,7 +384,9 @@ class KeptDraft(JacobiDrafting):
 
     def after_step(self, step: LastStep) -> None:
         super().after_step(step)
-        one_hot_drafts = torch.nn.functional.one_hot(step.tree.tokens[:, 1:], self._q.shape[2]).to(self._q)
+        one_hot_drafts = torch.nn.functional.one_hot(step.tree.tokens[:, 1:], self._q.shape[2]).to(
+            self._q
+        )
         images, at = self._further(step.accepted + 1, self.depth)
         self._coupled_q.copy_(torch.cat([one_hot_drafts, step.p[:, -1:]], dim=1)[images, at])
 
@@ -339,7 +410,9 @@ class CalledUniform(JacobiDrafting):
         (JacobiDrafting, {}, WITHOUT_RESIDUAL, 0.03),
     ],
 )
-def test_enumeration_sees_what_is_broken(drafting: Any, values: Any, rule: Any, least: float) -> None:
+def test_enumeration_sees_what_is_broken(
+    drafting: Any, values: Any, rule: Any, least: float
+) -> None:
     errors = [Exact(SIZES["v2"], values, seed, drafting, rule).error() for seed in (1, 2, 3)]
     print(f"broken, {drafting.__name__}: TV {errors}")
     assert sum(errors) / len(errors) > least
@@ -348,7 +421,9 @@ def test_enumeration_sees_what_is_broken(drafting: Any, values: Any, rule: Any, 
 @pytest.mark.usefixtures("_double")
 def test_enumeration_sees_what_is_broken_in_the_published_scd(published_forms: Any) -> None:
     values = {"drafting": "scd-published"}
-    errors = [Exact(SIZES["v2"], values, seed, published_forms.PublishedScd).error() for seed in (1, 2, 3)]
+    errors = [
+        Exact(SIZES["v2"], values, seed, published_forms.PublishedScd).error() for seed in (1, 2, 3)
+    ]
     print(f"published SCD: TV {errors}")
     assert sum(errors) / len(errors) > 0.005
 
@@ -395,6 +470,8 @@ def test_fresh_drafts_are_forced_tokens_exactly_where_these_belong(initial: str)
 
 def test_rules_that_look_ahead_are_refused_with_coupled_drafts() -> None:
     assert jacobi_decoding(rule="block").rule == "block"
-    with pytest.raises(ParameterError, match="draws anew, each by itself; not so jacobi w16-maximal"):
+    with pytest.raises(
+        ParameterError, match="draws anew, each by itself; not so jacobi w16-maximal"
+    ):
         jacobi_decoding(rule="block", coupling="maximal")
     assert jacobi_decoding(rule="block", coupling="maximal", temperature=0).rule == "strict"

@@ -50,7 +50,11 @@ def test_mistakes_that_cannot_be_made_are_left_out() -> None:
 @pytest.mark.usefixtures("published_forms")
 @pytest.mark.parametrize("window", [2, 4])
 def test_the_published_pac_is_rejected(window: int) -> None:
-    p = g_test(Decoding("sjd-pac", drafting="sjd-pac-published", window=window, candidates=2), 20_000, spread=1.5)
+    p = g_test(
+        Decoding("sjd-pac", drafting="sjd-pac-published", window=window, candidates=2),
+        20_000,
+        spread=1.5,
+    )
     print(f"published SJD-PAC, window {window}: p = {p:.1e}")
     assert p < 1e-6
 
@@ -60,7 +64,9 @@ class FlatTarget(TabularModel):
 
     def __init__(self, vocabulary: int, length: int) -> None:
         super().__init__(vocabulary, length, seed=0)
-        tokens = (torch.arange(self.p.shape[1])[:, None] >= (vocabulary + 1) ** torch.arange(length)).sum(dim=1)
+        tokens = (
+            torch.arange(self.p.shape[1])[:, None] >= (vocabulary + 1) ** torch.arange(length)
+        ).sum(dim=1)
         self.p = self.p[:, 7 * tokens]
 
 
@@ -71,10 +77,14 @@ class FlatTarget(TabularModel):
     ids=named,
 )
 @pytest.mark.parametrize("coupling", ["none", "maximal", "gumbel"])
-def test_every_reused_draft_of_a_target_without_context_is_accepted(coupling: str, values: dict[str, Any]) -> None:
+def test_every_reused_draft_of_a_target_without_context_is_accepted(
+    coupling: str, values: dict[str, Any]
+) -> None:
     """A shift that is wrong in the same way everywhere stays lossless, and shows here."""
     window, length, reused_drafts = 4, 9, 0
-    for image in images_of(FlatTarget(3, length), Decoding(**values, window=window, coupling=coupling), 250):
+    for image in images_of(
+        FlatTarget(3, length), Decoding(**values, window=window, coupling=coupling), 250
+    ):
         trace, before = image.trace, window
         for start, ranks, uncut in zip(trace.start, trace.child_rank, trace.uncut, strict=True):
             reused = min(window - before, length - 1 - start)
@@ -87,7 +97,9 @@ def test_every_reused_draft_of_a_target_without_context_is_accepted(coupling: st
 def test_a_whole_window_is_accepted_and_the_next_one_is_fresh() -> None:
     decoding = Decoding("sjd", window=2, initial="row")
     traces = [image.trace for image in images_of(FlatTarget(2, 12), decoding, 80)]
-    whole = sum(trace.accepted[step] == 2 for trace in traces for step in range(len(trace.accepted) - 2))
+    whole = sum(
+        trace.accepted[step] == 2 for trace in traces for step in range(len(trace.accepted) - 2)
+    )
     assert whole > 20
 
 
@@ -100,7 +112,9 @@ def test_siblings_shorten_the_decode() -> None:
 
 
 @pytest.mark.parametrize("residual", ["exact", "official"])
-@pytest.mark.parametrize("rule", [{"rule": "additive", "delta": 0.2}, {"rule": "multiplicative", "lambda": 3.0}])
+@pytest.mark.parametrize(
+    "rule", [{"rule": "additive", "delta": 0.2}, {"rule": "multiplicative", "lambda": 3.0}]
+)
 def test_relaxed_rules_accept_more_jacobi_drafts(rule: dict[str, Any], residual: str) -> None:
     def steps_of(**values: Any) -> int:
         images = decoded(Small(), Decoding("sjd", window=5, coupling="maximal", **values), 3)

@@ -20,7 +20,13 @@ from tests.decoding.test_engine import Small, decoded
 VOCABULARY, LENGTH, BATCH = 3, 5, 30_000
 WITHOUT_RESIDUAL = Mistake("residual left out", strict_without_residual)
 STATIC: dict[str, Any] = {"mode": "speculative", "tree": [[0], [1], [0, 0], [1, 0]]}
-DYNAMIC: dict[str, Any] = {"mode": "speculative", "drafting": "dynamic", "nodes": 5, "depth": 2, "beam": 2}
+DYNAMIC: dict[str, Any] = {
+    "mode": "speculative",
+    "drafting": "dynamic",
+    "nodes": 5,
+    "depth": 2,
+    "beam": 2,
+}
 BLOCK: dict[str, Any] = {"mode": "speculative", "rule": "block", "tree": [[0], [0, 0]]}
 FILTERED: dict[str, Any] = {"temperature": 0.9, "top_k": 2, "top_p": 0.95, "cfg_scale": 1.5}
 TREES = [STATIC, DYNAMIC, BLOCK, STATIC | {"rule": "traversal"}]
@@ -74,25 +80,38 @@ class CodedModel(TabularModel):
 
 
 def images_of(
-    model: TabularModel, decoding: Decoding, images: int, mistake: Mistake | None = None, batch: int = BATCH
+    model: TabularModel,
+    decoding: Decoding,
+    images: int,
+    mistake: Mistake | None = None,
+    batch: int = BATCH,
 ) -> list[Decoded]:
     if not decoding.drafting_row.needs_drafter:
         model.drafter = None
     images_done: list[Decoded] = []
     for start in range(0, images, batch):
-        generators = [torch.Generator().manual_seed(seed) for seed in range(start, min(start + batch, images))]
+        generators = [
+            torch.Generator().manual_seed(seed) for seed in range(start, min(start + batch, images))
+        ]
         broken = mistake.arguments(decoding, model, len(generators)) if mistake else {}
         images_done += decode(model, [""] * len(generators), decoding, generators, **broken)
     return images_done
 
 
-def g_test(decoding: Decoding, images: int, mistake: Mistake | None = None, spread: float = 1.0) -> float:
+def g_test(
+    decoding: Decoding, images: int, mistake: Mistake | None = None, spread: float = 1.0
+) -> float:
     """The p-value of the joint distribution of all tokens of an image."""
     model = CodedModel(VOCABULARY, LENGTH, seed=2)
     model.p *= spread
-    tokens = torch.stack([image.tokens for image in images_of(model, decoding, images, mistake)]).long()
+    tokens = torch.stack(
+        [image.tokens for image in images_of(model, decoding, images, mistake)]
+    ).long()
     distribution = model.joint(
-        lambda cond, uncond: decoding_probabilities(guide(cond, uncond, decoding.cfg_scale), decoding), LENGTH
+        lambda cond, uncond: decoding_probabilities(
+            guide(cond, uncond, decoding.cfg_scale), decoding
+        ),
+        LENGTH,
     ).numpy()
     place = (tokens * VOCABULARY ** torch.arange(LENGTH - 1, -1, -1)).sum(dim=1)
     observed = np.bincount(place.numpy(), minlength=len(distribution))
@@ -120,15 +139,21 @@ def test_a_missing_residual_is_rejected(values: dict[str, Any]) -> None:
     assert p < 1e-6
 
 
-SPECULATED = [{"mode": "sjd", "initial": initial} for initial in ("uniform", "left", "above", "row")]
+SPECULATED = [
+    {"mode": "sjd", "initial": initial} for initial in ("uniform", "left", "above", "row")
+]
 SPECULATED += [{"mode": "sjd-pac"}, {"mode": "hybrid"}]
-GREEDY = [STATIC, DYNAMIC] + [values | {"window": window} for values in SPECULATED for window in (1, 6, 30)]
+GREEDY = [STATIC, DYNAMIC] + [
+    values | {"window": window} for values in SPECULATED for window in (1, 6, 30)
+]
 
 
 @pytest.mark.parametrize("values", GREEDY, ids=named)
 def test_greedy_drafting_equals_greedy_decoding(values: dict[str, Any]) -> None:
     greedy = {"temperature": 0.0, "cfg_scale": 1.5}
-    plain, drafted = (decoded(Small(), Decoding(**mode, **greedy), 3) for mode in ({"mode": "ar"}, values))
+    plain, drafted = (
+        decoded(Small(), Decoding(**mode, **greedy), 3) for mode in ({"mode": "ar"}, values)
+    )
     assert all(a.tokens.equal(b.tokens) for a, b in zip(plain, drafted, strict=True))
     steps = drafted[0].trace.target_forwards - 1
     if "window" in values:
@@ -139,7 +164,9 @@ def test_greedy_drafting_equals_greedy_decoding(values: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "values", LOSSLESS + [drafted | rule for rule in RULES for drafted in DRAFTED.values()], ids=named
+    "values",
+    LOSSLESS + [drafted | rule for rule in RULES for drafted in DRAFTED.values()],
+    ids=named,
 )
 def test_images_of_a_batch_are_those_decoded_alone(values: dict[str, Any]) -> None:
     decoding, model = Decoding(**values), CodedModel(VOCABULARY, LENGTH, seed=2)
@@ -164,7 +191,9 @@ def test_every_count_is_a_sum_over_the_trace(values: dict[str, Any]) -> None:
         assert (trace.drafter_forwards > 0) == decoding.drafting_row.needs_drafter
         assert [count - 1 for count in trace.uncut] == trace.accepted
         # With R positions left nothing deeper than R - 1 is drafted.
-        for start, offered, ranks in zip(trace.start, trace.offered_depth, trace.child_rank, strict=True):
+        for start, offered, ranks in zip(
+            trace.start, trace.offered_depth, trace.child_rank, strict=True
+        ):
             assert offered == min(values.get("window", 2), LENGTH - start - 1)
             assert len(ranks) <= offered
         assert [sum(rank >= 0 for rank in ranks) for ranks in trace.child_rank] == trace.accepted

@@ -18,7 +18,15 @@ from lantern_bench.decoding.sampling import most_probable
 from lantern_bench.decoding.tree import DraftTree, StaticTree
 from tests.decoding.mistakes import siblings_not_renormalised, strict_without_residual
 from tests.decoding.rules import STRICT, rule_named
-from tests.decoding.tabular import SHAPES, Outcomes, Setting, Tabular, accepted, step_errors, verify_step
+from tests.decoding.tabular import (
+    SHAPES,
+    Outcomes,
+    Setting,
+    Tabular,
+    accepted,
+    step_errors,
+    verify_step,
+)
 
 SETTINGS = {
     "plain": Setting(),
@@ -32,7 +40,9 @@ RULES |= {
     f"cool-sd {strength} {decay}": rule_named("cool-sd", 0, strength, decay=decay)
     for strength, decay in ((1.0, 0.0), (1.0, 0.7), (0.5, 0.1))
 }
-CASES = [(rule, shape) for rule in RULES if rule != "block" for shape in SHAPES] + [("block", "chain")]
+CASES = [(rule, shape) for rule in RULES if rule != "block" for shape in SHAPES] + [
+    ("block", "chain")
+]
 CASES += [(rule, "dynamic") for rule in RULES if rule.startswith("cool-sd")]
 
 
@@ -54,7 +64,8 @@ def test_dynamic_drafting_is_lossless(setting: str, nodes: int, rounds: int, bea
 
 @pytest.mark.parametrize("limit", [-1, 0, 1, 2])
 @pytest.mark.parametrize(
-    ("rule", "shape"), [("strict", "small"), ("strict", "dynamic"), ("traversal", "small"), ("block", "chain")]
+    ("rule", "shape"),
+    [("strict", "small"), ("strict", "dynamic"), ("traversal", "small"), ("block", "chain")],
 )
 def test_a_depth_limit_is_lossless(limit: int, rule: str, shape: str) -> None:
     model = Tabular(5, SETTINGS["guided"], seed=3)
@@ -80,8 +91,16 @@ def test_float32_stays_within_the_tolerance(rule: str, setting: str) -> None:
     [
         ("wide", TreeRule("residual left out", accept_tree=strict_without_residual)),
         ("dynamic", TreeRule("residual left out", accept_tree=strict_without_residual)),
-        ("wide", TreeRule("q not renormalised after earlier draws", accept_tree=siblings_not_renormalised)),
-        *((shape, replace(rule_named("cool-sd", 0, 1.0), official_removal=0.0)) for shape in (*SHAPES, "dynamic")),
+        (
+            "wide",
+            TreeRule(
+                "q not renormalised after earlier draws", accept_tree=siblings_not_renormalised
+            ),
+        ),
+        *(
+            (shape, replace(rule_named("cool-sd", 0, 1.0), official_removal=0.0))
+            for shape in (*SHAPES, "dynamic")
+        ),
     ],
     ids=lambda value: getattr(value, "name", value),
 )
@@ -100,7 +119,9 @@ def test_a_deterministic_draft_taken_for_a_sampled_one_is_seen() -> None:
     tokens = torch.cat([torch.zeros(1, dtype=torch.int64), most_probable(model.q(()), 3)[0]])[None]
     tree = StaticTree.of(SHAPES["wide"]).draft(tokens, model.q(()).expand(1, 4, 5))
     first, joint = step_errors(model, (weights, tree))
-    print(f"broken: deterministic draft taken for a sampled one: first {first:.3f}, joint {joint:.4f}")
+    print(
+        f"broken: deterministic draft taken for a sampled one: first {first:.3f}, joint {joint:.4f}"
+    )
     assert first > 1e-2
     assert joint > 1e-3
     assert max(step_errors(model, (weights, replace(tree, q=None)))) < 1e-5
@@ -116,7 +137,9 @@ def test_sampled_drafts_with_q_1_are_lossless_but_accepted_less() -> None:
     weights, tree = model.drafts("small")
     deterministic = weights, replace(tree, q=None)
     assert max(step_errors(model, deterministic)) < 1e-9
-    lengths = [accepted(drafts, model.target_at(tree)) for drafts in ((weights, tree), deterministic)]
+    lengths = [
+        accepted(drafts, model.target_at(tree)) for drafts in ((weights, tree), deterministic)
+    ]
     print(f"accepted drafts a step with q and with q = 1: {lengths}")
     assert lengths[0] > 1.3 * lengths[1]
 
@@ -126,7 +149,9 @@ def test_sampled_drafts_with_q_1_are_lossless_but_accepted_less() -> None:
 def test_with_the_target_as_drafter_the_first_path_is_accepted(rule: str, setting: str) -> None:
     model = Tabular(4, SETTINGS[setting], seed=4, alike=True)
     weights, tree = model.drafts("small")
-    assert accepted((weights, tree), model.target_at(tree), RULES[rule]) == pytest.approx(3.0, abs=1e-6)
+    assert accepted((weights, tree), model.target_at(tree), RULES[rule]) == pytest.approx(
+        3.0, abs=1e-6
+    )
 
 
 @pytest.mark.parametrize("setting", SETTINGS)

@@ -33,7 +33,9 @@ def numbers(*shape: int) -> torch.Tensor:
 def static_draft() -> DraftTree:
     shape = StaticTree.of(STATIC_TREES["eagle1-25"], device="meta")
     nodes = len(shape.depths)
-    tokens, _ = draw_without_replacement(numbers(BATCH, VOCABULARY), nodes, numbers(BATCH, VOCABULARY))
+    tokens, _ = draw_without_replacement(
+        numbers(BATCH, VOCABULARY), nodes, numbers(BATCH, VOCABULARY)
+    )
     valid = torch.ones(BATCH, nodes, dtype=torch.bool, device="meta")
     return shape.draft(tokens, numbers(BATCH, nodes, VOCABULARY), valid)
 
@@ -53,7 +55,9 @@ def test_a_step_reads_no_value_on_the_host(draft, rule: AcceptanceRule) -> None:
     logits = numbers(BATCH, nodes, VOCABULARY)
     p = probabilities(logits, temperature=0.9, top_k=20, top_p=0.9)
     limit = torch.zeros(BATCH, dtype=torch.int64, device="meta")
-    verdict = verify(tree, p, rule, numbers(*tree.children.shape), numbers(BATCH, VOCABULARY), limit)
+    verdict = verify(
+        tree, p, rule, numbers(*tree.children.shape), numbers(BATCH, VOCABULARY), limit
+    )
     assert verdict.tokens.shape == verdict.path.shape == (BATCH, tree.max_depth + 1)
     assert verdict.child_rank.shape == (BATCH, tree.max_depth)
     assert verdict.next_probs.shape == (BATCH, VOCABULARY)

@@ -41,14 +41,20 @@ class ExactPac(Exact):
 
     def drafts(self, limit: int) -> Tensor:
         """All first candidates [n, W], then the others, of which those of `limit` depths differ."""
-        width, branching = self.decoding.value("candidates") - 1, min(self.decoding.value("branching"), self.window)
+        width, branching = (
+            self.decoding.value("candidates") - 1,
+            min(self.decoding.value("branching"), self.window),
+        )
         beside = min(branching, limit) * width
         drawn = list(itertools.product(range(self.vocabulary), repeat=limit + beside))
         wanted = torch.tensor(drawn, dtype=torch.int64).reshape(len(drawn), limit + beside)
         if width == 1:  # no candidate is drafted twice
             wanted = wanted[(wanted[:, :beside] != wanted[:, limit:]).all(dim=1)]
         first = torch.nn.functional.pad(wanted[:, :limit], (0, self.window - limit))
-        return torch.cat([first, torch.nn.functional.pad(wanted[:, limit:], (0, branching * width - beside))], dim=1)
+        return torch.cat(
+            [first, torch.nn.functional.pad(wanted[:, limit:], (0, branching * width - beside))],
+            dim=1,
+        )
 
     def drafted(
         self, particles: Particles, wanted: Tensor, limit: int
@@ -65,7 +71,9 @@ class ExactPac(Exact):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(pac, "draw_without_replacement", siblings)
             drafted, law = self.draw(drafting, particles.tokens[:, -1], first)
-        chance = (law.gather(2, first[:, :, None]).squeeze(2) / law.sum(dim=2))[:, :limit].prod(dim=1)
+        chance = (law.gather(2, first[:, :, None]).squeeze(2) / law.sum(dim=2))[:, :limit].prod(
+            dim=1
+        )
         (laws,) = seen
         for depth in range(min(limit, laws.shape[1])):
             left = laws[:, depth].clone()
@@ -81,7 +89,11 @@ class ExactPac(Exact):
         self, drafting: JacobiDrafting, tree: DraftTree, p: Tensor, limit: int
     ) -> Iterator[tuple[Tensor, ...]]:
         published = type(drafting).verify is not PacDrafting.verify
-        return published_outcomes(drafting, tree, p, limit) if published else super().outcomes(drafting, tree, p, limit)
+        return (
+            published_outcomes(drafting, tree, p, limit)
+            if published
+            else super().outcomes(drafting, tree, p, limit)
+        )
 
 
 def published_outcomes(
@@ -115,7 +127,9 @@ WAYS: list[dict[str, Any]] = [
 @pytest.mark.usefixtures("_double")
 @pytest.mark.parametrize("ways", WAYS, ids=lambda ways: "-".join(map(str, ways.values())))
 @pytest.mark.parametrize("size", [(2, 5, 3), (3, 4, 2)], ids=["v2", "v3"])
-def test_enumerated_images_follow_the_target(size: tuple[int, int, int], ways: dict[str, Any]) -> None:
+def test_enumerated_images_follow_the_target(
+    size: tuple[int, int, int], ways: dict[str, Any]
+) -> None:
     for seed in (1, 2):
         error = ExactPac(size, VALUES | ways, seed, PacDrafting).error()
         print(f"{size} {ways}: TV {error:.1e}")
@@ -134,10 +148,14 @@ def test_enumeration_sees_a_missing_residual() -> None:
 
 @pytest.mark.usefixtures("_double")
 @pytest.mark.parametrize("values", [{}, {"window": 1}])
-def test_enumeration_rejects_the_published_pac(values: dict[str, Any], published_forms: Any) -> None:
+def test_enumeration_rejects_the_published_pac(
+    values: dict[str, Any], published_forms: Any
+) -> None:
     size = (3, 4, values.get("window", 2))
     theirs = VALUES | {"drafting": "sjd-pac-published"}
-    errors = [ExactPac(size, theirs, seed, published_forms.PublishedSjdPac).error() for seed in (1, 2, 3)]
+    errors = [
+        ExactPac(size, theirs, seed, published_forms.PublishedSjdPac).error() for seed in (1, 2, 3)
+    ]
     print(f"published SJD-PAC, window {size[2]}: TV {errors}")
     assert min(errors) > 0.01
 
@@ -150,7 +168,9 @@ def published(**values: Any) -> Decoding:
 
 
 @pytest.mark.usefixtures("published_forms")
-@pytest.mark.parametrize(("drafting", "wanted"), [("pac", [0.6, 0.4]), ("sjd-pac-published", [1.0, 0.0])])
+@pytest.mark.parametrize(
+    ("drafting", "wanted"), [("pac", [0.6, 0.4]), ("sjd-pac-published", [1.0, 0.0])]
+)
 def test_the_longest_path_is_no_lossless_choice(drafting: str, wanted: list[float]) -> None:
     """Two tokens, two candidates: a candidate wins by the candidate below it, which only one of them can have."""
     decoding = pac_decoding(drafting=drafting, candidates=2, window=2)
@@ -196,9 +216,15 @@ def shares_of(tokens: Tensor) -> list[float]:
 
 
 @pytest.mark.usefixtures("published_forms")
-@pytest.mark.parametrize(("drafting", "wanted"), [("pac", P.tolist()), ("sjd-pac-published", [0.1, 0.1, 0.28, 0.52])])
-def test_siblings_of_the_published_form_are_no_draws_from_r(drafting: str, wanted: list[float]) -> None:
-    method, drafted = redrafted(pac_decoding(drafting=drafting, window=2, candidates=2, branching=1))
+@pytest.mark.parametrize(
+    ("drafting", "wanted"), [("pac", P.tolist()), ("sjd-pac-published", [0.1, 0.1, 0.28, 0.52])]
+)
+def test_siblings_of_the_published_form_are_no_draws_from_r(
+    drafting: str, wanted: list[float]
+) -> None:
+    method, drafted = redrafted(
+        pac_decoding(drafting=drafting, window=2, candidates=2, branching=1)
+    )
     tree, noise = method.tree(drafted), torch.Generator().manual_seed(2)
     assert shares_of(drafted[0][:, 1]) == pytest.approx(R.tolist(), abs=0.005)
     p = P.expand(*tree.tokens.shape, 4)
@@ -209,8 +235,12 @@ def test_siblings_of_the_published_form_are_no_draws_from_r(drafting: str, wante
 
 
 @pytest.mark.usefixtures("published_forms")
-@pytest.mark.parametrize(("drafting", "wanted"), [("pac", R.tolist()), ("sjd-pac-published", [0.45, 0.25, 0.2, 0.1])])
-def test_first_candidates_of_the_published_form_are_no_draws_from_r(drafting: str, wanted: list[float]) -> None:
+@pytest.mark.parametrize(
+    ("drafting", "wanted"), [("pac", R.tolist()), ("sjd-pac-published", [0.45, 0.25, 0.2, 0.1])]
+)
+def test_first_candidates_of_the_published_form_are_no_draws_from_r(
+    drafting: str, wanted: list[float]
+) -> None:
     """Where siblings stood beside a rejected one, it is redrawn from what all of them leave."""
     _, drafted = redrafted(pac_decoding(drafting=drafting, window=2, candidates=2, branching=2))
     assert shares_of(drafted[0][:, 1]) == pytest.approx(wanted, abs=0.005)
@@ -219,7 +249,9 @@ def test_first_candidates_of_the_published_form_are_no_draws_from_r(drafting: st
 def test_the_published_form_ends_a_whole_window_with_a_uniform_token(published_forms: Any) -> None:
     drafting = published_forms.PublishedSjdPac(published(window=2), TabularModel(4, 8, 0), 1)
     drafting.start_images(torch.full((1, 4), 0.25))
-    drafted = drafting.draft(DraftInputs(torch.zeros(1, dtype=torch.int64), torch.rand(1, drafting.noises, 4), P))
+    drafted = drafting.draft(
+        DraftInputs(torch.zeros(1, dtype=torch.int64), torch.rand(1, drafting.noises, 4), P)
+    )
     tree = drafting.tree(drafted)
     p = torch.cat([drafting._q, P.expand(1, drafting.nodes, 4)], dim=1)[:, tree.depths[0]]
     verdict = drafting.verify(tree, p, STRICT, torch.zeros(tree.children.shape), torch.ones(1, 4))
@@ -246,7 +278,11 @@ def test_rules_that_look_ahead_and_forms_without_a_difference_are_refused() -> N
         pac_decoding(rule="traversal", coupling="none")
     with pytest.raises(ParameterError, match="needs a chain of sampled drafts"):
         pac_decoding(rule="block")
-    with pytest.raises(ParameterError, match="the published code differs only with coupling maximal"):
+    with pytest.raises(
+        ParameterError, match="the published code differs only with coupling maximal"
+    ):
         pac_decoding(drafting="sjd-pac-published", coupling="gumbel")
-    with pytest.raises(ParameterError, match="the published code differs only with initial uniform"):
+    with pytest.raises(
+        ParameterError, match="the published code differs only with initial uniform"
+    ):
         Decoding("sjd", drafting="scd-published", initial="row")

@@ -20,7 +20,10 @@ TOKENS = 40
 CAPTION = HELD_OUT[1].caption()
 DRAFTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "static": ({"tree": "small-7"}, {"paths": STATIC_TREES["small-7"]}),
-    "dynamic": ({"drafting": "dynamic", "nodes": 12, "depth": 3, "beam": 4}, {"dynamic": (12, 3, 4)}),
+    "dynamic": (
+        {"drafting": "dynamic", "nodes": 12, "depth": 3, "beam": 4},
+        {"dynamic": (12, 3, 4)},
+    ),
 }
 
 
@@ -49,7 +52,11 @@ def test_the_buffers_of_a_static_tree_are_the_packages(name: str) -> None:
 def test_greedy_tokens_are_equal(model: LoadedModel, plain: Plain) -> None:
     condition = model.condition([CAPTION])
     images = decode(
-        model, condition, Decoding(mode="ar", temperature=0, cfg_scale=GUIDANCE), [torch.Generator()], tokens=TOKENS
+        model,
+        condition,
+        Decoding(mode="ar", temperature=0, cfg_scale=GUIDANCE),
+        [torch.Generator()],
+        tokens=TOKENS,
     )
     wanted = images[0].tokens.tolist()
     assert plain.autoregressive(condition, torch.Generator(), TOKENS, greedy=True).tokens == wanted
@@ -69,7 +76,11 @@ def test_a_relaxed_rule_commits_more(model: LoadedModel, plain: Plain) -> None:
     for rule in (None, ("multiplicative", 20, 10.0)):
         committed = [
             plain.speculative(
-                condition, torch.Generator().manual_seed(seed), TOKENS, STATIC_TREES["small-7"], rule=rule
+                condition,
+                torch.Generator().manual_seed(seed),
+                TOKENS,
+                STATIC_TREES["small-7"],
+                rule=rule,
             ).committed
             for seed in range(4)
         ]

@@ -12,7 +12,9 @@ from lantern_bench.decoding.neighbours import nearest_codes
 from tests.decoding.rules import accept, rule_named
 
 VOCABULARY = 8
-TABLE = nearest_codes(torch.randn(VOCABULARY, 3, generator=torch.Generator().manual_seed(2)), VOCABULARY - 1)
+TABLE = nearest_codes(
+    torch.randn(VOCABULARY, 3, generator=torch.Generator().manual_seed(2)), VOCABULARY - 1
+)
 NEAREST = TABLE[:, :3].tolist()
 RULES = {
     "strict": (rule_named("strict"), reference.strict),
@@ -26,7 +28,9 @@ RULES = {
     ),
     "cool-sd": (
         rule_named("cool-sd", bound=1.5),
-        reference.by_probability(lambda p, q: [min(1.0, 1.5 * a / b) if b else 0.0 for a, b in zip(p, q, strict=True)]),
+        reference.by_probability(
+            lambda p, q: [min(1.0, 1.5 * a / b) if b else 0.0 for a, b in zip(p, q, strict=True)]
+        ),
     ),
 }
 
@@ -41,7 +45,9 @@ def test_the_batched_form_accepts_and_leaves_the_same(name: str, sampled: bool) 
     batched, scalar = RULES[name]
     noise = torch.Generator().manual_seed(1)
     for _ in range(50):
-        p, q = torch.softmax(1.5 * torch.randn(2, VOCABULARY, generator=noise, dtype=torch.float64), dim=-1)
+        p, q = torch.softmax(
+            1.5 * torch.randn(2, VOCABULARY, generator=noise, dtype=torch.float64), dim=-1
+        )
         tokens = torch.randperm(VOCABULARY, generator=noise)[:3]
         acceptance = accept(p[None], q[None] if sampled else None, tokens[None], batched)
         residual = acceptance.bonus_distribution(torch.tensor([0]), p[None])[0]

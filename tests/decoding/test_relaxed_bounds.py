@@ -30,22 +30,35 @@ def cases(draw: st.DrawFn) -> tuple[torch.Tensor, int, AcceptanceRule]:
     assume(sum(raw) > 0)
     p = torch.tensor(raw, dtype=torch.float32)
     x = draw(st.integers(0, len(raw) - 1))
-    codes = torch.tensor(draw(st.lists(st.integers(-4, 4), min_size=len(raw), max_size=len(raw))), dtype=torch.float32)
+    codes = torch.tensor(
+        draw(st.lists(st.integers(-4, 4), min_size=len(raw), max_size=len(raw))),
+        dtype=torch.float32,
+    )
     neighbours = draw(st.integers(1, len(raw) - 1))
     rule = draw(st.sampled_from(["additive", "multiplicative"]))
-    bound = draw(st.floats(1e-4, 0.999)) if rule == "additive" else 1.0 + draw(st.floats(1e-3, 20.0))
+    bound = (
+        draw(st.floats(1e-4, 0.999)) if rule == "additive" else 1.0 + draw(st.floats(1e-3, 20.0))
+    )
     table = nearest_codes(codes[:, None], len(raw) - 1)
-    return p / p.sum(), x, rule_named(rule, neighbours, bound, draw(st.sampled_from(RESIDUALS)), table)
+    return (
+        p / p.sum(),
+        x,
+        rule_named(rule, neighbours, bound, draw(st.sampled_from(RESIDUALS)), table),
+    )
 
 
 @settings(derandomize=True, deadline=None, max_examples=300)
 @given(cases())
-def test_neighbour_mass_is_the_longest_prefix_within_the_bound(case: tuple[torch.Tensor, int, AcceptanceRule]) -> None:
+def test_neighbour_mass_is_the_longest_prefix_within_the_bound(
+    case: tuple[torch.Tensor, int, AcceptanceRule],
+) -> None:
     p, x, rule = case
     drafts = view_of(p[None], torch.tensor([x]), rule)
     mass, taken = (values[0] for values in rule.neighbour_mass(drafts))
     (value,) = rule.values.values()
-    bound = torch.tensor(value, dtype=torch.float32) if rule.name == "additive" else p[x] * (value - 1)
+    bound = (
+        torch.tensor(value, dtype=torch.float32) if rule.name == "additive" else p[x] * (value - 1)
+    )
     assert mass <= bound
     count = int(taken.sum())
     assert taken.tolist() == [rank < count for rank in range(rule.neighbours)]
@@ -81,9 +94,13 @@ def test_limits_are_the_strict_rule_token_for_token(values: dict[str, Any]) -> N
     for seed in range(150):
         draft = random_draft(seed, torch.float64 if values["name"] == "cool-sd" else torch.float32)
         vocabulary = draft.probs.shape[-1]
-        table = torch.stack([torch.arange(1, vocabulary).roll(token) for token in range(vocabulary)])
+        table = torch.stack(
+            [torch.arange(1, vocabulary).roll(token) for token in range(vocabulary)]
+        )
         limit = run(draft, rule_named(**values, table=table))
-        for field, value in vars(run(draft, rule_named("strict", residual=values.get("residual", "exact")))).items():
+        for field, value in vars(
+            run(draft, rule_named("strict", residual=values.get("residual", "exact")))
+        ).items():
             torch.testing.assert_close(getattr(limit, field), value, atol=1e-6, rtol=0)
         assert torch.equal(limit.tokens, run(draft, STRICT).tokens)
 
@@ -93,7 +110,9 @@ def test_vanishing_bounds_are_not_the_strict_rule_under_official() -> None:
     table = torch.tensor([[1, 2, 3], [0, 2, 3], [3, 1, 0], [2, 1, 0]])
     child = torch.tensor([[0]])
     distributions = {
-        residual: first_token(p, None, child, child == 0, rule_named("additive", 1, 1e-30, residual, table))[0]
+        residual: first_token(
+            p, None, child, child == 0, rule_named("additive", 1, 1e-30, residual, table)
+        )[0]
         for residual in RESIDUALS
     }
     torch.testing.assert_close(distributions["exact"], p[0])
@@ -102,7 +121,10 @@ def test_vanishing_bounds_are_not_the_strict_rule_under_official() -> None:
 
 def emitted(p: list[float], tokens: list[int], table: dict[int, list[int]], **rule) -> torch.Tensor:
     """The distribution of the first token for deterministic children; rows not given in `table` do not matter."""
-    rows = [table.get(token, [other for other in range(len(p)) if other != token]) for token in range(len(p))]
+    rows = [
+        table.get(token, [other for other in range(len(p)) if other != token])
+        for token in range(len(p))
+    ]
     children = torch.tensor([tokens])
     relaxed = rule_named(**rule, table=torch.tensor(rows))
     return first_token(torch.tensor([p]), None, children, children >= 0, relaxed)[0]
@@ -111,7 +133,11 @@ def emitted(p: list[float], tokens: list[int], table: dict[int, list[int]], **ru
 A1 = {"p": [0.2, 0.05, 0.5, 0.2, 0.05], "tokens": [0], "table": {0: [1, 2, 3, 4]}}
 A4 = {"p": [0.0, 0.0, 0.6, 0.3, 0.1], "tokens": [0], "table": {0: [1, 2, 3, 4]}}
 # The (k + 1)-th codes, 5 and 6, have no mass: what is left of the excess is one budget for each tried child.
-A6 = {"p": [0.3, 0.1, 0.3, 0.08, 0.22, 0, 0], "tokens": [0, 2], "table": {0: [1, 5, 4, 6, 2, 3], 2: [3, 6, 4, 5, 0, 1]}}
+A6 = {
+    "p": [0.3, 0.1, 0.3, 0.08, 0.22, 0, 0],
+    "tokens": [0, 2],
+    "table": {0: [1, 5, 4, 6, 2, 3], 2: [3, 6, 4, 5, 0, 1]},
+}
 
 
 @pytest.mark.parametrize(
@@ -128,11 +154,16 @@ A6 = {"p": [0.3, 0.1, 0.3, 0.08, 0.22, 0, 0], "tokens": [0, 2], "table": {0: [1,
 def test_findings_on_deterministic_drafts(
     finding: str, example: dict, rule: tuple, official: list, official_tv: float, exact_tv: float
 ) -> None:
-    p, values = torch.tensor(example["p"]), dict(zip(("name", "neighbours", "bound"), rule, strict=True))
+    p, values = (
+        torch.tensor(example["p"]),
+        dict(zip(("name", "neighbours", "bound"), rule, strict=True)),
+    )
     exact = emitted(**example, **values, residual="exact")
     assert float(total_variation(p, exact)) == pytest.approx(exact_tv, abs=1e-6), finding
     distribution = emitted(**example, **values, residual="official")
-    torch.testing.assert_close(distribution, torch.tensor(official, dtype=torch.float32), atol=1e-6, rtol=0)
+    torch.testing.assert_close(
+        distribution, torch.tensor(official, dtype=torch.float32), atol=1e-6, rtol=0
+    )
     assert float(total_variation(p, distribution)) == pytest.approx(official_tv, abs=1e-6), finding
 
 
@@ -183,11 +214,18 @@ def test_a_decoding_has_the_rule_of_its_row_and_values(values: dict, columns: in
 
     decoding = Decoding(**values)
     rule = rule_of(decoding, Model())
-    row, expected = decoding.rule_row, {key: decoding.value(key) for key in decoding.rule_row.value_names}
+    row, expected = (
+        decoding.rule_row,
+        {key: decoding.value(key) for key in decoding.rule_row.value_names},
+    )
     wanted = rule_named(rule.name, rule.neighbours, None, decoding.residual, **expected)
     assert type(rule) is type(wanted)
     given = {"n_codes", "nearest_codes", "codebook"}
-    assert all(getattr(rule, f.name) == getattr(wanted, f.name) for f in fields(rule) if f.name not in given)
+    assert all(
+        getattr(rule, f.name) == getattr(wanted, f.name)
+        for f in fields(rule)
+        if f.name not in given
+    )
     assert [table.shape[1] for table in tables] == [columns] * (columns > 0)
     assert rule.codebook is (Model.codes if row.codebook else None)
     assert rule.n_codes == (None if row.lossless else 6)

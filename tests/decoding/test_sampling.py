@@ -38,11 +38,15 @@ def test_what_both_rows_call_impossible_stays_so_and_finite_logits_keep_their_bi
     cond, uncond = 4 * torch.randn(2, 3, 5, 40, generator=noise)
     cond[..., :3], uncond[..., 3] = uncond[..., :3], -0.0
     guided = guide(cond, uncond, 2.5)
-    assert torch.equal(guided.view(torch.int32), uncond.add(cond - uncond, alpha=2.5).view(torch.int32))
+    assert torch.equal(
+        guided.view(torch.int32), uncond.add(cond - uncond, alpha=2.5).view(torch.int32)
+    )
     cond[..., 7] = uncond[..., 7] = -torch.inf
     masked = guide(cond, uncond, 2.5)
     assert (masked[..., 7] == -torch.inf).all()
-    assert torch.equal(masked[..., :7], guided[..., :7]) and torch.equal(masked[..., 8:], guided[..., 8:])
+    assert torch.equal(masked[..., :7], guided[..., :7]) and torch.equal(
+        masked[..., 8:], guided[..., 8:]
+    )
     # Everything else that is not finite is still seen.
     for pair in ((-1.0, -torch.inf), (torch.nan, 0.0), (0.0, torch.nan), (torch.inf, torch.inf)):
         cond[0, 0, 9], uncond[0, 0, 9] = pair
@@ -55,10 +59,12 @@ def test_filter_orders_give_the_figures_of_finding_c4() -> None:
     logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
     both = {"temperature": 1.0, "top_k": 2, "top_p": 0.6}
     torch.testing.assert_close(
-        probabilities(logits, **both, filter_order="top_k_first"), torch.tensor([1.0, 0.0, 0.0, 0.0])
+        probabilities(logits, **both, filter_order="top_k_first"),
+        torch.tensor([1.0, 0.0, 0.0, 0.0]),
     )
     torch.testing.assert_close(
-        probabilities(logits, **both, filter_order="top_p_first"), torch.tensor([0.625, 0.375, 0.0, 0.0])
+        probabilities(logits, **both, filter_order="top_p_first"),
+        torch.tensor([0.625, 0.375, 0.0, 0.0]),
     )
 
 
@@ -69,7 +75,9 @@ def test_filter_orders_give_the_figures_of_finding_c4() -> None:
     top_k=st.integers(0, 10),
     top_p=st.sampled_from([0.05, 0.3, 0.77, 0.95, 1.0]),
 )
-def test_filters_match_their_definitions(logits: list[int], temperature: float, top_k: int, top_p: float) -> None:
+def test_filters_match_their_definitions(
+    logits: list[int], temperature: float, top_k: int, top_p: float
+) -> None:
     """Integers make ties at the k-th logit frequent; each filter alone is checked by its definition."""
     rows = torch.tensor(logits, dtype=torch.float32)
     plain = torch.softmax(rows / temperature, dim=-1)
@@ -88,12 +96,19 @@ def test_filters_match_their_definitions(logits: list[int], temperature: float, 
     if abs(mass - top_p) > 1e-5:
         assert sorted(by_p.nonzero().flatten().tolist()) == sorted(smallest)
         torch.testing.assert_close(by_p[smallest], plain[smallest] / plain[smallest].sum())
-    one_filter = probabilities(rows, temperature=temperature, top_k=top_k, filter_order="top_p_first")
+    one_filter = probabilities(
+        rows, temperature=temperature, top_k=top_k, filter_order="top_p_first"
+    )
     assert torch.equal(by_k, one_filter)
 
 
 def test_top_p_stops_at_the_token_that_reaches_the_mass_exactly() -> None:
-    assert probabilities(torch.zeros(4), temperature=1.0, top_p=0.5).tolist() == [0.5, 0.5, 0.0, 0.0]
+    assert probabilities(torch.zeros(4), temperature=1.0, top_p=0.5).tolist() == [
+        0.5,
+        0.5,
+        0.0,
+        0.0,
+    ]
 
 
 def test_draws_without_replacement_follow_sequential_draws() -> None:
@@ -145,7 +160,9 @@ def test_tokens_without_mass_are_not_drafted() -> None:
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=12), st.integers(1, 12))
 def test_most_probable_settles_ties_by_index(weights: list[int], count: int) -> None:
     tokens, valid = most_probable(torch.tensor(weights, dtype=torch.float32), count)
-    expected = [i for i in sorted(range(len(weights)), key=lambda i: (-weights[i], i)) if weights[i] > 0][:count]
+    expected = [
+        i for i in sorted(range(len(weights)), key=lambda i: (-weights[i], i)) if weights[i] > 0
+    ][:count]
     assert tokens[valid].tolist() == expected
     assert valid.tolist() == [place < len(expected) for place in range(count)]
 

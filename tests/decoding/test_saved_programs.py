@@ -46,19 +46,25 @@ class Doubling:
     def __init__(self, width: int = 4) -> None:
         self.added, self.calls = torch.ones(width), torch.zeros(1)
 
-    def step(self, pair: tuple[torch.Tensor, None], more: torch.Tensor) -> tuple[torch.Tensor, tuple[Any, ...]]:
+    def step(
+        self, pair: tuple[torch.Tensor, None], more: torch.Tensor
+    ) -> tuple[torch.Tensor, tuple[Any, ...]]:
         self.calls.add_(1)
         return more * 2 + self.added, (pair[0] + self.added, None)
 
 
 def run(program: Callable[..., Any]) -> None:
     for number in (1.0, 5.0):
-        first, (second, nothing) = program((torch.full((4,), number), None), torch.full((4,), 2 * number))
+        first, (second, nothing) = program(
+            (torch.full((4,), number), None), torch.full((4,), 2 * number)
+        )
         assert nothing is None
         assert first.tolist() == [4 * number + 1] * 4 and second.tolist() == [number + 1] * 4
 
 
-@pytest.mark.parametrize("spoil", [lambda content: content[:-1] + b"x", lambda content: content[:50], lambda _: b""])
+@pytest.mark.parametrize(
+    "spoil", [lambda content: content[:-1] + b"x", lambda content: content[:50], lambda _: b""]
+)
 def test_a_damaged_file_is_compiled_again(
     spoil: Callable[[bytes], bytes], tmp_path: Path, no_compiler: Callable[[], None]
 ) -> None:

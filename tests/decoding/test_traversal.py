@@ -51,7 +51,12 @@ def test_random_trees_are_lossless() -> None:
         paths = random_topology(rng, int(rng.integers(1, 6)), 3, 3)
         deepest += max(map(len, paths)) == 3
         model = Tabular(3, Setting(), seed, spread=float(rng.choice([0.5, 1.5, 3.0])))
-        assert max(step_errors(model, model.static_drafts(paths), partial(verify_step, rule=TRAVERSAL))) < 1e-7
+        assert (
+            max(
+                step_errors(model, model.static_drafts(paths), partial(verify_step, rule=TRAVERSAL))
+            )
+            < 1e-7
+        )
     assert deepest > 5
 
 
@@ -63,7 +68,9 @@ def test_more_drafts_are_accepted_than_child_by_child() -> None:
     for seed in range(40):
         model = Tabular(3, Setting(), seed)
         weights, tree = model.static_drafts(random_topology(rng, 5, 3, 3))
-        lengths = [accepted((weights, tree), model.target_at(tree), rule) for rule in (TRAVERSAL, STRICT)]
+        lengths = [
+            accepted((weights, tree), model.target_at(tree), rule) for rule in (TRAVERSAL, STRICT)
+        ]
         gains.append(lengths[0] / lengths[1] - 1.0)
     worse = np.mean(np.array(gains) < 0)
     print(
@@ -80,7 +87,9 @@ def test_a_block_accepts_at_least_as_much_as_its_drafts_alone(setting: str) -> N
     for seed in range(8):
         model = Tabular(4, SETTINGS[setting], seed)
         weights, tree = model.drafts("chain")
-        lengths = [accepted((weights, tree), model.target_at(tree), rule) for rule in (BLOCK, STRICT)]
+        lengths = [
+            accepted((weights, tree), model.target_at(tree), rule) for rule in (BLOCK, STRICT)
+        ]
         gains.append(lengths[0] - lengths[1])
     print(f"{setting}: {sum(gains) / len(gains):.3f} more accepted drafts a step")
     assert min(gains) > -1e-9
@@ -92,10 +101,14 @@ def test_the_example_in_which_fewer_drafts_are_accepted() -> None:
     shape = StaticTree.of([(0,), (0, 0), (0, 1)])
     q = torch.tensor([[1.0, 0, 0, 0], [0.75, 0.125, 0.125, 0], [1, 0, 0, 0], [1, 0, 0, 0]]).double()
     p = torch.tensor([[0.75, 0.25, 0, 0], [0, 0.125, 0.5, 0.375], [0.25] * 4, [0.25] * 4]).double()
-    pairs = torch.tensor([(first, second) for first in range(3) for second in range(3) if first != second])
+    pairs = torch.tensor(
+        [(first, second) for first in range(3) for second in range(3) if first != second]
+    )
     weights = q[1, pairs[:, 0]] * q[1, pairs[:, 1]] / (1.0 - q[1, pairs[:, 0]])
     tree = shape.draft(torch.nn.functional.pad(pairs, (2, 0)), q.expand(len(pairs), 4, 4))
-    lengths = [accepted((weights, tree), p.expand(len(pairs), 4, 4), rule) for rule in (TRAVERSAL, STRICT)]
+    lengths = [
+        accepted((weights, tree), p.expand(len(pairs), 4, 4), rule) for rule in (TRAVERSAL, STRICT)
+    ]
     assert lengths == pytest.approx([1.2132, 1.2188], abs=1e-4)
 
 
@@ -103,7 +116,10 @@ def test_the_papers_example() -> None:
     """Two tokens whatever came before, p = (1/3, 2/3), q = (2/3, 1/3), two drafts: 10/9 or 11/9 are accepted."""
     p, q = torch.tensor([1.0, 2.0]).double() / 3, torch.tensor([2.0, 1.0]).double() / 3
     tokens = torch.tensor([[0, first, second] for first in (0, 1) for second in (0, 1)])
-    drafts = q[tokens[:, 1]] * q[tokens[:, 2]], StaticTree.of(chain(2)).draft(tokens, q.expand(4, 3, 2))
+    drafts = (
+        q[tokens[:, 1]] * q[tokens[:, 2]],
+        StaticTree.of(chain(2)).draft(tokens, q.expand(4, 3, 2)),
+    )
     lengths = [accepted(drafts, p.expand(4, 3, 2), rule) for rule in (STRICT, BLOCK)]
     assert lengths == pytest.approx([10 / 9, 11 / 9])
 
@@ -133,7 +149,9 @@ def visited(tree: DraftTree, image: int, p: Vector, mistake: str = "") -> tuple[
                 share = rest.sum() / spare if spare > 0 else 1.0
             law = np.where(np.arange(len(law)) == tokens[child], 0.0, law)
             law = law if mistake == "q not renormalised" or law.sum() <= 0 else law / law.sum()
-        ends[node] += missed * (entered if mistake == "ends with the share it was entered with" else share)
+        ends[node] += missed * (
+            entered if mistake == "ends with the share it was entered with" else share
+        )
         after[node] = own
         return ends
 
@@ -153,7 +171,13 @@ def published(tree: DraftTree, image: int, p: Vector, mistake: str = "") -> tupl
         weight = 1.0 if mistake == "plain residual" else share[level]
         left = np.maximum(weight * p[level] - q[level], 0.0)
         spare = left.sum() + 1.0 - share[level]
-        chances.append(share[level] if mistake == "share as chance" else left.sum() / spare if spare > 0 else 1.0)
+        chances.append(
+            share[level]
+            if mistake == "share as chance"
+            else left.sum() / spare
+            if spare > 0
+            else 1.0
+        )
         after.append(left / left.sum() if left.sum() > 0 else p[level])
     hits = np.array([1.0, *chances[1:], share[-1]])
     none_behind = np.append(np.cumprod(1.0 - hits[:0:-1])[::-1], 1.0)
@@ -163,7 +187,10 @@ def published(tree: DraftTree, image: int, p: Vector, mistake: str = "") -> tupl
 def step_of(procedure: Procedure, mistake: str) -> Step:
     def step(tree: DraftTree, p: Tensor) -> Outcomes:
         batch, nodes, _ = p.shape
-        weights, last = torch.zeros(nodes, batch, dtype=p.dtype), torch.zeros_like(p).transpose(0, 1).contiguous()
+        weights, last = (
+            torch.zeros(nodes, batch, dtype=p.dtype),
+            torch.zeros_like(p).transpose(0, 1).contiguous(),
+        )
         drafts = torch.zeros(nodes, batch, tree.max_depth, dtype=torch.int64)
         for image in range(batch):
             ends, after = procedure(tree, image, p[image].numpy(), mistake)
@@ -187,8 +214,12 @@ MISTAKES: list[tuple[Procedure, list[tuple[int, ...]], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("procedure", "paths", "mistake"), MISTAKES, ids=[row[2] for row in MISTAKES])
-def test_a_broken_procedure_is_seen(procedure: Procedure, paths: list[tuple[int, ...]], mistake: str) -> None:
+@pytest.mark.parametrize(
+    ("procedure", "paths", "mistake"), MISTAKES, ids=[row[2] for row in MISTAKES]
+)
+def test_a_broken_procedure_is_seen(
+    procedure: Procedure, paths: list[tuple[int, ...]], mistake: str
+) -> None:
     model = Tabular(4, Setting(), seed=3)
     drafts = model.static_drafts(paths)
     assert step_errors(model, drafts, step_of(procedure, ""))[1] < 1e-9
@@ -197,7 +228,9 @@ def test_a_broken_procedure_is_seen(procedure: Procedure, paths: list[tuple[int,
     assert error > 1e-3
 
 
-@pytest.mark.parametrize(("rule", "procedure"), [(TRAVERSAL, visited), (BLOCK, published)], ids=["traversal", "block"])
+@pytest.mark.parametrize(
+    ("rule", "procedure"), [(TRAVERSAL, visited), (BLOCK, published)], ids=["traversal", "block"]
+)
 def test_random_drafts_are_accepted_as_written(rule: AcceptanceRule, procedure: Procedure) -> None:
     compared = 0
     for seed in range(160):
@@ -207,7 +240,10 @@ def test_random_drafts_are_accepted_as_written(rule: AcceptanceRule, procedure: 
         paths = random_topology(rng, int(rng.integers(1, 14)), int(rng.integers(1, 5)), 5)
         shape = StaticTree.of(chain(int(rng.integers(1, 6))) if rule is BLOCK else paths)
         nodes = len(shape.depths)
-        q, p = (random_probs(rng, noise, filters, batch, nodes, vocabulary)[1].double() for _ in range(2))
+        q, p = (
+            random_probs(rng, noise, filters, batch, nodes, vocabulary)[1].double()
+            for _ in range(2)
+        )
         q, p = (rows / rows.sum(dim=-1, keepdim=True) for rows in (q, p))
         tree = random_static(rng, noise, q, shape)
         accept = tree.by_node(accept_tree(tree, p, rule)[1].accept)

@@ -33,7 +33,9 @@ def test_example_has_under_120_lines() -> None:
 
 
 @pytest.mark.parametrize("changes", [{}, {"kv_heads": 4}, {"dim": 48, "heads": 3, "kv_heads": 3}])
-def test_greedy_tokens_and_pixels_equal_those_of_transformers(changes: dict[str, int], tmp_path: Path) -> None:
+def test_greedy_tokens_and_pixels_equal_those_of_transformers(
+    changes: dict[str, int], tmp_path: Path
+) -> None:
     """Whole pictures with guidance: autoregressive, and drafted without a drafter."""
     path = write_model(tmp_path, SHAPE._replace(**changes))
     theirs: Any = JanusForConditionalGeneration.from_pretrained(path.parent / "Janus-Pro-1B").eval()
@@ -45,7 +47,9 @@ def test_greedy_tokens_and_pixels_equal_those_of_transformers(changes: dict[str,
         (image,) = lantern_bench.decode(model, CAPTIONS[0], mode=mode, temperature=0, cfg_scale=3)
         assert image.tokens.tolist() == wanted.tokens.tolist() and image.picture is not None
     assert len(set(image.tokens.tolist())) > 2
-    assert (model.pixels.pixels(wanted.tokens[None])[0].float() - wanted.pixels.float()).abs().max() <= 1
+    assert (
+        model.pixels.pixels(wanted.tokens[None])[0].float() - wanted.pixels.float()
+    ).abs().max() <= 1
 
 
 def test_example_passes_every_check(janus: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -53,7 +57,9 @@ def test_example_passes_every_check(janus: Path, capsys: pytest.CaptureFixture[s
     assert cli.main(["check-model", str(janus), *typed, "--format", "csv"]) == 0
     lines = capsys.readouterr().out.splitlines()
     results = dict(line.split(",")[:2] for line in lines[1:])
-    assert results == dict.fromkeys(("logits", "cache", "tree", "forced tokens", "guidance", "codebook"), "pass")
+    assert results == dict.fromkeys(
+        ("logits", "cache", "tree", "forced tokens", "guidance", "codebook"), "pass"
+    )
 
 
 def test_sweeps_take_the_model_file(janus: Path, tmp_path: Path) -> None:
@@ -64,14 +70,19 @@ def test_sweeps_take_the_model_file(janus: Path, tmp_path: Path) -> None:
     )
     (tmp_path / "captions.txt").write_text("\n".join(CAPTIONS))
     assert cli.main(["sweep", str(experiment), "--out", str(tmp_path / "run")]) == 0
-    records = [json.loads(line) for line in (tmp_path / "run" / "records.jsonl").read_text().splitlines()]
+    records = [
+        json.loads(line) for line in (tmp_path / "run" / "records.jsonl").read_text().splitlines()
+    ]
     assert len(records) == 6 and {record["status"] for record in records} == {"ok"}
 
 
 @pytest.mark.parametrize(
     ("code", "expected"),
     [
-        ("import missing_package_of_nobody", "python: hosted_janus.py: cannot be imported: ModuleNotFoundError"),
+        (
+            "import missing_package_of_nobody",
+            "python: hosted_janus.py: cannot be imported: ModuleNotFoundError",
+        ),
         ("x = 1", "must define one subclass of HostedModel, and defines 0"),
         (
             "from lantern_bench.models.hosted import HostedModel\nclass Model(HostedModel):\n    codes = 3\n",

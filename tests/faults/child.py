@@ -88,7 +88,13 @@ def install(folder: Path, experiment: str = SMALL) -> None:
     (info / "entry_points.txt").write_text("[lantern_bench.models]\ntiny = fragile_family:family\n")
 
 
-def run(arguments: list[str], folder: str, output: str, environment: dict[str, str], largest_file: int | None) -> None:
+def run(
+    arguments: list[str],
+    folder: str,
+    output: str,
+    environment: dict[str, str],
+    largest_file: int | None,
+) -> None:
     """Run one command in `folder` and exit with its code; what it prints is appended to the file `output`."""
     os.setsid()
     os.chdir(folder)

@@ -49,12 +49,18 @@ class Bench:
     """A folder with the experiment `tiny.yaml`, in which commands run."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self._context, self._count = folder, multiprocessing.get_context("forkserver"), 0
+        self.folder, self._context, self._count = (
+            folder,
+            multiprocessing.get_context("forkserver"),
+            0,
+        )
         self._context.set_forkserver_preload(["tests.faults.child"])
         self._running: list[Command] = []
         child.install(folder)
 
-    def start(self, *arguments: str, largest_file: int | None = None, **environment: str) -> Command:
+    def start(
+        self, *arguments: str, largest_file: int | None = None, **environment: str
+    ) -> Command:
         self._count += 1
         output = self.folder / f"output-{self._count}.txt"
         call = (list(arguments), str(self.folder), str(output), environment, largest_file)
@@ -62,12 +68,16 @@ class Bench:
         self._running.append(command)
         return command
 
-    def run(self, *arguments: str, largest_file: int | None = None, **environment: str) -> tuple[int, str]:
+    def run(
+        self, *arguments: str, largest_file: int | None = None, **environment: str
+    ) -> tuple[int, str]:
         """Run a command to its end; return its exit code and what it printed."""
         command = self.start(*arguments, largest_file=largest_file, **environment)
         return command.end(), command.output
 
-    def sweep(self, out: str, *flags: str, largest_file: int | None = None, **environment: str) -> tuple[int, str]:
+    def sweep(
+        self, out: str, *flags: str, largest_file: int | None = None, **environment: str
+    ) -> tuple[int, str]:
         return self.run(*SWEEP, out, *flags, largest_file=largest_file, **environment)
 
     def tokens(self, out: str) -> dict[str, str]:

@@ -34,7 +34,9 @@ def by_status(folder: Path) -> dict[str, list[dict[str, object]]]:
     return {status: [row for row in rows if row["status"] == status] for status in ("ok", "failed")}
 
 
-def test_out_of_memory_in_one_cell(bench: Bench, expected: dict[str, str], outcome: Outcome) -> None:
+def test_out_of_memory_in_one_cell(
+    bench: Bench, expected: dict[str, str], outcome: Outcome
+) -> None:
     """Out of memory in one cell"""
     code, output = bench.sweep("run", TINY_FULL="7")  # nodes of the dynamic tree and its root
     rows = by_status(bench.folder / "run")
@@ -54,7 +56,10 @@ def test_nan_in_one_image(bench: Bench, expected: dict[str, str], outcome: Outco
     rows = by_status(bench.folder / "run")
     assert code == 4 and "Traceback" not in output
     assert {row["prompt"] for row in rows["failed"]} >= {PROMPTS[1]}
-    assert all(str(row["error"]).startswith("LogitsError: the target gave NaN or infinite") for row in rows["failed"])
+    assert all(
+        str(row["error"]).startswith("LogitsError: the target gave NaN or infinite")
+        for row in rows["failed"]
+    )
     decoded = {str(row["record_key"]): row["tokens_sha256"] for row in rows["ok"]}
     assert decoded.items() <= expected.items() and decoded
     assert bench.sweep("run")[0] == 0 and bench.tokens("run") == expected
@@ -71,7 +76,9 @@ def test_clock_jump(
         @classmethod
         def now(cls, tz: object = None) -> datetime:
             next(readings)
-            return datetime(2026, 1, 1, tzinfo=UTC) + timedelta(days=float(jumps.uniform(-9000, 9000)))
+            return datetime(2026, 1, 1, tzinfo=UTC) + timedelta(
+                days=float(jumps.uniform(-9000, 9000))
+            )
 
     monkeypatch.setattr("lantern_bench.clock.datetime", Jumping)
     monkeypatch.setattr("time.time", lambda: float(jumps.uniform(0, 2e9)))
@@ -93,7 +100,9 @@ def test_clock_jump(
     outcome("no record or duration changes; resuming works")
 
 
-def test_damaged_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str], outcome: Outcome) -> None:
+def test_damaged_weights(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], outcome: Outcome
+) -> None:
     """A damaged weight file: cut off, a flipped bit in its header, no tensors"""
     expected = (WEIGHTS_FOLDER / FILES["drafter"]).read_bytes()
     header = 8 + int.from_bytes(expected[:8], "little")
@@ -116,7 +125,9 @@ def test_flipped_bit_in_a_weight(tmp_path: Path, outcome: Outcome) -> None:
     for part in ("target", "drafter", "tokenizer"):
         shutil.copy(WEIGHTS_FOLDER / FILES[part], folder)
     (tmp_path / "one.yaml").write_text("{model: lanterns, images: 1, cells: [{mode: speculative}]}")
-    experiment = load_experiment(tmp_path / "one.yaml", {"lanterns": {"cfg_scale": 3.0, "tree": "chain-4"}})
+    experiment = load_experiment(
+        tmp_path / "one.yaml", {"lanterns": {"cfg_scale": 3.0, "tree": "chain-4"}}
+    )
     plan = make_plan(experiment, [Prompt("one red lantern")])
 
     def key() -> dict[str, Any]:

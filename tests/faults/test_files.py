@@ -41,11 +41,17 @@ def test_disk_full(bench: Bench, expected: Tokens, outcome: Outcome) -> None:
     """Disk full in the middle of a line"""
     code, output = bench.sweep("run", largest_file=10_000)
     finished = len(bench.tokens("run"))
-    assert code == 3 and "records.jsonl: cannot be written: File too large" in output and "Traceback" not in output
+    assert (
+        code == 3
+        and "records.jsonl: cannot be written: File too large" in output
+        and "Traceback" not in output
+    )
     assert 0 < finished < IMAGES and bench.lines("run") == finished
     assert (bench.folder / "run" / "records.jsonl").read_bytes().endswith(b"\n")
     finish(bench, "run", expected)
-    outcome(f"exit {code}: {output.splitlines()[-2]}; {finished} of 9 images kept, resumed to the same tokens")
+    outcome(
+        f"exit {code}: {output.splitlines()[-2]}; {finished} of 9 images kept, resumed to the same tokens"
+    )
 
 
 def test_read_only_folder(bench: Bench, outcome: Outcome) -> None:
@@ -56,7 +62,11 @@ def test_read_only_folder(bench: Bench, outcome: Outcome) -> None:
     folders = ["/proc/1/run"] if os.access(closed, os.W_OK) else ["closed", "closed/run"]
     for folder in folders:
         code, output = bench.sweep(folder)
-        assert code == 2 and f"--out {folder}: cannot be written" in output and "Traceback" not in output
+        assert (
+            code == 2
+            and f"--out {folder}: cannot be written" in output
+            and "Traceback" not in output
+        )
         assert not Path(folder, "records.jsonl").exists()
     outcome(f"exit {code}, before a model is loaded: --out FOLDER: cannot be written")
 
@@ -92,10 +102,16 @@ def test_flipped_bits_in_records(bench: Bench, expected: Tokens, outcome: Outcom
     digit = first[4].index(b'"seed": ') + len(b'"seed": ')
     path.write_bytes(b"".join([*first[:4], flip(first[4], digit), *first[5:]]))
     code, output = bench.sweep("run")
-    assert code == 2 and "records.jsonl line 5: damaged, its checksum differs" in output and "--repair" in output
+    assert (
+        code == 2
+        and "records.jsonl line 5: damaged, its checksum differs" in output
+        and "--repair" in output
+    )
     cell = json.loads(first[4])["cell_id"]
     problems = ["records.jsonl: line 5: damaged, its checksum differs"]
-    repaired(bench, "run", expected, [*problems, f"records.jsonl: {cell}: 1 of 3 images have no record"])
+    repaired(
+        bench, "run", expected, [*problems, f"records.jsonl: {cell}: 1 of 3 images have no record"]
+    )
     outcome("exit 2, the line is named; after verify --repair the sweep makes its image again")
 
 
@@ -107,12 +123,18 @@ def test_interleaved_records(bench: Bench, expected: Tokens, outcome: Outcome) -
     mixed = lines[3][:300] + lines[4][:-1] + lines[3][300:]
     path.write_bytes(b"".join([*lines[:3], mixed, *lines[5:], lines[0]]))
     missing = sorted(
-        f"records.jsonl: {json.loads(line)['cell_id']}: 1 of 3 images have no record" for line in lines[3:5]
+        f"records.jsonl: {json.loads(line)['cell_id']}: 1 of 3 images have no record"
+        for line in lines[3:5]
     )
     problems = bench.problems("run")
-    assert problems[0] == "records.jsonl: line 4: damaged, not a JSON object" and sorted(problems[1:]) == missing
+    assert (
+        problems[0] == "records.jsonl: line 4: damaged, not a JSON object"
+        and sorted(problems[1:]) == missing
+    )
     repaired(bench, "run", expected, problems)
-    outcome("verify names the line; after --repair the sweep makes its two images again; a line twice counts once")
+    outcome(
+        "verify names the line; after --repair the sweep makes its two images again; a line twice counts once"
+    )
 
 
 @pytest.mark.parametrize("damage", ["deleted", "damaged"])
@@ -126,7 +148,9 @@ def test_pictures(bench: Bench, expected: Tokens, outcome: Outcome, damage: str)
         picture.unlink()
     else:
         picture.write_bytes(flip(before[picture], len(before[picture]) // 2))
-    problem = {"deleted": "missing", "damaged": "damaged, its SHA-256 is not that of the record"}[damage]
+    problem = {"deleted": "missing", "damaged": "damaged, its SHA-256 is not that of the record"}[
+        damage
+    ]
     name = picture.relative_to(bench.folder / "run")
     times = {path: path.stat().st_mtime_ns for path in pictures if path != picture}
     repaired(bench, "run", expected, [f"{name}: {problem}"])
@@ -157,7 +181,9 @@ def test_a_second_writer(bench: Bench, expected: Tokens, outcome: Outcome) -> No
     assert (bench.folder / "run" / ".writer.json").exists()
     finish(bench, "run", expected)
     assert not (bench.folder / "run" / ".writer.json").exists()
-    outcome(f"exit {code}: in use: process N on HOST is writing to it; the lock of a killed writer is free at once")
+    outcome(
+        f"exit {code}: in use: process N on HOST is writing to it; the lock of a killed writer is free at once"
+    )
 
 
 def test_failed_write_leaves_no_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

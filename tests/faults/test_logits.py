@@ -47,7 +47,9 @@ def spoiled(network: str) -> tuple[Small, Spoiled]:
     return model, head
 
 
-def fail(model: Small, head: Spoiled, decoding: Decoding, engine: Engine, value: float, step: int = AT) -> str:
+def fail(
+    model: Small, head: Spoiled, decoding: Decoding, engine: Engine, value: float, step: int = AT
+) -> str:
     """Decode two images, the second with wrong logits from `step` on; return the error and check its step."""
     steps = 0
 
@@ -89,7 +91,9 @@ def test_broken_logits_of_the_target(
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("cell", ["static", "dynamic", "greedy"])
-def test_broken_logits_of_the_drafter(cell: str, value: float, record_property: Callable[[str, object], None]) -> None:
+def test_broken_logits_of_the_drafter(
+    cell: str, value: float, record_property: Callable[[str, object], None]
+) -> None:
     """NaN or +inf in a drafter's logits"""
     decoding = Decoding(**MODES[cell])
     (model, head), engine = spoiled("drafter"), Engine()
@@ -101,7 +105,9 @@ def test_broken_logits_of_the_drafter(cell: str, value: float, record_property: 
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
-def test_compiled_steps_find_broken_logits(backend: str, record_property: Callable[[str, object], None]) -> None:
+def test_compiled_steps_find_broken_logits(
+    backend: str, record_property: Callable[[str, object], None]
+) -> None:
     """NaN or +inf in a target's logits, steps compiled"""
     decoding = Decoding(**MODES["static"])
     (model, head), engine = spoiled("target"), Engine(compile=True, backend=backend)
@@ -113,11 +119,17 @@ def test_compiled_steps_find_broken_logits(backend: str, record_property: Callab
 
 
 @pytest.mark.parametrize("cell", MODES)
-def test_impossible_tokens_are_no_fault(cell: str, record_property: Callable[[str, object], None]) -> None:
+def test_impossible_tokens_are_no_fault(
+    cell: str, record_property: Callable[[str, object], None]
+) -> None:
     """-inf in a target's logits, with guidance in both rows, before and in steps that are compiled or not"""
     model, head = spoiled("target")
     head.wrong[7] = -math.inf
-    for values, linear in (({"cfg_scale": 1.0}, True), ({"cfg_scale": 1.5}, True), ({"cfg_scale": 1.5}, False)):
+    for values, linear in (
+        ({"cfg_scale": 1.0}, True),
+        ({"cfg_scale": 1.5}, True),
+        ({"cfg_scale": 1.5}, False),
+    ):
         model.target.linear_head = linear  # True: a session guides features, False: logits
         decoding = Decoding(**MODES[cell] | values)
         images = decoded(model, decoding, 2)
@@ -149,4 +161,8 @@ def test_a_step_copies_once_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(ImageState, "commit", step)
     decoded(Small(), Decoding(**CELLS["greedy"]), 1)
     at_the_end = 2  # counts and masses of all steps
-    assert counts["steps"] > 3 and counts["tolist"] == counts["steps"] + at_the_end and counts["item"] == 0
+    assert (
+        counts["steps"] > 3
+        and counts["tolist"] == counts["steps"] + at_the_end
+        and counts["item"] == 0
+    )

@@ -36,13 +36,16 @@ def test_signals(
     code, output, finished = command.end(), command.output, bench.lines("run")
     assert code == 128 + number and "Traceback" not in output, output
     assert (
-        f"interrupted: {finished} of 9 images are done and kept" in output and "The same command continues." in output
+        f"interrupted: {finished} of 9 images are done and kept" in output
+        and "The same command continues." in output
     )
     assert 2 <= finished < IMAGES and len(bench.tokens("run")) == finished
     assert read_manifest(bench.folder / "run")["sessions"][0]["ended"] is not None
     assert len(workers) == (processes == "2") and not any(worker.is_running() for worker in workers)
     code_again, output = bench.sweep("run", "--processes", processes)
-    assert code_again == 0 and f"{finished} images kept" in output and bench.tokens("run") == expected
+    assert (
+        code_again == 0 and f"{finished} images kept" in output and bench.tokens("run") == expected
+    )
     outcome(f"{NAMES[number]}: exit {code}, finished images kept")
 
 
@@ -58,7 +61,9 @@ def test_swallowed_interrupt(bench: Bench, expected: dict[str, str], outcome: Ou
 def test_second_signal(bench: Bench, outcome: Outcome) -> None:
     """A second SIGINT during a step that hangs"""
     command = bench.start(*SWEEP, "run", TINY_HANG=PROMPTS[1])
-    command.until(lambda: (bench.folder / "run" / "manifest.json").exists() and bench.lines("run") >= 1)
+    command.until(
+        lambda: (bench.folder / "run" / "manifest.json").exists() and bench.lines("run") >= 1
+    )
     command.process.join(0.5)  # until it hangs
     os.kill(command.pid, signal.SIGINT)
     command.process.join(1.0)
@@ -72,16 +77,24 @@ def test_second_signal(bench: Bench, outcome: Outcome) -> None:
 def test_hanging_worker(bench: Bench, expected: dict[str, str], outcome: Outcome) -> None:
     """A worker process that hangs"""
     # Long enough for its start on a busy machine.
-    command = bench.start(*SWEEP, "run", "--processes", "2", "--worker-timeout", "12", TINY_HANG=PROMPTS[1])
+    command = bench.start(
+        *SWEEP, "run", "--processes", "2", "--worker-timeout", "12", TINY_HANG=PROMPTS[1]
+    )
     code, output = command.end(), command.output
     line = next(line for line in output.splitlines() if "hangs" in line)
-    assert code == 4 and "error: worker process " in line and " of 2 hangs: no sign of life in 12 s after " in line
+    assert (
+        code == 4
+        and "error: worker process " in line
+        and " of 2 hangs: no sign of life in 12 s after " in line
+    )
     assert "--worker-timeout" in output and "Traceback" not in output
     assert bench.sweep("run", "--processes", "2")[0] == 0 and bench.tokens("run") == expected
     outcome(f"exit {code}: {line.removeprefix('error: ')}")
 
 
-def test_a_worker_ends_with_its_parent(bench: Bench, expected: dict[str, str], outcome: Outcome) -> None:
+def test_a_worker_ends_with_its_parent(
+    bench: Bench, expected: dict[str, str], outcome: Outcome
+) -> None:
     """SIGKILL of the parent of a worker process"""
     command = bench.start(*SWEEP, "run", "--processes", "2", **SLOW)
     command.until(lambda: bench.lines("run") >= 1)
@@ -121,7 +134,10 @@ def test_a_held_signal_waits_for_a_check(number: signal.Signals) -> None:
         reached.append("after the block")
         stopping.check()
         reached.append("after the check")
-    assert raised.value.exit_code == 128 + number and reached == ["after the signal", "after the block"]
+    assert raised.value.exit_code == 128 + number and reached == [
+        "after the signal",
+        "after the block",
+    ]
     stopping.check()  # what is noted ends with the block
 
 

@@ -5,7 +5,9 @@ from docs.make_reliability import PAGE, TESTS, Fault, Outcomes, Result, faults, 
 
 def test_the_page_has_a_row_for_every_fault() -> None:
     listed = rows(PAGE.read_text(encoding="utf-8"))
-    assert [fault for fault, _ in listed] == [fault.fault for fault in faults()], "run: python -m docs.make_reliability"
+    assert [fault for fault, _ in listed] == [fault.fault for fault in faults()], (
+        "run: python -m docs.make_reliability"
+    )
     assert len(listed) >= 20
     assert all(happens for _, happens in listed)
 
@@ -19,7 +21,9 @@ def test_every_fault_says_what_happened() -> None:
 
 def test_the_table_is_rendered_from_results() -> None:
     results = {fault.node: Result(["a | b"], 1, 2) for fault in faults()}
-    page = render("before\n" + "<!-- Below: python -m docs.make_reliability -->\nstale row\n", results)
+    page = render(
+        "before\n" + "<!-- Below: python -m docs.make_reliability -->\nstale row\n", results
+    )
     assert page.startswith("before\n") and "stale row" not in page
     assert rows(page)[0] == (faults()[0].fault, "a \\| b")
 
@@ -33,4 +37,6 @@ def test_a_failed_case_counts() -> None:
     plugin.pytest_runtest_logreport(Report)  # type: ignore[arg-type]
     failed = type("Failed", (Report,), {"failed": True, "passed": False, "user_properties": []})
     plugin.pytest_runtest_logreport(failed)  # type: ignore[arg-type]
-    assert plugin.results == {Fault("test_files.py", "test_disk_full", "").node: Result(["exit 3"], 1, 2)}
+    assert plugin.results == {
+        Fault("test_files.py", "test_disk_full", "").node: Result(["exit 3"], 1, 2)
+    }

@@ -44,14 +44,20 @@ def ancestral(model: TabularModel, images: int, decoding: Decoding, seed: int) -
     generator, states = torch.Generator().manual_seed(seed), torch.zeros(images, dtype=torch.int64)
     tokens = []
     for _ in range(model.image_tokens):
-        p = decoding_probabilities(guide(model.p[0, states], model.p[1, states], decoding.cfg_scale), decoding)
+        p = decoding_probabilities(
+            guide(model.p[0, states], model.p[1, states], decoding.cfg_scale), decoding
+        )
         tokens.append(torch.multinomial(p, 1, generator=generator).squeeze(1))
         states = model.state_after(states, tokens[-1])
     return torch.stack(tokens, dim=1)
 
 
-@pytest.mark.parametrize("values", [{}, {"cfg_scale": 2.0}, {"cfg_scale": 2.0, "top_k": 3, "temperature": 0.8}])
-def test_sums_are_those_of_the_definition(monkeypatch: pytest.MonkeyPatch, values: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "values", [{}, {"cfg_scale": 2.0}, {"cfg_scale": 2.0, "top_k": 3, "temperature": 0.8}]
+)
+def test_sums_are_those_of_the_definition(
+    monkeypatch: pytest.MonkeyPatch, values: dict[str, Any]
+) -> None:
     # two positions at once: chunks meet inside the image
     monkeypatch.setattr(scorer, "_VALUES", 10)
     table, decoding = TabularModel(5, 5, seed=3), Decoding("speculative", **CHAIN, **values)
@@ -65,13 +71,26 @@ def test_sums_are_those_of_the_definition(monkeypatch: pytest.MonkeyPatch, value
         covariance = np.zeros((3 + guided, 3 + guided))
         for position, x in enumerate(tokens[image].tolist()):
             cond = forced.logits.cond[image, position]
-            uncond = forced.logits.uncond[image, position] if forced.logits.uncond is not None else None
-            p = decoding_probabilities(guide(cond, uncond, decoding.cfg_scale), decoding).double().numpy()
+            uncond = (
+                forced.logits.uncond[image, position] if forced.logits.uncond is not None else None
+            )
+            p = (
+                decoding_probabilities(guide(cond, uncond, decoding.cfg_scale), decoding)
+                .double()
+                .numpy()
+            )
             q = p
             if position:
                 draft = drafts[position - 1]
-                of_draft = draft.cond[image, 0], None if draft.uncond is None else draft.uncond[image, 0]
-                q = decoding_probabilities(guide(*of_draft, decoding.cfg_scale), decoding).double().numpy()
+                of_draft = (
+                    draft.cond[image, 0],
+                    None if draft.uncond is None else draft.uncond[image, 0],
+                )
+                q = (
+                    decoding_probabilities(guide(*of_draft, decoding.cfg_scale), decoding)
+                    .double()
+                    .numpy()
+                )
             possible = [v for v in range(5) if p[v] > 0]
             h = -sum(p[v] * np.log(p[v]) for v in possible)
             values_of = {}
@@ -82,15 +101,24 @@ def test_sums_are_those_of_the_definition(monkeypatch: pytest.MonkeyPatch, value
                 values_of[v] = np.array([*feature, (q[v] - p[v]) / (q[v] + p[v])])
             mean = sum(p[v] * values_of[v] for v in possible)
             expected += values_of[x] - mean
-            covariance += sum(p[v] * np.outer(values_of[v] - mean, values_of[v] - mean) for v in possible)
+            covariance += sum(
+                p[v] * np.outer(values_of[v] - mean, values_of[v] - mean) for v in possible
+            )
             entropy += h / 5
         sums = sums_of([row])
         np.testing.assert_allclose(sums.sums[0], expected, atol=1e-5)
         np.testing.assert_allclose(sums.covariance[0], covariance, atol=1e-5)
         assert (
-            row["tokens"] == 5 and row["impossible_tokens"] == 0 and row["entropy"] == pytest.approx(entropy, abs=1e-6)
+            row["tokens"] == 5
+            and row["impossible_tokens"] == 0
+            and row["entropy"] == pytest.approx(entropy, abs=1e-6)
         )
-        names = ["surprise", "squared_surprise", *(["prompt_information"] if guided else []), "drafter_tilt"]
+        names = [
+            "surprise",
+            "squared_surprise",
+            *(["prompt_information"] if guided else []),
+            "drafter_tilt",
+        ]
         assert row["features"].split() == names
 
 
@@ -101,11 +129,18 @@ def test_p_values_of_2000_lossless_cells_are_uniform() -> None:
     for seed in range(10):
         tokens = ancestral(table, 200 * 240, decoding, seed)
         cond, uncond, _ = (forced := teacher_forced(table, None, tokens, True)).logits
-        q = torch.cat([guide(*draft, 2.0) for draft in drafter_logits_along(table.drafter, forced)], dim=1)
-        p, q = (decoding_probabilities(logits, decoding).double() for logits in (guide(cond, uncond, 2.0), q))
+        q = torch.cat(
+            [guide(*draft, 2.0) for draft in drafter_logits_along(table.drafter, forced)], dim=1
+        )
+        p, q = (
+            decoding_probabilities(logits, decoding).double()
+            for logits in (guide(cond, uncond, 2.0), q)
+        )
         q = torch.cat([p[:, :1], q], dim=1)
         information = cond.log_softmax(-1) - uncond.log_softmax(-1)
-        values = [each.reshape(200, 960, -1) for each in (p, tokens, information, (q - p) / (q + p))]
+        values = [
+            each.reshape(200, 960, -1) for each in (p, tokens, information, (q - p) / (q + p))
+        ]
         for of_p, x, *further in zip(*values, strict=True):
             columns = scorer._sums(of_p, x, further, is_drawn)[5:].numpy()
             cells.append(FeatureSums.of(columns[None], 4))
@@ -124,13 +159,17 @@ def decoded(lanterns: LoadedModel) -> Callable[..., tuple[Any, Tensor, Decoding]
         prompts = [HELD_OUT[number].caption() for number in range(images)]
         condition = lanterns.condition(prompts)
         generators = [torch.Generator().manual_seed(seed) for seed in range(images)]
-        tokens = torch.stack([image.tokens for image in decode(lanterns, condition, decoding, generators)]).long()
+        tokens = torch.stack(
+            [image.tokens for image in decode(lanterns, condition, decoding, generators)]
+        ).long()
         return condition, tokens, decoding
 
     return decode_cell
 
 
-def test_24_images_tell_lambda_2_from_the_target(lanterns: LoadedModel, decoded: Callable[..., Any]) -> None:
+def test_24_images_tell_lambda_2_from_the_target(
+    lanterns: LoadedModel, decoded: Callable[..., Any]
+) -> None:
     relaxed = {"mode": "lantern++", "tree": "chain-7", "neighbours": 100, "lambda": 2.0}
     strict = {"mode": "speculative", "drafting": "static", "rule": "strict", "tree": "chain-7"}
     p_values = []
@@ -140,26 +179,44 @@ def test_24_images_tell_lambda_2_from_the_target(lanterns: LoadedModel, decoded:
     assert p_values[0] > 1e-3 and p_values[1] < 1e-8
 
 
-def test_sums_do_not_depend_on_batch_and_packed_weights(lanterns: LoadedModel, decoded: Callable[..., Any]) -> None:
-    condition, tokens, decoding = decoded(4, mode="speculative", drafting="static", rule="strict", tree="chain-7")
+def test_sums_do_not_depend_on_batch_and_packed_weights(
+    lanterns: LoadedModel, decoded: Callable[..., Any]
+) -> None:
+    condition, tokens, decoding = decoded(
+        4, mode="speculative", drafting="static", rule="strict", tree="chain-7"
+    )
     together = token_sums(lanterns, condition, tokens, decoding)
     prompts = [HELD_OUT[number].caption() for number in range(4)]
     packed = model_of("lanterns").load(torch.device("cpu"), torch.float32)
     pack_for_decoding(packed.target, packed.drafter)
     for number, row in enumerate(together):
-        of_image = packed.condition(prompts[number : number + 1]), tokens[number : number + 1], decoding
+        of_image = (
+            packed.condition(prompts[number : number + 1]),
+            tokens[number : number + 1],
+            decoding,
+        )
         (alone,) = token_sums(packed, *of_image)
         np.testing.assert_allclose(alone["feature_sums"], row["feature_sums"], rtol=1e-3, atol=1e-2)
-        assert alone["features"] == row["features"] == "surprise squared_surprise prompt_information drafter_tilt"
+        assert (
+            alone["features"]
+            == row["features"]
+            == "surprise squared_surprise prompt_information drafter_tilt"
+        )
 
 
-def test_greedy_images_are_counted_token_by_token(lanterns: LoadedModel, decoded: Callable[..., Any]) -> None:
+def test_greedy_images_are_counted_token_by_token(
+    lanterns: LoadedModel, decoded: Callable[..., Any]
+) -> None:
     condition, tokens, decoding = decoded(1, temperature=0.0)
     changed = tokens.clone()
     changed[0, -1] = (tokens[0, -1] + 1) % 2048  # no later token depends on it
     counts = [token_sums(lanterns, condition, each, decoding)[0] for each in (tokens, changed)]
     assert counts[1]["mismatched_tokens"] == counts[0]["mismatched_tokens"] + 1
-    assert counts[0]["mismatched_tokens"] <= 1 and counts[0]["tokens"] == 256 and "features" not in counts[0]
+    assert (
+        counts[0]["mismatched_tokens"] <= 1
+        and counts[0]["tokens"] == 256
+        and "features" not in counts[0]
+    )
 
 
 def test_tokens_outside_the_filter_are_counted_as_impossible() -> None:

@@ -39,15 +39,21 @@ def extractor(tmp_path_factory: pytest.TempPathFactory) -> features.Extractor:
 
 
 def test_features_are_those_of_the_network(extractor: features.Extractor) -> None:
-    pictures = torch.randint(0, 256, (3, 3, 64, 64), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    pictures = torch.randint(
+        0, 256, (3, 3, 64, 64), generator=torch.Generator().manual_seed(0), dtype=torch.uint8
+    )
     expected = load_classifier(extractor.weights).features(pictures.float() / 255)
-    torch.testing.assert_close(features.features_of(pictures, extractor), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        features.features_of(pictures, extractor), expected, rtol=1e-5, atol=1e-5
+    )
     blurred = features.features_of(pictures, extractor, Preparation(size=8, features_size=64))
     assert blurred.shape == (3, 64) and not torch.allclose(blurred, expected, atol=1e-3)
     assert features.features_of(pictures[:0], extractor).shape == (0, 64)
 
 
-def test_the_label_names_extractor_layer_and_weights(extractor: features.Extractor, tmp_path: Path) -> None:
+def test_the_label_names_extractor_layer_and_weights(
+    extractor: features.Extractor, tmp_path: Path
+) -> None:
     name, _, digits = extractor.label.partition("@")
     assert name == "lanterns-features-64" and len(digits) == 8
     other = tmp_path / "other.safetensors"
@@ -55,7 +61,9 @@ def test_the_label_names_extractor_layer_and_weights(extractor: features.Extract
     assert dataclasses.replace(extractor, weights=other).label != extractor.label
 
 
-def test_full_size_weights_are_found_in_the_named_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_size_weights_are_found_in_the_named_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("LANTERN_BENCH_WEIGHTS", str(tmp_path))
     path = tmp_path / "weights-inception-2015-12-05-6726825d.pth"
     torch.save({"Mixed_7c.branch_pool.conv.weight": torch.zeros(3)}, path)
@@ -73,9 +81,19 @@ class _Code:
     ("name", "weights", "error", "problem"),
     [
         ("inception-v4", None, UserError, "inception-v4"),
-        ("inception-v3-compat", None, RefusedError, r"inception-2015-12-05-6726825d\.pth .*LANTERN_BENCH_WEIGHTS"),
+        (
+            "inception-v3-compat",
+            None,
+            RefusedError,
+            r"inception-2015-12-05-6726825d\.pth .*LANTERN_BENCH_WEIGHTS",
+        ),
         ("inception-v3-compat", "nowhere.pth", UserError, r"nowhere\.pth"),
-        ("inception-v3-compat", "resnet.pth", UserError, r"resnet\.pth: is not the weights of inception-v3-compat"),
+        (
+            "inception-v3-compat",
+            "resnet.pth",
+            UserError,
+            r"resnet\.pth: is not the weights of inception-v3-compat",
+        ),
         ("inception-v3-compat", "code.pth", UserError, r"code\.pth: is a pickle with code in it"),
     ],
 )
@@ -101,10 +119,14 @@ def test_lantern_coco_preprocesses_as_the_authors() -> None:
     protocol = PROTOCOLS["lantern-coco"]
     pixels = np.random.default_rng(0).integers(0, 256, (480, 640, 3), dtype=np.uint8)
     picture = torch.from_numpy(pixels.transpose(2, 0, 1).copy())
-    by_hand = Image.fromarray(pixels).crop((80, 0, 560, 480)).resize((256, 256), Image.Resampling.LANCZOS)
+    by_hand = (
+        Image.fromarray(pixels).crop((80, 0, 560, 480)).resize((256, 256), Image.Resampling.LANCZOS)
+    )
     prepared = features.preprocess(picture, protocol.preparation)
     assert np.array_equal(prepared.permute(1, 2, 0).numpy(), np.asarray(by_hand))
-    for_features = features.resized(prepared, protocol.preparation.features_size, Image.Resampling.BICUBIC)
+    for_features = features.resized(
+        prepared, protocol.preparation.features_size, Image.Resampling.BICUBIC
+    )
     larger = by_hand.resize((299, 299), Image.Resampling.BICUBIC)
     assert np.array_equal(for_features.permute(1, 2, 0).numpy(), np.asarray(larger))
     assert protocol.clip_prefix == "A photo depicts " and protocol.manifold_neighbours == 3
@@ -129,11 +151,16 @@ def test_the_embedded_features_are_those_of_the_painted_scenes() -> None:
     embedded = features.embedded_reference()
     assert embedded.label == label and embedded.statistics is not None
     torch.testing.assert_close(
-        embedded.statistics.features, features.features_of(scenes, features.find_extractor()), rtol=1e-4, atol=1e-5
+        embedded.statistics.features,
+        features.features_of(scenes, features.find_extractor()),
+        rtol=1e-4,
+        atol=1e-5,
     )
 
 
-def test_the_embedded_reference_belongs_to_the_bundled_extractor(extractor: features.Extractor) -> None:
+def test_the_embedded_reference_belongs_to_the_bundled_extractor(
+    extractor: features.Extractor,
+) -> None:
     embedded = features.find_reference("embedded", EMBEDDED)
     assert embedded is not None and embedded.label == features.embedded_reference().label
     embedded_set = features.reference_features(embedded, features.find_extractor(), PLAIN)
@@ -145,7 +172,9 @@ def test_the_embedded_reference_belongs_to_the_bundled_extractor(extractor: feat
 def test_written_features_are_read_back(
     tmp_path: Path, extractor: features.Extractor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pictures = torch.stack([features.read_picture(path) for path in sorted(paint(tmp_path / "set").iterdir())])
+    pictures = torch.stack(
+        [features.read_picture(path) for path in sorted(paint(tmp_path / "set").iterdir())]
+    )
     monkeypatch.setattr(features, "EMBEDDED_FEATURES", tmp_path / "reference.safetensors")
     write_embedded(features.EMBEDDED_FEATURES, pictures, extractor, "six pictures")
     embedded = features.embedded_reference()
@@ -165,11 +194,18 @@ def test_folder_reference_reads_pictures_by_name(tmp_path: Path) -> None:
 
 def test_a_coco_annotation_lists_the_pictures(tmp_path: Path) -> None:
     folder = paint(tmp_path / "val")
-    listed = {"images": [{"id": 1, "file_name": "b.png"}, {"id": 2, "file_name": "d.png"}], "annotations": []}
+    listed = {
+        "images": [{"id": 1, "file_name": "b.png"}, {"id": 2, "file_name": "d.png"}],
+        "annotations": [],
+    }
     (tmp_path / "val.json").write_text(json.dumps(listed))
     for name in (f"{tmp_path / 'val.json'}", f"{tmp_path / 'val.json'}={folder}"):
         reference = features.find_reference(name, EMBEDDED)
-        assert reference is not None and reference.pictures is not None and len(reference.pictures) == 2
+        assert (
+            reference is not None
+            and reference.pictures is not None
+            and len(reference.pictures) == 2
+        )
         assert reference.pictures[1] == folder / "d.png"
 
 
@@ -186,7 +222,9 @@ def test_a_coco_annotation_lists_the_pictures(tmp_path: Path) -> None:
         ("", None, "no pictures"),
     ],
 )
-def test_references_that_cannot_be_used(tmp_path: Path, file: str, content: Any, problem: str) -> None:
+def test_references_that_cannot_be_used(
+    tmp_path: Path, file: str, content: Any, problem: str
+) -> None:
     paint(tmp_path / "val")
     if isinstance(content, str):
         (tmp_path / file).write_text(content)
@@ -247,13 +285,19 @@ def test_cache_key_is_content_extractor_and_preprocessing(
     paint(folder, "g")
     measured()
     assert passes == [6, 6, 7]
-    (cached,) = [path for path in (cache / "references").iterdir() if load_file(path)["features"].shape[0] == 7]
+    (cached,) = [
+        path
+        for path in (cache / "references").iterdir()
+        if load_file(path)["features"].shape[0] == 7
+    ]
     cached.write_bytes(b"damaged")
     measured()
     assert passes == [6, 6, 7, 7]
 
 
-def test_reference_sizes_must_agree_unless_resized(tmp_path: Path, extractor: features.Extractor) -> None:
+def test_reference_sizes_must_agree_unless_resized(
+    tmp_path: Path, extractor: features.Extractor
+) -> None:
     folder, no_folder = paint(tmp_path / "set"), tmp_path / "file"
     paint(folder, "z", (90, 70))
     no_folder.write_text("")

@@ -16,7 +16,13 @@ from torch_fidelity import metric_fid, metric_kid, metric_prc
 
 from lantern_bench.methods.tables import OF_SETS
 from lantern_bench.metrics.features import Extractor, FeatureSet
-from lantern_bench.metrics.figures import FeatureSets, fid_infinity, figures_of, frechet_distance, measure_sets
+from lantern_bench.metrics.figures import (
+    FeatureSets,
+    fid_infinity,
+    figures_of,
+    frechet_distance,
+    measure_sets,
+)
 
 WIDTH = 16
 EXTRACTOR = Extractor("a network", "last", WIDTH, Path("weights"))
@@ -39,32 +45,50 @@ def clean_fid(x: torch.Tensor, y: torch.Tensor) -> float:
         *((f.double().numpy().mean(0), np.cov(f.double().T)) for f in (x, y)), strict=True
     )
     root = scipy.linalg.sqrtm(cov_x @ cov_y).real
-    return float((mu_x - mu_y) @ (mu_x - mu_y) + np.trace(cov_x) + np.trace(cov_y) - 2 * np.trace(root))
+    return float(
+        (mu_x - mu_y) @ (mu_x - mu_y) + np.trace(cov_x) + np.trace(cov_y) - 2 * np.trace(root)
+    )
 
 
 @pytest.mark.parametrize(("n", "m", "width"), [(300, 400, 64), (500, 300, 128), (129, 200, 64)])
 def test_fid_agrees_with_clean_fid_and_torch_fidelity(n: int, m: int, width: int) -> None:
     pictures, reference = draw(n, 2, width=width), draw(m, 3, 0.2, width)
     fid = frechet_distance(FeatureSet.of(reference))(pictures)
-    statistics = [{"mu": each.mean, "sigma": each.covariance} for each in map(FeatureSet.of, (pictures, reference))]
-    by_library = metric_fid.fid_statistics_to_metric(*statistics, verbose=False)[metric_fid.KEY_METRIC_FID]
+    statistics = [
+        {"mu": each.mean, "sigma": each.covariance}
+        for each in map(FeatureSet.of, (pictures, reference))
+    ]
+    by_library = metric_fid.fid_statistics_to_metric(*statistics, verbose=False)[
+        metric_fid.KEY_METRIC_FID
+    ]
     assert fid == pytest.approx(by_library, rel=1e-6) and fid > 0.1
     assert fid == pytest.approx(clean_fid(pictures, reference), rel=1e-3)
 
 
 def test_figures_are_those_of_torch_fidelity() -> None:
-    sets, manifold = sets_of(draw(120, 1, 0.1), draw(120, 2)), sets_of(draw(120, 3, 0.2, 12), draw(120, 4, 0.0, 12))
-    figures = {name: figure(np.arange(120)) for name, figure in figures_of(OF_SETS, sets, manifold).items()}
+    sets, manifold = (
+        sets_of(draw(120, 1, 0.1), draw(120, 2)),
+        sets_of(draw(120, 3, 0.2, 12), draw(120, 4, 0.0, 12)),
+    )
+    figures = {
+        name: figure(np.arange(120)) for name, figure in figures_of(OF_SETS, sets, manifold).items()
+    }
     # A subset of all pictures: no choice is left to chance.
     options = {"kid_subsets": 1, "kid_subset_size": 120, "rng_seed": 0, "verbose": False}
     kid = metric_kid.kid_features_to_metric(sets.pictures, sets.reference.features, **options)
     prc = metric_prc.prc_features_to_metric(
-        manifold.pictures, manifold.reference.features, prc_neighborhood=3, save_cpu_ram=True, verbose=False
+        manifold.pictures,
+        manifold.reference.features,
+        prc_neighborhood=3,
+        save_cpu_ram=True,
+        verbose=False,
     )
     assert figures["kid"] == pytest.approx(kid[metric_kid.KEY_METRIC_KID_MEAN], rel=1e-5)
     for name in ("precision", "recall"):
         assert figures[name] == pytest.approx(prc[name]) and 0 < figures[name] < 1
-    assert figures["precision"] != figures_of(OF_SETS, sets)["precision"](np.arange(120)), "another extractor's sets"
+    assert figures["precision"] != figures_of(OF_SETS, sets)["precision"](np.arange(120)), (
+        "another extractor's sets"
+    )
 
 
 def test_a_set_against_itself() -> None:
@@ -76,7 +100,9 @@ def test_a_set_against_itself() -> None:
 
 
 def test_figures_worsen_with_the_pictures_and_lie_in_their_intervals() -> None:
-    little, much = (measure_sets(sets_of(draw(256, 5, shift), draw(256, 6)), EXTRACTOR) for shift in (0.2, 0.8))
+    little, much = (
+        measure_sets(sets_of(draw(256, 5, shift), draw(256, 6)), EXTRACTOR) for shift in (0.2, 0.8)
+    )
     assert 0 < little.columns["fid"] < much.columns["fid"]
     assert little.columns["kid"] < much.columns["kid"]
     assert little.columns["precision"] > much.columns["precision"]
@@ -106,7 +132,9 @@ def test_few_pictures_have_few_figures(n: int, measured: list[str], notes: list[
 def test_a_reference_of_statistics_gives_fid_alone() -> None:
     reference = FeatureSet(np.zeros(WIDTH), np.eye(WIDTH), None)
     columns, _, notes = measure_sets(FeatureSets(draw(300, 1), reference), EXTRACTOR)
-    assert columns["fid"] > 0 and columns["kid"] is columns["precision"] is columns["recall"] is None
+    assert (
+        columns["fid"] > 0 and columns["kid"] is columns["precision"] is columns["recall"] is None
+    )
     assert notes == ["the reference holds statistics only: no kid, precision and recall"]
 
 
@@ -115,7 +143,9 @@ def test_fid_infinity_is_nearer_to_the_truth_than_fid() -> None:
     far, notes = fid_infinity(features, truth, np.random.default_rng(0))
     value, low, high = far.values()
     assert value is not None and low is not None and high is not None and not notes
-    assert abs(value) < 0.5 * frechet_distance(truth)(features), "both sets are of one kind: the distance is 0"
+    assert abs(value) < 0.5 * frechet_distance(truth)(features), (
+        "both sets are of one kind: the distance is 0"
+    )
     assert low < value < high
     assert fid_infinity(features, truth, np.random.default_rng(0)) == (far, [])
 

@@ -28,10 +28,26 @@ from lantern_bench.metrics import image_scorers
 CONFIG = {
     "model_cfg": {
         "embed_dim": 8,
-        "vision_cfg": {"image_size": 32, "patch_size": 16, "layers": 1, "width": 16, "head_width": 8},
-        "text_cfg": {"context_length": 12, "vocab_size": 49408, "width": 8, "heads": 2, "layers": 1},
+        "vision_cfg": {
+            "image_size": 32,
+            "patch_size": 16,
+            "layers": 1,
+            "width": 16,
+            "head_width": 8,
+        },
+        "text_cfg": {
+            "context_length": 12,
+            "vocab_size": 49408,
+            "width": 8,
+            "heads": 2,
+            "layers": 1,
+        },
     },
-    "preprocess_cfg": {"mean": [0.4, 0.5, 0.6], "std": [0.2, 0.3, 0.4], "interpolation": "bilinear"},
+    "preprocess_cfg": {
+        "mean": [0.4, 0.5, 0.6],
+        "std": [0.2, 0.3, 0.4],
+        "interpolation": "bilinear",
+    },
 }
 WIDER = {**CONFIG, "model_cfg": {**CONFIG["model_cfg"], "embed_dim": 16}}
 CAPTIONS = ["a red lantern", "two blue lanterns over a lake", "snow"]
@@ -46,13 +62,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         torch.manual_seed(0)
         model = open_clip.CLIP(**CONFIG["model_cfg"])
     (folder / "open_clip_config.json").write_text(json.dumps(CONFIG))
-    save_file({k: v.half().contiguous() for k, v in model.state_dict().items()}, folder / "open_clip_model.safetensors")
+    save_file(
+        {k: v.half().contiguous() for k, v in model.state_dict().items()},
+        folder / "open_clip_model.safetensors",
+    )
     return folder
 
 
 @pytest.fixture(scope="module")
 def pictures() -> torch.Tensor:
-    return torch.randint(0, 256, (3, 3, 48, 64), generator=torch.Generator().manual_seed(2), dtype=torch.uint8)
+    return torch.randint(
+        0, 256, (3, 3, 48, 64), generator=torch.Generator().manual_seed(2), dtype=torch.uint8
+    )
 
 
 def test_clip_score_equals_open_clip(folder: Path, pictures: torch.Tensor) -> None:
@@ -65,7 +86,10 @@ def test_clip_score_equals_open_clip(folder: Path, pictures: torch.Tensor) -> No
     for picture, caption, score in zip(pictures, CAPTIONS, scores, strict=True):
         pixels = preprocess(Image.fromarray(picture.permute(1, 2, 0).numpy()))
         with torch.no_grad():
-            image, text = model.encode_image(pixels[None])[0], model.encode_text(tokenizer([caption]))[0]
+            image, text = (
+                model.encode_image(pixels[None])[0],
+                model.encode_text(tokenizer([caption]))[0],
+            )
         assert score == pytest.approx(float(torch.cosine_similarity(image, text, dim=0)), abs=1e-5)
 
 
@@ -87,7 +111,12 @@ def test_the_prefix_is_put_before_captions(folder: Path, pictures: torch.Tensor)
     ],
 )
 def test_folders_without_a_whole_model_are_refused(
-    configuration: str, weights: str | None, error: type[Exception], problem: str, folder: Path, tmp_path: Path
+    configuration: str,
+    weights: str | None,
+    error: type[Exception],
+    problem: str,
+    folder: Path,
+    tmp_path: Path,
 ) -> None:
     (tmp_path / "open_clip_config.json").write_text(configuration)
     if weights:
@@ -111,7 +140,9 @@ def test_bundled_clip_finds_captions_of_held_out_scenes() -> None:
     """Its bar is 70 % of 100; on 50 here, the full figure is in the training report."""
     pictures, attributes = held_out_scenes(50, seed=5)
     scorer = image_scorers.load_clip()
-    images = scorer.images([Image.fromarray(picture.permute(1, 2, 0).numpy()) for picture in pictures])
+    images = scorer.images(
+        [Image.fromarray(picture.permute(1, 2, 0).numpy()) for picture in pictures]
+    )
     cosines = images @ scorer.captions([item.caption() for item in attributes]).T
     assert float((cosines.argmax(1) == torch.arange(50)).float().mean()) >= 0.8
     assert float(cosines.diagonal().mean()) > float(cosines.mean()) + 0.5
@@ -127,11 +158,31 @@ def load(name: str) -> Any:
 @pytest.mark.parametrize(
     ("scorer", "error", "problem", "advice"),
     [
-        (image_scorers.load_clip, RefusedError, "lanterns-clip is missing", "experiments.train_lanterns --part clip"),
-        (lambda: image_scorers.load_clip("ViT-B-32"), RefusedError, "ViT-B-32", "Put ViT-B-32.safetensors there; docs"),
+        (
+            image_scorers.load_clip,
+            RefusedError,
+            "lanterns-clip is missing",
+            "experiments.train_lanterns --part clip",
+        ),
+        (
+            lambda: image_scorers.load_clip("ViT-B-32"),
+            RefusedError,
+            "ViT-B-32",
+            "Put ViT-B-32.safetensors there; docs",
+        ),
         (lambda: image_scorers.load_clip("ViT-Z-99"), UserError, "ViT-Z-99", "ViT-B-32"),
-        (lambda: load("hpsv2"), RefusedError, "weights of HPSv2 are not on this machine", "Put HPS_v2.1_compressed.pt"),
-        (lambda: load("image_reward"), RefusedError, "ImageReward is not installed", "lantern-bench[image-reward]"),
+        (
+            lambda: load("hpsv2"),
+            RefusedError,
+            "weights of HPSv2 are not on this machine",
+            "Put HPS_v2.1_compressed.pt",
+        ),
+        (
+            lambda: load("image_reward"),
+            RefusedError,
+            "ImageReward is not installed",
+            "lantern-bench[image-reward]",
+        ),
     ],
 )
 def test_missing_scorers_are_refused(
@@ -151,7 +202,9 @@ def test_missing_scorers_are_refused(
     assert advice in str(caught.value.advice)
 
 
-def test_image_reward_goes_through_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_image_reward_goes_through_its_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The package's own interface, as published: load(name, device, download_root), score(prompt, image)."""
     calls: list[Any] = []
 
@@ -161,7 +214,9 @@ def test_image_reward_goes_through_its_package(tmp_path: Path, monkeypatch: pyte
             return float(len(prompt))
 
     package = types.ModuleType("ImageReward")
-    package.load = lambda name, device, download_root: calls.append((name, download_root)) or Model()  # type: ignore[attr-defined]
+    package.load = lambda name, device, download_root: (
+        calls.append((name, download_root)) or Model()
+    )  # type: ignore[attr-defined]
     package.__spec__ = types.SimpleNamespace()  # type: ignore[assignment]
     monkeypatch.setitem(sys.modules, "ImageReward", package)
     torch.save({"a": torch.zeros(1)}, tmp_path / "ImageReward.pt")
@@ -172,4 +227,8 @@ def test_image_reward_goes_through_its_package(tmp_path: Path, monkeypatch: pyte
     scorer = load("image_reward")
     assert scorer.label.startswith("image-reward-1.0@")
     assert scorer(torch.zeros(2, 3, 8, 9, dtype=torch.uint8), ["red", "blue!"]) == [3.0, 5.0]
-    assert calls == [(str(tmp_path / "ImageReward.pt"), str(tmp_path)), ("red", (9, 8)), ("blue!", (9, 8))]
+    assert calls == [
+        (str(tmp_path / "ImageReward.pt"), str(tmp_path)),
+        ("red", (9, 8)),
+        ("blue!", (9, 8)),
+    ]

@@ -25,39 +25,62 @@ def exact(width: int = WIDTH) -> FeatureSet:
     return FeatureSet(np.zeros(width), np.eye(width), None)
 
 
-def figures(names: Sequence[str], features: torch.Tensor, reference: FeatureSet) -> dict[str, Figure]:
+def figures(
+    names: Sequence[str], features: torch.Tensor, reference: FeatureSet
+) -> dict[str, Figure]:
     return figures_of(names, FeatureSets(features, reference))
 
 
-@pytest.mark.parametrize("sets", [pytest.param(20, id="small"), pytest.param(100, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "sets", [pytest.param(20, id="small"), pytest.param(100, marks=pytest.mark.long)]
+)
 def test_the_interval_of_fid_covers_its_expectation_and_a_bootstrap_does_not(sets: int) -> None:
     n, width, reference, rng = 64, 24, exact(24), np.random.default_rng(0)
-    distances = [figures(["fid"], draw(n, seed, width), reference)["fid"] for seed in range(9 * sets)]
+    distances = [
+        figures(["fid"], draw(n, seed, width), reference)["fid"] for seed in range(9 * sets)
+    ]
     values = [distance(np.arange(n)) for distance in distances]
     reaches = [jackknife({"fid": distance}, n)["fid"] for distance in distances[:sets]]
-    covered = [abs(value - np.mean(values)) <= reach for value, reach in zip(values, reaches, strict=False)]
+    covered = [
+        abs(value - np.mean(values)) <= reach for value, reach in zip(values, reaches, strict=False)
+    ]
     assert 0.9 <= np.mean(covered) <= 1.0
     for distance in distances[:5]:
         resampled = [distance(rng.integers(0, n, n)) for _ in range(20)]
         assert min(resampled) > np.mean(values), "resampling with replacement inflates FID"
 
 
-@pytest.mark.parametrize(("sets", "share"), [(30, 0.8), pytest.param(60, 0.9, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("sets", "share"), [(30, 0.8), pytest.param(60, 0.9, marks=pytest.mark.long)]
+)
 def test_intervals_of_kid_precision_and_recall_cover(sets: int, share: float) -> None:
-    n, reference, names = 100, FeatureSet.of(draw(150, 5, shift=0.0)), ("kid", "precision", "recall")
+    n, reference, names = (
+        100,
+        FeatureSet.of(draw(150, 5, shift=0.0)),
+        ("kid", "precision", "recall"),
+    )
     drawn = [figures(names, draw(n, seed), reference) for seed in range(5 * sets)]
     reaches = [jackknife(figures_of_set, n) for figures_of_set in drawn[:sets]]
     for name in names:
         values = [figures_of_set[name](np.arange(n)) for figures_of_set in drawn]
-        covered = [abs(value - np.mean(values)) <= reach[name] for value, reach in zip(values, reaches, strict=False)]
+        covered = [
+            abs(value - np.mean(values)) <= reach[name]
+            for value, reach in zip(values, reaches, strict=False)
+        ]
         assert np.mean(covered) >= share, name
 
 
 @pytest.mark.parametrize(
     ("repeats", "runs"),
-    [(2, 10), pytest.param(2, 60, marks=pytest.mark.long), pytest.param(4, 60, marks=pytest.mark.long)],
+    [
+        (2, 10),
+        pytest.param(2, 60, marks=pytest.mark.long),
+        pytest.param(4, 60, marks=pytest.mark.long),
+    ],
 )
-def test_the_spread_of_ar_holds_other_seeds_and_not_another_distribution(repeats: int, runs: int) -> None:
+def test_the_spread_of_ar_holds_other_seeds_and_not_another_distribution(
+    repeats: int, runs: int
+) -> None:
     n, reference = 60, exact()
     # Each prompt has a mean of its own: the variance between prompts is in no set's seed.
     prompts = 3 * draw(n, 7, shift=0.0)
@@ -85,7 +108,9 @@ def test_the_detectable_shift_leaves_the_spread_in_four_of_five_sets(repeats: in
         # A figure that is a mean over pictures: sets of n vary by `deviation`.
         pictures = 17.6 + generator.normal(0, deviation * np.sqrt(n), (repeats + 1) * n)
         rows = np.arange((repeats + 1) * n).reshape(-1, n)
-        centre, low, high = ar_spread({"fid": lambda chosen, of=pictures: float(of[chosen].mean())}, rows[:-1])["fid"]
+        centre, low, high = ar_spread(
+            {"fid": lambda chosen, of=pictures: float(of[chosen].mean())}, rows[:-1]
+        )["fid"]
         other = pictures[rows[-1]].mean()
         shifts = {"detectable": detectable(centre, low, high), "3": 3.0, "4": 4.0}
         for name, shift in shifts.items():

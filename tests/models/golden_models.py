@@ -18,7 +18,9 @@ import yaml
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.models.registry import model_of
 
-GOLDEN = Path(os.environ.get("LANTERN_BENCH_GOLDEN", Path(__file__).parents[1] / "golden")).absolute()
+GOLDEN = Path(
+    os.environ.get("LANTERN_BENCH_GOLDEN", Path(__file__).parents[1] / "golden")
+).absolute()
 
 SIDES = {"t2i": 16, "t2i2": 32}
 TREES = {
@@ -34,7 +36,9 @@ TREES = {
 
 def gpt_config(kind: str) -> dict[str, Any]:
     """The official arguments of a recorded target."""
-    args: dict[str, Any] = json.loads((GOLDEN / "llamagen_gpt" / "gpt_info.json").read_text())[f"{kind}_args"]
+    args: dict[str, Any] = json.loads((GOLDEN / "llamagen_gpt" / "gpt_info.json").read_text())[
+        f"{kind}_args"
+    ]
     return args
 
 
@@ -56,8 +60,14 @@ def recorded_target(folder: Path, kind: str, **parts: Any) -> Path:
     """The model file of a recorded target alone."""
     config = gpt_config(kind)
     side = int(config["block_size"] ** 0.5)
-    target = {"checkpoint": GOLDEN / "llamagen_gpt" / f"{kind}.pt", "layout": "official", "config": config}
-    return write_model(folder, **({"family": f"llamagen-{kind}", "target": target, "grid": [side, side]} | parts))
+    target = {
+        "checkpoint": GOLDEN / "llamagen_gpt" / f"{kind}.pt",
+        "layout": "official",
+        "config": config,
+    }
+    return write_model(
+        folder, **({"family": f"llamagen-{kind}", "target": target, "grid": [side, side]} | parts)
+    )
 
 
 def end_to_end(folder: Path, **parts: Any) -> Path:

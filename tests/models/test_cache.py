@@ -61,7 +61,9 @@ def test_trees_and_commits_equal_plain_runs(target: TransformerTarget, accepted:
     committed: list[list[int]] = [[] for _ in range(BATCH)]
     for _step in range(2):
         tokens = torch.randint(23, (BATCH, 7), generator=draws)
-        scores = session.score(tokens, TREE.depths.expand(BATCH, -1), TREE.attention.expand(BATCH, -1, -1))
+        scores = session.score(
+            tokens, TREE.depths.expand(BATCH, -1), TREE.attention.expand(BATCH, -1, -1)
+        )
         for image in range(BATCH):
             for node in range(7):
                 path = tokens[image, TREE.attention[node]].tolist()
@@ -87,9 +89,13 @@ def test_prefill_resets_a_session(target: TransformerTarget) -> None:
 @torch.no_grad()
 def test_cached_forward_equals_the_training_forward(target: TransformerTarget) -> None:
     tokens = torch.tensor([[4, 9, 1, 0, 22]])
-    x = torch.cat([target.prefix(row(2), guided=False), target.transformer.tok_embeddings(tokens)], dim=1)
+    x = torch.cat(
+        [target.prefix(row(2), guided=False), target.transformer.tok_embeddings(tokens)], dim=1
+    )
     hidden = target.transformer(x, prefix_mask(row(2).valid, x.shape[1]))
-    assert (target.transformer.output(hidden[0, -1]) - logits_of(target, 2, tokens[0].tolist())[0]).abs().max() < 1e-5
+    assert (
+        target.transformer.output(hidden[0, -1]) - logits_of(target, 2, tokens[0].tolist())[0]
+    ).abs().max() < 1e-5
 
 
 @torch.no_grad()
@@ -121,10 +127,15 @@ def filled_cache(lengths: list[int], dtype: torch.dtype, kv_heads: int) -> KVCac
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("lengths", [[5], [40], [50], [3, 50, 20]])
 @pytest.mark.parametrize("nodes", [1, NODES, 50])
-def test_filled_columns_are_enough(lengths: list[int], dtype: torch.dtype, kv_heads: int, nodes: int) -> None:
+def test_filled_columns_are_enough(
+    lengths: list[int], dtype: torch.dtype, kv_heads: int, nodes: int
+) -> None:
     cache, rows = filled_cache(lengths, dtype, kv_heads), 2 * len(lengths)
     draws = torch.Generator().manual_seed(1)
-    q, k, v = (torch.randn(rows, nodes, heads, 8, generator=draws).to(dtype) for heads in (4, kv_heads, kv_heads))
+    q, k, v = (
+        torch.randn(rows, nodes, heads, 8, generator=draws).to(dtype)
+        for heads in (4, kv_heads, kv_heads)
+    )
     seen = torch.ones(len(lengths), nodes, nodes, dtype=torch.bool).tril()
     mask, slots = cache.mask(seen, dtype), cache.slots(0, nodes)
     got = attend_cached(cache, 0, slots, mask)(q, k, v)
@@ -135,7 +146,9 @@ def test_filled_columns_are_enough(lengths: list[int], dtype: torch.dtype, kv_he
         q.transpose(1, 2), keys, values, allowed[:, None], enable_gqa=kv_heads == 2
     )
     assert got.shape == q.shape
-    assert (got.float() - wanted.transpose(1, 2).float()).abs().max() < (1e-6 if dtype == torch.float32 else 2e-2)
+    assert (got.float() - wanted.transpose(1, 2).float()).abs().max() < (
+        1e-6 if dtype == torch.float32 else 2e-2
+    )
 
 
 def test_unused_columns_are_not_read() -> None:

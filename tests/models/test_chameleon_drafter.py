@@ -36,7 +36,10 @@ def loaded(folder: Path) -> tuple[TransformerTarget, EagleDrafter]:
 
 def written_out(state: dict[str, Tensor], words: Tensor, features: Tensor) -> Tensor:
     """The published drafter, step by step, on one sequence: words int64 [n], features [n, dim] -> [n, dim]."""
-    x = torch.cat([state["embed_tokens.weight"][words], features], dim=-1) @ state["fc.weight"].T + state["fc.bias"]
+    x = (
+        torch.cat([state["embed_tokens.weight"][words], features], dim=-1) @ state["fc.weight"].T
+        + state["fc.bias"]
+    )
     return tiny_lumina2.layer(state, "layers.0.", tiny.SHAPE, x)
 
 
@@ -65,7 +68,9 @@ def test_drafts_equal_the_layer_written_out(folder: Path) -> None:
         words = torch.cat([prompt[1:], ids[tokens[image, :3]]])
         out = written_out(state, words, features)
         # A level below the root is fed the feature that the drafter itself predicted.
-        deeper = written_out(state, torch.cat([words, ids[tokens[image, 3:]]]), torch.cat([features, out[-1:]]))
+        deeper = written_out(
+            state, torch.cat([words, ids[tokens[image, 3:]]]), torch.cat([features, out[-1:]])
+        )
         for drafts, feature in zip(got, (out[-3], out[-1], deeper[-1]), strict=True):
             logits = drafts.cond if kind == 0 else drafts.uncond
             assert logits is not None
@@ -93,7 +98,10 @@ def test_safetensors_drafters_load_the_same(folder: Path, tmp_path: Path) -> Non
 def test_llamagen_drafters_are_refused(folder: Path, tmp_path: Path) -> None:
     target = loaded(folder)[0]
     state = torch.load(folder / "drafter" / "pytorch_model.bin", weights_only=True)
-    save_file({name: part for name, part in state.items() if "_norm." not in name}, tmp_path / "model.safetensors")
+    save_file(
+        {name: part for name, part in state.items() if "_norm." not in name},
+        tmp_path / "model.safetensors",
+    )
     (tmp_path / "config.json").write_text((folder / "drafter" / "config.json").read_text())
     with pytest.raises(UserError, match="is not an EAGLE drafter of Chameleon: it"):
         load_drafter(tmp_path, target, **CPU)

@@ -31,7 +31,9 @@ MODES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def _models(monkeypatch: pytest.MonkeyPatch) -> None:
-    shipped = {name: model for name, model in registry.models().items() if model.family == "chameleon"}
+    shipped = {
+        name: model for name, model in registry.models().items() if model.family == "chameleon"
+    }
     monkeypatch.setattr(registry, "models", lambda: shipped)
 
 
@@ -64,9 +66,13 @@ def test_batched_prompts_equal_single_prompts(described: Path) -> None:
     model = model_of(str(described)).load(CPU, FLOAT)
     prompts = ["red", "an image of the lantern over a lantern"]
     decoding = Decoding(mode="ar", temperature=0, cfg_scale=2.0)
-    together = decode(model, model.condition(prompts), decoding, [torch.Generator()] * 2, keep_logits=True)
+    together = decode(
+        model, model.condition(prompts), decoding, [torch.Generator()] * 2, keep_logits=True
+    )
     for prompt, image in zip(prompts, together, strict=True):
-        alone = decode(model, model.condition([prompt]), decoding, [torch.Generator()], keep_logits=True)[0]
+        alone = decode(
+            model, model.condition([prompt]), decoding, [torch.Generator()], keep_logits=True
+        )[0]
         assert alone.logits is not None and image.logits is not None
         assert (alone.logits - image.logits).abs().max() < 2e-4
         assert alone.tokens.equal(image.tokens)
@@ -100,7 +106,10 @@ def refused(model: str) -> str:
 def test_mismatched_checkpoints_give_one_error(anole: Path) -> None:
     shard = anole.parent / "target" / "model-00002-of-00002.safetensors"
     state = load_file(shard)
-    save_file({"model.norm.weight": state["model.norm.weight"][:8].clone(), "model.rope": torch.zeros(1)}, shard)
+    save_file(
+        {"model.norm.weight": state["model.norm.weight"][:8].clone(), "model.rope": torch.zeros(1)},
+        shard,
+    )
     message = refused(str(anole))
     for part in ("lm_head.weight", "1 unexpected: model.rope", "model.norm.weight is 8, not 32"):
         assert part in message
@@ -110,7 +119,9 @@ def test_mismatched_checkpoints_give_one_error(anole: Path) -> None:
 
 
 def test_other_families_are_refused_in_one_line(anole: Path) -> None:
-    save_file({"cls_embedding.uncond_embedding": torch.zeros(4, 4)}, anole.parent / "other.safetensors")
+    save_file(
+        {"cls_embedding.uncond_embedding": torch.zeros(4, 4)}, anole.parent / "other.safetensors"
+    )
     model = rewritten(anole, "checkpoint: target,", "checkpoint: other.safetensors,")
     expected = "is not a Chameleon model in the HF layout: it is LlamaGen, text-conditional"
     message = refused(model)
@@ -122,7 +133,11 @@ def test_other_families_are_refused_in_one_line(anole: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("layout: hf", "layout: official", "is not in the layout official: it is a Chameleon model"),
+        (
+            "layout: hf",
+            "layout: official",
+            "is not in the layout official: it is a Chameleon model",
+        ),
         ("layout: hf", "config: {hidden_act: gelu}", "target.config.hidden_act: is gelu"),
         ("family: anole", "family: anolé", "unknown family"),
         ("dir: drafter", "dir: target", "num_hidden_layers: is 2"),
@@ -134,8 +149,14 @@ def test_wrong_model_files_are_refused(anole: Path, old: str, new: str, message:
 
 
 def test_tokenizer_of_another_size_draws_nothing(anole: Path) -> None:
-    words = {name: number for name, number in tiny.vocabulary().items() if name != tiny.code_name(tiny.CODES - 1)}
-    (anole.parent / "target" / "config.json").write_text(json.dumps(tiny.config(vocabulary_map=words)))
+    words = {
+        name: number
+        for name, number in tiny.vocabulary().items()
+        if name != tiny.code_name(tiny.CODES - 1)
+    }
+    (anole.parent / "target" / "config.json").write_text(
+        json.dumps(tiny.config(vocabulary_map=words))
+    )
     (anole.parent / "target" / "tokenizer.json").unlink()
     model = model_of(str(anole)).load(CPU, FLOAT)
     with pytest.raises(UserError, match="the tokenizer has 64 codes, the target 63"):
@@ -143,7 +164,9 @@ def test_tokenizer_of_another_size_draws_nothing(anole: Path) -> None:
 
 
 @pytest.mark.parametrize("name", GRIDS)
-def test_published_folders_are_loaded_by_name(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_published_folders_are_loaded_by_name(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The files lie as the hub names them; only their sizes are small."""
     monkeypatch.setenv("LANTERN_BENCH_WEIGHTS", str(tmp_path))
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "none"))
@@ -155,7 +178,9 @@ def test_published_folders_are_loaded_by_name(name: str, tmp_path: Path, monkeyp
     model = model_of(name).load(CPU, FLOAT)
     assert (model.drafter is not None) == ("drafter" in parts) == ("drafter" in model.weights)
     decoding = Decoding(mode="speculative" if model.drafter else "ar", temperature=0, cfg_scale=3.0)
-    (image,) = decode(model, model.condition(["a red lantern"]), decoding, [torch.Generator()], tokens=60)
+    (image,) = decode(
+        model, model.condition(["a red lantern"]), decoding, [torch.Generator()], tokens=60
+    )
     ends = (image.tokens == tiny.CODES).nonzero().flatten().tolist()
     assert len(image.tokens) == 60 and ends == ([48] if "lumina" in name else [])
 

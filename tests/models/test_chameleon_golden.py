@@ -47,19 +47,25 @@ def expected() -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("swin", [False, True])
 @torch.no_grad()
-def test_hidden_states_and_logits_equal_the_recorded_ones(swin: bool, expected: dict[str, Tensor]) -> None:
+def test_hidden_states_and_logits_equal_the_recorded_ones(
+    swin: bool, expected: dict[str, Tensor]
+) -> None:
     target, key = target_of(swin), f"swin{int(swin)}"
     ids = expected["input_ids"]
     session = target.session(len(ids), guided=False, nodes=1)
     features = session.prefill(prompts(ids, torch.ones_like(ids))).features
     assert (features - expected[f"{key}.hidden"]).abs().max() < 2e-4
-    assert (target.transformer.output(features) - expected[f"{key}.logits_unmasked"]).abs().max() < 2e-4
+    assert (
+        target.transformer.output(features) - expected[f"{key}.logits_unmasked"]
+    ).abs().max() < 2e-4
 
 
 @pytest.mark.parametrize("swin", [False, True])
 @pytest.mark.parametrize("given", [1, 6, 13])
 @torch.no_grad()
-def test_logits_through_the_cache_equal_the_recorded_ones(swin: bool, given: int, expected: dict[str, Tensor]) -> None:
+def test_logits_through_the_cache_equal_the_recorded_ones(
+    swin: bool, given: int, expected: dict[str, Tensor]
+) -> None:
     target = target_of(swin)
     ids = expected["input_ids"].long()
     rest = ids.shape[1] - given
@@ -82,7 +88,9 @@ def test_positions_start_behind_left_padding(swin: bool, expected: dict[str, Ten
     session = target.session(1, guided=True, nodes=1)
     features = session.prefill(Condition(torch.stack([ids[1], ids[0]])[None], valid)).features
     logits, key = target.transformer.output(features), f"swin{int(swin)}"
-    assert (logits[0, 4:] - expected[f"{key}.logits_unmasked_leftpad_row1_valid"]).abs().max() < 2e-4
+    assert (
+        logits[0, 4:] - expected[f"{key}.logits_unmasked_leftpad_row1_valid"]
+    ).abs().max() < 2e-4
     assert (logits[1] - expected[f"{key}.logits_unmasked"][0]).abs().max() < 2e-4
 
 
@@ -101,7 +109,9 @@ class Alone:
 @torch.no_grad()
 def test_greedy_decoding_takes_the_best_recorded_token(expected: dict[str, Tensor]) -> None:
     """The first token from the recording itself, every later one from a run of the whole sequence without a cache."""
-    ids = list(Chameleon("recorded", Published("", STATED, {}, (3, 4)), {"target": FOLDER}).image_words())
+    ids = list(
+        Chameleon("recorded", Published("", STATED, {}, (3, 4)), {"target": FOLDER}).image_words()
+    )
     whole, row = target_of(False), expected["input_ids"][0].tolist()
     decoding = Decoding(mode="ar", temperature=0, cfg_scale=1)
     model = Alone(target_of(False, ids))
@@ -111,7 +121,11 @@ def test_greedy_decoding_takes_the_best_recorded_token(expected: dict[str, Tenso
     assert (image.logits[0] - expected["swin0.logits_unmasked"][0, -1, ids]).abs().max() < 2e-4
     for token, logits in zip(image.tokens.tolist(), image.logits, strict=True):
         prompt = torch.tensor([row])
-        features = whole.session(1, guided=False, nodes=1).prefill(prompts(prompt, torch.ones_like(prompt))).features
+        features = (
+            whole.session(1, guided=False, nodes=1)
+            .prefill(prompts(prompt, torch.ones_like(prompt)))
+            .features
+        )
         wanted = whole.transformer.output(features)[0, -1, ids]
         assert (logits - wanted).abs().max() < 2e-4
         assert token == wanted.argmax()

@@ -41,9 +41,17 @@ def test_codes_are_found_by_name(folder: Path) -> None:
 def test_published_token_numbers() -> None:
     assert ANOLE.image_words() == tuple(range(4, 8196))
     assert LUMINA.image_words() == (*range(4, 8196), 8803)
-    prompts = {model.name: model.prompt_tokens("", lambda text: [9000]) for model in (ANOLE, LUMINA)}
-    assert prompts == {"anole-7b": [0, 9000, 8710, 8197], "lumina-mgpt-7b-768": [0, 9000, 8710, 8197, 8828, 8828]}
-    nulls = [model.wording().without_caption(prompts[model.name], model.vocabulary, list) for model in (ANOLE, LUMINA)]
+    prompts = {
+        model.name: model.prompt_tokens("", lambda text: [9000]) for model in (ANOLE, LUMINA)
+    }
+    assert prompts == {
+        "anole-7b": [0, 9000, 8710, 8197],
+        "lumina-mgpt-7b-768": [0, 9000, 8710, 8197, 8828, 8828],
+    }
+    nulls = [
+        model.wording().without_caption(prompts[model.name], model.vocabulary, list)
+        for model in (ANOLE, LUMINA)
+    ]
     assert nulls == [[0, 8197], [8197, 8828, 8828]]
     text = LUMINA.wording().template.format(caption="a cat")
     assert text == "Generate an image of 768x768 according to the following prompt:\na cat"
@@ -51,10 +59,16 @@ def test_published_token_numbers() -> None:
 
 def test_the_published_size_is_seven_billion() -> None:
     # The number of parameters of transformers' ChameleonForConditionalGeneration, its image encoder left out.
-    parameters = 32 * (4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096 + 4 * 4096) + 2 * 65536 * 4096 + 4096
+    parameters = (
+        32 * (4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096 + 4 * 4096) + 2 * 65536 * 4096 + 4096
+    )
     assert ANOLE.parameters == LUMINA.parameters == parameters
     assert (ANOLE.tokens, ANOLE.codes, LUMINA.tokens, LUMINA.codes) == (1024, 8192, 2352, 8192)
-    assert (LUMINA.sizes.vocab_size, LUMINA.sizes.line_length, LUMINA.defaults["cfg_scale"]) == (8193, 49, 3.0)
+    assert (LUMINA.sizes.vocab_size, LUMINA.sizes.line_length, LUMINA.defaults["cfg_scale"]) == (
+        8193,
+        49,
+        3.0,
+    )
 
 
 @pytest.mark.parametrize(
@@ -74,7 +88,9 @@ def test_vocabulary_without_codes_is_refused(numbers: dict[str, int], message: s
 
 
 def test_odd_grids_are_refused_in_sized_prompts(folder: Path) -> None:
-    with pytest.raises(UserError, match="grid 3x4: this model's pictures have an even number of each"):
+    with pytest.raises(
+        UserError, match="grid 3x4: this model's pictures have an even number of each"
+    ):
         lumina(folder, (3, 4)).wording()
 
 
@@ -88,7 +104,9 @@ def test_odd_grids_are_refused_in_sized_prompts(folder: Path) -> None:
         ({"rms_norm_eps": -1}, "rms_norm_eps: -1: must be a number above 0"),
     ],
 )
-def test_impossible_configs_are_refused(changes: dict[str, object], message: str, folder: Path) -> None:
+def test_impossible_configs_are_refused(
+    changes: dict[str, object], message: str, folder: Path
+) -> None:
     anole = tiny.anole(folder)
     anole.config = tiny.config(**changes)
     with pytest.raises(UserError) as caught:
@@ -105,16 +123,27 @@ def test_newer_config_keys_are_read() -> None:
 def test_captions_become_prompts(folder: Path) -> None:
     anole = tiny.anole(folder)
     names = ["<s>", "a", "red", "lantern", "<reserved08706>", "<racm3:break>"]
-    assert anole.prompt_tokens("a red lantern", anole._encode) == [tiny.vocabulary()[name] for name in names]
+    assert anole.prompt_tokens("a red lantern", anole._encode) == [
+        tiny.vocabulary()[name] for name in names
+    ]
     # "64x96" and ":" are no words of this tokenizer.
     wide = lumina(folder, (4, 6))
     text = "Generate an image of <unk> according to the following prompt <unk> red"
-    names = ["<s>", *text.split(), "<reserved08706>", "<racm3:break>", "<reserved08802>", "<reserved08803>"]
+    names = [
+        "<s>",
+        *text.split(),
+        "<reserved08706>",
+        "<racm3:break>",
+        "<reserved08802>",
+        "<reserved08803>",
+    ]
     assert wide.prompt_tokens("red", wide._encode) == [tiny.vocabulary()[name] for name in names]
 
 
 def test_both_prompts_are_padded_on_the_left() -> None:
-    condition = prompt_condition([(prompt, [prompt[0], prompt[-1]]) for prompt in ([0, 9, 8, 7], [0, 9, 9, 9, 8, 7])])
+    condition = prompt_condition(
+        [(prompt, [prompt[0], prompt[-1]]) for prompt in ([0, 9, 8, 7], [0, 9, 9, 9, 8, 7])]
+    )
     assert condition.values.tolist() == [
         [[1, 1, 0, 9, 8, 7], [1, 1, 1, 1, 0, 7]],
         [[0, 9, 9, 9, 8, 7], [1, 1, 1, 1, 0, 7]],
@@ -140,7 +169,9 @@ def test_empty_and_long_captions_are_refused(folder: Path, monkeypatch: pytest.M
         anole.check_prompt("a red lantern over")
 
 
-def test_a_thousand_captions_parse_the_tokenizer_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thousand_captions_parse_the_tokenizer_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     read = MagicMock(side_effect=Tokenizer.from_file)
     monkeypatch.setattr("tokenizers.Tokenizer.from_file", read)
     anole = described(folder)
@@ -161,7 +192,9 @@ def test_missing_and_broken_tokenizers_are_refused(tmp_path: Path) -> None:
         tiny.anole(folder).image_words()
 
 
-def test_captions_need_the_tokenizers_package(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captions_need_the_tokenizers_package(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(RefusedError, match="captions need the package tokenizers"):
         tiny.anole(folder)._encode("a cat")

@@ -29,7 +29,9 @@ def saved(path: Path, state: Any, **how: Any) -> Path:
 
 def same(path: Path) -> bool:
     opened = open_checkpoint(path)
-    return set(opened) == set(STATE) and all(torch.equal(opened[name], STATE[name]) for name in STATE)
+    return set(opened) == set(STATE) and all(
+        torch.equal(opened[name], STATE[name]) for name in STATE
+    )
 
 
 @pytest.mark.parametrize(
@@ -46,7 +48,9 @@ def same(path: Path) -> bool:
     ],
 )
 @pytest.mark.parametrize("zipped", [True, False])
-def test_containers_of_training_frameworks_are_unwrapped(wrap: Any, zipped: bool, tmp_path: Path) -> None:
+def test_containers_of_training_frameworks_are_unwrapped(
+    wrap: Any, zipped: bool, tmp_path: Path
+) -> None:
     assert same(saved(tmp_path / "file.pt", wrap(STATE), _use_new_zipfile_serialization=zipped))
 
 
@@ -62,7 +66,12 @@ def test_safetensors_open_as_file_directory_and_shards(tmp_path: Path) -> None:
     assert same(shards)
     assert open_checkpoint(shards).shape("a.weight") == (2, 3)
     index = shards / "model.safetensors.index.json"
-    for name in ("../model.safetensors", "/etc/passwd", "../../../../../etc/passwd", "sub/../../model.safetensors"):
+    for name in (
+        "../model.safetensors",
+        "/etc/passwd",
+        "../../../../../etc/passwd",
+        "sub/../../model.safetensors",
+    ):
         index.write_text(json.dumps({"weight_map": {"a.weight": name}}))
         with pytest.raises(UserError, match=r"index\.json: names .*, which is outside .*shards"):
             open_checkpoint(shards)
@@ -74,12 +83,17 @@ def test_safetensors_open_as_file_directory_and_shards(tmp_path: Path) -> None:
 
 def test_weights_that_require_grad_are_loaded(tmp_path: Path) -> None:
     """They are saved so by `dict(model.named_parameters())`, and by `state_dict(keep_vars=True)`."""
-    saved(tmp_path / "file.pt", {"q": torch.nn.Parameter(torch.ones(2, 3)), "k": torch.nn.Parameter(torch.zeros(1, 3))})
+    saved(
+        tmp_path / "file.pt",
+        {"q": torch.nn.Parameter(torch.ones(2, 3)), "k": torch.nn.Parameter(torch.zeros(1, 3))},
+    )
     with torch.device("meta"):
         module = torch.nn.Linear(3, 3, bias=False)
     opened, keys = open_checkpoint(tmp_path / "file.pt"), {"weight": (Slice("q", 2), Slice("k", 1))}
     load_into(module, opened, keys, dtype=torch.float32, device=torch.device("cpu"))
-    assert module.weight.tolist() == [[1.0] * 3] * 2 + [[0.0] * 3] and not module.weight.requires_grad
+    assert (
+        module.weight.tolist() == [[1.0] * 3] * 2 + [[0.0] * 3] and not module.weight.requires_grad
+    )
 
 
 class Code:
@@ -94,7 +108,8 @@ class Code:
 
 @pytest.mark.parametrize("how", ["zip", "legacy", "pickle"])
 @pytest.mark.parametrize(
-    ("name", "code"), [("system", Code(os.system, "touch ran")), ("eval", Code(eval, "open('ran', 'w')"))]
+    ("name", "code"),
+    [("system", Code(os.system, "touch ran")), ("eval", Code(eval, "open('ran', 'w')"))],
 )
 def test_pickle_with_code_is_not_run(
     how: str, name: str, code: Code, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -106,7 +121,11 @@ def test_pickle_with_code_is_not_run(
     else:
         saved(path, {"model": code, **STATE}, _use_new_zipfile_serialization=how == "zip")
     # Torch names the function only where the pickle has its own format.
-    message = "cannot be read as a checkpoint" if how == "pickle" else f"a pickle with code in it .*{name}"
+    message = (
+        "cannot be read as a checkpoint"
+        if how == "pickle"
+        else f"a pickle with code in it .*{name}"
+    )
     with pytest.raises(UserError, match=message) as caught:
         open_checkpoint(path)
     assert caught.value.exit_code == 2 and "\n" not in caught.value.message
@@ -187,7 +206,9 @@ print((max(samples) - before) * 1024 / path.stat().st_size)
         pytest.param("safetensors", "float32", marks=pytest.mark.long),
     ],
 )
-def test_loading_needs_little_more_memory_than_the_file(kind: str, dtype: str, tmp_path: Path) -> None:
+def test_loading_needs_little_more_memory_than_the_file(
+    kind: str, dtype: str, tmp_path: Path
+) -> None:
     """Peak memory of a process of its own, over what it had before, per byte of a file of 302 MB.
 
     Pages of the mapped file do not count: the system takes them back when it needs memory.
@@ -199,7 +220,9 @@ def test_loading_needs_little_more_memory_than_the_file(kind: str, dtype: str, t
     else:
         save_file(state, path)
     del state
-    done = subprocess.run([sys.executable, "-c", _PEAK, str(path), dtype], check=True, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", _PEAK, str(path), dtype], check=True, capture_output=True, text=True
+    )
     ratio = float(done.stdout)
     print(f"{kind} into {dtype}: {ratio:.2f} x the file")
     # a copy of the whole file would be 2.0 and 1.5

@@ -36,7 +36,11 @@ def recorded(folder: Path, kind: str) -> tuple[LoadedModel, dict[str, Tensor], C
     model = golden_models.load(golden_models.recorded_target(folder, kind))
     expected = load_file(GOLDEN / "llamagen_gpt" / f"{kind}_expected.safetensors")
     if kind == "c2i":
-        return model, expected, Condition(expected["class_ids"], torch.ones(len(expected["class_ids"]), 1).bool())
+        return (
+            model,
+            expected,
+            Condition(expected["class_ids"], torch.ones(len(expected["class_ids"]), 1).bool()),
+        )
     return model, expected, Condition(expected["caption_embs"], expected["emb_masks"].bool())
 
 
@@ -75,7 +79,9 @@ def test_logits_equal_the_official_ones(kind: str, tmp_path: Path) -> None:
     ids=["classes", "padded left", "padded right"],
 )
 @torch.no_grad()
-def test_greedy_images_equal_recording(kind: str, arrays: tuple[str, str] | None, tmp_path: Path) -> None:
+def test_greedy_images_equal_recording(
+    kind: str, arrays: tuple[str, str] | None, tmp_path: Path
+) -> None:
     model, expected, condition = recorded(tmp_path, kind)
     conditions = None if arrays is None else features(model, *(expected[array] for array in arrays))
     labels = range(len(condition.values)) if arrays else condition.values.tolist()
@@ -84,13 +90,17 @@ def test_greedy_images_equal_recording(kind: str, arrays: tuple[str, str] | None
     assert names
     for name in names:
         scale = float(name.removeprefix("greedy_cfg"))
-        images = decode(model, prompts, mode="ar", cfg_scale=scale, conditions=conditions, logits=True)
+        images = decode(
+            model, prompts, mode="ar", cfg_scale=scale, conditions=conditions, logits=True
+        )
         tokens = torch.stack([image.tokens for image in images])
         assert tokens.tolist() == expected[name].tolist()
         assert all(image.picture is None for image in images)
         logits = torch.stack([image.logits for image in images if image.logits is not None])
         forced = teacher_forced(model.target, condition, tokens.long(), guided=scale != 1).logits
-        wanted = forced.cond if forced.uncond is None else torch.lerp(forced.uncond, forced.cond, scale)
+        wanted = (
+            forced.cond if forced.uncond is None else torch.lerp(forced.uncond, forced.cond, scale)
+        )
         assert (logits - wanted).abs().max() < TOLERANCE * max(1.0, scale)
 
 
@@ -106,13 +116,21 @@ def parameters_of(run: str) -> dict[str, Any]:
     tree: dict[str, Any] = {"drafting": "static", "tree": golden_models.TREES[END_TO_END["tree"]]}
     if drafting == "dynamic":
         # There the root counts as a node, and `depth` the expansions behind the first.
-        tree = {"drafting": "dynamic", "nodes": END_TO_END["total_token"] - 1, "depth": END_TO_END["depth"] + 1}
+        tree = {
+            "drafting": "dynamic",
+            "nodes": END_TO_END["total_token"] - 1,
+            "depth": END_TO_END["depth"] + 1,
+        }
         tree["beam"] = END_TO_END["top_k"]
     if rest == "off":
         return {"mode": "speculative", **tree, **greedy}
     k, bound = (word[1:] for word in rest.split("_"))
     name = "delta" if float(bound) <= 1 else "lambda"
-    rule = {"mode": "lantern" if name == "delta" else "lantern++", name: float(bound), "neighbours": int(k)}
+    rule = {
+        "mode": "lantern" if name == "delta" else "lantern++",
+        name: float(bound),
+        "neighbours": int(k),
+    }
     return {**rule, **tree, **greedy}
 
 
@@ -133,7 +151,9 @@ RUNS += [f"{prompt}.ar_greedy" for prompt in END_TO_END["prompts"]]
 
 
 @pytest.mark.parametrize("run", RUNS)
-def test_whole_runs_equal_recording(run: str, whole: LoadedModel, expected: dict[str, Tensor]) -> None:
+def test_whole_runs_equal_recording(
+    run: str, whole: LoadedModel, expected: dict[str, Tensor]
+) -> None:
     prompt, drafted = run.split(".")[0], not run.endswith(".ar_greedy")
     arrays = [expected[f"{prompt}.t5_{array}_right_padded"] for array in ("embeddings", "mask")]
     conditions = features(whole, *arrays)
@@ -170,20 +190,29 @@ def test_drafters_read_pad_rows_by_a_published_rule(
 
     `test_pad_rows` has the rule of half precision, which published drafters were trained with.
     """
-    condition = Condition(expected[f"{prompt}.caption_embs"], expected[f"{prompt}.emb_masks"].bool())
+    condition = Condition(
+        expected[f"{prompt}.caption_embs"], expected[f"{prompt}.emb_masks"].bool()
+    )
 
     def equal(run: str) -> bool:
-        wanted, lengths = (expected[f"{run}.{name}"].flatten().tolist() for name in ("tokens", "accept_lengths"))
+        wanted, lengths = (
+            expected[f"{run}.{name}"].flatten().tolist() for name in ("tokens", "accept_lengths")
+        )
         decoding = Decoding(**parameters_of(run))
         image = loop.decode(whole, condition, decoding, [torch.Generator()], tokens=len(wanted))[0]
         ours = [count - 1 for count in image.trace.uncut]
-        return image.tokens.tolist() == wanted and ours == lengths[: golden_models.steps_to(len(wanted), lengths)]
+        return (
+            image.tokens.tolist() == wanted
+            and ours == lengths[: golden_models.steps_to(len(wanted), lengths)]
+        )
 
     runs = [run for run in END_TO_END["runs"] if run.startswith(f"{prompt}.")]
     in_half = [run for run in runs if equal(run)]
     monkeypatch.setattr(target_module, "prefix_seen", seen_in_float32)
     in_float32 = [run for run in runs if equal(run)]
-    print(f"{prompt}: of {len(runs)} runs {len(in_half)} equal in half precision, {len(in_float32)} in float32")
+    print(
+        f"{prompt}: of {len(runs)} runs {len(in_half)} equal in half precision, {len(in_float32)} in float32"
+    )
     assert runs in (in_half, in_float32)
 
 
@@ -192,9 +221,19 @@ def test_picture_equals_official_decoding_of_its_tokens(tmp_path: Path) -> None:
     recorded = load_file(GOLDEN / "llamagen_vq" / "vq_expected.safetensors")
     codes, rows, columns = recorded["codes"], *(int(side) for side in recorded["decode_shape"][2:])
     vocab_size = json.loads((GOLDEN / "llamagen_vq" / "vq_info.json").read_text())["K"]
-    config = {"dim": 32, "n_layer": 2, "n_head": 2, "intermediate_size": 64, "num_classes": 3, "vocab_size": vocab_size}
+    config = {
+        "dim": 32,
+        "n_layer": 2,
+        "n_head": 2,
+        "intermediate_size": 64,
+        "num_classes": 3,
+        "vocab_size": vocab_size,
+    }
     checkpoint = tmp_path / "target.pt"
-    torch.save(tiny_llamagen.official_state(tiny_llamagen.llamagen("c2i", (rows, columns), **config)), checkpoint)
+    torch.save(
+        tiny_llamagen.official_state(tiny_llamagen.llamagen("c2i", (rows, columns), **config)),
+        checkpoint,
+    )
     path = golden_models.write_model(
         tmp_path,
         family="llamagen-c2i",

@@ -56,14 +56,18 @@ def drafter(recorded: dict[str, Tensor]) -> EagleDrafter:
 
 
 @torch.no_grad()
-def test_features_equal_the_recorded_ones(drafter: EagleDrafter, recorded: dict[str, Tensor]) -> None:
+def test_features_equal_the_recorded_ones(
+    drafter: EagleDrafter, recorded: dict[str, Tensor]
+) -> None:
     hidden, ids = recorded["fwd.hidden_states"], recorded["fwd.input_ids"].long()
     n = ids.shape[1]
     mask = torch.zeros(n, n).masked_fill(~torch.ones(n, n, dtype=torch.bool).tril(), -torch.inf)
     assert (drafter(ids, hidden, mask[None, None]) - recorded["fwd.output"]).abs().max() < 2e-4
 
 
-def states(drafter: EagleDrafter, recorded: dict[str, Tensor], number: int) -> tuple[Any, DrafterLogits, Tensor]:
+def states(
+    drafter: EagleDrafter, recorded: dict[str, Tensor], number: int
+) -> tuple[Any, DrafterLogits, Tensor]:
     """The session in a state of the recording, reached through those before it; its drafts for the root; the root [1].
 
     State 0 is behind the prefill, every other behind the tokens accepted since.
@@ -94,7 +98,9 @@ def state_in(key: str) -> int:
 
 @pytest.mark.parametrize("key", keys_of("dynamic"))
 @torch.no_grad()
-def test_dynamic_trees_equal_the_recorded_ones(key: str, drafter: EagleDrafter, recorded: dict[str, Tensor]) -> None:
+def test_dynamic_trees_equal_the_recorded_ones(
+    key: str, drafter: EagleDrafter, recorded: dict[str, Tensor]
+) -> None:
     info = INFO[key]
     session, drafts, root = states(drafter, recorded, state_in(key))
     processor = info["processor"] or {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
@@ -111,12 +117,16 @@ def test_dynamic_trees_equal_the_recorded_ones(key: str, drafter: EagleDrafter, 
     assert tree.tokens[0].tolist() == recorded[key + "tokens"].flatten().tolist()
     assert parents_of(tree.attention)[0].tolist() == recorded[key + "parents"].flatten().tolist()
     assert tree.depths[0].tolist() == recorded[key + "depth"].flatten().tolist()
-    assert tree.attention[0].equal(recorded[key + "tree_mask"].reshape(tree.attention[0].shape).bool())
+    assert tree.attention[0].equal(
+        recorded[key + "tree_mask"].reshape(tree.attention[0].shape).bool()
+    )
     log_q = torch.nn.functional.pad(torch.cat(growth.log_q, dim=1).gather(1, selected)[0], (1, 0))
     assert (log_q - recorded[key + "cum_logprob"].flatten()).abs().max() < 1e-3
 
 
-def draft(decoding: Decoding, drafts: DrafterLogits, extend: Callable[..., DrafterLogits], root: Tensor) -> None:
+def draft(
+    decoding: Decoding, drafts: DrafterLogits, extend: Callable[..., DrafterLogits], root: Tensor
+) -> None:
     """Draft a static tree by a session that has observed the root already."""
     session: Any = SimpleNamespace(observe=lambda *_: drafts, extend=extend)
     target: Any = SimpleNamespace(device=root.device)
@@ -127,7 +137,9 @@ def draft(decoding: Decoding, drafts: DrafterLogits, extend: Callable[..., Draft
 
 @pytest.mark.parametrize("key", [key for key in keys_of("static") if ".greedy." in key])
 @torch.no_grad()
-def test_static_levels_equal_the_recorded_ones(key: str, drafter: EagleDrafter, recorded: dict[str, Tensor]) -> None:
+def test_static_levels_equal_the_recorded_ones(
+    key: str, drafter: EagleDrafter, recorded: dict[str, Tensor]
+) -> None:
     name = TREES[key.split(".")[1]]
     session, drafts, root = states(drafter, recorded, state_in(key))
     seen: list[Tensor] = [guide(drafts.cond, drafts.uncond, SCALE)]
@@ -138,7 +150,12 @@ def test_static_levels_equal_the_recorded_ones(key: str, drafter: EagleDrafter, 
         seen.append(guide(answer.cond, answer.uncond, SCALE))
         return answer
 
-    draft(Decoding(mode="speculative", tree=name, temperature=0, cfg_scale=SCALE), drafts, listen, root)
+    draft(
+        Decoding(mode="speculative", tree=name, temperature=0, cfg_scale=SCALE),
+        drafts,
+        listen,
+        root,
+    )
     logits = torch.cat(seen, dim=1)[0]
     best = logits.topk(10, dim=-1)
     assert best.indices.tolist() == recorded[key + "group_tokens"].tolist()

@@ -27,10 +27,15 @@ CPU = torch.device("cpu")
         ("model: lanterns\ndrafter: {dir: .}\nfamily: lanterns\n", "family: unknown key"),
         ("model: m.yaml\ndrafter: {dir: .}\n", "model m.yaml: is this file itself"),
         ("model: 3\ndrafter: {dir: .}\n", "model 3: must be text"),
-        ("model: lanterns\ndrafter: {dir: .}\ndefaults: {trees: a}\n", "defaults.trees: unknown value"),
+        (
+            "model: lanterns\ndrafter: {dir: .}\ndefaults: {trees: a}\n",
+            "defaults.trees: unknown value",
+        ),
     ],
 )
-def test_problem_in_an_external_drafter_file_names_its_key(text: str, message: str, tmp_path: Path) -> None:
+def test_problem_in_an_external_drafter_file_names_its_key(
+    text: str, message: str, tmp_path: Path
+) -> None:
     path = tmp_path / "m.yaml"
     path.write_text(text)
     with pytest.raises(UserError) as caught:
@@ -40,10 +45,15 @@ def test_problem_in_an_external_drafter_file_names_its_key(text: str, message: s
 
 def test_external_drafter_file_overrides_the_model_defaults(tmp_path: Path) -> None:
     path = tmp_path / "m.yaml"
-    path.write_text("model: lanterns\ndrafter: {dir: .}\ndefaults: {cfg_scale: 3}\ndescription: mine\n")
+    path.write_text(
+        "model: lanterns\ndrafter: {dir: .}\ndefaults: {cfg_scale: 3}\ndescription: mine\n"
+    )
     card, known = model_of(str(path)), model_of("lanterns")
     assert (card.name, card.description, card.family) == (str(path), "mine", "lanterns")
-    assert card.defaults == dict(known.defaults) | {"cfg_scale": 3.0} and card.files()["drafter"] == tmp_path
+    assert (
+        card.defaults == dict(known.defaults) | {"cfg_scale": 3.0}
+        and card.files()["drafter"] == tmp_path
+    )
     assert card.files()["target"] == known.files()["target"]
     assert card.prompt_sets == known.prompt_sets
     with pytest.raises(UserError):
@@ -53,7 +63,9 @@ def test_external_drafter_file_overrides_the_model_defaults(tmp_path: Path) -> N
 def test_external_drafter_equals_the_same_drafter_in_a_model_file(tmp_path: Path) -> None:
     whole = golden_models.end_to_end(tmp_path / "whole")
     (tmp_path / "own").mkdir()
-    path = golden_models.write_model(tmp_path / "own", model=whole, drafter={"dir": GOLDEN / "end_to_end"})
+    path = golden_models.write_model(
+        tmp_path / "own", model=whole, drafter={"dir": GOLDEN / "end_to_end"}
+    )
     inside, outside = golden_models.load(whole), golden_models.load(path)
     assert outside.name == str(path) and not outside.drafter.mask_padding  # type: ignore[union-attr]
     for name, tensor in inside.drafter.state_dict().items():  # type: ignore[union-attr]
@@ -75,11 +87,16 @@ def test_images_are_encoded_to_tokens_with_line_ends(tmp_path: Path) -> None:
     model = model_of(str(path)).load(CPU, torch.float32)
     reader = model.pixels
     assert isinstance(reader, VQPixels) and reader.size == (8, 8)
-    pictures = torch.randint(256, (2, 8, 8, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    pictures = torch.randint(
+        256, (2, 8, 8, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8
+    )
     tokens = reader.tokens(pictures)
     assert tokens.shape == (2, 20) and (tokens[:, 4::5] == model.target.vocab_size - 1).all()
     codes = without_line_ends(tokens, (4, 4))
-    assert torch.equal(with_line_ends(codes, (4, 4), model.target.vocab_size - 1), tokens) and int(codes.max()) < 64
+    assert (
+        torch.equal(with_line_ends(codes, (4, 4), model.target.vocab_size - 1), tokens)
+        and int(codes.max()) < 64
+    )
 
 
 def test_encoding_a_decoded_image_returns_nearly_the_same_image() -> None:

@@ -81,7 +81,9 @@ def check(tokens: Tensor) -> None:
 
 
 @pytest.mark.parametrize("way", ["ar", *WAYS])
-@pytest.mark.parametrize("more", [{}, {"top_k": 3}, {"top_p": 0.6, "cfg_scale": 1.0}, {"temperature": 0.0}], ids=str)
+@pytest.mark.parametrize(
+    "more", [{}, {"top_k": 3}, {"top_p": 0.6, "cfg_scale": 1.0}, {"temperature": 0.0}], ids=str
+)
 def test_every_mode_ends_every_row(model: Model, way: str, more: dict[str, Any]) -> None:
     """Images of a batch have prompts of different lengths and reach their ends at different steps."""
     generators = [torch.Generator().manual_seed(seed) for seed in range(3)]
@@ -92,12 +94,16 @@ def test_every_mode_ends_every_row(model: Model, way: str, more: dict[str, Any])
         assert image.trace.tokens == ROWS * LINE
 
 
-@pytest.mark.parametrize("way", ["static", "chain", "dynamic", "jacobi uniform", "jacobi left", "jacobi above"])
+@pytest.mark.parametrize(
+    "way", ["static", "chain", "dynamic", "jacobi uniform", "jacobi left", "jacobi above"]
+)
 def test_greedy_speculation_equals_greedy_decoding(model: Model, way: str) -> None:
     generators = [torch.Generator(), torch.Generator()]
     plain = decode(model, condition(2), decoding("ar", temperature=0.0), generators)
     drafted = decode(model, condition(2), decoding(way, temperature=0.0), generators)
-    assert [image.tokens.tolist() for image in plain] == [image.tokens.tolist() for image in drafted]
+    assert [image.tokens.tolist() for image in plain] == [
+        image.tokens.tolist() for image in drafted
+    ]
 
 
 @pytest.mark.parametrize("way", ["official dynamic", "jacobi row"])
@@ -106,15 +112,25 @@ def test_compiled_steps_end_every_row(model: Model, way: str) -> None:
     engine = Engine(compile=True, backend="aot_eager")
     for _repeat in range(2):
         plain, compiled = (
-            decode(model, condition(2), decoding(way), [torch.Generator().manual_seed(n) for n in (5, 6)], engine=run)
+            decode(
+                model,
+                condition(2),
+                decoding(way),
+                [torch.Generator().manual_seed(n) for n in (5, 6)],
+                engine=run,
+            )
             for run in (None, engine)
         )
-        assert [image.tokens.tolist() for image in plain] == [image.tokens.tolist() for image in compiled]
+        assert [image.tokens.tolist() for image in plain] == [
+            image.tokens.tolist() for image in compiled
+        ]
         for image in compiled:
             check(image.tokens)
 
 
-@pytest.mark.parametrize("way", ["static", "dynamic", *(way for way in WAYS if way.startswith("jacobi"))])
+@pytest.mark.parametrize(
+    "way", ["static", "dynamic", *(way for way in WAYS if way.startswith("jacobi"))]
+)
 def test_drafted_forced_tokens_are_always_accepted(model: Model, way: str) -> None:
     """A step whose first draft is the end of a row accepts it; Jacobi drafts of all depths are always right there."""
     for seed in range(4):
@@ -128,7 +144,9 @@ def test_drafted_forced_tokens_are_always_accepted(model: Model, way: str) -> No
 @torch.inference_mode()
 def test_forced_tokens_leave_the_first_row_unchanged(model: Model) -> None:
     """Before the first end, logits equal those without forced tokens."""
-    lined = decode(model, condition(1), decoding("ar"), [torch.Generator().manual_seed(3)], keep_logits=True)[0]
+    lined = decode(
+        model, condition(1), decoding("ar"), [torch.Generator().manual_seed(3)], keep_logits=True
+    )[0]
     scores = model.target.session(1, guided=True, nodes=1).prefill(condition(1))
     raw = model.target.transformer.output(scores.features[:, -1:])
     free = guide(raw[:1], raw[1:], 2.0)[0, 0]
@@ -139,7 +157,9 @@ def test_forced_tokens_leave_the_first_row_unchanged(model: Model) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("scale", [1.0, 3.0, 12.5])
-def test_guidance_keeps_forced_tokens_certain(dtype: torch.dtype, scale: float, model: Model) -> None:
+def test_guidance_keeps_forced_tokens_certain(
+    dtype: torch.dtype, scale: float, model: Model
+) -> None:
     draws = torch.Generator().manual_seed(1)
     rows = (0.1 * torch.randn(2, 2 * LINE, CODES + 1, generator=draws)).to(dtype)
     forced = force_line_ends(rows, torch.arange(2 * LINE)[None], model.target.config)

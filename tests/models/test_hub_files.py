@@ -15,13 +15,25 @@ from lantern_bench import files
 from lantern_bench.cli import main as cli
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.models import hub
-from lantern_bench.models.hub import PARTS, Licence, Source, expected_path, local_path, local_paths, missing_sources
+from lantern_bench.models.hub import (
+    PARTS,
+    Licence,
+    Source,
+    expected_path,
+    local_path,
+    local_paths,
+    missing_sources,
+)
 
 COMMIT = "c0ffee" * 6 + "beef"
 OTHER = Licence("Other", "read this first")
 SHARDS = [f"model-{shard:05}-of-00002.safetensors" for shard in (1, 2)]
-INDEX = json.dumps({"weight_map": {f"layer{number}": name for number, name in enumerate(SHARDS)}}).encode()
-CONTENT = {name: f"content of {name}".encode() * 9 for name in ("big.pt", "vq.pt", "config.json", *SHARDS)}
+INDEX = json.dumps(
+    {"weight_map": {f"layer{number}": name for number, name in enumerate(SHARDS)}}
+).encode()
+CONTENT = {
+    name: f"content of {name}".encode() * 9 for name in ("big.pt", "vq.pt", "config.json", *SHARDS)
+}
 CONTENT |= {"model.safetensors.index.json": INDEX, "other-00001-of-00002.bin": b"x"}
 
 
@@ -38,7 +50,9 @@ def published(tmp_path, monkeypatch):
     drafter = Source("other/toy-drafter", OTHER, "config.json")
     folder = Source("maker/big", Licence("MIT"))
     toy = {"target": (official, converted), "tokenizer": (vq,), "drafter": (drafter,)}
-    monkeypatch.setattr(hub, "PARTS", {"toy": toy, "big": {"target": (folder,), "tokenizer": (folder,)}})
+    monkeypatch.setattr(
+        hub, "PARTS", {"toy": toy, "big": {"target": (folder,), "tokenizer": (folder,)}}
+    )
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv(hub.WEIGHTS_VARIABLE, raising=False)
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
@@ -60,7 +74,9 @@ class FakeHub(BaseHTTPRequestHandler):
         if self.path.startswith("/api/models/"):
             if self.path.split("/")[4] in self.refused:
                 return self.reply(b"", *self.refused[self.path.split("/")[4]])
-            return self.reply(json.dumps(self.tree() if "/tree/" in self.path else self.info()).encode())
+            return self.reply(
+                json.dumps(self.tree() if "/tree/" in self.path else self.info()).encode()
+            )
         name = self.path.rsplit("/", 1)[1]
         assert f"/resolve/{COMMIT}/" in self.path
         if name in self.refused:
@@ -76,7 +92,10 @@ class FakeHub(BaseHTTPRequestHandler):
         return {"id": "x/y", "sha": COMMIT, "siblings": files}
 
     def tree(self):
-        return [{"type": "file", "path": name, "size": len(v), "oid": sha(v)[:40]} for name, v in self.content.items()]
+        return [
+            {"type": "file", "path": name, "size": len(v), "oid": sha(v)[:40]}
+            for name, v in self.content.items()
+        ]
 
     def reply(self, body, status=200, error="", etag="none"):
         self.send_response(status)
@@ -121,7 +140,10 @@ def test_get_shows_licences_and_downloads_the_files(tmp_path, fake_hub, capsys):
     output = capsys.readouterr().err
     assert output.index("Other: maker/toys, other/toy-drafter") < output.index("big.pt")
     assert "read this first" in output and "MIT: maker/toys" in output
-    assert "maker/toys (unpinned, moves with its repository): " in output and "maker/toys (c0ffeec0ffee): " in output
+    assert (
+        "maker/toys (unpinned, moves with its repository): " in output
+        and "maker/toys (c0ffeec0ffee): " in output
+    )
     assert f"export LANTERN_BENCH_WEIGHTS={root}" in output
     assert (root / "maker/toys/big.pt").read_bytes() == CONTENT["big.pt"]
     asked = ["maker/toys/big.pt", "maker/toys/vq.pt", "other/toy-drafter/config.json"]
@@ -131,7 +153,9 @@ def test_get_shows_licences_and_downloads_the_files(tmp_path, fake_hub, capsys):
 def test_files_come_into_the_hugging_face_cache_and_are_found_there(tmp_path, fake_hub):
     assert typed("get", "toy") == 0
     paths = local_paths("toy")
-    assert paths["target"].read_bytes() == CONTENT["big.pt"] and paths["target"].is_relative_to(tmp_path / "hub")
+    assert paths["target"].read_bytes() == CONTENT["big.pt"] and paths["target"].is_relative_to(
+        tmp_path / "hub"
+    )
     # The pinned revision, whatever the newest one is.
     assert COMMIT in str(paths["tokenizer"]) and missing_sources("toy") == []
 
@@ -152,7 +176,9 @@ def test_get_resumes_after_a_failed_download(tmp_path, fake_hub, capsys):
     assert "Traceback" not in output
     fake_hub.refused.clear()
     assert typed("get", "toy", "--dir", tmp_path) == 0
-    assert fake_hub.asked.count("maker/toys/big.pt") == fake_hub.asked.count("maker/toys/vq.pt") == 1
+    assert (
+        fake_hub.asked.count("maker/toys/big.pt") == fake_hub.asked.count("maker/toys/vq.pt") == 1
+    )
 
 
 def test_shards_are_found_by_their_index(tmp_path, fake_hub):
@@ -160,7 +186,9 @@ def test_shards_are_found_by_their_index(tmp_path, fake_hub):
     root = tmp_path / "w"
     assert typed("get", "big", "--dir", root) == 0
     wanted = ["big.pt", "other-00001-of-00002.bin", "vq.pt"]
-    assert sorted(fake_hub.asked) == sorted(f"maker/big/{name}" for name in CONTENT if name not in wanted)
+    assert sorted(fake_hub.asked) == sorted(
+        f"maker/big/{name}" for name in CONTENT if name not in wanted
+    )
     (source,) = hub.PARTS["big"]["target"]
     assert source.found_in(root / "maker/big") == root / "maker/big"
     (root / "maker/big" / SHARDS[1]).unlink()
@@ -179,7 +207,9 @@ def test_shards_are_found_by_their_index(tmp_path, fake_hub):
         (None, "cannot be downloaded: "),
     ],
 )
-def test_refusal_of_the_hub_is_one_line_with_advice(tmp_path, fake_hub, capsys, monkeypatch, refused, output):
+def test_refusal_of_the_hub_is_one_line_with_advice(
+    tmp_path, fake_hub, capsys, monkeypatch, refused, output
+):
     """None: there is nothing at the hub's address."""
     fake_hub.refused.update(refused or {})
     if refused is None:
@@ -195,7 +225,9 @@ def test_file_missing_from_its_repository_is_refused(tmp_path, fake_hub, capsys)
     assert "maker/toys: the repository no longer has vq.pt" in capsys.readouterr().err
 
 
-def test_offline_error_names_the_variable_and_sends_nothing(tmp_path, fake_hub, capsys, monkeypatch):
+def test_offline_error_names_the_variable_and_sends_nothing(
+    tmp_path, fake_hub, capsys, monkeypatch
+):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert typed("get", "toy", "--dir", tmp_path) == 3
     output = capsys.readouterr().err
@@ -216,7 +248,9 @@ def test_any_source_of_a_part_is_found_below_the_named_folder(tmp_path, monkeypa
     assert local_path(target) is None
 
 
-@pytest.mark.parametrize("folder", ["toys", "t5/toys", "t5-ckpt/toys", "trained_drafters/toys", "chameleon", "."])
+@pytest.mark.parametrize(
+    "folder", ["toys", "t5/toys", "t5-ckpt/toys", "trained_drafters/toys", "chameleon", "."]
+)
 def test_files_are_found_in_the_authors_folders(folder, tmp_path, monkeypatch):
     monkeypatch.setenv(hub.WEIGHTS_VARIABLE, str(tmp_path))
     (tmp_path / folder).mkdir(parents=True, exist_ok=True)
@@ -255,7 +289,10 @@ def test_large_files_are_hashed_once(tmp_path, monkeypatch):
     read = []
     real = files.file_sha256
     monkeypatch.setattr(files, "file_sha256", lambda path: read.append(path) or real(path))
-    assert files.remembered_sha256(path) == sha(b"12345678") == files.remembered_sha256(path) and len(read) == 1
+    assert (
+        files.remembered_sha256(path) == sha(b"12345678") == files.remembered_sha256(path)
+        and len(read) == 1
+    )
     path.write_bytes(b"87654321")
     os.utime(path, ns=(1, 1))
     assert files.remembered_sha256(path) == sha(b"87654321") and len(read) == 2

@@ -25,7 +25,11 @@ from lantern_bench.models.lanterns import (
     attributes_of,
     words,
 )
-from lantern_bench.models.lanterns.modules import AttributeClassifier, load_classifier, prompt_accuracy
+from lantern_bench.models.lanterns.modules import (
+    AttributeClassifier,
+    load_classifier,
+    prompt_accuracy,
+)
 
 EXAMPLE = "two round red lanterns over a lake at dusk"
 FIRST_HELD_OUT = [
@@ -43,7 +47,11 @@ def test_a_tenth_of_the_1008_captions_is_held_out() -> None:
     assert set(HELD_OUT) | set(TRAIN) == set(ALL_ATTRIBUTES)
     for column, values in enumerate(FIELDS.values()):
         indices = set(range(len(values)))
-        assert {item.indices()[column] for item in HELD_OUT} == {item.indices()[column] for item in TRAIN} == indices
+        assert (
+            {item.indices()[column] for item in HELD_OUT}
+            == {item.indices()[column] for item in TRAIN}
+            == indices
+        )
 
 
 def test_held_out_split_is_fixed() -> None:
@@ -59,7 +67,9 @@ def test_captions_fit_and_use_every_word() -> None:
     assert " ".join(VOCABULARY[number] for number in words(EXAMPLE)) == EXAMPLE
 
 
-@pytest.mark.parametrize("written", [EXAMPLE.upper(), EXAMPLE + ".", "two round, red lanterns over a lake at dusk"])
+@pytest.mark.parametrize(
+    "written", [EXAMPLE.upper(), EXAMPLE + ".", "two round, red lanterns over a lake at dusk"]
+)
 def test_case_and_punctuation_are_ignored(written: str) -> None:
     assert words(written) == words(EXAMPLE)
 
@@ -100,14 +110,18 @@ def classifier() -> AttributeClassifier:
 
 @pytest.fixture(scope="module")
 def pictures() -> torch.Tensor:
-    return torch.randint(0, 256, (7, 3, 64, 64), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
+    return torch.randint(
+        0, 256, (7, 3, 64, 64), generator=torch.Generator().manual_seed(1), dtype=torch.uint8
+    )
 
 
 def test_sizes_of_the_classifier(classifier: AttributeClassifier, pictures: torch.Tensor) -> None:
     assert sum(parameter.numel() for parameter in classifier.parameters()) <= 1_000_000
     pixels = pictures.float() / 255
     assert classifier.features(pixels).shape == (7, 64)
-    assert [tuple(logits.shape) for logits in classifier(pixels)] == [(7, len(values)) for values in FIELDS.values()]
+    assert [tuple(logits.shape) for logits in classifier(pixels)] == [
+        (7, len(values)) for values in FIELDS.values()
+    ]
 
 
 def test_a_file_brings_the_same_answers_back(
@@ -116,9 +130,15 @@ def test_a_file_brings_the_same_answers_back(
     path = tmp_path / "folder" / "features.safetensors"
     write_weights(classifier.state_dict(), path)
     loaded = load_classifier(path)
-    assert not loaded.training and not any(parameter.requires_grad for parameter in loaded.parameters())
-    assert torch.allclose(loaded.features(pictures / 255), classifier.features(pictures / 255), atol=2e-3)
-    assert path.stat().st_size < 2.2 * sum(value.numel() for value in classifier.state_dict().values())
+    assert not loaded.training and not any(
+        parameter.requires_grad for parameter in loaded.parameters()
+    )
+    assert torch.allclose(
+        loaded.features(pictures / 255), classifier.features(pictures / 255), atol=2e-3
+    )
+    assert path.stat().st_size < 2.2 * sum(
+        value.numel() for value in classifier.state_dict().values()
+    )
 
 
 def test_missing_weights_say_how_to_make_them(tmp_path: Path) -> None:
@@ -147,7 +167,9 @@ def test_right_means_all_five(classifier: AttributeClassifier, pictures: torch.T
         asked[column] = dataclasses.replace(
             seen[column], **{name: (getattr(seen[column], name) + 1) % len(FIELDS[name])}
         )
-        assert prompt_accuracy(classifier, pictures, asked).tolist() == [row != column for row in range(7)]
+        assert prompt_accuracy(classifier, pictures, asked).tolist() == [
+            row != column for row in range(7)
+        ]
 
 
 def test_no_pictures(classifier: AttributeClassifier) -> None:
@@ -167,7 +189,9 @@ def test_the_shipped_features_tell_worse_pictures() -> None:
     pixels = pictures.float() / 255
     shipped = load_classifier()
     noise = torch.randn(pixels.shape, generator=torch.Generator().manual_seed(1))
-    clean, little, much = (shipped.features((pixels + strength * noise).clamp(0, 1)) for strength in (0, 0.05, 0.2))
+    clean, little, much = (
+        shipped.features((pixels + strength * noise).clamp(0, 1)) for strength in (0, 0.05, 0.2)
+    )
     spread = clean.std(0).norm()
     assert 0.05 * spread < (little - clean).norm(dim=1).mean() < (much - clean).norm(dim=1).mean()
 

@@ -31,12 +31,18 @@ T2I = tiny_llamagen.llamagen("t2i", cls_token_num=5, caption_dim=8)
 C2I = tiny_llamagen.llamagen("c2i", (4, 4), n_kv_head=1)
 
 
-def model_of(folder: Path, state: Any, model: LlamaGen, config: Mapping[str, Any] | None = None, **parts: Any) -> Path:
+def model_of(
+    folder: Path, state: Any, model: LlamaGen, config: Mapping[str, Any] | None = None, **parts: Any
+) -> Path:
     """The model file of a target with this state; `config` changes what it states of its sizes."""
     folder.mkdir(exist_ok=True)
     torch.save(state, folder / "target.pt")
     target = {"checkpoint": folder / "target.pt", "config": {**model.row.config, **(config or {})}}
-    values: dict[str, Any] = {"family": model.family, "target": target, "grid": list(model.sizes.grid)}
+    values: dict[str, Any] = {
+        "family": model.family,
+        "target": target,
+        "grid": list(model.sizes.grid),
+    }
     return golden_models.write_model(folder, **(values | parts))
 
 
@@ -62,18 +68,25 @@ def test_layout_round_trip_keeps_logits(model: LlamaGen, tmp_path: Path) -> None
     wanted = logits(first, model)
     ours: Any = golden_models.load(first).target
     converted = export(ours, key_map(ours, "hf"))
-    assert any(name.endswith("self_attn.k_proj.weight") for name in converted) and "lm_head.weight" in converted
+    assert (
+        any(name.endswith("self_attn.k_proj.weight") for name in converted)
+        and "lm_head.weight" in converted
+    )
     (tmp_path / "hf").mkdir()
     save_file(converted, tmp_path / "hf" / "model.safetensors")
     names = {"dim": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads"}
     sizes = {names.get(key, key): value for key, value in model.row.config.items()}
     (tmp_path / "hf" / "config.json").write_text(json.dumps(sizes | {"tie_word_embeddings": False}))
     target, grid = {"checkpoint": tmp_path / "hf", "layout": "hf"}, list(model.sizes.grid)
-    second = golden_models.write_model(tmp_path / "hf", family=model.family, target=target, grid=grid)
+    second = golden_models.write_model(
+        tmp_path / "hf", family=model.family, target=target, grid=grid
+    )
     assert torch.equal(logits(second, model), wanted)
     again: Any = golden_models.load(second).target
     back = export(again, key_map(again, "official"))
-    assert back.keys() == state.keys() and all(torch.equal(back[name], state[name]) for name in state)
+    assert back.keys() == state.keys() and all(
+        torch.equal(back[name], state[name]) for name in state
+    )
 
 
 def test_weights_load_in_the_requested_dtype(tmp_path: Path) -> None:
@@ -128,7 +141,10 @@ def stage_signs() -> dict[str, Any]:
     return {
         "freqs_cis": lambda state: {"model": state | {"freqs_cis": table}},
         "with margin": lambda state: {"model": state | {"freqs_cis": margin}},
-        "args": lambda state: {"model": state, "args": argparse.Namespace(image_size=96, downsample_size=16)},
+        "args": lambda state: {
+            "model": state,
+            "args": argparse.Namespace(image_size=96, downsample_size=16),
+        },
     }
 
 
@@ -148,7 +164,10 @@ def test_checkpoints_of_another_stage_are_refused(sign: str, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("cls_embedding.uncond_embedding", "it is LlamaGen, text-conditional, in the official layout"),
+        (
+            "cls_embedding.uncond_embedding",
+            "it is LlamaGen, text-conditional, in the official layout",
+        ),
         (
             "model.cls_embedding.uncond_embedding",
             "it is LlamaGen, text-conditional, in the layout of the HF conversion",
@@ -167,7 +186,9 @@ def test_other_kinds_of_checkpoint_are_named(name: str, message: str, tmp_path: 
 
 
 def test_checkpoints_of_another_layout_or_kind_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="it is LlamaGen, class-conditional, in the official layout"):
+    with pytest.raises(
+        UserError, match="it is LlamaGen, class-conditional, in the official layout"
+    ):
         golden_models.load(model_of(tmp_path, official_state(C2I), T2I))
     target = {"checkpoint": tmp_path / "target.pt", "layout": "hf", "config": C2I.row.config}
     with pytest.raises(UserError, match="is not in the layout hf"):
@@ -178,15 +199,30 @@ def test_checkpoints_of_another_layout_or_kind_are_refused(tmp_path: Path) -> No
     ("stated", "message"),
     [
         ({}, None),
-        ({"input_type": "t2i2"}, "is a drafter of another stage: its input_type t2i2 is for a 32x32 grid"),
+        (
+            {"input_type": "t2i2"},
+            "is a drafter of another stage: its input_type t2i2 is for a 32x32 grid",
+        ),
         ({"hidden_size": 64}, "hidden_size: is 64, and this target needs 48"),
         ({"vocab_size": 16384}, "vocab_size: is 16384, and this target needs 32"),
-        ({"num_hidden_layers": 2}, "num_hidden_layers: is 2: only drafters of one layer are supported"),
+        (
+            {"num_hidden_layers": 2},
+            "num_hidden_layers: is 2: only drafters of one layer are supported",
+        ),
         ({"num_attention_heads": 5}, "num_attention_heads: 5: does not divide the width 48"),
-        ({"num_attention_heads": 8}, "num_attention_heads: 8: gives heads of 6 numbers, and rotary positions need"),
+        (
+            {"num_attention_heads": 8},
+            "num_attention_heads: 8: gives heads of 6 numbers, and rotary positions need",
+        ),
         ({"num_key_value_heads": 2}, "num_key_value_heads: 2: does not divide the 3 heads"),
-        ({"num_attention_heads": "three"}, "num_attention_heads: three: must be a whole number above 0"),
-        ({"num_key_value_heads": "all"}, "num_key_value_heads: all: must be a whole number above 0"),
+        (
+            {"num_attention_heads": "three"},
+            "num_attention_heads: three: must be a whole number above 0",
+        ),
+        (
+            {"num_key_value_heads": "all"},
+            "num_key_value_heads: all: must be a whole number above 0",
+        ),
         ({"intermediate_size": "wide"}, "intermediate_size: wide: must be a whole number above 0"),
         ({"rms_norm_eps": "small"}, "rms_norm_eps: small: must be a number above 0"),
         ({"hidden_size": "48"}, "hidden_size: 48: must be a whole number above 0"),
@@ -195,7 +231,9 @@ def test_checkpoints_of_another_layout_or_kind_are_refused(tmp_path: Path) -> No
         ({"bias": False}, "1 unexpected: fc.bias"),
     ],
 )
-def test_drafter_must_fit_target(stated: dict[str, Any], message: str | None, tmp_path: Path) -> None:
+def test_drafter_must_fit_target(
+    stated: dict[str, Any], message: str | None, tmp_path: Path
+) -> None:
     folder = tiny_llamagen.write_drafter(tmp_path / "drafter", T2I, **stated)
     model = model_of(tmp_path / "model", official_state(T2I), T2I, drafter={"dir": folder})
     if message is None:
@@ -215,11 +253,15 @@ def test_drafter_without_bias_loads(tmp_path: Path) -> None:
     drafter: Any = golden_models.load(model).drafter
     embedded, features = torch.randn(2, 1, 3, 48, generator=torch.Generator().manual_seed(1))
     wanted = torch.cat([embedded, features], dim=-1) @ state["fc.weight"].T
-    assert bias.abs().max() > 0 and torch.allclose(drafter.fuse(embedded, features), wanted, atol=1e-6)
+    assert bias.abs().max() > 0 and torch.allclose(
+        drafter.fuse(embedded, features), wanted, atol=1e-6
+    )
     with_bias = tiny_llamagen.write_drafter(tmp_path / "other", T2I)
     torch.save(state, with_bias / "pytorch_model.bin")
     with pytest.raises(UserError, match=r"1 missing: fc\.bias"):
-        golden_models.load(model_of(tmp_path / "model", official_state(T2I), T2I, drafter={"dir": with_bias}))
+        golden_models.load(
+            model_of(tmp_path / "model", official_state(T2I), T2I, drafter={"dir": with_bias})
+        )
 
 
 @pytest.mark.parametrize(
@@ -227,18 +269,27 @@ def test_drafter_without_bias_loads(tmp_path: Path) -> None:
     [({}, 10000.0), ({"rope_base": 500.0}, 10000.0), ({"mask_padding": True}, 300.0),
      ({"mask_padding": True, "rope_base": 700.0}, 700.0)],
 )  # fmt: skip
-def test_published_drafters_rotate_with_base_10000(stated: dict[str, Any], base: float, tmp_path: Path) -> None:
+def test_published_drafters_rotate_with_base_10000(
+    stated: dict[str, Any], base: float, tmp_path: Path
+) -> None:
     """The published code fixes the base; drafters trained here state `mask_padding` and follow their target."""
     folder = tiny_llamagen.write_drafter(tmp_path / "drafter", T2I, **stated)
-    model = model_of(tmp_path, official_state(T2I), T2I, {"rope_base": 300.0}, drafter={"dir": folder})
+    model = model_of(
+        tmp_path, official_state(T2I), T2I, {"rope_base": 300.0}, drafter={"dir": folder}
+    )
     loaded: Any = golden_models.load(model)
     assert (loaded.target.config.rope_base, loaded.drafter.config.rope_base) == (300.0, base)
-    wanted = rotary_table(dataclasses.replace(loaded.target.config, rope_base=base), T2I.sizes.prefix - 1)
+    wanted = rotary_table(
+        dataclasses.replace(loaded.target.config, rope_base=base), T2I.sizes.prefix - 1
+    )
     assert torch.equal(loaded.drafter.table.values, wanted)
 
 
 def test_rope_base_counts_and_rope_theta_beside_it_does_not(tmp_path: Path) -> None:
-    for config, base in (({"rope_base": 500.0, "rope_theta": 10000.0}, 500.0), ({"rope_theta": 600.0}, 600.0)):
+    for config, base in (
+        ({"rope_base": 500.0, "rope_theta": 10000.0}, 500.0),
+        ({"rope_theta": 600.0}, 600.0),
+    ):
         loaded: Any = golden_models.load(model_of(tmp_path, official_state(C2I), C2I, config))
         assert loaded.target.config.rope_base == base
 
@@ -259,13 +310,21 @@ def test_heads_that_rotary_positions_cannot_turn_are_refused(
 @pytest.mark.parametrize(
     ("config", "parts", "message"),
     [
-        ({}, {"target": {"checkpoint": "target.pt"}}, "target.config.hidden_size: missing: no checkpoint states it"),
+        (
+            {},
+            {"target": {"checkpoint": "target.pt"}},
+            "target.config.hidden_size: missing: no checkpoint states it",
+        ),
         ({"n_head": 5}, {}, "does not divide the width 48"),
         ({}, {"grid": None}, "grid: missing"),
         ({"block_size": 64}, {}, "its config (block_size 64) is for a 8x8 grid"),
         ({"class_dropout_prob": 0}, {}, "target.config.class_dropout_prob: 0: "),
         ({"class_dropout_p": 0.0}, {}, "without a null class"),
-        ({}, {"tokenizer": {"checkpoint": "target.pt"}}, "is not a VQ tokenizer of this family: it is LlamaGen, class"),
+        (
+            {},
+            {"tokenizer": {"checkpoint": "target.pt"}},
+            "is not a VQ tokenizer of this family: it is LlamaGen, class",
+        ),
         # Without a grid, a square one is that of the block.
         ({"block_size": 16}, {"grid": None}, None),
         ({"class_dropout_prob": 0.1}, {}, None),
@@ -298,13 +357,18 @@ def test_usage_errors_write_nothing(
 ) -> None:
     model = model_of(tmp_path / "model", official_state(C2I), C2I)
     out = tmp_path / "picture.png"
-    assert cli.main(["generate", *typed, "--model", str(model), "--mode", "ar", "--out", str(out)]) == 2
+    assert (
+        cli.main(["generate", *typed, "--model", str(model), "--mode", "ar", "--out", str(out)])
+        == 2
+    )
     assert message in capsys.readouterr().err and not out.exists()
 
 
 def test_relaxed_rules_need_a_codebook(tmp_path: Path) -> None:
     folder = tiny_llamagen.write_drafter(tmp_path / "drafter", C2I)
-    model = golden_models.load(model_of(tmp_path / "model", official_state(C2I), C2I, drafter={"dir": folder}))
+    model = golden_models.load(
+        model_of(tmp_path / "model", official_state(C2I), C2I, drafter={"dir": folder})
+    )
     relaxed = {"mode": "lantern++", "neighbours": 3, "lambda_": 2}
     with pytest.raises(RefusedError, match="which codes are near each other"):
         lantern_bench.decode(model, "class 3", **relaxed)  # type: ignore[arg-type]
@@ -315,11 +379,17 @@ def test_relaxed_rules_need_a_codebook(tmp_path: Path) -> None:
 
 def test_published_sizes_match_the_paper() -> None:
     """Parameters in millions, arXiv 2406.06525 table 1, and the key list of the text-conditional target."""
-    counted = {name: round(card.parameters / 1e6) for name, card in models().items() if card.parameters is not None}
+    counted = {
+        name: round(card.parameters / 1e6)
+        for name, card in models().items()
+        if card.parameters is not None
+    }
     for scale, millions in {"B": 111, "L": 343, "XL": 775, "XXL": 1411, "3B": 3097}.items():
         assert abs(counted[f"llamagen-c2i-{scale}-384"] - millions) <= 1
     target: Any = meta_model("llamagen-t2i-stage1").target
     assert sum(len(slices) for slices in key_map(target, "hf").values()) == 330
     for name in ("llamagen-t2i-stage1", "llamagen-c2i-B-256", "llamagen-c2i-3B-384"):
         target = meta_model(name).target
-        assert sum(parameter.numel() for parameter in target.parameters()) == models()[name].parameters
+        assert (
+            sum(parameter.numel() for parameter in target.parameters()) == models()[name].parameters
+        )

@@ -86,18 +86,39 @@ defaults: {cfg_scale: -1, tre: small-7}
     [
         ("family: llamagen-c2i", "target: missing"),
         ("target: {checkpoint: weights/target.pt}", "family: missing"),
-        ("family: lamagen\ntarget: {checkpoint: weights/target.pt}", "lamagen: unknown family; did you mean llamagen"),
-        ("family: llamagen-c2i\ntarget: weights/target.pt", "target weights/target.pt: must be a mapping"),
+        (
+            "family: lamagen\ntarget: {checkpoint: weights/target.pt}",
+            "lamagen: unknown family; did you mean llamagen",
+        ),
+        (
+            "family: llamagen-c2i\ntarget: weights/target.pt",
+            "target weights/target.pt: must be a mapping",
+        ),
         ("family: llamagen-c2i\ntarget: {checkpoint: 3}", "target.checkpoint 3: must be a path"),
         ("family: [", "not valid YAML"),
         ("", "the file is empty"),
         (WHOLE + "grid: [4, 6]", "line 9: grid: is written twice"),
         (WHOLE + "tokenizer: null\nname: 3", "name 3: must be text"),
-        (WHOLE + "neighbours: {table: drafter}", "neighbours.table drafter: must be an existing file"),
-        (WHOLE.replace("n_head: 2", "n_head: two"), "target.config.n_head: two: must be a whole number"),
-        (WHOLE.replace("n_head: 2", "n_haed: 2"), "target.config.n_haed: unknown; did you mean n_head?"),
-        (WHOLE.replace("n_head: 2", "n_heads: 2"), "target.config.n_heads: unknown; did you mean n_head?"),
-        (WHOLE.replace("n_head: 2, ", ""), "target.config.num_attention_heads: missing: no checkpoint states it"),
+        (
+            WHOLE + "neighbours: {table: drafter}",
+            "neighbours.table drafter: must be an existing file",
+        ),
+        (
+            WHOLE.replace("n_head: 2", "n_head: two"),
+            "target.config.n_head: two: must be a whole number",
+        ),
+        (
+            WHOLE.replace("n_head: 2", "n_haed: 2"),
+            "target.config.n_haed: unknown; did you mean n_head?",
+        ),
+        (
+            WHOLE.replace("n_head: 2", "n_heads: 2"),
+            "target.config.n_heads: unknown; did you mean n_head?",
+        ),
+        (
+            WHOLE.replace("n_head: 2, ", ""),
+            "target.config.num_attention_heads: missing: no checkpoint states it",
+        ),
     ],
 )
 def test_invalid_model_file_is_refused(text: str, words: str, folder: Path) -> None:
@@ -109,7 +130,10 @@ def test_invalid_model_file_is_refused(text: str, words: str, folder: Path) -> N
 
 def test_config_may_be_a_json_file(folder: Path) -> None:
     (folder / "sizes.json").write_text('{"num_classes": 3}')
-    path = write(folder, "family: llamagen-c2i-B\ntarget: {checkpoint: weights/target.pt, config: sizes.json}\n")
+    path = write(
+        folder,
+        "family: llamagen-c2i-B\ntarget: {checkpoint: weights/target.pt, config: sizes.json}\n",
+    )
     with pytest.raises(UserError, match="there are 3 classes"):
         model_of(str(path)).check_prompt("3")
     (folder / "sizes.json").write_text("{")

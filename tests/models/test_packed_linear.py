@@ -36,13 +36,17 @@ def features(model: Small, dtype: torch.dtype) -> torch.Tensor:
     hidden = model.target.transformer(x, torch.zeros(1, 1, 7, 7, dtype=dtype))
     tokens = torch.arange(7).expand(2, 7)
     guessed = model.drafter(tokens, hidden, torch.zeros(1, 1, 7, 7, dtype=dtype))
-    return torch.cat([model.target.transformer.output(hidden), model.drafter.head(guessed).float()], dim=1)
+    return torch.cat(
+        [model.target.transformer.output(hidden), model.drafter.head(guessed).float()], dim=1
+    )
 
 
 @pytest.mark.parametrize("kernels", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.inference_mode()
-def test_packed_models_compute_the_same(dtype: torch.dtype, kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packed_models_compute_the_same(
+    dtype: torch.dtype, kernels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With and without kernels for packed weights."""
     if not kernels:
         monkeypatch.setattr(packed_linear, "can_pack", lambda _device, _dtype: False)
@@ -67,7 +71,10 @@ def test_only_the_drafter_rounds_its_head() -> None:
     model.drafter.bfloat16()
     pack_for_decoding(model.target, model.drafter)
     target, drafter = model.target.transformer.output, model.drafter.head
-    kinds = [module.dtype if isinstance(module, PackedLinear) else module.weight.dtype for module in (target, drafter)]
+    kinds = [
+        module.dtype if isinstance(module, PackedLinear) else module.weight.dtype
+        for module in (target, drafter)
+    ]
     assert kinds == [torch.float32, torch.bfloat16]
     assert model.target.dtype == model.drafter.dtype == torch.bfloat16
 
@@ -85,7 +92,9 @@ def test_packing_twice_changes_nothing() -> None:
 DRAFTED = {"mode": "speculative", "tree": [[0], [1], [0, 0]], "temperature": 0.0, "cfg_scale": 1.5}
 
 
-@pytest.mark.parametrize("cell", [pytest.param(DRAFTED, marks=pytest.mark.long), CELLS["ar"]], ids=["drafted", "ar"])
+@pytest.mark.parametrize(
+    "cell", [pytest.param(DRAFTED, marks=pytest.mark.long), CELLS["ar"]], ids=["drafted", "ar"]
+)
 def test_compiled_packed_models_decode_the_same_image(cell: dict[str, Any]) -> None:
     model, decoding = Small(), Decoding(**cell)
     plain = decoded(model, decoding, 1)
@@ -112,11 +121,15 @@ def check_order(layer: PackedLinear, x: torch.Tensor, product: torch.Tensor) -> 
         assert torch.equal(layer(x), product)
 
 
-needs_panels = pytest.mark.skipif(not build_kernels(), reason="needs a compiler, AVX2 and torch 2.10")
+needs_panels = pytest.mark.skipif(
+    not build_kernels(), reason="needs a compiler, AVX2 and torch 2.10"
+)
 
 
 @needs_panels
-@pytest.mark.parametrize(("outputs", "inputs"), [(64, 256), (192, 300), (70, 33), (5, 1), (128, 700)])
+@pytest.mark.parametrize(
+    ("outputs", "inputs"), [(64, 256), (192, 300), (70, 33), (5, 1), (128, 700)]
+)
 @pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16, torch.float32])
 @torch.inference_mode()
 def test_panel_products_are_exact(outputs: int, inputs: int, stored: torch.dtype) -> None:
@@ -139,7 +152,9 @@ def test_panel_products_are_exact(outputs: int, inputs: int, stored: torch.dtype
 
 
 @needs_panels
-@pytest.mark.parametrize(("outputs", "inputs"), [(64, 256), (192, 300), (70, 33), (5, 2), (128, 700)])
+@pytest.mark.parametrize(
+    ("outputs", "inputs"), [(64, 256), (192, 300), (70, 33), (5, 2), (128, 700)]
+)
 @pytest.mark.parametrize("pairs", [True, False])
 @torch.inference_mode()
 def test_bfloat16_panel_products_are_rounded_once(
@@ -175,22 +190,34 @@ def test_compiled_programs_call_panel_products_without_python(dtype: torch.dtype
 
 
 def check_attention(
-    kv_heads: int, nodes: int, heads: int = 4, width: int = 48, columns: int = 137, stored: torch.dtype = torch.float32
+    kv_heads: int,
+    nodes: int,
+    heads: int = 4,
+    width: int = 48,
+    columns: int = 137,
+    stored: torch.dtype = torch.float32,
 ) -> None:
     """Against torch's attention in float64 on the same keys and values."""
     random = torch.Generator().manual_seed(nodes)
     q = torch.randn(2, nodes, heads, width, generator=random)
-    keys, values = (torch.randn(2, kv_heads, 160, width, generator=random).to(stored)[:, :, :columns] for _ in range(2))
+    keys, values = (
+        torch.randn(2, kv_heads, 160, width, generator=random).to(stored)[:, :, :columns]
+        for _ in range(2)
+    )
     mask = torch.where(torch.rand(2, 1, nodes, columns, generator=random) < 0.4, -torch.inf, 0.0)
     mask[:, :, :, 3] = 0.0
     mask[:, :, 0, 4:] = -torch.inf
     turned = mask[:, 0].mT.contiguous()
     attention = torch.ops.lantern_bench.node_attention(q, keys, values, turned)
     wide = (module.double() for module in (q.transpose(1, 2), keys, values))
-    exact = nn.functional.scaled_dot_product_attention(*wide, attn_mask=mask.double(), enable_gqa=True).transpose(1, 2)
+    exact = nn.functional.scaled_dot_product_attention(
+        *wide, attn_mask=mask.double(), enable_gqa=True
+    ).transpose(1, 2)
     assert (attention - exact).abs().max() < 3e-6
     with threads(3):
-        assert torch.equal(attention, torch.ops.lantern_bench.node_attention(q, keys, values, turned))
+        assert torch.equal(
+            attention, torch.ops.lantern_bench.node_attention(q, keys, values, turned)
+        )
 
 
 @needs_panels
@@ -231,12 +258,16 @@ def test_kernels_with_avx2_only() -> None:
                 print(layer(torch.randn(rows, 300, generator=random)).double().square().sum().item())
     """
     environment = os.environ | {"ATEN_CPU_CAPABILITY": "avx2"}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         exec(program, {})
-    here, narrow = ([float(line) for line in text.split()] for text in (printed.getvalue(), done.stdout))
+    here, narrow = (
+        [float(line) for line in text.split()] for text in (printed.getvalue(), done.stdout)
+    )
     assert len(here) == 15 and here == pytest.approx(narrow, rel=1e-12)
 
 

@@ -7,7 +7,13 @@ import torch
 from torch import Tensor
 
 from lantern_bench.models.eagle import build_drafter, untrained_drafter
-from lantern_bench.models.target import CaptionFeatures, Condition, TransformerTarget, prefix_mask, prefix_seen
+from lantern_bench.models.target import (
+    CaptionFeatures,
+    Condition,
+    TransformerTarget,
+    prefix_mask,
+    prefix_seen,
+)
 from lantern_bench.models.transformer_config import TransformerConfig
 from lantern_bench.training.task import target_features
 
@@ -17,10 +23,14 @@ VALID = torch.tensor([[0, 0, 0, 0, 1, 1, 1], [0, 1, 1, 1, 1, 1, 1], [1] * PREFIX
 
 @pytest.fixture(scope="module")
 def target() -> TransformerTarget:
-    config = TransformerConfig(vocab_size=19, dim=DIM, layers=3, heads=2, ffn_dim=48, prefix=PREFIX, grid=(3, 4))
+    config = TransformerConfig(
+        vocab_size=19, dim=DIM, layers=3, heads=2, ffn_dim=48, prefix=PREFIX, grid=(3, 4)
+    )
     with torch.random.fork_rng():
         torch.manual_seed(2)  # fresh layers draw from torch's own stream
-        return TransformerTarget(config, CaptionFeatures(PREFIX, 6, DIM)).eval().requires_grad_(False)
+        return (
+            TransformerTarget(config, CaptionFeatures(PREFIX, 6, DIM)).eval().requires_grad_(False)
+        )
 
 
 def condition() -> Condition:
@@ -31,7 +41,9 @@ def condition() -> Condition:
 def published_mask(valid: Tensor) -> Tensor:
     """The LANTERN code's mask of a prefix in bfloat16, [B, 1, P, P]: two sums of very negative numbers."""
     later = torch.full((PREFIX, PREFIX), torch.finfo(torch.float32).min).triu(1)
-    padded = torch.zeros(valid.shape, dtype=torch.bfloat16).masked_fill(~valid, torch.finfo(torch.bfloat16).min)
+    padded = torch.zeros(valid.shape, dtype=torch.bfloat16).masked_fill(
+        ~valid, torch.finfo(torch.bfloat16).min
+    )
     return later + padded[:, None, None, :]
 
 
@@ -48,14 +60,23 @@ def test_prefix_features_equal_those_under_the_published_mask(target: Transforme
     wanted = target.transformer(target.prefix(condition(), guided=True), published_mask(both))
     features = target.session(len(VALID), guided=True, nodes=1).prefill(condition()).features
     assert (features - wanted).abs().max() < 1e-5
-    assert features[: len(VALID)][~VALID].abs().max() == 0 and features[len(VALID) :][~VALID].abs().max() > 0.1
+    assert (
+        features[: len(VALID)][~VALID].abs().max() == 0
+        and features[len(VALID) :][~VALID].abs().max() > 0.1
+    )
 
 
 def test_training_features_follow_the_same_rule(target: TransformerTarget) -> None:
     tokens = torch.randint(19, (len(VALID), 12), generator=torch.Generator().manual_seed(4))
     for dropped in (True, False):
-        target_output = target_features(target, condition(), tokens, torch.full((len(VALID),), dropped))
-        rows = target.session(len(VALID), guided=True, nodes=1).prefill(condition()).features.chunk(2)[dropped]
+        target_output = target_features(
+            target, condition(), tokens, torch.full((len(VALID),), dropped)
+        )
+        rows = (
+            target.session(len(VALID), guided=True, nodes=1)
+            .prefill(condition())
+            .features.chunk(2)[dropped]
+        )
         assert (target_output.hidden[:, :PREFIX] - rows).abs().max() < 1e-5
     assert prefix_mask(VALID, PREFIX + 2)[0, 0, -1].tolist() == [-torch.inf] * 4 + [0.0] * 5
 
@@ -64,11 +85,17 @@ def test_only_drafters_that_read_padding_depend_on_it(target: TransformerTarget)
     """The property `mask_padding` of a drafter decides; published drafters of LlamaGen have it off."""
     with torch.random.fork_rng():
         torch.manual_seed(5)  # fresh layers draw from torch's own stream
-        published, ours = build_drafter(target.config, target).eval(), untrained_drafter(target).eval()
+        published, ours = (
+            build_drafter(target.config, target).eval(),
+            untrained_drafter(target).eval(),
+        )
     assert not published.mask_padding and ours.mask_padding
     features = target.session(len(VALID), guided=True, nodes=1).prefill(condition()).features
     moved = torch.where(torch.cat([VALID, VALID])[..., None], features, features + 1)
-    root, ones = torch.zeros(len(VALID), 1, dtype=torch.int64), torch.ones(len(VALID), dtype=torch.int64)
+    root, ones = (
+        torch.zeros(len(VALID), 1, dtype=torch.int64),
+        torch.ones(len(VALID), dtype=torch.int64),
+    )
     for drafter, reads in ((published, True), (ours, False)):
         logits = []
         for tokens_so_far in (features, moved):

@@ -16,7 +16,14 @@ from lantern_bench.models.llamagen import TextToImage
 from lantern_bench.models.model import Published
 from lantern_bench.models.random_model import meta_model, random_model, sizes_of
 
-SMALL = {"dim": 32, "n_layer": 2, "n_head": 2, "intermediate_size": 64, "cls_token_num": 6, "caption_dim": 8}
+SMALL = {
+    "dim": 32,
+    "n_layer": 2,
+    "n_head": 2,
+    "intermediate_size": 64,
+    "cls_token_num": 6,
+    "caption_dim": 8,
+}
 SMALL |= {"vocab_size": 64}
 SMALL_VQ = {"codes": 64, "channels": 32, "z_channels": 32, "channel_mult": (1, 1), "res_blocks": 1}
 
@@ -31,7 +38,9 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_sizes_are_computed_on_the_meta_device() -> None:
     model: Any = meta_model("llamagen-t2i-stage1")
     modules = (model.target, model.drafter, model.pixels.model)
-    assert {parameter.device.type for module in modules for parameter in module.parameters()} == {"meta"}
+    assert {parameter.device.type for module in modules for parameter in module.parameters()} == {
+        "meta"
+    }
     sizes = {size.part: size for size in sizes_of(model, torch.bfloat16, guided=True, nodes=26)}
     assert sizes["target"].parameters == 777923840 and sizes["target"].bytes == 2 * 777923840
     assert sizes["drafter"].parameters == 44567040
@@ -40,9 +49,19 @@ def test_sizes_are_computed_on_the_meta_device() -> None:
     assert sizes["target's cache"].bytes == 2 * 36 * rows * positions * 1280 * 2
 
 
-def test_dry_run_prints_sizes_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dry_run_prints_sizes_and_writes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "picture.png"
-    typed = ["generate", "--model", "llamagen-c2i-3B", "--random-weights", "--dry-run", "--dtype", "bfloat16"]
+    typed = [
+        "generate",
+        "--model",
+        "llamagen-c2i-3B",
+        "--random-weights",
+        "--dry-run",
+        "--dtype",
+        "bfloat16",
+    ]
     assert cli.main([*typed, "--out", str(out)]) == 0
     written = capsys.readouterr()
     table = pd.read_csv(io.StringIO(written.out)).set_index("part")
@@ -50,10 +69,14 @@ def test_dry_run_prints_sizes_and_writes_nothing(tmp_path: Path, capsys: pytest.
     assert "memory needed" in written.err and not out.exists()
 
 
-def test_random_weights_depend_only_on_the_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_weights_depend_only_on_the_seed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     small(monkeypatch)
     models = [
-        random_model("llamagen-t2i-stage1", torch.device("cpu"), dtype, torch.Generator().manual_seed(3))
+        random_model(
+            "llamagen-t2i-stage1", torch.device("cpu"), dtype, torch.Generator().manual_seed(3)
+        )
         for dtype in (torch.float32, torch.float32, torch.bfloat16)
     ]
     first, second, half = (dict(model.target.named_parameters()) for model in models)  # type: ignore[attr-defined]
@@ -74,5 +97,7 @@ def test_generate_warns_that_the_weights_are_random(
     out = tmp_path / "picture.png"
     typed = ["generate", "--model", "llamagen-t2i-stage1", "--random-weights", "--out", str(out)]
     assert cli.main([*typed, "--tree", "small-7"]) == 0
-    assert "the weights of llamagen-t2i-stage1 are random (seed 0, float32)" in capsys.readouterr().err
+    assert (
+        "the weights of llamagen-t2i-stage1 are random (seed 0, float32)" in capsys.readouterr().err
+    )
     assert out.is_file()

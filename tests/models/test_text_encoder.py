@@ -29,24 +29,35 @@ def t5(tmp_path_factory):
 
 
 def source(folder, cache, **more):
-    options = {"positions": 24, "width": WIDTH, "dtype": torch.float32, "device": torch.device("cpu")}
+    options = {
+        "positions": 24,
+        "width": WIDTH,
+        "dtype": torch.float32,
+        "device": torch.device("cpu"),
+    }
     return CaptionEncoder(folder, cache, **options | more)
 
 
 def by_transformers(folder, caption, positions=24):
     """What transformers gives for one caption, padded on the right: features and mask."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    words = tokenizer([caption], max_length=positions, padding="max_length", truncation=True, return_tensors="pt")
+    words = tokenizer(
+        [caption], max_length=positions, padding="max_length", truncation=True, return_tensors="pt"
+    )
     model = T5EncoderModel.from_pretrained(folder).eval()
     with torch.no_grad():
-        hidden = model(input_ids=words["input_ids"], attention_mask=words["attention_mask"]).last_hidden_state
+        hidden = model(
+            input_ids=words["input_ids"], attention_mask=words["attention_mask"]
+        ).last_hidden_state
     return hidden, words["attention_mask"]
 
 
 def flipped(embeddings, mask):
     """The published way to pad on the left, written out for one row at a time."""
     counts = mask.sum(dim=1).tolist()
-    rows = [features.roll(-count, dims=0) for features, count in zip(embeddings, counts, strict=True)]
+    rows = [
+        features.roll(-count, dims=0) for features, count in zip(embeddings, counts, strict=True)
+    ]
     turned = torch.flip(mask, dims=[-1])
     return torch.stack(rows) * turned[..., None], turned
 
@@ -144,7 +155,9 @@ def test_other_folders_are_refused_in_one_line(t5, tmp_path):
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(config | {"model_type": "bert"}))
     assert "model_type bert" in refused(other)
-    assert "have 16 numbers, and the model takes 32" in refused(save_tiny_t5(tmp_path / "narrow", d_model=16))
+    assert "have 16 numbers, and the model takes 32" in refused(
+        save_tiny_t5(tmp_path / "narrow", d_model=16)
+    )
     cut = copy("cut")
     weights = cut / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
@@ -169,7 +182,10 @@ def test_damaged_feature_files_are_refused(t5, tmp_path):
     [
         ("A Cat on the Grass. ", "a cat on the grass."),
         ("Two <b>red</b> lanterns &amp; a lake", "two red lanterns a lake"),
-        ("lanterns \u2014 at dusk, see http://www.example.com/a/b.html", "lanterns - at dusk, see html"),
+        (
+            "lanterns \u2014 at dusk, see http://www.example.com/a/b.html",
+            "lanterns - at dusk, see html",
+        ),
         ("\u201cLanterns\u201d by @someone IMG1234.jpg", '"lanterns" by'),
         ("'red lanterns'", "red lanterns"),
         ("red_lanterns-over_the-lake", "red lanterns over the lake"),

@@ -21,7 +21,9 @@ def _installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     info = tmp_path / "site" / f"lantern_bench_stripes-{project['version']}.dist-info"
     info.mkdir(parents=True)
     (tmp_path / "site" / "stripes.py").write_text((EXAMPLE / "stripes.py").read_text())
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n")
+    (info / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n"
+    )
     lines = []
     for group, points in project["entry-points"].items():
         lines += [f"[{group}]", *(f"{name} = {value}" for name, value in points.items())]
@@ -33,13 +35,18 @@ def _installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
 
 
 @pytest.mark.usefixtures("_installed")
-def test_third_party_model_is_listed_and_generates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_third_party_model_is_listed_and_generates(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(["models", "--format", "csv"]) == 0
     assert "\nstripes," in capsys.readouterr().out
     out = tmp_path / "picture.png"
     typed = ["generate", "dark", "--model", "stripes", "--mode", "lantern++", "--neighbours", "2"]
     assert cli.main([*typed, "--out", str(out)]) == 0 and out.is_file()
-    assert cli.main(["generate", "green", "--model", "stripes", "--out", str(tmp_path / "other.png")]) == 2
+    assert (
+        cli.main(["generate", "green", "--model", "stripes", "--out", str(tmp_path / "other.png")])
+        == 2
+    )
     assert "'green': unknown" in capsys.readouterr().err
     assert cli.main(["check-model", "stripes", "--format", "csv"]) == 0
     checked = capsys.readouterr().out

@@ -30,23 +30,35 @@ def test_tokens_decode_to_the_official_pixels(model: VQModel, expected: dict[str
     torch.testing.assert_close(pixels, expected["pixels"], atol=2e-4, rtol=0)
 
 
-def test_looked_up_codes_are_the_normalised_rows(model: VQModel, expected: dict[str, Tensor]) -> None:
+def test_looked_up_codes_are_the_normalised_rows(
+    model: VQModel, expected: dict[str, Tensor]
+) -> None:
     rows = model.quantize.rows()[expected["codes"]]
-    looked_up = rows.reshape(expected["quant_from_codes"].permute(0, 2, 3, 1).shape).permute(0, 3, 1, 2)
+    looked_up = rows.reshape(expected["quant_from_codes"].permute(0, 2, 3, 1).shape).permute(
+        0, 3, 1, 2
+    )
     torch.testing.assert_close(looked_up, expected["quant_from_codes"], atol=2e-4, rtol=0)
     torch.testing.assert_close(rows.norm(dim=-1), torch.ones(rows.shape[:-1]))
 
 
-def test_pictures_encode_to_the_official_indices(model: VQModel, expected: dict[str, Tensor]) -> None:
-    torch.testing.assert_close(model.latents(expected["image"]), expected["pre_quant"], atol=2e-4, rtol=0)
+def test_pictures_encode_to_the_official_indices(
+    model: VQModel, expected: dict[str, Tensor]
+) -> None:
+    torch.testing.assert_close(
+        model.latents(expected["image"]), expected["pre_quant"], atol=2e-4, rtol=0
+    )
     codes = model.encode(expected["image"])
     assert torch.equal(codes, expected["encode_indices"])
     quantised = model.quantize.rows()[codes].permute(0, 3, 1, 2)
     torch.testing.assert_close(quantised, expected["quant_from_image"], atol=2e-4, rtol=0)
-    torch.testing.assert_close(model.decode(quantised), expected["reconstruction"], atol=2e-4, rtol=0)
+    torch.testing.assert_close(
+        model.decode(quantised), expected["reconstruction"], atol=2e-4, rtol=0
+    )
 
 
-def test_recordings_distinguish_normalised_rows(model: VQModel, expected: dict[str, Tensor]) -> None:
+def test_recordings_distinguish_normalised_rows(
+    model: VQModel, expected: dict[str, Tensor]
+) -> None:
     latents = expected["pre_quant"].permute(0, 2, 3, 1)
     raw = torch.cdist(latents.reshape(-1, latents.shape[-1]), model.codebook()).argmin(-1)
     assert int((raw != expected["encode_indices"].flatten()).sum()) > 0
@@ -54,7 +66,9 @@ def test_recordings_distinguish_normalised_rows(model: VQModel, expected: dict[s
 
 
 def test_downsampling_is_one_halving_between_levels() -> None:
-    config = VQConfig(codes=32, code_dim=4, z_channels=32, channels=32, channel_mult=(1, 1, 1), res_blocks=1)
+    config = VQConfig(
+        codes=32, code_dim=4, z_channels=32, channels=32, channel_mult=(1, 1, 1), res_blocks=1
+    )
     with torch.no_grad():
         codes = VQModel(config).encode(torch.zeros(2, 3, 16, 24))
     assert codes.shape == (2, 4, 6)

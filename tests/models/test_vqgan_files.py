@@ -51,7 +51,10 @@ def test_other_channels_in_the_decoder_are_refused_in_words(tmp_path: Path) -> N
     torch.save({"model": state}, tmp_path / "vq.pt")
     with pytest.raises(UserError) as caught:
         load_vq(open_checkpoint(tmp_path / "vq.pt"), LAYOUTS["llamagen"], torch.device("cpu"))
-    assert "its encoder has the channels [32, 64] by resolution and its decoder [64, 32]" in caught.value.message
+    assert (
+        "its encoder has the channels [32, 64] by resolution and its decoder [64, 32]"
+        in caught.value.message
+    )
     assert "\n" not in caught.value.message
 
 

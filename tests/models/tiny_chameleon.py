@@ -28,9 +28,25 @@ def code_name(code: int) -> str:
 def vocabulary() -> dict[str, int]:
     """Every token's number below WORDS."""
     order = torch.randperm(CODES, generator=torch.Generator().manual_seed(8)).tolist()
-    special = ["<racm3:break>", "<eoss>", "<reserved08706>", "<reserved08799>", "<reserved08802>", "<reserved08803>"]
+    special = [
+        "<racm3:break>",
+        "<eoss>",
+        "<reserved08706>",
+        "<reserved08799>",
+        "<reserved08802>",
+        "<reserved08803>",
+    ]
     special.append("<reserved08824>")
-    names = ["<s>", "<pad>", "</s>", "<unk>", *(code_name(code) for code in order), *special, "a", *tiny_lumina2.TEXT]
+    names = [
+        "<s>",
+        "<pad>",
+        "</s>",
+        "<unk>",
+        *(code_name(code) for code in order),
+        *special,
+        "a",
+        *tiny_lumina2.TEXT,
+    ]
     return {name: number for number, name in enumerate(names)}
 
 
@@ -48,7 +64,10 @@ def write_target(folder: Path) -> Path:
     first["model.vqmodel.quantize.embedding.weight"] = torch.zeros(4, 2)
     for number in range(LAYERS):
         first |= tiny_lumina2.layer_state(f"model.layers.{number}.", SHAPE, draws)
-    second = {"model.norm.weight": torch.ones(DIM), "lm_head.weight": torch.randn(WORDS, DIM, generator=draws)}
+    second = {
+        "model.norm.weight": torch.ones(DIM),
+        "lm_head.weight": torch.randn(WORDS, DIM, generator=draws),
+    }
     weight_map = {}
     for number, shard in enumerate((first, second), start=1):
         name = f"model-{number:05d}-of-00002.safetensors"
@@ -69,7 +88,9 @@ def write_drafter(folder: Path) -> Path:
     state["fc.weight"] = torch.randn(DIM, 2 * DIM, generator=draws) / DIM**0.5
     state["fc.bias"] = torch.randn(DIM, generator=draws) * 0.1
     torch.save(state, folder / "pytorch_model.bin")
-    (folder / "config.json").write_text(json.dumps(config(num_hidden_layers=1) | {"vocabulary_map": None}))
+    (folder / "config.json").write_text(
+        json.dumps(config(num_hidden_layers=1) | {"vocabulary_map": None})
+    )
     return folder
 
 
@@ -81,7 +102,9 @@ def write_vqgan(folder: Path) -> Path:
     with torch.random.fork_rng():
         torch.manual_seed(3)  # fresh layers draw from torch's own stream
         model = VQModel(VQConfig(CODES, 8, 32, 32, (2, 1), 1, unit_codes=False, attention=()))
-    state = {LAYOUTS["chameleon"].rename(name, 2): tensor for name, tensor in model.state_dict().items()}
+    state = {
+        LAYOUTS["chameleon"].rename(name, 2): tensor for name, tensor in model.state_dict().items()
+    }
     torch.save({"state_dict": state | {"loss.logvar": torch.zeros(1)}}, folder / "vqgan.ckpt")
     return folder / "vqgan.ckpt"
 

@@ -11,7 +11,12 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from torch import Tensor
 
 TEXT = ("a", "red", "lantern", "over", "lake", "the", "at", "dusk", "lowres", "bad")
-JANUS_SPECIAL = ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜▁pad▁｜>", "<begin_of_image>")
+JANUS_SPECIAL = (
+    "<｜begin▁of▁sentence｜>",
+    "<｜end▁of▁sentence｜>",
+    "<｜▁pad▁｜>",
+    "<begin_of_image>",
+)
 JANUS_SPECIAL += ("<|User|>", "<|Assistant|>")
 
 
@@ -49,7 +54,9 @@ def write_tokenizer(path: Path, names: Iterable[str], unknown: str = "<unk>") ->
     vocabulary = {name: number for number, name in enumerate(names)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=unknown))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in vocabulary if name.startswith("<")])
+    tokenizer.add_special_tokens(
+        [AddedToken(name, special=True) for name in vocabulary if name.startswith("<")]
+    )
     tokenizer.save(str(path))
     return vocabulary
 
@@ -72,7 +79,9 @@ def draw_weights(model: torch.nn.Module, seed: int) -> None:
             parameter.copy_(base + 0.1 * torch.randn(parameter.shape, generator=draws))
     for name, buffer in model.named_buffers():
         if name.endswith(("running_mean", "running_var")):
-            buffer.copy_((0.3 * torch.randn(buffer.shape, generator=draws)).exp() - int("mean" in name))
+            buffer.copy_(
+                (0.3 * torch.randn(buffer.shape, generator=draws)).exp() - int("mean" in name)
+            )
 
 
 def write_janus(folder: Path, shape: Shape, seed: int = 1) -> Any:
@@ -82,16 +91,35 @@ def write_janus(folder: Path, shape: Shape, seed: int = 1) -> Any:
     folder.mkdir(parents=True, exist_ok=True)
     vocabulary = write_tokenizer(folder / "tokenizer.json", ("<unk>", *JANUS_SPECIAL, *TEXT))
     text = {"model_type": "llama", "vocab_size": len(vocabulary) + 7, "hidden_size": shape.dim}
-    text |= {"intermediate_size": shape.ffn, "num_hidden_layers": shape.layers, "num_attention_heads": shape.heads}
+    text |= {
+        "intermediate_size": shape.ffn,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+    }
     text |= {"num_key_value_heads": shape.kv_heads, "rope_theta": shape.theta, "rms_norm_eps": 1e-6}
-    text |= {"bos_token_id": vocabulary[JANUS_SPECIAL[0]], "pad_token_id": vocabulary[JANUS_SPECIAL[2]]}
+    text |= {
+        "bos_token_id": vocabulary[JANUS_SPECIAL[0]],
+        "pad_token_id": vocabulary[JANUS_SPECIAL[2]],
+    }
     text |= {} if shape.head_dim is None else {"head_dim": shape.head_dim}
-    seen = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "projection_dim": shape.dim}
+    seen = {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "projection_dim": shape.dim,
+    }
     seen |= {"image_size": 4 * shape.side, "patch_size": 4, "num_image_tokens": shape.side**2}
-    vq = {"num_embeddings": shape.codes, "embed_dim": shape.code_dim, "latent_channels": 32, "base_channels": 32}
+    vq = {
+        "num_embeddings": shape.codes,
+        "embed_dim": shape.code_dim,
+        "latent_channels": 32,
+        "base_channels": 32,
+    }
     vq |= {"channel_multiplier": list(shape.mult), "num_res_blocks": shape.blocks}
     vq |= {"projection_dim": shape.dim, "image_token_embed_dim": shape.dim, "num_hidden_layers": 2}
-    config = JanusConfig(text_config=text, vision_config=seen, vq_config=vq, tie_word_embeddings=shape.tied)
+    config = JanusConfig(
+        text_config=text, vision_config=seen, vq_config=vq, tie_word_embeddings=shape.tied
+    )
     model = JanusForConditionalGeneration(config).eval()
     draw_weights(model, seed)
     model.generation_config.bos_token_id = vocabulary[JANUS_SPECIAL[0]]
@@ -102,17 +130,25 @@ def write_janus(folder: Path, shape: Shape, seed: int = 1) -> Any:
 
 
 @torch.no_grad()
-def expect_janus(model: Any, prompt: Tensor, null: Tensor, grid: tuple[int, int], scale: float) -> Expected:
+def expect_janus(
+    model: Any, prompt: Tensor, null: Tensor, grid: tuple[int, int], scale: float
+) -> Expected:
     """What transformers makes of a prompt int64 [P]; it makes the one without caption itself."""
     ids, config = prompt[None], model.generation_config
     tokens = model.generate(
-        ids, attention_mask=torch.ones_like(ids), generation_mode="image", do_sample=False, guidance_scale=scale
+        ids,
+        attention_mask=torch.ones_like(ids),
+        generation_mode="image",
+        do_sample=False,
+        guidance_scale=scale,
     )
     special = (ids == config.bos_token_id) | (ids == config.generation_kwargs["boi_token_id"])
     both = torch.cat([ids, torch.where(special, ids, config.pad_token_id)])
     embedded = model.get_input_embeddings()(both)
     drawn = model.prepare_embeddings_for_image_generation(tokens[:, :-1]).expand(2, -1, -1)
-    hidden = model.model.language_model(inputs_embeds=torch.cat([embedded, drawn], dim=1)).last_hidden_state
+    hidden = model.model.language_model(
+        inputs_embeds=torch.cat([embedded, drawn], dim=1)
+    ).last_hidden_state
     logits = model.model.generation_head(hidden)[:, ids.shape[1] - 1 :]
     return Expected(logits, tokens[0], to_bytes(model.decode_image_tokens(tokens)[0]))
 
@@ -127,20 +163,43 @@ def write_emu3(folder: Path, shape: Shape, seed: int = 2) -> Any:
 
     folder.mkdir(parents=True, exist_ok=True)
     order = torch.randperm(shape.codes, generator=torch.Generator().manual_seed(8)).tolist()
-    names = ("<unk>", *EMU3_SPECIAL, *(f"<|visual token {code:06}|>" for code in order), *TEXT, *"0123456789*")
+    names = (
+        "<unk>",
+        *EMU3_SPECIAL,
+        *(f"<|visual token {code:06}|>" for code in order),
+        *TEXT,
+        *"0123456789*",
+    )
     vocabulary = write_tokenizer(folder / "tokenizer.json", names)
-    text = {"vocab_size": len(vocabulary) + 5, "hidden_size": shape.dim, "intermediate_size": shape.ffn}
+    text = {
+        "vocab_size": len(vocabulary) + 5,
+        "hidden_size": shape.dim,
+        "intermediate_size": shape.ffn,
+    }
     text |= {"num_hidden_layers": shape.layers, "num_attention_heads": shape.heads}
     text |= {"num_key_value_heads": shape.kv_heads, "tie_word_embeddings": shape.tied}
     text |= {"rope_parameters": {"rope_type": "default", "rope_theta": shape.theta}}
-    text |= {"bos_token_id": vocabulary["<|extra_203|>"], "eos_token_id": vocabulary["<|extra_204|>"]}
+    text |= {
+        "bos_token_id": vocabulary["<|extra_203|>"],
+        "eos_token_id": vocabulary["<|extra_204|>"],
+    }
     text |= {"pad_token_id": 0}
-    vq = {"codebook_size": shape.codes, "embed_dim": shape.code_dim, "latent_channels": shape.code_dim}
-    vq |= {"base_channels": 32, "channel_multiplier": list(shape.mult), "num_res_blocks": shape.blocks}
+    vq = {
+        "codebook_size": shape.codes,
+        "embed_dim": shape.code_dim,
+        "latent_channels": shape.code_dim,
+    }
+    vq |= {
+        "base_channels": 32,
+        "channel_multiplier": list(shape.mult),
+        "num_res_blocks": shape.blocks,
+    }
     attending = [len(shape.mult) - 1] if shape.attends is None else list(shape.attends)
     vq |= {"attn_resolutions": attending, "hidden_size": 32 * shape.mult[-1]}
     vq |= {"temporal_downsample_factor": shape.frames}
-    config = Emu3Config(text_config=text, vq_config=vq, vocabulary_map=vocabulary, tie_word_embeddings=shape.tied)
+    config = Emu3Config(
+        text_config=text, vq_config=vq, vocabulary_map=vocabulary, tie_word_embeddings=shape.tied
+    )
     model = Emu3ForConditionalGeneration(config).eval()
     draw_weights(model, seed)
     model.save_pretrained(folder)
@@ -148,10 +207,14 @@ def write_emu3(folder: Path, shape: Shape, seed: int = 2) -> Any:
 
 
 @torch.no_grad()
-def expect_emu3(model: Any, prompt: Tensor, null: Tensor, grid: tuple[int, int], scale: float) -> Expected:
+def expect_emu3(
+    model: Any, prompt: Tensor, null: Tensor, grid: tuple[int, int], scale: float
+) -> Expected:
     """What transformers makes of prompts int64 [P] with and without caption; ends of rows are forced as published."""
     words, (rows, columns) = model.config.vocabulary_map, grid
-    codes = [words[f"<|visual token {code:06}|>"] for code in range(model.config.vq_config.codebook_size)]
+    codes = [
+        words[f"<|visual token {code:06}|>"] for code in range(model.config.vq_config.codebook_size)
+    ]
 
     def allowed(_batch: int, ids: Tensor) -> list[int]:
         row_ends = (len(ids) - len(prompt) + 1) % (columns + 1) == 0
@@ -171,7 +234,9 @@ def expect_emu3(model: Any, prompt: Tensor, null: Tensor, grid: tuple[int, int],
     )[:, len(prompt) :]
     numbers = [*codes, words["<|extra_200|>"]]
     logits = [
-        model(input_ids=torch.cat([start, generated[:, :-1]], dim=1)).logits[0, start.shape[1] - 1 :, numbers]
+        model(input_ids=torch.cat([start, generated[:, :-1]], dim=1)).logits[
+            0, start.shape[1] - 1 :, numbers
+        ]
         for start in (given, bare)
     ]
     tokens = torch.tensor([numbers.index(word) for word in generated[0].tolist()])

@@ -21,8 +21,22 @@ CODES = 32
 FAMILIES = {"t2i": TextToImage, "c2i": ClassToImage}
 GRIDS = {"t2i": (4, 4), "c2i": (3, 5)}
 CONFIGS: dict[str, dict[str, Any]] = {
-    "t2i": {"dim": 48, "n_layer": 2, "n_head": 3, "intermediate_size": 64, "vocab_size": CODES, "cls_token_num": 12},
-    "c2i": {"dim": 48, "n_layer": 2, "n_head": 3, "intermediate_size": 64, "vocab_size": CODES, "num_classes": 7},
+    "t2i": {
+        "dim": 48,
+        "n_layer": 2,
+        "n_head": 3,
+        "intermediate_size": 64,
+        "vocab_size": CODES,
+        "cls_token_num": 12,
+    },
+    "c2i": {
+        "dim": 48,
+        "n_layer": 2,
+        "n_head": 3,
+        "intermediate_size": 64,
+        "vocab_size": CODES,
+        "num_classes": 7,
+    },
 }
 CONFIGS["t2i"]["caption_dim"] = WIDTH
 
@@ -48,8 +62,16 @@ def write_drafter(folder: Path, model: LlamaGen, **stated: Any) -> Path:
     """A folder with a drafter in the published layout; `stated` goes into its config.json."""
     target = model.new_target()
     sizes = target.config
-    config = {"hidden_size": sizes.dim, "vocab_size": sizes.vocab_size, "num_attention_heads": sizes.heads}
-    config |= {"num_key_value_heads": sizes.kv_heads or sizes.heads, "intermediate_size": 32, "num_hidden_layers": 1}
+    config = {
+        "hidden_size": sizes.dim,
+        "vocab_size": sizes.vocab_size,
+        "num_attention_heads": sizes.heads,
+    }
+    config |= {
+        "num_key_value_heads": sizes.kv_heads or sizes.heads,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+    }
     drafter = build_drafter(drafter_config(config, sizes, folder), target)
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config | stated))
@@ -77,4 +99,6 @@ def write_model_file(folder: Path, kind: str, **parts: Any) -> Path:
         "drafter": {"dir": write_drafter(folder / "drafter", model)},
         "grid": list(GRIDS[kind]),
     } | parts
-    return golden_models.write_model(folder, **{key: part for key, part in values.items() if part is not None})
+    return golden_models.write_model(
+        folder, **{key: part for key, part in values.items() if part is not None}
+    )

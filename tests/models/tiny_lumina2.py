@@ -18,9 +18,29 @@ from torch.nn import functional
 
 from tests.models.tiny_hosted import write_tokenizer
 
-TEXT = ("Generate", "an", "image", "of", "according", "to", "the", "following", "prompt", "red", "lantern", "over")
+TEXT = (
+    "Generate",
+    "an",
+    "image",
+    "of",
+    "according",
+    "to",
+    "the",
+    "following",
+    "prompt",
+    "red",
+    "lantern",
+    "over",
+)
 SIDES = range(8801, 8840)
-SPECIAL = ["<|endoftext|>", "<|im_end|>", "<racm3:break>", "<eoss>", "<reserved08706>", "<reserved08799>"]
+SPECIAL = [
+    "<|endoftext|>",
+    "<|im_end|>",
+    "<racm3:break>",
+    "<eoss>",
+    "<reserved08706>",
+    "<reserved08799>",
+]
 FIRST_CODE = 70
 
 
@@ -51,7 +71,10 @@ class Shape:
 
 def vocabulary() -> dict[str, int]:
     """Every named token's number, below FIRST_CODE."""
-    return {name: number for number, name in enumerate([*TEXT, *SPECIAL, *(f"<reserved{n:05d}>" for n in SIDES)])}
+    return {
+        name: number
+        for number, name in enumerate([*TEXT, *SPECIAL, *(f"<reserved{n:05d}>" for n in SIDES)])
+    }
 
 
 def config(shape: Shape) -> dict[str, Any]:
@@ -106,8 +129,14 @@ def layer_state(at: str, shape: Shape, draws: torch.Generator) -> dict[str, Tens
     """The weights of one decoder layer, whose names begin with `at`."""
     dim, head = shape.dim, shape.dim // shape.heads
     rows = {"q": dim, "k": shape.kv_heads * head, "v": shape.kv_heads * head}
-    shapes: dict[str, tuple[int, ...]] = {f"self_attn.{part}_proj.weight": (rows[part], dim) for part in rows}
-    shapes |= {f"self_attn.{part}_norm.{kind}": (shape.parts, head) for part in "qk" for kind in ("weight", "bias")}
+    shapes: dict[str, tuple[int, ...]] = {
+        f"self_attn.{part}_proj.weight": (rows[part], dim) for part in rows
+    }
+    shapes |= {
+        f"self_attn.{part}_norm.{kind}": (shape.parts, head)
+        for part in "qk"
+        for kind in ("weight", "bias")
+    }
     shapes |= {"self_attn.o_proj.weight": (dim, dim), "mlp.down_proj.weight": (dim, shape.ffn)}
     shapes |= {f"mlp.{part}_proj.weight": (shape.ffn, dim) for part in ("gate", "up")}
     shapes |= {f"{part}_layernorm.weight": (dim,) for part in ("input", "post_attention")}
@@ -184,7 +213,12 @@ def prompts(caption: list[str], shape: Shape) -> tuple[list[int], list[int]]:
     words = ["Generate an image of <eoss> according to the following prompt <eoss>", *caption]
     sides = (f"<reserved{8800 + side // 4:05d}>" for side in (rows, columns))
     end = [ids[name] for name in ("<racm3:break>", *sides)]
-    return [ids["<|im_end|>"], *(ids[word] for word in " ".join(words).split()), ids["<reserved08706>"], *end], end
+    return [
+        ids["<|im_end|>"],
+        *(ids[word] for word in " ".join(words).split()),
+        ids["<reserved08706>"],
+        *end,
+    ], end
 
 
 def layer(state: dict[str, Tensor], at: str, shape: Shape, x: Tensor) -> Tensor:
@@ -197,21 +231,35 @@ def layer(state: dict[str, Tensor], at: str, shape: Shape, x: Tensor) -> Tensor:
             return y
         y = (y - y.mean(-1, keepdim=True)) / (y.var(-1, unbiased=False, keepdim=True) + 1e-5).sqrt()
         weight, bias = (state[f"{at}self_attn.{letter}_norm.{kind}"] for kind in ("weight", "bias"))
-        y = y * weight.repeat_interleave(count // shape.parts, 0) + bias.repeat_interleave(count // shape.parts, 0)
+        y = y * weight.repeat_interleave(count // shape.parts, 0) + bias.repeat_interleave(
+            count // shape.parts, 0
+        )
         angles = torch.arange(n)[:, None] / shape.theta ** (torch.arange(0, head, 2) / head)
-        cosine, sine = (torch.cat([half, half], dim=-1)[:, None] for half in (angles.cos(), angles.sin()))
+        cosine, sine = (
+            torch.cat([half, half], dim=-1)[:, None] for half in (angles.cos(), angles.sin())
+        )
         return y * cosine + torch.cat([-y[..., head // 2 :], y[..., : head // 2]], dim=-1) * sine
 
     def attention(y: Tensor) -> Tensor:
-        q, (k, v) = heads(y, "q", shape.heads), (heads(y, letter, shape.kv_heads) for letter in "kv")
+        q, (k, v) = (
+            heads(y, "q", shape.heads),
+            (heads(y, letter, shape.kv_heads) for letter in "kv"),
+        )
         k, v = (rows.repeat_interleave(shape.heads // shape.kv_heads, 1) for rows in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q, k) / head**0.5
-        seen = scores.masked_fill(~torch.ones(n, n, dtype=torch.bool).tril(), -torch.inf).softmax(-1)
-        return torch.einsum("hqk,khd->qhd", seen, v).reshape(n, -1) @ state[f"{at}self_attn.o_proj.weight"].T
+        seen = scores.masked_fill(~torch.ones(n, n, dtype=torch.bool).tril(), -torch.inf).softmax(
+            -1
+        )
+        return (
+            torch.einsum("hqk,khd->qhd", seen, v).reshape(n, -1)
+            @ state[f"{at}self_attn.o_proj.weight"].T
+        )
 
     def mlp(y: Tensor) -> Tensor:
         gate = functional.silu(y @ state[f"{at}mlp.gate_proj.weight"].T)
-        return (gate * (y @ state[f"{at}mlp.up_proj.weight"].T)) @ state[f"{at}mlp.down_proj.weight"].T
+        return (gate * (y @ state[f"{at}mlp.up_proj.weight"].T)) @ state[
+            f"{at}mlp.down_proj.weight"
+        ].T
 
     first, second = (state[f"{at}{name}_layernorm.weight"] for name in ("input", "post_attention"))
     if shape.swin:
@@ -234,7 +282,9 @@ def logits(state: dict[str, Tensor], shape: Shape, words: Tensor) -> Tensor:
     return rms(x, state["model.norm.weight"]) @ state["lm_head.weight"].T
 
 
-def greedy(state: dict[str, Tensor], shape: Shape, caption: list[str], scale: float) -> tuple[Tensor, Tensor, Tensor]:
+def greedy(
+    state: dict[str, Tensor], shape: Shape, caption: list[str], scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """A greedy picture with guidance: tokens [N] (codes, and `codes` at row ends), logits with and without prompt.
 
     The logits are [N, codes], of the codes alone; at row ends they are not compared.
@@ -245,12 +295,15 @@ def greedy(state: dict[str, Tensor], shape: Shape, caption: list[str], scale: fl
     codes = slice(FIRST_CODE, FIRST_CODE + shape.codes)
     for place in range(rows * (columns + 1)):
         cond, uncond = (
-            logits(state, shape, torch.tensor([*prompt, *generated]))[-1] for prompt in (with_prompt, without)
+            logits(state, shape, torch.tensor([*prompt, *generated]))[-1]
+            for prompt in (with_prompt, without)
         )
         pairs.append((cond[codes], uncond[codes]))
         end = (place + 1) % (columns + 1) == 0
         guided = scale * (cond - uncond) + uncond
-        generated.append(vocabulary()["<reserved08799>"] if end else FIRST_CODE + int(guided[codes].argmax()))
+        generated.append(
+            vocabulary()["<reserved08799>"] if end else FIRST_CODE + int(guided[codes].argmax())
+        )
     ends = torch.tensor(generated) == vocabulary()["<reserved08799>"]
     tokens = torch.where(ends, shape.codes, torch.tensor(generated) - FIRST_CODE)
     cond, uncond = (torch.stack(column) for column in zip(*pairs, strict=True))
@@ -269,7 +322,9 @@ def pixels(state: dict[str, Tensor], shape: Shape, codes: Tensor) -> Tensor:
     def norm(x: Tensor, name: str) -> Tensor:
         at = f"decoder.{name}"
         if f"{at}.weight" in state:  # a VQGAN, whose norms know no codes
-            return functional.group_norm(x, 32, state[f"{at}.weight"], state[f"{at}.bias"], eps=1e-6)
+            return functional.group_norm(
+                x, 32, state[f"{at}.weight"], state[f"{at}.bias"], eps=1e-6
+            )
         inner = [state[f"{at}.norm_layer.{kind}"] for kind in ("weight", "bias")]
         spread = functional.interpolate(zq, size=x.shape[-2:], mode="nearest")
         return functional.group_norm(x, 32, *inner, eps=1e-6) * conv(spread, f"{at}.conv_y") + conv(
@@ -296,5 +351,8 @@ def pixels(state: dict[str, Tensor], shape: Shape, codes: Tensor) -> Tensor:
             if f"decoder.up.{level}.attn.{number}.q.weight" in state:
                 x = attention(x, f"up.{level}.attn.{number}")
         if level:
-            x = conv(functional.interpolate(x, scale_factor=2.0, mode="nearest"), f"decoder.up.{level}.upsample.conv")
+            x = conv(
+                functional.interpolate(x, scale_factor=2.0, mode="nearest"),
+                f"decoder.up.{level}.upsample.conv",
+            )
     return conv(functional.silu(norm(x, "norm_out")), "decoder.conv_out")[0]

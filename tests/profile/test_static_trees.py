@@ -19,7 +19,10 @@ def all_trees(nodes: int) -> set[Topology]:
     trees: set[Topology] = {()}
     for _ in range(nodes):
         trees = {
-            tuple(sorted({*tree, path})) for tree in trees for path in paths if path not in tree and fits(tree, path)
+            tuple(sorted({*tree, path}))
+            for tree in trees
+            for path in paths
+            if path not in tree and fits(tree, path)
         }
     return trees
 
@@ -49,11 +52,16 @@ def test_programme_finds_the_longest_tree(nodes: int) -> None:
 
 def test_one_rank_gives_chains() -> None:
     lengths = longest_trees([rates[:1] for rates in RATES], 8)
-    assert list(lengths) == [tuple((0,) * depth for depth in range(1, levels + 1)) for levels in (1, 2, 3)]
+    assert list(lengths) == [
+        tuple((0,) * depth for depth in range(1, levels + 1)) for levels in (1, 2, 3)
+    ]
 
 
 def test_acceptance_is_counted_by_depth_and_rank() -> None:
     steps = [[0, 1], [0, -1], [-1], [1, 0]] * 10
     trace = ImageTrace([], [], [], [], [], steps, 1, 1, 1)
-    assert acceptance_by_rank([trace], 2) == [[0.5, 0.25], [pytest.approx(1 / 3), pytest.approx(1 / 3)]]
+    assert acceptance_by_rank([trace], 2) == [
+        [0.5, 0.25],
+        [pytest.approx(1 / 3), pytest.approx(1 / 3)],
+    ]
     assert len(acceptance_by_rank([ImageTrace([], [], [], [], [], steps[:8], 1, 1, 1)], 2)) == 0

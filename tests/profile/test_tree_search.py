@@ -15,7 +15,13 @@ from lantern_bench.config.parse_experiment import Overrides
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.profile import steps
 from lantern_bench.profile.steps import StepCost
-from lantern_bench.profile.tree_search import Candidate, corners_of, experiment_line, fastest, fit_price
+from lantern_bench.profile.tree_search import (
+    Candidate,
+    corners_of,
+    experiment_line,
+    fastest,
+    fit_price,
+)
 from tests.tiny_model import PROMPTS, TinyModel
 
 FORWARDS = (1.0, 1.2, 1.6, 2.4, 4.0, 7.2)  # 0.8 + 0.2 a node
@@ -27,16 +33,26 @@ def candidate(nodes: int, levels: int, width: int, length: float = 1.0) -> Candi
 
 def true_cost(tree: Candidate) -> StepCost:
     draft = 0.3 + 0.2 * tree.levels + 0.05 * tree.levels * tree.width
-    parts = {"draft_ms": draft, "target_ms": 0.0, "verify_ms": 0.1 + 0.01 * tree.nodes * tree.width, "other_ms": 0.2}
+    parts = {
+        "draft_ms": draft,
+        "target_ms": 0.0,
+        "verify_ms": 0.1 + 0.01 * tree.nodes * tree.width,
+        "other_ms": 0.2,
+    }
     return StepCost(0.0, parts, 1.0, [])
 
 
 def test_price_is_recovered_from_the_corners() -> None:
-    trees = [candidate(nodes, levels, width) for nodes, levels, width in product((4, 9, 20), (1, 2, 4), (1, 2, 5))]
+    trees = [
+        candidate(nodes, levels, width)
+        for nodes, levels, width in product((4, 9, 20), (1, 2, 4), (1, 2, 5))
+    ]
     corners = corners_of(trees)
     expected_ms = fit_price(corners, [true_cost(tree) for tree in corners], FORWARDS)
     for tree in trees:
-        assert expected_ms(tree) == pytest.approx(0.8 + 0.2 * (tree.nodes + 1) + sum(true_cost(tree).parts.values()))
+        assert expected_ms(tree) == pytest.approx(
+            0.8 + 0.2 * (tree.nodes + 1) + sum(true_cost(tree).parts.values())
+        )
 
 
 def test_corners_of_chains_are_the_shortest_and_the_longest() -> None:
@@ -45,7 +61,10 @@ def test_corners_of_chains_are_the_shortest_and_the_longest() -> None:
 
 
 def test_fastest_has_a_candidate_of_each_size() -> None:
-    trees = [candidate(nodes, levels, 2, nodes + levels / 10) for nodes, levels in product((2, 3, 4), (1, 2))]
+    trees = [
+        candidate(nodes, levels, 2, nodes + levels / 10)
+        for nodes, levels in product((2, 3, 4), (1, 2))
+    ]
     assert fastest(trees, lambda tree: tree.nodes**2, 5) == [trees[1], trees[0]]
 
 
@@ -58,21 +77,39 @@ def test_fastest_has_a_candidate_of_each_size() -> None:
             "- {mode: speculative, rule: block, tree: chain-7, temperature: 0.9}",
         ),
         (
-            {"mode": "lantern", "drafting": "static", "tree": [(0,), (1,)], "neighbours": 9, "delta": 0.1},
+            {
+                "mode": "lantern",
+                "drafting": "static",
+                "tree": [(0,), (1,)],
+                "neighbours": 9,
+                "delta": 0.1,
+            },
             "- {mode: lantern, drafting: static, tree: [[0], [1]], neighbours: 9, delta: 0.1}",
         ),
         (
-            {"mode": "lantern", "nodes": 3, "depth": 1, "beam": 3, "neighbours": 9, "delta": 0.1, "cfg_scale": 2.0},
+            {
+                "mode": "lantern",
+                "nodes": 3,
+                "depth": 1,
+                "beam": 3,
+                "neighbours": 9,
+                "delta": 0.1,
+                "cfg_scale": 2.0,
+            },
             "- {mode: lantern, nodes: 3, depth: 1, beam: 3, neighbours: 9, delta: 0.1}",
         ),
     ],
 )
-def test_line_of_an_experiment_gives_the_cell_again(values: dict[str, object], line: str, tmp_path: Path) -> None:
+def test_line_of_an_experiment_gives_the_cell_again(
+    values: dict[str, object], line: str, tmp_path: Path
+) -> None:
     decoding = Decoding(**values | {"cfg_scale": 2.0, "cfg_default": 2.0})
     assert experiment_line(decoding) == line
     path = tmp_path / "line.yaml"
     path.write_text(f"model: lanterns\nbaseline: false\ncells:\n  {line}\n")
-    (cell,) = load_experiment(path, {"lanterns": {"cfg_scale": 2.0, "tree": "chain-4"}}, Overrides()).cells
+    (cell,) = load_experiment(
+        path, {"lanterns": {"cfg_scale": 2.0, "tree": "chain-4"}}, Overrides()
+    ).cells
     assert cell.decoding == decoding
 
 
@@ -82,7 +119,9 @@ def test_decodings_are_measured_in_turns(monkeypatch: pytest.MonkeyPatch) -> Non
     drafted = Decoding(mode="speculative", tree="chain-3")
     order, shares, real = list[bool](), list[float](), steps.decode
 
-    def watched(model: LoadedModel, condition: Any, decoding: Decoding, *given: Any, **named: Any) -> Any:
+    def watched(
+        model: LoadedModel, condition: Any, decoding: Decoding, *given: Any, **named: Any
+    ) -> Any:
         order.append(decoding.drafts)
         return real(model, condition, decoding, *given, **named)
 
@@ -92,4 +131,6 @@ def test_decodings_are_measured_in_turns(monkeypatch: pytest.MonkeyPatch) -> Non
     assert shares[-1] == 1.0 and [len(cost.traces) for cost in costs] == [3, 3]
     for cost in costs:
         seconds = sum(trace.seconds - trace.phases["prefill"] for trace in cost.traces)
-        assert cost.total == pytest.approx(1e3 * seconds / sum(len(trace.committed) for trace in cost.traces))
+        assert cost.total == pytest.approx(
+            1e3 * seconds / sum(len(trace.committed) for trace in cost.traces)
+        )

@@ -25,7 +25,10 @@ def folder(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("name", "content"),
     [
-        ("captions.jsonl", '{"file_name": "00.png", "text": "red lantern"}\n\n{"image": "01.png", "caption": "%s"}\n'),
+        (
+            "captions.jsonl",
+            '{"file_name": "00.png", "text": "red lantern"}\n\n{"image": "01.png", "caption": "%s"}\n',
+        ),
         ("captions.csv", 'File,Caption\n00.png,red lantern\n01.png,"%s"\n'),
         ("metadata.csv", "file_name,text\n00.png,red lantern\n01.png,%s\n"),
         ("captions.tsv", "path\tprompt\n00.png\tred lantern\n01.png\t%s\n"),
@@ -33,7 +36,9 @@ def folder(tmp_path: Path) -> Path:
     ],
 )
 @pytest.mark.parametrize("named", [False, True])
-def test_a_file_names_pictures_and_captions(name: str, content: str, named: bool, folder: Path) -> None:
+def test_a_file_names_pictures_and_captions(
+    name: str, content: str, named: bool, folder: Path
+) -> None:
     where = folder.parent / name if named else folder / name
     where.write_text(content % FOUND[1][1])
     pictures = read_captioned(folder, where if named else None, MODEL)
@@ -46,14 +51,19 @@ def test_captions_beside_pictures_in_subfolders(folder: Path) -> None:
     (folder / "01.png").rename(folder / "below" / "01.JPEG")
     (folder / "00.txt").write_text("red lantern\n")
     (folder / "below" / "01.txt").write_text("  blue round lantern ")
-    assert [item.caption for item in read_captioned(folder, None, MODEL)] == [caption for _, caption in FOUND]
+    assert [item.caption for item in read_captioned(folder, None, MODEL)] == [
+        caption for _, caption in FOUND
+    ]
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         ("00.png red lantern\n", "captions.txt line 1: has no picture and caption"),
-        ("00.png\tred lantern\n02.png\tred lantern\n", "captions.txt line 2: no such picture 02.png"),
+        (
+            "00.png\tred lantern\n02.png\tred lantern\n",
+            "captions.txt line 2: no such picture 02.png",
+        ),
         ("00.png\tred fish\n01.png\tgreen lantern\n", "2 captions cannot be used"),
         ("", "contains no picture"),
     ],

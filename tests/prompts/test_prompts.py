@@ -45,7 +45,9 @@ ANNOTATIONS = [
 
 @pytest.fixture
 def coco(tmp_path):
-    rows = [{"image_id": image, "id": number, "caption": text} for image, number, text in ANNOTATIONS]
+    rows = [
+        {"image_id": image, "id": number, "caption": text} for image, number, text in ANNOTATIONS
+    ]
     path = tmp_path / "captions_val2017.json"
     path.write_text(json.dumps({"info": {}, "images": [{"id": 184613}], "annotations": rows}))
     return path
@@ -61,14 +63,23 @@ def test_coco_takes_the_longest_caption_of_each_image(coco):
         "Two cows",
     ]
     assert [prompt.source for prompt in prompts] == ["coco:391895", "coco:522418", "coco:184613"]
-    assert texts(f"coco-first:{coco}") == ["A man with a red helmet", "A woman cuts cake.", "Two cows"]
+    assert texts(f"coco-first:{coco}") == [
+        "A man with a red helmet",
+        "A woman cuts cake.",
+        "Two cows",
+    ]
 
 
 def test_parti_prompts(tmp_path):
     path = tmp_path / "PartiPrompts.tsv"
-    path.write_text('Prompt\tCategory\tChallenge\tNote\nbond\tAbstract\tBasic\t\n"a ""sign"""\tWorld\tBasic\tx\n')
+    path.write_text(
+        'Prompt\tCategory\tChallenge\tNote\nbond\tAbstract\tBasic\t\n"a ""sign"""\tWorld\tBasic\tx\n'
+    )
     prompts = load(f"parti:{path}")
-    assert [(prompt.text, prompt.source) for prompt in prompts] == [("bond", "parti:2"), ('a "sign"', "parti:3")]
+    assert [(prompt.text, prompt.source) for prompt in prompts] == [
+        ("bond", "parti:2"),
+        ('a "sign"', "parti:3"),
+    ]
     assert texts(path) == ["bond", 'a "sign"']
 
 
@@ -77,20 +88,25 @@ def test_imagenet_classes_with_and_without_names(tmp_path):
     names = [f"name {number}" for number in range(1000)]
     (tmp_path / "names.txt").write_text("\n".join(names) + "\n")
     (tmp_path / "list.json").write_text(json.dumps(names))
-    (tmp_path / "index.json").write_text(json.dumps({str(n): [f"n{n:08}", name] for n, name in enumerate(names)}))
+    (tmp_path / "index.json").write_text(
+        json.dumps({str(n): [f"n{n:08}", name] for n, name in enumerate(names)})
+    )
     for file in ("names.txt", "list.json", "index.json"):
         prompts = load(f"imagenet:{tmp_path / file}")
         assert (prompts[207].text, prompts[207].source) == ("class 207: name 207", "imagenet:207")
         assert [class_number(prompt.text, 1000) for prompt in prompts] == list(range(1000))
 
 
-@pytest.mark.parametrize("text", ["207", "class 207", "Class 207: golden retriever", " class 207 : a: b"])
+@pytest.mark.parametrize(
+    "text", ["207", "class 207", "Class 207: golden retriever", " class 207 : a: b"]
+)
 def test_a_class_is_read_from_its_prompt(text):
     assert class_number(text, 1000) == 207 and class_number(class_prompt(207, "x"), 208) == 207
 
 
 @pytest.mark.parametrize(
-    ("text", "wrong"), [("golden", "is not a class"), ("class -1", "is not a class"), ("1000", "1000 c")]
+    ("text", "wrong"),
+    [("golden", "is not a class"), ("class -1", "is not a class"), ("1000", "1000 c")],
 )
 def test_wrong_class_prompts_are_refused(text, wrong):
     with pytest.raises(UserError, match=wrong):
@@ -115,7 +131,9 @@ def test_prompt_parts_are_deterministic_and_nested(tmp_path):
 
 
 def test_prompt_equality_ignores_the_source():
-    assert Prompt("a", "coco:1") == Prompt("a", "coco:2") and len({Prompt("a", "x"), Prompt("a")}) == 1
+    assert (
+        Prompt("a", "coco:1") == Prompt("a", "coco:2") and len({Prompt("a", "x"), Prompt("a")}) == 1
+    )
 
 
 def test_describe_prompts_of_the_manifest(coco):
@@ -125,17 +143,25 @@ def test_describe_prompts_of_the_manifest(coco):
     assert len(facts["file_sha256"]) == 64 and len(facts["ids_sha256"]) == 64
     assert describe_prompts("held-out", Anything(), load("held-out"))["file_sha256"] is None
     other = describe_prompts(f"coco:{coco}", Anything(), load(f"coco:{coco}"))
-    assert other["ids_sha256"] != facts["ids_sha256"] and other["file_sha256"] == facts["file_sha256"]
+    assert (
+        other["ids_sha256"] != facts["ids_sha256"] and other["file_sha256"] == facts["file_sha256"]
+    )
 
 
 @pytest.mark.parametrize("column", ["prompt", "caption"])
 def test_files_of_all_kinds(tmp_path, column):
     wanted = ["one red lantern", "two blue lanterns"]
-    (tmp_path / "a.txt").write_text("\ufeffone red lantern\r\n\n  two blue lanterns  ", encoding="utf-8")
+    (tmp_path / "a.txt").write_text(
+        "\ufeffone red lantern\r\n\n  two blue lanterns  ", encoding="utf-8"
+    )
     (tmp_path / "a.csv").write_text(f"id,{column}\n1,one red lantern\n2,\n3,two blue lanterns\n")
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({column: text}) + "\n\n" for text in wanted))
+    (tmp_path / "a.jsonl").write_text(
+        "".join(json.dumps({column: text}) + "\n\n" for text in wanted)
+    )
     (tmp_path / "a.json").write_text(json.dumps([wanted[0] + " ", {column: wanted[1]}]))
-    assert [texts(tmp_path / name) for name in ("a.txt", "a.csv", "a.jsonl", "a.json")] == [wanted] * 4
+    assert [texts(tmp_path / name) for name in ("a.txt", "a.csv", "a.jsonl", "a.json")] == [
+        wanted
+    ] * 4
     assert load(tmp_path / "a.json")[1].source == "a.json:2"
 
 
@@ -155,19 +181,33 @@ def test_files_of_all_kinds(tmp_path, column):
         ("a.json", b'{"a": 1}', "must be a JSON list"),
         ("a.json", b'["a", 3]', "entry 2: has no text"),
         ("a.json", b'["a",\nx]', "not JSON: Expecting value: line 2"),
-        ("coco:a", b'{"annotations": [\n{"image_id": 1,\nx}]}', "enclosed in double quotes: line 3"),
+        (
+            "coco:a",
+            b'{"annotations": [\n{"image_id": 1,\nx}]}',
+            "enclosed in double quotes: line 3",
+        ),
         ("coco:a", b'{"images": []}', "no list of annotations"),
         ("coco:a", b'["a"]', "no list of annotations"),
-        ("coco:a", b'{"annotations": [{"image_id": 1, "caption": "a"}, {"image_id": 1}]}', "annotation 2: has no"),
+        (
+            "coco:a",
+            b'{"annotations": [{"image_id": 1, "caption": "a"}, {"image_id": 1}]}',
+            "annotation 2: has no",
+        ),
         ("coco:a", b'{"annotations": []}', "contains no prompt"),
-        ("coco:a", b'{"annotations": [{"image_id": 7, "caption": "bad"}]}', "image 7: 'bad' is bad"),
+        (
+            "coco:a",
+            b'{"annotations": [{"image_id": 7, "caption": "bad"}]}',
+            "image 7: 'bad' is bad",
+        ),
         ("parti:a", b"Text\tNote\na\tb\n", "line 2: has no text under prompt or caption"),
         ("parti:a", b"Prompt\tNote\na\tb\nc\td\te\n", "line 3: has more fields"),
         ("imagenet:a.json", b'["a"]', "names 1 classes"),
         ("imagenet:a.json", b'["a", 3]', "names 1 classes, must name 1000"),
     ],
 )
-def test_malformed_files_are_refused_with_line_numbers(tmp_path, monkeypatch, source, content, wrong):
+def test_malformed_files_are_refused_with_line_numbers(
+    tmp_path, monkeypatch, source, content, wrong
+):
     monkeypatch.chdir(tmp_path)
     Path(source.split(":")[-1]).write_bytes(content)
     with pytest.raises(UserError) as caught:
@@ -181,7 +221,11 @@ def test_malformed_files_are_refused_with_line_numbers(tmp_path, monkeypatch, so
         ("coco", "needs its file", "coco:captions_val2017.json"),
         ("coco:none.json", "no such file", ""),
         ("part", "did you mean parti", ""),
-        ("held_out", "no such file and no prompt set; did you mean held-out", "The sets are held-out"),
+        (
+            "held_out",
+            "no such file and no prompt set; did you mean held-out",
+            "The sets are held-out",
+        ),
     ],
 )
 def test_a_set_or_file_that_is_not_there(source, wrong, advice):

@@ -11,7 +11,11 @@ from PIL import Image
 
 from tests.made_up_run import AR, LOOSE, STRICT, make_record, make_scores, write_run
 
-MACHINE = {"cpu": {"model": "A processor", "cores": 2, "clock_mhz": 2000}, "memory_bytes": 8_000_000_000, "gpus": []}
+MACHINE = {
+    "cpu": {"model": "A processor", "cores": 2, "clock_mhz": 2000},
+    "memory_bytes": 8_000_000_000,
+    "gpus": [],
+}
 # 15 tokens after the first: with it, a square of 4 x 4.
 STEPS = {AR: [[]] * 15, STRICT: [[0, -1]] * 7 + [[-1]], LOOSE: [[0, 0]] * 5}
 PAPER = {
@@ -27,17 +31,36 @@ PAPER = {
 }
 
 
-def write_page_run(folder: Path, prompts: int = 4, side: int = 64, cells: Any = (AR, STRICT, LOOSE)) -> Path:
+def write_page_run(
+    folder: Path, prompts: int = 4, side: int = 64, cells: Any = (AR, STRICT, LOOSE)
+) -> Path:
     """A run folder with a picture for each record, and a published figure."""
     records = [
-        make_record(cell, prompt, STEPS.get(cell, [[0, 0]] * 5), (1.0, 0.5, 0.3)[min(2, path)] + 0.01 * prompt)
-        | {"order_index": prompt * len(cells) + path, "prompt": f"{'red' if prompt % 2 else 'blue'} lantern {prompt}"}
+        make_record(
+            cell,
+            prompt,
+            STEPS.get(cell, [[0, 0]] * 5),
+            (1.0, 0.5, 0.3)[min(2, path)] + 0.01 * prompt,
+        )
+        | {
+            "order_index": prompt * len(cells) + path,
+            "prompt": f"{'red' if prompt % 2 else 'blue'} lantern {prompt}",
+        }
         for prompt in range(prompts)
         for path, cell in enumerate(cells)
     ]
-    write_run(folder, records, make_scores(records), {"name": "made-up", "description": "Made up", "paper": PAPER})
+    write_run(
+        folder,
+        records,
+        make_scores(records),
+        {"name": "made-up", "description": "Made up", "paper": PAPER},
+    )
     manifest = json.loads((folder / "manifest.json").read_text())
-    manifest |= {"machine": MACHINE, "device": "cpu", "key": {"weights": {"lanterns/target": "12ab"}}}
+    manifest |= {
+        "machine": MACHINE,
+        "device": "cpu",
+        "key": {"weights": {"lanterns/target": "12ab"}},
+    }
     (folder / "manifest.json").write_text(json.dumps(manifest))
     generator = np.random.default_rng(0)
     for record in records:
@@ -49,6 +72,8 @@ def write_page_run(folder: Path, prompts: int = 4, side: int = 64, cells: Any = 
 
 def _picture(side: int, generator: np.random.Generator) -> Image.Image:
     """Soft colours with some grain, as hard to pack as a photograph."""
-    coarse = Image.fromarray(generator.integers(0, 255, (12, 12, 3), dtype=np.uint8)).resize((side, side))
+    coarse = Image.fromarray(generator.integers(0, 255, (12, 12, 3), dtype=np.uint8)).resize(
+        (side, side)
+    )
     grain = generator.normal(0, 8, (side, side, 3))
     return Image.fromarray(np.clip(np.asarray(coarse) + grain, 0, 255).astype(np.uint8))

@@ -31,7 +31,11 @@ def test_offers_match_hand_counts():
 
 
 def test_acceptance_rows_have_rates_with_intervals():
-    rows = list(acceptance_rows(run_cells(run_of([make_record(STRICT, number, WALKS, 1.0) for number in range(2)]))[0]))
+    rows = list(
+        acceptance_rows(
+            run_cells(run_of([make_record(STRICT, number, WALKS, 1.0) for number in range(2)]))[0]
+        )
+    )
     assert [(row["axis"], row["index"]) for row in rows[:2]] == [("depth", 1), ("depth", 2)]
     first = rows[0]
     assert (first["offered"], first["accepted"], first["rate"]) == (6, 4, pytest.approx(2 / 3))
@@ -50,7 +54,9 @@ def test_counts_satisfy_their_identities(steps):
     record = make_record(STRICT, 0, steps, 1.0)
     offered, accepted = by("depth", [record]), by("depth", [record], "accepted")
     assert (
-        sum(accepted.values()) == sum(record["accepted_per_step"]) == sum(by("position", [record], "accepted").values())
+        sum(accepted.values())
+        == sum(record["accepted_per_step"])
+        == sum(by("position", [record], "accepted").values())
     )
     assert sum(offered.values()) == sum(by("position", [record]).values())
     assert offered.get(1, 0) <= len(steps)

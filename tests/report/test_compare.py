@@ -11,7 +11,15 @@ import pytest
 
 from lantern_bench.errors import RefusedError
 from lantern_bench.methods.tables import METRICS
-from lantern_bench.report.compare import BETTER, EQUIVALENT, SAME, WORSE, check_comparability, compare_runs, differences
+from lantern_bench.report.compare import (
+    BETTER,
+    EQUIVALENT,
+    SAME,
+    WORSE,
+    check_comparability,
+    compare_runs,
+    differences,
+)
 from lantern_bench.runs.store import RunData
 from tests.made_up_run import AR, LOOSE, STRICT, WALKS, frame_of, make_record, make_scores
 
@@ -24,7 +32,9 @@ MANIFEST = {
 }
 
 
-def make_run(prompts=16, factor=1.0, cells=(AR, STRICT, LOOSE), manifest=None, scores=make_scores, **changes):
+def make_run(
+    prompts=16, factor=1.0, cells=(AR, STRICT, LOOSE), manifest=None, scores=make_scores, **changes
+):
     """A run whose STRICT cell takes `factor` times as long, with some noise from prompt to prompt."""
     records = []
     for prompt in range(prompts):
@@ -32,13 +42,18 @@ def make_run(prompts=16, factor=1.0, cells=(AR, STRICT, LOOSE), manifest=None, s
             noise = 1 + 0.02 * ((7 * prompt) % 5 - 2) * (1 if factor != 1 else 0)
             seconds = (1.0 + 0.1 * (prompt % 3)) * noise * (factor if cell is STRICT else 1)
             about = {"process": prompt % 4} | changes
-            records.append(make_record(cell, prompt, [[]] * 6 if cell is AR else WALKS, seconds, **about))
+            records.append(
+                make_record(cell, prompt, [[]] * 6 if cell is AR else WALKS, seconds, **about)
+            )
     return RunData(Path("run"), MANIFEST | (manifest or {}), frame_of(records), scores(records))
 
 
 def verdicts(comparison):
     tested = comparison.table[comparison.table["verdict"].notna()]
-    return {(row["cell_id"].split("-")[0], row["quantity"]): row["verdict"] for _, row in tested.iterrows()}
+    return {
+        (row["cell_id"].split("-")[0], row["quantity"]): row["verdict"]
+        for _, row in tested.iterrows()
+    }
 
 
 def test_only_the_faster_cell_is_better_and_the_slower_worse():
@@ -47,11 +62,21 @@ def test_only_the_faster_cell_is_better_and_the_slower_worse():
     assert tested.pop(("speculative", "speedup")) == BETTER
     assert set(tested.values()) == {SAME}
     row = comparison.table.set_index(["cell_id", "quantity"]).loc[(STRICT.cell_id, "latency_s")]
-    assert row["effect"] == pytest.approx(1.25, rel=0.02) and row["effect_low"] < row["effect"] < row["effect_high"]
+    assert (
+        row["effect"] == pytest.approx(1.25, rel=0.02)
+        and row["effect_low"] < row["effect"] < row["effect_high"]
+    )
     assert row["a"] > row["b"] and row["kind"] == "ratio" and row["pairs"] == row["prompts"] == 16
     # Seconds of two runs get no verdict.
-    assert isinstance(row["verdict"], type(pd.NA)) and np.isnan(row["p_value"]) and "not tested" in row["note"]
-    assert verdicts(compare_runs(make_run(factor=0.8), make_run(factor=1.0)))["speculative", "speedup"] == WORSE
+    assert (
+        isinstance(row["verdict"], type(pd.NA))
+        and np.isnan(row["p_value"])
+        and "not tested" in row["note"]
+    )
+    assert (
+        verdicts(compare_runs(make_run(factor=0.8), make_run(factor=1.0)))["speculative", "speedup"]
+        == WORSE
+    )
 
 
 def test_speedup_of_one_process_gets_no_verdict():
@@ -64,22 +89,31 @@ def test_speedup_of_one_process_gets_no_verdict():
 
 
 @pytest.mark.parametrize(
-    ("margin", "verdict"), [(0.02, EQUIVALENT), (0.011, "not settled: "), (0.0001, BETTER), (0.01, "not settled")]
+    ("margin", "verdict"),
+    [(0.02, EQUIVALENT), (0.011, "not settled: "), (0.0001, BETTER), (0.01, "not settled")],
 )
 def test_a_margin_asks_for_equivalence(margin, verdict, monkeypatch):
     """Some prompts gain .005 and others .015: the interval of the difference lies around .01."""
 
     def gain(records):
         return [
-            row | {"clip_score": row["clip_score"] + (0.015 if int(row["record_key"][-3]) % 2 else 0.005)}
+            row
+            | {
+                "clip_score": row["clip_score"]
+                + (0.015 if int(row["record_key"][-3]) % 2 else 0.005)
+            }
             if row["level"] == "image"
             else row
             for row in make_scores(records)
         ]
 
-    table = compare_runs(make_run(), make_run(scores=gain), {"clip_score": margin}).table.set_index("quantity")
+    table = compare_runs(make_run(), make_run(scores=gain), {"clip_score": margin}).table.set_index(
+        "quantity"
+    )
     assert table.loc["clip_score", "verdict"].str.startswith(verdict).all()
-    assert table.loc["prompt_accuracy", "verdict"].eq(SAME).all(), "quantities without a margin keep their test"
+    assert table.loc["prompt_accuracy", "verdict"].eq(SAME).all(), (
+        "quantities without a margin keep their test"
+    )
     monkeypatch.setitem(METRICS, "clip_score", replace(METRICS["clip_score"], better="lower"))
     for margins in (None, {"clip_score": 0.0001}):
         table = compare_runs(make_run(), make_run(scores=gain), margins).table.set_index("quantity")
@@ -98,7 +132,11 @@ def test_a_run_is_not_distinguishable_from_itself():
 def test_distances_get_no_verdict():
     comparison = compare_runs(make_run(), make_run())
     kid = comparison.table[comparison.table["quantity"] == "kid"]
-    assert len(kid) == 3 and kid["verdict"].isna().all() and kid["note"].str.contains("not tested").all()
+    assert (
+        len(kid) == 3
+        and kid["verdict"].isna().all()
+        and kid["note"].str.contains("not tested").all()
+    )
     assert not (comparison.table["quantity"] == "fid").any()  # empty in both
 
 
@@ -121,7 +159,9 @@ def test_only_shared_cells_and_prompts_are_compared():
 def test_runs_without_a_common_prompt_have_no_row():
     elsewhere = make_run(scores=lambda _: [])
     moved = elsewhere.records.assign(prompt_id="x" + elsewhere.records["prompt_id"])
-    assert not len(compare_runs(make_run(scores=lambda _: []), RunData(Path("b"), MANIFEST, moved, [])).table)
+    assert not len(
+        compare_runs(make_run(scores=lambda _: []), RunData(Path("b"), MANIFEST, moved, [])).table
+    )
 
 
 def other(**changes):
@@ -134,8 +174,18 @@ def other(**changes):
         ("weights", other(key=MANIFEST["key"] | {"weights": {"lanterns/target": "b" * 64}})),
         ("machine", other(machine={"cpu": {"model": "Two", "cores": 64}, "gpus": []})),
         ("machine", other(machine=MANIFEST["machine"] | {"gpus": [{"name": "H"}]}, device="cuda")),
-        ("protocol", make_run(scores=lambda rows: [row | {"protocol": "other"} for row in make_scores(rows)])),
-        ("protocol", make_run(scores=lambda rows: [row | {"clip_model": "big"} for row in make_scores(rows)])),
+        (
+            "protocol",
+            make_run(
+                scores=lambda rows: [row | {"protocol": "other"} for row in make_scores(rows)]
+            ),
+        ),
+        (
+            "protocol",
+            make_run(
+                scores=lambda rows: [row | {"clip_model": "big"} for row in make_scores(rows)]
+            ),
+        ),
     ],
 )
 def test_incomparable_runs_are_refused_unless_allowed(kind, b):
@@ -148,7 +198,9 @@ def test_incomparable_runs_are_refused_unless_allowed(kind, b):
 
 def test_differing_settings_do_not_forbid_a_unlike():
     unlike = differences(make_run(), other(key=MANIFEST["key"] | {"dtype": "bfloat16"}))
-    assert [str(difference) for difference in unlike] == ["dtype: float32 in the first, bfloat16 in the second"]
+    assert [str(difference) for difference in unlike] == [
+        "dtype: float32 in the first, bfloat16 in the second"
+    ]
     check_comparability(unlike, [])
     assert differences(make_run(), make_run()) == []
 

@@ -33,11 +33,21 @@ from lantern_bench.report.cost_model import (
     verify_work,
 )
 
-SIZES = TransformerConfig(vocab_size=100, dim=64, layers=2, heads=1, ffn_dim=128, prefix=4, grid=(4, 4))
+SIZES = TransformerConfig(
+    vocab_size=100, dim=64, layers=2, heads=1, ffn_dim=128, prefix=4, grid=(4, 4)
+)
 AT = Setting(SIZES, batch=1, guided=True, context=10)
 # Kernels: a layer 3, a forward 5, a drafter forward 7, a level 11, no node, verification 13, rank 17, walk 19, keep 23.
 STACK = Stack(3, 5, 7, 11, 0, 13, 17, 19, 23, fixed=True)
-GPU = Device(name="gpu", kind="gpu", read_gb_s=1, multiply_tflops=1e-3, kernel_us=1, eager_kernel_us=2, step_us=10)
+GPU = Device(
+    name="gpu",
+    kind="gpu",
+    read_gb_s=1,
+    multiply_tflops=1e-3,
+    kernel_us=1,
+    eager_kernel_us=2,
+    step_us=10,
+)
 CPU = GPU.model_copy(update={"kind": "cpu"})
 
 
@@ -100,7 +110,11 @@ def test_more_work_never_costs_less(device: Device, stack: Stack):
 def test_draft_has_the_forwards_of_the_drafting(name: str):
     tree, draft = StaticTree.of(STATIC_TREES[name], torch.device("cpu")), named_draft(name)
     assert draft is not None and draft.levels is not None
-    assert (draft.nodes, draft.depth, 1 + len(draft.levels)) == (len(tree.depths), tree.max_depth, len(tree.levels))
+    assert (draft.nodes, draft.depth, 1 + len(draft.levels)) == (
+        len(tree.depths),
+        tree.max_depth,
+        len(tree.levels),
+    )
     assert draft.levels == tuple(len(level.nodes) for level in tree.levels[1:])
     assert draft.fanout == max(level.fanout for level in tree.levels)
 
@@ -115,7 +129,12 @@ def test_fit_recovers_a_device_from_its_own_times(kind: str):
     truth = CPU.model_copy(update={"kind": kind, "read_gb_s": 20.0, "multiply_tflops": 0.3})
     at, stack = Setting(model_of("lanterns").sizes, 1, True, 138), STACKS["compiled"]
     samples = [
-        Sample("target", work := target_work(at, nodes, 2, stack), seconds_of(work, truth, stack).total, nodes)
+        Sample(
+            "target",
+            work := target_work(at, nodes, 2, stack),
+            seconds_of(work, truth, stack).total,
+            nodes,
+        )
         for nodes in (1, 8, 16, 32, 64)
     ]
     for name in ("chain-3", "eagle1-25"):
@@ -123,13 +142,19 @@ def test_fit_recovers_a_device_from_its_own_times(kind: str):
         assert draft is not None
         whole = sum(draft_work(at, draft, 1, 2, stack), Work(0, 0, 0))
         samples.append(
-            Sample("draft", whole, sum(seconds_of(piece, truth, stack).total for piece in _works(at, draft)))
+            Sample(
+                "draft",
+                whole,
+                sum(seconds_of(piece, truth, stack).total for piece in _works(at, draft)),
+            )
         )
         verify = verify_work(at, draft, 1, stack)
         samples.append(Sample("verify", verify, seconds_of(verify, truth, stack).total))
     fitted = fit_device(samples, name="fitted", kind=kind, step_us=truth.step_us)
     for name in ("chain-5", "24n4d6b"):  # held out
-        steps = [step_seconds(device, stack, at, named_draft(name), 2.0) for device in (fitted, truth)]
+        steps = [
+            step_seconds(device, stack, at, named_draft(name), 2.0) for device in (fitted, truth)
+        ]
         ours, theirs = (step["total"].sum() for step in steps)
         assert ours == pytest.approx(theirs, rel=0.01 if kind == "cpu" else 0.1)
 
@@ -152,16 +177,28 @@ def test_unusable_devices_are_refused(tmp_path: Path):
     path.write_text("name: mine\nkind: tpu\nread_gb_s: -1\nmultiply_tflops: 1\nkernal_us: 2\n")
     with pytest.raises(UserError) as error:
         find_device(str(path))
-    for part in ("line 2", "gpu or cpu", "line 3", "read_gb_s", "must be a number above 0", "line 5", "kernel_us"):
+    for part in (
+        "line 2",
+        "gpu or cpu",
+        "line 3",
+        "read_gb_s",
+        "must be a number above 0",
+        "line 5",
+        "kernel_us",
+    ):
         assert part in str(error.value.message)
     path.write_text("name: mine\n")
     with pytest.raises(UserError) as error:
         find_device(str(path))
     for key in ("kind", "read_gb_s", "multiply_tflops", "kernel_us"):
         assert f"{key}: missing" in str(error.value.message)
-    with pytest.raises(UserError, match=r"--device h10: unknown device; did you mean h100\?") as error:
+    with pytest.raises(
+        UserError, match=r"--device h10: unknown device; did you mean h100\?"
+    ) as error:
         find_device("h10")
-    assert "rtx-3090, a40, a100, a100-40gb, rtx-4090, l40s, b200, h100, h200" in str(error.value.advice)
+    assert "rtx-3090, a40, a100, a100-40gb, rtx-4090, l40s, b200, h100, h200" in str(
+        error.value.advice
+    )
 
 
 def test_shipped_devices_state_their_source():
@@ -169,7 +206,10 @@ def test_shipped_devices_state_their_source():
     assert all(device.sources and device.about for device in devices().values())
     for name in ("a100-40gb", "rtx-4090", "l40s", "b200"):
         sources = find_device(name).sources
-        assert any(text.startswith("data sheet") and "not measured with this package" in text for text in sources)
+        assert any(
+            text.startswith("data sheet") and "not measured with this package" in text
+            for text in sources
+        )
 
 
 def test_named_models_state_their_sizes():

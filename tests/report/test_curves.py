@@ -28,7 +28,16 @@ from lantern_bench.report.curves import (
 )
 from lantern_bench.report.labels import BOUNDS
 from lantern_bench.report.page import to_plotly
-from tests.made_up_run import AR, STRICT, WALKS, make_record, make_records, make_scores, run_of, write_run
+from tests.made_up_run import (
+    AR,
+    STRICT,
+    WALKS,
+    make_record,
+    make_records,
+    make_scores,
+    run_of,
+    write_run,
+)
 
 
 def tables_from(records, scores=()):
@@ -37,7 +46,9 @@ def tables_from(records, scores=()):
 
 def tables_of_cells(cells):
     """Two images of each cell, with scores."""
-    records = [make_record(cell, n, WALKS if cell != AR else [[]], 1.0) for cell in cells for n in range(2)]
+    records = [
+        make_record(cell, n, WALKS if cell != AR else [[]], 1.0) for cell in cells for n in range(2)
+    ]
     return tables_from(records, make_scores(records))
 
 
@@ -50,41 +61,66 @@ def tables():
 @pytest.fixture(scope="module")
 def drawn(tmp_path_factory) -> dict[str, Path]:
     folder, records = tmp_path_factory.mktemp("curves"), make_records()
-    files = draw_curves([write_run(folder / "run", records, make_scores(records))], folder / "figures", width="one")
+    files = draw_curves(
+        [write_run(folder / "run", records, make_scores(records))], folder / "figures", width="one"
+    )
     return {path.name: path for path in files}
 
 
 def test_each_curve_has_its_files_at_the_width_of_a_column(tables, drawn):
     names = ["acceptance-by-depth", "acceptance-by-position", "accepted-lengths"]
-    names += [f"{x}-quality-{y}" for x in ("speed", "length") for y in ("clip_score", "prompt_accuracy")]
-    assert list(drawn) == [f"{name}.{kind}" for name in names for kind in ("png", "svg", "pdf", "csv")]
+    names += [
+        f"{x}-quality-{y}" for x in ("speed", "length") for y in ("clip_score", "prompt_accuracy")
+    ]
+    assert list(drawn) == [
+        f"{name}.{kind}" for name in names for kind in ("png", "svg", "pdf", "csv")
+    ]
     with Image.open(drawn["acceptance-by-depth.png"]) as picture:
         assert picture.width == 3.3 * 200
     assert f'width="{3.3 * 72:.1f}' in drawn["acceptance-by-depth.svg"].read_text()[:500]
-    assert f"/MediaBox [ 0 0 {3.3 * 72:.1f}".encode() in drawn["acceptance-by-depth.pdf"].read_bytes()
+    assert (
+        f"/MediaBox [ 0 0 {3.3 * 72:.1f}".encode() in drawn["acceptance-by-depth.pdf"].read_bytes()
+    )
     behind = pd.read_csv(drawn["acceptance-by-depth.csv"])
     wanted = tables["acceptance"][tables["acceptance"]["axis"] == "depth"]
     assert behind["rate"].tolist() == pytest.approx(wanted["rate"].tolist(), rel=1e-5)
     scatter = pd.read_csv(drawn["speed-quality-clip_score.csv"])
-    assert scatter["speedup"].tolist() == pytest.approx(tables["speed"]["speedup"].tolist(), rel=1e-5)
-    assert scatter["clip_score"].tolist() == pytest.approx(tables["quality"]["clip_score"].tolist(), rel=1e-5)
+    assert scatter["speedup"].tolist() == pytest.approx(
+        tables["speed"]["speedup"].tolist(), rel=1e-5
+    )
+    assert scatter["clip_score"].tolist() == pytest.approx(
+        tables["quality"]["clip_score"].tolist(), rel=1e-5
+    )
     assert "prompt_accuracy" not in scatter and "prompt_accuracy_low" not in scatter
 
 
 def test_equal_tables_give_equal_files(drawn, tables, tmp_path, monkeypatch):
-    monkeypatch.setattr("lantern_bench.report.curves.charts", lambda *_: list(charts({"run": tables}))[:1])
-    for path in draw_curves([drawn["acceptance-by-depth.csv"].parent.parent / "run"], tmp_path, width="one"):
+    monkeypatch.setattr(
+        "lantern_bench.report.curves.charts", lambda *_: list(charts({"run": tables}))[:1]
+    )
+    for path in draw_curves(
+        [drawn["acceptance-by-depth.csv"].parent.parent / "run"], tmp_path, width="one"
+    ):
         assert path.read_bytes() == drawn[path.name].read_bytes()
 
 
 def test_cells_are_chosen_by_id_pattern_or_mode(tables):
     both = {"a": tables, "b": tables}
-    for patterns, modes in ((["speculative"], {"speculative"}), (["ar", "*-lambda2-*"], {"ar", "lantern++"})):
+    for patterns, modes in (
+        (["speculative"], {"speculative"}),
+        (["ar", "*-lambda2-*"], {"ar", "lantern++"}),
+    ):
         chosen = choose_cells(both, patterns)
         assert all(
-            set(table["mode"]) <= modes for of_run in chosen.values() for table in of_run.values() if "mode" in table
+            set(table["mode"]) <= modes
+            for of_run in chosen.values()
+            for table in of_run.values()
+            if "mode" in table
         )
-        assert {row for row in stack_runs(chosen, "speed")["mode"]} == modes and list(chosen) == ["a", "b"]
+        assert {row for row in stack_runs(chosen, "speed")["mode"]} == modes and list(chosen) == [
+            "a",
+            "b",
+        ]
     with pytest.raises(UserError, match="--cells lantern: no cell") as caught:
         choose_cells(both, ["ar", "lantern"])
     assert STRICT.cell_id in str(caught.value.advice)
@@ -96,7 +132,11 @@ def test_accepted_lengths_are_counted_by_step(tables):
         ("speculative", 1): 4, ("speculative", 2): 4, ("speculative", 3): 4,
         ("lantern++", 1): 0, ("lantern++", 2): 0, ("lantern++", 3): 6,
     }  # fmt: skip
-    means = tables["lengths"].groupby("mode")[["length", "share"]].apply(lambda t: (t["length"] * t["share"]).sum())
+    means = (
+        tables["lengths"]
+        .groupby("mode")[["length", "share"]]
+        .apply(lambda t: (t["length"] * t["share"]).sum())
+    )
     assert means["lantern++"] == pytest.approx(3) and means["speculative"] == pytest.approx(2)
 
 
@@ -122,7 +162,9 @@ def test_positions_show_the_rows_of_the_image(tokens, row):
 
 
 def test_a_point_is_dominated_when_another_beats_it():
-    points = pd.DataFrame({"run": "r", "model": "m", "x": [1, 2, 3, 3.0, 0.5], "y": [5, 4, 4, 3.0, 5]})
+    points = pd.DataFrame(
+        {"run": "r", "model": "m", "x": [1, 2, 3, 3.0, 0.5], "y": [5, 4, 4, 3.0, 5]}
+    )
     assert is_dominated(points, "x", "y", less_is_better=False) == [False, True, False, True, True]
     assert is_dominated(points, "x", "y", less_is_better=True) == [True, True, True, False, True]
     twins = pd.DataFrame({"run": "r", "model": "m", "x": [1.0, 1.0], "y": [2.0, 2.0]})
@@ -132,7 +174,9 @@ def test_a_point_is_dominated_when_another_beats_it():
 
 
 def front_of(tables, figure="clip_score"):
-    return next(chart for chart in fronts({"run": tables}) if chart.name == f"speed-quality-{figure}")
+    return next(
+        chart for chart in fronts({"run": tables}) if chart.name == f"speed-quality-{figure}"
+    )
 
 
 def test_distances_that_chance_explains_are_equal(tables):
@@ -147,10 +191,17 @@ def test_dominated_cells_are_pale_and_hollow(tables):
     chart, styles = front_of(tables), run_styles({"run": tables})
     chart = dataclasses.replace(chart, points=chart.points.assign(dominated=[False, True, False]))
     axes = to_matplotlib(chart, styles).axes[0]
-    drawn = [(c.lines[0].get_alpha() < 1, c.lines[0].get_markerfacecolor() == "none") for c in axes.containers]
+    drawn = [
+        (c.lines[0].get_alpha() < 1, c.lines[0].get_markerfacecolor() == "none")
+        for c in axes.containers
+    ]
     assert drawn == [(False, False), (True, True), (False, False)]
-    front, *traces = to_plotly(chart, styles, {key: number for number, key in enumerate(styles)})["data"]
-    assert [(trace["opacity"] < 1, "-open" in trace["marker"]["symbol"][0]) for trace in traces] == drawn
+    front, *traces = to_plotly(chart, styles, {key: number for number, key in enumerate(styles)})[
+        "data"
+    ]
+    assert [
+        (trace["opacity"] < 1, "-open" in trace["marker"]["symbol"][0]) for trace in traces
+    ] == drawn
     assert front["x"] == sorted(chart.points["speedup"][[0, 2]]) and front["customdata"] == []
 
 
@@ -163,7 +214,9 @@ def test_plotly_has_the_points_intervals_and_cells(tables):
     assert strict["y"] == pytest.approx(points["rate"][points["mode"] == "speculative"].tolist())
     assert strict["customdata"] == [11] * len(strict["x"]) and set(loose["customdata"]) == {12}
     low = points["rate"] - points["rate_low"]
-    assert strict["error_y"]["arrayminus"] + loose["error_y"]["arrayminus"] == pytest.approx(low.tolist())
+    assert strict["error_y"]["arrayminus"] + loose["error_y"]["arrayminus"] == pytest.approx(
+        low.tolist()
+    )
     assert "speculative (strict)" in strict["hovertext"][0]
     front = to_plotly(front_of(tables), styles, numbers)
     assert front["layout"]["shapes"][0]["x0"] == 1.0 and "against speedup over AR" in front["title"]
@@ -186,15 +239,24 @@ def bounded(**parameters):
         ("lambda", [bounded(mode="lantern++", **{"lambda": x}) for x in (2, 5)]),
         (
             "tree",
-            [bounded(mode="speculative", drafting="static", neighbours=None, tree=t) for t in ("small-7", "chain-5")],
+            [
+                bounded(mode="speculative", drafting="static", neighbours=None, tree=t)
+                for t in ("small-7", "chain-5")
+            ],
         ),
         ("temperature", [STRICT, STRICT.changed(temperature=0.0)]),
     ],
 )
 def test_curves_by_a_parameter(by, cells):
     tables = tables_of_cells([AR, *cells])
-    (chart,) = (chart for chart in charts({"run": tables}, [by]) if chart.name == f"mean-accepted-length-by-{by}")
-    assert set(chart.points["mean_accepted_length"]) == {2.0} and chart.points[by].nunique() == len(cells)
+    (chart,) = (
+        chart
+        for chart in charts({"run": tables}, [by])
+        if chart.name == f"mean-accepted-length-by-{by}"
+    )
+    assert set(chart.points["mean_accepted_length"]) == {2.0} and chart.points[by].nunique() == len(
+        cells
+    )
     styles = run_styles({"run": tables}, by)
     assert to_matplotlib(chart, styles).axes
     colours = [styles["run", "lanterns", cell.cell_id].colour for cell in cells]
@@ -204,7 +266,9 @@ def test_curves_by_a_parameter(by, cells):
         assert max(channels) - min(channels) > 100
 
 
-@pytest.mark.parametrize(("changes", "wrong"), [({"by": "colour"}, "--by colour"), ({"width": "3"}, "--width 3")])
+@pytest.mark.parametrize(
+    ("changes", "wrong"), [({"by": "colour"}, "--by colour"), ({"width": "3"}, "--width 3")]
+)
 def test_unknown_choices_are_refused(changes, wrong, tmp_path):
     with pytest.raises(UserError, match=wrong):
         draw_curves([], tmp_path, **changes)
@@ -268,7 +332,10 @@ def test_untimed_run_takes_the_speedup_from_another_run(tables):
 def test_charts_name_only_what_differs_in_them(tables):
     """The timed run has no scores here: all points are of the other run, whose name tells nothing apart."""
     records = [{**row, "seconds": None} for row in make_records()]
-    runs = {"quality": tables_from(records, make_scores(records)), "speed": tables_from(make_records())}
+    runs = {
+        "quality": tables_from(records, make_scores(records)),
+        "speed": tables_from(make_records()),
+    }
     (front,) = [front for front in fronts(runs) if front.name == "speed-quality-clip_score"]
     assert set(front.points["label"]) == {"AR", "speculative (strict)", "LANTERN++ λ=2"}
 
@@ -277,25 +344,44 @@ def test_charts_name_only_what_differs_in_them(tables):
 def test_the_spread_of_ar_is_a_grey_band(tables, has_spread):
     chart = front_of(tables)
     ends = {"clip_score_band_low": 9.0, "clip_score_band_high": 12.5} if has_spread else {}
-    points = chart.points.drop(columns=[name for name in chart.points if "_band_" in name]).assign(**ends)
-    axes = to_matplotlib(dataclasses.replace(chart, points=points), run_styles({"run": tables})).axes[0]
-    assert [(patch.get_y(), patch.get_height()) for patch in axes.patches] == ([(9.0, 3.5)] if has_spread else [])
+    points = chart.points.drop(columns=[name for name in chart.points if "_band_" in name]).assign(
+        **ends
+    )
+    axes = to_matplotlib(
+        dataclasses.replace(chart, points=points), run_styles({"run": tables})
+    ).axes[0]
+    assert [(patch.get_y(), patch.get_height()) for patch in axes.patches] == (
+        [(9.0, 3.5)] if has_spread else []
+    )
 
 
 def test_a_timed_run_keeps_its_own_speedup(tables):
-    records = [{**row, "seconds": 9.0} if row["mode"] == "ar" and row["seconds"] else row for row in make_records()]
+    records = [
+        {**row, "seconds": 9.0} if row["mode"] == "ar" and row["seconds"] else row
+        for row in make_records()
+    ]
     slow = tables_from(records, make_scores(records))
-    points = speed_quality_points({"slow": slow, "fast": tables}).set_index(["run", "mode"])["speedup"]
+    points = speed_quality_points({"slow": slow, "fast": tables}).set_index(["run", "mode"])[
+        "speedup"
+    ]
     assert points["fast", "lantern++"] == pytest.approx(3.25)
     assert points["slow", "lantern++"] == pytest.approx(22.5)
 
 
 def test_fid_of_different_features_has_separate_charts():
     records = make_records()
-    scores = [{**row, "fid": 10.0} if row["level"] == "cell" else row for row in make_scores(records)]
-    again = [{**row, "protocol": "full", "extractor": "inception"} for row in scores if row["level"] == "cell"]
+    scores = [
+        {**row, "fid": 10.0} if row["level"] == "cell" else row for row in make_scores(records)
+    ]
+    again = [
+        {**row, "protocol": "full", "extractor": "inception"}
+        for row in scores
+        if row["level"] == "cell"
+    ]
     fid = [
-        chart for chart in fronts({"run": tables_from(records, scores + again)}) if "speed-quality-fid" in chart.name
+        chart
+        for chart in fronts({"run": tables_from(records, scores + again)})
+        if "speed-quality-fid" in chart.name
     ]
     assert [chart.name for chart in fid] == [
         "speed-quality-fid-inception",
@@ -314,7 +400,11 @@ def test_lines_differ_in_more_than_colour(tables):
     assert len(markers) == 3 == len(set(markers))
     assert all(container.has_xerr and container.has_yerr for container in axes.containers)
     lines = to_matplotlib(next(charts({"run": tables})), styles).axes[0].containers
-    assert len({(line.lines[0].get_marker(), line.lines[0].get_linestyle()) for line in lines}) == len(lines) == 2
+    assert (
+        len({(line.lines[0].get_marker(), line.lines[0].get_linestyle()) for line in lines})
+        == len(lines)
+        == 2
+    )
 
 
 def test_nothing_to_draw(tmp_path):

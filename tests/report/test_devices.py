@@ -16,7 +16,15 @@ def records(devices: dict[str, list[tuple[str, str]]]) -> list[Row]:
             walks = [[]] * 6 if cell is AR else WALKS
             took = (seconds + 0.01 * prompt) / (1 if device_id == "a" else 2)
             rows.append(
-                make_record(cell, prompt, walks, took, device=name, device_id=device_id, process="abc".index(device_id))
+                make_record(
+                    cell,
+                    prompt,
+                    walks,
+                    took,
+                    device=name,
+                    device_id=device_id,
+                    process="abc".index(device_id),
+                )
             )
     return rows
 
@@ -34,7 +42,9 @@ def speedup(rows: list[Row], pool: bool = False) -> tuple[float | None, str]:
 def test_seconds_of_two_devices_are_never_divided() -> None:
     same = [SLOW, FAST, SLOW, FAST]
     value, _ = speedup(records({"ar": same, "speculative": same}))
-    assert value == pytest.approx((1.2 + 1.22 + (1.21 + 1.23) / 2) / (0.6 + 0.62 + (0.61 + 0.63) / 2))
+    assert value == pytest.approx(
+        (1.2 + 1.22 + (1.21 + 1.23) / 2) / (0.6 + 0.62 + (0.61 + 0.63) / 2)
+    )
     swapped = [SLOW, FAST, FAST, SLOW]
     value, note = speedup(records({"ar": same, "speculative": swapped}))
     assert value == pytest.approx((1.2 + 1.21 / 2) / (0.6 + 0.61 / 2)), "the prompts of one device"
@@ -49,16 +59,21 @@ def test_several_kinds_of_device_give_no_speedup_unless_pooled() -> None:
     assert "no speedup: images of 2 kinds of device; --pool-devices pools them" in note
     assert "seconds of several kinds of device: 2 on H100, 2 on L40S" in note
     value, note = speedup(rows, pool=True)
-    assert value == pytest.approx((1.2 + 1.22 + (1.21 + 1.23) / 2) / (0.6 + 0.62 + (0.61 + 0.63) / 2))
+    assert value == pytest.approx(
+        (1.2 + 1.22 + (1.21 + 1.23) / 2) / (0.6 + 0.62 + (0.61 + 0.63) / 2)
+    )
     assert "2 on H100, 2 on L40S" in note
 
 
 def test_compare_makes_no_speedup_of_several_kinds() -> None:
     alike, mixed = (
-        run_of(records({"ar": devices, "speculative": devices})) for devices in ([SLOW] * 4, [SLOW, OTHER] * 2)
+        run_of(records({"ar": devices, "speculative": devices}))
+        for devices in ([SLOW] * 4, [SLOW, OTHER] * 2)
     )
     compared, same = (
-        compare_runs(alike, other).table.set_index(["quantity", "cell_id"]).loc["speedup", STRICT.cell_id]
+        compare_runs(alike, other)
+        .table.set_index(["quantity", "cell_id"])
+        .loc["speedup", STRICT.cell_id]
         for other in (mixed, alike)
     )
     assert compared["effect"] != compared["effect"]

@@ -11,7 +11,11 @@ def test_summary(tables):
     shown, notes = readable(tables["summary"], "summary")
     heads = ["method", "parameters", "images", "failed", "speedup", "over lossless", "MAL"]
     assert list(shown.columns) == [*heads, "CLIP score (tiny-clip)", "precision", "recall"]
-    assert list(shown["speedup"]) == ["1.00x [1.00, 1.00]", "2.09x [1.98, 2.21]", "3.25x [2.48, 4.26]"]
+    assert list(shown["speedup"]) == [
+        "1.00x [1.00, 1.00]",
+        "2.09x [1.98, 2.21]",
+        "3.25x [2.48, 4.26]",
+    ]
     assert list(shown["MAL"]) == ["1.00", "2.00", "3.00"]
     assert list(shown["over lossless"]) == ["0.48x", "1.00x", "1.57x"]
     assert "model: lanterns" in notes
@@ -21,17 +25,32 @@ def test_summary(tables):
 
 def test_the_summary_shows_distance_and_fid_in_place_of_other_quality(tables):
     table = tables["summary"].assign(distance=[0.0, 0.001, 0.25], distance_p=[0.5, 0.5, 1e-9])
-    heads = ["method", "parameters", "images", "failed", "speedup", "over lossless", "MAL", "distance"]
+    heads = [
+        "method",
+        "parameters",
+        "images",
+        "failed",
+        "speedup",
+        "over lossless",
+        "MAL",
+        "distance",
+    ]
     assert list(readable(table, "summary").frame.columns) == heads
     shown, _ = readable(table.assign(fid=[10.0, 11.25, 12.0]), "summary")
     assert list(shown.columns) == [*heads, "FID (lanterns-features-64)"]
-    shown, _ = readable(table.assign(distance=None, clip_score=None, precision=None, recall=None), "summary")
+    shown, _ = readable(
+        table.assign(distance=None, clip_score=None, precision=None, recall=None), "summary"
+    )
     assert list(shown.columns) == heads[:-1]
 
 
 def test_features_are_named_in_the_head_or_in_a_column(tables):
     table = tables["summary"].assign(fid=[10.0, 11.25, 12.0])
-    assert list(readable(table, "summary").frame["FID (lanterns-features-64)"]) == ["10.00", "11.25", "12.00"]
+    assert list(readable(table, "summary").frame["FID (lanterns-features-64)"]) == [
+        "10.00",
+        "11.25",
+        "12.00",
+    ]
     shown, _ = readable(table.assign(fid_features=["a", "b", "b"]), "summary")
     assert list(shown["FID features"]) == ["a", "b", "b"]
     assert "FID" in shown
@@ -69,16 +88,28 @@ def test_a_note_names_its_cells(tables):
 def test_a_table_without_a_name_is_shown_whole():
     table = pd.DataFrame({"model": ["a", "a"], "size": [1, 2], "share": [0.123456, None]})
     shown, notes = readable(table)
-    assert shown.to_dict("list") == {"model": ["a", "a"], "size": ["1", "2"], "share": ["0.1235", ""]}
+    assert shown.to_dict("list") == {
+        "model": ["a", "a"],
+        "size": ["1", "2"],
+        "share": ["0.1235", ""],
+    }
     assert notes == ()
 
 
 def test_latex_is_ready_for_a_paper(tables):
-    text = latex(tables["summary"].assign(speedup_low=[1.0, None, -2.5], precision=None), "summary", "50%_a run")
+    text = latex(
+        tables["summary"].assign(speedup_low=[1.0, None, -2.5], precision=None),
+        "summary",
+        "50%_a run",
+    )
     remarks = [line for line in text.splitlines() if line.startswith("%")]
     _, _, head, _, *rows, _, _ = (line for line in text.splitlines() if line not in remarks)
     assert remarks[:2] == ["% 50%_a run", r"% needs \usepackage{booktabs}"]
-    assert r"\begin{tabular}{llrrr@{ }lrrrr}" in text and r"\toprule" in text and r"\bottomrule" in text
+    assert (
+        r"\begin{tabular}{llrrr@{ }lrrrr}" in text
+        and r"\toprule" in text
+        and r"\bottomrule" in text
+    )
     cells = [row.removesuffix(r" \\").split(" & ") for row in rows]
     assert r"\multicolumn{2}{c}{speedup}" in head and "FID" not in head and "precision" not in head
     assert cells[2][1] == r"small-7 k=10 $\lambda$=2"
@@ -93,6 +124,6 @@ def test_latex_is_ready_for_a_paper(tables):
     assert not any(row[-1].startswith(r"\textbf") for row in cells)  # recall: all are equal
     low = latex(tables["summary"].assign(fid=[12.0, 11.0, 13.0]), "summary")
     assert low.count(r"\textbf{11.00}") == 1 and r"\textbf{13.00}" not in low
-    assert r"50\%\_x" in latex(pd.DataFrame({"delta": [0.1], "method": ["50%_x"]})) and r"$\delta$ & method" in latex(
-        pd.DataFrame({"delta": [0.1], "method": ["a"]})
-    )
+    assert r"50\%\_x" in latex(
+        pd.DataFrame({"delta": [0.1], "method": ["50%_x"]})
+    ) and r"$\delta$ & method" in latex(pd.DataFrame({"delta": [0.1], "method": ["a"]}))

@@ -24,7 +24,9 @@ from tests.report.page_run import write_page_run
 
 
 def data_of(page: str) -> dict:
-    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)[1])
+    return json.loads(
+        re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)[1]
+    )
 
 
 @pytest.fixture
@@ -36,7 +38,11 @@ def test_page_needs_no_network(page):
     assert not re.search(r"<(script|img|iframe|source)[^>]+src=", page)
     assert re.findall(r"<link[^>]+>", page) == ['<link rel="icon" href="data:,">']
     without_plotly = re.sub(r'id="plotly">.*?</script>', "", page, flags=re.DOTALL)
-    assert "http://" not in without_plotly and "https://" not in without_plotly and "@import" not in without_plotly
+    assert (
+        "http://" not in without_plotly
+        and "https://" not in without_plotly
+        and "@import" not in without_plotly
+    )
     packed = re.search(r'id="plotly">(.*?)</script>', page, re.DOTALL)[1]
     assert b"Plotly" in gzip.decompress(base64.b64decode(packed))
 
@@ -47,8 +53,12 @@ def test_page_table_has_the_figures_of_the_run(page_run, page):
     body = re.search(r'id="table">.*?<tbody>(.*?)</tbody>', page, re.DOTALL)[1]
     orders = [re.findall(r'<td data-order="([^"]*)"', row) for row in body.split("</tr>")[:-1]]
     assert [float(row[0]) for row in orders] == pytest.approx(speed["speedup"].tolist())
-    assert [float(row[1]) for row in orders] == pytest.approx(speed["speedup_over_lossless"].tolist())
-    assert [float(row[2]) for row in orders] == pytest.approx(speed["mean_accepted_length"].tolist())
+    assert [float(row[1]) for row in orders] == pytest.approx(
+        speed["speedup_over_lossless"].tolist()
+    )
+    assert [float(row[2]) for row in orders] == pytest.approx(
+        speed["mean_accepted_length"].tolist()
+    )
     text = html.unescape(re.sub(r"<[^>]+>", " ", body))
     assert "LANTERN++ λ=2" in text and "3.22x" in text.replace("\n", " ")
 
@@ -59,7 +69,9 @@ def test_page_of_a_disturbed_run_warns_first(tmp_path):
     page = render(load_runs([folder]), folder)
     warning = "speed cannot be measured now: 9 of 11 images disturbed"
     assert page.index(warning) < page.index('id="table"')
-    calm = write_run(tmp_path / "calm", [row | {"disturbed": False} for row in records], make_scores(records))
+    calm = write_run(
+        tmp_path / "calm", [row | {"disturbed": False} for row in records], make_scores(records)
+    )
     pages = render(load_runs([folder, calm]), tmp_path)
     assert f"run: {warning}" in pages and "calm: speed" not in pages
 
@@ -78,7 +90,9 @@ def test_pictures_have_figures_and_link_to_files(page_run, page):
     for picture in data["pictures"]:
         assert (page_run / picture["file"]).is_file()
         cell = data["cells"][picture["cell"]]
-        assert picture["length"] == pytest.approx({"ar": 1, "speculative": 15 / 8, "lantern++": 3}[cell["mode"]])
+        assert picture["length"] == pytest.approx(
+            {"ar": 1, "speculative": 15 / 8, "lantern++": 3}[cell["mode"]]
+        )
         assert (picture["runs"] is None) == (cell["mode"] == "ar")
         assert "clip_score" in picture and picture["prompt_accuracy"] in (0, 1)
     loose = next(cell for cell in data["cells"] if cell["mode"] == "lantern++")
@@ -103,7 +117,9 @@ def test_page_has_a_chart_of_every_figure(page):
 def test_speed_against_distance_comes_first(page_run):
     (data,) = load_runs([page_run]).values()
     tables = curve_tables(data)
-    tables["cells"] = tables["cells"].assign(distance=[0.0, 0.01, 0.2], distance_low=-0.01, distance_high=0.3)
+    tables["cells"] = tables["cells"].assign(
+        distance=[0.0, 0.01, 0.2], distance_low=-0.01, distance_high=0.3
+    )
     cells = stack_runs({"run": tables}, "cells")
     numbers = {cell_key(row): number for number, row in cells.iterrows()}
     names = [chart["name"] for chart in _figures({"run": tables}, numbers)["front"]]
@@ -113,7 +129,9 @@ def test_speed_against_distance_comes_first(page_run):
 def test_published_figures_have_their_source(page):
     section = page[page.index("Published figures") :]
     assert "A paper, Table 1" in section
-    row = re.sub(r"<[^>]+>", " ", re.search(r"<tr>(?:(?!</tr>).)*their method.*?</tr>", section)[0]).split()
+    row = re.sub(
+        r"<[^>]+>", " ", re.search(r"<tr>(?:(?!</tr>).)*their method.*?</tr>", section)[0]
+    ).split()
     assert "2.50x" in row and re.search(r"Published figures are from: [^<]*page", section)
 
 
@@ -129,13 +147,16 @@ def test_html_in_a_prompt_is_escaped(tmp_path):
 
 
 def test_the_same_run_gives_the_same_page(page_run, page_file):
-    assert render(load_runs([page_run]), page_run) == page_run.joinpath("report.html").read_text(encoding="utf-8")
+    assert render(load_runs([page_run]), page_run) == page_run.joinpath("report.html").read_text(
+        encoding="utf-8"
+    )
 
 
 @pytest.mark.long
 def test_eight_cells_of_64_pictures_stay_under_8_megabytes(tmp_path):
     loose = [
-        {"mode": "lantern++", "lambda": 2 + n, "neighbours": 10, "cfg_scale": 2, "cfg_default": 2} for n in range(5)
+        {"mode": "lantern++", "lambda": 2 + n, "neighbours": 10, "cfg_scale": 2, "cfg_default": 2}
+        for n in range(5)
     ]
     cells = (AR, STRICT, LOOSE, *(Decoding(**values | {"tree": "chain-5"}) for values in loose))
     folder = write_page_run(tmp_path / "run", prompts=64, side=128, cells=cells)
@@ -167,7 +188,9 @@ def test_one_page_shows_several_runs(page_run, tmp_path):
 
 
 def test_page_of_a_run_without_quality_or_drafts(tmp_path):
-    folder = write_run(tmp_path / "bare", [make_record(AR, n, [[]], 1.0, image=None) for n in range(2)], [])
+    folder = write_run(
+        tmp_path / "bare", [make_record(AR, n, [[]], 1.0, image=None) for n in range(2)], []
+    )
     data = data_of(render(load_runs([folder]), folder))
     assert data["pictures"] == [] and not any(data["figures"].values())
 
@@ -184,6 +207,9 @@ def test_a_page_shows_the_first_prompts_of_a_large_run(tmp_path, monkeypatch):
     # four prompts of three cells; one image failed
     monkeypatch.setattr("lantern_bench.report.page.PICTURES", 7)
     shown = render(load_runs([folder]), folder)
-    assert "the pictures of the first 2 of 4 prompts" in shown and "4 prompts, 6 pictures on this page" in shown
+    assert (
+        "the pictures of the first 2 of 4 prompts" in shown
+        and "4 prompts, 6 pictures on this page" in shown
+    )
     monkeypatch.undo()
     assert "of the first" not in render(load_runs([folder]), folder)

@@ -15,7 +15,14 @@ from docs.make_prediction import PAGE, groups, held_out, predicted, published_ro
 from experiments.bench import plain_network as network
 from experiments.bench.plain_decoding import Plain
 from lantern_bench.models.lanterns import Lanterns
-from lantern_bench.report.cost_model import STACKS, Setting, draft_work, named_draft, target_work, verify_work
+from lantern_bench.report.cost_model import (
+    STACKS,
+    Setting,
+    draft_work,
+    named_draft,
+    target_work,
+    verify_work,
+)
 
 # Views, and reads of one number: no kernel.
 _FREE = {
@@ -41,7 +48,9 @@ def test_rows_with_a_stated_device_are_predicted_within_the_bar():
 
 def test_launch_time_of_eager_code_cancels_in_a_speedup():
     stack = STACKS["eager"]
-    more = stack._replace(**{name: 1.5 * getattr(stack, name) for name in stack._fields if name != "fixed"})
+    more = stack._replace(
+        **{name: 1.5 * getattr(stack, name) for name in stack._fields if name != "fixed"}
+    )
     for row in published_rows():
         assert predicted(row, more) == pytest.approx(predicted(row), rel=0.03)
 
@@ -65,7 +74,9 @@ class _Operations(TorchDispatchMode):
         self.calls: Counter[str] = Counter()
         self._inside = ["rest"]
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if function._schema.name.split("::")[1] not in _FREE:
             self.counts[self._inside[-1]] += 1
         return function(*args, **(kwargs or {}))
@@ -86,10 +97,20 @@ class _Operations(TorchDispatchMode):
 def test_eager_kernels_are_those_of_the_plain_implementation(label: str | None):
     model = Lanterns().load(torch.device("cpu"), torch.float32)
     target: Any = model.target
-    plain = Plain(network.PlainTarget(target), network.PlainDrafter(model.drafter), model.table(20), 2.0)
+    plain = Plain(
+        network.PlainTarget(target), network.PlainDrafter(model.drafter), model.table(20), 2.0
+    )
     count = _Operations()
-    for owner, name in ((plain.target, "prefill"), (plain.drafter, "prefill"), (plain.target, "forward")):
-        setattr(owner, name, count.named("prefill" if name == "prefill" else "target", getattr(owner, name)))
+    for owner, name in (
+        (plain.target, "prefill"),
+        (plain.drafter, "prefill"),
+        (plain.target, "forward"),
+    ):
+        setattr(
+            owner,
+            name,
+            count.named("prefill" if name == "prefill" else "target", getattr(owner, name)),
+        )
     condition = model.condition(["two round red lanterns over a lake at dusk"])
     noise, draft = torch.Generator().manual_seed(0), None if label is None else named_draft(label)
     with count:

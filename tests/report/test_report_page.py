@@ -26,7 +26,12 @@ def opening(page_file: Path) -> Iterator[SimpleNamespace]:
     requests: list[str] = []
     with opened(viewport={"width": 1280, "height": 900}, color_scheme="light") as context:
         tab = context.new_page()
-        tab.on("console", lambda message: errors.append(message.text) if message.type in ("error", "warning") else None)
+        tab.on(
+            "console",
+            lambda message: (
+                errors.append(message.text) if message.type in ("error", "warning") else None
+            ),
+        )
         tab.on("pageerror", lambda error: errors.append(str(error)))
         tab.on("request", lambda request: requests.append(request.url))
         tab.goto(page_file.as_uri())
@@ -48,7 +53,9 @@ def columns(tab: Any) -> list[str]:
 
 
 def maps(tab: Any) -> list[str]:
-    return list(tab.evaluate("() => document.querySelector('#maps-grid').data.map((trace) => trace.name)"))
+    return list(
+        tab.evaluate("() => document.querySelector('#maps-grid').data.map((trace) => trace.name)")
+    )
 
 
 def first_of_rows(tab: Any) -> list[str]:
@@ -60,7 +67,9 @@ def test_page_opens_without_errors_or_requests(opening: SimpleNamespace, capsys:
     with capsys.disabled():
         print(f"\nreport.html: {opening.file.stat().st_size / 1e6:.1f} MB, opened in {ready} ms")
     assert opening.errors == []
-    assert {url for url in opening.requests if not url.startswith(("data:", "blob:"))} == {opening.file.as_uri()}
+    assert {url for url in opening.requests if not url.startswith(("data:", "blob:"))} == {
+        opening.file.as_uri()
+    }
     assert opening.tab.locator("#no-charts").is_hidden()
     drawn = opening.tab.locator(".plot .main-svg").count()
     assert drawn >= 4
@@ -91,7 +100,11 @@ def test_a_chip_filters_everything(tab: Any) -> None:
 
 
 def test_charts_are_never_sent_away(tab: Any) -> None:
-    titles = set(tab.locator(".modebar-btn").evaluate_all("buttons => buttons.map((button) => button.ariaLabel)"))
+    titles = set(
+        tab.locator(".modebar-btn").evaluate_all(
+            "buttons => buttons.map((button) => button.ariaLabel)"
+        )
+    )
     assert titles == {"Download plot as a PNG", "Zoom", "Pan", "Zoom in", "Zoom out", "Reset axes"}
 
 
@@ -107,7 +120,12 @@ def test_names_of_points_cover_neither_points_nor_names(tab: Any, width: int) ->
     assert len(boxes) > 4  # three points and at least two names
     for number, (left, top, right, bottom) in enumerate(boxes):
         for other in boxes[number + 1 :]:
-            assert left >= other[2] - 2 or right <= other[0] + 2 or top >= other[3] - 2 or bottom <= other[1] + 2
+            assert (
+                left >= other[2] - 2
+                or right <= other[0] + 2
+                or top >= other[3] - 2
+                or bottom <= other[1] + 2
+            )
     tab.set_viewport_size({"width": 1280, "height": 900})
 
 
@@ -124,7 +142,9 @@ def test_tab_reaches_the_charts_menu_before_its_buttons(tab: Any) -> None:
 def test_links_of_pictures_have_names(tab: Any) -> None:
     links = tab.locator("#grid a, #stage-link")
     names = links.evaluate_all("links => links.map((link) => link.ariaLabel)")
-    assert len(names) == 13 and all(name.startswith("Picture file: ") and "lantern" in name for name in names)
+    assert len(names) == 13 and all(
+        name.startswith("Picture file: ") and "lantern" in name for name in names
+    )
 
 
 def test_a_click_on_the_front_selects_that_cell(tab: Any) -> None:
@@ -189,12 +209,17 @@ def test_theme_switches_between_light_and_dark(tab: Any) -> None:
     ground = "getComputedStyle(document.body).backgroundColor"
     light = tab.evaluate(ground)
     tab.locator("#theme").click()
-    assert tab.evaluate("document.documentElement.dataset.theme") == "dark" and tab.evaluate(ground) != light
+    assert (
+        tab.evaluate("document.documentElement.dataset.theme") == "dark"
+        and tab.evaluate(ground) != light
+    )
     tab.locator("#theme").click()
     assert tab.evaluate(ground) == light
 
 
-def test_page_fits_a_narrow_screen_and_paper(opening: SimpleNamespace, tab: Any, tmp_path: Path) -> None:
+def test_page_fits_a_narrow_screen_and_paper(
+    opening: SimpleNamespace, tab: Any, tmp_path: Path
+) -> None:
     tab.set_viewport_size({"width": 390, "height": 800})
     tab.wait_for_timeout(500)
     assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth")

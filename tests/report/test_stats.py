@@ -72,7 +72,9 @@ def test_sums_of_prompts_do_not_depend_on_the_order_of_images(repeats):
     over, under = 10.0 ** noise.uniform(-9, 9, (2, len(prompts)))
     sums = sums_per_prompt(over, under, iter(prompts))
     order = noise.permutation(len(prompts))
-    np.testing.assert_array_equal(sums, sums_per_prompt(over[order], under[order], [prompts[n] for n in order]))
+    np.testing.assert_array_equal(
+        sums, sums_per_prompt(over[order], under[order], [prompts[n] for n in order])
+    )
     for number, name in enumerate(sorted(set(prompts))):
         images = [image for image, prompt in enumerate(prompts) if prompt == name]
         exact = math.fsum(over[images]), math.fsum(under[images])
@@ -110,7 +112,10 @@ def test_intervals_are_never_nan(pairs):
     interval = ratio_of_sums(
         [a for a, _ in pairs], [b for _, b in pairs], [str(number) for number in range(len(pairs))]
     )
-    assert all(end is not None and math.isfinite(end) for end in (interval.value, interval.low, interval.high))
+    assert all(
+        end is not None and math.isfinite(end)
+        for end in (interval.value, interval.low, interval.high)
+    )
     assert interval.low <= interval.high
 
 
@@ -118,7 +123,9 @@ def test_intervals_are_never_nan(pairs):
 def test_proportion_equals_wilsons_formula(successes, trials):
     z, share = 1.959963984540054, successes / trials
     centre = (share + z**2 / (2 * trials)) / (1 + z**2 / trials)
-    half = z / (1 + z**2 / trials) * math.sqrt(share * (1 - share) / trials + z**2 / (4 * trials**2))
+    half = (
+        z / (1 + z**2 / trials) * math.sqrt(share * (1 - share) / trials + z**2 / (4 * trials**2))
+    )
     interval = proportion(successes, trials)
     assert interval.value == share
     assert interval.low == pytest.approx(max(0.0, centre - half), abs=1e-9)
@@ -147,7 +154,11 @@ def test_p_value_equals_scipys(size):
     a = generator.normal(size=size)
     b = a + generator.normal(0.3, 0.8, size)
     theirs = permutation_test(
-        (b - a,), np.mean, permutation_type="samples", n_resamples=9_999, rng=np.random.default_rng(1)
+        (b - a,),
+        np.mean,
+        permutation_type="samples",
+        n_resamples=9_999,
+        rng=np.random.default_rng(1),
     ).pvalue
     ours = compare_sums(means(a), means(b)).p_value
     assert ours == pytest.approx(theirs, abs=1e-12 if size == 8 else 0.02)
@@ -231,12 +242,15 @@ def test_the_images_that_would_settle_settle_in_four_of_five_repeats():
     generator, margin, images = np.random.default_rng(0), 0.2, 50
     half = 1.96 / math.sqrt(images)
     needed = int(
-        settle(Interval(0.1, 0.1 - half, 0.1 + half), -math.inf, margin, images, ("", "")).split()[2].replace(",", "")
+        settle(Interval(0.1, 0.1 - half, 0.1 + half), -math.inf, margin, images, ("", ""))
+        .split()[2]
+        .replace(",", "")
     )
     reach = 1.96 / math.sqrt(needed)
     values = generator.normal(0.1, 1 / math.sqrt(needed), 4000)
     settled = [
-        settle(Interval(v, v - reach, v + reach), -math.inf, margin, needed, ("yes", "no")) == "yes" for v in values
+        settle(Interval(v, v - reach, v + reach), -math.inf, margin, needed, ("yes", "no")) == "yes"
+        for v in values
     ]
     assert np.mean(settled) == pytest.approx(0.8, abs=0.03)
 

@@ -13,7 +13,17 @@ from lantern_bench.report.format_tables import readable
 from lantern_bench.report.records import COLUMNS_READ, load_runs
 from lantern_bench.report.tables import NAMES, frame, tables_of, write_csv, write_tables
 from lantern_bench.schema import columns
-from tests.made_up_run import AR, LOOSE, STRICT, WALKS, build_tables, make_record, make_records, make_scores, write_run
+from tests.made_up_run import (
+    AR,
+    LOOSE,
+    STRICT,
+    WALKS,
+    build_tables,
+    make_record,
+    make_records,
+    make_scores,
+    write_run,
+)
 
 
 def read_tables(run):
@@ -29,7 +39,9 @@ def _row(table, cell):
 def test_columns_are_the_schemas(tables, name):
     assert list(tables[name].columns) == [column.name for column in columns(name)]
     kinds = {"string": "string", "int": "Int64", "float": "float64"}
-    assert [str(kind) for kind in tables[name].dtypes] == [kinds[column.dtype] for column in columns(name)]
+    assert [str(kind) for kind in tables[name].dtypes] == [
+        kinds[column.dtype] for column in columns(name)
+    ]
     assert len(tables[name])
 
 
@@ -95,7 +107,10 @@ def test_baseline_has_the_closest_settings():
     greedy = Decoding(mode="speculative", tree="small-7", temperature=0, cfg_scale=2, cfg_default=2)
     records = []
     for prompt in range(3):
-        records += [make_record(plain, prompt, [[]] * 6, 9.0), make_record(warm, prompt, [[]] * 6, 3.0)]
+        records += [
+            make_record(plain, prompt, [[]] * 6, 9.0),
+            make_record(warm, prompt, [[]] * 6, 3.0),
+        ]
         records += [make_record(AR, prompt, [[]] * 6, 2.0), make_record(greedy, prompt, WALKS, 1.0)]
         records += [make_record(STRICT, prompt, WALKS, 1.0)]
     speed = build_tables(records)["speed"]
@@ -111,18 +126,30 @@ def test_greedy_cells_are_compared_with_greedy_ar():
     """Filters have no effect on greedy decoding, and do not lead to another baseline."""
     sampling = {"cfg_scale": 2, "cfg_default": 2}
     greedy_ar = Decoding(mode="ar", temperature=0, **sampling)
-    greedy = Decoding(mode="speculative", tree="small-7", temperature=0, top_k=100, top_p=0.9, **sampling)
+    greedy = Decoding(
+        mode="speculative", tree="small-7", temperature=0, top_k=100, top_p=0.9, **sampling
+    )
     filtered = Decoding(mode="ar", top_k=100, top_p=0.9, **sampling)
     records = []
     for prompt in range(3):
-        records += [make_record(AR, prompt, [[]] * 6, 2.0), make_record(greedy_ar, prompt, [[]] * 6, 3.0)]
-        records += [make_record(greedy, prompt, WALKS, 1.0), make_record(filtered, prompt, [[]] * 6, 4.0)]
+        records += [
+            make_record(AR, prompt, [[]] * 6, 2.0),
+            make_record(greedy_ar, prompt, [[]] * 6, 3.0),
+        ]
+        records += [
+            make_record(greedy, prompt, WALKS, 1.0),
+            make_record(filtered, prompt, [[]] * 6, 4.0),
+        ]
     row = _row(build_tables(records)["speed"], greedy)
     assert row["speedup"] == pytest.approx(3.0) and "speedup against" not in str(row["note"])
 
 
 def test_untimed_run_is_empty_not_zero():
-    records = [make_record(cell, n, walks, None) for cell, walks in ((AR, [[]]), (STRICT, WALKS)) for n in range(2)]
+    records = [
+        make_record(cell, n, walks, None)
+        for cell, walks in ((AR, [[]]), (STRICT, WALKS))
+        for n in range(2)
+    ]
     row = _row(build_tables(records)["speed"], STRICT)
     assert "not timed" in row["note"]
     for name in ("latency_s", "tokens_per_s", "speedup", "speedup_over_lossless", "draft_ms"):
@@ -138,7 +165,10 @@ def test_quality_by_hand(tables):
     assert row["prompt_accuracy"] == 0.75
     assert math.isnan(row["fid"])
     assert row["note"].split(" | ")[0] == "fid needs 128 images, twice its features; there are 4"
-    assert (row["fid_features"], row["clip_model"]) == ("lanterns-features-64@abcd", "tiny-clip@1234")
+    assert (row["fid_features"], row["clip_model"]) == (
+        "lanterns-features-64@abcd",
+        "tiny-clip@1234",
+    )
     assert row["moved_mass"] == 0.0
     assert _row(tables["quality"], LOOSE)["moved_mass"] == pytest.approx(0.01)  # per accepted draft
 
@@ -148,8 +178,18 @@ def _with_band(records, **figures):
     scores = make_scores(records)
     for row in scores:
         if row["level"] == "cell":
-            row |= {"fid": {AR.cell_id: 10.0, STRICT.cell_id: 12.0, LOOSE.cell_id: 8.0}[row["cell_id"]], "n": 4}
-    band = {"level": "band", "protocol": "embedded", "cell_id": AR.cell_id, "n": 4, "reference": "r", "band_sets": 3}
+            row |= {
+                "fid": {AR.cell_id: 10.0, STRICT.cell_id: 12.0, LOOSE.cell_id: 8.0}[row["cell_id"]],
+                "n": 4,
+            }
+    band = {
+        "level": "band",
+        "protocol": "embedded",
+        "cell_id": AR.cell_id,
+        "n": 4,
+        "reference": "r",
+        "band_sets": 3,
+    }
     return [*scores, {**band, "fid": 10.5, "fid_low": 9.0, "fid_high": 12.5, **figures}]
 
 
@@ -161,7 +201,8 @@ def test_a_figure_is_within_or_outside_the_spread_of_ar():
     assert _row(tables["summary"], LOOSE)["fid_verdict"] == "outside", "a gain is drift too"
     notes = " ".join(readable(tables["summary"], "summary").notes)
     assert (
-        f"fid against AR's own spread (same prompts, other seeds): outside are {LOOSE.cell_id} (fid); of all" in notes
+        f"fid against AR's own spread (same prompts, other seeds): outside are {LOOSE.cell_id} (fid); of all"
+        in notes
     )
     # The longer side of the band is 2 long: 1.96 standard errors, and power .8 takes .84 more.
     assert _row(quality, STRICT)["fid_detectable"] == pytest.approx(2 * 2.8016 / 1.96, abs=1e-4)
@@ -181,7 +222,10 @@ def test_the_spread_of_another_measurement_judges_nothing(change):
 def test_a_run_without_other_seeds_says_so():
     records = make_records()
     quality = build_tables(records, _with_band(records)[:-1])["quality"]
-    assert quality["fid_verdict"].isna().all() and "no ar cells with other seeds" in _row(quality, STRICT)["note"]
+    assert (
+        quality["fid_verdict"].isna().all()
+        and "no ar cells with other seeds" in _row(quality, STRICT)["note"]
+    )
     assert "seeds" not in str(_row(quality, AR)["note"])
 
 
@@ -193,7 +237,12 @@ def test_other_seeds_of_ar_have_rows_and_bands_of_their_own():
     quality = build_tables(records, [row for row in scores if row["level"] != "image"])["quality"]
     assert list(quality["cell_id"])[:2] == ["ar-t1", "ar-t1-seedset1"]
     assert list(quality["fid_band_high"]) == [12.5] * 4
-    assert build_tables(records)["speed"].set_index("cell_id")["speedup"]["speculative-static-small-7-t1"] > 1
+    assert (
+        build_tables(records)["speed"].set_index("cell_id")["speedup"][
+            "speculative-static-small-7-t1"
+        ]
+        > 1
+    )
 
 
 def test_scores_are_compared_with_ar_by_prompt():
@@ -205,7 +254,9 @@ def test_scores_are_compared_with_ar_by_prompt():
     row = _row(build_tables(records, scores)["quality"], STRICT)
     assert row["clip_score_vs_ar"] == pytest.approx(0.01 * 1.75)
     assert row["clip_score_vs_ar_low"] < 0.0175 < row["clip_score_vs_ar_high"]
-    assert row["clip_score_vs_ar_p"] == pytest.approx(2 / 2**4), "all four prompts gain: two of 16 exchanges"
+    assert row["clip_score_vs_ar_p"] == pytest.approx(2 / 2**4), (
+        "all four prompts gain: two of 16 exchanges"
+    )
     assert (row["prompt_accuracy_vs_ar"], row["prompt_accuracy_vs_ar_p"]) == (0.0, 1.0)
     assert math.isnan(_row(build_tables(records, scores)["quality"], AR)["clip_score_vs_ar"])
 
@@ -214,20 +265,30 @@ def test_scores_are_compared_with_ar_by_prompt():
 def test_every_complete_set_of_ar_is_the_baseline(is_complete):
     """The second set is .02 above the first: a cell .01 above that differs from their mean by nothing."""
     again = Decoding(mode="ar", cfg_scale=2, cfg_default=2, seed_set=1)
-    records = [*make_records(), *(make_record(again, prompt, [[]] * 6, 1.0) for prompt in range(3 + is_complete))]
+    records = [
+        *make_records(),
+        *(make_record(again, prompt, [[]] * 6, 1.0) for prompt in range(3 + is_complete)),
+    ]
     scores = make_scores(records)
     for row in scores:
         if row["level"] == "image":
-            row["clip_score"] += {STRICT.cell_id: 0.01, again.cell_id: 0.02}.get(row["cell_id"], 0.0)
+            row["clip_score"] += {STRICT.cell_id: 0.01, again.cell_id: 0.02}.get(
+                row["cell_id"], 0.0
+            )
     row = _row(build_tables(records, scores)["quality"], STRICT)
-    assert row["clip_score_vs_ar"] == pytest.approx(0.0 if is_complete else 0.01) and row["ar_sets"] == 1 + is_complete
+    assert (
+        row["clip_score_vs_ar"] == pytest.approx(0.0 if is_complete else 0.01)
+        and row["ar_sets"] == 1 + is_complete
+    )
     assert row["clip_score_vs_ar_p"] == pytest.approx(1.0 if is_complete else 2 / 2**4)
 
 
 def test_one_quality_row_for_each_protocol():
     records = make_records()
     scores = make_scores(records)
-    again = [{**row, "protocol": "full", "extractor": "inception", "clip_model": "ViT"} for row in scores]
+    again = [
+        {**row, "protocol": "full", "extractor": "inception", "clip_model": "ViT"} for row in scores
+    ]
     tables = build_tables(records, scores + again)
     assert list(tables["quality"]["protocol"]) == ["embedded", "full"] * 3
     assert list(tables["summary"]["fid_features"]) == ["lanterns-features-64@abcd", "inception"] * 3
@@ -235,7 +296,11 @@ def test_one_quality_row_for_each_protocol():
 
 def test_unscored_cells_and_images_say_so():
     records = make_records()
-    scores = [row for row in make_scores(records) if row["cell_id"] == STRICT.cell_id and row["level"] == "image"]
+    scores = [
+        row
+        for row in make_scores(records)
+        if row["cell_id"] == STRICT.cell_id and row["level"] == "image"
+    ]
     quality = build_tables(records, scores[:3])["quality"]
     assert _row(quality, AR)["note"] == "not scored"
     assert _row(quality, AR)["images"] == 0
@@ -261,10 +326,15 @@ def test_summary_has_the_published_figures_beside_ours(tmp_path):
 
 
 def test_parameters_as_text(tables):
-    greedy = Decoding(mode="speculative", drafting="dynamic", temperature=0, cfg_scale=2, cfg_default=2)
+    greedy = Decoding(
+        mode="speculative", drafting="dynamic", temperature=0, cfg_scale=2, cfg_default=2
+    )
     records = [*make_records(), make_record(greedy, 0, WALKS, 1.0)]
     summary = build_tables(records)["summary"].set_index("cell_id")
-    assert tables["summary"].set_index("cell_id").loc[LOOSE.cell_id, "parameters"] == "small-7 k=10 lambda=2"
+    assert (
+        tables["summary"].set_index("cell_id").loc[LOOSE.cell_id, "parameters"]
+        == "small-7 k=10 lambda=2"
+    )
     assert summary.loc[greedy.cell_id, "parameters"] == "dynamic 58n5d10b T=0"
     assert summary.loc[STRICT.cell_id, "parameters"] == "small-7"
 
@@ -272,10 +342,19 @@ def test_parameters_as_text(tables):
 def test_order_is_fixed():
     """Modes as the papers list them, parameters by value and not as text."""
     cells = [Decoding(mode="lantern", delta=delta) for delta in (0.05, 0.1, 0.005)]
-    records = [make_record(cell, n, WALKS, 1.0) for cell in (LOOSE, *cells, STRICT, AR) for n in range(2)]
+    records = [
+        make_record(cell, n, WALKS, 1.0) for cell in (LOOSE, *cells, STRICT, AR) for n in range(2)
+    ]
     random.Random(1).shuffle(records)
     speed = build_tables(records)["speed"]
-    assert list(speed["mode"]) == ["ar", "speculative", "lantern", "lantern", "lantern", "lantern++"]
+    assert list(speed["mode"]) == [
+        "ar",
+        "speculative",
+        "lantern",
+        "lantern",
+        "lantern",
+        "lantern++",
+    ]
     assert list(speed["delta"].dropna()) == [0.005, 0.05, 0.1]
 
 
@@ -291,15 +370,29 @@ def test_files_do_not_depend_on_the_order_of_records(tmp_path):
     for name in NAMES:
         content = (ordered / f"{name}.csv").read_bytes()
         assert content == (shuffled_run / f"{name}.csv").read_bytes()
-        assert b"nan" not in content and b"inf" not in content.replace(b"info", b"").replace(b"fid_infinity", b"")
-        assert content.decode().splitlines()[0].split(",") == [column.name for column in columns(name)]
+        assert b"nan" not in content and b"inf" not in content.replace(b"info", b"").replace(
+            b"fid_infinity", b""
+        )
+        assert content.decode().splitlines()[0].split(",") == [
+            column.name for column in columns(name)
+        ]
 
 
 def test_six_significant_digits(tmp_path):
     table = frame("acceptance", [{"rate": 1 / 3, "offered": 1234567, "note": None}])
     write_csv(table, tmp_path / "a.csv")
-    cells = dict(zip(*(line.split(",") for line in (tmp_path / "a.csv").read_text().splitlines()), strict=True))
-    assert (cells["rate"], cells["offered"], cells["note"], cells["rate_low"]) == ("0.333333", "1234567", "", "")
+    cells = dict(
+        zip(
+            *(line.split(",") for line in (tmp_path / "a.csv").read_text().splitlines()),
+            strict=True,
+        )
+    )
+    assert (cells["rate"], cells["offered"], cells["note"], cells["rate_low"]) == (
+        "0.333333",
+        "1234567",
+        "",
+        "",
+    )
 
 
 def test_unknown_column_is_refused():

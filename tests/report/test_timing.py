@@ -29,9 +29,13 @@ def make_cells(generator, steps, processes=3, process_sd=0.04, held_up=0.05, run
         moved = generator.normal(0.0, process_sd / math.sqrt(2), processes)
         moved += generator.normal(0.0, run_sd / math.sqrt(2)) if run_sd else 0.0
         for prompt, count in enumerate(counts):
-            seconds = PACE * count * math.exp(moved[prompt % processes] + generator.normal(0.0, 0.05))
+            seconds = (
+                PACE * count * math.exp(moved[prompt % processes] + generator.normal(0.0, 0.05))
+            )
             seconds *= generator.uniform(2.0, 8.0) if generator.random() < held_up else 1.0
-            records.append(make_record(cell, prompt, [[]] * count, seconds, process=prompt % processes))
+            records.append(
+                make_record(cell, prompt, [[]] * count, seconds, process=prompt % processes)
+            )
     return run_cells(run_of(records))
 
 
@@ -53,7 +57,9 @@ def test_images_are_paired_by_prompt_whatever_their_order():
     vars(cell)["images"] = cell.images.drop(cell.images.index[3])
     vars(cell).pop("timed")  # made of the images
     fewer = timed_images(cell, ar)
-    pd.testing.assert_frame_equal(fewer, same.drop(same.index[3]), check_like=True, check_exact=True)
+    pd.testing.assert_frame_equal(
+        fewer, same.drop(same.index[3]), check_like=True, check_exact=True
+    )
 
 
 def ratio_over_prompts(cells):
@@ -67,11 +73,14 @@ def covers(interval, value):
 
 
 @pytest.mark.parametrize(
-    ("processes", "count"), [(3, 20), *(pytest.param(n, 80, marks=pytest.mark.long) for n in (3, 5))]
+    ("processes", "count"),
+    [(3, 20), *(pytest.param(n, 80, marks=pytest.mark.long) for n in (3, 5))],
 )
 def test_intervals_cover_a_repeat_and_false_verdicts_are_rare(processes, count):
     generator = np.random.default_rng(7)
-    pairs = [[speedup(run) for run in make_repeats(generator, processes=processes)] for _ in range(count)]
+    pairs = [
+        [speedup(run) for run in make_repeats(generator, processes=processes)] for _ in range(count)
+    ]
     intervals = [[repeat_interval(run) for run in pair] for pair in pairs]
     assert np.mean([[covers(a, b.value), covers(b, a.value)] for a, b in intervals]) >= 0.9
     assert np.mean([compare_timings(*pair).p_value < 0.05 for pair in pairs]) <= 0.1
@@ -89,7 +98,10 @@ def test_interval_over_prompts_does_not_cover_a_repeat():
 def test_interval_does_not_cover_a_repeat_in_another_state_of_the_machine():
     """What a whole run has in common, three times what processes differ by, is in no interval."""
     generator = np.random.default_rng(9)
-    pairs = [[speedup(run) for run in make_repeats(generator, run_sd=0.12, held_up=0.0)] for _ in range(20)]
+    pairs = [
+        [speedup(run) for run in make_repeats(generator, run_sd=0.12, held_up=0.0)]
+        for _ in range(20)
+    ]
     intervals = [[repeat_interval(run) for run in pair] for pair in pairs]
     assert np.mean([[covers(a, b.value), covers(b, a.value)] for a, b in intervals]) < 0.85
 
@@ -106,7 +118,9 @@ def test_a_real_change_is_found():
 
 
 def frame(over, processes, prompts=None, steps=None):
-    images = pd.DataFrame({"over": over, "under": 1.0, "over_steps": steps or 1.0, "under_steps": 1.0})
+    images = pd.DataFrame(
+        {"over": over, "under": 1.0, "over_steps": steps or 1.0, "under_steps": 1.0}
+    )
     names = prompts or [f"p{number}" for number in range(len(over))]
     return images.assign(process=processes).set_index(pd.Index(names, name="prompt_id"))
 
@@ -114,9 +128,13 @@ def frame(over, processes, prompts=None, steps=None):
 def test_equal_steps_leave_welchs_test_over_processes():
     """But for the effect, which is of arithmetic means."""
     a, b = [1.0, 1.1, 1.25], [1.4, 1.3, 1.7, 1.5]
-    both = (frame(np.repeat(x, 4), np.repeat(range(len(x)), 4), list("pqrs") * len(x)) for x in (a, b))
+    both = (
+        frame(np.repeat(x, 4), np.repeat(range(len(x)), 4), list("pqrs") * len(x)) for x in (a, b)
+    )
     effect = compare_timings(*map(timing, both))
-    assert effect.p_value == pytest.approx(ttest_ind(np.log(a), np.log(b), equal_var=False).pvalue, rel=0.05)
+    assert effect.p_value == pytest.approx(
+        ttest_ind(np.log(a), np.log(b), equal_var=False).pvalue, rel=0.05
+    )
 
 
 @pytest.mark.parametrize(
@@ -132,21 +150,32 @@ def test_equal_steps_leave_welchs_test_over_processes():
 )
 def test_only_three_processes_in_effect_have_an_interval(images, has_interval):
     processes = np.repeat(range(len(images)), images)
-    interval = repeat_interval(timing(frame([1.0 + 0.1 * (n % 3) for n in range(len(processes))], processes)))
+    interval = repeat_interval(
+        timing(frame([1.0 + 0.1 * (n % 3) for n in range(len(processes))], processes))
+    )
     assert (interval.low is not None, interval.high is not None) == (has_interval, has_interval)
-    assert interval.note == (None if has_interval else NEEDS_PROCESSES) and "--processes 5" in NEEDS_PROCESSES
+    assert (
+        interval.note == (None if has_interval else NEEDS_PROCESSES)
+        and "--processes 5" in NEEDS_PROCESSES
+    )
 
 
 def test_steps_of_prompts_and_pace_of_processes_are_told_apart():
     """Twice the steps take twice as long: with the same pace everywhere all spread is one of prompts."""
-    measured = timing(frame([1.0, 2.0, 3.0, 5.0, 4.0], [0, 0, 1, 1, 2], steps=[10.0, 20.0, 30.0, 50.0, 40.0]))
+    measured = timing(
+        frame([1.0, 2.0, 3.0, 5.0, 4.0], [0, 0, 1, 1, 2], steps=[10.0, 20.0, 30.0, 50.0, 40.0])
+    )
     assert measured.of_processes == pytest.approx(0.0, abs=1e-20)
-    assert measured.influence.var(ddof=1) / 5 == pytest.approx(np.var([1, 2, 3, 5, 4], ddof=1) / 5 / 3.0**2)
+    assert measured.influence.var(ddof=1) / 5 == pytest.approx(
+        np.var([1, 2, 3, 5, 4], ddof=1) / 5 / 3.0**2
+    )
 
 
 def speed_of(seconds, **changes):
     records = [
-        make_record(STRICT, n, [[]] * 10, duration, **{"process": 0} | {k: v[n] for k, v in changes.items()})
+        make_record(
+            STRICT, n, [[]] * 10, duration, **{"process": 0} | {k: v[n] for k, v in changes.items()}
+        )
         for n, duration in enumerate(seconds)
     ]
     return build_tables(records)["speed"].iloc[0]
@@ -156,9 +185,25 @@ def speed_of(seconds, **changes):
     ("seconds", "changes", "latency", "disturbed", "held_up"),
     [
         pytest.param([1.0, 1.1, 1.2, 1.0], {}, 1.075, None, 0, id="quiet"),
-        pytest.param([1.0, 1.0, 2.0, 2.0], {"process": [0, 0, 1, 1]}, 1.5, None, 0, id="a slow process"),
-        pytest.param([1.0, 1.0, 1.2, 1.1], {"disturbed": [False, False, True, False]}, 4.1 / 4, 1, 1, id="disturbed"),
-        pytest.param([1.0, 1.0, 1.2, 1.1], {"disturbed": [False, True, True, True]}, 4.3 / 4, 3, 0, id="busy machine"),
+        pytest.param(
+            [1.0, 1.0, 2.0, 2.0], {"process": [0, 0, 1, 1]}, 1.5, None, 0, id="a slow process"
+        ),
+        pytest.param(
+            [1.0, 1.0, 1.2, 1.1],
+            {"disturbed": [False, False, True, False]},
+            4.1 / 4,
+            1,
+            1,
+            id="disturbed",
+        ),
+        pytest.param(
+            [1.0, 1.0, 1.2, 1.1],
+            {"disturbed": [False, True, True, True]},
+            4.3 / 4,
+            3,
+            0,
+            id="busy machine",
+        ),
     ],
 )
 def test_only_single_disturbed_images_lose_seconds(seconds, changes, latency, disturbed, held_up):
@@ -172,5 +217,9 @@ def test_a_held_up_image_counts_as_slow_as_the_limit():
     row = speed_of([1.0, 1.0, 9.0, 1.0])
     assert row["latency_s"] == pytest.approx((3 + HELD_UP) / 4) and row["held_up"] == 1
     assert row["tokens_per_s"] == pytest.approx(11 / row["latency_s"])
-    assert (row["latency_p50_s"], row["latency_p95_s"]) == pytest.approx((1.0, 1.0 + 0.85 * (HELD_UP - 1.0)))
-    assert row[["draft_ms", "target_ms", "verify_ms", "other_ms"]].sum() == pytest.approx(100 * row["latency_s"])
+    assert (row["latency_p50_s"], row["latency_p95_s"]) == pytest.approx(
+        (1.0, 1.0 + 0.85 * (HELD_UP - 1.0))
+    )
+    assert row[["draft_ms", "target_ms", "verify_ms", "other_ms"]].sum() == pytest.approx(
+        100 * row["latency_s"]
+    )

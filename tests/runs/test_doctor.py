@@ -40,25 +40,36 @@ def test_error_of_a_check_is_its_finding() -> None:
     assert missing.check == "device" and missing.state == "fail" and "--device cpu" in missing.fix
 
 
-def test_checks_without_torch_come_first_and_a_broken_torch_ends_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checks_without_torch_come_first_and_a_broken_torch_ends_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(doctor, "_torch", raising(ImportError("libtorch.so")))
     monkeypatch.setattr(doctor, "_device", raising(AssertionError("called")))
     findings = list(doctor.examine())
-    assert {"package", "load", "memory", "weights", "network"} <= {finding.check for finding in findings}
+    assert {"package", "load", "memory", "weights", "network"} <= {
+        finding.check for finding in findings
+    }
     assert findings[-1].check == "torch" and findings[-1].state == "fail"
 
 
 def test_torchvision_of_another_torch_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [finding.state for finding in doctor._torch()] == ["ok", "ok"]
-    monkeypatch.setattr(torchvision.ops, "nms", raising(RuntimeError("operator torchvision::nms does not exist")))
+    monkeypatch.setattr(
+        torchvision.ops, "nms", raising(RuntimeError("operator torchvision::nms does not exist"))
+    )
     states = {finding.check: finding for finding in doctor._torch()}
     assert states["torch"].state == "ok" and states["torchvision"].state == "fail"
-    assert "does not exist" in states["torchvision"].result and "pip install" in states["torchvision"].fix
+    assert (
+        "does not exist" in states["torchvision"].result
+        and "pip install" in states["torchvision"].fix
+    )
 
 
 @pytest.mark.parametrize(("free", "state"), [(9e9, "ok"), (1e9, "warning"), (1e8, "fail")])
 def test_little_memory_and_disk(monkeypatch: pytest.MonkeyPatch, free: float, state: str) -> None:
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=free, total=1e10))
+    monkeypatch.setattr(
+        psutil, "virtual_memory", lambda: SimpleNamespace(available=free, total=1e10)
+    )
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: SimpleNamespace(free=free / 2))
     memory = only(doctor._memory())
     assert memory.state == state and bool(memory.fix) == (state != "ok")
@@ -66,9 +77,14 @@ def test_little_memory_and_disk(monkeypatch: pytest.MonkeyPatch, free: float, st
 
 
 def test_folders_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor.tempfile, "TemporaryFile", raising(OSError(30, "Read-only file system")))
+    monkeypatch.setattr(
+        doctor.tempfile, "TemporaryFile", raising(OSError(30, "Read-only file system"))
+    )
     states = {finding.check: finding for finding in doctor._disk()}
-    assert states["disk for runs"].state == "fail" and "LANTERN_BENCH_RESULTS" in states["disk for runs"].fix
+    assert (
+        states["disk for runs"].state == "fail"
+        and "LANTERN_BENCH_RESULTS" in states["disk for runs"].fix
+    )
     assert states["disk for cache"].state == "warning"
     assert "Read-only" in states["disk for runs"].result
 
@@ -81,8 +97,15 @@ def test_busy_machine_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_incomplete_weights_name_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    here = {("llamagen-c2i-B-256", "target"), *(("anole-7b", part) for part in ("target", "tokenizer", "drafter"))}
-    names = {id(part): (model, name) for model, parts in doctor.PARTS.items() for name, part in parts.items()}
+    here = {
+        ("llamagen-c2i-B-256", "target"),
+        *(("anole-7b", part) for part in ("target", "tokenizer", "drafter")),
+    }
+    names = {
+        id(part): (model, name)
+        for model, parts in doctor.PARTS.items()
+        for name, part in parts.items()
+    }
     monkeypatch.setattr(doctor, "local_path", lambda part: names[id(part)] in here or None)
     listed, lacking = doctor._weights()
     assert listed.state == "ok" and "anole-7b" in listed.result
@@ -93,10 +116,16 @@ def test_incomplete_weights_name_the_command(monkeypatch: pytest.MonkeyPatch) ->
 def test_variables_of_the_network_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     finding = list(doctor._package())[-1]
-    assert finding.state == "ok" and "HF_HUB_OFFLINE" in finding.result and "nothing was contacted" in finding.result
+    assert (
+        finding.state == "ok"
+        and "HF_HUB_OFFLINE" in finding.result
+        and "nothing was contacted" in finding.result
+    )
 
 
-def test_missing_compiler_is_a_warning_and_the_decode_runs_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_compiler_is_a_warning_and_the_decode_runs_eagerly(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(compiling, "compiler_problem", lambda _: "InvalidCxxCompiler: none")
     finding, _ = doctor._compiler(CPU)
     assert finding.state == "warning" and "apt install g++" in finding.fix
@@ -117,14 +146,18 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.long)])
 def test_decode_agrees_here(dtype: str) -> None:
     finding = only(doctor._decode(CPU, dtype))
-    assert finding.state == "ok" and finding.result.startswith("eager = compiled, 25 of 25 tokens"), finding
+    assert finding.state == "ok" and finding.result.startswith(
+        "eager = compiled, 25 of 25 tokens"
+    ), finding
 
 
 def test_compiled_programs_that_are_wrong_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     def off(engine: Any, key: Any, function: Any, device: Any) -> Any:
         if not engine.compile or key[0] != "score":
             return function
-        return lambda *arguments: (scored := function(*arguments))._replace(logits=scored.logits.flip(-1))
+        return lambda *arguments: (scored := function(*arguments))._replace(
+            logits=scored.logits.flip(-1)
+        )
 
     monkeypatch.setattr(compiling.Engine, "program", off)
     monkeypatch.setattr(compiling, "compiler_problem", lambda _: None)

@@ -32,14 +32,21 @@ def test_machine_block_has_no_host_and_no_path() -> None:
 def test_git_state_is_the_commit() -> None:
     folder = Path(devices.__file__).parent
     asked = subprocess.run(
-        ["git", "-C", str(folder), "ls-files", "devices.py"], capture_output=True, text=True, check=False
+        ["git", "-C", str(folder), "ls-files", "devices.py"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
-    head = subprocess.run(["git", "-C", str(folder), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    head = subprocess.run(
+        ["git", "-C", str(folder), "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+    )
     expected = head.stdout.strip() if asked.stdout.strip() else None
     assert devices.git_state()["commit"] == expected
 
 
-def test_git_state_is_none_outside_a_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_git_state_is_none_outside_a_checkout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(devices, "__file__", str(tmp_path / "devices.py"))
     assert devices.git_state() == {"commit": None, "dirty": None}
 

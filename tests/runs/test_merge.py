@@ -29,28 +29,48 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         common = ["tiny.yaml", "--threads", "1", "-q"]
         assert main(["sweep", *common, "--out", "whole"]) == 0
         for index in (1, 2, 3):
-            assert main(["sweep", *common, "--shard", f"{index}/3", "--out", f"run-shard{index}of3"]) == 0
+            assert (
+                main(["sweep", *common, "--shard", f"{index}/3", "--out", f"run-shard{index}of3"])
+                == 0
+            )
     return folder
 
 
 @pytest.fixture
 def shards(folder: Path, tmp_path: Path) -> list[Path]:
     """Copies of the shards."""
-    return [shutil.copytree(folder / f"run-shard{i}of3", tmp_path / f"run-shard{i}of3") for i in (1, 2, 3)]
+    return [
+        shutil.copytree(folder / f"run-shard{i}of3", tmp_path / f"run-shard{i}of3")
+        for i in (1, 2, 3)
+    ]
 
 
 def without_time(row: dict[str, Any]) -> dict[str, Any]:
-    columns = ("record_key", "cell_id", "prompt_id", "repeat", "order_index", "tokens_sha256", "image_sha256", "image")
+    columns = (
+        "record_key",
+        "cell_id",
+        "prompt_id",
+        "repeat",
+        "order_index",
+        "tokens_sha256",
+        "image_sha256",
+        "image",
+    )
     return {name: row[name] for name in columns}
 
 
-def test_merged_shards_are_the_whole_run(folder: Path, shards: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_merged_shards_are_the_whole_run(
+    folder: Path, shards: list[Path], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["merge", *map(str, shards[::-1]), "--format", "csv"]) == 0
     merged = shards[0].with_name("run")
     assert "18 images of 3 shards, 0 failed" in capsys.readouterr().err
     rows, expected = read_records(merged), read_records(folder / "whole")
     assert list(map(without_time, rows)) == list(map(without_time, expected))
-    assert all((merged / row["image"]).read_bytes() == (folder / "whole" / row["image"]).read_bytes() for row in rows)
+    assert all(
+        (merged / row["image"]).read_bytes() == (folder / "whole" / row["image"]).read_bytes()
+        for row in rows
+    )
     manifest = read_manifest(merged)
     assert (
         [session["process"] for session in manifest["sessions"]]
@@ -77,7 +97,9 @@ def refused(folders: list[Path], error: type[LanternError], message: str) -> Non
 def test_missing_and_double_shards_are_refused(shards: list[Path], tmp_path: Path) -> None:
     refused(shards[:1], RefusedError, r"shards are missing: 2/3, 3/3")
     twice = shutil.copytree(shards[1], tmp_path / "again")
-    refused([*shards, twice], RefusedError, r"shard 2/3 is given twice: .*run-shard2of3 and .*again")
+    refused(
+        [*shards, twice], RefusedError, r"shard 2/3 is given twice: .*run-shard2of3 and .*again"
+    )
 
 
 def test_a_shard_with_missing_images_is_refused(shards: list[Path]) -> None:
@@ -112,12 +134,16 @@ def test_the_same_image_in_two_shards_is_refused(shards: list[Path]) -> None:
         (lambda m: m["shard"].update(count=4), "is a shard of 3, .* of 4"),
     ],
 )
-def test_shards_of_different_runs_are_refused(shards: list[Path], change: Any, message: str) -> None:
+def test_shards_of_different_runs_are_refused(
+    shards: list[Path], change: Any, message: str
+) -> None:
     manifest_with(shards[1], change)
     refused(shards, RefusedError, message)
 
 
-def test_a_run_that_is_no_shard_and_a_folder_that_exists_are_refused(folder: Path, shards: list[Path]) -> None:
+def test_a_run_that_is_no_shard_and_a_folder_that_exists_are_refused(
+    folder: Path, shards: list[Path]
+) -> None:
     with pytest.raises(UserError, match="whole is not a shard of a run"):
         merge_runs([folder / "whole"])
     with pytest.raises(UserError, match="exists already"):

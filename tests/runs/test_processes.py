@@ -41,7 +41,9 @@ def test_processes_make_the_images_of_one_process(bench: Bench, expected: dict[s
         by_prompt[row["prompt_id"]].add(row["process"])
     assert all(len(processes) == 1 for processes in by_prompt.values())
     sessions = read_manifest(bench.folder / "dealt")["sessions"]
-    assert [session["process"] for session in sessions] == [0, 1] and all(session["complete"] for session in sessions)
+    assert [session["process"] for session in sessions] == [0, 1] and all(
+        session["complete"] for session in sessions
+    )
     assert sessions[0]["ended"] <= sessions[1]["started"]
 
 
@@ -53,7 +55,9 @@ def test_a_resumed_run_continues_with_new_processes(bench: Bench, expected: dict
     assert bench.tokens("grown") == expected
 
 
-def test_a_worker_that_dies_is_named_and_the_run_resumed(bench: Bench, expected: dict[str, str]) -> None:
+def test_a_worker_that_dies_is_named_and_the_run_resumed(
+    bench: Bench, expected: dict[str, str]
+) -> None:
     (bench.folder / "die").write_text(PROMPTS[1])
     code, output = bench.sweep("died", "--processes", "2")
     (bench.folder / "die").unlink()

@@ -34,7 +34,10 @@ from tests.tiny_model import EXPERIMENT, PROMPTS, TinyModel
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'lantern-bench[ray]'")
 # A minute or two in all; on a busy machine every process takes long to start.
-pytestmark = [pytest.mark.skipif(sys.platform == "win32", reason="clusters"), pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.skipif(sys.platform == "win32", reason="clusters"),
+    pytest.mark.timeout(900),
+]
 
 ROOT = Path(__file__).parents[2]
 IMAGES = 12
@@ -86,7 +89,9 @@ def cluster(home: Path) -> Iterator[Cluster]:
 def start(home: Path, out: str, *flags: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "lantern_bench", "sweep", "tiny.yaml", "--out", out]
     command += ["--images", str(IMAGES), "--threads", "1", *flags, "-v"]
-    return subprocess.Popen(command, cwd=home, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command, cwd=home, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
 
 
 def sweep(home: Path, out: str, *flags: str) -> tuple[int, str]:
@@ -101,18 +106,24 @@ def on(cluster: Cluster) -> tuple[str, ...]:
 
 def lines(folder: Path) -> list[dict[str, Any]]:
     path = folder / "records.jsonl"
-    return [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]] if path.exists() else []
+    return (
+        [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]] if path.exists() else []
+    )
 
 
 def tokens(folder: Path) -> dict[str, str]:
     return {row["record_key"]: row["tokens_sha256"] for row in read_records(folder)}
 
 
-def wait_for(started: subprocess.Popen[str], folder: Path, enough: Callable[[list[dict[str, Any]]], bool]) -> None:
+def wait_for(
+    started: subprocess.Popen[str], folder: Path, enough: Callable[[list[dict[str, Any]]], bool]
+) -> None:
     deadline = time.monotonic() + 300
     while not enough(lines(folder)):
         if started.poll() is not None or time.monotonic() > deadline:
-            raise AssertionError(f"the run has {len(lines(folder))} records: {started.communicate()[1]}")
+            raise AssertionError(
+                f"the run has {len(lines(folder))} records: {started.communicate()[1]}"
+            )
         time.sleep(0.02)
 
 
@@ -141,7 +152,9 @@ def check_pairs(rows: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.long
-def test_a_cluster_makes_the_images_of_a_local_run(home: Path, cluster: Cluster, local: dict[str, str]) -> None:
+def test_a_cluster_makes_the_images_of_a_local_run(
+    home: Path, cluster: Cluster, local: dict[str, str]
+) -> None:
     code, output = sweep(home, "whole", *on(cluster))
     assert code == 0, output
     for words in ("joining the Ray cluster", "waiting for a worker on ", "worker 1 joined on "):
@@ -153,14 +166,19 @@ def test_a_cluster_makes_the_images_of_a_local_run(home: Path, cluster: Cluster,
     check_pairs(rows)
     manifest = read_manifest(home / "whole")
     assert manifest["engine"] == "ray" and manifest["threads"] == 1
-    assert [(session["process"], session["complete"]) for session in manifest["sessions"]] == [(0, True), (1, True)]
+    assert [(session["process"], session["complete"]) for session in manifest["sessions"]] == [
+        (0, True),
+        (1, True),
+    ]
     assert sum(session["images"] for session in manifest["sessions"]) == IMAGES * CELLS
     assert (home / "whole" / "speed.csv").read_text().count("\n") == CELLS + 1
     pictures = {path.relative_to(home / "whole") for path in (home / "whole").rglob("*.png")}
     assert pictures == {Path(row["image"]) for row in rows}
 
 
-def test_of_two_nodes_one_is_killed_and_no_image_lost(home: Path, cluster: Cluster, local: dict[str, str]) -> None:
+def test_of_two_nodes_one_is_killed_and_no_image_lost(
+    home: Path, cluster: Cluster, local: dict[str, str]
+) -> None:
     folder, (second,) = home / "lost-node", cluster.worker_nodes
     started = start(home, folder.name, *on(cluster))
     try:
@@ -176,13 +194,18 @@ def test_of_two_nodes_one_is_killed_and_no_image_lost(home: Path, cluster: Clust
     rows = read_records(folder)
     assert [row["status"] for row in rows] == ["ok"] * len(local)
     # Every image of the local run, each once, with its tokens.
-    assert sorted((row["record_key"], row["tokens_sha256"]) for row in rows) == sorted(local.items())
+    assert sorted((row["record_key"], row["tokens_sha256"]) for row in rows) == sorted(
+        local.items()
+    )
     assert [count for _, count in images_in_tables(folder)] == [IMAGES] * CELLS
     check_pairs(rows)
     # The images of the shard that the node had begun were made again, all of them, and replaced.
     again = Counter(row["record_key"] for row in lines(folder))
     replaced = [row for row in lines(folder) if again[row["record_key"]] == 2]
-    assert max(again.values()) <= 2 and len({(row["prompt_id"], row["repeat"]) for row in replaced}) <= 1
+    assert (
+        max(again.values()) <= 2
+        and len({(row["prompt_id"], row["repeat"]) for row in replaced}) <= 1
+    )
     assert all(local[row["record_key"]] == row["tokens_sha256"] for row in replaced)
     sessions = read_manifest(folder)["sessions"]
     assert ["lost" in session for session in sessions].count(True) == 1 and len(sessions) == 2
@@ -198,7 +221,9 @@ def test_a_shard_that_loses_every_worker_fails_alone(home: Path, cluster: Cluste
     rows = read_records(home / "failed")
     assert code == 4 and "1 of 3 images failed" in output, output
     failed = [row for row in rows if row["status"] == "failed"]
-    assert {row["prompt"] for row in failed} == {PROMPTS[1]} and "lost 3 workers" in failed[0]["error"]
+    assert {row["prompt"] for row in failed} == {PROMPTS[1]} and "lost 3 workers" in failed[0][
+        "error"
+    ]
     assert {row["prompt"] for row in rows if row["status"] == "ok"} == {PROMPTS[0], PROMPTS[2]}
     # Two devices lost three workers, so one at least was replaced.
     sessions = read_manifest(home / "failed")["sessions"]
@@ -208,14 +233,18 @@ def test_a_shard_that_loses_every_worker_fails_alone(home: Path, cluster: Cluste
 
 @pytest.mark.long
 def test_several_processes_share_a_device_one_after_the_other(home: Path, cluster: Cluster) -> None:
-    code, output = sweep(home, "dealt", *on(cluster), "--processes", "3", "--modes", "ar", "--images", "6")
+    code, output = sweep(
+        home, "dealt", *on(cluster), "--processes", "3", "--modes", "ar", "--images", "6"
+    )
     assert code == 0, output
     counts = Counter(row["process"] for row in read_records(home / "dealt"))
     assert sum(counts.values()) == 6 and len(counts) >= 3
 
 
 @pytest.mark.long
-def test_an_error_of_a_worker_is_the_error_of_the_command(home: Path, cluster: Cluster, local: dict[str, str]) -> None:
+def test_an_error_of_a_worker_is_the_error_of_the_command(
+    home: Path, cluster: Cluster, local: dict[str, str]
+) -> None:
     before = lines(home / "local")
     code, output = sweep(home, "local", *on(cluster), "--set", "neighbour_space=normalised")
     assert code == 3 and "cannot resume local" in output and "Traceback" not in output
@@ -235,9 +264,15 @@ def test_a_lost_or_restarted_head_is_refused_and_the_run_resumed(
         other.head_node.start_gcs_server()
     output = started.communicate(timeout=300)[1]
     assert started.returncode == 3, output
-    assert "the Ray cluster is lost: its head has ended or was started again" in output and "Traceback" not in output
+    assert (
+        "the Ray cluster is lost: its head has ended or was started again" in output
+        and "Traceback" not in output
+    )
     finished = tokens(folder)
-    assert f"{len(finished)} images are kept in {folder.name}" in output and "the same command continues" in output
+    assert (
+        f"{len(finished)} images are kept in {folder.name}" in output
+        and "the same command continues" in output
+    )
     assert finished.items() <= local.items() and len(finished) < len(local)
     code, output = sweep(home, folder.name, *on(cluster))
     assert code == 0 and f"{len(finished)} images kept" in output, output
@@ -246,7 +281,9 @@ def test_a_lost_or_restarted_head_is_refused_and_the_run_resumed(
 
 
 @pytest.mark.long
-def test_ctrl_c_keeps_the_images_and_frees_the_devices(home: Path, cluster: Cluster, local: dict[str, str]) -> None:
+def test_ctrl_c_keeps_the_images_and_frees_the_devices(
+    home: Path, cluster: Cluster, local: dict[str, str]
+) -> None:
     started = start(home, "stopped", *on(cluster))
     wait_for(started, home / "stopped", lambda rows: len(rows) >= 8)
     started.send_signal(signal.SIGINT)
@@ -260,12 +297,18 @@ def test_ctrl_c_keeps_the_images_and_frees_the_devices(home: Path, cluster: Clus
 
 
 def test_the_reason_of_a_loss_names_no_machine() -> None:
-    error = RuntimeError("The actor died.\n\tpid: 77\n\tip: 10.0.0.7\nIts node 10.0.0.7 (" + "0a" * 14 + ") has died.")
+    error = RuntimeError(
+        "The actor died.\n\tpid: 77\n\tip: 10.0.0.7\nIts node 10.0.0.7 ("
+        + "0a" * 14
+        + ") has died."
+    )
     assert ray_engine.reason_of(error) == "The actor died. Its node ... (...) has died."
 
 
 def test_an_address_without_a_cluster_is_refused() -> None:
-    with pytest.raises(RefusedError, match=re.escape("--ray 127.0.0.1:9: no Ray cluster answers there")):
+    with pytest.raises(
+        RefusedError, match=re.escape("--ray 127.0.0.1:9: no Ray cluster answers there")
+    ):
         ray_engine.connect("127.0.0.1:9")
 
 
@@ -274,20 +317,31 @@ def node(name: str, alive: bool = True, **resources: float) -> dict[str, Any]:
 
 
 def test_every_device_has_one_slot_and_its_share_of_the_cores() -> None:
-    gpus = [node("a", CPU=32, GPU=4), node("b", CPU=8, GPU=1), node("c", CPU=16), node("d", False, CPU=8, GPU=8)]
+    gpus = [
+        node("a", CPU=32, GPU=4),
+        node("b", CPU=8, GPU=1),
+        node("c", CPU=16),
+        node("d", False, CPU=8, GPU=8),
+    ]
     assert slots_of(gpus, "auto", None) == {DeviceSlot(None, 8, 1): 5}
     assert slots_of(gpus, "cpu", None) == {
         DeviceSlot("a", 32, 0): 1,
         DeviceSlot("b", 8, 0): 1,
         DeviceSlot("c", 16, 0): 1,
     }
-    assert slots_of(gpus, "cpu", 12).keys() == {DeviceSlot("a", 32, 0), DeviceSlot("c", 16, 0)}, "b has too few cores"
-    assert slots_of([node("c", CPU=16), node("head", CPU=0)], "auto", None) == {DeviceSlot("c", 16, 0): 1}
+    assert slots_of(gpus, "cpu", 12).keys() == {DeviceSlot("a", 32, 0), DeviceSlot("c", 16, 0)}, (
+        "b has too few cores"
+    )
+    assert slots_of([node("c", CPU=16), node("head", CPU=0)], "auto", None) == {
+        DeviceSlot("c", 16, 0): 1
+    }
     assert not slots_of([node("c", CPU=16)], "cuda", None)
 
 
 def tiny_plan(home: Path, **flags: str) -> Plan:
-    resolved = load_experiment(home / "tiny.yaml", {"tiny": TinyModel.defaults}, Overrides.from_flags(flags))
+    resolved = load_experiment(
+        home / "tiny.yaml", {"tiny": TinyModel.defaults}, Overrides.from_flags(flags)
+    )
     return make_plan(resolved, [Prompt(text) for text in PROMPTS])
 
 
@@ -304,12 +358,22 @@ def test_a_timed_shard_is_decoded_again_and_an_untimed_one_completed(home: Path)
     done = {plan.tasks[0], *(task for task in plan.tasks if task.image_index == 2)}
     shards = shards_of(plan, done.__contains__, 1)
     assert [len(shard.tasks) for shard in shards] == [CELLS, CELLS]
-    assert [len(missing_of(shard, done.__contains__, timed=True)) for shard in shards] == [CELLS, CELLS]
-    assert [len(missing_of(shard, done.__contains__, timed=False)) for shard in shards] == [CELLS - 1, CELLS]
+    assert [len(missing_of(shard, done.__contains__, timed=True)) for shard in shards] == [
+        CELLS,
+        CELLS,
+    ]
+    assert [len(missing_of(shard, done.__contains__, timed=False)) for shard in shards] == [
+        CELLS - 1,
+        CELLS,
+    ]
 
 
-def test_a_device_of_this_machine_is_refused_on_a_cluster(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_of_this_machine_is_refused_on_a_cluster(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(registry, "models", lambda: {"tiny": TinyModel()})
     overrides = Overrides.from_flags({"device": "cuda:1"})
-    with pytest.raises(UserError, match="--device cuda:1: with --ray, Ray gives each worker its device"):
+    with pytest.raises(
+        UserError, match="--device cuda:1: with --ray, Ray gives each worker its device"
+    ):
         prepare(home / "tiny.yaml", overrides, ray="auto")

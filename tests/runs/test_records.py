@@ -28,8 +28,14 @@ def many(count: int) -> list[dict[str, Any]]:
     rows = []
     for number in range(count):
         row = make_record(LOOSE, number % 7, WALKS if number % 2 else [[]], 0.1 * number)
-        row |= {"record_key": f"key{number}", "seed": 2**62 + number, "disturbed": (True, False, None)[number % 3]}
-        rows.append(complete(row | {"image": f"images/{number}.png", "prompt": f"“{number % 7}”\n"}))
+        row |= {
+            "record_key": f"key{number}",
+            "seed": 2**62 + number,
+            "disturbed": (True, False, None)[number % 3],
+        }
+        rows.append(
+            complete(row | {"image": f"images/{number}.png", "prompt": f"“{number % 7}”\n"})
+        )
     return rows
 
 

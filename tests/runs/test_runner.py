@@ -29,7 +29,13 @@ from lantern_bench.runs.devices import Compute, choose_compute, key_fields
 from lantern_bench.runs.events import ImageDone
 from lantern_bench.runs.images import DecodedImage
 from lantern_bench.runs.runner import calibrate_threads, decode_batch, run_plan
-from lantern_bench.runs.store import RunStore, disturbance, finished_records, read_manifest, read_records
+from lantern_bench.runs.store import (
+    RunStore,
+    disturbance,
+    finished_records,
+    read_manifest,
+    read_records,
+)
 from lantern_bench.schema import columns
 from tests.tiny_model import EXPERIMENT, PROMPTS, TOKENS, TinyModel
 
@@ -54,7 +60,9 @@ def opened(folder: Path, experiment: ResolvedExperiment) -> RunStore:
     return RunStore(folder, experiment, key_fields({"tiny": MODEL}, experiment.settings, CPU))
 
 
-def run(folder: Path, planned: tuple[ResolvedExperiment, Plan], most: int | None = None) -> list[Any]:
+def run(
+    folder: Path, planned: tuple[ResolvedExperiment, Plan], most: int | None = None
+) -> list[Any]:
     """Run a plan, or its first `most` images; return the events."""
     experiment, plan = planned
     events: list[Any] = []
@@ -78,11 +86,24 @@ def test_every_image_has_a_complete_record_and_picture(tiny_run: Path) -> None:
     assert len(rows) == 18
     # These prompts are of no set, so nobody calls them anything.
     may_be_empty = PARAMETERS.keys() - {"mode", "drafting", "rule", *SAMPLING}
-    may_be_empty |= {"error", "peak_memory_bytes", "prompt_source", "driver", "clock_mhz", "clock_max_mhz"}
-    may_be_empty |= {"waited_seconds", "involuntary_switches", "steal_seconds"} if sys.platform != "linux" else set()
+    may_be_empty |= {
+        "error",
+        "peak_memory_bytes",
+        "prompt_source",
+        "driver",
+        "clock_mhz",
+        "clock_max_mhz",
+    }
+    may_be_empty |= (
+        {"waited_seconds", "involuntary_switches", "steal_seconds"}
+        if sys.platform != "linux"
+        else set()
+    )
     for row in rows:
         assert not {c.name for c in columns("records") if row[c.name] is None} - may_be_empty
-        assert row["status"] == "ok" and row["tokens"] == TOKENS == 1 + sum(row["committed_per_step"])
+        assert row["status"] == "ok" and row["tokens"] == TOKENS == 1 + sum(
+            row["committed_per_step"]
+        )
         phases = [row[f"{name}_seconds"] for name in ("draft", "target", "verify", "other")]
         assert sum(phases) == pytest.approx(row["seconds"])
         png = (tiny_run / row["image"]).read_bytes()
@@ -96,7 +117,11 @@ def test_warm_up_is_recorded_only_in_the_manifest(tiny_run: Path) -> None:
     # lambda 2 and lambda 5 are of one kind; greedy decoding is a kind of its own.
     assert len(session["warm_up"]) == 5 and all(row["seconds"] > 0 for row in session["warm_up"])
     assert session["complete"] and session["images"] == 18 and manifest["ended"] == session["ended"]
-    assert manifest["device"] == "cpu" and manifest["dtype"] == manifest["key"]["dtype"] and manifest["threads"] == 1
+    assert (
+        manifest["device"] == "cpu"
+        and manifest["dtype"] == manifest["key"]["dtype"]
+        and manifest["threads"] == 1
+    )
     assert manifest["machine"]["versions"]["torch"]
 
 
@@ -128,10 +153,14 @@ def test_resumed_run_makes_the_same_tokens(tmp_path: Path, tiny: Any, batch: int
 def disturbed(monkeypatch: pytest.MonkeyPatch, tiny: Any, tmp_path: Path) -> Any:
     """Run a plan of stand-ins for images: attempt n lost `lost[n]` of its second and has token `tokens[n]`."""
 
-    def run_disturbed(lost: list[float], tokens: list[int], images: int, again: bool = True) -> list[Any]:
+    def run_disturbed(
+        lost: list[float], tokens: list[int], images: int, again: bool = True
+    ) -> list[Any]:
         attempts = itertools.cycle(range(len(lost)))
 
-        def decode(_model: object, tasks: Any, _compute: Compute, **_: object) -> list[DecodedImage]:
+        def decode(
+            _model: object, tasks: Any, _compute: Compute, **_: object
+        ) -> list[DecodedImage]:
             number = next(attempts)
             used = Usage(1.0, lost[number], 0, 0.0, 1.0)
             trace = ImageTrace([], [], [], [], [], [], 1, 0, 1, seconds=1.0 + number, usage=used)
@@ -178,7 +207,9 @@ def test_a_busy_machine_adds_a_bounded_time(disturbed: Any, tmp_path: Path, agai
     assert all(row["disturbed"] for row in rows)
     assert 1 <= more <= 0.25 * len(rows) + 1 if again else more == 0
     message = disturbance(finished_records(tmp_path / "run"))
-    assert message is not None and message.startswith("speed cannot be measured now: 18 of 18 images")
+    assert message is not None and message.startswith(
+        "speed cannot be measured now: 18 of 18 images"
+    )
 
 
 def test_threads_stay_as_the_finished_images_had_them(tiny: Any, tmp_path: Path) -> None:
@@ -191,7 +222,9 @@ def test_threads_stay_as_the_finished_images_had_them(tiny: Any, tmp_path: Path)
             calibrate_threads(store, plan, {"tiny": MODEL}, None, events.append)
             assert torch.get_num_threads() == before + 1 and not events
         other, _plan = tiny(threads=before)
-        with pytest.raises(RefusedError, match=rf"threads changed\n  recorded  {before + 1}\n") as refused:
+        with pytest.raises(
+            RefusedError, match=rf"threads changed\n  recorded  {before + 1}\n"
+        ) as refused:
             opened(tmp_path / "run", other)
         assert f"--threads {before + 1}" in str(refused.value.advice)
     finally:
@@ -210,4 +243,7 @@ def test_narrow_neighbour_table_is_a_prefix_of_a_wider_one() -> None:
 def test_auto_device_and_dtype() -> None:
     compute = choose_compute("cpu")
     assert choose_compute("cpu", fast=True).dtype_name in ("float32", "bfloat16")
-    assert compute.dtype_name == "float32" and choose_compute("cpu", "bfloat16").dtype is torch.bfloat16
+    assert (
+        compute.dtype_name == "float32"
+        and choose_compute("cpu", "bfloat16").dtype is torch.bfloat16
+    )

@@ -54,7 +54,10 @@ def scorers(tmp_path_factory: pytest.TempPathFactory) -> scoring.Scorers:
         save_clip(open_clip.CLIP(**CLIP_CONFIG["model_cfg"]), folder / "clip")
     path = folder / "features.safetensors"
     scorer = image_scorers.load_clip(f"local-dir:{folder / 'clip'}")
-    images = {"clip_score": scorer, "prompt_accuracy": image_scorers.PromptAccuracy(classifier.load_classifier(path))}
+    images = {
+        "clip_score": scorer,
+        "prompt_accuracy": image_scorers.PromptAccuracy(classifier.load_classifier(path)),
+    }
     return scoring.Scorers(EMBEDDED, images, features.find_extractor(weights=path))
 
 
@@ -78,11 +81,21 @@ def run(tmp_path: Path) -> Run:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(pixels).save(tmp_path / name)
         records.append(_record(f"key{number}", cell, PROMPTS[number % 6], name))
-    return tmp_path, [*records, _record("key99", "ar-none-none-t1", PROMPTS[0], "", status="failed")]
+    return tmp_path, [
+        *records,
+        _record("key99", "ar-none-none-t1", PROMPTS[0], "", status="failed"),
+    ]
 
 
 def _record(key: str, cell: str, prompt: str, image: str, status: str = "ok") -> dict[str, Any]:
-    return {"record_key": key, "cell_id": cell, "prompt": prompt, "repeat": 0, "image": image, "status": status}
+    return {
+        "record_key": key,
+        "cell_id": cell,
+        "prompt": prompt,
+        "repeat": 0,
+        "image": image,
+        "status": status,
+    }
 
 
 def _score(run: Run, *judge_and_reference: Any) -> list[dict[str, Any]]:
@@ -90,11 +103,15 @@ def _score(run: Run, *judge_and_reference: Any) -> list[dict[str, Any]]:
     return list(scoring.score_records(records, folder, *judge_and_reference))
 
 
-def test_a_row_for_each_picture_and_each_cell(run: Run, scorers: scoring.Scorers, reference: Reference) -> None:
+def test_a_row_for_each_picture_and_each_cell(
+    run: Run, scorers: scoring.Scorers, reference: Reference
+) -> None:
     rows = _score(run, scorers, reference)
     assert rows == _score(run, scorers, reference)
     assert [row["level"] for row in rows] == (["image"] * 6 + ["cell"]) * 2
-    assert {row["record_key"] for row in rows if row["level"] == "image"} == {f"key{number}" for number in range(12)}
+    assert {row["record_key"] for row in rows if row["level"] == "image"} == {
+        f"key{number}" for number in range(12)
+    }
     declared = {column.name for column in TABLES["scores"]}
     assert all(set(row) <= declared and row["protocol"] == "embedded" for row in rows)
 
@@ -108,13 +125,19 @@ def test_image_rows_hold_each_scorers_answer(run: Run, scorers: scoring.Scorers)
             scorers.images["clip_score"]([picture], [record["prompt"]])[0], abs=1e-5
         )
         assert row["clip_model"] == scorers.label
-    pictures = torch.stack([torch.from_numpy(np.array(Image.open(folder / r["image"]))) for r in records[:5]])
+    pictures = torch.stack(
+        [torch.from_numpy(np.array(Image.open(folder / r["image"]))) for r in records[:5]]
+    )
     with torch.inference_mode():
-        answers = scorers.images["prompt_accuracy"].classifier(pictures.permute(0, 3, 1, 2).float() / 255)
+        answers = scorers.images["prompt_accuracy"].classifier(
+            pictures.permute(0, 3, 1, 2).float() / 255
+        )
     seen = zip(*(logits.argmax(1).tolist() for logits in answers), strict=True)
     expected = [float(row == HELD_OUT[number].indices()) for number, row in enumerate(seen)]
     assert [row["prompt_accuracy"] for row in images[:5]] == expected
-    assert images[5]["prompt_accuracy"] is None, "a prompt outside the grammar has no prompt accuracy"
+    assert images[5]["prompt_accuracy"] is None, (
+        "a prompt outside the grammar has no prompt accuracy"
+    )
 
 
 def test_cell_rows_have_fidelity_extractor_and_reference(
@@ -136,18 +159,25 @@ def test_sets_of_ar_images_give_a_band(
     for name in ("precision", "recall"):
         monkeypatch.setitem(METRICS, name, dataclasses.replace(METRICS[name], min_images=6))
     folder, records = run
-    both = [record | {"mode": "ar", "seed_set": int(number >= 6)} for number, record in enumerate(records)]
+    both = [
+        record | {"mode": "ar", "seed_set": int(number >= 6)}
+        for number, record in enumerate(records)
+    ]
     *rows, band = _score((folder, both), scorers, reference)
     assert band["level"] == "band" and (band["n"], band["band_sets"]) == (6, 2)
     assert band["cell_id"] == records[0]["cell_id"] and "fid" not in band
     for name in ("kid", "precision", "recall"):
         assert band[f"{name}_low"] <= band[name] <= band[f"{name}_high"]
     assert {row["precision"] for row in rows if row["level"] == "image"} <= {0.0, 1.0}
-    other = [record | {"mode": "ar", "temperature": number >= 6} for number, record in enumerate(records)]
+    other = [
+        record | {"mode": "ar", "temperature": number >= 6} for number, record in enumerate(records)
+    ]
     assert all(row["level"] != "band" for row in _score((folder, other), scorers, reference))
 
 
-def test_a_missing_picture_is_noted(run: Run, scorers: scoring.Scorers, reference: Reference) -> None:
+def test_a_missing_picture_is_noted(
+    run: Run, scorers: scoring.Scorers, reference: Reference
+) -> None:
     folder, records = run
     (folder / records[0]["image"]).unlink()
     rows = _score(run, scorers, reference)
@@ -264,7 +294,11 @@ def test_tokens_are_scored_once_and_reach_the_tables(tiny_copy: Path) -> None:
     assert set(of_tokens(tiny_copy)) == {record["record_key"] for record in read_records(tiny_copy)}
     summary = write_tables(tiny_copy)["summary"].set_index("cell_id")
     sampled = summary[summary["parameters"] != "T=0"].filter(like="t1", axis=0)
-    assert sampled[["distance", "distance_low", "distance_high", "distance_p", "impossible"]].notna().all(axis=None)
+    assert (
+        sampled[["distance", "distance_low", "distance_high", "distance_p", "impossible"]]
+        .notna()
+        .all(axis=None)
+    )
     greedy = summary.filter(like="t0", axis=0)
     assert (greedy["argmax_mismatch"] == 0).all() and greedy["distance"].isna().all()
 

@@ -68,7 +68,9 @@ def to_do(store: RunStore, tasks: Iterable[ImageTask]) -> list[ImageTask]:
 def fill(folder: Path, count: int | None = None, status: str = "ok") -> None:
     with RunStore(folder, EXPERIMENT, KEY) as store:
         for task in to_do(store, PLAN.tasks)[:count]:
-            store.append(task, {"status": status, "tokens": task.seed % 97, "accepted_per_step": [1, 2]})
+            store.append(
+                task, {"status": status, "tokens": task.seed % 97, "accepted_per_step": [1, 2]}
+            )
 
 
 @pytest.fixture(autouse=True)
@@ -96,7 +98,11 @@ def test_records_have_every_column_in_schema_order(tmp_path: Path) -> None:
         assert list(row) == [column.name for column in columns("records")]
         assert row["cell_id"] == task.cell.cell_id
         assert row["record_key"] == record_key(task, KEY)
-        assert (row["prompt"], row["seed"], row["order_index"]) == (task.prompt.text, task.seed, task.order_index)
+        assert (row["prompt"], row["seed"], row["order_index"]) == (
+            task.prompt.text,
+            task.seed,
+            task.order_index,
+        )
         assert (row["status"], row["error"], row["accepted_per_step"]) == ("ok", None, [1, 2])
 
 
@@ -113,7 +119,13 @@ def test_store_refuses_undeclared_columns_and_nan(tmp_path: Path) -> None:
 
 def test_a_key_is_a_hash_of_the_sorted_json_of_all_that_it_covers() -> None:
     task = replace(PLAN.tasks[0], prompt=PROMPTS[1], repeat=3)
-    covered = {"run": KEY, "cell": task.cell.settings(), "prompt_id": PROMPTS[1].id, "repeat": 3, "seed": task.seed}
+    covered = {
+        "run": KEY,
+        "cell": task.cell.settings(),
+        "prompt_id": PROMPTS[1].id,
+        "repeat": 3,
+        "seed": task.seed,
+    }
     digest = hashlib.sha256(json.dumps(covered, sort_keys=True).encode()).hexdigest()
     assert record_key(task, KEY) == digest[:16]
 
@@ -121,10 +133,26 @@ def test_a_key_is_a_hash_of_the_sorted_json_of_all_that_it_covers() -> None:
 @pytest.mark.parametrize(
     ("changes", "message", "typed"),
     [
-        ({"torch_version": "2.16.0"}, "torch_version changed\n  recorded  2.15.0\n  now       2.16.0", "--no-resume"),
-        ({"dtype": "bfloat16"}, "dtype changed\n  recorded  float32\n  now       bfloat16", "--dtype float32"),
-        ({"device_type": "cuda"}, "device_type changed\n  recorded  cpu\n  now       cuda", "--device cpu"),
-        ({"compile": True}, "compile changed\n  recorded  false\n  now       true", "--set compile=false"),
+        (
+            {"torch_version": "2.16.0"},
+            "torch_version changed\n  recorded  2.15.0\n  now       2.16.0",
+            "--no-resume",
+        ),
+        (
+            {"dtype": "bfloat16"},
+            "dtype changed\n  recorded  float32\n  now       bfloat16",
+            "--dtype float32",
+        ),
+        (
+            {"device_type": "cuda"},
+            "device_type changed\n  recorded  cpu\n  now       cuda",
+            "--device cpu",
+        ),
+        (
+            {"compile": True},
+            "compile changed\n  recorded  false\n  now       true",
+            "--set compile=false",
+        ),
         (
             {"weights": {"lanterns/target": "3f9c", "lanterns/drafter": "0000"}},
             "weights of lanterns/drafter changed\n  recorded  b07a\n  now       0000",
@@ -132,7 +160,9 @@ def test_a_key_is_a_hash_of_the_sorted_json_of_all_that_it_covers() -> None:
         ),
     ],
 )
-def test_another_key_is_refused(tmp_path: Path, changes: dict[str, Any], message: str, typed: str) -> None:
+def test_another_key_is_refused(
+    tmp_path: Path, changes: dict[str, Any], message: str, typed: str
+) -> None:
     fill(tmp_path / "run", 2)
     before = (tmp_path / "run" / "manifest.json").read_bytes()
     with pytest.raises(RefusedError) as caught:
@@ -198,7 +228,9 @@ def test_older_schema_is_read_but_not_resumed(tmp_path: Path) -> None:
         store.append(PLAN.tasks[0], {"tokens": 256})
     (row,) = read_records(tmp_path)
     missing = ("prompt_source", "checksum", "process")
-    lines = [{name: value for name, value in row.items() if name not in missing} | {"schema_version": 1}]
+    lines = [
+        {name: value for name, value in row.items() if name not in missing} | {"schema_version": 1}
+    ]
     (tmp_path / "records.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     manifest = read_manifest(tmp_path) | {"schema_version": 1}
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
@@ -213,11 +245,18 @@ def test_older_schema_is_read_but_not_resumed(tmp_path: Path) -> None:
     ("file", "content", "error", "message"),
     [
         ("manifest.json", "{", UserError, "damaged, not JSON"),
-        ("manifest.json", '{"schema_version": 0}', RefusedError, "schema version 0, and this program reads 1"),
+        (
+            "manifest.json",
+            '{"schema_version": 0}',
+            RefusedError,
+            "schema version 0, and this program reads 1",
+        ),
         ("records.jsonl", '{"a": 1}\n', UserError, "records.jsonl line 1: not a record"),
     ],
 )
-def test_damaged_files_are_named(tmp_path: Path, file: str, content: str, error: type, message: str) -> None:
+def test_damaged_files_are_named(
+    tmp_path: Path, file: str, content: str, error: type, message: str
+) -> None:
     fill(tmp_path / "run", 2)
     (tmp_path / "run" / file).write_text(content)
     with pytest.raises(error) as caught:
@@ -238,9 +277,13 @@ def test_runs_are_found_by_path_name_and_prefix(tmp_path: Path) -> None:
         find_run("other")
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(
+    max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None
+)
 @given(st.data())
-def test_run_cut_at_any_byte_resumes_to_the_same_records(tmp_path: Path, data: st.DataObject) -> None:
+def test_run_cut_at_any_byte_resumes_to_the_same_records(
+    tmp_path: Path, data: st.DataObject
+) -> None:
     complete = tmp_path / "whole"
     if not complete.exists():
         fill(complete)

@@ -16,7 +16,12 @@ from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.compile import Engine
 from lantern_bench.models.random_model import random_model_of_size, read_size
 from lantern_bench.runs import threads
-from lantern_bench.runs.threads import Calibrated, calibrate, prepare_environment, set_fastest_threads
+from lantern_bench.runs.threads import (
+    Calibrated,
+    calibrate,
+    prepare_environment,
+    set_fastest_threads,
+)
 
 
 @pytest.mark.parametrize(
@@ -36,7 +41,9 @@ def test_fewest_threads_that_are_about_fastest(
     monkeypatch.setattr(clock, "now", lambda: state["now"])
     calibrated = calibrate(lambda: state.update(now=state["now"] + seconds[int(state["threads"])]))
     assert calibrated.threads == chosen and state["threads"] == 16
-    assert calibrated.milliseconds == pytest.approx({count: 1e3 * time for count, time in seconds.items()})
+    assert calibrated.milliseconds == pytest.approx(
+        {count: 1e3 * time for count, time in seconds.items()}
+    )
 
 
 def test_one_thread_is_tried_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,10 +60,16 @@ def test_known_threads_are_timed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     tried, before = list[int](), torch.get_num_threads()
     monkeypatch.setattr(torch, "set_num_threads", tried.append)
     calibrated = calibrate(lambda: None, recorded=3)
-    assert calibrated.threads == 3 and list(calibrated.milliseconds) == [3] and set(tried) == {3, before}
+    assert (
+        calibrated.threads == 3
+        and list(calibrated.milliseconds) == [3]
+        and set(tried) == {3, before}
+    )
 
 
-def test_the_choice_is_stored_with_the_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_choice_is_stored_with_the_programs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is not read for other kinds of cells or numbers, from a busy machine, or from a damaged file."""
     recorded, lost_share = list[int | None](), 0.0
 
@@ -68,7 +81,9 @@ def test_the_choice_is_stored_with_the_programs(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     monkeypatch.setattr(torch, "set_num_threads", lambda _count: None)
     target = SimpleNamespace(device=torch.device("cpu"))
-    model: Any = SimpleNamespace(target=target, engine=SimpleNamespace(folder=tmp_path), condition=lambda texts: texts)
+    model: Any = SimpleNamespace(
+        target=target, engine=SimpleNamespace(folder=tmp_path), condition=lambda texts: texts
+    )
     ar, drafting = Decoding("ar"), Decoding("speculative", tree="chain-3")
 
     def chosen(*decodings: Decoding) -> int | None:
@@ -90,9 +105,14 @@ def test_the_choice_is_stored_with_the_programs(tmp_path: Path, monkeypatch: pyt
     assert chosen(drafting) is None is chosen(drafting)
 
 
-def test_compiled_steps_are_compiled_for_every_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_steps_are_compiled_for_every_number_of_threads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = random_model_of_size(
-        read_size("2x64x128x4"), torch.device("cpu"), torch.float32, torch.Generator().manual_seed(0)
+        read_size("2x64x128x4"),
+        torch.device("cpu"),
+        torch.float32,
+        torch.Generator().manual_seed(0),
     )
     compiled_with = list[int]()
 

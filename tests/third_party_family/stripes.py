@@ -12,7 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lantern_bench.decoding.protocol import Drafter, DrafterLogits, DrafterSession, Logits, Target, TargetSession
+from lantern_bench.decoding.protocol import (
+    Drafter,
+    DrafterLogits,
+    DrafterSession,
+    Logits,
+    Target,
+    TargetSession,
+)
 from lantern_bench.errors import UserError
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.models.model import Model
@@ -62,7 +69,9 @@ class Session(TargetSession, DrafterSession):
     def score(self, tokens: Tensor, depths: Tensor, attention: Tensor) -> Logits:
         """The nodes of a tree; each depends on its own token alone."""
         cond, uncond = self.look_up(tokens)
-        return Logits(cond, uncond, torch.zeros(len(tokens) * (1 + self.guided), tokens.shape[1], 1))
+        return Logits(
+            cond, uncond, torch.zeros(len(tokens) * (1 + self.guided), tokens.shape[1], 1)
+        )
 
     def commit(self, path: Tensor, counts: Tensor) -> None:
         """Nothing to keep."""
@@ -82,7 +91,12 @@ class Stripes:
     def pixels(self, tokens: Tensor) -> Tensor:
         """Tokens int [B, N] -> uint8 RGB [B, H, W, 3]."""
         grey = (tokens.reshape(-1, *GRID) * (255 // (CODES - 1))).to(torch.uint8)
-        return grey.repeat_interleave(8, 1).repeat_interleave(8, 2)[..., None].expand(-1, -1, -1, 3).contiguous()
+        return (
+            grey.repeat_interleave(8, 1)
+            .repeat_interleave(8, 2)[..., None]
+            .expand(-1, -1, -1, 3)
+            .contiguous()
+        )
 
 
 class StripesModel(Model):

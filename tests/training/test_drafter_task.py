@@ -44,11 +44,17 @@ CHAMELEON = ("a red lantern", "red", "a red lantern over a lantern")
 
 
 def tiny_sequences(count: int = 8) -> Sequences:
-    tokens = torch.randint(CONFIG.vocab_size, (count, 16), generator=torch.Generator().manual_seed(1))
-    return Sequences(tiny_target(), tokens, lambda rows: caption_condition([CAPTIONS[row % 4] for row in rows]))
+    tokens = torch.randint(
+        CONFIG.vocab_size, (count, 16), generator=torch.Generator().manual_seed(1)
+    )
+    return Sequences(
+        tiny_target(), tokens, lambda rows: caption_condition([CAPTIONS[row % 4] for row in rows])
+    )
 
 
-def task_of(sequences: Sequences, processes: Processes = SINGLE, recipe: DrafterRecipe = RECIPE) -> DrafterTask:
+def task_of(
+    sequences: Sequences, processes: Processes = SINGLE, recipe: DrafterRecipe = RECIPE
+) -> DrafterTask:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
         drafter = untrained_drafter(sequences.target)
@@ -60,14 +66,20 @@ def both(sequences: Sequences, count: int) -> TargetFeatures:
     return sequences.features([*range(count)] * 2, torch.arange(2 * count) >= count)
 
 
-@pytest.fixture(scope="module", params=["bundled", "llamagen", "hosted", "anole-7b", "lumina-mgpt-7b-768"])
-def sequences(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Sequences:
+@pytest.fixture(
+    scope="module", params=["bundled", "llamagen", "hosted", "anole-7b", "lumina-mgpt-7b-768"]
+)
+def sequences(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Sequences:
     """Of four families and a model of transformers with wide heads; the last has ends of lines and obeys its grid."""
     if request.param == "bundled":
         return tiny_sequences()
     folder = tmp_path_factory.mktemp("model")
     if request.param == "llamagen":
-        return _with_random_features(golden_models.load(golden_models.recorded_target(folder, "t2i")).target)
+        return _with_random_features(
+            golden_models.load(golden_models.recorded_target(folder, "t2i")).target
+        )
     if request.param == "hosted":
         return _loaded(write_model(folder, SHAPE._replace(side=4, head_dim=12)))
     return _loaded(tiny_chameleon.write_model_file(folder, request.param, (4, 4)))
@@ -79,7 +91,9 @@ def _with_random_features(target: object) -> Sequences:
     positions, width = target.cls_embedding.uncond_embedding.shape  # type: ignore[union-attr]
     draws = torch.Generator().manual_seed(4)
     values = torch.randn(3, positions, width, generator=draws)
-    valid = torch.arange(positions)[None] >= torch.tensor([0, positions - 9, positions - 1])[:, None]
+    valid = (
+        torch.arange(positions)[None] >= torch.tensor([0, positions - 9, positions - 1])[:, None]
+    )
     tokens = torch.randint(target.vocab_size, (3, target.image_tokens), generator=draws)
     return Sequences(target, tokens, lambda rows: Condition(values[list(rows)], valid[list(rows)]))
 
@@ -92,7 +106,9 @@ def _loaded(path: Path) -> Sequences:
     lines = torch.randint(target.n_codes, (3, 4, target.config.line_length), generator=draws)
     if target.config.line_ends:
         lines[:, :, -1] = target.vocab_size - 1
-    return Sequences(target, lines.flatten(1), lambda rows: loaded.condition([CHAMELEON[row] for row in rows]))
+    return Sequences(
+        target, lines.flatten(1), lambda rows: loaded.condition([CHAMELEON[row] for row in rows])
+    )
 
 
 @torch.no_grad()
@@ -101,7 +117,9 @@ def test_features_and_drafts_match_the_decode_sessions(sequences: Sequences) -> 
     rows = range(3)
     condition, tokens = sequences.condition(rows), sequences.tokens[:3].long()
     forced = teacher_forced(target, condition, tokens, guided=True)
-    given, null = (target_features(target, condition, tokens, torch.full((3,), gone)) for gone in (False, True))
+    given, null = (
+        target_features(target, condition, tokens, torch.full((3,), gone)) for gone in (False, True)
+    )
     count = tokens.shape[1]
     features = torch.cat([given.hidden, null.hidden])[:, -(count - 1) :]
     assert (features - forced.logits.features[:, :-1]).abs().max() < 1e-4
@@ -128,17 +146,23 @@ def test_unrolled_levels_match_a_draft_tree(sequences: Sequences) -> None:
     for root in (1, 4):
         session = drafter.session(3, True, 4)
         session.prefill(condition, forced.prefix.features)
-        true_features = torch.cat([forced.prefix.features[:, -1:], forced.logits.features], dim=1)[:, :root]
+        true_features = torch.cat([forced.prefix.features[:, -1:], forced.logits.features], dim=1)[
+            :, :root
+        ]
         drafts = session.observe(tokens[:, :root], true_features, torch.full((3,), root))
         for level, predicted in enumerate(levels):
             place = features.valid.shape[1] - 2 + root + level
             assert drafts.uncond is not None
             wanted = torch.cat([drafts.cond, drafts.uncond])
             number = torch.full((3, 1), root + level)
-            got = force_line_ends(drafter.head(predicted[:, place : place + 1]), number, drafter.config)
+            got = force_line_ends(
+                drafter.head(predicted[:, place : place + 1]), number, drafter.config
+            )
             assert (got - wanted).abs().max() < 1e-4
             seen = torch.ones(3, 1, level + 1, dtype=torch.bool)
-            drafts = session.extend(tokens[:, root + level][:, None], torch.zeros(3, 1, dtype=torch.int64), seen)
+            drafts = session.extend(
+                tokens[:, root + level][:, None], torch.zeros(3, 1, dtype=torch.int64), seen
+            )
     assert (levels[1] - levels[0]).abs().max() > 1e-3  # a guess differs from the true feature
 
 
@@ -152,7 +176,9 @@ def test_guided_batches_compare_guided_distributions() -> None:
     plain = task_of(sequences, recipe=recipe.model_copy(update={"guided": False}))
     losses = [variant.loss(torch.Generator().manual_seed(0)) for variant in (alone, plain)]
     assert float(losses[0][1]["soft"]) == pytest.approx(float(losses[1][1]["soft"]), abs=1e-6)
-    assert float(losses[0][1]["one_minus_tv"]) != pytest.approx(float(parts["one_minus_tv"]), abs=1e-4)
+    assert float(losses[0][1]["one_minus_tv"]) != pytest.approx(
+        float(parts["one_minus_tv"]), abs=1e-4
+    )
 
 
 def test_loss_weighs_the_total_variation_of_each_level() -> None:
@@ -170,7 +196,10 @@ def test_loss_weighs_the_total_variation_of_each_level() -> None:
 
         lost = []
         for level, predicted in enumerate(unroll(task.drafter, features, features.hidden, 3)):
-            p, q = distribution(features.hidden[:, first + 1 + level :]), distribution(predicted[:, first + level : -1])
+            p, q = (
+                distribution(features.hidden[:, first + 1 + level :]),
+                distribution(predicted[:, first + level : -1]),
+            )
             lost.append(float((p - q).abs().sum(-1).mean()) / 2)
         loss = float(task.loss(torch.Generator().manual_seed(0))[0])
     assert lost[2] > lost[0]
@@ -179,7 +208,10 @@ def test_loss_weighs_the_total_variation_of_each_level() -> None:
 
 @pytest.mark.parametrize(
     "recipe",
-    [RECIPE, RECIPE.model_copy(update={"guided": False, "levels": 1, "noise": 0.1, "soft_weight": 1.0})],
+    [
+        RECIPE,
+        RECIPE.model_copy(update={"guided": False, "levels": 1, "noise": 0.1, "soft_weight": 1.0}),
+    ],
     ids=["levels", "noise"],
 )
 def test_every_family_trains_and_loads_its_written_drafter(
@@ -189,7 +221,9 @@ def test_every_family_trains_and_loads_its_written_drafter(
     target.requires_grad_(False)
     task = task_of(sequences, recipe=recipe)
     before = task.overlap(task.drafter)
-    optimiser = torch.optim.AdamW([p for p in task.drafter.parameters() if p.requires_grad], lr=3e-3)
+    optimiser = torch.optim.AdamW(
+        [p for p in task.drafter.parameters() if p.requires_grad], lr=3e-3
+    )
     generator = torch.Generator().manual_seed(0)
     for _ in range(12):
         loss, parts = task.loss(generator)
@@ -201,7 +235,9 @@ def test_every_family_trains_and_loads_its_written_drafter(
     assert all(p.grad is None for p in target.parameters())
     write_drafter(task.drafter, tmp_path / "out", "tiny", {"target": "x"})
     read = load_drafter(tmp_path / "out", target, dtype=torch.float32, device=CPU)
-    assert read.mask_padding and task.overlap(read) == pytest.approx(task.overlap(task.drafter), abs=1e-6)
+    assert read.mask_padding and task.overlap(read) == pytest.approx(
+        task.overlap(task.drafter), abs=1e-6
+    )
     assert {name: tuple(t.shape) for name, t in read.state_dict().items()} == {
         name: tuple(t.shape) for name, t in task.drafter.state_dict().items()
     }
@@ -215,7 +251,11 @@ def test_two_processes_compute_the_gradient_of_one() -> None:
         for rank in range(count):
             task = task_of(sequences, Processes(rank, count))
             task.loss(torch.Generator().manual_seed(7))[0].backward()
-            total.append(torch.cat([p.grad.flatten() for p in task.drafter.parameters() if p.grad is not None]))
+            total.append(
+                torch.cat(
+                    [p.grad.flatten() for p in task.drafter.parameters() if p.grad is not None]
+                )
+            )
         grads.append(torch.stack(total).mean(0))
     assert (grads[0] - grads[1]).abs().max() < 1e-6 and grads[0].abs().max() > 1e-3
 
@@ -237,7 +277,9 @@ def test_drafter_copy_shares_only_the_head() -> None:
     assert drafter.fc.weight.abs().max() > 0
 
 
-def test_token_files_continue_where_they_were_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_token_files_continue_where_they_were_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls: list[list[int]] = []
     model, data = tiny_model(), Data(["red"] * 11)
 
@@ -247,7 +289,10 @@ def test_token_files_continue_where_they_were_interrupted(tmp_path: Path, monkey
             calls.clear()
             raise KeyboardInterrupt
         calls.append(repeats)
-        return [SimpleNamespace(tokens=torch.full((3,), repeat, dtype=torch.int32)) for repeat in repeats]
+        return [
+            SimpleNamespace(tokens=torch.full((3,), repeat, dtype=torch.int32))
+            for repeat in repeats
+        ]
 
     def make(seed: int = 0) -> Tensor:
         return make_tokens(data, model, DECODING, seed, tmp_path, lambda _label, _share: None)

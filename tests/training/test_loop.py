@@ -66,7 +66,11 @@ def test_training_learns_and_reports() -> None:
     assert report.steps == 200 and task.steps == list(range(1, 201))
     assert report.losses[-1][1] < 0.05 * report.losses[0][1]
     assert report.settings["steps"] == 200 and "checkpoint" not in report.settings
-    assert [event.step for event in events] == [step for step, _ in report.losses] == list(range(5, 201, 5))
+    assert (
+        [event.step for event in events]
+        == [step for step, _ in report.losses]
+        == list(range(5, 201, 5))
+    )
     assert events[-1].fraction == 1.0 and set(events[-1].figures) == {"rmse"}
 
 
@@ -76,7 +80,9 @@ def test_learning_rate_follows_a_half_cosine() -> None:
     # Event n reports the step that started with n - 1 of 40 done.
     for done, rate in enumerate(rates):
         warm = min(1.0, (done + 1) / 10)
-        assert rate == pytest.approx(0.05 * warm * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * done / 40))))
+        assert rate == pytest.approx(
+            0.05 * warm * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * done / 40)))
+        )
     assert max(rates) == rates[9] and rates[-1] < 0.03 * 0.05
 
 
@@ -91,10 +97,14 @@ def test_resumed_training_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     resumed, report, _ = run(settings)
     assert resumed.steps[0] == 21
     assert report.losses == whole_report.losses and report.steps == 40
-    for parameter, expected in zip(resumed.module.parameters(), whole.module.parameters(), strict=True):
+    for parameter, expected in zip(
+        resumed.module.parameters(), whole.module.parameters(), strict=True
+    ):
         assert torch.equal(parameter, expected)
     assert run(settings)[0].steps == []
-    with pytest.raises(RefusedError, match=r"line.ckpt was made with lr = 0.05, now it is 0.1") as caught:
+    with pytest.raises(
+        RefusedError, match=r"line.ckpt was made with lr = 0.05, now it is 0.1"
+    ) as caught:
         run(replace(settings, lr=0.1))
     assert caught.value.exit_code == 3 and "--no-resume" in (caught.value.advice or "")
     assert str(tmp_path) not in caught.value.message
@@ -113,7 +123,9 @@ def test_training_does_not_touch_the_global_generator() -> None:
 
 
 def test_linear_schedule_and_clipping_by_value() -> None:
-    settings = replace(PLAIN, log_every=1, schedule="linear", final_lr=0.0, warmup=4, clip_by="value", clip=1e-3)
+    settings = replace(
+        PLAIN, log_every=1, schedule="linear", final_lr=0.0, warmup=4, clip_by="value", clip=1e-3
+    )
     task, _, events = run(replace(settings, steps=8))
     wanted = [0.05 * min(1.0, (done + 1) / 4) * (1 - done / 8) for done in range(8)]
     assert [event.lr for event in events] == pytest.approx(wanted)
@@ -128,7 +140,9 @@ def test_accumulated_batches_are_one_step() -> None:
 
 @pytest.mark.parametrize("asked", [True, False])
 @pytest.mark.parametrize("fast", [True, False])
-def test_products_are_in_bfloat16_where_that_is_fast(monkeypatch: pytest.MonkeyPatch, asked: bool, fast: bool) -> None:
+def test_products_are_in_bfloat16_where_that_is_fast(
+    monkeypatch: pytest.MonkeyPatch, asked: bool, fast: bool
+) -> None:
     monkeypatch.setattr(loop, "has_bfloat16", lambda _device: fast)
     types = set[torch.dtype]()
 

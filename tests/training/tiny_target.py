@@ -21,10 +21,19 @@ from lantern_bench.models.transformer_config import TransformerConfig
 from lantern_bench.models.vq import VQConfig, VQModel
 
 CONFIG = TransformerConfig(
-    vocab_size=32, dim=32, layers=2, heads=2, ffn_dim=48, prefix=3, grid=(4, 4), prefix_rotary="identity"
+    vocab_size=32,
+    dim=32,
+    layers=2,
+    heads=2,
+    ffn_dim=48,
+    prefix=3,
+    grid=(4, 4),
+    prefix_rotary="identity",
 )
 WORDS = ("", "red", "blue", "round", "tall", "lantern")
-CAPTIONS = tuple(f"{colour} {shape} lantern" for colour in ("red", "blue") for shape in ("round", "tall"))
+CAPTIONS = tuple(
+    f"{colour} {shape} lantern" for colour in ("red", "blue") for shape in ("round", "tall")
+)
 
 
 def tiny_target(seed: int = 0) -> TransformerTarget:
@@ -55,7 +64,9 @@ def tiny_model(with_tokenizer: bool = True) -> LoadedModel:
     pixels = VQPixels(tokenizer, CONFIG.grid) if with_tokenizer else object()
     weights = {"target": "a" * 64, "tokenizer": "b" * 64}
     codebook = tokenizer.codebook()
-    return LoadedModel("tiny", tiny_target(), None, pixels, codebook, caption_condition, weights, CONFIG.grid)  # type: ignore[arg-type]
+    return LoadedModel(
+        "tiny", tiny_target(), None, pixels, codebook, caption_condition, weights, CONFIG.grid
+    )  # type: ignore[arg-type]
 
 
 class TinyModel(Model):
@@ -68,7 +79,10 @@ class TinyModel(Model):
     def check_prompt(self, text: str) -> None:
         for word in text.split():
             if word not in WORDS:
-                raise UserError(f"caption {text!r}: unknown word {word!r}", f"The words are {', '.join(WORDS[1:])}.")
+                raise UserError(
+                    f"caption {text!r}: unknown word {word!r}",
+                    f"The words are {', '.join(WORDS[1:])}.",
+                )
 
     def load(self, device: torch.device, dtype: torch.dtype) -> LoadedModel:
         return tiny_model()
@@ -81,7 +95,9 @@ def write_pictures(folder: Path, count: int, beside: bool = True) -> Path:
     lines = []
     for number in range(count):
         caption = CAPTIONS[number % len(CAPTIONS)]
-        Image.fromarray(draws.integers(0, 255, (8, 8, 3), dtype=np.uint8)).save(folder / f"{number:02d}.png")
+        Image.fromarray(draws.integers(0, 255, (8, 8, 3), dtype=np.uint8)).save(
+            folder / f"{number:02d}.png"
+        )
         lines.append(f'{{"file_name": "{number:02d}.png", "caption": "{caption}"}}')
         if beside:
             (folder / f"{number:02d}.txt").write_text(caption + "\n")

@@ -34,8 +34,36 @@ from tests.made_up_run import make_records, make_scores, write_run
 COUNTS = [200, pytest.param(10_000, marks=[pytest.mark.long, pytest.mark.timeout(3600)])]
 ANY_PROMPT: Any = SimpleNamespace(check_prompt=lambda text: None, prompt_sets={})
 # What has meaning in YAML, JSON or CSV, and what breaks programs.
-SIGNS = [b"\0", b"\n", b"\t", b"\r", b'"', b"'", b"[", b"]", b"{", b"}", b":", b",", b"&a ", b"*a", b"- ", b"!!", b"#"]
-SIGNS += [b"\xff", b"\x85", b"\xed\xa0\x80", b"\xef\xbb\xbf", b"\x1b[2J", b'"\\ud800"', b"..", b"=1+1", b"<b>"]
+SIGNS = [
+    b"\0",
+    b"\n",
+    b"\t",
+    b"\r",
+    b'"',
+    b"'",
+    b"[",
+    b"]",
+    b"{",
+    b"}",
+    b":",
+    b",",
+    b"&a ",
+    b"*a",
+    b"- ",
+    b"!!",
+    b"#",
+]
+SIGNS += [
+    b"\xff",
+    b"\x85",
+    b"\xed\xa0\x80",
+    b"\xef\xbb\xbf",
+    b"\x1b[2J",
+    b'"\\ud800"',
+    b"..",
+    b"=1+1",
+    b"<b>",
+]
 SIGNS += [b"null", b"true", b"NaN", b"1e999", b"-1", b"0.5", b"{}", b"[]", b"9" * 5000, b"[" * 3000]
 PIECES = st.sampled_from(SIGNS) | st.binary(max_size=4)
 
@@ -50,7 +78,12 @@ def changed(draw: st.DrawFn, originals: list[bytes]) -> bytes:
         part = draw(st.one_of(PIECES, st.just(b""), st.just(content[at:end] * 2)))
         content = content[:at] + part + content[end:]
     return draw(
-        st.one_of(st.just(content), st.just(content), st.binary(max_size=60), st.text(max_size=60).map(str.encode))
+        st.one_of(
+            st.just(content),
+            st.just(content),
+            st.binary(max_size=60),
+            st.text(max_size=60).map(str.encode),
+        )
     )
 
 
@@ -58,7 +91,9 @@ def fuzz(count: int, originals: list[bytes], read: Callable[[bytes], object]) ->
     """Let `read` read so many files; it may raise nothing but errors that a user sees."""
     outcomes = {"read": 0, "refused": 0}
 
-    @settings(max_examples=count, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+    @settings(
+        max_examples=count, deadline=None, suppress_health_check=list(HealthCheck), database=None
+    )
     @given(changed(originals))
     def each(content: bytes) -> None:
         try:
@@ -135,12 +170,14 @@ def test_prompt_files(suffix: str, count: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("count", COUNTS)
 def test_records_and_scores(count: int, tmp_path: Path) -> None:
     empty: dict[str, dict[str, Any]] = {
-        table: dict.fromkeys(column.name for column in columns(table)) for table in ("records", "scores")
+        table: dict.fromkeys(column.name for column in columns(table))
+        for table in ("records", "scores")
     }
     records = make_records()[:3]
     lines = {"records": records, "scores": make_scores(records)[:3]}
     whole = {
-        table: "".join(json.dumps(empty[table] | row) + "\n" for row in rows).encode() for table, rows in lines.items()
+        table: "".join(json.dumps(empty[table] | row) + "\n" for row in rows).encode()
+        for table, rows in lines.items()
     }
 
     def read(content: bytes) -> None:
@@ -155,7 +192,16 @@ def test_records_and_scores(count: int, tmp_path: Path) -> None:
 
 # ---- Numbers of flags
 
-NUMBERS = ["0", "-1", "1e9", "1000000000", "1e39", "1" + 39 * "0", "nan", ",".join(map(str, range(1, 3001)))]
+NUMBERS = [
+    "0",
+    "-1",
+    "1e9",
+    "1000000000",
+    "1e39",
+    "1" + 39 * "0",
+    "nan",
+    ",".join(map(str, range(1, 3001))),
+]
 CAPTION = "one round red lantern over a lake at dusk"
 # decoding takes .9, and some more in a process of many commands
 GIGABYTES = {"plans": 1.0, "images": 2.5}
@@ -166,7 +212,17 @@ WORDS = {
     "reproduce": ["FILE", "--dry-run"],
     "generate": [CAPTION, "--out", "FOLDER/p.png", "--force", *SMALL],
     "certify": ["lanterns", "--modes", "ar", "--samples", "8", "--out", "FOLDER/c", *SMALL],
-    "profile": ["--images", "1", "--tokens", "8", "--no-compile", "--threads", "1", "--tree", "chain-3"],
+    "profile": [
+        "--images",
+        "1",
+        "--tokens",
+        "8",
+        "--no-compile",
+        "--threads",
+        "1",
+        "--tree",
+        "chain-3",
+    ],
     "check-model": ["lanterns", "--tokens", "4"],
     "predict": ["FOLDER/run", "--device", "a100"],
     "compare": ["FOLDER/run", "FOLDER/other"],
@@ -178,7 +234,9 @@ WORDS = {
 def numeric_flags() -> list[tuple[str, str, str | None]]:
     """The flags that take numbers: command, flag, and the parameter of cells that it sets, found in the program."""
     flags = []
-    settings = {key for key, field in Settings.model_fields.items() if "int" in str(field.annotation)}
+    settings = {
+        key for key, field in Settings.model_fields.items() if "int" in str(field.annotation)
+    }
 
     def walk(name: str, command: Any) -> None:
         for inside, subcommand in getattr(command, "commands", {}).items():
@@ -189,7 +247,8 @@ def numeric_flags() -> list[tuple[str, str, str | None]]:
             key = (option.name or "").removeprefix("flag_")
             is_parameter = key in PARAMETERS and PARAMETERS[key].kind.dtype in ("int", "float")
             is_number = bool(
-                {int, float} & {option.type_descriptor.annotation, *get_args(option.type_descriptor.annotation)}
+                {int, float}
+                & {option.type_descriptor.annotation, *get_args(option.type_descriptor.annotation)}
             )
             if is_number or is_parameter or key in settings:
                 flags.append((name, option.opts[0], key if is_parameter else None))
@@ -198,14 +257,24 @@ def numeric_flags() -> list[tuple[str, str, str | None]]:
     return flags
 
 
-def command_line(folder: Path, command: str, flag: str, parameter: str | None, number: str) -> list[str]:
+def command_line(
+    folder: Path, command: str, flag: str, parameter: str | None, number: str
+) -> list[str]:
     """A command with a number for one of its flags, in a mode that has the parameter."""
-    owners = (mode for mode in MODES.values() if parameter and has_parameter(parameter, mode.drafting, mode.rule))
+    owners = (
+        mode
+        for mode in MODES.values()
+        if parameter and has_parameter(parameter, mode.drafting, mode.rule)
+    )
     mode = next(owners, MODES["speculative"])
     rule, file = RULES[mode.rule], folder / f"{mode.name}.yaml"
     bound = "" if rule.lossless else f", {rule.bound}: {rule.example}"
-    file.write_text(f"model: lanterns\nimages: 2\nbaseline: false\ncells: [{{mode: {mode.name}{bound}}}]\n")
-    words = [word.replace("FILE", str(file)).replace("FOLDER", str(folder)) for word in WORDS[command]]
+    file.write_text(
+        f"model: lanterns\nimages: 2\nbaseline: false\ncells: [{{mode: {mode.name}{bound}}}]\n"
+    )
+    words = [
+        word.replace("FILE", str(file)).replace("FOLDER", str(folder)) for word in WORDS[command]
+    ]
     words += ["--mode", mode.name] if command in ("generate", "profile") else []
     if flag in words:
         del words[words.index(flag) : words.index(flag) + 2]
@@ -244,7 +313,9 @@ def outcomes(kind: str, commands: list[list[str]]) -> list[tuple[list[str], int,
     assert child.stdin is not None and child.stdout is not None and child.stderr is not None
     lines: queue.Queue[str] = queue.Queue()
     errors: list[str] = []
-    threading.Thread(target=lambda: [lines.put(line) for line in child.stdout or ()], daemon=True).start()
+    threading.Thread(
+        target=lambda: [lines.put(line) for line in child.stdout or ()], daemon=True
+    ).start()
     threading.Thread(target=lambda: errors.extend(child.stderr or ()), daemon=True).start()
     process, rows = psutil.Process(child.pid), []
     try:
@@ -274,7 +345,9 @@ def test_numbers_of_flags_are_found() -> None:
     assert flags >= {("train drafter", "--lr"), ("generate", "--class"), ("predict", "--prompts")}
 
 
-@pytest.mark.parametrize("kind", ["plans", pytest.param("images", marks=[pytest.mark.long, pytest.mark.timeout(7200)])])
+@pytest.mark.parametrize(
+    "kind", ["plans", pytest.param("images", marks=[pytest.mark.long, pytest.mark.timeout(7200)])]
+)
 def test_any_number_of_any_flag_is_refused_or_works(kind: str, tmp_path: Path) -> None:
     """Exit code 2 or 3 within ten seconds of processor time, or the command works; in less than `GIGABYTES`.
 
@@ -284,14 +357,20 @@ def test_any_number_of_any_flag_is_refused_or_works(kind: str, tmp_path: Path) -
         write_run(tmp_path / name, make_records(), [])
     commands = []
     for place, (command, flag, parameter) in enumerate(numeric_flags()):
-        chosen = NUMBERS if kind == "images" else [NUMBERS[(place + step) % len(NUMBERS)] for step in (0, 3)]
+        chosen = (
+            NUMBERS
+            if kind == "images"
+            else [NUMBERS[(place + step) % len(NUMBERS)] for step in (0, 3)]
+        )
         commands += [command_line(tmp_path, command, flag, parameter, number) for number in chosen]
     rows = outcomes(kind, commands)
     assert len(rows) == len(commands)
     wrong = [
         row
         for row in rows
-        if row[1] not in (0, 2, 3, 5) or row[3] > GIGABYTES[kind] or (row[1] in (2, 3) and row[2] > 10)
+        if row[1] not in (0, 2, 3, 5)
+        or row[3] > GIGABYTES[kind]
+        or (row[1] in (2, 3) and row[2] > 10)
     ]
     assert not wrong, "\n".join(f"{' '.join(words)[:300]}: {figures}" for words, *figures in wrong)
     assert {2, 3 if kind == "plans" else 0} <= {code for _, code, *_ in rows}

@@ -64,7 +64,9 @@ LAUGHS = "a0: &a0 [1, 2, 3, 4, 5, 6, 7, 8, 9]\n" + "".join(
         (f"a: {'x' * MOST_CHARACTERS}", "more than 1000000 characters"),
     ],
 )
-def test_yaml_that_is_refused(text: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_yaml_that_is_refused(
+    text: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="mine") as raised:
         read_source(written(tmp_path, text))
@@ -72,11 +74,15 @@ def test_yaml_that_is_refused(text: str, message: str, tmp_path: Path, monkeypat
     assert not Path("made").exists()
 
 
-@pytest.mark.parametrize("part", ["target: {checkpoint: NAME}", "drafter: {dir: NAME}", "neighbours: {table: NAME}"])
+@pytest.mark.parametrize(
+    "part", ["target: {checkpoint: NAME}", "drafter: {dir: NAME}", "neighbours: {table: NAME}"]
+)
 def test_a_path_that_is_too_long_is_named_by_line(part: str, tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(f"family: llamagen\n{part.replace('NAME', '9x' * 2500)}\n")
-    with pytest.raises(UserError, match=r"line 2: .*(cannot be a path: File name too long|no such file)"):
+    with pytest.raises(
+        UserError, match=r"line 2: .*(cannot be a path: File name too long|no such file)"
+    ):
         read_model_file(path)
 
 
@@ -99,7 +105,10 @@ def values(count: int) -> list[float]:
 
 @pytest.mark.parametrize(
     "axes",
-    [{"delta": values(MOST_CELLS + 1)}, {key: values(300) for key in ("delta", "top_p", "temperature", "cfg_scale")}],
+    [
+        {"delta": values(MOST_CELLS + 1)},
+        {key: values(300) for key in ("delta", "top_p", "temperature", "cfg_scale")},
+    ],
 )
 def test_a_grid_of_too_many_cells_needs_yes(axes: dict[str, list[float]]) -> None:
     with pytest.raises(RefusedError, match="at most 1000") as raised:
@@ -110,7 +119,10 @@ def test_a_grid_of_too_many_cells_needs_yes(axes: dict[str, list[float]]) -> Non
 def test_yes_allows_a_large_grid() -> None:
     deltas = values(MOST_CELLS + 1)
     axes: dict[str, Any] = {"delta": deltas, "drafting": ["static"], "temperature": [1.0]}
-    assert len(load_experiment("lanterns", DEFAULTS, Overrides(axes, ("lantern",), many=True)).cells) > MOST_CELLS
+    assert (
+        len(load_experiment("lanterns", DEFAULTS, Overrides(axes, ("lantern",), many=True)).cells)
+        > MOST_CELLS
+    )
 
 
 GENERATE = ["generate", "one round red lantern over a lake at dusk", "--mode"]
@@ -121,8 +133,16 @@ WIDE, DEEP = [[rank] for rank in range(2049)], [[0] * depth for depth in range(1
     ("command", "code", "message"),
     [
         ([*GENERATE, "sjd", "--window", "100000"], 2, "--window 100000: must be at most 2,048"),
-        ([*GENERATE, "sjd", "--window", "300"], 2, "--window 300: the model lanterns has 256 tokens an image"),
-        ([*GENERATE, "scd", "--drafting", "hybrid", "--drafted", "1e9"], 2, "--drafted 1e9: must be"),
+        (
+            [*GENERATE, "sjd", "--window", "300"],
+            2,
+            "--window 300: the model lanterns has 256 tokens an image",
+        ),
+        (
+            [*GENERATE, "scd", "--drafting", "hybrid", "--drafted", "1e9"],
+            2,
+            "--drafted 1e9: must be",
+        ),
         (
             [*GENERATE, "sjd-pac", "--candidates", "50", "--branching", "6"],
             2,
@@ -133,19 +153,63 @@ WIDE, DEEP = [[rank] for rank in range(2049)], [[0] * depth for depth in range(1
             2,
             "nodes of these values, and at most 2,048",
         ),
-        ([*GENERATE, "speculative", "--tree", str(WIDE)], 2, "the tree has 2049 paths, and at most 2048 are"),
-        ([*GENERATE, "speculative", "--tree", str(DEEP)], 2, "--tree of depth 299: the model lanterns has 256 tokens"),
+        (
+            [*GENERATE, "speculative", "--tree", str(WIDE)],
+            2,
+            "the tree has 2049 paths, and at most 2048 are",
+        ),
+        (
+            [*GENERATE, "speculative", "--tree", str(DEEP)],
+            2,
+            "--tree of depth 299: the model lanterns has 256 tokens",
+        ),
         ([*GENERATE, "lantern", "--nodes", "5000"], 2, "--nodes 5000: must be at most 2,048"),
-        ([*GENERATE, "lantern", "--beam", "2000", "--depth", "200"], 2, "and at most 100,000 are possible"),
-        ([*GENERATE, "lantern", "--depth", "257", "--beam", "1"], 2, "--depth 257: the model lanterns has 256 tokens"),
-        ([*GENERATE, "gsd", "--cluster", "5000"], 2, "--cluster 5000: the model lanterns has 2048 codes"),
-        ([*GENERATE, "ar", "--cfg-scale", "1e39"], 2, "--cfg-scale 1e39: must be at most 1,000,000,000,000"),
+        (
+            [*GENERATE, "lantern", "--beam", "2000", "--depth", "200"],
+            2,
+            "and at most 100,000 are possible",
+        ),
+        (
+            [*GENERATE, "lantern", "--depth", "257", "--beam", "1"],
+            2,
+            "--depth 257: the model lanterns has 256 tokens",
+        ),
+        (
+            [*GENERATE, "gsd", "--cluster", "5000"],
+            2,
+            "--cluster 5000: the model lanterns has 2048 codes",
+        ),
+        (
+            [*GENERATE, "ar", "--cfg-scale", "1e39"],
+            2,
+            "--cfg-scale 1e39: must be at most 1,000,000,000,000",
+        ),
         ([*GENERATE, "ar", "--images", "1000000000"], 2, "should be less than or equal to 1000"),
-        (["sweep", "--dry-run", "--images", "1000000000"], 3, "12,000,000,000 images, and a run at most 1,000,000"),
-        (["sweep", "--dry-run", "--repeats", str(10**12)], 2, "--repeats 1000000000000: must be at most 1,000,000,000"),
-        (["sweep", "--dry-run", "--processes", "1000000000"], 2, "--processes 1000000000: must be at most 1,024"),
-        (["sweep", "--dry-run", "--seed", str(10**39)], 2, "must be below 9,223,372,036,854,775,808"),
-        (["profile", "--size", "1000000000x64"], 2, "--size 1000000000x64: is too large: at most 1,024 layers"),
+        (
+            ["sweep", "--dry-run", "--images", "1000000000"],
+            3,
+            "12,000,000,000 images, and a run at most 1,000,000",
+        ),
+        (
+            ["sweep", "--dry-run", "--repeats", str(10**12)],
+            2,
+            "--repeats 1000000000000: must be at most 1,000,000,000",
+        ),
+        (
+            ["sweep", "--dry-run", "--processes", "1000000000"],
+            2,
+            "--processes 1000000000: must be at most 1,024",
+        ),
+        (
+            ["sweep", "--dry-run", "--seed", str(10**39)],
+            2,
+            "must be below 9,223,372,036,854,775,808",
+        ),
+        (
+            ["profile", "--size", "1000000000x64"],
+            2,
+            "--size 1000000000x64: is too large: at most 1,024 layers",
+        ),
         (["profile", "--tree", "9999n1d9b"], 2, "nodes 9999: must be at most 2,048"),
         *(
             (words, 2, f"--device {words[-1]}: must be auto, cpu, mps, cuda or cuda:N")
@@ -156,13 +220,26 @@ WIDE, DEEP = [[rank] for rank in range(2049)], [[0] * depth for depth in range(1
                 ["certify", "--device", "meta"],
                 ["sweep", "--device", "tpu"],
                 ["generate", "--device", "cpu:0"],
-                ["train", "drafter", "--target", "lanterns", "--data", "held-out", "--device", "tpu"],
+                [
+                    "train",
+                    "drafter",
+                    "--target",
+                    "lanterns",
+                    "--data",
+                    "held-out",
+                    "--device",
+                    "tpu",
+                ],
             )
         ),
     ],
 )
 def test_a_size_beyond_its_limit_is_refused_in_one_line(
-    command: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    command: list[str],
+    code: int,
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Nothing is loaded before."""
     monkeypatch.setattr("lantern_bench.models.lanterns.Lanterns.load", None)
@@ -174,13 +251,23 @@ def test_a_size_beyond_its_limit_is_refused_in_one_line(
 @pytest.mark.parametrize("mode", [{"mode": "ar"}, {"mode": "sjd", "window": 200}])
 def test_cells_that_need_more_memory_than_is_free_are_refused(mode: dict[str, Any]) -> None:
     """Of a model whose sizes are known, before it is loaded."""
-    content = {"name": "large", "model": "lanterns", "baseline": False, "batch": 10**6, "cells": [mode]}
-    with pytest.raises(RefusedError, match=r"batch 1000000: needs [\d,.]+ GB, and [\d,.]+ GB are free") as raised:
+    content = {
+        "name": "large",
+        "model": "lanterns",
+        "baseline": False,
+        "batch": 10**6,
+        "cells": [mode],
+    }
+    with pytest.raises(
+        RefusedError, match=r"batch 1000000: needs [\d,.]+ GB, and [\d,.]+ GB are free"
+    ) as raised:
         load_models(load_experiment(content, DEFAULTS), choose_compute("cpu"))
     assert "--batch" in str(raised.value.advice)
 
 
-def test_sizes_are_checked_with_a_model_that_tells_its_own_when_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sizes_are_checked_with_a_model_that_tells_its_own_when_it_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = TinyModel()
     monkeypatch.setattr(registry, "models", lambda: {"tiny": model})
     content = {"name": "large", "model": "tiny", "cells": [{"mode": "sjd", "window": 13}]}
@@ -200,14 +287,21 @@ def test_a_plan_of_many_captions_reads_the_tokenizer_once(
     counted = SimpleNamespace(from_file=lambda name: opened.append(name) or from_file(name))
     monkeypatch.setattr(tokenizers, "Tokenizer", counted)
     parsed = _tokens_in.cache_info().misses
-    content = {"name": "many", "model": str(path), "prompts": str(tmp_path / "p.txt"), "cells": [{"mode": "ar"}]}
+    content = {
+        "name": "many",
+        "model": str(path),
+        "prompts": str(tmp_path / "p.txt"),
+        "cells": [{"mode": "ar"}],
+    }
     assert len(prepare(content, Overrides(), out=tmp_path / "run").plan.tasks) == count
     assert (_tokens_in.cache_info().misses - parsed, len(opened)) == (1, 1)
 
 
 @pytest.mark.parametrize("character", ["\0", "\x1b[2J", "\x07", "\x9b", "\x7f"])
 @pytest.mark.parametrize("name", ["prompts.txt", "prompts.csv", "prompts.json"])
-def test_prompts_with_control_characters_are_refused_by_line(name: str, character: str, tmp_path: Path) -> None:
+def test_prompts_with_control_characters_are_refused_by_line(
+    name: str, character: str, tmp_path: Path
+) -> None:
     texts = {
         ".txt": f"a lantern\nred {character} lantern\n",
         ".csv": f"prompt\na lantern\nred {character} lantern\n",
@@ -263,7 +357,9 @@ def test_a_pipe_gets_data_unchanged() -> None:
 
 def test_a_spreadsheet_runs_no_text_of_a_table(tmp_path: Path) -> None:
     texts = ["=cmd|' /C calc'!A0", "+1+1", "-2", "@SUM(A1)", "\t=1", "a=b", "", None]
-    table = pd.DataFrame({"model": pd.Series(texts, dtype="string"), "plain": texts, "value": [-1.5] * 8})
+    table = pd.DataFrame(
+        {"model": pd.Series(texts, dtype="string"), "plain": texts, "value": [-1.5] * 8}
+    )
     write_csv(table, tmp_path / "t.csv")
     read = pd.read_csv(tmp_path / "t.csv")
     for name in ("model", "plain"):
@@ -279,7 +375,9 @@ def test_html_anywhere_in_a_run_is_escaped(tmp_path: Path) -> None:
     bad = '<img src=x onerror="alert(1)">'
     texts = {"prompt": bad, "model": bad, "prompt_source": bad}
     records = [make_record(AR, number, [[]] * 3, 1.0) | texts for number in range(2)]
-    folder = write_run(tmp_path / "run", records, [], {"name": bad, "description": bad, "model": [bad]})
+    folder = write_run(
+        tmp_path / "run", records, [], {"name": bad, "description": bad, "model": [bad]}
+    )
     assert "<img src=x" not in render(load_runs([folder]), folder)
 
 
@@ -288,4 +386,7 @@ def test_long_prompt_files_are_read(count: int, tmp_path: Path) -> None:
     path = tmp_path / "p.txt"
     path.write_text("".join(f"lantern {number}\n" for number in range(count)))
     assert len(load_prompts(str(path), ANY_PROMPT)) == count
-    assert load_prompts(f"{path}#0-2", ANY_PROMPT) == [Prompt("lantern 0", "p.txt:1"), Prompt("lantern 1", "p.txt:2")]
+    assert load_prompts(f"{path}#0-2", ANY_PROMPT) == [
+        Prompt("lantern 0", "p.txt:1"),
+        Prompt("lantern 1", "p.txt:2"),
+    ]

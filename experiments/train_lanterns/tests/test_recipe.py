@@ -35,20 +35,29 @@ from lantern_bench.training.loop import TrainEvent
 from lantern_bench.training.run import Observations
 
 CPU = torch.device("cpu")
-TINY = RecipeSettings(steps=3, scenes=12, held_out=8, log_every=1, checkpoint_every=1, compiled=False)
+TINY = RecipeSettings(
+    steps=3, scenes=12, held_out=8, log_every=1, checkpoint_every=1, compiled=False
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def tiny() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        config = VQConfig(codes=32, code_dim=4, z_channels=32, channels=32, channel_mult=(1, 1, 1), res_blocks=1)
+        config = VQConfig(
+            codes=32, code_dim=4, z_channels=32, channels=32, channel_mult=(1, 1, 1), res_blocks=1
+        )
         for module in (recipe, modules):
             patch.setattr(module, "TOKENIZER_CONFIG", config)
         sizes = {"vocab_size": 32, "dim": 32, "layers": 2, "heads": 2, "ffn_dim": 32}
         patch.setattr(modules, "TARGET_CONFIG", replace(modules.TARGET_CONFIG, **sizes))
         for module in (tasks, recipe):
             patch.setattr(module, "_BATCH", 4)
-        for name in ("tasks._EVALUATED", "tasks._RETRIEVED", "quality_gates._SCENES", "quality_gates._RETRIEVAL"):
+        for name in (
+            "tasks._EVALUATED",
+            "tasks._RETRIEVED",
+            "quality_gates._SCENES",
+            "quality_gates._RETRIEVAL",
+        ):
             patch.setattr(f"experiments.train_lanterns.{name}", 8)
         patch.setattr(quality_gates, "_TEACHER_FORCED", 6)
         patch.setattr(quality_gates, "_AT_ONCE", 4)
@@ -96,7 +105,9 @@ def test_parts_train_in_the_order_of_their_needs(family: Path) -> None:
         assert set(part.needs) <= set(list(PARTS)[:number])
     entries = json.loads((family / "weights" / REPORT).read_text())
     assert list(entries) == list(PARTS)
-    assert entries["drafter"]["rests_on"] == {part: entries[part]["weights_sha256"] for part in ("tokenizer", "target")}
+    assert entries["drafter"]["rests_on"] == {
+        part: entries[part]["weights_sha256"] for part in ("tokenizer", "target")
+    }
     assert "accuracy_reconstructions" in entries["features"]["figures"]
     path, entry = family / "weights" / FILES["tokenizer"], entries["tokenizer"]
     assert {value.dtype for value in load_file(path).values()} == {torch.float16}
@@ -121,7 +132,10 @@ def test_resumed_part_equals_an_uninterrupted_one(family: Path, tmp_path: Path) 
     assert steps == [2, 3]
     name = FILES["tokenizer"]
     assert (tmp_path / "weights" / name).read_bytes() == (family / "weights" / name).read_bytes()
-    assert run(tmp_path / "other", settings=TINY.model_copy(update={"seed": 1})).losses != resumed.losses
+    assert (
+        run(tmp_path / "other", settings=TINY.model_copy(update={"seed": 1})).losses
+        != resumed.losses
+    )
 
 
 def test_retrained_tokenizer_gets_new_tokens_and_checkpoints(family: Path, tmp_path: Path) -> None:
@@ -137,7 +151,11 @@ def test_training_starts_from_weights(family: Path, tmp_path: Path) -> None:
     weights, losses = family / "weights", list[float]()
     for init_from in (weights, None):
         settings = TINY.model_copy(update={"init_from": init_from, "seed": 5, "steps": 1})
-        run(tmp_path / str(init_from is None), settings=settings, on_event=lambda event: losses.append(event.loss))
+        run(
+            tmp_path / str(init_from is None),
+            settings=settings,
+            on_event=lambda event: losses.append(event.loss),
+        )
     assert losses[0] != losses[1]
     report = json.loads((tmp_path / "False/weights" / REPORT).read_text())
     assert report["tokenizer"]["started_from_weights"] is True
@@ -164,7 +182,11 @@ def test_broken_report_is_refused_before_training(tmp_path: Path) -> None:
         (["--part", "tokeniser"], 2, "--part tokeniser: unknown part; did you mean tokenizer?"),
         (["--part", "clip", "--out", "OUT"], 3, "--part clip needs the tokenizer"),
         (["--part", "target", "--out", "OUT"], 3, "--part target needs the tokenizer"),
-        (["--part", "drafter", "--out", "OUT"], 3, "First: python -m experiments.train_lanterns --part tokenizer"),
+        (
+            ["--part", "drafter", "--out", "OUT"],
+            3,
+            "First: python -m experiments.train_lanterns --part tokenizer",
+        ),
         (["--minutes", "0"], 2, "--minutes 0: must be greater than 0"),
         (["--steps", "0"], 2, "--steps 0: must be greater than 0"),
         (["--images", "0", "--evaluate"], 2, "--images 0: must be greater than 0"),
@@ -180,13 +202,21 @@ def test_broken_report_is_refused_before_training(tmp_path: Path) -> None:
     ],
 )
 def test_usage_errors_are_raised_before_anything_is_made(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, message: str
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    code: int,
+    message: str,
 ) -> None:
     out = str(tmp_path / "out")
     arguments = [argument.replace("OUT", out) for argument in arguments]
     assert main(["--work", str(tmp_path / "work"), *arguments]) == code
     printed = capsys.readouterr()
-    assert message.replace("OUT", out) in printed.err and "Traceback" not in printed.err and not printed.out
+    assert (
+        message.replace("OUT", out) in printed.err
+        and "Traceback" not in printed.err
+        and not printed.out
+    )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -209,7 +239,9 @@ def test_command_reports_what_it_wrote_and_replaced(
 
 
 @torch.no_grad()
-def test_teacher_forced_gates_match_a_plain_forward(evaluation: Evaluation, sequences: Sequences) -> None:
+def test_teacher_forced_gates_match_a_plain_forward(
+    evaluation: Evaluation, sequences: Sequences
+) -> None:
     measured = list(evaluation.measure(["target"]))
     assert measured == list(evaluation.measure(["target"]))
     gates = {gate.name: gate for gate in measured}
@@ -217,8 +249,12 @@ def test_teacher_forced_gates_match_a_plain_forward(evaluation: Evaluation, sequ
     cond, uncond = (task.logits(sequences, torch.full((6,), dropped)) for dropped in (False, True))
     top = guide(cond, uncond, GUIDANCE).softmax(-1).topk(10).values
     nll = torch.nn.functional.cross_entropy(cond.flatten(0, 1), sequences.tokens.long().flatten())
-    assert gates["mean top-1 probability"].value == pytest.approx(float(top[..., 0].mean()), rel=1e-4)
-    assert gates["mean top-10 probability"].value == pytest.approx(float(top.sum(-1).mean()), rel=1e-4)
+    assert gates["mean top-1 probability"].value == pytest.approx(
+        float(top[..., 0].mean()), rel=1e-4
+    )
+    assert gates["mean top-10 probability"].value == pytest.approx(
+        float(top.sum(-1).mean()), rel=1e-4
+    )
     assert gates["held-out NLL, nats a token"].value == pytest.approx(float(nll), rel=1e-4)
     accuracy = gates["prompt accuracy of AR samples"].observations
     assert accuracy is not None and accuracy.prompts == [item.caption() for item in HELD_OUT[:3]]
@@ -240,7 +276,9 @@ def test_accepted_lengths_count_tokens_and_steps(drafting: dict[str, QualityGate
         # All tokens but the first are committed by a step.
         assert gate.observations.over == [255.0] * 3
         assert 1 <= gate.value <= 6
-    assert drafting["MAL of dynamic over static"].value == pytest.approx(dynamic.value / static.value)
+    assert drafting["MAL of dynamic over static"].value == pytest.approx(
+        dynamic.value / static.value
+    )
 
 
 def test_retrieval_counts_pictures_that_find_their_caption() -> None:
@@ -248,7 +286,9 @@ def test_retrieval_counts_pictures_that_find_their_caption() -> None:
         """The first half of the pictures is nearest to its own caption, the other to caption 0."""
 
         def images(self, pictures: list) -> torch.Tensor:
-            nearest = [number if number < len(pictures) // 2 else 0 for number in range(len(pictures))]
+            nearest = [
+                number if number < len(pictures) // 2 else 0 for number in range(len(pictures))
+            ]
             return torch.eye(len(pictures))[nearest]
 
         def captions(self, captions: list[str]) -> torch.Tensor:
@@ -267,12 +307,19 @@ def test_gate_between_two_bounds() -> None:
     assert Observations([2.0, 4.0], [1.0, 2.0], ["a", "b"]).value == 2.0
 
 
-def test_evaluate_prints_the_table_and_exits_with_5(family: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--evaluate", "--out", str(family / "weights"), "--images", "1", "--format", "json"]) == 5
+def test_evaluate_prints_the_table_and_exits_with_5(
+    family: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        main(["--evaluate", "--out", str(family / "weights"), "--images", "1", "--format", "json"])
+        == 5
+    )
     printed = capsys.readouterr()
     rows = json.loads(printed.out)
     counts = {"tokenizer": 2, "features": 2, "clip": 1, "target": 4, "drafter": 4}
-    assert [row["part"] for row in rows] == [part for part, count in counts.items() for _ in range(count)]
+    assert [row["part"] for row in rows] == [
+        part for part, count in counts.items() for _ in range(count)
+    ]
     wanted = [">= 28", ">= 0.95", ">= 0.97", ">= 0.93", ">= 0.7", ">= 0.8"]
     assert [row["wanted"] for row in rows][:6] == wanted and rows[0]["met"] == "NO"
     accuracy = next(row for row in rows if row["bar"] == "prompt accuracy of AR samples")

@@ -53,7 +53,9 @@ def test_pictures_show_the_number_of_lanterns(count: int) -> None:
 def test_larger_set_extends_a_smaller_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scenes, "_CHUNK", 8)
     progress: list[tuple[int, int]] = []
-    small = scene_set(TRAIN, 13, seed=4, on_chunk=lambda done, total: progress.append((done, total)))
+    small = scene_set(
+        TRAIN, 13, seed=4, on_chunk=lambda done, total: progress.append((done, total))
+    )
     large = scene_set(TRAIN, 20, seed=4)
     assert progress == [(8, 13), (13, 13)]
     assert {tuple(row) for row in small.attributes.tolist()} <= {item.indices() for item in TRAIN}

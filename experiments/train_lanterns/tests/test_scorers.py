@@ -52,7 +52,9 @@ def test_evaluation_uses_held_out_scenes(pool: Pool, monkeypatch: pytest.MonkeyP
     figures = task.evaluate()
     assert figures["accuracy_scenes"] == figures["accuracy_reconstructions"]
     pictures, attributes = tasks.held_out_scenes(6)
-    assert figures["accuracy_scenes"] == float(prompt_accuracy(task.classifier, pictures, attributes).float().mean())
+    assert figures["accuracy_scenes"] == float(
+        prompt_accuracy(task.classifier, pictures, attributes).float().mean()
+    )
     assert attributes == list(HELD_OUT[:6])
 
 
@@ -65,7 +67,9 @@ def test_clip_batch_has_no_caption_twice(monkeypatch: pytest.MonkeyPatch) -> Non
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
     tokens_of = {tuple(row.tolist()): number for number, row in enumerate(task._tokens)}
 
-    def spy(pictures: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def spy(
+        pictures: torch.Tensor, tokens: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         seen.append((pictures, tokens))
         return torch.eye(len(pictures)), torch.eye(len(pictures)), torch.tensor(10.0)
 
@@ -92,7 +96,9 @@ def test_clip_is_small_and_open_clip_loads_its_folder(pool: Pool, tmp_path: Path
     texts = task.clip.encode_text(tasks._caption_tokens(attributes))
     expected = torch.cosine_similarity(task.clip.encode_image(pixels), texts, dim=1).tolist()
     score = load_clip(f"local-dir:{tmp_path / 'clip'}")
-    assert score(pool.pixels[:4], [item.caption() for item in attributes]) == pytest.approx(expected, abs=5e-3)
+    assert score(pool.pixels[:4], [item.caption() for item in attributes]) == pytest.approx(
+        expected, abs=5e-3
+    )
     rows = loaded.token_embedding.weight.detach().abs().sum(1)
     assert 20 < int((rows > 0).sum()) < 60
 
@@ -103,7 +109,8 @@ def test_initial_weights_are_reproducible_by_seed(pool: Pool) -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert torch.equal(torch.get_rng_state(), state)
     assert not torch.equal(
-        FeaturesTask(pool, seed=1).classifier.project.weight, FeaturesTask(pool, seed=2).classifier.project.weight
+        FeaturesTask(pool, seed=1).classifier.project.weight,
+        FeaturesTask(pool, seed=2).classifier.project.weight,
     )
 
 

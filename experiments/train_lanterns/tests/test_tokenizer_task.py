@@ -15,7 +15,9 @@ from lantern_bench.models.vq import VQConfig, VQModel
 from lantern_bench.training.loop import TrainReport, train
 from lantern_bench.training.recipe import TrainSettings
 
-CONFIG = VQConfig(codes=1024, code_dim=4, z_channels=32, channels=32, channel_mult=(1, 1, 1), res_blocks=1)
+CONFIG = VQConfig(
+    codes=1024, code_dim=4, z_channels=32, channels=32, channel_mult=(1, 1, 1), res_blocks=1
+)
 SETTINGS = TrainSettings(steps=7, log_every=1, checkpoint_every=4, autocast=False)
 
 
@@ -37,7 +39,9 @@ def tokenizer_task(scenes: SceneSet) -> TokenizerTask:
     return TokenizerTask(VQModel(CONFIG), scenes, scenes)
 
 
-def trained(scenes: SceneSet, settings: TrainSettings = SETTINGS) -> tuple[TokenizerTask, TrainReport]:
+def trained(
+    scenes: SceneSet, settings: TrainSettings = SETTINGS
+) -> tuple[TokenizerTask, TrainReport]:
     task = tokenizer_task(scenes)
     return task, train(task, settings, torch.device("cpu"))
 

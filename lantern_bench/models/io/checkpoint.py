@@ -28,7 +28,10 @@ from lantern_bench.errors import UserError, one_line
 # What kind of checkpoint a file is, by the names in it: the first pattern that matches counts.
 _KINDS: tuple[tuple[str, str], ...] = (
     (r"(model\.)?generation_head\.", "a Janus model in the layout of transformers"),
-    (r"(gen_head|gen_embed)\.", "a Janus model in the layout of its authors, which transformers does not read"),
+    (
+        r"(gen_head|gen_embed)\.",
+        "a Janus model in the layout of its authors, which transformers does not read",
+    ),
     (r"(model\.)?text_model\.", "an Emu3 model in the layout of transformers"),
     (r"model\.vqmodel\.|\.self_attn\.q_norm\.", "a Chameleon model (Anole, Lumina-mGPT)"),
     (r"model\.cls_embedding\.", "LlamaGen, text-conditional, in the layout of the HF conversion"),
@@ -43,21 +46,32 @@ _KINDS: tuple[tuple[str, str], ...] = (
 # Keys under which training frameworks save a state dict: DDP scripts, DeepSpeed, Lightning; FSDP uses none.
 _CONTAINERS = ("model", "module", "state_dict")
 _WRAPPERS = re.compile(r"(_orig_mod|_fsdp_wrapped_module)\.")
-_IN_FOLDER = [f"{name}{index}" for name in ("model.safetensors", "pytorch_model.bin") for index in ("", ".index.json")]
+_IN_FOLDER = [
+    f"{name}{index}"
+    for name in ("model.safetensors", "pytorch_model.bin")
+    for index in ("", ".index.json")
+]
 _ADVICE = "Download or copy it again."
 
 
 def what_is(names: Iterable[str]) -> str | None:
     """Say what kind of checkpoint has these names; None for an unknown kind."""
     text = "\n".join(names)
-    return next((kind for pattern, kind in _KINDS if re.search(rf"(^|\.){pattern}", text, re.MULTILINE)), None)
+    return next(
+        (kind for pattern, kind in _KINDS if re.search(rf"(^|\.){pattern}", text, re.MULTILINE)),
+        None,
+    )
 
 
 class Checkpoint(dict[str, Tensor]):
     """The tensors of one or several files, by name without the prefixes of wrappers; a mapped one is read when used."""
 
     def __init__(
-        self, path: Path, tensors: Mapping[str, Tensor], paths: Iterable[Path], settings: Mapping[str, Any]
+        self,
+        path: Path,
+        tensors: Mapping[str, Tensor],
+        paths: Iterable[Path],
+        settings: Mapping[str, Any],
     ) -> None:
         super().__init__(tensors)
         self.path = path
@@ -66,12 +80,16 @@ class Checkpoint(dict[str, Tensor]):
 
     def renamed(self, rename: Callable[[str], str | None]) -> Checkpoint:
         """The same tensors by other names; those whose new name is None are left out."""
-        tensors = {new: tensor for name, tensor in self.items() if (new := rename(name)) is not None}
+        tensors = {
+            new: tensor for name, tensor in self.items() if (new := rename(name)) is not None
+        }
         return Checkpoint(self.path, tensors, self.paths, self.settings)
 
     def inside(self, prefix: str) -> Checkpoint:
         """The tensors whose names begin with a prefix, by their names without it."""
-        return self.renamed(lambda name: name.removeprefix(prefix) if name.startswith(prefix) else None)
+        return self.renamed(
+            lambda name: name.removeprefix(prefix) if name.startswith(prefix) else None
+        )
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor."""
@@ -86,7 +104,9 @@ class Checkpoint(dict[str, Tensor]):
         """Return the error for a checkpoint of another kind; `reason` where its kind is not known."""
         kind = what_is(self)
         text = f"it is {kind}" if kind is not None and kind not in wanted else reason
-        return UserError(f"{self.path}: is not {wanted}: {text}", "Give the checkpoint of this model.")
+        return UserError(
+            f"{self.path}: is not {wanted}: {text}", "Give the checkpoint of this model."
+        )
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -121,18 +141,24 @@ def _files_of(path: Path) -> list[Path]:
     if path.is_dir():
         names = [name for name in _IN_FOLDER if (path / name).is_file()]
         if not names:
-            raise UserError(f"{path}: holds no weights", f"One of {', '.join(_IN_FOLDER)} is needed.")
+            raise UserError(
+                f"{path}: holds no weights", f"One of {', '.join(_IN_FOLDER)} is needed."
+            )
         path /= names[0]
     if not path.is_file():
         raise UserError(f"{path}: no such file")
     if path.suffix != ".json":
         return [path]
     try:
-        shards = sorted(map(str, set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values())))
+        shards = sorted(
+            map(str, set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()))
+        )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path}: cannot be read as an index of weights", _ADVICE) from error
     # By name alone: the files of a download cache are links to another folder.
-    if outside := [name for name in shards if os.path.isabs(name) or os.path.normpath(name).startswith("..")]:
+    if outside := [
+        name for name in shards if os.path.isabs(name) or os.path.normpath(name).startswith("..")
+    ]:
         raise UserError(f"{path}: names {outside[0]}, which is outside {path.parent}", _ADVICE)
     missing = [name for name in shards if not (path.parent / name).is_file()]
     if missing:
@@ -151,7 +177,10 @@ def _head(path: Path) -> bytes:
     if not head:
         raise UserError(f"{path}: is empty", _ADVICE)
     if head.startswith(b"version https://git-lfs"):
-        raise UserError(f"{path}: is a Git LFS pointer, not the weights themselves", "Fetch them with `git lfs pull`.")
+        raise UserError(
+            f"{path}: is a Git LFS pointer, not the weights themselves",
+            "Fetch them with `git lfs pull`.",
+        )
     return head
 
 
@@ -159,7 +188,9 @@ def _read_safetensors(path: Path) -> Mapping[str, Tensor]:
     try:
         return load_file(path)
     except (SafetensorError, OSError, KeyError, ValueError, RuntimeError) as error:
-        raise UserError(f"{path}: is truncated or no safetensors file ({one_line(error, 120)})", _ADVICE) from error
+        raise UserError(
+            f"{path}: is truncated or no safetensors file ({one_line(error, 120)})", _ADVICE
+        ) from error
 
 
 def _unpickle(path: Path, zipped: bool) -> Any:
@@ -175,12 +206,16 @@ def _unpickle(path: Path, zipped: bool) -> Any:
     except pickle.UnpicklingError as error:
         problem, advice = f"cannot be read as a checkpoint ({one_line(error, 120)})", _ADVICE
         # Torch's message names the function that the pickle would call.
-        if code := re.search(r"GLOBAL `?([A-Za-z_][\w.]*)|(?:global:?|class) `?(\w+\.[\w.]+)", str(error)):
+        if code := re.search(
+            r"GLOBAL `?([A-Za-z_][\w.]*)|(?:global:?|class) `?(\w+\.[\w.]+)", str(error)
+        ):
             problem = f"is a pickle with code in it ({code[1] or code[2]}); such files are neither run nor loaded"
             advice = "Save the state dict alone, or convert it to safetensors."
         raise UserError(f"{path}: {problem}", advice) from error
     except (RuntimeError, EOFError, ValueError, LookupError, AttributeError, OSError) as error:
-        raise UserError(f"{path}: is truncated or no checkpoint ({one_line(error, 120)})", _ADVICE) from error
+        raise UserError(
+            f"{path}: is truncated or no checkpoint ({one_line(error, 120)})", _ADVICE
+        ) from error
 
 
 def _state_dict(path: Path, loaded: Any) -> Mapping[str, Tensor]:
@@ -200,12 +235,20 @@ def _state_dict(path: Path, loaded: Any) -> Mapping[str, Tensor]:
 def read_own_table(path: Path, codes: int) -> Tensor:
     """Read a user's table of nearest codes, int32 [V, k]; raises ValueError for one that is malformed."""
     try:
-        read: Any = load_arrays(path) if path.suffix == ".safetensors" else np.load(path, allow_pickle=False)
+        read: Any = (
+            load_arrays(path)
+            if path.suffix == ".safetensors"
+            else np.load(path, allow_pickle=False)
+        )
         table = read if isinstance(read, np.ndarray) else read["nearest"]
     except (OSError, ValueError, KeyError, TypeError, EOFError, SafetensorError) as error:
-        raise ValueError(f"{path.name}: cannot be read as .npy, or as nearest in .npz or .safetensors") from error
+        raise ValueError(
+            f"{path.name}: cannot be read as .npy, or as nearest in .npz or .safetensors"
+        ) from error
     if table.ndim != 2 or table.dtype.kind not in "iu" or len(table) != codes:
-        raise ValueError(f"{path.name}: must hold whole numbers [{codes}, k], not {table.dtype} {list(table.shape)}")
+        raise ValueError(
+            f"{path.name}: must hold whole numbers [{codes}, k], not {table.dtype} {list(table.shape)}"
+        )
     if not ((table >= 0) & (table < codes)).all() or (table == np.arange(codes)[:, None]).any():
         raise ValueError(f"{path.name}: each row must name other codes, from 0 to {codes - 1}")
     return torch.from_numpy(table.astype(np.int32))

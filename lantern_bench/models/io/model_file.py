@@ -10,10 +10,25 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, DirectoryPath, Field, FilePath, ValidationError, ValidationInfo
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    DirectoryPath,
+    Field,
+    FilePath,
+    ValidationError,
+    ValidationInfo,
+)
 
 from lantern_bench.config.decoding import read_values
-from lantern_bench.config.yaml_source import Location, Problems, Source, problems_of, read_source, show
+from lantern_bench.config.yaml_source import (
+    Location,
+    Problems,
+    Source,
+    problems_of,
+    read_source,
+    show,
+)
 from lantern_bench.errors import UserError, did_you_mean
 from lantern_bench.methods.tables import PARAMETERS
 
@@ -45,7 +60,11 @@ def _json_or_mapping(value: object, info: ValidationInfo[Path]) -> object:
 
 
 def _rows_and_columns(value: object) -> object:
-    if not (isinstance(value, list) and len(value) == 2 and all(type(side) is int and side > 0 for side in value)):
+    if not (
+        isinstance(value, list)
+        and len(value) == 2
+        and all(type(side) is int and side > 0 for side in value)
+    ):
         raise ValueError("must be [rows, columns], two whole numbers above 0")
     return tuple(value)
 
@@ -121,8 +140,12 @@ class _AnyModelFile(_Keys):
 class ModelFile(_AnyModelFile):
     """A file that describes a model; `family` is any name of a family, `grid` rows and columns of image tokens."""
 
-    name: Annotated[str, BeforeValidator(_or_stem)] = Field(default=None, validate_default=True, pattern=r"\S")
-    family: str = Field(pattern=r"\S", description="the family the model belongs to, such as llamagen")
+    name: Annotated[str, BeforeValidator(_or_stem)] = Field(
+        default=None, validate_default=True, pattern=r"\S"
+    )
+    family: str = Field(
+        pattern=r"\S", description="the family the model belongs to, such as llamagen"
+    )
     grid: Annotated[tuple[int, int], BeforeValidator(_rows_and_columns)] | None = None
     target: TargetPart = Field(description="give target: {checkpoint: FILE}")
     tokenizer: CheckpointPart | None = None
@@ -132,7 +155,10 @@ class ModelFile(_AnyModelFile):
 
     def paths(self) -> dict[str, Path]:
         """Return the path of each part that the file names."""
-        parts = {name: getattr(self, name) for name in ("target", "tokenizer", "drafter", "text_encoder", "neighbours")}
+        parts = {
+            name: getattr(self, name)
+            for name in ("target", "tokenizer", "drafter", "text_encoder", "neighbours")
+        }
         return {name: part.path for name, part in parts.items() if part is not None}
 
 
@@ -161,7 +187,9 @@ def read_model_file(path: Path) -> ModelFile | ExternalDrafter | PythonModel:
     """Read a model file; raises one `UserError` with every problem of the file, by line."""
     if not path.is_file():
         problem = "is a folder, not a file" if path.is_dir() else "no such file"
-        raise UserError(f"--model {path}: {problem}", "Give a model's name, or a YAML file that describes one.")
+        raise UserError(
+            f"--model {path}: {problem}", "Give a model's name, or a YAML file that describes one."
+        )
     source = read_source(path, "Start with: family and target.")
     kind: type[ModelFile | ExternalDrafter | PythonModel] = ModelFile
     if "python" in source.data:
@@ -170,7 +198,9 @@ def read_model_file(path: Path) -> ModelFile | ExternalDrafter | PythonModel:
         kind = ExternalDrafter
     problems = Problems(str(path))
     for key_path in source.twice:
-        problems.add(Location(".".join(map(str, key_path)), source.line(key_path)), "is written twice")
+        problems.add(
+            Location(".".join(map(str, key_path)), source.line(key_path)), "is written twice"
+        )
     written = source.data.get("defaults") or {}
     defaults = _defaults(written, source, problems) if isinstance(written, Mapping) else written
     try:

@@ -30,9 +30,15 @@ KeyMap: TypeAlias = Mapping[str, tuple[Slice, ...]]
 """Our name -> the slices it consists of, in order."""
 
 
-def same_names(module: nn.Module, rename: Callable[[str], str] = lambda name: name) -> dict[str, tuple[Slice, ...]]:
+def same_names(
+    module: nn.Module, rename: Callable[[str], str] = lambda name: name
+) -> dict[str, tuple[Slice, ...]]:
     """Return the key map in which every tensor of a module is one tensor of the file, named by `rename`."""
-    return {name: (Slice(rename(name)),) for name, tensor in module.state_dict().items() if tensor.is_floating_point()}
+    return {
+        name: (Slice(rename(name)),)
+        for name, tensor in module.state_dict().items()
+        if tensor.is_floating_point()
+    }
 
 
 def load_into(
@@ -57,7 +63,11 @@ def load_into(
     }
     _raise_if_unfit(checkpoint, expected, ignored, wanted)
     # Batch norms count their batches, which changes no result.
-    counts = {name: tensor for name, tensor in module.state_dict().items() if not tensor.is_floating_point()}
+    counts = {
+        name: tensor
+        for name, tensor in module.state_dict().items()
+        if not tensor.is_floating_point()
+    }
     state = {name: torch.zeros_like(tensor, device=device) for name, tensor in counts.items()}
     for name, slices in key_map.items():
         tensor = torch.empty(shapes[name], dtype=dtype, device=device)
@@ -96,17 +106,25 @@ def _rows_of(tensor: Tensor, slices: Iterable[Slice]) -> Iterable[tuple[Slice, T
     return zip(slices, tensor.split(counts), strict=True)
 
 
-def _raise_if_unfit(checkpoint: Checkpoint, expected: Mapping[str, tuple[int, ...]], ignored: str, wanted: str) -> None:
+def _raise_if_unfit(
+    checkpoint: Checkpoint, expected: Mapping[str, tuple[int, ...]], ignored: str, wanted: str
+) -> None:
     """Raise one `UserError` for all keys that do not fit; `expected` are the shapes of the file's tensors."""
     missing = [key for key in expected if key not in checkpoint]
-    unexpected = [key for key in checkpoint if key not in expected and re.match(ignored, key) is None]
+    unexpected = [
+        key for key in checkpoint if key not in expected and re.match(ignored, key) is None
+    ]
     misshapen = [
         f"{key} is {_shape_text(checkpoint.shape(key))}, not {_shape_text(shape)}"
         for key, shape in expected.items()
         if key in checkpoint and checkpoint.shape(key) != shape
     ]
     problems = {"missing": missing, "unexpected": unexpected, "misshapen": misshapen}
-    if lines := [f"\n  {len(keys)} {problem}: {', '.join(keys)}" for problem, keys in problems.items() if keys]:
+    if lines := [
+        f"\n  {len(keys)} {problem}: {', '.join(keys)}"
+        for problem, keys in problems.items()
+        if keys
+    ]:
         kind = what_is(checkpoint) if len(missing) * 2 > len(expected) else None
         actual = f": it is {kind}" if kind is not None else ""
         raise UserError(f"{checkpoint.path}: does not hold {wanted}{actual}{''.join(lines)}")
@@ -158,11 +176,15 @@ def llama_key_map(
     for name in key_map:
         layer, mixed, _ = rename(name).partition("attention.wqkv.weight")
         if mixed:
-            key_map[name] = tuple(Slice(f"{layer}self_attn.{letter}_proj.weight", rows[letter]) for letter in "qkv")
+            key_map[name] = tuple(
+                Slice(f"{layer}self_attn.{letter}_proj.weight", rows[letter]) for letter in "qkv"
+            )
     return key_map
 
 
 def rows_of_tokens(key: str, config: TransformerConfig) -> Slice:
     """Return the slice of an output head that takes the rows of an image's tokens (`TransformerConfig.token_ids`)."""
     ids = torch.tensor(config.token_ids, device="cpu")
-    return Slice(key, len(ids), lambda rows: rows[ids], file_shape=(config.embedded_tokens, config.dim))
+    return Slice(
+        key, len(ids), lambda rows: rows[ids], file_shape=(config.embedded_tokens, config.dim)
+    )

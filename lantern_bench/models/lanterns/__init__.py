@@ -30,7 +30,14 @@ TREE = "chain-4"
 
 MAX_WORDS = 10
 TARGET_CONFIG = TransformerConfig(
-    vocab_size=2048, dim=256, layers=8, heads=4, ffn_dim=704, prefix=MAX_WORDS, grid=(16, 16), prefix_rotary="identity"
+    vocab_size=2048,
+    dim=256,
+    layers=8,
+    heads=4,
+    ffn_dim=704,
+    prefix=MAX_WORDS,
+    grid=(16, 16),
+    prefix_rotary="identity",
 )
 
 WEIGHTS_FOLDER = Path(__file__).parent / "weights"
@@ -79,7 +86,8 @@ class Attributes:
 
 
 ALL_ATTRIBUTES = tuple(
-    Attributes(*indices) for indices in itertools.product(*(range(len(values)) for values in FIELDS.values()))
+    Attributes(*indices)
+    for indices in itertools.product(*(range(len(values)) for values in FIELDS.values()))
 )
 _BY_CAPTION = {attributes.caption(): attributes for attributes in ALL_ATTRIBUTES}
 
@@ -146,14 +154,23 @@ class Lanterns(Model):
         """Load target, drafter and tokenizer; raises `RefusedError` when a file is missing."""
         from lantern_bench.files import file_sha256
         from lantern_bench.models.eagle import EagleDrafter
-        from lantern_bench.models.lanterns.modules import caption_condition, load_part, load_tokenizer, new_target
+        from lantern_bench.models.lanterns.modules import (
+            caption_condition,
+            load_part,
+            load_tokenizer,
+            new_target,
+        )
         from lantern_bench.models.loaded_model import Prompts, assemble
 
         files = self.files()
         target = load_part(new_target, "target", files["target"], device, dtype)
         config, head = target.config, target.transformer.output
-        drafter = load_part(lambda: EagleDrafter(config, head), "drafter", files["drafter"], device, dtype)
+        drafter = load_part(
+            lambda: EagleDrafter(config, head), "drafter", files["drafter"], device, dtype
+        )
         tokenizer = load_tokenizer(self.folder, device)
         hashes = {part: file_sha256(path) for part, path in files.items()}
         # Rows have unit length when they are looked up (docs/algorithms.md, section 9, C1).
-        return assemble(self.name, target, drafter, tokenizer, Prompts(caption_condition), hashes, "normalised")
+        return assemble(
+            self.name, target, drafter, tokenizer, Prompts(caption_condition), hashes, "normalised"
+        )

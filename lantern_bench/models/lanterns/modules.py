@@ -31,12 +31,16 @@ from lantern_bench.models.vq import VQConfig, VQModel
 
 M = TypeVar("M", bound=nn.Module)
 
-TOKENIZER_CONFIG = VQConfig(codes=2048, code_dim=8, z_channels=64, channels=32, channel_mult=(1, 2, 3), res_blocks=1)
+TOKENIZER_CONFIG = VQConfig(
+    codes=2048, code_dim=8, z_channels=64, channels=32, channel_mult=(1, 2, 3), res_blocks=1
+)
 
 
 def new_target() -> TransformerTarget:
     """Return the bundled target with fresh weights."""
-    return TransformerTarget(TARGET_CONFIG, WordCaption(len(VOCABULARY), MAX_WORDS, TARGET_CONFIG.dim))
+    return TransformerTarget(
+        TARGET_CONFIG, WordCaption(len(VOCABULARY), MAX_WORDS, TARGET_CONFIG.dim)
+    )
 
 
 def caption_condition(captions: Sequence[str]) -> Condition:
@@ -71,7 +75,9 @@ def load_part(
 
 def load_tokenizer(folder: Path = WEIGHTS_FOLDER, device: torch.device | str = "cpu") -> VQModel:
     """The trained tokenizer in float32, in evaluation mode; raises as `load_part`."""
-    return load_part(lambda: VQModel(TOKENIZER_CONFIG), "tokenizer", folder / FILES["tokenizer"], device)
+    return load_part(
+        lambda: VQModel(TOKENIZER_CONFIG), "tokenizer", folder / FILES["tokenizer"], device
+    )
 
 
 # ---- The attribute classifier
@@ -104,9 +110,13 @@ class AttributeClassifier(nn.Module):
 
     def __init__(self, width: int = 32) -> None:
         super().__init__()
-        self.blocks = nn.Sequential(_Block(3, width), _Block(width, 2 * width), _Block(2 * width, 4 * width))
+        self.blocks = nn.Sequential(
+            _Block(3, width), _Block(width, 2 * width), _Block(2 * width, 4 * width)
+        )
         self.project = nn.Linear(4 * width * 8, FEATURES)
-        self.heads = nn.ModuleDict({name: nn.Linear(FEATURES, len(values)) for name, values in FIELDS.items()})
+        self.heads = nn.ModuleDict(
+            {name: nn.Linear(FEATURES, len(values)) for name, values in FIELDS.items()}
+        )
 
     def features(self, pixels: Tensor) -> Tensor:
         """Pixels in [0, 1], float [n, 3, 64, 64], to features [n, 64]."""
@@ -119,17 +129,25 @@ class AttributeClassifier(nn.Module):
         return [head(features) for head in self.heads.values()]
 
 
-def load_classifier(path: Path | None = None, device: torch.device | str = "cpu") -> AttributeClassifier:
+def load_classifier(
+    path: Path | None = None, device: torch.device | str = "cpu"
+) -> AttributeClassifier:
     """The trained classifier in float32, in evaluation mode; raises as `load_part`."""
     return load_part(AttributeClassifier, "features", path or WEIGHTS, device)
 
 
 @torch.inference_mode()
-def prompt_accuracy(model: AttributeClassifier, images: Tensor, attributes: Sequence[Attributes]) -> Tensor:
+def prompt_accuracy(
+    model: AttributeClassifier, images: Tensor, attributes: Sequence[Attributes]
+) -> Tensor:
     """Whether each picture shows all five attributes asked for: uint8 [n, 3, 64, 64] to bool [n]."""
-    wanted = torch.tensor([item.indices() for item in attributes], dtype=torch.int64).reshape(-1, len(FIELDS))
+    wanted = torch.tensor([item.indices() for item in attributes], dtype=torch.int64).reshape(
+        -1, len(FIELDS)
+    )
     device, right = next(model.parameters()).device, []
     for batch, asked in zip(images.split(_BATCH), wanted.split(_BATCH), strict=True):
-        shown = torch.stack([logits.argmax(1) for logits in model(batch.to(device).float() / 255)], dim=1)
+        shown = torch.stack(
+            [logits.argmax(1) for logits in model(batch.to(device).float() / 255)], dim=1
+        )
         right.append((shown.cpu() == asked).all(dim=1))
     return torch.cat(right)

@@ -18,7 +18,9 @@ class Janus(HostedModel):
 
     def __init__(self, checkpoint: Path, device: torch.device, dtype: torch.dtype) -> None:
         self.tokenizer = AutoTokenizer.from_pretrained(checkpoint, local_files_only=True)
-        loaded = JanusForConditionalGeneration.from_pretrained(checkpoint, dtype=dtype, local_files_only=True)
+        loaded = JanusForConditionalGeneration.from_pretrained(
+            checkpoint, dtype=dtype, local_files_only=True
+        )
         self.model = loaded.to(device).eval().model
         self.model.vqmodel.float()
         self.decoder = self.model.language_model

@@ -13,4 +13,6 @@ def load(protocol, device):
     return sharpness
 
 
-METRIC = Metric(name="sharpness", meaning="mean step between neighbouring pixels, 0 to 1", load=load)
+METRIC = Metric(
+    name="sharpness", meaning="mean step between neighbouring pixels, 0 to 1", load=load
+)

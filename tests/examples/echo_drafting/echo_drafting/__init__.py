@@ -2,7 +2,9 @@
 
 from lantern_bench.methods import Drafting, Parameter, whole_number
 
-LENGTH = Parameter("length", whole_number(1), "Draft tokens of the echo drafting.", in_id="structure")
+LENGTH = Parameter(
+    "length", whole_number(1), "Draft tokens of the echo drafting.", in_id="structure"
+)
 
 DRAFTING = Drafting(
     "echo",

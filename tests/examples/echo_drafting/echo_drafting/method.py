@@ -24,11 +24,15 @@ class Echo(DraftMethod):
 
     def after_step(self, step):
         end = step.path.gather(1, step.accepted[:, None])
-        self.last.copy_(step.p.gather(1, end[:, :, None].expand(-1, -1, step.p.shape[2])).squeeze(1))
+        self.last.copy_(
+            step.p.gather(1, end[:, :, None].expand(-1, -1, step.p.shape[2])).squeeze(1)
+        )
 
     def draft(self, inputs):
         q = self.last[:, None].expand(-1, self.depth, -1).contiguous()
-        drawn, able = most_probable(q, 1) if self.greedy else draw_without_replacement(q, 1, inputs.noise)
+        drawn, able = (
+            most_probable(q, 1) if self.greedy else draw_without_replacement(q, 1, inputs.noise)
+        )
         tokens = torch.cat([inputs.root[:, None], drawn.squeeze(2)], dim=1)
         valid = torch.nn.functional.pad(able.squeeze(2), (1, 0), value=True)
         return tokens, None if self.greedy else torch.nn.functional.pad(q, (0, 0, 0, 1)), valid

@@ -101,7 +101,9 @@ class PublishedSjdPac(PacDrafting):
     ) -> Verdict:
         """Accept each candidate by itself; arguments as of `verify` in acceptance/walk.py."""
         offered, acceptance = accept_tree(tree, target_probs, rule, *limits)
-        end, path = longest_path(tree, offered, tree.by_node(tree.rows(uniforms) < acceptance.accept))
+        end, path = longest_path(
+            tree, offered, tree.by_node(tree.rows(uniforms) < acceptance.accept)
+        )
         next_probs = bonus_distribution(tree, offered, acceptance, target_probs, end)
         next_probs = torch.where(path[:, -1:] >= 0, self._uniform, next_probs)
         no_mass = torch.zeros_like(offered, dtype=noise.dtype)
