@@ -37,7 +37,8 @@ def power() -> pd.DataFrame:
         row = {"mistake": fault}
         for source in ("tables", "model"):
             here = of_fault[of_fault["tested_on"] == source]
-            needed, least = here["images_needed"].min(), here["images"].min()
+            needed = here["images_needed"].min()
+            least = here["images"].min()
             row[source] = (
                 f"{least:,.0f}"
                 if pd.notna(least)

@@ -46,15 +46,20 @@ SOURCES = PICTURES / "sources.json"
 REFERENCE = ROOT / "results" / "reference"
 PAGE = REFERENCE / "report.html"
 TOKENIZER = ROOT / "lantern_bench" / "models" / "lanterns" / "weights" / "tokenizer.safetensors"
-_CAPTIONS, _SCENES, _COLUMNS = 6, 1_000, 10
-_SIDE, _GAP = 128, 4
+_CAPTIONS = 6
+_SCENES = 1_000
+_COLUMNS = 10
+_SIDE = 128
+_GAP = 4
 
 
 def frontier(out: Path) -> list[Path]:
     """Draw speed against distance, or FID, of the best measured device; return the tables used."""
-    runs, figure = [REFERENCE / "frontier-h100", REFERENCE / "distance"], "distance"
+    runs = [REFERENCE / "frontier-h100", REFERENCE / "distance"]
+    figure = "distance"
     if not runs[1].exists():
-        runs, figure = [runs[0], REFERENCE / "quality"], "fid"
+        runs = [runs[0], REFERENCE / "quality"]
+        figure = "fid"
     speed, quality = (curve_tables(run) for run in load_runs(runs, tables_suffice=True).values())
     tables = {"": joined(speed, quality, figure)}
     chart = next(chart for chart in fronts(tables) if chart.name == f"speed-quality-{figure}")
@@ -143,11 +148,9 @@ def sheet(
     rows: Sequence[Sequence[Image.Image]], heads: Sequence[str], names: Sequence[str]
 ) -> Image.Image:
     """Lay pictures out in rows on white, with heads above the columns and names beside the rows."""
-    step, head, font = (
-        _SIDE + _GAP,
-        56 if heads else 0,
-        ImageFont.truetype(findfont("DejaVu Sans"), 13),
-    )
+    step = _SIDE + _GAP
+    head = 56 if heads else 0
+    font = ImageFont.truetype(findfont("DejaVu Sans"), 13)
     canvas = Image.new("RGB", (step * (len(rows[0]) + 1), head + step * len(rows)), "white")
     draw = ImageDraw.Draw(canvas)
     for column, text in enumerate(heads, start=1):

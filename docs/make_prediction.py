@@ -56,7 +56,8 @@ def predicted(row: dict[str, Any], stack: Stack = STACKS["eager"]) -> float:
     """The speedup of a published row from its compression; `rounds` drafts are made for each target forward."""
     sizes = EMU3 if row["model"] == "emu3" else model_of(row["model"]).sizes
     at = Setting(sizes, 1, True, sizes.prefix + sizes.image_tokens / 2)
-    device, compression = devices()[row["device"] or ANY_DEVICE], float(row["compression"])
+    device = devices()[row["device"] or ANY_DEVICE]
+    compression = float(row["compression"])
     step = step_seconds(device, stack, at, draft_of(row["draft"]), compression)["total"]
     plain = step_seconds(device, stack, at, None, 1.0)["total"].sum()
     return float(compression * plain / (step.sum() + (float(row["rounds"]) - 1) * step["draft"]))
@@ -76,10 +77,8 @@ def held_out() -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for path in (REFERENCE / "speed.csv", REFERENCE / "trees" / "speed.csv"):
         table = pd.read_csv(path)
-        sizes, drafts = (
-            model_of(table["model"][0]).sizes,
-            [named_draft(str(tree)) for tree in table["tree"]],
-        )
+        sizes = model_of(table["model"][0]).sizes
+        drafts = [named_draft(str(tree)) for tree in table["tree"]]
         at = Setting(sizes, 1, True, sizes.prefix + sizes.image_tokens // 2)
         parts = table[["draft_ms", "target_ms", "verify_ms", "other_ms"]].fillna(0.0)
         known = sorted({draft for draft in drafts if draft is not None})
@@ -94,10 +93,8 @@ def held_out() -> list[dict[str, Any]]:
         ]
         host = 1e3 * parts["other_ms"][table["tree"].notna()].median()
         device = fit_device(samples, name="reference", kind="cpu", step_us=host)
-        plain, ours = (
-            step_seconds(device, STACKS["compiled"], at, None, 1.0)["total"].sum(),
-            parts.sum(axis=1),
-        )
+        plain = step_seconds(device, STACKS["compiled"], at, None, 1.0)["total"].sum()
+        ours = parts.sum(axis=1)
         # The step that the cells are compared to, without the prefill: it is not in the parts.
         before = float(ours[table["tree"].isna() & (table["temperature"] == 1)].iloc[0])
         for draft, cell, length, after in zip(
@@ -129,21 +126,18 @@ def of_a_cell(row: Any, device: Device, sizes: Any) -> float:
         depth = int(window[1])
         draft = Draft(depth + 1, (1,) * (asked - 1) if asked else None, depth, 1)
     assert draft is not None, row.tree
-    plain, before = (
-        step_seconds(device, stack, at, None, 1.0)["total"].sum(),
-        prefill_seconds(device, stack, at),
-    )
-    step, left = (
-        step_seconds(device, stack, at, draft, row.mean_accepted_length)["total"].sum(),
-        sizes.image_tokens - 1,
-    )
+    plain = step_seconds(device, stack, at, None, 1.0)["total"].sum()
+    before = prefill_seconds(device, stack, at)
+    step = step_seconds(device, stack, at, draft, row.mean_accepted_length)["total"].sum()
+    left = sizes.image_tokens - 1
     return (before + left * plain) / (before + left / row.mean_accepted_length * step)
 
 
 def on_gpu() -> list[dict[str, Any]]:
     """Measured and predicted speedups of the bundled model on an H100, whose constants are fitted to the same run."""
     table = pd.read_csv(REFERENCE / "frontier-h100" / "speed.csv")
-    device, sizes = devices()["h100"], model_of(table["model"][0]).sizes
+    device = devices()["h100"]
+    sizes = model_of(table["model"][0]).sizes
     found: list[dict[str, Any]] = []
     for row in table[table["drafting"] != "none"].itertuples():
         made = of_a_cell(row, device, sizes)

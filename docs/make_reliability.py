@@ -19,10 +19,8 @@ import pytest
 
 TESTS = Path(__file__).parents[1] / "tests" / "faults"
 PAGE = TESTS / "README.md"
-BEGIN, END = (
-    "<!-- Below: python -m docs.make_reliability -->\n",
-    "<!-- Above: python -m docs.make_reliability -->\n",
-)
+BEGIN = "<!-- Below: python -m docs.make_reliability -->\n"
+END = "<!-- Above: python -m docs.make_reliability -->\n"
 HEAD = "| fault | what happens |\n| --- | --- |\n"
 
 
@@ -90,7 +88,8 @@ def rows(page: str) -> list[tuple[str, str]]:
 
 def render(page: str, results: Mapping[str, Result]) -> str:
     """Return the text of the page with new rows for `results`; of more than two outcomes the first is an example."""
-    lines, table = [], dict(rows(page))
+    lines = []
+    table = dict(rows(page))
     for fault in faults():
         if fault.node in results:
             outcomes = results[fault.node].outcomes

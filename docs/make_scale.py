@@ -70,7 +70,8 @@ def predicted_seconds(speed: pd.DataFrame, device: Device, model: str) -> dict[s
     The committed run has no records, so half of the image is taken to be in the cache. Cells whose draft is not told by
     its name are left out.
     """
-    seconds, kernels = {}, STACKS["compiled"]
+    seconds = {}
+    kernels = STACKS["compiled"]
     for row in speed.to_dict("records"):
         sizes = model_of(model).sizes
         is_ar = row["drafting"] == "none"

@@ -161,7 +161,8 @@ def _emitting(progress: bool | Callable[[Event], None]) -> Iterator[Callable[[Ev
     """Yield what shows events: a bar for each long task, in a notebook or a terminal, and warnings."""
     from tqdm.auto import tqdm
 
-    bar, shown = tqdm(disable=True), ""
+    bar = tqdm(disable=True)
+    shown = ""
 
     def show(event: Event) -> None:
         nonlocal bar, shown
@@ -173,14 +174,12 @@ def _emitting(progress: bool | Callable[[Event], None]) -> Iterator[Callable[[Ev
             )
             if label != shown:
                 bar.close()
-                bar, shown = (
-                    tqdm(
-                        desc=label,
-                        total=total,
-                        disable=False if "ipykernel" in sys.modules else None,
-                    ),
-                    label,
+                bar = tqdm(
+                    desc=label,
+                    total=total,
+                    disable=False if "ipykernel" in sys.modules else None,
                 )
+                shown = label
             bar.update(done - bar.n)
         elif event.level == "warning":
             warnings.warn(event.text, stacklevel=2)

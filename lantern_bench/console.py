@@ -35,9 +35,12 @@ class Progress:
     """
 
     def __init__(self, write_line: Callable[[str], None], terminal: RichConsole | None) -> None:
-        self._write_line, self._terminal = write_line, terminal
+        self._write_line = write_line
+        self._terminal = terminal
         self._description: str | None = None  # of the task that runs
-        self._figures, self._start_time, self._line_time = "", 0.0, 0.0
+        self._figures = ""
+        self._start_time = 0.0
+        self._line_time = 0.0
         self._bar: Any = None
 
     def share(
@@ -54,7 +57,8 @@ class Progress:
         words = (
             f"{name.replace('_per_', '/').replace('_', ' ')} {text}" for name, text in texts.items()
         )
-        self._done, self._figures = done, ", ".join(words) or self._figures
+        self._done = done
+        self._figures = ", ".join(words) or self._figures
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=done, figures=self._figures)
         elif now() - self._line_time >= _LOG_SECONDS:
@@ -79,7 +83,9 @@ class Progress:
         self._description = self._bar = None
 
     def _start(self, description: str, total: float) -> None:
-        self._description, self._total, self._figures = description, total, ""
+        self._description = description
+        self._total = total
+        self._figures = ""
         self._start_time = self._line_time = now()
         if self._terminal is None:
             self._write_line(description if total == 1 else f"{description}: {total:g}")
@@ -129,8 +135,10 @@ class Console:
         stdout: TextIO | None = None,
         stderr: TextIO | None = None,
     ) -> None:
-        self.quiet, self.verbose = quiet, verbose
-        self._out, self._err = stdout or sys.stdout, stderr or sys.stderr
+        self.quiet = quiet
+        self.verbose = verbose
+        self._out = stdout or sys.stdout
+        self._err = stderr or sys.stderr
         # of tables, where no other is asked for
         self.format = "table" if self._out.isatty() else "csv"
         self._terminal: RichConsole | None = None  # draws bars, and messages above them

@@ -13,7 +13,8 @@ class LanternError(Exception):
 
     def __init__(self, message: str, advice: str | None = None) -> None:
         super().__init__(message)
-        self.message, self.advice = message, advice
+        self.message = message
+        self.advice = advice
         if advice is not None:
             self.add_note(advice)  # a traceback shows it
 

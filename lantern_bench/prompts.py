@@ -185,7 +185,8 @@ def _parse(source: str, model: Model) -> tuple[str, Path | None, str]:
         return name, None, subset
     word, _, file = name.partition(":")
     if word not in SETS:
-        word, file = "", name
+        word = ""
+        file = name
     elif not file:
         raise UserError(f"--prompts {source}: needs its file", f"For example {word}:{SETS[word]}")
     path = Path(file)
@@ -234,7 +235,8 @@ def _subset(flag: str, subset: str, prompts: list[Prompt]) -> list[Prompt]:
 
 def _check_texts(flag: str, noun: str, texts: Iterable[tuple[str, str]], model: Model) -> None:
     """Raise one `UserError` for the texts, each after its location, that the model cannot take."""
-    problems, advice = [], None
+    problems = []
+    advice = None
     for location, text in texts:
         try:
             if match := _CONTROLS.search(text):
@@ -318,7 +320,8 @@ def _captioned_in_file(path: Path, folder: Path) -> Iterator[Captioned]:
     for number, row in _rows(path, path.suffix.lower(), flag):
         if isinstance(row, str) and "\t" in row:
             row = dict(zip(("file", "caption"), row.split("\t", maxsplit=1), strict=True))
-        name, caption = _text_under(row, _NAME_KEYS), _text_under(row, _CAPTION_KEYS)
+        name = _text_under(row, _NAME_KEYS)
+        caption = _text_under(row, _CAPTION_KEYS)
         if name is None or caption is None:
             advice = f"Name the picture under {', '.join(_NAME_KEYS)} and the caption under {', '.join(_CAPTION_KEYS)}."
             raise UserError(f"{flag} line {number}: has no picture and caption", advice)

@@ -79,7 +79,8 @@ def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from lantern_bench.models import registry
     from tests.tiny_model import EXPERIMENT, TinyModel
 
-    folder, model = tmp_path_factory.mktemp("tiny"), TinyModel()
+    folder = tmp_path_factory.mktemp("tiny")
+    model = TinyModel()
     (folder / "tiny.yaml").write_text(EXPERIMENT)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(registry, "models", lambda: {"tiny": model})

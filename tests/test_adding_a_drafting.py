@@ -107,6 +107,7 @@ def test_a_stale_q_is_rejected(echo: ModuleType, monkeypatch: pytest.MonkeyPatch
 
 def test_greedy_equals_autoregressive_decoding(echo: ModuleType) -> None:
     cells = (Decoding(mode="ar", temperature=0), Decoding("echo", length=3, temperature=0))
-    model, generator = tabular.table_model(), torch.Generator().manual_seed(0)
+    model = tabular.table_model()
+    generator = torch.Generator().manual_seed(0)
     plain, drafted = (decode(model, [""], cell, [generator])[0].tokens.tolist() for cell in cells)
     assert drafted == plain

@@ -243,7 +243,8 @@ def test_after_a_rejection_the_rule_sees_the_residual(installed: None) -> None:
 def test_the_rule_is_compiled_whole(installed: None) -> None:
     p, codes, table, _ = drafts_of(6)
     rule = rule_named("by-distance", 4, 0.4, table=table, codebook=codes)
-    q, tokens = p.roll(1, 0), torch.stack([torch.arange(3), torch.arange(3, 6)] * 3)
+    q = p.roll(1, 0)
+    tokens = torch.stack([torch.arange(3), torch.arange(3, 6)] * 3)
 
     def decided(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
         return accept(p, q, tokens, rule).accept

@@ -20,7 +20,8 @@ def burn(seconds: float) -> Usage:
 
 
 def test_cpu_seconds_count_every_thread() -> None:
-    before, threads = usage(), [threading.Thread(target=burn, args=(0.2,)) for _ in range(2)]
+    before = usage()
+    threads = [threading.Thread(target=burn, args=(0.2,)) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:

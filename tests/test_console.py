@@ -50,7 +50,8 @@ def summary():
 
 def console(terminal: bool = False, **flags) -> tuple[Console, io.StringIO, io.StringIO]:
     kind = Terminal if terminal else io.StringIO
-    out, err = kind(), kind()
+    out = kind()
+    err = kind()
     return Console(stdout=out, stderr=err, **flags), out, err
 
 

@@ -66,7 +66,8 @@ def headings() -> set[str]:
 
 
 def test_every_citation_of_the_algorithms_resolves() -> None:
-    known, cited = headings(), 0
+    known = headings()
+    cited = 0
     for name, text in texts():
         for match in CITATION.finditer(text):
             for entry in filter(None, match.groups()):
@@ -176,9 +177,11 @@ def tree_of_architecture() -> list[str]:
     """The paths of the tree in docs/architecture.md."""
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     lines = re.search(r"```\n(.*?)```", page, re.DOTALL)[1].splitlines()  # type: ignore[index]
-    paths, parents = [], [""] * 9
+    paths = []
+    parents = [""] * 9
     for line in lines:
-        depth, name = (len(line) - len(line.lstrip())) // 2, line.split()[0]
+        depth = (len(line) - len(line.lstrip())) // 2
+        name = line.split()[0]
         parents[depth + 1] = parents[depth] + name
         paths.append(parents[depth + 1])
     return paths

@@ -30,7 +30,8 @@ assert main(typed.split()) == 0
 
 
 def stderr_of(*words: str, **variables: str) -> list[str]:
-    typed, around = [sys.executable, *words], {**os.environ, **variables}
+    typed = [sys.executable, *words]
+    around = {**os.environ, **variables}
     done = subprocess.run(typed, capture_output=True, text=True, check=False, env=around)
     assert done.returncode == 0, done.stderr
     return done.stderr.splitlines()

@@ -23,14 +23,18 @@ from lantern_bench.errors import UserError
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.models.model import Model
 
-CODES, TOKENS, WIDTH = 16, 12, 4
+CODES = 16
+TOKENS = 12
+WIDTH = 4
 PROMPTS = ("one red lantern", "two blue lanterns", "three white lanterns")
 
 
 class TinyTarget(Target, Drafter):
     """p(next | last token, caption): a table, shifted by the caption's number."""
 
-    vocab_size, image_tokens, device = CODES, TOKENS, torch.device("cpu")
+    vocab_size = CODES
+    image_tokens = TOKENS
+    device = torch.device("cpu")
 
     def __init__(self, spread: float, seed: int) -> None:
         noise = torch.Generator().manual_seed(seed)
@@ -49,7 +53,9 @@ class TinySession(TargetSession, DrafterSession):
     """Both roles: a table needs no memory of what was committed."""
 
     def __init__(self, table: TinyTarget, batch: int, guided: bool) -> None:
-        self.table, self.batch, self.guided = table, batch, guided
+        self.table = table
+        self.batch = batch
+        self.guided = guided
 
     def prefill(self, condition: Any, features: Tensor | None = None) -> Any:
         if "broken" in condition:
@@ -82,7 +88,11 @@ class TinyPixels:
 class TinyModel(Model):
     """The model `tiny`; it knows the words of its prompts."""
 
-    name, family, description, licence, codes = "tiny", "tiny", "Tables", "none", CODES
+    name = "tiny"
+    family = "tiny"
+    description = "Tables"
+    licence = "none"
+    codes = CODES
     defaults: Mapping[str, Any] = {
         "cfg_scale": 2.0,
         "tree": "small-7",
@@ -104,7 +114,8 @@ class TinyModel(Model):
     def load(self, device: torch.device, dtype: torch.dtype) -> LoadedModel:
         self.loads += 1
         codebook = torch.randn(CODES, WIDTH, generator=torch.Generator().manual_seed(9))
-        target, drafter = TinyTarget(1.0, 1), TinyTarget(1.0, 1)
+        target = TinyTarget(1.0, 1)
+        drafter = TinyTarget(1.0, 1)
         drafter.cond = drafter.cond + 0.3 * torch.randn(
             CODES + 1, CODES, generator=torch.Generator().manual_seed(2)
         )

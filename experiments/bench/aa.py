@@ -49,8 +49,10 @@ cells:
   - {mode: lantern++, tree: chain-7, neighbours: 100, lambda: 10}
   - {mode: speculative, drafting: static, tree: eagle1-25}
 """
-COVERED, FALSE = 0.90, 0.05
-CHOSEN, OVER_PROMPTS = "cut sums, processes", "sums, prompts"
+COVERED = 0.90
+FALSE = 0.05
+CHOSEN = "cut sums, processes"
+OVER_PROMPTS = "sums, prompts"
 
 
 def hodges_lehmann(values: Array) -> float:
@@ -127,11 +129,13 @@ def figures(run: RunData) -> Iterator[tuple[str, str, Interval]]:
         columns = ["over", "under", "over_steps", "under_steps"]
         for name, estimate in ESTIMATORS.items():
             logs = [estimate(*images[columns].to_numpy().T) for _, images in raw.groupby("process")]
-            middle, count = estimate(*raw[columns].to_numpy().T), len(logs)
+            middle = estimate(*raw[columns].to_numpy().T)
+            count = len(logs)
             half = math.inf
             if count > 1:
                 half = float(t.ppf(0.975, count - 1) * np.std(logs, ddof=1) * math.sqrt(2 / count))
-            low, high = math.exp(middle - half), math.exp(middle + half)
+            low = math.exp(middle - half)
+            high = math.exp(middle + half)
             yield cell.cell_id, f"{name}, processes", Interval(math.exp(middle), low, high)
 
 
@@ -214,13 +218,15 @@ def main(words: list[str] | None = None) -> None:
     console = Console()
     kind = f"{chosen.images}-images-{chosen.processes}-processes{'-eager' if chosen.eager else ''}"
     pairs = run_pairs(chosen, chosen.out / kind, console)
-    paired, compared = paired_figures(pairs), verdicts(pairs)
+    paired = paired_figures(pairs)
+    compared = verdicts(pairs)
     paired.to_csv(chosen.out / kind / "figures.csv", index=False)
     compared.to_csv(chosen.out / kind / "verdicts.csv", index=False)
     table = summary(paired)
     title = f"{len(pairs)} pairs of {kind}: share covered, half-width, standard deviation of a run (of the logarithm)"
     console.table(table.round(3), title=title)
-    cases, cells = int((paired["method"] == CHOSEN).sum()), paired["cell_id"].nunique()
+    cases = int((paired["method"] == CHOSEN).sum())
+    cells = paired["cell_id"].nunique()
     console.say(
         f"design: pairs run back to back on one machine; {2 * cases} cases are {len(pairs)} pairs x {cells} cells that "
         "share ar, in both directions; what a run has of its own, the state of the machine, is not tried"

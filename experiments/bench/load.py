@@ -25,7 +25,8 @@ from lantern_bench.clock import now
 from lantern_bench.console import Console
 from lantern_bench.runs.store import RECORDS, finished_records
 
-CELLS, PROMPTS = 200, 5_000
+CELLS = 200
+PROMPTS = 5_000
 
 
 class Limit(NamedTuple):

@@ -21,7 +21,8 @@ from lantern_bench.runs.store import MANIFEST, RECORDS, done_images, read_record
 from lantern_bench.runs.sweep import run
 from tests.tiny_model import CODES, TinyModel, TinyPixels, TinyTarget
 
-REAL, PROCESSES = 2, 5
+REAL = 2
+PROCESSES = 5
 WORDS = (
     "a photo of red blue white round tall small lanterns over the lake bridge street market at dusk"
 )
@@ -39,7 +40,8 @@ class OneToken(TinyModel):
         for part in (model.target, model.drafter):
             assert isinstance(part, TinyTarget)
             part.image_tokens = 1
-        model.grid, model.pixels = (1, 1), Dots()
+        model.grid = (1, 1)
+        model.pixels = Dots()
         return model
 
 
@@ -85,7 +87,8 @@ def describe(folder: Path, cells: int, prompts: int) -> None:
     head = {"name": "load", "model": "tiny", "metrics": ["speed"], "compile": False}
     content = {**head, "cells": [{"mode": "ar"}, {"mode": "speculative"}, *relaxed]}
     folder.with_suffix(".json").write_text(json.dumps(content))
-    noise, words = np.random.default_rng(0), WORDS.split()
+    noise = np.random.default_rng(0)
+    words = WORDS.split()
     lines = (f"{' '.join(noise.choice(words, 9))} {number}" for number in range(prompts))
     folder.with_suffix(".txt").write_text("\n".join(lines) + "\n")
 
@@ -105,7 +108,8 @@ def build(folder: Path, cells: int, prompts: int) -> int:
         load_models(request.experiment, compute), settings, compute, request.plan.cells
     )
     assert key == json.loads((folder / MANIFEST).read_text())["key"]
-    noise, finished = np.random.default_rng(1), done_images(folder)
+    noise = np.random.default_rng(1)
+    finished = done_images(folder)
 
     def record(task: ImageTask) -> dict[str, Any]:
         copied = real[task.cell.cell_id][task.image_index % REAL]

@@ -84,7 +84,8 @@ def main() -> None:
     chosen = arguments.parse_args()
     console = Console()
     set_threads(chosen.threads)
-    cpu, compute = torch.device("cpu"), choose_compute("cpu", fast=True)
+    cpu = torch.device("cpu")
+    compute = choose_compute("cpu", fast=True)
     models = {
         "equal": load(chosen.size, cpu, torch.float32),
         "default": load(chosen.size, *compute),
@@ -138,7 +139,8 @@ def _plain(
     plain: Plain, settings: dict[str, Any], model: LoadedModel
 ) -> Callable[[str, int], float]:
     def course(caption: str, seed: int) -> float:
-        condition, noise = model.condition([caption]), torch.Generator().manual_seed(seed)
+        condition = model.condition([caption])
+        noise = torch.Generator().manual_seed(seed)
         if settings:
             result = plain.speculative(condition, noise, plain.grid, **settings)
         else:

@@ -46,7 +46,8 @@ class Tree:
 
 def guided(logits: Tensor, scale: float) -> Tensor:
     """[2, n, V] -> [n, V]."""
-    cond, uncond = logits[0], logits[1]
+    cond = logits[0]
+    uncond = logits[1]
     return uncond + scale * (cond - uncond)
 
 
@@ -60,7 +61,10 @@ class Plain:
     def __init__(
         self, target: PlainTarget, drafter: PlainDrafter, table: Tensor, scale: float
     ) -> None:
-        self.target, self.drafter, self.table, self.scale = target, drafter, table, scale
+        self.target = target
+        self.drafter = drafter
+        self.table = table
+        self.scale = scale
         self.grid = target.target.image_tokens
 
     # ---- one token a forward
@@ -71,7 +75,8 @@ class Plain:
     ) -> Course:
         logits, _ = self.target.prefill(condition)
         out = [self._next(probabilities(logits[:, -1:], self.scale)[0], noise, greedy)]
-        course, began = Course([]), now()
+        course = Course([])
+        began = now()
         while len(out) < tokens:
             logits, _ = self.target.forward(
                 out[-1].view(1),
@@ -102,7 +107,8 @@ class Plain:
         first = self._next(probabilities(logits[:, -1:], self.scale)[0], noise, greedy)
         out = [int(first)]
         root = self.drafter.prefill(condition, features, first)
-        course, began = Course(out), now()
+        course = Course(out)
+        began = now()
         while len(out) < tokens:
             limit = self.grid - 1 - len(out)
             at = self.drafter.length
@@ -148,7 +154,8 @@ class Plain:
         """EAGLE-1: a fixed shape, a forward of the drafter for each level."""
         levels, attention = shape_of(paths)
         tree = Tree([token], [-1], [0], [[]], attention)
-        logits, features = root[0][:, -1:], root[1][:, -1:]
+        logits = root[0][:, -1:]
+        features = root[1][:, -1:]
         extended = 0
         for depth, level in enumerate(levels[:limit], start=1):
             if depth > 1:
@@ -189,10 +196,14 @@ class Plain:
         nodes, rounds, beam = shape
         q = probabilities(root[0][:, -1:], self.scale)
         best = q[0].topk(beam)
-        tokens, scores, parents = [best.indices], [best.values.log()], [torch.full((beam,), -1)]
+        tokens = [best.indices]
+        scores = [best.values.log()]
+        parents = [torch.full((beam,), -1)]
         depths = [torch.ones(beam, dtype=torch.int64)]
-        numbers, reach = torch.arange(beam), scores[0]
-        frontier, features = best.indices, root[1][:, -1:].expand(-1, beam, -1)
+        numbers = torch.arange(beam)
+        reach = scores[0]
+        frontier = best.indices
+        features = root[1][:, -1:].expand(-1, beam, -1)
         seen = torch.eye(beam, dtype=torch.bool)
         start = self.drafter.length
         for depth in range(2, min(rounds, limit) + 1):
@@ -207,8 +218,10 @@ class Plain:
             chosen = reached.flatten().topk(beam)
             first = sum(len(part) for part in tokens[:-1])
             slots = chosen.indices // beam
-            numbers, reach = first + chosen.indices, chosen.values
-            frontier, features = tokens[-1][chosen.indices], out[:, slots]
+            numbers = first + chosen.indices
+            reach = chosen.values
+            frontier = tokens[-1][chosen.indices]
+            features = out[:, slots]
             seen = torch.cat([seen[slots], torch.eye(beam, dtype=torch.bool)], dim=1)
         if limit < 1:
             return Tree([token], [-1], [0], [[]])

@@ -41,14 +41,16 @@ def layer(
     block: Block, x: Tensor, turn: Tensor, past: tuple[Tensor, Tensor] | None, mask: Tensor | None
 ):
     """One layer over new positions; returns its output and the longer cache."""
-    attention, mlp = block.attention, block.feed_forward
+    attention = block.attention
+    mlp = block.feed_forward
     rows, n, dim = x.shape
     hidden = norm(block.attention_norm, x) if isinstance(block.attention_norm, nn.RMSNorm) else x
     q, k, v = attention.wqkv(hidden).split([dim, dim, dim], dim=-1)
     q, k, v = (part.view(rows, n, attention.heads, attention.head_dim) for part in (q, k, v))
     q, k, v = (part.transpose(1, 2) for part in (rotate(q, turn), rotate(k, turn), v))
     if past is not None:
-        k, v = torch.cat([past[0], k], dim=2), torch.cat([past[1], v], dim=2)
+        k = torch.cat([past[0], k], dim=2)
+        v = torch.cat([past[1], v], dim=2)
     mixed = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
     x = x + attention.wo(mixed.transpose(1, 2).contiguous().view(rows, n, dim))
     hidden = norm(block.ffn_norm, x)
@@ -65,7 +67,8 @@ class PlainTarget:
     """The target with its cache."""
 
     def __init__(self, target: TransformerTarget) -> None:
-        self.target, self.net = target, target.transformer
+        self.target = target
+        self.net = target.transformer
         self.turns = grid_rotary(target.config)
         self.past: Past = []
         self.visible = torch.ones(0, dtype=torch.bool)
@@ -77,7 +80,8 @@ class PlainTarget:
     def prefill(self, condition: Condition) -> tuple[Tensor, Tensor]:
         x = self.target.prefix(condition, guided=True)
         n = x.shape[1]
-        self.past, self.visible = [], condition.valid[0]
+        self.past = []
+        self.visible = condition.valid[0]
         allowed = torch.ones(n, n, dtype=torch.bool).tril() & self.visible | torch.eye(
             n, dtype=torch.bool
         )
@@ -102,7 +106,8 @@ class PlainTarget:
         ]
 
     def _run(self, x: Tensor, positions: Tensor, allowed: Tensor) -> tuple[Tensor, Tensor]:
-        turn, mask = self.turns[positions], additive(allowed[None], x.dtype)
+        turn = self.turns[positions]
+        mask = additive(allowed[None], x.dtype)
         grown: Past = []
         for number, block in enumerate(self.net.layers):
             x, cache = layer(block, x, turn, self.past[number] if self.past else None, mask)
@@ -129,7 +134,8 @@ class PlainDrafter:
         self, condition: Condition, features: Tensor, first: Tensor
     ) -> tuple[Tensor, Tensor]:
         n = features.shape[1]
-        self.past, self.visible = None, condition.valid[0]
+        self.past = None
+        self.visible = condition.valid[0]
         tokens = torch.cat([torch.zeros(n - 1, dtype=torch.int64), first.view(1)])
         allowed = torch.ones(n, n, dtype=torch.bool).tril() & self.visible | torch.eye(
             n, dtype=torch.bool

@@ -175,7 +175,8 @@ def _row(gate: QualityGate) -> list[object]:
         interval = (
             proportion(int(sum(over)), len(over)) if alike else ratio_of_sums(*gate.observations)
         )
-        low, high = interval.low, interval.high
+        low = interval.low
+        high = interval.high
     wanted = " and ".join(f"{side} {bound:g}" for side, bound in gate.wanted)
     met = {True: "yes", False: "NO", None: ""}[gate.passed]
     return [gate.part, gate.name, gate.value, low, high, wanted, met]

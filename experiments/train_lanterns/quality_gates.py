@@ -44,7 +44,8 @@ from lantern_bench.models.vq import VQModel
 from lantern_bench.training.run import Observations
 
 _SCENES = 500
-_TEACHER_FORCED, _AT_ONCE = 64, 8
+_TEACHER_FORCED = 64
+_AT_ONCE = 8
 _RETRIEVAL = 100
 _ACCEPTANCE_SEED = 977_003
 
@@ -169,7 +170,10 @@ class Evaluation:
         gates = [
             self._accuracy("target", "prompt accuracy of AR samples", pictures, attributes, 0.80)
         ]
-        top1, top10, nll, captions = list[float](), list[float](), list[float](), list[str]()
+        top1 = list[float]()
+        top10 = list[float]()
+        nll = list[float]()
+        captions = list[str]()
         for part, forced in self._forced():
             scores = forced.logits
             top = guide(scores.cond, scores.uncond, GUIDANCE).softmax(-1).topk(10, dim=-1).values
@@ -178,7 +182,8 @@ class Evaluation:
             top10 += top.sum(-1).mean(1).tolist()
             nll += (-log_p).mean(1).tolist()
             captions += part
-        bounds1, bounds10 = ((">=", 0.03), ("<=", 0.12)), ((">=", 0.20), ("<=", 0.45))
+        bounds1 = ((">=", 0.03), ("<=", 0.12))
+        bounds10 = ((">=", 0.20), ("<=", 0.45))
         gates.append(_observed("target", "mean top-1 probability", _each(top1, captions), bounds1))
         gates.append(
             _observed("target", "mean top-10 probability", _each(top10, captions), bounds10)
@@ -210,7 +215,8 @@ class Evaluation:
         """1 - TV(p, q) at each position of held-out sequences, from the true features; a mean per image."""
         if self.model.drafter is None:
             raise ValueError(f"{self.model.name} has no drafter")
-        values, prompts = [], list[str]()
+        values = []
+        prompts = list[str]()
         for captions, forced in self._forced():
             p = guide(forced.logits.cond, forced.logits.uncond, GUIDANCE).softmax(-1)
             overlap = torch.zeros(len(captions), device=p.device)
@@ -239,7 +245,9 @@ class Evaluation:
         self, prompts: Sequence[str], decoding: Decoding, what: str
     ) -> tuple[Tensor, list[ImageTrace]]:
         """Pictures uint8 [n, 3, h, w] and traces of one image for each prompt."""
-        model, pictures, traces = self.model, list[Tensor](), list[ImageTrace]()
+        model = self.model
+        pictures = list[Tensor]()
+        traces = list[ImageTrace]()
         for start in range(0, len(prompts), self.batch):
             batch = prompts[start : start + self.batch]
             seeds = [

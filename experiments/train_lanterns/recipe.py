@@ -40,7 +40,8 @@ from lantern_bench.training.recipe import RECIPES, Device, StrictSettings, Train
 from lantern_bench.training.task import DrafterTask, Sequences
 
 REPORT = "training_report.json"
-TRAIN_SEED, HELD_OUT_SEED = 1, 2
+TRAIN_SEED = 1
+HELD_OUT_SEED = 2
 _AT_ONCE = 512
 _BATCH = RECIPES["lanterns"].batch
 # estimated on two cores; decides only how long dead codes are revived
@@ -222,14 +223,15 @@ class _Data:
     def scenes(self, held_out: bool = False) -> SceneSet:
         """Scenes of the training or of the held-out captions."""
         if held_out:
-            among, count, seed, name = (
-                HELD_OUT,
-                self.settings.held_out,
-                HELD_OUT_SEED,
-                "held_out.npz",
-            )
+            among = HELD_OUT
+            count = self.settings.held_out
+            seed = HELD_OUT_SEED
+            name = "held_out.npz"
         else:
-            among, count, seed, name = TRAIN, self.settings.scenes, TRAIN_SEED, "scenes.npz"
+            among = TRAIN
+            count = self.settings.scenes
+            seed = TRAIN_SEED
+            name = "scenes.npz"
         what = "painting held-out scenes" if held_out else "painting scenes"
         return scene_set(
             among,
@@ -244,7 +246,8 @@ class _Data:
         # loaded even if the tokens exist: making it draws from the global stream
         tokenizer = self.tokenizer
         scenes = self.scenes(held_out)
-        pictures, mirrors = torch.from_numpy(scenes.pixels), (False,) if held_out else (False, True)
+        pictures = torch.from_numpy(scenes.pixels)
+        mirrors = (False,) if held_out else (False, True)
 
         def tokens(mirrored: bool) -> Tensor:
             what = "tokenizing mirrored scenes" if mirrored else "tokenizing scenes"
@@ -262,11 +265,9 @@ class _Data:
 
     def pool(self) -> tasks.Pool:
         """What the scorers learn from: training scenes, a share of them reconstructed by the tokenizer."""
-        tokenizer, scenes, what = (
-            self.tokenizer,
-            self.scenes(),
-            "passing scenes through the tokenizer",
-        )
+        tokenizer = self.tokenizer
+        scenes = self.scenes()
+        what = "passing scenes through the tokenizer"
 
         def through(pixels: Tensor) -> Tensor:
             return self._by_parts(what, pixels, lambda part: tasks.reconstruct(tokenizer, part))
@@ -275,7 +276,8 @@ class _Data:
         return tasks.Pool(pixels, torch.from_numpy(scenes.attributes))
 
     def _by_parts(self, what: str, pictures: Tensor, work: Callable[[Tensor], Tensor]) -> Tensor:
-        done, out = 0, []
+        done = 0
+        out = []
         for part in pictures.split(_AT_ONCE):
             out.append(work(part))
             done += len(part)
@@ -337,7 +339,8 @@ def _task(part: str, data: _Data) -> tasks.EvaluatedTask | DrafterTask:
             seed=settings.seed,
         )
     if part == "tokenizer":
-        scenes, held_out_scenes = data.scenes(), data.scenes(held_out=True)
+        scenes = data.scenes()
+        held_out_scenes = data.scenes(held_out=True)
         model = VQModel(TOKENIZER_CONFIG)
         if compiled:
             model.encoder.compile()
@@ -345,7 +348,8 @@ def _task(part: str, data: _Data) -> tasks.EvaluatedTask | DrafterTask:
         minutes = settings.minutes if settings.minutes is not None else PARTS["tokenizer"].minutes
         steps = settings.steps or int(minutes * _TOKENIZER_STEPS_PER_MINUTE)
         return tasks.TokenizerTask(model, scenes, held_out_scenes, steps)
-    sequences, held_out = data.sequences(), data.sequences(held_out=True)
+    sequences = data.sequences()
+    held_out = data.sequences(held_out=True)
     target = build_target()
     if compiled:
         target.transformer.compile()
@@ -368,10 +372,8 @@ def drafter_task(
 ) -> DrafterTask:
     """The task of every drafter, on painted scenes, with the recipe `lanterns`; freezes the target."""
     target.eval().requires_grad_(False)
-    recipe, conditions = (
-        RECIPES["lanterns"].model_copy(update={"batch": _BATCH}),
-        tasks.all_conditions(),
-    )
+    recipe = RECIPES["lanterns"].model_copy(update={"batch": _BATCH})
+    conditions = tasks.all_conditions()
 
     def sequences_of(scenes: tasks.Sequences, count: int) -> Sequences:
         numbers = tasks.caption_numbers(scenes.attributes)

@@ -66,7 +66,8 @@ _PLACES = ((0.5,), (0.29, 0.71), (0.19, 0.5, 0.81))
 
 
 _AXIS = ((np.arange(_SIDE, dtype=np.float32) + 0.5) / _SIDE).astype(np.float32)
-_X, _Y = _AXIS[None, None, :], _AXIS[None, :, None]
+_X = _AXIS[None, None, :]
+_Y = _AXIS[None, :, None]
 
 
 def render(attributes: Sequence[Attributes], seed: int) -> NDArray[np.uint8]:
@@ -132,7 +133,8 @@ def _mottle(canvas: Array, rng: np.random.Generator) -> Array:
 
 def _paint_sky(index: NDArray[np.int64], horizon: Array, rng: np.random.Generator) -> Array:
     """Gradient, fractal clouds and, at night, stars: [n, side, side, 3]."""
-    n, kind = len(index), index[:, 4]
+    n = len(index)
+    kind = index[:, 4]
     depth = np.clip(_Y / horizon, 0, 1)[..., None] ** 1.6
     colours = _SKY[kind][:, None, None]
     sky = colours[..., 0, :] * (1 - depth) + colours[..., 1, :] * depth
@@ -149,7 +151,8 @@ def _paint_ground(
     index: NDArray[np.int64], sky: Array, horizon: Array, rng: np.random.Generator
 ) -> Array:
     """Lay the ground under the horizon: ripples, grass, dunes or drifts: [n, side, side, 3]."""
-    n, kind = len(index), index[:, 3]
+    n = len(index)
+    kind = index[:, 3]
     down = np.clip((_Y - horizon) / (1 - horizon), 0, 1)
     colours = _GROUND[kind][:, None, None] * _LIGHT[index[:, 4]][:, None, None, None, None]
     ground = colours[..., 0, :] * (1 - down[..., None]) + colours[..., 1, :] * down[..., None]
@@ -204,7 +207,8 @@ def _with_lanterns(
     down = np.clip((_Y - horizon) / (1 - horizon), 0, 1)
     for slot in range(lanterns.shape[1]):
         cx, cy, half_w, half_h = (lanterns[:, slot, part][:, None, None] for part in range(4))
-        dx, dy = (_X - cx) / half_w, (_Y - cy) / half_h
+        dx = (_X - cx) / half_w
+        dy = (_Y - cy) / half_h
         glow = np.exp(-1.1 * np.maximum(np.sqrt(dx * dx + dy * dy) - 0.9, 0)) * 0.34
         canvas = canvas + glow[..., None] * colour * (1 - 0.6 * np.clip(canvas, 0, 1))
         # A broken streak on water, a soft pool of light on land.

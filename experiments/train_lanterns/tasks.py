@@ -61,9 +61,11 @@ CLIP_CONFIG: dict[str, Any] = {
     },
     "preprocess_cfg": {"mean": [0.5, 0.5, 0.5], "std": [0.5, 0.5, 0.5], "interpolation": "bicubic"},
 }
-_EVALUATED, _RETRIEVED = 500, 100
+_EVALUATED = 500
+_RETRIEVED = 100
 _EVALUATION_SEED = 977_001
-_REFERENCE, _REFERENCE_SEED = 1024, 730_113
+_REFERENCE = 1024
+_REFERENCE_SEED = 730_113
 _REVIVE_EVERY = 10
 _USE_DECAY = 0.95
 _DEAD = 0.02
@@ -209,7 +211,8 @@ class TargetTask(EvaluatedTask):
         self, target: TransformerTarget, sequences: Sequences, held_out: Sequences
     ) -> None:
         self.target = self.module = target
-        self._sequences, self._held_out = sequences, held_out
+        self._sequences = sequences
+        self._held_out = held_out
         self._conditions = all_conditions()
 
     def loss(self, generator: torch.Generator) -> tuple[Tensor, Mapping[str, Tensor]]:
@@ -321,7 +324,9 @@ class FeaturesTask(EvaluatedTask):
     def __init__(
         self, pool: Pool, through: Reconstruct | None = None, batch: int = 128, seed: int = 0
     ) -> None:
-        self._pool, self._through, self._batch = pool, through, batch
+        self._pool = pool
+        self._through = through
+        self._batch = batch
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)  # noqa: TID251  # layers draw from the global stream; this forks it
             self.classifier = AttributeClassifier()
@@ -367,7 +372,8 @@ class ClipTask(EvaluatedTask):
     def __init__(
         self, pool: Pool, through: Reconstruct | None = None, batch: int = 256, seed: int = 0
     ) -> None:
-        self._pool, self._through = pool, through
+        self._pool = pool
+        self._through = through
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)  # noqa: TID251  # layers draw from the global stream; this forks it
             self.clip = open_clip.CLIP(**CLIP_CONFIG["model_cfg"])

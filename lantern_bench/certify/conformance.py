@@ -29,7 +29,8 @@ TOLERANCE = {"float32": 1e-4, "bfloat16": 0.1, "float16": 0.02}
 """By dtype: how far logits may differ, as a share of the largest."""
 _TREE = StaticTree.of([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 1, 0), (0, 1, 1)])
 _PATHS = ((1, 5, 7), (2,))  # nodes below the root that each image keeps of its first tree
-_PICTURES, _ORDERS = 48, 999
+_PICTURES = 48
+_ORDERS = 999
 
 Rows: TypeAlias = list[Tensor]
 """Logits [B, N, V] with the prompt and, where there are any, without it."""
@@ -61,7 +62,8 @@ def read_reference(path: Path, model: LoadedModel) -> Reference:
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
-        tokens, cond = torch.from_numpy(arrays["tokens"]), torch.from_numpy(arrays["cond"])
+        tokens = torch.from_numpy(arrays["tokens"])
+        cond = torch.from_numpy(arrays["cond"])
         uncond = torch.from_numpy(arrays["uncond"]) if "uncond" in arrays else None
         condition = model.condition([str(text) for text in np.atleast_1d(arrays["prompts"])])
         if (
@@ -107,12 +109,10 @@ class _Checks:
         tolerance: float,
         generator: torch.Generator,
     ) -> None:
-        self.model, self.prompts, self.tolerance, self.generator = (
-            model,
-            prompts,
-            tolerance,
-            generator,
-        )
+        self.model = model
+        self.prompts = prompts
+        self.tolerance = tolerance
+        self.generator = generator
         self.length = length
         self.target: Target = model.target
         self.n_codes = self.target.n_codes
@@ -140,25 +140,27 @@ class _Checks:
         """Compare with logits from elsewhere: a file, or the model's own reference."""
         source = "the reference"
         if reference is None and self.model.reference is not None:
-            condition, source = self.model.condition(self.prompts), "the model's own reference"
+            condition = self.model.condition(self.prompts)
+            source = "the model's own reference"
             reference = Reference(
                 condition, self.tokens, *self.model.reference(condition, self.tokens, True)
             )
         if reference is None:
             return Check("logits", "none", None, None, "no reference: give --reference FILE.npz")
-        tokens, most, vocab_size = (
-            reference.tokens,
-            self.target.image_tokens,
-            self.target.vocab_size,
-        )
-        (n, width), lowest, highest = reference.cond.shape[1:], int(tokens.min()), int(tokens.max())
+        tokens = reference.tokens
+        most = self.target.image_tokens
+        vocab_size = self.target.vocab_size
+        n, width = reference.cond.shape[1:]
+        lowest = int(tokens.min())
+        highest = int(tokens.max())
         if n > most or lowest < 0 or highest >= vocab_size or width != vocab_size:
             theirs = (
                 f"{source} has {n} tokens from {lowest} to {highest} and {width} logits a token"
             )
             about = f"{theirs}; an image here has {most} tokens, from 0 to {vocab_size - 1}"
             return Check("logits", "fail", None, None, about)
-        is_guided, tokens = reference.uncond is not None, tokens.to(self.target.device)
+        is_guided = reference.uncond is not None
+        tokens = tokens.to(self.target.device)
         scores = teacher_forced(self.target, reference.condition, tokens, is_guided).logits
         gaps = _gaps("", _rows(scores), _rows(reference))
         return self._compared("logits", gaps, f"along {n} tokens against {source}")
@@ -169,7 +171,8 @@ class _Checks:
         against = "a chain in one forward"
         zero = torch.zeros(1, 1, dtype=torch.int64, device=self.tokens.device)
         for image, condition in enumerate(self.conditions):
-            tokens, session = self.tokens[image : image + 1], self.target.session(1, True, 1)
+            tokens = self.tokens[image : image + 1]
+            session = self.target.session(1, True, 1)
             steps = [[row[:, -1:] for row in _rows(session.prefill(condition))]]
             for position in range(tokens.shape[1] - 1):
                 steps.append(
@@ -177,15 +180,11 @@ class _Checks:
                 )
                 session.commit(zero, zero[0] + 1)
             ours = [torch.cat(column, dim=1) for column in zip(*steps, strict=True)]
-            theirs, fresh = (
-                self.chains[image],
-                self.target.logits_without_cache(condition, tokens, True),
-            )
+            theirs = self.chains[image]
+            fresh = self.target.logits_without_cache(condition, tokens, True)
             if fresh is not None:
-                theirs, against = (
-                    [row for row in fresh if row is not None],
-                    "a fresh forward without a cache",
-                )
+                theirs = [row for row in fresh if row is not None]
+                against = "a fresh forward without a cache"
             gaps |= _gaps(f"image {image} ", ours, theirs)
         return self._compared(
             "cache", gaps, f"{self.tokens.shape[1]} tokens one at a time against {against}"
@@ -193,14 +192,13 @@ class _Checks:
 
     def tree(self) -> Check:
         """Compare two trees in a row, of two images that keep different paths, with a chain for each path."""
-        device, gaps = self.target.device, Gaps()
+        device = self.target.device
+        gaps = Gaps()
         session = self.target.session(2, True, len(_TREE.parents))
         session.prefill(self.model.condition(self.prompts))
         leaves = [node for node in range(len(_TREE.parents)) if not (_TREE.parents == node).any()]
-        depths, attention = (
-            _TREE.depths.expand(2, -1).to(device),
-            _TREE.attention.expand(2, -1, -1).to(device),
-        )
+        depths = _TREE.depths.expand(2, -1).to(device)
+        attention = _TREE.attention.expand(2, -1, -1).to(device)
         committed: list[list[int]] = [[], []]
         for step in range(2):
             drawn = torch.stack([self._tree_tokens(committed[image]) for image in range(2)])
@@ -225,8 +223,10 @@ class _Checks:
 
     def forced_tokens(self) -> Check:
         """Check that an image has them beyond its codes, certain there and impossible elsewhere."""
-        (height, width), total = self.model.grid, self.target.image_tokens
-        expected, count = total - height * width, int((self.forced >= 0).sum())
+        height, width = self.model.grid
+        total = self.target.image_tokens
+        expected = total - height * width
+        count = int((self.forced >= 0).sum())
         if count != expected:
             about = (
                 f"an image has {total} tokens and {height}x{width} codes, but {count} forced tokens"
@@ -279,7 +279,8 @@ class _Checks:
         gaps: Gaps = {}
         zero = torch.zeros(1, 1, dtype=torch.int64, device=self.tokens.device)
         for image, condition in enumerate(self.conditions):
-            tokens, (cond, uncond) = self.tokens[image : image + 1], self.chains[image]
+            tokens = self.tokens[image : image + 1]
+            cond, uncond = self.chains[image]
             alone = teacher_forced(self.target, condition, tokens, False).logits.cond
             gaps[f"image {image} unguided"] = _gap(alone, cond)
             session = self.target.session(1, True, 1)
@@ -322,10 +323,8 @@ class _Checks:
             torch.pdist(in_space(codes, space)[chosen.to(codes.device)]).cpu().numpy()
             for space in SPACES
         ]
-        shown_ranks, near_ranks = (
-            rankdata(shown),
-            [squareform(rankdata(distances)) for distances in near],
-        )
+        shown_ranks = rankdata(shown)
+        near_ranks = [squareform(rankdata(distances)) for distances in near]
 
         def correlation(order: Any) -> float:
             """The rank correlation with the codes in an order, in the space where it is largest."""
@@ -334,10 +333,8 @@ class _Checks:
                 for ranks in near_ranks
             )
 
-        noise, ours = (
-            np.random.default_rng(self.generator.initial_seed()),
-            correlation(np.arange(len(chosen))),
-        )
+        noise = np.random.default_rng(self.generator.initial_seed())
+        ours = correlation(np.arange(len(chosen)))
         as_good = sum(correlation(noise.permutation(len(chosen))) >= ours for _ in range(_ORDERS))
         p = (1 + as_good) / (1 + _ORDERS)
         about = f"distances of codes and of their pictures: rank correlation {ours:.2f}; p against other orders of rows"
@@ -375,7 +372,8 @@ def _gaps(name: str, ours: Rows, theirs: Rows) -> Gaps:
 
 def _gap(ours: Tensor, theirs: Tensor) -> float:
     """The largest difference of logits, as a share of the largest of them; inf where one of them is impossible."""
-    ours, theirs = ours.float().cpu(), theirs.float().cpu()
+    ours = ours.float().cpu()
+    theirs = theirs.float().cpu()
     low = torch.finfo(torch.float16).min
     if (
         ours.shape != theirs.shape

@@ -95,7 +95,9 @@ def audited_cells(names: Collection[str]) -> list[dict[str, Any]]:
 
 def claim_of(cell: Cell) -> Claim:
     """Return what is claimed of a cell, by the row of its mode or of its rule."""
-    decoding, mode, rule = cell.decoding, MODES[cell.decoding.mode], cell.decoding.rule_row
+    decoding = cell.decoding
+    mode = MODES[cell.decoding.mode]
+    rule = cell.decoding.rule_row
     has_own_rule = rule.name == mode.rule
     matching = [
         values

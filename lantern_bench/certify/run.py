@@ -40,11 +40,13 @@ def _on_tables(
     trial: Trial, seed: int, level: float, on_share: Callable[[float], None]
 ) -> tables.TrialResult:
     """The G-tests of a trial."""
-    decoded, tokens = 0, torch.empty(0, table_tokens(trial.decoding), dtype=torch.int64)
+    decoded = 0
+    tokens = torch.empty(0, table_tokens(trial.decoding), dtype=torch.int64)
     while True:
         end = min(trial.images, max(_FIRST_IMAGES, 2 * decoded)) if trial.broken else trial.images
         more = table_images(trial.decoding, range(decoded, end), trial.rule, trial.drafting, seed)
-        tokens, decoded = torch.cat([tokens, more]), end
+        tokens = torch.cat([tokens, more])
+        decoded = end
         p_values, tv = g_tests(trial.decoding, tokens)
         on_share(decoded / trial.images)
         if decoded == trial.images or min(p_values.values()) < level:
@@ -62,12 +64,12 @@ def _on_model(
     on_share: Callable[[float], None],
 ) -> tables.TrialResult:
     """The tests of whole images of a trial."""
-    decoding, batches, images = trial.decoding, [], 0
+    decoding = trial.decoding
+    batches = []
+    images = 0
     depth = drafting_of(decoding, model.target).depth if decoding.drafts else 0
-    sampled, tolerance = (
-        (model, prompts, decoding, trial.images),
-        whole_image.edge_tolerance(trial.dtype, decoding),
-    )
+    sampled = (model, prompts, decoding, trial.images)
+    tolerance = whole_image.edge_tolerance(trial.dtype, decoding)
     for batch in whole_image.decoded_evidence(
         *sampled, tolerance=tolerance, seed=seed, rule=trial.rule, drafting=trial.drafting
     ):
@@ -90,15 +92,14 @@ class Certification:
     """The measurements of one plan."""
 
     def __init__(self, plan: CertificationPlan) -> None:
-        self.plan, settings = plan, plan.resolved.settings
+        self.plan = plan
+        settings = plan.resolved.settings
         self.compute: Compute = choose_compute(settings.device, settings.dtype, fast=True)
         self._models: dict[str, LoadedModel] = {}
         dtype = self.compute.dtype_name
         self.loaded = self.model_in(dtype)
-        tree, cfg_default = (
-            model_of(plan.model).defaults.get("tree"),
-            plan.resolved.cfg_defaults[plan.model],
-        )
+        tree = model_of(plan.model).defaults.get("tree")
+        cfg_default = plan.resolved.cfg_defaults[plan.model]
         self._of_claims = [
             audit_trials(claim, plan.model, dtype, plan.samples) for claim in plan.claims
         ]
@@ -117,7 +118,8 @@ class Certification:
         self, trial: Trial, level: float, on_share: Callable[[float], None]
     ) -> tables.TrialResult:
         """Decode and test the images of a trial; of a broken one only until a p-value falls below `level`."""
-        level, seed = level if trial.broken else 0.0, self.plan.resolved.settings.seed
+        level = level if trial.broken else 0.0
+        seed = self.plan.resolved.settings.seed
         if not trial.dtype:
             return _on_tables(trial, seed, level, on_share)
         return _on_model(
@@ -139,7 +141,8 @@ class Certification:
             work()
             return now() - before
 
-        ar, plan = self.plan.sampling, self.plan
+        ar = self.plan.sampling
+        plan = self.plan
         condition = self.loaded.condition([plan.prompts[0].text] * GREEDY)
 
         def few_tokens() -> None:
@@ -164,7 +167,9 @@ class Certification:
     def measure(self, on_progress: OnProgress) -> Tables:
         """Return the tables."""
         description = "audit" if self.plan.claims else "certificate"
-        total, before, results = sum(self.seconds), 0.0, []
+        total = sum(self.seconds)
+        before = 0.0
+        results = []
         # Of a broken rule: Bonferroni over the tests of the trials that are not.
         count = sum(
             4 if not trial.dtype else whole_image.TESTS for trial in self.trials if not trial.broken
@@ -178,7 +183,8 @@ class Certification:
             results.append(self.run(trial, level, partial(progress, seconds)))
             before += seconds
         if self.plan.claims:
-            several, audited = iter(results), []
+            several = iter(results)
+            audited = []
             for claim, trials in zip(self.plan.claims, self._of_claims, strict=True):
                 audited.append((claim, [next(several) for _ in trials]))
             rows, tests = tables.audit_rows(self.plan.model, audited)

@@ -57,7 +57,8 @@ def trial_rows(
     family = [(result, test) for result in results for test in result.p_values]
     adjusted = holm([result.p_values[test] for result, test in family])
     p_holm = {(result.setting, test): p for (result, test), p in zip(family, adjusted, strict=True)}
-    checks, tests = [], []
+    checks = []
+    tests = []
     for result in results:
         for test, p in result.p_values.items():
             row = {"model": model, "setting": result.setting, "test": test, "p_value": p}
@@ -155,7 +156,8 @@ def _audit_row(
 ) -> dict[str, Any]:
     """The row of a claim; `lowest` has the smallest corrected p-value by setting."""
     right = [result for result in results if result.broken is None]
-    on_tables, p = right[0], min(lowest[result.setting] for result in right)
+    on_tables = right[0]
+    p = min(lowest[result.setting] for result in right)
     follows_target = p > LEVEL
     power = max(
         (min(result.p_values.values()) for result in results if result.broken is not None),
@@ -195,7 +197,8 @@ def identity_row(
         share.value,
         len(differences),
     )
-    near_ties, others = list[str](), list[str]()
+    near_ties = list[str]()
+    others = list[str]()
     for position, margin in filter(None, differences):
         (near_ties if margin < tolerance else others).append(
             f"token {position}, margin {margin:.1e}"

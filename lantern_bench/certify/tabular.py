@@ -51,7 +51,9 @@ class TabularModel(Target):
         generator = torch.Generator().manual_seed(seed)
         self.memory = memory or length
         states = (vocab + 1) ** self.memory
-        self.vocab_size, self.image_tokens, self.device = vocab, length, torch.device("cpu")
+        self.vocab_size = vocab
+        self.image_tokens = length
+        self.device = torch.device("cpu")
         self.p = torch.randn(2, states, vocab, generator=generator) * 1.3
         self.q = self.p + torch.randn(2, states, vocab, generator=generator) * drafter_noise
         self.target = self
@@ -73,14 +75,16 @@ class TabularModel(Target):
 
         `probabilities` turns (cond, uncond) logits into p.
         """
-        states, weights = torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.float64)
+        states = torch.zeros(1, dtype=torch.int64)
+        weights = torch.ones(1, dtype=torch.float64)
         for _ in range(skipped):
             after, every_weight = self._continued(states[:, None], weights[:, None], probabilities)
             states, index = after.flatten().unique(return_inverse=True)
             weights = torch.zeros(len(states), dtype=torch.float64).scatter_add_(
                 0, index, every_weight.flatten()
             )
-        ends, joint = states[:, None], weights[:, None]
+        ends = states[:, None]
+        joint = weights[:, None]
         for _ in range(count):
             ends, joint = self._continued(ends, joint, probabilities)
         return joint.sum(dim=0)
@@ -96,7 +100,9 @@ class TabularModel(Target):
 
 class _TargetSession(TargetSession):
     def __init__(self, model: TabularModel, batch: int, guided: bool) -> None:
-        self.model, self.batch, self.guided = model, batch, guided
+        self.model = model
+        self.batch = batch
+        self.guided = guided
 
     def prefill(self, condition: Any) -> Logits:  # noqa: ARG002
         self.state = torch.zeros(self.batch, dtype=torch.int64)
@@ -105,7 +111,8 @@ class _TargetSession(TargetSession):
     def score(self, tokens: Tensor, depths: Tensor, attention: Tensor) -> Logits:
         # The path of a node is read off the attention mask, as a transformer would; digits that have left the memory
         # are 0 again.
-        base, most = self.model.vocab_size + 1, self.model.memory
+        base = self.model.vocab_size + 1
+        most = self.model.memory
         apart = (depths[:, :, None] - depths[:, None, :]).clamp(0, most)
         path = torch.where(attention, (tokens[:, None, :] + 1) * base**apart, 0).sum(dim=-1)
         states = self.state[:, None] * base ** (depths + 1).clamp_max(most) + path
@@ -126,7 +133,8 @@ class _TargetSession(TargetSession):
 
 class _DrafterSession(DrafterSession):
     def __init__(self, model: TabularModel, batch: int, guided: bool) -> None:
-        self.model, self.guided = model, guided
+        self.model = model
+        self.guided = guided
         self.state = torch.zeros(batch, dtype=torch.int64)
 
     def prefill(self, condition: Any, features: Tensor) -> None:  # noqa: ARG002
@@ -150,10 +158,15 @@ class _DrafterSession(DrafterSession):
 
 # ---- whole images of the tables, tested against their joint distribution
 
-VOCABULARY, TOKENS = 4, 7
+VOCABULARY = 4
+TOKENS = 7
 # tokens of the images of wide windows, what they depend on; tokens of a row
-_LONG, _MEMORY, _LINE = 24, 3, 4
-_WINDOW, _BATCH, _FEWEST = 3, 5000, 5.0
+_LONG = 24
+_MEMORY = 3
+_LINE = 4
+_WINDOW = 3
+_BATCH = 5000
+_FEWEST = 5.0
 
 
 @functools.cache
@@ -192,7 +205,9 @@ def table_images(
 
     The images of a batch are at different positions as soon as they have accepted different numbers of drafts.
     """
-    model, engine, tokens = table_model(table_tokens(decoding)), Engine(), []
+    model = table_model(table_tokens(decoding))
+    engine = Engine()
+    tokens = []
     for start in range(images.start, images.stop, _BATCH):
         seeds = [
             record_seed(seed, "tables", image)
@@ -222,7 +237,8 @@ def g_tests(decoding: Decoding, tokens: Tensor) -> tuple[dict[str, float], tuple
         (0, _WINDOW - 1),
         *((first, first + _WINDOW) for first in range(tokens.shape[1] - _WINDOW + 1)),
     ]
-    compared, p_values = [], []
+    compared = []
+    p_values = []
     for first, end in windows:
         expected = target.joint(probabilities, end - first, first).numpy()
         expected = expected / expected.sum()
@@ -237,7 +253,8 @@ def g_tests(decoding: Decoding, tokens: Tensor) -> tuple[dict[str, float], tuple
     tests = {"first tokens": p_values[0], "joint of the first tokens": p_values[1]}
     tests["later windows"] = min(1.0, min(p_values[2:]) * len(p_values[2:]))
     _, expected, cells = compared[1]
-    alike, pairs = int((cells[:-1:2] == cells[1::2]).sum()), len(cells) // 2
+    alike = int((cells[:-1:2] == cells[1::2]).sum())
+    pairs = len(cells) // 2
     tests["images of a batch"] = float(binom.sf(alike - 1, pairs, (expected**2).sum()))
     halves, expected, _ = compared[1 + int(np.argmin(p_values[1:]))]
     first, second, both = (
@@ -253,7 +270,8 @@ def _g_test(counts: NDArray[Any], expected: NDArray[Any]) -> float:
     if counts[expected == 0].any():
         return 0.0
     order = np.argsort(expected)
-    wanted, seen = expected[order] * counts.sum(), counts[order]
+    wanted = expected[order] * counts.sum()
+    seen = counts[order]
     rare = max(
         int(np.searchsorted(wanted, _FEWEST)), int(np.searchsorted(wanted.cumsum(), _FEWEST)) + 1
     )

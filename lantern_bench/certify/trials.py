@@ -99,7 +99,8 @@ def _model_trials(
 
 def audit_trials(claim: Claim, model: str, dtype: str, samples: int) -> list[Trial]:
     """Return the trials of a claim: on the tables, with the model if lossless, and without its residual if ours."""
-    decoding, small = claim.cell.decoding, table_decoding(claim.cell.decoding)
+    decoding = claim.cell.decoding
+    small = table_decoding(claim.cell.decoding)
     trials = [Trial(f"{claim.cell.cell_id}, tables", small, AUDIT_TABLES * samples)]
     if claim.is_lossless:
         trials.append(Trial(f"{claim.cell.cell_id}, {model}", decoding, samples, dtype))

@@ -83,7 +83,8 @@ def evidence(
     `q` [B, N - 1, V]: the drafter's distributions of all tokens but the first. `starts`: where the steps of each image
     start. `tolerance`: see `edge_tolerance`.
     """
-    p, x = decoding_probabilities(logits, decoding).double(), tokens[..., None]
+    p = decoding_probabilities(logits, decoding).double()
+    x = tokens[..., None]
     if bool(broken_distributions(p).any()) or (
         q is not None and bool(broken_distributions(q).any())
     ):
@@ -93,9 +94,12 @@ def evidence(
     unsure = torch.where(passes, 0.0, wide).sum(dim=-1, keepdim=True)
     at_edge = unsure / (unsure + (1 - unsure) * math.exp(-tolerance))
     p = _restricted(p, passes)
-    p_x, outside, impossible = p.gather(-1, x), ~passes.gather(-1, x), fails.gather(-1, x)
+    p_x = p.gather(-1, x)
+    outside = ~passes.gather(-1, x)
+    impossible = fails.gather(-1, x)
     minus_log = torch.where(p > 0, -p.log(), 0.0)
-    lean, ratio = torch.zeros_like(p), torch.ones_like(p_x)
+    lean = torch.zeros_like(p)
+    ratio = torch.ones_like(p_x)
     if q is not None:
         drafted = _restricted(q.double(), passes[:, 1:])
         lean[:, 1:] = torch.where(p[:, 1:] > 0, (drafted - p[:, 1:]) / (drafted + p[:, 1:]), 0.0)
@@ -129,7 +133,9 @@ def _sure(logits: Tensor, p: Tensor, decoding: Decoding, tolerance: float) -> tu
     """Which tokens pass the filters, and which do not, whatever rounding does: bool as p [..., V]."""
     if not decoding.top_k and decoding.top_p >= 1:
         return p > 0, p == 0
-    strict_p, loose_p = p, p  # under a filter that is stricter, and under one that is looser
+    # under a filter that is stricter, and under one that is looser
+    strict_p = p
+    loose_p = p
     if (top_p := decoding.top_p) < 1:
         # Logits that move by a tolerance move the odds of a set by at most its exponential.
         moved = [
@@ -198,7 +204,8 @@ def p_values(batches: Sequence[Evidence], depth: int) -> dict[str, float]:
     `edge` is one-sided: a Poisson number has a longer tail than a number of independent events with the same mean.
     """
     images = Evidence(*(np.concatenate(column) for column in zip(*batches, strict=True)))
-    everywhere, length = np.ones(images.starts.shape, dtype=bool), images.starts.shape[1]
+    everywhere = np.ones(images.starts.shape, dtype=bool)
+    length = images.starts.shape[1]
     sums = {"surprise": (images.surprise, images.surprise_var)}
     if (images.lean_var > 0).any():
         sums["lean to the drafter"] = (images.lean, images.lean_var)
@@ -268,7 +275,8 @@ def greedy_differences(
     plain = next(iter(decodings.values())).autoregressive()
     for start in range(0, len(prompts), batch):
         chosen = prompts[start : start + batch]
-        condition, seeds = model.condition([prompt.text for prompt in chosen]), [0] * len(chosen)
+        condition = model.condition([prompt.text for prompt in chosen])
+        seeds = [0] * len(chosen)
         decode_all = partial(decode, model, condition, engine=model.engine)
         greedy = decode_all(plain, generators(model, seeds), keep_logits=True)
         for number, (name, decoding) in enumerate(decodings.items(), start=1):

@@ -83,7 +83,8 @@ def check_model(
     from lantern_bench.runs.devices import choose_compute
 
     console: Console = ctx.obj
-    described, compute = model_of(model), choose_compute(device, dtype)
+    described = model_of(model)
+    compute = choose_compute(device, dtype)
     prompts = prompt or next(iter(described.prompt_sets.values()))[:2]
     if len(prompts) != 2:
         raise UserError(f"--prompt: {len(prompts)} given", "Give the flag twice, or leave it out.")
@@ -260,7 +261,8 @@ def certify(
     from lantern_bench.runs.devices import compile_models
 
     certification = Certification(plan)
-    loaded, compute = certification.loaded, certification.compute
+    loaded = certification.loaded
+    compute = certification.compute
     if plan.resolved.settings.compile and (note := compile_models([loaded], compute)) is not None:
         console.note(*note)
     with console.progress() as progress:

@@ -100,7 +100,8 @@ def _row(model: Model) -> dict[str, Any]:
 def _parts(model: Model) -> list[dict[str, Any]]:
     """Return one row per part of a model: its files, their path here, and their repositories."""
     published = hub.PARTS.get(model.name, {})
-    origin, home = "your model file" if is_model_file(model.name) else "this package", Path.home()
+    origin = "your model file" if is_model_file(model.name) else "this package"
+    home = Path.home()
     rows = []
     for part, path in model.files().items():
         sources = published.get(part, ())
@@ -120,12 +121,15 @@ def _show_memory(resolved: ResolvedExperiment, console: Console) -> pd.DataFrame
     from lantern_bench.models.random_model import meta_model, sizes_of
     from lantern_bench.runs.devices import choose_compute
 
-    settings, decodings = resolved.settings, [cell.decoding for cell in resolved.cells]
-    compute, model = choose_compute(settings.device, settings.dtype), meta_model(settings.model[0])
+    settings = resolved.settings
+    decodings = [cell.decoding for cell in resolved.cells]
+    compute = choose_compute(settings.device, settings.dtype)
+    model = meta_model(settings.model[0])
     nodes = max(1 + decoding.draft_nodes for decoding in decodings)
     guided = any(decoding.cfg_scale != 1 for decoding in decodings)
     sizes = sizes_of(model, compute.dtype, guided=guided, nodes=nodes, batch=max(settings.batch))
-    total, parameters = sum(size.bytes for size in sizes), sum(size.parameters for size in sizes)
+    total = sum(size.bytes for size in sizes)
+    parameters = sum(size.parameters for size in sizes)
     rows = [
         (size.part, size.parameters or None, str(size.dtype).removeprefix("torch."), size.bytes)
         for size in sizes
@@ -212,10 +216,8 @@ def generate(
     from lantern_bench.runs import runner
     from lantern_bench.runs.devices import choose_compute, compile_models, load_models
 
-    compute, seed = (
-        choose_compute(resolved.settings.device, resolved.settings.dtype),
-        resolved.settings.seed,
-    )
+    compute = choose_compute(resolved.settings.device, resolved.settings.dtype)
+    seed = resolved.settings.seed
     if random_weights:
         weights = f"the weights of {model} are random (seed {seed}, {compute.dtype_name})"
         console.warn(f"{weights}, and so are its caption features: the picture means nothing")

@@ -76,7 +76,8 @@ RunsArgument: TypeAlias = Annotated[
 
 # ---- Flags that are keys of an experiment: one table. The values are text, which `config` reads and checks.
 
-_WORD, _SWITCH = str | None, bool | None
+_WORD = str | None
+_SWITCH = bool | None
 _LIST = list[str] | None  # several values, by commas or by repeating the flag, make a grid
 
 
@@ -202,7 +203,8 @@ def _key(parameter: Any) -> str:
 
 def complete_names(context: Any, parameter: Any, incomplete: str) -> list[str]:
     """Return the names that a flag or argument may begin with; several may be typed with commas between."""
-    key, (before, comma, word) = _key(parameter), incomplete.rpartition(",")
+    key = _key(parameter)
+    before, comma, word = incomplete.rpartition(",")
     names: Any = _NAMES.get(f"{context.command.name} {key}", _NAMES.get(key, ()))
     names = load_code(names)() if isinstance(names, str) else names
     return [f"{before}{comma}{name}" for name in names if name.startswith(word)]
@@ -221,10 +223,8 @@ class Command(TyperCommand):
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the arguments and options."""
-        parameters, titles = (
-            {_key(parameter): parameter for parameter in self.get_params(ctx)},
-            ("Arguments", *_GROUPS),
-        )
+        parameters = {_key(parameter): parameter for parameter in self.get_params(ctx)}
+        titles = ("Arguments", *_GROUPS)
         records: dict[str, list[tuple[str, str]]] = {title: [] for title in titles}
         for key, parameter in parameters.items():
             group = next((group for group, keys in _GROUPS.items() if key in keys), "What")

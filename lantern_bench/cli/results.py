@@ -255,12 +255,12 @@ def predict(
     target = None if device is None else cost_model.find_device(device)
     (data,) = load_runs([run]).values()
     if target is None:
-        table, terms, title = cost_model.measured_times(data), [], data.folder.name
+        table = cost_model.measured_times(data)
+        terms = []
+        title = data.folder.name
     else:
-        table, terms = (
-            cost_model.predict_run(data, target, stack, model),
-            cost_model.terms_of(target, stack),
-        )
+        table = cost_model.predict_run(data, target, stack, model)
+        terms = cost_model.terms_of(target, stack)
         terms += filter(None, [cost_model.measured_elsewhere(data, target, stack, model)])
         title = f"{data.folder.name}, predicted for {target.name}"
     if prompts is not None:

@@ -169,7 +169,8 @@ def merge(
 
     console: Console = ctx.obj
     folder = merge_runs(runs, out)
-    images, done = len(store.read_records(folder)), len(store.done_images(folder))
+    images = len(store.read_records(folder))
+    done = len(store.done_images(folder))
     console.say(f"{images} images of {len(runs)} shards, {images - done} failed: {folder}")
     if store.read_scores(folder):
         console.say(f"quality of whole cells: lantern-bench score {folder}")
@@ -236,7 +237,8 @@ def _show_reproduction(folder: Path, console: Console, format: str | None) -> No
     tables = write_tables(folder)
     table = frame("reproduction", reproduction_rows(tables, paper))
     write_csv(table, folder / "reproduction.csv")
-    notes, title = comparability(tables, paper, manifest), paper.title if paper else folder.name
+    notes = comparability(tables, paper, manifest)
+    title = paper.title if paper else folder.name
     if (format or console.format) in ("csv", "json"):
         console.table(table, format=format)
         for note in notes:

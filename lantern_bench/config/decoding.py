@@ -73,7 +73,8 @@ def check_value(key: str, value: object, folder: Path = Path()) -> Any:
         return value
     if choices:
         raise_if_refused(value)
-        noun, hint = "mode" if key == "mode" else "value", did_you_mean(value, choices)
+        noun = "mode" if key == "mode" else "value"
+        hint = did_you_mean(value, choices)
         raise ParameterError(f"unknown {noun}{hint} (must be one of {', '.join(choices)})", key)
     try:
         return _adapter(key).validate_python(value)
@@ -297,7 +298,8 @@ class Decoding:
             )
         if self.rule_row.in_id and MODES[self.mode].rule != self.rule:
             words.append(self.rule)
-        always, changed = [], []
+        always = []
+        changed = []
         for key, value in self.parameters:
             parameter = PARAMETERS[key]
             default = self.cfg_default if key == "cfg_scale" else parameter.default

@@ -25,7 +25,8 @@ from lantern_bench.methods.tables import DRAFTINGS, MODES, PARAMETERS, RULES
 
 _SWITCH = "must be true or false"
 _MOST_PARALLEL = 1024  # processes, threads
-DEVICE, DEVICES = r"^(auto|cpu|mps|cuda(:\d{1,2})?)$", "must be auto, cpu, mps, cuda or cuda:N"
+DEVICE = r"^(auto|cpu|mps|cuda(:\d{1,2})?)$"
+DEVICES = "must be auto, cpu, mps, cuda or cuda:N"
 """A pattern of `--device`, and the same in words."""
 DType: TypeAlias = Literal["auto", "float32", "bfloat16", "float16"]
 _T = TypeVar("_T")
@@ -249,7 +250,8 @@ class ExperimentReader:
                         self._note(("models", name, key), text, value)
                     stated[key] = value, self.source.location(("models", name, key))
         for key in [key for key in ALLOWED if key in typed]:
-            values, location = list(typed[key]), self.overrides.location(key)
+            values = list(typed[key])
+            location = self.overrides.location(key)
             if key in _LISTS:
                 stated[key] = values, location
             elif len(values) == 1:
@@ -333,7 +335,8 @@ class ExperimentReader:
 
     def _wanted_modes(self, baseline: bool) -> dict[str, None]:
         """Return the modes to keep, in the order in which they are typed."""
-        location, typed = Location("--modes"), self.overrides.modes
+        location = Location("--modes")
+        typed = self.overrides.modes
         modes_read = read_values("mode", list(typed), location, self.problems) if typed else ()
         wanted: dict[str, None] = dict.fromkeys(modes_read or MODES)
         if baseline:
@@ -344,11 +347,9 @@ class ExperimentReader:
 
     def _preset_cell(self, mode: str, entries: Sequence[CellEntry]) -> CellEntry:
         """Return a cell of a mode that the file lacks: the model's defaults, on the tree of the file's other cells."""
-        location, drafting, rule = (
-            Location("--modes"),
-            DRAFTINGS[MODES[mode].drafting],
-            RULES[MODES[mode].rule],
-        )
+        location = Location("--modes")
+        drafting = DRAFTINGS[MODES[mode].drafting]
+        rule = RULES[MODES[mode].rule]
         stated = {key for block in (self.top, self.flags, *self.models.values()) for key in block}
         layer = {"mode": Stated((mode,), location)}
         if not rule.lossless and rule.bound not in stated:

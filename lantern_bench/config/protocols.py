@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from lantern_bench.errors import UserError, did_you_mean
 from lantern_bench.methods.tables import METRICS, OF_IMAGES, REFUSED_METRICS
 
-EMBEDDED, LANTERN_COCO = "embedded", "lantern-coco"
+EMBEDDED = "embedded"
+LANTERN_COCO = "lantern-coco"
 
 
 @dataclass(frozen=True)

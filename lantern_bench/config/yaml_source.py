@@ -16,7 +16,8 @@ from lantern_bench.errors import UserError, did_you_mean
 
 KeyPath: TypeAlias = tuple[str | int, ...]
 
-MOST_CHARACTERS, DEEPEST = 1_000_000, 32
+MOST_CHARACTERS = 1_000_000
+DEEPEST = 32
 
 
 class Location(NamedTuple):
@@ -199,7 +200,8 @@ def problems_of(
     """
     for item in error.errors(include_url=False):
         # Follow the path as far as there are fields: errors inside a field belong to the field.
-        kind, about = item["type"], ""
+        kind = item["type"]
+        about = ""
         path: KeyPath = ()
         keys: list[str] = []
         inside: type[BaseModel] | None = model
@@ -211,18 +213,18 @@ def problems_of(
             keys = list(fields)
             if key not in fields:
                 break
-            about, inside = fields[key].description or "", _model_in(fields[key].annotation)
+            about = fields[key].description or ""
+            inside = _model_in(fields[key].annotation)
         value = _value_at(source.data, path)
         words = re.findall(r"'([^']*)'", item["ctx"]["expected"]) if kind == "literal_error" else []
         if kind in ("extra_forbidden", "invalid_key"):
-            text, value = (
-                f"unknown key{did_you_mean(path[-1], keys)} (the keys are {', '.join(keys)})",
-                None,
-            )
+            text = f"unknown key{did_you_mean(path[-1], keys)} (the keys are {', '.join(keys)})"
+            value = None
         elif kind == "missing":
             text = f"missing; {about}"
         elif kind in ("less_than", "less_than_equal"):
-            value, (limit,) = item["input"], item["ctx"].values()
+            value = item["input"]
+            (limit,) = item["ctx"].values()
             text = f"must be {'below' if kind == 'less_than' else 'at most'} {limit:,}"
         elif about.startswith("must"):
             value = item["input"]

@@ -55,7 +55,10 @@ class Engine:
         folder: Path | None = None,
         graphs: bool = True,
     ) -> None:
-        self.compile, self.graphs, self.folder, self._backend = compile, graphs, folder, backend
+        self.compile = compile
+        self.graphs = graphs
+        self.folder = folder
+        self._backend = backend
         self._cache: dict[Hashable, Any] = {}
         self.fallbacks: dict[str, str] = {}
 
@@ -105,7 +108,8 @@ class SavedProgram:
     """
 
     def __init__(self, method: Any, path: Path) -> None:
-        self._method, self._path = method, path
+        self._method = method
+        self._path = path
         self._run: Callable[..., Any] | None = None
 
     def __call__(self, *arguments: Any) -> Any:
@@ -207,7 +211,10 @@ class GraphedProgram:
         device: torch.device,
         engine: Engine,
     ) -> None:
-        self._run, self._plain, self._device, self._engine = compiled, plain, device, engine
+        self._run = compiled
+        self._plain = plain
+        self._device = device
+        self._engine = engine
         self._copies: tuple[Any, ...] | None = None
         self._warm = False
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -254,7 +261,8 @@ class GraphedProgram:
         """Capture the program; nothing is computed. None where that fails: the engine then captures nothing more."""
         # By default the stream would be one of the device that captured first.
         with torch.cuda.device(self._device):
-            before, graph = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
+            before = torch.cuda.current_stream()
+            graph = torch.cuda.CUDAGraph()
             stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             try:
                 # Other threads may use the GPU, to score pictures for example.

@@ -28,7 +28,8 @@ def guide(cond: Tensor, uncond: Tensor | None, cfg_scale: float) -> Tensor:
         return cond.float()
     if uncond is None:
         raise ValueError(f"cfg_scale {cfg_scale} needs unconditional logits")
-    cond, base = cond.float(), uncond.float()
+    cond = cond.float()
+    base = uncond.float()
     # A token that both rows call impossible stays so: the difference of the infinities counts as 0. That would hide a
     # NaN of `cond`, which `maximum` keeps. A mask takes twice as long on a CPU.
     difference = (cond - base).nan_to_num_(0.0, torch.inf, -torch.inf).maximum(cond - torch.inf)

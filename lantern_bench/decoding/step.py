@@ -198,7 +198,9 @@ class SpeculativeStep:
             no_bits = torch.empty(self._batch, 0, dtype=torch.int32, device=draws.device)
             return StepNoise(draft=no_bits, uniforms=no_bits, bonus=no_bits)
         vocabulary = self._target.vocab_size
-        nodes, fanout, noises = self.drafting.nodes, self.drafting.fanout, self.drafting.noises
+        nodes = self.drafting.nodes
+        fanout = self.drafting.fanout
+        noises = self.drafting.noises
         sizes = [noises * vocabulary, vocabulary, nodes * fanout]
         draft, bonus, uniforms = torch.split(draws.bits(sum(sizes)), sizes, dim=1)
         return StepNoise(

@@ -65,12 +65,14 @@ class DraftTree:
 
         Indexed at once, and not by views: compiled programs then change the copy in place.
         """
-        nodes, images = self.layout.nodes, torch.arange(len(values), device=values.device)
+        nodes = self.layout.nodes
+        images = torch.arange(len(values), device=values.device)
         return values[images.repeat(len(nodes)), nodes.repeat_interleave(len(values))]
 
     def by_node(self, rows: Tensor) -> Tensor:
         """Return [B, M, ...] of `rows` [I * B, ...] that belong to the nodes that can have children; else 0."""
-        nodes, (images, count) = self.layout.nodes, self.tokens.shape
+        nodes = self.layout.nodes
+        images, count = self.tokens.shape
         of_nodes = rows.new_zeros(images, count, *rows.shape[1:])
         of_nodes[:, nodes] = rows.view(len(nodes), images, *rows.shape[1:]).transpose(0, 1)
         return of_nodes
@@ -183,7 +185,8 @@ def _rank_groups(nodes: _Lists, internal: Sequence[int], kids: _Lists) -> Iterat
 def _levels(
     nodes: _Lists, parents: Sequence[int], kids: _Lists, attention: Tensor
 ) -> Iterator[Level]:
-    above, expanded = [-1], list[int]()
+    above = [-1]
+    expanded = list[int]()
     for depth in range(len(nodes[-1])):
         expanding = [node for node, path in enumerate(nodes) if len(path) == depth and kids[node]]
         children = [child for node in expanding for child in kids[node]]
@@ -217,7 +220,8 @@ def link_nodes(
     batch, nodes = tokens.shape
     number = torch.arange(nodes, device=tokens.device).expand(batch, -1)
     is_root = number == 0
-    is_child, exists = valid & ~is_root, valid | is_root
+    is_child = valid & ~is_root
+    exists = valid | is_root
     parents = torch.where(exists, parents, 0)
     column = torch.where(is_child, parents * fanout + ranks, nodes * fanout)
     children = torch.full((batch, nodes * fanout + 1), -1, dtype=torch.int64, device=tokens.device)

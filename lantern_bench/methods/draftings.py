@@ -74,7 +74,8 @@ def _most_nodes(values: Values) -> int:
 
 
 def _dynamic_problem(values: Values) -> tuple[str, str] | None:
-    candidates, sizes = _most_nodes(values), f"depth {values['depth']} and beam {values['beam']}"
+    candidates = _most_nodes(values)
+    sizes = f"depth {values['depth']} and beam {values['beam']}"
     if candidates > _MOST_CANDIDATES:
         return (
             "beam",

@@ -22,7 +22,8 @@ def _refuse_bool(value: object) -> object:
     return value
 
 
-LARGEST, MOST = 10**12, 10**9
+LARGEST = 10**12
+MOST = 10**9
 """The largest number and the largest whole number: products of larger ones leave float32 and int64."""
 
 _NO_BOOL = BeforeValidator(_refuse_bool)
@@ -65,7 +66,9 @@ def word(*choices: str) -> Kind:
     return Kind(Literal[choices], "must be one of", "string", choices)
 
 
-COUNT, NATURAL, SEVERAL = whole_number(1), whole_number(0), whole_number(2)
+COUNT = whole_number(1)
+NATURAL = whole_number(0)
+SEVERAL = whole_number(2)
 NOT_NEGATIVE = number("be a number of at least 0", ge=0)
 ABOVE_0 = number("be a number above 0", gt=0)
 ABOVE_1 = number("be a number above 1", gt=1)

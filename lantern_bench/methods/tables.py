@@ -100,7 +100,8 @@ SHIPPED_MODES = (
 
 # ---- Rows of other packages, through entry points
 
-_NAME, _KEY = r"[a-z][a-z0-9_-]*", r"[a-z][a-z0-9_]*"
+_NAME = r"[a-z][a-z0-9_-]*"
+_KEY = r"[a-z][a-z0-9_]*"
 _SHIPPED_PARAMETERS = [
     parameter for row in (*SHIPPED_DRAFTINGS, *SHIPPED_RULES) for parameter in row.parameters
 ]

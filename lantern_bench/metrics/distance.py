@@ -41,7 +41,8 @@ def sums_along(
     target: Target, forced: Forced, q: Tensor | None, decoding: Decoding
 ) -> list[dict[str, Any]]:
     """Return the rows of `token_sums` from the target's logits and the drafter's q [B, N - 1, V]."""
-    tokens, (cond, uncond, _) = forced.tokens, forced.logits
+    tokens = forced.tokens
+    cond, uncond, _ = forced.logits
     is_drawn = target.forced(torch.arange(tokens.shape[1], device=tokens.device)) < 0
     uncond_rows, q_rows = ([None] * len(tokens) if rows is None else rows for rows in (uncond, q))
     images = zip(cond, uncond_rows, q_rows, tokens, strict=True)
@@ -69,7 +70,8 @@ def _sums_of_image(
     step = max(1, _VALUES // logits.shape[1])
     for start in range(0, len(logits), step):
         now = slice(start, start + step)
-        p, x = decoding_probabilities(logits[now], decoding).double(), tokens[now, None]
+        p = decoding_probabilities(logits[now], decoding).double()
+        x = tokens[now, None]
         information = (
             None
             if uncond is None

@@ -155,7 +155,8 @@ def features_of(
         classify = classifier.load_classifier(extractor.weights, device)
         network: Callable[[Tensor], Tensor] = lambda batch: classify.features(batch.float() / 255)  # noqa: E731
     else:
-        cuda, weights = torch.device(device).type == "cuda", str(extractor.weights)
+        cuda = torch.device(device).type == "cuda"
+        weights = str(extractor.weights)
         of_library: Any = create_feature_extractor(
             extractor.name,
             [extractor.layer],
@@ -164,7 +165,8 @@ def features_of(
             feature_extractor_weights_path=weights,
         )
         network = lambda batch: of_library(batch)[0]  # noqa: E731
-    features, sizes = [torch.zeros(0, extractor.width)], set[torch.Size]()
+    features = [torch.zeros(0, extractor.width)]
+    sizes = set[torch.Size]()
     for start in range(0, len(pictures), _BATCH):
         read = (
             item if isinstance(item, Tensor) else read_picture(item)
@@ -188,7 +190,8 @@ def preprocess(picture: Tensor, preparation: Preparation) -> Tensor:
     if preparation.crop:
         height, width = picture.shape[1:]
         side = min(height, width)
-        row, column = (height - side) // 2, (width - side) // 2
+        row = (height - side) // 2
+        column = (width - side) // 2
         picture = picture[:, row : row + side, column : column + side]
     return resized(picture, preparation.size, Image.Resampling.LANCZOS)
 
@@ -250,7 +253,8 @@ def find_reference(name: str | None, protocol: Protocol) -> Reference | None:
 def embedded_reference() -> Reference:
     """Return what ships with the bundled family: features of 1,024 scenes that no training uses."""
     with safe_open(EMBEDDED_FEATURES, framework="pt") as file:
-        metadata, features = file.metadata(), file.get_tensor("features")
+        metadata = file.metadata()
+        features = file.get_tensor("features")
     return Reference(
         None, metadata["label"], FeatureSet.of(features), extractor=metadata["extractor"]
     )

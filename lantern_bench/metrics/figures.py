@@ -59,7 +59,8 @@ def fid(sets: FeatureSets) -> Figure:
 def kid(sets: FeatureSets) -> Figure:
     """The kernel distance (Binkowski et al. 2018), over all pictures."""
     assert sets.reference.features is not None
-    reference, pictures = sets.reference.features.double().numpy(), sets.pictures.double().numpy()
+    reference = sets.reference.features.double().numpy()
+    pictures = sets.pictures.double().numpy()
     among_reference = _mean_kernel(reference)
 
     def distance(rows: Rows) -> float:
@@ -89,7 +90,8 @@ def _kid_spread(sets: FeatureSets) -> dict[str, Any]:
 
 def _mean_kernel(x: NDArray[np.float64], y: NDArray[np.float64] | None = None) -> float:
     """The mean of KID's kernel (x . y / width + 1)^3 over pairs; of one set alone over pairs of different pictures."""
-    others, width = x if y is None else y, x.shape[1]
+    others = x if y is None else y
+    width = x.shape[1]
     total = 0.0
     for start in range(0, len(x), 2048):
         total += float(((x[start : start + 2048] @ others.T / width + 1) ** 3).sum())
@@ -182,7 +184,8 @@ def measure_sets(
 
     Prompts taken in turn leave a set without pairs of one caption, which shifts KID below 0 alike in every cell.
     """
-    n, reference = len(sets.pictures), sets.reference
+    n = len(sets.pictures)
+    reference = sets.reference
     names, notes = measurable(
         n if reference.n is None else min(n, reference.n), reference, extractor
     )
@@ -216,7 +219,8 @@ def fid_infinity(
 
     The interval is that of the intercept of the least-squares line; it is too narrow, since subsets share pictures.
     """
-    (n, width), names = features.shape, ("fid_infinity", "fid_infinity_low", "fid_infinity_high")
+    n, width = features.shape
+    names = ("fid_infinity", "fid_infinity_low", "fid_infinity_high")
     if n < 2 * width + _SIZES:
         return dict.fromkeys(names), [
             f"fid_infinity needs {2 * width + _SIZES} images; there are {n}"
@@ -233,7 +237,8 @@ def fid_infinity(
 # ---- How much figures vary: intervals by jackknife, and the spread of autoregressive decoding
 
 # Groups of pictures that the jackknife leaves out, and mixed sets that the spread of ar is estimated from.
-_GROUPS, _MIXED = 50, 200
+_GROUPS = 50
+_MIXED = 200
 
 
 def jackknife(figures: Mapping[str, Figure], n: int) -> dict[str, float]:
@@ -266,10 +271,8 @@ def ar_spread(figures: Mapping[str, Figure], sets: Rows) -> dict[str, tuple[floa
     ends = {}
     for name, figure in figures.items():
         values = [figure(rows) for rows in mixed]
-        centre, between = (
-            float(np.mean(values)),
-            float(np.var(values, ddof=1)) * repeats / (repeats - 1),
-        )
+        centre = float(np.mean(values))
+        between = float(np.var(values, ddof=1)) * repeats / (repeats - 1)
         width = reach * math.sqrt(between * (1 + 1 / repeats))
         low, high = np.clip([centre - width, centre + width], *METRICS[name].bounds).tolist()
         ends[name] = centre, low, high

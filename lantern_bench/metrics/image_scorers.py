@@ -99,11 +99,14 @@ def load_clip(
     """
     if name == BUNDLED or name.startswith(LOCAL_DIR):
         folder = BUNDLED_FOLDER if name == BUNDLED else Path(name.removeprefix(LOCAL_DIR))
-        path, source, pretrained = _weights_in(folder, name), f"{LOCAL_DIR}{folder}", None
+        path = _weights_in(folder, name)
+        source = f"{LOCAL_DIR}{folder}"
+        pretrained = None
         label = label or (name if name == BUNDLED else folder.name)
     elif name in open_clip.list_models():
         path = weights or features.find_weights(f"the CLIP model {name}", f"{name}.safetensors")
-        source, pretrained = name, str(path)
+        source = name
+        pretrained = str(path)
     else:
         advice = f"Give {BUNDLED}, {LOCAL_DIR}FOLDER, or an architecture of open_clip such as ViT-B-32, ViT-L-14."
         raise UserError(f"unknown CLIP model {name!r}", advice)

@@ -34,7 +34,9 @@ _VQGAN: dict[str, Any] = {"codes": 8192, "code_dim": 256, "unit_codes": False, "
 # MoVQGAN 270M (arXiv 2209.09002).
 _MOVQGAN: dict[str, Any] = {"codes": 16384, "code_dim": 4, "z_channels": 4, "channels": 256}
 _MOVQGAN |= {"channel_mult": (1, 2, 2, 4), "unit_codes": False, "code_norms": True}
-_ROW_END, _IMAGE, _TURN = "<reserved08799>", "<racm3:break>", "<reserved08706>"
+_ROW_END = "<reserved08799>"
+_IMAGE = "<racm3:break>"
+_TURN = "<reserved08706>"
 _LETTERS = "ABCDEFGHIJ"
 # Options of transformers' Chameleon that no published checkpoint uses.
 _ONLY = {"model_type": ("chameleon", "chameleon_xllmx", None), "tie_word_embeddings": (False, None)}
@@ -110,7 +112,8 @@ class Chameleon(WordModel):
         shapes = {name: tensor.shape for name, tensor in target.state_dict().items()}
         for name, (norm, *_) in list(keys.items()):
             if re.search(r"\.[qk]_norm\.", name) and norm.key in checkpoint:
-                (heads, width), (rows, *_) = shapes[name], checkpoint.shape(norm.key)
+                heads, width = shapes[name]
+                rows, *_ = checkpoint.shape(norm.key)
                 if rows < heads and heads % rows == 0:
                     repeat = functools.partial(
                         torch.repeat_interleave, repeats=heads // rows, dim=0
@@ -169,11 +172,13 @@ class Lumina2(Lumina):
         )
     }
     words = (0, 151642)
-    vq_layout, pixels = "movqgan", 8
+    vq_layout = "movqgan"
+    pixels = 8
 
     def image_words(self) -> Sequence[int]:
         """Return the words: code n is word `first_code` + n, as in the authors' code."""
-        first, codes = self.whole_number("first_code"), self.whole_number("codes")
+        first = self.whole_number("first_code")
+        codes = self.whole_number("codes")
         return (*range(first, first + codes), self.vocabulary[_ROW_END])
 
     def published_numbers(self) -> Mapping[str, int]:

@@ -78,7 +78,8 @@ class _Session(CachedSession, DrafterSession):
         )
         self.cache.advance(counts)
         last = self.cache.per_row((counts - 1).clamp_min(0))[:, None]
-        self._features, self._level = out[self._rows, last], 0
+        self._features = out[self._rows, last]
+        self._level = 0
         return self._logits(self._features, self.cache.lengths[:, None] - 1)
 
     def extend(self, tokens: Tensor, origin: Tensor, seen: Tensor) -> DrafterLogits:
@@ -87,7 +88,8 @@ class _Session(CachedSession, DrafterSession):
         positions = (self.cache.lengths[:, None] + self._level).expand_as(tokens)
         embedded = self.cache.per_row(self._drafter.embed_tokens(tokens))
         out = self._forward(embedded, features, positions, seen)
-        self._features, self._level = out, self._level + 1
+        self._features = out
+        self._level = self._level + 1
         return self._logits(out, positions)
 
     def _forward(
@@ -209,7 +211,8 @@ def load_drafter(
     folder: Path, target: CachedTarget, *, dtype: torch.dtype, device: torch.device
 ) -> EagleDrafter:
     """Load a published drafter for a loaded target; raises `UserError` for one that does not fit it."""
-    path, chameleon = folder / "config.json", target.config.qk_norm
+    path = folder / "config.json"
+    chameleon = target.config.qk_norm
     if not path.is_file():
         raise UserError(
             f"{path}: no such file",

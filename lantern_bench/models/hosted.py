@@ -86,7 +86,8 @@ class _Decoder(nn.Module):
 
     def __init__(self, hosted: HostedModel) -> None:
         super().__init__()
-        self.decoder, self.tok_embeddings = hosted.decoder, hosted.embed_codes
+        self.decoder = hosted.decoder
+        self.tok_embeddings = hosted.embed_codes
         self._hosted = (hosted,)  # in a tuple, so that only the decoder is a submodule
 
     def rows(self, values: Tensor, guided: bool) -> Tensor:
@@ -124,7 +125,9 @@ class _SharedCache:
     """A `KVCache` as the attention of transformers writes and reads one, at fixed slots."""
 
     def __init__(self, cache: KVCache, slots: Tensor, columns: int) -> None:
-        self._cache, self._slots, self._columns = cache, slots, columns
+        self._cache = cache
+        self._slots = slots
+        self._columns = columns
 
     def update(
         self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any
@@ -176,7 +179,8 @@ class _HostedTarget(CachedTarget):
         self, condition: Condition, tokens: Tensor, guided: bool
     ) -> tuple[Tensor, Tensor | None]:
         # The decoder's own forward of each row, with its mask and positions.
-        batch, rows = len(tokens), []
+        batch = len(tokens)
+        rows = []
         prompts, valid = (prompt_rows(values.to(self.device), 1 + guided) for values in condition)
         for row in range(len(prompts)):
             prompt = self._hosted.embed_words(prompts[row][valid[row]][None])

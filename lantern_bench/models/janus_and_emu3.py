@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from lantern_bench.models.io.state_dict import KeyMap
     from lantern_bench.models.target import TransformerTarget
 
-_JANUS_START, _PAD, _BEGIN_IMAGE = "<｜begin▁of▁sentence｜>", "<｜▁pad▁｜>", "<begin_of_image>"
+_JANUS_START = "<｜begin▁of▁sentence｜>"
+_PAD = "<｜▁pad▁｜>"
+_BEGIN_IMAGE = "<begin_of_image>"
 
 
 def _janus(vocab_size: int, dim: int, ffn_dim: int, layers: int, heads: int) -> Mapping[str, Any]:
@@ -106,7 +108,8 @@ class Janus(WordModel):
         keys = llama_key_map(target, target.config, names)
         if (kind := self.section("text_config").get("model_type")) not in ("llama", None):
             raise self.wrong("text_config.model_type", f"is {kind}, and only llama is supported")
-        table, aligner = "model.generation_embeddings.weight", "model.generation_aligner."
+        table = "model.generation_embeddings.weight"
+        aligner = "model.generation_aligner."
         for needed in (table, f"{aligner}fc1.weight"):
             checkpoint.require(needed, self.kind[1])
         layers = sorted(
@@ -141,12 +144,10 @@ _VQ: dict[str, Any] = {
     "channel_mult": (1, 2, 2, 4),
 }
 _VQ |= {"unit_codes": False, "code_norms": True, "frames": 4}
-_EMU3_START, _ROW_END, _IMAGE_START, _IMAGE = (
-    "<|extra_203|>",
-    "<|extra_200|>",
-    "<|image start|>",
-    "<|image token|>",
-)
+_EMU3_START = "<|extra_203|>"
+_ROW_END = "<|extra_200|>"
+_IMAGE_START = "<|image start|>"
+_IMAGE = "<|image token|>"
 _GOOD = " masterpiece, film grained, best quality."
 _BAD = (
     "lowres, bad anatomy, bad hands, text, error, missing fingers, extra digit, fewer digits, cropped, worst quality, "
@@ -174,7 +175,8 @@ class Emu3(WordModel):
     kind = ("model.text_model.embed_tokens.weight", "an Emu3 model")
     ignored = r"model\.vqmodel\.|lm_head\."
     words = (0, 151642)
-    vq_layout, pixels = "emu3", 8
+    vq_layout = "emu3"
+    pixels = 8
     tokenizer_in_target = True
 
     def read_sizes(self) -> TransformerConfig:

@@ -98,10 +98,12 @@ class LlamaGen(CheckpointModel):
             if field not in sizes:
                 advice = "State it in target: {config: {...}}, or name the published model: family: llamagen-c2i-B-256."
                 raise self.wrong(key, "missing: no checkpoint states it", advice)
-        ffn_dim, multiple = int(8 * sizes["dim"] / 3), self.numbers["multiple_of"]
+        ffn_dim = int(8 * sizes["dim"] / 3)
+        multiple = self.numbers["multiple_of"]
         ffn_dim = int(self.numbers["ffn_dim_multiplier"] * ffn_dim)
         sizes.setdefault("ffn_dim", -(-ffn_dim // multiple) * multiple)
-        vocab_size, prefix = sizes.pop("text_vocab_size"), self.numbers["cls_token_num"]
+        vocab_size = sizes.pop("text_vocab_size")
+        prefix = self.numbers["cls_token_num"]
         return TransformerConfig(vocab_size, prefix=prefix, grid=self._grid(), **sizes)
 
     @cached_property
@@ -120,10 +122,8 @@ class LlamaGen(CheckpointModel):
         block = self.numbers["block_size"]
         side = math.isqrt(block)
         if not block or side * side != block:
-            problem, advice = (
-                "missing: the weights do not tell it",
-                "Give grid: [rows, columns] of tokens.",
-            )
+            problem = "missing: the weights do not tell it"
+            advice = "Give grid: [rows, columns] of tokens."
             raise (
                 self.file.wrong("grid", problem, advice)
                 if self.file
@@ -201,7 +201,8 @@ class TextToImage(LlamaGen):
         from lantern_bench.models.loaded_model import Prompts
         from lantern_bench.models.t5 import caption_prompts, random_features
 
-        positions, width = self.sizes.prefix, self.numbers["caption_dim"]
+        positions = self.sizes.prefix
+        width = self.numbers["caption_dim"]
         if invented:
             return Prompts(random_features(positions, width))
         folder = self.paths.get("text_encoder")

@@ -28,7 +28,9 @@ class VQPixels:
     """A VQ tokenizer for pictures of `grid` (rows, columns) codes."""
 
     def __init__(self, model: VQModel, grid: tuple[int, int], line_ends: bool = False) -> None:
-        self.model, self._grid, self._line_ends = model, grid, line_ends
+        self.model = model
+        self._grid = grid
+        self._line_ends = line_ends
 
     @torch.inference_mode()
     def pixels(self, tokens: Tensor) -> Tensor:
@@ -183,7 +185,9 @@ def assemble(
         )
     if prompts.sha256 is not None:
         weights = {**weights, "text_encoder": prompts.sha256}
-    condition, prepare, grid = prompts.condition, prompts.prepare, target.config.grid
+    condition = prompts.condition
+    prepare = prompts.prepare
+    grid = target.config.grid
     return LoadedModel(
         name, target, drafter, pixels, codebook, condition, weights, grid, space, prepare, table
     )

@@ -163,7 +163,9 @@ class CheckpointModel(Model):
         paths: Mapping[str, Path] | None = None,
         file: ModelFile | None = None,
     ) -> None:
-        self.name, self.row, self.file = name, row, file
+        self.name = name
+        self.row = row
+        self.file = file
         # part -> file or folder; empty for a published model that is not located yet
         self.paths = dict(paths or {})
         if self.tokenizer_in_target and "target" in self.paths:
@@ -175,7 +177,8 @@ class CheckpointModel(Model):
             height, width = (self.pixels * side for side in row.grid or (0, 0))
             millions = (row.parameters or 0) / 1e6
             self.description = f"{row.about}, {height}x{width} px, {millions:,.0f}M parameters"
-            self.aliases, self.parameters = row.aliases, row.parameters
+            self.aliases = row.aliases
+            self.parameters = row.parameters
 
     @classmethod
     def row_of(cls, family: str) -> Published | None:
@@ -341,7 +344,8 @@ class CheckpointModel(Model):
             except ValueError as error:
                 raise self.file.wrong("neighbours.table", str(error)) from error
             hashes["neighbour_table"] = hash_of((paths["neighbours"],))
-        prompts, space = self.prompts(target), self.neighbour_space
+        prompts = self.prompts(target)
+        space = self.neighbour_space
         return assemble(self.name, target, drafter, tokenizer, prompts, hashes, space, table)
 
     def with_random_weights(self) -> LoadedModel:
@@ -355,10 +359,8 @@ class CheckpointModel(Model):
         with torch.device("meta"):
             target = self.new_target()
             drafter = build_drafter(target.config, target) if self.has_drafter else None
-            tokenizer, prompts = (
-                new_vq(VQConfig(**self.row.vq)),
-                self.prompts(target, invented=True),
-            )
+            tokenizer = new_vq(VQConfig(**self.row.vq))
+            prompts = self.prompts(target, invented=True)
             return assemble(
                 self.name, target, drafter, tokenizer, prompts, {}, self.neighbour_space
             )

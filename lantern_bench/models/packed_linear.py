@@ -78,7 +78,8 @@ class PackedLinear(nn.Module):
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         super().__init__()
         weight = weight.detach()
-        self.dtype, self._outputs = weight.dtype, weight.shape[0]
+        self.dtype = weight.dtype
+        self._outputs = weight.shape[0]
         self.numel = weight.numel() + (0 if bias is None else bias.numel())
         self._bias = None if bias is None else bias.detach()
         self._factors = torch.float32

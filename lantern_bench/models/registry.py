@@ -110,7 +110,8 @@ class _Hosted(Model):
     def __init__(self, file: PythonModel) -> None:
         from lantern_bench.models.hosted import load_class
 
-        self.file, self.name = file, str(file.path)
+        self.file = file
+        self.name = str(file.path)
         self.description = file.description or f"{file.python.stem}: {file.checkpoint.name}"
         self.defaults = {**load_class(file).defaults, **file.defaults}
 
@@ -128,17 +129,21 @@ class _WithDrafter(Model):
 
     def __init__(self, file: ExternalDrafter) -> None:
         model = model_of(file.model)
-        self.file, self.model, self.name, self.family = file, model, str(file.path), model.family
+        self.file = file
+        self.model = model
+        self.name = str(file.path)
+        self.family = model.family
         self.description = (
             file.description or f"{model.description}; drafter {file.drafter.path.name}"
         )
-        self.defaults, self.licence, self.sizes = (
-            {**model.defaults, **file.defaults},
-            model.licence,
-            model.sizes,
-        )
-        self.codes, self.tokens, self.parameters = model.codes, model.tokens, model.parameters
-        self.classes, self.prompt_sets = model.classes, model.prompt_sets
+        self.defaults = {**model.defaults, **file.defaults}
+        self.licence = model.licence
+        self.sizes = model.sizes
+        self.codes = model.codes
+        self.tokens = model.tokens
+        self.parameters = model.parameters
+        self.classes = model.classes
+        self.prompt_sets = model.prompt_sets
 
     def check_prompt(self, text: str) -> None:
         self.model.check_prompt(text)
@@ -151,7 +156,8 @@ class _WithDrafter(Model):
         from lantern_bench.models.eagle import drafter_files, load_drafter
         from lantern_bench.models.loaded_model import transformer_of
 
-        loaded, folder = self.model.load(device, dtype), self.file.drafter.path
+        loaded = self.model.load(device, dtype)
+        folder = self.file.drafter.path
         target = transformer_of(loaded)
         loaded.name = self.name
         loaded.drafter = load_drafter(folder, target, dtype=target.dtype, device=target.device)

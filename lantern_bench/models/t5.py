@@ -135,8 +135,11 @@ class CaptionEncoder:
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        self.folder, self.positions, self.width = folder, positions, width
-        self.device, self.dtype = device, dtype
+        self.folder = folder
+        self.positions = positions
+        self.width = width
+        self.device = device
+        self.dtype = dtype
         # Where both kinds are there, transformers reads safetensors.
         weights = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
         files = [path for name in _NAMED if (path := folder / name).is_file()] + weights

@@ -194,7 +194,9 @@ class CachedSession:
     def __init__(self, model: Any, spare: int, batch: int, guided: bool, nodes: int) -> None:
         """There is room for `spare` trees of `nodes` behind the image."""
         config: TransformerConfig = model.config
-        self._config, self._batch, self._guided = config, batch, guided
+        self._config = config
+        self._batch = batch
+        self._guided = guided
         self._groups = 1 + guided
         capacity = config.prefix + config.image_tokens + spare * nodes
         self.cache = KVCache(config, self._groups, batch, capacity, model.dtype, model.device)
@@ -324,11 +326,9 @@ class CachedTarget(CachedModel, Target):  # type: ignore[override]  # others ass
         super().__init__(config)
         self.transformer = transformer
         self.cls_embedding = condition
-        self.vocab_size, self.image_tokens, self.n_codes = (
-            config.vocab_size,
-            config.image_tokens,
-            config.n_codes,
-        )
+        self.vocab_size = config.vocab_size
+        self.image_tokens = config.image_tokens
+        self.n_codes = config.n_codes
         self.line_length = config.line_length
         self.drafter_config = config  # the sizes that a drafter takes from this target
 
@@ -361,8 +361,10 @@ class TransformerTarget(CachedTarget):
         self, condition: Condition, tokens: Tensor, guided: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Return the logits [B, N, V] that predict tokens int64 [B, N], with and without the prompt."""
-        batch, x = len(tokens), self.prefix(condition, guided)
-        rows, first = len(x), x.shape[1] - 1
+        batch = len(tokens)
+        x = self.prefix(condition, guided)
+        rows = len(x)
+        first = x.shape[1] - 1
         visible = visible_rows(condition.valid.to(x.device), 1 + guided)
         visible = visible.repeat(rows // len(visible), 1)
         embedded = self.transformer.tok_embeddings(tokens[:, :-1].to(x.device)).repeat(

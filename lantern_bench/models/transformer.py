@@ -104,12 +104,15 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        rows, heads = groups * batch, config.kv_heads or config.heads
+        rows = groups * batch
+        heads = config.kv_heads or config.heads
         shape = (config.layers, 2, rows, heads, capacity, config.head_dim)
         self._store = torch.zeros(shape, dtype=dtype, device=device)
         # Views of single layers: a compiled forward would copy a view of the whole store to write into it.
         self._layers = [(layer[0], layer[1]) for layer in self._store]
-        self.groups, self.batch, self.capacity = groups, batch, capacity
+        self.groups = groups
+        self.batch = batch
+        self.capacity = capacity
         self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
         self._visible = torch.ones(rows, capacity, dtype=torch.bool, device=device)
         self._rows = torch.arange(rows, device=device)[:, None]
@@ -161,7 +164,8 @@ class KVCache:
 
         seen: bool [B or rows, n, m], which of the m uncommitted nodes, itself included, each new node sees.
         """
-        rows, (nodes, uncommitted) = len(self._rows), seen.shape[1:]
+        rows = len(self._rows)
+        nodes, uncommitted = seen.shape[1:]
         used = self.capacity
         if self.lengths.device.type == "cpu":
             blocks = (self.lengths.max() + uncommitted + _BLOCK - 1) // _BLOCK
@@ -268,7 +272,8 @@ class _HeadNorm(nn.Module):
 class _Attention(nn.Module):
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        self.heads, self.kv_heads = config.heads, config.kv_heads or config.heads
+        self.heads = config.heads
+        self.kv_heads = config.kv_heads or config.heads
         self.head_dim = config.head_dim
         self.interleaved = config.pairs == "interleaved"
         self.q_norm = _HeadNorm(self.heads, self.head_dim) if config.qk_norm else None

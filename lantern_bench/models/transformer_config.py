@@ -146,7 +146,9 @@ def llama_sizes(
     )
     if not {"dim", "heads"} <= sizes.keys():
         return sizes
-    dim, heads, kv_heads = sizes["dim"], sizes["heads"], sizes.get("kv_heads")
+    dim = sizes["dim"]
+    heads = sizes["heads"]
+    kv_heads = sizes.get("kv_heads")
     if dim % heads:
         raise wrong("num_attention_heads", f"{heads}: does not divide the width {dim}")
     if config.get("head_dim") not in (None, dim // heads):

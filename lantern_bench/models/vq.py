@@ -144,7 +144,8 @@ def _levels(config: VQConfig, up: bool, code_dim: int | None) -> nn.ModuleList:
         config.channels * mult
         for mult in (config.channel_mult[::-1] if up else config.channel_mult)
     ]
-    levels, last = [], len(widths) - 1
+    levels = []
+    last = len(widths) - 1
     attending = (last,) if config.attention is None else config.attention
     for number, (inside, outside) in enumerate(
         itertools.pairwise([widths[0] if up else config.channels, *widths])
@@ -274,7 +275,8 @@ class _StillNorm(nn.Module):
     def __init__(self, channels: int) -> None:
         super().__init__()
         ones = torch.ones(channels)
-        self.weight, self.bias = nn.Parameter(ones), nn.Parameter(ones.clone())
+        self.weight = nn.Parameter(ones)
+        self.bias = nn.Parameter(ones.clone())
         self.running_mean, self.running_var = (
             nn.Parameter(ones.clone(), requires_grad=False) for _ in range(2)
         )
@@ -287,7 +289,8 @@ class _StillNorm(nn.Module):
 class _TimeResBlock(nn.Module):
     def __init__(self, channels: int) -> None:
         super().__init__()
-        self.norm1, self.norm2 = _StillNorm(channels), _StillNorm(channels)
+        self.norm1 = _StillNorm(channels)
+        self.norm2 = _StillNorm(channels)
         self.conv1, self.conv2 = (_TimeConv(channels, channels, 3) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -300,7 +303,8 @@ class _VideoVQ(VQModel):
 
     def __init__(self, config: VQConfig) -> None:
         super().__init__(config)
-        width, halvings = config.z_channels, int(math.log2(config.frames))
+        width = config.z_channels
+        halvings = int(math.log2(config.frames))
         self.time_down = nn.ModuleList(
             _TimeConv(width, width, (4, 3, 3), stride=(2, 1, 1)) for _ in range(halvings)
         )
@@ -454,8 +458,10 @@ def _sizes_in(checkpoint: Checkpoint, layout: Layout) -> VQConfig:
     block = "encoder.conv_blocks.{}.res.{}.conv1.weight"
     try:
         codes, code_dim = shape("quantize.embedding.weight")
-        channels, z_channels = shape("encoder.conv_in.weight")[0], shape("quant_conv.weight")[1]
-        levels, blocks = count(block.format("{}", 0)), count(block.format(0, "{}"))
+        channels = shape("encoder.conv_in.weight")[0]
+        z_channels = shape("quant_conv.weight")[1]
+        levels = count(block.format("{}", 0))
+        blocks = count(block.format(0, "{}"))
         widths = [shape(block.format(level, 0))[0] for level in range(levels)]
     except (KeyError, IndexError, ValueError) as error:
         raise checkpoint.is_not("a VQ tokenizer of this family", f"it has no {error}") from error

@@ -33,7 +33,8 @@ class Vocabulary(dict[str, int]):
 
     def __init__(self, numbers: Mapping[str, int], source: str, model: str) -> None:
         super().__init__(numbers)
-        self._source, self._model = source, model
+        self._source = source
+        self._model = model
 
     def __missing__(self, name: str) -> int:
         raise self._lacks(name)
@@ -141,7 +142,8 @@ class WordModel(CheckpointModel):
         if self.folder is None:
             return Vocabulary(self.published_numbers(), "the published vocabulary", self.kind[1])
         numbers = dict(self.config.get("vocabulary_map") or {})
-        path, source = self._tokenizer_json, str(self.file.path if self.file else self.folder)
+        path = self._tokenizer_json
+        source = str(self.file.path if self.file else self.folder)
         if path.is_file():
             source = str(path)
             numbers |= _tokens_in(path, path.stat().st_mtime_ns)
@@ -205,7 +207,8 @@ class WordModel(CheckpointModel):
 
     def prompt_tokens(self, caption: str, encode: Encode, bare: bool = False) -> list[int]:
         """Return the prompt of a caption, `bare` or in the template; raises `UserError` for one too long."""
-        wording, vocabulary = self.wording(), self.vocabulary
+        wording = self.wording()
+        vocabulary = self.vocabulary
         text = encode(caption if bare else wording.template.format(caption=caption))
         prompt = [
             *(vocabulary[name] for name in wording.before),

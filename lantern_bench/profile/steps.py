@@ -175,7 +175,9 @@ def device_rates(target: TransformerTarget, guided: bool) -> Rates:
 
 def forward_need(target: TransformerTarget, nodes: int, guided: bool) -> tuple[int, float]:
     """Return the bytes and operations of a forward over `nodes` of one image, with half an image in the cache."""
-    config, rows, network = target.config, 2 if guided else 1, target.transformer
+    config = target.config
+    rows = 2 if guided else 1
+    network = target.transformer
     layers = [*network.layers, network.norm, network.output]
     layers += [] if network.head_layer is None else [network.head_layer]
     length = config.prefix + config.image_tokens // 2
@@ -270,7 +272,8 @@ def measure(
     profiled: ProfiledModel, steps: Mapping[str, Decoding], rates: Rates, on_progress: OnProgress
 ) -> list[Row]:
     """Measure target forwards by number of nodes, then each kind of step by name, in turns; one step is `ar`."""
-    model, prompts = profiled.model, profiled.prompts
+    model = profiled.model
+    prompts = profiled.prompts
     # First of all: what other trees allocate stays allocated.
     memory = []
     for number, decoding in enumerate(steps.values(), start=1):
@@ -286,7 +289,8 @@ def measure(
     costs = step_costs(
         model, list(steps.values()), prompts, profiled.seed, profiled.tokens, on_share
     )
-    ar_ms, one_node_ms = costs[list(steps).index("ar")].total, rows[0]["milliseconds"]
+    ar_ms = costs[list(steps).index("ar")].total
+    one_node_ms = rows[0]["milliseconds"]
     for (name, decoding), cost, memory_row in zip(steps.items(), costs, memory, strict=True):
         row: Row = {"what": "step", "name": name} | _bounded(
             profiled, profiled.nodes(decoding), cost.total, rates
@@ -319,7 +323,8 @@ def _bounded(profiled: ProfiledModel, nodes: int, milliseconds: float, rates: Ra
 
 def _memory(profiled: ProfiledModel, decoding: Decoding) -> Row:
     """The columns of the peak of decoding an image (on a GPU), and of the sum of weights, caches and logits."""
-    model, nodes = profiled.model, profiled.nodes(decoding)
+    model = profiled.model
+    nodes = profiled.nodes(decoding)
     networks: list[Any] = (
         [model.target, model.drafter] if nodes > 1 and model.drafter is not None else [model.target]
     )
@@ -340,11 +345,13 @@ def _memory(profiled: ProfiledModel, decoding: Decoding) -> Row:
 def save_device(profiled: ProfiledModel, rows: Sequence[Row], compute: Compute, path: Path) -> None:
     """Fit a device to the rows of `measure` and write its file, for `lantern-bench predict --device`."""
     model, config = profiled.model, profiled.model.target.config  # type: ignore[attr-defined]
-    is_gpu, weight_bytes = compute.device.type == "cuda", compute.dtype.itemsize
+    is_gpu = compute.device.type == "cuda"
+    weight_bytes = compute.dtype.itemsize
     context = config.prefix + config.image_tokens // (1 if is_gpu else 2)
     setting = Setting(config, 1, profiled.is_guided, context)
     # Forwards by themselves find weights and cache where the forward before left them: a step's own take longer.
-    samples, steps = [], [row for row in rows if row["what"] == "step"]
+    samples = []
+    steps = [row for row in rows if row["what"] == "step"]
     for row in steps:
         samples += step_samples(setting, named_draft(row["name"]), weight_bytes, row)
     host_ms = [row["other_ms"] for row in steps if row["name"] != "ar"]

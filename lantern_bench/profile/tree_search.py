@@ -27,7 +27,8 @@ Say = Callable[[str], None]
 
 SEARCHED = ("static", "jacobi", "pac", "hybrid", "dynamic")
 
-_LEVELS, _RANKS = 8, 5
+_LEVELS = 8
+_RANKS = 5
 _CHAIN: Topology = tuple((0,) * depth for depth in range(1, _LEVELS + 1))
 # A tree that is wide enough to show which ranks are accepted at every depth.
 _PROBE: Topology = check_topology(
@@ -185,7 +186,8 @@ def search_trees(
     expected_ms = fit_price(corners, [measured(corner)[0] for corner in corners], forwards)
     rows = []
     for candidate in dict.fromkeys([*corners, *fastest(candidates, expected_ms, _MEASURED)]):
-        (cost, ar_cost), expected = measured(candidate), expected_ms(candidate)
+        cost, ar_cost = measured(candidate)
+        expected = expected_ms(candidate)
         row = {
             "tree": describe(candidate.decoding),
             "nodes": candidate.nodes,
@@ -236,7 +238,8 @@ def fit_price(
 
     def terms_of(candidate: Candidate) -> tuple[list[float], list[float]]:
         """What the cost of the draft is linear in, and what that of verification and the rest is."""
-        levels, width = candidate.levels, candidate.width
+        levels = candidate.levels
+        width = candidate.width
         return [1.0, levels, levels * width], [1.0, candidate.nodes * width]
 
     draft_ms = [cost.parts["draft_ms"] for cost in costs]

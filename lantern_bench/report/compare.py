@@ -56,7 +56,8 @@ class Difference(NamedTuple):
 
 def differences(a: RunData, b: RunData) -> list[Difference]:
     """Return the differences between two runs in what both state."""
-    made_a, made_b = _made_with(a), _made_with(b)
+    made_a = _made_with(a)
+    made_b = _made_with(b)
     pairs = [
         Difference(*key, value, made_b[key])
         for key, value in made_a.items()
@@ -87,10 +88,8 @@ def _made_with(run: RunData) -> dict[tuple[str, str], str]:
     key, experiment, machine = (
         run.manifest.get(name) or {} for name in ("key", "experiment", "machine")
     )
-    cpu, of_key = (
-        machine.get("cpu") or {},
-        ("dtype", "device_type", "compile", "engine_version", "torch_version"),
-    )
+    cpu = machine.get("cpu") or {}
+    of_key = ("dtype", "device_type", "compile", "engine_version", "torch_version")
     gpus = [str(gpu.get("name", gpu)) for gpu in machine.get("gpus") or ()]
     scores = pd.DataFrame(run.scores, columns=["protocol", "level", "cell_id", *_SCORERS])
     last = scores.drop_duplicates(["protocol", "level", "cell_id"], keep="last")
@@ -117,7 +116,10 @@ def _made_with(run: RunData) -> dict[tuple[str, str], str]:
     }
 
 
-BETTER, WORSE, SAME, EQUIVALENT = "better", "worse", "not distinguishable", "equivalent"
+BETTER = "better"
+WORSE = "worse"
+SAME = "not distinguishable"
+EQUIVALENT = "equivalent"
 _LEVEL = 0.05
 
 

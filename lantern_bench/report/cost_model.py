@@ -169,7 +169,8 @@ def forward_work(
     setting: Setting, layers: int, nodes: float, weight_bytes: int, stack: Stack
 ) -> Work:
     """A forward of `layers` layers and the head over `nodes` of each image, without kernels."""
-    sizes, kv_heads = setting.sizes, setting.sizes.kv_heads or setting.sizes.heads
+    sizes = setting.sizes
+    kv_heads = setting.sizes.kv_heads or setting.sizes.heads
     layer = (
         sizes.dim * sizes.head_dim * (2 * sizes.heads + 2 * kv_heads)
         + 3 * sizes.dim * sizes.ffn_dim
@@ -201,7 +202,8 @@ def draft_work(
     if draft.levels is None:
         return []
     first = draft.depth + 1 if stack.fixed else committed
-    fuse, works = 2 * setting.sizes.dim**2, []
+    fuse = 2 * setting.sizes.dim**2
+    works = []
     for number, nodes in enumerate((first, *draft.levels)):
         forward = forward_work(setting, 1, nodes, weight_bytes, stack)
         # The drafter's head has the type of its weights (docs/engine.md).
@@ -248,7 +250,8 @@ def seconds_of(work: Work, device: Device, stack: Stack, factor: float = 1.0) ->
             f"the device {device.name} states no eager_kernel_us",
             "Add it to its file, or predict --stack compiled.",
         )
-    launch, busy = 1e-6 * each * work.kernels, max(read, multiply)
+    launch = 1e-6 * each * work.kernels
+    busy = max(read, multiply)
     total = launch + busy if stack.fixed else max(launch, busy)
     if device.kind == "cpu":
         total = launch + read + multiply
@@ -264,7 +267,8 @@ def step_seconds(
     """
     if stack.fixed and device.kind == "gpu":
         setting = setting._replace(context=setting.sizes.prefix + setting.sizes.image_tokens)
-    size, nodes = device.weight_bytes, 1 if draft is None else draft.nodes
+    size = device.weight_bytes
+    nodes = 1 if draft is None else draft.nodes
     target = seconds_of(
         target_work(setting, nodes, size, stack), device, stack, device.target_factor(nodes)
     )
@@ -406,7 +410,8 @@ def prediction_rows(
     run: RunData, device: Device, stack: str, model: str | None = None
 ) -> Iterator[dict[str, Any]]:
     """Yield the rows of `predict_run` without what the run measured."""
-    cells, kernels = run_cells(run), STACKS[stack]
+    cells = run_cells(run)
+    kernels = STACKS[stack]
     if not any(any(cell.completed["committed_per_step"]) for cell in cells):
         raise RefusedError(
             f"{run.folder}: no image has recorded steps", "Give a run with completed images."
@@ -416,16 +421,15 @@ def prediction_rows(
         if not completed:
             continue
         run_model = str(cell.columns["model"])
-        name, notes = model or run_model, []
+        name = model or run_model
+        notes = []
         sizes = model_of(name).sizes
         if sizes is None:
             advice = "Give a published model with --model, such as llamagen-t2i-stage1."
             raise RefusedError(f"the sizes of {name} are not known", advice)
         counts = [count for row in completed for count in row["committed_per_step"]]
-        length, tokens = (
-            sum(counts) / len(counts),
-            sum(row["tokens"] for row in completed) / len(completed),
-        )
+        length = sum(counts) / len(counts)
+        tokens = sum(row["tokens"] for row in completed) / len(completed)
         progress = (
             sum(start for row in completed for start in row["start_per_step"])
             / len(counts)
@@ -434,7 +438,8 @@ def prediction_rows(
         if name != run_model:
             tokens = sizes.image_tokens
             notes.append(f"sizes of {name} at the acceptance of {run_model}: its own may differ")
-        batch, guided = int(cell.columns["batch"] or 1), cell.columns["cfg_scale"] != 1
+        batch = int(cell.columns["batch"] or 1)
+        guided = cell.columns["cfg_scale"] != 1
         setting = Setting(sizes, batch, guided, sizes.prefix + progress * tokens)
         draft, assumed = _draft(cell, completed, run.manifest)
         if batch > 1 and draft is not None:
@@ -470,7 +475,8 @@ def _draft(
     cell: CellRecords, completed: Sequence[Row], manifest: Mapping[str, Any]
 ) -> tuple[Draft | None, str | None]:
     """The draft of a cell, None for autoregressive decoding, and what is assumed about it."""
-    drafting, label = cell.columns["drafting"], str(cell.columns["tree"])
+    drafting = cell.columns["drafting"]
+    label = str(cell.columns["tree"])
     if drafting == "none":
         return None, None
     if (named := named_draft(label)) is not None:
@@ -547,7 +553,8 @@ def with_hours(table: pd.DataFrame, prompts: int, devices: int) -> pd.DataFrame:
 
 def hours_in_words(table: pd.DataFrame, prompts: int, devices: int) -> str:
     """Return a sentence on the hours of all cells together."""
-    hours, images = float(table["hours"].sum()), prompts * len(table)
+    hours = float(table["hours"].sum())
+    images = prompts * len(table)
     return (
         f"{prompts:,} prompts in all {len(table)} cells, {images:,} images: {hours:.3g} hours on {devices} "
         f"device{'s' if devices > 1 else ''}, {devices * hours:.3g} device-hours. Loading, compiling, text encoding, "

@@ -161,10 +161,12 @@ def speed_quality_points(runs: Mapping[str, Tables]) -> pd.DataFrame:
 
     A run that was not timed takes the speedups of the same cell from another run, which `speed_run` names.
     """
-    table, cell = stack_runs(runs, "cells"), ["model", "cell_id"]
+    table = stack_runs(runs, "cells")
+    cell = ["model", "cell_id"]
     speedup = [f"{name}{end}" for name in SPEEDUPS for end in ENDS]
     length = [f"mean_accepted_length{end}" for end in ENDS]
-    is_timed, borrowed = table["speedup"].notna(), [*speedup, "speed_run"]
+    is_timed = table["speedup"].notna()
+    borrowed = [*speedup, "speed_run"]
     table["speed_run"] = table["run"].where(is_timed)
     elsewhere = table[cell].merge(
         table.loc[is_timed, [*cell, *borrowed]].drop_duplicates(cell), on=cell, how="left"
@@ -181,10 +183,8 @@ def is_dominated(
     points: pd.DataFrame, speed: str, quality: str, less_is_better: bool
 ) -> list[bool]:
     """Return for each point whether another of its run and model is no worse in both, better in one."""
-    speeds, qualities = (
-        points[speed].to_numpy(),
-        points[quality].to_numpy() * (-1 if less_is_better else 1),
-    )
+    speeds = points[speed].to_numpy()
+    qualities = points[quality].to_numpy() * (-1 if less_is_better else 1)
     group = points.groupby(["run", "model"]).ngroup().to_numpy()
     no_worse = (
         (speeds >= speeds[:, None]) & (qualities >= qualities[:, None]) & (group == group[:, None])
@@ -256,10 +256,8 @@ def fronts(runs: Mapping[str, Tables]) -> Iterator[Chart]:
                 points["dominated"] = is_dominated(
                     compared, speed, figure, metric.better == "lower"
                 )
-                name, x_title = (
-                    f"{prefix}-quality-{figure}{suffix}",
-                    f"{SPEEDS[speed]} ({INTERVAL})",
-                )
+                name = f"{prefix}-quality-{figure}{suffix}"
+                x_title = f"{SPEEDS[speed]} ({INTERVAL})"
                 y_title = f"{metric.heading}, {metric.better} is better\n({scored_by})"
                 yield Chart(name, points, speed, figure, x_title, y_title)
 
@@ -400,10 +398,8 @@ def to_matplotlib(chart: Chart, styles: Styles, width: float = WIDTHS["two"]) ->
     )
     for number, rows in enumerate(groups):
         axes = panels[number if chart.panels else 0]
-        style, is_hollow = (
-            styles[cell_key(rows.iloc[-1])],
-            "dominated" in rows and bool(rows["dominated"].iloc[0]),
-        )
+        style = styles[cell_key(rows.iloc[-1])]
+        is_hollow = "dominated" in rows and bool(rows["dominated"].iloc[0])
         axes.errorbar(
             rows[chart.x].tolist(), rows[chart.y].astype(float), xerr=whiskers(rows, chart.x),
             yerr=whiskers(rows, chart.y), label=line_label(rows), color=style.colour, marker=style.marker, capsize=2,

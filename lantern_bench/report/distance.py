@@ -38,10 +38,8 @@ def distance_columns(
 def _figures(cell: CellRecords, rows: Mapping[str, Row]) -> dict[str, Any]:
     """The figures of one cell, with an uncorrected `distance_p`; none where none of its images has a row."""
     records = cell.images[cell.images["record_key"].isin(rows.keys())]
-    images, prompts = (
-        [rows[key] for key in records["record_key"]],
-        records.index.get_level_values("prompt_id"),
-    )
+    images = [rows[key] for key in records["record_key"]]
+    prompts = records.index.get_level_values("prompt_id")
     if not images:
         return {}
     tokens = [row["tokens"] for row in images]
@@ -56,10 +54,8 @@ def _figures(cell: CellRecords, rows: Mapping[str, Row]) -> dict[str, Any]:
         return figures
     for name in ("entropy", "largest_p", "ten_largest_p"):
         figures[name] = float(np.average([row[name] for row in images], weights=tokens))
-    names, columns = (
-        images[0]["features"].split(),
-        np.array([row["feature_sums"] for row in images]).T,
-    )
+    names = images[0]["features"].split()
+    columns = np.array([row["feature_sums"] for row in images]).T
     for name, column in zip(names, columns, strict=False):
         if name in ("surprise", "prompt_information"):
             figures |= ratio_of_sums(column, tokens, prompts).columns(name)
@@ -143,7 +139,9 @@ def distance(sums: FeatureSums, tokens: Array, seed: int = 0) -> Interval:
 
     A resample has a Q that is larger by the spread between prompts, in units of C: this is subtracted from its Q.
     """
-    total, n_tokens, n = sums.total, float(tokens.sum()), len(tokens)
+    total = sums.total
+    n_tokens = float(tokens.sum())
+    n = len(tokens)
     freedom = total.freedom
     if not freedom:
         return Interval(None, note="no distance: the target's tokens cannot vary")

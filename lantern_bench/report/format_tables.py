@@ -264,15 +264,20 @@ def latex(
 ) -> str:
     """Return a table for LaTeX with booktabs: no empty columns, figures right-aligned, the best of a column bold."""
     rows, texts = _texts(table, name)
-    alignment, columns = "", dict[str, list[str]]()
+    alignment = ""
+    columns = dict[str, list[str]]()
     for column, (head, column_texts) in texts.items():
         if not any(column_texts):
             continue
-        heading, kind, cells = _in_latex(head), "l", list(map(_in_latex, column_texts))
+        heading = _in_latex(head)
+        kind = "l"
+        cells = list(map(_in_latex, column_texts))
         if pd.api.types.is_numeric_dtype(rows[column]):
-            kind, cells = "r", _figures(pd.Series(column_texts), _BETTER.get(column))
+            kind = "r"
+            cells = _figures(pd.Series(column_texts), _BETTER.get(column))
         if any(" & " in cell for cell in cells):
-            kind, heading = "r@{ }l", rf"\multicolumn{{2}}{{c}}{{{heading}}}"
+            kind = "r@{ }l"
+            heading = rf"\multicolumn{{2}}{{c}}{{{heading}}}"
             cells = [cell if " & " in cell else f"{cell} & " for cell in cells]
         alignment += kind
         columns[heading] = cells

@@ -141,7 +141,8 @@ _FIGURES = {
 
 def _cells(tables: Mapping[str, Tables], records: Mapping[CellKey, CellRecords]) -> list[Plain]:
     """The cells of the page: what they are, how they look, and their maps."""
-    styles, names = curves.run_styles(tables), labels(stack_runs(tables, "speed"))
+    styles = curves.run_styles(tables)
+    names = labels(stack_runs(tables, "speed"))
     return [
         {
             "run": key[0], "model": key[1], "cell": key[2], "name": name, "mode": cell.columns["mode"],
@@ -154,7 +155,8 @@ def _cells(tables: Mapping[str, Tables], records: Mapping[CellKey, CellRecords])
 
 def _figures(tables: Mapping[str, Tables], numbers: Numbers) -> dict[str, list[Plain]]:
     """The charts of each figure."""
-    styles, figures = curves.run_styles(tables), defaultdict[str, list[Plain]](list)
+    styles = curves.run_styles(tables)
+    figures = defaultdict[str, list[Plain]](list)
     for chart in curves.charts(tables, GROUPINGS[1:]):
         # Lines of one point each are worth no chart, unless it is against a bound.
         if chart.x not in ("tree", "temperature") or any(len(rows) > 1 for rows in chart.groups()):
@@ -231,7 +233,8 @@ def _pictures(
     runs: Mapping[str, RunData], records: Mapping[CellKey, CellRecords], home: Path
 ) -> Plain:
     """Prompts in the order of the plan, and their pictures, each with its figures; `left_out` counts other prompts."""
-    cells, keys = list(records.values()), list(records)
+    cells = list(records.values())
+    keys = list(records)
     drawn = pd.concat(
         [
             cell.completed.loc[cell.completed["image"].notna(), _READ].assign(cell=n)
@@ -247,7 +250,8 @@ def _pictures(
     thumbnails: dict[str, int] = {}
     pictures = []
     for row in rows_of(drawn[drawn["prompt"].isin(prompts)]):
-        run, steps = keys[row["cell"]][0], row["committed_per_step"] or ()
+        run = keys[row["cell"]][0]
+        steps = row["committed_per_step"] or ()
         file = runs[run].folder / str(row["image"])
         small = thumbnail(file)
         has_link = file.is_file() and not runs[run].manifest.get(PICTURES_LEFT_OUT)
@@ -374,7 +378,8 @@ def _entries(table: pd.DataFrame, name: str, good: str) -> list[Plain]:
     bar: both ends and the value as shares of the column's width; None without an interval.
     """
     figures = table.reindex(columns=[name, f"{name}_low", f"{name}_high"]).astype(float)
-    lowest, highest = float(figures.min().min()), float(figures.max().max())
+    lowest = float(figures.min().min())
+    highest = float(figures.max().max())
     values = figures[name].dropna().map(partial(format_figure, name))
     best = figures[name].min() if good == "down" else figures[name].max()
     # A tie has no winner, nor has what is 0 by definition in many cells.

@@ -21,7 +21,9 @@ from lantern_bench.runs.records import rows_of
 MAX_DISTANCE = 0.01
 """Without a condition: a tenth of a standard deviation a token. The bundled model passes it between lambda 2 and 3."""
 
-KEEPS, BREAKS, LOSSLESS = "keeps", "breaks", "lossless"
+KEEPS = "keeps"
+BREAKS = "breaks"
+LOSSLESS = "lossless"
 _COPIED = (
     "model",
     "cell_id",
@@ -69,10 +71,8 @@ def recommendation(
     For each sampling, from the fastest: cells that are not settled, the first that keeps the condition, the fastest
     lossless one. Raises `RefusedError` where no cell has a figure.
     """
-    cells, ends = (
-        speed["speed"].dropna(subset="speedup"),
-        [f"{condition.quantity}{end}" for end in ENDS],
-    )
+    cells = speed["speed"].dropna(subset="speedup")
+    ends = [f"{condition.quantity}{end}" for end in ENDS]
     # Of several protocols the first that has the figure.
     figures = cells_of(quality).groupby(["model", "cell_id"], as_index=False).first()
     if cells.empty or figures[condition.quantity].isna().all():

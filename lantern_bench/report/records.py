@@ -52,10 +52,8 @@ def _usual_share(images: pd.DataFrame) -> pd.Series[float]:
     Seconds a step above `HELD_UP` times the (lower) median of cell and process count as that much; those of a disturbed
     image as the median, if at least half of these images are not disturbed.
     """
-    pace, disturbed = (
-        images["seconds"] / images["steps"].clip(lower=1.0),
-        images["disturbed"] == 1.0,
-    )
+    pace = images["seconds"] / images["steps"].clip(lower=1.0)
+    disturbed = images["disturbed"] == 1.0
     by_process = images["process"]
     calm = disturbed.groupby(by_process).transform("mean") <= 0.5
     usual = (
@@ -102,10 +100,8 @@ class CellRecords:
     @property
     def is_lossless(self) -> bool:
         """Whether the cell decodes losslessly, as `Decoding.lossless` says before it is decoded."""
-        drafting, rule = (
-            DRAFTINGS.get(str(self.columns["drafting"])),
-            RULES.get(str(self.columns["rule"])),
-        )
+        drafting = DRAFTINGS.get(str(self.columns["drafting"]))
+        rule = RULES.get(str(self.columns["rule"]))
         if drafting is None or rule is None:
             return False  # of a package that is not installed
         return drafting.lossless and rule.lossless
@@ -117,7 +113,8 @@ class CellRecords:
         `count` is 1, `device_id` a text (empty where not recorded); `steps`, `committed` and `accepted` count over the
         steps, `uncut` is the tokens with the last step uncut. Seconds and `*_ms` are those of `_usual_share`.
         """
-        completed, names = self.completed, ["prompt_id", "repeat"]
+        completed = self.completed
+        names = ["prompt_id", "repeat"]
         index = pd.MultiIndex.from_arrays(
             [list(completed["prompt_id"]), list(completed["repeat"])], names=names
         )
@@ -265,7 +262,8 @@ def join_notes(notes: Iterable[str | None]) -> str | None:
 
 def _order(columns: Row) -> tuple[Any, ...]:
     """Sort modes as the papers list them, then parameters by value: delta 0.005 comes before 0.02."""
-    modes, rules = list(MODES), list(RULES)
+    modes = list(MODES)
+    rules = list(RULES)
     mode = modes.index(columns["mode"]) if columns["mode"] in modes else len(modes)
     rule = rules.index(columns["rule"]) if columns["rule"] in rules else len(rules)
     words = (str(columns["drafting"] or ""), rule, str(columns["tree"] or ""))

@@ -80,7 +80,8 @@ def comparability(
     """Return in sentences what differs between the published figures and the run's."""
     if paper is None:
         return ["This experiment names no published table: only our figures are shown."]
-    speed, quality = tables["speed"], tables["quality"]
+    speed = tables["speed"]
+    quality = tables["quality"]
     compared = [
         ("hardware", paper.hardware, device_in_words(manifest), ""),
         ("n", f"{paper.images or 'not stated'} images", f"{_listed(speed['images'])} a cell", ""),
@@ -129,7 +130,9 @@ def _figure_row(
     cell: Row, published: PaperRow | None, name: str, paper: Paper | None
 ) -> dict[str, Any]:
     """The figure `name` of a cell beside that of a published row."""
-    row, ours, scorer = _published(published, name), cell.get(name), _SCORED_BY.get(name, "")
+    row = _published(published, name)
+    ours = cell.get(name)
+    scorer = _SCORED_BY.get(name, "")
     notes: list[str | None] = []
     row |= {
         "ours": ours,
@@ -175,7 +178,8 @@ def _listed(values: Iterable[Any]) -> str:
 
 def device_in_words(manifest: Mapping[str, Any]) -> str:
     """Return the device of a run: `cuda`, or a CPU's name and the threads."""
-    cpu, device = (manifest.get("machine") or {}).get("cpu") or {}, manifest.get("device")
+    cpu = (manifest.get("machine") or {}).get("cpu") or {}
+    device = manifest.get("device")
     if device not in (None, "cpu"):
         return str(device)
     name = cpu.get("model") if isinstance(cpu, Mapping) else cpu
@@ -191,7 +195,8 @@ def side_by_side(table: pd.DataFrame) -> pd.DataFrame:
         line = lines.setdefault(
             (row["paper_row"], ours), {"published row": row["paper_row"] or "", "ours": ours}
         )
-        head, name = head_of(row["figure"]), row["figure"]
+        head = head_of(row["figure"])
+        name = row["figure"]
         line[f"{head} published"] = format_figure(name, row["published"])
         line[f"{head} official" if row["residual"] == "official" else head] = format_figure(
             name, row["ours"]

@@ -21,7 +21,8 @@ Array: TypeAlias = NDArray[np.float64]
 
 _LEVEL = 0.95
 # Up to so many prompts all exchanges are counted; beyond, this many random ones.
-_EXACT, _FLIPS = 13, 9_999
+_EXACT = 13
+_FLIPS = 9_999
 # Processes in effect: three that share few images unevenly, such as 2, 2 and 1, are 2.8; two and a bit are less.
 _SEVERAL = 2.5
 # A test sees a shift of so many times half the width of its 95 % interval with probability .8.
@@ -101,10 +102,8 @@ def sums_per_prompt(
 
     They are added by size, because the repeats of a prompt are recorded in an order that differs between runs.
     """
-    parts, places = (
-        np.array([list(numerators), list(denominators)], dtype=np.float64),
-        _places(prompts),
-    )
+    parts = np.array([list(numerators), list(denominators)], dtype=np.float64)
+    places = _places(prompts)
     orders = parts.argsort(axis=1)
     sums = [
         np.bincount(places[order], row[order]) for row, order in zip(parts, orders, strict=True)
@@ -230,7 +229,8 @@ def timing(images: pd.DataFrame) -> Timing:
     parts = np.array([images[name] for name in ("over", "under", "over_steps", "under_steps")])
     parts[2:] = np.maximum(parts[2:], 1.0)  # steps that were not recorded count as one
     over, under = parts[:2].sum(axis=1)
-    processes, prompts = images["process"], images.index.get_level_values("prompt_id")
+    processes = images["process"]
+    prompts = images.index.get_level_values("prompt_id")
     weights = _group_sums(np.ones((1, parts.shape[1])), processes)[0] / parts.shape[1]
     # How many processes as large as each other know as much: a process with one image counts little.
     several = 1.0 / float((weights**2).sum())
@@ -332,7 +332,8 @@ def settle(figure: Interval, low: float, high: float, images: int, names: tuple[
 
 def holm(p_values: Sequence[float]) -> list[float]:
     """Return the p-values after Holm's correction, in their order."""
-    order, corrected = np.argsort(p_values, kind="stable"), np.empty(len(p_values))
+    order = np.argsort(p_values, kind="stable")
+    corrected = np.empty(len(p_values))
     scaled = np.asarray(p_values)[order] * np.arange(len(order), 0, -1)
     corrected[order] = np.maximum.accumulate(np.minimum(scaled, 1.0))
     return [float(p) for p in corrected]

@@ -72,7 +72,9 @@ def speed_row(
     cell: CellRecords, cells: Sequence[CellRecords], pool_devices: bool = False
 ) -> dict[str, Any]:
     """Return the row of `cell` in `speed.csv`; `cells` are all cells of the run."""
-    images, lossless, offers = cell.images, fastest_lossless(cell, cells), cell.offers
+    images = cell.images
+    lossless = fastest_lossless(cell, cells)
+    offers = cell.offers
     marks = images["disturbed"].dropna()
     row: dict[str, Any] = {
         **cell.columns,
@@ -144,7 +146,8 @@ def _speedup(
     shared = timed_images(cell, base)
     if not len(shared):
         return Interval(None, note=f"no speedup: no image that {name} has too")
-    speedup, notes = repeat_interval(timing(shared)), []
+    speedup = repeat_interval(timing(shared))
+    notes = []
     if len(shared) < timed:
         notes.append(f"speedup over the {len(shared)} of {timed} images that {name} has too")
     if differing := settings_that_differ(cell, base):
@@ -176,7 +179,9 @@ def acceptance_rows(cell: CellRecords) -> Iterator[dict[str, Any]]:
 
 _COLUMNS = frozenset(column.name for column in columns("quality"))
 
-WITHIN, OUTSIDE = "within", "outside"  # the spread of ar with other seeds
+# the spread of ar with other seeds
+WITHIN = "within"
+OUTSIDE = "outside"
 
 
 class Scores(NamedTuple):
@@ -209,7 +214,8 @@ def quality_rows(
     accepted = measured["accepted"].sum()
     moved_mass = sum(measured["moved_mass"]) / accepted if accepted else None
     common = {**cell.columns, "failed": cell.failed, "moved_mass": moved_mass}
-    base, rows = baseline_of(cell, cells), []
+    base = baseline_of(cell, cells)
+    rows = []
     for protocol, scores in protocols.items():
         images = [scores.images[key] for key in cell.images["record_key"] if key in scores.images]
         of_cell = scores.cells.get(cell.cell_id, {})
@@ -235,7 +241,8 @@ def _scored(
     cell: CellRecords, scores: Scores, images: Sequence[Row], of_cell: Row
 ) -> dict[str, Any]:
     """The figures of a cell under one protocol."""
-    count, notes = len(images) or of_cell.get("n"), [of_cell.get("note")]
+    count = len(images) or of_cell.get("n")
+    notes = [of_cell.get("note")]
     if count != len(cell.completed):
         notes.append(f"{count} of {len(cell.completed)} images scored")
     elif images and of_cell and of_cell.get("n") != count:
@@ -315,10 +322,8 @@ def paired(
     shared = a.index.intersection(b.index)
     if not len(shared):
         return None
-    prompts, tables = (
-        shared.get_level_values("prompt_id"),
-        [a, b, *(c for c in others if shared.isin(c.index).all())],
-    )
+    prompts = shared.get_level_values("prompt_id")
+    tables = [a, b, *(c for c in others if shared.isin(c.index).all())]
     return [
         sums_per_prompt(table.iloc[:, 0][shared], table.iloc[:, 1][shared], prompts)
         for table in tables
@@ -354,7 +359,8 @@ def cells_of(tables: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
 
     `images`, `failed` and `note` are those of `speed`; `quality_images` and `quality_note` those of `quality`.
     """
-    speed, key = tables["speed"], ["cell_id", "model"]
+    speed = tables["speed"]
+    key = ["cell_id", "model"]
     quality = tables["quality"].rename(columns={"images": "quality_images", "note": "quality_note"})
     return quality.drop(
         columns=[name for name in speed if name in quality and name not in key]
@@ -400,7 +406,8 @@ def tables_of(run: RunData) -> dict[str, pd.DataFrame]:
         run = replace(run, records=run.records.assign(**dict.fromkeys(seconds, np.nan)))
     pool_devices = bool(experiment.get("pool_devices"))
     published = (experiment.get("paper") or {}).get("figures") or {}
-    cells, protocols = run_cells(run), sort_scores(run.scores)
+    cells = run_cells(run)
+    protocols = sort_scores(run.scores)
     of_tokens = distance_columns(cells, token_rows(run.scores))
     tables = {
         "speed": frame("speed", (speed_row(cell, cells, pool_devices) for cell in cells)),
@@ -469,7 +476,8 @@ def frame(table: str, rows: Iterable[Row]) -> pd.DataFrame:
     A row may leave columns out; a key that is no column raises `ValueError`.
     """
     dtypes = {"string": "string", "int": "Int64", "float": "float64"}
-    listed, types = list(rows), {column.name: dtypes[column.dtype] for column in columns(table)}
+    listed = list(rows)
+    types = {column.name: dtypes[column.dtype] for column in columns(table)}
     if unknown := {key for row in listed for key in row} - types.keys():
         raise ValueError(f"not in the schema of {table}: {', '.join(sorted(unknown))}")
     return pd.DataFrame(

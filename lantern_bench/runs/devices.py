@@ -83,7 +83,8 @@ def load_models(experiment: ResolvedExperiment, compute: Compute) -> dict[str, L
     """Load every model of an experiment, by name; raises `RefusedError` where its cells need too much memory."""
     models = {}
     for name in experiment.settings.model:
-        described, cells = model_of(name), [cell for cell in experiment.cells if cell.model == name]
+        described = model_of(name)
+        cells = [cell for cell in experiment.cells if cell.model == name]
         if (sizes := described.sizes) is not None:
             for cell in cells:
                 check_memory(cell.decoding, cell.batch, sizes, compute)
@@ -109,14 +110,14 @@ def check_memory(
     decoding: Decoding, batch: int, config: TransformerConfig, compute: Compute
 ) -> None:
     """Raise `RefusedError` where cache, mask and distributions of a step, without weights, need more than is free."""
-    nodes, rows = 1 + decoding.draft_nodes, batch * (1 + (decoding.cfg_scale != 1))
-    columns, heads = (
-        config.prefix + config.image_tokens + 2 * nodes,
-        config.kv_heads or config.heads,
-    )
+    nodes = 1 + decoding.draft_nodes
+    rows = batch * (1 + (decoding.cfg_scale != 1))
+    columns = config.prefix + config.image_tokens + 2 * nodes
+    heads = config.kv_heads or config.heads
     cache = 2 * config.layers * heads * config.head_dim * compute.dtype.itemsize
     # GSD compares each token with its cluster: p, q and the rows of the codebook.
-    values, neighbours = _DISTRIBUTIONS + 8 * (decoding.cluster or 0), decoding.neighbours or 0
+    values = _DISTRIBUTIONS + 8 * (decoding.cluster or 0)
+    neighbours = decoding.neighbours or 0
     needed = rows * columns * (cache + 4 * nodes) + 4 * config.vocab_size * (
         batch * nodes * values + neighbours
     )
@@ -317,17 +318,17 @@ def device_columns(device: torch.device) -> dict[str, Any]:
 def _device_columns(device: torch.device, _period: int) -> dict[str, Any]:
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        name, identity, state = (
-            properties.name,
-            str(properties.uuid),
-            _gpu_state(f"GPU-{properties.uuid}"),
-        )
+        name = properties.name
+        identity = str(properties.uuid)
+        state = _gpu_state(f"GPU-{properties.uuid}")
         clocks = {"clock_mhz": state["clock_sm_mhz"], "clock_max_mhz": state["clock_sm_max_mhz"]}
         driver = state["driver"]
         read = {key: int(mhz) if mhz and mhz.isdigit() else None for key, mhz in clocks.items()}
     else:
         cpu = _cpu_block()
-        name, identity, driver = cpu["model"], f"{platform.node()} {uuid.getnode()}", None
+        name = cpu["model"]
+        identity = f"{platform.node()} {uuid.getnode()}"
+        driver = None
         read = {key: cpu[key] for key in ("clock_mhz", "clock_max_mhz")}
     device_id = hashlib.sha256(identity.encode()).hexdigest()[:8]
     return {"device": name, "device_id": device_id, "driver": driver, **read}

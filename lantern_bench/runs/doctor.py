@@ -102,9 +102,11 @@ def _package() -> Iterator[Finding]:
 
 
 def _load() -> Iterator[Finding]:
-    before, start = usage(), now()
+    before = usage()
+    start = now()
     Event().wait(0.5)
-    spent, cores = usage().since(before), len(usable_cores())
+    spent = usage().since(before)
+    cores = len(usable_cores())
     others = min(1.0, max(0.0, spent.busy_seconds - spent.cpu_seconds) / (now() - start) / cores)
     result = f"{others:.0%} of {cores} cores busy with other programs, load average {psutil.getloadavg()[0]:.2f}"
     if spent.steal_seconds:
@@ -116,18 +118,14 @@ def _load() -> Iterator[Finding]:
 
 def _memory() -> Iterator[Finding]:
     memory = psutil.virtual_memory()
-    free, result = (
-        memory.available,
-        f"{memory.available / _GB:.1f} of {memory.total / _GB:.1f} GB free",
-    )
+    free = memory.available
+    result = f"{memory.available / _GB:.1f} of {memory.total / _GB:.1f} GB free"
     limit = Path("/sys/fs/cgroup/memory.max")
     text = limit.read_text().strip() if limit.is_file() else "max"
     if text.isdigit() and int(text) < memory.total:
         container_free = int(text) - int((limit.parent / "memory.current").read_text())
-        free, result = (
-            min(free, container_free),
-            f"{result}; {container_free / _GB:.1f} GB free in this container",
-        )
+        free = min(free, container_free)
+        result = f"{result}; {container_free / _GB:.1f} GB free in this container"
     yield _by_size("memory", free, 2 * _GB, result, "Stop other programs.")
 
 
@@ -137,7 +135,8 @@ def _disk() -> Iterator[Finding]:
         ("cache", cache_folder(), "XDG_CACHE_HOME"),
         ("temp files", Path(tempfile.gettempdir()), "TMPDIR"),
     ):
-        check, absolute = f"disk for {name}", folder.absolute()
+        check = f"disk for {name}"
+        absolute = folder.absolute()
         existing = next(path for path in (absolute, *absolute.parents) if path.is_dir())
         free = shutil.disk_usage(existing).free
         try:
@@ -160,7 +159,8 @@ def _by_size(check: str, free: float, enough: float, result: str, fix: str) -> F
 
 
 def _without_user(path: Path) -> str:
-    path, home = path.absolute(), Path.home()
+    path = path.absolute()
+    home = Path.home()
     return f"~/{path.relative_to(home)}" if path.is_relative_to(home) else str(path)
 
 
@@ -209,9 +209,11 @@ def _device(device: str) -> Iterator[Finding]:
         free, total = torch.cuda.mem_get_info(number)
         result = f"{gpu['name']}, compute capability {gpu['compute_capability']}, driver {gpu['driver'] or 'unknown'}, "
         result += f"{free / _GB:.1f} of {total / _GB:.1f} GB free, SM clock {gpu['clock_sm_mhz'] or '?'} MHz"
-        reasons, fix = gpu["throttle_reasons"] or "", ""
+        reasons = gpu["throttle_reasons"] or ""
+        fix = ""
         if reasons.startswith("0x") and int(reasons, 16) & _SLOWED:
-            result, fix = f"{result}, slowed down ({reasons})", "Cool it, or check its power."
+            result = f"{result}, slowed down ({reasons})"
+            fix = "Cool it, or check its power."
         elif free < total / 2:
             fix = "Another program uses its memory: `nvidia-smi` lists them."
         yield Finding(f"GPU {number}", "warning" if fix else "ok", result, fix)
@@ -240,7 +242,8 @@ def _compiler(device: torch.device) -> Iterator[Finding]:
     from lantern_bench.decoding.compile import compiler_problem
     from lantern_bench.models.packed_linear import build_kernels
 
-    start, problem = now(), compiler_problem(device)
+    start = now()
+    problem = compiler_problem(device)
     if problem is None:
         yield Finding("compiler", "ok", f"a trial for {device.type} took {now() - start:.1f} s")
     else:
@@ -280,11 +283,10 @@ def _decode(device: torch.device, dtype: str) -> Iterator[Finding]:
     from lantern_bench.models.packed_linear import pack_for_decoding
     from lantern_bench.models.random_model import random_model_of_size, read_size
 
-    size, generator = read_size("2x64x64x5"), torch.Generator(device).manual_seed(0)
-    check, model = (
-        f"decode {dtype}",
-        random_model_of_size(size, device, getattr(torch, dtype), generator),
-    )
+    size = read_size("2x64x64x5")
+    generator = torch.Generator(device).manual_seed(0)
+    check = f"decode {dtype}"
+    model = random_model_of_size(size, device, getattr(torch, dtype), generator)
     if dtype != "float32":
         pack_for_decoding(model.target, model.drafter)  # it rounds the drafter's head
     images = {"eager": _tiny_decode(model, Engine())}
@@ -311,13 +313,16 @@ def _compared(
     """The finding of decodes of one image, the first of them eager: in float32 all tokens must be the same."""
     import torch
 
-    names, (eager, compiled, *graphs) = list(images), images.values()
+    names = list(images)
+    eager, compiled, *graphs = images.values()
     if any(not compiled.tokens.equal(image.tokens) for image in graphs):
         return Finding(check, "fail", f"{names[-1]} give other tokens than {names[1]}", _WRONG)
-    same, total = int((eager.tokens == compiled.tokens).long().cumprod(0).sum()), len(eager.tokens)
+    same = int((eager.tokens == compiled.tokens).long().cumprod(0).sum())
+    total = len(eager.tokens)
     if same < total:
         assert eager.logits is not None and compiled.logits is not None
-        a, b = eager.logits[: same + 1].float(), compiled.logits[: same + 1].float()
+        a = eager.logits[: same + 1].float()
+        b = compiled.logits[: same + 1].float()
         apart = float((a - b).abs().max() / a.abs().max())
         result = (
             f"{' = '.join(names[1:])} = eager to token {same} of {total}, logits {apart:.1e} apart"

@@ -73,7 +73,9 @@ class DecodedImage:
 
     def columns(self, batch: int) -> dict[str, Any]:
         """Return the columns of its record that say how it was decoded, in a batch of so many images."""
-        trace, phases, usage = self.trace, self.trace.phases, self.trace.usage
+        trace = self.trace
+        phases = self.trace.phases
+        usage = self.trace.usage
         measured = sum(phases.get(name, 0.0) for name in ("draft", "target", "verify", "prefill"))
         return {
             "tokens": trace.tokens,
@@ -115,7 +117,8 @@ def png_bytes(pixels: Tensor, tokens: Tensor | None = None) -> bytes:
     from PIL import Image
     from PIL.PngImagePlugin import PngInfo
 
-    buffer, texts = io.BytesIO(), PngInfo()
+    buffer = io.BytesIO()
+    texts = PngInfo()
     if tokens is not None:
         texts.add_text(_TOKENS, " ".join(map(str, tokens.tolist())), zip=True)
     Image.fromarray(pixels.cpu().numpy()).save(buffer, format="PNG", pnginfo=texts)

@@ -67,7 +67,8 @@ def _read(folder: Path) -> _Shard:
 
 def _check_division(shards: Sequence[_Shard]) -> None:
     """Raise `RefusedError` unless these are the shards of one run, each once."""
-    first, folders = shards[0], dict[int, Path]()
+    first = shards[0]
+    folders = dict[int, Path]()
     for shard in shards:
         if shard.count != first.count:
             message = f"{first.folder} is a shard of {first.count}, {shard.folder} of {shard.count}"
@@ -76,7 +77,8 @@ def _check_division(shards: Sequence[_Shard]) -> None:
             message = f"shard {shard.index}/{shard.count} is given twice: {folders[shard.index]} and {shard.folder}"
             raise RefusedError(message, "Leave one of them out.")
         folders[shard.index] = shard.folder
-        settings, others = _settings(first.manifest), _settings(shard.manifest)
+        settings = _settings(first.manifest)
+        others = _settings(shard.manifest)
         for name in dict.fromkeys([*settings, *others]):
             a, b = (
                 json.dumps(values.get(name), sort_keys=True)[:300] for values in (settings, others)
@@ -96,7 +98,8 @@ def _check_division(shards: Sequence[_Shard]) -> None:
 
 def _settings(manifest: Mapping[str, Any]) -> dict[str, Any]:
     """Return what must be equal in all shards."""
-    experiment, key = manifest.get("experiment") or {}, manifest.get("key") or {}
+    experiment = manifest.get("experiment") or {}
+    key = manifest.get("key") or {}
     settings = {name: value for name, value in experiment.items() if name not in _MAY_DIFFER}
     settings |= {f"key: {name}": value for name, value in key.items()}
     if key.get("device_type") == "cpu":

@@ -36,7 +36,8 @@ class WorkerEndedError(RecordsFailedError):
 
 def decode_in_processes(request: Request, emit: Emit) -> int:
     """Decode the missing images in new processes, one at a time; return how many failed."""
-    done, settings = done_images(request.folder), request.experiment.settings
+    done = done_images(request.folder)
+    settings = request.experiment.settings
     missing = replace(
         request.plan, tasks=tuple(task for task in request.plan.tasks if task.key not in done)
     )
@@ -44,7 +45,8 @@ def decode_in_processes(request: Request, emit: Emit) -> int:
     plans = [
         plan for plan in request.plan.deal(missing, settings.processes, settings.seed) if plan.tasks
     ] or [missing]
-    failed, notes = 0, set[Note]()
+    failed = 0
+    notes = set[Note]()
     for number, plan in enumerate(plans, start=1):
         name = f"worker process {number} of {len(plans)}"
         for event in events_of(_decode_missing, replace(request, plan=plan), name):
@@ -94,14 +96,16 @@ def events_of(
         start_new_session=True,
     )
     worker_end.close()
-    last_sign, last_event = now(), "it started"
+    last_sign = now()
+    last_event = "it started"
     try:
         with contextlib.suppress(EOFError, ConnectionError):  # the worker has ended
             parent_end.send((work, request))
             while True:
                 stopping.check()
                 if parent_end.poll(_POLL):
-                    event, last_sign = parent_end.recv(), now()
+                    event = parent_end.recv()
+                    last_sign = now()
                     if isinstance(event, LanternError):
                         with contextlib.suppress(subprocess.TimeoutExpired):
                             worker.wait(SECONDS_TO_END)  # a signal would interrupt its exit
@@ -145,7 +149,8 @@ def _end(worker: subprocess.Popen[bytes]) -> None:
 
 def serve(parent: Connection[Any, Any]) -> None:
     """Do the work that the parent sends, and send back its events, or the error that ended it."""
-    (work, request), last_sent = parent.recv(), now()
+    work, request = parent.recv()
+    last_sent = now()
 
     def send(event: object) -> None:
         nonlocal last_sent

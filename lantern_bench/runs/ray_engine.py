@@ -106,7 +106,8 @@ def slots_of(
     )
     slots: Counter[DeviceSlot] = Counter()
     for node, has in resources.items():
-        cores, gpus = int(has.get("CPU", 0)), int(has.get("GPU", 0))
+        cores = int(has.get("CPU", 0))
+        gpus = int(has.get("GPU", 0))
         if on_gpus and gpus:
             slots[DeviceSlot(None, cores // gpus, 1)] += gpus
         elif not on_gpus and cores >= (threads or 1):
@@ -187,7 +188,8 @@ class Worker:
         from lantern_bench.runs import runner
         from lantern_bench.runs.devices import device_columns, key_fields, machine_block
 
-        settings, notes = request.experiment.settings, list[Any]()
+        settings = request.experiment.settings
+        notes = list[Any]()
         self.compute, self.models = runner.load_to_decode(request.experiment, notes.append)
         if self.compute.device.type == "cpu":
             cores = ray.get_runtime_context().get_assigned_resources().get("CPU", 1)
@@ -268,7 +270,9 @@ class RayDriver:
     _store: RunStore
 
     def __init__(self, ray: Any, request: Request, emit: Emit) -> None:
-        self._ray, self._request, self._emit = ray, request, emit
+        self._ray = ray
+        self._request = request
+        self._emit = emit
         self._settings = request.experiment.settings
         self._timed = "speed" in self._settings.metrics
         self._actor = ray.remote(max_restarts=0)(Worker)
@@ -281,7 +285,8 @@ class RayDriver:
         self._share = math.inf
         self._failed_starts: Counter[DeviceSlot] = Counter()
         self._last_loss = ""
-        self._last_look, self._last_worker = -math.inf, now()
+        self._last_look = -math.inf
+        self._last_worker = now()
 
     def run(self) -> None:
         """Decode the missing images."""
@@ -337,7 +342,8 @@ class RayDriver:
             from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
             options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(slot.node, soft=False)
-        actor, plan = self._actor.options(**options).remote(), self._request.plan
+        actor = self._actor.options(**options).remote()
+        plan = self._request.plan
         first = replace(plan, tasks=plan.tasks[: len(plan.cells) * plan.together])
         self._workers.append(
             WorkerHandle(slot, actor, actor.load.remote(replace(self._request, plan=first)))
@@ -345,15 +351,18 @@ class RayDriver:
 
     def _lose(self, worker: WorkerHandle, error: Exception) -> None:
         """Put the shard of a lost worker in front of the others; one that lost too many workers fails."""
-        shard, self._last_loss = worker.shard, reason_of(error)
+        shard = worker.shard
+        self._last_loss = reason_of(error)
         self._remove(worker, lost=self._last_loss)
-        name, prompts = "a worker on a device", 0
+        name = "a worker on a device"
+        prompts = 0
         if worker.session:
             name = f"worker {worker.session['process']} on {worker.session['device']['device']}"
         if shard is None:
             self._failed_starts[worker.slot] += not worker.finished
         else:
-            prompts, first = len({task.image_index for task in shard.tasks}), shard.tasks[0]
+            prompts = len({task.image_index for task in shard.tasks})
+            first = shard.tasks[0]
             self._losses[first] += 1
             if self._losses[first] < _LOSSES:
                 self._shards.appendleft(shard)
@@ -427,11 +436,13 @@ class RayDriver:
 
         if not self._is_open:
             self._open(ready)
-        store, device = self._store, ready.session["device"]["device"]
+        store = self._store
+        device = ready.session["device"]["device"]
         check_same_run(
             f"{store.folder.name} on {device}", store.manifest, {"key": ready.key}, store.finished
         )
-        worker.session, worker.answer = open_session(store, **ready.session), None
+        worker.session = open_session(store, **ready.session)
+        worker.answer = None
         self._emit(Note(f"worker {worker.session['process']} joined on {device}"))
         devices = {
             entry["device"]["device"] for entry in store.manifest["sessions"] if "device" in entry
@@ -442,7 +453,8 @@ class RayDriver:
 
     def _open(self, ready: Ready) -> None:
         """Open the store and divide the missing images into shards."""
-        request, tasks = self._request, self._request.plan.tasks
+        request = self._request
+        tasks = self._request.plan.tasks
         self._store = store = RunStore(request.folder, request.experiment, ready.key)
         self._is_open = True
         self._threads = store.threads or self._settings.threads or ready.block["threads"]
@@ -467,7 +479,8 @@ class RayDriver:
         missing = missing_of(shard, self._store.is_done, timed=self._timed)
         decode = worker.actor.decode.options(num_returns="streaming")
         worker.answer = decode.remote(shard, missing, worker.session, self._threads)
-        worker.shard, worker.last_answer = shard, now()
+        worker.shard = shard
+        worker.last_answer = now()
 
     def _save(self, task: ImageTask, columns: Mapping[str, Any], png: bytes | None) -> None:
         """Store an image, and report it unless it was finished before."""

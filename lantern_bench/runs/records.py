@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 Row: TypeAlias = dict[str, Any]
 
 # Every line ends with _CHECKSUM, the first 16 hexadecimal digits of the SHA-256 of what is before it, and _CLOSE.
-_CHECKSUM, _CLOSE = b', "checksum": "', b'"}\n'
+_CHECKSUM = b', "checksum": "'
+_CLOSE = b'"}\n'
 _END = len(_CHECKSUM) + 16 + len(_CLOSE)
 
 _KINDS: dict[str, Any] = {
@@ -40,7 +41,8 @@ _DTYPES = {"int": "Int64", "float": "float64", "bool": "boolean"}
 _ABSENT = {"process": 0}  # runs without this column are of one process
 # the columns that every row of a table has
 _NEEDED = {"records": ("record_key", "status"), "scores": ()}
-_CHUNK, _BUFFER = 2_000, 1 << 20
+_CHUNK = 2_000
+_BUFFER = 1 << 20
 
 
 def line_of(row: Mapping[str, Any]) -> bytes:
@@ -73,7 +75,8 @@ class Line(NamedTuple):
 def read_lines(path: Path, table: str, wanted: Collection[str] | None = None) -> Iterator[Line]:
     """Yield the lines of a file, none without a file, with the `wanted` columns (None: all)."""
     declared = {column.name: column.dtype for column in columns(table)}
-    needed, names = _NEEDED[table], _names(table, wanted)
+    needed = _NEEDED[table]
+    names = _names(table, wanted)
     optional = {name: _KINDS.get(declared[name], list | None) for name in names}
     kinds = [
         (name, str) if name in needed else (name, optional[name], _ABSENT.get(name))
@@ -86,7 +89,8 @@ def read_lines(path: Path, table: str, wanted: Collection[str] | None = None) ->
             # being written, or cut off: opening the file for writing removes it
             if not content.endswith(b"\n"):
                 return
-            row, problem = None, "damaged, its checksum differs"
+            row = None
+            problem = "damaged, its checksum differs"
             try:
                 if content == _with_checksum(content[:-_END]):
                     row = decode(content)
@@ -124,11 +128,9 @@ class RowFile:
     """A file of rows opened for appending; a partial last line is removed when it is opened."""
 
     def __init__(self, path: Path, table: str) -> None:
-        self._path, self._names, self._table = (
-            path,
-            [column.name for column in columns(table)],
-            table,
-        )
+        self._path = path
+        self._names = [column.name for column in columns(table)]
+        self._table = table
         # Without a buffer, because what the disk has no room for must not be written later.
         self._file = path.open("ab+", buffering=0)
         if path.stat().st_size:
@@ -170,13 +172,12 @@ def read_frame(path: Path, table: str, wanted: Collection[str] | None = None) ->
     """Return the rows of a file as a DataFrame: texts and lists are objects, others `Int64`, `boolean`, `float64`."""
     import pandas as pd
 
-    rows, names = (
-        map(msgspec.structs.astuple, read_rows(path, table, wanted)),
-        _names(table, wanted),
-    )
+    rows = map(msgspec.structs.astuple, read_rows(path, table, wanted))
+    names = _names(table, wanted)
     kinds = {column.name: column.dtype for column in columns(table)}
     dtypes = {name: _DTYPES.get(kinds[name], "object") for name in names}
-    chunks, texts = [pd.DataFrame(columns=names, dtype=object).astype(dtypes)], dict[Any, Any]()
+    chunks = [pd.DataFrame(columns=names, dtype=object).astype(dtypes)]
+    texts = dict[Any, Any]()
     collects = gc.isenabled()
     gc.disable()  # the collector would look through the new lists again and again
     try:
@@ -235,9 +236,11 @@ def check_same_run(
     folder: str, manifest: Mapping[str, Any], wanted: Mapping[str, Any], finished: int
 ) -> None:
     """Raise `RefusedError` naming the first of the `wanted` manifest entries that differs in a run with images."""
-    recorded, now = _comparable({name: manifest.get(name) for name in wanted}), _comparable(wanted)
+    recorded = _comparable({name: manifest.get(name) for name in wanted})
+    now = _comparable(wanted)
     for name in dict.fromkeys([*recorded, *now]):
-        before, after = recorded.get(name), now.get(name)
+        before = recorded.get(name)
+        after = now.get(name)
         if before == after or (name == "threads" and None in (before, after)):
             continue
         if isinstance(before, list) and isinstance(after, list):

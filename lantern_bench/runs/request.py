@@ -130,7 +130,8 @@ def plan_table(request: Request) -> tuple[pd.DataFrame, float]:
     """Return the plan by cell (images, done, to_do, s_per_image) and the seconds left; nan: they are unknown."""
     import pandas as pd
 
-    records, done = finished_records(request.folder), done_images(request.folder)
+    records = finished_records(request.folder)
+    done = done_images(request.folder)
     pace = (
         (records["seconds"] + records["pixel_seconds"].fillna(0.0))
         .groupby(records["cell_id"])

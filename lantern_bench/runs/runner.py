@@ -42,7 +42,9 @@ _MAX_REPEAT_SHARE = 0.25  # what repetitions may add to the decoding time of a s
 
 def decode_missing(request: Request, emit: Emit) -> int:
     """Decode the missing images of a request in this process; return how many failed."""
-    load, settings, plan = psutil.getloadavg()[0], request.experiment.settings, request.plan
+    load = psutil.getloadavg()[0]
+    settings = request.experiment.settings
+    plan = request.plan
     compute, models = load_to_decode(request.experiment, emit)
     prepare_seconds = prepare_models(plan, models, done_images(request.folder), emit)
     threads = torch.get_num_threads()
@@ -203,7 +205,9 @@ class Decoder:
         repeat_disturbed: bool,
     ) -> None:
         self.session = session
-        self._models, self._compute, self._repeat_disturbed = models, compute, repeat_disturbed
+        self._models = models
+        self._compute = compute
+        self._repeat_disturbed = repeat_disturbed
 
     def warm_up(self, batches: Iterable[Batch]) -> Iterator[Note]:
         """Decode a part of each kind of batch, outside all records; yield a note about it."""
@@ -215,7 +219,8 @@ class Decoder:
         for batch in kinds.values():
             stopping.check()
             # A quarter of an image compiles all steps; without compiling, a few steps load the code.
-            cell, model = batch[0].cell, self._models[batch[0].cell.model]
+            cell = batch[0].cell
+            model = self._models[batch[0].cell.model]
             compiled = model.engine.compile
             tokens = max(1, model.target.image_tokens // (4 if compiled else 16))
             row: dict[str, Any] = {
@@ -236,7 +241,9 @@ class Decoder:
 
     def decode(self, batch: Batch, missing: Sequence[ImageTask]) -> Iterator[Result]:
         """Decode a whole batch, so that the arithmetic is the same, and yield the results of `missing`."""
-        session, compute, model = self.session, self._compute, self._models[batch[0].cell.model]
+        session = self.session
+        compute = self._compute
+        model = self._models[batch[0].cell.model]
         try:
             with stopping.delayed():
                 attempts = self._attempts(model, batch)
@@ -299,7 +306,8 @@ def decode_batch(
     logits: bool = False,
 ) -> list[DecodedImage]:
     """Decode images of one cell as one batch, then their pixels unless `tokens` ends them early."""
-    decoding, prompts = batch[0].cell.decoding, [task.prompt.text for task in batch]
+    decoding = batch[0].cell.decoding
+    prompts = [task.prompt.text for task in batch]
     generators = [torch.Generator(compute.device).manual_seed(task.seed) for task in batch]
     with torch.inference_mode():
         condition = model.condition(prompts)
@@ -313,7 +321,8 @@ def decode_batch(
             keep_logits=logits,
             engine=model.engine,
         )
-        peak, seconds = peak_memory_bytes(compute.device), 0.0
+        peak = peak_memory_bytes(compute.device)
+        seconds = 0.0
         pixels: Sequence[torch.Tensor | None] = [None] * len(decoded)
         if tokens is None:
             stacked = torch.stack([image.tokens for image in decoded]).to(compute.device)

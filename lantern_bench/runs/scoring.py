@@ -132,7 +132,8 @@ def score_records(
     infinity: bool = False,  # also extrapolate FID to infinitely many pictures
 ) -> Iterator[Row]:
     """Yield rows of the pictures, then of the cell, for each cell; last those of sets of ar images with other seeds."""
-    cells, protocol = _by_cell(records), scorers.protocol
+    cells = _by_cell(records)
+    protocol = scorers.protocol
     against = _reference_sets(scorers, reference, cache) if cells else []
     families = _ar_families(cells) if against else []
     common: Row = {
@@ -248,7 +249,8 @@ def _spread_row(
         for rows, _ in cells
     ]
     shared = [image for image in row_of[0] if all(image in other for other in row_of)]
-    n, reference = len(shared), against[0]
+    n = len(shared)
+    reference = against[0]
     names, notes = measurable(
         n if reference.n is None else min(n, reference.n), reference, scorers.extractor
     )
@@ -284,7 +286,9 @@ def score_tokens(folder: Path, device: str, emit: Emit) -> int:
         cells = _by_cell(
             record for record in read_records(folder) if record["record_key"] not in scored
         )
-        images, done, others = sum(map(len, cells.values())), 0, 0
+        images = sum(map(len, cells.values()))
+        done = 0
+        others = 0
         if not images:
             return 0
         experiment = load_experiment(store.manifest["experiment"], defaults_of)
@@ -359,7 +363,8 @@ def score_run(
 ) -> int:
     """Score the cells of a run that these scorers have not scored, or all (`rescore`); return the number of rows."""
     with RunStore(folder) as store:
-        cells, protocol = _by_cell(read_records(folder)), scorers.protocol
+        cells = _by_cell(read_records(folder))
+        protocol = scorers.protocol
         version = (protocol.name, protocol.version)
         scores = [
             row

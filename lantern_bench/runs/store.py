@@ -35,13 +35,11 @@ from lantern_bench.schema import READABLE, SCHEMA_VERSION
 if TYPE_CHECKING:
     import pandas as pd
 
-MANIFEST, RECORDS, SCORES, LOCK, WRITER = (
-    "manifest.json",
-    "records.jsonl",
-    "scores.jsonl",
-    ".lock",
-    ".writer.json",
-)
+MANIFEST = "manifest.json"
+RECORDS = "records.jsonl"
+SCORES = "scores.jsonl"
+LOCK = ".lock"
+WRITER = ".writer.json"
 # in a manifest: true where a run was copied without them (docs/commit_run.py)
 PICTURES_LEFT_OUT = "pictures_left_out"
 # What a resumed run needs of its records.
@@ -176,7 +174,8 @@ NO_SPEED = "speed cannot be measured now"  # where most images were disturbed
 def disturbance(finished: pd.DataFrame) -> str | None:
     """Say in one line how many of these records are of disturbed images; None without any."""
     marks = finished["disturbed"].dropna()
-    timed, count = len(marks), int(marks.sum())
+    timed = len(marks)
+    count = int(marks.sum())
     if count == 0:
         return None
     text = f"{count} of {timed} images disturbed: their threads lacked a core for more than 5 % of the time"
@@ -199,7 +198,8 @@ class RunStore(AbstractContextManager["RunStore"]):
         experiment: ResolvedExperiment | None = None,
         key: dict[str, Any] | None = None,
     ) -> None:
-        self.folder, self.manifest = folder, dict[str, Any]()
+        self.folder = folder
+        self.manifest = dict[str, Any]()
         with ExitStack() as opened:
             opened.enter_context(lock_run(folder))
             self._done = done_images(folder)
@@ -294,7 +294,8 @@ class RunStore(AbstractContextManager["RunStore"]):
 def lock_run(folder: Path) -> Iterator[None]:
     """Lock a run directory, creating it if needed; the kernel frees the lock when its process ends."""
     check_is_run(folder)
-    writer, lock = folder / WRITER, FileLock(folder / LOCK)
+    writer = folder / WRITER
+    lock = FileLock(folder / LOCK)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with lock.acquire(timeout=0):

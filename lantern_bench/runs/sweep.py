@@ -35,7 +35,8 @@ def run(request: Request, emit: Emit) -> int:
 
 
 def _decode_and_score(request: Request, emit: Emit) -> int:
-    settings, metrics = request.experiment.settings, set(request.experiment.settings.metrics)
+    settings = request.experiment.settings
+    metrics = set(request.experiment.settings.metrics)
     device = settings.device if request.ray is None else "auto"  # this machine scores
     scorers = None
     # Of the bundled scorers none can be missing; loading them first would delay the first image.

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 # of GNU OpenMP: a waiting thread spins so often (microseconds), then sleeps
 _SPINS = ("GOMP_SPINCOUNT", "1000")
-_ROUNDS, _BLOCK = 15, 0.02  # blocks timed for each number of threads, and their seconds
+# blocks timed for each number of threads, and their seconds
+_ROUNDS = 15
+_BLOCK = 0.02
 _LONGEST = 3.0  # seconds after which no further block is timed
 # with one number of threads nothing is chosen: blocks that say how much of a core others take
 _ROUNDS_OF_ONE = 3
@@ -87,10 +89,8 @@ def set_fastest_threads(
         condition = model.condition([prompt])
     most = torch.get_num_threads()
     timed = " and ".join("drafting" if drafts else "autoregressive" for drafts in sorted(kinds))
-    file, key = (
-        model.engine.folder and model.engine.folder / "threads.json",
-        f"{timed}, at most {most}",
-    )
+    file = model.engine.folder and model.engine.folder / "threads.json"
+    key = f"{timed}, at most {most}"
     choices: dict[str, Any] = {}
     if file is not None:
         with contextlib.suppress(OSError, ValueError, TypeError):  # there is none, or it is damaged
@@ -134,7 +134,9 @@ def calibrate(work: Callable[[], object], recorded: int | None = None) -> Calibr
     work()
     began = now()
     work()
-    repeats, lost, start = max(1, round(_BLOCK / max(1e-6, now() - began))), 0.0, now()
+    repeats = max(1, round(_BLOCK / max(1e-6, now() - began)))
+    lost = 0.0
+    start = now()
     rounds = _ROUNDS if len(counts) > 1 else _ROUNDS_OF_ONE
     while len(blocks[counts[-1]]) < rounds and not (
         blocks[counts[-1]] and now() - start > _LONGEST
@@ -144,7 +146,8 @@ def calibrate(work: Callable[[], object], recorded: int | None = None) -> Calibr
             waking.add_(1)  # the threads start
             if not blocks[threads]:
                 work()  # its programs are compiled
-            before, began = usage(), now()
+            before = usage()
+            began = now()
             for _ in range(repeats):
                 work()
             blocks[threads].append(now() - began)

@@ -48,13 +48,15 @@ class Checked:
 
 def verify(folder: Path) -> Checked:
     """Check a run directory; writes nothing and needs no lock. Raises `RefusedError` for tables without records."""
-    manifest, problems = read_manifest(folder), list[Problem]()
+    manifest = read_manifest(folder)
+    problems = list[Problem]()
     if not (folder / RECORDS).exists() and any(folder.glob("*.csv")):
         raise without_records(folder)
     has_pictures = not manifest.get(PICTURES_LEFT_OUT)
     rows: dict[str, list[Any]] = {table: [] for table in _FILES}
     for table, name in _FILES.items():
-        path, size = folder / name, 0
+        path = folder / name
+        size = 0
         for line in read_lines(path, table):
             size += len(line.content)
             if line.row is None:
@@ -111,7 +113,8 @@ def _plan_of(manifest: Mapping[str, Any]) -> Plan:
     recorded = {key: value for key, value in manifest["experiment"].items() if key != "lossless"}
     experiment = load_experiment(recorded, defaults_of)
     prompts = load_prompts(experiment.settings.prompts, model_of(experiment.settings.model[0]))
-    plan, shard = make_plan(experiment, prompts), manifest.get("shard")
+    plan = make_plan(experiment, prompts)
+    shard = manifest.get("shard")
     return plan if shard is None else plan.shard(Shard(shard["index"], shard["count"]))
 
 

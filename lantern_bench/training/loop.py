@@ -130,9 +130,11 @@ def train(
     processes: Processes = SINGLE,
 ) -> TrainReport:
     """Train `task.module` in place; raises `RefusedError` for a checkpoint of other settings and an infinite loss."""
-    run, since = _Run(task, settings, device, processes), list[dict[str, float]]()
+    run = _Run(task, settings, device, processes)
+    since = list[dict[str, float]]()
     while (done := run.fraction()) < 1.0:
-        start, rate = now(), run.learning_rate(done)
+        start = now()
+        rate = run.learning_rate(done)
         since.append(run.step(rate))
         run.seconds += now() - start
         fraction = min(1.0, run.fraction())
@@ -160,7 +162,8 @@ def read_checkpoint(settings: TrainSettings) -> dict[str, Any] | None:
     if path is None or not settings.resume or not path.exists():
         return None
     content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    current, recorded = settings.described(), content["settings"]
+    current = settings.described()
+    recorded = content["settings"]
     for key in {**current, **recorded}:
         if current.get(key) != recorded.get(key):
             text = f"was made with {key} = {recorded.get(key)}, now it is {current.get(key)}"
@@ -175,7 +178,10 @@ class _Run:
     def __init__(
         self, task: Task, settings: TrainSettings, device: torch.device, processes: Processes
     ) -> None:
-        self.task, self.settings, self.device, self.processes = task, settings, device, processes
+        self.task = task
+        self.settings = settings
+        self.device = device
+        self.processes = processes
         module = task.module.to(device).train()
         self.trained = [p for p in module.parameters() if p.requires_grad]
         decayed = {
@@ -189,14 +195,17 @@ class _Run:
         )
         self.generator = torch.Generator().manual_seed(settings.seed)
         self.autocast = settings.autocast and has_bfloat16(device)
-        self.steps, self.seconds, self.losses = 0, 0.0, list[tuple[int, float]]()
+        self.steps = 0
+        self.seconds = 0.0
+        self.losses = list[tuple[int, float]]()
         content = read_checkpoint(settings)
         if content is not None:
             module.load_state_dict(content["module"])
             task.load_state_dict(content["task"])
             self.optimiser.load_state_dict(content["optimiser"])
             self.generator.set_state(content["generator"])
-            self.steps, self.seconds = content["progress"]["step"], content["progress"]["seconds"]
+            self.steps = content["progress"]["step"]
+            self.seconds = content["progress"]["seconds"]
             self.losses = [tuple(entry) for entry in content["progress"]["losses"]]
 
     def fraction(self) -> float:
@@ -217,7 +226,8 @@ class _Run:
         for group in self.optimiser.param_groups:
             group["lr"] = rate
         self.optimiser.zero_grad(set_to_none=True)
-        share, figures = 1 / self.settings.accumulate, dict[str, Tensor]()
+        share = 1 / self.settings.accumulate
+        figures = dict[str, Tensor]()
         for _ in range(self.settings.accumulate):
             with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast):
                 loss, reported = self.task.loss(self.generator)

@@ -90,7 +90,8 @@ def checked(
     try:
         return model.model_validate(values)
     except ValidationError as error:
-        problem, fields = error.errors()[0], model.model_fields
+        problem = error.errors()[0]
+        fields = model.model_fields
         key = str(problem["loc"][0])
         if problem["type"] == "extra_forbidden":
             text = f"{name_of(key)}: unknown setting{did_you_mean(key, fields)}"

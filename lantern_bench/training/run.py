@@ -104,7 +104,8 @@ class DrafterJob:
 
     def settings(self, model: LoadedModel) -> TrainSettings:
         """Return the settings of the loop."""
-        flags, recipe = self.flags, self.recipe
+        flags = self.flags
+        recipe = self.recipe
         settings = flags.model_dump(include={"minutes", "seed", "resume"})
         if flags.minutes is not None and recipe.steps is None:
             settings["steps"] = None
@@ -155,7 +156,8 @@ def make_job(flags: DrafterFlags, drafters: Path) -> DrafterJob:
 
 def _data(flags: DrafterFlags, model: Model) -> Data:
     """Read `--data`: a folder holds pictures with captions, anything else names captions."""
-    source, images = flags.data, flags.images
+    source = flags.data
+    images = flags.images
     if Path(source).is_dir():
         items = read_captioned(Path(source), flags.captions, model)
         if images is not None and images > len(items):
@@ -189,15 +191,19 @@ def _prompts(source: str, flag: str, model: Model) -> list[str]:
 
 def plan_rows(job: DrafterJob) -> list[tuple[str, str]]:
     """Return what the training would make, and how much of it."""
-    flags, recipe, total = job.flags, job.recipe, len(job.data.captions)
+    flags = job.flags
+    recipe = job.recipe
+    total = len(job.data.captions)
     model = model_of(flags.target)
     target = transformer_of(
         model.with_random_weights() or model.load(torch.device("cpu"), torch.float32)
     )
-    steps, image_tokens = recipe.total_steps(job.sequences), target.config.image_tokens
+    steps = recipe.total_steps(job.sequences)
+    image_tokens = target.config.image_tokens
     source = "encoded" if job.data.pictures is not None else "sampled by the target"
     evaluations = steps // flags.eval_every if flags.eval_every else 0
-    count, epochs = f"{steps:,}", f"{steps / recipe.steps_per_epoch(job.sequences):.3g}"
+    count = f"{steps:,}"
+    epochs = f"{steps / recipe.steps_per_epoch(job.sequences):.3g}"
     if flags.minutes is not None:
         count = epochs = f"as many as {flags.minutes:g} minutes allow"
     return [
@@ -246,19 +252,23 @@ def train_drafter(
     processes: Processes,
 ) -> tuple[TrainReport, list[Evaluated]]:
     """Train, write `job.out`, and evaluate the written drafter and the model's own, where it has one."""
-    flags, recipe, captions = job.flags, job.recipe, job.data.captions
+    flags = job.flags
+    recipe = job.recipe
+    captions = job.data.captions
     if recipe.batch % processes.count:
         raise UserError(
             f"--batch {recipe.batch}: must be a multiple of the {processes.count} processes"
         )
-    target, settings = transformer_of(model), job.settings(model)
+    target = transformer_of(model)
+    settings = job.settings(model)
     drafter = _initial_drafter(job, model, target)
     read_checkpoint(settings)  # one of another training is refused before hours of sampling
     tokens = _tokens(job, model, target.image_tokens, on_progress, processes)
     order = torch.randperm(
         len(tokens), generator=torch.Generator().manual_seed(flags.seed)
     ).tolist()
-    held_out, training = order[: job.held_out], order[job.held_out :]
+    held_out = order[: job.held_out]
+    training = order[job.held_out :]
 
     def sequences(numbers: list[int]) -> Sequences:
         chosen = [captions[number] for number in numbers]
@@ -322,7 +332,9 @@ def _logged(
     on_event: OnEvent,
 ) -> OnEvent:
     """Return what adds a row to the log for each event, with held-out figures every `eval_every` steps."""
-    path, flags, target = job.out / "log.csv", job.flags, transformer_of(model)
+    path = job.out / "log.csv"
+    flags = job.flags
+    target = transformer_of(model)
     sequences = job.recipe.batch * job.recipe.accumulate  # of a step
     rows = read_log(path) if flags.resume else []
 
@@ -330,10 +342,8 @@ def _logged(
         # Rows of this step and later belong to an interrupted training.
         rows[:] = [row for row in rows if row["step"] < event.step]
         before, seconds = (rows[-1]["step"], rows[-1]["seconds"]) if rows else (0, 0.0)
-        tokens, elapsed = (
-            (event.step - before) * sequences * target.image_tokens,
-            event.seconds - seconds,
-        )
+        tokens = (event.step - before) * sequences * target.image_tokens
+        elapsed = event.seconds - seconds
         row: dict[str, Any] = {
             "step": event.step,
             "epoch": event.step * sequences / job.sequences,
@@ -389,10 +399,8 @@ def _accepted(
         decoded = decode_slots(model, job.decoding, job.flags.seed, slots[start : start + _BATCH])
         committed += [image.trace.committed for image in decoded]
         on_share(len(committed) / images)
-    tokens, steps = (
-        [float(sum(counts)) for counts in committed],
-        [float(len(counts)) for counts in committed],
-    )
+    tokens = [float(sum(counts)) for counts in committed]
+    steps = [float(len(counts)) for counts in committed]
     return Observations(tokens, steps, [prompt for prompt, _ in slots]) if images else None
 
 

@@ -79,15 +79,18 @@ def make_tokens(
     """
     key: dict[str, Any] = {"data": data.sha256(), "grid": list(model.grid)}
     reader: Any = model.pixels
-    pictures, total = data.pictures, len(data.captions)
+    pictures = data.pictures
+    total = len(data.captions)
     if pictures is None:
-        name, label = "samples", "sampling from the target"
+        name = "samples"
+        label = "sampling from the target"
         captions = pd.Series(data.captions)
         slots = list(zip(data.captions, captions.groupby(captions).cumcount(), strict=True))
         key |= {"weights": dict(model.weights), "seed": seed}
         key |= {"decoding": decoding.settings(), "dtype": str(getattr(model.target, "dtype", ""))}
     elif isinstance(reader, VQPixels):
-        name, label = "tokens", "encoding pictures"
+        name = "tokens"
+        label = "encoding pictures"
         key |= {"size": list(reader.size), "tokenizer": model.weights.get("tokenizer")}
     else:
         raise UserError(
@@ -163,9 +166,11 @@ def target_features(
     target: CachedTarget, condition: Condition, tokens: Tensor, dropped: Tensor
 ) -> TargetFeatures:
     """Return features along tokens int64 [B, N]; the rows `dropped` bool [B] have the null condition."""
-    tokens, dropped = tokens.to(target.device), dropped.to(target.device)[:, None]
+    tokens = tokens.to(target.device)
+    dropped = dropped.to(target.device)[:, None]
     conditional, null = target.prefix(condition, guided=True).chunk(2)
-    visible, prompts = visible_rows(condition.valid.to(target.device), 2), None
+    visible = visible_rows(condition.valid.to(target.device), 2)
+    prompts = None
     if target.config.text_vocab_size is not None:
         with_caption, without = prompt_rows(condition.values.to(target.device), 2).chunk(2)
         prompts = torch.where(dropped, without, with_caption)
@@ -214,8 +219,11 @@ def unroll(
 
     The output of level k is a draft's from position P + k - 2 on (HASS, arXiv 2408.15766, section 3).
     """
-    tokens, prompts, valid = target.tokens, target.prompts, target.valid
-    length, first = features.shape[1], features.shape[1] - drafter.config.image_tokens
+    tokens = target.tokens
+    prompts = target.prompts
+    valid = target.valid
+    length = features.shape[1]
+    first = features.shape[1] - drafter.config.image_tokens
     if prompts is None:
         tokens = torch.cat([tokens.new_zeros(len(tokens), valid.shape[1] - 1), tokens], dim=1)
     else:
@@ -226,7 +234,8 @@ def unroll(
     # A level sees the true features up to `level` positions before it, then a guess of each level between, and itself.
     order = torch.arange(length, device=valid.device)
     distance = order[:, None] - order[None, :]
-    outputs, inputs = list[Tensor](), features
+    outputs = list[Tensor]()
+    inputs = features
     for level in range(levels):
         masks = [causal.masked_fill(distance < level, -torch.inf)]
         masks += [
@@ -274,9 +283,13 @@ class DrafterTask(Task):
         processes: Processes = SINGLE,
     ) -> None:
         self.drafter = self.module = drafter
-        self._training, self._held_out = training, held_out
-        self._recipe, self._decoding, self._processes = recipe, decoding, processes
-        self._seed, self._drawn = seed, 0
+        self._training = training
+        self._held_out = held_out
+        self._recipe = recipe
+        self._decoding = decoding
+        self._processes = processes
+        self._seed = seed
+        self._drawn = 0
 
     def loss(self, generator: torch.Generator) -> tuple[Tensor, Mapping[str, Tensor]]:
         """Return feature and distribution loss of the next batch."""
@@ -286,7 +299,8 @@ class DrafterTask(Task):
         count = self.drafter.config.image_tokens
         true = target.hidden[:, 1 - count :]
         p = self._distribution(true, dropped).softmax(-1)
-        total, figures = torch.zeros((), device=p.device), dict[str, Tensor]()
+        total = torch.zeros((), device=p.device)
+        figures = dict[str, Tensor]()
         levels = unroll(self.drafter, target, self._inputs(target.hidden, seeds), recipe.levels)
         for level, predicted in enumerate(levels):
             drafted = predicted[:, -count:-1]
@@ -319,12 +333,11 @@ class DrafterTask(Task):
     @torch.no_grad()
     def overlap(self, drafter: EagleDrafter) -> float:
         """Return 1 - TV(p, q) at depth 1 on held-out sequences: the probability that a first draft is accepted."""
-        overlaps, numbers, count = (
-            list[Tensor](),
-            range(len(self._held_out.tokens)),
-            drafter.config.image_tokens,
-        )
-        dtype, scale = drafter.fc.weight.dtype, self._decoding.cfg_scale
+        overlaps = list[Tensor]()
+        numbers = range(len(self._held_out.tokens))
+        count = drafter.config.image_tokens
+        dtype = drafter.fc.weight.dtype
+        scale = self._decoding.cfg_scale
         for start in range(0, len(numbers), 8):
             batch = numbers[start : start + 8]
             logits = []
@@ -354,7 +367,9 @@ class DrafterTask(Task):
         dropped = torch.rand(recipe.batch, generator=generator) < recipe.dropped
         seeds = torch.randint(2**62, (recipe.batch,), generator=generator).tolist()
         rows = slice(self._processes.rank, None, self._processes.count)
-        numbers, seeds, dropped = numbers[rows], seeds[rows], dropped[rows]
+        numbers = numbers[rows]
+        seeds = seeds[rows]
+        dropped = dropped[rows]
         if recipe.guided:
             twice = torch.arange(2 * len(numbers)) >= len(numbers)
             target = self._training.features([*numbers, *numbers], twice)

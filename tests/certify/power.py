@@ -66,7 +66,8 @@ def planted(
     trials: list[Trial], model: Any, most: int, on_tables: bool
 ) -> Iterator[tuple[Trial, Mistake]]:
     """Yield every mistake that can be made in the chosen trials."""
-    chosen, seen = SETTINGS["tables" if on_tables else "model"], set[str]()
+    chosen = SETTINGS["tables" if on_tables else "model"]
+    seen = set[str]()
     for trial in trials:
         if (
             trial.setting.removesuffix(", tables") not in chosen
@@ -103,9 +104,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=FOLDER)
     typed = parser.parse_args()
     certification = Certification(plan())
-    trials, loaded = certification.trials, certification.loaded
+    trials = certification.trials
+    loaded = certification.loaded
     level = LEVEL / sum(TESTS if trial.dtype else 4 for trial in trials)
-    path, key = typed.out / "power.csv", ["tested_on", "setting", "fault"]
+    path = typed.out / "power.csv"
+    key = ["tested_on", "setting", "fault"]
     table = pd.read_csv(path) if path.exists() else frame("power", [])
     for on_tables, model, most in (
         (True, table_model(), typed.table_images),

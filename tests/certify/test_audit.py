@@ -31,7 +31,8 @@ SMALL = ["--dtype", "float32", "--neighbours", "3"]
 
 
 def test_every_mode_and_every_rule_is_audited() -> None:
-    cells, modes = audited_cells(["all"]), method_tables.MODES
+    cells = audited_cells(["all"])
+    modes = method_tables.MODES
     assert {cell["mode"] for cell in cells} == set(modes)
     assert {cell.get("rule", modes[cell["mode"]].rule) for cell in cells} == set(
         method_tables.RULES

@@ -62,7 +62,8 @@ def load(path: Path) -> LoadedModel:
 def recorded_logits(folder: Path) -> Path:
     """What the official LlamaGen gives for the recorded classes and tokens, as a reference."""
     expected = load_file(golden_models.GOLDEN / "llamagen_gpt" / "c2i_expected.safetensors")
-    first, count = int(expected["logits_positions"][0]), expected["logits_cond"].shape[1]
+    first = int(expected["logits_positions"][0])
+    count = expected["logits_cond"].shape[1]
     assert first == 0 and expected["logits_positions"].tolist() == list(range(count))
     arrays = {
         "tokens": expected["tokens"][:, :count],
@@ -80,7 +81,8 @@ def recorded_logits(folder: Path) -> Path:
 
 def test_sound_models_pass(files: dict[str, Any], lanterns: LoadedModel, tmp_path: Path) -> None:
     passed = dict.fromkeys(CHECKS, "pass")
-    hosted, (path, classes) = load(files["hosted"][0]), files["recorded"]
+    hosted = load(files["hosted"][0])
+    path, classes = files["recorded"]
     assert results_of(hosted, files["hosted"][1]) == passed
     # Janus reads padding in place of the caption: its unconditional row depends on the length of the prompt.
     assert (
@@ -119,7 +121,8 @@ def one_position_late(model: LoadedModel, patch: pytest.MonkeyPatch) -> None:
     right = CachedSession._rotary_positions
 
     def late(session: CachedSession, positions: Tensor) -> Tensor:
-        rotary, behind = right(session, positions), (positions >= session._prefix).long()
+        rotary = right(session, positions)
+        behind = (positions >= session._prefix).long()
         return rotary + behind.repeat(len(rotary) // len(behind), 1)
 
     patch.setattr(CachedSession, "_rotary_positions", late)
@@ -181,7 +184,8 @@ def test_planted_mistakes_fail_their_check(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     path, prompts = files[kind]
-    model, reference = load(path), None
+    model = load(path)
+    reference = None
     if kind == "recorded":
         reference = recorded_logits(tmp_path)
     if kind == "hosted":
@@ -229,7 +233,8 @@ def test_command_says_pass_or_fail_and_sets_the_exit_code(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    path, reference = str(files["recorded"][0]), str(recorded_logits(tmp_path))
+    path = str(files["recorded"][0])
+    reference = str(recorded_logits(tmp_path))
     assert cli.main(["check-model", path, "--reference", reference, "--format", "csv"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "check,result,error,at most,about"

@@ -16,14 +16,17 @@ from lantern_bench.decoding.drafting import drafting_of
 from lantern_bench.decoding.drafting.draft_method import DraftInputs, LastStep
 
 IMAGES = 60_000
-Q, R, P = torch.tensor([0.5, 0.5]), torch.tensor([0.75, 0.25]), torch.tensor([0.5, 0.5])
+Q = torch.tensor([0.5, 0.5])
+R = torch.tensor([0.75, 0.25])
+P = torch.tensor([0.5, 0.5])
 
 
 @pytest.mark.usefixtures("published_forms")
 @pytest.mark.parametrize(("drafting", "verified_with"), [("jacobi", "r"), ("scd-published", "q")])
 def test_an_old_q_kept_with_a_draft(drafting: str, verified_with: str) -> None:
     # Draft 0 is kept, 1 is kept, and 1 is redrawn, to 0: their chances, and the q of token 0 that verifies each.
-    chances, redrawn = [Fraction(1, 2), Fraction(1, 4), Fraction(1, 4)], Fraction(3, 4)
+    chances = [Fraction(1, 2), Fraction(1, 4), Fraction(1, 4)]
+    redrawn = Fraction(3, 4)
     old = redrawn if verified_with == "r" else Fraction(1, 2)
     accepts = [Fraction(1, 2) / old, Fraction(0), Fraction(1, 2) / redrawn]
     first = sum(chance * accept for chance, accept in zip(chances, accepts, strict=True))
@@ -34,7 +37,8 @@ def test_an_old_q_kept_with_a_draft(drafting: str, verified_with: str) -> None:
 
 def second_draft(drafting: str) -> Tensor:
     """The first tokens [IMAGES] where drafts of q are drawn again from r, and verified with p."""
-    target, noise = TabularModel(2, 4, seed=0), torch.Generator().manual_seed(1)
+    target = TabularModel(2, 4, seed=0)
+    noise = torch.Generator().manual_seed(1)
     method: Any = drafting_of(Decoding("scd", window=2, drafting=drafting), target, IMAGES)
 
     def exponential(*shape: int) -> Tensor:
@@ -43,7 +47,8 @@ def second_draft(drafting: str) -> Tensor:
     def rows(distribution: Tensor) -> Tensor:
         return distribution.expand(IMAGES, method.nodes, -1).contiguous()
 
-    root, limit = torch.zeros(IMAGES, dtype=torch.int64), torch.full((IMAGES,), 2)
+    root = torch.zeros(IMAGES, dtype=torch.int64)
+    limit = torch.full((IMAGES,), 2)
     method.start_images(rows(Q)[:, 0])
     tree = method.tree(method.draft(DraftInputs(root, exponential(method.noises, 2), limit)))
     # One draft of q at each place: the published form starts with q = 1 instead.

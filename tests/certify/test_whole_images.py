@@ -58,7 +58,8 @@ def decoded(model: LoadedModel, cell: str, images: int) -> Evidence:
 
 
 def test_evidence_follows_its_definition() -> None:
-    p, q = torch.tensor([0.5, 0.3, 0.2, 0.0]), torch.tensor([0.2, 0.2, 0.2, 0.4])
+    p = torch.tensor([0.5, 0.3, 0.2, 0.0])
+    q = torch.tensor([0.2, 0.2, 0.2, 0.4])
     logits = torch.cat([p[:3].log(), torch.tensor([-9.0])]).expand(1, 2, 4)
     sampling = Decoding(mode="ar", top_k=3)
     shown = evidence(logits, q.expand(1, 1, 4), torch.tensor([[1, 2]]), [[1]], sampling, 1e-3)
@@ -76,18 +77,18 @@ def test_evidence_follows_its_definition() -> None:
 
 
 def test_the_drafter_is_restricted_to_the_tokens_of_its_own_position() -> None:
-    p, q = (
-        torch.tensor([[0.6, 0.3, 0.07, 0.03], [0.03, 0.07, 0.3, 0.6]]),
-        torch.tensor([0.1, 0.2, 0.3, 0.4]),
-    )
-    tokens, sampling = torch.tensor([[0, 2]]), Decoding(mode="ar", top_k=2)
+    p = torch.tensor([[0.6, 0.3, 0.07, 0.03], [0.03, 0.07, 0.3, 0.6]])
+    q = torch.tensor([0.1, 0.2, 0.3, 0.4])
+    tokens = torch.tensor([[0, 2]])
+    sampling = Decoding(mode="ar", top_k=2)
     shown = evidence(p.log()[None], q.expand(1, 1, 4), tokens, [[1]], sampling, 1e-3)
     assert shown.ratio[0] == pytest.approx([1.0, (0.3 / 0.7) / (0.3 / 0.9)], abs=1e-6)
 
 
 @pytest.mark.parametrize("filters", [{"top_k": 2}, {"top_p": 0.6614}])
 def test_tokens_that_rounding_moves_across_a_filter_are_left_out(filters: dict[str, Any]) -> None:
-    near, far = [2.0, 1.0, 0.9999, 0.9], [2.0, 1.0, 0.5, 0.4]
+    near = [2.0, 1.0, 0.9999, 0.9]
+    far = [2.0, 1.0, 0.5, 0.4]
     logits = torch.tensor([near, far]).repeat(50, 1)[None]
     sampling = Decoding(mode="ar", **filters)
     for token, kind in enumerate(("passes", "edge", "edge", "fails")):
@@ -128,7 +129,8 @@ def test_a_filter_is_tested_although_every_position_has_a_token_at_its_edge(
 
 def test_tokens_at_the_edge_of_a_filter_may_not_come_too_often() -> None:
     logits = torch.tensor([2.0, 1.9, 1.0, 0.99, 0.98, -3.0]).expand(1, 2000, 6)
-    sampling, noise = Decoding(mode="ar", top_k=3), torch.Generator().manual_seed(0)
+    sampling = Decoding(mode="ar", top_k=3)
+    noise = torch.Generator().manual_seed(0)
     p = decoding_probabilities(logits[0, 0], sampling)
     for share, right in ((float(p[2]), True), (3 * float(p[2]), False)):
         tokens = torch.multinomial(
@@ -172,16 +174,15 @@ def test_a_wager_sees_a_small_share_of_drafts_that_the_sums_miss(share: float) -
 
 
 def test_one_of_two_equal_logits_may_be_kept() -> None:
-    logits, sampling = torch.tensor([1.0, 1.0, 0.0]).expand(1, 2, 3), Decoding(mode="ar", top_k=1)
+    logits = torch.tensor([1.0, 1.0, 0.0]).expand(1, 2, 3)
+    sampling = Decoding(mode="ar", top_k=1)
     shown = evidence(logits, None, torch.tensor([[0, 1]]), [[1]], sampling, 1e-3)
     assert shown.edge.all() and not shown.impossible.any()
 
 
 def test_rounding_may_move_more_after_guidance() -> None:
-    plain, guided = (
-        Decoding(mode="ar", cfg_scale=1),
-        Decoding(mode="ar", cfg_scale=3, temperature=0.5),
-    )
+    plain = Decoding(mode="ar", cfg_scale=1)
+    guided = Decoding(mode="ar", cfg_scale=3, temperature=0.5)
     assert edge_tolerance("bfloat16", guided) == pytest.approx(
         10 * edge_tolerance("bfloat16", plain)
     )
@@ -230,7 +231,8 @@ def test_error_rate_of_the_whole_certificate_is_kept(
         checks, tests = trial_rows("tiny", results)
         assert len(tests) == TESTS * len(CELLS)
         rejected.append(any(row["passed"] == "NO" for row in checks))
-    share, count = float(np.mean(rejected)), len(rejected)
+    share = float(np.mean(rejected))
+    count = len(rejected)
     print(f"{share:.3f} of {count} certificates of correct rules rejected at .1")
     assert share < 0.1 + 4 * (0.1 * 0.9 / count) ** 0.5
 
@@ -239,16 +241,16 @@ def test_error_rate_of_the_whole_certificate_is_kept(
 @pytest.mark.parametrize("siblings", [False, True])
 def test_each_broken_rule_is_rejected(model: LoadedModel, cell: str, siblings: bool) -> None:
     # Few tokens leave a sibling little else; sampled siblings of a flat q hardly depend on each other.
-    broken, of_siblings = (
-        decoding(cell, **{"top_k": 3} if siblings else {}),
-        "not renormalised after a rejected sibling",
-    )
+    broken = decoding(cell, **{"top_k": 3} if siblings else {})
+    of_siblings = "not renormalised after a rejected sibling"
     for mistake in rule_mistakes(broken, model):
         if (mistake.name == of_siblings) is not siblings:
             continue
-        tests, batches = {"none": 1.0}, []
+        tests = {"none": 1.0}
+        batches = []
         while min(tests.values()) >= LEVEL / (TESTS * 8) and len(batches) < 9:
-            rule, seed = mistake.acceptance_rule(), len(batches)
+            rule = mistake.acceptance_rule()
+            seed = len(batches)
             batches += decoded_evidence(
                 model, ALL, broken, 1000, tolerance=1e-3, seed=seed, rule=rule
             )

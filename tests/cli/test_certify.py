@@ -40,7 +40,8 @@ CELLS = ["static small-7", *DRAFTS, *CHAINS, "static small-7, traversal"]
 
 def test_certificate_passes_and_is_written(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["certify", "tiny", *SMALL]) == 0
-    certificate, written = rows("results/certify-tiny/certificate.csv"), capsys.readouterr()
+    certificate = rows("results/certify-tiny/certificate.csv")
+    written = capsys.readouterr()
     assert written.out.splitlines()[0].startswith("model,check,setting,figure,measured")
     assert "10 trials (2 on tables, 8 with tiny): about " in written.err
     assert written.err.count("certificate") == 2, "progress is one task"
@@ -83,7 +84,8 @@ def test_power_counts_the_images_of_each_mistake(
 ) -> None:
     monkeypatch.setattr(trials, "_BROKEN_FACTOR", 1)
     assert cli.main(["certify", "tiny", *SMALL, "--power", "--format", "table"]) == 0
-    power, written = rows("results/certify-tiny/power.csv"), capsys.readouterr()
+    power = rows("results/certify-tiny/power.csv")
+    written = capsys.readouterr()
     assert [row["fault"] for row in power] == [
         "residual left out",
         "a draft accepted once too often in 50",

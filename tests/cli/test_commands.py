@@ -321,10 +321,8 @@ def flags_shown(capsys, *typed: str) -> set[str]:
 
 
 def test_rarely_used_flags_are_shown_by_help_all(capsys):
-    often, every = (
-        flags_shown(capsys, "sweep", "--help"),
-        flags_shown(capsys, "sweep", "--help-all"),
-    )
+    often = flags_shown(capsys, "sweep", "--help")
+    every = flags_shown(capsys, "sweep", "--help-all")
     assert (
         often < every
         and {"--neighbour-metric", "--worker-timeout", "--pool-devices"} <= every - often

@@ -78,7 +78,8 @@ TYPED = [
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of two made-up runs, and of two shards of a run of the tiny model."""
-    root, records = tmp_path_factory.mktemp("runs"), make_records()
+    root = tmp_path_factory.mktemp("runs")
+    records = make_records()
     for name in ("first", "second"):
         write_run(root / name, records, make_scores(records))
     (root / "tiny.yaml").write_text(EXPERIMENT)
@@ -135,7 +136,8 @@ def test_a_table_in_all_formats(
     monkeypatch.setenv(RESULTS_VARIABLE, str(runs))
     for owner in (Certification, steps):
         monkeypatch.setattr(owner, "measure", once(owner.measure))
-    registered, tiny = registry.models(), TinyModel()
+    registered = registry.models()
+    tiny = TinyModel()
     monkeypatch.setattr(registry, "models", lambda: registered | {"tiny": tiny})
     scored = protocol_of("embedded"), 1
     monkeypatch.setattr("lantern_bench.runs.scoring.score_run_directory", lambda *_, **__: scored)

@@ -51,7 +51,8 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_random_model_is_measured(measured: Path) -> None:
     table = pd.read_csv(measured / "profile.csv")
     assert (measured / "profile.png").read_bytes().startswith(b"\x89PNG")
-    forwards, steps = table[table["what"] == "forward"], table[table["what"] == "step"]
+    forwards = table[table["what"] == "forward"]
+    steps = table[table["what"] == "step"]
     assert forwards["nodes"].tolist() == [1, 8, 16, 32, 64]
     assert steps["name"].tolist() == ["ar", "small-7"] and steps["nodes"].tolist() == [1, 8]
     parts = steps[["draft_ms", "target_ms", "verify_ms", "other_ms"]].sum(axis=1)
@@ -83,7 +84,8 @@ def test_saved_device_reproduces_what_it_was_fitted_to(measured: Path) -> None:
 def test_threads_are_tried_unless_they_are_given(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tried, before = list[list[bool]](), torch.get_num_threads()
+    tried = list[list[bool]]()
+    before = torch.get_num_threads()
 
     def fastest(
         model: Any, prompt: str, decodings: list[Decoding], emit: Callable[[Note], object]

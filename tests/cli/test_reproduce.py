@@ -73,7 +73,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Finished]:
         patch.setattr(
             "lantern_bench.runs.runner._MAX_ATTEMPTS", 1
         )  # not again for images that a busy machine disturbed
-        out, err = io.StringIO(), io.StringIO()
+        out = io.StringIO()
+        err = io.StringIO()
         with redirect_stdout(out), redirect_stderr(err):
             code = cli.main(["reproduce", "table.yaml", "--out", str(folder / "run")])
         assert code == 0, err.getvalue()
@@ -193,7 +194,8 @@ def test_reproduce_names_what_is_not_comparable(
 def test_a_run_is_scored_again_by_its_protocol(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    before, records = read_scores(run), (run / "records.jsonl").read_bytes()
+    before = read_scores(run)
+    records = (run / "records.jsonl").read_bytes()
     tokens = sum(row["level"] == "tokens" for row in before)
     assert cli.main(["score", str(run)]) == 0
     assert "nothing to add" in capsys.readouterr().err and read_scores(run) == before

@@ -91,7 +91,8 @@ def test_neighbour_space_is_part_of_the_record_key(tiny, capsys) -> None:
     typed = [*SWEEP, "--images", "1", "--modes", "lantern++"]
     assert cli.main([*typed, "--out", "a"]) == 0
     assert cli.main([*typed, "--out", "b", "--neighbour-space", "normalised"]) == 0
-    published, other = read_manifest(Path("a")), read_manifest(Path("b"))
+    published = read_manifest(Path("a"))
+    other = read_manifest(Path("b"))
     assert (
         "neighbour_space" not in published["experiment"]
         and "tiny/neighbours" not in published["key"]["weights"]

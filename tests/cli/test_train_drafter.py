@@ -88,10 +88,8 @@ def test_captions_alone_are_sampled_and_drafter_is_written(
     log = pd.read_csv("out/log.csv")
     assert tuple(log.columns) == COLUMNS and list(log["step"]) == [6]
     assert log["mal"].notna().all() and (log["mal_images"] == 2).all() and (log["lr"] > 0).all()
-    (header, row), report = (
-        written.out.splitlines(),
-        json.loads(Path("out/training_report.json").read_text()),
-    )
+    header, row = written.out.splitlines()
+    report = json.loads(Path("out/training_report.json").read_text())
     assert header.startswith("drafter,one_minus_tv,tree,images,mal") and row.startswith("trained,")
     assert (
         report["steps"] == 6
@@ -154,7 +152,8 @@ def test_drafter_starts_from_another_and_is_compared_with_it(
         assert main(["train", "drafter", *arguments, *again, "--no-resume", "--format", "csv"]) == 0
         lines = capsys.readouterr().out.splitlines()
         assert [line.split(",")[0] for line in lines] == ["drafter", "trained", "the model's own"]
-        first, second = weights(), weights("two")
+        first = weights()
+        second = weights("two")
         assert all(torch.allclose(first[name], second[name], atol=1e-6) for name in KEYS)
         assert Path("two/model.yaml").read_text().startswith("model: ../out/model.yaml")
     assert model_of("two/model.yaml").load(CPU, torch.float32).drafter is not None
@@ -484,5 +483,6 @@ def test_two_processes_train_the_same_drafter_as_one(tiny: TinyModel, tmp_path: 
     streams = [worker.communicate(timeout=240) for worker in workers]
     assert [worker.returncode for worker in workers] == [0, 0], streams
     assert streams[0][0] and not streams[1][0]
-    alone, both = weights("alone"), weights("both")
+    alone = weights("alone")
+    both = weights("both")
     assert all(torch.allclose(alone[name], both[name], atol=1e-5) for name in KEYS)

@@ -125,10 +125,8 @@ def test_hosted_models_keep_the_protocol(hosted: str) -> None:
 def test_packed_layers_give_the_same_tokens(hosted: str) -> None:
     """The head has a bias in Janus, which packing keeps."""
     model = model_of("model.yaml").load(CPU, torch.float32)
-    greedy, condition = (
-        Decoding(mode="ar", temperature=0, cfg_scale=3.0),
-        model.condition([CAPTIONS[0]]),
-    )
+    greedy = Decoding(mode="ar", temperature=0, cfg_scale=3.0)
+    condition = model.condition([CAPTIONS[0]])
     plain = decode(model, condition, greedy, [torch.Generator()], keep_logits=True)[0]
     pack_for_decoding(model.target, model.drafter)
     packed = decode(model, condition, greedy, [torch.Generator()], keep_logits=True)[0]

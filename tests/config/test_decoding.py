@@ -153,7 +153,8 @@ def decodings(draw: st.DrawFn) -> Decoding:
     """Any decoding, ablations included."""
     mode = draw(st.sampled_from(list(MODES)))
     values: dict[str, Any] = {"mode": mode}
-    drafting, rule = MODES[mode].drafting, MODES[mode].rule
+    drafting = MODES[mode].drafting
+    rule = MODES[mode].rule
     if mode != "ar":
         drafting = values["drafting"] = draw(st.sampled_from(["static", "dynamic"]))
         rule = values["rule"] = draw(st.sampled_from(["strict", "additive", "multiplicative"]))

@@ -120,7 +120,8 @@ def test_another_seed_set_makes_the_same_prompts_with_other_seeds(tmp_path: Path
 def test_seeds_do_not_depend_on_cells_order_or_number() -> None:
     for task in plan_of(images=7, seed=3).tasks:
         assert task.seed == record_seed(3, task.prompt.id, task.repeat)
-    few, many = plan_of(images=2), plan_of(list(reversed(PROMPTS)), images=9)
+    few = plan_of(images=2)
+    many = plan_of(list(reversed(PROMPTS)), images=9)
     seeds = {(task.prompt.id, task.repeat): task.seed for task in many.tasks}
     assert all(seeds[task.prompt.id, task.repeat] == task.seed for task in few.tasks)
 
@@ -184,7 +185,8 @@ def test_batches_are_full_where_they_can_be() -> None:
 
 
 def test_several_batches_are_an_axis() -> None:
-    plan, single = plan_of(images=6, batch="1,4"), plan_of(images=6)
+    plan = plan_of(images=6, batch="1,4")
+    single = plan_of(images=6)
     ids = [f"{cell.cell_id}-batch{batch}" for cell in single.cells for batch in (1, 4)]
     assert [cell.cell_id for cell in plan.cells] == ids
     assert {cell.columns()["batch"] for cell in plan.cells} == {1, 4}

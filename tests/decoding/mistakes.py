@@ -106,7 +106,8 @@ def strict_without_residual(children: Children, _rule: AcceptanceRule) -> Accept
 
 def siblings_not_renormalised(children: Children, _rule: AcceptanceRule) -> Acceptance:
     """The strict rule that takes a rejected sibling out of q (deterministic: of p) and does not renormalise."""
-    p, q = children.p, children.q
+    p = children.p
+    q = children.q
     accept = torch.zeros_like(children.tokens, dtype=p.dtype)
     for rank in range(accept.shape[1]):
         x = children.tokens[:, rank, None]
@@ -166,7 +167,8 @@ def _filters_seen() -> AbstractContextManager[Any]:
 def _noise_used_again(decoding: Decoding, target: Target, batch: int) -> DraftMethod:
     """The clocks of the first drafts also draw the bonus token."""
     method: Any = drafting_of(decoding, target, batch)
-    draft, clocks = method.draft, []
+    draft = method.draft
+    clocks = []
 
     def with_noise(inputs: DraftInputs) -> Drafted:
         clocks[:] = [inputs.noise[:, 0]]
@@ -177,14 +179,16 @@ def _noise_used_again(decoding: Decoding, target: Target, batch: int) -> DraftMe
     ) -> Verdict:
         return verify(tree, p, rule, uniforms, clocks[0], *limits)
 
-    method.draft, method.verify = with_noise, verified
+    method.draft = with_noise
+    method.verify = verified
     return method
 
 
 def _stale_q(decoding: Decoding, target: Target, batch: int, share: float) -> DraftMethod:
     """A `share` of the nodes are verified with the q that the node had in the step before."""
     method: Any = drafting_of(decoding, target, batch)
-    last, picks = [], torch.Generator().manual_seed(0)
+    last = []
+    picks = torch.Generator().manual_seed(0)
 
     def verified(tree: Any, *arguments: Any) -> Verdict:
         right = tree.q.clone()
@@ -203,11 +207,13 @@ def _stale_q(decoding: Decoding, target: Target, batch: int, share: float) -> Dr
 def _other_guidance(decoding: Decoding, target: Target, batch: int) -> DraftMethod:
     """Children at depth 2 of a static tree are verified with the q of a scale that is larger by .5."""
     method: Any = drafting_of(decoding, target, batch)
-    draft, nodes = method.draft, method._shape.levels[1].nodes
+    draft = method.draft
+    nodes = method._shape.levels[1].nodes
 
     def drafted(inputs: DraftInputs) -> Drafted:
         proposer: Any = inputs.proposer
-        plain, others = proposer._distributions, []
+        plain = proposer._distributions
+        others = []
 
         def distributions(logits: Any) -> Tensor:
             guided = guide(logits.cond, logits.uncond, decoding.cfg_scale + 0.5)
@@ -291,7 +297,8 @@ def drafting_mistakes(decoding: Decoding) -> list[Mistake]:
     """Return the mistakes of a Jacobi or hybrid drafting between two steps, those that its coupling can have."""
     if decoding.drafting not in ("jacobi", "hybrid"):
         return []
-    coupling, mistakes = decoding.value("coupling"), []
+    coupling = decoding.value("coupling")
+    mistakes = []
     is_hybrid = decoding.drafting == "hybrid"
     if coupling != "none":
         mistakes.append(
@@ -324,7 +331,8 @@ class _Remembering(JacobiDrafting):
         images, places = self._further(step.accepted + 1, self.depth)
         self.remembers = places < self.depth
         places = places.clamp_max(self.depth - 1)
-        self.last, self.last_q = step.tree.tokens[:, 1:][images, places], self._q[images, places]
+        self.last = step.tree.tokens[:, 1:][images, places]
+        self.last_q = self._q[images, places]
         super().after_step(step)
 
 

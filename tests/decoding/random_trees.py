@@ -123,7 +123,8 @@ def random_static(
 
 def random_dynamic(rng: np.random.Generator, batch: int, nodes: int, vocabulary: int) -> DraftTree:
     """Trees of a different shape for each image, distinct tokens below each node, some nodes filling up."""
-    depth, fanout = int(rng.integers(1, 5)), int(rng.integers(1, min(6, vocabulary) + 1))
+    depth = int(rng.integers(1, 5))
+    fanout = int(rng.integers(1, min(6, vocabulary) + 1))
     return dynamic_trees(rng, batch, nodes, vocabulary, depth, fanout)
 
 
@@ -153,8 +154,10 @@ def dynamic_trees(
 
 def random_draft(seed: int, dtype: torch.dtype = torch.float32) -> Draft:
     """Everything from one seed; `dtype` is that of the distributions."""
-    rng, noise = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
-    batch, vocabulary = int(rng.integers(1, 4)), int(rng.integers(3, 20))
+    rng = np.random.default_rng(seed)
+    noise = torch.Generator().manual_seed(seed)
+    batch = int(rng.integers(1, 4))
+    vocabulary = int(rng.integers(3, 20))
     filters = FILTERS[rng.integers(len(FILTERS))]
     if rng.integers(2):
         shape = StaticTree.of(

@@ -49,7 +49,8 @@ def merge(p: Vector, x: int, rules: Rules) -> tuple[float, list[int]]:
         bound = p.dtype.type(rules.bound)
     else:
         bound = p.dtype.type(p.dtype.type(rules.bound - 1) * p[x])
-    total, taken = p.dtype.type(0), []
+    total = p.dtype.type(0)
+    taken = []
     for neighbour in rules.table[x][: rules.neighbours]:
         if total + p[neighbour] > bound:
             break
@@ -98,10 +99,12 @@ def walk(
 ) -> Walk:
     """Section 3. `children[n]` are the node numbers below node n (-1: none); `uniform(n, rank)` the random numbers."""
     done = Walk([0], [], p_of[0])
-    node, depth = 0, 0
+    node = 0
+    depth = 0
     while True:
         own = p_of[node]
-        p, q = own, None if q_of is None else q_of[node]
+        p = own
+        q = None if q_of is None else q_of[node]
         offered = [
             (rank, child)
             for rank, child in enumerate(children[node])
@@ -139,7 +142,8 @@ def walk(
         if moved is None:
             done.next_probs = p
             return done
-        node, depth = moved[1], depth + 1
+        node = moved[1]
+        depth = depth + 1
         done.path.append(node)
 
 

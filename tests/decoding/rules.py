@@ -41,7 +41,8 @@ def accept(
     p: Tensor, q: Tensor | None, tokens: Tensor, rule: AcceptanceRule, offered: Tensor | None = None
 ) -> Acceptance:
     """Accept the children `tokens` [N, C] of N roots; those that are -1 are not offered."""
-    depth, nodes_per_rank = torch.ones(len(p), dtype=torch.int64), [len(p)] * tokens.shape[1]
+    depth = torch.ones(len(p), dtype=torch.int64)
+    nodes_per_rank = [len(p)] * tokens.shape[1]
     offered = tokens >= 0 if offered is None else offered
     q = None if q is None else q.clone()
     children = Children(

@@ -51,13 +51,11 @@ class Tabular:
     def __init__(
         self, vocabulary: int, setting: Setting, seed: int, spread: float = 1.5, alike: bool = False
     ) -> None:
-        self.vocabulary, self.setting, self.seed, self.spread, self.alike = (
-            vocabulary,
-            setting,
-            seed,
-            spread,
-            alike,
-        )
+        self.vocabulary = vocabulary
+        self.setting = setting
+        self.seed = seed
+        self.spread = spread
+        self.alike = alike
         self._made: dict[tuple[str, Prefix], Tensor] = {}
 
     def p(self, prefix: Prefix) -> Tensor:
@@ -105,7 +103,8 @@ class Tabular:
     def static_drafts(self, paths: Sequence[Sequence[int]]) -> Drafts:
         """Every draft that can be drawn in this shape."""
         shape = StaticTree.of(paths)
-        parents, children = shape.parents.tolist(), shape.children.tolist()
+        parents = shape.parents.tolist()
+        children = shape.children.tolist()
         drafts: list[tuple[float, list[int]]] = [(1.0, [0] * len(parents))]
         for node, below in enumerate(children):
             kids = [child for child in below if child >= 0]
@@ -173,7 +172,8 @@ def _orders(q: Tensor, count: int) -> Iterator[tuple[tuple[int, ...], float]]:
     able = [token for token, chance in enumerate(mass) if chance > 0]
     drawn_count = min(count, len(able))
     for order in itertools.permutations(able, drawn_count):
-        chance, left = 1.0, sum(mass)
+        chance = 1.0
+        left = sum(mass)
         for token in order:
             chance *= mass[token] / left if left > 0 else 0.0
             left -= mass[token]
@@ -188,13 +188,13 @@ def verify_step(
     Uniforms of 0 accept and of 1 reject; the weight of a stop is the product of the accept probabilities on the way.
     """
     batch, nodes, _ = p.shape
-    limit, rule = (
-        None if depth_limit is None else torch.full((batch,), depth_limit),
-        rule or AcceptanceRule(),
-    )
+    limit = None if depth_limit is None else torch.full((batch,), depth_limit)
+    rule = rule or AcceptanceRule()
     _, acceptance = accept_tree(tree, p, rule, limit)
     weights, forced = force_stops(tree, tree.by_node(acceptance.accept))
-    drafts, lengths, last = [], [], []
+    drafts = []
+    lengths = []
+    last = []
     for stop in range(nodes):
         verdict = verify(
             tree, p, rule, forced[stop], torch.ones(batch, p.shape[2], dtype=p.dtype), limit

@@ -45,7 +45,8 @@ def test_with_nothing_left_a_deterministic_draft_falls_back() -> None:
 
 def test_with_nothing_left_a_sampled_draft_falls_back() -> None:
     """Rounding can leave a p below q everywhere: the first child may be rejected, and then nothing is left."""
-    p, q = [0.4999999, 0.5], [0.5, 0.5]
+    p = [0.4999999, 0.5]
+    q = [0.5, 0.5]
     exact = accept(p, q, [0, 1], STRICT)
     assert 0.99 < float(exact.accept[0, 0]) < 1.0
     assert exact.accept[0, 1] == 0.0
@@ -59,7 +60,8 @@ def test_with_nothing_left_a_sampled_draft_falls_back() -> None:
 @pytest.mark.parametrize("sampled", [True, False])
 @pytest.mark.parametrize("residual", ["exact", "official"])
 def test_children_that_are_not_offered_change_nothing(sampled: bool, residual: str) -> None:
-    rng, noise = np.random.default_rng(3), torch.Generator().manual_seed(3)
+    rng = np.random.default_rng(3)
+    noise = torch.Generator().manual_seed(3)
     for _ in range(50):
         p, q = torch.softmax(2 * torch.randn(2, 1, 9, generator=noise), dim=-1)
         table = nearest_codes(torch.randn(9, 3, generator=noise), 8)
@@ -74,7 +76,8 @@ def test_children_that_are_not_offered_change_nothing(sampled: bool, residual: s
                 p, q if sampled else None, tokens[:, shown], rule, offered[:, shown]
             )
 
-        every, without = accepted([0, 1, 2, 3, 4]), accepted([0, 2, 3])
+        every = accepted([0, 1, 2, 3, 4])
+        without = accepted([0, 2, 3])
         assert torch.equal(every.accept[:, [0, 2, 3]], without.accept)
         assert torch.equal(every.neighbour_mass[:, [0, 2, 3]], without.neighbour_mass)
         assert not every.accept[:, [1, 4]].any()

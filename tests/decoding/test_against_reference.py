@@ -35,7 +35,8 @@ def check_sampled(draft: Draft, seed: int) -> int:
             tree.children[image].tolist(), tokens, list(draft.probs[image].numpy()), q, draft.rules,
             lambda node, rank, image=image: float(draft.uniforms[image, node, rank]), draft.limit(image),
         )  # fmt: skip
-        length, last = len(done.path) - 1, len(done.path)
+        length = len(done.path) - 1
+        last = len(done.path)
         message = f"seed {seed}, image {image}, {draft.rule}"
         assert verdict.path[image].tolist() == done.path + [-1] * (tree.max_depth - length), message
         assert int(verdict.accepted[image]) == length, message
@@ -153,7 +154,8 @@ def test_batches_change_no_image_and_inputs_are_not_written() -> None:
     compared = 0
     for seed in range(30):
         draft = random_draft(seed)
-        tree, probs = draft.tree, draft.probs.clone()
+        tree = draft.tree
+        probs = draft.probs.clone()
         q = None if tree.q is None else tree.q.clone()
         whole = verify(tree, probs, draft.rule, draft.uniforms, draft.noise, draft.depth_limit)
         assert torch.equal(probs, draft.probs)

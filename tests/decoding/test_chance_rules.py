@@ -61,7 +61,8 @@ def entropy(p: Vector) -> float:
 
 def chance(name: str, bound: float, p: Vector, q: Vector | None, depth: int = 1) -> Vector:
     """f of every token with q > 0, written from section 8.4; 0 elsewhere."""
-    others, accept = OTHERS[name], np.zeros_like(p)
+    others = OTHERS[name]
+    accept = np.zeros_like(p)
     order = sorted(range(len(p)), key=lambda token: (-p[token], token))
     for x in range(len(p)):
         if q is not None and q[x] == 0:
@@ -91,7 +92,8 @@ def expected(
     p: Vector, q: Vector | None, children: tuple[int, ...], name: str, bound: float, residual: str
 ) -> tuple[Vector, float]:
     """Distribution of the first token given the drafts `children`, and the chance of no draft; one after the other."""
-    emitted_so_far, left = np.zeros_like(p), 1.0
+    emitted_so_far = np.zeros_like(p)
+    left = 1.0
     for x in children:
         f = chance(name, bound, p, q)
         emitted_so_far[x] += left * f[x]
@@ -121,12 +123,11 @@ def pairs(seed: int, count: int, vocabulary: int) -> list[tuple[Tensor, Tensor]]
 
 @pytest.mark.parametrize(("name", "bound"), CASES)
 def test_the_exact_residual_reaches_the_smallest_tv_of_one_draft(name: str, bound: float) -> None:
-    worst, larger = 0.0, 0.0
+    worst = 0.0
+    larger = 0.0
     for p, q in pairs(1, 30, 12):
-        every, f = (
-            torch.arange(12)[:, None],
-            torch.tensor(chance(name, bound, p.numpy(), q.numpy())),
-        )
+        every = torch.arange(12)[:, None]
+        f = torch.tensor(chance(name, bound, p.numpy(), q.numpy()))
         least = float((q * f - p).clamp_min(0).sum())
         tv = total_variation(p, mean_distribution(p, q, rule_of(name, bound)))
         worst = max(worst, abs(float(tv) - least))
@@ -206,7 +207,8 @@ def test_the_strength_falls_with_depth() -> None:
 @pytest.mark.parametrize(("name", "bound"), CASES)
 def test_a_step_emits_what_emitted_tv_says(name: str, bound: float, tree: str) -> None:
     """The first token of the walk, over all drafts, is the one that `emitted` computes from the root's children."""
-    model, rule = Tabular(4, Setting(), seed=3), rule_of(name, bound, vocabulary=4)
+    model = Tabular(4, Setting(), seed=3)
+    rule = rule_of(name, bound, vocabulary=4)
     weights, drafts = model.drafts(tree)
     walked = first_tokens(
         distribution_of_step(model, (weights, drafts), partial(verify_step, rule=rule), 1)
@@ -221,7 +223,8 @@ def test_a_step_emits_what_emitted_tv_says(name: str, bound: float, tree: str) -
 
 def test_the_entropy_rule_takes_as_much_as_the_entropy_allows() -> None:
     noise = torch.Generator().manual_seed(7)
-    p, table = dirichlet(noise, 30, 32), nearest_codes(CODES[:32], 31)
+    p = dirichlet(noise, 30, 32)
+    table = nearest_codes(CODES[:32], 31)
     x = torch.arange(30)
     limit = torch.tensor([0.5 * entropy(row.numpy()) / math.log(32) for row in p])
     rule = rule_named("entropy", 20, 0.5, table=table)
@@ -265,7 +268,8 @@ def test_a_rule_sees_tokens_neighbours_distances_depth_and_place(
     model = Tabular(6, Setting(), seed=2)
     tree = StaticTree.of([(0,), (1,), (0, 0)])
     drawn = tree.draft(torch.tensor([[0, 2, 4, 1], [0, 3, 5, 2]]), model.q(()).expand(2, 4, 6))
-    p, table = model.target_at(drawn), nearest_codes(CODES[:6], 5)
+    p = model.target_at(drawn)
+    table = nearest_codes(CODES[:6], 5)
     shape = (2, 4, 2)
     position = torch.tensor([7, 9])
     verify(drawn, p, watching(look), torch.rand(shape), torch.ones(2, 6), None, position)
@@ -311,7 +315,8 @@ def test_depth_and_place_are_those_of_the_draft_in_the_loop(
 def test_a_broken_number_of_a_token_that_cannot_be_drawn_is_ignored(
     watching: Callable[..., AcceptanceRule],
 ) -> None:
-    p, q = torch.tensor([[0.5, 0.5, 0.0]]), torch.tensor([[0.0, 1.0, 0.0]])
+    p = torch.tensor([[0.5, 0.5, 0.0]])
+    q = torch.tensor([[0.0, 1.0, 0.0]])
     rule = watching(lambda draft, values: draft.strict_ratio)
     acceptance = accept(p, q, torch.tensor([[1]]), rule)
     assert acceptance.accept.tolist() == [[0.5]] and acceptance.residual.tolist() == [

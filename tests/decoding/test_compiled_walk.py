@@ -20,8 +20,12 @@ from lantern_bench.decoding.tree import DraftTree, StaticTree
 from tests.decoding.random_trees import dynamic_trees, random_static, random_topology
 from tests.decoding.rules import rule_named
 
-NODES, FANOUT, DEPTH, VOCABULARY = 59, 10, 5, 50
-ROUNDS, BATCH = 50, 50
+NODES = 59
+FANOUT = 10
+DEPTH = 5
+VOCABULARY = 50
+ROUNDS = 50
+BATCH = 50
 CODES = torch.randn(VOCABULARY, 3, generator=torch.Generator().manual_seed(1))
 KINDS: dict[str, dict[str, Any]] = {
     "dynamic": {"name": "additive", "neighbours": 12, "bound": 0.4, "residual": "official"},
@@ -49,7 +53,8 @@ def sharp(rng: torch.Generator, *shape: int) -> Tensor:
     [pytest.param(kind, marks=[pytest.mark.long] * (kind not in EVERY_TIME)) for kind in KINDS],
 )
 def test_compiled_walks_are_the_same(kind: str) -> None:
-    rng, noise = np.random.default_rng(0), torch.Generator().manual_seed(0)
+    rng = np.random.default_rng(0)
+    noise = torch.Generator().manual_seed(0)
     table = nearest_codes(torch.randn(VOCABULARY, 3, generator=noise), VOCABULARY - 1)
     # A program has one part for each child rank, that of GSD another for each place of a cluster, that of traversal for
     # each sum of child ranks. The `long` ones have as many as the widest tree in use.
@@ -73,7 +78,8 @@ def test_compiled_walks_are_the_same(kind: str) -> None:
         )
 
     compiled = Engine(compile=True).program(kind, decided, torch.device("cpu"))
-    accepted, at_fault = 0, 0
+    accepted = 0
+    at_fault = 0
     for _ in range(ROUNDS):
         p = sharp(noise, BATCH, nodes)
         if kind.startswith("dynamic"):
@@ -85,7 +91,8 @@ def test_compiled_walks_are_the_same(kind: str) -> None:
             )
         uniforms = torch.rand(tree.children.shape, generator=noise)
         ends = torch.empty(BATCH, VOCABULARY).exponential_(generator=noise)
-        verdict, wanted = compiled(tree, p, uniforms, ends), decided(tree, p, uniforms, ends)
+        verdict = compiled(tree, p, uniforms, ends)
+        wanted = decided(tree, p, uniforms, ends)
         # A rounding may turn a decision that stands within 1e-6 of its threshold: once in a million of them.
         same = (verdict.path == wanted.path).all(1) & (verdict.tokens == wanted.tokens).all(1)
         same &= (verdict.child_rank == wanted.child_rank).all(1)

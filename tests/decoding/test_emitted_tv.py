@@ -70,7 +70,8 @@ def test_the_example_of_section_4_emits_q_at_half_a_tv() -> None:
 def test_one_sampled_draft_costs_what_the_formula_says() -> None:
     """Sum over x of min((q(x) - p(x))+, m(x)), under `exact`."""
     noise = torch.Generator().manual_seed(1)
-    worst, checked = 0.0, 0
+    worst = 0.0
+    checked = 0
     for _ in range(60):
         p, q = dirichlet(noise, 2, 32)
         table = nearest_codes(torch.randn(32, 4, generator=noise), 31)
@@ -171,7 +172,8 @@ def test_with_two_children_official_may_cost_less() -> None:
 
 def test_among_siblings_official_costs_less_now_and_then() -> None:
     """Three most probable children of random nodes, so that nothing is drawn; with one child it never does."""
-    noise, nodes = torch.Generator().manual_seed(11), 400
+    noise = torch.Generator().manual_seed(11)
+    nodes = 400
     gaps: dict[int, list[float]] = {1: [], 3: []}
     for _ in range(8):
         p, q = dirichlet(noise, 2, nodes, 8)

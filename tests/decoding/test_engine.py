@@ -14,7 +14,8 @@ from lantern_bench.models.eagle import EagleDrafter
 from lantern_bench.models.target import Condition, TransformerTarget, WordCaption
 from lantern_bench.models.transformer_config import TransformerConfig
 
-PREFIX, VOCABULARY = 4, 40
+PREFIX = 4
+VOCABULARY = 40
 CONFIG = TransformerConfig(
     vocab_size=VOCABULARY, dim=64, layers=2, heads=2, ffn_dim=96, prefix=PREFIX, grid=(4, 6), prefix_rotary="identity"
 )  # fmt: skip
@@ -146,7 +147,8 @@ def test_captured_programs_give_the_same_tokens(cell: str, images: int) -> None:
 
     Cells with a bound run three images in `test_a_bound_changes_no_program`.
     """
-    model, decoding = Small(), Decoding(**PROGRAMS[cell])
+    model = Small()
+    decoding = Decoding(**PROGRAMS[cell])
     engine = Engine(compile=True, backend="aot_eager")
     wanted = decoded(model, decoding, images)
     for _again in range(2):
@@ -158,7 +160,8 @@ def test_captured_programs_give_the_same_tokens(cell: str, images: int) -> None:
     ["static", *(pytest.param(cell, marks=pytest.mark.long) for cell in ("left, maximal", "pac"))],
 )
 def test_inductor_gives_the_same_tokens(cell: str) -> None:
-    model, decoding = Small(), Decoding(**PROGRAMS[cell])
+    model = Small()
+    decoding = Decoding(**PROGRAMS[cell])
     same(decoded(model, decoding, 1, Engine(compile=True)), decoded(model, decoding, 1))
 
 
@@ -172,7 +175,8 @@ BOUNDS: dict[str, tuple[dict[str, float], dict[str, float]]] = {
 
 @pytest.mark.parametrize("cell", BOUNDS)
 def test_a_bound_changes_no_program(cell: str) -> None:
-    model, engine = Small(), Engine(compile=True, backend="aot_eager")
+    model = Small()
+    engine = Engine(compile=True, backend="aot_eager")
     moved = []
     for bound in BOUNDS[cell]:
         decoding = Decoding(**CELLS[cell] | bound)
@@ -186,7 +190,8 @@ def test_a_bound_changes_no_program(cell: str) -> None:
 
 def test_programs_of_two_shapes_are_not_mixed() -> None:
     """Programs run without checking what they were made for: each must have a cache of its own."""
-    model, engine = Small(), Engine(compile=True, backend="aot_eager")
+    model = Small()
+    engine = Engine(compile=True, backend="aot_eager")
     for cell in ("static", "dynamic", "static"):
         decoding = Decoding(**CELLS[cell])
         same(decoded(model, decoding, 1, engine), decoded(model, decoding, 1))
@@ -197,7 +202,9 @@ def test_programs_of_two_shapes_are_not_mixed() -> None:
 @pytest.mark.parametrize("cell", PROGRAMS)
 def test_graphs_give_the_same_tokens(cell: str, images: int) -> None:
     """Run, captured, replayed; and once more, for another set of images."""
-    model, decoding, engine = Small(device="cuda"), Decoding(**PROGRAMS[cell]), Engine(compile=True)
+    model = Small(device="cuda")
+    decoding = Decoding(**PROGRAMS[cell])
+    engine = Engine(compile=True)
     wanted = decoded(model, decoding, images)
     for _again in range(2):
         same(decoded(model, decoding, images, engine), wanted)

@@ -80,7 +80,8 @@ def test_recorded_draft_probabilities_are_the_conditional_ones() -> None:
 
 def test_the_oracle_replays_them_too_with_the_recorded_trace() -> None:
     for case in acceptance_cases():
-        tree, info = case.tree, case.info
+        tree = case.tree
+        info = case.info
         tokens = tree.tokens[0].tolist()
         if case.greedy:
             paths = [

@@ -45,7 +45,8 @@ def leaf_paths(tree: StaticTree) -> list[list[int]]:
 
 def test_static_trees_equal_the_recorded_ones() -> None:
     raw = load_file(golden_path("trees", "trees_raw.safetensors"))
-    built, refused = [], []
+    built = []
+    refused = []
     for name, recorded in recorded_trees().items():
         if has_gap(recorded["choices_as_given"]):
             with pytest.raises(UserError, match="gap"):

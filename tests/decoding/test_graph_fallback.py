@@ -22,7 +22,9 @@ class Cuda:
     """The streams and graphs of torch.cuda on a machine without: what was made, and where capture fails."""
 
     def __init__(self, fails: bool) -> None:
-        self.fails, self.captures, self.streams = fails, 0, list[Any]()
+        self.fails = fails
+        self.captures = 0
+        self.streams = list[Any]()
         self.current: Any = "usual"
         self.function: Function | None = None
 
@@ -48,7 +50,8 @@ class Stream:
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Cuda]:
     def arrange(fails: bool = False) -> Cuda:
-        state, usual = Cuda(fails), Stream()
+        state = Cuda(fails)
+        usual = Stream()
 
         class Graph:
             def replay(self) -> None:
@@ -91,7 +94,8 @@ WANTED = [0.0, 6.0, 12.0, 18.0]
 
 
 def test_capture_replays_with_new_inputs_on_the_programs_device(cuda: Any) -> None:
-    state, engine = cuda(), Engine(compile=True)
+    state = cuda()
+    engine = Engine(compile=True)
     program = GraphedProgram(lambda x: double(x), double, DEVICE, engine)
     state.function = double
     results_before = results(program, 1)
@@ -100,13 +104,15 @@ def test_capture_replays_with_new_inputs_on_the_programs_device(cuda: Any) -> No
     with contextlib.suppress(AttributeError):  # the graph of this test has no inputs yet
         program(x)
     graph: Any = program._graph
-    graph.inputs, graph.result = program._copies, program._result
+    graph.inputs = program._copies
+    graph.result = program._result
     assert results(program) == WANTED and state.captures == 1
     assert state.streams[0].device == DEVICE and not engine.fallbacks
 
 
 def test_failed_capture_runs_without_graphs_and_warns_once(cuda: Any) -> None:
-    state, engine = cuda(fails=True), Engine(compile=True)
+    state = cuda(fails=True)
+    engine = Engine(compile=True)
     programs = [GraphedProgram(lambda x: double(x), double, DEVICE, engine) for _ in range(3)]
     with pytest.warns(
         RuntimeWarning, match="capture fails on this GPU, steps run without CUDA graphs"
@@ -117,7 +123,8 @@ def test_failed_capture_runs_without_graphs_and_warns_once(cuda: Any) -> None:
 
 
 def test_failed_compilation_runs_uncompiled_and_warns_once(cuda: Any) -> None:
-    state, engine = cuda(), Engine(compile=True)
+    state = cuda()
+    engine = Engine(compile=True)
     programs = [
         GraphedProgram(failing(InternalTorchDynamoError("no")), double, DEVICE, engine)
         for _ in range(2)
@@ -132,7 +139,8 @@ def test_failed_compilation_runs_uncompiled_and_warns_once(cuda: Any) -> None:
 def test_lack_of_memory_is_no_reason_to_fall_back(cuda: Any) -> None:
     """What has run may have changed state: the image fails, and the next one starts again with a warm-up."""
     cuda()
-    engine, answers = Engine(compile=True), [failing(torch.OutOfMemoryError("full")), double]
+    engine = Engine(compile=True)
+    answers = [failing(torch.OutOfMemoryError("full")), double]
     program = GraphedProgram(lambda x: answers.pop(0)(x), double, DEVICE, engine)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -143,14 +151,16 @@ def test_lack_of_memory_is_no_reason_to_fall_back(cuda: Any) -> None:
 
 
 def test_engine_can_be_told_to_capture_nothing(cuda: Any) -> None:
-    state, engine = cuda(), Engine(compile=True, graphs=False)
+    state = cuda()
+    engine = Engine(compile=True, graphs=False)
     assert results(GraphedProgram(lambda x: double(x), double, DEVICE, engine)) == WANTED
     assert state.captures == 0 and not engine.fallbacks
 
 
 @pytest.mark.gpu
 def test_gpu_recovers_from_a_failed_capture() -> None:
-    device, engine = torch.device("cuda"), Engine(compile=True)
+    device = torch.device("cuda")
+    engine = Engine(compile=True)
 
     def reads_the_host(x: Tensor) -> Tensor:
         return x * 2 + 0 * x.sum().item()

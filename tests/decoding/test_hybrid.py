@@ -31,7 +31,8 @@ class TableProposer:
     """The drafter of a `Tabular`, below the tokens of each image."""
 
     def __init__(self, model: Tabular, images: list[list[int]]) -> None:
-        self.model, self.images = model, images
+        self.model = model
+        self.images = images
         self.root_q = self.q()
 
     def q(self) -> Tensor:

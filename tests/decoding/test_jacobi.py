@@ -30,7 +30,8 @@ from tests.models.test_forced_tokens import CODES, LINE
 from tests.models.test_forced_tokens import Model as Lined
 
 WITHOUT_RESIDUAL = TreeRule(accept_tree=strict_without_residual)
-COUPLINGS, INITIALS = ("none", "maximal", "gumbel"), ("uniform", "left", "above", "row")
+COUPLINGS = ("none", "maximal", "gumbel")
+INITIALS = ("uniform", "left", "above", "row")
 SIZES = {"v2": (2, 5, 4), "v3": (3, 4, 2)}
 """Vocabulary, tokens of an image, window."""
 # Gumbel drafts are enumerated by intervals of one uniform number, which serves two tokens.
@@ -119,10 +120,12 @@ def merged(groups: list[Particles]) -> Particles:
 class Rows(Target):
     """A target whose pictures have rows of two tokens."""
 
-    device, line_length = torch.device("cpu"), 2
+    device = torch.device("cpu")
+    line_length = 2
 
     def __init__(self, vocabulary: int, length: int) -> None:
-        self.vocab_size, self.image_tokens = vocabulary, length
+        self.vocab_size = vocabulary
+        self.image_tokens = length
 
 
 class Exact:
@@ -141,7 +144,9 @@ class Exact:
         self.model = Tabular(self.vocabulary, setting or Setting(), seed)
         self.target = Rows(self.vocabulary, self.length)
         self.decoding = jacobi_decoding(window=self.window, **values)
-        self.gumbel, self.kind, self.rule = values.get("coupling") == "gumbel", drafting, rule
+        self.gumbel = values.get("coupling") == "gumbel"
+        self.kind = drafting
+        self.rule = rule
 
     def drafting(self, batch: int) -> JacobiDrafting:
         return self.kind(self.decoding, self.target, batch)
@@ -183,7 +188,8 @@ class Exact:
         """Add the outcomes of one step of all particles to `groups`."""
         limit = min(self.window, self.length - 1 - committed)
         wanted = self.drafts(limit)
-        many, rest = len(wanted), len(particles.weight)
+        many = len(wanted)
+        rest = len(particles.weight)
         particles = particles.repeated(many)
         chance, tree, drafting, particles = self.drafted(particles, wanted.repeat(rest, 1), limit)
         particles = particles._replace(weight=particles.weight * chance)
@@ -271,7 +277,8 @@ class Exact:
         self, particles: Particles, wanted: Tensor, limit: int
     ) -> tuple[Tensor, DraftTree, JacobiDrafting, Particles]:
         """Draft `wanted` [n, W], of which `limit` count: its chance [n], the tree, the drafting, what is known then."""
-        moved, root = particles.state["_moved"], particles.tokens[:, -1]
+        moved = particles.state["_moved"]
+        root = particles.tokens[:, -1]
         drafting = load(self.drafting(len(wanted)), particles)
         drafted, law = self.draw(drafting, root, wanted)
         if not self.gumbel:
@@ -282,13 +289,16 @@ class Exact:
             drafting._q.amax(dim=2) == 1
         )
         at = torch.arange(self.window) + moved[:, None]
-        in_window, at = at < self.window, at.clamp_max(self.window - 1)
+        in_window = at < self.window
+        at = at.clamp_max(self.window - 1)
         low = torch.where(in_window, particles.low.gather(1, at), 0.0)
         high = torch.where(in_window, particles.high.gather(1, at), 1.0)
         # token 0 is drawn where the number is below this
         first = (law[:, :, 0] / law.sum(dim=2)).clamp(low, high)
-        lower, upper = torch.where(wanted == 0, low, first), torch.where(wanted == 0, first, high)
-        lower, upper = torch.where(copied, low, lower), torch.where(copied, high, upper)
+        lower = torch.where(wanted == 0, low, first)
+        upper = torch.where(wanted == 0, first, high)
+        lower = torch.where(copied, low, lower)
+        upper = torch.where(copied, high, upper)
         counts = torch.arange(self.window) < limit
         chances = torch.where(copied, (wanted == 0) * 1.0, (upper - lower) / (high - low))
         chance = torch.where(counts, chances, 1.0).prod(dim=1)
@@ -297,12 +307,10 @@ class Exact:
             low=torch.where(counts, lower, 0.0)[possible],
             high=torch.where(counts, upper, 1.0)[possible],
         )
-        in_window, at, wanted, copied = (
-            in_window[possible],
-            at[possible],
-            wanted[possible],
-            copied[possible],
-        )
+        in_window = in_window[possible]
+        at = at[possible]
+        wanted = wanted[possible]
+        copied = copied[possible]
         middle = (particles.low + particles.high) / 2
         clocks = torch.stack([middle, 1.0 - middle], dim=2)
         # Where a position has its noise, new noise that says the opposite must not be looked at.
@@ -436,7 +444,8 @@ def test_maximal_coupling_keeps_the_most_and_has_the_new_distribution(seed: int)
     noise = torch.Generator().manual_seed(seed)
     p, q = (torch.randn(2, 9, generator=noise).double() * 2).softmax(dim=1)
     p[3] = q[4] = 0.0
-    p, q = p / p.sum(), q / q.sum()
+    p = p / p.sum()
+    q = q / q.sum()
     law = couple(p.expand(9, 9), q.expand(9, 9), torch.arange(9))
     possible = q > 0
     assert torch.allclose((q[:, None] * law)[possible].sum(dim=0), p, atol=1e-12)
@@ -451,7 +460,8 @@ def test_maximal_coupling_keeps_the_most_and_has_the_new_distribution(seed: int)
 
 @pytest.mark.parametrize("initial", INITIALS)
 def test_fresh_drafts_are_forced_tokens_exactly_where_these_belong(initial: str) -> None:
-    target, window = Lined().target, 13
+    target = Lined().target
+    window = 13
     drafting = JacobiDrafting(jacobi_decoding(window=window, initial=initial), target, 1)
     first = torch.full((1, CODES + 1), 1.0 / CODES)
     first[:, CODES] = 0.0

@@ -81,11 +81,14 @@ def test_every_reused_draft_of_a_target_without_context_is_accepted(
     coupling: str, values: dict[str, Any]
 ) -> None:
     """A shift that is wrong in the same way everywhere stays lossless, and shows here."""
-    window, length, reused_drafts = 4, 9, 0
+    window = 4
+    length = 9
+    reused_drafts = 0
     for image in images_of(
         FlatTarget(3, length), Decoding(**values, window=window, coupling=coupling), 250
     ):
-        trace, before = image.trace, window
+        trace = image.trace
+        before = window
         for start, ranks, uncut in zip(trace.start, trace.child_rank, trace.uncut, strict=True):
             reused = min(window - before, length - 1 - start)
             assert ranks[:reused] == [0] * reused

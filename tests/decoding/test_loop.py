@@ -17,7 +17,9 @@ from lantern_bench.decoding.sampling import decoding_probabilities, guide
 from tests.decoding.mistakes import Mistake, strict_without_residual
 from tests.decoding.test_engine import Small, decoded
 
-VOCABULARY, LENGTH, BATCH = 3, 5, 30_000
+VOCABULARY = 3
+LENGTH = 5
+BATCH = 30_000
 WITHOUT_RESIDUAL = Mistake("residual left out", strict_without_residual)
 STATIC: dict[str, Any] = {"mode": "speculative", "tree": [[0], [1], [0, 0], [1, 0]]}
 DYNAMIC: dict[str, Any] = {
@@ -169,7 +171,8 @@ def test_greedy_drafting_equals_greedy_decoding(values: dict[str, Any]) -> None:
     ids=named,
 )
 def test_images_of_a_batch_are_those_decoded_alone(values: dict[str, Any]) -> None:
-    decoding, model = Decoding(**values), CodedModel(VOCABULARY, LENGTH, seed=2)
+    decoding = Decoding(**values)
+    model = CodedModel(VOCABULARY, LENGTH, seed=2)
     together, alone = (images_of(model, decoding, 30, batch=batch) for batch in (30, 1))
     lossless = decoding.rule_row.lossless
     if lossless and values["mode"] != "sjd-pac":  # which may have every token among its candidates

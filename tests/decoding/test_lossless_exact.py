@@ -115,7 +115,8 @@ def test_broken_rules_are_seen(shape: str, rule: AcceptanceRule) -> None:
 
 def test_a_deterministic_draft_taken_for_a_sampled_one_is_seen() -> None:
     """The children are the top of q, yet are accepted as if they had been drawn from it."""
-    model, weights = Tabular(5, Setting(), seed=3), torch.ones(1, dtype=torch.float64)
+    model = Tabular(5, Setting(), seed=3)
+    weights = torch.ones(1, dtype=torch.float64)
     tokens = torch.cat([torch.zeros(1, dtype=torch.int64), most_probable(model.q(()), 3)[0]])[None]
     tree = StaticTree.of(SHAPES["wide"]).draft(tokens, model.q(()).expand(1, 4, 5))
     first, joint = step_errors(model, (weights, tree))

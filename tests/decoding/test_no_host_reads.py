@@ -13,7 +13,8 @@ from lantern_bench.decoding.tree import DraftTree, StaticTree
 from lantern_bench.methods.trees import STATIC_TREES
 from tests.decoding.rules import STRICT, rule_named
 
-BATCH, VOCABULARY = 3, 64
+BATCH = 3
+VOCABULARY = 64
 TABLE = torch.empty(VOCABULARY, 11, dtype=torch.int32, device="meta")
 RULES = [
     STRICT,

@@ -41,10 +41,8 @@ class ExactPac(Exact):
 
     def drafts(self, limit: int) -> Tensor:
         """All first candidates [n, W], then the others, of which those of `limit` depths differ."""
-        width, branching = (
-            self.decoding.value("candidates") - 1,
-            min(self.decoding.value("branching"), self.window),
-        )
+        width = self.decoding.value("candidates") - 1
+        branching = min(self.decoding.value("branching"), self.window)
         beside = min(branching, limit) * width
         drawn = list(itertools.product(range(self.vocabulary), repeat=limit + beside))
         wanted = torch.tensor(drawn, dtype=torch.int64).reshape(len(drawn), limit + beside)
@@ -59,7 +57,8 @@ class ExactPac(Exact):
     def drafted(
         self, particles: Particles, wanted: Tensor, limit: int
     ) -> tuple[Tensor, DraftTree, JacobiDrafting, Particles]:
-        first, others = wanted[:, : self.window], wanted[:, self.window :]
+        first = wanted[:, : self.window]
+        others = wanted[:, self.window :]
         seen: list[Tensor] = []
 
         def siblings(laws: Tensor, count: int, noise: Tensor) -> tuple[Tensor, Tensor]:
@@ -101,13 +100,15 @@ def published_outcomes(
 ) -> Iterator[tuple[Tensor, ...]]:
     """As `Exact.outcomes`, of a walk in which every candidate counts: all of them accepted or not in every way."""
     batch, _, vocabulary = p.shape
-    limits, layout = torch.full((batch,), limit), tree.layout
+    limits = torch.full((batch,), limit)
+    layout = tree.layout
     _, acceptance = accept_tree(tree, p, STRICT, limits)
     accept = tree.by_node(acceptance.accept)
     drafts = [(node, rank) for node in layout.nodes.tolist() for rank in range(accept.shape[2])]
     drafts = [(node, rank) for node, rank in drafts if accept[:, node, rank].any()]
     for pattern in itertools.product((False, True), repeat=len(drafts)):
-        uniforms, chance = torch.ones_like(accept), p.new_ones(batch)
+        uniforms = torch.ones_like(accept)
+        chance = p.new_ones(batch)
         for (node, rank), hit in zip(drafts, pattern, strict=True):
             uniforms[:, node, rank] = 0.0 if hit else 1.0
             chance = chance * (accept[:, node, rank] if hit else 1.0 - accept[:, node, rank])
@@ -188,7 +189,8 @@ def test_the_longest_path_is_no_lossless_choice(drafting: str, wanted: list[floa
     assert distribution.tolist() == pytest.approx(wanted, abs=1e-6)
 
 
-R, P = torch.tensor([0.4, 0.3, 0.2, 0.1]), torch.tensor([0.1, 0.1, 0.4, 0.4])
+R = torch.tensor([0.4, 0.3, 0.2, 0.1])
+P = torch.tensor([0.1, 0.1, 0.4, 0.4])
 
 
 def redrafted(decoding: Decoding, images: int = 200_000) -> tuple[PacDrafting, Drafted]:
@@ -225,7 +227,8 @@ def test_siblings_of_the_published_form_are_no_draws_from_r(
     method, drafted = redrafted(
         pac_decoding(drafting=drafting, window=2, candidates=2, branching=1)
     )
-    tree, noise = method.tree(drafted), torch.Generator().manual_seed(2)
+    tree = method.tree(drafted)
+    noise = torch.Generator().manual_seed(2)
     assert shares_of(drafted[0][:, 1]) == pytest.approx(R.tolist(), abs=0.005)
     p = P.expand(*tree.tokens.shape, 4)
     uniforms = torch.rand(tree.children.shape, generator=noise)

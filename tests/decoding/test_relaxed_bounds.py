@@ -154,10 +154,8 @@ A6 = {
 def test_findings_on_deterministic_drafts(
     finding: str, example: dict, rule: tuple, official: list, official_tv: float, exact_tv: float
 ) -> None:
-    p, values = (
-        torch.tensor(example["p"]),
-        dict(zip(("name", "neighbours", "bound"), rule, strict=True)),
-    )
+    p = torch.tensor(example["p"])
+    values = dict(zip(("name", "neighbours", "bound"), rule, strict=True))
     exact = emitted(**example, **values, residual="exact")
     assert float(total_variation(p, exact)) == pytest.approx(exact_tv, abs=1e-6), finding
     distribution = emitted(**example, **values, residual="official")
@@ -172,7 +170,8 @@ def test_findings_on_deterministic_drafts(
     [("official", [0.4, 0.15, 0.3, 0.15], 0.15), ("exact", [0.4, 0.1, 0.325, 0.175], 0.1)],
 )
 def test_finding_a5_on_a_sampled_draft(residual: str, distribution: list[float], tv: float) -> None:
-    p, q = torch.tensor([0.3, 0.1, 0.4, 0.2]), torch.tensor([0.7, 0.1, 0.1, 0.1])
+    p = torch.tensor([0.3, 0.1, 0.4, 0.2])
+    q = torch.tensor([0.7, 0.1, 0.1, 0.1])
     table = torch.tensor([[1, 2, 3], [0, 2, 3], [3, 0, 1], [2, 0, 1]])
     # After 0 is rejected `official` zeroes q at 1 and 2 (k + 1 codes): [0, .1, .4, .1] / .6, as the finding records.
     mean = mean_distribution(p, q, rule_named("additive", 1, 0.1, residual, table))
@@ -181,7 +180,8 @@ def test_finding_a5_on_a_sampled_draft(residual: str, distribution: list[float],
 
 
 def test_a_table_that_is_missing_is_refused() -> None:
-    p, x = torch.ones(1, 5) / 5, torch.tensor([0])
+    p = torch.ones(1, 5) / 5
+    x = torch.tensor([0])
     rule = rule_named("additive", 2, 0.5)
     with pytest.raises(ValueError, match="needs a table"):
         rule.neighbour_mass(view_of(p, x, rule))
@@ -214,10 +214,8 @@ def test_a_decoding_has_the_rule_of_its_row_and_values(values: dict, columns: in
 
     decoding = Decoding(**values)
     rule = rule_of(decoding, Model())
-    row, expected = (
-        decoding.rule_row,
-        {key: decoding.value(key) for key in decoding.rule_row.value_names},
-    )
+    row = decoding.rule_row
+    expected = {key: decoding.value(key) for key in decoding.rule_row.value_names}
     wanted = rule_named(rule.name, rule.neighbours, None, decoding.residual, **expected)
     assert type(rule) is type(wanted)
     given = {"n_codes", "nearest_codes", "codebook"}

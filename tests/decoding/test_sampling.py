@@ -24,7 +24,8 @@ from lantern_bench.decoding.sampling import (
 
 
 def test_guidance_mixes_and_scale_one_is_conditional_only() -> None:
-    cond, uncond = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0.0, 4.0, 1.0])
+    cond = torch.tensor([1.0, 2.0, 3.0])
+    uncond = torch.tensor([0.0, 4.0, 1.0])
     assert guide(cond, uncond, 2.0).tolist() == [2.0, 0.0, 5.0]
     assert torch.equal(guide(cond, None, 1.0), cond)
     assert torch.equal(guide(cond, uncond, 1.0), cond)
@@ -36,7 +37,8 @@ def test_guidance_mixes_and_scale_one_is_conditional_only() -> None:
 def test_what_both_rows_call_impossible_stays_so_and_finite_logits_keep_their_bits() -> None:
     noise = torch.Generator().manual_seed(0)
     cond, uncond = 4 * torch.randn(2, 3, 5, 40, generator=noise)
-    cond[..., :3], uncond[..., 3] = uncond[..., :3], -0.0
+    cond[..., :3] = uncond[..., :3]
+    uncond[..., 3] = -0.0
     guided = guide(cond, uncond, 2.5)
     assert torch.equal(
         guided.view(torch.int32), uncond.add(cond - uncond, alpha=2.5).view(torch.int32)
@@ -51,7 +53,8 @@ def test_what_both_rows_call_impossible_stays_so_and_finite_logits_keep_their_bi
     for pair in ((-1.0, -torch.inf), (torch.nan, 0.0), (0.0, torch.nan), (torch.inf, torch.inf)):
         cond[0, 0, 9], uncond[0, 0, 9] = pair
         assert broken_logits(guide(cond, uncond, 2.5))[0].tolist() == [True, *[False] * 4]
-    cond[1], uncond[1] = -torch.inf, -torch.inf
+    cond[1] = -torch.inf
+    uncond[1] = -torch.inf
     assert broken_logits(guide(cond, uncond, 2.5))[1].all()
 
 
@@ -87,7 +90,8 @@ def test_filters_match_their_definitions(
     torch.testing.assert_close(by_k, torch.where(above, plain, 0.0) / plain[above].sum())
     by_p = probabilities(rows, temperature=temperature, top_p=top_p)
     order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))
-    mass, smallest = 0.0, []
+    mass = 0.0
+    smallest = []
     for token in order:
         smallest.append(token)
         mass += float(plain[token])
@@ -172,7 +176,8 @@ def test_an_image_draws_the_same_numbers_whatever_is_beside_it() -> None:
         source = Draws([torch.Generator().manual_seed(seed) for seed in seeds], "cpu")
         return source.exponential(3, 5), uniform(source.bits(7))
 
-    alone, together = draws([8]), draws([3, 8, 1])
+    alone = draws([8])
+    together = draws([3, 8, 1])
     assert torch.equal(alone[0][0], together[0][1])
     assert torch.equal(alone[1][0], together[1][1])
     assert (together[0] > 0).all()

@@ -29,11 +29,13 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 def test_compiled_steps_give_the_same_tokens_and_later_engines_load_them(
     tmp_path: Path, no_compiler: Callable[[], None]
 ) -> None:
-    decoding, wanted = Decoding(**CELLS["static"]), decoded(Small(), Decoding(**CELLS["static"]), 1)
+    decoding = Decoding(**CELLS["static"])
+    wanted = decoded(Small(), Decoding(**CELLS["static"]), 1)
     same(decoded(Small(), decoding, 1, Engine(True, folder=tmp_path)), wanted)
     assert len(list(tmp_path.iterdir())) == 3
     no_compiler()
-    engine, model = Engine(True, folder=tmp_path), Small()
+    engine = Engine(True, folder=tmp_path)
+    model = Small()
     same(decoded(model, decoding, 1, engine), wanted)
     same(decoded(model, decoding, 1, engine), wanted)
     other = Decoding(**CELLS["static"] | {"lambda": 8.0})
@@ -44,7 +46,8 @@ class Doubling:
     """A program with a tensor of its own, which counts its calls in place."""
 
     def __init__(self, width: int = 4) -> None:
-        self.added, self.calls = torch.ones(width), torch.zeros(1)
+        self.added = torch.ones(width)
+        self.calls = torch.zeros(1)
 
     def step(
         self, pair: tuple[torch.Tensor, None], more: torch.Tensor

@@ -35,7 +35,8 @@ from tests.decoding.tabular import (
 )
 from tests.decoding.test_lossless_exact import SETTINGS
 
-TRAVERSAL, BLOCK = rule_named("traversal"), rule_named("block")
+TRAVERSAL = rule_named("traversal")
+BLOCK = rule_named("block")
 Vector = NDArray[np.float64]
 # (drafts, image, p [M, V], mistake) -> (the chance to end at each node [M], the next token's distributions [M, V])
 Procedure = Callable[[DraftTree, int, Vector, str], tuple[Vector, Vector]]
@@ -46,7 +47,8 @@ def chain(levels: int) -> list[tuple[int, ...]]:
 
 
 def test_random_trees_are_lossless() -> None:
-    rng, deepest = np.random.default_rng(0), 0
+    rng = np.random.default_rng(0)
+    deepest = 0
     for seed in range(60):
         paths = random_topology(rng, int(rng.integers(1, 6)), 3, 3)
         deepest += max(map(len, paths)) == 3
@@ -64,7 +66,8 @@ def test_random_trees_are_lossless() -> None:
 
 
 def test_more_drafts_are_accepted_than_child_by_child() -> None:
-    rng, gains = np.random.default_rng(1), []
+    rng = np.random.default_rng(1)
+    gains = []
     for seed in range(40):
         model = Tabular(3, Setting(), seed)
         weights, tree = model.static_drafts(random_topology(rng, 5, 3, 3))
@@ -114,7 +117,8 @@ def test_the_example_in_which_fewer_drafts_are_accepted() -> None:
 
 def test_the_papers_example() -> None:
     """Two tokens whatever came before, p = (1/3, 2/3), q = (2/3, 1/3), two drafts: 10/9 or 11/9 are accepted."""
-    p, q = torch.tensor([1.0, 2.0]).double() / 3, torch.tensor([2.0, 1.0]).double() / 3
+    p = torch.tensor([1.0, 2.0]).double() / 3
+    q = torch.tensor([2.0, 1.0]).double() / 3
     tokens = torch.tensor([[0, first, second] for first in (0, 1) for second in (0, 1)])
     drafts = (
         q[tokens[:, 1]] * q[tokens[:, 2]],
@@ -130,17 +134,22 @@ def test_the_papers_example() -> None:
 def visited(tree: DraftTree, image: int, p: Vector, mistake: str = "") -> tuple[Vector, Vector]:
     """Section 8.5 as it is written: the probability to end at each node [M], and the next token's distributions."""
     assert tree.q is not None
-    tokens, children = tree.tokens[image].tolist(), tree.children[image].tolist()
+    tokens = tree.tokens[image].tolist()
+    children = tree.children[image].tolist()
     after = p.copy()
 
     def visit(node: int, share: float) -> Vector:
-        own, law, entered = p[node], tree.q[image, node].numpy().astype(p.dtype), share
-        ends, missed = np.zeros(len(p)), 1.0
+        own = p[node]
+        law = tree.q[image, node].numpy().astype(p.dtype)
+        entered = share
+        ends = np.zeros(len(p))
+        missed = 1.0
         for child in children[node]:
             if child < 0 or law[tokens[child]] <= 0:
                 continue
             inside = visit(child, min(1.0, share * own[tokens[child]] / law[tokens[child]]))
-            ends, missed = ends + missed * inside, missed * (1.0 - inside.sum())
+            ends = ends + missed * inside
+            missed = missed * (1.0 - inside.sum())
             rest = np.maximum(share * own - law, 0.0)
             if rest.sum() > 0:
                 own = rest / rest.sum()
@@ -161,12 +170,14 @@ def visited(tree: DraftTree, image: int, p: Vector, mistake: str = "") -> tuple[
 def published(tree: DraftTree, image: int, p: Vector, mistake: str = "") -> tuple[Vector, Vector]:
     """Algorithm 2 as it is written; the step ends at the last level that is hit."""
     assert tree.q is not None
-    q, drafts = tree.q[image].numpy(), tree.tokens[image, 1:].tolist()
+    q = tree.q[image].numpy()
+    drafts = tree.tokens[image, 1:].tolist()
     share = [1.0]
     for level, x in enumerate(drafts):
         ratio = p[level, x] / q[level, x]
         share.append(min(1.0, ratio if mistake == "drafts alone" else share[-1] * ratio))
-    chances, after = [], []
+    chances = []
+    after = []
     for level in range(len(drafts)):
         weight = 1.0 if mistake == "plain residual" else share[level]
         left = np.maximum(weight * p[level] - q[level], 0.0)
@@ -187,14 +198,13 @@ def published(tree: DraftTree, image: int, p: Vector, mistake: str = "") -> tupl
 def step_of(procedure: Procedure, mistake: str) -> Step:
     def step(tree: DraftTree, p: Tensor) -> Outcomes:
         batch, nodes, _ = p.shape
-        weights, last = (
-            torch.zeros(nodes, batch, dtype=p.dtype),
-            torch.zeros_like(p).transpose(0, 1).contiguous(),
-        )
+        weights = torch.zeros(nodes, batch, dtype=p.dtype)
+        last = torch.zeros_like(p).transpose(0, 1).contiguous()
         drafts = torch.zeros(nodes, batch, tree.max_depth, dtype=torch.int64)
         for image in range(batch):
             ends, after = procedure(tree, image, p[image].numpy(), mistake)
-            weights[:, image], last[:, image] = torch.from_numpy(ends), torch.from_numpy(after)
+            weights[:, image] = torch.from_numpy(ends)
+            last[:, image] = torch.from_numpy(after)
             for node in range(nodes):
                 ancestors = tree.attention[image, node].nonzero().flatten()[1:]
                 drafts[node, image, : len(ancestors)] = tree.tokens[image, ancestors]
@@ -234,8 +244,10 @@ def test_a_broken_procedure_is_seen(
 def test_random_drafts_are_accepted_as_written(rule: AcceptanceRule, procedure: Procedure) -> None:
     compared = 0
     for seed in range(160):
-        rng, noise = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
-        batch, vocabulary = int(rng.integers(1, 4)), int(rng.integers(3, 20))
+        rng = np.random.default_rng(seed)
+        noise = torch.Generator().manual_seed(seed)
+        batch = int(rng.integers(1, 4))
+        vocabulary = int(rng.integers(3, 20))
         filters = FILTERS[rng.integers(len(FILTERS))]
         paths = random_topology(rng, int(rng.integers(1, 14)), int(rng.integers(1, 5)), 5)
         shape = StaticTree.of(chain(int(rng.integers(1, 6))) if rule is BLOCK else paths)

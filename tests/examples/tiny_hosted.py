@@ -21,10 +21,8 @@ def write_model(folder: Path, shape: tiny.Shape = SHAPE) -> Path:
     tiny.write_janus(checkpoint, shape)
     for name in ("hosted_janus.py", "janus.yaml"):
         shutil.copy(EXAMPLE / name, folder / name)
-    words, (start, _, pad, *_) = (
-        Tokenizer.from_file(str(checkpoint / "tokenizer.json")),
-        tiny.JANUS_SPECIAL,
-    )
+    words = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+    start, _, pad, *_ = tiny.JANUS_SPECIAL
     first = [(start, words.token_to_id(start))]
     words.post_processor = processors.TemplateProcessing(single=f"{start} $A", special_tokens=first)
     special = {"bos_token": start, "pad_token": pad, "unk_token": "<unk>"}

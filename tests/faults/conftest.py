@@ -23,7 +23,9 @@ class Command:
     """A command that runs in a process of its own."""
 
     def __init__(self, process: BaseProcess, output: Path) -> None:
-        self.process, self._output, self.began = process, output, time.monotonic()
+        self.process = process
+        self._output = output
+        self.began = time.monotonic()
         process.start()
         assert process.pid is not None
         self.pid = process.pid
@@ -49,11 +51,9 @@ class Bench:
     """A folder with the experiment `tiny.yaml`, in which commands run."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self._context, self._count = (
-            folder,
-            multiprocessing.get_context("forkserver"),
-            0,
-        )
+        self.folder = folder
+        self._context = multiprocessing.get_context("forkserver")
+        self._count = 0
         self._context.set_forkserver_preload(["tests.faults.child"])
         self._running: list[Command] = []
         child.install(folder)

@@ -70,7 +70,8 @@ def test_clock_jump(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expected: dict[str, str], outcome: Outcome
 ) -> None:
     """A wall clock that jumps between years at every reading"""
-    jumps, readings = np.random.default_rng(0), count()
+    jumps = np.random.default_rng(0)
+    readings = count()
 
     class Jumping(datetime):
         @classmethod

@@ -92,7 +92,8 @@ def test_flipped_bits_in_records(bench: Bench, expected: Tokens, outcome: Outcom
     """A flipped bit in a record, at 40 random places"""
     assert bench.sweep("run")[0] == 0
     path = bench.folder / "run" / "records.jsonl"
-    content, noise = path.read_bytes(), np.random.default_rng(0)
+    content = path.read_bytes()
+    noise = np.random.default_rng(0)
     first = content.splitlines(keepends=True)
     for position in noise.integers(0, len(first[0]) - 1, 40):
         path.write_bytes(b"".join([flip(first[0], position), *first[1:]]))

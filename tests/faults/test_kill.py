@@ -15,9 +15,12 @@ from tests.faults.conftest import SWEEP, Bench, Outcome
 @pytest.mark.parametrize("kills", [5, pytest.param(20, marks=pytest.mark.long)])
 def test_sigkill(bench: Bench, expected: dict[str, str], outcome: Outcome, kills: int) -> None:
     """SIGKILL at random moments of a sweep"""
-    moments, counts, same = np.random.default_rng(0), [], 0
+    moments = np.random.default_rng(0)
+    counts = []
+    same = 0
     for number in range(kills):
-        out, lines = f"run{number}", number * IMAGES // kills
+        out = f"run{number}"
+        lines = number * IMAGES // kills
         command = bench.start(*SWEEP, out, TINY_SLEEP="0.1")
         if lines:
             command.until(lambda out=out, lines=lines: bench.lines(out) >= lines)

@@ -31,7 +31,8 @@ class Spoiled(nn.Module):
 
     def __init__(self, head: nn.Module) -> None:
         super().__init__()
-        self.head, self.wrong = head, torch.zeros(VOCABULARY)
+        self.head = head
+        self.wrong = torch.zeros(VOCABULARY)
 
     def forward(self, features: Tensor) -> Tensor:
         return self.head(features) + self.wrong
@@ -76,7 +77,8 @@ def test_broken_logits_of_the_target(
 ) -> None:
     """NaN or +inf in a target's logits"""
     decoding = Decoding(**MODES[cell])
-    (model, head), engine = spoiled("target"), Engine()
+    model, head = spoiled("target")
+    engine = Engine()
     wanted = decoded(model, decoding, 2, engine)
     output = fail(model, head, decoding, engine, value, step)
     assert output.startswith("the target gave NaN or infinite logits behind ")
@@ -96,7 +98,8 @@ def test_broken_logits_of_the_drafter(
 ) -> None:
     """NaN or +inf in a drafter's logits"""
     decoding = Decoding(**MODES[cell])
-    (model, head), engine = spoiled("drafter"), Engine()
+    model, head = spoiled("drafter")
+    engine = Engine()
     wanted = decoded(model, decoding, 2, engine)
     output = fail(model, head, decoding, engine, value)
     assert output.startswith("the drafter gave NaN or infinite logits behind ")
@@ -110,7 +113,8 @@ def test_compiled_steps_find_broken_logits(
 ) -> None:
     """NaN or +inf in a target's logits, steps compiled"""
     decoding = Decoding(**MODES["static"])
-    (model, head), engine = spoiled("target"), Engine(compile=True, backend=backend)
+    model, head = spoiled("target")
+    engine = Engine(compile=True, backend=backend)
     wanted = decoded(model, decoding, 2, engine)
     for value in (math.nan, math.inf):
         output = fail(model, head, decoding, engine, value)

@@ -33,7 +33,9 @@ def test_signals(
     command.until(lambda: bench.lines("run") >= 2)
     workers = children(command)
     os.kill(command.pid, number)
-    code, output, finished = command.end(), command.output, bench.lines("run")
+    code = command.end()
+    output = command.output
+    finished = bench.lines("run")
     assert code == 128 + number and "Traceback" not in output, output
     assert (
         f"interrupted: {finished} of 9 images are done and kept" in output
@@ -80,7 +82,8 @@ def test_hanging_worker(bench: Bench, expected: dict[str, str], outcome: Outcome
     command = bench.start(
         *SWEEP, "run", "--processes", "2", "--worker-timeout", "12", TINY_HANG=PROMPTS[1]
     )
-    code, output = command.end(), command.output
+    code = command.end()
+    output = command.output
     line = next(line for line in output.splitlines() if "hangs" in line)
     assert (
         code == 4

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import ClassVar
+
 from docs.make_reliability import PAGE, TESTS, Fault, Outcomes, Result, faults, render, rows
 
 
@@ -30,7 +32,10 @@ def test_the_table_is_rendered_from_results() -> None:
 
 def test_a_failed_case_counts() -> None:
     class Report:
-        when, failed, passed, user_properties = "call", False, True, [("outcome", "exit 3")]
+        when = "call"
+        failed = False
+        passed = True
+        user_properties: ClassVar = [("outcome", "exit 3")]
         nodeid = "tests/faults/test_files.py::test_disk_full[1]"
 
     plugin = Outcomes()

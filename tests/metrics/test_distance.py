@@ -41,7 +41,8 @@ def sums_of(rows: Sequence[dict[str, Any]]) -> FeatureSums:
 
 def ancestral(model: TabularModel, images: int, decoding: Decoding, seed: int) -> Tensor:
     """Images [images, N] drawn from the target, a token at a time, in one batch."""
-    generator, states = torch.Generator().manual_seed(seed), torch.zeros(images, dtype=torch.int64)
+    generator = torch.Generator().manual_seed(seed)
+    states = torch.zeros(images, dtype=torch.int64)
     tokens = []
     for _ in range(model.image_tokens):
         p = decoding_probabilities(
@@ -60,14 +61,16 @@ def test_sums_are_those_of_the_definition(
 ) -> None:
     # two positions at once: chunks meet inside the image
     monkeypatch.setattr(scorer, "_VALUES", 10)
-    table, decoding = TabularModel(5, 5, seed=3), Decoding("speculative", **CHAIN, **values)
+    table = TabularModel(5, 5, seed=3)
+    decoding = Decoding("speculative", **CHAIN, **values)
     tokens = ancestral(table, 4, decoding, seed=1)
     rows = token_sums(table_model(table), None, tokens, decoding)
     guided = decoding.cfg_scale != 1
     forced = teacher_forced(table, None, tokens, guided)
     drafts = list(drafter_logits_along(table.drafter, forced))
     for image, row in enumerate(rows):
-        expected, entropy = np.zeros(3 + guided), 0.0
+        expected = np.zeros(3 + guided)
+        entropy = 0.0
         covariance = np.zeros((3 + guided, 3 + guided))
         for position, x in enumerate(tokens[image].tolist()):
             cond = forced.logits.cond[image, position]
@@ -124,8 +127,10 @@ def test_sums_are_those_of_the_definition(
 
 def test_p_values_of_2000_lossless_cells_are_uniform() -> None:
     """Each cell has 240 images of four tokens: fewer tokens than a cell of the default sweep, where chi-square fits."""
-    table, decoding = TabularModel(8, 4, seed=5), Decoding("speculative", **CHAIN, cfg_scale=2.0)
-    is_drawn, cells = torch.ones(960, dtype=torch.bool), []
+    table = TabularModel(8, 4, seed=5)
+    decoding = Decoding("speculative", **CHAIN, cfg_scale=2.0)
+    is_drawn = torch.ones(960, dtype=torch.bool)
+    cells = []
     for seed in range(10):
         tokens = ancestral(table, 200 * 240, decoding, seed)
         cond, uncond, _ = (forced := teacher_forced(table, None, tokens, True)).logits
@@ -245,7 +250,9 @@ def test_a_feature_that_cannot_vary_counts_nothing() -> None:
 
 def test_intervals_of_the_distance_cover_a_true_shift() -> None:
     """Prompts whose sums have mean `shift` in units of their covariance: the distance is shift' shift."""
-    generator, shift, tokens = np.random.default_rng(4), np.array([0.1, 0.0, -0.1]), 256.0
+    generator = np.random.default_rng(4)
+    shift = np.array([0.1, 0.0, -0.1])
+    tokens = 256.0
     covered = []
     for _ in range(200):
         noise = generator.standard_normal((24, 3)) * np.sqrt(tokens)

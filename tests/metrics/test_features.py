@@ -268,13 +268,15 @@ def test_cache_key_is_content_extractor_and_preprocessing(
         return features_of(pictures, *more, **named)
 
     monkeypatch.setattr(features, "features_of", counted)
-    cache, folder = tmp_path / "cache", paint(tmp_path / "set")
+    cache = tmp_path / "cache"
+    folder = paint(tmp_path / "set")
 
     def measured(preparation: Preparation = PLAIN) -> features.FeatureSet:
         reference = features.folder_reference(folder)
         return features.reference_features(reference, extractor, preparation, cache=cache)
 
-    first, second = measured(), measured()
+    first = measured()
+    second = measured()
     assert passes == [6] and first.features is not None and second.features is not None
     assert torch.equal(first.features, second.features) and np.array_equal(first.mean, second.mean)
     folder = folder.rename(tmp_path / "renamed")
@@ -298,7 +300,8 @@ def test_cache_key_is_content_extractor_and_preprocessing(
 def test_reference_sizes_must_agree_unless_resized(
     tmp_path: Path, extractor: features.Extractor
 ) -> None:
-    folder, no_folder = paint(tmp_path / "set"), tmp_path / "file"
+    folder = paint(tmp_path / "set")
+    no_folder = tmp_path / "file"
     paint(folder, "z", (90, 70))
     no_folder.write_text("")
     reference = features.folder_reference(folder)

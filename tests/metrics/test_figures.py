@@ -30,7 +30,8 @@ EXTRACTOR = Extractor("a network", "last", WIDTH, Path("weights"))
 
 def draw(n: int, seed: int, shift: float = 0.0, width: int = WIDTH) -> torch.Tensor:
     """Correlated, skewed features, as networks give them: float32 [n, width]."""
-    noise, mixing = torch.Generator().manual_seed(seed), torch.Generator().manual_seed(1)
+    noise = torch.Generator().manual_seed(seed)
+    mixing = torch.Generator().manual_seed(1)
     mixed = torch.randn(n, width, generator=noise) @ torch.randn(width, width, generator=mixing)
     return torch.relu(mixed / width**0.5 + shift)
 
@@ -52,7 +53,8 @@ def clean_fid(x: torch.Tensor, y: torch.Tensor) -> float:
 
 @pytest.mark.parametrize(("n", "m", "width"), [(300, 400, 64), (500, 300, 128), (129, 200, 64)])
 def test_fid_agrees_with_clean_fid_and_torch_fidelity(n: int, m: int, width: int) -> None:
-    pictures, reference = draw(n, 2, width=width), draw(m, 3, 0.2, width)
+    pictures = draw(n, 2, width=width)
+    reference = draw(m, 3, 0.2, width)
     fid = frechet_distance(FeatureSet.of(reference))(pictures)
     statistics = [
         {"mu": each.mean, "sigma": each.covariance}
@@ -66,10 +68,8 @@ def test_fid_agrees_with_clean_fid_and_torch_fidelity(n: int, m: int, width: int
 
 
 def test_figures_are_those_of_torch_fidelity() -> None:
-    sets, manifold = (
-        sets_of(draw(120, 1, 0.1), draw(120, 2)),
-        sets_of(draw(120, 3, 0.2, 12), draw(120, 4, 0.0, 12)),
-    )
+    sets = sets_of(draw(120, 1, 0.1), draw(120, 2))
+    manifold = sets_of(draw(120, 3, 0.2, 12), draw(120, 4, 0.0, 12))
     figures = {
         name: figure(np.arange(120)) for name, figure in figures_of(OF_SETS, sets, manifold).items()
     }
@@ -139,7 +139,8 @@ def test_a_reference_of_statistics_gives_fid_alone() -> None:
 
 
 def test_fid_infinity_is_nearer_to_the_truth_than_fid() -> None:
-    truth, features = FeatureSet.of(draw(60_000, 11)), draw(400, 12)
+    truth = FeatureSet.of(draw(60_000, 11))
+    features = draw(400, 12)
     far, notes = fid_infinity(features, truth, np.random.default_rng(0))
     value, low, high = far.values()
     assert value is not None and low is not None and high is not None and not notes

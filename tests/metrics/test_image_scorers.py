@@ -86,10 +86,8 @@ def test_clip_score_equals_open_clip(folder: Path, pictures: torch.Tensor) -> No
     for picture, caption, score in zip(pictures, CAPTIONS, scores, strict=True):
         pixels = preprocess(Image.fromarray(picture.permute(1, 2, 0).numpy()))
         with torch.no_grad():
-            image, text = (
-                model.encode_image(pixels[None])[0],
-                model.encode_text(tokenizer([caption]))[0],
-            )
+            image = model.encode_image(pixels[None])[0]
+            text = model.encode_text(tokenizer([caption]))[0]
         assert score == pytest.approx(float(torch.cosine_similarity(image, text, dim=0)), abs=1e-5)
 
 

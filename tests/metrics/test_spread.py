@@ -35,7 +35,10 @@ def figures(
     "sets", [pytest.param(20, id="small"), pytest.param(100, marks=pytest.mark.long)]
 )
 def test_the_interval_of_fid_covers_its_expectation_and_a_bootstrap_does_not(sets: int) -> None:
-    n, width, reference, rng = 64, 24, exact(24), np.random.default_rng(0)
+    n = 64
+    width = 24
+    reference = exact(24)
+    rng = np.random.default_rng(0)
     distances = [
         figures(["fid"], draw(n, seed, width), reference)["fid"] for seed in range(9 * sets)
     ]
@@ -54,11 +57,9 @@ def test_the_interval_of_fid_covers_its_expectation_and_a_bootstrap_does_not(set
     ("sets", "share"), [(30, 0.8), pytest.param(60, 0.9, marks=pytest.mark.long)]
 )
 def test_intervals_of_kid_precision_and_recall_cover(sets: int, share: float) -> None:
-    n, reference, names = (
-        100,
-        FeatureSet.of(draw(150, 5, shift=0.0)),
-        ("kid", "precision", "recall"),
-    )
+    n = 100
+    reference = FeatureSet.of(draw(150, 5, shift=0.0))
+    names = ("kid", "precision", "recall")
     drawn = [figures(names, draw(n, seed), reference) for seed in range(5 * sets)]
     reaches = [jackknife(figures_of_set, n) for figures_of_set in drawn[:sets]]
     for name in names:
@@ -81,10 +82,12 @@ def test_intervals_of_kid_precision_and_recall_cover(sets: int, share: float) ->
 def test_the_spread_of_ar_holds_other_seeds_and_not_another_distribution(
     repeats: int, runs: int
 ) -> None:
-    n, reference = 60, exact()
+    n = 60
+    reference = exact()
     # Each prompt has a mean of its own: the variance between prompts is in no set's seed.
     prompts = 3 * draw(n, 7, shift=0.0)
-    within, drifted = [], []
+    within = []
+    drifted = []
     for run in range(runs):
         sets = [prompts + draw(n, 100 * run + number, shift=0.0) for number in range(repeats + 1)]
         pool = figures(["fid"], torch.cat(sets), reference)
@@ -102,7 +105,9 @@ def test_the_spread_of_ar_holds_other_seeds_and_not_another_distribution(
 @pytest.mark.parametrize("repeats", [2, 4])
 def test_the_detectable_shift_leaves_the_spread_in_four_of_five_sets(repeats: int) -> None:
     """And twenty sets with a standard deviation of 1.49 show what a smaller shift does: +3 and +4 stay inside."""
-    generator, n, deviation = np.random.default_rng(3), 40, 1.49
+    generator = np.random.default_rng(3)
+    n = 40
+    deviation = 1.49
     sizes = {"detectable": 0, "3": 0, "4": 0}
     for _ in range(300):
         # A figure that is a mean over pictures: sets of n vary by `deviation`.

@@ -14,7 +14,8 @@ from lantern_bench.models.transformer_config import TransformerConfig
 from tests.decoding.test_golden_shapes import leaf_paths
 
 TREE = StaticTree.of([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 1, 0)])
-BATCH, PREFIX = 3, 5
+BATCH = 3
+PREFIX = 5
 
 
 @pytest.fixture
@@ -110,7 +111,8 @@ def test_guided_features_give_guided_logits(target: TransformerTarget) -> None:
     assert logits.dtype == torch.float32 and torch.equal(features, scores.features)
 
 
-NODES, CAPACITY = 9, 100
+NODES = 9
+CAPACITY = 100
 
 
 def filled_cache(lengths: list[int], dtype: torch.dtype, kv_heads: int) -> KVCache:
@@ -130,14 +132,16 @@ def filled_cache(lengths: list[int], dtype: torch.dtype, kv_heads: int) -> KVCac
 def test_filled_columns_are_enough(
     lengths: list[int], dtype: torch.dtype, kv_heads: int, nodes: int
 ) -> None:
-    cache, rows = filled_cache(lengths, dtype, kv_heads), 2 * len(lengths)
+    cache = filled_cache(lengths, dtype, kv_heads)
+    rows = 2 * len(lengths)
     draws = torch.Generator().manual_seed(1)
     q, k, v = (
         torch.randn(rows, nodes, heads, 8, generator=draws).to(dtype)
         for heads in (4, kv_heads, kv_heads)
     )
     seen = torch.ones(len(lengths), nodes, nodes, dtype=torch.bool).tril()
-    mask, slots = cache.mask(seen, dtype), cache.slots(0, nodes)
+    mask = cache.mask(seen, dtype)
+    slots = cache.slots(0, nodes)
     got = attend_cached(cache, 0, slots, mask)(q, k, v)
     keys, values = cache.write(0, slots, k, v)  # all of them, hidden by a mask made here
     behind = torch.arange(CAPACITY) - torch.tensor(lengths * 2)[:, None]

@@ -62,7 +62,8 @@ def test_drafts_equal_the_layer_written_out(folder: Path) -> None:
     got.append(session.extend(tokens[:, 3:], torch.zeros(2, 1, dtype=torch.int64), seen))
 
     for row in range(4):
-        image, kind = row % 2, row // 2
+        image = row % 2
+        kind = row // 2
         prompt = condition.values[image, kind][condition.valid[image, kind]]
         features = torch.cat([scores.features[row, -len(prompt) :], more[row]])
         words = torch.cat([prompt[1:], ids[tokens[image, :3]]])

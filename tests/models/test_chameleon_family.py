@@ -19,7 +19,8 @@ from lantern_bench.models.random_model import meta_model, sizes_of
 from lantern_bench.models.registry import model_of
 from tests.models import tiny_chameleon as tiny
 
-CPU, FLOAT = torch.device("cpu"), torch.float32
+CPU = torch.device("cpu")
+FLOAT = torch.float32
 GRIDS = {"anole-7b": (4, 4), "lumina-mgpt-7b-768": (4, 6)}
 MODES: dict[str, dict[str, Any]] = {
     "ar": {},

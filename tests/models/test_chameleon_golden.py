@@ -50,7 +50,8 @@ def expected() -> dict[str, Tensor]:
 def test_hidden_states_and_logits_equal_the_recorded_ones(
     swin: bool, expected: dict[str, Tensor]
 ) -> None:
-    target, key = target_of(swin), f"swin{int(swin)}"
+    target = target_of(swin)
+    key = f"swin{int(swin)}"
     ids = expected["input_ids"]
     session = target.session(len(ids), guided=False, nodes=1)
     features = session.prefill(prompts(ids, torch.ones_like(ids))).features
@@ -82,12 +83,14 @@ def test_logits_through_the_cache_equal_the_recorded_ones(
 @torch.no_grad()
 def test_positions_start_behind_left_padding(swin: bool, expected: dict[str, Tensor]) -> None:
     """Each row of guidance is padded in its own way: one row is the recorded one, the other a whole prompt."""
-    target, ids = target_of(swin), expected["input_ids"].long()
+    target = target_of(swin)
+    ids = expected["input_ids"].long()
     valid = torch.ones(1, 2, ids.shape[1], dtype=torch.bool)
     valid[0, 0, :4] = False
     session = target.session(1, guided=True, nodes=1)
     features = session.prefill(Condition(torch.stack([ids[1], ids[0]])[None], valid)).features
-    logits, key = target.transformer.output(features), f"swin{int(swin)}"
+    logits = target.transformer.output(features)
+    key = f"swin{int(swin)}"
     assert (
         logits[0, 4:] - expected[f"{key}.logits_unmasked_leftpad_row1_valid"]
     ).abs().max() < 2e-4
@@ -112,7 +115,8 @@ def test_greedy_decoding_takes_the_best_recorded_token(expected: dict[str, Tenso
     ids = list(
         Chameleon("recorded", Published("", STATED, {}, (3, 4)), {"target": FOLDER}).image_words()
     )
-    whole, row = target_of(False), expected["input_ids"][0].tolist()
+    whole = target_of(False)
+    row = expected["input_ids"][0].tolist()
     decoding = Decoding(mode="ar", temperature=0, cfg_scale=1)
     model = Alone(target_of(False, ids))
     condition = prompt_condition([(row, [row[0], row[-1]])])

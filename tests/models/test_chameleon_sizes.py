@@ -202,7 +202,8 @@ def test_captions_need_the_tokenizers_package(
 
 def test_invented_prompts_depend_on_words_alone() -> None:
     condition = LUMINA.prompts(None, invented=True).condition
-    red, blue = condition(["a red lantern"]), condition(["a blue lantern"])
+    red = condition(["a red lantern"])
+    blue = condition(["a blue lantern"])
     assert red.values.equal(condition(["a red lantern"]).values)
     assert (red.values == blue.values).flatten().tolist().count(False) == 1
     assert red.values.max() < 65536

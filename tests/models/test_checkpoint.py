@@ -89,7 +89,8 @@ def test_weights_that_require_grad_are_loaded(tmp_path: Path) -> None:
     )
     with torch.device("meta"):
         module = torch.nn.Linear(3, 3, bias=False)
-    opened, keys = open_checkpoint(tmp_path / "file.pt"), {"weight": (Slice("q", 2), Slice("k", 1))}
+    opened = open_checkpoint(tmp_path / "file.pt")
+    keys = {"weight": (Slice("q", 2), Slice("k", 1))}
     load_into(module, opened, keys, dtype=torch.float32, device=torch.device("cpu"))
     assert (
         module.weight.tolist() == [[1.0] * 3] * 2 + [[0.0] * 3] and not module.weight.requires_grad
@@ -100,7 +101,8 @@ class Code:
     """Runs a function when it is unpickled."""
 
     def __init__(self, call: Any, given: str) -> None:
-        self.call, self.given = call, given
+        self.call = call
+        self.given = given
 
     def __reduce__(self) -> tuple[Any, ...]:
         return self.call, (self.given,)

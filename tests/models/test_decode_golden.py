@@ -154,7 +154,8 @@ RUNS += [f"{prompt}.ar_greedy" for prompt in END_TO_END["prompts"]]
 def test_whole_runs_equal_recording(
     run: str, whole: LoadedModel, expected: dict[str, Tensor]
 ) -> None:
-    prompt, drafted = run.split(".")[0], not run.endswith(".ar_greedy")
+    prompt = run.split(".")[0]
+    drafted = not run.endswith(".ar_greedy")
     arrays = [expected[f"{prompt}.t5_{array}_right_padded"] for array in ("embeddings", "mask")]
     conditions = features(whole, *arrays)
     (image,) = lantern_bench.decode(whole, "row", conditions=conditions, **parameters_of(run))

@@ -38,7 +38,8 @@ def recorded() -> dict[str, Tensor]:
 @pytest.fixture
 def drafter(recorded: dict[str, Tensor]) -> EagleDrafter:
     """The recorded drafter, for a target of which only the head was recorded."""
-    folder, weight = GOLDEN / "eagle_drafter", recorded["lm_head.weight"]
+    folder = GOLDEN / "eagle_drafter"
+    weight = recorded["lm_head.weight"]
     config = json.loads((folder / "config.json").read_text())
     side = SIDES[config["input_type"]]
     shape = TransformerConfig(
@@ -59,7 +60,8 @@ def drafter(recorded: dict[str, Tensor]) -> EagleDrafter:
 def test_features_equal_the_recorded_ones(
     drafter: EagleDrafter, recorded: dict[str, Tensor]
 ) -> None:
-    hidden, ids = recorded["fwd.hidden_states"], recorded["fwd.input_ids"].long()
+    hidden = recorded["fwd.hidden_states"]
+    ids = recorded["fwd.input_ids"].long()
     n = ids.shape[1]
     mask = torch.zeros(n, n).masked_fill(~torch.ones(n, n, dtype=torch.bool).tril(), -torch.inf)
     assert (drafter(ids, hidden, mask[None, None]) - recorded["fwd.output"]).abs().max() < 2e-4
@@ -82,7 +84,8 @@ def states(
         hidden = recorded[f"tree.hidden_{state}"]
         n = hidden.shape[1]
         more = recorded[f"tree.input_ids_{state}"][:1, -n:].long()
-        drafts, root = session.observe(more, hidden, torch.tensor([n])), more[:, -1]
+        drafts = session.observe(more, hidden, torch.tensor([n]))
+        root = more[:, -1]
     return session, drafts, root
 
 
@@ -131,7 +134,8 @@ def draft(
     session: Any = SimpleNamespace(observe=lambda *_: drafts, extend=extend)
     target: Any = SimpleNamespace(device=root.device)
     drafting = StaticDrafting(decoding, target, 1)
-    noise, proposer = torch.empty(1, drafting.noises), Proposer(session, decoding, root, root, root)
+    noise = torch.empty(1, drafting.noises)
+    proposer = Proposer(session, decoding, root, root, root)
     drafting.draft(DraftInputs(root, noise, torch.tensor([64]), proposer))
 
 
@@ -171,7 +175,8 @@ def test_distributions_equal_the_recorded_ones(
     """Drawing is random: the recorded draws are fed, level by level, and what they are drawn from is compared."""
     name = TREES[key.split(".")[1]]
     session, drafts, root = states(drafter, recorded, state_in(key))
-    drawn, rows = recorded[key + "group_tokens"].long(), []
+    drawn = recorded[key + "group_tokens"].long()
+    rows = []
 
     def feed(q: Tensor, fanout: int, _noise: Tensor) -> tuple[Tensor, Tensor]:
         rows.extend(q[0])

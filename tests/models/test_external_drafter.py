@@ -48,7 +48,8 @@ def test_external_drafter_file_overrides_the_model_defaults(tmp_path: Path) -> N
     path.write_text(
         "model: lanterns\ndrafter: {dir: .}\ndefaults: {cfg_scale: 3}\ndescription: mine\n"
     )
-    card, known = model_of(str(path)), model_of("lanterns")
+    card = model_of(str(path))
+    known = model_of("lanterns")
     assert (card.name, card.description, card.family) == (str(path), "mine", "lanterns")
     assert (
         card.defaults == dict(known.defaults) | {"cfg_scale": 3.0}
@@ -66,7 +67,8 @@ def test_external_drafter_equals_the_same_drafter_in_a_model_file(tmp_path: Path
     path = golden_models.write_model(
         tmp_path / "own", model=whole, drafter={"dir": GOLDEN / "end_to_end"}
     )
-    inside, outside = golden_models.load(whole), golden_models.load(path)
+    inside = golden_models.load(whole)
+    outside = golden_models.load(path)
     assert outside.name == str(path) and not outside.drafter.mask_padding  # type: ignore[union-attr]
     for name, tensor in inside.drafter.state_dict().items():  # type: ignore[union-attr]
         assert torch.equal(tensor, outside.drafter.state_dict()[name])  # type: ignore[union-attr]

@@ -16,7 +16,9 @@ from lantern_bench.models.eagle import build_drafter
 from lantern_bench.models.target import TransformerTarget, force_line_ends, prompt_condition
 from lantern_bench.models.transformer_config import TransformerConfig
 
-ROWS, COLUMNS, CODES = 3, 4, 12
+ROWS = 3
+COLUMNS = 4
+CODES = 12
 LINE = COLUMNS + 1
 IDS = (*range(4, 4 + CODES), 30)
 CONFIG = TransformerConfig(

@@ -52,10 +52,10 @@ def logits(path: Path, model: LlamaGen) -> Tensor:
     valid = torch.ones(2, model.sizes.prefix, dtype=torch.bool)
     values = torch.tensor([1, 2])
     if isinstance(model, TextToImage):
-        values, valid[0, 0] = (
-            torch.randn(2, model.sizes.prefix, model.numbers["caption_dim"], generator=generator),
-            False,
+        values = torch.randn(
+            2, model.sizes.prefix, model.numbers["caption_dim"], generator=generator
         )
+        valid[0, 0] = False
     session = target.session(2, True, 1)
     with torch.no_grad():
         return torch.cat(session.prefill(Condition(values, valid))[:2])
@@ -77,7 +77,8 @@ def test_layout_round_trip_keeps_logits(model: LlamaGen, tmp_path: Path) -> None
     names = {"dim": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads"}
     sizes = {names.get(key, key): value for key, value in model.row.config.items()}
     (tmp_path / "hf" / "config.json").write_text(json.dumps(sizes | {"tie_word_embeddings": False}))
-    target, grid = {"checkpoint": tmp_path / "hf", "layout": "hf"}, list(model.sizes.grid)
+    target = {"checkpoint": tmp_path / "hf", "layout": "hf"}
+    grid = list(model.sizes.grid)
     second = golden_models.write_model(
         tmp_path / "hf", family=model.family, target=target, grid=grid
     )

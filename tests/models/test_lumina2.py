@@ -19,7 +19,8 @@ from lantern_bench.models.random_model import meta_model
 from lantern_bench.models.registry import model_of
 from tests.models import tiny_lumina2 as tiny
 
-CPU, SCALE = torch.device("cpu"), 4.0
+CPU = torch.device("cpu")
+SCALE = 4.0
 SHAPES = {
     "plain": tiny.Shape(),
     "grouped-query": tiny.Shape(kv_heads=2, ffn=40, grid=(4, 8)),

@@ -70,7 +70,8 @@ def test_only_the_drafter_rounds_its_head() -> None:
     model.target.bfloat16()
     model.drafter.bfloat16()
     pack_for_decoding(model.target, model.drafter)
-    target, drafter = model.target.transformer.output, model.drafter.head
+    target = model.target.transformer.output
+    drafter = model.drafter.head
     kinds = [
         module.dtype if isinstance(module, PackedLinear) else module.weight.dtype
         for module in (target, drafter)
@@ -96,7 +97,8 @@ DRAFTED = {"mode": "speculative", "tree": [[0], [1], [0, 0]], "temperature": 0.0
     "cell", [pytest.param(DRAFTED, marks=pytest.mark.long), CELLS["ar"]], ids=["drafted", "ar"]
 )
 def test_compiled_packed_models_decode_the_same_image(cell: dict[str, Any]) -> None:
-    model, decoding = Small(), Decoding(**cell)
+    model = Small()
+    decoding = Decoding(**cell)
     plain = decoded(model, decoding, 1)
     pack_for_decoding(model.target, model.drafter)
     same(plain, decoded(model, decoding, 1))
@@ -169,7 +171,8 @@ def test_bfloat16_panel_products_are_rounded_once(
     layer = PackedLinear(weight, bias)
     assert layer._factors == (torch.bfloat16 if pairs and inputs % 2 == 0 else torch.float32)
     assert layer.nbytes == 2 * outputs * (inputs + 1)
-    product, exact = layer(x), nn.functional.linear(x.double(), weight.double(), bias.double())
+    product = layer(x)
+    exact = nn.functional.linear(x.double(), weight.double(), bias.double())
     assert product.dtype == torch.bfloat16
     assert ((product - exact).abs() <= exact.abs() * 2**-8 + 2e-6 * inputs).all()
     check_order(layer, x, product)

@@ -17,7 +17,8 @@ from lantern_bench.models.target import (
 from lantern_bench.models.transformer_config import TransformerConfig
 from lantern_bench.training.task import target_features
 
-PREFIX, DIM = 7, 32
+PREFIX = 7
+DIM = 32
 VALID = torch.tensor([[0, 0, 0, 0, 1, 1, 1], [0, 1, 1, 1, 1, 1, 1], [1] * PREFIX], dtype=torch.bool)
 
 
@@ -85,17 +86,13 @@ def test_only_drafters_that_read_padding_depend_on_it(target: TransformerTarget)
     """The property `mask_padding` of a drafter decides; published drafters of LlamaGen have it off."""
     with torch.random.fork_rng():
         torch.manual_seed(5)  # fresh layers draw from torch's own stream
-        published, ours = (
-            build_drafter(target.config, target).eval(),
-            untrained_drafter(target).eval(),
-        )
+        published = build_drafter(target.config, target).eval()
+        ours = untrained_drafter(target).eval()
     assert not published.mask_padding and ours.mask_padding
     features = target.session(len(VALID), guided=True, nodes=1).prefill(condition()).features
     moved = torch.where(torch.cat([VALID, VALID])[..., None], features, features + 1)
-    root, ones = (
-        torch.zeros(len(VALID), 1, dtype=torch.int64),
-        torch.ones(len(VALID), dtype=torch.int64),
-    )
+    root = torch.zeros(len(VALID), 1, dtype=torch.int64)
+    ones = torch.ones(len(VALID), dtype=torch.int64)
     for drafter, reads in ((published, True), (ours, False)):
         logits = []
         for tokens_so_far in (features, moved):

@@ -45,7 +45,8 @@ def test_sizes_are_computed_on_the_meta_device() -> None:
     assert sizes["target"].parameters == 777923840 and sizes["target"].bytes == 2 * 777923840
     assert sizes["drafter"].parameters == 44567040
     assert sizes["tokenizer"].bytes == 4 * sizes["tokenizer"].parameters
-    rows, positions = 2, 120 + 256 + 2 * 26
+    rows = 2
+    positions = 120 + 256 + 2 * 26
     assert sizes["target's cache"].bytes == 2 * 36 * rows * positions * 1280 * 2
 
 

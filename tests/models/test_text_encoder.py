@@ -80,7 +80,8 @@ def test_long_captions_are_truncated(t5, tmp_path):
 
 
 def test_captions_are_encoded_once_and_encoder_freed(t5, tmp_path, monkeypatch):
-    loads, models = [], []
+    loads = []
+    models = []
     real = t5_module.load_t5
 
     def watched(*args):

@@ -18,7 +18,9 @@ from lantern_bench.models.random_model import meta_model
 from lantern_bench.models.registry import model_of, models
 from tests.models import tiny_hosted as tiny
 
-CPU, FLOAT, SCALE = torch.device("cpu"), torch.float32, 3.0
+CPU = torch.device("cpu")
+FLOAT = torch.float32
+SCALE = 3.0
 SHAPES = {
     "plain": tiny.Shape(),
     "grouped-query": tiny.Shape(kv_heads=2, ffn=40, mult=(2, 2), attends=(0,)),
@@ -296,7 +298,8 @@ def test_models_of_one_row_pass_every_check(grid: tuple[int, int], tmp_path: Pat
     written(tmp_path, "emu3", SHAPES["plain"])
     file = tmp_path / "model.yaml"
     file.write_text(f"family: emu3\ngrid: {list(grid)}\ntarget: {{checkpoint: weights}}\n")
-    captions, draws = ["a red lantern", "the lake at dusk"], torch.Generator().manual_seed(0)
+    captions = ["a red lantern", "the lake at dusk"]
+    draws = torch.Generator().manual_seed(0)
     checks = check_model(
         model_of(str(file)).load(CPU, FLOAT), captions, tolerance=1e-4, generator=draws
     )

@@ -16,7 +16,10 @@ from lantern_bench.models.model import Published
 from tests.models import tiny_lumina2
 from tests.models.tiny_hosted import write_tokenizer
 
-DIM, WORDS, CODES, LAYERS = 32, 160, 64, 2
+DIM = 32
+WORDS = 160
+CODES = 64
+LAYERS = 2
 SHAPE = tiny_lumina2.Shape(dim=DIM, layers=LAYERS, parts=4)
 
 

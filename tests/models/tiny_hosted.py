@@ -134,7 +134,8 @@ def expect_janus(
     model: Any, prompt: Tensor, null: Tensor, grid: tuple[int, int], scale: float
 ) -> Expected:
     """What transformers makes of a prompt int64 [P]; it makes the one without caption itself."""
-    ids, config = prompt[None], model.generation_config
+    ids = prompt[None]
+    config = model.generation_config
     tokens = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
@@ -211,7 +212,8 @@ def expect_emu3(
     model: Any, prompt: Tensor, null: Tensor, grid: tuple[int, int], scale: float
 ) -> Expected:
     """What transformers makes of prompts int64 [P] with and without caption; ends of rows are forced as published."""
-    words, (rows, columns) = model.config.vocabulary_map, grid
+    words = model.config.vocabulary_map
+    rows, columns = grid
     codes = [
         words[f"<|visual token {code:06}|>"] for code in range(model.config.vq_config.codebook_size)
     ]
@@ -220,7 +222,9 @@ def expect_emu3(
         row_ends = (len(ids) - len(prompt) + 1) % (columns + 1) == 0
         return [words["<|extra_200|>"]] if row_ends else codes
 
-    length, given, bare = rows * (columns + 1), prompt[None], null[None]
+    length = rows * (columns + 1)
+    given = prompt[None]
+    bare = null[None]
     generated = model.generate(
         given,
         attention_mask=torch.ones_like(given),

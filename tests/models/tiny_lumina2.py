@@ -127,7 +127,8 @@ def target_state(shape: Shape, draws: torch.Generator) -> dict[str, Tensor]:
 
 def layer_state(at: str, shape: Shape, draws: torch.Generator) -> dict[str, Tensor]:
     """The weights of one decoder layer, whose names begin with `at`."""
-    dim, head = shape.dim, shape.dim // shape.heads
+    dim = shape.dim
+    head = shape.dim // shape.heads
     rows = {"q": dim, "k": shape.kv_heads * head, "v": shape.kv_heads * head}
     shapes: dict[str, tuple[int, ...]] = {
         f"self_attn.{part}_proj.weight": (rows[part], dim) for part in rows
@@ -154,8 +155,10 @@ def _drawn(name: str, size: tuple[int, ...], draws: torch.Generator) -> Tensor:
 
 def movqgan_state(shape: Shape, draws: torch.Generator) -> dict[str, Tensor]:
     """The tokenizer's weights by their names in the published file, with some of its training's."""
-    z, widths = shape.code_dim, [shape.channels * multiple for multiple in shape.mult]
-    last, shapes = len(widths) - 1, dict[str, tuple[int, ...]]()
+    z = shape.code_dim
+    widths = [shape.channels * multiple for multiple in shape.mult]
+    last = len(widths) - 1
+    shapes = dict[str, tuple[int, ...]]()
 
     def conv(name: str, inside: int, outside: int, side: int) -> None:
         shapes.update({f"{name}.weight": (outside, inside, side, side), f"{name}.bias": (outside,)})
@@ -182,7 +185,8 @@ def movqgan_state(shape: Shape, draws: torch.Generator) -> dict[str, Tensor]:
     conv("encoder.conv_in", 3, shape.channels, 3)
     conv("decoder.conv_in", z, widths[-1], 3)
     for part, order in (("encoder.down", range(last + 1)), ("decoder.up", range(last, -1, -1))):
-        up, width = part == "decoder.up", widths[-1] if part == "decoder.up" else shape.channels
+        up = part == "decoder.up"
+        width = widths[-1] if part == "decoder.up" else shape.channels
         for level in order:
             for number in range(shape.blocks + up):
                 block(f"{part}.{level}.block.{number}", width, widths[level])
@@ -208,7 +212,8 @@ def movqgan_state(shape: Shape, draws: torch.Generator) -> dict[str, Tensor]:
 
 def prompts(caption: list[str], shape: Shape) -> tuple[list[int], list[int]]:
     """The prompt of a caption and the one without, from the names of their tokens."""
-    ids, (rows, columns) = vocabulary(), shape.grid
+    ids = vocabulary()
+    rows, columns = shape.grid
     # The words of sizes and the signs have no number of their own in this vocabulary.
     words = ["Generate an image of <eoss> according to the following prompt <eoss>", *caption]
     sides = (f"<reserved{8800 + side // 4:05d}>" for side in (rows, columns))
@@ -223,7 +228,8 @@ def prompts(caption: list[str], shape: Shape) -> tuple[list[int], list[int]]:
 
 def layer(state: dict[str, Tensor], at: str, shape: Shape, x: Tensor) -> Tensor:
     """One decoder layer, whose names begin with `at`, on a whole sequence [n, dim]."""
-    n, head = len(x), shape.dim // shape.heads
+    n = len(x)
+    head = shape.dim // shape.heads
 
     def heads(y: Tensor, letter: str, count: int) -> Tensor:
         y = (y @ state[f"{at}self_attn.{letter}_proj.weight"].T).reshape(n, count, head)
@@ -241,10 +247,8 @@ def layer(state: dict[str, Tensor], at: str, shape: Shape, x: Tensor) -> Tensor:
         return y * cosine + torch.cat([-y[..., head // 2 :], y[..., : head // 2]], dim=-1) * sine
 
     def attention(y: Tensor) -> Tensor:
-        q, (k, v) = (
-            heads(y, "q", shape.heads),
-            (heads(y, letter, shape.kv_heads) for letter in "kv"),
-        )
+        q = heads(y, "q", shape.heads)
+        k, v = (heads(y, letter, shape.kv_heads) for letter in "kv")
         k, v = (rows.repeat_interleave(shape.heads // shape.kv_heads, 1) for rows in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q, k) / head**0.5
         seen = scores.masked_fill(~torch.ones(n, n, dtype=torch.bool).tril(), -torch.inf).softmax(
@@ -291,7 +295,8 @@ def greedy(
     """
     with_prompt, without = prompts(caption, shape)
     rows, columns = shape.grid
-    generated, pairs = list[int](), list[tuple[Tensor, Tensor]]()
+    generated = list[int]()
+    pairs = list[tuple[Tensor, Tensor]]()
     codes = slice(FIRST_CODE, FIRST_CODE + shape.codes)
     for place in range(rows * (columns + 1)):
         cond, uncond = (

@@ -28,7 +28,8 @@ def all_trees(nodes: int) -> set[Topology]:
 
 
 def fits(tree: Topology, path: tuple[int, ...]) -> bool:
-    parent, rank = path[:-1], path[-1]
+    parent = path[:-1]
+    rank = path[-1]
     return (not parent or parent in tree) and (rank == 0 or (*parent, rank - 1) in tree)
 
 

@@ -117,7 +117,9 @@ def test_decodings_are_measured_in_turns(monkeypatch: pytest.MonkeyPatch) -> Non
     model = TinyModel().load(torch.device("cpu"), torch.float32)
     plain = Decoding(mode="ar")
     drafted = Decoding(mode="speculative", tree="chain-3")
-    order, shares, real = list[bool](), list[float](), steps.decode
+    order = list[bool]()
+    shares = list[float]()
+    real = steps.decode
 
     def watched(
         model: LoadedModel, condition: Any, decoding: Decoding, *given: Any, **named: Any

@@ -52,7 +52,8 @@ _STEP = st.tuples(st.lists(st.integers(0, 3), max_size=5), st.booleans()).map(
 def test_counts_satisfy_their_identities(steps):
     """Acceptances are the accepted drafts, both axes count the same offers, steps go on where they were accepted."""
     record = make_record(STRICT, 0, steps, 1.0)
-    offered, accepted = by("depth", [record]), by("depth", [record], "accepted")
+    offered = by("depth", [record])
+    accepted = by("depth", [record], "accepted")
     assert (
         sum(accepted.values())
         == sum(record["accepted_per_step"])

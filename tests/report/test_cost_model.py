@@ -69,7 +69,8 @@ def test_kernels_of_a_step_are_as_computed_by_hand():
 
 
 def test_the_prefill_is_eager_where_the_device_says_what_that_costs():
-    device, compiled = devices()["h100"], STACKS["compiled"]
+    device = devices()["h100"]
+    compiled = STACKS["compiled"]
     seconds = prefill_seconds(device, compiled, AT)
     # So small a forward waits for the host: 49 kernels a layer and 18 besides, of 13 us each.
     assert seconds == pytest.approx(13e-6 * (49 * SIZES.layers + 18))
@@ -108,7 +109,8 @@ def test_more_work_never_costs_less(device: Device, stack: Stack):
 
 @pytest.mark.parametrize("name", STATIC_TREES)
 def test_draft_has_the_forwards_of_the_drafting(name: str):
-    tree, draft = StaticTree.of(STATIC_TREES[name], torch.device("cpu")), named_draft(name)
+    tree = StaticTree.of(STATIC_TREES[name], torch.device("cpu"))
+    draft = named_draft(name)
     assert draft is not None and draft.levels is not None
     assert (draft.nodes, draft.depth, 1 + len(draft.levels)) == (
         len(tree.depths),
@@ -127,7 +129,8 @@ def test_dynamic_draft_and_unknown_label():
 @pytest.mark.parametrize("kind", ["cpu", "gpu"])
 def test_fit_recovers_a_device_from_its_own_times(kind: str):
     truth = CPU.model_copy(update={"kind": kind, "read_gb_s": 20.0, "multiply_tflops": 0.3})
-    at, stack = Setting(model_of("lanterns").sizes, 1, True, 138), STACKS["compiled"]
+    at = Setting(model_of("lanterns").sizes, 1, True, 138)
+    stack = STACKS["compiled"]
     samples = [
         Sample(
             "target",

@@ -60,7 +60,8 @@ def tables():
 
 @pytest.fixture(scope="module")
 def drawn(tmp_path_factory) -> dict[str, Path]:
-    folder, records = tmp_path_factory.mktemp("curves"), make_records()
+    folder = tmp_path_factory.mktemp("curves")
+    records = make_records()
     files = draw_curves(
         [write_run(folder / "run", records, make_scores(records))], folder / "figures", width="one"
     )
@@ -188,7 +189,8 @@ def test_distances_that_chance_explains_are_equal(tables):
 
 
 def test_dominated_cells_are_pale_and_hollow(tables):
-    chart, styles = front_of(tables), run_styles({"run": tables})
+    chart = front_of(tables)
+    styles = run_styles({"run": tables})
     chart = dataclasses.replace(chart, points=chart.points.assign(dominated=[False, True, False]))
     axes = to_matplotlib(chart, styles).axes[0]
     drawn = [

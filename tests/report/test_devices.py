@@ -29,7 +29,8 @@ def records(devices: dict[str, list[tuple[str, str]]]) -> list[Row]:
     return rows
 
 
-SLOW, FAST = ("L40S", "a"), ("L40S", "b")
+SLOW = ("L40S", "a")
+FAST = ("L40S", "b")
 OTHER = ("H100", "c")
 
 

@@ -112,7 +112,8 @@ def test_eager_kernels_are_those_of_the_plain_implementation(label: str | None):
             count.named("prefill" if name == "prefill" else "target", getattr(owner, name)),
         )
     condition = model.condition(["two round red lanterns over a lake at dusk"])
-    noise, draft = torch.Generator().manual_seed(0), None if label is None else named_draft(label)
+    noise = torch.Generator().manual_seed(0)
+    draft = None if label is None else named_draft(label)
     with count:
         if draft is None:
             result = plain.autoregressive(condition, noise, 48)
@@ -121,7 +122,8 @@ def test_eager_kernels_are_those_of_the_plain_implementation(label: str | None):
         else:
             result = plain.speculative(condition, noise, 48, paths=_paths(label))
     steps = len(result.committed)
-    at, stack = Setting(target.config, 1, True, 100), STACKS["eager"]
+    at = Setting(target.config, 1, True, 100)
+    stack = STACKS["eager"]
     ours = target_work(at, 1, 2, stack).kernels
     if draft is not None:
         length = sum(result.committed) / steps

@@ -152,7 +152,8 @@ def test_a_click_on_the_front_selects_that_cell(tab: Any) -> None:
     for wanted in (["LANTERN++ λ=2"], ["AR", "speculative (strict)", "LANTERN++ λ=2"]):
         tab.locator("#front").scroll_into_view_if_needed()
         box = point.bounding_box()
-        x, y = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
+        x = box["x"] + box["width"] / 2
+        y = box["y"] + box["height"] / 2
         tab.mouse.move(x, y)
         tab.wait_for_selector("#front .hoverlayer .hovertext")
         assert "LANTERN++" in tab.locator("#front .hoverlayer").text_content()

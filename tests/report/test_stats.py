@@ -121,7 +121,8 @@ def test_intervals_are_never_nan(pairs):
 
 @pytest.mark.parametrize(("successes", "trials"), [(0, 10), (10, 10), (3, 10), (650, 1000)])
 def test_proportion_equals_wilsons_formula(successes, trials):
-    z, share = 1.959963984540054, successes / trials
+    z = 1.959963984540054
+    share = successes / trials
     centre = (share + z**2 / (2 * trials)) / (1 + z**2 / trials)
     half = (
         z / (1 + z**2 / trials) * math.sqrt(share * (1 - share) / trials + z**2 / (4 * trials**2))
@@ -180,10 +181,12 @@ def test_lossless_cells_are_worse_than_ar_no_more_often_than_the_level(sets, mon
     """Of all cells of a run; scores are skewed, and prompts differ by far more than seeds."""
     monkeypatch.setattr(stats, "_bootstrap", lambda *_: (0.0, 0.0))  # slow, and of no concern here
     generator = np.random.default_rng(6)
-    p_values, one_sided = [], []
+    p_values = []
+    one_sided = []
     for _ in range(250):
         scores = generator.normal(0, 5, 6) + generator.exponential(1, (sets + 6, 6))
-        ar, cells = [means(row) for row in scores[:sets]], [means(row) for row in scores[sets:]]
+        ar = [means(row) for row in scores[:sets]]
+        cells = [means(row) for row in scores[sets:]]
         effects = [compare_sums(ar[0], cell, *ar[1:]) for cell in cells]
         p_values += [effect.p_value for effect in effects]
         one_sided.append(len({effect.value > 0 for effect in effects}) == 1)
@@ -239,7 +242,9 @@ def test_a_figure_keeps_limits_by_its_whole_interval(figure, low, high, verdict)
 
 
 def test_the_images_that_would_settle_settle_in_four_of_five_repeats():
-    generator, margin, images = np.random.default_rng(0), 0.2, 50
+    generator = np.random.default_rng(0)
+    margin = 0.2
+    images = 50
     half = 1.96 / math.sqrt(images)
     needed = int(
         settle(Interval(0.1, 0.1 - half, 0.1 + half), -math.inf, margin, images, ("", ""))

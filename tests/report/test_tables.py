@@ -50,7 +50,8 @@ def test_tables_need_only_the_columns_that_are_read(tmp_path):
     run = write_run(tmp_path / "run", records, make_scores(records))
     (data,) = load_runs([run], COLUMNS_READ).values()
     assert set(data.records.columns) == set(COLUMNS_READ)
-    expected, written = read_tables(run), write_tables(run)
+    expected = read_tables(run)
+    written = write_tables(run)
     for name in NAMES:
         assert written[name].equals(expected[name])
 
@@ -412,7 +413,8 @@ def test_a_run_without_the_metric_speed_is_not_timed(tmp_path):
     records = make_records()
     timed = write_run(tmp_path / "timed", records, [], {"metrics": ["speed", "quality"]})
     scored = write_run(tmp_path / "scored", records, [], {"metrics": ["quality"]})
-    before, after = read_tables(timed)["speed"], read_tables(scored)["speed"]
+    before = read_tables(timed)["speed"]
+    after = read_tables(scored)["speed"]
     assert before["speedup"].notna().all() and after["speedup"].isna().all()
     assert after["latency_s"].isna().all() and after["note"].str.contains("not timed").all()
     assert after["mean_accepted_length"].equals(before["mean_accepted_length"])

@@ -19,7 +19,8 @@ from lantern_bench.report.stats import (
 )
 from tests.made_up_run import AR, STRICT, build_tables, make_record, run_of
 
-STEPS, PACE = 40, 0.01
+STEPS = 40
+PACE = 0.01
 
 
 def make_cells(generator, steps, processes=3, process_sd=0.04, held_up=0.05, run_sd=0.0):
@@ -109,10 +110,8 @@ def test_interval_does_not_cover_a_repeat_in_another_state_of_the_machine():
 def test_a_real_change_is_found():
     generator = np.random.default_rng(11)
     slow, fast = make_repeats(generator, processes=5)
-    a, b = (
-        timing(timed_images(slow[1], slow[0])),
-        timing(timed_images(fast[1], fast[0]).assign(over=lambda x: 2 * x.over)),
-    )
+    a = timing(timed_images(slow[1], slow[0]))
+    b = timing(timed_images(fast[1], fast[0]).assign(over=lambda x: 2 * x.over))
     effect = compare_timings(a, b)
     assert effect.p_value < 0.001 and covers(effect, 2.0)
 
@@ -127,7 +126,8 @@ def frame(over, processes, prompts=None, steps=None):
 
 def test_equal_steps_leave_welchs_test_over_processes():
     """But for the effect, which is of arithmetic means."""
-    a, b = [1.0, 1.1, 1.25], [1.4, 1.3, 1.7, 1.5]
+    a = [1.0, 1.1, 1.25]
+    b = [1.4, 1.3, 1.7, 1.5]
     both = (
         frame(np.repeat(x, 4), np.repeat(range(len(x)), 4), list("pqrs") * len(x)) for x in (a, b)
     )

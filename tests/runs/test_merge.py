@@ -65,7 +65,8 @@ def test_merged_shards_are_the_whole_run(
     assert main(["merge", *map(str, shards[::-1]), "--format", "csv"]) == 0
     merged = shards[0].with_name("run")
     assert "18 images of 3 shards, 0 failed" in capsys.readouterr().err
-    rows, expected = read_records(merged), read_records(folder / "whole")
+    rows = read_records(merged)
+    expected = read_records(folder / "whole")
     assert list(map(without_time, rows)) == list(map(without_time, expected))
     assert all(
         (merged / row["image"]).read_bytes() == (folder / "whole" / row["image"]).read_bytes()
@@ -116,7 +117,8 @@ def test_a_missing_picture_is_refused(shards: list[Path]) -> None:
 
 def test_the_same_image_in_two_shards_is_refused(shards: list[Path]) -> None:
     for name in ("records.jsonl", "images"):
-        source, target = shards[0] / name, shards[1] / name
+        source = shards[0] / name
+        target = shards[1] / name
         if source.is_dir():
             shutil.copytree(source, target, dirs_exist_ok=True)
         else:

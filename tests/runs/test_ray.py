@@ -179,7 +179,8 @@ def test_a_cluster_makes_the_images_of_a_local_run(
 def test_of_two_nodes_one_is_killed_and_no_image_lost(
     home: Path, cluster: Cluster, local: dict[str, str]
 ) -> None:
-    folder, (second,) = home / "lost-node", cluster.worker_nodes
+    folder = home / "lost-node"
+    (second,) = cluster.worker_nodes
     started = start(home, folder.name, *on(cluster))
     try:
         wait_for(started, folder, lambda rows: len({row["process"] for row in rows}) == 2)

@@ -215,7 +215,8 @@ def test_a_busy_machine_adds_a_bounded_time(disturbed: Any, tmp_path: Path, agai
 def test_threads_stay_as_the_finished_images_had_them(tiny: Any, tmp_path: Path) -> None:
     experiment, plan = tiny()
     run(tmp_path / "run", (experiment, plan), most=2)
-    before, events = torch.get_num_threads(), list[Any]()
+    before = torch.get_num_threads()
+    events = list[Any]()
     try:
         with opened(tmp_path / "run", experiment) as store:
             store.update_manifest(threads=before + 1)

@@ -57,7 +57,8 @@ def test_one_thread_is_tried_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_known_threads_are_timed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    tried, before = list[int](), torch.get_num_threads()
+    tried = list[int]()
+    before = torch.get_num_threads()
     monkeypatch.setattr(torch, "set_num_threads", tried.append)
     calibrated = calibrate(lambda: None, recorded=3)
     assert (
@@ -71,7 +72,8 @@ def test_the_choice_is_stored_with_the_programs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is not read for other kinds of cells or numbers, from a busy machine, or from a damaged file."""
-    recorded, lost_share = list[int | None](), 0.0
+    recorded = list[int | None]()
+    lost_share = 0.0
 
     def choose(_work: object, number: int | None) -> Calibrated:
         recorded.append(number)
@@ -84,7 +86,8 @@ def test_the_choice_is_stored_with_the_programs(
     model: Any = SimpleNamespace(
         target=target, engine=SimpleNamespace(folder=tmp_path), condition=lambda texts: texts
     )
-    ar, drafting = Decoding("ar"), Decoding("speculative", tree="chain-3")
+    ar = Decoding("ar")
+    drafting = Decoding("speculative", tree="chain-3")
 
     def chosen(*decodings: Decoding) -> int | None:
         set_fastest_threads(model, "a lantern", decodings, lambda _note: None)

@@ -24,13 +24,16 @@ from lantern_bench.errors import UserError
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.models.model import Model
 
-CODES, GRID = 8, (4, 4)
+CODES = 8
+GRID = (4, 4)
 
 
 class Table(Target, Drafter):
     """Target and drafter alike: the logits of the next token, by prompt and last token [2, CODES + 1, CODES]."""
 
-    vocab_size, image_tokens, device = CODES, GRID[0] * GRID[1], torch.device("cpu")
+    vocab_size = CODES
+    image_tokens = GRID[0] * GRID[1]
+    device = torch.device("cpu")
 
     def __init__(self, noise: float) -> None:
         # Near grey values follow each other; the last row is what an image begins with.
@@ -50,7 +53,8 @@ class Session(TargetSession, DrafterSession):
     """Both roles of `decoding.protocol`."""
 
     def __init__(self, table: Table, guided: bool) -> None:
-        self.table, self.guided = table, guided
+        self.table = table
+        self.guided = guided
         self.prompts = torch.zeros(1, dtype=torch.int64)
 
     def look_up(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -106,7 +110,8 @@ class StripesModel(Model):
     description = "example of a model of another package: 16 grey squares"
     licence = "Apache-2.0"
     defaults: Mapping[str, Any] = {"cfg_scale": 1.5, "tree": "small-7", "neighbours": 2}
-    codes, tokens = CODES, GRID[0] * GRID[1]
+    codes = CODES
+    tokens = GRID[0] * GRID[1]
     prompt_sets: Mapping[str, Sequence[str]] = {"both": ("light", "dark")}
 
     def check_prompt(self, text: str) -> None:

@@ -115,7 +115,8 @@ def _loaded(path: Path) -> Sequences:
 def test_features_and_drafts_match_the_decode_sessions(sequences: Sequences) -> None:
     target = sequences.target
     rows = range(3)
-    condition, tokens = sequences.condition(rows), sequences.tokens[:3].long()
+    condition = sequences.condition(rows)
+    tokens = sequences.tokens[:3].long()
     forced = teacher_forced(target, condition, tokens, guided=True)
     given, null = (
         target_features(target, condition, tokens, torch.full((3,), gone)) for gone in (False, True)
@@ -139,7 +140,8 @@ def test_unrolled_levels_match_a_draft_tree(sequences: Sequences) -> None:
     """From any position on, each level is what the decode session drafts there from the same tokens."""
     target = sequences.target
     drafter = task_of(sequences).drafter
-    condition, tokens = sequences.condition(range(3)), sequences.tokens[:3].long()
+    condition = sequences.condition(range(3))
+    tokens = sequences.tokens[:3].long()
     forced = teacher_forced(target, condition, tokens, guided=True)
     features = both(sequences, 3)
     levels = unroll(drafter, features, features.hidden, 3)
@@ -196,10 +198,8 @@ def test_loss_weighs_the_total_variation_of_each_level() -> None:
 
         lost = []
         for level, predicted in enumerate(unroll(task.drafter, features, features.hidden, 3)):
-            p, q = (
-                distribution(features.hidden[:, first + 1 + level :]),
-                distribution(predicted[:, first + level : -1]),
-            )
+            p = distribution(features.hidden[:, first + 1 + level :])
+            q = distribution(predicted[:, first + level : -1])
             lost.append(float((p - q).abs().sum(-1).mean()) / 2)
         loss = float(task.loss(torch.Generator().manual_seed(0))[0])
     assert lost[2] > lost[0]
@@ -281,7 +281,8 @@ def test_token_files_continue_where_they_were_interrupted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[list[int]] = []
-    model, data = tiny_model(), Data(["red"] * 11)
+    model = tiny_model()
+    data = Data(["red"] * 11)
 
     def decoded(*arguments: Any) -> list[Any]:
         repeats = [repeat for _, repeat in arguments[-1]]

@@ -54,7 +54,8 @@ class Line(Task):
 
 
 def run(settings: TrainSettings) -> tuple[Line, TrainReport, list[TrainEvent]]:
-    task, events = Line(), list[TrainEvent]()
+    task = Line()
+    events = list[TrainEvent]()
     report = train(task, settings, CPU, events.append)
     return task, report, events
 
@@ -117,7 +118,8 @@ def test_minutes_end_a_training() -> None:
 
 
 def test_training_does_not_touch_the_global_generator() -> None:
-    task, state = Line(), torch.get_rng_state()
+    task = Line()
+    state = torch.get_rng_state()
     train(task, replace(PLAIN, steps=3), CPU)
     assert torch.equal(torch.get_rng_state(), state)
 

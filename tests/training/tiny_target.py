@@ -72,7 +72,10 @@ def tiny_model(with_tokenizer: bool = True) -> LoadedModel:
 class TinyModel(Model):
     """The model `tiny`."""
 
-    name, family, description, codes = "tiny", "tiny", "A few numbers", 32
+    name = "tiny"
+    family = "tiny"
+    description = "A few numbers"
+    codes = 32
     defaults: Mapping[str, Any] = {"cfg_scale": 2.0, "tree": "small-7"}
     prompt_sets: Mapping[str, Sequence[str]] = {"all": CAPTIONS}
 

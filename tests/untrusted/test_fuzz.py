@@ -110,7 +110,8 @@ def fuzz(count: int, originals: list[bytes], read: Callable[[bytes], object]) ->
 
 @pytest.mark.parametrize("count", COUNTS)
 def test_experiments(count: int, tmp_path: Path) -> None:
-    path, defaults = tmp_path / "mine.yaml", {"lanterns": {"cfg_scale": 3.0, "tree": "small-7"}}
+    path = tmp_path / "mine.yaml"
+    defaults = {"lanterns": {"cfg_scale": 3.0, "tree": "small-7"}}
     small = b"model: lanterns\nimages: 2\ncells:\n  - {mode: ar}\n  - {mode: lantern, delta: [0.1, 0.2], nodes: 5}\n"
 
     def read(content: bytes) -> None:
@@ -267,7 +268,8 @@ def command_line(
         if parameter and has_parameter(parameter, mode.drafting, mode.rule)
     )
     mode = next(owners, MODES["speculative"])
-    rule, file = RULES[mode.rule], folder / f"{mode.name}.yaml"
+    rule = RULES[mode.rule]
+    file = folder / f"{mode.name}.yaml"
     bound = "" if rule.lossless else f", {rule.bound}: {rule.example}"
     file.write_text(
         f"model: lanterns\nimages: 2\nbaseline: false\ncells: [{{mode: {mode.name}{bound}}}]\n"
@@ -317,7 +319,8 @@ def outcomes(kind: str, commands: list[list[str]]) -> list[tuple[list[str], int,
         target=lambda: [lines.put(line) for line in child.stdout or ()], daemon=True
     ).start()
     threading.Thread(target=lambda: errors.extend(child.stderr or ()), daemon=True).start()
-    process, rows = psutil.Process(child.pid), []
+    process = psutil.Process(child.pid)
+    rows = []
     try:
         for words in commands:
             child.stdin.write(json.dumps(words) + "\n")

@@ -126,7 +126,8 @@ def test_yes_allows_a_large_grid() -> None:
 
 
 GENERATE = ["generate", "one round red lantern over a lake at dusk", "--mode"]
-WIDE, DEEP = [[rank] for rank in range(2049)], [[0] * depth for depth in range(1, 300)]
+WIDE = [[rank] for rank in range(2049)]
+DEEP = [[0] * depth for depth in range(1, 300)]
 
 
 @pytest.mark.parametrize(
@@ -340,7 +341,8 @@ def test_messages_and_tables_do_not_steer_the_terminal() -> None:
         def isatty(self) -> bool:
             return True
 
-    out, err = Terminal(), io.StringIO()
+    out = Terminal()
+    err = io.StringIO()
     console = Console(stdout=out, stderr=err)
     console.error(UserError("prompt \x1b[2J\x9b5n", "\x1b]0;title\x07"))
     console.table(pd.DataFrame({"prompt": ["\x1b[2J gone"], "n": [1]}))

@@ -109,7 +109,8 @@ def test_parts_train_in_the_order_of_their_needs(family: Path) -> None:
         part: entries[part]["weights_sha256"] for part in ("tokenizer", "target")
     }
     assert "accuracy_reconstructions" in entries["features"]["figures"]
-    path, entry = family / "weights" / FILES["tokenizer"], entries["tokenizer"]
+    path = family / "weights" / FILES["tokenizer"]
+    entry = entries["tokenizer"]
     assert {value.dtype for value in load_file(path).values()} == {torch.float16}
     assert entry["steps"] == 3 and len(entry["losses"]) == 3 and entry["settings"]["lr"] == 1.5e-3
     assert set(entry["figures"]) == {"psnr_db", "codes_used"}
@@ -148,7 +149,8 @@ def test_retrained_tokenizer_gets_new_tokens_and_checkpoints(family: Path, tmp_p
 
 
 def test_training_starts_from_weights(family: Path, tmp_path: Path) -> None:
-    weights, losses = family / "weights", list[float]()
+    weights = family / "weights"
+    losses = list[float]()
     for init_from in (weights, None):
         settings = TINY.model_copy(update={"init_from": init_from, "seed": 5, "steps": 1})
         run(
@@ -264,7 +266,8 @@ def test_teacher_forced_gates_match_a_plain_forward(
 def test_overlap_matches_a_plain_forward(
     evaluation: Evaluation, drafting: dict[str, QualityGate], sequences: Sequences
 ) -> None:
-    drafter, target = evaluation.model.drafter, evaluation.model.target
+    drafter = evaluation.model.drafter
+    target = evaluation.model.target
     overlap = drafter_task(drafter, target, sequences, sequences).overlap(drafter)  # type: ignore[arg-type]
     assert drafting["1 - TV at depth 1"].value == pytest.approx(overlap, rel=1e-4)
 

@@ -18,7 +18,9 @@ HUES = {"red": 0, "orange": 30, "yellow": 55, "green": 130, "blue": 225, "purple
 
 def test_pictures_are_uint8_and_reproducible_by_seed() -> None:
     some = ALL_ATTRIBUTES[::101]
-    first, second, other = render(some, 7), render(some, 7), render(some, 8)
+    first = render(some, 7)
+    second = render(some, 7)
+    other = render(some, 8)
     assert first.shape == (len(some), SIZE, SIZE, 3) and first.dtype == np.uint8
     assert np.array_equal(first, second)
     assert not np.array_equal(first, other)
@@ -33,7 +35,8 @@ def test_lanterns_have_their_colour(colour: int) -> None:
     asked = [Attributes(0, 0, colour, ground, sky) for ground in range(4) for sky in range(4)]
     middle = render(asked, 5)[:, 20:27, 29:35].astype(float).mean((1, 2)) / 255
     for red, green, blue in middle:
-        most, least = max(red, green, blue), min(red, green, blue)
+        most = max(red, green, blue)
+        least = min(red, green, blue)
         if FIELDS["colour"][colour] == "white":
             assert least > 0.6 and most - least < 0.2
         else:

@@ -36,7 +36,8 @@ def test_pool_reconstructs_its_first_share() -> None:
 def test_classifier_learns(pool: Pool) -> None:
     task = FeaturesTask(pool, batch=32)
     optimiser = torch.optim.AdamW(task.module.parameters(), lr=3e-3)
-    draws, losses = generator(), []
+    draws = generator()
+    losses = []
     for _ in range(15):
         loss, _ = task.loss(draws)
         optimiser.zero_grad()

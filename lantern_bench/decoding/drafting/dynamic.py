@@ -35,11 +35,14 @@ class Growth:
     def __init__(self, q: Tensor, beam: int) -> None:
         """Expand the root, whose distribution is `q` [B, V], into its `beam` most probable tokens."""
         tokens, log_q = _children(q, beam)
-        self.beam, self._tokens = beam, [tokens]
+        self.beam = beam
+        self._tokens = [tokens]
         self.log_q = [log_q]  # of each round, float32 [B, candidates], cumulative
-        self._parents, self._depths = [torch.full_like(tokens, -1)], [torch.ones_like(tokens)]
+        self._parents = [torch.full_like(tokens, -1)]
+        self._depths = [torch.ones_like(tokens)]
         # Number and cumulative log q of the frontier's nodes, [B, beam].
-        self._number, self._reach = torch.arange(beam, device=q.device).expand_as(tokens), log_q
+        self._number = torch.arange(beam, device=q.device).expand_as(tokens)
+        self._reach = log_q
         self._itself = torch.eye(beam, dtype=torch.bool, device=q.device).expand(len(q), -1, -1)
         self.frontier = Frontier(tokens, torch.zeros_like(tokens), self._itself)
 
@@ -57,7 +60,8 @@ class Growth:
         before = self.frontier.seen.gather(
             1, origin[:, :, None].expand(-1, -1, self.frontier.seen.shape[2])
         )
-        self._number, self._reach = first + best, reach.gather(1, best)
+        self._number = first + best
+        self._reach = reach.gather(1, best)
         seen = torch.cat([before, self._itself], dim=2)
         self.frontier = Frontier(self._tokens[-1].gather(1, best), origin, seen)
         return self.frontier
@@ -92,7 +96,8 @@ class Growth:
         )
         node = torch.zeros(len(tokens), total + 2, dtype=torch.int64, device=numbers.device)
         node.scatter_(1, numbers + 1, nodes_in_order)
-        numbers, pad = numbers.clamp_max(total - 1), torch.nn.functional.pad
+        numbers = numbers.clamp_max(total - 1)
+        pad = torch.nn.functional.pad
         return link_nodes(
             tokens=torch.cat([root[:, None], tokens.gather(1, numbers)], dim=1),
             parents=pad(node.gather(1, parents.gather(1, numbers) + 1), (1, 0), value=-1),

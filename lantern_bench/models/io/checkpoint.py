@@ -204,7 +204,8 @@ def _unpickle(path: Path, zipped: bool) -> Any:
             warnings.simplefilter("ignore")
             return torch.load(path, map_location="cpu", mmap=zipped or None, weights_only=True)
     except pickle.UnpicklingError as error:
-        problem, advice = f"cannot be read as a checkpoint ({one_line(error, 120)})", _ADVICE
+        problem = f"cannot be read as a checkpoint ({one_line(error, 120)})"
+        advice = _ADVICE
         # Torch's message names the function that the pickle would call.
         if code := re.search(
             r"GLOBAL `?([A-Za-z_][\w.]*)|(?:global:?|class) `?(\w+\.[\w.]+)", str(error)

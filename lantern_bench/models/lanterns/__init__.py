@@ -93,7 +93,8 @@ _BY_CAPTION = {attributes.caption(): attributes for attributes in ALL_ATTRIBUTES
 
 _shuffled = list(ALL_ATTRIBUTES)
 random.Random(20241).shuffle(_shuffled)
-TRAIN, HELD_OUT = tuple(_shuffled[len(_shuffled) // 10 :]), tuple(_shuffled[: len(_shuffled) // 10])
+TRAIN = tuple(_shuffled[len(_shuffled) // 10 :])
+HELD_OUT = tuple(_shuffled[: len(_shuffled) // 10])
 
 # Index 0 is the padding word; captions are padded on the left, as LlamaGen's text features are.
 VOCABULARY = ("<pad>", *sorted({word for caption in _BY_CAPTION for word in caption.split()}))
@@ -133,7 +134,10 @@ class Lanterns(Model):
     description = "bundled miniature: 64x64 px scenes of paper lanterns, 256 tokens"
     licence = "Apache-2.0"
     defaults: Mapping[str, Any] = {"cfg_scale": GUIDANCE, "tree": TREE}
-    codes, tokens, parameters, sizes = 2048, 256, 7_485_440, TARGET_CONFIG
+    codes = 2048
+    tokens = 256
+    parameters = 7_485_440
+    sizes = TARGET_CONFIG
     prompt_sets: Mapping[str, Sequence[str]] = {
         "held-out": tuple(attributes.caption() for attributes in HELD_OUT),
         "train": tuple(attributes.caption() for attributes in TRAIN),
@@ -164,7 +168,8 @@ class Lanterns(Model):
 
         files = self.files()
         target = load_part(new_target, "target", files["target"], device, dtype)
-        config, head = target.config, target.transformer.output
+        config = target.config
+        head = target.transformer.output
         drafter = load_part(
             lambda: EagleDrafter(config, head), "drafter", files["drafter"], device, dtype
         )

@@ -68,7 +68,8 @@ def load_part(
     with torch.device("meta"):
         module = make()
     more = {"ignored": r".*\.num_batches_tracked$", "wanted": f"the {part} of lanterns"}
-    checkpoint, device = open_checkpoint(path), torch.device(device)
+    checkpoint = open_checkpoint(path)
+    device = torch.device(device)
     load_into(module, checkpoint, same_names(module), dtype=torch.float32, device=device, **more)
     return module.to(dtype)  # the output head stays float32
 
@@ -144,7 +145,8 @@ def prompt_accuracy(
     wanted = torch.tensor([item.indices() for item in attributes], dtype=torch.int64).reshape(
         -1, len(FIELDS)
     )
-    device, right = next(model.parameters()).device, []
+    device = next(model.parameters()).device
+    right = []
     for batch, asked in zip(images.split(_BATCH), wanted.split(_BATCH), strict=True):
         shown = torch.stack(
             [logits.argmax(1) for logits in model(batch.to(device).float() / 255)], dim=1

@@ -25,7 +25,8 @@ class Janus(HostedModel):
         self.model.vqmodel.float()
         self.decoder = self.model.language_model
         side = self.model.config.vq_config.num_patches
-        self.grid, self.codes = (side, side), self.model.config.vq_config.num_embeddings
+        self.grid = (side, side)
+        self.codes = self.model.config.vq_config.num_embeddings
 
     def prompts(self, caption: str) -> tuple[list[int], list[int]]:
         """The unconditional prompt has padding words, which are read, where the other has the caption's."""

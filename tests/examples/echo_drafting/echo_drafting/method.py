@@ -14,7 +14,9 @@ class Echo(DraftMethod):
 
     def __init__(self, decoding, target, batch):
         length = decoding.value("length")
-        self.nodes, self.depth, self.noises = length + 1, length, length
+        self.nodes = length + 1
+        self.depth = length
+        self.noises = length
         self.greedy = decoding.greedy
         self.chain = StaticTree.of([(0,) * depth for depth in range(1, length + 1)], target.device)
         self.last = torch.zeros(batch, target.vocab_size, device=target.device)
