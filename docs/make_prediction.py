@@ -37,7 +37,16 @@ PAGE = Path(__file__).with_name("prediction.md")
 REFERENCE = PAGE.parent.parent / "results" / "reference"
 MARKER = "<!-- Below: python -m docs.make_prediction -->\n"
 # transformers 5.23, Emu3TextConfig; 8,193 tokens of an image (papers: 8,193 forwards).
-EMU3 = TransformerConfig(184_622, 4096, 32, 32, 14_336, prefix=64, grid=(90, 91), kv_heads=8)
+EMU3 = TransformerConfig(
+    vocab_size=184_622,
+    dim=4096,
+    layers=32,
+    heads=32,
+    ffn_dim=14_336,
+    prefix=64,
+    grid=(90, 91),
+    kv_heads=8,
+)
 # Where no device is stated: eager code waits for its host, and every device of the file gives the same speedup.
 ANY_DEVICE = "a100"
 
@@ -55,18 +64,22 @@ def published_rows() -> list[dict[str, Any]]:
 def predicted(row: dict[str, Any], stack: Stack = STACKS["eager"]) -> float:
     """The speedup of a published row from its compression; `rounds` drafts are made for each target forward."""
     sizes = EMU3 if row["model"] == "emu3" else model_of(row["model"]).sizes
-    at = Setting(sizes, 1, True, sizes.prefix + sizes.image_tokens / 2)
+    at = Setting(sizes=sizes, batch=1, guided=True, context=sizes.prefix + sizes.image_tokens / 2)
     device = devices()[row["device"] or ANY_DEVICE]
     compression = float(row["compression"])
-    step = step_seconds(device, stack, at, draft_of(row["draft"]), compression)["total"]
-    plain = step_seconds(device, stack, at, None, 1.0)["total"].sum()
+    step = step_seconds(
+        device=device, stack=stack, setting=at, draft=draft_of(row["draft"]), committed=compression
+    )["total"]
+    plain = step_seconds(device=device, stack=stack, setting=at, draft=None, committed=1.0)[
+        "total"
+    ].sum()
     return float(compression * plain / (step.sum() + (float(row["rounds"]) - 1) * step["draft"]))
 
 
 def draft_of(name: str) -> Draft:
     """`58n5d10b`, a static tree, or `window-16`: a Jacobi window, which asks no drafter and verifies in one go."""
     if name.startswith("window-"):
-        return Draft(int(name.removeprefix("window-")), None, 1, 1)
+        return Draft(nodes=int(name.removeprefix("window-")), levels=None, depth=1, fanout=1)
     draft = named_draft(name)
     assert draft is not None, name
     return draft
@@ -79,7 +92,9 @@ def held_out() -> list[dict[str, Any]]:
         table = pd.read_csv(path)
         sizes = model_of(table["model"][0]).sizes
         drafts = [named_draft(str(tree)) for tree in table["tree"]]
-        at = Setting(sizes, 1, True, sizes.prefix + sizes.image_tokens // 2)
+        at = Setting(
+            sizes=sizes, batch=1, guided=True, context=sizes.prefix + sizes.image_tokens // 2
+        )
         parts = table[["draft_ms", "target_ms", "verify_ms", "other_ms"]].fillna(0.0)
         known = sorted({draft for draft in drafts if draft is not None})
         fitted = [None, known[0], known[len(known) // 2], known[-1]]
@@ -89,11 +104,13 @@ def held_out() -> list[dict[str, Any]]:
                 drafts, table["tree"], parts.to_dict("records"), strict=True
             )
             if draft in fitted and (draft is not None or pd.isna(tree))
-            for sample in step_samples(at, draft, 2, times)
+            for sample in step_samples(setting=at, draft=draft, weight_bytes=2, step=times)
         ]
         host = 1e3 * parts["other_ms"][table["tree"].notna()].median()
         device = fit_device(samples, name="reference", kind="cpu", step_us=host)
-        plain = step_seconds(device, STACKS["compiled"], at, None, 1.0)["total"].sum()
+        plain = step_seconds(
+            device=device, stack=STACKS["compiled"], setting=at, draft=None, committed=1.0
+        )["total"].sum()
         ours = parts.sum(axis=1)
         # The step that the cells are compared to, without the prefill: it is not in the parts.
         before = float(ours[table["tree"].isna() & (table["temperature"] == 1)].iloc[0])
@@ -104,7 +121,13 @@ def held_out() -> list[dict[str, Any]]:
                 made = (
                     length
                     * plain
-                    / step_seconds(device, STACKS["compiled"], at, draft, length)["total"].sum()
+                    / step_seconds(
+                        device=device,
+                        stack=STACKS["compiled"],
+                        setting=at,
+                        draft=draft,
+                        committed=length,
+                    )["total"].sum()
                 )
                 row = {
                     "run": path.parent.name,
@@ -119,16 +142,22 @@ def held_out() -> list[dict[str, Any]]:
 def of_a_cell(row: Any, device: Device, sizes: Any) -> float:
     """The speedup of a row of speed.csv, one image at a time, by this package's compiled steps."""
     stack = STACKS["compiled"]
-    at = Setting(sizes, 1, True, sizes.prefix + sizes.image_tokens / 2)
+    at = Setting(sizes=sizes, batch=1, guided=True, context=sizes.prefix + sizes.image_tokens / 2)
     asked = round(row.drafter_forwards / (row.target_forwards - 1))
     draft = named_draft(row.tree)
     if draft is None and (window := re.match(r"w(\d+)", row.tree)):
         depth = int(window[1])
-        draft = Draft(depth + 1, (1,) * (asked - 1) if asked else None, depth, 1)
+        draft = Draft(
+            nodes=depth + 1, levels=(1,) * (asked - 1) if asked else None, depth=depth, fanout=1
+        )
     assert draft is not None, row.tree
-    plain = step_seconds(device, stack, at, None, 1.0)["total"].sum()
+    plain = step_seconds(device=device, stack=stack, setting=at, draft=None, committed=1.0)[
+        "total"
+    ].sum()
     before = prefill_seconds(device, stack, at)
-    step = step_seconds(device, stack, at, draft, row.mean_accepted_length)["total"].sum()
+    step = step_seconds(
+        device=device, stack=stack, setting=at, draft=draft, committed=row.mean_accepted_length
+    )["total"].sum()
     left = sizes.image_tokens - 1
     return (before + left * plain) / (before + left / row.mean_accepted_length * step)
 

@@ -81,9 +81,14 @@ def predicted_seconds(speed: pd.DataFrame, device: Device, model: str) -> dict[s
             continue
         batch = int(row["batch"] or 1)
         setting = Setting(
-            sizes, batch, row["cfg_scale"] != 1, sizes.prefix + sizes.image_tokens / 2
+            sizes=sizes,
+            batch=batch,
+            guided=row["cfg_scale"] != 1,
+            context=sizes.prefix + sizes.image_tokens / 2,
         )
-        step = step_seconds(device, kernels, setting, draft, length)["total"].sum()
+        step = step_seconds(
+            device=device, stack=kernels, setting=setting, draft=draft, committed=length
+        )["total"].sum()
         steps = (sizes.image_tokens - 1) / length
         seconds[str(row["cell_id"])] = (
             prefill_seconds(device, kernels, setting) + steps * step

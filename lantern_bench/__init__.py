@@ -23,12 +23,23 @@ if TYPE_CHECKING:
         score,
         sweep,
         write_report,
-    )  # fmt: skip
+    )
 
 __all__ = [
-    "DecodedImage", "Run", "__version__", "compare", "curves", "decode", "load_model", "load_run", "predict",
-    "recommend", "score", "sweep", "write_report",
-]  # fmt: skip
+    "DecodedImage",
+    "Run",
+    "__version__",
+    "compare",
+    "curves",
+    "decode",
+    "load_model",
+    "load_run",
+    "predict",
+    "recommend",
+    "score",
+    "sweep",
+    "write_report",
+]
 
 __version__ = "0.1.0"
 

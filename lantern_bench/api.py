@@ -207,7 +207,9 @@ def curves(
     from lantern_bench.report.curves import draw_curves
 
     folders = _folders(runs)
-    return draw_curves(folders, Path(out or folders[0] / "figures"), by, cells, width)
+    return draw_curves(
+        runs=folders, folder=Path(out or folders[0] / "figures"), by=by, cells=cells, width=width
+    )
 
 
 def write_report(
@@ -240,7 +242,7 @@ def predict(
     from lantern_bench.report.cost_model import find_device, predict_run
 
     (data,) = load_runs(_folders(run)).values()
-    return predict_run(data, find_device(device), stack, model)
+    return predict_run(run=data, device=find_device(device), stack=stack, model=model)
 
 
 def recommend(
@@ -349,7 +351,12 @@ def decode(
         model = replace(model, condition=lambda names: by_text[names[0]])
     compute = Compute(model.target.device, torch.get_default_dtype())
     return list(
-        decode_tasks(model, compute, tasks_of(resolved.cells, seed, texts, 1), logits=logits)
+        decode_tasks(
+            model,
+            compute,
+            tasks_of(cells=resolved.cells, seed=seed, prompts=texts, images=1),
+            logits=logits,
+        )
     )
 
 

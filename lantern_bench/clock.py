@@ -99,7 +99,13 @@ def usage() -> Usage:
     switches = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
     steal = sum(core.steal for core in cores) if hasattr(cores[0], "steal") else None
     busy = sum(sum(core) for core in cores) - idle
-    return Usage(time.process_time(), _waited_seconds(), switches, steal, busy)
+    return Usage(
+        cpu_seconds=time.process_time(),
+        waited_seconds=_waited_seconds(),
+        involuntary_switches=switches,
+        steal_seconds=steal,
+        busy_seconds=busy,
+    )
 
 
 def usable_cores() -> list[int]:

@@ -178,7 +178,7 @@ class Console:
         from lantern_bench.report.format_tables import latex, readable
 
         if format == "latex":
-            return self.data(latex(table, name, title, notes))
+            return self.data(latex(table=table, name=name, title=title, more=notes))
         texts, of_table = readable(table, name)
         notes = [*of_table, *notes]
         if format == "md":
@@ -188,7 +188,7 @@ class Console:
             head = [f"**{title}**\n"] if title else []
             self.data("\n".join([*head, *lines, *(f"\n{note}" for note in notes)]))
         else:
-            _draw_table(self._out, texts, title, notes)
+            _draw_table(stream=self._out, texts=texts, title=title, notes=notes)
 
     def say(self, text: str) -> None:
         """Write a message to stderr, unless quiet."""

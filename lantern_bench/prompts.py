@@ -154,14 +154,16 @@ def load_prompts(source: str, model: Model) -> list[Prompt]:
     try:
         items = [
             item._replace(text=item.text.strip())
-            for item in _read(name, path, flag, model)
+            for item in _read(name=name, path=path, flag=flag, model=model)
             if item.text.strip()
         ]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"{flag}: cannot be read: {error}") from error
     if not items:
         raise UserError(f"{flag}: contains no prompt", "Give a file with one prompt a line.")
-    _check_texts(flag, "prompts", ((item.location, item.text) for item in items), model)
+    _check_texts(
+        flag=flag, noun="prompts", texts=((item.location, item.text) for item in items), model=model
+    )
     return _subset(flag, subset, [Prompt(item.text, item.source) for item in items])
 
 
@@ -208,10 +210,10 @@ def _read(name: str, path: Path | None, flag: str, model: Model) -> Iterable[Ite
     if name == "imagenet" or path is None:
         return _read_imagenet(path, flag)
     if name == "parti":
-        return _read_file(path, ".tsv", flag, "parti")
+        return _read_file(path=path, suffix=".tsv", flag=flag, name="parti")
     if name:
         return _read_coco(path, flag, longest=name == "coco")
-    return _read_file(path, path.suffix.lower(), flag, path.name)
+    return _read_file(path=path, suffix=path.suffix.lower(), flag=flag, name=path.name)
 
 
 def _subset(flag: str, subset: str, prompts: list[Prompt]) -> list[Prompt]:
@@ -292,7 +294,10 @@ def read_captioned(folder: Path, captions: Path | None, model: Model) -> list[Ca
         advice = "Give a folder of pictures, each with its caption in a .txt beside it; or a file of captions alone."
         raise UserError(f"{flag}: contains no picture ({', '.join(_PICTURES)})", advice)
     _check_texts(
-        flag, "captions", ((picture.location, picture.caption) for picture in pictures), model
+        flag=flag,
+        noun="captions",
+        texts=((picture.location, picture.caption) for picture in pictures),
+        model=model,
     )
     return pictures
 

@@ -35,17 +35,17 @@ class Column(NamedTuple):
 
 def text(name: str, meaning: str) -> Column:
     """Return a column of text."""
-    return Column(name, "string", "", meaning)
+    return Column(name=name, dtype="string", unit="", meaning=meaning)
 
 
 def count(name: str, unit: str, meaning: str) -> Column:
     """Return a column of whole numbers."""
-    return Column(name, "int", unit, meaning)
+    return Column(name=name, dtype="int", unit=unit, meaning=meaning)
 
 
 def number(name: str, unit: str, meaning: str) -> Column:
     """Return a column of real numbers."""
-    return Column(name, "float", unit, meaning)
+    return Column(name=name, dtype="float", unit=unit, meaning=meaning)
 
 
 def figure(
@@ -63,17 +63,17 @@ REPEAT = "interval of 95 % of repeats on this machine in the same state"
 """Figures made of seconds: where a repeat has its figure. All others: a 95 % confidence interval over prompts."""
 
 _SPEEDUP = figure(
-    "speedup",
-    "",
-    "seconds of ar / seconds of the cell, sums over the same prompts of one run",
-    REPEAT,
+    name="speedup",
+    unit="",
+    meaning="seconds of ar / seconds of the cell, sums over the same prompts of one run",
+    interval=REPEAT,
 )
 _OVER_LOSSLESS = (
     *figure(
-        "speedup_over_lossless",
-        "",
-        "seconds of lossless_cell / seconds of the cell, same prompts",
-        REPEAT,
+        name="speedup_over_lossless",
+        unit="",
+        meaning="seconds of lossless_cell / seconds of the cell, same prompts",
+        interval=REPEAT,
     ),
     text("lossless_cell", "fastest lossless cell of the run with the cell's model and sampling"),
 )
@@ -176,10 +176,10 @@ _AUDIT = (
     count("images", "images", "images decoded with the model"),
     number("power_p", "", "smallest p-value of the method without its residual, on the tables"),
     *figure(
-        "table_tv",
-        "",
-        "TV of three successive tokens on the tables, of what is not lossless",
-        "two estimates",
+        name="table_tv",
+        unit="",
+        meaning="TV of three successive tokens on the tables, of what is not lossless",
+        interval="two estimates",
     ),
     NOTE,
 )
@@ -262,7 +262,12 @@ def _summary_of_quality() -> Iterator[Column]:
             yield from _verdict(name)
         yield from _extras(metric) if name in OF_TOKENS else _beside_paper(name)
         if metric.scored_by in scorers:
-            yield Column(metric.scored_by, "string", "", scorers.pop(metric.scored_by))
+            yield Column(
+                name=metric.scored_by,
+                dtype="string",
+                unit="",
+                meaning=scorers.pop(metric.scored_by),
+            )
 
 
 _PHASES = {"draft": "drafting", "target": "target", "verify": "verification"}
@@ -295,20 +300,35 @@ _RECORDS = (
     count("tokens", "tokens", "image tokens kept"),
     count("target_forwards", "forwards", "forward passes of the target, prefill included"),
     count("drafter_forwards", "forwards", "forward passes of the drafter"),
-    Column("start_per_step", "list[int]", "tokens", "image position at the start of each step"),
-    Column("committed_per_step", "list[int]", "tokens", "tokens committed by each step and kept"),
     Column(
-        "accepted_per_step",
-        "list[int]",
-        "tokens",
-        "drafts accepted by each step, bonus token not counted",
+        name="start_per_step",
+        dtype="list[int]",
+        unit="tokens",
+        meaning="image position at the start of each step",
     ),
-    Column("offered_depth_per_step", "list[int]", "levels", "depth drafted in each step"),
     Column(
-        "child_rank_per_step",
-        "list[list[int]]",
-        "",
-        "child taken at each depth; -1 offered and rejected",
+        name="committed_per_step",
+        dtype="list[int]",
+        unit="tokens",
+        meaning="tokens committed by each step and kept",
+    ),
+    Column(
+        name="accepted_per_step",
+        dtype="list[int]",
+        unit="tokens",
+        meaning="drafts accepted by each step, bonus token not counted",
+    ),
+    Column(
+        name="offered_depth_per_step",
+        dtype="list[int]",
+        unit="levels",
+        meaning="depth drafted in each step",
+    ),
+    Column(
+        name="child_rank_per_step",
+        dtype="list[list[int]]",
+        unit="",
+        meaning="child taken at each depth; -1 offered and rejected",
     ),
     number(
         "mean_accepted_length", "tokens/step", "tokens committed per step, bonus token included"
@@ -342,7 +362,12 @@ _RECORDS = (
         "s",
         "core-seconds within seconds that the hypervisor took from usable cores",
     ),
-    Column("disturbed", "bool", "", "whether threads lacked a core for more than 5 % of seconds"),
+    Column(
+        name="disturbed",
+        dtype="bool",
+        unit="",
+        meaning="whether threads lacked a core for more than 5 % of seconds",
+    ),
     count("attempts", "", "times the image was decoded; seconds are of the least disturbed"),
     count("peak_memory_bytes", "bytes", "peak memory while decoding"),
     number("moved_mass", "", "neighbour mass, summed over accepted drafts"),
@@ -384,10 +409,10 @@ _SCORES = (
     number("ten_largest_p", "", "the mean sum of their ten largest probabilities"),
     text("features", "names of the features of a token"),
     Column(
-        "feature_sums",
-        "list[float]",
-        "",
-        "each feature minus its mean, then the upper triangle of the covariance",
+        name="feature_sums",
+        dtype="list[float]",
+        unit="",
+        meaning="each feature minus its mean, then the upper triangle of the covariance",
     ),
     NOTE,
     CHECKSUM,
@@ -400,7 +425,7 @@ _SPEED = (
     count(
         "held_up", "images", "images whose seconds count less here than in the records (Intervals)"
     ),
-    *figure("latency_s", "s", "mean seconds per image", REPEAT),
+    *figure(name="latency_s", unit="s", meaning="mean seconds per image", interval=REPEAT),
     *(
         number(f"latency_p{n}_s", "s", f"{n}th percentile of the seconds per image")
         for n in (50, 95)

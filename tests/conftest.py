@@ -66,7 +66,13 @@ def decode_lanterns(lanterns: LoadedModel) -> Callable[..., list[Decoded]]:
                 torch.Generator().manual_seed(seed + number) for number in range(len(captions))
             ]
             condition = lanterns.condition(list(captions))
-            images[key] = decode(lanterns, condition, Decoding(**values), generators, **keywords)
+            images[key] = decode(
+                model=lanterns,
+                condition=condition,
+                decoding=Decoding(**values),
+                generators=generators,
+                **keywords,
+            )
         return images[key]
 
     return decoded
@@ -106,6 +112,8 @@ def published_forms(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     for row in (package.SCD, package.SJD_PAC):
         monkeypatch.setitem(tables.DRAFTINGS, row.name, row)
         monkeypatch.setitem(
-            tables.MODES, row.name, tables.Mode(row.name, row.name, "strict", row.legend)
+            tables.MODES,
+            row.name,
+            tables.Mode(name=row.name, drafting=row.name, rule="strict", label=row.legend),
         )
     return importlib.import_module("published_forms.draftings")

@@ -83,9 +83,11 @@ def make_records() -> list[Row]:
     """Three cells over four prompts; one image of the last cell failed."""
     rows = []
     for prompt in range(4):
-        rows.append(make_record(AR, prompt, [[]] * 6, 1.2 + 0.1 * prompt))
-        rows.append(make_record(STRICT, prompt, WALKS, 0.6 + 0.03 * prompt))
-        rows.append(make_record(LOOSE, prompt, [[0, 0], [0, 1]], 0.4))
+        rows.append(make_record(cell=AR, prompt=prompt, walks=[[]] * 6, seconds=1.2 + 0.1 * prompt))
+        rows.append(
+            make_record(cell=STRICT, prompt=prompt, walks=WALKS, seconds=0.6 + 0.03 * prompt)
+        )
+        rows.append(make_record(cell=LOOSE, prompt=prompt, walks=[[0, 0], [0, 1]], seconds=0.4))
     rows[-1] |= {"status": "failed", "error": "out of memory", "seconds": None}
     return rows
 
@@ -149,7 +151,12 @@ def write_run(
 
 def run_of(records: Iterable[Row], scores: Iterable[Row] = (), **experiment: Any) -> RunData:
     """The same as a loaded run."""
-    return RunData(Path("run"), {"experiment": experiment}, frame_of(records), list(scores))
+    return RunData(
+        folder=Path("run"),
+        manifest={"experiment": experiment},
+        records=frame_of(records),
+        scores=list(scores),
+    )
 
 
 def build_tables(

@@ -22,7 +22,11 @@ def make_pairs(folder, pairs, shift):
                 seconds = moved[number, process] * generator.normal(1, 0.02)
                 seconds *= shift if cell is STRICT and name.endswith("b") else 1.0
                 walks = [[]] * 6 if cell is AR else WALKS
-                records.append(make_record(cell, prompt, walks, seconds, process=process))
+                records.append(
+                    make_record(
+                        cell=cell, prompt=prompt, walks=walks, seconds=seconds, process=process
+                    )
+                )
         (write_run(folder / "12-images-3-processes" / name, records, []) / "speed.csv").touch()
 
 

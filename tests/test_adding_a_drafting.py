@@ -68,7 +68,9 @@ def echo(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(EXAMPLE))
     package = importlib.import_module("echo_drafting")
     monkeypatch.setitem(method_tables.DRAFTINGS, "echo", package.DRAFTING)
-    monkeypatch.setitem(method_tables.MODES, "echo", Mode("echo", "echo", "strict", "echo"))
+    monkeypatch.setitem(
+        method_tables.MODES, "echo", Mode(name="echo", drafting="echo", rule="strict", label="echo")
+    )
     monkeypatch.setitem(method_tables.PARAMETERS, "length", package.LENGTH)
     model = replace(tabular.table_model(), drafter=None)
     monkeypatch.setattr(tabular, "table_model", lambda *_tokens: model)
@@ -109,5 +111,10 @@ def test_greedy_equals_autoregressive_decoding(echo: ModuleType) -> None:
     cells = (Decoding(mode="ar", temperature=0), Decoding("echo", length=3, temperature=0))
     model = tabular.table_model()
     generator = torch.Generator().manual_seed(0)
-    plain, drafted = (decode(model, [""], cell, [generator])[0].tokens.tolist() for cell in cells)
+    plain, drafted = (
+        decode(model=model, condition=[""], decoding=cell, generators=[generator])[
+            0
+        ].tokens.tolist()
+        for cell in cells
+    )
     assert drafted == plain

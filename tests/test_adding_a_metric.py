@@ -85,7 +85,9 @@ def test_the_name_of_a_metric_has_no_hyphen() -> None:
     entry: Any = SimpleNamespace(
         name="x", dist=None, load=lambda: Metric("my-metric", "a name", "a:b")
     )
-    usable, refused = find_rows("", Metric, METRICS, (), [entry])
+    usable, refused = find_rows(
+        group="", row_class=Metric, taken=METRICS, draftings=(), entry_points=[entry]
+    )
     assert not usable and "must be lower-case letters, digits and _" in str(refused["x"])
 
 
@@ -105,7 +107,7 @@ def test_a_metric_of_sets_is_measured_with_its_interval(monkeypatch: pytest.Monk
     monkeypatch.setitem(tables.METRICS, "shift", row)
     monkeypatch.setattr(figures, "OF_SETS", (*tables.OF_SETS, "shift"))
     features = torch.randn(40, 6, generator=torch.Generator().manual_seed(0))
-    extractor = Extractor("a network", "last", 6, Path("weights"))
+    extractor = Extractor(name="a network", layer="last", width=6, weights=Path("weights"))
     columns, _, notes = measure_sets(FeatureSets(features + 1, FeatureSet.of(features)), extractor)
     assert columns["shift"] == pytest.approx(6**0.5, rel=1e-5)
     assert columns["shift_low"] < columns["shift"] < columns["shift_high"]

@@ -213,7 +213,10 @@ def test_the_rule_keeps_its_limit_and_takes_as_much_as_it_may(installed: None) -
     rule = rule_named("by-distance", 8, 0.4, table=table, codebook=codes)
     mass, taken = rule.neighbour_mass(view_of(p, tokens, rule))
     limits = torch.tensor(
-        [most(row, codes, table, x, 8, 0.4) for row, x in zip(p, tokens.tolist(), strict=True)]
+        [
+            most(p=row, codes=codes, table=table, x=x, k=8, bound=0.4)
+            for row, x in zip(p, tokens.tolist(), strict=True)
+        ]
     )
     assert (mass <= limits + 1e-7).all()
     counts = taken.sum(1)
@@ -230,10 +233,10 @@ def test_after_a_rejection_the_rule_sees_the_residual(installed: None) -> None:
     codes = torch.tensor([[0.0], [1.0], [3.0], [3.5]], dtype=torch.float64)
     tokens = torch.tensor([[0, 2]])
     decided = accept(
-        p,
-        None,
-        tokens,
-        rule_named("by-distance", 1, 0.9, table=nearest_codes(codes, 3), codebook=codes),
+        p=p,
+        q=None,
+        tokens=tokens,
+        rule=rule_named("by-distance", 1, 0.9, table=nearest_codes(codes, 3), codebook=codes),
     )
     # With one neighbour the limit is its probability. The first draft takes token 1 along; of the .3 that are left the
     # second has .2, and its neighbour, token 3, the rest.
@@ -247,7 +250,7 @@ def test_the_rule_is_compiled_whole(installed: None) -> None:
     tokens = torch.stack([torch.arange(3), torch.arange(3, 6)] * 3)
 
     def decided(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-        return accept(p, q, tokens, rule).accept
+        return accept(p=p, q=q, tokens=tokens, rule=rule).accept
 
     compiled = Engine(compile=True, backend="aot_eager").program(
         "accept", decided, torch.device("cpu")

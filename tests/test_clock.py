@@ -48,7 +48,13 @@ def test_waiting_for_a_core_explains_the_wall_time() -> None:
 
 def test_without_run_queue_times_others_take_what_is_over() -> None:
     cores = len(usable_cores())
-    quiet = Usage(1.0, None, None, None, busy_seconds=1.0)
+    quiet = Usage(
+        cpu_seconds=1.0,
+        waited_seconds=None,
+        involuntary_switches=None,
+        steal_seconds=None,
+        busy_seconds=1.0,
+    )
     assert quiet.lost_seconds(1.0, cores) == 0.0
     assert quiet._replace(busy_seconds=1.5).lost_seconds(1.0, cores) == 0.5
     assert quiet._replace(busy_seconds=1.5).lost_seconds(1.0, cores - 1) == 0.0

@@ -88,7 +88,8 @@ def test_the_summary_of_the_default_sweep_fits_a_hundred_columns(monkeypatch):
     for cell in load_experiment("lanterns", defaults_of).cells:
         walks = [[]] * 6 if cell.decoding.mode == "ar" else [[0, 1], [0, -1], [-1]]
         records += [
-            make_record(cell.decoding, prompt, walks, 1.0, disturbed=True) for prompt in range(4)
+            make_record(cell=cell.decoding, prompt=prompt, walks=walks, seconds=1.0, disturbed=True)
+            for prompt in range(4)
         ]
     table = build_tables(records, make_scores(make_records()))["summary"].assign(
         distance=0.1234, fid=None

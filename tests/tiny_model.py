@@ -125,7 +125,14 @@ class TinyModel(Model):
 
         weights = {"target": "1", "drafter": "2"}
         return LoadedModel(
-            self.name, target, drafter, TinyPixels(), codebook, condition, weights, (3, 4)
+            name=self.name,
+            target=target,
+            drafter=drafter,
+            pixels=TinyPixels(),
+            codebook=codebook,
+            condition=condition,
+            weights=weights,
+            grid=(3, 4),
         )
 
 

@@ -105,7 +105,10 @@ def build(folder: Path, cells: int, prompts: int) -> int:
     settings = request.experiment.settings
     compute = choose_compute(settings.device, settings.dtype, fast=True)
     key = key_fields(
-        load_models(request.experiment, compute), settings, compute, request.plan.cells
+        models=load_models(request.experiment, compute),
+        settings=settings,
+        compute=compute,
+        cells=request.plan.cells,
     )
     assert key == json.loads((folder / MANIFEST).read_text())["key"]
     noise = np.random.default_rng(1)

@@ -60,7 +60,12 @@ def ours(
     """Milliseconds a step."""
     noise = [torch.Generator().manual_seed(seed)]
     trace = decode(
-        model, model.condition([caption]), decoding, noise, tokens=tokens, engine=model.engine
+        model=model,
+        condition=model.condition([caption]),
+        decoding=decoding,
+        generators=noise,
+        tokens=tokens,
+        engine=model.engine,
     )[0].trace
     return 1e3 * (trace.seconds - trace.phases["prefill"]) / max(1, len(trace.committed))
 
@@ -69,7 +74,10 @@ def load(size: str | None, device: torch.device, dtype: torch.dtype) -> LoadedMo
     if size is None:
         return Lanterns().load(device, dtype)
     return random_model_of_size(
-        read_size(size), device, dtype, torch.Generator(device).manual_seed(0)
+        config=read_size(size),
+        device=device,
+        dtype=dtype,
+        generator=torch.Generator(device).manual_seed(0),
     )
 
 
@@ -94,7 +102,12 @@ def main() -> None:
     problem = compile_models(models.values(), compute)
     if problem is not None:
         console.warn(f"nothing is compiled: {problem}")
-    plain = Plain(PlainTarget(eager.target), PlainDrafter(eager.drafter), eager.table(20), GUIDANCE)
+    plain = Plain(
+        target=PlainTarget(eager.target),
+        drafter=PlainDrafter(eager.drafter),
+        table=eager.table(20),
+        scale=GUIDANCE,
+    )
     bare = eager.condition([HELD_OUT[0].caption()])
     rows = []
     for name in chosen.cells.split(","):
@@ -103,15 +116,25 @@ def main() -> None:
         courses: dict[str, Callable[[str, int], float]] = {"plain": _plain(plain, theirs, eager)}
         for kind, model in models.items():
             courses[kind] = _bind(model, decoding)
-            ours(model, decoding, HELD_OUT[0].caption(), 0, 24)  # compiled before it is timed
+            ours(
+                model=model, decoding=decoding, caption=HELD_OUT[0].caption(), seed=0, tokens=24
+            )  # compiled before it is timed
         settle_garbage()
         times: dict[str, list[float]] = defaultdict(list)
         for seed in range(chosen.images):
             for kind, course in courses.items():
                 times[kind].append(course(HELD_OUT[seed].caption(), seed))
-            times["bare"].append(forward_ms(eager, bare, nodes, GUIDANCE, repeats=20))
+            times["bare"].append(
+                forward_ms(model=eager, condition=bare, nodes=nodes, cfg_scale=GUIDANCE, repeats=20)
+            )
             times["bare_default"].append(
-                forward_ms(models["default"], bare, nodes, GUIDANCE, repeats=20)
+                forward_ms(
+                    model=models["default"],
+                    condition=bare,
+                    nodes=nodes,
+                    cfg_scale=GUIDANCE,
+                    repeats=20,
+                )
             )
         ms = {kind: median(values) for kind, values in times.items()}
         row = {"cell": name, "nodes": nodes, "plain_ms": ms["plain"], "bare_float32_ms": ms["bare"]}
@@ -151,7 +174,7 @@ def _plain(
 
 
 def _bind(model: LoadedModel, decoding: Decoding) -> Callable[[str, int], float]:
-    return lambda caption, seed: ours(model, decoding, caption, seed)
+    return lambda caption, seed: ours(model=model, decoding=decoding, caption=caption, seed=seed)
 
 
 if __name__ == "__main__":

@@ -113,17 +113,21 @@ class Plain:
             limit = self.grid - 1 - len(out)
             at = self.drafter.length
             if paths is not None:
-                tree = self._static(out[-1], root, paths, noise, limit, greedy)
+                tree = self._static(
+                    token=out[-1], root=root, paths=paths, noise=noise, limit=limit, greedy=greedy
+                )
             else:
                 assert dynamic is not None
-                tree = self._dynamic(out[-1], root, dynamic, limit)
+                tree = self._dynamic(token=out[-1], root=root, shape=dynamic, limit=limit)
             self.drafter.cut(at)
             before = self.target.length
             seen = attention_of(tree)
             logits, features = self.target.forward(
                 torch.tensor(tree.tokens), torch.tensor(tree.depths) + before, seen
             )
-            path, last = self._walk(tree, guided(logits, self.scale), rule, noise, greedy)
+            path, last = self._walk(
+                tree=tree, logits=guided(logits, self.scale), rule=rule, noise=noise, greedy=greedy
+            )
             self.target.keep(before, path)
             new = [tree.tokens[node] for node in path[1:]] + [last]
             out += new
@@ -153,7 +157,7 @@ class Plain:
     ) -> Tree:
         """EAGLE-1: a fixed shape, a forward of the drafter for each level."""
         levels, attention = shape_of(paths)
-        tree = Tree([token], [-1], [0], [[]], attention)
+        tree = Tree(tokens=[token], parents=[-1], depths=[0], children=[[]], attention=attention)
         logits = root[0][:, -1:]
         features = root[1][:, -1:]
         extended = 0
@@ -224,11 +228,16 @@ class Plain:
             features = out[:, slots]
             seen = torch.cat([seen[slots], torch.eye(beam, dtype=torch.bool)], dim=1)
         if limit < 1:
-            return Tree([token], [-1], [0], [[]])
+            return Tree(tokens=[token], parents=[-1], depths=[0], children=[[]])
         flat = [torch.cat(part) for part in (tokens, scores, parents, depths)]
         selected = flat[1].topk(min(nodes, len(flat[1]))).indices.sort().values.tolist()
         place = {candidate: node + 1 for node, candidate in enumerate(selected)} | {-1: 0}
-        tree = Tree([token], [-1], [0], [[] for _ in range(len(selected) + 1)])
+        tree = Tree(
+            tokens=[token],
+            parents=[-1],
+            depths=[0],
+            children=[[] for _ in range(len(selected) + 1)],
+        )
         for candidate in selected:
             node = place[candidate]
             parent = place[int(flat[2][candidate])]
@@ -261,7 +270,7 @@ class Plain:
                     share = 1.0 if q is None else float(q[x])
                     accepted = float(torch.rand((), generator=noise)) * share < float(p[x]) + mass
                     if not accepted:
-                        p = rejected(p, q, x, mass, merged)
+                        p = rejected(p=p, q=q, x=x, mass=mass, merged=merged)
                 if accepted:
                     taken = child
                     break
@@ -340,7 +349,9 @@ def shape_of(paths: tuple[Path, ...]) -> tuple[list[Level], Tensor]:
         fanout = [sum(child[:-1] == path for child in paths) for path in inner]
         slots = [above.index(path[:-1]) for path in inner] if depth else [0]
         seen = torch.tensor([[path[: len(other)] == other for other in extended] for path in inner])
-        levels.append(Level([number[path] for path in inner], fanout, slots, seen))
+        levels.append(
+            Level(nodes=[number[path] for path in inner], fanout=fanout, slots=slots, seen=seen)
+        )
         above = inner
     every = [[path[: len(other)] == other for other in number] for path in number]
     return levels, torch.tensor(every)

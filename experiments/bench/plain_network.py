@@ -110,7 +110,13 @@ class PlainTarget:
         mask = additive(allowed[None], x.dtype)
         grown: Past = []
         for number, block in enumerate(self.net.layers):
-            x, cache = layer(block, x, turn, self.past[number] if self.past else None, mask)
+            x, cache = layer(
+                block=block,
+                x=x,
+                turn=turn,
+                past=self.past[number] if self.past else None,
+                mask=mask,
+            )
             grown.append(cache)
         self.past = grown
         features = norm(self.net.norm, x)
@@ -164,5 +170,11 @@ class PlainDrafter:
         embedded = drafter.embed_tokens(torch.stack([tokens, tokens])).to(features.dtype)
         x = drafter.fc(torch.cat([embedded, features], dim=-1))
         turn = self.turns[positions.clamp_max(len(self.turns) - 1)]
-        out, self.past = layer(drafter.layer, x, turn, self.past, additive(allowed[None], x.dtype))
+        out, self.past = layer(
+            block=drafter.layer,
+            x=x,
+            turn=turn,
+            past=self.past,
+            mask=additive(allowed[None], x.dtype),
+        )
         return drafter.head(out).float(), out

@@ -98,10 +98,18 @@ def train_lanterns(
     parts = [name for name in PARTS if not part or name in part]
     if evaluate:
         check_weights(parts, folder)
-        return _evaluate(parts, folder, settings, console, format)
+        return _evaluate(
+            parts=parts, folder=folder, settings=settings, console=console, format=format
+        )
     for number, name in enumerate(parts):
-        check_part(name, folder, parts[:number], init_from)
-    _train(parts, folder, work or results_root() / "training" / "lanterns", settings, console)
+        check_part(part=name, folder=folder, among=parts[:number], init_from=init_from)
+    _train(
+        parts=parts,
+        folder=folder,
+        work=work or results_root() / "training" / "lanterns",
+        settings=settings,
+        console=console,
+    )
 
 
 def _train(
@@ -115,12 +123,23 @@ def _train(
         exists = path.is_file()
         with console.progress() as progress:
             on_event = partial(_show_event, progress, name)
-            report = train_part(name, folder, work, settings, device, on_event, progress.share)
+            report = train_part(
+                part=name,
+                folder=folder,
+                work=work,
+                settings=settings,
+                device=device,
+                on_event=on_event,
+                on_progress=progress.share,
+            )
         if name == "features":
             # The embedded reference has features of this network.
             scenes, label = reference_scenes()
             write_embedded(
-                folder / EMBEDDED_FEATURES.name, scenes, find_extractor(weights=path), label
+                path=folder / EMBEDDED_FEATURES.name,
+                scenes=scenes,
+                extractor=find_extractor(weights=path),
+                label=label,
             )
         figures = ", ".join(
             f"{key.replace('_', ' ')} {value:.4g}" for key, value in report.figures.items()
@@ -152,7 +171,12 @@ def _evaluate(
     clip = load_clip(f"{LOCAL_DIR}{folder / 'clip'}", device=device) if "clip" in parts else None
     with console.progress() as progress:
         evaluation = Evaluation(
-            folder, clip, device, settings.images, settings.seed, on_progress=progress.share
+            folder=folder,
+            clip=clip,
+            device=device,
+            images=settings.images,
+            seed=settings.seed,
+            on_progress=progress.share,
         )
         gates = list(evaluation.measure(parts))
     columns = ["part", "bar", "measured", "low", "high", "wanted", "met"]

@@ -130,19 +130,35 @@ class Evaluation:
         """Reconstruction and use of the codes on 500 held-out scenes."""
         figures = psnr_and_usage(self.tokenizer, held_out_scenes(_SCENES)[0].permute(0, 2, 3, 1))
         yield QualityGate(
-            "tokenizer", "PSNR on held-out scenes, dB", figures["psnr_db"], ((">=", 28.0),)
+            part="tokenizer",
+            name="PSNR on held-out scenes, dB",
+            value=figures["psnr_db"],
+            wanted=((">=", 28.0),),
         )
         yield QualityGate(
-            "tokenizer", "share of codes used", figures["codes_used"], ((">=", 0.95),)
+            part="tokenizer",
+            name="share of codes used",
+            value=figures["codes_used"],
+            wanted=((">=", 0.95),),
         )
 
     def _features(self) -> Iterator[QualityGate]:
         """All five attributes right on 500 held-out scenes, painted and reconstructed by the tokenizer."""
         pixels, attributes = held_out_scenes(_SCENES)
-        yield self._accuracy("features", "all attributes right, scenes", pixels, attributes, 0.97)
+        yield self._accuracy(
+            part="features",
+            name="all attributes right, scenes",
+            pictures=pixels,
+            attributes=attributes,
+            wanted=0.97,
+        )
         pixels = reconstruct(self.tokenizer, pixels)
         yield self._accuracy(
-            "features", "all attributes right, reconstructions", pixels, attributes, 0.93
+            part="features",
+            name="all attributes right, reconstructions",
+            pictures=pixels,
+            attributes=attributes,
+            wanted=0.93,
         )
 
     def _clip(self) -> Iterator[QualityGate]:
@@ -155,7 +171,10 @@ class Evaluation:
         nearest = (self.clip.images(pictures) @ self.clip.captions(captions).T).argmax(1)
         right = (nearest == torch.arange(len(captions))).float().tolist()
         yield _observed(
-            "clip", "caption retrieval among 100, top-1", _each(right, captions), ((">=", 0.70),)
+            part="clip",
+            name="caption retrieval among 100, top-1",
+            observations=_each(right, captions),
+            wanted=((">=", 0.70),),
         )
 
     @torch.inference_mode()
@@ -168,7 +187,13 @@ class Evaluation:
         pictures, _ = self._sampled(prompts, _decoding("ar"), "sampling")
         attributes = [item for item in attributes_of(prompts) if item is not None]
         gates = [
-            self._accuracy("target", "prompt accuracy of AR samples", pictures, attributes, 0.80)
+            self._accuracy(
+                part="target",
+                name="prompt accuracy of AR samples",
+                pictures=pictures,
+                attributes=attributes,
+                wanted=0.80,
+            )
         ]
         top1 = list[float]()
         top10 = list[float]()
@@ -184,9 +209,21 @@ class Evaluation:
             captions += part
         bounds1 = ((">=", 0.03), ("<=", 0.12))
         bounds10 = ((">=", 0.20), ("<=", 0.45))
-        gates.append(_observed("target", "mean top-1 probability", _each(top1, captions), bounds1))
         gates.append(
-            _observed("target", "mean top-10 probability", _each(top10, captions), bounds10)
+            _observed(
+                part="target",
+                name="mean top-1 probability",
+                observations=_each(top1, captions),
+                wanted=bounds1,
+            )
+        )
+        gates.append(
+            _observed(
+                part="target",
+                name="mean top-10 probability",
+                observations=_each(top10, captions),
+                wanted=bounds10,
+            )
         )
         gates.append(_observed("target", "held-out NLL, nats a token", _each(nll, captions)))
         return gates
@@ -204,10 +241,20 @@ class Evaluation:
             )
         # Both commit the same tokens, so the ratio of their accepted lengths is that of their steps, prompt by prompt.
         ratio = Observations(lengths["static"].under, lengths["dynamic"].under, prompts)
-        yield _observed("drafter", "lossless MAL, eagle1-25", lengths["static"], ((">=", 2.8),))
+        yield _observed(
+            part="drafter",
+            name="lossless MAL, eagle1-25",
+            observations=lengths["static"],
+            wanted=((">=", 2.8),),
+        )
         yield _observed("drafter", "lossless MAL, dynamic", lengths["dynamic"])
         # Dynamic drafting is published at half of static's accepted length; this gate asks for a fifth less.
-        yield _observed("drafter", "MAL of dynamic over static", ratio, (("<=", 0.8),))
+        yield _observed(
+            part="drafter",
+            name="MAL of dynamic over static",
+            observations=ratio,
+            wanted=(("<=", 0.8),),
+        )
         yield _observed("drafter", "1 - TV at depth 1", self._overlap())
 
     @torch.inference_mode()
@@ -255,7 +302,12 @@ class Evaluation:
                 for n, prompt in enumerate(batch, start)
             ]
             generators = [torch.Generator(model.target.device).manual_seed(seed) for seed in seeds]
-            decoded = decode(model, model.condition(batch), decoding, generators)
+            decoded = decode(
+                model=model,
+                condition=model.condition(batch),
+                decoding=decoding,
+                generators=generators,
+            )
             pictures.append(
                 model.pixels.pixels(torch.stack([image.tokens for image in decoded])).permute(
                     0, 3, 1, 2
@@ -275,7 +327,10 @@ class Evaluation:
     ) -> QualityGate:
         right = prompt_accuracy(self.classifier, pictures, attributes).float().tolist()
         return _observed(
-            part, name, _each(right, [item.caption() for item in attributes]), ((">=", wanted),)
+            part=part,
+            name=name,
+            observations=_each(right, [item.caption() for item in attributes]),
+            wanted=((">=", wanted),),
         )
 
     @cached_property
@@ -299,7 +354,9 @@ def _decoding(mode: str, **values: Any) -> Decoding:
 
 
 def _observed(part: str, name: str, observations: Observations, wanted: Wanted = ()) -> QualityGate:
-    return QualityGate(part, name, observations.value, wanted, observations)
+    return QualityGate(
+        part=part, name=name, value=observations.value, wanted=wanted, observations=observations
+    )
 
 
 def _each(values: Sequence[float], prompts: Sequence[str]) -> Observations:

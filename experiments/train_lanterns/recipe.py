@@ -162,13 +162,20 @@ def train_part(
         raise UserError(
             f"{path} cannot be read as JSON: {error}", "Move it away; a new one is written."
         ) from error
-    data = _Data(folder, work, settings, device, on_progress)
+    data = _Data(
+        folder=folder, work=work, settings=settings, device=device, on_progress=on_progress
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)  # noqa: TID251  # layers draw from the global stream; this forks it
         task = _task(part, data)
     if settings.init_from is not None:
         _read_weights(task.module, settings.init_from / FILES[part])
-    trained = train(task, _loop_settings(part, folder, work, settings), device, on_event)
+    trained = train(
+        task=task,
+        settings=_loop_settings(part=part, folder=folder, work=work, settings=settings),
+        device=device,
+        on_event=on_event,
+    )
     # Few batches, of other shapes and precision than in training: not worth compiling.
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         is_drafter = isinstance(task, DrafterTask)
@@ -234,11 +241,11 @@ class _Data:
             name = "scenes.npz"
         what = "painting held-out scenes" if held_out else "painting scenes"
         return scene_set(
-            among,
-            count,
-            seed,
-            self.work / name,
-            lambda done, all: self.on_progress(what, done / all),
+            among=among,
+            n=count,
+            seed=seed,
+            cache=self.work / name,
+            on_chunk=lambda done, all: self.on_progress(what, done / all),
         )
 
     def sequences(self, held_out: bool = False) -> tasks.Sequences:
@@ -347,7 +354,9 @@ def _task(part: str, data: _Data) -> tasks.EvaluatedTask | DrafterTask:
             model.decoder.compile()
         minutes = settings.minutes if settings.minutes is not None else PARTS["tokenizer"].minutes
         steps = settings.steps or int(minutes * _TOKENIZER_STEPS_PER_MINUTE)
-        return tasks.TokenizerTask(model, scenes, held_out_scenes, steps)
+        return tasks.TokenizerTask(
+            model=model, scenes=scenes, held_out=held_out_scenes, expected_steps=steps
+        )
     sequences = data.sequences()
     held_out = data.sequences(held_out=True)
     target = build_target()
@@ -360,7 +369,9 @@ def _task(part: str, data: _Data) -> tasks.EvaluatedTask | DrafterTask:
     drafter = untrained_drafter(target)
     if compiled:
         drafter.compile()
-    return drafter_task(drafter, target, sequences, held_out, settings.seed)
+    return drafter_task(
+        drafter=drafter, target=target, sequences=sequences, held_out=held_out, seed=settings.seed
+    )
 
 
 def drafter_task(
@@ -387,7 +398,14 @@ def drafter_task(
     decoding = Decoding(mode="ar", drafting="none", rule="none", cfg_scale=GUIDANCE)
     training = sequences_of(sequences, len(sequences.tokens))
     evaluated = sequences_of(held_out, 32)
-    return DrafterTask(drafter, training, evaluated, recipe, decoding, seed)
+    return DrafterTask(
+        drafter=drafter,
+        training=training,
+        held_out=evaluated,
+        recipe=recipe,
+        decoding=decoding,
+        seed=seed,
+    )
 
 
 def _loop_settings(part: str, folder: Path, work: Path, settings: RecipeSettings) -> TrainSettings:

@@ -81,7 +81,13 @@ def render(attributes: Sequence[Attributes], seed: int) -> NDArray[np.uint8]:
     horizon = 0.64 + rng.normal(0, 0.012, (len(index), 1, 1)).astype(np.float32)
     sky = _paint_sky(index, horizon, rng)
     canvas = _mottle(
-        _paint_lanterns(index, _paint_ground(index, sky, horizon, rng), horizon, rng), rng
+        _paint_lanterns(
+            index=index,
+            canvas=_paint_ground(index=index, sky=sky, horizon=horizon, rng=rng),
+            horizon=horizon,
+            rng=rng,
+        ),
+        rng,
     )
     small = canvas.reshape(len(index), SIZE, _SUPERSAMPLE, SIZE, _SUPERSAMPLE, 3).mean((2, 4))
     grain = rng.normal(0, 0.010, small.shape).astype(np.float32)
@@ -124,8 +130,8 @@ def _mottle(canvas: Array, rng: np.random.Generator) -> Array:
     guess. The noise is weaker where the picture is dark.
     """
     n = len(canvas)
-    bright = _noise(rng, n, ((13, 15), (21, 19)), (1.0, 0.9))
-    warm = _noise(rng, n, ((15, 13), (19, 21)), (1.0, 0.6))
+    bright = _noise(rng=rng, n=n, cells=((13, 15), (21, 19)), weights=(1.0, 0.9))
+    warm = _noise(rng=rng, n=n, cells=((15, 13), (19, 21)), weights=(1.0, 0.6))
     strength = _MOTTLE * (0.35 + 0.65 * np.clip(canvas.mean(-1), 0, 1))
     change = bright[..., None] + _array(0.55, 0.0, -0.55) * warm[..., None]
     return np.asarray(canvas + strength[..., None] * change, dtype=np.float32)
@@ -138,7 +144,9 @@ def _paint_sky(index: NDArray[np.int64], horizon: Array, rng: np.random.Generato
     depth = np.clip(_Y / horizon, 0, 1)[..., None] ** 1.6
     colours = _SKY[kind][:, None, None]
     sky = colours[..., 0, :] * (1 - depth) + colours[..., 1, :] * depth
-    clouds = _noise(rng, n, ((3, 2), (7, 5), (14, 10), (28, 20)), (1.0, 0.8, 0.55, 0.35))
+    clouds = _noise(
+        rng=rng, n=n, cells=((3, 2), (7, 5), (14, 10), (28, 20)), weights=(1.0, 0.8, 0.55, 0.35)
+    )
     lit = (0.35 + 0.65 * depth) * (_CLOUDS[kind] * 1.5)[:, None, None, None]
     sky = sky + lit * clouds[..., None] * (0.55 + colours[..., 1, :])
     stars = rng.random((n, _SIDE // 2, _SIDE // 2)).astype(np.float32)
@@ -157,11 +165,11 @@ def _paint_ground(
     colours = _GROUND[kind][:, None, None] * _LIGHT[index[:, 4]][:, None, None, None, None]
     ground = colours[..., 0, :] * (1 - down[..., None]) + colours[..., 1, :] * down[..., None]
     ground = np.where((kind == 0)[:, None, None, None], 0.55 * ground + 0.5 * sky[:, ::-1], ground)
-    ripples = _noise(rng, n, ((40, 5), (22, 9)), (1.0, 0.8))
-    grass = _noise(rng, n, ((26, 44), (12, 18)), (1.0, 0.6))
-    swell = _noise(rng, n, ((4, 3), (9, 5)), (1.0, 0.5))
+    ripples = _noise(rng=rng, n=n, cells=((40, 5), (22, 9)), weights=(1.0, 0.8))
+    grass = _noise(rng=rng, n=n, cells=((26, 44), (12, 18)), weights=(1.0, 0.6))
+    swell = _noise(rng=rng, n=n, cells=((4, 3), (9, 5)), weights=(1.0, 0.5))
     bands = np.sin(34 * down + 5 * swell + 5 * _X).astype(np.float32)
-    drifts = _noise(rng, n, ((8, 5), (20, 14)), (1.0, 0.5))
+    drifts = _noise(rng=rng, n=n, cells=((8, 5), (20, 14)), weights=(1.0, 0.5))
     texture = np.stack([0.30 * ripples, 0.52 * grass, 0.13 * bands + 0.14 * grass, 0.17 * drifts])
     strength = (0.10 + 0.9 * ground.mean(-1)) * texture[kind, np.arange(n)]
     ground = ground + strength[..., None]
@@ -188,7 +196,10 @@ def _paint_lanterns(
         for first in range(0, len(alike), _IN_CACHE):
             rows = alike[first : first + _IN_CACHE]
             painting = _with_lanterns(
-                index[rows], canvas[rows], horizon[rows], lanterns[rows, : count + 1]
+                index=index[rows],
+                canvas=canvas[rows],
+                horizon=horizon[rows],
+                lanterns=lanterns[rows, : count + 1],
             )
             # Pictures stay, to the bit, what they were when a scene of fewer lanterns had absent ones painted too.
             painted[rows] = painting if count == 2 else painting.astype(np.float32)

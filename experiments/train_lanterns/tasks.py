@@ -243,7 +243,9 @@ class TargetTask(EvaluatedTask):
         """Logits [B, 256, V] that predict each token, under teacher forcing."""
         number = caption_numbers(sequences.attributes)
         condition = Condition(self._conditions.values[number], self._conditions.valid[number])
-        hidden = target_features(self.target, condition, sequences.tokens.long(), dropped).hidden
+        hidden = target_features(
+            target=self.target, condition=condition, tokens=sequences.tokens.long(), dropped=dropped
+        ).hidden
         out: Tensor = self.target.transformer.output(hidden[:, self.target.config.prefix - 1 :])
         return out
 

@@ -76,7 +76,7 @@ def read_reference(path: Path, model: LoadedModel) -> Reference:
         reason = f"{error.args[0]} must be there" if isinstance(error, KeyError) else error
         problem = f"--reference {path}: {reason}"
         raise UserError(problem, "Give an .npz with tokens, cond, uncond and prompts.") from None
-    return Reference(condition, tokens.long(), cond, uncond)
+    return Reference(condition=condition, tokens=tokens.long(), cond=cond, uncond=uncond)
 
 
 @torch.inference_mode()
@@ -93,7 +93,13 @@ def check_model(
     height, width = model.grid
     line_length = width + (model.target.image_tokens - height * width) // height
     length = min(model.target.image_tokens, tokens or max(2 * line_length + 2, 32))
-    checks = _Checks(model, [prompts[0], prompts[-1]], length, tolerance, generator)
+    checks = _Checks(
+        model=model,
+        prompts=[prompts[0], prompts[-1]],
+        length=length,
+        tolerance=tolerance,
+        generator=generator,
+    )
     others = [checks.cache, checks.tree, checks.forced_tokens, checks.guidance, checks.codebook]
     return [checks.logits(reference), *(check() for check in others)]
 
@@ -146,7 +152,13 @@ class _Checks:
                 condition, self.tokens, *self.model.reference(condition, self.tokens, True)
             )
         if reference is None:
-            return Check("logits", "none", None, None, "no reference: give --reference FILE.npz")
+            return Check(
+                check="logits",
+                result="none",
+                error=None,
+                limit=None,
+                about="no reference: give --reference FILE.npz",
+            )
         tokens = reference.tokens
         most = self.target.image_tokens
         vocab_size = self.target.vocab_size
@@ -158,10 +170,12 @@ class _Checks:
                 f"{source} has {n} tokens from {lowest} to {highest} and {width} logits a token"
             )
             about = f"{theirs}; an image here has {most} tokens, from 0 to {vocab_size - 1}"
-            return Check("logits", "fail", None, None, about)
+            return Check(check="logits", result="fail", error=None, limit=None, about=about)
         is_guided = reference.uncond is not None
         tokens = tokens.to(self.target.device)
-        scores = teacher_forced(self.target, reference.condition, tokens, is_guided).logits
+        scores = teacher_forced(
+            target=self.target, condition=reference.condition, tokens=tokens, guided=is_guided
+        ).logits
         gaps = _gaps("", _rows(scores), _rows(reference))
         return self._compared("logits", gaps, f"along {n} tokens against {source}")
 
@@ -231,9 +245,15 @@ class _Checks:
             about = (
                 f"an image has {total} tokens and {height}x{width} codes, but {count} forced tokens"
             )
-            return Check("forced tokens", "fail", None, None, about)
+            return Check(check="forced tokens", result="fail", error=None, limit=None, about=about)
         if not expected:
-            return Check("forced tokens", "pass", None, None, "the image has none")
+            return Check(
+                check="forced tokens",
+                result="pass",
+                error=None,
+                limit=None,
+                about="the image has none",
+            )
         errors = []
         for logits in (row for rows in self.chains for row in rows):
             p = logits[0].float().softmax(-1).cpu()
@@ -246,17 +266,23 @@ class _Checks:
             if error > 1e-6
             else f"{expected} an image"
         )
-        return Check("forced tokens", "pass" if error <= 1e-6 else "fail", error, 1e-6, about)
+        return Check(
+            check="forced tokens",
+            result="pass" if error <= 1e-6 else "fail",
+            error=error,
+            limit=1e-6,
+            about=about,
+        )
 
     def guidance(self) -> Check:
         """Check the rows of guidance: the prompt moves the first, and neither depends on the other."""
         if any(len(rows) == 1 for rows in self.chains):
             return Check(
-                "guidance",
-                "fail",
-                None,
-                None,
-                "a guided session gives no logits without the prompt",
+                check="guidance",
+                result="fail",
+                error=None,
+                limit=None,
+                about="a guided session gives no logits without the prompt",
             )
         moved = []
         for text in dict.fromkeys(self.other_prompts):
@@ -265,27 +291,45 @@ class _Checks:
             except UserError:  # classes have no words
                 continue
             if text != self.prompts[0]:
-                scores = teacher_forced(self.target, condition, self.tokens[:1], True).logits
+                scores = teacher_forced(
+                    target=self.target, condition=condition, tokens=self.tokens[:1], guided=True
+                ).logits
                 moved.append(
                     [_gap(*pair) for pair in zip(_rows(scores), self.chains[0], strict=True)]
                 )
         if not moved:
-            return Check("guidance", "none", None, None, "needs two different prompts")
+            return Check(
+                check="guidance",
+                result="none",
+                error=None,
+                limit=None,
+                about="needs two different prompts",
+            )
         # In some models a longer prompt moves both rows.
         most, least = min(moved, key=lambda gaps: min(gaps) / max(*gaps, 1e-12))
         about = f"another prompt moves logits by {most:.2g} with it and {least:.2g} without it"
         if not most > least:
-            return Check("guidance", "fail", least, most, f"{about}: rows swapped?")
+            return Check(
+                check="guidance",
+                result="fail",
+                error=least,
+                limit=most,
+                about=f"{about}: rows swapped?",
+            )
         gaps: Gaps = {}
         zero = torch.zeros(1, 1, dtype=torch.int64, device=self.tokens.device)
         for image, condition in enumerate(self.conditions):
             tokens = self.tokens[image : image + 1]
             cond, uncond = self.chains[image]
-            alone = teacher_forced(self.target, condition, tokens, False).logits.cond
+            alone = teacher_forced(
+                target=self.target, condition=condition, tokens=tokens, guided=False
+            ).logits.cond
             gaps[f"image {image} unguided"] = _gap(alone, cond)
             session = self.target.session(1, True, 1)
             session.prefill(condition)
-            guided = session.score_guided(tokens[:, :1], zero, zero[None] == 0, 3.0)[0]
+            guided = session.score_guided(
+                tokens=tokens[:, :1], depths=zero, attention=zero[None] == 0, cfg_scale=3.0
+            )[0]
             gaps[f"image {image} guided"] = _gap(guided, guide(cond[:, 1:2], uncond[:, 1:2], 3.0))
         return self._compared("guidance", gaps, about)
 
@@ -293,18 +337,28 @@ class _Checks:
         """Check that pictures of near codes are alike: more so than with the codebook's rows in other orders."""
         codes = self.model.codebook
         if codes is None:
-            return Check("codebook", "none", None, None, "the model has no tokenizer")
+            return Check(
+                check="codebook",
+                result="none",
+                error=None,
+                limit=None,
+                about="the model has no tokenizer",
+            )
         if len(codes) != self.n_codes:
             return Check(
-                "codebook",
-                "fail",
-                None,
-                None,
-                f"{len(codes)} rows, and {self.n_codes} tokens can be chosen",
+                check="codebook",
+                result="fail",
+                error=None,
+                limit=None,
+                about=f"{len(codes)} rows, and {self.n_codes} tokens can be chosen",
             )
         if len(codes) < 8:
             return Check(
-                "codebook", "none", None, None, f"{len(codes)} codes are too few to compare"
+                check="codebook",
+                result="none",
+                error=None,
+                limit=None,
+                about=f"{len(codes)} codes are too few to compare",
             )
         chosen = torch.randperm(len(codes), generator=self.generator)[:_PICTURES]
         # Half the cells have the code, the rest a pattern: some tokenizers norm pictures of one code to nothing.
@@ -318,7 +372,13 @@ class _Checks:
             pictures.append(self.model.pixels.pixels(tokens[None])[0].flatten().float())
         shown = torch.pdist(torch.stack(pictures)).numpy()
         if np.ptp(shown) == 0:
-            return Check("codebook", "none", None, None, "all pictures are alike")
+            return Check(
+                check="codebook",
+                result="none",
+                error=None,
+                limit=None,
+                about="all pictures are alike",
+            )
         near = [
             torch.pdist(in_space(codes, space)[chosen.to(codes.device)]).cpu().numpy()
             for space in SPACES
@@ -338,7 +398,13 @@ class _Checks:
         as_good = sum(correlation(noise.permutation(len(chosen))) >= ours for _ in range(_ORDERS))
         p = (1 + as_good) / (1 + _ORDERS)
         about = f"distances of codes and of their pictures: rank correlation {ours:.2f}; p against other orders of rows"
-        return Check("codebook", "pass" if p <= 0.01 else "fail", float(p), 0.01, about)
+        return Check(
+            check="codebook",
+            result="pass" if p <= 0.01 else "fail",
+            error=float(p),
+            limit=0.01,
+            about=about,
+        )
 
     def _tree_tokens(self, committed: Sequence[int]) -> Tensor:
         """Tokens for the nodes of the tree behind the committed ones, forced ones at their positions."""
@@ -350,13 +416,25 @@ class _Checks:
         """The logits [1, N, V] of up to N tokens of an image, scored as a chain of N with filler."""
         chain = torch.zeros(1, self.length, dtype=torch.int64, device=self.target.device)
         chain[0, : len(tokens)] = tokens[: self.length].to(chain.device)
-        return _rows(teacher_forced(self.target, self.conditions[image], chain, True).logits)
+        return _rows(
+            teacher_forced(
+                target=self.target, condition=self.conditions[image], tokens=chain, guided=True
+            ).logits
+        )
 
     def _compared(self, check: str, gaps: Gaps, about: str) -> Check:
         worst = max(gaps, key=lambda name: gaps[name])
         if gaps[worst] <= self.tolerance:
-            return Check(check, "pass", gaps[worst], self.tolerance, about)
-        return Check(check, "fail", gaps[worst], self.tolerance, f"{about}; worst: {worst}")
+            return Check(
+                check=check, result="pass", error=gaps[worst], limit=self.tolerance, about=about
+            )
+        return Check(
+            check=check,
+            result="fail",
+            error=gaps[worst],
+            limit=self.tolerance,
+            about=f"{about}; worst: {worst}",
+        )
 
 
 def _rows(scores: Logits | Reference) -> Rows:

@@ -44,14 +44,25 @@ def _on_tables(
     tokens = torch.empty(0, table_tokens(trial.decoding), dtype=torch.int64)
     while True:
         end = min(trial.images, max(_FIRST_IMAGES, 2 * decoded)) if trial.broken else trial.images
-        more = table_images(trial.decoding, range(decoded, end), trial.rule, trial.drafting, seed)
+        more = table_images(
+            decoding=trial.decoding,
+            images=range(decoded, end),
+            rule=trial.rule,
+            drafting=trial.drafting,
+            seed=seed,
+        )
         tokens = torch.cat([tokens, more])
         decoded = end
         p_values, tv = g_tests(trial.decoding, tokens)
         on_share(decoded / trial.images)
         if decoded == trial.images or min(p_values.values()) < level:
             return tables.TrialResult(
-                trial.setting, trial.broken, p_values, decoded, tokens.numel(), tv=tv
+                setting=trial.setting,
+                broken=trial.broken,
+                p_values=p_values,
+                images=decoded,
+                tokens=tokens.numel(),
+                tv=tv,
             )
 
 
@@ -84,7 +95,13 @@ def _on_model(
     )
     tokens = sum(batch.starts.size for batch in batches)
     return tables.TrialResult(
-        trial.setting, trial.broken, p_values, images, tokens, edge, impossible
+        setting=trial.setting,
+        broken=trial.broken,
+        p_values=p_values,
+        images=images,
+        tokens=tokens,
+        edge=edge,
+        impossible=impossible,
     )
 
 
@@ -101,10 +118,13 @@ class Certification:
         tree = model_of(plan.model).defaults.get("tree")
         cfg_default = plan.resolved.cfg_defaults[plan.model]
         self._of_claims = [
-            audit_trials(claim, plan.model, dtype, plan.samples) for claim in plan.claims
+            audit_trials(claim=claim, model=plan.model, dtype=dtype, samples=plan.samples)
+            for claim in plan.claims
         ]
         of_claims = list(itertools.chain.from_iterable(self._of_claims))
-        self.trials = of_claims or certificate_trials(plan, tree, cfg_default, dtype)
+        self.trials = of_claims or certificate_trials(
+            plan=plan, tree=tree, cfg_default=cfg_default, dtype=dtype
+        )
         self._greedy = {} if plan.claims else lossless_decodings(tree, cfg_default, temperature=0)
 
     def model_in(self, dtype: str) -> LoadedModel:
@@ -121,9 +141,14 @@ class Certification:
         level = level if trial.broken else 0.0
         seed = self.plan.resolved.settings.seed
         if not trial.dtype:
-            return _on_tables(trial, seed, level, on_share)
+            return _on_tables(trial=trial, seed=seed, level=level, on_share=on_share)
         return _on_model(
-            trial, self.model_in(trial.dtype), self.plan.prompts, seed, level, on_share
+            trial=trial,
+            model=self.model_in(trial.dtype),
+            prompts=self.plan.prompts,
+            seed=seed,
+            level=level,
+            on_share=on_share,
         )
 
     def prepare(self, on_progress: OnProgress) -> None:
@@ -149,7 +174,13 @@ class Certification:
             streams = [
                 torch.Generator(self.loaded.target.device).manual_seed(0) for _ in range(GREEDY)
             ]
-            decode(self.loaded, condition, ar.autoregressive(), streams, tokens=_CALIBRATION)
+            decode(
+                model=self.loaded,
+                condition=condition,
+                decoding=ar.autoregressive(),
+                generators=streams,
+                tokens=_CALIBRATION,
+            )
 
         of_image = seconds(few_tokens) / GREEDY * self.loaded.target.image_tokens / _CALIBRATION
         small = next((trial.decoding for trial in self.trials if not trial.dtype), None)
@@ -224,9 +255,13 @@ class Certification:
     def _greedy_rows(self, on_share: Callable[[float], None]) -> list[dict[str, Any]]:
         """Whether each drafting at temperature 0 gives the tokens of greedy decoding."""
         prompts = list(dict.fromkeys(self.plan.prompts[:GREEDY]))
-        differences = whole_image.greedy_differences(self.loaded, prompts, self._greedy, on_share)
+        differences = whole_image.greedy_differences(
+            model=self.loaded, prompts=prompts, decodings=self._greedy, on_share=on_share
+        )
         tolerance = whole_image.NEAR_TIE[self.compute.dtype_name]
         return [
-            tables.identity_row(self.plan.model, name, rows, tolerance)
+            tables.identity_row(
+                model=self.plan.model, setting=name, differences=rows, tolerance=tolerance
+            )
             for name, rows in differences.items()
         ]

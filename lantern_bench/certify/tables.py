@@ -80,9 +80,14 @@ def trial_rows(
         )
         p = p_holm[result.setting, result.lowest]
         figure = f"smallest of {len(result.p_values)} p-values, corrected for {len(family)}"
-        row = _row(model, check, result.setting, figure, p, result.images) | _verdict(
-            f"> {LEVEL:g}", p > LEVEL
-        )
+        row = _row(
+            model=model,
+            check=check,
+            setting=result.setting,
+            figure=figure,
+            measured=p,
+            n=result.images,
+        ) | _verdict(f"> {LEVEL:g}", p > LEVEL)
         if row["passed"] == "yes" and result.too_few_tested:
             row["passed"] = "weak"
             notes.append("too few tokens are tested: give --dtype float32")
@@ -190,12 +195,12 @@ def identity_row(
     """Check that greedy speculation equals greedy decoding, or differs at a margin below `tolerance`, a near-tie."""
     share = proportion(differences.count(None), len(differences))
     row = _row(
-        model,
-        "greedy identity",
-        setting,
-        "share of prompts with equal tokens",
-        share.value,
-        len(differences),
+        model=model,
+        check="greedy identity",
+        setting=setting,
+        figure="share of prompts with equal tokens",
+        measured=share.value,
+        n=len(differences),
     )
     near_ties = list[str]()
     others = list[str]()

@@ -180,7 +180,14 @@ def table_model(tokens: int = TOKENS) -> LoadedModel:
     codebook = 0.3 * torch.randn(VOCABULARY, 2, generator=torch.Generator().manual_seed(2))
     pixels = NoPixels("tables", "its tokens mean nothing")
     return LoadedModel(
-        "tables", model, model.drafter, pixels, codebook, lambda _: None, {}, (1, tokens)
+        name="tables",
+        target=model,
+        drafter=model.drafter,
+        pixels=pixels,
+        codebook=codebook,
+        condition=lambda _: None,
+        weights={},
+        grid=(1, tokens),
     )
 
 
@@ -215,7 +222,15 @@ def table_images(
         ]
         broken = None if drafting is None else drafting(decoding, model.target, len(seeds))
         streams = generators(model, seeds)
-        decoded = decode(model, None, decoding, streams, engine=engine, rule=rule, drafting=broken)
+        decoded = decode(
+            model=model,
+            condition=None,
+            decoding=decoding,
+            generators=streams,
+            engine=engine,
+            rule=rule,
+            drafting=broken,
+        )
         tokens.append(torch.stack([image.tokens for image in decoded]).long())
     return torch.cat(tokens)
 

@@ -65,7 +65,7 @@ def certificate_trials(
     for setting, decoding in table_decodings().items():
         images = TABLE_IMAGES if table_tokens(decoding) == TOKENS else TABLE_IMAGES // 4
         tables.append(Trial(f"{setting}, tables", decoding, images))
-    model = list(_model_trials(plan, tree, cfg_default, dtype))
+    model = list(_model_trials(plan=plan, tree=tree, cfg_default=cfg_default, dtype=dtype))
     if not plan.has_power:
         return model if plan.is_thorough else tables + model
     trials = model if plan.is_thorough else tables
@@ -94,7 +94,12 @@ def _model_trials(
         for setting, decoding in lossless_decodings(
             tree, cfg_default, siblings=is_narrow, **common, **filters
         ).items():
-            yield Trial(setting + words, decoding, plan.samples, "float32" if is_narrow else dtype)
+            yield Trial(
+                setting=setting + words,
+                decoding=decoding,
+                images=plan.samples,
+                dtype="float32" if is_narrow else dtype,
+            )
 
 
 def audit_trials(claim: Claim, model: str, dtype: str, samples: int) -> list[Trial]:
@@ -103,7 +108,14 @@ def audit_trials(claim: Claim, model: str, dtype: str, samples: int) -> list[Tri
     small = table_decoding(claim.cell.decoding)
     trials = [Trial(f"{claim.cell.cell_id}, tables", small, AUDIT_TABLES * samples)]
     if claim.is_lossless:
-        trials.append(Trial(f"{claim.cell.cell_id}, {model}", decoding, samples, dtype))
+        trials.append(
+            Trial(
+                setting=f"{claim.cell.cell_id}, {model}",
+                decoding=decoding,
+                images=samples,
+                dtype=dtype,
+            )
+        )
     if claim.is_lossless and claim.is_ours and small.drafts:
         trials.append(replace(broken_trials(trials[0])[0], images=trials[0].images))
     return trials
@@ -135,7 +147,13 @@ def lossless_decodings(
         for small in (
             _trees(rule, tree, siblings) if "tree" in drafting.defaults else [drafting.small]
         ):
-            _add(named, rule, drafting, {**common, **small}, cfg_default)
+            _add(
+                named=named,
+                rule=rule,
+                drafting=drafting,
+                values={**common, **small},
+                cfg_default=cfg_default,
+            )
     return named
 
 
@@ -155,13 +173,24 @@ def table_decodings() -> dict[str, Decoding]:
         if "tree" in drafting.defaults:
             smalls = [{"tree": rule.tree}] if rule.chains else [dict(drafting.small), _SIBLINGS]
         for small, chosen in itertools.product(smalls, combinations):
-            _add(named, rule, drafting, {**small, **chosen})
+            _add(named=named, rule=rule, drafting=drafting, values={**small, **chosen})
         if "window" in drafting.small:
             couplings = [{"coupling": word} for word in words.get("coupling", ())] or [{}]
             for chosen in couplings:
-                _add(named, rule, drafting, {**drafting.small, **chosen, "window": _WIDE})
+                _add(
+                    named=named,
+                    rule=rule,
+                    drafting=drafting,
+                    values={**drafting.small, **chosen, "window": _WIDE},
+                )
         for small in smalls:
-            _add(named, rule, drafting, {**small, **_FILTERED}, suffix=", filtered and guided")
+            _add(
+                named=named,
+                rule=rule,
+                drafting=drafting,
+                values={**small, **_FILTERED},
+                suffix=", filtered and guided",
+            )
     return named
 
 

@@ -89,7 +89,7 @@ def evidence(
         q is not None and bool(broken_distributions(q).any())
     ):
         raise LogitsError("a forward over finished images gives logits that are no numbers")
-    passes, fails = _sure(logits, p, decoding, tolerance)
+    passes, fails = _sure(logits=logits, p=p, decoding=decoding, tolerance=tolerance)
     wide = (logits.double() / decoding.temperature).masked_fill(fails, -torch.inf).softmax(dim=-1)
     unsure = torch.where(passes, 0.0, wide).sum(dim=-1, keepdim=True)
     at_edge = unsure / (unsure + (1 - unsure) * math.exp(-tolerance))
@@ -185,17 +185,29 @@ def decoded_evidence(
         condition = model.condition([prompt.text for prompt, _ in slots])
         broken = None if drafting is None else drafting(decoding, target, batch)
         decoded = decode(
-            model, condition, decoding, streams, engine=model.engine, rule=rule, drafting=broken
+            model=model,
+            condition=condition,
+            decoding=decoding,
+            generators=streams,
+            engine=model.engine,
+            rule=rule,
+            drafting=broken,
         )
         tokens = torch.stack([image.tokens for image in decoded]).long().to(target.device)
-        forced = teacher_forced(target, condition, tokens, decoding.cfg_scale != 1)
+        forced = teacher_forced(
+            target=target, condition=condition, tokens=tokens, guided=decoding.cfg_scale != 1
+        )
         logits = guide(forced.logits.cond, forced.logits.uncond, decoding.cfg_scale)
         q = None if model.drafter is None else drafted_along(model.drafter, forced, decoding)
         has_filters = bool(decoding.top_k) or decoding.top_p < 1
-        rows = [] if has_filters else sums_along(target, forced, q, decoding)
+        rows = (
+            [] if has_filters else sums_along(target=target, forced=forced, q=q, decoding=decoding)
+        )
         features = np.array([row["feature_sums"] for row in rows] or [()] * batch)
         starts = [image.trace.start for image in decoded]
-        yield evidence(logits, q, tokens, starts, decoding, tolerance)._replace(features=features)
+        yield evidence(
+            logits=logits, q=q, tokens=tokens, starts=starts, decoding=decoding, tolerance=tolerance
+        )._replace(features=features)
 
 
 def p_values(batches: Sequence[Evidence], depth: int) -> dict[str, float]:

@@ -242,7 +242,9 @@ def certify(
     flags |= {"model": [model], "prompts": prompts or next(iter(model_of(model).prompt_sets))}
     cells = audited_cells(modes) if modes else [{"mode": "ar"}]
     # Few images in each of many cells: compiling them would take longer.
-    resolved = resolve_cells("certify", flags, cells, settings or [], compile=thorough)
+    resolved = resolve_cells(
+        name="certify", flags=flags, cells=cells, settings=settings or [], compile=thorough
+    )
     values = {
         "samples": samples or (192 if modes or thorough else 8),
         "is_thorough": thorough,

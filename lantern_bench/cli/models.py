@@ -186,13 +186,17 @@ def generate(
     modes = mode or [model_of(model).mode]
     # Not compiled by default: compiling takes longer than an image.
     resolved = resolve_flags(
-        "generate", flags | {"model": [model]}, modes, settings or [], compile=False
+        name="generate",
+        flags=flags | {"model": [model]},
+        mode=modes,
+        settings=settings or [],
+        compile=False,
     )
     if "all" not in split_words(modes) and not random_weights:
         check_drafters(resolved.cells)
     if dry_run:
         return console.table(_show_memory(resolved, console), title=model, format=format)
-    prompt = _prompt(caption, label, random_weights, model)
+    prompt = _prompt(caption=caption, label=label, random=random_weights, model=model)
     if out.suffix.lower() != ".png":
         raise UserError(
             f"--out {out}: must end with .png", f"For example {out.stem or 'picture'}.png."
@@ -236,7 +240,7 @@ def generate(
             console.say(f"{cell.cell_id} is left out: {error.message}")
     if resolved.settings.compile and (note := compile_models([loaded], compute)) is not None:
         console.note(*note)
-    tasks = runner.tasks_of(cells, seed, [prompt], images)
+    tasks = runner.tasks_of(cells=cells, seed=seed, prompts=[prompt], images=images)
     decoded = []
     with console.progress() as progress:
         progress.share("images", 0, len(tasks))
@@ -258,7 +262,12 @@ def generate(
     rows = []
     for task, image in zip(tasks, decoded, strict=True):
         tokens = image.tokens[None].to(compute.device).long()
-        (sums,) = token_sums(loaded, loaded.condition([prompt]), tokens, task.cell.decoding)
+        (sums,) = token_sums(
+            model=loaded,
+            condition=loaded.condition([prompt]),
+            tokens=tokens,
+            decoding=task.cell.decoding,
+        )
         columns = image.columns(1)
         row = {
             "cell_id": task.cell.cell_id,

@@ -264,7 +264,13 @@ def resolve_flags(
             raise UserError(
                 f"--mode {word}: unknown mode{hint}", f"The modes are {', '.join(MODES)}, or all."
             )
-    return resolve_cells(name, flags, [{"mode": word} for word in modes], settings, **defaults)
+    return resolve_cells(
+        name=name,
+        flags=flags,
+        cells=[{"mode": word} for word in modes],
+        settings=settings,
+        **defaults,
+    )
 
 
 def resolve_cells(

@@ -110,27 +110,38 @@ def profile(
     set_threads(threads)
     compute = choose_compute(device, dtype, fast=True)
     profiled = profiling.load_profiled_model(
-        model, size, random_weights, compute, images, seed, tokens
+        name=model,
+        size=size,
+        random=random_weights,
+        compute=compute,
+        images=images,
+        seed=seed,
+        tokens=tokens,
     )
     profiled = profiled._replace(cfg_scale=decodings[0].cfg_scale)
     for decoding in (*trees.values(), *decodings):
-        check_loaded(profiled.model, decoding, 1, compute)
+        check_loaded(model=profiled.model, decoding=decoding, batch=1, compute=compute)
     if compile and (note := compile_models([profiled.model], compute)) is not None:
         console.note(*note)
     steps = {"ar": decodings[0].autoregressive(), **trees}
     if threads is None:
         kinds = [*steps.values(), decodings[0]][:2]
         set_fastest_threads(
-            profiled.model, profiled.prompts[0], kinds, lambda note: console.note(*note)
+            model=profiled.model,
+            prompt=profiled.prompts[0],
+            decodings=kinds,
+            emit=lambda note: console.note(*note),
         )
     if search:
-        return _search(profiled, decodings, console, format)
+        return _search(profiled=profiled, decodings=decodings, console=console, format=format)
     target: Any = profiled.model.target
     rates = profiling.device_rates(target, profiled.is_guided)
     speeds = f"reads {rates.bytes_per_s / 1e9:.1f} GB/s, multiplies {rates.operations_per_s / 1e9:.0f} Gop/s"
     console.say(f"{compute.device}: {speeds}, measured at the size of this model")
     with console.progress() as progress:
-        rows = profiling.measure(profiled, steps, rates, progress.share)
+        rows = profiling.measure(
+            profiled=profiled, steps=steps, rates=rates, on_progress=progress.share
+        )
     table = pd.DataFrame(rows).round(4)
     console.table(
         table, title=f"{size or model}, {compute.device}, {compute.dtype_name}", format=format
@@ -138,13 +149,18 @@ def profile(
     if out is not None:
         console.say("written: " + ", ".join(map(str, profiling.save_profile(table, out))))
     if profiled.is_trained and compute.dtype_name != "float32":
-        tv = profiling.dtype_error(model, profiled.model, profiled.prompts[:2], profiled.cfg_scale)
+        tv = profiling.dtype_error(
+            name=model,
+            rounded=profiled.model,
+            prompts=profiled.prompts[:2],
+            cfg_scale=profiled.cfg_scale,
+        )
         figures = (
             f"mean {tv.mean():.4f}, 99th percentile {tv.quantile(0.99):.4f}, maximum {tv.max():.4f}"
         )
         console.say(f"TV of {compute.dtype_name} against float32, {len(tv)} positions: {figures}")
     if save_to is not None:
-        profiling.save_device(profiled, rows, compute, save_to)
+        profiling.save_device(profiled=profiled, rows=rows, compute=compute, path=save_to)
         console.say(f"written: {save_to}")
 
 
@@ -173,7 +189,11 @@ def _search(
     lines = []
     for decoding in decodings:
         measured = search_trees(
-            profiled.model, decoding, profiled.prompts, profiled.seed, console.say
+            model=profiled.model,
+            decoding=decoding,
+            prompts=profiled.prompts,
+            seed=profiled.seed,
+            say=console.say,
         )
         table = pd.DataFrame([row for _, row in measured]).round(4)
         title = f"{decoding.mode}, {decoding.drafting}, {decoding.rule}, the fastest measured"

@@ -75,7 +75,7 @@ def curves(
 
     from lantern_bench.report.curves import draw_curves
 
-    for path in draw_curves(runs, folder, by, split_words(cells), width):
+    for path in draw_curves(runs=runs, folder=folder, by=by, cells=split_words(cells), width=width):
         console.data(str(path))
 
 
@@ -259,9 +259,11 @@ def predict(
         terms = []
         title = data.folder.name
     else:
-        table = cost_model.predict_run(data, target, stack, model)
+        table = cost_model.predict_run(run=data, device=target, stack=stack, model=model)
         terms = cost_model.terms_of(target, stack)
-        terms += filter(None, [cost_model.measured_elsewhere(data, target, stack, model)])
+        terms += filter(
+            None, [cost_model.measured_elsewhere(run=data, device=target, stack=stack, model=model)]
+        )
         title = f"{data.folder.name}, predicted for {target.name}"
     if prompts is not None:
         table = cost_model.with_hours(table, prompts, devices)

@@ -81,9 +81,15 @@ def sweep(
             problem, "Name one, such as lantern-table2: `lantern-bench experiments` lists them."
         )
     request = prepare(
-        experiment or "lanterns", overrides, out=out, resume=resume, shard=shard, ray=ray, both_residuals=published,
+        experiment or "lanterns",
+        overrides,
+        out=out,
+        resume=resume,
+        shard=shard,
+        ray=ray,
+        both_residuals=published,
         worker_timeout=worker_timeout,
-    )  # fmt: skip
+    )
     console: Console = ctx.obj
     console.say(f"run: {request.folder}")
     if dry_run:

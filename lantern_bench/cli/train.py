@@ -71,7 +71,7 @@ def drafter(
 
     job = make_job(checked_flags, results_root() / "drafters")
     if not dry_run:
-        return _run(job, min_mal, console, format)
+        return _run(job=job, min_mal=min_mal, console=console, format=format)
     import pandas as pd
 
     table = pd.DataFrame(plan_rows(job), columns=["what", "how much"])
@@ -115,7 +115,13 @@ def _run(job: DrafterJob, min_mal: float | None, console: Console, format: str |
                     **event.figures,
                 )
 
-            report, evaluated = train_drafter(job, model, on_event, progress.share, distributed)
+            report, evaluated = train_drafter(
+                job=job,
+                model=model,
+                on_event=on_event,
+                on_progress=progress.share,
+                processes=distributed,
+            )
     except KeyboardInterrupt:
         shown.say(f"stopped; the same command continues from what is in {job.work}")
         raise

@@ -195,7 +195,7 @@ class Decoding:
                 raise ParameterError(f"does not belong here: it is for {owners_of(key)}", key)
         values = {key: check_value(key, value) for key, value in values.items()}
         defaults = DRAFTINGS[drafting].adapt(
-            defaults_for(drafting, rule, mode, model_defaults), values
+            defaults_for(drafting=drafting, rule=rule, mode=mode, of_model=model_defaults), values
         )
         values = {
             key: value for key, value in defaults.items() if has_parameter(key, drafting, rule)
@@ -204,7 +204,7 @@ class Decoding:
         if (tree := values.get("tree")) is not None:
             paths = STATIC_TREES[tree] if isinstance(tree, str) else check_topology(tree)
             values["tree"] = topology_name(paths)
-        _check_together(values, mode, drafting, rule, paths)
+        _check_together(values=values, mode=mode, drafting=drafting, rule=rule, paths=paths)
         # it uses no filters and no residual (docs/algorithms.md, section 3)
         if values["temperature"] == 0:
             values |= {
@@ -365,7 +365,10 @@ def _check_together(
 ) -> None:
     """Raise `ParameterError` for values of a cell that do not go together, or for a missing one."""
     if problem := chain_problem(
-        rule, drafting, paths, "it" if paths else f"the drafting {drafting}"
+        rule=rule,
+        drafting=drafting,
+        paths=paths,
+        tree="it" if paths else f"the drafting {drafting}",
     ):
         raise ParameterError(problem, "tree" if paths else "rule")
     row = RULES[rule]

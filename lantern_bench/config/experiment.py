@@ -147,7 +147,7 @@ def load_experiment(
     for name, recorded in reader.model_defaults().items():
         defaults[name] = defaults.get(name, {}) | recorded
     reader.check_models(settings, defaults, entries)
-    cells = Grid(reader, settings, entries, defaults).cells()
+    cells = Grid(reader=reader, settings=settings, entries=entries, defaults=defaults).cells()
     reader.problems.raise_all()
     cfg_defaults = {
         model: float(defaults[model].get("cfg_scale") or 1.0) for model in settings.model
@@ -257,7 +257,12 @@ class Grid:
             for drafting, rule in itertools.product(draftings, rules):
                 methods.append((mode, drafting, rule))
                 yield from self._of_method(
-                    mode, drafting, rule, layer, entry.location, self.defaults.get(model, {})
+                    mode=mode,
+                    drafting=drafting,
+                    rule=rule,
+                    layer=layer,
+                    location=entry.location,
+                    model_defaults=self.defaults.get(model, {}),
                 )
         if methods and not {"drafting", "rule"} & self.reader.flags.keys():
             self._note_unused(entry.layer, methods)

@@ -208,9 +208,16 @@ class ExperimentReader:
         for path in source.twice:
             self._note(path, "is written twice")
         self.blocks = self._blocks("models")
-        self.top = self._layer(self.data, (), _PARAMETERS, (*ALLOWED, *_BLOCKS))
+        self.top = self._layer(
+            block=self.data, path=(), parameters=_PARAMETERS, other_keys=(*ALLOWED, *_BLOCKS)
+        )
         self.models = {
-            name: self._layer(block, ("models", name), _PARAMETERS, _SETTINGS_OF_MODEL)
+            name: self._layer(
+                block=block,
+                path=("models", name),
+                parameters=_PARAMETERS,
+                other_keys=_SETTINGS_OF_MODEL,
+            )
             for name, block in self.blocks.items()
         }
         self.flags = self._flags()
@@ -286,7 +293,9 @@ class ExperimentReader:
         """Read the values by model that a resolved experiment records."""
         defaults = {}
         for name, block in self._blocks("model_defaults").items():
-            layer = self._layer(block, ("model_defaults", name), _PARAMETERS, ())
+            layer = self._layer(
+                block=block, path=("model_defaults", name), parameters=_PARAMETERS, other_keys=()
+            )
             defaults[name] = {key: stated.values[0] for key, stated in layer.items()}
         return defaults
 
@@ -295,7 +304,9 @@ class ExperimentReader:
         for key, typed in self.overrides.values.items():
             location = self.overrides.location(key)
             if key in _PARAMETERS:
-                if values := read_values(key, list(typed), location, self.problems):
+                if values := read_values(
+                    key=key, written=list(typed), location=location, problems=self.problems
+                ):
                     layer[key] = Stated(values, location)
             elif key not in ALLOWED:
                 text = "unknown key" + did_you_mean(key, (*_PARAMETERS, *ALLOWED))
@@ -337,7 +348,11 @@ class ExperimentReader:
         """Return the modes to keep, in the order in which they are typed."""
         location = Location("--modes")
         typed = self.overrides.modes
-        modes_read = read_values("mode", list(typed), location, self.problems) if typed else ()
+        modes_read = (
+            read_values(key="mode", written=list(typed), location=location, problems=self.problems)
+            if typed
+            else ()
+        )
         wanted: dict[str, None] = dict.fromkeys(modes_read or MODES)
         if baseline:
             wanted["ar"] = None
@@ -362,7 +377,9 @@ class ExperimentReader:
 
     def _entry(self, block: object, path: KeyPath) -> CellEntry:
         mapping = self._mapping(block, path, "a cell such as {mode: lantern, delta: 0.1}")
-        layer = self._layer(mapping, path, tuple(PARAMETERS), ("model",))
+        layer = self._layer(
+            block=mapping, path=path, parameters=tuple(PARAMETERS), other_keys=("model",)
+        )
         if mapping and "mode" not in mapping:
             self._note(path, f"has no mode; the modes are {', '.join(MODES)}")
         models = mapping.get("model", ())
@@ -391,7 +408,13 @@ class ExperimentReader:
         for key, written in block.items():
             location = self.source.location((*path, key))
             if key in parameters:
-                if values := read_values(key, written, location, self.problems, self.source.folder):
+                if values := read_values(
+                    key=key,
+                    written=written,
+                    location=location,
+                    problems=self.problems,
+                    folder=self.source.folder,
+                ):
                     layer[key] = Stated(values, location)
             # which earlier versions recorded
             elif key not in other_keys and (key, written) != ("form", "exact"):

@@ -155,12 +155,31 @@ def make_plan(experiment: ResolvedExperiment, prompts: Sequence[Prompt]) -> Plan
     for start in range(0, len(slots), together):
         prompt, repeat = slots[start]
         order = [
-            (order_key(settings.seed, prompt.id, repeat, cell.cell_id), cell)
+            (
+                order_key(
+                    run_seed=settings.seed, prompt_id=prompt.id, repeat=repeat, cell_id=cell.cell_id
+                ),
+                cell,
+            )
             for cell in experiment.cells
         ]
         for _, cell in sorted(order, key=itemgetter(0)):
             for image_index in range(start, min(start + together, len(slots))):
                 prompt, repeat = slots[image_index]
-                seed = record_seed(settings.seed, prompt.id, repeat, seed_sets[cell.cell_id])
-                tasks.append(ImageTask(cell, prompt, repeat, seed, image_index, len(tasks)))
+                seed = record_seed(
+                    run_seed=settings.seed,
+                    prompt_id=prompt.id,
+                    repeat=repeat,
+                    seed_set=seed_sets[cell.cell_id],
+                )
+                tasks.append(
+                    ImageTask(
+                        cell=cell,
+                        prompt=prompt,
+                        repeat=repeat,
+                        seed=seed,
+                        image_index=image_index,
+                        order_index=len(tasks),
+                    )
+                )
     return Plan(experiment.cells, tuple(tasks), together)

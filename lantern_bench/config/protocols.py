@@ -70,7 +70,7 @@ _ALL = (
 _MEASURED = {name for protocol in _ALL for name in protocol.metrics}
 # A metric of images that no protocol above measures has a protocol of its own name.
 _OF_METRICS = tuple(
-    Protocol(name.replace("_", "-"), 1, METRICS[name].meaning, (name,))
+    Protocol(name=name.replace("_", "-"), version=1, about=METRICS[name].meaning, metrics=(name,))
     for name in OF_IMAGES
     if name not in _MEASURED
 )

@@ -73,8 +73,8 @@ def read_source(
         raise UserError(f"{path}: must be a mapping of keys to values, not {kind}")
     lines: dict[KeyPath, int] = {}
     twice: list[KeyPath] = []
-    _note_lines(node, (), lines, twice)
-    return Source(str(path), path.parent, data, lines, tuple(twice))
+    _note_lines(node=node, path=(), lines=lines, twice=twice)
+    return Source(name=str(path), folder=path.parent, data=data, lines=lines, twice=tuple(twice))
 
 
 def load_yaml(text: str, name: str) -> tuple[Any, yaml.Node | None]:
@@ -126,13 +126,13 @@ def _note_lines(
     lines.setdefault(path, node.start_mark.line + 1)
     if isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):
-            _note_lines(item, (*path, index), lines, twice)
+            _note_lines(node=item, path=(*path, index), lines=lines, twice=twice)
     elif isinstance(node, yaml.MappingNode):
         for key, value in node.value:
             inner = (*path, str(key.value))
             if inner in lines:
                 twice.append(inner)
-            _note_lines(value, inner, lines, twice)
+            _note_lines(node=value, path=inner, lines=lines, twice=twice)
             lines[inner] = key.start_mark.line + 1
 
 

@@ -86,7 +86,10 @@ class Engine:
     ) -> Callable[..., T]:
         if device.type == "cuda":
             return GraphedProgram(
-                compile_function(method, device, self._backend), method, device, self
+                compiled=compile_function(method, device, self._backend),
+                plain=method,
+                device=device,
+                engine=self,
             )
         if self.folder is None or self._backend != "inductor" or not can_save_programs():
             return compile_function(method, device, self._backend)

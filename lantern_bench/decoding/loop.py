@@ -94,7 +94,7 @@ def decode(
         phases=Phases(device),
     )
     if decoding.drafts:
-        return _speculative(batch, condition, rule, drafting)
+        return _speculative(batch=batch, condition=condition, rule=rule, drafting=drafting)
     return _autoregressive(batch, condition)
 
 

@@ -59,7 +59,11 @@ def decoding_probabilities(logits: Tensor, decoding: Decoding) -> Tensor:
     if decoding.greedy:
         return greedy_probabilities(logits)
     return probabilities(
-        logits, decoding.temperature, decoding.top_k, decoding.top_p, decoding.filter_order
+        logits=logits,
+        temperature=decoding.temperature,
+        top_k=decoding.top_k,
+        top_p=decoding.top_p,
+        filter_order=decoding.filter_order,
     )
 
 

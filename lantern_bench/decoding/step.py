@@ -91,7 +91,10 @@ class TreeScorer:
             answer = self.session.score(tree.tokens, tree.depths, tree.attention)
             return TreeScores(logits=guide(answer.cond, None, 1.0), features=answer.features)
         logits, features = self.session.score_guided(
-            tree.tokens, tree.depths, tree.attention, self._cfg_scale
+            tokens=tree.tokens,
+            depths=tree.depths,
+            attention=tree.attention,
+            cfg_scale=self._cfg_scale,
         )
         return TreeScores(logits=logits, features=features)
 
@@ -101,7 +104,9 @@ def tree_scorer(
 ) -> tuple[TargetSession, Callable[[TreeInputs], TreeScores]]:
     """Return the target's session for trees of `nodes`, and the program that scores one."""
     key = ("score", batch, nodes, cfg_scale)
-    scorer = engine.cached(key, lambda: TreeScorer(target, batch, nodes, cfg_scale))
+    scorer = engine.cached(
+        key, lambda: TreeScorer(target=target, batch=batch, nodes=nodes, cfg_scale=cfg_scale)
+    )
     return scorer.session, engine.program(key, scorer.score, target.device)
 
 
@@ -155,7 +160,9 @@ class SpeculativeStep:
             self.draft = self._draft
 
         nodes = self.drafting.nodes
-        self.session, self.score = tree_scorer(target, batch, nodes, cfg_scale, engine)
+        self.session, self.score = tree_scorer(
+            target=target, batch=batch, nodes=nodes, cfg_scale=cfg_scale, engine=engine
+        )
         self.drafter_session = None
         if drafter is not None:
             self.drafter_session = drafter.session(batch, guided=cfg_scale != 1, nodes=nodes)
@@ -184,7 +191,13 @@ class SpeculativeStep:
         depth = self.drafting.depth
         key = ("images", len(prefix.features), self._batch, image_tokens, depth)
         self.images = self._engine.cached(
-            key, lambda: ImageState(self._batch, image_tokens, depth, prefix.features)
+            key,
+            lambda: ImageState(
+                batch=self._batch,
+                image_tokens=image_tokens,
+                depth=depth,
+                prefix_features=prefix.features,
+            ),
         )
         self.images.start_images(tokens_wanted, prefix.features, first)
         if self.drafter_session is not None:
@@ -256,7 +269,11 @@ class SpeculativeStep:
         if self._decoding.greedy:
             broken = broken_logits(scores.logits)
             verdict = verify_greedy(
-                tree, scores.logits, self._rule, images.depth_limit, images.position
+                tree=tree,
+                guided_logits=scores.logits,
+                rule=self._rule,
+                depth_limit=images.depth_limit,
+                position=images.position,
             )
         else:
             assert p is not None
@@ -274,7 +291,9 @@ class SpeculativeStep:
         images.commit(verdict, scores.features, broken.any(dim=1))
         if self.drafting.learns:
             assert p is not None
-            self.drafting.after_step(_last_step(tree, p, verdict, images.position, active))
+            self.drafting.after_step(
+                _last_step(tree=tree, p=p, verdict=verdict, position=images.position, active=active)
+            )
         self.session.commit(verdict.path, images.counts)
         if not self._keep_logits:
             return None

@@ -40,7 +40,12 @@ def teacher_forced(target: Target, condition: Any, tokens: Tensor, guided: bool)
     uncond = after.uncond
     if prefix.uncond is not None and uncond is not None:
         uncond = torch.cat([prefix.uncond, uncond[:, :-1]], dim=1)
-    return Forced(tokens, condition, prefix, Logits(cond, uncond, after.features))
+    return Forced(
+        tokens=tokens,
+        condition=condition,
+        prefix=prefix,
+        logits=Logits(cond, uncond, after.features),
+    )
 
 
 def drafter_logits_along(drafter: Drafter, forced: Forced) -> Iterator[DrafterLogits]:

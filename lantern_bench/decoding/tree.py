@@ -134,7 +134,7 @@ class StaticTree:
                 children=_padded(kids),
                 attention=attention,
                 layout=layout,
-                levels=tuple(_levels(nodes, parents, kids, attention)),
+                levels=tuple(_levels(nodes=nodes, parents=parents, kids=kids, attention=attention)),
                 max_depth=len(nodes[-1]),
             )
 
@@ -178,7 +178,11 @@ def _rank_groups(nodes: _Lists, internal: Sequence[int], kids: _Lists) -> Iterat
         slots = torch.tensor([internal.index(node) for node in parents])
         levels = len({len(nodes[node]) for node in parents})
         yield RankGroup(
-            torch.tensor(parents), slots, _padded(below), levels, _nodes_per_rank(below)
+            nodes=torch.tensor(parents),
+            slots=slots,
+            children=_padded(below),
+            levels=levels,
+            nodes_per_rank=_nodes_per_rank(below),
         )
 
 

@@ -123,7 +123,7 @@ def _pac_nodes(values: Values) -> int:
 
 TREE = structure(
     "tree",
-    Kind(Any, "must be a tree", "string", tuple(STATIC_TREES)),
+    Kind(type=Any, allowed="must be a tree", dtype="string", choices=tuple(STATIC_TREES)),
     f"Static tree: {', '.join(STATIC_TREES)}; @FILE; or a list of paths.",
 )
 _SIZE = whole_number(1, MOST_NODES)

@@ -63,7 +63,7 @@ def number(allowed: str, **limits: Any) -> Kind:
 
 def word(*choices: str) -> Kind:
     """Return the kind of parameters whose value is one of these words."""
-    return Kind(Literal[choices], "must be one of", "string", choices)
+    return Kind(type=Literal[choices], allowed="must be one of", dtype="string", choices=choices)
 
 
 COUNT = whole_number(1)

@@ -45,55 +45,83 @@ class Mode:
 
 
 SHIPPED_MODES = (
-    Mode("ar", "none", "none", "AR", "#000000"),
-    Mode("speculative", "static", "strict", "speculative (strict)", "#0072B2", source="2401.15077"),
-    Mode("lantern", "dynamic", "additive", "LANTERN", "#D55E00", source="2410.03355"),
-    Mode("lantern++", "static", "multiplicative", "LANTERN++", "#009E73", source="2502.06352"),
+    Mode(name="ar", drafting="none", rule="none", label="AR", colour="#000000"),
     Mode(
-        "sjd",
-        "jacobi",
-        "strict",
-        "SJD",
-        "#332288",
+        name="speculative",
+        drafting="static",
+        rule="strict",
+        label="speculative (strict)",
+        colour="#0072B2",
+        source="2401.15077",
+    ),
+    Mode(
+        name="lantern",
+        drafting="dynamic",
+        rule="additive",
+        label="LANTERN",
+        colour="#D55E00",
+        source="2410.03355",
+    ),
+    Mode(
+        name="lantern++",
+        drafting="static",
+        rule="multiplicative",
+        label="LANTERN++",
+        colour="#009E73",
+        source="2502.06352",
+    ),
+    Mode(
+        name="sjd",
+        drafting="jacobi",
+        rule="strict",
+        label="SJD",
+        colour="#332288",
         source="2410.01699",
         variants=({"initial": "left"}, {"initial": "row"}),
     ),
     Mode(
-        "scd",
-        "jacobi",
-        "strict",
-        "SCD",
-        "#882255",
-        {"coupling": "maximal"},
+        name="scd",
+        drafting="jacobi",
+        rule="strict",
+        label="SCD",
+        colour="#882255",
+        defaults={"coupling": "maximal"},
         source="2510.24211",
         variants=({"coupling": "gumbel"},),
     ),
     Mode(
-        "sjd-pac",
-        "pac",
-        "strict",
-        "SJD-PAC",
-        "#44AA99",
+        name="sjd-pac",
+        drafting="pac",
+        rule="strict",
+        label="SJD-PAC",
+        colour="#44AA99",
         source="2603.18599",
         variants=({"coupling": "gumbel"},),
     ),
     Mode(
-        "hybrid",
-        "hybrid",
-        "strict",
-        "hybrid",
-        "#999933",
+        name="hybrid",
+        drafting="hybrid",
+        rule="strict",
+        label="hybrid",
+        colour="#999933",
         variants=({"coupling": "none"}, {"coupling": "gumbel"}),
     ),
-    Mode("cool-sd", "static", "cool-sd", "Cool-SD", "#56B4E9"),
-    Mode("gsd", "static", "gsd", "GSD", "#E69F00", variants=({"drafting": "jacobi"},)),
-    Mode("entropy", "static", "entropy", "by entropy", "#CC79A7"),
+    Mode(name="cool-sd", drafting="static", rule="cool-sd", label="Cool-SD", colour="#56B4E9"),
     Mode(
-        "typical",
-        "static",
-        "typical",
-        "typical",
-        "#F0E442",
+        name="gsd",
+        drafting="static",
+        rule="gsd",
+        label="GSD",
+        colour="#E69F00",
+        variants=({"drafting": "jacobi"},),
+    ),
+    Mode(name="entropy", drafting="static", rule="entropy", label="by entropy", colour="#CC79A7"),
+    Mode(
+        name="typical",
+        drafting="static",
+        rule="typical",
+        label="typical",
+        colour="#F0E442",
         variants=({"drafting": "jacobi"}, {"alpha": 0.1}),
     ),
 )
@@ -197,17 +225,20 @@ DRAFTINGS: dict[str, Drafting] = {row.name: row for row in SHIPPED_DRAFTINGS} | 
 
 _DRAFTS = [name for name, row in DRAFTINGS.items() if row.drafts]
 _TAKEN |= {name for row in OUTSIDE_DRAFTINGS.values() for name in (row.name, *row.parameter_names)}
-OUTSIDE_RULES, _refused_rules = find_rows("lantern_bench.rules", Rule, _TAKEN, _DRAFTS)
+OUTSIDE_RULES, _refused_rules = find_rows(
+    group="lantern_bench.rules", row_class=Rule, taken=_TAKEN, draftings=_DRAFTS
+)
 REFUSED: dict[str, RefusedError] = _refused_draftings | _refused_rules
 RULES: dict[str, Rule] = {row.name: row for row in SHIPPED_RULES} | OUTSIDE_RULES
 
 MODES: dict[str, Mode] = {row.name: row for row in SHIPPED_MODES}
 MODES |= {
-    name: Mode(name, rule.drafting, name, rule.label or name)
+    name: Mode(name=name, drafting=rule.drafting, rule=name, label=rule.label or name)
     for name, rule in OUTSIDE_RULES.items()
 }
 MODES |= {
-    name: Mode(name, name, "strict", row.legend or name) for name, row in OUTSIDE_DRAFTINGS.items()
+    name: Mode(name=name, drafting=name, rule="strict", label=row.legend or name)
+    for name, row in OUTSIDE_DRAFTINGS.items()
 }
 
 _OWN_METRICS = {metric.name: metric for metric in SHIPPED_METRICS}

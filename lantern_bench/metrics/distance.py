@@ -30,11 +30,13 @@ def token_sums(
     `condition` is what the tokens were decoded with. The drafter is asked where `decoding` drafts with it. Raises
     `LogitsError` where target or drafter gives logits that are no numbers.
     """
-    forced = teacher_forced(model.target, condition, tokens, decoding.cfg_scale != 1)
+    forced = teacher_forced(
+        target=model.target, condition=condition, tokens=tokens, guided=decoding.cfg_scale != 1
+    )
     q = None
     if model.drafter is not None and decoding.drafting_row.needs_drafter and not decoding.greedy:
         q = drafted_along(model.drafter, forced, decoding)
-    return sums_along(model.target, forced, q, decoding)
+    return sums_along(target=model.target, forced=forced, q=q, decoding=decoding)
 
 
 def sums_along(
@@ -83,7 +85,7 @@ def _sums_of_image(
             # the first token is never drafted
             drafted = torch.cat([p[:1], drafted]) if start == 0 else drafted
             tilt = (drafted - p) / (drafted + p)
-        of_chunk = _sums(p, x, [information, tilt], is_drawn[now])
+        of_chunk = _sums(p=p, x=x, further=[information, tilt], is_drawn=is_drawn[now])
         sums = of_chunk if sums is None else sums + of_chunk
     assert sums is not None
     names = ["surprise", "squared_surprise"]

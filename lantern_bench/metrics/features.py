@@ -97,7 +97,7 @@ def find_extractor(name: str = BUNDLED, weights: Path | None = None) -> Extracto
     else:
         path = weights or find_weights(f"the feature extractor {name}", file_name)
         open_checkpoint(path).require(key, f"the weights of {name}")
-    return Extractor(name, layer, width, path)
+    return Extractor(name=name, layer=layer, width=width, weights=path)
 
 
 # ---- Features of a set
@@ -307,7 +307,9 @@ def _statistics(path: Path) -> Reference:
     label = (
         f"{path.stem} (statistics), {'n unknown' if n is None else f'n={n}'}, sha256={digest[:8]}"
     )
-    return Reference(None, label, FeatureSet(mean, covariance, n), digest)
+    return Reference(
+        pictures=None, label=label, statistics=FeatureSet(mean, covariance, n), digest=digest
+    )
 
 
 def _of_files(name: str, paths: Sequence[Path]) -> Reference:

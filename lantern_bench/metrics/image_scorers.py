@@ -123,7 +123,14 @@ def load_clip(
         raise UserError(f"{path.name} does not fit the CLIP model {name}", advice) from problem
     model.eval().requires_grad_(False)
     label = f"{label or name}@{remembered_sha256(path)[:8]}"
-    return ClipScorer(model, preprocess, tokenizer, label, prefix, torch.device(device))
+    return ClipScorer(
+        model=model,
+        preprocess=preprocess,
+        tokenizer=tokenizer,
+        label=label,
+        prefix=prefix,
+        device=torch.device(device),
+    )
 
 
 def _weights_in(folder: Path, name: str) -> Path:

@@ -51,7 +51,14 @@ class Chameleon(WordModel):
     defaults: Mapping[str, Any] = {"cfg_scale": 3.0, "top_k": 2000, "tree": "eagle1-25"}
     has_drafter = True
     published: ClassVar = {
-        "anole-7b": Published("Anole", _SIZES, _VQGAN, (32, 32), 7_013_666_816, ("anole",))
+        "anole-7b": Published(
+            about="Anole",
+            config=_SIZES,
+            vq=_VQGAN,
+            grid=(32, 32),
+            parameters=7_013_666_816,
+            aliases=("anole",),
+        )
     }
     any_model: ClassVar[Published | None] = published["anole-7b"]
     kind = ("model.layers.0.self_attn.q_norm.weight", "a Chameleon model in the HF layout")
@@ -94,7 +101,10 @@ class Chameleon(WordModel):
     def wording(self) -> Wording:
         """Return the wording: the caption alone; without it the start of the text and that of the image."""
         return Wording(
-            "{caption}", (self.start,), (_TURN, _IMAGE), lambda prompt, *_: [prompt[0], prompt[-1]]
+            template="{caption}",
+            before=(self.start,),
+            after=(_TURN, _IMAGE),
+            without_caption=lambda prompt, *_: [prompt[0], prompt[-1]],
         )
 
     @property
@@ -130,7 +140,12 @@ class Lumina(Chameleon):
 
     published: ClassVar = {
         "lumina-mgpt-7b-768": Published(
-            "Lumina-mGPT", _SIZES, _VQGAN, (48, 48), 7_013_666_816, ("lumina-mgpt",)
+            about="Lumina-mGPT",
+            config=_SIZES,
+            vq=_VQGAN,
+            grid=(48, 48),
+            parameters=7_013_666_816,
+            aliases=("lumina-mgpt",),
         )
     }
     any_model = None
@@ -149,7 +164,10 @@ class Lumina(Chameleon):
         )
         sides = (f"<reserved{8800 + side // 32:05d}>" for side in (height, width))
         return Wording(
-            template, (self.start,), (_TURN, _IMAGE, *sides), lambda prompt, *_: prompt[-3:]
+            template=template,
+            before=(self.start,),
+            after=(_TURN, _IMAGE, *sides),
+            without_caption=lambda prompt, *_: prompt[-3:],
         )
 
 
@@ -163,12 +181,12 @@ class Lumina2(Lumina):
     has_drafter = False  # none was published
     published: ClassVar = {
         "lumina-mgpt2-7b": Published(
-            "Lumina-mGPT 2.0",
-            _SIZES | {"vocab_size": 171385, "first_code": 155000, "codes": 16384},
-            _MOVQGAN,
-            (96, 96),
-            7_880_781_824,
-            ("lumina-mgpt2",),
+            about="Lumina-mGPT 2.0",
+            config=_SIZES | {"vocab_size": 171385, "first_code": 155000, "codes": 16384},
+            vq=_MOVQGAN,
+            grid=(96, 96),
+            parameters=7_880_781_824,
+            aliases=("lumina-mgpt2",),
         )
     }
     words = (0, 151642)

@@ -101,7 +101,9 @@ class _Session(CachedSession, DrafterSession):
         slots = self.cache.slots(seen.shape[2] - seen.shape[1], x.shape[1])
         table = drafter.table.values
         rotary = table[self._rotary_positions(positions).clamp_max(len(table) - 1)]
-        attend = attend_cached(self.cache, 0, slots, mask, drafter.attention_kernel)
+        attend = attend_cached(
+            cache=self.cache, layer=0, slots=slots, mask=mask, kernel=drafter.attention_kernel
+        )
         return drafter.layer(x, rotary, attend)
 
     def _logits(self, out: Tensor, positions: Tensor) -> DrafterLogits:
@@ -177,7 +179,9 @@ def build_drafter(
     config: TransformerConfig, target: CachedTarget, bias: bool = True
 ) -> EagleDrafter:
     """Return a drafter as published: LlamaGen's reads padding, Chameleon's hides it."""
-    return EagleDrafter(config, target.transformer.output, config.qk_norm, bias)
+    return EagleDrafter(
+        config=config, head=target.transformer.output, mask_padding=config.qk_norm, bias=bias
+    )
 
 
 def untrained_drafter(target: CachedTarget) -> EagleDrafter:

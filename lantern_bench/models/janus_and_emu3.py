@@ -46,14 +46,27 @@ class Janus(WordModel):
     defaults: Mapping[str, Any] = {"cfg_scale": 5.0, "tree": "eagle1-25"}
     published: ClassVar = {
         "janus-pro-1b": Published(
-            "Janus-Pro 1B", _janus(102400, 2048, 5632, 24, 16), {}, (24, 24), 1_514_262_528
+            about="Janus-Pro 1B",
+            config=_janus(vocab_size=102400, dim=2048, ffn_dim=5632, layers=24, heads=16),
+            vq={},
+            grid=(24, 24),
+            parameters=1_514_262_528,
         ),
         "janus-pro-7b": Published(
-            "Janus-Pro 7B", _janus(102400, 4096, 11008, 30, 32), {}, (24, 24), 6_641_950_720
+            about="Janus-Pro 7B",
+            config=_janus(vocab_size=102400, dim=4096, ffn_dim=11008, layers=30, heads=32),
+            vq={},
+            grid=(24, 24),
+            parameters=6_641_950_720,
         ),
     }
     # What transformers takes where a config.json states nothing.
-    any_model = Published("a Janus model", _janus(32000, 4096, 11008, 32, 32), {}, None)
+    any_model = Published(
+        about="a Janus model",
+        config=_janus(vocab_size=32000, dim=4096, ffn_dim=11008, layers=32, heads=32),
+        vq={},
+        grid=None,
+    )
     kind = ("model.generation_head.vision_head.weight", "a Janus model")
     ignored = r"model\.(vqmodel|vision_model|aligner|generation_aligner)\.|lm_head\."
     words = (0, 99999)
@@ -86,7 +99,10 @@ class Janus(WordModel):
             return [prompt[0], *[vocabulary[_PAD]] * (len(prompt) - 2), prompt[-1]]
 
         return Wording(
-            "<|User|>: {caption}\n\n<|Assistant|>:", (_JANUS_START,), (_BEGIN_IMAGE,), padding
+            template="<|User|>: {caption}\n\n<|Assistant|>:",
+            before=(_JANUS_START,),
+            after=(_BEGIN_IMAGE,),
+            without_caption=padding,
         )
 
     def prompt_tokens(self, caption: str, encode: Encode, bare: bool = False) -> list[int]:
@@ -164,11 +180,11 @@ class Emu3(WordModel):
     defaults: Mapping[str, Any] = {"cfg_scale": 3.0, "top_k": 2048, "tree": "eagle1-25"}
     published: ClassVar = {
         "emu3-gen": Published(
-            "Emu3-Gen",
-            {"text_config": _TEXT, "vq_config": {"codebook_size": 32768}},
-            _VQ,
-            (90, 90),
-            7_870_021_632,
+            about="Emu3-Gen",
+            config={"text_config": _TEXT, "vq_config": {"codebook_size": 32768}},
+            vq=_VQ,
+            grid=(90, 90),
+            parameters=7_870_021_632,
         )
     }
     any_model = published["emu3-gen"]._replace(about="an Emu3 model")
@@ -207,7 +223,12 @@ class Emu3(WordModel):
         def faults(_prompt: list[int], vocabulary: Vocabulary, encode: Encode) -> list[int]:
             return [vocabulary[_EMU3_START], *encode(_BAD + image)]
 
-        return Wording(f"{{caption}}{_GOOD}{image}", (_EMU3_START,), (), faults)
+        return Wording(
+            template=f"{{caption}}{_GOOD}{image}",
+            before=(_EMU3_START,),
+            after=(),
+            without_caption=faults,
+        )
 
     def name_now(self, name: str) -> str:
         """Return the name now: those of the published files come from an earlier version of transformers."""

@@ -112,7 +112,10 @@ class LlamaGen(CheckpointModel):
         usual = {"cls_token_num": self.positions, "num_classes": 1000, "caption_dim": 2048}
         usual |= {"multiple_of": 256, "ffn_dim_multiplier": 1, "block_size": 0}
         return usual | read_sizes(
-            self.config, {key: (key,) for key in usual}, self.wrong, ("ffn_dim_multiplier",)
+            config=self.config,
+            names={key: (key,) for key in usual},
+            wrong=self.wrong,
+            fractions=("ffn_dim_multiplier",),
         )
 
     def _grid(self) -> tuple[int, int]:
@@ -177,13 +180,23 @@ class TextToImage(LlamaGen):
     defaults: Mapping[str, Any] = {"cfg_scale": 7.5, "top_k": 1000, "tree": "eagle1-25"}
     published: ClassVar = {
         "llamagen-t2i-stage1": Published(
-            "text-conditional LlamaGen", _scale("XL"), {}, (16, 16), 777_923_840
+            about="text-conditional LlamaGen",
+            config=_scale("XL"),
+            vq={},
+            grid=(16, 16),
+            parameters=777_923_840,
         ),
         "llamagen-t2i-stage2": Published(
-            "text-conditional LlamaGen", _scale("XL"), {}, (32, 32), 777_923_840
+            about="text-conditional LlamaGen",
+            config=_scale("XL"),
+            vq={},
+            grid=(32, 32),
+            parameters=777_923_840,
         ),
     }
-    any_model = Published("text-conditional LlamaGen", {}, {}, None, aliases=("llamagen",))
+    any_model = Published(
+        about="text-conditional LlamaGen", config={}, vq={}, grid=None, aliases=("llamagen",)
+    )
     kind = ("cls_embedding.uncond_embedding", "LlamaGen, text-conditional")
     positions = 120
 
@@ -206,7 +219,14 @@ class TextToImage(LlamaGen):
         if invented:
             return Prompts(random_features(positions, width))
         folder = self.paths.get("text_encoder")
-        return caption_prompts(self.name, folder, positions, width, target.device, target.dtype)
+        return caption_prompts(
+            model=self.name,
+            folder=folder,
+            positions=positions,
+            width=width,
+            device=target.device,
+            dtype=target.dtype,
+        )
 
 
 class ClassToImage(LlamaGen):
@@ -218,18 +238,20 @@ class ClassToImage(LlamaGen):
     defaults: Mapping[str, Any] = {"cfg_scale": 4.0, "top_k": 2000, "tree": "eagle1-25"}
     published: ClassVar = {
         f"llamagen-c2i-{scale}-{16 * side}": Published(
-            "class-conditional LlamaGen (ImageNet)",
-            _scale(scale),
-            {},
-            (side, side),
-            parameters,
+            about="class-conditional LlamaGen (ImageNet)",
+            config=_scale(scale),
+            vq={},
+            grid=(side, side),
+            parameters=parameters,
             # The best published size of picture has the short name.
-            (f"llamagen-c2i-{scale}",) if (side == 16) == (scale in ("B", "L")) else (),
+            aliases=(f"llamagen-c2i-{scale}",) if (side == 16) == (scale in ("B", "L")) else (),
         )
         for scale, (*_, parameters) in _SCALES.items()
         for side in (16, 24)
     }
-    any_model = Published("class-conditional LlamaGen (ImageNet)", {}, {}, None)
+    any_model = Published(
+        about="class-conditional LlamaGen (ImageNet)", config={}, vq={}, grid=None
+    )
     kind = ("cls_embedding.embedding_table.weight", "LlamaGen, class-conditional")
     positions = 1
 

@@ -189,7 +189,17 @@ def assemble(
     prepare = prompts.prepare
     grid = target.config.grid
     return LoadedModel(
-        name, target, drafter, pixels, codebook, condition, weights, grid, space, prepare, table
+        name=name,
+        target=target,
+        drafter=drafter,
+        pixels=pixels,
+        codebook=codebook,
+        condition=condition,
+        weights=weights,
+        grid=grid,
+        neighbour_space=space,
+        prepare=prepare,
+        given_table=table,
     )
 
 

@@ -346,7 +346,16 @@ class CheckpointModel(Model):
             hashes["neighbour_table"] = hash_of((paths["neighbours"],))
         prompts = self.prompts(target)
         space = self.neighbour_space
-        return assemble(self.name, target, drafter, tokenizer, prompts, hashes, space, table)
+        return assemble(
+            name=self.name,
+            target=target,
+            drafter=drafter,
+            tokenizer=tokenizer,
+            prompts=prompts,
+            weights=hashes,
+            space=space,
+            table=table,
+        )
 
     def with_random_weights(self) -> LoadedModel:
         """Return modules of the full shape on the meta device."""
@@ -362,5 +371,11 @@ class CheckpointModel(Model):
             tokenizer = new_vq(VQConfig(**self.row.vq))
             prompts = self.prompts(target, invented=True)
             return assemble(
-                self.name, target, drafter, tokenizer, prompts, {}, self.neighbour_space
+                name=self.name,
+                target=target,
+                drafter=drafter,
+                tokenizer=tokenizer,
+                prompts=prompts,
+                weights={},
+                space=self.neighbour_space,
             )

@@ -36,7 +36,7 @@ def sizes_of(
     sizes: list[Size] = []
     for name, module, kind in _modules(model, dtype):
         count = sum(parameter.numel() for parameter in module.parameters())
-        sizes.append(Size(name, count, kind, count * kind.itemsize))
+        sizes.append(Size(part=name, parameters=count, dtype=kind, bytes=count * kind.itemsize))
     for name, module in (
         ("target", model.target),
         ("drafter", model.drafter if nodes > 1 else None),
@@ -44,7 +44,9 @@ def sizes_of(
         if isinstance(module, nn.Module):
             with torch.device("meta"):
                 session = module.to(dtype).session(batch, guided, nodes)
-            sizes.append(Size(f"{name}'s cache", 0, dtype, session.cache.nbytes))
+            sizes.append(
+                Size(part=f"{name}'s cache", parameters=0, dtype=dtype, bytes=session.cache.nbytes)
+            )
     return sizes
 
 
@@ -77,7 +79,7 @@ def random_model(
 ) -> LoadedModel:
     """Make a model with weights from `generator` (on `device`); raises `UserError` as `meta_model`."""
     model = meta_model(name)
-    _fill_at_random(model, device, dtype, generator)
+    _fill_at_random(model=model, device=device, dtype=dtype, generator=generator)
     if isinstance(model.pixels, VQPixels):
         model.codebook = model.pixels.model.codebook()
     return model
@@ -133,7 +135,13 @@ def read_size(text: str) -> TransformerConfig:
         raise UserError(f"--size {text}: is too large: {most}")
     ffn = -(-8 * width // 3 // 256) * 256
     return TransformerConfig(
-        vocabulary, width, layers, width // 64, ffn, prefix=1, grid=(side, side)
+        vocab_size=vocabulary,
+        dim=width,
+        layers=layers,
+        heads=width // 64,
+        ffn_dim=ffn,
+        prefix=1,
+        grid=(side, side),
     )
 
 
@@ -151,7 +159,14 @@ def random_model_of_size(
             torch.ones(len(prompts), 1, dtype=torch.bool),
         )
 
-    model = assemble("random", target, drafter, None, Prompts(condition), {})
-    _fill_at_random(model, device, dtype, generator)
+    model = assemble(
+        name="random",
+        target=target,
+        drafter=drafter,
+        tokenizer=None,
+        prompts=Prompts(condition),
+        weights={},
+    )
+    _fill_at_random(model=model, device=device, dtype=dtype, generator=generator)
     model.codebook = torch.randn(config.vocab_size, 8, generator=generator, device=device)
     return model

@@ -249,7 +249,12 @@ def caption_prompts(
     """Return captions as features through the encoder in `folder`; without one they are refused."""
     if folder is not None:
         encoder = CaptionEncoder(
-            folder, cache_folder() / "features", positions, width, device, dtype
+            folder=folder,
+            cache=cache_folder() / "features",
+            positions=positions,
+            width=width,
+            device=device,
+            dtype=dtype,
         )
         return Prompts(encoder, encoder.prepare, encoder.sha256)
 

@@ -199,7 +199,14 @@ class CachedSession:
         self._guided = guided
         self._groups = 1 + guided
         capacity = config.prefix + config.image_tokens + spare * nodes
-        self.cache = KVCache(config, self._groups, batch, capacity, model.dtype, model.device)
+        self.cache = KVCache(
+            config=config,
+            groups=self._groups,
+            batch=batch,
+            capacity=capacity,
+            dtype=model.dtype,
+            device=model.device,
+        )
         self._prefix = torch.zeros((), dtype=torch.int64, device=model.device)
         self._padding = torch.zeros(self._groups * batch, 1, dtype=torch.int64, device=model.device)
 
@@ -255,7 +262,9 @@ class _TransformerSession(CachedSession, TargetSession):
         self, tokens: Tensor, depths: Tensor, attention: Tensor, cfg_scale: float
     ) -> tuple[Tensor, Tensor]:
         if not self._target.linear_head:
-            return super().score_guided(tokens, depths, attention, cfg_scale)
+            return super().score_guided(
+                tokens=tokens, depths=depths, attention=attention, cfg_scale=cfg_scale
+            )
         features, positions = self._features(tokens, depths, attention)
         guided = guide(features[: self._batch], features[self._batch :], cfg_scale)
         return self._head(guided, positions), features

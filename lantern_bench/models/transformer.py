@@ -222,7 +222,7 @@ def attend_cached(
             return torch.ops.lantern_bench.node_attention(
                 q.float().contiguous(), keys, values, by_column
             ).to(q.dtype)
-        return _scaled_dot_product(q, keys, values, mask)
+        return _scaled_dot_product(q=q, k=keys, v=values, mask=mask)
 
     return attend
 
@@ -237,7 +237,9 @@ def attend_plain(mask: Tensor, earlier: list[tuple[Tensor, Tensor]] | None = Non
         if earlier is not None:
             earlier.append((k, v))
             k, v = (torch.cat(tensors, dim=1) for tensors in zip(*earlier, strict=True))
-        return _scaled_dot_product(q, k.transpose(1, 2), v.transpose(1, 2), mask.to(q.dtype))
+        return _scaled_dot_product(
+            q=q, k=k.transpose(1, 2), v=v.transpose(1, 2), mask=mask.to(q.dtype)
+        )
 
     return attend
 
@@ -247,7 +249,9 @@ def _scaled_dot_product(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor
     grouped = q.shape[2] != k.shape[1]
     if q.shape[1] == 1 and q.device.type == "cpu" and q.dtype != torch.float32:
         # torch's kernel multiplies a single row in half precision three times as slowly as two.
-        return _scaled_dot_product(q.expand(-1, 2, -1, -1), k, v, mask.expand(-1, -1, 2, -1))[:, :1]
+        return _scaled_dot_product(
+            q=q.expand(-1, 2, -1, -1), k=k, v=v, mask=mask.expand(-1, -1, 2, -1)
+        )[:, :1]
     mixed = functional.scaled_dot_product_attention(
         q.transpose(1, 2), k, v, attn_mask=mask, enable_gqa=grouped
     )
@@ -422,7 +426,13 @@ class Transformer(nn.Module):
         """Return features of new nodes x [rows, n, dim] on a cache; `positions` int64 [1 or rows, n]."""
         rotary = self.table.values[positions.clamp_max(len(self.table.values) - 1)]
         for number, layer in enumerate(self.layers):
-            x = layer(x, rotary, attend_cached(cache, number, slots, mask, self.attention_kernel))
+            x = layer(
+                x,
+                rotary,
+                attend_cached(
+                    cache=cache, layer=number, slots=slots, mask=mask, kernel=self.attention_kernel
+                ),
+            )
         return self._features(x)
 
     def _features(self, x: Tensor) -> Tensor:

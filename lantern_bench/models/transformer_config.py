@@ -139,10 +139,10 @@ def llama_sizes(
                 f"is of the type {kind}, and only rotary positions without scaling are supported",
             )
     sizes = read_sizes(
-        {"rope_theta": rope.get("rope_theta"), **config},
-        _LLAMA_NAMES,
-        wrong,
-        ("norm_eps", "rope_base"),
+        config={"rope_theta": rope.get("rope_theta"), **config},
+        names=_LLAMA_NAMES,
+        wrong=wrong,
+        fractions=("norm_eps", "rope_base"),
     )
     if not {"dim", "heads"} <= sizes.keys():
         return sizes

@@ -151,7 +151,13 @@ def _levels(config: VQConfig, up: bool, code_dim: int | None) -> nn.ModuleList:
         itertools.pairwise([widths[0] if up else config.channels, *widths])
     ):
         attends = (last - number if up else number) in attending
-        level = _Level(inside, outside, config.res_blocks + up, attends, code_dim)
+        level = _Level(
+            inside=inside,
+            outside=outside,
+            blocks=config.res_blocks + up,
+            attention=attends,
+            code_dim=code_dim,
+        )
         if number != last:
             setattr(level, "upsample" if up else "downsample", _Resample(outside, up))
         levels.append(level)
@@ -481,13 +487,13 @@ def _sizes_in(checkpoint: Checkpoint, layout: Layout) -> VQConfig:
             f"{checkpoint.path}: {text}", "Only a tokenizer that has the same in both is supported."
         )
     return VQConfig(
-        codes,
-        code_dim,
-        z_channels,
-        channels,
-        tuple(width // channels for width in widths),
-        blocks,
-        layout.unit_codes,
+        codes=codes,
+        code_dim=code_dim,
+        z_channels=z_channels,
+        channels=channels,
+        channel_mult=tuple(width // channels for width in widths),
+        res_blocks=blocks,
+        unit_codes=layout.unit_codes,
         attention=tuple(
             level for level in range(levels) if has(f"encoder.conv_blocks.{level}.attn.0.q.weight")
         ),

@@ -77,7 +77,9 @@ def forward_ms(
     """Return the median milliseconds of a guided forward over a chain of `nodes`, with half an image in the cache."""
     target = model.target
     device = target.device
-    session, score = tree_scorer(target, 1, nodes, cfg_scale, model.engine)
+    session, score = tree_scorer(
+        target=target, batch=1, nodes=nodes, cfg_scale=cfg_scale, engine=model.engine
+    )
     session.prefill(condition)
     path = torch.zeros(1, 1, dtype=torch.int64, device=device)
     session.commit(path, torch.full((1,), target.image_tokens // 2, device=device))
@@ -103,9 +105,14 @@ def step_costs(
     def trace_of(decoding: Decoding, number: int, most: int | None) -> ImageTrace:
         noise = torch.Generator(device).manual_seed(seed + number)
         condition = model.condition([prompts[number]])
-        return decode(model, condition, decoding, [noise], tokens=most, engine=model.engine)[
-            0
-        ].trace
+        return decode(
+            model=model,
+            condition=condition,
+            decoding=decoding,
+            generators=[noise],
+            tokens=most,
+            engine=model.engine,
+        )[0].trace
 
     for decoding in decodings:
         trace_of(decoding, 0, min(24, tokens or 24))
@@ -128,7 +135,9 @@ def _step_cost(traces: list[ImageTrace]) -> StepCost:
     total = 1e3 * sum(trace.seconds for trace in traces) / steps - ms_per_step("prefill")
     parts["other_ms"] = max(ms_per_step("noise"), total - sum(parts.values()))
     length = sum(sum(trace.uncut) for trace in traces) / steps
-    return StepCost(sum(parts.values()), parts, length, traces)
+    return StepCost(
+        total=sum(parts.values()), parts=parts, mean_accepted_length=length, traces=traces
+    )
 
 
 @torch.inference_mode()
@@ -141,13 +150,19 @@ def dtype_error(
     for number, prompt in enumerate(prompts):
         noise = torch.Generator(exact.target.device).manual_seed(number)
         condition = exact.condition([prompt])
-        tokens = decode(exact, condition, Decoding("ar", cfg_scale=cfg_scale), [noise])[
-            0
-        ].tokens.long()[None]
+        tokens = decode(
+            model=exact,
+            condition=condition,
+            decoding=Decoding("ar", cfg_scale=cfg_scale),
+            generators=[noise],
+        )[0].tokens.long()[None]
         pair = []
         for target in (exact.target, rounded.target):
             logits = teacher_forced(
-                target, condition, tokens.to(target.device), cfg_scale != 1
+                target=target,
+                condition=condition,
+                tokens=tokens.to(target.device),
+                guided=cfg_scale != 1,
             ).logits
             pair.append(greedy_probabilities(guide(logits.cond, logits.uncond, cfg_scale))[0].cpu())
         distances.append((pair[0] - pair[1]).abs().sum(dim=-1) / 2)
@@ -235,13 +250,27 @@ def load_profiled_model(
     noise = torch.Generator(compute.device).manual_seed(seed)
     if size is not None:
         loaded = random_model_of_size(read_size(size), *compute, noise)
-        return ProfiledModel(loaded, False, [""] * images, 2.0, seed, tokens)
+        return ProfiledModel(
+            model=loaded,
+            is_trained=False,
+            prompts=[""] * images,
+            cfg_scale=2.0,
+            seed=seed,
+            tokens=tokens,
+        )
     model = model_of(name)
     prompts = next((texts for texts in model.prompt_sets.values() if texts), ("anything",))
     loaded = random_model(name, *compute, noise) if random else model.load(*compute)
     cfg_scale = float(model.defaults.get("cfg_scale", 1.0))
     cycled = [prompts[number % len(prompts)] for number in range(images)]
-    return ProfiledModel(loaded, not random, cycled, cfg_scale, seed, tokens)
+    return ProfiledModel(
+        model=loaded,
+        is_trained=not random,
+        prompts=cycled,
+        cfg_scale=cfg_scale,
+        seed=seed,
+        tokens=tokens,
+    )
 
 
 def step_of(tree: str, decoding: Decoding) -> Decoding:
@@ -281,19 +310,31 @@ def measure(
         on_progress("measuring memory", number / len(steps))
     rows: list[Row] = []
     for number, nodes in enumerate(_NODES, start=1):
-        milliseconds = forward_ms(model, model.condition(prompts[:1]), nodes, profiled.cfg_scale)
+        milliseconds = forward_ms(
+            model=model,
+            condition=model.condition(prompts[:1]),
+            nodes=nodes,
+            cfg_scale=profiled.cfg_scale,
+        )
         label = {"what": "forward", "name": f"{nodes} nodes"}
-        rows.append(label | _bounded(profiled, nodes, milliseconds, rates))
+        rows.append(
+            label | _bounded(profiled=profiled, nodes=nodes, milliseconds=milliseconds, rates=rates)
+        )
         on_progress("measuring forwards", number / len(_NODES))
     on_share = partial(on_progress, "measuring steps")
     costs = step_costs(
-        model, list(steps.values()), prompts, profiled.seed, profiled.tokens, on_share
+        model=model,
+        decodings=list(steps.values()),
+        prompts=prompts,
+        seed=profiled.seed,
+        tokens=profiled.tokens,
+        on_progress=on_share,
     )
     ar_ms = costs[list(steps).index("ar")].total
     one_node_ms = rows[0]["milliseconds"]
     for (name, decoding), cost, memory_row in zip(steps.items(), costs, memory, strict=True):
         row: Row = {"what": "step", "name": name} | _bounded(
-            profiled, profiled.nodes(decoding), cost.total, rates
+            profiled=profiled, nodes=profiled.nodes(decoding), milliseconds=cost.total, rates=rates
         )
         # An autoregressive step samples inside the target's program.
         drafted_outside = cost.parts["verify_ms"] + cost.parts["other_ms"]
@@ -348,12 +389,14 @@ def save_device(profiled: ProfiledModel, rows: Sequence[Row], compute: Compute, 
     is_gpu = compute.device.type == "cuda"
     weight_bytes = compute.dtype.itemsize
     context = config.prefix + config.image_tokens // (1 if is_gpu else 2)
-    setting = Setting(config, 1, profiled.is_guided, context)
+    setting = Setting(sizes=config, batch=1, guided=profiled.is_guided, context=context)
     # Forwards by themselves find weights and cache where the forward before left them: a step's own take longer.
     samples = []
     steps = [row for row in rows if row["what"] == "step"]
     for row in steps:
-        samples += step_samples(setting, named_draft(row["name"]), weight_bytes, row)
+        samples += step_samples(
+            setting=setting, draft=named_draft(row["name"]), weight_bytes=weight_bytes, step=row
+        )
     host_ms = [row["other_ms"] for row in steps if row["name"] != "ar"]
     device = fit_device(
         samples,

@@ -47,9 +47,16 @@ _WINDOWS = tuple({"window": window} for window in (4, 8, 12, 16, 24, 32, 48))
 _DYNAMIC = tuple(
     {"nodes": nodes, "depth": depth, "beam": beam}
     for nodes, depth, beam in (
-        (2, 1, 2), (3, 1, 3), (6, 2, 3), (10, 3, 3), (16, 4, 4), (24, 4, 6), (32, 6, 5), (58, 5, 10),
+        (2, 1, 2),
+        (3, 1, 3),
+        (6, 2, 3),
+        (10, 3, 3),
+        (16, 4, 4),
+        (24, 4, 6),
+        (32, 6, 5),
+        (58, 5, 10),
     )
-)  # fmt: skip
+)
 
 
 # ---- The longest static trees of every size, given how often drafts are accepted
@@ -115,7 +122,9 @@ def _candidates(
     if decoding.drafting == "static":
         ranks = 1 if decoding.rule_row.chains else _RANKS
         probe = with_drafting(decoding, {"tree": _CHAIN if ranks == 1 else _PROBE})
-        rates = acceptance_by_rank(step_costs(model, [probe], prompts, seed)[0].traces, ranks)
+        rates = acceptance_by_rank(
+            step_costs(model=model, decodings=[probe], prompts=prompts, seed=seed)[0].traces, ranks
+        )
         say(
             "accepted at depth 1, 2, ... by rank: "
             + "; ".join(" ".join(f"{r:.2f}" for r in d) for d in rates)
@@ -135,9 +144,19 @@ def _candidates(
     for size in _DYNAMIC if decoding.drafting == "dynamic" else _WINDOWS:
         sized = with_drafting(decoding, shared | size)
         say(f"measuring the length of {describe(sized)}")
-        length = step_costs(model, [sized], prompts, seed)[0].mean_accepted_length
+        length = step_costs(model=model, decodings=[sized], prompts=prompts, seed=seed)[
+            0
+        ].mean_accepted_length
         drafts = drafting_of(sized, model.target)
-        candidates.append(Candidate(sized, drafts.nodes - 1, drafts.depth, drafts.fanout, length))
+        candidates.append(
+            Candidate(
+                decoding=sized,
+                nodes=drafts.nodes - 1,
+                levels=drafts.depth,
+                width=drafts.fanout,
+                length=length,
+            )
+        )
     return candidates
 
 
@@ -169,18 +188,30 @@ def search_trees(
     if decoding.drafting not in SEARCHED:
         searched = f"Those of {', '.join(SEARCHED[:-1])} and {SEARCHED[-1]} are."
         raise UserError(f"--search: the drafts of {decoding.cell_id} are not searched", searched)
-    candidates = _candidates(model, decoding, prompts, seed + 1, say)
+    candidates = _candidates(
+        model=model, decoding=decoding, prompts=prompts, seed=seed + 1, say=say
+    )
     if not candidates:
         text = f"--images {len(prompts)}: too few drafts to see how often they are accepted"
         raise UserError(text, "Give more images.")
     condition = model.condition(prompts[:1])
-    forwards = [forward_ms(model, condition, nodes, decoding.cfg_scale, 100) for nodes in _FORWARDS]
+    forwards = [
+        forward_ms(
+            model=model, condition=condition, nodes=nodes, cfg_scale=decoding.cfg_scale, repeats=100
+        )
+        for nodes in _FORWARDS
+    ]
 
     @functools.cache
     def measured(candidate: Candidate) -> list[StepCost]:
         say(f"measuring {describe(candidate.decoding)}")
         # `ar` again for each candidate: the speed of a machine drifts.
-        return step_costs(model, [candidate.decoding, decoding.autoregressive()], prompts, seed)
+        return step_costs(
+            model=model,
+            decodings=[candidate.decoding, decoding.autoregressive()],
+            prompts=prompts,
+            seed=seed,
+        )
 
     corners = corners_of(candidates)
     expected_ms = fit_price(corners, [measured(corner)[0] for corner in corners], forwards)

@@ -173,12 +173,18 @@ def compare_runs(a: RunData, b: RunData, margins: Mapping[str, float] | None = N
         for row in bounded:
             effect = Interval(*(row[f"effect{end}"] for end in ENDS))
             row["verdict"] = settle(
-                effect, -margin, margin, row["pairs"], (EQUIVALENT, _direction(row))
+                figure=effect,
+                low=-margin,
+                high=margin,
+                images=row["pairs"],
+                names=(EQUIVALENT, _direction(row)),
             )
     only_a, only_b = (
         tuple(key[1] for key in run if key not in other) for run, other in (runs, runs[::-1])
     )
-    return Comparison(frame("comparison", rows), only_a, only_b, tuple(_notes(tested)))
+    return Comparison(
+        table=frame("comparison", rows), only_a=only_a, only_b=only_b, notes=tuple(_notes(tested))
+    )
 
 
 def _direction(row: Mapping[str, Any]) -> str:

@@ -125,8 +125,30 @@ class Stack(NamedTuple):
 
 # This package's compiled programs, and eager code as it is published.
 STACKS: dict[str, Stack] = {
-    "compiled": Stack(17.5, 17, 22, 10, 0, 16, 9, 0, 0.5, fixed=True),
-    "eager": Stack(49, 18, 56, 15, 3, 0, 9, 8, 4, fixed=False),
+    "compiled": Stack(
+        layer=17.5,
+        forward=17,
+        drafter=22,
+        level=10,
+        node=0,
+        verify=16,
+        rank=9,
+        walk=0,
+        keep=0.5,
+        fixed=True,
+    ),
+    "eager": Stack(
+        layer=49,
+        forward=18,
+        drafter=56,
+        level=15,
+        node=3,
+        verify=0,
+        rank=9,
+        walk=8,
+        keep=4,
+        fixed=False,
+    ),
 }
 
 
@@ -191,8 +213,12 @@ def _logits(setting: Setting, rows: float, passes: float, kernels: float) -> Wor
 def target_work(setting: Setting, nodes: float, weight_bytes: int, stack: Stack) -> Work:
     """A target forward over `nodes`; drawing an autoregressive token is part of it."""
     layers = setting.sizes.layers
-    forward = forward_work(setting, layers, nodes, weight_bytes, stack)
-    return forward + _logits(setting, nodes, 2, stack.layer * layers + stack.forward)
+    forward = forward_work(
+        setting=setting, layers=layers, nodes=nodes, weight_bytes=weight_bytes, stack=stack
+    )
+    return forward + _logits(
+        setting=setting, rows=nodes, passes=2, kernels=stack.layer * layers + stack.forward
+    )
 
 
 def draft_work(
@@ -205,7 +231,9 @@ def draft_work(
     fuse = 2 * setting.sizes.dim**2
     works = []
     for number, nodes in enumerate((first, *draft.levels)):
-        forward = forward_work(setting, 1, nodes, weight_bytes, stack)
+        forward = forward_work(
+            setting=setting, layers=1, nodes=nodes, weight_bytes=weight_bytes, stack=stack
+        )
         # The drafter's head has the type of its weights (docs/engine.md).
         extra = (
             fuse * weight_bytes
@@ -215,7 +243,11 @@ def draft_work(
             stack.drafter + stack.level + stack.node * (draft.nodes - 1) / (1 + len(draft.levels))
         )
         fused = Work(extra, 2.0 * setting.rows * nodes * fuse, 0.0)
-        works.append(forward + fused + _logits(setting, nodes if number else 1, 4, kernels))
+        works.append(
+            forward
+            + fused
+            + _logits(setting=setting, rows=nodes if number else 1, passes=4, kernels=kernels)
+        )
     return works
 
 
@@ -228,7 +260,12 @@ def verify_work(setting: Setting, draft: Draft, committed: float, stack: Stack) 
         + stack.walk * walked
         + stack.keep * setting.sizes.layers
     )
-    return _logits(setting, draft.nodes if stack.fixed else walked, 4 + 2 * draft.fanout, kernels)
+    return _logits(
+        setting=setting,
+        rows=draft.nodes if stack.fixed else walked,
+        passes=4 + 2 * draft.fanout,
+        kernels=kernels,
+    )
 
 
 class Seconds(NamedTuple):
@@ -255,7 +292,9 @@ def seconds_of(work: Work, device: Device, stack: Stack, factor: float = 1.0) ->
     total = launch + busy if stack.fixed else max(launch, busy)
     if device.kind == "cpu":
         total = launch + read + multiply
-    return Seconds(factor * total, factor * read, factor * multiply, factor * launch)
+    return Seconds(
+        total=factor * total, read=factor * read, multiply=factor * multiply, launch=factor * launch
+    )
 
 
 def step_seconds(
@@ -270,7 +309,10 @@ def step_seconds(
     size = device.weight_bytes
     nodes = 1 if draft is None else draft.nodes
     target = seconds_of(
-        target_work(setting, nodes, size, stack), device, stack, device.target_factor(nodes)
+        work=target_work(setting=setting, nodes=nodes, weight_bytes=size, stack=stack),
+        device=device,
+        stack=stack,
+        factor=device.target_factor(nodes),
     )
     programs = {
         "draft": np.zeros(4),
@@ -279,10 +321,16 @@ def step_seconds(
         "other": np.zeros(4),
     }
     if draft is not None:
-        for work in draft_work(setting, draft, committed, size, stack):
-            programs["draft"] += seconds_of(work, device, stack, device.draft_factor)
-        verify = verify_work(setting, draft, committed, stack)
-        programs["verify"] += seconds_of(verify, device, stack, device.verify_factor)
+        for work in draft_work(
+            setting=setting, draft=draft, committed=committed, weight_bytes=size, stack=stack
+        ):
+            programs["draft"] += seconds_of(
+                work=work, device=device, stack=stack, factor=device.draft_factor
+            )
+        verify = verify_work(setting=setting, draft=draft, committed=committed, stack=stack)
+        programs["verify"] += seconds_of(
+            work=verify, device=device, stack=stack, factor=device.verify_factor
+        )
         programs["other"][0] = 1e-6 * device.step_us if stack.fixed else 0.0
     return pd.DataFrame.from_dict(programs, orient="index", columns=Seconds._fields)
 
@@ -291,7 +339,10 @@ def prefill_seconds(device: Device, stack: Stack, setting: Setting) -> float:
     """The forward over the prefix, which is not compiled; without `eager_kernel_us` it counts as such."""
     eager = stack if device.eager_kernel_us is None else STACKS["eager"]
     work = target_work(
-        setting._replace(context=0), setting.sizes.prefix, device.weight_bytes, eager
+        setting=setting._replace(context=0),
+        nodes=setting.sizes.prefix,
+        weight_bytes=device.weight_bytes,
+        stack=eager,
     )
     return seconds_of(work, device, eager).total
 
@@ -354,13 +405,27 @@ def step_samples(
         else (draft.nodes, step["target_ms"])
     )
     samples = [
-        Sample("target", target_work(setting, nodes, weight_bytes, stack), 1e-3 * target_ms, nodes)
+        Sample(
+            program="target",
+            work=target_work(setting=setting, nodes=nodes, weight_bytes=weight_bytes, stack=stack),
+            seconds=1e-3 * target_ms,
+            nodes=nodes,
+        )
     ]
     if draft is not None:
-        drafted = sum(draft_work(setting, draft, 1, weight_bytes, stack), Work(0.0, 0.0, 0.0))
+        drafted = sum(
+            draft_work(
+                setting=setting, draft=draft, committed=1, weight_bytes=weight_bytes, stack=stack
+            ),
+            Work(0.0, 0.0, 0.0),
+        )
         samples.append(Sample("draft", drafted, 1e-3 * step["draft_ms"]))
         samples.append(
-            Sample("verify", verify_work(setting, draft, 1, stack), 1e-3 * step["verify_ms"])
+            Sample(
+                "verify",
+                verify_work(setting=setting, draft=draft, committed=1, stack=stack),
+                1e-3 * step["verify_ms"],
+            )
         )
     return samples
 
@@ -370,14 +435,16 @@ def tree_draft(paths: Sequence[Sequence[int]]) -> Draft:
     inner = {tuple(path[:-1]) for path in paths}
     depth = max(map(len, paths))
     levels = tuple(sum(len(node) == level for node in inner) for level in range(1, depth))
-    return Draft(len(paths) + 1, levels, depth, 1 + max(path[-1] for path in paths))
+    return Draft(
+        nodes=len(paths) + 1, levels=levels, depth=depth, fanout=1 + max(path[-1] for path in paths)
+    )
 
 
 def named_draft(label: str) -> Draft | None:
     """The draft that tables write as `chain-4` or, for a dynamic tree, `58n5d10b`; None for other labels."""
     if match := re.fullmatch(r"(\d+)n(\d+)d(\d+)b", label):
         nodes, depth, beam = map(int, match.groups())
-        return Draft(nodes + 1, (beam,) * (depth - 1), depth, beam)
+        return Draft(nodes=nodes + 1, levels=(beam,) * (depth - 1), depth=depth, fanout=beam)
     return tree_draft(STATIC_TREES[label]) if label in STATIC_TREES else None
 
 
@@ -397,11 +464,11 @@ def predict_run(run: RunData, device: Device, stack: str, model: str | None = No
 
     Raises `RefusedError` for a run without recorded steps and for a model of unknown sizes.
     """
-    table = frame("prediction", prediction_rows(run, device, stack, model))
+    table = frame("prediction", prediction_rows(run=run, device=device, stack=stack, model=model))
     table["speedup_measured"] = table["cell_id"].map(
         tables_of(run)["speed"].set_index("cell_id")["speedup"]
     )
-    if measured_elsewhere(run, device, stack, model) is None:
+    if measured_elsewhere(run=run, device=device, stack=stack, model=model) is None:
         table["speedup_error"] = table["speedup"] / table["speedup_measured"] - 1
     return table
 
@@ -440,13 +507,19 @@ def prediction_rows(
             notes.append(f"sizes of {name} at the acceptance of {run_model}: its own may differ")
         batch = int(cell.columns["batch"] or 1)
         guided = cell.columns["cfg_scale"] != 1
-        setting = Setting(sizes, batch, guided, sizes.prefix + progress * tokens)
+        setting = Setting(
+            sizes=sizes, batch=batch, guided=guided, context=sizes.prefix + progress * tokens
+        )
         draft, assumed = _draft(cell, completed, run.manifest)
         if batch > 1 and draft is not None:
             notes.append("images of a batch that end early are not counted as idle")
         middle = setting._replace(context=sizes.prefix + tokens / 2)
-        plain = step_seconds(device, kernels, middle, None, 1.0)["total"].sum()
-        programs = step_seconds(device, kernels, setting, draft, length)
+        plain = step_seconds(
+            device=device, stack=kernels, setting=middle, draft=None, committed=1.0
+        )["total"].sum()
+        programs = step_seconds(
+            device=device, stack=kernels, setting=setting, draft=draft, committed=length
+        )
         step = programs.sum()
         prefill = prefill_seconds(device, kernels, setting)
         seconds = prefill + (tokens - 1) / length * step["total"]
@@ -493,7 +566,7 @@ def _draft(
     )
     levels = (1,) * (forwards - 1) if forwards else None
     note = f"the nodes of {drafting} are not recorded: a chain of {depth} is assumed"
-    return Draft(depth + 1, levels, depth, 1), note
+    return Draft(nodes=depth + 1, levels=levels, depth=depth, fanout=1), note
 
 
 def measured_elsewhere(

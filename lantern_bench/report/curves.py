@@ -254,12 +254,17 @@ def fronts(runs: Mapping[str, Tables]) -> Iterator[Chart]:
                 if metric.against_ar == "none":
                     compared[figure] = points[figure].where(points[f"{figure}_low"] > 0, 0.0)
                 points["dominated"] = is_dominated(
-                    compared, speed, figure, metric.better == "lower"
+                    points=compared,
+                    speed=speed,
+                    quality=figure,
+                    less_is_better=metric.better == "lower",
                 )
                 name = f"{prefix}-quality-{figure}{suffix}"
                 x_title = f"{SPEEDS[speed]} ({INTERVAL})"
                 y_title = f"{metric.heading}, {metric.better} is better\n({scored_by})"
-                yield Chart(name, points, speed, figure, x_title, y_title)
+                yield Chart(
+                    name=name, points=points, x=speed, y=figure, x_title=x_title, y_title=y_title
+                )
 
 
 def charts(
@@ -269,24 +274,36 @@ def charts(
     rate = f"acceptance rate ({INTERVAL})"
     if len(depths := acceptance_points(runs)):
         yield Chart(
-            "acceptance-by-depth",
-            depths,
-            "index",
-            "rate",
-            "depth of the draft tree",
-            rate,
+            name="acceptance-by-depth",
+            points=depths,
+            x="index",
+            y="rate",
+            x_title="depth of the draft tree",
+            y_title=rate,
             x_is_count=True,
         )
     if len(positions := acceptance_points(runs, "position")):
         x_title = "position in the image (tokens, row by row)"
         yield Chart(
-            "acceptance-by-position", positions, "middle", "rate", x_title, rate, panels=True
+            name="acceptance-by-position",
+            points=positions,
+            x="middle",
+            y="rate",
+            x_title=x_title,
+            y_title=rate,
+            panels=True,
         )
     if len(lengths := _labelled(stack_runs(runs, "lengths"))):
         yield Chart(
-            "accepted-lengths", lengths, "length", "share", "tokens committed by a step (bonus token included)",
-            "share of steps", panels=True, x_is_count=True,
-        )  # fmt: skip
+            name="accepted-lengths",
+            points=lengths,
+            x="length",
+            y="share",
+            x_title="tokens committed by a step (bonus token included)",
+            y_title="share of steps",
+            panels=True,
+            x_is_count=True,
+        )
     yield from fronts(runs)
     for parameter in parameters:
         points = _bound_points(runs, parameter)
@@ -294,9 +311,14 @@ def charts(
             # Cells that differ in nothing else are one line.
             family = [name for name in FAMILY if name in points and name != parameter]
             yield Chart(
-                f"mean-accepted-length-by-{parameter}", points, parameter, "mean_accepted_length",
-                BOUNDS.get(parameter, parameter), f"mean accepted length ({INTERVAL})", family,
-            )  # fmt: skip
+                name=f"mean-accepted-length-by-{parameter}",
+                points=points,
+                x=parameter,
+                y="mean_accepted_length",
+                x_title=BOUNDS.get(parameter, parameter),
+                y_title=f"mean accepted length ({INTERVAL})",
+                lines=family,
+            )
 
 
 def line_label(rows: pd.DataFrame) -> str:
@@ -319,12 +341,21 @@ WIDTHS = {"one": 3.3, "two": 6.9}  # inches of one column and of two in a paper
 
 # Without dates, versions and random ids equal curves are equal files.
 _METADATA: dict[str, dict[str, None]] = {
-    "png": {"Software": None}, "svg": {"Date": None, "Creator": None}, "pdf": {"CreationDate": None, "Producer": None},
-}  # fmt: skip
+    "png": {"Software": None},
+    "svg": {"Date": None, "Creator": None},
+    "pdf": {"CreationDate": None, "Producer": None},
+}
 _LOOK: dict[Any, Any] = {
-    "axes.grid": True, "axes.axisbelow": True, "axes.spines.top": False, "axes.spines.right": False,
-    "grid.linewidth": 0.4, "grid.alpha": 0.5, "font.size": 8, "pdf.fonttype": 42, "figure.dpi": 200,
-}  # fmt: skip
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "grid.linewidth": 0.4,
+    "grid.alpha": 0.5,
+    "font.size": 8,
+    "pdf.fonttype": 42,
+    "figure.dpi": 200,
+}
 
 
 def run_styles(runs: Mapping[str, Tables], by: str = "mode") -> Styles:
@@ -401,11 +432,20 @@ def to_matplotlib(chart: Chart, styles: Styles, width: float = WIDTHS["two"]) ->
         style = styles[cell_key(rows.iloc[-1])]
         is_hollow = "dominated" in rows and bool(rows["dominated"].iloc[0])
         axes.errorbar(
-            rows[chart.x].tolist(), rows[chart.y].astype(float), xerr=whiskers(rows, chart.x),
-            yerr=whiskers(rows, chart.y), label=line_label(rows), color=style.colour, marker=style.marker, capsize=2,
-            elinewidth=0.8, markersize=3 if chart.panels else 5, linestyle=style.line if chart.joined else "none",
-            alpha=0.38 if is_hollow else 1.0, markerfacecolor="none" if is_hollow else style.colour,
-        )  # fmt: skip
+            rows[chart.x].tolist(),
+            rows[chart.y].astype(float),
+            xerr=whiskers(rows, chart.x),
+            yerr=whiskers(rows, chart.y),
+            label=line_label(rows),
+            color=style.colour,
+            marker=style.marker,
+            capsize=2,
+            elinewidth=0.8,
+            markersize=3 if chart.panels else 5,
+            linestyle=style.line if chart.joined else "none",
+            alpha=0.38 if is_hollow else 1.0,
+            markerfacecolor="none" if is_hollow else style.colour,
+        )
         if chart.x == "middle" and pd.notna(row := rows["row_tokens"].iloc[0]):
             _draw_row_ends(axes, int(row), int(rows["index_end"].max()) + 1)
     if chart.y in ("rate", "share"):

@@ -46,14 +46,25 @@ FORMATS = {
 
 _HEADS = {
     **{metric.name: metric.heading for metric in METRICS.values()},
-    "mean_accepted_length": "MAL", "mal_uncut": "MAL uncut", "fid_infinity": "FID-infinity", "kid_std": "KID std",
-    "cell_id": "cell", "index": "depth", "latency_s": "s / image",
-    "latency_p50_s": "s / image, median", "latency_p95_s": "s / image, p95", "tokens_per_s": "tokens / s",
+    "mean_accepted_length": "MAL",
+    "mal_uncut": "MAL uncut",
+    "fid_infinity": "FID-infinity",
+    "kid_std": "KID std",
+    "cell_id": "cell",
+    "index": "depth",
+    "latency_s": "s / image",
+    "latency_p50_s": "s / image, median",
+    "latency_p95_s": "s / image, p95",
+    "tokens_per_s": "tokens / s",
     "speedup_over_lossless": "over lossless",
-    "target_forwards": "target forwards / image", "drafter_forwards": "drafter forwards / image",
-    "draft_ms": "draft / step", "target_ms": "target / step", "verify_ms": "verify / step", "other_ms": "other / step",
+    "target_forwards": "target forwards / image",
+    "drafter_forwards": "drafter forwards / image",
+    "draft_ms": "draft / step",
+    "target_ms": "target / step",
+    "verify_ms": "verify / step",
+    "other_ms": "other / step",
     "peak_memory_mb": "peak memory",
-}  # fmt: skip
+}
 # A quality figure and the column that names its network: the head of the figure names both.
 _SCORED_BY = {
     name: METRICS[name].scored_by
@@ -67,9 +78,18 @@ _HIDDEN = {column.name for column in CELL_COLUMNS} - {"cell_id", "model"} | {
     "note",
 }
 _OFTEN_SHARED = (
-    "model", "images", "fid_features", "clip_model", "reference", "n_reference", "protocol", "protocol_version",
-    "kid_subset", "device", "stack",
-)  # fmt: skip
+    "model",
+    "images",
+    "fid_features",
+    "clip_model",
+    "reference",
+    "n_reference",
+    "protocol",
+    "protocol_version",
+    "kid_subset",
+    "device",
+    "stack",
+)
 # The summary shows these even where they are missing: the notes give the reason.
 _HEADLINE = ("speedup", "mean_accepted_length")
 _OF_QUALITY = {

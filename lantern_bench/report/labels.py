@@ -21,9 +21,18 @@ GROUPINGS = ("mode", *BOUNDS, "tree", "temperature")  # values of --by
 _SAMPLING = ("temperature", "cfg_scale", "top_k", "top_p", "batch", "seed_set")
 
 FAMILY = (
-    "run", "model", "mode", "drafting", "rule", "tree", "neighbours", "neighbour_metric", "residual", *BOUNDS,
+    "run",
+    "model",
+    "mode",
+    "drafting",
+    "rule",
+    "tree",
+    "neighbours",
+    "neighbour_metric",
+    "residual",
+    *BOUNDS,
     *_SAMPLING,
-)  # fmt: skip
+)
 """Columns that tell cells apart; without a parameter they name the family in which that parameter varies."""
 
 _COLOURS = {name: mode.colour for name, mode in MODES.items() if mode.colour}
@@ -33,10 +42,19 @@ _LINES = ("-", "--", "-.", ":")
 
 # How settings are written, in the order of labels. Bounds are written with their symbols in labels.
 _WORDS = {
-    "drafting": "{}", "rule": "{}", "tree": "{}", "neighbours": "k={:g}", "neighbour_metric": "{} neighbours",
-    "residual": "{} residual", "temperature": "T={:g}", "cfg_scale": "cfg={:g}", "top_k": "top_k={:g}",
-    "top_p": "top_p={:g}", "batch": "batch={:g}", "seed_set": "seeds={:g}",
-}  # fmt: skip
+    "drafting": "{}",
+    "rule": "{}",
+    "tree": "{}",
+    "neighbours": "k={:g}",
+    "neighbour_metric": "{} neighbours",
+    "residual": "{} residual",
+    "temperature": "T={:g}",
+    "cfg_scale": "cfg={:g}",
+    "top_k": "top_k={:g}",
+    "top_p": "top_p={:g}",
+    "batch": "batch={:g}",
+    "seed_set": "seeds={:g}",
+}
 _WORDS |= {
     name: f"{parameter.short or name}={{{':g' if parameter.column != ('string', '') else ''}}}"
     for name, parameter in PARAMETERS.items()

@@ -73,9 +73,12 @@ def render(runs: Mapping[str, RunData], home: Path) -> str:
     shown["number"] = [numbers[cell_key(row)] for _, row in shown.iterrows()]
     pictures = _pictures(runs, records, home)
     environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("lantern_bench.report", "assets"), undefined=jinja2.StrictUndefined,
-        autoescape=True, trim_blocks=True, lstrip_blocks=True,
-    )  # fmt: skip
+        loader=jinja2.PackageLoader("lantern_bench.report", "assets"),
+        undefined=jinja2.StrictUndefined,
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
     environment.policies["json.dumps_kwargs"] = {
         "ensure_ascii": False,
         "allow_nan": False,
@@ -119,13 +122,24 @@ def _plain(value: Any) -> Any:
 # ---- The cells and their curves
 
 _SYMBOLS = {
-    "o": "circle", "s": "square", "^": "triangle-up", "D": "diamond", "v": "triangle-down", "P": "cross", "X": "x",
-    "*": "star", "<": "triangle-left",
-}  # fmt: skip
+    "o": "circle",
+    "s": "square",
+    "^": "triangle-up",
+    "D": "diamond",
+    "v": "triangle-down",
+    "P": "cross",
+    "X": "x",
+    "*": "star",
+    "<": "triangle-left",
+}
 # The hues of the modes, light enough for a dark background.
 _ON_DARK = {
-    "#000000": "#F2F0EC", "#0072B2": "#56A8E0", "#D55E00": "#F58549", "#009E73": "#34C99F", "#767676": "#9A9A9A",
-}  # fmt: skip
+    "#000000": "#F2F0EC",
+    "#0072B2": "#56A8E0",
+    "#D55E00": "#F58549",
+    "#009E73": "#34C99F",
+    "#767676": "#9A9A9A",
+}
 _DASHES = {"-": "solid", "--": "dash", "-.": "dashdot", ":": "dot"}
 _METRICS = {name: [METRICS[name].heading, METRICS[name].digits] for name in OF_IMAGES}
 
@@ -145,12 +159,19 @@ def _cells(tables: Mapping[str, Tables], records: Mapping[CellKey, CellRecords])
     names = labels(stack_runs(tables, "speed"))
     return [
         {
-            "run": key[0], "model": key[1], "cell": key[2], "name": name, "mode": cell.columns["mode"],
-            "colour": styles[key].colour, "dark": _ON_DARK.get(styles[key].colour, styles[key].colour),
-            "marker": _SYMBOLS[styles[key].marker], "dash": _DASHES[styles[key].line], "map": length_map(cell),
+            "run": key[0],
+            "model": key[1],
+            "cell": key[2],
+            "name": name,
+            "mode": cell.columns["mode"],
+            "colour": styles[key].colour,
+            "dark": _ON_DARK.get(styles[key].colour, styles[key].colour),
+            "marker": _SYMBOLS[styles[key].marker],
+            "dash": _DASHES[styles[key].line],
+            "map": length_map(cell),
         }
         for (key, cell), name in zip(records.items(), names, strict=True)
-    ]  # fmt: skip
+    ]
 
 
 def _figures(tables: Mapping[str, Tables], numbers: Numbers) -> dict[str, list[Plain]]:
@@ -182,15 +203,20 @@ def to_plotly(chart: Chart, styles: Styles, numbers: Numbers) -> Plain:
         row_styles = [styles[cell_key(row)] for _, row in rows.iterrows()]
         is_hollow = "dominated" in rows and bool(rows["dominated"].iloc[0])
         trace: Plain = {
-            "name": curves.line_label(rows), "x": rows[chart.x].tolist(), "y": rows[chart.y].astype(float).tolist(),
+            "name": curves.line_label(rows),
+            "x": rows[chart.x].tolist(),
+            "y": rows[chart.y].astype(float).tolist(),
             "customdata": [numbers[cell_key(row)] for _, row in rows.iterrows()],
             "hovertext": rows["label"].tolist(),
             "hovertemplate": "<b>%{hovertext}</b><br>%{x}, %{y:.4g}<extra></extra>",
             "mode": "lines+markers" if chart.joined else "markers",
             "opacity": 0.5 if is_hollow else 1.0,
-            "marker": {"symbol": [_SYMBOLS[style.marker] + "-open" * is_hollow for style in row_styles], "size": 8},
+            "marker": {
+                "symbol": [_SYMBOLS[style.marker] + "-open" * is_hollow for style in row_styles],
+                "size": 8,
+            },
             "line": {"dash": _DASHES[row_styles[-1].line], "width": 1.5},
-        }  # fmt: skip
+        }
         if not chart.joined:
             trace |= {"text": rows["label"].iloc[0], "textfont": {"size": 11}}
         for axis, name in (("x", chart.x), ("y", chart.y)):
@@ -223,9 +249,17 @@ def to_plotly(chart: Chart, styles: Styles, numbers: Numbers) -> Plain:
 PICTURES = 4_000  # of a page; with more, browsers get slow
 
 _READ = [
-    "prompt", "repeat", "order_index", "record_key", "image", "seconds", "tokens", "drafting", "start_per_step",
+    "prompt",
+    "repeat",
+    "order_index",
+    "record_key",
+    "image",
+    "seconds",
+    "tokens",
+    "drafting",
+    "start_per_step",
     "committed_per_step",
-]  # fmt: skip
+]
 _DIGITS = string.digits + string.ascii_lowercase
 
 
@@ -258,18 +292,25 @@ def _pictures(
         digits = "".join(_DIGITS[min(length, len(_DIGITS) - 1)] for length in step_lengths(row))
         pictures.append(
             {
-                "cell": row["cell"], "prompt": prompts.index(row["prompt"]), "repeat": int(row["repeat"]),
+                "cell": row["cell"],
+                "prompt": prompts.index(row["prompt"]),
+                "repeat": int(row["repeat"]),
                 "thumb": None if small is None else thumbnails.setdefault(small, len(thumbnails)),
-                "file": os.path.relpath(file, home) if has_link else None, "seconds": row["seconds"],
-                "length": sum(steps) / len(steps) if steps else None, "steps": len(steps),
+                "file": os.path.relpath(file, home) if has_link else None,
+                "seconds": row["seconds"],
+                "length": sum(steps) / len(steps) if steps else None,
+                "steps": len(steps),
                 "runs": digits if grid and row["drafting"] != "none" else None,
                 **scores[run][str(row["record_key"])],
             }
-        )  # fmt: skip
+        )
     return {
-        "prompts": prompts, "pictures": pictures, "thumbs": list(thumbnails), "grid": grid,
+        "prompts": prompts,
+        "pictures": pictures,
+        "thumbs": list(thumbnails),
+        "grid": grid,
         "left_out": len(counts) - len(prompts),
-    }  # fmt: skip
+    }
 
 
 def _image_scores(run: RunData) -> Mapping[str, dict[str, float]]:
@@ -402,10 +443,13 @@ def _entries(table: pd.DataFrame, name: str, good: str) -> list[Plain]:
         ).partition(" [")
         entries.append(
             {
-                "value": text, "interval": bracket.strip() + interval, "order": value, "bar": bar,
+                "value": text,
+                "interval": bracket.strip() + interval,
+                "order": value,
+                "bar": bar,
                 "best": is_alone and value == best,
             }
-        )  # fmt: skip
+        )
     return entries
 
 

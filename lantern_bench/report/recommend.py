@@ -98,7 +98,11 @@ def recommendation(
                 continue
             else:
                 verdict = settle(
-                    figure, condition.low, condition.high, cell["images"], (KEEPS, BREAKS)
+                    figure=figure,
+                    low=condition.low,
+                    high=condition.high,
+                    images=cell["images"],
+                    names=(KEEPS, BREAKS),
                 )
             if verdict != BREAKS:
                 about = {"condition": str(condition), "verdict": verdict}

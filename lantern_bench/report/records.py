@@ -31,15 +31,32 @@ _OF_METHODS = [
 _NUMBERS = ("temperature", *_OF_METHODS, "top_k", "top_p", "cfg_scale", "batch")
 _PHASES = ("draft", "target", "verify", "other")
 _RECORDED = (
-    "seconds", "tokens", "target_forwards", "drafter_forwards", "mal_uncut", "moved_mass", "peak_memory_bytes",
-    "process", "disturbed",
+    "seconds",
+    "tokens",
+    "target_forwards",
+    "drafter_forwards",
+    "mal_uncut",
+    "moved_mass",
+    "peak_memory_bytes",
+    "process",
+    "disturbed",
     *(f"{phase}_seconds" for phase in _PHASES),
-)  # fmt: skip
+)
 
 COLUMNS_READ = (
-    *(column.name for column in CELL_COLUMNS), "record_key", "status", "prompt_id", "repeat", "device", "device_id",
-    "start_per_step", "child_rank_per_step", "committed_per_step", "accepted_per_step", *_RECORDED,
-)  # fmt: skip
+    *(column.name for column in CELL_COLUMNS),
+    "record_key",
+    "status",
+    "prompt_id",
+    "repeat",
+    "device",
+    "device_id",
+    "start_per_step",
+    "child_rank_per_step",
+    "committed_per_step",
+    "accepted_per_step",
+    *_RECORDED,
+)
 """The columns of records that tables are made from."""
 
 HELD_UP = 1.25

@@ -49,9 +49,12 @@ def reproduction_rows(
         ]
         matched |= {row.name for row in matching if row}
         for paper_row in matching or [None]:
-            rows += [about | _figure_row(cell, paper_row, name, paper) for name in columns]
+            rows += [
+                about | _figure_row(cell=cell, published=paper_row, name=name, paper=paper)
+                for name in columns
+            ]
         rows += [
-            about | _figure_row(cell, None, name, None)
+            about | _figure_row(cell=cell, published=None, name=name, paper=None)
             for name in _OURS
             if cell.get(name) is not None
         ]

@@ -237,11 +237,18 @@ def timing(images: pd.DataFrame) -> Timing:
     steps = _group_sums(parts[2:], prompts)
     influence = steps[0] / steps[0].mean() - steps[1] / steps[1].mean()
     if several < _SEVERAL:
-        return Timing(float(over / under), influence, None, 0.0)
+        return Timing(
+            value=float(over / under), influence=influence, of_processes=None, freedom=0.0
+        )
     sums = np.log(_group_sums(parts, processes))
     pace = sums[0] - sums[2] - sums[1] + sums[3]
     spread = float((weights * (pace - weights @ pace) ** 2).sum()) / (1.0 - 1.0 / several)
-    return Timing(float(over / under), influence, spread / several, several - 1.0)
+    return Timing(
+        value=float(over / under),
+        influence=influence,
+        of_processes=spread / several,
+        freedom=several - 1.0,
+    )
 
 
 def _group_sums(parts: Array, groups: Any) -> Array:

@@ -105,8 +105,12 @@ def speed_row(
         "latency_s": repeat_interval(timing(timed))
         if len(timed)
         else Interval(None, note="not timed"),
-        "speedup": _speedup(cell, baseline_of(cell, cells), "ar", pool_devices),
-        "speedup_over_lossless": _speedup(cell, lossless, "lossless_cell", pool_devices),
+        "speedup": _speedup(
+            cell=cell, base=baseline_of(cell, cells), name="ar", pool_devices=pool_devices
+        ),
+        "speedup_over_lossless": _speedup(
+            cell=cell, base=lossless, name="lossless_cell", pool_devices=pool_devices
+        ),
         "step_compression": _ratio(images[["tokens", "target_forwards"]]),
         "mean_accepted_length": _ratio(images[["committed", "steps"]]),
     }
@@ -221,11 +225,19 @@ def quality_rows(
         of_cell = scores.cells.get(cell.cell_id, {})
         if not images and not of_cell:
             continue
-        row = {**common, "protocol": protocol, **_scored(cell, scores, images, of_cell)}
+        row = {
+            **common,
+            "protocol": protocol,
+            **_scored(cell=cell, scores=scores, images=images, of_cell=of_cell),
+        }
         if base is not None:
-            spread = _spread_of_ar(cell, base, cells, scores)
+            spread = _spread_of_ar(cell=cell, base=base, cells=cells, scores=scores)
             note = join_notes([row["note"], spread.get("note")])
-            row |= {**spread, **_differences(cell, base, cells, scores), "note": note}
+            row |= {
+                **spread,
+                **_differences(cell=cell, base=base, cells=cells, scores=scores),
+                "note": note,
+            }
         rows.append({**row, **of_tokens})
     return rows or [
         {
@@ -416,7 +428,9 @@ def tables_of(run: RunData) -> dict[str, pd.DataFrame]:
             (
                 row
                 for cell in cells
-                for row in quality_rows(cell, cells, protocols, of_tokens[cell.cell_id])
+                for row in quality_rows(
+                    cell=cell, cells=cells, protocols=protocols, of_tokens=of_tokens[cell.cell_id]
+                )
             ),
         ),
         "acceptance": frame("acceptance", (row for cell in cells for row in acceptance_rows(cell))),

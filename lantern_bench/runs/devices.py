@@ -87,11 +87,13 @@ def load_models(experiment: ResolvedExperiment, compute: Compute) -> dict[str, L
         cells = [cell for cell in experiment.cells if cell.model == name]
         if (sizes := described.sizes) is not None:
             for cell in cells:
-                check_memory(cell.decoding, cell.batch, sizes, compute)
+                check_memory(
+                    decoding=cell.decoding, batch=cell.batch, config=sizes, compute=compute
+                )
         model = models[name] = described.load(compute.device, compute.dtype)
         set_space(model, experiment.settings.neighbour_space)
         for cell in cells:
-            check_loaded(model, cell.decoding, cell.batch, compute)
+            check_loaded(model=model, decoding=cell.decoding, batch=cell.batch, compute=compute)
     return models
 
 
@@ -99,7 +101,7 @@ def check_loaded(model: LoadedModel, decoding: Decoding, batch: int, compute: Co
     """Raise `UserError` for a size that the model bounds, and as `check_memory`."""
     decoding.check_sizes(model.name, model.target.image_tokens, model.target.n_codes)
     if isinstance(config := getattr(model.target, "config", None), TransformerConfig):
-        check_memory(decoding, batch, config, compute)
+        check_memory(decoding=decoding, batch=batch, config=config, compute=compute)
 
 
 # float32 numbers of each node and token that a step holds at once: logits, p, q, noise, quotients
@@ -122,7 +124,12 @@ def check_memory(
         batch * nodes * values + neighbours
     )
     advice = "Give a smaller --batch, or a draft of fewer nodes."
-    check_free(f"{decoding.cell_id}, batch {batch}", needed, compute.device, advice)
+    check_free(
+        subject=f"{decoding.cell_id}, batch {batch}",
+        needed=needed,
+        device=compute.device,
+        advice=advice,
+    )
 
 
 def set_space(model: LoadedModel, space: Space | None) -> None:
@@ -226,9 +233,19 @@ def key_fields(
 # ---- The machine block of the manifest
 
 PACKAGES = (
-    "lantern-bench", "torch", "torchvision", "torch-fidelity", "open-clip-torch", "numpy", "scipy", "pandas", "pillow",
-    "pydantic", "safetensors", "triton",
-)  # fmt: skip
+    "lantern-bench",
+    "torch",
+    "torchvision",
+    "torch-fidelity",
+    "open-clip-torch",
+    "numpy",
+    "scipy",
+    "pandas",
+    "pillow",
+    "pydantic",
+    "safetensors",
+    "triton",
+)
 # By the manifest's names.
 _GPU_FIELDS = {
     "driver": "driver_version",

@@ -78,9 +78,14 @@ def _guarded(check: str, findings: Callable[[], Iterable[Finding]]) -> Iterator[
     try:
         yield from findings()
     except LanternError as error:
-        yield Finding(check, "fail", error.message, error.advice or "")
+        yield Finding(check=check, state="fail", result=error.message, fix=error.advice or "")
     except Exception as error:  # a broken installation raises errors of all kinds
-        yield Finding(check, "fail", one_line(error), "Not expected: report it with this list.")
+        yield Finding(
+            check=check,
+            state="fail",
+            result=one_line(error),
+            fix="Not expected: report it with this list.",
+        )
 
 
 def _package() -> Iterator[Finding]:
@@ -113,7 +118,9 @@ def _load() -> Iterator[Finding]:
         result += f", {spent.steal_seconds / (now() - start) / cores:.0%} taken by the hypervisor"
     fix = "Timings are too long and marked disturbed: stop other programs, or measure later."
     busy = others > _BUSY_SHARE
-    yield Finding("load", "warning" if busy else "ok", result, fix if busy else "")
+    yield Finding(
+        check="load", state="warning" if busy else "ok", result=result, fix=fix if busy else ""
+    )
 
 
 def _memory() -> Iterator[Finding]:
@@ -126,7 +133,9 @@ def _memory() -> Iterator[Finding]:
         container_free = int(text) - int((limit.parent / "memory.current").read_text())
         free = min(free, container_free)
         result = f"{result}; {container_free / _GB:.1f} GB free in this container"
-    yield _by_size("memory", free, 2 * _GB, result, "Stop other programs.")
+    yield _by_size(
+        check="memory", free=free, enough=2 * _GB, result=result, fix="Stop other programs."
+    )
 
 
 def _disk() -> Iterator[Finding]:
@@ -146,16 +155,26 @@ def _disk() -> Iterator[Finding]:
             # Without a cache everything works, and is computed again.
             state: State = "warning" if name == "cache" else "fail"
             result = f"{_without_user(folder)}: cannot be written: {error.strerror}"
-            yield Finding(check, state, result, f"Choose another: {variable}.")
+            yield Finding(
+                check=check, state=state, result=result, fix=f"Choose another: {variable}."
+            )
             continue
-        yield _by_size(check, free, 1 * _GB, result, f"Make room, or choose another: {variable}.")
+        yield _by_size(
+            check=check,
+            free=free,
+            enough=1 * _GB,
+            result=result,
+            fix=f"Make room, or choose another: {variable}.",
+        )
 
 
 def _by_size(check: str, free: float, enough: float, result: str, fix: str) -> Finding:
     """Less than enough is a warning, less than a tenth of it a failure."""
     if free >= enough:
         return Finding(check, "ok", result)
-    return Finding(check, "warning" if free >= enough / 10 else "fail", result, fix)
+    return Finding(
+        check=check, state="warning" if free >= enough / 10 else "fail", result=result, fix=fix
+    )
 
 
 def _without_user(path: Path) -> str:
@@ -174,7 +193,12 @@ def _weights() -> Iterator[Finding]:
     for model, names in missing.items():
         if 0 < len(names) < len(PARTS[model]):
             result = f"{model} lacks {', '.join(names)}"
-            yield Finding("weights", "warning", result, f"lantern-bench weights get {model}")
+            yield Finding(
+                check="weights",
+                state="warning",
+                result=result,
+                fix=f"lantern-bench weights get {model}",
+            )
 
 
 def _torch() -> Iterator[Finding]:
@@ -193,7 +217,7 @@ def _torch() -> Iterator[Finding]:
         )
     except Exception as error:  # a wrong pair raises errors of all kinds
         fix = "Install the pair together, from one index: pip install --upgrade torch torchvision"
-        yield Finding("torchvision", "fail", one_line(error), fix)
+        yield Finding(check="torchvision", state="fail", result=one_line(error), fix=fix)
 
 
 def _device(device: str) -> Iterator[Finding]:
@@ -216,7 +240,9 @@ def _device(device: str) -> Iterator[Finding]:
             fix = "Cool it, or check its power."
         elif free < total / 2:
             fix = "Another program uses its memory: `nvidia-smi` lists them."
-        yield Finding(f"GPU {number}", "warning" if fix else "ok", result, fix)
+        yield Finding(
+            check=f"GPU {number}", state="warning" if fix else "ok", result=result, fix=fix
+        )
     if not machine["gpus"] and shutil.which("nvidia-smi"):
         # nvidia-smi is on every machine that is made for a GPU, also where none is attached.
         built = (
@@ -225,10 +251,10 @@ def _device(device: str) -> Iterator[Finding]:
             else "install a torch that is built for CUDA"
         )
         yield Finding(
-            "GPU",
-            "warning",
-            "nvidia-smi is installed, and torch finds no GPU",
-            f"To use a GPU: {built}.",
+            check="GPU",
+            state="warning",
+            result="nvidia-smi is installed, and torch finds no GPU",
+            fix=f"To use a GPU: {built}.",
         )
     compute = choose_compute(device)
     yield Finding(
@@ -250,13 +276,16 @@ def _compiler(device: torch.device) -> Iterator[Finding]:
         on_gpu = "the Triton of this torch with a C compiler (gcc)"
         needed = on_gpu if device.type == "cuda" else "a C++ compiler (Debian: apt install g++)"
         fix = f"Install torch 2.10 or newer and {needed}. Decoding is slower without; or pass --no-compile."
-        yield Finding("compiler", "warning", problem, fix)
+        yield Finding(check="compiler", state="warning", result=problem, fix=fix)
     if device.type == "cpu" and build_kernels():
         yield Finding("kernels", "ok", "built")
     elif device.type == "cpu":
         result = "not built: they need a C++ compiler, AVX2 and torch 2.10"
         yield Finding(
-            "kernels", "warning", result, "Compiled decoding uses torch's instead, more slowly."
+            check="kernels",
+            state="warning",
+            result=result,
+            fix="Compiled decoding uses torch's instead, more slowly.",
         )
 
 
@@ -286,7 +315,9 @@ def _decode(device: torch.device, dtype: str) -> Iterator[Finding]:
     size = read_size("2x64x64x5")
     generator = torch.Generator(device).manual_seed(0)
     check = f"decode {dtype}"
-    model = random_model_of_size(size, device, getattr(torch, dtype), generator)
+    model = random_model_of_size(
+        config=size, device=device, dtype=getattr(torch, dtype), generator=generator
+    )
     if dtype != "float32":
         pack_for_decoding(model.target, model.drafter)  # it rounds the drafter's head
     images = {"eager": _tiny_decode(model, Engine())}
@@ -304,7 +335,7 @@ def _decode(device: torch.device, dtype: str) -> Iterator[Finding]:
             # sweeps decode many images: now all programs are replayed
             images[name] = _tiny_decode(model, engine)
             fallbacks |= engine.fallbacks
-    yield _compared(check, images, fallbacks, getattr(torch, dtype))
+    yield _compared(check=check, images=images, fallbacks=fallbacks, dtype=getattr(torch, dtype))
 
 
 def _compared(
@@ -316,7 +347,12 @@ def _compared(
     names = list(images)
     eager, compiled, *graphs = images.values()
     if any(not compiled.tokens.equal(image.tokens) for image in graphs):
-        return Finding(check, "fail", f"{names[-1]} give other tokens than {names[1]}", _WRONG)
+        return Finding(
+            check=check,
+            state="fail",
+            result=f"{names[-1]} give other tokens than {names[1]}",
+            fix=_WRONG,
+        )
     same = int((eager.tokens == compiled.tokens).long().cumprod(0).sum())
     total = len(eager.tokens)
     if same < total:
@@ -328,13 +364,13 @@ def _compared(
             f"{' = '.join(names[1:])} = eager to token {same} of {total}, logits {apart:.1e} apart"
         )
         if dtype == torch.float32 or not apart < _ROUNDINGS * torch.finfo(dtype).eps:
-            return Finding(check, "fail", result, _WRONG)
+            return Finding(check=check, state="fail", result=result, fix=_WRONG)
         return Finding(check, "ok", f"{result}: rounding")
     result = f"{' = '.join(names)}, {total} of {total} tokens"
     if fallbacks:
         why = "; ".join(f"{stage} fails: {reason}" for stage, reason in fallbacks.items())
         fix = "Runs continue without it, more slowly: update the driver and torch, or report it with this list."
-        return Finding(check, "warning", f"{result}; {why}", fix)
+        return Finding(check=check, state="warning", result=f"{result}; {why}", fix=fix)
     return Finding(check, "ok", result)
 
 
@@ -348,6 +384,11 @@ def _tiny_decode(model: LoadedModel, engine: Engine) -> Decoded:
     decoding = Decoding("lantern++", tree="small-7", neighbours=5, lambda_=3.0, cfg_scale=1.5)
     generator = torch.Generator(model.target.device).manual_seed(1)
     (image,) = decode(
-        model, model.condition([""]), decoding, [generator], engine=engine, keep_logits=True
+        model=model,
+        condition=model.condition([""]),
+        decoding=decoding,
+        generators=[generator],
+        engine=engine,
+        keep_logits=True,
     )
     return image

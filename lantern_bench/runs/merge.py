@@ -24,8 +24,16 @@ from lantern_bench.runs.store import (
 
 # Keys of an experiment that may differ between shards: they change no image.
 _MAY_DIFFER = (
-    "name", "description", "paper", "protocol", "reference", "metrics", "processes", "threads", "pool_devices",
-)  # fmt: skip
+    "name",
+    "description",
+    "paper",
+    "protocol",
+    "reference",
+    "metrics",
+    "processes",
+    "threads",
+    "pool_devices",
+)
 
 
 @dataclass(frozen=True)
@@ -50,7 +58,10 @@ def merge_runs(folders: Sequence[Path], out: Path | None = None) -> Path:
     shutil.rmtree(partial, ignore_errors=True)
     scores = [row for shard in shards for row in read_scores(shard.folder)]
     _write(
-        shards, [row for row in scores if row["level"] in ("image", "tokens")], partial, folder.name
+        shards=shards,
+        scores=[row for row in scores if row["level"] in ("image", "tokens")],
+        folder=partial,
+        name=folder.name,
     )
     partial.rename(folder)
     return folder
@@ -62,7 +73,13 @@ def _read(folder: Path) -> _Shard:
         raise UserError(
             f"{folder} is not a shard of a run", "`lantern-bench sweep --shard i/n` makes one."
         )
-    return _Shard(folder, manifest, read_records(folder), shard["index"], shard["count"])
+    return _Shard(
+        folder=folder,
+        manifest=manifest,
+        records=read_records(folder),
+        index=shard["index"],
+        count=shard["count"],
+    )
 
 
 def _check_division(shards: Sequence[_Shard]) -> None:

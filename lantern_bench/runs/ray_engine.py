@@ -195,12 +195,21 @@ class Worker:
             cores = ray.get_runtime_context().get_assigned_resources().get("CPU", 1)
             torch.set_num_threads(settings.threads or max(1, int(cores)))
         if settings.threads is None:
-            runner.prepare_models(request.plan, self.models, (), lambda _event: None)
+            runner.prepare_models(
+                plan=request.plan, models=self.models, done=(), emit=lambda _event: None
+            )
             runner.try_threads(request.plan.tasks, self.models, notes.append)
         self.repeat_disturbed = "speed" in settings.metrics
-        key = key_fields(self.models, settings, self.compute, request.plan.cells)
+        key = key_fields(
+            models=self.models, settings=settings, compute=self.compute, cells=request.plan.cells
+        )
         session = {"device": device_columns(self.compute.device), "machine": machine_block()}
-        return Ready(notes, key, session, runner.compute_block(self.compute, key["compile"]))
+        return Ready(
+            notes=notes,
+            key=key,
+            session=session,
+            block=runner.compute_block(self.compute, key["compile"]),
+        )
 
     def decode(
         self, shard: Plan, missing: frozenset[int], session: dict[str, Any], threads: int
@@ -212,12 +221,19 @@ class Worker:
 
         if self.compute.device.type == "cpu":
             torch.set_num_threads(threads)
-        prepare_seconds = prepare_models(shard, self.models, (), lambda _event: None)
+        prepare_seconds = prepare_models(
+            plan=shard, models=self.models, done=(), emit=lambda _event: None
+        )
         batches = [
             batch for batch in shard.batches() if any(task.order_index in missing for task in batch)
         ]
         if self.decoder is None:
-            self.decoder = Decoder(self.models, self.compute, session, self.repeat_disturbed)
+            self.decoder = Decoder(
+                models=self.models,
+                compute=self.compute,
+                session=session,
+                repeat_disturbed=self.repeat_disturbed,
+            )
             yield from self.decoder.warm_up(batches)
             settle_garbage()
         self.decoder.session["prepare_seconds"] += prepare_seconds
@@ -439,7 +455,10 @@ class RayDriver:
         store = self._store
         device = ready.session["device"]["device"]
         check_same_run(
-            f"{store.folder.name} on {device}", store.manifest, {"key": ready.key}, store.finished
+            folder=f"{store.folder.name} on {device}",
+            manifest=store.manifest,
+            wanted={"key": ready.key},
+            finished=store.finished,
         )
         worker.session = open_session(store, **ready.session)
         worker.answer = None

@@ -100,7 +100,7 @@ def read_lines(path: Path, table: str, wanted: Collection[str] | None = None) ->
                     row = msgspec.convert(values, row_type)
             except (ValueError, RecursionError) as error:
                 problem = _problem_of(error, declared, needed)
-            yield Line(number, content, row, problem)
+            yield Line(number=number, content=content, row=row, problem=problem)
 
 
 def _problem_of(error: Exception, declared: Mapping[str, str], needed: Collection[str]) -> str:

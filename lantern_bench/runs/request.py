@@ -103,7 +103,16 @@ def prepare(
             )
     check_folder(folder, resolved)
     description = describe_prompts(settings.prompts, models[0], prompts)
-    return Request(resolved, plan, folder, protocol, description, chosen_shard, ray, worker_timeout)
+    return Request(
+        experiment=resolved,
+        plan=plan,
+        folder=folder,
+        protocol=protocol,
+        prompts=description,
+        shard=chosen_shard,
+        ray=ray,
+        worker_timeout=worker_timeout,
+    )
 
 
 def check_sizes(experiment: ResolvedExperiment) -> None:

@@ -46,21 +46,27 @@ def decode_missing(request: Request, emit: Emit) -> int:
     settings = request.experiment.settings
     plan = request.plan
     compute, models = load_to_decode(request.experiment, emit)
-    prepare_seconds = prepare_models(plan, models, done_images(request.folder), emit)
+    prepare_seconds = prepare_models(
+        plan=plan, models=models, done=done_images(request.folder), emit=emit
+    )
     threads = torch.get_num_threads()
     with RunStore(
-        request.folder, request.experiment, key_fields(models, settings, compute, plan.cells)
+        request.folder,
+        request.experiment,
+        key_fields(models=models, settings=settings, compute=compute, cells=plan.cells),
     ) as run:
         run.update_manifest(**request.manifest_entries(), load_before=round(load, 2))
         try:
-            calibrate_threads(run, plan, models, settings.threads, emit)
+            calibrate_threads(
+                store=run, plan=plan, models=models, threads=settings.threads, emit=emit
+            )
             timed = "speed" in settings.metrics
             return run_plan(
-                run,
-                plan,
-                models,
-                compute,
-                emit,
+                store=run,
+                plan=plan,
+                models=models,
+                compute=compute,
+                emit=emit,
                 prepare_seconds=prepare_seconds,
                 repeat_disturbed=timed,
             )
@@ -122,7 +128,9 @@ def try_threads(tasks: Sequence[ImageTask], models: Mapping[str, LoadedModel], e
         decodings = (task.cell.decoding for task in tasks if task.cell.model == name)
         # the images fail the same way and record it
         with contextlib.suppress(RuntimeError, MemoryError):
-            set_fastest_threads(models[name], tasks[0].prompt.text, decodings, emit)
+            set_fastest_threads(
+                model=models[name], prompt=tasks[0].prompt.text, decodings=decodings, emit=emit
+            )
 
 
 def run_plan(
@@ -142,7 +150,9 @@ def run_plan(
     started = store.manifest.get("started", session["started"])
     described = compute_block(compute, store.key["compile"]) | {"machine": devices.machine_block()}
     store.update_manifest(started=started, ended=None, **described)
-    decoder = Decoder(models, compute, session, repeat_disturbed)
+    decoder = Decoder(
+        models=models, compute=compute, session=session, repeat_disturbed=repeat_disturbed
+    )
     try:
         emit(Started(len(plan.tasks) - to_do.total(), to_do))
         for note in decoder.warm_up(batches):
@@ -313,10 +323,10 @@ def decode_batch(
         condition = model.condition(prompts)
         reset_peak_memory(compute.device)
         decoded: list[Decoded] = decode(
-            model,
-            condition,
-            decoding,
-            generators,
+            model=model,
+            condition=condition,
+            decoding=decoding,
+            generators=generators,
             tokens=tokens,
             keep_logits=logits,
             engine=model.engine,
@@ -332,7 +342,15 @@ def decode_batch(
             synchronize(compute.device)
             seconds = (now() - began) / len(batch)
     return [
-        DecodedImage(prompt, image.tokens, image.trace, picture, seconds, peak, image.logits)
+        DecodedImage(
+            prompt=prompt,
+            tokens=image.tokens,
+            trace=image.trace,
+            pixels=picture,
+            pixel_seconds=seconds,
+            peak_memory=peak,
+            logits=image.logits,
+        )
         for prompt, image, picture in zip(prompts, decoded, pixels, strict=True)
     ]
 
@@ -362,12 +380,14 @@ def tasks_of(
     slots = [(prompt, repeat) for prompt in map(Prompt, prompts) for repeat in range(images)]
     return [
         ImageTask(
-            cell,
-            prompt,
-            repeat,
-            record_seed(seed, prompt.id, repeat, cell.decoding.seed_set),
-            index,
-            index,
+            cell=cell,
+            prompt=prompt,
+            repeat=repeat,
+            seed=record_seed(
+                run_seed=seed, prompt_id=prompt.id, repeat=repeat, seed_set=cell.decoding.seed_set
+            ),
+            image_index=index,
+            order_index=index,
         )
         for cell in cells
         for index, (prompt, repeat) in enumerate(slots)

@@ -78,7 +78,11 @@ def load_scorers(protocol: Protocol, device: torch.device | str = "cpu") -> Scor
     manifold = protocol.manifold if protocol.manifold != protocol.features else None
     images = {name: METRICS[name].function()(protocol, device) for name in protocol.metrics}
     return Scorers(
-        protocol, images, extractor, find_extractor(manifold) if manifold else None, device
+        protocol=protocol,
+        images=images,
+        extractor=extractor,
+        manifold=find_extractor(manifold) if manifold else None,
+        device=device,
     )
 
 
@@ -153,7 +157,9 @@ def score_records(
         missing = len(rows) - len(existing)
         notes = [f"{missing} images are missing in the run directory"] if missing else []
         if against:
-            cell |= _measure_cell(measured, scorers, against, infinity, notes)
+            cell |= _measure_cell(
+                measured=measured, scorers=scorers, against=against, infinity=infinity, notes=notes
+            )
         else:
             notes.append(f"no reference: {listed(OF_SETS)} need one (--reference)")
         yield from (common | {"cell_id": cell_id} | image for image in measured.rows)
@@ -223,7 +229,9 @@ def _measure_cell(
 ) -> Row:
     """Return the figures of a cell; those of pictures go into `measured`, what is missing into `notes`."""
     assert measured.features is not None and scorers.extractor is not None
-    sets, manifold = _sets(measured.features, measured.manifold, against, scorers)
+    sets, manifold = _sets(
+        features=measured.features, manifold=measured.manifold, against=against, scorers=scorers
+    )
     figures = measure_sets(sets, scorers.extractor, manifold)
     for name, values in figures.of_images.items():
         for image, value in zip(measured.rows, values.tolist(), strict=False):
@@ -268,7 +276,9 @@ def _spread_row(
                 for start, of in zip(starts, row_of, strict=True)
             ]
         )
-        figures = figures_of(names, *_sets(features, manifold, against, scorers))
+        figures = figures_of(
+            names, *_sets(features=features, manifold=manifold, against=against, scorers=scorers)
+        )
         for name, (centre, low, high) in ar_spread(figures, rows).items():
             row |= {name: centre, f"{name}_low": low, f"{name}_high": high}
     return row | {"note": "; ".join(notes) or None}
@@ -305,7 +315,10 @@ def score_tokens(folder: Path, device: str, emit: Emit) -> int:
             batch = max(1, _LOGITS // (model.target.image_tokens * model.target.vocab_size))
             for start in range(0, len(records), batch):
                 rows = measure_tokens(
-                    records[start : start + batch], folder, model, decodings[cell_id]
+                    records=records[start : start + batch],
+                    folder=folder,
+                    model=model,
+                    decoding=decodings[cell_id],
                 )
                 for row in rows:
                     store.append_score({"level": "tokens", "cell_id": cell_id, **row})
@@ -333,16 +346,19 @@ def measure_tokens(
         tokens = read_tokens(folder / record["image"])
         if tokens is None:
             generator = torch.Generator(model.target.device).manual_seed(record["seed"])
-            tokens = decode(model, model.condition([record["prompt"]]), decoding, [generator])[
-                0
-            ].tokens
+            tokens = decode(
+                model=model,
+                condition=model.condition([record["prompt"]]),
+                decoding=decoding,
+                generators=[generator],
+            )[0].tokens
         if tokens_sha256(tokens) == record["tokens_sha256"]:
             images.append((record, tokens))
     if not images:
         return []
     condition = model.condition([record["prompt"] for record, _ in images])
     tokens = torch.stack([tokens for _, tokens in images]).long().to(model.target.device)
-    sums = token_sums(model, condition, tokens, decoding)
+    sums = token_sums(model=model, condition=condition, tokens=tokens, decoding=decoding)
     return [
         {"record_key": record["record_key"], **row}
         for (record, _), row in zip(images, sums, strict=True)
@@ -375,7 +391,15 @@ def score_run(
         pending = [
             cell_id
             for cell_id, records in cells.items()
-            if rescore or not _is_scored(cell_id, records, scores, scorers, label, infinity)
+            if rescore
+            or not _is_scored(
+                cell_id=cell_id,
+                records=records,
+                scores=scores,
+                scorers=scorers,
+                reference=label,
+                infinity=infinity,
+            )
         ]
         with_spread = {row["cell_id"] for row in scores if row["level"] == "band"}
         # Sets of ar images with different seeds are scored together.
@@ -389,7 +413,13 @@ def score_run(
         )
         records = [record for cell_id in dict.fromkeys(pending) for record in cells[cell_id]]
         rows = score_records(
-            records, folder, scorers, reference, emit, cache=cache_folder(), infinity=infinity
+            records=records,
+            folder=folder,
+            scorers=scorers,
+            reference=reference,
+            emit=emit,
+            cache=cache_folder(),
+            infinity=infinity,
         )
         return len([store.append_score(row) for row in rows])
 
@@ -443,7 +473,14 @@ def score_run_directory(
         recorded.get("reference") if name == recorded.get("protocol") else None
     )
     against = find_reference(pictures, rules)
-    count = score_run(folder, scorers, against, emit, infinity=infinity, rescore=rescore)
+    count = score_run(
+        folder=folder,
+        scorers=scorers,
+        reference=against,
+        emit=emit,
+        infinity=infinity,
+        rescore=rescore,
+    )
     try:
         count += score_tokens(folder, device, emit)
     except RefusedError as error:

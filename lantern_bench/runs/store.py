@@ -98,7 +98,12 @@ def run_folder(
 
 def read_run(folder: Path, wanted: Collection[str] | None = None) -> RunData:
     """Return the contents of a run directory, with the `wanted` columns of its records (None: all)."""
-    return RunData(folder, read_manifest(folder), _latest(folder, wanted), read_scores(folder))
+    return RunData(
+        folder=folder,
+        manifest=read_manifest(folder),
+        records=_latest(folder, wanted),
+        scores=read_scores(folder),
+    )
 
 
 def without_records(folder: Path) -> RefusedError:
@@ -214,7 +219,12 @@ class RunStore(AbstractContextManager["RunStore"]):
                     "experiment": experiment.to_dict(),
                     "threads": experiment.settings.threads,
                 }
-                check_same_run(folder.name, self.manifest, wanted, self.finished)
+                check_same_run(
+                    folder=folder.name,
+                    manifest=self.manifest,
+                    wanted=wanted,
+                    finished=self.finished,
+                )
             self._records = opened.enter_context(closing(RowFile(folder / RECORDS, "records")))
             self._scores = opened.enter_context(closing(RowFile(folder / SCORES, "scores")))
             if experiment is not None:
@@ -342,7 +352,9 @@ def check_folder(folder: Path, experiment: ResolvedExperiment) -> None:
             pass
     if (folder / MANIFEST).exists() and (finished := len(done_images(folder))):
         wanted = {"experiment": experiment.to_dict(), "threads": experiment.settings.threads}
-        check_same_run(folder.name, read_manifest(folder), wanted, finished)
+        check_same_run(
+            folder=folder.name, manifest=read_manifest(folder), wanted=wanted, finished=finished
+        )
 
 
 def check_is_run(folder: Path) -> None:

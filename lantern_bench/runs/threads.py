@@ -102,7 +102,14 @@ def set_fastest_threads(
     def steps() -> None:  # not single products: their threads would sleep between
         for decoding in kinds.values():
             generator = torch.Generator(model.target.device).manual_seed(0)
-            decode(model, condition, decoding, [generator], tokens=_TOKENS, engine=model.engine)
+            decode(
+                model=model,
+                condition=condition,
+                decoding=decoding,
+                generators=[generator],
+                tokens=_TOKENS,
+                engine=model.engine,
+            )
 
     calibrated = calibrate(steps, recorded)
     # What was chosen on a busy machine does not count for the next run.

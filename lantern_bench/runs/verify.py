@@ -89,7 +89,12 @@ def verify(folder: Path) -> Checked:
         )
     count = len(pictures) if has_pictures else None
     return Checked(
-        len(records), count, len(rows["scores"]), problems, frozenset(broken), lines_are_undamaged
+        records=len(records),
+        pictures=count,
+        scores=len(rows["scores"]),
+        problems=problems,
+        broken=frozenset(broken),
+        lines_are_undamaged=lines_are_undamaged,
     )
 
 

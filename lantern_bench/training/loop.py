@@ -130,7 +130,7 @@ def train(
     processes: Processes = SINGLE,
 ) -> TrainReport:
     """Train `task.module` in place; raises `RefusedError` for a checkpoint of other settings and an infinite loss."""
-    run = _Run(task, settings, device, processes)
+    run = _Run(task=task, settings=settings, device=device, processes=processes)
     since = list[dict[str, float]]()
     while (done := run.fraction()) < 1.0:
         start = now()
@@ -144,7 +144,16 @@ def train(
             }
             loss = means.pop("loss")
             run.losses.append((run.steps, loss))
-            on_event(TrainEvent(run.steps, fraction, run.seconds, loss, rate, means))
+            on_event(
+                TrainEvent(
+                    step=run.steps,
+                    fraction=fraction,
+                    seconds=run.seconds,
+                    loss=loss,
+                    lr=rate,
+                    figures=means,
+                )
+            )
             since = []
         if (
             settings.checkpoint is not None
@@ -153,7 +162,9 @@ def train(
         ):
             run.save(settings.checkpoint)
     task.module.eval()
-    return TrainReport(run.steps, run.seconds, settings.described(), run.losses)
+    return TrainReport(
+        steps=run.steps, seconds=run.seconds, settings=settings.described(), losses=run.losses
+    )
 
 
 def read_checkpoint(settings: TrainSettings) -> dict[str, Any] | None:

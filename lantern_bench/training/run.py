@@ -144,7 +144,13 @@ def make_job(flags: DrafterFlags, drafters: Path) -> DrafterJob:
     )
     out = flags.out or drafters / Path(model.name).stem
     job = DrafterJob(
-        flags, _data(flags, model), recipe, decoding, prompts, out, flags.work or out / "work"
+        flags=flags,
+        data=_data(flags, model),
+        recipe=recipe,
+        decoding=decoding,
+        prompts=prompts,
+        out=out,
+        work=flags.work or out / "work",
     )
     if job.init_name == "folder" and not Path(flags.init).is_dir():
         raise UserError(
@@ -263,7 +269,13 @@ def train_drafter(
     settings = job.settings(model)
     drafter = _initial_drafter(job, model, target)
     read_checkpoint(settings)  # one of another training is refused before hours of sampling
-    tokens = _tokens(job, model, target.image_tokens, on_progress, processes)
+    tokens = _tokens(
+        job=job,
+        model=model,
+        needed=target.image_tokens,
+        on_progress=on_progress,
+        processes=processes,
+    )
     order = torch.randperm(
         len(tokens), generator=torch.Generator().manual_seed(flags.seed)
     ).tolist()
@@ -278,7 +290,13 @@ def train_drafter(
 
     examined = sequences(held_out[:_HELD_OUT_SEQUENCES])
     task = DrafterTask(
-        drafter, sequences(training), examined, recipe, job.decoding, flags.seed, processes
+        drafter=drafter,
+        training=sequences(training),
+        held_out=examined,
+        recipe=recipe,
+        decoding=job.decoding,
+        seed=flags.seed,
+        processes=processes,
     )
     prompts = list(job.prompts) or list(dict.fromkeys(captions[number] for number in held_out))
     if flags.compile:
@@ -286,12 +304,16 @@ def train_drafter(
             target.transformer.compile()
         drafter.compile()
     logged = (
-        _logged(job, model, task, prompts, on_event) if processes.first else lambda _event: None
+        _logged(job=job, model=model, task=task, prompts=prompts, on_event=on_event)
+        if processes.first
+        else lambda _event: None
     )
-    report = train(task, settings, target.device, logged, processes)
+    report = train(
+        task=task, settings=settings, device=target.device, on_event=logged, processes=processes
+    )
     if not processes.first:
         return report, []
-    write_drafter(drafter, job.out, flags.target, model.weights)
+    write_drafter(drafter=drafter, folder=job.out, target=flags.target, weights=model.weights)
     drafters = {"trained": load_drafter(job.out, target, dtype=target.dtype, device=target.device)}
     if isinstance(model.drafter, EagleDrafter):
         drafters["the model's own"] = model.drafter
@@ -300,7 +322,11 @@ def train_drafter(
         for name, written in drafters.items():
             decoding = partial(on_progress, f"decoding, drafter: {name}")
             accepted = _accepted(
-                job, replace(model, drafter=written), prompts, flags.final_images, decoding
+                job=job,
+                model=replace(model, drafter=written),
+                prompts=prompts,
+                images=flags.final_images,
+                on_share=decoding,
             )
             evaluated.append(Evaluated(name, task.overlap(written), accepted))
     _write_report(job, report, evaluated)
@@ -316,7 +342,14 @@ def _tokens(
         for done, total in model.prepare(list(dict.fromkeys([*job.data.captions, *job.prompts]))):
             on_progress("encoding captions", done / total)
         sampling = Decoding(mode="ar", **{name: getattr(job.decoding, name) for name in _SAMPLING})
-        tokens = make_tokens(job.data, model, sampling, job.flags.seed, job.work, on_progress)
+        tokens = make_tokens(
+            data=job.data,
+            model=model,
+            decoding=sampling,
+            seed=job.flags.seed,
+            work=job.work,
+            on_progress=on_progress,
+        )
     if tokens.shape[1] != needed:
         raise UserError(
             f"--data: the pictures have {tokens.shape[1]} tokens, and the target {needed}"
@@ -359,7 +392,10 @@ def _logged(
             with torch.compiler.set_stance("force_eager"):
                 drafter = drafter_like(task.drafter, target.dtype, target.device).eval()
                 accepted = _accepted(
-                    job, replace(model, drafter=drafter), prompts, flags.eval_images
+                    job=job,
+                    model=replace(model, drafter=drafter),
+                    prompts=prompts,
+                    images=flags.eval_images,
                 )
                 row |= {"one_minus_tv": task.overlap(task.drafter), "mal_images": flags.eval_images}
             if accepted is not None:
@@ -396,7 +432,12 @@ def _accepted(
     slots = [(prompts[number % len(prompts)], number // len(prompts)) for number in range(images)]
     committed: list[Sequence[int]] = []
     for start in range(0, images, _BATCH):
-        decoded = decode_slots(model, job.decoding, job.flags.seed, slots[start : start + _BATCH])
+        decoded = decode_slots(
+            model=model,
+            decoding=job.decoding,
+            seed=job.flags.seed,
+            slots=slots[start : start + _BATCH],
+        )
         committed += [image.trace.committed for image in decoded]
         on_share(len(committed) / images)
     tokens = [float(sum(counts)) for counts in committed]

@@ -101,7 +101,12 @@ def make_tokens(
     def make(rows: slice) -> Tensor:
         if pictures is None:
             return torch.stack(
-                [image.tokens for image in decode_slots(model, decoding, seed, slots[rows])]
+                [
+                    image.tokens
+                    for image in decode_slots(
+                        model=model, decoding=decoding, seed=seed, slots=slots[rows]
+                    )
+                ]
             )
         pixels = [_picture(path, mirrored, reader.size) for path, mirrored in pictures[rows]]
         return reader.tokens(torch.from_numpy(np.stack(pixels))).int()
@@ -135,7 +140,12 @@ def decode_slots(
     """Decode an image for each pair of a prompt and a repeat, with the seed that a sweep gives it."""
     seeds = [record_seed(seed, Prompt(text).id, repeat) for text, repeat in slots]
     generators = [torch.Generator(model.target.device).manual_seed(seed) for seed in seeds]
-    return decode(model, model.condition([text for text, _ in slots]), decoding, generators)
+    return decode(
+        model=model,
+        condition=model.condition([text for text, _ in slots]),
+        decoding=decoding,
+        generators=generators,
+    )
 
 
 def _picture(path: Path, mirrored: bool, size: tuple[int, int]) -> np.ndarray:
@@ -183,7 +193,7 @@ def target_features(
     hidden = target.transformer(
         x, prefix_mask(visible, length), positions_of(visible, length, target.config)
     )
-    return TargetFeatures(tokens, hidden, visible, prompts)
+    return TargetFeatures(tokens=tokens, hidden=hidden, valid=visible, prompts=prompts)
 
 
 @dataclass(frozen=True)
@@ -198,7 +208,10 @@ class Sequences:
     def features(self, rows: Sequence[int], dropped: Tensor) -> TargetFeatures:
         """Return the `target_features` of the sequences with these numbers."""
         return target_features(
-            self.target, self.condition(rows), self.tokens[list(rows)].long(), dropped
+            target=self.target,
+            condition=self.condition(rows),
+            tokens=self.tokens[list(rows)].long(),
+            dropped=dropped,
         )
 
 
@@ -301,7 +314,12 @@ class DrafterTask(Task):
         p = self._distribution(true, dropped).softmax(-1)
         total = torch.zeros((), device=p.device)
         figures = dict[str, Tensor]()
-        levels = unroll(self.drafter, target, self._inputs(target.hidden, seeds), recipe.levels)
+        levels = unroll(
+            drafter=self.drafter,
+            target=target,
+            features=self._inputs(target.hidden, seeds),
+            levels=recipe.levels,
+        )
         for level, predicted in enumerate(levels):
             drafted = predicted[:, -count:-1]
             feature = functional.smooth_l1_loss(drafted[:, level:].float(), true[:, level:].float())
@@ -344,7 +362,9 @@ class DrafterTask(Task):
             for dropped in (False, True):
                 target = self._held_out.features(batch, torch.full((len(batch),), dropped))
                 target = target._replace(hidden=target.hidden.to(dtype))
-                (predicted,) = unroll(drafter, target, target.hidden, 1)
+                (predicted,) = unroll(
+                    drafter=drafter, target=target, features=target.hidden, levels=1
+                )
                 logits.append(
                     [
                         self._logits(target.hidden[:, 1 - count :]),
@@ -362,7 +382,12 @@ class DrafterTask(Task):
         Where the recipe is guided the features have 2 B rows, those without condition last; `dropped` are not guided.
         """
         recipe = self._recipe
-        numbers = in_order(len(self._training.tokens), self._seed, self._drawn, recipe.batch)
+        numbers = in_order(
+            count=len(self._training.tokens),
+            seed=self._seed,
+            drawn=self._drawn,
+            wanted=recipe.batch,
+        )
         self._drawn += recipe.batch
         dropped = torch.rand(recipe.batch, generator=generator) < recipe.dropped
         seeds = torch.randint(2**62, (recipe.batch,), generator=generator).tolist()

@@ -91,7 +91,9 @@ def plan() -> CertificationPlan:
     """The plan of `certify lanterns`."""
     flags = {"model": ["lanterns"], "prompts": "held-out"}
     return plan_certification(
-        resolve_cells("certify", flags, [{"mode": "ar"}], []), False, samples=8
+        resolve_cells(name="certify", flags=flags, cells=[{"mode": "ar"}], settings=[]),
+        False,
+        samples=8,
     )
 
 
@@ -114,7 +116,9 @@ def main() -> None:
         (True, table_model(), typed.table_images),
         (False, loaded, typed.model_images),
     ):
-        for trial, mistake in planted(trials, model, most, on_tables) if most else ():
+        for trial, mistake in (
+            planted(trials=trials, model=model, most=most, on_tables=on_tables) if most else ()
+        ):
             if typed.only and mistake.name not in typed.only:
                 continue
             with mistake.patched():

@@ -62,7 +62,13 @@ def test_shipped_modes_and_rules_name_their_source() -> None:
 
 def test_a_new_row_is_audited_with_its_forms(monkeypatch: pytest.MonkeyPatch) -> None:
     row = Mode(
-        "new", "static", "strict", "new", None, source="2601.00001", variants=({"tree": "chain-3"},)
+        name="new",
+        drafting="static",
+        rule="strict",
+        label="new",
+        colour=None,
+        source="2601.00001",
+        variants=({"tree": "chain-3"},),
     )
     monkeypatch.setitem(method_tables.MODES, "new", row)
     assert audited_cells(["new"]) == [
@@ -162,18 +168,34 @@ def audited(
         values = {"mode": "scd-published"}
     cell = Cell("tiny", Decoding(temperature=1 + p, **values))
     results = [
-        TrialResult(str(p), None, {"a": p, "b": 0.5, "c": 0.5, "d": 0.5}, 100, 700, tv=(0.1, 0.2))
+        TrialResult(
+            setting=str(p),
+            broken=None,
+            p_values={"a": p, "b": 0.5, "c": 0.5, "d": 0.5},
+            images=100,
+            tokens=700,
+            tv=(0.1, 0.2),
+        )
     ]
     if broken is not None:
-        results.append(TrialResult(str(p), "mistake", {"a": broken}, 100, 700, tv=(0.1, 0.2)))
+        results.append(
+            TrialResult(
+                setting=str(p),
+                broken="mistake",
+                p_values={"a": broken},
+                images=100,
+                tokens=700,
+                tv=(0.1, 0.2),
+            )
+        )
     return Claim(cell), results
 
 
 @pytest.mark.usefixtures("published_forms")
 def test_verdicts() -> None:
     several = [
-        audited("lossless", True, 0.4, 1e-9),
-        audited("lossless", True, 0.41, 1e-3),
+        audited(claim="lossless", is_ours=True, p=0.4, broken=1e-9),
+        audited(claim="lossless", is_ours=True, p=0.41, broken=1e-3),
         audited("lossless", True, 1e-9),
         audited("lossless", False, 1e-8),
         audited("relaxed", True, 1e-7),

@@ -54,7 +54,12 @@ def test_a_wrong_cache_slot_after_a_switch_of_branches_is_rejected() -> None:
             lanterns, prompts, {"static": GREEDY["static"].changed(cfg_scale=2.0)}
         )
     assert (
-        identity_row("lanterns", "static", differences["static"], NEAR_TIE["float32"])["passed"]
+        identity_row(
+            model="lanterns",
+            setting="static",
+            differences=differences["static"],
+            tolerance=NEAR_TIE["float32"],
+        )["passed"]
         == "NO"
     )
 
@@ -93,4 +98,9 @@ def test_difference_is_near_tie_only_below_the_margin(
     assert [margin for _, margin in filter(None, differences)] == [
         pytest.approx(gap, abs=1e-6)
     ] * len(ALL)
-    assert identity_row("m", "static", differences, NEAR_TIE["float32"])["passed"] == passed
+    assert (
+        identity_row(
+            model="m", setting="static", differences=differences, tolerance=NEAR_TIE["float32"]
+        )["passed"]
+        == passed
+    )

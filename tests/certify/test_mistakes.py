@@ -45,7 +45,12 @@ def rejected_at(setting: str, name: str, images: int = TABLE_IMAGES) -> float:
         mistake for mistake in mistakes_of(decoding, table_model()) if mistake.name == name
     )
     with mistake.patched():
-        tokens = table_images(decoding, range(images), mistake.acceptance_rule(), mistake.make)
+        tokens = table_images(
+            decoding=decoding,
+            images=range(images),
+            rule=mistake.acceptance_rule(),
+            drafting=mistake.make,
+        )
     p = min(g_tests(decoding, tokens)[0].values())
     print(f"{setting}, {name}: p = {p:.1e}")
     return p
@@ -94,6 +99,13 @@ def test_eight_images_of_the_model_show_two_that_share_bits() -> None:
         mistake for mistake in step_mistakes(decoding) if mistake.name.startswith("two images")
     )
     with mistake.patched():
-        tests = p_values(list(decoded_evidence(model, prompts, decoding, 8, tolerance=1e-3)), 2)
+        tests = p_values(
+            list(
+                decoded_evidence(
+                    model=model, prompts=prompts, decoding=decoding, images=8, tolerance=1e-3
+                )
+            ),
+            2,
+        )
     print({test: f"{p:.1e}" for test, p in tests.items()})
     assert tests["alike in a batch"] < BAR

@@ -55,7 +55,17 @@ def second_draft(drafting: str) -> Tensor:
     method._q.copy_(rows(Q)[:, :2])
     tree.tokens.copy_(torch.multinomial(rows(Q)[:, 0], 1, generator=noise).expand(-1, method.nodes))
     path = torch.tensor([[0, -1, -1]]).expand(IMAGES, -1)
-    method.after_step(LastStep(tree, rows(R), path, root, path, root + 2, root == 0))
+    method.after_step(
+        LastStep(
+            tree=tree,
+            p=rows(R),
+            path=path,
+            accepted=root,
+            tokens=path,
+            position=root + 2,
+            active=root == 0,
+        )
+    )
     tree = method.tree(method.draft(DraftInputs(root, exponential(method.noises, 2), limit)))
     uniforms = torch.rand(IMAGES, method.nodes, method.fanout, generator=noise)
     return method.verify(tree, rows(P), AcceptanceRule(), uniforms, exponential(2), limit).tokens[

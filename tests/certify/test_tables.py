@@ -10,8 +10,12 @@ from lantern_bench.report.tables import frame
 
 def test_greedy_identity_passes_and_fails_at_its_bar() -> None:
     rows = [
-        identity_row("m", "static", [*[None] * 7, (5, 2e-5)], 1e-4),
-        identity_row("m", "dynamic", [*[None] * 7, (9, 0.3)], 1e-4),
+        identity_row(
+            model="m", setting="static", differences=[*[None] * 7, (5, 2e-5)], tolerance=1e-4
+        ),
+        identity_row(
+            model="m", setting="dynamic", differences=[*[None] * 7, (9, 0.3)], tolerance=1e-4
+        ),
     ]
     assert [row["passed"] for row in rows] == ["yes", "NO"]
     assert "near-ties (rounding may choose either): token 5, margin 2.0e-05" in rows[0]["note"]
@@ -24,9 +28,32 @@ def test_greedy_identity_passes_and_fails_at_its_bar() -> None:
 
 def test_all_tests_share_one_error_rate() -> None:
     results = [
-        TrialResult("static", None, {"support": 1.0, "surprise": 2e-4}, 50, 600, 2, 0),
-        TrialResult("dynamic", None, {"support": 0.0, "surprise": 0.5}, 50, 600, 0, 3),
-        TrialResult("static, tables", None, {"first tokens": 0.1}, 500, 6000, tv=(0.0, 0.1)),
+        TrialResult(
+            setting="static",
+            broken=None,
+            p_values={"support": 1.0, "surprise": 2e-4},
+            images=50,
+            tokens=600,
+            edge=2,
+            impossible=0,
+        ),
+        TrialResult(
+            setting="dynamic",
+            broken=None,
+            p_values={"support": 0.0, "surprise": 0.5},
+            images=50,
+            tokens=600,
+            edge=0,
+            impossible=3,
+        ),
+        TrialResult(
+            setting="static, tables",
+            broken=None,
+            p_values={"first tokens": 0.1},
+            images=500,
+            tokens=6000,
+            tv=(0.0, 0.1),
+        ),
     ]
     checks, tests = trial_rows("m", results)
     assert [row["passed"] for row in checks] == ["NO", "NO", "yes"]
@@ -45,16 +72,36 @@ def test_all_tests_share_one_error_rate() -> None:
 
 def test_what_is_not_rejected_needs_more_images() -> None:
     results = [
-        TrialResult("static", "no residual", {"support": 1.0, "surprise": 1e-9}, 8, 96),
         TrialResult(
-            "static, tables", "hardly wrong", {"first tokens": 0.01}, 1000, 7000, tv=(0.0, 0.1)
+            setting="static",
+            broken="no residual",
+            p_values={"support": 1.0, "surprise": 1e-9},
+            images=8,
+            tokens=96,
         ),
         TrialResult(
-            "static, tables", "not wrong", {"first tokens": 0.3}, 1000, 7000, tv=(0.0, 0.1)
+            setting="static, tables",
+            broken="hardly wrong",
+            p_values={"first tokens": 0.01},
+            images=1000,
+            tokens=7000,
+            tv=(0.0, 0.1),
+        ),
+        TrialResult(
+            setting="static, tables",
+            broken="not wrong",
+            p_values={"first tokens": 0.3},
+            images=1000,
+            tokens=7000,
+            tv=(0.0, 0.1),
         ),
         # Of nine p-values the smallest is often .01 by chance.
         TrialResult(
-            "static", "not seen", {"surprise": 0.01, **{str(n): 0.5 for n in range(8)}}, 1000, 7000
+            setting="static",
+            broken="not seen",
+            p_values={"surprise": 0.01, **{str(n): 0.5 for n in range(8)}},
+            images=1000,
+            tokens=7000,
         ),
     ]
     rows = power_rows("m", results, 1e-6)
@@ -72,7 +119,15 @@ def test_what_is_not_rejected_needs_more_images() -> None:
 
 def test_a_row_that_tests_less_than_half_of_its_tokens_is_weak() -> None:
     several = [
-        TrialResult(str(edge), None, {"support": 1.0, "surprise": 0.5}, 50, 600, edge, 0)
+        TrialResult(
+            setting=str(edge),
+            broken=None,
+            p_values={"support": 1.0, "surprise": 0.5},
+            images=50,
+            tokens=600,
+            edge=edge,
+            impossible=0,
+        )
         for edge in (300, 301)
     ]
     checks, _ = trial_rows("m", several)

@@ -53,7 +53,9 @@ def decoding(cell: str, **values: Any) -> Decoding:
 
 
 def decoded(model: LoadedModel, cell: str, images: int) -> Evidence:
-    batches = decoded_evidence(model, ALL, decoding(cell), images, tolerance=1e-3)
+    batches = decoded_evidence(
+        model=model, prompts=ALL, decoding=decoding(cell), images=images, tolerance=1e-3
+    )
     return Evidence(*(np.concatenate(column) for column in zip(*batches, strict=True)))
 
 
@@ -62,7 +64,14 @@ def test_evidence_follows_its_definition() -> None:
     q = torch.tensor([0.2, 0.2, 0.2, 0.4])
     logits = torch.cat([p[:3].log(), torch.tensor([-9.0])]).expand(1, 2, 4)
     sampling = Decoding(mode="ar", top_k=3)
-    shown = evidence(logits, q.expand(1, 1, 4), torch.tensor([[1, 2]]), [[1]], sampling, 1e-3)
+    shown = evidence(
+        logits=logits,
+        q=q.expand(1, 1, 4),
+        tokens=torch.tensor([[1, 2]]),
+        starts=[[1]],
+        decoding=sampling,
+        tolerance=1e-3,
+    )
     entropy = -(p[:3] * p[:3].log()).sum()
     assert shown.surprise[0] == pytest.approx((-p[1:3].log() - entropy).tolist(), abs=1e-6)
     square = (p[:3] * p[:3].log() ** 2).sum() - entropy**2
@@ -81,7 +90,14 @@ def test_the_drafter_is_restricted_to_the_tokens_of_its_own_position() -> None:
     q = torch.tensor([0.1, 0.2, 0.3, 0.4])
     tokens = torch.tensor([[0, 2]])
     sampling = Decoding(mode="ar", top_k=2)
-    shown = evidence(p.log()[None], q.expand(1, 1, 4), tokens, [[1]], sampling, 1e-3)
+    shown = evidence(
+        logits=p.log()[None],
+        q=q.expand(1, 1, 4),
+        tokens=tokens,
+        starts=[[1]],
+        decoding=sampling,
+        tolerance=1e-3,
+    )
     assert shown.ratio[0] == pytest.approx([1.0, (0.3 / 0.7) / (0.3 / 0.9)], abs=1e-6)
 
 
@@ -93,11 +109,15 @@ def test_tokens_that_rounding_moves_across_a_filter_are_left_out(filters: dict[s
     sampling = Decoding(mode="ar", **filters)
     for token, kind in enumerate(("passes", "edge", "edge", "fails")):
         tokens = torch.full((1, 100), token)
-        shown = evidence(logits, None, tokens, [[1]], sampling, 1e-3)
+        shown = evidence(
+            logits=logits, q=None, tokens=tokens, starts=[[1]], decoding=sampling, tolerance=1e-3
+        )
         assert shown.edge[0].tolist() == [kind == "edge", False] * 50
         assert shown.impossible[0].tolist() == [kind == "fails", token > 1] * 50
         q = logits.softmax(dim=-1)[:, 1:].roll(1, -1)
-        with_q = evidence(logits, q, tokens, [[1]], sampling, 1e-3)
+        with_q = evidence(
+            logits=logits, q=q, tokens=tokens, starts=[[1]], decoding=sampling, tolerance=1e-3
+        )
         assert (with_q.ratio[shown.edge | shown.impossible] == 1.0).all() and (
             with_q.ratio != 1.0
         ).any() == (token < 2)
@@ -117,14 +137,31 @@ def test_a_filter_is_tested_although_every_position_has_a_token_at_its_edge(
     sampling = Decoding(mode="ar", **filters)
     p = decoding_probabilities(1.1 * moved if broken else moved, sampling)
     tokens = torch.multinomial(p[0], 1, generator=noise).T
-    shown = evidence(logits, None, tokens, [[1]], sampling, 0.4)
+    shown = evidence(
+        logits=logits, q=None, tokens=tokens, starts=[[1]], decoding=sampling, tolerance=0.4
+    )
     assert 0 < shown.edge.mean() < 0.5
     tests = p_values([shown], 0)
     print({name: f"{value:.2g}" for name, value in tests.items()}, shown.edge.mean())
     assert tests["support"] == 1.0
     assert (min(tests.values()) < 1e-6) is broken
     unfiltered = torch.multinomial(moved[0].softmax(dim=-1), 1, generator=noise).T
-    assert p_values([evidence(logits, None, unfiltered, [[1]], sampling, 0.4)], 0)["support"] == 0.0
+    assert (
+        p_values(
+            [
+                evidence(
+                    logits=logits,
+                    q=None,
+                    tokens=unfiltered,
+                    starts=[[1]],
+                    decoding=sampling,
+                    tolerance=0.4,
+                )
+            ],
+            0,
+        )["support"]
+        == 0.0
+    )
 
 
 def test_tokens_at_the_edge_of_a_filter_may_not_come_too_often() -> None:
@@ -136,7 +173,14 @@ def test_tokens_at_the_edge_of_a_filter_may_not_come_too_often() -> None:
         tokens = torch.multinomial(
             torch.tensor([(1 - share) / 2, (1 - share) / 2, share]), 2000, True, generator=noise
         )
-        shown = evidence(logits, None, tokens[None], [[1]], sampling, 0.05)
+        shown = evidence(
+            logits=logits,
+            q=None,
+            tokens=tokens[None],
+            starts=[[1]],
+            decoding=sampling,
+            tolerance=0.05,
+        )
         assert shown.edge.sum() == (tokens == 2).sum()
         assert (p_values([shown], 0)["edge"] > 1e-3) is right
 
@@ -151,7 +195,14 @@ def test_the_capital_of_a_wager_is_shared_between_its_stakes() -> None:
 def test_a_drafter_that_gives_no_numbers_is_an_error() -> None:
     q = torch.full((1, 1, 4), torch.nan)
     with pytest.raises(LogitsError):
-        evidence(torch.zeros(1, 2, 4), q, torch.tensor([[1, 2]]), [[1]], Decoding(mode="ar"), 1e-3)
+        evidence(
+            logits=torch.zeros(1, 2, 4),
+            q=q,
+            tokens=torch.tensor([[1, 2]]),
+            starts=[[1]],
+            decoding=Decoding(mode="ar"),
+            tolerance=1e-3,
+        )
 
 
 @pytest.mark.parametrize("share", [0.0, 0.02])
@@ -162,7 +213,19 @@ def test_a_wager_sees_a_small_share_of_drafts_that_the_sums_miss(share: float) -
     sampling = Decoding(mode="ar")
     mixed = (1 - share) * decoding_probabilities(logits, sampling) + share * q
     tokens = torch.multinomial(mixed[0], 1, generator=noise).T
-    tests = p_values([evidence(logits, q[:, 1:], tokens, [[1]], sampling, 1e-3)], 0)
+    tests = p_values(
+        [
+            evidence(
+                logits=logits,
+                q=q[:, 1:],
+                tokens=tokens,
+                starts=[[1]],
+                decoding=sampling,
+                tolerance=1e-3,
+            )
+        ],
+        0,
+    )
     print({name: f"{value:.2g}" for name, value in tests.items()})
     others = [value for name, value in tests.items() if name != "wager on the drafter"]
     assert min(others) > LEVEL / TESTS
@@ -176,7 +239,14 @@ def test_a_wager_sees_a_small_share_of_drafts_that_the_sums_miss(share: float) -
 def test_one_of_two_equal_logits_may_be_kept() -> None:
     logits = torch.tensor([1.0, 1.0, 0.0]).expand(1, 2, 3)
     sampling = Decoding(mode="ar", top_k=1)
-    shown = evidence(logits, None, torch.tensor([[0, 1]]), [[1]], sampling, 1e-3)
+    shown = evidence(
+        logits=logits,
+        q=None,
+        tokens=torch.tensor([[0, 1]]),
+        starts=[[1]],
+        decoding=sampling,
+        tolerance=1e-3,
+    )
     assert shown.edge.all() and not shown.impossible.any()
 
 
@@ -226,7 +296,8 @@ def test_error_rate_of_the_whole_certificate_is_kept(
     rejected = []
     for together in zip(*null.values(), strict=True):
         results = [
-            TrialResult(cell, None, p, 25, 300) for cell, p in zip(null, together, strict=True)
+            TrialResult(setting=cell, broken=None, p_values=p, images=25, tokens=300)
+            for cell, p in zip(null, together, strict=True)
         ]
         checks, tests = trial_rows("tiny", results)
         assert len(tests) == TESTS * len(CELLS)
@@ -252,7 +323,13 @@ def test_each_broken_rule_is_rejected(model: LoadedModel, cell: str, siblings: b
             rule = mistake.acceptance_rule()
             seed = len(batches)
             batches += decoded_evidence(
-                model, ALL, broken, 1000, tolerance=1e-3, seed=seed, rule=rule
+                model=model,
+                prompts=ALL,
+                decoding=broken,
+                images=1000,
+                tolerance=1e-3,
+                seed=seed,
+                rule=rule,
             )
             tests = p_values(batches, CELLS[cell][0])
         test = min(tests, key=lambda test: tests[test])
@@ -270,7 +347,11 @@ def test_images_of_a_batch_that_share_bits_are_alike(model: LoadedModel, shared:
     )
     with mistake.patched() if shared else contextlib.nullcontext():
         batches = [
-            next(decoded_evidence(model, ALL, cell, 8, tolerance=1e-3, seed=seed))
+            next(
+                decoded_evidence(
+                    model=model, prompts=ALL, decoding=cell, images=8, tolerance=1e-3, seed=seed
+                )
+            )
             for seed in range(20 if shared else 40)
         ]
     tests = p_values(batches, 3)
@@ -280,7 +361,13 @@ def test_images_of_a_batch_that_share_bits_are_alike(model: LoadedModel, shared:
 
 def test_a_model_without_a_drafter_is_tested_by_its_tokens(model: LoadedModel) -> None:
     alone = replace(model, drafter=None)
-    (shown,) = decoded_evidence(alone, ALL, Decoding(mode="ar", cfg_scale=2.0), 200, tolerance=1e-3)
+    (shown,) = decoded_evidence(
+        model=alone,
+        prompts=ALL,
+        decoding=Decoding(mode="ar", cfg_scale=2.0),
+        images=200,
+        tolerance=1e-3,
+    )
     tests = p_values([shown], 0)
     assert "lean to the drafter" not in tests
     assert min(tests.values()) > 1e-3

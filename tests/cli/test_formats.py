@@ -141,7 +141,10 @@ def test_a_table_in_all_formats(
     monkeypatch.setattr(registry, "models", lambda: registered | {"tiny": tiny})
     scored = protocol_of("embedded"), 1
     monkeypatch.setattr("lantern_bench.runs.scoring.score_run_directory", lambda *_, **__: scored)
-    findings = [Finding("torch", "ok", "2.10"), Finding("a | b", "warn", "", "c")]
+    findings = [
+        Finding("torch", "ok", "2.10"),
+        Finding(check="a | b", state="warn", result="", fix="c"),
+    ]
     monkeypatch.setattr(doctor, "examine", lambda _: findings)
     words = [
         str(runs / word) if word.endswith(".yaml") or word.startswith("shard") else word

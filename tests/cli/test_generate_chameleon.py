@@ -40,7 +40,9 @@ def test_logits_equal_recording(tmp_path: Path) -> None:
     stated = json.loads((RECORDING / "config.json").read_text())
     codes = list(
         Chameleon(
-            "recorded", Published("", stated, {}, (4, 4)), {"target": RECORDING}
+            "recorded",
+            Published(about="", config=stated, vq={}, grid=(4, 4)),
+            {"target": RECORDING},
         ).image_words()
     )
     for swin in (0, 1):

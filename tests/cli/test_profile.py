@@ -74,7 +74,11 @@ def test_saved_device_reproduces_what_it_was_fitted_to(measured: Path) -> None:
     steps = pd.read_csv(measured / "profile.csv").query("what == 'step'").set_index("name")
     sizes = read_size("2x64x64x4")
     step = step_seconds(
-        device, STACKS["compiled"], Setting(sizes, 1, True, 8), named_draft("small-7"), 2.0
+        device=device,
+        stack=STACKS["compiled"],
+        setting=Setting(sizes=sizes, batch=1, guided=True, context=8),
+        draft=named_draft("small-7"),
+        committed=2.0,
     )["total"]
     # One draft and one verification were measured: their factors make them exact.
     assert 1e3 * step["draft"] == pytest.approx(steps["draft_ms"]["small-7"], rel=0.05)
@@ -91,7 +95,7 @@ def test_threads_are_tried_unless_they_are_given(
         model: Any, prompt: str, decodings: list[Decoding], emit: Callable[[Note], object]
     ) -> None:
         tried.append([decoding.drafts for decoding in decodings])
-        threads.set_fastest_threads(model, prompt, decodings, emit)
+        threads.set_fastest_threads(model=model, prompt=prompt, decodings=decodings, emit=emit)
 
     monkeypatch.setattr(cli_profile, "set_fastest_threads", fastest)
     monkeypatch.setattr(threads, "calibrate", lambda *_: Calibrated(1, {1: 2.0, 4: 3.0}, 0.3))

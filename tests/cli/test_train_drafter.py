@@ -193,7 +193,9 @@ def stop_after(step: int) -> Callable[..., TrainReport]:
             if event.step == step:
                 raise KeyboardInterrupt
 
-        return train(task, settings, device, hear, distributed)
+        return train(
+            task=task, settings=settings, device=device, on_event=hear, processes=distributed
+        )
 
     return stopping
 

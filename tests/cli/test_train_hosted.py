@@ -77,9 +77,12 @@ def test_a_drafter_is_trained_and_decodes(hosted: str, capsys: pytest.CaptureFix
     for shape in ({"mode": "ar"}, {"mode": "speculative", "tree": "small-7"}):
         greedy = Decoding(temperature=0, cfg_scale=3.0, **shape)
         images.append(
-            decode(model, model.condition([CAPTIONS[0]]), greedy, [torch.Generator()])[
-                0
-            ].tokens.tolist()
+            decode(
+                model=model,
+                condition=model.condition([CAPTIONS[0]]),
+                decoding=greedy,
+                generators=[torch.Generator()],
+            )[0].tokens.tolist()
         )
     assert images[0] == images[1]
     assert (model_of("model.yaml").mode, model_of("drafter/model.yaml").mode) == (
@@ -127,8 +130,20 @@ def test_packed_layers_give_the_same_tokens(hosted: str) -> None:
     model = model_of("model.yaml").load(CPU, torch.float32)
     greedy = Decoding(mode="ar", temperature=0, cfg_scale=3.0)
     condition = model.condition([CAPTIONS[0]])
-    plain = decode(model, condition, greedy, [torch.Generator()], keep_logits=True)[0]
+    plain = decode(
+        model=model,
+        condition=condition,
+        decoding=greedy,
+        generators=[torch.Generator()],
+        keep_logits=True,
+    )[0]
     pack_for_decoding(model.target, model.drafter)
-    packed = decode(model, condition, greedy, [torch.Generator()], keep_logits=True)[0]
+    packed = decode(
+        model=model,
+        condition=condition,
+        decoding=greedy,
+        generators=[torch.Generator()],
+        keep_logits=True,
+    )[0]
     assert plain.logits is not None and packed.logits is not None
     assert packed.tokens.equal(plain.tokens) and (packed.logits - plain.logits).abs().max() < 1e-3

@@ -82,19 +82,34 @@ cells: [{mode: speculative, model: big}, {mode: lantern++, model: [lanterns], la
     ("text", "expected"),
     [
         # A parameter of a grid reaches the cells that have it.
-        (cells(PARTS), "speculative-static-small-7-t1 speculative-static-chain-5-t1 speculative-dynamic-58n3d10b-t1"),
+        (
+            cells(PARTS),
+            "speculative-static-small-7-t1 speculative-static-chain-5-t1 speculative-dynamic-58n3d10b-t1",
+        ),
         # Layers: the cell, then the model, then the top level, then the model's default.
-        (LAYERS, "lanterns-lantern-dynamic-58n5d10b-k7-delta0.3-t1 lanterns-lantern-dynamic-58n5d10b-k9-delta0.4-t1 "
-         "big-lantern-dynamic-58n5d10b-k8-delta0.2-t1 big-lantern-dynamic-58n5d10b-k9-delta0.4-t1"),
+        (
+            LAYERS,
+            "lanterns-lantern-dynamic-58n5d10b-k7-delta0.3-t1 lanterns-lantern-dynamic-58n5d10b-k9-delta0.4-t1 "
+            "big-lantern-dynamic-58n5d10b-k8-delta0.2-t1 big-lantern-dynamic-58n5d10b-k9-delta0.4-t1",
+        ),
         # A cell may be for one model.
-        (OF_MODELS, "lanterns-ar-t1 lanterns-lantern++-static-small-7-k10-lambda3-t1 "
-         "big-ar-t1 big-speculative-static-eagle1-25-t1"),
+        (
+            OF_MODELS,
+            "lanterns-ar-t1 lanterns-lantern++-static-small-7-k10-lambda3-t1 "
+            "big-ar-t1 big-speculative-static-eagle1-25-t1",
+        ),
         # Guidance is in the id where it is not the model's own; what comes twice runs once.
-        (cells("{mode: speculative, cfg_scale: [3, 1, 2.5]}"), "speculative-static-small-7-t1 "
-         "speculative-static-small-7-t1-cfgscale1 speculative-static-small-7-t1-cfgscale2.5"),
-        (cells("{mode: speculative, temperature: [0, 0.0], top_k: [1, 2]}"), "speculative-static-small-7-t0"),
+        (
+            cells("{mode: speculative, cfg_scale: [3, 1, 2.5]}"),
+            "speculative-static-small-7-t1 "
+            "speculative-static-small-7-t1-cfgscale1 speculative-static-small-7-t1-cfgscale2.5",
+        ),
+        (
+            cells("{mode: speculative, temperature: [0, 0.0], top_k: [1, 2]}"),
+            "speculative-static-small-7-t0",
+        ),
     ],
-)  # fmt: skip
+)
 def test_cells_of_a_file(tmp_path: Path, text: str, expected: str) -> None:
     assert ids(resolved(tmp_path, text)) == expected.split()
 
@@ -121,31 +136,55 @@ def test_the_baseline_is_added_once_with_the_top_level_values(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("flags", "more", "expected"),
     [
-        ({"tree": "small-7"}, {"modes": "speculative"},
-         "ar-t1 ar-t0 speculative-static-small-7-t1 speculative-dynamic-3n1d3b-t1 "
-         "speculative-static-small-7-t0"),
+        (
+            {"tree": "small-7"},
+            {"modes": "speculative"},
+            "ar-t1 ar-t0 speculative-static-small-7-t1 speculative-dynamic-3n1d3b-t1 "
+            "speculative-static-small-7-t0",
+        ),
         ({}, {"modes": "ar"}, "ar-t1 ar-t0"),
-        ({"baseline": False}, {"modes": ["lantern"], "settings": ["delta=0.3"]},
-         "lantern-static-chain-7-k100-delta0.3-t1 lantern-dynamic-3n1d3b-k100-delta0.3-t1"),
-        ({"drafting": "static", "tree": "chain-5"}, {"modes": "speculative"},
-         "ar-t1 ar-t0 speculative-static-chain-5-t1 speculative-static-chain-5-block-t1 "
-         "speculative-static-chain-5-t0"),
-        ({"drafting": "dynamic"}, {"modes": "speculative"},
-         "ar-t1 ar-t0 speculative-dynamic-58n5d10b-t1 speculative-dynamic-3n1d3b-t1 "
-         "speculative-dynamic-58n5d10b-t0"),
-        ({"temperature": 0}, {"modes": "speculative"},
-         "ar-t0 speculative-static-chain-7-t0 speculative-dynamic-3n1d3b-t0 speculative-static-eagle1-25-t0"),
-        ({"nodes": "2,3", "delta": ["0.1"], "temperature": 1}, {"modes": "lantern"},
-         "ar-t1 lantern-static-chain-7-k100-delta0.1-t1 lantern-dynamic-2n1d3b-k100-delta0.1-t1 "
-         "lantern-dynamic-3n1d3b-k100-delta0.1-t1"),
-        ({"lambda": "3"}, {"modes": "lantern++", "settings": ["neighbours=99"]},
-         "ar-t1 ar-t0 lantern++-static-chain-7-k99-lambda3-t1"),
-        ({"rule": "strict,block", "tree": "chain-3", "drafting": "static"}, {"modes": "speculative"},
-         "ar-t1 ar-t0 speculative-static-chain-3-t1 speculative-static-chain-3-block-t1 "
-         "speculative-static-chain-3-t0"),
+        (
+            {"baseline": False},
+            {"modes": ["lantern"], "settings": ["delta=0.3"]},
+            "lantern-static-chain-7-k100-delta0.3-t1 lantern-dynamic-3n1d3b-k100-delta0.3-t1",
+        ),
+        (
+            {"drafting": "static", "tree": "chain-5"},
+            {"modes": "speculative"},
+            "ar-t1 ar-t0 speculative-static-chain-5-t1 speculative-static-chain-5-block-t1 "
+            "speculative-static-chain-5-t0",
+        ),
+        (
+            {"drafting": "dynamic"},
+            {"modes": "speculative"},
+            "ar-t1 ar-t0 speculative-dynamic-58n5d10b-t1 speculative-dynamic-3n1d3b-t1 "
+            "speculative-dynamic-58n5d10b-t0",
+        ),
+        (
+            {"temperature": 0},
+            {"modes": "speculative"},
+            "ar-t0 speculative-static-chain-7-t0 speculative-dynamic-3n1d3b-t0 speculative-static-eagle1-25-t0",
+        ),
+        (
+            {"nodes": "2,3", "delta": ["0.1"], "temperature": 1},
+            {"modes": "lantern"},
+            "ar-t1 lantern-static-chain-7-k100-delta0.1-t1 lantern-dynamic-2n1d3b-k100-delta0.1-t1 "
+            "lantern-dynamic-3n1d3b-k100-delta0.1-t1",
+        ),
+        (
+            {"lambda": "3"},
+            {"modes": "lantern++", "settings": ["neighbours=99"]},
+            "ar-t1 ar-t0 lantern++-static-chain-7-k99-lambda3-t1",
+        ),
+        (
+            {"rule": "strict,block", "tree": "chain-3", "drafting": "static"},
+            {"modes": "speculative"},
+            "ar-t1 ar-t0 speculative-static-chain-3-t1 speculative-static-chain-3-block-t1 "
+            "speculative-static-chain-3-t0",
+        ),
         ({}, {"modes": "ar", "settings": ["top-p=0.5,0.25"]}, "ar-t1-topp0.5 ar-t1-topp0.25 ar-t0"),
     ],
-)  # fmt: skip
+)
 def test_flags_lie_over_the_file(
     flags: dict[str, Any], more: dict[str, Any], expected: str
 ) -> None:

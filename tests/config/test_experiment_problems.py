@@ -2,7 +2,6 @@
 
 The words are compared in full where people will meet them most.
 """
-# ruff: noqa: E501  (messages are easier to compare on one line)
 
 from __future__ import annotations
 
@@ -34,8 +33,11 @@ def message(folder: Path, text: str, flags: dict[str, Any] | None = None, **more
 @pytest.mark.parametrize(
     ("cell", "expected"),
     [
-        ("{mode: lanten}", "cells[0].mode lanten: unknown mode; did you mean lantern? "
-         f"(must be one of {ALL_MODES})"),
+        (
+            "{mode: lanten}",
+            "cells[0].mode lanten: unknown mode; did you mean lantern? "
+            f"(must be one of {ALL_MODES})",
+        ),
         ("{mode: lantern, delta: 1.5}", "cells[0].delta 1.5: must lie strictly between 0 and 1"),
         ("{mode: lantern, delta: 0}", "cells[0].delta 0: must lie strictly between 0 and 1"),
         ("{mode: lantern, delta: nan}", "cells[0].delta nan: must lie strictly between 0 and 1"),
@@ -44,47 +46,110 @@ def message(folder: Path, text: str, flags: dict[str, Any] | None = None, **more
         ("{mode: lantern, delta: [0.1, 2]}", "cells[0].delta 2: must lie strictly between 0 and 1"),
         ("{mode: lantern, delta: []}", "cells[0].delta: an empty list; give at least one value"),
         ("{mode: lantern++, lambda: 1}", "cells[0].lambda 1: must be a number above 1"),
-        ("{mode: ar, temperature: -1}", "cells[0].temperature -1: must be a number of at least 0 (0 is greedy)"),
+        (
+            "{mode: ar, temperature: -1}",
+            "cells[0].temperature -1: must be a number of at least 0 (0 is greedy)",
+        ),
         ("{mode: ar, top_p: 0}", "cells[0].top_p 0: must be above 0 and at most 1 (1 is off)"),
-        ("{mode: ar, top_k: -1}", "cells[0].top_k -1: must be a whole number of at least 0 (0 is off)"),
-        ("{mode: ar, top_k: 2.5}", "cells[0].top_k 2.5: must be a whole number of at least 0 (0 is off)"),
-        ("{mode: ar, cfg_scale: -2}", "cells[0].cfg_scale -2: must be a number of at least 0 (1 is off)"),
-        ("{mode: lantern, delta: 0.1, neighbours: -1}", "cells[0].neighbours -1: must be a whole number of at least 0"),
-        ("{mode: lantern, delta: 0.1, beam: 0}", "cells[0].beam 0: must be a whole number of at least 1"),
-        ("{mode: lantern, delta: 0.1, residual: exat}", "cells[0].residual exat: unknown value; did you mean exact? "
-         "(must be one of exact, official)"),
-        ("{mode: speculative, delta: 0.1}", "cells[0].delta 0.1: mode speculative has the drafting static and the rule "
-         "strict; delta belongs to the rule additive"),
-        ("{mode: lantern, lambda: 2}", "cells[0].lambda 2.0: mode lantern has the drafting dynamic and the rule additive; "
-         "lambda belongs to the rule multiplicative"),
-        ("{mode: lantern, delta: 0.1, tree: small-7}", "cells[0].tree small-7: mode lantern has the drafting dynamic and "
-         "the rule additive; tree belongs to the drafting static"),
-        ("{mode: ar, neighbours: 5}", "cells[0].neighbours 5: mode ar has the drafting none and the rule none; "
-         "neighbours belongs to the rules additive, multiplicative and entropy"),
-        ("{mode: ar, drafting: static}", "cells[0].drafting static: mode ar drafts nothing and has no drafting; leave it out"),
-        ("{mode: lantern, drafting: none}", "cells[0].drafting none: mode lantern needs a drafting; "
-         "without drafting write mode: ar"),
-        ("{mode: speculative, tree: smal-7}", "cells[0].tree smal-7: unknown tree; did you mean small-7? (the trees are "
-         "chain-3, chain-4, chain-5, chain-6, chain-7, small-7, eagle1-25, balanced-25, deep-25, extended-57, "
-         "medusa-63; or @FILE, or a list of paths)"),
-        ("{mode: speculative, tree: [[0], [2]]}", "cells[0].tree [[0], [2]]: the path [2] leaves a gap: its sibling [1] is "
-         "missing. Number the children of a node 0, 1, 2, ... without gaps."),
-        ("{mode: lantern, delta: 0.1, depth: 1, nodes: 20}", "cells[0].nodes 20: depth 1 and beam 10 make only 10 candidates"),
+        (
+            "{mode: ar, top_k: -1}",
+            "cells[0].top_k -1: must be a whole number of at least 0 (0 is off)",
+        ),
+        (
+            "{mode: ar, top_k: 2.5}",
+            "cells[0].top_k 2.5: must be a whole number of at least 0 (0 is off)",
+        ),
+        (
+            "{mode: ar, cfg_scale: -2}",
+            "cells[0].cfg_scale -2: must be a number of at least 0 (1 is off)",
+        ),
+        (
+            "{mode: lantern, delta: 0.1, neighbours: -1}",
+            "cells[0].neighbours -1: must be a whole number of at least 0",
+        ),
+        (
+            "{mode: lantern, delta: 0.1, beam: 0}",
+            "cells[0].beam 0: must be a whole number of at least 1",
+        ),
+        (
+            "{mode: lantern, delta: 0.1, residual: exat}",
+            "cells[0].residual exat: unknown value; did you mean exact? "
+            "(must be one of exact, official)",
+        ),
+        (
+            "{mode: speculative, delta: 0.1}",
+            "cells[0].delta 0.1: mode speculative has the drafting static and the rule "
+            "strict; delta belongs to the rule additive",
+        ),
+        (
+            "{mode: lantern, lambda: 2}",
+            "cells[0].lambda 2.0: mode lantern has the drafting dynamic and the rule additive; "
+            "lambda belongs to the rule multiplicative",
+        ),
+        (
+            "{mode: lantern, delta: 0.1, tree: small-7}",
+            "cells[0].tree small-7: mode lantern has the drafting dynamic and "
+            "the rule additive; tree belongs to the drafting static",
+        ),
+        (
+            "{mode: ar, neighbours: 5}",
+            "cells[0].neighbours 5: mode ar has the drafting none and the rule none; "
+            "neighbours belongs to the rules additive, multiplicative and entropy",
+        ),
+        (
+            "{mode: ar, drafting: static}",
+            "cells[0].drafting static: mode ar drafts nothing and has no drafting; leave it out",
+        ),
+        (
+            "{mode: lantern, drafting: none}",
+            "cells[0].drafting none: mode lantern needs a drafting; "
+            "without drafting write mode: ar",
+        ),
+        (
+            "{mode: speculative, tree: smal-7}",
+            "cells[0].tree smal-7: unknown tree; did you mean small-7? (the trees are "
+            "chain-3, chain-4, chain-5, chain-6, chain-7, small-7, eagle1-25, balanced-25, deep-25, extended-57, "
+            "medusa-63; or @FILE, or a list of paths)",
+        ),
+        (
+            "{mode: speculative, tree: [[0], [2]]}",
+            "cells[0].tree [[0], [2]]: the path [2] leaves a gap: its sibling [1] is "
+            "missing. Number the children of a node 0, 1, 2, ... without gaps.",
+        ),
+        (
+            "{mode: lantern, delta: 0.1, depth: 1, nodes: 20}",
+            "cells[0].nodes 20: depth 1 and beam 10 make only 10 candidates",
+        ),
         ("{mode: ar, dephth: 3}", "cells[0].dephth: unknown key; did you mean depth?"),
         ("{mode: ar, top-k: 3}", "cells[0].top-k: unknown key; did you mean top_k?"),
-        ("{mode: ar, images: 3}", "cells[0].images: belongs at the top level of the file, not here"),
+        (
+            "{mode: ar, images: 3}",
+            "cells[0].images: belongs at the top level of the file, not here",
+        ),
         ("{delta: 0.3}", f"cells[0]: has no mode; the modes are {ALL_MODES}"),
         ("5", "cells[0] 5: must be a cell such as {mode: lantern, delta: 0.1}"),
         ("{mode: ar, model: 5}", "cells[0].model 5: must be a model's name or a list of names"),
-        ("{mode: ar, model: other}", "cells[0]: the model other is not among the experiment's models (lanterns)"),
-        ("{mode: lantern}", "cells[0]: mode lantern has the rule additive and needs delta; "
-         "write delta: 0.02 in the cell, or type --delta 0.02"),
-        ("{mode: lantern, drafting: static, rule: multiplicative}", "cells[0]: mode lantern has the rule multiplicative and "
-         "needs lambda; write lambda: 2 in the cell, or type --lambda 2"),
-        ("{mode: lantern, delta: [0.1, 0.1000000001]}", "two cells differ too little to be told apart by name: "
-         "lantern-dynamic-58n5d10b-k20-delta0.1-t1"),
+        (
+            "{mode: ar, model: other}",
+            "cells[0]: the model other is not among the experiment's models (lanterns)",
+        ),
+        (
+            "{mode: lantern}",
+            "cells[0]: mode lantern has the rule additive and needs delta; "
+            "write delta: 0.02 in the cell, or type --delta 0.02",
+        ),
+        (
+            "{mode: lantern, drafting: static, rule: multiplicative}",
+            "cells[0]: mode lantern has the rule multiplicative and "
+            "needs lambda; write lambda: 2 in the cell, or type --lambda 2",
+        ),
+        (
+            "{mode: lantern, delta: [0.1, 0.1000000001]}",
+            "two cells differ too little to be told apart by name: "
+            "lantern-dynamic-58n5d10b-k20-delta0.1-t1",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_cell_that_is_wrong(tmp_path: Path, cell: str, expected: str) -> None:
     location = "mine.yaml: cells: " if expected.startswith("two cells") else "mine.yaml line 3: "
     assert message(tmp_path, f"model: lanterns\ncells:\n  - {cell}\n") == location + expected
@@ -96,23 +161,44 @@ def test_a_cell_that_is_wrong(tmp_path: Path, cell: str, expected: str) -> None:
         ("imges: 3", "line 3: imges: unknown key; did you mean images?"),
         ("images: 0", "line 3: images 0: must be a whole number of at least 1"),
         ("seed: -1", "line 3: seed -1: must be a whole number of at least 0"),
-        ("metrics: [sped]", "line 3: metrics sped: must be a list of speed, quality and distance; did you mean speed?"),
-        ("dtype: float23", "line 3: dtype float23: must be one of auto, float32, bfloat16, float16; did you mean float32?"),
+        (
+            "metrics: [sped]",
+            "line 3: metrics sped: must be a list of speed, quality and distance; did you mean speed?",
+        ),
+        (
+            "dtype: float23",
+            "line 3: dtype float23: must be one of auto, float32, bfloat16, float16; did you mean float32?",
+        ),
         ("device: gpu", "line 3: device gpu: must be auto, cpu, mps, cuda or cuda:N"),
         ("compile: maybe", "line 3: compile maybe: must be true or false"),
         ("name: a/b", "line 3: name a/b: must be letters, digits and . _ + - (it names a folder)"),
         ("name:", "line 3: name (empty): must be letters, digits and . _ + - (it names a folder)"),
         ("delta: 7", "line 3: delta 7: must lie strictly between 0 and 1"),
         ("mode: ar", "line 3: mode: belongs in cells, for example: cells: [{mode: lantern}]"),
-        ("models: {lantens: {}}", "line 3: models.lantens: the model lantens is not among the experiment's models (lanterns)"),
-        ("models: {lanterns: {delta: 3}}", "line 3: models.lanterns.delta 3: must lie strictly between 0 and 1"),
-        ("models: {lanterns: {batch: 3}}", "line 3: models.lanterns.batch: belongs at the top level of the file, not here"),
-        ("models: {lanterns: {images: 0}}", "line 3: models.lanterns.images 0: must be a whole number of at least 1"),
-        ("models: [lanterns]", "line 3: models ['lanterns']: must be a mapping of model names to values"),
+        (
+            "models: {lantens: {}}",
+            "line 3: models.lantens: the model lantens is not among the experiment's models (lanterns)",
+        ),
+        (
+            "models: {lanterns: {delta: 3}}",
+            "line 3: models.lanterns.delta 3: must lie strictly between 0 and 1",
+        ),
+        (
+            "models: {lanterns: {batch: 3}}",
+            "line 3: models.lanterns.batch: belongs at the top level of the file, not here",
+        ),
+        (
+            "models: {lanterns: {images: 0}}",
+            "line 3: models.lanterns.images 0: must be a whole number of at least 1",
+        ),
+        (
+            "models: [lanterns]",
+            "line 3: models ['lanterns']: must be a mapping of model names to values",
+        ),
         ("model: lanterns", "line 3: model: is written twice"),
         ("paper: 3", "line 3: paper 3: must be a mapping"),
     ],
-)  # fmt: skip
+)
 def test_a_top_level_that_is_wrong(tmp_path: Path, line: str, expected: str) -> None:
     assert (
         message(tmp_path, f"model: lanterns\ncells: [{{mode: ar}}]\n{line}\n")
@@ -130,25 +216,52 @@ def test_a_top_level_that_is_wrong(tmp_path: Path, line: str, expected: str) -> 
         ({"cfg_scale": "-1"}, {}, "--cfg-scale -1: must be a number of at least 0 (1 is off)"),
         ({"images": "0"}, {}, "--images 0: must be a whole number of at least 1"),
         ({"seed": "1,2"}, {}, "--seed 1,2: takes one value"),
-        ({"model": "lantens"}, {}, "--model lantens: unknown model; did you mean lanterns? (the models are lanterns)"),
-        ({"filter-order": "k"}, {}, "--filter-order k: unknown value (must be one of top_k_first, top_p_first)"),
-        ({}, {"modes": "lantern+"}, "--modes lantern+: unknown mode; did you mean lantern++? "
-         f"(must be one of {ALL_MODES})"),
-        ({"delta": 0.1}, {"modes": "speculative"}, "--delta 0.1: reaches no cell: it belongs to the rule additive, "
-         "and the modes here are ar, speculative"),
+        (
+            {"model": "lantens"},
+            {},
+            "--model lantens: unknown model; did you mean lanterns? (the models are lanterns)",
+        ),
+        (
+            {"filter-order": "k"},
+            {},
+            "--filter-order k: unknown value (must be one of top_k_first, top_p_first)",
+        ),
+        (
+            {},
+            {"modes": "lantern+"},
+            f"--modes lantern+: unknown mode; did you mean lantern++? (must be one of {ALL_MODES})",
+        ),
+        (
+            {"delta": 0.1},
+            {"modes": "speculative"},
+            "--delta 0.1: reaches no cell: it belongs to the rule additive, "
+            "and the modes here are ar, speculative",
+        ),
         ({}, {"settings": ["beam=0"]}, "--set beam=0: must be a whole number of at least 1"),
         ({}, {"settings": ["bean=3"]}, "--set bean: unknown key; did you mean beam?"),
         ({}, {"settings": ["beam"]}, "--set beam: must have the form key=value"),
         ({}, {"settings": ["mode=ar"]}, "--set mode: unknown key; cells are picked with --modes"),
-        ({"tree": "[[0], [2]]"}, {}, "--tree [[0], [2]]: the path [2] leaves a gap: its sibling [1] is missing. "
-         "Number the children of a node 0, 1, 2, ... without gaps."),
+        (
+            {"tree": "[[0], [2]]"},
+            {},
+            "--tree [[0], [2]]: the path [2] leaves a gap: its sibling [1] is missing. "
+            "Number the children of a node 0, 1, 2, ... without gaps.",
+        ),
         ({"delta": "[0.1"}, {}, "--delta [0.1: not a valid list"),
-        ({"rule": "block", "tree": "small-7", "drafting": "static"}, {"modes": "speculative"}, "--tree small-7: the rule block needs a chain of "
-         "sampled drafts, and it is not one; the tree chain-5 is"),
-        ({"rule": "block", "drafting": "dynamic"}, {"modes": "speculative"}, "--rule block: the rule block needs a chain "
-         "of sampled drafts, and the drafting dynamic is not one; the tree chain-5 is"),
+        (
+            {"rule": "block", "tree": "small-7", "drafting": "static"},
+            {"modes": "speculative"},
+            "--tree small-7: the rule block needs a chain of "
+            "sampled drafts, and it is not one; the tree chain-5 is",
+        ),
+        (
+            {"rule": "block", "drafting": "dynamic"},
+            {"modes": "speculative"},
+            "--rule block: the rule block needs a chain "
+            "of sampled drafts, and the drafting dynamic is not one; the tree chain-5 is",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_flag_that_is_wrong(flags: dict[str, Any], more: dict[str, Any], expected: str) -> None:
     with pytest.raises(UserError) as caught:
         load_experiment("lanterns", MODELS, Overrides.from_flags(flags, **more))
@@ -191,17 +304,32 @@ cells:
     [
         ("", "mine.yaml: the file is empty"),
         ("- 1", "mine.yaml: must be a mapping of keys to values, not a list"),
-        ("model: lanterns", "mine.yaml: cells: must be a list of cells, for example: "
-         "cells: [{mode: ar}, {mode: lantern, delta: 0.1}]"),
-        ("model: lanterns\ncells: []", "mine.yaml line 2: cells: must be a list of cells, for example: "
-         "cells: [{mode: ar}, {mode: lantern, delta: 0.1}]"),
-        ("cells: [{mode: ar}]", "mine.yaml: model: missing; must be a model's name or a list of names"),
-        ("model: lanterns\ncells:\n  - {mode: ar", "mine.yaml line 3, column 14: not valid YAML: "
-         "while parsing a flow mapping, expected ',' or '}', but got '<stream end>'"),
-        ("model: &a [*a]\ncells: [{mode: ar}]", "mine.yaml line 1, column 12: not valid YAML: "
-         "the alias *a cannot be used here; write the value again"),
+        (
+            "model: lanterns",
+            "mine.yaml: cells: must be a list of cells, for example: "
+            "cells: [{mode: ar}, {mode: lantern, delta: 0.1}]",
+        ),
+        (
+            "model: lanterns\ncells: []",
+            "mine.yaml line 2: cells: must be a list of cells, for example: "
+            "cells: [{mode: ar}, {mode: lantern, delta: 0.1}]",
+        ),
+        (
+            "cells: [{mode: ar}]",
+            "mine.yaml: model: missing; must be a model's name or a list of names",
+        ),
+        (
+            "model: lanterns\ncells:\n  - {mode: ar",
+            "mine.yaml line 3, column 14: not valid YAML: "
+            "while parsing a flow mapping, expected ',' or '}', but got '<stream end>'",
+        ),
+        (
+            "model: &a [*a]\ncells: [{mode: ar}]",
+            "mine.yaml line 1, column 12: not valid YAML: "
+            "the alias *a cannot be used here; write the value again",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_file_that_is_none(tmp_path: Path, text: str, expected: str) -> None:
     assert message(tmp_path, text) == expected
 

@@ -43,7 +43,9 @@ def uses(tasks: list[ImageTask]) -> list[tuple[int, int]]:
 def test_seeds_and_order_are_recorded() -> None:
     """A change of these numbers is a change of every result."""
     assert record_seed(0, "a" * 12, 0) == 3293219018698706467
-    assert order_key(0, "a" * 12, 0, "ar-t1") == 8161787362896149727
+    assert (
+        order_key(run_seed=0, prompt_id="a" * 12, repeat=0, cell_id="ar-t1") == 8161787362896149727
+    )
     assert Prompt("one red lantern").id == "e9c9c5b78147"
 
 
@@ -54,7 +56,7 @@ def test_seeds_fit_a_signed_integer_of_64_bits(run_seed: int, prompt_id: str, re
 
 def test_run_prompt_repeat_and_set_change_the_seed() -> None:
     seeds = {
-        record_seed(s, p, r, again)
+        record_seed(run_seed=s, prompt_id=p, repeat=r, seed_set=again)
         for s in range(5)
         for p in ("a", "b")
         for r in range(5)

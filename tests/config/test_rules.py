@@ -65,7 +65,13 @@ def number(name: str, **changes: Any) -> Parameter:
 )
 def test_what_cannot_be_used_is_refused(rule: object, wrong: str) -> None:
     taken = {*MODES, *DRAFTINGS, *RULES, "delta"}
-    usable, refused = find_rows("", Rule, taken, ["static", "dynamic"], [Entry("entry", rule)])
+    usable, refused = find_rows(
+        group="",
+        row_class=Rule,
+        taken=taken,
+        draftings=["static", "dynamic"],
+        entry_points=[Entry("entry", rule)],
+    )
     assert not usable
     message = refused["entry"].message
     assert re.search(
@@ -76,17 +82,33 @@ def test_what_cannot_be_used_is_refused(rule: object, wrong: str) -> None:
 def test_two_rules_or_parameters_of_one_name_are_refused() -> None:
     shared = [some(name=name, bound="size", parameters=(number("size"),)) for name in ("a", "b")]
     entries = [Entry(f"{number}", row) for number, row in enumerate([some(), some(), *shared])]
-    usable, refused = find_rows("", Rule, (), ["static"], entries)
+    usable, refused = find_rows(
+        group="", row_class=Rule, taken=(), draftings=["static"], entry_points=entries
+    )
     assert list(usable) == ["mine", "a"]
     assert refused["1"].message.endswith("cannot be used: the name mine is taken")
     assert refused["b"].message.endswith("the name of its parameter size is taken")
 
 
 def test_names_may_have_hyphens() -> None:
-    usable, refused = find_rows("", Rule, (), ["static"], [Entry("any", some(name="my-own-rule"))])
+    usable, refused = find_rows(
+        group="",
+        row_class=Rule,
+        taken=(),
+        draftings=["static"],
+        entry_points=[Entry("any", some(name="my-own-rule"))],
+    )
     assert list(usable) == ["my-own-rule"] and not refused
     drafts = Drafting("my-drafts", make="module:make", about="of mine")
-    assert list(find_rows("", Drafting, (), (), [Entry("any", drafts)])[0]) == ["my-drafts"]
+    assert list(
+        find_rows(
+            group="",
+            row_class=Drafting,
+            taken=(),
+            draftings=(),
+            entry_points=[Entry("any", drafts)],
+        )[0]
+    ) == ["my-drafts"]
 
 
 def test_an_unusable_row_is_named_only_where_it_is_asked_for(

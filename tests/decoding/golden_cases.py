@@ -67,8 +67,14 @@ def _case(info: dict[str, Any], arrays: dict[str, np.ndarray]) -> Case:
     rule = rule_named("strict", residual="official")
     if info["lantern"]:
         nearest = torch.from_numpy(arrays[info["nearest"]])
-        rule = rule_named(info["rule"], info["k"], info["delta"], "official", nearest)
-    return Case(info, recorded, _tree(info, recorded), rule)
+        rule = rule_named(
+            name=info["rule"],
+            neighbours=info["k"],
+            bound=info["delta"],
+            residual="official",
+            table=nearest,
+        )
+    return Case(info=info, arrays=recorded, tree=_tree(info, recorded), rule=rule)
 
 
 def _tree(info: dict[str, Any], arrays: dict[str, np.ndarray]) -> DraftTree:

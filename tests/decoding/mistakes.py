@@ -122,7 +122,12 @@ def siblings_not_renormalised(children: Children, _rule: AcceptanceRule) -> Acce
             residual_sum = residual.sum(dim=1, keepdim=True)
             p.copy_(torch.where(tried & (residual_sum > 0), residual / residual_sum, p))
             q.scatter_(1, x, torch.where(tried, 0.0, q_x))
-    return Acceptance(accept, torch.zeros_like(accept), p, torch.zeros_like(children.offered[:, 0]))
+    return Acceptance(
+        accept=accept,
+        neighbour_mass=torch.zeros_like(accept),
+        residual=p,
+        exhausted=torch.zeros_like(children.offered[:, 0]),
+    )
 
 
 # ---- A step: its noise, its q and p, its cache, the images of its batch

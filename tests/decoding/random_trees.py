@@ -49,7 +49,13 @@ def rules_of(rule: AcceptanceRule) -> Rules:
     """The rule for the oracle."""
     residual = "official" if rule.official else "exact"
     table = None if rule.nearest_codes is None else rule.nearest_codes.numpy().astype(int)
-    return Rules(rule.name, rule.neighbours, next(iter(rule.values.values()), 0.0), residual, table)
+    return Rules(
+        rule=rule.name,
+        neighbours=rule.neighbours,
+        bound=next(iter(rule.values.values()), 0.0),
+        residual=residual,
+        table=table,
+    )
 
 
 def random_rule(
@@ -64,7 +70,7 @@ def random_rule(
         bound = float(rng.choice([0.02, 0.1, 0.3, 0.8]) * rng.uniform(0.9, 1))
     else:
         bound = float(rng.choice([1.1, 2.0, 6.0]) * rng.uniform(1, 1.1))
-    return rule_named(name, neighbours, bound, residual, table)
+    return rule_named(name=name, neighbours=neighbours, bound=bound, residual=residual, table=table)
 
 
 def random_probs(
@@ -125,7 +131,9 @@ def random_dynamic(rng: np.random.Generator, batch: int, nodes: int, vocabulary:
     """Trees of a different shape for each image, distinct tokens below each node, some nodes filling up."""
     depth = int(rng.integers(1, 5))
     fanout = int(rng.integers(1, min(6, vocabulary) + 1))
-    return dynamic_trees(rng, batch, nodes, vocabulary, depth, fanout)
+    return dynamic_trees(
+        rng=rng, batch=batch, nodes=nodes, vocabulary=vocabulary, depth=depth, fanout=fanout
+    )
 
 
 def dynamic_trees(
@@ -137,7 +145,9 @@ def dynamic_trees(
         paths = [
             (),
             *sorted(
-                random_topology(rng, int(rng.integers(0, nodes)), fanout, depth),
+                random_topology(
+                    rng=rng, nodes=int(rng.integers(0, nodes)), fanout=fanout, depth=depth
+                ),
                 key=lambda p: (len(p), p),
             ),
         ]
@@ -149,7 +159,15 @@ def dynamic_trees(
         for column, values in zip(columns, zip(*rows, strict=True), strict=True):
             column.append(list(values))
     tokens, parents, depths, ranks, valid = (torch.tensor(column) for column in columns)
-    return link_nodes(tokens, parents, depths, ranks, valid.bool(), fanout, depth)
+    return link_nodes(
+        tokens=tokens,
+        parents=parents,
+        depths=depths,
+        ranks=ranks,
+        valid=valid.bool(),
+        fanout=fanout,
+        max_depth=depth,
+    )
 
 
 def random_draft(seed: int, dtype: torch.dtype = torch.float32) -> Draft:
@@ -161,12 +179,16 @@ def random_draft(seed: int, dtype: torch.dtype = torch.float32) -> Draft:
     filters = FILTERS[rng.integers(len(FILTERS))]
     if rng.integers(2):
         shape = StaticTree.of(
-            random_topology(rng, int(rng.integers(1, 14)), int(rng.integers(1, 5)), 4)
+            random_topology(
+                rng=rng, nodes=int(rng.integers(1, 14)), fanout=int(rng.integers(1, 5)), depth=4
+            )
         )
         _, q = random_probs(rng, noise, filters, batch, len(shape.depths), vocabulary)
-        tree = random_static(rng, noise, q.to(dtype), shape)
+        tree = random_static(rng=rng, noise=noise, q=q.to(dtype), shape=shape)
     else:
-        tree = random_dynamic(rng, batch, int(rng.integers(2, 14)), vocabulary)
+        tree = random_dynamic(
+            rng=rng, batch=batch, nodes=int(rng.integers(2, 14)), vocabulary=vocabulary
+        )
     logits, probs = random_probs(rng, noise, filters, batch, tree.tokens.shape[1], vocabulary)
     limit = (
         torch.tensor(rng.integers(-1, tree.max_depth + 1, size=batch))

@@ -80,7 +80,7 @@ def reject(
         reduced = q.copy()
         reduced[zeroed] = 0
         return np.maximum(p - reduced, 0)
-    tilde = p if rules.residual == "official" else relax(p, x, mass, taken)
+    tilde = p if rules.residual == "official" else relax(p=p, x=x, mass=mass, taken=taken)
     if q is not None:
         return np.maximum(tilde - q, 0)
     left = tilde.copy()
@@ -124,7 +124,7 @@ def walk(
                 done.neighbour_mass += mass
                 moved = rank, child
                 break
-            left = reject(p, q, x, mass, taken, rules)
+            left = reject(p=p, q=q, x=x, mass=mass, taken=taken, rules=rules)
             rest = left.sum()
             done.smallest_rest = min(done.smallest_rest, float(rest) if rest > 0 else 1.0)
             if rest > 0:
@@ -161,7 +161,7 @@ def walk_greedy(
         for node in path[1:]:
             p = p_of[parents[node]]
             mass, taken = merge(p, tokens[node], rules)
-            if int(relax(p, tokens[node], mass, taken).argmax()) != tokens[node]:
+            if int(relax(p=p, x=tokens[node], mass=mass, taken=taken).argmax()) != tokens[node]:
                 break
             accepted.append(node)
         if len(accepted) > len(best):

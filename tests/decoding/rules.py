@@ -46,7 +46,13 @@ def accept(
     offered = tokens >= 0 if offered is None else offered
     q = None if q is None else q.clone()
     children = Children(
-        p.clone(), q, tokens, offered, nodes_per_rank, depth, torch.zeros_like(depth)
+        p=p.clone(),
+        q=q,
+        tokens=tokens,
+        offered=offered,
+        nodes_per_rank=nodes_per_rank,
+        depth=depth,
+        position=torch.zeros_like(depth),
     )
     return accept_children(children, rule)
 
@@ -63,7 +69,7 @@ def emitted(
     p: Tensor, q: Tensor | None, tokens: Tensor, valid: Tensor, rule: AcceptanceRule
 ) -> Emission:
     """The exact emission of N roots with p and q [N, V] and children `tokens`, `valid` [N, C]."""
-    acceptance = accept(p, q, tokens, rule, valid)
+    acceptance = accept(p=p, q=q, tokens=tokens, rule=rule, offered=valid)
     all_rejected = (1.0 - acceptance.accept).cumprod(dim=1)
     reached = torch.cat([torch.ones_like(all_rejected[:, :1]), all_rejected[:, :-1]], dim=1)
     distribution = acceptance.bonus_distribution(torch.arange(len(p)), p) * all_rejected[:, -1:]

@@ -190,14 +190,19 @@ def verify_step(
     batch, nodes, _ = p.shape
     limit = None if depth_limit is None else torch.full((batch,), depth_limit)
     rule = rule or AcceptanceRule()
-    _, acceptance = accept_tree(tree, p, rule, limit)
+    _, acceptance = accept_tree(tree=tree, target_probs=p, rule=rule, depth_limit=limit)
     weights, forced = force_stops(tree, tree.by_node(acceptance.accept))
     drafts = []
     lengths = []
     last = []
     for stop in range(nodes):
         verdict = verify(
-            tree, p, rule, forced[stop], torch.ones(batch, p.shape[2], dtype=p.dtype), limit
+            tree=tree,
+            target_probs=p,
+            rule=rule,
+            uniforms=forced[stop],
+            noise=torch.ones(batch, p.shape[2], dtype=p.dtype),
+            depth_limit=limit,
         )
         drafts.append(verdict.tokens[:, :-1])
         lengths.append(verdict.accepted)
@@ -284,6 +289,8 @@ def step_errors(model: Tabular, drafts: Drafts, step: Step = verify_step) -> tup
     """The largest errors (first token, joint) of a step and one more token, against autoregressive decoding."""
     weights, tree = drafts
     assert abs(float(weights.sum()) - 1.0) < 1e-9
-    distribution = distribution_of_step(model, drafts, step, tree.max_depth + 1)
+    distribution = distribution_of_step(
+        model=model, drafts=drafts, step=step, length=tree.max_depth + 1
+    )
     truth = model.distribution_after((), tree.max_depth + 1)
     return error_of(first_tokens(distribution), first_tokens(truth)), error_of(distribution, truth)

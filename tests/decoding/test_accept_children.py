@@ -24,7 +24,10 @@ def accept(
     p: list[float], q: list[float] | None, tokens: list[int], rule: AcceptanceRule
 ) -> Acceptance:
     return rules.accept(
-        torch.tensor([p]), None if q is None else torch.tensor([q]), torch.tensor([tokens]), rule
+        p=torch.tensor([p]),
+        q=None if q is None else torch.tensor([q]),
+        tokens=torch.tensor([tokens]),
+        rule=rule,
     )
 
 
@@ -34,11 +37,11 @@ def final(acceptance: Acceptance, p: list[float]) -> list[float]:
 
 def test_with_nothing_left_a_deterministic_draft_falls_back() -> None:
     p = [0.0, 1.0, 0.0, 0.0]
-    exact = accept(p, None, [1, 2], STRICT)
+    exact = accept(p=p, q=None, tokens=[1, 2], rule=STRICT)
     assert exact.accept.tolist() == [[1.0, 0.0]]
     assert exact.exhausted.tolist() == [True]
     assert final(exact, p) == p
-    official = accept(p, None, [1, 2], OFFICIAL)
+    official = accept(p=p, q=None, tokens=[1, 2], rule=OFFICIAL)
     assert official.accept.tolist() == [[1.0, 0.25]]
     torch.testing.assert_close(final(official, p), [1 / 3, 1 / 3, 0.0, 1 / 3])
 
@@ -47,11 +50,11 @@ def test_with_nothing_left_a_sampled_draft_falls_back() -> None:
     """Rounding can leave a p below q everywhere: the first child may be rejected, and then nothing is left."""
     p = [0.4999999, 0.5]
     q = [0.5, 0.5]
-    exact = accept(p, q, [0, 1], STRICT)
+    exact = accept(p=p, q=q, tokens=[0, 1], rule=STRICT)
     assert 0.99 < float(exact.accept[0, 0]) < 1.0
     assert exact.accept[0, 1] == 0.0
     torch.testing.assert_close(final(exact, p), p)
-    official = accept(p, q, [0, 1], OFFICIAL)
+    official = accept(p=p, q=q, tokens=[0, 1], rule=OFFICIAL)
     # Uniform, and the second child, whose q is now 1, is still tried.
     assert official.accept[0, 1] == 0.5
     assert final(official, p) == [1.0, 0.0]
@@ -65,7 +68,7 @@ def test_children_that_are_not_offered_change_nothing(sampled: bool, residual: s
     for _ in range(50):
         p, q = torch.softmax(2 * torch.randn(2, 1, 9, generator=noise), dim=-1)
         table = nearest_codes(torch.randn(9, 3, generator=noise), 8)
-        rule = random_rule(rng, 9, table, residual)
+        rule = random_rule(rng=rng, vocabulary=9, table=table, residual=residual)
         tokens = torch.randperm(9, generator=noise)[None, :5]
         offered = torch.tensor([[True, False, True, True, False]])
 
@@ -73,7 +76,11 @@ def test_children_that_are_not_offered_change_nothing(sampled: bool, residual: s
             shown: list[int], p=p, q=q, rule=rule, tokens=tokens, offered=offered
         ) -> Acceptance:
             return rules.accept(
-                p, q if sampled else None, tokens[:, shown], rule, offered[:, shown]
+                p=p,
+                q=q if sampled else None,
+                tokens=tokens[:, shown],
+                rule=rule,
+                offered=offered[:, shown],
             )
 
         every = accepted([0, 1, 2, 3, 4])
@@ -101,7 +108,13 @@ def test_a_uniform_of_zero_does_not_accept_the_impossible(sampled: bool) -> None
         tree = link_nodes(
             tokens, *columns, torch.tensor([[True, True, False]]), fanout=2, max_depth=1
         )
-    verdict = verify(tree, p, STRICT, torch.zeros(1, 3, 2), torch.ones(1, 3))
+    verdict = verify(
+        tree=tree,
+        target_probs=p,
+        rule=STRICT,
+        uniforms=torch.zeros(1, 3, 2),
+        noise=torch.ones(1, 3),
+    )
     assert verdict.accepted.tolist() == [0]
     assert verdict.child_rank.tolist() == [[-1]]
     # The residual is p - q = [., .1, .4], or p without token 0.
@@ -114,8 +127,11 @@ def test_the_official_fallback_excludes_forced_tokens(sampled: bool) -> None:
     p = torch.tensor([[1.0, 0.0, 0.0, 0.0, 0.0]])
     q = torch.tensor([[1.0, 0.0, 0.0, 0.0, 0.0]]) if sampled else None
     table = torch.tensor([[1, 2], [0, 2], [0, 1], [0, 1], [0, 1]])
-    rule = replace(rule_named("additive", 1, 0.5, "official", table), n_codes=4)
-    acceptance = rules.accept(p, q, torch.tensor([[0]]), rule)
+    rule = replace(
+        rule_named(name="additive", neighbours=1, bound=0.5, residual="official", table=table),
+        n_codes=4,
+    )
+    acceptance = rules.accept(p=p, q=q, tokens=torch.tensor([[0]]), rule=rule)
     assert acceptance.bonus_distribution(torch.tensor([0]), torch.zeros(1, 5)).tolist() == [
         [0.25, 0.25, 0.25, 0.25, 0.0]
     ]

@@ -25,16 +25,28 @@ TREES = int(os.environ.get("LANTERN_BENCH_RANDOM_TREES", "400"))
 def check_sampled(draft: Draft, seed: int) -> int:
     """Compare the walks of all images; return the number of children looked at."""
     tree = draft.tree
-    verdict = verify(tree, draft.probs, draft.rule, draft.uniforms, draft.noise, draft.depth_limit)
+    verdict = verify(
+        tree=tree,
+        target_probs=draft.probs,
+        rule=draft.rule,
+        uniforms=draft.uniforms,
+        noise=draft.noise,
+        depth_limit=draft.depth_limit,
+    )
     eps = torch.finfo(draft.probs.dtype).eps
     looks = 0
     for image in range(len(tree.tokens)):
         tokens = tree.tokens[image].tolist()
         q = None if tree.q is None else list(tree.q[image].numpy())
         done = walk(
-            tree.children[image].tolist(), tokens, list(draft.probs[image].numpy()), q, draft.rules,
-            lambda node, rank, image=image: float(draft.uniforms[image, node, rank]), draft.limit(image),
-        )  # fmt: skip
+            children=tree.children[image].tolist(),
+            tokens=tokens,
+            p_of=list(draft.probs[image].numpy()),
+            q_of=q,
+            rules=draft.rules,
+            uniform=lambda node, rank, image=image: float(draft.uniforms[image, node, rank]),
+            depth_limit=draft.limit(image),
+        )
         length = len(done.path) - 1
         last = len(done.path)
         message = f"seed {seed}, image {image}, {draft.rule}"
@@ -106,16 +118,16 @@ def test_greedy_walks_equal_the_oracle() -> None:
                 1 + rank
             )
         logits += wanted
-        verdict = verify_greedy(tree, logits, draft.rule, limit)
+        verdict = verify_greedy(tree=tree, guided_logits=logits, rule=draft.rule, depth_limit=limit)
         for image in range(len(tree.tokens)):
             probs = list(greedy_probabilities(logits[image]).numpy())
             tokens = tree.tokens[image].tolist()
             path, token = walk_greedy(
-                parents_of(tree.attention)[image].tolist(),
-                paths_in_order(draft, image),
-                tokens,
-                probs,
-                draft.rules,
+                parents=parents_of(tree.attention)[image].tolist(),
+                paths=paths_in_order(draft, image),
+                tokens=tokens,
+                p_of=probs,
+                rules=draft.rules,
             )
             length = len(path) - 1
             message = f"seed {seed}, image {image}, {draft.rule}"
@@ -157,7 +169,14 @@ def test_batches_change_no_image_and_inputs_are_not_written() -> None:
         tree = draft.tree
         probs = draft.probs.clone()
         q = None if tree.q is None else tree.q.clone()
-        whole = verify(tree, probs, draft.rule, draft.uniforms, draft.noise, draft.depth_limit)
+        whole = verify(
+            tree=tree,
+            target_probs=probs,
+            rule=draft.rule,
+            uniforms=draft.uniforms,
+            noise=draft.noise,
+            depth_limit=draft.depth_limit,
+        )
         assert torch.equal(probs, draft.probs)
         assert q is None or torch.equal(q, tree.q)
         for image in range(len(tree.tokens)):
@@ -169,9 +188,13 @@ def test_batches_change_no_image_and_inputs_are_not_written() -> None:
             row = slice(image, image + 1)
             limit = None if draft.depth_limit is None else draft.depth_limit[row]
             verdict = verify(
-                replace(tree, **alone), probs[row], draft.rule,
-                draft.uniforms[row], draft.noise[row], limit,
-            )  # fmt: skip
+                tree=replace(tree, **alone),
+                target_probs=probs[row],
+                rule=draft.rule,
+                uniforms=draft.uniforms[row],
+                noise=draft.noise[row],
+                depth_limit=limit,
+            )
             for name, value in vars(verdict).items():
                 assert torch.equal(value, getattr(whole, name)[row]), (seed, name)
             compared += 1

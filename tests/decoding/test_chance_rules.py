@@ -52,7 +52,14 @@ CASES = [(rule, bound) for rule, bounds in BOUNDS.items() for bound in bounds]
 def rule_of(
     name: str, bound: float, residual: str = "exact", vocabulary: int = 12
 ) -> AcceptanceRule:
-    return rule_named(name, 0, bound, residual, codebook=CODES[:vocabulary], **OTHERS[name])
+    return rule_named(
+        name=name,
+        neighbours=0,
+        bound=bound,
+        residual=residual,
+        codebook=CODES[:vocabulary],
+        **OTHERS[name],
+    )
 
 
 def entropy(p: Vector) -> float:
@@ -95,7 +102,7 @@ def expected(
     emitted_so_far = np.zeros_like(p)
     left = 1.0
     for x in children:
-        f = chance(name, bound, p, q)
+        f = chance(name=name, bound=bound, p=p, q=q)
         emitted_so_far[x] += left * f[x]
         left *= 1 - f[x]
         drawn = q if q is not None else np.eye(len(p))[x]
@@ -127,7 +134,7 @@ def test_the_exact_residual_reaches_the_smallest_tv_of_one_draft(name: str, boun
     larger = 0.0
     for p, q in pairs(1, 30, 12):
         every = torch.arange(12)[:, None]
-        f = torch.tensor(chance(name, bound, p.numpy(), q.numpy()))
+        f = torch.tensor(chance(name=name, bound=bound, p=p.numpy(), q=q.numpy()))
         least = float((q * f - p).clamp_min(0).sum())
         tv = total_variation(p, mean_distribution(p, q, rule_of(name, bound)))
         worst = max(worst, abs(float(tv) - least))
@@ -144,10 +151,14 @@ def test_the_exact_residual_reaches_the_smallest_tv_of_one_draft(name: str, boun
             )
         # Deterministic drafts: q is 1 at x.
         alone = torch.tensor(
-            [chance(name, bound, p.numpy(), None)[x] - float(p[x]) for x in range(12)]
+            [
+                chance(name=name, bound=bound, p=p.numpy(), q=None)[x] - float(p[x])
+                for x in range(12)
+            ]
         ).clamp_min(0)
         torch.testing.assert_close(
-            total_variation(p, of_drafts(p, None, every, rule_of(name, bound))), alone
+            total_variation(p, of_drafts(p=p, q=None, drafts=every, rule=rule_of(name, bound))),
+            alone,
         )
     print(
         f"{name} {bound}: emitted TV off the smallest by {worst:.1e}; official above it by up to {larger:.3f}"
@@ -180,10 +191,17 @@ def test_siblings_are_judged_by_the_residual(name: str, bound: float, residual: 
             if all(q[x] > 0 for x in tokens)
         ]
         for drawn in (q, None):
-            first_tokens_of_drafts = of_drafts(p, drawn, torch.tensor(drafts), rule)
+            first_tokens_of_drafts = of_drafts(p=p, q=drawn, drafts=torch.tensor(drafts), rule=rule)
             for row, children in zip(first_tokens_of_drafts, drafts, strict=True):
                 numbers = None if drawn is None else drawn.numpy()
-                wanted, _ = expected(p.numpy(), numbers, children, name, bound, residual)
+                wanted, _ = expected(
+                    p=p.numpy(),
+                    q=numbers,
+                    children=children,
+                    name=name,
+                    bound=bound,
+                    residual=residual,
+                )
                 worst = max(worst, float((row - torch.tensor(wanted)).abs().max()))
     print(f"{name} {bound} {residual}: {worst:.1e}")
     assert worst < 1e-9
@@ -196,7 +214,9 @@ def test_the_strength_falls_with_depth() -> None:
         drafts = model.drafts(tree_of)
         for decay, holds in ((math.log(1.5), True), (0.0, False)):
             rule = rule_named("cool-sd", 0, 1.5, decay=decay)
-            joint = distribution_of_step(model, drafts, partial(verify_step, rule=rule), 2)
+            joint = distribution_of_step(
+                model=model, drafts=drafts, step=partial(verify_step, rule=rule), length=2
+            )
             first = first_tokens(joint)
             product = {(x, y): first[(x,)] * float(model.p((x,))[y]) for x, y in joint}
             assert error_of(first, first_tokens(model.distribution_after((), 2))) > 1e-2
@@ -211,13 +231,17 @@ def test_a_step_emits_what_emitted_tv_says(name: str, bound: float, tree: str) -
     rule = rule_of(name, bound, vocabulary=4)
     weights, drafts = model.drafts(tree)
     walked = first_tokens(
-        distribution_of_step(model, (weights, drafts), partial(verify_step, rule=rule), 1)
+        distribution_of_step(
+            model=model, drafts=(weights, drafts), step=partial(verify_step, rule=rule), length=1
+        )
     )
     children = drafts.children[:, 0]
     tokens = drafts.tokens.gather(1, children.clamp_min(0))
     p = model.p(()).expand(len(tokens), -1)
     q = None if drafts.q is None else drafts.q[:, 0]
-    emitted_tokens = weights @ emitted(p, q, tokens, children >= 0, rule).distribution
+    emitted_tokens = (
+        weights @ emitted(p=p, q=q, tokens=tokens, valid=children >= 0, rule=rule).distribution
+    )
     assert max(abs(walked.get((x,), 0.0) - float(emitted_tokens[x])) for x in range(4)) < 1e-9
 
 
@@ -272,7 +296,15 @@ def test_a_rule_sees_tokens_neighbours_distances_depth_and_place(
     table = nearest_codes(CODES[:6], 5)
     shape = (2, 4, 2)
     position = torch.tensor([7, 9])
-    verify(drawn, p, watching(look), torch.rand(shape), torch.ones(2, 6), None, position)
+    verify(
+        tree=drawn,
+        target_probs=p,
+        rule=watching(look),
+        uniforms=torch.rand(shape),
+        noise=torch.ones(2, 6),
+        depth_limit=None,
+        position=position,
+    )
     seen = views[-1]  # the second child of the root, in both images
     root = p[:, 0]
     rest = root - 0.0 * root  # f = 0 leaves p as it is
@@ -299,12 +331,17 @@ def test_depth_and_place_are_those_of_the_draft_in_the_loop(
     """A rule that accepts by place and depth alone: which steps are made follows from them."""
     watching(lambda draft, values: ((draft.position % 4 != 0) & (draft.depth < 3)).double())
     method_tables.MODES["watching"] = method_tables.Mode(
-        "watching", "static", "watching", "watching"
+        name="watching", drafting="static", rule="watching", label="watching"
     )
     try:
         values = {"mode": "watching", "bound": 1.0, "neighbours": 2, "tree": "chain-5"}
         model = CodedModel(3, 9, seed=1)
-        image = decode(model, None, Decoding(**values), [torch.Generator().manual_seed(0)])[0]
+        image = decode(
+            model=model,
+            condition=None,
+            decoding=Decoding(**values),
+            generators=[torch.Generator().manual_seed(0)],
+        )[0]
     finally:
         del method_tables.MODES["watching"]
     # Steps start at 1; a draft at a multiple of 4, and the third of a step, are rejected.
@@ -318,7 +355,7 @@ def test_a_broken_number_of_a_token_that_cannot_be_drawn_is_ignored(
     p = torch.tensor([[0.5, 0.5, 0.0]])
     q = torch.tensor([[0.0, 1.0, 0.0]])
     rule = watching(lambda draft, values: draft.strict_ratio)
-    acceptance = accept(p, q, torch.tensor([[1]]), rule)
+    acceptance = accept(p=p, q=q, tokens=torch.tensor([[1]]), rule=rule)
     assert acceptance.accept.tolist() == [[0.5]] and acceptance.residual.tolist() == [
         [1.0, 0.0, 0.0]
     ]

@@ -66,7 +66,7 @@ def test_compiled_walks_are_the_same(kind: str) -> None:
         "greedy": (24, 4),
     }
     nodes, fanout = small.get(kind, (NODES, FANOUT))
-    shape = StaticTree.of(random_topology(rng, nodes - 1, fanout, DEPTH))
+    shape = StaticTree.of(random_topology(rng=rng, nodes=nodes - 1, fanout=fanout, depth=DEPTH))
 
     rule = rule_named(**KINDS[kind], table=table)
 
@@ -74,7 +74,7 @@ def test_compiled_walks_are_the_same(kind: str) -> None:
         return (
             verify_greedy(tree, p.log(), rule)
             if kind == "greedy"
-            else verify(tree, p, rule, uniforms, ends)
+            else verify(tree=tree, target_probs=p, rule=rule, uniforms=uniforms, noise=ends)
         )
 
     compiled = Engine(compile=True).program(kind, decided, torch.device("cpu"))
@@ -83,11 +83,17 @@ def test_compiled_walks_are_the_same(kind: str) -> None:
     for _ in range(ROUNDS):
         p = sharp(noise, BATCH, nodes)
         if kind.startswith("dynamic"):
-            tree = dynamic_trees(rng, BATCH, nodes, VOCABULARY, DEPTH, fanout)
+            tree = dynamic_trees(
+                rng=rng, batch=BATCH, nodes=nodes, vocabulary=VOCABULARY, depth=DEPTH, fanout=fanout
+            )
         else:
             # Near p, so that long paths are kept too.
             tree = random_static(
-                rng, noise, (0.5 * p + 0.5 * sharp(noise, BATCH, nodes)), shape, filled=False
+                rng=rng,
+                noise=noise,
+                q=(0.5 * p + 0.5 * sharp(noise, BATCH, nodes)),
+                shape=shape,
+                filled=False,
             )
         uniforms = torch.rand(tree.children.shape, generator=noise)
         ends = torch.empty(BATCH, VOCABULARY).exponential_(generator=noise)

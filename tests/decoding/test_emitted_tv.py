@@ -27,7 +27,10 @@ def rules(residual: str, table: Tensor, neighbours: int = 10) -> list[Acceptance
         ("multiplicative", 2.0),
         ("multiplicative", 8.0),
     ]
-    return [rule_named(name, neighbours, bound, residual, table) for name, bound in bounds]
+    return [
+        rule_named(name=name, neighbours=neighbours, bound=bound, residual=residual, table=table)
+        for name, bound in bounds
+    ]
 
 
 def first_token(p: Tensor, *arguments) -> Tensor:
@@ -54,7 +57,7 @@ def mean_distribution(p: Tensor, q: Tensor, rule: AcceptanceRule, children: int 
     drafts = torch.tensor(list(itertools.permutations(range(len(p)), children)))
     drawn = q[drafts]
     chances = (drawn / (1 - drawn.cumsum(dim=1) + drawn)).prod(dim=1)
-    return chances @ of_drafts(p, q, drafts, rule)
+    return chances @ of_drafts(p=p, q=q, drafts=drafts, rule=rule)
 
 
 def test_the_example_of_section_4_emits_q_at_half_a_tv() -> None:
@@ -110,7 +113,7 @@ def test_deterministic_emitted_tv_is_within_its_neighbour_mass(children: int) ->
         table = nearest_codes(torch.randn(24, 4, generator=noise), 23)
         tokens, valid = most_probable(q, children)
         for rule in rules("exact", table, neighbours=5):
-            bound = emitted(p, None, tokens, valid, rule).neighbour_mass
+            bound = emitted(p=p, q=None, tokens=tokens, valid=valid, rule=rule).neighbour_mass
             tv = deterministic_tv(p, tokens, valid, rule)
             assert (tv <= bound + 1e-12).all()
             if children == 1:
@@ -156,7 +159,11 @@ def test_with_two_children_official_may_cost_less() -> None:
     children = torch.tensor([[0, 1]])
     distributions = {
         residual: first_token(
-            p, None, children, children >= 0, rule_named("additive", 1, 0.4, residual, table)
+            p,
+            None,
+            children,
+            children >= 0,
+            rule_named(name="additive", neighbours=1, bound=0.4, residual=residual, table=table),
         )
         for residual in ("exact", "official")
     }
@@ -183,7 +190,16 @@ def test_among_siblings_official_costs_less_now_and_then() -> None:
             tokens, valid = most_probable(q, children)
             exact, official = (
                 deterministic_tv(
-                    p, tokens, valid, rule_named("multiplicative", 3, bound, residual, table)
+                    p,
+                    tokens,
+                    valid,
+                    rule_named(
+                        name="multiplicative",
+                        neighbours=3,
+                        bound=bound,
+                        residual=residual,
+                        table=table,
+                    ),
                 )
                 for residual in ("exact", "official")
             )
@@ -201,6 +217,6 @@ def test_inputs_stay_unchanged() -> None:
     p, q = dirichlet(noise, 2, 3, 9)
     before = p.clone(), q.clone()
     tokens, valid = most_probable(q, 2)
-    emitted(p, q, tokens, valid, STRICT)
+    emitted(p=p, q=q, tokens=tokens, valid=valid, rule=STRICT)
     assert torch.equal(p, before[0])
     assert torch.equal(q, before[1])

@@ -17,8 +17,15 @@ from lantern_bench.models.transformer_config import TransformerConfig
 PREFIX = 4
 VOCABULARY = 40
 CONFIG = TransformerConfig(
-    vocab_size=VOCABULARY, dim=64, layers=2, heads=2, ffn_dim=96, prefix=PREFIX, grid=(4, 6), prefix_rotary="identity"
-)  # fmt: skip
+    vocab_size=VOCABULARY,
+    dim=64,
+    layers=2,
+    heads=2,
+    ffn_dim=96,
+    prefix=PREFIX,
+    grid=(4, 6),
+    prefix_rotary="identity",
+)
 TREE = {"tree": [[0], [1], [0, 0], [1, 0], [0, 0, 0]]}
 CELLS: dict[str, dict[str, Any]] = {
     "ar": {"mode": "ar"},
@@ -127,7 +134,12 @@ def decoded(
     values = torch.tensor([[0, 3, 4, 5], [1, 2, 3, 4], [0, 0, 8, 1]])[:images]
     noise = [torch.Generator(model.target.device).manual_seed(image) for image in range(images)]
     return decode(
-        model, Condition(values, values > 0), decoding, noise, engine=engine, keep_logits=True
+        model=model,
+        condition=Condition(values, values > 0),
+        decoding=decoding,
+        generators=noise,
+        engine=engine,
+        keep_logits=True,
     )
 
 
@@ -152,7 +164,7 @@ def test_captured_programs_give_the_same_tokens(cell: str, images: int) -> None:
     engine = Engine(compile=True, backend="aot_eager")
     wanted = decoded(model, decoding, images)
     for _again in range(2):
-        same(decoded(model, decoding, images, engine), wanted)
+        same(decoded(model=model, decoding=decoding, images=images, engine=engine), wanted)
 
 
 @pytest.mark.parametrize(
@@ -162,7 +174,10 @@ def test_captured_programs_give_the_same_tokens(cell: str, images: int) -> None:
 def test_inductor_gives_the_same_tokens(cell: str) -> None:
     model = Small()
     decoding = Decoding(**PROGRAMS[cell])
-    same(decoded(model, decoding, 1, Engine(compile=True)), decoded(model, decoding, 1))
+    same(
+        decoded(model=model, decoding=decoding, images=1, engine=Engine(compile=True)),
+        decoded(model, decoding, 1),
+    )
 
 
 BOUNDS: dict[str, tuple[dict[str, float], dict[str, float]]] = {
@@ -180,7 +195,7 @@ def test_a_bound_changes_no_program(cell: str) -> None:
     moved = []
     for bound in BOUNDS[cell]:
         decoding = Decoding(**CELLS[cell] | bound)
-        images = decoded(model, decoding, 3, engine)
+        images = decoded(model=model, decoding=decoding, images=3, engine=engine)
         same(images, decoded(model, decoding, 3))
         moved.append(sum(image.trace.neighbour_mass for image in images))
         programs = sum(key[0] == "program" for key, _threads in engine._cache)
@@ -194,7 +209,10 @@ def test_programs_of_two_shapes_are_not_mixed() -> None:
     engine = Engine(compile=True, backend="aot_eager")
     for cell in ("static", "dynamic", "static"):
         decoding = Decoding(**CELLS[cell])
-        same(decoded(model, decoding, 1, engine), decoded(model, decoding, 1))
+        same(
+            decoded(model=model, decoding=decoding, images=1, engine=engine),
+            decoded(model, decoding, 1),
+        )
 
 
 @pytest.mark.gpu
@@ -207,4 +225,4 @@ def test_graphs_give_the_same_tokens(cell: str, images: int) -> None:
     engine = Engine(compile=True)
     wanted = decoded(model, decoding, images)
     for _again in range(2):
-        same(decoded(model, decoding, images, engine), wanted)
+        same(decoded(model=model, decoding=decoding, images=images, engine=engine), wanted)

@@ -27,7 +27,14 @@ def test_forced_logits_and_drafts_are_those_of_decoding(model: LoadedModel) -> N
     decoding = Decoding(mode="ar", cfg_scale=1.5)
     streams = [torch.Generator().manual_seed(seed) for seed in (1, 2)]
     condition = model.condition(CAPTIONS)
-    images = decode(model, condition, decoding, streams, tokens=LENGTH, keep_logits=True)
+    images = decode(
+        model=model,
+        condition=condition,
+        decoding=decoding,
+        generators=streams,
+        tokens=LENGTH,
+        keep_logits=True,
+    )
     tokens = torch.stack([image.tokens for image in images]).long()
     forced = teacher_forced(model.target, condition, tokens, guided=True)
     logits = guide(forced.logits.cond, forced.logits.uncond, 1.5)
@@ -43,7 +50,11 @@ def test_forced_logits_and_drafts_are_those_of_decoding(model: LoadedModel) -> N
             [forced.prefix.features[:, -1:], forced.logits.features[:, : position - 1]], dim=1
         )
         proposer = Proposer(
-            session, decoding, tokens[:, :position], features, torch.full((2,), position)
+            session=session,
+            decoding=decoding,
+            tokens=tokens[:, :position],
+            features=features,
+            counts=torch.full((2,), position),
         )
         torch.testing.assert_close(proposer.root_q[:, 0], q[:, position - 1], atol=1e-3, rtol=0)
         assert not proposer.broken.any()

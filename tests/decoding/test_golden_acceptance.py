@@ -20,14 +20,18 @@ def replay(case: Case) -> tuple[Verdict, int]:
     noise = torch.ones(1, case.info["vocab"])
     used = 0
     for depth in range(tree.max_depth + 1):
-        verdict = verify(tree, case.probs, case.rule, uniforms, noise)
+        verdict = verify(
+            tree=tree, target_probs=case.probs, rule=case.rule, uniforms=uniforms, noise=noise
+        )
         node = int(verdict.path[0, depth]) if depth <= int(verdict.accepted) else -1
         ranks = (tree.children[0, node] >= 0).nonzero().flatten() if node >= 0 else []
         if not len(ranks):
             break
         numbers = recorded[used : used + len(ranks)]
         uniforms[0, node, ranks[: len(numbers)]] = numbers
-        verdict = verify(tree, case.probs, case.rule, uniforms, noise)
+        verdict = verify(
+            tree=tree, target_probs=case.probs, rule=case.rule, uniforms=uniforms, noise=noise
+        )
         rank = int(verdict.child_rank[0, depth])
         used += len(ranks) if rank < 0 else rank + 1
     return verdict, used
@@ -90,16 +94,25 @@ def test_the_oracle_replays_them_too_with_the_recorded_trace() -> None:
             ]
             probs = list(torch.softmax(case.logits[0], dim=-1).numpy())
             path, token = walk_greedy(
-                case.arrays["parents"].tolist(), paths, tokens, probs, rules_of(case.rule)
+                parents=case.arrays["parents"].tolist(),
+                paths=paths,
+                tokens=tokens,
+                p_of=probs,
+                rules=rules_of(case.rule),
             )
             assert (path, token) == (info["accepted_nodes"], info["next_token_greedy"]), info["id"]
             continue
         numbers = iter(case.arrays["uniforms"].tolist())
         q = None if tree.q is None else list(tree.q[0].numpy())
         done = walk(
-            tree.children[0].tolist(), tokens, list(case.probs[0].numpy()), q, rules_of(case.rule),
-            lambda node, rank, numbers=numbers: next(numbers), tree.max_depth,
-        )  # fmt: skip
+            children=tree.children[0].tolist(),
+            tokens=tokens,
+            p_of=list(case.probs[0].numpy()),
+            q_of=q,
+            rules=rules_of(case.rule),
+            uniform=lambda node, rank, numbers=numbers: next(numbers),
+            depth_limit=tree.max_depth,
+        )
         assert done.path == info["accepted_nodes"], info["id"]
         assert_allclose(done.next_probs, case.arrays["out"], atol=1e-5, err_msg=info["id"])
         recorded = [(row["level"], row["token"], row["r"], row["p"]) for row in info["trace"]]

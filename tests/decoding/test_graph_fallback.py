@@ -96,7 +96,9 @@ WANTED = [0.0, 6.0, 12.0, 18.0]
 def test_capture_replays_with_new_inputs_on_the_programs_device(cuda: Any) -> None:
     state = cuda()
     engine = Engine(compile=True)
-    program = GraphedProgram(lambda x: double(x), double, DEVICE, engine)
+    program = GraphedProgram(
+        compiled=lambda x: double(x), plain=double, device=DEVICE, engine=engine
+    )
     state.function = double
     results_before = results(program, 1)
     x = torch.full((3,), 1.0)
@@ -113,7 +115,10 @@ def test_capture_replays_with_new_inputs_on_the_programs_device(cuda: Any) -> No
 def test_failed_capture_runs_without_graphs_and_warns_once(cuda: Any) -> None:
     state = cuda(fails=True)
     engine = Engine(compile=True)
-    programs = [GraphedProgram(lambda x: double(x), double, DEVICE, engine) for _ in range(3)]
+    programs = [
+        GraphedProgram(compiled=lambda x: double(x), plain=double, device=DEVICE, engine=engine)
+        for _ in range(3)
+    ]
     with pytest.warns(
         RuntimeWarning, match="capture fails on this GPU, steps run without CUDA graphs"
     ) as warned:
@@ -126,7 +131,12 @@ def test_failed_compilation_runs_uncompiled_and_warns_once(cuda: Any) -> None:
     state = cuda()
     engine = Engine(compile=True)
     programs = [
-        GraphedProgram(failing(InternalTorchDynamoError("no")), double, DEVICE, engine)
+        GraphedProgram(
+            compiled=failing(InternalTorchDynamoError("no")),
+            plain=double,
+            device=DEVICE,
+            engine=engine,
+        )
         for _ in range(2)
     ]
     with pytest.warns(
@@ -141,7 +151,9 @@ def test_lack_of_memory_is_no_reason_to_fall_back(cuda: Any) -> None:
     cuda()
     engine = Engine(compile=True)
     answers = [failing(torch.OutOfMemoryError("full")), double]
-    program = GraphedProgram(lambda x: answers.pop(0)(x), double, DEVICE, engine)
+    program = GraphedProgram(
+        compiled=lambda x: answers.pop(0)(x), plain=double, device=DEVICE, engine=engine
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(torch.OutOfMemoryError):
@@ -153,7 +165,12 @@ def test_lack_of_memory_is_no_reason_to_fall_back(cuda: Any) -> None:
 def test_engine_can_be_told_to_capture_nothing(cuda: Any) -> None:
     state = cuda()
     engine = Engine(compile=True, graphs=False)
-    assert results(GraphedProgram(lambda x: double(x), double, DEVICE, engine)) == WANTED
+    assert (
+        results(
+            GraphedProgram(compiled=lambda x: double(x), plain=double, device=DEVICE, engine=engine)
+        )
+        == WANTED
+    )
     assert state.captures == 0 and not engine.fallbacks
 
 
@@ -173,10 +190,20 @@ def test_gpu_recovers_from_a_failed_capture() -> None:
 
     with pytest.warns(RuntimeWarning, match="capture fails") as warned:
         assert (
-            run(GraphedProgram(lambda x: reads_the_host(x), reads_the_host, device, engine))
+            run(
+                GraphedProgram(
+                    compiled=lambda x: reads_the_host(x),
+                    plain=reads_the_host,
+                    device=device,
+                    engine=engine,
+                )
+            )
             == WANTED
         )
     assert len(warned) == 1
     later = Engine(compile=True)
-    assert run(GraphedProgram(lambda x: double(x), double, device, later)) == WANTED
+    assert (
+        run(GraphedProgram(compiled=lambda x: double(x), plain=double, device=device, engine=later))
+        == WANTED
+    )
     assert not later.fallbacks

@@ -121,7 +121,7 @@ def test_growth_equals_a_plain_implementation(
     tree = growth.tree(root, nodes)
     assert tree.max_depth == rounds
     for image, distribution in enumerate(distributions):
-        prefixes, reach = plain_tree(distribution, nodes, rounds, beam)
+        prefixes, reach = plain_tree(q=distribution, nodes=nodes, rounds=rounds, beam=beam)
         count = len(prefixes) + 1
         assert valid[image].tolist() == [place < count - 1 for place in range(valid.shape[1])]
         drafted = prefixes_of(tree, image)[:count]
@@ -152,7 +152,11 @@ def test_a_depth_limit_selects_what_fewer_rounds_would() -> None:
     limits = [4, 2, 1, 0, -1]
     tree = growth.tree(torch.zeros(5, dtype=torch.int64), 9, torch.tensor(limits))
     for image, limit in enumerate(limits):
-        expected = plain_tree(distributions[image], 9, limit, 3)[0] if limit > 0 else []
+        expected = (
+            plain_tree(q=distributions[image], nodes=9, rounds=limit, beam=3)[0]
+            if limit > 0
+            else []
+        )
         assert prefixes_of(tree, image)[1 : len(expected) + 1] == expected
         assert int((tree.children[image] >= 0).sum()) == len(expected)
 

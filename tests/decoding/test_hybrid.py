@@ -115,7 +115,9 @@ def test_enumerated_images_follow_the_target(size: str, values: dict[str, Any]) 
 @pytest.mark.usefixtures("_double")
 @pytest.mark.parametrize("kind", [BelievedDrafter, CoupledToNew])
 def test_enumeration_sees_what_is_broken(kind: Any) -> None:
-    errors = [ExactHybrid(SIZES["v2"], {}, seed, kind).error() for seed in (1, 2)]
+    errors = [
+        ExactHybrid(size=SIZES["v2"], values={}, seed=seed, kind=kind).error() for seed in (1, 2)
+    ]
     print(f"broken, {kind.__name__}: TV {errors}")
     assert min(errors) > 0.005
 

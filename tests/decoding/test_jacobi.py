@@ -69,12 +69,16 @@ class Particles(NamedTuple):
         state = {
             name: tensor.repeat_interleave(times, dim=0) for name, tensor in self.state.items()
         }
-        return Particles(weight, tokens, state, low, high)
+        return Particles(weight=weight, tokens=tokens, state=state, low=low, high=high)
 
     def selected(self, rows: Tensor) -> Particles:
         state = {name: tensor[rows] for name, tensor in self.state.items()}
         return Particles(
-            self.weight[rows], self.tokens[rows], state, self.low[rows], self.high[rows]
+            weight=self.weight[rows],
+            tokens=self.tokens[rows],
+            state=state,
+            low=self.low[rows],
+            high=self.high[rows],
         )
 
 
@@ -113,7 +117,9 @@ def merged(groups: list[Particles]) -> Particles:
     _, place = torch.unique((key * 1e10).round(), dim=0, return_inverse=True)
     weight = torch.zeros(int(place.max()) + 1).index_add_(0, place, tensors[0])
     first = torch.zeros_like(weight, dtype=torch.int64).scatter_(0, place, torch.arange(len(place)))
-    particles = Particles(tensors[0], tensors[1], state, low, high).selected(first)
+    particles = Particles(
+        weight=tensors[0], tokens=tensors[1], state=state, low=low, high=high
+    ).selected(first)
     return particles._replace(weight=weight)
 
 
@@ -167,7 +173,18 @@ class Exact:
         none = torch.zeros(self.vocabulary, self.window)
         tokens = torch.arange(self.vocabulary)[:, None]
         groups = defaultdict(
-            list, {1: [Particles(first, tokens, self.state_of(drafting), none, none + 1.0)]}
+            list,
+            {
+                1: [
+                    Particles(
+                        weight=first,
+                        tokens=tokens,
+                        state=self.state_of(drafting),
+                        low=none,
+                        high=none + 1.0,
+                    )
+                ]
+            },
         )
         for committed in range(1, self.length):
             if committed in groups:
@@ -194,10 +211,20 @@ class Exact:
         chance, tree, drafting, particles = self.drafted(particles, wanted.repeat(rest, 1), limit)
         particles = particles._replace(weight=particles.weight * chance)
         p = self.target_at(particles.tokens, tree, limit)
-        for stop, nodes, path, accepted, after in self.outcomes(drafting, tree, p, limit):
+        for stop, nodes, path, accepted, after in self.outcomes(
+            drafting=drafting, tree=tree, p=p, limit=limit
+        ):
             if not stop.any():
                 continue
-            step = self.learned(drafting, tree, p, nodes, path, accepted, committed)
+            step = self.learned(
+                drafting=drafting,
+                tree=tree,
+                p=p,
+                nodes=nodes,
+                path=path,
+                accepted=accepted,
+                committed=committed,
+            )
             for token in range(self.vocabulary):
                 weight = particles.weight * stop * after[:, token]
                 for length in accepted.unique().tolist():
@@ -211,7 +238,13 @@ class Exact:
                             ],
                             dim=1,
                         )
-                        outcome = Particles(weight, tokens, step, particles.low, particles.high)
+                        outcome = Particles(
+                            weight=weight,
+                            tokens=tokens,
+                            state=step,
+                            low=particles.low,
+                            high=particles.high,
+                        )
                         groups[committed + length + 1].append(self.trimmed(outcome.selected(rows)))
 
     def drafts(self, limit: int) -> Tensor:
@@ -227,7 +260,7 @@ class Exact:
     ) -> Iterator[tuple[Tensor, ...]]:
         """How a step can end: chances [n], path [n, D + 1], its tokens [n, D], accepted [n], what comes next [n, V]."""
         del drafting
-        ends = verify_step(tree, p, limit, self.rule)
+        ends = verify_step(tree=tree, p=p, depth_limit=limit, rule=self.rule)
         for node, (stop, path, accepted, after) in enumerate(zip(*ends, strict=True)):
             way = tree.attention[0, node].nonzero().flatten()
             yield (
@@ -253,7 +286,17 @@ class Exact:
         position = committed + accepted + 1
         tree = replace(tree, q=None if tree.q is None else tree.q.clone())
         nodes = nodes.expand(len(path), -1)
-        drafting.after_step(LastStep(tree, p, nodes, accepted, path, position, accepted >= 0))
+        drafting.after_step(
+            LastStep(
+                tree=tree,
+                p=p,
+                path=nodes,
+                accepted=accepted,
+                tokens=path,
+                position=position,
+                active=accepted >= 0,
+            )
+        )
         after = self.state_of(drafting)
         for name, value in before.items():
             setattr(drafting, name, value)
@@ -421,7 +464,10 @@ class CalledUniform(JacobiDrafting):
 def test_enumeration_sees_what_is_broken(
     drafting: Any, values: Any, rule: Any, least: float
 ) -> None:
-    errors = [Exact(SIZES["v2"], values, seed, drafting, rule).error() for seed in (1, 2, 3)]
+    errors = [
+        Exact(size=SIZES["v2"], values=values, seed=seed, drafting=drafting, rule=rule).error()
+        for seed in (1, 2, 3)
+    ]
     print(f"broken, {drafting.__name__}: TV {errors}")
     assert sum(errors) / len(errors) > least
 
@@ -430,7 +476,10 @@ def test_enumeration_sees_what_is_broken(
 def test_enumeration_sees_what_is_broken_in_the_published_scd(published_forms: Any) -> None:
     values = {"drafting": "scd-published"}
     errors = [
-        Exact(SIZES["v2"], values, seed, published_forms.PublishedScd).error() for seed in (1, 2, 3)
+        Exact(
+            size=SIZES["v2"], values=values, seed=seed, drafting=published_forms.PublishedScd
+        ).error()
+        for seed in (1, 2, 3)
     ]
     print(f"published SCD: TV {errors}")
     assert sum(errors) / len(errors) > 0.005

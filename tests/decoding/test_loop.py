@@ -96,7 +96,13 @@ def images_of(
             torch.Generator().manual_seed(seed) for seed in range(start, min(start + batch, images))
         ]
         broken = mistake.arguments(decoding, model, len(generators)) if mistake else {}
-        images_done += decode(model, [""] * len(generators), decoding, generators, **broken)
+        images_done += decode(
+            model=model,
+            condition=[""] * len(generators),
+            decoding=decoding,
+            generators=generators,
+            **broken,
+        )
     return images_done
 
 
@@ -107,7 +113,10 @@ def g_test(
     model = CodedModel(VOCABULARY, LENGTH, seed=2)
     model.p *= spread
     tokens = torch.stack(
-        [image.tokens for image in images_of(model, decoding, images, mistake)]
+        [
+            image.tokens
+            for image in images_of(model=model, decoding=decoding, images=images, mistake=mistake)
+        ]
     ).long()
     distribution = model.joint(
         lambda cond, uncond: decoding_probabilities(
@@ -207,14 +216,25 @@ def generators(count: int) -> list[torch.Generator]:
 
 
 def test_fewer_tokens_are_cut_and_also_counted_uncut() -> None:
-    images = decode(TabularModel(4, 5, seed=3), None, Decoding(**STATIC), generators(200), tokens=2)
+    images = decode(
+        model=TabularModel(4, 5, seed=3),
+        condition=None,
+        decoding=Decoding(**STATIC),
+        generators=generators(200),
+        tokens=2,
+    )
     assert all(len(item.tokens) == 2 == item.trace.tokens for item in images)
     assert all(item.trace.committed == [1] for item in images)
     assert max(item.trace.uncut[-1] for item in images) > 1
 
 
 def test_ar_counts_one_token_a_step_and_compresses_nothing() -> None:
-    trace = decode(TabularModel(4, 5, seed=3), None, Decoding(mode="ar"), generators(1))[0].trace
+    trace = decode(
+        model=TabularModel(4, 5, seed=3),
+        condition=None,
+        decoding=Decoding(mode="ar"),
+        generators=generators(1),
+    )[0].trace
     assert trace.mean_accepted_length == 1.0
     assert trace.step_compression == 1.0
 
@@ -223,7 +243,9 @@ def test_ar_counts_one_token_a_step_and_compresses_nothing() -> None:
 def test_kept_logits_are_those_the_tokens_came_from(values: dict[str, Any]) -> None:
     model = TabularModel(4, 5, seed=9)
     decoding = Decoding(**values, cfg_scale=1.5)
-    for item in decode(model, None, decoding, generators(8), keep_logits=True):
+    for item in decode(
+        model=model, condition=None, decoding=decoding, generators=generators(8), keep_logits=True
+    ):
         state = torch.zeros((), dtype=torch.int64)
         for place, token in enumerate(item.tokens.long()):
             wanted = guide(model.p[0, state], model.p[1, state], 1.5)

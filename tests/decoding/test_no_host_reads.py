@@ -18,10 +18,16 @@ VOCABULARY = 64
 TABLE = torch.empty(VOCABULARY, 11, dtype=torch.int32, device="meta")
 RULES = [
     STRICT,
-    rule_named("additive", 10, 0.1, "exact", TABLE),
-    rule_named("multiplicative", 10, 2.0, "official", TABLE),
+    rule_named(name="additive", neighbours=10, bound=0.1, residual="exact", table=TABLE),
+    rule_named(name="multiplicative", neighbours=10, bound=2.0, residual="official", table=TABLE),
     rule_named("cool-sd", 0, 1.1),
-    rule_named("gsd", 0, 14, "official", codebook=torch.empty(VOCABULARY, 8, device="meta")),
+    rule_named(
+        name="gsd",
+        neighbours=0,
+        bound=14,
+        residual="official",
+        codebook=torch.empty(VOCABULARY, 8, device="meta"),
+    ),
     rule_named("entropy", 10, 0.1, table=TABLE),
     rule_named("typical", 0, 0.09),
 ]
@@ -57,12 +63,17 @@ def test_a_step_reads_no_value_on_the_host(draft, rule: AcceptanceRule) -> None:
     p = probabilities(logits, temperature=0.9, top_k=20, top_p=0.9)
     limit = torch.zeros(BATCH, dtype=torch.int64, device="meta")
     verdict = verify(
-        tree, p, rule, numbers(*tree.children.shape), numbers(BATCH, VOCABULARY), limit
+        tree=tree,
+        target_probs=p,
+        rule=rule,
+        uniforms=numbers(*tree.children.shape),
+        noise=numbers(BATCH, VOCABULARY),
+        depth_limit=limit,
     )
     assert verdict.tokens.shape == verdict.path.shape == (BATCH, tree.max_depth + 1)
     assert verdict.child_rank.shape == (BATCH, tree.max_depth)
     assert verdict.next_probs.shape == (BATCH, VOCABULARY)
-    greedy = verify_greedy(tree, logits, rule, limit)
+    greedy = verify_greedy(tree=tree, guided_logits=logits, rule=rule, depth_limit=limit)
     for name, value in vars(verdict).items():
         assert getattr(greedy, name).shape == value.shape, name
         assert getattr(greedy, name).dtype == value.dtype, name

@@ -89,9 +89,9 @@ class ExactPac(Exact):
     ) -> Iterator[tuple[Tensor, ...]]:
         published = type(drafting).verify is not PacDrafting.verify
         return (
-            published_outcomes(drafting, tree, p, limit)
+            published_outcomes(drafting=drafting, tree=tree, p=p, limit=limit)
             if published
-            else super().outcomes(drafting, tree, p, limit)
+            else super().outcomes(drafting=drafting, tree=tree, p=p, limit=limit)
         )
 
 
@@ -102,7 +102,7 @@ def published_outcomes(
     batch, _, vocabulary = p.shape
     limits = torch.full((batch,), limit)
     layout = tree.layout
-    _, acceptance = accept_tree(tree, p, STRICT, limits)
+    _, acceptance = accept_tree(tree=tree, target_probs=p, rule=STRICT, depth_limit=limits)
     accept = tree.by_node(acceptance.accept)
     drafts = [(node, rank) for node in layout.nodes.tolist() for rank in range(accept.shape[2])]
     drafts = [(node, rank) for node, rank in drafts if accept[:, node, rank].any()]
@@ -132,14 +132,16 @@ def test_enumerated_images_follow_the_target(
     size: tuple[int, int, int], ways: dict[str, Any]
 ) -> None:
     for seed in (1, 2):
-        error = ExactPac(size, VALUES | ways, seed, PacDrafting).error()
+        error = ExactPac(size=size, values=VALUES | ways, seed=seed, drafting=PacDrafting).error()
         print(f"{size} {ways}: TV {error:.1e}")
         assert error < 1e-12
 
 
 @pytest.mark.usefixtures("_double")
 def test_enumeration_sees_a_missing_residual() -> None:
-    error = ExactPac((3, 4, 2), VALUES, 1, PacDrafting, WITHOUT_RESIDUAL).error()
+    error = ExactPac(
+        size=(3, 4, 2), values=VALUES, seed=1, drafting=PacDrafting, rule=WITHOUT_RESIDUAL
+    ).error()
     print(f"broken, residual left out: TV {error:.3f}")
     assert error > 0.03
 
@@ -155,7 +157,10 @@ def test_enumeration_rejects_the_published_pac(
     size = (3, 4, values.get("window", 2))
     theirs = VALUES | {"drafting": "sjd-pac-published"}
     errors = [
-        ExactPac(size, theirs, seed, published_forms.PublishedSjdPac).error() for seed in (1, 2, 3)
+        ExactPac(
+            size=size, values=theirs, seed=seed, drafting=published_forms.PublishedSjdPac
+        ).error()
+        for seed in (1, 2, 3)
     ]
     print(f"published SJD-PAC, window {size[2]}: TV {errors}")
     assert min(errors) > 0.01
@@ -182,7 +187,7 @@ def test_the_longest_path_is_no_lossless_choice(drafting: str, wanted: list[floa
         tokens = torch.tensor([[0, first, 1 - first, 0, 0, 0, 0]])
         tree = method.tree((tokens, torch.tensor([[True, True, True, True, False, True, False]])))
         p = torch.cat([torch.tensor([[0.6, 0.4]]), torch.eye(2)[tokens[0, 1:]]])[None]
-        outcomes = ExactPac((2, 4, 2), VALUES).outcomes(method, tree, p, 2)
+        outcomes = ExactPac((2, 4, 2), VALUES).outcomes(drafting=method, tree=tree, p=p, limit=2)
         for chance, _, path, accepted, after in outcomes:
             token = torch.eye(2)[path[0, 0]] if int(accepted) else after[0]
             distribution += 0.5 * chance * token
@@ -209,7 +214,17 @@ def redrafted(decoding: Decoding, images: int = 200_000) -> tuple[PacDrafting, D
     path = torch.full((images, drafting.depth + 1), -1)
     path[:, 0] = 0
     none = torch.zeros(images, dtype=torch.int64)
-    drafting.after_step(LastStep(tree, p, path, none, path.clamp_min(0), none + 2, none == 0))
+    drafting.after_step(
+        LastStep(
+            tree=tree,
+            p=p,
+            path=path,
+            accepted=none,
+            tokens=path.clamp_min(0),
+            position=none + 2,
+            active=none == 0,
+        )
+    )
     return drafting, drafting.draft(DraftInputs(root, noises.exponential_(generator=noise), R))
 
 
@@ -260,7 +275,13 @@ def test_the_published_form_ends_a_whole_window_with_a_uniform_token(published_f
     verdict = drafting.verify(tree, p, STRICT, torch.zeros(tree.children.shape), torch.ones(1, 4))
     assert int(verdict.accepted) == 2
     assert verdict.next_probs.tolist() == [[0.25] * 4]
-    plain = verify(tree, p, STRICT, torch.zeros(tree.children.shape), torch.ones(1, 4))
+    plain = verify(
+        tree=tree,
+        target_probs=p,
+        rule=STRICT,
+        uniforms=torch.zeros(tree.children.shape),
+        noise=torch.ones(1, 4),
+    )
     assert plain.next_probs.tolist() == [pytest.approx(P.tolist())]
 
 

@@ -34,7 +34,12 @@ def model() -> LoadedModel:
 
 @pytest.fixture(scope="module")
 def plain(model: LoadedModel) -> Plain:
-    return Plain(PlainTarget(model.target), PlainDrafter(model.drafter), model.table(20), GUIDANCE)
+    return Plain(
+        target=PlainTarget(model.target),
+        drafter=PlainDrafter(model.drafter),
+        table=model.table(20),
+        scale=GUIDANCE,
+    )
 
 
 @pytest.mark.parametrize("name", ["small-7", "eagle1-25"])
@@ -52,10 +57,10 @@ def test_the_buffers_of_a_static_tree_are_the_packages(name: str) -> None:
 def test_greedy_tokens_are_equal(model: LoadedModel, plain: Plain) -> None:
     condition = model.condition([CAPTION])
     images = decode(
-        model,
-        condition,
-        Decoding(mode="ar", temperature=0, cfg_scale=GUIDANCE),
-        [torch.Generator()],
+        model=model,
+        condition=condition,
+        decoding=Decoding(mode="ar", temperature=0, cfg_scale=GUIDANCE),
+        generators=[torch.Generator()],
         tokens=TOKENS,
     )
     wanted = images[0].tokens.tolist()
@@ -64,7 +69,13 @@ def test_greedy_tokens_are_equal(model: LoadedModel, plain: Plain) -> None:
         course = plain.speculative(condition, torch.Generator(), TOKENS, greedy=True, **theirs)
         assert course.tokens == wanted
         decoding = Decoding(mode="speculative", **ours, temperature=0, cfg_scale=GUIDANCE)
-        trace = decode(model, condition, decoding, [torch.Generator()], tokens=TOKENS)[0].trace
+        trace = decode(
+            model=model,
+            condition=condition,
+            decoding=decoding,
+            generators=[torch.Generator()],
+            tokens=TOKENS,
+        )[0].trace
         # Static trees of both draft the same tokens; dynamic ones may settle equal scores otherwise.
         if "tree" in ours:
             assert sum(course.committed) / len(course.committed) == pytest.approx(trace.mal_uncut)
@@ -76,10 +87,10 @@ def test_a_relaxed_rule_commits_more(model: LoadedModel, plain: Plain) -> None:
     for rule in (None, ("multiplicative", 20, 10.0)):
         committed = [
             plain.speculative(
-                condition,
-                torch.Generator().manual_seed(seed),
-                TOKENS,
-                STATIC_TREES["small-7"],
+                condition=condition,
+                noise=torch.Generator().manual_seed(seed),
+                tokens=TOKENS,
+                paths=STATIC_TREES["small-7"],
                 rule=rule,
             ).committed
             for seed in range(4)

@@ -49,7 +49,9 @@ def test_the_batched_form_accepts_and_leaves_the_same(name: str, sampled: bool) 
             1.5 * torch.randn(2, VOCABULARY, generator=noise, dtype=torch.float64), dim=-1
         )
         tokens = torch.randperm(VOCABULARY, generator=noise)[:3]
-        acceptance = accept(p[None], q[None] if sampled else None, tokens[None], batched)
+        acceptance = accept(
+            p=p[None], q=q[None] if sampled else None, tokens=tokens[None], rule=batched
+        )
         residual = acceptance.bonus_distribution(torch.tensor([0]), p[None])[0]
 
         probabilities: list[float] = []

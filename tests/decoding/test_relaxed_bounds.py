@@ -43,7 +43,13 @@ def cases(draw: st.DrawFn) -> tuple[torch.Tensor, int, AcceptanceRule]:
     return (
         p / p.sum(),
         x,
-        rule_named(rule, neighbours, bound, draw(st.sampled_from(RESIDUALS)), table),
+        rule_named(
+            name=rule,
+            neighbours=neighbours,
+            bound=bound,
+            residual=draw(st.sampled_from(RESIDUALS)),
+            table=table,
+        ),
     )
 
 
@@ -75,7 +81,14 @@ def test_neighbour_mass_is_the_longest_prefix_within_the_bound(
 
 
 def run(draft: Draft, rule: AcceptanceRule) -> Verdict:
-    return verify(draft.tree, draft.probs, rule, draft.uniforms, draft.noise, draft.depth_limit)
+    return verify(
+        tree=draft.tree,
+        target_probs=draft.probs,
+        rule=rule,
+        uniforms=draft.uniforms,
+        noise=draft.noise,
+        depth_limit=draft.depth_limit,
+    )
 
 
 LIMITS: list[dict[str, Any]] = [
@@ -111,7 +124,11 @@ def test_vanishing_bounds_are_not_the_strict_rule_under_official() -> None:
     child = torch.tensor([[0]])
     distributions = {
         residual: first_token(
-            p, None, child, child == 0, rule_named("additive", 1, 1e-30, residual, table)
+            p,
+            None,
+            child,
+            child == 0,
+            rule_named(name="additive", neighbours=1, bound=1e-30, residual=residual, table=table),
         )[0]
         for residual in RESIDUALS
     }
@@ -174,7 +191,9 @@ def test_finding_a5_on_a_sampled_draft(residual: str, distribution: list[float],
     q = torch.tensor([0.7, 0.1, 0.1, 0.1])
     table = torch.tensor([[1, 2, 3], [0, 2, 3], [3, 0, 1], [2, 0, 1]])
     # After 0 is rejected `official` zeroes q at 1 and 2 (k + 1 codes): [0, .1, .4, .1] / .6, as the finding records.
-    mean = mean_distribution(p, q, rule_named("additive", 1, 0.1, residual, table))
+    mean = mean_distribution(
+        p, q, rule_named(name="additive", neighbours=1, bound=0.1, residual=residual, table=table)
+    )
     torch.testing.assert_close(mean, torch.tensor(distribution), atol=1e-6, rtol=0)
     assert float(total_variation(p, mean)) == pytest.approx(tv, abs=1e-6)
 
@@ -216,7 +235,13 @@ def test_a_decoding_has_the_rule_of_its_row_and_values(values: dict, columns: in
     rule = rule_of(decoding, Model())
     row = decoding.rule_row
     expected = {key: decoding.value(key) for key in decoding.rule_row.value_names}
-    wanted = rule_named(rule.name, rule.neighbours, None, decoding.residual, **expected)
+    wanted = rule_named(
+        name=rule.name,
+        neighbours=rule.neighbours,
+        bound=None,
+        residual=decoding.residual,
+        **expected,
+    )
     assert type(rule) is type(wanted)
     given = {"n_codes", "nearest_codes", "codebook"}
     assert all(

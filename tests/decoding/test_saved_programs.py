@@ -31,15 +31,18 @@ def test_compiled_steps_give_the_same_tokens_and_later_engines_load_them(
 ) -> None:
     decoding = Decoding(**CELLS["static"])
     wanted = decoded(Small(), Decoding(**CELLS["static"]), 1)
-    same(decoded(Small(), decoding, 1, Engine(True, folder=tmp_path)), wanted)
+    same(
+        decoded(model=Small(), decoding=decoding, images=1, engine=Engine(True, folder=tmp_path)),
+        wanted,
+    )
     assert len(list(tmp_path.iterdir())) == 3
     no_compiler()
     engine = Engine(True, folder=tmp_path)
     model = Small()
-    same(decoded(model, decoding, 1, engine), wanted)
-    same(decoded(model, decoding, 1, engine), wanted)
+    same(decoded(model=model, decoding=decoding, images=1, engine=engine), wanted)
+    same(decoded(model=model, decoding=decoding, images=1, engine=engine), wanted)
     other = Decoding(**CELLS["static"] | {"lambda": 8.0})
-    same(decoded(model, other, 1, engine), decoded(Small(), other, 1))
+    same(decoded(model=model, decoding=other, images=1, engine=engine), decoded(Small(), other, 1))
 
 
 class Doubling:

@@ -50,7 +50,7 @@ def test_random_trees_are_lossless() -> None:
     rng = np.random.default_rng(0)
     deepest = 0
     for seed in range(60):
-        paths = random_topology(rng, int(rng.integers(1, 6)), 3, 3)
+        paths = random_topology(rng=rng, nodes=int(rng.integers(1, 6)), fanout=3, depth=3)
         deepest += max(map(len, paths)) == 3
         model = Tabular(3, Setting(), seed, spread=float(rng.choice([0.5, 1.5, 3.0])))
         assert (
@@ -70,7 +70,7 @@ def test_more_drafts_are_accepted_than_child_by_child() -> None:
     gains = []
     for seed in range(40):
         model = Tabular(3, Setting(), seed)
-        weights, tree = model.static_drafts(random_topology(rng, 5, 3, 3))
+        weights, tree = model.static_drafts(random_topology(rng=rng, nodes=5, fanout=3, depth=3))
         lengths = [
             accepted((weights, tree), model.target_at(tree), rule) for rule in (TRAVERSAL, STRICT)
         ]
@@ -249,7 +249,9 @@ def test_random_drafts_are_accepted_as_written(rule: AcceptanceRule, procedure: 
         batch = int(rng.integers(1, 4))
         vocabulary = int(rng.integers(3, 20))
         filters = FILTERS[rng.integers(len(FILTERS))]
-        paths = random_topology(rng, int(rng.integers(1, 14)), int(rng.integers(1, 5)), 5)
+        paths = random_topology(
+            rng=rng, nodes=int(rng.integers(1, 14)), fanout=int(rng.integers(1, 5)), depth=5
+        )
         shape = StaticTree.of(chain(int(rng.integers(1, 6))) if rule is BLOCK else paths)
         nodes = len(shape.depths)
         q, p = (
@@ -257,7 +259,7 @@ def test_random_drafts_are_accepted_as_written(rule: AcceptanceRule, procedure: 
             for _ in range(2)
         )
         q, p = (rows / rows.sum(dim=-1, keepdim=True) for rows in (q, p))
-        tree = random_static(rng, noise, q, shape)
+        tree = random_static(rng=rng, noise=noise, q=q, shape=shape)
         accept = tree.by_node(accept_tree(tree, p, rule)[1].accept)
         assert accept.isfinite().all()
         ends, forced = force_stops(tree, accept)
@@ -265,7 +267,13 @@ def test_random_drafts_are_accepted_as_written(rule: AcceptanceRule, procedure: 
             wanted, after = procedure(tree, image, p[image].numpy(), "")
             assert_allclose(ends[:, image].numpy(), wanted, atol=1e-12)
             for end in np.flatnonzero(wanted > 1e-9):
-                ended = verify(tree, p, rule, forced[end], torch.ones(batch, vocabulary))
+                ended = verify(
+                    tree=tree,
+                    target_probs=p,
+                    rule=rule,
+                    uniforms=forced[end],
+                    noise=torch.ones(batch, vocabulary),
+                )
                 assert int(ended.path[image].max()) == end
                 assert_allclose(ended.next_probs[image].numpy(), after[end], atol=1e-9)
                 compared += 1

@@ -133,7 +133,9 @@ def test_flipped_bit_in_a_weight(tmp_path: Path, outcome: Outcome) -> None:
 
     def key() -> dict[str, Any]:
         loaded = Lanterns(folder).load(CPU.device, CPU.dtype)
-        return key_fields({"lanterns": loaded}, experiment.settings, CPU, plan.cells)
+        return key_fields(
+            models={"lanterns": loaded}, settings=experiment.settings, compute=CPU, cells=plan.cells
+        )
 
     with RunStore(tmp_path / "run", experiment, key()) as store:
         store.append(plan.tasks[0], {"tokens": 1})

@@ -111,7 +111,10 @@ def test_flipped_bits_in_records(bench: Bench, expected: Tokens, outcome: Outcom
     cell = json.loads(first[4])["cell_id"]
     problems = ["records.jsonl: line 5: damaged, its checksum differs"]
     repaired(
-        bench, "run", expected, [*problems, f"records.jsonl: {cell}: 1 of 3 images have no record"]
+        bench=bench,
+        out="run",
+        expected=expected,
+        problems=[*problems, f"records.jsonl: {cell}: 1 of 3 images have no record"],
     )
     outcome("exit 2, the line is named; after verify --repair the sweep makes its image again")
 
@@ -132,7 +135,7 @@ def test_interleaved_records(bench: Bench, expected: Tokens, outcome: Outcome) -
         problems[0] == "records.jsonl: line 4: damaged, not a JSON object"
         and sorted(problems[1:]) == missing
     )
-    repaired(bench, "run", expected, problems)
+    repaired(bench=bench, out="run", expected=expected, problems=problems)
     outcome(
         "verify names the line; after --repair the sweep makes its two images again; a line twice counts once"
     )
@@ -154,7 +157,7 @@ def test_pictures(bench: Bench, expected: Tokens, outcome: Outcome, damage: str)
     ]
     name = picture.relative_to(bench.folder / "run")
     times = {path: path.stat().st_mtime_ns for path in pictures if path != picture}
-    repaired(bench, "run", expected, [f"{name}: {problem}"])
+    repaired(bench=bench, out="run", expected=expected, problems=[f"{name}: {problem}"])
     assert {path: path.read_bytes() for path in pictures} == before
     assert {path: path.stat().st_mtime_ns for path in times} == times
     outcome("verify names the picture; after --repair the sweep makes it again, byte for byte")
@@ -166,7 +169,9 @@ def test_damaged_table(bench: Bench, expected: Tokens, outcome: Outcome) -> None
     path = bench.folder / "run" / "speed.csv"
     before = path.read_bytes()
     path.write_bytes(before[:-30])
-    repaired(bench, "run", expected, ["speed.csv: not what the records give"])
+    repaired(
+        bench=bench, out="run", expected=expected, problems=["speed.csv: not what the records give"]
+    )
     assert path.read_bytes() == before
     outcome("verify names the table; --repair, like show, makes it again from the records")
 

@@ -62,7 +62,7 @@ def fail(
 
     head.wrong[7] = value if step == 0 else 0.0
     with stopping.on_check(spoil), pytest.raises(LogitsError) as raised:
-        decoded(model, decoding, 2, engine)
+        decoded(model=model, decoding=decoding, images=2, engine=engine)
     last = step if decoding.drafts else model.target.image_tokens - 1
     assert steps == last, "the loop went on"
     head.wrong.zero_()
@@ -79,15 +79,15 @@ def test_broken_logits_of_the_target(
     decoding = Decoding(**MODES[cell])
     model, head = spoiled("target")
     engine = Engine()
-    wanted = decoded(model, decoding, 2, engine)
-    output = fail(model, head, decoding, engine, value, step)
+    wanted = decoded(model=model, decoding=decoding, images=2, engine=engine)
+    output = fail(model=model, head=head, decoding=decoding, engine=engine, value=value, step=step)
     assert output.startswith("the target gave NaN or infinite logits behind ")
     behind = int(output.split("behind ")[1].split()[0])
     assert behind == (0 if step == 0 else behind) and (step == 0 or behind >= step)
     if cell == "ar":
         assert behind == step
     # Nothing of it is left in caches: the same images come out as before.
-    same(decoded(model, decoding, 2, engine), wanted)
+    same(decoded(model=model, decoding=decoding, images=2, engine=engine), wanted)
     record_property("outcome", f"image failed: {output}")
 
 
@@ -100,10 +100,10 @@ def test_broken_logits_of_the_drafter(
     decoding = Decoding(**MODES[cell])
     model, head = spoiled("drafter")
     engine = Engine()
-    wanted = decoded(model, decoding, 2, engine)
-    output = fail(model, head, decoding, engine, value)
+    wanted = decoded(model=model, decoding=decoding, images=2, engine=engine)
+    output = fail(model=model, head=head, decoding=decoding, engine=engine, value=value)
     assert output.startswith("the drafter gave NaN or infinite logits behind ")
-    same(decoded(model, decoding, 2, engine), wanted)
+    same(decoded(model=model, decoding=decoding, images=2, engine=engine), wanted)
     record_property("outcome", f"image failed: {output}")
 
 
@@ -115,10 +115,10 @@ def test_compiled_steps_find_broken_logits(
     decoding = Decoding(**MODES["static"])
     model, head = spoiled("target")
     engine = Engine(compile=True, backend=backend)
-    wanted = decoded(model, decoding, 2, engine)
+    wanted = decoded(model=model, decoding=decoding, images=2, engine=engine)
     for value in (math.nan, math.inf):
-        output = fail(model, head, decoding, engine, value)
-        same(decoded(model, decoding, 2, engine), wanted)
+        output = fail(model=model, head=head, decoding=decoding, engine=engine, value=value)
+        same(decoded(model=model, decoding=decoding, images=2, engine=engine), wanted)
     record_property("outcome", f"image failed: {output}")
 
 
@@ -139,7 +139,7 @@ def test_impossible_tokens_are_no_fault(
         images = decoded(model, decoding, 2)
         assert all(7 not in image.tokens for image in images)
     engine = Engine(compile=True, backend="aot_eager")
-    again = decoded(model, decoding, 2, engine)
+    again = decoded(model=model, decoding=decoding, images=2, engine=engine)
     assert all(a.tokens.equal(b.tokens) for a, b in zip(images, again, strict=True))
     record_property("outcome", "no fault: such a token is impossible and never drawn")
 

@@ -64,9 +64,9 @@ def test_sums_are_those_of_the_definition(
     table = TabularModel(5, 5, seed=3)
     decoding = Decoding("speculative", **CHAIN, **values)
     tokens = ancestral(table, 4, decoding, seed=1)
-    rows = token_sums(table_model(table), None, tokens, decoding)
+    rows = token_sums(model=table_model(table), condition=None, tokens=tokens, decoding=decoding)
     guided = decoding.cfg_scale != 1
-    forced = teacher_forced(table, None, tokens, guided)
+    forced = teacher_forced(target=table, condition=None, tokens=tokens, guided=guided)
     drafts = list(drafter_logits_along(table.drafter, forced))
     for image, row in enumerate(rows):
         expected = np.zeros(3 + guided)
@@ -132,8 +132,10 @@ def test_p_values_of_2000_lossless_cells_are_uniform() -> None:
     is_drawn = torch.ones(960, dtype=torch.bool)
     cells = []
     for seed in range(10):
-        tokens = ancestral(table, 200 * 240, decoding, seed)
-        cond, uncond, _ = (forced := teacher_forced(table, None, tokens, True)).logits
+        tokens = ancestral(model=table, images=200 * 240, decoding=decoding, seed=seed)
+        cond, uncond, _ = (
+            forced := teacher_forced(target=table, condition=None, tokens=tokens, guided=True)
+        ).logits
         q = torch.cat(
             [guide(*draft, 2.0) for draft in drafter_logits_along(table.drafter, forced)], dim=1
         )
@@ -147,7 +149,7 @@ def test_p_values_of_2000_lossless_cells_are_uniform() -> None:
             each.reshape(200, 960, -1) for each in (p, tokens, information, (q - p) / (q + p))
         ]
         for of_p, x, *further in zip(*values, strict=True):
-            columns = scorer._sums(of_p, x, further, is_drawn)[5:].numpy()
+            columns = scorer._sums(p=of_p, x=x, further=further, is_drawn=is_drawn)[5:].numpy()
             cells.append(FeatureSums.of(columns[None], 4))
     p_values = np.array([cell.total.p_value for cell in cells])
     assert kstest(p_values, "uniform").pvalue > 0.01
@@ -165,7 +167,12 @@ def decoded(lanterns: LoadedModel) -> Callable[..., tuple[Any, Tensor, Decoding]
         condition = lanterns.condition(prompts)
         generators = [torch.Generator().manual_seed(seed) for seed in range(images)]
         tokens = torch.stack(
-            [image.tokens for image in decode(lanterns, condition, decoding, generators)]
+            [
+                image.tokens
+                for image in decode(
+                    model=lanterns, condition=condition, decoding=decoding, generators=generators
+                )
+            ]
         ).long()
         return condition, tokens, decoding
 
@@ -180,7 +187,11 @@ def test_24_images_tell_lambda_2_from_the_target(
     p_values = []
     for values in (strict, relaxed):
         condition, tokens, decoding = decoded(24, **values)
-        p_values.append(sums_of(token_sums(lanterns, condition, tokens, decoding)).total.p_value)
+        p_values.append(
+            sums_of(
+                token_sums(model=lanterns, condition=condition, tokens=tokens, decoding=decoding)
+            ).total.p_value
+        )
     assert p_values[0] > 1e-3 and p_values[1] < 1e-8
 
 
@@ -190,7 +201,7 @@ def test_sums_do_not_depend_on_batch_and_packed_weights(
     condition, tokens, decoding = decoded(
         4, mode="speculative", drafting="static", rule="strict", tree="chain-7"
     )
-    together = token_sums(lanterns, condition, tokens, decoding)
+    together = token_sums(model=lanterns, condition=condition, tokens=tokens, decoding=decoding)
     prompts = [HELD_OUT[number].caption() for number in range(4)]
     packed = model_of("lanterns").load(torch.device("cpu"), torch.float32)
     pack_for_decoding(packed.target, packed.drafter)
@@ -215,7 +226,10 @@ def test_greedy_images_are_counted_token_by_token(
     condition, tokens, decoding = decoded(1, temperature=0.0)
     changed = tokens.clone()
     changed[0, -1] = (tokens[0, -1] + 1) % 2048  # no later token depends on it
-    counts = [token_sums(lanterns, condition, each, decoding)[0] for each in (tokens, changed)]
+    counts = [
+        token_sums(model=lanterns, condition=condition, tokens=each, decoding=decoding)[0]
+        for each in (tokens, changed)
+    ]
     assert counts[1]["mismatched_tokens"] == counts[0]["mismatched_tokens"] + 1
     assert (
         counts[0]["mismatched_tokens"] <= 1
@@ -228,7 +242,12 @@ def test_tokens_outside_the_filter_are_counted_as_impossible() -> None:
     table = TabularModel(5, 5, seed=3)
     unfiltered = Decoding("ar")
     tokens = ancestral(table, 200, unfiltered, seed=1)
-    rows = token_sums(table_model(table), None, tokens, unfiltered.changed(top_k=2))
+    rows = token_sums(
+        model=table_model(table),
+        condition=None,
+        tokens=tokens,
+        decoding=unfiltered.changed(top_k=2),
+    )
     assert sum(row["impossible_tokens"] for row in rows) > 50
     assert all(np.isfinite(row["feature_sums"]).all() for row in rows)
 
@@ -237,7 +256,12 @@ def test_logits_that_are_no_numbers_are_an_error() -> None:
     table = TabularModel(4, 3, seed=1)
     table.p[0, 0, 0] = torch.nan
     with pytest.raises(LogitsError, match="NaN"):
-        token_sums(table_model(table), None, torch.zeros(1, 3, dtype=torch.int64), Decoding("ar"))
+        token_sums(
+            model=table_model(table),
+            condition=None,
+            tokens=torch.zeros(1, 3, dtype=torch.int64),
+            decoding=Decoding("ar"),
+        )
 
 
 def test_a_feature_that_cannot_vary_counts_nothing() -> None:

@@ -176,7 +176,9 @@ def test_written_features_are_read_back(
         [features.read_picture(path) for path in sorted(paint(tmp_path / "set").iterdir())]
     )
     monkeypatch.setattr(features, "EMBEDDED_FEATURES", tmp_path / "reference.safetensors")
-    write_embedded(features.EMBEDDED_FEATURES, pictures, extractor, "six pictures")
+    write_embedded(
+        path=features.EMBEDDED_FEATURES, scenes=pictures, extractor=extractor, label="six pictures"
+    )
     embedded = features.embedded_reference()
     assert embedded.label == "six pictures"
     written = features.reference_features(embedded, extractor, PLAIN).features

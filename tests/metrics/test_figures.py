@@ -25,7 +25,7 @@ from lantern_bench.metrics.figures import (
 )
 
 WIDTH = 16
-EXTRACTOR = Extractor("a network", "last", WIDTH, Path("weights"))
+EXTRACTOR = Extractor(name="a network", layer="last", width=WIDTH, weights=Path("weights"))
 
 
 def draw(n: int, seed: int, shift: float = 0.0, width: int = WIDTH) -> torch.Tensor:
@@ -54,7 +54,7 @@ def clean_fid(x: torch.Tensor, y: torch.Tensor) -> float:
 @pytest.mark.parametrize(("n", "m", "width"), [(300, 400, 64), (500, 300, 128), (129, 200, 64)])
 def test_fid_agrees_with_clean_fid_and_torch_fidelity(n: int, m: int, width: int) -> None:
     pictures = draw(n, 2, width=width)
-    reference = draw(m, 3, 0.2, width)
+    reference = draw(n=m, seed=3, shift=0.2, width=width)
     fid = frechet_distance(FeatureSet.of(reference))(pictures)
     statistics = [
         {"mu": each.mean, "sigma": each.covariance}
@@ -69,7 +69,9 @@ def test_fid_agrees_with_clean_fid_and_torch_fidelity(n: int, m: int, width: int
 
 def test_figures_are_those_of_torch_fidelity() -> None:
     sets = sets_of(draw(120, 1, 0.1), draw(120, 2))
-    manifold = sets_of(draw(120, 3, 0.2, 12), draw(120, 4, 0.0, 12))
+    manifold = sets_of(
+        draw(n=120, seed=3, shift=0.2, width=12), draw(n=120, seed=4, shift=0.0, width=12)
+    )
     figures = {
         name: figure(np.arange(120)) for name, figure in figures_of(OF_SETS, sets, manifold).items()
     }

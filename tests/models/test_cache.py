@@ -21,9 +21,16 @@ PREFIX = 5
 @pytest.fixture
 def target() -> TransformerTarget:
     config = TransformerConfig(
-        vocab_size=23, dim=32, layers=3, heads=4, kv_heads=2, ffn_dim=48, prefix=PREFIX, grid=(4, 6),
+        vocab_size=23,
+        dim=32,
+        layers=3,
+        heads=4,
+        kv_heads=2,
+        ffn_dim=48,
+        prefix=PREFIX,
+        grid=(4, 6),
         prefix_rotary="identity",
-    )  # fmt: skip
+    )
     with torch.random.fork_rng():
         torch.manual_seed(5)  # fresh layers draw from torch's own stream
         return TransformerTarget(config, WordCaption(9, PREFIX, 32)).eval()
@@ -116,8 +123,17 @@ CAPACITY = 100
 
 
 def filled_cache(lengths: list[int], dtype: torch.dtype, kv_heads: int) -> KVCache:
-    config = TransformerConfig(2, 8 * kv_heads, 1, kv_heads, 1, prefix=1, grid=(1, 1))
-    cache = KVCache(config, 2, len(lengths), CAPACITY, dtype, torch.device("cpu"))
+    config = TransformerConfig(
+        vocab_size=2, dim=8 * kv_heads, layers=1, heads=kv_heads, ffn_dim=1, prefix=1, grid=(1, 1)
+    )
+    cache = KVCache(
+        config=config,
+        groups=2,
+        batch=len(lengths),
+        capacity=CAPACITY,
+        dtype=dtype,
+        device=torch.device("cpu"),
+    )
     draws = torch.Generator().manual_seed(0)
     store = torch.randn(cache._store.shape, generator=draws).to(dtype)  # what earlier steps left
     cache._store.copy_(store)
@@ -142,7 +158,7 @@ def test_filled_columns_are_enough(
     seen = torch.ones(len(lengths), nodes, nodes, dtype=torch.bool).tril()
     mask = cache.mask(seen, dtype)
     slots = cache.slots(0, nodes)
-    got = attend_cached(cache, 0, slots, mask)(q, k, v)
+    got = attend_cached(cache=cache, layer=0, slots=slots, mask=mask)(q, k, v)
     keys, values = cache.write(0, slots, k, v)  # all of them, hidden by a mask made here
     behind = torch.arange(CAPACITY) - torch.tensor(lengths * 2)[:, None]
     allowed = behind[:, None, :] <= torch.arange(nodes)[:, None]
@@ -161,5 +177,7 @@ def test_unused_columns_are_not_read() -> None:
     cache._store[..., 32:, :] = torch.nan
     q, k, v = torch.randn(3, 2, NODES, 4, 8, generator=torch.Generator().manual_seed(2))
     seen = torch.ones(1, NODES, NODES, dtype=torch.bool).tril()
-    got = attend_cached(cache, 0, cache.slots(0, NODES), cache.mask(seen, torch.float32))(q, k, v)
+    got = attend_cached(
+        cache=cache, layer=0, slots=cache.slots(0, NODES), mask=cache.mask(seen, torch.float32)
+    )(q, k, v)
     assert torch.isfinite(got).all()

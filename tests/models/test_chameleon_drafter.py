@@ -40,7 +40,7 @@ def written_out(state: dict[str, Tensor], words: Tensor, features: Tensor) -> Te
         torch.cat([state["embed_tokens.weight"][words], features], dim=-1) @ state["fc.weight"].T
         + state["fc.bias"]
     )
-    return tiny_lumina2.layer(state, "layers.0.", tiny.SHAPE, x)
+    return tiny_lumina2.layer(state=state, at="layers.0.", shape=tiny.SHAPE, x=x)
 
 
 @torch.no_grad()

@@ -56,7 +56,12 @@ def test_model_files_decode_in_every_mode(described: Path) -> None:
     rows, columns = model.grid
     for mode, shape in MODES.items():
         decoding = Decoding(mode=mode, cfg_scale=3.0, **shape)
-        image = decode(model, condition, decoding, [torch.Generator().manual_seed(1)])[0]
+        image = decode(
+            model=model,
+            condition=condition,
+            decoding=decoding,
+            generators=[torch.Generator().manual_seed(1)],
+        )[0]
         assert len(image.tokens) == card.tokens == model.target.image_tokens
         assert model.pixels.pixels(image.tokens[None]).shape == (1, 2 * rows, 2 * columns, 3)
     assert set(model.weights) == {"target", "sizes", "drafter", "tokenizer"}
@@ -68,11 +73,19 @@ def test_batched_prompts_equal_single_prompts(described: Path) -> None:
     prompts = ["red", "an image of the lantern over a lantern"]
     decoding = Decoding(mode="ar", temperature=0, cfg_scale=2.0)
     together = decode(
-        model, model.condition(prompts), decoding, [torch.Generator()] * 2, keep_logits=True
+        model=model,
+        condition=model.condition(prompts),
+        decoding=decoding,
+        generators=[torch.Generator()] * 2,
+        keep_logits=True,
     )
     for prompt, image in zip(prompts, together, strict=True):
         alone = decode(
-            model, model.condition([prompt]), decoding, [torch.Generator()], keep_logits=True
+            model=model,
+            condition=model.condition([prompt]),
+            decoding=decoding,
+            generators=[torch.Generator()],
+            keep_logits=True,
         )[0]
         assert alone.logits is not None and image.logits is not None
         assert (alone.logits - image.logits).abs().max() < 2e-4
@@ -180,7 +193,11 @@ def test_published_folders_are_loaded_by_name(
     assert (model.drafter is not None) == ("drafter" in parts) == ("drafter" in model.weights)
     decoding = Decoding(mode="speculative" if model.drafter else "ar", temperature=0, cfg_scale=3.0)
     (image,) = decode(
-        model, model.condition(["a red lantern"]), decoding, [torch.Generator()], tokens=60
+        model=model,
+        condition=model.condition(["a red lantern"]),
+        decoding=decoding,
+        generators=[torch.Generator()],
+        tokens=60,
     )
     ends = (image.tokens == tiny.CODES).nonzero().flatten().tolist()
     assert len(image.tokens) == 60 and ends == ([48] if "lumina" in name else [])

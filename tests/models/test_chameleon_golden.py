@@ -27,7 +27,7 @@ STATED = json.loads((FOLDER / "config.json").read_text())
 
 def target_of(swin: bool, ids: Sequence[int] | None = None) -> TransformerTarget:
     """The recorded model; every word is an image token where `ids` names none."""
-    row = Published("recorded", STATED, {}, (3, 4))
+    row = Published(about="recorded", config=STATED, vq={}, grid=(3, 4))
     model = Chameleon("recorded", row, {"target": FOLDER / "model.safetensors"})
     model.config = {**STATED, "swin_norm": swin}
     words = tuple(range(STATED["vocab_size"]) if ids is None else ids)
@@ -113,14 +113,22 @@ class Alone:
 def test_greedy_decoding_takes_the_best_recorded_token(expected: dict[str, Tensor]) -> None:
     """The first token from the recording itself, every later one from a run of the whole sequence without a cache."""
     ids = list(
-        Chameleon("recorded", Published("", STATED, {}, (3, 4)), {"target": FOLDER}).image_words()
+        Chameleon(
+            "recorded", Published(about="", config=STATED, vq={}, grid=(3, 4)), {"target": FOLDER}
+        ).image_words()
     )
     whole = target_of(False)
     row = expected["input_ids"][0].tolist()
     decoding = Decoding(mode="ar", temperature=0, cfg_scale=1)
     model = Alone(target_of(False, ids))
     condition = prompt_condition([(row, [row[0], row[-1]])])
-    image = decode(model, condition, decoding, [torch.Generator()], keep_logits=True)[0]
+    image = decode(
+        model=model,
+        condition=condition,
+        decoding=decoding,
+        generators=[torch.Generator()],
+        keep_logits=True,
+    )[0]
     assert image.logits is not None
     assert (image.logits[0] - expected["swin0.logits_unmasked"][0, -1, ids]).abs().max() < 2e-4
     for token, logits in zip(image.tokens.tolist(), image.logits, strict=True):

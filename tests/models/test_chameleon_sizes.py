@@ -24,7 +24,9 @@ LUMINA: Any = model_of("lumina-mgpt")
 
 
 def lumina(folder: Path, grid: tuple[int, int]) -> Lumina:
-    return Lumina("lumina", Published("Lumina-mGPT", {}, {}, grid), {"target": folder})
+    return Lumina(
+        "lumina", Published(about="Lumina-mGPT", config={}, vq={}, grid=grid), {"target": folder}
+    )
 
 
 @pytest.fixture(scope="module")

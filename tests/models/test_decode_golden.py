@@ -200,7 +200,13 @@ def test_drafters_read_pad_rows_by_a_published_rule(
             expected[f"{run}.{name}"].flatten().tolist() for name in ("tokens", "accept_lengths")
         )
         decoding = Decoding(**parameters_of(run))
-        image = loop.decode(whole, condition, decoding, [torch.Generator()], tokens=len(wanted))[0]
+        image = loop.decode(
+            model=whole,
+            condition=condition,
+            decoding=decoding,
+            generators=[torch.Generator()],
+            tokens=len(wanted),
+        )[0]
         ours = [count - 1 for count in image.trace.uncut]
         return (
             image.tokens.tolist() == wanted

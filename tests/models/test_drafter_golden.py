@@ -135,8 +135,10 @@ def draft(
     target: Any = SimpleNamespace(device=root.device)
     drafting = StaticDrafting(decoding, target, 1)
     noise = torch.empty(1, drafting.noises)
-    proposer = Proposer(session, decoding, root, root, root)
-    drafting.draft(DraftInputs(root, noise, torch.tensor([64]), proposer))
+    proposer = Proposer(session=session, decoding=decoding, tokens=root, features=root, counts=root)
+    drafting.draft(
+        DraftInputs(root=root, noise=noise, depth_limit=torch.tensor([64]), proposer=proposer)
+    )
 
 
 @pytest.mark.parametrize("key", [key for key in keys_of("static") if ".greedy." in key])
@@ -155,10 +157,10 @@ def test_static_levels_equal_the_recorded_ones(
         return answer
 
     draft(
-        Decoding(mode="speculative", tree=name, temperature=0, cfg_scale=SCALE),
-        drafts,
-        listen,
-        root,
+        decoding=Decoding(mode="speculative", tree=name, temperature=0, cfg_scale=SCALE),
+        drafts=drafts,
+        extend=listen,
+        root=root,
     )
     logits = torch.cat(seen, dim=1)[0]
     best = logits.topk(10, dim=-1)
@@ -185,7 +187,7 @@ def test_distributions_equal_the_recorded_ones(
 
     monkeypatch.setattr(static, "draw_without_replacement", feed)
     decoding = Decoding(mode="speculative", tree=name, cfg_scale=SCALE, **INFO[key]["processor"])
-    draft(decoding, drafts, session.extend, root)
+    draft(decoding=decoding, drafts=drafts, extend=session.extend, root=root)
     assert len(rows) == len(drawn)
     # Guidance multiplies what float32 rounds.
     assert (torch.stack(rows) - recorded[key + "group_draft_dist"]).abs().max() < 1e-5 * (1 + SCALE)

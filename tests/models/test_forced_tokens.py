@@ -22,9 +22,20 @@ CODES = 12
 LINE = COLUMNS + 1
 IDS = (*range(4, 4 + CODES), 30)
 CONFIG = TransformerConfig(
-    len(IDS), 32, 1, 4, 48, prefix=8, grid=(ROWS, COLUMNS), positions="sequence", pairs="halves", qk_norm=True,
-    text_vocab_size=40, token_ids=IDS, line_ends=True,
-)  # fmt: skip
+    vocab_size=len(IDS),
+    dim=32,
+    layers=1,
+    heads=4,
+    ffn_dim=48,
+    prefix=8,
+    grid=(ROWS, COLUMNS),
+    positions="sequence",
+    pairs="halves",
+    qk_norm=True,
+    text_vocab_size=40,
+    token_ids=IDS,
+    line_ends=True,
+)
 WAYS: dict[str, dict[str, Any]] = {
     "static": {"mode": "speculative", "drafting": "static", "tree": "eagle1-25"},
     "chain": {"mode": "speculative", "drafting": "static", "tree": "chain-5"},
@@ -34,15 +45,39 @@ WAYS: dict[str, dict[str, Any]] = {
     "jacobi above": {"mode": "scd", "window": 7, "initial": "above", "coupling": "gumbel"},
     "pac": {"mode": "sjd-pac", "window": 9},
     "jacobi row": {
-        "mode": "lantern++", "neighbours": 5, "lambda": 4.0, "drafting": "jacobi", "window": 20, "initial": "row"
+        "mode": "lantern++",
+        "neighbours": 5,
+        "lambda": 4.0,
+        "drafting": "jacobi",
+        "window": 20,
+        "initial": "row",
     },
-    "lantern": {"mode": "lantern", "neighbours": 5, "delta": 0.3, "nodes": 14, "depth": 4, "beam": 4},
+    "lantern": {
+        "mode": "lantern",
+        "neighbours": 5,
+        "delta": 0.3,
+        "nodes": 14,
+        "depth": 4,
+        "beam": 4,
+    },
     "lantern++": {"mode": "lantern++", "neighbours": 5, "lambda": 4.0, "tree": "eagle1-25"},
-    "official static": {"mode": "lantern++", "neighbours": 5, "lambda": 4.0, "tree": "small-7", "residual": "official"},
-    "official dynamic": {
-        "mode": "lantern", "neighbours": 5, "delta": 0.3, "nodes": 9, "depth": 3, "beam": 3, "residual": "official"
+    "official static": {
+        "mode": "lantern++",
+        "neighbours": 5,
+        "lambda": 4.0,
+        "tree": "small-7",
+        "residual": "official",
     },
-}  # fmt: skip
+    "official dynamic": {
+        "mode": "lantern",
+        "neighbours": 5,
+        "delta": 0.3,
+        "nodes": 9,
+        "depth": 3,
+        "beam": 3,
+        "residual": "official",
+    },
+}
 
 
 class Model:
@@ -89,7 +124,13 @@ def check(tokens: Tensor) -> None:
 def test_every_mode_ends_every_row(model: Model, way: str, more: dict[str, Any]) -> None:
     """Images of a batch have prompts of different lengths and reach their ends at different steps."""
     generators = [torch.Generator().manual_seed(seed) for seed in range(3)]
-    for image in decode(model, condition(3), decoding(way, **more), generators, keep_logits=True):
+    for image in decode(
+        model=model,
+        condition=condition(3),
+        decoding=decoding(way, **more),
+        generators=generators,
+        keep_logits=True,
+    ):
         assert len(image.tokens) == ROWS * LINE
         check(image.tokens)
         assert image.logits is not None and bool(image.logits.isfinite().all())
@@ -101,8 +142,18 @@ def test_every_mode_ends_every_row(model: Model, way: str, more: dict[str, Any])
 )
 def test_greedy_speculation_equals_greedy_decoding(model: Model, way: str) -> None:
     generators = [torch.Generator(), torch.Generator()]
-    plain = decode(model, condition(2), decoding("ar", temperature=0.0), generators)
-    drafted = decode(model, condition(2), decoding(way, temperature=0.0), generators)
+    plain = decode(
+        model=model,
+        condition=condition(2),
+        decoding=decoding("ar", temperature=0.0),
+        generators=generators,
+    )
+    drafted = decode(
+        model=model,
+        condition=condition(2),
+        decoding=decoding(way, temperature=0.0),
+        generators=generators,
+    )
     assert [image.tokens.tolist() for image in plain] == [
         image.tokens.tolist() for image in drafted
     ]
@@ -115,10 +166,10 @@ def test_compiled_steps_end_every_row(model: Model, way: str) -> None:
     for _repeat in range(2):
         plain, compiled = (
             decode(
-                model,
-                condition(2),
-                decoding(way),
-                [torch.Generator().manual_seed(n) for n in (5, 6)],
+                model=model,
+                condition=condition(2),
+                decoding=decoding(way),
+                generators=[torch.Generator().manual_seed(n) for n in (5, 6)],
                 engine=run,
             )
             for run in (None, engine)
@@ -136,7 +187,12 @@ def test_compiled_steps_end_every_row(model: Model, way: str) -> None:
 def test_drafted_forced_tokens_are_always_accepted(model: Model, way: str) -> None:
     """A step whose first draft is the end of a row accepts it; Jacobi drafts of all depths are always right there."""
     for seed in range(4):
-        image = decode(model, condition(1), decoding(way), [torch.Generator().manual_seed(seed)])[0]
+        image = decode(
+            model=model,
+            condition=condition(1),
+            decoding=decoding(way),
+            generators=[torch.Generator().manual_seed(seed)],
+        )[0]
         steps = zip(image.trace.start, image.trace.child_rank, strict=True)
         for start, ranks in steps:
             known = ranks if way.startswith("jacobi") else ranks[:1]
@@ -147,7 +203,11 @@ def test_drafted_forced_tokens_are_always_accepted(model: Model, way: str) -> No
 def test_forced_tokens_leave_the_first_row_unchanged(model: Model) -> None:
     """Before the first end, logits equal those without forced tokens."""
     lined = decode(
-        model, condition(1), decoding("ar"), [torch.Generator().manual_seed(3)], keep_logits=True
+        model=model,
+        condition=condition(1),
+        decoding=decoding("ar"),
+        generators=[torch.Generator().manual_seed(3)],
+        keep_logits=True,
     )[0]
     scores = model.target.session(1, guided=True, nodes=1).prefill(condition(1))
     raw = model.target.transformer.output(scores.features[:, -1:])

@@ -46,7 +46,7 @@ def published(tmp_path, monkeypatch):
     """Published models: `toy`, whose VQ is of a pinned revision, and `big`, in one folder; nothing is here."""
     official = Source("maker/toys", Licence("MIT"), "big.pt")
     converted = Source("other/toy-hf", OTHER)
-    vq = Source("maker/toys", OTHER, "vq.pt", COMMIT)
+    vq = Source(repo="maker/toys", licence=OTHER, file="vq.pt", revision=COMMIT)
     drafter = Source("other/toy-drafter", OTHER, "config.json")
     folder = Source("maker/big", Licence("MIT"))
     toy = {"target": (official, converted), "tokenizer": (vq,), "drafter": (drafter,)}

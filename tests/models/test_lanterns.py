@@ -95,7 +95,7 @@ def test_too_few_and_too_many_words_are_refused(caption: str) -> None:
 def test_attributes_are_parsed_from_captions() -> None:
     assert attributes_of([item.caption() for item in ALL_ATTRIBUTES]) == list(ALL_ATTRIBUTES)
     assert attributes_of([EXAMPLE.capitalize() + ".", "red lake", "lanterns round two"]) == [
-        Attributes(1, 0, 0, 0, 0),
+        Attributes(count=1, shape=0, colour=0, ground=0, sky=0),
         None,
         None,
     ]

@@ -267,16 +267,24 @@ def test_drafter_without_bias_loads(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("stated", "base"),
-    [({}, 10000.0), ({"rope_base": 500.0}, 10000.0), ({"mask_padding": True}, 300.0),
-     ({"mask_padding": True, "rope_base": 700.0}, 700.0)],
-)  # fmt: skip
+    [
+        ({}, 10000.0),
+        ({"rope_base": 500.0}, 10000.0),
+        ({"mask_padding": True}, 300.0),
+        ({"mask_padding": True, "rope_base": 700.0}, 700.0),
+    ],
+)
 def test_published_drafters_rotate_with_base_10000(
     stated: dict[str, Any], base: float, tmp_path: Path
 ) -> None:
     """The published code fixes the base; drafters trained here state `mask_padding` and follow their target."""
     folder = tiny_llamagen.write_drafter(tmp_path / "drafter", T2I, **stated)
     model = model_of(
-        tmp_path, official_state(T2I), T2I, {"rope_base": 300.0}, drafter={"dir": folder}
+        folder=tmp_path,
+        state=official_state(T2I),
+        model=T2I,
+        config={"rope_base": 300.0},
+        drafter={"dir": folder},
     )
     loaded: Any = golden_models.load(model)
     assert (loaded.target.config.rope_base, loaded.drafter.config.rope_base) == (300.0, base)
@@ -291,7 +299,9 @@ def test_rope_base_counts_and_rope_theta_beside_it_does_not(tmp_path: Path) -> N
         ({"rope_base": 500.0, "rope_theta": 10000.0}, 500.0),
         ({"rope_theta": 600.0}, 600.0),
     ):
-        loaded: Any = golden_models.load(model_of(tmp_path, official_state(C2I), C2I, config))
+        loaded: Any = golden_models.load(
+            model_of(folder=tmp_path, state=official_state(C2I), model=C2I, config=config)
+        )
         assert loaded.target.config.rope_base == base
 
 
@@ -300,7 +310,12 @@ def test_heads_that_rotary_positions_cannot_turn_are_refused(
     heads: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Half of a head's pairs turn with the row, half with the column: its width must be a multiple of 4."""
-    model = model_of(tmp_path, official_state(C2I), C2I, {"n_head": heads, "n_kv_head": heads})
+    model = model_of(
+        folder=tmp_path,
+        state=official_state(C2I),
+        model=C2I,
+        config={"n_head": heads, "n_kv_head": heads},
+    )
     typed = ["generate", "--class", "1", "--model", str(model), "--mode", "ar"]
     assert cli.main([*typed, "--out", str(tmp_path / "picture.png")]) == 2
     message = capsys.readouterr().err
@@ -334,7 +349,7 @@ def test_heads_that_rotary_positions_cannot_turn_are_refused(
 def test_impossible_targets_are_refused(
     config: dict[str, Any], parts: dict[str, Any], message: str | None, tmp_path: Path
 ) -> None:
-    model = model_of(tmp_path, official_state(C2I), C2I, config, **parts)
+    model = model_of(folder=tmp_path, state=official_state(C2I), model=C2I, config=config, **parts)
     if message is None:
         assert golden_models.load(model).grid == (4, 4)
         return

@@ -55,14 +55,17 @@ def test_agreement_with_the_arithmetic_written_out(name: str, tmp_path: Path) ->
         condition.values[0], tiny.prompts(CAPTION, shape), condition.valid[0], strict=True
     ):
         assert ours[valid].tolist() == theirs
-    tokens, *their_logits = tiny.greedy(state, shape, CAPTION, SCALE)
+    tokens, *their_logits = tiny.greedy(state=state, shape=shape, caption=CAPTION, scale=SCALE)
     forced = teacher_forced(model.target, condition, tokens[None], guided=True).logits
     free = tokens < shape.codes
     for ours, theirs in zip((forced.cond, forced.uncond), their_logits, strict=True):
         assert (ours[0, free, : shape.codes] - theirs[free]).abs().max() < 1e-4
     for mode in ("ar", "scd"):
         (image,) = decode(
-            model, condition, Decoding(mode, temperature=0, cfg_scale=SCALE), [torch.Generator()]
+            model=model,
+            condition=condition,
+            decoding=Decoding(mode, temperature=0, cfg_scale=SCALE),
+            generators=[torch.Generator()],
         )
         assert image.tokens.tolist() == tokens.tolist()
     picture = model.pixels.pixels(tokens[None])[0]

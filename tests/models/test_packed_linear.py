@@ -102,7 +102,7 @@ def test_compiled_packed_models_decode_the_same_image(cell: dict[str, Any]) -> N
     plain = decoded(model, decoding, 1)
     pack_for_decoding(model.target, model.drafter)
     same(plain, decoded(model, decoding, 1))
-    same(plain, decoded(model, decoding, 1, Engine(compile=True)))
+    same(plain, decoded(model=model, decoding=decoding, images=1, engine=Engine(compile=True)))
 
 
 @contextlib.contextmanager

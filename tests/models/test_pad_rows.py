@@ -71,7 +71,10 @@ def test_training_features_follow_the_same_rule(target: TransformerTarget) -> No
     tokens = torch.randint(19, (len(VALID), 12), generator=torch.Generator().manual_seed(4))
     for dropped in (True, False):
         target_output = target_features(
-            target, condition(), tokens, torch.full((len(VALID),), dropped)
+            target=target,
+            condition=condition(),
+            tokens=tokens,
+            dropped=torch.full((len(VALID),), dropped),
         )
         rows = (
             target.session(len(VALID), guided=True, nodes=1)

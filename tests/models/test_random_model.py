@@ -30,7 +30,7 @@ SMALL_VQ = {"codes": 64, "channels": 32, "z_channels": 32, "channel_mult": (1, 1
 
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the published model have small sizes."""
-    row = Published("small", SMALL, SMALL_VQ, (2, 2))
+    row = Published(about="small", config=SMALL, vq=SMALL_VQ, grid=(2, 2))
     described = TextToImage("llamagen-t2i-stage1", row)
     monkeypatch.setattr(registry, "models", lambda: {described.name: described})
 
@@ -76,7 +76,10 @@ def test_random_weights_depend_only_on_the_seed(
     small(monkeypatch)
     models = [
         random_model(
-            "llamagen-t2i-stage1", torch.device("cpu"), dtype, torch.Generator().manual_seed(3)
+            name="llamagen-t2i-stage1",
+            device=torch.device("cpu"),
+            dtype=dtype,
+            generator=torch.Generator().manual_seed(3),
         )
         for dtype in (torch.float32, torch.float32, torch.bfloat16)
     ]

@@ -117,7 +117,14 @@ def test_caches_are_separate_by_encoder_dtype_and_length(t5, tmp_path):
 
 def test_missing_encoder_error_names_the_fix():
     def refused(model):
-        prompts = caption_prompts(model, None, 24, WIDTH, torch.device("cpu"), torch.float32)
+        prompts = caption_prompts(
+            model=model,
+            folder=None,
+            positions=24,
+            width=WIDTH,
+            device=torch.device("cpu"),
+            dtype=torch.float32,
+        )
         assert prompts.sha256 is None
         for use in (prompts.prepare, prompts.condition):
             with pytest.raises(RefusedError, match="needs its text encoder") as caught:

@@ -73,7 +73,10 @@ def test_agreement_with_transformers(family: str, name: str, tmp_path: Path) -> 
         codes = slice(model.target.n_codes)
         assert (ours[0, chosen, codes] - logits[chosen, codes]).abs().max() < 1e-4
     tokens = decode(
-        model, condition, Decoding("ar", temperature=0, cfg_scale=SCALE), [torch.Generator()]
+        model=model,
+        condition=condition,
+        decoding=Decoding("ar", temperature=0, cfg_scale=SCALE),
+        generators=[torch.Generator()],
     )[0].tokens
     assert tokens.tolist() == wanted.tokens.tolist()
     pixels = model.pixels.pixels(wanted.tokens[None])[0]
@@ -104,7 +107,12 @@ def test_hosted_models_decode_in_every_drafter_free_mode(family: str, tmp_path: 
         images.append(
             [
                 image.tokens.tolist()
-                for image in decode(model, condition, greedy, [torch.Generator()] * 2)
+                for image in decode(
+                    model=model,
+                    condition=condition,
+                    decoding=greedy,
+                    generators=[torch.Generator()] * 2,
+                )
             ]
         )
     assert images[0] == images[1] == images[2]
@@ -115,7 +123,14 @@ def test_hosted_models_decode_in_every_drafter_free_mode(family: str, tmp_path: 
     )
     relaxed = Decoding(mode="lantern++", drafting="jacobi", neighbours=8, **{"lambda": 3.0})
     assert (
-        len(decode(model, condition, relaxed, [torch.Generator()] * 2)[0].tokens)
+        len(
+            decode(
+                model=model,
+                condition=condition,
+                decoding=relaxed,
+                generators=[torch.Generator()] * 2,
+            )[0].tokens
+        )
         == model.target.image_tokens
     )
 

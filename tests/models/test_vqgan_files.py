@@ -45,8 +45,16 @@ def test_encoding_finds_the_nearest_stored_row(checkpoint: Path) -> None:
 
 
 def test_other_channels_in_the_decoder_are_refused_in_words(tmp_path: Path) -> None:
-    state = VQModel(VQConfig(16, 8, 32, 32, (1, 2), 1)).state_dict()
-    other = VQModel(VQConfig(16, 8, 32, 32, (2, 1), 1)).state_dict()
+    state = VQModel(
+        VQConfig(
+            codes=16, code_dim=8, z_channels=32, channels=32, channel_mult=(1, 2), res_blocks=1
+        )
+    ).state_dict()
+    other = VQModel(
+        VQConfig(
+            codes=16, code_dim=8, z_channels=32, channels=32, channel_mult=(2, 1), res_blocks=1
+        )
+    ).state_dict()
     state |= {name: tensor for name, tensor in other.items() if name.startswith("decoder.")}
     torch.save({"model": state}, tmp_path / "vq.pt")
     with pytest.raises(UserError) as caught:

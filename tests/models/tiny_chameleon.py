@@ -104,7 +104,18 @@ def write_vqgan(folder: Path) -> Path:
     folder.mkdir(parents=True)
     with torch.random.fork_rng():
         torch.manual_seed(3)  # fresh layers draw from torch's own stream
-        model = VQModel(VQConfig(CODES, 8, 32, 32, (2, 1), 1, unit_codes=False, attention=()))
+        model = VQModel(
+            VQConfig(
+                codes=CODES,
+                code_dim=8,
+                z_channels=32,
+                channels=32,
+                channel_mult=(2, 1),
+                res_blocks=1,
+                unit_codes=False,
+                attention=(),
+            )
+        )
     state = {
         LAYOUTS["chameleon"].rename(name, 2): tensor for name, tensor in model.state_dict().items()
     }
@@ -127,5 +138,5 @@ def write_model_file(folder: Path, family: str, grid: tuple[int, int]) -> Path:
 
 def anole(folder: Path, **config: object) -> Chameleon:
     """The model of a target's folder before it is loaded, with pictures of 3 x 4 codes; `config` changes its sizes."""
-    row = Published("Anole", config, {}, (3, 4))
+    row = Published(about="Anole", config=config, vq={}, grid=(3, 4))
     return Chameleon("anole", row, {"target": folder})

@@ -43,7 +43,7 @@ CONFIGS["t2i"]["caption_dim"] = WIDTH
 
 def llamagen(kind: str, grid: tuple[int, int] | None = None, **config: Any) -> LlamaGen:
     """The model of a kind before it is loaded; `config` changes its sizes."""
-    row = Published("tiny", CONFIGS[kind] | config, {}, grid or GRIDS[kind])
+    row = Published(about="tiny", config=CONFIGS[kind] | config, vq={}, grid=grid or GRIDS[kind])
     model: LlamaGen = FAMILIES[kind]("tiny", row)
     return model
 
@@ -83,7 +83,21 @@ def write_tokenizer(path: Path) -> Path:
     """A tokenizer of CODES codes that halves a picture once."""
     with torch.random.fork_rng():
         torch.manual_seed(3)  # fresh layers draw from torch's own stream
-        torch.save({"model": VQModel(VQConfig(CODES, 8, 32, 32, (2, 1), 1)).state_dict()}, path)
+        torch.save(
+            {
+                "model": VQModel(
+                    VQConfig(
+                        codes=CODES,
+                        code_dim=8,
+                        z_channels=32,
+                        channels=32,
+                        channel_mult=(2, 1),
+                        res_blocks=1,
+                    )
+                ).state_dict()
+            },
+            path,
+        )
     return path
 
 

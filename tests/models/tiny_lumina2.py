@@ -282,7 +282,7 @@ def logits(state: dict[str, Tensor], shape: Shape, words: Tensor) -> Tensor:
     """The logits of all words behind each of `words` int64 [n]: [n, words]."""
     x = state["model.embed_tokens.weight"][words]
     for number in range(shape.layers):
-        x = layer(state, f"model.layers.{number}.", shape, x)
+        x = layer(state=state, at=f"model.layers.{number}.", shape=shape, x=x)
     return rms(x, state["model.norm.weight"]) @ state["lm_head.weight"].T
 
 

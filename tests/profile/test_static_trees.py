@@ -60,9 +60,39 @@ def test_one_rank_gives_chains() -> None:
 
 def test_acceptance_is_counted_by_depth_and_rank() -> None:
     steps = [[0, 1], [0, -1], [-1], [1, 0]] * 10
-    trace = ImageTrace([], [], [], [], [], steps, 1, 1, 1)
+    trace = ImageTrace(
+        start=[],
+        committed=[],
+        uncut=[],
+        accepted=[],
+        offered_depth=[],
+        child_rank=steps,
+        target_forwards=1,
+        drafter_forwards=1,
+        tokens=1,
+    )
     assert acceptance_by_rank([trace], 2) == [
         [0.5, 0.25],
         [pytest.approx(1 / 3), pytest.approx(1 / 3)],
     ]
-    assert len(acceptance_by_rank([ImageTrace([], [], [], [], [], steps[:8], 1, 1, 1)], 2)) == 0
+    assert (
+        len(
+            acceptance_by_rank(
+                [
+                    ImageTrace(
+                        start=[],
+                        committed=[],
+                        uncut=[],
+                        accepted=[],
+                        offered_depth=[],
+                        child_rank=steps[:8],
+                        target_forwards=1,
+                        drafter_forwards=1,
+                        tokens=1,
+                    )
+                ],
+                2,
+            )
+        )
+        == 0
+    )

@@ -28,7 +28,9 @@ FORWARDS = (1.0, 1.2, 1.6, 2.4, 4.0, 7.2)  # 0.8 + 0.2 a node
 
 
 def candidate(nodes: int, levels: int, width: int, length: float = 1.0) -> Candidate:
-    return Candidate(Decoding("ar"), nodes, levels, width, length)
+    return Candidate(
+        decoding=Decoding("ar"), nodes=nodes, levels=levels, width=width, length=length
+    )
 
 
 def true_cost(tree: Candidate) -> StepCost:
@@ -39,7 +41,7 @@ def true_cost(tree: Candidate) -> StepCost:
         "verify_ms": 0.1 + 0.01 * tree.nodes * tree.width,
         "other_ms": 0.2,
     }
-    return StepCost(0.0, parts, 1.0, [])
+    return StepCost(total=0.0, parts=parts, mean_accepted_length=1.0, traces=[])
 
 
 def test_price_is_recovered_from_the_corners() -> None:
@@ -62,7 +64,7 @@ def test_corners_of_chains_are_the_shortest_and_the_longest() -> None:
 
 def test_fastest_has_a_candidate_of_each_size() -> None:
     trees = [
-        candidate(nodes, levels, 2, nodes + levels / 10)
+        candidate(nodes=nodes, levels=levels, width=2, length=nodes + levels / 10)
         for nodes, levels in product((2, 3, 4), (1, 2))
     ]
     assert fastest(trees, lambda tree: tree.nodes**2, 5) == [trees[1], trees[0]]

@@ -37,10 +37,10 @@ def write_page_run(
     """A run folder with a picture for each record, and a published figure."""
     records = [
         make_record(
-            cell,
-            prompt,
-            STEPS.get(cell, [[0, 0]] * 5),
-            (1.0, 0.5, 0.3)[min(2, path)] + 0.01 * prompt,
+            cell=cell,
+            prompt=prompt,
+            walks=STEPS.get(cell, [[0, 0]] * 5),
+            seconds=(1.0, 0.5, 0.3)[min(2, path)] + 0.01 * prompt,
         )
         | {
             "order_index": prompt * len(cells) + path,
@@ -50,10 +50,10 @@ def write_page_run(
         for path, cell in enumerate(cells)
     ]
     write_run(
-        folder,
-        records,
-        make_scores(records),
-        {"name": "made-up", "description": "Made up", "paper": PAPER},
+        folder=folder,
+        records=records,
+        scores=make_scores(records),
+        experiment={"name": "made-up", "description": "Made up", "paper": PAPER},
     )
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest |= {

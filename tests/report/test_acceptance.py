@@ -23,7 +23,7 @@ def test_offers_match_hand_counts():
 
     A draft of depth d would fill position start + d - 1.
     """
-    records = [make_record(STRICT, 0, WALKS, 1.0)]
+    records = [make_record(cell=STRICT, prompt=0, walks=WALKS, seconds=1.0)]
     assert by("depth", records) == {1: 3, 2: 2}
     assert by("depth", records, "accepted") == {1: 2, 2: 1}
     assert by("position", records) == {1: 1, 2: 1, 4: 1, 5: 1, 6: 1}
@@ -33,14 +33,28 @@ def test_offers_match_hand_counts():
 def test_acceptance_rows_have_rates_with_intervals():
     rows = list(
         acceptance_rows(
-            run_cells(run_of([make_record(STRICT, number, WALKS, 1.0) for number in range(2)]))[0]
+            run_cells(
+                run_of(
+                    [
+                        make_record(cell=STRICT, prompt=number, walks=WALKS, seconds=1.0)
+                        for number in range(2)
+                    ]
+                )
+            )[0]
         )
     )
     assert [(row["axis"], row["index"]) for row in rows[:2]] == [("depth", 1), ("depth", 2)]
     first = rows[0]
     assert (first["offered"], first["accepted"], first["rate"]) == (6, 4, pytest.approx(2 / 3))
     assert first["rate_low"] < 2 / 3 < first["rate_high"]
-    assert list(acceptance_rows(run_cells(run_of([make_record(AR, 0, [[]] * 5, 1.0)]))[0])) == []
+    assert (
+        list(
+            acceptance_rows(
+                run_cells(run_of([make_record(cell=AR, prompt=0, walks=[[]] * 5, seconds=1.0)]))[0]
+            )
+        )
+        == []
+    )
 
 
 _STEP = st.tuples(st.lists(st.integers(0, 3), max_size=5), st.booleans()).map(
@@ -51,7 +65,7 @@ _STEP = st.tuples(st.lists(st.integers(0, 3), max_size=5), st.booleans()).map(
 @given(st.lists(_STEP, min_size=1, max_size=20))
 def test_counts_satisfy_their_identities(steps):
     """Acceptances are the accepted drafts, both axes count the same offers, steps go on where they were accepted."""
-    record = make_record(STRICT, 0, steps, 1.0)
+    record = make_record(cell=STRICT, prompt=0, walks=steps, seconds=1.0)
     offered = by("depth", [record])
     accepted = by("depth", [record], "accepted")
     assert (

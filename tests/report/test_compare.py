@@ -43,9 +43,20 @@ def make_run(
             seconds = (1.0 + 0.1 * (prompt % 3)) * noise * (factor if cell is STRICT else 1)
             about = {"process": prompt % 4} | changes
             records.append(
-                make_record(cell, prompt, [[]] * 6 if cell is AR else WALKS, seconds, **about)
+                make_record(
+                    cell=cell,
+                    prompt=prompt,
+                    walks=[[]] * 6 if cell is AR else WALKS,
+                    seconds=seconds,
+                    **about,
+                )
             )
-    return RunData(Path("run"), MANIFEST | (manifest or {}), frame_of(records), scores(records))
+    return RunData(
+        folder=Path("run"),
+        manifest=MANIFEST | (manifest or {}),
+        records=frame_of(records),
+        scores=scores(records),
+    )
 
 
 def verdicts(comparison):
@@ -160,7 +171,10 @@ def test_runs_without_a_common_prompt_have_no_row():
     elsewhere = make_run(scores=lambda _: [])
     moved = elsewhere.records.assign(prompt_id="x" + elsewhere.records["prompt_id"])
     assert not len(
-        compare_runs(make_run(scores=lambda _: []), RunData(Path("b"), MANIFEST, moved, [])).table
+        compare_runs(
+            make_run(scores=lambda _: []),
+            RunData(folder=Path("b"), manifest=MANIFEST, records=moved, scores=[]),
+        ).table
     )
 
 

@@ -38,7 +38,18 @@ SIZES = TransformerConfig(
 )
 AT = Setting(SIZES, batch=1, guided=True, context=10)
 # Kernels: a layer 3, a forward 5, a drafter forward 7, a level 11, no node, verification 13, rank 17, walk 19, keep 23.
-STACK = Stack(3, 5, 7, 11, 0, 13, 17, 19, 23, fixed=True)
+STACK = Stack(
+    layer=3,
+    forward=5,
+    drafter=7,
+    level=11,
+    node=0,
+    verify=13,
+    rank=17,
+    walk=19,
+    keep=23,
+    fixed=True,
+)
 GPU = Device(
     name="gpu",
     kind="gpu",
@@ -54,7 +65,7 @@ CPU = GPU.model_copy(update={"kind": "cpu"})
 def test_target_work_is_as_computed_by_hand():
     # A layer: queries, keys, values and output 4 * 64^2, feed-forward 3 * 64 * 128; the head is float32.
     layer = 4 * 64 * 64 + 3 * 64 * 128
-    work = target_work(AT, 3, 2, STACK)
+    work = target_work(setting=AT, nodes=3, weight_bytes=2, stack=STACK)
     cache = 2 * 2 * 2 * 10 * 64 * 2  # keys and values, layers, rows, positions, width, bytes
     assert work.bytes == 2 * layer * 2 + 100 * 64 * 4 + cache + 2 * 4 * 3 * 100
     attention = 2 * 2 * (10 + 3) * 64  # layers, products with keys and values, positions
@@ -64,8 +75,14 @@ def test_target_work_is_as_computed_by_hand():
 
 def test_kernels_of_a_step_are_as_computed_by_hand():
     draft = Draft(nodes=4, levels=(1, 1), depth=3, fanout=2)
-    assert [work.kernels for work in draft_work(AT, draft, 1.0, 2, STACK)] == [7 + 11] * 3
-    assert verify_work(AT, draft, 1.0, STACK).kernels == 13 + 17 * 2 + 19 * 4 + 23 * 2
+    assert [
+        work.kernels
+        for work in draft_work(setting=AT, draft=draft, committed=1.0, weight_bytes=2, stack=STACK)
+    ] == [7 + 11] * 3
+    assert (
+        verify_work(setting=AT, draft=draft, committed=1.0, stack=STACK).kernels
+        == 13 + 17 * 2 + 19 * 4 + 23 * 2
+    )
 
 
 def test_the_prefill_is_eager_where_the_device_says_what_that_costs():
@@ -95,16 +112,33 @@ def test_programs_overlap_as_the_device_does():
 @pytest.mark.parametrize("device", [*devices().values(), CPU], ids=lambda device: device.name)
 def test_more_work_never_costs_less(device: Device, stack: Stack):
     device = device.model_copy(update={"eager_kernel_us": device.eager_kernel_us or 20.0})
-    at = Setting(model_of("llamagen-t2i-stage1").sizes, 1, False, 100)
+    at = Setting(sizes=model_of("llamagen-t2i-stage1").sizes, batch=1, guided=False, context=100)
     chains = [named_draft(f"chain-{length}") for length in range(3, 8)]
-    steps = [step_seconds(device, stack, at, draft, 2.0)["total"].sum() for draft in chains]
+    steps = [
+        step_seconds(device=device, stack=stack, setting=at, draft=draft, committed=2.0)[
+            "total"
+        ].sum()
+        for draft in chains
+    ]
     assert steps == sorted(steps)
-    base = step_seconds(device, stack, at, chains[0], 2.0)["total"].sum()
+    base = step_seconds(device=device, stack=stack, setting=at, draft=chains[0], committed=2.0)[
+        "total"
+    ].sum()
     for more in (at._replace(batch=4), at._replace(guided=True), at._replace(context=300)):
-        assert step_seconds(device, stack, more, chains[0], 2.0)["total"].sum() >= base
+        assert (
+            step_seconds(device=device, stack=stack, setting=more, draft=chains[0], committed=2.0)[
+                "total"
+            ].sum()
+            >= base
+        )
     for field in ("read_gb_s", "multiply_tflops"):
         faster = device.model_copy(update={field: 2 * getattr(device, field)})
-        assert step_seconds(faster, stack, at, chains[0], 2.0)["total"].sum() <= base
+        assert (
+            step_seconds(device=faster, stack=stack, setting=at, draft=chains[0], committed=2.0)[
+                "total"
+            ].sum()
+            <= base
+        )
 
 
 @pytest.mark.parametrize("name", STATIC_TREES)
@@ -122,28 +156,33 @@ def test_draft_has_the_forwards_of_the_drafting(name: str):
 
 
 def test_dynamic_draft_and_unknown_label():
-    assert named_draft("58n5d10b") == Draft(59, (10, 10, 10, 10), 5, 10)
+    assert named_draft("58n5d10b") == Draft(nodes=59, levels=(10, 10, 10, 10), depth=5, fanout=10)
     assert named_draft("own-5-123456") is None
 
 
 @pytest.mark.parametrize("kind", ["cpu", "gpu"])
 def test_fit_recovers_a_device_from_its_own_times(kind: str):
     truth = CPU.model_copy(update={"kind": kind, "read_gb_s": 20.0, "multiply_tflops": 0.3})
-    at = Setting(model_of("lanterns").sizes, 1, True, 138)
+    at = Setting(sizes=model_of("lanterns").sizes, batch=1, guided=True, context=138)
     stack = STACKS["compiled"]
     samples = [
         Sample(
-            "target",
-            work := target_work(at, nodes, 2, stack),
-            seconds_of(work, truth, stack).total,
-            nodes,
+            program="target",
+            work=target_work(setting=at, nodes=nodes, weight_bytes=2, stack=stack),
+            seconds=seconds_of(
+                target_work(setting=at, nodes=nodes, weight_bytes=2, stack=stack), truth, stack
+            ).total,
+            nodes=nodes,
         )
         for nodes in (1, 8, 16, 32, 64)
     ]
     for name in ("chain-3", "eagle1-25"):
         draft = named_draft(name)
         assert draft is not None
-        whole = sum(draft_work(at, draft, 1, 2, stack), Work(0, 0, 0))
+        whole = sum(
+            draft_work(setting=at, draft=draft, committed=1, weight_bytes=2, stack=stack),
+            Work(0, 0, 0),
+        )
         samples.append(
             Sample(
                 "draft",
@@ -151,19 +190,24 @@ def test_fit_recovers_a_device_from_its_own_times(kind: str):
                 sum(seconds_of(piece, truth, stack).total for piece in _works(at, draft)),
             )
         )
-        verify = verify_work(at, draft, 1, stack)
+        verify = verify_work(setting=at, draft=draft, committed=1, stack=stack)
         samples.append(Sample("verify", verify, seconds_of(verify, truth, stack).total))
     fitted = fit_device(samples, name="fitted", kind=kind, step_us=truth.step_us)
     for name in ("chain-5", "24n4d6b"):  # held out
         steps = [
-            step_seconds(device, stack, at, named_draft(name), 2.0) for device in (fitted, truth)
+            step_seconds(
+                device=device, stack=stack, setting=at, draft=named_draft(name), committed=2.0
+            )
+            for device in (fitted, truth)
         ]
         ours, theirs = (step["total"].sum() for step in steps)
         assert ours == pytest.approx(theirs, rel=0.01 if kind == "cpu" else 0.1)
 
 
 def _works(at: Setting, draft: Draft) -> list[Work]:
-    return draft_work(at, draft, 1, 2, STACKS["compiled"])
+    return draft_work(
+        setting=at, draft=draft, committed=1, weight_bytes=2, stack=STACKS["compiled"]
+    )
 
 
 def test_device_file_is_read_back(tmp_path: Path):

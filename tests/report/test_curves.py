@@ -47,7 +47,9 @@ def tables_from(records, scores=()):
 def tables_of_cells(cells):
     """Two images of each cell, with scores."""
     records = [
-        make_record(cell, n, WALKS if cell != AR else [[]], 1.0) for cell in cells for n in range(2)
+        make_record(cell=cell, prompt=n, walks=WALKS if cell != AR else [[]], seconds=1.0)
+        for cell in cells
+        for n in range(2)
     ]
     return tables_from(records, make_scores(records))
 
@@ -130,9 +132,13 @@ def test_cells_are_chosen_by_id_pattern_or_mode(tables):
 def test_accepted_lengths_are_counted_by_step(tables):
     rows = tables["lengths"].set_index(["mode", "length"])["steps"].to_dict()
     assert rows == {
-        ("speculative", 1): 4, ("speculative", 2): 4, ("speculative", 3): 4,
-        ("lantern++", 1): 0, ("lantern++", 2): 0, ("lantern++", 3): 6,
-    }  # fmt: skip
+        ("speculative", 1): 4,
+        ("speculative", 2): 4,
+        ("speculative", 3): 4,
+        ("lantern++", 1): 0,
+        ("lantern++", 2): 0,
+        ("lantern++", 3): 6,
+    }
     means = (
         tables["lengths"]
         .groupby("mode")[["length", "share"]]
@@ -142,7 +148,10 @@ def test_accepted_lengths_are_counted_by_step(tables):
 
 
 def test_positions_are_pooled(tables):
-    long = [make_record(STRICT, 0, [[0, -1]] * 100, 1.0), make_record(AR, 0, [[]] * 200, 1.0)]
+    long = [
+        make_record(cell=STRICT, prompt=0, walks=[[0, -1]] * 100, seconds=1.0),
+        make_record(cell=AR, prompt=0, walks=[[]] * 200, seconds=1.0),
+    ]
     whole = tables_from(long)["acceptance"]
     pooled = acceptance_points({"run": tables_from(long)}, "position")
     assert len(pooled) <= 32 < len(whole[whole["axis"] == "position"])
@@ -154,7 +163,7 @@ def test_positions_are_pooled(tables):
 
 @pytest.mark.parametrize(("tokens", "row"), [(256, 16), (16 * 17, 17), (250, math.nan)])
 def test_positions_show_the_rows_of_the_image(tokens, row):
-    long = [make_record(STRICT, 0, [[-1]] * (tokens - 1), 1.0)]
+    long = [make_record(cell=STRICT, prompt=0, walks=[[-1]] * (tokens - 1), seconds=1.0)]
     tables = {"run": tables_from(long)}
     chart = next(chart for chart in charts(tables) if chart.panels)
     lines = to_matplotlib(chart, run_styles(tables)).axes[0].lines
@@ -410,7 +419,11 @@ def test_lines_differ_in_more_than_colour(tables):
 
 
 def test_nothing_to_draw(tmp_path):
-    run = write_run(tmp_path / "run", [make_record(AR, n, [[]], 1.0) for n in range(2)], [])
+    run = write_run(
+        tmp_path / "run",
+        [make_record(cell=AR, prompt=n, walks=[[]], seconds=1.0) for n in range(2)],
+        [],
+    )
     with pytest.raises(RefusedError, match="nothing to draw"):
         draw_curves([run], tmp_path / "figures")
     assert not (tmp_path / "figures").exists()

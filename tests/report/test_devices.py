@@ -17,10 +17,10 @@ def records(devices: dict[str, list[tuple[str, str]]]) -> list[Row]:
             took = (seconds + 0.01 * prompt) / (1 if device_id == "a" else 2)
             rows.append(
                 make_record(
-                    cell,
-                    prompt,
-                    walks,
-                    took,
+                    cell=cell,
+                    prompt=prompt,
+                    walks=walks,
+                    seconds=took,
                     device=name,
                     device_id=device_id,
                     process="abc".index(device_id),

@@ -137,8 +137,16 @@ def test_published_figures_have_their_source(page):
 
 def test_html_in_a_prompt_is_escaped(tmp_path):
     bad = "</script><script>alert(1)</script><!-- & \"quotes\" 'both'"
-    records = [make_record(cell, 0, [[0]], 1.0) | {"prompt": bad} for cell in (AR, STRICT)]
-    folder = write_run(tmp_path / "<b>run</b>", records, [], {"description": "<i>tilted</i>"})
+    records = [
+        make_record(cell=cell, prompt=0, walks=[[0]], seconds=1.0) | {"prompt": bad}
+        for cell in (AR, STRICT)
+    ]
+    folder = write_run(
+        folder=tmp_path / "<b>run</b>",
+        records=records,
+        scores=[],
+        experiment={"description": "<i>tilted</i>"},
+    )
     page = render(load_runs([folder]), folder)
     assert "alert(1)</script>" not in page and "<i>tilted" not in page and "<b>run" not in page
     assert page.count("</script>") == 4
@@ -189,7 +197,9 @@ def test_one_page_shows_several_runs(page_run, tmp_path):
 
 def test_page_of_a_run_without_quality_or_drafts(tmp_path):
     folder = write_run(
-        tmp_path / "bare", [make_record(AR, n, [[]], 1.0, image=None) for n in range(2)], []
+        tmp_path / "bare",
+        [make_record(cell=AR, prompt=n, walks=[[]], seconds=1.0, image=None) for n in range(2)],
+        [],
     )
     data = data_of(render(load_runs([folder]), folder))
     assert data["pictures"] == [] and not any(data["figures"].values())

@@ -30,10 +30,10 @@ def timed_records(seconds: dict[Decoding, float], **changes: Any) -> list[dict[s
     """Records of cells whose images take so many seconds, times what their prompt takes."""
     return [
         make_record(
-            cell,
-            prompt,
-            [[]] * 6 if cell.mode == "ar" else WALKS,
-            mean_seconds * varied(prompt),
+            cell=cell,
+            prompt=prompt,
+            walks=[[]] * 6 if cell.mode == "ar" else WALKS,
+            seconds=mean_seconds * varied(prompt),
             **changes,
         )
         for cell, mean_seconds in seconds.items()
@@ -104,7 +104,11 @@ def test_other_models_and_batches_unknown_rules_and_published_forms_are_no_refer
 def test_images_that_both_have_are_paired_and_the_estimator_is_that_of_the_speedup() -> None:
     records = timed_records({AR: 2.0, LOOSE: 0.8}) + [
         make_record(
-            STRICT, prompt, WALKS, (1.6 + 0.1 * (prompt % 2)) * varied(prompt), process=prompt % 3
+            cell=STRICT,
+            prompt=prompt,
+            walks=WALKS,
+            seconds=(1.6 + 0.1 * (prompt % 2)) * varied(prompt),
+            process=prompt % 3,
         )
         for prompt in range(PROMPTS)
     ]
@@ -136,7 +140,12 @@ def test_the_terminal_shows_it_and_names_the_cell() -> None:
 def test_compare_shows_it_for_relaxed_cells_without_a_verdict() -> None:
     """Each run has a fastest lossless cell of its own."""
     runs = [
-        RunData(Path("run"), {}, frame_of(timed_records({AR: 2.4, STRICT: strict, LOOSE: 0.8})), [])
+        RunData(
+            folder=Path("run"),
+            manifest={},
+            records=frame_of(timed_records({AR: 2.4, STRICT: strict, LOOSE: 0.8})),
+            scores=[],
+        )
         for strict in (1.6, 1.2)
     ]
     table = compare_runs(*runs).table

@@ -71,7 +71,9 @@ def test_error_is_only_of_a_run_with_the_same_device_and_code(
     assert predict_run(there, device, "compiled")["speedup_error"].notna().all() == same
     warning = measured_elsewhere(there, device, "compiled")
     assert (warning is None) is same
-    other = measured_elsewhere(there, device, "compiled", "llamagen-t2i-stage1")
+    other = measured_elsewhere(
+        run=there, device=device, stack="compiled", model="llamagen-t2i-stage1"
+    )
     assert other is not None and "measured on lanterns on Some CPU" in other
     eager = device.model_copy(update={"code": "eager", "about": "Some CPU, 1 threads"})
     assert (measured_elsewhere(there, eager, "compiled") is None) is not compiled
@@ -84,8 +86,10 @@ def test_speedup_is_accepted_length_over_relative_cost_of_a_step(run: RunData):
     # STRICT has the walks [0, 1], [0, -1], [-1]: 2 tokens a step from the positions 1, 4 and 6 of 7 tokens.
     row = next(row for row in prediction_rows(run, A100, "eager") if row["mode"] == "speculative")
     sizes = model_of("lanterns").sizes
-    at = Setting(sizes, 1, True, sizes.prefix + 11 / 3)
-    step = step_seconds(A100, STACKS["eager"], at, named_draft("small-7"), 2.0)
+    at = Setting(sizes=sizes, batch=1, guided=True, context=sizes.prefix + 11 / 3)
+    step = step_seconds(
+        device=A100, stack=STACKS["eager"], setting=at, draft=named_draft("small-7"), committed=2.0
+    )
     assert (
         row["mean_accepted_length"] == 2.0
         and row["nodes"] == 8
@@ -100,7 +104,7 @@ def test_speedup_is_accepted_length_over_relative_cost_of_a_step(run: RunData):
 
 def test_other_model_keeps_the_acceptance_and_says_so(run: RunData):
     own, other = (
-        list(prediction_rows(run, A100, "compiled", model))
+        list(prediction_rows(run=run, device=A100, stack="compiled", model=model))
         for model in (None, "llamagen-t2i-stage1")
     )
     for ours, theirs in zip(own, other, strict=True):
@@ -123,7 +127,7 @@ def test_own_tree_is_read_from_the_experiment(run: RunData):
     from lantern_bench.config.decoding import Decoding
 
     cell = Decoding(mode="speculative", tree=((0,), (1,), (0, 0)), cfg_scale=2, cfg_default=2)
-    records = [make_record(cell, 0, [[0, 0], [0, -1]], 1.0)]
+    records = [make_record(cell=cell, prompt=0, walks=[[0, 0], [0, -1]], seconds=1.0)]
     manifest = run.manifest | {"experiment": {"cells": [cell.settings()]}}
     (row,) = prediction_rows(
         dataclasses.replace(run, records=frame_of(records), manifest=manifest), A100, "compiled"

@@ -26,10 +26,27 @@ from lantern_bench.report.cost_model import (
 
 # Views, and reads of one number: no kernel.
 _FREE = {
-    "view", "_unsafe_view", "transpose", "select", "slice", "expand", "unsqueeze", "squeeze", "split",
-    "split_with_sizes", "t", "detach", "detach_", "alias", "permute", "unbind", "resolve_conj", "resolve_neg", "item",
+    "view",
+    "_unsafe_view",
+    "transpose",
+    "select",
+    "slice",
+    "expand",
+    "unsqueeze",
+    "squeeze",
+    "split",
+    "split_with_sizes",
+    "t",
+    "detach",
+    "detach_",
+    "alias",
+    "permute",
+    "unbind",
+    "resolve_conj",
+    "resolve_neg",
+    "item",
     "is_nonzero",
-}  # fmt: skip
+}
 
 
 def test_page_is_that_of_its_data():
@@ -98,7 +115,10 @@ def test_eager_kernels_are_those_of_the_plain_implementation(label: str | None):
     model = Lanterns().load(torch.device("cpu"), torch.float32)
     target: Any = model.target
     plain = Plain(
-        network.PlainTarget(target), network.PlainDrafter(model.drafter), model.table(20), 2.0
+        target=network.PlainTarget(target),
+        drafter=network.PlainDrafter(model.drafter),
+        table=model.table(20),
+        scale=2.0,
     )
     count = _Operations()
     for owner, name in (
@@ -122,13 +142,18 @@ def test_eager_kernels_are_those_of_the_plain_implementation(label: str | None):
         else:
             result = plain.speculative(condition, noise, 48, paths=_paths(label))
     steps = len(result.committed)
-    at = Setting(target.config, 1, True, 100)
+    at = Setting(sizes=target.config, batch=1, guided=True, context=100)
     stack = STACKS["eager"]
-    ours = target_work(at, 1, 2, stack).kernels
+    ours = target_work(setting=at, nodes=1, weight_bytes=2, stack=stack).kernels
     if draft is not None:
         length = sum(result.committed) / steps
-        ours += sum(work.kernels for work in draft_work(at, draft, length, 2, stack))
-        ours += verify_work(at, draft, length, stack).kernels
+        ours += sum(
+            work.kernels
+            for work in draft_work(
+                setting=at, draft=draft, committed=length, weight_bytes=2, stack=stack
+            )
+        )
+        ours += verify_work(setting=at, draft=draft, committed=length, stack=stack).kernels
     counted = sum(number for name, number in count.counts.items() if name != "prefill") / steps
     assert ours == pytest.approx(counted, rel=0.08)
 

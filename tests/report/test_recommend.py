@@ -34,7 +34,9 @@ def run_with(
 ) -> dict[str, Any]:
     """The tables of a run of six images a cell, with a figure and its interval for some of the cells."""
     records = [
-        make_record(cell, n, [[]] * 6 if cell is AR else WALKS, SECONDS[cell])
+        make_record(
+            cell=cell, prompt=n, walks=[[]] * 6 if cell is AR else WALKS, seconds=SECONDS[cell]
+        )
         for cell in cells
         for n in range(6)
     ]

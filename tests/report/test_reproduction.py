@@ -103,7 +103,9 @@ def test_best_published_figure_matches_our_best_cell() -> None:
     records = []
     for bound, walks in ((2, [[0, -1]]), (5, [[0, 0, 0]]), (10, [[0, 0]])):
         cell = Decoding(**{"mode": "lantern++", "tree": "small-7", "lambda": bound})
-        records += [make_record(cell, prompt, walks, 1.0) for prompt in range(3)]
+        records += [
+            make_record(cell=cell, prompt=prompt, walks=walks, seconds=1.0) for prompt in range(3)
+        ]
     row = {"name": "best", "match": {"mode": "lantern++"}, "best": True}
     beside = compared(
         build_tables(records), row | {"figures": {"mean_accepted_length": FIGURE | {"value": 3.6}}}
@@ -129,7 +131,9 @@ def test_sentences_say_what_is_not_comparable(tables: dict[str, pd.DataFrame]) -
 
 
 def test_side_by_side_has_a_line_for_each_published_row() -> None:
-    records = [make_record(AR, prompt, [[]] * 6, 1.0) for prompt in range(3)]
+    records = [
+        make_record(cell=AR, prompt=prompt, walks=[[]] * 6, seconds=1.0) for prompt in range(3)
+    ]
     for residual, seconds in (("exact", 0.5), ("official", 0.4)):
         values = {
             "mode": "lantern++",
@@ -139,7 +143,10 @@ def test_side_by_side_has_a_line_for_each_published_row() -> None:
             "residual": residual,
         }
         cell = Decoding(**values, cfg_default=2)
-        records += [make_record(cell, prompt, [[0, 0]], seconds) for prompt in range(3)]
+        records += [
+            make_record(cell=cell, prompt=prompt, walks=[[0, 0]], seconds=seconds)
+            for prompt in range(3)
+        ]
     figures = {"speedup": FIGURE | {"value": 2.25}, "fid": FIGURE | {"value": 20.0}}
     row = {"name": "its rule", "match": {"mode": "lantern++"}, "figures": figures}
     table = compared(

@@ -238,7 +238,10 @@ def test_one_prompt_has_an_effect_and_no_interval():
     ],
 )
 def test_a_figure_keeps_limits_by_its_whole_interval(figure, low, high, verdict):
-    assert settle(Interval(*figure), low, high, 100, ("yes", "no")) == verdict
+    assert (
+        settle(figure=Interval(*figure), low=low, high=high, images=100, names=("yes", "no"))
+        == verdict
+    )
 
 
 def test_the_images_that_would_settle_settle_in_four_of_five_repeats():
@@ -247,14 +250,27 @@ def test_the_images_that_would_settle_settle_in_four_of_five_repeats():
     images = 50
     half = 1.96 / math.sqrt(images)
     needed = int(
-        settle(Interval(0.1, 0.1 - half, 0.1 + half), -math.inf, margin, images, ("", ""))
+        settle(
+            figure=Interval(0.1, 0.1 - half, 0.1 + half),
+            low=-math.inf,
+            high=margin,
+            images=images,
+            names=("", ""),
+        )
         .split()[2]
         .replace(",", "")
     )
     reach = 1.96 / math.sqrt(needed)
     values = generator.normal(0.1, 1 / math.sqrt(needed), 4000)
     settled = [
-        settle(Interval(v, v - reach, v + reach), -math.inf, margin, needed, ("yes", "no")) == "yes"
+        settle(
+            figure=Interval(v, v - reach, v + reach),
+            low=-math.inf,
+            high=margin,
+            images=needed,
+            names=("yes", "no"),
+        )
+        == "yes"
         for v in values
     ]
     assert np.mean(settled) == pytest.approx(0.8, abs=0.03)

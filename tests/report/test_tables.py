@@ -89,15 +89,27 @@ def test_failed_images_are_counted_and_left_out(tables):
 
 
 def test_uncut_mean_weighs_by_steps_and_peak_memory_is_the_largest():
-    short = make_record(STRICT, 0, [[0]], 1.0, mal_uncut=4.0, peak_memory_bytes=3_000_000)
-    long = make_record(STRICT, 1, [[-1]] * 3, 1.0, mal_uncut=1.0, peak_memory_bytes=5_000_000)
+    short = make_record(
+        cell=STRICT, prompt=0, walks=[[0]], seconds=1.0, mal_uncut=4.0, peak_memory_bytes=3_000_000
+    )
+    long = make_record(
+        cell=STRICT,
+        prompt=1,
+        walks=[[-1]] * 3,
+        seconds=1.0,
+        mal_uncut=1.0,
+        peak_memory_bytes=5_000_000,
+    )
     row = _row(build_tables([short, long])["speed"], STRICT)
     assert row["mal_uncut"] == pytest.approx((4 + 3) / 4)
     assert row["peak_memory_mb"] == 5.0
 
 
 def test_no_speedup_without_a_baseline():
-    row = _row(build_tables([make_record(STRICT, 0, WALKS, 1.0)])["speed"], STRICT)
+    row = _row(
+        build_tables([make_record(cell=STRICT, prompt=0, walks=WALKS, seconds=1.0)])["speed"],
+        STRICT,
+    )
     assert math.isnan(row["speedup"])
     assert "no ar cell" in row["note"]
 
@@ -109,11 +121,14 @@ def test_baseline_has_the_closest_settings():
     records = []
     for prompt in range(3):
         records += [
-            make_record(plain, prompt, [[]] * 6, 9.0),
-            make_record(warm, prompt, [[]] * 6, 3.0),
+            make_record(cell=plain, prompt=prompt, walks=[[]] * 6, seconds=9.0),
+            make_record(cell=warm, prompt=prompt, walks=[[]] * 6, seconds=3.0),
         ]
-        records += [make_record(AR, prompt, [[]] * 6, 2.0), make_record(greedy, prompt, WALKS, 1.0)]
-        records += [make_record(STRICT, prompt, WALKS, 1.0)]
+        records += [
+            make_record(cell=AR, prompt=prompt, walks=[[]] * 6, seconds=2.0),
+            make_record(cell=greedy, prompt=prompt, walks=WALKS, seconds=1.0),
+        ]
+        records += [make_record(cell=STRICT, prompt=prompt, walks=WALKS, seconds=1.0)]
     speed = build_tables(records)["speed"]
     assert _row(speed, STRICT)["speedup"] == pytest.approx(2.0)
     assert _row(speed, greedy)["speedup"] in (pytest.approx(2.0), pytest.approx(3.0))
@@ -134,12 +149,12 @@ def test_greedy_cells_are_compared_with_greedy_ar():
     records = []
     for prompt in range(3):
         records += [
-            make_record(AR, prompt, [[]] * 6, 2.0),
-            make_record(greedy_ar, prompt, [[]] * 6, 3.0),
+            make_record(cell=AR, prompt=prompt, walks=[[]] * 6, seconds=2.0),
+            make_record(cell=greedy_ar, prompt=prompt, walks=[[]] * 6, seconds=3.0),
         ]
         records += [
-            make_record(greedy, prompt, WALKS, 1.0),
-            make_record(filtered, prompt, [[]] * 6, 4.0),
+            make_record(cell=greedy, prompt=prompt, walks=WALKS, seconds=1.0),
+            make_record(cell=filtered, prompt=prompt, walks=[[]] * 6, seconds=4.0),
         ]
     row = _row(build_tables(records)["speed"], greedy)
     assert row["speedup"] == pytest.approx(3.0) and "speedup against" not in str(row["note"])
@@ -147,7 +162,7 @@ def test_greedy_cells_are_compared_with_greedy_ar():
 
 def test_untimed_run_is_empty_not_zero():
     records = [
-        make_record(cell, n, walks, None)
+        make_record(cell=cell, prompt=n, walks=walks, seconds=None)
         for cell, walks in ((AR, [[]]), (STRICT, WALKS))
         for n in range(2)
     ]
@@ -232,7 +247,13 @@ def test_a_run_without_other_seeds_says_so():
 
 def test_other_seeds_of_ar_have_rows_and_bands_of_their_own():
     again = Decoding(mode="ar", cfg_scale=2, cfg_default=2, seed_set=1)
-    records = [*make_records(), *(make_record(again, prompt, [[]] * 6, 1.0) for prompt in range(4))]
+    records = [
+        *make_records(),
+        *(
+            make_record(cell=again, prompt=prompt, walks=[[]] * 6, seconds=1.0)
+            for prompt in range(4)
+        ),
+    ]
     scores = _with_band(records[:12])
     scores += [{**row, "cell_id": again.cell_id} for row in scores if row["cell_id"] == AR.cell_id]
     quality = build_tables(records, [row for row in scores if row["level"] != "image"])["quality"]
@@ -268,7 +289,10 @@ def test_every_complete_set_of_ar_is_the_baseline(is_complete):
     again = Decoding(mode="ar", cfg_scale=2, cfg_default=2, seed_set=1)
     records = [
         *make_records(),
-        *(make_record(again, prompt, [[]] * 6, 1.0) for prompt in range(3 + is_complete)),
+        *(
+            make_record(cell=again, prompt=prompt, walks=[[]] * 6, seconds=1.0)
+            for prompt in range(3 + is_complete)
+        ),
     ]
     scores = make_scores(records)
     for row in scores:
@@ -318,7 +342,12 @@ def test_last_score_counts():
 def test_summary_has_the_published_figures_beside_ours(tmp_path):
     records = make_records()
     paper = {"name": "a table", "figures": {STRICT.cell_id: {"speedup": 2.0, "clip_score": 0.3}}}
-    run = write_run(tmp_path / "run", records, make_scores(records), {"paper": paper})
+    run = write_run(
+        folder=tmp_path / "run",
+        records=records,
+        scores=make_scores(records),
+        experiment={"paper": paper},
+    )
     row = _row(read_tables(run)["summary"], STRICT)
     assert row["speedup_published"] == 2.0
     assert row["speedup_difference"] == pytest.approx(row["speedup"] - 2.0)
@@ -330,7 +359,7 @@ def test_parameters_as_text(tables):
     greedy = Decoding(
         mode="speculative", drafting="dynamic", temperature=0, cfg_scale=2, cfg_default=2
     )
-    records = [*make_records(), make_record(greedy, 0, WALKS, 1.0)]
+    records = [*make_records(), make_record(cell=greedy, prompt=0, walks=WALKS, seconds=1.0)]
     summary = build_tables(records)["summary"].set_index("cell_id")
     assert (
         tables["summary"].set_index("cell_id").loc[LOOSE.cell_id, "parameters"]
@@ -344,7 +373,9 @@ def test_order_is_fixed():
     """Modes as the papers list them, parameters by value and not as text."""
     cells = [Decoding(mode="lantern", delta=delta) for delta in (0.05, 0.1, 0.005)]
     records = [
-        make_record(cell, n, WALKS, 1.0) for cell in (LOOSE, *cells, STRICT, AR) for n in range(2)
+        make_record(cell=cell, prompt=n, walks=WALKS, seconds=1.0)
+        for cell in (LOOSE, *cells, STRICT, AR)
+        for n in range(2)
     ]
     random.Random(1).shuffle(records)
     speed = build_tables(records)["speed"]
@@ -411,8 +442,15 @@ def test_a_run_without_records_is_refused(tmp_path):
 
 def test_a_run_without_the_metric_speed_is_not_timed(tmp_path):
     records = make_records()
-    timed = write_run(tmp_path / "timed", records, [], {"metrics": ["speed", "quality"]})
-    scored = write_run(tmp_path / "scored", records, [], {"metrics": ["quality"]})
+    timed = write_run(
+        folder=tmp_path / "timed",
+        records=records,
+        scores=[],
+        experiment={"metrics": ["speed", "quality"]},
+    )
+    scored = write_run(
+        folder=tmp_path / "scored", records=records, scores=[], experiment={"metrics": ["quality"]}
+    )
     before = read_tables(timed)["speed"]
     after = read_tables(scored)["speed"]
     assert before["speedup"].notna().all() and after["speedup"].isna().all()

@@ -35,7 +35,13 @@ def make_cells(generator, steps, processes=3, process_sd=0.04, held_up=0.05, run
             )
             seconds *= generator.uniform(2.0, 8.0) if generator.random() < held_up else 1.0
             records.append(
-                make_record(cell, prompt, [[]] * count, seconds, process=prompt % processes)
+                make_record(
+                    cell=cell,
+                    prompt=prompt,
+                    walks=[[]] * count,
+                    seconds=seconds,
+                    process=prompt % processes,
+                )
             )
     return run_cells(run_of(records))
 
@@ -174,7 +180,11 @@ def test_steps_of_prompts_and_pace_of_processes_are_told_apart():
 def speed_of(seconds, **changes):
     records = [
         make_record(
-            STRICT, n, [[]] * 10, duration, **{"process": 0} | {k: v[n] for k, v in changes.items()}
+            cell=STRICT,
+            prompt=n,
+            walks=[[]] * 10,
+            seconds=duration,
+            **{"process": 0} | {k: v[n] for k, v in changes.items()},
         )
         for n, duration in enumerate(seconds)
     ]

@@ -90,7 +90,24 @@ def test_folders_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_busy_machine_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    usages = iter([Usage(0.0, None, None, None, 0.0), Usage(0.1, None, None, None, 5.0)])
+    usages = iter(
+        [
+            Usage(
+                cpu_seconds=0.0,
+                waited_seconds=None,
+                involuntary_switches=None,
+                steal_seconds=None,
+                busy_seconds=0.0,
+            ),
+            Usage(
+                cpu_seconds=0.1,
+                waited_seconds=None,
+                involuntary_switches=None,
+                steal_seconds=None,
+                busy_seconds=5.0,
+            ),
+        ]
+    )
     monkeypatch.setattr(doctor, "usage", lambda: next(usages))
     finding = only(doctor._load())
     assert finding.state == "warning" and "stop other programs" in finding.fix
@@ -183,19 +200,27 @@ def image(tokens: list[int], shift: float = 0.0) -> Any:
 )
 def test_token_comparison(compiled: Any, graphs: Any, dtype: torch.dtype, state: str) -> None:
     images = {"eager": image([1, 2, 3]), "compiled": compiled, "graphs": graphs}
-    assert doctor._compared("decode", images, {}, dtype).state == state
+    assert doctor._compared(check="decode", images=images, fallbacks={}, dtype=dtype).state == state
 
 
 def test_fallback_of_the_decode_is_a_warning() -> None:
     images = {"eager": image([1, 2]), "compiled": image([1, 2]), "graphs": image([1, 2])}
-    finding = doctor._compared("decode", images, {"capture": "RuntimeError: no"}, torch.float32)
+    finding = doctor._compared(
+        check="decode",
+        images=images,
+        fallbacks={"capture": "RuntimeError: no"},
+        dtype=torch.float32,
+    )
     assert finding.state == "warning" and "capture fails: RuntimeError: no" in finding.result
 
 
 def test_command_prints_lines_and_exits_5_on_a_failure(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    findings = [Finding("torch", "ok", "torch 2"), Finding("disk", "warning", "1 GB", "Make room.")]
+    findings = [
+        Finding("torch", "ok", "torch 2"),
+        Finding(check="disk", state="warning", result="1 GB", fix="Make room."),
+    ]
     monkeypatch.setattr(doctor, "examine", lambda device: iter(findings))
     assert cli.main(["doctor"]) == 0
     assert capsys.readouterr().out.splitlines() == [
@@ -203,7 +228,7 @@ def test_command_prints_lines_and_exits_5_on_a_failure(
         "warning disk                  1 GB",
         "                              fix: Make room.",
     ]
-    findings[1] = Finding("device", "fail", "no", "Buy.")
+    findings[1] = Finding(check="device", state="fail", result="no", fix="Buy.")
     assert cli.main(["doctor", "--format", "json"]) == 5
     written = capsys.readouterr()
     assert [row["state"] for row in json.loads(written.out)] == ["ok", "fail"]

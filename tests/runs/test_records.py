@@ -27,7 +27,9 @@ def many(count: int) -> list[dict[str, Any]]:
     """Records of which every other has no steps; seeds do not fit into float64, marks are true, false or missing."""
     rows = []
     for number in range(count):
-        row = make_record(LOOSE, number % 7, WALKS if number % 2 else [[]], 0.1 * number)
+        row = make_record(
+            cell=LOOSE, prompt=number % 7, walks=WALKS if number % 2 else [[]], seconds=0.1 * number
+        )
         row |= {
             "record_key": f"key{number}",
             "seed": 2**62 + number,
@@ -62,9 +64,13 @@ def test_a_frame_has_the_wanted_columns_with_dtypes_of_the_schema(tmp_path: Path
     frame = read_frame(path, "records", {"seconds", "seed", "disturbed", "start_per_step"})
     dtypes = {name: str(dtype) for name, dtype in frame.dtypes.items()}
     assert dtypes == {
-        "record_key": "object", "seed": "Int64", "status": "object", "start_per_step": "object", "seconds": "float64",
+        "record_key": "object",
+        "seed": "Int64",
+        "status": "object",
+        "start_per_step": "object",
+        "seconds": "float64",
         "disturbed": "boolean",
-    }  # fmt: skip
+    }
 
 
 def test_the_last_record_of_a_key_counts(tmp_path: Path) -> None:

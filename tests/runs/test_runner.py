@@ -73,7 +73,7 @@ def run(
             raise KeyboardInterrupt
 
     with opened(folder, experiment) as store, contextlib.suppress(KeyboardInterrupt):
-        run_plan(store, plan, {"tiny": MODEL}, CPU, emit)
+        run_plan(store=store, plan=plan, models={"tiny": MODEL}, compute=CPU, emit=emit)
     return events
 
 
@@ -162,17 +162,47 @@ def disturbed(monkeypatch: pytest.MonkeyPatch, tiny: Any, tmp_path: Path) -> Any
             _model: object, tasks: Any, _compute: Compute, **_: object
         ) -> list[DecodedImage]:
             number = next(attempts)
-            used = Usage(1.0, lost[number], 0, 0.0, 1.0)
-            trace = ImageTrace([], [], [], [], [], [], 1, 0, 1, seconds=1.0 + number, usage=used)
+            used = Usage(
+                cpu_seconds=1.0,
+                waited_seconds=lost[number],
+                involuntary_switches=0,
+                steal_seconds=0.0,
+                busy_seconds=1.0,
+            )
+            trace = ImageTrace(
+                start=[],
+                committed=[],
+                uncut=[],
+                accepted=[],
+                offered_depth=[],
+                child_rank=[],
+                target_forwards=1,
+                drafter_forwards=0,
+                tokens=1,
+                seconds=1.0 + number,
+                usage=used,
+            )
             pixels = torch.zeros(3, 4, 3, dtype=torch.uint8)
-            return [DecodedImage("", torch.tensor([tokens[number]]), trace, pixels) for _ in tasks]
+            return [
+                DecodedImage(
+                    prompt="", tokens=torch.tensor([tokens[number]]), trace=trace, pixels=pixels
+                )
+                for _ in tasks
+            ]
 
         monkeypatch.setattr(runner, "decode_batch", decode)
         monkeypatch.setattr(runner.Decoder, "warm_up", lambda *_: [])
         experiment, plan = tiny()
         with opened(tmp_path / "run", experiment) as store:
             part = replace(plan, tasks=plan.tasks[:images])
-            run_plan(store, part, {"tiny": MODEL}, CPU, lambda _event: None, repeat_disturbed=again)
+            run_plan(
+                store=store,
+                plan=part,
+                models={"tiny": MODEL},
+                compute=CPU,
+                emit=lambda _event: None,
+                repeat_disturbed=again,
+            )
         return read_records(tmp_path / "run")
 
     return run_disturbed
@@ -220,7 +250,9 @@ def test_threads_stay_as_the_finished_images_had_them(tiny: Any, tmp_path: Path)
     try:
         with opened(tmp_path / "run", experiment) as store:
             store.update_manifest(threads=before + 1)
-            calibrate_threads(store, plan, {"tiny": MODEL}, None, events.append)
+            calibrate_threads(
+                store=store, plan=plan, models={"tiny": MODEL}, threads=None, emit=events.append
+            )
             assert torch.get_num_threads() == before + 1 and not events
         other, _plan = tiny(threads=before)
         with pytest.raises(

@@ -80,10 +80,12 @@ def run(tmp_path: Path) -> Run:
         name = f"images/{cell}/{number % 6:06d}.png"
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(pixels).save(tmp_path / name)
-        records.append(_record(f"key{number}", cell, PROMPTS[number % 6], name))
+        records.append(
+            _record(key=f"key{number}", cell=cell, prompt=PROMPTS[number % 6], image=name)
+        )
     return tmp_path, [
         *records,
-        _record("key99", "ar-none-none-t1", PROMPTS[0], "", status="failed"),
+        _record(key="key99", cell="ar-none-none-t1", prompt=PROMPTS[0], image="", status="failed"),
     ]
 
 

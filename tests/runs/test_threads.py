@@ -90,7 +90,9 @@ def test_the_choice_is_stored_with_the_programs(
     drafting = Decoding("speculative", tree="chain-3")
 
     def chosen(*decodings: Decoding) -> int | None:
-        set_fastest_threads(model, "a lantern", decodings, lambda _note: None)
+        set_fastest_threads(
+            model=model, prompt="a lantern", decodings=decodings, emit=lambda _note: None
+        )
         return recorded[-1]
 
     lost_share = 0.5
@@ -112,10 +114,10 @@ def test_compiled_steps_are_compiled_for_every_number_of_threads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = random_model_of_size(
-        read_size("2x64x128x4"),
-        torch.device("cpu"),
-        torch.float32,
-        torch.Generator().manual_seed(0),
+        config=read_size("2x64x128x4"),
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        generator=torch.Generator().manual_seed(0),
     )
     compiled_with = list[int]()
 
@@ -134,7 +136,7 @@ def test_compiled_steps_are_compiled_for_every_number_of_threads(
         return Calibrated(before, {}, 1.0)
 
     monkeypatch.setattr(threads, "calibrate", time)
-    set_fastest_threads(model, "a", cells, lambda _note: None)
+    set_fastest_threads(model=model, prompt="a", decodings=cells, emit=lambda _note: None)
     # An autoregressive step; draft, score and settle.
     assert compiled_with == [1] * 4 + [2] * 4
 

@@ -58,7 +58,14 @@ def task_of(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
         drafter = untrained_drafter(sequences.target)
-        return DrafterTask(drafter, sequences, sequences, recipe, DECODING, processes=processes)
+        return DrafterTask(
+            drafter=drafter,
+            training=sequences,
+            held_out=sequences,
+            recipe=recipe,
+            decoding=DECODING,
+            processes=processes,
+        )
 
 
 def both(sequences: Sequences, count: int) -> TargetFeatures:
@@ -119,7 +126,10 @@ def test_features_and_drafts_match_the_decode_sessions(sequences: Sequences) -> 
     tokens = sequences.tokens[:3].long()
     forced = teacher_forced(target, condition, tokens, guided=True)
     given, null = (
-        target_features(target, condition, tokens, torch.full((3,), gone)) for gone in (False, True)
+        target_features(
+            target=target, condition=condition, tokens=tokens, dropped=torch.full((3,), gone)
+        )
+        for gone in (False, True)
     )
     count = tokens.shape[1]
     features = torch.cat([given.hidden, null.hidden])[:, -(count - 1) :]
@@ -144,7 +154,7 @@ def test_unrolled_levels_match_a_draft_tree(sequences: Sequences) -> None:
     tokens = sequences.tokens[:3].long()
     forced = teacher_forced(target, condition, tokens, guided=True)
     features = both(sequences, 3)
-    levels = unroll(drafter, features, features.hidden, 3)
+    levels = unroll(drafter=drafter, target=features, features=features.hidden, levels=3)
     for root in (1, 4):
         session = drafter.session(3, True, 4)
         session.prefill(condition, forced.prefix.features)
@@ -197,7 +207,9 @@ def test_loss_weighs_the_total_variation_of_each_level() -> None:
             return guide(*task.drafter.head(features).chunk(2), DECODING.cfg_scale).softmax(-1)
 
         lost = []
-        for level, predicted in enumerate(unroll(task.drafter, features, features.hidden, 3)):
+        for level, predicted in enumerate(
+            unroll(drafter=task.drafter, target=features, features=features.hidden, levels=3)
+        ):
             p = distribution(features.hidden[:, first + 1 + level :])
             q = distribution(predicted[:, first + level : -1])
             lost.append(float((p - q).abs().sum(-1).mean()) / 2)
@@ -233,7 +245,9 @@ def test_every_family_trains_and_loads_its_written_drafter(
         optimiser.step()
     assert task.overlap(task.drafter) > before
     assert all(p.grad is None for p in target.parameters())
-    write_drafter(task.drafter, tmp_path / "out", "tiny", {"target": "x"})
+    write_drafter(
+        drafter=task.drafter, folder=tmp_path / "out", target="tiny", weights={"target": "x"}
+    )
     read = load_drafter(tmp_path / "out", target, dtype=torch.float32, device=CPU)
     assert read.mask_padding and task.overlap(read) == pytest.approx(
         task.overlap(task.drafter), abs=1e-6
@@ -296,7 +310,14 @@ def test_token_files_continue_where_they_were_interrupted(
         ]
 
     def make(seed: int = 0) -> Tensor:
-        return make_tokens(data, model, DECODING, seed, tmp_path, lambda _label, _share: None)
+        return make_tokens(
+            data=data,
+            model=model,
+            decoding=DECODING,
+            seed=seed,
+            work=tmp_path,
+            on_progress=lambda _label, _share: None,
+        )
 
     monkeypatch.setattr(task_module, "_BATCH", 4)
     monkeypatch.setattr(task_module, "decode_slots", decoded)

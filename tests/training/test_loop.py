@@ -18,9 +18,18 @@ from lantern_bench.training.recipe import TrainSettings
 
 CPU = torch.device("cpu")
 PLAIN = TrainSettings(
-    steps=40, lr=0.05, warmup=10, autocast=False, log_every=5, checkpoint_every=10,
-    weight_decay=0.05, clip=1.0, clip_by="norm", schedule="cosine", final_lr=0.02,
-)  # fmt: skip
+    steps=40,
+    lr=0.05,
+    warmup=10,
+    autocast=False,
+    log_every=5,
+    checkpoint_every=10,
+    weight_decay=0.05,
+    clip=1.0,
+    clip_by="norm",
+    schedule="cosine",
+    final_lr=0.02,
+)
 
 
 def replace(settings: TrainSettings, **values: Any) -> TrainSettings:
@@ -56,7 +65,7 @@ class Line(Task):
 def run(settings: TrainSettings) -> tuple[Line, TrainReport, list[TrainEvent]]:
     task = Line()
     events = list[TrainEvent]()
-    report = train(task, settings, CPU, events.append)
+    report = train(task=task, settings=settings, device=CPU, on_event=events.append)
     return task, report, events
 
 

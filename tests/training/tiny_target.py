@@ -60,12 +60,32 @@ def tiny_model(with_tokenizer: bool = True) -> LoadedModel:
     """The target without a drafter."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)
-        tokenizer = VQModel(VQConfig(32, 4, 32, 32, (1, 1), 1)).eval().requires_grad_(False)
+        tokenizer = (
+            VQModel(
+                VQConfig(
+                    codes=32,
+                    code_dim=4,
+                    z_channels=32,
+                    channels=32,
+                    channel_mult=(1, 1),
+                    res_blocks=1,
+                )
+            )
+            .eval()
+            .requires_grad_(False)
+        )
     pixels = VQPixels(tokenizer, CONFIG.grid) if with_tokenizer else object()
     weights = {"target": "a" * 64, "tokenizer": "b" * 64}
     codebook = tokenizer.codebook()
     return LoadedModel(
-        "tiny", tiny_target(), None, pixels, codebook, caption_condition, weights, CONFIG.grid
+        name="tiny",
+        target=tiny_target(),
+        drafter=None,
+        pixels=pixels,
+        codebook=codebook,
+        condition=caption_condition,
+        weights=weights,
+        grid=CONFIG.grid,
     )  # type: ignore[arg-type]
 
 

@@ -365,7 +365,12 @@ def test_any_number_of_any_flag_is_refused_or_works(kind: str, tmp_path: Path) -
             if kind == "images"
             else [NUMBERS[(place + step) % len(NUMBERS)] for step in (0, 3)]
         )
-        commands += [command_line(tmp_path, command, flag, parameter, number) for number in chosen]
+        commands += [
+            command_line(
+                folder=tmp_path, command=command, flag=flag, parameter=parameter, number=number
+            )
+            for number in chosen
+        ]
     rows = outcomes(kind, commands)
     assert len(rows) == len(commands)
     wrong = [

@@ -376,9 +376,15 @@ def test_a_spreadsheet_runs_no_text_of_a_table(tmp_path: Path) -> None:
 def test_html_anywhere_in_a_run_is_escaped(tmp_path: Path) -> None:
     bad = '<img src=x onerror="alert(1)">'
     texts = {"prompt": bad, "model": bad, "prompt_source": bad}
-    records = [make_record(AR, number, [[]] * 3, 1.0) | texts for number in range(2)]
+    records = [
+        make_record(cell=AR, prompt=number, walks=[[]] * 3, seconds=1.0) | texts
+        for number in range(2)
+    ]
     folder = write_run(
-        tmp_path / "run", records, [], {"name": bad, "description": bad, "model": [bad]}
+        folder=tmp_path / "run",
+        records=records,
+        scores=[],
+        experiment={"name": bad, "description": bad, "model": [bad]},
     )
     assert "<img src=x" not in render(load_runs([folder]), folder)
 

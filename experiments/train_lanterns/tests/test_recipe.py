@@ -70,7 +70,14 @@ def run(
     settings: RecipeSettings = TINY,
     on_event: Callable[[TrainEvent], None] = lambda _event: None,
 ) -> PartReport:
-    return train_part(part, root / "weights", root / "work", settings, CPU, on_event)
+    return train_part(
+        part=part,
+        folder=root / "weights",
+        work=root / "work",
+        settings=settings,
+        device=CPU,
+        on_event=on_event,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +174,7 @@ def test_training_starts_from_weights(family: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="holds the weights of another model"):
         run(tmp_path / "new", settings=TINY.model_copy(update={"init_from": other}))
     with pytest.raises(UserError, match=r"there is no drafter.safetensors"):
-        check_part("drafter", weights, ("target",), other)
+        check_part(part="drafter", folder=weights, among=("target",), init_from=other)
 
 
 def test_broken_report_is_refused_before_training(tmp_path: Path) -> None:
@@ -268,7 +275,9 @@ def test_overlap_matches_a_plain_forward(
 ) -> None:
     drafter = evaluation.model.drafter
     target = evaluation.model.target
-    overlap = drafter_task(drafter, target, sequences, sequences).overlap(drafter)  # type: ignore[arg-type]
+    overlap = drafter_task(
+        drafter=drafter, target=target, sequences=sequences, held_out=sequences
+    ).overlap(drafter)  # type: ignore[arg-type]
     assert drafting["1 - TV at depth 1"].value == pytest.approx(overlap, rel=1e-4)
 
 
@@ -304,7 +313,10 @@ def test_retrieval_counts_pictures_that_find_their_caption() -> None:
 
 def test_gate_between_two_bounds() -> None:
     wanted = ((">=", 0.03), ("<=", 0.12))
-    passed = [QualityGate("p", "n", value, wanted).passed for value in (0.02, 0.03, 0.12, 0.13)]
+    passed = [
+        QualityGate(part="p", name="n", value=value, wanted=wanted).passed
+        for value in (0.02, 0.03, 0.12, 0.13)
+    ]
     assert passed == [False, True, True, False]
     assert QualityGate("p", "n", 1.0).passed is None
     assert Observations([2.0, 4.0], [1.0, 2.0], ["a", "b"]).value == 2.0

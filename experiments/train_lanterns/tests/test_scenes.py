@@ -32,7 +32,11 @@ def test_pictures_are_uint8_and_reproducible_by_seed() -> None:
 @pytest.mark.parametrize("colour", range(len(FIELDS["colour"])), ids=FIELDS["colour"])
 def test_lanterns_have_their_colour(colour: int) -> None:
     """Under every sky and over every ground the body has its hue; a white one has little colour and much light."""
-    asked = [Attributes(0, 0, colour, ground, sky) for ground in range(4) for sky in range(4)]
+    asked = [
+        Attributes(count=0, shape=0, colour=colour, ground=ground, sky=sky)
+        for ground in range(4)
+        for sky in range(4)
+    ]
     middle = render(asked, 5)[:, 20:27, 29:35].astype(float).mean((1, 2)) / 255
     for red, green, blue in middle:
         most = max(red, green, blue)
@@ -47,7 +51,9 @@ def test_lanterns_have_their_colour(colour: int) -> None:
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_pictures_show_the_number_of_lanterns(count: int) -> None:
     """Red on a dark sky: the runs of red columns at lantern height are as many as asked for."""
-    for picture in render([Attributes(count - 1, 2, 0, 3, 1)] * 6, 9).astype(float):
+    for picture in render(
+        [Attributes(count=count - 1, shape=2, colour=0, ground=3, sky=1)] * 6, 9
+    ).astype(float):
         band = picture[18:28].mean(0)
         red = band[:, 0] > 1.8 * band[:, 2] + 60
         assert int((np.diff(red.astype(int), prepend=0) == 1).sum()) == count
@@ -68,10 +74,10 @@ def test_larger_set_extends_a_smaller_one(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_scene_cache_is_used_only_when_it_matches(tmp_path: Path) -> None:
     cache = tmp_path / "folder" / "scenes.npz"
-    first = scene_set(TRAIN, 12, 4, cache)
+    first = scene_set(among=TRAIN, n=12, seed=4, cache=cache)
     written = cache.stat().st_mtime_ns
-    again = scene_set(TRAIN, 9, 4, cache)
+    again = scene_set(among=TRAIN, n=9, seed=4, cache=cache)
     assert np.array_equal(again.pixels, first.pixels[:9]) and cache.stat().st_mtime_ns == written
-    other = scene_set(TRAIN, 9, 5, cache)
+    other = scene_set(among=TRAIN, n=9, seed=5, cache=cache)
     assert not np.array_equal(other.pixels, again.pixels)
-    assert np.array_equal(scene_set(TRAIN, 9, 5, cache).pixels, other.pixels)
+    assert np.array_equal(scene_set(among=TRAIN, n=9, seed=5, cache=cache).pixels, other.pixels)

@@ -69,13 +69,15 @@ def accept_traversal(
     residual_sum = p.new_zeros(count, images)
     for group in layout.groups:
         if len(group.nodes) == count:  # as in a chain: nothing to copy
-            rejected = _reject_children(group, visit, drafts, update)
+            rejected = _reject_children(group=group, visit=visit, drafts=drafts, update=update)
             p = rejected.residual
             ends_here = rejected.visit
             residual_sum = rejected.residual_sum
         else:
             slots = group.slots
-            rejected = _reject_children(group, visit, drafts.at(slots), update)
+            rejected = _reject_children(
+                group=group, visit=visit, drafts=drafts.at(slots), update=update
+            )
             p[slots] = rejected.residual
             ends_here[slots] = rejected.visit
             residual_sum[slots] = rejected.residual_sum

@@ -63,12 +63,16 @@ def verify(
         depth_limit: The depth drafted to (free positions - 1), int64 [B]; 0 or less drafts nothing.
         position: The tokens committed so far, int64 [B], for rules that read it.
     """
-    offered, acceptance = accept_tree(tree, target_probs, rule, depth_limit, position)
+    offered, acceptance = accept_tree(
+        tree=tree, target_probs=target_probs, rule=rule, depth_limit=depth_limit, position=position
+    )
     hit = tree.rows(uniforms) < acceptance.accept
     rank = torch.arange(hit.shape[1], device=hit.device)
     first_hit = first_true(hit)[:, None]
     path = longest_path(tree, offered, tree.by_node(hit & (rank == first_hit)))
-    next_probs = bonus_distribution(tree, offered, acceptance, target_probs, path.end)
+    next_probs = bonus_distribution(
+        tree=tree, offered=offered, acceptance=acceptance, target_probs=target_probs, end=path.end
+    )
     mass_tried = torch.where(rank <= first_hit, acceptance.neighbour_mass, 0.0)
     return verdict_of(
         tree,
@@ -106,7 +110,9 @@ def verify_greedy(
     taken = tokens == best[:, :, None]
     mass = torch.zeros(tokens.shape, dtype=torch.float32, device=tokens.device)
     if isinstance(rule, NeighbourRule):
-        is_relaxed_best, mass = _relaxed_argmax(tree, tokens, guided_logits, rule, position)
+        is_relaxed_best, mass = _relaxed_argmax(
+            tree=tree, tokens=tokens, logits=guided_logits, rule=rule, position=position
+        )
         taken |= is_relaxed_best
     path = longest_path(tree, offered, taken & (offered >= 0))
     images = torch.arange(len(best), device=best.device)

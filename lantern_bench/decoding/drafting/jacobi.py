@@ -142,7 +142,9 @@ class JacobiDrafting(DraftMethod):
         certain = self._forced(position)
         if self._copies:
             certain = torch.where(
-                certain >= 0, certain, self._copied(inputs.root, tokens, position, last)
+                certain >= 0,
+                certain,
+                self._copied(root=inputs.root, tokens=tokens, position=position, last=last),
             )
         certain = torch.where(fresh, certain, -1)
         if self._has_certain:

@@ -83,7 +83,7 @@ class Checkpoint(dict[str, Tensor]):
         tensors = {
             new: tensor for name, tensor in self.items() if (new := rename(name)) is not None
         }
-        return Checkpoint(self.path, tensors, self.paths, self.settings)
+        return Checkpoint(path=self.path, tensors=tensors, paths=self.paths, settings=self.settings)
 
     def inside(self, prefix: str) -> Checkpoint:
         """The tensors whose names begin with a prefix, by their names without it."""
@@ -133,7 +133,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
         clean = {name.removeprefix("module."): tensor for name, tensor in clean.items()}
     if len(clean) < len(tensors):
         raise UserError(f"{path}: holds the same weights under several prefixes")
-    return Checkpoint(path, clean, files, settings)
+    return Checkpoint(path=path, tensors=clean, paths=files, settings=settings)
 
 
 def _files_of(path: Path) -> list[Path]:

@@ -220,7 +220,9 @@ def _defaults(written: Mapping[str, Any], source: Source, problems: Problems) ->
         if key not in PARAMETERS or key == "mode":
             problems.add(location, f"unknown value{did_you_mean(key, PARAMETERS)}")
             continue
-        checked = read_values(key, raw, location, problems, source.folder)
+        checked = read_values(
+            key=key, written=raw, location=location, problems=problems, folder=source.folder
+        )
         if len(checked) > 1:
             problems.add(location, "must be one value")
         if checked:

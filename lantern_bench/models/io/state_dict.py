@@ -61,7 +61,7 @@ def load_into(
         for name, slices in key_map.items()
         for slice_ in slices
     }
-    _raise_if_unfit(checkpoint, expected, ignored, wanted)
+    _raise_if_unfit(checkpoint=checkpoint, expected=expected, ignored=ignored, wanted=wanted)
     # Batch norms count their batches, which changes no result.
     counts = {
         name: tensor

@@ -167,15 +167,27 @@ class Lanterns(Model):
         from lantern_bench.models.loaded_model import Prompts, assemble
 
         files = self.files()
-        target = load_part(new_target, "target", files["target"], device, dtype)
+        target = load_part(
+            make=new_target, part="target", path=files["target"], device=device, dtype=dtype
+        )
         config = target.config
         head = target.transformer.output
         drafter = load_part(
-            lambda: EagleDrafter(config, head), "drafter", files["drafter"], device, dtype
+            make=lambda: EagleDrafter(config, head),
+            part="drafter",
+            path=files["drafter"],
+            device=device,
+            dtype=dtype,
         )
         tokenizer = load_tokenizer(self.folder, device)
         hashes = {part: file_sha256(path) for part, path in files.items()}
         # Rows have unit length when they are looked up (docs/algorithms.md, section 9, C1).
         return assemble(
-            self.name, target, drafter, tokenizer, Prompts(caption_condition), hashes, "normalised"
+            name=self.name,
+            target=target,
+            drafter=drafter,
+            tokenizer=tokenizer,
+            prompts=Prompts(caption_condition),
+            weights=hashes,
+            space="normalised",
         )

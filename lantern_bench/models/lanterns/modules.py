@@ -77,7 +77,10 @@ def load_part(
 def load_tokenizer(folder: Path = WEIGHTS_FOLDER, device: torch.device | str = "cpu") -> VQModel:
     """The trained tokenizer in float32, in evaluation mode; raises as `load_part`."""
     return load_part(
-        lambda: VQModel(TOKENIZER_CONFIG), "tokenizer", folder / FILES["tokenizer"], device
+        make=lambda: VQModel(TOKENIZER_CONFIG),
+        part="tokenizer",
+        path=folder / FILES["tokenizer"],
+        device=device,
     )
 
 
@@ -134,7 +137,7 @@ def load_classifier(
     path: Path | None = None, device: torch.device | str = "cpu"
 ) -> AttributeClassifier:
     """The trained classifier in float32, in evaluation mode; raises as `load_part`."""
-    return load_part(AttributeClassifier, "features", path or WEIGHTS, device)
+    return load_part(make=AttributeClassifier, part="features", path=path or WEIGHTS, device=device)
 
 
 @torch.inference_mode()
