@@ -27,7 +27,6 @@ from PIL import Image, ImageDraw, ImageFont
 
 from docs.screenshots import photograph
 from experiments.train_lanterns.tasks import held_out_scenes, reconstruct
-from lantern_bench.files import file_sha256
 from lantern_bench.methods.tables import METRICS
 from lantern_bench.models.lanterns.modules import load_tokenizer
 from lantern_bench.report.curves import (
@@ -39,6 +38,7 @@ from lantern_bench.report.curves import (
     to_matplotlib,
 )
 from lantern_bench.report.records import load_runs
+from lantern_bench.utils.files import file_sha256
 
 ROOT = Path(__file__).resolve().parent.parent
 PICTURES = ROOT / "docs" / "pictures"

@@ -14,8 +14,8 @@ from functools import partial
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
-from lantern_bench.clock import now
-from lantern_bench.errors import LanternError
+from lantern_bench.utils.clock import now
+from lantern_bench.utils.errors import LanternError
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lantern_bench.config.plan import Prompt
-from lantern_bench.errors import UserError, did_you_mean
-from lantern_bench.files import file_sha256
 from lantern_bench.models.model import Model, class_prompt
+from lantern_bench.utils.errors import UserError
+from lantern_bench.utils.files import file_sha256
+from lantern_bench.utils.text import did_you_mean
 
 SUFFIXES = (".csv", ".json", ".jsonl", ".tsv", ".txt")  # of the files that prompts are read from
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from lantern_bench.errors import UserError
 from lantern_bench.methods.metrics import Metric
 from lantern_bench.methods.tables import (
     DRAFTINGS,
@@ -21,7 +20,8 @@ from lantern_bench.methods.tables import (
     PARAMETERS,
     RULES,
 )
-from lantern_bench.text import listed
+from lantern_bench.utils.errors import UserError
+from lantern_bench.utils.text import listed
 
 
 class Column(NamedTuple):

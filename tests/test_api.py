@@ -17,10 +17,11 @@ from PIL import Image
 
 import lantern_bench
 from lantern_bench.cli import main as cli
-from lantern_bench.errors import RecordsFailedError, RefusedError, UserError
 from lantern_bench.models import registry
-from lantern_bench.runs.events import ImageDone, Note, Started
+from lantern_bench.runs.events import ImageDone, Started
 from lantern_bench.runs.store import RESULTS_VARIABLE
+from lantern_bench.utils.errors import RecordsFailedError, RefusedError, UserError
+from lantern_bench.utils.progress import Note
 from tests.tiny_model import EXPERIMENT, PROMPTS, TOKENS, TinyModel
 
 PAGE = Path(__file__).parent.parent / "docs" / "python-api.md"

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from lantern_bench.clock import Usage, now, usable_cores, usage
+from lantern_bench.utils.clock import Usage, now, usable_cores, usage
 
 
 def burn(seconds: float) -> Usage:

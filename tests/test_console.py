@@ -13,9 +13,9 @@ import pytest
 
 from lantern_bench.config.experiment import load_experiment
 from lantern_bench.console import Console, duration
-from lantern_bench.errors import UserError
 from lantern_bench.models.registry import defaults_of
 from lantern_bench.report.format_tables import readable
+from lantern_bench.utils.errors import UserError
 from tests.made_up_run import build_tables, make_record, make_records, make_scores
 
 ESCAPE = "\x1b"

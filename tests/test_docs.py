@@ -16,9 +16,9 @@ import pytest
 import yaml
 
 from docs import make_audit, make_frontier, make_pictures, make_prediction, make_results_format
-from lantern_bench.files import file_sha256
 from lantern_bench.report.curves import curve_tables
 from lantern_bench.report.records import load_runs
+from lantern_bench.utils.files import file_sha256
 
 ROOT = Path(__file__).parent.parent
 SKIPPED = (Path(__file__).name, "mkdocs.yml")

@@ -19,9 +19,9 @@ from lantern_bench.decoding.protocol import (
     Target,
     TargetSession,
 )
-from lantern_bench.errors import UserError
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.models.model import Model
+from lantern_bench.utils.errors import UserError
 
 CODES = 16
 TOKENS = 12

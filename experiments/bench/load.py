@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
-from lantern_bench.clock import now
 from lantern_bench.console import Console
 from lantern_bench.runs.store import RECORDS, finished_records
+from lantern_bench.utils.clock import now
 
 CELLS = 200
 PROMPTS = 5_000

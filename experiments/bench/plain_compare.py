@@ -18,7 +18,6 @@ import torch
 
 from experiments.bench.plain_decoding import Plain
 from experiments.bench.plain_network import PlainDrafter, PlainTarget
-from lantern_bench.clock import settle_garbage
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.console import Console
 from lantern_bench.decoding.loop import decode
@@ -29,6 +28,7 @@ from lantern_bench.models.random_model import random_model_of_size, read_size
 from lantern_bench.profile.steps import forward_ms
 from lantern_bench.runs.devices import choose_compute, compile_models
 from lantern_bench.runs.threads import set_threads
+from lantern_bench.utils.clock import settle_garbage
 
 # (mode, settings of ours, settings of the plain one, nodes, step over bare forward of the published code)
 CELLS: dict[str, tuple[dict[str, Any], dict[str, Any], int, float | None]] = {

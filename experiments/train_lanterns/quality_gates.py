@@ -17,14 +17,12 @@ from PIL import Image
 from torch import Tensor
 
 from experiments.train_lanterns.tasks import held_out_scenes, psnr_and_usage, reconstruct, tokenize
-from lantern_bench.clock import OnProgress, no_progress
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.plan import record_seed
 from lantern_bench.decoding.loop import decode
 from lantern_bench.decoding.sampling import guide
 from lantern_bench.decoding.teacher_forcing import Forced, drafter_logits_along, teacher_forced
 from lantern_bench.decoding.trace import ImageTrace
-from lantern_bench.errors import RefusedError
 from lantern_bench.models.lanterns import (
     FILES,
     GUIDANCE,
@@ -42,6 +40,8 @@ from lantern_bench.models.lanterns.modules import (
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.models.vq import VQModel
 from lantern_bench.training.run import Observations
+from lantern_bench.utils.errors import RefusedError
+from lantern_bench.utils.progress import OnProgress, no_progress
 
 _SCENES = 500
 _TEACHER_FORCED = 64

@@ -25,10 +25,7 @@ from torch import Tensor, nn
 from experiments.train_lanterns import tasks
 from experiments.train_lanterns.scenes import SceneSet, scene_set
 from lantern_bench import __version__
-from lantern_bench.clock import OnProgress, no_progress
 from lantern_bench.config.decoding import Decoding
-from lantern_bench.errors import RefusedError, UserError, did_you_mean
-from lantern_bench.files import file_sha256, write_atomically
 from lantern_bench.metrics.features import Extractor, features_of
 from lantern_bench.models.eagle import EagleDrafter, untrained_drafter
 from lantern_bench.models.lanterns import FILES, GUIDANCE, HELD_OUT, TRAIN
@@ -38,6 +35,10 @@ from lantern_bench.models.vq import VQModel
 from lantern_bench.training.loop import OnEvent, TrainReport, train
 from lantern_bench.training.recipe import RECIPES, Device, StrictSettings, TrainSettings
 from lantern_bench.training.task import DrafterTask, Sequences
+from lantern_bench.utils.errors import RefusedError, UserError
+from lantern_bench.utils.files import file_sha256, write_atomically
+from lantern_bench.utils.progress import OnProgress, no_progress
+from lantern_bench.utils.text import did_you_mean
 
 REPORT = "training_report.json"
 TRAIN_SEED = 1

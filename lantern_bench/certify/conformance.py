@@ -22,8 +22,8 @@ from lantern_bench.decoding.protocol import Logits, Target
 from lantern_bench.decoding.sampling import guide
 from lantern_bench.decoding.teacher_forcing import teacher_forced
 from lantern_bench.decoding.tree import StaticTree
-from lantern_bench.errors import UserError
 from lantern_bench.models.loaded_model import LoadedModel
+from lantern_bench.utils.errors import UserError
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.1, "float16": 0.02}
 """By dtype: how far logits may differ, as a share of the largest."""

@@ -18,15 +18,16 @@ from lantern_bench.certify import tables, whole_image
 from lantern_bench.certify.plan import CertificationPlan
 from lantern_bench.certify.tabular import g_tests, table_images, table_tokens
 from lantern_bench.certify.trials import Trial, audit_trials, certificate_trials, lossless_decodings
-from lantern_bench.clock import OnProgress, now
 from lantern_bench.config.plan import Prompt
 from lantern_bench.decoding.drafting import drafting_of
 from lantern_bench.decoding.loop import decode
-from lantern_bench.files import write_atomically
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.models.registry import model_of
 from lantern_bench.report.tables import frame, write_csv
 from lantern_bench.runs.devices import Compute, choose_compute, load_models, package_versions
+from lantern_bench.utils.clock import now
+from lantern_bench.utils.files import write_atomically
+from lantern_bench.utils.progress import OnProgress
 
 Tables: TypeAlias = dict[str, list[dict[str, Any]]]
 

@@ -26,10 +26,10 @@ from lantern_bench.decoding.loop import decode
 from lantern_bench.decoding.protocol import Target
 from lantern_bench.decoding.sampling import broken_distributions, decoding_probabilities, guide
 from lantern_bench.decoding.teacher_forcing import drafted_along, teacher_forced
-from lantern_bench.errors import LogitsError
 from lantern_bench.metrics.distance import sums_along
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.report.distance import FeatureSums
+from lantern_bench.utils.errors import LogitsError
 
 # of the difference of two logits without guidance
 _ROUNDING = {"float32": 1e-3, "bfloat16": 0.2, "float16": 0.04}

@@ -19,9 +19,10 @@ from lantern_bench.cli.options import (
     split_words,
     with_flags,
 )
-from lantern_bench.errors import CheckFailedError, UserError
-from lantern_bench.runs.store import check_writable, results_root
+from lantern_bench.runs.store import results_root
 from lantern_bench.runs.threads import set_threads
+from lantern_bench.utils.errors import CheckFailedError, UserError
+from lantern_bench.utils.files import check_writable
 
 if TYPE_CHECKING:
     from lantern_bench.console import Console

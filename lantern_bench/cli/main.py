@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from typer.main import get_command
 
-from lantern_bench import __version__, stopping
+from lantern_bench import __version__
 from lantern_bench.cli.checks import certify, check_model, doctor, verify
 from lantern_bench.cli.models import experiments, generate, models, weights
 from lantern_bench.cli.options import Command, command_group, complete_names
@@ -21,9 +21,10 @@ from lantern_bench.cli.results import compare, curves, predict, recommend, repor
 from lantern_bench.cli.sweep import REPRODUCE_HELP, merge, score, sweep
 from lantern_bench.cli.train import train
 from lantern_bench.console import Console
-from lantern_bench.errors import LanternError, UserError
 from lantern_bench.runs.request import DEFAULT_CLUSTER
 from lantern_bench.runs.threads import prepare_environment
+from lantern_bench.utils import signals
+from lantern_bench.utils.errors import LanternError, UserError
 
 _EPILOG = (
     "Exit codes: 0 success; 1 internal error; 2 usage error; 3 refused (locked, mismatched, missing weights); "
@@ -99,9 +100,9 @@ def run() -> None:
 def main(arguments: Sequence[str]) -> int:
     """Run the command line and return the exit code; never raises."""
     try:
-        with stopping.signals_noted():
+        with signals.signals_noted():
             code = _run(arguments)
-            return stopping.exit_code() or code
+            return signals.exit_code() or code
     except KeyboardInterrupt as stopped:  # between the command and the end of this function
         return getattr(stopped, "exit_code", 130)
 

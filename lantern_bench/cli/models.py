@@ -20,7 +20,6 @@ from lantern_bench.cli.options import (
     with_flags,
 )
 from lantern_bench.console import Console
-from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.methods.tables import MODES
 from lantern_bench.models import hub
 from lantern_bench.models.io.model_file import is_model_file
@@ -28,8 +27,9 @@ from lantern_bench.models.model import Model, class_prompt
 from lantern_bench.models.registry import model_of
 from lantern_bench.models.registry import models as all_models
 from lantern_bench.runs.request import check_drafters
-from lantern_bench.runs.store import check_writable
 from lantern_bench.runs.threads import set_threads
+from lantern_bench.utils.errors import RefusedError, UserError
+from lantern_bench.utils.files import check_writable
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -212,13 +212,13 @@ def generate(
     import torch
 
     from lantern_bench.decoding.loop import drafter_and_rule
-    from lantern_bench.files import write_atomically
     from lantern_bench.metrics.distance import token_sums
     from lantern_bench.models.loaded_model import NoPixels
     from lantern_bench.models.random_model import random_model
     from lantern_bench.report.distance import distance_of_image
     from lantern_bench.runs import runner
     from lantern_bench.runs.devices import choose_compute, compile_models, load_models
+    from lantern_bench.utils.files import write_atomically
 
     compute = choose_compute(resolved.settings.device, resolved.settings.dtype)
     seed = resolved.settings.seed
@@ -307,7 +307,7 @@ def experiments(ctx: typer.Context, format: FormatOption = None) -> None:
 
     from lantern_bench.config.experiment import shipped_experiments
     from lantern_bench.config.parse_experiment import ExperimentReader, Overrides
-    from lantern_bench.config.yaml_source import read_source
+    from lantern_bench.utils.yaml_file import read_source
 
     console: Console = ctx.obj
     rows = []

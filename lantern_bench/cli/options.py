@@ -12,7 +12,6 @@ import typer
 from typer.core import TyperCommand
 
 from lantern_bench.console import FORMATS
-from lantern_bench.errors import UserError, did_you_mean
 from lantern_bench.methods.parameters import Code, load_code
 from lantern_bench.methods.tables import (
     DRAFTINGS,
@@ -23,6 +22,8 @@ from lantern_bench.methods.tables import (
     raise_if_refused,
 )
 from lantern_bench.runs.store import find_run
+from lantern_bench.utils.errors import UserError
+from lantern_bench.utils.text import did_you_mean
 
 if TYPE_CHECKING:
     from lantern_bench.config.experiment import ResolvedExperiment
@@ -283,9 +284,9 @@ def resolve_cells(
     """Resolve the flags of a command with these cells; a relaxed rule without a bound gets its example."""
     from lantern_bench.config.experiment import load_experiment
     from lantern_bench.config.parse_experiment import Overrides
-    from lantern_bench.config.yaml_source import Source
     from lantern_bench.models.registry import defaults_of, model_of
     from lantern_bench.runs.request import check_sizes
+    from lantern_bench.utils.yaml_file import Source
 
     model_of(flags["model"][0])
     # A sweep has no default bounds, because it compares values.

@@ -16,8 +16,8 @@ from lantern_bench.cli.options import (
     split_words,
     with_flags,
 )
-from lantern_bench.errors import UserError
 from lantern_bench.runs.threads import set_fastest_threads, set_threads
+from lantern_bench.utils.errors import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -18,8 +18,8 @@ from lantern_bench.cli.options import (
     check_choice,
     split_words,
 )
-from lantern_bench.errors import CheckFailedError, RefusedError, UserError
 from lantern_bench.runs.store import find_run
+from lantern_bench.utils.errors import CheckFailedError, RefusedError, UserError
 
 if TYPE_CHECKING:
     from lantern_bench.console import Console

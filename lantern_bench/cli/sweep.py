@@ -23,12 +23,13 @@ from lantern_bench.cli.options import (
 from lantern_bench.config.parse_experiment import Overrides
 from lantern_bench.config.protocols import PROTOCOLS
 from lantern_bench.console import Console, Progress, duration
-from lantern_bench.errors import UserError
 from lantern_bench.runs import store
-from lantern_bench.runs.events import Emit, Event, ImageDone, Note, Share, Started
+from lantern_bench.runs.events import Event, ImageDone, Started
 from lantern_bench.runs.request import WORKER_TIMEOUT, plan_table, prepare
 from lantern_bench.runs.sweep import check_failed, run
 from lantern_bench.runs.threads import QUIET_ADVICE
+from lantern_bench.utils.errors import UserError
+from lantern_bench.utils.progress import Emit, Note, Share
 
 _RAY_HELP = "Decode on a Ray cluster: auto, HOST:6379 or ray://HOST:10001; else that of RAY_ADDRESS, or a new one."
 REPRODUCE_HELP = "Reproduce a published table: every relaxed cell with both residuals, published figures beside ours."

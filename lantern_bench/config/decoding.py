@@ -11,8 +11,6 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from lantern_bench.config.yaml_source import Location, Problems, load_yaml
-from lantern_bench.errors import UserError, did_you_mean
 from lantern_bench.methods.draftings import Drafting
 from lantern_bench.methods.parameters import SAMPLING
 from lantern_bench.methods.rules import Rule
@@ -36,6 +34,9 @@ from lantern_bench.methods.trees import (
     is_chain,
     topology_name,
 )
+from lantern_bench.utils.errors import UserError
+from lantern_bench.utils.text import did_you_mean
+from lantern_bench.utils.yaml_file import Location, Problems, load_yaml
 
 _ROWS: Mapping[str, Collection[str]] = {"mode": MODES, "drafting": DRAFTINGS, "rule": RULES}
 STRUCTURE = tuple(_ROWS)

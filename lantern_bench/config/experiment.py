@@ -28,9 +28,10 @@ from lantern_bench.config.parse_experiment import (
     Settings,
     Stated,
 )
-from lantern_bench.config.yaml_source import Location, Source, read_source
-from lantern_bench.errors import RefusedError, UserError, did_you_mean
 from lantern_bench.methods.tables import MODES, PARAMETERS, RULES, has_parameter, owners_of
+from lantern_bench.utils.errors import RefusedError, UserError
+from lantern_bench.utils.text import did_you_mean
+from lantern_bench.utils.yaml_file import Location, Source, read_source
 
 # the decoding values that models suggest, by model
 ModelDefaults: TypeAlias = Mapping[str, Mapping[str, Any]]

@@ -11,7 +11,11 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from lantern_bench.config.decoding import is_tree, read_values
 from lantern_bench.config.paper import read_paper
-from lantern_bench.config.yaml_source import (
+from lantern_bench.methods.parameters import COUNT, NATURAL, Count, Natural
+from lantern_bench.methods.tables import DRAFTINGS, MODES, PARAMETERS, RULES
+from lantern_bench.utils.errors import UserError
+from lantern_bench.utils.text import did_you_mean
+from lantern_bench.utils.yaml_file import (
     KeyPath,
     Location,
     Problems,
@@ -19,9 +23,6 @@ from lantern_bench.config.yaml_source import (
     load_yaml,
     problems_of,
 )
-from lantern_bench.errors import UserError, did_you_mean
-from lantern_bench.methods.parameters import COUNT, NATURAL, Count, Natural
-from lantern_bench.methods.tables import DRAFTINGS, MODES, PARAMETERS, RULES
 
 _SWITCH = "must be true or false"
 _MOST_PARALLEL = 1024  # processes, threads

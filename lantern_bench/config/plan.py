@@ -15,7 +15,7 @@ from operator import itemgetter
 from typing import TypeAlias
 
 from lantern_bench.config.experiment import Cell, ResolvedExperiment
-from lantern_bench.errors import RefusedError, UserError
+from lantern_bench.utils.errors import RefusedError, UserError
 
 MOST_IMAGES = 1_000_000
 """Of one run: the largest that is tested; published tables have 50,000 at most for a cell."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lantern_bench.errors import UserError, did_you_mean
 from lantern_bench.methods.tables import METRICS, OF_IMAGES, REFUSED_METRICS
+from lantern_bench.utils.errors import UserError
+from lantern_bench.utils.text import did_you_mean
 
 EMBEDDED = "embedded"
 LANTERN_COCO = "lantern-coco"

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from lantern_bench.errors import one_line
+from lantern_bench.utils.text import one_line
 
 # Torch says that it finds no GPU, advises to round float32 products, which we leave exact, and names a fusion left out.
 logging.getLogger("torch.utils.cpp_extension").addFilter(

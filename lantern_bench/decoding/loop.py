@@ -13,8 +13,6 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from lantern_bench import stopping
-from lantern_bench.clock import Phases
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.acceptance.rule import AcceptanceRule, rule_of
 from lantern_bench.decoding.compile import Engine, take_inputs, tensors_of
@@ -39,8 +37,10 @@ from lantern_bench.decoding.sampling import (
 )
 from lantern_bench.decoding.step import SpeculativeStep, sampling_key
 from lantern_bench.decoding.trace import ImageTrace, StepRecord, image_trace
-from lantern_bench.errors import LogitsError
 from lantern_bench.methods.tables import missing_drafter
+from lantern_bench.utils import signals
+from lantern_bench.utils.clock import Phases
+from lantern_bench.utils.errors import LogitsError
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ def _speculative(
     positions_before = [0] * batch.size
     positions, broken = step.images.host_view.tolist()  # the logits of the prefill may be broken
     while min(positions) < batch.tokens_wanted and not any(broken):
-        stopping.check()
+        signals.check()
         noise = step.noise(batch.draws)
         batch.phases.mark("noise")
         drafted, tree = step.draft(noise.draft)
@@ -272,7 +272,7 @@ def _autoregressive(batch: _Batch, condition: Any) -> list[Decoded]:
     steps.start_images(first)
     batch.phases.mark("prefill")
     for _ in range(batch.tokens_wanted - 1):
-        stopping.check()
+        signals.check()
         noise = batch.noise()
         batch.phases.mark("noise")
         logits = step(noise)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from lantern_bench.clock import Usage
+from lantern_bench.utils.clock import Usage
 
 ALL_REJECTED = -1
 NOT_OFFERED = -2

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any, TypeVar
 
-from lantern_bench.errors import RefusedError
 from lantern_bench.methods.draftings import BEAM, DEPTH, NODES, SHIPPED_DRAFTINGS, TREE, Drafting
 from lantern_bench.methods.metrics import SHIPPED_METRICS, Metric
 from lantern_bench.methods.parameters import (
@@ -25,7 +24,8 @@ from lantern_bench.methods.parameters import (
 )
 from lantern_bench.methods.rules import SHIPPED_RULES, Rule
 from lantern_bench.methods.trees import STATIC_TREES, Topology, is_chain
-from lantern_bench.text import listed
+from lantern_bench.utils.errors import RefusedError
+from lantern_bench.utils.text import listed
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
-from lantern_bench.errors import UserError
+from lantern_bench.utils.errors import UserError
 
 MOST_NODES = 2048
 """The most nodes of a draft: the target scores them in one forward, and published trees have at most 63."""

@@ -15,8 +15,8 @@ from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.protocol import Target
 from lantern_bench.decoding.sampling import broken_logits, decoding_probabilities, guide
 from lantern_bench.decoding.teacher_forcing import Forced, drafted_along, teacher_forced
-from lantern_bench.errors import LogitsError
 from lantern_bench.models.loaded_model import LoadedModel
+from lantern_bench.utils.errors import LogitsError
 
 _VALUES = 2**22  # probabilities in float64 at once
 

@@ -23,13 +23,13 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 from torch_fidelity.utils import create_feature_extractor
 
-from lantern_bench import files
 from lantern_bench.config.protocols import EMBEDDED, Preparation, Protocol
-from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.models.hub import WEIGHTS_VARIABLE
 from lantern_bench.models.io.checkpoint import open_checkpoint
 from lantern_bench.models.lanterns import WEIGHTS_FOLDER
 from lantern_bench.models.lanterns import modules as classifier
+from lantern_bench.utils import files
+from lantern_bench.utils.errors import RefusedError, UserError
 
 # ---- Feature extractors, and the weights of all scorers
 
@@ -317,12 +317,6 @@ def _of_files(name: str, paths: Sequence[Path]) -> Reference:
     hashes = sorted(files.file_sha256(path) for path in paths)
     digest = hashlib.sha256("\n".join(hashes).encode()).hexdigest()
     return Reference(paths, f"{name}, n={len(paths)}, sha256={digest[:8]}", digest=digest)
-
-
-def cache_folder() -> Path:
-    """The folder that `LANTERN_BENCH_CACHE` names, else lantern-bench in the user's cache."""
-    folder = os.environ.get("LANTERN_BENCH_CACHE")
-    return Path(folder) if folder else files.cache_folder()
 
 
 def reference_features(

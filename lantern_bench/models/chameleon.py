@@ -10,12 +10,12 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from lantern_bench.errors import UserError
-from lantern_bench.files import read_json
 from lantern_bench.models import hub
 from lantern_bench.models.model import Published
 from lantern_bench.models.transformer_config import TransformerConfig
 from lantern_bench.models.word_model import Wording, WordModel
+from lantern_bench.utils.errors import UserError
+from lantern_bench.utils.files import read_json
 
 if TYPE_CHECKING:
     from lantern_bench.models.io.checkpoint import Checkpoint

@@ -16,8 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from lantern_bench.decoding.protocol import Drafter, DrafterLogits, DrafterSession
-from lantern_bench.errors import UserError
-from lantern_bench.files import read_json
 from lantern_bench.models.io.checkpoint import open_checkpoint
 from lantern_bench.models.io.state_dict import KeyMap, llama_key_map, load_into
 from lantern_bench.models.target import (
@@ -39,6 +37,8 @@ from lantern_bench.models.transformer import (
     rotary_table,
 )
 from lantern_bench.models.transformer_config import TransformerConfig, llama_sizes, read_sizes
+from lantern_bench.utils.errors import UserError
+from lantern_bench.utils.files import read_json
 
 Head: TypeAlias = Callable[[Tensor], Tensor]
 """Features to logits: mostly a module."""

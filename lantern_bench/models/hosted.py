@@ -17,8 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from lantern_bench.decoding.neighbours import Space
-from lantern_bench.errors import UserError
-from lantern_bench.files import file_sha256, hash_of
 from lantern_bench.models.io.model_file import PythonModel
 from lantern_bench.models.loaded_model import LoadedModel, to_bytes
 from lantern_bench.models.target import (
@@ -31,6 +29,8 @@ from lantern_bench.models.target import (
 )
 from lantern_bench.models.transformer import KVCache
 from lantern_bench.models.transformer_config import TransformerConfig
+from lantern_bench.utils.errors import UserError
+from lantern_bench.utils.files import file_sha256, hash_of
 
 _ENDINGS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".json", ".yaml", ".model")
 

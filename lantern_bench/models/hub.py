@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-from lantern_bench.errors import RefusedError, UserError, one_line
-from lantern_bench.files import cache_folder
+from lantern_bench.utils.errors import RefusedError, UserError
+from lantern_bench.utils.files import user_cache
+from lantern_bench.utils.text import one_line
 
 # names the folder of the weights, with a folder for each repository
 WEIGHTS_VARIABLE = "LANTERN_BENCH_WEIGHTS"
@@ -125,7 +126,7 @@ def weights_folder() -> Path | None:
 
 
 def _hub_cache() -> Path:
-    home = os.environ.get("HF_HOME") or cache_folder().parent / "huggingface"
+    home = os.environ.get("HF_HOME") or user_cache() / "huggingface"
     return Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub")
 
 

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from lantern_bench.errors import UserError
 from lantern_bench.models import hub
 from lantern_bench.models.model import Published
 from lantern_bench.models.transformer_config import TransformerConfig
 from lantern_bench.models.word_model import Encode, Vocabulary, Wording, WordModel
+from lantern_bench.utils.errors import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from lantern_bench.errors import UserError
 from lantern_bench.models import hub
 from lantern_bench.models.model import (
     CheckpointModel,
@@ -21,6 +20,7 @@ from lantern_bench.models.model import (
     some_classes,
 )
 from lantern_bench.models.transformer_config import TransformerConfig, llama_sizes, read_sizes
+from lantern_bench.utils.errors import UserError
 
 if TYPE_CHECKING:
     from lantern_bench.models.io.checkpoint import Checkpoint

@@ -13,10 +13,10 @@ from torch import Tensor
 from lantern_bench.decoding.compile import Engine
 from lantern_bench.decoding.neighbours import Space, in_space, nearest_codes
 from lantern_bench.decoding.protocol import Drafter, PixelDecoder, Target
-from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.methods.parameters import NeighbourMetric
 from lantern_bench.models.target import CachedTarget, with_line_ends, without_line_ends
 from lantern_bench.models.vq import VQModel
+from lantern_bench.utils.errors import RefusedError, UserError
 
 
 def to_bytes(pixels: Tensor) -> Tensor:

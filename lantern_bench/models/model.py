@@ -10,11 +10,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from lantern_bench.errors import UserError
-from lantern_bench.files import hash_of, read_json
 from lantern_bench.models import hub
 from lantern_bench.models.io.model_file import ModelFile
 from lantern_bench.models.transformer_config import TransformerConfig
+from lantern_bench.utils.errors import UserError
+from lantern_bench.utils.files import hash_of, read_json
 
 if TYPE_CHECKING:
     import torch

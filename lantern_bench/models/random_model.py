@@ -10,12 +10,12 @@ import psutil
 import torch
 from torch import nn
 
-from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.models.eagle import build_drafter
 from lantern_bench.models.loaded_model import LoadedModel, Prompts, VQPixels, assemble
 from lantern_bench.models.registry import model_of
 from lantern_bench.models.target import ClassLabel, Condition, TransformerTarget
 from lantern_bench.models.transformer_config import MOST, TransformerConfig
+from lantern_bench.utils.errors import RefusedError, UserError
 
 _LONGEST = 1024
 

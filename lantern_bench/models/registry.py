@@ -11,7 +11,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lantern_bench.errors import RefusedError, UserError, did_you_mean
 from lantern_bench.models.chameleon import Chameleon, Lumina, Lumina2
 from lantern_bench.models.io.model_file import (
     ExternalDrafter,
@@ -23,6 +22,8 @@ from lantern_bench.models.janus_and_emu3 import Emu3, Janus
 from lantern_bench.models.lanterns import Lanterns
 from lantern_bench.models.llamagen import ClassToImage, TextToImage
 from lantern_bench.models.model import CheckpointModel, Model
+from lantern_bench.utils.errors import RefusedError, UserError
+from lantern_bench.utils.text import did_you_mean
 
 if TYPE_CHECKING:
     import torch
@@ -152,9 +153,9 @@ class _WithDrafter(Model):
         return {**self.model.files(), "drafter": self.file.drafter.path}
 
     def load(self, device: torch.device, dtype: torch.dtype) -> LoadedModel:
-        from lantern_bench.files import hash_of
         from lantern_bench.models.eagle import drafter_files, load_drafter
         from lantern_bench.models.loaded_model import transformer_of
+        from lantern_bench.utils.files import hash_of
 
         loaded = self.model.load(device, dtype)
         folder = self.file.drafter.path

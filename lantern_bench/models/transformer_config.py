@@ -6,8 +6,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
-from lantern_bench.errors import UserError
 from lantern_bench.methods.parameters import LARGEST
+from lantern_bench.utils.errors import UserError
 
 Wrong: TypeAlias = Callable[[str, str], UserError]
 """Makes the error for a key of a config: `wrong(key, text)`."""

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lantern_bench.errors import UserError
 from lantern_bench.models.io.checkpoint import Checkpoint
 from lantern_bench.models.io.state_dict import Slice, load_into, same_names
+from lantern_bench.utils.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
-from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.models.model import CheckpointModel
 from lantern_bench.models.transformer_config import TransformerConfig, llama_sizes, read_sizes
+from lantern_bench.utils.errors import RefusedError, UserError
 
 if TYPE_CHECKING:
     import torch

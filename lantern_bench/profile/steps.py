@@ -13,14 +13,6 @@ import torch
 import yaml
 from torch import Tensor
 
-from lantern_bench.clock import (
-    OnProgress,
-    now,
-    peak_memory_bytes,
-    reset_peak_memory,
-    settle_garbage,
-    synchronize,
-)
 from lantern_bench.config.decoding import Decoding, ParameterError
 from lantern_bench.decoding.drafting import drafting_of
 from lantern_bench.decoding.loop import decode
@@ -28,8 +20,6 @@ from lantern_bench.decoding.sampling import greedy_probabilities, guide
 from lantern_bench.decoding.step import TreeInputs, tree_scorer
 from lantern_bench.decoding.teacher_forcing import teacher_forced
 from lantern_bench.decoding.trace import ImageTrace
-from lantern_bench.errors import UserError
-from lantern_bench.files import write_atomically
 from lantern_bench.methods.parameters import Values
 from lantern_bench.methods.tables import DRAFTINGS
 from lantern_bench.models.loaded_model import LoadedModel
@@ -43,6 +33,16 @@ from lantern_bench.report.reproduction import device_in_words
 from lantern_bench.report.tables import write_csv
 from lantern_bench.runs.devices import Compute, machine_block
 from lantern_bench.runs.runner import compute_block
+from lantern_bench.utils.clock import (
+    now,
+    peak_memory_bytes,
+    reset_peak_memory,
+    settle_garbage,
+    synchronize,
+)
+from lantern_bench.utils.errors import UserError
+from lantern_bench.utils.files import write_atomically
+from lantern_bench.utils.progress import OnProgress
 
 if TYPE_CHECKING:
     import pandas as pd

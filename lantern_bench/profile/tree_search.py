@@ -15,11 +15,11 @@ import yaml
 from lantern_bench.config.decoding import Decoding, ParameterError
 from lantern_bench.decoding.drafting import drafting_of
 from lantern_bench.decoding.trace import ImageTrace
-from lantern_bench.errors import UserError
 from lantern_bench.methods.tables import DRAFTINGS, MODES, PARAMETERS, RULES
 from lantern_bench.methods.trees import Path, Topology, check_topology
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.profile.steps import StepCost, forward_ms, step_costs, with_drafting
+from lantern_bench.utils.errors import UserError
 
 Rates = Sequence[Sequence[float]]
 """Of depth 0, 1, ...: the probability that the child of rank 0, 1, ... is accepted."""

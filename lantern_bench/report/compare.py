@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
-from lantern_bench.errors import RefusedError
 from lantern_bench.methods.tables import METRICS, OF_IMAGES, OF_SETS, OF_TOKENS
 from lantern_bench.report.distance import distance_columns, token_rows
 from lantern_bench.report.records import (
@@ -29,6 +28,7 @@ from lantern_bench.report.stats import (
 )
 from lantern_bench.report.tables import ENDS, Scores, frame, paired, scored_images, sort_scores
 from lantern_bench.runs.store import RunData
+from lantern_bench.utils.errors import RefusedError
 
 ACROSS = ("weights", "protocol", "machine")
 """Kinds of difference that forbid a comparison unless the caller allows them."""

@@ -19,8 +19,6 @@ import pandas as pd
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from lantern_bench.config.yaml_source import Problems, problems_of, read_source
-from lantern_bench.errors import RefusedError, UserError, did_you_mean
 from lantern_bench.methods.trees import STATIC_TREES, check_topology, topology_name
 from lantern_bench.models.registry import model_of
 from lantern_bench.report.records import CellRecords, Row, join_notes, run_cells
@@ -29,6 +27,9 @@ from lantern_bench.report.tables import frame, tables_of
 from lantern_bench.runs.records import rows_of
 from lantern_bench.runs.store import RunData
 from lantern_bench.schema import CELL_COLUMNS
+from lantern_bench.utils.errors import RefusedError, UserError
+from lantern_bench.utils.text import did_you_mean
+from lantern_bench.utils.yaml_file import Problems, problems_of, read_source
 
 _Rate = Annotated[float, Field(gt=0, allow_inf_nan=False, description="must be a number above 0")]
 _Share = Annotated[float, Field(gt=0, le=1, description="must be above 0 and at most 1")]

@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import pandas as pd
 
-from lantern_bench.errors import RefusedError, UserError
-from lantern_bench.files import write_atomically
 from lantern_bench.methods.tables import METRICS, ON_CURVES
 from lantern_bench.report.labels import (
     BOUNDS,
@@ -32,6 +30,8 @@ from lantern_bench.report.stats import proportion
 from lantern_bench.report.tables import ENDS, SPEEDUPS, cells_of, frame, tables_of, write_csv
 from lantern_bench.runs.store import RunData
 from lantern_bench.schema import columns
+from lantern_bench.utils.errors import RefusedError, UserError
+from lantern_bench.utils.files import write_atomically
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -22,8 +22,6 @@ from PIL import Image, UnidentifiedImageError
 
 from lantern_bench import __version__
 from lantern_bench.config.paper import read_paper
-from lantern_bench.errors import UserError
-from lantern_bench.files import write_atomically
 from lantern_bench.methods.tables import METRICS, OF_IMAGES
 from lantern_bench.report import curves
 from lantern_bench.report.curves import SPEEDS, Chart, Styles, Tables, stack_runs
@@ -40,6 +38,8 @@ from lantern_bench.report.tables import frame, sort_scores
 from lantern_bench.runs.records import rows_of
 from lantern_bench.runs.store import NO_SPEED, PICTURES_LEFT_OUT, RunData, disturbance
 from lantern_bench.schema import columns
+from lantern_bench.utils.errors import UserError
+from lantern_bench.utils.files import write_atomically
 
 Plain: TypeAlias = dict[str, Any]
 Numbers: TypeAlias = Mapping[CellKey, int]  # places of the cells on the page

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
-from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.methods.tables import METRICS, PAIRED
 from lantern_bench.report.stats import Interval, settle
 from lantern_bench.report.tables import ENDS, SPEEDUPS, cells_of, frame
 from lantern_bench.runs.records import rows_of
+from lantern_bench.utils.errors import RefusedError, UserError
 
 MAX_DISTANCE = 0.01
 """Without a condition: a tenth of a standard deviation a token. The bundled model passes it between lambda 2 and 3."""

@@ -13,8 +13,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from lantern_bench.errors import UserError
-from lantern_bench.files import write_atomically
 from lantern_bench.methods.tables import IN_SUMMARY, METRICS, OF_IMAGES, OF_SETS, OF_TOKENS, PAIRED
 from lantern_bench.report.distance import distance_columns, token_rows
 from lantern_bench.report.labels import parameters
@@ -44,7 +42,9 @@ from lantern_bench.report.stats import (
 from lantern_bench.runs.records import rows_of
 from lantern_bench.runs.store import RunData
 from lantern_bench.schema import CELL_COLUMNS, columns
-from lantern_bench.text import listed
+from lantern_bench.utils.errors import UserError
+from lantern_bench.utils.files import write_atomically
+from lantern_bench.utils.text import listed
 
 NAMES = ("speed", "quality", "acceptance", "summary")
 

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 import psutil
 
-from lantern_bench.clock import now, usable_cores, usage
-from lantern_bench.errors import LanternError, one_line
-from lantern_bench.files import cache_folder
 from lantern_bench.models.hub import PARTS, local_path
 from lantern_bench.runs.store import results_root
+from lantern_bench.utils.clock import now, usable_cores, usage
+from lantern_bench.utils.errors import LanternError
+from lantern_bench.utils.files import cache_folder
+from lantern_bench.utils.text import one_line
 
 if TYPE_CHECKING:
     import torch

@@ -2,26 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple, TypeAlias
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeAlias
 
 from lantern_bench.config.plan import ImageTask
-
-
-class Note(NamedTuple):
-    """A text for the user."""
-
-    text: str
-    advice: str | None = None  # what the user can do
-    level: Literal["detail", "info", "warning"] = "info"  # a detail is shown on request only (`-v`)
-
-
-class Share(NamedTuple):
-    """How much is done of a long task other than decoding."""
-
-    label: str
-    done: int
-    total: int
+from lantern_bench.utils.progress import Note, Share
 
 
 class Started(NamedTuple):
@@ -44,4 +29,3 @@ class ImageDone(NamedTuple):
 
 
 Event: TypeAlias = Note | Share | Started | ImageDone
-Emit: TypeAlias = Callable[[Event], None]

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lantern_bench.errors import RefusedError, UserError
-from lantern_bench.files import write_atomically
 from lantern_bench.runs.records import Row, line_of
 from lantern_bench.runs.store import (
     MANIFEST,
@@ -21,6 +19,8 @@ from lantern_bench.runs.store import (
     read_records,
     read_scores,
 )
+from lantern_bench.utils.errors import RefusedError, UserError
+from lantern_bench.utils.files import write_atomically
 
 # Keys of an experiment that may differ between shards: they change no image.
 _MAY_DIFFER = (

@@ -16,12 +16,14 @@ from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import IO, Any
 
-from lantern_bench import stopping
-from lantern_bench.clock import now
-from lantern_bench.errors import LanternError, RecordsFailedError, one_line
-from lantern_bench.runs.events import Emit, Event, ImageDone, Note, Share, Started
+from lantern_bench.runs.events import Event, ImageDone, Started
 from lantern_bench.runs.request import Request
 from lantern_bench.runs.store import done_images
+from lantern_bench.utils import signals
+from lantern_bench.utils.clock import now
+from lantern_bench.utils.errors import LanternError, RecordsFailedError
+from lantern_bench.utils.progress import Emit, Note, Share
+from lantern_bench.utils.text import one_line
 
 SECONDS_TO_END = 30.0  # how long a worker that is asked to end may take, before it is killed
 # a worker that decodes sends None, between two steps, after so many seconds without an event
@@ -102,7 +104,7 @@ def events_of(
         with contextlib.suppress(EOFError, ConnectionError):  # the worker has ended
             parent_end.send((work, request))
             while True:
-                stopping.check()
+                signals.check()
                 if parent_end.poll(_POLL):
                     event = parent_end.recv()
                     last_sign = now()
@@ -168,7 +170,7 @@ def serve(parent: Connection[Any, Any]) -> None:
 
     threading.Thread(target=end_with_parent, daemon=True).start()
     try:
-        with stopping.on_check(beat):
+        with signals.on_check(beat):
             work(request, send)
     except LanternError as error:
         send(error)
@@ -188,7 +190,7 @@ def _main(descriptor: int) -> int:
     # standard output is for the data of the command
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     try:
-        with stopping.signals_noted():
+        with signals.signals_noted():
             serve(Connection(descriptor))
     except KeyboardInterrupt as stopped:
         return getattr(stopped, "exit_code", 130)

@@ -17,16 +17,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import psutil
 
-from lantern_bench import stopping
-from lantern_bench.clock import now, settle_garbage, stamp
 from lantern_bench.config.plan import ImageTask, Plan
-from lantern_bench.errors import LanternError, RecordsFailedError, RefusedError
-from lantern_bench.runs.events import Emit, ImageDone, Note, Started
+from lantern_bench.runs.events import ImageDone, Started
 from lantern_bench.runs.processes import WorkerEndedError, events_of
 from lantern_bench.runs.records import check_same_run
 from lantern_bench.runs.request import DEFAULT_CLUSTER, Request
 from lantern_bench.runs.store import RunStore, done_images
 from lantern_bench.runs.threads import prepare_environment
+from lantern_bench.utils import signals
+from lantern_bench.utils.clock import now, settle_garbage, stamp
+from lantern_bench.utils.errors import LanternError, RecordsFailedError, RefusedError
+from lantern_bench.utils.progress import Emit, Note
 
 if TYPE_CHECKING:
     from lantern_bench.runs.runner import Decoder, Result
@@ -310,7 +311,7 @@ class RayDriver:
             while (
                 not self._is_open or self._shards or any(worker.shard for worker in self._workers)
             ):
-                stopping.check()
+                signals.check()
                 if now() - self._last_look > _LOOK:
                     self._start_workers()
                 self._receive()

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import msgspec
 
 from lantern_bench.config.plan import ImageTask
-from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.schema import SCHEMA_VERSION, columns
+from lantern_bench.utils.errors import RefusedError, UserError
 
 if TYPE_CHECKING:
     import pandas as pd

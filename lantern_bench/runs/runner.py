@@ -11,8 +11,20 @@ from typing import Any, NamedTuple, TypeAlias
 import psutil
 import torch
 
-from lantern_bench import stopping
-from lantern_bench.clock import (
+from lantern_bench.config.experiment import Cell, ResolvedExperiment
+from lantern_bench.config.plan import ImageKey, ImageTask, Plan, Prompt, record_seed
+from lantern_bench.decoding.loop import Decoded, decode, drafter_and_rule
+from lantern_bench.decoding.step import sampling_key
+from lantern_bench.models.loaded_model import LoadedModel, NoPixels
+from lantern_bench.runs import devices
+from lantern_bench.runs.devices import Compute, key_fields
+from lantern_bench.runs.events import ImageDone, Started
+from lantern_bench.runs.images import DecodedImage, label, png_bytes
+from lantern_bench.runs.request import Request
+from lantern_bench.runs.store import RunStore, done_images
+from lantern_bench.runs.threads import DISTURBED, set_fastest_threads, set_threads
+from lantern_bench.utils import signals
+from lantern_bench.utils.clock import (
     now,
     peak_memory_bytes,
     reset_peak_memory,
@@ -20,19 +32,9 @@ from lantern_bench.clock import (
     stamp,
     synchronize,
 )
-from lantern_bench.config.experiment import Cell, ResolvedExperiment
-from lantern_bench.config.plan import ImageKey, ImageTask, Plan, Prompt, record_seed
-from lantern_bench.decoding.loop import Decoded, decode, drafter_and_rule
-from lantern_bench.decoding.step import sampling_key
-from lantern_bench.errors import RecordsFailedError, one_line
-from lantern_bench.models.loaded_model import LoadedModel, NoPixels
-from lantern_bench.runs import devices
-from lantern_bench.runs.devices import Compute, key_fields
-from lantern_bench.runs.events import Emit, ImageDone, Note, Share, Started
-from lantern_bench.runs.images import DecodedImage, label, png_bytes
-from lantern_bench.runs.request import Request
-from lantern_bench.runs.store import RunStore, done_images
-from lantern_bench.runs.threads import DISTURBED, set_fastest_threads, set_threads
+from lantern_bench.utils.errors import RecordsFailedError
+from lantern_bench.utils.progress import Emit, Note, Share
+from lantern_bench.utils.text import one_line
 
 Batch: TypeAlias = tuple[ImageTask, ...]
 
@@ -160,7 +162,7 @@ def run_plan(
             emit(note)
         settle_garbage()
         for batch in batches:
-            stopping.check()
+            signals.check()
             for result in decoder.decode(
                 batch, [task for task in batch if not store.is_done(task)]
             ):
@@ -227,7 +229,7 @@ class Decoder:
                 (batch[0].cell.model, sampling_key(batch[0].cell.decoding), len(batch)), batch
             )
         for batch in kinds.values():
-            stopping.check()
+            signals.check()
             # A quarter of an image compiles all steps; without compiling, a few steps load the code.
             cell = batch[0].cell
             model = self._models[batch[0].cell.model]
@@ -255,7 +257,7 @@ class Decoder:
         compute = self._compute
         model = self._models[batch[0].cell.model]
         try:
-            with stopping.delayed():
+            with signals.delayed():
                 attempts = self._attempts(model, batch)
         except (RuntimeError, MemoryError) as error:
             if compute.device.type == "cuda":

@@ -16,14 +16,12 @@ from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.experiment import load_experiment
 from lantern_bench.config.protocols import Protocol, protocol_of
 from lantern_bench.decoding.loop import decode
-from lantern_bench.errors import RefusedError
 from lantern_bench.methods.tables import METRICS, OF_IMAGES, OF_SETS
 from lantern_bench.metrics.distance import token_sums
 from lantern_bench.metrics.features import (
     Extractor,
     FeatureSet,
     Reference,
-    cache_folder,
     features_of,
     find_extractor,
     find_reference,
@@ -42,13 +40,15 @@ from lantern_bench.metrics.figures import (
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.models.registry import defaults_of
 from lantern_bench.runs.devices import choose_compute, load_models
-from lantern_bench.runs.events import Emit, Note, Share
 from lantern_bench.runs.images import read_tokens, tokens_sha256
 from lantern_bench.runs.records import Row
 from lantern_bench.runs.request import Request, default_protocol
 from lantern_bench.runs.store import RunStore, read_manifest, read_records, read_scores
 from lantern_bench.schema import CELL_COLUMNS, SCHEMA_VERSION
-from lantern_bench.text import listed
+from lantern_bench.utils.errors import RefusedError
+from lantern_bench.utils.files import cache_folder
+from lantern_bench.utils.progress import Emit, Note, Share
+from lantern_bench.utils.text import listed
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from filelock import FileLock, Timeout
 
-from lantern_bench import stopping
 from lantern_bench.config.experiment import ResolvedExperiment
 from lantern_bench.config.plan import ImageKey, ImageTask
-from lantern_bench.errors import RefusedError, UserError
-from lantern_bench.files import partial_path, write_atomically
 from lantern_bench.runs.records import (
     Row,
     RowFile,
@@ -31,9 +28,13 @@ from lantern_bench.runs.records import (
     record_key,
 )
 from lantern_bench.schema import READABLE, SCHEMA_VERSION
+from lantern_bench.utils import signals
+from lantern_bench.utils.errors import RefusedError, UserError
+from lantern_bench.utils.files import partial_path, write_atomically
 
 if TYPE_CHECKING:
     import pandas as pd
+from lantern_bench.utils.files import cannot_write, check_writable
 
 MANIFEST = "manifest.json"
 RECORDS = "records.jsonl"
@@ -289,7 +290,7 @@ class RunStore(AbstractContextManager["RunStore"]):
             "status": "ok",
             "image": None if png is None else task.image,
         }
-        with stopping.delayed():
+        with signals.delayed():
             if png is not None:
                 self._write(task.image, png)
             row = self._records.append(planned | dict(record))
@@ -331,18 +332,6 @@ def _process_of(writer: Path) -> str:
         return "another process"
 
 
-def check_writable(folder: Path, flag: str = "--out") -> None:
-    """Raise `UserError` for a folder, existing or not, that cannot be written into."""
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not existing.is_dir():
-        raise UserError(
-            f"{flag} {folder}: {existing} is a file, not a folder",
-            "Give a folder that you may write to.",
-        )
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise cannot_write(folder, flag=flag)
-
-
 def check_folder(folder: Path, experiment: ResolvedExperiment) -> None:
     """Raise `UserError` for a folder that is no run directory, `RefusedError` if in use or of other settings."""
     check_writable(folder)
@@ -367,11 +356,3 @@ def check_is_run(folder: Path) -> None:
         if others:
             message = f"--out {folder}: contains {min(others)} and is not a run directory"
             raise UserError(message, "Give a new folder, or a run directory.")
-
-
-def cannot_write(folder: Path, error: OSError | None = None, flag: str = "--out") -> UserError:
-    """Return the error for a folder that cannot be written."""
-    reason = f": {error.strerror or error}" if error is not None else ""
-    return UserError(
-        f"{flag} {folder}: cannot be written{reason}", "Give a folder that you may write to."
-    )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from lantern_bench import stopping
 from lantern_bench.config.protocols import EMBEDDED
-from lantern_bench.errors import RecordsFailedError
-from lantern_bench.runs.events import Emit, Event, Note
+from lantern_bench.runs.events import Event
 from lantern_bench.runs.request import Request
 from lantern_bench.runs.store import done_images
 from lantern_bench.runs.threads import prepare_environment
+from lantern_bench.utils import signals
+from lantern_bench.utils.errors import RecordsFailedError
+from lantern_bench.utils.progress import Emit, Note
 
 
 def run(request: Request, emit: Emit) -> int:
@@ -21,7 +22,7 @@ def run(request: Request, emit: Emit) -> int:
 
     def emit_and_check(event: Event) -> None:
         emit(event)
-        stopping.check()
+        signals.check()
 
     try:
         return _decode_and_score(request, emit_and_check)

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lantern_bench.files import cache_folder, write_atomically
-from lantern_bench.runs.events import Note
+from lantern_bench.utils.files import cache_folder, write_atomically
+from lantern_bench.utils.progress import Note
 
 if TYPE_CHECKING:
     from lantern_bench.config.decoding import Decoding
@@ -127,7 +127,7 @@ def calibrate(work: Callable[[], object], recorded: int | None = None) -> Calibr
     """Time work on all threads, a quarter of them, and so on to one, in turns; or on a `recorded` number, briefly."""
     import torch
 
-    from lantern_bench.clock import now, usage
+    from lantern_bench.utils.clock import now, usage
 
     most = torch.get_num_threads()
     counts = (

@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 
 from lantern_bench.config.experiment import load_experiment
 from lantern_bench.config.plan import ImageTask, Plan, Shard, make_plan
-from lantern_bench.errors import LanternError
-from lantern_bench.files import file_sha256, write_atomically
 from lantern_bench.models.registry import defaults_of, model_of
 from lantern_bench.prompts import load_prompts
 from lantern_bench.runs.records import read_lines, record_key
@@ -22,6 +20,8 @@ from lantern_bench.runs.store import (
     read_manifest,
     without_records,
 )
+from lantern_bench.utils.errors import LanternError
+from lantern_bench.utils.files import file_sha256, write_atomically
 
 _FILES = {"records": RECORDS, "scores": SCORES}
 

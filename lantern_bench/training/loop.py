@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
-from lantern_bench.clock import now
-from lantern_bench.errors import RefusedError
 from lantern_bench.models.packed_linear import has_bfloat16
 from lantern_bench.training.recipe import TrainSettings
+from lantern_bench.utils.clock import now
+from lantern_bench.utils.errors import RefusedError
 
 
 @dataclass(frozen=True)

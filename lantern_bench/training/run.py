@@ -16,10 +16,7 @@ import yaml
 from safetensors.torch import save
 from torch import Tensor
 
-from lantern_bench.clock import OnProgress, no_progress
 from lantern_bench.config.decoding import Decoding, ParameterError
-from lantern_bench.errors import RefusedError, UserError
-from lantern_bench.files import write_atomically
 from lantern_bench.models.eagle import (
     INPUT_TYPES,
     EagleDrafter,
@@ -58,6 +55,9 @@ from lantern_bench.training.task import (
     drafter_like,
     make_tokens,
 )
+from lantern_bench.utils.errors import RefusedError, UserError
+from lantern_bench.utils.files import write_atomically
+from lantern_bench.utils.progress import OnProgress, no_progress
 
 _SAMPLING = ("temperature", "top_k", "top_p", "filter_order", "cfg_scale", "cfg_default")
 _HELD_OUT_SEQUENCES = 32

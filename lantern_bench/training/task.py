@@ -23,13 +23,10 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 from torch.nn import functional
 
-from lantern_bench.clock import OnProgress
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.plan import Prompt, record_seed
 from lantern_bench.decoding.loop import Decoded, decode
 from lantern_bench.decoding.sampling import decoding_probabilities, guide
-from lantern_bench.errors import RefusedError, UserError
-from lantern_bench.files import write_atomically
 from lantern_bench.models.eagle import EagleDrafter
 from lantern_bench.models.loaded_model import LoadedModel, VQPixels
 from lantern_bench.models.target import (
@@ -43,6 +40,9 @@ from lantern_bench.models.target import (
 )
 from lantern_bench.training.loop import SINGLE, Processes, Task
 from lantern_bench.training.recipe import DrafterRecipe
+from lantern_bench.utils.errors import RefusedError, UserError
+from lantern_bench.utils.files import write_atomically
+from lantern_bench.utils.progress import OnProgress
 
 _BATCH = 32
 

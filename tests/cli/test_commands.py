@@ -16,9 +16,9 @@ import pytest
 from lantern_bench import __version__
 from lantern_bench.cli import main as cli
 from lantern_bench.console import FORMATS
-from lantern_bench.errors import CheckFailedError, RecordsFailedError, RefusedError, UserError
 from lantern_bench.report.tables import NAMES
 from lantern_bench.runs.store import RESULTS_VARIABLE
+from lantern_bench.utils.errors import CheckFailedError, RecordsFailedError, RefusedError, UserError
 from tests.made_up_run import make_records, make_scores, write_run
 
 

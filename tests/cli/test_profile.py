@@ -21,8 +21,8 @@ from lantern_bench.profile import tree_search
 from lantern_bench.profile.tree_search import SEARCHED, describe, searched_lossless
 from lantern_bench.report.cost_model import STACKS, Setting, find_device, named_draft, step_seconds
 from lantern_bench.runs import threads
-from lantern_bench.runs.events import Note
 from lantern_bench.runs.threads import Calibrated
+from lantern_bench.utils.progress import Note
 from tests.tiny_model import TinyModel
 
 TYPED = ["profile", "--size", "2x64x64x4", "--no-compile", "--images", "1", "--tree", "small-7"]

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from lantern_bench.config.experiment import ResolvedExperiment, load_experiment, shipped_experiments
 from lantern_bench.config.parse_experiment import Overrides
-from lantern_bench.errors import UserError
 from lantern_bench.models import registry
+from lantern_bench.utils.errors import UserError
 
 MODELS: dict[str, dict[str, Any]] = {
     "lanterns": {"cfg_scale": 3.0, "tree": "small-7", "neighbours": None},

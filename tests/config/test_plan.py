@@ -25,7 +25,7 @@ from lantern_bench.config.plan import (
     parse_shard,
     record_seed,
 )
-from lantern_bench.errors import UserError
+from lantern_bench.utils.errors import UserError
 
 PROMPTS = [Prompt("one red lantern"), Prompt("two"), Prompt("three")]
 MODELS = {"lanterns": {"cfg_scale": 3.0, "tree": "small-7"}}

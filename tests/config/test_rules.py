@@ -11,13 +11,13 @@ import pytest
 
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.experiment import load_experiment
-from lantern_bench.config.yaml_source import Source
-from lantern_bench.errors import RefusedError
 from lantern_bench.methods import tables as method_tables
 from lantern_bench.methods.draftings import Drafting
 from lantern_bench.methods.parameters import ABOVE_0, Parameter
 from lantern_bench.methods.rules import Rule
 from lantern_bench.methods.tables import DRAFTINGS, MODES, RULES, find_rows
+from lantern_bench.utils.errors import RefusedError
+from lantern_bench.utils.yaml_file import Source
 
 
 class Entry(NamedTuple):

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 
 from lantern_bench.decoding.neighbours import nearest_codes
 from lantern_bench.decoding.tree import StaticTree, link_nodes
-from lantern_bench.errors import UserError
 from lantern_bench.methods.trees import STATIC_TREES
+from lantern_bench.utils.errors import UserError
 from tests.decoding.golden_cases import golden_path
 from tests.decoding.rules import parents_of
 

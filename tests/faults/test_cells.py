@@ -15,12 +15,12 @@ import torch
 from lantern_bench.cli import main as cli
 from lantern_bench.config.experiment import load_experiment
 from lantern_bench.config.plan import Prompt, make_plan
-from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.models import registry
 from lantern_bench.models.io.checkpoint import open_checkpoint
 from lantern_bench.models.lanterns import FILES, WEIGHTS_FOLDER, Lanterns
 from lantern_bench.runs.devices import Compute, key_fields
 from lantern_bench.runs.store import RunStore, read_manifest, read_records
+from lantern_bench.utils.errors import RefusedError, UserError
 from tests.faults.child import IMAGES, SMALL
 from tests.faults.conftest import Bench, Outcome
 from tests.faults.test_files import flip
@@ -81,7 +81,7 @@ def test_clock_jump(
                 days=float(jumps.uniform(-9000, 9000))
             )
 
-    monkeypatch.setattr("lantern_bench.clock.datetime", Jumping)
+    monkeypatch.setattr("lantern_bench.utils.clock.datetime", Jumping)
     monkeypatch.setattr("time.time", lambda: float(jumps.uniform(0, 2e9)))
     model = TinyModel()
     monkeypatch.setattr(registry, "models", lambda: {"tiny": model})

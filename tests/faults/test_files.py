@@ -193,7 +193,7 @@ def test_a_second_writer(bench: Bench, expected: Tokens, outcome: Outcome) -> No
 
 
 def test_failed_write_leaves_no_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lantern_bench.files import write_atomically
+    from lantern_bench.utils.files import write_atomically
 
     (tmp_path / "kept").write_bytes(b"before")
     fsync: Callable[[int], None] = os.fsync

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lantern_bench import stopping
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.compile import Engine
 from lantern_bench.decoding.image_state import ImageState
-from lantern_bench.errors import LogitsError
+from lantern_bench.utils import signals
+from lantern_bench.utils.errors import LogitsError
 from tests.decoding.test_engine import CELLS, VOCABULARY, Small, decoded, same
 
 AT = 3  # the step in which the fault happens; 0 is before the prefill
@@ -61,7 +61,7 @@ def fail(
             head.wrong[7] = value
 
     head.wrong[7] = value if step == 0 else 0.0
-    with stopping.on_check(spoil), pytest.raises(LogitsError) as raised:
+    with signals.on_check(spoil), pytest.raises(LogitsError) as raised:
         decoded(model=model, decoding=decoding, images=2, engine=engine)
     last = step if decoding.drafts else model.target.image_tokens - 1
     assert steps == last, "the loop went on"

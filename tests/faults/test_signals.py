@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from lantern_bench import stopping
 from lantern_bench.runs.store import read_manifest
+from lantern_bench.utils import signals
 from tests.faults.child import IMAGES
 from tests.faults.conftest import SWEEP, Bench, Command, Outcome
 from tests.tiny_model import PROMPTS
@@ -128,35 +128,35 @@ def handlers_stay() -> Iterator[None]:
 @pytest.mark.parametrize("number", NAMES, ids=NAMES.get)
 def test_a_held_signal_waits_for_a_check(number: signal.Signals) -> None:
     reached = []
-    with pytest.raises(stopping.Stopped) as raised, stopping.signals_noted():
-        with stopping.delayed():
+    with pytest.raises(signals.Stopped) as raised, signals.signals_noted():
+        with signals.delayed():
             os.kill(os.getpid(), number)
             reached.append("after the signal")
-            with pytest.raises(stopping.Stopped):
-                stopping.check()
+            with pytest.raises(signals.Stopped):
+                signals.check()
         reached.append("after the block")
-        stopping.check()
+        signals.check()
         reached.append("after the check")
     assert raised.value.exit_code == 128 + number and reached == [
         "after the signal",
         "after the block",
     ]
-    stopping.check()  # what is noted ends with the block
+    signals.check()  # what is noted ends with the block
 
 
 def test_a_signal_outside_stops_at_once_and_a_second_one_always() -> None:
-    with stopping.signals_noted():
-        with pytest.raises(stopping.Stopped):
+    with signals.signals_noted():
+        with pytest.raises(signals.Stopped):
             os.kill(os.getpid(), signal.SIGTERM)
             signal.sigtimedwait([], 1)
-        with pytest.raises(stopping.Stopped), stopping.delayed():
+        with pytest.raises(signals.Stopped), signals.delayed():
             os.kill(os.getpid(), signal.SIGTERM)
             signal.sigtimedwait([], 1)
 
 
 def test_other_threads_change_nothing() -> None:
     def inside() -> None:
-        with stopping.signals_noted():
+        with signals.signals_noted():
             seen.append(signal.getsignal(signal.SIGTERM))
 
     seen: list[object] = []
@@ -167,7 +167,7 @@ def test_other_threads_change_nothing() -> None:
 
 
 def test_a_forked_process_dies_of_a_signal() -> None:
-    with stopping.signals_noted():
+    with signals.signals_noted():
         if (pid := os.fork()) == 0:
             os.kill(os.getpid(), signal.SIGTERM)
             os._exit(0)

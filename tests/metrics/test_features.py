@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 from experiments.train_lanterns.recipe import write_embedded, write_weights
 from experiments.train_lanterns.tasks import reference_scenes
 from lantern_bench.config.protocols import PROTOCOLS, Preparation
-from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.metrics import features
 from lantern_bench.models.lanterns.modules import AttributeClassifier, load_classifier
+from lantern_bench.utils.errors import RefusedError, UserError
 
 EMBEDDED = PROTOCOLS["embedded"]
 PLAIN = Preparation()

@@ -21,9 +21,9 @@ from safetensors.torch import save_file
 
 from experiments.train_lanterns.tasks import held_out_scenes
 from lantern_bench.config.protocols import PROTOCOLS
-from lantern_bench.errors import LanternError, RefusedError, UserError
 from lantern_bench.methods.tables import METRICS
 from lantern_bench.metrics import image_scorers
+from lantern_bench.utils.errors import LanternError, RefusedError, UserError
 
 CONFIG = {
     "model_cfg": {

@@ -12,11 +12,11 @@ from safetensors.torch import load_file, save_file
 
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.loop import decode
-from lantern_bench.errors import UserError
 from lantern_bench.models import registry
 from lantern_bench.models.hub import PARTS
 from lantern_bench.models.random_model import meta_model, sizes_of
 from lantern_bench.models.registry import model_of
+from lantern_bench.utils.errors import UserError
 from tests.models import tiny_chameleon as tiny
 
 CPU = torch.device("cpu")

@@ -11,12 +11,12 @@ from unittest.mock import MagicMock
 import pytest
 from tokenizers import Tokenizer
 
-from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.models.chameleon import Chameleon, Lumina
 from lantern_bench.models.model import Published
 from lantern_bench.models.registry import model_of
 from lantern_bench.models.target import prompt_condition
 from lantern_bench.models.word_model import Vocabulary
+from lantern_bench.utils.errors import RefusedError, UserError
 from tests.models import tiny_chameleon as tiny
 
 ANOLE: Any = model_of("anole")

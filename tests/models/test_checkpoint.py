@@ -15,9 +15,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from lantern_bench.errors import UserError
 from lantern_bench.models.io.checkpoint import open_checkpoint
 from lantern_bench.models.io.state_dict import Slice, load_into
+from lantern_bench.utils.errors import UserError
 
 STATE = {"a.weight": torch.arange(6.0).reshape(2, 3), "b.bias": torch.ones(4)}
 

@@ -11,9 +11,7 @@ from typing import ClassVar
 
 import pytest
 
-from lantern_bench import files
 from lantern_bench.cli import main as cli
-from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.models import hub
 from lantern_bench.models.hub import (
     PARTS,
@@ -24,6 +22,8 @@ from lantern_bench.models.hub import (
     local_paths,
     missing_sources,
 )
+from lantern_bench.utils import files as files_module
+from lantern_bench.utils.errors import RefusedError, UserError
 
 COMMIT = "c0ffee" * 6 + "beef"
 OTHER = Licence("Other", "read this first")
@@ -283,21 +283,23 @@ def test_what_cannot_be_fetched_is_refused(words, wrong, capsys):
 
 
 def test_large_files_are_hashed_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "_WORTH_REMEMBERING", 4)
+    monkeypatch.setattr(files_module, "_WORTH_REMEMBERING", 4)
     path = tmp_path / "large.pt"
     path.write_bytes(b"12345678")
     read = []
-    real = files.file_sha256
-    monkeypatch.setattr(files, "file_sha256", lambda path: read.append(path) or real(path))
+    real = files_module.file_sha256
+    monkeypatch.setattr(files_module, "file_sha256", lambda path: read.append(path) or real(path))
     assert (
-        files.remembered_sha256(path) == sha(b"12345678") == files.remembered_sha256(path)
+        files_module.remembered_sha256(path)
+        == sha(b"12345678")
+        == files_module.remembered_sha256(path)
         and len(read) == 1
     )
     path.write_bytes(b"87654321")
     os.utime(path, ns=(1, 1))
-    assert files.remembered_sha256(path) == sha(b"87654321") and len(read) == 2
-    (files.cache_folder() / "hashes.json").write_text("damaged")
-    assert files.remembered_sha256(path) == sha(b"87654321")
+    assert files_module.remembered_sha256(path) == sha(b"87654321") and len(read) == 2
+    (files_module.cache_folder() / "hashes.json").write_text("damaged")
+    assert files_module.remembered_sha256(path) == sha(b"87654321")
 
 
 def test_sources_are_well_formed():

@@ -12,7 +12,6 @@ import torch
 
 from experiments.train_lanterns.recipe import write_weights
 from experiments.train_lanterns.tasks import held_out_scenes
-from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.models.lanterns import (
     ALL_ATTRIBUTES,
     FIELDS,
@@ -30,6 +29,7 @@ from lantern_bench.models.lanterns.modules import (
     load_classifier,
     prompt_accuracy,
 )
+from lantern_bench.utils.errors import RefusedError, UserError
 
 EXAMPLE = "two round red lanterns over a lake at dusk"
 FIRST_HELD_OUT = [

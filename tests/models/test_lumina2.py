@@ -14,9 +14,9 @@ from lantern_bench.certify.conformance import TOLERANCE, check_model
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.loop import decode
 from lantern_bench.decoding.teacher_forcing import teacher_forced
-from lantern_bench.errors import UserError
 from lantern_bench.models.random_model import meta_model
 from lantern_bench.models.registry import model_of
+from lantern_bench.utils.errors import UserError
 from tests.models import tiny_lumina2 as tiny
 
 CPU = torch.device("cpu")

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from lantern_bench.errors import UserError
 from lantern_bench.prompts import read_captioned
+from lantern_bench.utils.errors import UserError
 from tests.training.tiny_target import TinyModel, write_pictures
 
 MODEL = TinyModel()

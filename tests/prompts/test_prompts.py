@@ -9,9 +9,9 @@ from typing import ClassVar
 import pytest
 
 from lantern_bench.config.plan import Prompt
-from lantern_bench.errors import UserError
 from lantern_bench.models.model import class_number, class_prompt
 from lantern_bench.prompts import describe_prompts, load_prompts
+from lantern_bench.utils.errors import UserError
 from tests.tiny_model import PROMPTS
 
 

@@ -9,7 +9,6 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from lantern_bench.errors import RefusedError
 from lantern_bench.methods.tables import METRICS
 from lantern_bench.report.compare import (
     BETTER,
@@ -21,6 +20,7 @@ from lantern_bench.report.compare import (
     differences,
 )
 from lantern_bench.runs.store import RunData
+from lantern_bench.utils.errors import RefusedError
 from tests.made_up_run import AR, LOOSE, STRICT, WALKS, frame_of, make_record, make_scores
 
 MANIFEST = {

@@ -9,7 +9,6 @@ import torch
 import yaml
 
 from lantern_bench.decoding.tree import StaticTree
-from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.methods.trees import STATIC_TREES
 from lantern_bench.models.registry import model_of, models
 from lantern_bench.models.transformer_config import TransformerConfig
@@ -32,6 +31,7 @@ from lantern_bench.report.cost_model import (
     target_work,
     verify_work,
 )
+from lantern_bench.utils.errors import RefusedError, UserError
 
 SIZES = TransformerConfig(
     vocab_size=100, dim=64, layers=2, heads=1, ffn_dim=128, prefix=4, grid=(4, 4)

@@ -11,7 +11,6 @@ import pytest
 from PIL import Image
 
 from lantern_bench.config.decoding import Decoding
-from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.report.curves import (
     acceptance_points,
     charts,
@@ -28,6 +27,7 @@ from lantern_bench.report.curves import (
 )
 from lantern_bench.report.labels import BOUNDS
 from lantern_bench.report.page import to_plotly
+from lantern_bench.utils.errors import RefusedError, UserError
 from tests.made_up_run import (
     AR,
     STRICT,

@@ -12,7 +12,6 @@ import pytest
 
 from docs import make_scale
 from lantern_bench.cli import main as cli
-from lantern_bench.errors import RefusedError
 from lantern_bench.models.registry import model_of
 from lantern_bench.report.cost_model import (
     STACKS,
@@ -30,6 +29,7 @@ from lantern_bench.report.records import load_runs
 from lantern_bench.report.tables import tables_of
 from lantern_bench.runs.store import RunData
 from lantern_bench.schema import columns
+from lantern_bench.utils.errors import RefusedError
 from tests.made_up_run import frame_of, make_record, make_records, make_scores, write_run
 
 A100 = devices()["a100"]

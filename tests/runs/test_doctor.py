@@ -14,10 +14,10 @@ import torch
 import torchvision
 
 from lantern_bench.cli import main as cli
-from lantern_bench.clock import Usage
 from lantern_bench.decoding import compile as compiling
 from lantern_bench.runs import doctor
 from lantern_bench.runs.doctor import Finding
+from lantern_bench.utils.clock import Usage
 
 
 def only(findings: Iterator[Finding]) -> Finding:

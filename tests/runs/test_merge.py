@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from lantern_bench.cli.main import main
-from lantern_bench.errors import LanternError, RefusedError, UserError
 from lantern_bench.models import registry
 from lantern_bench.runs.merge import merge_runs
 from lantern_bench.runs.store import read_manifest, read_records
+from lantern_bench.utils.errors import LanternError, RefusedError, UserError
 from tests.tiny_model import EXPERIMENT, TinyModel
 
 

@@ -23,12 +23,12 @@ import pytest
 from lantern_bench.config.experiment import load_experiment
 from lantern_bench.config.parse_experiment import Overrides
 from lantern_bench.config.plan import Plan, Prompt, make_plan
-from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.models import registry
 from lantern_bench.runs import ray_engine
 from lantern_bench.runs.ray_engine import DeviceSlot, missing_of, shards_of, slots_of
 from lantern_bench.runs.request import prepare
 from lantern_bench.runs.store import read_manifest, read_records
+from lantern_bench.utils.errors import RefusedError, UserError
 from tests.faults.child import install
 from tests.tiny_model import EXPERIMENT, PROMPTS, TinyModel
 

@@ -16,12 +16,10 @@ from typing import Any
 import pytest
 import torch
 
-from lantern_bench.clock import Usage
 from lantern_bench.config.experiment import ResolvedExperiment, load_experiment
 from lantern_bench.config.parse_experiment import Overrides
 from lantern_bench.config.plan import Plan, Prompt, make_plan
 from lantern_bench.decoding.trace import ImageTrace
-from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.methods.parameters import SAMPLING
 from lantern_bench.methods.tables import PARAMETERS
 from lantern_bench.runs import runner
@@ -37,6 +35,8 @@ from lantern_bench.runs.store import (
     read_records,
 )
 from lantern_bench.schema import columns
+from lantern_bench.utils.clock import Usage
+from lantern_bench.utils.errors import RefusedError, UserError
 from tests.tiny_model import EXPERIMENT, PROMPTS, TOKENS, TinyModel
 
 CPU = Compute(torch.device("cpu"), torch.float32)

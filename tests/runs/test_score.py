@@ -23,7 +23,6 @@ from experiments.train_lanterns.tasks import CLIP_CONFIG, save_clip
 from lantern_bench.config.experiment import load_experiment
 from lantern_bench.config.plan import Prompt, make_plan
 from lantern_bench.config.protocols import PROTOCOLS, Protocol
-from lantern_bench.errors import RefusedError
 from lantern_bench.methods.tables import METRICS
 from lantern_bench.metrics import features, image_scorers
 from lantern_bench.metrics.features import Reference, read_picture
@@ -34,10 +33,11 @@ from lantern_bench.models.lanterns.modules import AttributeClassifier
 from lantern_bench.report.tables import write_tables
 from lantern_bench.runs import scoring
 from lantern_bench.runs.devices import Compute, key_fields
-from lantern_bench.runs.events import Share
 from lantern_bench.runs.images import png_bytes
 from lantern_bench.runs.store import RunStore, read_records, read_scores
 from lantern_bench.schema import TABLES
+from lantern_bench.utils.errors import RefusedError
+from lantern_bench.utils.progress import Share
 from tests.tiny_model import TinyModel
 
 EMBEDDED = PROTOCOLS["embedded"]

@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 from lantern_bench.config.experiment import ResolvedExperiment, load_experiment
 from lantern_bench.config.parse_experiment import Overrides
 from lantern_bench.config.plan import ImageTask, Plan, Prompt, make_plan
-from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.runs.records import record_key, rows_of
 from lantern_bench.runs.store import (
     RunStore,
@@ -32,6 +31,7 @@ from lantern_bench.runs.store import (
     run_folder,
 )
 from lantern_bench.schema import SCHEMA_VERSION, columns
+from lantern_bench.utils.errors import RefusedError, UserError
 
 KEY: dict[str, Any] = {
     "schema_version": 1,

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from lantern_bench import clock
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.compile import Engine
 from lantern_bench.models.random_model import random_model_of_size, read_size
@@ -22,6 +21,7 @@ from lantern_bench.runs.threads import (
     prepare_environment,
     set_fastest_threads,
 )
+from lantern_bench.utils import clock
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from torch import Tensor
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.sampling import guide
 from lantern_bench.decoding.teacher_forcing import drafter_logits_along, teacher_forced
-from lantern_bench.errors import RefusedError
 from lantern_bench.models import registry
 from lantern_bench.models.eagle import load_drafter, untrained_drafter
 from lantern_bench.models.target import CachedTarget, Condition, TransformerTarget, force_line_ends
@@ -33,6 +32,7 @@ from lantern_bench.training.task import (
     target_features,
     unroll,
 )
+from lantern_bench.utils.errors import RefusedError
 from tests.examples.tiny_hosted import SHAPE, write_model
 from tests.models import golden_models, tiny_chameleon
 from tests.training.tiny_target import CAPTIONS, CONFIG, caption_condition, tiny_model, tiny_target

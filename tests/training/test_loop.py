@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lantern_bench.errors import RefusedError
 from lantern_bench.training import loop
 from lantern_bench.training.loop import Task, TrainEvent, TrainReport, train
 from lantern_bench.training.recipe import TrainSettings
+from lantern_bench.utils.errors import RefusedError
 
 CPU = torch.device("cpu")
 PLAIN = TrainSettings(

@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from PIL import Image
 
-from lantern_bench.errors import UserError
 from lantern_bench.models.loaded_model import LoadedModel, VQPixels
 from lantern_bench.models.model import Model
 from lantern_bench.models.target import Condition, TransformerTarget, WordCaption
 from lantern_bench.models.transformer_config import TransformerConfig
 from lantern_bench.models.vq import VQConfig, VQModel
+from lantern_bench.utils.errors import UserError
 
 CONFIG = TransformerConfig(
     vocab_size=32,

@@ -23,12 +23,12 @@ from typer.main import get_command
 from lantern_bench.cli.main import app
 from lantern_bench.config.experiment import load_experiment, shipped_experiments
 from lantern_bench.config.parse_experiment import Settings
-from lantern_bench.errors import LanternError
 from lantern_bench.methods.tables import MODES, PARAMETERS, RULES, has_parameter
 from lantern_bench.models.io.model_file import read_model_file
 from lantern_bench.prompts import SUFFIXES, load_prompts
 from lantern_bench.runs.store import done_images, read_records, read_scores
 from lantern_bench.schema import columns
+from lantern_bench.utils.errors import LanternError
 from tests.made_up_run import make_records, make_scores, write_run
 
 COUNTS = [200, pytest.param(10_000, marks=[pytest.mark.long, pytest.mark.timeout(3600)])]

@@ -15,9 +15,7 @@ from lantern_bench.cli import main as cli
 from lantern_bench.config.experiment import MOST_CELLS, load_experiment
 from lantern_bench.config.parse_experiment import Overrides
 from lantern_bench.config.plan import Prompt, make_plan
-from lantern_bench.config.yaml_source import DEEPEST, MOST_CHARACTERS, read_source
 from lantern_bench.console import Console
-from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.models import registry
 from lantern_bench.models.io.model_file import read_model_file
 from lantern_bench.models.word_model import _tokens_in
@@ -27,6 +25,8 @@ from lantern_bench.report.records import load_runs
 from lantern_bench.report.tables import write_csv
 from lantern_bench.runs.devices import choose_compute, load_models
 from lantern_bench.runs.request import prepare
+from lantern_bench.utils.errors import RefusedError, UserError
+from lantern_bench.utils.yaml_file import DEEPEST, MOST_CHARACTERS, read_source
 from tests.made_up_run import AR, make_record, write_run
 from tests.models import tiny_chameleon
 from tests.tiny_model import TinyModel

@@ -27,12 +27,12 @@ from experiments.train_lanterns.recipe import (
 )
 from experiments.train_lanterns.tasks import Sequences, TargetTask, held_out_scenes, tokenize
 from lantern_bench.decoding.sampling import guide
-from lantern_bench.errors import UserError
-from lantern_bench.files import file_sha256
 from lantern_bench.models.lanterns import FILES, GUIDANCE, HELD_OUT, modules
 from lantern_bench.models.vq import VQConfig
 from lantern_bench.training.loop import TrainEvent
 from lantern_bench.training.run import Observations
+from lantern_bench.utils.errors import UserError
+from lantern_bench.utils.files import file_sha256
 
 CPU = torch.device("cpu")
 TINY = RecipeSettings(

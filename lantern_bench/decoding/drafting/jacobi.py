@@ -16,7 +16,7 @@ from lantern_bench.decoding.drafting.draft_method import Drafted, DraftInputs, D
 from lantern_bench.decoding.protocol import Target
 from lantern_bench.decoding.sampling import sample
 from lantern_bench.decoding.tree import DraftTree, StaticTree
-from lantern_bench.errors import RefusedError
+from lantern_bench.utils.errors import RefusedError
 
 
 def couple(p: Tensor, q: Tensor, x: Tensor, residual: Tensor | None = None) -> Tensor:

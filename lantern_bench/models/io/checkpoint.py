@@ -23,7 +23,8 @@ from safetensors.numpy import load_file as load_arrays
 from safetensors.torch import load_file
 from torch import Tensor
 
-from lantern_bench.errors import UserError, one_line
+from lantern_bench.utils.errors import UserError
+from lantern_bench.utils.text import one_line
 
 # What kind of checkpoint a file is, by the names in it: the first pattern that matches counts.
 _KINDS: tuple[tuple[str, str], ...] = (

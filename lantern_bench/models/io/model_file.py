@@ -21,16 +21,10 @@ from pydantic import (
 )
 
 from lantern_bench.config.decoding import read_values
-from lantern_bench.config.yaml_source import (
-    Location,
-    Problems,
-    Source,
-    problems_of,
-    read_source,
-    show,
-)
-from lantern_bench.errors import UserError, did_you_mean
 from lantern_bench.methods.tables import PARAMETERS
+from lantern_bench.utils.errors import UserError
+from lantern_bench.utils.text import did_you_mean
+from lantern_bench.utils.yaml_file import Location, Problems, Source, problems_of, read_source, show
 
 
 def _relative(value: object, info: ValidationInfo[Path]) -> Path:

@@ -9,9 +9,9 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from lantern_bench.errors import UserError
 from lantern_bench.models.io.checkpoint import Checkpoint, what_is
 from lantern_bench.models.transformer_config import TransformerConfig
+from lantern_bench.utils.errors import UserError
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 

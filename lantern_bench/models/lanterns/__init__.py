@@ -14,9 +14,10 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lantern_bench.errors import UserError, did_you_mean
 from lantern_bench.models.model import Model
 from lantern_bench.models.transformer_config import TransformerConfig
+from lantern_bench.utils.errors import UserError
+from lantern_bench.utils.text import did_you_mean
 
 if TYPE_CHECKING:
     import torch
@@ -156,7 +157,6 @@ class Lanterns(Model):
 
     def load(self, device: torch.device, dtype: torch.dtype) -> LoadedModel:
         """Load target, drafter and tokenizer; raises `RefusedError` when a file is missing."""
-        from lantern_bench.files import file_sha256
         from lantern_bench.models.eagle import EagleDrafter
         from lantern_bench.models.lanterns.modules import (
             caption_condition,
@@ -165,6 +165,7 @@ class Lanterns(Model):
             new_target,
         )
         from lantern_bench.models.loaded_model import Prompts, assemble
+        from lantern_bench.utils.files import file_sha256
 
         files = self.files()
         target = load_part(

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lantern_bench.errors import RefusedError
 from lantern_bench.models.io.checkpoint import open_checkpoint
 from lantern_bench.models.io.state_dict import load_into, same_names
 from lantern_bench.models.lanterns import (
@@ -28,6 +27,7 @@ from lantern_bench.models.lanterns import (
 )
 from lantern_bench.models.target import Condition, TransformerTarget, WordCaption
 from lantern_bench.models.vq import VQConfig, VQModel
+from lantern_bench.utils.errors import RefusedError
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -12,7 +12,8 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from lantern_bench.errors import UserError, did_you_mean
+from lantern_bench.utils.errors import UserError
+from lantern_bench.utils.text import did_you_mean
 
 KeyPath: TypeAlias = tuple[str | int, ...]
 

@@ -9,16 +9,16 @@ import os
 import resource
 import time
 from collections import defaultdict
-from collections.abc import Callable
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import psutil
 
 if TYPE_CHECKING:
     import torch
+
 
 _TASKS = Path("/proc/self/task")
 
@@ -176,11 +176,3 @@ class Phases:
         for (_, first), (name, second) in pairwise(self._marks):
             seconds[name] += self._seconds(first, second)
         return seconds
-
-
-# a description of the work, and the share that is done
-OnProgress: TypeAlias = Callable[[str, float], None]
-
-
-def no_progress(_description: str, _done: float) -> None:
-    """Ignore progress: the default callback."""

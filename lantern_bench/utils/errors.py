@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable
-
 
 class LanternError(Exception):
     """Base of all errors that say what is wrong, and what to do about it."""
@@ -45,17 +42,3 @@ class CheckFailedError(LanternError):
     """A requested check failed."""
 
     exit_code = 5
-
-
-def did_you_mean(word: object, words: Iterable[str]) -> str:
-    """Return `; did you mean X?` if one of the words is similar, else an empty string."""
-    by_spelling = {allowed.replace("-", "_"): allowed for allowed in words}
-    close = difflib.get_close_matches(
-        str(word).lower().replace("-", "_"), list(by_spelling), n=1, cutoff=0.6
-    )
-    return f"; did you mean {by_spelling[close[0]]}?" if close else ""
-
-
-def one_line(error: BaseException, most: int = 300) -> str:
-    """Return an error's type and the first `most` characters of its text, in one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:most]}"

@@ -10,15 +10,25 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from lantern_bench.errors import UserError
+from lantern_bench.utils.errors import UserError
 
 # A smaller file is read faster than the index is kept.
 _WORTH_REMEMBERING = 32 * 10**6
 
 
+def user_cache() -> Path:
+    """Return the user's cache directory: `$XDG_CACHE_HOME`, or `~/.cache` where it is not set."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+
+
 def cache_folder() -> Path:
-    """The user's cache directory: `$XDG_CACHE_HOME/lantern-bench`, else `~/.cache/lantern-bench`."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lantern-bench"
+    """Return the folder of all caches of this package.
+
+    It is `$LANTERN_BENCH_CACHE` where that is set, and `lantern-bench` in the user's cache
+    directory otherwise.
+    """
+    folder = os.environ.get("LANTERN_BENCH_CACHE")
+    return Path(folder) if folder else user_cache() / "lantern-bench"
 
 
 def partial_path(path: Path) -> Path:
@@ -79,3 +89,23 @@ def hash_of(paths: Sequence[Path]) -> str:
     """One hash for a part of one file or several."""
     hashes = [remembered_sha256(path) for path in paths]
     return hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
+
+
+def check_writable(folder: Path, flag: str = "--out") -> None:
+    """Raise `UserError` for a folder, existing or not, that cannot be written into."""
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        raise UserError(
+            f"{flag} {folder}: {existing} is a file, not a folder",
+            "Give a folder that you may write to.",
+        )
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise cannot_write(folder, flag=flag)
+
+
+def cannot_write(folder: Path, error: OSError | None = None, flag: str = "--out") -> UserError:
+    """Return the error for a folder that cannot be written."""
+    reason = f": {error.strerror or error}" if error is not None else ""
+    return UserError(
+        f"{flag} {folder}: cannot be written{reason}", "Give a folder that you may write to."
+    )

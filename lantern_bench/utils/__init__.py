@@ -1,0 +1,1 @@
+"""Helpers that every folder may use. They import nothing from the folders above."""
