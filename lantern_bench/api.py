@@ -293,7 +293,8 @@ def load_model(
     `device` is auto, cpu, mps, cuda or cuda:N; `dtype` is auto, float32, bfloat16 or float16. Raises `UserError` for an
     unknown model or a malformed file, `RefusedError` for missing weights or devices.
     """
-    from lantern_bench.runs.devices import choose_compute, set_space
+    from lantern_bench.devices.compute import choose_compute
+    from lantern_bench.devices.machine import set_space
 
     compute = choose_compute(device, dtype)
     model = registry.model_of(name).load(compute.device, compute.dtype)
@@ -324,7 +325,7 @@ def decode(
     """
     import torch
 
-    from lantern_bench.runs.devices import Compute
+    from lantern_bench.devices.compute import Compute
     from lantern_bench.runs.runner import decode_tasks, tasks_of
 
     texts = [prompts] if isinstance(prompts, str) else list(prompts)

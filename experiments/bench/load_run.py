@@ -12,9 +12,10 @@ from torch import Tensor
 
 from lantern_bench.config.parse_experiment import Overrides
 from lantern_bench.config.plan import ImageTask
+from lantern_bench.devices.compute import choose_compute
+from lantern_bench.devices.machine import key_fields, load_models
 from lantern_bench.models import registry
 from lantern_bench.models.loaded_model import LoadedModel
-from lantern_bench.runs.devices import choose_compute, key_fields, load_models
 from lantern_bench.runs.records import line_of, record_key
 from lantern_bench.runs.request import Request, prepare
 from lantern_bench.runs.store import MANIFEST, RECORDS, done_images, read_records

@@ -21,13 +21,14 @@ from experiments.bench.plain_network import PlainDrafter, PlainTarget
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.console import Console
 from lantern_bench.decoding.loop import decode
+from lantern_bench.devices.compute import choose_compute
+from lantern_bench.devices.machine import compile_models
+from lantern_bench.devices.threads import set_threads
 from lantern_bench.methods.trees import STATIC_TREES
 from lantern_bench.models.lanterns import GUIDANCE, HELD_OUT, Lanterns
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.models.random_model import random_model_of_size, read_size
 from lantern_bench.profile.steps import forward_ms
-from lantern_bench.runs.devices import choose_compute, compile_models
-from lantern_bench.runs.threads import set_threads
 from lantern_bench.utils.clock import settle_garbage
 
 # (mode, settings of ours, settings of the plain one, nodes, step over bare forward of the published code)

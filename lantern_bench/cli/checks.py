@@ -19,8 +19,8 @@ from lantern_bench.cli.options import (
     split_words,
     with_flags,
 )
+from lantern_bench.devices.threads import set_threads
 from lantern_bench.runs.store import results_root
-from lantern_bench.runs.threads import set_threads
 from lantern_bench.utils.errors import CheckFailedError, UserError
 from lantern_bench.utils.files import check_writable
 
@@ -80,8 +80,8 @@ def check_model(
     import torch
 
     from lantern_bench.certify import conformance
+    from lantern_bench.devices.compute import choose_compute
     from lantern_bench.models.registry import model_of
-    from lantern_bench.runs.devices import choose_compute
 
     console: Console = ctx.obj
     described = model_of(model)
@@ -260,8 +260,8 @@ def certify(
     from lantern_bench.certify.run import Certification
     from lantern_bench.certify.tables import LEVEL, failures
     from lantern_bench.console import duration
+    from lantern_bench.devices.machine import compile_models
     from lantern_bench.report.tables import frame
-    from lantern_bench.runs.devices import compile_models
 
     certification = Certification(plan)
     loaded = certification.loaded

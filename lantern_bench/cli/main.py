@@ -21,8 +21,8 @@ from lantern_bench.cli.results import compare, curves, predict, recommend, repor
 from lantern_bench.cli.sweep import REPRODUCE_HELP, merge, score, sweep
 from lantern_bench.cli.train import train
 from lantern_bench.console import Console
+from lantern_bench.devices.threads import prepare_environment
 from lantern_bench.runs.request import DEFAULT_CLUSTER
-from lantern_bench.runs.threads import prepare_environment
 from lantern_bench.utils import signals
 from lantern_bench.utils.errors import LanternError, UserError
 

@@ -20,6 +20,7 @@ from lantern_bench.cli.options import (
     with_flags,
 )
 from lantern_bench.console import Console
+from lantern_bench.devices.threads import set_threads
 from lantern_bench.methods.tables import MODES
 from lantern_bench.models import hub
 from lantern_bench.models.io.model_file import is_model_file
@@ -27,7 +28,6 @@ from lantern_bench.models.model import Model, class_prompt
 from lantern_bench.models.registry import model_of
 from lantern_bench.models.registry import models as all_models
 from lantern_bench.runs.request import check_drafters
-from lantern_bench.runs.threads import set_threads
 from lantern_bench.utils.errors import RefusedError, UserError
 from lantern_bench.utils.files import check_writable
 
@@ -118,8 +118,8 @@ def _show_memory(resolved: ResolvedExperiment, console: Console) -> pd.DataFrame
     import pandas as pd
     import psutil
 
+    from lantern_bench.devices.compute import choose_compute
     from lantern_bench.models.random_model import meta_model, sizes_of
-    from lantern_bench.runs.devices import choose_compute
 
     settings = resolved.settings
     decodings = [cell.decoding for cell in resolved.cells]
@@ -212,12 +212,13 @@ def generate(
     import torch
 
     from lantern_bench.decoding.loop import drafter_and_rule
+    from lantern_bench.devices.compute import choose_compute
+    from lantern_bench.devices.machine import compile_models, load_models
     from lantern_bench.metrics.distance import token_sums
     from lantern_bench.models.loaded_model import NoPixels
     from lantern_bench.models.random_model import random_model
     from lantern_bench.report.distance import distance_of_image
     from lantern_bench.runs import runner
-    from lantern_bench.runs.devices import choose_compute, compile_models, load_models
     from lantern_bench.utils.files import write_atomically
 
     compute = choose_compute(resolved.settings.device, resolved.settings.dtype)

@@ -16,7 +16,7 @@ from lantern_bench.cli.options import (
     split_words,
     with_flags,
 )
-from lantern_bench.runs.threads import set_fastest_threads, set_threads
+from lantern_bench.devices.threads import set_fastest_threads, set_threads
 from lantern_bench.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -98,8 +98,9 @@ def profile(
 
     import pandas as pd
 
+    from lantern_bench.devices.compute import choose_compute
+    from lantern_bench.devices.machine import check_loaded, compile_models
     from lantern_bench.profile import steps as profiling
-    from lantern_bench.runs.devices import check_loaded, choose_compute, compile_models
 
     trees = (
         {}

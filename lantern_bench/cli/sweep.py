@@ -23,11 +23,11 @@ from lantern_bench.cli.options import (
 from lantern_bench.config.parse_experiment import Overrides
 from lantern_bench.config.protocols import PROTOCOLS
 from lantern_bench.console import Console, Progress, duration
+from lantern_bench.devices.threads import QUIET_ADVICE
 from lantern_bench.runs import store
 from lantern_bench.runs.events import Event, ImageDone, Started
 from lantern_bench.runs.request import WORKER_TIMEOUT, plan_table, prepare
 from lantern_bench.runs.sweep import check_failed, run
-from lantern_bench.runs.threads import QUIET_ADVICE
 from lantern_bench.utils.errors import UserError
 from lantern_bench.utils.progress import Emit, Note, Share
 

@@ -11,6 +11,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from lantern_bench.config.decoding import is_tree, read_values
 from lantern_bench.config.paper import read_paper
+from lantern_bench.devices.names import DEVICE, DEVICES, DType
 from lantern_bench.methods.parameters import COUNT, NATURAL, Count, Natural
 from lantern_bench.methods.tables import DRAFTINGS, MODES, PARAMETERS, RULES
 from lantern_bench.utils.errors import UserError
@@ -26,10 +27,6 @@ from lantern_bench.utils.yaml_file import (
 
 _SWITCH = "must be true or false"
 _MOST_PARALLEL = 1024  # processes, threads
-DEVICE = r"^(auto|cpu|mps|cuda(:\d{1,2})?)$"
-DEVICES = "must be auto, cpu, mps, cuda or cuda:N"
-"""A pattern of `--device`, and the same in words."""
-DType: TypeAlias = Literal["auto", "float32", "bfloat16", "float16"]
 _T = TypeVar("_T")
 
 

@@ -63,15 +63,6 @@ def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cpu" and dtype in (torch.float32, torch.bfloat16) and build_kernels()
 
 
-def has_bfloat16(device: torch.device) -> bool:
-    """Whether a device has instructions for bfloat16; a convolution on a CPU without takes 10 to 200 times as long."""
-    # Older versions of torch cannot tell.
-    checks = (
-        getattr(torch.cpu, f"_is_{name}_supported", bool) for name in ("avx512_bf16", "amx_tile")
-    )
-    return device.type != "cpu" or any(check() for check in checks)
-
-
 class PackedLinear(nn.Module):
     """A product with a packed weight [out, in]; it has no parameters."""
 

@@ -6,16 +6,16 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-import psutil
 import torch
 from torch import nn
 
+from lantern_bench.devices.machine import check_free
 from lantern_bench.models.eagle import build_drafter
 from lantern_bench.models.loaded_model import LoadedModel, Prompts, VQPixels, assemble
 from lantern_bench.models.registry import model_of
 from lantern_bench.models.target import ClassLabel, Condition, TransformerTarget
 from lantern_bench.models.transformer_config import MOST, TransformerConfig
-from lantern_bench.utils.errors import RefusedError, UserError
+from lantern_bench.utils.errors import UserError
 
 _LONGEST = 1024
 
@@ -48,19 +48,6 @@ def sizes_of(
                 Size(part=f"{name}'s cache", parameters=0, dtype=dtype, bytes=session.cache.nbytes)
             )
     return sizes
-
-
-def check_free(subject: str, needed: int, device: torch.device, advice: str | None = None) -> None:
-    """Raise `RefusedError` where less than `needed` bytes are free on a device."""
-    free = (
-        torch.cuda.mem_get_info(device)[0]
-        if device.type == "cuda"
-        else psutil.virtual_memory().available
-    )
-    if needed > free:
-        raise RefusedError(
-            f"{subject}: needs {needed / 1e9:,.1f} GB, and {free / 1e9:,.1f} GB are free", advice
-        )
 
 
 def meta_model(name: str) -> LoadedModel:

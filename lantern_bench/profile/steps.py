@@ -20,6 +20,14 @@ from lantern_bench.decoding.sampling import greedy_probabilities, guide
 from lantern_bench.decoding.step import TreeInputs, tree_scorer
 from lantern_bench.decoding.teacher_forcing import teacher_forced
 from lantern_bench.decoding.trace import ImageTrace
+from lantern_bench.devices.compute import Compute
+from lantern_bench.devices.machine import (
+    compute_block,
+    machine_block,
+    peak_memory_bytes,
+    reset_peak_memory,
+)
+from lantern_bench.devices.names import device_in_words
 from lantern_bench.methods.parameters import Values
 from lantern_bench.methods.tables import DRAFTINGS
 from lantern_bench.models.loaded_model import LoadedModel
@@ -29,17 +37,8 @@ from lantern_bench.models.registry import model_of
 from lantern_bench.models.target import TransformerTarget
 from lantern_bench.report.cost_model import Setting, fit_device, named_draft, step_samples
 from lantern_bench.report.curves import save_figure
-from lantern_bench.report.reproduction import device_in_words
 from lantern_bench.report.tables import write_csv
-from lantern_bench.runs.devices import Compute, machine_block
-from lantern_bench.runs.runner import compute_block
-from lantern_bench.utils.clock import (
-    now,
-    peak_memory_bytes,
-    reset_peak_memory,
-    settle_garbage,
-    synchronize,
-)
+from lantern_bench.utils.clock import now, settle_garbage, synchronize
 from lantern_bench.utils.errors import UserError
 from lantern_bench.utils.files import write_atomically
 from lantern_bench.utils.progress import OnProgress

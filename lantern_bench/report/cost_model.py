@@ -19,10 +19,10 @@ import pandas as pd
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from lantern_bench.devices.names import device_in_words
 from lantern_bench.methods.trees import STATIC_TREES, check_topology, topology_name
 from lantern_bench.models.registry import model_of
 from lantern_bench.report.records import CellRecords, Row, join_notes, run_cells
-from lantern_bench.report.reproduction import device_in_words
 from lantern_bench.report.tables import frame, tables_of
 from lantern_bench.runs.records import rows_of
 from lantern_bench.runs.store import RunData

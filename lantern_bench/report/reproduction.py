@@ -8,6 +8,7 @@ from typing import Any
 import pandas as pd
 
 from lantern_bench.config.paper import Paper, PaperRow
+from lantern_bench.devices.names import device_in_words
 from lantern_bench.methods.tables import IN_SUMMARY, METRICS
 from lantern_bench.report.format_tables import format_figure, head_of
 from lantern_bench.report.labels import parameters
@@ -177,16 +178,6 @@ def _published(row: PaperRow | None, name: str) -> dict[str, Any]:
 
 def _listed(values: Iterable[Any]) -> str:
     return ", ".join(str(value) for value in sorted(set(values)))
-
-
-def device_in_words(manifest: Mapping[str, Any]) -> str:
-    """Return the device of a run: `cuda`, or a CPU's name and the threads."""
-    cpu = (manifest.get("machine") or {}).get("cpu") or {}
-    device = manifest.get("device")
-    if device not in (None, "cpu"):
-        return str(device)
-    name = cpu.get("model") if isinstance(cpu, Mapping) else cpu
-    return f"{name or 'a CPU'}, {manifest.get('threads', '?')} threads"
 
 
 def side_by_side(table: pd.DataFrame) -> pd.DataFrame:

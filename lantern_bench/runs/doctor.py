@@ -61,7 +61,7 @@ def examine(device: str = "auto") -> Iterator[Finding]:
             yield finding
             if finding.check == name and finding.state == "fail":
                 return
-    from lantern_bench.runs.devices import choose_compute
+    from lantern_bench.devices.compute import choose_compute
 
     target = choose_compute(device, fast=True)
     yield from _guarded("compiler", partial(_compiler, target.device))
@@ -224,7 +224,8 @@ def _torch() -> Iterator[Finding]:
 def _device(device: str) -> Iterator[Finding]:
     import torch
 
-    from lantern_bench.runs.devices import choose_compute, machine_block
+    from lantern_bench.devices.compute import choose_compute
+    from lantern_bench.devices.machine import machine_block
 
     machine = machine_block()
     cpu = machine["cpu"]

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lantern_bench.runs.threads import DISTURBED
+from lantern_bench.devices.threads import DISTURBED
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import psutil
 
 from lantern_bench.config.plan import ImageTask, Plan
+from lantern_bench.devices.threads import prepare_environment
 from lantern_bench.runs.events import ImageDone, Started
 from lantern_bench.runs.processes import WorkerEndedError, events_of
 from lantern_bench.runs.records import check_same_run
 from lantern_bench.runs.request import DEFAULT_CLUSTER, Request
 from lantern_bench.runs.store import RunStore, done_images
-from lantern_bench.runs.threads import prepare_environment
 from lantern_bench.utils import signals
 from lantern_bench.utils.clock import now, settle_garbage, stamp
 from lantern_bench.utils.errors import LanternError, RecordsFailedError, RefusedError
@@ -186,8 +186,9 @@ class Worker:
         import ray
         import torch
 
+        from lantern_bench.devices import machine
+        from lantern_bench.devices.machine import device_columns, key_fields, machine_block
         from lantern_bench.runs import runner
-        from lantern_bench.runs.devices import device_columns, key_fields, machine_block
 
         settings = request.experiment.settings
         notes = list[Any]()
@@ -209,7 +210,7 @@ class Worker:
             notes=notes,
             key=key,
             session=session,
-            block=runner.compute_block(self.compute, key["compile"]),
+            block=machine.compute_block(self.compute, key["compile"]),
         )
 
     def decode(

@@ -15,23 +15,23 @@ from lantern_bench.config.experiment import Cell, ResolvedExperiment
 from lantern_bench.config.plan import ImageKey, ImageTask, Plan, Prompt, record_seed
 from lantern_bench.decoding.loop import Decoded, decode, drafter_and_rule
 from lantern_bench.decoding.step import sampling_key
+from lantern_bench.devices import compute as compute_module
+from lantern_bench.devices import machine
+from lantern_bench.devices.compute import Compute
+from lantern_bench.devices.machine import (
+    compute_block,
+    key_fields,
+    peak_memory_bytes,
+    reset_peak_memory,
+)
+from lantern_bench.devices.threads import DISTURBED, set_fastest_threads, set_threads
 from lantern_bench.models.loaded_model import LoadedModel, NoPixels
-from lantern_bench.runs import devices
-from lantern_bench.runs.devices import Compute, key_fields
 from lantern_bench.runs.events import ImageDone, Started
 from lantern_bench.runs.images import DecodedImage, label, png_bytes
 from lantern_bench.runs.request import Request
 from lantern_bench.runs.store import RunStore, done_images
-from lantern_bench.runs.threads import DISTURBED, set_fastest_threads, set_threads
 from lantern_bench.utils import signals
-from lantern_bench.utils.clock import (
-    now,
-    peak_memory_bytes,
-    reset_peak_memory,
-    settle_garbage,
-    stamp,
-    synchronize,
-)
+from lantern_bench.utils.clock import now, settle_garbage, stamp, synchronize
 from lantern_bench.utils.errors import RecordsFailedError
 from lantern_bench.utils.progress import Emit, Note, Share
 from lantern_bench.utils.text import one_line
@@ -81,14 +81,14 @@ def load_to_decode(
 ) -> tuple[Compute, dict[str, LoadedModel]]:
     """Load the models of an experiment, compiled if it asks for that."""
     settings = experiment.settings
-    compute = devices.choose_compute(settings.device, settings.dtype, fast=True)
-    models = devices.load_models(experiment, compute)
+    compute = compute_module.choose_compute(settings.device, settings.dtype, fast=True)
+    models = machine.load_models(experiment, compute)
     for model in models.values():
         if isinstance(model.pixels, NoPixels):
             raise model.pixels.problem
     if (
         settings.compile
-        and (warning := devices.compile_models(models.values(), compute)) is not None
+        and (warning := machine.compile_models(models.values(), compute)) is not None
     ):
         emit(warning)
     emit(Note(f"device {compute.device}, {compute.dtype_name}", level="detail"))
@@ -150,7 +150,7 @@ def run_plan(
     to_do = Counter(task.cell.cell_id for task in plan.tasks if not store.is_done(task))
     session = open_session(store, prepare_seconds=prepare_seconds)
     started = store.manifest.get("started", session["started"])
-    described = compute_block(compute, store.key["compile"]) | {"machine": devices.machine_block()}
+    described = compute_block(compute, store.key["compile"]) | {"machine": machine.machine_block()}
     store.update_manifest(started=started, ended=None, **described)
     decoder = Decoder(
         models=models, compute=compute, session=session, repeat_disturbed=repeat_disturbed
@@ -169,7 +169,7 @@ def run_plan(
                 emit(ImageDone(result.task, store.append(*result)))
         session["complete"] = True
     finally:
-        session |= {"ended": stamp(), "gpus_at_end": devices.gpu_blocks()}
+        session |= {"ended": stamp(), "gpus_at_end": machine.gpu_blocks()}
         store.update_manifest(ended=session["ended"])
     failed: int = session["failed"]
     return failed
@@ -276,7 +276,7 @@ class Decoder:
         common = {
             "process": session["process"],
             "attempts": len(attempts),
-            **devices.device_columns(compute.device),
+            **machine.device_columns(compute.device),
         }
         for task in missing:
             png = images[task].png()
@@ -355,21 +355,6 @@ def decode_batch(
         )
         for prompt, image, picture in zip(prompts, decoded, pixels, strict=True)
     ]
-
-
-def compute_block(compute: Compute, compiled: bool) -> dict[str, Any]:
-    """Return what the manifest says of how this process decodes."""
-    device = (
-        torch.cuda.get_device_name(compute.device)
-        if compute.device.type == "cuda"
-        else compute.device.type
-    )
-    return {
-        "device": device,
-        "dtype": compute.dtype_name,
-        "threads": torch.get_num_threads(),
-        "compile": compiled,
-    }
 
 
 # ---- Images of a few prompts outside a run, for lantern-bench generate

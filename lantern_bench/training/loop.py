@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
-from lantern_bench.models.packed_linear import has_bfloat16
+from lantern_bench.devices.compute import has_bfloat16
 from lantern_bench.training.recipe import TrainSettings
 from lantern_bench.utils.clock import now
 from lantern_bench.utils.errors import RefusedError

@@ -48,23 +48,6 @@ def settle_garbage() -> None:
     atexit.register(gc.unfreeze)  # or what is collected at the end is reported as leaked
 
 
-def reset_peak_memory(device: torch.device) -> None:
-    """Start a new window for `peak_memory_bytes`."""
-    if device.type == "cuda":
-        import torch
-
-        torch.cuda.reset_peak_memory_stats(device)
-
-
-def peak_memory_bytes(device: torch.device) -> int | None:
-    """Most device memory in use since the last reset; None on a CPU, where it would be that of the process."""
-    if device.type != "cuda":
-        return None
-    import torch
-
-    return int(torch.cuda.max_memory_allocated(device))
-
-
 class Usage(NamedTuple):
     """Counters of the processor, or their change; None where the system has none."""
 

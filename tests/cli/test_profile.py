@@ -15,13 +15,13 @@ from lantern_bench.cli import main as cli
 from lantern_bench.cli import profile as cli_profile
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.experiment import load_experiment
+from lantern_bench.devices import threads
+from lantern_bench.devices.threads import Calibrated
 from lantern_bench.models import registry
 from lantern_bench.models.random_model import read_size
 from lantern_bench.profile import tree_search
 from lantern_bench.profile.tree_search import SEARCHED, describe, searched_lossless
 from lantern_bench.report.cost_model import STACKS, Setting, find_device, named_draft, step_seconds
-from lantern_bench.runs import threads
-from lantern_bench.runs.threads import Calibrated
 from lantern_bench.utils.progress import Note
 from tests.tiny_model import TinyModel
 

@@ -18,10 +18,10 @@ import pytest
 from lantern_bench.cli import main as cli
 from lantern_bench.cli.sweep import show_events
 from lantern_bench.console import Console
+from lantern_bench.devices.threads import Calibrated
 from lantern_bench.methods.tables import DRAFTINGS, MODES
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.runs.store import read_manifest, read_records
-from lantern_bench.runs.threads import Calibrated
 from lantern_bench.utils.errors import RefusedError
 
 SWEEP = ["sweep", "tiny.yaml", "--threads", "1"]

@@ -10,27 +10,27 @@ from pathlib import Path
 import pytest
 import torch
 
-from lantern_bench.runs import devices
+from lantern_bench.devices import machine
 
 
 def test_machine_block_is_complete_and_json() -> None:
-    block = json.loads(json.dumps(devices.machine_block()))
+    block = json.loads(json.dumps(machine.machine_block()))
     assert block["cpu"]["model"] and block["cpu"]["usable_cores"] >= 1
     assert block["cpu"]["torch_threads"] == torch.get_num_threads()
     assert block["memory_bytes"] > block["memory_available_bytes"] > 0
     assert block["versions"]["torch"] == torch.__version__.partition("+")[0]
-    assert set(block["versions"]) == set(devices.PACKAGES)
+    assert set(block["versions"]) == set(machine.PACKAGES)
 
 
 def test_machine_block_has_no_host_and_no_path() -> None:
-    text = json.dumps(devices.machine_block())
-    assert str(Path.home()) not in text and str(Path(devices.__file__).parent) not in text
-    assert "host" not in devices.machine_block()
+    text = json.dumps(machine.machine_block())
+    assert str(Path.home()) not in text and str(Path(machine.__file__).parent) not in text
+    assert "host" not in machine.machine_block()
     assert socket.gethostname() not in text
 
 
 def test_git_state_is_the_commit() -> None:
-    folder = Path(devices.__file__).parent
+    folder = Path(machine.__file__).parent
     asked = subprocess.run(
         ["git", "-C", str(folder), "ls-files", "devices.py"],
         capture_output=True,
@@ -41,14 +41,14 @@ def test_git_state_is_the_commit() -> None:
         ["git", "-C", str(folder), "rev-parse", "HEAD"], capture_output=True, text=True, check=False
     )
     expected = head.stdout.strip() if asked.stdout.strip() else None
-    assert devices.git_state()["commit"] == expected
+    assert machine.git_state()["commit"] == expected
 
 
 def test_git_state_is_none_outside_a_checkout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(devices, "__file__", str(tmp_path / "devices.py"))
-    assert devices.git_state() == {"commit": None, "dirty": None}
+    monkeypatch.setattr(machine, "__file__", str(tmp_path / "devices.py"))
+    assert machine.git_state() == {"commit": None, "dirty": None}
 
 
 def test_gpu_state_is_read_field_by_field(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,21 +58,21 @@ def test_gpu_state_is_read_field_by_field(monkeypatch: pytest.MonkeyPatch) -> No
         asked.append(command)
         return "580.1, 1980, 2619, 1980, 120.5, 700.0, 41, 0x0000000000000004"
 
-    monkeypatch.setattr(devices, "_output", answer)
-    state = devices._gpu_state("GPU-1")
+    monkeypatch.setattr(machine, "_output", answer)
+    state = machine._gpu_state("GPU-1")
     assert state["driver"] == "580.1" and state["throttle_reasons"] == "0x0000000000000004"
     assert "--id=GPU-1" in asked[0]
-    monkeypatch.setattr(devices, "_output", lambda _command: None)
-    assert set(devices._gpu_state("GPU-1").values()) == {None}
+    monkeypatch.setattr(machine, "_output", lambda _command: None)
+    assert set(machine._gpu_state("GPU-1").values()) == {None}
 
 
 def test_missing_or_failing_command_gives_none() -> None:
-    assert devices._output(["no-such-command-here"]) is None
-    assert devices._output(["git", "no-such-subcommand"]) is None
+    assert machine._output(["no-such-command-here"]) is None
+    assert machine._output(["git", "no-such-subcommand"]) is None
 
 
 @pytest.mark.gpu
 def test_a_gpu_is_described() -> None:
-    (first, *_others) = devices.gpu_blocks()
+    (first, *_others) = machine.gpu_blocks()
     assert first["name"] == torch.cuda.get_device_name(0)
     assert first["driver"] and first["clock_sm_mhz"]

@@ -23,6 +23,8 @@ from experiments.train_lanterns.tasks import CLIP_CONFIG, save_clip
 from lantern_bench.config.experiment import load_experiment
 from lantern_bench.config.plan import Prompt, make_plan
 from lantern_bench.config.protocols import PROTOCOLS, Protocol
+from lantern_bench.devices.compute import Compute
+from lantern_bench.devices.machine import key_fields
 from lantern_bench.methods.tables import METRICS
 from lantern_bench.metrics import features, image_scorers
 from lantern_bench.metrics.features import Reference, read_picture
@@ -32,7 +34,6 @@ from lantern_bench.models.lanterns import modules as classifier
 from lantern_bench.models.lanterns.modules import AttributeClassifier
 from lantern_bench.report.tables import write_tables
 from lantern_bench.runs import scoring
-from lantern_bench.runs.devices import Compute, key_fields
 from lantern_bench.runs.images import png_bytes
 from lantern_bench.runs.store import RunStore, read_records, read_scores
 from lantern_bench.schema import TABLES

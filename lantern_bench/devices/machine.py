@@ -13,20 +13,20 @@ import uuid
 from collections.abc import Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
 
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.experiment import Cell, ResolvedExperiment
-from lantern_bench.config.parse_experiment import DEVICE, DEVICES, DType, Settings
+from lantern_bench.config.parse_experiment import Settings
 from lantern_bench.decoding.compile import Engine, compiler_problem
 from lantern_bench.decoding.neighbours import Space
+from lantern_bench.devices.compute import Compute
 from lantern_bench.methods.tables import OUTSIDE_DRAFTINGS, OUTSIDE_RULES
 from lantern_bench.models.loaded_model import LoadedModel
-from lantern_bench.models.packed_linear import has_bfloat16, pack_for_decoding
-from lantern_bench.models.random_model import check_free
+from lantern_bench.models.packed_linear import pack_for_decoding
 from lantern_bench.models.registry import model_of
 from lantern_bench.models.transformer_config import TransformerConfig
 from lantern_bench.schema import SCHEMA_VERSION
@@ -35,48 +35,12 @@ from lantern_bench.utils.errors import RefusedError, UserError
 from lantern_bench.utils.files import cache_folder
 from lantern_bench.utils.progress import Note
 
+if TYPE_CHECKING:
+    import torch
+
+
 ENGINE_VERSION = "10"
 """Incremented when the tokens at a seed or the timing change; a run never mixes two versions."""
-
-
-class Compute(NamedTuple):
-    """The device of a process and the dtype of the models on it."""
-
-    device: torch.device
-    dtype: torch.dtype
-
-    @property
-    def dtype_name(self) -> str:
-        """The dtype as the flag writes it: `float32`."""
-        return str(self.dtype).removeprefix("torch.")
-
-
-def choose_compute(device: str = "auto", dtype: str = "auto", fast: bool = False) -> Compute:
-    """Resolve `auto`: CUDA if available; bfloat16 on CUDA and, if `fast`, on CPUs that have it; else float32.
-
-    Raises `UserError` for another word, `RefusedError` for a device that this machine lacks.
-    """
-    if re.match(DEVICE, device) is None:
-        raise UserError(f"--device {device}: {DEVICES}")
-    if dtype not in get_args(DType):
-        raise UserError(f"--dtype {dtype}: must be one of {', '.join(get_args(DType))}")
-    chosen = torch.device(
-        ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-    )
-    counts = {
-        "cpu": 1,
-        "cuda": torch.cuda.device_count(),
-        "mps": int(torch.backends.mps.is_available()),
-    }
-    if (chosen.index or 0) >= counts.get(chosen.type, 0):
-        raise RefusedError(
-            f"--device {device}: this machine has no such device",
-            "Leave it out, or give --device cpu.",
-        )
-    if dtype == "auto":
-        narrow = chosen.type == "cuda" or (fast and chosen.type == "cpu" and has_bfloat16(chosen))
-        dtype = "bfloat16" if narrow else "float32"
-    return Compute(chosen, getattr(torch, dtype))
 
 
 def load_models(experiment: ResolvedExperiment, compute: Compute) -> dict[str, LoadedModel]:
@@ -388,3 +352,48 @@ def _output(command: list[str]) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None
+
+
+def check_free(subject: str, needed: int, device: torch.device, advice: str | None = None) -> None:
+    """Raise `RefusedError` where less than `needed` bytes are free on a device."""
+    free = (
+        torch.cuda.mem_get_info(device)[0]
+        if device.type == "cuda"
+        else psutil.virtual_memory().available
+    )
+    if needed > free:
+        raise RefusedError(
+            f"{subject}: needs {needed / 1e9:,.1f} GB, and {free / 1e9:,.1f} GB are free", advice
+        )
+
+
+def compute_block(compute: Compute, compiled: bool) -> dict[str, Any]:
+    """Return what the manifest says of how this process decodes."""
+    device = (
+        torch.cuda.get_device_name(compute.device)
+        if compute.device.type == "cuda"
+        else compute.device.type
+    )
+    return {
+        "device": device,
+        "dtype": compute.dtype_name,
+        "threads": torch.get_num_threads(),
+        "compile": compiled,
+    }
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Start a new window for `peak_memory_bytes`."""
+    if device.type == "cuda":
+        import torch
+
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_memory_bytes(device: torch.device) -> int | None:
+    """Most device memory in use since the last reset; None on a CPU, where it would be that of the process."""
+    if device.type != "cuda":
+        return None
+    import torch
+
+    return int(torch.cuda.max_memory_allocated(device))

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from lantern_bench.config.decoding import Decoding
     from lantern_bench.models.loaded_model import LoadedModel
 
+
 # of GNU OpenMP: a waiting thread spins so often (microseconds), then sleeps
 _SPINS = ("GOMP_SPINCOUNT", "1000")
 # blocks timed for each number of threads, and their seconds

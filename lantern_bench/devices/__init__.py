@@ -1,0 +1,1 @@
+"""The machine: devices, dtypes, memory and threads. No models, no decoding."""
