@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.experiment import Cell, ResolvedExperiment
-from lantern_bench.config.plan import Prompt
 from lantern_bench.methods.tables import MODES, RULES, raise_if_refused
 from lantern_bench.models.registry import model_of
-from lantern_bench.prompts import load_prompts
+from lantern_bench.prompts.prompt import Prompt
+from lantern_bench.prompts.sets import load_prompts
 from lantern_bench.utils.errors import UserError
 from lantern_bench.utils.text import did_you_mean
 

@@ -18,13 +18,13 @@ from lantern_bench.certify import tables, whole_image
 from lantern_bench.certify.plan import CertificationPlan
 from lantern_bench.certify.tabular import g_tests, table_images, table_tokens
 from lantern_bench.certify.trials import Trial, audit_trials, certificate_trials, lossless_decodings
-from lantern_bench.config.plan import Prompt
 from lantern_bench.decoding.drafting import drafting_of
 from lantern_bench.decoding.loop import decode
 from lantern_bench.devices.compute import Compute, choose_compute
 from lantern_bench.devices.machine import load_models, package_versions
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.models.registry import model_of
+from lantern_bench.prompts.prompt import Prompt
 from lantern_bench.report.tables import frame, write_csv
 from lantern_bench.utils.clock import now
 from lantern_bench.utils.files import write_atomically

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lantern_bench.certify.tabular import generators
 from lantern_bench.config.decoding import Decoding
-from lantern_bench.config.plan import Prompt, record_seed
+from lantern_bench.config.plan import record_seed
 from lantern_bench.decoding.acceptance.rule import AcceptanceRule
 from lantern_bench.decoding.drafting.draft_method import DraftMethod
 from lantern_bench.decoding.loop import decode
@@ -28,6 +28,7 @@ from lantern_bench.decoding.sampling import broken_distributions, decoding_proba
 from lantern_bench.decoding.teacher_forcing import drafted_along, teacher_forced
 from lantern_bench.metrics.distance import sums_along
 from lantern_bench.models.loaded_model import LoadedModel
+from lantern_bench.prompts.prompt import Prompt
 from lantern_bench.report.distance import FeatureSums
 from lantern_bench.utils.errors import LogitsError
 

@@ -24,9 +24,10 @@ from lantern_bench.devices.threads import set_threads
 from lantern_bench.methods.tables import MODES
 from lantern_bench.models import hub
 from lantern_bench.models.io.model_file import is_model_file
-from lantern_bench.models.model import Model, class_prompt
+from lantern_bench.models.model import Model
 from lantern_bench.models.registry import model_of
 from lantern_bench.models.registry import models as all_models
+from lantern_bench.prompts.prompt import class_prompt
 from lantern_bench.runs.request import check_drafters
 from lantern_bench.utils.errors import RefusedError, UserError
 from lantern_bench.utils.files import check_writable

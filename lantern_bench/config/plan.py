@@ -8,13 +8,13 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, replace
 from itertools import groupby, islice
 from operator import itemgetter
 from typing import TypeAlias
 
 from lantern_bench.config.experiment import Cell, ResolvedExperiment
+from lantern_bench.prompts.prompt import Prompt
 from lantern_bench.utils.errors import RefusedError, UserError
 
 MOST_IMAGES = 1_000_000
@@ -33,19 +33,6 @@ def order_key(run_seed: int, prompt_id: str, repeat: int, cell_id: str) -> int:
 
 def _hash63(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """A prompt; its id depends on its text alone, so that lists may be reordered and extended."""
-
-    text: str
-    source: str = field(default="", compare=False)  # what its set calls it, such as coco:391895
-
-    @cached_property
-    def id(self) -> str:
-        """12 hex digits of a hash of the text."""
-        return hashlib.blake2b(self.text.encode(), digest_size=6).hexdigest()
 
 
 ImageKey: TypeAlias = tuple[str, str, int]  # cell id, prompt id and repeat of an image

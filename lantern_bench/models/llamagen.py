@@ -12,14 +12,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lantern_bench.models import hub
-from lantern_bench.models.model import (
-    CheckpointModel,
-    Published,
-    class_number,
-    layout_of,
-    some_classes,
-)
+from lantern_bench.models.model import CheckpointModel, Published, layout_of
 from lantern_bench.models.transformer_config import TransformerConfig, llama_sizes, read_sizes
+from lantern_bench.prompts.prompt import class_number, some_classes
 from lantern_bench.utils.errors import UserError
 
 if TYPE_CHECKING:

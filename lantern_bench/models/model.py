@@ -24,17 +24,7 @@ if TYPE_CHECKING:
     from lantern_bench.models.io.state_dict import KeyMap
     from lantern_bench.models.loaded_model import LoadedModel, Prompts
     from lantern_bench.models.target import TransformerTarget
-
-CAPTIONS = (
-    "a red paper lantern hanging over a wooden door at night",
-    "a bowl of ripe oranges on a blue table",
-    "an old fishing boat on a calm lake at sunrise",
-    "a small dog asleep on a green sofa",
-    "a steam train crossing a stone bridge in the mountains",
-    "a street market in the rain, seen from above",
-    "a glass jar full of buttons beside a sewing machine",
-    "a lighthouse on a cliff under heavy clouds",
-)
+from lantern_bench.prompts.prompt import CAPTIONS
 
 
 class Model(ABC):
@@ -79,42 +69,6 @@ class Model(ABC):
     def with_random_weights(self) -> LoadedModel | None:
         """Return the model on the meta device, without weights; None where only its files tell its architecture."""
         return None
-
-
-# ---- Classes as prompts: `class 207: golden retriever`
-
-_CLASSES = (207, 360, 387, 974, 88, 979, 417, 279)
-
-
-def some_classes(classes: int) -> tuple[str, ...]:
-    """Return default prompts of a model with so many classes: some of ImageNet's, or its first ones."""
-    numbers = [number for number in _CLASSES if number < classes] or range(
-        min(classes, len(_CLASSES))
-    )
-    return tuple(class_prompt(number) for number in numbers)
-
-
-def class_prompt(number: int, name: str = "") -> str:
-    """Return the prompt of a class: `class 207`, or `class 207: golden retriever`; the name is for people and CLIP."""
-    return f"class {number}: {name}" if name else f"class {number}"
-
-
-def class_number(text: str, classes: int) -> int:
-    """Return the class of a prompt: `207`, `class 207` or `class 207: name`; raises `UserError` for any other text."""
-    match = re.fullmatch(
-        r"(?:class\s+)?(\d{1,9})(?:\s*:.*)?", text.strip(), flags=re.IGNORECASE | re.DOTALL
-    )
-    if match is None:
-        raise UserError(
-            f"{text!r} is not a class",
-            f"Give a number from 0 to {classes - 1}, or `class 207: its name`.",
-        )
-    if int(match[1]) >= classes:
-        raise UserError(
-            f"class {match[1]}: there are {classes} classes",
-            f"Give a number from 0 to {classes - 1}.",
-        )
-    return int(match[1])
 
 
 # ---- Models of published checkpoints

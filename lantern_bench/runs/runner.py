@@ -12,7 +12,7 @@ import psutil
 import torch
 
 from lantern_bench.config.experiment import Cell, ResolvedExperiment
-from lantern_bench.config.plan import ImageKey, ImageTask, Plan, Prompt, record_seed
+from lantern_bench.config.plan import ImageKey, ImageTask, Plan, record_seed
 from lantern_bench.decoding.loop import Decoded, decode, drafter_and_rule
 from lantern_bench.decoding.step import sampling_key
 from lantern_bench.devices import compute as compute_module
@@ -26,6 +26,7 @@ from lantern_bench.devices.machine import (
 )
 from lantern_bench.devices.threads import DISTURBED, set_fastest_threads, set_threads
 from lantern_bench.models.loaded_model import LoadedModel, NoPixels
+from lantern_bench.prompts.prompt import Prompt
 from lantern_bench.runs.events import ImageDone, Started
 from lantern_bench.runs.images import DecodedImage, label, png_bytes
 from lantern_bench.runs.request import Request

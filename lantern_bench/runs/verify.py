@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from lantern_bench.config.experiment import load_experiment
 from lantern_bench.config.plan import ImageTask, Plan, Shard, make_plan
 from lantern_bench.models.registry import defaults_of, model_of
-from lantern_bench.prompts import load_prompts
+from lantern_bench.prompts.sets import load_prompts
 from lantern_bench.runs.records import read_lines, record_key
 from lantern_bench.runs.store import (
     PICTURES_LEFT_OUT,

@@ -30,7 +30,8 @@ from lantern_bench.models.loaded_model import LoadedModel, transformer_of
 from lantern_bench.models.model import Model
 from lantern_bench.models.registry import model_of
 from lantern_bench.models.target import CachedTarget
-from lantern_bench.prompts import load_prompts, read_captioned
+from lantern_bench.prompts.prompt_files import read_captioned
+from lantern_bench.prompts.sets import load_prompts
 from lantern_bench.training.loop import (
     OnEvent,
     Processes,

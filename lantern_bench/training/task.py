@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from lantern_bench.config.decoding import Decoding
-from lantern_bench.config.plan import Prompt, record_seed
+from lantern_bench.config.plan import record_seed
 from lantern_bench.decoding.loop import Decoded, decode
 from lantern_bench.decoding.sampling import decoding_probabilities, guide
 from lantern_bench.models.eagle import EagleDrafter
@@ -38,6 +38,7 @@ from lantern_bench.models.target import (
     prompt_rows,
     visible_rows,
 )
+from lantern_bench.prompts.prompt import Prompt
 from lantern_bench.training.loop import SINGLE, Processes, Task
 from lantern_bench.training.recipe import DrafterRecipe
 from lantern_bench.utils.errors import RefusedError, UserError

@@ -12,10 +12,10 @@ from torch import Tensor
 from lantern_bench.certify.tables import identity_row
 from lantern_bench.certify.whole_image import NEAR_TIE, greedy_differences
 from lantern_bench.config.decoding import Decoding
-from lantern_bench.config.plan import Prompt
 from lantern_bench.decoding.protocol import Logits
 from lantern_bench.models.lanterns import HELD_OUT, Lanterns
 from lantern_bench.models.loaded_model import LoadedModel
+from lantern_bench.prompts.prompt import Prompt
 from tests.decoding.mistakes import step_mistakes
 from tests.tiny_model import PROMPTS, TinyModel, TinySession, TinyTarget
 

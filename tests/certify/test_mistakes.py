@@ -10,8 +10,8 @@ from lantern_bench.certify.tabular import g_tests, table_images, table_model
 from lantern_bench.certify.trials import TABLE_IMAGES, table_decodings
 from lantern_bench.certify.whole_image import TESTS, decoded_evidence, p_values
 from lantern_bench.config.decoding import Decoding
-from lantern_bench.config.plan import Prompt
 from lantern_bench.models.registry import model_of
+from lantern_bench.prompts.prompt import Prompt
 from tests.certify.power import OF_MODEL, SETTINGS
 from tests.decoding.mistakes import mistakes_of, step_mistakes
 from tests.decoding.test_engine import Small, decoded

@@ -22,9 +22,9 @@ from lantern_bench.certify.whole_image import (
     p_values,
 )
 from lantern_bench.config.decoding import Decoding
-from lantern_bench.config.plan import Prompt
 from lantern_bench.decoding.sampling import decoding_probabilities
 from lantern_bench.models.loaded_model import LoadedModel
+from lantern_bench.prompts.prompt import Prompt
 from lantern_bench.utils.errors import LogitsError
 from tests.decoding.mistakes import rule_mistakes, step_mistakes
 from tests.tiny_model import CODES, PROMPTS, TOKENS, TinyModel

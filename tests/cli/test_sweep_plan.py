@@ -145,8 +145,8 @@ def test_plan_counts_finished_images_and_estimates_time(capsys, here):
         == 0
     )
     capsys.readouterr()
-    from lantern_bench.config.plan import Prompt
     from lantern_bench.models.lanterns import HELD_OUT
+    from lantern_bench.prompts.prompt import Prompt
 
     key = {"prompt_id": Prompt(HELD_OUT[0].caption()).id, "repeat": 0}
     row = {

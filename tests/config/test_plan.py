@@ -18,13 +18,13 @@ from lantern_bench.config.parse_experiment import Overrides
 from lantern_bench.config.plan import (
     ImageTask,
     Plan,
-    Prompt,
     Shard,
     make_plan,
     order_key,
     parse_shard,
     record_seed,
 )
+from lantern_bench.prompts.prompt import Prompt
 from lantern_bench.utils.errors import UserError
 
 PROMPTS = [Prompt("one red lantern"), Prompt("two"), Prompt("three")]

@@ -8,9 +8,8 @@ from typing import ClassVar
 
 import pytest
 
-from lantern_bench.config.plan import Prompt
-from lantern_bench.models.model import class_number, class_prompt
-from lantern_bench.prompts import describe_prompts, load_prompts
+from lantern_bench.prompts.prompt import Prompt, class_number, class_prompt
+from lantern_bench.prompts.sets import describe_prompts, load_prompts
 from lantern_bench.utils.errors import UserError
 from tests.tiny_model import PROMPTS
 

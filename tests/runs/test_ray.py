@@ -22,8 +22,9 @@ import pytest
 
 from lantern_bench.config.experiment import load_experiment
 from lantern_bench.config.parse_experiment import Overrides
-from lantern_bench.config.plan import Plan, Prompt, make_plan
+from lantern_bench.config.plan import Plan, make_plan
 from lantern_bench.models import registry
+from lantern_bench.prompts.prompt import Prompt
 from lantern_bench.runs import ray_engine
 from lantern_bench.runs.ray_engine import DeviceSlot, missing_of, shards_of, slots_of
 from lantern_bench.runs.request import prepare

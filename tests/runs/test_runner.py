@@ -18,12 +18,13 @@ import torch
 
 from lantern_bench.config.experiment import ResolvedExperiment, load_experiment
 from lantern_bench.config.parse_experiment import Overrides
-from lantern_bench.config.plan import Plan, Prompt, make_plan
+from lantern_bench.config.plan import Plan, make_plan
 from lantern_bench.decoding.trace import ImageTrace
 from lantern_bench.devices.compute import Compute, choose_compute
 from lantern_bench.devices.machine import key_fields
 from lantern_bench.methods.parameters import SAMPLING
 from lantern_bench.methods.tables import PARAMETERS
+from lantern_bench.prompts.prompt import Prompt
 from lantern_bench.runs import runner
 from lantern_bench.runs.events import ImageDone
 from lantern_bench.runs.images import DecodedImage

@@ -21,7 +21,7 @@ from experiments.train_lanterns.recipe import write_weights
 from experiments.train_lanterns.scenes import render
 from experiments.train_lanterns.tasks import CLIP_CONFIG, save_clip
 from lantern_bench.config.experiment import load_experiment
-from lantern_bench.config.plan import Prompt, make_plan
+from lantern_bench.config.plan import make_plan
 from lantern_bench.config.protocols import PROTOCOLS, Protocol
 from lantern_bench.devices.compute import Compute
 from lantern_bench.devices.machine import key_fields
@@ -32,6 +32,7 @@ from lantern_bench.models import registry
 from lantern_bench.models.lanterns import HELD_OUT
 from lantern_bench.models.lanterns import modules as classifier
 from lantern_bench.models.lanterns.modules import AttributeClassifier
+from lantern_bench.prompts.prompt import Prompt
 from lantern_bench.report.tables import write_tables
 from lantern_bench.runs import scoring
 from lantern_bench.runs.images import png_bytes

@@ -25,7 +25,8 @@ from lantern_bench.config.experiment import load_experiment, shipped_experiments
 from lantern_bench.config.parse_experiment import Settings
 from lantern_bench.methods.tables import MODES, PARAMETERS, RULES, has_parameter
 from lantern_bench.models.io.model_file import read_model_file
-from lantern_bench.prompts import SUFFIXES, load_prompts
+from lantern_bench.prompts.prompt_files import SUFFIXES
+from lantern_bench.prompts.sets import load_prompts
 from lantern_bench.runs.store import done_images, read_records, read_scores
 from lantern_bench.schema import columns
 from lantern_bench.utils.errors import LanternError

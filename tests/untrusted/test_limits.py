@@ -14,14 +14,16 @@ import tokenizers
 from lantern_bench.cli import main as cli
 from lantern_bench.config.experiment import MOST_CELLS, load_experiment
 from lantern_bench.config.parse_experiment import Overrides
-from lantern_bench.config.plan import Prompt, make_plan
+from lantern_bench.config.plan import make_plan
 from lantern_bench.console import Console
 from lantern_bench.devices.compute import choose_compute
 from lantern_bench.devices.machine import load_models
 from lantern_bench.models import registry
 from lantern_bench.models.io.model_file import read_model_file
 from lantern_bench.models.word_model import _tokens_in
-from lantern_bench.prompts import load_prompts, read_captioned
+from lantern_bench.prompts.prompt import Prompt
+from lantern_bench.prompts.prompt_files import read_captioned
+from lantern_bench.prompts.sets import load_prompts
 from lantern_bench.report.page import render
 from lantern_bench.report.records import load_runs
 from lantern_bench.report.tables import write_csv

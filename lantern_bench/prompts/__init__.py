@@ -1,0 +1,1 @@
+"""Prompts and prompt sets. No torch."""
