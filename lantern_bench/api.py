@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from lantern_bench.config.experiment import load_experiment
-from lantern_bench.config.parse_experiment import Overrides
+from lantern_bench.config.settings import Overrides
 from lantern_bench.models import registry
 from lantern_bench.report.format_tables import readable
 from lantern_bench.report.records import load_runs

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lantern_bench.config.parse_experiment import Overrides
 from lantern_bench.config.plan import ImageTask
+from lantern_bench.config.settings import Overrides
 from lantern_bench.devices.compute import choose_compute
 from lantern_bench.devices.machine import key_fields, load_models
 from lantern_bench.models import registry

@@ -308,7 +308,8 @@ def experiments(ctx: typer.Context, format: FormatOption = None) -> None:
     import pandas as pd
 
     from lantern_bench.config.experiment import shipped_experiments
-    from lantern_bench.config.parse_experiment import ExperimentReader, Overrides
+    from lantern_bench.config.experiment_file import ExperimentReader
+    from lantern_bench.config.settings import Overrides
     from lantern_bench.utils.yaml_file import read_source
 
     console: Console = ctx.obj

@@ -283,7 +283,7 @@ def resolve_cells(
 ) -> ResolvedExperiment:
     """Resolve the flags of a command with these cells; a relaxed rule without a bound gets its example."""
     from lantern_bench.config.experiment import load_experiment
-    from lantern_bench.config.parse_experiment import Overrides
+    from lantern_bench.config.settings import Overrides
     from lantern_bench.models.registry import defaults_of, model_of
     from lantern_bench.runs.request import check_sizes
     from lantern_bench.utils.yaml_file import Source

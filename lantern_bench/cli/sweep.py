@@ -20,8 +20,8 @@ from lantern_bench.cli.options import (
     SettingsOption,
     with_flags,
 )
-from lantern_bench.config.parse_experiment import Overrides
 from lantern_bench.config.protocols import PROTOCOLS
+from lantern_bench.config.settings import Overrides
 from lantern_bench.console import Console, Progress, duration
 from lantern_bench.devices.threads import QUIET_ADVICE
 from lantern_bench.runs import store

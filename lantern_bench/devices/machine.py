@@ -20,7 +20,7 @@ import torch
 
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.experiment import Cell, ResolvedExperiment
-from lantern_bench.config.parse_experiment import Settings
+from lantern_bench.config.settings import Settings
 from lantern_bench.decoding.compile import Engine, compiler_problem
 from lantern_bench.decoding.neighbours import Space
 from lantern_bench.devices.compute import Compute

@@ -6,12 +6,8 @@ import hashlib
 import re
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 from lantern_bench.utils.errors import UserError
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lantern_bench.config.experiment import ResolvedExperiment, load_experiment, shipped_experiments
-from lantern_bench.config.parse_experiment import Overrides
+from lantern_bench.config.settings import Overrides
 from lantern_bench.models import registry
 from lantern_bench.utils.errors import UserError
 

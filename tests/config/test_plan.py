@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lantern_bench.config.experiment import load_experiment
-from lantern_bench.config.parse_experiment import Overrides
 from lantern_bench.config.plan import (
     ImageTask,
     Plan,
@@ -24,6 +23,7 @@ from lantern_bench.config.plan import (
     parse_shard,
     record_seed,
 )
+from lantern_bench.config.settings import Overrides
 from lantern_bench.prompts.prompt import Prompt
 from lantern_bench.utils.errors import UserError
 

@@ -11,7 +11,7 @@ import torch
 
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.experiment import load_experiment
-from lantern_bench.config.parse_experiment import Overrides
+from lantern_bench.config.settings import Overrides
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.profile import steps
 from lantern_bench.profile.steps import StepCost

@@ -21,8 +21,8 @@ from typing import Any
 import pytest
 
 from lantern_bench.config.experiment import load_experiment
-from lantern_bench.config.parse_experiment import Overrides
 from lantern_bench.config.plan import Plan, make_plan
+from lantern_bench.config.settings import Overrides
 from lantern_bench.models import registry
 from lantern_bench.prompts.prompt import Prompt
 from lantern_bench.runs import ray_engine

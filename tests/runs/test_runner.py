@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from lantern_bench.config.experiment import ResolvedExperiment, load_experiment
-from lantern_bench.config.parse_experiment import Overrides
 from lantern_bench.config.plan import Plan, make_plan
+from lantern_bench.config.settings import Overrides
 from lantern_bench.decoding.trace import ImageTrace
 from lantern_bench.devices.compute import Compute, choose_compute
 from lantern_bench.devices.machine import key_fields

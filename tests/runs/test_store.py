@@ -18,8 +18,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lantern_bench.config.experiment import ResolvedExperiment, load_experiment
-from lantern_bench.config.parse_experiment import Overrides
 from lantern_bench.config.plan import ImageTask, Plan, make_plan
+from lantern_bench.config.settings import Overrides
 from lantern_bench.prompts.prompt import Prompt
 from lantern_bench.runs.records import record_key, rows_of
 from lantern_bench.runs.store import (

@@ -13,8 +13,8 @@ import tokenizers
 
 from lantern_bench.cli import main as cli
 from lantern_bench.config.experiment import MOST_CELLS, load_experiment
-from lantern_bench.config.parse_experiment import Overrides
 from lantern_bench.config.plan import make_plan
+from lantern_bench.config.settings import Overrides
 from lantern_bench.console import Console
 from lantern_bench.devices.compute import choose_compute
 from lantern_bench.devices.machine import load_models
