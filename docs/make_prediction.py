@@ -17,8 +17,8 @@ from typing import Any
 
 import pandas as pd
 
+from lantern_bench.models.networks.transformer_config import TransformerConfig
 from lantern_bench.models.registry import model_of
-from lantern_bench.models.transformer_config import TransformerConfig
 from lantern_bench.report.cost_model import (
     STACKS,
     Device,

@@ -294,7 +294,7 @@ def load_model(
     unknown model or a malformed file, `RefusedError` for missing weights or devices.
     """
     from lantern_bench.devices.compute import choose_compute
-    from lantern_bench.devices.machine import set_space
+    from lantern_bench.models.load import set_space
 
     compute = choose_compute(device, dtype)
     model = registry.model_of(name).load(compute.device, compute.dtype)

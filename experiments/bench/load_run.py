@@ -13,8 +13,9 @@ from torch import Tensor
 from lantern_bench.config.plan import ImageTask
 from lantern_bench.config.settings import Overrides
 from lantern_bench.devices.compute import choose_compute
-from lantern_bench.devices.machine import key_fields, load_models
+from lantern_bench.devices.machine import key_fields
 from lantern_bench.models import registry
+from lantern_bench.models.load import load_models
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.runs.records import line_of, record_key
 from lantern_bench.runs.request import Request, prepare

@@ -22,10 +22,11 @@ from lantern_bench.config.decoding import Decoding
 from lantern_bench.console import Console
 from lantern_bench.decoding.loop import decode
 from lantern_bench.devices.compute import choose_compute
-from lantern_bench.devices.machine import compile_models
 from lantern_bench.devices.threads import set_threads
 from lantern_bench.methods.trees import STATIC_TREES
-from lantern_bench.models.lanterns import GUIDANCE, HELD_OUT, Lanterns
+from lantern_bench.models.families.lanterns.description import GUIDANCE, HELD_OUT
+from lantern_bench.models.families.lanterns.family import Lanterns
+from lantern_bench.models.load import compile_models
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.models.random_model import random_model_of_size, read_size
 from lantern_bench.profile.steps import forward_ms

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from experiments.bench.plain_network import PlainDrafter, PlainTarget
-from lantern_bench.models.target import Condition
+from lantern_bench.models.networks.conditions import Condition
 from lantern_bench.utils.clock import now
 
 Path = tuple[int, ...]

@@ -23,22 +23,22 @@ from lantern_bench.decoding.loop import decode
 from lantern_bench.decoding.sampling import guide
 from lantern_bench.decoding.teacher_forcing import Forced, drafter_logits_along, teacher_forced
 from lantern_bench.decoding.trace import ImageTrace
-from lantern_bench.models.lanterns import (
+from lantern_bench.models.families.lanterns.description import (
     FILES,
     GUIDANCE,
     HELD_OUT,
     Attributes,
-    Lanterns,
     attributes_of,
 )
-from lantern_bench.models.lanterns.modules import (
+from lantern_bench.models.families.lanterns.family import Lanterns
+from lantern_bench.models.families.lanterns.modules import (
     AttributeClassifier,
     load_classifier,
     load_tokenizer,
     prompt_accuracy,
 )
 from lantern_bench.models.loaded_model import LoadedModel
-from lantern_bench.models.vq import VQModel
+from lantern_bench.models.networks.vq import VQModel
 from lantern_bench.training.run import Observations
 from lantern_bench.utils.errors import RefusedError
 from lantern_bench.utils.progress import OnProgress, no_progress

@@ -27,11 +27,16 @@ from experiments.train_lanterns.scenes import SceneSet, scene_set
 from lantern_bench import __version__
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.metrics.features import Extractor, features_of
-from lantern_bench.models.eagle import EagleDrafter, untrained_drafter
-from lantern_bench.models.lanterns import FILES, GUIDANCE, HELD_OUT, TRAIN
-from lantern_bench.models.lanterns.modules import TOKENIZER_CONFIG, load_tokenizer, new_target
-from lantern_bench.models.target import Condition, TransformerTarget
-from lantern_bench.models.vq import VQModel
+from lantern_bench.models.families.lanterns.description import FILES, GUIDANCE, HELD_OUT, TRAIN
+from lantern_bench.models.families.lanterns.modules import (
+    TOKENIZER_CONFIG,
+    load_tokenizer,
+    new_target,
+)
+from lantern_bench.models.networks.conditions import Condition
+from lantern_bench.models.networks.eagle import EagleDrafter, untrained_drafter
+from lantern_bench.models.networks.target import TransformerTarget
+from lantern_bench.models.networks.vq import VQModel
 from lantern_bench.training.loop import OnEvent, TrainReport, train
 from lantern_bench.training.recipe import RECIPES, Device, StrictSettings, TrainSettings
 from lantern_bench.training.task import DrafterTask, Sequences

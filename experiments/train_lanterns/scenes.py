@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from lantern_bench.models.lanterns import Attributes
+from lantern_bench.models.families.lanterns.description import Attributes
 
 SIZE = 64
 _SUPERSAMPLE = 2

@@ -27,14 +27,21 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from experiments.train_lanterns.scenes import SceneSet, degrade, render
 from lantern_bench.decoding.sampling import guide
 from lantern_bench.devices.compute import has_bfloat16
-from lantern_bench.models.lanterns import ALL_ATTRIBUTES, FIELDS, GUIDANCE, HELD_OUT, Attributes
-from lantern_bench.models.lanterns.modules import (
+from lantern_bench.models.families.lanterns.description import (
+    ALL_ATTRIBUTES,
+    FIELDS,
+    GUIDANCE,
+    HELD_OUT,
+    Attributes,
+)
+from lantern_bench.models.families.lanterns.modules import (
     AttributeClassifier,
     caption_condition,
     prompt_accuracy,
 )
-from lantern_bench.models.target import Condition, TransformerTarget
-from lantern_bench.models.vq import VQModel
+from lantern_bench.models.networks.conditions import Condition
+from lantern_bench.models.networks.target import TransformerTarget
+from lantern_bench.models.networks.vq import VQModel
 from lantern_bench.training.loop import Task
 from lantern_bench.training.task import target_features
 

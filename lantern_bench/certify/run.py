@@ -21,7 +21,8 @@ from lantern_bench.certify.trials import Trial, audit_trials, certificate_trials
 from lantern_bench.decoding.drafting import drafting_of
 from lantern_bench.decoding.loop import decode
 from lantern_bench.devices.compute import Compute, choose_compute
-from lantern_bench.devices.machine import load_models, package_versions
+from lantern_bench.devices.machine import package_versions
+from lantern_bench.models.load import load_models
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.models.registry import model_of
 from lantern_bench.prompts.prompt import Prompt

@@ -260,7 +260,7 @@ def certify(
     from lantern_bench.certify.run import Certification
     from lantern_bench.certify.tables import LEVEL, failures
     from lantern_bench.console import duration
-    from lantern_bench.devices.machine import compile_models
+    from lantern_bench.models.load import compile_models
     from lantern_bench.report.tables import frame
 
     certification = Certification(plan)

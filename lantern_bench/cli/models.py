@@ -22,9 +22,9 @@ from lantern_bench.cli.options import (
 from lantern_bench.console import Console
 from lantern_bench.devices.threads import set_threads
 from lantern_bench.methods.tables import MODES
-from lantern_bench.models import hub
-from lantern_bench.models.io.model_file import is_model_file
+from lantern_bench.models.checkpoints import hub
 from lantern_bench.models.model import Model
+from lantern_bench.models.model_file import is_model_file
 from lantern_bench.models.registry import model_of
 from lantern_bench.models.registry import models as all_models
 from lantern_bench.prompts.prompt import class_prompt
@@ -214,8 +214,8 @@ def generate(
 
     from lantern_bench.decoding.loop import drafter_and_rule
     from lantern_bench.devices.compute import choose_compute
-    from lantern_bench.devices.machine import compile_models, load_models
     from lantern_bench.metrics.distance import token_sums
+    from lantern_bench.models.load import compile_models, load_models
     from lantern_bench.models.loaded_model import NoPixels
     from lantern_bench.models.random_model import random_model
     from lantern_bench.report.distance import distance_of_image

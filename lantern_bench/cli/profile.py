@@ -99,7 +99,7 @@ def profile(
     import pandas as pd
 
     from lantern_bench.devices.compute import choose_compute
-    from lantern_bench.devices.machine import check_loaded, compile_models
+    from lantern_bench.models.load import check_loaded, compile_models
     from lantern_bench.profile import steps as profiling
 
     trees = (

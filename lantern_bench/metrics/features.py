@@ -24,10 +24,10 @@ from torch import Tensor
 from torch_fidelity.utils import create_feature_extractor
 
 from lantern_bench.config.protocols import EMBEDDED, Preparation, Protocol
-from lantern_bench.models.hub import WEIGHTS_VARIABLE
-from lantern_bench.models.io.checkpoint import open_checkpoint
-from lantern_bench.models.lanterns import WEIGHTS_FOLDER
-from lantern_bench.models.lanterns import modules as classifier
+from lantern_bench.models.checkpoints.checkpoint import open_checkpoint
+from lantern_bench.models.checkpoints.hub import WEIGHTS_VARIABLE
+from lantern_bench.models.families.lanterns import modules as classifier
+from lantern_bench.models.families.lanterns.description import WEIGHTS_FOLDER
 from lantern_bench.utils import files
 from lantern_bench.utils.errors import RefusedError, UserError
 

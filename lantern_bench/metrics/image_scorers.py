@@ -22,10 +22,10 @@ from torch import Tensor
 
 from lantern_bench.config.protocols import Protocol
 from lantern_bench.metrics import features
-from lantern_bench.models.io.checkpoint import open_checkpoint
-from lantern_bench.models.lanterns import WEIGHTS_FOLDER, attributes_of
-from lantern_bench.models.lanterns import modules as classifier
-from lantern_bench.models.lanterns.modules import AttributeClassifier
+from lantern_bench.models.checkpoints.checkpoint import open_checkpoint
+from lantern_bench.models.families.lanterns import modules as classifier
+from lantern_bench.models.families.lanterns.description import WEIGHTS_FOLDER, attributes_of
+from lantern_bench.models.families.lanterns.modules import AttributeClassifier
 from lantern_bench.utils.errors import RefusedError, UserError
 from lantern_bench.utils.files import read_json, remembered_sha256
 

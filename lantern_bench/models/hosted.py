@@ -17,18 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from lantern_bench.decoding.neighbours import Space
-from lantern_bench.models.io.model_file import PythonModel
 from lantern_bench.models.loaded_model import LoadedModel, to_bytes
-from lantern_bench.models.target import (
-    CachedTarget,
-    Condition,
-    force_line_ends,
-    prompt_condition,
-    prompt_rows,
-    without_line_ends,
-)
-from lantern_bench.models.transformer import KVCache
-from lantern_bench.models.transformer_config import TransformerConfig
+from lantern_bench.models.model_file import PythonModel
+from lantern_bench.models.networks.conditions import Condition, prompt_condition, prompt_rows
+from lantern_bench.models.networks.kv_cache import KVCache
+from lantern_bench.models.networks.target import CachedTarget, force_line_ends, without_line_ends
+from lantern_bench.models.networks.transformer_config import TransformerConfig
 from lantern_bench.utils.errors import UserError
 from lantern_bench.utils.files import file_sha256, hash_of
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,8 +14,9 @@ from lantern_bench.decoding.compile import Engine
 from lantern_bench.decoding.neighbours import Space, in_space, nearest_codes
 from lantern_bench.decoding.protocol import Drafter, PixelDecoder, Target
 from lantern_bench.methods.parameters import NeighbourMetric
-from lantern_bench.models.target import CachedTarget, with_line_ends, without_line_ends
-from lantern_bench.models.vq import VQModel
+from lantern_bench.models.networks.conditions import Prompts
+from lantern_bench.models.networks.target import CachedTarget, with_line_ends, without_line_ends
+from lantern_bench.models.networks.vq import VQModel
 from lantern_bench.utils.errors import RefusedError, UserError
 
 
@@ -153,14 +154,6 @@ class LoadedModel:
             )
             self._tables[metric] = nearest_codes(rows, columns, metric=metric)
         return self._tables[metric]
-
-
-class Prompts(NamedTuple):
-    """How a model takes prompts: fields of `LoadedModel`, and the hash of its text encoder, if it has one."""
-
-    condition: Callable[[Sequence[str]], Any]
-    prepare: Callable[[Sequence[str]], Iterator[tuple[int, int]]] = lambda _prompts: iter(())
-    sha256: str | None = None
 
 
 def assemble(

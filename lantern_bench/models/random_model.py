@@ -10,11 +10,12 @@ import torch
 from torch import nn
 
 from lantern_bench.devices.machine import check_free
-from lantern_bench.models.eagle import build_drafter
-from lantern_bench.models.loaded_model import LoadedModel, Prompts, VQPixels, assemble
+from lantern_bench.models.loaded_model import LoadedModel, VQPixels, assemble
+from lantern_bench.models.networks.conditions import ClassLabel, Condition, Prompts
+from lantern_bench.models.networks.eagle import build_drafter
+from lantern_bench.models.networks.target import TransformerTarget
+from lantern_bench.models.networks.transformer_config import MOST, TransformerConfig
 from lantern_bench.models.registry import model_of
-from lantern_bench.models.target import ClassLabel, Condition, TransformerTarget
-from lantern_bench.models.transformer_config import MOST, TransformerConfig
 from lantern_bench.utils.errors import UserError
 
 _LONGEST = 1024

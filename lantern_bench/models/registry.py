@@ -11,17 +11,19 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lantern_bench.models.chameleon import Chameleon, Lumina, Lumina2
-from lantern_bench.models.io.model_file import (
+from lantern_bench.models.checkpoint_model import CheckpointModel
+from lantern_bench.models.families.chameleon import Chameleon, Lumina, Lumina2
+from lantern_bench.models.families.emu3 import Emu3
+from lantern_bench.models.families.janus import Janus
+from lantern_bench.models.families.lanterns.family import Lanterns
+from lantern_bench.models.families.llamagen import ClassToImage, TextToImage
+from lantern_bench.models.model import Model
+from lantern_bench.models.model_file import (
     ExternalDrafter,
     PythonModel,
     is_model_file,
     read_model_file,
 )
-from lantern_bench.models.janus_and_emu3 import Emu3, Janus
-from lantern_bench.models.lanterns import Lanterns
-from lantern_bench.models.llamagen import ClassToImage, TextToImage
-from lantern_bench.models.model import CheckpointModel, Model
 from lantern_bench.utils.errors import RefusedError, UserError
 from lantern_bench.utils.text import did_you_mean
 
@@ -153,7 +155,7 @@ class _WithDrafter(Model):
         return {**self.model.files(), "drafter": self.file.drafter.path}
 
     def load(self, device: torch.device, dtype: torch.dtype) -> LoadedModel:
-        from lantern_bench.models.eagle import drafter_files, load_drafter
+        from lantern_bench.models.checkpoints.drafter_files import drafter_files, load_drafter
         from lantern_bench.models.loaded_model import transformer_of
         from lantern_bench.utils.files import hash_of
 

@@ -31,10 +31,10 @@ from lantern_bench.devices.names import device_in_words
 from lantern_bench.methods.parameters import Values
 from lantern_bench.methods.tables import DRAFTINGS
 from lantern_bench.models.loaded_model import LoadedModel
-from lantern_bench.models.packed_linear import weight_bytes, weight_count
+from lantern_bench.models.networks.packed_linear import weight_bytes, weight_count
+from lantern_bench.models.networks.target import TransformerTarget
 from lantern_bench.models.random_model import random_model, random_model_of_size, read_size
 from lantern_bench.models.registry import model_of
-from lantern_bench.models.target import TransformerTarget
 from lantern_bench.report.cost_model import Setting, fit_device, named_draft, step_samples
 from lantern_bench.report.curves import save_figure
 from lantern_bench.report.tables import write_csv

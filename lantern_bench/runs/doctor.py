@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 import psutil
 
-from lantern_bench.models.hub import PARTS, local_path
+from lantern_bench.models.checkpoints.hub import PARTS, local_path
 from lantern_bench.runs.store import results_root
 from lantern_bench.utils.clock import now, usable_cores, usage
 from lantern_bench.utils.errors import LanternError
@@ -268,7 +268,7 @@ def _device(device: str) -> Iterator[Finding]:
 
 def _compiler(device: torch.device) -> Iterator[Finding]:
     from lantern_bench.decoding.compile import compiler_problem
-    from lantern_bench.models.packed_linear import build_kernels
+    from lantern_bench.models.networks.packed_linear import build_kernels
 
     start = now()
     problem = compiler_problem(device)
@@ -311,7 +311,7 @@ def _decode(device: torch.device, dtype: str) -> Iterator[Finding]:
     import torch
 
     from lantern_bench.decoding.compile import Engine, compiler_problem
-    from lantern_bench.models.packed_linear import pack_for_decoding
+    from lantern_bench.models.networks.packed_linear import pack_for_decoding
     from lantern_bench.models.random_model import random_model_of_size, read_size
 
     size = read_size("2x64x64x5")

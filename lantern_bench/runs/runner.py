@@ -25,6 +25,7 @@ from lantern_bench.devices.machine import (
     reset_peak_memory,
 )
 from lantern_bench.devices.threads import DISTURBED, set_fastest_threads, set_threads
+from lantern_bench.models import load as load_module
 from lantern_bench.models.loaded_model import LoadedModel, NoPixels
 from lantern_bench.prompts.prompt import Prompt
 from lantern_bench.runs.events import ImageDone, Started
@@ -83,13 +84,13 @@ def load_to_decode(
     """Load the models of an experiment, compiled if it asks for that."""
     settings = experiment.settings
     compute = compute_module.choose_compute(settings.device, settings.dtype, fast=True)
-    models = machine.load_models(experiment, compute)
+    models = load_module.load_models(experiment, compute)
     for model in models.values():
         if isinstance(model.pixels, NoPixels):
             raise model.pixels.problem
     if (
         settings.compile
-        and (warning := machine.compile_models(models.values(), compute)) is not None
+        and (warning := load_module.compile_models(models.values(), compute)) is not None
     ):
         emit(warning)
     emit(Note(f"device {compute.device}, {compute.dtype_name}", level="detail"))

@@ -17,7 +17,6 @@ from lantern_bench.config.experiment import load_experiment
 from lantern_bench.config.protocols import Protocol, protocol_of
 from lantern_bench.decoding.loop import decode
 from lantern_bench.devices.compute import choose_compute
-from lantern_bench.devices.machine import load_models
 from lantern_bench.methods.tables import METRICS, OF_IMAGES, OF_SETS
 from lantern_bench.metrics.distance import token_sums
 from lantern_bench.metrics.features import (
@@ -39,6 +38,7 @@ from lantern_bench.metrics.figures import (
     measurable,
     measure_sets,
 )
+from lantern_bench.models.load import load_models
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.models.registry import defaults_of
 from lantern_bench.runs.images import read_tokens, tokens_sha256

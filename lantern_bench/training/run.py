@@ -17,19 +17,18 @@ from safetensors.torch import save
 from torch import Tensor
 
 from lantern_bench.config.decoding import Decoding, ParameterError
-from lantern_bench.models.eagle import (
+from lantern_bench.models.checkpoints.drafter_files import (
     INPUT_TYPES,
-    EagleDrafter,
     drafter_key_map,
     load_drafter,
-    untrained_drafter,
 )
-from lantern_bench.models.io.model_file import is_model_file
-from lantern_bench.models.io.state_dict import export
+from lantern_bench.models.checkpoints.key_map import export
 from lantern_bench.models.loaded_model import LoadedModel, transformer_of
 from lantern_bench.models.model import Model
+from lantern_bench.models.model_file import is_model_file
+from lantern_bench.models.networks.eagle import EagleDrafter, untrained_drafter
+from lantern_bench.models.networks.target import CachedTarget
 from lantern_bench.models.registry import model_of
-from lantern_bench.models.target import CachedTarget
 from lantern_bench.prompts.prompt_files import read_captioned
 from lantern_bench.prompts.sets import load_prompts
 from lantern_bench.training.loop import (

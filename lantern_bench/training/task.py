@@ -27,16 +27,14 @@ from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.plan import record_seed
 from lantern_bench.decoding.loop import Decoded, decode
 from lantern_bench.decoding.sampling import decoding_probabilities, guide
-from lantern_bench.models.eagle import EagleDrafter
 from lantern_bench.models.loaded_model import LoadedModel, VQPixels
-from lantern_bench.models.target import (
+from lantern_bench.models.networks.conditions import Condition, prompt_rows, visible_rows
+from lantern_bench.models.networks.eagle import EagleDrafter
+from lantern_bench.models.networks.target import (
     CachedTarget,
-    Condition,
     force_line_ends,
     positions_of,
     prefix_mask,
-    prompt_rows,
-    visible_rows,
 )
 from lantern_bench.prompts.prompt import Prompt
 from lantern_bench.training.loop import SINGLE, Processes, Task

@@ -15,11 +15,11 @@ from transformers.models.llama import modeling_llama
 
 from lantern_bench.certify.conformance import TOLERANCE, check_model, read_reference
 from lantern_bench.cli import main as cli
-from lantern_bench.models import target as target_module
-from lantern_bench.models import transformer as layers
 from lantern_bench.models.loaded_model import LoadedModel
+from lantern_bench.models.networks import target as target_module
+from lantern_bench.models.networks import transformer as layers
+from lantern_bench.models.networks.target import CachedSession, TransformerTarget
 from lantern_bench.models.registry import model_of
-from lantern_bench.models.target import CachedSession, TransformerTarget
 from lantern_bench.utils.errors import UserError
 from tests.examples import tiny_hosted
 from tests.models import golden_models, tiny_chameleon

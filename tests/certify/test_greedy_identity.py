@@ -13,7 +13,8 @@ from lantern_bench.certify.tables import identity_row
 from lantern_bench.certify.whole_image import NEAR_TIE, greedy_differences
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.protocol import Logits
-from lantern_bench.models.lanterns import HELD_OUT, Lanterns
+from lantern_bench.models.families.lanterns.description import HELD_OUT
+from lantern_bench.models.families.lanterns.family import Lanterns
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.prompts.prompt import Prompt
 from tests.decoding.mistakes import step_mistakes

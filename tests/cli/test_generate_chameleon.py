@@ -17,9 +17,9 @@ import lantern_bench
 from lantern_bench.cli import main as cli
 from lantern_bench.methods.tables import MODES
 from lantern_bench.models import registry
-from lantern_bench.models.chameleon import Chameleon
-from lantern_bench.models.model import Published
-from lantern_bench.models.target import prompt_condition
+from lantern_bench.models.checkpoint_model import Published
+from lantern_bench.models.families.chameleon import Chameleon
+from lantern_bench.models.networks.conditions import prompt_condition
 from tests.models import golden_models, tiny_chameleon
 from tests.models.golden_models import GOLDEN
 

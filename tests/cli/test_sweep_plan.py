@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from lantern_bench.cli import main as cli
-from lantern_bench.models.lanterns import FILES, WEIGHTS_FOLDER
+from lantern_bench.models.families.lanterns.description import FILES, WEIGHTS_FOLDER
 
 CAPTION = "two round red lanterns over a lake at dusk"
 
@@ -26,7 +26,7 @@ def here(folder, monkeypatch):
     def load(*_: object) -> None:
         raise AssertionError("a model was loaded")
 
-    monkeypatch.setattr("lantern_bench.models.lanterns.Lanterns.load", load)
+    monkeypatch.setattr("lantern_bench.models.families.lanterns.family.Lanterns.load", load)
     return folder
 
 
@@ -145,7 +145,7 @@ def test_plan_counts_finished_images_and_estimates_time(capsys, here):
         == 0
     )
     capsys.readouterr()
-    from lantern_bench.models.lanterns import HELD_OUT
+    from lantern_bench.models.families.lanterns.description import HELD_OUT
     from lantern_bench.prompts.prompt import Prompt
 
     key = {"prompt_id": Prompt(HELD_OUT[0].caption()).id, "repeat": 0}

@@ -12,7 +12,7 @@ from lantern_bench.certify.conformance import TOLERANCE, check_model
 from lantern_bench.cli.main import main
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.loop import decode
-from lantern_bench.models.packed_linear import pack_for_decoding
+from lantern_bench.models.networks.packed_linear import pack_for_decoding
 from lantern_bench.models.registry import model_of
 from tests.examples.tiny_hosted import write_model
 from tests.models import tiny_hosted as tiny

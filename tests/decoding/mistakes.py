@@ -34,7 +34,7 @@ from lantern_bench.decoding.drafting.jacobi import HybridDrafting, JacobiDraftin
 from lantern_bench.decoding.protocol import DecodableModel, Target
 from lantern_bench.decoding.sampling import Draws, decoding_probabilities, guide, probabilities
 from lantern_bench.methods.tables import RULES
-from lantern_bench.models.transformer import KVCache
+from lantern_bench.models.networks.kv_cache import KVCache
 
 
 @dataclass(frozen=True)

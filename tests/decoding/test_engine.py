@@ -10,9 +10,10 @@ import torch
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.compile import Engine
 from lantern_bench.decoding.loop import Decoded, decode
-from lantern_bench.models.eagle import EagleDrafter
-from lantern_bench.models.target import Condition, TransformerTarget, WordCaption
-from lantern_bench.models.transformer_config import TransformerConfig
+from lantern_bench.models.networks.conditions import Condition, WordCaption
+from lantern_bench.models.networks.eagle import EagleDrafter
+from lantern_bench.models.networks.target import TransformerTarget
+from lantern_bench.models.networks.transformer_config import TransformerConfig
 
 PREFIX = 4
 VOCABULARY = 40

@@ -10,7 +10,8 @@ from lantern_bench.decoding.drafting.draft_method import Proposer
 from lantern_bench.decoding.loop import decode
 from lantern_bench.decoding.sampling import guide
 from lantern_bench.decoding.teacher_forcing import drafted_along, teacher_forced
-from lantern_bench.models.lanterns import HELD_OUT, Lanterns
+from lantern_bench.models.families.lanterns.description import HELD_OUT
+from lantern_bench.models.families.lanterns.family import Lanterns
 from lantern_bench.models.loaded_model import LoadedModel
 
 CAPTIONS = [item.caption() for item in HELD_OUT[:2]]

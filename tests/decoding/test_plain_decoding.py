@@ -13,7 +13,8 @@ from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.loop import decode
 from lantern_bench.decoding.tree import StaticTree
 from lantern_bench.methods.trees import STATIC_TREES
-from lantern_bench.models.lanterns import GUIDANCE, HELD_OUT, Lanterns
+from lantern_bench.models.families.lanterns.description import GUIDANCE, HELD_OUT
+from lantern_bench.models.families.lanterns.family import Lanterns
 from lantern_bench.models.loaded_model import LoadedModel
 
 TOKENS = 40

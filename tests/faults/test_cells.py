@@ -18,8 +18,9 @@ from lantern_bench.config.plan import make_plan
 from lantern_bench.devices.compute import Compute
 from lantern_bench.devices.machine import key_fields
 from lantern_bench.models import registry
-from lantern_bench.models.io.checkpoint import open_checkpoint
-from lantern_bench.models.lanterns import FILES, WEIGHTS_FOLDER, Lanterns
+from lantern_bench.models.checkpoints.checkpoint import open_checkpoint
+from lantern_bench.models.families.lanterns.description import FILES, WEIGHTS_FOLDER
+from lantern_bench.models.families.lanterns.family import Lanterns
 from lantern_bench.prompts.prompt import Prompt
 from lantern_bench.runs.store import RunStore, read_manifest, read_records
 from lantern_bench.utils.errors import RefusedError, UserError

@@ -18,9 +18,9 @@ from lantern_bench.decoding.sampling import decoding_probabilities, guide
 from lantern_bench.decoding.teacher_forcing import drafter_logits_along, teacher_forced
 from lantern_bench.metrics import distance as scorer
 from lantern_bench.metrics.distance import token_sums
-from lantern_bench.models.lanterns import HELD_OUT
+from lantern_bench.models.families.lanterns.description import HELD_OUT
 from lantern_bench.models.loaded_model import LoadedModel
-from lantern_bench.models.packed_linear import pack_for_decoding
+from lantern_bench.models.networks.packed_linear import pack_for_decoding
 from lantern_bench.models.registry import model_of
 from lantern_bench.report.distance import FeatureSums, distance
 from lantern_bench.utils.errors import LogitsError

@@ -17,7 +17,7 @@ from experiments.train_lanterns.recipe import write_embedded, write_weights
 from experiments.train_lanterns.tasks import reference_scenes
 from lantern_bench.config.protocols import PROTOCOLS, Preparation
 from lantern_bench.metrics import features
-from lantern_bench.models.lanterns.modules import AttributeClassifier, load_classifier
+from lantern_bench.models.families.lanterns.modules import AttributeClassifier, load_classifier
 from lantern_bench.utils.errors import RefusedError, UserError
 
 EMBEDDED = PROTOCOLS["embedded"]

@@ -8,9 +8,11 @@ from torch import Tensor
 
 from lantern_bench.decoding.sampling import guide
 from lantern_bench.decoding.tree import StaticTree
-from lantern_bench.models.target import Condition, TransformerTarget, WordCaption, prefix_mask
-from lantern_bench.models.transformer import KVCache, attend_cached
-from lantern_bench.models.transformer_config import TransformerConfig
+from lantern_bench.models.networks.conditions import Condition, WordCaption
+from lantern_bench.models.networks.kv_cache import KVCache
+from lantern_bench.models.networks.target import TransformerTarget, prefix_mask
+from lantern_bench.models.networks.transformer import attend_cached
+from lantern_bench.models.networks.transformer_config import TransformerConfig
 from tests.decoding.test_golden_shapes import leaf_paths
 
 TREE = StaticTree.of([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 1, 0)])

@@ -10,9 +10,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lantern_bench.models.eagle import EagleDrafter, drafter_key_map, load_drafter
-from lantern_bench.models.io.state_dict import export
-from lantern_bench.models.target import TransformerTarget, prompt_condition
+from lantern_bench.models.checkpoints.drafter_files import drafter_key_map, load_drafter
+from lantern_bench.models.checkpoints.key_map import export
+from lantern_bench.models.networks.conditions import prompt_condition
+from lantern_bench.models.networks.eagle import EagleDrafter
+from lantern_bench.models.networks.target import TransformerTarget
 from lantern_bench.utils.errors import UserError
 from tests.models import tiny_chameleon as tiny
 from tests.models import tiny_lumina2

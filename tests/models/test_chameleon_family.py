@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.loop import decode
 from lantern_bench.models import registry
-from lantern_bench.models.hub import PARTS
+from lantern_bench.models.checkpoints.hub import PARTS
 from lantern_bench.models.random_model import meta_model, sizes_of
 from lantern_bench.models.registry import model_of
 from lantern_bench.utils.errors import UserError

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.loop import decode
-from lantern_bench.models.chameleon import Chameleon
-from lantern_bench.models.model import Published
-from lantern_bench.models.target import Condition, TransformerTarget, prompt_condition
+from lantern_bench.models.checkpoint_model import Published
+from lantern_bench.models.families.chameleon import Chameleon
+from lantern_bench.models.networks.conditions import Condition, prompt_condition
+from lantern_bench.models.networks.target import TransformerTarget
 from tests.models.golden_models import GOLDEN
 
 FOLDER = GOLDEN / "chameleon"

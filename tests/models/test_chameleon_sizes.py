@@ -11,11 +11,11 @@ from unittest.mock import MagicMock
 import pytest
 from tokenizers import Tokenizer
 
-from lantern_bench.models.chameleon import Chameleon, Lumina
-from lantern_bench.models.model import Published
+from lantern_bench.models.checkpoint_model import Published
+from lantern_bench.models.families.chameleon import Chameleon, Lumina
+from lantern_bench.models.families.word_model import Vocabulary
+from lantern_bench.models.networks.conditions import prompt_condition
 from lantern_bench.models.registry import model_of
-from lantern_bench.models.target import prompt_condition
-from lantern_bench.models.word_model import Vocabulary
 from lantern_bench.utils.errors import RefusedError, UserError
 from tests.models import tiny_chameleon as tiny
 
@@ -213,5 +213,5 @@ def test_invented_prompts_depend_on_words_alone() -> None:
 
 def test_listing_and_checking_need_no_torch() -> None:
     code = "import sys; from lantern_bench.models.registry import model_of; anole = model_of('anole'); anole.codes; "
-    code += "anole.check_prompt('a cat'); import lantern_bench.models.lanterns; sys.exit('torch' in sys.modules)"
+    code += "anole.check_prompt('a cat'); import lantern_bench.models.families.lanterns.family; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

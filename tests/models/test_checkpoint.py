@@ -15,8 +15,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from lantern_bench.models.io.checkpoint import open_checkpoint
-from lantern_bench.models.io.state_dict import Slice, load_into
+from lantern_bench.models.checkpoints.checkpoint import open_checkpoint
+from lantern_bench.models.checkpoints.key_map import Slice, load_into
 from lantern_bench.utils.errors import UserError
 
 STATE = {"a.weight": torch.arange(6.0).reshape(2, 3), "b.bias": torch.ones(4)}
@@ -181,8 +181,8 @@ def test_missing_files_are_refused(tmp_path: Path) -> None:
 _PEAK = """
 import sys, torch
 from pathlib import Path
-from lantern_bench.models.io.checkpoint import open_checkpoint
-from lantern_bench.models.io.state_dict import Slice, load_into
+from lantern_bench.models.checkpoints.checkpoint import open_checkpoint
+from lantern_bench.models.checkpoints.key_map import Slice, load_into
 path, dtype = Path(sys.argv[1]), getattr(torch, sys.argv[2])
 with torch.device("meta"):
     module = torch.nn.ModuleList([torch.nn.Linear(2048, 3072, bias=False) for _ in range(12)])

@@ -21,9 +21,9 @@ import lantern_bench
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding import loop
 from lantern_bench.decoding.teacher_forcing import teacher_forced
-from lantern_bench.models import target as target_module
 from lantern_bench.models.loaded_model import LoadedModel
-from lantern_bench.models.target import CaptionFeatures, Condition
+from lantern_bench.models.networks import target as target_module
+from lantern_bench.models.networks.conditions import CaptionFeatures, Condition
 from tests.models import golden_models, tiny_llamagen
 from tests.models.golden_models import GOLDEN
 

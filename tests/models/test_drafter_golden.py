@@ -19,9 +19,11 @@ from lantern_bench.decoding.drafting.dynamic import Growth
 from lantern_bench.decoding.drafting.static import StaticDrafting
 from lantern_bench.decoding.protocol import DrafterLogits
 from lantern_bench.decoding.sampling import guide, probabilities
-from lantern_bench.models.eagle import EagleDrafter, load_drafter
-from lantern_bench.models.target import CaptionFeatures, Condition, TransformerTarget
-from lantern_bench.models.transformer_config import TransformerConfig
+from lantern_bench.models.checkpoints.drafter_files import load_drafter
+from lantern_bench.models.networks.conditions import CaptionFeatures, Condition
+from lantern_bench.models.networks.eagle import EagleDrafter
+from lantern_bench.models.networks.target import TransformerTarget
+from lantern_bench.models.networks.transformer_config import TransformerConfig
 from tests.decoding.rules import parents_of
 from tests.models.golden_models import GOLDEN, SIDES, TREES
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from lantern_bench.models.eagle import load_drafter
+from lantern_bench.models.checkpoints.drafter_files import load_drafter
 from lantern_bench.models.loaded_model import VQPixels, transformer_of
+from lantern_bench.models.networks.target import with_line_ends, without_line_ends
 from lantern_bench.models.registry import model_of
-from lantern_bench.models.target import with_line_ends, without_line_ends
 from lantern_bench.utils.errors import UserError
 from tests.models import golden_models, tiny_chameleon
 from tests.models.golden_models import GOLDEN

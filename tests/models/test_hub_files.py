@@ -12,8 +12,8 @@ from typing import ClassVar
 import pytest
 
 from lantern_bench.cli import main as cli
-from lantern_bench.models import hub
-from lantern_bench.models.hub import (
+from lantern_bench.models.checkpoints import hub
+from lantern_bench.models.checkpoints.hub import (
     PARTS,
     Licence,
     Source,

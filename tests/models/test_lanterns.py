@@ -12,7 +12,7 @@ import torch
 
 from experiments.train_lanterns.recipe import write_weights
 from experiments.train_lanterns.tasks import held_out_scenes
-from lantern_bench.models.lanterns import (
+from lantern_bench.models.families.lanterns.description import (
     ALL_ATTRIBUTES,
     FIELDS,
     GUIDANCE,
@@ -24,7 +24,7 @@ from lantern_bench.models.lanterns import (
     attributes_of,
     words,
 )
-from lantern_bench.models.lanterns.modules import (
+from lantern_bench.models.families.lanterns.modules import (
     AttributeClassifier,
     load_classifier,
     prompt_accuracy,

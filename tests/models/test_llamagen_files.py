@@ -17,12 +17,12 @@ from torch import Tensor
 import lantern_bench
 from lantern_bench.cli import main as cli
 from lantern_bench.models import registry
-from lantern_bench.models.io.state_dict import export
-from lantern_bench.models.llamagen import LlamaGen, TextToImage, key_map
+from lantern_bench.models.checkpoints.key_map import export
+from lantern_bench.models.families.llamagen import LlamaGen, TextToImage, key_map
+from lantern_bench.models.networks.conditions import Condition
+from lantern_bench.models.networks.transformer import grid_rotary, rotary_table
 from lantern_bench.models.random_model import meta_model
 from lantern_bench.models.registry import models
-from lantern_bench.models.target import Condition
-from lantern_bench.models.transformer import grid_rotary, rotary_table
 from lantern_bench.utils.errors import RefusedError, UserError
 from tests.models import golden_models, tiny_llamagen
 from tests.models.tiny_llamagen import official_state

@@ -17,8 +17,8 @@ from torch import nn
 
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.compile import Engine
-from lantern_bench.models import packed_linear
-from lantern_bench.models.packed_linear import (
+from lantern_bench.models.networks import packed_linear
+from lantern_bench.models.networks.packed_linear import (
     PackedLinear,
     build_kernels,
     can_pack,
@@ -249,7 +249,7 @@ def test_kernels_with_avx2_only() -> None:
     """Sums are in the same order, so the bits are those of wider instructions."""
     program = """if True:
         import torch
-        from lantern_bench.models.packed_linear import PackedLinear, build_kernels
+        from lantern_bench.models.networks.packed_linear import PackedLinear, build_kernels
         from tests.models.test_packed_linear import check_attention
         assert build_kernels()
         random = torch.Generator().manual_seed(0)

@@ -6,15 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from lantern_bench.models.eagle import build_drafter, untrained_drafter
-from lantern_bench.models.target import (
-    CaptionFeatures,
-    Condition,
-    TransformerTarget,
-    prefix_mask,
-    prefix_seen,
-)
-from lantern_bench.models.transformer_config import TransformerConfig
+from lantern_bench.models.networks.conditions import CaptionFeatures, Condition
+from lantern_bench.models.networks.eagle import build_drafter, untrained_drafter
+from lantern_bench.models.networks.target import TransformerTarget, prefix_mask, prefix_seen
+from lantern_bench.models.networks.transformer_config import TransformerConfig
 from lantern_bench.training.task import target_features
 
 PREFIX = 7

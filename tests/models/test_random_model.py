@@ -12,8 +12,8 @@ import torch
 
 from lantern_bench.cli import main as cli
 from lantern_bench.models import registry
-from lantern_bench.models.llamagen import TextToImage
-from lantern_bench.models.model import Published
+from lantern_bench.models.checkpoint_model import Published
+from lantern_bench.models.families.llamagen import TextToImage
 from lantern_bench.models.random_model import meta_model, random_model, sizes_of
 
 SMALL = {

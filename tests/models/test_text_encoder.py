@@ -15,8 +15,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer, T5EncoderModel
 
-from lantern_bench.models import t5 as t5_module
-from lantern_bench.models.t5 import CaptionEncoder, caption_prompts, cleaned
+from lantern_bench.models.networks import t5 as t5_module
+from lantern_bench.models.networks.t5 import CaptionEncoder, caption_prompts, cleaned
 from lantern_bench.utils.errors import RefusedError, UserError
 from tests.models.tiny_t5 import WIDTH, save_tiny_t5
 

@@ -7,8 +7,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from lantern_bench.models.io.checkpoint import open_checkpoint
-from lantern_bench.models.vq import LAYOUTS, VQConfig, VQModel, load_vq
+from lantern_bench.models.checkpoints.checkpoint import open_checkpoint
+from lantern_bench.models.checkpoints.vq_layouts import LAYOUTS, load_vq
+from lantern_bench.models.networks.vq import VQConfig, VQModel
 from tests.models.golden_models import GOLDEN
 
 FOLDER = GOLDEN / "llamagen_vq"

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from lantern_bench.models.io.checkpoint import open_checkpoint
-from lantern_bench.models.vq import LAYOUTS, VQConfig, VQModel, load_vq
+from lantern_bench.models.checkpoints.checkpoint import open_checkpoint
+from lantern_bench.models.checkpoints.vq_layouts import LAYOUTS, load_vq
+from lantern_bench.models.networks.vq import VQConfig, VQModel
 from lantern_bench.utils.errors import UserError
 from tests.models import tiny_chameleon as tiny
 from tests.models import tiny_lumina2

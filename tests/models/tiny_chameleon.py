@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from lantern_bench.models.chameleon import Chameleon
-from lantern_bench.models.model import Published
+from lantern_bench.models.checkpoint_model import Published
+from lantern_bench.models.families.chameleon import Chameleon
 from tests.models import tiny_lumina2
 from tests.models.tiny_hosted import write_tokenizer
 
@@ -99,7 +99,8 @@ def write_drafter(folder: Path) -> Path:
 
 def write_vqgan(folder: Path) -> Path:
     """vqgan.ckpt with the names of taming-transformers; returns the checkpoint."""
-    from lantern_bench.models.vq import LAYOUTS, VQConfig, VQModel
+    from lantern_bench.models.checkpoints.vq_layouts import LAYOUTS
+    from lantern_bench.models.networks.vq import VQConfig, VQModel
 
     folder.mkdir(parents=True)
     with torch.random.fork_rng():

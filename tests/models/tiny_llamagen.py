@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lantern_bench.models.eagle import build_drafter, drafter_config, drafter_key_map
-from lantern_bench.models.io.state_dict import export
-from lantern_bench.models.llamagen import ClassToImage, LlamaGen, TextToImage, key_map
-from lantern_bench.models.model import Published
-from lantern_bench.models.vq import VQConfig, VQModel
+from lantern_bench.models.checkpoint_model import Published
+from lantern_bench.models.checkpoints.drafter_files import drafter_config, drafter_key_map
+from lantern_bench.models.checkpoints.key_map import export
+from lantern_bench.models.families.llamagen import ClassToImage, LlamaGen, TextToImage, key_map
+from lantern_bench.models.networks.eagle import build_drafter
+from lantern_bench.models.networks.vq import VQConfig, VQModel
 from tests.models import golden_models
 from tests.models.tiny_t5 import WIDTH
 

@@ -10,8 +10,8 @@ import yaml
 
 from lantern_bench.decoding.tree import StaticTree
 from lantern_bench.methods.trees import STATIC_TREES
+from lantern_bench.models.networks.transformer_config import TransformerConfig
 from lantern_bench.models.registry import model_of, models
-from lantern_bench.models.transformer_config import TransformerConfig
 from lantern_bench.report.cost_model import (
     STACKS,
     Device,

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from docs.make_prediction import PAGE, groups, held_out, predicted, published_rows, render
 from experiments.bench import plain_network as network
 from experiments.bench.plain_decoding import Plain
-from lantern_bench.models.lanterns import Lanterns
+from lantern_bench.models.families.lanterns.family import Lanterns
 from lantern_bench.report.cost_model import (
     STACKS,
     Setting,

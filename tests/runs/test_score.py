@@ -29,9 +29,9 @@ from lantern_bench.methods.tables import METRICS
 from lantern_bench.metrics import features, image_scorers
 from lantern_bench.metrics.features import Reference, read_picture
 from lantern_bench.models import registry
-from lantern_bench.models.lanterns import HELD_OUT
-from lantern_bench.models.lanterns import modules as classifier
-from lantern_bench.models.lanterns.modules import AttributeClassifier
+from lantern_bench.models.families.lanterns import modules as classifier
+from lantern_bench.models.families.lanterns.description import HELD_OUT
+from lantern_bench.models.families.lanterns.modules import AttributeClassifier
 from lantern_bench.prompts.prompt import Prompt
 from lantern_bench.report.tables import write_tables
 from lantern_bench.runs import scoring

@@ -15,8 +15,10 @@ from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.sampling import guide
 from lantern_bench.decoding.teacher_forcing import drafter_logits_along, teacher_forced
 from lantern_bench.models import registry
-from lantern_bench.models.eagle import load_drafter, untrained_drafter
-from lantern_bench.models.target import CachedTarget, Condition, TransformerTarget, force_line_ends
+from lantern_bench.models.checkpoints.drafter_files import load_drafter
+from lantern_bench.models.networks.conditions import Condition
+from lantern_bench.models.networks.eagle import untrained_drafter
+from lantern_bench.models.networks.target import CachedTarget, TransformerTarget, force_line_ends
 from lantern_bench.training import task as task_module
 from lantern_bench.training.loop import SINGLE, Processes
 from lantern_bench.training.recipe import RECIPES, DrafterRecipe

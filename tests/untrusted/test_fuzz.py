@@ -24,7 +24,7 @@ from lantern_bench.cli.main import app
 from lantern_bench.config.experiment import load_experiment, shipped_experiments
 from lantern_bench.config.settings import Settings
 from lantern_bench.methods.tables import MODES, PARAMETERS, RULES, has_parameter
-from lantern_bench.models.io.model_file import read_model_file
+from lantern_bench.models.model_file import read_model_file
 from lantern_bench.prompts.prompt_files import SUFFIXES
 from lantern_bench.prompts.sets import load_prompts
 from lantern_bench.runs.store import done_images, read_records, read_scores
@@ -288,7 +288,7 @@ CHILD = r"""
 import gc, json, os, re, sys
 from lantern_bench.cli.main import main
 from lantern_bench.errors import RefusedError
-from lantern_bench.models.lanterns import Lanterns
+from lantern_bench.models.families.lanterns.family import Lanterns
 
 def refuse(*_):
     raise RefusedError("nothing is loaded in this test")

@@ -17,10 +17,10 @@ from lantern_bench.config.plan import make_plan
 from lantern_bench.config.settings import Overrides
 from lantern_bench.console import Console
 from lantern_bench.devices.compute import choose_compute
-from lantern_bench.devices.machine import load_models
 from lantern_bench.models import registry
-from lantern_bench.models.io.model_file import read_model_file
-from lantern_bench.models.word_model import _tokens_in
+from lantern_bench.models.families.word_model import _tokens_in
+from lantern_bench.models.load import load_models
+from lantern_bench.models.model_file import read_model_file
 from lantern_bench.prompts.prompt import Prompt
 from lantern_bench.prompts.prompt_files import read_captioned
 from lantern_bench.prompts.sets import load_prompts
@@ -246,7 +246,7 @@ def test_a_size_beyond_its_limit_is_refused_in_one_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Nothing is loaded before."""
-    monkeypatch.setattr("lantern_bench.models.lanterns.Lanterns.load", None)
+    monkeypatch.setattr("lantern_bench.models.families.lanterns.family.Lanterns.load", None)
     assert cli.main(command) == code
     captured = capsys.readouterr()
     assert message in captured.err and "internal" not in captured.err

@@ -27,8 +27,9 @@ from experiments.train_lanterns.recipe import (
 )
 from experiments.train_lanterns.tasks import Sequences, TargetTask, held_out_scenes, tokenize
 from lantern_bench.decoding.sampling import guide
-from lantern_bench.models.lanterns import FILES, GUIDANCE, HELD_OUT, modules
-from lantern_bench.models.vq import VQConfig
+from lantern_bench.models.families.lanterns import modules
+from lantern_bench.models.families.lanterns.description import FILES, GUIDANCE, HELD_OUT
+from lantern_bench.models.networks.vq import VQConfig
 from lantern_bench.training.loop import TrainEvent
 from lantern_bench.training.run import Observations
 from lantern_bench.utils.errors import UserError

@@ -10,7 +10,12 @@ import pytest
 
 from experiments.train_lanterns import scenes
 from experiments.train_lanterns.scenes import SIZE, render, scene_set
-from lantern_bench.models.lanterns import ALL_ATTRIBUTES, FIELDS, TRAIN, Attributes
+from lantern_bench.models.families.lanterns.description import (
+    ALL_ATTRIBUTES,
+    FIELDS,
+    TRAIN,
+    Attributes,
+)
 
 # What the middle of a lantern looks like: hue in degrees, except white, which has none.
 HUES = {"red": 0, "orange": 30, "yellow": 55, "green": 130, "blue": 225, "purple": 285}

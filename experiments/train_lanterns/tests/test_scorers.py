@@ -12,8 +12,13 @@ from experiments.train_lanterns import tasks
 from experiments.train_lanterns.scenes import blur, degrade, drop_detail, scene_set
 from experiments.train_lanterns.tasks import ClipTask, FeaturesTask, Pool, save_clip, training_pool
 from lantern_bench.metrics.image_scorers import load_clip
-from lantern_bench.models.lanterns import ALL_ATTRIBUTES, HELD_OUT, TRAIN, Attributes
-from lantern_bench.models.lanterns.modules import prompt_accuracy
+from lantern_bench.models.families.lanterns.description import (
+    ALL_ATTRIBUTES,
+    HELD_OUT,
+    TRAIN,
+    Attributes,
+)
+from lantern_bench.models.families.lanterns.modules import prompt_accuracy
 
 
 @pytest.fixture(scope="module")

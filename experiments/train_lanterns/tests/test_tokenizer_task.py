@@ -10,8 +10,8 @@ import torch
 from experiments.train_lanterns import tasks
 from experiments.train_lanterns.scenes import SceneSet, scene_set
 from experiments.train_lanterns.tasks import TokenizerTask
-from lantern_bench.models.lanterns import TRAIN
-from lantern_bench.models.vq import VQConfig, VQModel
+from lantern_bench.models.families.lanterns.description import TRAIN
+from lantern_bench.models.networks.vq import VQConfig, VQModel
 from lantern_bench.training.loop import TrainReport, train
 from lantern_bench.training.recipe import TrainSettings
 

@@ -9,8 +9,8 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from lantern_bench.models.io.checkpoint import Checkpoint, what_is
-from lantern_bench.models.transformer_config import TransformerConfig
+from lantern_bench.models.checkpoints.checkpoint import Checkpoint, what_is
+from lantern_bench.models.networks.transformer_config import TransformerConfig
 from lantern_bench.utils.errors import UserError
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

@@ -22,8 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from lantern_bench.models.loaded_model import Prompts
-from lantern_bench.models.target import Condition
+from lantern_bench.models.networks.conditions import Condition, Prompts
 from lantern_bench.utils.errors import RefusedError, UserError
 from lantern_bench.utils.files import cache_folder, read_json, remembered_sha256, write_atomically
 from lantern_bench.utils.text import one_line

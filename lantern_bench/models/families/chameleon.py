@@ -10,17 +10,18 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from lantern_bench.models import hub
-from lantern_bench.models.model import Published
-from lantern_bench.models.transformer_config import TransformerConfig
-from lantern_bench.models.word_model import Wording, WordModel
+from lantern_bench.models.checkpoint_model import Published
+from lantern_bench.models.checkpoints import hub
+from lantern_bench.models.families.word_model import Wording, WordModel
+from lantern_bench.models.networks.transformer_config import TransformerConfig
 from lantern_bench.utils.errors import UserError
 from lantern_bench.utils.files import read_json
 
 if TYPE_CHECKING:
-    from lantern_bench.models.io.checkpoint import Checkpoint
-    from lantern_bench.models.io.state_dict import KeyMap
-    from lantern_bench.models.target import TransformerTarget
+    from lantern_bench.models.checkpoints.checkpoint import Checkpoint
+    from lantern_bench.models.checkpoints.key_map import KeyMap
+    from lantern_bench.models.networks.target import TransformerTarget
+
 
 # Chameleon 7B, which Anole and Lumina-mGPT were trained from.
 _SIZES: dict[str, Any] = {
@@ -116,7 +117,7 @@ class Chameleon(WordModel):
         """Return transformers' Llama; in the authors' layout all heads of a parallel part share a row of the norms."""
         import torch
 
-        from lantern_bench.models.io.state_dict import llama_key_map, rows_of_tokens
+        from lantern_bench.models.checkpoints.key_map import llama_key_map, rows_of_tokens
 
         keys = llama_key_map(target, target.config)
         shapes = {name: tensor.shape for name, tensor in target.state_dict().items()}

@@ -1,28 +1,20 @@
-"""The bundled family: a miniature text-to-image model of paper lanterns that ships in the wheel.
-
-`modules` has the networks, and `experiments/train_lanterns` trains them. Its figures describe this miniature only.
-
-A caption is one of 1,008 combinations of five attributes. Every tenth of a fixed shuffle is held out of training.
-"""
+"""What the bundled models are: sizes, files, vocabulary and captions."""
 
 from __future__ import annotations
 
 import itertools
-import random  # noqa: TID251  # a seeded instance of its own, which needs no torch and no numpy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from lantern_bench.models.model import Model
-from lantern_bench.models.transformer_config import TransformerConfig
+from lantern_bench.models.networks.transformer_config import TransformerConfig
 from lantern_bench.utils.errors import UserError
 from lantern_bench.utils.text import did_you_mean
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
-    from lantern_bench.models.loaded_model import LoadedModel
 
 GUIDANCE = 2.0
 
@@ -93,7 +85,6 @@ ALL_ATTRIBUTES = tuple(
 _BY_CAPTION = {attributes.caption(): attributes for attributes in ALL_ATTRIBUTES}
 
 _shuffled = list(ALL_ATTRIBUTES)
-random.Random(20241).shuffle(_shuffled)
 TRAIN = tuple(_shuffled[len(_shuffled) // 10 :])
 HELD_OUT = tuple(_shuffled[: len(_shuffled) // 10])
 
@@ -123,72 +114,3 @@ def words(caption: str) -> list[int]:
 def attributes_of(captions: Sequence[str]) -> list[Attributes | None]:
     """The attributes each caption names; None for a caption outside the grammar (it has no prompt accuracy)."""
     return [_BY_CAPTION.get(" ".join(caption.lower().rstrip(". ").split())) for caption in captions]
-
-
-# ---- The model before it is loaded
-
-
-class Lanterns(Model):
-    """Scenes of paper lanterns, 64x64 pixels, 256 tokens of 2,048 codes; its weights are in `folder`."""
-
-    name = family = "lanterns"
-    description = "bundled miniature: 64x64 px scenes of paper lanterns, 256 tokens"
-    licence = "Apache-2.0"
-    defaults: Mapping[str, Any] = {"cfg_scale": GUIDANCE, "tree": TREE}
-    codes = 2048
-    tokens = 256
-    parameters = 7_485_440
-    sizes = TARGET_CONFIG
-    prompt_sets: Mapping[str, Sequence[str]] = {
-        "held-out": tuple(attributes.caption() for attributes in HELD_OUT),
-        "train": tuple(attributes.caption() for attributes in TRAIN),
-    }
-
-    def __init__(self, folder: Path = WEIGHTS_FOLDER) -> None:
-        self.folder = folder
-
-    def check_prompt(self, text: str) -> None:
-        """Raise `UserError` for a word the model does not know."""
-        words(text)
-
-    def files(self) -> Mapping[str, Path]:
-        """Return the file of each part."""
-        return {part: self.folder / FILES[part] for part in ("target", "drafter", "tokenizer")}
-
-    def load(self, device: torch.device, dtype: torch.dtype) -> LoadedModel:
-        """Load target, drafter and tokenizer; raises `RefusedError` when a file is missing."""
-        from lantern_bench.models.eagle import EagleDrafter
-        from lantern_bench.models.lanterns.modules import (
-            caption_condition,
-            load_part,
-            load_tokenizer,
-            new_target,
-        )
-        from lantern_bench.models.loaded_model import Prompts, assemble
-        from lantern_bench.utils.files import file_sha256
-
-        files = self.files()
-        target = load_part(
-            make=new_target, part="target", path=files["target"], device=device, dtype=dtype
-        )
-        config = target.config
-        head = target.transformer.output
-        drafter = load_part(
-            make=lambda: EagleDrafter(config, head),
-            part="drafter",
-            path=files["drafter"],
-            device=device,
-            dtype=dtype,
-        )
-        tokenizer = load_tokenizer(self.folder, device)
-        hashes = {part: file_sha256(path) for part, path in files.items()}
-        # Rows have unit length when they are looked up (docs/algorithms.md, section 9, C1).
-        return assemble(
-            name=self.name,
-            target=target,
-            drafter=drafter,
-            tokenizer=tokenizer,
-            prompts=Prompts(caption_condition),
-            weights=hashes,
-            space="normalised",
-        )

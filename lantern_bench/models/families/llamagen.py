@@ -11,17 +11,22 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from lantern_bench.models import hub
-from lantern_bench.models.model import CheckpointModel, Published, layout_of
-from lantern_bench.models.transformer_config import TransformerConfig, llama_sizes, read_sizes
+from lantern_bench.models.checkpoint_model import CheckpointModel, Published, layout_of
+from lantern_bench.models.checkpoints import hub
+from lantern_bench.models.networks.transformer_config import (
+    TransformerConfig,
+    llama_sizes,
+    read_sizes,
+)
 from lantern_bench.prompts.prompt import class_number, some_classes
 from lantern_bench.utils.errors import UserError
 
 if TYPE_CHECKING:
-    from lantern_bench.models.io.checkpoint import Checkpoint
-    from lantern_bench.models.io.state_dict import KeyMap
-    from lantern_bench.models.loaded_model import Prompts
-    from lantern_bench.models.target import Condition, TransformerTarget
+    from lantern_bench.models.checkpoints.checkpoint import Checkpoint
+    from lantern_bench.models.checkpoints.key_map import KeyMap
+    from lantern_bench.models.networks.conditions import Condition, Prompts
+    from lantern_bench.models.networks.target import TransformerTarget
+
 
 # Table 1: width, layers, heads, and parameters of the class-conditional model.
 _SCALES = {
@@ -52,7 +57,7 @@ def _scale(scale: str) -> Mapping[str, Any]:
 
 def key_map(target: TransformerTarget, layout: str) -> KeyMap:
     """Return the key map of a layout, official or hf, onto a target."""
-    from lantern_bench.models.io.state_dict import LLAMA, llama_key_map, same_names
+    from lantern_bench.models.checkpoints.key_map import LLAMA, llama_key_map, same_names
 
     if layout == "official":
         return same_names(target, lambda name: name.removeprefix("transformer."))
@@ -197,7 +202,8 @@ class TextToImage(LlamaGen):
 
     def new_target(self) -> TransformerTarget:
         """Return a target with fresh weights."""
-        from lantern_bench.models.target import CaptionFeatures, TransformerTarget
+        from lantern_bench.models.networks.conditions import CaptionFeatures
+        from lantern_bench.models.networks.target import TransformerTarget
 
         sizes = self.sizes
         return TransformerTarget(
@@ -206,8 +212,8 @@ class TextToImage(LlamaGen):
 
     def prompts(self, target: TransformerTarget, invented: bool = False) -> Prompts:
         """Return captions through the text encoder."""
-        from lantern_bench.models.loaded_model import Prompts
-        from lantern_bench.models.t5 import caption_prompts, random_features
+        from lantern_bench.models.networks.conditions import Prompts
+        from lantern_bench.models.networks.t5 import caption_prompts, random_features
 
         positions = self.sizes.prefix
         width = self.numbers["caption_dim"]
@@ -270,7 +276,8 @@ class ClassToImage(LlamaGen):
 
     def new_target(self) -> TransformerTarget:
         """Return a target with fresh weights."""
-        from lantern_bench.models.target import ClassLabel, TransformerTarget
+        from lantern_bench.models.networks.conditions import ClassLabel
+        from lantern_bench.models.networks.target import TransformerTarget
 
         return TransformerTarget(self.sizes, ClassLabel(self.classes, self.sizes.dim))
 
@@ -278,8 +285,7 @@ class ClassToImage(LlamaGen):
         """Return classes as labels, which the target embeds."""
         import torch
 
-        from lantern_bench.models.loaded_model import Prompts
-        from lantern_bench.models.target import Condition
+        from lantern_bench.models.networks.conditions import Condition, Prompts
 
         def condition(prompts: Sequence[str]) -> Condition:
             labels = torch.tensor([class_number(text, self.classes) for text in prompts])

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lantern_bench.models.eagle import EagleDrafter
-from lantern_bench.models.target import TransformerTarget
-from lantern_bench.models.transformer import FeedForward, linear_of
+from lantern_bench.models.networks.eagle import EagleDrafter
+from lantern_bench.models.networks.target import TransformerTarget
+from lantern_bench.models.networks.transformer import FeedForward, linear_of
 
 _library = torch.library.Library("lantern_bench", "DEF")
 _library.define("panel_linear(Tensor x, Tensor weight) -> Tensor")

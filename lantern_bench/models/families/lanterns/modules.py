@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lantern_bench.models.io.checkpoint import open_checkpoint
-from lantern_bench.models.io.state_dict import load_into, same_names
-from lantern_bench.models.lanterns import (
+from lantern_bench.models.checkpoints.checkpoint import open_checkpoint
+from lantern_bench.models.checkpoints.key_map import load_into, same_names
+from lantern_bench.models.families.lanterns.description import (
     FIELDS,
     FILES,
     MAX_WORDS,
@@ -25,8 +25,9 @@ from lantern_bench.models.lanterns import (
     Attributes,
     words,
 )
-from lantern_bench.models.target import Condition, TransformerTarget, WordCaption
-from lantern_bench.models.vq import VQConfig, VQModel
+from lantern_bench.models.networks.conditions import Condition, WordCaption
+from lantern_bench.models.networks.target import TransformerTarget
+from lantern_bench.models.networks.vq import VQConfig, VQModel
 from lantern_bench.utils.errors import RefusedError
 
 M = TypeVar("M", bound=nn.Module)

@@ -15,15 +15,20 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
-from lantern_bench.models.model import CheckpointModel
-from lantern_bench.models.transformer_config import TransformerConfig, llama_sizes, read_sizes
+from lantern_bench.models.checkpoint_model import CheckpointModel
+from lantern_bench.models.networks.transformer_config import (
+    TransformerConfig,
+    llama_sizes,
+    read_sizes,
+)
 from lantern_bench.utils.errors import RefusedError, UserError
 
 if TYPE_CHECKING:
     import torch
 
-    from lantern_bench.models.loaded_model import Prompts
-    from lantern_bench.models.target import Condition, TransformerTarget
+    from lantern_bench.models.networks.conditions import Condition, Prompts
+    from lantern_bench.models.networks.target import TransformerTarget
+
 
 Encode: TypeAlias = Callable[[str], Sequence[int]]
 
@@ -149,7 +154,7 @@ class WordModel(CheckpointModel):
             numbers |= _tokens_in(path, path.stat().st_mtime_ns)
         elif not numbers:
             # Without either it may well be another model: that error comes first.
-            from lantern_bench.models.io.checkpoint import open_checkpoint
+            from lantern_bench.models.checkpoints.checkpoint import open_checkpoint
 
             open_checkpoint(self.paths["target"]).renamed(self.name_now).require(*self.kind)
         return Vocabulary(numbers, source, self.kind[1])
@@ -168,7 +173,7 @@ class WordModel(CheckpointModel):
 
     def new_target(self) -> TransformerTarget:
         """Return a target with fresh weights."""
-        from lantern_bench.models.target import TransformerTarget
+        from lantern_bench.models.networks.target import TransformerTarget
 
         return TransformerTarget(self.target_config)
 
@@ -181,8 +186,7 @@ class WordModel(CheckpointModel):
 
     def prompts(self, target: TransformerTarget, invented: bool = False) -> Prompts:  # noqa: ARG002
         """Return captions through the model's own tokenizer; an invented number is a hash of its word."""
-        from lantern_bench.models.loaded_model import Prompts
-        from lantern_bench.models.target import prompt_condition
+        from lantern_bench.models.networks.conditions import Prompts, prompt_condition
 
         first, last = self.words
 

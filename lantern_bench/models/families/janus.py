@@ -1,24 +1,23 @@
-"""Janus-Pro (arXiv 2501.17811) and Emu3-Gen (arXiv 2409.18869) as transformers reads them: Llamas that draw."""
+"""Janus-Pro."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from lantern_bench.models import hub
-from lantern_bench.models.model import Published
-from lantern_bench.models.transformer_config import TransformerConfig
-from lantern_bench.models.word_model import Encode, Vocabulary, Wording, WordModel
-from lantern_bench.utils.errors import UserError
+from lantern_bench.models.checkpoint_model import Published
+from lantern_bench.models.checkpoints import hub
+from lantern_bench.models.families.word_model import Encode, Vocabulary, Wording, WordModel
+from lantern_bench.models.networks.transformer_config import TransformerConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lantern_bench.models.io.checkpoint import Checkpoint
-    from lantern_bench.models.io.state_dict import KeyMap
-    from lantern_bench.models.target import TransformerTarget
+    from lantern_bench.models.checkpoints.checkpoint import Checkpoint
+    from lantern_bench.models.checkpoints.key_map import KeyMap
+    from lantern_bench.models.networks.target import TransformerTarget
+
 
 _JANUS_START = "<｜begin▁of▁sentence｜>"
 _PAD = "<｜▁pad▁｜>"
@@ -113,7 +112,7 @@ class Janus(WordModel):
         """Return a Llama by other names; rows of image tokens go through the aligner, once."""
         from torch.nn import functional
 
-        from lantern_bench.models.io.state_dict import LLAMA, Slice, llama_key_map
+        from lantern_bench.models.checkpoints.key_map import LLAMA, Slice, llama_key_map
 
         names = {
             ours: theirs.replace("model.", "model.language_model.")
@@ -147,106 +146,3 @@ class Janus(WordModel):
         images = Slice(table, codes, aligned, file_shape=(codes, checkpoint.shape(table)[-1]))
         words = words._replace(rows=(self.sizes.text_vocab_size or 0) - codes)
         return {**keys, "transformer.tok_embeddings.weight": (words, images)}
-
-
-_TEXT: dict[str, Any] = {"vocab_size": 184622, "hidden_size": 4096, "intermediate_size": 14336}
-_TEXT |= {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
-_TEXT |= {"rope_parameters": {"rope_theta": 1e6}}
-_VQ: dict[str, Any] = {
-    "codes": 32768,
-    "code_dim": 4,
-    "z_channels": 4,
-    "channels": 256,
-    "channel_mult": (1, 2, 2, 4),
-}
-_VQ |= {"unit_codes": False, "code_norms": True, "frames": 4}
-_EMU3_START = "<|extra_203|>"
-_ROW_END = "<|extra_200|>"
-_IMAGE_START = "<|image start|>"
-_IMAGE = "<|image token|>"
-_GOOD = " masterpiece, film grained, best quality."
-_BAD = (
-    "lowres, bad anatomy, bad hands, text, error, missing fingers, extra digit, fewer digits, cropped, worst quality, "
-    "low quality, normal quality, jpeg artifacts, signature, watermark, username, blurry."
-)
-
-
-class Emu3(WordModel):
-    """Emu3-Gen 8B; the grid is that of 720 x 720 pixels, which no file states."""
-
-    family = "emu3"
-    licence = hub.LICENCES["apache"].name
-    # as in image_generation.py
-    defaults: Mapping[str, Any] = {"cfg_scale": 3.0, "top_k": 2048, "tree": "eagle1-25"}
-    published: ClassVar = {
-        "emu3-gen": Published(
-            about="Emu3-Gen",
-            config={"text_config": _TEXT, "vq_config": {"codebook_size": 32768}},
-            vq=_VQ,
-            grid=(90, 90),
-            parameters=7_870_021_632,
-        )
-    }
-    any_model = published["emu3-gen"]._replace(about="an Emu3 model")
-    kind = ("model.text_model.embed_tokens.weight", "an Emu3 model")
-    ignored = r"model\.vqmodel\.|lm_head\."
-    words = (0, 151642)
-    vq_layout = "emu3"
-    pixels = 8
-    tokenizer_in_target = True
-
-    def read_sizes(self) -> TransformerConfig:
-        """Return the sizes of config.json."""
-        codes = self.whole_number("vq_config.codebook_size")
-        return self.llama_config("text_config", codes + 1, line_ends=True)
-
-    def image_words(self) -> Sequence[int]:
-        """Return the codes by name, and the end of a row."""
-        codes = self.vocabulary.codes_named(r"<\|visual token (\d+)\|>")
-        if len(codes) != self.sizes.n_codes:
-            text = f"the vocabulary has {len(codes)} image codes, and vq_config.codebook_size is {self.sizes.n_codes}"
-            raise UserError(f"config.json: {text}", "Download the folder again.")
-        # Prompts need these, and would be made of other tokens without them.
-        _ = self.vocabulary[_IMAGE_START], self.vocabulary[_IMAGE]
-        return (*codes, self.vocabulary[_ROW_END])
-
-    def published_numbers(self) -> Mapping[str, int]:
-        """Return the published numbers of the tokens of prompts, and the codes in order."""
-        codes = {f"<|visual token {code:06}|>": 151854 + code for code in range(32768)}
-        return {_EMU3_START: 151849, _ROW_END: 151846, _IMAGE_START: 151852, _IMAGE: 151851} | codes
-
-    def wording(self) -> Wording:
-        """Return a caption with words of praise, or a list of faults, and the size of the picture in tokens."""
-        rows, columns = self.sizes.grid
-        image = f"{_IMAGE_START}{rows}*{columns}{_IMAGE}"
-
-        def faults(_prompt: list[int], vocabulary: Vocabulary, encode: Encode) -> list[int]:
-            return [vocabulary[_EMU3_START], *encode(_BAD + image)]
-
-        return Wording(
-            template=f"{{caption}}{_GOOD}{image}",
-            before=(_EMU3_START,),
-            after=(),
-            without_caption=faults,
-        )
-
-    def name_now(self, name: str) -> str:
-        """Return the name now: those of the published files come from an earlier version of transformers."""
-        name = re.sub(r"^text_model\.lm_head\.", "lm_head.", name)
-        name = re.sub(r"^text_model\.(model\.)?", "model.text_model.", name)
-        return re.sub(r"^vqmodel\.", "model.vqmodel.", name)
-
-    def target_keys(self, target: TransformerTarget, checkpoint: Checkpoint) -> KeyMap:
-        """Return a Llama by other names; of the head (tied: the embedding) it takes some rows."""
-        from lantern_bench.models.io.state_dict import LLAMA, llama_key_map, rows_of_tokens
-
-        names = {
-            ours: theirs.replace("model.", "model.text_model.") for ours, theirs in LLAMA.items()
-        }
-        head = (
-            "lm_head.weight"
-            if "lm_head.weight" in checkpoint
-            else "model.text_model.embed_tokens.weight"
-        )
-        keys = llama_key_map(target, target.config, names)
-        return {**keys, "transformer.output.weight": (rows_of_tokens(head, target.config),)}

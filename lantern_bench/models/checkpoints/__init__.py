@@ -1,0 +1,1 @@
+"""Weight files: how they are opened, and which tensor goes where. No families."""

@@ -1,0 +1,103 @@
+"""The bundled family: a miniature text-to-image model of paper lanterns that ships in the wheel.
+
+`modules` has the networks, and `experiments/train_lanterns` trains them. Its figures describe this miniature only.
+
+A caption is one of 1,008 combinations of five attributes. Every tenth of a fixed shuffle is held out of training.
+"""
+
+from __future__ import annotations
+
+import random  # noqa: TID251  # a seeded instance of its own, which needs no torch and no numpy
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lantern_bench.models.model import Model
+
+if TYPE_CHECKING:
+    import torch
+
+    from lantern_bench.models.loaded_model import LoadedModel
+from lantern_bench.models.families.lanterns.description import (
+    FILES,
+    GUIDANCE,
+    HELD_OUT,
+    TARGET_CONFIG,
+    TRAIN,
+    TREE,
+    WEIGHTS_FOLDER,
+    _shuffled,
+    words,
+)
+
+random.Random(20241).shuffle(_shuffled)
+
+
+# ---- The model before it is loaded
+
+
+class Lanterns(Model):
+    """Scenes of paper lanterns, 64x64 pixels, 256 tokens of 2,048 codes; its weights are in `folder`."""
+
+    name = family = "lanterns"
+    description = "bundled miniature: 64x64 px scenes of paper lanterns, 256 tokens"
+    licence = "Apache-2.0"
+    defaults: Mapping[str, Any] = {"cfg_scale": GUIDANCE, "tree": TREE}
+    codes = 2048
+    tokens = 256
+    parameters = 7_485_440
+    sizes = TARGET_CONFIG
+    prompt_sets: Mapping[str, Sequence[str]] = {
+        "held-out": tuple(attributes.caption() for attributes in HELD_OUT),
+        "train": tuple(attributes.caption() for attributes in TRAIN),
+    }
+
+    def __init__(self, folder: Path = WEIGHTS_FOLDER) -> None:
+        self.folder = folder
+
+    def check_prompt(self, text: str) -> None:
+        """Raise `UserError` for a word the model does not know."""
+        words(text)
+
+    def files(self) -> Mapping[str, Path]:
+        """Return the file of each part."""
+        return {part: self.folder / FILES[part] for part in ("target", "drafter", "tokenizer")}
+
+    def load(self, device: torch.device, dtype: torch.dtype) -> LoadedModel:
+        """Load target, drafter and tokenizer; raises `RefusedError` when a file is missing."""
+        from lantern_bench.models.families.lanterns.modules import (
+            caption_condition,
+            load_part,
+            load_tokenizer,
+            new_target,
+        )
+        from lantern_bench.models.loaded_model import assemble
+        from lantern_bench.models.networks.conditions import Prompts
+        from lantern_bench.models.networks.eagle import EagleDrafter
+        from lantern_bench.utils.files import file_sha256
+
+        files = self.files()
+        target = load_part(
+            make=new_target, part="target", path=files["target"], device=device, dtype=dtype
+        )
+        config = target.config
+        head = target.transformer.output
+        drafter = load_part(
+            make=lambda: EagleDrafter(config, head),
+            part="drafter",
+            path=files["drafter"],
+            device=device,
+            dtype=dtype,
+        )
+        tokenizer = load_tokenizer(self.folder, device)
+        hashes = {part: file_sha256(path) for part, path in files.items()}
+        # Rows have unit length when they are looked up (docs/algorithms.md, section 9, C1).
+        return assemble(
+            name=self.name,
+            target=target,
+            drafter=drafter,
+            tokenizer=tokenizer,
+            prompts=Prompts(caption_condition),
+            weights=hashes,
+            space="normalised",
+        )

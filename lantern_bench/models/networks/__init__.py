@@ -1,0 +1,1 @@
+"""The modules of the networks. No file formats."""
