@@ -187,7 +187,7 @@ _FEW = 4  # choices that help lists in place of a name
 # Names that a shell completes, or the function that returns them.
 _NAMES: dict[str, Collection[str] | Code] = {
     **{key: row.kind.choices for key, row in PARAMETERS.items()},
-    **dict.fromkeys(("run", "runs", "run_a", "run_b"), "lantern_bench.runs.store:run_names"),
+    **dict.fromkeys(("run", "runs", "run_a", "run_b"), "lantern_bench.runs.store:known_runs"),
     **dict.fromkeys(("model", "target"), "lantern_bench.models.registry:models"),
     "modes": MODES,
     "experiment": "lantern_bench.config.experiment:shipped_experiments",

@@ -38,6 +38,7 @@ from lantern_bench.models.registry import model_of
 from lantern_bench.report.cost_model import Setting, fit_device, named_draft, step_samples
 from lantern_bench.report.curves import save_figure
 from lantern_bench.report.tables import write_csv
+from lantern_bench.runs.records import Row
 from lantern_bench.utils.clock import now, settle_garbage, synchronize
 from lantern_bench.utils.errors import UserError
 from lantern_bench.utils.files import write_atomically
@@ -46,7 +47,6 @@ from lantern_bench.utils.progress import OnProgress
 if TYPE_CHECKING:
     import pandas as pd
 
-Row = dict[str, Any]
 
 _WARM_FORWARDS = 3
 _NODES = (1, 8, 16, 32, 64)  # of the forwards that are measured

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from lantern_bench.methods.parameters import SAMPLING
 from lantern_bench.methods.tables import DRAFTINGS, MODES, PARAMETERS, RULES
-from lantern_bench.runs.records import rows_of
+from lantern_bench.runs.records import Row, rows_of
 from lantern_bench.runs.store import RunData, read_run, without_records
 from lantern_bench.schema import CELL_COLUMNS
-
-Row: TypeAlias = Mapping[str, Any]
 
 NOTE_SEPARATOR = " | "
 

@@ -12,9 +12,9 @@ from lantern_bench.devices.names import device_in_words
 from lantern_bench.methods.tables import IN_SUMMARY, METRICS
 from lantern_bench.report.format_tables import format_figure, head_of
 from lantern_bench.report.labels import parameters
-from lantern_bench.report.records import Row, join_notes
+from lantern_bench.report.records import join_notes
 from lantern_bench.report.tables import cells_of
-from lantern_bench.runs.records import rows_of
+from lantern_bench.runs.records import Row, rows_of
 
 NOT_HAD = "no published figure could be had"
 

@@ -19,7 +19,6 @@ from lantern_bench.report.labels import parameters
 from lantern_bench.report.records import (
     COLUMNS_READ,
     CellRecords,
-    Row,
     baseline_of,
     fastest_lossless,
     join_notes,
@@ -39,7 +38,7 @@ from lantern_bench.report.stats import (
     sums_per_prompt,
     timing,
 )
-from lantern_bench.runs.records import rows_of
+from lantern_bench.runs.records import Row, rows_of
 from lantern_bench.runs.store import RunData
 from lantern_bench.schema import CELL_COLUMNS, columns
 from lantern_bench.utils.errors import UserError

@@ -65,7 +65,7 @@ def results_root() -> Path:
     return Path(os.environ.get(RESULTS_VARIABLE) or "results")
 
 
-def run_names() -> list[str]:
+def known_runs() -> list[str]:
     """Return the names of the runs under `results_root()`."""
     return sorted(path.parent.name for path in results_root().glob(f"*/{MANIFEST}"))
 
@@ -76,7 +76,7 @@ def find_run(name: str | Path) -> Path:
     for folder in (Path(name), root / name):
         if (folder / MANIFEST).is_file():
             return folder
-    runs = run_names()
+    runs = known_runs()
     close = [run for run in runs if run.startswith(str(name))]
     if len(close) == 1:
         return root / close[0]

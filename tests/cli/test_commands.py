@@ -42,7 +42,7 @@ def failing(monkeypatch):
         def names() -> None:
             raise error
 
-        monkeypatch.setattr("lantern_bench.runs.store.run_names", names)
+        monkeypatch.setattr("lantern_bench.runs.store.known_runs", names)
 
     return arrange
 
