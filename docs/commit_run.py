@@ -17,10 +17,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from lantern_bench.report.page import render
-from lantern_bench.report.records import load_runs
 from lantern_bench.report.tables import NAMES, save_tables, tables_of
-from lantern_bench.runs.store import MANIFEST, PICTURES_LEFT_OUT, RECORDS, SCORES
 from lantern_bench.runs.verify import verify
+from lantern_bench.storage.run_directory import (
+    MANIFEST,
+    PICTURES_LEFT_OUT,
+    RECORDS,
+    SCORES,
+    load_runs,
+)
 from lantern_bench.utils.files import write_atomically
 
 BUDGET = 3_000_000

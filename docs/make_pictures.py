@@ -37,7 +37,7 @@ from lantern_bench.report.curves import (
     save_figure,
     to_matplotlib,
 )
-from lantern_bench.report.records import load_runs
+from lantern_bench.storage.run_directory import load_runs
 from lantern_bench.utils.files import file_sha256
 
 ROOT = Path(__file__).resolve().parent.parent

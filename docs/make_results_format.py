@@ -1,4 +1,4 @@
-"""Write the lists of columns of docs/results-format.md from lantern_bench/schema.py.
+"""Write the lists of columns of docs/results-format.md from lantern_bench/storage/schema.py.
 
     python -m docs.make_results_format
 
@@ -12,7 +12,7 @@ import re
 from itertools import groupby
 from pathlib import Path
 
-from lantern_bench.schema import CELL_COLUMNS, SCHEMA_VERSION, TABLES, Column
+from lantern_bench.storage.schema import CELL_COLUMNS, SCHEMA_VERSION, TABLES, Column
 
 PAGE = Path(__file__).with_name("results-format.md")
 MARKER = "<!-- Below: python -m docs.make_results_format -->\n"

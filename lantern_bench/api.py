@@ -18,13 +18,12 @@ from lantern_bench.config.experiment import load_experiment
 from lantern_bench.config.settings import Overrides
 from lantern_bench.models import registry
 from lantern_bench.report.format_tables import readable
-from lantern_bench.report.records import load_runs
 from lantern_bench.report.tables import tables_of, write_tables
 from lantern_bench.runs.events import Event, ImageDone, Started
-from lantern_bench.runs.images import DecodedImage as DecodedImage  # a name of this API
 from lantern_bench.runs.request import prepare
-from lantern_bench.runs.store import RunData, find_run
 from lantern_bench.runs.sweep import check_failed, run
+from lantern_bench.storage.pictures import DecodedImage as DecodedImage  # a name of this API
+from lantern_bench.storage.run_directory import RunData, find_run, load_runs
 from lantern_bench.utils.errors import UserError
 from lantern_bench.utils.progress import Share
 

@@ -168,7 +168,7 @@ class Console:
         """
         format = format or self.format
         if format == "csv":
-            from lantern_bench.report.tables import csv_text
+            from lantern_bench.storage.schema import csv_text
 
             return self.data(csv_text(table))
         if format == "json":

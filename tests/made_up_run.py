@@ -15,8 +15,8 @@ import pandas as pd
 
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.report.tables import tables_of
-from lantern_bench.runs.records import read_frame
-from lantern_bench.runs.store import RunData
+from lantern_bench.storage.records import read_frame
+from lantern_bench.storage.run_directory import RunData
 
 Row = dict[str, Any]
 

@@ -22,7 +22,7 @@ from lantern_bench.methods.tables import METRICS, find_rows
 from lantern_bench.metrics import figures
 from lantern_bench.metrics.features import Extractor, FeatureSet
 from lantern_bench.metrics.figures import FeatureSets, measure_sets
-from lantern_bench.runs.store import read_records
+from lantern_bench.storage.run_directory import read_records
 from tests.test_adding_a_rule import ROOT, rows, run
 
 # Whole commands in processes of their own, on machines that may be busy.

@@ -32,7 +32,7 @@ from lantern_bench.console import Console, duration
 from lantern_bench.report.compare import SAME, compare_runs
 from lantern_bench.report.records import CellRecords, baseline_of, run_cells, timed_images
 from lantern_bench.report.stats import Interval, ratio_of_sums, repeat_interval, timing
-from lantern_bench.runs.store import RunData, read_run
+from lantern_bench.storage.run_directory import RunData, read_run
 from lantern_bench.utils.clock import now
 
 Array = NDArray[np.float64]

@@ -17,10 +17,10 @@ from lantern_bench.devices.machine import key_fields
 from lantern_bench.models import registry
 from lantern_bench.models.load import load_models
 from lantern_bench.models.loaded_model import LoadedModel
-from lantern_bench.runs.records import line_of, record_key
 from lantern_bench.runs.request import Request, prepare
-from lantern_bench.runs.store import MANIFEST, RECORDS, done_images, read_records
 from lantern_bench.runs.sweep import run
+from lantern_bench.storage.records import line_of, record_key
+from lantern_bench.storage.run_directory import MANIFEST, RECORDS, done_images, read_records
 from tests.tiny_model import CODES, TinyModel, TinyPixels, TinyTarget
 
 REAL = 2

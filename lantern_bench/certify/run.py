@@ -26,7 +26,7 @@ from lantern_bench.models.load import load_models
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.models.registry import model_of
 from lantern_bench.prompts.prompt import Prompt
-from lantern_bench.report.tables import frame, write_csv
+from lantern_bench.storage.schema import frame, write_csv
 from lantern_bench.utils.clock import now
 from lantern_bench.utils.files import write_atomically
 from lantern_bench.utils.progress import OnProgress

@@ -14,7 +14,7 @@ from scipy.stats import norm
 from lantern_bench.certify.plan import Claim
 from lantern_bench.report.records import join_notes
 from lantern_bench.report.stats import Interval, holm, proportion
-from lantern_bench.runs.records import Row
+from lantern_bench.storage.schema import Row
 
 LEVEL = 1e-3
 """The chance that the certificate of a correct model rejects it: of all its tests together, by Holm's correction."""

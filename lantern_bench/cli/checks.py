@@ -20,7 +20,7 @@ from lantern_bench.cli.options import (
     with_flags,
 )
 from lantern_bench.devices.threads import set_threads
-from lantern_bench.runs.store import results_root
+from lantern_bench.storage.run_directory import results_root
 from lantern_bench.utils.errors import CheckFailedError, UserError
 from lantern_bench.utils.files import check_writable
 
@@ -261,7 +261,7 @@ def certify(
     from lantern_bench.certify.tables import LEVEL, failures
     from lantern_bench.console import duration
     from lantern_bench.models.load import compile_models
-    from lantern_bench.report.tables import frame
+    from lantern_bench.storage.schema import frame
 
     certification = Certification(plan)
     loaded = certification.loaded

@@ -21,7 +21,7 @@ from lantern_bench.methods.tables import (
     RULES,
     raise_if_refused,
 )
-from lantern_bench.runs.store import find_run
+from lantern_bench.storage.run_directory import find_run
 from lantern_bench.utils.errors import UserError
 from lantern_bench.utils.text import did_you_mean
 
@@ -187,7 +187,9 @@ _FEW = 4  # choices that help lists in place of a name
 # Names that a shell completes, or the function that returns them.
 _NAMES: dict[str, Collection[str] | Code] = {
     **{key: row.kind.choices for key, row in PARAMETERS.items()},
-    **dict.fromkeys(("run", "runs", "run_a", "run_b"), "lantern_bench.runs.store:known_runs"),
+    **dict.fromkeys(
+        ("run", "runs", "run_a", "run_b"), "lantern_bench.storage.run_directory:known_runs"
+    ),
     **dict.fromkeys(("model", "target"), "lantern_bench.models.registry:models"),
     "modes": MODES,
     "experiment": "lantern_bench.config.experiment:shipped_experiments",

@@ -18,7 +18,7 @@ from lantern_bench.cli.options import (
     check_choice,
     split_words,
 )
-from lantern_bench.runs.store import find_run
+from lantern_bench.storage.run_directory import find_run
 from lantern_bench.utils.errors import CheckFailedError, RefusedError, UserError
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ def compare(
         compare_runs,
         differences,
     )
-    from lantern_bench.report.records import load_runs
+    from lantern_bench.storage.run_directory import load_runs
 
     console: Console = ctx.obj
     allowed = split_words(across)
@@ -239,7 +239,7 @@ def predict(
 ) -> None:
     """Predict the speedup of every cell on another device, and hours of a large run."""
     from lantern_bench.report import cost_model
-    from lantern_bench.report.records import load_runs
+    from lantern_bench.storage.run_directory import load_runs
 
     console: Console = ctx.obj
     check_choice("--stack", stack, cost_model.STACKS)

@@ -24,10 +24,10 @@ from lantern_bench.config.protocols import PROTOCOLS
 from lantern_bench.config.settings import Overrides
 from lantern_bench.console import Console, Progress, duration
 from lantern_bench.devices.threads import QUIET_ADVICE
-from lantern_bench.runs import store
 from lantern_bench.runs.events import Event, ImageDone, Started
 from lantern_bench.runs.request import WORKER_TIMEOUT, plan_table, prepare
 from lantern_bench.runs.sweep import check_failed, run
+from lantern_bench.storage import run_directory
 from lantern_bench.utils.errors import UserError
 from lantern_bench.utils.progress import Emit, Note, Share
 
@@ -101,8 +101,10 @@ def sweep(
         return console.table(table, title=str(request.folder), format=format)
     with console.progress() as progress:
         failed = run(request, show_events(console, progress))
-    finished = store.finished_records(request.folder)
-    if "speed" in request.experiment.settings.metrics and (text := store.disturbance(finished)):
+    finished = run_directory.finished_records(request.folder)
+    if "speed" in request.experiment.settings.metrics and (
+        text := run_directory.disturbance(finished)
+    ):
         console.warn(f"{text}. {QUIET_ADVICE}")
     show = _show_reproduction if published else _show_summary
     show(request.folder, console, format)
@@ -172,14 +174,14 @@ def merge(
     format: FormatOption = None,
 ) -> None:
     """Merge the shards of a run (`sweep --shard i/n`) into one run, after checking that they are one run."""
-    from lantern_bench.runs.merge import merge_runs
+    from lantern_bench.storage.merge import merge_runs
 
     console: Console = ctx.obj
     folder = merge_runs(runs, out)
-    images = len(store.read_records(folder))
-    done = len(store.done_images(folder))
+    images = len(run_directory.read_records(folder))
+    done = len(run_directory.done_images(folder))
     console.say(f"{images} images of {len(runs)} shards, {images - done} failed: {folder}")
-    if store.read_scores(folder):
+    if run_directory.read_scores(folder):
         console.say(f"quality of whole cells: lantern-bench score {folder}")
     _show_summary(folder, console, format)
 
@@ -237,9 +239,10 @@ def _show_reproduction(folder: Path, console: Console, format: str | None) -> No
         side_by_side,
         sources,
     )
-    from lantern_bench.report.tables import frame, write_csv, write_tables
+    from lantern_bench.report.tables import write_tables
+    from lantern_bench.storage.schema import frame, write_csv
 
-    manifest = store.read_manifest(folder)
+    manifest = run_directory.read_manifest(folder)
     paper = read_paper(manifest["experiment"].get("paper"))
     tables = write_tables(folder)
     table = frame("reproduction", reproduction_rows(tables, paper))

@@ -16,7 +16,7 @@ from lantern_bench.cli.options import (
     with_flags,
 )
 from lantern_bench.console import Console, duration
-from lantern_bench.runs.store import results_root
+from lantern_bench.storage.run_directory import results_root
 from lantern_bench.training.recipe import DrafterFlags, checked
 from lantern_bench.utils.errors import CheckFailedError, UserError
 from lantern_bench.utils.files import check_writable

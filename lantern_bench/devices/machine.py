@@ -23,7 +23,7 @@ from lantern_bench.config.settings import Settings
 from lantern_bench.devices.compute import Compute
 from lantern_bench.methods.tables import OUTSIDE_DRAFTINGS, OUTSIDE_RULES
 from lantern_bench.models.loaded_model import LoadedModel
-from lantern_bench.schema import SCHEMA_VERSION
+from lantern_bench.storage.schema import SCHEMA_VERSION
 from lantern_bench.utils.clock import now, usable_cores
 from lantern_bench.utils.errors import RefusedError
 

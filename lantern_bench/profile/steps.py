@@ -37,8 +37,7 @@ from lantern_bench.models.random_model import random_model, random_model_of_size
 from lantern_bench.models.registry import model_of
 from lantern_bench.report.cost_model import Setting, fit_device, named_draft, step_samples
 from lantern_bench.report.curves import save_figure
-from lantern_bench.report.tables import write_csv
-from lantern_bench.runs.records import Row
+from lantern_bench.storage.schema import Row, write_csv
 from lantern_bench.utils.clock import now, settle_garbage, synchronize
 from lantern_bench.utils.errors import UserError
 from lantern_bench.utils.files import write_atomically

@@ -26,8 +26,9 @@ from lantern_bench.report.stats import (
     settle,
     timing,
 )
-from lantern_bench.report.tables import ENDS, Scores, frame, paired, scored_images, sort_scores
-from lantern_bench.runs.store import RunData
+from lantern_bench.report.tables import Scores, paired, scored_images, sort_scores
+from lantern_bench.storage.run_directory import RunData
+from lantern_bench.storage.schema import ENDS, frame
 from lantern_bench.utils.errors import RefusedError
 
 ACROSS = ("weights", "protocol", "machine")

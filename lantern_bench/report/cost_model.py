@@ -23,10 +23,10 @@ from lantern_bench.devices.names import device_in_words
 from lantern_bench.methods.trees import STATIC_TREES, check_topology, topology_name
 from lantern_bench.models.registry import model_of
 from lantern_bench.report.records import CellRecords, join_notes, run_cells
-from lantern_bench.report.tables import frame, tables_of
-from lantern_bench.runs.records import Row, rows_of
-from lantern_bench.runs.store import RunData
-from lantern_bench.schema import CELL_COLUMNS
+from lantern_bench.report.tables import tables_of
+from lantern_bench.storage.records import rows_of
+from lantern_bench.storage.run_directory import RunData
+from lantern_bench.storage.schema import CELL_COLUMNS, Row, frame
 from lantern_bench.utils.errors import RefusedError, UserError
 from lantern_bench.utils.text import did_you_mean
 from lantern_bench.utils.yaml_file import Problems, problems_of, read_source

@@ -25,11 +25,11 @@ from lantern_bench.report.labels import (
     labels,
     styles,
 )
-from lantern_bench.report.records import CellRecords, load_runs, run_cells
+from lantern_bench.report.records import CellRecords, run_cells
 from lantern_bench.report.stats import proportion
-from lantern_bench.report.tables import ENDS, SPEEDUPS, cells_of, frame, tables_of, write_csv
-from lantern_bench.runs.store import RunData
-from lantern_bench.schema import columns
+from lantern_bench.report.tables import SPEEDUPS, cells_of, tables_of
+from lantern_bench.storage.run_directory import RunData, load_runs
+from lantern_bench.storage.schema import ENDS, columns, frame, write_csv
 from lantern_bench.utils.errors import RefusedError, UserError
 from lantern_bench.utils.files import write_atomically
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from lantern_bench.report.records import CellRecords
 from lantern_bench.report.stats import Array, Interval, holm, ratio_of_sums, sums_per_prompt
-from lantern_bench.runs.records import Row
+from lantern_bench.storage.schema import Row
 
 _RESAMPLES = 2_000
 _ENDS = (0.025, 0.975)

@@ -13,7 +13,7 @@ from lantern_bench.methods.tables import METRICS, ON_CURVES, PARAMETERS
 from lantern_bench.report.labels import BOUNDS
 from lantern_bench.report.records import NOTE_SEPARATOR
 from lantern_bench.report.tables import OUTSIDE, SPEEDUPS
-from lantern_bench.schema import CELL_COLUMNS, TABLES
+from lantern_bench.storage.schema import CELL_COLUMNS, TABLES
 
 FORMATS = {
     **dict.fromkeys(

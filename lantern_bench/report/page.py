@@ -27,17 +27,23 @@ from lantern_bench.report import curves
 from lantern_bench.report.curves import SPEEDS, Chart, Styles, Tables, stack_runs
 from lantern_bench.report.format_tables import format_figure, head_of, readable, worth_showing
 from lantern_bench.report.labels import GROUPINGS, CellKey, cell_key, labels
-from lantern_bench.report.records import CellRecords, load_runs, run_cells
+from lantern_bench.report.records import CellRecords, run_cells
 from lantern_bench.report.reproduction import (
     comparability,
     reproduction_rows,
     side_by_side,
     sources,
 )
-from lantern_bench.report.tables import frame, sort_scores
-from lantern_bench.runs.records import Row, rows_of
-from lantern_bench.runs.store import NO_SPEED, PICTURES_LEFT_OUT, RunData, disturbance
-from lantern_bench.schema import columns
+from lantern_bench.report.tables import sort_scores
+from lantern_bench.storage.records import rows_of
+from lantern_bench.storage.run_directory import (
+    NO_SPEED,
+    PICTURES_LEFT_OUT,
+    RunData,
+    disturbance,
+    load_runs,
+)
+from lantern_bench.storage.schema import Row, columns, frame
 from lantern_bench.utils.errors import UserError
 from lantern_bench.utils.files import write_atomically
 

@@ -14,8 +14,9 @@ import pandas as pd
 
 from lantern_bench.methods.tables import METRICS, PAIRED
 from lantern_bench.report.stats import Interval, settle
-from lantern_bench.report.tables import ENDS, SPEEDUPS, cells_of, frame
-from lantern_bench.runs.records import rows_of
+from lantern_bench.report.tables import SPEEDUPS, cells_of
+from lantern_bench.storage.records import rows_of
+from lantern_bench.storage.schema import ENDS, frame
 from lantern_bench.utils.errors import RefusedError, UserError
 
 MAX_DISTANCE = 0.01

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,9 +13,9 @@ import pandas as pd
 
 from lantern_bench.methods.parameters import SAMPLING
 from lantern_bench.methods.tables import DRAFTINGS, MODES, PARAMETERS, RULES
-from lantern_bench.runs.records import Row, rows_of
-from lantern_bench.runs.store import RunData, read_run, without_records
-from lantern_bench.schema import CELL_COLUMNS
+from lantern_bench.storage.records import rows_of
+from lantern_bench.storage.run_directory import RunData
+from lantern_bench.storage.schema import CELL_COLUMNS, Row
 
 NOTE_SEPARATOR = " | "
 
@@ -181,33 +179,6 @@ class CellRecords:
     def devices(self) -> Counter[str]:
         """Completed images by the name of their device; images whose device was not recorded are not counted."""
         return Counter(str(device) for device in self.completed["device"] if device)
-
-
-def load_runs(
-    directories: Sequence[Path],
-    wanted: Collection[str] | None = None,
-    *,
-    tables_suffice: bool = False,
-) -> dict[str, RunData]:
-    """Load runs by name as `read_run`; raises `RefusedError` for a run without records.
-
-    With `tables_suffice` a run may have CSV files instead, which `tables_of` reads.
-    """
-    read = (read_run(directory, wanted) for directory in directories)
-    runs = dict(zip(run_names(directories), read, strict=True))
-    for run in runs.values():
-        if not len(run.records) and not (tables_suffice and (run.folder / "speed.csv").is_file()):
-            raise without_records(run.folder)
-    return runs
-
-
-def run_names(directories: Sequence[Path]) -> list[str]:
-    """Return a name for each run directory: its own, or its path below the folder they share."""
-    paths = [directory.resolve() for directory in directories]
-    if len({path.name for path in paths}) == len(paths):
-        return [path.name for path in paths]
-    common = os.path.commonpath(paths)
-    return [path.relative_to(common).as_posix() for path in paths]
 
 
 @lru_cache(maxsize=8)  # slow for a large run

@@ -14,7 +14,8 @@ from lantern_bench.report.format_tables import format_figure, head_of
 from lantern_bench.report.labels import parameters
 from lantern_bench.report.records import join_notes
 from lantern_bench.report.tables import cells_of
-from lantern_bench.runs.records import Row, rows_of
+from lantern_bench.storage.records import rows_of
+from lantern_bench.storage.schema import Row
 
 NOT_HAD = "no published figure could be had"
 

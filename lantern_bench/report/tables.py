@@ -22,7 +22,6 @@ from lantern_bench.report.records import (
     baseline_of,
     fastest_lossless,
     join_notes,
-    load_runs,
     run_cells,
     settings_that_differ,
     timed_images,
@@ -38,11 +37,17 @@ from lantern_bench.report.stats import (
     sums_per_prompt,
     timing,
 )
-from lantern_bench.runs.records import Row, rows_of
-from lantern_bench.runs.store import RunData
-from lantern_bench.schema import CELL_COLUMNS, columns
-from lantern_bench.utils.errors import UserError
-from lantern_bench.utils.files import write_atomically
+from lantern_bench.storage.records import rows_of
+from lantern_bench.storage.run_directory import RunData, load_runs
+from lantern_bench.storage.schema import (
+    CELL_COLUMNS,
+    ENDS,
+    Row,
+    columns,
+    csv_text,
+    frame,
+    write_csv,
+)
 from lantern_bench.utils.text import listed
 
 NAMES = ("speed", "quality", "acceptance", "summary")
@@ -55,7 +60,6 @@ _PUBLISHED = (
 )
 
 SPEEDUPS = ("speedup", "speedup_over_lossless")
-ENDS = ("", "_low", "_high")  # of the columns of a figure and of its interval
 
 _RATIOS = {
     "tokens_per_s": ("tokens", "seconds"),
@@ -399,11 +403,6 @@ def summary_rows(
         yield {**row, "note": join_notes([cell["note"], cell["quality_note"]])}
 
 
-# ---- All tables of a run, as DataFrames and as files
-
-_FORMULA = tuple("=+-@\t\r")
-
-
 def tables_of(run: RunData) -> dict[str, pd.DataFrame]:
     """Build the tables `NAMES` of a loaded run; without the metric `speed` its seconds are ignored.
 
@@ -481,45 +480,3 @@ def stale_tables(run: Path) -> list[str]:
     return [
         path.name for path, text in texts.items() if path.is_file() and path.read_bytes() != text
     ]
-
-
-def frame(table: str, rows: Iterable[Row]) -> pd.DataFrame:
-    """Return rows as a DataFrame with exactly the columns and types that the schema declares for `table`.
-
-    A row may leave columns out; a key that is no column raises `ValueError`.
-    """
-    dtypes = {"string": "string", "int": "Int64", "float": "float64"}
-    listed = list(rows)
-    types = {column.name: dtypes[column.dtype] for column in columns(table)}
-    if unknown := {key for row in listed for key in row} - types.keys():
-        raise ValueError(f"not in the schema of {table}: {', '.join(sorted(unknown))}")
-    return pd.DataFrame(
-        {c: pd.Series([row.get(c) for row in listed], dtype=kind) for c, kind in types.items()}
-    )
-
-
-def write_csv(table: pd.DataFrame, path: Path) -> None:
-    """Write a table whole or not at all, as `csv_text`. Raises `UserError` when it cannot."""
-    try:
-        write_atomically(path, csv_text(table).encode())
-    except OSError as error:
-        raise UserError(
-            f"{path}: cannot be written: {error.strerror}", "Choose a writable directory."
-        ) from error
-
-
-def csv_text(table: pd.DataFrame) -> str:
-    """Return a table as CSV: 6 significant digits, missing is empty.
-
-    A text that a spreadsheet would run as a formula begins with an apostrophe.
-    """
-    safe = {
-        str(name): values.map(_no_formula)
-        for name, values in table.items()
-        if values.dtype.kind == "O"
-    }
-    return str(table.assign(**safe).to_csv(index=False, float_format="%.6g", lineterminator="\n"))
-
-
-def _no_formula(value: Any) -> Any:
-    return f"'{value}" if isinstance(value, str) and value[:1] in _FORMULA else value

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 import psutil
 
 from lantern_bench.models.checkpoints.hub import PARTS, local_path
-from lantern_bench.runs.store import results_root
+from lantern_bench.storage.run_directory import results_root
 from lantern_bench.utils.clock import now, usable_cores, usage
 from lantern_bench.utils.errors import LanternError
 from lantern_bench.utils.files import cache_folder

@@ -18,7 +18,7 @@ from typing import IO, Any
 
 from lantern_bench.runs.events import Event, ImageDone, Started
 from lantern_bench.runs.request import Request
-from lantern_bench.runs.store import done_images
+from lantern_bench.storage.run_directory import done_images
 from lantern_bench.utils import signals
 from lantern_bench.utils.clock import now
 from lantern_bench.utils.errors import LanternError, RecordsFailedError

@@ -21,9 +21,10 @@ from lantern_bench.config.plan import ImageTask, Plan
 from lantern_bench.devices.threads import prepare_environment
 from lantern_bench.runs.events import ImageDone, Started
 from lantern_bench.runs.processes import WorkerEndedError, events_of
-from lantern_bench.runs.records import check_same_run
 from lantern_bench.runs.request import DEFAULT_CLUSTER, Request
-from lantern_bench.runs.store import RunStore, done_images
+from lantern_bench.storage.records import check_same_run
+from lantern_bench.storage.run_directory import done_images
+from lantern_bench.storage.run_store import RunStore
 from lantern_bench.utils import signals
 from lantern_bench.utils.clock import now, settle_garbage, stamp
 from lantern_bench.utils.errors import LanternError, RecordsFailedError, RefusedError

@@ -15,7 +15,8 @@ from lantern_bench.config.settings import Overrides
 from lantern_bench.methods.tables import missing_drafter
 from lantern_bench.models.registry import defaults_of, model_of
 from lantern_bench.prompts.sets import describe_prompts, load_prompts
-from lantern_bench.runs.store import check_folder, done_images, finished_records, run_folder
+from lantern_bench.storage.run_directory import done_images, finished_records, run_folder
+from lantern_bench.storage.run_store import check_folder
 from lantern_bench.utils.errors import UserError
 
 if TYPE_CHECKING:

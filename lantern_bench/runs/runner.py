@@ -29,9 +29,10 @@ from lantern_bench.models import load as load_module
 from lantern_bench.models.loaded_model import LoadedModel, NoPixels
 from lantern_bench.prompts.prompt import Prompt
 from lantern_bench.runs.events import ImageDone, Started
-from lantern_bench.runs.images import DecodedImage, label, png_bytes
 from lantern_bench.runs.request import Request
-from lantern_bench.runs.store import RunStore, done_images
+from lantern_bench.storage.pictures import DecodedImage, label, png_bytes
+from lantern_bench.storage.run_directory import done_images
+from lantern_bench.storage.run_store import RunStore
 from lantern_bench.utils import signals
 from lantern_bench.utils.clock import now, settle_garbage, stamp, synchronize
 from lantern_bench.utils.errors import RecordsFailedError

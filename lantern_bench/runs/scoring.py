@@ -41,11 +41,11 @@ from lantern_bench.metrics.figures import (
 from lantern_bench.models.load import load_models
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.models.registry import defaults_of
-from lantern_bench.runs.images import read_tokens, tokens_sha256
-from lantern_bench.runs.records import Row
 from lantern_bench.runs.request import Request, default_protocol
-from lantern_bench.runs.store import RunStore, read_manifest, read_records, read_scores
-from lantern_bench.schema import CELL_COLUMNS, SCHEMA_VERSION
+from lantern_bench.storage.pictures import read_tokens, tokens_sha256
+from lantern_bench.storage.run_directory import read_manifest, read_records, read_scores
+from lantern_bench.storage.run_store import RunStore
+from lantern_bench.storage.schema import CELL_COLUMNS, SCHEMA_VERSION, Row
 from lantern_bench.utils.errors import RefusedError
 from lantern_bench.utils.files import cache_folder
 from lantern_bench.utils.progress import Emit, Note, Share

@@ -6,7 +6,7 @@ from lantern_bench.config.protocols import EMBEDDED
 from lantern_bench.devices.threads import prepare_environment
 from lantern_bench.runs.events import Event
 from lantern_bench.runs.request import Request
-from lantern_bench.runs.store import done_images
+from lantern_bench.storage.run_directory import done_images
 from lantern_bench.utils import signals
 from lantern_bench.utils.errors import RecordsFailedError
 from lantern_bench.utils.progress import Emit, Note

@@ -11,15 +11,15 @@ from lantern_bench.config.experiment import load_experiment
 from lantern_bench.config.plan import ImageTask, Plan, Shard, make_plan
 from lantern_bench.models.registry import defaults_of, model_of
 from lantern_bench.prompts.sets import load_prompts
-from lantern_bench.runs.records import read_lines, record_key
-from lantern_bench.runs.store import (
+from lantern_bench.storage.records import read_lines, record_key
+from lantern_bench.storage.run_directory import (
     PICTURES_LEFT_OUT,
     RECORDS,
     SCORES,
-    lock_run,
     read_manifest,
     without_records,
 )
+from lantern_bench.storage.run_store import lock_run
 from lantern_bench.utils.errors import LanternError
 from lantern_bench.utils.files import file_sha256, write_atomically
 

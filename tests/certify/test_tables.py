@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lantern_bench.certify.tables import TrialResult, failures, identity_row, power_rows, trial_rows
-from lantern_bench.report.tables import frame
+from lantern_bench.storage.schema import frame
 
 
 def test_greedy_identity_passes_and_fails_at_its_bar() -> None:

@@ -17,7 +17,7 @@ from lantern_bench import __version__
 from lantern_bench.cli import main as cli
 from lantern_bench.console import FORMATS
 from lantern_bench.report.tables import NAMES
-from lantern_bench.runs.store import RESULTS_VARIABLE
+from lantern_bench.storage.run_directory import RESULTS_VARIABLE
 from lantern_bench.utils.errors import CheckFailedError, RecordsFailedError, RefusedError, UserError
 from tests.made_up_run import make_records, make_scores, write_run
 
@@ -42,7 +42,7 @@ def failing(monkeypatch):
         def names() -> None:
             raise error
 
-        monkeypatch.setattr("lantern_bench.runs.store.known_runs", names)
+        monkeypatch.setattr("lantern_bench.storage.run_directory.known_runs", names)
 
     return arrange
 

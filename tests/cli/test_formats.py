@@ -19,7 +19,7 @@ from lantern_bench.models import registry
 from lantern_bench.profile import steps
 from lantern_bench.runs import doctor
 from lantern_bench.runs.doctor import Finding
-from lantern_bench.runs.store import RESULTS_VARIABLE
+from lantern_bench.storage.run_directory import RESULTS_VARIABLE
 from tests.cli.test_commands import commands
 from tests.made_up_run import make_records, make_scores, write_run
 from tests.tiny_model import EXPERIMENT, TinyModel

@@ -21,7 +21,7 @@ from lantern_bench.console import Console
 from lantern_bench.devices.threads import Calibrated
 from lantern_bench.methods.tables import DRAFTINGS, MODES
 from lantern_bench.models.loaded_model import LoadedModel
-from lantern_bench.runs.store import read_manifest, read_records
+from lantern_bench.storage.run_directory import read_manifest, read_records
 from lantern_bench.utils.errors import RefusedError
 
 SWEEP = ["sweep", "tiny.yaml", "--threads", "1"]

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from lantern_bench.cli.main import main
 from lantern_bench.models import registry
 from lantern_bench.models.registry import model_of
-from lantern_bench.runs.store import read_records
+from lantern_bench.storage.run_directory import read_records
 from lantern_bench.training import recipe as drafter_recipe
 from lantern_bench.training import run as drafter_run
 from lantern_bench.training.loop import TrainEvent, TrainReport, train

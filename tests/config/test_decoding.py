@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from lantern_bench.config.decoding import Decoding, ParameterError
 from lantern_bench.methods.tables import MODES, RULES, has_parameter
 from lantern_bench.methods.trees import STATIC_TREES
-from lantern_bench.schema import CELL_COLUMNS
+from lantern_bench.storage.schema import CELL_COLUMNS
 
 
 @pytest.mark.parametrize(

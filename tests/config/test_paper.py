@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from lantern_bench.config.experiment import load_experiment, shipped_experiments
 from lantern_bench.config.paper import FIGURES, Paper, PaperRow, read_paper
-from lantern_bench.schema import columns
+from lantern_bench.storage.schema import columns
 from lantern_bench.utils.errors import UserError
 
 ROW: dict[str, Any] = {"name": "a row", "match": {"mode": "lantern", "temperature": 1}}

@@ -10,7 +10,7 @@ import re
 import pytest
 
 from docs.make_results_format import PAGE, families
-from lantern_bench.schema import CELL_COLUMNS, TABLES, columns
+from lantern_bench.storage.schema import CELL_COLUMNS, TABLES, columns
 from lantern_bench.utils.errors import UserError
 
 RECORDS = """schema_version, record_key, cell_id, mode, drafting, tree, rule, neighbours, neighbour_metric, delta,

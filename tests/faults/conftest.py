@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lantern_bench.runs.store import read_records
+from lantern_bench.storage.run_directory import read_records
 from tests.faults import child
 
 SECONDS = 120.0  # for a command of this machine, however busy it is

@@ -22,7 +22,8 @@ from lantern_bench.models.checkpoints.checkpoint import open_checkpoint
 from lantern_bench.models.families.lanterns.description import FILES, WEIGHTS_FOLDER
 from lantern_bench.models.families.lanterns.family import Lanterns
 from lantern_bench.prompts.prompt import Prompt
-from lantern_bench.runs.store import RunStore, read_manifest, read_records
+from lantern_bench.storage.run_directory import read_manifest, read_records
+from lantern_bench.storage.run_store import RunStore
 from lantern_bench.utils.errors import RefusedError, UserError
 from tests.faults.child import IMAGES, SMALL
 from tests.faults.conftest import Bench, Outcome

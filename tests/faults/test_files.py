@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lantern_bench.runs.records import read_lines
+from lantern_bench.storage.records import read_lines
 from tests.faults.child import IMAGES
 from tests.faults.conftest import SWEEP, Bench, Outcome
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from lantern_bench.runs.store import read_manifest
+from lantern_bench.storage.run_directory import read_manifest
 from lantern_bench.utils import signals
 from tests.faults.child import IMAGES
 from tests.faults.conftest import SWEEP, Bench, Command, Outcome

@@ -19,7 +19,7 @@ from lantern_bench.report.compare import (
     compare_runs,
     differences,
 )
-from lantern_bench.runs.store import RunData
+from lantern_bench.storage.run_directory import RunData
 from lantern_bench.utils.errors import RefusedError
 from tests.made_up_run import AR, LOOSE, STRICT, WALKS, frame_of, make_record, make_scores
 

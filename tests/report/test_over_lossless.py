@@ -14,7 +14,7 @@ from lantern_bench.report.compare import compare_runs
 from lantern_bench.report.format_tables import readable
 from lantern_bench.report.records import run_cells, timed_images
 from lantern_bench.report.stats import repeat_interval, timing
-from lantern_bench.runs.store import RunData
+from lantern_bench.storage.run_directory import RunData
 from tests.made_up_run import AR, LOOSE, STRICT, WALKS, build_tables, frame_of, make_record, run_of
 
 BLOCK = Decoding(mode="speculative", rule="block", tree="chain-5", cfg_scale=2, cfg_default=2)

@@ -25,10 +25,9 @@ from lantern_bench.report.cost_model import (
     step_seconds,
     with_hours,
 )
-from lantern_bench.report.records import load_runs
 from lantern_bench.report.tables import tables_of
-from lantern_bench.runs.store import RunData
-from lantern_bench.schema import columns
+from lantern_bench.storage.run_directory import RunData, load_runs
+from lantern_bench.storage.schema import columns
 from lantern_bench.utils.errors import RefusedError
 from tests.made_up_run import frame_of, make_record, make_records, make_scores, write_run
 

@@ -19,7 +19,7 @@ from lantern_bench.report.reproduction import (
     side_by_side,
     sources,
 )
-from lantern_bench.report.tables import frame
+from lantern_bench.storage.schema import frame
 from tests.made_up_run import AR, LOOSE, build_tables, make_record
 
 FIGURE = {"source": "a note", "confidence": "secondary"}

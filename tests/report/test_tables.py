@@ -9,9 +9,10 @@ import pytest
 
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.report.format_tables import readable
-from lantern_bench.report.records import COLUMNS_READ, load_runs
-from lantern_bench.report.tables import NAMES, frame, tables_of, write_csv, write_tables
-from lantern_bench.schema import columns
+from lantern_bench.report.records import COLUMNS_READ
+from lantern_bench.report.tables import NAMES, tables_of, write_tables
+from lantern_bench.storage.run_directory import load_runs
+from lantern_bench.storage.schema import columns, frame, write_csv
 from lantern_bench.utils.errors import RefusedError, UserError
 from tests.made_up_run import (
     AR,

@@ -12,8 +12,8 @@ import pytest
 
 from lantern_bench.cli.main import main
 from lantern_bench.models import registry
-from lantern_bench.runs.merge import merge_runs
-from lantern_bench.runs.store import read_manifest, read_records
+from lantern_bench.storage.merge import merge_runs
+from lantern_bench.storage.run_directory import read_manifest, read_records
 from lantern_bench.utils.errors import LanternError, RefusedError, UserError
 from tests.tiny_model import EXPERIMENT, TinyModel
 

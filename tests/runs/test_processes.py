@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from lantern_bench.runs.store import read_manifest, read_records
+from lantern_bench.storage.run_directory import read_manifest, read_records
 from tests.faults.conftest import Bench
 from tests.tiny_model import PROMPTS
 

@@ -28,7 +28,7 @@ from lantern_bench.prompts.prompt import Prompt
 from lantern_bench.runs import ray_engine
 from lantern_bench.runs.ray_engine import DeviceSlot, missing_of, shards_of, slots_of
 from lantern_bench.runs.request import prepare
-from lantern_bench.runs.store import read_manifest, read_records
+from lantern_bench.storage.run_directory import read_manifest, read_records
 from lantern_bench.utils.errors import RefusedError, UserError
 from tests.faults.child import install
 from tests.tiny_model import EXPERIMENT, PROMPTS, TinyModel

@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from lantern_bench.runs.records import line_of, read_frame, read_rows, rows_of
-from lantern_bench.runs.store import read_records, read_run
-from lantern_bench.schema import SCHEMA_VERSION, columns
+from lantern_bench.storage.records import line_of, read_frame, read_rows, rows_of
+from lantern_bench.storage.run_directory import read_records, read_run
+from lantern_bench.storage.schema import SCHEMA_VERSION, columns
 from lantern_bench.utils.errors import UserError
 from tests.made_up_run import LOOSE, WALKS, make_record
 

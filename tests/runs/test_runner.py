@@ -27,16 +27,16 @@ from lantern_bench.methods.tables import PARAMETERS
 from lantern_bench.prompts.prompt import Prompt
 from lantern_bench.runs import runner
 from lantern_bench.runs.events import ImageDone
-from lantern_bench.runs.images import DecodedImage
 from lantern_bench.runs.runner import calibrate_threads, decode_batch, run_plan
-from lantern_bench.runs.store import (
-    RunStore,
+from lantern_bench.storage.pictures import DecodedImage
+from lantern_bench.storage.run_directory import (
     disturbance,
     finished_records,
     read_manifest,
     read_records,
 )
-from lantern_bench.schema import columns
+from lantern_bench.storage.run_store import RunStore
+from lantern_bench.storage.schema import columns
 from lantern_bench.utils.clock import Usage
 from lantern_bench.utils.errors import RefusedError, UserError
 from tests.tiny_model import EXPERIMENT, PROMPTS, TOKENS, TinyModel

@@ -35,9 +35,10 @@ from lantern_bench.models.families.lanterns.modules import AttributeClassifier
 from lantern_bench.prompts.prompt import Prompt
 from lantern_bench.report.tables import write_tables
 from lantern_bench.runs import scoring
-from lantern_bench.runs.images import png_bytes
-from lantern_bench.runs.store import RunStore, read_records, read_scores
-from lantern_bench.schema import TABLES
+from lantern_bench.storage.pictures import png_bytes
+from lantern_bench.storage.run_directory import read_records, read_scores
+from lantern_bench.storage.run_store import RunStore
+from lantern_bench.storage.schema import TABLES
 from lantern_bench.utils.errors import RefusedError
 from lantern_bench.utils.progress import Share
 from tests.tiny_model import TinyModel

@@ -21,17 +21,16 @@ from lantern_bench.config.experiment import ResolvedExperiment, load_experiment
 from lantern_bench.config.plan import ImageTask, Plan, make_plan
 from lantern_bench.config.settings import Overrides
 from lantern_bench.prompts.prompt import Prompt
-from lantern_bench.runs.records import record_key, rows_of
-from lantern_bench.runs.store import (
-    RunStore,
-    check_folder,
+from lantern_bench.storage.records import record_key, rows_of
+from lantern_bench.storage.run_directory import (
     find_run,
     read_manifest,
     read_records,
     read_run,
     run_folder,
 )
-from lantern_bench.schema import SCHEMA_VERSION, columns
+from lantern_bench.storage.run_store import RunStore, check_folder
+from lantern_bench.storage.schema import SCHEMA_VERSION, columns
 from lantern_bench.utils.errors import RefusedError, UserError
 
 KEY: dict[str, Any] = {

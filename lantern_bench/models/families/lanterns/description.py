@@ -6,15 +6,10 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from lantern_bench.models.networks.transformer_config import TransformerConfig
 from lantern_bench.utils.errors import UserError
 from lantern_bench.utils.text import did_you_mean
-
-if TYPE_CHECKING:
-    pass
-
 
 GUIDANCE = 2.0
 

@@ -5,8 +5,11 @@ A quantity has one name in code, flag, column, axis and documentation: the one d
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+import pandas as pd
 
 from lantern_bench.methods.metrics import Metric
 from lantern_bench.methods.tables import (
@@ -21,7 +24,11 @@ from lantern_bench.methods.tables import (
     RULES,
 )
 from lantern_bench.utils.errors import UserError
+from lantern_bench.utils.files import write_atomically
 from lantern_bench.utils.text import listed
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 
 class Column(NamedTuple):
@@ -613,3 +620,56 @@ def columns(table: str) -> tuple[Column, ...]:
     if table not in TABLES:
         raise UserError(f"unknown table '{table}'", f"The tables are {', '.join(TABLES)}.")
     return TABLES[table]
+
+
+ENDS = ("", "_low", "_high")  # of the columns of a figure and of its interval
+
+
+# ---- All tables of a run, as DataFrames and as files
+
+_FORMULA = tuple("=+-@\t\r")
+
+
+def frame(table: str, rows: Iterable[Row]) -> pd.DataFrame:
+    """Return rows as a DataFrame with exactly the columns and types that the schema declares for `table`.
+
+    A row may leave columns out; a key that is no column raises `ValueError`.
+    """
+    dtypes = {"string": "string", "int": "Int64", "float": "float64"}
+    listed = list(rows)
+    types = {column.name: dtypes[column.dtype] for column in columns(table)}
+    if unknown := {key for row in listed for key in row} - types.keys():
+        raise ValueError(f"not in the schema of {table}: {', '.join(sorted(unknown))}")
+    return pd.DataFrame(
+        {c: pd.Series([row.get(c) for row in listed], dtype=kind) for c, kind in types.items()}
+    )
+
+
+def write_csv(table: pd.DataFrame, path: Path) -> None:
+    """Write a table whole or not at all, as `csv_text`. Raises `UserError` when it cannot."""
+    try:
+        write_atomically(path, csv_text(table).encode())
+    except OSError as error:
+        raise UserError(
+            f"{path}: cannot be written: {error.strerror}", "Choose a writable directory."
+        ) from error
+
+
+def csv_text(table: pd.DataFrame) -> str:
+    """Return a table as CSV: 6 significant digits, missing is empty.
+
+    A text that a spreadsheet would run as a formula begins with an apostrophe.
+    """
+    safe = {
+        str(name): values.map(_no_formula)
+        for name, values in table.items()
+        if values.dtype.kind == "O"
+    }
+    return str(table.assign(**safe).to_csv(index=False, float_format="%.6g", lineterminator="\n"))
+
+
+def _no_formula(value: Any) -> Any:
+    return f"'{value}" if isinstance(value, str) and value[:1] in _FORMULA else value
+
+
+Row: TypeAlias = dict[str, Any]

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from lantern_bench.decoding.trace import ImageTrace
 
+
 _TOKENS = "tokens"  # name of a text in a PNG file
 
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lantern_bench.runs.records import Row, line_of
-from lantern_bench.runs.store import (
+from lantern_bench.storage.records import line_of
+from lantern_bench.storage.run_directory import (
     MANIFEST,
     RECORDS,
     SCORES,
@@ -19,6 +19,7 @@ from lantern_bench.runs.store import (
     read_records,
     read_scores,
 )
+from lantern_bench.storage.schema import Row
 from lantern_bench.utils.errors import RefusedError, UserError
 from lantern_bench.utils.files import write_atomically
 

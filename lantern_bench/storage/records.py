@@ -12,18 +12,17 @@ import os
 from collections.abc import Collection, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
 from lantern_bench.config.plan import ImageTask
-from lantern_bench.schema import SCHEMA_VERSION, columns
+from lantern_bench.storage.schema import SCHEMA_VERSION, columns
 from lantern_bench.utils.errors import RefusedError, UserError
 
 if TYPE_CHECKING:
     import pandas as pd
-
-Row: TypeAlias = dict[str, Any]
+from lantern_bench.storage.schema import Row
 
 # Every line ends with _CHECKSUM, the first 16 hexadecimal digits of the SHA-256 of what is before it, and _CLOSE.
 _CHECKSUM = b', "checksum": "'
