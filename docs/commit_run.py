@@ -16,8 +16,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
+from lantern_bench.analysis.tables import NAMES, save_tables, tables_of
 from lantern_bench.report.page import render
-from lantern_bench.report.tables import NAMES, save_tables, tables_of
 from lantern_bench.runs.verify import verify
 from lantern_bench.storage.run_directory import (
     MANIFEST,

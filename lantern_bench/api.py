@@ -14,11 +14,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from lantern_bench.analysis.tables import tables_of, write_tables
 from lantern_bench.config.experiment import load_experiment
 from lantern_bench.config.settings import Overrides
 from lantern_bench.models import registry
 from lantern_bench.report.format_tables import readable
-from lantern_bench.report.tables import tables_of, write_tables
 from lantern_bench.runs.events import Event, ImageDone, Started
 from lantern_bench.runs.request import prepare
 from lantern_bench.runs.sweep import check_failed, run
@@ -228,7 +228,7 @@ def compare(
     run_a: str | Path | Run, run_b: str | Path | Run, across: Sequence[str] = ()
 ) -> pd.DataFrame:
     """Return the table of `lantern-bench compare`; `across` is what may differ."""
-    from lantern_bench.report.compare import check_comparability, compare_runs, differences
+    from lantern_bench.analysis.compare import check_comparability, compare_runs, differences
 
     a, b = load_runs(_folders([run_a, run_b])).values()
     check_comparability(differences(a, b), across)
@@ -253,7 +253,7 @@ def recommend(
     within: tuple[str, float] | None = None,
 ) -> pd.DataFrame:
     """Return the table of `lantern-bench recommend`; `within` is the name of a score and its margin."""
-    from lantern_bench.report.recommend import condition_of, recommendation
+    from lantern_bench.analysis.recommend import condition_of, recommendation
 
     condition = condition_of(max_distance, within)
     speed, quality = (load_run(folder).tables for folder in _folders([run, quality_run or run]))

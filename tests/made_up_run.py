@@ -13,8 +13,8 @@ from typing import Any
 
 import pandas as pd
 
+from lantern_bench.analysis.tables import tables_of
 from lantern_bench.config.decoding import Decoding
-from lantern_bench.report.tables import tables_of
 from lantern_bench.storage.records import read_frame
 from lantern_bench.storage.run_directory import RunData
 

@@ -38,7 +38,7 @@ class Limit(NamedTuple):
 
 
 def _tables(folder: Path) -> dict[str, Any]:
-    from lantern_bench.report.tables import write_tables
+    from lantern_bench.analysis.tables import write_tables
 
     return {"rows": len(write_tables(folder)["summary"])}
 

@@ -17,6 +17,7 @@ from scipy.special import logsumexp
 from scipy.stats import norm, poisson
 from torch import Tensor
 
+from lantern_bench.analysis.token_distance import FeatureSums
 from lantern_bench.certify.tabular import generators
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.plan import record_seed
@@ -29,7 +30,6 @@ from lantern_bench.decoding.teacher_forcing import drafted_along, teacher_forced
 from lantern_bench.metrics.distance import sums_along
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.prompts.prompt import Prompt
-from lantern_bench.report.distance import FeatureSums
 from lantern_bench.utils.errors import LogitsError
 
 # of the difference of two logits without guidance

@@ -119,7 +119,7 @@ def verify(
     """Check the lines, hashes and counts of a run, and name what is missing or damaged."""
     import pandas as pd
 
-    from lantern_bench.report.tables import write_tables
+    from lantern_bench.analysis.tables import write_tables
     from lantern_bench.runs import verify as runs_verify
 
     console: Console = ctx.obj
@@ -154,7 +154,7 @@ def verify(
 
 def _check_run(folder: Path) -> Checked:
     """Check lines, pictures and counts, and the tables if no line is damaged."""
-    from lantern_bench.report.tables import stale_tables
+    from lantern_bench.analysis.tables import stale_tables
     from lantern_bench.runs import verify as runs_verify
 
     checked = runs_verify.verify(folder)

@@ -37,8 +37,8 @@ def show(
     console: Console = ctx.obj
     check_choice("--table", table, _TABLES)
 
+    from lantern_bench.analysis.tables import save_tables
     from lantern_bench.api import load_run
-    from lantern_bench.report.tables import save_tables
 
     loaded = load_run(run)
     tables = loaded.tables
@@ -119,7 +119,7 @@ def compare(
     format: FormatOption = None,
 ) -> None:
     """Compare two runs cell by cell, paired by prompt: ratio or difference, 95 % interval, verdict."""
-    from lantern_bench.report.compare import (
+    from lantern_bench.analysis.compare import (
         ACROSS,
         BETTER,
         WORSE,
@@ -199,8 +199,8 @@ def recommend(
     format: FormatOption = None,
 ) -> None:
     """Name the fastest cell whose output keeps a condition, beside the fastest lossless one."""
+    from lantern_bench.analysis.recommend import condition_of, recommendation
     from lantern_bench.api import load_run
-    from lantern_bench.report.recommend import condition_of, recommendation
 
     console: Console = ctx.obj
     condition = condition_of(max_distance, within)

@@ -151,7 +151,7 @@ def score(
             rescore=again,
         )
 
-    from lantern_bench.report.tables import write_tables
+    from lantern_bench.analysis.tables import write_tables
 
     quality = write_tables(run)["quality"]
     rows = quality[quality["protocol"] == scored_by.name].reset_index(drop=True)
@@ -223,7 +223,7 @@ def show_events(console: Console, progress: Progress) -> Emit:
 
 
 def _show_summary(folder: Path, console: Console, format: str | None) -> None:
-    from lantern_bench.report.tables import NAMES, write_tables
+    from lantern_bench.analysis.tables import NAMES, write_tables
 
     console.table(write_tables(folder)["summary"], "summary", title=folder.name, format=format)
     console.say(f"tables: {', '.join(f'{name}.csv' for name in NAMES)}; pictures: images/")
@@ -232,14 +232,14 @@ def _show_summary(folder: Path, console: Console, format: str | None) -> None:
 
 def _show_reproduction(folder: Path, console: Console, format: str | None) -> None:
     """Write the tables, show the published figures beside ours and what is not comparable."""
-    from lantern_bench.config.paper import read_paper
-    from lantern_bench.report.reproduction import (
+    from lantern_bench.analysis.published import (
         comparability,
         reproduction_rows,
         side_by_side,
         sources,
     )
-    from lantern_bench.report.tables import write_tables
+    from lantern_bench.analysis.tables import write_tables
+    from lantern_bench.config.paper import read_paper
     from lantern_bench.storage.schema import frame, write_csv
 
     manifest = run_directory.read_manifest(folder)

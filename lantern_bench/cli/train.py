@@ -147,7 +147,7 @@ def _drafter_table(evaluated: Sequence[Evaluated], tree: str | None) -> pd.DataF
     """Return one row a drafter, compared with the model's own by prompt."""
     import pandas as pd
 
-    from lantern_bench.report.stats import ratio_of_sums
+    from lantern_bench.analysis.statistics import ratio_of_sums
 
     rows: list[dict[str, Any]] = []
     model_length = evaluated[1].accepted if len(evaluated) > 1 else None

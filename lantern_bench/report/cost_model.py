@@ -19,11 +19,11 @@ import pandas as pd
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from lantern_bench.analysis.cells import CellRecords, join_notes, run_cells
+from lantern_bench.analysis.tables import tables_of
 from lantern_bench.devices.names import device_in_words
 from lantern_bench.methods.trees import STATIC_TREES, check_topology, topology_name
 from lantern_bench.models.registry import model_of
-from lantern_bench.report.records import CellRecords, join_notes, run_cells
-from lantern_bench.report.tables import tables_of
 from lantern_bench.storage.records import rows_of
 from lantern_bench.storage.run_directory import RunData
 from lantern_bench.storage.schema import CELL_COLUMNS, Row, frame

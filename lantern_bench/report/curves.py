@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import pandas as pd
 
-from lantern_bench.methods.tables import METRICS, ON_CURVES
-from lantern_bench.report.labels import (
+from lantern_bench.analysis.cells import CellRecords, run_cells
+from lantern_bench.analysis.labels import (
     BOUNDS,
     CELL,
     FAMILY,
@@ -25,9 +25,10 @@ from lantern_bench.report.labels import (
     labels,
     styles,
 )
-from lantern_bench.report.records import CellRecords, run_cells
-from lantern_bench.report.stats import proportion
-from lantern_bench.report.tables import SPEEDUPS, cells_of, tables_of
+from lantern_bench.analysis.speed import SPEEDUPS
+from lantern_bench.analysis.statistics import proportion
+from lantern_bench.analysis.tables import cells_of, tables_of
+from lantern_bench.methods.tables import METRICS, ON_CURVES
 from lantern_bench.storage.run_directory import RunData, load_runs
 from lantern_bench.storage.schema import ENDS, columns, frame, write_csv
 from lantern_bench.utils.errors import RefusedError, UserError

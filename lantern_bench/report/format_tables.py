@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
+from lantern_bench.analysis.cells import NOTE_SEPARATOR
+from lantern_bench.analysis.labels import BOUNDS
+from lantern_bench.analysis.quality import OUTSIDE
+from lantern_bench.analysis.speed import SPEEDUPS
 from lantern_bench.methods.tables import METRICS, ON_CURVES, PARAMETERS
-from lantern_bench.report.labels import BOUNDS
-from lantern_bench.report.records import NOTE_SEPARATOR
-from lantern_bench.report.tables import OUTSIDE, SPEEDUPS
 from lantern_bench.storage.schema import CELL_COLUMNS, TABLES
 
 FORMATS = {

@@ -21,20 +21,15 @@ import pandas as pd
 from PIL import Image, UnidentifiedImageError
 
 from lantern_bench import __version__
+from lantern_bench.analysis.cells import CellRecords, run_cells
+from lantern_bench.analysis.labels import GROUPINGS, CellKey, cell_key, labels
+from lantern_bench.analysis.published import comparability, reproduction_rows, side_by_side, sources
+from lantern_bench.analysis.quality import sort_scores
 from lantern_bench.config.paper import read_paper
 from lantern_bench.methods.tables import METRICS, OF_IMAGES
 from lantern_bench.report import curves
 from lantern_bench.report.curves import SPEEDS, Chart, Styles, Tables, stack_runs
 from lantern_bench.report.format_tables import format_figure, head_of, readable, worth_showing
-from lantern_bench.report.labels import GROUPINGS, CellKey, cell_key, labels
-from lantern_bench.report.records import CellRecords, run_cells
-from lantern_bench.report.reproduction import (
-    comparability,
-    reproduction_rows,
-    side_by_side,
-    sources,
-)
-from lantern_bench.report.tables import sort_scores
 from lantern_bench.storage.records import rows_of
 from lantern_bench.storage.run_directory import (
     NO_SPEED,

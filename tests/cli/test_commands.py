@@ -14,9 +14,9 @@ import pandas as pd
 import pytest
 
 from lantern_bench import __version__
+from lantern_bench.analysis.tables import NAMES
 from lantern_bench.cli import main as cli
 from lantern_bench.console import FORMATS
-from lantern_bench.report.tables import NAMES
 from lantern_bench.storage.run_directory import RESULTS_VARIABLE
 from lantern_bench.utils.errors import CheckFailedError, RecordsFailedError, RefusedError, UserError
 from tests.made_up_run import make_records, make_scores, write_run
@@ -94,7 +94,7 @@ def test_show_prints_from_a_read_only_run_with_a_warning_unless_quiet(results, c
     def fail(*_: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("lantern_bench.report.tables.write_atomically", fail)
+    monkeypatch.setattr("lantern_bench.analysis.tables.write_atomically", fail)
     assert cli.main(["show", "first"]) == 0
     written = capsys.readouterr()
     assert len(written.out.splitlines()) == 4

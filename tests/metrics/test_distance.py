@@ -11,6 +11,7 @@ import torch
 from scipy.stats import kstest
 from torch import Tensor
 
+from lantern_bench.analysis.token_distance import FeatureSums, distance
 from lantern_bench.certify.tabular import TabularModel
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.loop import decode
@@ -22,7 +23,6 @@ from lantern_bench.models.families.lanterns.description import HELD_OUT
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.models.networks.packed_linear import pack_for_decoding
 from lantern_bench.models.registry import model_of
-from lantern_bench.report.distance import FeatureSums, distance
 from lantern_bench.utils.errors import LogitsError
 
 CHAIN: dict[str, Any] = {"drafting": "static", "rule": "strict", "tree": ((0,), (0, 0), (0, 0, 0))}

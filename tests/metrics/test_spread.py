@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from lantern_bench.analysis.statistics import detectable
 from lantern_bench.metrics.features import FeatureSet
 from lantern_bench.metrics.figures import FeatureSets, Figure, ar_spread, figures_of, jackknife
-from lantern_bench.report.stats import detectable
 
 WIDTH = 8
 

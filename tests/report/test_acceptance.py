@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lantern_bench.report.records import run_cells
-from lantern_bench.report.tables import acceptance_rows
+from lantern_bench.analysis.cells import run_cells
+from lantern_bench.analysis.speed import acceptance_rows
 from tests.made_up_run import AR, STRICT, WALKS, make_record, run_of
 
 

@@ -9,8 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from lantern_bench.methods.tables import METRICS
-from lantern_bench.report.compare import (
+from lantern_bench.analysis.compare import (
     BETTER,
     EQUIVALENT,
     SAME,
@@ -19,6 +18,7 @@ from lantern_bench.report.compare import (
     compare_runs,
     differences,
 )
+from lantern_bench.methods.tables import METRICS
 from lantern_bench.storage.run_directory import RunData
 from lantern_bench.utils.errors import RefusedError
 from tests.made_up_run import AR, LOOSE, STRICT, WALKS, frame_of, make_record, make_scores

@@ -10,6 +10,7 @@ import pandas as pd
 import pytest
 from PIL import Image
 
+from lantern_bench.analysis.labels import BOUNDS
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.report.curves import (
     acceptance_points,
@@ -25,7 +26,6 @@ from lantern_bench.report.curves import (
     stack_runs,
     to_matplotlib,
 )
-from lantern_bench.report.labels import BOUNDS
 from lantern_bench.report.page import to_plotly
 from lantern_bench.utils.errors import RefusedError, UserError
 from tests.made_up_run import (

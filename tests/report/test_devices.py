@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lantern_bench.report.compare import compare_runs
+from lantern_bench.analysis.compare import compare_runs
 from tests.made_up_run import AR, STRICT, WALKS, Row, build_tables, make_record, run_of
 
 

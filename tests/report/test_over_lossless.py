@@ -9,11 +9,11 @@ from typing import Any
 import pandas as pd
 import pytest
 
+from lantern_bench.analysis.cells import run_cells, timed_images
+from lantern_bench.analysis.compare import compare_runs
+from lantern_bench.analysis.statistics import repeat_interval, timing
 from lantern_bench.config.decoding import Decoding
-from lantern_bench.report.compare import compare_runs
 from lantern_bench.report.format_tables import readable
-from lantern_bench.report.records import run_cells, timed_images
-from lantern_bench.report.stats import repeat_interval, timing
 from lantern_bench.storage.run_directory import RunData
 from tests.made_up_run import AR, LOOSE, STRICT, WALKS, build_tables, frame_of, make_record, run_of
 

@@ -11,6 +11,7 @@ import pandas as pd
 import pytest
 
 from docs import make_scale
+from lantern_bench.analysis.tables import tables_of
 from lantern_bench.cli import main as cli
 from lantern_bench.models.registry import model_of
 from lantern_bench.report.cost_model import (
@@ -25,7 +26,6 @@ from lantern_bench.report.cost_model import (
     step_seconds,
     with_hours,
 )
-from lantern_bench.report.tables import tables_of
 from lantern_bench.storage.run_directory import RunData, load_runs
 from lantern_bench.storage.schema import columns
 from lantern_bench.utils.errors import RefusedError

@@ -8,8 +8,8 @@ from typing import Any
 import pandas as pd
 import pytest
 
+from lantern_bench.analysis.recommend import MAX_DISTANCE, condition_of, recommendation
 from lantern_bench.config.decoding import Decoding
-from lantern_bench.report.recommend import MAX_DISTANCE, condition_of, recommendation
 from lantern_bench.utils.errors import RefusedError, UserError
 from tests.made_up_run import AR, STRICT, WALKS, build_tables, make_record
 

@@ -10,15 +10,15 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from lantern_bench.config.decoding import Decoding
-from lantern_bench.config.paper import Paper
-from lantern_bench.report.reproduction import (
+from lantern_bench.analysis.published import (
     NOT_HAD,
     comparability,
     reproduction_rows,
     side_by_side,
     sources,
 )
+from lantern_bench.config.decoding import Decoding
+from lantern_bench.config.paper import Paper
 from lantern_bench.storage.schema import frame
 from tests.made_up_run import AR, LOOSE, build_tables, make_record
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import bootstrap, permutation_test
 
-from lantern_bench.report import stats
-from lantern_bench.report.stats import (
+from lantern_bench.analysis import statistics
+from lantern_bench.analysis.statistics import (
     Interval,
     Sums,
     compare_sums,
@@ -179,7 +179,9 @@ def test_false_positives_are_rare():
 @pytest.mark.parametrize("sets", [1, 3])
 def test_lossless_cells_are_worse_than_ar_no_more_often_than_the_level(sets, monkeypatch):
     """Of all cells of a run; scores are skewed, and prompts differ by far more than seeds."""
-    monkeypatch.setattr(stats, "_bootstrap", lambda *_: (0.0, 0.0))  # slow, and of no concern here
+    monkeypatch.setattr(
+        statistics, "_bootstrap", lambda *_: (0.0, 0.0)
+    )  # slow, and of no concern here
     generator = np.random.default_rng(6)
     p_values = []
     one_sided = []

@@ -7,10 +7,10 @@ import random
 
 import pytest
 
+from lantern_bench.analysis.cells import COLUMNS_READ
+from lantern_bench.analysis.tables import NAMES, tables_of, write_tables
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.report.format_tables import readable
-from lantern_bench.report.records import COLUMNS_READ
-from lantern_bench.report.tables import NAMES, tables_of, write_tables
 from lantern_bench.storage.run_directory import load_runs
 from lantern_bench.storage.schema import columns, frame, write_csv
 from lantern_bench.utils.errors import RefusedError, UserError

@@ -9,8 +9,8 @@ import pandas as pd
 import pytest
 from scipy.stats import ttest_ind
 
-from lantern_bench.report.records import HELD_UP, run_cells, timed_images
-from lantern_bench.report.stats import (
+from lantern_bench.analysis.cells import HELD_UP, run_cells, timed_images
+from lantern_bench.analysis.statistics import (
     NEEDS_PROCESSES,
     compare_timings,
     ratio_of_sums,

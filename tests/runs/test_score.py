@@ -20,6 +20,7 @@ from PIL import Image
 from experiments.train_lanterns.recipe import write_weights
 from experiments.train_lanterns.scenes import render
 from experiments.train_lanterns.tasks import CLIP_CONFIG, save_clip
+from lantern_bench.analysis.tables import write_tables
 from lantern_bench.config.experiment import load_experiment
 from lantern_bench.config.plan import make_plan
 from lantern_bench.config.protocols import PROTOCOLS, Protocol
@@ -33,7 +34,6 @@ from lantern_bench.models.families.lanterns import modules as classifier
 from lantern_bench.models.families.lanterns.description import HELD_OUT
 from lantern_bench.models.families.lanterns.modules import AttributeClassifier
 from lantern_bench.prompts.prompt import Prompt
-from lantern_bench.report.tables import write_tables
 from lantern_bench.runs import scoring
 from lantern_bench.storage.pictures import png_bytes
 from lantern_bench.storage.run_directory import read_records, read_scores

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     import pandas as pd
 
+
 Array: TypeAlias = NDArray[np.float64]
 
 _LEVEL = 0.95

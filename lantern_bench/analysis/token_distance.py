@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lantern_bench.report.records import CellRecords
-from lantern_bench.report.stats import Array, Interval, holm, ratio_of_sums, sums_per_prompt
+from lantern_bench.analysis.cells import CellRecords
+from lantern_bench.analysis.statistics import Array, Interval, holm, ratio_of_sums, sums_per_prompt
 from lantern_bench.storage.schema import Row
 
 _RESAMPLES = 2_000

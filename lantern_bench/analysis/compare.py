@@ -8,16 +8,15 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
-from lantern_bench.methods.tables import METRICS, OF_IMAGES, OF_SETS, OF_TOKENS
-from lantern_bench.report.distance import distance_columns, token_rows
-from lantern_bench.report.records import (
+from lantern_bench.analysis.cells import (
     CellRecords,
     baseline_of,
     fastest_lossless,
     run_cells,
     timed_images,
 )
-from lantern_bench.report.stats import (
+from lantern_bench.analysis.quality import Scores, paired, scored_images, sort_scores
+from lantern_bench.analysis.statistics import (
     Interval,
     compare_sums,
     compare_timings,
@@ -26,7 +25,8 @@ from lantern_bench.report.stats import (
     settle,
     timing,
 )
-from lantern_bench.report.tables import Scores, paired, scored_images, sort_scores
+from lantern_bench.analysis.token_distance import distance_columns, token_rows
+from lantern_bench.methods.tables import METRICS, OF_IMAGES, OF_SETS, OF_TOKENS
 from lantern_bench.storage.run_directory import RunData
 from lantern_bench.storage.schema import ENDS, frame
 from lantern_bench.utils.errors import RefusedError

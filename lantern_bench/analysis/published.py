@@ -7,13 +7,13 @@ from typing import Any
 
 import pandas as pd
 
+from lantern_bench.analysis.cells import join_notes
+from lantern_bench.analysis.labels import parameters
+from lantern_bench.analysis.tables import cells_of
 from lantern_bench.config.paper import Paper, PaperRow
 from lantern_bench.devices.names import device_in_words
 from lantern_bench.methods.tables import IN_SUMMARY, METRICS
 from lantern_bench.report.format_tables import format_figure, head_of
-from lantern_bench.report.labels import parameters
-from lantern_bench.report.records import join_notes
-from lantern_bench.report.tables import cells_of
 from lantern_bench.storage.records import rows_of
 from lantern_bench.storage.schema import Row
 

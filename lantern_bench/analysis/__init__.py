@@ -1,0 +1,1 @@
+"""From records to figures: intervals, tests and the rows of the tables. No torch, no drawing."""
