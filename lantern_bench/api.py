@@ -270,7 +270,7 @@ def score(
     progress: bool = True,
 ) -> pd.DataFrame:
     """Score a run as `lantern-bench score` and return its quality."""
-    from lantern_bench.runs.scoring import score_run_directory
+    from lantern_bench.metrics.score_run import score_run_directory
 
     (folder,) = _folders(run)
     with _emitting(progress) as emit:

@@ -19,9 +19,9 @@ from PIL import Image
 from lantern_bench.methods import tables
 from lantern_bench.methods.metrics import Metric
 from lantern_bench.methods.tables import METRICS, find_rows
-from lantern_bench.metrics import figures
-from lantern_bench.metrics.features import Extractor, FeatureSet
-from lantern_bench.metrics.figures import FeatureSets, measure_sets
+from lantern_bench.metrics import fidelity
+from lantern_bench.metrics.extractors import Extractor, FeatureSet
+from lantern_bench.metrics.fidelity import FeatureSets, measure_sets
 from lantern_bench.storage.run_directory import read_records
 from tests.test_adding_a_rule import ROOT, rows, run
 
@@ -94,7 +94,7 @@ def test_the_name_of_a_metric_has_no_hyphen() -> None:
 def test_a_metric_of_sets_is_measured_with_its_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     """The distance of the means, which FID has as one of its terms."""
 
-    def shift(sets: FeatureSets) -> figures.Figure:
+    def shift(sets: FeatureSets) -> fidelity.Figure:
         return lambda rows: float(
             np.linalg.norm(
                 sets.pictures[torch.from_numpy(rows)].numpy().mean(0) - sets.reference.mean
@@ -105,7 +105,7 @@ def test_a_metric_of_sets_is_measured_with_its_interval(monkeypatch: pytest.Monk
         "shift", "distance of the means", shift, level="set", against_ar="spread", min_images=10
     )
     monkeypatch.setitem(tables.METRICS, "shift", row)
-    monkeypatch.setattr(figures, "OF_SETS", (*tables.OF_SETS, "shift"))
+    monkeypatch.setattr(fidelity, "OF_SETS", (*tables.OF_SETS, "shift"))
     features = torch.randn(40, 6, generator=torch.Generator().manual_seed(0))
     extractor = Extractor(name="a network", layer="last", width=6, weights=Path("weights"))
     columns, _, notes = measure_sets(FeatureSets(features + 1, FeatureSet.of(features)), extractor)

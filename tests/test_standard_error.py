@@ -20,7 +20,7 @@ warnings.warn("TensorFloat32 tensor cores for float32 matrix multiplication avai
               "setting `torch.set_float32_matmul_precision('high')` for better performance.")
 warnings.warn("\\nOnline softmax is disabled on the fly since Inductor decides to\\nsplit the reduction.")
 warnings.warn("warned")
-from lantern_bench.metrics.features import features_of, find_extractor
+from lantern_bench.metrics.extractors import features_of, find_extractor
 features_of(torch.zeros(2, 3, 64, 64, dtype=torch.uint8), find_extractor())
 print("features", file=sys.stderr)
 from lantern_bench.cli.main import main

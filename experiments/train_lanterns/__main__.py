@@ -30,7 +30,7 @@ from lantern_bench.analysis.statistics import proportion, ratio_of_sums
 from lantern_bench.cli.options import DEVICE_HELP, FormatOption
 from lantern_bench.console import Console, Progress, duration
 from lantern_bench.devices.compute import choose_compute
-from lantern_bench.metrics.features import EMBEDDED_FEATURES, find_extractor
+from lantern_bench.metrics.extractors import EMBEDDED_FEATURES, find_extractor
 from lantern_bench.metrics.image_scorers import LOCAL_DIR, load_clip
 from lantern_bench.models.families.lanterns.description import FILES, WEIGHTS_FOLDER
 from lantern_bench.storage.run_directory import results_root

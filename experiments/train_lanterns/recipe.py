@@ -26,7 +26,7 @@ from experiments.train_lanterns import tasks
 from experiments.train_lanterns.scenes import SceneSet, scene_set
 from lantern_bench import __version__
 from lantern_bench.config.decoding import Decoding
-from lantern_bench.metrics.features import Extractor, features_of
+from lantern_bench.metrics.extractors import Extractor, features_of
 from lantern_bench.models.families.lanterns.description import FILES, GUIDANCE, HELD_OUT, TRAIN
 from lantern_bench.models.families.lanterns.modules import (
     TOKENIZER_CONFIG,

@@ -27,7 +27,7 @@ from lantern_bench.decoding.loop import decode
 from lantern_bench.decoding.protocol import Target
 from lantern_bench.decoding.sampling import broken_distributions, decoding_probabilities, guide
 from lantern_bench.decoding.teacher_forcing import drafted_along, teacher_forced
-from lantern_bench.metrics.distance import sums_along
+from lantern_bench.metrics.token_sums import sums_along
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.prompts.prompt import Prompt
 from lantern_bench.utils.errors import LogitsError

@@ -215,7 +215,7 @@ def generate(
     from lantern_bench.analysis.token_distance import distance_of_image
     from lantern_bench.decoding.loop import drafter_and_rule
     from lantern_bench.devices.compute import choose_compute
-    from lantern_bench.metrics.distance import token_sums
+    from lantern_bench.metrics.token_sums import token_sums
     from lantern_bench.models.load import compile_models, load_models
     from lantern_bench.models.loaded_model import NoPixels
     from lantern_bench.models.random_model import random_model

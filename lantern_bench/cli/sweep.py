@@ -20,10 +20,10 @@ from lantern_bench.cli.options import (
     SettingsOption,
     with_flags,
 )
-from lantern_bench.config.protocols import PROTOCOLS
 from lantern_bench.config.settings import Overrides
 from lantern_bench.console import Console, Progress, duration
 from lantern_bench.devices.threads import QUIET_ADVICE
+from lantern_bench.metrics.protocols import PROTOCOLS
 from lantern_bench.runs.events import Event, ImageDone, Started
 from lantern_bench.runs.request import WORKER_TIMEOUT, plan_table, prepare
 from lantern_bench.runs.sweep import check_failed, run
@@ -136,7 +136,7 @@ def score(
     format: FormatOption = None,
 ) -> None:
     """Score the pictures of a run by a quality protocol, without decoding again."""
-    from lantern_bench.runs.scoring import score_run_directory
+    from lantern_bench.metrics.score_run import score_run_directory
 
     console: Console = ctx.obj
     with console.progress() as progress:

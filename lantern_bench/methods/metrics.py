@@ -73,7 +73,7 @@ class Metric:
 _of_sets = partial(Metric, level="set", against_ar="spread", scored_by="fid_features")
 _of_tokens = partial(
     Metric,
-    load="lantern_bench.metrics.distance:token_sums",
+    load="lantern_bench.metrics.token_sums:token_sums",
     level="tokens",
     against_ar="none",
     scored_by="model",
@@ -128,7 +128,7 @@ SHIPPED_METRICS = (
     _of_sets(
         "fid",
         "Frechet distance to the reference, with the features of fid_features",
-        "lantern_bench.metrics.figures:fid",
+        "lantern_bench.metrics.fidelity:fid",
         label="FID",
         digits=".2f",
         better="lower",
@@ -151,7 +151,7 @@ SHIPPED_METRICS = (
     _of_sets(
         "kid",
         "kernel distance to the reference, over all pictures",
-        "lantern_bench.metrics.figures:kid",
+        "lantern_bench.metrics.fidelity:kid",
         label="KID",
         digits=".4g",
         better="lower",
@@ -192,7 +192,7 @@ SHIPPED_METRICS = (
     _of_sets(
         "precision",
         "share of pictures inside the reference's manifold; depends on n_reference",
-        "lantern_bench.metrics.figures:precision",
+        "lantern_bench.metrics.fidelity:precision",
         digits=".3f",
         against_ar="both",
         image_meaning="1 where the picture is inside the reference's manifold, else 0",
@@ -205,7 +205,7 @@ SHIPPED_METRICS = (
     _of_sets(
         "recall",
         "share of the reference inside the pictures' manifold; depends on images and n_reference",
-        "lantern_bench.metrics.figures:recall",
+        "lantern_bench.metrics.fidelity:recall",
         digits=".3f",
         in_summary=True,
         on_curves=False,

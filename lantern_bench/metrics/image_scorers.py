@@ -20,8 +20,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from lantern_bench.config.protocols import Protocol
-from lantern_bench.metrics import features
+from lantern_bench.metrics import extractors
+from lantern_bench.metrics.protocols import Protocol
 from lantern_bench.models.checkpoints.checkpoint import open_checkpoint
 from lantern_bench.models.families.lanterns import modules as classifier
 from lantern_bench.models.families.lanterns.description import WEIGHTS_FOLDER, attributes_of
@@ -104,7 +104,7 @@ def load_clip(
         pretrained = None
         label = label or (name if name == BUNDLED else folder.name)
     elif name in open_clip.list_models():
-        path = weights or features.find_weights(f"the CLIP model {name}", f"{name}.safetensors")
+        path = weights or extractors.find_weights(f"the CLIP model {name}", f"{name}.safetensors")
         source = name
         pretrained = str(path)
     else:
@@ -164,7 +164,7 @@ def clip_score(protocol: Protocol, device: torch.device | str) -> ClipScorer:
 
 def hpsv2(_protocol: Protocol, device: torch.device | str) -> ClipScorer:
     """Load HPSv2.1 (Wu et al. 2023), a CLIP model."""
-    path = features.find_weights("HPSv2", "HPS_v2.1_compressed.pt")
+    path = extractors.find_weights("HPSv2", "HPS_v2.1_compressed.pt")
     return load_clip("ViT-H-14", path, device=device, label="hpsv2.1")
 
 
@@ -173,7 +173,7 @@ def image_reward(_protocol: Protocol, device: torch.device | str) -> ImageReward
     if importlib.util.find_spec("ImageReward") is None:
         problem = "ImageReward is not installed: the protocol image-reward needs its package"
         raise RefusedError(problem, "Install the extra: pip install 'lantern-bench[image-reward]'")
-    path = features.find_weights("ImageReward", "ImageReward.pt")
+    path = extractors.find_weights("ImageReward", "ImageReward.pt")
     if not (path.parent / "med_config.json").is_file():
         raise RefusedError(
             f"ImageReward needs med_config.json beside {path}",

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lantern_bench.config.experiment import Cell, ResolvedExperiment, load_experiment
 from lantern_bench.config.plan import Plan, Shard, make_plan, parse_shard
-from lantern_bench.config.protocols import EMBEDDED, LANTERN_COCO, Protocol, protocol_of
 from lantern_bench.config.settings import Overrides
 from lantern_bench.methods.tables import missing_drafter
+from lantern_bench.metrics.protocols import Protocol, protocol_of
 from lantern_bench.models.registry import defaults_of, model_of
 from lantern_bench.prompts.sets import describe_prompts, load_prompts
 from lantern_bench.storage.run_directory import done_images, finished_records, run_folder
@@ -21,6 +21,7 @@ from lantern_bench.utils.errors import UserError
 
 if TYPE_CHECKING:
     import pandas as pd
+from lantern_bench.metrics.protocols import default_protocol
 
 # seconds of silence after which a worker is ended; it is silent while it loads and compiles
 WORKER_TIMEOUT = 1800.0
@@ -128,12 +129,6 @@ def check_drafters(cells: Iterable[Cell]) -> None:
     for cell in cells:
         if cell.decoding.drafting_row.needs_drafter and model_of(cell.model).lacks_drafter:
             raise missing_drafter(cell.decoding.mode)
-
-
-def default_protocol(models: Sequence[str]) -> str:
-    """Return the protocol of a run of these models: the bundled scorers only for the bundled family."""
-    bundled = all(model_of(model).family == "lanterns" for model in models)
-    return EMBEDDED if bundled else LANTERN_COCO
 
 
 def plan_table(request: Request) -> tuple[pd.DataFrame, float]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from lantern_bench.config.protocols import EMBEDDED
 from lantern_bench.devices.threads import prepare_environment
+from lantern_bench.metrics.protocols import EMBEDDED
 from lantern_bench.runs.events import Event
 from lantern_bench.runs.request import Request
 from lantern_bench.storage.run_directory import done_images
@@ -44,7 +44,7 @@ def _decode_and_score(request: Request, emit: Emit) -> int:
     if "quality" in metrics and (
         request.protocol.name != EMBEDDED or settings.reference is not None
     ):
-        from lantern_bench.runs.scoring import load_scorers_of
+        from lantern_bench.metrics.score_run import load_scorers_of
 
         scorers = load_scorers_of(request, device)
     if request.ray is not None:
@@ -61,14 +61,14 @@ def _decode_and_score(request: Request, emit: Emit) -> int:
         failed = decode_in_processes(request, emit)
     if metrics == {"speed"} or not done_images(request.folder):
         return failed
-    from lantern_bench.runs import scoring
+    from lantern_bench.metrics import score_run, token_sums
 
     if "quality" in metrics:
-        scoring.score_run(
-            request.folder, *(scorers or scoring.load_scorers_of(request, device)), emit
+        score_run.score_run(
+            request.folder, *(scorers or score_run.load_scorers_of(request, device)), emit
         )
     if "distance" in metrics:
-        scoring.score_tokens(request.folder, device, emit)
+        token_sums.score_tokens(request.folder, device, emit)
     return failed
 
 

@@ -13,8 +13,8 @@ import pytest
 
 from lantern_bench.certify.run import Certification
 from lantern_bench.cli import main as cli
-from lantern_bench.config.protocols import protocol_of
 from lantern_bench.console import FORMATS
+from lantern_bench.metrics.protocols import protocol_of
 from lantern_bench.models import registry
 from lantern_bench.profile import steps
 from lantern_bench.runs import doctor
@@ -140,7 +140,9 @@ def test_a_table_in_all_formats(
     tiny = TinyModel()
     monkeypatch.setattr(registry, "models", lambda: registered | {"tiny": tiny})
     scored = protocol_of("embedded"), 1
-    monkeypatch.setattr("lantern_bench.runs.scoring.score_run_directory", lambda *_, **__: scored)
+    monkeypatch.setattr(
+        "lantern_bench.metrics.score_run.score_run_directory", lambda *_, **__: scored
+    )
     findings = [
         Finding("torch", "ok", "2.10"),
         Finding(check="a | b", state="warn", result="", fix="c"),

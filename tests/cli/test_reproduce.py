@@ -15,7 +15,7 @@ import yaml
 
 from lantern_bench.cli import main as cli
 from lantern_bench.config.experiment import shipped_experiments
-from lantern_bench.config.protocols import protocol_of
+from lantern_bench.metrics.protocols import protocol_of
 from lantern_bench.storage.run_directory import RESULTS_VARIABLE, read_manifest, read_scores
 
 TABLE = """

@@ -17,8 +17,8 @@ from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.loop import decode
 from lantern_bench.decoding.sampling import decoding_probabilities, guide
 from lantern_bench.decoding.teacher_forcing import drafter_logits_along, teacher_forced
-from lantern_bench.metrics import distance as scorer
-from lantern_bench.metrics.distance import token_sums
+from lantern_bench.metrics import token_sums as scorer
+from lantern_bench.metrics.token_sums import token_sums
 from lantern_bench.models.families.lanterns.description import HELD_OUT
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.models.networks.packed_linear import pack_for_decoding

@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 
 from experiments.train_lanterns.recipe import write_embedded, write_weights
 from experiments.train_lanterns.tasks import reference_scenes
-from lantern_bench.config.protocols import PROTOCOLS, Preparation
-from lantern_bench.metrics import features
+from lantern_bench.metrics import extractors
+from lantern_bench.metrics.protocols import PROTOCOLS, Preparation
 from lantern_bench.models.families.lanterns.modules import AttributeClassifier, load_classifier
 from lantern_bench.utils.errors import RefusedError, UserError
 
@@ -26,7 +26,7 @@ CROPPED = Preparation(crop=True, size=64)
 
 
 @pytest.fixture(scope="module")
-def extractor(tmp_path_factory: pytest.TempPathFactory) -> features.Extractor:
+def extractor(tmp_path_factory: pytest.TempPathFactory) -> extractors.Extractor:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = AttributeClassifier()
@@ -35,24 +35,24 @@ def extractor(tmp_path_factory: pytest.TempPathFactory) -> features.Extractor:
         model.project.weight *= 300
     path = tmp_path_factory.mktemp("weights") / "features.safetensors"
     write_weights(model.state_dict(), path)
-    return features.find_extractor(weights=path)
+    return extractors.find_extractor(weights=path)
 
 
-def test_features_are_those_of_the_network(extractor: features.Extractor) -> None:
+def test_features_are_those_of_the_network(extractor: extractors.Extractor) -> None:
     pictures = torch.randint(
         0, 256, (3, 3, 64, 64), generator=torch.Generator().manual_seed(0), dtype=torch.uint8
     )
     expected = load_classifier(extractor.weights).features(pictures.float() / 255)
     torch.testing.assert_close(
-        features.features_of(pictures, extractor), expected, rtol=1e-5, atol=1e-5
+        extractors.features_of(pictures, extractor), expected, rtol=1e-5, atol=1e-5
     )
-    blurred = features.features_of(pictures, extractor, Preparation(size=8, features_size=64))
+    blurred = extractors.features_of(pictures, extractor, Preparation(size=8, features_size=64))
     assert blurred.shape == (3, 64) and not torch.allclose(blurred, expected, atol=1e-3)
-    assert features.features_of(pictures[:0], extractor).shape == (0, 64)
+    assert extractors.features_of(pictures[:0], extractor).shape == (0, 64)
 
 
 def test_the_label_names_extractor_layer_and_weights(
-    extractor: features.Extractor, tmp_path: Path
+    extractor: extractors.Extractor, tmp_path: Path
 ) -> None:
     name, _, digits = extractor.label.partition("@")
     assert name == "lanterns-features-64" and len(digits) == 8
@@ -67,7 +67,7 @@ def test_full_size_weights_are_found_in_the_named_folder(
     monkeypatch.setenv("LANTERN_BENCH_WEIGHTS", str(tmp_path))
     path = tmp_path / "weights-inception-2015-12-05-6726825d.pth"
     torch.save({"Mixed_7c.branch_pool.conv.weight": torch.zeros(3)}, path)
-    extractor_of_folder = features.find_extractor("inception-v3-compat")
+    extractor_of_folder = extractors.find_extractor("inception-v3-compat")
     assert extractor_of_folder.weights == path
     assert extractor_of_folder.label.startswith("inception-v3-compat-2048@")
 
@@ -111,7 +111,7 @@ def test_weights_that_cannot_be_used_are_refused(
     torch.save({"conv1.weight": torch.zeros(3)}, tmp_path / "resnet.pth")
     torch.save({"a": _Code()}, tmp_path / "code.pth")
     with pytest.raises(error, match=problem):
-        features.find_extractor(name, tmp_path / weights if weights else None)
+        extractors.find_extractor(name, tmp_path / weights if weights else None)
     assert "a pickle ran code" not in capsys.readouterr().out
 
 
@@ -122,15 +122,15 @@ def test_lantern_coco_preprocesses_as_the_authors() -> None:
     by_hand = (
         Image.fromarray(pixels).crop((80, 0, 560, 480)).resize((256, 256), Image.Resampling.LANCZOS)
     )
-    prepared = features.preprocess(picture, protocol.preparation)
+    prepared = extractors.preprocess(picture, protocol.preparation)
     assert np.array_equal(prepared.permute(1, 2, 0).numpy(), np.asarray(by_hand))
-    for_features = features.resized(
+    for_features = extractors.resized(
         prepared, protocol.preparation.features_size, Image.Resampling.BICUBIC
     )
     larger = by_hand.resize((299, 299), Image.Resampling.BICUBIC)
     assert np.array_equal(for_features.permute(1, 2, 0).numpy(), np.asarray(larger))
     assert protocol.clip_prefix == "A photo depicts " and protocol.manifold_neighbours == 3
-    assert torch.equal(features.preprocess(picture, Preparation()), picture)
+    assert torch.equal(extractors.preprocess(picture, Preparation()), picture)
 
 
 # ---- Reference sets
@@ -148,49 +148,52 @@ def paint(folder: Path, names: str = "abcdef", size: tuple[int, int] = (64, 64))
 def test_the_embedded_features_are_those_of_the_painted_scenes() -> None:
     """Painting takes half a minute; processors round features differently, in their last digits."""
     scenes, label = reference_scenes()
-    embedded = features.embedded_reference()
+    embedded = extractors.embedded_reference()
     assert embedded.label == label and embedded.statistics is not None
     torch.testing.assert_close(
         embedded.statistics.features,
-        features.features_of(scenes, features.find_extractor()),
+        extractors.features_of(scenes, extractors.find_extractor()),
         rtol=1e-4,
         atol=1e-5,
     )
 
 
 def test_the_embedded_reference_belongs_to_the_bundled_extractor(
-    extractor: features.Extractor,
+    extractor: extractors.Extractor,
 ) -> None:
-    embedded = features.find_reference("embedded", EMBEDDED)
-    assert embedded is not None and embedded.label == features.embedded_reference().label
-    embedded_set = features.reference_features(embedded, features.find_extractor(), PLAIN)
+    embedded = extractors.find_reference("embedded", EMBEDDED)
+    assert embedded is not None and embedded.label == extractors.embedded_reference().label
+    embedded_set = extractors.reference_features(embedded, extractors.find_extractor(), PLAIN)
     assert embedded_set.n == 1024 and embedded_set.features is not None
     with pytest.raises(UserError, match=f"of {embedded.extractor}, not of {extractor.label}"):
-        features.reference_features(embedded, extractor, PLAIN)
+        extractors.reference_features(embedded, extractor, PLAIN)
 
 
 def test_written_features_are_read_back(
-    tmp_path: Path, extractor: features.Extractor, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, extractor: extractors.Extractor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pictures = torch.stack(
-        [features.read_picture(path) for path in sorted(paint(tmp_path / "set").iterdir())]
+        [extractors.read_picture(path) for path in sorted(paint(tmp_path / "set").iterdir())]
     )
-    monkeypatch.setattr(features, "EMBEDDED_FEATURES", tmp_path / "reference.safetensors")
+    monkeypatch.setattr(extractors, "EMBEDDED_FEATURES", tmp_path / "reference.safetensors")
     write_embedded(
-        path=features.EMBEDDED_FEATURES, scenes=pictures, extractor=extractor, label="six pictures"
+        path=extractors.EMBEDDED_FEATURES,
+        scenes=pictures,
+        extractor=extractor,
+        label="six pictures",
     )
-    embedded = features.embedded_reference()
+    embedded = extractors.embedded_reference()
     assert embedded.label == "six pictures"
-    written = features.reference_features(embedded, extractor, PLAIN).features
-    assert written is not None and torch.equal(written, features.features_of(pictures, extractor))
+    written = extractors.reference_features(embedded, extractor, PLAIN).features
+    assert written is not None and torch.equal(written, extractors.features_of(pictures, extractor))
 
 
 def test_folder_reference_reads_pictures_by_name(tmp_path: Path) -> None:
     for name, size in (("b.png", 16), ("a.png", 20)):
         Image.new("RGB", (size, size), (200 if name == "a.png" else 10, 0, 0)).save(tmp_path / name)
-    reference = features.find_reference(str(tmp_path), EMBEDDED)
+    reference = extractors.find_reference(str(tmp_path), EMBEDDED)
     assert reference is not None and reference.pictures is not None
-    assert [int(features.read_picture(path)[0, 0, 0]) for path in reference.pictures] == [200, 10]
+    assert [int(extractors.read_picture(path)[0, 0, 0]) for path in reference.pictures] == [200, 10]
     assert f"{tmp_path.name}, n=2, sha256=" in reference.label
 
 
@@ -202,7 +205,7 @@ def test_a_coco_annotation_lists_the_pictures(tmp_path: Path) -> None:
     }
     (tmp_path / "val.json").write_text(json.dumps(listed))
     for name in (f"{tmp_path / 'val.json'}", f"{tmp_path / 'val.json'}={folder}"):
-        reference = features.find_reference(name, EMBEDDED)
+        reference = extractors.find_reference(name, EMBEDDED)
         assert (
             reference is not None
             and reference.pictures is not None
@@ -233,49 +236,49 @@ def test_references_that_cannot_be_used(
     elif content:
         np.savez(tmp_path / file, **content)
     with pytest.raises(UserError, match=problem):
-        features.find_reference(str(tmp_path / file), EMBEDDED)
+        extractors.find_reference(str(tmp_path / file), EMBEDDED)
 
 
-def test_statistics_from_a_file(tmp_path: Path, extractor: features.Extractor) -> None:
+def test_statistics_from_a_file(tmp_path: Path, extractor: extractors.Extractor) -> None:
     path = tmp_path / "coco.npz"
     np.savez(path, mu=np.zeros(64), sigma=np.eye(64), n=np.int64(5000))
-    reference = features.find_reference(str(path), EMBEDDED)
+    reference = extractors.find_reference(str(path), EMBEDDED)
     assert (
         reference is not None
         and reference.statistics is not None
         and reference.label.startswith("coco (statistics), n=5000")
     )
-    assert features.reference_features(reference, extractor, PLAIN).n == 5000
+    assert extractors.reference_features(reference, extractor, PLAIN).n == 5000
     np.savez(path, mu=np.zeros(10), sigma=np.eye(10))
-    narrow = features.find_reference(str(path), EMBEDDED)
+    narrow = extractors.find_reference(str(path), EMBEDDED)
     assert narrow is not None
     with pytest.raises(UserError, match="has 10 features, lanterns-features has 64"):
-        features.reference_features(narrow, extractor, PLAIN)
+        extractors.reference_features(narrow, extractor, PLAIN)
 
 
 def test_the_embedded_reference_is_for_its_protocol_alone() -> None:
-    assert features.find_reference(None, PROTOCOLS["lantern-coco"]) is None
+    assert extractors.find_reference(None, PROTOCOLS["lantern-coco"]) is None
     with pytest.raises(UserError, match="not for the protocol lantern-coco"):
-        features.find_reference("embedded", PROTOCOLS["lantern-coco"])
+        extractors.find_reference("embedded", PROTOCOLS["lantern-coco"])
 
 
 def test_cache_key_is_content_extractor_and_preprocessing(
-    tmp_path: Path, extractor: features.Extractor, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, extractor: extractors.Extractor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     passes: list[int] = []
-    features_of = features.features_of
+    features_of = extractors.features_of
 
     def counted(pictures: Any, *more: Any, **named: Any) -> torch.Tensor:
         passes.append(len(pictures))
         return features_of(pictures, *more, **named)
 
-    monkeypatch.setattr(features, "features_of", counted)
+    monkeypatch.setattr(extractors, "features_of", counted)
     cache = tmp_path / "cache"
     folder = paint(tmp_path / "set")
 
-    def measured(preparation: Preparation = PLAIN) -> features.FeatureSet:
-        reference = features.folder_reference(folder)
-        return features.reference_features(reference, extractor, preparation, cache=cache)
+    def measured(preparation: Preparation = PLAIN) -> extractors.FeatureSet:
+        reference = extractors.folder_reference(folder)
+        return extractors.reference_features(reference, extractor, preparation, cache=cache)
 
     first = measured()
     second = measured()
@@ -300,13 +303,13 @@ def test_cache_key_is_content_extractor_and_preprocessing(
 
 
 def test_reference_sizes_must_agree_unless_resized(
-    tmp_path: Path, extractor: features.Extractor
+    tmp_path: Path, extractor: extractors.Extractor
 ) -> None:
     folder = paint(tmp_path / "set")
     no_folder = tmp_path / "file"
     paint(folder, "z", (90, 70))
     no_folder.write_text("")
-    reference = features.folder_reference(folder)
+    reference = extractors.folder_reference(folder)
     with pytest.raises(UserError, match="differ in size"):
-        features.reference_features(reference, extractor, PLAIN)
-    assert features.reference_features(reference, extractor, CROPPED, cache=no_folder).n == 7
+        extractors.reference_features(reference, extractor, PLAIN)
+    assert extractors.reference_features(reference, extractor, CROPPED, cache=no_folder).n == 7

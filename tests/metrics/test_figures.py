@@ -15,8 +15,8 @@ import torch
 from torch_fidelity import metric_fid, metric_kid, metric_prc
 
 from lantern_bench.methods.tables import OF_SETS
-from lantern_bench.metrics.features import Extractor, FeatureSet
-from lantern_bench.metrics.figures import (
+from lantern_bench.metrics.extractors import Extractor, FeatureSet
+from lantern_bench.metrics.fidelity import (
     FeatureSets,
     fid_infinity,
     figures_of,

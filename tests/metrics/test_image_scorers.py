@@ -20,9 +20,9 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from experiments.train_lanterns.tasks import held_out_scenes
-from lantern_bench.config.protocols import PROTOCOLS
 from lantern_bench.methods.tables import METRICS
 from lantern_bench.metrics import image_scorers
+from lantern_bench.metrics.protocols import PROTOCOLS
 from lantern_bench.utils.errors import LanternError, RefusedError, UserError
 
 CONFIG = {

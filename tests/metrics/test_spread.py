@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from lantern_bench.analysis.statistics import detectable
-from lantern_bench.metrics.features import FeatureSet
-from lantern_bench.metrics.figures import FeatureSets, Figure, ar_spread, figures_of, jackknife
+from lantern_bench.metrics.extractors import FeatureSet
+from lantern_bench.metrics.fidelity import FeatureSets, Figure, ar_spread, figures_of, jackknife
 
 WIDTH = 8
 

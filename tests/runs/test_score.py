@@ -23,18 +23,17 @@ from experiments.train_lanterns.tasks import CLIP_CONFIG, save_clip
 from lantern_bench.analysis.tables import write_tables
 from lantern_bench.config.experiment import load_experiment
 from lantern_bench.config.plan import make_plan
-from lantern_bench.config.protocols import PROTOCOLS, Protocol
 from lantern_bench.devices.compute import Compute
 from lantern_bench.devices.machine import key_fields
 from lantern_bench.methods.tables import METRICS
-from lantern_bench.metrics import features, image_scorers
-from lantern_bench.metrics.features import Reference, read_picture
+from lantern_bench.metrics import extractors, image_scorers, score_pictures, score_run, token_sums
+from lantern_bench.metrics.extractors import Reference, read_picture
+from lantern_bench.metrics.protocols import PROTOCOLS, Protocol
 from lantern_bench.models import registry
 from lantern_bench.models.families.lanterns import modules as classifier
 from lantern_bench.models.families.lanterns.description import HELD_OUT
 from lantern_bench.models.families.lanterns.modules import AttributeClassifier
 from lantern_bench.prompts.prompt import Prompt
-from lantern_bench.runs import scoring
 from lantern_bench.storage.pictures import png_bytes
 from lantern_bench.storage.run_directory import read_records, read_scores
 from lantern_bench.storage.run_store import RunStore
@@ -49,7 +48,7 @@ PROMPTS = [HELD_OUT[number].caption() for number in range(5)] + ["a photo of a c
 
 
 @pytest.fixture(scope="module")
-def scorers(tmp_path_factory: pytest.TempPathFactory) -> scoring.Scorers:
+def scorers(tmp_path_factory: pytest.TempPathFactory) -> score_pictures.Scorers:
     folder = tmp_path_factory.mktemp("scorers")
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -61,7 +60,7 @@ def scorers(tmp_path_factory: pytest.TempPathFactory) -> scoring.Scorers:
         "clip_score": scorer,
         "prompt_accuracy": image_scorers.PromptAccuracy(classifier.load_classifier(path)),
     }
-    return scoring.Scorers(EMBEDDED, images, features.find_extractor(weights=path))
+    return score_pictures.Scorers(EMBEDDED, images, extractors.find_extractor(weights=path))
 
 
 @pytest.fixture(scope="module")
@@ -105,11 +104,11 @@ def _record(key: str, cell: str, prompt: str, image: str, status: str = "ok") ->
 
 def _score(run: Run, *judge_and_reference: Any) -> list[dict[str, Any]]:
     folder, records = run
-    return list(scoring.score_records(records, folder, *judge_and_reference))
+    return list(score_pictures.score_records(records, folder, *judge_and_reference))
 
 
 def test_a_row_for_each_picture_and_each_cell(
-    run: Run, scorers: scoring.Scorers, reference: Reference
+    run: Run, scorers: score_pictures.Scorers, reference: Reference
 ) -> None:
     rows = _score(run, scorers, reference)
     assert rows == _score(run, scorers, reference)
@@ -121,7 +120,7 @@ def test_a_row_for_each_picture_and_each_cell(
     assert all(set(row) <= declared and row["protocol"] == "embedded" for row in rows)
 
 
-def test_image_rows_hold_each_scorers_answer(run: Run, scorers: scoring.Scorers) -> None:
+def test_image_rows_hold_each_scorers_answer(run: Run, scorers: score_pictures.Scorers) -> None:
     folder, records = run
     images = [row for row in _score(run, scorers) if row["level"] == "image"]
     for row, record in zip(images, records[:12], strict=True):
@@ -146,7 +145,7 @@ def test_image_rows_hold_each_scorers_answer(run: Run, scorers: scoring.Scorers)
 
 
 def test_cell_rows_have_fidelity_extractor_and_reference(
-    run: Run, scorers: scoring.Scorers, reference: Reference
+    run: Run, scorers: score_pictures.Scorers, reference: Reference
 ) -> None:
     assert scorers.extractor is not None
     first, second = (row for row in _score(run, scorers, reference) if row["level"] == "cell")
@@ -158,7 +157,7 @@ def test_cell_rows_have_fidelity_extractor_and_reference(
 
 
 def test_sets_of_ar_images_give_a_band(
-    run: Run, scorers: scoring.Scorers, reference: Reference, monkeypatch: pytest.MonkeyPatch
+    run: Run, scorers: score_pictures.Scorers, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With fewest pictures of 6, so that six pictures a cell have every figure but FID."""
     for name in ("precision", "recall"):
@@ -181,7 +180,7 @@ def test_sets_of_ar_images_give_a_band(
 
 
 def test_a_missing_picture_is_noted(
-    run: Run, scorers: scoring.Scorers, reference: Reference
+    run: Run, scorers: score_pictures.Scorers, reference: Reference
 ) -> None:
     folder, records = run
     (folder / records[0]["image"]).unlink()
@@ -194,16 +193,16 @@ def test_a_missing_picture_is_noted(
 def test_the_last_record_of_a_key_counts(run: Run) -> None:
     folder, records = run
     failed_first = [{**records[0], "status": "failed"}, *records]
-    rows = _score((folder, failed_first), scoring.Scorers(NOTHING))
+    rows = _score((folder, failed_first), score_pictures.Scorers(NOTHING))
     assert [row["record_key"] for row in rows].count("key0") == 1
 
 
 def test_scoring_reports_progress_by_cell(run: Run) -> None:
     events: list[object] = []
-    rows = _score(run, scoring.Scorers(NOTHING), None, events.append)
+    rows = _score(run, score_pictures.Scorers(NOTHING), None, events.append)
     assert events == [Share("scoring", 1, 2), Share("scoring", 2, 2)]
     assert {row["level"] for row in rows} == {"image"}
-    assert _score((run[0], []), scoring.Scorers(NOTHING)) == []
+    assert _score((run[0], []), score_pictures.Scorers(NOTHING)) == []
 
 
 EXPERIMENT = """
@@ -234,25 +233,30 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunStore:
 
 
 def test_other_scorer_or_reference_scores_again(
-    store: RunStore, scorers: scoring.Scorers, reference: Reference
+    store: RunStore, scorers: score_pictures.Scorers, reference: Reference
 ) -> None:
-    assert scoring.score_run(store.folder, scorers, reference) == 12
-    assert scoring.score_run(store.folder, scorers, reference) == 0
-    assert scoring.score_run(store.folder, scorers, reference._replace(label="other scenes")) == 12
+    assert score_run.score_run(store.folder, scorers, reference) == 12
+    assert score_run.score_run(store.folder, scorers, reference) == 0
+    assert (
+        score_run.score_run(store.folder, scorers, reference._replace(label="other scenes")) == 12
+    )
     newer = dataclasses.replace(scorers, protocol=dataclasses.replace(EMBEDDED, version=99))
-    assert scoring.score_run(store.folder, newer, reference) == 12
+    assert score_run.score_run(store.folder, newer, reference) == 12
     other = dataclasses.replace(scorers, protocol=dataclasses.replace(EMBEDDED, name="other"))
-    assert scoring.score_run(store.folder, other, reference) == 12
+    assert score_run.score_run(store.folder, other, reference) == 12
 
 
 def test_only_cells_with_new_images_are_scored_again(
-    store: RunStore, scorers: scoring.Scorers, reference: Reference, monkeypatch: pytest.MonkeyPatch
+    store: RunStore,
+    scorers: score_pictures.Scorers,
+    reference: Reference,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     records = read_records(store.folder)
-    monkeypatch.setattr(scoring, "read_records", lambda _folder: records[1:])
-    scoring.score_run(store.folder, scorers, reference)
-    monkeypatch.setattr(scoring, "read_records", lambda _folder: records)
-    assert scoring.score_run(store.folder, scorers, reference) == 6
+    monkeypatch.setattr(score_pictures, "read_records", lambda _folder: records[1:])
+    score_run.score_run(store.folder, scorers, reference)
+    monkeypatch.setattr(score_pictures, "read_records", lambda _folder: records)
+    assert score_run.score_run(store.folder, scorers, reference) == 6
 
 
 def test_a_run_without_images_is_not_scored(store: RunStore) -> None:
@@ -261,16 +265,16 @@ def test_a_run_without_images_is_not_scored(store: RunStore) -> None:
         RunStore(store.folder)
 
 
-def test_fidelity_without_a_reference_has_a_note(run: Run, scorers: scoring.Scorers) -> None:
+def test_fidelity_without_a_reference_has_a_note(run: Run, scorers: score_pictures.Scorers) -> None:
     bare = dataclasses.replace(scorers, protocol=dataclasses.replace(EMBEDDED, reference=None))
     cells = [row for row in _score(run, bare) if row["level"] == "cell"]
     assert [row.get("fid") for row in cells] == [None, None]
     assert all("--reference" in row["note"] and row["reference"] is None for row in cells)
 
 
-def test_rewards_fill_their_own_columns(run: Run, scorers: scoring.Scorers) -> None:
+def test_rewards_fill_their_own_columns(run: Run, scorers: score_pictures.Scorers) -> None:
     protocol = Protocol("hpsv2", 1, "a stand-in", metrics=("hpsv2",))
-    rows = _score(run, scoring.Scorers(protocol, {"hpsv2": scorers.images["clip_score"]}))
+    rows = _score(run, score_pictures.Scorers(protocol, {"hpsv2": scorers.images["clip_score"]}))
     by_clip = [row for row in _score(run, scorers) if row["level"] == "image"]
     assert [row["hpsv2"] for row in rows] == [row["clip_score"] for row in by_clip]
     assert all(row["clip_score"] is None for row in rows)
@@ -293,8 +297,8 @@ def of_tokens(folder: Path) -> dict[str, dict[str, Any]]:
 
 def test_tokens_are_scored_once_and_reach_the_tables(tiny_copy: Path) -> None:
     events: list[Any] = []
-    assert scoring.score_tokens(tiny_copy, "cpu", events.append) == 18
-    assert scoring.score_tokens(tiny_copy, "cpu", events.append) == 0
+    assert token_sums.score_tokens(tiny_copy, "cpu", events.append) == 18
+    assert token_sums.score_tokens(tiny_copy, "cpu", events.append) == 0
     assert [event.done for event in events if isinstance(event, Share)] == [3, 6, 9, 12, 15, 18]
     assert set(of_tokens(tiny_copy)) == {record["record_key"] for record in read_records(tiny_copy)}
     summary = write_tables(tiny_copy)["summary"].set_index("cell_id")
@@ -309,7 +313,7 @@ def test_tokens_are_scored_once_and_reach_the_tables(tiny_copy: Path) -> None:
 
 
 def test_pictures_without_tokens_are_decoded_again(tiny_copy: Path) -> None:
-    scoring.score_tokens(tiny_copy, "cpu", lambda _event: None)
+    token_sums.score_tokens(tiny_copy, "cpu", lambda _event: None)
     rows = of_tokens(tiny_copy)
     (tiny_copy / "scores.jsonl").unlink()
     records = read_records(tiny_copy)
@@ -320,7 +324,7 @@ def test_pictures_without_tokens_are_decoded_again(tiny_copy: Path) -> None:
     forged = png_bytes(torch.zeros(3, 4, 3, dtype=torch.uint8), torch.zeros(12, dtype=torch.int32))
     (tiny_copy / records[0]["image"]).write_bytes(forged)
     events: list[Any] = []
-    assert scoring.score_tokens(tiny_copy, "cpu", events.append) == 17
+    assert token_sums.score_tokens(tiny_copy, "cpu", events.append) == 17
     again = of_tokens(tiny_copy)
     assert again == {key: row for key, row in rows.items() if key != records[0]["record_key"]}
     assert "leaves out 1 images" in events[-1].text

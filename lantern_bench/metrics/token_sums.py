@@ -6,17 +6,30 @@ The forward shares no draft tree, no drafting code and no earlier step with deco
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lantern_bench.config.decoding import Decoding
+from lantern_bench.config.experiment import load_experiment
+from lantern_bench.decoding.loop import decode
 from lantern_bench.decoding.protocol import Target
 from lantern_bench.decoding.sampling import broken_logits, decoding_probabilities, guide
 from lantern_bench.decoding.teacher_forcing import Forced, drafted_along, teacher_forced
+from lantern_bench.devices.compute import choose_compute
+from lantern_bench.metrics.score_pictures import _by_cell
+from lantern_bench.models.load import load_models
 from lantern_bench.models.loaded_model import LoadedModel
+from lantern_bench.models.registry import defaults_of
+from lantern_bench.storage.pictures import read_tokens, tokens_sha256
+from lantern_bench.storage.run_directory import read_records, read_scores
+from lantern_bench.storage.run_store import RunStore
+from lantern_bench.storage.schema import Row
 from lantern_bench.utils.errors import LogitsError
+from lantern_bench.utils.progress import Emit, Note, Share
 
 _VALUES = 2**22  # probabilities in float64 at once
 
@@ -132,3 +145,84 @@ def _sums(p: Tensor, x: Tensor, further: list[Tensor | None], is_drawn: Tensor) 
     ]
     totals = torch.stack([values.double().sum() for values in of_all])
     return torch.cat([totals, differences, covariance[upper[0], upper[1]]])
+
+
+# ---- The tokens of a run against its targets
+
+_LOGITS = 2**25  # of the images of a batch
+
+
+def score_tokens(folder: Path, device: str, emit: Emit) -> int:
+    """Score the tokens of the images without such scores, with the dtype that decoded them; return how many rows."""
+    with RunStore(folder) as store:
+        scored = {row["record_key"] for row in read_scores(folder) if row["level"] == "tokens"}
+        cells = _by_cell(
+            record for record in read_records(folder) if record["record_key"] not in scored
+        )
+        images = sum(map(len, cells.values()))
+        done = 0
+        others = 0
+        if not images:
+            return 0
+        experiment = load_experiment(store.manifest["experiment"], defaults_of)
+        models = load_models(experiment, choose_compute(device, store.key["dtype"]))
+        for name, model in models.items():
+            prompts = dict.fromkeys(
+                row["prompt"] for rows in cells.values() for row in rows if row["model"] == name
+            )
+            for count, total in model.prepare(list(prompts)):
+                emit(Share(f"captions for {name}", count, total))
+        decodings = {cell.cell_id: cell.decoding for cell in experiment.cells}
+        for cell_id, records in cells.items():
+            model = models[records[0]["model"]]
+            batch = max(1, _LOGITS // (model.target.image_tokens * model.target.vocab_size))
+            for start in range(0, len(records), batch):
+                rows = measure_tokens(
+                    records=records[start : start + batch],
+                    folder=folder,
+                    model=model,
+                    decoding=decodings[cell_id],
+                )
+                for row in rows:
+                    store.append_score({"level": "tokens", "cell_id": cell_id, **row})
+                done += len(records[start : start + batch])
+                others += len(records[start : start + batch]) - len(rows)
+                emit(Share("distance from the target", done, images))
+        if others:
+            text = f"the distance leaves out {others} images: their pictures hold no tokens, and decoding gave others"
+            emit(
+                Note(
+                    text,
+                    "Pictures of earlier versions need the machine and version that decoded them.",
+                    "warning",
+                )
+            )
+        return images - others
+
+
+def measure_tokens(
+    records: Sequence[Row], folder: Path, model: LoadedModel, decoding: Decoding
+) -> list[Row]:
+    """Return rows of level `tokens`; pictures of earlier versions hold none, and their images are decoded again."""
+    images = []
+    for record in records:
+        tokens = read_tokens(folder / record["image"])
+        if tokens is None:
+            generator = torch.Generator(model.target.device).manual_seed(record["seed"])
+            tokens = decode(
+                model=model,
+                condition=model.condition([record["prompt"]]),
+                decoding=decoding,
+                generators=[generator],
+            )[0].tokens
+        if tokens_sha256(tokens) == record["tokens_sha256"]:
+            images.append((record, tokens))
+    if not images:
+        return []
+    condition = model.condition([record["prompt"] for record, _ in images])
+    tokens = torch.stack([tokens for _, tokens in images]).long().to(model.target.device)
+    sums = token_sums(model=model, condition=condition, tokens=tokens, decoding=decoding)
+    return [
+        {"record_key": record["record_key"], **row}
+        for (record, _), row in zip(images, sums, strict=True)
+    ]

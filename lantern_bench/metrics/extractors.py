@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 from torch_fidelity.utils import create_feature_extractor
 
-from lantern_bench.config.protocols import EMBEDDED, Preparation, Protocol
+from lantern_bench.metrics.protocols import EMBEDDED, Preparation, Protocol
 from lantern_bench.models.checkpoints.checkpoint import open_checkpoint
 from lantern_bench.models.checkpoints.hub import WEIGHTS_VARIABLE
 from lantern_bench.models.families.lanterns import modules as classifier

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lantern_bench.methods.tables import METRICS, OF_IMAGES, REFUSED_METRICS
+from lantern_bench.models.registry import model_of
 from lantern_bench.utils.errors import UserError
 from lantern_bench.utils.text import did_you_mean
 
@@ -89,3 +91,9 @@ def protocol_of(name: str) -> Protocol:
             f"The protocols are {', '.join(PROTOCOLS)}.",
         )
     return PROTOCOLS[name]
+
+
+def default_protocol(models: Sequence[str]) -> str:
+    """Return the protocol of a run of these models: the bundled scorers only for the bundled family."""
+    bundled = all(model_of(model).family == "lanterns" for model in models)
+    return EMBEDDED if bundled else LANTERN_COCO

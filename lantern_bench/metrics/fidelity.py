@@ -17,7 +17,7 @@ from torch import Tensor
 from torch_fidelity import metric_kid
 
 from lantern_bench.methods.tables import METRICS, OF_SETS
-from lantern_bench.metrics.features import Extractor, FeatureSet
+from lantern_bench.metrics.extractors import Extractor, FeatureSet
 from lantern_bench.utils.text import listed
 
 Rows: TypeAlias = NDArray[np.int64]

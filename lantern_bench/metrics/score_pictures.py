@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,25 +12,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lantern_bench.config.decoding import Decoding
-from lantern_bench.config.experiment import load_experiment
-from lantern_bench.config.protocols import Protocol, protocol_of
-from lantern_bench.decoding.loop import decode
-from lantern_bench.devices.compute import choose_compute
 from lantern_bench.methods.tables import METRICS, OF_IMAGES, OF_SETS
-from lantern_bench.metrics.distance import token_sums
-from lantern_bench.metrics.features import (
+from lantern_bench.metrics.extractors import (
     Extractor,
     FeatureSet,
     Reference,
     features_of,
     find_extractor,
-    find_reference,
     preprocess,
     read_picture,
     reference_features,
 )
-from lantern_bench.metrics.figures import (
+from lantern_bench.metrics.fidelity import (
     FeatureSets,
     ar_spread,
     fid_infinity,
@@ -38,17 +31,9 @@ from lantern_bench.metrics.figures import (
     measurable,
     measure_sets,
 )
-from lantern_bench.models.load import load_models
-from lantern_bench.models.loaded_model import LoadedModel
-from lantern_bench.models.registry import defaults_of
-from lantern_bench.runs.request import Request, default_protocol
-from lantern_bench.storage.pictures import read_tokens, tokens_sha256
-from lantern_bench.storage.run_directory import read_manifest, read_records, read_scores
-from lantern_bench.storage.run_store import RunStore
+from lantern_bench.metrics.protocols import Protocol
 from lantern_bench.storage.schema import CELL_COLUMNS, SCHEMA_VERSION, Row
-from lantern_bench.utils.errors import RefusedError
-from lantern_bench.utils.files import cache_folder
-from lantern_bench.utils.progress import Emit, Note, Share
+from lantern_bench.utils.progress import Emit, Share
 from lantern_bench.utils.text import listed
 
 
@@ -283,221 +268,3 @@ def _spread_row(
         for name, (centre, low, high) in ar_spread(figures, rows).items():
             row |= {name: centre, f"{name}_low": low, f"{name}_high": high}
     return row | {"note": "; ".join(notes) or None}
-
-
-# ---- The tokens of a run against its targets
-
-_LOGITS = 2**25  # of the images of a batch
-
-
-def score_tokens(folder: Path, device: str, emit: Emit) -> int:
-    """Score the tokens of the images without such scores, with the dtype that decoded them; return how many rows."""
-    with RunStore(folder) as store:
-        scored = {row["record_key"] for row in read_scores(folder) if row["level"] == "tokens"}
-        cells = _by_cell(
-            record for record in read_records(folder) if record["record_key"] not in scored
-        )
-        images = sum(map(len, cells.values()))
-        done = 0
-        others = 0
-        if not images:
-            return 0
-        experiment = load_experiment(store.manifest["experiment"], defaults_of)
-        models = load_models(experiment, choose_compute(device, store.key["dtype"]))
-        for name, model in models.items():
-            prompts = dict.fromkeys(
-                row["prompt"] for rows in cells.values() for row in rows if row["model"] == name
-            )
-            for count, total in model.prepare(list(prompts)):
-                emit(Share(f"captions for {name}", count, total))
-        decodings = {cell.cell_id: cell.decoding for cell in experiment.cells}
-        for cell_id, records in cells.items():
-            model = models[records[0]["model"]]
-            batch = max(1, _LOGITS // (model.target.image_tokens * model.target.vocab_size))
-            for start in range(0, len(records), batch):
-                rows = measure_tokens(
-                    records=records[start : start + batch],
-                    folder=folder,
-                    model=model,
-                    decoding=decodings[cell_id],
-                )
-                for row in rows:
-                    store.append_score({"level": "tokens", "cell_id": cell_id, **row})
-                done += len(records[start : start + batch])
-                others += len(records[start : start + batch]) - len(rows)
-                emit(Share("distance from the target", done, images))
-        if others:
-            text = f"the distance leaves out {others} images: their pictures hold no tokens, and decoding gave others"
-            emit(
-                Note(
-                    text,
-                    "Pictures of earlier versions need the machine and version that decoded them.",
-                    "warning",
-                )
-            )
-        return images - others
-
-
-def measure_tokens(
-    records: Sequence[Row], folder: Path, model: LoadedModel, decoding: Decoding
-) -> list[Row]:
-    """Return rows of level `tokens`; pictures of earlier versions hold none, and their images are decoded again."""
-    images = []
-    for record in records:
-        tokens = read_tokens(folder / record["image"])
-        if tokens is None:
-            generator = torch.Generator(model.target.device).manual_seed(record["seed"])
-            tokens = decode(
-                model=model,
-                condition=model.condition([record["prompt"]]),
-                decoding=decoding,
-                generators=[generator],
-            )[0].tokens
-        if tokens_sha256(tokens) == record["tokens_sha256"]:
-            images.append((record, tokens))
-    if not images:
-        return []
-    condition = model.condition([record["prompt"] for record, _ in images])
-    tokens = torch.stack([tokens for _, tokens in images]).long().to(model.target.device)
-    sums = token_sums(model=model, condition=condition, tokens=tokens, decoding=decoding)
-    return [
-        {"record_key": record["record_key"], **row}
-        for (record, _), row in zip(images, sums, strict=True)
-    ]
-
-
-# ---- Scoring a run directory
-
-
-def score_run(
-    folder: Path,
-    scorers: Scorers,
-    reference: Reference | None = None,
-    emit: Emit | None = None,
-    *,
-    infinity: bool = False,
-    rescore: bool = False,
-) -> int:
-    """Score the cells of a run that these scorers have not scored, or all (`rescore`); return the number of rows."""
-    with RunStore(folder) as store:
-        cells = _by_cell(read_records(folder))
-        protocol = scorers.protocol
-        version = (protocol.name, protocol.version)
-        scores = [
-            row
-            for row in read_scores(folder)
-            if (row["protocol"], row["protocol_version"] or 1) == version
-        ]
-        label = reference.label if reference is not None else ""
-        pending = [
-            cell_id
-            for cell_id, records in cells.items()
-            if rescore
-            or not _is_scored(
-                cell_id=cell_id,
-                records=records,
-                scores=scores,
-                scorers=scorers,
-                reference=label,
-                infinity=infinity,
-            )
-        ]
-        with_spread = {row["cell_id"] for row in scores if row["level"] == "band"}
-        # Sets of ar images with different seeds are scored together.
-        for family in _ar_families(cells):
-            if set(pending) & set(family) or (scorers.extractor and family[0] not in with_spread):
-                pending += family
-        if not pending:
-            return 0
-        store.update_manifest(
-            protocols=store.manifest.get("protocols", {}) | {protocol.name: asdict(protocol)}
-        )
-        records = [record for cell_id in dict.fromkeys(pending) for record in cells[cell_id]]
-        rows = score_records(
-            records=records,
-            folder=folder,
-            scorers=scorers,
-            reference=reference,
-            emit=emit,
-            cache=cache_folder(),
-            infinity=infinity,
-        )
-        return len([store.append_score(row) for row in rows])
-
-
-def _is_scored(
-    cell_id: str,
-    records: Sequence[Row],
-    scores: Sequence[Row],
-    scorers: Scorers,
-    reference: str,
-    infinity: bool,
-) -> bool:
-    """Return whether the rows have these scorers' scores of all images of the cell."""
-    rows = [row for row in scores if row["cell_id"] == cell_id]
-    images = {
-        row["record_key"]
-        for row in rows
-        if row["level"] == "image" and row["clip_model"] == scorers.label
-    }
-    if not images.issuperset(record["record_key"] for record in records):
-        return False
-    if scorers.extractor is None:
-        return True
-    latest = next((row for row in reversed(rows) if row["level"] == "cell"), None)
-    return (
-        latest is not None
-        and latest["n"] == len(records)
-        and latest["extractor"] == scorers.extractor.label
-        and str(latest["reference"] or "").startswith(reference)
-        and not (infinity and latest["fid_infinity"] is None)
-    )
-
-
-def score_run_directory(
-    folder: Path,
-    emit: Emit,
-    *,
-    protocol: str | None = None,
-    reference: str | None = None,
-    device: str = "auto",
-    infinity: bool = False,
-    rescore: bool = False,
-) -> tuple[Protocol, int]:
-    """Score a run, by default by its own protocol; return the protocol and how many rows it wrote."""
-    recorded = read_manifest(folder).get("experiment", {})
-    name = protocol or recorded.get("protocol") or default_protocol(recorded.get("model") or [])
-    rules = protocol_of(name)
-    compute = choose_compute(device)
-    scorers = load_scorers(rules, compute.device)
-    pictures = reference or (
-        recorded.get("reference") if name == recorded.get("protocol") else None
-    )
-    against = find_reference(pictures, rules)
-    count = score_run(
-        folder=folder,
-        scorers=scorers,
-        reference=against,
-        emit=emit,
-        infinity=infinity,
-        rescore=rescore,
-    )
-    try:
-        count += score_tokens(folder, device, emit)
-    except RefusedError as error:
-        emit(Note(f"no distance from the target: {error.message}", error.advice, "warning"))
-    return rules, count
-
-
-def load_scorers_of(request: Request, device: str) -> tuple[Scorers, Reference | None]:
-    """Load the scorers and the reference of the run's protocol."""
-    compute = choose_compute(device)
-    try:
-        # The reference first: it is found quickly, and scorers are large.
-        reference = find_reference(request.experiment.settings.reference, request.protocol)
-        return load_scorers(request.protocol, device=compute.device), reference
-    except RefusedError as error:
-        advice = f"{error.advice.rstrip('.')}. " if error.advice else ""
-        raise RefusedError(
-            error.message, f"{advice}Or leave quality out: --metrics speed."
-        ) from error
