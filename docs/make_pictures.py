@@ -29,14 +29,8 @@ from docs.screenshots import photograph
 from experiments.train_lanterns.tasks import held_out_scenes, reconstruct
 from lantern_bench.methods.tables import METRICS
 from lantern_bench.models.families.lanterns.modules import load_tokenizer
-from lantern_bench.report.curves import (
-    Tables,
-    curve_tables,
-    fronts,
-    run_styles,
-    save_figure,
-    to_matplotlib,
-)
+from lantern_bench.report.charts import Tables, curve_tables, fronts, run_styles
+from lantern_bench.report.draw import save_figure, to_matplotlib
 from lantern_bench.storage.run_directory import load_runs
 from lantern_bench.utils.files import file_sha256
 

@@ -204,7 +204,7 @@ def curves(
     width: str = "two",
 ) -> list[Path]:
     """Draw the curves of runs as `lantern-bench curves`, by default into `figures` of the first; return the files."""
-    from lantern_bench.report.curves import draw_curves
+    from lantern_bench.report.draw import draw_curves
 
     folders = _folders(runs)
     return draw_curves(

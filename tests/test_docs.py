@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from docs import make_audit, make_frontier, make_pictures, make_prediction, make_results_format
-from lantern_bench.report.curves import curve_tables
+from lantern_bench.report.charts import curve_tables
 from lantern_bench.storage.run_directory import load_runs
 from lantern_bench.utils.files import file_sha256
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from itertools import cycle
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import pandas as pd
 
@@ -34,11 +33,6 @@ FAMILY = (
     *_SAMPLING,
 )
 """Columns that tell cells apart; without a parameter they name the family in which that parameter varies."""
-
-_COLOURS = {name: mode.colour for name, mode in MODES.items() if mode.colour}
-# Nine and four have no common divisor: marker and line repeat together after 36 cells only.
-_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<")
-_LINES = ("-", "--", "-.", ":")
 
 # How settings are written, in the order of labels. Bounds are written with their symbols in labels.
 _WORDS = {
@@ -71,14 +65,6 @@ _UNNAMED = {
     "neighbour_metric": "l2",
 }
 _UNNAMED |= {name: parameter.default for name, parameter in METHOD_PARAMETERS.items()}
-
-
-class Style(NamedTuple):
-    """The style of a cell: a hex colour, and matplotlib's names of a marker and a line style."""
-
-    colour: str
-    marker: str
-    line: str
 
 
 def cell_key(row: Mapping[Hashable, Any] | pd.Series) -> CellKey:
@@ -148,24 +134,3 @@ def _lossless_label(mode: str, rule: str) -> str | None:
         return None
     row = MODES[mode]
     return row.label if rule == row.rule else f"{row.label.removesuffix(f' ({row.rule})')} ({rule})"
-
-
-def styles(table: pd.DataFrame, by: str = "mode") -> dict[CellKey, Style]:
-    """Return the style of every cell; the colour stands for `by`."""
-    cells = table.drop_duplicates(CELL)
-    looks = map(Style, _colours(cells[by], by), cycle(_MARKERS), cycle(_LINES))
-    return {cell_key(row): style for (_, row), style in zip(cells.iterrows(), looks, strict=False)}
-
-
-def _colours(values: pd.Series, by: str) -> list[str]:
-    if by == "mode":
-        return [_COLOURS.get(value, "#CC79A7") for value in values]
-    from matplotlib import colormaps
-    from matplotlib.colors import to_hex
-
-    distinct = sorted(values.dropna().unique())
-    # Without its palest part, which does not print; no shade is near the grey of cells without the value.
-    shades = colormaps["plasma"].resampled(len(distinct) + 1)
-    return [
-        "#767676" if pd.isna(value) else to_hex(shades(distinct.index(value))) for value in values
-    ]

@@ -13,7 +13,6 @@ from lantern_bench.analysis.tables import cells_of
 from lantern_bench.config.paper import Paper, PaperRow
 from lantern_bench.devices.names import device_in_words
 from lantern_bench.methods.tables import IN_SUMMARY, METRICS
-from lantern_bench.report.format_tables import format_figure, head_of
 from lantern_bench.storage.records import rows_of
 from lantern_bench.storage.schema import Row
 
@@ -179,32 +178,6 @@ def _published(row: PaperRow | None, name: str) -> dict[str, Any]:
 
 def _listed(values: Iterable[Any]) -> str:
     return ", ".join(str(value) for value in sorted(set(values)))
-
-
-def side_by_side(table: pd.DataFrame) -> pd.DataFrame:
-    """Return text: a line for each row of the paper and the cell beside it; without a paper, for each cell."""
-    published = table[table["paper_row"].notna()]
-    lines: dict[tuple[Any, ...], dict[str, str]] = {}
-    for row in rows_of(published if len(published) else table):
-        ours = " ".join(filter(None, [row["method"], row["parameters"]])) or "(none)"
-        line = lines.setdefault(
-            (row["paper_row"], ours), {"published row": row["paper_row"] or "", "ours": ours}
-        )
-        head = head_of(row["figure"])
-        name = row["figure"]
-        line[f"{head} published"] = format_figure(name, row["published"])
-        line[f"{head} official" if row["residual"] == "official" else head] = format_figure(
-            name, row["ours"]
-        )
-    text = pd.DataFrame(list(lines.values())).fillna("")
-    measured = [
-        head for head in map(head_of, (*_FROM_SPEED, *METRICS)) if head in text and text[head].any()
-    ]
-    heads = [f"{head}{end}" for head in measured for end in ("", " official", " published")]
-    # The cell comes last: a narrow terminal repeats the names before the figures.
-    return text[
-        [name for name in ("published row", *heads, "ours") if name in text and text[name].any()]
-    ]
 
 
 def sources(table: pd.DataFrame) -> list[str]:

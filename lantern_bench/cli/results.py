@@ -73,7 +73,7 @@ def curves(
     console: Console = ctx.obj
     folder = out or _of_only_run(runs) / "figures"
 
-    from lantern_bench.report.curves import draw_curves
+    from lantern_bench.report.draw import draw_curves
 
     for path in draw_curves(runs=runs, folder=folder, by=by, cells=split_words(cells), width=width):
         console.data(str(path))

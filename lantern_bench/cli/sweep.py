@@ -232,14 +232,10 @@ def _show_summary(folder: Path, console: Console, format: str | None) -> None:
 
 def _show_reproduction(folder: Path, console: Console, format: str | None) -> None:
     """Write the tables, show the published figures beside ours and what is not comparable."""
-    from lantern_bench.analysis.published import (
-        comparability,
-        reproduction_rows,
-        side_by_side,
-        sources,
-    )
+    from lantern_bench.analysis.published import comparability, reproduction_rows, sources
     from lantern_bench.analysis.tables import write_tables
     from lantern_bench.config.paper import read_paper
+    from lantern_bench.report.format_tables import side_by_side
     from lantern_bench.storage.schema import frame, write_csv
 
     manifest = run_directory.read_manifest(folder)

@@ -11,9 +11,11 @@ import pandas as pd
 
 from lantern_bench.analysis.cells import NOTE_SEPARATOR
 from lantern_bench.analysis.labels import BOUNDS
+from lantern_bench.analysis.published import _FROM_SPEED
 from lantern_bench.analysis.quality import OUTSIDE
 from lantern_bench.analysis.speed import SPEEDUPS
 from lantern_bench.methods.tables import METRICS, ON_CURVES, PARAMETERS
+from lantern_bench.storage.records import rows_of
 from lantern_bench.storage.schema import CELL_COLUMNS, TABLES
 
 FORMATS = {
@@ -331,3 +333,29 @@ def _in_latex(text: str) -> str:
         text, re.sub(r"\b\w+(?==)", lambda match: _SYMBOLS.get(match[0], match[0]), text)
     )
     return text.translate(_LATEX)
+
+
+def side_by_side(table: pd.DataFrame) -> pd.DataFrame:
+    """Return text: a line for each row of the paper and the cell beside it; without a paper, for each cell."""
+    published = table[table["paper_row"].notna()]
+    lines: dict[tuple[Any, ...], dict[str, str]] = {}
+    for row in rows_of(published if len(published) else table):
+        ours = " ".join(filter(None, [row["method"], row["parameters"]])) or "(none)"
+        line = lines.setdefault(
+            (row["paper_row"], ours), {"published row": row["paper_row"] or "", "ours": ours}
+        )
+        head = head_of(row["figure"])
+        name = row["figure"]
+        line[f"{head} published"] = format_figure(name, row["published"])
+        line[f"{head} official" if row["residual"] == "official" else head] = format_figure(
+            name, row["ours"]
+        )
+    text = pd.DataFrame(list(lines.values())).fillna("")
+    measured = [
+        head for head in map(head_of, (*_FROM_SPEED, *METRICS)) if head in text and text[head].any()
+    ]
+    heads = [f"{head}{end}" for head in measured for end in ("", " official", " published")]
+    # The cell comes last: a narrow terminal repeats the names before the figures.
+    return text[
+        [name for name in ("published row", *heads, "ours") if name in text and text[name].any()]
+    ]

@@ -23,13 +23,19 @@ from PIL import Image, UnidentifiedImageError
 from lantern_bench import __version__
 from lantern_bench.analysis.cells import CellRecords, run_cells
 from lantern_bench.analysis.labels import GROUPINGS, CellKey, cell_key, labels
-from lantern_bench.analysis.published import comparability, reproduction_rows, side_by_side, sources
+from lantern_bench.analysis.published import comparability, reproduction_rows, sources
 from lantern_bench.analysis.quality import sort_scores
 from lantern_bench.config.paper import read_paper
 from lantern_bench.methods.tables import METRICS, OF_IMAGES
-from lantern_bench.report import curves
-from lantern_bench.report.curves import SPEEDS, Chart, Styles, Tables, stack_runs
-from lantern_bench.report.format_tables import format_figure, head_of, readable, worth_showing
+from lantern_bench.report import charts
+from lantern_bench.report.charts import SPEEDS, Chart, Styles, Tables, stack_runs
+from lantern_bench.report.format_tables import (
+    format_figure,
+    head_of,
+    readable,
+    side_by_side,
+    worth_showing,
+)
 from lantern_bench.storage.records import rows_of
 from lantern_bench.storage.run_directory import (
     NO_SPEED,
@@ -62,7 +68,7 @@ def render(runs: Mapping[str, RunData], home: Path) -> str:
     """Return the page; links to pictures are relative to `home`, its folder."""
     from plotly.offline import get_plotlyjs
 
-    tables = {name: curves.curve_tables(run) for name, run in runs.items()}
+    tables = {name: charts.curve_tables(run) for name, run in runs.items()}
     records = {
         (name, str(cell.columns["model"]), cell.cell_id): cell
         for name, run in runs.items()
@@ -156,7 +162,7 @@ _FIGURES = {
 
 def _cells(tables: Mapping[str, Tables], records: Mapping[CellKey, CellRecords]) -> list[Plain]:
     """The cells of the page: what they are, how they look, and their maps."""
-    styles = curves.run_styles(tables)
+    styles = charts.run_styles(tables)
     names = labels(stack_runs(tables, "speed"))
     return [
         {
@@ -177,9 +183,9 @@ def _cells(tables: Mapping[str, Tables], records: Mapping[CellKey, CellRecords])
 
 def _figures(tables: Mapping[str, Tables], numbers: Numbers) -> dict[str, list[Plain]]:
     """The charts of each figure."""
-    styles = curves.run_styles(tables)
+    styles = charts.run_styles(tables)
     figures = defaultdict[str, list[Plain]](list)
-    for chart in curves.charts(tables, GROUPINGS[1:]):
+    for chart in charts.charts(tables, GROUPINGS[1:]):
         # Lines of one point each are worth no chart, unless it is against a bound.
         if chart.x not in ("tree", "temperature") or any(len(rows) > 1 for rows in chart.groups()):
             (figure,) = (
@@ -204,7 +210,7 @@ def to_plotly(chart: Chart, styles: Styles, numbers: Numbers) -> Plain:
         row_styles = [styles[cell_key(row)] for _, row in rows.iterrows()]
         is_hollow = "dominated" in rows and bool(rows["dominated"].iloc[0])
         trace: Plain = {
-            "name": curves.line_label(rows),
+            "name": charts.line_label(rows),
             "x": rows[chart.x].tolist(),
             "y": rows[chart.y].astype(float).tolist(),
             "customdata": [numbers[cell_key(row)] for _, row in rows.iterrows()],
@@ -222,7 +228,7 @@ def to_plotly(chart: Chart, styles: Styles, numbers: Numbers) -> Plain:
             trace |= {"text": rows["label"].iloc[0], "textfont": {"size": 11}}
         for axis, name in (("x", chart.x), ("y", chart.y)):
             # Whiskers of many curves along an image would hide them.
-            if (lengths := curves.whiskers(rows, name)) is not None and "index_end" not in rows:
+            if (lengths := charts.whiskers(rows, name)) is not None and "index_end" not in rows:
                 trace[f"error_{axis}"] = {
                     "type": "data",
                     "arrayminus": lengths[0],
@@ -240,7 +246,7 @@ def to_plotly(chart: Chart, styles: Styles, numbers: Numbers) -> Plain:
         line = {"type": "line", "x0": 1.0, "x1": 1.0, "yref": "paper", "y0": 0, "y1": 1}
         layout["shapes"] = [line | {"line": {"dash": "dot", "width": 1, "color": "#888888"}}]
     title = f"{chart.y_title} against {chart.x_title}".replace("\n", " ").replace(
-        f" ({curves.INTERVAL})", ""
+        f" ({charts.INTERVAL})", ""
     )
     return {"name": chart.name, "title": title, "data": traces, "layout": layout}
 

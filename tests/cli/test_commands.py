@@ -189,7 +189,7 @@ def test_curves_print_the_files_they_write(results, capsys):
 def test_curves_of_several_runs_share_the_axes(results, monkeypatch):
     drawn = []
     monkeypatch.setattr(
-        "lantern_bench.report.curves.draw_curves", lambda *arguments: drawn.append(arguments) or []
+        "lantern_bench.report.draw.draw_curves", lambda *arguments: drawn.append(arguments) or []
     )
     assert cli.main(["curves", "first", "second", "--out", "both"]) == 0
     ((runs, folder, by, cells, width),) = drawn

@@ -12,20 +12,19 @@ from PIL import Image
 
 from lantern_bench.analysis.labels import BOUNDS
 from lantern_bench.config.decoding import Decoding
-from lantern_bench.report.curves import (
+from lantern_bench.report.charts import (
     acceptance_points,
     charts,
     choose_cells,
     curve_tables,
-    draw_curves,
     fronts,
     is_dominated,
     line_label,
     run_styles,
     speed_quality_points,
     stack_runs,
-    to_matplotlib,
 )
+from lantern_bench.report.draw import draw_curves, to_matplotlib
 from lantern_bench.report.page import to_plotly
 from lantern_bench.utils.errors import RefusedError, UserError
 from tests.made_up_run import (
@@ -99,7 +98,7 @@ def test_each_curve_has_its_files_at_the_width_of_a_column(tables, drawn):
 
 def test_equal_tables_give_equal_files(drawn, tables, tmp_path, monkeypatch):
     monkeypatch.setattr(
-        "lantern_bench.report.curves.charts", lambda *_: list(charts({"run": tables}))[:1]
+        "lantern_bench.report.charts.charts", lambda *_: list(charts({"run": tables}))[:1]
     )
     for path in draw_curves(
         [drawn["acceptance-by-depth.csv"].parent.parent / "run"], tmp_path, width="one"

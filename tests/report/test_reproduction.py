@@ -10,15 +10,10 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from lantern_bench.analysis.published import (
-    NOT_HAD,
-    comparability,
-    reproduction_rows,
-    side_by_side,
-    sources,
-)
+from lantern_bench.analysis.published import NOT_HAD, comparability, reproduction_rows, sources
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.paper import Paper
+from lantern_bench.report.format_tables import side_by_side
 from lantern_bench.storage.schema import frame
 from tests.made_up_run import AR, LOOSE, build_tables, make_record
 
