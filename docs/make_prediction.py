@@ -19,19 +19,18 @@ import pandas as pd
 
 from lantern_bench.models.networks.transformer_config import TransformerConfig
 from lantern_bench.models.registry import model_of
-from lantern_bench.report.cost_model import (
+from lantern_bench.profile.cost_model import (
     STACKS,
-    Device,
     Draft,
     Setting,
     Stack,
-    devices,
     fit_device,
     named_draft,
     prefill_seconds,
     step_samples,
     step_seconds,
 )
+from lantern_bench.profile.device_specs import Device, devices
 
 PAGE = Path(__file__).with_name("prediction.md")
 REFERENCE = PAGE.parent.parent / "results" / "reference"

@@ -14,15 +14,14 @@ from pathlib import Path
 import pandas as pd
 
 from lantern_bench.models.registry import model_of
-from lantern_bench.report.cost_model import (
+from lantern_bench.profile.cost_model import (
     STACKS,
-    Device,
     Setting,
-    devices,
     named_draft,
     prefill_seconds,
     step_seconds,
 )
+from lantern_bench.profile.device_specs import Device, devices
 
 PAGE = Path(__file__).with_name("scale.md")
 SPEED = PAGE.parent.parent / "results" / "reference" / "speed.csv"

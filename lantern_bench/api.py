@@ -239,7 +239,8 @@ def predict(
     run: str | Path | Run, device: str, *, model: str | None = None, stack: str = "compiled"
 ) -> pd.DataFrame:
     """Return the table of `lantern-bench predict`."""
-    from lantern_bench.report.cost_model import find_device, predict_run
+    from lantern_bench.profile.device_specs import find_device
+    from lantern_bench.profile.prediction import predict_run
 
     (data,) = load_runs(_folders(run)).values()
     return predict_run(run=data, device=find_device(device), stack=stack, model=model)

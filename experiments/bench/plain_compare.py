@@ -29,7 +29,7 @@ from lantern_bench.models.families.lanterns.family import Lanterns
 from lantern_bench.models.load import compile_models
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.models.random_model import random_model_of_size, read_size
-from lantern_bench.profile.steps import forward_ms
+from lantern_bench.profile.step_costs import forward_ms
 from lantern_bench.utils.clock import settle_garbage
 
 # (mode, settings of ours, settings of the plain one, nodes, step over bare forward of the published code)

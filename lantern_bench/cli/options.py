@@ -194,7 +194,7 @@ _NAMES: dict[str, Collection[str] | Code] = {
     "modes": MODES,
     "experiment": "lantern_bench.config.experiment:shipped_experiments",
     "device": ("auto", "cpu", "cuda", "mps"),
-    "predict device": "lantern_bench.report.cost_model:devices",
+    "predict device": "lantern_bench.profile.device_specs:devices",
     "format": FORMATS,
 }
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from lantern_bench.config.decoding import Decoding
     from lantern_bench.console import Console
-    from lantern_bench.profile.steps import ProfiledModel
+    from lantern_bench.profile.step_costs import ProfiledModel
 
 _TREES = "chain-5,small-7,eagle1-25,58n5d10b"
 
@@ -100,7 +100,7 @@ def profile(
 
     from lantern_bench.devices.compute import choose_compute
     from lantern_bench.models.load import check_loaded, compile_models
-    from lantern_bench.profile import steps as profiling
+    from lantern_bench.profile import step_costs as profiling
 
     trees = (
         {}

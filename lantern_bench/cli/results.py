@@ -238,7 +238,7 @@ def predict(
     format: FormatOption = None,
 ) -> None:
     """Predict the speedup of every cell on another device, and hours of a large run."""
-    from lantern_bench.report import cost_model
+    from lantern_bench.profile import cost_model, device_specs, prediction
     from lantern_bench.storage.run_directory import load_runs
 
     console: Console = ctx.obj
@@ -252,22 +252,22 @@ def predict(
         raise UserError(
             f"--model {model}: only predictions take another model", "Give --device too."
         )
-    target = None if device is None else cost_model.find_device(device)
+    target = None if device is None else device_specs.find_device(device)
     (data,) = load_runs([run]).values()
     if target is None:
-        table = cost_model.measured_times(data)
+        table = prediction.measured_times(data)
         terms = []
         title = data.folder.name
     else:
-        table = cost_model.predict_run(run=data, device=target, stack=stack, model=model)
-        terms = cost_model.terms_of(target, stack)
+        table = prediction.predict_run(run=data, device=target, stack=stack, model=model)
+        terms = prediction.terms_of(target, stack)
         terms += filter(
-            None, [cost_model.measured_elsewhere(run=data, device=target, stack=stack, model=model)]
+            None, [prediction.measured_elsewhere(run=data, device=target, stack=stack, model=model)]
         )
         title = f"{data.folder.name}, predicted for {target.name}"
     if prompts is not None:
-        table = cost_model.with_hours(table, prompts, devices)
-        terms.append(cost_model.hours_in_words(table, prompts, devices))
+        table = prediction.with_hours(table, prompts, devices)
+        terms.append(prediction.hours_in_words(table, prompts, devices))
     console.table(table, "prediction", title=title, format=format)
     for term in terms:
         console.say(term)

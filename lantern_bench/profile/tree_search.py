@@ -18,7 +18,7 @@ from lantern_bench.decoding.trace import ImageTrace
 from lantern_bench.methods.tables import DRAFTINGS, MODES, PARAMETERS, RULES
 from lantern_bench.methods.trees import Path, Topology, check_topology
 from lantern_bench.models.loaded_model import LoadedModel
-from lantern_bench.profile.steps import StepCost, forward_ms, step_costs, with_drafting
+from lantern_bench.profile.step_costs import StepCost, forward_ms, step_costs, with_drafting
 from lantern_bench.utils.errors import UserError
 
 Rates = Sequence[Sequence[float]]

@@ -16,7 +16,7 @@ from lantern_bench.cli import main as cli
 from lantern_bench.console import FORMATS
 from lantern_bench.metrics.protocols import protocol_of
 from lantern_bench.models import registry
-from lantern_bench.profile import steps
+from lantern_bench.profile import step_costs
 from lantern_bench.runs import doctor
 from lantern_bench.runs.doctor import Finding
 from lantern_bench.storage.run_directory import RESULTS_VARIABLE
@@ -134,7 +134,7 @@ def test_a_table_in_all_formats(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv(RESULTS_VARIABLE, str(runs))
-    for owner in (Certification, steps):
+    for owner in (Certification, step_costs):
         monkeypatch.setattr(owner, "measure", once(owner.measure))
     registered = registry.models()
     tiny = TinyModel()

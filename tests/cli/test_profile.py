@@ -20,8 +20,9 @@ from lantern_bench.devices.threads import Calibrated
 from lantern_bench.models import registry
 from lantern_bench.models.random_model import read_size
 from lantern_bench.profile import tree_search
+from lantern_bench.profile.cost_model import STACKS, Setting, named_draft, step_seconds
+from lantern_bench.profile.device_specs import find_device
 from lantern_bench.profile.tree_search import SEARCHED, describe, searched_lossless
-from lantern_bench.report.cost_model import STACKS, Setting, find_device, named_draft, step_seconds
 from lantern_bench.utils.progress import Note
 from tests.tiny_model import TinyModel
 
@@ -99,7 +100,7 @@ def test_threads_are_tried_unless_they_are_given(
 
     monkeypatch.setattr(cli_profile, "set_fastest_threads", fastest)
     monkeypatch.setattr(threads, "calibrate", lambda *_: Calibrated(1, {1: 2.0, 4: 3.0}, 0.3))
-    monkeypatch.setattr("lantern_bench.profile.steps.measure", lambda *_: [])
+    monkeypatch.setattr("lantern_bench.profile.step_costs.measure", lambda *_: [])
     try:
         assert cli.main([*TYPED, "--threads", "1"]) == 0 and not tried
         torch.set_num_threads(2)

@@ -13,8 +13,8 @@ from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.experiment import load_experiment
 from lantern_bench.config.settings import Overrides
 from lantern_bench.models.loaded_model import LoadedModel
-from lantern_bench.profile import steps
-from lantern_bench.profile.steps import StepCost
+from lantern_bench.profile import step_costs
+from lantern_bench.profile.step_costs import StepCost
 from lantern_bench.profile.tree_search import (
     Candidate,
     corners_of,
@@ -121,7 +121,7 @@ def test_decodings_are_measured_in_turns(monkeypatch: pytest.MonkeyPatch) -> Non
     drafted = Decoding(mode="speculative", tree="chain-3")
     order = list[bool]()
     shares = list[float]()
-    real = steps.decode
+    real = step_costs.decode
 
     def watched(
         model: LoadedModel, condition: Any, decoding: Decoding, *given: Any, **named: Any
@@ -129,8 +129,8 @@ def test_decodings_are_measured_in_turns(monkeypatch: pytest.MonkeyPatch) -> Non
         order.append(decoding.drafts)
         return real(model, condition, decoding, *given, **named)
 
-    monkeypatch.setattr(steps, "decode", watched)
-    costs = steps.step_costs(model, [plain, drafted], PROMPTS[:3], on_progress=shares.append)
+    monkeypatch.setattr(step_costs, "decode", watched)
+    costs = step_costs.step_costs(model, [plain, drafted], PROMPTS[:3], on_progress=shares.append)
     assert order == [False, True] + [False, True] * 3  # a warm-up of each, then in turns
     assert shares[-1] == 1.0 and [len(cost.traces) for cost in costs] == [3, 3]
     for cost in costs:

@@ -12,17 +12,14 @@ from lantern_bench.decoding.tree import StaticTree
 from lantern_bench.methods.trees import STATIC_TREES
 from lantern_bench.models.networks.transformer_config import TransformerConfig
 from lantern_bench.models.registry import model_of, models
-from lantern_bench.report.cost_model import (
+from lantern_bench.profile.cost_model import (
     STACKS,
-    Device,
     Draft,
     Sample,
     Setting,
     Stack,
     Work,
-    devices,
     draft_work,
-    find_device,
     fit_device,
     named_draft,
     prefill_seconds,
@@ -31,6 +28,7 @@ from lantern_bench.report.cost_model import (
     target_work,
     verify_work,
 )
+from lantern_bench.profile.device_specs import Device, devices, find_device
 from lantern_bench.utils.errors import RefusedError, UserError
 
 SIZES = TransformerConfig(

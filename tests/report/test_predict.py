@@ -14,16 +14,13 @@ from docs import make_scale
 from lantern_bench.analysis.tables import tables_of
 from lantern_bench.cli import main as cli
 from lantern_bench.models.registry import model_of
-from lantern_bench.report.cost_model import (
-    STACKS,
-    Setting,
-    devices,
+from lantern_bench.profile.cost_model import STACKS, Setting, named_draft, step_seconds
+from lantern_bench.profile.device_specs import devices
+from lantern_bench.profile.prediction import (
     measured_elsewhere,
     measured_times,
-    named_draft,
     predict_run,
     prediction_rows,
-    step_seconds,
     with_hours,
 )
 from lantern_bench.storage.run_directory import RunData, load_runs
@@ -141,7 +138,7 @@ def test_run_without_steps_and_model_without_sizes_are_refused(
     with pytest.raises(RefusedError, match="no image has recorded steps"):
         list(prediction_rows(dataclasses.replace(run, records=bare), A100, "compiled"))
     unknown = SimpleNamespace(sizes=None)
-    monkeypatch.setattr("lantern_bench.report.cost_model.model_of", lambda _name: unknown)
+    monkeypatch.setattr("lantern_bench.profile.cost_model.model_of", lambda _name: unknown)
     with pytest.raises(RefusedError, match="the sizes of lanterns are not known"):
         list(prediction_rows(run, A100, "compiled"))
 

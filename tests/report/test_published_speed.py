@@ -15,7 +15,7 @@ from docs.make_prediction import PAGE, groups, held_out, predicted, published_ro
 from experiments.bench import plain_network as network
 from experiments.bench.plain_decoding import Plain
 from lantern_bench.models.families.lanterns.family import Lanterns
-from lantern_bench.report.cost_model import (
+from lantern_bench.profile.cost_model import (
     STACKS,
     Setting,
     draft_work,

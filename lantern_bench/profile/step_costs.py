@@ -35,7 +35,7 @@ from lantern_bench.models.networks.packed_linear import weight_bytes, weight_cou
 from lantern_bench.models.networks.target import TransformerTarget
 from lantern_bench.models.random_model import random_model, random_model_of_size, read_size
 from lantern_bench.models.registry import model_of
-from lantern_bench.report.cost_model import Setting, fit_device, named_draft, step_samples
+from lantern_bench.profile.cost_model import Setting, fit_device, named_draft, step_samples
 from lantern_bench.report.draw import save_figure
 from lantern_bench.storage.schema import Row, write_csv
 from lantern_bench.utils.clock import now, settle_garbage, synchronize
