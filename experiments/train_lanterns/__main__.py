@@ -34,8 +34,8 @@ from lantern_bench.metrics.extractors import EMBEDDED_FEATURES, find_extractor
 from lantern_bench.metrics.image_scorers import LOCAL_DIR, load_clip
 from lantern_bench.models.families.lanterns.description import FILES, WEIGHTS_FOLDER
 from lantern_bench.storage.run_directory import results_root
-from lantern_bench.training.loop import TrainEvent
 from lantern_bench.training.recipe import checked, flag_of
+from lantern_bench.training.trainer import TrainEvent
 from lantern_bench.utils.errors import CheckFailedError, LanternError, UserError
 from lantern_bench.utils.files import check_writable
 

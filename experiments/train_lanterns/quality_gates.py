@@ -39,7 +39,7 @@ from lantern_bench.models.families.lanterns.modules import (
 )
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.models.networks.vq import VQModel
-from lantern_bench.training.run import Observations
+from lantern_bench.training.train_drafter import Observations
 from lantern_bench.utils.errors import RefusedError
 from lantern_bench.utils.progress import OnProgress, no_progress
 

@@ -1,6 +1,6 @@
 """The recipe of the bundled models: five parts, their data, their settings, and what is written of each.
 
-The losses are in `tasks` and in `lantern_bench/training/task.py`; `quality_gates` decides whether the result is
+The losses are in `tasks` and in `lantern_bench/training/drafter_task.py`; `quality_gates` decides whether the result is
 good enough.
 """
 
@@ -37,9 +37,9 @@ from lantern_bench.models.networks.conditions import Condition
 from lantern_bench.models.networks.eagle import EagleDrafter, untrained_drafter
 from lantern_bench.models.networks.target import TransformerTarget
 from lantern_bench.models.networks.vq import VQModel
-from lantern_bench.training.loop import OnEvent, TrainReport, train
+from lantern_bench.training.drafter_task import DrafterTask, Sequences
 from lantern_bench.training.recipe import RECIPES, Device, StrictSettings, TrainSettings
-from lantern_bench.training.task import DrafterTask, Sequences
+from lantern_bench.training.trainer import OnEvent, TrainReport, train
 from lantern_bench.utils.errors import RefusedError, UserError
 from lantern_bench.utils.files import file_sha256, write_atomically
 from lantern_bench.utils.progress import OnProgress, no_progress

@@ -42,8 +42,8 @@ from lantern_bench.models.families.lanterns.modules import (
 from lantern_bench.models.networks.conditions import Condition
 from lantern_bench.models.networks.target import TransformerTarget
 from lantern_bench.models.networks.vq import VQModel
-from lantern_bench.training.loop import Task
-from lantern_bench.training.task import target_features
+from lantern_bench.training.drafter_task import target_features
+from lantern_bench.training.trainer import Task
 
 Reconstruct = Callable[[Tensor], Tensor]
 

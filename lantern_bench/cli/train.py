@@ -24,8 +24,8 @@ from lantern_bench.utils.files import check_writable
 if TYPE_CHECKING:
     import pandas as pd
 
-    from lantern_bench.training.loop import TrainEvent
-    from lantern_bench.training.run import DrafterJob, Evaluated
+    from lantern_bench.training.train_drafter import DrafterJob, Evaluated
+    from lantern_bench.training.trainer import TrainEvent
 
 train = command_group(name="train", help="Train a drafter for any target.")
 
@@ -68,7 +68,7 @@ def drafter(
     typed = {key: value for key, value in flags.items() if value is not None}
     checked_flags = checked(DrafterFlags, {"target": target, "data": data, **typed})
 
-    from lantern_bench.training.run import make_job, plan_rows
+    from lantern_bench.training.train_drafter import make_job, plan_rows
 
     job = make_job(checked_flags, results_root() / "drafters")
     if not dry_run:
@@ -84,8 +84,8 @@ def _run(job: DrafterJob, min_mal: float | None, console: Console, format: str |
     from lantern_bench.decoding.compile import compiler_problem
     from lantern_bench.devices.compute import choose_compute
     from lantern_bench.models.registry import model_of
-    from lantern_bench.training.loop import is_distributed, join_processes
-    from lantern_bench.training.run import train_drafter
+    from lantern_bench.training.train_drafter import train_drafter
+    from lantern_bench.training.trainer import is_distributed, join_processes
 
     flags = job.flags
     if is_distributed() and flags.minutes is not None:

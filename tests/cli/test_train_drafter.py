@@ -21,10 +21,10 @@ from lantern_bench.models import registry
 from lantern_bench.models.registry import model_of
 from lantern_bench.storage.run_directory import read_records
 from lantern_bench.training import recipe as drafter_recipe
-from lantern_bench.training import run as drafter_run
-from lantern_bench.training.loop import TrainEvent, TrainReport, train
+from lantern_bench.training import train_drafter as drafter_run
 from lantern_bench.training.recipe import TrainSettings
-from lantern_bench.training.run import COLUMNS
+from lantern_bench.training.train_drafter import COLUMNS
+from lantern_bench.training.trainer import TrainEvent, TrainReport, train
 from tests.models import golden_models, tiny_chameleon
 from tests.training.tiny_target import CAPTIONS, TinyModel, tiny_model, write_pictures
 

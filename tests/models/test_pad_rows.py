@@ -10,7 +10,7 @@ from lantern_bench.models.networks.conditions import CaptionFeatures, Condition
 from lantern_bench.models.networks.eagle import build_drafter, untrained_drafter
 from lantern_bench.models.networks.target import TransformerTarget, prefix_mask, prefix_seen
 from lantern_bench.models.networks.transformer_config import TransformerConfig
-from lantern_bench.training.task import target_features
+from lantern_bench.training.drafter_task import target_features
 
 PREFIX = 7
 DIM = 32

@@ -19,11 +19,8 @@ from lantern_bench.models.checkpoints.drafter_files import load_drafter
 from lantern_bench.models.networks.conditions import Condition
 from lantern_bench.models.networks.eagle import untrained_drafter
 from lantern_bench.models.networks.target import CachedTarget, TransformerTarget, force_line_ends
-from lantern_bench.training import task as task_module
-from lantern_bench.training.loop import SINGLE, Processes
-from lantern_bench.training.recipe import RECIPES, DrafterRecipe
-from lantern_bench.training.run import read_log, write_drafter
-from lantern_bench.training.task import (
+from lantern_bench.training import drafter_task as task_module
+from lantern_bench.training.drafter_task import (
     Data,
     DrafterTask,
     Sequences,
@@ -34,6 +31,9 @@ from lantern_bench.training.task import (
     target_features,
     unroll,
 )
+from lantern_bench.training.recipe import RECIPES, DrafterRecipe
+from lantern_bench.training.train_drafter import read_log, write_drafter
+from lantern_bench.training.trainer import SINGLE, Processes
 from lantern_bench.utils.errors import RefusedError
 from tests.examples.tiny_hosted import SHAPE, write_model
 from tests.models import golden_models, tiny_chameleon

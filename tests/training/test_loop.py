@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lantern_bench.training import loop
-from lantern_bench.training.loop import Task, TrainEvent, TrainReport, train
+from lantern_bench.training import trainer
 from lantern_bench.training.recipe import TrainSettings
+from lantern_bench.training.trainer import Task, TrainEvent, TrainReport, train
 from lantern_bench.utils.errors import RefusedError
 
 CPU = torch.device("cpu")
@@ -154,7 +154,7 @@ def test_accumulated_batches_are_one_step() -> None:
 def test_products_are_in_bfloat16_where_that_is_fast(
     monkeypatch: pytest.MonkeyPatch, asked: bool, fast: bool
 ) -> None:
-    monkeypatch.setattr(loop, "has_bfloat16", lambda _device: fast)
+    monkeypatch.setattr(trainer, "has_bfloat16", lambda _device: fast)
     types = set[torch.dtype]()
 
     class Seen(Line):

@@ -30,8 +30,8 @@ from lantern_bench.decoding.sampling import guide
 from lantern_bench.models.families.lanterns import modules
 from lantern_bench.models.families.lanterns.description import FILES, GUIDANCE, HELD_OUT
 from lantern_bench.models.networks.vq import VQConfig
-from lantern_bench.training.loop import TrainEvent
-from lantern_bench.training.run import Observations
+from lantern_bench.training.train_drafter import Observations
+from lantern_bench.training.trainer import TrainEvent
 from lantern_bench.utils.errors import UserError
 from lantern_bench.utils.files import file_sha256
 

@@ -12,8 +12,8 @@ from experiments.train_lanterns.scenes import SceneSet, scene_set
 from experiments.train_lanterns.tasks import TokenizerTask
 from lantern_bench.models.families.lanterns.description import TRAIN
 from lantern_bench.models.networks.vq import VQConfig, VQModel
-from lantern_bench.training.loop import TrainReport, train
 from lantern_bench.training.recipe import TrainSettings
+from lantern_bench.training.trainer import TrainReport, train
 
 CONFIG = VQConfig(
     codes=1024, code_dim=4, z_channels=32, channels=32, channel_mult=(1, 1, 1), res_blocks=1

@@ -31,13 +31,13 @@ from lantern_bench.models.networks.target import CachedTarget
 from lantern_bench.models.registry import model_of
 from lantern_bench.prompts.prompt_files import read_captioned
 from lantern_bench.prompts.sets import load_prompts
-from lantern_bench.training.loop import (
-    OnEvent,
-    Processes,
-    TrainEvent,
-    TrainReport,
-    read_checkpoint,
-    train,
+from lantern_bench.training.drafter_task import (
+    Data,
+    DrafterTask,
+    Sequences,
+    decode_slots,
+    drafter_like,
+    make_tokens,
 )
 from lantern_bench.training.recipe import (
     DrafterFlags,
@@ -47,13 +47,13 @@ from lantern_bench.training.recipe import (
     flag_of,
     recipe_of,
 )
-from lantern_bench.training.task import (
-    Data,
-    DrafterTask,
-    Sequences,
-    decode_slots,
-    drafter_like,
-    make_tokens,
+from lantern_bench.training.trainer import (
+    OnEvent,
+    Processes,
+    TrainEvent,
+    TrainReport,
+    read_checkpoint,
+    train,
 )
 from lantern_bench.utils.errors import RefusedError, UserError
 from lantern_bench.utils.files import write_atomically

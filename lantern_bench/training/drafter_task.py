@@ -37,8 +37,8 @@ from lantern_bench.models.networks.target import (
     prefix_mask,
 )
 from lantern_bench.prompts.prompt import Prompt
-from lantern_bench.training.loop import SINGLE, Processes, Task
 from lantern_bench.training.recipe import DrafterRecipe
+from lantern_bench.training.trainer import SINGLE, Processes, Task
 from lantern_bench.utils.errors import RefusedError, UserError
 from lantern_bench.utils.files import write_atomically
 from lantern_bench.utils.progress import OnProgress
