@@ -19,11 +19,11 @@ from lantern_bench.config.experiment import load_experiment
 from lantern_bench.config.settings import Overrides
 from lantern_bench.models import registry
 from lantern_bench.report.format_tables import readable
-from lantern_bench.runs.events import Event, ImageDone, Started
-from lantern_bench.runs.request import prepare
-from lantern_bench.runs.sweep import check_failed, run
-from lantern_bench.storage.pictures import DecodedImage as DecodedImage  # a name of this API
 from lantern_bench.storage.run_directory import RunData, find_run, load_runs
+from lantern_bench.sweep.events import DecodedImage as DecodedImage  # a name of this API
+from lantern_bench.sweep.events import Event, ImageDone, Started
+from lantern_bench.sweep.request import prepare
+from lantern_bench.sweep.run import check_failed, run
 from lantern_bench.utils.errors import UserError
 from lantern_bench.utils.progress import Share
 
@@ -326,7 +326,7 @@ def decode(
     import torch
 
     from lantern_bench.devices.compute import Compute
-    from lantern_bench.runs.runner import decode_tasks, tasks_of
+    from lantern_bench.sweep.decoder import decode_tasks, tasks_of
 
     texts = [prompts] if isinstance(prompts, str) else list(prompts)
     typed = {"model": [model.name], "seed": seed, "tree": tree, "delta": delta, "lambda": lambda_}

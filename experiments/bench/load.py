@@ -50,8 +50,8 @@ def _resume_scan(folder: Path) -> dict[str, Any]:
 def _resume(folder: Path) -> dict[str, Any]:
     """The command of the run, which is complete: plan, checks, scan of the records, nothing to decode."""
     from experiments.bench.load_run import request_of, use_family
-    from lantern_bench.runs.events import Started
-    from lantern_bench.runs.sweep import run
+    from lantern_bench.sweep.events import Started
+    from lantern_bench.sweep.run import run
 
     use_family()
     started: list[Started] = []

@@ -13,14 +13,14 @@ from torch import Tensor
 from lantern_bench.config.plan import ImageTask
 from lantern_bench.config.settings import Overrides
 from lantern_bench.devices.compute import choose_compute
-from lantern_bench.devices.machine import key_fields
 from lantern_bench.models import registry
 from lantern_bench.models.load import load_models
 from lantern_bench.models.loaded_model import LoadedModel
-from lantern_bench.runs.request import Request, prepare
-from lantern_bench.runs.sweep import run
 from lantern_bench.storage.records import line_of, record_key
 from lantern_bench.storage.run_directory import MANIFEST, RECORDS, done_images, read_records
+from lantern_bench.sweep.request import Request, prepare
+from lantern_bench.sweep.run import run
+from lantern_bench.sweep.runner import key_fields
 from tests.tiny_model import CODES, TinyModel, TinyPixels, TinyTarget
 
 REAL = 2

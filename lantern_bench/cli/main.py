@@ -22,7 +22,7 @@ from lantern_bench.cli.sweep import REPRODUCE_HELP, merge, score, sweep
 from lantern_bench.cli.train import train
 from lantern_bench.console import Console
 from lantern_bench.devices.threads import prepare_environment
-from lantern_bench.runs.request import DEFAULT_CLUSTER
+from lantern_bench.sweep.request import DEFAULT_CLUSTER
 from lantern_bench.utils import signals
 from lantern_bench.utils.errors import LanternError, UserError
 

@@ -28,7 +28,7 @@ from lantern_bench.models.model_file import is_model_file
 from lantern_bench.models.registry import model_of
 from lantern_bench.models.registry import models as all_models
 from lantern_bench.prompts.prompt import class_prompt
-from lantern_bench.runs.request import check_drafters
+from lantern_bench.sweep.request import check_drafters
 from lantern_bench.utils.errors import RefusedError, UserError
 from lantern_bench.utils.files import check_writable
 
@@ -219,7 +219,7 @@ def generate(
     from lantern_bench.models.load import compile_models, load_models
     from lantern_bench.models.loaded_model import NoPixels
     from lantern_bench.models.random_model import random_model
-    from lantern_bench.runs import runner
+    from lantern_bench.sweep import decoder
     from lantern_bench.utils.files import write_atomically
 
     compute = choose_compute(resolved.settings.device, resolved.settings.dtype)
@@ -242,15 +242,15 @@ def generate(
             console.say(f"{cell.cell_id} is left out: {error.message}")
     if resolved.settings.compile and (note := compile_models([loaded], compute)) is not None:
         console.note(*note)
-    tasks = runner.tasks_of(cells=cells, seed=seed, prompts=[prompt], images=images)
+    tasks = decoder.tasks_of(cells=cells, seed=seed, prompts=[prompt], images=images)
     decoded = []
     with console.progress() as progress:
         progress.share("images", 0, len(tasks))
-        for image in runner.decode_tasks(loaded, compute, tasks):
+        for image in decoder.decode_tasks(loaded, compute, tasks):
             decoded.append(image)
             progress.share("images", len(decoded), len(tasks))
     try:
-        write_atomically(out, runner.picture_png(decoded, cells))
+        write_atomically(out, decoder.picture_png(decoded, cells))
     except OSError as error:
         raise UserError(f"--out {out}: cannot be written: {error.strerror}") from error
     names = (

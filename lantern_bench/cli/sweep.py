@@ -24,10 +24,10 @@ from lantern_bench.config.settings import Overrides
 from lantern_bench.console import Console, Progress, duration
 from lantern_bench.devices.threads import QUIET_ADVICE
 from lantern_bench.metrics.protocols import PROTOCOLS
-from lantern_bench.runs.events import Event, ImageDone, Started
-from lantern_bench.runs.request import WORKER_TIMEOUT, plan_table, prepare
-from lantern_bench.runs.sweep import check_failed, run
 from lantern_bench.storage import run_directory
+from lantern_bench.sweep.events import Event, ImageDone, Started
+from lantern_bench.sweep.request import WORKER_TIMEOUT, plan_table, prepare
+from lantern_bench.sweep.run import check_failed, run
 from lantern_bench.utils.errors import UserError
 from lantern_bench.utils.progress import Emit, Note, Share
 

@@ -10,7 +10,6 @@ import platform
 import re
 import subprocess
 import uuid
-from collections.abc import Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,12 +17,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import torch
 
-from lantern_bench.config.experiment import Cell
-from lantern_bench.config.settings import Settings
 from lantern_bench.devices.compute import Compute
-from lantern_bench.methods.tables import OUTSIDE_DRAFTINGS, OUTSIDE_RULES
-from lantern_bench.models.loaded_model import LoadedModel
-from lantern_bench.storage.schema import SCHEMA_VERSION
 from lantern_bench.utils.clock import now, usable_cores
 from lantern_bench.utils.errors import RefusedError
 
@@ -47,39 +41,6 @@ def processor() -> tuple[str, ...]:
 def _cpu_listing() -> str:
     listing = Path("/proc/cpuinfo")
     return listing.read_text(encoding="utf-8", errors="replace") if listing.is_file() else ""
-
-
-def key_fields(
-    models: Mapping[str, LoadedModel],
-    settings: Settings,
-    compute: Compute,
-    cells: Iterable[Cell] = (),
-) -> dict[str, Any]:
-    """Return the fields of the record key that hold for the whole run, such as hashes of weights."""
-    parts = {
-        f"{name}/{part}": digest
-        for name, model in models.items()
-        for part, digest in model.weights.items()
-    }
-    if settings.neighbour_space is not None:
-        parts |= {f"{name}/neighbours": settings.neighbour_space for name in models}
-    fields: dict[str, Any] = {
-        "schema_version": SCHEMA_VERSION,
-        "engine_version": ENGINE_VERSION,
-        "torch_version": str(torch.__version__),
-        "dtype": compute.dtype_name,
-        "device_type": compute.device.type,
-        "compile": any(model.engine.compile for model in models.values()),
-        "weights": parts,
-    }
-    decodings = [cell.decoding for cell in cells]
-    rules = {decoding.rule for decoding in decodings} & OUTSIDE_RULES.keys()
-    draftings = {decoding.drafting for decoding in decodings} & OUTSIDE_DRAFTINGS.keys()
-    outside = {
-        "rules": {name: OUTSIDE_RULES[name].fingerprint() for name in sorted(rules)},
-        "draftings": {name: OUTSIDE_DRAFTINGS[name].fingerprint() for name in sorted(draftings)},
-    }
-    return fields | {name: codes for name, codes in outside.items() if codes}
 
 
 # ---- The machine block of the manifest

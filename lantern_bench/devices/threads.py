@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from statistics import median
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
-from lantern_bench.utils.files import cache_folder, write_atomically
+from lantern_bench.utils.files import cache_folder
 from lantern_bench.utils.progress import Note
-
-if TYPE_CHECKING:
-    from lantern_bench.config.decoding import Decoding
-    from lantern_bench.models.loaded_model import LoadedModel
-
 
 # of GNU OpenMP: a waiting thread spins so often (microseconds), then sleeps
 _SPINS = ("GOMP_SPINCOUNT", "1000")
@@ -27,7 +20,6 @@ _LONGEST = 3.0  # seconds after which no further block is timed
 # with one number of threads nothing is chosen: blocks that say how much of a core others take
 _ROUNDS_OF_ONE = 3
 _TIE = 0.05  # fewer threads are chosen when more are not faster by this share
-_TOKENS = 12  # tokens of an image that are decoded at a time
 
 
 def prepare_environment() -> None:
@@ -70,58 +62,6 @@ class Calibrated(NamedTuple):
             busy = "speed cannot be measured now: " if self.lost_share > BUSY else ""
             notes.append(Note(busy + text, level="warning"))
         return notes
-
-
-def set_fastest_threads(
-    model: LoadedModel, prompt: str, decodings: Iterable[Decoding], emit: Callable[[Note], object]
-) -> None:
-    """Time numbers of threads, or the number that was chosen before, on steps of these decodings; not on a GPU."""
-    import torch
-
-    from lantern_bench.decoding.loop import decode
-
-    if model.target.device.type != "cpu":
-        return
-    # The first that drafts and the first that does not: drafts gain more from threads.
-    kinds: dict[bool, Decoding] = {}
-    for decoding in decodings:
-        kinds.setdefault(decoding.drafts, decoding)
-    with torch.inference_mode():
-        condition = model.condition([prompt])
-    most = torch.get_num_threads()
-    timed = " and ".join("drafting" if drafts else "autoregressive" for drafts in sorted(kinds))
-    file = model.engine.folder and model.engine.folder / "threads.json"
-    key = f"{timed}, at most {most}"
-    choices: dict[str, Any] = {}
-    if file is not None:
-        with contextlib.suppress(OSError, ValueError, TypeError):  # there is none, or it is damaged
-            choices = dict(json.loads(file.read_bytes()))
-    recorded = choices.get(key)
-    if not (isinstance(recorded, int) and 1 <= recorded <= most):
-        recorded = None
-
-    def steps() -> None:  # not single products: their threads would sleep between
-        for decoding in kinds.values():
-            generator = torch.Generator(model.target.device).manual_seed(0)
-            decode(
-                model=model,
-                condition=condition,
-                decoding=decoding,
-                generators=[generator],
-                tokens=_TOKENS,
-                engine=model.engine,
-            )
-
-    calibrated = calibrate(steps, recorded)
-    # What was chosen on a busy machine does not count for the next run.
-    if file is not None and recorded is None and calibrated.lost_share <= DISTURBED:
-        with contextlib.suppress(OSError):  # the next run times threads again
-            write_atomically(
-                file, json.dumps(choices | {key: calibrated.threads}, indent=1).encode() + b"\n"
-            )
-    set_threads(calibrated.threads)
-    for note in calibrated.notes():
-        emit(note)
 
 
 def calibrate(work: Callable[[], object], recorded: int | None = None) -> Calibrated:

@@ -23,6 +23,7 @@ from lantern_bench.profile import tree_search
 from lantern_bench.profile.cost_model import STACKS, Setting, named_draft, step_seconds
 from lantern_bench.profile.device_specs import find_device
 from lantern_bench.profile.tree_search import SEARCHED, describe, searched_lossless
+from lantern_bench.sweep import choose_threads
 from lantern_bench.utils.progress import Note
 from tests.tiny_model import TinyModel
 
@@ -96,7 +97,9 @@ def test_threads_are_tried_unless_they_are_given(
         model: Any, prompt: str, decodings: list[Decoding], emit: Callable[[Note], object]
     ) -> None:
         tried.append([decoding.drafts for decoding in decodings])
-        threads.set_fastest_threads(model=model, prompt=prompt, decodings=decodings, emit=emit)
+        choose_threads.set_fastest_threads(
+            model=model, prompt=prompt, decodings=decodings, emit=emit
+        )
 
     monkeypatch.setattr(cli_profile, "set_fastest_threads", fastest)
     monkeypatch.setattr(threads, "calibrate", lambda *_: Calibrated(1, {1: 2.0, 4: 3.0}, 0.3))

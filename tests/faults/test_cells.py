@@ -16,7 +16,6 @@ from lantern_bench.cli import main as cli
 from lantern_bench.config.experiment import load_experiment
 from lantern_bench.config.plan import make_plan
 from lantern_bench.devices.compute import Compute
-from lantern_bench.devices.machine import key_fields
 from lantern_bench.models import registry
 from lantern_bench.models.checkpoints.checkpoint import open_checkpoint
 from lantern_bench.models.families.lanterns.description import FILES, WEIGHTS_FOLDER
@@ -24,6 +23,7 @@ from lantern_bench.models.families.lanterns.family import Lanterns
 from lantern_bench.prompts.prompt import Prompt
 from lantern_bench.storage.run_directory import read_manifest, read_records
 from lantern_bench.storage.run_store import RunStore
+from lantern_bench.sweep.runner import key_fields
 from lantern_bench.utils.errors import RefusedError, UserError
 from tests.faults.child import IMAGES, SMALL
 from tests.faults.conftest import Bench, Outcome

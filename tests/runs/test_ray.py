@@ -25,10 +25,10 @@ from lantern_bench.config.plan import Plan, make_plan
 from lantern_bench.config.settings import Overrides
 from lantern_bench.models import registry
 from lantern_bench.prompts.prompt import Prompt
-from lantern_bench.runs import ray_engine
-from lantern_bench.runs.ray_engine import DeviceSlot, missing_of, shards_of, slots_of
-from lantern_bench.runs.request import prepare
 from lantern_bench.storage.run_directory import read_manifest, read_records
+from lantern_bench.sweep import ray_cluster
+from lantern_bench.sweep.ray_cluster import DeviceSlot, missing_of, shards_of, slots_of
+from lantern_bench.sweep.request import prepare
 from lantern_bench.utils.errors import RefusedError, UserError
 from tests.faults.child import install
 from tests.tiny_model import EXPERIMENT, PROMPTS, TinyModel
@@ -304,14 +304,14 @@ def test_the_reason_of_a_loss_names_no_machine() -> None:
         + "0a" * 14
         + ") has died."
     )
-    assert ray_engine.reason_of(error) == "The actor died. Its node ... (...) has died."
+    assert ray_cluster.reason_of(error) == "The actor died. Its node ... (...) has died."
 
 
 def test_an_address_without_a_cluster_is_refused() -> None:
     with pytest.raises(
         RefusedError, match=re.escape("--ray 127.0.0.1:9: no Ray cluster answers there")
     ):
-        ray_engine.connect("127.0.0.1:9")
+        ray_cluster.connect("127.0.0.1:9")
 
 
 def node(name: str, alive: bool = True, **resources: float) -> dict[str, Any]:

@@ -21,14 +21,9 @@ from lantern_bench.config.plan import Plan, make_plan
 from lantern_bench.config.settings import Overrides
 from lantern_bench.decoding.trace import ImageTrace
 from lantern_bench.devices.compute import Compute, choose_compute
-from lantern_bench.devices.machine import key_fields
 from lantern_bench.methods.parameters import SAMPLING
 from lantern_bench.methods.tables import PARAMETERS
 from lantern_bench.prompts.prompt import Prompt
-from lantern_bench.runs import runner
-from lantern_bench.runs.events import ImageDone
-from lantern_bench.runs.runner import calibrate_threads, decode_batch, run_plan
-from lantern_bench.storage.pictures import DecodedImage
 from lantern_bench.storage.run_directory import (
     disturbance,
     finished_records,
@@ -37,6 +32,11 @@ from lantern_bench.storage.run_directory import (
 )
 from lantern_bench.storage.run_store import RunStore
 from lantern_bench.storage.schema import columns
+from lantern_bench.sweep import decoder
+from lantern_bench.sweep.choose_threads import calibrate_threads
+from lantern_bench.sweep.decoder import decode_batch
+from lantern_bench.sweep.events import DecodedImage, ImageDone
+from lantern_bench.sweep.runner import key_fields, run_plan
 from lantern_bench.utils.clock import Usage
 from lantern_bench.utils.errors import RefusedError, UserError
 from tests.tiny_model import EXPERIMENT, PROMPTS, TOKENS, TinyModel
@@ -192,8 +192,8 @@ def disturbed(monkeypatch: pytest.MonkeyPatch, tiny: Any, tmp_path: Path) -> Any
                 for _ in tasks
             ]
 
-        monkeypatch.setattr(runner, "decode_batch", decode)
-        monkeypatch.setattr(runner.Decoder, "warm_up", lambda *_: [])
+        monkeypatch.setattr(decoder, "decode_batch", decode)
+        monkeypatch.setattr(decoder.Decoder, "warm_up", lambda *_: [])
         experiment, plan = tiny()
         with opened(tmp_path / "run", experiment) as store:
             part = replace(plan, tasks=plan.tasks[:images])
@@ -222,7 +222,7 @@ def disturbed(monkeypatch: pytest.MonkeyPatch, tiny: Any, tmp_path: Path) -> Any
 def test_a_disturbed_image_is_decoded_again(
     monkeypatch: Any, disturbed: Any, lost: list[float], attempts: int, seconds: float, marked: bool
 ) -> None:
-    monkeypatch.setattr(runner, "_MAX_REPEAT_SHARE", 100.0)
+    monkeypatch.setattr(decoder, "_MAX_REPEAT_SHARE", 100.0)
     (row,) = disturbed(lost, [7, 7, 7], 1)
     assert (row["attempts"], row["seconds"], row["disturbed"]) == (attempts, seconds, marked)
 

@@ -24,7 +24,6 @@ from lantern_bench.analysis.tables import write_tables
 from lantern_bench.config.experiment import load_experiment
 from lantern_bench.config.plan import make_plan
 from lantern_bench.devices.compute import Compute
-from lantern_bench.devices.machine import key_fields
 from lantern_bench.methods.tables import METRICS
 from lantern_bench.metrics import extractors, image_scorers, score_pictures, score_run, token_sums
 from lantern_bench.metrics.extractors import Reference, read_picture
@@ -38,6 +37,7 @@ from lantern_bench.storage.pictures import png_bytes
 from lantern_bench.storage.run_directory import read_records, read_scores
 from lantern_bench.storage.run_store import RunStore
 from lantern_bench.storage.schema import TABLES
+from lantern_bench.sweep.runner import key_fields
 from lantern_bench.utils.errors import RefusedError
 from lantern_bench.utils.progress import Share
 from tests.tiny_model import TinyModel

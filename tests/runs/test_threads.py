@@ -14,13 +14,9 @@ import torch
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.compile import Engine
 from lantern_bench.devices import threads
-from lantern_bench.devices.threads import (
-    Calibrated,
-    calibrate,
-    prepare_environment,
-    set_fastest_threads,
-)
+from lantern_bench.devices.threads import Calibrated, calibrate, prepare_environment
 from lantern_bench.models.random_model import random_model_of_size, read_size
+from lantern_bench.sweep.choose_threads import set_fastest_threads
 from lantern_bench.utils import clock
 
 

@@ -1,42 +1,29 @@
-"""Decode every missing image of a plan, write its record and its picture, continue when one fails."""
+"""Decode batches of images, with retries, to results that can be stored."""
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-import psutil
 import torch
 
-from lantern_bench.config.experiment import Cell, ResolvedExperiment
-from lantern_bench.config.plan import ImageKey, ImageTask, Plan, record_seed
-from lantern_bench.decoding.loop import Decoded, decode, drafter_and_rule
+from lantern_bench.config.experiment import Cell
+from lantern_bench.config.plan import ImageTask, record_seed
+from lantern_bench.decoding.loop import Decoded, decode
 from lantern_bench.decoding.step import sampling_key
-from lantern_bench.devices import compute as compute_module
 from lantern_bench.devices import machine
 from lantern_bench.devices.compute import Compute
-from lantern_bench.devices.machine import (
-    compute_block,
-    key_fields,
-    peak_memory_bytes,
-    reset_peak_memory,
-)
-from lantern_bench.devices.threads import DISTURBED, set_fastest_threads, set_threads
-from lantern_bench.models import load as load_module
+from lantern_bench.devices.machine import peak_memory_bytes, reset_peak_memory
+from lantern_bench.devices.threads import DISTURBED
 from lantern_bench.models.loaded_model import LoadedModel, NoPixels
 from lantern_bench.prompts.prompt import Prompt
-from lantern_bench.runs.events import ImageDone, Started
-from lantern_bench.runs.request import Request
-from lantern_bench.storage.pictures import DecodedImage, label, png_bytes
-from lantern_bench.storage.run_directory import done_images
-from lantern_bench.storage.run_store import RunStore
+from lantern_bench.storage.pictures import label, png_bytes
+from lantern_bench.sweep.events import DecodedImage
 from lantern_bench.utils import signals
-from lantern_bench.utils.clock import now, settle_garbage, stamp, synchronize
+from lantern_bench.utils.clock import now, synchronize
 from lantern_bench.utils.errors import RecordsFailedError
-from lantern_bench.utils.progress import Emit, Note, Share
+from lantern_bench.utils.progress import Note
 from lantern_bench.utils.text import one_line
 
 Batch: TypeAlias = tuple[ImageTask, ...]
@@ -45,168 +32,12 @@ _MAX_ATTEMPTS = 3  # how often a disturbed batch is decoded at most
 _MAX_REPEAT_SHARE = 0.25  # what repetitions may add to the decoding time of a session
 
 
-def decode_missing(request: Request, emit: Emit) -> int:
-    """Decode the missing images of a request in this process; return how many failed."""
-    load = psutil.getloadavg()[0]
-    settings = request.experiment.settings
-    plan = request.plan
-    compute, models = load_to_decode(request.experiment, emit)
-    prepare_seconds = prepare_models(
-        plan=plan, models=models, done=done_images(request.folder), emit=emit
-    )
-    threads = torch.get_num_threads()
-    with RunStore(
-        request.folder,
-        request.experiment,
-        key_fields(models=models, settings=settings, compute=compute, cells=plan.cells),
-    ) as run:
-        run.update_manifest(**request.manifest_entries(), load_before=round(load, 2))
-        try:
-            calibrate_threads(
-                store=run, plan=plan, models=models, threads=settings.threads, emit=emit
-            )
-            timed = "speed" in settings.metrics
-            return run_plan(
-                store=run,
-                plan=plan,
-                models=models,
-                compute=compute,
-                emit=emit,
-                prepare_seconds=prepare_seconds,
-                repeat_disturbed=timed,
-            )
-        finally:
-            torch.set_num_threads(threads)
-
-
-def load_to_decode(
-    experiment: ResolvedExperiment, emit: Emit
-) -> tuple[Compute, dict[str, LoadedModel]]:
-    """Load the models of an experiment, compiled if it asks for that."""
-    settings = experiment.settings
-    compute = compute_module.choose_compute(settings.device, settings.dtype, fast=True)
-    models = load_module.load_models(experiment, compute)
-    for model in models.values():
-        if isinstance(model.pixels, NoPixels):
-            raise model.pixels.problem
-    if (
-        settings.compile
-        and (warning := load_module.compile_models(models.values(), compute)) is not None
-    ):
-        emit(warning)
-    emit(Note(f"device {compute.device}, {compute.dtype_name}", level="detail"))
-    return compute, models
-
-
-def prepare_models(
-    plan: Plan, models: Mapping[str, LoadedModel], done: Collection[ImageKey], emit: Emit
-) -> float:
-    """Compute neighbour tables and encode captions for what is not `done`; return the seconds it took."""
-    began = now()
-    batches = [batch for batch in plan.batches() if any(task.key not in done for task in batch)]
-    for cell in dict.fromkeys(batch[0].cell for batch in batches):
-        if cell.decoding.drafts:
-            with torch.inference_mode():
-                drafter_and_rule(models[cell.model], cell.decoding)
-    for name, model in models.items():
-        prompts = dict.fromkeys(
-            task.prompt.text for batch in batches for task in batch if task.cell.model == name
-        )
-        for count, total in model.prepare(list(prompts)):
-            emit(Share(f"captions for {name}", count, total))
-    return now() - began
-
-
-def calibrate_threads(
-    store: RunStore, plan: Plan, models: Mapping[str, LoadedModel], threads: int | None, emit: Emit
-) -> None:
-    """Set the threads to those of the run's finished images, else `threads`, else the fastest number."""
-    set_threads(chosen := store.threads or threads)
-    if chosen is None:
-        try_threads([task for task in plan.tasks if not store.is_done(task)], models, emit)
-
-
-def try_threads(tasks: Sequence[ImageTask], models: Mapping[str, LoadedModel], emit: Emit) -> None:
-    """Try several numbers of threads on these images and set the fastest, where the CPU decodes."""
-    if tasks:
-        name = tasks[0].cell.model
-        decodings = (task.cell.decoding for task in tasks if task.cell.model == name)
-        # the images fail the same way and record it
-        with contextlib.suppress(RuntimeError, MemoryError):
-            set_fastest_threads(
-                model=models[name], prompt=tasks[0].prompt.text, decodings=decodings, emit=emit
-            )
-
-
-def run_plan(
-    store: RunStore,
-    plan: Plan,
-    models: Mapping[str, LoadedModel],
-    compute: Compute,
-    emit: Emit,
-    *,
-    prepare_seconds: float = 0.0,
-    repeat_disturbed: bool = False,
-) -> int:
-    """Decode the images of `plan` that `store` lacks, and disturbed ones again if asked for; return how many failed."""
-    batches = [batch for batch in plan.batches() if not all(map(store.is_done, batch))]
-    to_do = Counter(task.cell.cell_id for task in plan.tasks if not store.is_done(task))
-    session = open_session(store, prepare_seconds=prepare_seconds)
-    started = store.manifest.get("started", session["started"])
-    described = compute_block(compute, store.key["compile"]) | {"machine": machine.machine_block()}
-    store.update_manifest(started=started, ended=None, **described)
-    decoder = Decoder(
-        models=models, compute=compute, session=session, repeat_disturbed=repeat_disturbed
-    )
-    try:
-        emit(Started(len(plan.tasks) - to_do.total(), to_do))
-        for note in decoder.warm_up(batches):
-            store.update_manifest()
-            emit(note)
-        settle_garbage()
-        for batch in batches:
-            signals.check()
-            for result in decoder.decode(
-                batch, [task for task in batch if not store.is_done(task)]
-            ):
-                emit(ImageDone(result.task, store.append(*result)))
-        session["complete"] = True
-    finally:
-        session |= {"ended": stamp(), "gpus_at_end": machine.gpu_blocks()}
-        store.update_manifest(ended=session["ended"])
-    failed: int = session["failed"]
-    return failed
-
-
 class Result(NamedTuple):
     """What a worker hands to the store: an image that was decoded, or failed."""
 
     task: ImageTask
     columns: Mapping[str, Any]  # what its record adds to the columns of its task
     png: bytes | None  # the PNG file; None for an image that failed
-
-
-def open_session(store: RunStore, **entries: Any) -> dict[str, Any]:
-    """Add the session of a process that begins to decode to the manifest; what is returned is part of it."""
-    sessions = store.manifest.get("sessions", [])
-    process = 1 + max((session.get("process", 0) for session in sessions), default=-1)
-    session: dict[str, Any] = {
-        "started": stamp(),
-        "ended": None,
-        "complete": False,
-        "images": 0,
-        "failed": 0,
-    }
-    session |= {
-        "first_seconds": 0.0,
-        "again_seconds": 0.0,
-        "process": process,
-        "prepare_seconds": 0.0,
-        "warm_up": [],
-    }
-    session |= entries
-    store.update_manifest(sessions=[*sessions, session])
-    return session
 
 
 class Decoder:

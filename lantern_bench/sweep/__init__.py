@@ -1,0 +1,1 @@
+"""From a request to records. No figures."""

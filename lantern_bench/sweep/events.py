@@ -1,0 +1,128 @@
+"""What a sweep reports while it runs: every event goes to one callback, `emit(event)`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+from lantern_bench.config.plan import ImageTask
+from lantern_bench.devices.threads import DISTURBED
+from lantern_bench.utils.progress import Note, Share
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+    from torch import Tensor
+
+    from lantern_bench.decoding.trace import ImageTrace
+from lantern_bench.storage.pictures import png_bytes, tokens_sha256
+
+
+class Started(NamedTuple):
+    """Decoding starts."""
+
+    finished: int  # images that the run directory already has
+    to_do: Mapping[str, int]  # number of images to decode, by cell id
+
+
+class ImageDone(NamedTuple):
+    """An image has its record, with status `ok` or `failed`."""
+
+    task: ImageTask
+    record: Mapping[str, Any]
+
+    @property
+    def failed(self) -> bool:
+        """Whether the image could not be decoded."""
+        return bool(self.record["status"] != "ok")
+
+
+Event: TypeAlias = Note | Share | Started | ImageDone
+
+
+@dataclass(frozen=True)
+class DecodedImage:
+    """One decoded prompt."""
+
+    prompt: str
+    tokens: Tensor  # int32 [N] on the CPU
+    trace: ImageTrace  # what every step committed and accepted, seconds, forwards
+    # uint8 [H, W, 3]; None for a model without a tokenizer and for part of an image
+    pixels: Tensor | None = None
+    pixel_seconds: float = 0.0
+    peak_memory: int | None = None  # bytes on the device
+    logits: Tensor | None = None  # guided [N, V]; only where they were asked for
+
+    @property
+    def mean_accepted_length(self) -> float | None:
+        """Tokens committed per step, bonus token included; None for an image of one token."""
+        return self.trace.mean_accepted_length
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of decoding, without text encoding and pixels."""
+        return self.trace.seconds
+
+    @cached_property
+    def picture(self) -> Image | None:
+        """The picture in RGB; None without pixels."""
+        from PIL import Image
+
+        return None if self.pixels is None else Image.fromarray(self.pixels.cpu().numpy())
+
+    def png(self) -> bytes:
+        """Return the picture as a PNG file; raises `ValueError` without pixels."""
+        if self.pixels is None:
+            raise ValueError("an image without pixels has no picture")
+        return png_bytes(self.pixels, self.tokens)
+
+    def __repr__(self) -> str:
+        return f"DecodedImage({self.prompt!r}: {len(self.tokens)} tokens, {self.seconds:.3g} s)"
+
+    def _repr_png_(self) -> bytes | None:
+        return None if self.picture is None else self.png()
+
+    def lost_share(self, batch: int) -> float:
+        """Return by what share of its seconds a batch of so many images may have been held up."""
+        import torch
+
+        seconds = self.trace.seconds * batch
+        if not self.trace.usage or not seconds:
+            return 0.0
+        return self.trace.usage.lost_seconds(seconds, torch.get_num_threads()) / seconds
+
+    def columns(self, batch: int) -> dict[str, Any]:
+        """Return the columns of its record that say how it was decoded, in a batch of so many images."""
+        trace = self.trace
+        phases = self.trace.phases
+        usage = self.trace.usage
+        measured = sum(phases.get(name, 0.0) for name in ("draft", "target", "verify", "prefill"))
+        return {
+            "tokens": trace.tokens,
+            "target_forwards": trace.target_forwards,
+            "drafter_forwards": trace.drafter_forwards,
+            "start_per_step": trace.start,
+            "committed_per_step": trace.committed,
+            "accepted_per_step": trace.accepted,
+            "offered_depth_per_step": trace.offered_depth,
+            "child_rank_per_step": trace.child_rank,
+            "mean_accepted_length": trace.mean_accepted_length,
+            "mal_uncut": trace.mal_uncut,
+            "step_compression": trace.step_compression,
+            "seconds": trace.seconds,
+            "draft_seconds": phases.get("draft", 0.0),
+            "target_seconds": phases.get("target", 0.0) + phases.get("prefill", 0.0),
+            "verify_seconds": phases.get("verify", 0.0),
+            "other_seconds": max(0.0, trace.seconds - measured),
+            "pixel_seconds": self.pixel_seconds,
+            "cpu_seconds": usage and usage.cpu_seconds / batch,
+            "waited_seconds": usage and usage.waited_seconds and usage.waited_seconds / batch,
+            "steal_seconds": usage and usage.steal_seconds and usage.steal_seconds / batch,
+            "involuntary_switches": usage and usage.involuntary_switches,
+            "disturbed": usage and self.lost_share(batch) > DISTURBED,
+            "peak_memory_bytes": self.peak_memory,
+            "moved_mass": trace.neighbour_mass,
+            "moved_mass_tried": trace.neighbour_mass_tried,
+            "tokens_sha256": tokens_sha256(self.tokens),
+        }
