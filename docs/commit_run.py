@@ -17,8 +17,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from lantern_bench.analysis.tables import NAMES, save_tables, tables_of
+from lantern_bench.checks.verify_run import verify
 from lantern_bench.report.page import render
-from lantern_bench.runs.verify import verify
 from lantern_bench.storage.run_directory import (
     MANIFEST,
     PICTURES_LEFT_OUT,

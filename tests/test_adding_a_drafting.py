@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from lantern_bench.certify import tabular
+from lantern_bench.checks import tabular_model
 from lantern_bench.config.decoding import Decoding, ParameterError
 from lantern_bench.decoding.loop import decode
 from lantern_bench.methods import tables as method_tables
@@ -72,15 +72,17 @@ def echo(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         method_tables.MODES, "echo", Mode(name="echo", drafting="echo", rule="strict", label="echo")
     )
     monkeypatch.setitem(method_tables.PARAMETERS, "length", package.LENGTH)
-    model = replace(tabular.table_model(), drafter=None)
-    monkeypatch.setattr(tabular, "table_model", lambda *_tokens: model)
+    model = replace(tabular_model.table_model(), drafter=None)
+    monkeypatch.setattr(tabular_model, "table_model", lambda *_tokens: model)
     return importlib.import_module("echo_drafting.method")
 
 
 def p_value(values: dict[str, Any]) -> float:
     """The smallest of the G-tests that an audit makes."""
     decoding = Decoding("echo", **values)
-    p_values, _ = tabular.g_tests(decoding, tabular.table_images(decoding, range(IMAGES)))
+    p_values, _ = tabular_model.g_tests(
+        decoding, tabular_model.table_images(decoding, range(IMAGES))
+    )
     print(f"G-tests echo {values}: {p_values}")
     return min(p_values.values())
 
@@ -101,7 +103,7 @@ def test_a_stale_q_is_rejected(echo: ModuleType, monkeypatch: pytest.MonkeyPatch
 
     def tree(self: Any, drafted: Any) -> Any:
         tokens, q, valid = drafted
-        return self.chain.draft(tokens, torch.full_like(q, 1 / tabular.VOCABULARY), valid)
+        return self.chain.draft(tokens, torch.full_like(q, 1 / tabular_model.VOCABULARY), valid)
 
     monkeypatch.setattr(echo.Echo, "tree", tree)
     assert p_value({"length": 2}) < 1e-6
@@ -109,7 +111,7 @@ def test_a_stale_q_is_rejected(echo: ModuleType, monkeypatch: pytest.MonkeyPatch
 
 def test_greedy_equals_autoregressive_decoding(echo: ModuleType) -> None:
     cells = (Decoding(mode="ar", temperature=0), Decoding("echo", length=3, temperature=0))
-    model = tabular.table_model()
+    model = tabular_model.table_model()
     generator = torch.Generator().manual_seed(0)
     plain, drafted = (
         decode(model=model, condition=[""], decoding=cell, generators=[generator])[

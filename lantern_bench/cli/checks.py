@@ -25,13 +25,13 @@ from lantern_bench.utils.errors import CheckFailedError, UserError
 from lantern_bench.utils.files import check_writable
 
 if TYPE_CHECKING:
+    from lantern_bench.checks.verify_run import Checked
     from lantern_bench.console import Console
-    from lantern_bench.runs.verify import Checked
 
 
 def doctor(ctx: typer.Context, device: DeviceOption = "auto", format: FormatOption = None) -> None:
     """Check installation, machine and decoding; paste the output into a bug report. It contacts nothing."""
-    from lantern_bench.runs.doctor import examine
+    from lantern_bench.checks.doctor import examine
 
     console: Console = ctx.obj
     findings = []
@@ -79,7 +79,7 @@ def check_model(
     import pandas as pd
     import torch
 
-    from lantern_bench.certify import conformance
+    from lantern_bench.checks import check_model as check_model_module
     from lantern_bench.devices.compute import choose_compute
     from lantern_bench.models.registry import model_of
 
@@ -92,13 +92,15 @@ def check_model(
     for text in prompts:
         described.check_prompt(text)
     loaded = described.load(compute.device, compute.dtype)
-    results = conformance.check_model(
+    results = check_model_module.check_model(
         loaded,
         prompts,
-        tolerance=conformance.TOLERANCE[compute.dtype_name],
+        tolerance=check_model_module.TOLERANCE[compute.dtype_name],
         generator=torch.Generator().manual_seed(seed),
         tokens=tokens,
-        reference=None if reference is None else conformance.read_reference(reference, loaded),
+        reference=None
+        if reference is None
+        else check_model_module.read_reference(reference, loaded),
     )
     table = pd.DataFrame(results).rename(columns={"limit": "at most"})
     console.table(table, title=f"{model}, {compute.dtype_name}", format=format)
@@ -120,7 +122,7 @@ def verify(
     import pandas as pd
 
     from lantern_bench.analysis.tables import write_tables
-    from lantern_bench.runs import verify as runs_verify
+    from lantern_bench.checks import verify_run as runs_verify
 
     console: Console = ctx.obj
     checked = _check_run(run)
@@ -155,7 +157,7 @@ def verify(
 def _check_run(folder: Path) -> Checked:
     """Check lines, pictures and counts, and the tables if no line is damaged."""
     from lantern_bench.analysis.tables import stale_tables
-    from lantern_bench.runs import verify as runs_verify
+    from lantern_bench.checks import verify_run as runs_verify
 
     checked = runs_verify.verify(folder)
     if checked.lines_are_undamaged and checked.records:
@@ -230,7 +232,7 @@ def certify(
     Tests of many images of a model without a network, of a few images of the model, and of greedy decoding. With
     --modes, the audit: for every mode its authors' claim, and what the tokens say of it (docs/audit.md).
     """
-    from lantern_bench.certify.plan import audited_cells, plan_certification
+    from lantern_bench.checks.claims import audited_cells, plan_certification
     from lantern_bench.models.registry import model_of
 
     console: Console = ctx.obj
@@ -257,8 +259,8 @@ def certify(
     check_writable(folder)
     set_threads(plan.resolved.settings.threads)
 
-    from lantern_bench.certify.run import Certification
-    from lantern_bench.certify.tables import LEVEL, failures
+    from lantern_bench.checks.certificate_rows import LEVEL, failures
+    from lantern_bench.checks.certification import Certification
     from lantern_bench.console import duration
     from lantern_bench.models.load import compile_models
     from lantern_bench.storage.schema import frame

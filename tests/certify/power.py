@@ -17,12 +17,12 @@ from typing import Any
 
 import pandas as pd
 
-from lantern_bench.certify.plan import CertificationPlan, plan_certification
-from lantern_bench.certify.run import Certification
-from lantern_bench.certify.tables import LEVEL, power_rows
-from lantern_bench.certify.tabular import table_model
-from lantern_bench.certify.trials import Trial
-from lantern_bench.certify.whole_image import TESTS
+from lantern_bench.checks.certificate_rows import LEVEL, power_rows
+from lantern_bench.checks.certification import Certification
+from lantern_bench.checks.claims import CertificationPlan, plan_certification
+from lantern_bench.checks.image_tests import TESTS
+from lantern_bench.checks.tabular_model import table_model
+from lantern_bench.checks.trials import Trial
 from lantern_bench.cli.options import resolve_cells
 from lantern_bench.storage.schema import frame, write_csv
 from tests.decoding.mistakes import Mistake, mistakes_of

@@ -11,10 +11,16 @@ import pytest
 import torch
 from scipy.stats import kstest, power_divergence
 
-from lantern_bench.certify import tabular, trials
-from lantern_bench.certify.plan import Claim, audited_cells, claim_of
-from lantern_bench.certify.tables import BROKEN, LEVEL, TrialResult, audit_rows
-from lantern_bench.certify.tabular import TOKENS, VOCABULARY, TabularModel, g_tests, table_images
+from lantern_bench.checks import tabular_model, trials
+from lantern_bench.checks.certificate_rows import BROKEN, LEVEL, TrialResult, audit_rows
+from lantern_bench.checks.claims import Claim, audited_cells, claim_of
+from lantern_bench.checks.tabular_model import (
+    TOKENS,
+    VOCABULARY,
+    TabularModel,
+    g_tests,
+    table_images,
+)
 from lantern_bench.cli import main as cli
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.experiment import Cell
@@ -97,12 +103,12 @@ def test_g_test_equals_scipys_and_pools_rare_cells() -> None:
     expected = np.array([0.4, 0.35, 0.25])
     counts = np.array([430, 330, 240])
     plain = power_divergence(counts, expected * 1000, lambda_="log-likelihood").pvalue
-    assert tabular._g_test(counts, expected) == pytest.approx(plain)
+    assert tabular_model._g_test(counts, expected) == pytest.approx(plain)
     rare = np.array([0.4, 0.35, 0.244, 0.002, 0.004])
     pooled = power_divergence(
         [430, 330, 233, 7], [400, 350, 244, 6], lambda_="log-likelihood"
     ).pvalue
-    assert tabular._g_test(np.array([430, 330, 233, 5, 2]), rare) == pytest.approx(pooled)
+    assert tabular_model._g_test(np.array([430, 330, 233, 5, 2]), rare) == pytest.approx(pooled)
 
 
 def test_p_values_of_a_lossless_decoding_are_uniform() -> None:
@@ -131,7 +137,9 @@ def test_a_missing_residual_is_rejected_and_its_tv_estimated() -> None:
 
 def test_estimates_of_tv_enclose_the_truth() -> None:
     """Tokens drawn from a distribution whose TV is known."""
-    joint = tabular.table_model().target.joint(lambda cond, _uncond: cond.softmax(dim=-1), TOKENS)
+    joint = tabular_model.table_model().target.joint(
+        lambda cond, _uncond: cond.softmax(dim=-1), TOKENS
+    )
     other = joint.view(VOCABULARY, -1).clone()
     other[0] *= 1.4
     other /= other.sum()

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers.models.llama import modeling_llama
 
-from lantern_bench.certify.conformance import TOLERANCE, check_model, read_reference
+from lantern_bench.checks.check_model import TOLERANCE, check_model, read_reference
 from lantern_bench.cli import main as cli
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.models.networks import target as target_module

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lantern_bench.certify.tables import identity_row
-from lantern_bench.certify.whole_image import NEAR_TIE, greedy_differences
+from lantern_bench.checks.certificate_rows import identity_row
+from lantern_bench.checks.image_tests import NEAR_TIE, greedy_differences
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.protocol import Logits
 from lantern_bench.models.families.lanterns.description import HELD_OUT

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lantern_bench.certify.tables import LEVEL
-from lantern_bench.certify.tabular import g_tests, table_images, table_model
-from lantern_bench.certify.trials import TABLE_IMAGES, table_decodings
-from lantern_bench.certify.whole_image import TESTS, decoded_evidence, p_values
+from lantern_bench.checks.certificate_rows import LEVEL
+from lantern_bench.checks.image_tests import TESTS, decoded_evidence, p_values
+from lantern_bench.checks.tabular_model import g_tests, table_images, table_model
+from lantern_bench.checks.trials import TABLE_IMAGES, table_decodings
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.models.registry import model_of
 from lantern_bench.prompts.prompt import Prompt

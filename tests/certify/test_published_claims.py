@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lantern_bench.certify.tabular import TabularModel
+from lantern_bench.checks.tabular_model import TabularModel
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.acceptance.rule import AcceptanceRule
 from lantern_bench.decoding.drafting import drafting_of

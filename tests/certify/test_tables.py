@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from lantern_bench.certify.tables import TrialResult, failures, identity_row, power_rows, trial_rows
+from lantern_bench.checks.certificate_rows import (
+    TrialResult,
+    failures,
+    identity_row,
+    power_rows,
+    trial_rows,
+)
 from lantern_bench.storage.schema import frame
 
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from scipy.stats import kstest
 
-from lantern_bench.certify.tables import LEVEL, TrialResult, trial_rows
-from lantern_bench.certify.whole_image import (
+from lantern_bench.checks.certificate_rows import LEVEL, TrialResult, trial_rows
+from lantern_bench.checks.image_tests import (
     TESTS,
     Evidence,
     _wager,
@@ -292,7 +292,7 @@ def test_p_values_of_correct_rules_are_uniform(null: dict[str, list[dict[str, fl
 def test_error_rate_of_the_whole_certificate_is_kept(
     null: dict[str, list[dict[str, float]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lantern_bench.certify.tables.LEVEL", 0.1)
+    monkeypatch.setattr("lantern_bench.checks.certificate_rows.LEVEL", 0.1)
     rejected = []
     for together in zip(*null.values(), strict=True):
         results = [

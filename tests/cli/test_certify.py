@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from lantern_bench.certify import trials
-from lantern_bench.certify.whole_image import TESTS
+from lantern_bench.checks import trials
+from lantern_bench.checks.image_tests import TESTS
 from lantern_bench.cli import main as cli
 from lantern_bench.decoding.acceptance import walk
 from tests.decoding.mistakes import strict_without_residual

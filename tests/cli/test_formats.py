@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from lantern_bench.certify.run import Certification
+from lantern_bench.checks import doctor
+from lantern_bench.checks.certification import Certification
+from lantern_bench.checks.doctor import Finding
 from lantern_bench.cli import main as cli
 from lantern_bench.console import FORMATS
 from lantern_bench.metrics.protocols import protocol_of
 from lantern_bench.models import registry
 from lantern_bench.profile import step_costs
-from lantern_bench.runs import doctor
-from lantern_bench.runs.doctor import Finding
 from lantern_bench.storage.run_directory import RESULTS_VARIABLE
 from tests.cli.test_commands import commands
 from tests.made_up_run import make_records, make_scores, write_run

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lantern_bench.certify.conformance import TOLERANCE, check_model
+from lantern_bench.checks.check_model import TOLERANCE, check_model
 from lantern_bench.cli.main import main
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.loop import decode

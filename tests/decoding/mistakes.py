@@ -16,7 +16,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from lantern_bench.certify.trials import accepted_too_often, without_residual
+from lantern_bench.checks.trials import accepted_too_often, without_residual
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding import step
 from lantern_bench.decoding.acceptance.children import Acceptance, Children, accept_children

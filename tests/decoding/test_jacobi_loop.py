@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from lantern_bench.certify.tabular import TabularModel
+from lantern_bench.checks.tabular_model import TabularModel
 from lantern_bench.config.decoding import Decoding
 from tests.decoding.mistakes import drafting_mistakes
 from tests.decoding.test_engine import Small, decoded

@@ -10,7 +10,7 @@ import torch
 from scipy.stats import power_divergence
 from torch import Tensor
 
-from lantern_bench.certify.tabular import TabularModel
+from lantern_bench.checks.tabular_model import TabularModel
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.loop import Decoded, decode
 from lantern_bench.decoding.sampling import decoding_probabilities, guide

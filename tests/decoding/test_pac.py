@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lantern_bench.certify.tabular import TabularModel
+from lantern_bench.checks.tabular_model import TabularModel
 from lantern_bench.config.decoding import Decoding, ParameterError
 from lantern_bench.decoding.acceptance.walk import accept_tree, verify
 from lantern_bench.decoding.drafting import drafting_of, pac

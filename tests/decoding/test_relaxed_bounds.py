@@ -10,7 +10,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from lantern_bench.certify.tabular import TabularModel
+from lantern_bench.checks.tabular_model import TabularModel
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.acceptance.rule import AcceptanceRule, rule_of
 from lantern_bench.decoding.acceptance.walk import Verdict, verify

@@ -12,7 +12,7 @@ from scipy.stats import kstest
 from torch import Tensor
 
 from lantern_bench.analysis.token_distance import FeatureSums, distance
-from lantern_bench.certify.tabular import TabularModel
+from lantern_bench.checks.tabular_model import TabularModel
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.loop import decode
 from lantern_bench.decoding.sampling import decoding_probabilities, guide

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lantern_bench.certify.conformance import TOLERANCE, check_model
+from lantern_bench.checks.check_model import TOLERANCE, check_model
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.loop import decode
 from lantern_bench.decoding.teacher_forcing import teacher_forced

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lantern_bench.certify.conformance import check_model
+from lantern_bench.checks.check_model import check_model
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.loop import decode
 from lantern_bench.decoding.teacher_forcing import teacher_forced

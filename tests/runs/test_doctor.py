@@ -13,10 +13,10 @@ import pytest
 import torch
 import torchvision
 
+from lantern_bench.checks import doctor
+from lantern_bench.checks.doctor import Finding
 from lantern_bench.cli import main as cli
 from lantern_bench.decoding import compile as compiling
-from lantern_bench.runs import doctor
-from lantern_bench.runs.doctor import Finding
 from lantern_bench.utils.clock import Usage
 
 

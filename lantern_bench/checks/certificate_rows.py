@@ -13,7 +13,7 @@ from scipy.stats import norm
 
 from lantern_bench.analysis.cells import join_notes
 from lantern_bench.analysis.statistics import Interval, holm, proportion
-from lantern_bench.certify.plan import Claim
+from lantern_bench.checks.claims import Claim
 from lantern_bench.storage.schema import Row
 
 LEVEL = 1e-3

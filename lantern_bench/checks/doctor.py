@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from lantern_bench.decoding.loop import Decoded
     from lantern_bench.models.loaded_model import LoadedModel
 
+
 State: TypeAlias = Literal["ok", "warning", "fail"]
 _GB = 1e9
 _BUSY_SHARE = 0.15  # of this process's cores, used by other programs

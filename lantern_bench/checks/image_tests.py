@@ -18,7 +18,7 @@ from scipy.stats import norm, poisson
 from torch import Tensor
 
 from lantern_bench.analysis.token_distance import FeatureSums
-from lantern_bench.certify.tabular import generators
+from lantern_bench.checks.tabular_model import generators
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.plan import record_seed
 from lantern_bench.decoding.acceptance.rule import AcceptanceRule

@@ -10,8 +10,8 @@ from typing import Any, TypeAlias
 
 import torch
 
-from lantern_bench.certify.plan import CertificationPlan, Claim
-from lantern_bench.certify.tabular import TOKENS, table_tokens
+from lantern_bench.checks.claims import CertificationPlan, Claim
+from lantern_bench.checks.tabular_model import TOKENS, table_tokens
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.acceptance.children import Acceptance, Children, accept_children
 from lantern_bench.decoding.acceptance.rule import AcceptanceRule, TreeRule

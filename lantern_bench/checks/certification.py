@@ -14,10 +14,10 @@ from typing import Any, TypeAlias
 
 import torch
 
-from lantern_bench.certify import tables, whole_image
-from lantern_bench.certify.plan import CertificationPlan
-from lantern_bench.certify.tabular import g_tests, table_images, table_tokens
-from lantern_bench.certify.trials import Trial, audit_trials, certificate_trials, lossless_decodings
+from lantern_bench.checks import certificate_rows, image_tests
+from lantern_bench.checks.claims import CertificationPlan
+from lantern_bench.checks.tabular_model import g_tests, table_images, table_tokens
+from lantern_bench.checks.trials import Trial, audit_trials, certificate_trials, lossless_decodings
 from lantern_bench.decoding.drafting import drafting_of
 from lantern_bench.decoding.loop import decode
 from lantern_bench.devices.compute import Compute, choose_compute
@@ -41,7 +41,7 @@ _CALIBRATION = 16  # tokens
 
 def _on_tables(
     trial: Trial, seed: int, level: float, on_share: Callable[[float], None]
-) -> tables.TrialResult:
+) -> certificate_rows.TrialResult:
     """The G-tests of a trial."""
     decoded = 0
     tokens = torch.empty(0, table_tokens(trial.decoding), dtype=torch.int64)
@@ -59,7 +59,7 @@ def _on_tables(
         p_values, tv = g_tests(trial.decoding, tokens)
         on_share(decoded / trial.images)
         if decoded == trial.images or min(p_values.values()) < level:
-            return tables.TrialResult(
+            return certificate_rows.TrialResult(
                 setting=trial.setting,
                 broken=trial.broken,
                 p_values=p_values,
@@ -76,28 +76,28 @@ def _on_model(
     seed: int,
     level: float,
     on_share: Callable[[float], None],
-) -> tables.TrialResult:
+) -> certificate_rows.TrialResult:
     """The tests of whole images of a trial."""
     decoding = trial.decoding
     batches = []
     images = 0
     depth = drafting_of(decoding, model.target).depth if decoding.drafts else 0
     sampled = (model, prompts, decoding, trial.images)
-    tolerance = whole_image.edge_tolerance(trial.dtype, decoding)
-    for batch in whole_image.decoded_evidence(
+    tolerance = image_tests.edge_tolerance(trial.dtype, decoding)
+    for batch in image_tests.decoded_evidence(
         *sampled, tolerance=tolerance, seed=seed, rule=trial.rule, drafting=trial.drafting
     ):
         batches.append(batch)
         images += len(batch.starts)
         on_share(min(1.0, images / trial.images))
-        p_values = whole_image.p_values(batches, depth)
+        p_values = image_tests.p_values(batches, depth)
         if min(p_values.values()) < level:
             break
     edge, impossible = (
         sum(int(getattr(batch, key).sum()) for batch in batches) for key in ("edge", "impossible")
     )
     tokens = sum(batch.starts.size for batch in batches)
-    return tables.TrialResult(
+    return certificate_rows.TrialResult(
         setting=trial.setting,
         broken=trial.broken,
         p_values=p_values,
@@ -139,7 +139,7 @@ class Certification:
 
     def run(
         self, trial: Trial, level: float, on_share: Callable[[float], None]
-    ) -> tables.TrialResult:
+    ) -> certificate_rows.TrialResult:
         """Decode and test the images of a trial; of a broken one only until a p-value falls below `level`."""
         level = level if trial.broken else 0.0
         seed = self.plan.resolved.settings.seed
@@ -206,9 +206,9 @@ class Certification:
         results = []
         # Of a broken rule: Bonferroni over the tests of the trials that are not.
         count = sum(
-            4 if not trial.dtype else whole_image.TESTS for trial in self.trials if not trial.broken
+            4 if not trial.dtype else image_tests.TESTS for trial in self.trials if not trial.broken
         )
-        level = tables.LEVEL / count if self.plan.has_power else 0.0
+        level = certificate_rows.LEVEL / count if self.plan.has_power else 0.0
 
         def progress(seconds: float, share: float) -> None:
             on_progress(description, (before + seconds * share) / total)
@@ -221,15 +221,15 @@ class Certification:
             audited = []
             for claim, trials in zip(self.plan.claims, self._of_claims, strict=True):
                 audited.append((claim, [next(several) for _ in trials]))
-            rows, tests = tables.audit_rows(self.plan.model, audited)
+            rows, tests = certificate_rows.audit_rows(self.plan.model, audited)
             return {"audit": rows, "lossless_tests": tests}
-        rows, tests = tables.trial_rows(
+        rows, tests = certificate_rows.trial_rows(
             self.plan.model, [result for result in results if result.broken is None]
         )
         rows += self._greedy_rows(partial(progress, self.seconds[-1]))
         broken = [result for result in results if result.broken is not None]
         power = (
-            {"power": tables.power_rows(self.plan.model, broken, level)}
+            {"power": certificate_rows.power_rows(self.plan.model, broken, level)}
             if self.plan.has_power
             else {}
         )
@@ -258,12 +258,12 @@ class Certification:
     def _greedy_rows(self, on_share: Callable[[float], None]) -> list[dict[str, Any]]:
         """Whether each drafting at temperature 0 gives the tokens of greedy decoding."""
         prompts = list(dict.fromkeys(self.plan.prompts[:GREEDY]))
-        differences = whole_image.greedy_differences(
+        differences = image_tests.greedy_differences(
             model=self.loaded, prompts=prompts, decodings=self._greedy, on_share=on_share
         )
-        tolerance = whole_image.NEAR_TIE[self.compute.dtype_name]
+        tolerance = image_tests.NEAR_TIE[self.compute.dtype_name]
         return [
-            tables.identity_row(
+            certificate_rows.identity_row(
                 model=self.plan.model, setting=name, differences=rows, tolerance=tolerance
             )
             for name, rows in differences.items()

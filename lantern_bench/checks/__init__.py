@@ -1,0 +1,1 @@
+"""Checks of correctness: certificates, models, installations, finished runs. No speed figures."""
