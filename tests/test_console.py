@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pandas as pd
 import pytest
 
+from lantern_bench.cli.console import Console, duration
 from lantern_bench.config.experiment import load_experiment
-from lantern_bench.console import Console, duration
 from lantern_bench.models.registry import defaults_of
 from lantern_bench.report.format_tables import readable
 from lantern_bench.utils.errors import UserError
@@ -38,7 +38,7 @@ def _plain_environment(monkeypatch):
 @pytest.fixture
 def clock(monkeypatch):
     clock = SimpleNamespace(seconds=0.0)
-    monkeypatch.setattr("lantern_bench.console.now", lambda: clock.seconds)
+    monkeypatch.setattr("lantern_bench.cli.console.now", lambda: clock.seconds)
     return clock
 
 

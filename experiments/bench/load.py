@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
-from lantern_bench.console import Console
+from lantern_bench.cli.console import Console
 from lantern_bench.storage.run_directory import RECORDS, finished_records
 from lantern_bench.utils.clock import now
 

@@ -18,8 +18,8 @@ import torch
 
 from experiments.bench.plain_decoding import Plain
 from experiments.bench.plain_network import PlainDrafter, PlainTarget
+from lantern_bench.cli.console import Console
 from lantern_bench.config.decoding import Decoding
-from lantern_bench.console import Console
 from lantern_bench.decoding.loop import decode
 from lantern_bench.devices.compute import choose_compute
 from lantern_bench.devices.threads import set_threads

@@ -27,8 +27,8 @@ from experiments.train_lanterns.recipe import (
 )
 from experiments.train_lanterns.tasks import reference_scenes
 from lantern_bench.analysis.statistics import proportion, ratio_of_sums
+from lantern_bench.cli.console import Console, Progress, duration
 from lantern_bench.cli.options import DEVICE_HELP, FormatOption
-from lantern_bench.console import Console, Progress, duration
 from lantern_bench.devices.compute import choose_compute
 from lantern_bench.metrics.extractors import EMBEDDED_FEATURES, find_extractor
 from lantern_bench.metrics.image_scorers import LOCAL_DIR, load_clip

@@ -26,7 +26,7 @@ from lantern_bench.utils.files import check_writable
 
 if TYPE_CHECKING:
     from lantern_bench.checks.verify_run import Checked
-    from lantern_bench.console import Console
+    from lantern_bench.cli.console import Console
 
 
 def doctor(ctx: typer.Context, device: DeviceOption = "auto", format: FormatOption = None) -> None:
@@ -261,7 +261,7 @@ def certify(
 
     from lantern_bench.checks.certificate_rows import LEVEL, failures
     from lantern_bench.checks.certification import Certification
-    from lantern_bench.console import duration
+    from lantern_bench.cli.console import duration
     from lantern_bench.models.load import compile_models
     from lantern_bench.storage.schema import frame
 

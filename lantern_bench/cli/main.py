@@ -14,13 +14,15 @@ from typer.main import get_command
 
 from lantern_bench import __version__
 from lantern_bench.cli.checks import certify, check_model, doctor, verify
-from lantern_bench.cli.models import experiments, generate, models, weights
-from lantern_bench.cli.options import Command, command_group, complete_names
-from lantern_bench.cli.profile import profile
-from lantern_bench.cli.results import compare, curves, predict, recommend, report, show
-from lantern_bench.cli.sweep import REPRODUCE_HELP, merge, score, sweep
+from lantern_bench.cli.console import Console
+from lantern_bench.cli.generate import generate
+from lantern_bench.cli.help import Command, command_group, complete_names
+from lantern_bench.cli.models import models, weights
+from lantern_bench.cli.profile import predict, profile
+from lantern_bench.cli.results import compare, curves, recommend, report, show
+from lantern_bench.cli.score import score
+from lantern_bench.cli.sweep import REPRODUCE_HELP, experiments, merge, sweep
 from lantern_bench.cli.train import train
-from lantern_bench.console import Console
 from lantern_bench.devices.threads import prepare_environment
 from lantern_bench.sweep.request import DEFAULT_CLUSTER
 from lantern_bench.utils import signals

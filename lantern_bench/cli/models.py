@@ -9,28 +9,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lantern_bench.cli.console import Console
+from lantern_bench.cli.help import Command, command_group
 from lantern_bench.cli.options import (
-    DECODING_FLAGS,
-    Command,
     FormatOption,
-    SettingsOption,
-    command_group,
     resolve_flags,
-    split_words,
-    with_flags,
 )
-from lantern_bench.console import Console
-from lantern_bench.devices.threads import set_threads
-from lantern_bench.methods.tables import MODES
 from lantern_bench.models.checkpoints import hub
 from lantern_bench.models.model import Model
 from lantern_bench.models.model_file import is_model_file
 from lantern_bench.models.registry import model_of
 from lantern_bench.models.registry import models as all_models
-from lantern_bench.prompts.prompt import class_prompt
-from lantern_bench.sweep.request import check_drafters
-from lantern_bench.utils.errors import RefusedError, UserError
-from lantern_bench.utils.files import check_writable
+from lantern_bench.utils.errors import UserError
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -147,185 +137,6 @@ def _show_memory(resolved: ResolvedExperiment, console: Console) -> pd.DataFrame
         free = psutil.virtual_memory().available
         console.say(f"free here: {free / 1e9:.2f} GB" + ("" if free > total else ": not enough"))
     return table.astype({"parameters": "Int64"})
-
-
-# ---- Pictures of one prompt
-
-
-@with_flags(DECODING_FLAGS)
-def generate(
-    ctx: typer.Context,
-    caption: Annotated[str | None, typer.Argument(help="The caption.")] = None,
-    model: Annotated[
-        str, typer.Option(help="The model, or the YAML file that describes one.")
-    ] = "lanterns",
-    label: Annotated[
-        int | None, typer.Option("--class", min=0, help="A class instead of a caption.")
-    ] = None,
-    random_weights: Annotated[
-        bool, typer.Option("--random-weights", help="Use random weights and features.")
-    ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show sizes and memory only.")] = False,
-    mode: Annotated[
-        list[str] | None,
-        typer.Option(
-            help=f"{', '.join(MODES)}, or all. Default: lantern++; without a drafter scd."
-        ),
-    ] = None,
-    images: Annotated[
-        int, typer.Option(min=1, max=1000, help="Images per mode, one below the other.")
-    ] = 1,
-    out: Annotated[Path, typer.Option(help="The PNG file.")] = Path("picture.png"),
-    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
-    settings: SettingsOption = None,
-    format: FormatOption = None,
-    *,
-    flags: dict[str, Any],
-) -> None:
-    """Make pictures of a caption or a class and show how they were decoded."""
-    console: Console = ctx.obj
-    modes = mode or [model_of(model).mode]
-    # Not compiled by default: compiling takes longer than an image.
-    resolved = resolve_flags(
-        name="generate",
-        flags=flags | {"model": [model]},
-        mode=modes,
-        settings=settings or [],
-        compile=False,
-    )
-    if "all" not in split_words(modes) and not random_weights:
-        check_drafters(resolved.cells)
-    if dry_run:
-        return console.table(_show_memory(resolved, console), title=model, format=format)
-    prompt = _prompt(caption=caption, label=label, random=random_weights, model=model)
-    if out.suffix.lower() != ".png":
-        raise UserError(
-            f"--out {out}: must end with .png", f"For example {out.stem or 'picture'}.png."
-        )
-    if out.exists() and not force:
-        raise RefusedError(
-            f"--out {out}: is there already", "Give another name, or --force to overwrite it."
-        )
-    check_writable(out.absolute().parent)
-    set_threads(resolved.settings.threads)
-
-    import pandas as pd
-    import torch
-
-    from lantern_bench.analysis.token_distance import distance_of_image
-    from lantern_bench.decoding.loop import drafter_and_rule
-    from lantern_bench.devices.compute import choose_compute
-    from lantern_bench.metrics.token_sums import token_sums
-    from lantern_bench.models.load import compile_models, load_models
-    from lantern_bench.models.loaded_model import NoPixels
-    from lantern_bench.models.random_model import random_model
-    from lantern_bench.sweep import decoder
-    from lantern_bench.utils.files import write_atomically
-
-    compute = choose_compute(resolved.settings.device, resolved.settings.dtype)
-    seed = resolved.settings.seed
-    if random_weights:
-        weights = f"the weights of {model} are random (seed {seed}, {compute.dtype_name})"
-        console.warn(f"{weights}, and so are its caption features: the picture means nothing")
-        loaded = random_model(model, *compute, torch.Generator(compute.device).manual_seed(seed))
-    else:
-        (loaded,) = load_models(resolved, compute).values()
-    if isinstance(loaded.pixels, NoPixels):
-        raise loaded.pixels.problem
-    cells = list(resolved.cells)
-    for cell in resolved.cells if "all" in split_words(modes) else ():
-        try:
-            if cell.decoding.drafts:
-                drafter_and_rule(loaded, cell.decoding)
-        except RefusedError as error:
-            cells.remove(cell)
-            console.say(f"{cell.cell_id} is left out: {error.message}")
-    if resolved.settings.compile and (note := compile_models([loaded], compute)) is not None:
-        console.note(*note)
-    tasks = decoder.tasks_of(cells=cells, seed=seed, prompts=[prompt], images=images)
-    decoded = []
-    with console.progress() as progress:
-        progress.share("images", 0, len(tasks))
-        for image in decoder.decode_tasks(loaded, compute, tasks):
-            decoded.append(image)
-            progress.share("images", len(decoded), len(tasks))
-    try:
-        write_atomically(out, decoder.picture_png(decoded, cells))
-    except OSError as error:
-        raise UserError(f"--out {out}: cannot be written: {error.strerror}") from error
-    names = (
-        "tokens",
-        "target_forwards",
-        "mean_accepted_length",
-        "step_compression",
-        "seconds",
-        "pixel_seconds",
-    )
-    rows = []
-    for task, image in zip(tasks, decoded, strict=True):
-        tokens = image.tokens[None].to(compute.device).long()
-        (sums,) = token_sums(
-            model=loaded,
-            condition=loaded.condition([prompt]),
-            tokens=tokens,
-            decoding=task.cell.decoding,
-        )
-        columns = image.columns(1)
-        row = {
-            "cell_id": task.cell.cell_id,
-            "image": task.image_index,
-            **{name: columns[name] for name in names},
-        }
-        rows.append(row | {"distance": distance_of_image(sums)})
-    console.table(pd.DataFrame(rows), title=prompt, format=format)
-    console.say(f"picture: {out}")
-
-
-def _prompt(caption: str | None, label: int | None, random: bool, model: str) -> str:
-    """Return the prompt; random weights need none."""
-    described = model_of(model)
-    if caption is not None and label is not None:
-        raise UserError("a caption and --class: are mutually exclusive", "Give one of them.")
-    classes = described.classes or 0
-    if label is not None and label >= classes:
-        raise UserError(
-            f"--class {label}: {model} has {classes} classes",
-            "Give a smaller number, or a caption.",
-        )
-    text = class_prompt(label) if label is not None else caption
-    if text is None and not random:
-        raise UserError("the prompt is missing", "Give a caption or --class N.")
-    if text is None:
-        text = next(
-            (prompts[0] for prompts in described.prompt_sets.values() if prompts), "anything"
-        )
-    described.check_prompt(text)
-    return text
-
-
-def experiments(ctx: typer.Context, format: FormatOption = None) -> None:
-    """List the experiments that come with the package."""
-    import pandas as pd
-
-    from lantern_bench.config.experiment import shipped_experiments
-    from lantern_bench.config.experiment_file import ExperimentReader
-    from lantern_bench.config.settings import Overrides
-    from lantern_bench.utils.yaml_file import read_source
-
-    console: Console = ctx.obj
-    rows = []
-    for name, path in shipped_experiments().items():
-        settings = ExperimentReader(read_source(path), Overrides()).settings()
-        about = " ".join((settings.description or "").split())
-        rows.append(
-            {
-                "experiment": name,
-                "model": ", ".join(settings.model),
-                "images": settings.images,
-                "about": about,
-            }
-        )
-    console.table(pd.DataFrame(rows), format=format)
 
 
 # ---- `lantern-bench weights`

@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
-from typer.core import TyperCommand
 
-from lantern_bench.console import FORMATS
-from lantern_bench.methods.parameters import Code, load_code
+from lantern_bench.cli.console import FORMATS
 from lantern_bench.methods.tables import (
     DRAFTINGS,
     MODES,
@@ -27,6 +25,7 @@ from lantern_bench.utils.text import did_you_mean
 
 if TYPE_CHECKING:
     from lantern_bench.config.experiment import ResolvedExperiment
+
 
 PROMPTS_HELP = (
     "Prompt set, file, coco:FILE, parti:FILE or imagenet; append #100 to take one hundred of them."
@@ -171,78 +170,6 @@ def with_flags(flags: Mapping[str, Any]) -> Callable[[Callable[..., None]], Call
     return add
 
 
-# ---- Help and completion, by the name of a flag or argument
-
-_GROUPS = {
-    "What": ("mode",),  # and what is in no other group
-    "Decoding": (*PARAMETERS, "set", "neighbour_space"),
-    "Run": (
-        *("seed", "device", "dtype", "compile", "threads", "processes"),
-        *("resume", "shard", "ray", "worker_timeout", "dry_run", "yes"),
-    ),
-    "Output": ("out", "force", "format"),
-    "Options": ("help",),
-}
-_FEW = 4  # choices that help lists in place of a name
-# Names that a shell completes, or the function that returns them.
-_NAMES: dict[str, Collection[str] | Code] = {
-    **{key: row.kind.choices for key, row in PARAMETERS.items()},
-    **dict.fromkeys(
-        ("run", "runs", "run_a", "run_b"), "lantern_bench.storage.run_directory:known_runs"
-    ),
-    **dict.fromkeys(("model", "target"), "lantern_bench.models.registry:models"),
-    "modes": MODES,
-    "experiment": "lantern_bench.config.experiment:shipped_experiments",
-    "device": ("auto", "cpu", "cuda", "mps"),
-    "predict device": "lantern_bench.profile.device_specs:devices",
-    "format": FORMATS,
-}
-
-
-def _key(parameter: Any) -> str:
-    """Return the name of a flag or argument; a Python argument may have another."""
-    return str(max(parameter.opts, key=len).lstrip("-").replace("-", "_"))
-
-
-def complete_names(context: Any, parameter: Any, incomplete: str) -> list[str]:
-    """Return the names that a flag or argument may begin with; several may be typed with commas between."""
-    key = _key(parameter)
-    before, comma, word = incomplete.rpartition(",")
-    names: Any = _NAMES.get(f"{context.command.name} {key}", _NAMES.get(key, ()))
-    names = load_code(names)() if isinstance(names, str) else names
-    return [f"{before}{comma}{name}" for name in names if name.startswith(word)]
-
-
-def _metavar(parameter: Any, key: str, ctx: Any) -> str:
-    """Return how help shows the value of a flag."""
-    if key in PARAMETERS and len(PARAMETERS[key].kind.choices) <= _FEW:
-        return "|".join(PARAMETERS[key].kind.choices) or "NUMBERS"
-    kinds = {"<int>": "NUMBER", "<float>": "NUMBER", "<path>": "PATH"}
-    return kinds.get(parameter.display_type(ctx), key.upper())
-
-
-class Command(TyperCommand):
-    """A command whose help shows the options of a sweep in groups, and what values they take."""
-
-    def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write the arguments and options."""
-        parameters = {_key(parameter): parameter for parameter in self.get_params(ctx)}
-        titles = ("Arguments", *_GROUPS)
-        records: dict[str, list[tuple[str, str]]] = {title: [] for title in titles}
-        for key, parameter in parameters.items():
-            group = next((group for group, keys in _GROUPS.items() if key in keys), "What")
-            title = group if "temperature" in parameters else "Options"
-            if parameter.param_type_name == "argument":
-                title = "Arguments"
-            else:
-                parameter.metavar = parameter.metavar or _metavar(parameter, key, ctx)
-            if (record := parameter.get_help_record(ctx)) is not None:
-                records[title].append((record[0].partition(" <")[0], record[1]))
-        for title in filter(records.get, titles):
-            with formatter.section(title):
-                formatter.write_dl(records[title])
-
-
 # ---- From flags to cells
 
 
@@ -308,14 +235,3 @@ def resolve_cells(
     resolved = load_experiment(Source(name, Path(), data), defaults_of, overrides)
     check_sizes(resolved)
     return resolved
-
-
-# ---- Helpers of several commands
-
-
-def command_group(**settings: Any) -> typer.Typer:
-    """A group of commands with plain help: Rich markup draws boxes and cuts messages."""
-    names = {"help_option_names": ["-h", "--help"]}
-    return typer.Typer(
-        **settings, no_args_is_help=True, rich_markup_mode=None, context_settings=names
-    )

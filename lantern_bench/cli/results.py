@@ -22,7 +22,8 @@ from lantern_bench.storage.run_directory import find_run
 from lantern_bench.utils.errors import CheckFailedError, RefusedError, UserError
 
 if TYPE_CHECKING:
-    from lantern_bench.console import Console
+    from lantern_bench.cli.console import Console
+
 
 _TABLES = ("summary", "speed", "quality", "acceptance")
 
@@ -212,65 +213,6 @@ def recommend(
     console.say(
         f"The whole 95 % interval has to keep {condition}; cells that break it or have no figure are left out."
     )
-
-
-def predict(
-    ctx: typer.Context,
-    run: RunArgument,
-    device: Annotated[
-        str | None,
-        typer.Option(
-            help="A device (a100, h100, ...) or its YAML file. With --prompts: the run's own."
-        ),
-    ] = None,
-    model: Annotated[
-        str | None, typer.Option(help="Predict with this model's sizes, at the run's acceptance.")
-    ] = None,
-    stack: Annotated[
-        str, typer.Option(help="compiled (this package) or eager (code as published).")
-    ] = "compiled",
-    prompts: Annotated[
-        int | None, typer.Option(min=1, help="Hours of each cell for so many prompts.")
-    ] = None,
-    devices: Annotated[
-        int, typer.Option(min=1, help="Devices that decode the prompts at the same time.")
-    ] = 1,
-    format: FormatOption = None,
-) -> None:
-    """Predict the speedup of every cell on another device, and hours of a large run."""
-    from lantern_bench.profile import cost_model, device_specs, prediction
-    from lantern_bench.storage.run_directory import load_runs
-
-    console: Console = ctx.obj
-    check_choice("--stack", stack, cost_model.STACKS)
-    if device is None and prompts is None:
-        raise UserError(
-            "--device is missing",
-            "Give a device to predict for, or --prompts to plan with this one.",
-        )
-    if device is None and model is not None:
-        raise UserError(
-            f"--model {model}: only predictions take another model", "Give --device too."
-        )
-    target = None if device is None else device_specs.find_device(device)
-    (data,) = load_runs([run]).values()
-    if target is None:
-        table = prediction.measured_times(data)
-        terms = []
-        title = data.folder.name
-    else:
-        table = prediction.predict_run(run=data, device=target, stack=stack, model=model)
-        terms = prediction.terms_of(target, stack)
-        terms += filter(
-            None, [prediction.measured_elsewhere(run=data, device=target, stack=stack, model=model)]
-        )
-        title = f"{data.folder.name}, predicted for {target.name}"
-    if prompts is not None:
-        table = prediction.with_hours(table, prompts, devices)
-        terms.append(prediction.hours_in_words(table, prompts, devices))
-    console.table(table, "prediction", title=title, format=format)
-    for term in terms:
-        console.say(term)
 
 
 def report(

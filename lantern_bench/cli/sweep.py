@@ -5,31 +5,29 @@ from __future__ import annotations
 from dataclasses import replace
 from math import isnan
 from pathlib import Path
-from statistics import fmean
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lantern_bench.cli.console import Console, duration, show_events
 from lantern_bench.cli.options import (
     EXPERIMENT_FLAGS,
-    DeviceOption,
     FormatOption,
     ModesOption,
-    RunArgument,
     RunsArgument,
     SettingsOption,
     with_flags,
 )
 from lantern_bench.config.settings import Overrides
-from lantern_bench.console import Console, Progress, duration
 from lantern_bench.devices.threads import QUIET_ADVICE
-from lantern_bench.metrics.protocols import PROTOCOLS
 from lantern_bench.storage import run_directory
-from lantern_bench.sweep.events import Event, ImageDone, Started
 from lantern_bench.sweep.request import WORKER_TIMEOUT, plan_table, prepare
 from lantern_bench.sweep.run import check_failed, run
 from lantern_bench.utils.errors import UserError
-from lantern_bench.utils.progress import Emit, Note, Share
+
+if TYPE_CHECKING:
+    pass
+
 
 _RAY_HELP = "Decode on a Ray cluster: auto, HOST:6379 or ray://HOST:10001; else that of RAY_ADDRESS, or a new one."
 REPRODUCE_HELP = "Reproduce a published table: every relaxed cell with both residuals, published figures beside ours."
@@ -111,60 +109,6 @@ def sweep(
     check_failed(request, failed)
 
 
-def score(
-    ctx: typer.Context,
-    run: RunArgument,
-    protocol: Annotated[
-        str | None, typer.Option(help=f"One of {', '.join(PROTOCOLS)}; by default the run's.")
-    ] = None,
-    reference: Annotated[
-        str | None,
-        typer.Option(
-            help="embedded, a folder, a COCO .json (or FILE.json=FOLDER), or a .npz (mu, sigma)."
-        ),
-    ] = None,
-    infinity: Annotated[
-        bool,
-        typer.Option(
-            "--fid-infinity", help="Also extrapolate FID to infinitely many pictures.", hidden=True
-        ),
-    ] = False,
-    again: Annotated[
-        bool, typer.Option("--again", help="Score again what these scorers have scored.")
-    ] = False,
-    device: DeviceOption = "auto",
-    format: FormatOption = None,
-) -> None:
-    """Score the pictures of a run by a quality protocol, without decoding again."""
-    from lantern_bench.metrics.score_run import score_run_directory
-
-    console: Console = ctx.obj
-    with console.progress() as progress:
-        show = show_events(console, progress)
-        scored_by, count = score_run_directory(
-            run,
-            show,
-            protocol=protocol,
-            reference=reference,
-            device=device,
-            infinity=infinity,
-            rescore=again,
-        )
-
-    from lantern_bench.analysis.tables import write_tables
-
-    quality = write_tables(run)["quality"]
-    rows = quality[quality["protocol"] == scored_by.name].reset_index(drop=True)
-    title = f"{run.name}: {scored_by.name}, version {scored_by.version}"
-    console.table(rows, "quality", title=title, format=format)
-    message = (
-        f"{count} scores added"
-        if count
-        else "nothing to add: these scorers have scored everything (--again)"
-    )
-    console.say(f"{message}; {run / 'scores.jsonl'}")
-
-
 def merge(
     ctx: typer.Context,
     runs: RunsArgument,
@@ -184,42 +128,6 @@ def merge(
     if run_directory.read_scores(folder):
         console.say(f"quality of whole cells: lantern-bench score {folder}")
     _show_summary(folder, console, format)
-
-
-def show_events(console: Console, progress: Progress) -> Emit:
-    """Return what shows the events of a sweep: progress with live means, and lines."""
-    images = done = 0
-    figures: dict[str, list[float]] = {"mal": [], "s_per_image": []}
-
-    def show(event: Event) -> None:
-        nonlocal images, done
-        match event:
-            case Note():
-                console.note(event.text, event.advice, event.level)
-            case Share(label, share, total):
-                progress.share(label, share, total)
-            case Started(finished, to_do):
-                images = sum(to_do.values())
-                if finished:
-                    console.say(f"{finished} images kept, {images} to do")
-                if images:
-                    progress.share("images", 0, images)
-            case ImageDone(task, record):
-                done += 1
-                if event.failed:
-                    console.warn(f"{task.image} failed: {record['error']}")
-                else:
-                    figures["s_per_image"].append(record["seconds"])
-                    if task.cell.decoding.mode != "ar" and record["mean_accepted_length"]:
-                        figures["mal"].append(record["mean_accepted_length"])
-                progress.share(
-                    "images",
-                    done,
-                    images,
-                    **{key: fmean(row) for key, row in figures.items() if row},
-                )
-
-    return show
 
 
 def _show_summary(folder: Path, console: Console, format: str | None) -> None:
@@ -256,3 +164,28 @@ def _show_reproduction(folder: Path, console: Console, format: str | None) -> No
     console.say(
         f"tables: reproduction.csv, speed.csv, quality.csv, acceptance.csv, summary.csv; all in {folder}"
     )
+
+
+def experiments(ctx: typer.Context, format: FormatOption = None) -> None:
+    """List the experiments that come with the package."""
+    import pandas as pd
+
+    from lantern_bench.config.experiment import shipped_experiments
+    from lantern_bench.config.experiment_file import ExperimentReader
+    from lantern_bench.config.settings import Overrides
+    from lantern_bench.utils.yaml_file import read_source
+
+    console: Console = ctx.obj
+    rows = []
+    for name, path in shipped_experiments().items():
+        settings = ExperimentReader(read_source(path), Overrides()).settings()
+        about = " ".join((settings.description or "").split())
+        rows.append(
+            {
+                "experiment": name,
+                "model": ", ".join(settings.model),
+                "images": settings.images,
+                "about": about,
+            }
+        )
+    console.table(pd.DataFrame(rows), format=format)

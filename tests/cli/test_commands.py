@@ -16,7 +16,7 @@ import pytest
 from lantern_bench import __version__
 from lantern_bench.analysis.tables import NAMES
 from lantern_bench.cli import main as cli
-from lantern_bench.console import FORMATS
+from lantern_bench.cli.console import FORMATS
 from lantern_bench.storage.run_directory import RESULTS_VARIABLE
 from lantern_bench.utils.errors import CheckFailedError, RecordsFailedError, RefusedError, UserError
 from tests.made_up_run import make_records, make_scores, write_run

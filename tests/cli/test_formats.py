@@ -15,7 +15,7 @@ from lantern_bench.checks import doctor
 from lantern_bench.checks.certification import Certification
 from lantern_bench.checks.doctor import Finding
 from lantern_bench.cli import main as cli
-from lantern_bench.console import FORMATS
+from lantern_bench.cli.console import FORMATS
 from lantern_bench.metrics.protocols import protocol_of
 from lantern_bench.models import registry
 from lantern_bench.profile import step_costs

@@ -16,8 +16,7 @@ import pandas as pd
 import pytest
 
 from lantern_bench.cli import main as cli
-from lantern_bench.cli.sweep import show_events
-from lantern_bench.console import Console
+from lantern_bench.cli.console import Console, show_events
 from lantern_bench.devices.threads import Calibrated
 from lantern_bench.methods.tables import DRAFTINGS, MODES
 from lantern_bench.models.loaded_model import LoadedModel

@@ -12,10 +12,10 @@ import pytest
 import tokenizers
 
 from lantern_bench.cli import main as cli
+from lantern_bench.cli.console import Console
 from lantern_bench.config.experiment import MOST_CELLS, load_experiment
 from lantern_bench.config.plan import make_plan
 from lantern_bench.config.settings import Overrides
-from lantern_bench.console import Console
 from lantern_bench.devices.compute import choose_compute
 from lantern_bench.models import registry
 from lantern_bench.models.families.word_model import _tokens_in

@@ -20,6 +20,10 @@ from lantern_bench.utils.errors import LanternError
 if TYPE_CHECKING:
     import pandas as pd
     from rich.console import Console as RichConsole
+from statistics import fmean
+
+from lantern_bench.sweep.events import Event, ImageDone, Started
+from lantern_bench.utils.progress import Emit, Note, Share
 
 FORMATS = ("table", "csv", "json", "md", "latex")
 
@@ -314,3 +318,39 @@ def _blocks(texts: pd.DataFrame, width: int) -> Iterator[pd.DataFrame]:
             block = []
         block.append(number)
     yield texts.iloc[:, [*range(keys), *block]]
+
+
+def show_events(console: Console, progress: Progress) -> Emit:
+    """Return what shows the events of a sweep: progress with live means, and lines."""
+    images = done = 0
+    figures: dict[str, list[float]] = {"mal": [], "s_per_image": []}
+
+    def show(event: Event) -> None:
+        nonlocal images, done
+        match event:
+            case Note():
+                console.note(event.text, event.advice, event.level)
+            case Share(label, share, total):
+                progress.share(label, share, total)
+            case Started(finished, to_do):
+                images = sum(to_do.values())
+                if finished:
+                    console.say(f"{finished} images kept, {images} to do")
+                if images:
+                    progress.share("images", 0, images)
+            case ImageDone(task, record):
+                done += 1
+                if event.failed:
+                    console.warn(f"{task.image} failed: {record['error']}")
+                else:
+                    figures["s_per_image"].append(record["seconds"])
+                    if task.cell.decoding.mode != "ar" and record["mean_accepted_length"]:
+                        figures["mal"].append(record["mean_accepted_length"])
+                progress.share(
+                    "images",
+                    done,
+                    images,
+                    **{key: fmean(row) for key, row in figures.items() if row},
+                )
+
+    return show
