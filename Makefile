@@ -44,7 +44,7 @@ test-long: check ## the tests that take minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --timeout 3600 -m long $(ARGS)
 
 reliability: check ## run the fault tests, and write their outcomes into tests/faults/README.md
-	OMP_NUM_THREADS=1 $(BIN)/python -m docs.make_reliability
+	OMP_NUM_THREADS=1 $(BIN)/python -m scripts.docs.reliability
 
 predict-here: $(PLAIN) ## profile this machine, sweep compiled, and predict the sweep's speedups (ARGS: flags of `sweep`)
 	$(BIN)/lantern-bench profile --tree chain-3,small-7,eagle1-25 --images 12 --save-device build/predict/here.yaml
@@ -53,19 +53,19 @@ predict-here: $(PLAIN) ## profile this machine, sweep compiled, and predict the 
 	$(BIN)/lantern-bench predict build/predict/run --device build/predict/here.yaml
 
 compare-plain: $(DEV) ## milliseconds a step: a plain implementation, and this one (ARGS: --images N --cells ...)
-	$(BIN)/python -m experiments.bench.plain_compare $(ARGS)
+	$(BIN)/python -m scripts.bench.plain_compare $(ARGS)
 
 aa: $(DEV) ## pairs of equal runs: do intervals cover, is compare silent? (ARGS: --pairs N --images N --processes N ...)
-	$(BIN)/python -m experiments.bench.aa $(ARGS)
+	$(BIN)/python -m scripts.bench.aa $(ARGS)
 
 bench-load: $(DEV) ## 1,000,000 records: seconds and memory of tables, resuming and the report (ARGS: --new --prompts N ...)
-	$(BIN)/python -m experiments.bench.load $(ARGS)
+	$(BIN)/python -m scripts.bench.load $(ARGS)
 
 ray-overhead: $(DEV) ## one Ray worker against a local run, in pairs (ARGS: --pairs N --images N)
-	$(BIN)/python -m experiments.bench.ray_overhead $(ARGS)
+	$(BIN)/python -m scripts.bench.ray_overhead $(ARGS)
 
 screenshots: check ## draw the pictures of the documents from the committed runs (needs Chromium)
-	$(BIN)/python -m docs.make_pictures
+	$(BIN)/python -m scripts.docs.pictures
 
 constraints: ## write the versions installed in .venv to constraints.txt
 	@test -x $(BIN)/python || { echo "error: no $(VENV) to read: type 'make test' first." >&2; exit 1; }

@@ -121,7 +121,7 @@ def sweep(
     `experiment` is the name of a shipped experiment, a YAML file, or the content of one; `overrides` are keys of one,
     where a list makes a grid and `lambda_` stands for `lambda`. `out`, `resume`, `modes` and `ray` are the flags of
     `lantern-bench sweep`, `ray` "default" without an address. `progress`: a bar in terminals and notebooks, none, or
-    what is called with every event (`runs/events.py`).
+    what is called with every event (`sweep/events.py`).
 
     Raises `UserError` for what is wrong with experiment, overrides or prompts, `RefusedError` for missing weights and
     for a run directory in use or of other settings, and `RecordsFailedError` when images failed; `load_run` returns the

@@ -80,10 +80,10 @@ def decode_lanterns(lanterns: LoadedModel) -> Callable[..., list[Decoded]]:
 
 @pytest.fixture(scope="session")
 def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of a finished run of `tests.tiny_model.EXPERIMENT`: three images in each of six cells."""
+    """The directory of a finished run of `tests.helpers.tiny_model.EXPERIMENT`: three images in each of six cells."""
     from lantern_bench.cli import main as cli
     from lantern_bench.models import registry
-    from tests.tiny_model import EXPERIMENT, TinyModel
+    from tests.helpers.tiny_model import EXPERIMENT, TinyModel
 
     folder = tmp_path_factory.mktemp("tiny")
     model = TinyModel()

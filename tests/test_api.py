@@ -22,7 +22,7 @@ from lantern_bench.storage.run_directory import RESULTS_VARIABLE
 from lantern_bench.sweep.events import ImageDone, Started
 from lantern_bench.utils.errors import RecordsFailedError, RefusedError, UserError
 from lantern_bench.utils.progress import Note
-from tests.tiny_model import EXPERIMENT, PROMPTS, TOKENS, TinyModel
+from tests.helpers.tiny_model import EXPERIMENT, PROMPTS, TOKENS, TinyModel
 
 PAGE = Path(__file__).parent.parent / "docs" / "python-api.md"
 CONTENT = yaml.safe_load(EXPERIMENT)
@@ -73,7 +73,7 @@ def test_a_sweep_without_quality_imports_no_scorers(
     tiny: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They take seconds to import."""
-    for name in ("runs.scoring", "metrics.features"):
+    for name in ("metrics.score_run", "metrics.extractors"):
         monkeypatch.setitem(sys.modules, f"lantern_bench.{name}", None)
     assert len(lantern_bench.sweep("tiny.yaml", images=1, modes="ar").records) == 1
 

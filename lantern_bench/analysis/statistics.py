@@ -1,7 +1,7 @@
 """Intervals and tests: bootstrap over prompts, t over processes, Wilson for proportions, exchanges, Holm's correction.
 
 Prompts are resampled with all their images; seconds also depend on the process (docs/results-format.md, "Intervals").
-Intervals of FID, KID, precision and recall: `metrics/figures.py`.
+Intervals of FID, KID, precision and recall: `metrics/fidelity.py`.
 """
 
 from __future__ import annotations

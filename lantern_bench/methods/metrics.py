@@ -17,7 +17,7 @@ class Metric:
 
     `load` of a metric of images is (protocol, device) -> scorer; `scorer(pictures, prompts)` gives a number or None for
     each picture, uint8 [3, h, w], and `scorer.label`, if any, names its network. Of a metric of sets it is
-    (`FeatureSets`) -> figure. Those of tokens are made of one set of sums (`report/distance.py`).
+    (`FeatureSets`) -> figure. Those of tokens are made of one set of sums (`analysis/token_distance.py`).
     """
 
     name: str  # of its columns

@@ -136,7 +136,7 @@ def load_clip(
 def _weights_in(folder: Path, name: str) -> Path:
     """The weights file that open_clip takes from a folder; raises for an incomplete one."""
     advice = (
-        "In the repository: python -m experiments.train_lanterns --part clip"
+        "In the repository: python -m scripts.train_lanterns --part clip"
         if name == BUNDLED
         else None
     )

@@ -34,7 +34,7 @@ class Protocol:
     # of single images; those of sets are measured wherever there are features
     metrics: tuple[str, ...] = ()
     preparation: Preparation = Preparation()
-    features: str | None = None  # the extractor of FID and KID (a name of `metrics/features.py`)
+    features: str | None = None  # the extractor of FID and KID (a name of `metrics/extractors.py`)
     manifold: str | None = None  # the extractor of precision and recall, where it is another
     manifold_neighbours: int = 3
     clip_model: str | None = None  # as in `metrics.image_scorers.load_clip`

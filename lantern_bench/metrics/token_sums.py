@@ -1,7 +1,7 @@
 """How far the tokens of finished images are from the target: sums over them, from one forward of the target.
 
 The forward shares no draft tree, no drafting code and no earlier step with decoding, so that it sees their mistakes.
-`report/distance.py` makes figures of the sums; docs/algorithms.md, section 6.2, has the mathematics.
+`analysis/token_distance.py` makes figures of the sums; docs/algorithms.md, section 6.2, has the mathematics.
 """
 
 from __future__ import annotations

@@ -61,7 +61,9 @@ class Device(BaseModel):
 def devices() -> dict[str, Device]:
     """The devices that ship, by name."""
     text = (
-        resources.files("lantern_bench.report").joinpath("devices.yaml").read_text(encoding="utf-8")
+        resources.files("lantern_bench.profile")
+        .joinpath("device_specs.yaml")
+        .read_text(encoding="utf-8")
     )
     data = yaml.safe_load(text)
     rows = data["devices"].items()

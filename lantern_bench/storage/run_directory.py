@@ -31,7 +31,7 @@ import pandas as pd
 MANIFEST = "manifest.json"
 RECORDS = "records.jsonl"
 SCORES = "scores.jsonl"
-# in a manifest: true where a run was copied without them (docs/commit_run.py)
+# in a manifest: true where a run was copied without them (scripts/commit_run.py)
 PICTURES_LEFT_OUT = "pictures_left_out"
 # What a resumed run needs of its records.
 _SCANNED = ("cell_id", "prompt_id", "repeat", "seconds", "pixel_seconds", "disturbed")

@@ -10,7 +10,7 @@ import pytest
 from lantern_bench.cli import main as cli
 from lantern_bench.models import registry
 from lantern_bench.storage.run_directory import RESULTS_VARIABLE
-from tests.tiny_model import EXPERIMENT, TinyModel
+from tests.helpers.tiny_model import EXPERIMENT, TinyModel
 
 
 @pytest.fixture

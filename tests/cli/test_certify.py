@@ -14,7 +14,7 @@ from lantern_bench.checks.image_tests import TESTS
 from lantern_bench.cli import main as cli
 from lantern_bench.decoding.acceptance import walk
 from tests.decoding.mistakes import strict_without_residual
-from tests.tiny_model import TinyModel
+from tests.helpers.tiny_model import TinyModel
 
 pytestmark = pytest.mark.usefixtures("tiny")
 SMALL = ["--dtype", "float32", "--no-compile", "--threads", "1"]

@@ -19,7 +19,7 @@ from lantern_bench.cli import main as cli
 from lantern_bench.cli.console import FORMATS
 from lantern_bench.storage.run_directory import RESULTS_VARIABLE
 from lantern_bench.utils.errors import CheckFailedError, RecordsFailedError, RefusedError, UserError
-from tests.made_up_run import make_records, make_scores, write_run
+from tests.helpers.made_up_run import make_records, make_scores, write_run
 
 
 @pytest.fixture

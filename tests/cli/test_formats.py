@@ -21,8 +21,8 @@ from lantern_bench.models import registry
 from lantern_bench.profile import step_costs
 from lantern_bench.storage.run_directory import RESULTS_VARIABLE
 from tests.cli.test_commands import commands
-from tests.made_up_run import make_records, make_scores, write_run
-from tests.tiny_model import EXPERIMENT, TinyModel
+from tests.helpers.made_up_run import make_records, make_scores, write_run
+from tests.helpers.tiny_model import EXPERIMENT, TinyModel
 
 CERTIFY = ["--dtype", "float32", "--no-compile", "--threads", "1", "--out", "certificate"]
 PAPER = "\npaper:\n  title: A | paper\n  columns: [speedup]\n  rows:\n    - {name: 50 % a_row, match: {mode: ar}}\n"

@@ -20,8 +20,8 @@ from lantern_bench.models import registry
 from lantern_bench.models.checkpoint_model import Published
 from lantern_bench.models.families.chameleon import Chameleon
 from lantern_bench.models.networks.conditions import prompt_condition
-from tests.models import golden_models, tiny_chameleon
-from tests.models.golden_models import GOLDEN
+from tests.helpers import golden_models, tiny_chameleon
+from tests.helpers.golden_models import GOLDEN
 
 RECORDING = GOLDEN / "chameleon"
 

@@ -25,7 +25,7 @@ from lantern_bench.profile.device_specs import find_device
 from lantern_bench.profile.tree_search import SEARCHED, describe, searched_lossless
 from lantern_bench.sweep import choose_threads
 from lantern_bench.utils.progress import Note
-from tests.tiny_model import TinyModel
+from tests.helpers.tiny_model import TinyModel
 
 TYPED = ["profile", "--size", "2x64x64x4", "--no-compile", "--images", "1", "--tree", "small-7"]
 SEARCH = [

@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 
 from lantern_bench.cli import main as cli
 from lantern_bench.storage.run_directory import read_manifest, read_records
-from tests.models import tiny_chameleon, tiny_llamagen
-from tests.models.tiny_t5 import save_tiny_t5
+from tests.helpers import tiny_chameleon, tiny_llamagen
+from tests.helpers.tiny_t5 import save_tiny_t5
 
 EXPERIMENT = """
 name: tiny

@@ -25,8 +25,8 @@ from lantern_bench.training import train_drafter as drafter_run
 from lantern_bench.training.recipe import TrainSettings
 from lantern_bench.training.train_drafter import COLUMNS
 from lantern_bench.training.trainer import TrainEvent, TrainReport, train
-from tests.models import golden_models, tiny_chameleon
-from tests.training.tiny_target import CAPTIONS, TinyModel, tiny_model, write_pictures
+from tests.helpers import golden_models, tiny_chameleon
+from tests.helpers.tiny_target import CAPTIONS, TinyModel, tiny_model, write_pictures
 
 CPU = torch.device("cpu")
 TRAIN = ["train", "drafter", "--target", "tiny"]
@@ -449,7 +449,7 @@ def test_several_processes_need_a_number_of_steps(
 _WORKER = """
 import sys
 from lantern_bench.models import registry
-from tests.training.tiny_target import TinyModel
+from tests.helpers.tiny_target import TinyModel
 registry.models = lambda: {"tiny": TinyModel()}
 from lantern_bench.cli.main import main
 sys.exit(main(sys.argv[1:]))

@@ -15,7 +15,7 @@ from lantern_bench.decoding.loop import decode
 from lantern_bench.models.networks.packed_linear import pack_for_decoding
 from lantern_bench.models.registry import model_of
 from tests.examples.tiny_hosted import write_model
-from tests.models import tiny_hosted as tiny
+from tests.helpers import tiny_hosted as tiny
 
 CPU = torch.device("cpu")
 SHAPE = tiny.Shape(kv_heads=2)

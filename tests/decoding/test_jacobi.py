@@ -26,8 +26,8 @@ from lantern_bench.decoding.protocol import Target
 from lantern_bench.decoding.tree import DraftTree
 from tests.decoding.mistakes import strict_without_residual
 from tests.decoding.tabular import Prefix, Setting, Tabular, verify_step
-from tests.models.test_forced_tokens import CODES, LINE
-from tests.models.test_forced_tokens import Model as Lined
+from tests.models.families.test_forced_tokens import CODES, LINE
+from tests.models.families.test_forced_tokens import Model as Lined
 
 WITHOUT_RESIDUAL = TreeRule(accept_tree=strict_without_residual)
 COUPLINGS = ("none", "maximal", "gumbel")

@@ -16,7 +16,7 @@ from lantern_bench.cli import main as cli
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.models.registry import model_of
 from tests.examples.tiny_hosted import CAPTIONS, EXAMPLE, SHAPE, write_model
-from tests.models import tiny_hosted
+from tests.helpers import tiny_hosted
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, processors
 from transformers import PreTrainedTokenizerFast
 
-from tests.models import tiny_hosted as tiny
+from tests.helpers import tiny_hosted as tiny
 
 EXAMPLE = Path(__file__).parent / "hosted_janus"
 CAPTIONS = ["a red lantern", "the lake at dusk over the lake"]

@@ -6,7 +6,7 @@ import json
 import sys
 
 from lantern_bench.models import registry
-from tests.tiny_model import TinyModel
+from tests.helpers.tiny_model import TinyModel
 
 MODEL = TinyModel()
 registry.models = lambda: {"tiny": MODEL}

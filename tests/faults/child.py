@@ -15,10 +15,10 @@ from pathlib import Path
 
 from lantern_bench.cli import main as cli
 from lantern_bench.models import registry
-from tests.tiny_model import EXPERIMENT
+from tests.helpers.tiny_model import EXPERIMENT
 
 # What commands import when they run takes seconds.
-for name in ("runs.runner", "runs.processes", "runs.verify", "report.tables"):
+for name in ("sweep.runner", "sweep.processes", "checks.verify_run", "analysis.tables"):
     importlib.import_module(f"lantern_bench.{name}")
 for name in ("pandas.io.formats.csvs", "scipy.stats"):
     importlib.import_module(name)
@@ -31,7 +31,7 @@ FAMILY = """
 import os, signal, time
 from pathlib import Path
 import torch
-from tests.tiny_model import TinyModel, TinyTarget
+from tests.helpers.tiny_model import TinyModel, TinyTarget
 
 DIE = Path(__file__).with_name("die")
 

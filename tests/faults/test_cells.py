@@ -28,7 +28,7 @@ from lantern_bench.utils.errors import RefusedError, UserError
 from tests.faults.child import IMAGES, SMALL
 from tests.faults.conftest import Bench, Outcome
 from tests.faults.test_files import flip
-from tests.tiny_model import PROMPTS, TinyModel
+from tests.helpers.tiny_model import PROMPTS, TinyModel
 
 CPU = Compute(torch.device("cpu"), torch.float32)
 

@@ -14,7 +14,7 @@ from lantern_bench.storage.run_directory import read_manifest
 from lantern_bench.utils import signals
 from tests.faults.child import IMAGES
 from tests.faults.conftest import SWEEP, Bench, Command, Outcome
-from tests.tiny_model import PROMPTS
+from tests.helpers.tiny_model import PROMPTS
 
 SLOW = {"TINY_SLEEP": "0.2"}
 NAMES = {signal.SIGINT: "SIGINT", signal.SIGTERM: "SIGTERM"}

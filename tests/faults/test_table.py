@@ -2,13 +2,13 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from docs.make_reliability import PAGE, TESTS, Fault, Outcomes, Result, faults, render, rows
+from scripts.docs.reliability import PAGE, TESTS, Fault, Outcomes, Result, faults, render, rows
 
 
 def test_the_page_has_a_row_for_every_fault() -> None:
     listed = rows(PAGE.read_text(encoding="utf-8"))
     assert [fault for fault, _ in listed] == [fault.fault for fault in faults()], (
-        "run: python -m docs.make_reliability"
+        "run: python -m scripts.docs.reliability"
     )
     assert len(listed) >= 20
     assert all(happens for _, happens in listed)
@@ -24,7 +24,7 @@ def test_every_fault_says_what_happened() -> None:
 def test_the_table_is_rendered_from_results() -> None:
     results = {fault.node: Result(["a | b"], 1, 2) for fault in faults()}
     page = render(
-        "before\n" + "<!-- Below: python -m docs.make_reliability -->\nstale row\n", results
+        "before\n" + "<!-- Below: python -m scripts.docs.reliability -->\nstale row\n", results
     )
     assert page.startswith("before\n") and "stale row" not in page
     assert rows(page)[0] == (faults()[0].fault, "a \\| b")

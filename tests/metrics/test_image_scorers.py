@@ -19,11 +19,11 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from experiments.train_lanterns.tasks import held_out_scenes
 from lantern_bench.methods.tables import METRICS
 from lantern_bench.metrics import image_scorers
 from lantern_bench.metrics.protocols import PROTOCOLS
 from lantern_bench.utils.errors import LanternError, RefusedError, UserError
+from scripts.train_lanterns.part_tasks import held_out_scenes
 
 CONFIG = {
     "model_cfg": {
@@ -160,7 +160,7 @@ def load(name: str) -> Any:
             image_scorers.load_clip,
             RefusedError,
             "lanterns-clip is missing",
-            "experiments.train_lanterns --part clip",
+            "scripts.train_lanterns --part clip",
         ),
         (
             lambda: image_scorers.load_clip("ViT-B-32"),

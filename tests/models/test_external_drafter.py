@@ -12,9 +12,9 @@ from lantern_bench.models.loaded_model import VQPixels, transformer_of
 from lantern_bench.models.networks.target import with_line_ends, without_line_ends
 from lantern_bench.models.registry import model_of
 from lantern_bench.utils.errors import UserError
-from tests.models import golden_models, tiny_chameleon
-from tests.models.golden_models import GOLDEN
-from tests.tiny_model import TinyModel
+from tests.helpers import golden_models, tiny_chameleon
+from tests.helpers.golden_models import GOLDEN
+from tests.helpers.tiny_model import TinyModel
 
 CPU = torch.device("cpu")
 

@@ -22,7 +22,7 @@ from lantern_bench.profile.tree_search import (
     fastest,
     fit_price,
 )
-from tests.tiny_model import PROMPTS, TinyModel
+from tests.helpers.tiny_model import PROMPTS, TinyModel
 
 FORWARDS = (1.0, 1.2, 1.6, 2.4, 4.0, 7.2)  # 0.8 + 0.2 a node
 

@@ -8,7 +8,7 @@ import pytest
 
 from lantern_bench.prompts.prompt_files import read_captioned
 from lantern_bench.utils.errors import UserError
-from tests.training.tiny_target import TinyModel, write_pictures
+from tests.helpers.tiny_target import TinyModel, write_pictures
 
 MODEL = TinyModel()
 FOUND = [("00.png", "red lantern"), ("01.png", "blue round lantern")]

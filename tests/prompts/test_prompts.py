@@ -11,7 +11,7 @@ import pytest
 from lantern_bench.prompts.prompt import Prompt, class_number, class_prompt
 from lantern_bench.prompts.sets import describe_prompts, load_prompts
 from lantern_bench.utils.errors import UserError
-from tests.tiny_model import PROMPTS
+from tests.helpers.tiny_model import PROMPTS
 
 
 class Anything:

@@ -8,8 +8,8 @@ import pandas as pd
 import pytest
 
 from lantern_bench.report.page import write_report
-from tests.made_up_run import build_tables, make_records, make_scores
-from tests.report.page_run import write_page_run
+from tests.helpers.made_up_run import build_tables, make_records, make_scores
+from tests.helpers.page_run import write_page_run
 
 
 @pytest.fixture

@@ -19,8 +19,16 @@ from lantern_bench.report.charts import curve_tables, stack_runs
 from lantern_bench.report.page import _figures, render, thumbnail, write_report
 from lantern_bench.storage.run_directory import load_runs, run_names
 from lantern_bench.utils.errors import UserError
-from tests.made_up_run import AR, LOOSE, STRICT, make_record, make_records, make_scores, write_run
-from tests.report.page_run import write_page_run
+from tests.helpers.made_up_run import (
+    AR,
+    LOOSE,
+    STRICT,
+    make_record,
+    make_records,
+    make_scores,
+    write_run,
+)
+from tests.helpers.page_run import write_page_run
 
 
 def data_of(page: str) -> dict:

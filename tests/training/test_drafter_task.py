@@ -36,8 +36,8 @@ from lantern_bench.training.train_drafter import read_log, write_drafter
 from lantern_bench.training.trainer import SINGLE, Processes
 from lantern_bench.utils.errors import RefusedError
 from tests.examples.tiny_hosted import SHAPE, write_model
-from tests.models import golden_models, tiny_chameleon
-from tests.training.tiny_target import CAPTIONS, CONFIG, caption_condition, tiny_model, tiny_target
+from tests.helpers import golden_models, tiny_chameleon
+from tests.helpers.tiny_target import CAPTIONS, CONFIG, caption_condition, tiny_model, tiny_target
 
 CPU = torch.device("cpu")
 RECIPE = RECIPES["lanterns"].model_copy(update={"batch": 4, "autocast": False})

@@ -30,7 +30,7 @@ from lantern_bench.prompts.sets import load_prompts
 from lantern_bench.storage.run_directory import done_images, read_records, read_scores
 from lantern_bench.storage.schema import columns
 from lantern_bench.utils.errors import LanternError
-from tests.made_up_run import make_records, make_scores, write_run
+from tests.helpers.made_up_run import make_records, make_scores, write_run
 
 COUNTS = [200, pytest.param(10_000, marks=[pytest.mark.long, pytest.mark.timeout(3600)])]
 ANY_PROMPT: Any = SimpleNamespace(check_prompt=lambda text: None, prompt_sets={})

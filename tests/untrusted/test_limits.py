@@ -30,9 +30,9 @@ from lantern_bench.storage.schema import write_csv
 from lantern_bench.sweep.request import prepare
 from lantern_bench.utils.errors import RefusedError, UserError
 from lantern_bench.utils.yaml_file import DEEPEST, MOST_CHARACTERS, read_source
-from tests.made_up_run import AR, make_record, write_run
-from tests.models import tiny_chameleon
-from tests.tiny_model import TinyModel
+from tests.helpers import tiny_chameleon
+from tests.helpers.made_up_run import AR, make_record, write_run
+from tests.helpers.tiny_model import TinyModel
 
 DEFAULTS = {"lanterns": {"cfg_scale": 3.0, "tree": "small-7"}}
 ANY_PROMPT: Any = SimpleNamespace(check_prompt=lambda text: None, prompt_sets={})

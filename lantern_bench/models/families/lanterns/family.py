@@ -1,6 +1,6 @@
 """The bundled family: a miniature text-to-image model of paper lanterns that ships in the wheel.
 
-`modules` has the networks, and `experiments/train_lanterns` trains them. Its figures describe this miniature only.
+`modules` has the networks, and `scripts/train_lanterns` trains them. Its figures describe this miniature only.
 
 A caption is one of 1,008 combinations of five attributes. Every tenth of a fixed shuffle is held out of training.
 """

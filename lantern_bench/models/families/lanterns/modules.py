@@ -64,7 +64,7 @@ def load_part(
     if not path.is_file():
         raise RefusedError(
             f"the bundled model's {part} is missing: {path.name}",
-            f"Install lantern-bench again; or, in its repository: python -m experiments.train_lanterns --part {part}",
+            f"Install lantern-bench again; or, in its repository: python -m scripts.train_lanterns --part {part}",
         )
     with torch.device("meta"):
         module = make()

@@ -1,0 +1,94 @@
+"""What one Ray worker costs against a local run: pairs of equal runs, in turns, on this machine (`make ray-overhead`).
+
+Prints for each pair how many times longer an image takes with Ray: from one finished image to the next as the command
+sees it (`wall`), the recorded seconds of decoding (`seconds`), and CPU seconds of the decoding process (`cpu`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+
+FIGURES = ("wall", "seconds", "cpu")
+
+
+def measure(engine: str, out: str, images: int) -> dict[str, float]:
+    """Run both cells in this process; return means over the images."""
+    import lantern_bench
+    from lantern_bench.sweep.events import ImageDone
+
+    moments: list[float] = []
+
+    def note(event: object) -> None:
+        if isinstance(event, ImageDone):
+            moments.append(time.perf_counter())
+
+    cells = [{"mode": "ar"}, {"mode": "speculative", "tree": "chain-7"}]
+    experiment = {
+        "name": "overhead",
+        "model": "lanterns",
+        "metrics": ["speed"],
+        "temperature": 1,
+        "cells": cells,
+    }
+    run = lantern_bench.sweep(
+        experiment,
+        out=out,
+        ray="default" if engine == "ray" else None,
+        progress=note,
+        images=images,
+        threads=1,
+    )
+    rows = run.records
+    wall = (moments[-1] - moments[0]) / (len(moments) - 1)
+    return {"wall": wall, "seconds": rows["seconds"].mean(), "cpu": rows["cpu_seconds"].mean()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--pairs", type=int, default=4)
+    parser.add_argument("--images", type=int, default=24, help="of each of two cells")
+    parser.add_argument(
+        "--run", nargs=2, metavar=("ENGINE", "OUT"), help="one run, in this process"
+    )
+    flags = parser.parse_args()
+    if flags.run:
+        print(json.dumps(measure(*flags.run, flags.images)))
+        return
+    ratios: list[dict[str, float]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for pair in range(flags.pairs):
+            figures = {}
+            for engine in ("local", "ray")[:: 1 if pair % 2 else -1]:
+                command = [
+                    sys.executable,
+                    "-m",
+                    "scripts.bench.ray_overhead",
+                    "--images",
+                    str(flags.images),
+                ]
+                command += ["--run", engine, str(Path(folder) / f"{engine}-{pair}")]
+                output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+                figures[engine] = json.loads(output.splitlines()[-1])
+            ratios.append({name: figures["ray"][name] / figures["local"][name] for name in FIGURES})
+            shown = ", ".join(
+                f"{name} {figures['ray'][name]:.3f} / {figures['local'][name]:.3f}"
+                for name in FIGURES
+            )
+            print(
+                f"pair {pair + 1}: {shown} s an image; ratios",
+                {k: round(v, 3) for k, v in ratios[-1].items()},
+            )
+    print("medians:", {name: round(median(ratio[name] for ratio in ratios), 3) for name in FIGURES})
+
+
+if __name__ == "__main__":
+    main()

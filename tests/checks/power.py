@@ -1,0 +1,136 @@
+"""How many images it takes to reject each planted mistake: results/reference/certify/power.csv.
+
+    python -m tests.checks.power [--model-images 192] [--only MISTAKE...] [--out results/reference/certify]
+
+On the tables every mistake is decoded until a test rejects it, at most 1,048,576 images; with the bundled model at most
+`--model-images`. The bar is that of the certificate: .001 / number of its tests. Rows of other mistakes, and of the
+half that is given no images, stay as they are.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from lantern_bench.checks.certificate_rows import LEVEL, power_rows
+from lantern_bench.checks.certification import Certification
+from lantern_bench.checks.claims import CertificationPlan, plan_certification
+from lantern_bench.checks.image_tests import TESTS
+from lantern_bench.checks.tabular_model import table_model
+from lantern_bench.checks.trials import Trial
+from lantern_bench.cli.options import resolve_cells
+from lantern_bench.storage.schema import frame, write_csv
+from tests.decoding.mistakes import Mistake, mistakes_of
+
+FOLDER = Path("results/reference/certify")
+TABLES = 1_048_576
+# One decoding for each kind of mistake: a branching tree, siblings, filters, and each coupling.
+SETTINGS = {
+    "tables": [
+        "static small-7",
+        "static own-3-af3235",
+        "static small-7, filtered and guided",
+        "jacobi w4",
+        "jacobi w4-maximal",
+        "jacobi w4-gumbel",
+        "pac w4x2x2-maximal",
+        "hybrid w4d2-row-maximal",
+        "dynamic 10n2d5b",
+        "static chain-5, block",
+        "static small-7, traversal",
+    ],
+    "model": [
+        "static small-7",
+        "jacobi w4",
+        "hybrid w4d2-row-maximal",
+        "dynamic 10n2d5b",
+        "static chain-4, block",
+    ],
+}
+# Those that are the same everywhere are made once.
+ONCE = (
+    "two images of a batch share bits",
+    "every two images of a batch share bits",
+    "q of the step before",
+)
+# On the tables the cache is not the package's, and among 5,000 images two that are alike are not seen.
+OF_MODEL = ("cache of the first branch", "two images of a batch share bits")
+
+
+def planted(
+    trials: list[Trial], model: Any, most: int, on_tables: bool
+) -> Iterator[tuple[Trial, Mistake]]:
+    """Yield every mistake that can be made in the chosen trials."""
+    chosen = SETTINGS["tables" if on_tables else "model"]
+    seen = set[str]()
+    for trial in trials:
+        if (
+            trial.setting.removesuffix(", tables") not in chosen
+            or (not trial.dtype) is not on_tables
+        ):
+            continue
+        for mistake in mistakes_of(trial.decoding, model):
+            if (on_tables and mistake.name.startswith(OF_MODEL)) or mistake.name in seen:
+                continue
+            if mistake.name.startswith(ONCE):
+                seen.add(mistake.name)
+            broken = {
+                "broken": mistake.name,
+                "rule": mistake.acceptance_rule(),
+                "drafting": mistake.make,
+            }
+            yield replace(trial, images=most, **broken), mistake
+
+
+def plan() -> CertificationPlan:
+    """The plan of `certify lanterns`."""
+    flags = {"model": ["lanterns"], "prompts": "held-out"}
+    return plan_certification(
+        resolve_cells(name="certify", flags=flags, cells=[{"mode": "ar"}], settings=[]),
+        False,
+        samples=8,
+    )
+
+
+def main() -> None:
+    """Measure and write."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model-images", type=int, default=192)
+    parser.add_argument("--table-images", type=int, default=TABLES)
+    parser.add_argument("--only", nargs="+", help="mistakes")
+    parser.add_argument("--out", type=Path, default=FOLDER)
+    typed = parser.parse_args()
+    certification = Certification(plan())
+    trials = certification.trials
+    loaded = certification.loaded
+    level = LEVEL / sum(TESTS if trial.dtype else 4 for trial in trials)
+    path = typed.out / "power.csv"
+    key = ["tested_on", "setting", "fault"]
+    table = pd.read_csv(path) if path.exists() else frame("power", [])
+    for on_tables, model, most in (
+        (True, table_model(), typed.table_images),
+        (False, loaded, typed.model_images),
+    ):
+        for trial, mistake in (
+            planted(trials=trials, model=model, most=most, on_tables=on_tables) if most else ()
+        ):
+            if typed.only and mistake.name not in typed.only:
+                continue
+            with mistake.patched():
+                result = certification.run(trial, level, lambda _share: None)
+            row = frame("power", power_rows("lanterns", [result], level))
+            print(
+                row[[*key, "images", "decoded", "p_value"]].to_string(header=False, index=False),
+                flush=True,
+            )
+            table = pd.concat([table, row]).drop_duplicates(key, keep="last")
+            write_csv(table, path)
+
+
+if __name__ == "__main__":
+    main()

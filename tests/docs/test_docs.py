@@ -1,0 +1,277 @@
+"""The documents are true: citations resolve, files exist, shown code and tables equal their source."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import subprocess
+import tomllib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+
+import pandas as pd
+import pytest
+import yaml
+
+from lantern_bench.report.charts import curve_tables
+from lantern_bench.storage.run_directory import load_runs
+from lantern_bench.utils.files import file_sha256
+from scripts.docs import audit as make_audit
+from scripts.docs import frontier as make_frontier
+from scripts.docs import pictures as make_pictures
+from scripts.docs import prediction_tables as make_prediction
+from scripts.docs import results_format as make_results_format
+
+ROOT = Path(__file__).parents[2]
+SKIPPED = (Path(__file__).name, "mkdocs.yml")
+ALGORITHMS = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
+TEXTS = (".py", ".md", ".yaml", ".yml", ".cff")
+CITATION = re.compile(
+    r"docs/algorithms\.md, sections? (\d(?:\.\d)?(?!\d))(?:, ([A-C]\d+))?(?: (?:and|to) ([A-C]\d+|\d\b))?"
+)
+BARE = re.compile(r"(?<!docs/)(?<!\]\()(?<!\[)algorithms\.md|\bfindings? [A-C]\d")
+ECHO = ("echo_drafting/__init__.py", "echo_drafting/method.py", "pyproject.toml", "echo.yaml")
+FILE = re.compile(
+    r"(?<![\w./-])(?:lantern_bench|docs|tests|experiments|results/reference)/[\w./-]*[\w/]"
+)
+
+
+def repository_files() -> list[Path]:
+    """Committed files and new ones that git does not ignore; the files of an unpacked archive without git."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    names = listed.stdout.splitlines() if listed.returncode == 0 else []
+    folders = ("lantern_bench", "docs", "tests", "experiments")
+    paths = [ROOT / name for name in names] or [
+        path for name in folders for path in (ROOT / name).rglob("*")
+    ]
+    return [
+        path
+        for path in paths
+        if path.is_file() and path.suffix in TEXTS and path.name not in SKIPPED
+    ]
+
+
+def texts() -> Iterator[tuple[str, str]]:
+    """Name and text of each file, with the line breaks and comment signs of wrapped lines taken out."""
+    for path in repository_files():
+        text = path.read_text(encoding="utf-8")
+        yield str(path.relative_to(ROOT)), re.sub(r"\s*\n\s*(?:#+ )?", " ", text)
+
+
+def headings() -> set[str]:
+    return set(re.findall(r"^#+ (\d(?:\.[A-C]?\d*)?)\b", ALGORITHMS, re.MULTILINE))
+
+
+def test_every_citation_of_the_algorithms_resolves() -> None:
+    known = headings()
+    cited = 0
+    for name, text in texts():
+        for match in CITATION.finditer(text):
+            for entry in filter(None, match.groups()):
+                assert (entry if entry[0].isdigit() else f"9.{entry}") in known, (
+                    f"{name}: {match[0]}"
+                )
+            cited += 1
+        for number in re.findall(
+            r"\[(?:docs/)?algorithms\.md\]\([^)]*\), (?:section )?(\d(?:\.[A-C]?\d+)?)", text
+        ):
+            assert number in known, f"{name}: section {number}"
+        assert text.count("docs/algorithms.md, section") == len(CITATION.findall(text)), (
+            f"{name}: a citation has no number"
+        )
+        bare = BARE.search(text)
+        assert not bare, f"{name}: ...{text[max(bare.start() - 30, 0) : bare.end() + 30]}..."
+    assert cited > 40
+
+
+def test_every_cited_file_exists() -> None:
+    for name, text in texts():
+        for cited in FILE.findall(text):
+            assert (ROOT / cited).exists(), f"{name} cites {cited}"
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    """A page of the site links only what is in the site: docs/ without its scripts."""
+    for path in repository_files():
+        if path.suffix == ".md":
+            for target in re.findall(
+                r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", path.read_text(encoding="utf-8")
+            ):
+                linked = (path.parent / target).resolve()
+                assert linked.exists(), f"{path.relative_to(ROOT)} links {target}"
+                if path.parent == ROOT / "docs":
+                    inside = linked.is_relative_to(path.parent) and linked.suffix != ".py"
+                    assert inside, (
+                        f"{path.name}: write {target} as a path from the root, not as a link"
+                    )
+
+
+def test_the_navigation_of_the_site_has_every_page_once() -> None:
+    navigation = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
+    listed = [
+        page
+        for entry in navigation
+        for page in (next(iter(entry.values())) if isinstance(entry, dict) else [entry])
+    ]
+    assert sorted(listed) == sorted(path.name for path in (ROOT / "docs").glob("*.md"))
+
+
+@pytest.mark.parametrize(
+    "script", [make_audit, make_frontier, make_prediction, make_results_format]
+)
+def test_tables_show_the_schema_and_the_committed_runs(script: ModuleType) -> None:
+    page = script.PAGE.read_text(encoding="utf-8")
+    assert page == script.render(page), f"run: python -m {script.__name__}"
+
+
+@pytest.mark.parametrize("script", ["commit_run", "docs.reliability", "docs.screenshots"])
+def test_the_other_scripts_of_the_docs_can_be_imported(script: str) -> None:
+    importlib.import_module(f"scripts.{script}")
+
+
+def test_every_picture_is_shown_and_is_of_the_runs_that_are_here() -> None:
+    pages = [path for path in repository_files() if path.suffix == ".md"]
+    shown = {
+        (page.parent / source).resolve()
+        for page in pages
+        for source in re.findall(r'<img src="([^":]+)"', page.read_text(encoding="utf-8"))
+    }
+    pictures = set(make_pictures.PICTURES.iterdir()) - {make_pictures.SOURCES}
+    assert pictures == shown == {make_pictures.PICTURES / name for name in make_pictures.DRAWN}
+    for name, files in json.loads(make_pictures.SOURCES.read_text(encoding="utf-8")).items():
+        for file, digest in files.items():
+            assert file_sha256(ROOT / file) == digest, (
+                f"{file} changed: python -m scripts.docs.pictures {name}"
+            )
+
+
+@pytest.mark.skipif(
+    not make_pictures.PAGE.exists(), reason="results/reference has no page: scripts/commit_run.py"
+)
+def test_every_picture_names_its_runs() -> None:
+    assert (
+        json.loads(make_pictures.SOURCES.read_text(encoding="utf-8")).keys()
+        == make_pictures.DRAWN.keys()
+    )
+
+
+def test_the_picture_of_the_frontier_joins_speed_and_quality_by_cell() -> None:
+    runs = load_runs(
+        [make_pictures.REFERENCE / name for name in ("frontier-h100", "quality")],
+        tables_suffice=True,
+    )
+    speed, quality = map(curve_tables, runs.values())
+    cells = make_pictures.joined(speed, quality, "fid")["cells"].set_index("cell_id")
+    assert cells["speedup"].tolist() == speed["speed"]["speedup"].tolist()
+    fid = quality["quality"].set_index("cell_id")["fid"]
+    assert cells["fid"].dropna().to_dict() == {
+        cell: fid[cell] for cell in cells.index if cell in fid
+    }
+    assert "scd-jacobi-w32-maximal-t1" in cells.index
+
+
+def tree_of_architecture() -> list[str]:
+    """The paths of the tree in docs/architecture.md."""
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    lines = re.search(r"```\n(.*?)```", page, re.DOTALL)[1].splitlines()  # type: ignore[index]
+    paths = []
+    parents = [""] * 9
+    for line in lines:
+        depth = (len(line) - len(line.lstrip())) // 2
+        name = line.split()[0]
+        parents[depth + 1] = parents[depth] + name
+        paths.append(parents[depth + 1])
+    return paths
+
+
+def test_architecture_has_a_place_for_every_module_and_no_other_file() -> None:
+    paths = set(tree_of_architecture())
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+    paths -= {"lantern_bench/"}
+    for module in (ROOT / "lantern_bench").rglob("*.py"):
+        name = module.relative_to(ROOT).as_posix()
+        named = name in paths or any(path.endswith("/") and name.startswith(path) for path in paths)
+        assert named or module.name in ("__init__.py", "__main__.py"), name
+    packages = (
+        path.parent.relative_to(ROOT) for path in (ROOT / "lantern_bench").rglob("__init__.py")
+    )
+    assert {f"{package.as_posix()}/" for package in packages} - {"lantern_bench/"} <= paths
+
+
+@pytest.mark.parametrize(("heading", "most"), [("lantern-bench sweep", 35), ("--delta 0.1", 8)])
+def test_paths_through_the_code_are_short(heading: str, most: int) -> None:
+    """Each step of a path enters one file, and none twice."""
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    section = page.split(f"## The path of `{heading}`")[1].split("\n## ")[0]
+    files = re.findall(
+        r"^(?:\| \d+ \| |\d+\. )`(lantern_bench/[\w/]+\.py)`", section, flags=re.MULTILINE
+    )
+    assert 5 < len(files) <= most and len(set(files)) == len(files)
+
+
+def test_contributing_lists_the_layers_of_the_import_contract() -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"][
+        "importlinter"
+    ]["contracts"]
+    layers = contracts[0]["layers"]
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\| (`.*?`) \| ", page, re.MULTILINE)
+    assert [" | ".join(re.findall(r"`(.*?)`", row)) for row in listed] == layers
+
+
+@pytest.mark.parametrize(
+    ("page", "folder", "names", "most_lines"),
+    [
+        ("adding-a-drafting.md", "examples/echo_drafting", ECHO, 80),
+        (
+            "adding-a-metric.md",
+            "examples/sharpness_metric",
+            ("sharpness_metric.py", "pyproject.toml"),
+            30,
+        ),
+        ("adding-a-model.md", "examples/third_party_family", ("pyproject.toml",), 20),
+        ("adding-a-model.md", "examples/hosted_janus", ("hosted_janus.py", "janus.yaml"), 60),
+        (
+            "adding-a-rule.md",
+            "examples/distance_rule",
+            ("distance_rule.py", "pyproject.toml", "distance.yaml"),
+            40,
+        ),
+    ],
+)
+def test_a_page_shows_its_example_which_is_short(
+    page: str, folder: str, names: Sequence[str], most_lines: int
+) -> None:
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    sources = [(ROOT / "tests" / folder / name).read_text(encoding="utf-8") for name in names]
+    assert [source for source in sources if f"\n{source}```" not in text] == []
+    assert sum(source.count("\n") for source in sources) < most_lines
+
+
+def test_code_on_the_page_of_models_is_in_a_file() -> None:
+    text = (ROOT / "docs" / "adding-a-model.md").read_text(encoding="utf-8")
+    files = [
+        path for path in (ROOT / "tests").rglob("*.*") if path.suffix in (".py", ".toml", ".yaml")
+    ]
+    sources = [path.read_text(encoding="utf-8") for path in files]
+    for block in re.findall(r"```(?:python|toml|yaml)\n(.*?)```", text, re.DOTALL):
+        assert any(block in source for source in sources), f"code that is in no file:\n{block}"
+
+
+def test_readme_has_the_figures_of_the_reference_run() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    summary = pd.read_csv(ROOT / "results" / "reference" / "summary.csv")
+    for row in summary[summary["distance"].notna()].itertuples():  # greedy cells have none
+        speedup = f"{row.speedup:.2f}x [{row.speedup_low:.2f}, {row.speedup_high:.2f}]"
+        parameters = "" if pd.isna(row.parameters) else row.parameters
+        assert (
+            f"| {row.method} | {parameters} | {speedup} | {row.mean_accepted_length:.2f} |"
+            in readme
+        )

@@ -1,0 +1,330 @@
+"""Scoring a run: which rows are written, what they contain, and that scoring is repeatable.
+
+The scorers are real classes with random weights; the pictures are files in a folder laid out like a run's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import open_clip
+import pytest
+import torch
+from PIL import Image
+
+from lantern_bench.analysis.tables import write_tables
+from lantern_bench.config.experiment import load_experiment
+from lantern_bench.config.plan import make_plan
+from lantern_bench.devices.compute import Compute
+from lantern_bench.methods.tables import METRICS
+from lantern_bench.metrics import extractors, image_scorers, score_pictures, score_run, token_sums
+from lantern_bench.metrics.extractors import Reference, read_picture
+from lantern_bench.metrics.protocols import PROTOCOLS, Protocol
+from lantern_bench.models import registry
+from lantern_bench.models.families.lanterns import modules as classifier
+from lantern_bench.models.families.lanterns.description import HELD_OUT
+from lantern_bench.models.families.lanterns.modules import AttributeClassifier
+from lantern_bench.prompts.prompt import Prompt
+from lantern_bench.storage.pictures import png_bytes
+from lantern_bench.storage.run_directory import read_records, read_scores
+from lantern_bench.storage.run_store import RunStore
+from lantern_bench.storage.schema import TABLES
+from lantern_bench.sweep.runner import key_fields
+from lantern_bench.utils.errors import RefusedError
+from lantern_bench.utils.progress import Share
+from scripts.train_lanterns.part_tasks import CLIP_CONFIG, save_clip
+from scripts.train_lanterns.parts import write_weights
+from scripts.train_lanterns.scenes import render
+from tests.helpers.tiny_model import TinyModel
+
+EMBEDDED = PROTOCOLS["embedded"]
+NOTHING = Protocol("nothing", 1, "scorers nothing")
+PROMPTS = [HELD_OUT[number].caption() for number in range(5)] + ["a photo of a cat"]
+
+
+@pytest.fixture(scope="module")
+def scorers(tmp_path_factory: pytest.TempPathFactory) -> score_pictures.Scorers:
+    folder = tmp_path_factory.mktemp("scorers")
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        write_weights(AttributeClassifier().state_dict(), folder / "features.safetensors")
+        save_clip(open_clip.CLIP(**CLIP_CONFIG["model_cfg"]), folder / "clip")
+    path = folder / "features.safetensors"
+    scorer = image_scorers.load_clip(f"local-dir:{folder / 'clip'}")
+    images = {
+        "clip_score": scorer,
+        "prompt_accuracy": image_scorers.PromptAccuracy(classifier.load_classifier(path)),
+    }
+    return score_pictures.Scorers(EMBEDDED, images, extractors.find_extractor(weights=path))
+
+
+@pytest.fixture(scope="module")
+def reference() -> Reference:
+    pictures = torch.from_numpy(render(HELD_OUT[:20], 8).transpose(0, 3, 1, 2).copy())
+    return Reference(pictures, "twenty scenes")
+
+
+Run = tuple[Path, list[dict[str, Any]]]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """Two cells of six pictures each, and one record that failed."""
+    painted = render([*HELD_OUT[:5], HELD_OUT[5]] * 2, 4)
+    records: list[dict[str, Any]] = []
+    for number, pixels in enumerate(painted):
+        cell = ("ar-none-none-t1", "speculative-static-small-7-t1")[number // 6]
+        name = f"images/{cell}/{number % 6:06d}.png"
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels).save(tmp_path / name)
+        records.append(
+            _record(key=f"key{number}", cell=cell, prompt=PROMPTS[number % 6], image=name)
+        )
+    return tmp_path, [
+        *records,
+        _record(key="key99", cell="ar-none-none-t1", prompt=PROMPTS[0], image="", status="failed"),
+    ]
+
+
+def _record(key: str, cell: str, prompt: str, image: str, status: str = "ok") -> dict[str, Any]:
+    return {
+        "record_key": key,
+        "cell_id": cell,
+        "prompt": prompt,
+        "repeat": 0,
+        "image": image,
+        "status": status,
+    }
+
+
+def _score(run: Run, *judge_and_reference: Any) -> list[dict[str, Any]]:
+    folder, records = run
+    return list(score_pictures.score_records(records, folder, *judge_and_reference))
+
+
+def test_a_row_for_each_picture_and_each_cell(
+    run: Run, scorers: score_pictures.Scorers, reference: Reference
+) -> None:
+    rows = _score(run, scorers, reference)
+    assert rows == _score(run, scorers, reference)
+    assert [row["level"] for row in rows] == (["image"] * 6 + ["cell"]) * 2
+    assert {row["record_key"] for row in rows if row["level"] == "image"} == {
+        f"key{number}" for number in range(12)
+    }
+    declared = {column.name for column in TABLES["scores"]}
+    assert all(set(row) <= declared and row["protocol"] == "embedded" for row in rows)
+
+
+def test_image_rows_hold_each_scorers_answer(run: Run, scorers: score_pictures.Scorers) -> None:
+    folder, records = run
+    images = [row for row in _score(run, scorers) if row["level"] == "image"]
+    for row, record in zip(images, records[:12], strict=True):
+        picture = read_picture(folder / record["image"])
+        assert row["clip_score"] == pytest.approx(
+            scorers.images["clip_score"]([picture], [record["prompt"]])[0], abs=1e-5
+        )
+        assert row["clip_model"] == scorers.label
+    pictures = torch.stack(
+        [torch.from_numpy(np.array(Image.open(folder / r["image"]))) for r in records[:5]]
+    )
+    with torch.inference_mode():
+        answers = scorers.images["prompt_accuracy"].classifier(
+            pictures.permute(0, 3, 1, 2).float() / 255
+        )
+    seen = zip(*(logits.argmax(1).tolist() for logits in answers), strict=True)
+    expected = [float(row == HELD_OUT[number].indices()) for number, row in enumerate(seen)]
+    assert [row["prompt_accuracy"] for row in images[:5]] == expected
+    assert images[5]["prompt_accuracy"] is None, (
+        "a prompt outside the grammar has no prompt accuracy"
+    )
+
+
+def test_cell_rows_have_fidelity_extractor_and_reference(
+    run: Run, scorers: score_pictures.Scorers, reference: Reference
+) -> None:
+    assert scorers.extractor is not None
+    first, second = (row for row in _score(run, scorers, reference) if row["level"] == "cell")
+    assert first["n"] == second["n"] == 6 and first["kid_subset"] == 3
+    assert first["fid"] is None and "fid needs 128 images" in first["note"]
+    assert isinstance(first["kid"], float) and first["kid_low"] < first["kid"] < first["kid_high"]
+    assert first["precision"] is None and "precision and recall need 256 images" in first["note"]
+    assert first["extractor"] == scorers.extractor.label and first["reference"] == "twenty scenes"
+
+
+def test_sets_of_ar_images_give_a_band(
+    run: Run, scorers: score_pictures.Scorers, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With fewest pictures of 6, so that six pictures a cell have every figure but FID."""
+    for name in ("precision", "recall"):
+        monkeypatch.setitem(METRICS, name, dataclasses.replace(METRICS[name], min_images=6))
+    folder, records = run
+    both = [
+        record | {"mode": "ar", "seed_set": int(number >= 6)}
+        for number, record in enumerate(records)
+    ]
+    *rows, band = _score((folder, both), scorers, reference)
+    assert band["level"] == "band" and (band["n"], band["band_sets"]) == (6, 2)
+    assert band["cell_id"] == records[0]["cell_id"] and "fid" not in band
+    for name in ("kid", "precision", "recall"):
+        assert band[f"{name}_low"] <= band[name] <= band[f"{name}_high"]
+    assert {row["precision"] for row in rows if row["level"] == "image"} <= {0.0, 1.0}
+    other = [
+        record | {"mode": "ar", "temperature": number >= 6} for number, record in enumerate(records)
+    ]
+    assert all(row["level"] != "band" for row in _score((folder, other), scorers, reference))
+
+
+def test_a_missing_picture_is_noted(
+    run: Run, scorers: score_pictures.Scorers, reference: Reference
+) -> None:
+    folder, records = run
+    (folder / records[0]["image"]).unlink()
+    rows = _score(run, scorers, reference)
+    assert "key0" not in {row.get("record_key") for row in rows}
+    cell = next(row for row in rows if row["level"] == "cell")
+    assert cell["n"] == 5 and "1 images are missing" in cell["note"]
+
+
+def test_the_last_record_of_a_key_counts(run: Run) -> None:
+    folder, records = run
+    failed_first = [{**records[0], "status": "failed"}, *records]
+    rows = _score((folder, failed_first), score_pictures.Scorers(NOTHING))
+    assert [row["record_key"] for row in rows].count("key0") == 1
+
+
+def test_scoring_reports_progress_by_cell(run: Run) -> None:
+    events: list[object] = []
+    rows = _score(run, score_pictures.Scorers(NOTHING), None, events.append)
+    assert events == [Share("scoring", 1, 2), Share("scoring", 2, 2)]
+    assert {row["level"] for row in rows} == {"image"}
+    assert _score((run[0], []), score_pictures.Scorers(NOTHING)) == []
+
+
+EXPERIMENT = """
+name: scored
+model: lanterns
+prompts: held-out
+images: 5
+cells:
+  - {mode: ar}
+  - {mode: speculative, drafting: static, tree: small-7}
+"""
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunStore:
+    """A real run's closed folder with five pictures in each of two cells."""
+    monkeypatch.setenv("LANTERN_BENCH_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "scored.yaml").write_text(EXPERIMENT)
+    experiment = load_experiment(tmp_path / "scored.yaml", {"lanterns": {}})
+    key = key_fields({}, experiment.settings, Compute(torch.device("cpu"), torch.float32))
+    painted = dict(zip(PROMPTS, render(HELD_OUT[:5], 4), strict=False))
+    with RunStore(tmp_path / "run", experiment, key) as store:
+        for task in make_plan(experiment, [Prompt(text) for text in PROMPTS[:5]]).tasks:
+            png = io.BytesIO()
+            Image.fromarray(painted[task.prompt.text]).save(png, "PNG")
+            store.append(task, {}, png.getvalue())
+    return store
+
+
+def test_other_scorer_or_reference_scores_again(
+    store: RunStore, scorers: score_pictures.Scorers, reference: Reference
+) -> None:
+    assert score_run.score_run(store.folder, scorers, reference) == 12
+    assert score_run.score_run(store.folder, scorers, reference) == 0
+    assert (
+        score_run.score_run(store.folder, scorers, reference._replace(label="other scenes")) == 12
+    )
+    newer = dataclasses.replace(scorers, protocol=dataclasses.replace(EMBEDDED, version=99))
+    assert score_run.score_run(store.folder, newer, reference) == 12
+    other = dataclasses.replace(scorers, protocol=dataclasses.replace(EMBEDDED, name="other"))
+    assert score_run.score_run(store.folder, other, reference) == 12
+
+
+def test_only_cells_with_new_images_are_scored_again(
+    store: RunStore,
+    scorers: score_pictures.Scorers,
+    reference: Reference,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    records = read_records(store.folder)
+    monkeypatch.setattr(score_pictures, "read_records", lambda _folder: records[1:])
+    score_run.score_run(store.folder, scorers, reference)
+    monkeypatch.setattr(score_pictures, "read_records", lambda _folder: records)
+    assert score_run.score_run(store.folder, scorers, reference) == 6
+
+
+def test_a_run_without_images_is_not_scored(store: RunStore) -> None:
+    (store.folder / "records.jsonl").write_text("")
+    with pytest.raises(RefusedError, match="no images to score"):
+        RunStore(store.folder)
+
+
+def test_fidelity_without_a_reference_has_a_note(run: Run, scorers: score_pictures.Scorers) -> None:
+    bare = dataclasses.replace(scorers, protocol=dataclasses.replace(EMBEDDED, reference=None))
+    cells = [row for row in _score(run, bare) if row["level"] == "cell"]
+    assert [row.get("fid") for row in cells] == [None, None]
+    assert all("--reference" in row["note"] and row["reference"] is None for row in cells)
+
+
+def test_rewards_fill_their_own_columns(run: Run, scorers: score_pictures.Scorers) -> None:
+    protocol = Protocol("hpsv2", 1, "a stand-in", metrics=("hpsv2",))
+    rows = _score(run, score_pictures.Scorers(protocol, {"hpsv2": scorers.images["clip_score"]}))
+    by_clip = [row for row in _score(run, scorers) if row["level"] == "image"]
+    assert [row["hpsv2"] for row in rows] == [row["clip_score"] for row in by_clip]
+    assert all(row["clip_score"] is None for row in rows)
+
+
+# ---- The tokens
+
+
+@pytest.fixture
+def tiny_copy(tmp_path: Path, tiny_run: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the tiny run, which has no scores yet, and the family that it was decoded with."""
+    model = TinyModel()
+    monkeypatch.setattr(registry, "models", lambda: {"tiny": model})
+    return Path(shutil.copytree(tiny_run, tmp_path / "run"))
+
+
+def of_tokens(folder: Path) -> dict[str, dict[str, Any]]:
+    return {row["record_key"]: row for row in read_scores(folder) if row["level"] == "tokens"}
+
+
+def test_tokens_are_scored_once_and_reach_the_tables(tiny_copy: Path) -> None:
+    events: list[Any] = []
+    assert token_sums.score_tokens(tiny_copy, "cpu", events.append) == 18
+    assert token_sums.score_tokens(tiny_copy, "cpu", events.append) == 0
+    assert [event.done for event in events if isinstance(event, Share)] == [3, 6, 9, 12, 15, 18]
+    assert set(of_tokens(tiny_copy)) == {record["record_key"] for record in read_records(tiny_copy)}
+    summary = write_tables(tiny_copy)["summary"].set_index("cell_id")
+    sampled = summary[summary["parameters"] != "T=0"].filter(like="t1", axis=0)
+    assert (
+        sampled[["distance", "distance_low", "distance_high", "distance_p", "impossible"]]
+        .notna()
+        .all(axis=None)
+    )
+    greedy = summary.filter(like="t0", axis=0)
+    assert (greedy["argmax_mismatch"] == 0).all() and greedy["distance"].isna().all()
+
+
+def test_pictures_without_tokens_are_decoded_again(tiny_copy: Path) -> None:
+    token_sums.score_tokens(tiny_copy, "cpu", lambda _event: None)
+    rows = of_tokens(tiny_copy)
+    (tiny_copy / "scores.jsonl").unlink()
+    records = read_records(tiny_copy)
+    for record in records:
+        with Image.open(tiny_copy / record["image"]) as picture:
+            picture.copy().save(tiny_copy / record["image"])
+    # Tokens that are not those of the record are left out, wherever they come from.
+    forged = png_bytes(torch.zeros(3, 4, 3, dtype=torch.uint8), torch.zeros(12, dtype=torch.int32))
+    (tiny_copy / records[0]["image"]).write_bytes(forged)
+    events: list[Any] = []
+    assert token_sums.score_tokens(tiny_copy, "cpu", events.append) == 17
+    again = of_tokens(tiny_copy)
+    assert again == {key: row for key, row in rows.items() if key != records[0]["record_key"]}
+    assert "leaves out 1 images" in events[-1].text

@@ -1,0 +1,217 @@
+"""Chameleon's vocabulary, sizes and prompts, and what is refused."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+from tokenizers import Tokenizer
+
+from lantern_bench.models.checkpoint_model import Published
+from lantern_bench.models.families.chameleon import Chameleon, Lumina
+from lantern_bench.models.families.word_model import Vocabulary
+from lantern_bench.models.networks.conditions import prompt_condition
+from lantern_bench.models.registry import model_of
+from lantern_bench.utils.errors import RefusedError, UserError
+from tests.helpers import tiny_chameleon as tiny
+
+ANOLE: Any = model_of("anole")
+LUMINA: Any = model_of("lumina-mgpt")
+
+
+def lumina(folder: Path, grid: tuple[int, int]) -> Lumina:
+    return Lumina(
+        "lumina", Published(about="Lumina-mGPT", config={}, vq={}, grid=grid), {"target": folder}
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.write_target(tmp_path_factory.mktemp("chameleon") / "target")
+
+
+def test_codes_are_found_by_name(folder: Path) -> None:
+    codes = tiny.anole(folder).image_words()
+    assert [tiny.vocabulary()[tiny.code_name(code)] for code in range(tiny.CODES)] == list(codes)
+    assert list(codes) != sorted(codes)
+
+
+def test_published_token_numbers() -> None:
+    assert ANOLE.image_words() == tuple(range(4, 8196))
+    assert LUMINA.image_words() == (*range(4, 8196), 8803)
+    prompts = {
+        model.name: model.prompt_tokens("", lambda text: [9000]) for model in (ANOLE, LUMINA)
+    }
+    assert prompts == {
+        "anole-7b": [0, 9000, 8710, 8197],
+        "lumina-mgpt-7b-768": [0, 9000, 8710, 8197, 8828, 8828],
+    }
+    nulls = [
+        model.wording().without_caption(prompts[model.name], model.vocabulary, list)
+        for model in (ANOLE, LUMINA)
+    ]
+    assert nulls == [[0, 8197], [8197, 8828, 8828]]
+    text = LUMINA.wording().template.format(caption="a cat")
+    assert text == "Generate an image of 768x768 according to the following prompt:\na cat"
+
+
+def test_the_published_size_is_seven_billion() -> None:
+    # The number of parameters of transformers' ChameleonForConditionalGeneration, its image encoder left out.
+    parameters = (
+        32 * (4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096 + 4 * 4096) + 2 * 65536 * 4096 + 4096
+    )
+    assert ANOLE.parameters == LUMINA.parameters == parameters
+    assert (ANOLE.tokens, ANOLE.codes, LUMINA.tokens, LUMINA.codes) == (1024, 8192, 2352, 8192)
+    assert (LUMINA.sizes.vocab_size, LUMINA.sizes.line_length, LUMINA.defaults["cfg_scale"]) == (
+        8193,
+        49,
+        3.0,
+    )
+
+
+@pytest.mark.parametrize(
+    ("numbers", "message"),
+    [
+        ({"<s>": 0}, "no image codes"),
+        ({tiny.code_name(0): 4, tiny.code_name(2): 6}, "no image code 1, and others above it"),
+    ],
+)
+def test_vocabulary_without_codes_is_refused(numbers: dict[str, int], message: str) -> None:
+    anole = Chameleon("anole", ANOLE.row)
+    anole.vocabulary = Vocabulary(numbers, "a file", "a Chameleon model")
+    with pytest.raises(UserError, match=message):
+        anole.image_words()
+    with pytest.raises(UserError, match="a file: the vocabulary has no <racm3:break>"):
+        _ = anole.vocabulary["<racm3:break>"]
+
+
+def test_odd_grids_are_refused_in_sized_prompts(folder: Path) -> None:
+    with pytest.raises(
+        UserError, match="grid 3x4: this model's pictures have an even number of each"
+    ):
+        lumina(folder, (3, 4)).wording()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "llama"}, "model_type: is llama"),
+        ({"attention_bias": True}, "attention_bias: is True"),
+        ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope_scaling: is"),
+        ({"num_attention_heads": 0}, "num_attention_heads: 0: must be"),
+        ({"rms_norm_eps": -1}, "rms_norm_eps: -1: must be a number above 0"),
+    ],
+)
+def test_impossible_configs_are_refused(
+    changes: dict[str, object], message: str, folder: Path
+) -> None:
+    anole = tiny.anole(folder)
+    anole.config = tiny.config(**changes)
+    with pytest.raises(UserError) as caught:
+        _ = anole.sizes
+    assert message in caught.value.message
+
+
+def test_newer_config_keys_are_read() -> None:
+    stated = {"rope_parameters": {"rope_theta": 500.0}, "swin_norm": True, "num_key_value_heads": 8}
+    sizes = Chameleon("anole", ANOLE.row._replace(config={**ANOLE.row.config, **stated})).sizes
+    assert (sizes.rope_base, sizes.norm_after, sizes.kv_heads, sizes.dim) == (500.0, True, 8, 4096)
+
+
+def test_captions_become_prompts(folder: Path) -> None:
+    anole = tiny.anole(folder)
+    names = ["<s>", "a", "red", "lantern", "<reserved08706>", "<racm3:break>"]
+    assert anole.prompt_tokens("a red lantern", anole._encode) == [
+        tiny.vocabulary()[name] for name in names
+    ]
+    # "64x96" and ":" are no words of this tokenizer.
+    wide = lumina(folder, (4, 6))
+    text = "Generate an image of <unk> according to the following prompt <unk> red"
+    names = [
+        "<s>",
+        *text.split(),
+        "<reserved08706>",
+        "<racm3:break>",
+        "<reserved08802>",
+        "<reserved08803>",
+    ]
+    assert wide.prompt_tokens("red", wide._encode) == [tiny.vocabulary()[name] for name in names]
+
+
+def test_both_prompts_are_padded_on_the_left() -> None:
+    condition = prompt_condition(
+        [(prompt, [prompt[0], prompt[-1]]) for prompt in ([0, 9, 8, 7], [0, 9, 9, 9, 8, 7])]
+    )
+    assert condition.values.tolist() == [
+        [[1, 1, 0, 9, 8, 7], [1, 1, 1, 1, 0, 7]],
+        [[0, 9, 9, 9, 8, 7], [1, 1, 1, 1, 0, 7]],
+    ]
+    assert condition.valid.sum(-1).tolist() == [[4, 2], [6, 2]]
+    assert bool((condition.valid.int().diff(dim=-1) >= 0).all())
+
+
+def described(folder: Path) -> Any:
+    """The model of a file that names the target's folder."""
+    path = folder.parent / "model.yaml"
+    path.write_text("family: anole\ngrid: [4, 4]\ntarget: {checkpoint: target}\n")
+    return model_of(str(path))
+
+
+def test_empty_and_long_captions_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    anole = described(folder)
+    with pytest.raises(UserError, match="is empty"):
+        anole.check_prompt("  ")
+    monkeypatch.setattr(Chameleon, "longest_prompt", 6)
+    anole.check_prompt("a red lantern")
+    with pytest.raises(UserError, match="its prompt has 7 tokens, and at most 6 are taken"):
+        anole.check_prompt("a red lantern over")
+
+
+def test_a_thousand_captions_parse_the_tokenizer_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = MagicMock(side_effect=Tokenizer.from_file)
+    monkeypatch.setattr("tokenizers.Tokenizer.from_file", read)
+    anole = described(folder)
+    for _ in range(1000):
+        anole.check_prompt("a red lantern")
+    read.assert_called_once()
+
+
+def test_missing_and_broken_tokenizers_are_refused(tmp_path: Path) -> None:
+    folder = tiny.write_target(tmp_path / "target")
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(UserError, match=r"tokenizer\.json: no such file"):
+        tiny.anole(folder)._encode("a cat")
+    (folder / "tokenizer.json").write_text('{"model": ')
+    with pytest.raises(UserError, match=r"tokenizer\.json: cannot be read as a tokenizer"):
+        tiny.anole(folder)._encode("a cat")
+    with pytest.raises(UserError, match=r"tokenizer\.json: cannot be read as a tokenizer"):
+        tiny.anole(folder).image_words()
+
+
+def test_captions_need_the_tokenizers_package(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(RefusedError, match="captions need the package tokenizers"):
+        tiny.anole(folder)._encode("a cat")
+
+
+def test_invented_prompts_depend_on_words_alone() -> None:
+    condition = LUMINA.prompts(None, invented=True).condition
+    red = condition(["a red lantern"])
+    blue = condition(["a blue lantern"])
+    assert red.values.equal(condition(["a red lantern"]).values)
+    assert (red.values == blue.values).flatten().tolist().count(False) == 1
+    assert red.values.max() < 65536
+
+
+def test_listing_and_checking_need_no_torch() -> None:
+    code = "import sys; from lantern_bench.models.registry import model_of; anole = model_of('anole'); anole.codes; "
+    code += "anole.check_prompt('a cat'); import lantern_bench.models.families.lanterns.family; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
