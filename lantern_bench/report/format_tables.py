@@ -29,7 +29,7 @@ FORMATS = {
     **dict.fromkeys(("acceptance_rate", "rate"), ("{:.3f}", "")),
     **dict.fromkeys(("target_forwards", "drafter_forwards"), ("{:.1f}", "")),
     "fid_infinity": ("{:.2f}", ""),
-    "moved_mass": ("{:.4f}", ""),
+    "neighbour_mass": ("{:.4f}", ""),
     **dict.fromkeys(
         ("draft_ms", "target_ms", "verify_ms", "other_ms", "ar_ms", "step_ms"), ("{:.2f}", " ms")
     ),

@@ -36,7 +36,7 @@ _RECORDED = (
     "target_forwards",
     "drafter_forwards",
     "mal_uncut",
-    "moved_mass",
+    "neighbour_mass",
     "peak_memory_bytes",
     "process",
     "disturbed",

@@ -309,7 +309,7 @@ def drafting_mistakes(decoding: Decoding) -> list[Mistake]:
         mistakes.append(
             Mistake("old q kept with a draft", make=_HybridOldQ if is_hybrid else _OldQ)
         )
-    if is_hybrid and decoding.value("share") != 1:
+    if is_hybrid and decoding.value("drafter_weight") != 1:
         mistakes.append(Mistake("verified with the drafter's q", make=DrafterQ))
     if not is_hybrid and coupling == "none":
         mistakes.append(Mistake("draft kept, with the new q", make=_KeptDraft))

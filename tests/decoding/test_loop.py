@@ -48,7 +48,14 @@ WINDOWS: list[dict[str, Any]] = [
     {"mode": "hybrid", "window": 4},
     {"mode": "hybrid", "window": 8, "drafted": 3, "coupling": "gumbel"},
     {"mode": "hybrid", "window": 3, "drafted": 9, "coupling": "none", "rule": "block"},
-    {"mode": "hybrid", "window": 4, "drafted": 1, "share": 1, "temperature": 0.9, "top_k": 2},
+    {
+        "mode": "hybrid",
+        "window": 4,
+        "drafted": 1,
+        "drafter_weight": 1,
+        "temperature": 0.9,
+        "top_k": 2,
+    },
 ]
 LOSSLESS = TREES + [tree | FILTERED for tree in TREES] + WINDOWS
 DRAFTED: dict[str, dict[str, Any]] = {
