@@ -14,7 +14,7 @@ from pathlib import Path
 import pandas as pd
 
 from docs.make_prediction import REFERENCE
-from lantern_bench.methods.tables import RULES
+from lantern_bench.methods.catalog import RULES
 
 PAGE = Path(__file__).with_name("frontier.md")
 DISTANCE = ["distance", "distance_low", "distance_high", "distance_p"]

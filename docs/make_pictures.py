@@ -28,7 +28,7 @@ from PIL import Image, ImageDraw, ImageFont
 from docs.screenshots import photograph
 from experiments.train_lanterns.tasks import held_out_scenes, reconstruct
 from lantern_bench.files import file_sha256
-from lantern_bench.methods.tables import METRICS
+from lantern_bench.methods.catalog import METRICS
 from lantern_bench.models.lanterns.modules import load_tokenizer
 from lantern_bench.report.curves import (
     Tables,

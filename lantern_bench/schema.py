@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from lantern_bench.errors import UserError
-from lantern_bench.methods.metrics import Metric
-from lantern_bench.methods.tables import (
+from lantern_bench.methods.catalog import (
     DRAFTINGS,
     IN_SUMMARY,
     METRICS,
@@ -21,6 +20,7 @@ from lantern_bench.methods.tables import (
     PARAMETERS,
     RULES,
 )
+from lantern_bench.methods.metrics import Metric
 from lantern_bench.text import listed
 
 

@@ -22,7 +22,7 @@ from lantern_bench.clock import settle_garbage
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.console import Console
 from lantern_bench.decoding.loop import decode
-from lantern_bench.methods.trees import STATIC_TREES
+from lantern_bench.methods.static_trees import STATIC_TREES
 from lantern_bench.models.lanterns import GUIDANCE, HELD_OUT, Lanterns
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.models.random_model import random_model_of_size, read_size

@@ -10,7 +10,7 @@ from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.experiment import Cell, ResolvedExperiment
 from lantern_bench.config.plan import Prompt
 from lantern_bench.errors import UserError, did_you_mean
-from lantern_bench.methods.tables import MODES, RULES, raise_if_refused
+from lantern_bench.methods.catalog import MODES, RULES, raise_if_refused
 from lantern_bench.models.registry import model_of
 from lantern_bench.prompts import load_prompts
 

@@ -20,7 +20,7 @@ from lantern_bench.certify.tabular import g_tests, table_images, table_tokens
 from lantern_bench.certify.trials import Trial, audit_trials, certificate_trials, lossless_decodings
 from lantern_bench.clock import OnProgress, now
 from lantern_bench.config.plan import Prompt
-from lantern_bench.decoding.drafting import drafting_of
+from lantern_bench.decoding.drafting.draft_method import drafting_of
 from lantern_bench.decoding.loop import decode
 from lantern_bench.files import write_atomically
 from lantern_bench.models.loaded_model import LoadedModel

@@ -21,7 +21,7 @@ from lantern_bench.cli.options import (
 )
 from lantern_bench.console import Console
 from lantern_bench.errors import RefusedError, UserError
-from lantern_bench.methods.tables import MODES
+from lantern_bench.methods.catalog import MODES
 from lantern_bench.models import hub
 from lantern_bench.models.io.model_file import is_model_file
 from lantern_bench.models.model import Model, class_prompt

@@ -13,8 +13,7 @@ from typer.core import TyperCommand
 
 from lantern_bench.console import FORMATS
 from lantern_bench.errors import UserError, did_you_mean
-from lantern_bench.methods.parameters import Code, load_code
-from lantern_bench.methods.tables import (
+from lantern_bench.methods.catalog import (
     DRAFTINGS,
     MODES,
     OUTSIDE_RULES,
@@ -22,6 +21,7 @@ from lantern_bench.methods.tables import (
     RULES,
     raise_if_refused,
 )
+from lantern_bench.methods.parameters import Code, load_code
 from lantern_bench.runs.store import find_run
 
 if TYPE_CHECKING:

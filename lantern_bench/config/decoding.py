@@ -13,10 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from lantern_bench.config.yaml_source import Location, Problems, load_yaml
 from lantern_bench.errors import UserError, did_you_mean
-from lantern_bench.methods.draftings import Drafting
-from lantern_bench.methods.parameters import SAMPLING
-from lantern_bench.methods.rules import Rule
-from lantern_bench.methods.tables import (
+from lantern_bench.methods.catalog import (
     DRAFTINGS,
     MODES,
     PARAMETERS,
@@ -28,7 +25,10 @@ from lantern_bench.methods.tables import (
     owners_of,
     raise_if_refused,
 )
-from lantern_bench.methods.trees import (
+from lantern_bench.methods.draftings import Drafting
+from lantern_bench.methods.parameters import SAMPLING
+from lantern_bench.methods.rules import Rule
+from lantern_bench.methods.static_trees import (
     MOST_NODES,
     STATIC_TREES,
     Topology,

@@ -30,7 +30,7 @@ from lantern_bench.config.parse_experiment import (
 )
 from lantern_bench.config.yaml_source import Location, Source, read_source
 from lantern_bench.errors import RefusedError, UserError, did_you_mean
-from lantern_bench.methods.tables import MODES, PARAMETERS, RULES, has_parameter, owners_of
+from lantern_bench.methods.catalog import MODES, PARAMETERS, RULES, has_parameter, owners_of
 
 # the decoding values that models suggest, by model
 ModelDefaults: TypeAlias = Mapping[str, Mapping[str, Any]]

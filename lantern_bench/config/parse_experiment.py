@@ -20,8 +20,8 @@ from lantern_bench.config.yaml_source import (
     problems_of,
 )
 from lantern_bench.errors import UserError, did_you_mean
+from lantern_bench.methods.catalog import DRAFTINGS, MODES, PARAMETERS, RULES
 from lantern_bench.methods.parameters import COUNT, NATURAL, Count, Natural
-from lantern_bench.methods.tables import DRAFTINGS, MODES, PARAMETERS, RULES
 
 _SWITCH = "must be true or false"
 _MOST_PARALLEL = 1024  # processes, threads

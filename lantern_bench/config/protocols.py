@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lantern_bench.errors import UserError, did_you_mean
-from lantern_bench.methods.tables import METRICS, OF_IMAGES, REFUSED_METRICS
+from lantern_bench.methods.catalog import METRICS, OF_IMAGES, REFUSED_METRICS
 
 EMBEDDED = "embedded"
 LANTERN_COCO = "lantern-coco"

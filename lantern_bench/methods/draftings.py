@@ -18,7 +18,7 @@ from lantern_bench.methods.parameters import (
     whole_number,
     word,
 )
-from lantern_bench.methods.trees import MOST_NODES, STATIC_TREES
+from lantern_bench.methods.static_trees import MOST_NODES, STATIC_TREES
 
 # of a dynamic tree: each is sorted, and the expanded ones see each other
 _MOST_CANDIDATES = 100_000

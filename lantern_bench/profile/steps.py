@@ -22,7 +22,7 @@ from lantern_bench.clock import (
     synchronize,
 )
 from lantern_bench.config.decoding import Decoding, ParameterError
-from lantern_bench.decoding.drafting import drafting_of
+from lantern_bench.decoding.drafting.draft_method import drafting_of
 from lantern_bench.decoding.loop import decode
 from lantern_bench.decoding.sampling import greedy_probabilities, guide
 from lantern_bench.decoding.step import TreeInputs, tree_scorer
@@ -30,8 +30,8 @@ from lantern_bench.decoding.teacher_forcing import teacher_forced
 from lantern_bench.decoding.trace import ImageTrace
 from lantern_bench.errors import UserError
 from lantern_bench.files import write_atomically
+from lantern_bench.methods.catalog import DRAFTINGS
 from lantern_bench.methods.parameters import Values
-from lantern_bench.methods.tables import DRAFTINGS
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.models.packed_linear import weight_bytes, weight_count
 from lantern_bench.models.random_model import random_model, random_model_of_size, read_size

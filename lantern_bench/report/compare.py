@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from lantern_bench.errors import RefusedError
-from lantern_bench.methods.tables import METRICS, OF_IMAGES, OF_SETS, OF_TOKENS
+from lantern_bench.methods.catalog import METRICS, OF_IMAGES, OF_SETS, OF_TOKENS
 from lantern_bench.report.distance import distance_columns, token_rows
 from lantern_bench.report.records import (
     CellRecords,

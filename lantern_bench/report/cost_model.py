@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from lantern_bench.config.yaml_source import Problems, problems_of, read_source
 from lantern_bench.errors import RefusedError, UserError, did_you_mean
-from lantern_bench.methods.trees import STATIC_TREES, check_topology, topology_name
+from lantern_bench.methods.static_trees import STATIC_TREES, check_topology, topology_name
 from lantern_bench.models.registry import model_of
 from lantern_bench.report.records import CellRecords, Row, join_notes, run_cells
 from lantern_bench.report.reproduction import device_in_words

@@ -15,7 +15,7 @@ import pandas as pd
 
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.files import write_atomically
-from lantern_bench.methods.tables import METRICS, ON_CURVES
+from lantern_bench.methods.catalog import METRICS, ON_CURVES
 from lantern_bench.report.labels import (
     BOUNDS,
     CELL,

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
-from lantern_bench.methods.tables import METRICS, ON_CURVES, PARAMETERS
+from lantern_bench.methods.catalog import METRICS, ON_CURVES, PARAMETERS
 from lantern_bench.report.labels import BOUNDS
 from lantern_bench.report.records import NOTE_SEPARATOR
 from lantern_bench.report.tables import OUTSIDE, SPEEDUPS

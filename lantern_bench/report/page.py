@@ -24,7 +24,7 @@ from lantern_bench import __version__
 from lantern_bench.config.paper import read_paper
 from lantern_bench.errors import UserError
 from lantern_bench.files import write_atomically
-from lantern_bench.methods.tables import METRICS, OF_IMAGES
+from lantern_bench.methods.catalog import METRICS, OF_IMAGES
 from lantern_bench.report import curves
 from lantern_bench.report.curves import SPEEDS, Chart, Styles, Tables, stack_runs
 from lantern_bench.report.format_tables import format_figure, head_of, readable, worth_showing

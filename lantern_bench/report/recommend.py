@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from lantern_bench.errors import RefusedError, UserError
-from lantern_bench.methods.tables import METRICS, PAIRED
+from lantern_bench.methods.catalog import METRICS, PAIRED
 from lantern_bench.report.stats import Interval, settle
 from lantern_bench.report.tables import ENDS, SPEEDUPS, cells_of, frame
 from lantern_bench.runs.records import rows_of

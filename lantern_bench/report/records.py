@@ -13,8 +13,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import pandas as pd
 
+from lantern_bench.methods.catalog import DRAFTINGS, MODES, PARAMETERS, RULES
 from lantern_bench.methods.parameters import SAMPLING
-from lantern_bench.methods.tables import DRAFTINGS, MODES, PARAMETERS, RULES
 from lantern_bench.runs.records import rows_of
 from lantern_bench.runs.store import RunData, read_run, without_records
 from lantern_bench.schema import CELL_COLUMNS

@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 
 from lantern_bench.config.paper import Paper, PaperRow
-from lantern_bench.methods.tables import IN_SUMMARY, METRICS
+from lantern_bench.methods.catalog import IN_SUMMARY, METRICS
 from lantern_bench.report.format_tables import format_figure, head_of
 from lantern_bench.report.labels import parameters
 from lantern_bench.report.records import Row, join_notes

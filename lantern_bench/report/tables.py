@@ -15,7 +15,7 @@ import pandas as pd
 
 from lantern_bench.errors import UserError
 from lantern_bench.files import write_atomically
-from lantern_bench.methods.tables import IN_SUMMARY, METRICS, OF_IMAGES, OF_SETS, OF_TOKENS, PAIRED
+from lantern_bench.methods.catalog import IN_SUMMARY, METRICS, OF_IMAGES, OF_SETS, OF_TOKENS, PAIRED
 from lantern_bench.report.distance import distance_columns, token_rows
 from lantern_bench.report.labels import parameters
 from lantern_bench.report.records import (

@@ -22,11 +22,11 @@ from lantern_bench.clock import now, usable_cores
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.experiment import Cell, ResolvedExperiment
 from lantern_bench.config.parse_experiment import DEVICE, DEVICES, DType, Settings
-from lantern_bench.decoding.compile import Engine, compiler_problem
+from lantern_bench.decoding.engine import Engine, compiler_problem
 from lantern_bench.decoding.neighbours import Space
 from lantern_bench.errors import RefusedError, UserError
 from lantern_bench.files import cache_folder
-from lantern_bench.methods.tables import OUTSIDE_DRAFTINGS, OUTSIDE_RULES
+from lantern_bench.methods.catalog import OUTSIDE_DRAFTINGS, OUTSIDE_RULES
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.models.packed_linear import has_bfloat16, pack_for_decoding
 from lantern_bench.models.random_model import check_free

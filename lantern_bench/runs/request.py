@@ -13,7 +13,7 @@ from lantern_bench.config.parse_experiment import Overrides
 from lantern_bench.config.plan import Plan, Shard, make_plan, parse_shard
 from lantern_bench.config.protocols import EMBEDDED, LANTERN_COCO, Protocol, protocol_of
 from lantern_bench.errors import UserError
-from lantern_bench.methods.tables import missing_drafter
+from lantern_bench.methods.catalog import missing_drafter
 from lantern_bench.models.registry import defaults_of, model_of
 from lantern_bench.prompts import describe_prompts, load_prompts
 from lantern_bench.runs.store import check_folder, done_images, finished_records, run_folder

@@ -17,7 +17,7 @@ from lantern_bench.config.experiment import load_experiment
 from lantern_bench.config.protocols import Protocol, protocol_of
 from lantern_bench.decoding.loop import decode
 from lantern_bench.errors import RefusedError
-from lantern_bench.methods.tables import METRICS, OF_IMAGES, OF_SETS
+from lantern_bench.methods.catalog import METRICS, OF_IMAGES, OF_SETS
 from lantern_bench.metrics.distance import token_sums
 from lantern_bench.metrics.features import (
     Extractor,

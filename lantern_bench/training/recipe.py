@@ -24,7 +24,7 @@ from pydantic import (
 from lantern_bench.config.parse_experiment import DEVICE, DEVICES, DType
 from lantern_bench.config.yaml_source import read_source
 from lantern_bench.errors import UserError, did_you_mean
-from lantern_bench.methods.trees import STATIC_TREES
+from lantern_bench.methods.static_trees import STATIC_TREES
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Device = Annotated[str, Field(pattern=DEVICE, description=DEVICES)]

@@ -25,7 +25,7 @@ from lantern_bench.certify.trials import Trial
 from lantern_bench.certify.whole_image import TESTS
 from lantern_bench.cli.options import resolve_cells
 from lantern_bench.report.tables import frame, write_csv
-from tests.decoding.mistakes import Mistake, mistakes_of
+from tests.helpers.mistakes import Mistake, mistakes_of
 
 FOLDER = Path("results/reference/certify")
 TABLES = 1_048_576

@@ -16,7 +16,7 @@ from lantern_bench.config.plan import Prompt
 from lantern_bench.decoding.protocol import Logits
 from lantern_bench.models.lanterns import HELD_OUT, Lanterns
 from lantern_bench.models.loaded_model import LoadedModel
-from tests.decoding.mistakes import step_mistakes
+from tests.helpers.mistakes import step_mistakes
 from tests.tiny_model import PROMPTS, TinyModel, TinySession, TinyTarget
 
 ALL = [Prompt(text) for text in PROMPTS]

@@ -26,7 +26,7 @@ from lantern_bench.config.plan import Prompt
 from lantern_bench.decoding.sampling import decoding_probabilities
 from lantern_bench.errors import LogitsError
 from lantern_bench.models.loaded_model import LoadedModel
-from tests.decoding.mistakes import rule_mistakes, step_mistakes
+from tests.helpers.mistakes import rule_mistakes, step_mistakes
 from tests.tiny_model import CODES, PROMPTS, TOKENS, TinyModel
 
 ALL = [Prompt(text) for text in PROMPTS]

@@ -12,8 +12,8 @@ import pytest
 from lantern_bench.certify import trials
 from lantern_bench.certify.whole_image import TESTS
 from lantern_bench.cli import main as cli
-from lantern_bench.decoding.acceptance import walk
-from tests.decoding.mistakes import strict_without_residual
+from lantern_bench.decoding.acceptance import verify as walk
+from tests.helpers.mistakes import strict_without_residual
 from tests.tiny_model import TinyModel
 
 pytestmark = pytest.mark.usefixtures("tiny")

@@ -19,7 +19,7 @@ from lantern_bench.cli import main as cli
 from lantern_bench.cli.sweep import show_events
 from lantern_bench.console import Console
 from lantern_bench.errors import RefusedError
-from lantern_bench.methods.tables import DRAFTINGS, MODES
+from lantern_bench.methods.catalog import DRAFTINGS, MODES
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.runs.store import read_manifest, read_records
 from lantern_bench.runs.threads import Calibrated

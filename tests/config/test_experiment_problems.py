@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from lantern_bench.config.experiment import load_experiment
 from lantern_bench.config.parse_experiment import Overrides
 from lantern_bench.errors import UserError
-from lantern_bench.methods.tables import MODES
+from lantern_bench.methods.catalog import MODES
 
 ALL_MODES = ", ".join(MODES)
 MODELS: dict[str, dict[str, Any]] = {"lanterns": {"cfg_scale": 3.0, "tree": "small-7"}}

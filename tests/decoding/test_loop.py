@@ -14,8 +14,8 @@ from lantern_bench.certify.tabular import TabularModel
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.loop import Decoded, decode
 from lantern_bench.decoding.sampling import decoding_probabilities, guide
-from tests.decoding.mistakes import Mistake, strict_without_residual
 from tests.decoding.test_engine import Small, decoded
+from tests.helpers.mistakes import Mistake, strict_without_residual
 
 VOCABULARY = 3
 LENGTH = 5

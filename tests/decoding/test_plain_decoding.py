@@ -12,7 +12,7 @@ from experiments.bench.plain_network import PlainDrafter, PlainTarget
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.loop import decode
 from lantern_bench.decoding.tree import StaticTree
-from lantern_bench.methods.trees import STATIC_TREES
+from lantern_bench.methods.static_trees import STATIC_TREES
 from lantern_bench.models.lanterns import GUIDANCE, HELD_OUT, Lanterns
 from lantern_bench.models.loaded_model import LoadedModel
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lantern_bench import stopping
 from lantern_bench.config.decoding import Decoding
-from lantern_bench.decoding.compile import Engine
+from lantern_bench.decoding.engine import Engine
 from lantern_bench.decoding.image_state import ImageState
 from lantern_bench.errors import LogitsError
 from tests.decoding.test_engine import CELLS, VOCABULARY, Small, decoded, same

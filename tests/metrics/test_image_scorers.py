@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from experiments.train_lanterns.tasks import held_out_scenes
 from lantern_bench.config.protocols import PROTOCOLS
 from lantern_bench.errors import LanternError, RefusedError, UserError
-from lantern_bench.methods.tables import METRICS
+from lantern_bench.methods.catalog import METRICS
 from lantern_bench.metrics import image_scorers
 
 CONFIG = {

@@ -11,7 +11,7 @@ from lantern_bench.decoding.tree import StaticTree
 from lantern_bench.models.target import Condition, TransformerTarget, WordCaption, prefix_mask
 from lantern_bench.models.transformer import KVCache, attend_cached
 from lantern_bench.models.transformer_config import TransformerConfig
-from tests.decoding.test_golden_shapes import leaf_paths
+from tests.decoding.drafting.test_golden_shapes import leaf_paths
 
 TREE = StaticTree.of([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 1, 0)])
 BATCH = 3

@@ -22,7 +22,7 @@ from lantern_bench.decoding.sampling import guide, probabilities
 from lantern_bench.models.eagle import EagleDrafter, load_drafter
 from lantern_bench.models.target import CaptionFeatures, Condition, TransformerTarget
 from lantern_bench.models.transformer_config import TransformerConfig
-from tests.decoding.rules import parents_of
+from tests.helpers.rules import parents_of
 from tests.models.golden_models import GOLDEN, SIDES, TREES
 
 INFO = json.loads((GOLDEN / "eagle_drafter" / "drafter_info.json").read_text())

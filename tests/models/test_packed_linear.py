@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from lantern_bench.config.decoding import Decoding
-from lantern_bench.decoding.compile import Engine
+from lantern_bench.decoding.engine import Engine
 from lantern_bench.models import packed_linear
 from lantern_bench.models.packed_linear import (
     PackedLinear,

@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 from lantern_bench.errors import RefusedError
-from lantern_bench.methods.tables import METRICS
+from lantern_bench.methods.catalog import METRICS
 from lantern_bench.report.compare import (
     BETTER,
     EQUIVALENT,

@@ -10,7 +10,7 @@ import yaml
 
 from lantern_bench.decoding.tree import StaticTree
 from lantern_bench.errors import RefusedError, UserError
-from lantern_bench.methods.trees import STATIC_TREES
+from lantern_bench.methods.static_trees import STATIC_TREES
 from lantern_bench.models.registry import model_of, models
 from lantern_bench.models.transformer_config import TransformerConfig
 from lantern_bench.report.cost_model import (

@@ -15,7 +15,7 @@ import torchvision
 
 from lantern_bench.cli import main as cli
 from lantern_bench.clock import Usage
-from lantern_bench.decoding import compile as compiling
+from lantern_bench.decoding import engine as compiling
 from lantern_bench.runs import doctor
 from lantern_bench.runs.doctor import Finding
 

@@ -22,8 +22,8 @@ from lantern_bench.config.parse_experiment import Overrides
 from lantern_bench.config.plan import Plan, Prompt, make_plan
 from lantern_bench.decoding.trace import ImageTrace
 from lantern_bench.errors import RefusedError, UserError
+from lantern_bench.methods.catalog import PARAMETERS
 from lantern_bench.methods.parameters import SAMPLING
-from lantern_bench.methods.tables import PARAMETERS
 from lantern_bench.runs import runner
 from lantern_bench.runs.devices import Compute, choose_compute, key_fields
 from lantern_bench.runs.events import ImageDone

@@ -24,7 +24,7 @@ from lantern_bench.config.experiment import load_experiment
 from lantern_bench.config.plan import Prompt, make_plan
 from lantern_bench.config.protocols import PROTOCOLS, Protocol
 from lantern_bench.errors import RefusedError
-from lantern_bench.methods.tables import METRICS
+from lantern_bench.methods.catalog import METRICS
 from lantern_bench.metrics import features, image_scorers
 from lantern_bench.metrics.features import Reference, read_picture
 from lantern_bench.models import registry

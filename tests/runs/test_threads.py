@@ -13,7 +13,7 @@ import torch
 
 from lantern_bench import clock
 from lantern_bench.config.decoding import Decoding
-from lantern_bench.decoding.compile import Engine
+from lantern_bench.decoding.engine import Engine
 from lantern_bench.models.random_model import random_model_of_size, read_size
 from lantern_bench.runs import threads
 from lantern_bench.runs.threads import (

@@ -24,7 +24,7 @@ from lantern_bench.cli.main import app
 from lantern_bench.config.experiment import load_experiment, shipped_experiments
 from lantern_bench.config.parse_experiment import Settings
 from lantern_bench.errors import LanternError
-from lantern_bench.methods.tables import MODES, PARAMETERS, RULES, has_parameter
+from lantern_bench.methods.catalog import MODES, PARAMETERS, RULES, has_parameter
 from lantern_bench.models.io.model_file import read_model_file
 from lantern_bench.prompts import SUFFIXES, load_prompts
 from lantern_bench.runs.store import done_images, read_records, read_scores

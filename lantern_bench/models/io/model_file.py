@@ -30,7 +30,7 @@ from lantern_bench.config.yaml_source import (
     show,
 )
 from lantern_bench.errors import UserError, did_you_mean
-from lantern_bench.methods.tables import PARAMETERS
+from lantern_bench.methods.catalog import PARAMETERS
 
 
 def _relative(value: object, info: ValidationInfo[Path]) -> Path:

@@ -12,9 +12,9 @@ import torch
 
 from lantern_bench.certify.tabular import TabularModel
 from lantern_bench.config.decoding import Decoding
-from tests.decoding.mistakes import drafting_mistakes
 from tests.decoding.test_engine import Small, decoded
 from tests.decoding.test_loop import LENGTH, VOCABULARY, g_test, images_of, named
+from tests.helpers.mistakes import drafting_mistakes
 
 WINDOW = 4
 

@@ -27,13 +27,18 @@ from lantern_bench.decoding.acceptance.rule import (
     TreeRule,
 )
 from lantern_bench.decoding.acceptance.traversal import accept_traversal
-from lantern_bench.decoding.acceptance.walk import Verdict, verify
-from lantern_bench.decoding.drafting import drafting_of
-from lantern_bench.decoding.drafting.draft_method import Drafted, DraftInputs, DraftMethod, LastStep
+from lantern_bench.decoding.acceptance.verify import Verdict, verify
+from lantern_bench.decoding.drafting.draft_method import (
+    Drafted,
+    DraftInputs,
+    DraftMethod,
+    LastStep,
+    drafting_of,
+)
 from lantern_bench.decoding.drafting.jacobi import HybridDrafting, JacobiDrafting
 from lantern_bench.decoding.protocol import DecodableModel, Target
 from lantern_bench.decoding.sampling import Draws, decoding_probabilities, guide, probabilities
-from lantern_bench.methods.tables import RULES
+from lantern_bench.methods.catalog import RULES
 from lantern_bench.models.transformer import KVCache
 
 
