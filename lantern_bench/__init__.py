@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lantern_bench.api import (
-        DecodedImage,
         Run,
         compare,
         curves,
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
         sweep,
         write_report,
     )
+    from lantern_bench.sweep.events import DecodedImage
 
 __all__ = [
     "DecodedImage",

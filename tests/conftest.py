@@ -105,15 +105,16 @@ def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def published_forms(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The example package `published_forms`, installed: SCD and SJD-PAC as their authors coded them."""
-    from lantern_bench.methods import tables
+    from lantern_bench.methods import catalog
+    from lantern_bench.methods.modes import Mode
 
     monkeypatch.syspath_prepend(str(Path(__file__).parent / "examples" / "published_forms"))
     package = importlib.import_module("published_forms")
     for row in (package.SCD, package.SJD_PAC):
-        monkeypatch.setitem(tables.DRAFTINGS, row.name, row)
+        monkeypatch.setitem(catalog.DRAFTINGS, row.name, row)
         monkeypatch.setitem(
-            tables.MODES,
+            catalog.MODES,
             row.name,
-            tables.Mode(name=row.name, drafting=row.name, rule="strict", label=row.legend),
+            Mode(name=row.name, drafting=row.name, rule="strict", label=row.legend),
         )
     return importlib.import_module("published_forms.draftings")

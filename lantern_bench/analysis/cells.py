@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from lantern_bench.methods.catalog import DRAFTINGS, MODES, PARAMETERS, RULES
 from lantern_bench.methods.parameters import SAMPLING
-from lantern_bench.methods.tables import DRAFTINGS, MODES, PARAMETERS, RULES
 from lantern_bench.storage.records import rows_of
 from lantern_bench.storage.run_directory import RunData
 from lantern_bench.storage.schema import CELL_COLUMNS, Row
@@ -32,7 +32,7 @@ _RECORDED = (
     "target_forwards",
     "drafter_forwards",
     "mal_uncut",
-    "moved_mass",
+    "neighbour_mass",
     "peak_memory_bytes",
     "process",
     "disturbed",

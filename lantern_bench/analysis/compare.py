@@ -26,7 +26,7 @@ from lantern_bench.analysis.statistics import (
     timing,
 )
 from lantern_bench.analysis.token_distance import distance_columns, token_rows
-from lantern_bench.methods.tables import METRICS, OF_IMAGES, OF_SETS, OF_TOKENS
+from lantern_bench.methods.catalog import METRICS, OF_IMAGES, OF_SETS, OF_TOKENS
 from lantern_bench.storage.run_directory import RunData
 from lantern_bench.storage.schema import ENDS, frame
 from lantern_bench.utils.errors import RefusedError

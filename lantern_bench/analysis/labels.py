@@ -7,8 +7,8 @@ from typing import Any, TypeAlias
 
 import pandas as pd
 
+from lantern_bench.methods.catalog import METHOD_PARAMETERS, MODES, PARAMETERS, RULES
 from lantern_bench.methods.parameters import SAMPLING
-from lantern_bench.methods.tables import METHOD_PARAMETERS, MODES, PARAMETERS, RULES
 
 CELL = ["run", "model", "cell_id"]
 CellKey: TypeAlias = tuple[str, str, str]  # the values of these columns

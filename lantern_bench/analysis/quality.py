@@ -21,7 +21,7 @@ from lantern_bench.analysis.statistics import (
     detectable,
     sums_per_prompt,
 )
-from lantern_bench.methods.tables import METRICS, OF_IMAGES, OF_SETS, PAIRED
+from lantern_bench.methods.catalog import METRICS, OF_IMAGES, OF_SETS, PAIRED
 from lantern_bench.storage.schema import (
     ENDS,
     Row,
@@ -64,10 +64,10 @@ def quality_rows(
     cell: CellRecords, cells: Sequence[CellRecords], protocols: Mapping[str, Scores], of_tokens: Row
 ) -> Sequence[Row]:
     """Return the cell's rows of `quality.csv`, one a protocol, or one alone; each has the figures `of_tokens`."""
-    measured = cell.images[["moved_mass", "accepted"]].dropna()
+    measured = cell.images[["neighbour_mass", "accepted"]].dropna()
     accepted = measured["accepted"].sum()
-    moved_mass = sum(measured["moved_mass"]) / accepted if accepted else None
-    common = {**cell.columns, "failed": cell.failed, "moved_mass": moved_mass}
+    neighbour_mass = sum(measured["neighbour_mass"]) / accepted if accepted else None
+    common = {**cell.columns, "failed": cell.failed, "neighbour_mass": neighbour_mass}
     base = baseline_of(cell, cells)
     rows = []
     for protocol, scores in protocols.items():

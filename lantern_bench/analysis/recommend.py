@@ -15,7 +15,7 @@ import pandas as pd
 from lantern_bench.analysis.speed import SPEEDUPS
 from lantern_bench.analysis.statistics import Interval, settle
 from lantern_bench.analysis.tables import cells_of
-from lantern_bench.methods.tables import METRICS, PAIRED
+from lantern_bench.methods.catalog import METRICS, PAIRED
 from lantern_bench.storage.records import rows_of
 from lantern_bench.storage.schema import ENDS, frame
 from lantern_bench.utils.errors import RefusedError, UserError

@@ -22,7 +22,7 @@ from lantern_bench.analysis.labels import parameters
 from lantern_bench.analysis.quality import quality_rows, sort_scores
 from lantern_bench.analysis.speed import acceptance_rows, speed_row
 from lantern_bench.analysis.token_distance import distance_columns, token_rows
-from lantern_bench.methods.tables import IN_SUMMARY, OF_TOKENS
+from lantern_bench.methods.catalog import IN_SUMMARY, OF_TOKENS
 from lantern_bench.storage.records import rows_of
 from lantern_bench.storage.run_directory import RunData, load_runs
 from lantern_bench.storage.schema import (

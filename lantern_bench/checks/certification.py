@@ -18,7 +18,7 @@ from lantern_bench.checks import certificate_rows, image_tests
 from lantern_bench.checks.claims import CertificationPlan
 from lantern_bench.checks.tabular_model import g_tests, table_images, table_tokens
 from lantern_bench.checks.trials import Trial, audit_trials, certificate_trials, lossless_decodings
-from lantern_bench.decoding.drafting import drafting_of
+from lantern_bench.decoding.drafting.draft_method import drafting_of
 from lantern_bench.decoding.loop import decode
 from lantern_bench.devices.compute import Compute, choose_compute
 from lantern_bench.devices.machine import package_versions

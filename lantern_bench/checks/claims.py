@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.experiment import Cell, ResolvedExperiment
-from lantern_bench.methods.tables import MODES, RULES, raise_if_refused
+from lantern_bench.methods.catalog import MODES, RULES, raise_if_refused
 from lantern_bench.models.registry import model_of
 from lantern_bench.prompts.prompt import Prompt
 from lantern_bench.prompts.sets import load_prompts

@@ -25,7 +25,7 @@ from lantern_bench.utils.text import one_line
 if TYPE_CHECKING:
     import torch
 
-    from lantern_bench.decoding.compile import Engine
+    from lantern_bench.decoding.engine import Engine
     from lantern_bench.decoding.loop import Decoded
     from lantern_bench.models.loaded_model import LoadedModel
 
@@ -268,7 +268,7 @@ def _device(device: str) -> Iterator[Finding]:
 
 
 def _compiler(device: torch.device) -> Iterator[Finding]:
-    from lantern_bench.decoding.compile import compiler_problem
+    from lantern_bench.decoding.engine import compiler_problem
     from lantern_bench.models.networks.packed_linear import build_kernels
 
     start = now()
@@ -311,7 +311,7 @@ def _decode(device: torch.device, dtype: str) -> Iterator[Finding]:
     """Decode a small image of a random model eagerly, compiled, and on CUDA as graphs."""
     import torch
 
-    from lantern_bench.decoding.compile import Engine, compiler_problem
+    from lantern_bench.decoding.engine import Engine, compiler_problem
     from lantern_bench.models.networks.packed_linear import pack_for_decoding
     from lantern_bench.models.random_model import random_model_of_size, read_size
 

@@ -20,8 +20,8 @@ from torch import Tensor
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.plan import record_seed
 from lantern_bench.decoding.acceptance.rule import AcceptanceRule
-from lantern_bench.decoding.compile import Engine
 from lantern_bench.decoding.drafting.draft_method import DraftMethod
+from lantern_bench.decoding.engine import Engine
 from lantern_bench.decoding.loop import decode
 from lantern_bench.decoding.protocol import (
     DrafterLogits,

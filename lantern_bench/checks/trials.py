@@ -17,16 +17,16 @@ from lantern_bench.decoding.acceptance.children import Acceptance, Children, acc
 from lantern_bench.decoding.acceptance.rule import AcceptanceRule, TreeRule
 from lantern_bench.decoding.drafting.draft_method import DraftMethod
 from lantern_bench.decoding.protocol import Target
-from lantern_bench.methods.draftings import Drafting
-from lantern_bench.methods.rules import Rule
-from lantern_bench.methods.tables import (
+from lantern_bench.methods.catalog import (
     DRAFTINGS,
     RULES,
     can_decide,
     defaults_for,
     fresh_drafts_problem,
 )
-from lantern_bench.methods.trees import STATIC_TREES, check_topology, is_chain
+from lantern_bench.methods.draftings import Drafting
+from lantern_bench.methods.rules import Rule
+from lantern_bench.methods.static_trees import STATIC_TREES, check_topology, is_chain
 
 TABLE_IMAGES = 16_384
 """Images of the tables in each trial of a certificate; of wide windows, whose images are longer, a quarter."""

@@ -17,7 +17,7 @@ from lantern_bench.cli.options import (
     with_flags,
 )
 from lantern_bench.devices.threads import set_threads
-from lantern_bench.methods.tables import MODES
+from lantern_bench.methods.catalog import MODES
 from lantern_bench.models.registry import model_of
 from lantern_bench.prompts.prompt import class_prompt
 from lantern_bench.sweep.request import check_drafters

@@ -9,11 +9,8 @@ import typer
 from typer.core import TyperCommand
 
 from lantern_bench.cli.console import FORMATS
+from lantern_bench.methods.catalog import MODES, PARAMETERS
 from lantern_bench.methods.parameters import Code, load_code
-from lantern_bench.methods.tables import (
-    MODES,
-    PARAMETERS,
-)
 
 # ---- Help and completion, by the name of a flag or argument
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 import typer
 
 from lantern_bench.cli.console import FORMATS
-from lantern_bench.methods.tables import (
+from lantern_bench.methods.catalog import (
     DRAFTINGS,
     MODES,
     OUTSIDE_RULES,

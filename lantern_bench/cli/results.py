@@ -227,7 +227,7 @@ def report(
     console: Console = ctx.obj
     path = out or _of_only_run(runs) / "report.html"
 
-    from lantern_bench.report.page import write_report
+    from lantern_bench.api import write_report
 
     write_report(runs, path)
     console.say(f"{path.stat().st_size / 1e6:.1f} MB; open it in a browser")

@@ -75,7 +75,7 @@ def drafter(
 
 
 def _run(job: DrafterJob, min_mal: float | None, console: Console, format: str | None) -> None:
-    from lantern_bench.decoding.compile import compiler_problem
+    from lantern_bench.decoding.engine import compiler_problem
     from lantern_bench.devices.compute import choose_compute
     from lantern_bench.models.registry import model_of
     from lantern_bench.training.train_drafter import train_drafter

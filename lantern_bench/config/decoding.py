@@ -11,10 +11,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from lantern_bench.methods.draftings import Drafting
-from lantern_bench.methods.parameters import SAMPLING
-from lantern_bench.methods.rules import Rule
-from lantern_bench.methods.tables import (
+from lantern_bench.methods.catalog import (
     DRAFTINGS,
     MODES,
     PARAMETERS,
@@ -26,7 +23,10 @@ from lantern_bench.methods.tables import (
     owners_of,
     raise_if_refused,
 )
-from lantern_bench.methods.trees import (
+from lantern_bench.methods.draftings import Drafting
+from lantern_bench.methods.parameters import SAMPLING
+from lantern_bench.methods.rules import Rule
+from lantern_bench.methods.static_trees import (
     MOST_NODES,
     STATIC_TREES,
     Topology,

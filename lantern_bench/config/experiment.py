@@ -22,7 +22,7 @@ from lantern_bench.config.decoding import (
 )
 from lantern_bench.config.experiment_file import CellEntry, ExperimentReader, Layer, Stated
 from lantern_bench.config.settings import Overrides, Settings
-from lantern_bench.methods.tables import MODES, PARAMETERS, RULES, has_parameter, owners_of
+from lantern_bench.methods.catalog import MODES, PARAMETERS, RULES, has_parameter, owners_of
 from lantern_bench.utils.errors import RefusedError, UserError
 from lantern_bench.utils.text import did_you_mean
 from lantern_bench.utils.yaml_file import Location, Source, read_source

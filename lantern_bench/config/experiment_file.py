@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from lantern_bench.config.decoding import read_values
 from lantern_bench.config.paper import read_paper
 from lantern_bench.config.settings import ALLOWED, Overrides, Settings
-from lantern_bench.methods.tables import DRAFTINGS, MODES, PARAMETERS, RULES
+from lantern_bench.methods.catalog import DRAFTINGS, MODES, PARAMETERS, RULES
 from lantern_bench.utils.text import did_you_mean
 from lantern_bench.utils.yaml_file import (
     KeyPath,

@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from lantern_bench.methods.tables import METRICS, PARAMETERS
+from lantern_bench.methods.catalog import METRICS, PARAMETERS
 
 FIGURES = ("speedup", "step_compression", "mean_accepted_length", *METRICS)
 """The figures of a published table, by the names of our columns."""

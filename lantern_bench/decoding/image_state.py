@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lantern_bench.decoding.acceptance.walk import Verdict
+from lantern_bench.decoding.acceptance.verify import Verdict
 from lantern_bench.decoding.trace import ImageTrace, StepRecord, image_trace
 
 FINITE = 0

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.acceptance.rule import AcceptanceRule, rule_of
-from lantern_bench.decoding.compile import Engine, take_inputs, tensors_of
 from lantern_bench.decoding.drafting.draft_method import DraftMethod
+from lantern_bench.decoding.engine import Engine, tensors_of
 from lantern_bench.decoding.image_state import DRAFTER, FirstTokens
+from lantern_bench.decoding.programs import touch_while_tracing
 from lantern_bench.decoding.protocol import (
     DecodableModel,
     Drafter,
@@ -37,7 +38,7 @@ from lantern_bench.decoding.sampling import (
 )
 from lantern_bench.decoding.step import SpeculativeStep, sampling_key
 from lantern_bench.decoding.trace import ImageTrace, StepRecord, image_trace
-from lantern_bench.methods.tables import missing_drafter
+from lantern_bench.methods.catalog import missing_drafter
 from lantern_bench.utils import signals
 from lantern_bench.utils.clock import Phases
 from lantern_bench.utils.errors import LogitsError
@@ -328,7 +329,7 @@ class _PlainSteps:
 
     def step(self, noise: Tensor) -> Tensor:
         """Append a token to each image and return the guided logits [B, V] it was drawn from."""
-        take_inputs(self._inputs)
+        touch_while_tracing(self._inputs)
         scored = self.session.score(self._token, self._depth, self._itself)
         self.session.commit(self._depth, self._count)
         logits = guide(scored.cond, scored.uncond, self._decoding.cfg_scale)[:, 0]

@@ -1,7 +1,7 @@
 """One step of speculative decoding, as three programs: draft a tree, score it, verify it and commit what is accepted.
 
 Everything that changes from step to step is in tensors at fixed addresses, which the programs write (`ImageState`). So
-the host only calls them, draws the noise and reads how far the images are. `compile.py` says how programs run.
+the host only calls them, draws the noise and reads how far the images are. `engine.py` says how programs run.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ from torch import Tensor
 
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.acceptance.rule import AcceptanceRule
-from lantern_bench.decoding.acceptance.walk import Verdict, verify_greedy
-from lantern_bench.decoding.compile import Engine, take_inputs, tensors_of
-from lantern_bench.decoding.drafting import drafting_of
+from lantern_bench.decoding.acceptance.verify import Verdict, verify_greedy
 from lantern_bench.decoding.drafting.draft_method import (
     Drafted,
     DraftInputs,
     DraftMethod,
     LastStep,
     Proposer,
+    drafting_of,
 )
+from lantern_bench.decoding.engine import Engine, tensors_of
 from lantern_bench.decoding.image_state import FirstTokens, ImageState
+from lantern_bench.decoding.programs import touch_while_tracing
 from lantern_bench.decoding.protocol import Drafter, Logits, Target, TargetSession
 from lantern_bench.decoding.sampling import (
     Draws,
@@ -37,7 +38,7 @@ from lantern_bench.decoding.sampling import (
     uniform,
 )
 from lantern_bench.decoding.tree import DraftTree
-from lantern_bench.methods.tables import RULES, tensor_parameters
+from lantern_bench.methods.catalog import RULES, tensor_parameters
 
 # The keys that drafting does not depend on.
 _ACCEPTANCE = {"mode", "rule", *(key for rule in RULES.values() for key in rule.parameter_names)}
@@ -86,7 +87,7 @@ class TreeScorer:
 
     def score(self, tree: TreeInputs) -> TreeScores:
         """Score the nodes of a tree behind the committed tokens."""
-        take_inputs(self._inputs)
+        touch_while_tracing(self._inputs)
         if self._cfg_scale == 1:
             answer = self.session.score(tree.tokens, tree.depths, tree.attention)
             return TreeScores(logits=guide(answer.cond, None, 1.0), features=answer.features)
@@ -224,7 +225,7 @@ class SpeculativeStep:
 
     def _draft(self, noise: Tensor) -> tuple[Drafted, TreeInputs]:
         """Show the drafter what was committed, and draft below it."""
-        take_inputs(self._inputs)
+        touch_while_tracing(self._inputs)
         images = self.images
         proposer = None
         if self.drafter_session is not None:

@@ -12,7 +12,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from lantern_bench.methods.trees import check_topology
+from lantern_bench.methods.static_trees import check_topology
 
 _Lists: TypeAlias = Sequence[Sequence[int]]
 

@@ -6,6 +6,7 @@ docs/adding-a-metric.md).
 
 from lantern_bench.methods.draftings import Drafting as Drafting
 from lantern_bench.methods.metrics import Metric as Metric
+from lantern_bench.methods.modes import Mode as Mode
 from lantern_bench.methods.parameters import Kind as Kind
 from lantern_bench.methods.parameters import Parameter as Parameter
 from lantern_bench.methods.parameters import number as number
@@ -15,4 +16,3 @@ from lantern_bench.methods.rules import Rule as Rule
 from lantern_bench.methods.rules import neighbour_rule as neighbour_rule
 from lantern_bench.methods.rules import probability_rule as probability_rule
 from lantern_bench.methods.rules import tree_rule as tree_rule
-from lantern_bench.methods.tables import Mode as Mode

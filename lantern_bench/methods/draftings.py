@@ -18,7 +18,7 @@ from lantern_bench.methods.parameters import (
     whole_number,
     word,
 )
-from lantern_bench.methods.trees import MOST_NODES, STATIC_TREES
+from lantern_bench.methods.static_trees import MOST_NODES, STATIC_TREES
 
 # of a dynamic tree: each is sorted, and the expanded ones see each other
 _MOST_CANDIDATES = 100_000
@@ -107,8 +107,10 @@ def _jacobi_label(values: Values) -> str:
 def _hybrid_label(values: Values) -> str:
     """Return `w16d2-row-maximal`: a window of 16, for whose first 2 positions the drafter is asked."""
     window, *words = _jacobi_label(values).split("-")
-    share = [] if values["share"] == 0.5 else [f"share{values['share']:g}"]
-    return "-".join([f"{window}d{values['drafted']}", *share, *words])
+    weight = values["drafter_weight"]
+    if weight != 0.5:
+        words.insert(0, f"drafter{weight:g}")
+    return "-".join([f"{window}d{values['drafted']}", *words])
 
 
 def _pac_nodes(values: Values) -> int:
@@ -162,10 +164,10 @@ BRANCHING = structure(
 DRAFTED = structure(
     "drafted", _SIZE, "At how many first places of a hybrid window the drafter is asked.", rare=True
 )
-SHARE = structure(
-    "share",
+DRAFTER_WEIGHT = structure(
+    "drafter_weight",
     FROM_0_TO_1,
-    "Share of the drafter's distribution in those that the first places of a hybrid window draft from.",
+    "Weight of the drafter's distribution in the mixture that the first places of a hybrid window are drawn from.",
     default=0.5,
     rare=True,
 )
@@ -212,7 +214,7 @@ SHIPPED_DRAFTINGS = (
         "hybrid",
         make="lantern_bench.decoding.drafting.jacobi:HybridDrafting",
         about="Jacobi drafts, the first with a drafter",
-        parameters=(WINDOW, INITIAL, COUPLING, DRAFTED, SHARE),
+        parameters=(WINDOW, INITIAL, COUPLING, DRAFTED, DRAFTER_WEIGHT),
         defaults={"window": 16, "initial": "row", "coupling": "maximal", "drafted": 2},
         small={"window": 4, "drafted": 2},
         chain=True,

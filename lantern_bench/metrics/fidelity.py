@@ -16,7 +16,7 @@ from scipy import stats
 from torch import Tensor
 from torch_fidelity import metric_kid
 
-from lantern_bench.methods.tables import METRICS, OF_SETS
+from lantern_bench.methods.catalog import METRICS, OF_SETS
 from lantern_bench.metrics.extractors import Extractor, FeatureSet
 from lantern_bench.utils.text import listed
 

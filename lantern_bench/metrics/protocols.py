@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lantern_bench.methods.tables import METRICS, OF_IMAGES, REFUSED_METRICS
+from lantern_bench.methods.catalog import METRICS, OF_IMAGES, REFUSED_METRICS
 from lantern_bench.models.registry import model_of
 from lantern_bench.utils.errors import UserError
 from lantern_bench.utils.text import did_you_mean

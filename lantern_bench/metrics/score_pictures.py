@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lantern_bench.methods.tables import METRICS, OF_IMAGES, OF_SETS
+from lantern_bench.methods.catalog import METRICS, OF_IMAGES, OF_SETS
 from lantern_bench.metrics.extractors import (
     Extractor,
     FeatureSet,

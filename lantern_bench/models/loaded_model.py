@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lantern_bench.decoding.compile import Engine
+from lantern_bench.decoding.engine import Engine
 from lantern_bench.decoding.neighbours import Space, in_space, nearest_codes
 from lantern_bench.decoding.protocol import Drafter, PixelDecoder, Target
 from lantern_bench.methods.parameters import NeighbourMetric

@@ -21,7 +21,7 @@ from pydantic import (
 )
 
 from lantern_bench.config.decoding import read_values
-from lantern_bench.methods.tables import PARAMETERS
+from lantern_bench.methods.catalog import PARAMETERS
 from lantern_bench.utils.errors import UserError
 from lantern_bench.utils.text import did_you_mean
 from lantern_bench.utils.yaml_file import Location, Problems, Source, problems_of, read_source, show

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import pandas as pd
 
-from lantern_bench.methods.trees import STATIC_TREES
+from lantern_bench.methods.static_trees import STATIC_TREES
 from lantern_bench.profile.device_specs import Device
 from lantern_bench.storage.schema import Row
 from lantern_bench.utils.errors import RefusedError

@@ -14,7 +14,7 @@ import yaml
 from torch import Tensor
 
 from lantern_bench.config.decoding import Decoding, ParameterError
-from lantern_bench.decoding.drafting import drafting_of
+from lantern_bench.decoding.drafting.draft_method import drafting_of
 from lantern_bench.decoding.loop import decode
 from lantern_bench.decoding.sampling import greedy_probabilities, guide
 from lantern_bench.decoding.step import TreeInputs, tree_scorer
@@ -28,8 +28,8 @@ from lantern_bench.devices.machine import (
     reset_peak_memory,
 )
 from lantern_bench.devices.names import device_in_words
+from lantern_bench.methods.catalog import DRAFTINGS
 from lantern_bench.methods.parameters import Values
-from lantern_bench.methods.tables import DRAFTINGS
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.models.networks.packed_linear import weight_bytes, weight_count
 from lantern_bench.models.networks.target import TransformerTarget

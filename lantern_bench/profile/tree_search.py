@@ -13,10 +13,10 @@ import numpy as np
 import yaml
 
 from lantern_bench.config.decoding import Decoding, ParameterError
-from lantern_bench.decoding.drafting import drafting_of
+from lantern_bench.decoding.drafting.draft_method import drafting_of
 from lantern_bench.decoding.trace import ImageTrace
-from lantern_bench.methods.tables import DRAFTINGS, MODES, PARAMETERS, RULES
-from lantern_bench.methods.trees import Path, Topology, check_topology
+from lantern_bench.methods.catalog import DRAFTINGS, MODES, PARAMETERS, RULES
+from lantern_bench.methods.static_trees import Path, Topology, check_topology
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.profile.step_costs import StepCost, forward_ms, step_costs, with_drafting
 from lantern_bench.utils.errors import UserError

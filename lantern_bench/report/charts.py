@@ -16,7 +16,7 @@ from lantern_bench.analysis.labels import BOUNDS, CELL, FAMILY, CellKey, labels
 from lantern_bench.analysis.speed import SPEEDUPS
 from lantern_bench.analysis.statistics import proportion
 from lantern_bench.analysis.tables import cells_of, tables_of
-from lantern_bench.methods.tables import METRICS, ON_CURVES
+from lantern_bench.methods.catalog import METRICS, ON_CURVES
 from lantern_bench.report.styles import Style, styles
 from lantern_bench.storage.run_directory import RunData
 from lantern_bench.storage.schema import ENDS, columns, frame

@@ -14,7 +14,7 @@ from lantern_bench.analysis.labels import BOUNDS
 from lantern_bench.analysis.published import _FROM_SPEED
 from lantern_bench.analysis.quality import OUTSIDE
 from lantern_bench.analysis.speed import SPEEDUPS
-from lantern_bench.methods.tables import METRICS, ON_CURVES, PARAMETERS
+from lantern_bench.methods.catalog import METRICS, ON_CURVES, PARAMETERS
 from lantern_bench.storage.records import rows_of
 from lantern_bench.storage.schema import CELL_COLUMNS, TABLES
 
@@ -32,7 +32,7 @@ FORMATS = {
     **dict.fromkeys(("acceptance_rate", "rate"), ("{:.3f}", "")),
     **dict.fromkeys(("target_forwards", "drafter_forwards"), ("{:.1f}", "")),
     "fid_infinity": ("{:.2f}", ""),
-    "moved_mass": ("{:.4f}", ""),
+    "neighbour_mass": ("{:.4f}", ""),
     **dict.fromkeys(
         ("draft_ms", "target_ms", "verify_ms", "other_ms", "ar_ms", "step_ms"), ("{:.2f}", " ms")
     ),

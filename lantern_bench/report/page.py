@@ -26,7 +26,7 @@ from lantern_bench.analysis.labels import GROUPINGS, CellKey, cell_key, labels
 from lantern_bench.analysis.published import comparability, reproduction_rows, sources
 from lantern_bench.analysis.quality import sort_scores
 from lantern_bench.config.paper import read_paper
-from lantern_bench.methods.tables import METRICS, OF_IMAGES
+from lantern_bench.methods.catalog import METRICS, OF_IMAGES
 from lantern_bench.report import charts
 from lantern_bench.report.charts import SPEEDS, Chart, Styles, Tables, stack_runs
 from lantern_bench.report.format_tables import (

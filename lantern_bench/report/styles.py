@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pandas as pd
 
 from lantern_bench.analysis.labels import CELL, CellKey, cell_key
-from lantern_bench.methods.tables import MODES
+from lantern_bench.methods.catalog import MODES
 
 _COLOURS = {name: mode.colour for name, mode in MODES.items() if mode.colour}
 # Nine and four have no common divisor: marker and line repeat together after 36 cells only.

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import pandas as pd
 
-from lantern_bench.methods.metrics import Metric
-from lantern_bench.methods.tables import (
+from lantern_bench.methods.catalog import (
     DRAFTINGS,
     IN_SUMMARY,
     METRICS,
@@ -23,6 +22,7 @@ from lantern_bench.methods.tables import (
     PARAMETERS,
     RULES,
 )
+from lantern_bench.methods.metrics import Metric
 from lantern_bench.utils.errors import UserError
 from lantern_bench.utils.files import write_atomically
 from lantern_bench.utils.text import listed
@@ -377,8 +377,8 @@ _RECORDS = (
     ),
     count("attempts", "", "times the image was decoded; seconds are of the least disturbed"),
     count("peak_memory_bytes", "bytes", "peak memory while decoding"),
-    number("moved_mass", "", "neighbour mass, summed over accepted drafts"),
-    number("moved_mass_tried", "", "neighbour mass, summed over tried drafts"),
+    number("neighbour_mass", "", "neighbour mass, summed over accepted drafts"),
+    number("neighbour_mass_tried", "", "neighbour mass, summed over tried drafts"),
     text("tokens_sha256", "SHA-256 of the tokens as little-endian int32"),
     text("image_sha256", "SHA-256 of the PNG file"),
     text("image", "the PNG file, relative to the run directory; empty when none was written"),
@@ -472,7 +472,7 @@ _QUALITY = (
     text("reference", "reference set"),
     text("protocol", "name of the scoring protocol"),
     count("protocol_version", "", "version of the protocol; the manifest holds what it says"),
-    number("moved_mass", "", "mean neighbour mass per accepted draft"),
+    number("neighbour_mass", "", "mean neighbour mass per accepted draft"),
     NOTE,
 )
 

@@ -122,7 +122,7 @@ class DecodedImage:
             "involuntary_switches": usage and usage.involuntary_switches,
             "disturbed": usage and self.lost_share(batch) > DISTURBED,
             "peak_memory_bytes": self.peak_memory,
-            "moved_mass": trace.neighbour_mass,
-            "moved_mass_tried": trace.neighbour_mass_tried,
+            "neighbour_mass": trace.neighbour_mass,
+            "neighbour_mass_tried": trace.neighbour_mass_tried,
             "tokens_sha256": tokens_sha256(self.tokens),
         }

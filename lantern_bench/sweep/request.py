@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from lantern_bench.config.experiment import Cell, ResolvedExperiment, load_experiment
 from lantern_bench.config.plan import Plan, Shard, make_plan, parse_shard
 from lantern_bench.config.settings import Overrides
-from lantern_bench.methods.tables import missing_drafter
+from lantern_bench.methods.catalog import missing_drafter
 from lantern_bench.metrics.protocols import Protocol, protocol_of
 from lantern_bench.models.registry import defaults_of, model_of
 from lantern_bench.prompts.sets import describe_prompts, load_prompts

@@ -17,7 +17,7 @@ from lantern_bench.devices import compute as compute_module
 from lantern_bench.devices import machine
 from lantern_bench.devices.compute import Compute
 from lantern_bench.devices.machine import compute_block
-from lantern_bench.methods.tables import OUTSIDE_DRAFTINGS, OUTSIDE_RULES
+from lantern_bench.methods.catalog import OUTSIDE_DRAFTINGS, OUTSIDE_RULES
 from lantern_bench.models import load as load_module
 from lantern_bench.models.loaded_model import LoadedModel, NoPixels
 from lantern_bench.storage.run_directory import done_images

@@ -66,7 +66,7 @@ def _resume(folder: Path) -> dict[str, Any]:
 
 
 def _report(folder: Path) -> dict[str, Any]:
-    from lantern_bench.report.page import write_report
+    from lantern_bench.api import write_report
 
     page = write_report([folder], folder / "report.html")
     data = re.search(

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from lantern_bench.methods.tables import RULES
+from lantern_bench.methods.catalog import RULES
 from scripts.docs.prediction_tables import REFERENCE
 
 ROOT = Path(__file__).parents[2]

@@ -25,7 +25,7 @@ import numpy as np
 from matplotlib.font_manager import findfont
 from PIL import Image, ImageDraw, ImageFont
 
-from lantern_bench.methods.tables import METRICS
+from lantern_bench.methods.catalog import METRICS
 from lantern_bench.models.families.lanterns.modules import load_tokenizer
 from lantern_bench.report.charts import Tables, curve_tables, fronts, run_styles
 from lantern_bench.report.draw import save_figure, to_matplotlib

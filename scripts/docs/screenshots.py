@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from lantern_bench.report.page import write_report
+from lantern_bench.api import write_report
 from tests.helpers.browser import missing, opened
 
 PARTS = ("summary", "charts", "stage", "maps", "pictures")

@@ -18,7 +18,7 @@ from lantern_bench.analysis.compare import (
     compare_runs,
     differences,
 )
-from lantern_bench.methods.tables import METRICS
+from lantern_bench.methods.catalog import METRICS
 from lantern_bench.storage.run_directory import RunData
 from lantern_bench.utils.errors import RefusedError
 from tests.helpers.made_up_run import AR, LOOSE, STRICT, WALKS, frame_of, make_record, make_scores

@@ -186,8 +186,10 @@ def test_quality_by_hand(tables):
         "lanterns-features-64@abcd",
         "tiny-clip@1234",
     )
-    assert row["moved_mass"] == 0.0
-    assert _row(tables["quality"], LOOSE)["moved_mass"] == pytest.approx(0.01)  # per accepted draft
+    assert row["neighbour_mass"] == 0.0
+    assert _row(tables["quality"], LOOSE)["neighbour_mass"] == pytest.approx(
+        0.01
+    )  # per accepted draft
 
 
 def _with_band(records, **figures):

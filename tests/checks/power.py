@@ -25,7 +25,7 @@ from lantern_bench.checks.tabular_model import table_model
 from lantern_bench.checks.trials import Trial
 from lantern_bench.cli.options import resolve_cells
 from lantern_bench.storage.schema import frame, write_csv
-from tests.decoding.mistakes import Mistake, mistakes_of
+from tests.helpers.mistakes import Mistake, mistakes_of
 
 FOLDER = Path("results/reference/certify")
 TABLES = 1_048_576

@@ -24,12 +24,13 @@ from lantern_bench.checks.tabular_model import (
 from lantern_bench.cli import main as cli
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.experiment import Cell
-from lantern_bench.decoding.acceptance import walk
+from lantern_bench.decoding.acceptance import verify as walk
 from lantern_bench.decoding.acceptance.rule import TreeRule
-from lantern_bench.methods import tables as method_tables
-from lantern_bench.methods.tables import Mode
+from lantern_bench.methods import catalog
+from lantern_bench.methods.modes import SHIPPED_MODES, Mode
+from lantern_bench.methods.rules import SHIPPED_RULES
 from lantern_bench.models import registry
-from tests.decoding.mistakes import strict_without_residual
+from tests.helpers.mistakes import strict_without_residual
 from tests.helpers.tiny_model import TinyModel
 
 STATIC = Decoding(mode="speculative", tree="small-7")
@@ -38,11 +39,9 @@ SMALL = ["--dtype", "float32", "--neighbours", "3"]
 
 def test_every_mode_and_every_rule_is_audited() -> None:
     cells = audited_cells(["all"])
-    modes = method_tables.MODES
+    modes = catalog.MODES
     assert {cell["mode"] for cell in cells} == set(modes)
-    assert {cell.get("rule", modes[cell["mode"]].rule) for cell in cells} == set(
-        method_tables.RULES
-    )
+    assert {cell.get("rule", modes[cell["mode"]].rule) for cell in cells} == set(catalog.RULES)
     for mode in modes.values():
         of_mode = [
             cell
@@ -54,16 +53,14 @@ def test_every_mode_and_every_rule_is_audited() -> None:
 
 
 def test_shipped_modes_and_rules_name_their_source() -> None:
-    rules_of_modes = {mode.rule for mode in method_tables.SHIPPED_MODES}
-    for mode in method_tables.SHIPPED_MODES:
+    rules_of_modes = {mode.rule for mode in SHIPPED_MODES}
+    for mode in SHIPPED_MODES:
         assert (
             mode.source
-            or method_tables.RULES[mode.rule].source
+            or catalog.RULES[mode.rule].source
             or mode.name in ("ar", "entropy", "hybrid")
         )
-    assert all(
-        rule.source for rule in method_tables.SHIPPED_RULES if rule.name not in rules_of_modes
-    )
+    assert all(rule.source for rule in SHIPPED_RULES if rule.name not in rules_of_modes)
 
 
 def test_a_new_row_is_audited_with_its_forms(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,7 +73,7 @@ def test_a_new_row_is_audited_with_its_forms(monkeypatch: pytest.MonkeyPatch) ->
         source="2601.00001",
         variants=({"tree": "chain-3"},),
     )
-    monkeypatch.setitem(method_tables.MODES, "new", row)
+    monkeypatch.setitem(catalog.MODES, "new", row)
     assert audited_cells(["new"]) == [
         {"mode": "new"},
         {"mode": "new", "tree": "chain-3"},
@@ -253,7 +250,7 @@ def test_the_audit_is_written_and_shown(
         == 0
     )
     rows = rows_of("results/audit-tiny/audit.csv")
-    assert {row["mode"] for row in rows} == set(method_tables.MODES)
+    assert {row["mode"] for row in rows} == set(catalog.MODES)
     for row in rows:
         assert row["table_images"] == "320"
         is_lossless = row["claim"] == "lossless"

@@ -16,7 +16,7 @@ import torchvision
 from lantern_bench.checks import doctor
 from lantern_bench.checks.doctor import Finding
 from lantern_bench.cli import main as cli
-from lantern_bench.decoding import compile as compiling
+from lantern_bench.decoding import engine as compiling
 from lantern_bench.utils.clock import Usage
 
 

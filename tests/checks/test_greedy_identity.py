@@ -17,7 +17,7 @@ from lantern_bench.models.families.lanterns.description import HELD_OUT
 from lantern_bench.models.families.lanterns.family import Lanterns
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.prompts.prompt import Prompt
-from tests.decoding.mistakes import step_mistakes
+from tests.helpers.mistakes import step_mistakes
 from tests.helpers.tiny_model import PROMPTS, TinyModel, TinySession, TinyTarget
 
 ALL = [Prompt(text) for text in PROMPTS]

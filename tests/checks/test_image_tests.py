@@ -26,7 +26,7 @@ from lantern_bench.decoding.sampling import decoding_probabilities
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.prompts.prompt import Prompt
 from lantern_bench.utils.errors import LogitsError
-from tests.decoding.mistakes import rule_mistakes, step_mistakes
+from tests.helpers.mistakes import rule_mistakes, step_mistakes
 from tests.helpers.tiny_model import CODES, PROMPTS, TOKENS, TinyModel
 
 ALL = [Prompt(text) for text in PROMPTS]

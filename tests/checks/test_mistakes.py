@@ -13,8 +13,8 @@ from lantern_bench.config.decoding import Decoding
 from lantern_bench.models.registry import model_of
 from lantern_bench.prompts.prompt import Prompt
 from tests.checks.power import OF_MODEL, SETTINGS
-from tests.decoding.mistakes import mistakes_of, step_mistakes
 from tests.decoding.test_engine import Small, decoded
+from tests.helpers.mistakes import mistakes_of, step_mistakes
 
 CELLS = table_decodings()
 BAR = LEVEL / (4 * len(CELLS) + TESTS * 12)

@@ -12,8 +12,7 @@ from torch import Tensor
 from lantern_bench.checks.tabular_model import TabularModel
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.acceptance.rule import AcceptanceRule
-from lantern_bench.decoding.drafting import drafting_of
-from lantern_bench.decoding.drafting.draft_method import DraftInputs, LastStep
+from lantern_bench.decoding.drafting.draft_method import DraftInputs, LastStep, drafting_of
 
 IMAGES = 60_000
 Q = torch.tensor([0.5, 0.5])

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 import lantern_bench
 from lantern_bench.cli import main as cli
-from lantern_bench.methods.tables import MODES
+from lantern_bench.methods.catalog import MODES
 from lantern_bench.models import registry
 from lantern_bench.models.checkpoint_model import Published
 from lantern_bench.models.families.chameleon import Chameleon

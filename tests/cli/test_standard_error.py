@@ -11,7 +11,7 @@ import sys
 SCRIPT = """
 import sys, warnings
 import torch
-from lantern_bench.decoding.compile import compiler_problem
+from lantern_bench.decoding.engine import compiler_problem
 assert compiler_problem(torch.device("cpu")) is None
 import torch.utils.cpp_extension as extension
 assert extension.CUDA_HOME == "/tmp"

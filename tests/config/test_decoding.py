@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lantern_bench.config.decoding import Decoding, ParameterError
-from lantern_bench.methods.tables import MODES, RULES, has_parameter
-from lantern_bench.methods.trees import STATIC_TREES
+from lantern_bench.methods.catalog import MODES, RULES, has_parameter
+from lantern_bench.methods.static_trees import STATIC_TREES
 from lantern_bench.storage.schema import CELL_COLUMNS
 
 

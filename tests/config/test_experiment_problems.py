@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from lantern_bench.config.experiment import load_experiment
 from lantern_bench.config.settings import Overrides
-from lantern_bench.methods.tables import MODES
+from lantern_bench.methods.catalog import MODES
 from lantern_bench.utils.errors import UserError
 
 ALL_MODES = ", ".join(MODES)

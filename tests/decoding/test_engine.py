@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lantern_bench.config.decoding import Decoding
-from lantern_bench.decoding.compile import Engine
+from lantern_bench.decoding.engine import Engine
 from lantern_bench.decoding.loop import Decoded, decode
 from lantern_bench.models.networks.conditions import Condition, WordCaption
 from lantern_bench.models.networks.eagle import EagleDrafter

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.exc import InternalTorchDynamoError
 
-from lantern_bench.decoding.compile import Engine, GraphedProgram
+from lantern_bench.decoding.programs import Fallbacks, GraphedProgram
 
 DEVICE = torch.device("cuda:1")
 Function = Callable[[Tensor], Tensor]
@@ -95,9 +95,9 @@ WANTED = [0.0, 6.0, 12.0, 18.0]
 
 def test_capture_replays_with_new_inputs_on_the_programs_device(cuda: Any) -> None:
     state = cuda()
-    engine = Engine(compile=True)
+    fallbacks = Fallbacks()
     program = GraphedProgram(
-        compiled=lambda x: double(x), plain=double, device=DEVICE, engine=engine
+        compiled=lambda x: double(x), plain=double, device=DEVICE, fallbacks=fallbacks
     )
     state.function = double
     results_before = results(program, 1)
@@ -109,14 +109,16 @@ def test_capture_replays_with_new_inputs_on_the_programs_device(cuda: Any) -> No
     graph.inputs = program._copies
     graph.result = program._result
     assert results(program) == WANTED and state.captures == 1
-    assert state.streams[0].device == DEVICE and not engine.fallbacks
+    assert state.streams[0].device == DEVICE and not fallbacks.reasons
 
 
 def test_failed_capture_runs_without_graphs_and_warns_once(cuda: Any) -> None:
     state = cuda(fails=True)
-    engine = Engine(compile=True)
+    fallbacks = Fallbacks()
     programs = [
-        GraphedProgram(compiled=lambda x: double(x), plain=double, device=DEVICE, engine=engine)
+        GraphedProgram(
+            compiled=lambda x: double(x), plain=double, device=DEVICE, fallbacks=fallbacks
+        )
         for _ in range(3)
     ]
     with pytest.warns(
@@ -124,18 +126,18 @@ def test_failed_capture_runs_without_graphs_and_warns_once(cuda: Any) -> None:
     ) as warned:
         assert [results(program) for program in programs] == [WANTED] * 3
     assert len(warned) == 1 and state.captures == 1 and state.current == "usual"
-    assert list(engine.fallbacks) == ["capture"] and not engine.graphs
+    assert list(fallbacks.reasons) == ["capture"] and not fallbacks.graphs
 
 
 def test_failed_compilation_runs_uncompiled_and_warns_once(cuda: Any) -> None:
     state = cuda()
-    engine = Engine(compile=True)
+    fallbacks = Fallbacks()
     programs = [
         GraphedProgram(
             compiled=failing(InternalTorchDynamoError("no")),
             plain=double,
             device=DEVICE,
-            engine=engine,
+            fallbacks=fallbacks,
         )
         for _ in range(2)
     ]
@@ -149,35 +151,37 @@ def test_failed_compilation_runs_uncompiled_and_warns_once(cuda: Any) -> None:
 def test_lack_of_memory_is_no_reason_to_fall_back(cuda: Any) -> None:
     """What has run may have changed state: the image fails, and the next one starts again with a warm-up."""
     cuda()
-    engine = Engine(compile=True)
+    fallbacks = Fallbacks()
     answers = [failing(torch.OutOfMemoryError("full")), double]
     program = GraphedProgram(
-        compiled=lambda x: answers.pop(0)(x), plain=double, device=DEVICE, engine=engine
+        compiled=lambda x: answers.pop(0)(x), plain=double, device=DEVICE, fallbacks=fallbacks
     )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(torch.OutOfMemoryError):
             results(program, 1)
         assert results(program, 1) == [0.0]
-    assert not engine.fallbacks
+    assert not fallbacks.reasons
 
 
 def test_engine_can_be_told_to_capture_nothing(cuda: Any) -> None:
     state = cuda()
-    engine = Engine(compile=True, graphs=False)
+    fallbacks = Fallbacks(graphs=False)
     assert (
         results(
-            GraphedProgram(compiled=lambda x: double(x), plain=double, device=DEVICE, engine=engine)
+            GraphedProgram(
+                compiled=lambda x: double(x), plain=double, device=DEVICE, fallbacks=fallbacks
+            )
         )
         == WANTED
     )
-    assert state.captures == 0 and not engine.fallbacks
+    assert state.captures == 0 and not fallbacks.reasons
 
 
 @pytest.mark.gpu
 def test_gpu_recovers_from_a_failed_capture() -> None:
     device = torch.device("cuda")
-    engine = Engine(compile=True)
+    fallbacks = Fallbacks()
 
     def reads_the_host(x: Tensor) -> Tensor:
         return x * 2 + 0 * x.sum().item()
@@ -195,15 +199,19 @@ def test_gpu_recovers_from_a_failed_capture() -> None:
                     compiled=lambda x: reads_the_host(x),
                     plain=reads_the_host,
                     device=device,
-                    engine=engine,
+                    fallbacks=fallbacks,
                 )
             )
             == WANTED
         )
     assert len(warned) == 1
-    later = Engine(compile=True)
+    later = Fallbacks()
     assert (
-        run(GraphedProgram(compiled=lambda x: double(x), plain=double, device=device, engine=later))
+        run(
+            GraphedProgram(
+                compiled=lambda x: double(x), plain=double, device=device, fallbacks=later
+            )
+        )
         == WANTED
     )
-    assert not later.fallbacks
+    assert not later.reasons

@@ -14,8 +14,8 @@ from lantern_bench.checks.tabular_model import TabularModel
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.loop import Decoded, decode
 from lantern_bench.decoding.sampling import decoding_probabilities, guide
-from tests.decoding.mistakes import Mistake, strict_without_residual
 from tests.decoding.test_engine import Small, decoded
+from tests.helpers.mistakes import Mistake, strict_without_residual
 
 VOCABULARY = 3
 LENGTH = 5
@@ -48,7 +48,14 @@ WINDOWS: list[dict[str, Any]] = [
     {"mode": "hybrid", "window": 4},
     {"mode": "hybrid", "window": 8, "drafted": 3, "coupling": "gumbel"},
     {"mode": "hybrid", "window": 3, "drafted": 9, "coupling": "none", "rule": "block"},
-    {"mode": "hybrid", "window": 4, "drafted": 1, "share": 1, "temperature": 0.9, "top_k": 2},
+    {
+        "mode": "hybrid",
+        "window": 4,
+        "drafted": 1,
+        "drafter_weight": 1,
+        "temperature": 0.9,
+        "top_k": 2,
+    },
 ]
 LOSSLESS = TREES + [tree | FILTERED for tree in TREES] + WINDOWS
 DRAFTED: dict[str, dict[str, Any]] = {

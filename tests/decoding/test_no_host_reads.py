@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from lantern_bench.decoding.acceptance.rule import AcceptanceRule
-from lantern_bench.decoding.acceptance.walk import verify, verify_greedy
+from lantern_bench.decoding.acceptance.verify import verify, verify_greedy
 from lantern_bench.decoding.drafting.dynamic import Growth
 from lantern_bench.decoding.sampling import draw_without_replacement, probabilities
 from lantern_bench.decoding.tree import DraftTree, StaticTree
-from lantern_bench.methods.trees import STATIC_TREES
-from tests.decoding.rules import STRICT, rule_named
+from lantern_bench.methods.static_trees import STATIC_TREES
+from tests.helpers.rules import STRICT, rule_named
 
 BATCH = 3
 VOCABULARY = 64

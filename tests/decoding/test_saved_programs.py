@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from lantern_bench.config.decoding import Decoding
-from lantern_bench.decoding import compile as compile_module
-from lantern_bench.decoding.compile import Engine, SavedProgram
+from lantern_bench.decoding.engine import Engine
+from lantern_bench.decoding.programs import SavedProgram, can_save_programs
 from tests.decoding.test_engine import CELLS, Small, decoded, same
 
 
@@ -32,12 +32,14 @@ def test_compiled_steps_give_the_same_tokens_and_later_engines_load_them(
     decoding = Decoding(**CELLS["static"])
     wanted = decoded(Small(), Decoding(**CELLS["static"]), 1)
     same(
-        decoded(model=Small(), decoding=decoding, images=1, engine=Engine(True, folder=tmp_path)),
+        decoded(
+            model=Small(), decoding=decoding, images=1, engine=Engine(compile=True, folder=tmp_path)
+        ),
         wanted,
     )
     assert len(list(tmp_path.iterdir())) == 3
     no_compiler()
-    engine = Engine(True, folder=tmp_path)
+    engine = Engine(compile=True, folder=tmp_path)
     model = Small()
     same(decoded(model=model, decoding=decoding, images=1, engine=engine), wanted)
     same(decoded(model=model, decoding=decoding, images=1, engine=engine), wanted)
@@ -90,7 +92,7 @@ def test_what_cannot_be_saved_still_runs(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.warns(UserWarning, match="cannot be kept"):
         run(SavedProgram(Doubling().step, occupied / "doubling.program"))
     monkeypatch.delattr(torch.compiler, "load_compiled_function", raising=False)
-    assert not compile_module.can_save_programs()
+    assert not can_save_programs()
     owner = Doubling()
-    run(Engine(True, folder=tmp_path).program("key", owner.step, torch.device("cpu")))
+    run(Engine(compile=True, folder=tmp_path).program("key", owner.step, torch.device("cpu")))
     assert list(tmp_path.iterdir()) == [occupied] and owner.calls.item() == 2

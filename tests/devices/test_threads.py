@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lantern_bench.config.decoding import Decoding
-from lantern_bench.decoding.compile import Engine
+from lantern_bench.decoding.engine import Engine
 from lantern_bench.devices import threads
 from lantern_bench.devices.threads import Calibrated, calibrate, prepare_environment
 from lantern_bench.models.random_model import random_model_of_size, read_size

@@ -14,8 +14,8 @@ import torch
 from lantern_bench.checks import tabular_model
 from lantern_bench.config.decoding import Decoding, ParameterError
 from lantern_bench.decoding.loop import decode
-from lantern_bench.methods import tables as method_tables
-from lantern_bench.methods.tables import Mode
+from lantern_bench.methods import catalog
+from lantern_bench.methods.modes import Mode
 from tests.docs.test_adding_a_rule import ROOT, rows, run
 
 EXAMPLE = ROOT / "tests" / "examples" / "echo_drafting"
@@ -67,11 +67,11 @@ def echo(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The drafting beside the shipped ones, and tables without a drafter."""
     monkeypatch.syspath_prepend(str(EXAMPLE))
     package = importlib.import_module("echo_drafting")
-    monkeypatch.setitem(method_tables.DRAFTINGS, "echo", package.DRAFTING)
+    monkeypatch.setitem(catalog.DRAFTINGS, "echo", package.DRAFTING)
     monkeypatch.setitem(
-        method_tables.MODES, "echo", Mode(name="echo", drafting="echo", rule="strict", label="echo")
+        catalog.MODES, "echo", Mode(name="echo", drafting="echo", rule="strict", label="echo")
     )
-    monkeypatch.setitem(method_tables.PARAMETERS, "length", package.LENGTH)
+    monkeypatch.setitem(catalog.PARAMETERS, "length", package.LENGTH)
     model = replace(tabular_model.table_model(), drafter=None)
     monkeypatch.setattr(tabular_model, "table_model", lambda *_tokens: model)
     return importlib.import_module("echo_drafting.method")

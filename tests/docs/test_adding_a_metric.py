@@ -16,9 +16,10 @@ import pytest
 import torch
 from PIL import Image
 
-from lantern_bench.methods import tables
+from lantern_bench.methods import catalog
+from lantern_bench.methods.catalog import METRICS
 from lantern_bench.methods.metrics import Metric
-from lantern_bench.methods.tables import METRICS, find_rows
+from lantern_bench.methods.plugins import find_rows
 from lantern_bench.metrics import fidelity
 from lantern_bench.metrics.extractors import Extractor, FeatureSet
 from lantern_bench.metrics.fidelity import FeatureSets, measure_sets
@@ -104,8 +105,8 @@ def test_a_metric_of_sets_is_measured_with_its_interval(monkeypatch: pytest.Monk
     row = Metric(
         "shift", "distance of the means", shift, level="set", against_ar="spread", min_images=10
     )
-    monkeypatch.setitem(tables.METRICS, "shift", row)
-    monkeypatch.setattr(fidelity, "OF_SETS", (*tables.OF_SETS, "shift"))
+    monkeypatch.setitem(catalog.METRICS, "shift", row)
+    monkeypatch.setattr(fidelity, "OF_SETS", (*catalog.OF_SETS, "shift"))
     features = torch.randn(40, 6, generator=torch.Generator().manual_seed(0))
     extractor = Extractor(name="a network", layer="last", width=6, weights=Path("weights"))
     columns, _, notes = measure_sets(FeatureSets(features + 1, FeatureSet.of(features)), extractor)

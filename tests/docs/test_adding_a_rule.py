@@ -19,10 +19,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from lantern_bench.decoding.compile import Engine
+from lantern_bench.decoding.engine import Engine
 from lantern_bench.decoding.neighbours import nearest_codes
-from lantern_bench.methods.tables import RULES
-from tests.decoding.rules import accept, rule_named, view_of
+from lantern_bench.methods.catalog import RULES
+from tests.helpers.rules import accept, rule_named, view_of
 
 # Whole commands in processes of their own, on machines that may be busy.
 pytestmark = pytest.mark.timeout(1200)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lantern_bench.config.decoding import Decoding
-from lantern_bench.decoding.compile import Engine
+from lantern_bench.decoding.engine import Engine
 from lantern_bench.decoding.image_state import ImageState
 from lantern_bench.utils import signals
 from lantern_bench.utils.errors import LogitsError

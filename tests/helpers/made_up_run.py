@@ -56,7 +56,7 @@ def make_record(
         "verify_seconds": None if seconds is None else 0.2 * seconds,
         "other_seconds": None if seconds is None else 0.1 * seconds,
         "peak_memory_bytes": None,
-        "moved_mass": 0.0 if cell.mode in ("ar", "speculative") else 0.01 * sum(accepted),
+        "neighbour_mass": 0.0 if cell.mode in ("ar", "speculative") else 0.01 * sum(accepted),
         "process": prompt % 3,
         "image": f"images/{cell.cell_id}/{prompt:06d}.png",
     }

@@ -11,11 +11,12 @@ import pytest
 
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.experiment import load_experiment
-from lantern_bench.methods import tables as method_tables
+from lantern_bench.methods import catalog
+from lantern_bench.methods.catalog import DRAFTINGS, MODES, RULES
 from lantern_bench.methods.draftings import Drafting
 from lantern_bench.methods.parameters import ABOVE_0, Parameter
+from lantern_bench.methods.plugins import find_rows
 from lantern_bench.methods.rules import Rule
-from lantern_bench.methods.tables import DRAFTINGS, MODES, RULES, find_rows
 from lantern_bench.utils.errors import RefusedError
 from lantern_bench.utils.yaml_file import Source
 
@@ -115,7 +116,7 @@ def test_an_unusable_row_is_named_only_where_it_is_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(
-        method_tables.REFUSED,
+        catalog.REFUSED,
         "mine",
         RefusedError("the rule mine of the package theirs cannot be loaded"),
     )

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lantern_bench.methods.trees import STATIC_TREES, check_topology, topology_name
+from lantern_bench.methods.static_trees import STATIC_TREES, check_topology, topology_name
 from lantern_bench.utils.errors import UserError
 
 GOLDEN = Path(os.environ.get("LANTERN_BENCH_GOLDEN", Path(__file__).parents[1] / "golden"))

@@ -14,7 +14,7 @@ import scipy.linalg
 import torch
 from torch_fidelity import metric_fid, metric_kid, metric_prc
 
-from lantern_bench.methods.tables import OF_SETS
+from lantern_bench.methods.catalog import OF_SETS
 from lantern_bench.metrics.extractors import Extractor, FeatureSet
 from lantern_bench.metrics.fidelity import (
     FeatureSets,

@@ -19,7 +19,7 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from lantern_bench.methods.tables import METRICS
+from lantern_bench.methods.catalog import METRICS
 from lantern_bench.metrics import image_scorers
 from lantern_bench.metrics.protocols import PROTOCOLS
 from lantern_bench.utils.errors import LanternError, RefusedError, UserError

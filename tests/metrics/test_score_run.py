@@ -21,7 +21,7 @@ from lantern_bench.analysis.tables import write_tables
 from lantern_bench.config.experiment import load_experiment
 from lantern_bench.config.plan import make_plan
 from lantern_bench.devices.compute import Compute
-from lantern_bench.methods.tables import METRICS
+from lantern_bench.methods.catalog import METRICS
 from lantern_bench.metrics import extractors, image_scorers, score_pictures, score_run, token_sums
 from lantern_bench.metrics.extractors import Reference, read_picture
 from lantern_bench.metrics.protocols import PROTOCOLS, Protocol

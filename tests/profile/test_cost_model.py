@@ -9,7 +9,7 @@ import torch
 import yaml
 
 from lantern_bench.decoding.tree import StaticTree
-from lantern_bench.methods.trees import STATIC_TREES
+from lantern_bench.methods.static_trees import STATIC_TREES
 from lantern_bench.models.networks.transformer_config import TransformerConfig
 from lantern_bench.models.registry import model_of, models
 from lantern_bench.profile.cost_model import (

@@ -159,6 +159,6 @@ def test_eager_kernels_are_those_of_the_plain_implementation(label: str | None):
 
 
 def _paths(label: str | None) -> Any:
-    from lantern_bench.methods.trees import STATIC_TREES
+    from lantern_bench.methods.static_trees import STATIC_TREES
 
     return STATIC_TREES[str(label)]

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from lantern_bench.decoding.trace import ImageTrace
-from lantern_bench.methods.trees import Topology, check_topology
+from lantern_bench.methods.static_trees import Topology, check_topology
 from lantern_bench.profile.tree_search import acceptance_by_rank, longest_trees
 
 RATES = [[0.6, 0.2, 0.05], [0.5, 0.3, 0.1], [0.4, 0.1, 0.1]]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from lantern_bench.report.page import write_report
+from lantern_bench.api import write_report
 from tests.helpers.made_up_run import build_tables, make_records, make_scores
 from tests.helpers.page_run import write_page_run
 

@@ -14,9 +14,10 @@ from PIL import Image
 
 from lantern_bench.analysis.labels import cell_key
 from lantern_bench.analysis.tables import tables_of
+from lantern_bench.api import write_report
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.report.charts import curve_tables, stack_runs
-from lantern_bench.report.page import _figures, render, thumbnail, write_report
+from lantern_bench.report.page import _figures, render, thumbnail
 from lantern_bench.storage.run_directory import load_runs, run_names
 from lantern_bench.utils.errors import UserError
 from tests.helpers.made_up_run import (

@@ -21,8 +21,8 @@ from lantern_bench.config.plan import Plan, make_plan
 from lantern_bench.config.settings import Overrides
 from lantern_bench.decoding.trace import ImageTrace
 from lantern_bench.devices.compute import Compute, choose_compute
+from lantern_bench.methods.catalog import PARAMETERS
 from lantern_bench.methods.parameters import SAMPLING
-from lantern_bench.methods.tables import PARAMETERS
 from lantern_bench.prompts.prompt import Prompt
 from lantern_bench.storage.run_directory import (
     disturbance,

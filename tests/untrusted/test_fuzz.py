@@ -23,7 +23,7 @@ from typer.main import get_command
 from lantern_bench.cli.main import app
 from lantern_bench.config.experiment import load_experiment, shipped_experiments
 from lantern_bench.config.settings import Settings
-from lantern_bench.methods.tables import MODES, PARAMETERS, RULES, has_parameter
+from lantern_bench.methods.catalog import MODES, PARAMETERS, RULES, has_parameter
 from lantern_bench.models.model_file import read_model_file
 from lantern_bench.prompts.prompt_files import SUFFIXES
 from lantern_bench.prompts.sets import load_prompts

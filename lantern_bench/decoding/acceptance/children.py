@@ -1,7 +1,7 @@
 """Accept or reject the draft children of tree nodes: the loop of `reference.py`, for all nodes of a batch at once.
 
 A residual depends on no random number, so nothing is drawn here: each child is decided as if its earlier siblings had
-been rejected, and `walk.py` draws. Nodes with most children come first, so that the children of one rank are those of
+been rejected, and `verify.py` draws. Nodes with most children come first, so that the children of one rank are those of
 the first n nodes. docs/algorithms.md, sections 3, 4 and 8.4.
 """
 

@@ -1,7 +1,7 @@
 """The acceptance of drafts as the papers have it, in plain Python: one node, one draft after the other.
 
-Read this first. Decoding runs `children.py`, which computes the same for all nodes of a batch at once, and `walk.py`,
-which goes from an accepted draft to the drafts below it; `tests/decoding/test_reference.py` compares the two forms.
+Read this first. Decoding runs `children.py`, which computes the same for all nodes of a batch at once, and `verify.py`,
+which goes from an accepted draft to the drafts below it; `tests/decoding/acceptance/test_reference.py` compares the two forms.
 
     p   the target's distribution of the next token; after a rejection, of what is still to be given out
     q   what the drafts were drawn from, one after the other without replacement

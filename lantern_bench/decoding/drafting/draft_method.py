@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from lantern_bench.config.decoding import Decoding
-from lantern_bench.decoding.acceptance.walk import Verdict, verify
-from lantern_bench.decoding.protocol import DrafterLogits, DrafterSession
+from lantern_bench.decoding.acceptance.verify import Verdict, verify
+from lantern_bench.decoding.protocol import DrafterLogits, DrafterSession, Target
 from lantern_bench.decoding.sampling import broken_distributions, decoding_probabilities, guide
 from lantern_bench.decoding.tree import DraftTree
+from lantern_bench.methods.parameters import load_code
 
 Drafted: TypeAlias = tuple[Any, ...]
 """What a draft computed, for its `DraftMethod` to read: a named tuple of tensors (or None)."""
@@ -102,3 +103,9 @@ class DraftMethod:
 
     def after_step(self, step: LastStep) -> None:
         """A step was verified; runs in the same program, where `learns`."""
+
+
+def drafting_of(decoding: Decoding, target: Target, batch: int = 1) -> DraftMethod:
+    """Return the drafting of a configuration; its tensors are where the target computes."""
+    method: DraftMethod = load_code(decoding.drafting_row.make)(decoding, target, batch)
+    return method

@@ -192,17 +192,18 @@ class JacobiDrafting(DraftMethod):
 
 
 class HybridDrafting(JacobiDrafting):
-    """A Jacobi window whose first `drafted` drafts are drawn from `share` q + (1 - `share`) r, fresh ones from q.
+    """A Jacobi window whose first `drafted` drafts are drawn from a mixture with the drafter.
 
-    q is the drafter's distribution, r the target's last answer; at the first position r was computed below a token that
-    has been rejected.
+    The mixture is w q + (1 - w) r with w = `drafter_weight`. q is the drafter's distribution and r
+    the target's last answer at the position. Fresh drafts come from q alone. At the first position
+    r was computed below a token that has since been rejected.
     """
 
     reads_last_drafts = True
 
     def __init__(self, decoding: Decoding, target: Target, batch: int) -> None:
         super().__init__(decoding, target, batch)
-        self._share = decoding.value("share")
+        self._drafter_weight = decoding.value("drafter_weight")
         self.forwards = min(decoding.value("drafted"), self.depth)
 
     def draft(self, inputs: DraftInputs) -> JacobiDraft:
@@ -224,7 +225,8 @@ class HybridDrafting(JacobiDrafting):
             q = drafter_q[:, 0]
             fresh = last[depth] > self.depth
             has_old = last[depth] < self.depth
-            mixture = self._share * q + (1.0 - self._share) * self._q[:, depth]
+            weight = self._drafter_weight
+            mixture = weight * q + (1.0 - weight) * self._q[:, depth]
             q = torch.where(fresh[:, None], q, mixture)
             drawn_from = q
             if self._coupling == "maximal":

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lantern_bench.config.decoding import Decoding
-from lantern_bench.decoding.compile import Engine
+from lantern_bench.decoding.engine import Engine
 from lantern_bench.decoding.loop import decode
 from lantern_bench.decoding.sampling import guide
 from lantern_bench.models.networks.conditions import prompt_condition

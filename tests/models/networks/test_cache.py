@@ -13,7 +13,7 @@ from lantern_bench.models.networks.kv_cache import KVCache
 from lantern_bench.models.networks.target import TransformerTarget, prefix_mask
 from lantern_bench.models.networks.transformer import attend_cached
 from lantern_bench.models.networks.transformer_config import TransformerConfig
-from tests.decoding.test_golden_shapes import leaf_paths
+from tests.decoding.drafting.test_golden_shapes import leaf_paths
 
 TREE = StaticTree.of([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 1, 0)])
 BATCH = 3

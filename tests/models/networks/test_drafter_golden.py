@@ -24,8 +24,8 @@ from lantern_bench.models.networks.conditions import CaptionFeatures, Condition
 from lantern_bench.models.networks.eagle import EagleDrafter
 from lantern_bench.models.networks.target import TransformerTarget
 from lantern_bench.models.networks.transformer_config import TransformerConfig
-from tests.decoding.rules import parents_of
 from tests.helpers.golden_models import GOLDEN, SIDES, TREES
+from tests.helpers.rules import parents_of
 
 INFO = json.loads((GOLDEN / "eagle_drafter" / "drafter_info.json").read_text())
 SCALE = INFO["cfg_scale"]

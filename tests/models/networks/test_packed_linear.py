@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from lantern_bench.config.decoding import Decoding
-from lantern_bench.decoding.compile import Engine
+from lantern_bench.decoding.engine import Engine
 from lantern_bench.models.networks import packed_linear
 from lantern_bench.models.networks.packed_linear import (
     PackedLinear,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.acceptance.rule import AcceptanceRule
-from lantern_bench.decoding.acceptance.walk import (
+from lantern_bench.decoding.acceptance.verify import (
     Verdict,
     accept_tree,
     bonus_distribution,
@@ -99,7 +99,7 @@ class PublishedSjdPac(PacDrafting):
         noise: Tensor,
         *limits: Any,
     ) -> Verdict:
-        """Accept each candidate by itself; arguments as of `verify` in acceptance/walk.py."""
+        """Accept each candidate by itself; arguments as of `verify` in acceptance/verify.py."""
         offered, acceptance = accept_tree(tree, target_probs, rule, *limits)
         end, path = longest_path(
             tree, offered, tree.by_node(tree.rows(uniforms) < acceptance.accept)

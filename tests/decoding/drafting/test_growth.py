@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lantern_bench.decoding.drafting.dynamic import Growth
 from lantern_bench.decoding.tree import DraftTree
-from tests.decoding.rules import parents_of
+from tests.helpers.rules import parents_of
 
 Prefix = tuple[int, ...]
 Distribution = Callable[[Prefix], Tensor]

@@ -12,9 +12,9 @@ import torch
 
 from lantern_bench.checks.tabular_model import TabularModel
 from lantern_bench.config.decoding import Decoding
-from tests.decoding.mistakes import drafting_mistakes
 from tests.decoding.test_engine import Small, decoded
 from tests.decoding.test_loop import LENGTH, VOCABULARY, g_test, images_of, named
+from tests.helpers.mistakes import drafting_mistakes
 
 WINDOW = 4
 
@@ -41,7 +41,7 @@ def test_the_loop_sees_what_is_broken(values: dict[str, Any], name: str) -> None
 def test_mistakes_that_cannot_be_made_are_left_out() -> None:
     for values, name in (
         ({"coupling": "none"}, "verified with the drafter's q"),
-        ({"share": 1}, "old q kept with a draft"),
+        ({"drafter_weight": 1}, "old q kept with a draft"),
     ):
         (mistake,) = drafting_mistakes(Decoding("hybrid", **values))
         assert mistake.name == name

@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from lantern_bench.decoding.acceptance.walk import Verdict, verify, verify_greedy
-from lantern_bench.decoding.compile import Engine
+from lantern_bench.decoding.acceptance.verify import Verdict, verify, verify_greedy
+from lantern_bench.decoding.engine import Engine
 from lantern_bench.decoding.neighbours import nearest_codes
 from lantern_bench.decoding.tree import DraftTree, StaticTree
-from tests.decoding.random_trees import dynamic_trees, random_static, random_topology
-from tests.decoding.rules import rule_named
+from tests.helpers.random_trees import dynamic_trees, random_static, random_topology
+from tests.helpers.rules import rule_named
 
 NODES = 59
 FANOUT = 10

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from lantern_bench.checks.tabular_model import TabularModel
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.acceptance.rule import AcceptanceRule, rule_of
-from lantern_bench.decoding.acceptance.walk import Verdict, verify
+from lantern_bench.decoding.acceptance.verify import Verdict, verify
 from lantern_bench.decoding.neighbours import nearest_codes
-from tests.decoding.random_trees import Draft, random_draft
-from tests.decoding.rules import STRICT, rule_named, total_variation, view_of
-from tests.decoding.test_emitted_tv import first_token, mean_distribution
+from tests.decoding.acceptance.test_emitted_tv import first_token, mean_distribution
+from tests.helpers.random_trees import Draft, random_draft
+from tests.helpers.rules import STRICT, rule_named, total_variation, view_of
 
 RESIDUALS = ("exact", "official")
 weights = st.lists(st.one_of(st.just(0.0), st.floats(1e-6, 1.0)), min_size=3, max_size=12)

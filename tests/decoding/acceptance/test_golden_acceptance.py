@@ -6,10 +6,10 @@ import numpy as np
 import torch
 from numpy.testing import assert_allclose
 
-from lantern_bench.decoding.acceptance.walk import Verdict, verify, verify_greedy
-from tests.decoding.golden_cases import Case, acceptance_cases
-from tests.decoding.random_trees import rules_of
-from tests.decoding.reference_walk import walk, walk_greedy
+from lantern_bench.decoding.acceptance.verify import Verdict, verify, verify_greedy
+from tests.helpers.golden_cases import Case, acceptance_cases
+from tests.helpers.random_trees import rules_of
+from tests.helpers.reference_walk import walk, walk_greedy
 
 
 def replay(case: Case) -> tuple[Verdict, int]:

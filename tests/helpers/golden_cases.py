@@ -17,7 +17,7 @@ from torch import Tensor
 from lantern_bench.decoding.acceptance.rule import AcceptanceRule
 from lantern_bench.decoding.sampling import probabilities
 from lantern_bench.decoding.tree import DraftTree, StaticTree, link_nodes
-from tests.decoding.rules import rule_named
+from tests.helpers.rules import rule_named
 
 
 def golden_path(*parts: str) -> Path:

@@ -24,8 +24,8 @@ from lantern_bench.decoding.drafting.draft_method import Drafted, DraftInputs, L
 from lantern_bench.decoding.drafting.jacobi import JacobiDrafting, couple
 from lantern_bench.decoding.protocol import Target
 from lantern_bench.decoding.tree import DraftTree
-from tests.decoding.mistakes import strict_without_residual
-from tests.decoding.tabular import Prefix, Setting, Tabular, verify_step
+from tests.helpers.mistakes import strict_without_residual
+from tests.helpers.tabular import Prefix, Setting, Tabular, verify_step
 from tests.models.families.test_forced_tokens import CODES, LINE
 from tests.models.families.test_forced_tokens import Model as Lined
 

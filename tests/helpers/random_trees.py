@@ -13,8 +13,8 @@ from lantern_bench.decoding.neighbours import nearest_codes
 from lantern_bench.decoding.sampling import draw_without_replacement, guide, probabilities
 from lantern_bench.decoding.tree import DraftTree, StaticTree, link_nodes
 from lantern_bench.methods.parameters import FilterOrder
-from tests.decoding.reference_walk import Rules
-from tests.decoding.rules import rule_named
+from tests.helpers.reference_walk import Rules
+from tests.helpers.rules import rule_named
 
 FILTERS: tuple[tuple[float, int, float, FilterOrder], ...] = (
     (1.0, 0, 1.0, "top_k_first"),

@@ -9,7 +9,7 @@ import torch
 
 from lantern_bench.decoding.acceptance import reference
 from lantern_bench.decoding.neighbours import nearest_codes
-from tests.decoding.rules import accept, rule_named
+from tests.helpers.rules import accept, rule_named
 
 VOCABULARY = 8
 TABLE = nearest_codes(

@@ -16,9 +16,9 @@ from torch import Tensor
 from lantern_bench.decoding.acceptance.rule import AcceptanceRule, TreeRule
 from lantern_bench.decoding.sampling import most_probable
 from lantern_bench.decoding.tree import DraftTree, StaticTree
-from tests.decoding.mistakes import siblings_not_renormalised, strict_without_residual
-from tests.decoding.rules import STRICT, rule_named
-from tests.decoding.tabular import (
+from tests.helpers.mistakes import siblings_not_renormalised, strict_without_residual
+from tests.helpers.rules import STRICT, rule_named
+from tests.helpers.tabular import (
     SHAPES,
     Outcomes,
     Setting,

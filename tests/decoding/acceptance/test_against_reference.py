@@ -13,11 +13,11 @@ import pytest
 import torch
 from numpy.testing import assert_allclose
 
-from lantern_bench.decoding.acceptance.walk import verify, verify_greedy
+from lantern_bench.decoding.acceptance.verify import verify, verify_greedy
 from lantern_bench.decoding.sampling import greedy_probabilities
-from tests.decoding.random_trees import Draft, random_draft
-from tests.decoding.reference_walk import merge, walk, walk_greedy
-from tests.decoding.rules import parents_of
+from tests.helpers.random_trees import Draft, random_draft
+from tests.helpers.reference_walk import merge, walk, walk_greedy
+from tests.helpers.rules import parents_of
 
 TREES = int(os.environ.get("LANTERN_BENCH_RANDOM_TREES", "400"))
 

@@ -20,14 +20,17 @@ from torch import Tensor
 
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.acceptance.rule import AcceptanceRule
-from lantern_bench.decoding.acceptance.walk import verify
+from lantern_bench.decoding.acceptance.verify import verify
 from lantern_bench.decoding.loop import decode
 from lantern_bench.decoding.neighbours import nearest_codes
 from lantern_bench.decoding.tree import StaticTree
-from lantern_bench.methods import tables as method_tables
+from lantern_bench.methods import catalog
+from lantern_bench.methods.modes import Mode
 from lantern_bench.methods.rules import Rule
-from tests.decoding.rules import accept, emitted, rule_named, total_variation, view_of
-from tests.decoding.tabular import (
+from tests.decoding.acceptance.test_emitted_tv import dirichlet, mean_distribution, of_drafts
+from tests.decoding.test_loop import DRAFTED, CodedModel, g_test
+from tests.helpers.rules import accept, emitted, rule_named, total_variation, view_of
+from tests.helpers.tabular import (
     Setting,
     Tabular,
     distribution_of_step,
@@ -35,8 +38,6 @@ from tests.decoding.tabular import (
     first_tokens,
     verify_step,
 )
-from tests.decoding.test_emitted_tv import dirichlet, mean_distribution, of_drafts
-from tests.decoding.test_loop import DRAFTED, CodedModel, g_test
 
 Vector = NDArray[np.float64]
 CODES = torch.randn(40, 2, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
@@ -274,7 +275,7 @@ def watching(monkeypatch: pytest.MonkeyPatch) -> Callable[..., AcceptanceRule]:
             codebook=True,
             tensor_bound=True,
         )
-        monkeypatch.setitem(method_tables.RULES, row.name, row)
+        monkeypatch.setitem(catalog.RULES, row.name, row)
         return rule_named("watching", 2, 1.0, table=nearest_codes(CODES[:6], 5), codebook=CODES[:6])
 
     return install
@@ -330,7 +331,7 @@ def test_depth_and_place_are_those_of_the_draft_in_the_loop(
 ) -> None:
     """A rule that accepts by place and depth alone: which steps are made follows from them."""
     watching(lambda draft, values: ((draft.position % 4 != 0) & (draft.depth < 3)).double())
-    method_tables.MODES["watching"] = method_tables.Mode(
+    catalog.MODES["watching"] = Mode(
         name="watching", drafting="static", rule="watching", label="watching"
     )
     try:
@@ -343,7 +344,7 @@ def test_depth_and_place_are_those_of_the_draft_in_the_loop(
             generators=[torch.Generator().manual_seed(0)],
         )[0]
     finally:
-        del method_tables.MODES["watching"]
+        del catalog.MODES["watching"]
     # Steps start at 1; a draft at a multiple of 4, and the third of a step, are rejected.
     assert image.trace.start == [1, 4, 5, 8]
     assert image.trace.accepted[:3] == [2, 0, 2]

@@ -18,11 +18,12 @@ from torch import Tensor
 
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.acceptance.rule import AcceptanceRule
-from lantern_bench.decoding.acceptance.walk import accept_tree, verify
+from lantern_bench.decoding.acceptance.verify import accept_tree, verify
 from lantern_bench.decoding.tree import DraftTree, StaticTree
-from tests.decoding.random_trees import FILTERS, random_probs, random_static, random_topology
-from tests.decoding.rules import STRICT, rule_named
-from tests.decoding.tabular import (
+from tests.decoding.acceptance.test_lossless_exact import SETTINGS
+from tests.helpers.random_trees import FILTERS, random_probs, random_static, random_topology
+from tests.helpers.rules import STRICT, rule_named
+from tests.helpers.tabular import (
     SHAPES,
     Outcomes,
     Setting,
@@ -33,7 +34,6 @@ from tests.decoding.tabular import (
     step_errors,
     verify_step,
 )
-from tests.decoding.test_lossless_exact import SETTINGS
 
 TRAVERSAL = rule_named("traversal")
 BLOCK = rule_named("block")

@@ -27,13 +27,18 @@ from lantern_bench.decoding.acceptance.rule import (
     TreeRule,
 )
 from lantern_bench.decoding.acceptance.traversal import accept_traversal
-from lantern_bench.decoding.acceptance.walk import Verdict, verify
-from lantern_bench.decoding.drafting import drafting_of
-from lantern_bench.decoding.drafting.draft_method import Drafted, DraftInputs, DraftMethod, LastStep
+from lantern_bench.decoding.acceptance.verify import Verdict, verify
+from lantern_bench.decoding.drafting.draft_method import (
+    Drafted,
+    DraftInputs,
+    DraftMethod,
+    LastStep,
+    drafting_of,
+)
 from lantern_bench.decoding.drafting.jacobi import HybridDrafting, JacobiDrafting
 from lantern_bench.decoding.protocol import DecodableModel, Target
 from lantern_bench.decoding.sampling import Draws, decoding_probabilities, guide, probabilities
-from lantern_bench.methods.tables import RULES
+from lantern_bench.methods.catalog import RULES
 from lantern_bench.models.networks.kv_cache import KVCache
 
 
@@ -309,7 +314,7 @@ def drafting_mistakes(decoding: Decoding) -> list[Mistake]:
         mistakes.append(
             Mistake("old q kept with a draft", make=_HybridOldQ if is_hybrid else _OldQ)
         )
-    if is_hybrid and decoding.value("share") != 1:
+    if is_hybrid and decoding.value("drafter_weight") != 1:
         mistakes.append(Mistake("verified with the drafter's q", make=DrafterQ))
     if not is_hybrid and coupling == "none":
         mistakes.append(Mistake("draft kept, with the new q", make=_KeptDraft))

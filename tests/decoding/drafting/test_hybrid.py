@@ -15,9 +15,9 @@ from torch import Tensor
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.drafting.draft_method import Drafted, DraftInputs, LastStep
 from lantern_bench.decoding.drafting.jacobi import HybridDrafting
-from tests.decoding.mistakes import DrafterQ
-from tests.decoding.tabular import Setting, Tabular
-from tests.decoding.test_jacobi import SIZES, Exact, Particles, _double  # noqa: F401  # a fixture
+from tests.decoding.drafting.test_jacobi import SIZES, Exact, Particles, _double  # noqa: F401  # a fixture
+from tests.helpers.mistakes import DrafterQ
+from tests.helpers.tabular import Setting, Tabular
 
 
 def hybrid_decoding(**values: Any) -> Decoding:
@@ -97,9 +97,9 @@ CASES = [
     ("v2", {"coupling": "none", "initial": "uniform"}),
     ("v2", {"coupling": "maximal"}),
     ("v2", {"coupling": "gumbel"}),
-    ("v2", {"coupling": "maximal", "initial": "left", "drafted": 1, "share": 0.25}),
+    ("v2", {"coupling": "maximal", "initial": "left", "drafted": 1, "drafter_weight": 0.25}),
     ("v3", {"coupling": "maximal"}),
-    ("v3", {"coupling": "none", "drafted": 1, "share": 1}),
+    ("v3", {"coupling": "none", "drafted": 1, "drafter_weight": 1}),
 ]
 
 
@@ -125,6 +125,6 @@ def test_enumeration_sees_what_is_broken(kind: Any) -> None:
 def test_ids_say_how_far_the_drafter_is_asked() -> None:
     assert hybrid_decoding().cell_id == "hybrid-hybrid-w16d2-row-maximal-t1"
     assert (
-        hybrid_decoding(drafted=1, coupling="none", share=1).cell_id
-        == "hybrid-hybrid-w16d1-share1-row-t1"
+        hybrid_decoding(drafted=1, coupling="none", drafter_weight=1).cell_id
+        == "hybrid-hybrid-w16d1-drafter1-row-t1"
     )

@@ -11,7 +11,7 @@ from torch import Tensor
 from lantern_bench.decoding.acceptance.rule import AcceptanceRule
 from lantern_bench.decoding.neighbours import nearest_codes
 from lantern_bench.decoding.sampling import most_probable
-from tests.decoding.rules import STRICT, emitted, rule_named, total_variation, view_of
+from tests.helpers.rules import STRICT, emitted, rule_named, total_variation, view_of
 
 
 def dirichlet(noise: torch.Generator, *shape: int) -> Tensor:

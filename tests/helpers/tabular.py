@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from lantern_bench.decoding.acceptance.rule import AcceptanceRule
-from lantern_bench.decoding.acceptance.walk import accept_tree, verify
+from lantern_bench.decoding.acceptance.verify import accept_tree, verify
 from lantern_bench.decoding.drafting.dynamic import Growth
 from lantern_bench.decoding.sampling import guide, probabilities
 from lantern_bench.decoding.tree import DraftTree, StaticTree
 from lantern_bench.methods.parameters import FilterOrder
-from tests.decoding.rules import parents_of
+from tests.helpers.rules import parents_of
 
 Prefix = tuple[int, ...]
 # (drafts [B, M] and their tree, p [B, M, V]) -> (weights [S, B], path tokens [S, B, D], lengths [S, B], last [S, B, V])

@@ -1,15 +1,15 @@
-"""The modes, and the tables of all methods by name: shipped rows and those of other packages."""
+"""All methods by name: shipped rows and rows of other packages; which parameters a cell has.
+
+A name is looked up here and nowhere else.
+"""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
-from importlib import metadata
-from typing import Any, TypeVar
+from typing import Any
 
 from lantern_bench.methods.draftings import BEAM, DEPTH, NODES, SHIPPED_DRAFTINGS, TREE, Drafting
 from lantern_bench.methods.metrics import SHIPPED_METRICS, Metric
+from lantern_bench.methods.modes import SHIPPED_MODES, Mode
 from lantern_bench.methods.parameters import (
     BOUND,
     NEIGHBOUR_METRIC,
@@ -22,192 +22,11 @@ from lantern_bench.methods.parameters import (
     structure,
     word,
 )
+from lantern_bench.methods.plugins import find_rows
 from lantern_bench.methods.rules import SHIPPED_RULES, Rule
-from lantern_bench.methods.trees import STATIC_TREES, Topology, is_chain
+from lantern_bench.methods.static_trees import STATIC_TREES, Topology, is_chain
 from lantern_bench.utils.errors import RefusedError
 from lantern_bench.utils.text import listed
-
-
-@dataclass(frozen=True)
-class Mode:
-    """A name for a drafting and a rule; an experiment may override both."""
-
-    name: str
-    drafting: str
-    rule: str
-    label: str  # in legends
-    colour: str | None = None
-    # replace those of drafting and rule, if a cell has the parameter
-    defaults: Values = field(default_factory=dict)
-    source: str = ""  # arXiv number of their paper; empty: the rule's
-    # further values that `certify --modes` tests (certify/plan.py)
-    variants: tuple[Values, ...] = ()
-
-
-SHIPPED_MODES = (
-    Mode(name="ar", drafting="none", rule="none", label="AR", colour="#000000"),
-    Mode(
-        name="speculative",
-        drafting="static",
-        rule="strict",
-        label="speculative (strict)",
-        colour="#0072B2",
-        source="2401.15077",
-    ),
-    Mode(
-        name="lantern",
-        drafting="dynamic",
-        rule="additive",
-        label="LANTERN",
-        colour="#D55E00",
-        source="2410.03355",
-    ),
-    Mode(
-        name="lantern++",
-        drafting="static",
-        rule="multiplicative",
-        label="LANTERN++",
-        colour="#009E73",
-        source="2502.06352",
-    ),
-    Mode(
-        name="sjd",
-        drafting="jacobi",
-        rule="strict",
-        label="SJD",
-        colour="#332288",
-        source="2410.01699",
-        variants=({"initial": "left"}, {"initial": "row"}),
-    ),
-    Mode(
-        name="scd",
-        drafting="jacobi",
-        rule="strict",
-        label="SCD",
-        colour="#882255",
-        defaults={"coupling": "maximal"},
-        source="2510.24211",
-        variants=({"coupling": "gumbel"},),
-    ),
-    Mode(
-        name="sjd-pac",
-        drafting="pac",
-        rule="strict",
-        label="SJD-PAC",
-        colour="#44AA99",
-        source="2603.18599",
-        variants=({"coupling": "gumbel"},),
-    ),
-    Mode(
-        name="hybrid",
-        drafting="hybrid",
-        rule="strict",
-        label="hybrid",
-        colour="#999933",
-        variants=({"coupling": "none"}, {"coupling": "gumbel"}),
-    ),
-    Mode(name="cool-sd", drafting="static", rule="cool-sd", label="Cool-SD", colour="#56B4E9"),
-    Mode(
-        name="gsd",
-        drafting="static",
-        rule="gsd",
-        label="GSD",
-        colour="#E69F00",
-        variants=({"drafting": "jacobi"},),
-    ),
-    Mode(name="entropy", drafting="static", rule="entropy", label="by entropy", colour="#CC79A7"),
-    Mode(
-        name="typical",
-        drafting="static",
-        rule="typical",
-        label="typical",
-        colour="#F0E442",
-        variants=({"drafting": "jacobi"}, {"alpha": 0.1}),
-    ),
-)
-
-# ---- Rows of other packages, through entry points
-
-_NAME = r"[a-z][a-z0-9_-]*"
-_KEY = r"[a-z][a-z0-9_]*"
-_SHIPPED_PARAMETERS = [
-    parameter for row in (*SHIPPED_DRAFTINGS, *SHIPPED_RULES) for parameter in row.parameters
-]
-_Row = TypeVar("_Row", Rule, Drafting, Metric)
-
-
-def find_rows(
-    group: str,
-    row_class: type[_Row],
-    taken: Iterable[str],
-    draftings: Collection[str] = (),
-    entry_points: Iterable[metadata.EntryPoint] | None = None,
-) -> tuple[dict[str, _Row], dict[str, RefusedError]]:
-    """Return the usable rows of other packages by name, and errors for the others.
-
-    `taken` are names that neither a row nor its parameters may have, `draftings` those that a rule may name.
-    """
-    taken = set(taken)
-    rows: dict[str, _Row] = {}
-    refused: dict[str, RefusedError] = {}
-    for entry_point in sorted(
-        entry_points or metadata.entry_points(group=group), key=lambda entry: entry.name
-    ):
-        package = entry_point.dist.name if entry_point.dist else "unknown"
-        title = f"the {row_class.__name__.lower()} {entry_point.name} of the package {package}"
-        row: Any = None
-        try:
-            row = entry_point.load()
-            fault = _fault(row, row_class, taken)
-            if isinstance(row, Rule):
-                fault = fault or _rule_fault(row, draftings)
-            problem = fault and f"{title} cannot be used: {fault}"
-        except Exception as error:  # whatever another package raises when it is imported or read
-            problem = f"{title} cannot be loaded: {type(error).__name__}: {error}"
-        if problem:
-            refusal = RefusedError(problem, f"Mend the package {package}, or remove it.")
-            refused |= dict.fromkeys(
-                {entry_point.name, str(getattr(row, "name", entry_point.name))}, refusal
-            )
-        else:
-            rows[row.name] = row
-            taken.update(
-                [row.name, *(parameter.name for parameter in getattr(row, "parameters", ()))]
-            )
-    return rows, refused
-
-
-def _fault(row: Any, row_class: type[_Row], taken: Collection[str]) -> str | None:
-    """Return why a row cannot be used, or None."""
-    if not isinstance(row, row_class):
-        return f"its entry point is no lantern_bench.methods.{row_class.__name__} but {type(row).__name__}"
-    pattern, signs = (_KEY, "digits and _") if row_class is Metric else (_NAME, "digits, _ and -")
-    if not re.fullmatch(pattern, row.name):
-        return f"its name {row.name!r} must be lower-case letters, {signs}"
-    if row.name in taken:
-        return f"the name {row.name} is taken"
-    for parameter in getattr(row, "parameters", ()):
-        if not re.fullmatch(_KEY, parameter.name):
-            return f"its parameter {parameter.name!r} must be lower-case letters, digits and _"
-        if parameter.name in taken and parameter not in _SHIPPED_PARAMETERS:
-            return f"the name of its parameter {parameter.name} is taken"
-        if any(type(text) is not str for text in (parameter.kind.allowed, parameter.help)):
-            return f"its parameter {parameter.name} needs texts for what is allowed and for `help`"
-    return None
-
-
-def _rule_fault(rule: Rule, draftings: Collection[str]) -> str | None:
-    if rule.drafting not in draftings:
-        return f"its drafting {rule.drafting!r} must be one of {', '.join(draftings)}"
-    functions = (rule.mass_limit, rule.acceptance_probability, rule.accept_tree)
-    if sum(function is not None for function in functions) > 1:
-        return "it has more than one of `mass_limit`, `acceptance_probability` and `accept_tree`"
-    if not rule.lossless and rule.neighbours is not None and rule.neighbours < 1:
-        return f"its neighbours {rule.neighbours} must be at least 1"
-    return None
-
-
-# ---- The tables
 
 _TAKEN = {
     "all",

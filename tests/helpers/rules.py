@@ -10,7 +10,7 @@ from torch import Tensor
 from lantern_bench.decoding.acceptance.children import Acceptance, Children, accept_children
 from lantern_bench.decoding.acceptance.draft_view import DraftView, Weights
 from lantern_bench.decoding.acceptance.rule import AcceptanceRule, bind
-from lantern_bench.methods.tables import RULES
+from lantern_bench.methods.catalog import RULES
 
 STRICT = AcceptanceRule()
 

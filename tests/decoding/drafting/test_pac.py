@@ -16,20 +16,25 @@ from torch import Tensor
 
 from lantern_bench.checks.tabular_model import TabularModel
 from lantern_bench.config.decoding import Decoding, ParameterError
-from lantern_bench.decoding.acceptance.walk import accept_tree, verify
-from lantern_bench.decoding.drafting import drafting_of, pac
-from lantern_bench.decoding.drafting.draft_method import Drafted, DraftInputs, LastStep
+from lantern_bench.decoding.acceptance.verify import accept_tree, verify
+from lantern_bench.decoding.drafting import pac
+from lantern_bench.decoding.drafting.draft_method import (
+    Drafted,
+    DraftInputs,
+    LastStep,
+    drafting_of,
+)
 from lantern_bench.decoding.drafting.jacobi import JacobiDrafting
 from lantern_bench.decoding.drafting.pac import PacDrafting
 from lantern_bench.decoding.tree import DraftTree
-from tests.decoding.rules import STRICT
-from tests.decoding.test_jacobi import (
+from tests.decoding.drafting.test_jacobi import (
     WITHOUT_RESIDUAL,
     Exact,
     Particles,
     _double,  # noqa: F401  # a fixture
     load,
 )
+from tests.helpers.rules import STRICT
 
 
 def pac_decoding(**values: Any) -> Decoding:

@@ -10,12 +10,12 @@ import torch
 
 from lantern_bench.decoding.acceptance.children import Acceptance
 from lantern_bench.decoding.acceptance.rule import AcceptanceRule
-from lantern_bench.decoding.acceptance.walk import verify
+from lantern_bench.decoding.acceptance.verify import verify
 from lantern_bench.decoding.neighbours import nearest_codes
 from lantern_bench.decoding.tree import StaticTree, link_nodes
-from tests.decoding import rules
-from tests.decoding.random_trees import random_rule
-from tests.decoding.rules import STRICT, rule_named
+from tests.helpers import rules
+from tests.helpers.random_trees import random_rule
+from tests.helpers.rules import STRICT, rule_named
 
 OFFICIAL = rule_named("strict", residual="official")
 

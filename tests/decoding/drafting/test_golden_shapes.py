@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 
 from lantern_bench.decoding.neighbours import nearest_codes
 from lantern_bench.decoding.tree import StaticTree, link_nodes
-from lantern_bench.methods.trees import STATIC_TREES
+from lantern_bench.methods.static_trees import STATIC_TREES
 from lantern_bench.utils.errors import UserError
-from tests.decoding.golden_cases import golden_path
-from tests.decoding.rules import parents_of
+from tests.helpers.golden_cases import golden_path
+from tests.helpers.rules import parents_of
 
 PUBLISHED_NAMES = {
     "chain-5": "chain",

@@ -1,0 +1,91 @@
+"""Rules, draftings and metrics that installed packages bring through entry points."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable
+from importlib import metadata
+from typing import Any, TypeVar
+
+from lantern_bench.methods.draftings import SHIPPED_DRAFTINGS, Drafting
+from lantern_bench.methods.metrics import Metric
+from lantern_bench.methods.rules import SHIPPED_RULES, Rule
+from lantern_bench.utils.errors import RefusedError
+
+_NAME = r"[a-z][a-z0-9_-]*"
+_KEY = r"[a-z][a-z0-9_]*"
+_SHIPPED_PARAMETERS = [
+    parameter for row in (*SHIPPED_DRAFTINGS, *SHIPPED_RULES) for parameter in row.parameters
+]
+_Row = TypeVar("_Row", Rule, Drafting, Metric)
+
+
+def find_rows(
+    group: str,
+    row_class: type[_Row],
+    taken: Iterable[str],
+    draftings: Collection[str] = (),
+    entry_points: Iterable[metadata.EntryPoint] | None = None,
+) -> tuple[dict[str, _Row], dict[str, RefusedError]]:
+    """Return the usable rows of other packages by name, and errors for the others.
+
+    `taken` are names that neither a row nor its parameters may have, `draftings` those that a rule may name.
+    """
+    taken = set(taken)
+    rows: dict[str, _Row] = {}
+    refused: dict[str, RefusedError] = {}
+    for entry_point in sorted(
+        entry_points or metadata.entry_points(group=group), key=lambda entry: entry.name
+    ):
+        package = entry_point.dist.name if entry_point.dist else "unknown"
+        title = f"the {row_class.__name__.lower()} {entry_point.name} of the package {package}"
+        row: Any = None
+        try:
+            row = entry_point.load()
+            fault = _fault(row, row_class, taken)
+            if isinstance(row, Rule):
+                fault = fault or _rule_fault(row, draftings)
+            problem = fault and f"{title} cannot be used: {fault}"
+        except Exception as error:  # whatever another package raises when it is imported or read
+            problem = f"{title} cannot be loaded: {type(error).__name__}: {error}"
+        if problem:
+            refusal = RefusedError(problem, f"Mend the package {package}, or remove it.")
+            refused |= dict.fromkeys(
+                {entry_point.name, str(getattr(row, "name", entry_point.name))}, refusal
+            )
+        else:
+            rows[row.name] = row
+            taken.update(
+                [row.name, *(parameter.name for parameter in getattr(row, "parameters", ()))]
+            )
+    return rows, refused
+
+
+def _fault(row: Any, row_class: type[_Row], taken: Collection[str]) -> str | None:
+    """Return why a row cannot be used, or None."""
+    if not isinstance(row, row_class):
+        return f"its entry point is no lantern_bench.methods.{row_class.__name__} but {type(row).__name__}"
+    pattern, signs = (_KEY, "digits and _") if row_class is Metric else (_NAME, "digits, _ and -")
+    if not re.fullmatch(pattern, row.name):
+        return f"its name {row.name!r} must be lower-case letters, {signs}"
+    if row.name in taken:
+        return f"the name {row.name} is taken"
+    for parameter in getattr(row, "parameters", ()):
+        if not re.fullmatch(_KEY, parameter.name):
+            return f"its parameter {parameter.name!r} must be lower-case letters, digits and _"
+        if parameter.name in taken and parameter not in _SHIPPED_PARAMETERS:
+            return f"the name of its parameter {parameter.name} is taken"
+        if any(type(text) is not str for text in (parameter.kind.allowed, parameter.help)):
+            return f"its parameter {parameter.name} needs texts for what is allowed and for `help`"
+    return None
+
+
+def _rule_fault(rule: Rule, draftings: Collection[str]) -> str | None:
+    if rule.drafting not in draftings:
+        return f"its drafting {rule.drafting!r} must be one of {', '.join(draftings)}"
+    functions = (rule.mass_limit, rule.acceptance_probability, rule.accept_tree)
+    if sum(function is not None for function in functions) > 1:
+        return "it has more than one of `mass_limit`, `acceptance_probability` and `accept_tree`"
+    if not rule.lossless and rule.neighbours is not None and rule.neighbours < 1:
+        return f"its neighbours {rule.neighbours} must be at least 1"
+    return None
