@@ -1,1 +1,0 @@
-"""Files: checkpoints, downloads, model files, caches."""

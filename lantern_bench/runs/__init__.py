@@ -1,1 +1,0 @@
-"""Runs: from a checked sweep to records, images and scores on the disk."""
