@@ -21,7 +21,7 @@ from lantern_bench.analysis.token_distance import FeatureSums
 from lantern_bench.checks.tabular_model import generators
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.plan import record_seed
-from lantern_bench.decoding.acceptance.rule import AcceptanceRule
+from lantern_bench.decoding.acceptance.bound_rule import BoundRule
 from lantern_bench.decoding.drafting.draft_method import DraftMethod
 from lantern_bench.decoding.loop import decode
 from lantern_bench.decoding.protocol import Target
@@ -164,7 +164,7 @@ def decoded_evidence(
     *,
     tolerance: float,
     seed: int = 0,
-    rule: AcceptanceRule | None = None,
+    rule: BoundRule | None = None,
     drafting: Callable[[Decoding, Target, int], DraftMethod] | None = None,
 ) -> Iterator[Evidence]:
     """Decode at least `images` images, cycling through the prompts, and yield the evidence of each batch.

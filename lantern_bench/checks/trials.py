@@ -13,8 +13,8 @@ import torch
 from lantern_bench.checks.claims import CertificationPlan, Claim
 from lantern_bench.checks.tabular_model import TOKENS, table_tokens
 from lantern_bench.config.decoding import Decoding
+from lantern_bench.decoding.acceptance.bound_rule import BoundRule
 from lantern_bench.decoding.acceptance.children import Acceptance, Children, accept_children
-from lantern_bench.decoding.acceptance.rule import AcceptanceRule, TreeRule
 from lantern_bench.decoding.drafting.draft_method import DraftMethod
 from lantern_bench.decoding.protocol import Target
 from lantern_bench.methods.catalog import (
@@ -25,7 +25,8 @@ from lantern_bench.methods.catalog import (
     fresh_drafts_problem,
 )
 from lantern_bench.methods.draftings import Drafting
-from lantern_bench.methods.rules import Rule
+from lantern_bench.methods.parameters import load_code
+from lantern_bench.methods.rules import Rule, tree_rule
 from lantern_bench.methods.static_trees import STATIC_TREES, check_topology, is_chain
 
 TABLE_IMAGES = 16_384
@@ -52,7 +53,7 @@ class Trial:
     # of the model whose whole images are tested; "": the tables of `tabular.py` are, by G-tests
     dtype: str = ""
     broken: str | None = None  # what is wrong on purpose
-    rule: AcceptanceRule | None = None  # in place of the decoding's
+    rule: BoundRule | None = None  # in place of the decoding's
     # makes what replaces the decoding's
     drafting: Callable[[Decoding, Target, int], DraftMethod] | None = None
 
@@ -241,25 +242,25 @@ def table_decoding(decoding: Decoding) -> Decoding:
 
 # ---- Rules that are broken on purpose: what the tests must reject to have power
 
-Accept: TypeAlias = Callable[[Children, AcceptanceRule], Acceptance]
+Accept: TypeAlias = Callable[[Children, BoundRule], Acceptance]
 
 
 def broken_trials(trial: Trial) -> list[Trial]:
     """Return a trial with the mistakes that any rule can have."""
-    accept = trial.decoding.rule_row.accept_tree or accept_children
+    accept = load_code(trial.decoding.rule_row.accept_tree or accept_children)
     mistakes: dict[str, Accept] = {
         "residual left out": partial(without_residual, accept=accept),
         "a draft accepted once too often in 50": partial(accepted_too_often, accept=accept),
     }
     several = replace(trial, images=_BROKEN_FACTOR * trial.images)
     return [
-        replace(several, broken=name, rule=TreeRule(accept_tree=code))
+        replace(several, broken=name, rule=BoundRule(tree_rule(name)(code)))
         for name, code in mistakes.items()
     ]
 
 
 def without_residual(
-    children: Children, rule: AcceptanceRule, accept: Accept = accept_children
+    children: Children, rule: BoundRule, accept: Accept = accept_children
 ) -> Acceptance:
     """Decide as `accept`, and draw the bonus token from the node's own p also after a rejection."""
     p = children.p.clone()
@@ -269,7 +270,7 @@ def without_residual(
 
 
 def accepted_too_often(
-    children: Children, rule: AcceptanceRule, accept: Accept = accept_children
+    children: Children, rule: BoundRule, accept: Accept = accept_children
 ) -> Acceptance:
     """Decide as `accept`, with probabilities raised, to at most 1, of drafts that it can accept."""
     acceptance = accept(children, rule)

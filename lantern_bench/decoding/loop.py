@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from lantern_bench.config.decoding import Decoding
-from lantern_bench.decoding.acceptance.rule import AcceptanceRule, rule_of
+from lantern_bench.decoding.acceptance.bound_rule import BoundRule
+from lantern_bench.decoding.acceptance.draft_view import Codes
+from lantern_bench.decoding.acceptance.official import OfficialRule
 from lantern_bench.decoding.drafting.draft_method import DraftMethod
 from lantern_bench.decoding.engine import Engine, tensors_of
 from lantern_bench.decoding.image_state import DRAFTER, FirstTokens
@@ -63,7 +65,7 @@ def decode(
     tokens: int | None = None,
     keep_logits: bool = False,
     engine: Engine | None = None,
-    rule: AcceptanceRule | None = None,
+    rule: BoundRule | None = None,
     drafting: DraftMethod | None = None,
 ) -> list[Decoded]:
     """Decode one image for each generator, together.
@@ -99,18 +101,41 @@ def decode(
     return _autoregressive(batch, condition)
 
 
-def drafter_and_rule(
-    model: DecodableModel, decoding: Decoding
-) -> tuple[Drafter | None, AcceptanceRule]:
+def drafter_and_rule(model: DecodableModel, decoding: Decoding) -> tuple[Drafter | None, BoundRule]:
     """Return what a speculative configuration needs of a model besides its target.
 
-    Raises `RefusedError` for a drafter that the model does not have, and as `rule_of`.
+    Raises `RefusedError` for a drafter that the model does not have, and as `bound_rule`.
     """
     if not decoding.drafting_row.needs_drafter:
-        return None, rule_of(decoding, model)
+        return None, bound_rule(decoding, model)
     if model.drafter is None:
         raise missing_drafter(decoding.mode)
-    return model.drafter, rule_of(decoding, model)
+    return model.drafter, bound_rule(decoding, model)
+
+
+def bound_rule(decoding: Decoding, model: DecodableModel) -> BoundRule:
+    """Return the acceptance rule of a decoding.
+
+    Raises as `DecodableModel.table` and `DecodableModel.codes`.
+    """
+    rule = decoding.rule_row
+    if rule.lossless:
+        return BoundRule(rule)
+    is_official = decoding.residual == "official"
+    neighbours = decoding.neighbours or 0
+    columns = neighbours
+    if is_official and neighbours and rule.decide == "by neighbours":
+        columns += 1  # a rejection treats one neighbour more
+    codes = Codes(
+        count=model.target.n_codes,
+        neighbours=neighbours,
+        nearest=model.table(columns, decoding.neighbour_metric) if columns else None,
+        embeddings=model.codes if rule.codebook else None,
+    )
+    values = {key: decoding.value(key) for key in rule.value_names}
+    if is_official:
+        return OfficialRule(rule, values, codes)
+    return BoundRule(rule, values, codes)
 
 
 @dataclass(frozen=True)
@@ -178,7 +203,7 @@ class _Batch:
 
 
 def _speculative(
-    batch: _Batch, condition: Any, rule: AcceptanceRule | None, drafting: DraftMethod | None
+    batch: _Batch, condition: Any, rule: BoundRule | None, drafting: DraftMethod | None
 ) -> list[Decoded]:
     """Draft a tree, score it in one forward, verify it and commit what was accepted; until every image is complete."""
     step, rule = _speculative_step(batch, rule, drafting)
@@ -224,8 +249,8 @@ def _speculative(
 
 
 def _speculative_step(
-    batch: _Batch, rule: AcceptanceRule | None, drafting: DraftMethod | None
-) -> tuple[SpeculativeStep, AcceptanceRule]:
+    batch: _Batch, rule: BoundRule | None, drafting: DraftMethod | None
+) -> tuple[SpeculativeStep, BoundRule]:
     """Return the programs of a batch, and its rule; what replaces those of the configuration is not compiled."""
     drafter, own_rule = drafter_and_rule(batch.model, batch.decoding)
     is_replaced = rule is not None or drafting is not None

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lantern_bench.config.decoding import Decoding
-from lantern_bench.decoding.acceptance.rule import AcceptanceRule
+from lantern_bench.decoding.acceptance.bound_rule import BoundRule
 from lantern_bench.decoding.acceptance.verify import Verdict, verify_greedy
 from lantern_bench.decoding.drafting.draft_method import (
     Drafted,
@@ -38,7 +38,8 @@ from lantern_bench.decoding.sampling import (
     uniform,
 )
 from lantern_bench.decoding.tree import DraftTree
-from lantern_bench.methods.catalog import RULES, tensor_parameters
+from lantern_bench.methods.catalog import PARAMETERS, RULES
+from lantern_bench.methods.rules import Rule
 
 # The keys that drafting does not depend on.
 _ACCEPTANCE = {"mode", "rule", *(key for rule in RULES.values() for key in rule.parameter_names)}
@@ -47,11 +48,16 @@ _ACCEPTANCE = {"mode", "rule", *(key for rule in RULES.values() for key in rule.
 def sampling_key(decoding: Decoding, *without: str) -> tuple[tuple[str, str], ...]:
     """Return the key of a program: a configuration without what it reads from tensors, and without some keys.
 
-    One program serves all sets of seeds, and every bound that is a tensor; external rules may branch on their bounds.
+    One program serves all sets of seeds and all values of float parameters of the rule.
     """
-    omitted = {"seed_set", *tensor_parameters(decoding.rule), *without}
+    omitted = {"seed_set", *float_values(decoding.rule_row), *without}
     settings = decoding.settings()
     return tuple((key, repr(value)) for key, value in settings.items() if key not in omitted)
+
+
+def float_values(rule: Rule) -> list[str]:
+    """Return the parameters of a rule that its program reads from tensors of one element."""
+    return [name for name in rule.value_names if PARAMETERS[name].kind.dtype == "float"]
 
 
 class TreeInputs(NamedTuple):
@@ -123,7 +129,7 @@ class SpeculativeStep:
         target: Target,
         drafter: Drafter | None,
         decoding: Decoding,
-        rule: AcceptanceRule,
+        rule: BoundRule,
         batch: int,
         engine: Engine,
         keep_logits: bool,
@@ -169,7 +175,13 @@ class SpeculativeStep:
             self.drafter_session = drafter.session(batch, guided=cfg_scale != 1, nodes=nodes)
         self._inputs = tensors_of(drafter)
 
-        self._rule, self._bounds = _with_tensor_bounds(rule, decoding, target.device)
+        # Floats of the rule are read from tensors, which `start_images` fills.
+        exact = torch.float32 if target.device.type == "mps" else torch.float64
+        self._floats = {
+            name: torch.zeros(1, dtype=exact, device=target.device)
+            for name in float_values(rule.rule)
+        }
+        self._rule = replace(rule, values={**rule.values, **self._floats})
         self.verify = self._verify
         if compiled:
             verify_key = ("verify", batch, sampling_key(decoding, "mode"), keep_logits)
@@ -178,15 +190,15 @@ class SpeculativeStep:
     def start_images(
         self,
         *,
-        rule: AcceptanceRule,
+        rule: BoundRule,
         condition: Any,
         prefix: Logits,
         first: FirstTokens,
         tokens_wanted: int,
     ) -> None:
         """Start a batch of images whose prefill gave `prefix` and the tokens `first`."""
-        for name, bound in self._bounds.items():
-            bound.fill_(rule.values[name])
+        for name, value in self._floats.items():
+            value.fill_(rule.values[name])
 
         image_tokens = self._target.image_tokens
         depth = self.drafting.depth
@@ -314,13 +326,3 @@ def _last_step(
         position=position,
         active=active,
     )
-
-
-def _with_tensor_bounds(
-    rule: AcceptanceRule, decoding: Decoding, device: torch.device
-) -> tuple[AcceptanceRule, dict[str, Tensor]]:
-    """Return a rule that reads its bounds from tensors of one element, and these: one program serves all values."""
-    names = tensor_parameters(decoding.rule) if rule.values else ()
-    exact = torch.float32 if device.type == "mps" else torch.float64
-    bounds = {name: torch.zeros(1, dtype=exact, device=device) for name in names}
-    return replace(rule, values={**rule.values, **bounds}), bounds

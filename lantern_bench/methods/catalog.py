@@ -143,14 +143,6 @@ def can_decide(rule: str, drafting: str) -> bool:
     return sampled and (not RULES[rule].chains or row.chain or "tree" in row.parameter_names)
 
 
-def tensor_parameters(rule: str) -> tuple[str, ...]:
-    """Return the parameters of a rule that its one compiled program reads from tensors."""
-    row = RULES[rule]
-    if not row.tensor_bound:
-        return ()
-    return tuple(name for name in row.value_names if PARAMETERS[name].kind.dtype == "float")
-
-
 def chain_problem(rule: str, drafting: str, paths: Topology, tree: str | None) -> str | None:
     """Return why a rule cannot decide on drafts that branch or are not sampled, or None."""
     row = RULES[rule]

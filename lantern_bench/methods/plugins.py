@@ -83,9 +83,11 @@ def _fault(row: Any, row_class: type[_Row], taken: Collection[str]) -> str | Non
 def _rule_fault(rule: Rule, draftings: Collection[str]) -> str | None:
     if rule.drafting not in draftings:
         return f"its drafting {rule.drafting!r} must be one of {', '.join(draftings)}"
-    functions = (rule.mass_limit, rule.acceptance_probability, rule.accept_tree)
-    if sum(function is not None for function in functions) > 1:
-        return "it has more than one of `mass_limit`, `acceptance_probability` and `accept_tree`"
+    needs_function = rule.decide in ("by neighbours", "by probability")
+    if needs_function != (rule.function is not None):
+        return f"its decide {rule.decide!r} does not fit its function"
+    if (rule.decide is None) != (rule.accept_tree is not None):
+        return f"its decide {rule.decide!r} does not fit its accept_tree"
     if not rule.lossless and rule.neighbours is not None and rule.neighbours < 1:
         return f"its neighbours {rule.neighbours} must be at least 1"
     return None

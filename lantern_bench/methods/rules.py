@@ -1,23 +1,26 @@
-"""Acceptance rules. A rule is one function below one decorator: that is all there is to know about it.
+"""Acceptance rules. A rule is one function below one decorator.
 
-The strict rule accepts a draft x, drawn from q, with probability min(1, p(x) / q(x)); p is the target's distribution. A
-relaxed rule accepts more, in one of two ways (docs/algorithms.md, sections 4 and 8.4):
+The strict rule accepts a draft x, drawn from q, with probability min(1, p(x) / q(x)); p is the
+target's distribution. A relaxed rule accepts more, in one of two ways (docs/algorithms.md, sections
+4 and 8.4):
 
-- `@neighbour_rule`: x also takes the probability of codes near it, its neighbour mass m(x), and is accepted with
-  min(1, (p(x) + m(x)) / q(x)). The function returns the most that m(x) may be.
+- `@neighbour_rule`: x also takes the probability of codes near it, its neighbour mass m(x), and is
+  accepted with min(1, (p(x) + m(x)) / q(x)). The function returns the most that m(x) may be.
 - `@probability_rule`: the function returns the probability of acceptance itself.
 
-Commands read the rows of this module before they need torch, whose import takes seconds. So nothing here imports it:
-the functions compute with the methods of the tensors that they are given.
+A third decorator, `@tree_rule`, is for lossless rules that decide on the drafts of a whole tree.
+
+Commands read the rows of this module before they need torch, whose import takes seconds. So nothing
+here imports it: the functions compute with the methods of the tensors that they are given.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from lantern_bench.methods.parameters import (
     ABOVE_0,
@@ -25,7 +28,9 @@ from lantern_bench.methods.parameters import (
     BETWEEN_0_AND_1,
     NOT_NEGATIVE,
     SEVERAL,
+    Code,
     Parameter,
+    Values,
     fingerprint_of,
     rare,
 )
@@ -33,71 +38,72 @@ from lantern_bench.methods.parameters import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lantern_bench.decoding.acceptance.children import Acceptance, Children
     from lantern_bench.decoding.acceptance.draft_view import DraftView
-    from lantern_bench.decoding.acceptance.rule import AcceptanceRule
 
-RelaxedFunction: TypeAlias = "Callable[[DraftView, Mapping[str, Any]], Tensor]"
-"""(drafts, the rule's parameters by name) -> a number for each draft."""
-TreeFunction: TypeAlias = "Callable[[Children, AcceptanceRule], Acceptance]"
+RelaxedFunction: TypeAlias = "Callable[[DraftView, Values], Tensor]"
+"""(drafts, the rule's parameters by name) -> numbers; floats come as tensors of one element."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """An acceptance rule: its function, its parameters and what tables and legends call it.
-
-    At most one of `mass_limit`, `acceptance_probability` and `accept_tree` is given; the strict rule has none.
-    """
+    """An acceptance rule: its function, its parameters and its name in tables and legends."""
 
     name: str
     about: str = "a rule from another package"
-    mass_limit: RelaxedFunction | None = None  # of a `neighbour_rule`
-    acceptance_probability: RelaxedFunction | None = None  # of a `probability_rule`
-    accept_tree: TreeFunction | None = None  # of a `tree_rule`
 
-    # What a cell of an experiment can set
-    bound: str = "bound"  # the parameter that every cell must give
-    example: float = 0.1  # a bound to begin with
-    parameters: tuple[
-        Parameter, ...
-    ] = ()  # its own; the bound first, unless it is a shipped parameter
-    neighbours: int | None = None  # the default k; None: the rule reads no neighbours
+    # How it decides on a draft (decoding/acceptance/decisions.py); None: `accept_tree` decides
+    decide: Literal["strictly", "by neighbours", "by probability"] | None = "strictly"
+    # by neighbours: the limit of m(x) [n]; by probability: f [n, V]
+    function: RelaxedFunction | None = None
+    # (Children, BoundRule) -> Acceptance: decides on the drafts of whole trees
+    accept_tree: Code | None = None
 
-    # What it needs, and of which drafts
-    codebook: bool = False  # reads `codebook` or `distances` of the drafts
-    tensor_bound: bool = (
-        False  # takes tensors for its float parameters: one compiled program serves all values
-    )
-    chains: bool = False  # decides only on chains of sampled drafts
-    tree: str | None = None  # the default tree of a rule for chains
-    needs_fresh_drafts: bool = (
-        False  # it reads deeper drafts, so each step must draw all anew (section 8.1)
-    )
+    # The parameter that every cell must give
+    bound: str = "bound"
+    # a bound to begin with
+    example: float = 0.1
+    # the rule's own parameters; the bound first, unless it is a shipped parameter
+    parameters: tuple[Parameter, ...] = ()
+    # the default k; None: the rule reads no neighbours
+    neighbours: int | None = None
 
-    # With `residual: official`, how much of q the authors' code takes out of p after a rejection: 1 all, 0 nothing.
-    # None: q f(x), as `residual: exact` does; cells of such a probability rule have no `residual`.
+    # Whether it reads `codebook` or `distances` of the drafts
+    codebook: bool = False
+    # whether it decides only on chains of sampled drafts
+    chains: bool = False
+    # the default tree of a rule for chains
+    tree: str | None = None
+    # It reads deeper drafts, so each step must draw all of them anew (section 8.1).
+    needs_fresh_drafts: bool = False
+
+    # With `residual: official`, the fraction of q that the authors' code takes out of p after a
+    # rejection. None: q f(x), as `residual: exact` does; cells of a probability rule then have no
+    # `residual`.
     official_removal: float | None = None
 
-    # How it is shown
-    in_id: bool = True  # cell ids name the rule where the mode does not imply it
-    source: str = ""  # arXiv number of the paper
-    drafting: str = "static"  # of the mode that a rule from another package brings
-    label: str | None = None  # of that mode, in legends
+    # Whether cell ids name the rule where the mode does not imply it
+    in_id: bool = True
+    # arXiv number of the paper
+    source: str = ""
+    # of the mode that a rule from another package brings
+    drafting: str = "static"
+    # of that mode, in legends
+    label: str | None = None
 
     @property
     def lossless(self) -> bool:
         """Whether the tokens keep the target's distribution: the rule is not relaxed."""
-        return self.mass_limit is None and self.acceptance_probability is None
+        return self.function is None
 
     @property
     def greedy_rule(self) -> str:
         """The rule that replaces it at temperature 0."""
-        needs_sampling = self.accept_tree is not None or self.acceptance_probability is not None
-        return "strict" if needs_sampling else self.name
+        has_greedy_form = self.decide in ("strictly", "by neighbours")
+        return self.name if has_greedy_form else "strict"
 
     @cached_property
     def value_names(self) -> tuple[str, ...]:
-        """The names of the parameters that its function gets: the bound first."""
+        """The names of the parameters that its function gets, the bound first."""
         if self.lossless:
             return ()
         names = [self.bound]
@@ -110,15 +116,13 @@ class Rule:
         names = list(self.value_names)
         if self.neighbours is not None:
             names = ["neighbours", "neighbour_metric", *names]
-        if self.mass_limit is not None or self.official_removal is not None:
+        if self.decide == "by neighbours" or self.official_removal is not None:
             names.append("residual")
         return tuple(names)
 
     def fingerprint(self) -> str:
         """16 hex digits that change when the file of its function changes."""
-        return fingerprint_of(
-            self.mass_limit or self.acceptance_probability or self.accept_tree or self.name
-        )
+        return fingerprint_of(self.function or self.accept_tree or self.name)
 
 
 def neighbour_rule(
@@ -131,27 +135,41 @@ def neighbour_rule(
         neighbours: How many nearest codes a draft may take mass from, unless a cell says.
         **fields: Other fields of `Rule`.
     """
-    return lambda function: Rule(name, mass_limit=function, neighbours=neighbours, **fields)
+
+    def make(function: RelaxedFunction) -> Rule:
+        return Rule(
+            name, decide="by neighbours", function=function, neighbours=neighbours, **fields
+        )
+
+    return make
 
 
 def probability_rule(name: str, **fields: Any) -> Callable[[RelaxedFunction], Rule]:
-    """Make a rule of a function that returns f(x), the probability to accept each token that a draft could have been.
+    """Make a rule of a function that returns f [n, V], the probability to accept each token.
 
     Args:
         name: The rule's name in experiments and on the command line.
         **fields: Other fields of `Rule`.
     """
-    return lambda function: Rule(name, acceptance_probability=function, **fields)
+
+    def make(function: RelaxedFunction) -> Rule:
+        return Rule(name, decide="by probability", function=function, **fields)
+
+    return make
 
 
-def tree_rule(name: str, **fields: Any) -> Callable[[TreeFunction], Rule]:
+def tree_rule(name: str, **fields: Any) -> Callable[[Code], Rule]:
     """Make a lossless rule of a function that decides on the drafts of whole trees at once.
 
     Args:
         name: The rule's name in experiments and on the command line.
         **fields: Other fields of `Rule`.
     """
-    return lambda function: Rule(name, accept_tree=function, needs_fresh_drafts=True, **fields)
+
+    def make(function: Code) -> Rule:
+        return Rule(name, decide=None, accept_tree=function, needs_fresh_drafts=True, **fields)
+
+    return make
 
 
 # ---- Lossless rules
@@ -160,19 +178,22 @@ NONE = Rule("none", about="nothing is accepted", in_id=False)
 STRICT = Rule("strict", about="accepts with p / q", in_id=False)
 
 
-def _accept_traversal(children: Children, rule: AcceptanceRule) -> Acceptance:
-    from lantern_bench.decoding.acceptance.traversal import accept_traversal
-
-    return accept_traversal(children, rule)
-
+# As text: the function needs torch.
+_ACCEPT_TRAVERSAL = "lantern_bench.decoding.acceptance.traversal:accept_traversal"
 
 block = tree_rule(
-    "block", about="decides on a chain as a whole", chains=True, tree="chain-5", source="2403.10444"
-)(_accept_traversal)
+    "block",
+    about="decides on a chain as a whole",
+    chains=True,
+    tree="chain-5",
+    source="2403.10444",
+)(_ACCEPT_TRAVERSAL)
 
 traversal = tree_rule(
-    "traversal", about="decides on a tree from its leaves to its root", source="2505.12398"
-)(_accept_traversal)
+    "traversal",
+    about="decides on a tree from its leaves to its root",
+    source="2505.12398",
+)(_ACCEPT_TRAVERSAL)
 
 
 # ---- Rules that let a draft take the mass of its neighbours
@@ -205,10 +226,9 @@ ENTROPY_SCALE = Parameter(
     example=0.02,
     parameters=(DELTA,),
     neighbours=20,
-    tensor_bound=True,
     in_id=False,
 )
-def additive(draft: DraftView, values: Mapping[str, Any]) -> Tensor:
+def additive(draft: DraftView, values: Values) -> Tensor:
     """LANTERN: m(x) <= delta (arXiv 2410.03355)."""
     return draft.number(values["delta"]).expand_as(draft.p_x)
 
@@ -219,10 +239,9 @@ def additive(draft: DraftView, values: Mapping[str, Any]) -> Tensor:
     bound="lambda",
     example=2.0,
     parameters=(LAMBDA,),
-    tensor_bound=True,
     in_id=False,
 )
-def multiplicative(draft: DraftView, values: Mapping[str, Any]) -> Tensor:
+def multiplicative(draft: DraftView, values: Values) -> Tensor:
     """LANTERN++: p(x) + m(x) <= lambda p(x) (arXiv 2502.06352)."""
     return draft.p_x * draft.number(values["lambda"] - 1.0)
 
@@ -233,9 +252,8 @@ def multiplicative(draft: DraftView, values: Mapping[str, Any]) -> Tensor:
     bound="entropy_scale",
     parameters=(ENTROPY_SCALE,),
     neighbours=20,
-    tensor_bound=True,
 )
-def entropy(draft: DraftView, values: Mapping[str, Any]) -> Tensor:
+def entropy(draft: DraftView, values: Values) -> Tensor:
     """m(x) <= entropy_scale H(p) / log V: nothing where the target is certain."""
     largest_entropy = math.log(draft.p.shape[-1])
     return draft.entropy * draft.number(values["entropy_scale"] / largest_entropy)
@@ -284,7 +302,7 @@ EPSILON = Parameter(
 ALPHA = rare(
     "alpha",
     ABOVE_0,
-    "Typical acceptance: so is one above alpha * exp(-entropy), Medusa's delta.",
+    "Typical acceptance: also accept when p(x) > alpha * exp(-H(p)) (Medusa's delta).",
     default=0.3,
 )
 
@@ -295,17 +313,15 @@ ALPHA = rare(
     bound="strength",
     example=1.1,
     parameters=(STRENGTH, DECAY),
-    tensor_bound=True,
     source="2601.09212",
 )
-def cool_sd(draft: DraftView, values: Mapping[str, Any]) -> Tensor:
+def cool_sd(draft: DraftView, values: Values) -> Tensor:
     """Cool-SD: f = min(1, w p(x) / q(x)), w = strength exp(-decay (depth - 1)) (arXiv 2601.09212)."""
-    levels_below_first = (draft.depth - 1).to(draft.p_x.dtype)
-    w = (
-        draft.number(values["strength"])
-        * (-draft.number(values["decay"]) * levels_below_first).exp()
-    )
-    return w * draft.strict_ratio
+    ratio = draft.ratio
+    levels_below_first = (draft.depth - 1).to(ratio.dtype)
+    decay = (-draft.number(values["decay"]) * levels_below_first).exp()
+    w = draft.number(values["strength"]) * decay
+    return w[:, None] * ratio
 
 
 @probability_rule(
@@ -318,7 +334,7 @@ def cool_sd(draft: DraftView, values: Mapping[str, Any]) -> Tensor:
     official_removal=1.0,
     source="2508.07747",
 )
-def gsd(draft: DraftView, values: Mapping[str, Any]) -> Tensor:
+def gsd(draft: DraftView, values: Values) -> Tensor:
     """GSD: f = min(1, p(C) / q(C)), sums over the cluster C of x (arXiv 2508.07747).
 
     C holds the tokens whose rank in descending order of p is at most `cluster` // 2 behind that of x or
@@ -326,7 +342,8 @@ def gsd(draft: DraftView, values: Mapping[str, Any]) -> Tensor:
     `code_gap` or more away (squared Euclidean; 0: any distance). A deterministic draft has q(C) = 1.
     """
     size = values["cluster"]
-    p, order = draft.p_x.sort(dim=-1, descending=True, stable=True)
+    code_gap = draft.number(values["code_gap"])
+    p, order = draft.p.sort(dim=-1, descending=True, stable=True)
 
     def clusters(ranked: Tensor, outside: float) -> Tensor:
         """Return the values [..., V, size] around each rank of `ranked` [..., V]."""
@@ -337,15 +354,15 @@ def gsd(draft: DraftView, values: Mapping[str, Any]) -> Tensor:
 
     # One operation over all ranks of a cluster: a loop would give compiled programs a part for each of them.
     cluster_p = clusters(p, outside=math.inf)  # infinitely far from every p, so never inside
-    inside = (cluster_p - p[..., None]).abs() < values["probability_gap"]
-    if values["code_gap"] > 0:
-        codes = draft.codebook[order].movedim(-1, 0)
-        squared_distance = (clusters(codes, outside=0.0) - codes[..., None]).square().sum(dim=0)
-        inside &= squared_distance < values["code_gap"]
+    inside = (cluster_p - p[..., None]).abs() < draft.number(values["probability_gap"])
+    codes = draft.codebook[order].movedim(-1, 0)
+    squared_distance = (clusters(codes, outside=0.0) - codes[..., None]).square().sum(dim=0)
+    inside &= (squared_distance < code_gap) | (code_gap == 0)
     ratio = cluster_p.where(inside, 0.0).sum(dim=-1)
-    if draft.q_x is not None:
-        q = draft.q_x.gather(-1, order)
-        ratio = ratio / clusters(q, outside=0.0).where(inside, 0.0).sum(dim=-1)
+    q = draft.q
+    if q is not None:
+        cluster_q = clusters(q.gather(-1, order), outside=0.0)
+        ratio = ratio / cluster_q.where(inside, 0.0).sum(dim=-1)
     return ratio.new_empty(ratio.shape).scatter_(-1, order, ratio)
 
 
@@ -355,15 +372,15 @@ def gsd(draft: DraftView, values: Mapping[str, Any]) -> Tensor:
     bound="epsilon",
     example=0.09,
     parameters=(EPSILON, ALPHA),
-    tensor_bound=True,
     official_removal=0.0,
     source="2401.10774",
 )
-def typical(draft: DraftView, values: Mapping[str, Any]) -> Tensor:
+def typical(draft: DraftView, values: Values) -> Tensor:
     """Medusa: f = 1 where p(x) > min(epsilon, alpha exp(-H(p))), else 0 (arXiv 2401.10774, section 2.3.1)."""
+    p = draft.p
     threshold = draft.number(values["alpha"]) * (-draft.entropy).exp()
-    is_typical = draft.p_x > threshold.minimum(draft.number(values["epsilon"]))
-    return is_typical.to(draft.p_x.dtype)
+    is_typical = p > threshold.minimum(draft.number(values["epsilon"]))[:, None]
+    return is_typical.to(p.dtype)
 
 
 SHIPPED_RULES = (

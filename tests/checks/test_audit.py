@@ -25,12 +25,12 @@ from lantern_bench.cli import main as cli
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.experiment import Cell
 from lantern_bench.decoding.acceptance import verify as walk
-from lantern_bench.decoding.acceptance.rule import TreeRule
 from lantern_bench.methods import catalog
 from lantern_bench.methods.modes import SHIPPED_MODES, Mode
 from lantern_bench.methods.rules import SHIPPED_RULES
 from lantern_bench.models import registry
 from tests.helpers.mistakes import strict_without_residual
+from tests.helpers.rules import broken
 from tests.helpers.tiny_model import TinyModel
 
 STATIC = Decoding(mode="speculative", tree="small-7")
@@ -123,13 +123,13 @@ def test_p_values_of_a_lossless_decoding_are_uniform() -> None:
 
 def test_a_missing_residual_is_rejected_and_its_tv_estimated() -> None:
     right, (_, right_high) = g_tests(STATIC, table_images(STATIC, range(10_000)))
-    rule = TreeRule(accept_tree=strict_without_residual)
-    broken, (broken_low, _) = g_tests(STATIC, table_images(STATIC, range(10_000), rule))
-    print(f"right {right}, broken {broken}")
+    rule = broken("broken", strict_without_residual)
+    wrong, (wrong_low, _) = g_tests(STATIC, table_images(STATIC, range(10_000), rule))
+    print(f"right {right}, wrong {wrong}")
     assert min(right.values()) > LEVEL
-    broken.pop("images of a batch")
-    assert max(broken.values()) < BROKEN
-    assert broken_low > 3 * right_high / 2 > 0
+    wrong.pop("images of a batch")
+    assert max(wrong.values()) < BROKEN
+    assert wrong_low > 3 * right_high / 2 > 0
 
 
 def test_estimates_of_tv_enclose_the_truth() -> None:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from lantern_bench.checks.tabular_model import TabularModel
 from lantern_bench.config.decoding import Decoding
-from lantern_bench.decoding.acceptance.rule import AcceptanceRule
 from lantern_bench.decoding.drafting.draft_method import DraftInputs, LastStep, drafting_of
+from tests.helpers.rules import STRICT
 
 IMAGES = 60_000
 Q = torch.tensor([0.5, 0.5])
@@ -67,6 +67,4 @@ def second_draft(drafting: str) -> Tensor:
     )
     tree = method.tree(method.draft(DraftInputs(root, exponential(method.noises, 2), limit)))
     uniforms = torch.rand(IMAGES, method.nodes, method.fanout, generator=noise)
-    return method.verify(tree, rows(P), AcceptanceRule(), uniforms, exponential(2), limit).tokens[
-        :, 0
-    ]
+    return method.verify(tree, rows(P), STRICT, uniforms, exponential(2), limit).tokens[:, 0]

@@ -22,7 +22,7 @@ import torch
 from lantern_bench.decoding.engine import Engine
 from lantern_bench.decoding.neighbours import nearest_codes
 from lantern_bench.methods.catalog import RULES
-from tests.helpers.rules import accept, rule_named, view_of
+from tests.helpers.rules import accept, neighbour_mass, rule_named, view_of
 
 # Whole commands in processes of their own, on machines that may be busy.
 pytestmark = pytest.mark.timeout(1200)
@@ -211,7 +211,7 @@ def most(
 def test_the_rule_keeps_its_limit_and_takes_as_much_as_it_may(installed: None) -> None:
     p, codes, table, tokens = drafts_of(40)
     rule = rule_named("by-distance", 8, 0.4, table=table, codebook=codes)
-    mass, taken = rule.neighbour_mass(view_of(p, tokens, rule))
+    mass, taken = neighbour_mass(view_of(p, tokens, rule), rule)
     limits = torch.tensor(
         [
             most(p=row, codes=codes, table=table, x=x, k=8, bound=0.4)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lantern_bench.decoding.acceptance.rule import AcceptanceRule
+from lantern_bench.decoding.acceptance.bound_rule import BoundRule
 from lantern_bench.decoding.sampling import probabilities
 from lantern_bench.decoding.tree import DraftTree, StaticTree, link_nodes
 from tests.helpers.rules import rule_named
@@ -32,7 +32,7 @@ class Case:
     info: dict[str, Any]
     arrays: dict[str, np.ndarray]
     tree: DraftTree
-    rule: AcceptanceRule
+    rule: BoundRule
 
     @property
     def greedy(self) -> bool:

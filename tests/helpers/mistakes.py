@@ -19,13 +19,10 @@ from torch import Tensor
 from lantern_bench.checks.trials import accepted_too_often, without_residual
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding import step
+from lantern_bench.decoding.acceptance.bound_rule import BoundRule
 from lantern_bench.decoding.acceptance.children import Acceptance, Children, accept_children
-from lantern_bench.decoding.acceptance.rule import (
-    AcceptanceRule,
-    NeighbourRule,
-    ProbabilityRule,
-    TreeRule,
-)
+from lantern_bench.decoding.acceptance.draft_view import Codes
+from lantern_bench.decoding.acceptance.official import OfficialRule
 from lantern_bench.decoding.acceptance.traversal import accept_traversal
 from lantern_bench.decoding.acceptance.verify import Verdict, verify
 from lantern_bench.decoding.drafting.draft_method import (
@@ -39,7 +36,9 @@ from lantern_bench.decoding.drafting.jacobi import HybridDrafting, JacobiDraftin
 from lantern_bench.decoding.protocol import DecodableModel, Target
 from lantern_bench.decoding.sampling import Draws, decoding_probabilities, guide, probabilities
 from lantern_bench.methods.catalog import RULES
+from lantern_bench.methods.rules import probability_rule
 from lantern_bench.models.networks.kv_cache import KVCache
+from tests.helpers.rules import broken
 
 
 @dataclass(frozen=True)
@@ -47,14 +46,16 @@ class Mistake:
     """What is wrong, and the rule, the drafting, or the code of the package, that is wrong so."""
 
     name: str
-    accept: Callable[[Children, AcceptanceRule], Acceptance] | None = None
+    accept: Callable[[Children, BoundRule], Acceptance] | None = None
     make: Callable[[Decoding, Target, int], DraftMethod] | None = None
-    rule: AcceptanceRule | None = None  # in place of `accept`
+    rule: BoundRule | None = None  # in place of `accept`
     patched: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
 
-    def acceptance_rule(self) -> AcceptanceRule | None:
+    def acceptance_rule(self) -> BoundRule | None:
         """Return the rule that is wrong, if it is the rule."""
-        return self.rule or (TreeRule(self.name, accept_tree=self.accept) if self.accept else None)
+        if self.accept is None:
+            return self.rule
+        return broken(self.name, self.accept)
 
     def arguments(self, decoding: Decoding, target: Any, batch: int) -> dict[str, Any]:
         """Return the arguments of `decode` that make this mistake with `batch` images."""
@@ -89,11 +90,9 @@ def rule_mistakes(decoding: Decoding, model: DecodableModel) -> list[Mistake]:
         return [*mistakes, Mistake("share not updated after a rejection", stale)]
     codes: Any = model.target.vocab_size
     k = 2 if codes < 10 else min(100, codes // 4)
-    limit = RULES["multiplicative"].mass_limit
-    relaxed = NeighbourRule("relaxed", {"lambda": 2.0}, mass_limit=limit, neighbours=k)
-    mistakes.append(
-        Mistake("relaxed with lambda 2", rule=replace(relaxed, nearest_codes=model.table(k, "l2")))
-    )
+    near = Codes(neighbours=k, nearest=model.table(k, "l2"))
+    relaxed = BoundRule(RULES["multiplicative"], {"lambda": 2.0}, near)
+    mistakes.append(Mistake("relaxed with lambda 2", rule=relaxed))
     if decoding.branches:
         mistakes.append(
             Mistake("not renormalised after a rejected sibling", siblings_not_renormalised)
@@ -101,15 +100,13 @@ def rule_mistakes(decoding: Decoding, model: DecodableModel) -> list[Mistake]:
     return mistakes
 
 
-def strict_without_residual(children: Children, _rule: AcceptanceRule) -> Acceptance:
+def strict_without_residual(children: Children, _rule: BoundRule) -> Acceptance:
     """The strict rule without its residual: drafts are accepted as often as they should, so a weak test misses it."""
-    keeps_p = ProbabilityRule(
-        acceptance_probability=lambda drafts, _values: drafts.strict_ratio, official_removal=0.0
-    )
-    return accept_children(children, keeps_p)
+    keeps_p = probability_rule("keeps p", official_removal=0.0)
+    return accept_children(children, OfficialRule(keeps_p(lambda draft, _values: draft.ratio)))
 
 
-def siblings_not_renormalised(children: Children, _rule: AcceptanceRule) -> Acceptance:
+def siblings_not_renormalised(children: Children, _rule: BoundRule) -> Acceptance:
     """The strict rule that takes a rejected sibling out of q (deterministic: of p) and does not renormalise."""
     p = children.p
     q = children.q
@@ -247,12 +244,12 @@ def _unfiltered(decoding: Decoding, target: Target, batch: int) -> DraftMethod:
     def verified(tree: Any, p: Tensor, _rule: Any, *arguments: Any) -> Verdict:
         plain = tree.rows(_SEEN[0])
 
-        def accept(children: Children, rule: AcceptanceRule) -> Acceptance:
+        def accept(children: Children, rule: BoundRule) -> Acceptance:
             assert children.q is not None
             before = accept_children(replace(children, p=plain.clone(), q=children.q.clone()), rule)
             return replace(accept_children(children, rule), accept=before.accept)
 
-        return verify(tree, p, TreeRule(accept_tree=accept), *arguments)
+        return verify(tree, p, broken("unfiltered", accept), *arguments)
 
     method.verify = verified
     return method
@@ -433,7 +430,7 @@ def _uniform_number_used_again() -> Mistake:
         draftings[batch] = _UniformNumbers(decoding, target, batch)
         return draftings[batch]
 
-    def accept(children: Children, rule: AcceptanceRule) -> Acceptance:
+    def accept(children: Children, rule: BoundRule) -> Acceptance:
         acceptance = accept_children(children, rule)
         assert children.layout is not None
         images = len(children.tokens) // len(children.layout.nodes)

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lantern_bench.decoding.acceptance.rule import AcceptanceRule
+from lantern_bench.decoding.acceptance.bound_rule import BoundRule
+from lantern_bench.decoding.acceptance.official import OfficialRule
 from lantern_bench.decoding.neighbours import nearest_codes
 from lantern_bench.decoding.sampling import draw_without_replacement, guide, probabilities
 from lantern_bench.decoding.tree import DraftTree, StaticTree, link_nodes
@@ -32,7 +33,7 @@ class Draft:
     tree: DraftTree
     logits: Tensor
     probs: Tensor
-    rule: AcceptanceRule
+    rule: BoundRule
     uniforms: Tensor
     noise: Tensor
     depth_limit: Tensor | None
@@ -45,13 +46,13 @@ class Draft:
         return self.tree.max_depth if self.depth_limit is None else int(self.depth_limit[image])
 
 
-def rules_of(rule: AcceptanceRule) -> Rules:
+def rules_of(rule: BoundRule) -> Rules:
     """The rule for the oracle."""
-    residual = "official" if rule.official else "exact"
-    table = None if rule.nearest_codes is None else rule.nearest_codes.numpy().astype(int)
+    residual = "official" if isinstance(rule, OfficialRule) else "exact"
+    table = None if rule.codes.nearest is None else rule.codes.nearest.numpy().astype(int)
     return Rules(
         rule=rule.name,
-        neighbours=rule.neighbours,
+        neighbours=rule.codes.neighbours,
         bound=next(iter(rule.values.values()), 0.0),
         residual=residual,
         table=table,
@@ -60,7 +61,7 @@ def rules_of(rule: AcceptanceRule) -> Rules:
 
 def random_rule(
     rng: np.random.Generator, vocabulary: int, table: Tensor | None = None, residual: str = ""
-) -> AcceptanceRule:
+) -> BoundRule:
     residual = residual or ("exact", "official")[rng.integers(2)]
     neighbours = int(rng.integers(0, vocabulary))
     name = ("strict", "additive", "multiplicative")[rng.integers(3)]

@@ -7,12 +7,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lantern_bench.decoding.acceptance.bound_rule import BoundRule
 from lantern_bench.decoding.acceptance.children import Acceptance, Children, accept_children
-from lantern_bench.decoding.acceptance.draft_view import DraftView, Weights
-from lantern_bench.decoding.acceptance.rule import AcceptanceRule, bind
+from lantern_bench.decoding.acceptance.decisions import neighbour_masses
+from lantern_bench.decoding.acceptance.draft_view import Codes, DraftView, Weights
+from lantern_bench.decoding.acceptance.official import OfficialRule
 from lantern_bench.methods.catalog import RULES
+from lantern_bench.methods.rules import tree_rule
 
-STRICT = AcceptanceRule()
+STRICT = BoundRule(RULES["strict"])
 
 
 def rule_named(
@@ -23,22 +26,33 @@ def rule_named(
     table: Tensor | None = None,
     codebook: Tensor | None = None,
     **values: Any,
-) -> AcceptanceRule:
+) -> BoundRule:
     """The rule of a row with these values, also those that an experiment refuses."""
     row = RULES[name]
     defaults = {parameter.name: parameter.default for parameter in row.parameters}
-    return bind(
-        row,
-        values={} if row.lossless else {**defaults, row.bound: bound, **values},
-        neighbours=neighbours,
-        official=residual == "official",
-        nearest_codes=table,
-        codebook=codebook,
-    )
+    if not row.lossless:
+        values = {**defaults, row.bound: bound, **values}
+    codes = Codes(neighbours=neighbours, nearest=table, embeddings=codebook)
+    kind = OfficialRule if residual == "official" else BoundRule
+    return kind(row, values, codes)
+
+
+def broken(name: str, code: Any) -> BoundRule:
+    """A rule that is wrong on purpose: `code` decides in place of `accept_children`."""
+    return BoundRule(tree_rule(name)(code))
+
+
+def neighbour_mass(draft: DraftView, rule: BoundRule) -> tuple[Tensor, Tensor]:
+    """m(x) [n], and which neighbours x takes it from, bool [n, k]."""
+    _, within_limit = neighbour_masses(draft, rule)
+    decision = rule.decide(draft)
+    assert decision.lenders is not None
+    is_official = isinstance(rule, OfficialRule)
+    return decision.neighbour_mass, within_limit if is_official else decision.lenders.taken
 
 
 def accept(
-    p: Tensor, q: Tensor | None, tokens: Tensor, rule: AcceptanceRule, offered: Tensor | None = None
+    p: Tensor, q: Tensor | None, tokens: Tensor, rule: BoundRule, offered: Tensor | None = None
 ) -> Acceptance:
     """Accept the children `tokens` [N, C] of N roots; those that are -1 are not offered."""
     depth = torch.ones(len(p), dtype=torch.int64)
@@ -66,7 +80,7 @@ class Emission(NamedTuple):
 
 
 def emitted(
-    p: Tensor, q: Tensor | None, tokens: Tensor, valid: Tensor, rule: AcceptanceRule
+    p: Tensor, q: Tensor | None, tokens: Tensor, valid: Tensor, rule: BoundRule
 ) -> Emission:
     """The exact emission of N roots with p and q [N, V] and children `tokens`, `valid` [N, C]."""
     acceptance = accept(p=p, q=q, tokens=tokens, rule=rule, offered=valid)
@@ -87,18 +101,15 @@ def at_start(p: Tensor) -> Tensor:
     return torch.zeros(len(p), dtype=torch.int64)
 
 
-def view_of(p: Tensor, tokens: Tensor, rule: AcceptanceRule) -> DraftView:
+def view_of(p: Tensor, tokens: Tensor, rule: BoundRule) -> DraftView:
     """Deterministic drafts `tokens` [n] of n roots with the distributions `p` [n, V], as a rule sees them."""
-    p_x = p.gather(1, tokens[:, None]).squeeze(1)
     return DraftView(
-        rule=rule,
         token=tokens,
-        p_x=p_x,
-        q_x=None,
-        target=Weights(values=p, total=torch.ones_like(p[:, :1])),
-        proposal=None,
         depth=torch.ones_like(tokens),
         position=torch.zeros_like(tokens),
+        target=Weights(values=p, total=torch.ones_like(p[:, :1])),
+        proposal=None,
+        codes=rule.codes,
     )
 
 

@@ -34,7 +34,8 @@ class Entry(NamedTuple):
 
 def some(**changes: Any) -> Rule:
     values: dict[str, Any] = {"name": "mine", "neighbours": 10}
-    values["mass_limit"] = lambda draft, values: values["bound"] * draft.p_x
+    values["decide"] = "by neighbours"
+    values["function"] = lambda draft, values: values["bound"] * draft.p_x
     return Rule(**values | changes)
 
 
@@ -53,8 +54,16 @@ def number(name: str, **changes: Any) -> Parameter:
         (some(neighbours=0), "at least 1"),
         (some(neighbours="3"), "TypeError"),
         (
-            some(acceptance_probability=lambda draft, values: draft.strict_ratio),
-            "it has more than one of `mass_limit`",
+            some(function=None),
+            "its decide 'by neighbours' does not fit its function",
+        ),
+        (
+            some(decide="strictly"),
+            "its decide 'strictly' does not fit its function",
+        ),
+        (
+            some(accept_tree="package:accept"),
+            "its decide 'by neighbours' does not fit its accept_tree",
         ),
         (
             some(parameters=(number("my-number"),)),
@@ -191,6 +200,6 @@ def test_a_fingerprint_is_of_the_file_that_the_code_stands_in(tmp_path: Path) ->
         path.write_text(text)
         space: dict[str, Any] = {}
         exec(compile(text, str(path), "exec"), space)
-        prints.add(some(mass_limit=space["limit"]).fingerprint())
+        prints.add(some(function=space["limit"]).fingerprint())
     assert len(prints) == 2
-    assert all(len(digits) == 16 for digits in [*prints, some(mass_limit=None).fingerprint()])
+    assert all(len(digits) == 16 for digits in [*prints, some(function=None).fingerprint()])

@@ -1,1 +1,1 @@
-"""How drafts are accepted or rejected; the rows that name the rules are in methods/rules.py."""
+"""Decides which drafts are accepted; the acceptance rules themselves are in methods/rules.py."""

@@ -2,116 +2,140 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from lantern_bench.decoding.acceptance.rule import AcceptanceRule
-
 
 @dataclass(frozen=True)
 class Weights:
-    """Distributions over V tokens, each as weights of any scale with their sum.
+    """N distributions as weights of any scale with their sums.
 
-    Renormalising them is then one division where a probability is read, and not a pass over the vocabulary.
+    Renormalising is then one division where a probability is read, and no pass over the vocabulary.
     """
 
-    values: Tensor  # [..., V]
-    total: Tensor  # [..., 1]
+    values: Tensor  # [n, V]
+    total: Tensor  # [n, 1]
 
     @property
     def probabilities(self) -> Tensor:
-        """The distributions [..., V]."""
+        """The distributions [n, V]."""
         return self.values / self.total
 
     def at(self, tokens: Tensor) -> Tensor:
-        """Return the probabilities [..., k] of `tokens` int64 [..., k]."""
-        values = self.values.expand(*tokens.shape[:-1], -1)
-        return values.gather(-1, tokens) / self.total
+        """Return the probabilities [n, k] of `tokens` int64 [n, k]."""
+        return self.values.gather(1, tokens) / self.total
 
-    def of_each_token(self) -> Weights:
-        """Return the weights [..., 1, V], which broadcast to every token."""
-        return Weights(values=self.values[..., None, :], total=self.total[..., None, :])
+
+@dataclass(frozen=True, eq=False)
+class Codes:
+    """What a rule knows of a model's codes."""
+
+    # Tokens from this number on are forced; None: no token is forced.
+    count: int | None = None
+    # k: how many nearest codes a rule looks at
+    neighbours: int = 0
+    # int [V, >= k], nearest first
+    nearest: Tensor | None = None
+    # [V, d], in the space that neighbours are measured in; zeros for forced tokens
+    embeddings: Tensor | None = None
+
+    def nearest_to(self, tokens: Tensor, extra: int = 0) -> Tensor:
+        """Return the `neighbours + extra` nearest codes int64 [n, k] of `tokens` [n]."""
+        if self.nearest is None:
+            raise ValueError("the rule needs a table of nearest codes")
+        columns = min(self.neighbours + extra, len(self.nearest) - 1)
+        return self.nearest[tokens, :columns].long()
 
 
 @dataclass(frozen=True)
 class DraftView:
-    """Draft tokens x as a relaxed rule sees them; a property is computed when the rule asks for it.
+    """The draft tokens x of n nodes, one each, as a rule sees them.
 
-    A neighbour rule sees the drafts of n nodes, one each: shapes [n]. A probability rule sees every token that these
-    drafts could have been: shapes that broadcast to [n, V].
-
-    p and q are the current distributions: after a rejection p is the residual, and q has lost the rejected draft.
+    p and q are the current distributions: after a rejection p is the residual, and q has lost the
+    rejected draft. A property is computed when the rule reads it.
     """
 
-    rule: AcceptanceRule
-    token: Tensor  # x, int64
-    p_x: Tensor  # p(x)
-    q_x: Tensor | None  # q(x); None: a deterministic draft, whose q is 1
-    target: Weights  # p
-    proposal: Weights | None  # q; None: deterministic drafts
-    depth: Tensor  # of x in the draft tree, from 1
-    position: Tensor  # how many tokens of the image come before x, int64
+    # the tokens x, int64 [n]
+    token: Tensor
+    # depth of x in the draft tree, from 1, int64 [n]
+    depth: Tensor
+    # how many tokens of the image come before x, int64 [n]
+    position: Tensor
+    # p as weights
+    target: Weights
+    # q as weights; None: deterministic drafts, whose q(x) is 1
+    proposal: Weights | None
+    codes: Codes
 
     @property
     def p(self) -> Tensor:
-        """The target's distribution p [..., V]."""
+        """The target's distributions p [n, V]."""
         return self.target.probabilities
 
     @property
-    def strict_ratio(self) -> Tensor:
-        """p(x) / q(x): what the strict rule accepts with."""
-        return self.p_x if self.q_x is None else self.p_x / self.q_x
+    def q(self) -> Tensor | None:
+        """The distributions q [n, V] that the drafts were drawn from; None: deterministic."""
+        return None if self.proposal is None else self.proposal.probabilities
+
+    @property
+    def p_x(self) -> Tensor:
+        """p(x) [n]."""
+        return self.target.at(self.token[:, None]).squeeze(1)
+
+    @property
+    def q_x(self) -> Tensor | None:
+        """q(x) [n]; None for deterministic drafts, whose q(x) is 1."""
+        if self.proposal is None:
+            return None
+        return self.proposal.at(self.token[:, None]).squeeze(1)
+
+    @property
+    def ratio(self) -> Tensor:
+        """P / q [n, V], the ratio that the strict rule accepts each token with."""
+        q = self.q
+        return self.p if q is None else self.p / q
 
     @property
     def entropy(self) -> Tensor:
-        """The entropy H(p) [...] in nats."""
+        """The entropy H(p) [n] in nats."""
         p = self.p
-        return -(p * p.clamp_min(1e-30).log()).sum(dim=-1)
+        return -(p * p.clamp_min(1e-30).log()).sum(dim=1)
 
     @property
     def neighbour_tokens(self) -> Tensor:
-        """The k nearest codes of x, int64 [..., k], nearest first."""
-        return self.rule.nearest(self.token)
+        """The k nearest codes of x, int64 [n, k], nearest first."""
+        return self.codes.nearest_to(self.token)
 
     @property
     def neighbour_p(self) -> Tensor:
-        """The probabilities under p of `neighbour_tokens` [..., k]."""
-        return self.target.at(self.neighbour_tokens.expand(*self.p_x.shape, -1))
+        """The probabilities under p of `neighbour_tokens` [n, k]."""
+        return self.target.at(self.neighbour_tokens)
+
+    @property
+    def nearest_codes(self) -> Tensor:
+        """The k nearest codes of every token, int64 [V, k], for rules by probability."""
+        return self.codes.nearest_to(torch.arange(self.p.shape[1], device=self.token.device))
 
     @property
     def distances(self) -> Tensor:
-        """The Euclidean distances from x of `neighbour_tokens` [..., k], between rows of `codebook`."""
-        difference = self.codebook[self.neighbour_tokens] - self.codebook[self.token][..., None, :]
+        """The Euclidean distances [n, k] from x to `neighbour_tokens`, in the space of `codebook`."""
+        x = self.codebook[self.token]
+        difference = self.codebook[self.neighbour_tokens] - x[:, None, :]
         return difference.square().sum(dim=-1).sqrt()
 
     @property
     def codebook(self) -> Tensor:
-        """Embeddings of the codes [V, d], in the space that neighbours are measured in; zeros for forced tokens."""
-        if self.rule.codebook is None:
-            raise ValueError(
-                f"the row of the rule {self.rule.name} does not say that it reads the codebook"
-            )
-        return self.rule.codebook
+        """Embeddings of the codes [V, d]; zeros for forced tokens."""
+        if self.codes.embeddings is None:
+            raise ValueError("the row of the rule does not say that it reads the codebook")
+        return self.codes.embeddings
 
     def number(self, value: Any) -> Tensor:
         """Return a parameter's value as a tensor of the type and on the device of p."""
+        values = self.target.values
         if isinstance(value, Tensor):
-            return value.to(self.p_x.dtype)
-        return torch.as_tensor(value, dtype=self.p_x.dtype, device=self.p_x.device)
-
-    def every_token(self) -> DraftView:
-        """Return the view of every token that these drafts could have been."""
-        vocabulary = self.target.values.shape[-1]
-        return replace(
-            self,
-            token=torch.arange(vocabulary, device=self.token.device),
-            p_x=self.p,
-            q_x=None if self.proposal is None else self.proposal.probabilities,
-            target=self.target.of_each_token(),
-            depth=self.depth[:, None],
-            position=self.position[:, None],
-        )
+            return value.to(values.dtype)
+        return torch.as_tensor(value, dtype=values.dtype, device=values.device)

@@ -1,21 +1,22 @@
-"""Accept a tree of sampled drafts from its leaves to its root: lossless, and more drafts are accepted than one by one.
+"""Accept a tree of sampled drafts from its leaves to its root, which is lossless.
 
-Alone, a draft x counts for min(1, p(x) / q(x)), and what the ratio exceeds 1 by is lost. Here that surplus makes up for
-ancestors whose ratio is below 1 (traversal verification, arXiv 2505.12398; docs/algorithms.md, section 8.5). On a chain
-this is block verification (arXiv 2403.10444, algorithm 2; section 3.1), whose paper proves that no lossless rule
-accepts more of one chain on average. Neither needs a further forward.
+Alone, a draft x counts for min(1, p(x) / q(x)), and the ratio's surplus above 1 is lost. Here the
+surplus makes up for ancestors whose ratio is below 1 (traversal verification, arXiv 2505.12398;
+docs/algorithms.md, section 8.5). More drafts are accepted than one by one. On a chain this is block
+verification (arXiv 2403.10444, algorithm 2; section 3.1), whose paper proves that no lossless rule
+accepts more of one chain on average. Neither needs a further forward. `reference.py` has the
+traversal of one tree in plain Python.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from lantern_bench.decoding.acceptance.bound_rule import BoundRule
 from lantern_bench.decoding.acceptance.children import Acceptance, Children
-from lantern_bench.decoding.acceptance.rule import AcceptanceRule
 from lantern_bench.decoding.tree import RankGroup
 
 
@@ -23,25 +24,25 @@ def visit_probability_after(probability: Tensor, residual_sum: Tensor) -> Tensor
     """Return the visit probability [n, B] of nodes after a rejected child.
 
     Args:
-        probability: That before the child.
-        residual_sum: The sum of the residual that its rejection leaves.
+        probability: The visit probability before the child.
+        residual_sum: The sum of the residual that the child's rejection leaves.
     """
     spare = residual_sum + (1.0 - probability)
-    # Without any it is 1, as at the root: where p is q, nothing is owed and nothing has fallen short.
+    # Without spare mass it is 1, as at the root: where p is q, nothing is owed.
     return torch.where(spare > 0, residual_sum / spare, 1.0)
 
 
 def accept_traversal(
     children: Children,
-    rule: AcceptanceRule,
+    rule: BoundRule,
     update: Callable[[Tensor, Tensor], Tensor] = visit_probability_after,
 ) -> Acceptance:
     """Accept the drafts of static trees, in which a child is offered after those before it.
 
-    A visit of a node has a probability to end there or below. It visits the children in order, and ends at the node
-    itself with the probability that remains. Here `accept` is the probability that the visit of child j ends inside,
-    given that the visit ends there, in a later child or at the node: so the walk of all rules ends at each node with
-    the right probability.
+    A visit of a node has a probability to end there or below. It visits the children in order, and
+    ends at the node itself with the probability that remains. Here `accept` is the probability that
+    the visit of child j ends inside, given that the visit ends there, in a later child or at the
+    node. So the walk of all rules ends at each node with the right probability.
 
     Args:
         children: The drafts.
@@ -55,35 +56,36 @@ def accept_traversal(
         )
     count, ranks = layout.children.shape
     images = len(children.tokens) // count
-    drafts = _Drafts(
-        p=children.p.view(count, images, -1),
-        q=children.q.view(count, images, -1),
-        tokens=children.tokens.view(count, images, -1),
-        offered=children.offered.view(count, images, -1),
-    )
-    # The probability of each node's visit, [M + 1, B]; missing children, -1, read the last row.
-    visit = drafts.p.new_zeros(len(layout.slots) + 1, images)
+    p = children.p.view(count, images, -1)
+    q = children.q.view(count, images, -1)
+    tokens = children.tokens.view(count, images, -1)
+    offered = children.offered.view(count, images, -1)
+
+    # 1. From the root down: the probability of each node's visit, [M + 1, B], and of the visit after
+    # its last child, [I, B]. Missing children, -1, read the last row of `visit`.
+    visit = p.new_zeros(len(layout.slots) + 1, images)
     visit[0] = 1.0
-    p = drafts.p
-    ends_here = p.new_zeros(count, images)  # the probability of the visit after the last child
+    ends_here = p.new_zeros(count, images)
     residual_sum = p.new_zeros(count, images)
     for group in layout.groups:
-        if len(group.nodes) == count:  # as in a chain: nothing to copy
-            rejected = _reject_children(group=group, visit=visit, drafts=drafts, update=update)
-            p = rejected.residual
-            ends_here = rejected.visit
-            residual_sum = rejected.residual_sum
-        else:
-            slots = group.slots
-            rejected = _reject_children(
-                group=group, visit=visit, drafts=drafts.at(slots), update=update
-            )
-            p[slots] = rejected.residual
-            ends_here[slots] = rejected.visit
-            residual_sum[slots] = rejected.residual_sum
+        # A chain is one group: slicing copies nothing.
+        slots = slice(None) if len(group.nodes) == count else group.slots
+        p[slots], ends_here[slots], residual_sum[slots] = _reject_children(
+            group=group,
+            visit=visit,
+            p=p[slots],
+            q=q[slots],
+            tokens=tokens[slots],
+            offered=offered[slots],
+            update=update,
+        )
+
+    # 2. From the leaves up: the probability that the visit ends inside each child.
     for _ in range(layout.levels):
         visit[layout.nodes] = _ends_behind(ends_here, visit[layout.children])[-1]
-    inside = visit[layout.children]  # now the probability that the visit ends inside
+    inside = visit[layout.children]
+
+    # 3. As the walk needs it: given that the visit ends in no earlier child.
     behind = torch.stack(_ends_behind(ends_here, inside)[:0:-1], dim=1)
     accept = torch.where(behind > 0, inside / behind, 0.0).transpose(1, 2).reshape(-1, ranks)
     return Acceptance(
@@ -94,63 +96,56 @@ def accept_traversal(
     )
 
 
-class _Drafts(NamedTuple):
-    """The drafts below n nodes of B images."""
-
-    p: Tensor  # [n, B, V]
-    q: Tensor  # [n, B, V]
-    tokens: Tensor  # int64 [n, B, C]
-    offered: Tensor  # bool [n, B, C]
-
-    def at(self, slots: Tensor) -> _Drafts:
-        """Return those below some of the nodes."""
-        return _Drafts(
-            p=self.p[slots], q=self.q[slots], tokens=self.tokens[slots], offered=self.offered[slots]
-        )
-
-
-class _Rejected(NamedTuple):
-    """What is left at n nodes of B images after all their children."""
-
-    residual: Tensor  # [n, B, V], p multiplied by the probability of the visit
-    visit: Tensor  # [n, B], that probability
-    residual_sum: Tensor  # [n, B]
-
-
 def _reject_children(
-    group: RankGroup, visit: Tensor, drafts: _Drafts, update: Callable[[Tensor, Tensor], Tensor]
-) -> _Rejected:
-    """Write the visit probabilities of the children into `visit`, and return what is left at their parents."""
-    offered = drafts.offered
-    x = drafts.tokens[:, :, :1]
-    q_x = drafts.q.gather(2, x)
-    ratio = torch.where(offered[:, :, :1] & (q_x > 0), drafts.p.gather(2, x) / q_x, 0.0).squeeze(2)
+    *,
+    group: RankGroup,
+    visit: Tensor,
+    p: Tensor,
+    q: Tensor,
+    tokens: Tensor,
+    offered: Tensor,
+    update: Callable[[Tensor, Tensor], Tensor],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Write the visit probabilities of the children of a group's n nodes into `visit`.
+
+    `p`, `q` are [n, B, V]; `tokens`, `offered` are [n, B, C].
+
+    Returns:
+        After all children: the residual [n, B, V], which is p times the probability of the visit;
+        that probability [n, B]; and the sum of the residual [n, B].
+    """
+    x = tokens[:, :, :1]
+    q_x = q.gather(2, x)
+    ratio = torch.where(offered[:, :, :1] & (q_x > 0), p.gather(2, x) / q_x, 0.0).squeeze(2)
     for _ in range(group.levels):  # from one depth to the next
         visit[group.children[:, 0]] = (visit[group.nodes] * ratio).clamp(max=1.0)
     before = visit[group.nodes]
-    residual = (before[:, :, None] * drafts.p - drafts.q).clamp_min_(0.0)
+    residual = (before[:, :, None] * p - q).clamp_min_(0.0)
     residual_sum = residual.sum(dim=2)
     after = torch.where(offered[:, :, 0], update(before, residual_sum), before)
-    q = drafts.q
+
     for rank, n in enumerate(group.nodes_per_rank[1:], 1):
-        x = drafts.tokens[:n, :, rank, None]
-        q = q[:n].scatter(2, drafts.tokens[:n, :, rank - 1, None], 0.0)
+        # Draws are without replacement: the sibling before has left q.
+        q = q[:n].scatter(2, tokens[:n, :, rank - 1, None], 0.0)
         normalised_q = q / q.sum(dim=2, keepdim=True)
         scale = torch.where(residual_sum[:n] > 0, residual_sum[:n] / after[:n], 1.0)
         owed = residual[:n] / scale[:, :, None]
+
+        x = tokens[:n, :, rank, None]
         q_x = normalised_q.gather(2, x)
         tried = offered[:n, :, rank, None] & (q_x > 0)
-        chance = torch.where(tried, owed.gather(2, x) / q_x, 0.0).clamp(max=1.0)
-        visit[group.children[:n, rank]] = chance.squeeze(2)
+        probability = torch.where(tried, owed.gather(2, x) / q_x, 0.0).clamp(max=1.0)
+        visit[group.children[:n, rank]] = probability.squeeze(2)
+
         residual[:n] = torch.where(tried, (owed - normalised_q).clamp_min_(0.0), residual[:n])
         residual_sum[:n] = residual[:n].sum(dim=2)
         updated = update(after[:n], residual_sum[:n])
         after[:n] = torch.where(tried.squeeze(2), updated, after[:n])
-    return _Rejected(residual=residual, visit=after, residual_sum=residual_sum)
+    return residual, after, residual_sum
 
 
 def _ends_behind(ends_here: Tensor, inside: Tensor) -> list[Tensor]:
-    """Return [C + 1] tensors [I, B]: entry i is the probability to end at the node or in one of its last i children.
+    """Return tensors [I, B]: entry i is the probability to end here or in one of the last i children.
 
     Args:
         ends_here: The probability [I, B] with which a visit ends at the node.

@@ -7,14 +7,14 @@ Both commit the longest path of accepted nodes.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from lantern_bench.decoding.acceptance.children import Acceptance, Children, accept_children
+from lantern_bench.decoding.acceptance.bound_rule import BoundRule
+from lantern_bench.decoding.acceptance.children import Acceptance, Children
+from lantern_bench.decoding.acceptance.decisions import decide_by_neighbours, relaxed_distribution
 from lantern_bench.decoding.acceptance.draft_view import DraftView, Weights
-from lantern_bench.decoding.acceptance.rule import AcceptanceRule, NeighbourRule, TreeRule
 from lantern_bench.decoding.sampling import greedy_probabilities, sample
 from lantern_bench.decoding.trace import ALL_REJECTED, NOT_OFFERED
 from lantern_bench.decoding.tree import DraftTree, first_true
@@ -36,17 +36,10 @@ class Verdict:
     next_probs: Tensor
 
 
-class AcceptedPath(NamedTuple):
-    """The nodes that B images accept."""
-
-    end: Tensor  # int64 [B], the last of them
-    nodes: Tensor  # int64 [B, D + 1], from the root, then -1
-
-
 def verify(
     tree: DraftTree,
     target_probs: Tensor,
-    rule: AcceptanceRule,
+    rule: BoundRule,
     uniforms: Tensor,
     noise: Tensor,
     depth_limit: Tensor | None = None,
@@ -69,15 +62,15 @@ def verify(
     hit = tree.rows(uniforms) < acceptance.accept
     rank = torch.arange(hit.shape[1], device=hit.device)
     first_hit = first_true(hit)[:, None]
-    path = longest_path(tree, offered, tree.by_node(hit & (rank == first_hit)))
+    end, path = longest_path(tree, offered, tree.by_node(hit & (rank == first_hit)))
     next_probs = bonus_distribution(
-        tree=tree, offered=offered, acceptance=acceptance, target_probs=target_probs, end=path.end
+        tree=tree, offered=offered, acceptance=acceptance, target_probs=target_probs, end=end
     )
     mass_tried = torch.where(rank <= first_hit, acceptance.neighbour_mass, 0.0)
     return verdict_of(
         tree,
         offered,
-        path.nodes,
+        path,
         mass_tried=tree.by_node(mass_tried),
         next_probs=next_probs,
         bonus=sample(next_probs, noise),
@@ -87,7 +80,7 @@ def verify(
 def verify_greedy(
     tree: DraftTree,
     guided_logits: Tensor,
-    rule: AcceptanceRule,
+    rule: BoundRule,
     depth_limit: Tensor | None = None,
     position: Tensor | None = None,
 ) -> Verdict:
@@ -109,27 +102,27 @@ def verify_greedy(
     tokens = _tokens_of(tree, offered)
     taken = tokens == best[:, :, None]
     mass = torch.zeros(tokens.shape, dtype=torch.float32, device=tokens.device)
-    if isinstance(rule, NeighbourRule):
+    if rule.takes_neighbours:
         is_relaxed_best, mass = _relaxed_argmax(
             tree=tree, tokens=tokens, logits=guided_logits, rule=rule, position=position
         )
         taken |= is_relaxed_best
-    path = longest_path(tree, offered, taken & (offered >= 0))
+    end, path = longest_path(tree, offered, taken & (offered >= 0))
     images = torch.arange(len(best), device=best.device)
     return verdict_of(
         tree,
         offered,
-        path.nodes,
+        path,
         mass_tried=torch.where(offered >= 0, mass, 0.0),
-        next_probs=greedy_probabilities(guided_logits[images, path.end]),
-        bonus=best[images, path.end],
+        next_probs=greedy_probabilities(guided_logits[images, end]),
+        bonus=best[images, end],
     )
 
 
 def accept_tree(
     tree: DraftTree,
     target_probs: Tensor,
-    rule: AcceptanceRule,
+    rule: BoundRule,
     depth_limit: Tensor | None = None,
     position: Tensor | None = None,
 ) -> tuple[Tensor, Acceptance]:
@@ -149,8 +142,7 @@ def accept_tree(
         position=_positions(position, depth),
         layout=tree.layout,
     )
-    accept = rule.accept_tree if isinstance(rule, TreeRule) else accept_children
-    return offered, accept(children, rule)
+    return offered, rule.accept_tree(children)
 
 
 def offered_children(tree: DraftTree, depth_limit: Tensor | None) -> Tensor:
@@ -161,13 +153,16 @@ def offered_children(tree: DraftTree, depth_limit: Tensor | None) -> Tensor:
     return tree.children.masked_fill(too_deep[:, :, None], -1)
 
 
-def longest_path(tree: DraftTree, children: Tensor, taken: Tensor) -> AcceptedPath:
+def longest_path(tree: DraftTree, children: Tensor, taken: Tensor) -> tuple[Tensor, Tensor]:
     """Return the longest path of taken children; of equally long ones the first in `path_order` wins.
 
     Args:
         tree: The drafts.
         children: Node numbers, int64 [B, M, C], -1 where there is none.
         taken: Which of them are accepted, bool [B, M, C].
+
+    Returns:
+        The last node of the path, int64 [B]; and its nodes from the root, then -1, int64 [B, D + 1].
     """
     reached = torch.zeros_like(tree.tokens, dtype=torch.bool)
     # Slots without a child that is taken write to the root, which counts as accepted anyway.
@@ -183,7 +178,7 @@ def longest_path(tree: DraftTree, children: Tensor, taken: Tensor) -> AcceptedPa
     depth_on_path = torch.where(tree.attention[images, end], tree.depths, tree.max_depth + 1)
     numbers = torch.arange(count, device=end.device).expand_as(depth_on_path)
     nodes = torch.full((batch, tree.max_depth + 2), -1, dtype=torch.int64, device=end.device)
-    return AcceptedPath(end=end, nodes=nodes.scatter_(1, depth_on_path, numbers)[:, :-1])
+    return end, nodes.scatter_(1, depth_on_path, numbers)[:, :-1]
 
 
 def bonus_distribution(
@@ -258,7 +253,7 @@ def _positions(start: Tensor | None, depth: Tensor) -> Tensor:
 
 
 def _relaxed_argmax(
-    tree: DraftTree, tokens: Tensor, logits: Tensor, rule: NeighbourRule, position: Tensor | None
+    tree: DraftTree, tokens: Tensor, logits: Tensor, rule: BoundRule, position: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Return which children `tokens` [B, M, C] are the argmax of their own p~, and their m(x); False and 0 for none."""
     rows = tree.rows(tokens)
@@ -272,15 +267,14 @@ def _relaxed_argmax(
         x = rows[:n, rank]
         p = every_p[:n]
         draft = DraftView(
-            rule=rule,
             token=x,
-            p_x=p.gather(1, x[:, None]).squeeze(1),
-            q_x=None,
-            target=Weights(values=p, total=torch.ones_like(p[:, :1])),
-            proposal=None,
             depth=depth[:n],
             position=positions[:n],
+            target=Weights(values=p, total=torch.ones_like(p[:, :1])),
+            proposal=None,
+            codes=rule.codes,
         )
-        relaxed, mass[:n, rank] = rule.relaxed_distribution(draft)
-        agreed[:n, rank] = relaxed.argmax(dim=-1) == x
+        decision = decide_by_neighbours(draft, rule)  # without a residual, whatever the rule's
+        agreed[:n, rank] = relaxed_distribution(draft, decision).argmax(dim=1) == x
+        mass[:n, rank] = decision.neighbour_mass
     return tree.by_node(agreed), tree.by_node(mass)

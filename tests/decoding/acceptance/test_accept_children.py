@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from lantern_bench.decoding.acceptance.bound_rule import BoundRule
 from lantern_bench.decoding.acceptance.children import Acceptance
-from lantern_bench.decoding.acceptance.rule import AcceptanceRule
 from lantern_bench.decoding.acceptance.verify import verify
 from lantern_bench.decoding.neighbours import nearest_codes
 from lantern_bench.decoding.tree import StaticTree, link_nodes
@@ -20,9 +20,7 @@ from tests.helpers.rules import STRICT, rule_named
 OFFICIAL = rule_named("strict", residual="official")
 
 
-def accept(
-    p: list[float], q: list[float] | None, tokens: list[int], rule: AcceptanceRule
-) -> Acceptance:
+def accept(p: list[float], q: list[float] | None, tokens: list[int], rule: BoundRule) -> Acceptance:
     return rules.accept(
         p=torch.tensor([p]),
         q=None if q is None else torch.tensor([q]),
@@ -127,10 +125,8 @@ def test_the_official_fallback_excludes_forced_tokens(sampled: bool) -> None:
     p = torch.tensor([[1.0, 0.0, 0.0, 0.0, 0.0]])
     q = torch.tensor([[1.0, 0.0, 0.0, 0.0, 0.0]]) if sampled else None
     table = torch.tensor([[1, 2], [0, 2], [0, 1], [0, 1], [0, 1]])
-    rule = replace(
-        rule_named(name="additive", neighbours=1, bound=0.5, residual="official", table=table),
-        n_codes=4,
-    )
+    rule = rule_named(name="additive", neighbours=1, bound=0.5, residual="official", table=table)
+    rule = replace(rule, codes=replace(rule.codes, count=4))
     acceptance = rules.accept(p=p, q=q, tokens=torch.tensor([[0]]), rule=rule)
     assert acceptance.bonus_distribution(torch.tensor([0]), torch.zeros(1, 5)).tolist() == [
         [0.25, 0.25, 0.25, 0.25, 0.0]

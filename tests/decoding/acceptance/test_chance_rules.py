@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lantern_bench.config.decoding import Decoding
-from lantern_bench.decoding.acceptance.rule import AcceptanceRule
+from lantern_bench.decoding.acceptance.bound_rule import BoundRule
 from lantern_bench.decoding.acceptance.verify import verify
 from lantern_bench.decoding.loop import decode
 from lantern_bench.decoding.neighbours import nearest_codes
@@ -29,7 +30,14 @@ from lantern_bench.methods.modes import Mode
 from lantern_bench.methods.rules import Rule
 from tests.decoding.acceptance.test_emitted_tv import dirichlet, mean_distribution, of_drafts
 from tests.decoding.test_loop import DRAFTED, CodedModel, g_test
-from tests.helpers.rules import accept, emitted, rule_named, total_variation, view_of
+from tests.helpers.rules import (
+    accept,
+    emitted,
+    neighbour_mass,
+    rule_named,
+    total_variation,
+    view_of,
+)
 from tests.helpers.tabular import (
     Setting,
     Tabular,
@@ -50,9 +58,7 @@ BOUNDS = {"cool-sd": (0.6, 1.0, 1.7), "gsd": (2, 5, 14), "typical": (0.02, 0.4)}
 CASES = [(rule, bound) for rule, bounds in BOUNDS.items() for bound in bounds]
 
 
-def rule_of(
-    name: str, bound: float, residual: str = "exact", vocabulary: int = 12
-) -> AcceptanceRule:
+def rule_of(name: str, bound: float, residual: str = "exact", vocabulary: int = 12) -> BoundRule:
     return rule_named(
         name=name,
         neighbours=0,
@@ -171,7 +177,8 @@ def test_the_exact_residual_reaches_the_smallest_tv_of_one_draft(name: str, boun
 
 def test_the_plain_residual_of_a_strength_below_1_is_seen() -> None:
     """Section 8.4: with w < 1 max(p - q, 0) is the wrong residual. It is put in place of the rule's own."""
-    rule = replace(rule_of("cool-sd", 0.6), official_removal=1.0)
+    cool_sd = rule_of("cool-sd", 0.6, "official")
+    rule = replace(cool_sd, rule=replace(cool_sd.rule, official_removal=1.0))
     worst = []
     for p, q in pairs(2, 30, 12):
         worst.append(float(total_variation(p, mean_distribution(p, q, rule))))
@@ -253,27 +260,27 @@ def test_the_entropy_rule_takes_as_much_as_the_entropy_allows() -> None:
     x = torch.arange(30)
     limit = torch.tensor([0.5 * entropy(row.numpy()) / math.log(32) for row in p])
     rule = rule_named("entropy", 20, 0.5, table=table)
-    mass, taken = rule.neighbour_mass(view_of(p, x, rule))
+    mass, taken = neighbour_mass(view_of(p, x, rule), rule)
     assert (mass <= limit + 1e-12).all() and 0 < float(taken.sum(1).double().mean()) < 20
     near = p.gather(1, table[x, :20].long()).cumsum(1)
     wanted = torch.where(near <= limit[:, None], near, 0.0).amax(1)
     torch.testing.assert_close(mass, wanted)
     certain = torch.zeros(1, 32, dtype=torch.float64)
     certain[0, 3] = 1
-    assert float(rule.neighbour_mass(view_of(certain, x[3:4], rule))[0]) == 0
+    assert float(neighbour_mass(view_of(certain, x[3:4], rule), rule)[0]) == 0
 
 
 @pytest.fixture
-def watching(monkeypatch: pytest.MonkeyPatch) -> Callable[..., AcceptanceRule]:
+def watching(monkeypatch: pytest.MonkeyPatch) -> Callable[..., BoundRule]:
     """Install a rule of `chance` made of a function, with two neighbours and the codebook."""
 
-    def install(function: Callable[..., Any]) -> AcceptanceRule:
+    def install(function: Callable[..., Any]) -> BoundRule:
         row = Rule(
             "watching",
-            acceptance_probability=function,
+            decide="by probability",
+            function=function,
             neighbours=2,
             codebook=True,
-            tensor_bound=True,
         )
         monkeypatch.setitem(catalog.RULES, row.name, row)
         return rule_named("watching", 2, 1.0, table=nearest_codes(CODES[:6], 5), codebook=CODES[:6])
@@ -281,14 +288,29 @@ def watching(monkeypatch: pytest.MonkeyPatch) -> Callable[..., AcceptanceRule]:
     return install
 
 
+SEEN = (
+    "token",
+    "p",
+    "p_x",
+    "q",
+    "nearest_codes",
+    "neighbour_tokens",
+    "neighbour_p",
+    "distances",
+    "depth",
+    "position",
+)
+
+
 def test_a_rule_sees_tokens_neighbours_distances_depth_and_place(
-    watching: Callable[..., AcceptanceRule],
+    watching: Callable[..., BoundRule],
 ) -> None:
     views: list[Any] = []
 
     def look(draft: Any, values: Any) -> Tensor:
-        views.append(draft)
-        return torch.zeros_like(draft.p_x)
+        # p and q are read when they are asked for, and change with every rejection.
+        views.append(SimpleNamespace(**{name: getattr(draft, name).clone() for name in SEEN}))
+        return torch.zeros_like(draft.p)
 
     model = Tabular(6, Setting(), seed=2)
     tree = StaticTree.of([(0,), (1,), (0, 0)])
@@ -309,28 +331,28 @@ def test_a_rule_sees_tokens_neighbours_distances_depth_and_place(
     seen = views[-1]  # the second child of the root, in both images
     root = p[:, 0]
     rest = root - 0.0 * root  # f = 0 leaves p as it is
-    torch.testing.assert_close(seen.p_x, rest)
-    torch.testing.assert_close(seen.p, rest[:, None])
-    assert seen.token.tolist() == list(range(6))
-    assert torch.equal(seen.neighbour_tokens, table[:, :2].long())
-    torch.testing.assert_close(
-        seen.neighbour_p, torch.stack([row[table[:, :2].long()] for row in rest])
-    )
-    distances = torch.stack(
-        [(CODES[table[x, :2].long()] - CODES[x]).norm(dim=-1) for x in range(6)]
-    )
+    assert seen.token.tolist() == drawn.tokens[:, 2].tolist()
+    torch.testing.assert_close(seen.p, rest)
+    torch.testing.assert_close(seen.p_x, rest.gather(1, seen.token[:, None]).squeeze(1))
+    assert torch.equal(seen.nearest_codes, table[:, :2].long())
+    near = table[seen.token, :2].long()
+    assert torch.equal(seen.neighbour_tokens, near)
+    torch.testing.assert_close(seen.neighbour_p, rest.gather(1, near))
+    distances = (CODES[near] - CODES[seen.token][:, None]).norm(dim=-1)
     torch.testing.assert_close(seen.distances, distances)
     lost = model.q(()).expand(2, 6).clone()
     lost[0, 2] = lost[1, 3] = 0
-    torch.testing.assert_close(seen.q_x, lost / lost.sum(1, keepdim=True))
-    assert seen.depth.tolist() == [[1], [1]] and seen.position.tolist() == [[7], [9]]
+    torch.testing.assert_close(seen.q, lost / lost.sum(1, keepdim=True))
+    assert seen.depth.tolist() == [1, 1] and seen.position.tolist() == [7, 9]
 
 
 def test_depth_and_place_are_those_of_the_draft_in_the_loop(
-    watching: Callable[..., AcceptanceRule],
+    watching: Callable[..., BoundRule],
 ) -> None:
     """A rule that accepts by place and depth alone: which steps are made follows from them."""
-    watching(lambda draft, values: ((draft.position % 4 != 0) & (draft.depth < 3)).double())
+    watching(
+        lambda draft, values: ((draft.position % 4 != 0) & (draft.depth < 3)).double()[:, None]
+    )
     catalog.MODES["watching"] = Mode(
         name="watching", drafting="static", rule="watching", label="watching"
     )
@@ -351,11 +373,11 @@ def test_depth_and_place_are_those_of_the_draft_in_the_loop(
 
 
 def test_a_broken_number_of_a_token_that_cannot_be_drawn_is_ignored(
-    watching: Callable[..., AcceptanceRule],
+    watching: Callable[..., BoundRule],
 ) -> None:
     p = torch.tensor([[0.5, 0.5, 0.0]])
     q = torch.tensor([[0.0, 1.0, 0.0]])
-    rule = watching(lambda draft, values: draft.strict_ratio)
+    rule = watching(lambda draft, values: draft.ratio)
     acceptance = accept(p=p, q=q, tokens=torch.tensor([[1]]), rule=rule)
     assert acceptance.accept.tolist() == [[0.5]] and acceptance.residual.tolist() == [
         [1.0, 0.0, 0.0]

@@ -8,10 +8,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from lantern_bench.decoding.acceptance.rule import AcceptanceRule
+from lantern_bench.decoding.acceptance.bound_rule import BoundRule
 from lantern_bench.decoding.neighbours import nearest_codes
 from lantern_bench.decoding.sampling import most_probable
-from tests.helpers.rules import STRICT, emitted, rule_named, total_variation, view_of
+from tests.helpers.rules import (
+    STRICT,
+    emitted,
+    neighbour_mass,
+    rule_named,
+    total_variation,
+    view_of,
+)
 
 
 def dirichlet(noise: torch.Generator, *shape: int) -> Tensor:
@@ -20,7 +27,7 @@ def dirichlet(noise: torch.Generator, *shape: int) -> Tensor:
     return clocks / clocks.sum(dim=-1, keepdim=True)
 
 
-def rules(residual: str, table: Tensor, neighbours: int = 10) -> list[AcceptanceRule]:
+def rules(residual: str, table: Tensor, neighbours: int = 10) -> list[BoundRule]:
     bounds = [
         ("additive", 0.1),
         ("additive", 0.4),
@@ -43,7 +50,7 @@ def deterministic_tv(p: Tensor, *arguments) -> Tensor:
     return total_variation(p, first_token(p, None, *arguments))
 
 
-def of_drafts(p: Tensor, q: Tensor | None, drafts: Tensor, rule: AcceptanceRule) -> Tensor:
+def of_drafts(p: Tensor, q: Tensor | None, drafts: Tensor, rule: BoundRule) -> Tensor:
     """The distributions [n, V] of a first token for the drafts [n, C] of one root."""
     many = len(drafts)
     valid = torch.ones_like(drafts, dtype=torch.bool) if q is None else q[drafts] > 0
@@ -52,7 +59,7 @@ def of_drafts(p: Tensor, q: Tensor | None, drafts: Tensor, rule: AcceptanceRule)
     )
 
 
-def mean_distribution(p: Tensor, q: Tensor, rule: AcceptanceRule, children: int = 1) -> Tensor:
+def mean_distribution(p: Tensor, q: Tensor, rule: BoundRule, children: int = 1) -> Tensor:
     """The exact distribution [V] of the first token with children drawn from q [V]."""
     drafts = torch.tensor(list(itertools.permutations(range(len(p)), children)))
     drawn = q[drafts]
@@ -79,7 +86,7 @@ def test_one_sampled_draft_costs_what_the_formula_says() -> None:
         p, q = dirichlet(noise, 2, 32)
         table = nearest_codes(torch.randn(32, 4, generator=noise), 31)
         for rule in rules("exact", table):
-            mass, _ = rule.neighbour_mass(view_of(p.expand(32, -1), torch.arange(32), rule))
+            mass, _ = neighbour_mass(view_of(p.expand(32, -1), torch.arange(32), rule), rule)
             expected = torch.minimum((q - p).clamp_min(0), mass).sum()
             tv = total_variation(p, mean_distribution(p, q, rule))
             worst = max(worst, float((tv - expected).abs()))

@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from lantern_bench.decoding.acceptance.rule import AcceptanceRule, TreeRule
+from lantern_bench.decoding.acceptance.bound_rule import BoundRule
 from lantern_bench.decoding.sampling import most_probable
 from lantern_bench.decoding.tree import DraftTree, StaticTree
 from tests.helpers.mistakes import siblings_not_renormalised, strict_without_residual
-from tests.helpers.rules import STRICT, rule_named
+from tests.helpers.rules import STRICT, broken, rule_named
 from tests.helpers.tabular import (
     SHAPES,
     Outcomes,
@@ -86,25 +86,26 @@ def test_float32_stays_within_the_tolerance(rule: str, setting: str) -> None:
     assert max(step_errors(model, model.drafts("small"), in_float32)) < 1e-5
 
 
+def plain_cool_sd() -> BoundRule:
+    """Cool-SD with a residual of p itself."""
+    cool_sd = rule_named("cool-sd", 0, 1.0, residual="official")
+    return replace(cool_sd, rule=replace(cool_sd.rule, official_removal=0.0))
+
+
 @pytest.mark.parametrize(
     ("shape", "rule"),
     [
-        ("wide", TreeRule("residual left out", accept_tree=strict_without_residual)),
-        ("dynamic", TreeRule("residual left out", accept_tree=strict_without_residual)),
+        ("wide", broken("residual left out", strict_without_residual)),
+        ("dynamic", broken("residual left out", strict_without_residual)),
         (
             "wide",
-            TreeRule(
-                "q not renormalised after earlier draws", accept_tree=siblings_not_renormalised
-            ),
+            broken("q not renormalised after earlier draws", siblings_not_renormalised),
         ),
-        *(
-            (shape, replace(rule_named("cool-sd", 0, 1.0), official_removal=0.0))
-            for shape in (*SHAPES, "dynamic")
-        ),
+        *((shape, plain_cool_sd()) for shape in (*SHAPES, "dynamic")),
     ],
     ids=lambda value: getattr(value, "name", value),
 )
-def test_broken_rules_are_seen(shape: str, rule: AcceptanceRule) -> None:
+def test_broken_rules_are_seen(shape: str, rule: BoundRule) -> None:
     # Seed 6: an unnormalised q shows only where the residual of the first child rests on two tokens or more.
     model = Tabular(5, Setting(), seed=6)
     first, joint = step_errors(model, model.drafts(shape), partial(verify_step, rule=rule))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,19 +12,22 @@ from hypothesis import strategies as st
 
 from lantern_bench.checks.tabular_model import TabularModel
 from lantern_bench.config.decoding import Decoding
-from lantern_bench.decoding.acceptance.rule import AcceptanceRule, rule_of
+from lantern_bench.decoding.acceptance.bound_rule import BoundRule
+from lantern_bench.decoding.acceptance.decisions import Lenders, relaxed_distribution
+from lantern_bench.decoding.acceptance.official import OfficialRule
 from lantern_bench.decoding.acceptance.verify import Verdict, verify
+from lantern_bench.decoding.loop import bound_rule
 from lantern_bench.decoding.neighbours import nearest_codes
 from tests.decoding.acceptance.test_emitted_tv import first_token, mean_distribution
 from tests.helpers.random_trees import Draft, random_draft
-from tests.helpers.rules import STRICT, rule_named, total_variation, view_of
+from tests.helpers.rules import STRICT, neighbour_mass, rule_named, total_variation, view_of
 
 RESIDUALS = ("exact", "official")
 weights = st.lists(st.one_of(st.just(0.0), st.floats(1e-6, 1.0)), min_size=3, max_size=12)
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[torch.Tensor, int, AcceptanceRule]:
+def cases(draw: st.DrawFn) -> tuple[torch.Tensor, int, BoundRule]:
     """A distribution with zeros among it, a token, a relaxed rule with its table of neighbours."""
     raw = draw(weights)
     assume(sum(raw) > 0)
@@ -56,23 +59,24 @@ def cases(draw: st.DrawFn) -> tuple[torch.Tensor, int, AcceptanceRule]:
 @settings(derandomize=True, deadline=None, max_examples=300)
 @given(cases())
 def test_neighbour_mass_is_the_longest_prefix_within_the_bound(
-    case: tuple[torch.Tensor, int, AcceptanceRule],
+    case: tuple[torch.Tensor, int, BoundRule],
 ) -> None:
     p, x, rule = case
     drafts = view_of(p[None], torch.tensor([x]), rule)
-    mass, taken = (values[0] for values in rule.neighbour_mass(drafts))
+    mass, taken = (values[0] for values in neighbour_mass(drafts, rule))
     (value,) = rule.values.values()
     bound = (
         torch.tensor(value, dtype=torch.float32) if rule.name == "additive" else p[x] * (value - 1)
     )
     assert mass <= bound
     count = int(taken.sum())
-    assert taken.tolist() == [rank < count for rank in range(rule.neighbours)]
-    neighbours = rule.nearest_codes[x].long()
-    if count < rule.neighbours and (rule.official or p[x] > 0):
+    assert taken.tolist() == [rank < count for rank in range(rule.codes.neighbours)]
+    neighbours = rule.codes.nearest[x].long()
+    is_official = isinstance(rule, OfficialRule)
+    if count < rule.codes.neighbours and (is_official or p[x] > 0):
         assert float(mass.double() + p[neighbours[count]].double()) > float(bound) * (1 - 1e-6)
-    relaxed, again = (values[0] for values in rule.relaxed_distribution(drafts))
-    assert torch.equal(again, mass)
+    lenders = Lenders(drafts.neighbour_tokens, taken[None])
+    relaxed = relaxed_distribution(drafts, replace(rule.decide(drafts), lenders=lenders))[0]
     assert float(total_variation(p, relaxed)) == pytest.approx(float(mass), abs=2e-6)
     assert float(relaxed.sum()) == pytest.approx(1.0, abs=2e-6)
     assert (relaxed[neighbours[:count]] == 0).all()
@@ -80,7 +84,7 @@ def test_neighbour_mass_is_the_longest_prefix_within_the_bound(
         assert float(relaxed[x]) <= value * float(p[x]) * (1 + 1e-5)
 
 
-def run(draft: Draft, rule: AcceptanceRule) -> Verdict:
+def run(draft: Draft, rule: BoundRule) -> Verdict:
     return verify(
         tree=draft.tree,
         target_probs=draft.probs,
@@ -203,7 +207,7 @@ def test_a_table_that_is_missing_is_refused() -> None:
     x = torch.tensor([0])
     rule = rule_named("additive", 2, 0.5)
     with pytest.raises(ValueError, match="needs a table"):
-        rule.neighbour_mass(view_of(p, x, rule))
+        rule.decide(view_of(p, x, rule))
 
 
 @pytest.mark.parametrize(
@@ -232,23 +236,18 @@ def test_a_decoding_has_the_rule_of_its_row_and_values(values: dict, columns: in
             return tables[-1]
 
     decoding = Decoding(**values)
-    rule = rule_of(decoding, Model())
+    rule = bound_rule(decoding, Model())
     row = decoding.rule_row
     expected = {key: decoding.value(key) for key in decoding.rule_row.value_names}
     wanted = rule_named(
         name=rule.name,
-        neighbours=rule.neighbours,
         bound=None,
         residual=decoding.residual,
         **expected,
     )
     assert type(rule) is type(wanted)
-    given = {"n_codes", "nearest_codes", "codebook"}
-    assert all(
-        getattr(rule, f.name) == getattr(wanted, f.name)
-        for f in fields(rule)
-        if f.name not in given
-    )
+    assert (rule.rule, rule.values) == (wanted.rule, wanted.values)
+    assert rule.codes.neighbours == (decoding.neighbours or 0)
     assert [table.shape[1] for table in tables] == [columns] * (columns > 0)
-    assert rule.codebook is (Model.codes if row.codebook else None)
-    assert rule.n_codes == (None if row.lossless else 6)
+    assert rule.codes.embeddings is (Model.codes if row.codebook else None)
+    assert rule.codes.count == (None if row.lossless else 6)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lantern_bench.config.decoding import Decoding
-from lantern_bench.decoding.acceptance.rule import AcceptanceRule
+from lantern_bench.decoding.acceptance.bound_rule import BoundRule
 from lantern_bench.decoding.acceptance.verify import accept_tree, verify
 from lantern_bench.decoding.tree import DraftTree, StaticTree
 from tests.decoding.acceptance.test_lossless_exact import SETTINGS
@@ -241,7 +241,7 @@ def test_a_broken_procedure_is_seen(
 @pytest.mark.parametrize(
     ("rule", "procedure"), [(TRAVERSAL, visited), (BLOCK, published)], ids=["traversal", "block"]
 )
-def test_random_drafts_are_accepted_as_written(rule: AcceptanceRule, procedure: Procedure) -> None:
+def test_random_drafts_are_accepted_as_written(rule: BoundRule, procedure: Procedure) -> None:
     compared = 0
     for seed in range(160):
         rng = np.random.default_rng(seed)

@@ -18,18 +18,19 @@ import torch
 from torch import Tensor
 
 from lantern_bench.config.decoding import Decoding, ParameterError
-from lantern_bench.decoding.acceptance.rule import AcceptanceRule, TreeRule
+from lantern_bench.decoding.acceptance.bound_rule import BoundRule
 from lantern_bench.decoding.drafting import jacobi
 from lantern_bench.decoding.drafting.draft_method import Drafted, DraftInputs, LastStep
 from lantern_bench.decoding.drafting.jacobi import JacobiDrafting, couple
 from lantern_bench.decoding.protocol import Target
 from lantern_bench.decoding.tree import DraftTree
 from tests.helpers.mistakes import strict_without_residual
+from tests.helpers.rules import broken
 from tests.helpers.tabular import Prefix, Setting, Tabular, verify_step
 from tests.models.families.test_forced_tokens import CODES, LINE
 from tests.models.families.test_forced_tokens import Model as Lined
 
-WITHOUT_RESIDUAL = TreeRule(accept_tree=strict_without_residual)
+WITHOUT_RESIDUAL = broken("without residual", strict_without_residual)
 COUPLINGS = ("none", "maximal", "gumbel")
 INITIALS = ("uniform", "left", "above", "row")
 SIZES = {"v2": (2, 5, 4), "v3": (3, 4, 2)}
@@ -143,7 +144,7 @@ class Exact:
         values: dict[str, Any],
         seed: int = 1,
         drafting: type[JacobiDrafting] = JacobiDrafting,
-        rule: AcceptanceRule | None = None,
+        rule: BoundRule | None = None,
         setting: Setting | None = None,
     ) -> None:
         self.vocabulary, self.length, self.window = size

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lantern_bench.config.decoding import Decoding
-from lantern_bench.decoding.acceptance.rule import AcceptanceRule
+from lantern_bench.decoding.acceptance.bound_rule import BoundRule
 from lantern_bench.decoding.acceptance.verify import (
     Verdict,
     accept_tree,
@@ -27,6 +27,7 @@ from lantern_bench.decoding.drafting.pac import PacDrafting
 from lantern_bench.decoding.protocol import Target
 from lantern_bench.decoding.sampling import sample
 from lantern_bench.decoding.tree import DraftTree
+from lantern_bench.methods.rules import STRICT
 
 
 class PublishedScd(JacobiDrafting):
@@ -70,7 +71,7 @@ class PublishedSjdPac(PacDrafting):
         x = step.tree.tokens[:, self._onward[0, 1:]]
         images, columns = self._further(step.accepted + 1, self.depth - 1)
         p = step.p[images, nodes[:, :-1]]
-        _, acceptance = accept_tree(step.tree, step.p, AcceptanceRule())
+        _, acceptance = accept_tree(step.tree, step.p, BoundRule(STRICT))
         rows = step.tree.layout.slots[nodes[:, :branching]] * len(x) + images
         by_all = acceptance.bonus_distribution(rows.flatten(), p[:, :branching].flatten(0, 1))
         alone = (p - self._q).clamp_min(0.0)
@@ -94,7 +95,7 @@ class PublishedSjdPac(PacDrafting):
         self,
         tree: DraftTree,
         target_probs: Tensor,
-        rule: AcceptanceRule,
+        rule: BoundRule,
         uniforms: Tensor,
         noise: Tensor,
         *limits: Any,
