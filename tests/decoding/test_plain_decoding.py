@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from experiments.bench.plain_decoding import Plain, shape_of
-from experiments.bench.plain_network import PlainDrafter, PlainTarget
+from scripts.bench.plain_decoding import Plain, shape_of
+from scripts.bench.plain_network import PlainDrafter, PlainTarget
 
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.loop import decode
