@@ -59,7 +59,7 @@ class TabularModel(Target):
         self.target = self
         self.drafter: Any = SimpleNamespace(session=self._drafter_session)
 
-    def session(self, batch: int, guided: bool, nodes: int) -> _TargetSession:  # noqa: ARG002
+    def session(self, batch: int, *, guided: bool, nodes: int) -> _TargetSession:  # noqa: ARG002
         """A session; trees may have any number of nodes."""
         return _TargetSession(self, batch, guided)
 

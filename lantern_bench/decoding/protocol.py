@@ -96,7 +96,7 @@ class Target:
     line_length: int = 0
     device: torch.device
 
-    def session(self, batch: int, guided: bool, nodes: int) -> TargetSession:
+    def session(self, batch: int, *, guided: bool, nodes: int) -> TargetSession:
         """A session for B images and trees of at most `nodes` nodes, root included; caches are reused."""
         raise NotImplementedError
 
@@ -112,16 +112,14 @@ class Target:
         """The tokens that are forced at `positions` int64 [...] of an image, -1 where none is."""
         return torch.full_like(positions, -1)
 
-    def logits_without_cache(
-        self, condition: Any, tokens: Tensor, guided: bool
-    ) -> tuple[Tensor, Tensor | None] | None:
-        """Logits as of `score` from one forward without a cache, for `check-model`; None: not available."""
+    def logits_without_cache(self, condition: Any, tokens: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Conditional and unconditional logits of one forward without a cache, for `check-model`."""
 
 
 class Drafter:
     """A model that proposes tokens."""
 
-    def session(self, batch: int, guided: bool, nodes: int) -> DrafterSession:
+    def session(self, batch: int, *, guided: bool, nodes: int) -> DrafterSession:
         """A session for B images that extends at most `nodes` nodes a step; caches are reused."""
         raise NotImplementedError
 

@@ -26,7 +26,7 @@ class Forced(NamedTuple):
 def teacher_forced(target: Target, condition: Any, tokens: Tensor, guided: bool) -> Forced:
     """Score whole sequences [B, N] in one forward: a chain on the prefix, as if every token had been drafted."""
     batch, length = tokens.shape
-    session = target.session(batch, guided, length)
+    session = target.session(batch, guided=guided, nodes=length)
     prefix = session.prefill(condition)
     chain = (
         torch.ones(length, length, dtype=torch.bool, device=tokens.device)
@@ -53,7 +53,8 @@ def drafter_logits_along(drafter: Drafter, forced: Forced) -> Iterator[DrafterLo
     tokens = forced.tokens
     # The features that predicted each of the tokens.
     features = torch.cat([forced.prefix.features[:, -1:], forced.logits.features[:, :-1]], dim=1)
-    session = drafter.session(len(tokens), forced.prefix.uncond is not None, 1)
+    guided = forced.prefix.uncond is not None
+    session = drafter.session(len(tokens), guided=guided, nodes=1)
     ones = torch.ones(len(tokens), dtype=torch.int64, device=tokens.device)
     session.prefill(forced.condition, forced.prefix.features)
     for position in range(tokens.shape[1] - 1):

@@ -272,12 +272,12 @@ class CheckpointModel(Model):
         import torch
 
         from lantern_bench.models.loaded_model import assemble
-        from lantern_bench.models.networks.eagle import build_drafter
+        from lantern_bench.models.networks.eagle import published_drafter
         from lantern_bench.models.networks.vq import VQConfig, new_vq
 
         with torch.device("meta"):
             target = self.new_target()
-            drafter = build_drafter(target.config, target) if self.has_drafter else None
+            drafter = published_drafter(target.config, target) if self.has_drafter else None
             tokenizer = new_vq(VQConfig(**self.row.vq))
             prompts = self.prompts(target, invented=True)
             return assemble(

@@ -84,8 +84,8 @@ class _Decoder(nn.Module):
         self.tok_embeddings = hosted.embed_codes
         self._hosted = (hosted,)  # in a tuple, so that only the decoder is a submodule
 
-    def rows(self, values: Tensor, guided: bool) -> Tensor:
-        return self._hosted[0].embed_words(prompt_rows(values, 1 + guided))
+    def rows(self, values: Tensor, *, guided: bool) -> Tensor:
+        return self._hosted[0].embed_words(prompt_rows(values, 2 if guided else 1))
 
     def output(self, features: Tensor) -> Tensor:
         weights = next(self.decoder.parameters())
@@ -101,7 +101,7 @@ class _Decoder(nn.Module):
         return output.last_hidden_state
 
     def step(
-        self, x: Tensor, positions: Tensor, cache: KVCache, slots: Tensor, mask: Tensor
+        self, x: Tensor, *, positions: Tensor, cache: KVCache, slots: Tensor, mask: Tensor
     ) -> Tensor:
         positions = positions.expand(len(x), -1)
         layers: Any = _SharedCache(cache, slots, mask.shape[-1])
@@ -127,7 +127,10 @@ class _SharedCache:
         self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
         keys, values = self._cache.write(
-            layer, self._slots, keys.transpose(1, 2), values.transpose(1, 2)
+            layer,
+            slots=self._slots,
+            keys=keys.transpose(1, 2),
+            values=values.transpose(1, 2),
         )
         return keys[:, :, : self._columns], values[:, :, : self._columns]
 
@@ -169,23 +172,22 @@ class _HostedTarget(CachedTarget):
         return to_bytes(self._hosted.pixels(codes.long().to(self.device)))
 
     @torch.inference_mode()
-    def logits_without_cache(
-        self, condition: Condition, tokens: Tensor, guided: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        # The decoder's own forward of each row, with its mask and positions.
-        batch = len(tokens)
+    def logits_without_cache(self, condition: Condition, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        # The decoder's own forward of each row, with its own mask and positions.
+        tokens = tokens.to(self.device)
+        batch, count = tokens.shape
+        prompts = prompt_rows(condition.values.to(self.device), 2)
+        valid = prompt_rows(condition.valid.to(self.device), 2)
+        drawn = self.transformer.tok_embeddings(tokens[:, :-1])
         rows = []
-        prompts, valid = (prompt_rows(values.to(self.device), 1 + guided) for values in condition)
-        for row in range(len(prompts)):
-            prompt = self._hosted.embed_words(prompts[row][valid[row]][None])
-            x = torch.cat(
-                [prompt, self.transformer.tok_embeddings(tokens[row % batch, :-1][None])], dim=1
-            )
+        for row, prompt in enumerate(prompts):
+            words = self._hosted.embed_words(prompt[valid[row]][None])
+            x = torch.cat([words, drawn[row % batch][None]], dim=1)
             features = self.transformer.decoder(inputs_embeds=x, use_cache=False).last_hidden_state
-            rows.append(self.transformer.output(features[:, prompt.shape[1] - 1 :]))
-        positions = torch.arange(tokens.shape[1], device=self.device).expand(batch, -1)
+            rows.append(self.transformer.output(features[:, words.shape[1] - 1 :]))
+        positions = torch.arange(count, device=self.device).expand(batch, -1)
         logits = force_line_ends(torch.cat(rows), positions, self.config)
-        return logits[:batch], logits[batch:] if guided else None
+        return logits[:batch], logits[batch:]
 
 
 def load_class(file: PythonModel) -> type[HostedModel]:

@@ -92,9 +92,9 @@ class LoadedModel:
     prepare: Callable[[Sequence[str]], Iterator[tuple[int, int]]] = lambda _prompts: iter(())
     # the user's nearest codes int [V, k], used instead of the codebook
     given_table: Tensor | None = None
-    # What `check-model` compares logits with: (condition, tokens int64 [B, N], guided) -> logits [B, N, V] that predict
-    # the tokens, with and without the prompt, by other code than the sessions use.
-    reference: Callable[[Any, Tensor, bool], tuple[Tensor, Tensor | None]] | None = None
+    # What `check-model` compares logits with. (condition, tokens int64 [B, N]) -> logits [B, N, V]
+    # that predict the tokens, with and without the prompt, by other code than the sessions use.
+    reference: Callable[[Any, Tensor], tuple[Tensor, Tensor]] | None = None
     compiles: bool = True  # whether the target's code can be compiled
     # runs the steps, uncompiled by default
     engine: Engine = field(default_factory=Engine, repr=False)

@@ -12,7 +12,7 @@ from torch import nn
 from lantern_bench.devices.machine import check_free
 from lantern_bench.models.loaded_model import LoadedModel, VQPixels, assemble
 from lantern_bench.models.networks.conditions import ClassLabel, Condition, Prompts
-from lantern_bench.models.networks.eagle import build_drafter
+from lantern_bench.models.networks.eagle import published_drafter
 from lantern_bench.models.networks.target import TransformerTarget
 from lantern_bench.models.networks.transformer_config import MOST, TransformerConfig
 from lantern_bench.models.registry import model_of
@@ -44,7 +44,7 @@ def sizes_of(
     ):
         if isinstance(module, nn.Module):
             with torch.device("meta"):
-                session = module.to(dtype).session(batch, guided, nodes)
+                session = module.to(dtype).session(batch, guided=guided, nodes=nodes)
             sizes.append(
                 Size(part=f"{name}'s cache", parameters=0, dtype=dtype, bytes=session.cache.nbytes)
             )
@@ -139,7 +139,7 @@ def random_model_of_size(
     """Make a target and a drafter of a shape, with weights from `generator` (on `device`)."""
     with torch.device("meta"):
         target = TransformerTarget(config, ClassLabel(1, config.dim))
-        drafter = build_drafter(config, target)
+        drafter = published_drafter(config, target)
 
     def condition(prompts: Sequence[str]) -> Condition:
         return Condition(

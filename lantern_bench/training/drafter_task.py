@@ -255,7 +255,14 @@ def unroll(
             for lag in reversed(range(level))
         ]
         outputs.append(
-            drafter(tokens, inputs, torch.cat(masks, dim=-1), prompts, positions, earlier)
+            drafter(
+                tokens,
+                inputs,
+                torch.cat(masks, dim=-1),
+                prompts=prompts,
+                positions=positions,
+                earlier=earlier,
+            )
         )
         inputs = torch.cat(
             [features[:, : first + 1], outputs[-1][:, first:-1].to(features.dtype)], dim=1

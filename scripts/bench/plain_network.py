@@ -6,6 +6,8 @@ one image, eager, in the weights' own type.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -129,7 +131,7 @@ class PlainDrafter:
 
     def __init__(self, drafter: EagleDrafter) -> None:
         self.drafter = drafter
-        self.turns = grid_rotary(drafter.config, drafter.config.prefix - 1)
+        self.turns = grid_rotary(replace(drafter.config, prefix=drafter.config.prefix - 1))
         self.past: tuple[Tensor, Tensor] | None = None
         self.visible = torch.ones(0, dtype=torch.bool)
 

@@ -130,7 +130,11 @@ def one_position_late(model: LoadedModel, patch: pytest.MonkeyPatch) -> None:
 
 def other_pairs(model: LoadedModel, patch: pytest.MonkeyPatch) -> None:
     rotate = layers.rotate
-    patch.setattr(layers, "rotate", lambda x, turn, interleaved: rotate(x, turn, not interleaved))
+    patch.setattr(
+        layers,
+        "rotate",
+        lambda x, turn, *, interleaved: rotate(x, turn, interleaved=not interleaved),
+    )
     half = modeling_llama.rotate_half
     patch.setattr(
         modeling_llama, "rotate_half", lambda x: half(x.unflatten(-1, (-1, 2)).mT.flatten(-2))
@@ -201,8 +205,7 @@ def written_by(model: LoadedModel, prompts: Sequence[str], folder: Path) -> Path
     tokens = torch.randint(
         model.target.vocab_size, (2, 9), generator=torch.Generator().manual_seed(1)
     )
-    cond, uncond = model.reference(model.condition(prompts), tokens, True)
-    assert uncond is not None
+    cond, uncond = model.reference(model.condition(prompts), tokens)
     np.savez(folder / "own.npz", prompts=np.array(prompts), tokens=tokens, cond=cond, uncond=uncond)
     return folder / "own.npz"
 
@@ -216,7 +219,7 @@ def test_a_missing_row_of_line_ends_fails_against_a_reference(
     path.write_text(f"family: anole\ngrid: [4, 4]\ntarget: {{checkpoint: {lumina / 'target'}}}\n")
     right: Any = load(files["forced"][0])
     tokens = right.target.forced(torch.arange(20)).clamp_min(0).expand(1, -1)
-    cond, uncond = right.target.logits_without_cache(right.condition(LINES[:1]), tokens, True)
+    cond, uncond = right.target.logits_without_cache(right.condition(LINES[:1]), tokens)
     np.savez(
         tmp_path / "ends.npz", prompts=np.array(LINES[:1]), tokens=tokens, cond=cond, uncond=uncond
     )

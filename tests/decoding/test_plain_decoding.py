@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from scripts.bench.plain_decoding import Plain, shape_of
-from scripts.bench.plain_network import PlainDrafter, PlainTarget
 
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.loop import decode
@@ -16,6 +14,8 @@ from lantern_bench.methods.static_trees import STATIC_TREES
 from lantern_bench.models.families.lanterns.description import GUIDANCE, HELD_OUT
 from lantern_bench.models.families.lanterns.family import Lanterns
 from lantern_bench.models.loaded_model import LoadedModel
+from scripts.bench.plain_decoding import Plain, shape_of
+from scripts.bench.plain_network import PlainDrafter, PlainTarget
 
 TOKENS = 40
 CAPTION = HELD_OUT[1].caption()

@@ -13,7 +13,7 @@ from lantern_bench.models.checkpoint_model import Published
 from lantern_bench.models.checkpoints.drafter_files import drafter_config, drafter_key_map
 from lantern_bench.models.checkpoints.key_map import export
 from lantern_bench.models.families.llamagen import ClassToImage, LlamaGen, TextToImage, key_map
-from lantern_bench.models.networks.eagle import build_drafter
+from lantern_bench.models.networks.eagle import published_drafter
 from lantern_bench.models.networks.vq import VQConfig, VQModel
 from tests.helpers import golden_models
 from tests.helpers.tiny_t5 import WIDTH
@@ -73,7 +73,7 @@ def write_drafter(folder: Path, model: LlamaGen, **stated: Any) -> Path:
         "intermediate_size": 32,
         "num_hidden_layers": 1,
     }
-    drafter = build_drafter(drafter_config(config, sizes, folder), target)
+    drafter = published_drafter(drafter_config(config, sizes, folder), target)
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config | stated))
     torch.save(export(drafter, drafter_key_map(drafter)), folder / "pytorch_model.bin")

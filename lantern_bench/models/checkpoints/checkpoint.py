@@ -12,7 +12,7 @@ import pickle
 import re
 import warnings
 import zipfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from torch import Tensor
 from lantern_bench.utils.errors import UserError
 from lantern_bench.utils.text import one_line
 
-# What kind of checkpoint a file is, by the names in it: the first pattern that matches counts.
+# Patterns of names, and the kind of checkpoint that has them. The first match counts.
 _KINDS: tuple[tuple[str, str], ...] = (
     (r"(model\.)?generation_head\.", "a Janus model in the layout of transformers"),
     (
@@ -44,76 +44,101 @@ _KINDS: tuple[tuple[str, str], ...] = (
     (r"fc\.weight$", "an EAGLE drafter"),
     (r"model\.layers\.\d+\.self_attn\.", "a Llama language model"),
 )
-# Keys under which training frameworks save a state dict: DDP scripts, DeepSpeed, Lightning; FSDP uses none.
+# Keys under which training frameworks save a state dict: DDP scripts, DeepSpeed, Lightning. FSDP
+# uses none.
 _CONTAINERS = ("model", "module", "state_dict")
 _WRAPPERS = re.compile(r"(_orig_mod|_fsdp_wrapped_module)\.")
 _IN_FOLDER = [
-    f"{name}{index}"
-    for name in ("model.safetensors", "pytorch_model.bin")
-    for index in ("", ".index.json")
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
 ]
 _ADVICE = "Download or copy it again."
 
 
 def what_is(names: Iterable[str]) -> str | None:
-    """Say what kind of checkpoint has these names; None for an unknown kind."""
+    """Return what kind of checkpoint has these names. None for an unknown kind."""
     text = "\n".join(names)
-    return next(
-        (kind for pattern, kind in _KINDS if re.search(rf"(^|\.){pattern}", text, re.MULTILINE)),
-        None,
-    )
+    for pattern, kind in _KINDS:
+        if re.search(rf"(^|\.){pattern}", text, re.MULTILINE):
+            return kind
+    return None
 
 
 class Checkpoint(dict[str, Tensor]):
-    """The tensors of one or several files, by name without the prefixes of wrappers; a mapped one is read when used."""
+    """The tensors of one or several files, by name without the prefixes of wrappers.
+
+    A memory-mapped tensor is read when it is used.
+
+    Args:
+        tensors: The tensors by name.
+        path: The path as given.
+        paths: The files, sorted.
+        settings: The `args` that an official training script saved.
+    """
 
     def __init__(
         self,
-        path: Path,
         tensors: Mapping[str, Tensor],
-        paths: Iterable[Path],
+        *,
+        path: Path,
+        paths: Sequence[Path],
         settings: Mapping[str, Any],
     ) -> None:
         super().__init__(tensors)
         self.path = path
-        self.paths = tuple(paths)  # its files, sorted
-        self.settings = settings  # the `args` that an official training script saved
+        self.paths = tuple(paths)
+        self.settings = settings
 
-    def renamed(self, rename: Callable[[str], str | None]) -> Checkpoint:
-        """The same tensors by other names; those whose new name is None are left out."""
-        tensors = {
-            new: tensor for name, tensor in self.items() if (new := rename(name)) is not None
-        }
-        return Checkpoint(path=self.path, tensors=tensors, paths=self.paths, settings=self.settings)
+    def renamed(self, rename: Callable[[str], str]) -> Checkpoint:
+        """Return the same tensors by other names."""
+        return self._with({rename(name): tensor for name, tensor in self.items()})
 
     def inside(self, prefix: str) -> Checkpoint:
-        """The tensors whose names begin with a prefix, by their names without it."""
-        return self.renamed(
-            lambda name: name.removeprefix(prefix) if name.startswith(prefix) else None
-        )
+        """Return the tensors whose names begin with a prefix, by their names without it."""
+        names = [name for name in self if name.startswith(prefix)]
+        return self._with({name.removeprefix(prefix): self[name] for name in names})
+
+    def _with(self, tensors: Mapping[str, Tensor]) -> Checkpoint:
+        return Checkpoint(tensors, path=self.path, paths=self.paths, settings=self.settings)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor."""
+        """Return the shape of a tensor."""
         return tuple(self[name].shape)
 
     def require(self, ending: str, wanted: str) -> None:
-        """Raise `UserError`, in one line, unless the name of a tensor ends like this; `wanted` says what it shows."""
+        """Raise `UserError` unless the name of a tensor has this ending.
+
+        Args:
+            ending: The ending, which only checkpoints of the wanted kind have.
+            wanted: The kind, in words.
+        """
         if not any(name.endswith(ending) for name in self):
             raise self.is_not(wanted, f"it has no {ending}")
 
     def is_not(self, wanted: str, reason: str) -> UserError:
-        """Return the error for a checkpoint of another kind; `reason` where its kind is not known."""
+        """Return the error for a checkpoint of another kind.
+
+        Args:
+            wanted: The kind that was wanted, in words.
+            reason: What is wrong, if the kind of this checkpoint is unknown.
+        """
         kind = what_is(self)
-        text = f"it is {kind}" if kind is not None and kind not in wanted else reason
-        return UserError(
-            f"{self.path}: is not {wanted}: {text}", "Give the checkpoint of this model."
-        )
+        if kind is not None and kind not in wanted:
+            reason = f"it is {kind}"
+        text = f"{self.path}: is not {wanted}: {reason}"
+        return UserError(text, "Give the checkpoint of this model.")
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Open a checkpoint: a `.safetensors` file, a torch file, or a directory with one of them, sharded or not.
+    """Open a checkpoint.
 
-    Raises `UserError` for a file that is missing, truncated, no checkpoint, or a pickle with code.
+    Args:
+        path: A `.safetensors` file, a torch file, or a folder with one of them, sharded or not.
+
+    Raises:
+        UserError: A file is missing, truncated, no checkpoint, or a pickle with code.
     """
     tensors: dict[str, Tensor] = {}
     settings: Mapping[str, Any] = {}
@@ -126,41 +151,40 @@ def open_checkpoint(path: Path) -> Checkpoint:
             loaded = _unpickle(file, zipped=head.startswith(b"PK"))
             tensors |= _state_dict(file, loaded)
             args = loaded.get("args")
-            args = vars(args) if isinstance(args, argparse.Namespace) else args
-            settings = args if isinstance(args, Mapping) else settings
-    # Parameters are saved as such by `dict(model.named_parameters())`.
+            if isinstance(args, argparse.Namespace):
+                settings = vars(args)
+            elif isinstance(args, Mapping):
+                settings = args
+    # `dict(model.named_parameters())` holds parameters, which need gradients.
     clean = {_WRAPPERS.sub("", name): tensor.detach() for name, tensor in tensors.items()}
     if clean and all(name.startswith("module.") for name in clean):
         clean = {name.removeprefix("module."): tensor for name, tensor in clean.items()}
     if len(clean) < len(tensors):
         raise UserError(f"{path}: holds the same weights under several prefixes")
-    return Checkpoint(path=path, tensors=clean, paths=files, settings=settings)
+    return Checkpoint(clean, path=path, paths=files, settings=settings)
 
 
 def _files_of(path: Path) -> list[Path]:
-    """The files of a checkpoint: itself, the one in a directory, or the shards that an index names."""
+    """Return the files of a checkpoint: itself, the one in a folder, or the shards of an index."""
     if path.is_dir():
         names = [name for name in _IN_FOLDER if (path / name).is_file()]
         if not names:
-            raise UserError(
-                f"{path}: holds no weights", f"One of {', '.join(_IN_FOLDER)} is needed."
-            )
+            needed = f"One of {', '.join(_IN_FOLDER)} is needed."
+            raise UserError(f"{path}: holds no weights", needed)
         path /= names[0]
     if not path.is_file():
         raise UserError(f"{path}: no such file")
     if path.suffix != ".json":
         return [path]
     try:
-        shards = sorted(
-            map(str, set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()))
-        )
+        index = json.loads(path.read_text(encoding="utf-8"))
+        shards = sorted(map(str, set(index["weight_map"].values())))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path}: cannot be read as an index of weights", _ADVICE) from error
-    # By name alone: the files of a download cache are links to another folder.
-    if outside := [
-        name for name in shards if os.path.isabs(name) or os.path.normpath(name).startswith("..")
-    ]:
-        raise UserError(f"{path}: names {outside[0]}, which is outside {path.parent}", _ADVICE)
+    for name in shards:
+        # Only the name counts, because the files of a download cache are links to another folder.
+        if os.path.isabs(name) or os.path.normpath(name).startswith(".."):
+            raise UserError(f"{path}: names {name}, which is outside {path.parent}", _ADVICE)
     missing = [name for name in shards if not (path.parent / name).is_file()]
     if missing:
         counts = f"{len(missing)} of its {len(shards)} files are missing"
@@ -169,7 +193,7 @@ def _files_of(path: Path) -> list[Path]:
 
 
 def _head(path: Path) -> bytes:
-    """The first bytes of a file; raises `UserError` for one that is certainly no checkpoint."""
+    """Return the first bytes of a file. Raises `UserError` if it is certainly no checkpoint."""
     try:
         with path.open("rb") as file:
             head = file.read(64)
@@ -178,10 +202,8 @@ def _head(path: Path) -> bytes:
     if not head:
         raise UserError(f"{path}: is empty", _ADVICE)
     if head.startswith(b"version https://git-lfs"):
-        raise UserError(
-            f"{path}: is a Git LFS pointer, not the weights themselves",
-            "Fetch them with `git lfs pull`.",
-        )
+        problem = f"{path}: is a Git LFS pointer, not the weights themselves"
+        raise UserError(problem, "Fetch them with `git lfs pull`.")
     return head
 
 
@@ -189,13 +211,16 @@ def _read_safetensors(path: Path) -> Mapping[str, Tensor]:
     try:
         return load_file(path)
     except (SafetensorError, OSError, KeyError, ValueError, RuntimeError) as error:
-        raise UserError(
-            f"{path}: is truncated or no safetensors file ({one_line(error, 120)})", _ADVICE
-        ) from error
+        problem = f"is truncated or no safetensors file ({one_line(error, 120)})"
+        raise UserError(f"{path}: {problem}", _ADVICE) from error
 
 
-def _unpickle(path: Path, zipped: bool) -> Any:
-    """The content of a file of `torch.save`; the legacy format cannot be memory-mapped."""
+# torch's message names the function that a pickle would call.
+_CALLED = re.compile(r"GLOBAL `?([A-Za-z_][\w.]*)|(?:global:?|class) `?(\w+\.[\w.]+)")
+
+
+def _unpickle(path: Path, *, zipped: bool) -> Any:
+    """Return the content of a file of `torch.save`. The legacy format cannot be memory-mapped."""
     if zipped and not zipfile.is_zipfile(path):
         raise UserError(f"{path}: is truncated: its end is missing", _ADVICE)
     try:
@@ -205,23 +230,22 @@ def _unpickle(path: Path, zipped: bool) -> Any:
             warnings.simplefilter("ignore")
             return torch.load(path, map_location="cpu", mmap=zipped or None, weights_only=True)
     except pickle.UnpicklingError as error:
-        problem = f"cannot be read as a checkpoint ({one_line(error, 120)})"
-        advice = _ADVICE
-        # Torch's message names the function that the pickle would call.
-        if code := re.search(
-            r"GLOBAL `?([A-Za-z_][\w.]*)|(?:global:?|class) `?(\w+\.[\w.]+)", str(error)
-        ):
-            problem = f"is a pickle with code in it ({code[1] or code[2]}); such files are neither run nor loaded"
-            advice = "Save the state dict alone, or convert it to safetensors."
-        raise UserError(f"{path}: {problem}", advice) from error
-    except (RuntimeError, EOFError, ValueError, LookupError, AttributeError, OSError) as error:
+        called = _CALLED.search(str(error))
+        if called is None:
+            problem = f"cannot be read as a checkpoint ({one_line(error, 120)})"
+            raise UserError(f"{path}: {problem}", _ADVICE) from error
+        problem = f"is a pickle with code in it ({called[1] or called[2]})"
         raise UserError(
-            f"{path}: is truncated or no checkpoint ({one_line(error, 120)})", _ADVICE
+            f"{path}: {problem}; such files are neither run nor loaded",
+            "Save the state dict alone, or convert it to safetensors.",
         ) from error
+    except (RuntimeError, EOFError, ValueError, LookupError, AttributeError, OSError) as error:
+        problem = f"is truncated or no checkpoint ({one_line(error, 120)})"
+        raise UserError(f"{path}: {problem}", _ADVICE) from error
 
 
 def _state_dict(path: Path, loaded: Any) -> Mapping[str, Tensor]:
-    """The state dict in the content of a file, in as many containers as there are; else raises `UserError`."""
+    """Return the state dict in the content of a file, whatever containers are around it."""
     if not isinstance(loaded, Mapping) or not loaded:
         content = "nothing" if isinstance(loaded, Mapping) else f"a {type(loaded).__name__}"
         raise UserError(f"{path}: holds {content}, not tensors by name")
@@ -235,22 +259,31 @@ def _state_dict(path: Path, loaded: Any) -> Mapping[str, Tensor]:
 
 
 def read_own_table(path: Path, codes: int) -> Tensor:
-    """Read a user's table of nearest codes, int32 [V, k]; raises ValueError for one that is malformed."""
+    """Read a user's table of nearest codes.
+
+    Args:
+        path: A .npy file, or `nearest` in a .npz or .safetensors file.
+        codes: Number of codes V.
+
+    Returns:
+        The table int32 [V, k].
+
+    Raises:
+        ValueError: The file is malformed.
+    """
+    read: Any
     try:
-        read: Any = (
-            load_arrays(path)
-            if path.suffix == ".safetensors"
-            else np.load(path, allow_pickle=False)
-        )
+        if path.suffix == ".safetensors":
+            read = load_arrays(path)
+        else:
+            read = np.load(path, allow_pickle=False)
         table = read if isinstance(read, np.ndarray) else read["nearest"]
     except (OSError, ValueError, KeyError, TypeError, EOFError, SafetensorError) as error:
-        raise ValueError(
-            f"{path.name}: cannot be read as .npy, or as nearest in .npz or .safetensors"
-        ) from error
+        problem = "cannot be read as .npy, or as nearest in .npz or .safetensors"
+        raise ValueError(f"{path.name}: {problem}") from error
     if table.ndim != 2 or table.dtype.kind not in "iu" or len(table) != codes:
-        raise ValueError(
-            f"{path.name}: must hold whole numbers [{codes}, k], not {table.dtype} {list(table.shape)}"
-        )
+        found = f"{table.dtype} {list(table.shape)}"
+        raise ValueError(f"{path.name}: must hold whole numbers [{codes}, k], not {found}")
     if not ((table >= 0) & (table < codes)).all() or (table == np.arange(codes)[:, None]).any():
         raise ValueError(f"{path.name}: each row must name other codes, from 0 to {codes - 1}")
     return torch.from_numpy(table.astype(np.int32))

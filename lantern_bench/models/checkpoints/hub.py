@@ -1,6 +1,7 @@
-"""The files of published models: repositories and licences (`hub.toml`), where they are on this machine, and download.
+"""The files of published models: where they are on this machine, and download.
 
-huggingface_hub keeps, resumes and checks downloads, so nothing here hashes or records a file.
+`hub.toml` names repositories and licences. huggingface_hub keeps, resumes and checks downloads, so
+nothing here hashes or records a file.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from lantern_bench.utils.errors import RefusedError, UserError
 from lantern_bench.utils.files import user_cache
 from lantern_bench.utils.text import one_line
 
-# names the folder of the weights, with a folder for each repository
 WEIGHTS_VARIABLE = "LANTERN_BENCH_WEIGHTS"
+"""The environment variable that names the folder of the weights."""
 
-# Folders of a repository: as the hub names it, and as the authors' instructions do. A single file may also lie in the
-# folder of the weights itself.
+# Folders of a repository below the folder of the weights, as the hub and as the authors'
+# instructions name them. A single file may also lie in the folder of the weights itself ("").
 _FOLDERS = (
     "{repo}",
     "{name}",
@@ -33,7 +34,7 @@ _FOLDERS = (
 
 
 class Licence(NamedTuple):
-    """A licence by its name in the repository, and what to know before downloading."""
+    """A licence by its name in the repository, and what to know before a download."""
 
     name: str
     note: str = ""
@@ -54,62 +55,86 @@ class Source(NamedTuple):
         return ("*.json", f"*.{self.ending}") if self.file is None else (self.file,)
 
     def found_in(self, folder: Path) -> Path | None:
-        """Return the file or the folder of this part below the repository's folder; None where a file is missing."""
+        """Return the file or folder of this part below the repository's folder.
+
+        None if a file is missing.
+        """
         if self.file is not None:
-            return folder / self.file if (folder / self.file).is_file() else None
+            path = folder / self.file
+            return path if path.is_file() else None
         return folder if all(_complete(folder, pattern) for pattern in self.patterns) else None
 
     def local_path(self) -> Path | None:
-        """Return the file or folder: below the folder of the weights, else in the cache of huggingface_hub."""
-        if (root := weights_folder()) is not None:
-            for folder in _FOLDERS if self.file is not None else _FOLDERS[:-1]:
-                folder = folder.format(repo=self.repo, name=self.repo.split("/")[-1])
-                if (path := self.found_in(root / folder)) is not None:
+        """Return the file or folder of this part on this machine.
+
+        The folder of the weights comes first, then the cache of huggingface_hub.
+        """
+        root = weights_folder()
+        if root is not None:
+            for pattern in _FOLDERS if self.file is not None else _FOLDERS[:-1]:
+                folder = pattern.format(repo=self.repo, name=self.repo.split("/")[-1])
+                path = self.found_in(root / folder)
+                if path is not None:
                     return path
-        # As huggingface_hub lays it out, which is slow to import.
+        # The layout of huggingface_hub, which is slow to import.
         cached = _hub_cache() / f"models--{self.repo.replace('/', '--')}"
         newest = cached / "refs" / self.revision
         commit = newest.read_text(encoding="utf-8").strip() if newest.is_file() else self.revision
         return self.found_in(cached / "snapshots" / commit)
 
-    def download(self, root: Path | None = None, bars: bool = True) -> Path:
-        """Download the missing files into `root`, or the hub's cache; raises `RefusedError` where the hub refuses."""
+    def download(self, root: Path | None = None, *, bars: bool = True) -> Path:
+        """Download the files that are missing.
+
+        Args:
+            root: Folder of the weights. The default is the cache of huggingface_hub.
+            bars: Whether to show progress bars.
+
+        Returns:
+            The file or folder of this part.
+
+        Raises:
+            RefusedError: The hub refuses, or cannot be reached.
+        """
         from huggingface_hub import constants, errors, snapshot_download
         from huggingface_hub.utils.tqdm import disable_progress_bars
 
         if not bars:
             disable_progress_bars()
-        where: dict[str, Any] = (
-            {"local_dir": root / self.repo} if root is not None else {"cache_dir": _hub_cache()}
-        )
-        where |= {"revision": self.revision, "allow_patterns": list(self.patterns)}
         try:
-            folder = Path(snapshot_download(self.repo, **where))
+            found = snapshot_download(
+                self.repo,
+                revision=self.revision,
+                allow_patterns=list(self.patterns),
+                local_dir=None if root is None else root / self.repo,
+                cache_dir=_hub_cache(),
+            )
         except errors.GatedRepoError as error:
-            advice = f"Accept it at https://huggingface.co/{self.repo}, then set HF_TOKEN or type `hf auth login`."
-            raise RefusedError(
-                f"{self.repo}: gated repository: accept its licence first", advice
-            ) from error
+            problem = f"{self.repo}: gated repository: accept its licence first"
+            page = f"https://huggingface.co/{self.repo}"
+            advice = f"Accept it at {page}, then set HF_TOKEN or type `hf auth login`."
+            raise RefusedError(problem, advice) from error
         except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError) as error:
-            raise RefusedError(
-                f"{self.repo}: the hub no longer has this repository or revision"
-            ) from error
+            problem = "the hub no longer has this repository or revision"
+            raise RefusedError(f"{self.repo}: {problem}") from error
         except (errors.HfHubHTTPError, OSError, RuntimeError) as error:
             problem = f"cannot be downloaded: {one_line(error, 200)}"
             advice = "Files that arrived are kept; the same command continues."
             if constants.HF_HUB_OFFLINE:
                 problem = "not on this machine, and HF_HUB_OFFLINE forbids the download"
-                advice = f"Unset it, or download it elsewhere and give its directory by --dir or {WEIGHTS_VARIABLE}."
+                advice = (
+                    "Unset it, or download it elsewhere and give its directory by --dir or "
+                    f"{WEIGHTS_VARIABLE}."
+                )
             raise RefusedError(f"{self.repo}: {problem}", advice) from error
-        if (path := self.found_in(folder)) is None:
-            raise RefusedError(
-                f"{self.repo}: the repository no longer has {', '.join(self.patterns)}"
-            )
+        path = self.found_in(Path(found))
+        if path is None:
+            problem = f"the repository no longer has {', '.join(self.patterns)}"
+            raise RefusedError(f"{self.repo}: {problem}")
         return path
 
 
 def _complete(folder: Path, pattern: str) -> bool:
-    """Whether a folder has the files of a pattern: of sharded weights every shard that their index names."""
+    """Whether a folder has the files of a pattern, and of sharded weights every shard."""
     try:
         for index in folder.glob(f"{pattern}.index.json"):
             shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
@@ -120,7 +145,7 @@ def _complete(folder: Path, pattern: str) -> bool:
 
 
 def weights_folder() -> Path | None:
-    """Return the folder that `LANTERN_BENCH_WEIGHTS` names."""
+    """Return the folder that `LANTERN_BENCH_WEIGHTS` names, if it is set."""
     folder = os.environ.get(WEIGHTS_VARIABLE)
     return Path(folder) if folder else None
 
@@ -131,61 +156,82 @@ def _hub_cache() -> Path:
 
 
 Part: TypeAlias = tuple[Source, ...]
-"""The sources of a part: any that is here is used, the first is downloaded."""
+"""The sources of a part. Any source on this machine is used, and the first is downloaded."""
+
+
+def _parts(sources_of: Mapping[str, Any]) -> dict[str, Part]:
+    """Return the parts of a model as `hub.toml` declares them."""
+    parts: dict[str, Part] = {}
+    for name, sources in sources_of.items():
+        parts[name] = tuple(
+            Source(**source | {"licence": LICENCES[source["licence"]]}) for source in sources
+        )
+    return parts
+
 
 _DECLARED = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 LICENCES = {key: Licence(**fields) for key, fields in _DECLARED["licences"].items()}
 
 PARTS: Mapping[str, Mapping[str, Part]] = {
-    model: {
-        part: tuple(
-            Source(**source | {"licence": LICENCES[source["licence"]]}) for source in sources
-        )
-        for part, sources in parts.items()
-    }
-    for model, parts in _DECLARED["models"].items()
+    model: _parts(sources_of) for model, sources_of in _DECLARED["models"].items()
 }
 """The parts of each published model, by its name in this package."""
 
 
 def local_path(part: Part) -> Path | None:
-    """Return the file or folder of a part where it is on this machine."""
-    return next((path for path in map(Source.local_path, part) if path is not None), None)
+    """Return the file or folder of a part on this machine."""
+    return next(filter(None, map(Source.local_path, part)), None)
 
 
 def expected_path(part: Part) -> Path:
     """Return the file or folder of a part: where it is, or where a download puts it."""
-    return local_path(part) or (weights_folder() or _hub_cache()) / part[0].repo / (
-        part[0].file or ""
-    )
+    found = local_path(part)
+    if found is not None:
+        return found
+    first = part[0]
+    return (weights_folder() or _hub_cache()) / first.repo / (first.file or "")
 
 
 def local_paths(model: str) -> dict[str, Path]:
-    """Return the paths of a published model; raises `RefusedError` without target or tokenizer."""
+    """Return the paths of a published model on this machine.
+
+    Raises:
+        UserError: The files of this model are not published.
+        RefusedError: The target or the tokenizer is missing.
+    """
     if model not in PARTS:
+        known = f"The published models are {', '.join(PARTS)}"
         raise UserError(
             f"{model}: no published files of this model are known",
-            f"The published models are {', '.join(PARTS)}; for your own files write a model.yaml.",
+            f"{known}; for your own files write a model.yaml.",
         )
-    paths = {name: local_path(part) for name, part in PARTS[model].items()}
-    for name in ("target", "tokenizer"):
-        if paths[name] is None:
+    paths: dict[str, Path] = {}
+    for name, part in PARTS[model].items():
+        path = local_path(part)
+        if path is not None:
+            paths[name] = path
+        elif name in ("target", "tokenizer"):
             raise RefusedError(
-                f"the {name} of {model} is not on this machine: {PARTS[model][name][0].repo} is neither in the folder "
-                f"that {WEIGHTS_VARIABLE} names nor in the Hugging Face cache",
-                f"Type `lantern-bench weights get {model}`, or set {WEIGHTS_VARIABLE} to the directory that has it.",
+                f"the {name} of {model} is not on this machine: {part[0].repo} is neither in the "
+                f"folder that {WEIGHTS_VARIABLE} names nor in the Hugging Face cache",
+                f"Type `lantern-bench weights get {model}`, or set {WEIGHTS_VARIABLE} to the "
+                "directory that has it.",
             )
-    return {name: path for name, path in paths.items() if path is not None}
+    return paths
 
 
 def missing_sources(model: str, root: Path | None = None) -> Sequence[Source]:
-    """Return the sources that complete a published model, on this machine or in the folder `root`."""
+    """Return the sources that complete a published model.
+
+    Args:
+        model: Name of the model.
+        root: Where its files are searched. The default is this machine.
+    """
 
     def is_here(source: Source) -> bool:
-        return (
-            source.local_path() if root is None else source.found_in(root / source.repo)
-        ) is not None
+        if root is None:
+            return source.local_path() is not None
+        return source.found_in(root / source.repo) is not None
 
-    return list(
-        dict.fromkeys(part[0] for part in PARTS[model].values() if not any(map(is_here, part)))
-    )
+    incomplete = [part for part in PARTS[model].values() if not any(map(is_here, part))]
+    return list(dict.fromkeys(part[0] for part in incomplete))

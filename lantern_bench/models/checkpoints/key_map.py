@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint make up each tensor of a module; loading with every error at once, and export."""
+"""Which tensors of a checkpoint make up each tensor of a module, and loading by such a map."""
 
 from __future__ import annotations
 
@@ -20,20 +20,25 @@ class Slice(NamedTuple):
     """Rows of one of our tensors, and the tensor of a checkpoint that fills them."""
 
     key: str
-    rows: int | None = None  # along the first axis of ours; None: all
-    # makes ours of the file's tensor; then it cannot be exported
+    rows: int | None = None  # along the first axis of our tensor; None: all
+    # Computes our rows from the file's tensor. Such a slice cannot be exported.
     prepare: Callable[[Tensor], Tensor] | None = None
-    file_shape: tuple[int, ...] | None = None  # the shape of the file's tensor where it is another
+    file_shape: tuple[int, ...] | None = None  # of the file's tensor, if it differs from ours
 
 
 KeyMap: TypeAlias = Mapping[str, tuple[Slice, ...]]
-"""Our name -> the slices it consists of, in order."""
+"""The slices of each of our tensors, in order."""
 
 
 def same_names(
     module: nn.Module, rename: Callable[[str], str] = lambda name: name
 ) -> dict[str, tuple[Slice, ...]]:
-    """Return the key map in which every tensor of a module is one tensor of the file, named by `rename`."""
+    """Return the key map in which each tensor of a module is one tensor of the file.
+
+    Args:
+        module: The module.
+        rename: Turns our name into the file's.
+    """
     return {
         name: (Slice(rename(name)),)
         for name, tensor in module.state_dict().items()
@@ -51,46 +56,65 @@ def load_into(
     ignored: str = "$",
     wanted: str = "this model",
 ) -> None:
-    """Load a checkpoint into a module on the meta device: in evaluation mode, on `device`, in `dtype`.
+    """Load a checkpoint into a module on the meta device, for evaluation.
 
-    `ignored` is a regular expression of the file's tensors that are not read; `wanted` names the model in errors.
+    Args:
+        module: The module.
+        checkpoint: The checkpoint.
+        key_map: Which tensors of the checkpoint make up each tensor of the module.
+        dtype: Type of the loaded weights.
+        device: Where the module is moved.
+        ignored: Regular expression of the checkpoint's tensors that are not read.
+        wanted: The model in words, for errors.
+
+    Raises:
+        UserError: Tensors are missing, unexpected, misshapen, quantised or not finite. All keys
+            that do not fit are named in one message.
     """
-    shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
-    expected = {
-        slice_.key: slice_.file_shape or (slice_.rows or shapes[name][0], *shapes[name][1:])
-        for name, slices in key_map.items()
-        for slice_ in slices
-    }
-    _raise_if_unfit(checkpoint=checkpoint, expected=expected, ignored=ignored, wanted=wanted)
-    # Batch norms count their batches, which changes no result.
-    counts = {
-        name: tensor
-        for name, tensor in module.state_dict().items()
+    ours = module.state_dict()
+    expected: dict[str, tuple[int, ...]] = {}
+    for name, slices in key_map.items():
+        shape = tuple(ours[name].shape)
+        for slice_ in slices:
+            expected[slice_.key] = slice_.file_shape or (slice_.rows or shape[0], *shape[1:])
+    _raise_if_unfit(checkpoint, expected, ignored=ignored, wanted=wanted)
+
+    # What is not in the map are counts of batches, in batch norms, which change no result.
+    state = {
+        name: torch.zeros_like(tensor, device=device)
+        for name, tensor in ours.items()
         if not tensor.is_floating_point()
     }
-    state = {name: torch.zeros_like(tensor, device=device) for name, tensor in counts.items()}
     for name, slices in key_map.items():
-        tensor = torch.empty(shapes[name], dtype=dtype, device=device)
+        tensor = torch.empty(ours[name].shape, dtype=dtype, device=device)
         for slice_, rows in _rows_of(tensor, slices):
-            read = checkpoint[slice_.key]
-            if read.dtype not in _FLOATS:
-                raise UserError(
-                    f"{checkpoint.path}: {slice_.key} has the unsupported type {str(read.dtype)[6:]}",
-                    "Weights must be float32, bfloat16, float16 or float64; quantised weights are not supported.",
-                )
-            rows.copy_(read if slice_.prepare is None else slice_.prepare(read))
+            _fill(rows, slice_, checkpoint)
         if not torch.isfinite(tensor).all():
+            kind = str(dtype).removeprefix("torch.")
             raise UserError(
-                f"{checkpoint.path}: {name} has numbers that are not finite in {str(dtype).removeprefix('torch.')}",
-                "The file is damaged, or needs a type with a wider range, such as --dtype bfloat16.",
+                f"{checkpoint.path}: {name} has numbers that are not finite in {kind}",
+                "The file is damaged, or needs a type with a wider range, such as "
+                "--dtype bfloat16.",
             )
         state[name] = tensor
     module.load_state_dict(state, strict=True, assign=True)
-    module.requires_grad_(False).eval().to(device)
+    module.requires_grad_(requires_grad=False).eval().to(device)
+
+
+def _fill(rows: Tensor, slice_: Slice, checkpoint: Checkpoint) -> None:
+    read = checkpoint[slice_.key]
+    if read.dtype not in _FLOATS:
+        kind = str(read.dtype).removeprefix("torch.")
+        raise UserError(
+            f"{checkpoint.path}: {slice_.key} has the unsupported type {kind}",
+            "Weights must be float32, bfloat16, float16 or float64; quantised weights are not "
+            "supported.",
+        )
+    rows.copy_(read if slice_.prepare is None else slice_.prepare(read))
 
 
 def export(module: nn.Module, key_map: KeyMap) -> dict[str, Tensor]:
-    """Return the weights of a module under a checkpoint's names: the inverse of `load_into`."""
+    """Return the weights of a module by a checkpoint's names: the inverse of `load_into`."""
     state = module.state_dict()
     exported: dict[str, Tensor] = {}
     for name, slices in key_map.items():
@@ -107,25 +131,28 @@ def _rows_of(tensor: Tensor, slices: Iterable[Slice]) -> Iterable[tuple[Slice, T
 
 
 def _raise_if_unfit(
-    checkpoint: Checkpoint, expected: Mapping[str, tuple[int, ...]], ignored: str, wanted: str
+    checkpoint: Checkpoint, expected: Mapping[str, tuple[int, ...]], *, ignored: str, wanted: str
 ) -> None:
-    """Raise one `UserError` for all keys that do not fit; `expected` are the shapes of the file's tensors."""
-    missing = [key for key in expected if key not in checkpoint]
-    unexpected = [
-        key for key in checkpoint if key not in expected and re.match(ignored, key) is None
-    ]
-    misshapen = [
-        f"{key} is {_shape_text(checkpoint.shape(key))}, not {_shape_text(shape)}"
-        for key, shape in expected.items()
-        if key in checkpoint and checkpoint.shape(key) != shape
-    ]
-    problems = {"missing": missing, "unexpected": unexpected, "misshapen": misshapen}
-    if lines := [
+    """Raise one `UserError` for all keys that do not fit the expected shapes."""
+    problems: dict[str, list[str]] = {"missing": [], "unexpected": [], "misshapen": []}
+    for key, shape in expected.items():
+        if key not in checkpoint:
+            problems["missing"].append(key)
+        elif checkpoint.shape(key) != shape:
+            found = _shape_text(checkpoint.shape(key))
+            problems["misshapen"].append(f"{key} is {found}, not {_shape_text(shape)}")
+    for key in checkpoint:
+        if key not in expected and re.match(ignored, key) is None:
+            problems["unexpected"].append(key)
+
+    lines = [
         f"\n  {len(keys)} {problem}: {', '.join(keys)}"
         for problem, keys in problems.items()
         if keys
-    ]:
-        kind = what_is(checkpoint) if len(missing) * 2 > len(expected) else None
+    ]
+    if lines:
+        is_other = len(problems["missing"]) * 2 > len(expected)
+        kind = what_is(checkpoint) if is_other else None
         actual = f": it is {kind}" if kind is not None else ""
         raise UserError(f"{checkpoint.path}: does not hold {wanted}{actual}{''.join(lines)}")
 
@@ -140,7 +167,7 @@ LLAMA: Mapping[str, str] = {
     "transformer.norm.": "model.norm.",
     "transformer.output.": "lm_head.",
 }
-"""Prefixes of the names in a `TransformerTarget` -> those in transformers' LlamaForCausalLM."""
+"""Prefixes of names in a `TransformerTarget`, and in transformers' LlamaForCausalLM."""
 
 _INSIDE_LAYERS = {
     "attention.wo.": "self_attn.o_proj.",
@@ -157,15 +184,21 @@ _INSIDE_LAYERS = {
 def llama_key_map(
     module: nn.Module, config: TransformerConfig, prefixes: Mapping[str, str] = LLAMA
 ) -> dict[str, tuple[Slice, ...]]:
-    """Return the key map to the names of transformers' Llama; `prefixes` maps our prefixes to the file's.
+    """Return the key map to the names of transformers' Llama.
 
-    Query, key and value are three matrices there and one here, their rows in the same order.
+    Query, key and value are three matrices there and one matrix here, with rows in the same order.
+
+    Args:
+        module: A `TransformerTarget` or a drafter.
+        config: Sizes of the module.
+        prefixes: Our prefixes, and the file's.
     """
 
     def rename(name: str) -> str:
-        prefix = next((ours for ours in prefixes if name.startswith(ours)), None)
-        if prefix is not None:
-            name = prefixes[prefix] + name.removeprefix(prefix)
+        for ours, theirs in prefixes.items():
+            if name.startswith(ours):
+                name = theirs + name.removeprefix(ours)
+                break
         for ours, theirs in _INSIDE_LAYERS.items():
             name = name.replace(f".{ours}", f".{theirs}")
         return name
@@ -183,8 +216,7 @@ def llama_key_map(
 
 
 def rows_of_tokens(key: str, config: TransformerConfig) -> Slice:
-    """Return the slice of an output head that takes the rows of an image's tokens (`TransformerConfig.token_ids`)."""
+    """Return the slice of an output head with the rows of the image's tokens (`token_ids`)."""
     ids = torch.tensor(config.token_ids, device="cpu")
-    return Slice(
-        key, len(ids), lambda rows: rows[ids], file_shape=(config.embedded_tokens, config.dim)
-    )
+    shape = (config.embedded_tokens, config.dim)
+    return Slice(key, rows=len(ids), prepare=lambda rows: rows[ids], file_shape=shape)

@@ -1,48 +1,53 @@
-"""Where the tensors of a VQ tokenizer are in published files."""
+"""Where the tensors of a VQ tokenizer are in published files.
+
+The shapes of the tensors tell all sizes, so no config is read.
+"""
 
 from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from lantern_bench.models.checkpoints.checkpoint import Checkpoint
 from lantern_bench.models.checkpoints.key_map import Slice, load_into, same_names
-from lantern_bench.models.networks.vq import _GROUPS, VQConfig, VQModel, new_vq
+from lantern_bench.models.networks.vq import GROUPS, VQConfig, VQModel, new_vq
 from lantern_bench.utils.errors import UserError
 
-# ---- Files. Shapes tell all sizes, so no config is read.
+
+def _substitute(name: str, patterns: Mapping[str, str]) -> str:
+    for ours, theirs in patterns.items():
+        name = re.sub(ours, theirs, name)
+    return name
 
 
-def _janus(name: str, _levels: int) -> str:
-    """Transformers' Janus: the names of taming-transformers, resolutions counted from the lowest one."""
-    name = name.replace("encoder.conv_blocks.", "encoder.down.").replace(
-        "decoder.conv_blocks.", "decoder.up."
-    )
-    middle = ("block_1", "attn_1", "block_2")
-    name = re.sub(r"\.mid\.(\d)\.", lambda match: f".mid.{middle[int(match[1])]}.", name)
-    return name.replace(".res.", ".block.")
+def _from_the_highest(name: str, levels: int) -> str:
+    """Count the resolutions of the decoder from the highest one, as most published files do."""
+
+    def flipped(match: re.Match[str]) -> str:
+        return f"{match[1]}{levels - 1 - int(match[2])}"
+
+    return re.sub(r"^(decoder\.conv_blocks\.)(\d+)", flipped, name)
 
 
-def _taming(name: str, levels: int) -> str:
-    """Taming-transformers (vqgan.ckpt), whose decoder counts resolutions from the highest one."""
-    name = _janus(name, levels)
-    return re.sub(
-        r"^decoder\.up\.(\d+)", lambda match: f"decoder.up.{levels - 1 - int(match[1])}", name
-    )
-
-
-def _moving(name: str, levels: int) -> str:
-    """MoVQGAN: taming-transformers', with the group norm inside each norm of the decoder."""
-    return re.sub(
-        r"^(decoder\..*norm\w*)\.(weight|bias)$", r"\1.norm_layer.\2", _taming(name, levels)
-    )
-
-
+_TAMING = {
+    r"^encoder\.conv_blocks\.": "encoder.down.",
+    r"^decoder\.conv_blocks\.": "decoder.up.",
+    r"\.mid\.0\.": ".mid.block_1.",
+    r"\.mid\.1\.": ".mid.attn_1.",
+    r"\.mid\.2\.": ".mid.block_2.",
+    r"\.res\.": ".block.",
+}
+_MOVING = {
+    **_TAMING,
+    r"^(decoder\..*norm\w*)\.(weight|bias)$": r"\1.norm_layer.\2",
+}
 _EMU3 = {
+    r"^decoder\.conv_blocks\.": "decoder.up_block.up.",
     r"encoder\.conv_blocks\.": "encoder.down_block.down.",
     r"\.res\.": ".block.",
     r"\.attn\.(\d+)\.norm\.": r".attn_norms.\1.",
@@ -61,31 +66,42 @@ _EMU3 = {
 }
 
 
+def _llamagen(name: str, _levels: int) -> str:
+    """LlamaGen's files have our names."""
+    return name
+
+
+def _janus(name: str, _levels: int) -> str:
+    """Transformers' Janus: the names of taming-transformers, counted from the lowest resolution."""
+    return _substitute(name, _TAMING)
+
+
+def _taming(name: str, levels: int) -> str:
+    """taming-transformers (vqgan.ckpt)."""
+    return _substitute(_from_the_highest(name, levels), _TAMING)
+
+
+def _moving(name: str, levels: int) -> str:
+    """MoVQGAN: taming-transformers, with the group norm inside each norm of the decoder."""
+    return _substitute(_from_the_highest(name, levels), _MOVING)
+
+
 def _emu3(name: str, levels: int) -> str:
     """Transformers' Emu3VQVAE."""
-    name = re.sub(
-        r"^decoder\.conv_blocks\.(\d+)",
-        lambda match: f"decoder.up_block.up.{levels - 1 - int(match[1])}",
-        name,
-    )
-    for ours, theirs in _EMU3.items():
-        name = re.sub(ours, theirs, name)
-    return name
+    return _substitute(_from_the_highest(name, levels), _EMU3)
 
 
 class Layout(NamedTuple):
     """A layout of a tokenizer's file."""
 
     rename: Callable[[str, int], str]  # (our name, number of resolutions) -> the name in the file
-    inside: str = ""  # before all names, in a file that holds the target too
+    inside: str = ""  # prefix of all names, in a file that holds the target too
     unit_codes: bool = False
     ignored: str = "$"  # a regular expression of tensors that no picture needs
 
 
 LAYOUTS = {
-    "llamagen": Layout(
-        lambda name, _levels: name, unit_codes=True, ignored="quantize.codebook_used$"
-    ),
+    "llamagen": Layout(_llamagen, unit_codes=True, ignored="quantize.codebook_used$"),
     "chameleon": Layout(_taming, ignored=r"loss\."),
     "movqgan": Layout(_moving, ignored=r"loss\.|ema_"),
     "janus": Layout(_janus, inside="model.vqmodel.", unit_codes=True),
@@ -95,7 +111,16 @@ LAYOUTS = {
 
 
 def load_vq(checkpoint: Checkpoint, layout: Layout, device: torch.device) -> VQModel:
-    """Load a tokenizer in float32; raises `UserError` for another kind of file."""
+    """Load a tokenizer in float32.
+
+    Args:
+        checkpoint: The tokenizer's file.
+        layout: Its layout, one of `LAYOUTS`.
+        device: Device of the weights.
+
+    Raises:
+        UserError: The file is of another kind.
+    """
     checkpoint = checkpoint.inside(layout.inside)
     config = _sizes_in(checkpoint, layout)
     with torch.device("meta"):
@@ -104,15 +129,9 @@ def load_vq(checkpoint: Checkpoint, layout: Layout, device: torch.device) -> VQM
     for name, tensor in model.state_dict().items():
         key = keys[name][0].key
         if tensor.shape[2:] == (1, 1) and key in checkpoint and len(checkpoint.shape(key)) == 2:
-            # Matrices there, and convolutions of one pixel here.
-            keys[name] = (
-                Slice(
-                    key,
-                    prepare=lambda rows: rows[:, :, None, None],
-                    file_shape=tuple(tensor.shape[:2]),
-                ),
-            )
-    wanted = f"a VQ tokenizer of {config.codes} codes"
+            # Some files have a matrix where we have a convolution of one pixel.
+            shape = tuple(tensor.shape[:2])
+            keys[name] = (Slice(key, prepare=_to_convolution, file_shape=shape),)
     load_into(
         model,
         checkpoint,
@@ -120,13 +139,19 @@ def load_vq(checkpoint: Checkpoint, layout: Layout, device: torch.device) -> VQM
         dtype=torch.float32,
         device=device,
         ignored=layout.ignored,
-        wanted=wanted,
+        wanted=f"a VQ tokenizer of {config.codes} codes",
     )
     return model
 
 
-def _sizes_in(checkpoint: Checkpoint, layout: Layout) -> VQConfig:
+def _to_convolution(rows: Tensor) -> Tensor:
+    return rows[:, :, None, None]
 
+
+def _sizes_in(checkpoint: Checkpoint, layout: Layout) -> VQConfig:
+    """Read the sizes of a tokenizer from the shapes of its tensors."""
+
+    # A file of one resolution has the same names from the lowest and from the highest.
     def shape(name: str) -> tuple[int, ...]:
         return checkpoint.shape(layout.rename(name, 1))
 
@@ -137,6 +162,7 @@ def _sizes_in(checkpoint: Checkpoint, layout: Layout) -> VQConfig:
         return next(n for n in itertools.count() if not has(name.format(n)))
 
     block = "encoder.conv_blocks.{}.res.{}.conv1.weight"
+    wanted = "a VQ tokenizer of this family"
     try:
         codes, code_dim = shape("quantize.embedding.weight")
         channels = shape("encoder.conv_in.weight")[0]
@@ -145,22 +171,23 @@ def _sizes_in(checkpoint: Checkpoint, layout: Layout) -> VQConfig:
         blocks = count(block.format(0, "{}"))
         widths = [shape(block.format(level, 0))[0] for level in range(levels)]
     except (KeyError, IndexError, ValueError) as error:
-        raise checkpoint.is_not("a VQ tokenizer of this family", f"it has no {error}") from error
-    if not levels or not blocks or channels % _GROUPS:
-        raise checkpoint.is_not(
-            "a VQ tokenizer of this family", f"it has {levels} resolutions, {channels} channels"
-        )
-    # A decoder has the same, from the lowest; `shape` counts its resolutions as a file of one resolution does.
-    ups = [
-        layout.rename(block.format(level, 0).replace("en", "de", 1), levels)
-        for level in range(levels)
-    ]
-    decoded = [checkpoint.shape(name)[0] for name in reversed(ups) if name in checkpoint]
+        raise checkpoint.is_not(wanted, f"it has no {error}") from error
+    if not levels or not blocks or channels % GROUPS:
+        raise checkpoint.is_not(wanted, f"it has {levels} resolutions, {channels} channels")
+
+    # Our decoder has the widths of the encoder, from the lowest resolution.
+    decoded = []
+    for level in reversed(range(levels)):
+        name = layout.rename(f"decoder.conv_blocks.{level}.res.0.conv1.weight", levels)
+        if name in checkpoint:
+            decoded.append(checkpoint.shape(name)[0])
     if len(decoded) == levels and decoded != widths:
         text = f"its encoder has the channels {widths} by resolution and its decoder {decoded}"
-        raise UserError(
-            f"{checkpoint.path}: {text}", "Only a tokenizer that has the same in both is supported."
-        )
+        advice = "Only a tokenizer that has the same in both is supported."
+        raise UserError(f"{checkpoint.path}: {text}", advice)
+    attention = [
+        level for level in range(levels) if has(f"encoder.conv_blocks.{level}.attn.0.q.weight")
+    ]
     return VQConfig(
         codes=codes,
         code_dim=code_dim,
@@ -169,9 +196,7 @@ def _sizes_in(checkpoint: Checkpoint, layout: Layout) -> VQConfig:
         channel_mult=tuple(width // channels for width in widths),
         res_blocks=blocks,
         unit_codes=layout.unit_codes,
-        attention=tuple(
-            level for level in range(levels) if has(f"encoder.conv_blocks.{level}.attn.0.q.weight")
-        ),
+        attention=tuple(attention),
         code_norms=has("decoder.norm_out.conv_y.weight"),
         frames=2 ** count("time_down.{}.weight"),
     )

@@ -16,7 +16,7 @@ from lantern_bench.models.checkpoints import hub
 from lantern_bench.models.networks.transformer_config import (
     TransformerConfig,
     llama_sizes,
-    read_sizes,
+    read_numbers,
 )
 from lantern_bench.prompts.prompt import class_number, some_classes
 from lantern_bench.utils.errors import UserError
@@ -89,7 +89,7 @@ class LlamaGen(CheckpointModel):
                 near := difflib.get_close_matches(str(name), _KEYS, n=1, cutoff=0.82)
             ):
                 raise self.wrong(str(name), f"unknown; did you mean {near[0]}?")
-        sizes = {"text_vocab_size": 16384, **llama_sizes(self.config, self.wrong, "grid")}
+        sizes = {"text_vocab_size": 16384, **llama_sizes(self.config, self.wrong, positions="grid")}
         for field, key in {
             "dim": "hidden_size",
             "layers": "num_hidden_layers",
@@ -111,10 +111,10 @@ class LlamaGen(CheckpointModel):
         """What only LlamaGen's config states, or the published values; raises `UserError` for impossible ones."""
         usual = {"cls_token_num": self.positions, "num_classes": 1000, "caption_dim": 2048}
         usual |= {"multiple_of": 256, "ffn_dim_multiplier": 1, "block_size": 0}
-        return usual | read_sizes(
-            config=self.config,
-            names={key: (key,) for key in usual},
-            wrong=self.wrong,
+        return usual | read_numbers(
+            self.config,
+            {key: key for key in usual},
+            self.wrong,
             fractions=("ffn_dim_multiplier",),
         )
 
@@ -213,21 +213,25 @@ class TextToImage(LlamaGen):
     def prompts(self, target: TransformerTarget, invented: bool = False) -> Prompts:
         """Return captions through the text encoder."""
         from lantern_bench.models.networks.conditions import Prompts
-        from lantern_bench.models.networks.t5 import caption_prompts, random_features
+        from lantern_bench.models.networks.t5 import CaptionEncoder, no_encoder, random_features
+        from lantern_bench.utils.files import cache_folder
 
         positions = self.sizes.prefix
         width = self.numbers["caption_dim"]
         if invented:
             return Prompts(random_features(positions, width))
         folder = self.paths.get("text_encoder")
-        return caption_prompts(
-            model=self.name,
-            folder=folder,
+        if folder is None:
+            return no_encoder(self.name)
+        encoder = CaptionEncoder(
+            folder,
+            cache=cache_folder() / "features",
             positions=positions,
             width=width,
             device=target.device,
             dtype=target.dtype,
         )
+        return Prompts(encoder, encoder.prepare, encoder.sha256)
 
 
 class ClassToImage(LlamaGen):

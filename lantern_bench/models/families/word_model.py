@@ -19,7 +19,7 @@ from lantern_bench.models.checkpoint_model import CheckpointModel
 from lantern_bench.models.networks.transformer_config import (
     TransformerConfig,
     llama_sizes,
-    read_sizes,
+    read_numbers,
 )
 from lantern_bench.utils.errors import RefusedError, UserError
 
@@ -139,7 +139,7 @@ class WordModel(CheckpointModel):
         section, _, name = key.rpartition(".")
         if (value := self.section(section).get(name)) is None:
             raise self.wrong(key, "missing")
-        return int(read_sizes({key: value}, {key: (key,)}, self.wrong)[key])
+        return int(read_numbers({key: value}, {key: key}, self.wrong)[key])
 
     @cached_property
     def vocabulary(self) -> Vocabulary:

@@ -1,7 +1,8 @@
-"""The EAGLE drafter (arXiv 2401.15077): one decoder layer on the target's features, logits through the target's head.
+"""The EAGLE drafter (arXiv 2401.15077): one decoder layer on the target's features.
 
-The token embedding is always loaded from the drafter's file; LlamaGen's equals the target's output head
-(docs/algorithms.md, section 9, B3).
+Its features become logits through the target's head. The token embedding is always loaded from the
+drafter's file. In LlamaGen's drafters it equals the target's output head (docs/algorithms.md,
+section 9, B3).
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -32,46 +33,46 @@ from lantern_bench.models.networks.transformer import (
     attend_plain,
     rotary_table,
 )
-from lantern_bench.models.networks.transformer_config import (
-    TransformerConfig,
-)
+from lantern_bench.models.networks.transformer_config import TransformerConfig
 
 Head: TypeAlias = Callable[[Tensor], Tensor]
-"""Features to logits: mostly a module."""
+"""Features to logits, mostly a module."""
 
 
 class _Session(CachedSession, DrafterSession):
-    def __init__(self, drafter: EagleDrafter, *shape: Any) -> None:
-        super().__init__(drafter, 3, *shape)
+    spare_trees = 3
+
+    def __init__(self, drafter: EagleDrafter, *, batch: int, guided: bool, nodes: int) -> None:
+        super().__init__(drafter, batch=batch, guided=guided, nodes=nodes)
         self._drafter = drafter
-        self._rows = torch.arange(self._groups * self._batch, device=drafter.device)[:, None]
+        self._rows = torch.arange(self._groups * batch, device=drafter.device)[:, None]
         self._level = 0  # of the tree, below the root
         self._features: Tensor | None = None  # of the nodes of this level
 
     def prefill(self, condition: Condition, features: Tensor) -> None:
         n = features.shape[1] - 1
         visible = self._start(condition, n + 1, features.device)
-        visible = visible if self._drafter.mask_padding else torch.ones_like(visible)
+        if not self._drafter.mask_padding:
+            visible = torch.ones_like(visible)
         if n > 0:
-            # The tokens that follow each of the first n prefix positions.
-            embed = self._drafter.embed_tokens
-            if self._drafter.config.text_vocab_size is None:
-                following = embed(self._rows.new_zeros(len(self._rows), n))
-            else:
-                following = embed.of_text(
-                    prompt_rows(condition.values.to(self._rows.device), self._groups)[:, 1:]
-                )
-            self._forward(
-                following, features[:, :n], self.cache.slots(0, n), prefix_seen(visible, n)
-            )
+            embedded = self._embedded_prefix(condition, n)
+            slots = self.cache.slots(0, n)
+            self._forward(embedded, features[:, :n], positions=slots, seen=prefix_seen(visible, n))
         self._commit_prefix(visible, n)
+
+    def _embedded_prefix(self, condition: Condition, n: int) -> Tensor:
+        """Embed the tokens that follow each of the first n prefix positions."""
+        embed = self._drafter.embed_tokens
+        if self._config.text_vocab_size is None:
+            return embed(self._rows.new_zeros(len(self._rows), n))
+        prompts = prompt_rows(condition.values.to(self._rows.device), self._groups)
+        return embed.of_text(prompts[:, 1:])
 
     def observe(self, tokens: Tensor, features: Tensor, counts: Tensor) -> DrafterLogits:
         n = tokens.shape[1]
         embedded = self.cache.per_row(self._drafter.embed_tokens(tokens))
-        out = self._forward(
-            embedded, features, self.cache.slots(0, n), causal_seen(1, n, tokens.device)
-        )
+        slots = self.cache.slots(0, n)
+        out = self._forward(embedded, features, positions=slots, seen=causal_seen(n, tokens.device))
         self.cache.advance(counts)
         last = self.cache.per_row((counts - 1).clamp_min(0))[:, None]
         self._features = out[self._rows, last]
@@ -83,57 +84,69 @@ class _Session(CachedSession, DrafterSession):
         features = self._features[self._rows, self.cache.per_row(origin)]
         positions = (self.cache.lengths[:, None] + self._level).expand_as(tokens)
         embedded = self.cache.per_row(self._drafter.embed_tokens(tokens))
-        out = self._forward(embedded, features, positions, seen)
-        self._features = out
+        self._features = self._forward(embedded, features, positions=positions, seen=seen)
         self._level = self._level + 1
-        return self._logits(out, positions)
+        return self._logits(self._features, positions)
 
     def _forward(
-        self, embedded: Tensor, features: Tensor, positions: Tensor, seen: Tensor
+        self, embedded: Tensor, features: Tensor, *, positions: Tensor, seen: Tensor
     ) -> Tensor:
         drafter = self._drafter
         x = drafter.fuse(embedded, features)
-        mask = self.cache.mask(seen, x.dtype)
-        slots = self.cache.slots(seen.shape[2] - seen.shape[1], x.shape[1])
-        table = drafter.table.values
-        rotary = table[self._rotary_positions(positions).clamp_max(len(table) - 1)]
         attend = attend_cached(
-            cache=self.cache, layer=0, slots=slots, mask=mask, kernel=drafter.attention_kernel
+            self.cache,
+            layer=0,
+            mask=self.cache.mask(seen, x.dtype),
+            slots=self.cache.slots(seen.shape[2] - seen.shape[1], x.shape[1]),
+            kernel=drafter.attention_kernel,
         )
+        rotary = drafter.table.at(self._rotary_positions(positions))
         return drafter.layer(x, rotary, attend)
 
     def _logits(self, out: Tensor, positions: Tensor) -> DrafterLogits:
-        """Return the logits of the tokens that follow `positions` [B, n]; the first token follows the prefix."""
-        logits = force_line_ends(
-            self._drafter.head(out), positions - self._prefix + 2, self._drafter.config
+        """Return the logits of the tokens that follow `positions` [B, n] of the cache.
+
+        The first token of the image follows the prefix.
+        """
+        positions = positions - self._prefix + 2
+        cond, uncond = self._split(
+            force_line_ends(self._drafter.head(out), positions, self._config)
         )
-        return DrafterLogits(*self._split(logits))
+        return DrafterLogits(cond, uncond)
 
 
 class EagleDrafter(CachedModel, Drafter):
-    """Fuse tokens with features, one layer, then the target's frozen head, which is not a parameter of the drafter.
+    """Fuse tokens with features, one layer, then the target's frozen head.
 
-    `mask_padding`: padded prefix positions are hidden. LlamaGen's published drafters read them instead, as the LANTERN
-    code made them for their training (docs/algorithms.md, section 9, B4).
+    The head is not a parameter of the drafter.
+
+    Args:
+        config: Sizes of the layer. `layers` is ignored.
+        head: The target's head.
+        mask_padding: Whether padded prefix positions are hidden. LlamaGen's published drafters read
+            them, because the LANTERN code did so in their training (docs/algorithms.md, section 9,
+            B4).
+        bias: Whether the fusion has a bias.
     """
 
     session_type = _Session
     attention_kernel = False  # set by `pack_for_decoding`, as in `attend_cached`
 
     def __init__(
-        self, config: TransformerConfig, head: Head, mask_padding: bool = True, bias: bool = True
+        self, config: TransformerConfig, head: Head, *, mask_padding: bool = True, bias: bool = True
     ) -> None:
         super().__init__(replace(config, layers=1))
         self.mask_padding = mask_padding
         self.embed_tokens = TokenEmbedding(config)
-        self.embed_tokens.weight.requires_grad_(False)
+        self.embed_tokens.requires_grad_(requires_grad=False)
         self.fc = nn.Linear(2 * config.dim, config.dim, bias=bias)
         self.layer = Block(config, input_norm=config.qk_norm)  # as Chameleon's does
-        self.table = Table(lambda: rotary_table(config, config.prefix - 1))
+        # Its positions begin one later than the target's (docs/algorithms.md, section 9, B5).
+        self.table = Table(lambda: rotary_table(replace(config, prefix=config.prefix - 1)))
         self._head = (head,)  # in a tuple, so that the module does not own it
 
     def fuse(self, embedded: Tensor, features: Tensor) -> Tensor:
-        """Embedded tokens and the features that predicted them -> layer input, all [rows, n, dim]."""
+        """Fuse embedded tokens with the features that predicted them, all [rows, n, dim]."""
         return self.fc(torch.cat([embedded.to(features.dtype), features], dim=-1))
 
     def forward(
@@ -141,25 +154,31 @@ class EagleDrafter(CachedModel, Drafter):
         tokens: Tensor,
         features: Tensor,
         mask: Tensor,
+        *,
         prompts: Tensor | None = None,
         positions: Tensor | None = None,
         earlier: list[tuple[Tensor, Tensor]] | None = None,
     ) -> Tensor:
-        """Return predicted features of whole sequences [rows, n, dim], without a cache (training).
+        """Predict the features of whole sequences without a cache, for training.
 
-        tokens int64 [rows, n] are shifted: token t follows features t; `mask` [rows or 1, 1, n, n] is additive.
-        `prompts` [rows, m] in the whole vocabulary come before the tokens, which are then n - m; `positions` int64
-        [rows, n] where they are not 0 to n - 1. `earlier`: as in `attend_plain`.
+        Args:
+            tokens: Tokens int64 [rows, n - m], shifted: token t follows features t.
+            features: Features [rows, n, dim].
+            mask: Additive mask [rows or 1, 1, n, columns].
+            prompts: Numbers int64 [rows, m] in the whole vocabulary, which come before the tokens.
+            positions: Positions int64 [rows, n]. The default is 0 to n - 1.
+            earlier: As in `attend_plain`.
+
+        Returns:
+            Predicted features [rows, n, dim].
         """
         embedded = self.embed_tokens(tokens)
         if prompts is not None:
             embedded = torch.cat([self.embed_tokens.of_text(prompts), embedded], dim=1)
-        rotary = (
-            self.table.values[None, : features.shape[1]]
-            if positions is None
-            else self.table.values[positions]
-        )
-        return self.layer(self.fuse(embedded, features), rotary, attend_plain(mask, earlier))
+        if positions is None:
+            positions = torch.arange(features.shape[1], device=features.device)[None]
+        x = self.fuse(embedded, features)
+        return self.layer(x, self.table.at(positions), attend_plain(mask, earlier))
 
     def use_head(self, head: Head) -> None:
         """Replace the target's head by one that gives nearly the same logits."""
@@ -167,29 +186,24 @@ class EagleDrafter(CachedModel, Drafter):
 
     @property
     def head(self) -> Head:
-        """The target's head, or its replacement; predicted features go through it with no norm between."""
+        """The target's head, or its replacement. No norm comes before it."""
         return self._head[0]
 
 
-def build_drafter(
-    config: TransformerConfig, target: CachedTarget, bias: bool = True
-) -> EagleDrafter:
-    """Return a drafter as published: LlamaGen's reads padding, Chameleon's hides it."""
-    return EagleDrafter(
-        config=config, head=target.transformer.output, mask_padding=config.qk_norm, bias=bias
-    )
+def published_drafter(config: TransformerConfig, target: CachedTarget) -> EagleDrafter:
+    """Return a drafter as published, with fresh weights: LlamaGen's reads padding."""
+    return EagleDrafter(config, target.transformer.output, mask_padding=config.qk_norm)
 
 
 def untrained_drafter(target: CachedTarget) -> EagleDrafter:
-    """Return a drafter with the target's embedding and weights drawn from torch's current stream."""
+    """Return a drafter with the target's embedding and weights from torch's current stream."""
     embedding = target.transformer.tok_embeddings
-    drafter = build_drafter(target.drafter_config, target)
-    drafter.mask_padding = True
+    drafter = EagleDrafter(target.drafter_config, target.transformer.output)
     for name, parameter in drafter.named_parameters():
         if parameter.dim() >= 2 and parameter.requires_grad and not re.search(r"[qk]_norm\.", name):
             nn.init.normal_(parameter, std=0.02)
     with torch.no_grad():
-        # The fusion starts as the feature itself: a fair first guess of the next one.
+        # The fusion starts as the feature itself, a fair first guess of the next one.
         drafter.fc.weight[:, drafter.config.dim :] += torch.eye(drafter.config.dim)
         drafter.fc.bias.zero_()
         codes = torch.arange(target.vocab_size, device=target.device)[None]

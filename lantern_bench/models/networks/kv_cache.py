@@ -7,21 +7,30 @@ from torch import Tensor
 
 from lantern_bench.models.networks.transformer_config import TransformerConfig
 
-# ---- Cache
-
-_BLOCK = 32  # columns: those in use grow by so many, for fewer shapes of which kernels are made
+# The columns in use grow in blocks of 32, so that kernels are made for fewer shapes.
+_BLOCK = 32
 
 
 class KVCache:
-    """Keys and values [layers, 2, rows, heads, capacity, head_dim] for B images and `groups` rows an image.
+    """Keys and values [layers, 2, rows, heads, capacity, head_dim] of B images.
 
-    `lengths` int64 [B] are the committed positions. Shapes and addresses are fixed, so that a step is compiled once. On
-    a CPU a forward reads only the columns in use; on other devices the host does not know their number.
+    An image has `groups` rows. `lengths` int64 [B] counts the committed positions. Shapes and
+    addresses are fixed, so that a step is compiled once. On a CPU a forward reads only the columns
+    in use. On other devices the host does not know their number.
+
+    Args:
+        config: Sizes of the transformer.
+        groups: Rows of each image: 2 with guidance, otherwise 1.
+        batch: Number of images B.
+        capacity: Number of positions.
+        dtype: Type of keys and values.
+        device: Device of keys and values.
     """
 
     def __init__(
         self,
         config: TransformerConfig,
+        *,
         groups: int,
         batch: int,
         capacity: int,
@@ -32,7 +41,7 @@ class KVCache:
         heads = config.kv_heads or config.heads
         shape = (config.layers, 2, rows, heads, capacity, config.head_dim)
         self._store = torch.zeros(shape, dtype=dtype, device=device)
-        # Views of single layers: a compiled forward would copy a view of the whole store to write into it.
+        # Views of single layers. A compiled forward would copy a view of the whole store to write.
         self._layers = [(layer[0], layer[1]) for layer in self._store]
         self.groups = groups
         self.batch = batch
@@ -44,7 +53,7 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of keys and values; on the meta device, the bytes they would take."""
+        """Bytes of keys and values. On the meta device: the bytes that they would take."""
         return self._store.nbytes
 
     def clear(self) -> None:
@@ -54,10 +63,14 @@ class KVCache:
     def reset(self) -> None:
         """Forget everything."""
         self.lengths.zero_()
-        self._visible.fill_(True)
+        self._visible.fill_(value=True)
 
     def hide(self, visible: Tensor) -> None:
-        """Set which of the first P positions attention sees, bool [B, P]; [rows, P] where an image's rows differ."""
+        """Set which of the first P positions attention sees.
+
+        Args:
+            visible: bool [B, P], or [rows, P] if the rows of an image differ.
+        """
         self._visible[:, : visible.shape[1]] = visible.repeat(len(self._rows) // len(visible), 1)
 
     def per_row(self, values: Tensor) -> Tensor:
@@ -69,9 +82,19 @@ class KVCache:
         return self.lengths[:, None] + self._columns[offset : offset + count]
 
     def write(
-        self, layer: int, slots: Tensor, keys: Tensor, values: Tensor
+        self, layer: int, *, slots: Tensor, keys: Tensor, values: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Write keys and values [rows, n, heads, head_dim] to `slots` [B, n]; return those of the whole layer."""
+        """Write keys and values.
+
+        Args:
+            layer: Number of the layer.
+            slots: Positions int64 [B, n].
+            keys: Keys [rows, n, heads, head_dim].
+            values: Values [rows, n, heads, head_dim].
+
+        Returns:
+            All keys and all values of the layer, [rows, heads, capacity, head_dim].
+        """
         store_k, store_v = self._layers[layer]
         if self.batch == 1:
             # The rows of one image have the same slots.
@@ -84,35 +107,47 @@ class KVCache:
         return store_k, store_v
 
     def mask(self, seen: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the additive attention mask [rows, 1, n, columns in use] of n new nodes.
+        """Return the additive attention mask of n new nodes.
 
-        seen: bool [B or rows, n, m], which of the m uncommitted nodes, itself included, each new node sees.
+        Args:
+            seen: bool [1 or B or rows, n, m]: which of the m uncommitted nodes, itself included, each
+                new node sees.
+            dtype: Type of the mask.
+
+        Returns:
+            The mask [rows, 1, n, columns in use].
         """
         rows = len(self._rows)
         nodes, uncommitted = seen.shape[1:]
-        used = self.capacity
-        if self.lengths.device.type == "cpu":
-            blocks = (self.lengths.max() + uncommitted + _BLOCK - 1) // _BLOCK
-            used = int((blocks * _BLOCK).clamp_max(self.capacity))
-            # Bounds for the compiler, whose programs take any number of columns.
-            torch._check(used > 1)
-            torch._check(used <= self.capacity)
-        committed = (
-            self.per_row(self._columns[:used] < self.lengths[:, None]) & self._visible[:, :used]
-        )
+        used = self._columns_in_use(uncommitted)
+        committed = self.per_row(self._columns[:used] < self.lengths[:, None])
+        committed = committed & self._visible[:, :used]
+        before = _additive(committed, dtype)[:, None].expand(-1, nodes, -1)
         seen = seen.expand(rows, -1, -1) if len(seen) == 1 else seen.repeat(rows // len(seen), 1, 1)
         columns = self.per_row(self.slots(0, uncommitted))[:, None].expand(-1, nodes, -1)
-        before, new = (
-            torch.where(allowed, 0.0, -torch.inf).to(dtype) for allowed in (committed, seen)
-        )
-        return before[:, None].expand(-1, nodes, -1).scatter(2, columns, new)[:, None]
+        return before.scatter(2, columns, _additive(seen, dtype))[:, None]
+
+    def _columns_in_use(self, uncommitted: int) -> int:
+        if self.lengths.device.type != "cpu":
+            return self.capacity
+        blocks = (self.lengths.max() + uncommitted + _BLOCK - 1) // _BLOCK
+        used = int((blocks * _BLOCK).clamp_max(self.capacity))
+        # Bounds for the compiler, whose programs take any number of columns.
+        torch._check(used > 1)
+        torch._check(used <= self.capacity)
+        return used
 
     def advance(self, counts: Tensor) -> None:
         """Commit the first `counts` [B] uncommitted positions in place."""
         self.lengths.add_(counts)
 
     def keep(self, path: Tensor, counts: Tensor) -> None:
-        """Commit the first `counts` [B] of the nodes `path` [B, n], numbered from the first uncommitted position."""
+        """Move the nodes of the accepted path together and commit them.
+
+        Args:
+            path: Nodes [B, n], numbered from the first uncommitted position.
+            counts: How many nodes of each path are committed, [B].
+        """
         source = self.per_row(self.lengths[:, None] + path.clamp_min(0))
         target = self.per_row(self.slots(0, path.shape[1]))
         if self.batch == 1:
@@ -120,3 +155,8 @@ class KVCache:
         else:
             self._store[:, :, self._rows, :, target] = self._store[:, :, self._rows, :, source]
         self.advance(counts)
+
+
+def _additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return 0 where attention is allowed and minus infinity elsewhere."""
+    return torch.where(allowed, 0.0, -torch.inf).to(dtype)

@@ -1,8 +1,8 @@
-"""Linear layers for decoding on CPU: weights in the layout of the kernels, and fewer, wider products.
+"""Linear layers for decoding on a CPU: weights in the layout of the kernels, and wider products.
 
-torch's product of a few rows reorders the weight at every call, which takes longer than the product. `kernels.cpp` has
-products of packed weights; where it cannot be built, layers stay torch's. `pack_for_decoding` replaces the layers of a
-loaded model, which then cannot be trained.
+torch's product of a few rows reorders the weight at every call, which takes longer than the product
+itself. `kernels.cpp` multiplies by packed weights. If it cannot be built, the layers stay torch's.
+`pack_for_decoding` replaces the layers of a loaded model, which then cannot be trained.
 """
 
 from __future__ import annotations
@@ -23,6 +23,12 @@ _library = torch.library.Library("lantern_bench", "DEF")
 _library.define("panel_linear(Tensor x, Tensor weight) -> Tensor")
 _library.define("node_attention(Tensor q, Tensor keys, Tensor values, Tensor mask) -> Tensor")
 _PANEL = 64  # outputs of a panel in `kernels.cpp`
+_BY_CAPABILITY = {
+    # Without the flag the compiler uses all instructions of the processor, whatever
+    # ATEN_CPU_CAPABILITY asks of torch.
+    "AVX2": ("-mno-avx512f",),
+    "AVX512": (),
+}
 
 
 @torch.library.register_fake("lantern_bench::panel_linear")  # type: ignore[untyped-decorator]
@@ -31,26 +37,32 @@ def _panel_shape(x: Tensor, weight: Tensor) -> Tensor:
 
 
 @torch.library.register_fake("lantern_bench::node_attention")  # type: ignore[untyped-decorator]
-def _attention_shape(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:  # noqa: ARG001  # the op's
+def _attention_shape(
+    q: Tensor,
+    keys: Tensor,  # noqa: ARG001
+    values: Tensor,  # noqa: ARG001
+    mask: Tensor,  # noqa: ARG001
+) -> Tensor:
     return torch.empty_like(q, memory_format=torch.contiguous_format)
 
 
 @cache
 def build_kernels() -> bool:
-    """Build `kernels.cpp` with inductor's compiler into inductor's cache, and load it; whether that went well.
+    """Build `kernels.cpp` with inductor's compiler into inductor's cache, and load it.
 
-    It asks for AVX2 and for a torch that has the headers of its stable interface (2.10).
+    The kernels need AVX2, and a torch with the headers of its stable interface (2.10).
+
+    Returns:
+        Whether the kernels can be used.
     """
-    # Without the flag a processor's own instructions are used, whatever ATEN_CPU_CAPABILITY asks of torch.
-    flags: dict[str, tuple[str, ...]] = {"AVX2": ("-mno-avx512f",), "AVX512": ()}
-    capability = torch.backends.cpu.get_cpu_capability()
-    if capability not in flags:
+    flags = _BY_CAPABILITY.get(torch.backends.cpu.get_cpu_capability())
+    if flags is None:
         return False
     try:
         from torch._inductor.codecache import CppCodeCache
 
         source = (Path(__file__).parent / "kernels.cpp").read_text(encoding="utf-8")
-        CppCodeCache.load(source, extra_flags=flags[capability])
+        CppCodeCache.load(source, extra_flags=flags)
     except (ImportError, OSError, RuntimeError):
         return False
     return True
@@ -64,31 +76,37 @@ def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 class PackedLinear(nn.Module):
-    """A product with a packed weight [out, in]; it has no parameters."""
+    """A product with a packed weight [out, in]. It has no parameters."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         super().__init__()
         weight = weight.detach()
         self.dtype = weight.dtype
-        self._outputs = weight.shape[0]
-        self.numel = weight.numel() + (0 if bias is None else bias.numel())
-        self._bias = None if bias is None else bias.detach()
-        self._factors = torch.float32
         if weight.dtype == torch.float32:
             weight = _narrowest(weight)
+        self.numel = weight.numel()
+        self.nbytes = weight.nbytes
+        self._outputs = weight.shape[0]
+        self._factors = torch.float32
+        self._bias = bias
+        if bias is not None:
+            self._bias = bias.detach()
+            self.numel += bias.numel()
+            self.nbytes += bias.nbytes
         panels = functional.pad(weight, (0, 0, 0, -len(weight) % _PANEL)).unflatten(0, (-1, _PANEL))
         if self.dtype == torch.bfloat16 and weight.shape[1] % 2 == 0 and _multiplies_pairs():
             self._factors = torch.bfloat16
             panels = panels.unflatten(2, (-1, 2))
         self._packed = panels.transpose(1, 2).contiguous()
-        self.nbytes = weight.nbytes + (0 if bias is None else bias.nbytes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., in] of any type -> [..., out] of the weight's."""
+        """Map x [..., in] of any type to [..., out] of the weight's type."""
         rows = x.to(self.dtype).to(self._factors).reshape(-1, x.shape[-1]).contiguous()
         product = torch.ops.lantern_bench.panel_linear(rows, self._packed)
         product = product[:, : self._outputs].view(*x.shape[:-1], -1)
-        return (product if self._bias is None else product + self._bias).to(self.dtype)
+        if self._bias is not None:
+            product = product + self._bias
+        return product.to(self.dtype)
 
 
 def _multiplies_pairs() -> bool:
@@ -98,29 +116,33 @@ def _multiplies_pairs() -> bool:
 
 
 def _narrowest(weight: Tensor) -> Tensor:
-    """A float32 weight in the first type that holds every number of it; checkpoints often hold 16-bit numbers."""
-    narrow = (weight.to(dtype) for dtype in (torch.float16, torch.bfloat16))
-    return next((rounded for rounded in narrow if torch.equal(rounded.float(), weight)), weight)
+    """Return a float32 weight in a 16-bit type if that holds all its numbers, as checkpoints do."""
+    for dtype in (torch.float16, torch.bfloat16):
+        rounded = weight.to(dtype)
+        if torch.equal(rounded.float(), weight):
+            return rounded
+    return weight
 
 
 def weight_bytes(module: nn.Module) -> int:
-    """Bytes of all weights of a module, packed ones included."""
+    """Return the bytes of all weights of a module, packed ones included."""
     packed = sum(layer.nbytes for layer in module.modules() if isinstance(layer, PackedLinear))
     return packed + sum(weight.nbytes for weight in module.parameters())
 
 
 def weight_count(module: nn.Module) -> int:
-    """The number of weights of a module, packed ones included."""
+    """Return the number of weights of a module, packed ones included."""
     packed = sum(layer.numel for layer in module.modules() if isinstance(layer, PackedLinear))
     return packed + sum(weight.numel() for weight in module.parameters())
 
 
 @torch.no_grad()
 def pack_for_decoding(target: object, drafter: object) -> None:
-    """Replace the linear layers of this package's targets and drafters, in place; a second call changes nothing.
+    """Replace the linear layers of this package's targets and drafters in place.
 
-    Without kernels for packed weights it only merges products and rounds the drafter's head to the drafter's type. That
-    changes drafts and never the target's distribution.
+    A second call changes nothing. Without kernels for packed weights it only merges products and
+    rounds the drafter's head to the drafter's type, which changes drafts and never the target's
+    distribution.
     """
     if isinstance(drafter, EagleDrafter):
         head = drafter.head
@@ -144,6 +166,6 @@ def _pack_below(module: nn.Module) -> None:
 
 
 def _packed(layer: Any) -> Any:
-    if not isinstance(layer, nn.Linear) or not can_pack(layer.weight.device, layer.weight.dtype):
-        return layer
-    return PackedLinear(layer.weight, layer.bias)
+    if isinstance(layer, nn.Linear) and can_pack(layer.weight.device, layer.weight.dtype):
+        return PackedLinear(layer.weight, layer.bias)
+    return layer

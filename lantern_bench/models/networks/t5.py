@@ -1,6 +1,7 @@
 """Caption features from T5, the text encoder of LlamaGen, with their cache on disk.
 
-Captions are encoded one at a time, so that no caption's features depend on the others.
+Captions are encoded one at a time, so that the features of a caption do not depend on other
+captions.
 """
 
 from __future__ import annotations
@@ -24,13 +25,14 @@ from torch import Tensor
 
 from lantern_bench.models.networks.conditions import Condition, Prompts
 from lantern_bench.utils.errors import RefusedError, UserError
-from lantern_bench.utils.files import cache_folder, read_json, remembered_sha256, write_atomically
+from lantern_bench.utils.files import read_json, remembered_sha256, write_atomically
 from lantern_bench.utils.text import one_line
 
 # ---- Caption cleaning, as in the training of LlamaGen
 
 CLEANING = "llamagen-2024"
-"""Name of the rules; changing a rule needs a new name, so that no feature cached under the old one is used."""
+"""Name of the rules below. Change it with a rule, so that features cached under the old name are
+not used."""
 
 _DASHES = "".join(
     re.escape(chr(code)) for code in range(0x10000) if unicodedata.category(chr(code)) == "Pd"
@@ -85,19 +87,18 @@ _SPACING = (
 
 
 def cleaned(caption: str) -> str:
-    """The caption as LlamaGen's text encoder takes it: cleaned twice, as in the official code."""
+    """Clean a caption twice, as the official code does for LlamaGen's text encoder."""
     import ftfy
 
     for _ in range(2):
         pieces: list[str] = []  # the text between tags
         parser = HTMLParser(convert_charrefs=True)
         parser.handle_data = pieces.append  # type: ignore[method-assign, assignment]
-        parser.feed(
-            _ruled(unquote_plus(caption).strip().lower().replace("<person>", "person"), _ADDRESSES)
-        )
+        caption = unquote_plus(caption).strip().lower().replace("<person>", "person")
+        parser.feed(_ruled(caption, _ADDRESSES))
         parser.close()
         caption = _ruled("".join(pieces), _CHARACTERS)
-        # A caption with more joiners than 3 is a file name or an address.
+        # A caption with more than 3 joiners is a file name or an address.
         if len(re.findall("[-_]", caption)) > 3:
             caption = re.sub("[-_]", " ", caption)
         caption = html.unescape(html.unescape(ftfy.fix_text(caption))).strip()
@@ -113,7 +114,7 @@ def _ruled(text: str, rules: tuple[tuple[str, str], ...]) -> str:
 
 # ---- Features
 
-# What decides a feature, besides the weights: transformers reads these.
+# The files besides the weights that decide a feature. transformers reads them.
 _NAMED = (
     "config.json",
     "tokenizer.json",
@@ -124,11 +125,23 @@ _NAMED = (
 
 
 class CaptionEncoder:
-    """Captions -> features [B, positions, width], left-padded; `sha256` covers everything that can change a feature."""
+    """Captions to features [B, positions, width], left-padded.
+
+    `sha256` covers everything that can change a feature.
+
+    Args:
+        folder: Folder of the encoder.
+        cache: Folder of cached features.
+        positions: Positions of a caption.
+        width: Numbers of a feature.
+        device: Where captions are encoded.
+        dtype: Type of the encoder's weights.
+    """
 
     def __init__(
         self,
         folder: Path,
+        *,
         cache: Path,
         positions: int,
         width: int,
@@ -140,11 +153,16 @@ class CaptionEncoder:
         self.width = width
         self.device = device
         self.dtype = dtype
-        # Where both kinds are there, transformers reads safetensors.
+        # If both kinds exist, transformers reads safetensors.
         weights = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
-        files = [path for name in _NAMED if (path := folder / name).is_file()] + weights
-        about = {"positions": positions, "dtype": str(dtype), "width": width, "cleaning": CLEANING}
-        about["files"] = {path.name: remembered_sha256(path) for path in files}
+        files = [*filter(Path.is_file, map(folder.joinpath, _NAMED)), *weights]
+        about = {
+            "positions": positions,
+            "dtype": str(dtype),
+            "width": width,
+            "cleaning": CLEANING,
+            "files": {path.name: remembered_sha256(path) for path in files},
+        }
         self.sha256 = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
         self.cache = cache / self.sha256[:16]
 
@@ -154,7 +172,11 @@ class CaptionEncoder:
         return self.cache / name[:2] / f"{name}.safetensors"
 
     def prepare(self, captions: Sequence[str]) -> Iterator[tuple[int, int]]:
-        """Encode the captions that have no features yet, if any, and free the encoder; yields (done, total)."""
+        """Encode the captions that have no features yet, then free the encoder.
+
+        Yields:
+            Encoded captions and their total. Nothing if all captions have features.
+        """
         missing = [
             caption for caption in dict.fromkeys(captions) if not self.path(caption).is_file()
         ]
@@ -169,9 +191,8 @@ class CaptionEncoder:
                 write_atomically(self.path(caption), save({"features": features}))
                 yield number, len(missing)
         except OSError as error:
-            raise UserError(
-                f"{self.cache}: caption features cannot be written: {error.strerror}"
-            ) from error
+            problem = f"caption features cannot be written: {error.strerror}"
+            raise UserError(f"{self.cache}: {problem}") from error
         finally:
             del tokenizer, encoder
             gc.collect()
@@ -180,16 +201,20 @@ class CaptionEncoder:
 
     @torch.no_grad()
     def _encode(self, text: str, tokenizer: Any, encoder: Any) -> Tensor:
-        """The features [n, width] of the valid positions of a text, on the CPU."""
-        padding = {"max_length": self.positions, "padding": "max_length", "truncation": True}
-        words = tokenizer([text], **padding, return_tensors="pt").to(self.device)
-        hidden = encoder(
-            input_ids=words["input_ids"], attention_mask=words["attention_mask"]
-        ).last_hidden_state
-        return hidden[0, words["attention_mask"][0].bool()].cpu()
+        """Return the features [n, width] of the valid positions of a text, on the CPU."""
+        words = tokenizer(
+            [text],
+            max_length=self.positions,
+            padding="max_length",
+            truncation=True,
+            return_tensors="pt",
+        ).to(self.device)
+        mask = words["attention_mask"]
+        hidden = encoder(input_ids=words["input_ids"], attention_mask=mask).last_hidden_state
+        return hidden[0, mask[0].bool()].cpu()
 
     def __call__(self, captions: Sequence[str]) -> Condition:
-        """Return the features of captions; those that are not cached are encoded now."""
+        """Return the features of captions. Captions that are not in the cache are encoded now."""
         list(self.prepare(captions))
         values = torch.zeros(len(captions), self.positions, self.width, dtype=self.dtype)
         valid = torch.zeros(len(captions), self.positions, dtype=torch.bool)
@@ -197,33 +222,47 @@ class CaptionEncoder:
             try:
                 features = load_file(path)["features"]
             except (OSError, SafetensorError, KeyError) as error:
-                raise RefusedError(
-                    f"{path}: damaged features of a caption: {error}", "Remove the file."
-                ) from error
-            values[row, self.positions - len(features) :] = features
-            valid[row, self.positions - len(features) :] = True
+                problem = f"{path}: damaged features of a caption: {error}"
+                raise RefusedError(problem, "Remove the file.") from error
+            start = self.positions - len(features)
+            values[row, start:] = features
+            valid[row, start:] = True
         return Condition(values.to(self.device), valid.to(self.device))
 
 
 def load_t5(folder: Path, width: int, dtype: torch.dtype) -> tuple[Any, Any]:
-    """Load tokenizer and encoder; raises `UserError` for a folder without a T5 with features of `width` numbers."""
-    if not (folder / "config.json").is_file():
+    """Load a T5 encoder.
+
+    Args:
+        folder: Folder in the layout of transformers.
+        width: Numbers of a feature that the model takes.
+        dtype: Type of the weights.
+
+    Returns:
+        Tokenizer and encoder.
+
+    Raises:
+        UserError: The folder has no T5 encoder, or one of another width.
+        RefusedError: transformers is not installed.
+    """
+    path = folder / "config.json"
+    if not path.is_file():
         raise UserError(f"{folder}: is no T5 encoder: it has no config.json")
-    config = read_json(folder / "config.json")
-    if config.get("model_type") != "t5":
-        raise UserError(
-            f"{folder}: is no T5 encoder: its config.json says model_type {config.get('model_type')}"
-        )
-    if (numbers := config.get("d_model")) != width:
-        text = f"{folder}: is another T5: its features have {numbers} numbers, and the model takes {width}"
-        raise UserError(text, "The published models take google/flan-t5-xl.")
+    config = read_json(path)
+    kind = config.get("model_type")
+    if kind != "t5":
+        raise UserError(f"{folder}: is no T5 encoder: its config.json says model_type {kind}")
+    numbers = config.get("d_model")
+    if numbers != width:
+        widths = f"its features have {numbers} numbers, and the model takes {width}"
+        advice = "The published models take google/flan-t5-xl."
+        raise UserError(f"{folder}: is another T5: {widths}", advice)
     try:
         from transformers import AutoTokenizer, T5EncoderModel, logging
     except ImportError as error:
-        raise RefusedError(
-            "captions need the package transformers, which is not installed",
-            "Type `pip install 'lantern-bench[hf]'`; or give features: lantern_bench.decode(..., conditions=...).",
-        ) from error
+        problem = "captions need the package transformers, which is not installed"
+        install = "Type `pip install 'lantern-bench[hf]'`"
+        raise RefusedError(problem, f"{install}; {_GIVE_FEATURES}") from error
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
@@ -231,47 +270,32 @@ def load_t5(folder: Path, width: int, dtype: torch.dtype) -> tuple[Any, Any]:
         encoder, report = T5EncoderModel.from_pretrained(
             folder, dtype=dtype, local_files_only=True, output_loading_info=True
         )
-    except Exception as error:  # each library under it has its own
+    except Exception as error:  # each library below raises its own
         raise UserError(f"{folder}: cannot be read as a T5 encoder: {one_line(error)}") from error
-    if lacks := sorted(report["missing_keys"])[:5]:
-        raise UserError(f"{folder}: is no whole T5 encoder, it lacks {', '.join(lacks)}")
-    return tokenizer, encoder.eval().requires_grad_(False)
+    lacking = sorted(report["missing_keys"])[:5]
+    if lacking:
+        raise UserError(f"{folder}: is no whole T5 encoder, it lacks {', '.join(lacking)}")
+    return tokenizer, encoder.eval().requires_grad_(requires_grad=False)
 
 
-def caption_prompts(
-    model: str,
-    folder: Path | None,
-    positions: int,
-    width: int,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> Prompts:
-    """Return captions as features through the encoder in `folder`; without one they are refused."""
-    if folder is not None:
-        encoder = CaptionEncoder(
-            folder=folder,
-            cache=cache_folder() / "features",
-            positions=positions,
-            width=width,
-            device=device,
-            dtype=dtype,
-        )
-        return Prompts(encoder, encoder.prepare, encoder.sha256)
+_GIVE_FEATURES = "or give features: lantern_bench.decode(..., conditions=...)."
+
+
+def no_encoder(model: str) -> Prompts:
+    """Refuse captions of a model whose text encoder is not on this machine."""
 
     def refuse(_captions: Sequence[str]) -> NoReturn:
         fetch = f"Type `lantern-bench weights get {model}`"
         if Path(model).suffix in (".yaml", ".yml"):
             fetch = f"Name its folder in {model}, text_encoder: {{dir: ...}}"
-        raise RefusedError(
-            f"{model} needs its text encoder (FLAN-T5-XL), and it is not on this machine",
-            f"{fetch}; or give features: lantern_bench.decode(..., conditions=...).",
-        )
+        problem = f"{model} needs its text encoder (FLAN-T5-XL), and it is not on this machine"
+        raise RefusedError(problem, f"{fetch}; {_GIVE_FEATURES}")
 
     return Prompts(refuse, refuse)
 
 
 def random_features(positions: int, width: int) -> Callable[[Sequence[str]], Condition]:
-    """Return what replaces a text encoder: normal numbers seeded by the caption."""
+    """Return what replaces a text encoder: normal numbers, seeded by the caption."""
 
     def condition(prompts: Sequence[str]) -> Condition:
         rows = []

@@ -1,4 +1,4 @@
-"""The transformer with a condition before the image, as the target of the decode loop, in reading order."""
+"""The transformer with a condition before the image, as the target of the decode loop."""
 
 from __future__ import annotations
 
@@ -23,30 +23,49 @@ from lantern_bench.models.networks.kv_cache import KVCache
 from lantern_bench.models.networks.transformer import Transformer
 from lantern_bench.models.networks.transformer_config import TransformerConfig
 
-# ---- Forced tokens: the end of a row (Lumina-mGPT) is certain in its position and impossible elsewhere
+# ---- Forced tokens: the end of a row (Lumina-mGPT) is certain at its position, impossible elsewhere
 
 
 def force_line_ends(logits: Tensor, positions: Tensor, config: TransformerConfig) -> Tensor:
-    """Force the ends of rows in logits [groups * B, n, V] of the tokens at `positions` int64 [B, n] of their images."""
+    """Force the tokens that end the rows of a picture, for models that have them.
+
+    Both rows of guidance get the same values, so that no guidance scale changes them. The lowest
+    finite number stands for impossible, because guidance makes NaN of two infinities.
+
+    Args:
+        logits: Logits [groups * B, n, V] of image tokens.
+        positions: Positions int64 [B, n] of these tokens in their images.
+        config: Sizes of the target.
+
+    Returns:
+        The logits, or a changed copy.
+    """
     if not config.line_ends:
         return logits
-    # Both rows of guidance get the same values, so that no scale moves them. The lowest finite number stands for
-    # impossible, because guidance makes NaN of two infinities.
-    ends = ((positions + 1) % config.line_length == 0).repeat(len(logits) // len(positions), 1)[
-        :, :, None
-    ]
+    ends = (positions + 1) % config.line_length == 0
+    ends = ends.repeat(len(logits) // len(positions), 1)[:, :, None]
     is_end = torch.arange(logits.shape[-1], device=logits.device) == logits.shape[-1] - 1
-    return logits.masked_fill(ends, 0.0).masked_fill(ends != is_end, torch.finfo(logits.dtype).min)
+    impossible = torch.finfo(logits.dtype).min
+    return logits.masked_fill(ends, 0.0).masked_fill(ends != is_end, impossible)
 
 
 def without_line_ends(tokens: Tensor, grid: tuple[int, int]) -> Tensor:
-    """Tokens int [B, rows * (columns + 1)] -> codes int [B, rows * columns], without the ends of rows."""
+    """Remove the ends of rows: int [B, rows * (columns + 1)] to int [B, rows * columns]."""
     rows, columns = grid
     return tokens.reshape(len(tokens), rows, columns + 1)[:, :, :columns].flatten(1)
 
 
 def with_line_ends(codes: Tensor, grid: tuple[int, int], end: int) -> Tensor:
-    """Append the token `end` to each row."""
+    """Append the token `end` to each row.
+
+    Args:
+        codes: Codes int [B, rows * columns].
+        grid: Rows and columns.
+        end: The token.
+
+    Returns:
+        Tokens int [B, rows * (columns + 1)].
+    """
     lines = codes.reshape(len(codes), *grid)
     return torch.cat([lines, torch.full_like(lines[:, :, :1], end)], dim=2).flatten(1)
 
@@ -54,64 +73,94 @@ def with_line_ends(codes: Tensor, grid: tuple[int, int], end: int) -> Tensor:
 # ---- Masks and positions
 
 
-def causal_seen(batch: int, n: int, device: torch.device) -> Tensor:
-    """Return the causal mask of n positions: bool [B, n, n], lower triangular."""
-    return torch.ones(n, n, dtype=torch.bool, device=device).tril_().expand(batch, -1, -1)
+def causal_seen(n: int, device: torch.device) -> Tensor:
+    """Return the causal mask of n positions: bool [1, n, n], lower triangular."""
+    return torch.ones(1, n, n, dtype=torch.bool, device=device).tril_()
 
 
 def prefix_seen(visible: Tensor, n: int) -> Tensor:
-    """Return the causal mask of n prefix positions, in which padding sees only padding: bool [B or rows, n, n].
+    """Return the causal mask of n prefix positions, in which padding sees only padding.
 
-    Only drafters with `mask_padding` False read the rows of padding (docs/algorithms.md, section 9, B4).
+    Only drafters with `mask_padding` False read the rows of padding (docs/algorithms.md, section 9,
+    B4).
+
+    Args:
+        visible: bool [B or rows, P], False for padding.
+        n: Number of positions, at most P.
+
+    Returns:
+        bool [B or rows, n, n].
     """
     alike = visible[:, None, :n] == visible[:, :n, None]
-    return causal_seen(len(visible), n, visible.device) & alike
+    return causal_seen(n, visible.device) & alike
 
 
 def prefix_mask(valid: Tensor, length: int) -> Tensor:
-    """Return the additive mask [B, 1, n, n] of whole sequences: causal; padding (`valid` bool [B, P]) sees padding."""
-    allowed = prefix_seen(functional.pad(valid, (0, length - valid.shape[1]), value=True), length)
-    return torch.zeros(allowed.shape, device=valid.device).masked_fill_(~allowed, -torch.inf)[
-        :, None
-    ]
+    """Return the additive mask of whole sequences: causal, and padding sees only padding.
+
+    Args:
+        valid: bool [B, P], False for padding.
+        length: Number n of positions, at least P.
+
+    Returns:
+        Mask [B, 1, n, n].
+    """
+    visible = functional.pad(valid, (0, length - valid.shape[1]), value=True)
+    allowed = prefix_seen(visible, length)
+    mask = torch.zeros(allowed.shape, device=valid.device)
+    return mask.masked_fill_(~allowed, -torch.inf)[:, None]
 
 
-def padding_of(visible: Tensor, rows: int, config: TransformerConfig) -> Tensor:
-    """Return by how many positions padding moves each row's tokens back, [rows, 1]."""
+def padding_of(visible: Tensor, config: TransformerConfig) -> Tensor:
+    """Return by how many positions padding moves the tokens of each row back, [rows, 1]."""
     if config.positions == "grid":
-        return torch.zeros(rows, 1, dtype=torch.int64, device=visible.device)
-    return (~visible).sum(dim=1).repeat(rows // len(visible))[:, None]
+        return torch.zeros(len(visible), 1, dtype=torch.int64, device=visible.device)
+    return (~visible).sum(dim=1, keepdim=True)
 
 
-def positions_of(valid: Tensor, length: int, config: TransformerConfig) -> Tensor | None:
-    """Return positions int64 [B, length] behind the padding, for models that count them; None for those on a grid."""
+def positions_of(valid: Tensor, length: int, config: TransformerConfig) -> Tensor:
+    """Return the rotary positions of whole sequences.
+
+    Args:
+        valid: bool [B, P], False for padding.
+        length: Number n of positions.
+        config: Sizes of the target.
+
+    Returns:
+        Positions int64 [B, n], behind the padding if the model counts them.
+    """
     positions = torch.arange(length, device=valid.device)
-    return (
-        None
-        if config.positions == "grid"
-        else (positions - padding_of(valid, len(valid), config)).clamp_min(0)
-    )
+    return (positions - padding_of(valid, config)).clamp_min(0)
 
 
 # ---- Sessions
 
 
 class CachedSession:
-    """What decode sessions of targets and drafters share: cache, padding and positions."""
+    """What the decode sessions of targets and drafters share: cache, padding and positions.
 
-    def __init__(self, model: Any, spare: int, batch: int, guided: bool, nodes: int) -> None:
-        """There is room for `spare` trees of `nodes` behind the image."""
+    Args:
+        model: The target or the drafter.
+        batch: Number of images B.
+        guided: Whether each image has an unconditional row too.
+        nodes: Largest number of nodes in a draft tree.
+    """
+
+    # For how many draft trees the cache has room behind the image.
+    spare_trees: ClassVar[int]
+
+    def __init__(self, model: Any, *, batch: int, guided: bool, nodes: int) -> None:
         config: TransformerConfig = model.config
+        self._model = model
         self._config = config
         self._batch = batch
         self._guided = guided
-        self._groups = 1 + guided
-        capacity = config.prefix + config.image_tokens + spare * nodes
+        self._groups = 2 if guided else 1
         self.cache = KVCache(
-            config=config,
+            config,
             groups=self._groups,
             batch=batch,
-            capacity=capacity,
+            capacity=config.prefix + config.image_tokens + self.spare_trees * nodes,
             dtype=model.dtype,
             device=model.device,
         )
@@ -123,11 +172,12 @@ class CachedSession:
         self.cache.clear()
 
     def _start(self, condition: Condition, prefix: int, device: torch.device) -> Tensor:
-        """Forget the last image; return which positions of the condition are visible, bool [B or rows, P]."""
+        """Forget the last image and return the visible positions, bool [B or rows, P]."""
         visible = visible_rows(condition.valid.to(device), self._groups)
+        padding = padding_of(visible, self._config)
         self.cache.reset()
         self._prefix.fill_(prefix)
-        self._padding.copy_(padding_of(visible, self._groups * self._batch, self._config))
+        self._padding.copy_(padding.repeat(len(self._padding) // len(padding), 1))
         return visible
 
     def _commit_prefix(self, visible: Tensor, n: int) -> None:
@@ -146,30 +196,29 @@ class CachedSession:
 
 
 class _TransformerSession(CachedSession, TargetSession):
-    def __init__(self, target: CachedTarget, *shape: Any) -> None:
-        # A completed image of a batch stays behind its end until the others are complete: room for a second tree.
-        super().__init__(target, 2, *shape)
-        self._target = target
+    # A completed image keeps its last tree until the other images of the batch are completed.
+    spare_trees = 2
 
     def prefill(self, condition: Condition) -> Logits:
-        x = self._target.prefix(condition, self._guided)
+        x = self._model.prefix(condition, guided=self._guided)
         n = x.shape[1]
         visible = self._start(condition, n, x.device)
-        features = self._forward(
-            x, torch.arange(n, device=x.device).expand(self._batch, -1), prefix_seen(visible, n)
-        )
+        positions = torch.arange(n, device=x.device).expand(self._batch, -1)
+        features = self._forward(x, positions, prefix_seen(visible, n))
         self._commit_prefix(visible, n)
-        head = self._head(features[:, -1:], torch.zeros_like(self.cache.lengths)[:, None])
-        return Logits(*self._split(head), features)
+        first = torch.zeros_like(self.cache.lengths)[:, None]
+        cond, uncond = self._split(self._head(features[:, -1:], first))
+        return Logits(cond, uncond, features)
 
     def score(self, tokens: Tensor, depths: Tensor, attention: Tensor) -> Logits:
         features, positions = self._features(tokens, depths, attention)
-        return Logits(*self._split(self._head(features, positions)), features)
+        cond, uncond = self._split(self._head(features, positions))
+        return Logits(cond, uncond, features)
 
     def score_guided(
         self, tokens: Tensor, depths: Tensor, attention: Tensor, cfg_scale: float
     ) -> tuple[Tensor, Tensor]:
-        if not self._target.linear_head:
+        if not self._model.linear_head:
             return super().score_guided(
                 tokens=tokens, depths=depths, attention=attention, cfg_scale=cfg_scale
             )
@@ -184,29 +233,30 @@ class _TransformerSession(CachedSession, TargetSession):
             self.cache.keep(path, counts)
 
     def _features(self, tokens: Tensor, depths: Tensor, attention: Tensor) -> tuple[Tensor, Tensor]:
-        """Return features of the nodes of a tree, and which tokens of the image they predict [B, n]."""
-        x = self.cache.per_row(self._target.transformer.tok_embeddings(tokens))
+        """Return features of tree nodes, and the positions [B, n] of the tokens they predict."""
+        x = self.cache.per_row(self._model.transformer.tok_embeddings(tokens))
         positions = self.cache.lengths[:, None] + depths
         return self._forward(x, positions, attention), positions - self._prefix + 1
 
     def _forward(self, x: Tensor, positions: Tensor, seen: Tensor) -> Tensor:
-        mask = self.cache.mask(seen, x.dtype)
-        slots = self.cache.slots(0, x.shape[1])
-        positions = self._rotary_positions(positions)
-        return self._target.transformer.step(x, positions, self.cache, slots, mask)
+        return self._model.transformer.step(
+            x,
+            mask=self.cache.mask(seen, x.dtype),
+            slots=self.cache.slots(0, x.shape[1]),
+            positions=self._rotary_positions(positions),
+            cache=self.cache,
+        )
 
     def _head(self, features: Tensor, positions: Tensor) -> Tensor:
-        """Return the logits of `features` [rows, n, dim], which predict the image tokens at `positions` [B, n]."""
-        return force_line_ends(
-            self._target.transformer.output(features), positions, self._target.config
-        )
+        """Return logits of features [rows, n, dim], which predict the tokens at `positions`."""
+        return force_line_ends(self._model.transformer.output(features), positions, self._config)
 
 
 # ---- Targets
 
 
 class CachedModel(nn.Module):
-    """A target or a drafter whose sessions use this package's cache; they are made once for each shape."""
+    """A target or a drafter whose sessions use this package's cache."""
 
     session_type: ClassVar[Callable[..., CachedSession]]
 
@@ -215,11 +265,17 @@ class CachedModel(nn.Module):
         self.config = config
         self._sessions: dict[tuple[int, bool, int], Any] = {}
 
-    def session(self, batch: int, guided: bool, nodes: int) -> Any:
-        """Return the session of this shape."""
+    def session(self, batch: int, *, guided: bool, nodes: int) -> Any:
+        """Return a session, the same one for the same arguments.
+
+        Args:
+            batch: Number of images.
+            guided: Whether each image has an unconditional row too.
+            nodes: Largest number of nodes in a draft tree.
+        """
         shape = (batch, guided, nodes)
         if shape not in self._sessions:
-            self._sessions[shape] = self.session_type(self, *shape)
+            self._sessions[shape] = self.session_type(self, batch=batch, guided=guided, nodes=nodes)
         return self._sessions[shape]
 
     @property
@@ -229,12 +285,15 @@ class CachedModel(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of the weights, except that of the bundled model's head, which is float32."""
+        """The type of the weights. The head of the bundled model is float32 whatever this says."""
         return next(self.parameters()).dtype
 
 
 class CachedTarget(CachedModel, Target):  # type: ignore[override]  # others assign `device`
-    """A target whose sessions use this package's cache; `transformer` may be another library's."""
+    """A target whose sessions use this package's cache.
+
+    `transformer` may be a module of another library.
+    """
 
     session_type = _TransformerSession
     linear_head = True  # logits are linear in features, so that a session may guide features
@@ -250,18 +309,18 @@ class CachedTarget(CachedModel, Target):  # type: ignore[override]  # others ass
         self.drafter_config = config  # the sizes that a drafter takes from this target
 
     def forced(self, positions: Tensor) -> Tensor:
-        """Return the tokens that are forced at `positions` int64 [...] of an image, -1 where none is."""
+        """Return the forced tokens at `positions` int64 [...] of an image, -1 at free positions."""
         if not self.config.line_ends:
             return torch.full_like(positions, -1)
         return torch.where((positions + 1) % self.line_length == 0, self.vocab_size - 1, -1)
 
-    def prefix(self, condition: Condition, guided: bool) -> Tensor:
+    def prefix(self, condition: Condition, *, guided: bool) -> Tensor:
         """Return prefix embeddings [rows, P, dim], conditional rows first."""
-        return self.cls_embedding.rows(condition.values.to(self.device), guided)
+        return self.cls_embedding.rows(condition.values.to(self.device), guided=guided)
 
 
 class TransformerTarget(CachedTarget):
-    """This package's transformer; prompts in its own vocabulary where `condition` is None."""
+    """This package's transformer. Without `condition` it takes prompts in its own vocabulary."""
 
     transformer: Transformer
 
@@ -274,24 +333,22 @@ class TransformerTarget(CachedTarget):
         super().__init__(config, transformer, condition or PromptTokens(transformer.tok_embeddings))
 
     @torch.inference_mode()
-    def logits_without_cache(
-        self, condition: Condition, tokens: Tensor, guided: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return the logits [B, N, V] that predict tokens int64 [B, N], with and without the prompt."""
-        batch = len(tokens)
-        x = self.prefix(condition, guided)
-        rows = len(x)
+    def logits_without_cache(self, condition: Condition, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the logits [B, N, V] that predict int64 [B, N], with and without the prompt."""
+        tokens = tokens.to(self.device)
+        batch, count = tokens.shape
+        x = self.prefix(condition, guided=True)
         first = x.shape[1] - 1
-        visible = visible_rows(condition.valid.to(x.device), 1 + guided)
-        visible = visible.repeat(rows // len(visible), 1)
-        embedded = self.transformer.tok_embeddings(tokens[:, :-1].to(x.device)).repeat(
-            1 + guided, 1, 1
-        )
-        x = torch.cat([x, embedded], dim=1)
-        mask = prefix_mask(visible, x.shape[1]).to(x.dtype)
-        features = self.transformer(x, mask, positions_of(visible, x.shape[1], self.config))
-        positions = torch.arange(tokens.shape[1], device=x.device).expand(batch, -1)
-        logits = force_line_ends(
-            self.transformer.output(features[:, first:]), positions, self.config
-        )
-        return logits[:batch], logits[batch:] if guided else None
+        embedded = self.transformer.tok_embeddings(tokens[:, :-1])
+        x = torch.cat([x, embedded.repeat(2, 1, 1)], dim=1)
+
+        length = x.shape[1]
+        visible = visible_rows(condition.valid.to(x.device), 2)
+        visible = visible.repeat(len(x) // len(visible), 1)
+        mask = prefix_mask(visible, length).to(x.dtype)
+        features = self.transformer(x, mask, positions_of(visible, length, self.config))
+
+        positions = torch.arange(count, device=x.device).expand(batch, -1)
+        logits = self.transformer.output(features[:, first:])
+        logits = force_line_ends(logits, positions, self.config)
+        return logits[:batch], logits[batch:]

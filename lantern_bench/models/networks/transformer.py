@@ -1,7 +1,8 @@
-"""The transformer of all model families, in reading order: rotary embedding, cache, attention, layers, decoder.
+"""The transformer of all model families: rotary embedding, attention, layers, decoder.
 
-It follows LlamaGen (arXiv 2406.06525, section 3.2): pre-norm, no biases, SwiGLU, grid rotary embedding of interleaved
-pairs. `TransformerConfig` has the differences of Chameleon (arXiv 2405.09818, section 2.2) and of the others.
+It follows LlamaGen (arXiv 2406.06525, section 3.2): pre-norm, no biases, SwiGLU, grid rotary
+embedding of interleaved pairs. `TransformerConfig` lists where Chameleon (arXiv 2405.09818,
+section 2.2) and the other families differ.
 """
 
 from __future__ import annotations
@@ -18,49 +19,58 @@ from lantern_bench.models.networks.transformer_config import TransformerConfig
 
 # ---- Rotary embedding
 
-# Rows behind the grid serve draft nodes beyond its end, which are never committed (docs/algorithms.md, section 9, B5).
+# Rows behind the grid are for draft nodes beyond its end, which are never committed
+# (docs/algorithms.md, section 9, B5).
 _MARGIN = 64
 
 
-def grid_rotary(config: TransformerConfig, prefix: int | None = None) -> Tensor:
-    """Return the rotary table [positions, head_dim / 2, 2] (cosine, sine) of prefix, grid and margin.
+def grid_rotary(config: TransformerConfig) -> Tensor:
+    """Return the rotary table of prefix, grid and margin.
 
-    The first half of the pairs rotates with the row, the second with the column; the first image token is cell (0, 0).
-    `prefix` overrides the config's: a drafter's is one shorter (docs/algorithms.md, section 9, B5).
+    The first half of the pairs rotates with the row, the second half with the column. The first
+    image token is cell (0, 0).
+
+    Returns:
+        Cosines and sines [positions, head_dim / 2, 2].
     """
-    prefix = config.prefix if prefix is None else prefix
     half = config.head_dim // 2
-    frequency = 1.0 / config.rope_base ** (torch.arange(0, half, 2, dtype=torch.float32) / half)
     rows, columns = (torch.arange(side, dtype=torch.float32) for side in config.grid)
+    frequency = 1.0 / config.rope_base ** (torch.arange(0, half, 2, dtype=torch.float32) / half)
     angles = (torch.cartesian_prod(rows, columns)[:, :, None] * frequency).flatten(1)
     grid = torch.stack([angles.cos(), angles.sin()], dim=-1)
-    head = torch.zeros(prefix, half, 2)
+    prefix = torch.zeros(config.prefix, half, 2)
     if config.prefix_rotary == "identity":
-        head[..., 0] = 1.0
-    return torch.cat([head, grid, torch.zeros(_MARGIN, half, 2)])
+        prefix[..., 0] = 1.0
+    return torch.cat([prefix, grid, torch.zeros(_MARGIN, half, 2)])
 
 
-def rotary_table(config: TransformerConfig, prefix: int | None = None) -> Tensor:
-    """Return the factors of `rotate` at each position, [positions, 2, head_dim]; `prefix` as in `grid_rotary`.
+def _sequence_rotary(config: TransformerConfig) -> Tensor:
+    """Return cosines and sines as `grid_rotary`, of positions that are counted."""
+    steps = torch.arange(0, config.head_dim, 2, dtype=torch.float32)
+    positions = torch.arange(config.prefix + config.image_tokens + _MARGIN, dtype=torch.float32)
+    angles = torch.outer(positions, 1.0 / config.rope_base ** (steps / config.head_dim))
+    return torch.stack([angles.cos(), angles.sin()], dim=-1)
 
-    First the cosine of each number's pair, then the sine with the sign of its partner.
+
+def rotary_table(config: TransformerConfig) -> Tensor:
+    """Return the factors of `rotate` at each position, [positions, 2, head_dim].
+
+    The first factor of a number is the cosine of its pair, the second is the sine with the sign
+    that belongs to its partner.
     """
-    if config.positions == "grid":
-        table = grid_rotary(config, prefix)
-    else:
-        steps = torch.arange(0, config.head_dim, 2, dtype=torch.float32)
-        positions = torch.arange(config.prefix + config.image_tokens + _MARGIN, dtype=torch.float32)
-        angles = torch.outer(positions, 1.0 / config.rope_base ** (steps / config.head_dim))
-        table = torch.stack([angles.cos(), angles.sin()], dim=-1)
-    cosine, sine = table.unbind(-1)
-    pairs = torch.stack(
-        [torch.stack([cosine, cosine], dim=-1), torch.stack([-sine, sine], dim=-1)], dim=1
-    )
+    turns = grid_rotary(config) if config.positions == "grid" else _sequence_rotary(config)
+    cosine, sine = turns.unbind(-1)
+    cosines = torch.stack([cosine, cosine], dim=-1)
+    sines = torch.stack([-sine, sine], dim=-1)
+    pairs = torch.stack([cosines, sines], dim=1)
     return (pairs if config.pairs == "interleaved" else pairs.mT).flatten(-2)
 
 
 class Table(nn.Module):
-    """A tensor that no checkpoint holds; it has values on the meta device too, and moving keeps its type."""
+    """A tensor that no checkpoint holds.
+
+    It has values on the meta device too, and keeps its type when the module is moved.
+    """
 
     values: Tensor
 
@@ -69,13 +79,26 @@ class Table(nn.Module):
         with torch.device("cpu"):
             self.register_buffer("values", make(), persistent=False)
 
+    def at(self, positions: Tensor) -> Tensor:
+        """Return the rows at `positions`. Positions beyond the end get the last row."""
+        return self.values[positions.clamp_max(len(self.values) - 1)]
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:  # noqa: ARG002
         self.values = self.values.to(fn(self.values).device)
         return self
 
 
-def rotate(x: Tensor, factors: Tensor, interleaved: bool) -> Tensor:
-    """Rotate pairs of x [rows, n, heads, head_dim] by `factors` [1 or rows, n, 2, head_dim]."""
+def rotate(x: Tensor, factors: Tensor, *, interleaved: bool) -> Tensor:
+    """Rotate the pairs of numbers of each head.
+
+    Args:
+        x: Queries or keys [rows, n, heads, head_dim].
+        factors: Rows of `rotary_table` [1 or rows, n, 2, head_dim].
+        interleaved: Whether a pair is (2i, 2i + 1). Otherwise it is (i, i + head_dim / 2).
+
+    Returns:
+        The rotated numbers, in the shape and the type of `x`.
+    """
     in_float32 = x.float()
     if interleaved:
         partner = in_float32.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
@@ -89,34 +112,45 @@ def rotate(x: Tensor, factors: Tensor, interleaved: bool) -> Tensor:
 Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Mixes q [rows, n, heads, head_dim] with k, v [rows, n, kv_heads, head_dim]."""
 
-# `node_attention` of kernels.cpp has an array of the attention weights of all nodes
+# `node_attention` of kernels.cpp keeps the attention weights of all nodes in an array of this size.
 _MAX_KERNEL_NODES = 64
 
 
 def attend_cached(
-    cache: KVCache, layer: int, slots: Tensor, mask: Tensor, kernel: bool = False
+    cache: KVCache, *, layer: int, slots: Tensor, mask: Tensor, kernel: bool = False
 ) -> Attend:
-    """Attention over a cache: writes the new keys and values, sees what `mask` [rows, 1, n, columns] allows.
+    """Return attention over a cache, which also writes the new keys and values.
 
-    `kernel`: this package's kernel (`kernels.cpp`) is built, and the cache is on a CPU.
+    Args:
+        cache: The cache.
+        layer: Number of the layer in the cache.
+        slots: Positions of the new nodes, int64 [B, n].
+        mask: Additive mask [rows, 1, n, columns in use].
+        kernel: Whether to use this package's kernel (`kernels.cpp`). It must be built, and the
+            cache must be on a CPU.
     """
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        keys, values = (store[:, :, : mask.shape[-1]] for store in cache.write(layer, slots, k, v))
+        stores = cache.write(layer, slots=slots, keys=k, values=v)
+        keys, values = (store[:, :, : mask.shape[-1]] for store in stores)
         if kernel and q.shape[1] <= _MAX_KERNEL_NODES and q.shape[3] % 16 == 0:
+            queries = q.float().contiguous()
             by_column = mask[:, 0].mT.float().contiguous()
-            return torch.ops.lantern_bench.node_attention(
-                q.float().contiguous(), keys, values, by_column
-            ).to(q.dtype)
+            mixed = torch.ops.lantern_bench.node_attention(queries, keys, values, by_column)
+            return mixed.to(q.dtype)
         return _scaled_dot_product(q=q, k=keys, v=values, mask=mask)
 
     return attend
 
 
 def attend_plain(mask: Tensor, earlier: list[tuple[Tensor, Tensor]] | None = None) -> Attend:
-    """Attention without a cache, for training; the additive mask is [rows or 1, 1, n, n].
+    """Return attention without a cache, for training.
 
-    The new keys and values are appended to those in `earlier`, all of which the mask [..., len(earlier) * n] covers.
+    Args:
+        mask: Additive mask [rows or 1, 1, n, columns].
+        earlier: Keys and values of earlier passes over the same n positions, which are attended
+            to as well. The new keys and values are appended, and `mask` has n columns for each
+            entry, the new one included.
     """
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -132,16 +166,15 @@ def attend_plain(mask: Tensor, earlier: list[tuple[Tensor, Tensor]] | None = Non
 
 def _scaled_dot_product(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     """Mix q [rows, n, heads, head_dim] with k and v [rows, kv_heads, columns, head_dim]."""
-    grouped = q.shape[2] != k.shape[1]
-    if q.shape[1] == 1 and q.device.type == "cpu" and q.dtype != torch.float32:
-        # torch's kernel multiplies a single row in half precision three times as slowly as two.
-        return _scaled_dot_product(
-            q=q.expand(-1, 2, -1, -1), k=k, v=v, mask=mask.expand(-1, -1, 2, -1)
-        )[:, :1]
+    n = q.shape[1]
+    if n == 1 and q.device.type == "cpu" and q.dtype != torch.float32:
+        # In half precision torch's kernel needs three times as long for one row as for two.
+        q = q.expand(-1, 2, -1, -1)
+        mask = mask.expand(-1, -1, 2, -1)
     mixed = functional.scaled_dot_product_attention(
-        q.transpose(1, 2), k, v, attn_mask=mask, enable_gqa=grouped
+        q.transpose(1, 2), k, v, attn_mask=mask, enable_gqa=q.shape[2] != k.shape[1]
     )
-    return mixed.transpose(1, 2)
+    return mixed.transpose(1, 2)[:, :n]
 
 
 # ---- Layers
@@ -168,9 +201,8 @@ class _Attention(nn.Module):
         self.interleaved = config.pairs == "interleaved"
         self.q_norm = _HeadNorm(self.heads, self.head_dim) if config.qk_norm else None
         self.k_norm = _HeadNorm(self.kv_heads, self.head_dim) if config.qk_norm else None
-        self.wqkv = nn.Linear(
-            config.dim, (self.heads + 2 * self.kv_heads) * self.head_dim, bias=False
-        )
+        mixed_heads = self.heads + 2 * self.kv_heads
+        self.wqkv = nn.Linear(config.dim, mixed_heads * self.head_dim, bias=False)
         self.wo = nn.Linear(self.heads * self.head_dim, config.dim, bias=False)
 
     def forward(self, x: Tensor, rotary: Tensor, attend: Attend) -> Tensor:
@@ -180,13 +212,14 @@ class _Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = qk.split([self.heads, self.kv_heads], dim=2)
             qk = torch.cat([self.q_norm(q), self.k_norm(k)], dim=2)
-        q, k = rotate(qk, rotary, self.interleaved).split([self.heads, self.kv_heads], dim=2)
+        rotated = rotate(qk, rotary, interleaved=self.interleaved)
+        q, k = rotated.split([self.heads, self.kv_heads], dim=2)
         mixed = attend(q, k, v)
         return self.wo(mixed.reshape(rows, n, -1))
 
 
 def linear_of(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
-    """Return a linear layer with this weight [out, in] and bias [out]; not for training."""
+    """Return a linear layer with this weight [out, in] and bias [out], without gradients."""
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
     layer.weight = nn.Parameter(weight, requires_grad=False)
     if bias is not None:
@@ -195,7 +228,7 @@ def linear_of(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
 
 
 class FeedForward(nn.Module):
-    """SwiGLU; `join` merges its first two products for decoding."""
+    """SwiGLU. `join` merges its first two products for decoding."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -205,32 +238,48 @@ class FeedForward(nn.Module):
         self.w13: nn.Module | None = None
 
     def join(self) -> None:
-        """Merge the weights of the first two products; checkpoints are read and written before that."""
+        """Merge the weights of the first two products.
+
+        Read and write checkpoints before this call.
+        """
         if self.w13 is None:
             self.w13 = linear_of(torch.cat([self.w1.weight, self.w3.weight]))
             del self.w1, self.w3
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., dim] -> [..., dim]."""
-        gate, up = (self.w1(x), self.w3(x)) if self.w13 is None else self.w13(x).chunk(2, dim=-1)
+        if self.w13 is None:
+            gate = self.w1(x)
+            up = self.w3(x)
+        else:
+            gate, up = self.w13(x).chunk(2, dim=-1)
         return self.w2(functional.silu(gate) * up)
 
 
 class Block(nn.Module):
     """One layer. EAGLE's drafter layer has no norm before its attention (`input_norm` False)."""
 
-    def __init__(self, config: TransformerConfig, input_norm: bool = True) -> None:
+    def __init__(self, config: TransformerConfig, *, input_norm: bool = True) -> None:
         super().__init__()
         self.norm_after = config.norm_after
-        self.attention_norm: nn.Module = (
-            nn.RMSNorm(config.dim, config.norm_eps) if input_norm else nn.Identity()
-        )
+        self.attention_norm: nn.Module = nn.Identity()
+        if input_norm:
+            self.attention_norm = nn.RMSNorm(config.dim, config.norm_eps)
         self.attention = _Attention(config)
         self.ffn_norm = nn.RMSNorm(config.dim, config.norm_eps)
         self.feed_forward = FeedForward(config)
 
     def forward(self, x: Tensor, rotary: Tensor, attend: Attend) -> Tensor:
-        """Map x [rows, n, dim] to the same shape; `rotary` as in `rotate`, attention is `attend`."""
+        """Apply the layer.
+
+        Args:
+            x: Input [rows, n, dim].
+            rotary: Factors of `rotate`.
+            attend: Mixes queries with keys and values.
+
+        Returns:
+            Output [rows, n, dim].
+        """
         if self.norm_after:
             x = x + self.attention_norm(self.attention(x, rotary, attend))
             return x + self.ffn_norm(self.feed_forward(x))
@@ -239,31 +288,32 @@ class Block(nn.Module):
 
 
 class TokenEmbedding(nn.Embedding):
-    """The embeddings of a vocabulary that may contain more than image tokens."""
+    """Embeddings of a vocabulary that may contain more than image tokens."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config.embedded_tokens, config.dim)
-        self.ids = (
-            None if config.token_ids is None else Table(lambda: torch.tensor(config.token_ids))
-        )
+        self.ids: Table | None = None
+        if config.token_ids is not None:
+            self.ids = Table(lambda: torch.tensor(config.token_ids))
 
     def of_text(self, numbers: Tensor) -> Tensor:
-        """Return embeddings [..., dim] of numbers int64 [...] of the whole vocabulary."""
+        """Embed numbers int64 [...] of the whole vocabulary to [..., dim]."""
         return super().forward(numbers)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return embeddings [..., dim] of an image's tokens int64 [...]."""
+        """Embed tokens int64 [...] of an image to [..., dim]."""
         return super().forward(tokens if self.ids is None else self.ids.values[tokens])
 
 
 class Head(nn.Linear):
-    """Features to logits; moving keeps the head in its own type, whatever that of the other weights becomes.
+    """Features to logits. Moving a model to another type keeps the type of its head.
 
-    The bundled model's is float32: tokens are sampled by its logits, and in bfloat16 they would be off by 0.03.
+    The head of the bundled model is float32. In bfloat16 its logits, by which tokens are sampled,
+    would be off by 0.03.
     """
 
     def forward(self, features: Tensor) -> Tensor:
-        """[..., dim] of any type -> [..., V] of the head's."""
+        """Map features [..., dim] of any type to logits [..., V] of the head's type."""
         return super().forward(features.to(self.weight.dtype))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
@@ -293,35 +343,46 @@ class Transformer(nn.Module):
         self.table = Table(lambda: rotary_table(config))
 
     def forward(self, x: Tensor, mask: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Return features of whole sequences x [rows, n, dim], without a cache (for training and references).
+        """Compute features of whole sequences without a cache, for training and as a reference.
 
-        `mask` [rows or 1, 1, n, n] is additive; `positions` int64 [rows, n] where they are not 0 to n - 1.
+        Args:
+            x: Embeddings [rows, n, dim].
+            mask: Additive mask [rows or 1, 1, n, n].
+            positions: Positions int64 [rows, n]. The default is 0 to n - 1.
+
+        Returns:
+            Features [rows, n, dim], which the output head multiplies.
         """
-        rotary = (
-            self.table.values[None, : x.shape[1]]
-            if positions is None
-            else self.table.values[positions]
-        )
+        if positions is None:
+            positions = torch.arange(x.shape[1], device=x.device)[None]
+        rotary = self.table.at(positions)
         for layer in self.layers:
             x = layer(x, rotary, attend_plain(mask))
         return self._features(x)
 
     def step(
-        self, x: Tensor, positions: Tensor, cache: KVCache, slots: Tensor, mask: Tensor
+        self, x: Tensor, *, positions: Tensor, cache: KVCache, slots: Tensor, mask: Tensor
     ) -> Tensor:
-        """Return features of new nodes x [rows, n, dim] on a cache; `positions` int64 [1 or rows, n]."""
-        rotary = self.table.values[positions.clamp_max(len(self.table.values) - 1)]
+        """Compute features of new nodes on a cache, to which their keys and values are written.
+
+        Args:
+            x: Embeddings [rows, n, dim].
+            positions: Rotary positions int64 [1 or rows, n].
+            cache: Keys and values of all earlier positions.
+            slots: Positions of the nodes in the cache, int64 [B, n].
+            mask: Additive mask [rows, 1, n, columns in use].
+
+        Returns:
+            Features [rows, n, dim].
+        """
+        rotary = self.table.at(positions)
         for number, layer in enumerate(self.layers):
-            x = layer(
-                x,
-                rotary,
-                attend_cached(
-                    cache=cache, layer=number, slots=slots, mask=mask, kernel=self.attention_kernel
-                ),
+            attend = attend_cached(
+                cache, layer=number, slots=slots, mask=mask, kernel=self.attention_kernel
             )
+            x = layer(x, rotary, attend)
         return self._features(x)
 
     def _features(self, x: Tensor) -> Tensor:
-        """Return what the output head multiplies."""
         x = self.norm(x)
         return x if self.head_layer is None else functional.gelu(self.head_layer(x))

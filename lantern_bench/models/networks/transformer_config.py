@@ -1,4 +1,4 @@
-"""Sizes of the transformer that all families of this package share, and how a config.json states them. No torch."""
+"""Sizes of the transformer that all families share, and how a config.json states them. No torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Wrong: TypeAlias = Callable[[str, str], UserError]
 """Makes the error for a key of a config: `wrong(key, text)`."""
 
 MOST = 2**20
-"""The largest size that a config may state: four times the largest vocabulary there is."""
+"""The largest size that a config may state: four times the largest published vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class TransformerConfig:
     layers: int
     heads: int
     ffn_dim: int
-    prefix: int  # positions of the condition before the image, at most
+    prefix: int  # maximum number of condition positions before the image
     grid: tuple[int, int]  # rows and columns of codes
     kv_heads: int | None = None
     norm_eps: float = 1e-5
@@ -36,12 +36,13 @@ class TransformerConfig:
     positions: Literal["grid", "sequence"] = "grid"
     # Which numbers rotate together: (2i, 2i + 1) or (i, i + head_dim / 2).
     pairs: Literal["interleaved", "halves"] = "interleaved"
-    qk_norm: bool = False  # a LayerNorm of each head's queries and keys before rotation (Chameleon)
-    # norms come after attention and feed-forward, not before (Chameleon's `swin_norm`)
+    qk_norm: bool = False  # LayerNorm of each head's queries and keys before rotation (Chameleon)
+    # Norms come after attention and feed-forward, not before (Chameleon's `swin_norm`).
     norm_after: bool = False
-    # a layer with a GELU before the output head, and biases in both (Janus)
+    # A layer with a GELU comes before the output head, and both have biases (Janus).
     head_layer: bool = False
-    # Where image tokens are a share of a larger vocabulary: its size, and the number in it of each image token.
+    # If the image tokens are part of a larger vocabulary: the size of that vocabulary, and the
+    # number of each image token in it.
     text_vocab_size: int | None = None
     token_ids: tuple[int, ...] | None = field(default=None, repr=False)
     line_ends: bool = False  # a forced token, the last of the vocabulary, ends each row of the grid
@@ -53,7 +54,7 @@ class TransformerConfig:
 
     @property
     def n_codes(self) -> int:
-        """The number of tokens that can be chosen: all but a forced one."""
+        """Number of tokens that can be chosen: all but a forced one."""
         return self.vocab_size - self.line_ends
 
     @property
@@ -72,48 +73,57 @@ class TransformerConfig:
         return self.grid[1] + self.line_ends
 
 
-def read_sizes(
+def read_numbers(
     config: Mapping[str, Any],
-    names: Mapping[str, tuple[str, ...]],
+    names: Mapping[str, str],
     wrong: Wrong,
+    *,
     fractions: Collection[str] = (),
 ) -> dict[str, Any]:
-    """Return the sizes that a `config` states, by our name; `names` maps it to its names in the config.
+    """Read the numbers above 0 that a config states.
 
-    All are whole numbers from 1 to `MOST` except `fractions`. Raises what `wrong` returns for all others.
+    Args:
+        config: The content of a config.json.
+        names: Our name of each number, and its key in the config.
+        wrong: Makes the error that is raised for any other value.
+        fractions: Our names of the numbers that need not be whole. Whole numbers are at most
+            `MOST`.
+
+    Returns:
+        The stated numbers by our names. Keys that are missing or null are left out.
     """
-    sizes: dict[str, Any] = {}
-    for size, keys in names.items():
-        for key in keys:
-            value = config.get(key)
-            if value is None:
-                continue
-            fraction = size in fractions
-            is_number = isinstance(value, int | float if fraction else int) and not isinstance(
-                value, bool
-            )
-            noun, most = ("number", LARGEST) if fraction else ("whole number", MOST)
-            if not (is_number and 0 < value <= most):  # NaN too
-                raise wrong(
-                    key, f"{str(value)[:40]}: must be a {noun} above 0 and at most {most:,}"
-                )
-            value = float(value) if fraction else value
-            if sizes.setdefault(size, value) != value:
-                raise wrong(key, f"is {value}, but another name of it says {sizes[size]}")
-    return sizes
+    numbers: dict[str, Any] = {}
+    for name, key in names.items():
+        value = config.get(key)
+        if value is None:
+            continue
+        if name in fractions:
+            noun = "number"
+            most = LARGEST
+            is_number = isinstance(value, int | float)
+        else:
+            noun = "whole number"
+            most = MOST
+            is_number = isinstance(value, int)
+        # The comparison is false for NaN.
+        if not is_number or isinstance(value, bool) or not 0 < value <= most:
+            text = f"{str(value)[:40]}: must be a {noun} above 0 and at most {most:,}"
+            raise wrong(key, text)
+        numbers[name] = float(value) if name in fractions else value
+    return numbers
 
 
-_LLAMA_NAMES: dict[str, tuple[str, ...]] = {
-    "text_vocab_size": ("vocab_size",),
-    "dim": ("hidden_size",),
-    "layers": ("num_hidden_layers",),
-    "heads": ("num_attention_heads",),
-    "ffn_dim": ("intermediate_size",),
-    "kv_heads": ("num_key_value_heads",),
-    "norm_eps": ("rms_norm_eps",),
-    "rope_base": ("rope_theta",),
+_LLAMA_NAMES = {
+    "text_vocab_size": "vocab_size",
+    "dim": "hidden_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "ffn_dim": "intermediate_size",
+    "kv_heads": "num_key_value_heads",
+    "norm_eps": "rms_norm_eps",
+    "rope_base": "rope_theta",
 }
-# Options of transformers' Llama and its kin that this transformer lacks.
+# Options of transformers' Llama that this package's transformer lacks, and their allowed values.
 _LLAMA_ONLY: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish", None),  # two names of one function
     "attention_bias": (False, None),
@@ -122,44 +132,54 @@ _LLAMA_ONLY: dict[str, tuple[Any, ...]] = {
 
 
 def llama_sizes(
-    config: Mapping[str, Any], wrong: Wrong, positions: str = "sequence"
+    config: Mapping[str, Any], wrong: Wrong, *, positions: str = "sequence"
 ) -> dict[str, Any]:
-    """Return the sizes that a config.json of transformers' Llama and its kin states; raises what `wrong` returns."""
+    """Read the sizes of a Llama, or of a model like it, as transformers states them.
+
+    Args:
+        config: The content of a config.json.
+        wrong: Makes the error that is raised for an impossible or unsupported value.
+        positions: As in `TransformerConfig`.
+
+    Returns:
+        The stated fields of `TransformerConfig`.
+    """
+    rope = config.get("rope_parameters") or {}
+    scalings = {"rope_scaling": config.get("rope_scaling") or {}, "rope_parameters": rope}
     for key, allowed in _LLAMA_ONLY.items():
         if config.get(key) not in allowed:
             raise wrong(key, f"is {config[key]}, and only {allowed[0]} is supported")
-    rope = config.get("rope_parameters") or {}
-    for key, scaling in (
-        ("rope_scaling", config.get("rope_scaling") or {}),
-        ("rope_parameters", rope),
-    ):
-        if (kind := scaling.get("rope_type", scaling.get("type", "default"))) != "default":
-            raise wrong(
-                key,
-                f"is of the type {kind}, and only rotary positions without scaling are supported",
-            )
-    sizes = read_sizes(
-        config={"rope_theta": rope.get("rope_theta"), **config},
-        names=_LLAMA_NAMES,
-        wrong=wrong,
-        fractions=("norm_eps", "rope_base"),
-    )
-    if not {"dim", "heads"} <= sizes.keys():
-        return sizes
-    dim = sizes["dim"]
-    heads = sizes["heads"]
-    kv_heads = sizes.get("kv_heads")
-    if dim % heads:
-        raise wrong("num_attention_heads", f"{heads}: does not divide the width {dim}")
-    if config.get("head_dim") not in (None, dim // heads):
-        raise wrong(
-            "head_dim",
-            f"is {config['head_dim']}, and only hidden_size / num_attention_heads is supported",
-        )
-    # Rotation on a grid takes half the pairs of a head for the row and half for the column.
-    if dim // heads % (step := 4 if positions == "grid" else 2):
-        text = f"{heads}: gives heads of {dim // heads} numbers, and rotary positions need a multiple of {step}"
-        raise wrong("num_attention_heads", text)
-    if kv_heads is not None and heads % kv_heads:
-        raise wrong("num_key_value_heads", f"{kv_heads}: does not divide the {heads} heads")
+    for key, scaling in scalings.items():
+        kind = scaling.get("rope_type", scaling.get("type", "default"))
+        if kind != "default":
+            only = "only rotary positions without scaling are supported"
+            raise wrong(key, f"is of the type {kind}, and {only}")
+
+    config = {"rope_theta": rope.get("rope_theta"), **config}
+    sizes = read_numbers(config, _LLAMA_NAMES, wrong, fractions=("norm_eps", "rope_base"))
+    if "dim" in sizes and "heads" in sizes:
+        _check_heads(sizes, wrong, stated=config.get("head_dim"), positions=positions)
     return sizes
+
+
+def _check_heads(
+    sizes: Mapping[str, Any], wrong: Wrong, *, stated: int | None, positions: str
+) -> None:
+    """Raise for heads that do not fit the width; `stated` is the width of a head in the config."""
+    heads = sizes["heads"]
+    head_dim, rest = divmod(sizes["dim"], heads)
+    if rest:
+        raise wrong("num_attention_heads", f"{heads}: does not divide the width {sizes['dim']}")
+    if stated not in (None, head_dim):
+        only = "only hidden_size / num_attention_heads is supported"
+        raise wrong("head_dim", f"is {stated}, and {only}")
+    # Rotation on a grid takes half the pairs of a head for the row and half for the column.
+    step = 4 if positions == "grid" else 2
+    if head_dim % step:
+        need = f"rotary positions need a multiple of {step}"
+        raise wrong(
+            "num_attention_heads", f"{heads}: gives heads of {head_dim} numbers, and {need}"
+        )
+    if heads % sizes.get("kv_heads", 1):
+        text = f"{sizes['kv_heads']}: does not divide the {heads} heads"
+        raise wrong("num_key_value_heads", text)

@@ -1,6 +1,7 @@
-"""The VQ tokenizer of LlamaGen (arXiv 2406.06525, section 3.1): a convolutional autoencoder around a codebook.
+"""The VQ tokenizer of LlamaGen (arXiv 2406.06525, section 3.1).
 
-Parameters have the names of LlamaGen's checkpoints.
+It is a convolutional autoencoder around a codebook. Parameters have the names of LlamaGen's
+checkpoints.
 """
 
 from __future__ import annotations
@@ -22,24 +23,25 @@ class VQConfig:
     code_dim: int = 8
     z_channels: int = 256
     channels: int = 128
-    # by resolution; the picture is halved between entries
+    # Factor of `channels` at each resolution. The picture is halved between entries.
     channel_mult: tuple[int, ...] = (1, 1, 2, 2, 4)
     res_blocks: int = 2
     unit_codes: bool = True  # codes and latents are scaled to unit length
-    # The resolutions, counted from the highest, whose blocks attend, as the middle ones always do; None: the lowest.
+    # Resolutions whose blocks attend, counted from the highest. None means the lowest one. The
+    # middle blocks always attend.
     attention: tuple[int, ...] | None = None
-    code_norms: bool = False  # the codes scale and shift what the decoder's norms give (MoVQGAN)
-    frames: int = 1  # of a video that make one map of codes (Emu3)
+    code_norms: bool = False  # codes scale and shift the output of the decoder's norms (MoVQGAN)
+    frames: int = 1  # video frames that one map of codes stands for (Emu3)
 
 
-_GROUPS = 32
+GROUPS = 32  # of every group norm
 
 
 class _Norm(nn.GroupNorm):
-    """A group norm; with `code_dim`, codes [B, code_dim, h, w] scale and shift its result by place."""
+    """A group norm. With `code_dim`, codes [B, code_dim, h, w] scale and shift its output."""
 
     def __init__(self, channels: int, code_dim: int | None = None) -> None:
-        super().__init__(_GROUPS, channels, eps=1e-6)
+        super().__init__(GROUPS, channels, eps=1e-6)
         if code_dim is not None:
             self.conv_y = nn.Conv2d(code_dim, channels, 1)
             self.conv_b = nn.Conv2d(code_dim, channels, 1)
@@ -48,9 +50,8 @@ class _Norm(nn.GroupNorm):
         out = super().forward(x)
         if codes is None:
             return out
-        scale, shift = (
-            functional.interpolate(part(codes), x.shape[-2:]) for part in (self.conv_y, self.conv_b)
-        )
+        scale = functional.interpolate(self.conv_y(codes), x.shape[-2:])
+        shift = functional.interpolate(self.conv_b(codes), x.shape[-2:])
         return out * scale + shift
 
 
@@ -89,37 +90,32 @@ class _AttnBlock(nn.Module):
 class _Resample(nn.Module):
     """Halve or double the size of a feature map."""
 
-    def __init__(self, channels: int, up: bool) -> None:
+    def __init__(self, channels: int, *, up: bool) -> None:
         super().__init__()
         self.up = up
-        self.conv = (
-            nn.Conv2d(channels, channels, 3, padding=1)
-            if up
-            else nn.Conv2d(channels, channels, 3, stride=2)
-        )
+        if up:
+            self.conv = nn.Conv2d(channels, channels, 3, padding=1)
+        else:
+            self.conv = nn.Conv2d(channels, channels, 3, stride=2)
 
     def forward(self, x: Tensor) -> Tensor:
-        # Going down, the published model pads right and bottom only.
-        x = (
-            functional.interpolate(x, scale_factor=2.0, mode="nearest")
-            if self.up
-            else functional.pad(x, (0, 1, 0, 1))
-        )
-        return self.conv(x)
+        if self.up:
+            return self.conv(functional.interpolate(x, scale_factor=2.0, mode="nearest"))
+        # The published model pads right and bottom only.
+        return self.conv(functional.pad(x, (0, 1, 0, 1)))
 
 
 class _Level(nn.Module):
     """The blocks of one resolution."""
 
     def __init__(
-        self, inside: int, outside: int, blocks: int, attention: bool, code_dim: int | None
+        self, inside: int, outside: int, *, blocks: int, attends: bool, code_dim: int | None
     ) -> None:
         super().__init__()
         widths = [inside] + [outside] * blocks
+        attending = blocks if attends else 0
         self.res = nn.ModuleList([_ResBlock(a, b, code_dim) for a, b in itertools.pairwise(widths)])
-        self.attn = nn.ModuleList(
-            [_AttnBlock(outside, code_dim) for _ in range(blocks)] if attention else []
-        )
+        self.attn = nn.ModuleList([_AttnBlock(outside, code_dim) for _ in range(attending)])
         self.downsample: nn.Module = nn.Identity()
         self.upsample: nn.Module = nn.Identity()
 
@@ -131,110 +127,119 @@ class _Level(nn.Module):
         return self.upsample(self.downsample(x))
 
 
-def _levels(config: VQConfig, up: bool, code_dim: int | None) -> nn.ModuleList:
-    """The resolutions of a decoder (`up`), from the lowest, or of an encoder, from the highest."""
-    widths = [
-        config.channels * mult
-        for mult in (config.channel_mult[::-1] if up else config.channel_mult)
-    ]
-    levels = []
+def _levels(config: VQConfig, *, up: bool, code_dim: int | None = None) -> nn.ModuleList:
+    """Make the resolutions of a decoder (`up`), from the lowest, or of an encoder, from the highest."""
+    widths = [config.channels * mult for mult in config.channel_mult]
     last = len(widths) - 1
-    attending = (last,) if config.attention is None else config.attention
-    for number, (inside, outside) in enumerate(
-        itertools.pairwise([widths[0] if up else config.channels, *widths])
-    ):
-        attends = (last - number if up else number) in attending
+    attending = config.attention
+    if attending is None:
+        attending = (last,)
+    numbers = list(range(len(widths)))
+    inside = config.channels
+    if up:
+        numbers.reverse()
+        inside = widths[last]
+    levels = []
+    for number in numbers:
         level = _Level(
-            inside=inside,
-            outside=outside,
-            blocks=config.res_blocks + up,
-            attention=attends,
+            inside,
+            widths[number],
+            blocks=config.res_blocks + 1 if up else config.res_blocks,
+            attends=number in attending,
             code_dim=code_dim,
         )
-        if number != last:
-            setattr(level, "upsample" if up else "downsample", _Resample(outside, up))
+        inside = widths[number]
+        if up and number > 0:
+            level.upsample = _Resample(inside, up=True)
+        if not up and number < last:
+            level.downsample = _Resample(inside, up=False)
         levels.append(level)
     return nn.ModuleList(levels)
 
 
-class _Coder(nn.Module):
-    """The encoder, pixels to latents, or the decoder (`up`), latents to pixels."""
+class _Encoder(nn.Module):
+    """Pixels to latents."""
 
-    def __init__(self, config: VQConfig, up: bool) -> None:
+    def __init__(self, config: VQConfig) -> None:
         super().__init__()
-        top, low = (config.channels * config.channel_mult[end] for end in (0, -1))
-        self.conv_in = (
-            nn.Conv2d(config.z_channels, low, 3, padding=1)
-            if up
-            else nn.Conv2d(3, config.channels, 3, 1, 1)
-        )
-        codes = config.code_dim if up and config.code_norms else None
+        low = config.channels * config.channel_mult[-1]
+        self.conv_in = nn.Conv2d(3, config.channels, 3, padding=1)
+        self.conv_blocks = _levels(config, up=False)
+        self.mid = nn.ModuleList([_ResBlock(low, low), _AttnBlock(low), _ResBlock(low, low)])
+        self.norm_out = _Norm(low)
+        self.conv_out = nn.Conv2d(low, config.z_channels, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv_in(x)
+        for block in (*self.conv_blocks, *self.mid):
+            x = block(x)
+        return self.conv_out(functional.silu(self.norm_out(x)))
+
+
+class _Decoder(nn.Module):
+    """Latents to pixels. Its norms take the codes if `code_norms` is set."""
+
+    def __init__(self, config: VQConfig) -> None:
+        super().__init__()
+        high = config.channels * config.channel_mult[0]
+        low = config.channels * config.channel_mult[-1]
+        codes = config.code_dim if config.code_norms else None
         # Fresh weights are drawn in the order of the forward pass.
-        if not up:
-            self.conv_blocks = _levels(config, up, codes)
+        self.conv_in = nn.Conv2d(config.z_channels, low, 3, padding=1)
         self.mid = nn.ModuleList(
             [_ResBlock(low, low, codes), _AttnBlock(low, codes), _ResBlock(low, low, codes)]
         )
-        if up:
-            self.conv_blocks = _levels(config, up, codes)
-        self.norm_out = _Norm(top if up else low, codes)
-        self.conv_out = nn.Conv2d(top if up else low, 3 if up else config.z_channels, 3, padding=1)
-        self.up = up
+        self.conv_blocks = _levels(config, up=True, code_dim=codes)
+        self.norm_out = _Norm(high, codes)
+        self.conv_out = nn.Conv2d(high, 3, 3, padding=1)
 
     def forward(self, x: Tensor, codes: Tensor | None = None) -> Tensor:
-        """`codes` where the norms take them."""
         x = self.conv_in(x)
-        for block in (*self.mid, *self.conv_blocks) if self.up else (*self.conv_blocks, *self.mid):
+        for block in (*self.mid, *self.conv_blocks):
             x = block(x, codes)
         return self.conv_out(functional.silu(self.norm_out(x, codes)))
 
 
 class _Codebook(nn.Module):
-    """The table of codes; with `unit`, as in LlamaGen, its rows are L2-normalised when they are used."""
+    """The table of codes. With `unit`, as in LlamaGen, its rows are L2-normalised when used."""
 
-    def __init__(self, codes: int, dim: int, unit: bool) -> None:
+    def __init__(self, codes: int, dim: int, *, unit: bool) -> None:
         super().__init__()
         self.embedding = nn.Embedding(codes, dim)
         self.unit = unit
 
     def rows(self) -> Tensor:
-        """Rows as they are used [codes, dim]."""
-        return (
-            functional.normalize(self.embedding.weight, dim=-1)
-            if self.unit
-            else self.embedding.weight
-        )
+        """Return the rows [codes, dim] as they are used."""
+        rows = self.embedding.weight
+        return functional.normalize(rows, dim=-1) if self.unit else rows
 
     def nearest(self, latents: Tensor) -> Tensor:
-        """Index of the nearest code of each latent: [..., dim] -> int64 [...]."""
-        if not self.unit:
-            return (
-                torch.cdist(latents.flatten(0, -2), self.rows())
-                .argmin(-1)
-                .reshape(latents.shape[:-1])
-            )
-        # Between unit vectors the nearest in distance is the largest in inner product.
-        return (functional.normalize(latents, dim=-1) @ self.rows().T).argmax(-1)
+        """Return the index of the nearest code of each latent: [..., dim] to int64 [...]."""
+        if self.unit:
+            # Between unit vectors the smallest distance is the largest inner product.
+            return (functional.normalize(latents, dim=-1) @ self.rows().T).argmax(-1)
+        distances = torch.cdist(latents.flatten(0, -2), self.rows())
+        return distances.argmin(-1).reshape(latents.shape[:-1])
 
 
 class VQModel(nn.Module):
-    """Pictures to tokens and back. Pixels are float in about [-1, 1]."""
+    """Pictures to tokens and back. Pixels are float numbers in about [-1, 1]."""
 
     def __init__(self, config: VQConfig) -> None:
         super().__init__()
         self.config = config
-        self.encoder = _Coder(config, up=False)
-        self.decoder = _Coder(config, up=True)
-        self.quantize = _Codebook(config.codes, config.code_dim, config.unit_codes)
+        self.encoder = _Encoder(config)
+        self.decoder = _Decoder(config)
+        self.quantize = _Codebook(config.codes, config.code_dim, unit=config.unit_codes)
         self.quant_conv: nn.Module = nn.Conv2d(config.z_channels, config.code_dim, 1)
         self.post_quant_conv: nn.Module = nn.Conv2d(config.code_dim, config.z_channels, 1)
 
     def latents(self, pixels: Tensor) -> Tensor:
-        """Latents before quantisation, not normalised: [B, 3, H, W] -> [B, d, h, w]."""
+        """Encode pixels [B, 3, H, W] to latents [B, d, h, w], neither quantised nor normalised."""
         return self.quant_conv(self.encoder(pixels))
 
     def encode(self, pixels: Tensor) -> Tensor:
-        """Encode pixels [B, 3, H, W] to the nearest code at each position, int64 [B, h, w]."""
+        """Encode pixels [B, 3, H, W] to the nearest code of each position, int64 [B, h, w]."""
         return self.quantize.nearest(self.latents(pixels).permute(0, 2, 3, 1).float())
 
     def decode(self, quantised: Tensor) -> Tensor:
@@ -248,18 +253,22 @@ class VQModel(nn.Module):
         return self.decode(rows.reshape(len(tokens), *grid, -1).permute(0, 3, 1, 2))
 
     def codebook(self) -> Tensor:
-        """The codes [V, d] float32, as stored."""
+        """Return the codes float32 [V, d] as stored."""
         return self.quantize.embedding.weight.detach().float()
 
 
 # ---- Emu3's tokenizer of videos (arXiv 2409.18869, section 2.2), for single pictures
 #
-# Around the convolutions of a VQGAN it has convolutions over time, which see no later frame. A picture is decoded as
-# the first frame of a video: a kernel over time is its last slice. It is encoded as frames that are all alike.
+# Around the convolutions of a VQGAN it has convolutions over time, which see no later frame. A
+# picture is decoded as the first frame of a video, so that only the last slice of a kernel over time
+# counts. It is encoded as a video of equal frames.
 
 
 class _TimeConv(nn.Conv3d):
-    """A convolution over time and space that sees no later frame; a picture [B, C, H, W] is a first frame."""
+    """A convolution over time and space that sees no later frame.
+
+    A picture [B, C, H, W] is taken for a first frame.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         around = self.kernel_size[1] // 2
@@ -273,16 +282,16 @@ class _StillNorm(nn.Module):
 
     def __init__(self, channels: int) -> None:
         super().__init__()
-        ones = torch.ones(channels)
-        self.weight = nn.Parameter(ones)
-        self.bias = nn.Parameter(ones.clone())
-        self.running_mean, self.running_var = (
-            nn.Parameter(ones.clone(), requires_grad=False) for _ in range(2)
-        )
+        self.weight = nn.Parameter(torch.ones(channels))
+        self.bias = nn.Parameter(torch.ones(channels))
+        self.running_mean = nn.Parameter(torch.ones(channels), requires_grad=False)
+        self.running_var = nn.Parameter(torch.ones(channels), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, C, ...] of any number of axes."""
-        return functional.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias)
+        """Normalise x [B, C, ...]."""
+        return functional.batch_norm(
+            x, self.running_mean, self.running_var, weight=self.weight, bias=self.bias
+        )
 
 
 class _TimeResBlock(nn.Module):
@@ -290,7 +299,8 @@ class _TimeResBlock(nn.Module):
         super().__init__()
         self.norm1 = _StillNorm(channels)
         self.norm2 = _StillNorm(channels)
-        self.conv1, self.conv2 = (_TimeConv(channels, channels, 3) for _ in range(2))
+        self.conv1 = _TimeConv(channels, channels, 3)
+        self.conv2 = _TimeConv(channels, channels, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.conv1(functional.silu(self.norm1(x)))
@@ -298,7 +308,7 @@ class _TimeResBlock(nn.Module):
 
 
 class _VideoVQ(VQModel):
-    """A `VQModel` with convolutions over time, which halve frames to one and double them again."""
+    """A `VQModel` with convolutions over time, which halve the frames to one and double them again."""
 
     def __init__(self, config: VQConfig) -> None:
         super().__init__(config)

@@ -13,7 +13,7 @@ from lantern_bench.decoding.engine import Engine
 from lantern_bench.decoding.loop import decode
 from lantern_bench.decoding.sampling import guide
 from lantern_bench.models.networks.conditions import prompt_condition
-from lantern_bench.models.networks.eagle import build_drafter
+from lantern_bench.models.networks.eagle import published_drafter
 from lantern_bench.models.networks.target import TransformerTarget, force_line_ends
 from lantern_bench.models.networks.transformer_config import TransformerConfig
 
@@ -88,7 +88,7 @@ class Model:
         with torch.random.fork_rng():
             torch.manual_seed(seed)  # fresh layers draw from torch's own stream
             self.target = TransformerTarget(CONFIG).eval()
-            self.drafter = build_drafter(CONFIG, self.target).eval()
+            self.drafter = published_drafter(CONFIG, self.target).eval()
             torch.nn.init.normal_(self.target.transformer.output.weight, std=0.7)
 
     def table(self, columns: int, metric: str = "l2") -> Tensor:

@@ -56,7 +56,7 @@ def logits(path: Path, model: LlamaGen) -> Tensor:
             2, model.sizes.prefix, model.numbers["caption_dim"], generator=generator
         )
         valid[0, 0] = False
-    session = target.session(2, True, 1)
+    session = target.session(2, guided=True, nodes=1)
     with torch.no_grad():
         return torch.cat(session.prefill(Condition(values, valid))[:2])
 
@@ -288,9 +288,8 @@ def test_published_drafters_rotate_with_base_10000(
     )
     loaded: Any = golden_models.load(model)
     assert (loaded.target.config.rope_base, loaded.drafter.config.rope_base) == (300.0, base)
-    wanted = rotary_table(
-        dataclasses.replace(loaded.target.config, rope_base=base), T2I.sizes.prefix - 1
-    )
+    prefix = T2I.sizes.prefix - 1
+    wanted = rotary_table(dataclasses.replace(loaded.target.config, rope_base=base, prefix=prefix))
     assert torch.equal(loaded.drafter.table.values, wanted)
 
 

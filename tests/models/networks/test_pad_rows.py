@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lantern_bench.models.networks.conditions import CaptionFeatures, Condition
-from lantern_bench.models.networks.eagle import build_drafter, untrained_drafter
+from lantern_bench.models.networks.eagle import published_drafter, untrained_drafter
 from lantern_bench.models.networks.target import TransformerTarget, prefix_mask, prefix_seen
 from lantern_bench.models.networks.transformer_config import TransformerConfig
 from lantern_bench.training.drafter_task import target_features
@@ -84,7 +84,7 @@ def test_only_drafters_that_read_padding_depend_on_it(target: TransformerTarget)
     """The property `mask_padding` of a drafter decides; published drafters of LlamaGen have it off."""
     with torch.random.fork_rng():
         torch.manual_seed(5)  # fresh layers draw from torch's own stream
-        published = build_drafter(target.config, target).eval()
+        published = published_drafter(target.config, target).eval()
         ours = untrained_drafter(target).eval()
     assert not published.mask_padding and ours.mask_padding
     features = target.session(len(VALID), guided=True, nodes=1).prefill(condition()).features

@@ -16,7 +16,7 @@ import torch
 from transformers import AutoTokenizer, T5EncoderModel
 
 from lantern_bench.models.networks import t5 as t5_module
-from lantern_bench.models.networks.t5 import CaptionEncoder, caption_prompts, cleaned
+from lantern_bench.models.networks.t5 import CaptionEncoder, cleaned, no_encoder
 from lantern_bench.utils.errors import RefusedError, UserError
 from tests.helpers.tiny_t5 import WIDTH, save_tiny_t5
 
@@ -35,7 +35,7 @@ def source(folder, cache, **more):
         "dtype": torch.float32,
         "device": torch.device("cpu"),
     }
-    return CaptionEncoder(folder, cache, **options | more)
+    return CaptionEncoder(folder, cache=cache, **options | more)
 
 
 def by_transformers(folder, caption, positions=24):
@@ -117,14 +117,7 @@ def test_caches_are_separate_by_encoder_dtype_and_length(t5, tmp_path):
 
 def test_missing_encoder_error_names_the_fix():
     def refused(model):
-        prompts = caption_prompts(
-            model=model,
-            folder=None,
-            positions=24,
-            width=WIDTH,
-            device=torch.device("cpu"),
-            dtype=torch.float32,
-        )
+        prompts = no_encoder(model)
         assert prompts.sha256 is None
         for use in (prompts.prepare, prompts.condition):
             with pytest.raises(RefusedError, match="needs its text encoder") as caught:
