@@ -369,7 +369,7 @@ class _Checks:
             tokens = torch.where(
                 self.forced >= 0, self.forced, torch.where(has_code, code, pattern)
             )
-            pictures.append(self.model.pixels.pixels(tokens[None])[0].flatten().float())
+            pictures.append(self.model.draw(tokens[None])[0].flatten().float())
         shown = torch.pdist(torch.stack(pictures)).numpy()
         if np.ptp(shown) == 0:
             return Check(

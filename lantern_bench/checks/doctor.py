@@ -298,7 +298,7 @@ def _bundled(device: torch.device) -> Iterator[Finding]:
     from lantern_bench.models.registry import model_of
 
     model = model_of("lanterns").load(device, torch.float32)
-    images = model.pixels.pixels(torch.zeros(1, model.target.image_tokens, dtype=torch.int64))
+    images = model.draw(torch.zeros(1, model.target.image_tokens, dtype=torch.int64))
     hashes = ", ".join(f"{part} {digest[:8]}" for part, digest in model.weights.items())
     yield Finding(
         "bundled model",

@@ -31,7 +31,7 @@ from lantern_bench.decoding.protocol import (
     TargetSession,
 )
 from lantern_bench.decoding.sampling import decoding_probabilities, guide
-from lantern_bench.models.loaded_model import LoadedModel, NoPixels
+from lantern_bench.models.loaded_model import LoadedModel
 
 
 class TabularModel(Target):
@@ -178,12 +178,12 @@ def table_model(tokens: int = TOKENS) -> LoadedModel:
     model.p *= 1.6
     model.q *= 1.6
     codebook = 0.3 * torch.randn(VOCABULARY, 2, generator=torch.Generator().manual_seed(2))
-    pixels = NoPixels("tables", "its tokens mean nothing")
     return LoadedModel(
         name="tables",
         target=model,
         drafter=model.drafter,
-        pixels=pixels,
+        pixels=None,
+        why_no_pixels="its tokens mean nothing",
         codebook=codebook,
         condition=lambda _: None,
         weights={},

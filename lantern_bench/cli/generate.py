@@ -96,7 +96,6 @@ def generate(
     from lantern_bench.devices.compute import choose_compute
     from lantern_bench.metrics.token_sums import token_sums
     from lantern_bench.models.load import compile_models, load_models
-    from lantern_bench.models.loaded_model import NoPixels
     from lantern_bench.models.random_model import random_model
     from lantern_bench.sweep import decoder
     from lantern_bench.utils.files import write_atomically
@@ -109,8 +108,7 @@ def generate(
         loaded = random_model(model, *compute, torch.Generator(compute.device).manual_seed(seed))
     else:
         (loaded,) = load_models(resolved, compute).values()
-    if isinstance(loaded.pixels, NoPixels):
-        raise loaded.pixels.problem
+    loaded.pixel_decoder()
     cells = list(resolved.cells)
     for cell in resolved.cells if "all" in split_words(modes) else ():
         try:

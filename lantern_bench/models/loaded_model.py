@@ -1,4 +1,4 @@
-"""A loaded model; `decoding/protocol.py` says what its parts must do."""
+"""A loaded model. `decoding/protocol.py` says what its parts must do."""
 
 from __future__ import annotations
 
@@ -21,57 +21,42 @@ from lantern_bench.utils.errors import RefusedError, UserError
 
 
 def to_bytes(pixels: Tensor) -> Tensor:
-    """Pixels [B, H, W, 3] from -1 to 1, in any type -> uint8 on the CPU."""
+    """Convert pixels [B, H, W, 3] from -1 to 1, of any type, to uint8 on the CPU."""
     return ((pixels.float().clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8).contiguous().cpu()
 
 
 class VQPixels:
     """A VQ tokenizer for pictures of `grid` (rows, columns) codes."""
 
-    def __init__(self, model: VQModel, grid: tuple[int, int], line_ends: bool = False) -> None:
+    def __init__(self, model: VQModel, grid: tuple[int, int], *, line_ends: bool = False) -> None:
         self.model = model
         self._grid = grid
         self._line_ends = line_ends
 
-    @torch.inference_mode()
-    def pixels(self, tokens: Tensor) -> Tensor:
-        """Tokens int [B, N] -> uint8 RGB [B, H, W, 3] on the CPU."""
-        codes = without_line_ends(tokens, self._grid) if self._line_ends else tokens
-        weight = self.model.quantize.embedding.weight
-        return to_bytes(
-            self.model.decode_tokens(codes.to(weight.device), self._grid).permute(0, 2, 3, 1)
-        )
-
     @property
     def size(self) -> tuple[int, int]:
         """Height and width in pixels."""
+        rows, columns = self._grid
         side = 2 ** (len(self.model.config.channel_mult) - 1)
-        return self._grid[0] * side, self._grid[1] * side
+        return rows * side, columns * side
+
+    @torch.inference_mode()
+    def pixels(self, tokens: Tensor) -> Tensor:
+        """Decode tokens int [B, N] to uint8 RGB [B, H, W, 3] on the CPU."""
+        if self._line_ends:
+            tokens = without_line_ends(tokens, self._grid)
+        tokens = tokens.to(self.model.quantize.embedding.weight.device)
+        return to_bytes(self.model.decode_tokens(tokens, self._grid).permute(0, 2, 3, 1))
 
     @torch.inference_mode()
     def tokens(self, pictures: Tensor) -> Tensor:
-        """Pictures uint8 RGB [B, H, W, 3] -> tokens int64 [B, N] on the CPU, row by row."""
+        """Encode pictures uint8 RGB [B, H, W, 3] to tokens int64 [B, N] on the CPU, row by row."""
         weight = self.model.quantize.embedding.weight
         pixels = pictures.to(weight.device).permute(0, 3, 1, 2).to(weight.dtype) / 127.5 - 1
         codes = self.model.encode(pixels).flatten(1).cpu()
-        return (
-            with_line_ends(codes, self._grid, self.model.config.codes) if self._line_ends else codes
-        )
-
-
-class NoPixels:
-    """The pixel decoder of a model that cannot draw."""
-
-    def __init__(self, model: str, reason: str) -> None:
-        self.problem = UserError(
-            f"{model}: no picture can be drawn: {reason}",
-            "Name the tokenizer's checkpoint in the model's file; or ask for the tokens alone, from Python, with "
-            "`lantern_bench.decode`.",
-        )
-
-    def pixels(self, tokens: Tensor) -> Tensor:  # noqa: ARG002
-        """Raise `problem`."""
-        raise self.problem
+        if self._line_ends:
+            return with_line_ends(codes, self._grid, self.model.config.codes)
+        return codes
 
 
 @dataclass
@@ -81,14 +66,15 @@ class LoadedModel:
     name: str
     target: Target
     drafter: Drafter | None
-    pixels: PixelDecoder
+    pixels: PixelDecoder | None  # None for a model that cannot draw
     codebook: Tensor | None  # float [V, d], rows as stored; None without a tokenizer
     # prompts, one an image -> the argument of a session's `prefill`
     condition: Callable[[Sequence[str]], Any]
     weights: Mapping[str, str]  # part -> SHA-256
     grid: tuple[int, int]  # rows and columns of the image's codes
     neighbour_space: Space = "raw"  # in which published tables measure distances
-    # Called once with all prompts before decoding, so that a text encoder can be freed; yields (done, total).
+    # Called once with all prompts before decoding, so that a text encoder can be freed. Yields
+    # (done, total).
     prepare: Callable[[Sequence[str]], Iterator[tuple[int, int]]] = lambda _prompts: iter(())
     # the user's nearest codes int [V, k], used instead of the codebook
     given_table: Tensor | None = None
@@ -96,68 +82,100 @@ class LoadedModel:
     # that predict the tokens, with and without the prompt, by other code than the sessions use.
     reference: Callable[[Any, Tensor], tuple[Tensor, Tensor]] | None = None
     compiles: bool = True  # whether the target's code can be compiled
+    why_no_pixels: str = "it has no tokenizer"  # if `pixels` is None
     # runs the steps, uncompiled by default
     engine: Engine = field(default_factory=Engine, repr=False)
     _tables: dict[NeighbourMetric, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def __repr__(self) -> str:
+        target = type(self.target).__name__
         drafter = "no drafter" if self.drafter is None else type(self.drafter).__name__
-        return f"LoadedModel({self.name!r}: {type(self.target).__name__}, {drafter}, {self.grid[0]}x{self.grid[1]} codes)"
+        rows, columns = self.grid
+        return f"LoadedModel({self.name!r}: {target}, {drafter}, {rows}x{columns} codes)"
+
+    def pixel_decoder(self) -> PixelDecoder:
+        """Return what draws pictures. Raises `UserError` for a model that cannot."""
+        if self.pixels is None:
+            raise UserError(
+                f"{self.name}: no picture can be drawn: {self.why_no_pixels}",
+                "Name the tokenizer's checkpoint in the model's file; or ask for the tokens alone, "
+                "from Python, with `lantern_bench.decode`.",
+            )
+        return self.pixels
+
+    def draw(self, tokens: Tensor) -> Tensor:
+        """Decode tokens int [B, N] to uint8 RGB [B, H, W, 3]. Raises as `pixel_decoder`."""
+        return self.pixel_decoder().pixels(tokens)
 
     @cached_property
     def codes(self) -> Tensor:
-        """The codebook float32 [V, d] in the space of its neighbours; forced tokens: 0."""
+        """The codebook float32 [V, d] in the space of its neighbours, with 0 for forced tokens."""
         if self.codebook is None:
+            problem = "this rule measures distances between codes, and the model has no tokenizer"
             raise RefusedError(
-                f"{self.name}: this rule measures distances between codes, and the model has no tokenizer",
+                f"{self.name}: {problem}",
                 "Name the tokenizer's checkpoint in the model's file, or choose another rule.",
             )
-        rows = in_space(self.codebook.to(self.target.device), self.neighbour_space)
-        forced = self.target.vocab_size - len(rows)
-        return torch.cat([rows, rows.new_zeros(max(0, forced), rows.shape[1])])
+        return self._with_forced(in_space(self.codebook.to(self.target.device), self.neighbour_space))
 
     def table(self, columns: int, metric: NeighbourMetric = "l2") -> Tensor:
-        """Return the nearest codes of every token, nearest first, int32 [V, columns]; `RefusedError` without codes."""
-        if self.given_table is None:
-            table = self._codes_table(columns, metric)
+        """Return the nearest codes of every token.
+
+        Args:
+            columns: Number k of codes for each token.
+            metric: How distances between codes are measured.
+
+        Returns:
+            The codes, nearest first, int32 [V, k]. Forced tokens have zeros.
+
+        Raises:
+            RefusedError: The model has no codebook.
+            UserError: There are fewer codes, or the user's own table does not fit.
+        """
+        table = self.given_table
+        if table is None:
+            table = self._table_of_codebook(columns, metric)
         elif metric != "l2":
-            text = f"--neighbour-metric {metric}: {self.name} names a table of its own"
-            raise UserError(text, "Leave one of them out.")
-        elif (width := self.given_table.shape[1]) < columns:
-            raise UserError(
-                f"--neighbours {columns}: the model's own table has {width} for each code"
-            )
-        else:
-            table = self.given_table.to(self.target.device, torch.int32)
-        table = table[:, :columns].contiguous()
-        forced = self.target.vocab_size - len(table)
-        return table if forced <= 0 else torch.cat([table, table.new_zeros(forced, columns)])
+            problem = f"--neighbour-metric {metric}: {self.name} names a table of its own"
+            raise UserError(problem, "Leave one of them out.")
+        elif table.shape[1] < columns:
+            width = f"the model's own table has {table.shape[1]} for each code"
+            raise UserError(f"--neighbours {columns}: {width}")
+        table = table.to(self.target.device, torch.int32)
+        return self._with_forced(table[:, :columns].contiguous())
+
+    def _with_forced(self, rows: Tensor) -> Tensor:
+        """Append a row of zeros for each forced token."""
+        forced = self.target.vocab_size - len(rows)
+        return rows if forced <= 0 else torch.cat([rows, rows.new_zeros(forced, rows.shape[1])])
 
     @torch.inference_mode()
-    def _codes_table(self, columns: int, metric: NeighbourMetric) -> Tensor:
-        """The table of a metric, as wide as the widest one asked for."""
+    def _table_of_codebook(self, columns: int, metric: NeighbourMetric) -> Tensor:
+        """Return the table of a metric, which is kept, as wide as the widest one asked for."""
         if self.codebook is None:
+            problem = "relaxed rules need to know which codes are near each other"
             raise RefusedError(
-                f"{self.name}: relaxed rules need to know which codes are near each other, and it has no tokenizer",
-                "Name the tokenizer's checkpoint, or a table of nearest codes, in the model's file.",
+                f"{self.name}: {problem}, and it has no tokenizer",
+                "Name the tokenizer's checkpoint, or a table of nearest codes, in the model's "
+                "file.",
             )
-        if columns >= (codes := len(self.codebook)):
-            raise UserError(
-                f"--neighbours {columns}: the model {self.name} has {codes} codes",
-                f"At most {codes - 1}.",
-            )
-        if metric not in self._tables or self._tables[metric].shape[1] < columns:
-            device = self.target.device
+        codes = len(self.codebook)
+        if columns >= codes:
+            problem = f"--neighbours {columns}: the model {self.name} has {codes} codes"
+            raise UserError(problem, f"At most {codes - 1}.")
+        table = self._tables.get(metric)
+        if table is None or table.shape[1] < columns:
             # Angles are the same in both spaces, and random neighbours have none.
-            rows = in_space(
-                self.codebook.to(device), self.neighbour_space if metric == "l2" else "raw"
-            )
-            self._tables[metric] = nearest_codes(rows, columns, metric=metric)
-        return self._tables[metric]
+            space = self.neighbour_space if metric == "l2" else "raw"
+            rows = in_space(self.codebook.to(self.target.device), space)
+            table = nearest_codes(rows, columns, metric=metric)
+            self._tables[metric] = table
+        return table
 
 
 def assemble(
     name: str,
+    *,
     target: Any,
     drafter: Any,
     tokenizer: VQModel | None,
@@ -166,41 +184,54 @@ def assemble(
     space: Space = "raw",
     table: Tensor | None = None,
 ) -> LoadedModel:
-    """Return a model of modules that have their weights, with a space of neighbours or the user's table."""
-    pixels: PixelDecoder = NoPixels(name, "it has no tokenizer")
-    codebook = None
-    if tokenizer is not None and tokenizer.config.codes == target.n_codes:
-        pixels = VQPixels(tokenizer, target.config.grid, target.config.line_ends)
-        codebook = tokenizer.codebook()
-    elif tokenizer is not None:
-        pixels = NoPixels(
-            name, f"the tokenizer has {tokenizer.config.codes} codes, the target {target.n_codes}"
-        )
-    if prompts.sha256 is not None:
-        weights = {**weights, "text_encoder": prompts.sha256}
-    condition = prompts.condition
-    prepare = prompts.prepare
-    grid = target.config.grid
-    return LoadedModel(
+    """Assemble a model of modules that have their weights.
+
+    A tokenizer with another number of codes than the target is left out.
+
+    Args:
+        name: Name of the model.
+        target: A `CachedTarget`.
+        drafter: The drafter, or None.
+        tokenizer: The VQ tokenizer, or None.
+        prompts: How the model takes prompts.
+        weights: SHA-256 of each part, without the text encoder.
+        space: Space of the neighbours.
+        table: The user's nearest codes.
+    """
+    config = target.config
+    model = LoadedModel(
         name=name,
         target=target,
         drafter=drafter,
-        pixels=pixels,
-        codebook=codebook,
-        condition=condition,
+        pixels=None,
+        codebook=None,
+        condition=prompts.condition,
         weights=weights,
-        grid=grid,
+        grid=config.grid,
         neighbour_space=space,
-        prepare=prepare,
+        prepare=prompts.prepare,
         given_table=table,
     )
+    if prompts.sha256 is not None:
+        model.weights = {**weights, "text_encoder": prompts.sha256}
+    if tokenizer is not None:
+        codes = tokenizer.config.codes
+        if codes == target.n_codes:
+            model.pixels = VQPixels(tokenizer, config.grid, line_ends=config.line_ends)
+            model.codebook = tokenizer.codebook()
+        else:
+            model.why_no_pixels = (
+                f"the tokenizer has {codes} codes, the target {target.n_codes}"
+            )
+    return model
 
 
 def transformer_of(model: LoadedModel) -> CachedTarget:
-    """The model's target; raises `UserError` where it is of a kind that has no EAGLE drafters."""
+    """Return the model's target. Raises `UserError` if EAGLE drafters cannot work with it."""
     if not isinstance(model.target, CachedTarget):
+        kind = f"Its target is a {type(model.target).__name__}"
         raise UserError(
             f"{model.name}: EAGLE drafters need the features of a transformer",
-            f"Its target is a {type(model.target).__name__}; choose a model of another family.",
+            f"{kind}; choose a model of another family.",
         )
     return model.target

@@ -16,7 +16,7 @@ from lantern_bench.devices import machine
 from lantern_bench.devices.compute import Compute
 from lantern_bench.devices.machine import peak_memory_bytes, reset_peak_memory
 from lantern_bench.devices.threads import DISTURBED
-from lantern_bench.models.loaded_model import LoadedModel, NoPixels
+from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.prompts.prompt import Prompt
 from lantern_bench.storage.pictures import label, png_bytes
 from lantern_bench.sweep.events import DecodedImage
@@ -174,7 +174,7 @@ def decode_batch(
             stacked = torch.stack([image.tokens for image in decoded]).to(compute.device)
             synchronize(compute.device)
             began = now()
-            pixels = list(model.pixels.pixels(stacked))
+            pixels = list(model.draw(stacked))
             synchronize(compute.device)
             seconds = (now() - began) / len(batch)
     return [
@@ -219,7 +219,7 @@ def decode_tasks(
     model: LoadedModel, compute: Compute, tasks: Sequence[ImageTask], *, logits: bool = False
 ) -> Iterator[DecodedImage]:
     """Yield the images one by one, without pixels if the model has no tokenizer."""
-    tokens = model.target.image_tokens if isinstance(model.pixels, NoPixels) else None
+    tokens = model.target.image_tokens if model.pixels is None else None
     # A quarter of an image runs every program of a step more than once.
     warm_up_tokens = max(16, model.target.image_tokens // 4)
     warm_ups = [

@@ -19,7 +19,7 @@ from lantern_bench.devices.compute import Compute
 from lantern_bench.devices.machine import compute_block
 from lantern_bench.methods.catalog import OUTSIDE_DRAFTINGS, OUTSIDE_RULES
 from lantern_bench.models import load as load_module
-from lantern_bench.models.loaded_model import LoadedModel, NoPixels
+from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.storage.run_directory import done_images
 from lantern_bench.storage.run_store import RunStore
 from lantern_bench.storage.schema import SCHEMA_VERSION
@@ -78,8 +78,7 @@ def load_to_decode(
     compute = compute_module.choose_compute(settings.device, settings.dtype, fast=True)
     models = load_module.load_models(experiment, compute)
     for model in models.values():
-        if isinstance(model.pixels, NoPixels):
-            raise model.pixels.problem
+        model.pixel_decoder()
     if (
         settings.compile
         and (warning := load_module.compile_models(models.values(), compute)) is not None

@@ -309,7 +309,7 @@ class Evaluation:
                 generators=generators,
             )
             pictures.append(
-                model.pixels.pixels(torch.stack([image.tokens for image in decoded])).permute(
+                model.draw(torch.stack([image.tokens for image in decoded])).permute(
                     0, 3, 1, 2
                 )
             )

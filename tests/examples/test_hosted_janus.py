@@ -48,7 +48,7 @@ def test_greedy_tokens_and_pixels_equal_those_of_transformers(
         assert image.tokens.tolist() == wanted.tokens.tolist() and image.picture is not None
     assert len(set(image.tokens.tolist())) > 2
     assert (
-        model.pixels.pixels(wanted.tokens[None])[0].float() - wanted.pixels.float()
+        model.draw(wanted.tokens[None])[0].float() - wanted.pixels.float()
     ).abs().max() <= 1
 
 

@@ -75,7 +75,7 @@ def tiny_model(with_tokenizer: bool = True) -> LoadedModel:
             .eval()
             .requires_grad_(False)
         )
-    pixels = VQPixels(tokenizer, CONFIG.grid) if with_tokenizer else object()
+    pixels = VQPixels(tokenizer, CONFIG.grid) if with_tokenizer else None
     weights = {"target": "a" * 64, "tokenizer": "b" * 64}
     codebook = tokenizer.codebook()
     return LoadedModel(

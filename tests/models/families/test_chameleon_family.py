@@ -63,7 +63,7 @@ def test_model_files_decode_in_every_mode(described: Path) -> None:
             generators=[torch.Generator().manual_seed(1)],
         )[0]
         assert len(image.tokens) == card.tokens == model.target.image_tokens
-        assert model.pixels.pixels(image.tokens[None]).shape == (1, 2 * rows, 2 * columns, 3)
+        assert model.draw(image.tokens[None]).shape == (1, 2 * rows, 2 * columns, 3)
     assert set(model.weights) == {"target", "sizes", "drafter", "tokenizer"}
 
 
@@ -174,7 +174,7 @@ def test_tokenizer_of_another_size_draws_nothing(anole: Path) -> None:
     (anole.parent / "target" / "tokenizer.json").unlink()
     model = model_of(str(anole)).load(CPU, FLOAT)
     with pytest.raises(UserError, match="the tokenizer has 64 codes, the target 63"):
-        model.pixels.pixels(torch.zeros(1, 16))
+        model.draw(torch.zeros(1, 16))
 
 
 @pytest.mark.parametrize("name", GRIDS)

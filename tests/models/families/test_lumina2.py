@@ -68,7 +68,7 @@ def test_agreement_with_the_arithmetic_written_out(name: str, tmp_path: Path) ->
             generators=[torch.Generator()],
         )
         assert image.tokens.tolist() == tokens.tolist()
-    picture = model.pixels.pixels(tokens[None])[0]
+    picture = model.draw(tokens[None])[0]
     drawn = tiny.pixels(vq, shape, tokens[free]).permute(1, 2, 0)
     assert picture.shape == drawn.shape
     assert (picture - ((drawn.clamp(-1, 1) + 1) * 127.5)).abs().max() <= 1

@@ -79,7 +79,7 @@ def test_agreement_with_transformers(family: str, name: str, tmp_path: Path) -> 
         generators=[torch.Generator()],
     )[0].tokens
     assert tokens.tolist() == wanted.tokens.tolist()
-    pixels = model.pixels.pixels(wanted.tokens[None])[0]
+    pixels = model.draw(wanted.tokens[None])[0]
     assert (
         pixels.shape == wanted.pixels.shape
         and (pixels.int() - wanted.pixels.int()).abs().max() <= 1

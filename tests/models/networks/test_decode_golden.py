@@ -250,8 +250,8 @@ def test_picture_equals_official_decoding_of_its_tokens(tmp_path: Path) -> None:
     )
     model: Any = golden_models.load(path)
     (image,) = decode(model, "class 1", mode="ar", cfg_scale=2)
-    drawn = model.pixels.pixels(image.tokens[None])
+    drawn = model.draw(image.tokens[None])
     assert np.array_equal(np.asarray(image.picture), drawn[0].numpy())
     official = ((recorded["pixels"].clamp(-1, 1) + 1) * 127.5).round().permute(0, 2, 3, 1)
-    assert (model.pixels.pixels(codes).float() - official).abs().max() <= 1
+    assert (model.draw(codes).float() - official).abs().max() <= 1
     assert not isinstance(model.target.cls_embedding, CaptionFeatures)
