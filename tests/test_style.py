@@ -31,9 +31,11 @@ def tuple_assignments(tree: ast.AST) -> int:
 
 
 def units(tree: ast.AST) -> int:
-    """The size of code: statements and expressions, without docstrings, annotations and names of keyword arguments.
+    """The size of code: statements and expressions, without docstrings, annotations and names of
+    keyword arguments.
 
-    `a, b = x, y` has 7 units and the same in two statements 6, so that nothing is gained by squeezing.
+    `a, b = x, y` has 7 units and the same in two statements 6, so that nothing is gained by
+    squeezing.
     """
     skipped = {"annotation", "returns"}
     count = isinstance(tree, ast.stmt | ast.expr)

@@ -193,6 +193,7 @@ class Console:
             self.data("\n".join([*head, *lines, *(f"\n{note}" for note in notes)]))
         else:
             _draw_table(stream=self._out, texts=texts, title=title, notes=notes)
+        return None
 
     def say(self, text: str) -> None:
         """Write a message to stderr, unless quiet."""

@@ -158,6 +158,7 @@ def generate(
         rows.append(row | {"distance": distance_of_image(sums)})
     console.table(pd.DataFrame(rows), title=prompt, format=format)
     console.say(f"picture: {out}")
+    return None
 
 
 def _prompt(caption: str | None, label: int | None, random: bool, model: str) -> str:

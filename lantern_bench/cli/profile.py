@@ -174,6 +174,7 @@ def profile(
     if save_to is not None:
         profiling.save_device(profiled=profiled, rows=rows, compute=compute, path=save_to)
         console.say(f"written: {save_to}")
+    return None
 
 
 def _decodings(flags: dict[str, Any], mode: list[str] | None, search: bool) -> list[Decoding]:

@@ -107,6 +107,7 @@ def sweep(
     show = _show_reproduction if published else _show_summary
     show(request.folder, console, format)
     check_failed(request, failed)
+    return None
 
 
 def merge(

@@ -72,6 +72,7 @@ def drafter(
     table = pd.DataFrame(plan_rows(job), columns=["what", "how much"])
     console.table(table, title=f"drafter for {job.flags.target}", format=format)
     console.say(f"would be written to {job.out}; nothing was made")
+    return None
 
 
 def _run(job: DrafterJob, min_mal: float | None, console: Console, format: str | None) -> None:

@@ -214,7 +214,8 @@ def _measure_cell(
     notes: list[str],
 ) -> Row:
     """Return the figures of a cell; those of pictures go into `measured`, what is missing into `notes`."""
-    assert measured.features is not None and scorers.extractor is not None
+    assert measured.features is not None
+    assert scorers.extractor is not None
     sets, manifold = _sets(
         features=measured.features, manifold=measured.manifold, against=against, scorers=scorers
     )

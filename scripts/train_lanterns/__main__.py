@@ -111,6 +111,7 @@ def train_lanterns(
         settings=settings,
         console=console,
     )
+    return None
 
 
 def _train(

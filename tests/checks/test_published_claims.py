@@ -1,4 +1,6 @@
-"""The example of docs/audit.md for SCD: by hand in fractions, and by the form that its authors published."""
+"""The example of docs/audit.md for SCD: by hand in fractions, and by the form that its authors
+published.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ P = torch.tensor([0.5, 0.5])
 @pytest.mark.usefixtures("published_forms")
 @pytest.mark.parametrize(("drafting", "verified_with"), [("jacobi", "r"), ("scd-published", "q")])
 def test_an_old_q_kept_with_a_draft(drafting: str, verified_with: str) -> None:
-    # Draft 0 is kept, 1 is kept, and 1 is redrawn, to 0: their chances, and the q of token 0 that verifies each.
+    # Draft 0 is kept, 1 is kept, and 1 is redrawn, to 0: their chances, and the q of token 0 that
+    # verifies each.
     chances = [Fraction(1, 2), Fraction(1, 4), Fraction(1, 4)]
     redrawn = Fraction(3, 4)
     old = redrawn if verified_with == "r" else Fraction(1, 2)

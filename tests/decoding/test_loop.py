@@ -1,4 +1,6 @@
-"""The whole loop with a tabular target: lossless by G-test with power, greedy equals greedy, counts add up."""
+"""The whole loop with a tabular target: lossless by G-test with power, greedy equals greedy, counts
+add up.
+"""
 
 from __future__ import annotations
 

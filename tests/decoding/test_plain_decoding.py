@@ -1,4 +1,6 @@
-"""The plain implementation and the package decode the same model to the same greedy tokens, and commit alike."""
+"""The plain implementation and the package decode the same model to the same greedy tokens, and
+commit alike.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from scripts.bench.plain_decoding import Plain, shape_of
-from scripts.bench.plain_network import PlainDrafter, PlainTarget
 
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.loop import decode
@@ -16,6 +16,8 @@ from lantern_bench.methods.static_trees import STATIC_TREES
 from lantern_bench.models.families.lanterns.description import GUIDANCE, HELD_OUT
 from lantern_bench.models.families.lanterns.family import Lanterns
 from lantern_bench.models.loaded_model import LoadedModel
+from scripts.bench.plain_decoding import Plain, shape_of
+from scripts.bench.plain_network import PlainDrafter, PlainTarget
 
 TOKENS = 40
 CAPTION = HELD_OUT[1].caption()
@@ -77,7 +79,8 @@ def test_greedy_tokens_are_equal(model: LoadedModel, plain: Plain) -> None:
             generators=[torch.Generator()],
             tokens=TOKENS,
         )[0].trace
-        # Static trees of both draft the same tokens; dynamic ones may settle equal scores otherwise.
+        # Static trees of both draft the same tokens; dynamic ones may settle equal scores
+        # otherwise.
         if "tree" in ours:
             assert sum(course.committed) / len(course.committed) == pytest.approx(trace.mal_uncut)
 

@@ -59,7 +59,8 @@ def test_an_outside_drafting_is_swept_and_certified(tmp_path: Path) -> None:
         for row in rows(tmp_path / "certificate" / "power.csv")
         if row["setting"] == "echo w3, tables"
     ]
-    assert len(power) == 2 and all(row["images"] for row in power)
+    assert len(power) == 2
+    assert all(row["images"] for row in power)
 
 
 @pytest.fixture

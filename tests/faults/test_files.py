@@ -1,4 +1,6 @@
-"""Files of a run that cannot be written, are damaged or gone; and what `verify` says of them and repairs."""
+"""Files of a run that cannot be written, are damaged or gone; and what `verify` says of them and
+repairs.
+"""
 
 from __future__ import annotations
 
@@ -41,12 +43,11 @@ def test_disk_full(bench: Bench, expected: Tokens, outcome: Outcome) -> None:
     """Disk full in the middle of a line"""
     code, output = bench.sweep("run", largest_file=10_000)
     finished = len(bench.tokens("run"))
-    assert (
-        code == 3
-        and "records.jsonl: cannot be written: File too large" in output
-        and "Traceback" not in output
-    )
-    assert 0 < finished < IMAGES and bench.lines("run") == finished
+    assert code == 3
+    assert "records.jsonl: cannot be written: File too large" in output
+    assert "Traceback" not in output
+    assert 0 < finished < IMAGES
+    assert bench.lines("run") == finished
     assert (bench.folder / "run" / "records.jsonl").read_bytes().endswith(b"\n")
     finish(bench, "run", expected)
     outcome(
@@ -62,11 +63,9 @@ def test_read_only_folder(bench: Bench, outcome: Outcome) -> None:
     folders = ["/proc/1/run"] if os.access(closed, os.W_OK) else ["closed", "closed/run"]
     for folder in folders:
         code, output = bench.sweep(folder)
-        assert (
-            code == 2
-            and f"--out {folder}: cannot be written" in output
-            and "Traceback" not in output
-        )
+        assert code == 2
+        assert f"--out {folder}: cannot be written" in output
+        assert "Traceback" not in output
         assert not Path(folder, "records.jsonl").exists()
     outcome(f"exit {code}, before a model is loaded: --out FOLDER: cannot be written")
 
@@ -103,11 +102,9 @@ def test_flipped_bits_in_records(bench: Bench, expected: Tokens, outcome: Outcom
     digit = first[4].index(b'"seed": ') + len(b'"seed": ')
     path.write_bytes(b"".join([*first[:4], flip(first[4], digit), *first[5:]]))
     code, output = bench.sweep("run")
-    assert (
-        code == 2
-        and "records.jsonl line 5: damaged, its checksum differs" in output
-        and "--repair" in output
-    )
+    assert code == 2
+    assert "records.jsonl line 5: damaged, its checksum differs" in output
+    assert "--repair" in output
     cell = json.loads(first[4])["cell_id"]
     problems = ["records.jsonl: line 5: damaged, its checksum differs"]
     repaired(
@@ -131,10 +128,8 @@ def test_interleaved_records(bench: Bench, expected: Tokens, outcome: Outcome) -
         for line in lines[3:5]
     )
     problems = bench.problems("run")
-    assert (
-        problems[0] == "records.jsonl: line 4: damaged, not a JSON object"
-        and sorted(problems[1:]) == missing
-    )
+    assert problems[0] == "records.jsonl: line 4: damaged, not a JSON object"
+    assert sorted(problems[1:]) == missing
     repaired(bench=bench, out="run", expected=expected, problems=problems)
     outcome(
         "verify names the line; after --repair the sweep makes its two images again; a line twice counts once"
@@ -181,7 +176,8 @@ def test_a_second_writer(bench: Bench, expected: Tokens, outcome: Outcome) -> No
     first = bench.start(*SWEEP, "run", TINY_SLEEP="2")
     first.until(lambda: bench.lines("run") >= 1)
     code, output = bench.sweep("run")
-    assert code == 3 and f"run is in use: process {first.pid} on " in output
+    assert code == 3
+    assert f"run is in use: process {first.pid} on " in output
     os.kill(first.pid, signal.SIGKILL)
     first.end()
     assert (bench.folder / "run" / ".writer.json").exists()

@@ -1,4 +1,5 @@
-"""A small made-up run: records and scores as a sweep leaves them, with walks that can be counted by hand.
+"""A small made-up run: records and scores as a sweep leaves them, with walks that can be counted by
+hand.
 
 Shared by the tests of tables, curves and commands; nothing is decoded.
 """
@@ -75,7 +76,8 @@ LOOSE = Decoding(
         "cfg_default": 2,
     }
 )
-# Steps of an image: two drafts taken and the third node without children; one taken, then all rejected; all rejected.
+# Steps of an image: two drafts taken and the third node without children; one taken, then all
+# rejected; all rejected.
 WALKS = [[0, 1], [0, -1], [-1]]
 
 

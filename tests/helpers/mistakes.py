@@ -1,4 +1,5 @@
-"""Decoding with mistakes that are easily made, which tests must reject: in rules, in drafts, and between images.
+"""Decoding with mistakes that are easily made, which tests must reject: in rules, in drafts, and
+between images.
 
 docs/algorithms.md, sections 3, 4 and 8; docs/audit.md has how many images it takes to reject each.
 """
@@ -67,7 +68,9 @@ class Mistake:
 
 
 def mistakes_of(decoding: Decoding, model: DecodableModel) -> list[Mistake]:
-    """Return the mistakes that can be made in a decoding: in its rule, in its drafts, in everything around them."""
+    """Return the mistakes that can be made in a decoding: in its rule, in its drafts, in everything
+    around them.
+    """
     return [*rule_mistakes(decoding, model), *drafting_mistakes(decoding), *step_mistakes(decoding)]
 
 
@@ -101,13 +104,17 @@ def rule_mistakes(decoding: Decoding, model: DecodableModel) -> list[Mistake]:
 
 
 def strict_without_residual(children: Children, _rule: BoundRule) -> Acceptance:
-    """The strict rule without its residual: drafts are accepted as often as they should, so a weak test misses it."""
+    """The strict rule without its residual: drafts are accepted as often as they should, so a weak
+    test misses it.
+    """
     keeps_p = probability_rule("keeps p", official_removal=0.0)
     return accept_children(children, OfficialRule(keeps_p(lambda draft, _values: draft.ratio)))
 
 
 def siblings_not_renormalised(children: Children, _rule: BoundRule) -> Acceptance:
-    """The strict rule that takes a rejected sibling out of q (deterministic: of p) and does not renormalise."""
+    """The strict rule that takes a rejected sibling out of q (deterministic: of p) and does not
+    renormalise.
+    """
     p = children.p
     q = children.q
     accept = torch.zeros_like(children.tokens, dtype=p.dtype)
@@ -301,7 +308,9 @@ def _shared_bits(these: slice, those: slice) -> Iterator[None]:
 
 
 def drafting_mistakes(decoding: Decoding) -> list[Mistake]:
-    """Return the mistakes of a Jacobi or hybrid drafting between two steps, those that its coupling can have."""
+    """Return the mistakes of a Jacobi or hybrid drafting between two steps, those that its coupling
+    can have.
+    """
     if decoding.drafting not in ("jacobi", "hybrid"):
         return []
     coupling = decoding.value("coupling")
@@ -323,7 +332,9 @@ def drafting_mistakes(decoding: Decoding) -> list[Mistake]:
 
 
 class _Remembering(JacobiDrafting):
-    """A Jacobi drafting that remembers the last draft of each position and its q; `remembers` says where."""
+    """A Jacobi drafting that remembers the last draft of each position and its q; `remembers` says
+    where.
+    """
 
     def start_images(self, p: Tensor) -> None:
         super().start_images(p)
@@ -391,7 +402,9 @@ class _KeptDraft(_Remembering):
 
 
 class _SlotNoise(JacobiDrafting):
-    """The noise of Gumbel coupling belongs to a place of the window, not to a position of the image."""
+    """The noise of Gumbel coupling belongs to a place of the window, not to a position of the
+    image.
+    """
 
     def start_images(self, p: Tensor) -> None:
         super().start_images(p)
@@ -405,7 +418,9 @@ class _SlotNoise(JacobiDrafting):
 
 
 class _UniformNumbers(_Remembering):
-    """Draws the uniform number of each draft after the fact: if the draft stays, it was below the chance to stay."""
+    """Draws the uniform number of each draft after the fact: if the draft stays, it was below the
+    chance to stay.
+    """
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)

@@ -1,6 +1,7 @@
 """Scoring a run: which rows are written, what they contain, and that scoring is repeatable.
 
-The scorers are real classes with random weights; the pictures are files in a folder laid out like a run's.
+The scorers are real classes with random weights; the pictures are files in a folder laid out like a
+run's.
 """
 
 from __future__ import annotations
@@ -149,11 +150,16 @@ def test_cell_rows_have_fidelity_extractor_and_reference(
 ) -> None:
     assert scorers.extractor is not None
     first, second = (row for row in _score(run, scorers, reference) if row["level"] == "cell")
-    assert first["n"] == second["n"] == 6 and first["kid_subset"] == 3
-    assert first["fid"] is None and "fid needs 128 images" in first["note"]
-    assert isinstance(first["kid"], float) and first["kid_low"] < first["kid"] < first["kid_high"]
-    assert first["precision"] is None and "precision and recall need 256 images" in first["note"]
-    assert first["extractor"] == scorers.extractor.label and first["reference"] == "twenty scenes"
+    assert first["n"] == second["n"] == 6
+    assert first["kid_subset"] == 3
+    assert first["fid"] is None
+    assert "fid needs 128 images" in first["note"]
+    assert isinstance(first["kid"], float)
+    assert first["kid_low"] < first["kid"] < first["kid_high"]
+    assert first["precision"] is None
+    assert "precision and recall need 256 images" in first["note"]
+    assert first["extractor"] == scorers.extractor.label
+    assert first["reference"] == "twenty scenes"
 
 
 def test_sets_of_ar_images_give_a_band(
@@ -168,8 +174,10 @@ def test_sets_of_ar_images_give_a_band(
         for number, record in enumerate(records)
     ]
     *rows, band = _score((folder, both), scorers, reference)
-    assert band["level"] == "band" and (band["n"], band["band_sets"]) == (6, 2)
-    assert band["cell_id"] == records[0]["cell_id"] and "fid" not in band
+    assert band["level"] == "band"
+    assert (band["n"], band["band_sets"]) == (6, 2)
+    assert band["cell_id"] == records[0]["cell_id"]
+    assert "fid" not in band
     for name in ("kid", "precision", "recall"):
         assert band[f"{name}_low"] <= band[name] <= band[f"{name}_high"]
     assert {row["precision"] for row in rows if row["level"] == "image"} <= {0.0, 1.0}
@@ -187,7 +195,8 @@ def test_a_missing_picture_is_noted(
     rows = _score(run, scorers, reference)
     assert "key0" not in {row.get("record_key") for row in rows}
     cell = next(row for row in rows if row["level"] == "cell")
-    assert cell["n"] == 5 and "1 images are missing" in cell["note"]
+    assert cell["n"] == 5
+    assert "1 images are missing" in cell["note"]
 
 
 def test_the_last_record_of_a_key_counts(run: Run) -> None:
@@ -309,7 +318,8 @@ def test_tokens_are_scored_once_and_reach_the_tables(tiny_copy: Path) -> None:
         .all(axis=None)
     )
     greedy = summary.filter(like="t0", axis=0)
-    assert (greedy["argmax_mismatch"] == 0).all() and greedy["distance"].isna().all()
+    assert (greedy["argmax_mismatch"] == 0).all()
+    assert greedy["distance"].isna().all()
 
 
 def test_pictures_without_tokens_are_decoded_again(tiny_copy: Path) -> None:

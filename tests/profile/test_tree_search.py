@@ -132,7 +132,8 @@ def test_decodings_are_measured_in_turns(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(step_costs, "decode", watched)
     costs = step_costs.step_costs(model, [plain, drafted], PROMPTS[:3], on_progress=shares.append)
     assert order == [False, True] + [False, True] * 3  # a warm-up of each, then in turns
-    assert shares[-1] == 1.0 and [len(cost.traces) for cost in costs] == [3, 3]
+    assert shares[-1] == 1.0
+    assert [len(cost.traces) for cost in costs] == [3, 3]
     for cost in costs:
         seconds = sum(trace.seconds - trace.phases["prefill"] for trace in cost.traces)
         assert cost.total == pytest.approx(

@@ -1,4 +1,6 @@
-"""Records as columns: the rows that were written, in a fraction of their memory; what is damaged is named."""
+"""Records as columns: the rows that were written, in a fraction of their memory; what is damaged is
+named.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def complete(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def many(count: int) -> list[dict[str, Any]]:
-    """Records of which every other has no steps; seeds do not fit into float64, marks are true, false or missing."""
+    """Records of which every other has no steps; seeds do not fit into float64, marks are true,
+    false or missing.
+    """
     rows = []
     for number in range(count):
         row = make_record(
@@ -52,7 +56,8 @@ def test_rows_read_back_as_they_were_written(tmp_path: Path, count: int) -> None
     path = written(tmp_path / "r.jsonl", rows)
     assert [msgspec.structs.asdict(row) for row in read_rows(path, "records")] == rows
     frame = read_frame(path, "records")
-    assert rows_of(frame) == rows and list(frame) == NAMES
+    assert rows_of(frame) == rows
+    assert list(frame) == NAMES
     for row, again in zip(rows[:20], rows_of(frame), strict=False):
         assert {name: type(value) for name, value in row.items()} == {
             name: type(value) for name, value in again.items()

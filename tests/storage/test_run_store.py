@@ -1,4 +1,5 @@
-"""The run directory: resuming loses no finished image and mixes none, and every refusal names its reason.
+"""The run directory: resuming loses no finished image and mixes none, and every refusal names its
+reason.
 
 The property test cuts records.jsonl at any byte, as a killed process would, and continues.
 """
@@ -223,7 +224,10 @@ def test_a_run_killed_while_it_writes_its_first_files_goes_on(
 
 
 def test_older_schema_is_read_but_not_resumed(tmp_path: Path) -> None:
-    """Version 1 had neither prompt_source nor checksum: such columns are empty. Runs without `process` had one."""
+    """Version 1 had neither prompt_source nor checksum: such columns are empty.
+
+    Runs without `process` had one.
+    """
     with RunStore(tmp_path, EXPERIMENT, KEY) as store:
         store.append(PLAN.tasks[0], {"tokens": 256})
     (row,) = read_records(tmp_path)
@@ -235,7 +239,9 @@ def test_older_schema_is_read_but_not_resumed(tmp_path: Path) -> None:
     manifest = read_manifest(tmp_path) | {"schema_version": 1}
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
     (old,) = read_records(tmp_path)
-    assert old["tokens"] == 256 and old["prompt_source"] is None and old["process"] == 0
+    assert old["tokens"] == 256
+    assert old["prompt_source"] is None
+    assert old["process"] == 0
     assert rows_of(read_run(tmp_path).records) == [old]
     with pytest.raises(RefusedError, match="schema_version changed"):
         RunStore(tmp_path, EXPERIMENT, key(schema_version=SCHEMA_VERSION))

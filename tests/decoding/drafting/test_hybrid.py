@@ -1,7 +1,8 @@
 """Windows that ask a drafter for their first places: lossless by enumeration, which sees mistakes.
 
-The harness is that of test_jacobi.py: whole images, step after step, through the package's own `draft`, `verify` and
-`learn`; the drafter is a table that knows every token before a draft (docs/algorithms.md, sections 8.6 and 8.7).
+The harness is that of test_jacobi.py: whole images, step after step, through the package's own
+`draft`, `verify` and `learn`; the drafter is a table that knows every token before a draft
+(docs/algorithms.md, sections 8.6 and 8.7).
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class TableProposer:
         return torch.stack([self.model.q(tuple(image)) for image in self.images])[:, None]
 
     def extend(self, tokens: Tensor, origin: Tensor, seen: Tensor) -> Tensor:
-        assert origin.eq(0).all() and seen.all()
+        assert origin.eq(0).all()
+        assert seen.all()
         self.images = [
             [*image, int(token)] for image, token in zip(self.images, tokens[:, 0], strict=True)
         ]
@@ -47,7 +49,10 @@ class TableProposer:
 
 
 class WithTable(HybridDrafting):
-    """Remembers the image's tokens [B, N + W + 1], and asks `TableProposer` for them. A test sets `model`."""
+    """Remembers the image's tokens [B, N + W + 1], and asks `TableProposer` for them.
+
+    A test sets `model`.
+    """
 
     model: Tabular
 

@@ -1,8 +1,9 @@
 """Jacobi drafting: lossless by enumeration, which sees broken variants; coupling; forced tokens.
 
-Enumerated is the whole image, step after step: (tokens, rows, drafts) with their probabilities, through the package's
-own `draft`, `verify` and `learn` (docs/algorithms.md, section 8.6). Maximal coupling is part of the probability of a
-draft; Gumbel coupling is followed at V = 2 as intervals of one uniform number for each position.
+Enumerated is the whole image, step after step: (tokens, rows, drafts) with their probabilities,
+through the package's own `draft`, `verify` and `learn` (docs/algorithms.md, section 8.6). Maximal
+coupling is part of the probability of a draft; Gumbel coupling is followed at V = 2 as intervals of
+one uniform number for each position.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ def jacobi_decoding(**values: Any) -> Decoding:
 
 
 class Particles(NamedTuple):
-    """Decodes with the same number of committed `tokens` [n, m], their probabilities, and the drafting's state."""
+    """Decodes with the same number of committed `tokens` [n, m], their probabilities, and the
+    drafting's state.
+    """
 
     weight: Tensor
     tokens: Tensor
@@ -259,7 +262,9 @@ class Exact:
     def outcomes(
         self, drafting: JacobiDrafting, tree: DraftTree, p: Tensor, limit: int
     ) -> Iterator[tuple[Tensor, ...]]:
-        """How a step can end: chances [n], path [n, D + 1], its tokens [n, D], accepted [n], what comes next [n, V]."""
+        """How a step can end: chances [n], path [n, D + 1], its tokens [n, D], accepted [n], what
+        comes next [n, V].
+        """
         del drafting
         ends = verify_step(tree=tree, p=p, depth_limit=limit, rule=self.rule)
         for node, (stop, path, accepted, after) in enumerate(zip(*ends, strict=True)):
@@ -320,7 +325,9 @@ class Exact:
     def drafted(
         self, particles: Particles, wanted: Tensor, limit: int
     ) -> tuple[Tensor, DraftTree, JacobiDrafting, Particles]:
-        """Draft `wanted` [n, W], of which `limit` count: its chance [n], the tree, the drafting, what is known then."""
+        """Draft `wanted` [n, W], of which `limit` count: its chance [n], the tree, the drafting,
+        what is known then.
+        """
         moved = particles.state["_moved"]
         root = particles.tokens[:, -1]
         drafting = load(self.drafting(len(wanted)), particles)
@@ -373,7 +380,8 @@ class Exact:
     ) -> tuple[Drafted, Tensor]:
         """Draft with the draws `wanted`, and return what they are drawn from [n, W, V].
 
-        The drafter's places of a hybrid window are drawn after the whole window, one after the other.
+        The drafter's places of a hybrid window are drawn after the whole window, one after the
+        other.
         """
         seen: list[Tensor] = []
 

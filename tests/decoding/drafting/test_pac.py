@@ -1,7 +1,7 @@
 """Jacobi drafts with siblings: lossless by enumeration; the published samplers are seen not to be.
 
-The harness is that of test_jacobi.py: whole images, step after step, through the package's own `draft`, `verify` and
-`learn` (docs/algorithms.md, sections 8.2, 8.3 and 8.6).
+The harness is that of test_jacobi.py: whole images, step after step, through the package's own
+`draft`, `verify` and `learn` (docs/algorithms.md, sections 8.2, 8.3 and 8.6).
 """
 
 from __future__ import annotations
@@ -103,7 +103,9 @@ class ExactPac(Exact):
 def published_outcomes(
     drafting: JacobiDrafting, tree: DraftTree, p: Tensor, limit: int
 ) -> Iterator[tuple[Tensor, ...]]:
-    """As `Exact.outcomes`, of a walk in which every candidate counts: all of them accepted or not in every way."""
+    """As `Exact.outcomes`, of a walk in which every candidate counts: all of them accepted or not
+    in every way.
+    """
     batch, _, vocabulary = p.shape
     limits = torch.full((batch,), limit)
     layout = tree.layout
@@ -183,7 +185,9 @@ def published(**values: Any) -> Decoding:
     ("drafting", "wanted"), [("pac", [0.6, 0.4]), ("sjd-pac-published", [1.0, 0.0])]
 )
 def test_the_longest_path_is_no_lossless_choice(drafting: str, wanted: list[float]) -> None:
-    """Two tokens, two candidates: a candidate wins by the candidate below it, which only one of them can have."""
+    """Two tokens, two candidates: a candidate wins by the candidate below it, which only one of
+    them can have.
+    """
     decoding = pac_decoding(drafting=drafting, candidates=2, window=2)
     method = drafting_of(decoding, TabularModel(2, 4, 0))
     method._q.copy_(torch.tensor([[0.5, 0.5], [1.0, 0.0]]))
@@ -204,7 +208,9 @@ P = torch.tensor([0.1, 0.1, 0.4, 0.4])
 
 
 def redrafted(decoding: Decoding, images: int = 200_000) -> tuple[PacDrafting, Drafted]:
-    """Draft where r is `R` at the first depth, behind a step that accepted nothing and had q uniform over 4 there."""
+    """Draft where r is `R` at the first depth, behind a step that accepted nothing and had q
+    uniform over 4 there.
+    """
     noise = torch.Generator().manual_seed(1)
     model = TabularModel(4, 6, 0)
     drafting = drafting_of(decoding, model, images)

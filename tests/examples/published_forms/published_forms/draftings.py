@@ -1,8 +1,8 @@
 """Jacobi drafting as its authors coded it where that is not lossless, for comparison and audit.
 
-SCD: arXiv 2510.24211 and github.com/junhyukso/SCD, its code for Lumina and Janus. SJD-PAC: arXiv 2603.18599 and
-github.com/KangJialiang/SJD-PAC at 4fbc099. docs/algorithms.md, sections 8.2 and 8.3, have the smallest examples that
-show the difference.
+SCD: arXiv 2510.24211 and github.com/junhyukso/SCD, its code for Lumina and Janus. SJD-PAC: arXiv
+2603.18599 and github.com/KangJialiang/SJD-PAC at 4fbc099. docs/algorithms.md, sections 8.2 and 8.3,
+have the smallest examples that show the difference.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ class PublishedScd(JacobiDrafting):
     reads_last_drafts = True
 
     def draft(self, inputs: DraftInputs) -> JacobiDraft:
-        """Draft with the right probabilities, and verify with the old rows where a draft comes out as before."""
+        """Draft with the right probabilities, and verify with the old rows where a draft comes out
+        as before.
+        """
         drafted = super().draft(inputs)
         x = drafted.tokens[:, 1:, None]
         source = (self._ahead[:-1] + self._moved[:, None])[:, :, None]
@@ -47,12 +49,13 @@ class PublishedScd(JacobiDrafting):
 
 
 class PublishedSjdPac(PacDrafting):
-    """SJD-PAC as its authors coded it, with p the target's new answer, q what a draft was drawn from, r the old answer.
+    """SJD-PAC as its authors coded it, with p the target's new answer, q what a draft was drawn
+    from, r the old answer.
 
-    - Each candidate is accepted by itself, and the longest accepted path wins; a uniform token follows a whole window.
-    - A rejected first candidate that has siblings is redrawn from the residual that all of them leave.
-    - Siblings are drawn from norm(max(r - q, 0)) and verified as draws from r.
-    - The p behind the last draft is not reused.
+    - Each candidate is accepted by itself, and the longest accepted path wins; a uniform token
+    follows a whole window. - A rejected first candidate that has siblings is redrawn from the
+    residual that all of them leave. - Siblings are drawn from norm(max(r - q, 0)) and verified as
+    draws from r. - The p behind the last draft is not reused.
 
     One thing differs from the authors' code: a sibling never equals the first candidate.
     """
@@ -83,7 +86,9 @@ class PublishedSjdPac(PacDrafting):
         self._moved.add_(1)  # one row less is reused
 
     def sibling_q(self, first: Tensor) -> Tensor:
-        """Return norm(max(r - q, 0)) where a first candidate stayed, and what all left where it was rejected."""
+        """Return norm(max(r - q, 0)) where a first candidate stayed, and what all left where it was
+        rejected.
+        """
         branching = self._branching
         fresh = self._ahead[:branching] + self._moved[:, None] > self.depth
         old = self._old[:, :branching]
