@@ -19,7 +19,7 @@ import lantern_bench
 from lantern_bench.cli import main as cli
 from lantern_bench.models import registry
 from lantern_bench.storage.run_directory import RESULTS_VARIABLE
-from lantern_bench.sweep.events import ImageDone, Started
+from lantern_bench.sweeps.events import ImageDone, Started
 from lantern_bench.utils.errors import RecordsFailedError, RefusedError, UserError
 from lantern_bench.utils.progress import Note
 from tests.helpers.tiny_model import EXPERIMENT, PROMPTS, TOKENS, TinyModel

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rich.console import Console as RichConsole
 from statistics import fmean
 
-from lantern_bench.sweep.events import Event, ImageDone, Started
+from lantern_bench.sweeps.events import Event, ImageDone, Started
 from lantern_bench.utils.progress import Emit, Note, Share
 
 FORMATS = ("table", "csv", "json", "md", "latex")

@@ -20,7 +20,7 @@ from lantern_bench.devices.threads import set_threads
 from lantern_bench.methods.catalog import MODES
 from lantern_bench.models.registry import model_of
 from lantern_bench.prompts.prompt import class_prompt
-from lantern_bench.sweep.request import check_drafters
+from lantern_bench.sweeps.request import check_drafters
 from lantern_bench.utils.errors import RefusedError, UserError
 from lantern_bench.utils.files import check_writable
 
@@ -98,7 +98,7 @@ def generate(
     from lantern_bench.models.load import compile_models, load_models
     from lantern_bench.models.loaded_model import NoPixels
     from lantern_bench.models.random_model import random_model
-    from lantern_bench.sweep import decoder
+    from lantern_bench.sweeps import decoder
     from lantern_bench.utils.files import write_atomically
 
     compute = choose_compute(resolved.settings.device, resolved.settings.dtype)

@@ -17,7 +17,7 @@ from lantern_bench.cli.options import (
     with_flags,
 )
 from lantern_bench.devices.threads import set_threads
-from lantern_bench.sweep.choose_threads import set_fastest_threads
+from lantern_bench.sweeps.choose_threads import set_fastest_threads
 from lantern_bench.utils.errors import UserError
 
 if TYPE_CHECKING:

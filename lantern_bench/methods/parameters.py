@@ -95,7 +95,7 @@ class Parameter:
     # record keys omit the default, because there are runs older than the parameter
     omit_default: bool = False
     rare: bool = False  # its flag is accepted everywhere, and only `--help-all` shows it
-    # Which number of the model bounds it (`sweep/request.py`), beside its kind.
+    # Which number of the model bounds it (`sweeps/request.py`), beside its kind.
     bounded_by: Literal["tokens", "codes", "other codes"] | None = None
 
     @property

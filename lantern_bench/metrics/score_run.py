@@ -23,7 +23,7 @@ from lantern_bench.metrics.token_sums import score_tokens
 from lantern_bench.storage.run_directory import read_manifest, read_records, read_scores
 from lantern_bench.storage.run_store import RunStore
 from lantern_bench.storage.schema import Row
-from lantern_bench.sweep.request import Request
+from lantern_bench.sweeps.request import Request
 from lantern_bench.utils.errors import RefusedError
 from lantern_bench.utils.files import cache_folder
 from lantern_bench.utils.progress import Emit, Note

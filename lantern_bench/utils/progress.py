@@ -30,4 +30,4 @@ class Share(NamedTuple):
 
 
 Emit: TypeAlias = Callable[[Any], None]
-"""Receives the events of a run: notes, shares, and what `sweep/events.py` adds to them."""
+"""Receives the events of a run: notes, shares, and what `sweeps/events.py` adds to them."""

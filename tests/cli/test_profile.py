@@ -25,7 +25,7 @@ from lantern_bench.profile import tree_search
 from lantern_bench.profile.cost_model import STACKS, Setting, named_draft, step_seconds
 from lantern_bench.profile.device_specs import find_device
 from lantern_bench.profile.tree_search import SEARCHED, describe, searched_lossless
-from lantern_bench.sweep import choose_threads
+from lantern_bench.sweeps import choose_threads
 from lantern_bench.utils.progress import Note
 from tests.helpers.tiny_model import TinyModel
 

@@ -73,7 +73,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Finished]:
         patch.delenv("LANTERN_BENCH_WEIGHTS", raising=False)
         (folder / "table.yaml").write_text(TABLE)
         patch.setattr(
-            "lantern_bench.sweep.decoder._MAX_ATTEMPTS", 1
+            "lantern_bench.sweeps.decoder._MAX_ATTEMPTS", 1
         )  # not again for images that a busy machine disturbed
         out = io.StringIO()
         err = io.StringIO()

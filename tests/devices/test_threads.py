@@ -18,7 +18,7 @@ from lantern_bench.decoding.engine import Engine
 from lantern_bench.devices import threads
 from lantern_bench.devices.threads import Calibrated, calibrate, prepare_environment
 from lantern_bench.models.random_model import random_model_of_size, read_size
-from lantern_bench.sweep.choose_threads import set_fastest_threads
+from lantern_bench.sweeps.choose_threads import set_fastest_threads
 from lantern_bench.utils import clock
 
 

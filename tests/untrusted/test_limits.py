@@ -29,7 +29,7 @@ from lantern_bench.prompts.sets import load_prompts
 from lantern_bench.report.page import render
 from lantern_bench.storage.run_directory import load_runs
 from lantern_bench.storage.schema import write_csv
-from lantern_bench.sweep.request import prepare
+from lantern_bench.sweeps.request import prepare
 from lantern_bench.utils.errors import RefusedError, UserError
 from lantern_bench.utils.yaml_file import DEEPEST, MOST_CHARACTERS, read_source
 from tests.helpers import tiny_chameleon

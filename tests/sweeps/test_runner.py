@@ -32,11 +32,11 @@ from lantern_bench.storage.run_directory import (
 )
 from lantern_bench.storage.run_store import RunStore
 from lantern_bench.storage.schema import columns
-from lantern_bench.sweep import decoder
-from lantern_bench.sweep.choose_threads import calibrate_threads
-from lantern_bench.sweep.decoder import decode_batch
-from lantern_bench.sweep.events import DecodedImage, ImageDone
-from lantern_bench.sweep.runner import key_fields, run_plan
+from lantern_bench.sweeps import decoder
+from lantern_bench.sweeps.choose_threads import calibrate_threads
+from lantern_bench.sweeps.decoder import decode_batch
+from lantern_bench.sweeps.events import DecodedImage, ImageDone
+from lantern_bench.sweeps.runner import key_fields, run_plan
 from lantern_bench.utils.clock import Usage
 from lantern_bench.utils.errors import RefusedError, UserError
 from tests.helpers.tiny_model import EXPERIMENT, PROMPTS, TOKENS, TinyModel

@@ -28,9 +28,9 @@ from lantern_bench.config.settings import Overrides
 from lantern_bench.models import registry
 from lantern_bench.prompts.prompt import Prompt
 from lantern_bench.storage.run_directory import read_manifest, read_records
-from lantern_bench.sweep import ray_cluster
-from lantern_bench.sweep.ray_cluster import DeviceSlot, missing_of, shards_of, slots_of
-from lantern_bench.sweep.request import prepare
+from lantern_bench.sweeps import ray_cluster
+from lantern_bench.sweeps.ray_cluster import DeviceSlot, missing_of, shards_of, slots_of
+from lantern_bench.sweeps.request import prepare
 from lantern_bench.utils.errors import RefusedError, UserError
 from tests.faults.child import install
 from tests.helpers.tiny_model import EXPERIMENT, PROMPTS, TinyModel

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from lantern_bench.storage.run_directory import done_images
-from lantern_bench.sweep.events import Event, ImageDone, Started
-from lantern_bench.sweep.request import Request
+from lantern_bench.sweeps.events import Event, ImageDone, Started
+from lantern_bench.sweeps.request import Request
 from lantern_bench.utils import signals
 from lantern_bench.utils.clock import now
 from lantern_bench.utils.errors import LanternError, RecordsFailedError
@@ -69,7 +69,7 @@ def decode_in_processes(request: Request, emit: Emit) -> int:
 
 def _decode_missing(request: Request, emit: Emit) -> int:
     # imports torch, which the parent does not need
-    from lantern_bench.sweep.runner import decode_missing
+    from lantern_bench.sweeps.runner import decode_missing
 
     return decode_missing(request, emit)
 

@@ -23,10 +23,10 @@ from lantern_bench.models.loaded_model import LoadedModel, NoPixels
 from lantern_bench.storage.run_directory import done_images
 from lantern_bench.storage.run_store import RunStore
 from lantern_bench.storage.schema import SCHEMA_VERSION
-from lantern_bench.sweep.choose_threads import calibrate_threads
-from lantern_bench.sweep.decoder import Decoder
-from lantern_bench.sweep.events import ImageDone, Started
-from lantern_bench.sweep.request import Request
+from lantern_bench.sweeps.choose_threads import calibrate_threads
+from lantern_bench.sweeps.decoder import Decoder
+from lantern_bench.sweeps.events import ImageDone, Started
+from lantern_bench.sweeps.request import Request
 from lantern_bench.utils import signals
 from lantern_bench.utils.clock import now, settle_garbage, stamp
 from lantern_bench.utils.progress import Emit, Note, Share
