@@ -296,7 +296,7 @@ def command_line(
 CHILD = r"""
 import gc, json, os, re, sys
 from lantern_bench.cli.main import main
-from lantern_bench.errors import RefusedError
+from lantern_bench.utils.errors import RefusedError
 from lantern_bench.models.families.lanterns.family import Lanterns
 
 def refuse(*_):
