@@ -25,7 +25,7 @@ from lantern_bench.sweeps.events import Event, ImageDone, Started
 from lantern_bench.sweeps.request import prepare
 from lantern_bench.sweeps.run import check_failed, run
 from lantern_bench.utils.errors import UserError
-from lantern_bench.utils.progress import Share
+from lantern_bench.utils.progress import ProgressEvent
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -168,9 +168,11 @@ def _emitting(progress: bool | Callable[[Event], None]) -> Iterator[Callable[[Ev
         nonlocal bar, shown
         if isinstance(event, ImageDone):
             bar.update()
-        elif isinstance(event, Share | Started):
+        elif isinstance(event, ProgressEvent | Started):
             label, done, total = (
-                event if isinstance(event, Share) else ("images", 0, sum(event.to_do.values()))
+                event
+                if isinstance(event, ProgressEvent)
+                else ("images", 0, sum(event.to_do.values()))
             )
             if label != shown:
                 bar.close()

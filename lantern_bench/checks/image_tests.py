@@ -31,6 +31,7 @@ from lantern_bench.metrics.token_sums import sums_along
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.prompts.prompt import Prompt
 from lantern_bench.utils.errors import LogitsError
+from lantern_bench.utils.progress import Emit, ProgressEvent, ignore_events
 
 # of the difference of two logits without guidance
 _ROUNDING = {"float32": 1e-3, "bfloat16": 0.2, "float16": 0.04}
@@ -277,7 +278,7 @@ def greedy_differences(
     model: LoadedModel,
     prompts: Sequence[Prompt],
     decodings: Mapping[str, Decoding],
-    on_share: Callable[[float], None] = lambda _share: None,
+    emit: Emit = ignore_events,
     batch: int = 8,
 ) -> dict[str, list[tuple[int, float] | None]]:
     """Compare every decoding (temperature 0, one guidance scale) with greedy decoding, of every prompt.
@@ -303,5 +304,6 @@ def greedy_differences(
                 differences[name].append(
                     (differing[0], margins[differing[0]]) if differing else None
                 )
-            on_share((start + len(chosen) * number / len(decodings)) / len(prompts))
+            done = start + len(chosen) * number / len(decodings)
+            emit(ProgressEvent("greedy identity", done, len(prompts)))
     return differences

@@ -261,7 +261,7 @@ def certify(
 
     from lantern_bench.checks.certificate_rows import LEVEL, failures
     from lantern_bench.checks.certification import Certification
-    from lantern_bench.cli.console import duration
+    from lantern_bench.cli.console import duration, show_events
     from lantern_bench.models.load import compile_models
     from lantern_bench.storage.schema import frame
 
@@ -271,13 +271,14 @@ def certify(
     if plan.resolved.settings.compile and (note := compile_models([loaded], compute)) is not None:
         console.note(*note)
     with console.progress() as progress:
-        certification.prepare(progress.share)
+        emit = show_events(console, progress)
+        certification.prepare(emit)
         on_tables = sum(not trial.dtype for trial in certification.trials)
         counts = f"{on_tables} on tables, {len(certification.trials) - on_tables} with {plan.model}"
         console.say(
             f"{len(certification.trials)} trials ({counts}): about {duration(sum(certification.seconds))}"
         )
-        tables = certification.measure(progress.share)
+        tables = certification.measure(emit)
     certification.write(folder, tables)
 
     name = "audit" if modes else "power" if power else "certificate"

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 from statistics import fmean
 
 from lantern_bench.sweeps.events import Event, ImageDone, Started
-from lantern_bench.utils.progress import Emit, Note, Share
+from lantern_bench.utils.progress import Emit, Note, ProgressEvent
 
 FORMATS = ("table", "csv", "json", "md", "latex")
 
@@ -331,7 +331,7 @@ def show_events(console: Console, progress: Progress) -> Emit:
         match event:
             case Note():
                 console.note(event.text, event.advice, event.level)
-            case Share(label, share, total):
+            case ProgressEvent(label, share, total):
                 progress.share(label, share, total)
             case Started(finished, to_do):
                 images = sum(to_do.values())

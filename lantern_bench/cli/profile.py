@@ -109,6 +109,7 @@ def profile(
 
     import pandas as pd
 
+    from lantern_bench.cli.console import show_events
     from lantern_bench.devices.compute import choose_compute
     from lantern_bench.models.load import check_loaded, compile_models
     from lantern_bench.profile import step_costs as profiling
@@ -152,7 +153,7 @@ def profile(
     console.say(f"{compute.device}: {speeds}, measured at the size of this model")
     with console.progress() as progress:
         rows = profiling.measure(
-            profiled=profiled, steps=steps, rates=rates, on_progress=progress.share
+            profiled=profiled, steps=steps, rates=rates, emit=show_events(console, progress)
         )
     table = pd.DataFrame(rows).round(4)
     console.table(
@@ -206,7 +207,7 @@ def _search(
             decoding=decoding,
             prompts=profiled.prompts,
             seed=profiled.seed,
-            say=console.say,
+            emit=lambda note: console.note(*note),
         )
         table = pd.DataFrame([row for _, row in measured]).round(4)
         title = f"{decoding.mode}, {decoding.drafting}, {decoding.rule}, the fastest measured"

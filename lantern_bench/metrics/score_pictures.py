@@ -33,7 +33,7 @@ from lantern_bench.metrics.fidelity import (
 )
 from lantern_bench.metrics.protocols import Protocol
 from lantern_bench.storage.schema import CELL_COLUMNS, SCHEMA_VERSION, Row
-from lantern_bench.utils.progress import Emit, Share
+from lantern_bench.utils.progress import Emit, ProgressEvent
 from lantern_bench.utils.text import listed
 
 
@@ -154,7 +154,7 @@ def score_records(
         if any(cell_id in family for family in families):
             of_seeds[cell_id] = existing, measured
         if emit is not None:
-            emit(Share("scoring", done, len(cells)))
+            emit(ProgressEvent("scoring", done, len(cells)))
     for family in families:
         band = _spread_row([of_seeds[cell_id] for cell_id in family], scorers, against)
         yield common | used | {"cell_id": family[0]} | band

@@ -29,7 +29,7 @@ from lantern_bench.storage.run_directory import read_records, read_scores
 from lantern_bench.storage.run_store import RunStore
 from lantern_bench.storage.schema import Row
 from lantern_bench.utils.errors import LogitsError
-from lantern_bench.utils.progress import Emit, Note, Share
+from lantern_bench.utils.progress import Emit, Note, ProgressEvent
 
 _VALUES = 2**22  # probabilities in float64 at once
 
@@ -171,7 +171,7 @@ def score_tokens(folder: Path, device: str, emit: Emit) -> int:
                 row["prompt"] for rows in cells.values() for row in rows if row["model"] == name
             )
             for count, total in model.prepare(list(prompts)):
-                emit(Share(f"captions for {name}", count, total))
+                emit(ProgressEvent(f"captions for {name}", count, total))
         decodings = {cell.cell_id: cell.decoding for cell in experiment.cells}
         for cell_id, records in cells.items():
             model = models[records[0]["model"]]
@@ -187,7 +187,7 @@ def score_tokens(folder: Path, device: str, emit: Emit) -> int:
                     store.append_score({"level": "tokens", "cell_id": cell_id, **row})
                 done += len(records[start : start + batch])
                 others += len(records[start : start + batch]) - len(rows)
-                emit(Share("distance from the target", done, images))
+                emit(ProgressEvent("distance from the target", done, images))
         if others:
             text = f"the distance leaves out {others} images: their pictures hold no tokens, and decoding gave others"
             emit(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -41,7 +40,7 @@ from lantern_bench.storage.schema import Row, write_csv
 from lantern_bench.utils.clock import now, settle_garbage, synchronize
 from lantern_bench.utils.errors import UserError
 from lantern_bench.utils.files import write_atomically
-from lantern_bench.utils.progress import OnProgress
+from lantern_bench.utils.progress import Emit, ProgressEvent, ignore_events
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -95,7 +94,7 @@ def step_costs(
     prompts: Sequence[str],
     seed: int = 0,
     tokens: int | None = None,
-    on_progress: Callable[[float], None] = lambda _share: None,
+    emit: Emit = ignore_events,
 ) -> list[StepCost]:
     """Decode one image per prompt with each decoding, in turns, because the speed of a machine drifts."""
     device = model.target.device
@@ -119,7 +118,9 @@ def step_costs(
     for number in range(len(prompts)):
         for index, decoding in enumerate(decodings):
             traces[index].append(trace_of(decoding, number, tokens))
-            on_progress((number * len(decodings) + index + 1) / (len(prompts) * len(decodings)))
+            done = number * len(decodings) + index + 1
+            total = len(prompts) * len(decodings)
+            emit(ProgressEvent("measuring steps", done / total))
     return list(map(_step_cost, traces))
 
 
@@ -296,7 +297,7 @@ def with_drafting(decoding: Decoding, values: Values) -> Decoding:
 
 
 def measure(
-    profiled: ProfiledModel, steps: Mapping[str, Decoding], rates: Rates, on_progress: OnProgress
+    profiled: ProfiledModel, steps: Mapping[str, Decoding], rates: Rates, emit: Emit
 ) -> list[Row]:
     """Measure target forwards by number of nodes, then each kind of step by name, in turns; one step is `ar`."""
     model = profiled.model
@@ -305,7 +306,7 @@ def measure(
     memory = []
     for number, decoding in enumerate(steps.values(), start=1):
         memory.append(_memory(profiled, decoding))  # its programs are compiled here
-        on_progress("measuring memory", number / len(steps))
+        emit(ProgressEvent("measuring memory", number / len(steps)))
     rows: list[Row] = []
     for number, nodes in enumerate(_NODES, start=1):
         milliseconds = forward_ms(
@@ -318,15 +319,14 @@ def measure(
         rows.append(
             label | _bounded(profiled=profiled, nodes=nodes, milliseconds=milliseconds, rates=rates)
         )
-        on_progress("measuring forwards", number / len(_NODES))
-    on_share = partial(on_progress, "measuring steps")
+        emit(ProgressEvent("measuring forwards", number / len(_NODES)))
     costs = step_costs(
         model=model,
         decodings=list(steps.values()),
         prompts=prompts,
         seed=profiled.seed,
         tokens=profiled.tokens,
-        on_progress=on_share,
+        emit=emit,
     )
     ar_ms = costs[list(steps).index("ar")].total
     one_node_ms = rows[0]["milliseconds"]

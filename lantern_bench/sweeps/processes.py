@@ -22,7 +22,7 @@ from lantern_bench.sweeps.request import Request
 from lantern_bench.utils import signals
 from lantern_bench.utils.clock import now
 from lantern_bench.utils.errors import LanternError, RecordsFailedError
-from lantern_bench.utils.progress import Emit, Note, Share
+from lantern_bench.utils.progress import Emit, Note, ProgressEvent
 from lantern_bench.utils.text import one_line
 
 SECONDS_TO_END = 30.0  # how long a worker that is asked to end may take, before it is killed
@@ -62,7 +62,7 @@ def decode_in_processes(request: Request, emit: Emit) -> int:
                     if event in notes:
                         continue
                     notes.add(event)
-            if number == 1 or not isinstance(event, Started | Share):
+            if number == 1 or not isinstance(event, Started | ProgressEvent):
                 emit(event)
     return failed
 

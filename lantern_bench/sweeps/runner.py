@@ -29,7 +29,7 @@ from lantern_bench.sweeps.events import ImageDone, Started
 from lantern_bench.sweeps.request import Request
 from lantern_bench.utils import signals
 from lantern_bench.utils.clock import now, settle_garbage, stamp
-from lantern_bench.utils.progress import Emit, Note, Share
+from lantern_bench.utils.progress import Emit, Note, ProgressEvent
 
 if TYPE_CHECKING:
     import torch
@@ -104,7 +104,7 @@ def prepare_models(
             task.prompt.text for batch in batches for task in batch if task.cell.model == name
         )
         for count, total in model.prepare(list(prompts)):
-            emit(Share(f"captions for {name}", count, total))
+            emit(ProgressEvent(f"captions for {name}", count, total))
     return now() - began
 
 

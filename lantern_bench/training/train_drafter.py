@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,7 +56,7 @@ from lantern_bench.training.trainer import (
 )
 from lantern_bench.utils.errors import RefusedError, UserError
 from lantern_bench.utils.files import write_atomically
-from lantern_bench.utils.progress import OnProgress, no_progress
+from lantern_bench.utils.progress import Emit, ProgressEvent, ignore_events
 
 _SAMPLING = ("temperature", "top_k", "top_p", "filter_order", "cfg_scale", "cfg_default")
 _HELD_OUT_SEQUENCES = 32
@@ -254,7 +253,7 @@ def train_drafter(
     job: DrafterJob,
     model: LoadedModel,
     on_event: OnEvent,
-    on_progress: OnProgress,
+    emit: Emit,
     processes: Processes,
 ) -> tuple[TrainReport, list[Evaluated]]:
     """Train, write `job.out`, and evaluate the written drafter and the model's own, where it has one."""
@@ -273,7 +272,7 @@ def train_drafter(
         job=job,
         model=model,
         needed=target.image_tokens,
-        on_progress=on_progress,
+        emit=emit,
         processes=processes,
     )
     order = torch.randperm(
@@ -320,13 +319,13 @@ def train_drafter(
     evaluated = []
     with torch.compiler.set_stance("force_eager"):
         for name, written in drafters.items():
-            decoding = partial(on_progress, f"decoding, drafter: {name}")
             accepted = _accepted(
                 job=job,
                 model=replace(model, drafter=written),
                 prompts=prompts,
                 images=flags.final_images,
-                on_share=decoding,
+                emit=emit,
+                label=f"decoding, drafter: {name}",
             )
             evaluated.append(Evaluated(name, task.overlap(written), accepted))
     _write_report(job, report, evaluated)
@@ -334,13 +333,13 @@ def train_drafter(
 
 
 def _tokens(
-    job: DrafterJob, model: LoadedModel, needed: int, on_progress: OnProgress, processes: Processes
+    job: DrafterJob, model: LoadedModel, needed: int, emit: Emit, processes: Processes
 ) -> Tensor:
     """Encode or sample the sequences; other processes read what the first one wrote."""
-    on_progress = on_progress if processes.first else no_progress
+    emit = emit if processes.first else ignore_events
     with processes.first_alone():
         for done, total in model.prepare(list(dict.fromkeys([*job.data.captions, *job.prompts]))):
-            on_progress("encoding captions", done / total)
+            emit(ProgressEvent("encoding captions", done / total))
         sampling = Decoding(mode="ar", **{name: getattr(job.decoding, name) for name in _SAMPLING})
         tokens = make_tokens(
             data=job.data,
@@ -348,7 +347,7 @@ def _tokens(
             decoding=sampling,
             seed=job.flags.seed,
             work=job.work,
-            on_progress=on_progress,
+            emit=emit,
         )
     if tokens.shape[1] != needed:
         raise UserError(
@@ -426,7 +425,8 @@ def _accepted(
     model: LoadedModel,
     prompts: Sequence[str],
     images: int,
-    on_share: Callable[[float], None] = lambda _share: None,
+    emit: Emit = ignore_events,
+    label: str = "",
 ) -> Observations | None:
     """Decode `images` images, repeating the prompts, and return their accepted lengths."""
     slots = [(prompts[number % len(prompts)], number // len(prompts)) for number in range(images)]
@@ -439,7 +439,7 @@ def _accepted(
             slots=slots[start : start + _BATCH],
         )
         committed += [image.trace.committed for image in decoded]
-        on_share(len(committed) / images)
+        emit(ProgressEvent(label, len(committed) / images))
     tokens = [float(sum(counts)) for counts in committed]
     steps = [float(len(counts)) for counts in committed]
     return Observations(tokens, steps, [prompt for prompt, _ in slots]) if images else None

@@ -37,7 +37,7 @@ from lantern_bench.storage.run_store import RunStore
 from lantern_bench.storage.schema import TABLES
 from lantern_bench.sweeps.runner import key_fields
 from lantern_bench.utils.errors import RefusedError
-from lantern_bench.utils.progress import Share
+from lantern_bench.utils.progress import ProgressEvent
 from scripts.train_lanterns.part_tasks import CLIP_CONFIG, save_clip
 from scripts.train_lanterns.parts import write_weights
 from scripts.train_lanterns.scenes import render
@@ -209,7 +209,7 @@ def test_the_last_record_of_a_key_counts(run: Run) -> None:
 def test_scoring_reports_progress_by_cell(run: Run) -> None:
     events: list[object] = []
     rows = _score(run, score_pictures.Scorers(NOTHING), None, events.append)
-    assert events == [Share("scoring", 1, 2), Share("scoring", 2, 2)]
+    assert events == [ProgressEvent("scoring", 1, 2), ProgressEvent("scoring", 2, 2)]
     assert {row["level"] for row in rows} == {"image"}
     assert _score((run[0], []), score_pictures.Scorers(NOTHING)) == []
 
@@ -308,7 +308,14 @@ def test_tokens_are_scored_once_and_reach_the_tables(tiny_copy: Path) -> None:
     events: list[Any] = []
     assert token_sums.score_tokens(tiny_copy, "cpu", events.append) == 18
     assert token_sums.score_tokens(tiny_copy, "cpu", events.append) == 0
-    assert [event.done for event in events if isinstance(event, Share)] == [3, 6, 9, 12, 15, 18]
+    assert [event.done for event in events if isinstance(event, ProgressEvent)] == [
+        3,
+        6,
+        9,
+        12,
+        15,
+        18,
+    ]
     assert set(of_tokens(tiny_copy)) == {record["record_key"] for record in read_records(tiny_copy)}
     summary = write_tables(tiny_copy)["summary"].set_index("cell_id")
     sampled = summary[summary["parameters"] != "T=0"].filter(like="t1", axis=0)

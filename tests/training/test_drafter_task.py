@@ -37,6 +37,7 @@ from lantern_bench.training.recipe import RECIPES, DrafterRecipe
 from lantern_bench.training.train_drafter import read_log, write_drafter
 from lantern_bench.training.trainer import SINGLE, Processes
 from lantern_bench.utils.errors import RefusedError
+from lantern_bench.utils.progress import ignore_events
 from tests.examples.tiny_hosted import SHAPE, write_model
 from tests.helpers import golden_models, tiny_chameleon
 from tests.helpers.tiny_target import CAPTIONS, CONFIG, caption_condition, tiny_model, tiny_target
@@ -332,7 +333,7 @@ def test_token_files_continue_where_they_were_interrupted(
             decoding=DECODING,
             seed=seed,
             work=tmp_path,
-            on_progress=lambda _label, _share: None,
+            emit=ignore_events,
         )
 
     monkeypatch.setattr(task_module, "_BATCH", 4)
