@@ -1,7 +1,8 @@
-"""The command `profile`: what decode steps cost, what the device allows, and which trees pay off."""
+"""The commands `profile` and `predict`: what decode steps cost here, and on other devices."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,29 +13,19 @@ from lantern_bench.cli.options import (
     RULE_FLAGS,
     DeviceOption,
     FormatOption,
+    RunArgument,
+    check_choice,
     resolve_flags,
     split_words,
     with_flags,
 )
 from lantern_bench.devices.threads import set_threads
-from lantern_bench.sweeps.choose_threads import set_fastest_threads
 from lantern_bench.utils.errors import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from lantern_bench.cli.console import Console
     from lantern_bench.config.decoding import Decoding
     from lantern_bench.profile.step_costs import ProfiledModel
-from collections.abc import Sequence
-
-from lantern_bench.cli.options import (
-    RunArgument,
-    check_choice,
-)
-
-if TYPE_CHECKING:
-    from lantern_bench.cli.console import Console
 
 
 _TREES = "chain-5,small-7,eagle1-25,58n5d10b"
@@ -138,6 +129,8 @@ def profile(
         console.note(*note)
     steps = {"ar": decodings[0].autoregressive(), **trees}
     if threads is None:
+        from lantern_bench.sweeps.choose_threads import set_fastest_threads
+
         kinds = [*steps.values(), decodings[0]][:2]
         set_fastest_threads(
             model=profiled.model,

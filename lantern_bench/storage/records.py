@@ -118,7 +118,8 @@ def read_rows(path: Path, table: str, wanted: Collection[str] | None = None) -> 
     """Yield the rows of `read_lines`; raises `UserError` for a damaged line."""
     for line in read_lines(path, table, wanted):
         if line.row is None:
-            advice = f"`lantern-bench verify {path.parent} --repair` drops it, and makes its content again."
+            command = f"lantern-bench check-run {path.parent} --repair"
+            advice = f"`{command}` and the same sweep make its content again."
             raise UserError(f"{path} line {line.number}: {line.problem}", advice)
         yield line.row
 

@@ -71,17 +71,22 @@ def test_a_run_without_records_still_has_its_tables(results, tmp_path, capsys):
     assert cli.main(["curves", "first", "--out", str(tmp_path / "curves")]) == 0
     assert (tmp_path / "curves" / "acceptance-by-depth.png").is_file()
     capsys.readouterr()
-    for words in (["verify"], ["report"], ["predict", "--device", "a100"], ["compare", "second"]):
+    for words in (
+        ["check-run"],
+        ["report"],
+        ["predict", "--device", "a100"],
+        ["compare", "second"],
+    ):
         assert cli.main([words[0], "first", *words[1:]]) == 3
         assert "first-1234 holds tables only, no records" in capsys.readouterr().err
 
 
-def test_verify_accepts_a_run_whose_pictures_were_left_out(results, capsys):
+def test_check_run_accepts_a_run_whose_pictures_were_left_out(results, capsys):
     manifest = results / "second" / "manifest.json"
-    assert cli.main(["verify", "second"]) == 5
+    assert cli.main(["check-run", "second"]) == 5
     assert "000000.png" in capsys.readouterr().out
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"pictures_left_out": True}))
-    cli.main(["verify", "second"])
+    cli.main(["check-run", "second"])
     assert ".png" not in capsys.readouterr().out
 
 
@@ -147,7 +152,7 @@ def test_usage_errors(results, refuse, typed, word):
         ["sweep", "--out", "9" * 5000],
         ["sweep", "--model", "9" * 5000 + ".yaml"],
         ["sweep", "--prompts", "coco:" + "9" * 5000 + ".json"],
-        ["verify", "9" * 5000],
+        ["check-run", "9" * 5000],
         ["merge", "9" * 5000],
     ],
 )

@@ -70,7 +70,7 @@ TYPED = [
     ],
     ["check-model", "tiny"],
     ["doctor"],
-    ["verify", "first"],
+    ["check-run", "first"],
     ["train", "drafter", "--target", "lanterns", "--data", "held-out", "--dry-run"],
 ]
 

@@ -1,4 +1,4 @@
-"""Files of a run that cannot be written, are damaged or gone; and what `verify` says of them and
+"""Files of a run that cannot be written, are damaged or gone; and what `check-run` says of them and
 repairs.
 """
 
@@ -30,11 +30,11 @@ def finish(bench: Bench, out: str, expected: Tokens) -> None:
 
 
 def repaired(bench: Bench, out: str, expected: Tokens, problems: list[str]) -> None:
-    """`verify` names exactly these problems; after `--repair` the same command leaves none."""
+    """`check-run` names exactly these problems; after `--repair` the same command leaves none."""
     assert bench.problems(out) == problems
-    code, output = bench.run("verify", out, "--format", "csv")
+    code, output = bench.run("check-run", out, "--format", "csv")
     assert code == 5, output
-    code, output = bench.run("verify", out, "--repair", "--format", "csv")
+    code, output = bench.run("check-run", out, "--repair", "--format", "csv")
     assert code == 0, output
     finish(bench, out, expected)
 
@@ -113,7 +113,7 @@ def test_flipped_bits_in_records(bench: Bench, expected: Tokens, outcome: Outcom
         expected=expected,
         problems=[*problems, f"records.jsonl: {cell}: 1 of 3 images have no record"],
     )
-    outcome("exit 2, the line is named; after verify --repair the sweep makes its image again")
+    outcome("exit 2, the line is named; after check-run --repair the sweep makes its image again")
 
 
 def test_interleaved_records(bench: Bench, expected: Tokens, outcome: Outcome) -> None:
@@ -132,7 +132,7 @@ def test_interleaved_records(bench: Bench, expected: Tokens, outcome: Outcome) -
     assert sorted(problems[1:]) == missing
     repaired(bench=bench, out="run", expected=expected, problems=problems)
     outcome(
-        "verify names the line; after --repair the sweep makes its two images again; a line twice counts once"
+        "check-run names the line; after --repair the sweep makes its two images again; a line twice counts once"
     )
 
 
@@ -147,15 +147,16 @@ def test_pictures(bench: Bench, expected: Tokens, outcome: Outcome, damage: str)
         picture.unlink()
     else:
         picture.write_bytes(flip(before[picture], len(before[picture]) // 2))
-    problem = {"deleted": "missing", "damaged": "damaged, its SHA-256 is not that of the record"}[
-        damage
-    ]
+    problem = {
+        "deleted": "missing",
+        "damaged": "damaged, its SHA-256 differs from the one in the record",
+    }[damage]
     name = picture.relative_to(bench.folder / "run")
     times = {path: path.stat().st_mtime_ns for path in pictures if path != picture}
     repaired(bench=bench, out="run", expected=expected, problems=[f"{name}: {problem}"])
     assert {path: path.read_bytes() for path in pictures} == before
     assert {path: path.stat().st_mtime_ns for path in times} == times
-    outcome("verify names the picture; after --repair the sweep makes it again, byte for byte")
+    outcome("check-run names the picture; after --repair the sweep makes it again, byte for byte")
 
 
 def test_damaged_table(bench: Bench, expected: Tokens, outcome: Outcome) -> None:
@@ -165,10 +166,13 @@ def test_damaged_table(bench: Bench, expected: Tokens, outcome: Outcome) -> None
     before = path.read_bytes()
     path.write_bytes(before[:-30])
     repaired(
-        bench=bench, out="run", expected=expected, problems=["speed.csv: not what the records give"]
+        bench=bench,
+        out="run",
+        expected=expected,
+        problems=["speed.csv: differs from the table of the records"],
     )
     assert path.read_bytes() == before
-    outcome("verify names the table; --repair, like show, makes it again from the records")
+    outcome("check-run names the table; --repair, like show, makes it again from the records")
 
 
 def test_a_second_writer(bench: Bench, expected: Tokens, outcome: Outcome) -> None:
