@@ -68,9 +68,9 @@ def check_run(folder: Path) -> RunCheck:
     pictured = [row for row in records.values() if row.status == "ok" and row.image is not None]
     broken: dict[str, Problem] = {}
     for row in pictured if has_pictures else ():
-        problem = _picture_problem(folder, row)
-        if problem is not None:
-            broken[row.record_key] = problem
+        damage = _picture_problem(folder, row)
+        if damage is not None:
+            broken[row.record_key] = damage
     problems += broken.values()
 
     # 3. Counts, against the plan of the experiment.
