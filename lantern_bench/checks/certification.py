@@ -28,7 +28,7 @@ from lantern_bench.models.registry import model_of
 from lantern_bench.prompts.prompt import Prompt
 from lantern_bench.storage.schema import frame, write_csv
 from lantern_bench.utils.clock import now
-from lantern_bench.utils.files import write_atomically
+from lantern_bench.utils.files import write_file
 from lantern_bench.utils.progress import Emit, ProgressEvent
 
 Tables: TypeAlias = dict[str, list[dict[str, Any]]]
@@ -248,9 +248,7 @@ class Certification:
             "dtype": self.compute.dtype_name,
             "packages": package_versions(),
         }
-        write_atomically(
-            folder / "measurement.json", (json.dumps(measurement, indent=2) + "\n").encode()
-        )
+        write_file(folder / "measurement.json", (json.dumps(measurement, indent=2) + "\n").encode())
 
     def _greedy_rows(self, emit: Emit) -> list[dict[str, Any]]:
         """Whether each drafting at temperature 0 gives the tokens of greedy decoding."""

@@ -99,7 +99,7 @@ def generate(
     from lantern_bench.models.loaded_model import NoPixels
     from lantern_bench.models.random_model import random_model
     from lantern_bench.sweeps import decoder
-    from lantern_bench.utils.files import write_atomically
+    from lantern_bench.utils.files import write_file
 
     compute = choose_compute(resolved.settings.device, resolved.settings.dtype)
     seed = resolved.settings.seed
@@ -128,10 +128,7 @@ def generate(
         for image in decoder.decode_tasks(loaded, compute, tasks):
             decoded.append(image)
             progress.share("images", len(decoded), len(tasks))
-    try:
-        write_atomically(out, decoder.picture_png(decoded, cells))
-    except OSError as error:
-        raise UserError(f"--out {out}: cannot be written: {error.strerror}") from error
+    write_file(out, decoder.picture_png(decoded, cells), flag="--out")
     names = (
         "tokens",
         "target_forwards",

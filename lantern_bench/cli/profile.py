@@ -104,6 +104,7 @@ def profile(
     from lantern_bench.devices.compute import choose_compute
     from lantern_bench.models.load import check_loaded, compile_models
     from lantern_bench.profile import step_costs as profiling
+    from lantern_bench.sweeps.choose_threads import set_fastest_threads
 
     trees = (
         {}

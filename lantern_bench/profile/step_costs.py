@@ -37,9 +37,9 @@ from lantern_bench.models.registry import model_of
 from lantern_bench.profile.cost_model import Setting, fit_device, named_draft, step_samples
 from lantern_bench.report.draw import save_figure
 from lantern_bench.storage.schema import Row, write_csv
-from lantern_bench.utils.clock import now, settle_garbage, synchronize
+from lantern_bench.utils.clock import collect_garbage, now, synchronize
 from lantern_bench.utils.errors import UserError
-from lantern_bench.utils.files import write_atomically
+from lantern_bench.utils.files import write_file
 from lantern_bench.utils.progress import Emit, ProgressEvent, ignore_events
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def step_costs(
 
     for decoding in decodings:
         trace_of(decoding, 0, min(24, tokens or 24))
-    settle_garbage()
+    collect_garbage()
     traces: list[list[ImageTrace]] = [[] for _ in decodings]
     for number in range(len(prompts)):
         for index, decoding in enumerate(decodings):
@@ -410,26 +410,18 @@ def save_device(profiled: ProfiledModel, rows: Sequence[Row], compute: Compute, 
             f"fitted to {len(samples)} times of `lantern-bench profile`: {model.name}, {compute.dtype_name}",
         ),
     )
-    try:
-        write_atomically(
-            path, yaml.safe_dump(device.model_dump(mode="json"), sort_keys=False).encode()
-        )
-    except OSError as error:
-        raise UserError(f"--save-device {path}: cannot be written: {error.strerror}") from error
+    text = yaml.safe_dump(device.model_dump(mode="json"), sort_keys=False)
+    write_file(path, text.encode(), flag="--save-device")
 
 
 def save_profile(table: pd.DataFrame, folder: Path) -> list[Path]:
     """Write `profile.csv` and `profile.png` into `folder`; raises `UserError` if it cannot be written."""
-    files = [folder / "profile.csv", folder / "profile.png"]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_csv(table, files[0])
-        save_figure(
-            _drawn(table[table["what"] == "step"]), files[1], dpi=160, metadata={"Software": None}
-        )
-    except OSError as error:
-        raise UserError(f"--out {folder}: cannot be written: {error.strerror}") from error
-    return files
+    csv_file = folder / "profile.csv"
+    figure_file = folder / "profile.png"
+    write_csv(table, csv_file)
+    figure = _drawn(table[table["what"] == "step"])
+    save_figure(figure, figure_file, dpi=160, metadata={"Software": None})
+    return [csv_file, figure_file]
 
 
 def _drawn(steps: pd.DataFrame) -> Any:

@@ -168,7 +168,7 @@ def lock_run(folder: Path) -> Iterator[None]:
         message = f"{folder} is in use: {_process_of(writer)} is writing to it"
         raise RefusedError(message, "Wait until it ends, or give another --out.") from error
     except OSError as error:
-        raise cannot_write(folder, error) from error
+        raise cannot_write(folder, error, flag="--out") from error
 
 
 def _process_of(writer: Path) -> str:

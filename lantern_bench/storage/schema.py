@@ -24,7 +24,7 @@ from lantern_bench.methods.catalog import (
 )
 from lantern_bench.methods.metrics import Metric
 from lantern_bench.utils.errors import UserError
-from lantern_bench.utils.files import write_atomically
+from lantern_bench.utils.files import write_file
 from lantern_bench.utils.text import listed
 
 if TYPE_CHECKING:
@@ -646,13 +646,8 @@ def frame(table: str, rows: Iterable[Row]) -> pd.DataFrame:
 
 
 def write_csv(table: pd.DataFrame, path: Path) -> None:
-    """Write a table whole or not at all, as `csv_text`. Raises `UserError` when it cannot."""
-    try:
-        write_atomically(path, csv_text(table).encode())
-    except OSError as error:
-        raise UserError(
-            f"{path}: cannot be written: {error.strerror}", "Choose a writable directory."
-        ) from error
+    """Write a table as `csv_text`, whole or not at all; raises `UserError` if it cannot."""
+    write_file(path, csv_text(table).encode())
 
 
 def csv_text(table: pd.DataFrame) -> str:

@@ -26,7 +26,7 @@ from lantern_bench.sweeps.events import ImageDone, Started
 from lantern_bench.sweeps.processes import WorkerEndedError, events_of
 from lantern_bench.sweeps.request import DEFAULT_CLUSTER, Request
 from lantern_bench.utils import signals
-from lantern_bench.utils.clock import now, settle_garbage, stamp
+from lantern_bench.utils.clock import collect_garbage, now, stamp
 from lantern_bench.utils.errors import LanternError, RecordsFailedError, RefusedError
 from lantern_bench.utils.progress import Emit, Note
 
@@ -241,7 +241,7 @@ class Worker:
                 repeat_disturbed=self.repeat_disturbed,
             )
             yield from self.decoder.warm_up(batches)
-            settle_garbage()
+            collect_garbage()
         self.decoder.session["prepare_seconds"] += prepare_seconds
         for batch in batches:
             yield from self.decoder.decode(

@@ -28,7 +28,7 @@ from lantern_bench.sweeps.decoder import Decoder
 from lantern_bench.sweeps.events import ImageDone, Started
 from lantern_bench.sweeps.request import Request
 from lantern_bench.utils import signals
-from lantern_bench.utils.clock import now, settle_garbage, stamp
+from lantern_bench.utils.clock import now, collect_garbage, stamp
 from lantern_bench.utils.progress import Emit, Note, ProgressEvent
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ def run_plan(
         for note in decoder.warm_up(batches):
             store.update_manifest()
             emit(note)
-        settle_garbage()
+        collect_garbage()
         for batch in batches:
             signals.check()
             for result in decoder.decode(

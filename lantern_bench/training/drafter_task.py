@@ -40,7 +40,7 @@ from lantern_bench.prompts.prompt import Prompt
 from lantern_bench.training.recipe import DrafterRecipe
 from lantern_bench.training.trainer import SINGLE, Processes, Task
 from lantern_bench.utils.errors import RefusedError, UserError
-from lantern_bench.utils.files import write_atomically
+from lantern_bench.utils.files import write_file
 from lantern_bench.utils.progress import Emit, ProgressEvent
 
 _BATCH = 32
@@ -112,7 +112,7 @@ def make_tokens(
 
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
     folder = work / f"{name}-{digest[:12]}"
-    write_atomically(
+    write_file(
         folder / "manifest.json",
         json.dumps({"key": key}, indent=1, sort_keys=True).encode() + b"\n",
     )
@@ -121,7 +121,7 @@ def make_tokens(
         path = folder / f"{number:05d}.safetensors"
         if not path.is_file():
             emit(ProgressEvent(label, start / total))
-            write_atomically(
+            write_file(
                 path, save({"tokens": make(slice(start, start + _BATCH)).cpu().contiguous()})
             )
         try:

@@ -55,7 +55,7 @@ from lantern_bench.training.trainer import (
     train,
 )
 from lantern_bench.utils.errors import RefusedError, UserError
-from lantern_bench.utils.files import write_atomically
+from lantern_bench.utils.files import write_file
 from lantern_bench.utils.progress import Emit, ProgressEvent, ignore_events
 
 _SAMPLING = ("temperature", "top_k", "top_p", "filter_order", "cfg_scale", "cfg_default")
@@ -402,7 +402,7 @@ def _logged(
                 event = replace(event, figures={**event.figures, "mal": accepted.value})
         rows.append(row)
         table = pd.DataFrame(rows, columns=COLUMNS)
-        write_atomically(path, table.to_csv(index=False, float_format="%.6g").encode())
+        write_file(path, table.to_csv(index=False, float_format="%.6g").encode())
         on_event(event)
 
     return log
@@ -461,9 +461,7 @@ def _write_report(job: DrafterJob, report: TrainReport, evaluated: Sequence[Eval
         "settings": report.settings,
         "drafters": drafters,
     }
-    write_atomically(
-        job.out / "training_report.json", json.dumps(content, indent=1).encode() + b"\n"
-    )
+    write_file(job.out / "training_report.json", json.dumps(content, indent=1).encode() + b"\n")
 
 
 def _initial_drafter(job: DrafterJob, model: LoadedModel, target: CachedTarget) -> EagleDrafter:
@@ -492,7 +490,7 @@ def write_drafter(
     state = {
         name: tensor.float() for name, tensor in export(drafter, drafter_key_map(drafter)).items()
     }
-    write_atomically(folder / "model.safetensors", save(state, metadata={"format": "pt"}))
+    write_file(folder / "model.safetensors", save(state, metadata={"format": "pt"}))
     config = drafter.config
     # The keys that the published code and this package read.
     described: dict[str, Any] = {
@@ -522,7 +520,7 @@ def write_drafter(
                 described["input_type"] = name
         if drafter.fc.bias is None:
             described["bias"] = False
-    write_atomically(folder / "config.json", json.dumps(described, indent=1).encode() + b"\n")
+    write_file(folder / "config.json", json.dumps(described, indent=1).encode() + b"\n")
     name = os.path.relpath(target, folder) if is_model_file(target) else target
     model = yaml.safe_dump({"model": name, "drafter": {"dir": "."}}, sort_keys=False)
-    write_atomically(folder / "model.yaml", model.encode())
+    write_file(folder / "model.yaml", model.encode())

@@ -101,7 +101,7 @@ def test_show_prints_from_a_read_only_run_with_a_warning_unless_quiet(results, c
     def fail(*_: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("lantern_bench.analysis.tables.write_atomically", fail)
+    monkeypatch.setattr("lantern_bench.utils.files.write_atomically", fail)
     assert cli.main(["show", "first"]) == 0
     written = capsys.readouterr()
     assert len(written.out.splitlines()) == 4
