@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -24,9 +24,6 @@ from lantern_bench.utils.errors import RefusedError, UserError
 
 if TYPE_CHECKING:
     import pandas as pd
-from collections.abc import Sequence
-
-import pandas as pd
 
 MANIFEST = "manifest.json"
 RECORDS = "records.jsonl"

@@ -9,8 +9,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-import pandas as pd
-
 from lantern_bench.methods.catalog import (
     DRAFTINGS,
     IN_SUMMARY,
@@ -635,6 +633,8 @@ def frame(table: str, rows: Iterable[Row]) -> pd.DataFrame:
 
     A row may leave columns out; a key that is no column raises `ValueError`.
     """
+    import pandas as pd
+
     dtypes = {"string": "string", "int": "Int64", "float": "float64"}
     listed = list(rows)
     types = {column.name: dtypes[column.dtype] for column in columns(table)}

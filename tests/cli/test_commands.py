@@ -197,16 +197,16 @@ def test_curves_print_the_files_they_write(results, capsys):
 
 def test_curves_of_several_runs_share_the_axes(results, monkeypatch):
     drawn = []
-    monkeypatch.setattr(
-        "lantern_bench.report.draw.draw_curves", lambda *arguments: drawn.append(arguments) or []
-    )
+
+    def draw(**arguments):
+        drawn.append(arguments)
+        return []
+
+    monkeypatch.setattr("lantern_bench.report.draw.draw_curves", draw)
     assert cli.main(["curves", "first", "second", "--out", "both"]) == 0
-    ((runs, folder, by, cells, width),) = drawn
-    assert [run.name for run in runs] == ["first-1234", "second"]
-    assert folder == Path("both")
-    assert by == "mode"
-    assert cells == []
-    assert width == "two"
+    [arguments] = drawn
+    assert [run.name for run in arguments.pop("runs")] == ["first-1234", "second"]
+    assert arguments == {"folder": Path("both"), "by": "mode", "cells": [], "width": "two"}
 
 
 def test_compare_prints_effects_and_verdicts(results, capsys):
