@@ -28,7 +28,7 @@ from lantern_bench.sweeps.decoder import Decoder
 from lantern_bench.sweeps.events import ImageDone, Started
 from lantern_bench.sweeps.request import Request
 from lantern_bench.utils import signals
-from lantern_bench.utils.clock import now, collect_garbage, stamp
+from lantern_bench.utils.clock import collect_garbage, now, stamp
 from lantern_bench.utils.progress import Emit, Note, ProgressEvent
 
 if TYPE_CHECKING:
