@@ -23,7 +23,7 @@ from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.plan import record_seed
 from lantern_bench.decoding.acceptance.bound_rule import BoundRule
 from lantern_bench.decoding.drafting.draft_method import DraftMethod
-from lantern_bench.decoding.loop import decode
+from lantern_bench.decoding.loop import decode, decode_altered
 from lantern_bench.decoding.protocol import Target
 from lantern_bench.decoding.sampling import broken_distributions, decoding_probabilities, guide
 from lantern_bench.decoding.teacher_forcing import drafted_along, teacher_forced
@@ -186,7 +186,7 @@ def decoded_evidence(
         )
         condition = model.condition([prompt.text for prompt, _ in slots])
         broken = None if drafting is None else drafting(decoding, target, batch)
-        decoded = decode(
+        decoded = decode_altered(
             model=model,
             condition=condition,
             decoding=decoding,

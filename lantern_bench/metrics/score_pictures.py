@@ -62,6 +62,9 @@ def load_scorers(protocol: Protocol, device: torch.device | str = "cpu") -> Scor
     """Load the scorers of a protocol; raises `RefusedError` where weights are missing."""
     extractor = find_extractor(protocol.features) if protocol.features else None
     manifold = protocol.manifold if protocol.manifold != protocol.features else None
+    if protocol.metrics:
+        # Registers the scorers of the shipped metrics; the import takes seconds.
+        import lantern_bench.metrics.image_scorers  # noqa: F401
     images = {name: METRICS[name].function()(protocol, device) for name in protocol.metrics}
     return Scorers(
         protocol=protocol,

@@ -16,7 +16,7 @@ from lantern_bench.config.decoding import Decoding, ParameterError
 from lantern_bench.decoding.drafting.draft_method import drafting_of
 from lantern_bench.decoding.loop import decode
 from lantern_bench.decoding.sampling import greedy_probabilities, guide
-from lantern_bench.decoding.step import TreeInputs, tree_scorer
+from lantern_bench.decoding.step import tree_scorer
 from lantern_bench.decoding.teacher_forcing import teacher_forced
 from lantern_bench.decoding.trace import ImageTrace
 from lantern_bench.devices.compute import Compute
@@ -75,7 +75,7 @@ def forward_ms(
     target = model.target
     device = target.device
     session, score = tree_scorer(
-        target=target, batch=1, nodes=nodes, cfg_scale=cfg_scale, engine=model.engine
+        target, batch=1, nodes=nodes, cfg_scale=cfg_scale, engine=model.engine
     )
     session.prefill(condition)
     path = torch.zeros(1, 1, dtype=torch.int64, device=device)
@@ -83,8 +83,7 @@ def forward_ms(
     chain = torch.ones(nodes, nodes, dtype=torch.bool, device=device).tril()[None]
     tokens = torch.zeros(1, nodes, dtype=torch.int64, device=device)
     depths = torch.arange(nodes, device=device)[None]
-    tree = TreeInputs(tokens=tokens, depths=depths, attention=chain)
-    seconds = seconds_of(lambda: score(tree), device, _WARM_FORWARDS + repeats)
+    seconds = seconds_of(lambda: score(tokens, depths, chain), device, _WARM_FORWARDS + repeats)
     return 1e3 * median(seconds[_WARM_FORWARDS:])
 
 

@@ -52,14 +52,15 @@ def second_draft(drafting: str) -> Tensor:
     root = torch.zeros(IMAGES, dtype=torch.int64)
     limit = torch.full((IMAGES,), 2)
     method.start_images(rows(Q)[:, 0])
-    tree = method.tree(method.draft(DraftInputs(root, exponential(method.noises, 2), limit)))
+    method.draft(DraftInputs(root, exponential(method.noises, 2), limit))
     # One draft of q at each place: the published form starts with q = 1 instead.
     method._q.copy_(rows(Q)[:, :2])
-    tree.tokens.copy_(torch.multinomial(rows(Q)[:, 0], 1, generator=noise).expand(-1, method.nodes))
+    method.tree.tokens.copy_(
+        torch.multinomial(rows(Q)[:, 0], 1, generator=noise).expand(-1, method.nodes)
+    )
     path = torch.tensor([[0, -1, -1]]).expand(IMAGES, -1)
     method.after_step(
         LastStep(
-            tree=tree,
             p=rows(R),
             path=path,
             accepted=root,
@@ -68,6 +69,14 @@ def second_draft(drafting: str) -> Tensor:
             active=root == 0,
         )
     )
-    tree = method.tree(method.draft(DraftInputs(root, exponential(method.noises, 2), limit)))
+    method.draft(DraftInputs(root, exponential(method.noises, 2), limit))
     uniforms = torch.rand(IMAGES, method.nodes, method.fanout, generator=noise)
-    return method.verify(tree, rows(P), STRICT, uniforms, exponential(2), limit).tokens[:, 0]
+    verdict = method.verify(
+        method.tree,
+        rows(P),
+        STRICT,
+        uniforms=uniforms,
+        noise=exponential(2),
+        depth_limit=limit,
+    )
+    return verdict.tokens[:, 0]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lantern_bench.config.decoding import Decoding
-from lantern_bench.decoding.drafting.draft_method import Drafted, DraftInputs, LastStep
+from lantern_bench.decoding.drafting.draft_method import DraftInputs, LastStep
 from lantern_bench.decoding.drafting.jacobi import HybridDrafting
 from tests.decoding.drafting.test_jacobi import SIZES, Exact, Particles, _double  # noqa: F401  # a fixture
 from tests.helpers.mistakes import DrafterQ
@@ -65,11 +65,11 @@ class WithTable(HybridDrafting):
         self._image = self._image.scatter(1, columns, step.tokens[:, : self.depth])
         super().after_step(step)
 
-    def draft(self, inputs: DraftInputs) -> Drafted:
+    def draft(self, inputs: DraftInputs) -> None:
         (position,) = self._position.unique().tolist()
         self._image[:, position - 1] = inputs.root
         proposer: Any = TableProposer(self.model, self._image[:, :position].tolist())
-        return super().draft(inputs._replace(proposer=proposer))
+        super().draft(inputs._replace(proposer=proposer))
 
 
 class CoupledToNew(WithTable):

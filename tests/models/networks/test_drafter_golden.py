@@ -138,7 +138,7 @@ def draft(
     target: Any = SimpleNamespace(device=root.device)
     drafting = StaticDrafting(decoding, target, 1)
     noise = torch.empty(1, drafting.noises)
-    proposer = Proposer(session=session, decoding=decoding, tokens=root, features=root, counts=root)
+    proposer = Proposer(session, decoding, tokens=root, features=root, counts=root)
     drafting.draft(
         DraftInputs(root=root, noise=noise, depth_limit=torch.tensor([64]), proposer=proposer)
     )
