@@ -1,4 +1,4 @@
-"""Prompt files, published sets in their authors' formats, parts of them, and every error in them."""
+"""Prompt files, published sets in their authors' formats, subsets, and every error in them."""
 
 from __future__ import annotations
 
@@ -73,7 +73,9 @@ def test_coco_takes_the_longest_caption_of_each_image(coco):
 def test_parti_prompts(tmp_path):
     path = tmp_path / "PartiPrompts.tsv"
     path.write_text(
-        'Prompt\tCategory\tChallenge\tNote\nbond\tAbstract\tBasic\t\n"a ""sign"""\tWorld\tBasic\tx\n'
+        "Prompt\tCategory\tChallenge\tNote\n"
+        "bond\tAbstract\tBasic\t\n"
+        '"a ""sign"""\tWorld\tBasic\tx\n'
     )
     prompts = load(f"parti:{path}")
     assert [(prompt.text, prompt.source) for prompt in prompts] == [
@@ -119,7 +121,8 @@ def test_prompt_parts_are_deterministic_and_nested(tmp_path):
     many = [f"prompt {number}" for number in range(200)]
     path = tmp_path / "many.txt"
     path.write_text("\n".join(many))
-    ten, fifty = texts(f"{path}#10"), texts(f"{path}#50")
+    ten = texts(f"{path}#10")
+    fifty = texts(f"{path}#50")
     assert len(ten) == 10
     assert len(fifty) == 50
     assert set(ten) < set(fifty)
