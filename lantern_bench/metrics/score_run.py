@@ -41,14 +41,14 @@ def score_run(
     rescore: bool = False,
 ) -> int:
     """Score the cells of a run that these scorers have not scored, or all (`rescore`); return the number of rows."""
-    with RunStore(folder) as store:
+    with RunStore.to_score(folder) as store:
         cells = _by_cell(read_records(folder))
         protocol = scorers.protocol
         version = (protocol.name, protocol.version)
         scores = [
             row
             for row in read_scores(folder)
-            if (row["protocol"], row["protocol_version"] or 1) == version
+            if (row["protocol"], row["protocol_version"]) == version
         ]
         label = reference.label if reference is not None else ""
         pending = [

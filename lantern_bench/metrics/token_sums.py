@@ -154,7 +154,7 @@ _LOGITS = 2**25  # of the images of a batch
 
 def score_tokens(folder: Path, device: str, emit: Emit) -> int:
     """Score the tokens of the images without such scores, with the dtype that decoded them; return how many rows."""
-    with RunStore(folder) as store:
+    with RunStore.to_score(folder) as store:
         scored = {row["record_key"] for row in read_scores(folder) if row["level"] == "tokens"}
         cells = _by_cell(
             record for record in read_records(folder) if record["record_key"] not in scored

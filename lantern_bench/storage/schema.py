@@ -29,6 +29,13 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
+SCHEMA_VERSION = 2
+"""The version of runs that this program reads, in every record key: a run never mixes two."""
+
+Row: TypeAlias = dict[str, Any]
+"""A row of a table: values by column."""
+
+
 class Column(NamedTuple):
     """One column; `dtype` is `string`, `int`, `float`, `bool`, `list[int]`, `list[list[int]]` or `list[float]`."""
 
@@ -188,14 +195,6 @@ _AUDIT = (
     ),
     NOTE,
 )
-
-SCHEMA_VERSION = 2
-READABLE = (1, 2)
-"""The versions of runs that are read. A run is continued only in its own, since the version is in every key.
-
-1: the first. 2: records with neighbour_metric, bound and prompt_source, scores with protocol_version, hpsv2,
-image_reward and n_reference; in rows of version 1 they are empty.
-"""
 
 
 def _quality_of(name: str) -> tuple[Column, ...]:
@@ -665,6 +664,3 @@ def csv_text(table: pd.DataFrame) -> str:
 
 def _no_formula(value: Any) -> Any:
     return f"'{value}" if isinstance(value, str) and value[:1] in _FORMULA else value
-
-
-Row: TypeAlias = dict[str, Any]

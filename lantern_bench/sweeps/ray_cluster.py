@@ -480,7 +480,7 @@ class RayDriver:
         """Open the store and divide the missing images into shards."""
         request = self._request
         tasks = self._request.plan.tasks
-        self._store = store = RunStore(request.folder, request.experiment, ready.key)
+        self._store = store = RunStore.open(request.folder, request.experiment, ready.key)
         self._is_open = True
         self._threads = store.threads or self._settings.threads or ready.block["threads"]
         started = store.manifest.get("started", stamp())

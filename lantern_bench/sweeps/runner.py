@@ -46,7 +46,7 @@ def decode_missing(request: Request, emit: Emit) -> int:
         plan=plan, models=models, done=done_images(request.folder), emit=emit
     )
     threads = torch.get_num_threads()
-    with RunStore(
+    with RunStore.open(
         request.folder,
         request.experiment,
         key_fields(models=models, settings=settings, compute=compute, cells=plan.cells),

@@ -6,7 +6,6 @@ The family is the bundled one; its weights are never opened.
 from __future__ import annotations
 
 import io
-import json
 from pathlib import Path
 
 import pandas as pd
@@ -147,6 +146,7 @@ def test_plan_counts_finished_images_and_estimates_time(capsys, here):
     capsys.readouterr()
     from lantern_bench.models.families.lanterns.description import HELD_OUT
     from lantern_bench.prompts.prompt import Prompt
+    from lantern_bench.storage.records import line_of
 
     key = {"prompt_id": Prompt(HELD_OUT[0].caption()).id, "repeat": 0}
     row = {
@@ -158,7 +158,7 @@ def test_plan_counts_finished_images_and_estimates_time(capsys, here):
         **key,
     }
     (here / "run").mkdir()
-    (here / "run" / "records.jsonl").write_text(json.dumps(row) + "\n")
+    (here / "run" / "records.jsonl").write_bytes(line_of(row))
     assert (
         cli.main(
             [

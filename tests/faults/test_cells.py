@@ -151,14 +151,14 @@ def test_flipped_bit_in_a_weight(tmp_path: Path, outcome: Outcome) -> None:
             models={"lanterns": loaded}, settings=experiment.settings, compute=CPU, cells=plan.cells
         )
 
-    with RunStore(tmp_path / "run", experiment, key()) as store:
+    with RunStore.open(tmp_path / "run", experiment, key()) as store:
         store.append(plan.tasks[0], {"tokens": 1})
-    with RunStore(tmp_path / "run", experiment, key()):
+    with RunStore.open(tmp_path / "run", experiment, key()):
         """Whole files are let in."""
     path = folder / FILES["drafter"]
     content = path.read_bytes()
     path.write_bytes(flip(content, len(content) // 2))
     with pytest.raises(RefusedError) as raised:
-        RunStore(tmp_path / "run", experiment, key())
+        RunStore.open(tmp_path / "run", experiment, key())
     assert "weights of lanterns/drafter changed" in raised.value.message
     outcome(f"exit 3: {raised.value.message.splitlines()[0]}")

@@ -233,7 +233,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunStore:
     experiment = load_experiment(tmp_path / "scored.yaml", {"lanterns": {}})
     key = key_fields({}, experiment.settings, Compute(torch.device("cpu"), torch.float32))
     painted = dict(zip(PROMPTS, render(HELD_OUT[:5], 4), strict=False))
-    with RunStore(tmp_path / "run", experiment, key) as store:
+    with RunStore.open(tmp_path / "run", experiment, key) as store:
         for task in make_plan(experiment, [Prompt(text) for text in PROMPTS[:5]]).tasks:
             png = io.BytesIO()
             Image.fromarray(painted[task.prompt.text]).save(png, "PNG")
@@ -271,7 +271,7 @@ def test_only_cells_with_new_images_are_scored_again(
 def test_a_run_without_images_is_not_scored(store: RunStore) -> None:
     (store.folder / "records.jsonl").write_text("")
     with pytest.raises(RefusedError, match="no images to score"):
-        RunStore(store.folder)
+        RunStore.to_score(store.folder)
 
 
 def test_fidelity_without_a_reference_has_a_note(run: Run, scorers: score_pictures.Scorers) -> None:

@@ -59,7 +59,7 @@ def tiny(tmp_path: Path) -> Any:
 
 
 def opened(folder: Path, experiment: ResolvedExperiment) -> RunStore:
-    return RunStore(folder, experiment, key_fields({"tiny": MODEL}, experiment.settings, CPU))
+    return RunStore.open(folder, experiment, key_fields({"tiny": MODEL}, experiment.settings, CPU))
 
 
 def run(

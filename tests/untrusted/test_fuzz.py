@@ -32,7 +32,7 @@ from lantern_bench.prompts.sets import load_prompts
 from lantern_bench.storage.run_directory import done_images, read_records, read_scores
 from lantern_bench.storage.schema import columns
 from lantern_bench.utils.errors import LanternError
-from tests.helpers.made_up_run import make_records, make_scores, write_run
+from tests.helpers.made_up_run import make_records, make_scores, with_checksum, write_run
 
 COUNTS = [200, pytest.param(10_000, marks=[pytest.mark.long, pytest.mark.timeout(3600)])]
 ANY_PROMPT: Any = SimpleNamespace(check_prompt=lambda text: None, prompt_sets={})
@@ -189,8 +189,10 @@ def test_records_and_scores(count: int, tmp_path: Path) -> None:
     }
 
     def read(content: bytes) -> None:
+        # With right checksums, so that the parser sees the changes too.
+        lines = b"".join(map(with_checksum, content.splitlines()))
         for table in whole:
-            (tmp_path / f"{table}.jsonl").write_bytes(content)
+            (tmp_path / f"{table}.jsonl").write_bytes(lines)
         rows = [*read_records(tmp_path), *read_scores(tmp_path)]
         assert all(isinstance(row, dict) for row in rows)
         done_images(tmp_path)
