@@ -20,12 +20,12 @@ from lantern_bench.config.settings import Overrides
 from lantern_bench.models import registry
 from lantern_bench.report.format_tables import readable
 from lantern_bench.storage.run_directory import RunData, find_run, load_runs
-from lantern_bench.sweep.events import DecodedImage as DecodedImage  # a name of this API
-from lantern_bench.sweep.events import Event, ImageDone, Started
-from lantern_bench.sweep.request import prepare
-from lantern_bench.sweep.run import check_failed, run
+from lantern_bench.sweeps.events import DecodedImage as DecodedImage  # a name of this API
+from lantern_bench.sweeps.events import Event, ImageDone, Started
+from lantern_bench.sweeps.request import prepare
+from lantern_bench.sweeps.run import check_failed, run
 from lantern_bench.utils.errors import UserError
-from lantern_bench.utils.progress import Share
+from lantern_bench.utils.progress import ProgressEvent
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -121,7 +121,7 @@ def sweep(
     `experiment` is the name of a shipped experiment, a YAML file, or the content of one; `overrides` are keys of one,
     where a list makes a grid and `lambda_` stands for `lambda`. `out`, `resume`, `modes` and `ray` are the flags of
     `lantern-bench sweep`, `ray` "default" without an address. `progress`: a bar in terminals and notebooks, none, or
-    what is called with every event (`sweep/events.py`).
+    what is called with every event (`sweeps/events.py`).
 
     Raises `UserError` for what is wrong with experiment, overrides or prompts, `RefusedError` for missing weights and
     for a run directory in use or of other settings, and `RecordsFailedError` when images failed; `load_run` returns the
@@ -168,9 +168,11 @@ def _emitting(progress: bool | Callable[[Event], None]) -> Iterator[Callable[[Ev
         nonlocal bar, shown
         if isinstance(event, ImageDone):
             bar.update()
-        elif isinstance(event, Share | Started):
+        elif isinstance(event, ProgressEvent | Started):
             label, done, total = (
-                event if isinstance(event, Share) else ("images", 0, sum(event.to_do.values()))
+                event
+                if isinstance(event, ProgressEvent)
+                else ("images", 0, sum(event.to_do.values()))
             )
             if label != shown:
                 bar.close()
@@ -326,7 +328,7 @@ def decode(
     import torch
 
     from lantern_bench.devices.compute import Compute
-    from lantern_bench.sweep.decoder import decode_tasks, tasks_of
+    from lantern_bench.sweeps.decoder import decode_tasks, tasks_of
 
     texts = [prompts] if isinstance(prompts, str) else list(prompts)
     typed = {"model": [model.name], "seed": seed, "tree": tree, "delta": delta, "lambda": lambda_}

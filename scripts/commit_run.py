@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from lantern_bench.analysis.tables import NAMES, save_tables, tables_of
-from lantern_bench.checks.verify_run import verify
+from lantern_bench.checks.check_run import check_run
 from lantern_bench.report.page import render
 from lantern_bench.storage.run_directory import (
     MANIFEST,
@@ -34,9 +34,9 @@ PAGE = "report.html"
 
 def commit_run(source: Path, folder: Path) -> list[Path]:
     """Copy the run `source` into `folder`; return the files."""
-    if problems := verify(source).problems:
+    if problems := check_run(source).problems:
         sys.exit(
-            f"error: {source}: {len(problems)} problems; `lantern-bench verify {source}` names them"
+            f"error: {source}: {len(problems)} problems; `lantern-bench check-run {source}` names them"
         )
     (run,) = load_runs([source]).values()
     run = replace(run, manifest=run.manifest | {"run": folder.name, PICTURES_LEFT_OUT: True})

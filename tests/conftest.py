@@ -1,7 +1,8 @@
-"""What tests share: the bundled model and images of it, a finished run of tables, and the compiler's cache.
+"""What tests share: the bundled model and images of it, a finished run of tables, and the
+compiler's cache.
 
-Session fixtures are made once in each test process, on first use. Their results are shared: a test that changes one
-copies it first (`dataclasses.replace`, `shutil.copytree`).
+Session fixtures are made once in each test process, on first use. Their results are shared: a test
+that changes one copies it first (`dataclasses.replace`, `shutil.copytree`).
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
 
 CAPTION = "a red lantern"
 
-# All test processes and all later runs of the tests find what inductor has compiled; `make clean` removes it.
+# All test processes and all later runs of the tests find what inductor has compiled; `make clean`
+# removes it.
 os.environ.setdefault(
     "TORCHINDUCTOR_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "inductor")
 )
@@ -80,7 +82,9 @@ def decode_lanterns(lanterns: LoadedModel) -> Callable[..., list[Decoded]]:
 
 @pytest.fixture(scope="session")
 def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of a finished run of `tests.helpers.tiny_model.EXPERIMENT`: three images in each of six cells."""
+    """The directory of a finished run of `tests.helpers.tiny_model.EXPERIMENT`: three images in
+    each of six cells.
+    """
     from lantern_bench.cli import main as cli
     from lantern_bench.models import registry
     from tests.helpers.tiny_model import EXPERIMENT, TinyModel
@@ -104,7 +108,9 @@ def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def published_forms(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The example package `published_forms`, installed: SCD and SJD-PAC as their authors coded them."""
+    """The example package `published_forms`, installed: SCD and SJD-PAC as their authors coded
+    them.
+    """
     from lantern_bench.methods import catalog
     from lantern_bench.methods.modes import Mode
 

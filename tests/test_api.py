@@ -19,7 +19,7 @@ import lantern_bench
 from lantern_bench.cli import main as cli
 from lantern_bench.models import registry
 from lantern_bench.storage.run_directory import RESULTS_VARIABLE
-from lantern_bench.sweep.events import ImageDone, Started
+from lantern_bench.sweeps.events import ImageDone, Started
 from lantern_bench.utils.errors import RecordsFailedError, RefusedError, UserError
 from lantern_bench.utils.progress import Note
 from tests.helpers.tiny_model import EXPERIMENT, PROMPTS, TOKENS, TinyModel
@@ -55,7 +55,8 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 @pytest.mark.parametrize("name", [name for name in lantern_bench.__all__ if name != "__version__"])
 def test_every_public_name_is_documented_and_typed(name: str) -> None:
     thing = getattr(lantern_bench, name)
-    assert inspect.getdoc(thing) and f"`{name}" in PAGE.read_text(encoding="utf-8")
+    assert inspect.getdoc(thing)
+    assert f"`{name}" in PAGE.read_text(encoding="utf-8")
     if inspect.isfunction(thing):
         signature = inspect.signature(thing)
         annotations = [parameter.annotation for parameter in signature.parameters.values()]
@@ -65,8 +66,10 @@ def test_every_public_name_is_documented_and_typed(name: str) -> None:
 @pytest.mark.parametrize("experiment", ["tiny.yaml", Path("tiny.yaml"), CONTENT])
 def test_sweep_takes_a_name_a_path_or_a_mapping(tiny: TinyModel, experiment: object) -> None:
     run = lantern_bench.sweep(experiment, images=1, modes="ar")  # type: ignore[arg-type]
-    assert run.cells == ["ar-t1"] and len(run.records) == 1
-    assert run.path.parent == Path("results") and (run.path / "summary.csv").is_file()
+    assert run.cells == ["ar-t1"]
+    assert len(run.records) == 1
+    assert run.path.parent == Path("results")
+    assert (run.path / "summary.csv").is_file()
 
 
 def test_a_sweep_without_quality_imports_no_scorers(
@@ -84,7 +87,8 @@ def test_sweep_and_the_command_make_the_same_run(tiny: TinyModel) -> None:
         cli.main(["sweep", "tiny.yaml", "--out", "b", "--lambda", "2,3", "--seed", "4", "-q"]) == 0
     )
     other = lantern_bench.load_run("b")
-    assert run.cells == other.cells and len(run.cells) == 6
+    assert run.cells == other.cells
+    assert len(run.cells) == 6
     same = ["record_key", "cell_id", "tokens_sha256", "image_sha256", "seed", "accepted_per_step"]
     pd.testing.assert_frame_equal(run.records[same], other.records[same])
 
@@ -108,7 +112,8 @@ def test_sweep_resumes_and_refuses_as_the_command(tiny: TinyModel) -> None:
     lantern_bench.sweep("tiny.yaml", out="run", images=1)
     events: list[object] = []
     run = lantern_bench.sweep("tiny.yaml", out="run", images=2, progress=events.append)
-    assert len(run.records) == 12 and Started(6, {cell: 1 for cell in run.cells}) in events
+    assert len(run.records) == 12
+    assert Started(6, dict.fromkeys(run.cells, 1)) in events
     with pytest.raises(RefusedError, match="seed changed"):
         lantern_bench.sweep("tiny.yaml", out="run", seed=1)
     assert lantern_bench.sweep("tiny.yaml", out="run", images=1, resume=False).path == Path("run-2")
@@ -138,7 +143,8 @@ def test_failed_images_raise_and_the_run_can_be_read(tiny: TinyModel) -> None:
         lantern_bench.sweep("tiny.yaml", out="run", prompts="broken.txt", images=2)
     run = lantern_bench.load_run("run")
     assert repr(run) == "Run('run': 6 cells, 6 images, 6 failed)"
-    assert set(run.records["status"]) == {"ok", "failed"} and (run.summary["failed"] == 1).all()
+    assert set(run.records["status"]) == {"ok", "failed"}
+    assert (run.summary["failed"] == 1).all()
     assert len(run.pictures(run.cells[0])) == 1
 
 
@@ -147,9 +153,11 @@ def test_a_run_has_the_tables_and_pictures_of_its_files(tiny: TinyModel) -> None
     for name in ("speed", "quality", "acceptance", "summary"):
         text = getattr(run, name).to_csv(index=False, float_format="%.6g", lineterminator="\n")
         assert text == (run.path / f"{name}.csv").read_text()
-    assert run.summary is run.summary and run.records["tokens"].dtype == "Int64"
+    assert run.summary is run.summary
+    assert run.records["tokens"].dtype == "Int64"
     assert run.manifest["experiment"]["name"] == "tiny"
-    assert "<table" in run._repr_html_() and "speculative" in run._repr_html_()
+    assert "<table" in run._repr_html_()
+    assert "speculative" in run._repr_html_()
     files = [
         Image.open(run.path / "images" / run.cells[1] / f"{number:06d}.png") for number in range(3)
     ]
@@ -162,17 +170,14 @@ def test_a_run_has_the_tables_and_pictures_of_its_files(tiny: TinyModel) -> None
 def test_functions_return_what_commands_show(tiny: TinyModel) -> None:
     run = lantern_bench.sweep("tiny.yaml", out="run", images=2, lambda_=[2, 3])
     files = lantern_bench.curves(run, cells=["lantern++"], width="one")
-    assert {path.parent for path in files} == {Path("run/figures")} and all(
-        path.is_file() for path in files
-    )
+    assert {path.parent for path in files} == {Path("run/figures")}
+    assert all(path.is_file() for path in files)
     assert lantern_bench.write_report("run").read_text().startswith("<!")
     other = lantern_bench.sweep("tiny.yaml", out="other", images=2, lambda_=[2, 3])
     assert set(lantern_bench.compare(run, other)["cell_id"]) <= set(run.cells)
     scored = lantern_bench.score(run, protocol="embedded", progress=False)
-    assert (
-        scored["cell_id"].tolist() == run.quality["cell_id"].tolist()
-        and scored["distance"].notna().any()
-    )
+    assert scored["cell_id"].tolist() == run.quality["cell_id"].tolist()
+    assert scored["distance"].notna().any()
     recommended = lantern_bench.recommend(run, max_distance=1.0)
     assert "lossless" in set(recommended["verdict"])
     (run.path / "records.jsonl").rename("records.jsonl")
@@ -182,7 +187,8 @@ def test_functions_return_what_commands_show(tiny: TinyModel) -> None:
     Path("records.jsonl").rename(run.path / "records.jsonl")
     with pytest.raises(UserError) as caught:
         lantern_bench.predict(run, "h10")
-    assert caught.value.advice is not None and caught.value.__notes__ == [caught.value.advice]
+    assert caught.value.advice is not None
+    assert caught.value.__notes__ == [caught.value.advice]
     assert len(repr(lantern_bench.load_model("tiny"))) < 120
 
 
@@ -205,19 +211,14 @@ def test_decode_gives_the_tokens_of_a_sweep(tiny: TinyModel) -> None:
     images = lantern_bench.decode(model, PROMPTS, mode="lantern", neighbours=3, delta=0.2, seed=3)
     pictures = run.pictures(next(cell for cell in run.cells if cell.startswith("lantern-")))
     for image, picture, prompt in zip(images, pictures, PROMPTS, strict=True):
-        assert (
-            image.prompt == prompt
-            and image.tokens.shape == (TOKENS,)
-            and image.tokens.dtype == torch.int32
-        )
-        assert image.picture is not None and np.array_equal(
-            np.asarray(image.picture), np.asarray(picture)
-        )
-        assert (
-            image.mean_accepted_length is not None
-            and image.mean_accepted_length >= 1
-            and image.seconds > 0
-        )
+        assert image.prompt == prompt
+        assert image.tokens.shape == (TOKENS,)
+        assert image.tokens.dtype == torch.int32
+        assert image.picture is not None
+        assert np.array_equal(np.asarray(image.picture), np.asarray(picture))
+        assert image.mean_accepted_length is not None
+        assert image.mean_accepted_length >= 1
+        assert image.seconds > 0
         assert (image._repr_png_() or b"").startswith(b"\x89PNG")
         assert repr(image).startswith(f"DecodedImage({prompt!r}: {TOKENS} tokens, ")
 
@@ -257,7 +258,8 @@ def test_the_example_of_the_page_runs(
     for block in blocks:
         exec(compile(block, str(PAGE), "exec"), names)
     printed = capsys.readouterr().out
-    assert len(blocks) == 4 and "Run('example-run': 4 cells, 8 images)" in printed
-    assert (
-        printed.count(" ok ") == 4 and Path("first.png").is_file() and Path("relaxed.png").is_file()
-    )
+    assert len(blocks) == 4
+    assert "Run('example-run': 4 cells, 8 images)" in printed
+    assert printed.count(" ok ") == 4
+    assert Path("first.png").is_file()
+    assert Path("relaxed.png").is_file()

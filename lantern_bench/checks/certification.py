@@ -28,8 +28,8 @@ from lantern_bench.models.registry import model_of
 from lantern_bench.prompts.prompt import Prompt
 from lantern_bench.storage.schema import frame, write_csv
 from lantern_bench.utils.clock import now
-from lantern_bench.utils.files import write_atomically
-from lantern_bench.utils.progress import OnProgress
+from lantern_bench.utils.files import write_file
+from lantern_bench.utils.progress import Emit, ProgressEvent
 
 Tables: TypeAlias = dict[str, list[dict[str, Any]]]
 
@@ -39,9 +39,7 @@ _FIRST_IMAGES = 500  # of a broken rule on the tables; each further test has twi
 _CALIBRATION = 16  # tokens
 
 
-def _on_tables(
-    trial: Trial, seed: int, level: float, on_share: Callable[[float], None]
-) -> certificate_rows.TrialResult:
+def _on_tables(trial: Trial, seed: int, level: float, emit: Emit) -> certificate_rows.TrialResult:
     """The G-tests of a trial."""
     decoded = 0
     tokens = torch.empty(0, table_tokens(trial.decoding), dtype=torch.int64)
@@ -57,7 +55,7 @@ def _on_tables(
         tokens = torch.cat([tokens, more])
         decoded = end
         p_values, tv = g_tests(trial.decoding, tokens)
-        on_share(decoded / trial.images)
+        emit(ProgressEvent(trial.setting, decoded, trial.images))
         if decoded == trial.images or min(p_values.values()) < level:
             return certificate_rows.TrialResult(
                 setting=trial.setting,
@@ -75,7 +73,7 @@ def _on_model(
     prompts: Sequence[Prompt],
     seed: int,
     level: float,
-    on_share: Callable[[float], None],
+    emit: Emit,
 ) -> certificate_rows.TrialResult:
     """The tests of whole images of a trial."""
     decoding = trial.decoding
@@ -89,7 +87,7 @@ def _on_model(
     ):
         batches.append(batch)
         images += len(batch.starts)
-        on_share(min(1.0, images / trial.images))
+        emit(ProgressEvent(trial.setting, min(images, trial.images), trial.images))
         p_values = image_tests.p_values(batches, depth)
         if min(p_values.values()) < level:
             break
@@ -137,27 +135,25 @@ class Certification:
             self._models[dtype] = load_models(self.plan.resolved, compute)[self.plan.model]
         return self._models[dtype]
 
-    def run(
-        self, trial: Trial, level: float, on_share: Callable[[float], None]
-    ) -> certificate_rows.TrialResult:
+    def run(self, trial: Trial, level: float, emit: Emit) -> certificate_rows.TrialResult:
         """Decode and test the images of a trial; of a broken one only until a p-value falls below `level`."""
         level = level if trial.broken else 0.0
         seed = self.plan.resolved.settings.seed
         if not trial.dtype:
-            return _on_tables(trial=trial, seed=seed, level=level, on_share=on_share)
+            return _on_tables(trial=trial, seed=seed, level=level, emit=emit)
         return _on_model(
             trial=trial,
             model=self.model_in(trial.dtype),
             prompts=self.plan.prompts,
             seed=seed,
             level=level,
-            on_share=on_share,
+            emit=emit,
         )
 
-    def prepare(self, on_progress: OnProgress) -> None:
+    def prepare(self, emit: Emit) -> None:
         """Encode the prompts."""
         for done, total in self.loaded.prepare([prompt.text for prompt in self.plan.prompts]):
-            on_progress("captions", done / total)
+            emit(ProgressEvent("captions", done, total))
 
     @cached_property
     def seconds(self) -> list[float]:
@@ -198,7 +194,7 @@ class Certification:
         ]
         return [*estimates, of_image * GREEDY * (1 + len(self._greedy)) / 2]
 
-    def measure(self, on_progress: OnProgress) -> Tables:
+    def measure(self, emit: Emit) -> Tables:
         """Return the tables."""
         description = "audit" if self.plan.claims else "certificate"
         total = sum(self.seconds)
@@ -210,8 +206,9 @@ class Certification:
         )
         level = certificate_rows.LEVEL / count if self.plan.has_power else 0.0
 
-        def progress(seconds: float, share: float) -> None:
-            on_progress(description, (before + seconds * share) / total)
+        def progress(seconds: float, event: ProgressEvent) -> None:
+            done = before + seconds * event.done / event.total
+            emit(ProgressEvent(description, done / total))
 
         for trial, seconds in zip(self.trials, self.seconds, strict=False):
             results.append(self.run(trial, level, partial(progress, seconds)))
@@ -251,15 +248,13 @@ class Certification:
             "dtype": self.compute.dtype_name,
             "packages": package_versions(),
         }
-        write_atomically(
-            folder / "measurement.json", (json.dumps(measurement, indent=2) + "\n").encode()
-        )
+        write_file(folder / "measurement.json", (json.dumps(measurement, indent=2) + "\n").encode())
 
-    def _greedy_rows(self, on_share: Callable[[float], None]) -> list[dict[str, Any]]:
+    def _greedy_rows(self, emit: Emit) -> list[dict[str, Any]]:
         """Whether each drafting at temperature 0 gives the tokens of greedy decoding."""
         prompts = list(dict.fromkeys(self.plan.prompts[:GREEDY]))
         differences = image_tests.greedy_differences(
-            model=self.loaded, prompts=prompts, decodings=self._greedy, on_share=on_share
+            model=self.loaded, prompts=prompts, decodings=self._greedy, emit=emit
         )
         tolerance = image_tests.NEAR_TIE[self.compute.dtype_name]
         return [

@@ -359,7 +359,8 @@ def _compared(
     same = int((eager.tokens == compiled.tokens).long().cumprod(0).sum())
     total = len(eager.tokens)
     if same < total:
-        assert eager.logits is not None and compiled.logits is not None
+        assert eager.logits is not None
+        assert compiled.logits is not None
         a = eager.logits[: same + 1].float()
         b = compiled.logits[: same + 1].float()
         apart = float((a - b).abs().max() / a.abs().max())

@@ -23,7 +23,7 @@ from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.plan import record_seed
 from lantern_bench.decoding.acceptance.bound_rule import BoundRule
 from lantern_bench.decoding.drafting.draft_method import DraftMethod
-from lantern_bench.decoding.loop import decode
+from lantern_bench.decoding.loop import decode, decode_altered
 from lantern_bench.decoding.protocol import Target
 from lantern_bench.decoding.sampling import broken_distributions, decoding_probabilities, guide
 from lantern_bench.decoding.teacher_forcing import drafted_along, teacher_forced
@@ -31,6 +31,7 @@ from lantern_bench.metrics.token_sums import sums_along
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.prompts.prompt import Prompt
 from lantern_bench.utils.errors import LogitsError
+from lantern_bench.utils.progress import Emit, ProgressEvent, ignore_events
 
 # of the difference of two logits without guidance
 _ROUNDING = {"float32": 1e-3, "bfloat16": 0.2, "float16": 0.04}
@@ -185,7 +186,7 @@ def decoded_evidence(
         )
         condition = model.condition([prompt.text for prompt, _ in slots])
         broken = None if drafting is None else drafting(decoding, target, batch)
-        decoded = decode(
+        decoded = decode_altered(
             model=model,
             condition=condition,
             decoding=decoding,
@@ -277,7 +278,7 @@ def greedy_differences(
     model: LoadedModel,
     prompts: Sequence[Prompt],
     decodings: Mapping[str, Decoding],
-    on_share: Callable[[float], None] = lambda _share: None,
+    emit: Emit = ignore_events,
     batch: int = 8,
 ) -> dict[str, list[tuple[int, float] | None]]:
     """Compare every decoding (temperature 0, one guidance scale) with greedy decoding, of every prompt.
@@ -303,5 +304,6 @@ def greedy_differences(
                 differences[name].append(
                     (differing[0], margins[differing[0]]) if differing else None
                 )
-            on_share((start + len(chosen) * number / len(decodings)) / len(prompts))
+            done = start + len(chosen) * number / len(decodings)
+            emit(ProgressEvent("greedy identity", done, len(prompts)))
     return differences

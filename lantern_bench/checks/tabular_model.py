@@ -22,7 +22,7 @@ from lantern_bench.config.plan import record_seed
 from lantern_bench.decoding.acceptance.bound_rule import BoundRule
 from lantern_bench.decoding.drafting.draft_method import DraftMethod
 from lantern_bench.decoding.engine import Engine
-from lantern_bench.decoding.loop import decode
+from lantern_bench.decoding.loop import decode_altered
 from lantern_bench.decoding.protocol import (
     DrafterLogits,
     DrafterSession,
@@ -222,7 +222,7 @@ def table_images(
         ]
         broken = None if drafting is None else drafting(decoding, model.target, len(seeds))
         streams = generators(model, seeds)
-        decoded = decode(
+        decoded = decode_altered(
             model=model,
             condition=None,
             decoding=decoding,

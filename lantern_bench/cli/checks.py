@@ -1,4 +1,4 @@
-"""Commands that check: `doctor`, `check-model`, `verify`, `certify`."""
+"""Commands that check: `doctor`, `check-model`, `check-run`, `certify`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ from lantern_bench.utils.errors import CheckFailedError, UserError
 from lantern_bench.utils.files import check_writable
 
 if TYPE_CHECKING:
-    from lantern_bench.checks.verify_run import Checked
     from lantern_bench.cli.console import Console
 
 
@@ -110,62 +109,47 @@ def check_model(
         )
 
 
-def verify(
+def check_run(
     ctx: typer.Context,
     run: RunArgument,
     repair: Annotated[
-        bool, typer.Option("--repair", help="Drop what is damaged, to be made again.")
+        bool,
+        typer.Option("--repair", help="Drop damaged parts, so that the sweep makes them again."),
     ] = False,
     format: FormatOption = None,
 ) -> None:
-    """Check the lines, hashes and counts of a run, and name what is missing or damaged."""
+    """Check the lines, hashes, counts and tables of a run, and name what is missing or damaged.
+
+    Exit code 5 if something is.
+    """
     import pandas as pd
 
-    from lantern_bench.analysis.tables import write_tables
-    from lantern_bench.checks import verify_run as runs_verify
+    from lantern_bench.checks import check_run as run_checks
 
     console: Console = ctx.obj
-    checked = _check_run(run)
-    if not checked.problems:
-        pictures = "no pictures (left out when the run was copied)"
-        pictures = pictures if checked.pictures is None else f"{checked.pictures} pictures"
-        console.say(
-            f"{checked.records} records, {pictures} and {checked.scores} scores are undamaged"
-        )
+    checked = run_checks.check_run(run)
+    problems = checked.problems
+    if not problems:
+        pictures = f"{checked.pictures} pictures"
+        if checked.pictures is None:
+            pictures = "no pictures (left out when the run was copied)"
+        counts = f"{checked.records} records, {pictures} and {checked.scores} scores"
+        console.say(f"{counts} are undamaged")
         return
-    rows = [
-        (problem.file, problem.problem, "yes" if problem.repairable else "no")
-        for problem in checked.problems
-    ]
-    console.table(
-        pd.DataFrame(rows, columns=["file", "problem", "made_again_by_repair"]), format=format
-    )
-    repairable = sum(problem.repairable for problem in checked.problems)
+
+    table = pd.DataFrame(problems).rename(columns={"repairable": "made_again_by_repair"})
+    table["made_again_by_repair"] = table["made_again_by_repair"].map({True: "yes", False: "no"})
+    console.table(table, format=format)
+    repairable = sum(problem.repairable for problem in problems)
     if repair and repairable:
-        dropped = runs_verify.repair(run, checked)
-        if _check_run(run).records:
-            write_tables(run)
-        console.say(
-            f"{dropped} lines dropped, tables written; the command that started the run makes the rest again"
-        )
-    if not repair or repairable < len(checked.problems):
-        advice = f"`lantern-bench verify {run} --repair` and the same sweep make {repairable} of them again."
-        message = f"{run}: {len(checked.problems)} problems"
-        raise CheckFailedError(message, None if repair or not repairable else advice)
-
-
-def _check_run(folder: Path) -> Checked:
-    """Check lines, pictures and counts, and the tables if no line is damaged."""
-    from lantern_bench.analysis.tables import stale_tables
-    from lantern_bench.checks import verify_run as runs_verify
-
-    checked = runs_verify.verify(folder)
-    if checked.lines_are_undamaged and checked.records:
-        stale = stale_tables(folder)
-        checked.problems.extend(
-            runs_verify.Problem(name, "not what the records give") for name in stale
-        )
-    return checked
+        dropped = run_checks.repair_run(run, checked)
+        rest = "the command that started the run makes the rest again"
+        console.say(f"{dropped} lines dropped, tables written; {rest}")
+    if repair and repairable == len(problems):
+        return
+    advice = f"`lantern-bench check-run {run} --repair` and the same sweep make {repairable} again."
+    can_repair = repairable and not repair
+    raise CheckFailedError(f"{run}: {len(problems)} problems", advice if can_repair else None)
 
 
 # ---- certify
@@ -261,7 +245,7 @@ def certify(
 
     from lantern_bench.checks.certificate_rows import LEVEL, failures
     from lantern_bench.checks.certification import Certification
-    from lantern_bench.cli.console import duration
+    from lantern_bench.cli.console import duration, show_events
     from lantern_bench.models.load import compile_models
     from lantern_bench.storage.schema import frame
 
@@ -271,13 +255,14 @@ def certify(
     if plan.resolved.settings.compile and (note := compile_models([loaded], compute)) is not None:
         console.note(*note)
     with console.progress() as progress:
-        certification.prepare(progress.share)
+        emit = show_events(console, progress)
+        certification.prepare(emit)
         on_tables = sum(not trial.dtype for trial in certification.trials)
         counts = f"{on_tables} on tables, {len(certification.trials) - on_tables} with {plan.model}"
         console.say(
             f"{len(certification.trials)} trials ({counts}): about {duration(sum(certification.seconds))}"
         )
-        tables = certification.measure(progress.share)
+        tables = certification.measure(emit)
     certification.write(folder, tables)
 
     name = "audit" if modes else "power" if power else "certificate"

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from rich.console import Console as RichConsole
 from statistics import fmean
 
-from lantern_bench.sweep.events import Event, ImageDone, Started
-from lantern_bench.utils.progress import Emit, Note, Share
+from lantern_bench.sweeps.events import Event, ImageDone, Started
+from lantern_bench.utils.progress import Emit, Note, ProgressEvent
 
 FORMATS = ("table", "csv", "json", "md", "latex")
 
@@ -193,6 +193,7 @@ class Console:
             self.data("\n".join([*head, *lines, *(f"\n{note}" for note in notes)]))
         else:
             _draw_table(stream=self._out, texts=texts, title=title, notes=notes)
+        return None
 
     def say(self, text: str) -> None:
         """Write a message to stderr, unless quiet."""
@@ -330,7 +331,7 @@ def show_events(console: Console, progress: Progress) -> Emit:
         match event:
             case Note():
                 console.note(event.text, event.advice, event.level)
-            case Share(label, share, total):
+            case ProgressEvent(label, share, total):
                 progress.share(label, share, total)
             case Started(finished, to_do):
                 images = sum(to_do.values())

@@ -20,7 +20,7 @@ from lantern_bench.devices.threads import set_threads
 from lantern_bench.methods.catalog import MODES
 from lantern_bench.models.registry import model_of
 from lantern_bench.prompts.prompt import class_prompt
-from lantern_bench.sweep.request import check_drafters
+from lantern_bench.sweeps.request import check_drafters
 from lantern_bench.utils.errors import RefusedError, UserError
 from lantern_bench.utils.files import check_writable
 
@@ -97,8 +97,8 @@ def generate(
     from lantern_bench.metrics.token_sums import token_sums
     from lantern_bench.models.load import compile_models, load_models
     from lantern_bench.models.random_model import random_model
-    from lantern_bench.sweep import decoder
-    from lantern_bench.utils.files import write_atomically
+    from lantern_bench.sweeps import decoder
+    from lantern_bench.utils.files import write_file
 
     compute = choose_compute(resolved.settings.device, resolved.settings.dtype)
     seed = resolved.settings.seed
@@ -126,10 +126,7 @@ def generate(
         for image in decoder.decode_tasks(loaded, compute, tasks):
             decoded.append(image)
             progress.share("images", len(decoded), len(tasks))
-    try:
-        write_atomically(out, decoder.picture_png(decoded, cells))
-    except OSError as error:
-        raise UserError(f"--out {out}: cannot be written: {error.strerror}") from error
+    write_file(out, decoder.picture_png(decoded, cells), flag="--out")
     names = (
         "tokens",
         "target_forwards",
@@ -156,6 +153,7 @@ def generate(
         rows.append(row | {"distance": distance_of_image(sums)})
     console.table(pd.DataFrame(rows), title=prompt, format=format)
     console.say(f"picture: {out}")
+    return None
 
 
 def _prompt(caption: str | None, label: int | None, random: bool, model: str) -> str:

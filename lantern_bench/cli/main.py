@@ -13,7 +13,7 @@ import typer
 from typer.main import get_command
 
 from lantern_bench import __version__
-from lantern_bench.cli.checks import certify, check_model, doctor, verify
+from lantern_bench.cli.checks import certify, check_model, check_run, doctor
 from lantern_bench.cli.console import Console
 from lantern_bench.cli.generate import generate
 from lantern_bench.cli.help import Command, command_group, complete_names
@@ -24,7 +24,7 @@ from lantern_bench.cli.score import score
 from lantern_bench.cli.sweep import REPRODUCE_HELP, experiments, merge, sweep
 from lantern_bench.cli.train import train
 from lantern_bench.devices.threads import prepare_environment
-from lantern_bench.sweep.request import DEFAULT_CLUSTER
+from lantern_bench.sweeps.request import DEFAULT_CLUSTER
 from lantern_bench.utils import signals
 from lantern_bench.utils.errors import LanternError, UserError
 
@@ -45,7 +45,7 @@ app = command_group(name="lantern-bench", pretty_exceptions_enable=False, epilog
 app.command(cls=Command)(sweep)
 app.command("reproduce", cls=Command, help=REPRODUCE_HELP)(sweep)
 _RUNS = (merge, score, show, curves, compare, recommend, report, predict, certify)
-for command in (*_RUNS, generate, models, experiments, profile, check_model, doctor, verify):
+for command in (*_RUNS, generate, models, experiments, profile, check_model, check_run, doctor):
     app.command(cls=Command)(command)
 app.add_typer(train)
 app.add_typer(weights)

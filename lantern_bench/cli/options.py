@@ -214,7 +214,7 @@ def resolve_cells(
     from lantern_bench.config.experiment import load_experiment
     from lantern_bench.config.settings import Overrides
     from lantern_bench.models.registry import defaults_of, model_of
-    from lantern_bench.sweep.request import check_sizes
+    from lantern_bench.sweeps.request import check_sizes
     from lantern_bench.utils.yaml_file import Source
 
     model_of(flags["model"][0])

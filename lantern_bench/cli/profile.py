@@ -1,7 +1,8 @@
-"""The command `profile`: what decode steps cost, what the device allows, and which trees pay off."""
+"""The commands `profile` and `predict`: what decode steps cost here, and on other devices."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,29 +13,19 @@ from lantern_bench.cli.options import (
     RULE_FLAGS,
     DeviceOption,
     FormatOption,
+    RunArgument,
+    check_choice,
     resolve_flags,
     split_words,
     with_flags,
 )
 from lantern_bench.devices.threads import set_threads
-from lantern_bench.sweep.choose_threads import set_fastest_threads
 from lantern_bench.utils.errors import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from lantern_bench.cli.console import Console
     from lantern_bench.config.decoding import Decoding
     from lantern_bench.profile.step_costs import ProfiledModel
-from collections.abc import Sequence
-
-from lantern_bench.cli.options import (
-    RunArgument,
-    check_choice,
-)
-
-if TYPE_CHECKING:
-    from lantern_bench.cli.console import Console
 
 
 _TREES = "chain-5,small-7,eagle1-25,58n5d10b"
@@ -109,9 +100,11 @@ def profile(
 
     import pandas as pd
 
+    from lantern_bench.cli.console import show_events
     from lantern_bench.devices.compute import choose_compute
     from lantern_bench.models.load import check_loaded, compile_models
     from lantern_bench.profile import step_costs as profiling
+    from lantern_bench.sweeps.choose_threads import set_fastest_threads
 
     trees = (
         {}
@@ -137,6 +130,8 @@ def profile(
         console.note(*note)
     steps = {"ar": decodings[0].autoregressive(), **trees}
     if threads is None:
+        from lantern_bench.sweeps.choose_threads import set_fastest_threads
+
         kinds = [*steps.values(), decodings[0]][:2]
         set_fastest_threads(
             model=profiled.model,
@@ -152,7 +147,7 @@ def profile(
     console.say(f"{compute.device}: {speeds}, measured at the size of this model")
     with console.progress() as progress:
         rows = profiling.measure(
-            profiled=profiled, steps=steps, rates=rates, on_progress=progress.share
+            profiled=profiled, steps=steps, rates=rates, emit=show_events(console, progress)
         )
     table = pd.DataFrame(rows).round(4)
     console.table(
@@ -174,6 +169,7 @@ def profile(
     if save_to is not None:
         profiling.save_device(profiled=profiled, rows=rows, compute=compute, path=save_to)
         console.say(f"written: {save_to}")
+    return None
 
 
 def _decodings(flags: dict[str, Any], mode: list[str] | None, search: bool) -> list[Decoding]:
@@ -205,7 +201,7 @@ def _search(
             decoding=decoding,
             prompts=profiled.prompts,
             seed=profiled.seed,
-            say=console.say,
+            emit=lambda note: console.note(*note),
         )
         table = pd.DataFrame([row for _, row in measured]).round(4)
         title = f"{decoding.mode}, {decoding.drafting}, {decoding.rule}, the fastest measured"

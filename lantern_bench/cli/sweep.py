@@ -21,8 +21,8 @@ from lantern_bench.cli.options import (
 from lantern_bench.config.settings import Overrides
 from lantern_bench.devices.threads import QUIET_ADVICE
 from lantern_bench.storage import run_directory
-from lantern_bench.sweep.request import WORKER_TIMEOUT, plan_table, prepare
-from lantern_bench.sweep.run import check_failed, run
+from lantern_bench.sweeps.request import WORKER_TIMEOUT, plan_table, prepare
+from lantern_bench.sweeps.run import check_failed, run
 from lantern_bench.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -107,6 +107,7 @@ def sweep(
     show = _show_reproduction if published else _show_summary
     show(request.folder, console, format)
     check_failed(request, failed)
+    return None
 
 
 def merge(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_origin
 
 import typer
 
-from lantern_bench.cli.console import Console, duration
+from lantern_bench.cli.console import Console, duration, show_events
 from lantern_bench.cli.help import Command, command_group
 from lantern_bench.cli.options import PROMPTS_HELP, FormatOption, flag, with_flags
 from lantern_bench.storage.run_directory import results_root
@@ -72,6 +72,7 @@ def drafter(
     table = pd.DataFrame(plan_rows(job), columns=["what", "how much"])
     console.table(table, title=f"drafter for {job.flags.target}", format=format)
     console.say(f"would be written to {job.out}; nothing was made")
+    return None
 
 
 def _run(job: DrafterJob, min_mal: float | None, console: Console, format: str | None) -> None:
@@ -114,7 +115,7 @@ def _run(job: DrafterJob, min_mal: float | None, console: Console, format: str |
                 job=job,
                 model=model,
                 on_event=on_event,
-                on_progress=progress.share,
+                emit=show_events(shown, progress),
                 processes=distributed,
             )
     except KeyboardInterrupt:

@@ -31,8 +31,8 @@ from lantern_bench.utils.yaml_file import Location, Source, read_source
 ModelDefaults: TypeAlias = Mapping[str, Mapping[str, Any]]
 MOST_CELLS = 1_000  # larger grids need `--yes`
 
-# Keys that do not change the images, up to rounding.
-_NOT_RUN = (
+# Keys that do not change the images, up to rounding. They may differ between shards of a run.
+KEYS_WITHOUT_EFFECT = (
     "name",
     "description",
     "paper",
@@ -101,7 +101,9 @@ class ResolvedExperiment:
     @cached_property
     def hash8(self) -> str:
         """8 hex digits of a hash of everything that changes the images."""
-        covered = {key: value for key, value in self.to_dict().items() if key not in _NOT_RUN}
+        covered = {
+            key: value for key, value in self.to_dict().items() if key not in KEYS_WITHOUT_EFFECT
+        }
         return hashlib.sha256(json.dumps(covered, sort_keys=True).encode()).hexdigest()[:8]
 
     @property

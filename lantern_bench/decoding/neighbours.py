@@ -1,6 +1,7 @@
 """The table of nearest codes of each code, without the code itself (docs/algorithms.md, section 4).
 
-The caller names the space (docs/algorithms.md, section 9, C1). `cosine` and `random` are for LANTERN's Table 3.
+The caller names the space (docs/algorithms.md, section 9, C1). The metrics `cosine` and `random`
+are for LANTERN's Table 3.
 """
 
 from __future__ import annotations
@@ -15,14 +16,17 @@ from lantern_bench.methods.parameters import NeighbourMetric
 
 Space: TypeAlias = Literal["raw", "normalised"]
 SPACES: tuple[Space, ...] = get_args(Space)
-"""`raw`: rows as stored, as published tables measure; `normalised`: rows of unit length, as LlamaGen looks them up."""
+"""`raw`: rows as stored (published tables). `normalised`: rows of unit length (LlamaGen)."""
 
 _DISTANCES_AT_ONCE = 1 << 24  # a quarter of a GiB with the keys that order them
 _RANDOM_SEED = 20_250_331  # part of what `random` means: the same neighbours in every run
 
 
 def in_space(codebook: Tensor, space: Space) -> Tensor:
-    """The rows [V, d] of a codebook in a space, float32; raises ValueError for a space that is none of `SPACES`."""
+    """Return the rows [V, d] of a codebook in a space, float32.
+
+    Raises `ValueError` for a space that is not in `SPACES`.
+    """
     if space not in SPACES:
         raise ValueError(f"space must be one of {', '.join(SPACES)}, not {space}")
     rows = codebook.float()
@@ -30,10 +34,16 @@ def in_space(codebook: Tensor, space: Space) -> Tensor:
 
 
 def nearest_codes(codebook: Tensor, neighbours: int, metric: NeighbourMetric = "l2") -> Tensor:
-    """Return int32 [V, neighbours]: for every code the nearest others, nearest first, ties by index.
+    """Return for every code the nearest other codes, int32 [V, neighbours], ties by index.
 
-    `metric` of the rows of `codebook` [V, d]: `l2`, `cosine` (a row of zeros is equally far from all) or `random` (a
-    fixed order for every code, the same on every machine). `neighbours` above V - 1 raises ValueError.
+    Args:
+        codebook: The rows that are measured, [V, d].
+        neighbours: How many codes, at most V - 1.
+        metric: `l2`, `cosine` (a row of zeros is equally far from all), or `random` (a fixed order
+            for every code, the same on every machine).
+
+    Raises:
+        ValueError: `neighbours` is out of range.
     """
     total = len(codebook)
     if not 0 <= neighbours <= total - 1:
@@ -46,18 +56,18 @@ def nearest_codes(codebook: Tensor, neighbours: int, metric: NeighbourMetric = "
     parts = []
     for rows in torch.split(index, max(1, _DISTANCES_AT_ONCE // total)):
         if metric == "random":
-            # Each code has its own seed, and the CPU draws: neither the part nor the device changes the distances.
+            # Each code has its own seed and the CPU draws: neither part nor device matters.
             seeds = [torch.Generator().manual_seed(_RANDOM_SEED + row) for row in rows.tolist()]
-            distance = torch.stack([torch.rand(total, generator=seed) for seed in seeds]).to(
-                codebook.device
-            )
+            drawn = [torch.rand(total, generator=seed) for seed in seeds]
+            distance = torch.stack(drawn).to(codebook.device)
         else:
             # The direct difference: the matrix-product form loses small distances to cancellation.
             distance = torch.cdist(
                 measured[rows], measured, compute_mode="donot_use_mm_for_euclid_dist"
             )
         distance.scatter_(1, rows[:, None], torch.inf)
-        # Bits of non-negative floats order like the floats: one integer key holds distance and index.
+        # Bits of non-negative floats order like the floats, so one integer key holds distance and
+        # index.
         key = (distance.view(torch.int32).long() << 32) | index
         parts.append(key.topk(neighbours, dim=1, largest=False).indices.int())
     return torch.cat(parts)

@@ -1,7 +1,8 @@
-"""What decoding needs of a model: a target, perhaps a drafter, and the values that pass between them and the loop.
+"""What decoding needs of a model: a target, perhaps a drafter, and their sessions.
 
-Everything is batched over B images. A session owns preallocated caches for one shape and is used for one batch at a
-time; with guidance it holds two rows per image. Features of the target are passed to the drafter unread.
+Everything is batched over B images. A session owns preallocated caches for one shape and is used
+for one batch at a time. With guidance it holds two rows per image, so `rows` is 2B, the conditional
+rows first; otherwise `rows` is B. Features of the target are passed to the drafter unread.
 """
 
 from __future__ import annotations
@@ -19,67 +20,109 @@ from lantern_bench.methods.parameters import NeighbourMetric
 class Logits(NamedTuple):
     """The target's answer at N nodes of B images."""
 
-    cond: Tensor  # [B, N, V]
-    uncond: Tensor | None  # [B, N, V]; None without guidance
-    # final-norm hidden states [rows, N, width]; rows = 2B with guidance, conditional rows first
+    # the conditional logits, [B, N, V]
+    cond: Tensor
+    # the unconditional logits, [B, N, V]; None without guidance
+    uncond: Tensor | None
+    # hidden states after the final norm, [rows, N, width]
     features: Tensor
 
 
 class DrafterLogits(NamedTuple):
     """The drafter's answer at n nodes of B images."""
 
-    cond: Tensor  # [B, n, V]
-    uncond: Tensor | None  # [B, n, V]; None without guidance
+    # the conditional logits, [B, n, V]
+    cond: Tensor
+    # the unconditional logits, [B, n, V]; None without guidance
+    uncond: Tensor | None
 
 
 class TargetSession:
-    """The target for one batch of images; `score` and `commit` may be compiled, and have fixed shapes."""
+    """The target for one batch of images.
+
+    `score` and `commit` may be compiled, and have fixed shapes.
+    """
 
     def prefill(self, condition: Any) -> Logits:
-        """Start B images: logits of the last prefix position (N = 1), features of the whole prefix."""
+        """Start B images.
+
+        Returns:
+            The logits of the last prefix position (N = 1), and the features of the whole prefix.
+        """
         raise NotImplementedError
 
     def score(self, tokens: Tensor, depths: Tensor, attention: Tensor) -> Logits:
-        """Run one forward over the N nodes of a draft tree, root first, behind the committed tokens.
+        """Run one forward over the N nodes of a draft tree, behind the committed tokens.
 
-        tokens, depths: int64 [B, N]. attention: bool [B, N, N], node (row) sees node (column).
+        Args:
+            tokens: The nodes, root first, int64 [B, N].
+            depths: Their depths, int64 [B, N].
+            attention: Node (row) sees node (column), bool [B, N, N].
         """
         raise NotImplementedError
 
     def score_guided(
         self, tokens: Tensor, depths: Tensor, attention: Tensor, cfg_scale: float
     ) -> tuple[Tensor, Tensor]:
-        """As `score`: guided logits float32 [B, N, V] and features; a linear head may be applied to guided features."""
+        """Score the nodes of a draft tree with guidance.
+
+        A subclass may apply a linear head to guided features instead.
+
+        Args:
+            tokens: As of `score`.
+            depths: As of `score`.
+            attention: As of `score`.
+            cfg_scale: The guidance scale.
+
+        Returns:
+            The guided logits float32 [B, N, V], and the features.
+        """
         logits = self.score(tokens, depths, attention)
         return guide(logits.cond, logits.uncond, cfg_scale), logits.features
 
     def commit(self, path: Tensor, counts: Tensor) -> None:
-        """Keep the first `counts` [B] nodes of `path` [B, D + 1] of the last `score`; the others are filler."""
+        """Keep nodes of the last `score`: the first `counts` [B] of `path` [B, D + 1]."""
         raise NotImplementedError
 
     def clear(self) -> None:
-        """Fill a cache with zeros, after NaN: attention gives hidden positions the weight 0, and 0 * NaN is NaN."""
+        """Fill a cache that holds NaN with zeros.
+
+        Attention gives hidden positions the weight 0, and 0 * NaN is NaN.
+        """
 
 
 class DrafterSession:
-    """The drafter for one batch of images (EAGLE: features of the target in, logits of its head out)."""
+    """The drafter for one batch of images (EAGLE: features of the target in, logits out)."""
 
     def prefill(self, condition: Any, features: Tensor) -> None:
-        """Start from the prefix features [rows, P, width]; `observe` gets the last again, with the first token."""
+        """Start B images from the prefix features [rows, P, width].
+
+        `observe` gets the last of them again, with the first token.
+        """
         raise NotImplementedError
 
     def observe(self, tokens: Tensor, features: Tensor, counts: Tensor) -> DrafterLogits:
-        """Feed committed tokens [B, n] with the true features [rows, n, width] that predicted them.
+        """Feed committed tokens with the true features that predicted them.
 
-        The first `counts` [B] count, the others are filler. Returns the logits of the new root's children, n = 1.
+        Args:
+            tokens: [B, n].
+            features: [rows, n, width].
+            counts: How many tokens count, [B]; the others are filler.
+
+        Returns:
+            The logits of the new root's children, n = 1.
         """
         raise NotImplementedError
 
     def extend(self, tokens: Tensor, origin: Tensor, seen: Tensor) -> DrafterLogits:
-        """Expand n nodes one level deeper, tokens [B, n].
+        """Expand n nodes one level deeper.
 
-        origin [B, n]: the slot of each node's parent among the nodes of the call before (0, the root, in the first).
-        seen: bool [B, n, total], which of all nodes extended since `observe` each one attends to, itself included.
+        Args:
+            tokens: The nodes, [B, n].
+            origin: The slot of each node's parent among the nodes of the call before, [B, n]; in
+                the first call 0, the root.
+            seen: Which of all nodes extended since `observe` each node attends to, itself included,
+                bool [B, n, total].
         """
         raise NotImplementedError
 
@@ -97,30 +140,51 @@ class Target:
     device: torch.device
 
     def session(self, batch: int, *, guided: bool, nodes: int) -> TargetSession:
-        """A session for B images and trees of at most `nodes` nodes, root included; caches are reused."""
+        """Return a session, which may reuse caches.
+
+        Args:
+            batch: How many images there are.
+            guided: Whether logits are guided.
+            nodes: The most nodes of a tree, root included.
+        """
         raise NotImplementedError
 
     @cached_property
     def n_codes(self) -> int:
         """How many tokens can be chosen; tokens from this number on are forced.
 
-        Logits, the drafter's too, make a forced token certain at its positions and impossible elsewhere.
+        The logits of target and drafter make a forced token certain at its positions and impossible
+        elsewhere.
         """
         return self.vocab_size
 
     def forced(self, positions: Tensor) -> Tensor:
-        """The tokens that are forced at `positions` int64 [...] of an image, -1 where none is."""
+        """Return the tokens that are forced at `positions` int64 [...], -1 where none is."""
         return torch.full_like(positions, -1)
 
     def logits_without_cache(self, condition: Any, tokens: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Conditional and unconditional logits of one forward without a cache, for `check-model`."""
+        """Return logits as `score` does, from one forward without a cache, for `check-model`.
+
+        Args:
+            condition: As of `TargetSession.prefill`.
+            tokens: The tokens of the images, [B, N].
+
+        Returns:
+            The conditional and unconditional logits; None: not available.
+        """
 
 
 class Drafter:
     """A model that proposes tokens."""
 
     def session(self, batch: int, *, guided: bool, nodes: int) -> DrafterSession:
-        """A session for B images that extends at most `nodes` nodes a step; caches are reused."""
+        """Return a session, which may reuse caches.
+
+        Args:
+            batch: How many images there are.
+            guided: Whether logits are guided.
+            nodes: The most nodes that it extends in a step.
+        """
         raise NotImplementedError
 
 
@@ -128,18 +192,21 @@ class PixelDecoder(Protocol):
     """Tokens to pictures."""
 
     def pixels(self, tokens: Tensor) -> Tensor:
-        """Tokens int [B, N] -> uint8 RGB [B, H, W, 3] on the CPU."""
+        """Return the pictures of tokens int [B, N]: uint8 RGB [B, H, W, 3] on the CPU."""
 
 
 class DecodableModel(Protocol):
-    """What `decode` needs of a loaded model; only some drafts need the drafter, only some rules the codes."""
+    """What `decode` needs of a loaded model.
+
+    Only some draftings need the drafter, only some rules the codes.
+    """
 
     target: Target
     drafter: Drafter | None
 
     @property
     def codes(self) -> Tensor:
-        """Embeddings of the tokens [V, d] on the target's device, in the space that neighbours are measured in."""
+        """Embeddings of the tokens [V, d] on the target's device, in the space of neighbours."""
 
     def table(self, columns: int, metric: NeighbourMetric) -> Tensor:
-        """The nearest codes int [V, columns] by a metric."""
+        """Return the nearest codes int [V, columns] by a metric."""

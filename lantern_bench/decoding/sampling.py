@@ -1,6 +1,7 @@
-"""Guidance, temperature, filters (docs/algorithms.md, section 1) and every random draw of decoding.
+"""Guidance, temperature, filters (docs/algorithms.md, section 1) and all random draws of decoding.
 
-All is float32 whatever the weights are. A draw takes its noise as an argument; `Draws` makes it.
+Everything is float32, whatever the weights are. A draw takes its noise as an argument, which
+`Draws` makes.
 """
 
 from __future__ import annotations
@@ -14,15 +15,22 @@ from torch import Tensor
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.methods.parameters import FilterOrder
 
+# the 31 bits that count
 _LARGEST = 2**31 - 1
+# the largest float32 below 1
 _BELOW_ONE = 1.0 - 2.0**-24
-_AHEAD = 8  # calls of `Draws.bits` that one draw serves
+# calls of `Draws.bits` that one draw serves
+_AHEAD = 8
 
 
 def guide(cond: Tensor, uncond: Tensor | None, cfg_scale: float) -> Tensor:
-    """Return the guided logits [..., V] in float32; `cfg_scale` 1 means the conditional ones alone.
+    """Return the guided logits [..., V] in float32: uncond + cfg_scale * (cond - uncond).
 
-    -inf in both rows is an impossible token.
+    Args:
+        cond: The conditional logits [..., V].
+        uncond: The unconditional logits [..., V]; may be None if `cfg_scale` is 1. A token that is
+            -inf in both is impossible.
+        cfg_scale: The guidance scale; 1 returns the conditional logits.
     """
     if cfg_scale == 1.0:
         return cond.float()
@@ -30,8 +38,8 @@ def guide(cond: Tensor, uncond: Tensor | None, cfg_scale: float) -> Tensor:
         raise ValueError(f"cfg_scale {cfg_scale} needs unconditional logits")
     cond = cond.float()
     base = uncond.float()
-    # A token that both rows call impossible stays so: the difference of the infinities counts as 0. That would hide a
-    # NaN of `cond`, which `maximum` keeps. A mask takes twice as long on a CPU.
+    # A token that both rows call impossible stays so: the difference of the infinities counts as 0.
+    # That would hide a NaN of `cond`, which `maximum` keeps. A mask takes twice as long on a CPU.
     difference = (cond - base).nan_to_num_(0.0, torch.inf, -torch.inf).maximum(cond - torch.inf)
     return base.add(difference, alpha=cfg_scale)
 
@@ -43,10 +51,15 @@ def probabilities(
     top_p: float = 1.0,
     filter_order: FilterOrder = "top_k_first",
 ) -> Tensor:
-    """Return the filtered distribution [..., V] in float32 of (guided) logits [..., V], at temperatures above 0.
+    """Return the filtered distribution of logits, float32 [..., V].
 
-    `top_k = 0` and `top_p = 1` switch a filter off. Ties at the k-th logit are kept; top-p keeps the smallest set
-    whose mass reaches `top_p`, the token that crosses included.
+    Args:
+        logits: Guided logits [..., V].
+        temperature: Above 0.
+        top_k: Keep the k largest logits, and ties with the k-th; 0 is off.
+        top_p: Keep the smallest set whose mass reaches `top_p`, the crossing token included; 1 is
+            off.
+        filter_order: Which filter comes first.
     """
     scaled = logits.float() if temperature == 1.0 else logits.float() / temperature
     if filter_order == "top_k_first":
@@ -55,7 +68,7 @@ def probabilities(
 
 
 def decoding_probabilities(logits: Tensor, decoding: Decoding) -> Tensor:
-    """Return p [..., V] of guided logits [..., V] in a configuration; greedy: `greedy_probabilities`."""
+    """Return the distributions [..., V] of guided logits [..., V] in a configuration."""
     if decoding.greedy:
         return greedy_probabilities(logits)
     return probabilities(
@@ -68,21 +81,23 @@ def decoding_probabilities(logits: Tensor, decoding: Decoding) -> Tensor:
 
 
 def greedy_probabilities(logits: Tensor) -> Tensor:
-    """Return the unfiltered softmax [..., V], float32, at temperature 1: what greedy decoding drafts with."""
+    """Return the softmax [..., V] that greedy decoding drafts with: temperature 1, no filters."""
     return torch.softmax(logits.float(), dim=-1)
 
 
 def broken_distributions(probs: Tensor) -> Tensor:
-    """Return bool [...]: which distributions [..., V] come of logits with a NaN, with +inf, or with -inf alone.
+    """Return bool [...]: which distributions [..., V] come from broken logits, as `broken_logits`.
 
-    Softmax and both filters make every probability of such a row NaN, so one of them tells. A -inf among finite logits
-    is a token that is impossible.
+    Softmax and both filters make every probability of such a row NaN, so looking at one is enough.
     """
     return probs[..., 0].isnan()
 
 
 def broken_logits(logits: Tensor) -> Tensor:
-    """Return bool [...]: which logits [..., V] have a NaN, +inf, or -inf alone."""
+    """Return bool [...]: which logits [..., V] have a NaN or +inf, or are all -inf.
+
+    A -inf among finite logits is an impossible token.
+    """
     return ~logits.amax(dim=-1).isfinite()
 
 
@@ -98,45 +113,74 @@ def _keep_top_p(logits: Tensor, top_p: float) -> Tensor:
         return logits
     ordered, order = torch.sort(logits, dim=-1, descending=True, stable=True)
     reached = torch.softmax(ordered, dim=-1).cumsum(dim=-1) >= top_p
-    # A token goes when the ones before it reach the mass without it; the first has none before it and stays.
+    # A token goes if the tokens before it reach the mass; nothing is before the first, which stays.
     surplus = torch.zeros_like(reached)
     surplus[..., 1:] = reached[..., :-1]
     return logits.masked_fill(torch.zeros_like(surplus).scatter(-1, order, surplus), -torch.inf)
 
 
 def sample(probs: Tensor, noise: Tensor) -> Tensor:
-    """Draw one token per row: int64 [...] from `probs` [..., V] (any scale) and Exp(1) `noise` of the same shape.
+    """Draw one token per row, int64 [...].
 
-    The token whose exponential clock with rate p rings first is distributed as p; a token of probability 0 is never
-    drawn while another one has mass.
+    The token whose exponential clock with rate p rings first is distributed as p. A token of
+    probability 0 is never drawn while another one has mass.
+
+    Args:
+        probs: Distributions [..., V] of any scale.
+        noise: Exp(1) noise [..., V].
     """
     return (probs / noise).argmax(dim=-1)
 
 
-def draw_without_replacement(probs: Tensor, count: int, noise: Tensor) -> tuple[Tensor, Tensor]:
-    """Draw `count` distinct tokens per row in order: (tokens int64 [..., count], valid bool [..., count]).
+def draw_tokens(logits: Tensor, decoding: Decoding, bits: Tensor) -> tuple[Tensor, Tensor]:
+    """Draw one token per image, at temperature 0 the most probable one.
 
-    The order in which exponential clocks ring is that of sampling without replacement, each draw from what is left,
-    renormalised. Tokens of probability 0 are never drawn: where a row has fewer than `count` others the rest is
-    token 0 with valid False. `probs` [..., V] need not be normalised; `noise` [..., V] ~ Exp(1).
+    Args:
+        logits: Guided logits [B, V].
+        decoding: The configuration.
+        bits: Random bits [B, V], as of `exponential`; not read at temperature 0.
+
+    Returns:
+        The tokens int64 [B], and which logits are NaN or infinite, bool [B].
+    """
+    if decoding.greedy:
+        return logits.argmax(dim=-1), broken_logits(logits)
+    p = decoding_probabilities(logits, decoding)
+    return sample(p, exponential(bits)), broken_distributions(p)
+
+
+def draw_without_replacement(probs: Tensor, count: int, noise: Tensor) -> tuple[Tensor, Tensor]:
+    """Draw distinct tokens per row, in order, each from the rest, renormalised.
+
+    Exponential clocks ring in the order of sampling without replacement.
+
+    Args:
+        probs: Distributions [..., V] of any scale.
+        count: How many tokens to draw.
+        noise: Exp(1) noise [..., V].
+
+    Returns:
+        The tokens int64 [..., count], and which of them are valid, bool [..., count]. Tokens of
+        probability 0 are never drawn: if a row has fewer than `count` others, the rest is token 0
+        and not valid.
     """
     drawn = min(count, probs.shape[-1])
-    # The compiler finds one token where it makes the quotients, and calls a kernel for more.
-    tokens = (
-        sample(probs, noise)[..., None]
-        if drawn == 1
-        else (probs / noise).topk(drawn, dim=-1).indices
-    )
+    if drawn == 1:
+        # The compiler finds one token while it computes the quotients, and calls a kernel for more.
+        tokens = sample(probs, noise)[..., None]
+    else:
+        tokens = (probs / noise).topk(drawn, dim=-1).indices
     return _padded(tokens, probs.gather(-1, tokens) > 0, count)
 
 
 def most_probable(probs: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the `count` most probable tokens per row: (tokens int64 [..., count], valid bool [..., count]).
+    """Return the `count` most probable tokens per row in descending order, ties by index.
 
-    In descending order, ties by index; otherwise as in `draw_without_replacement`.
+    Returns as `draw_without_replacement`.
     """
     vocabulary = probs.shape[-1]
-    # Bits of non-negative floats order like the floats: one integer key holds value and index, so ties are settled.
+    # Bits of non-negative floats order like the floats. So one integer key holds value and index,
+    # which settles ties.
     rank = torch.arange(vocabulary - 1, -1, -1, device=probs.device)
     key = (probs.float().contiguous().view(torch.int32).long() << 32) | rank
     tokens = key.topk(min(count, vocabulary), dim=-1).indices
@@ -150,23 +194,25 @@ def _padded(tokens: Tensor, valid: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def uniform(bits: Tensor) -> Tensor:
-    """Return uniform numbers float32 in [0, 1) of random `bits` int32 [...], of which the lowest 31 count."""
+    """Return uniform numbers float32 in [0, 1), made of the lowest 31 `bits` int32 [...]."""
     return ((bits & _LARGEST).float() * (1.0 / (_LARGEST + 1))).clamp_max(_BELOW_ONE)
 
 
 def exponential(bits: Tensor) -> Tensor:
-    """Return Exp(1) noise float32 of random `bits` int32 [...], as `uniform`; never 0.
+    """Return Exp(1) noise float32, never 0, made of the lowest 31 `bits` int32 [...].
 
-    The smallest clock decides, so the grid is finest there: steps of 5e-10 near 0, where torch's own are 6e-8.
+    The smallest clock decides, so the grid is finest there: its steps near 0 are 5e-10, and the
+    steps of torch's own exponential numbers 6e-8.
     """
     halfway = ((bits & _LARGEST).float() + 0.5) * (1.0 / (_LARGEST + 1))
     return -torch.log1p(-halfway.clamp_max(_BELOW_ONE))
 
 
 class Draws:
-    """Random bits for a batch of images, each image's from a generator of its own on `device`.
+    """Random bits for a batch of images, from one generator per image on `device`.
 
-    An image's random numbers do not depend on its batch: every call draws the same amount from each generator.
+    An image's random numbers do not depend on its batch: every call draws the same amount from each
+    generator.
     """
 
     def __init__(self, generators: Sequence[torch.Generator], device: torch.device | str) -> None:
@@ -175,21 +221,22 @@ class Draws:
         self._stock: dict[int, list[Tensor]] = {}
 
     def bits(self, *shape: int) -> Tensor:
-        """Return random bits int32 [B, *shape], the lowest 31 of each; drawn for the next calls as well."""
+        """Return random bits int32 [B, *shape], of which the lowest 31 count.
+
+        Bits for the next calls are drawn too, because a call costs more than its work.
+        """
         count = math.prod(shape)
+        batch = len(self.generators)
         stock = self._stock.setdefault(count, [])
         if not stock:
-            # Between two programs a call costs more than its work, so one draw serves several.
-            # One random number of 63 bits serves two; drawing is what costs.
-            pairs = torch.empty(
-                len(self.generators), _AHEAD // 2 * count, dtype=torch.int64, device=self.device
-            )
+            # Drawing is what costs, so one number of 63 bits serves twice.
+            numbers = _AHEAD // 2 * count
+            pairs = torch.empty(batch, numbers, dtype=torch.int64, device=self.device)
             for row, generator in zip(pairs, self.generators, strict=True):
                 row.random_(generator=generator)
-            stock += (
-                pairs.view(torch.int32).view(len(self.generators), _AHEAD, count).unbind(1)[::-1]
-            )
-        return stock.pop().view(len(self.generators), *shape)
+            calls = pairs.view(torch.int32).view(batch, _AHEAD, count).unbind(1)
+            stock.extend(reversed(calls))
+        return stock.pop().view(batch, *shape)
 
     def exponential(self, *shape: int) -> Tensor:
         """Return Exp(1) noise [B, *shape]."""

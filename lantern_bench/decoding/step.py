@@ -1,14 +1,22 @@
-"""One step of speculative decoding, as three programs: draft a tree, score it, verify it and commit what is accepted.
+"""One step of speculative decoding, as three programs: draft, score and verify.
 
-Everything that changes from step to step is in tensors at fixed addresses, which the programs write (`ImageState`). So
-the host only calls them, draws the noise and reads how far the images are. `engine.py` says how programs run.
+1. The host draws the random bits of the step (`noise`).
+2. `draft`: show the drafter what the last step committed, and fill the draft tree below it.
+3. `score`: run the target once over all nodes of the tree.
+4. `verify`: decide on the drafts, commit what is accepted and the token behind it, record the step,
+   and let the drafting learn.
+5. The host reads how far the images are and whether logits are broken (`ImageState.host_view`).
+   This is the step's one copy to the host.
+
+Everything that changes from step to step is in tensors at fixed addresses, which the programs
+write: `ImageState` and the drafting's `DraftTree`. `engine.py` says how programs run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +25,6 @@ from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.acceptance.bound_rule import BoundRule
 from lantern_bench.decoding.acceptance.verify import Verdict, verify_greedy
 from lantern_bench.decoding.drafting.draft_method import (
-    Drafted,
     DraftInputs,
     DraftMethod,
     LastStep,
@@ -37,18 +44,26 @@ from lantern_bench.decoding.sampling import (
     guide,
     uniform,
 )
-from lantern_bench.decoding.tree import DraftTree
 from lantern_bench.methods.catalog import PARAMETERS, RULES
 from lantern_bench.methods.rules import Rule
 
 # The keys that drafting does not depend on.
-_ACCEPTANCE = {"mode", "rule", *(key for rule in RULES.values() for key in rule.parameter_names)}
+_ACCEPTANCE = {"mode", "rule"}
+for _rule in RULES.values():
+    _ACCEPTANCE.update(_rule.parameter_names)
+
+Score = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""(tokens [B, M], depths [B, M], attention [B, M, M]) -> (guided logits [B, M, V], features)."""
 
 
 def sampling_key(decoding: Decoding, *without: str) -> tuple[tuple[str, str], ...]:
-    """Return the key of a program: a configuration without what it reads from tensors, and without some keys.
+    """Return the key of a program: a configuration without what it reads from tensors.
 
     One program serves all sets of seeds and all values of float parameters of the rule.
+
+    Args:
+        decoding: The configuration.
+        without: Further parameters that the program does not depend on.
     """
     omitted = {"seed_set", *float_values(decoding.rule_row), *without}
     settings = decoding.settings()
@@ -60,59 +75,41 @@ def float_values(rule: Rule) -> list[str]:
     return [name for name in rule.value_names if PARAMETERS[name].kind.dtype == "float"]
 
 
-class TreeInputs(NamedTuple):
-    """What the target reads of a draft tree of M nodes."""
-
-    tokens: Tensor  # int64 [B, M]
-    depths: Tensor  # int64 [B, M]
-    attention: Tensor  # bool [B, M, M], node (row) sees node (column)
-
-
-class TreeScores(NamedTuple):
-    """The target's answer for a tree."""
-
-    logits: Tensor  # guided, float32 [B, M, V]
-    features: Tensor  # [rows, M, width]
-
-
-class StepNoise(NamedTuple):
-    """The random bits, int32, of one step; all empty at temperature 0."""
-
-    draft: Tensor  # [B, noises, V]
-    uniforms: Tensor  # [B, M, C], which decide on the children of each node
-    bonus: Tensor  # [B, V], which draw the token behind the accepted drafts
-
-
 class TreeScorer:
-    """The target's session for trees of `nodes`, and the forward over one tree."""
+    """The target's session for trees of at most `nodes`, and the forward over one tree."""
 
-    def __init__(self, target: Target, batch: int, nodes: int, cfg_scale: float) -> None:
+    def __init__(self, target: Target, *, batch: int, nodes: int, cfg_scale: float) -> None:
         self.session = target.session(batch, guided=cfg_scale != 1, nodes=nodes)
         self._cfg_scale = cfg_scale
         self._inputs = tensors_of(target)
 
-    def score(self, tree: TreeInputs) -> TreeScores:
-        """Score the nodes of a tree behind the committed tokens."""
+    def score(self, tokens: Tensor, depths: Tensor, attention: Tensor) -> tuple[Tensor, Tensor]:
+        """Score the nodes of a tree behind the committed tokens.
+
+        Args:
+            tokens: int64 [B, M].
+            depths: int64 [B, M].
+            attention: Node (row) sees node (column), bool [B, M, M].
+
+        Returns:
+            Guided logits float32 [B, M, V], and features [rows, M, width].
+        """
         touch_while_tracing(self._inputs)
         if self._cfg_scale == 1:
-            answer = self.session.score(tree.tokens, tree.depths, tree.attention)
-            return TreeScores(logits=guide(answer.cond, None, 1.0), features=answer.features)
-        logits, features = self.session.score_guided(
-            tokens=tree.tokens,
-            depths=tree.depths,
-            attention=tree.attention,
-            cfg_scale=self._cfg_scale,
+            answer = self.session.score(tokens, depths, attention)
+            return guide(answer.cond, None, 1.0), answer.features
+        return self.session.score_guided(
+            tokens, depths=depths, attention=attention, cfg_scale=self._cfg_scale
         )
-        return TreeScores(logits=logits, features=features)
 
 
 def tree_scorer(
-    target: Target, batch: int, nodes: int, cfg_scale: float, engine: Engine
-) -> tuple[TargetSession, Callable[[TreeInputs], TreeScores]]:
+    target: Target, *, batch: int, nodes: int, cfg_scale: float, engine: Engine
+) -> tuple[TargetSession, Score]:
     """Return the target's session for trees of `nodes`, and the program that scores one."""
     key = ("score", batch, nodes, cfg_scale)
     scorer = engine.cached(
-        key, lambda: TreeScorer(target=target, batch=batch, nodes=nodes, cfg_scale=cfg_scale)
+        key, lambda: TreeScorer(target, batch=batch, nodes=nodes, cfg_scale=cfg_scale)
     )
     return scorer.session, engine.program(key, scorer.score, target.device)
 
@@ -120,8 +117,11 @@ def tree_scorer(
 class SpeculativeStep:
     """The programs of one configuration for B images: call `draft`, `score` and `verify` in turn.
 
-    Bounds of the rule may differ from batch to batch (`start_images`).
+    Float values of the rule may differ from batch to batch (`start_images`).
     """
+
+    # made for the first images, whose prefill says how wide features are
+    images: ImageState
 
     def __init__(
         self,
@@ -146,15 +146,15 @@ class SpeculativeStep:
             batch: How many images are decoded together.
             engine: Compiles the programs, and keeps them for the next batch.
             keep_logits: Whether `verify` returns the logits along the accepted path.
-            drafting: Replaces the drafting of the configuration, uncompiled, for tests of broken ones.
-            compiled: Whether `verify` may be compiled; it is not for tests of broken rules.
+            drafting: Replaces the drafting of the configuration, uncompiled.
+            compiled: Whether `verify` may be compiled.
         """
         self._target = target
         self._decoding = decoding
         self._batch = batch
         self._engine = engine
         self._keep_logits = keep_logits
-        cfg_scale = decoding.cfg_scale
+        is_guided = decoding.cfg_scale != 1
 
         if drafting is None:
             draft_key = ("draft", batch, sampling_key(decoding, *_ACCEPTANCE))
@@ -167,12 +167,12 @@ class SpeculativeStep:
             self.draft = self._draft
 
         nodes = self.drafting.nodes
-        self.session, self.score = tree_scorer(
-            target=target, batch=batch, nodes=nodes, cfg_scale=cfg_scale, engine=engine
+        self.session, self._score = tree_scorer(
+            target, batch=batch, nodes=nodes, cfg_scale=decoding.cfg_scale, engine=engine
         )
         self.drafter_session = None
         if drafter is not None:
-            self.drafter_session = drafter.session(batch, guided=cfg_scale != 1, nodes=nodes)
+            self.drafter_session = drafter.session(batch, guided=is_guided, nodes=nodes)
         self._inputs = tensors_of(drafter)
 
         # Floats of the rule are read from tensors, which `start_images` fills.
@@ -180,6 +180,7 @@ class SpeculativeStep:
         self._floats = {
             name: torch.zeros(1, dtype=exact, device=target.device)
             for name in float_values(rule.rule)
+            if name in rule.values
         }
         self._rule = replace(rule, values={**rule.values, **self._floats})
         self.verify = self._verify
@@ -196,7 +197,15 @@ class SpeculativeStep:
         first: FirstTokens,
         tokens_wanted: int,
     ) -> None:
-        """Start a batch of images whose prefill gave `prefix` and the tokens `first`."""
+        """Start a batch of images.
+
+        Args:
+            rule: The rule, whose float values may differ from batch to batch.
+            condition: What the images are conditioned on.
+            prefix: The result of the prefill.
+            first: The first tokens.
+            tokens_wanted: How many tokens each image gets.
+        """
         for name, value in self._floats.items():
             value.fill_(rule.values[name])
 
@@ -218,111 +227,118 @@ class SpeculativeStep:
         if self.drafting.learns:
             self.drafting.start_images(decoding_probabilities(first.logits, self._decoding))
 
-    def noise(self, draws: Draws) -> StepNoise:
-        """Draw the random bits of a step."""
+    def noise(self, draws: Draws) -> tuple[Tensor, Tensor, Tensor]:
+        """Draw the random bits, int32, of a step; all empty at temperature 0.
+
+        Returns:
+            For the drafts [B, noises, V]; to decide on the children of each node [B, M, C]; to draw
+            the token behind the accepted drafts [B, V].
+        """
         if self._decoding.greedy:
             no_bits = torch.empty(self._batch, 0, dtype=torch.int32, device=draws.device)
-            return StepNoise(draft=no_bits, uniforms=no_bits, bonus=no_bits)
+            return no_bits, no_bits, no_bits
         vocabulary = self._target.vocab_size
         nodes = self.drafting.nodes
         fanout = self.drafting.fanout
         noises = self.drafting.noises
         sizes = [noises * vocabulary, vocabulary, nodes * fanout]
         draft, bonus, uniforms = torch.split(draws.bits(sum(sizes)), sizes, dim=1)
-        return StepNoise(
-            draft=draft.view(self._batch, noises, vocabulary),
-            uniforms=uniforms.view(self._batch, nodes, fanout),
-            bonus=bonus,
-        )
+        draft = draft.view(self._batch, noises, vocabulary)
+        return draft, uniforms.view(self._batch, nodes, fanout), bonus
 
-    def _draft(self, noise: Tensor) -> tuple[Drafted, TreeInputs]:
-        """Show the drafter what was committed, and draft below it."""
+    def score(self) -> tuple[Tensor, Tensor]:
+        """Score the draft tree, as `TreeScorer.score`."""
+        tree = self.drafting.tree
+        return self._score(tree.tokens, tree.depths, tree.attention)
+
+    def _draft(self, bits: Tensor) -> None:
+        """Show the drafter what was committed, and draft below it.
+
+        Args:
+            bits: The bits for the drafts, as of `noise`.
+        """
         touch_while_tracing(self._inputs)
         images = self.images
         proposer = None
         if self.drafter_session is not None:
             proposer = Proposer(
-                session=self.drafter_session,
-                decoding=self._decoding,
+                self.drafter_session,
+                self._decoding,
                 tokens=images.tokens,
                 features=images.features,
                 counts=images.counts,
             )
         inputs = DraftInputs(
             root=images.root,
-            noise=exponential(noise),
+            noise=exponential(bits),
             depth_limit=images.depth_limit,
             proposer=proposer,
         )
-        drafted = self.drafting.draft(inputs)
+        self.drafting.draft(inputs)
         if proposer is not None:
             images.drafter_broken.copy_(proposer.broken)
-        tree = self.drafting.tree(drafted)
-        return drafted, TreeInputs(tokens=tree.tokens, depths=tree.depths, attention=tree.attention)
 
     def _verify(
-        self, drafted: Drafted, scores: TreeScores, uniform_bits: Tensor, bonus_bits: Tensor
+        self, logits: Tensor, features: Tensor, uniform_bits: Tensor, bonus_bits: Tensor
     ) -> Tensor | None:
         """Decide on the drafts, commit what is accepted, and let the drafting learn from the step.
 
         Args:
-            drafted: What `draft` returned.
-            scores: What `score` returned.
-            uniform_bits: `StepNoise.uniforms`.
-            bonus_bits: `StepNoise.bonus`.
+            logits: The guided logits of `score`.
+            features: The features of `score`.
+            uniform_bits: The bits that decide, as of `noise`.
+            bonus_bits: The bits that draw the bonus token.
 
         Returns:
             The guided logits [B, D + 1, V] along the accepted path, where they are kept.
         """
         images = self.images
-        tree = self.drafting.tree(drafted)
         p = None
         if self.drafting.learns or not self._decoding.greedy:
-            p = decoding_probabilities(scores.logits, self._decoding)
-        if self._decoding.greedy:
-            broken = broken_logits(scores.logits)
-            verdict = verify_greedy(
-                tree=tree,
-                guided_logits=scores.logits,
-                rule=self._rule,
-                depth_limit=images.depth_limit,
-                position=images.position,
-            )
-        else:
-            assert p is not None
-            broken = broken_distributions(p)
-            verdict = self.drafting.verify(
-                tree,
-                p,
-                self._rule,
-                uniform(uniform_bits),
-                exponential(bonus_bits),
-                images.depth_limit,
-                images.position,
-            )
+            p = decoding_probabilities(logits, self._decoding)
+        verdict, broken = self._decide(logits, p, uniform_bits, bonus_bits)
         active = images.active
-        images.commit(verdict, scores.features, broken.any(dim=1))
+        images.commit(verdict, features, broken.any(dim=1))
         if self.drafting.learns:
             assert p is not None
-            self.drafting.after_step(
-                _last_step(tree=tree, p=p, verdict=verdict, position=images.position, active=active)
+            found = LastStep(
+                p=p,
+                path=verdict.path,
+                accepted=verdict.accepted,
+                tokens=verdict.tokens,
+                position=images.position,
+                active=active,
             )
+            self.drafting.after_step(found)
         self.session.commit(verdict.path, images.counts)
         if not self._keep_logits:
             return None
         path = verdict.path.clamp_min(0)[:, :, None]
-        return scores.logits.gather(1, path.expand(-1, -1, scores.logits.shape[-1]))
+        return logits.gather(1, path.expand(-1, -1, logits.shape[-1]))
 
-
-def _last_step(
-    tree: DraftTree, p: Tensor, verdict: Verdict, position: Tensor, active: Tensor
-) -> LastStep:
-    return LastStep(
-        tree=tree,
-        p=p,
-        path=verdict.path,
-        accepted=verdict.accepted,
-        tokens=verdict.tokens,
-        position=position,
-        active=active,
-    )
+    def _decide(
+        self, logits: Tensor, p: Tensor | None, uniform_bits: Tensor, bonus_bits: Tensor
+    ) -> tuple[Verdict, Tensor]:
+        """Return the verdict, and which logits are broken, bool [B, M]."""
+        images = self.images
+        tree = self.drafting.tree
+        if self._decoding.greedy:
+            verdict = verify_greedy(
+                tree,
+                logits,
+                self._rule,
+                depth_limit=images.depth_limit,
+                position=images.position,
+            )
+            return verdict, broken_logits(logits)
+        assert p is not None
+        verdict = self.drafting.verify(
+            tree,
+            p,
+            self._rule,
+            uniforms=uniform(uniform_bits),
+            noise=exponential(bonus_bits),
+            depth_limit=images.depth_limit,
+            position=images.position,
+        )
+        return verdict, broken_distributions(p)

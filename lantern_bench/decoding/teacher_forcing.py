@@ -1,4 +1,7 @@
-"""Teacher forcing: what target and drafter predict along given tokens, through the sessions that decoding uses."""
+"""Teacher forcing: what target and drafter predict along given tokens.
+
+It runs through the sessions that decoding uses.
+"""
 
 from __future__ import annotations
 
@@ -16,26 +19,31 @@ from lantern_bench.decoding.sampling import decoding_probabilities, guide
 class Forced(NamedTuple):
     """The target along given tokens of B images."""
 
-    tokens: Tensor  # int64 [B, N]
+    # the given tokens, int64 [B, N]
+    tokens: Tensor
     condition: Any
-    prefix: Logits  # of the prefill
+    # the result of the prefill
+    prefix: Logits
     # [B, N, V] that predict the tokens; features [rows, N, width] of the positions of the tokens
     logits: Logits
 
 
 def teacher_forced(target: Target, condition: Any, tokens: Tensor, guided: bool) -> Forced:
-    """Score whole sequences [B, N] in one forward: a chain on the prefix, as if every token had been drafted."""
+    """Score whole sequences in one forward, as if every token were a draft of one chain.
+
+    Args:
+        target: The target.
+        condition: What the images are conditioned on.
+        tokens: The sequences, [B, N].
+        guided: Whether to compute unconditional logits too.
+    """
     batch, length = tokens.shape
+    device = tokens.device
     session = target.session(batch, guided=guided, nodes=length)
     prefix = session.prefill(condition)
-    chain = (
-        torch.ones(length, length, dtype=torch.bool, device=tokens.device)
-        .tril()
-        .expand(batch, -1, -1)
-    )
-    after = session.score(
-        tokens, torch.arange(length, device=tokens.device).expand(batch, -1), chain
-    )
+    chain = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+    depths = torch.arange(length, device=device)
+    after = session.score(tokens, depths.expand(batch, -1), chain.expand(batch, -1, -1))
     cond = torch.cat([prefix.cond, after.cond[:, :-1]], dim=1)
     uncond = after.uncond
     if prefix.uncond is not None and uncond is not None:
@@ -49,7 +57,7 @@ def teacher_forced(target: Target, condition: Any, tokens: Tensor, guided: bool)
 
 
 def drafter_logits_along(drafter: Drafter, forced: Forced) -> Iterator[DrafterLogits]:
-    """Yield the drafter's logits of tokens 1 to N - 1, one after the other, fed the true features (n = 1)."""
+    """Yield the drafter's logits (n = 1) of tokens 1 to N - 1, given the true features."""
     tokens = forced.tokens
     # The features that predicted each of the tokens.
     features = torch.cat([forced.prefix.features[:, -1:], forced.logits.features[:, :-1]], dim=1)

@@ -1,10 +1,16 @@
-"""What a decode did, step by step: all counts of docs/algorithms.md, section 7, are sums over these lists."""
+"""What a decode did, step by step.
+
+All counts of docs/algorithms.md, section 7, are sums over these lists.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from lantern_bench.utils.clock import Usage
 
@@ -13,39 +19,35 @@ NOT_OFFERED = -2
 """In place of a child's rank, at a depth where no child was accepted."""
 
 
-class StepRecord(NamedTuple):
-    """What one step did to one image."""
-
-    start: int  # tokens committed before the step
-    accepted: int  # drafts accepted
-    offered_depth: int  # depth drafted; 0 or less: nothing was drafted
-    child_rank: list[
-        int
-    ]  # rank of the accepted child at each depth, `ALL_REJECTED` or `NOT_OFFERED`
-    neighbour_mass: float  # m(x) summed over accepted drafts
-    neighbour_mass_tried: float  # m(x) summed over tried drafts
-
-
 @dataclass(frozen=True)
 class ImageTrace:
     """The steps of one image; lists have one entry per step (AR: per token but the first)."""
 
-    start: list[int]  # tokens committed before the step
-    committed: list[int]  # tokens the step committed, cut at the tokens asked for
-    uncut: list[int]  # the same before that cut
-    accepted: list[int]  # drafts among the committed tokens
-    offered_depth: list[int]  # depth drafted
-    child_rank: list[
-        list[int]
-    ]  # accepted rank at each depth that offered children, -1 where all were rejected
+    # tokens committed before the step
+    start: list[int]
+    # tokens that the step committed, cut at the tokens asked for
+    committed: list[int]
+    # tokens that the step committed, before that cut
+    uncut: list[int]
+    # drafts among the committed tokens
+    accepted: list[int]
+    # the depth drafted
+    offered_depth: list[int]
+    # the accepted rank at each depth that offered children, -1 where all were rejected
+    child_rank: list[list[int]]
     target_forwards: int
     drafter_forwards: int
     tokens: int
-    neighbour_mass: float = 0.0  # m(x) summed over accepted drafts
-    neighbour_mass_tried: float = 0.0  # m(x) summed over tried drafts
-    seconds: float = 0.0  # of the batch, divided by its images
-    phases: Mapping[str, float] = field(default_factory=dict)  # the same for each phase
-    usage: Usage | None = None  # of the processor, for the whole batch
+    # m(x) summed over accepted drafts
+    neighbour_mass: float = 0.0
+    # m(x) summed over tried drafts
+    neighbour_mass_tried: float = 0.0
+    # seconds of the batch, divided by its images
+    seconds: float = 0.0
+    # the same for each phase
+    phases: Mapping[str, float] = field(default_factory=dict)
+    # of the processor, for the whole batch
+    usage: Usage | None = None
 
     @property
     def mean_accepted_length(self) -> float | None:
@@ -54,7 +56,7 @@ class ImageTrace:
 
     @property
     def mal_uncut(self) -> float | None:
-        """The same with the last step uncut, as the published code counts."""
+        """`mean_accepted_length` with the last step uncut, as the published code counts."""
         return sum(self.uncut) / len(self.uncut) if self.uncut else None
 
     @property
@@ -63,31 +65,102 @@ class ImageTrace:
         return self.tokens / self.target_forwards
 
 
-def image_trace(
-    records: Sequence[StepRecord], tokens_wanted: int, drafter_forwards: int
-) -> ImageTrace:
-    """Return an image's trace, without times.
-
-    Args:
-        records: What each step of its batch did. A complete image idles along in a batch; its steps end before.
-        tokens_wanted: How many tokens were asked for.
-        drafter_forwards: How many forwards of the drafter each step took.
-    """
-    steps = [record for record in records if record.start < tokens_wanted]
-    uncut = [step.accepted + 1 for step in steps]
-    committed = [
-        min(count, tokens_wanted - step.start) for count, step in zip(uncut, steps, strict=True)
-    ]
+def plain_trace(tokens: int) -> ImageTrace:
+    """Return the trace of an image whose tokens were decoded one at a time."""
+    steps = tokens - 1
     return ImageTrace(
-        start=[step.start for step in steps],
+        start=list(range(1, tokens)),
+        committed=[1] * steps,
+        uncut=[1] * steps,
+        accepted=[0] * steps,
+        offered_depth=[0] * steps,
+        child_rank=[[] for _ in range(steps)],
+        target_forwards=tokens,
+        drafter_forwards=0,
+        tokens=tokens,
+    )
+
+
+class StepRecorder:
+    """What each step did to B images: named columns on the device, one row per step."""
+
+    def __init__(self, image_tokens: int, batch: int, depth: int, device: torch.device) -> None:
+        def column(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(image_tokens, batch, *shape, dtype=dtype, device=device)
+
+        self._row = torch.zeros(1, dtype=torch.int64, device=device)
+        self._columns = {
+            # tokens committed before the step
+            "start": column(),
+            # drafts accepted
+            "accepted": column(),
+            # the depth drafted; 0 or less: nothing was drafted
+            "offered_depth": column(),
+            # of the accepted child at each depth, `ALL_REJECTED` or `NOT_OFFERED`
+            "child_rank": column(depth),
+            # m(x) summed over accepted drafts
+            "neighbour_mass": column(dtype=torch.float32),
+            # m(x) summed over tried drafts
+            "neighbour_mass_tried": column(dtype=torch.float32),
+        }
+
+    def start(self) -> None:
+        """Forget all steps."""
+        self._row.zero_()
+
+    def record(self, **values: Tensor) -> None:
+        """Write down the running step: for each column a tensor [B, ...]."""
+        for name, value in values.items():
+            self._columns[name].index_copy_(0, self._row, value[None])
+        self._row.add_(1)
+
+    def traces(self, tokens_wanted: int, steps: int, drafter_forwards: int) -> list[ImageTrace]:
+        """Return the trace of each image, without times.
+
+        Args:
+            tokens_wanted: How many tokens each image has.
+            steps: How many steps the batch took. A complete image idles; its steps end before.
+            drafter_forwards: How many forwards of the drafter each step took.
+        """
+        columns = {
+            name: column[:steps].transpose(0, 1).tolist() for name, column in self._columns.items()
+        }
+        traces = []
+        for image in range(len(columns["start"])):
+            of_image = {name: values[image] for name, values in columns.items()}
+            traces.append(_image_trace(of_image, tokens_wanted, drafter_forwards))
+        return traces
+
+
+def _image_trace(
+    columns: dict[str, list[Any]], tokens_wanted: int, drafter_forwards: int
+) -> ImageTrace:
+    """Return the trace of an image from its columns, which have one entry per step."""
+    steps = sum(start < tokens_wanted for start in columns["start"])
+    columns = {name: values[:steps] for name, values in columns.items()}
+    start = columns["start"]
+    uncut = [accepted + 1 for accepted in columns["accepted"]]
+    committed = [
+        min(count, tokens_wanted - before) for count, before in zip(uncut, start, strict=True)
+    ]
+    accepted = [
+        min(drafts, count) for drafts, count in zip(columns["accepted"], committed, strict=True)
+    ]
+    child_rank = [_offered(ranks) for ranks in columns["child_rank"]]
+    return ImageTrace(
+        start=start,
         committed=committed,
         uncut=uncut,
-        accepted=[min(step.accepted, count) for step, count in zip(steps, committed, strict=True)],
-        offered_depth=[max(0, step.offered_depth) for step in steps],
-        child_rank=[[rank for rank in step.child_rank if rank != NOT_OFFERED] for step in steps],
-        target_forwards=len(steps) + 1,
-        drafter_forwards=drafter_forwards * len(steps),
+        accepted=accepted,
+        offered_depth=[max(0, depth) for depth in columns["offered_depth"]],
+        child_rank=child_rank,
+        target_forwards=steps + 1,
+        drafter_forwards=drafter_forwards * steps,
         tokens=min(tokens_wanted, 1 + sum(committed)),
-        neighbour_mass=sum((step.neighbour_mass for step in steps), 0.0),
-        neighbour_mass_tried=sum((step.neighbour_mass_tried for step in steps), 0.0),
+        neighbour_mass=sum(columns["neighbour_mass"], 0.0),
+        neighbour_mass_tried=sum(columns["neighbour_mass_tried"], 0.0),
     )
+
+
+def _offered(ranks: list[int]) -> list[int]:
+    return [rank for rank in ranks if rank != NOT_OFFERED]

@@ -1,6 +1,7 @@
-"""Draft trees as tensors, for the target's mask, the walk and the drafter (docs/algorithms.md, section 2).
+"""Draft trees as tensors, for the target's mask, verification and the drafter.
 
-`StaticTree` is a fixed topology; `DraftTree` is one step's draft, the only form that verification sees.
+`StaticTree` is a fixed topology. `DraftTree` is the draft of one step, in preallocated tensors: a
+drafting fills it, scoring and verification read it. docs/algorithms.md, section 2.
 """
 
 from __future__ import annotations
@@ -19,194 +20,309 @@ _Lists: TypeAlias = Sequence[Sequence[int]]
 
 @dataclass(frozen=True)
 class RankGroup:
-    """The n parents whose paths have the same sum of child ranks, so as many rejections before them, widest first."""
+    """The n parents whose paths have the same sum of child ranks, widest first.
 
-    nodes: Tensor  # int64 [n]
-    slots: Tensor  # int64 [n], their index in `Layout.nodes`
-    children: Tensor  # int64 [n, C], -1 padded
-    levels: int  # at how many depths the nodes are
+    Before each of them lie equally many rejections.
+    """
+
+    # their numbers, int64 [n]
+    nodes: Tensor
+    # their index in `Layout.nodes`, int64 [n]
+    slots: Tensor
+    # int64 [n, C], -1 padded
+    children: Tensor
+    # at how many depths the nodes are
+    levels: int
     # for each child rank the number of leading nodes that can have it
     nodes_per_rank: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Which nodes can have children, in which order; counts are on the host, so that no shape waits for the device."""
+    """Which nodes can have children, in which order.
 
-    nodes: Tensor  # int64 [I], the nodes that can have children, those with most children first
-    slots: Tensor  # int64 [M], the index of each node in `nodes`, -1 for leaves
+    Counts are on the host, so that no shape waits for the device.
+    """
+
+    # the I nodes that can have children, those with most children first, int64 [I]
+    nodes: Tensor
+    # the index of each node in `nodes`, -1 for leaves, int64 [M]
+    slots: Tensor
     # for each child rank the number of leading nodes that can have it
     nodes_per_rank: tuple[int, ...]
-    # Only of static trees:
-    children: Tensor | None = None  # int64 [I, C] of `nodes`, -1 padded
-    levels: int = 0  # at how many depths the nodes are
-    groups: tuple[RankGroup, ...] = ()  # the nodes by sum of child ranks
+
+    # Only of static trees: the children of `nodes`, int64 [I, C], -1 padded
+    children: Tensor | None = None
+    # at how many depths the nodes are
+    levels: int = 0
+    # the nodes by sum of child ranks
+    groups: tuple[RankGroup, ...] = ()
 
 
 @dataclass(frozen=True)
 class DraftTree:
-    """The drafts of one step for B images, M nodes each, node 0 the root (the last committed token)."""
+    """The drafts of one step for B images, M nodes each.
 
-    tokens: Tensor  # int64 [B, M]
-    depths: Tensor  # int64 [B, M], 0 for the root
-    children: Tensor  # int64 [B, M, C], node numbers in the order of trial, -1 where there is none
-    attention: Tensor  # bool [B, M, M], node (row) sees node (column): its ancestors and itself
-    # int64 [B, M], of two equally deep nodes the smaller number lies on the earlier path
+    Node 0 is the root, the last committed token.
+    """
+
+    # the tokens of the nodes, int64 [B, M]
+    tokens: Tensor
+    # 0 for the root, int64 [B, M]
+    depths: Tensor
+    # node numbers in the order of trial, -1 where there is none, int64 [B, M, C]
+    children: Tensor
+    # node (row) sees node (column): its ancestors and itself, bool [B, M, M]
+    attention: Tensor
+    # of two equally deep nodes the smaller number lies on the earlier path, int64 [B, M]
     path_order: Tensor
     layout: Layout
-    max_depth: int  # D, the depth of the deepest node a tree of this shape can have
-    # float32 [B, M, V], for each node the distribution its children were drawn from, in order, without replacement.
-    # Rows of leaves are not read, those at the end may be missing. None for a deterministic draft, whose q is 1 (also
-    # in any greedy decoding).
+    # D, the depth of the deepest node that a tree of this shape can have
+    max_depth: int
+    # For each node the distribution that its children were drawn from, in order, without
+    # replacement, float32 [B, M, V]. Rows of leaves are not read, and rows at the end may be
+    # missing. None: deterministic drafts, whose q is 1 (as in any greedy decoding).
     q: Tensor | None = None
 
+    @classmethod
+    def allocate(
+        cls,
+        batch: int,
+        *,
+        nodes: int,
+        fanout: int,
+        layout: Layout,
+        max_depth: int,
+        q: Tensor | None = None,
+    ) -> DraftTree:
+        """Return a tree for drafts to be copied into; its tensors stay where they are.
+
+        Args:
+            batch: How many images there are.
+            nodes: M, with the root.
+            fanout: C, the most children of a node.
+            layout: The order of the nodes.
+            max_depth: D.
+            q: What the children are drawn from; None: deterministic drafts.
+        """
+
+        def numbers(*shape: int) -> Tensor:
+            return torch.zeros(batch, *shape, dtype=torch.int64, device=layout.nodes.device)
+
+        return cls(
+            tokens=numbers(nodes),
+            depths=numbers(nodes),
+            children=numbers(nodes, fanout),
+            attention=numbers(nodes, nodes).bool(),
+            path_order=numbers(nodes),
+            layout=layout,
+            max_depth=max_depth,
+            q=q,
+        )
+
+    def copy_(self, draft: DraftTree) -> None:
+        """Overwrite this draft with another draft of the same shape."""
+        self.tokens.copy_(draft.tokens)
+        self.depths.copy_(draft.depths)
+        self.children.copy_(draft.children)
+        self.attention.copy_(draft.attention)
+        self.path_order.copy_(draft.path_order)
+        if self.q is not None and draft.q is not None and self.q is not draft.q:
+            self.q.copy_(draft.q)
+
     def rows(self, values: Tensor) -> Tensor:
-        """Return a copy [I * B, ...] of the `values` [B, M, ...] of the nodes that can have children, node by node.
+        """Return a copy [I * B, ...] of the `values` [B, M, ...] of nodes that can have children.
 
         Indexed at once, and not by views: compiled programs then change the copy in place.
         """
         nodes = self.layout.nodes
-        images = torch.arange(len(values), device=values.device)
-        return values[images.repeat(len(nodes)), nodes.repeat_interleave(len(values))]
+        batch = len(values)
+        images = torch.arange(batch, device=values.device)
+        return values[images.repeat(len(nodes)), nodes.repeat_interleave(batch)]
 
     def by_node(self, rows: Tensor) -> Tensor:
-        """Return [B, M, ...] of `rows` [I * B, ...] that belong to the nodes that can have children; else 0."""
+        """Return the inverse of `rows`: [B, M, ...] of `rows` [I * B, ...], 0 at other nodes."""
         nodes = self.layout.nodes
         images, count = self.tokens.shape
         of_nodes = rows.new_zeros(images, count, *rows.shape[1:])
-        of_nodes[:, nodes] = rows.view(len(nodes), images, *rows.shape[1:]).transpose(0, 1)
+        by_image = rows.view(len(nodes), images, *rows.shape[1:]).transpose(0, 1)
+        of_nodes[:, nodes] = by_image
         return of_nodes
 
 
 @dataclass(frozen=True)
 class Level:
-    """One drafting round of a static tree: which nodes of one depth are expanded, and into which nodes."""
+    """One drafting round of a static tree: the nodes of one depth that have children."""
 
-    nodes: Tensor  # int64 [n], the nodes of this depth that have children
-    slot: Tensor  # int64 [m], for each node one deeper the index of its parent in `nodes`
-    rank: Tensor  # int64 [m], which draw of its parent it is
-    fanout: int  # the most children any of the nodes has
-    origin: Tensor  # int64 [n], the slot of their parents in the level above
-    seen: Tensor  # bool [n, e], who sees whom of the nodes expanded so far, the root left out
+    # int64 [n], the nodes that are expanded
+    nodes: Tensor
+    # for each node one deeper the index of its parent in `nodes`, int64 [m]
+    slot: Tensor
+    # for each node one deeper, which draw of its parent it is, int64 [m]
+    rank: Tensor
+    # the most children that any of the nodes has
+    fanout: int
+    # the slot of the nodes' parents in the level above, int64 [n]
+    origin: Tensor
+    # which of the nodes expanded so far, without the root, each node sees, bool [n, e]
+    seen: Tensor
 
 
 @dataclass(frozen=True)
 class StaticTree:
     """A fixed topology as index tensors: M nodes with the root, ordered by (depth, path)."""
 
-    parents: Tensor  # int64 [M]
-    depths: Tensor  # int64 [M]
-    children: Tensor  # int64 [M, C], -1 padded
-    attention: Tensor  # bool [M, M]
+    # -1 for the root, int64 [M]
+    parents: Tensor
+    # 0 for the root, int64 [M]
+    depths: Tensor
+    # node numbers, -1 padded, int64 [M, C]
+    children: Tensor
+    # node (row) sees node (column), bool [M, M]
+    attention: Tensor
     layout: Layout
-    levels: tuple[Level, ...]  # one for each depth from 0 to D - 1
-    max_depth: int  # D
+    # one for each depth from 0 to D - 1
+    levels: tuple[Level, ...]
+    # D, the depth of the deepest node
+    max_depth: int
 
     @classmethod
     def of(cls, paths: Iterable[Sequence[int]], device: torch.device | str = "cpu") -> StaticTree:
-        """Build the tree of root-to-node child-rank paths; UserError where `check_topology` refuses them."""
+        """Build the tree of root-to-node paths of child ranks.
+
+        Raises `UserError` where `check_topology` refuses the paths.
+        """
         nodes = [(), *check_topology(paths)]
         number = {path: node for node, path in enumerate(nodes)}
         parents = [-1, *(number[path[:-1]] for path in nodes[1:])]
-        kids: list[list[int]] = [[] for _ in nodes]
+        children: list[list[int]] = [[] for _ in nodes]
         for node, parent in enumerate(parents[1:], 1):
-            kids[parent].append(node)
-        internal = sorted(
-            (node for node, below in enumerate(kids) if below), key=lambda node: -len(kids[node])
-        )
+            children[parent].append(node)
+        internal = [node for node, below in enumerate(children) if below]
+        internal.sort(key=lambda node: -len(children[node]))
+        max_depth = len(nodes[-1])
+
         with torch.device(device):
-            attention = torch.tensor(
-                [[path[: len(above)] == above for above in nodes] for path in nodes]
-            )
+            attention = torch.tensor([_ancestors(path, nodes) for path in nodes])
+            slots = torch.full((len(nodes),), -1)
+            slots[torch.tensor(internal)] = torch.arange(len(internal))
             layout = Layout(
                 nodes=torch.tensor(internal),
-                nodes_per_rank=_nodes_per_rank(kids),
-                children=_padded([kids[node] for node in internal]),
-                slots=torch.tensor(
-                    [internal.index(node) if below else -1 for node, below in enumerate(kids)]
-                ),
-                levels=len(nodes[-1]),
-                groups=tuple(_rank_groups(nodes, internal, kids)),
+                slots=slots,
+                nodes_per_rank=_nodes_per_rank(children),
+                children=_padded([children[node] for node in internal]),
+                levels=max_depth,
+                groups=tuple(_rank_groups(nodes, internal, children)),
             )
+            levels = _levels(nodes=nodes, parents=parents, children=children, attention=attention)
             return cls(
                 parents=torch.tensor(parents),
                 depths=torch.tensor([len(path) for path in nodes]),
-                children=_padded(kids),
+                children=_padded(children),
                 attention=attention,
                 layout=layout,
-                levels=tuple(_levels(nodes=nodes, parents=parents, kids=kids, attention=attention)),
-                max_depth=len(nodes[-1]),
+                levels=tuple(levels),
+                max_depth=max_depth,
             )
 
-    def draft(self, tokens: Tensor, q: Tensor | None, valid: Tensor | None = None) -> DraftTree:
-        """Return the DraftTree of `tokens` int64 [B, M] in this shape, without copying the shape.
+    def allocate(self, batch: int, q: Tensor | None) -> DraftTree:
+        """Return a tree of this shape for drafts to be copied into, as `DraftTree.allocate`."""
+        nodes, fanout = self.children.shape
+        return DraftTree.allocate(
+            batch,
+            nodes=nodes,
+            fanout=fanout,
+            layout=self.layout,
+            max_depth=self.max_depth,
+            q=q,
+        )
 
-        `q` [B, M, V] as in DraftTree (None for deterministic drafts); `valid` bool [B, M] is False for nodes that
-        could not be drawn (q = 0), which then are no children.
+    def draft(self, tokens: Tensor, q: Tensor | None, valid: Tensor | None = None) -> DraftTree:
+        """Return the draft of `tokens` in this shape, without copying the shape.
+
+        Args:
+            tokens: The tokens of the nodes, int64 [B, M].
+            q: As in `DraftTree`.
+            valid: bool [B, M], False for nodes that could not be drawn (q = 0) and so are no
+                children. None: all are.
         """
         batch = len(tokens)
         children = self.children.expand(batch, -1, -1)
         if valid is not None:
             drawn = valid.gather(1, children.clamp_min(0).flatten(1)).view_as(children)
             children = children.masked_fill(~drawn, -1)
+        # Nodes are sorted by (depth, path): among equally deep ones, numbers follow the paths.
+        path_order = torch.arange(tokens.shape[1], device=tokens.device).expand(batch, -1)
         return DraftTree(
             tokens=tokens,
             depths=self.depths.expand(batch, -1),
             children=children,
             attention=self.attention.expand(batch, -1, -1),
-            # Nodes are sorted by (depth, path): among equally deep ones, numbers are in the order of paths.
-            path_order=torch.arange(tokens.shape[1], device=tokens.device).expand(batch, -1),
+            path_order=path_order,
             layout=self.layout,
             max_depth=self.max_depth,
             q=q,
         )
 
 
-def _padded(kids: _Lists) -> Tensor:
-    width = max(map(len, kids))
-    return torch.tensor([[*below, *[-1] * (width - len(below))] for below in kids])
+def chain(length: int, device: torch.device | str = "cpu") -> StaticTree:
+    """Return the tree in which every node but the last has one child."""
+    return StaticTree.of([(0,) * depth for depth in range(1, length + 1)], device)
 
 
-def _nodes_per_rank(kids: _Lists) -> tuple[int, ...]:
-    return tuple(sum(len(below) > rank for below in kids) for rank in range(max(map(len, kids))))
+def _ancestors(path: Sequence[int], nodes: _Lists) -> list[bool]:
+    """Return which nodes lie on the way to `path`, its own included."""
+    return [path[: len(above)] == above for above in nodes]
 
 
-def _rank_groups(nodes: _Lists, internal: Sequence[int], kids: _Lists) -> Iterator[RankGroup]:
-    for ranks in sorted({sum(nodes[node]) for node in internal}):
-        parents = [node for node in internal if sum(nodes[node]) == ranks]
-        below = [kids[node] for node in parents]
-        slots = torch.tensor([internal.index(node) for node in parents])
-        levels = len({len(nodes[node]) for node in parents})
+def _padded(children: _Lists) -> Tensor:
+    width = max(map(len, children))
+    return torch.tensor([[*below, *[-1] * (width - len(below))] for below in children])
+
+
+def _nodes_per_rank(children: _Lists) -> tuple[int, ...]:
+    """Return for each rank how many nodes have a child of this rank."""
+    counts = [len(below) for below in children]
+    return tuple(sum(count > rank for count in counts) for rank in range(max(counts)))
+
+
+def _rank_groups(nodes: _Lists, internal: Sequence[int], children: _Lists) -> Iterator[RankGroup]:
+    rank_sums = {node: sum(nodes[node]) for node in internal}
+    for rank_sum in sorted(set(rank_sums.values())):
+        parents = [node for node in internal if rank_sums[node] == rank_sum]
+        below = [children[node] for node in parents]
+        depths = {len(nodes[node]) for node in parents}
         yield RankGroup(
             nodes=torch.tensor(parents),
-            slots=slots,
+            slots=torch.tensor([internal.index(node) for node in parents]),
             children=_padded(below),
-            levels=levels,
+            levels=len(depths),
             nodes_per_rank=_nodes_per_rank(below),
         )
 
 
 def _levels(
-    nodes: _Lists, parents: Sequence[int], kids: _Lists, attention: Tensor
+    nodes: _Lists, parents: Sequence[int], children: _Lists, attention: Tensor
 ) -> Iterator[Level]:
-    above = [-1]
-    expanded = list[int]()
+    level_above = [-1]
+    expanded: list[int] = []
     for depth in range(len(nodes[-1])):
-        expanding = [node for node, path in enumerate(nodes) if len(path) == depth and kids[node]]
-        children = [child for node in expanding for child in kids[node]]
-        expanded += expanding
+        level = [node for node, path in enumerate(nodes) if len(path) == depth and children[node]]
+        below = sorted(child for child in range(1, len(nodes)) if parents[child] in level)
+        expanded += level
         yield Level(
-            nodes=torch.tensor(expanding),
-            slot=torch.tensor([expanding.index(parents[child]) for child in children]),
-            rank=torch.tensor([nodes[child][-1] for child in children]),
-            fanout=max(len(kids[node]) for node in expanding),
-            origin=torch.tensor([above.index(parents[node]) for node in expanding]),
-            seen=attention[expanding][:, expanded[1:]],
+            nodes=torch.tensor(level),
+            slot=torch.tensor([level.index(parents[child]) for child in below]),
+            rank=torch.tensor([nodes[child][-1] for child in below]),
+            fanout=max(len(children[node]) for node in level),
+            origin=torch.tensor([level_above.index(parents[node]) for node in level]),
+            seen=attention[level][:, expanded[1:]],
         )
-        above = expanding
+        level_above = level
 
 
 def link_nodes(
+    *,
     tokens: Tensor,
     parents: Tensor,
     depths: Tensor,
@@ -215,50 +331,64 @@ def link_nodes(
     fanout: int,
     max_depth: int,
 ) -> DraftTree:
-    """Return the deterministic DraftTree of B images whose trees differ in shape.
+    """Return the deterministic draft of B images whose trees differ in shape.
 
-    All int64 [B, M]: `tokens`, `parents` (-1 for the root, which is node 0, and never above the node's own number),
-    `depths`, `ranks` (index among the siblings, < `fanout`). Nodes with `valid` bool [B, M] False fill up: they hang
-    on the root at depth 1, see only it and themselves, and are no children.
+    Args:
+        tokens: int64 [B, M]; node 0 is the root.
+        parents: int64 [B, M], -1 for the root; never above the node's own number.
+        depths: int64 [B, M].
+        ranks: The index of each node among its siblings, below `fanout`, int64 [B, M].
+        valid: bool [B, M], False for filler: such nodes hang on the root at depth 1, see only it
+            and themselves, and are no children.
+        fanout: The most children of a node.
+        max_depth: The depth of the deepest node.
     """
     batch, nodes = tokens.shape
     number = torch.arange(nodes, device=tokens.device).expand(batch, -1)
     is_root = number == 0
-    is_child = valid & ~is_root
     exists = valid | is_root
     parents = torch.where(exists, parents, 0)
-    column = torch.where(is_child, parents * fanout + ranks, nodes * fanout)
+
+    # Entry `parent * fanout + rank` of the flat children is the node; the last one takes filler.
+    column = torch.where(valid & ~is_root, parents * fanout + ranks, nodes * fanout)
     children = torch.full((batch, nodes * fanout + 1), -1, dtype=torch.int64, device=tokens.device)
-    children = children.scatter_(1, column, number)[:, :-1].view(batch, nodes, fanout)
-    attention = torch.eye(nodes, dtype=torch.bool, device=parents.device).repeat(batch, 1, 1)
+    children.scatter_(1, column, number)
+    children = children[:, :-1].view(batch, nodes, fanout)
+
+    attention = torch.eye(nodes, dtype=torch.bool, device=tokens.device).repeat(batch, 1, 1)
     above = parents
     for _ in range(max_depth):
-        # Above the root there is -1, clamped to the root: everybody's ancestor.
-        attention.scatter_(2, above.clamp_min(0)[:, :, None], True)
-        above = torch.where(above < 0, above, parents.gather(1, above.clamp_min(0)))
-    leaf = exists & (children < 0).all(dim=-1)
-    below = torch.where(leaf[:, :, None] & attention, number[:, :, None], nodes)
+        # Above the root is -1, which is clamped to the root: everybody's ancestor.
+        at_least_root = above.clamp_min(0)
+        attention.scatter_(2, at_least_root[:, :, None], True)
+        above = torch.where(above < 0, above, parents.gather(1, at_least_root))
+
+    # The order of paths is the order of the first leaf below each node.
+    is_leaf = exists & (children < 0).all(dim=-1)
+    leaves_below = torch.where(is_leaf[:, :, None] & attention, number[:, :, None], nodes)
     return DraftTree(
         tokens=torch.where(exists, tokens, 0),
         depths=torch.where(exists, depths, 1),
         children=children,
         attention=attention,
-        path_order=below.amin(dim=1),
+        path_order=leaves_below.amin(dim=1),
         layout=full_layout(nodes, fanout, tokens.device),
         max_depth=max_depth,
     )
 
 
 def full_layout(nodes: int, fanout: int, device: torch.device) -> Layout:
-    """The layout of a tree of which any node can have `fanout` children."""
+    """Return the layout of a tree of which any node can have `fanout` children."""
     every = torch.arange(nodes, device=device)
     return Layout(nodes=every, slots=every, nodes_per_rank=(nodes,) * fanout)
 
 
 def first_true(hit: Tensor) -> Tensor:
-    """Return int64 [...]: where the first True stands along the last dimension of bool [..., C]; C - 1 if nowhere.
+    """Return the place of the first True in the last dimension of bool [..., C]; C - 1 if nowhere.
 
-    Not `argmax` of the bits: compiled for a CPU (inductor of torch 2.15) that gives wrong indices for 8-bit numbers.
+    Not `argmax` of the bits: compiled for a CPU (inductor of torch 2.15), `argmax` returns wrong
+    indices for 8-bit numbers.
     """
     last = hit.shape[-1] - 1
-    return torch.where(hit, torch.arange(last + 1, device=hit.device), last).amin(dim=-1)
+    places = torch.arange(last + 1, device=hit.device)
+    return torch.where(hit, places, last).amin(dim=-1)

@@ -1,11 +1,13 @@
 """Parameters, draftings, acceptance rules, modes and quality metrics: one row each, without torch.
 
-These names are for packages that bring a row of their own (docs/adding-a-rule.md, docs/adding-a-drafting.md,
+Other packages import these names to add a row (docs/adding-a-rule.md, docs/adding-a-drafting.md,
 docs/adding-a-metric.md).
 """
 
 from lantern_bench.methods.draftings import Drafting as Drafting
 from lantern_bench.methods.metrics import Metric as Metric
+from lantern_bench.methods.metrics import image_metric as image_metric
+from lantern_bench.methods.metrics import set_metric as set_metric
 from lantern_bench.methods.modes import Mode as Mode
 from lantern_bench.methods.parameters import Kind as Kind
 from lantern_bench.methods.parameters import Parameter as Parameter

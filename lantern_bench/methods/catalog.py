@@ -149,8 +149,14 @@ def chain_problem(rule: str, drafting: str, paths: Topology, tree: str | None) -
     if can_decide(rule, drafting) and (not row.chains or is_chain(paths)):
         return None
     if not row.chains:
-        return f"the rule {rule} needs sampled drafts, and those of the drafting {drafting} are deterministic"
-    return f"the rule {rule} needs a chain of sampled drafts, and {tree} is not one; the tree {row.tree} is"
+        return (
+            f"the rule {rule} needs sampled drafts, "
+            f"and the drafts of the drafting {drafting} are deterministic"
+        )
+    return (
+        f"the rule {rule} needs a chain of sampled drafts, and {tree} is not one; "
+        f"the tree {row.tree} is"
+    )
 
 
 def fresh_drafts_problem(rule: str, drafting: str, values: Values) -> str | None:
@@ -159,13 +165,23 @@ def fresh_drafts_problem(rule: str, drafting: str, values: Values) -> str | None
     if not RULES[rule].needs_fresh_drafts or row.fresh_every_step(values):
         return None
     drafts = f"{drafting} {row.label(values)}"
-    return f"the rule {rule} needs drafts that every step draws anew, each by itself; not so {drafts}: use strict"
+    return (
+        f"the rule {rule} needs drafts that every step draws anew, each by itself; "
+        f"not so {drafts}: use strict"
+    )
 
 
 def defaults_for(
     drafting: str, rule: str, mode: str, of_model: Values | None = None
 ) -> dict[str, Any]:
-    """Return the values used when the experiment gives none, with those of the model; bounds have none."""
+    """Return the values that a cell has unless the experiment gives others; bounds have none.
+
+    Args:
+        drafting: The cell's drafting.
+        rule: The cell's rule.
+        mode: The cell's mode.
+        of_model: Defaults of the model, which replace defaults of drafting and rule.
+    """
     values = {
         key: parameter.default
         for key, parameter in PARAMETERS.items()

@@ -39,7 +39,8 @@ class Drafting:
     needs_drafter: bool = True  # whether it uses the model's drafter; without it, models need none
     sampled: bool = True  # drafts are drawn from q; False: a draft is deterministic, and its q is 1
     chain: bool = False  # its drafts never branch; the shape of a static tree says that itself
-    # Whether every step draws all drafts with new random numbers, as rules that look behind a draft need.
+    # Whether every step draws all drafts with new random numbers, which rules that look behind a
+    # draft need
     fresh_every_step: Callable[[Values], bool] = lambda _values: True
     # how ids and tables write the drafts
     label: Callable[[Values], str | None] = lambda _values: None
@@ -47,7 +48,7 @@ class Drafting:
     adapt: Callable[[Values, Values], Values] = lambda defaults, _typed: defaults
     # key and sentence of values that clash
     problem: Callable[[Values], tuple[str, str] | None] = lambda _values: None
-    # How many nodes a draft has below the root, at most `MOST_NODES`; those of a static tree are known.
+    # how many nodes a draft has below the root, at most `MOST_NODES`; not needed for static trees
     nodes: Callable[[Values], int] = lambda _values: 0
     # values of a draft that is small enough for exact checks
     small: Values = field(default_factory=dict)
@@ -79,7 +80,8 @@ def _dynamic_problem(values: Values) -> tuple[str, str] | None:
     if candidates > _MOST_CANDIDATES:
         return (
             "beam",
-            f"{sizes} make {candidates:,} candidates, and at most {_MOST_CANDIDATES:,} are possible",
+            f"{sizes} make {candidates:,} candidates, "
+            f"and at most {_MOST_CANDIDATES:,} are possible",
         )
     return (
         None
@@ -105,7 +107,7 @@ def _jacobi_label(values: Values) -> str:
 
 
 def _hybrid_label(values: Values) -> str:
-    """Return `w16d2-row-maximal`: a window of 16, for whose first 2 positions the drafter is asked."""
+    """Return `w16d2-row-maximal`: a window of 16, the first 2 drafts with the drafter."""
     window, *words = _jacobi_label(values).split("-")
     weight = values["drafter_weight"]
     if weight != 0.5:
@@ -114,7 +116,7 @@ def _hybrid_label(values: Values) -> str:
 
 
 def _pac_nodes(values: Values) -> int:
-    """Return how many nodes a tree with siblings at its first depths has; of a huge one, more than are possible."""
+    """Return how many nodes a tree with siblings has; more than are possible if it is huge."""
     branching = min(values["branching"], values["window"], MOST_NODES.bit_length())
     return int(
         sum(values["candidates"] ** depth for depth in range(1, branching + 1))
@@ -140,7 +142,7 @@ WINDOW = structure(
 INITIAL = structure(
     "initial",
     word("uniform", "left", "above", "row"),
-    "First Jacobi draft of a position: uniform, left or above (copies of that token), row (the last p).",
+    "First Jacobi draft of a position: uniform, left, above (copies of that token), row (last p).",
     default="uniform",
     rare=True,
 )
@@ -167,7 +169,7 @@ DRAFTED = structure(
 DRAFTER_WEIGHT = structure(
     "drafter_weight",
     FROM_0_TO_1,
-    "Weight of the drafter's distribution in the mixture that the first places of a hybrid window are drawn from.",
+    "Weight of the drafter's distribution in the mixture that a hybrid window's first drafts have.",
     default=0.5,
     rare=True,
 )

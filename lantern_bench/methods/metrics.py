@@ -1,4 +1,8 @@
-"""The quality metrics, one row each; a row names its function by module (docs/adding-a-metric.md)."""
+"""The quality metrics: one row each (docs/adding-a-metric.md).
+
+The functions of the shipped rows need torch. So they stand in `metrics/`, below `@measures(NAME)`.
+Another package decorates its function with `@image_metric` or `@set_metric`.
+"""
 
 from __future__ import annotations
 
@@ -6,43 +10,60 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from math import inf
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from lantern_bench.methods.parameters import Code, fingerprint_of, load_code
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+_FUNCTIONS: dict[str, Callable[..., Any]] = {}
+"""The functions of shipped metrics, as soon as their modules are imported."""
 
 
 @dataclass(frozen=True)
 class Metric:
     """A quality metric.
 
-    `load` of a metric of images is (protocol, device) -> scorer; `scorer(pictures, prompts)` gives a number or None for
-    each picture, uint8 [3, h, w], and `scorer.label`, if any, names its network. Of a metric of sets it is
-    (`FeatureSets`) -> figure. Those of tokens are made of one set of sums (`analysis/token_distance.py`).
+    Metrics of tokens are made of one set of sums (metrics/token_sums.py), and have no function.
     """
 
-    name: str  # of its columns
-    meaning: str  # of the figure of a cell
-    load: Code
-    # Measured of each image, of all images of a cell against a reference, or of the tokens of a cell.
+    # of its columns
+    name: str
+    # of the figure of a cell
+    meaning: str
+    # Of a metric of images: (protocol, device) -> scorer, where scorer(pictures, prompts) returns a
+    # number or None for each picture, uint8 [3, h, w], and scorer.label, if any, names its network.
+    # Of a metric of sets: (FeatureSets) -> figure. None: `measures` registers it.
+    load: Code | None = None
+    # Whether it is measured of each image, of all images of a cell against a reference, or of the
+    # tokens of a cell.
     level: Literal["image", "set", "tokens"] = "image"
-    label: str = ""  # in tables and charts; by default the name in words
-    digits: str = ".4f"  # how numbers are written
+    # in tables and charts; "": the name in words
+    label: str = ""
+    # how numbers are written
+    digits: str = ".4f"
     better: Literal["higher", "lower"] = "higher"
-    # paired: difference from ar over the same prompts; spread: inside the interval of ar with other seeds or not; none:
-    # compared with the target itself.
+    # paired: difference from ar over the same prompts. spread: inside the interval of ar with other
+    # seeds or not. none: it is compared with the target itself.
     against_ar: Literal["paired", "spread", "both", "none"] = "paired"
-    image_meaning: str = ""  # of the figure of one image, where it has one
-    scored_by: str = "clip_model"  # column that names the network behind the figure
-    in_summary: bool = False  # whether summary.csv has it, beside a published figure
-    # whether the printed summary has it; where it has none of these, it has all of summary.csv
+    # of the figure of one image, where it has one
+    image_meaning: str = ""
+    # the column that names the network behind the figure
+    scored_by: str = "clip_model"
+    # whether summary.csv has it, beside a published figure
+    in_summary: bool = False
+    # Whether the printed summary has it. If it has none of them, it has all of summary.csv.
     on_screen: bool = False
-    on_curves: bool = True  # whether speed is drawn against it
-    bounds: tuple[float, float] = (-inf, inf)  # ends of intervals lie between them
-    # For metrics of sets: fewest pictures, and fewest for each feature of the extractor.
+    # whether speed is drawn against it
+    on_curves: bool = True
+    # ends of intervals lie between them
+    bounds: tuple[float, float] = (-inf, inf)
+    # Of metrics of sets: the fewest pictures, and the fewest for each feature of the extractor
     min_images: int = 2
     min_images_per_feature: int = 0
-    needs_features: bool = True  # whether mean and covariance of the reference are not enough
-    is_manifold: bool = False  # whether it uses the extractor of the protocol's manifold
+    # whether mean and covariance of the reference are not enough
+    needs_features: bool = True
+    # whether it uses the extractor of the protocol's manifold
+    is_manifold: bool = False
     # columns beside the figure: name, type, unit, meaning
     extras: tuple[tuple[str, str, str, str], ...] = ()
 
@@ -62,28 +83,62 @@ class Metric:
         return self.against_ar in ("spread", "both")
 
     def function(self) -> Callable[..., Any]:
-        """Return `load`, imported."""
+        """Return the function, imported; a shipped one from the module that registers it."""
+        if self.load is None:
+            return _FUNCTIONS[self.name]
         return load_code(self.load)
 
     def fingerprint(self) -> str:
         """8 hex digits that change with the file of its function."""
-        return fingerprint_of(self.load)[:8]
+        return fingerprint_of(self.function())[:8]
+
+
+def measures(name: str) -> Callable[[Function], Function]:
+    """Register a function as the one of the shipped metric `name`."""
+
+    def register(function: Function) -> Function:
+        _FUNCTIONS[name] = function
+        return function
+
+    return register
+
+
+def image_metric(name: str, meaning: str, **fields: Any) -> Callable[[Code], Metric]:
+    """Make a metric of single images of a function (protocol, device) -> scorer.
+
+    Args:
+        name: The metric's name, in columns.
+        meaning: The meaning of the figure of a cell.
+        **fields: Other fields of `Metric`.
+    """
+    return lambda load: Metric(name, meaning, load, **fields)
+
+
+def set_metric(name: str, meaning: str, **fields: Any) -> Callable[[Code], Metric]:
+    """Make a metric of sets of images of a function (`FeatureSets`) -> figure.
+
+    Args:
+        name: The metric's name, in columns.
+        meaning: The meaning of the figure of a cell.
+        **fields: Other fields of `Metric`.
+    """
+    return lambda load: Metric(name, meaning, load, level="set", against_ar="spread", **fields)
 
 
 _of_sets = partial(Metric, level="set", against_ar="spread", scored_by="fid_features")
 _of_tokens = partial(
     Metric,
-    load="lantern_bench.metrics.token_sums:token_sums",
     level="tokens",
     against_ar="none",
     scored_by="model",
     digits=".3f",
 )
-_SHARE = (0.0, 1.0)
+_FROM_0_TO_1 = (0.0, 1.0)
 SHIPPED_METRICS = (
     _of_tokens(
         "distance",
-        "distance of the tokens from the target's distribution; of a lossless mode 0 up to its interval",
+        "distance of the tokens from the target's distribution; "
+        "0 for lossless modes, up to sampling noise",
         digits=".4f",
         better="lower",
         in_summary=True,
@@ -106,7 +161,8 @@ SHIPPED_METRICS = (
     ),
     _of_tokens(
         "surprise",
-        "-log p(x) minus its mean under the target, nats per token; above 0: less likely tokens than the target's",
+        "-log p(x) minus its mean under the target, nats per token; "
+        "above 0: less likely tokens than the target's",
         better="lower",
         on_curves=False,
         extras=(
@@ -122,13 +178,13 @@ SHIPPED_METRICS = (
     ),
     _of_tokens(
         "prompt_information",
-        "log p(x | prompt) - log p(x) minus its mean under the target, nats per token; below 0: tied less to it",
+        "log p(x | prompt) - log p(x) minus its mean under the target, nats per token; "
+        "below 0: tied less to the prompt",
         on_curves=False,
     ),
     _of_sets(
         "fid",
         "Frechet distance to the reference, with the features of fid_features",
-        "lantern_bench.metrics.fidelity:fid",
         label="FID",
         digits=".2f",
         better="lower",
@@ -151,7 +207,6 @@ SHIPPED_METRICS = (
     _of_sets(
         "kid",
         "kernel distance to the reference, over all pictures",
-        "lantern_bench.metrics.fidelity:kid",
         label="KID",
         digits=".4g",
         better="lower",
@@ -176,7 +231,6 @@ SHIPPED_METRICS = (
     Metric(
         "clip_score",
         "mean cosine between picture and caption, not scaled",
-        "lantern_bench.metrics.image_scorers:clip_score",
         label="CLIP score",
         image_meaning="cosine between picture and caption, not scaled",
         in_summary=True,
@@ -184,7 +238,6 @@ SHIPPED_METRICS = (
     Metric(
         "prompt_accuracy",
         "share of pictures that show all attributes of the caption",
-        "lantern_bench.metrics.image_scorers:prompt_accuracy",
         digits=".3f",
         image_meaning="1 when all attributes of the caption are seen, else 0",
         scored_by="protocol",
@@ -192,38 +245,34 @@ SHIPPED_METRICS = (
     _of_sets(
         "precision",
         "share of pictures inside the reference's manifold; depends on n_reference",
-        "lantern_bench.metrics.fidelity:precision",
         digits=".3f",
         against_ar="both",
         image_meaning="1 where the picture is inside the reference's manifold, else 0",
         in_summary=True,
         on_curves=False,
-        bounds=_SHARE,
+        bounds=_FROM_0_TO_1,
         min_images=256,  # docs/quality.md has the measurement
         is_manifold=True,
     ),
     _of_sets(
         "recall",
         "share of the reference inside the pictures' manifold; depends on images and n_reference",
-        "lantern_bench.metrics.fidelity:recall",
         digits=".3f",
         in_summary=True,
         on_curves=False,
-        bounds=_SHARE,
+        bounds=_FROM_0_TO_1,
         min_images=256,
         is_manifold=True,
     ),
     Metric(
         "hpsv2",
         "mean HPSv2.1, not scaled",
-        "lantern_bench.metrics.image_scorers:hpsv2",
         label="HPSv2",
         image_meaning="HPSv2.1: cosine between picture and caption, not scaled",
     ),
     Metric(
         "image_reward",
         "mean ImageReward 1.0",
-        "lantern_bench.metrics.image_scorers:image_reward",
         label="ImageReward",
         image_meaning="ImageReward 1.0",
     ),

@@ -23,8 +23,9 @@ def _refuse_bool(value: object) -> object:
 
 
 LARGEST = 10**12
+"""The largest number: products of larger ones leave float32."""
 MOST = 10**9
-"""The largest number and the largest whole number: products of larger ones leave float32 and int64."""
+"""The largest whole number: products of larger ones leave int64."""
 
 _NO_BOOL = BeforeValidator(_refuse_bool)
 Count = Annotated[int, _NO_BOOL, Field(ge=1, le=MOST)]
@@ -50,7 +51,12 @@ def whole_number(at_least: int, at_most: int = MOST) -> Kind:
 
 
 def number(allowed: str, **limits: Any) -> Kind:
-    """Return the kind of finite numbers within `limits`, those of pydantic's `Field`; none is above `LARGEST`."""
+    """Return the kind of finite numbers of at most `LARGEST`.
+
+    Args:
+        allowed: Completes "KEY must ...".
+        **limits: Limits of pydantic's `Field`.
+    """
     most = None if {"lt", "le"} & limits.keys() else LARGEST
     limits = limits if most is None else {**limits, "le": most}
     return Kind(
@@ -85,8 +91,8 @@ class Parameter:
     help: str  # of its flag and of its column
     default: Any = None
     remark: str = ""  # completes what is allowed, in brackets
-    # How a cell id writes it: as part of mode, drafting, rule or tree ("structure"); as `short` and the value
-    # ("always"); or so where it is not the default ("changed").
+    # How a cell id writes it: as part of mode, drafting, rule or tree ("structure"); as `short` and
+    # the value ("always"); or likewise if it is not the default ("changed").
     in_id: Literal["structure", "always", "changed"] = "always"
     short: str = ""  # in ids, in place of the name
     symbol: str | None = None  # of a rule's bound, on axes and in legends
@@ -95,7 +101,7 @@ class Parameter:
     # record keys omit the default, because there are runs older than the parameter
     omit_default: bool = False
     rare: bool = False  # its flag is accepted everywhere, and only `--help-all` shows it
-    # Which number of the model bounds it (`sweep/request.py`), beside its kind.
+    # Which number of the model bounds it (`sweeps/request.py`), beside its kind.
     bounded_by: Literal["tokens", "codes", "other codes"] | None = None
 
     @property
@@ -157,7 +163,7 @@ SAMPLING_PARAMETERS = (
     rare(
         "seed_set",
         NATURAL,
-        "Which seeds the images have: other sets make the same prompts again, to see how far figures vary.",
+        "Set of seeds: another set makes the same prompts again, to see how far figures vary.",
         default=0,
         omit_default=True,
     ),
@@ -192,7 +198,7 @@ RESIDUAL = Parameter(
 
 
 Code: TypeAlias = str | Callable[..., Any]
-"""A function or class, or its name as "module:object"; then the module is imported at the first use."""
+"""A function or class, or its name as "module:object", which is imported at the first use."""
 
 
 def load_code(code: Code) -> Callable[..., Any]:

@@ -29,7 +29,12 @@ def find_rows(
 ) -> tuple[dict[str, _Row], dict[str, RefusedError]]:
     """Return the usable rows of other packages by name, and errors for the others.
 
-    `taken` are names that neither a row nor its parameters may have, `draftings` those that a rule may name.
+    Args:
+        group: The entry point group.
+        row_class: The type of the rows.
+        taken: Names that neither a row nor its parameters may have.
+        draftings: The draftings that a rule may name.
+        entry_points: Replaces the installed entry points, for tests.
     """
     taken = set(taken)
     rows: dict[str, _Row] = {}
@@ -64,7 +69,8 @@ def find_rows(
 def _fault(row: Any, row_class: type[_Row], taken: Collection[str]) -> str | None:
     """Return why a row cannot be used, or None."""
     if not isinstance(row, row_class):
-        return f"its entry point is no lantern_bench.methods.{row_class.__name__} but {type(row).__name__}"
+        wanted = f"lantern_bench.methods.{row_class.__name__}"
+        return f"its entry point is no {wanted} but {type(row).__name__}"
     pattern, signs = (_KEY, "digits and _") if row_class is Metric else (_NAME, "digits, _ and -")
     if not re.fullmatch(pattern, row.name):
         return f"its name {row.name!r} must be lower-case letters, {signs}"

@@ -316,7 +316,7 @@ ALPHA = rare(
     source="2601.09212",
 )
 def cool_sd(draft: DraftView, values: Values) -> Tensor:
-    """Cool-SD: f = min(1, w p(x) / q(x)), w = strength exp(-decay (depth - 1)) (arXiv 2601.09212)."""
+    """Cool-SD: f = min(1, w p / q), w = strength exp(-decay (depth - 1)) (arXiv 2601.09212)."""
     ratio = draft.ratio
     levels_below_first = (draft.depth - 1).to(ratio.dtype)
     decay = (-draft.number(values["decay"]) * levels_below_first).exp()
@@ -337,9 +337,10 @@ def cool_sd(draft: DraftView, values: Values) -> Tensor:
 def gsd(draft: DraftView, values: Values) -> Tensor:
     """GSD: f = min(1, p(C) / q(C)), sums over the cluster C of x (arXiv 2508.07747).
 
-    C holds the tokens whose rank in descending order of p is at most `cluster` // 2 behind that of x or
-    (`cluster` - 1) // 2 before it, without those whose p differs by `probability_gap` or more, or whose code is
-    `code_gap` or more away (squared Euclidean; 0: any distance). A deterministic draft has q(C) = 1.
+    C holds tokens near x in descending order of p: at most `cluster` // 2 ranks behind x and
+    (`cluster` - 1) // 2 before x. Tokens whose p differs by `probability_gap` or more are left out,
+    and tokens whose code is `code_gap` or more away (squared Euclidean; 0: any distance). A
+    deterministic draft has q(C) = 1.
     """
     size = values["cluster"]
     code_gap = draft.number(values["code_gap"])
@@ -352,7 +353,7 @@ def gsd(draft: DraftView, values: Values) -> Tensor:
         padded[..., before : before + ranked.shape[-1]] = ranked
         return padded.unfold(-1, size, 1)
 
-    # One operation over all ranks of a cluster: a loop would give compiled programs a part for each of them.
+    # One operation over all ranks of a cluster, because a loop would compile a part for each rank.
     cluster_p = clusters(p, outside=math.inf)  # infinitely far from every p, so never inside
     inside = (cluster_p - p[..., None]).abs() < draft.number(values["probability_gap"])
     codes = draft.codebook[order].movedim(-1, 0)
@@ -376,7 +377,10 @@ def gsd(draft: DraftView, values: Values) -> Tensor:
     source="2401.10774",
 )
 def typical(draft: DraftView, values: Values) -> Tensor:
-    """Medusa: f = 1 where p(x) > min(epsilon, alpha exp(-H(p))), else 0 (arXiv 2401.10774, section 2.3.1)."""
+    """Medusa: f = 1 where p(x) > min(epsilon, alpha exp(-H(p))), otherwise 0.
+
+    arXiv 2401.10774, section 2.3.1.
+    """
     p = draft.p
     threshold = draft.number(values["alpha"]) * (-draft.entropy).exp()
     is_typical = p > threshold.minimum(draft.number(values["epsilon"]))[:, None]

@@ -1,6 +1,7 @@
-"""The named static draft trees (docs/algorithms.md, section 2), and the check of a user's own.
+"""The named static draft trees (docs/algorithms.md, section 2), and the check of a user's tree.
 
-A topology is a set of root-to-node paths of child ranks: `(0, 1)` is the second child of the first child of the root.
+A topology is a set of root-to-node paths of child ranks. `(0, 1)` is the second child of the first
+child of the root.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import TypeAlias
 from lantern_bench.utils.errors import UserError
 
 MOST_NODES = 2048
-"""The most nodes of a draft: the target scores them in one forward, and published trees have at most 63."""
+"""The most nodes of a draft, which the target scores in one forward; published trees have 63."""
 
 Path: TypeAlias = tuple[int, ...]
 Topology: TypeAlias = tuple[Path, ...]
@@ -34,10 +35,12 @@ STATIC_TREES: dict[str, Topology] = {
         "0 1 2 3 00 01 02 10 11 20 21 30 000 001 002 010 011 020 021 100 0000 0001 0002 00000 00001"
     ),
     "balanced-25": _paths(
-        "0 1 2 00 01 02 10 11 12 20 21 000 001 002 010 011 100 101 110 111 0000 0001 0002 00000 00001"
+        "0 1 2 00 01 02 10 11 12 20 21 000 001 002 010 011 100 101 110 111 "
+        "0000 0001 0002 00000 00001"
     ),
     "deep-25": _paths(
-        "0 1 2 00 01 10 20 000 001 002 010 011 100 0000 0001 0002 0010 0011 00000 00001 00002 00003 00010 00011 00012"
+        "0 1 2 00 01 10 20 000 001 002 010 011 100 0000 0001 0002 0010 0011 "
+        "00000 00001 00002 00003 00010 00011 00012"
     ),
     "extended-57": _paths(
         "0 1 2 3 4 00 01 02 03 10 11 12 20 21 22 30 31 40 "
@@ -47,14 +50,18 @@ STATIC_TREES: dict[str, Topology] = {
     ),
     "medusa-63": _paths(
         "0 1 2 3 4 5 6 7 8 9 00 01 02 03 04 05 06 07 08 09 10 11 12 13 14 20 21 30 31 40 50 60 70 "
-        "000 001 002 003 004 005 006 007 008 010 011 012 013 020 021 030 040 050 100 101 102 110 200 "
+        "000 001 002 003 004 005 006 007 008 010 011 012 013 020 021 030 040 050 "
+        "100 101 102 110 200 "
         "0000 0001 0002 0003 0010 0020 0100"
     ),
 }
 
 
 def check_topology(paths: Iterable[Sequence[int]]) -> Topology:
-    """Return the paths sorted by (depth, path), or raise `UserError` for a tree that cannot be drafted losslessly."""
+    """Return the paths sorted by (depth, path).
+
+    Raises `UserError` for a tree that cannot be drafted losslessly.
+    """
     listed = [tuple(path) for path in paths]
     if not listed:
         raise UserError(
@@ -95,7 +102,7 @@ def is_chain(topology: Topology) -> bool:
 
 
 def topology_name(topology: Topology) -> str:
-    """Return the name of a checked topology: its name in `STATIC_TREES`, else `own-<nodes>-<6 hex digits>`."""
+    """Return the name of a checked topology, or `own-<nodes>-<6 hex digits>`."""
     for name, named in STATIC_TREES.items():
         if named == topology:
             return name

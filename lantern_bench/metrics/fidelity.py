@@ -17,6 +17,7 @@ from torch import Tensor
 from torch_fidelity import metric_kid
 
 from lantern_bench.methods.catalog import METRICS, OF_SETS
+from lantern_bench.methods.metrics import measures
 from lantern_bench.metrics.extractors import Extractor, FeatureSet
 from lantern_bench.utils.text import listed
 
@@ -50,12 +51,14 @@ def frechet_distance(reference: FeatureSet) -> Callable[[Tensor], float]:
     return distance
 
 
+@measures("fid")
 def fid(sets: FeatureSets) -> Figure:
     """The Frechet distance of the two sets (Heusel et al. 2017)."""
     distance = frechet_distance(sets.reference)
     return lambda rows: distance(sets.pictures[torch.from_numpy(rows)])
 
 
+@measures("kid")
 def kid(sets: FeatureSets) -> Figure:
     """The kernel distance (Binkowski et al. 2018), over all pictures."""
     assert sets.reference.features is not None
@@ -101,6 +104,7 @@ def _mean_kernel(x: NDArray[np.float64], y: NDArray[np.float64] | None = None) -
     return (total - with_themselves) / (len(x) * (len(x) - 1))
 
 
+@measures("precision")
 def precision(sets: FeatureSets) -> Figure:
     """The share of pictures inside the reference's manifold of nearest neighbours (Kynkaanniemi et al. 2019)."""
     assert sets.reference.features is not None
@@ -108,6 +112,7 @@ def precision(sets: FeatureSets) -> Figure:
     return lambda rows: float(inside[rows].mean())
 
 
+@measures("recall")
 def recall(sets: FeatureSets) -> Figure:
     """The share of the reference inside the pictures' manifold: precision with the sets exchanged."""
     reference = sets.reference.features

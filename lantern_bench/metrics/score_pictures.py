@@ -33,7 +33,7 @@ from lantern_bench.metrics.fidelity import (
 )
 from lantern_bench.metrics.protocols import Protocol
 from lantern_bench.storage.schema import CELL_COLUMNS, SCHEMA_VERSION, Row
-from lantern_bench.utils.progress import Emit, Share
+from lantern_bench.utils.progress import Emit, ProgressEvent
 from lantern_bench.utils.text import listed
 
 
@@ -62,6 +62,9 @@ def load_scorers(protocol: Protocol, device: torch.device | str = "cpu") -> Scor
     """Load the scorers of a protocol; raises `RefusedError` where weights are missing."""
     extractor = find_extractor(protocol.features) if protocol.features else None
     manifold = protocol.manifold if protocol.manifold != protocol.features else None
+    if protocol.metrics:
+        # Registers the scorers of the shipped metrics; the import takes seconds.
+        import lantern_bench.metrics.image_scorers  # noqa: F401
     images = {name: METRICS[name].function()(protocol, device) for name in protocol.metrics}
     return Scorers(
         protocol=protocol,
@@ -154,7 +157,7 @@ def score_records(
         if any(cell_id in family for family in families):
             of_seeds[cell_id] = existing, measured
         if emit is not None:
-            emit(Share("scoring", done, len(cells)))
+            emit(ProgressEvent("scoring", done, len(cells)))
     for family in families:
         band = _spread_row([of_seeds[cell_id] for cell_id in family], scorers, against)
         yield common | used | {"cell_id": family[0]} | band
@@ -214,7 +217,8 @@ def _measure_cell(
     notes: list[str],
 ) -> Row:
     """Return the figures of a cell; those of pictures go into `measured`, what is missing into `notes`."""
-    assert measured.features is not None and scorers.extractor is not None
+    assert measured.features is not None
+    assert scorers.extractor is not None
     sets, manifold = _sets(
         features=measured.features, manifold=measured.manifold, against=against, scorers=scorers
     )

@@ -23,7 +23,7 @@ from lantern_bench.metrics.token_sums import score_tokens
 from lantern_bench.storage.run_directory import read_manifest, read_records, read_scores
 from lantern_bench.storage.run_store import RunStore
 from lantern_bench.storage.schema import Row
-from lantern_bench.sweep.request import Request
+from lantern_bench.sweeps.request import Request
 from lantern_bench.utils.errors import RefusedError
 from lantern_bench.utils.files import cache_folder
 from lantern_bench.utils.progress import Emit, Note
@@ -41,14 +41,14 @@ def score_run(
     rescore: bool = False,
 ) -> int:
     """Score the cells of a run that these scorers have not scored, or all (`rescore`); return the number of rows."""
-    with RunStore(folder) as store:
+    with RunStore.to_score(folder) as store:
         cells = _by_cell(read_records(folder))
         protocol = scorers.protocol
         version = (protocol.name, protocol.version)
         scores = [
             row
             for row in read_scores(folder)
-            if (row["protocol"], row["protocol_version"] or 1) == version
+            if (row["protocol"], row["protocol_version"]) == version
         ]
         label = reference.label if reference is not None else ""
         pending = [

@@ -29,7 +29,7 @@ from lantern_bench.storage.run_directory import read_records, read_scores
 from lantern_bench.storage.run_store import RunStore
 from lantern_bench.storage.schema import Row
 from lantern_bench.utils.errors import LogitsError
-from lantern_bench.utils.progress import Emit, Note, Share
+from lantern_bench.utils.progress import Emit, Note, ProgressEvent
 
 _VALUES = 2**22  # probabilities in float64 at once
 
@@ -154,7 +154,7 @@ _LOGITS = 2**25  # of the images of a batch
 
 def score_tokens(folder: Path, device: str, emit: Emit) -> int:
     """Score the tokens of the images without such scores, with the dtype that decoded them; return how many rows."""
-    with RunStore(folder) as store:
+    with RunStore.to_score(folder) as store:
         scored = {row["record_key"] for row in read_scores(folder) if row["level"] == "tokens"}
         cells = _by_cell(
             record for record in read_records(folder) if record["record_key"] not in scored
@@ -171,7 +171,7 @@ def score_tokens(folder: Path, device: str, emit: Emit) -> int:
                 row["prompt"] for rows in cells.values() for row in rows if row["model"] == name
             )
             for count, total in model.prepare(list(prompts)):
-                emit(Share(f"captions for {name}", count, total))
+                emit(ProgressEvent(f"captions for {name}", count, total))
         decodings = {cell.cell_id: cell.decoding for cell in experiment.cells}
         for cell_id, records in cells.items():
             model = models[records[0]["model"]]
@@ -187,7 +187,7 @@ def score_tokens(folder: Path, device: str, emit: Emit) -> int:
                     store.append_score({"level": "tokens", "cell_id": cell_id, **row})
                 done += len(records[start : start + batch])
                 others += len(records[start : start + batch]) - len(rows)
-                emit(Share("distance from the target", done, images))
+                emit(ProgressEvent("distance from the target", done, images))
         if others:
             text = f"the distance leaves out {others} images: their pictures hold no tokens, and decoding gave others"
             emit(

@@ -116,7 +116,9 @@ class LoadedModel:
                 f"{self.name}: {problem}",
                 "Name the tokenizer's checkpoint in the model's file, or choose another rule.",
             )
-        return self._with_forced(in_space(self.codebook.to(self.target.device), self.neighbour_space))
+        return self._with_forced(
+            in_space(self.codebook.to(self.target.device), self.neighbour_space)
+        )
 
     def table(self, columns: int, metric: NeighbourMetric = "l2") -> Tensor:
         """Return the nearest codes of every token.
@@ -220,9 +222,7 @@ def assemble(
             model.pixels = VQPixels(tokenizer, config.grid, line_ends=config.line_ends)
             model.codebook = tokenizer.codebook()
         else:
-            model.why_no_pixels = (
-                f"the tokenizer has {codes} codes, the target {target.n_codes}"
-            )
+            model.why_no_pixels = f"the tokenizer has {codes} codes, the target {target.n_codes}"
     return model
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,7 +16,7 @@ from lantern_bench.config.decoding import Decoding, ParameterError
 from lantern_bench.decoding.drafting.draft_method import drafting_of
 from lantern_bench.decoding.loop import decode
 from lantern_bench.decoding.sampling import greedy_probabilities, guide
-from lantern_bench.decoding.step import TreeInputs, tree_scorer
+from lantern_bench.decoding.step import tree_scorer
 from lantern_bench.decoding.teacher_forcing import teacher_forced
 from lantern_bench.decoding.trace import ImageTrace
 from lantern_bench.devices.compute import Compute
@@ -38,10 +37,10 @@ from lantern_bench.models.registry import model_of
 from lantern_bench.profile.cost_model import Setting, fit_device, named_draft, step_samples
 from lantern_bench.report.draw import save_figure
 from lantern_bench.storage.schema import Row, write_csv
-from lantern_bench.utils.clock import now, settle_garbage, synchronize
+from lantern_bench.utils.clock import collect_garbage, now, synchronize
 from lantern_bench.utils.errors import UserError
-from lantern_bench.utils.files import write_atomically
-from lantern_bench.utils.progress import OnProgress
+from lantern_bench.utils.files import write_file
+from lantern_bench.utils.progress import Emit, ProgressEvent, ignore_events
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -76,7 +75,7 @@ def forward_ms(
     target = model.target
     device = target.device
     session, score = tree_scorer(
-        target=target, batch=1, nodes=nodes, cfg_scale=cfg_scale, engine=model.engine
+        target, batch=1, nodes=nodes, cfg_scale=cfg_scale, engine=model.engine
     )
     session.prefill(condition)
     path = torch.zeros(1, 1, dtype=torch.int64, device=device)
@@ -84,8 +83,7 @@ def forward_ms(
     chain = torch.ones(nodes, nodes, dtype=torch.bool, device=device).tril()[None]
     tokens = torch.zeros(1, nodes, dtype=torch.int64, device=device)
     depths = torch.arange(nodes, device=device)[None]
-    tree = TreeInputs(tokens=tokens, depths=depths, attention=chain)
-    seconds = seconds_of(lambda: score(tree), device, _WARM_FORWARDS + repeats)
+    seconds = seconds_of(lambda: score(tokens, depths, chain), device, _WARM_FORWARDS + repeats)
     return 1e3 * median(seconds[_WARM_FORWARDS:])
 
 
@@ -95,7 +93,7 @@ def step_costs(
     prompts: Sequence[str],
     seed: int = 0,
     tokens: int | None = None,
-    on_progress: Callable[[float], None] = lambda _share: None,
+    emit: Emit = ignore_events,
 ) -> list[StepCost]:
     """Decode one image per prompt with each decoding, in turns, because the speed of a machine drifts."""
     device = model.target.device
@@ -114,12 +112,14 @@ def step_costs(
 
     for decoding in decodings:
         trace_of(decoding, 0, min(24, tokens or 24))
-    settle_garbage()
+    collect_garbage()
     traces: list[list[ImageTrace]] = [[] for _ in decodings]
     for number in range(len(prompts)):
         for index, decoding in enumerate(decodings):
             traces[index].append(trace_of(decoding, number, tokens))
-            on_progress((number * len(decodings) + index + 1) / (len(prompts) * len(decodings)))
+            done = number * len(decodings) + index + 1
+            total = len(prompts) * len(decodings)
+            emit(ProgressEvent("measuring steps", done / total))
     return list(map(_step_cost, traces))
 
 
@@ -296,7 +296,7 @@ def with_drafting(decoding: Decoding, values: Values) -> Decoding:
 
 
 def measure(
-    profiled: ProfiledModel, steps: Mapping[str, Decoding], rates: Rates, on_progress: OnProgress
+    profiled: ProfiledModel, steps: Mapping[str, Decoding], rates: Rates, emit: Emit
 ) -> list[Row]:
     """Measure target forwards by number of nodes, then each kind of step by name, in turns; one step is `ar`."""
     model = profiled.model
@@ -305,7 +305,7 @@ def measure(
     memory = []
     for number, decoding in enumerate(steps.values(), start=1):
         memory.append(_memory(profiled, decoding))  # its programs are compiled here
-        on_progress("measuring memory", number / len(steps))
+        emit(ProgressEvent("measuring memory", number / len(steps)))
     rows: list[Row] = []
     for number, nodes in enumerate(_NODES, start=1):
         milliseconds = forward_ms(
@@ -318,15 +318,14 @@ def measure(
         rows.append(
             label | _bounded(profiled=profiled, nodes=nodes, milliseconds=milliseconds, rates=rates)
         )
-        on_progress("measuring forwards", number / len(_NODES))
-    on_share = partial(on_progress, "measuring steps")
+        emit(ProgressEvent("measuring forwards", number / len(_NODES)))
     costs = step_costs(
         model=model,
         decodings=list(steps.values()),
         prompts=prompts,
         seed=profiled.seed,
         tokens=profiled.tokens,
-        on_progress=on_share,
+        emit=emit,
     )
     ar_ms = costs[list(steps).index("ar")].total
     one_node_ms = rows[0]["milliseconds"]
@@ -411,26 +410,18 @@ def save_device(profiled: ProfiledModel, rows: Sequence[Row], compute: Compute, 
             f"fitted to {len(samples)} times of `lantern-bench profile`: {model.name}, {compute.dtype_name}",
         ),
     )
-    try:
-        write_atomically(
-            path, yaml.safe_dump(device.model_dump(mode="json"), sort_keys=False).encode()
-        )
-    except OSError as error:
-        raise UserError(f"--save-device {path}: cannot be written: {error.strerror}") from error
+    text = yaml.safe_dump(device.model_dump(mode="json"), sort_keys=False)
+    write_file(path, text.encode(), flag="--save-device")
 
 
 def save_profile(table: pd.DataFrame, folder: Path) -> list[Path]:
     """Write `profile.csv` and `profile.png` into `folder`; raises `UserError` if it cannot be written."""
-    files = [folder / "profile.csv", folder / "profile.png"]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_csv(table, files[0])
-        save_figure(
-            _drawn(table[table["what"] == "step"]), files[1], dpi=160, metadata={"Software": None}
-        )
-    except OSError as error:
-        raise UserError(f"--out {folder}: cannot be written: {error.strerror}") from error
-    return files
+    csv_file = folder / "profile.csv"
+    figure_file = folder / "profile.png"
+    write_csv(table, csv_file)
+    figure = _drawn(table[table["what"] == "step"])
+    save_figure(figure, figure_file, dpi=160, metadata={"Software": None})
+    return [csv_file, figure_file]
 
 
 def _drawn(steps: pd.DataFrame) -> Any:

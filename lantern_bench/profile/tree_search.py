@@ -20,10 +20,10 @@ from lantern_bench.methods.static_trees import Path, Topology, check_topology
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.profile.step_costs import StepCost, forward_ms, step_costs, with_drafting
 from lantern_bench.utils.errors import UserError
+from lantern_bench.utils.progress import Emit, Note
 
 Rates = Sequence[Sequence[float]]
 """Of depth 0, 1, ...: the probability that the child of rank 0, 1, ... is accepted."""
-Say = Callable[[str], None]
 
 SEARCHED = ("static", "jacobi", "pac", "hybrid", "dynamic")
 
@@ -116,7 +116,7 @@ class Candidate:
 
 
 def _candidates(
-    model: LoadedModel, decoding: Decoding, prompts: Sequence[str], seed: int, say: Say
+    model: LoadedModel, decoding: Decoding, prompts: Sequence[str], seed: int, emit: Emit
 ) -> list[Candidate]:
     """Return drafts of several sizes with their length: static trees by acceptance, others measured."""
     if decoding.drafting == "static":
@@ -125,10 +125,8 @@ def _candidates(
         rates = acceptance_by_rank(
             step_costs(model=model, decodings=[probe], prompts=prompts, seed=seed)[0].traces, ranks
         )
-        say(
-            "accepted at depth 1, 2, ... by rank: "
-            + "; ".join(" ".join(f"{r:.2f}" for r in d) for d in rates)
-        )
+        by_depth = "; ".join(" ".join(f"{rate:.2f}" for rate in depth) for depth in rates)
+        emit(Note(f"accepted at depth 1, 2, ... by rank: {by_depth}"))
         return [
             Candidate(
                 with_drafting(decoding, {"tree": paths}),
@@ -143,7 +141,7 @@ def _candidates(
     candidates = []
     for size in _DYNAMIC if decoding.drafting == "dynamic" else _WINDOWS:
         sized = with_drafting(decoding, shared | size)
-        say(f"measuring the length of {describe(sized)}")
+        emit(Note(f"measuring the length of {describe(sized)}"))
         length = step_costs(model=model, decodings=[sized], prompts=prompts, seed=seed)[
             0
         ].mean_accepted_length
@@ -182,14 +180,14 @@ def searched_lossless() -> list[tuple[str, str, str]]:
 
 
 def search_trees(
-    model: LoadedModel, decoding: Decoding, prompts: Sequence[str], seed: int, say: Say
+    model: LoadedModel, decoding: Decoding, prompts: Sequence[str], seed: int, emit: Emit
 ) -> list[tuple[Decoding, dict[str, Any]]]:
     """Return the measured decodings, each with its row of costs, fastest first; raises `UserError` where none exist."""
     if decoding.drafting not in SEARCHED:
         searched = f"Those of {', '.join(SEARCHED[:-1])} and {SEARCHED[-1]} are."
         raise UserError(f"--search: the drafts of {decoding.cell_id} are not searched", searched)
     candidates = _candidates(
-        model=model, decoding=decoding, prompts=prompts, seed=seed + 1, say=say
+        model=model, decoding=decoding, prompts=prompts, seed=seed + 1, emit=emit
     )
     if not candidates:
         text = f"--images {len(prompts)}: too few drafts to see how often they are accepted"
@@ -204,7 +202,7 @@ def search_trees(
 
     @functools.cache
     def measured(candidate: Candidate) -> list[StepCost]:
-        say(f"measuring {describe(candidate.decoding)}")
+        emit(Note(f"measuring {describe(candidate.decoding)}"))
         # `ar` again for each candidate: the speed of a machine drifts.
         return step_costs(
             model=model,

@@ -1,4 +1,4 @@
-"""Prompts from a set of the model, a published set or a file; and pictures with captions in a folder. Without torch."""
+"""Prompt sets: sets of a model, published sets, and files."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ import hashlib
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
-from lantern_bench.models.model import Model
-from lantern_bench.prompts.prompt import Prompt, class_prompt
+from lantern_bench.prompts.prompt import Prompt, PromptedModel, class_prompt
 from lantern_bench.prompts.prompt_files import (
     SUFFIXES,
-    _check_texts,
-    _parse_json,
-    _rows,
-    _text_under,
+    check_texts,
+    parse_json,
+    read_rows,
+    text_under,
 )
 from lantern_bench.utils.errors import UserError
 from lantern_bench.utils.files import file_sha256
 from lantern_bench.utils.text import did_you_mean
 
-# Published sets, by the word before the colon, and their files; imagenet also stands alone.
+# Published sets, by the word before the colon, with an example of their file. `imagenet` needs no
+# file.
 SETS = {
     "coco": "captions_val2017.json",
     "coco-first": "captions_val2017.json",
@@ -33,98 +33,52 @@ _IMAGENET_CLASSES = 1000
 _PROMPT_KEYS = ("prompt", "caption")
 
 
-class Item(NamedTuple):
-    """A prompt or caption in a file."""
-
-    location: str  # for messages: `line 3`
-    source: str  # what its set calls it: `captions.txt:3`
-    text: str
+# A prompt of a file, after its location for messages, such as `line 3`.
+_Located: TypeAlias = tuple[str, Prompt]
 
 
-def _read_file(path: Path, suffix: str, flag: str, name: str) -> Iterator[Item]:
-    """Yield the prompts of a file; `name` is the name of its set."""
-    unit = "entry" if suffix == ".json" else "line"
-    for number, row in _rows(path, suffix, flag):
-        text = row if isinstance(row, str) else _text_under(row, _PROMPT_KEYS)
-        if text is None:
-            keys = " or ".join(_PROMPT_KEYS)
-            raise UserError(
-                f"{flag} {unit} {number}: has no text under {keys}",
-                f"Name the column or key {keys}.",
-            )
-        yield Item(f"{unit} {number}", f"{name}:{number}", text)
+class _Source(NamedTuple):
+    """The parts of a value of `--prompts`."""
+
+    name: str  # a prompt set; empty for a file alone
+    path: Path | None
+    subset: str  # `100` or `0-100`; empty for all prompts
 
 
-def _read_coco(path: Path, flag: str, longest: bool) -> Iterator[Item]:
-    """Yield a caption for each image of MS-COCO's annotations: the longest, or the first."""
-    data = _parse_json(path.read_text(encoding="utf-8-sig"), flag)
-    rows = data.get("annotations") if isinstance(data, dict) else None
-    if not isinstance(rows, list):
-        advice = "Give the official file, captions_val2017.json or captions_val2014.json."
-        raise UserError(f"{flag}: has no list of annotations", advice)
-    captions: dict[int, str] = {}
-    for number, row in enumerate(rows, start=1):
-        image, caption = (
-            (row.get("image_id"), row.get("caption")) if isinstance(row, dict) else (None, None)
-        )
-        if not isinstance(image, int) or not isinstance(caption, str):
-            advice = "Give the caption annotations of MS-COCO, not instances or keypoints."
-            raise UserError(f"{flag} annotation {number}: has no image_id and caption", advice)
-        # Lengths are compared with the spaces at both ends, as the captions are in the file.
-        if image not in captions or (longest and len(caption) > len(captions[image])):
-            captions[image] = caption
-    for image, caption in captions.items():
-        yield Item(f"image {image}", f"coco:{image}", caption)
+def load_prompts(source: str, model: PromptedModel) -> list[Prompt]:
+    """Read prompts.
 
+    Args:
+        source: The value of `--prompts`: a set of the model, a published set (`coco:FILE`) or a
+            file, with `#100` for 100 of its prompts.
+        model: The model that is given the prompts.
 
-def _read_imagenet(path: Path | None, flag: str) -> Iterator[Item]:
-    """Yield the classes, named where there is a file: lines, or JSON, a list or {"0": [id, name]}."""
-    names: list[Any] = [""] * _IMAGENET_CLASSES
-    if path is not None:
-        text = path.read_text(encoding="utf-8-sig")
-        names = text.splitlines()
-        if path.suffix.lower() == ".json":
-            data = _parse_json(text, flag)
-            rows = (
-                [data.get(str(number)) for number in range(len(data))]
-                if isinstance(data, dict)
-                else data
-            )
-            rows = rows if isinstance(rows, list) else []
-            names = [row[-1] if isinstance(row, list) and row else row for row in rows]
-        names = [name.strip() for name in names if isinstance(name, str) and name.strip()]
-        if len(names) != _IMAGENET_CLASSES:
-            raise UserError(f"{flag}: names {len(names)} classes, must name {_IMAGENET_CLASSES}")
-    for number, name in enumerate(names):
-        yield Item(f"class {number}", f"imagenet:{number}", class_prompt(number, name))
-
-
-# ---- The value of --prompts
-
-
-def load_prompts(source: str, model: Model) -> list[Prompt]:
-    """Read the prompts of a model's set, of a published set (`coco:FILE`), or of a file; raises one `UserError`."""
+    Raises:
+        UserError: The file cannot be read, or the model cannot take a prompt. All problems of a
+            file are listed.
+    """
     flag = f"--prompts {source}"
-    name, path, subset = _parse(source, model)
+    parts = _parse(source, model)
     try:
-        items = [
-            item._replace(text=item.text.strip())
-            for item in _read(name=name, path=path, flag=flag, model=model)
-            if item.text.strip()
-        ]
+        located = [item for item in _read(parts, flag, model) if item[1].text]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"{flag}: cannot be read: {error}") from error
-    if not items:
+    if not located:
         raise UserError(f"{flag}: contains no prompt", "Give a file with one prompt a line.")
-    _check_texts(
-        flag=flag, noun="prompts", texts=((item.location, item.text) for item in items), model=model
-    )
-    return _subset(flag, subset, [Prompt(item.text, item.source) for item in items])
+    texts = ((location, prompt.text) for location, prompt in located)
+    check_texts(texts, model, flag=flag, noun="prompts")
+    return _subset([prompt for _, prompt in located], parts.subset, flag)
 
 
-def describe_prompts(source: str, model: Model, prompts: list[Prompt]) -> dict[str, Any]:
-    """Describe prompts for the manifest."""
-    _, path, _ = _parse(source, model)
+def describe_prompts(source: str, model: PromptedModel, prompts: list[Prompt]) -> dict[str, Any]:
+    """Describe prompts for the manifest of a run.
+
+    Args:
+        source: The value of `--prompts`.
+        model: The model that the prompts were read for.
+        prompts: What `load_prompts` returned.
+    """
+    path = _parse(source, model).path
     ids = list(dict.fromkeys(prompt.id for prompt in prompts))
     return {
         "set": source,
@@ -134,12 +88,12 @@ def describe_prompts(source: str, model: Model, prompts: list[Prompt]) -> dict[s
     }
 
 
-def _parse(source: str, model: Model) -> tuple[str, Path | None, str]:
-    """Return the set, empty for a file alone; the file, if any; and the subset: `100`, `0-100`, or empty for all."""
+def _parse(source: str, model: PromptedModel) -> _Source:
     match = re.fullmatch(r"(.*?)#(\d+(?:-\d+)?)", source, flags=re.DOTALL)
-    name, subset = (match[1], match[2]) if match else (source, "")
+    name = match[1] if match else source
+    subset = match[2] if match else ""
     if name in model.prompt_sets or name == "imagenet":
-        return name, None, subset
+        return _Source(name, None, subset)
     word, _, file = name.partition(":")
     if word not in SETS:
         word = ""
@@ -148,43 +102,111 @@ def _parse(source: str, model: Model) -> tuple[str, Path | None, str]:
         raise UserError(f"--prompts {source}: needs its file", f"For example {word}:{SETS[word]}")
     path = Path(file)
     if not path.is_file():
-        sets = [*model.prompt_sets, *(key if key == "imagenet" else f"{key}:FILE" for key in SETS)]
+        sets = [*model.prompt_sets, "coco:FILE", "coco-first:FILE", "parti:FILE", "imagenet"]
         hint = did_you_mean(name, [*model.prompt_sets, *SETS])
         missing = f" {path}" if word else f" and no prompt set{hint}"
-        advice = (
-            f"The sets are {', '.join(sets)}; or give a file that ends with {', '.join(SUFFIXES)}."
+        raise UserError(
+            f"--prompts {source}: no such file{missing}",
+            f"The sets are {', '.join(sets)}; or give a file that ends with {', '.join(SUFFIXES)}.",
         )
-        raise UserError(f"--prompts {source}: no such file{missing}", advice)
-    return word, path, subset
+    return _Source(word, path, subset)
 
 
-def _read(name: str, path: Path | None, flag: str, model: Model) -> Iterable[Item]:
+def _read(parts: _Source, flag: str, model: PromptedModel) -> Iterable[_Located]:
+    name = parts.name
+    path = parts.path
     if name in model.prompt_sets:
         texts = enumerate(model.prompt_sets[name], start=1)
-        return [Item(f"prompt {number}", f"{name}:{number}", text) for number, text in texts]
+        return [_located("prompt", number, text=text, of=name) for number, text in texts]
     if name == "imagenet" or path is None:
         return _read_imagenet(path, flag)
     if name == "parti":
-        return _read_file(path=path, suffix=".tsv", flag=flag, name="parti")
+        return _read_file(path, ".tsv", flag=flag, name="parti")
     if name:
         return _read_coco(path, flag, longest=name == "coco")
-    return _read_file(path=path, suffix=path.suffix.lower(), flag=flag, name=path.name)
+    return _read_file(path, path.suffix.lower(), flag=flag, name=path.name)
 
 
-def _subset(flag: str, subset: str, prompts: list[Prompt]) -> list[Prompt]:
-    """Return the prompts of a subset: `100` by hash, in the order of the set; `0-100` the first hundred."""
+def _located(unit: str, number: int, *, text: str, of: str) -> _Located:
+    return f"{unit} {number}", Prompt(text.strip(), f"{of}:{number}")
+
+
+def _read_file(path: Path, suffix: str, *, flag: str, name: str) -> Iterator[_Located]:
+    """Yield the prompts of a file; `name` is the name of its set."""
+    unit = "entry" if suffix == ".json" else "line"
+    for number, row in read_rows(path, suffix, flag):
+        text = row if isinstance(row, str) else text_under(row, _PROMPT_KEYS)
+        if text is None:
+            keys = " or ".join(_PROMPT_KEYS)
+            problem = f"{flag} {unit} {number}: has no text under {keys}"
+            raise UserError(problem, f"Name the column or key {keys}.")
+        yield _located(unit, number, text=text, of=name)
+
+
+def _read_coco(path: Path, flag: str, *, longest: bool) -> Iterator[_Located]:
+    """Yield one caption for each image of MS-COCO's annotations: the longest, or the first."""
+    data = parse_json(path.read_text(encoding="utf-8-sig"), flag)
+    rows = data.get("annotations") if isinstance(data, dict) else None
+    if not isinstance(rows, list):
+        advice = "Give the official file, captions_val2017.json or captions_val2014.json."
+        raise UserError(f"{flag}: has no list of annotations", advice)
+    captions: dict[int, str] = {}
+    for number, row in enumerate(rows, start=1):
+        image = row.get("image_id") if isinstance(row, dict) else None
+        caption = text_under(row, ("caption",))
+        if not isinstance(image, int) or caption is None:
+            advice = "Give the caption annotations of MS-COCO, not instances or keypoints."
+            raise UserError(f"{flag} annotation {number}: has no image_id and caption", advice)
+        # Lengths include the spaces at both ends, as in the file.
+        if image not in captions or (longest and len(caption) > len(captions[image])):
+            captions[image] = caption
+    for image, caption in captions.items():
+        yield _located("image", image, text=caption, of="coco")
+
+
+def _read_imagenet(path: Path | None, flag: str) -> Iterator[_Located]:
+    """Yield the 1000 classes, with the names of a file if one is given."""
+    names = [""] * _IMAGENET_CLASSES
+    if path is not None:
+        rows = _imagenet_rows(path, flag)
+        names = [row.strip() for row in rows if isinstance(row, str) and row.strip()]
+        if len(names) != _IMAGENET_CLASSES:
+            raise UserError(f"{flag}: names {len(names)} classes, must name {_IMAGENET_CLASSES}")
+    for number, name in enumerate(names):
+        yield _located("class", number, text=class_prompt(number, name), of="imagenet")
+
+
+def _imagenet_rows(path: Path, flag: str) -> list[Any]:
+    """Return the names in a file: lines, a JSON list, or JSON such as {"0": [id, name]}."""
+    text = path.read_text(encoding="utf-8-sig")
+    if path.suffix.lower() != ".json":
+        return text.splitlines()
+    rows = parse_json(text, flag)
+    if isinstance(rows, dict):
+        rows = [rows.get(str(number)) for number in range(len(rows))]
+    if not isinstance(rows, list):
+        return []
+    return [row[-1] if isinstance(row, list) and row else row for row in rows]
+
+
+def _subset(prompts: list[Prompt], subset: str, flag: str) -> list[Prompt]:
+    """Return some of the prompts, in their order: `0-100` by position, `100` by hash.
+
+    A choice by hash is spread over the whole set, and a larger one contains a smaller one.
+    """
     if not subset:
         return prompts
     unique = list(dict.fromkeys(prompts))
     first, dash, last = subset.partition("-")
-    begin, end = (int(first), int(last)) if dash else (0, int(first))
+    begin = int(first) if dash else 0
+    end = int(last or first)
     if not begin < end <= len(unique):
         raise UserError(f"{flag}: there are {len(unique)} prompts", f"Take at most {len(unique)}.")
     if dash:
         return unique[begin:end]
-    by_hash = sorted(
-        unique,
-        key=lambda prompt: hashlib.blake2b(f"part:{prompt.id}".encode(), digest_size=8).digest(),
-    )
-    chosen = set(by_hash[:end])
+    chosen = set(sorted(unique, key=_hash_of)[:end])
     return [prompt for prompt in unique if prompt in chosen]
+
+
+def _hash_of(prompt: Prompt) -> bytes:
+    return hashlib.blake2b(f"part:{prompt.id}".encode(), digest_size=8).digest()

@@ -13,7 +13,7 @@ from lantern_bench.analysis.labels import BOUNDS, GROUPINGS, cell_key
 from lantern_bench.storage.run_directory import load_runs
 from lantern_bench.storage.schema import write_csv
 from lantern_bench.utils.errors import RefusedError, UserError
-from lantern_bench.utils.files import write_atomically
+from lantern_bench.utils.files import write_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -81,26 +81,25 @@ def draw_curves(
             "nothing to draw: these runs hold no drafts and no images that are both scored and timed"
         )
     files = []
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for chart in drawn:
-            with rc_context({**_LOOK, "svg.hashsalt": chart.name}):
-                figure = to_matplotlib(chart, cell_styles, WIDTHS[width])
-                for kind, metadata in _METADATA.items():
-                    files.append(folder / f"{chart.name}.{kind}")
-                    save_figure(figure, files[-1], metadata=metadata)
-            files.append(folder / f"{chart.name}.csv")
-            write_csv(chart.points, files[-1])
-    except OSError as error:
-        raise UserError(f"--out {folder}: cannot be written: {error.strerror}") from error
+    for chart in drawn:
+        with rc_context({**_LOOK, "svg.hashsalt": chart.name}):
+            figure = to_matplotlib(chart, cell_styles, WIDTHS[width])
+            for kind, metadata in _METADATA.items():
+                files.append(folder / f"{chart.name}.{kind}")
+                save_figure(figure, files[-1], metadata=metadata)
+        files.append(folder / f"{chart.name}.csv")
+        write_csv(chart.points, files[-1])
     return files
 
 
 def save_figure(figure: Figure, path: Path, **options: Any) -> None:
-    """Write a figure whole or not at all; `options` as in `Figure.savefig`."""
+    """Write a figure whole or not at all; `options` go to `Figure.savefig`.
+
+    Raises `UserError` if the file cannot be written.
+    """
     content = io.BytesIO()
     figure.savefig(content, format=path.suffix[1:], **options)
-    write_atomically(path, content.getvalue())
+    write_file(path, content.getvalue(), flag="--out")
 
 
 def to_matplotlib(chart: Chart, styles: Styles, width: float = WIDTHS["two"]) -> Figure:

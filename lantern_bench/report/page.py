@@ -45,8 +45,7 @@ from lantern_bench.storage.run_directory import (
     load_runs,
 )
 from lantern_bench.storage.schema import Row, columns, frame
-from lantern_bench.utils.errors import UserError
-from lantern_bench.utils.files import write_atomically
+from lantern_bench.utils.files import write_file
 
 Plain: TypeAlias = dict[str, Any]
 Numbers: TypeAlias = Mapping[CellKey, int]  # places of the cells on the page
@@ -55,12 +54,7 @@ Numbers: TypeAlias = Mapping[CellKey, int]  # places of the cells on the page
 def write_report(directories: Sequence[Path], out: Path) -> Path:
     """Write the report of these runs to `out` and return it; raises `UserError` when it cannot be written."""
     text = render(load_runs(directories), out.parent)
-    try:
-        write_atomically(out, text.encode())
-    except OSError as error:
-        raise UserError(
-            f"--out {out}: cannot be written: {error.strerror}", "Choose a writable file."
-        ) from error
+    write_file(out, text.encode(), flag="--out")
     return out
 
 

@@ -1,4 +1,4 @@
-"""A decoded image, its PNG file, and what its record says of how it was decoded."""
+"""PNG files of images, which hold their tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def tokens_sha256(tokens: Tensor) -> str:
 
 
 def png_bytes(pixels: Tensor, tokens: Tensor | None = None) -> bytes:
-    """Return pixels uint8 [H, W, 3] as a PNG file, whose text `tokens` holds the numbers of the tokens [N]."""
+    """Return pixels uint8 [H, W, 3] as a PNG file, with the tokens [N] as a text."""
     from PIL import Image
     from PIL.PngImagePlugin import PngInfo
 
@@ -33,18 +33,19 @@ def png_bytes(pixels: Tensor, tokens: Tensor | None = None) -> bytes:
 
 
 def label(text: str, pixels: Tensor) -> Tensor:
-    """Return text as pixels uint8 [14, W, 3], to stand above `pixels` [H, W, 3]."""
+    """Return text as pixels uint8 [14, W, 3], a title for `pixels` [H, W, 3]."""
     import numpy as np
     import torch
     from PIL import Image, ImageDraw, ImageFont
 
     strip = Image.new("RGB", (pixels.shape[1], 14), "white")
-    ImageDraw.Draw(strip).text((1, 0), text, "black", ImageFont.load_default(10))
+    font = ImageFont.load_default(10)
+    ImageDraw.Draw(strip).text((1, 0), text, fill="black", font=font)
     return torch.from_numpy(np.array(strip)).to(pixels.device)
 
 
 def read_tokens(path: Path) -> Tensor | None:
-    """Return the tokens int32 [N] of a PNG file; None for a file without them, or one that is damaged or missing."""
+    """Return the tokens int32 [N] of a PNG file; None if it is missing, damaged or has none."""
     import torch
     from PIL import Image
 

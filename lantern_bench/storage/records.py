@@ -1,15 +1,17 @@
-"""Rows of records.jsonl and scores.jsonl: a JSON object a line, with a checksum, read as rows or as a DataFrame."""
+"""Lines of records.jsonl and scores.jsonl, and the keys of records.
+
+Each line is a JSON object that ends with a checksum. Lines are read as rows or as a DataFrame.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import gc
 import hashlib
-import io
 import json
 import mmap
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,49 +19,44 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from lantern_bench.config.plan import ImageTask
-from lantern_bench.storage.schema import SCHEMA_VERSION, columns
+from lantern_bench.storage.schema import Row, columns
 from lantern_bench.utils.errors import RefusedError, UserError
 
 if TYPE_CHECKING:
     import pandas as pd
-from lantern_bench.storage.schema import Row
 
-# Every line ends with _CHECKSUM, the first 16 hexadecimal digits of the SHA-256 of what is before it, and _CLOSE.
+# A line ends with _CHECKSUM, the first 16 hex digits of the SHA-256 of all before it, and _CLOSE.
 _CHECKSUM = b', "checksum": "'
 _CLOSE = b'"}\n'
 _END = len(_CHECKSUM) + 16 + len(_CLOSE)
 
-_KINDS: dict[str, Any] = {
+# Python type and pandas dtype of a column, by its type in the schema; others are lists, objects
+_PYTHON_TYPES: dict[str, Any] = {
     "string": str | None,
     "int": int | None,
     "float": float | None,
     "bool": bool | None,
 }
-# of columns; texts and lists are objects
 _DTYPES = {"int": "Int64", "float": "float64", "bool": "boolean"}
-_ABSENT = {"process": 0}  # runs without this column are of one process
-# the columns that every row of a table has
+
+# columns that every row of a table must have
 _NEEDED = {"records": ("record_key", "status"), "scores": ()}
-_CHUNK = 2_000
-_BUFFER = 1 << 20
+
+_CHUNK = 2_000  # rows that are converted to arrays at once
+_BUFFER = 1 << 20  # bytes read at once
+
+# ---- Lines
 
 
 def line_of(row: Mapping[str, Any]) -> bytes:
     """Return a row as a line with its checksum last; raises `ValueError` for NaN and infinity."""
-    others = {name: value for name, value in row.items() if name != "checksum"}
-    return _with_checksum(json.dumps(others, ensure_ascii=False, allow_nan=False).encode()[:-1])
+    values = {name: value for name, value in row.items() if name != "checksum"}
+    return _with_checksum(json.dumps(values, ensure_ascii=False, allow_nan=False).encode()[:-1])
 
 
 def _with_checksum(line: bytes) -> bytes:
-    return line + _CHECKSUM + hashlib.sha256(line).hexdigest()[:16].encode() + _CLOSE
-
-
-def _is_older(row: Mapping[str, Any], names: Collection[str]) -> bool:
-    """Return whether an earlier version wrote a row without a checksum: its columns have known names."""
-    version = row.get("schema_version")
-    return row.get("checksum") is None and (
-        version != SCHEMA_VERSION or all(name in names for name in row)
-    )
+    digest = hashlib.sha256(line).hexdigest()[:16]
+    return line + _CHECKSUM + digest.encode() + _CLOSE
 
 
 class Line(NamedTuple):
@@ -68,57 +65,83 @@ class Line(NamedTuple):
     number: int  # from 1
     content: bytes  # with the line break
     row: Any | None  # its columns as attributes; None for a damaged line
-    problem: str  # what is wrong with a damaged line
+    problem: str = ""  # what is wrong with a damaged line
 
 
 def read_lines(path: Path, table: str, wanted: Collection[str] | None = None) -> Iterator[Line]:
-    """Yield the lines of a file, none without a file, with the `wanted` columns (None: all)."""
+    """Yield the lines of a file, also damaged ones.
+
+    A last line without a line break is being written or was cut off, and is left out.
+
+    Args:
+        path: The file, which need not exist.
+        table: `records` or `scores`.
+        wanted: The columns to parse, by default all.
+    """
+    decode = _decoder(table, wanted)
     declared = {column.name: column.dtype for column in columns(table)}
-    needed = _NEEDED[table]
-    names = _names(table, wanted)
-    optional = {name: _KINDS.get(declared[name], list | None) for name in names}
-    kinds = [
-        (name, str) if name in needed else (name, optional[name], _ABSENT.get(name))
-        for name in names
-    ]
-    row_type = msgspec.defstruct("Row", kinds, gc=False, kw_only=True)
-    decode = msgspec.json.Decoder(row_type).decode
-    with path.open("rb", buffering=_BUFFER) if path.is_file() else io.BytesIO() as file:
+    if not path.is_file():
+        return
+    with path.open("rb", buffering=_BUFFER) as file:
         for number, content in enumerate(file, start=1):
-            # being written, or cut off: opening the file for writing removes it
             if not content.endswith(b"\n"):
                 return
-            row = None
-            problem = "damaged, its checksum differs"
+            if content != _with_checksum(content[:-_END]):
+                yield Line(number, content, None, problem="damaged, its checksum differs")
+                continue
             try:
-                if content == _with_checksum(content[:-_END]):
-                    row = decode(content)
-                elif _is_older(
-                    values := msgspec.json.decode(content, type=dict[str, Any]), declared
-                ):
-                    row = msgspec.convert(values, row_type)
+                yield Line(number, content, decode(content))
             except (ValueError, RecursionError) as error:
-                problem = _problem_of(error, declared, needed)
-            yield Line(number=number, content=content, row=row, problem=problem)
+                problem = _problem_of(error, declared, _NEEDED[table])
+                yield Line(number, content, None, problem=problem)
+
+
+def _decoder(table: str, wanted: Collection[str] | None) -> Callable[[bytes], Any]:
+    """Return what parses a line; a plugin's columns are missing in runs without the plugin."""
+    declared = {column.name: column.dtype for column in columns(table)}
+    fields: list[Any] = []
+    for name in _names(table, wanted):
+        if name in _NEEDED[table]:
+            fields.append((name, str))
+        else:
+            fields.append((name, _PYTHON_TYPES.get(declared[name], list | None), None))
+    row_type = msgspec.defstruct("Row", fields, gc=False, kw_only=True)
+    return msgspec.json.Decoder(row_type).decode
+
+
+def _names(table: str, wanted: Collection[str] | None) -> list[str]:
+    """Return the columns to read: the `wanted` ones and those that every row has."""
+    names = [column.name for column in columns(table)]
+    if wanted is None:
+        return names
+    return [name for name in names if name in wanted or name in _NEEDED[table]]
 
 
 def _problem_of(error: Exception, declared: Mapping[str, str], needed: Collection[str]) -> str:
-    """Say in words what the parser found wrong with a line."""
+    """Say what the parser found wrong with a line whose checksum is right."""
     _, _, name = str(error).rstrip("`").partition("$.")
     if "missing required field" in str(error) or name in needed:
         return "not a record"
-    return (
-        f"damaged, {name} is not {declared[name]}"
-        if name in declared
-        else "damaged, not a JSON object"
-    )
+    if name in declared:
+        return f"damaged, {name} is not {declared[name]}"
+    return "damaged, not a JSON object"
 
 
 def read_rows(path: Path, table: str, wanted: Collection[str] | None = None) -> Iterator[Any]:
-    """Yield the rows of `read_lines`; raises `UserError` for a damaged line."""
+    """Yield the rows of a file, whose columns are attributes.
+
+    Args:
+        path: The file, which need not exist.
+        table: `records` or `scores`.
+        wanted: The columns to parse, by default all.
+
+    Raises:
+        UserError: A line is damaged.
+    """
     for line in read_lines(path, table, wanted):
         if line.row is None:
-            advice = f"`lantern-bench verify {path.parent} --repair` drops it, and makes its content again."
+            command = f"lantern-bench check-run {path.parent} --repair"
+            advice = f"`{command}` and the same sweep make its content again."
             raise UserError(f"{path} line {line.number}: {line.problem}", advice)
         yield line.row
 
@@ -138,8 +161,12 @@ class RowFile:
             self._file.truncate(end)
 
     def append(self, values: Mapping[str, Any]) -> Row:
-        """Write a row to disk and return it; raises `ValueError` for wrong values, `RefusedError` for a full disk."""
-        if unknown := set(values) - set(self._names):
+        """Write a row to disk and return it with all columns.
+
+        Raises `ValueError` for an unknown column, NaN or infinity, `RefusedError` for a full disk.
+        """
+        unknown = set(values) - set(self._names)
+        if unknown:
             raise ValueError(f"{self._table} have no column {', '.join(sorted(unknown))}")
         content = line_of({name: values.get(name) for name in self._names})
         end = self._file.seek(0, os.SEEK_END)
@@ -149,7 +176,8 @@ class RowFile:
                 rest = rest[self._file.write(rest) :]
             os.fsync(self._file.fileno())
         except OSError as error:
-            with contextlib.suppress(OSError):  # else the next start removes the partial line
+            # If this fails too, the next start removes the partial line.
+            with contextlib.suppress(OSError):
                 self._file.truncate(end)
             raise no_room(self._path, error) from error
         return dict(json.loads(content))
@@ -160,63 +188,90 @@ class RowFile:
 
 
 def no_room(path: Path, error: OSError) -> RefusedError:
-    """Return the error for a file of a run that cannot be written; the disk is full, as a rule."""
+    """Return the error for a file of a run that cannot be written, usually on a full disk."""
     message = f"{path}: cannot be written: {error.strerror or error}"
     return RefusedError(
         message, "Everything before is kept. Repair the cause; the same command continues."
     )
 
 
+# ---- DataFrames
+
+
 def read_frame(path: Path, table: str, wanted: Collection[str] | None = None) -> pd.DataFrame:
-    """Return the rows of a file as a DataFrame: texts and lists are objects, others `Int64`, `boolean`, `float64`."""
+    """Return the rows of a file as a DataFrame.
+
+    Args:
+        path: The file, which need not exist.
+        table: `records` or `scores`.
+        wanted: The columns to read, by default all.
+
+    Returns:
+        Numbers as `Int64` and `float64`, marks as `boolean`, texts and lists as objects.
+
+    Raises:
+        UserError: A line is damaged.
+    """
     import pandas as pd
 
-    rows = map(msgspec.structs.astuple, read_rows(path, table, wanted))
     names = _names(table, wanted)
     kinds = {column.name: column.dtype for column in columns(table)}
     dtypes = {name: _DTYPES.get(kinds[name], "object") for name in names}
-    chunks = [pd.DataFrame(columns=names, dtype=object).astype(dtypes)]
+    rows = map(msgspec.structs.astuple, read_rows(path, table, wanted))
     texts = dict[Any, Any]()
-    collects = gc.isenabled()
-    gc.disable()  # the collector would look through the new lists again and again
-    try:
-        # the objects of all rows would take more room than arrays
+    frames = [pd.DataFrame(columns=names, dtype=object).astype(dtypes)]
+    with _without_garbage_collection():
+        # The objects of all rows at once would take more room than arrays.
         while chunk := list(islice(rows, _CHUNK)):
             series: dict[str, pd.Series] = {}
-            for name, values in zip(names, zip(*chunk, strict=True), strict=True):
-                # Equal texts become one object.
-                shared = (
-                    [texts.setdefault(text, text) for text in values]
-                    if kinds[name] == "string"
-                    else values
-                )
-                series[name] = pd.Series(shared, dtype=dtypes[name])
-            chunks.append(pd.DataFrame(series))
+            for name, column in zip(names, zip(*chunk, strict=True), strict=True):
+                values: Collection[Any] = column
+                if kinds[name] == "string":  # equal texts become one object
+                    values = [texts.setdefault(text, text) for text in column]
+                series[name] = pd.Series(values, dtype=dtypes[name])
+            frames.append(pd.DataFrame(series))
+    return pd.concat(frames, ignore_index=True)
+
+
+@contextlib.contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Keep the collector from searching many new lists again and again."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
     finally:
-        if collects:
+        if was_enabled:
             gc.enable()
-    return pd.concat(chunks, ignore_index=True)
 
 
 def rows_of(frame: pd.DataFrame) -> list[Row]:
-    """Return the rows of a DataFrame as dictionaries of Python values, None where a value is missing."""
+    """Return the rows of a DataFrame as dictionaries of Python values; missing values are None."""
     values = frame.astype(object)
     rows: list[Any] = values.where(values.notna(), None).to_dict("records")
     return rows
 
 
-def _names(table: str, wanted: Collection[str] | None = None) -> list[str]:
-    """The columns to read: the `wanted` ones and those that every row has."""
-    names = [column.name for column in columns(table)]
-    return [name for name in names if wanted is None or name in wanted or name in _NEEDED[table]]
-
-
 # ---- Record keys: what makes two images the same, and which runs may be continued
 
-
 # The flag that restores the recorded value; other fields have no flag.
-_FLAGS = {name: f"--{name} {{}}" for name in ("dtype", "batch", "seed", "prompts", "threads")}
-_FLAGS |= {"device_type": "--device {}", "compile": "--set compile={}"}
+_FLAGS = {
+    "dtype": "--dtype {}",
+    "batch": "--batch {}",
+    "seed": "--seed {}",
+    "prompts": "--prompts {}",
+    "threads": "--threads {}",
+    "device_type": "--device {}",
+    "compile": "--set compile={}",
+}
+# How the entries of a field are called that holds several.
+_CALLED = {
+    "weights": "weights of",
+    "rules": "code of the rule",
+    "draftings": "code of the drafting",
+}
+_EXPERIMENT_KEYS = ("model", "prompts", "seed", "batch", "model_defaults", "cells")
+_SHOWN = 300  # characters of a value that an error message shows
 
 
 def record_key(task: ImageTask, fields: Mapping[str, Any]) -> str:
@@ -226,33 +281,49 @@ def record_key(task: ImageTask, fields: Mapping[str, Any]) -> str:
         "prompt_id": task.prompt.id,
         "repeat": task.repeat,
         "seed": task.seed,
+        "run": fields,
     }
-    text = json.dumps(covered | {"run": fields}, sort_keys=True)
+    text = json.dumps(covered, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def check_same_run(
     folder: str, manifest: Mapping[str, Any], wanted: Mapping[str, Any], finished: int
 ) -> None:
-    """Raise `RefusedError` naming the first of the `wanted` manifest entries that differs in a run with images."""
+    """Refuse to add images to a run that was decoded with other settings.
+
+    Args:
+        folder: How the error names the run.
+        manifest: The manifest of the run.
+        wanted: The entries of the manifest that new images would have: `key`, `experiment`,
+            `threads`, or some of them.
+        finished: Number of finished images, for the error.
+
+    Raises:
+        RefusedError: A setting differs. The message names the first one and both values.
+    """
     recorded = _comparable({name: manifest.get(name) for name in wanted})
     now = _comparable(wanted)
     for name in dict.fromkeys([*recorded, *now]):
         before = recorded.get(name)
         after = now.get(name)
-        if before == after or (name == "threads" and None in (before, after)):
+        if before == after:
+            continue
+        if name == "threads" and (before is None or after is None):
             continue
         if isinstance(before, list) and isinstance(after, list):
-            before, after = (
-                [x for x in before if x not in after],
-                [x for x in after if x not in before],
-            )
+            only_before = [item for item in before if item not in after]
+            after = [item for item in after if item not in before]
+            before = only_before
         advice = "Start a new run beside it with --no-resume, or elsewhere with --out FOLDER."
         if name in _FLAGS:
             advice += f" Or resume with {_FLAGS[name].format(_show(before))}"
         raise RefusedError(
-            f"cannot resume {folder}: {name} changed\n  recorded  {_show(before)}\n  now       {_show(after)}\n"
-            f"{finished} finished images were made with the recorded value; new images would not be comparable.",
+            f"cannot resume {folder}: {name} changed\n"
+            f"  recorded  {_show(before)}\n"
+            f"  now       {_show(after)}\n"
+            f"{finished} finished images were made with the recorded value; "
+            "new images would not be comparable.",
             advice,
         )
 
@@ -260,21 +331,18 @@ def check_same_run(
 def _comparable(entries: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that must stay the same; other images and metrics continue a run."""
     settings = dict(entries.get("key") or {})
-    named = {
-        "weights": "weights of",
-        "rules": "code of the rule",
-        "draftings": "code of the drafting",
-    }
-    for field, text in named.items():
-        settings |= {f"{text} {name}": value for name, value in settings.pop(field, {}).items()}
+    for field, text in _CALLED.items():
+        for name, value in settings.pop(field, {}).items():
+            settings[f"{text} {name}"] = value
     experiment = entries.get("experiment") or {}
-    for name in ("model", "prompts", "seed", "batch", "model_defaults", "cells"):
+    for name in _EXPERIMENT_KEYS:
         settings[name] = experiment.get(name)
-    return settings | {"threads": entries.get("threads")}
+    settings["threads"] = entries.get("threads")
+    return settings
 
 
 def _show(value: object) -> str:
     if value is None or value == []:
         return "(nothing)"
     text = value if isinstance(value, str) else json.dumps(value)
-    return text if len(text) <= 300 else text[:297] + "..."
+    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."

@@ -1,13 +1,16 @@
-"""A run directory: manifest, records, scores and images; one process at a time writes, reading needs no lock."""
+"""Find and read run directories: manifest, records, scores.
+
+One process at a time writes a run (`run_store.py`); reading it needs no lock.
+"""
 
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,29 +18,22 @@ import msgspec
 
 from lantern_bench.config.experiment import ResolvedExperiment
 from lantern_bench.config.plan import ImageKey
-from lantern_bench.storage.records import (
-    read_frame,
-    read_rows,
-)
-from lantern_bench.storage.schema import READABLE, Row
+from lantern_bench.storage.records import read_frame, read_rows, rows_of
+from lantern_bench.storage.schema import SCHEMA_VERSION, Row
 from lantern_bench.utils.errors import RefusedError, UserError
 
 if TYPE_CHECKING:
     import pandas as pd
-from collections.abc import Sequence
-
-import pandas as pd
 
 MANIFEST = "manifest.json"
 RECORDS = "records.jsonl"
 SCORES = "scores.jsonl"
 # in a manifest: true where a run was copied without them (scripts/commit_run.py)
 PICTURES_LEFT_OUT = "pictures_left_out"
-# What a resumed run needs of its records.
+# columns of records that resuming and planning need
 _SCANNED = ("cell_id", "prompt_id", "repeat", "seconds", "pixel_seconds", "disturbed")
 RESULTS_VARIABLE = "LANTERN_BENCH_RESULTS"
-
-# ---- Finding and reading runs
+NO_SPEED = "speed cannot be measured now"  # said where most images were disturbed
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,8 +42,11 @@ class RunData:
 
     folder: Path
     manifest: dict[str, Any]
-    records: pd.DataFrame  # one row an image, as `records.read_frame`
+    records: pd.DataFrame  # one row per image, with the columns of `records.read_frame`
     scores: list[Row]
+
+
+# ---- Finding runs
 
 
 def results_root() -> Path:
@@ -61,7 +60,10 @@ def known_runs() -> list[str]:
 
 
 def find_run(name: str | Path) -> Path:
-    """Return a run directory by path, by name under `results_root()`, or by the start of a name that only one has."""
+    """Return the run directory that a path, a name or the start of a name means.
+
+    Names are those under `results_root()`. Raises `UserError` where none or several fit.
+    """
     root = results_root()
     for folder in (Path(name), root / name):
         if (folder / MANIFEST).is_file():
@@ -71,28 +73,73 @@ def find_run(name: str | Path) -> Path:
     if len(close) == 1:
         return root / close[0]
     wrong = "several runs start with this" if close else "no such run"
-    raise UserError(
-        f"{name}: {wrong}", f"The runs in {root}: {', '.join(close or runs) or 'none yet'}."
-    )
+    listed = ", ".join(close or runs) or "none yet"
+    raise UserError(f"{name}: {wrong}", f"The runs in {root}: {listed}.")
 
 
 def run_folder(
     experiment: ResolvedExperiment, out: Path | None = None, *, resume: bool = True
 ) -> Path:
-    """Return `out` or `results/<run name>`; without `resume` the first of -2, -3, ... that is free."""
+    """Return the run directory of a sweep, which need not exist.
+
+    Args:
+        experiment: Names the directory where `out` does not.
+        out: The directory, by default `results/<run name>`.
+        resume: Without it, the first of the names with -2, -3, ... that has no records is taken
+            where the directory has records.
+    """
     folder = out if out is not None else results_root() / experiment.run_name
     if resume or not (folder / RECORDS).is_file():
         return folder
-    later = (folder.with_name(f"{folder.name}-{number}") for number in count(2))
-    return next(path for path in later if not (path / RECORDS).exists())
+    numbered = (folder.with_name(f"{folder.name}-{number}") for number in itertools.count(2))
+    return next(path for path in numbered if not (path / RECORDS).exists())
+
+
+def run_names(directories: Sequence[Path]) -> list[str]:
+    """Return a name for each run directory: its own, or its path below the folder they share."""
+    paths = [directory.resolve() for directory in directories]
+    if len({path.name for path in paths}) == len(paths):
+        return [path.name for path in paths]
+    common = os.path.commonpath(paths)
+    return [path.relative_to(common).as_posix() for path in paths]
+
+
+# ---- Reading runs
+
+
+def load_runs(
+    directories: Sequence[Path],
+    wanted: Collection[str] | None = None,
+    *,
+    tables_suffice: bool = False,
+) -> dict[str, RunData]:
+    """Load runs by name.
+
+    Args:
+        directories: The run directories.
+        wanted: The columns of records to read, by default all.
+        tables_suffice: Whether a run without records may have CSV files instead.
+
+    Raises:
+        UserError: A directory is not a run, or a file of it is damaged.
+        RefusedError: A run has no records.
+    """
+    runs = {}
+    for name, directory in zip(run_names(directories), directories, strict=True):
+        run = read_run(directory, wanted)
+        has_tables = tables_suffice and (directory / "speed.csv").is_file()
+        if not len(run.records) and not has_tables:
+            raise without_records(directory)
+        runs[name] = run
+    return runs
 
 
 def read_run(folder: Path, wanted: Collection[str] | None = None) -> RunData:
-    """Return the contents of a run directory, with the `wanted` columns of its records (None: all)."""
+    """Return the contents of a run directory, by default with all columns of its records."""
     return RunData(
         folder=folder,
         manifest=read_manifest(folder),
-        records=_latest(folder, wanted),
+        records=_latest_records(folder, wanted),
         scores=read_scores(folder),
     )
 
@@ -109,7 +156,10 @@ def without_records(folder: Path) -> RefusedError:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Return a run's manifest; raises `UserError` without one, `RefusedError` for another schema version."""
+    """Return the manifest of a run.
+
+    Raises `UserError` for a folder without one, `RefusedError` for another schema version.
+    """
     path = folder / MANIFEST
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
@@ -119,16 +169,21 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     except ValueError as error:
         raise UserError(f"{path}: damaged, not JSON", "Restore it, or start a new run.") from error
     version = manifest.get("schema_version") if isinstance(manifest, dict) else None
-    if version not in READABLE:
-        message = f"{path}: schema version {version}, and this program reads {' and '.join(map(str, READABLE))}"
+    if version != SCHEMA_VERSION:
+        message = f"{path}: schema version {version}, and this program reads {SCHEMA_VERSION}"
         raise RefusedError(message, "Use the release that wrote the run.")
     return dict(manifest)
 
 
+def _latest_records(folder: Path, wanted: Collection[str] | None = None) -> pd.DataFrame:
+    """Return the records of a run; where an image has several, the last one."""
+    records = read_frame(folder / RECORDS, "records", wanted)
+    return records.drop_duplicates("record_key", keep="last", ignore_index=True)
+
+
 def read_records(folder: Path) -> list[Row]:
-    """Return the last record of every image, also of failed ones."""
-    rows = (msgspec.structs.asdict(row) for row in read_rows(folder / RECORDS, "records"))
-    return list({row["record_key"]: row for row in rows}.values())
+    """Return the record of every image, also of failed ones."""
+    return rows_of(_latest_records(folder))
 
 
 def read_scores(folder: Path) -> list[Row]:
@@ -136,26 +191,25 @@ def read_scores(folder: Path) -> list[Row]:
     return [msgspec.structs.asdict(row) for row in read_rows(folder / SCORES, "scores")]
 
 
-def _latest(folder: Path, wanted: Collection[str] | None) -> pd.DataFrame:
-    """The last record of every image as a DataFrame (`records.read_frame`)."""
-    records = read_frame(folder / RECORDS, "records", wanted)
-    replaced = records["record_key"].duplicated(keep="last")
-    return records[~replaced].reset_index(drop=True) if replaced.any() else records
-
-
-@functools.lru_cache(maxsize=1)
-def _finished(folder: Path, _state: tuple[int, int, int]) -> pd.DataFrame:
-    records = _latest(folder, _SCANNED)
-    return records[records["status"] == "ok"]
+# ---- What is done
 
 
 def finished_records(folder: Path) -> pd.DataFrame:
-    """Return `_SCANNED` of the records with status `ok`; an unchanged file is not read again."""
+    """Return the records with status `ok`, with the columns that planning needs.
+
+    An unchanged file is not read again.
+    """
     path = folder / RECORDS
-    state = path.stat() if path.is_file() else None
-    return _finished(
-        folder.absolute(), (state.st_ino, state.st_size, state.st_mtime_ns) if state else (0, 0, 0)
-    )
+    if not path.is_file():
+        return _finished(folder.absolute(), None)
+    state = path.stat()
+    return _finished(folder.absolute(), (state.st_ino, state.st_size, state.st_mtime_ns))
+
+
+@functools.lru_cache(maxsize=1)
+def _finished(folder: Path, _state: tuple[int, int, int] | None) -> pd.DataFrame:
+    records = _latest_records(folder, _SCANNED)
+    return records[records["status"] == "ok"]
 
 
 def done_images(folder: Path) -> set[ImageKey]:
@@ -164,42 +218,13 @@ def done_images(folder: Path) -> set[ImageKey]:
     return set(zip(finished["cell_id"], finished["prompt_id"], finished["repeat"], strict=True))
 
 
-NO_SPEED = "speed cannot be measured now"  # where most images were disturbed
-
-
 def disturbance(finished: pd.DataFrame) -> str | None:
-    """Say in one line how many of these records are of disturbed images; None without any."""
+    """Say in one line how many images of these records were disturbed; None without any."""
     marks = finished["disturbed"].dropna()
     timed = len(marks)
     count = int(marks.sum())
     if count == 0:
         return None
-    text = f"{count} of {timed} images disturbed: their threads lacked a core for more than 5 % of the time"
+    reason = "their threads lacked a core for more than 5% of the time"
+    text = f"{count} of {timed} images disturbed: {reason}"
     return f"{NO_SPEED}: {text}" if 2 * count > timed else text
-
-
-def load_runs(
-    directories: Sequence[Path],
-    wanted: Collection[str] | None = None,
-    *,
-    tables_suffice: bool = False,
-) -> dict[str, RunData]:
-    """Load runs by name as `read_run`; raises `RefusedError` for a run without records.
-
-    With `tables_suffice` a run may have CSV files instead, which `tables_of` reads.
-    """
-    read = (read_run(directory, wanted) for directory in directories)
-    runs = dict(zip(run_names(directories), read, strict=True))
-    for run in runs.values():
-        if not len(run.records) and not (tables_suffice and (run.folder / "speed.csv").is_file()):
-            raise without_records(run.folder)
-    return runs
-
-
-def run_names(directories: Sequence[Path]) -> list[str]:
-    """Return a name for each run directory: its own, or its path below the folder they share."""
-    paths = [directory.resolve() for directory in directories]
-    if len({path.name for path in paths}) == len(paths):
-        return [path.name for path in paths]
-    common = os.path.commonpath(paths)
-    return [path.relative_to(common).as_posix() for path in paths]

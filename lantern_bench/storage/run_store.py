@@ -1,4 +1,4 @@
-"""The writer of a run directory: one process at a time, records and pictures."""
+"""Write a run directory: one process at a time adds records, pictures and scores."""
 
 from __future__ import annotations
 
@@ -8,18 +8,13 @@ import socket
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from filelock import FileLock, Timeout
 
 from lantern_bench.config.experiment import ResolvedExperiment
-from lantern_bench.config.plan import ImageTask
-from lantern_bench.storage.records import (
-    RowFile,
-    check_same_run,
-    no_room,
-    record_key,
-)
+from lantern_bench.config.plan import ImageKey, ImageTask
+from lantern_bench.storage.records import RowFile, check_same_run, no_room, record_key
 from lantern_bench.storage.run_directory import (
     MANIFEST,
     RECORDS,
@@ -36,58 +31,129 @@ LOCK = ".lock"
 WRITER = ".writer.json"
 
 
-# ---- Writing runs
-
-
 class RunStore(AbstractContextManager["RunStore"]):
-    """A run directory opened for writing, without `experiment` and `key` for scoring; holds its lock until closed.
+    """A run directory opened for writing, which holds its lock until it is closed.
 
-    Raises `UserError` when the directory cannot be written or is no run, `RefusedError` when another process uses it,
-    when its images were decoded with other settings, and when there are none to score.
+    `RunStore.open` adds images to it, `RunStore.to_score` adds scores only.
     """
 
     def __init__(
-        self,
-        folder: Path,
-        experiment: ResolvedExperiment | None = None,
-        key: dict[str, Any] | None = None,
+        self, folder: Path, manifest: dict[str, Any], done: set[ImageKey], opened: ExitStack
     ) -> None:
+        """Open the files of a run that `opened` has locked."""
         self.folder = folder
-        self.manifest = dict[str, Any]()
+        self.manifest = manifest
+        self._done = done
+        self._records = opened.enter_context(closing(RowFile(folder / RECORDS, "records")))
+        self._scores = opened.enter_context(closing(RowFile(folder / SCORES, "scores")))
+        self._opened = opened
+
+    @classmethod
+    def open(cls, folder: Path, experiment: ResolvedExperiment, key: dict[str, Any]) -> Self:
+        """Open a run directory to decode images, or create it.
+
+        Args:
+            folder: The run directory.
+            experiment: The experiment whose images are decoded.
+            key: The fields of the record key that hold for the whole run.
+
+        Raises:
+            UserError: The directory cannot be written, or is no run.
+            RefusedError: Another process uses it, or its images were decoded with other settings.
+        """
         with ExitStack() as opened:
             opened.enter_context(lock_run(folder))
-            self._done = done_images(folder)
-            if experiment is None or (folder / MANIFEST).exists():
-                self.manifest = read_manifest(folder)
-            if experiment is None and not self._done:
+            done = done_images(folder)
+            manifest = read_manifest(folder) if (folder / MANIFEST).exists() else {}
+            if done:
+                _check_continues(folder, manifest, experiment, finished=len(done), key=key)
+            store = cls(folder, manifest, done, opened)
+            store.update_manifest(
+                schema_version=SCHEMA_VERSION,
+                run=folder.name,
+                experiment=experiment.to_dict(),
+                key=key,
+            )
+            store._opened = opened.pop_all()
+        return store
+
+    @classmethod
+    def to_score(cls, folder: Path) -> Self:
+        """Open a run directory to add scores to its images.
+
+        Raises:
+            UserError: The directory cannot be written, or is no run.
+            RefusedError: Another process uses it, or it has no images.
+        """
+        with ExitStack() as opened:
+            opened.enter_context(lock_run(folder))
+            manifest = read_manifest(folder)
+            done = done_images(folder)
+            if not done:
                 message = f"{folder} has no images to score"
                 raise RefusedError(message, "Resume the run with the command that started it.")
-            if experiment is not None and self._done:
-                wanted = {
-                    "key": key,
-                    "experiment": experiment.to_dict(),
-                    "threads": experiment.settings.threads,
-                }
-                check_same_run(
-                    folder=folder.name,
-                    manifest=self.manifest,
-                    wanted=wanted,
-                    finished=self.finished,
-                )
-            self._records = opened.enter_context(closing(RowFile(folder / RECORDS, "records")))
-            self._scores = opened.enter_context(closing(RowFile(folder / SCORES, "scores")))
-            if experiment is not None:
-                described = {"schema_version": SCHEMA_VERSION, "run": folder.name}
-                self.update_manifest(**described, experiment=experiment.to_dict(), key=key)
-            self._opened = opened.pop_all()
+            store = cls(folder, manifest, done, opened)
+            store._opened = opened.pop_all()
+        return store
 
     @property
     def key(self) -> dict[str, Any]:
         """The fields of the record key that hold for the whole run."""
         return dict(self.manifest["key"])
 
+    @property
+    def finished(self) -> int:
+        """The number of finished images."""
+        return len(self._done)
+
+    @property
+    def threads(self) -> int | None:
+        """The number of threads that decoded the finished images; None without any."""
+        return self.manifest.get("threads") if self.finished else None
+
+    def is_done(self, task: ImageTask) -> bool:
+        """Return whether the image has a record with status `ok`."""
+        return task.key in self._done
+
+    def append(self, task: ImageTask, record: Mapping[str, Any], png: bytes | None = None) -> Row:
+        """Write the picture of an image, then its record.
+
+        Args:
+            task: The image.
+            record: Columns beside those of the task; `status` is `ok` by default.
+            png: The PNG file; None for an image that failed.
+
+        Returns:
+            The record with all columns.
+
+        Raises:
+            RefusedError: The disk is full. The run is unchanged.
+        """
+        planned = {
+            "schema_version": SCHEMA_VERSION,
+            "record_key": record_key(task, self.key),
+            **task.cell.columns(),
+            "prompt_id": task.prompt.id,
+            "prompt": task.prompt.text,
+            "prompt_source": task.prompt.source or None,
+            "repeat": task.repeat,
+            "seed": task.seed,
+            "order_index": task.order_index,
+            "status": "ok",
+            "image": None if png is None else task.image,
+        }
+        with signals.delayed():
+            if png is not None:
+                self._write(task.image, png)
+            row = self._records.append(planned | dict(record))
+            if row["status"] == "ok":
+                self._done.add(task.key)
+            else:
+                self._done.discard(task.key)
+        return row
+
     def append_score(self, score: Mapping[str, Any]) -> Row:
-        """Append a score and return it complete."""
+        """Append a score and return it with all columns."""
         return self._scores.append({"schema_version": SCHEMA_VERSION, **score})
 
     def update_manifest(self, **entries: Any) -> None:
@@ -109,49 +175,49 @@ class RunStore(AbstractContextManager["RunStore"]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def is_done(self, task: ImageTask) -> bool:
-        """Return whether the image has a record with status `ok`."""
-        return task.key in self._done
 
-    @property
-    def finished(self) -> int:
-        """How many images are finished."""
-        return len(self._done)
-
-    @property
-    def threads(self) -> int | None:
-        """The number of threads that the finished images were decoded with; None without any."""
-        return self.manifest.get("threads") if self.finished else None
-
-    def append(self, task: ImageTask, record: Mapping[str, Any], png: bytes | None = None) -> Row:
-        """Write the picture of an image, then its record, by default of status `ok`; return the record."""
-        planned = {
-            "schema_version": SCHEMA_VERSION,
-            "record_key": record_key(task, self.key),
-            **task.cell.columns(),
-            "prompt_id": task.prompt.id,
-            "prompt": task.prompt.text,
-            "prompt_source": task.prompt.source or None,
-            "repeat": task.repeat,
-            "seed": task.seed,
-            "order_index": task.order_index,
-            "status": "ok",
-            "image": None if png is None else task.image,
-        }
-        with signals.delayed():
-            if png is not None:
-                self._write(task.image, png)
-            row = self._records.append(planned | dict(record))
-            (self._done.add if row["status"] == "ok" else self._done.discard)(task.key)
-        return row
+# ---- Checks and the lock
 
 
-# ---- The lock of a run directory
+def check_folder(folder: Path, experiment: ResolvedExperiment) -> None:
+    """Check before models are loaded that a run directory can be opened for an experiment.
+
+    Raises `UserError` for a folder that is no run directory or cannot be written, `RefusedError`
+    for a run that is in use or whose images were decoded with other settings.
+    """
+    check_writable(folder)
+    check_is_run(folder)
+    if (folder / LOCK).exists():
+        with lock_run(folder):
+            pass
+    if (folder / MANIFEST).exists():
+        finished = len(done_images(folder))
+        if finished:
+            _check_continues(folder, read_manifest(folder), experiment, finished=finished)
+
+
+def _check_continues(
+    folder: Path,
+    manifest: Mapping[str, Any],
+    experiment: ResolvedExperiment,
+    *,
+    finished: int,
+    key: dict[str, Any] | None = None,
+) -> None:
+    """Refuse other settings; the key is not compared where it is not known yet."""
+    wanted = {"experiment": experiment.to_dict(), "threads": experiment.settings.threads}
+    if key is not None:
+        wanted = {"key": key, **wanted}
+    check_same_run(folder.name, manifest, wanted, finished=finished)
 
 
 @contextmanager
 def lock_run(folder: Path) -> Iterator[None]:
-    """Lock a run directory, creating it if needed; the kernel frees the lock when its process ends."""
+    """Lock a run directory, creating it if needed; the kernel frees the lock of an ended process.
+
+    Raises `UserError` for a folder that is no run or cannot be written, `RefusedError` for a run
+    that another process has locked.
+    """
     check_is_run(folder)
     writer = folder / WRITER
     lock = FileLock(folder / LOCK)
@@ -168,39 +234,25 @@ def lock_run(folder: Path) -> Iterator[None]:
         message = f"{folder} is in use: {_process_of(writer)} is writing to it"
         raise RefusedError(message, "Wait until it ends, or give another --out.") from error
     except OSError as error:
-        raise cannot_write(folder, error) from error
+        raise cannot_write(folder, error, flag="--out") from error
 
 
 def _process_of(writer: Path) -> str:
     try:
         process = json.loads(writer.read_text(encoding="utf-8"))
         return f"process {process['pid']} on {process['host']}"
-    # it has only just begun, or is of an older version
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError):  # it has only just begun
         return "another process"
 
 
-def check_folder(folder: Path, experiment: ResolvedExperiment) -> None:
-    """Raise `UserError` for a folder that is no run directory, `RefusedError` if in use or of other settings."""
-    check_writable(folder)
-    check_is_run(folder)
-    if (folder / LOCK).exists():
-        with lock_run(folder):
-            pass
-    if (folder / MANIFEST).exists() and (finished := len(done_images(folder))):
-        wanted = {"experiment": experiment.to_dict(), "threads": experiment.settings.threads}
-        check_same_run(
-            folder=folder.name, manifest=read_manifest(folder), wanted=wanted, finished=finished
-        )
-
-
 def check_is_run(folder: Path) -> None:
-    """Raise `UserError` for a folder that has other contents than a run's."""
-    if folder.is_dir() and not (folder / MANIFEST).exists():
-        files = {folder / name for name in (LOCK, WRITER, RECORDS, SCORES)}
-        # of a sweep killed at its start
-        partial = {partial_path(folder / name) for name in (WRITER, MANIFEST)}
-        others = {path.name for path in set(folder.iterdir()) - files - partial}
-        if others:
-            message = f"--out {folder}: contains {min(others)} and is not a run directory"
-            raise UserError(message, "Give a new folder, or a run directory.")
+    """Raise `UserError` for a folder that holds files and is no run directory."""
+    if not folder.is_dir() or (folder / MANIFEST).exists():
+        return
+    # What a sweep leaves that is killed at its start.
+    expected = {folder / name for name in (LOCK, WRITER, RECORDS, SCORES)}
+    expected |= {partial_path(folder / name) for name in (WRITER, MANIFEST)}
+    others = {path.name for path in set(folder.iterdir()) - expected}
+    if others:
+        message = f"--out {folder}: contains {min(others)} and is not a run directory"
+        raise UserError(message, "Give a new folder, or a run directory.")

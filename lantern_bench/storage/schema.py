@@ -9,8 +9,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-import pandas as pd
-
 from lantern_bench.methods.catalog import (
     DRAFTINGS,
     IN_SUMMARY,
@@ -24,11 +22,18 @@ from lantern_bench.methods.catalog import (
 )
 from lantern_bench.methods.metrics import Metric
 from lantern_bench.utils.errors import UserError
-from lantern_bench.utils.files import write_atomically
+from lantern_bench.utils.files import write_file
 from lantern_bench.utils.text import listed
 
 if TYPE_CHECKING:
     import pandas as pd
+
+
+SCHEMA_VERSION = 2
+"""The version of runs that this program reads, in every record key: a run never mixes two."""
+
+Row: TypeAlias = dict[str, Any]
+"""A row of a table: values by column."""
 
 
 class Column(NamedTuple):
@@ -190,14 +195,6 @@ _AUDIT = (
     ),
     NOTE,
 )
-
-SCHEMA_VERSION = 2
-READABLE = (1, 2)
-"""The versions of runs that are read. A run is continued only in its own, since the version is in every key.
-
-1: the first. 2: records with neighbour_metric, bound and prompt_source, scores with protocol_version, hpsv2,
-image_reward and n_reference; in rows of version 1 they are empty.
-"""
 
 
 def _quality_of(name: str) -> tuple[Column, ...]:
@@ -635,6 +632,8 @@ def frame(table: str, rows: Iterable[Row]) -> pd.DataFrame:
 
     A row may leave columns out; a key that is no column raises `ValueError`.
     """
+    import pandas as pd
+
     dtypes = {"string": "string", "int": "Int64", "float": "float64"}
     listed = list(rows)
     types = {column.name: dtypes[column.dtype] for column in columns(table)}
@@ -646,13 +645,8 @@ def frame(table: str, rows: Iterable[Row]) -> pd.DataFrame:
 
 
 def write_csv(table: pd.DataFrame, path: Path) -> None:
-    """Write a table whole or not at all, as `csv_text`. Raises `UserError` when it cannot."""
-    try:
-        write_atomically(path, csv_text(table).encode())
-    except OSError as error:
-        raise UserError(
-            f"{path}: cannot be written: {error.strerror}", "Choose a writable directory."
-        ) from error
+    """Write a table as `csv_text`, whole or not at all; raises `UserError` if it cannot."""
+    write_file(path, csv_text(table).encode())
 
 
 def csv_text(table: pd.DataFrame) -> str:
@@ -670,6 +664,3 @@ def csv_text(table: pd.DataFrame) -> str:
 
 def _no_formula(value: Any) -> Any:
     return f"'{value}" if isinstance(value, str) and value[:1] in _FORMULA else value
-
-
-Row: TypeAlias = dict[str, Any]

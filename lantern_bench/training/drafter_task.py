@@ -40,8 +40,8 @@ from lantern_bench.prompts.prompt import Prompt
 from lantern_bench.training.recipe import DrafterRecipe
 from lantern_bench.training.trainer import SINGLE, Processes, Task
 from lantern_bench.utils.errors import RefusedError, UserError
-from lantern_bench.utils.files import write_atomically
-from lantern_bench.utils.progress import OnProgress
+from lantern_bench.utils.files import write_file
+from lantern_bench.utils.progress import Emit, ProgressEvent
 
 _BATCH = 32
 
@@ -70,7 +70,7 @@ def make_tokens(
     decoding: Decoding,
     seed: int,
     work: Path,
-    on_progress: OnProgress,
+    emit: Emit,
 ) -> Tensor:
     """Encode the pictures, or sample from the target with `decoding` (a mode `ar`): tokens int32 [n, N].
 
@@ -112,7 +112,7 @@ def make_tokens(
 
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
     folder = work / f"{name}-{digest[:12]}"
-    write_atomically(
+    write_file(
         folder / "manifest.json",
         json.dumps({"key": key}, indent=1, sort_keys=True).encode() + b"\n",
     )
@@ -120,8 +120,8 @@ def make_tokens(
     for number, start in enumerate(range(0, total, _BATCH)):
         path = folder / f"{number:05d}.safetensors"
         if not path.is_file():
-            on_progress(label, start / total)
-            write_atomically(
+            emit(ProgressEvent(label, start / total))
+            write_file(
                 path, save({"tokens": make(slice(start, start + _BATCH)).cpu().contiguous()})
             )
         try:
@@ -129,7 +129,7 @@ def make_tokens(
         except (OSError, KeyError, SafetensorError) as error:
             advice = f"Remove {folder}; the next training writes it again."
             raise RefusedError(f"{path}: damaged: {error}", advice) from error
-    on_progress(label, 1.0)
+    emit(ProgressEvent(label, 1.0))
     return torch.cat(tokens)
 
 

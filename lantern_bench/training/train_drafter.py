@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,8 +55,8 @@ from lantern_bench.training.trainer import (
     train,
 )
 from lantern_bench.utils.errors import RefusedError, UserError
-from lantern_bench.utils.files import write_atomically
-from lantern_bench.utils.progress import OnProgress, no_progress
+from lantern_bench.utils.files import write_file
+from lantern_bench.utils.progress import Emit, ProgressEvent, ignore_events
 
 _SAMPLING = ("temperature", "top_k", "top_p", "filter_order", "cfg_scale", "cfg_default")
 _HELD_OUT_SEQUENCES = 32
@@ -254,7 +253,7 @@ def train_drafter(
     job: DrafterJob,
     model: LoadedModel,
     on_event: OnEvent,
-    on_progress: OnProgress,
+    emit: Emit,
     processes: Processes,
 ) -> tuple[TrainReport, list[Evaluated]]:
     """Train, write `job.out`, and evaluate the written drafter and the model's own, where it has one."""
@@ -273,7 +272,7 @@ def train_drafter(
         job=job,
         model=model,
         needed=target.image_tokens,
-        on_progress=on_progress,
+        emit=emit,
         processes=processes,
     )
     order = torch.randperm(
@@ -320,13 +319,13 @@ def train_drafter(
     evaluated = []
     with torch.compiler.set_stance("force_eager"):
         for name, written in drafters.items():
-            decoding = partial(on_progress, f"decoding, drafter: {name}")
             accepted = _accepted(
                 job=job,
                 model=replace(model, drafter=written),
                 prompts=prompts,
                 images=flags.final_images,
-                on_share=decoding,
+                emit=emit,
+                label=f"decoding, drafter: {name}",
             )
             evaluated.append(Evaluated(name, task.overlap(written), accepted))
     _write_report(job, report, evaluated)
@@ -334,13 +333,13 @@ def train_drafter(
 
 
 def _tokens(
-    job: DrafterJob, model: LoadedModel, needed: int, on_progress: OnProgress, processes: Processes
+    job: DrafterJob, model: LoadedModel, needed: int, emit: Emit, processes: Processes
 ) -> Tensor:
     """Encode or sample the sequences; other processes read what the first one wrote."""
-    on_progress = on_progress if processes.first else no_progress
+    emit = emit if processes.first else ignore_events
     with processes.first_alone():
         for done, total in model.prepare(list(dict.fromkeys([*job.data.captions, *job.prompts]))):
-            on_progress("encoding captions", done / total)
+            emit(ProgressEvent("encoding captions", done / total))
         sampling = Decoding(mode="ar", **{name: getattr(job.decoding, name) for name in _SAMPLING})
         tokens = make_tokens(
             data=job.data,
@@ -348,7 +347,7 @@ def _tokens(
             decoding=sampling,
             seed=job.flags.seed,
             work=job.work,
-            on_progress=on_progress,
+            emit=emit,
         )
     if tokens.shape[1] != needed:
         raise UserError(
@@ -403,7 +402,7 @@ def _logged(
                 event = replace(event, figures={**event.figures, "mal": accepted.value})
         rows.append(row)
         table = pd.DataFrame(rows, columns=COLUMNS)
-        write_atomically(path, table.to_csv(index=False, float_format="%.6g").encode())
+        write_file(path, table.to_csv(index=False, float_format="%.6g").encode())
         on_event(event)
 
     return log
@@ -426,7 +425,8 @@ def _accepted(
     model: LoadedModel,
     prompts: Sequence[str],
     images: int,
-    on_share: Callable[[float], None] = lambda _share: None,
+    emit: Emit = ignore_events,
+    label: str = "",
 ) -> Observations | None:
     """Decode `images` images, repeating the prompts, and return their accepted lengths."""
     slots = [(prompts[number % len(prompts)], number // len(prompts)) for number in range(images)]
@@ -439,7 +439,7 @@ def _accepted(
             slots=slots[start : start + _BATCH],
         )
         committed += [image.trace.committed for image in decoded]
-        on_share(len(committed) / images)
+        emit(ProgressEvent(label, len(committed) / images))
     tokens = [float(sum(counts)) for counts in committed]
     steps = [float(len(counts)) for counts in committed]
     return Observations(tokens, steps, [prompt for prompt, _ in slots]) if images else None
@@ -461,9 +461,7 @@ def _write_report(job: DrafterJob, report: TrainReport, evaluated: Sequence[Eval
         "settings": report.settings,
         "drafters": drafters,
     }
-    write_atomically(
-        job.out / "training_report.json", json.dumps(content, indent=1).encode() + b"\n"
-    )
+    write_file(job.out / "training_report.json", json.dumps(content, indent=1).encode() + b"\n")
 
 
 def _initial_drafter(job: DrafterJob, model: LoadedModel, target: CachedTarget) -> EagleDrafter:
@@ -492,7 +490,7 @@ def write_drafter(
     state = {
         name: tensor.float() for name, tensor in export(drafter, drafter_key_map(drafter)).items()
     }
-    write_atomically(folder / "model.safetensors", save(state, metadata={"format": "pt"}))
+    write_file(folder / "model.safetensors", save(state, metadata={"format": "pt"}))
     config = drafter.config
     # The keys that the published code and this package read.
     described: dict[str, Any] = {
@@ -522,7 +520,7 @@ def write_drafter(
                 described["input_type"] = name
         if drafter.fc.bias is None:
             described["bias"] = False
-    write_atomically(folder / "config.json", json.dumps(described, indent=1).encode() + b"\n")
+    write_file(folder / "config.json", json.dumps(described, indent=1).encode() + b"\n")
     name = os.path.relpath(target, folder) if is_model_file(target) else target
     model = yaml.safe_dump({"model": name, "drafter": {"dir": "."}}, sort_keys=False)
-    write_atomically(folder / "model.yaml", model.encode())
+    write_file(folder / "model.yaml", model.encode())

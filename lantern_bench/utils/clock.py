@@ -1,4 +1,4 @@
-"""The only clock: wall time, synchronised times of phases, and use of the processor."""
+"""The only clock: wall time, synchronised times of phases, and processor usage."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _TASKS = Path("/proc/self/task")
 
 
 def now() -> float:
-    """Seconds on a monotonic clock; only differences have a meaning."""
+    """Return seconds on a monotonic clock; only differences have a meaning."""
     return time.perf_counter()
 
 
 def stamp() -> str:
-    """The current time in UTC, ISO 8601 to the second."""
+    """Return the current time in UTC, in ISO 8601 to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
@@ -41,31 +41,43 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def settle_garbage() -> None:
-    """Collect garbage, then freeze the rest: a later collection of what a compiler keeps takes half an image's time."""
+def collect_garbage() -> None:
+    """Collect garbage and exempt what remains from later collections.
+
+    A compiler keeps many objects. Visiting them during a timed image can take half of its time.
+    """
     gc.collect()
     gc.freeze()
-    atexit.register(gc.unfreeze)  # or what is collected at the end is reported as leaked
+    atexit.register(gc.unfreeze)  # otherwise frozen objects are reported as leaked at exit
 
 
 class Usage(NamedTuple):
-    """Counters of the processor, or their change; None where the system has none."""
+    """Processor counters, or their change over a window; None where the system has no counter."""
 
-    cpu_seconds: float  # of all threads of this process
-    # threads of this process could run and got no core, added up (Linux)
+    # CPU seconds of all threads of this process.
+    cpu_seconds: float
+    # Seconds that threads of this process were ready and had no core, summed over threads (Linux).
     waited_seconds: float | None
     involuntary_switches: int | None
-    steal_seconds: float | None  # the hypervisor took them from the usable cores (Linux)
-    busy_seconds: float  # CPU seconds of all programs on the usable cores
+    # Seconds that the hypervisor took from the usable cores (Linux).
+    steal_seconds: float | None
+    # CPU seconds of all programs on the usable cores.
+    busy_seconds: float
 
     def since(self, before: Usage) -> Usage:
         """Return the change from `before`."""
-        pairs = zip(self, before, strict=True)
-        return Usage(*(None if now is None or then is None else now - then for now, then in pairs))  # type: ignore[arg-type]
+        changes = {}
+        for name, now, then in zip(self._fields, self, before, strict=True):
+            changes[name] = None if now is None or then is None else now - then
+        return Usage(**changes)  # type: ignore[arg-type]
 
     def lost_seconds(self, seconds: float, threads: int) -> float:
-        """Return the seconds by which a window of `seconds` may be too long because `threads` threads lacked a core."""
-        # Threads wait for each other after every operation, so a second that one of them waits may delay all.
+        """Return the seconds by which a window may be too long because its threads lacked a core.
+
+        Threads wait for each other after every operation, so one waiting thread may delay them all.
+        Without counters of waiting, the estimate is the excess of other programs' load over the
+        cores that this process leaves free.
+        """
         if self.waited_seconds is not None:
             return self.waited_seconds + (self.steal_seconds or 0.0)
         others = max(0.0, self.busy_seconds - self.cpu_seconds)
@@ -73,10 +85,11 @@ class Usage(NamedTuple):
 
 
 def usage() -> Usage:
-    """Read the counters of the processor and of this process; takes well under a millisecond."""
+    """Read the counters of the processor and of this process, in well under a millisecond."""
     cores = psutil.cpu_times(percpu=True)
-    # not so where a container shows fewer cores than there are
-    if len(cores) > max(mine := usable_cores()):
+    mine = usable_cores()
+    # A container may list fewer cores than their numbers suggest.
+    if len(cores) > max(mine):
         cores = [cores[core] for core in mine]
     idle = sum(core.idle + getattr(core, "iowait", 0.0) for core in cores)
     switches = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
@@ -93,19 +106,17 @@ def usage() -> Usage:
 
 def usable_cores() -> list[int]:
     """Return the numbers of the cores that this process may use."""
-    return (
-        sorted(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else list(range(os.cpu_count() or 1))
-    )
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
 
 
 def _waited_seconds() -> float | None:
-    """Seconds on the run queue, over all threads; None where the kernel keeps none."""
+    """Return seconds on the run queue, summed over threads; None where the kernel counts none."""
     waited = 0
     try:
         for task in _TASKS.iterdir():
-            # a thread that has just ended
+            # A thread may just have ended.
             with contextlib.suppress(ProcessLookupError, FileNotFoundError):
                 waited += int((task / "schedstat").read_text().split()[1])
     except OSError:
@@ -114,7 +125,7 @@ def _waited_seconds() -> float | None:
 
 
 class Phases:
-    """Seconds spent in named phases between `start` and `stop`, and the processor's `usage` between them."""
+    """Seconds spent in named phases between `start` and `stop`, and the processor usage."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -122,13 +133,13 @@ class Phases:
         self.usage: Usage | None = None
 
     def start(self) -> None:
-        """Open the window; the device is idle when it opens."""
+        """Open the window once the device is idle."""
         synchronize(self._device)
         self._before = usage()
         self.mark("start")
 
     def mark(self, name: str) -> None:
-        """End the running phase and add its seconds to `name`."""
+        """End the running phase, which gets the name `name`; phases of one name are added."""
         if self._device.type != "cuda":
             self._marks.append((name, time.perf_counter()))
             return
@@ -150,11 +161,11 @@ class Phases:
         return float(first.elapsed_time(second)) / 1000.0
 
     def total(self) -> float:
-        """Seconds from `start` to `stop`."""
+        """Return the seconds from `start` to `stop`."""
         return self._seconds(self._marks[0][1], self._marks[-1][1])
 
     def seconds(self) -> dict[str, float]:
-        """Seconds of each phase by name; `other` follows the last mark."""
+        """Return the seconds of each phase by name; `other` follows the last mark."""
         seconds: dict[str, float] = defaultdict(float)
         for (_, first), (name, second) in pairwise(self._marks):
             seconds[name] += self._seconds(first, second)

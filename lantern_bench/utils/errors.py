@@ -1,10 +1,13 @@
-"""The errors shown to users, each with its exit code; any other that escapes is our own fault."""
+"""The errors that users see, each with its exit code."""
 
 from __future__ import annotations
 
 
 class LanternError(Exception):
-    """Base of all errors that say what is wrong, and what to do about it."""
+    """Base class of errors that say what is wrong and what to do about it.
+
+    Any other exception that reaches the command line is a bug of this package.
+    """
 
     exit_code = 1
 
@@ -17,13 +20,16 @@ class LanternError(Exception):
 
 
 class UserError(LanternError):
-    """Usage error: a wrong flag, experiment file, caption or other input file."""
+    """A usage error, such as a wrong flag, experiment file, caption or other input file."""
 
     exit_code = 2
 
 
 class RefusedError(LanternError):
-    """The request is valid, but cannot be served now (locked run, resume mismatch, missing weights)."""
+    """A valid request that cannot be served now.
+
+    Examples are a locked run, a run with other settings, and missing weights.
+    """
 
     exit_code = 3
 
@@ -35,7 +41,7 @@ class RecordsFailedError(LanternError):
 
 
 class LogitsError(RecordsFailedError, RuntimeError):
-    """A model gave NaN or infinite logits; the image that they belong to is not made."""
+    """A model returned NaN or infinite logits, so the image cannot be decoded."""
 
 
 class CheckFailedError(LanternError):

@@ -1,4 +1,4 @@
-"""Reading JSON, atomic writes, and SHA-256 hashes of files, remembered so that 14 GB are not read at each start."""
+"""Atomic writes, JSON, cache folders, and SHA-256 hashes of files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from lantern_bench.utils.errors import UserError
 
-# A smaller file is read faster than the index is kept.
+# Bytes. Hashing a smaller file takes less time than keeping its hash in the index.
 _WORTH_REMEMBERING = 32 * 10**6
 
 
@@ -31,13 +31,19 @@ def cache_folder() -> Path:
     return Path(folder) if folder else user_cache() / "lantern-bench"
 
 
+# ---- Writing
+
+
 def partial_path(path: Path) -> Path:
-    """Where `write_atomically` writes before it renames; a killed process can leave this file."""
+    """Return where `write_atomically` writes first; a killed process can leave this file."""
     return path.with_name(f".{path.name}.part")
 
 
 def write_atomically(path: Path, content: bytes | Iterable[bytes]) -> None:
-    """Write a file so that readers see all of it or none; raises `OSError` and leaves nothing where this fails."""
+    """Write a file so that readers see either all of it or none.
+
+    Folders above the file are made. Raises `OSError` and leaves no partial file when writing fails.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = partial_path(path)
     try:
@@ -52,8 +58,53 @@ def write_atomically(path: Path, content: bytes | Iterable[bytes]) -> None:
         raise
 
 
+def write_file(path: Path, content: bytes | Iterable[bytes], *, flag: str = "") -> None:
+    """Write a file that the user asked for, as `write_atomically` does.
+
+    Args:
+        path: The file. Folders above it are made.
+        content: The bytes of the file, in one or several parts.
+        flag: The flag that names the file or its folder, for the message.
+
+    Raises:
+        UserError: The file cannot be written.
+    """
+    try:
+        write_atomically(path, content)
+    except OSError as error:
+        raise cannot_write(path, error, flag=flag) from error
+
+
+def check_writable(folder: Path, flag: str = "--out") -> None:
+    """Raise `UserError` if nothing can be written into a folder, which need not exist yet."""
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        raise UserError(
+            f"{flag} {folder}: {existing} is a file, not a folder",
+            "Give a folder that you may write to.",
+        )
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise cannot_write(folder, flag=flag)
+
+
+def cannot_write(path: Path, error: OSError | None = None, *, flag: str = "") -> UserError:
+    """Return the error for a file or folder that cannot be written.
+
+    Args:
+        path: The file or folder.
+        error: What the system said; None if writing was not tried.
+        flag: The flag that names the path, for the message.
+    """
+    place = f"{flag} {path}".lstrip()
+    reason = f": {error.strerror or error}" if error is not None else ""
+    return UserError(f"{place}: cannot be written{reason}", "Give a folder that you may write to.")
+
+
+# ---- Reading
+
+
 def read_json(path: Path) -> Any:
-    """The content of a JSON file; raises `UserError` for one that cannot be read."""
+    """Return the content of a JSON file; raises `UserError` if it cannot be read."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -61,13 +112,17 @@ def read_json(path: Path) -> Any:
 
 
 def file_sha256(path: Path) -> str:
-    """The SHA-256 of a file in hex."""
+    """Return the SHA-256 of a file in hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def remembered_sha256(path: Path) -> str:
-    """The SHA-256 of a file; a large file is read again only when its size or modification time changed."""
+    """Return the SHA-256 of a file in hex, from an index where possible.
+
+    A checkpoint of 14 GB is hashed once. It is read again only when its size or its modification
+    time has changed.
+    """
     state = path.stat()
     if state.st_size < _WORTH_REMEMBERING:
         return file_sha256(path)
@@ -79,33 +134,15 @@ def remembered_sha256(path: Path) -> str:
         hashes = {}
     if key not in hashes:
         hashes[key] = file_sha256(path)
-        # A cache that cannot be written is computed again the next time.
+        # Without a writable cache, the hash is computed again next time.
         with contextlib.suppress(OSError):
             write_atomically(index, json.dumps(hashes, indent=1).encode())
     return hashes[key]
 
 
 def hash_of(paths: Sequence[Path]) -> str:
-    """One hash for a part of one file or several."""
+    """Return one hash for all files of a part of a model."""
     hashes = [remembered_sha256(path) for path in paths]
-    return hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
-
-
-def check_writable(folder: Path, flag: str = "--out") -> None:
-    """Raise `UserError` for a folder, existing or not, that cannot be written into."""
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not existing.is_dir():
-        raise UserError(
-            f"{flag} {folder}: {existing} is a file, not a folder",
-            "Give a folder that you may write to.",
-        )
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise cannot_write(folder, flag=flag)
-
-
-def cannot_write(folder: Path, error: OSError | None = None, flag: str = "--out") -> UserError:
-    """Return the error for a folder that cannot be written."""
-    reason = f": {error.strerror or error}" if error is not None else ""
-    return UserError(
-        f"{flag} {folder}: cannot be written{reason}", "Give a folder that you may write to."
-    )
+    if len(hashes) == 1:
+        return hashes[0]
+    return hashlib.sha256("".join(hashes).encode()).hexdigest()

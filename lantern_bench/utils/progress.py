@@ -5,29 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-# a description of the work, and the share that is done
-OnProgress: TypeAlias = Callable[[str, float], None]
-
-
-def no_progress(_description: str, _done: float) -> None:
-    """Ignore progress: the default callback."""
-
 
 class Note(NamedTuple):
     """A text for the user."""
 
     text: str
     advice: str | None = None  # what the user can do
-    level: Literal["detail", "info", "warning"] = "info"  # a detail is shown on request only (`-v`)
+    level: Literal["detail", "info", "warning"] = "info"  # details are shown with `--verbose` only
 
 
-class Share(NamedTuple):
-    """How much is done of a long task other than decoding."""
+class ProgressEvent(NamedTuple):
+    """How much of a long task is done; decoding reports `ImageDone` instead."""
 
     label: str
-    done: int
-    total: int
+    done: float
+    total: float = 1  # 1 where `done` is a fraction
 
 
 Emit: TypeAlias = Callable[[Any], None]
-"""Receives the events of a run: notes, shares, and what `sweep/events.py` adds to them."""
+"""Receives every event of a run: `Note`, `ProgressEvent` and those of `sweeps/events.py`."""
+
+
+def ignore_events(_event: object) -> None:
+    """Ignore an event: the default of functions that take an `Emit`."""

@@ -1,4 +1,4 @@
-"""Words of sentences that users read."""
+"""Text for messages: lists, suggested spellings, errors in one line; and lists that users type."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 
 def listed(names: Sequence[str]) -> str:
-    """Return names as a sentence has them.
+    """Join names for a sentence.
 
     >>> listed(["fid", "kid", "recall"])
     'fid, kid and recall'
@@ -17,15 +17,27 @@ def listed(names: Sequence[str]) -> str:
     return f"{', '.join(names[:-1])} and {names[-1]}"
 
 
+def split_words(values: Iterable[str]) -> list[str]:
+    """Return the words of a flag that may be repeated and may list several words with commas.
+
+    >>> split_words(["ar,scd", "lantern"])
+    ['ar', 'scd', 'lantern']
+    """
+    words = []
+    for text in values:
+        words += [word.strip() for word in text.split(",")]
+    return [word for word in words if word]
+
+
 def did_you_mean(word: object, words: Iterable[str]) -> str:
-    """Return `; did you mean X?` if one of the words is similar, else an empty string."""
+    """Return `; did you mean X?` for the most similar of the words, or an empty string."""
     by_spelling = {allowed.replace("-", "_"): allowed for allowed in words}
-    close = difflib.get_close_matches(
-        str(word).lower().replace("-", "_"), list(by_spelling), n=1, cutoff=0.6
-    )
+    typed = str(word).lower().replace("-", "_")
+    close = difflib.get_close_matches(typed, list(by_spelling), n=1, cutoff=0.6)
     return f"; did you mean {by_spelling[close[0]]}?" if close else ""
 
 
 def one_line(error: BaseException, most: int = 300) -> str:
-    """Return an error's type and the first `most` characters of its text, in one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:most]}"
+    """Return an error's type and the first `most` characters of its message, in one line."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:most]}"

@@ -1,4 +1,4 @@
-"""YAML with the line of every value, and the problems of a file as one error that names their lines."""
+"""YAML with the line of every value, and one error that lists a file's problems by line."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ from lantern_bench.utils.text import did_you_mean
 KeyPath: TypeAlias = tuple[str | int, ...]
 
 MOST_CHARACTERS = 1_000_000
+"""Longest YAML text that is read, in characters."""
 DEEPEST = 32
+"""Deepest nesting of a YAML text, in levels."""
 
 
 class Location(NamedTuple):
-    """Where a value stands: the path of a key in a file with its line, or a flag (line None)."""
+    """The place of a value: a key of a file with its line, or a flag, which has no line."""
 
     text: str
     line: int | None = None
@@ -33,31 +35,37 @@ class Source:
     """A parsed file."""
 
     name: str  # for messages
-    folder: Path  # that `@path` starts from
+    folder: Path  # relative paths in the file, such as `@tree.yaml`, start here
     data: dict[Any, Any]
-    lines: Mapping[KeyPath, int] = field(default_factory=dict)  # the line of each value, from 1
+    lines: Mapping[KeyPath, int] = field(default_factory=dict)  # line of each value, from 1
     twice: tuple[KeyPath, ...] = ()  # keys that are written twice
 
     def line(self, path: KeyPath) -> int | None:
-        """Return the line, from 1, of the value at `path` or of what encloses it."""
+        """Return the line, from 1, of the value at `path` or of the innermost value around it."""
         while path and path not in self.lines:
             path = path[:-1]
         return self.lines[path] if path else None
 
     def location(self, path: KeyPath) -> Location:
-        """Return where a value stands: its key, such as `cells[0].mode`, and its line."""
+        """Return the location of a value: its key, such as `cells[0].mode`, and its line."""
         text = ""
         for key in path:
-            text += f"[{key}]" if isinstance(key, int) else f".{key}" if text else key
+            if isinstance(key, int):
+                text += f"[{key}]"
+            elif text:
+                text += f".{key}"
+            else:
+                text = key
         return Location(text, self.line(path))
 
 
 def read_source(
     path: Path, beginning: str = "Start with: name, model, prompts and cells."
 ) -> Source:
-    """Read a YAML file; raises `UserError` if it cannot be read or is no mapping, with line and column.
+    """Read a YAML file that holds a mapping.
 
-    `beginning` says what to write into an empty one.
+    `beginning` is the advice for an empty file. Raises `UserError`, with line and column where
+    they are known, if the file cannot be read or is not a mapping.
     """
     try:
         with path.open(encoding="utf-8") as file:
@@ -79,18 +87,20 @@ def read_source(
 
 
 def load_yaml(text: str, name: str) -> tuple[Any, yaml.Node | None]:
-    """Return the data of a YAML text and its tree with line numbers; None for both if it is empty.
+    """Return the data of a YAML text and its tree with line numbers, both None if it is empty.
 
-    Raises `UserError`, with `name`, for what `_Loader` refuses too.
+    Raises `UserError`, which begins with `name`, for invalid or too large texts, for aliases, and
+    for deep nesting.
     """
     if len(text) > MOST_CHARACTERS:
         raise UserError(
-            f"{name[:200]}: has more than {MOST_CHARACTERS} characters, the most of a YAML text here"
+            f"{name[:200]}: has more than {MOST_CHARACTERS} characters, the limit for YAML texts"
         )
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
-        return (None, None) if node is None else (loader.construct_document(node), node)
+        data = None if node is None else loader.construct_document(node)
+        return data, node
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         location = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""
@@ -101,20 +111,22 @@ def load_yaml(text: str, name: str) -> tuple[Any, yaml.Node | None]:
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses aliases, with which a short file can mean a large one, and what is nested too deep."""
+    """A YAML loader that refuses aliases and deep nesting.
+
+    With aliases a short file can describe an exponentially large one.
+    """
 
     _depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         event = self.peek_event()  # type: ignore[no-untyped-call]
-        mark = event.start_mark
+        problem = ""
         if isinstance(event, yaml.AliasEvent):
-            text = f"the alias *{event.anchor} cannot be used here; write the value again"
-            raise yaml.MarkedYAMLError(problem=text, problem_mark=mark)
-        if self._depth >= DEEPEST:
-            raise yaml.MarkedYAMLError(
-                problem=f"nested deeper than {DEEPEST} levels", problem_mark=mark
-            )
+            problem = f"the alias *{event.anchor} cannot be used here; write the value again"
+        elif self._depth >= DEEPEST:
+            problem = f"nested deeper than {DEEPEST} levels"
+        if problem:
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
         self._depth += 1
         node = super().compose_node(parent, index)
         self._depth -= 1
@@ -124,6 +136,7 @@ class _Loader(yaml.SafeLoader):
 def _note_lines(
     node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int], twice: list[KeyPath]
 ) -> None:
+    """Add the line of every value below a node to `lines`, and repeated keys to `twice`."""
     lines.setdefault(path, node.start_mark.line + 1)
     if isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):
@@ -141,24 +154,31 @@ def _note_lines(
 class Problems:
     """The problems of one file."""
 
-    name: str  # of the file, for the messages
+    name: str  # name of the file, for messages
     entries: list[tuple[Location, str]] = field(default_factory=list)
 
     def add(self, location: Location, text: str, value: object = None) -> None:
-        """Add one problem; `value` is shown beside its location unless it is None."""
-        shown = (
-            "" if value is None else f"{'' if location.text.endswith('=') else ' '}{show(value)}"
-        )
-        problem = (location, f"{location.text}{shown}: {text}")
+        """Add one problem.
+
+        Args:
+            location: Where the value is written.
+            text: What is wrong, and what is allowed.
+            value: The value, shown after its location unless it is None.
+        """
+        place = location.text
+        if value is not None:
+            separator = "" if place.endswith("=") else " "
+            place += separator + show(value)
+        problem = (location, f"{place}: {text}")
         if problem not in self.entries:
             self.entries.append(problem)
 
     def raise_all(self) -> None:
-        """Raise one `UserError` with the problems, by line, flags last, if there are any."""
+        """Raise one `UserError` that lists all problems, if any, by line and with flags last."""
         if not self.entries:
             return
         in_order = sorted(
-            self.entries, key=lambda problem: (problem[1].startswith("--"), problem[0].line or 0)
+            self.entries, key=lambda entry: (entry[1].startswith("--"), entry[0].line or 0)
         )
         lines = [
             f"line {location.line}: {text}" if location.line else text
@@ -166,22 +186,22 @@ class Problems:
         ]
         if len(lines) > 1:
             raise UserError(f"{self.name}: {len(lines)} problems\n  " + "\n  ".join(lines))
-        [text] = lines
-        raise UserError(
-            text
-            if text.startswith("--")
-            else f"{self.name}{' ' if in_order[0][0].line else ': '}{text}"
-        )
+        text = lines[0]
+        if text.startswith("--"):
+            raise UserError(text)
+        separator = " " if text.startswith("line ") else ": "
+        raise UserError(f"{self.name}{separator}{text}")
 
 
 def show(value: object) -> str:
-    """Return a value as YAML would show it, at most 60 characters."""
+    """Return a value as YAML shows it, cut to 60 characters."""
     if isinstance(value, bool):
         return str(value).lower()
     text = "(empty)" if value is None or value == "" else str(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
+_LIMITS = {"less_than": "below", "less_than_equal": "at most"}
 _SENTENCES = {
     "string_type": "must be text",
     "string_pattern_mismatch": "must be text",
@@ -194,39 +214,31 @@ _SENTENCES = {
 def problems_of(
     error: ValidationError, source: Source, model: type[BaseModel]
 ) -> Iterator[tuple[Location, str, object]]:
-    """Yield what pydantic found wrong with a source as `model`, as the arguments of `Problems.add`.
+    """Yield the problems that pydantic found, as arguments of `Problems.add`.
 
-    A ValueError of a validator is the sentence itself, as is a field's `description` that begins with "must"; other
-    descriptions explain a missing key.
+    A validator's ValueError is the sentence of the problem. A field's `description` is the
+    sentence if it begins with "must"; otherwise it explains a missing key.
+
+    Args:
+        error: The error that pydantic raised.
+        source: The file that was validated.
+        model: The class that the file was validated as.
     """
     for item in error.errors(include_url=False):
-        # Follow the path as far as there are fields: errors inside a field belong to the field.
-        kind = item["type"]
-        about = ""
-        path: KeyPath = ()
-        keys: list[str] = []
-        inside: type[BaseModel] | None = model
-        for key in item["loc"]:
-            if inside is None:
-                break
-            path = (*path, key)
-            fields = _fields(inside)
-            keys = list(fields)
-            if key not in fields:
-                break
-            about = fields[key].description or ""
-            inside = _model_in(fields[key].annotation)
+        path, about, inside, keys = _field_of(item["loc"], model)
         value = _value_at(source.data, path)
-        words = re.findall(r"'([^']*)'", item["ctx"]["expected"]) if kind == "literal_error" else []
+        kind = item["type"]
+        allowed = item["ctx"]["expected"] if kind == "literal_error" else ""
+        words = re.findall(r"'([^']*)'", allowed)
         if kind in ("extra_forbidden", "invalid_key"):
             text = f"unknown key{did_you_mean(path[-1], keys)} (the keys are {', '.join(keys)})"
             value = None
         elif kind == "missing":
             text = f"missing; {about}"
-        elif kind in ("less_than", "less_than_equal"):
+        elif kind in _LIMITS:
             value = item["input"]
-            (limit,) = item["ctx"].values()
-            text = f"must be {'below' if kind == 'less_than' else 'at most'} {limit:,}"
+            [limit] = item["ctx"].values()
+            text = f"must be {_LIMITS[kind]} {limit:,}"
         elif about.startswith("must"):
             value = item["input"]
             text = about + did_you_mean(value, words)
@@ -234,11 +246,35 @@ def problems_of(
             text = f"must be one of {', '.join(words)}{did_you_mean(value, words)}"
         elif kind in ("model_type", "model_attributes_type") and inside is not None:
             text = f"must be a mapping with {', '.join(_fields(inside))}"
-        elif kind in _SENTENCES:
-            text = _SENTENCES[kind]
         else:
-            text = str(item.get("ctx", {}).get("error") or item["msg"])
+            said = item.get("ctx", {}).get("error") or item["msg"]
+            text = _SENTENCES.get(kind, str(said))
         yield Location(".".join(map(str, path)), source.line(path)), text, value
+
+
+def _field_of(
+    keys: KeyPath, model: type[BaseModel]
+) -> tuple[KeyPath, str, type[BaseModel] | None, list[str]]:
+    """Follow a path while it names fields: an error inside a field belongs to the field.
+
+    Returns the path of the field, its description, the class of its value if that is a model, and
+    the keys beside it.
+    """
+    path: KeyPath = ()
+    about = ""
+    inside: type[BaseModel] | None = model
+    siblings: list[str] = []
+    for key in keys:
+        if inside is None:
+            break
+        path = (*path, key)
+        fields = _fields(inside)
+        siblings = list(fields)
+        if key not in fields:
+            break
+        about = fields[key].description or ""
+        inside = _model_in(fields[key].annotation)
+    return path, about, inside, siblings
 
 
 def _fields(model: type[BaseModel]) -> dict[str, FieldInfo]:

@@ -49,8 +49,8 @@ def _resume_scan(folder: Path) -> dict[str, Any]:
 
 def _resume(folder: Path) -> dict[str, Any]:
     """The command of the run, which is complete: plan, checks, scan of the records, nothing to decode."""
-    from lantern_bench.sweep.events import Started
-    from lantern_bench.sweep.run import run
+    from lantern_bench.sweeps.events import Started
+    from lantern_bench.sweeps.run import run
     from scripts.bench.load_run import request_of, use_family
 
     use_family()

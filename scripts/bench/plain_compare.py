@@ -28,7 +28,7 @@ from lantern_bench.models.load import compile_models
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.models.random_model import random_model_of_size, read_size
 from lantern_bench.profile.step_costs import forward_ms
-from lantern_bench.utils.clock import settle_garbage
+from lantern_bench.utils.clock import collect_garbage
 from scripts.bench.plain_decoding import Plain
 from scripts.bench.plain_network import PlainDrafter, PlainTarget
 
@@ -121,7 +121,7 @@ def main() -> None:
             ours(
                 model=model, decoding=decoding, caption=HELD_OUT[0].caption(), seed=0, tokens=24
             )  # compiled before it is timed
-        settle_garbage()
+        collect_garbage()
         times: dict[str, list[float]] = defaultdict(list)
         for seed in range(chosen.images):
             for kind, course in courses.items():

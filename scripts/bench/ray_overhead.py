@@ -21,7 +21,7 @@ FIGURES = ("wall", "seconds", "cpu")
 def measure(engine: str, out: str, images: int) -> dict[str, float]:
     """Run both cells in this process; return means over the images."""
     import lantern_bench
-    from lantern_bench.sweep.events import ImageDone
+    from lantern_bench.sweeps.events import ImageDone
 
     moments: list[float] = []
 

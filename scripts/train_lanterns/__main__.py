@@ -17,7 +17,7 @@ import typer
 from typer.main import get_command
 
 from lantern_bench.analysis.statistics import proportion, ratio_of_sums
-from lantern_bench.cli.console import Console, Progress, duration
+from lantern_bench.cli.console import Console, Progress, duration, show_events
 from lantern_bench.cli.options import DEVICE_HELP, FormatOption
 from lantern_bench.devices.compute import choose_compute
 from lantern_bench.metrics.extractors import EMBEDDED_FEATURES, find_extractor
@@ -111,6 +111,7 @@ def train_lanterns(
         settings=settings,
         console=console,
     )
+    return None
 
 
 def _train(
@@ -131,7 +132,7 @@ def _train(
                 settings=settings,
                 device=device,
                 on_event=on_event,
-                on_progress=progress.share,
+                emit=show_events(console, progress),
             )
         if name == "features":
             # The embedded reference has features of this network.
@@ -177,7 +178,7 @@ def _evaluate(
             device=device,
             images=settings.images,
             seed=settings.seed,
-            on_progress=progress.share,
+            emit=show_events(console, progress),
         )
         gates = list(evaluation.measure(parts))
     columns = ["part", "bar", "measured", "low", "high", "wanted", "met"]

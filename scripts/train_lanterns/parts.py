@@ -40,7 +40,7 @@ from lantern_bench.training.recipe import RECIPES, Device, StrictSettings, Train
 from lantern_bench.training.trainer import OnEvent, TrainReport, train
 from lantern_bench.utils.errors import RefusedError, UserError
 from lantern_bench.utils.files import file_sha256, write_atomically
-from lantern_bench.utils.progress import OnProgress, no_progress
+from lantern_bench.utils.progress import Emit, ProgressEvent, ignore_events
 from lantern_bench.utils.text import did_you_mean
 from scripts.train_lanterns import part_tasks
 from scripts.train_lanterns.scenes import SceneSet, scene_set
@@ -150,12 +150,12 @@ def train_part(
     settings: RecipeSettings,
     device: torch.device,
     on_event: OnEvent = lambda _event: None,
-    on_progress: OnProgress = no_progress,
+    emit: Emit = ignore_events,
 ) -> PartReport:
     """Train one part, write its weights and its report into `folder`, and return the report.
 
-    `work` keeps rendered data and checkpoints; an interrupted training continues there. `on_progress(what, share)`
-    reports the preparation. Raises `UserError` for an unknown part or for weights of another model in `init_from`,
+    `work` keeps rendered data and checkpoints; an interrupted training continues there. `emit`
+    receives the progress of the preparation. Raises `UserError` for an unknown part or for weights of another model in `init_from`,
     `RefusedError` for a part that is needed and missing, a checkpoint of other settings and a loss that diverges.
     """
     check_part(part, folder, init_from=settings.init_from)
@@ -166,9 +166,7 @@ def train_part(
         raise UserError(
             f"{path} cannot be read as JSON: {error}", "Move it away; a new one is written."
         ) from error
-    data = _Data(
-        folder=folder, work=work, settings=settings, device=device, on_progress=on_progress
-    )
+    data = _Data(folder=folder, work=work, settings=settings, device=device, emit=emit)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)  # noqa: TID251  # layers draw from the global stream; this forks it
         task = _task(part, data)
@@ -224,7 +222,7 @@ class _Data:
     work: Path
     settings: RecipeSettings
     device: torch.device
-    on_progress: OnProgress
+    emit: Emit
 
     @cached_property
     def tokenizer(self) -> VQModel:
@@ -249,7 +247,7 @@ class _Data:
             n=count,
             seed=seed,
             cache=self.work / name,
-            on_chunk=lambda done, all: self.on_progress(what, done / all),
+            on_chunk=lambda done, all: self.emit(ProgressEvent(what, done / all)),
         )
 
     def sequences(self, held_out: bool = False) -> part_tasks.Sequences:
@@ -294,7 +292,7 @@ class _Data:
         for part in pictures.split(_AT_ONCE):
             out.append(work(part))
             done += len(part)
-            self.on_progress(what, done / len(pictures))
+            self.emit(ProgressEvent(what, done / len(pictures)))
         return torch.cat(out)
 
     def _kept(self, name: str, held_out: bool, make: Callable[[], Tensor]) -> Tensor:

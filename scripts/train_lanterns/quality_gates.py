@@ -40,7 +40,7 @@ from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.models.networks.vq import VQModel
 from lantern_bench.training.train_drafter import Observations
 from lantern_bench.utils.errors import RefusedError
-from lantern_bench.utils.progress import OnProgress, no_progress
+from lantern_bench.utils.progress import Emit, ProgressEvent, ignore_events
 from scripts.train_lanterns.part_tasks import held_out_scenes, psnr_and_usage, reconstruct, tokenize
 
 _SCENES = 500
@@ -119,7 +119,7 @@ class Evaluation:
     images: int = 500
     seed: int = 0
     batch: int = 32
-    on_progress: OnProgress = no_progress
+    emit: Emit = ignore_events
 
     def measure(self, parts: Sequence[str]) -> Iterator[QualityGate]:
         """Yield the gates of these parts, one after the other."""
@@ -286,7 +286,7 @@ class Evaluation:
             captions = [item.caption() for item in attributes[first : first + _AT_ONCE]]
             condition = self.model.condition(captions)
             yield captions, teacher_forced(self.model.target, condition, part, guided=True)
-            self.on_progress("teacher forcing", (first + len(part)) / _TEACHER_FORCED)
+            self.emit(ProgressEvent("teacher forcing", (first + len(part)) / _TEACHER_FORCED))
 
     def _sampled(
         self, prompts: Sequence[str], decoding: Decoding, what: str
@@ -309,12 +309,10 @@ class Evaluation:
                 generators=generators,
             )
             pictures.append(
-                model.draw(torch.stack([image.tokens for image in decoded])).permute(
-                    0, 3, 1, 2
-                )
+                model.draw(torch.stack([image.tokens for image in decoded])).permute(0, 3, 1, 2)
             )
             traces.extend(image.trace for image in decoded)
-            self.on_progress(what, (start + len(batch)) / len(prompts))
+            self.emit(ProgressEvent(what, (start + len(batch)) / len(prompts)))
         return torch.cat(pictures).contiguous(), traces
 
     def _accuracy(

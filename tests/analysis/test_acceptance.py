@@ -1,4 +1,6 @@
-"""Acceptance along the walks, counted by hand and by the identities of docs/algorithms.md, section 7."""
+"""Acceptance along the walks, counted by hand and by the identities of docs/algorithms.md, section
+7.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ def by(axis, records, name="offered"):
 
 
 def test_offers_match_hand_counts():
-    """Steps from positions 1, 4 and 6: [0, 1] ran out of children, [0, -1] was rejected at depth 2, [-1] at depth 1.
+    """Steps from positions 1, 4 and 6: [0, 1] ran out of children, [0, -1] was rejected at depth 2,
+    [-1] at depth 1.
 
     A draft of depth d would fill position start + d - 1.
     """
@@ -64,7 +67,9 @@ _STEP = st.tuples(st.lists(st.integers(0, 3), max_size=5), st.booleans()).map(
 
 @given(st.lists(_STEP, min_size=1, max_size=20))
 def test_counts_satisfy_their_identities(steps):
-    """Acceptances are the accepted drafts, both axes count the same offers, steps go on where they were accepted."""
+    """Acceptances are the accepted drafts, both axes count the same offers, steps go on where they
+    were accepted.
+    """
     record = make_record(cell=STRICT, prompt=0, walks=steps, seconds=1.0)
     offered = by("depth", [record])
     accepted = by("depth", [record], "accepted")

@@ -73,17 +73,15 @@ def test_only_the_faster_cell_is_better_and_the_slower_worse():
     assert tested.pop(("speculative", "speedup")) == BETTER
     assert set(tested.values()) == {SAME}
     row = comparison.table.set_index(["cell_id", "quantity"]).loc[(STRICT.cell_id, "latency_s")]
-    assert (
-        row["effect"] == pytest.approx(1.25, rel=0.02)
-        and row["effect_low"] < row["effect"] < row["effect_high"]
-    )
-    assert row["a"] > row["b"] and row["kind"] == "ratio" and row["pairs"] == row["prompts"] == 16
+    assert row["effect"] == pytest.approx(1.25, rel=0.02)
+    assert row["effect_low"] < row["effect"] < row["effect_high"]
+    assert row["a"] > row["b"]
+    assert row["kind"] == "ratio"
+    assert row["pairs"] == row["prompts"] == 16
     # Seconds of two runs get no verdict.
-    assert (
-        isinstance(row["verdict"], type(pd.NA))
-        and np.isnan(row["p_value"])
-        and "not tested" in row["note"]
-    )
+    assert isinstance(row["verdict"], type(pd.NA))
+    assert np.isnan(row["p_value"])
+    assert "not tested" in row["note"]
     assert (
         verdicts(compare_runs(make_run(factor=0.8), make_run(factor=1.0)))["speculative", "speedup"]
         == WORSE
@@ -94,7 +92,8 @@ def test_speedup_of_one_process_gets_no_verdict():
     """Two processes may differ by more than the prompts of either one tell."""
     table = compare_runs(make_run(factor=1.0), make_run(factor=0.5, process=0)).table
     rows = table[table["quantity"] == "speedup"]
-    assert rows["verdict"].isna().all() and rows["effect_low"].isna().all()
+    assert rows["verdict"].isna().all()
+    assert rows["effect_low"].isna().all()
     assert rows["note"].str.contains("needs 2 prompts and 3 processes").all()
     assert table.loc[table["quantity"] == "mean_accepted_length", "verdict"].eq(SAME).all()
 
@@ -137,17 +136,16 @@ def test_a_run_is_not_distinguishable_from_itself():
     comparison = compare_runs(make_run(), make_run())
     assert set(verdicts(comparison).values()) == {SAME}
     ratios = comparison.table[comparison.table["kind"] == "ratio"]
-    assert (ratios["effect"] == 1.0).all() and (ratios["effect_low"] <= 1.0).all()
+    assert (ratios["effect"] == 1.0).all()
+    assert (ratios["effect_low"] <= 1.0).all()
 
 
 def test_distances_get_no_verdict():
     comparison = compare_runs(make_run(), make_run())
     kid = comparison.table[comparison.table["quantity"] == "kid"]
-    assert (
-        len(kid) == 3
-        and kid["verdict"].isna().all()
-        and kid["note"].str.contains("not tested").all()
-    )
+    assert len(kid) == 3
+    assert kid["verdict"].isna().all()
+    assert kid["note"].str.contains("not tested").all()
     assert not (comparison.table["quantity"] == "fid").any()  # empty in both
 
 
@@ -162,7 +160,8 @@ def test_many_comparisons_are_corrected_by_holm():
 
 def test_only_shared_cells_and_prompts_are_compared():
     comparison = compare_runs(make_run(prompts=6), make_run(prompts=9, cells=(AR, LOOSE)))
-    assert comparison.only_a == (STRICT.cell_id,) and comparison.only_b == ()
+    assert comparison.only_a == (STRICT.cell_id,)
+    assert comparison.only_b == ()
     assert set(comparison.table["cell_id"]) == {AR.cell_id, LOOSE.cell_id}
     assert set(comparison.table["pairs"].dropna()) == {6}
 

@@ -1,4 +1,5 @@
-"""Published beside ours: which row stands beside which cell, when there is a difference, and what is said of it.
+"""Published beside ours: which row stands beside which cell, when there is a difference, and what
+is said of it.
 
 The figures come from a made-up run; nothing is decoded.
 """
@@ -40,10 +41,14 @@ def test_a_difference_is_ours_minus_published(tables: dict[str, pd.DataFrame]) -
         (beside["paper_row"] == "its rule") & (beside["figure"] == "speedup")
     ].to_dict("records")
     ours = tables["speed"].set_index("cell_id").loc[LOOSE.cell_id, "speedup"]
-    assert match["ours"] == ours and match["difference"] == pytest.approx(ours - 2.0)
-    assert match["source"] == "a note" and match["images"] == 3 and match["failed"] == 1
+    assert match["ours"] == ours
+    assert match["difference"] == pytest.approx(ours - 2.0)
+    assert match["source"] == "a note"
+    assert match["images"] == 3
+    assert match["failed"] == 1
     rest = beside[(beside["paper_row"] == "its rule") & (beside["figure"] != "speedup")]
-    assert rest["published"].isna().all() and rest["note"].str.contains(NOT_HAD).all()
+    assert rest["published"].isna().all()
+    assert rest["note"].str.contains(NOT_HAD).all()
 
 
 def test_figures_of_other_networks_have_no_difference(tables: dict[str, pd.DataFrame]) -> None:
@@ -59,7 +64,8 @@ def test_figures_of_other_networks_have_no_difference(tables: dict[str, pd.DataF
         (match,) = beside[
             (beside["paper_row"] == "ar") & (beside["figure"] == "clip_score")
         ].to_dict("records")
-        assert match["published"] == 0.32 and match["measured_by"] == "tiny-clip@1234"
+        assert match["published"] == 0.32
+        assert match["measured_by"] == "tiny-clip@1234"
         assert pd.isna(match["difference"]) == (expected is None)
         assert ("no difference: measured by another network" in str(match["note"])) == (
             expected is None
@@ -89,9 +95,8 @@ def test_every_published_row_is_shown_and_every_cell(tables: dict[str, pd.DataFr
     alone = beside[beside["cell_id"].isna()].set_index("paper_row")
     assert alone.loc["no cell", "note"] == "no cell of this run stands for this row"
     assert alone.loc["no mode", "note"] == "no mode of ours covers this row | a method of its own"
-    assert alone.loc["unread", "note"].str.contains(NOT_HAD).all() and len(
-        alone.loc["unread"]
-    ) == len(COLUMNS)
+    assert alone.loc["unread", "note"].str.contains(NOT_HAD).all()
+    assert len(alone.loc["unread"]) == len(COLUMNS)
 
 
 def test_best_published_figure_matches_our_best_cell() -> None:
@@ -114,12 +119,11 @@ def test_sentences_say_what_is_not_comparable(tables: dict[str, pd.DataFrame]) -
     block = paper(model="Big", hardware="A40", images=5000, missing="The rest.")
     sentences = comparability(tables, block, {"device": "cpu"})
     text = " ".join(sentences)
-    assert "published Big; ours lanterns" in text and "published A40; ours a CPU" in text
+    assert "published Big; ours lanterns" in text
+    assert "published A40; ours a CPU" in text
     assert "published 5000 images; ours 3, 4 a cell" in text
-    assert (
-        "published not stated; ours lanterns-features-64@abcd" in text
-        and sentences[-1] == "The rest."
-    )
+    assert "published not stated; ours lanterns-features-64@abcd" in text
+    assert sentences[-1] == "The rest."
     assert comparability(tables, None, {}) == [
         "This experiment names no published table: only our figures are shown."
     ]
@@ -152,7 +156,8 @@ def test_side_by_side_has_a_line_for_each_published_row() -> None:
     lines = side_by_side(table).to_dict("list")
     assert lines["published row"] == ["its rule", "other"]
     assert (lines["speedup"], lines["speedup official"]) == (["2.00x", ""], ["2.50x", ""])
-    assert lines["speedup published"] == ["2.25x", "3.00x"] and lines["MAL official"] == [
+    assert lines["speedup published"] == ["2.25x", "3.00x"]
+    assert lines["MAL official"] == [
         "3.00",
         "",
     ]

@@ -1,4 +1,6 @@
-"""The recommended cell: the fastest whose whole interval keeps the condition, beside the fastest lossless one."""
+"""The recommended cell: the fastest whose whole interval keeps the condition, beside the fastest
+lossless one.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ Ends = tuple[float | None, float | None, float | None]
 def run_with(
     figures: dict[Decoding, Ends], quantity: str = "distance", cells: Any = tuple(SECONDS)
 ) -> dict[str, Any]:
-    """The tables of a run of six images a cell, with a figure and its interval for some of the cells."""
+    """The tables of a run of six images a cell, with a figure and its interval for some of the
+    cells.
+    """
     records = [
         make_record(
             cell=cell, prompt=n, walks=[[]] * 6 if cell is AR else WALKS, seconds=SECONDS[cell]
@@ -54,7 +58,9 @@ def verdicts(table: pd.DataFrame) -> list[tuple[str, str]]:
 
 
 def test_the_fastest_that_keeps_stands_beside_the_fastest_lossless() -> None:
-    """The fastest breaks the condition, and the fastest that keeps it is faster than another that does."""
+    """The fastest breaks the condition, and the fastest that keeps it is faster than another that
+    does.
+    """
     figures = dict(
         zip(
             RELAXED,
@@ -70,7 +76,8 @@ def test_the_fastest_that_keeps_stands_beside_the_fastest_lossless() -> None:
         pytest.approx(2.4),
         pytest.approx(1.6),
     )
-    assert row["speedup_over_lossless_low"] == pytest.approx(1.6) and row["images"] == 6
+    assert row["speedup_over_lossless_low"] == pytest.approx(1.6)
+    assert row["images"] == 6
     assert (row["measured"], row["measured_high"], row["condition"]) == (
         0.008,
         0.0099,

@@ -84,14 +84,17 @@ def test_ar_is_the_fastest_lossless_cell_where_drafting_does_not_pay() -> None:
     "change", [{"temperature": 0.5}, {"top_k": 3}, {"cfg_scale": 3}, {"seed_set": 1}]
 )
 def test_a_lossless_cell_of_other_sampling_does_not_count(change: dict[str, Any]) -> None:
-    """Nor one of another model or batch size; without a lossless cell there is no figure, and the note says so."""
+    """Nor one of another model or batch size; without a lossless cell there is no figure, and the
+    note says so.
+    """
     settings = BLOCK.settings() | {"cfg_default": 2} | change
     fast = Decoding(**settings)
     speed = over_lossless(timed_records({AR: 2.0, STRICT: 1.6, fast: 0.4, LOOSE: 0.8}))
     assert speed.loc[LOOSE.cell_id, "lossless_cell"] == STRICT.cell_id
     assert speed.loc[LOOSE.cell_id, "speedup_over_lossless"] == pytest.approx(2.0)
     alone = over_lossless(timed_records({fast: 0.4, LOOSE: 0.8})).loc[LOOSE.cell_id]
-    assert math.isnan(alone["speedup_over_lossless"]) and pd.isna(alone["lossless_cell"])
+    assert math.isnan(alone["speedup_over_lossless"])
+    assert pd.isna(alone["lossless_cell"])
     assert "no speedup: no lossless cell to compare with in this run" in alone["note"]
 
 
@@ -128,10 +131,8 @@ def test_images_that_both_have_are_paired_and_the_estimator_is_that_of_the_speed
     expected = repeat_interval(timing(timed_images(cells[LOOSE.cell_id], cells[STRICT.cell_id])))
     assert row["speedup_over_lossless"] == pytest.approx(expected.value)
     speed = [row[f"speedup_over_lossless_{end}"] for end in ("low", "high")]
-    assert (
-        speed == pytest.approx([expected.low, expected.high])
-        and speed[0] < expected.value < speed[1]
-    )
+    assert speed == pytest.approx([expected.low, expected.high])
+    assert speed[0] < expected.value < speed[1]
     assert "speedup over the 5 of 6 images that lossless_cell has too" in row["note"]
 
 
@@ -159,9 +160,11 @@ def test_compare_shows_it_for_relaxed_cells_without_a_verdict() -> None:
     ]
     table = compare_runs(*runs).table
     (row,) = table[table["quantity"] == "speedup_over_lossless"].to_dict("records")
-    assert row["cell_id"] == LOOSE.cell_id and (row["a"], row["b"]) == (
+    assert row["cell_id"] == LOOSE.cell_id
+    assert (row["a"], row["b"]) == (
         pytest.approx(2.0),
         pytest.approx(1.5),
     )
     assert "the fastest lossless cell of each run" in row["note"]
-    assert pd.isna(row["p_value"]) and pd.isna(row["verdict"])
+    assert pd.isna(row["p_value"])
+    assert pd.isna(row["verdict"])

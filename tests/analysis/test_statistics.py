@@ -25,7 +25,9 @@ from lantern_bench.analysis.statistics import (
 
 
 def _paired(n: int = 60) -> tuple[list[float], list[float], list[str]]:
-    """Baseline and mode times whose difficulty varies far more between prompts than their ratio does."""
+    """Baseline and mode times whose difficulty varies far more between prompts than their ratio
+    does.
+    """
     generator = np.random.default_rng(5)
     slow = generator.lognormal(0.0, 0.5, n)
     fast = slow / 1.8 * generator.normal(1.0, 0.03, n)
@@ -50,10 +52,14 @@ def test_pairing_removes_differences_between_prompts():
     """Resampling the two modes apart would give an interval many times wider."""
     slow, fast, prompts = _paired()
     paired = ratio_of_sums(slow, fast, prompts)
-    assert paired.low is not None and paired.high is not None and paired.value is not None
+    assert paired.low is not None
+    assert paired.high is not None
+    assert paired.value is not None
     assert paired.low < paired.value < paired.high
     apart = ratio_of_sums(slow, [1.0] * len(slow), prompts)
-    assert apart.low is not None and apart.high is not None and apart.value is not None
+    assert apart.low is not None
+    assert apart.high is not None
+    assert apart.value is not None
     assert (paired.high - paired.low) / paired.value < 0.2 * (apart.high - apart.low) / apart.value
 
 
@@ -193,14 +199,18 @@ def test_lossless_cells_are_worse_than_ar_no_more_often_than_the_level(sets, mon
         p_values += [effect.p_value for effect in effects]
         one_sided.append(len({effect.value > 0 for effect in effects}) == 1)
     assert 0.02 <= np.mean(np.array(p_values) <= 0.05) <= 0.07
-    # With one set of ar images all six cells lie on one side of it in 2 of 7 runs: they share its noise.
+    # With one set of ar images all six cells lie on one side of it in 2 of 7 runs: they share its
+    # noise.
     assert np.mean(one_sided) > 0.2 if sets == 1 else np.mean(one_sided) < 0.2
 
 
 def test_several_baselines_are_exchanged_with_the_cell():
-    """Of 3^2 ways to pick the cell's set at two prompts only the one observed has so large an effect."""
+    """Of 3^2 ways to pick the cell's set at two prompts only the one observed has so large an
+    effect.
+    """
     effect = compare_sums(means([0.0, 1.0]), means([5.0, 6.0]), means([2.0, 1.0]))
-    assert effect.value == pytest.approx(5.5 - 1.0) and effect.p_value == pytest.approx(1 / 9)
+    assert effect.value == pytest.approx(5.5 - 1.0)
+    assert effect.p_value == pytest.approx(1 / 9)
 
 
 def test_sums_keep_the_weight_of_each_prompt():

@@ -158,7 +158,8 @@ def test_greedy_cells_are_compared_with_greedy_ar():
             make_record(cell=filtered, prompt=prompt, walks=[[]] * 6, seconds=4.0),
         ]
     row = _row(build_tables(records)["speed"], greedy)
-    assert row["speedup"] == pytest.approx(3.0) and "speedup against" not in str(row["note"])
+    assert row["speedup"] == pytest.approx(3.0)
+    assert "speedup against" not in str(row["note"])
 
 
 def test_untimed_run_is_empty_not_zero():
@@ -227,7 +228,8 @@ def test_a_figure_is_within_or_outside_the_spread_of_ar():
     assert _row(quality, STRICT)["fid_detectable"] == pytest.approx(2 * 2.8016 / 1.96, abs=1e-4)
     assert "no shift is detected at 4 images; seen with probability .8 would be fid 2.9." in notes
     assert (_row(quality, LOOSE)["fid_band_low"], _row(quality, LOOSE)["band_sets"]) == (9.0, 3)
-    assert quality["fid_verdict"].isna().sum() == 1 and quality["kid_verdict"].isna().all()
+    assert quality["fid_verdict"].isna().sum() == 1
+    assert quality["kid_verdict"].isna().all()
 
 
 @pytest.mark.parametrize("change", [{"n": 3}, {"reference": "other"}])
@@ -241,10 +243,8 @@ def test_the_spread_of_another_measurement_judges_nothing(change):
 def test_a_run_without_other_seeds_says_so():
     records = make_records()
     quality = build_tables(records, _with_band(records)[:-1])["quality"]
-    assert (
-        quality["fid_verdict"].isna().all()
-        and "no ar cells with other seeds" in _row(quality, STRICT)["note"]
-    )
+    assert quality["fid_verdict"].isna().all()
+    assert "no ar cells with other seeds" in _row(quality, STRICT)["note"]
     assert "seeds" not in str(_row(quality, AR)["note"])
 
 
@@ -288,7 +288,9 @@ def test_scores_are_compared_with_ar_by_prompt():
 
 @pytest.mark.parametrize("is_complete", [True, False])
 def test_every_complete_set_of_ar_is_the_baseline(is_complete):
-    """The second set is .02 above the first: a cell .01 above that differs from their mean by nothing."""
+    """The second set is .02 above the first: a cell .01 above that differs from their mean by
+    nothing.
+    """
     again = Decoding(mode="ar", cfg_scale=2, cfg_default=2, seed_set=1)
     records = [
         *make_records(),
@@ -304,10 +306,8 @@ def test_every_complete_set_of_ar_is_the_baseline(is_complete):
                 row["cell_id"], 0.0
             )
     row = _row(build_tables(records, scores)["quality"], STRICT)
-    assert (
-        row["clip_score_vs_ar"] == pytest.approx(0.0 if is_complete else 0.01)
-        and row["ar_sets"] == 1 + is_complete
-    )
+    assert row["clip_score_vs_ar"] == pytest.approx(0.0 if is_complete else 0.01)
+    assert row["ar_sets"] == 1 + is_complete
     assert row["clip_score_vs_ar_p"] == pytest.approx(1.0 if is_complete else 2 / 2**4)
 
 
@@ -355,7 +355,8 @@ def test_summary_has_the_published_figures_beside_ours(tmp_path):
     assert row["speedup_published"] == 2.0
     assert row["speedup_difference"] == pytest.approx(row["speedup"] - 2.0)
     assert row["clip_score_difference"] == pytest.approx(0.0015)
-    assert math.isnan(row["fid_published"]) and math.isnan(row["fid_difference"])
+    assert math.isnan(row["fid_published"])
+    assert math.isnan(row["fid_difference"])
 
 
 def test_parameters_as_text(tables):
@@ -405,9 +406,8 @@ def test_files_do_not_depend_on_the_order_of_records(tmp_path):
     for name in NAMES:
         content = (ordered / f"{name}.csv").read_bytes()
         assert content == (shuffled_run / f"{name}.csv").read_bytes()
-        assert b"nan" not in content and b"inf" not in content.replace(b"info", b"").replace(
-            b"fid_infinity", b""
-        )
+        assert b"nan" not in content
+        assert b"inf" not in content.replace(b"info", b"").replace(b"fid_infinity", b"")
         assert content.decode().splitlines()[0].split(",") == [
             column.name for column in columns(name)
         ]
@@ -456,6 +456,8 @@ def test_a_run_without_the_metric_speed_is_not_timed(tmp_path):
     )
     before = read_tables(timed)["speed"]
     after = read_tables(scored)["speed"]
-    assert before["speedup"].notna().all() and after["speedup"].isna().all()
-    assert after["latency_s"].isna().all() and after["note"].str.contains("not timed").all()
+    assert before["speedup"].notna().all()
+    assert after["speedup"].isna().all()
+    assert after["latency_s"].isna().all()
+    assert after["note"].str.contains("not timed").all()
     assert after["mean_accepted_length"].equals(before["mean_accepted_length"])

@@ -1,4 +1,6 @@
-"""Figures made of seconds: their intervals cover a repeat, and single held-up or disturbed images do not move them."""
+"""Figures made of seconds: their intervals cover a repeat, and single held-up or disturbed images
+do not move them.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ PACE = 0.01
 
 
 def make_cells(generator, steps, processes=3, process_sd=0.04, held_up=0.05, run_sd=0.0):
-    """Records of two cells whose pace depends on the process and the image, and the true seconds of a step are one."""
+    """Records of two cells whose pace depends on the process and the image, and the true seconds of
+    a step are one.
+    """
     records = []
     for cell, counts in ((AR, np.full(len(steps), 2 * STEPS)), (STRICT, steps)):
         moved = generator.normal(0.0, process_sd / math.sqrt(2), processes)
@@ -60,7 +64,8 @@ def speedup(cells):
 def test_images_are_paired_by_prompt_whatever_their_order():
     ar, cell = make_cells(np.random.default_rng(0), np.full(12, STEPS))
     same = timed_images(cell, ar)
-    assert len(same) == 12 and (same["over"] == ar.images["seconds"]).all()
+    assert len(same) == 12
+    assert (same["over"] == ar.images["seconds"]).all()
     vars(cell)["images"] = cell.images.drop(cell.images.index[3])
     vars(cell).pop("timed")  # made of the images
     fewer = timed_images(cell, ar)
@@ -119,7 +124,8 @@ def test_a_real_change_is_found():
     a = timing(timed_images(slow[1], slow[0]))
     b = timing(timed_images(fast[1], fast[0]).assign(over=lambda x: 2 * x.over))
     effect = compare_timings(a, b)
-    assert effect.p_value < 0.001 and covers(effect, 2.0)
+    assert effect.p_value < 0.001
+    assert covers(effect, 2.0)
 
 
 def frame(over, processes, prompts=None, steps=None):
@@ -160,14 +166,14 @@ def test_only_three_processes_in_effect_have_an_interval(images, has_interval):
         timing(frame([1.0 + 0.1 * (n % 3) for n in range(len(processes))], processes))
     )
     assert (interval.low is not None, interval.high is not None) == (has_interval, has_interval)
-    assert (
-        interval.note == (None if has_interval else NEEDS_PROCESSES)
-        and "--processes 5" in NEEDS_PROCESSES
-    )
+    assert interval.note == (None if has_interval else NEEDS_PROCESSES)
+    assert "--processes 5" in NEEDS_PROCESSES
 
 
 def test_steps_of_prompts_and_pace_of_processes_are_told_apart():
-    """Twice the steps take twice as long: with the same pace everywhere all spread is one of prompts."""
+    """Twice the steps take twice as long: with the same pace everywhere all spread is one of
+    prompts.
+    """
     measured = timing(
         frame([1.0, 2.0, 3.0, 5.0, 4.0], [0, 0, 1, 1, 2], steps=[10.0, 20.0, 30.0, 50.0, 40.0])
     )
@@ -218,14 +224,16 @@ def speed_of(seconds, **changes):
 )
 def test_only_single_disturbed_images_lose_seconds(seconds, changes, latency, disturbed, held_up):
     row = speed_of(seconds, **changes)
-    assert row["latency_s"] == pytest.approx(latency) and row["held_up"] == held_up
+    assert row["latency_s"] == pytest.approx(latency)
+    assert row["held_up"] == held_up
     assert pd.isna(row["disturbed"]) if disturbed is None else row["disturbed"] == disturbed
     assert ("3 of 4 images disturbed" in str(row["note"])) == (disturbed == 3)
 
 
 def test_a_held_up_image_counts_as_slow_as_the_limit():
     row = speed_of([1.0, 1.0, 9.0, 1.0])
-    assert row["latency_s"] == pytest.approx((3 + HELD_UP) / 4) and row["held_up"] == 1
+    assert row["latency_s"] == pytest.approx((3 + HELD_UP) / 4)
+    assert row["held_up"] == 1
     assert row["tokens_per_s"] == pytest.approx(11 / row["latency_s"])
     assert (row["latency_p50_s"], row["latency_p95_s"]) == pytest.approx(
         (1.0, 1.0 + 0.85 * (HELD_UP - 1.0))

@@ -58,7 +58,8 @@ ONCE = (
     "every two images of a batch share bits",
     "q of the step before",
 )
-# On the tables the cache is not the package's, and among 5,000 images two that are alike are not seen.
+# On the tables the cache is not the package's, and among 5,000 images two that are alike are not
+# seen.
 OF_MODEL = ("cache of the first branch", "two images of a batch share bits")
 
 

@@ -1,4 +1,6 @@
-"""The audit: its claims follow from the rows, its tests hold and have power, verdicts and exit codes."""
+"""The audit: its claims follow from the rows, its tests hold and have power, verdicts and exit
+codes.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +95,8 @@ def test_a_new_row_is_audited_with_its_forms(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.usefixtures("published_forms")
 def test_the_claim_of_a_form_that_is_not_lossless_is_its_authors() -> None:
     claim = claim_of(Cell("tiny", Decoding(mode="scd-published")))
-    assert claim.is_lossless and not claim.is_ours
+    assert claim.is_lossless
+    assert not claim.is_ours
 
 
 def test_g_test_equals_scipys_and_pools_rare_cells() -> None:
@@ -258,7 +261,8 @@ def test_the_audit_is_written_and_shown(
         assert (row["images"] != "") == (row["claim"] == "lossless")
         assert (row["power_p"] != "") == (is_lossless and row["mode"] != "ar")
     shown = capsys.readouterr().out
-    assert "no difference found" in shown and "relaxed, as claimed" in shown
+    assert "no difference found" in shown
+    assert "relaxed, as claimed" in shown
     tests = rows_of("results/audit-tiny/lossless_tests.csv")
     assert {"first tokens", "joint of the first tokens", "later windows", "surprise"} <= {
         row["test"] for row in tests

@@ -73,7 +73,8 @@ def test_all_tests_share_one_error_rate() -> None:
     assert checks[1]["note"] == "support: p = 0 | 3 tokens that the target cannot give"
     # Holm: the smallest of five is multiplied by five, the next by four.
     assert [row["p_holm"] for row in tests] == pytest.approx([1, 8e-4, 0, 1, 0.3])
-    assert len(frame("lossless_tests", tests)) == 5 and len(frame("certificate", checks)) == 3
+    assert len(frame("lossless_tests", tests)) == 5
+    assert len(frame("certificate", checks)) == 3
 
 
 def test_what_is_not_rejected_needs_more_images() -> None:

@@ -1,4 +1,6 @@
-"""`check-model`: sound models pass every check, and each of five planted mistakes fails the check that is for it."""
+"""`check-model`: sound models pass every check, and each of five planted mistakes fails the check
+that is for it.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,8 @@ def recorded_logits(folder: Path) -> Path:
     expected = load_file(golden_models.GOLDEN / "llamagen_gpt" / "c2i_expected.safetensors")
     first = int(expected["logits_positions"][0])
     count = expected["logits_cond"].shape[1]
-    assert first == 0 and expected["logits_positions"].tolist() == list(range(count))
+    assert first == 0
+    assert expected["logits_positions"].tolist() == list(range(count))
     arrays = {
         "tokens": expected["tokens"][:, :count],
         "cond": expected["logits_cond"],
@@ -84,7 +87,8 @@ def test_sound_models_pass(files: dict[str, Any], lanterns: LoadedModel, tmp_pat
     hosted = load(files["hosted"][0])
     path, classes = files["recorded"]
     assert results_of(hosted, files["hosted"][1]) == passed
-    # Janus reads padding in place of the caption: its unconditional row depends on the length of the prompt.
+    # Janus reads padding in place of the caption: its unconditional row depends on the length of
+    # the prompt.
     assert (
         results_of(hosted, ["a red lamp", "two cats on a green sofa two cats on a green sofa"])
         == passed
@@ -224,7 +228,8 @@ def test_a_missing_row_of_line_ends_fails_against_a_reference(
         tmp_path / "ends.npz", prompts=np.array(LINES[:1]), tokens=tokens, cond=cond, uncond=uncond
     )
     results = results_of(load(path), LINES, tmp_path / "ends.npz")
-    assert results["logits"] == "fail" and results["cache"] == "pass"
+    assert results["logits"] == "fail"
+    assert results["cache"] == "pass"
 
 
 # ---- The command
@@ -266,6 +271,7 @@ def test_references_that_do_not_fit_are_refused(
     np.savez(tmp_path / "given.npz", **arrays)
     with pytest.raises(UserError) as caught:
         read_reference(tmp_path / "given.npz", load(files["recorded"][0]))
-    assert message in caught.value.message and "--reference" in caught.value.message
+    assert message in caught.value.message
+    assert "--reference" in caught.value.message
     with pytest.raises(UserError, match="--reference"):
         read_reference(tmp_path / "none.npz", load(files["recorded"][0]))

@@ -34,10 +34,13 @@ def raising(error: BaseException) -> Callable[..., Any]:
 
 def test_error_of_a_check_is_its_finding() -> None:
     finding = only(doctor._guarded("torch", raising(OSError("libcudart.so: cannot open"))))
-    assert finding.state == "fail" and "report" in finding.fix
+    assert finding.state == "fail"
+    assert "report" in finding.fix
     assert "OSError: libcudart.so: cannot open" in finding.result
     missing = list(doctor._guarded("device", lambda: doctor._device("cuda:77")))[-1]
-    assert missing.check == "device" and missing.state == "fail" and "--device cpu" in missing.fix
+    assert missing.check == "device"
+    assert missing.state == "fail"
+    assert "--device cpu" in missing.fix
 
 
 def test_checks_without_torch_come_first_and_a_broken_torch_ends_them(
@@ -49,7 +52,8 @@ def test_checks_without_torch_come_first_and_a_broken_torch_ends_them(
     assert {"package", "load", "memory", "weights", "network"} <= {
         finding.check for finding in findings
     }
-    assert findings[-1].check == "torch" and findings[-1].state == "fail"
+    assert findings[-1].check == "torch"
+    assert findings[-1].state == "fail"
 
 
 def test_torchvision_of_another_torch_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,11 +62,10 @@ def test_torchvision_of_another_torch_fails(monkeypatch: pytest.MonkeyPatch) -> 
         torchvision.ops, "nms", raising(RuntimeError("operator torchvision::nms does not exist"))
     )
     states = {finding.check: finding for finding in doctor._torch()}
-    assert states["torch"].state == "ok" and states["torchvision"].state == "fail"
-    assert (
-        "does not exist" in states["torchvision"].result
-        and "pip install" in states["torchvision"].fix
-    )
+    assert states["torch"].state == "ok"
+    assert states["torchvision"].state == "fail"
+    assert "does not exist" in states["torchvision"].result
+    assert "pip install" in states["torchvision"].fix
 
 
 @pytest.mark.parametrize(("free", "state"), [(9e9, "ok"), (1e9, "warning"), (1e8, "fail")])
@@ -72,7 +75,8 @@ def test_little_memory_and_disk(monkeypatch: pytest.MonkeyPatch, free: float, st
     )
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: SimpleNamespace(free=free / 2))
     memory = only(doctor._memory())
-    assert memory.state == state and bool(memory.fix) == (state != "ok")
+    assert memory.state == state
+    assert bool(memory.fix) == (state != "ok")
     assert {finding.state for finding in doctor._disk()} == {state}
 
 
@@ -81,10 +85,8 @@ def test_folders_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None
         doctor.tempfile, "TemporaryFile", raising(OSError(30, "Read-only file system"))
     )
     states = {finding.check: finding for finding in doctor._disk()}
-    assert (
-        states["disk for runs"].state == "fail"
-        and "LANTERN_BENCH_RESULTS" in states["disk for runs"].fix
-    )
+    assert states["disk for runs"].state == "fail"
+    assert "LANTERN_BENCH_RESULTS" in states["disk for runs"].fix
     assert states["disk for cache"].state == "warning"
     assert "Read-only" in states["disk for runs"].result
 
@@ -110,7 +112,8 @@ def test_busy_machine_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.setattr(doctor, "usage", lambda: next(usages))
     finding = only(doctor._load())
-    assert finding.state == "warning" and "stop other programs" in finding.fix
+    assert finding.state == "warning"
+    assert "stop other programs" in finding.fix
 
 
 def test_incomplete_weights_name_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,19 +128,19 @@ def test_incomplete_weights_name_the_command(monkeypatch: pytest.MonkeyPatch) ->
     }
     monkeypatch.setattr(doctor, "local_path", lambda part: names[id(part)] in here or None)
     listed, lacking = doctor._weights()
-    assert listed.state == "ok" and "anole-7b" in listed.result
-    assert lacking.state == "warning" and lacking.result == "llamagen-c2i-B-256 lacks tokenizer"
+    assert listed.state == "ok"
+    assert "anole-7b" in listed.result
+    assert lacking.state == "warning"
+    assert lacking.result == "llamagen-c2i-B-256 lacks tokenizer"
     assert lacking.fix == "lantern-bench weights get llamagen-c2i-B-256"
 
 
 def test_variables_of_the_network_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     finding = list(doctor._package())[-1]
-    assert (
-        finding.state == "ok"
-        and "HF_HUB_OFFLINE" in finding.result
-        and "nothing was contacted" in finding.result
-    )
+    assert finding.state == "ok"
+    assert "HF_HUB_OFFLINE" in finding.result
+    assert "nothing was contacted" in finding.result
 
 
 def test_missing_compiler_is_a_warning_and_the_decode_runs_eagerly(
@@ -145,13 +148,16 @@ def test_missing_compiler_is_a_warning_and_the_decode_runs_eagerly(
 ) -> None:
     monkeypatch.setattr(compiling, "compiler_problem", lambda _: "InvalidCxxCompiler: none")
     finding, _ = doctor._compiler(CPU)
-    assert finding.state == "warning" and "apt install g++" in finding.fix
+    assert finding.state == "warning"
+    assert "apt install g++" in finding.fix
     assert "eager only" in only(doctor._decode(CPU, "float32")).result
 
 
 @pytest.fixture
 def traced_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Programs are traced whole and run by torch's own kernels, which takes seconds instead of a minute."""
+    """Programs are traced whole and run by torch's own kernels, which takes seconds instead of a
+    minute.
+    """
     monkeypatch.setattr(compiling, "Engine", partial(compiling.Engine, backend="aot_eager"))
     monkeypatch.setattr(compiling, "compiler_problem", lambda _: None)
 
@@ -179,7 +185,8 @@ def test_compiled_programs_that_are_wrong_fail(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(compiling.Engine, "program", off)
     monkeypatch.setattr(compiling, "compiler_problem", lambda _: None)
     finding = only(doctor._decode(CPU, "float32"))
-    assert finding.state == "fail" and "--no-compile" in finding.fix
+    assert finding.state == "fail"
+    assert "--no-compile" in finding.fix
 
 
 def image(tokens: list[int], shift: float = 0.0) -> Any:
@@ -211,7 +218,8 @@ def test_fallback_of_the_decode_is_a_warning() -> None:
         fallbacks={"capture": "RuntimeError: no"},
         dtype=torch.float32,
     )
-    assert finding.state == "warning" and "capture fails: RuntimeError: no" in finding.result
+    assert finding.state == "warning"
+    assert "capture fails: RuntimeError: no" in finding.result
 
 
 def test_command_prints_lines_and_exits_5_on_a_failure(

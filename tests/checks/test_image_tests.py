@@ -1,4 +1,6 @@
-"""Tests of whole images: their definitions, uniform p-values of correct rules, and power against broken ones."""
+"""Tests of whole images: their definitions, uniform p-values of correct rules, and power against
+broken ones.
+"""
 
 from __future__ import annotations
 
@@ -118,11 +120,11 @@ def test_tokens_that_rounding_moves_across_a_filter_are_left_out(filters: dict[s
         with_q = evidence(
             logits=logits, q=q, tokens=tokens, starts=[[1]], decoding=sampling, tolerance=1e-3
         )
-        assert (with_q.ratio[shown.edge | shown.impossible] == 1.0).all() and (
-            with_q.ratio != 1.0
-        ).any() == (token < 2)
+        assert (with_q.ratio[shown.edge | shown.impossible] == 1.0).all()
+        assert (with_q.ratio != 1.0).any() == (token < 2)
         outside = shown.edge | shown.impossible
-        assert not shown.surprise[outside].any() and not shown.surprise_var[outside].any()
+        assert not shown.surprise[outside].any()
+        assert not shown.surprise_var[outside].any()
         assert p_values([shown], 1)["support"] == float(token < 2)
 
 
@@ -188,7 +190,8 @@ def test_tokens_at_the_edge_of_a_filter_may_not_come_too_often() -> None:
 def test_the_capital_of_a_wager_is_shared_between_its_stakes() -> None:
     ratios = np.array([[1.0, 30.0, 0.2], [1.0, 80.0, 3.0]])
     capital = np.mean([np.prod(1 + stake * (ratios - 1)) for stake in (0.005, 0.01, 0.02, 0.05)])
-    assert capital > 1 and _wager(ratios) == pytest.approx(1 / capital)
+    assert capital > 1
+    assert _wager(ratios) == pytest.approx(1 / capital)
     assert _wager(np.full((1, 3), 0.5)) == 1.0
 
 
@@ -247,7 +250,8 @@ def test_one_of_two_equal_logits_may_be_kept() -> None:
         decoding=sampling,
         tolerance=1e-3,
     )
-    assert shown.edge.all() and not shown.impossible.any()
+    assert shown.edge.all()
+    assert not shown.impossible.any()
 
 
 def test_rounding_may_move_more_after_guidance() -> None:
@@ -311,7 +315,8 @@ def test_error_rate_of_the_whole_certificate_is_kept(
 @pytest.mark.parametrize("cell", ["branching", "dynamic", "block"])
 @pytest.mark.parametrize("siblings", [False, True])
 def test_each_broken_rule_is_rejected(model: LoadedModel, cell: str, siblings: bool) -> None:
-    # Few tokens leave a sibling little else; sampled siblings of a flat q hardly depend on each other.
+    # Few tokens leave a sibling little else; sampled siblings of a flat q hardly depend on each
+    # other.
     broken = decoding(cell, **{"top_k": 3} if siblings else {})
     of_siblings = "not renormalised after a rejected sibling"
     for mistake in rule_mistakes(broken, model):

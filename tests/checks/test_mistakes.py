@@ -1,4 +1,6 @@
-"""Every planted mistake is rejected by the certificate, or needs more images than it decodes (docs/audit.md)."""
+"""Every planted mistake is rejected by the certificate, or needs more images than it decodes
+(docs/audit.md).
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ from tests.helpers.mistakes import mistakes_of, step_mistakes
 CELLS = table_decodings()
 BAR = LEVEL / (4 * len(CELLS) + TESTS * 12)
 STALE = "q of the step before in 1 of 100 drafts"
-# The six that the certificate was made for, with the bonus token, each in one decoding; the others take long.
+# The six that the certificate was made for, with the bonus token, each in one decoding; the others
+# take long.
 FAST = {
     "residual left out": "static small-7",
     "a draft accepted once too often in 50": "static small-7",
@@ -71,7 +74,9 @@ def test_the_tables_reject_every_mistake_in_every_decoding(setting: str) -> None
 
 
 def test_a_wrong_slot_of_the_cache_changes_the_logits_after_a_switch() -> None:
-    """The planted mistake is one: with it the logits of a real cache differ from those of a fresh forward."""
+    """The planted mistake is one: with it the logits of a real cache differ from those of a fresh
+    forward.
+    """
     decoding = Decoding("speculative", tree=[[0], [1], [0, 0], [1, 0]], cfg_scale=1.5)
     (mistake,) = [
         mistake

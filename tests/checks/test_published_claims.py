@@ -1,4 +1,6 @@
-"""The example of docs/audit.md for SCD: by hand in fractions, and by the form that its authors published."""
+"""The example of docs/audit.md for SCD: by hand in fractions, and by the form that its authors
+published.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ P = torch.tensor([0.5, 0.5])
 @pytest.mark.usefixtures("published_forms")
 @pytest.mark.parametrize(("drafting", "verified_with"), [("jacobi", "r"), ("scd-published", "q")])
 def test_an_old_q_kept_with_a_draft(drafting: str, verified_with: str) -> None:
-    # Draft 0 is kept, 1 is kept, and 1 is redrawn, to 0: their chances, and the q of token 0 that verifies each.
+    # Draft 0 is kept, 1 is kept, and 1 is redrawn, to 0: their chances, and the q of token 0 that
+    # verifies each.
     chances = [Fraction(1, 2), Fraction(1, 4), Fraction(1, 4)]
     redrawn = Fraction(3, 4)
     old = redrawn if verified_with == "r" else Fraction(1, 2)
@@ -49,14 +52,15 @@ def second_draft(drafting: str) -> Tensor:
     root = torch.zeros(IMAGES, dtype=torch.int64)
     limit = torch.full((IMAGES,), 2)
     method.start_images(rows(Q)[:, 0])
-    tree = method.tree(method.draft(DraftInputs(root, exponential(method.noises, 2), limit)))
+    method.draft(DraftInputs(root, exponential(method.noises, 2), limit))
     # One draft of q at each place: the published form starts with q = 1 instead.
     method._q.copy_(rows(Q)[:, :2])
-    tree.tokens.copy_(torch.multinomial(rows(Q)[:, 0], 1, generator=noise).expand(-1, method.nodes))
+    method.tree.tokens.copy_(
+        torch.multinomial(rows(Q)[:, 0], 1, generator=noise).expand(-1, method.nodes)
+    )
     path = torch.tensor([[0, -1, -1]]).expand(IMAGES, -1)
     method.after_step(
         LastStep(
-            tree=tree,
             p=rows(R),
             path=path,
             accepted=root,
@@ -65,6 +69,14 @@ def second_draft(drafting: str) -> Tensor:
             active=root == 0,
         )
     )
-    tree = method.tree(method.draft(DraftInputs(root, exponential(method.noises, 2), limit)))
+    method.draft(DraftInputs(root, exponential(method.noises, 2), limit))
     uniforms = torch.rand(IMAGES, method.nodes, method.fanout, generator=noise)
-    return method.verify(tree, rows(P), STRICT, uniforms, exponential(2), limit).tokens[:, 0]
+    verdict = method.verify(
+        method.tree,
+        rows(P),
+        STRICT,
+        uniforms=uniforms,
+        noise=exponential(2),
+        depth_limit=limit,
+    )
+    return verdict.tokens[:, 0]

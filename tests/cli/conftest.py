@@ -1,4 +1,6 @@
-"""What tests of commands share: an empty folder to work in, the tiny model, and a check of refusals."""
+"""What tests of commands share: an empty folder to work in, the tiny model, and a check of
+refusals.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from tests.helpers.tiny_model import EXPERIMENT, TinyModel
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The empty folder in which a command runs; results and caches are in it too, and no published weights."""
+    """The empty folder in which a command runs; results and caches are in it too, and no published
+    weights.
+    """
     monkeypatch.chdir(tmp_path)
     for name in (RESULTS_VARIABLE, "LANTERN_BENCH_WEIGHTS"):
         monkeypatch.delenv(name, raising=False)
@@ -35,7 +39,9 @@ def tiny(folder: Path, monkeypatch: pytest.MonkeyPatch) -> TinyModel:
 
 @pytest.fixture
 def refuse(capsys: pytest.CaptureFixture[str]) -> Callable[..., None]:
-    """Check that a command exits with a code, writes an error with all of these words, and makes no file."""
+    """Check that a command exits with a code, writes an error with all of these words, and makes no
+    file.
+    """
 
     def check(typed: Sequence[str], code: int, *words: str) -> None:
         capsys.readouterr()
@@ -43,8 +49,10 @@ def refuse(capsys: pytest.CaptureFixture[str]) -> Callable[..., None]:
         assert cli.main(typed) == code
         written = capsys.readouterr()
         assert all(word in written.err for word in words), written.err
-        assert written.out == "" and written.err.lower().count("error: ") == 1
-        assert "Traceback" not in written.err and "internal" not in written.err
+        assert written.out == ""
+        assert written.err.lower().count("error: ") == 1
+        assert "Traceback" not in written.err
+        assert "internal" not in written.err
         assert sorted(Path().rglob("*")) == before
 
     return check

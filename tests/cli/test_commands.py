@@ -1,4 +1,6 @@
-"""The command line: streams, exit codes, and the commands that read runs (show, curves, compare, report)."""
+"""The command line: streams, exit codes, and the commands that read runs (show, curves, compare,
+report).
+"""
 
 from __future__ import annotations
 
@@ -51,9 +53,8 @@ def failing(monkeypatch):
 def test_show_makes_the_tables_and_prints_the_csv(results, capsys, table):
     assert cli.main(["show", "first", "--table", table]) == 0
     written = capsys.readouterr()
-    assert (
-        written.out == (results / "first-1234" / f"{table}.csv").read_text() and written.err == ""
-    )
+    assert written.out == (results / "first-1234" / f"{table}.csv").read_text()
+    assert written.err == ""
     assert all((results / "first-1234" / f"{name}.csv").is_file() for name in NAMES)
 
 
@@ -70,16 +71,22 @@ def test_a_run_without_records_still_has_its_tables(results, tmp_path, capsys):
     assert cli.main(["curves", "first", "--out", str(tmp_path / "curves")]) == 0
     assert (tmp_path / "curves" / "acceptance-by-depth.png").is_file()
     capsys.readouterr()
-    for words in (["verify"], ["report"], ["predict", "--device", "a100"], ["compare", "second"]):
+    for words in (
+        ["check-run"],
+        ["report"],
+        ["predict", "--device", "a100"],
+        ["compare", "second"],
+    ):
         assert cli.main([words[0], "first", *words[1:]]) == 3
         assert "first-1234 holds tables only, no records" in capsys.readouterr().err
 
 
-def test_verify_accepts_a_run_whose_pictures_were_left_out(results, capsys):
+def test_check_run_accepts_a_run_whose_pictures_were_left_out(results, capsys):
     manifest = results / "second" / "manifest.json"
-    assert cli.main(["verify", "second"]) == 5 and "000000.png" in capsys.readouterr().out
+    assert cli.main(["check-run", "second"]) == 5
+    assert "000000.png" in capsys.readouterr().out
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"pictures_left_out": True}))
-    cli.main(["verify", "second"])
+    cli.main(["check-run", "second"])
     assert ".png" not in capsys.readouterr().out
 
 
@@ -94,11 +101,12 @@ def test_show_prints_from_a_read_only_run_with_a_warning_unless_quiet(results, c
     def fail(*_: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("lantern_bench.analysis.tables.write_atomically", fail)
+    monkeypatch.setattr("lantern_bench.utils.files.write_atomically", fail)
     assert cli.main(["show", "first"]) == 0
     written = capsys.readouterr()
     assert len(written.out.splitlines()) == 4
-    assert "warning:" in written.err and "Permission denied" in written.err
+    assert "warning:" in written.err
+    assert "Permission denied" in written.err
     for typed in (["show", "first", "-q"], ["-q", "show", "first"]):
         assert cli.main(typed) == 0
         assert capsys.readouterr().err == ""
@@ -144,7 +152,7 @@ def test_usage_errors(results, refuse, typed, word):
         ["sweep", "--out", "9" * 5000],
         ["sweep", "--model", "9" * 5000 + ".yaml"],
         ["sweep", "--prompts", "coco:" + "9" * 5000 + ".json"],
-        ["verify", "9" * 5000],
+        ["check-run", "9" * 5000],
         ["merge", "9" * 5000],
     ],
 )
@@ -183,22 +191,22 @@ def test_interruption_exits_130(failing, monkeypatch):
 def test_curves_print_the_files_they_write(results, capsys):
     assert cli.main(["curves", "first"]) == 0
     printed = {Path(line) for line in capsys.readouterr().out.splitlines()}
-    assert printed == set((results / "first-1234" / "figures").iterdir()) and len(printed) > 9
+    assert printed == set((results / "first-1234" / "figures").iterdir())
+    assert len(printed) > 9
 
 
 def test_curves_of_several_runs_share_the_axes(results, monkeypatch):
     drawn = []
-    monkeypatch.setattr(
-        "lantern_bench.report.draw.draw_curves", lambda *arguments: drawn.append(arguments) or []
-    )
+
+    def draw(**arguments):
+        drawn.append(arguments)
+        return []
+
+    monkeypatch.setattr("lantern_bench.report.draw.draw_curves", draw)
     assert cli.main(["curves", "first", "second", "--out", "both"]) == 0
-    ((runs, folder, by, cells, width),) = drawn
-    assert (
-        [run.name for run in runs] == ["first-1234", "second"]
-        and folder == Path("both")
-        and by == "mode"
-    )
-    assert cells == [] and width == "two"
+    [arguments] = drawn
+    assert [run.name for run in arguments.pop("runs")] == ["first-1234", "second"]
+    assert arguments == {"folder": Path("both"), "by": "mode", "cells": [], "width": "two"}
 
 
 def test_compare_prints_effects_and_verdicts(results, capsys):
@@ -251,10 +259,8 @@ def test_recommend_names_the_fastest_cell_in_every_format(results, capsys, form)
         == 0
     )
     written = capsys.readouterr()
-    assert (
-        all(word in written.out for word in ("lambda2", "keeps", "lossless"))
-        and "keep clip_score_vs_ar >= -0.01" in written.err
-    )
+    assert all(word in written.out for word in ("lambda2", "keeps", "lossless"))
+    assert "keep clip_score_vs_ar >= -0.01" in written.err
 
 
 def test_recommend_refuses_a_run_without_the_figure(results, refuse):
@@ -268,7 +274,8 @@ def test_compare_needs_across_for_other_weights(results, capsys):
         (results / name / "manifest.json").write_text(json.dumps(written))
     assert cli.main(["compare", "first", "second"]) == 3
     written = capsys.readouterr()
-    assert written.out == "" and "--across weights" in written.err
+    assert written.out == ""
+    assert "--across weights" in written.err
     assert cli.main(["compare", "first", "second", "--across", "weights"]) == 0
     assert "warning: the runs differ in weights of lanterns/target" in capsys.readouterr().err
 
@@ -276,12 +283,12 @@ def test_compare_needs_across_for_other_weights(results, capsys):
 def test_report_writes_one_html_file(results, capsys):
     assert cli.main(["report", "first"]) == 0
     written = capsys.readouterr()
-    assert (
-        written.out.strip() == str(results / "first-1234" / "report.html") and "MB" in written.err
-    )
+    assert written.out.strip() == str(results / "first-1234" / "report.html")
+    assert "MB" in written.err
     out = results / "both.html"
     assert cli.main(["-q", "report", "first", "second", "--out", str(out)]) == 0
-    assert capsys.readouterr().err == "" and "second: AR" in out.read_text(encoding="utf-8")
+    assert capsys.readouterr().err == ""
+    assert "second: AR" in out.read_text(encoding="utf-8")
 
 
 def test_experiments_lists_shipped_experiments(capsys):
@@ -298,10 +305,13 @@ def test_version_and_help(capsys):
         [sys.executable, "-m", "lantern_bench", "--version"], check=True, capture_output=True
     )
     assert module.stdout.decode().startswith("lantern-bench ")
-    assert cli.main([]) == 2 and "Usage: lantern-bench" in capsys.readouterr().err
+    assert cli.main([]) == 2
+    assert "Usage: lantern-bench" in capsys.readouterr().err
     assert cli.main(["--help"]) == 0
     shown = capsys.readouterr().out
-    assert "Exit codes" in shown and "show" in shown and "\x1b" not in shown
+    assert "Exit codes" in shown
+    assert "show" in shown
+    assert "\x1b" not in shown
 
 
 def commands() -> dict[tuple[str, ...], Any]:
@@ -323,10 +333,8 @@ def flags_shown(capsys, *typed: str) -> set[str]:
 def test_rarely_used_flags_are_shown_by_help_all(capsys):
     often = flags_shown(capsys, "sweep", "--help")
     every = flags_shown(capsys, "sweep", "--help-all")
-    assert (
-        often < every
-        and {"--neighbour-metric", "--worker-timeout", "--pool-devices"} <= every - often
-    )
+    assert often < every
+    assert {"--neighbour-metric", "--worker-timeout", "--pool-devices"} <= every - often
     assert {"--delta", "--images", "--seed"} <= often
     assert flags_shown(capsys, "show", "--help") == flags_shown(capsys, "show", "--help-all")
 
@@ -345,7 +353,8 @@ def test_help_shows_options_in_groups_with_what_their_values_are(capsys):
     ):
         assert f"  {flag} " in shown
     examples = re.findall("^  lantern-bench (sweep .*)$", shown, flags=re.MULTILINE)
-    assert len(examples) == 2 and cli.main([*examples[0].split(), "--dry-run"]) == 0
+    assert len(examples) == 2
+    assert cli.main([*examples[0].split(), "--dry-run"]) == 0
     for path, command in commands().items():
         assert cli.main([*path, "--help"]) == 0
         shown = capsys.readouterr().out

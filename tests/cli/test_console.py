@@ -1,4 +1,6 @@
-"""The console: data on stdout, words on stderr, plain text where there is no terminal, and nothing ever cut."""
+"""The console: data on stdout, words on stderr, plain text where there is no terminal, and nothing
+ever cut.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,8 @@ def test_a_pipe_gets_csv_and_a_terminal_a_table(summary):
     assert err.getvalue() == ""
     drawn, out, _ = console(terminal=True)
     drawn.table(summary, "summary", title="a run")
-    assert "a run" in out.getvalue() and "2.09x [1.98, 2.21]" in out.getvalue()
+    assert "a run" in out.getvalue()
+    assert "2.09x [1.98, 2.21]" in out.getvalue()
     assert ESCAPE in out.getvalue()
 
 
@@ -100,9 +103,8 @@ def test_the_summary_of_the_default_sweep_fits_a_hundred_columns(monkeypatch):
     assert (
         sum(line.split()[-3:] == ["lossless", "MAL", "distance"] for line in map(plain, lines)) == 1
     )
-    assert "disturbed" not in plain(lines[1]) + plain(lines[2]) and any(
-        "4 of 4 images disturbed" in line for line in lines
-    )
+    assert "disturbed" not in plain(lines[1]) + plain(lines[2])
+    assert any("4 of 4 images disturbed" in line for line in lines)
 
 
 def plain(line: str) -> str:
@@ -123,7 +125,8 @@ def test_no_escape_codes_with_no_color_or_dumb_terminal(summary, monkeypatch, na
     with drawn.progress() as progress:
         progress.share("images", 1, 2)
     drawn.warn("careful")
-    assert "2.09x" in out.getvalue() and "images" in err.getvalue()
+    assert "2.09x" in out.getvalue()
+    assert "images" in err.getvalue()
     assert ESCAPE not in out.getvalue() + err.getvalue()
 
 
@@ -148,7 +151,8 @@ def test_nothing_is_cut_on_a_narrow_terminal(monkeypatch, name, columns):
         for cell in row
         if "[" in cell
     ]
-    assert intervals and all(cell in out.getvalue() for cell in intervals)
+    assert intervals
+    assert all(cell in out.getvalue() for cell in intervals)
 
 
 def test_a_table_in_a_pipe_is_as_wide_as_it_needs_to_be():
@@ -174,10 +178,12 @@ def test_markdown_and_latex(summary):
     lines = out.getvalue().splitlines()
     assert lines[0] == "**a run**"
     table = [line for line in lines if line.startswith("|")]
-    assert len(table) == 2 + len(summary) and len({line.count(" | ") for line in table}) == 1
+    assert len(table) == 2 + len(summary)
+    assert len({line.count(" | ") for line in table}) == 1
     written, out, _ = console()
     written.table(summary.assign(method="50%_x"), "summary", format="latex")
-    assert r"50\%\_x" in out.getvalue() and r"\end{tabular}" in out.getvalue()
+    assert r"50\%\_x" in out.getvalue()
+    assert r"\end{tabular}" in out.getvalue()
 
 
 def test_quiet_leaves_errors_alone(clock):
@@ -243,7 +249,8 @@ def test_a_terminal_gets_bars_with_messages_above():
         console_.warn("the machine slowed down")
     console_.say("finished")
     text = err.getvalue()
-    assert "4/4" in text and "mal 2.5" in text
+    assert "4/4" in text
+    assert "mal 2.5" in text
     assert "warning: the machine slowed down" in text
     assert text.endswith("finished\n")
     assert out.getvalue() == ""

@@ -70,7 +70,7 @@ TYPED = [
     ],
     ["check-model", "tiny"],
     ["doctor"],
-    ["verify", "first"],
+    ["check-run", "first"],
     ["train", "drafter", "--target", "lanterns", "--data", "held-out", "--dry-run"],
 ]
 
@@ -164,7 +164,10 @@ def test_a_table_in_all_formats(
         assert "internal" not in written.err, written.err
         printed[name] = written.out
     rows = json.loads(printed["json"])
-    assert rows and len(list(csv.reader(io.StringIO(printed["csv"])))) == 1 + len(rows)
+    assert rows
+    assert len(list(csv.reader(io.StringIO(printed["csv"])))) == 1 + len(rows)
     lines = [line.replace("\\|", "") for line in printed["md"].splitlines() if line.startswith("|")]
-    assert len(lines) > 2 and len({line.count("|") for line in lines}) == 1
-    assert r"\end{tabular}" in printed["latex"] and len(printed["table"].splitlines()) > 2
+    assert len(lines) > 2
+    assert len({line.count("|") for line in lines}) == 1
+    assert r"\end{tabular}" in printed["latex"]
+    assert len(printed["table"].splitlines()) > 2

@@ -35,7 +35,9 @@ def _models(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_logits_equal_recording(tmp_path: Path) -> None:
-    """Every prefix of the recorded prompts has recorded logits: those of the image's tokens, in the order of codes."""
+    """Every prefix of the recorded prompts has recorded logits: those of the image's tokens, in the
+    order of codes.
+    """
     expected = load_file(RECORDING / "chameleon_expected.safetensors")
     stated = json.loads((RECORDING / "config.json").read_text())
     codes = list(
@@ -65,11 +67,12 @@ def test_logits_equal_recording(tmp_path: Path) -> None:
                 logits=True,
             )
             for image, wanted in zip(images, recorded[:, length - 1], strict=True):
-                assert image.picture is None and image.logits is not None
-                assert image.tokens.shape == (6,) and image.logits.shape == (6, len(codes))
-                assert (image.logits[0] - wanted).abs().max() < 2e-4 and image.tokens[
-                    0
-                ] == wanted.argmax()
+                assert image.picture is None
+                assert image.logits is not None
+                assert image.tokens.shape == (6,)
+                assert image.logits.shape == (6, len(codes))
+                assert (image.logits[0] - wanted).abs().max() < 2e-4
+                assert image.tokens[0] == wanted.argmax()
 
 
 @pytest.mark.parametrize(("family", "tokens"), [("anole", 16), ("lumina-mgpt", 20)])
@@ -95,7 +98,8 @@ def test_pictures_in_every_mode(
         cli.main(["generate", "a red lantern", "--model", str(model), "--mode", "all", *flags]) == 0
     )
     rows = json.loads(capsys.readouterr().out)
-    assert len(rows) == 2 * len(MODES) and {row["tokens"] for row in rows} == {tokens}
+    assert len(rows) == 2 * len(MODES)
+    assert {row["tokens"] for row in rows} == {tokens}
     drawn = Image.open(picture)
     assert drawn.size == (len(MODES) * 8, 14 + 2 * 8)
     labels = [drawn.crop((left, 0, left + 8, 14)).tobytes() for left in range(0, drawn.width, 8)]
@@ -105,9 +109,8 @@ def test_pictures_in_every_mode(
     assert all(row["distance"] is not None for row in rows)
     (image,) = lantern_bench.decode(golden_models.load(model), "a red lantern", mode="speculative")
     lines = image.tokens.reshape(4, -1)
-    assert (lines[:, :4] < tiny_chameleon.CODES).all() and (
-        lines[:, 4:] == tiny_chameleon.CODES
-    ).all()
+    assert (lines[:, :4] < tiny_chameleon.CODES).all()
+    assert (lines[:, 4:] == tiny_chameleon.CODES).all()
 
 
 @pytest.mark.parametrize(("name", "rows"), [("anole-7b", 8192), ("lumina-mgpt-7b-768", 8193)])

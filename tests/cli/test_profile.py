@@ -1,4 +1,6 @@
-"""`lantern-bench profile` on a random model: the parts of a step add up, and usage errors are refused."""
+"""`lantern-bench profile` on a random model: the parts of a step add up, and usage errors are
+refused.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ from lantern_bench.profile import tree_search
 from lantern_bench.profile.cost_model import STACKS, Setting, named_draft, step_seconds
 from lantern_bench.profile.device_specs import find_device
 from lantern_bench.profile.tree_search import SEARCHED, describe, searched_lossless
-from lantern_bench.sweep import choose_threads
+from lantern_bench.sweeps import choose_threads
 from lantern_bench.utils.progress import Note
 from tests.helpers.tiny_model import TinyModel
 
@@ -56,14 +58,16 @@ def test_random_model_is_measured(measured: Path) -> None:
     forwards = table[table["what"] == "forward"]
     steps = table[table["what"] == "step"]
     assert forwards["nodes"].tolist() == [1, 8, 16, 32, 64]
-    assert steps["name"].tolist() == ["ar", "small-7"] and steps["nodes"].tolist() == [1, 8]
+    assert steps["name"].tolist() == ["ar", "small-7"]
+    assert steps["nodes"].tolist() == [1, 8]
     parts = steps[["draft_ms", "target_ms", "verify_ms", "other_ms"]].sum(axis=1)
     assert (parts - steps["milliseconds"]).abs().max() < 0.01
     assert (forwards["bound_ms"] > 0).all()
     ratio = forwards["over_bound"] * forwards["bound_ms"] / forwards["milliseconds"]
     assert ((ratio - 1).abs() < 0.05).all()
     drafted = steps[steps["name"] != "ar"]
-    assert (drafted["break_even_mal"] > 1).all() and (drafted["draft_ms"] > 0).all()
+    assert (drafted["break_even_mal"] > 1).all()
+    assert (drafted["draft_ms"] > 0).all()
     assert steps["mean_accepted_length"].isna().all()  # undefined for random weights
     assert (steps["accounted_memory_mb"] > 0).all()
 
@@ -71,8 +75,10 @@ def test_random_model_is_measured(measured: Path) -> None:
 def test_saved_device_reproduces_what_it_was_fitted_to(measured: Path) -> None:
     device = find_device(str(measured / "here.yaml"))
     assert (device.name, device.kind, device.code) == ("here", "cpu", "eager")
-    assert device.weight_bytes in (2, 4) and device.about
-    assert set(device.target_factors) == {1, 8} and device.sources[0].startswith("fitted to ")
+    assert device.weight_bytes in (2, 4)
+    assert device.about
+    assert set(device.target_factors) == {1, 8}
+    assert device.sources[0].startswith("fitted to ")
     steps = pd.read_csv(measured / "profile.csv").query("what == 'step'").set_index("name")
     sizes = read_size("2x64x64x4")
     step = step_seconds(
@@ -105,9 +111,12 @@ def test_threads_are_tried_unless_they_are_given(
     monkeypatch.setattr(threads, "calibrate", lambda *_: Calibrated(1, {1: 2.0, 4: 3.0}, 0.3))
     monkeypatch.setattr("lantern_bench.profile.step_costs.measure", lambda *_: [])
     try:
-        assert cli.main([*TYPED, "--threads", "1"]) == 0 and not tried
+        assert cli.main([*TYPED, "--threads", "1"]) == 0
+        assert not tried
         torch.set_num_threads(2)
-        assert cli.main(TYPED) == 0 and tried == [[False, True]] and torch.get_num_threads() == 1
+        assert cli.main(TYPED) == 0
+        assert tried == [[False, True]]
+        assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(before)
     assert "speed cannot be measured now" in capsys.readouterr().err
@@ -166,7 +175,8 @@ def test_every_mode_and_rule_is_searched(
     tables = [pd.read_csv(StringIO("tree," + text)) for text in written.out.split("tree,")[1:]]
     assert len(tables) == 4
     for table in tables:
-        assert table["speedup"].is_monotonic_decreasing and 2 <= len(table) <= 9
+        assert table["speedup"].is_monotonic_decreasing
+        assert 2 <= len(table) <= 9
         length = table["mean_accepted_length"]
         assert (
             length / table["speedup"] * table["ar_ms"] / table["milliseconds"] - 1
@@ -235,7 +245,8 @@ def test_without_a_mode_every_lossless_method_is_searched(
     assert names >= {"scd jacobi strict", "sjd-pac pac strict", "hybrid hybrid strict"}
     assert not {"speculative dynamic block", "scd jacobi block"} & names
     # On a chain traversal is block.
-    assert "speculative static traversal" in names and "sjd jacobi traversal" not in names
+    assert "speculative static traversal" in names
+    assert "sjd jacobi traversal" not in names
 
 
 @pytest.mark.usefixtures("tiny")

@@ -1,4 +1,6 @@
-"""`reproduce` and `score` from end to end on the bundled model: pictures, scores, manifest, comparison."""
+"""`reproduce` and `score` from end to end on the bundled model: pictures, scores, manifest,
+comparison.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Finished]:
         patch.delenv("LANTERN_BENCH_WEIGHTS", raising=False)
         (folder / "table.yaml").write_text(TABLE)
         patch.setattr(
-            "lantern_bench.sweep.decoder._MAX_ATTEMPTS", 1
+            "lantern_bench.sweeps.decoder._MAX_ATTEMPTS", 1
         )  # not again for images that a busy machine disturbed
         out = io.StringIO()
         err = io.StringIO()
@@ -108,7 +110,8 @@ def test_a_run_has_all_its_files_and_says_nothing_else(finished: Finished) -> No
     assert files == {"manifest.json", "records.jsonl", "scores.jsonl", "images"} | tables
     summary = pd.read_csv(finished.folder / "summary.csv")
     assert summary.loc[0, ["speedup", "mean_accepted_length"]].tolist() == [1.0, 1.0]
-    assert (summary["failed"] == 0).all() and (summary["images"] == 2).all()
+    assert (summary["failed"] == 0).all()
+    assert (summary["images"] == 2).all()
     assert (summary["mean_accepted_length"] >= 1).all()
 
 
@@ -117,7 +120,8 @@ def test_manifest_has_no_paths_and_resolves_again(
 ) -> None:
     manifest = read_manifest(run)
     text = json.dumps(manifest)
-    assert str(run.parent) not in text and str(Path.home()) + "/" not in text
+    assert str(run.parent) not in text
+    assert str(Path.home()) + "/" not in text
     assert set(manifest["key"]["weights"]) == {
         "lanterns/target",
         "lanterns/drafter",
@@ -142,29 +146,25 @@ def test_reproduce_compares_both_residuals_with_the_paper(finished: Finished) ->
         for residual in ("exact", "official")
     ]
     for _, row in relaxed[relaxed["paper_row"] == "its rule"].iterrows():
-        assert (
-            row["published"] == 3.5
-            and row["source"] == "the abstract"
-            and row["confidence"] == "paper"
-        )
+        assert row["published"] == 3.5
+        assert row["source"] == "the abstract"
+        assert row["confidence"] == "paper"
         assert row["difference"] == pytest.approx(row["ours"] - 3.5, abs=1e-5)
         assert row["ours_low"] <= row["ours"] <= row["ours_high"]
     empty = listed[listed["paper_row"] == "a row to fill"]
-    assert (
-        empty["published"].isna().all()
-        and empty["note"].str.contains("no published figure could be had").all()
-    )
+    assert empty["published"].isna().all()
+    assert empty["note"].str.contains("no published figure could be had").all()
     assert empty.loc[empty["figure"] == "mean_accepted_length", "ours"].notna().all()
     uncovered = listed[listed["paper_row"] == "another method"]
-    assert uncovered["published"].tolist() == [2.5] and uncovered["cell_id"].isna().all()
+    assert uncovered["published"].tolist() == [2.5]
+    assert uncovered["cell_id"].isna().all()
     assert uncovered["note"].tolist() == ["no mode of ours covers this row"]
     clip = listed[(listed["figure"] == "clip_score") & listed["published"].notna()]
-    assert (
-        clip["difference"].isna().all()
-        and clip["measured_by"].str.startswith("lanterns-clip@").all()
-    )
+    assert clip["difference"].isna().all()
+    assert clip["measured_by"].str.startswith("lanterns-clip@").all()
     accuracy = listed[listed["figure"] == "prompt_accuracy"]
-    assert len(accuracy) == 5 and accuracy["ours"].between(0, 1).all()
+    assert len(accuracy) == 5
+    assert accuracy["ours"].between(0, 1).all()
 
 
 def test_reproduce_needs_the_name_of_a_table(capsys: pytest.CaptureFixture[str]) -> None:
@@ -175,7 +175,9 @@ def test_reproduce_needs_the_name_of_a_table(capsys: pytest.CaptureFixture[str])
 def test_reproduce_names_what_is_not_comparable(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The same command again decodes nothing and shows the same; in a table the remarks stand below it."""
+    """The same command again decodes nothing and shows the same; in a table the remarks stand below
+    it.
+    """
     assert cli.main(["reproduce", "table.yaml", "--out", str(run), "--format", "md"]) == 0
     written = capsys.readouterr()
     for sentence in (
@@ -188,7 +190,9 @@ def test_reproduce_names_what_is_not_comparable(
     ):
         assert sentence in written.out
     assert "10 images kept, 0 to do" in written.err
-    assert "| its rule |" in written.out and "3.50" in written.out and "(none)" in written.out
+    assert "| its rule |" in written.out
+    assert "3.50" in written.out
+    assert "(none)" in written.out
 
 
 def test_a_run_is_scored_again_by_its_protocol(
@@ -198,7 +202,8 @@ def test_a_run_is_scored_again_by_its_protocol(
     records = (run / "records.jsonl").read_bytes()
     tokens = sum(row["level"] == "tokens" for row in before)
     assert cli.main(["score", str(run)]) == 0
-    assert "nothing to add" in capsys.readouterr().err and read_scores(run) == before
+    assert "nothing to add" in capsys.readouterr().err
+    assert read_scores(run) == before
     assert cli.main(["score", str(run), "--again", "--fid-infinity"]) == 0
     written = capsys.readouterr()
     listed = pd.read_csv(io.StringIO(written.out))

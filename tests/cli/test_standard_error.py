@@ -1,4 +1,6 @@
-"""Standard error has our own lines only: commands and calls in a process of their own, as a user runs them."""
+"""Standard error has our own lines only: commands and calls in a process of their own, as a user
+runs them.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,8 @@ import re
 import subprocess
 import sys
 
-# Of torch 2.11 on a GPU, word for word, two warnings to silence; and in each step a line of our own to show.
+# Of torch 2.11 on a GPU, word for word, two warnings to silence; and in each step a line of our own
+# to show.
 SCRIPT = """
 import sys, warnings
 import torch
@@ -38,20 +41,22 @@ def stderr_of(*words: str, **variables: str) -> list[str]:
 
 
 def test_standard_error_has_our_own_lines_only() -> None:
-    """Compiling with a CUDA toolkit and no GPU, warnings of a GPU, a feature extractor, and a profile."""
+    """Compiling with a CUDA toolkit and no GPU, warnings of a GPU, a feature extractor, and a
+    profile.
+    """
     lines = stderr_of("-c", SCRIPT, CUDA_HOME="/tmp", CUDA_VISIBLE_DEVICES="")
-    assert lines[0].endswith("compiled") and lines[1].endswith("UserWarning: warned")
+    assert lines[0].endswith("compiled")
+    assert lines[1].endswith("UserWarning: warned")
     first = lines.index("features")
     assert first <= 3, lines[:first]  # the warning may show its line of code
     ours = re.compile(r"cpu: reads .* of this model|measuring (memory|forwards|steps)(: \d+%.*)?")
-    assert (
-        lines[first + 1 :]
-        and [line for line in lines[first + 1 :] if not ours.fullmatch(line)] == []
-    )
+    assert lines[first + 1 :]
+    assert [line for line in lines[first + 1 :] if not ours.fullmatch(line)] == []
 
 
 def test_torch_names_a_missing_gpu_without_us() -> None:
     shown = stderr_of(
         "-c", "import torch.utils.cpp_extension", CUDA_HOME="/tmp", CUDA_VISIBLE_DEVICES=""
     )
-    assert len(shown) == 1 and "No CUDA runtime is found" in shown[0]
+    assert len(shown) == 1
+    assert "No CUDA runtime is found" in shown[0]

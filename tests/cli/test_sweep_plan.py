@@ -6,7 +6,6 @@ The family is the bundled one; its weights are never opened.
 from __future__ import annotations
 
 import io
-import json
 from pathlib import Path
 
 import pandas as pd
@@ -46,12 +45,12 @@ def test_the_default_plan(capsys, here):
     written = capsys.readouterr()
     listed = pd.read_csv(io.StringIO(written.out))
     assert listed["cell"].tolist()[:2] == ["ar-t1", "ar-t0"]
-    assert len(listed) == 12 and set(listed["images"]) == {6} and set(listed["done"]) == {0}
-    assert (
-        "run: results/lanterns-" in written.err
-        and "72 to do" in written.err
-        and "unknown" in written.err
-    )
+    assert len(listed) == 12
+    assert set(listed["images"]) == {6}
+    assert set(listed["done"]) == {0}
+    assert "run: results/lanterns-" in written.err
+    assert "72 to do" in written.err
+    assert "unknown" in written.err
     assert list(here.iterdir()) == []
 
 
@@ -147,6 +146,7 @@ def test_plan_counts_finished_images_and_estimates_time(capsys, here):
     capsys.readouterr()
     from lantern_bench.models.families.lanterns.description import HELD_OUT
     from lantern_bench.prompts.prompt import Prompt
+    from lantern_bench.storage.records import line_of
 
     key = {"prompt_id": Prompt(HELD_OUT[0].caption()).id, "repeat": 0}
     row = {
@@ -158,7 +158,7 @@ def test_plan_counts_finished_images_and_estimates_time(capsys, here):
         **key,
     }
     (here / "run").mkdir()
-    (here / "run" / "records.jsonl").write_text(json.dumps(row) + "\n")
+    (here / "run" / "records.jsonl").write_bytes(line_of(row))
     assert (
         cli.main(
             [
@@ -280,11 +280,11 @@ def test_models_are_listed_with_their_licence(capsys):
     assert cli.main(["models"]) == 0
     listed = pd.read_csv(io.StringIO(capsys.readouterr().out))
     (row,) = listed[listed["model"] == "lanterns"].to_dict("records")
-    assert row["licence"] == "Apache-2.0" and "chain-4" in row["defaults"]
+    assert row["licence"] == "Apache-2.0"
+    assert "chain-4" in row["defaults"]
     weights = load_file(WEIGHTS_FOLDER / FILES["target"])
-    assert row["tokens"] == 256 and row["parameters_m"] == round(
-        sum(part.size for part in weights.values()) / 1e6
-    )
+    assert row["tokens"] == 256
+    assert row["parameters_m"] == round(sum(part.size for part in weights.values()) / 1e6)
     # Of every model: its size, its files, and where those that are not here come from.
     assert listed[["parameters_m", "tokens"]].notna().all(axis=None)
     published = listed[listed["files"].notna()]
@@ -302,12 +302,9 @@ def test_one_model_is_shown_with_its_parts_and_memory(capsys, monkeypatch, tmp_p
     assert cli.main(["models", "llamagen-t2i-stage1"]) == 0
     written = capsys.readouterr()
     listed = pd.read_csv(io.StringIO(written.out))
-    assert (
-        set(listed["part"]) == {"target", "tokenizer", "drafter", "text_encoder"}
-        and not listed["found"].any()
-    )
-    assert (
-        "missing: target, " in written.err
-        and "lantern-bench weights get llamagen-t2i-stage1" in written.err
-    )
-    assert "memory needed: " in written.err and "free here: " in written.err
+    assert set(listed["part"]) == {"target", "tokenizer", "drafter", "text_encoder"}
+    assert not listed["found"].any()
+    assert "missing: target, " in written.err
+    assert "lantern-bench weights get llamagen-t2i-stage1" in written.err
+    assert "memory needed: " in written.err
+    assert "free here: " in written.err

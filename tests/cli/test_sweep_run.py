@@ -43,7 +43,8 @@ def test_a_busy_processor_is_named_before_the_first_image(
         for note in Calibrated(1, {1: 4.0, 2: 5.0}, lost).notes():
             show_events(console, progress)(note)
     written = capsys.readouterr().err
-    assert written.startswith(warning) and bool(written) == bool(warning)
+    assert written.startswith(warning)
+    assert bool(written) == bool(warning)
 
 
 def test_sweep_prints_its_run_directory_first_and_last(tiny, capsys) -> None:
@@ -52,7 +53,8 @@ def test_sweep_prints_its_run_directory_first_and_last(tiny, capsys) -> None:
     (run,) = Path("results").iterdir()
     lines = written.err.splitlines()
     assert lines[0] == lines[-1] == f"run: {run}"
-    assert any(line.startswith("images: 18 of 18") for line in lines) and "mal " in written.err
+    assert any(line.startswith("images: 18 of 18") for line in lines)
+    assert "mal " in written.err
     assert "s/image" in written.err
     assert len(pd.read_csv(io.StringIO(written.out))) == 6
 
@@ -66,7 +68,9 @@ def test_same_command_resumes_unless_no_resume(tiny, tiny_run, capsys) -> None:
     keys = {row["record_key"] for row in read_records(Path("run")) if row["mode"] == "ar"}
     assert cli.main([*ONE_CELL, "--no-resume", "--format", "table"]) == 0
     written = capsys.readouterr().out
-    assert "speedup" in written and "1.00x" in written and "needs 3 processes" in written
+    assert "speedup" in written
+    assert "1.00x" in written
+    assert "needs 3 processes" in written
     assert {row["record_key"] for row in read_records(Path("run-2"))} == keys
 
 
@@ -75,10 +79,12 @@ def test_failed_images_exit_4_and_are_retried(tiny, capsys) -> None:
     typed = [*SWEEP, "--prompts", "broken.txt", "--out", "run"]
     assert cli.main(typed) == 4
     written = capsys.readouterr()
-    assert "6 of 18 images failed" in written.err and "RuntimeError: no memory left" in written.err
+    assert "6 of 18 images failed" in written.err
+    assert "RuntimeError: no memory left" in written.err
     assert "Traceback" not in written.err
     listed = pd.read_csv(io.StringIO(written.out))
-    assert set(listed["failed"]) == {1} and set(listed["images"]) == {2}
+    assert set(listed["failed"]) == {1}
+    assert set(listed["images"]) == {2}
     assert cli.main(typed) == 4
     assert "12 images kept, 6 to do" in capsys.readouterr().err
     Path("broken.txt").write_text("broken\n")
@@ -92,10 +98,8 @@ def test_neighbour_space_is_part_of_the_record_key(tiny, capsys) -> None:
     assert cli.main([*typed, "--out", "b", "--neighbour-space", "normalised"]) == 0
     published = read_manifest(Path("a"))
     other = read_manifest(Path("b"))
-    assert (
-        "neighbour_space" not in published["experiment"]
-        and "tiny/neighbours" not in published["key"]["weights"]
-    )
+    assert "neighbour_space" not in published["experiment"]
+    assert "tiny/neighbours" not in published["key"]["weights"]
     assert other["experiment"]["neighbour_space"] == "normalised"
     assert other["key"]["weights"]["tiny/neighbours"] == "normalised"
     keys = [{row["record_key"] for row in read_records(Path(run))} for run in "ab"]
@@ -114,7 +118,8 @@ def test_records_and_manifest_name_the_prompt_source(tiny) -> None:
     prompts = {row["prompt_source"]: row["prompt"] for row in read_records(Path("run"))}
     assert prompts == {"coco:9": "one red lantern", "coco:10": "two blue lanterns"}
     described = read_manifest(Path("run"))["prompts"]
-    assert described["set"] == "coco:captions.json" and described["prompts"] == 2
+    assert described["set"] == "coco:captions.json"
+    assert described["prompts"] == 2
     assert len(described["file_sha256"]) == 64
 
 
@@ -171,7 +176,9 @@ def test_a_text_encoder_that_fails_leaves_no_run(
     with_text_encoder(tiny, prepare)
     assert cli.main(ONE_CELL) == code
     written = capsys.readouterr()
-    assert message in written.err and written.out == "" and not Path("run").exists()
+    assert message in written.err
+    assert written.out == ""
+    assert not Path("run").exists()
 
 
 # ---- generate
@@ -193,7 +200,8 @@ def test_generate_with_a_failing_model_exits_4(tiny, capsys) -> None:
     assert (
         cli.main(["generate", "broken", "--model", "tiny", "--mode", "ar", "--out", "a.png"]) == 4
     )
-    assert "RuntimeError" in capsys.readouterr().err and not Path("a.png").exists()
+    assert "RuntimeError" in capsys.readouterr().err
+    assert not Path("a.png").exists()
 
 
 def test_generate_decodes_all_modes_that_the_model_has_the_parts_for(

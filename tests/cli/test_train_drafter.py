@@ -86,16 +86,18 @@ def test_captions_alone_are_sampled_and_drafter_is_written(
     config = json.loads(Path("out/config.json").read_text())
     assert (config["hidden_size"], config["num_hidden_layers"], config["vocab_size"]) == (32, 1, 32)
     log = pd.read_csv("out/log.csv")
-    assert tuple(log.columns) == COLUMNS and list(log["step"]) == [6]
-    assert log["mal"].notna().all() and (log["mal_images"] == 2).all() and (log["lr"] > 0).all()
+    assert tuple(log.columns) == COLUMNS
+    assert list(log["step"]) == [6]
+    assert log["mal"].notna().all()
+    assert (log["mal_images"] == 2).all()
+    assert (log["lr"] > 0).all()
     header, row = written.out.splitlines()
     report = json.loads(Path("out/training_report.json").read_text())
-    assert header.startswith("drafter,one_minus_tv,tree,images,mal") and row.startswith("trained,")
-    assert (
-        report["steps"] == 6
-        and report["recipe"]["batch"] == 2
-        and report["decoding"]["cfg_scale"] == 2.0
-    )
+    assert header.startswith("drafter,one_minus_tv,tree,images,mal")
+    assert row.startswith("trained,")
+    assert report["steps"] == 6
+    assert report["recipe"]["batch"] == 2
+    assert report["decoding"]["cfg_scale"] == 2.0
     assert 1 <= report["drafters"]["trained"]["mal"] <= 6
     assert "wrote out; use it: --model out/model.yaml" in written.err
     assert "sampling from the target: 100%" in written.err
@@ -107,8 +109,10 @@ def test_trained_drafter_is_a_model_for_every_command(
     assert run("--data", "all", "--images", "8") == 0
     loaded = model_of("out/model.yaml").load(CPU, torch.float32)
     state = loaded.drafter.state_dict()  # type: ignore[union-attr]
-    assert torch.equal(state["fc.weight"], weights()["fc.weight"]) and loaded.drafter.mask_padding  # type: ignore[union-attr]
-    assert loaded.weights["target"] == "a" * 64 and len(loaded.weights["drafter"]) == 64
+    assert torch.equal(state["fc.weight"], weights()["fc.weight"])
+    assert loaded.drafter.mask_padding
+    assert loaded.weights["target"] == "a" * 64
+    assert len(loaded.weights["drafter"]) == 64
     assert model_of("out/model.yaml").defaults["cfg_scale"] == 2.0
     Path("e.yaml").write_text(
         "name: e\nmodel: out/model.yaml\nprompts: all\nimages: 2\nmetrics: [speed]\ncompile: false\n"
@@ -116,7 +120,8 @@ def test_trained_drafter_is_a_model_for_every_command(
     )
     assert main(["sweep", "e.yaml", "--out", "run"]) == 0
     records = read_records(Path("run"))
-    assert {record["status"] for record in records} == {"ok"} and len(records) == 4
+    assert {record["status"] for record in records} == {"ok"}
+    assert len(records) == 4
 
 
 def test_drafter_starts_from_another_and_is_compared_with_it(
@@ -172,7 +177,8 @@ def test_pictures_with_captions_are_encoded_by_the_tokenizer(
             for path in sorted(Path("out/work").glob("tokens-*/*.safetensors"))
         ]
     )
-    assert tokens.shape == (12, 16) and int(tokens.max()) < 32
+    assert tokens.shape == (12, 16)
+    assert int(tokens.max()) < 32
     assert not torch.equal(tokens[:6], tokens[6:])
     (manifest,) = Path("out/work").glob("tokens-*/manifest.json")
     assert json.loads(manifest.read_text())["key"]["tokenizer"] == "b" * 64
@@ -213,19 +219,15 @@ def test_resumed_training_equals_an_uninterrupted_one(
     with monkeypatch.context() as patch:
         patch.setattr(drafter_run, "train", stop_after(5))
         assert run(*data) == 130
-    assert (
-        list(pd.read_csv("out/log.csv")["step"]) == [1, 2, 3, 4, 5]
-        and not Path("out/model.safetensors").exists()
-    )
+    assert list(pd.read_csv("out/log.csv")["step"]) == [1, 2, 3, 4, 5]
+    assert not Path("out/model.safetensors").exists()
     assert run(*data) == 0
     assert same(weights(), weights("whole"))
     logs = [pd.read_csv(f"{name}/log.csv") for name in ("out", "whole")]
     timing = ["seconds", "tokens_per_s"]
     pd.testing.assert_frame_equal(*(log.drop(columns=timing) for log in logs))
-    assert (
-        list(logs[0]["step"]) == [1, 2, 3, 4, 5, 6]
-        and list(logs[0]["mal"].notna()) == [False, False, True] * 2
-    )
+    assert list(logs[0]["step"]) == [1, 2, 3, 4, 5, 6]
+    assert list(logs[0]["mal"].notna()) == [False, False, True] * 2
 
     capsys.readouterr()
     assert run(*data, "--lr", "0.5") == 3
@@ -246,9 +248,12 @@ def test_dry_run_shows_the_plan_and_makes_nothing(
     written = capsys.readouterr()
     assert sorted(Path().rglob("*")) == before
     rows = dict(line.split(",", 1) for line in written.out.replace('"', "").splitlines())
-    assert rows["pictures encoded"] == "80 with mirror images" and rows["held out"] == "4 of 80"
-    assert rows["tokens"] == "1,280 (16 a picture)" and rows["steps"] == "57 of 4 sequences"
-    assert rows["epochs"] == "3" and rows["evaluations"].startswith("5 of 8 images")
+    assert rows["pictures encoded"] == "80 with mirror images"
+    assert rows["held out"] == "4 of 80"
+    assert rows["tokens"] == "1,280 (16 a picture)"
+    assert rows["steps"] == "57 of 4 sequences"
+    assert rows["epochs"] == "3"
+    assert rows["evaluations"].startswith("5 of 8 images")
 
 
 def test_published_target_is_planned_without_its_files(capsys: pytest.CaptureFixture[str]) -> None:
@@ -263,7 +268,8 @@ def test_published_target_is_planned_without_its_files(capsys: pytest.CaptureFix
     ]
     assert main(["train", "drafter", *arguments, "--format", "csv"]) == 0
     out = capsys.readouterr().out.replace('"', "")
-    assert "tokens,25,600,000 (256 a picture)" in out and "steps,475,000 of 4 sequences" in out
+    assert "tokens,25,600,000 (256 a picture)" in out
+    assert "steps,475,000 of 4 sequences" in out
 
 
 @pytest.mark.parametrize(
@@ -349,11 +355,9 @@ def test_errors_after_the_start(
     Path("broken/00.png").write_bytes(b"no picture")
     assert run(*arguments) == code
     written = capsys.readouterr()
-    assert (
-        message in written.err
-        and written.err.count("error:") == 1
-        and "Traceback" not in written.err
-    )
+    assert message in written.err
+    assert written.err.count("error:") == 1
+    assert "Traceback" not in written.err
     assert Path("out/model.safetensors").exists() == (code == 5)
 
 
@@ -362,12 +366,10 @@ def test_caption_file_and_recipe_file(tiny: TinyModel) -> None:
     Path("mine.yaml").write_text("base: lanterns\nlr: 3e-4\nnoise: 0.05\n")
     assert run("--data", "captions.jsonl", "--recipe", "mine.yaml", "--eval-prompts", "all") == 0
     recipe = json.loads(Path("out/training_report.json").read_text())["recipe"]
-    assert (
-        recipe["lr"] == 3e-4
-        and recipe["noise"] == 0.05
-        and recipe["levels"] == 3
-        and recipe["batch"] == 2
-    )
+    assert recipe["lr"] == 3e-4
+    assert recipe["noise"] == 0.05
+    assert recipe["levels"] == 3
+    assert recipe["batch"] == 2
 
 
 def test_llamagen_target_from_a_model_file(folder: Path) -> None:
@@ -405,7 +407,8 @@ def test_captions_without_their_text_encoder_exit_3(
         )
         == 3
     )
-    assert "text encoder" in capsys.readouterr().err and not Path("out/model.safetensors").exists()
+    assert "text encoder" in capsys.readouterr().err
+    assert not Path("out/model.safetensors").exists()
 
 
 def test_chameleon_target_from_a_model_file(folder: Path) -> None:
@@ -484,7 +487,8 @@ def test_two_processes_train_the_same_drafter_as_one(tiny: TinyModel, tmp_path: 
     ]
     streams = [worker.communicate(timeout=240) for worker in workers]
     assert [worker.returncode for worker in workers] == [0, 0], streams
-    assert streams[0][0] and not streams[1][0]
+    assert streams[0][0]
+    assert not streams[1][0]
     alone = weights("alone")
     both = weights("both")
     assert all(torch.allclose(alone[name], both[name], atol=1e-5) for name in KEYS)

@@ -1,4 +1,6 @@
-"""`train drafter` for models that none was published for, from captions alone; and what needs no drafter."""
+"""`train drafter` for models that none was published for, from captions alone; and what needs no
+drafter.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ QUICK += ["--eval-images", "2", "--final-images", "2", "--device", "cpu"]
 
 @pytest.fixture(params=[*WRITE, "python"])
 def hosted(request: pytest.FixtureRequest, folder: Path) -> str:
-    """A model file in the current folder: of a family here, or of one that transformers computes, with wide heads."""
+    """A model file in the current folder: of a family here, or of one that transformers computes,
+    with wide heads.
+    """
     if request.param == "python":
         write_model(folder, SHAPE._replace(side=3, head_dim=12)).rename("model.yaml")
     else:
@@ -66,13 +70,12 @@ def test_a_drafter_is_trained_and_decodes(hosted: str, capsys: pytest.CaptureFix
     typed += ["--set", "guided=true"] if hosted == "python" else []  # its head is not linear
     assert main(typed) == 0, capsys.readouterr().err
     report = json.loads(Path("drafter/training_report.json").read_text())
-    assert report["steps"] == 4 and 1 <= report["drafters"]["trained"]["mal"] <= 6
+    assert report["steps"] == 4
+    assert 1 <= report["drafters"]["trained"]["mal"] <= 6
     described = json.loads(Path("drafter/config.json").read_text())
     model = model_of("drafter/model.yaml").load(CPU, torch.float32)
-    assert (
-        described["vocab_size"] == model.target.config.embedded_tokens
-        and described["mask_padding"] is True
-    )  # type: ignore[attr-defined]
+    assert described["vocab_size"] == model.target.config.embedded_tokens
+    assert described["mask_padding"] is True
     images = []
     for shape in ({"mode": "ar"}, {"mode": "speculative", "tree": "small-7"}):
         greedy = Decoding(temperature=0, cfg_scale=3.0, **shape)
@@ -104,12 +107,14 @@ def test_a_drafter_is_trained_and_decodes(hosted: str, capsys: pytest.CaptureFix
         )
         == 0
     )
-    assert "lantern++" in capsys.readouterr().out and Path("one.png").is_file()
+    assert "lantern++" in capsys.readouterr().out
+    assert Path("one.png").is_file()
 
 
 def test_generate_needs_no_drafter(hosted: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", CAPTIONS[0], "--model", "model.yaml", "--out", "one.png"]) == 0
-    assert "scd" in capsys.readouterr().out and Path("one.png").is_file()
+    assert "scd" in capsys.readouterr().out
+    assert Path("one.png").is_file()
     space = "raw" if hosted == "emu3" else "normalised"
     assert model_of("model.yaml").load(CPU, torch.float32).neighbour_space == space
 
@@ -145,5 +150,7 @@ def test_packed_layers_give_the_same_tokens(hosted: str) -> None:
         generators=[torch.Generator()],
         keep_logits=True,
     )[0]
-    assert plain.logits is not None and packed.logits is not None
-    assert packed.tokens.equal(plain.tokens) and (packed.logits - plain.logits).abs().max() < 1e-3
+    assert plain.logits is not None
+    assert packed.logits is not None
+    assert packed.tokens.equal(plain.tokens)
+    assert (packed.logits - plain.logits).abs().max() < 1e-3

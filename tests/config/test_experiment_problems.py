@@ -1,4 +1,5 @@
-"""What is wrong with an experiment is expected at once, in plain words, with its place and what to type.
+"""What is wrong with an experiment is expected at once, in plain words, with its place and what to
+type.
 
 The words are compared in full where people will meet them most.
 """

@@ -171,7 +171,8 @@ def test_prompts_are_dealt_in_equal_shuffled_shares() -> None:
     plan = plan_of([Prompt(f"prompt {number}") for number in range(10)], images=10)
     plans = plan.deal(plan, 3, seed=0)
     shares = [list(dict.fromkeys(task.image_index for task in share.tasks)) for share in plans]
-    assert sorted(map(len, shares)) == [3, 3, 4] and sorted(chain(*shares)) == list(range(10))
+    assert sorted(map(len, shares)) == [3, 3, 4]
+    assert sorted(chain(*shares)) == list(range(10))
     assert shares[0] != [0, 3, 6, 9]
     assert all(
         [u.order_index for u in share.tasks] == sorted(u.order_index for u in share.tasks)
@@ -203,7 +204,8 @@ def test_several_batches_are_an_axis() -> None:
         batch: {(task.prompt.id, task.seed) for task in plan.tasks if task.cell.batch == batch}
         for batch in (1, 4)
     }
-    assert seeds[1] == seeds[4] and len(seeds[1]) == 6
+    assert seeds[1] == seeds[4]
+    assert len(seeds[1]) == 6
 
 
 def test_a_single_batch_size_changes_no_id() -> None:

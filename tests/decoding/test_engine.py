@@ -1,4 +1,6 @@
-"""Compiled steps give the tokens of steps as they stand: every drafting and rule, and bounds without a new program."""
+"""Compiled steps give the tokens of steps as they stand: every drafting and rule, and bounds
+without a new program.
+"""
 
 from __future__ import annotations
 
@@ -104,7 +106,9 @@ PROGRAMS = CELLS | WINDOWS
 
 
 class Small:
-    """A transformer of two layers and a drafter, both of random weights, sharp enough to accept some drafts."""
+    """A transformer of two layers and a drafter, both of random weights, sharp enough to accept
+    some drafts.
+    """
 
     def __init__(self, seed: int = 0, device: str = "cpu") -> None:
         with torch.random.fork_rng():
@@ -146,7 +150,8 @@ def decoded(
 
 def same(first: list[Decoded], second: list[Decoded]) -> None:
     for a, b in zip(first, second, strict=True):
-        assert a.tokens.equal(b.tokens) and a.trace.child_rank == b.trace.child_rank
+        assert a.tokens.equal(b.tokens)
+        assert a.trace.child_rank == b.trace.child_rank
         assert (a.logits - b.logits).abs().max() < 1e-4
         assert a.trace.neighbour_mass == pytest.approx(b.trace.neighbour_mass, abs=1e-4)
 

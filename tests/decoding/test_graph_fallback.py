@@ -1,4 +1,6 @@
-"""Programs on CUDA where the compiler or the capture fails: the right results, one warning, no second try."""
+"""Programs on CUDA where the compiler or the capture fails: the right results, one warning, no
+second try.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ Function = Callable[[Tensor], Tensor]
 
 
 class Cuda:
-    """The streams and graphs of torch.cuda on a machine without: what was made, and where capture fails."""
+    """The streams and graphs of torch.cuda on a machine without: what was made, and where capture
+    fails.
+    """
 
     def __init__(self, fails: bool) -> None:
         self.fails = fails
@@ -102,14 +106,17 @@ def test_capture_replays_with_new_inputs_on_the_programs_device(cuda: Any) -> No
     state.function = double
     results_before = results(program, 1)
     x = torch.full((3,), 1.0)
-    assert results_before == [0.0] and state.captures == 0
+    assert results_before == [0.0]
+    assert state.captures == 0
     with contextlib.suppress(AttributeError):  # the graph of this test has no inputs yet
         program(x)
     graph: Any = program._graph
     graph.inputs = program._copies
     graph.result = program._result
-    assert results(program) == WANTED and state.captures == 1
-    assert state.streams[0].device == DEVICE and not fallbacks.reasons
+    assert results(program) == WANTED
+    assert state.captures == 1
+    assert state.streams[0].device == DEVICE
+    assert not fallbacks.reasons
 
 
 def test_failed_capture_runs_without_graphs_and_warns_once(cuda: Any) -> None:
@@ -125,8 +132,11 @@ def test_failed_capture_runs_without_graphs_and_warns_once(cuda: Any) -> None:
         RuntimeWarning, match="capture fails on this GPU, steps run without CUDA graphs"
     ) as warned:
         assert [results(program) for program in programs] == [WANTED] * 3
-    assert len(warned) == 1 and state.captures == 1 and state.current == "usual"
-    assert list(fallbacks.reasons) == ["capture"] and not fallbacks.graphs
+    assert len(warned) == 1
+    assert state.captures == 1
+    assert state.current == "usual"
+    assert list(fallbacks.reasons) == ["capture"]
+    assert not fallbacks.graphs
 
 
 def test_failed_compilation_runs_uncompiled_and_warns_once(cuda: Any) -> None:
@@ -145,11 +155,14 @@ def test_failed_compilation_runs_uncompiled_and_warns_once(cuda: Any) -> None:
         RuntimeWarning, match="compiling fails on this GPU, steps run uncompiled"
     ) as warned:
         assert [results(program) for program in programs] == [WANTED] * 2
-    assert len(warned) == 1 and state.captures == 0
+    assert len(warned) == 1
+    assert state.captures == 0
 
 
 def test_lack_of_memory_is_no_reason_to_fall_back(cuda: Any) -> None:
-    """What has run may have changed state: the image fails, and the next one starts again with a warm-up."""
+    """What has run may have changed state: the image fails, and the next one starts again with a
+    warm-up.
+    """
     cuda()
     fallbacks = Fallbacks()
     answers = [failing(torch.OutOfMemoryError("full")), double]
@@ -175,7 +188,8 @@ def test_engine_can_be_told_to_capture_nothing(cuda: Any) -> None:
         )
         == WANTED
     )
-    assert state.captures == 0 and not fallbacks.reasons
+    assert state.captures == 0
+    assert not fallbacks.reasons
 
 
 @pytest.mark.gpu

@@ -35,13 +35,16 @@ def test_distances_are_computed_in_blocks(monkeypatch):
     monkeypatch.setattr("lantern_bench.decoding.neighbours._DISTANCES_AT_ONCE", 1 << 16)
     codes = codebook(2048)
     table = nearest_codes(codes, 20)
-    assert max(seen) <= 1 << 16 and sum(seen) == 2048**2 and table.shape == (2048, 20)
+    assert max(seen) <= 1 << 16
+    assert sum(seen) == 2048**2
+    assert table.shape == (2048, 20)
 
 
 def test_model_computes_its_table_in_its_space():
     model: LoadedModel = TinyModel().load(torch.device("cpu"), torch.float32)
     raw = model.table(3)
-    assert raw.dtype == torch.int32 and torch.equal(raw, nearest_codes(model.codebook, 3))
+    assert raw.dtype == torch.int32
+    assert torch.equal(raw, nearest_codes(model.codebook, 3))
     other = TinyModel().load(torch.device("cpu"), torch.float32)
     other.neighbour_space = "normalised"
     assert torch.equal(other.table(3), nearest_codes(in_space(other.codebook, "normalised"), 3))

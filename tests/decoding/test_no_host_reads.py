@@ -1,4 +1,6 @@
-"""Nothing inside a step waits for the device: every piece runs on tensors that have shapes but no values."""
+"""Nothing inside a step waits for the device: every piece runs on tensors that have shapes but no
+values.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The plain implementation and the package decode the same model to the same greedy tokens, and commit alike."""
+"""The plain implementation and the package decode the same model to the same greedy tokens, and
+commit alike.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +79,8 @@ def test_greedy_tokens_are_equal(model: LoadedModel, plain: Plain) -> None:
             generators=[torch.Generator()],
             tokens=TOKENS,
         )[0].trace
-        # Static trees of both draft the same tokens; dynamic ones may settle equal scores otherwise.
+        # Static trees of both draft the same tokens; dynamic ones may settle equal scores
+        # otherwise.
         if "tree" in ours:
             assert sum(course.committed) / len(course.committed) == pytest.approx(trace.mal_uncut)
 

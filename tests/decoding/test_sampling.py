@@ -46,9 +46,8 @@ def test_what_both_rows_call_impossible_stays_so_and_finite_logits_keep_their_bi
     cond[..., 7] = uncond[..., 7] = -torch.inf
     masked = guide(cond, uncond, 2.5)
     assert (masked[..., 7] == -torch.inf).all()
-    assert torch.equal(masked[..., :7], guided[..., :7]) and torch.equal(
-        masked[..., 8:], guided[..., 8:]
-    )
+    assert torch.equal(masked[..., :7], guided[..., :7])
+    assert torch.equal(masked[..., 8:], guided[..., 8:])
     # Everything else that is not finite is still seen.
     for pair in ((-1.0, -torch.inf), (torch.nan, 0.0), (0.0, torch.nan), (torch.inf, torch.inf)):
         cond[0, 0, 9], uncond[0, 0, 9] = pair
@@ -81,7 +80,9 @@ def test_filter_orders_give_the_figures_of_finding_c4() -> None:
 def test_filters_match_their_definitions(
     logits: list[int], temperature: float, top_k: int, top_p: float
 ) -> None:
-    """Integers make ties at the k-th logit frequent; each filter alone is checked by its definition."""
+    """Integers make ties at the k-th logit frequent; each filter alone is checked by its
+    definition.
+    """
     rows = torch.tensor(logits, dtype=torch.float32)
     plain = torch.softmax(rows / temperature, dim=-1)
     by_k = probabilities(rows, temperature=temperature, top_k=top_k)
@@ -133,10 +134,12 @@ def test_draws_without_replacement_follow_sequential_draws() -> None:
 
 def test_noise_is_exponential_down_to_its_smallest_values() -> None:
     noise = Draws([torch.Generator().manual_seed(11)], "cpu").exponential(1_000_001)[0].double()
-    assert noise.min() > 0 and noise.max() < 17
+    assert noise.min() > 0
+    assert noise.max() < 17
     assert noise[:4].unique().numel() == 4  # both halves of a number of 63 bits
     assert kstest(noise.numpy(), "expon").pvalue > 0.01
-    # Not only as a whole: the even and the odd ones come from different bits, and small ones decide draws.
+    # Not only as a whole: the even and the odd ones come from different bits, and small ones decide
+    # draws.
     for part in (noise[0::2], noise[1::2]):
         assert kstest(part.numpy(), "expon").pvalue > 0.01
         small = part[part < 1e-3]
@@ -146,7 +149,8 @@ def test_noise_is_exponential_down_to_its_smallest_values() -> None:
 
 def test_the_ends_of_the_noise_are_finite_and_above_zero() -> None:
     ends = exponential(torch.tensor([0, 1, -(2**31), 2**31 - 1, -1], dtype=torch.int32))
-    assert ends[0] == ends[2] > 0 and ends[0] < ends[1] < 1e-9
+    assert ends[0] == ends[2] > 0
+    assert ends[0] < ends[1] < 1e-9
     assert 16 < ends[3] == ends[4] < 17
 
 

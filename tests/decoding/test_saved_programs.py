@@ -67,7 +67,8 @@ def run(program: Callable[..., Any]) -> None:
             (torch.full((4,), number), None), torch.full((4,), 2 * number)
         )
         assert nothing is None
-        assert first.tolist() == [4 * number + 1] * 4 and second.tolist() == [number + 1] * 4
+        assert first.tolist() == [4 * number + 1] * 4
+        assert second.tolist() == [number + 1] * 4
 
 
 @pytest.mark.parametrize(
@@ -95,4 +96,5 @@ def test_what_cannot_be_saved_still_runs(tmp_path: Path, monkeypatch: pytest.Mon
     assert not can_save_programs()
     owner = Doubling()
     run(Engine(compile=True, folder=tmp_path).program("key", owner.step, torch.device("cpu")))
-    assert list(tmp_path.iterdir()) == [occupied] and owner.calls.item() == 2
+    assert list(tmp_path.iterdir()) == [occupied]
+    assert owner.calls.item() == 2

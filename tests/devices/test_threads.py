@@ -1,4 +1,6 @@
-"""The number of threads is chosen by time, fewer on a tie; waiting threads stop spinning unless the user decides."""
+"""The number of threads is chosen by time, fewer on a tie; waiting threads stop spinning unless the
+user decides.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from lantern_bench.decoding.engine import Engine
 from lantern_bench.devices import threads
 from lantern_bench.devices.threads import Calibrated, calibrate, prepare_environment
 from lantern_bench.models.random_model import random_model_of_size, read_size
-from lantern_bench.sweep.choose_threads import set_fastest_threads
+from lantern_bench.sweeps.choose_threads import set_fastest_threads
 from lantern_bench.utils import clock
 
 
@@ -36,7 +38,8 @@ def test_fewest_threads_that_are_about_fastest(
     monkeypatch.setattr(torch, "set_num_threads", lambda count: state.update(threads=count))
     monkeypatch.setattr(clock, "now", lambda: state["now"])
     calibrated = calibrate(lambda: state.update(now=state["now"] + seconds[int(state["threads"])]))
-    assert calibrated.threads == chosen and state["threads"] == 16
+    assert calibrated.threads == chosen
+    assert state["threads"] == 16
     assert calibrated.milliseconds == pytest.approx(
         {count: 1e3 * time for count, time in seconds.items()}
     )
@@ -48,7 +51,8 @@ def test_one_thread_is_tried_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
     monkeypatch.setattr(clock, "now", lambda: state["now"])
     calibrated = calibrate(lambda: state.update(now=state["now"] + 0.1, calls=state["calls"] + 1))
-    assert calibrated.threads == 1 and calibrated.milliseconds == pytest.approx({1: 100.0})
+    assert calibrated.threads == 1
+    assert calibrated.milliseconds == pytest.approx({1: 100.0})
     assert state["calls"] <= 8
 
 
@@ -57,17 +61,17 @@ def test_known_threads_are_timed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     before = torch.get_num_threads()
     monkeypatch.setattr(torch, "set_num_threads", tried.append)
     calibrated = calibrate(lambda: None, recorded=3)
-    assert (
-        calibrated.threads == 3
-        and list(calibrated.milliseconds) == [3]
-        and set(tried) == {3, before}
-    )
+    assert calibrated.threads == 3
+    assert list(calibrated.milliseconds) == [3]
+    assert set(tried) == {3, before}
 
 
 def test_the_choice_is_stored_with_the_programs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is not read for other kinds of cells or numbers, from a busy machine, or from a damaged file."""
+    """It is not read for other kinds of cells or numbers, from a busy machine, or from a damaged
+    file.
+    """
     recorded = list[int | None]()
     lost_share = 0.0
 
@@ -94,8 +98,10 @@ def test_the_choice_is_stored_with_the_programs(
     lost_share = 0.5
     assert chosen(ar, drafting) is None is chosen(ar, drafting)
     lost_share = 0.0
-    assert chosen(ar, drafting) is None and chosen(drafting, ar) == 1
-    assert chosen(drafting) is None and chosen(drafting) == 1
+    assert chosen(ar, drafting) is None
+    assert chosen(drafting, ar) == 1
+    assert chosen(drafting) is None
+    assert chosen(drafting) == 1
     assert chosen(ar) is None
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     assert chosen(ar, drafting) is None

@@ -1,7 +1,9 @@
-"""docs/adding-a-metric.md is true: its metric, outside the package, reaches every table and the report page.
+"""docs/adding-a-metric.md is true: its metric, outside the package, reaches every table and the
+report page.
 
-The example package lies beside the tests and is found through its dist-info on the path, as an installed one would be;
-the commands run in a process of their own, because metrics are found when they are first needed.
+The example package lies beside the tests and is found through its dist-info on the path, as an
+installed one would be; the commands run in a process of their own, because metrics are found when
+they are first needed.
 """
 
 from __future__ import annotations
@@ -71,12 +73,14 @@ def test_a_metric_from_outside_is_scored_shown_drawn_compared_and_reported(tmp_p
         assert score["sharpness"] == pytest.approx(
             np.abs(np.diff(pixels, axis=1)).mean() / 255, rel=1e-5
         )
-        assert score["clip_model"].startswith("sharpness@") and score["protocol"] == "sharpness"
+        assert score["clip_model"].startswith("sharpness@")
+        assert score["protocol"] == "sharpness"
     ar, *_, relaxed = rows(tmp_path / "run" / "quality.csv")
     assert float(ar["sharpness"]) == pytest.approx(
         np.mean([s["sharpness"] for s in scores if s["cell_id"] == ar["cell_id"]])
     )
-    assert relaxed["sharpness_vs_ar"] and not ar["sharpness_vs_ar"]
+    assert relaxed["sharpness_vs_ar"]
+    assert not ar["sharpness_vs_ar"]
     assert (tmp_path / "run" / "figures" / "speed-quality-sharpness.csv").is_file()
     assert ",sharpness,sharpness," in done.stdout, "quantity and protocol of a row of compare"
     assert "sharpness" in (tmp_path / "page.html").read_text(encoding="utf-8")
@@ -89,7 +93,8 @@ def test_the_name_of_a_metric_has_no_hyphen() -> None:
     usable, refused = find_rows(
         group="", row_class=Metric, taken=METRICS, draftings=(), entry_points=[entry]
     )
-    assert not usable and "must be lower-case letters, digits and _" in str(refused["x"])
+    assert not usable
+    assert "must be lower-case letters, digits and _" in str(refused["x"])
 
 
 def test_a_metric_of_sets_is_measured_with_its_interval(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +118,6 @@ def test_a_metric_of_sets_is_measured_with_its_interval(monkeypatch: pytest.Monk
     assert columns["shift"] == pytest.approx(6**0.5, rel=1e-5)
     assert columns["shift_low"] < columns["shift"] < columns["shift_high"]
     few = measure_sets(FeatureSets(features[:9], FeatureSet.of(features)), extractor)
-    assert few.columns["shift"] is None and any(
-        "shift needs 10 images; there are 9" in note for note in few.notes
-    )
+    assert few.columns["shift"] is None
+    assert any("shift needs 10 images; there are 9" in note for note in few.notes)
     assert not any("shift" in note for note in notes)

@@ -1,7 +1,9 @@
-"""docs/adding-a-rule.md is true: its rule, outside the package, is found, swept against LANTERN++ and in every table.
+"""docs/adding-a-rule.md is true: its rule, outside the package, is found, swept against LANTERN++
+and in every table.
 
-The example package lies beside the tests and is found through its dist-info on the path, as an installed one would be;
-the commands run in a process of their own, because rules are found when modes are first needed.
+The example package lies beside the tests and is found through its dist-info on the path, as an
+installed one would be; the commands run in a process of their own, because rules are found when
+modes are first needed.
 """
 
 from __future__ import annotations
@@ -238,8 +240,8 @@ def test_after_a_rejection_the_rule_sees_the_residual(installed: None) -> None:
         tokens=tokens,
         rule=rule_named("by-distance", 1, 0.9, table=nearest_codes(codes, 3), codebook=codes),
     )
-    # With one neighbour the limit is its probability. The first draft takes token 1 along; of the .3 that are left the
-    # second has .2, and its neighbour, token 3, the rest.
+    # With one neighbour the limit is its probability. The first draft takes token 1 along; of the
+    # .3 that are left the second has .2, and its neighbour, token 3, the rest.
     torch.testing.assert_close(decided.accept, torch.tensor([[0.7, 1.0]], dtype=torch.float64))
 
 

@@ -39,7 +39,9 @@ FILE = re.compile(
 
 
 def repository_files() -> list[Path]:
-    """Committed files and new ones that git does not ignore; the files of an unpacked archive without git."""
+    """Committed files and new ones that git does not ignore; the files of an unpacked archive
+    without git.
+    """
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,
@@ -59,7 +61,9 @@ def repository_files() -> list[Path]:
 
 
 def texts() -> Iterator[tuple[str, str]]:
-    """Name and text of each file, with the line breaks and comment signs of wrapped lines taken out."""
+    """Name and text of each file, with the line breaks and comment signs of wrapped lines taken
+    out.
+    """
     for path in repository_files():
         text = path.read_text(encoding="utf-8")
         yield str(path.relative_to(ROOT)), re.sub(r"\s*\n\s*(?:#+ )?", " ", text)
@@ -213,7 +217,8 @@ def test_paths_through_the_code_are_short(heading: str, most: int) -> None:
     files = re.findall(
         r"^(?:\| \d+ \| |\d+\. )`(lantern_bench/[\w/]+\.py)`", section, flags=re.MULTILINE
     )
-    assert 5 < len(files) <= most and len(set(files)) == len(files)
+    assert 5 < len(files) <= most
+    assert len(set(files)) == len(files)
 
 
 def test_contributing_lists_the_layers_of_the_import_contract() -> None:

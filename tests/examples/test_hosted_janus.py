@@ -1,4 +1,6 @@
-"""The worked example of docs/adding-a-model.md, transformers' Janus in the decode loop, on a small checkpoint."""
+"""The worked example of docs/adding-a-model.md, transformers' Janus in the decode loop, on a small
+checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -45,11 +47,10 @@ def test_greedy_tokens_and_pixels_equal_those_of_transformers(
     wanted = tiny_hosted.expect_janus(theirs, prompt, prompt, model.grid, 3.0)
     for mode in ("ar", "sjd"):
         (image,) = lantern_bench.decode(model, CAPTIONS[0], mode=mode, temperature=0, cfg_scale=3)
-        assert image.tokens.tolist() == wanted.tokens.tolist() and image.picture is not None
+        assert image.tokens.tolist() == wanted.tokens.tolist()
+        assert image.picture is not None
     assert len(set(image.tokens.tolist())) > 2
-    assert (
-        model.draw(wanted.tokens[None])[0].float() - wanted.pixels.float()
-    ).abs().max() <= 1
+    assert (model.draw(wanted.tokens[None])[0].float() - wanted.pixels.float()).abs().max() <= 1
 
 
 def test_example_passes_every_check(janus: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -73,7 +74,8 @@ def test_sweeps_take_the_model_file(janus: Path, tmp_path: Path) -> None:
     records = [
         json.loads(line) for line in (tmp_path / "run" / "records.jsonl").read_text().splitlines()
     ]
-    assert len(records) == 6 and {record["status"] for record in records} == {"ok"}
+    assert len(records) == 6
+    assert {record["status"] for record in records} == {"ok"}
 
 
 @pytest.mark.parametrize(
@@ -102,5 +104,7 @@ def test_files_that_are_no_model_are_refused(
 
 def test_cards_know_the_files(janus: Path) -> None:
     card = model_of(str(janus))
-    assert card.defaults["cfg_scale"] == 5.0 and card.files()["code"].name == "hosted_janus.py"
-    assert loaded(janus).weights.keys() == {"target", "code"} and card.mode == "scd"
+    assert card.defaults["cfg_scale"] == 5.0
+    assert card.files()["code"].name == "hosted_janus.py"
+    assert loaded(janus).weights.keys() == {"target", "code"}
+    assert card.mode == "scd"

@@ -16,7 +16,9 @@ SHAPE = tiny.Shape(kv_heads=2, side=3, codes=64)
 
 
 def write_model(folder: Path, shape: tiny.Shape = SHAPE) -> Path:
-    """The model file of the example beside its code and a checkpoint with the tokenizer that the example takes."""
+    """The model file of the example beside its code and a checkpoint with the tokenizer that the
+    example takes.
+    """
     checkpoint = folder / "Janus-Pro-1B"
     tiny.write_janus(checkpoint, shape)
     for name in ("hosted_janus.py", "janus.yaml"):

@@ -1,4 +1,6 @@
-"""Run commands, each a JSON list of words, in one process with the tiny family in place of the installed ones."""
+"""Run commands, each a JSON list of words, in one process with the tiny family in place of the
+installed ones.
+"""
 
 from __future__ import annotations
 

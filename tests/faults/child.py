@@ -1,7 +1,8 @@
-"""The command line in processes that are forked from one with everything imported: they start within milliseconds.
+"""The command line in processes that are forked from one with everything imported: they start
+within milliseconds.
 
-`FAMILY` is installed beside the experiment, so that worker processes find it too. Environment variables make it fail,
-and a file `die` with a caption ends the process that decodes it.
+`FAMILY` is installed beside the experiment, so that worker processes find it too. Environment
+variables make it fail, and a file `die` with a caption ends the process that decodes it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from lantern_bench.models import registry
 from tests.helpers.tiny_model import EXPERIMENT
 
 # What commands import when they run takes seconds.
-for name in ("sweep.runner", "sweep.processes", "checks.verify_run", "analysis.tables"):
+for name in ("sweeps.runner", "sweeps.processes", "checks.check_run", "analysis.tables"):
     importlib.import_module(f"lantern_bench.{name}")
 for name in ("pandas.io.formats.csvs", "scipy.stats"):
     importlib.import_module(name)
@@ -95,7 +96,9 @@ def run(
     environment: dict[str, str],
     largest_file: int | None,
 ) -> None:
-    """Run one command in `folder` and exit with its code; what it prints is appended to the file `output`."""
+    """Run one command in `folder` and exit with its code; what it prints is appended to the file
+    `output`.
+    """
     os.setsid()
     os.chdir(folder)
     os.environ.update(environment, PYTHONPATH=os.pathsep.join([folder, str(ROOT)]))

@@ -90,8 +90,8 @@ class Bench:
         return len(path.read_bytes().splitlines()) if path.exists() else 0
 
     def problems(self, out: str) -> list[str]:
-        """What `verify` finds, as lines of CSV."""
-        _code, output = self.run("verify", out, "--format", "json")
+        """What `check-run` finds, as lines of CSV."""
+        _code, output = self.run("check-run", out, "--format", "json")
         listed = output[output.find("[") : output.rfind("]") + 1]
         return [f"{row['file']}: {row['problem']}" for row in json.loads(listed or "[]")]
 
@@ -117,7 +117,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     bench = Bench(tmp_path_factory.mktemp("whole"))
     code, output = bench.sweep("run")
     assert code == 0, output
-    assert bench.run("verify", "run")[0] == 0
+    assert bench.run("check-run", "run")[0] == 0
     tokens = bench.tokens("run")
     assert len(tokens) == child.IMAGES
     return tokens

@@ -23,7 +23,7 @@ from lantern_bench.models.families.lanterns.family import Lanterns
 from lantern_bench.prompts.prompt import Prompt
 from lantern_bench.storage.run_directory import read_manifest, read_records
 from lantern_bench.storage.run_store import RunStore
-from lantern_bench.sweep.runner import key_fields
+from lantern_bench.sweeps.runner import key_fields
 from lantern_bench.utils.errors import RefusedError, UserError
 from tests.faults.child import IMAGES, SMALL
 from tests.faults.conftest import Bench, Outcome
@@ -44,13 +44,18 @@ def test_out_of_memory_in_one_cell(
     """Out of memory in one cell"""
     code, output = bench.sweep("run", TINY_FULL="7")  # nodes of the dynamic tree and its root
     rows = by_status(bench.folder / "run")
-    assert code == 4 and "error: 3 of 9 images failed" in output and "Traceback" not in output
-    assert {row["mode"] for row in rows["failed"]} == {"lantern"} and len(rows["ok"]) == 6
+    assert code == 4
+    assert "error: 3 of 9 images failed" in output
+    assert "Traceback" not in output
+    assert {row["mode"] for row in rows["failed"]} == {"lantern"}
+    assert len(rows["ok"]) == 6
     errors = {str(row["error"]) for row in rows["failed"]}
-    assert len(errors) == 1 and "DefaultCPUAllocator" in errors.pop()
+    assert len(errors) == 1
+    assert "DefaultCPUAllocator" in errors.pop()
     summary = (bench.folder / "run" / "summary.csv").read_text()
     assert "lantern-dynamic" in summary
-    assert bench.sweep("run")[0] == 0 and bench.tokens("run") == expected
+    assert bench.sweep("run")[0] == 0
+    assert bench.tokens("run") == expected
     outcome(f"exit {code}: its 3 images failed, the other 6 are decoded")
 
 
@@ -58,15 +63,18 @@ def test_nan_in_one_image(bench: Bench, expected: dict[str, str], outcome: Outco
     """NaN in the logits of one prompt, in a sweep"""
     code, output = bench.sweep("run", TINY_NAN=PROMPTS[1])
     rows = by_status(bench.folder / "run")
-    assert code == 4 and "Traceback" not in output
+    assert code == 4
+    assert "Traceback" not in output
     assert {row["prompt"] for row in rows["failed"]} >= {PROMPTS[1]}
     assert all(
         str(row["error"]).startswith("LogitsError: the target gave NaN or infinite")
         for row in rows["failed"]
     )
     decoded = {str(row["record_key"]): row["tokens_sha256"] for row in rows["ok"]}
-    assert decoded.items() <= expected.items() and decoded
-    assert bench.sweep("run")[0] == 0 and bench.tokens("run") == expected
+    assert decoded.items() <= expected.items()
+    assert decoded
+    assert bench.sweep("run")[0] == 0
+    assert bench.tokens("run") == expected
     outcome(f"exit {code}: {rows['failed'][0]['error']}")
 
 
@@ -95,13 +103,15 @@ def test_clock_jump(
     assert cli.main([*typed, "--images", "2"]) == 0
     assert cli.main(typed) == 0
     rows = read_records(tmp_path / "run")
-    assert {row["tokens_sha256"] for row in rows} == set(expected.values()) and len(rows) == IMAGES
+    assert {row["tokens_sha256"] for row in rows} == set(expected.values())
+    assert len(rows) == IMAGES
     assert all(0 < row["seconds"] < 60 and row["other_seconds"] >= 0 for row in rows)
     first, second = read_manifest(tmp_path / "run")["sessions"]
-    assert next(readings) > 3 and sorted((first["started"], first["ended"], second["started"])) != (
+    assert next(readings) > 3
+    assert sorted((first["started"], first["ended"], second["started"])) != (
         [first["started"], first["ended"], second["started"]]
     )
-    assert cli.main(["verify", "run"]) == 0
+    assert cli.main(["check-run", "run"]) == 0
     outcome("no record or duration changes; resuming works")
 
 
@@ -141,14 +151,14 @@ def test_flipped_bit_in_a_weight(tmp_path: Path, outcome: Outcome) -> None:
             models={"lanterns": loaded}, settings=experiment.settings, compute=CPU, cells=plan.cells
         )
 
-    with RunStore(tmp_path / "run", experiment, key()) as store:
+    with RunStore.open(tmp_path / "run", experiment, key()) as store:
         store.append(plan.tasks[0], {"tokens": 1})
-    with RunStore(tmp_path / "run", experiment, key()):
+    with RunStore.open(tmp_path / "run", experiment, key()):
         """Whole files are let in."""
     path = folder / FILES["drafter"]
     content = path.read_bytes()
     path.write_bytes(flip(content, len(content) // 2))
     with pytest.raises(RefusedError) as raised:
-        RunStore(tmp_path / "run", experiment, key())
+        RunStore.open(tmp_path / "run", experiment, key())
     assert "weights of lanterns/drafter changed" in raised.value.message
     outcome(f"exit 3: {raised.value.message.splitlines()[0]}")

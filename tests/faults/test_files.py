@@ -1,4 +1,6 @@
-"""Files of a run that cannot be written, are damaged or gone; and what `verify` says of them and repairs."""
+"""Files of a run that cannot be written, are damaged or gone; and what `check-run` says of them and
+repairs.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +30,11 @@ def finish(bench: Bench, out: str, expected: Tokens) -> None:
 
 
 def repaired(bench: Bench, out: str, expected: Tokens, problems: list[str]) -> None:
-    """`verify` names exactly these problems; after `--repair` the same command leaves none."""
+    """`check-run` names exactly these problems; after `--repair` the same command leaves none."""
     assert bench.problems(out) == problems
-    code, output = bench.run("verify", out, "--format", "csv")
+    code, output = bench.run("check-run", out, "--format", "csv")
     assert code == 5, output
-    code, output = bench.run("verify", out, "--repair", "--format", "csv")
+    code, output = bench.run("check-run", out, "--repair", "--format", "csv")
     assert code == 0, output
     finish(bench, out, expected)
 
@@ -41,12 +43,11 @@ def test_disk_full(bench: Bench, expected: Tokens, outcome: Outcome) -> None:
     """Disk full in the middle of a line"""
     code, output = bench.sweep("run", largest_file=10_000)
     finished = len(bench.tokens("run"))
-    assert (
-        code == 3
-        and "records.jsonl: cannot be written: File too large" in output
-        and "Traceback" not in output
-    )
-    assert 0 < finished < IMAGES and bench.lines("run") == finished
+    assert code == 3
+    assert "records.jsonl: cannot be written: File too large" in output
+    assert "Traceback" not in output
+    assert 0 < finished < IMAGES
+    assert bench.lines("run") == finished
     assert (bench.folder / "run" / "records.jsonl").read_bytes().endswith(b"\n")
     finish(bench, "run", expected)
     outcome(
@@ -62,11 +63,9 @@ def test_read_only_folder(bench: Bench, outcome: Outcome) -> None:
     folders = ["/proc/1/run"] if os.access(closed, os.W_OK) else ["closed", "closed/run"]
     for folder in folders:
         code, output = bench.sweep(folder)
-        assert (
-            code == 2
-            and f"--out {folder}: cannot be written" in output
-            and "Traceback" not in output
-        )
+        assert code == 2
+        assert f"--out {folder}: cannot be written" in output
+        assert "Traceback" not in output
         assert not Path(folder, "records.jsonl").exists()
     outcome(f"exit {code}, before a model is loaded: --out FOLDER: cannot be written")
 
@@ -103,11 +102,9 @@ def test_flipped_bits_in_records(bench: Bench, expected: Tokens, outcome: Outcom
     digit = first[4].index(b'"seed": ') + len(b'"seed": ')
     path.write_bytes(b"".join([*first[:4], flip(first[4], digit), *first[5:]]))
     code, output = bench.sweep("run")
-    assert (
-        code == 2
-        and "records.jsonl line 5: damaged, its checksum differs" in output
-        and "--repair" in output
-    )
+    assert code == 2
+    assert "records.jsonl line 5: damaged, its checksum differs" in output
+    assert "--repair" in output
     cell = json.loads(first[4])["cell_id"]
     problems = ["records.jsonl: line 5: damaged, its checksum differs"]
     repaired(
@@ -116,7 +113,7 @@ def test_flipped_bits_in_records(bench: Bench, expected: Tokens, outcome: Outcom
         expected=expected,
         problems=[*problems, f"records.jsonl: {cell}: 1 of 3 images have no record"],
     )
-    outcome("exit 2, the line is named; after verify --repair the sweep makes its image again")
+    outcome("exit 2, the line is named; after check-run --repair the sweep makes its image again")
 
 
 def test_interleaved_records(bench: Bench, expected: Tokens, outcome: Outcome) -> None:
@@ -131,13 +128,11 @@ def test_interleaved_records(bench: Bench, expected: Tokens, outcome: Outcome) -
         for line in lines[3:5]
     )
     problems = bench.problems("run")
-    assert (
-        problems[0] == "records.jsonl: line 4: damaged, not a JSON object"
-        and sorted(problems[1:]) == missing
-    )
+    assert problems[0] == "records.jsonl: line 4: damaged, not a JSON object"
+    assert sorted(problems[1:]) == missing
     repaired(bench=bench, out="run", expected=expected, problems=problems)
     outcome(
-        "verify names the line; after --repair the sweep makes its two images again; a line twice counts once"
+        "check-run names the line; after --repair the sweep makes its two images again; a line twice counts once"
     )
 
 
@@ -152,15 +147,16 @@ def test_pictures(bench: Bench, expected: Tokens, outcome: Outcome, damage: str)
         picture.unlink()
     else:
         picture.write_bytes(flip(before[picture], len(before[picture]) // 2))
-    problem = {"deleted": "missing", "damaged": "damaged, its SHA-256 is not that of the record"}[
-        damage
-    ]
+    problem = {
+        "deleted": "missing",
+        "damaged": "damaged, its SHA-256 differs from the one in the record",
+    }[damage]
     name = picture.relative_to(bench.folder / "run")
     times = {path: path.stat().st_mtime_ns for path in pictures if path != picture}
     repaired(bench=bench, out="run", expected=expected, problems=[f"{name}: {problem}"])
     assert {path: path.read_bytes() for path in pictures} == before
     assert {path: path.stat().st_mtime_ns for path in times} == times
-    outcome("verify names the picture; after --repair the sweep makes it again, byte for byte")
+    outcome("check-run names the picture; after --repair the sweep makes it again, byte for byte")
 
 
 def test_damaged_table(bench: Bench, expected: Tokens, outcome: Outcome) -> None:
@@ -170,10 +166,13 @@ def test_damaged_table(bench: Bench, expected: Tokens, outcome: Outcome) -> None
     before = path.read_bytes()
     path.write_bytes(before[:-30])
     repaired(
-        bench=bench, out="run", expected=expected, problems=["speed.csv: not what the records give"]
+        bench=bench,
+        out="run",
+        expected=expected,
+        problems=["speed.csv: differs from the table of the records"],
     )
     assert path.read_bytes() == before
-    outcome("verify names the table; --repair, like show, makes it again from the records")
+    outcome("check-run names the table; --repair, like show, makes it again from the records")
 
 
 def test_a_second_writer(bench: Bench, expected: Tokens, outcome: Outcome) -> None:
@@ -181,7 +180,8 @@ def test_a_second_writer(bench: Bench, expected: Tokens, outcome: Outcome) -> No
     first = bench.start(*SWEEP, "run", TINY_SLEEP="2")
     first.until(lambda: bench.lines("run") >= 1)
     code, output = bench.sweep("run")
-    assert code == 3 and f"run is in use: process {first.pid} on " in output
+    assert code == 3
+    assert f"run is in use: process {first.pid} on " in output
     os.kill(first.pid, signal.SIGKILL)
     first.end()
     assert (bench.folder / "run" / ".writer.json").exists()

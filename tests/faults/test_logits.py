@@ -1,4 +1,7 @@
-"""NaN and infinite logits: found at the step, named, and in no image. The model is a real transformer of two layers."""
+"""NaN and infinite logits: found at the step, named, and in no image.
+
+The model is a real transformer of two layers.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,9 @@ def spoiled(network: str) -> tuple[Small, Spoiled]:
 def fail(
     model: Small, head: Spoiled, decoding: Decoding, engine: Engine, value: float, step: int = AT
 ) -> str:
-    """Decode two images, the second with wrong logits from `step` on; return the error and check its step."""
+    """Decode two images, the second with wrong logits from `step` on; return the error and check
+    its step.
+    """
     steps = 0
 
     def spoil() -> None:
@@ -83,7 +88,8 @@ def test_broken_logits_of_the_target(
     output = fail(model=model, head=head, decoding=decoding, engine=engine, value=value, step=step)
     assert output.startswith("the target gave NaN or infinite logits behind ")
     behind = int(output.split("behind ")[1].split()[0])
-    assert behind == (0 if step == 0 else behind) and (step == 0 or behind >= step)
+    assert behind == (0 if step == 0 else behind)
+    assert step == 0 or behind >= step
     if cell == "ar":
         assert behind == step
     # Nothing of it is left in caches: the same images come out as before.
@@ -126,7 +132,9 @@ def test_compiled_steps_find_broken_logits(
 def test_impossible_tokens_are_no_fault(
     cell: str, record_property: Callable[[str, object], None]
 ) -> None:
-    """-inf in a target's logits, with guidance in both rows, before and in steps that are compiled or not"""
+    """-inf in a target's logits, with guidance in both rows, before and in steps that are compiled
+    or not
+    """
     model, head = spoiled("target")
     head.wrong[7] = -math.inf
     for values, linear in (
@@ -165,8 +173,6 @@ def test_a_step_copies_once_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(ImageState, "commit", step)
     decoded(Small(), Decoding(**CELLS["greedy"]), 1)
     at_the_end = 2  # counts and masses of all steps
-    assert (
-        counts["steps"] > 3
-        and counts["tolist"] == counts["steps"] + at_the_end
-        and counts["item"] == 0
-    )
+    assert counts["steps"] > 3
+    assert counts["tolist"] == counts["steps"] + at_the_end
+    assert counts["item"] == 0

@@ -1,4 +1,6 @@
-"""Signals stop where nothing is half done; workers that hang are named; nothing outlives its parent."""
+"""Signals stop where nothing is half done; workers that hang are named; nothing outlives its
+parent.
+"""
 
 from __future__ import annotations
 
@@ -37,17 +39,17 @@ def test_signals(
     output = command.output
     finished = bench.lines("run")
     assert code == 128 + number and "Traceback" not in output, output
-    assert (
-        f"interrupted: {finished} of 9 images are done and kept" in output
-        and "The same command continues." in output
-    )
-    assert 2 <= finished < IMAGES and len(bench.tokens("run")) == finished
+    assert f"interrupted: {finished} of 9 images are done and kept" in output
+    assert "The same command continues." in output
+    assert 2 <= finished < IMAGES
+    assert len(bench.tokens("run")) == finished
     assert read_manifest(bench.folder / "run")["sessions"][0]["ended"] is not None
-    assert len(workers) == (processes == "2") and not any(worker.is_running() for worker in workers)
+    assert len(workers) == (processes == "2")
+    assert not any(worker.is_running() for worker in workers)
     code_again, output = bench.sweep("run", "--processes", processes)
-    assert (
-        code_again == 0 and f"{finished} images kept" in output and bench.tokens("run") == expected
-    )
+    assert code_again == 0
+    assert f"{finished} images kept" in output
+    assert bench.tokens("run") == expected
     outcome(f"{NAMES[number]}: exit {code}, finished images kept")
 
 
@@ -55,8 +57,10 @@ def test_swallowed_interrupt(bench: Bench, expected: dict[str, str], outcome: Ou
     """SIGINT in a finalizer"""
     code, output = bench.sweep("run", TINY_SWALLOW="2")
     assert "Exception ignored in" in output and "Stopped" in output, output
-    assert code == 130 and "interrupted before the first image" in output
-    assert bench.sweep("run")[0] == 0 and bench.tokens("run") == expected
+    assert code == 130
+    assert "interrupted before the first image" in output
+    assert bench.sweep("run")[0] == 0
+    assert bench.tokens("run") == expected
     outcome(f"exit {code}: the next step or event stops")
 
 
@@ -72,7 +76,8 @@ def test_second_signal(bench: Bench, outcome: Outcome) -> None:
     assert command.process.is_alive()
     os.kill(command.pid, signal.SIGINT)
     code = command.end()
-    assert code == 130 and "Traceback" not in command.output
+    assert code == 130
+    assert "Traceback" not in command.output
     outcome(f"exit {code} at once")
 
 
@@ -85,13 +90,13 @@ def test_hanging_worker(bench: Bench, expected: dict[str, str], outcome: Outcome
     code = command.end()
     output = command.output
     line = next(line for line in output.splitlines() if "hangs" in line)
-    assert (
-        code == 4
-        and "error: worker process " in line
-        and " of 2 hangs: no sign of life in 12 s after " in line
-    )
-    assert "--worker-timeout" in output and "Traceback" not in output
-    assert bench.sweep("run", "--processes", "2")[0] == 0 and bench.tokens("run") == expected
+    assert code == 4
+    assert "error: worker process " in line
+    assert " of 2 hangs: no sign of life in 12 s after " in line
+    assert "--worker-timeout" in output
+    assert "Traceback" not in output
+    assert bench.sweep("run", "--processes", "2")[0] == 0
+    assert bench.tokens("run") == expected
     outcome(f"exit {code}: {line.removeprefix('error: ')}")
 
 
@@ -106,13 +111,15 @@ def test_a_worker_ends_with_its_parent(
     command.end()
     worker.wait(30)
     assert bench.lines("run") < IMAGES
-    assert bench.sweep("run")[0] == 0 and bench.tokens("run") == expected
+    assert bench.sweep("run")[0] == 0
+    assert bench.tokens("run") == expected
     outcome("the worker stops at its next step and leaves the run directory free")
 
 
 def test_worker_timeout_must_be_positive(bench: Bench) -> None:
     code, output = bench.sweep("run", "--worker-timeout", "0")
-    assert code == 2 and "--worker-timeout 0: must be more than 0 seconds" in output
+    assert code == 2
+    assert "--worker-timeout 0: must be more than 0 seconds" in output
 
 
 # ---- The module itself
@@ -137,7 +144,8 @@ def test_a_held_signal_waits_for_a_check(number: signal.Signals) -> None:
         reached.append("after the block")
         signals.check()
         reached.append("after the check")
-    assert raised.value.exit_code == 128 + number and reached == [
+    assert raised.value.exit_code == 128 + number
+    assert reached == [
         "after the signal",
         "after the block",
     ]

@@ -26,7 +26,8 @@ def test_the_table_is_rendered_from_results() -> None:
     page = render(
         "before\n" + "<!-- Below: python -m scripts.docs.reliability -->\nstale row\n", results
     )
-    assert page.startswith("before\n") and "stale row" not in page
+    assert page.startswith("before\n")
+    assert "stale row" not in page
     assert rows(page)[0] == (faults()[0].fault, "a \\| b")
 
 

@@ -1,7 +1,7 @@
 """The browser that pages are tried in: Chromium, where there is one.
 
-Shared by the tests of the report page and by `make screenshots`. The system's own Chromium is taken before one that
-Playwright brought; where there is neither, `missing` says so and what to do.
+Shared by the tests of the report page and by `make screenshots`. The system's own Chromium is taken
+before one that Playwright brought; where there is neither, `missing` says so and what to do.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ def missing() -> str | None:
 
 @contextmanager
 def opened(**settings: Any) -> Iterator[Any]:
-    """A context of a headless Chromium without network; `settings` are those of Playwright's `new_context`."""
+    """A context of a headless Chromium without network; `settings` are those of Playwright's
+    `new_context`.
+    """
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:

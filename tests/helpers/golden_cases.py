@@ -1,4 +1,6 @@
-"""Reads the recorded cases of the published implementation (tests/golden, or the folder LANTERN_BENCH_GOLDEN names)."""
+"""Reads the recorded cases of the published implementation (tests/golden, or the folder
+LANTERN_BENCH_GOLDEN names).
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def golden_path(*parts: str) -> Path:
 
 @dataclass
 class Case:
-    """One recorded verification: `info` its row of cases.json, `arrays` its arrays, and what we make of them."""
+    """One recorded verification: `info` its row of cases.json, `arrays` its arrays, and what we
+    make of them.
+    """
 
     info: dict[str, Any]
     arrays: dict[str, np.ndarray]

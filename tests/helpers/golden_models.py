@@ -1,4 +1,5 @@
-"""Model files over the recordings, as a user would write them; sizes are read from what lies beside the recordings.
+"""Model files over the recordings, as a user would write them; sizes are read from what lies beside
+the recordings.
 
 The folder is the one LANTERN_BENCH_GOLDEN names (default tests/golden).
 """
@@ -71,7 +72,9 @@ def recorded_target(folder: Path, kind: str, **parts: Any) -> Path:
 
 
 def end_to_end(folder: Path, **parts: Any) -> Path:
-    """The model file of the end-to-end recording: the target on the drafter's grid, with the recorded table."""
+    """The model file of the end-to-end recording: the target on the drafter's grid, with the
+    recorded table.
+    """
     recording = GOLDEN / "end_to_end"
     side = SIDES[json.loads((recording / "config.json").read_text())["input_type"]]
     # Such as "../llamagen_gpt/t2i.pt with block_size 256".
@@ -88,7 +91,8 @@ def end_to_end(folder: Path, **parts: Any) -> Path:
 
 
 def steps_to(tokens: int, accepted: Sequence[int]) -> int:
-    """The steps of a recorded run until it has so many tokens, of which the first comes before any step.
+    """The steps of a recorded run until it has so many tokens, of which the first comes before any
+    step.
 
     The published loop goes on until it has more tokens than that, which may take two more steps
     (docs/algorithms.md, section 9, C6).

@@ -1,10 +1,12 @@
-"""A small made-up run: records and scores as a sweep leaves them, with walks that can be counted by hand.
+"""A small made-up run: records and scores as a sweep leaves them, with walks that can be counted by
+hand.
 
 Shared by the tests of tables, curves and commands; nothing is decoded.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import tempfile
 from collections.abc import Iterable
@@ -15,8 +17,9 @@ import pandas as pd
 
 from lantern_bench.analysis.tables import tables_of
 from lantern_bench.config.decoding import Decoding
-from lantern_bench.storage.records import read_frame
+from lantern_bench.storage.records import line_of, read_frame
 from lantern_bench.storage.run_directory import RunData
+from lantern_bench.storage.schema import SCHEMA_VERSION
 
 Row = dict[str, Any]
 
@@ -30,7 +33,7 @@ def make_record(
     starts = [1 + sum(committed[:step]) for step in range(len(walks))]
     tokens = 1 + sum(committed)
     row: Row = {
-        "schema_version": 1,
+        "schema_version": SCHEMA_VERSION,
         "record_key": f"{cell.cell_id}/{prompt}/0",
         **cell.columns(),
         "model": "lanterns",
@@ -75,7 +78,8 @@ LOOSE = Decoding(
         "cfg_default": 2,
     }
 )
-# Steps of an image: two drafts taken and the third node without children; one taken, then all rejected; all rejected.
+# Steps of an image: two drafts taken and the third node without children; one taken, then all
+# rejected; all rejected.
 WALKS = [[0, 1], [0, -1], [-1]]
 
 
@@ -128,10 +132,17 @@ def make_scores(records: list[Row]) -> list[Row]:
     return rows
 
 
+def with_checksum(line: bytes) -> bytes:
+    """A line of a file with the right checksum, whatever its content."""
+    head = line.removesuffix(b"}")
+    digest = hashlib.sha256(head).hexdigest()[:16]
+    return head + b', "checksum": "' + digest.encode() + b'"}\n'
+
+
 def frame_of(records: Iterable[Row]) -> pd.DataFrame:
     """Records as they are read back."""
-    with tempfile.NamedTemporaryFile("w+", encoding="utf-8") as file:
-        file.writelines(json.dumps(row) + "\n" for row in records)
+    with tempfile.NamedTemporaryFile() as file:
+        file.writelines(map(line_of, records))
         file.flush()
         return read_frame(Path(file.name), "records")
 
@@ -142,9 +153,12 @@ def write_run(
     """The same as a run's folder."""
     folder.mkdir(parents=True)
     for name, rows in (("records", records), ("scores", scores)):
-        text = "".join(json.dumps(row) + "\n" for row in rows)
-        (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
-    manifest = {"schema_version": 1, "run": folder.name, "experiment": experiment or {}}
+        (folder / f"{name}.jsonl").write_bytes(b"".join(map(line_of, rows)))
+    manifest = {
+        "schema_version": SCHEMA_VERSION,
+        "run": folder.name,
+        "experiment": experiment or {},
+    }
     (folder / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
     return folder
 

@@ -1,4 +1,5 @@
-"""Decoding with mistakes that are easily made, which tests must reject: in rules, in drafts, and between images.
+"""Decoding with mistakes that are easily made, which tests must reject: in rules, in drafts, and
+between images.
 
 docs/algorithms.md, sections 3, 4 and 8; docs/audit.md has how many images it takes to reject each.
 """
@@ -26,7 +27,6 @@ from lantern_bench.decoding.acceptance.official import OfficialRule
 from lantern_bench.decoding.acceptance.traversal import accept_traversal
 from lantern_bench.decoding.acceptance.verify import Verdict, verify
 from lantern_bench.decoding.drafting.draft_method import (
-    Drafted,
     DraftInputs,
     DraftMethod,
     LastStep,
@@ -67,7 +67,9 @@ class Mistake:
 
 
 def mistakes_of(decoding: Decoding, model: DecodableModel) -> list[Mistake]:
-    """Return the mistakes that can be made in a decoding: in its rule, in its drafts, in everything around them."""
+    """Return the mistakes that can be made in a decoding: in its rule, in its drafts, in everything
+    around them.
+    """
     return [*rule_mistakes(decoding, model), *drafting_mistakes(decoding), *step_mistakes(decoding)]
 
 
@@ -101,13 +103,17 @@ def rule_mistakes(decoding: Decoding, model: DecodableModel) -> list[Mistake]:
 
 
 def strict_without_residual(children: Children, _rule: BoundRule) -> Acceptance:
-    """The strict rule without its residual: drafts are accepted as often as they should, so a weak test misses it."""
+    """The strict rule without its residual: drafts are accepted as often as they should, so a weak
+    test misses it.
+    """
     keeps_p = probability_rule("keeps p", official_removal=0.0)
     return accept_children(children, OfficialRule(keeps_p(lambda draft, _values: draft.ratio)))
 
 
 def siblings_not_renormalised(children: Children, _rule: BoundRule) -> Acceptance:
-    """The strict rule that takes a rejected sibling out of q (deterministic: of p) and does not renormalise."""
+    """The strict rule that takes a rejected sibling out of q (deterministic: of p) and does not
+    renormalise.
+    """
     p = children.p
     q = children.q
     accept = torch.zeros_like(children.tokens, dtype=p.dtype)
@@ -177,14 +183,12 @@ def _noise_used_again(decoding: Decoding, target: Target, batch: int) -> DraftMe
     draft = method.draft
     clocks = []
 
-    def with_noise(inputs: DraftInputs) -> Drafted:
+    def with_noise(inputs: DraftInputs) -> None:
         clocks[:] = [inputs.noise[:, 0]]
-        return draft(inputs)
+        draft(inputs)
 
-    def verified(
-        tree: Any, p: Tensor, rule: Any, uniforms: Tensor, _noise: Tensor, *limits: Any
-    ) -> Verdict:
-        return verify(tree, p, rule, uniforms, clocks[0], *limits)
+    def verified(*arguments: Any, noise: Tensor, **others: Any) -> Verdict:
+        return verify(*arguments, noise=clocks[0], **others)
 
     method.draft = with_noise
     method.verify = verified
@@ -197,7 +201,7 @@ def _stale_q(decoding: Decoding, target: Target, batch: int, share: float) -> Dr
     last = []
     picks = torch.Generator().manual_seed(0)
 
-    def verified(tree: Any, *arguments: Any) -> Verdict:
+    def verified(tree: Any, *arguments: Any, **others: Any) -> Verdict:
         right = tree.q.clone()
         if last:
             is_stale = torch.rand(right.shape[:2], generator=picks) < share
@@ -205,7 +209,7 @@ def _stale_q(decoding: Decoding, target: Target, batch: int, share: float) -> Dr
                 tree, q=torch.where(is_stale[:, :, None].to(right.device), last[0], right)
             )
         last[:] = [right]
-        return verify(tree, *arguments)
+        return verify(tree, *arguments, **others)
 
     method.verify = verified
     return method
@@ -217,7 +221,7 @@ def _other_guidance(decoding: Decoding, target: Target, batch: int) -> DraftMeth
     draft = method.draft
     nodes = method._shape.levels[1].nodes
 
-    def drafted(inputs: DraftInputs) -> Drafted:
+    def drafted(inputs: DraftInputs) -> None:
         proposer: Any = inputs.proposer
         plain = proposer._distributions
         others = []
@@ -228,10 +232,8 @@ def _other_guidance(decoding: Decoding, target: Target, batch: int) -> DraftMeth
             return plain(logits)
 
         proposer._distributions = distributions
-        tokens, q, valid = draft(inputs)
-        q = q.clone()
-        q[:, nodes] = others[0]
-        return tokens, q, valid
+        draft(inputs)
+        method.tree.q[:, nodes] = others[0]
 
     method.draft = drafted
     return method
@@ -241,7 +243,7 @@ def _unfiltered(decoding: Decoding, target: Target, batch: int) -> DraftMethod:
     """Drafts are accepted with the p before filters, and the bonus token is drawn after them."""
     method: Any = drafting_of(decoding, target, batch)
 
-    def verified(tree: Any, p: Tensor, _rule: Any, *arguments: Any) -> Verdict:
+    def verified(tree: Any, p: Tensor, _rule: Any, **others: Any) -> Verdict:
         plain = tree.rows(_SEEN[0])
 
         def accept(children: Children, rule: BoundRule) -> Acceptance:
@@ -249,7 +251,7 @@ def _unfiltered(decoding: Decoding, target: Target, batch: int) -> DraftMethod:
             before = accept_children(replace(children, p=plain.clone(), q=children.q.clone()), rule)
             return replace(accept_children(children, rule), accept=before.accept)
 
-        return verify(tree, p, broken("unfiltered", accept), *arguments)
+        return verify(tree, p, broken("unfiltered", accept), **others)
 
     method.verify = verified
     return method
@@ -301,7 +303,9 @@ def _shared_bits(these: slice, those: slice) -> Iterator[None]:
 
 
 def drafting_mistakes(decoding: Decoding) -> list[Mistake]:
-    """Return the mistakes of a Jacobi or hybrid drafting between two steps, those that its coupling can have."""
+    """Return the mistakes of a Jacobi or hybrid drafting between two steps, those that its coupling
+    can have.
+    """
     if decoding.drafting not in ("jacobi", "hybrid"):
         return []
     coupling = decoding.value("coupling")
@@ -323,7 +327,9 @@ def drafting_mistakes(decoding: Decoding) -> list[Mistake]:
 
 
 class _Remembering(JacobiDrafting):
-    """A Jacobi drafting that remembers the last draft of each position and its q; `remembers` says where."""
+    """A Jacobi drafting that remembers the last draft of each position and its q; `remembers` says
+    where.
+    """
 
     def start_images(self, p: Tensor) -> None:
         super().start_images(p)
@@ -338,7 +344,7 @@ class _Remembering(JacobiDrafting):
         images, places = self._further(step.accepted + 1, self.depth)
         self.remembers = places < self.depth
         places = places.clamp_max(self.depth - 1)
-        self.last = step.tree.tokens[:, 1:][images, places]
+        self.last = self.tree.tokens[:, 1:][images, places]
         self.last_q = self._q[images, places]
         super().after_step(step)
 
@@ -346,11 +352,10 @@ class _Remembering(JacobiDrafting):
 class _OldQ(_Remembering):
     """A draft that stays the same is verified with the q of the step before."""
 
-    def draft(self, inputs: DraftInputs) -> Drafted:
-        drafted = super().draft(inputs)
-        stays = self.remembers & (drafted[0][:, 1:] == self.last)
+    def draft(self, inputs: DraftInputs) -> None:
+        super().draft(inputs)
+        stays = self.remembers & (self.tree.tokens[:, 1:] == self.last)
         self._q.copy_(torch.where(stays[:, :, None], self.last_q, self._q))
-        return drafted
 
 
 class _HybridOldQ(_OldQ, HybridDrafting):
@@ -360,7 +365,7 @@ class _HybridOldQ(_OldQ, HybridDrafting):
 class DrafterQ(HybridDrafting):
     """Drafts of a mixture are verified as if the drafter alone had drawn them."""
 
-    def draft(self, inputs: DraftInputs) -> Drafted:
+    def draft(self, inputs: DraftInputs) -> None:
         proposer: Any = inputs.proposer
         answers = [proposer.root_q]
 
@@ -372,26 +377,24 @@ class DrafterQ(HybridDrafting):
                 return answers[-1]
 
         listener: Any = Listener()
-        drafted = super().draft(inputs._replace(proposer=listener))
+        super().draft(inputs._replace(proposer=listener))
         for depth, q in enumerate(answers):
             self._q[:, depth] = q[:, 0]
-        return drafted
 
 
 class _KeptDraft(_Remembering):
     """The last drafts are kept, and verified with the new q as if they had been drawn from it."""
 
-    def draft(self, inputs: DraftInputs) -> Drafted:
-        tokens = super().draft(inputs)[0]
-        return (
-            torch.cat(
-                [tokens[:, :1], torch.where(self.remembers, self.last, tokens[:, 1:])], dim=1
-            ),
-        )
+    def draft(self, inputs: DraftInputs) -> None:
+        super().draft(inputs)
+        drafts = self.tree.tokens[:, 1:]
+        drafts.copy_(torch.where(self.remembers, self.last, drafts))
 
 
 class _SlotNoise(JacobiDrafting):
-    """The noise of Gumbel coupling belongs to a place of the window, not to a position of the image."""
+    """The noise of Gumbel coupling belongs to a place of the window, not to a position of the
+    image.
+    """
 
     def start_images(self, p: Tensor) -> None:
         super().start_images(p)
@@ -405,21 +408,22 @@ class _SlotNoise(JacobiDrafting):
 
 
 class _UniformNumbers(_Remembering):
-    """Draws the uniform number of each draft after the fact: if the draft stays, it was below the chance to stay."""
+    """Draws the uniform number of each draft after the fact: if the draft stays, it was below the
+    chance to stay.
+    """
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._generator = torch.Generator().manual_seed(0)
 
-    def draft(self, inputs: DraftInputs) -> Drafted:
-        drafted = super().draft(inputs)
+    def draft(self, inputs: DraftInputs) -> None:
+        super().draft(inputs)
         chance = torch.where(
             self.remembers, self._coupled_q.gather(2, self.last[:, :, None]).squeeze(2), 1.0
         )
         uniform = torch.rand(chance.shape, generator=self._generator)
-        stays = ~self.remembers | (drafted[0][:, 1:] == self.last)
+        stays = ~self.remembers | (self.tree.tokens[:, 1:] == self.last)
         self.uniforms = torch.where(stays, uniform * chance, chance + uniform * (1.0 - chance))
-        return drafted
 
 
 def _uniform_number_used_again() -> Mistake:

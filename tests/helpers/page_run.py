@@ -1,4 +1,6 @@
-"""A made-up run with pictures, for the tests of the report page: three cells, a few prompts, 16 tokens an image."""
+"""A made-up run with pictures, for the tests of the report page: three cells, a few prompts, 16
+tokens an image.
+"""
 
 from __future__ import annotations
 

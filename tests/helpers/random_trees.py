@@ -1,4 +1,6 @@
-"""Random drafts for property tests: shapes, tokens, distributions, rules and limits from one generator."""
+"""Random drafts for property tests: shapes, tokens, distributions, rules and limits from one
+generator.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +95,9 @@ def random_probs(
 def random_topology(
     rng: np.random.Generator, nodes: int, fanout: int, depth: int
 ) -> list[tuple[int, ...]]:
-    """A tree without gaps: nodes hung one after the other below a random one that may have one more child."""
+    """A tree without gaps: nodes hung one after the other below a random one that may have one more
+    child.
+    """
     count: dict[tuple[int, ...], int] = {(): 0}  # children by path
     for _ in range(nodes):
         free = [path for path, children in count.items() if len(path) < depth and children < fanout]
@@ -112,7 +116,9 @@ def random_static(
     shape: StaticTree,
     filled: bool | None = None,
 ) -> DraftTree:
-    """Draw the children of every node from `q` [B, M, V]; `filled` says whether those with q = 0 stay in the table."""
+    """Draw the children of every node from `q` [B, M, V]; `filled` says whether those with q = 0
+    stay in the table.
+    """
     batch, nodes, _ = q.shape
     tokens = torch.zeros(batch, nodes, dtype=torch.int64)
     valid = torch.ones(batch, nodes, dtype=torch.bool)
@@ -129,7 +135,9 @@ def random_static(
 
 
 def random_dynamic(rng: np.random.Generator, batch: int, nodes: int, vocabulary: int) -> DraftTree:
-    """Trees of a different shape for each image, distinct tokens below each node, some nodes filling up."""
+    """Trees of a different shape for each image, distinct tokens below each node, some nodes
+    filling up.
+    """
     depth = int(rng.integers(1, 5))
     fanout = int(rng.integers(1, min(6, vocabulary) + 1))
     return dynamic_trees(

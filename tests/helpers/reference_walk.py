@@ -1,7 +1,8 @@
-"""The oracle of verification: one image, one child after the other, written from the text of docs/algorithms.md.
+"""The oracle of verification: one image, one child after the other, written from the text of
+docs/algorithms.md.
 
-Slow and plain on purpose, in numpy, sharing no line with `lantern_bench.decoding`. Arithmetic is in the dtype of the
-distributions it is given.
+Slow and plain on purpose, in numpy, sharing no line with `lantern_bench.decoding`. Arithmetic is in
+the dtype of the distributions it is given.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ Vector = NDArray[np.floating]
 
 @dataclass
 class Rules:
-    """The relaxed rule as the text names it: `strict`, `additive` or `multiplicative`, k, bound, residual."""
+    """The relaxed rule as the text names it: `strict`, `additive` or `multiplicative`, k, bound,
+    residual.
+    """
 
     rule: str
     neighbours: int
@@ -28,7 +31,9 @@ class Rules:
 
 @dataclass
 class Walk:
-    """What the walk did; `looks` lists (depth, token, uniform, current p(x)) for every child that used a uniform."""
+    """What the walk did; `looks` lists (depth, token, uniform, current p(x)) for every child that
+    used a uniform.
+    """
 
     path: list[int]
     child_rank: list[int]
@@ -97,7 +102,9 @@ def walk(
     uniform: Callable[[int, int], float],
     depth_limit: int,
 ) -> Walk:
-    """Section 3. `children[n]` are the node numbers below node n (-1: none); `uniform(n, rank)` the random numbers."""
+    """Section 3. `children[n]` are the node numbers below node n (-1: none); `uniform(n, rank)` the
+    random numbers.
+    """
     done = Walk([0], [], p_of[0])
     node = 0
     depth = 0
@@ -154,7 +161,10 @@ def walk_greedy(
     p_of: Sequence[Vector],
     rules: Rules,
 ) -> tuple[list[int], int]:
-    """Section 3, last paragraph: (winning path without its rejected end, next token). `paths` in path order."""
+    """Section 3, last paragraph: (winning path without its rejected end, next token).
+
+    `paths` in path order.
+    """
     best: list[int] = [0]
     for path in paths:
         accepted = [0]

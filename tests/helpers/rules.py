@@ -72,7 +72,9 @@ def accept(
 
 
 class Emission(NamedTuple):
-    """The distribution of a step's first token, given the root's children (docs/algorithms.md, section 4)."""
+    """The distribution of a step's first token, given the root's children (docs/algorithms.md,
+    section 4).
+    """
 
     distribution: Tensor  # [N, V]
     # [N], m(x) of each child times the chance that the child is tried, summed
@@ -102,7 +104,9 @@ def at_start(p: Tensor) -> Tensor:
 
 
 def view_of(p: Tensor, tokens: Tensor, rule: BoundRule) -> DraftView:
-    """Deterministic drafts `tokens` [n] of n roots with the distributions `p` [n, V], as a rule sees them."""
+    """Deterministic drafts `tokens` [n] of n roots with the distributions `p` [n, V], as a rule
+    sees them.
+    """
     return DraftView(
         token=tokens,
         depth=torch.ones_like(tokens),
@@ -114,6 +118,8 @@ def view_of(p: Tensor, tokens: Tensor, rule: BoundRule) -> DraftView:
 
 
 def parents_of(attention: Tensor) -> Tensor:
-    """The parent [..., M] of each node of a tree with this `attention` [..., M, M]; -1 for the root."""
+    """The parent [..., M] of each node of a tree with this `attention` [..., M, M]; -1 for the
+    root.
+    """
     numbers = torch.arange(attention.shape[-1])
     return torch.where(attention & (numbers != numbers[:, None]), numbers, -1).amax(dim=-1)

@@ -1,7 +1,9 @@
-"""A target and a drafter without a network: tables of logits, and the exact or sampled distribution of one step.
+"""A target and a drafter without a network: tables of logits, and the exact or sampled distribution
+of one step.
 
-The exact distribution enumerates drafts and accept/reject outcomes; the step under test is an argument, so that a test
-can show a broken one to fail. Sequences are completed from the target to a fixed length: steps commit unequal numbers.
+The exact distribution enumerates drafts and accept/reject outcomes; the step under test is an
+argument, so that a test can show a broken one to fail. Sequences are completed from the target to a
+fixed length: steps commit unequal numbers.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from lantern_bench.methods.parameters import FilterOrder
 from tests.helpers.rules import STRICT, parents_of
 
 Prefix = tuple[int, ...]
-# (drafts [B, M] and their tree, p [B, M, V]) -> (weights [S, B], path tokens [S, B, D], lengths [S, B], last [S, B, V])
+# (drafts [B, M] and their tree, p [B, M, V]) -> (weights [S, B], path tokens [S, B, D], lengths [S,
+# B], last [S, B, V])
 Outcomes = tuple[Tensor, Tensor, Tensor, Tensor]
 Step = Callable[[DraftTree, Tensor], Outcomes]
 Drafts = tuple[Tensor, DraftTree]
@@ -167,7 +170,9 @@ def _prefix(node: int, tokens: Sequence[int], parents: Sequence[int]) -> Prefix:
 
 
 def _orders(q: Tensor, count: int) -> Iterator[tuple[tuple[int, ...], float]]:
-    """All ordered draws without replacement with their probabilities; -1 where q has run out of tokens."""
+    """All ordered draws without replacement with their probabilities; -1 where q has run out of
+    tokens.
+    """
     mass = q.tolist()
     able = [token for token, chance in enumerate(mass) if chance > 0]
     drawn_count = min(count, len(able))
@@ -183,9 +188,11 @@ def _orders(q: Tensor, count: int) -> Iterator[tuple[tuple[int, ...], float]]:
 def verify_step(
     tree: DraftTree, p: Tensor, depth_limit: int | None = None, rule: BoundRule | None = None
 ) -> Outcomes:
-    """The step of the package under a rule, by default the strict one: `verify` forced to stop at each node in turn.
+    """The step of the package under a rule, by default the strict one: `verify` forced to stop at
+    each node in turn.
 
-    Uniforms of 0 accept and of 1 reject; the weight of a stop is the product of the accept probabilities on the way.
+    Uniforms of 0 accept and of 1 reject; the weight of a stop is the product of the accept
+    probabilities on the way.
     """
     batch, nodes, _ = p.shape
     limit = None if depth_limit is None else torch.full((batch,), depth_limit)
@@ -211,7 +218,9 @@ def verify_step(
 
 
 def force_stops(tree: DraftTree, accept: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (weights [M, B] of stopping at each node, uniforms [M, B, M, C] that make the walk stop there)."""
+    """Return (weights [M, B] of stopping at each node, uniforms [M, B, M, C] that make the walk
+    stop there).
+    """
     batch, nodes, fanout = accept.shape
     weights = torch.zeros(nodes, batch, dtype=accept.dtype)
     uniforms = torch.ones(nodes, batch, nodes, fanout, dtype=accept.dtype)
@@ -286,7 +295,9 @@ def first_tokens(distribution: dict[Prefix, float]) -> dict[Prefix, float]:
 
 
 def step_errors(model: Tabular, drafts: Drafts, step: Step = verify_step) -> tuple[float, float]:
-    """The largest errors (first token, joint) of a step and one more token, against autoregressive decoding."""
+    """The largest errors (first token, joint) of a step and one more token, against autoregressive
+    decoding.
+    """
     weights, tree = drafts
     assert abs(float(weights.sum()) - 1.0) < 1e-9
     distribution = distribution_of_step(

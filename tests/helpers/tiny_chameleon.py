@@ -1,4 +1,5 @@
-"""A Chameleon of a few thousand numbers, written to disk as the published ones are: target, tokenizers, drafter.
+"""A Chameleon of a few thousand numbers, written to disk as the published ones are: target,
+tokenizers, drafter.
 
 The numbers of its image codes are shuffled, so that nothing works by counting from four.
 """
@@ -138,6 +139,8 @@ def write_model_file(folder: Path, family: str, grid: tuple[int, int]) -> Path:
 
 
 def anole(folder: Path, **config: object) -> Chameleon:
-    """The model of a target's folder before it is loaded, with pictures of 3 x 4 codes; `config` changes its sizes."""
+    """The model of a target's folder before it is loaded, with pictures of 3 x 4 codes; `config`
+    changes its sizes.
+    """
     row = Published(about="Anole", config=config, vq={}, grid=(3, 4))
     return Chameleon("anole", row, {"target": folder})

@@ -1,4 +1,6 @@
-"""Checkpoints of a few thousand numbers that transformers itself writes, and what transformers makes of them."""
+"""Checkpoints of a few thousand numbers that transformers itself writes, and what transformers
+makes of them.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ JANUS_SPECIAL += ("<|User|>", "<|Assistant|>")
 
 
 class Shape(NamedTuple):
-    """Sizes of a tiny model; `side` is that of the grid, `mult` the channels of the image tokenizer by resolution."""
+    """Sizes of a tiny model; `side` is that of the grid, `mult` the channels of the image tokenizer
+    by resolution.
+    """
 
     dim: int = 32
     heads: int = 4
@@ -42,7 +46,9 @@ class Shape(NamedTuple):
 
 
 class Expected(NamedTuple):
-    """What transformers computes: logits [2, N, V] with and without caption, greedy tokens [N], pixels [H, W, 3]."""
+    """What transformers computes: logits [2, N, V] with and without caption, greedy tokens [N],
+    pixels [H, W, 3].
+    """
 
     logits: Tensor
     tokens: Tensor
@@ -50,7 +56,9 @@ class Expected(NamedTuple):
 
 
 def write_tokenizer(path: Path, names: Iterable[str], unknown: str = "<unk>") -> dict[str, int]:
-    """A tokenizer.json that splits at spaces and keeps names in angle brackets whole; returns its vocabulary."""
+    """A tokenizer.json that splits at spaces and keeps names in angle brackets whole; returns its
+    vocabulary.
+    """
     vocabulary = {name: number for number, name in enumerate(names)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=unknown))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -68,7 +76,9 @@ def vocabulary_of(folder: Path) -> dict[str, int]:
 
 @torch.no_grad()
 def draw_weights(model: torch.nn.Module, seed: int) -> None:
-    """Weights with which the tokens of a greedy image differ; those of transformers are nearly zero."""
+    """Weights with which the tokens of a greedy image differ; those of transformers are nearly
+    zero.
+    """
     draws = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         if parameter.dim() >= 2:
@@ -159,7 +169,10 @@ EMU3_SPECIAL += ("<|image start|>", "<|image token|>", "<|image end|>", "<image>
 
 
 def write_emu3(folder: Path, shape: Shape, seed: int = 2) -> Any:
-    """An Emu3 with its tokenizer; the numbers of its codes are shuffled. Returns transformers' model."""
+    """An Emu3 with its tokenizer; the numbers of its codes are shuffled.
+
+    Returns transformers' model.
+    """
     from transformers import Emu3Config, Emu3ForConditionalGeneration
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -211,7 +224,9 @@ def write_emu3(folder: Path, shape: Shape, seed: int = 2) -> Any:
 def expect_emu3(
     model: Any, prompt: Tensor, null: Tensor, grid: tuple[int, int], scale: float
 ) -> Expected:
-    """What transformers makes of prompts int64 [P] with and without caption; ends of rows are forced as published."""
+    """What transformers makes of prompts int64 [P] with and without caption; ends of rows are
+    forced as published.
+    """
     words = model.config.vocabulary_map
     rows, columns = grid
     codes = [

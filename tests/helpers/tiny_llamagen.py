@@ -1,4 +1,6 @@
-"""A LlamaGen of a few thousand numbers, written to disk as the published ones are: target, tokenizer, drafter."""
+"""A LlamaGen of a few thousand numbers, written to disk as the published ones are: target,
+tokenizer, drafter.
+"""
 
 from __future__ import annotations
 
@@ -103,7 +105,9 @@ def write_tokenizer(path: Path) -> Path:
 
 
 def write_model_file(folder: Path, kind: str, **parts: Any) -> Path:
-    """A whole model and the YAML file that describes it; a part given as None is left out of the file."""
+    """A whole model and the YAML file that describes it; a part given as None is left out of the
+    file.
+    """
     model = llamagen(kind)
     folder.mkdir(parents=True)
     torch.save({"model": official_state(model)}, folder / "target.pt")

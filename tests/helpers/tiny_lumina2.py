@@ -1,7 +1,8 @@
-"""A Lumina-mGPT 2.0 of a few thousand numbers in its authors' layout, and what it computes, written out.
+"""A Lumina-mGPT 2.0 of a few thousand numbers in its authors' layout, and what it computes, written
+out.
 
-The layout and the arithmetic follow Alpha-VLLM/Lumina-mGPT-2.0 at `f44a4d7f`: nothing here calls the package's own
-transformer, tokenizer or key maps.
+The layout and the arithmetic follow Alpha-VLLM/Lumina-mGPT-2.0 at `f44a4d7f`: nothing here calls
+the package's own transformer, tokenizer or key maps.
 """
 
 from __future__ import annotations
@@ -289,7 +290,8 @@ def logits(state: dict[str, Tensor], shape: Shape, words: Tensor) -> Tensor:
 def greedy(
     state: dict[str, Tensor], shape: Shape, caption: list[str], scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A greedy picture with guidance: tokens [N] (codes, and `codes` at row ends), logits with and without prompt.
+    """A greedy picture with guidance: tokens [N] (codes, and `codes` at row ends), logits with and
+    without prompt.
 
     The logits are [N, codes], of the codes alone; at row ends they are not compared.
     """

@@ -1,4 +1,6 @@
-"""A T5 encoder of a few thousand numbers, saved in the Hugging Face layout, for the tests of caption features."""
+"""A T5 encoder of a few thousand numbers, saved in the Hugging Face layout, for the tests of
+caption features.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ WIDTH = 32
 
 
 def save_tiny_t5(folder, *, seed=0, whole=False, d_model=WIDTH):
-    """Write config, weights and tokenizer; `whole` writes the decoder as well, as the published checkpoint does."""
+    """Write config, weights and tokenizer; `whole` writes the decoder as well, as the published
+    checkpoint does.
+    """
     config = T5Config(
         vocab_size=40,
         d_model=d_model,

@@ -1,4 +1,5 @@
-"""A target of a few thousand numbers with words for captions, and its model: training takes milliseconds.
+"""A target of a few thousand numbers with words for captions, and its model: training takes
+milliseconds.
 
 The picture is 4 x 4 tokens of 32 codes; a tokenizer with random weights reads and draws them.
 """
@@ -38,7 +39,9 @@ CAPTIONS = tuple(
 
 
 def tiny_target(seed: int = 0) -> TransformerTarget:
-    """The target with weights from the seed, its head sharp enough that tokens differ in probability."""
+    """The target with weights from the seed, its head sharp enough that tokens differ in
+    probability.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         target = TransformerTarget(CONFIG, WordCaption(len(WORDS), CONFIG.prefix, CONFIG.dim))

@@ -108,7 +108,8 @@ def test_names_may_have_hyphens() -> None:
         draftings=["static"],
         entry_points=[Entry("any", some(name="my-own-rule"))],
     )
-    assert list(usable) == ["my-own-rule"] and not refused
+    assert list(usable) == ["my-own-rule"]
+    assert not refused
     drafts = Drafting("my-drafts", make="module:make", about="of mine")
     assert list(
         find_rows(

@@ -1,4 +1,6 @@
-"""Feature extractors, preprocessing, and reference sets: their sources, labels and the cache of their features."""
+"""Feature extractors, preprocessing, and reference sets: their sources, labels and the cache of
+their features.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,8 @@ def test_features_are_those_of_the_network(extractor: extractors.Extractor) -> N
         extractors.features_of(pictures, extractor), expected, rtol=1e-5, atol=1e-5
     )
     blurred = extractors.features_of(pictures, extractor, Preparation(size=8, features_size=64))
-    assert blurred.shape == (3, 64) and not torch.allclose(blurred, expected, atol=1e-3)
+    assert blurred.shape == (3, 64)
+    assert not torch.allclose(blurred, expected, atol=1e-3)
     assert extractors.features_of(pictures[:0], extractor).shape == (0, 64)
 
 
@@ -55,7 +58,8 @@ def test_the_label_names_extractor_layer_and_weights(
     extractor: extractors.Extractor, tmp_path: Path
 ) -> None:
     name, _, digits = extractor.label.partition("@")
-    assert name == "lanterns-features-64" and len(digits) == 8
+    assert name == "lanterns-features-64"
+    assert len(digits) == 8
     other = tmp_path / "other.safetensors"
     write_weights(AttributeClassifier().state_dict(), other)
     assert dataclasses.replace(extractor, weights=other).label != extractor.label
@@ -129,7 +133,8 @@ def test_lantern_coco_preprocesses_as_the_authors() -> None:
     )
     larger = by_hand.resize((299, 299), Image.Resampling.BICUBIC)
     assert np.array_equal(for_features.permute(1, 2, 0).numpy(), np.asarray(larger))
-    assert protocol.clip_prefix == "A photo depicts " and protocol.manifold_neighbours == 3
+    assert protocol.clip_prefix == "A photo depicts "
+    assert protocol.manifold_neighbours == 3
     assert torch.equal(extractors.preprocess(picture, Preparation()), picture)
 
 
@@ -149,7 +154,8 @@ def test_the_embedded_features_are_those_of_the_painted_scenes() -> None:
     """Painting takes half a minute; processors round features differently, in their last digits."""
     scenes, label = reference_scenes()
     embedded = extractors.embedded_reference()
-    assert embedded.label == label and embedded.statistics is not None
+    assert embedded.label == label
+    assert embedded.statistics is not None
     torch.testing.assert_close(
         embedded.statistics.features,
         extractors.features_of(scenes, extractors.find_extractor()),
@@ -162,9 +168,11 @@ def test_the_embedded_reference_belongs_to_the_bundled_extractor(
     extractor: extractors.Extractor,
 ) -> None:
     embedded = extractors.find_reference("embedded", EMBEDDED)
-    assert embedded is not None and embedded.label == extractors.embedded_reference().label
+    assert embedded is not None
+    assert embedded.label == extractors.embedded_reference().label
     embedded_set = extractors.reference_features(embedded, extractors.find_extractor(), PLAIN)
-    assert embedded_set.n == 1024 and embedded_set.features is not None
+    assert embedded_set.n == 1024
+    assert embedded_set.features is not None
     with pytest.raises(UserError, match=f"of {embedded.extractor}, not of {extractor.label}"):
         extractors.reference_features(embedded, extractor, PLAIN)
 
@@ -185,14 +193,16 @@ def test_written_features_are_read_back(
     embedded = extractors.embedded_reference()
     assert embedded.label == "six pictures"
     written = extractors.reference_features(embedded, extractor, PLAIN).features
-    assert written is not None and torch.equal(written, extractors.features_of(pictures, extractor))
+    assert written is not None
+    assert torch.equal(written, extractors.features_of(pictures, extractor))
 
 
 def test_folder_reference_reads_pictures_by_name(tmp_path: Path) -> None:
     for name, size in (("b.png", 16), ("a.png", 20)):
         Image.new("RGB", (size, size), (200 if name == "a.png" else 10, 0, 0)).save(tmp_path / name)
     reference = extractors.find_reference(str(tmp_path), EMBEDDED)
-    assert reference is not None and reference.pictures is not None
+    assert reference is not None
+    assert reference.pictures is not None
     assert [int(extractors.read_picture(path)[0, 0, 0]) for path in reference.pictures] == [200, 10]
     assert f"{tmp_path.name}, n=2, sha256=" in reference.label
 
@@ -206,11 +216,9 @@ def test_a_coco_annotation_lists_the_pictures(tmp_path: Path) -> None:
     (tmp_path / "val.json").write_text(json.dumps(listed))
     for name in (f"{tmp_path / 'val.json'}", f"{tmp_path / 'val.json'}={folder}"):
         reference = extractors.find_reference(name, EMBEDDED)
-        assert (
-            reference is not None
-            and reference.pictures is not None
-            and len(reference.pictures) == 2
-        )
+        assert reference is not None
+        assert reference.pictures is not None
+        assert len(reference.pictures) == 2
         assert reference.pictures[1] == folder / "d.png"
 
 
@@ -243,11 +251,9 @@ def test_statistics_from_a_file(tmp_path: Path, extractor: extractors.Extractor)
     path = tmp_path / "coco.npz"
     np.savez(path, mu=np.zeros(64), sigma=np.eye(64), n=np.int64(5000))
     reference = extractors.find_reference(str(path), EMBEDDED)
-    assert (
-        reference is not None
-        and reference.statistics is not None
-        and reference.label.startswith("coco (statistics), n=5000")
-    )
+    assert reference is not None
+    assert reference.statistics is not None
+    assert reference.label.startswith("coco (statistics), n=5000")
     assert extractors.reference_features(reference, extractor, PLAIN).n == 5000
     np.savez(path, mu=np.zeros(10), sigma=np.eye(10))
     narrow = extractors.find_reference(str(path), EMBEDDED)
@@ -282,8 +288,11 @@ def test_cache_key_is_content_extractor_and_preprocessing(
 
     first = measured()
     second = measured()
-    assert passes == [6] and first.features is not None and second.features is not None
-    assert torch.equal(first.features, second.features) and np.array_equal(first.mean, second.mean)
+    assert passes == [6]
+    assert first.features is not None
+    assert second.features is not None
+    assert torch.equal(first.features, second.features)
+    assert np.array_equal(first.mean, second.mean)
     folder = folder.rename(tmp_path / "renamed")
     (folder / "a.png").rename(folder / "later.png")
     measured()

@@ -1,7 +1,8 @@
-"""FID, KID, precision and recall of features: known answers, torch-fidelity and clean-fid, too few pictures.
+"""FID, KID, precision and recall of features: known answers, torch-fidelity and clean-fid, too few
+pictures.
 
-clean-fid itself is no dependency: it calls scipy in a way that newer ones refuse. Its formula is written out here, with
-scipy's matrix square root, independently of how ours is computed.
+clean-fid itself is no dependency: it calls scipy in a way that newer ones refuse. Its formula is
+written out here, with scipy's matrix square root, independently of how ours is computed.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ def sets_of(pictures: torch.Tensor, reference: torch.Tensor) -> FeatureSets:
 
 
 def clean_fid(x: torch.Tensor, y: torch.Tensor) -> float:
-    """The formula of clean-fid's frechet_distance on its feature statistics (mean, np.cov with rows as pictures)."""
+    """The formula of clean-fid's frechet_distance on its feature statistics (mean, np.cov with rows
+    as pictures).
+    """
     (mu_x, mu_y), (cov_x, cov_y) = zip(
         *((f.double().numpy().mean(0), np.cov(f.double().T)) for f in (x, y)), strict=True
     )
@@ -63,7 +66,8 @@ def test_fid_agrees_with_clean_fid_and_torch_fidelity(n: int, m: int, width: int
     by_library = metric_fid.fid_statistics_to_metric(*statistics, verbose=False)[
         metric_fid.KEY_METRIC_FID
     ]
-    assert fid == pytest.approx(by_library, rel=1e-6) and fid > 0.1
+    assert fid == pytest.approx(by_library, rel=1e-6)
+    assert fid > 0.1
     assert fid == pytest.approx(clean_fid(pictures, reference), rel=1e-3)
 
 
@@ -87,7 +91,8 @@ def test_figures_are_those_of_torch_fidelity() -> None:
     )
     assert figures["kid"] == pytest.approx(kid[metric_kid.KEY_METRIC_KID_MEAN], rel=1e-5)
     for name in ("precision", "recall"):
-        assert figures[name] == pytest.approx(prc[name]) and 0 < figures[name] < 1
+        assert figures[name] == pytest.approx(prc[name])
+        assert 0 < figures[name] < 1
     assert figures["precision"] != figures_of(OF_SETS, sets)["precision"](np.arange(120)), (
         "another extractor's sets"
     )
@@ -97,7 +102,8 @@ def test_a_set_against_itself() -> None:
     features = draw(256, 3)
     columns, of_images, notes = measure_sets(sets_of(features, features), EXTRACTOR)
     assert columns["fid"] == pytest.approx(0, abs=1e-4)
-    assert columns["precision"] == columns["recall"] == 1.0 and (of_images["precision"] == 1).all()
+    assert columns["precision"] == columns["recall"] == 1.0
+    assert (of_images["precision"] == 1).all()
     assert (columns["n_reference"], columns["kid_subset"], notes) == (256, 128, [])
 
 
@@ -126,7 +132,8 @@ def test_figures_worsen_with_the_pictures_and_lie_in_their_intervals() -> None:
 )
 def test_few_pictures_have_few_figures(n: int, measured: list[str], notes: list[str]) -> None:
     columns, of_images, reasons = measure_sets(sets_of(draw(n, 1), draw(300, 2)), EXTRACTOR)
-    assert [name for name in OF_SETS if columns[name] is not None] == measured and not of_images
+    assert [name for name in OF_SETS if columns[name] is not None] == measured
+    assert not of_images
     assert columns.get("kid_subset") == (n // 2 if "kid" in measured else None)
     assert set(notes) <= set(reasons)
 
@@ -134,9 +141,8 @@ def test_few_pictures_have_few_figures(n: int, measured: list[str], notes: list[
 def test_a_reference_of_statistics_gives_fid_alone() -> None:
     reference = FeatureSet(np.zeros(WIDTH), np.eye(WIDTH), None)
     columns, _, notes = measure_sets(FeatureSets(draw(300, 1), reference), EXTRACTOR)
-    assert (
-        columns["fid"] > 0 and columns["kid"] is columns["precision"] is columns["recall"] is None
-    )
+    assert columns["fid"] > 0
+    assert columns["kid"] is columns["precision"] is columns["recall"] is None
     assert notes == ["the reference holds statistics only: no kid, precision and recall"]
 
 
@@ -145,7 +151,10 @@ def test_fid_infinity_is_nearer_to_the_truth_than_fid() -> None:
     features = draw(400, 12)
     far, notes = fid_infinity(features, truth, np.random.default_rng(0))
     value, low, high = far.values()
-    assert value is not None and low is not None and high is not None and not notes
+    assert value is not None
+    assert low is not None
+    assert high is not None
+    assert not notes
     assert abs(value) < 0.5 * frechet_distance(truth)(features), (
         "both sets are of one kind: the distance is 0"
     )
@@ -155,4 +164,5 @@ def test_fid_infinity_is_nearer_to_the_truth_than_fid() -> None:
 
 def test_fid_infinity_needs_enough_pictures() -> None:
     far, (note,) = fid_infinity(draw(40, 1), FeatureSet.of(draw(100, 2)), np.random.default_rng(0))
-    assert set(far.values()) == {None} and "needs 47 images; there are 40" in note
+    assert set(far.values()) == {None}
+    assert "needs 47 images; there are 40" in note

@@ -1,4 +1,5 @@
-"""Scorers of pictures with captions: CLIP scores equal open_clip called by hand; missing weights are named.
+"""Scorers of pictures with captions: CLIP scores equal open_clip called by hand; missing weights
+are named.
 
 The CLIP model is a tiny one with random weights, written to a folder as the bundled one is.
 """
@@ -79,7 +80,8 @@ def pictures() -> torch.Tensor:
 def test_clip_score_equals_open_clip(folder: Path, pictures: torch.Tensor) -> None:
     scorer = image_scorers.load_clip(f"local-dir:{folder}")
     scores = scorer(pictures, CAPTIONS)
-    assert scorer.label.startswith("tiny@") and len(scorer.label) == len("tiny@") + 8
+    assert scorer.label.startswith("tiny@")
+    assert len(scorer.label) == len("tiny@") + 8
     model, _, preprocess = open_clip.create_model_and_transforms(f"local-dir:{folder}")
     tokenizer = open_clip.get_tokenizer(f"local-dir:{folder}")
     model.eval()
@@ -124,7 +126,9 @@ def test_folders_without_a_whole_model_are_refused(
 
 
 def test_full_size_by_name_and_path(folder: Path, tmp_path: Path, pictures: torch.Tensor) -> None:
-    """An architecture known by name, its checkpoint a plain file: the way ViT-B-32 goes, at a size for tests."""
+    """An architecture known by name, its checkpoint a plain file: the way ViT-B-32 goes, at a size
+    for tests.
+    """
     (tmp_path / "ViT-tiny.json").write_text(json.dumps(CONFIG["model_cfg"]))
     open_clip.add_model_config(tmp_path)
     checkpoint = tmp_path / "tiny.safetensors"
@@ -203,7 +207,9 @@ def test_missing_scorers_are_refused(
 def test_image_reward_goes_through_its_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The package's own interface, as published: load(name, device, download_root), score(prompt, image)."""
+    """The package's own interface, as published: load(name, device, download_root), score(prompt,
+    image).
+    """
     calls: list[Any] = []
 
     class Model:

@@ -1,6 +1,7 @@
 """Scoring a run: which rows are written, what they contain, and that scoring is repeatable.
 
-The scorers are real classes with random weights; the pictures are files in a folder laid out like a run's.
+The scorers are real classes with random weights; the pictures are files in a folder laid out like a
+run's.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ from lantern_bench.storage.pictures import png_bytes
 from lantern_bench.storage.run_directory import read_records, read_scores
 from lantern_bench.storage.run_store import RunStore
 from lantern_bench.storage.schema import TABLES
-from lantern_bench.sweep.runner import key_fields
+from lantern_bench.sweeps.runner import key_fields
 from lantern_bench.utils.errors import RefusedError
-from lantern_bench.utils.progress import Share
+from lantern_bench.utils.progress import ProgressEvent
 from scripts.train_lanterns.part_tasks import CLIP_CONFIG, save_clip
 from scripts.train_lanterns.parts import write_weights
 from scripts.train_lanterns.scenes import render
@@ -149,11 +150,16 @@ def test_cell_rows_have_fidelity_extractor_and_reference(
 ) -> None:
     assert scorers.extractor is not None
     first, second = (row for row in _score(run, scorers, reference) if row["level"] == "cell")
-    assert first["n"] == second["n"] == 6 and first["kid_subset"] == 3
-    assert first["fid"] is None and "fid needs 128 images" in first["note"]
-    assert isinstance(first["kid"], float) and first["kid_low"] < first["kid"] < first["kid_high"]
-    assert first["precision"] is None and "precision and recall need 256 images" in first["note"]
-    assert first["extractor"] == scorers.extractor.label and first["reference"] == "twenty scenes"
+    assert first["n"] == second["n"] == 6
+    assert first["kid_subset"] == 3
+    assert first["fid"] is None
+    assert "fid needs 128 images" in first["note"]
+    assert isinstance(first["kid"], float)
+    assert first["kid_low"] < first["kid"] < first["kid_high"]
+    assert first["precision"] is None
+    assert "precision and recall need 256 images" in first["note"]
+    assert first["extractor"] == scorers.extractor.label
+    assert first["reference"] == "twenty scenes"
 
 
 def test_sets_of_ar_images_give_a_band(
@@ -168,8 +174,10 @@ def test_sets_of_ar_images_give_a_band(
         for number, record in enumerate(records)
     ]
     *rows, band = _score((folder, both), scorers, reference)
-    assert band["level"] == "band" and (band["n"], band["band_sets"]) == (6, 2)
-    assert band["cell_id"] == records[0]["cell_id"] and "fid" not in band
+    assert band["level"] == "band"
+    assert (band["n"], band["band_sets"]) == (6, 2)
+    assert band["cell_id"] == records[0]["cell_id"]
+    assert "fid" not in band
     for name in ("kid", "precision", "recall"):
         assert band[f"{name}_low"] <= band[name] <= band[f"{name}_high"]
     assert {row["precision"] for row in rows if row["level"] == "image"} <= {0.0, 1.0}
@@ -187,7 +195,8 @@ def test_a_missing_picture_is_noted(
     rows = _score(run, scorers, reference)
     assert "key0" not in {row.get("record_key") for row in rows}
     cell = next(row for row in rows if row["level"] == "cell")
-    assert cell["n"] == 5 and "1 images are missing" in cell["note"]
+    assert cell["n"] == 5
+    assert "1 images are missing" in cell["note"]
 
 
 def test_the_last_record_of_a_key_counts(run: Run) -> None:
@@ -200,7 +209,7 @@ def test_the_last_record_of_a_key_counts(run: Run) -> None:
 def test_scoring_reports_progress_by_cell(run: Run) -> None:
     events: list[object] = []
     rows = _score(run, score_pictures.Scorers(NOTHING), None, events.append)
-    assert events == [Share("scoring", 1, 2), Share("scoring", 2, 2)]
+    assert events == [ProgressEvent("scoring", 1, 2), ProgressEvent("scoring", 2, 2)]
     assert {row["level"] for row in rows} == {"image"}
     assert _score((run[0], []), score_pictures.Scorers(NOTHING)) == []
 
@@ -224,7 +233,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunStore:
     experiment = load_experiment(tmp_path / "scored.yaml", {"lanterns": {}})
     key = key_fields({}, experiment.settings, Compute(torch.device("cpu"), torch.float32))
     painted = dict(zip(PROMPTS, render(HELD_OUT[:5], 4), strict=False))
-    with RunStore(tmp_path / "run", experiment, key) as store:
+    with RunStore.open(tmp_path / "run", experiment, key) as store:
         for task in make_plan(experiment, [Prompt(text) for text in PROMPTS[:5]]).tasks:
             png = io.BytesIO()
             Image.fromarray(painted[task.prompt.text]).save(png, "PNG")
@@ -262,7 +271,7 @@ def test_only_cells_with_new_images_are_scored_again(
 def test_a_run_without_images_is_not_scored(store: RunStore) -> None:
     (store.folder / "records.jsonl").write_text("")
     with pytest.raises(RefusedError, match="no images to score"):
-        RunStore(store.folder)
+        RunStore.to_score(store.folder)
 
 
 def test_fidelity_without_a_reference_has_a_note(run: Run, scorers: score_pictures.Scorers) -> None:
@@ -299,7 +308,14 @@ def test_tokens_are_scored_once_and_reach_the_tables(tiny_copy: Path) -> None:
     events: list[Any] = []
     assert token_sums.score_tokens(tiny_copy, "cpu", events.append) == 18
     assert token_sums.score_tokens(tiny_copy, "cpu", events.append) == 0
-    assert [event.done for event in events if isinstance(event, Share)] == [3, 6, 9, 12, 15, 18]
+    assert [event.done for event in events if isinstance(event, ProgressEvent)] == [
+        3,
+        6,
+        9,
+        12,
+        15,
+        18,
+    ]
     assert set(of_tokens(tiny_copy)) == {record["record_key"] for record in read_records(tiny_copy)}
     summary = write_tables(tiny_copy)["summary"].set_index("cell_id")
     sampled = summary[summary["parameters"] != "T=0"].filter(like="t1", axis=0)
@@ -309,7 +325,8 @@ def test_tokens_are_scored_once_and_reach_the_tables(tiny_copy: Path) -> None:
         .all(axis=None)
     )
     greedy = summary.filter(like="t0", axis=0)
-    assert (greedy["argmax_mismatch"] == 0).all() and greedy["distance"].isna().all()
+    assert (greedy["argmax_mismatch"] == 0).all()
+    assert greedy["distance"].isna().all()
 
 
 def test_pictures_without_tokens_are_decoded_again(tiny_copy: Path) -> None:

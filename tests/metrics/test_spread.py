@@ -104,7 +104,9 @@ def test_the_spread_of_ar_holds_other_seeds_and_not_another_distribution(
 
 @pytest.mark.parametrize("repeats", [2, 4])
 def test_the_detectable_shift_leaves_the_spread_in_four_of_five_sets(repeats: int) -> None:
-    """And twenty sets with a standard deviation of 1.49 show what a smaller shift does: +3 and +4 stay inside."""
+    """And twenty sets with a standard deviation of 1.49 show what a smaller shift does: +3 and +4
+    stay inside.
+    """
     generator = np.random.default_rng(3)
     n = 40
     deviation = 1.49
@@ -122,7 +124,9 @@ def test_the_detectable_shift_leaves_the_spread_in_four_of_five_sets(repeats: in
             sizes[name] += not low <= other + shift <= high
     shares = {name: count / 300 for name, count in sizes.items()}
     assert shares["detectable"] == pytest.approx(0.8, abs=0.06)
-    assert shares["3"] < 0.5 and shares["4"] < 0.75 and shares["3"] < shares["4"]
+    assert shares["3"] < 0.5
+    assert shares["4"] < 0.75
+    assert shares["3"] < shares["4"]
 
 
 def test_few_pictures_have_no_interval() -> None:

@@ -1,4 +1,6 @@
-"""The distance from the target: its definition, its null distribution, its power, and its independence of batches."""
+"""The distance from the target: its definition, its null distribution, its power, and its
+independence of batches.
+"""
 
 from __future__ import annotations
 
@@ -111,11 +113,9 @@ def test_sums_are_those_of_the_definition(
         sums = sums_of([row])
         np.testing.assert_allclose(sums.sums[0], expected, atol=1e-5)
         np.testing.assert_allclose(sums.covariance[0], covariance, atol=1e-5)
-        assert (
-            row["tokens"] == 5
-            and row["impossible_tokens"] == 0
-            and row["entropy"] == pytest.approx(entropy, abs=1e-6)
-        )
+        assert row["tokens"] == 5
+        assert row["impossible_tokens"] == 0
+        assert row["entropy"] == pytest.approx(entropy, abs=1e-6)
         names = [
             "surprise",
             "squared_surprise",
@@ -126,7 +126,9 @@ def test_sums_are_those_of_the_definition(
 
 
 def test_p_values_of_2000_lossless_cells_are_uniform() -> None:
-    """Each cell has 240 images of four tokens: fewer tokens than a cell of the default sweep, where chi-square fits."""
+    """Each cell has 240 images of four tokens: fewer tokens than a cell of the default sweep, where
+    chi-square fits.
+    """
     table = TabularModel(8, 4, seed=5)
     decoding = Decoding("speculative", **CHAIN, cfg_scale=2.0)
     is_drawn = torch.ones(960, dtype=torch.bool)
@@ -192,7 +194,8 @@ def test_24_images_tell_lambda_2_from_the_target(
                 token_sums(model=lanterns, condition=condition, tokens=tokens, decoding=decoding)
             ).total.p_value
         )
-    assert p_values[0] > 1e-3 and p_values[1] < 1e-8
+    assert p_values[0] > 1e-3
+    assert p_values[1] < 1e-8
 
 
 def test_sums_do_not_depend_on_batch_and_packed_weights(
@@ -231,11 +234,9 @@ def test_greedy_images_are_counted_token_by_token(
         for each in (tokens, changed)
     ]
     assert counts[1]["mismatched_tokens"] == counts[0]["mismatched_tokens"] + 1
-    assert (
-        counts[0]["mismatched_tokens"] <= 1
-        and counts[0]["tokens"] == 256
-        and "features" not in counts[0]
-    )
+    assert counts[0]["mismatched_tokens"] <= 1
+    assert counts[0]["tokens"] == 256
+    assert "features" not in counts[0]
 
 
 def test_tokens_outside_the_filter_are_counted_as_impossible() -> None:
@@ -273,7 +274,9 @@ def test_a_feature_that_cannot_vary_counts_nothing() -> None:
 
 
 def test_intervals_of_the_distance_cover_a_true_shift() -> None:
-    """Prompts whose sums have mean `shift` in units of their covariance: the distance is shift' shift."""
+    """Prompts whose sums have mean `shift` in units of their covariance: the distance is shift'
+    shift.
+    """
     generator = np.random.default_rng(4)
     shift = np.array([0.1, 0.0, -0.1])
     tokens = 256.0
@@ -282,6 +285,7 @@ def test_intervals_of_the_distance_cover_a_true_shift() -> None:
         noise = generator.standard_normal((24, 3)) * np.sqrt(tokens)
         sums = FeatureSums(tokens * shift + noise, np.broadcast_to(tokens * np.eye(3), (24, 3, 3)))
         interval = distance(sums, np.full(24, tokens))
-        assert interval.low is not None and interval.high is not None
+        assert interval.low is not None
+        assert interval.high is not None
         covered.append(interval.low <= shift @ shift <= interval.high)
     assert np.mean(covered) > 0.88

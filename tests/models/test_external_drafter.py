@@ -40,7 +40,8 @@ def test_problem_in_an_external_drafter_file_names_its_key(
     path.write_text(text)
     with pytest.raises(UserError) as caught:
         model_of(str(path))
-    assert message in caught.value.message and "m.yaml" in caught.value.message
+    assert message in caught.value.message
+    assert "m.yaml" in caught.value.message
 
 
 def test_external_drafter_file_overrides_the_model_defaults(tmp_path: Path) -> None:
@@ -51,10 +52,8 @@ def test_external_drafter_file_overrides_the_model_defaults(tmp_path: Path) -> N
     card = model_of(str(path))
     known = model_of("lanterns")
     assert (card.name, card.description, card.family) == (str(path), "mine", "lanterns")
-    assert (
-        card.defaults == dict(known.defaults) | {"cfg_scale": 3.0}
-        and card.files()["drafter"] == tmp_path
-    )
+    assert card.defaults == dict(known.defaults) | {"cfg_scale": 3.0}
+    assert card.files()["drafter"] == tmp_path
     assert card.files()["target"] == known.files()["target"]
     assert card.prompt_sets == known.prompt_sets
     with pytest.raises(UserError):
@@ -69,7 +68,8 @@ def test_external_drafter_equals_the_same_drafter_in_a_model_file(tmp_path: Path
     )
     inside = golden_models.load(whole)
     outside = golden_models.load(path)
-    assert outside.name == str(path) and not outside.drafter.mask_padding  # type: ignore[union-attr]
+    assert outside.name == str(path)
+    assert not outside.drafter.mask_padding
     for name, tensor in inside.drafter.state_dict().items():  # type: ignore[union-attr]
         assert torch.equal(tensor, outside.drafter.state_dict()[name])  # type: ignore[union-attr]
     assert inside.weights == outside.weights
@@ -88,23 +88,24 @@ def test_images_are_encoded_to_tokens_with_line_ends(tmp_path: Path) -> None:
     path = tiny_chameleon.write_model_file(tmp_path / "lumina", "lumina-mgpt-7b-768", (4, 4))
     model = model_of(str(path)).load(CPU, torch.float32)
     reader = model.pixels
-    assert isinstance(reader, VQPixels) and reader.size == (8, 8)
+    assert isinstance(reader, VQPixels)
+    assert reader.size == (8, 8)
     pictures = torch.randint(
         256, (2, 8, 8, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8
     )
     tokens = reader.tokens(pictures)
-    assert tokens.shape == (2, 20) and (tokens[:, 4::5] == model.target.vocab_size - 1).all()
+    assert tokens.shape == (2, 20)
+    assert (tokens[:, 4::5] == model.target.vocab_size - 1).all()
     codes = without_line_ends(tokens, (4, 4))
-    assert (
-        torch.equal(with_line_ends(codes, (4, 4), model.target.vocab_size - 1), tokens)
-        and int(codes.max()) < 64
-    )
+    assert torch.equal(with_line_ends(codes, (4, 4), model.target.vocab_size - 1), tokens)
+    assert int(codes.max()) < 64
 
 
 def test_encoding_a_decoded_image_returns_nearly_the_same_image() -> None:
     model = model_of("lanterns").load(CPU, torch.float32)
     reader = model.pixels
-    assert isinstance(reader, VQPixels) and reader.size == (64, 64)
+    assert isinstance(reader, VQPixels)
+    assert reader.size == (64, 64)
     tokens = torch.randint(2048, (2, 256), generator=torch.Generator().manual_seed(1))
     drawn = reader.pixels(tokens)  # type: ignore[attr-defined]
     again = reader.pixels(reader.tokens(drawn))  # type: ignore[attr-defined]

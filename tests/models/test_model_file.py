@@ -39,18 +39,23 @@ def write(folder: Path, text: str) -> Path:
 def test_paths_are_relative_to_the_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir("/")
     file = read_model_file(write(folder, WHOLE))
-    assert isinstance(file, ModelFile) and file.name == "mine"
+    assert isinstance(file, ModelFile)
+    assert file.name == "mine"
     assert file.target.path == folder / "weights" / "target.pt"
-    assert file.tokenizer is not None and file.tokenizer.config == {"codebook_size": 32}
-    assert file.drafter is not None and file.drafter.path == folder / "drafter"
-    assert file.grid == (4, 6) and file.text_encoder is None
+    assert file.tokenizer is not None
+    assert file.tokenizer.config == {"codebook_size": 32}
+    assert file.drafter is not None
+    assert file.drafter.path == folder / "drafter"
+    assert file.grid == (4, 6)
+    assert file.text_encoder is None
 
 
 def test_card_of_model_file_opens_no_checkpoint(folder: Path) -> None:
     path = write(folder, WHOLE)  # its checkpoints are empty files
     card = model_of(str(path))
     assert (card.family, card.tokens, card.codes) == ("llamagen-c2i", 24, 32)
-    assert card.defaults["cfg_scale"] == 3 and defaults_of([str(path)])[str(path)] == card.defaults
+    assert card.defaults["cfg_scale"] == 3
+    assert defaults_of([str(path)])[str(path)] == card.defaults
     model_of(str(path)).check_prompt("class 6")
     with pytest.raises(UserError, match="there are 7 classes"):
         model_of(str(path)).check_prompt("7")
@@ -125,7 +130,8 @@ def test_invalid_model_file_is_refused(text: str, words: str, folder: Path) -> N
     path = write(folder, text)
     with pytest.raises(UserError) as caught:
         model_of(str(path))
-    assert words in caught.value.message and str(path) in caught.value.message
+    assert words in caught.value.message
+    assert str(path) in caught.value.message
 
 
 def test_config_may_be_a_json_file(folder: Path) -> None:

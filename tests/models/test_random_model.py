@@ -1,4 +1,6 @@
-"""Models without checkpoints: sizes on the meta device and random weights, also from the command line."""
+"""Models without checkpoints: sizes on the meta device and random weights, also from the command
+line.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,8 @@ def test_sizes_are_computed_on_the_meta_device() -> None:
         "meta"
     }
     sizes = {size.part: size for size in sizes_of(model, torch.bfloat16, guided=True, nodes=26)}
-    assert sizes["target"].parameters == 777923840 and sizes["target"].bytes == 2 * 777923840
+    assert sizes["target"].parameters == 777923840
+    assert sizes["target"].bytes == 2 * 777923840
     assert sizes["drafter"].parameters == 44567040
     assert sizes["tokenizer"].bytes == 4 * sizes["tokenizer"].parameters
     rows = 2
@@ -67,7 +70,8 @@ def test_dry_run_prints_sizes_and_writes_nothing(
     written = capsys.readouterr()
     table = pd.read_csv(io.StringIO(written.out)).set_index("part")
     assert table.loc["target", "gigabytes"] == pytest.approx(2 * 3.097, abs=0.01)
-    assert "memory needed" in written.err and not out.exists()
+    assert "memory needed" in written.err
+    assert not out.exists()
 
 
 def test_random_weights_depend_only_on_the_seed(

@@ -35,7 +35,8 @@ SIZES = TransformerConfig(
     vocab_size=100, dim=64, layers=2, heads=1, ffn_dim=128, prefix=4, grid=(4, 4)
 )
 AT = Setting(SIZES, batch=1, guided=True, context=10)
-# Kernels: a layer 3, a forward 5, a drafter forward 7, a level 11, no node, verification 13, rank 17, walk 19, keep 23.
+# Kernels: a layer 3, a forward 5, a drafter forward 7, a level 11, no node, verification 13, rank
+# 17, walk 19, keep 23.
 STACK = Stack(
     layer=3,
     forward=5,
@@ -61,7 +62,8 @@ CPU = GPU.model_copy(update={"kind": "cpu"})
 
 
 def test_target_work_is_as_computed_by_hand():
-    # A layer: queries, keys, values and output 4 * 64^2, feed-forward 3 * 64 * 128; the head is float32.
+    # A layer: queries, keys, values and output 4 * 64^2, feed-forward 3 * 64 * 128; the head is
+    # float32.
     layer = 4 * 64 * 64 + 3 * 64 * 128
     work = target_work(setting=AT, nodes=3, weight_bytes=2, stack=STACK)
     cache = 2 * 2 * 2 * 10 * 64 * 2  # keys and values, layers, rows, positions, width, bytes
@@ -143,7 +145,8 @@ def test_more_work_never_costs_less(device: Device, stack: Stack):
 def test_draft_has_the_forwards_of_the_drafting(name: str):
     tree = StaticTree.of(STATIC_TREES[name], torch.device("cpu"))
     draft = named_draft(name)
-    assert draft is not None and draft.levels is not None
+    assert draft is not None
+    assert draft.levels is not None
     assert (draft.nodes, draft.depth, 1 + len(draft.levels)) == (
         len(tree.depths),
         tree.max_depth,
@@ -214,7 +217,8 @@ def test_device_file_is_read_back(tmp_path: Path):
     path.write_text(yaml.safe_dump(device.model_dump(mode="json")))
     loaded = find_device(str(path))
     assert loaded == device
-    assert loaded.target_factor(4.5) == pytest.approx(1.0) and loaded.target_factor(64) == 0.9
+    assert loaded.target_factor(4.5) == pytest.approx(1.0)
+    assert loaded.target_factor(64) == 0.9
 
 
 def test_unusable_devices_are_refused(tmp_path: Path):

@@ -1,4 +1,6 @@
-"""Speedups of runs on several devices: paired within a device, refused over several kinds unless they are pooled."""
+"""Speedups of runs on several devices: paired within a device, refused over several kinds unless
+they are pooled.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,10 @@ from tests.helpers.made_up_run import AR, STRICT, WALKS, Row, build_tables, make
 
 
 def records(devices: dict[str, list[tuple[str, str]]]) -> list[Row]:
-    """Two cells over the prompts; `devices` has (name, id) of each prompt by mode. Only device `a` is slow."""
+    """Two cells over the prompts; `devices` has (name, id) of each prompt by mode.
+
+    Only device `a` is slow.
+    """
     rows = []
     for cell, seconds in ((AR, 1.2), (STRICT, 0.6)):
         for prompt, (name, device_id) in enumerate(devices[cell.mode]):
@@ -78,4 +83,5 @@ def test_compare_makes_no_speedup_of_several_kinds() -> None:
         for other in (mixed, alike)
     )
     assert compared["effect"] != compared["effect"]
-    assert compared["note"] == "not compared: a run has several kinds of device" and same["a"] > 1
+    assert compared["note"] == "not compared: a run has several kinds of device"
+    assert same["a"] > 1

@@ -1,4 +1,6 @@
-"""docs/prediction.md: its tables are those of its data, its bars are met, its kernel counts can be counted again."""
+"""docs/prediction.md: its tables are those of its data, its bars are met, its kernel counts can be
+counted again.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,8 @@ def test_page_is_that_of_its_data():
 
 
 def test_rows_with_a_stated_device_are_predicted_within_the_bar():
-    # Nothing is fitted to a speedup, so leaving a paper out changes no constant: each paper is a test by itself.
+    # Nothing is fitted to a speedup, so leaving a paper out changes no constant: each paper is a
+    # test by itself.
     rows = groups()["Device stated"]
     assert len(rows) >= 13
     assert median(abs(row["error"]) for row in rows) <= 0.15
@@ -74,12 +77,14 @@ def test_launch_time_of_eager_code_cancels_in_a_speedup():
 
 def test_no_row_is_from_memory():
     for row in published_rows():
-        assert row["confidence"] in ("secondary", "borrowed", "paper") and row["source"]
+        assert row["confidence"] in ("secondary", "borrowed", "paper")
+        assert row["source"]
 
 
 def test_held_out_cells_of_the_reference_runs_are_near():
     errors = [abs(row["error"]) for row in held_out()]
-    assert len(errors) >= 5 and median(errors) <= 0.1
+    assert len(errors) >= 5
+    assert median(errors) <= 0.1
 
 
 class _Operations(TorchDispatchMode):

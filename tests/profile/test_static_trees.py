@@ -1,4 +1,6 @@
-"""Static trees of the search: the dynamic programme against exhaustive search, and the acceptance rates."""
+"""Static trees of the search: the dynamic programme against exhaustive search, and the acceptance
+rates.
+"""
 
 from __future__ import annotations
 

@@ -22,6 +22,7 @@ from lantern_bench.profile.tree_search import (
     fastest,
     fit_price,
 )
+from lantern_bench.utils.progress import ProgressEvent
 from tests.helpers.tiny_model import PROMPTS, TinyModel
 
 FORWARDS = (1.0, 1.2, 1.6, 2.4, 4.0, 7.2)  # 0.8 + 0.2 a node
@@ -120,7 +121,7 @@ def test_decodings_are_measured_in_turns(monkeypatch: pytest.MonkeyPatch) -> Non
     plain = Decoding(mode="ar")
     drafted = Decoding(mode="speculative", tree="chain-3")
     order = list[bool]()
-    shares = list[float]()
+    events = list[ProgressEvent]()
     real = step_costs.decode
 
     def watched(
@@ -130,9 +131,10 @@ def test_decodings_are_measured_in_turns(monkeypatch: pytest.MonkeyPatch) -> Non
         return real(model, condition, decoding, *given, **named)
 
     monkeypatch.setattr(step_costs, "decode", watched)
-    costs = step_costs.step_costs(model, [plain, drafted], PROMPTS[:3], on_progress=shares.append)
+    costs = step_costs.step_costs(model, [plain, drafted], PROMPTS[:3], emit=events.append)
     assert order == [False, True] + [False, True] * 3  # a warm-up of each, then in turns
-    assert shares[-1] == 1.0 and [len(cost.traces) for cost in costs] == [3, 3]
+    assert events[-1].done == 1.0
+    assert [len(cost.traces) for cost in costs] == [3, 3]
     for cost in costs:
         seconds = sum(trace.seconds - trace.phases["prefill"] for trace in cost.traces)
         assert cost.total == pytest.approx(

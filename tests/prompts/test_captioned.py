@@ -27,7 +27,8 @@ def folder(tmp_path: Path) -> Path:
     [
         (
             "captions.jsonl",
-            '{"file_name": "00.png", "text": "red lantern"}\n\n{"image": "01.png", "caption": "%s"}\n',
+            '{"file_name": "00.png", "text": "red lantern"}\n\n'
+            '{"image": "01.png", "caption": "%s"}\n',
         ),
         ("captions.csv", 'File,Caption\n00.png,red lantern\n01.png,"%s"\n'),
         ("metadata.csv", "file_name,text\n00.png,red lantern\n01.png,%s\n"),
@@ -37,7 +38,7 @@ def folder(tmp_path: Path) -> Path:
 )
 @pytest.mark.parametrize("named", [False, True])
 def test_a_file_names_pictures_and_captions(
-    name: str, content: str, named: bool, folder: Path
+    name: str, content: str, *, named: bool, folder: Path
 ) -> None:
     where = folder.parent / name if named else folder / name
     where.write_text(content % FOUND[1][1])
@@ -51,9 +52,8 @@ def test_captions_beside_pictures_in_subfolders(folder: Path) -> None:
     (folder / "01.png").rename(folder / "below" / "01.JPEG")
     (folder / "00.txt").write_text("red lantern\n")
     (folder / "below" / "01.txt").write_text("  blue round lantern ")
-    assert [item.caption for item in read_captioned(folder, None, MODEL)] == [
-        caption for _, caption in FOUND
-    ]
+    pictures = read_captioned(folder, None, MODEL)
+    assert [item.caption for item in pictures] == [caption for _, caption in FOUND]
 
 
 @pytest.mark.parametrize(

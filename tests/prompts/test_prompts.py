@@ -1,4 +1,4 @@
-"""Prompt files, published sets in their authors' formats, parts of them, and every error in them."""
+"""Prompt files, published sets in their authors' formats, subsets, and every error in them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ def coco(tmp_path):
 
 
 def test_coco_takes_the_longest_caption_of_each_image(coco):
-    # Both of the first image's long captions have 57 characters with their spaces: the earlier one stays.
+    # Both of the first image's long captions have 57 characters with their spaces: the earlier one
+    # stays.
     assert len(ANNOTATIONS[2][2]) == len(ANNOTATIONS[4][2]) == 57
     prompts = load(f"coco:{coco}")
     assert [prompt.text for prompt in prompts] == [
@@ -72,7 +73,9 @@ def test_coco_takes_the_longest_caption_of_each_image(coco):
 def test_parti_prompts(tmp_path):
     path = tmp_path / "PartiPrompts.tsv"
     path.write_text(
-        'Prompt\tCategory\tChallenge\tNote\nbond\tAbstract\tBasic\t\n"a ""sign"""\tWorld\tBasic\tx\n'
+        "Prompt\tCategory\tChallenge\tNote\n"
+        "bond\tAbstract\tBasic\t\n"
+        '"a ""sign"""\tWorld\tBasic\tx\n'
     )
     prompts = load(f"parti:{path}")
     assert [(prompt.text, prompt.source) for prompt in prompts] == [
@@ -83,7 +86,8 @@ def test_parti_prompts(tmp_path):
 
 
 def test_imagenet_classes_with_and_without_names(tmp_path):
-    assert texts("imagenet")[207] == "class 207" and len(load("imagenet")) == 1000
+    assert texts("imagenet")[207] == "class 207"
+    assert len(load("imagenet")) == 1000
     names = [f"name {number}" for number in range(1000)]
     (tmp_path / "names.txt").write_text("\n".join(names) + "\n")
     (tmp_path / "list.json").write_text(json.dumps(names))
@@ -100,7 +104,8 @@ def test_imagenet_classes_with_and_without_names(tmp_path):
     "text", ["207", "class 207", "Class 207: golden retriever", " class 207 : a: b"]
 )
 def test_a_class_is_read_from_its_prompt(text):
-    assert class_number(text, 1000) == 207 and class_number(class_prompt(207, "x"), 208) == 207
+    assert class_number(text, 1000) == 207
+    assert class_number(class_prompt(207, "x"), 208) == 207
 
 
 @pytest.mark.parametrize(
@@ -116,9 +121,13 @@ def test_prompt_parts_are_deterministic_and_nested(tmp_path):
     many = [f"prompt {number}" for number in range(200)]
     path = tmp_path / "many.txt"
     path.write_text("\n".join(many))
-    ten, fifty = texts(f"{path}#10"), texts(f"{path}#50")
-    assert len(ten) == 10 and len(fifty) == 50 and set(ten) < set(fifty)
-    assert ten == [text for text in many if text in ten] and ten != many[:10]
+    ten = texts(f"{path}#10")
+    fifty = texts(f"{path}#50")
+    assert len(ten) == 10
+    assert len(fifty) == 50
+    assert set(ten) < set(fifty)
+    assert ten == [text for text in many if text in ten]
+    assert ten != many[:10]
     path.write_text("\n".join(reversed(many)))
     assert set(texts(f"{path}#10")) == set(ten)
     assert texts(f"{path}#5-8") == many[::-1][5:8]
@@ -130,21 +139,21 @@ def test_prompt_parts_are_deterministic_and_nested(tmp_path):
 
 
 def test_prompt_equality_ignores_the_source():
-    assert (
-        Prompt("a", "coco:1") == Prompt("a", "coco:2") and len({Prompt("a", "x"), Prompt("a")}) == 1
-    )
+    assert Prompt("a", "coco:1") == Prompt("a", "coco:2")
+    assert len({Prompt("a", "x"), Prompt("a")}) == 1
 
 
 def test_describe_prompts_of_the_manifest(coco):
     source = f"coco:{coco}#2"
     facts = describe_prompts(source, Anything(), load(source))
-    assert facts["set"] == source and facts["prompts"] == 2
-    assert len(facts["file_sha256"]) == 64 and len(facts["ids_sha256"]) == 64
+    assert facts["set"] == source
+    assert facts["prompts"] == 2
+    assert len(facts["file_sha256"]) == 64
+    assert len(facts["ids_sha256"]) == 64
     assert describe_prompts("held-out", Anything(), load("held-out"))["file_sha256"] is None
     other = describe_prompts(f"coco:{coco}", Anything(), load(f"coco:{coco}"))
-    assert (
-        other["ids_sha256"] != facts["ids_sha256"] and other["file_sha256"] == facts["file_sha256"]
-    )
+    assert other["ids_sha256"] != facts["ids_sha256"]
+    assert other["file_sha256"] == facts["file_sha256"]
 
 
 @pytest.mark.parametrize("column", ["prompt", "caption"])
@@ -211,7 +220,8 @@ def test_malformed_files_are_refused_with_line_numbers(
     Path(source.split(":")[-1]).write_bytes(content)
     with pytest.raises(UserError) as caught:
         texts(source)
-    assert caught.value.message.startswith(f"--prompts {source}") and wrong in caught.value.message
+    assert caught.value.message.startswith(f"--prompts {source}")
+    assert wrong in caught.value.message
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""Curves: the CSV behind each, names as the papers use them, colours that are not the only difference."""
+"""Curves: the CSV behind each, names as the papers use them, colours that are not the only
+difference.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +95,8 @@ def test_each_curve_has_its_files_at_the_width_of_a_column(tables, drawn):
     assert scatter["clip_score"].tolist() == pytest.approx(
         tables["quality"]["clip_score"].tolist(), rel=1e-5
     )
-    assert "prompt_accuracy" not in scatter and "prompt_accuracy_low" not in scatter
+    assert "prompt_accuracy" not in scatter
+    assert "prompt_accuracy_low" not in scatter
 
 
 def test_equal_tables_give_equal_files(drawn, tables, tmp_path, monkeypatch):
@@ -119,7 +122,8 @@ def test_cells_are_chosen_by_id_pattern_or_mode(tables):
             for table in of_run.values()
             if "mode" in table
         )
-        assert {row for row in stack_runs(chosen, "speed")["mode"]} == modes and list(chosen) == [
+        assert set(stack_runs(chosen, "speed")["mode"]) == modes
+        assert list(chosen) == [
             "a",
             "b",
         ]
@@ -143,7 +147,8 @@ def test_accepted_lengths_are_counted_by_step(tables):
         .groupby("mode")[["length", "share"]]
         .apply(lambda t: (t["length"] * t["share"]).sum())
     )
-    assert means["lantern++"] == pytest.approx(3) and means["speculative"] == pytest.approx(2)
+    assert means["lantern++"] == pytest.approx(3)
+    assert means["speculative"] == pytest.approx(2)
 
 
 def test_positions_are_pooled(tables):
@@ -154,7 +159,8 @@ def test_positions_are_pooled(tables):
     whole = tables_from(long)["acceptance"]
     pooled = acceptance_points({"run": tables_from(long)}, "position")
     assert len(pooled) <= 32 < len(whole[whole["axis"] == "position"])
-    assert pooled["offered"].sum() == 200 and pooled["accepted"].sum() == 100
+    assert pooled["offered"].sum() == 200
+    assert pooled["accepted"].sum() == 100
     assert (pooled["index_end"] - pooled["index"]).max() == 6
     short = acceptance_points({"run": tables}, "position")
     assert (short["index"] == short["index_end"]).all()
@@ -212,7 +218,8 @@ def test_dominated_cells_are_pale_and_hollow(tables):
     assert [
         (trace["opacity"] < 1, "-open" in trace["marker"]["symbol"][0]) for trace in traces
     ] == drawn
-    assert front["x"] == sorted(chart.points["speedup"][[0, 2]]) and front["customdata"] == []
+    assert front["x"] == sorted(chart.points["speedup"][[0, 2]])
+    assert front["customdata"] == []
 
 
 def test_plotly_has_the_points_intervals_and_cells(tables):
@@ -222,19 +229,22 @@ def test_plotly_has_the_points_intervals_and_cells(tables):
     points = acceptance_points({"run": tables})
     strict, loose = depth["data"]
     assert strict["y"] == pytest.approx(points["rate"][points["mode"] == "speculative"].tolist())
-    assert strict["customdata"] == [11] * len(strict["x"]) and set(loose["customdata"]) == {12}
+    assert strict["customdata"] == [11] * len(strict["x"])
+    assert set(loose["customdata"]) == {12}
     low = points["rate"] - points["rate_low"]
     assert strict["error_y"]["arrayminus"] + loose["error_y"]["arrayminus"] == pytest.approx(
         low.tolist()
     )
     assert "speculative (strict)" in strict["hovertext"][0]
     front = to_plotly(front_of(tables), styles, numbers)
-    assert front["layout"]["shapes"][0]["x0"] == 1.0 and "against speedup over AR" in front["title"]
+    assert front["layout"]["shapes"][0]["x0"] == 1.0
+    assert "against speedup over AR" in front["title"]
 
 
 def test_a_line_has_the_words_that_its_points_share():
     table = pd.DataFrame({"label": ["LANTERN λ=2 k=10", "LANTERN λ=5 k=10"]})
-    assert line_label(table) == "LANTERN k=10" and line_label(table[:1]) == "LANTERN λ=2 k=10"
+    assert line_label(table) == "LANTERN k=10"
+    assert line_label(table[:1]) == "LANTERN λ=2 k=10"
 
 
 def bounded(**parameters):
@@ -264,9 +274,8 @@ def test_curves_by_a_parameter(by, cells):
         for chart in charts({"run": tables}, [by])
         if chart.name == f"mean-accepted-length-by-{by}"
     )
-    assert set(chart.points["mean_accepted_length"]) == {2.0} and chart.points[by].nunique() == len(
-        cells
-    )
+    assert set(chart.points["mean_accepted_length"]) == {2.0}
+    assert chart.points[by].nunique() == len(cells)
     styles = run_styles({"run": tables}, by)
     assert to_matplotlib(chart, styles).axes
     colours = [styles["run", "lanterns", cell.cell_id].colour for cell in cells]
@@ -340,7 +349,9 @@ def test_untimed_run_takes_the_speedup_from_another_run(tables):
 
 
 def test_charts_name_only_what_differs_in_them(tables):
-    """The timed run has no scores here: all points are of the other run, whose name tells nothing apart."""
+    """The timed run has no scores here: all points are of the other run, whose name tells nothing
+    apart.
+    """
     records = [{**row, "seconds": None} for row in make_records()]
     runs = {
         "quality": tables_from(records, make_scores(records)),

@@ -47,11 +47,9 @@ def test_page_needs_no_network(page):
     assert not re.search(r"<(script|img|iframe|source)[^>]+src=", page)
     assert re.findall(r"<link[^>]+>", page) == ['<link rel="icon" href="data:,">']
     without_plotly = re.sub(r'id="plotly">.*?</script>', "", page, flags=re.DOTALL)
-    assert (
-        "http://" not in without_plotly
-        and "https://" not in without_plotly
-        and "@import" not in without_plotly
-    )
+    assert "http://" not in without_plotly
+    assert "https://" not in without_plotly
+    assert "@import" not in without_plotly
     packed = re.search(r'id="plotly">(.*?)</script>', page, re.DOTALL)[1]
     assert b"Plotly" in gzip.decompress(base64.b64decode(packed))
 
@@ -69,7 +67,8 @@ def test_page_table_has_the_figures_of_the_run(page_run, page):
         speed["mean_accepted_length"].tolist()
     )
     text = html.unescape(re.sub(r"<[^>]+>", " ", body))
-    assert "LANTERN++ λ=2" in text and "3.22x" in text.replace("\n", " ")
+    assert "LANTERN++ λ=2" in text
+    assert "3.22x" in text.replace("\n", " ")
 
 
 def test_page_of_a_disturbed_run_warns_first(tmp_path):
@@ -82,7 +81,8 @@ def test_page_of_a_disturbed_run_warns_first(tmp_path):
         tmp_path / "calm", [row | {"disturbed": False} for row in records], make_scores(records)
     )
     pages = render(load_runs([folder, calm]), tmp_path)
-    assert f"run: {warning}" in pages and "calm: speed" not in pages
+    assert f"run: {warning}" in pages
+    assert "calm: speed" not in pages
 
 
 def test_page_without_the_picture_files_has_their_thumbnails(tmp_path):
@@ -90,12 +90,15 @@ def test_page_without_the_picture_files_has_their_thumbnails(tmp_path):
     manifest = json.loads((folder / "manifest.json").read_text()) | {"pictures_left_out": True}
     (folder / "manifest.json").write_text(json.dumps(manifest))
     data = data_of(render(load_runs([folder]), folder))
-    assert len(data["thumbs"]) == 12 and {picture["file"] for picture in data["pictures"]} == {None}
+    assert len(data["thumbs"]) == 12
+    assert {picture["file"] for picture in data["pictures"]} == {None}
 
 
 def test_pictures_have_figures_and_link_to_files(page_run, page):
     data = data_of(page)
-    assert len(data["pictures"]) == 12 and len(data["prompts"]) == 4 and data["grid"] == 4
+    assert len(data["pictures"]) == 12
+    assert len(data["prompts"]) == 4
+    assert data["grid"] == 4
     for picture in data["pictures"]:
         assert (page_run / picture["file"]).is_file()
         cell = data["cells"][picture["cell"]]
@@ -103,7 +106,8 @@ def test_pictures_have_figures_and_link_to_files(page_run, page):
             {"ar": 1, "speculative": 15 / 8, "lantern++": 3}[cell["mode"]]
         )
         assert (picture["runs"] is None) == (cell["mode"] == "ar")
-        assert "clip_score" in picture and picture["prompt_accuracy"] in (0, 1)
+        assert "clip_score" in picture
+        assert picture["prompt_accuracy"] in (0, 1)
     loose = next(cell for cell in data["cells"] if cell["mode"] == "lantern++")
     assert loose["map"] == [None] + [3.0] * 15
 
@@ -119,7 +123,8 @@ def test_page_has_a_chart_of_every_figure(page):
         "position": ["acceptance-by-position"],
         "bound": [],
     }
-    # One value of a bound makes no curve; the lines of a front are the front itself, and then a cell each.
+    # One value of a bound makes no curve; the lines of a front are the front itself, and then a
+    # cell each.
     assert [trace["customdata"] for trace in figures["front"][0]["data"]] == [[], [0], [1], [2]]
 
 
@@ -132,7 +137,8 @@ def test_speed_against_distance_comes_first(page_run):
     cells = stack_runs({"run": tables}, "cells")
     numbers = {cell_key(row): number for number, row in cells.iterrows()}
     names = [chart["name"] for chart in _figures({"run": tables}, numbers)["front"]]
-    assert names[0] == "speed-quality-distance" and "speed-quality-clip_score" in names
+    assert names[0] == "speed-quality-distance"
+    assert "speed-quality-clip_score" in names
 
 
 def test_published_figures_have_their_source(page):
@@ -141,7 +147,8 @@ def test_published_figures_have_their_source(page):
     row = re.sub(
         r"<[^>]+>", " ", re.search(r"<tr>(?:(?!</tr>).)*their method.*?</tr>", section)[0]
     ).split()
-    assert "2.50x" in row and re.search(r"Published figures are from: [^<]*page", section)
+    assert "2.50x" in row
+    assert re.search(r"Published figures are from: [^<]*page", section)
 
 
 def test_html_in_a_prompt_is_escaped(tmp_path):
@@ -157,7 +164,9 @@ def test_html_in_a_prompt_is_escaped(tmp_path):
         experiment={"description": "<i>tilted</i>"},
     )
     page = render(load_runs([folder]), folder)
-    assert "alert(1)</script>" not in page and "<i>tilted" not in page and "<b>run" not in page
+    assert "alert(1)</script>" not in page
+    assert "<i>tilted" not in page
+    assert "<b>run" not in page
     assert page.count("</script>") == 4
     assert data_of(page)["pictures"][0]["thumb"] is None
     assert data_of(page)["prompts"] == [bad]
@@ -188,11 +197,14 @@ def test_thumbnails_are_small(tmp_path):
     (tmp_path / "broken.png").write_bytes(b"no picture")
     names = ("large", "again", "small", "broken", "missing")
     large, again, small, broken, missing = (thumbnail(tmp_path / f"{name}.png") for name in names)
-    assert large == again and broken is None and missing is None
+    assert large == again
+    assert broken is None
+    assert missing is None
     for text, size in ((large, (128, 64)), (small, (40, 20))):
         (tmp_path / "one.webp").write_bytes(base64.b64decode(text))
         with Image.open(tmp_path / "one.webp") as picture:
-            assert picture.size == size and picture.format == "WEBP"
+            assert picture.size == size
+            assert picture.format == "WEBP"
 
 
 def test_one_page_shows_several_runs(page_run, tmp_path):
@@ -200,7 +212,8 @@ def test_one_page_shows_several_runs(page_run, tmp_path):
     assert len(set(run_names([page_run, other]))) == 2
     out = write_report([page_run, other], tmp_path / "both.html")
     data = data_of(out.read_text(encoding="utf-8"))
-    assert len(data["cells"]) == 6 and len({cell["name"] for cell in data["cells"]}) == 6
+    assert len(data["cells"]) == 6
+    assert len({cell["name"] for cell in data["cells"]}) == 6
     assert all((tmp_path / picture["file"]).is_file() for picture in data["pictures"])
 
 
@@ -211,7 +224,8 @@ def test_page_of_a_run_without_quality_or_drafts(tmp_path):
         [],
     )
     data = data_of(render(load_runs([folder]), folder))
-    assert data["pictures"] == [] and not any(data["figures"].values())
+    assert data["pictures"] == []
+    assert not any(data["figures"].values())
 
 
 def test_unwritable_file_is_refused(page_run, tmp_path):
@@ -226,9 +240,7 @@ def test_a_page_shows_the_first_prompts_of_a_large_run(tmp_path, monkeypatch):
     # four prompts of three cells; one image failed
     monkeypatch.setattr("lantern_bench.report.page.PICTURES", 7)
     shown = render(load_runs([folder]), folder)
-    assert (
-        "the pictures of the first 2 of 4 prompts" in shown
-        and "4 prompts, 6 pictures on this page" in shown
-    )
+    assert "the pictures of the first 2 of 4 prompts" in shown
+    assert "4 prompts, 6 pictures on this page" in shown
     monkeypatch.undo()
     assert "of the first" not in render(load_runs([folder]), folder)

@@ -1,4 +1,6 @@
-"""The report page in a real browser: it opens without an error or a request, and what can be moved moves the rest."""
+"""The report page in a real browser: it opens without an error or a request, and what can be moved
+moves the rest.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +85,8 @@ def test_a_head_sorts_the_table_both_ways(tab: Any) -> None:
     assert head.get_attribute("aria-sort") == "descending"
     assert first_of_rows(tab) == before[::-1] == ["LANTERN++ λ=2", "speculative (strict)", "AR"]
     head.locator("button").press("Enter")
-    assert head.get_attribute("aria-sort") == "ascending" and first_of_rows(tab) == before
+    assert head.get_attribute("aria-sort") == "ascending"
+    assert first_of_rows(tab) == before
 
 
 def test_a_chip_filters_everything(tab: Any) -> None:
@@ -92,7 +95,8 @@ def test_a_chip_filters_everything(tab: Any) -> None:
     # By keyboard: under load a mouse button can come up after the page has moved below it.
     tab.locator(".chip", has_text="LANTERN++").press("Enter")
     assert columns(tab) == ["LANTERN++ λ=2"]
-    assert maps(tab) == ["LANTERN++ λ=2"] and tab.locator("#table tr.off").count() == 2
+    assert maps(tab) == ["LANTERN++ λ=2"]
+    assert tab.locator("#table tr.off").count() == 2
     tab.locator(".chip", has_text="AR").first.press("Enter")
     assert columns(tab) == ["AR", "LANTERN++ λ=2"]
     tab.locator("#all").press("Enter")
@@ -142,9 +146,8 @@ def test_tab_reaches_the_charts_menu_before_its_buttons(tab: Any) -> None:
 def test_links_of_pictures_have_names(tab: Any) -> None:
     links = tab.locator("#grid a, #stage-link")
     names = links.evaluate_all("links => links.map((link) => link.ariaLabel)")
-    assert len(names) == 13 and all(
-        name.startswith("Picture file: ") and "lantern" in name for name in names
-    )
+    assert len(names) == 13
+    assert all(name.startswith("Picture file: ") and "lantern" in name for name in names)
 
 
 def test_a_click_on_the_front_selects_that_cell(tab: Any) -> None:
@@ -175,7 +178,8 @@ def test_maps_show_the_mean_or_one_prompt(tab: Any) -> None:
     steps = "() => document.querySelector('#maps-grid').data[1].z.flat()"
     assert tab.evaluate(steps) == [None, *[3.0] * 15]
     tab.locator("#maps-prompt").check()
-    assert tab.evaluate(steps) == [None, *[3] * 15] and len(maps(tab)) == 2
+    assert tab.evaluate(steps) == [None, *[3] * 15]
+    assert len(maps(tab)) == 2
     tab.locator("#maps-prompt").uncheck()
 
 
@@ -210,10 +214,8 @@ def test_theme_switches_between_light_and_dark(tab: Any) -> None:
     ground = "getComputedStyle(document.body).backgroundColor"
     light = tab.evaluate(ground)
     tab.locator("#theme").click()
-    assert (
-        tab.evaluate("document.documentElement.dataset.theme") == "dark"
-        and tab.evaluate(ground) != light
-    )
+    assert tab.evaluate("document.documentElement.dataset.theme") == "dark"
+    assert tab.evaluate(ground) != light
     tab.locator("#theme").click()
     assert tab.evaluate(ground) == light
 
@@ -232,7 +234,8 @@ def test_page_fits_a_narrow_screen_and_paper(
     assert first.bounding_box()["x"] >= 0
     tab.set_viewport_size({"width": 1280, "height": 900})
     tab.emulate_media(media="print")
-    assert tab.locator("#search").is_hidden() and tab.locator("#table").is_visible()
+    assert tab.locator("#search").is_hidden()
+    assert tab.locator("#table").is_visible()
     tab.emulate_media(media="screen")
     printed = tab.pdf(path=str(tmp_path / "report.pdf"))
     assert printed.startswith(b"%PDF")

@@ -1,4 +1,6 @@
-"""The A/A harness on made-up runs: it decodes nothing that is finished, and misses its bars when runs differ."""
+"""The A/A harness on made-up runs: it decodes nothing that is finished, and misses its bars when
+runs differ.
+"""
 
 from __future__ import annotations
 
@@ -41,10 +43,8 @@ def test_equal_runs_meet_the_bars(tmp_path, monkeypatch):
     monkeypatch.setattr(aa.subprocess, "run", None)  # finished runs are not made again
     assert exit_code(tmp_path, 6) == 0
     figures = pd.read_csv(tmp_path / "12-images-3-processes" / "figures.csv")
-    assert (
-        set(figures["cell_id"]) == {STRICT.cell_id, LOOSE.cell_id}
-        and figures["pair"].nunique() == 6
-    )
+    assert set(figures["cell_id"]) == {STRICT.cell_id, LOOSE.cell_id}
+    assert figures["pair"].nunique() == 6
     assert {aa.CHOSEN, aa.OVER_PROMPTS, "Hodges-Lehmann, processes"} < set(figures["method"])
 
 

@@ -79,7 +79,9 @@ def test_merged_shards_are_the_whole_run(
         == sorted({row["process"] for row in rows})
     )
     assert manifest["key"] == read_manifest(folder / "whole")["key"]
-    assert manifest["shard"] is None and manifest["merged_shards"] == 3 and manifest["run"] == "run"
+    assert manifest["shard"] is None
+    assert manifest["merged_shards"] == 3
+    assert manifest["run"] == "run"
     assert (merged / "summary.csv").is_file()
 
 

@@ -1,4 +1,5 @@
-"""The run directory: resuming loses no finished image and mixes none, and every refusal names its reason.
+"""The run directory: resuming loses no finished image and mixes none, and every refusal names its
+reason.
 
 The property test cuts records.jsonl at any byte, as a killed process would, and continues.
 """
@@ -21,12 +22,11 @@ from lantern_bench.config.experiment import ResolvedExperiment, load_experiment
 from lantern_bench.config.plan import ImageTask, Plan, make_plan
 from lantern_bench.config.settings import Overrides
 from lantern_bench.prompts.prompt import Prompt
-from lantern_bench.storage.records import record_key, rows_of
+from lantern_bench.storage.records import record_key
 from lantern_bench.storage.run_directory import (
     find_run,
     read_manifest,
     read_records,
-    read_run,
     run_folder,
 )
 from lantern_bench.storage.run_store import RunStore, check_folder
@@ -34,7 +34,7 @@ from lantern_bench.storage.schema import SCHEMA_VERSION, columns
 from lantern_bench.utils.errors import RefusedError, UserError
 
 KEY: dict[str, Any] = {
-    "schema_version": 1,
+    "schema_version": SCHEMA_VERSION,
     "engine_version": "1",
     "torch_version": "2.15.0",
     "dtype": "float32",
@@ -66,7 +66,7 @@ def to_do(store: RunStore, tasks: Iterable[ImageTask]) -> list[ImageTask]:
 
 
 def fill(folder: Path, count: int | None = None, status: str = "ok") -> None:
-    with RunStore(folder, EXPERIMENT, KEY) as store:
+    with RunStore.open(folder, EXPERIMENT, KEY) as store:
         for task in to_do(store, PLAN.tasks)[:count]:
             store.append(
                 task, {"status": status, "tokens": task.seed % 97, "accepted_per_step": [1, 2]}
@@ -107,7 +107,7 @@ def test_records_have_every_column_in_schema_order(tmp_path: Path) -> None:
 
 
 def test_store_refuses_undeclared_columns_and_nan(tmp_path: Path) -> None:
-    with RunStore(tmp_path / "run", EXPERIMENT, KEY) as store:
+    with RunStore.open(tmp_path / "run", EXPERIMENT, KEY) as store:
         with pytest.raises(ValueError, match="no column speed"):
             store.append(PLAN.tasks[0], {"speed": 3})
         with pytest.raises(ValueError, match="no column fdi"):
@@ -166,7 +166,7 @@ def test_another_key_is_refused(
     fill(tmp_path / "run", 2)
     before = (tmp_path / "run" / "manifest.json").read_bytes()
     with pytest.raises(RefusedError) as caught:
-        RunStore(tmp_path / "run", EXPERIMENT, key(**changes))
+        RunStore.open(tmp_path / "run", EXPERIMENT, key(**changes))
     assert caught.value.message.startswith(f"cannot resume run: {message}\n2 finished images")
     assert typed in str(caught.value.advice)
     assert (tmp_path / "run" / "manifest.json").read_bytes() == before
@@ -175,7 +175,7 @@ def test_another_key_is_refused(
 
 def test_key_may_change_while_no_image_is_finished(tmp_path: Path) -> None:
     fill(tmp_path / "run", 2, status="failed")
-    with RunStore(tmp_path / "run", EXPERIMENT, key(dtype="bfloat16")) as store:
+    with RunStore.open(tmp_path / "run", EXPERIMENT, key(dtype="bfloat16")) as store:
         assert to_do(store, PLAN.tasks) == list(PLAN.tasks)
     assert read_manifest(tmp_path / "run")["key"]["dtype"] == "bfloat16"
 
@@ -186,10 +186,10 @@ def test_resume_refuses_other_settings_but_not_more_images(tmp_path: Path) -> No
         check_folder(tmp_path / "run", experiment(seed=7))
     assert "--seed 0" in str(caught.value.advice)
     with pytest.raises(RefusedError, match=r'cells changed\n  recorded  .*"lambda": 2.0'):
-        RunStore(tmp_path / "run", experiment(**{"lambda": "3,5"}), KEY)
+        RunStore.open(tmp_path / "run", experiment(**{"lambda": "3,5"}), KEY)
     more = experiment(images=4, metrics="speed")
     check_folder(tmp_path / "run", more)
-    with RunStore(tmp_path / "run", more, KEY) as store:
+    with RunStore.open(tmp_path / "run", more, KEY) as store:
         assert len(to_do(store, make_plan(more, PROMPTS).tasks)) == 4 * 4 - 2
 
 
@@ -197,7 +197,7 @@ def test_resume_refuses_other_settings_but_not_more_images(tmp_path: Path) -> No
 def test_unwritable_run_directory_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(UserError, match="cannot be written"):
-        RunStore(tmp_path / name, EXPERIMENT, KEY)
+        RunStore.open(tmp_path / name, EXPERIMENT, KEY)
     assert (tmp_path / "file").read_text() == "x"
 
 
@@ -216,29 +216,10 @@ def test_a_run_killed_while_it_writes_its_first_files_goes_on(
 
     with monkeypatch.context() as killing, pytest.raises(Killed):
         killing.setattr(Path, "replace", replace)
-        RunStore(tmp_path, EXPERIMENT, KEY)
+        RunStore.open(tmp_path, EXPERIMENT, KEY)
     assert f".{file}.part" in {path.name for path in tmp_path.iterdir()}
     fill(tmp_path, 1)
     assert not list(tmp_path.glob(".*.part"))
-
-
-def test_older_schema_is_read_but_not_resumed(tmp_path: Path) -> None:
-    """Version 1 had neither prompt_source nor checksum: such columns are empty. Runs without `process` had one."""
-    with RunStore(tmp_path, EXPERIMENT, KEY) as store:
-        store.append(PLAN.tasks[0], {"tokens": 256})
-    (row,) = read_records(tmp_path)
-    missing = ("prompt_source", "checksum", "process")
-    lines = [
-        {name: value for name, value in row.items() if name not in missing} | {"schema_version": 1}
-    ]
-    (tmp_path / "records.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    manifest = read_manifest(tmp_path) | {"schema_version": 1}
-    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
-    (old,) = read_records(tmp_path)
-    assert old["tokens"] == 256 and old["prompt_source"] is None and old["process"] == 0
-    assert rows_of(read_run(tmp_path).records) == [old]
-    with pytest.raises(RefusedError, match="schema_version changed"):
-        RunStore(tmp_path, EXPERIMENT, key(schema_version=SCHEMA_VERSION))
 
 
 @pytest.mark.parametrize(
@@ -249,9 +230,14 @@ def test_older_schema_is_read_but_not_resumed(tmp_path: Path) -> None:
             "manifest.json",
             '{"schema_version": 0}',
             RefusedError,
-            "schema version 0, and this program reads 1",
+            f"schema version 0, and this program reads {SCHEMA_VERSION}",
         ),
-        ("records.jsonl", '{"a": 1}\n', UserError, "records.jsonl line 1: not a record"),
+        (
+            "records.jsonl",
+            '{"a": 1}\n',
+            UserError,
+            "records.jsonl line 1: damaged, its checksum differs",
+        ),
     ],
 )
 def test_damaged_files_are_named(
@@ -260,7 +246,7 @@ def test_damaged_files_are_named(
     fill(tmp_path / "run", 2)
     (tmp_path / "run" / file).write_text(content)
     with pytest.raises(error) as caught:
-        RunStore(tmp_path / "run", EXPERIMENT, KEY)
+        RunStore.open(tmp_path / "run", EXPERIMENT, KEY)
     assert message in caught.value.message
 
 

@@ -52,7 +52,8 @@ def test_a_name_has_one_type() -> None:
     types: dict[str, set[str]] = {}
     for name, table in TABLES.items():
         for column in table:
-            # A mean in the table of speed and a count in records; a count in tables and a mark in records.
+            # A mean in the table of speed and a count in records; a count in tables and a mark in
+            # records.
             if (
                 not (column.name.endswith("_forwards") and name == "speed")
                 and column.name != "disturbed"

@@ -1,4 +1,6 @@
-"""The task of training a drafter: features, losses and 1 - TV agree with decoding; its files of tokens and its log."""
+"""The task of training a drafter: features, losses and 1 - TV agree with decoding; its files of
+tokens and its log.
+"""
 
 from __future__ import annotations
 
@@ -35,6 +37,7 @@ from lantern_bench.training.recipe import RECIPES, DrafterRecipe
 from lantern_bench.training.train_drafter import read_log, write_drafter
 from lantern_bench.training.trainer import SINGLE, Processes
 from lantern_bench.utils.errors import RefusedError
+from lantern_bench.utils.progress import ignore_events
 from tests.examples.tiny_hosted import SHAPE, write_model
 from tests.helpers import golden_models, tiny_chameleon
 from tests.helpers.tiny_target import CAPTIONS, CONFIG, caption_condition, tiny_model, tiny_target
@@ -81,7 +84,9 @@ def both(sequences: Sequences, count: int) -> TargetFeatures:
 def sequences(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Sequences:
-    """Of four families and a model of transformers with wide heads; the last has ends of lines and obeys its grid."""
+    """Of four families and a model of transformers with wide heads; the last has ends of lines and
+    obeys its grid.
+    """
     if request.param == "bundled":
         return tiny_sequences()
     folder = tmp_path_factory.mktemp("model")
@@ -95,7 +100,9 @@ def sequences(
 
 
 def _with_random_features(target: object) -> Sequences:
-    """The recorded text-conditional target, with made-up features of which some positions are padding."""
+    """The recorded text-conditional target, with made-up features of which some positions are
+    padding.
+    """
     assert isinstance(target, TransformerTarget)
     positions, width = target.cls_embedding.uncond_embedding.shape  # type: ignore[union-attr]
     draws = torch.Generator().manual_seed(4)
@@ -149,7 +156,9 @@ def test_features_and_drafts_match_the_decode_sessions(sequences: Sequences) -> 
 
 @torch.no_grad()
 def test_unrolled_levels_match_a_draft_tree(sequences: Sequences) -> None:
-    """From any position on, each level is what the decode session drafts there from the same tokens."""
+    """From any position on, each level is what the decode session drafts there from the same
+    tokens.
+    """
     target = sequences.target
     drafter = task_of(sequences).drafter
     condition = sequences.condition(range(3))
@@ -196,7 +205,9 @@ def test_guided_batches_compare_guided_distributions() -> None:
 
 
 def test_loss_weighs_the_total_variation_of_each_level() -> None:
-    """Total variation of each level, added up by hand: level k is valid from the image's token k + 1 on."""
+    """Total variation of each level, added up by hand: level k is valid from the image's token k +
+    1 on.
+    """
     sequences = tiny_sequences(4)
     nothing_else = dict.fromkeys(("feature_weight", "soft_weight", "noise", "dropped"), 0.0)
     plain = RECIPE.model_copy(update={**nothing_else, "levels": 3, "level_decay": 0.5})
@@ -241,7 +252,8 @@ def test_every_family_trains_and_loads_its_written_drafter(
     generator = torch.Generator().manual_seed(0)
     for _ in range(12):
         loss, parts = task.loss(generator)
-        assert torch.isfinite(loss) and set(parts) == {"feature", "soft", "one_minus_tv"}
+        assert torch.isfinite(loss)
+        assert set(parts) == {"feature", "soft", "one_minus_tv"}
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()
@@ -251,9 +263,8 @@ def test_every_family_trains_and_loads_its_written_drafter(
         drafter=task.drafter, folder=tmp_path / "out", target="tiny", weights={"target": "x"}
     )
     read = load_drafter(tmp_path / "out", target, dtype=torch.float32, device=CPU)
-    assert read.mask_padding and task.overlap(read) == pytest.approx(
-        task.overlap(task.drafter), abs=1e-6
-    )
+    assert read.mask_padding
+    assert task.overlap(read) == pytest.approx(task.overlap(task.drafter), abs=1e-6)
     assert {name: tuple(t.shape) for name, t in read.state_dict().items()} == {
         name: tuple(t.shape) for name, t in task.drafter.state_dict().items()
     }
@@ -273,12 +284,14 @@ def test_two_processes_compute_the_gradient_of_one() -> None:
                 )
             )
         grads.append(torch.stack(total).mean(0))
-    assert (grads[0] - grads[1]).abs().max() < 1e-6 and grads[0].abs().max() > 1e-3
+    assert (grads[0] - grads[1]).abs().max() < 1e-6
+    assert grads[0].abs().max() > 1e-3
 
 
 def test_order_visits_every_row_once_per_epoch() -> None:
     drawn = in_order(7, 1, drawn=0, wanted=5) + in_order(7, 1, drawn=5, wanted=9)
-    assert sorted(drawn[:7]) == sorted(drawn[7:]) == list(range(7)) and drawn[:7] != drawn[7:]
+    assert sorted(drawn[:7]) == sorted(drawn[7:]) == list(range(7))
+    assert drawn[:7] != drawn[7:]
     assert in_order(7, 1, drawn=0, wanted=14) == drawn
 
 
@@ -286,8 +299,10 @@ def test_drafter_copy_shares_only_the_head() -> None:
     target = tiny_target()
     drafter = untrained_drafter(target)
     copy = drafter_like(drafter, torch.bfloat16, CPU)
-    assert copy.fc.weight.dtype == torch.bfloat16 and copy.table.values.dtype == torch.float32
-    assert copy.head is drafter.head and not copy.embed_tokens.weight.requires_grad
+    assert copy.fc.weight.dtype == torch.bfloat16
+    assert copy.table.values.dtype == torch.float32
+    assert copy.head is drafter.head
+    assert not copy.embed_tokens.weight.requires_grad
     with torch.no_grad():
         copy.fc.weight.zero_()
     assert drafter.fc.weight.abs().max() > 0
@@ -318,7 +333,7 @@ def test_token_files_continue_where_they_were_interrupted(
             decoding=DECODING,
             seed=seed,
             work=tmp_path,
-            on_progress=lambda _label, _share: None,
+            emit=ignore_events,
         )
 
     monkeypatch.setattr(task_module, "_BATCH", 4)
@@ -327,8 +342,10 @@ def test_token_files_continue_where_they_were_interrupted(
     with pytest.raises(KeyboardInterrupt):
         make()
     rows = make()
-    assert rows[:, 0].tolist() == list(range(11)) and calls == [[8, 9, 10]]
-    assert torch.equal(make(), rows) and len(calls) == 1
+    assert rows[:, 0].tolist() == list(range(11))
+    assert calls == [[8, 9, 10]]
+    assert torch.equal(make(), rows)
+    assert len(calls) == 1
     (folder,) = tmp_path.iterdir()
     make(seed=1)
     assert len(list(tmp_path.iterdir())) == 2

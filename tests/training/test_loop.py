@@ -73,15 +73,18 @@ def test_training_learns_and_reports() -> None:
     task, report, events = run(replace(PLAIN, steps=200, lr=0.2))
     assert not task.module.training
     assert task.module.weight.item() == pytest.approx(3, abs=0.2)  # type: ignore[union-attr, operator]
-    assert report.steps == 200 and task.steps == list(range(1, 201))
+    assert report.steps == 200
+    assert task.steps == list(range(1, 201))
     assert report.losses[-1][1] < 0.05 * report.losses[0][1]
-    assert report.settings["steps"] == 200 and "checkpoint" not in report.settings
+    assert report.settings["steps"] == 200
+    assert "checkpoint" not in report.settings
     assert (
         [event.step for event in events]
         == [step for step, _ in report.losses]
         == list(range(5, 201, 5))
     )
-    assert events[-1].fraction == 1.0 and set(events[-1].figures) == {"rmse"}
+    assert events[-1].fraction == 1.0
+    assert set(events[-1].figures) == {"rmse"}
 
 
 def test_learning_rate_follows_a_half_cosine() -> None:
@@ -93,7 +96,8 @@ def test_learning_rate_follows_a_half_cosine() -> None:
         assert rate == pytest.approx(
             0.05 * warm * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * done / 40)))
         )
-    assert max(rates) == rates[9] and rates[-1] < 0.03 * 0.05
+    assert max(rates) == rates[9]
+    assert rates[-1] < 0.03 * 0.05
 
 
 def test_resumed_training_equals_an_uninterrupted_one(tmp_path: Path) -> None:
@@ -106,7 +110,8 @@ def test_resumed_training_equals_an_uninterrupted_one(tmp_path: Path) -> None:
         train(broken, settings, CPU)
     resumed, report, _ = run(settings)
     assert resumed.steps[0] == 21
-    assert report.losses == whole_report.losses and report.steps == 40
+    assert report.losses == whole_report.losses
+    assert report.steps == 40
     for parameter, expected in zip(
         resumed.module.parameters(), whole.module.parameters(), strict=True
     ):
@@ -116,14 +121,16 @@ def test_resumed_training_equals_an_uninterrupted_one(tmp_path: Path) -> None:
         RefusedError, match=r"line.ckpt was made with lr = 0.05, now it is 0.1"
     ) as caught:
         run(replace(settings, lr=0.1))
-    assert caught.value.exit_code == 3 and "--no-resume" in (caught.value.advice or "")
+    assert caught.value.exit_code == 3
+    assert "--no-resume" in (caught.value.advice or "")
     assert str(tmp_path) not in caught.value.message
     assert run(replace(settings, resume=False))[0].steps == list(range(1, 41))
 
 
 def test_minutes_end_a_training() -> None:
     _, report, _ = run(replace(PLAIN, steps=10_000_000, minutes=0.2 / 60))
-    assert 0.2 <= report.seconds < 2 and 0 < report.steps < 10_000_000
+    assert 0.2 <= report.seconds < 2
+    assert 0 < report.steps < 10_000_000
 
 
 def test_training_does_not_touch_the_global_generator() -> None:
@@ -145,7 +152,9 @@ def test_linear_schedule_and_clipping_by_value() -> None:
 
 def test_accumulated_batches_are_one_step() -> None:
     task, report, events = run(replace(PLAIN, steps=5, log_every=1, accumulate=3))
-    assert report.steps == 5 and len(task.steps) == 5 and report.settings["accumulate"] == 3
+    assert report.steps == 5
+    assert len(task.steps) == 5
+    assert report.settings["accumulate"] == 3
     assert len(events) == 5
 
 

@@ -1,4 +1,6 @@
-"""What a stranger may have written is read or refused in words: 500 inputs of each kind, 10,000 in the long tests."""
+"""What a stranger may have written is read or refused in words: 500 inputs of each kind, 10,000 in
+the long tests.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ from lantern_bench.prompts.sets import load_prompts
 from lantern_bench.storage.run_directory import done_images, read_records, read_scores
 from lantern_bench.storage.schema import columns
 from lantern_bench.utils.errors import LanternError
-from tests.helpers.made_up_run import make_records, make_scores, write_run
+from tests.helpers.made_up_run import make_records, make_scores, with_checksum, write_run
 
 COUNTS = [200, pytest.param(10_000, marks=[pytest.mark.long, pytest.mark.timeout(3600)])]
 ANY_PROMPT: Any = SimpleNamespace(check_prompt=lambda text: None, prompt_sets={})
@@ -71,7 +73,9 @@ PIECES = st.sampled_from(SIGNS) | st.binary(max_size=4)
 
 @st.composite
 def changed(draw: st.DrawFn, originals: list[bytes]) -> bytes:
-    """A file with up to four places overwritten, removed, doubled or filled with a sign; or no such file at all."""
+    """A file with up to four places overwritten, removed, doubled or filled with a sign; or no such
+    file at all.
+    """
     content = draw(st.sampled_from(originals))
     for _ in range(draw(st.integers(0, 4))):
         at = draw(st.integers(0, len(content)))
@@ -100,7 +104,8 @@ def fuzz(count: int, originals: list[bytes], read: Callable[[bytes], object]) ->
         try:
             read(content)
         except LanternError as error:
-            assert error.message and "\0" not in error.message
+            assert error.message
+            assert "\0" not in error.message
             outcomes["refused"] += 1
         else:
             outcomes["read"] += 1
@@ -164,7 +169,8 @@ def test_prompt_files(suffix: str, count: int, tmp_path: Path) -> None:
     def read(content: bytes) -> None:
         path.write_bytes(content)
         for prompt in load_prompts(source, ANY_PROMPT):
-            assert prompt.id and prompt.text == prompt.text.strip()
+            assert prompt.id
+            assert prompt.text == prompt.text.strip()
 
     fuzz(count, [COCO if suffix == "coco" else PROMPTS[suffix]], read)
 
@@ -183,8 +189,10 @@ def test_records_and_scores(count: int, tmp_path: Path) -> None:
     }
 
     def read(content: bytes) -> None:
+        # With right checksums, so that the parser sees the changes too.
+        lines = b"".join(map(with_checksum, content.splitlines()))
         for table in whole:
-            (tmp_path / f"{table}.jsonl").write_bytes(content)
+            (tmp_path / f"{table}.jsonl").write_bytes(lines)
         rows = [*read_records(tmp_path), *read_scores(tmp_path)]
         assert all(isinstance(row, dict) for row in rows)
         done_images(tmp_path)
@@ -208,7 +216,8 @@ CAPTION = "one round red lantern over a lake at dusk"
 # decoding takes .9, and some more in a process of many commands
 GIGABYTES = {"plans": 1.0, "images": 2.5}
 SMALL = ["--threads", "1", "--set", "compile=false"]
-# What makes a command short; sweeps are planned, and every command with a model loads it in the long test alone.
+# What makes a command short; sweeps are planned, and every command with a model loads it in the
+# long test alone.
 WORDS = {
     "sweep": ["FILE", "--dry-run"],
     "reproduce": ["FILE", "--dry-run"],
@@ -234,7 +243,9 @@ WORDS = {
 
 
 def numeric_flags() -> list[tuple[str, str, str | None]]:
-    """The flags that take numbers: command, flag, and the parameter of cells that it sets, found in the program."""
+    """The flags that take numbers: command, flag, and the parameter of cells that it sets, found in
+    the program.
+    """
     flags = []
     settings = {
         key for key, field in Settings.model_fields.items() if "int" in str(field.annotation)
@@ -287,7 +298,7 @@ def command_line(
 CHILD = r"""
 import gc, json, os, re, sys
 from lantern_bench.cli.main import main
-from lantern_bench.errors import RefusedError
+from lantern_bench.utils.errors import RefusedError
 from lantern_bench.models.families.lanterns.family import Lanterns
 
 def refuse(*_):
@@ -307,13 +318,17 @@ for line in sys.stdin:
 
 
 def outcomes(kind: str, commands: list[list[str]]) -> list[tuple[list[str], int, float, float]]:
-    """Run commands in a process; return each with its exit code, seconds of processor time and the peak of memory, GB.
+    """Run commands in a process; return each with its exit code, seconds of processor time and the
+    peak of memory, GB.
 
-    The process is killed where it takes half as much again as `GIGABYTES`, or ten minutes for one command.
+    The process is killed where it takes half as much again as `GIGABYTES`, or ten minutes for one
+    command.
     """
     pipes: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     child = subprocess.Popen([sys.executable, "-c", CHILD, kind], **pipes, text=True)
-    assert child.stdin is not None and child.stdout is not None and child.stderr is not None
+    assert child.stdin is not None
+    assert child.stdout is not None
+    assert child.stderr is not None
     lines: queue.Queue[str] = queue.Queue()
     errors: list[str] = []
     threading.Thread(
@@ -353,9 +368,11 @@ def test_numbers_of_flags_are_found() -> None:
     "kind", ["plans", pytest.param("images", marks=[pytest.mark.long, pytest.mark.timeout(7200)])]
 )
 def test_any_number_of_any_flag_is_refused_or_works(kind: str, tmp_path: Path) -> None:
-    """Exit code 2 or 3 within ten seconds of processor time, or the command works; in less than `GIGABYTES`.
+    """Exit code 2 or 3 within ten seconds of processor time, or the command works; in less than
+    `GIGABYTES`.
 
-    Every run takes two of the numbers for each flag, and loads nothing; the long tests take all, and load the model.
+    Every run takes two of the numbers for each flag, and loads nothing; the long tests take all,
+    and load the model.
     """
     for name in ("run", "other"):
         write_run(tmp_path / name, make_records(), [])

@@ -1,4 +1,6 @@
-"""Files of strangers: what is too large, too deep or steers another program is refused or written out."""
+"""Files of strangers: what is too large, too deep or steers another program is refused or written
+out.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ from lantern_bench.prompts.sets import load_prompts
 from lantern_bench.report.page import render
 from lantern_bench.storage.run_directory import load_runs
 from lantern_bench.storage.schema import write_csv
-from lantern_bench.sweep.request import prepare
+from lantern_bench.sweeps.request import prepare
 from lantern_bench.utils.errors import RefusedError, UserError
 from lantern_bench.utils.yaml_file import DEEPEST, MOST_CHARACTERS, read_source
 from tests.helpers import tiny_chameleon
@@ -73,7 +75,8 @@ def test_yaml_that_is_refused(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="mine") as raised:
         read_source(written(tmp_path, text))
-    assert message in raised.value.message and len(raised.value.message) < 400
+    assert message in raised.value.message
+    assert len(raised.value.message) < 400
     assert not Path("made").exists()
 
 
@@ -249,7 +252,8 @@ def test_a_size_beyond_its_limit_is_refused_in_one_line(
     monkeypatch.setattr("lantern_bench.models.families.lanterns.family.Lanterns.load", None)
     assert cli.main(command) == code
     captured = capsys.readouterr()
-    assert message in captured.err and "internal" not in captured.err
+    assert message in captured.err
+    assert "internal" not in captured.err
 
 
 @pytest.mark.parametrize("mode", [{"mode": "ar"}, {"mode": "sjd", "window": 200}])
@@ -351,7 +355,8 @@ def test_messages_and_tables_do_not_steer_the_terminal() -> None:
     console.table(pd.DataFrame({"prompt": ["\x1b[2J gone"], "n": [1]}))
     console.data("\x1b[2J gone")
     assert err.getvalue() == "error: prompt \\x1b[2J\\x9b5n\n  \\x1b]0;title\\x07\n"
-    assert "\\x1b[2J gone" in out.getvalue() and "\x1b[2J" not in out.getvalue()
+    assert "\\x1b[2J gone" in out.getvalue()
+    assert "\x1b[2J" not in out.getvalue()
 
 
 def test_a_pipe_gets_data_unchanged() -> None:

@@ -58,4 +58,5 @@ def test_without_run_queue_times_others_take_what_is_over() -> None:
     assert quiet.lost_seconds(1.0, cores) == 0.0
     assert quiet._replace(busy_seconds=1.5).lost_seconds(1.0, cores) == 0.5
     assert quiet._replace(busy_seconds=1.5).lost_seconds(1.0, cores - 1) == 0.0
-    assert quiet.since(quiet).busy_seconds == 0.0 and quiet.since(quiet).waited_seconds is None
+    assert quiet.since(quiet).busy_seconds == 0.0
+    assert quiet.since(quiet).waited_seconds is None

@@ -80,11 +80,14 @@ def accept_probability(draft: DraftView, mass: Tensor) -> Tensor:
 
 
 def neighbour_masses(draft: DraftView, rule: BoundRule) -> tuple[Tensor, Tensor]:
-    """Return the cumulative mass of the neighbours, nearest first, and which keep the limit [n, k]."""
+    """Return the cumulative mass of the neighbours, nearest first, and which keep the limit.
+
+    Both [n, k].
+    """
     limit = rule.function(draft, rule.values)
     cumulative_mass = draft.neighbour_p.cumsum(dim=1)
-    # cumprod stops at the first neighbour over the limit, even if a parallel scan rounds down behind
-    # it. int32, because Triton cannot scan unsigned numbers.
+    # cumprod stops at the first neighbour over the limit, even if a parallel scan rounds down
+    # behind it. int32, because Triton cannot scan unsigned numbers.
     is_within = cumulative_mass <= limit[:, None]
     return cumulative_mass, is_within.cumprod(dim=1, dtype=torch.int32).bool()
 

@@ -121,7 +121,7 @@ class DraftView:
 
     @property
     def distances(self) -> Tensor:
-        """The Euclidean distances [n, k] from x to `neighbour_tokens`, in the space of `codebook`."""
+        """The Euclidean distances [n, k] from x to `neighbour_tokens`, in `codebook`."""
         x = self.codebook[self.token]
         difference = self.codebook[self.neighbour_tokens] - x[:, None, :]
         return difference.square().sum(dim=-1).sqrt()

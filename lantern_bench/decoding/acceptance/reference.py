@@ -1,9 +1,13 @@
-"""The acceptance of drafts as the papers have it, in plain Python: one node, one draft after the other.
+"""The algorithms as the papers have them, in plain Python: one node, one draft after the other.
 
-Read this first. Decoding runs `children.py`, which computes the same for all nodes of a batch at once, and `verify.py`,
-which goes from an accepted draft to the drafts below it; `tests/decoding/acceptance/test_reference.py` compares the two forms.
+Read this first. Decoding runs the batched forms, and tests/decoding/acceptance/test_reference.py
+compares the two:
 
-    p   the target's distribution of the next token; after a rejection, of what is still to be given out
+- `verify_node`: `children.py` decides on all nodes of a batch at once, `verify.py` walks on.
+- `traverse`: `traversal.py`.
+- `couple`: `couple` in drafting/jacobi.py.
+
+    p   the target's distribution of the next token; after a rejection the residual
     q   what the drafts were drawn from, one after the other without replacement
     x   a draft
 """
@@ -11,10 +15,10 @@ which goes from an accepted draft to the drafts below it; `tests/decoding/accept
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 Distribution: TypeAlias = list[float]
-Rule: TypeAlias = Callable[[Distribution, Distribution, int], tuple[float, Distribution]]
+Decide: TypeAlias = Callable[[Distribution, Distribution, int], tuple[float, Distribution]]
 """(p, q, x) -> the probability to accept x, and the weights that replace p if x is rejected."""
 
 
@@ -23,58 +27,60 @@ def verify_node(
     q: Distribution | None,
     drafts: Sequence[int],
     uniforms: Sequence[float],
-    rule: Rule,
+    decide: Decide,
 ) -> tuple[int | None, Distribution]:
     """Accept one of the drafts below a node, or none.
 
     Args:
         p: The target's distribution at the node.
-        q: The distribution that the drafts were drawn from; None for deterministic drafts, each of probability 1.
+        q: The distribution that the drafts were drawn from; None for deterministic drafts, which
+            have probability 1.
         drafts: The tokens, in the order in which they were drawn.
         uniforms: A random number from [0, 1) for each draft.
-        rule: How to decide on a draft.
+        decide: The rule.
 
     Returns:
-        The accepted draft, or None and the distribution that the next token is drawn from instead, the residual.
+        The accepted draft and p; or None and the residual, which the next token is drawn from.
 
-    Token 0 is a likely draft and an unlikely token; what its rejection leaves of p lies all at token 1:
+    Token 0 is a likely draft and an unlikely token. Its rejection leaves all of p at token 1:
 
-    >>> verify_node(p=[0.25, 0.75], q=[0.5, 0.5], drafts=[0], uniforms=[0.6], rule=strict)
+    >>> verify_node(p=[0.25, 0.75], q=[0.5, 0.5], drafts=[0], uniforms=[0.6], decide=strict)
     (None, [0.0, 1.0])
 
-    LANTERN accepts it, where its code is near that of token 1 and may take as much as .75:
+    LANTERN accepts it if its code is near the code of token 1 and may take a mass of 0.75:
 
     >>> lantern = neighbours(nearest=[[1], [0]], limit=lambda p, x: 0.75)
-    >>> verify_node(p=[0.25, 0.75], q=[0.5, 0.5], drafts=[0], uniforms=[0.6], rule=lantern)
+    >>> verify_node(p=[0.25, 0.75], q=[0.5, 0.5], drafts=[0], uniforms=[0.6], decide=lantern)
     (0, [0.25, 0.75])
     """
     for x, uniform in zip(drafts, uniforms, strict=True):
         drawn_from = one_hot(x, len(p)) if q is None else q
-        probability, residual = rule(p, drawn_from, x)
+        probability, residual = decide(p, drawn_from, x)
         if uniform < probability:
             return x, p
         p = normalised(residual)
         if q is not None:
-            q = normalised([0.0 if token == x else weight for token, weight in enumerate(q)])
+            q = without(q, x)
     return None, p
 
 
 def strict(p: Distribution, q: Distribution, x: int) -> tuple[float, Distribution]:
-    """Decide as speculative sampling does, which keeps the target's distribution (arXiv 2211.17192, 2302.01318)."""
+    """Decide as speculative sampling does, losslessly (arXiv 2211.17192, 2302.01318)."""
     return min(1.0, p[x] / q[x]), positive_difference(p, q)
 
 
 def neighbours(
     nearest: Sequence[Sequence[int]], limit: Callable[[Distribution, int], float]
-) -> Rule:
+) -> Decide:
     """Make the rule of LANTERN: x also takes the mass of its nearest codes (arXiv 2410.03355).
 
     Args:
         nearest: The nearest codes of each code, nearest first.
-        limit: (p, x) -> the most mass that x may take: delta in LANTERN, (lambda - 1) p(x) in LANTERN++.
+        limit: (p, x) -> the most mass that x may take: delta in LANTERN, (lambda - 1) p(x) in
+            LANTERN++.
     """
 
-    def rule(p: Distribution, q: Distribution, x: int) -> tuple[float, Distribution]:
+    def decide(p: Distribution, q: Distribution, x: int) -> tuple[float, Distribution]:
         relaxed = list(p)
         mass = 0.0
         if p[x] > 0:  # what the target cannot give stays impossible
@@ -86,21 +92,87 @@ def neighbours(
         relaxed[x] += mass
         return min(1.0, relaxed[x] / q[x]), positive_difference(relaxed, q)
 
-    return rule
+    return decide
 
 
-def by_probability(probability: Callable[[Distribution, Distribution], Sequence[float]]) -> Rule:
+def by_probability(probability: Callable[[Distribution, Distribution], Sequence[float]]) -> Decide:
     """Make a rule of the probability f to accept each token, a function of p and q.
 
-    Acceptance gives out q(x) f(x) of every token x, and the residual is what that leaves of p.
+    Acceptance gives out q(x) f(x) of every token x; the residual is the rest of p.
     """
 
-    def rule(p: Distribution, q: Distribution, x: int) -> tuple[float, Distribution]:
+    def decide(p: Distribution, q: Distribution, x: int) -> tuple[float, Distribution]:
         f = probability(p, q)
         accepted = [weight * chance for weight, chance in zip(q, f, strict=True)]
         return f[x], positive_difference(p, accepted)
 
-    return rule
+    return decide
+
+
+class Node(NamedTuple):
+    """A node of a draft tree."""
+
+    p: Distribution
+    q: Distribution
+    # the drafts below it, in the order in which they were drawn
+    drafts: Sequence[tuple[int, Node]] = ()
+
+
+def traverse(
+    node: Node, happens: Callable[[float], bool], visit_probability: float = 1.0
+) -> tuple[list[int], Distribution] | None:
+    """Visit a tree from its leaves to its root (traversal verification, arXiv 2505.12398).
+
+    Args:
+        node: The tree.
+        happens: (probability) -> whether an event of this probability happens.
+        visit_probability: The probability that the visit ends at the node or below it.
+
+    Returns:
+        The accepted drafts and the distribution of the next token; None if the visit does not end
+        at the node or below it. At the root it always does.
+
+    The draft 0 fails, and the visit ends at the root:
+
+    >>> leaf = Node(p=[0.5, 0.5], q=[0.5, 0.5])
+    >>> root = Node(p=[0.25, 0.75], q=[0.5, 0.5], drafts=[(0, leaf)])
+    >>> traverse(root, happens=lambda probability: probability > 0.5)
+    ([], [0.0, 1.0])
+    """
+    p = node.p
+    q = node.q
+    for x, child in node.drafts:
+        end = traverse(child, happens, min(1.0, visit_probability * p[x] / q[x]))
+        if end is not None:
+            drafts, after = end
+            return [x, *drafts], after
+        residual = positive_difference([visit_probability * weight for weight in p], q)
+        owed = sum(residual)
+        spare = owed + 1.0 - visit_probability
+        if owed > 0:
+            p = normalised(residual)
+        visit_probability = owed / spare if spare > 0 else 1.0
+        q = without(q, x)
+    return ([], p) if happens(visit_probability) else None
+
+
+def couple(p: Distribution, q: Distribution, x: int) -> Distribution:
+    """Return what the next draft is drawn from, given the last draft x (maximal coupling).
+
+    If x was drawn from q, the next draft is distributed as p, and equals x as often as possible:
+
+    >>> couple(p=[0.25, 0.75], q=[0.5, 0.5], x=0)
+    [0.5, 0.5]
+    >>> couple(p=[0.25, 0.75], q=[0.5, 0.5], x=1)
+    [0.0, 1.0]
+    """
+    residual = positive_difference(p, q)
+    if sum(residual) == 0:
+        return one_hot(x, len(p))
+    stays = min(1.0, p[x] / q[x])
+    changed = [(1.0 - stays) * weight for weight in normalised(residual)]
+    changed[x] += stays
+    return changed
 
 
 def positive_difference(p: Distribution, q: Distribution) -> Distribution:
@@ -112,6 +184,12 @@ def normalised(weights: Distribution) -> Distribution:
     """Return weights divided by their sum."""
     total = sum(weights)
     return [weight / total for weight in weights]
+
+
+def without(q: Distribution, x: int) -> Distribution:
+    """Return q after x has been drawn from it without replacement."""
+    left = [0.0 if token == x else weight for token, weight in enumerate(q)]
+    return normalised(left) if sum(left) > 0 else left
 
 
 def one_hot(x: int, size: int) -> Distribution:

@@ -61,8 +61,8 @@ class Residual:
     def _reject_sampled(self, x: Tensor, decision: Decision, tried: Tensor) -> None:
         """Reject draws from q; columns are [n, 1].
 
-        p <- normalize(max(p - removal * q, 0)), with 0 at the lenders; then remove x from q. At x the
-        residual is 0 already: a rejected x has p(x) <= p(x) + m(x) < q(x).
+        p <- normalize(max(p - removal * q, 0)), with 0 at the lenders; then remove x from q. At x
+        the residual is 0 already: a rejected x has p(x) <= p(x) + m(x) < q(x).
         """
         assert self.q is not None
         n = len(x)
@@ -80,7 +80,10 @@ class Residual:
         self._q_sum[:n] = q.sum(dim=1, keepdim=True)
 
     def _reject_deterministic(self, x: Tensor, decision: Decision, tried: Tensor) -> None:
-        """Take x, or what acceptance used up of it, and the lenders out of p; columns are [n, 1]."""
+        """Reject drafts of probability 1; columns are [n, 1].
+
+        Take x, or the part of x that acceptance used up, and the lenders out of p.
+        """
         n = len(x)
         p = self.p[:n]
         p_sum = self._p_sum[:n]

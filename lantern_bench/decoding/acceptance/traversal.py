@@ -61,8 +61,8 @@ def accept_traversal(
     tokens = children.tokens.view(count, images, -1)
     offered = children.offered.view(count, images, -1)
 
-    # 1. From the root down: the probability of each node's visit, [M + 1, B], and of the visit after
-    # its last child, [I, B]. Missing children, -1, read the last row of `visit`.
+    # 1. From the root down: the probability of each node's visit, [M + 1, B], and of the visit
+    # after its last child, [I, B]. Missing children, -1, read the last row of `visit`.
     visit = p.new_zeros(len(layout.slots) + 1, images)
     visit[0] = 1.0
     ends_here = p.new_zeros(count, images)
@@ -145,7 +145,7 @@ def _reject_children(
 
 
 def _ends_behind(ends_here: Tensor, inside: Tensor) -> list[Tensor]:
-    """Return tensors [I, B]: entry i is the probability to end here or in one of the last i children.
+    """Return tensors [I, B]; entry i is the probability to end here or in the last i children.
 
     Args:
         ends_here: The probability [I, B] with which a visit ends at the node.

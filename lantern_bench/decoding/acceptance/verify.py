@@ -1,7 +1,7 @@
-"""Verification: which path of a draft tree a step commits, by sampling or greedily (docs/algorithms.md, section 3).
+"""Verification: the path of a draft tree that a step commits (docs/algorithms.md, section 3).
 
-`verify` accepts at most one child of each node, by random numbers; `verify_greedy` decides on every child by itself.
-Both commit the longest path of accepted nodes.
+`verify` accepts at most one child of each node, by random numbers. `verify_greedy` decides on every
+child by itself. Both commit the longest path of accepted nodes.
 """
 
 from __future__ import annotations
@@ -24,15 +24,19 @@ from lantern_bench.decoding.tree import DraftTree, first_true
 class Verdict:
     """What one step commits, for each of B images and a tree of depth D."""
 
-    path: Tensor  # int64 [B, D + 1], node numbers from the root to the last accepted node, then -1
-    accepted: Tensor  # int64 [B], number of accepted drafts
-    tokens: Tensor  # int64 [B, D + 1], the accepted drafts, then the bonus token, then 0
-    child_rank: (
-        Tensor  # int64 [B, D], rank of the accepted child by depth, `ALL_REJECTED` or `NOT_OFFERED`
-    )
-    neighbour_mass: Tensor  # float32 [B], m(x) summed over accepted drafts
-    neighbour_mass_tried: Tensor  # float32 [B], m(x) summed over all drafts tried
-    # float32 [B, V], the distribution of the bonus token (greedy: p of the last accepted node)
+    # node numbers from the root to the last accepted node, then -1, int64 [B, D + 1]
+    path: Tensor
+    # number of accepted drafts, int64 [B]
+    accepted: Tensor
+    # the accepted drafts, then the bonus token, then 0, int64 [B, D + 1]
+    tokens: Tensor
+    # rank of the accepted child by depth, `ALL_REJECTED` or `NOT_OFFERED`, int64 [B, D]
+    child_rank: Tensor
+    # m(x) summed over accepted drafts, float32 [B]
+    neighbour_mass: Tensor
+    # m(x) summed over all drafts tried, float32 [B]
+    neighbour_mass_tried: Tensor
+    # the distribution of the bonus token (greedy: p of the last accepted node), float32 [B, V]
     next_probs: Tensor
 
 
@@ -40,12 +44,13 @@ def verify(
     tree: DraftTree,
     target_probs: Tensor,
     rule: BoundRule,
+    *,
     uniforms: Tensor,
     noise: Tensor,
     depth_limit: Tensor | None = None,
     position: Tensor | None = None,
 ) -> Verdict:
-    """Verify B draft trees by sampling and return what each commits.
+    """Verify B draft trees by sampling.
 
     Args:
         tree: The drafts.
@@ -56,13 +61,18 @@ def verify(
         depth_limit: The depth drafted to (free positions - 1), int64 [B]; 0 or less drafts nothing.
         position: The tokens committed so far, int64 [B], for rules that read it.
     """
+    # 1. How likely is each child accepted, if its earlier siblings are rejected?
     offered, acceptance = accept_tree(
         tree=tree, target_probs=target_probs, rule=rule, depth_limit=depth_limit, position=position
     )
+
+    # 2. The first child whose number is below its probability is accepted.
     hit = tree.rows(uniforms) < acceptance.accept
     rank = torch.arange(hit.shape[1], device=hit.device)
     first_hit = first_true(hit)[:, None]
     end, path = longest_path(tree, offered, tree.by_node(hit & (rank == first_hit)))
+
+    # 3. Draw the bonus token behind the path.
     next_probs = bonus_distribution(
         tree=tree, offered=offered, acceptance=acceptance, target_probs=target_probs, end=end
     )
@@ -84,20 +94,21 @@ def verify_greedy(
     depth_limit: Tensor | None = None,
     position: Tensor | None = None,
 ) -> Verdict:
-    """Verify B draft trees at temperature 0 and return what each commits.
+    """Verify B draft trees at temperature 0.
 
-    A child is accepted when it is the argmax of its parent's p (strict) or of p~; among the longest paths of accepted
-    drafts the first in `tree.path_order` wins; the bonus token is the argmax of the unrelaxed p at its end.
+    A child is accepted if it is the argmax of its parent's p (strict) or of p~. Among the longest
+    paths of accepted drafts the first in `tree.path_order` wins. The bonus token is the argmax of
+    the unrelaxed p at its end.
 
     Args:
         tree: The drafts.
         guided_logits: The target's logits at every node, float32 [B, M, V].
-        rule: Relaxes p where it is a neighbour rule.
+        rule: Relaxes p if it takes neighbours.
         depth_limit: As of `verify`.
         position: As of `verify`.
     """
     offered = offered_children(tree, depth_limit)
-    # The argmax of the logits is that of p, without the ties that rounding in the softmax makes.
+    # The argmax of the logits is the argmax of p, without ties by rounding in the softmax.
     best = guided_logits.argmax(dim=-1)
     tokens = _tokens_of(tree, offered)
     taken = tokens == best[:, :, None]
@@ -126,9 +137,17 @@ def accept_tree(
     depth_limit: Tensor | None = None,
     position: Tensor | None = None,
 ) -> tuple[Tensor, Acceptance]:
-    """Return the offered children [B, M, C], and the acceptance of the children of all nodes in `tree.layout`.
+    """Decide on the children of all nodes in `tree.layout`.
 
-    Arguments as of `verify`.
+    Args:
+        tree: As of `verify`.
+        target_probs: As of `verify`.
+        rule: As of `verify`.
+        depth_limit: As of `verify`.
+        position: As of `verify`.
+
+    Returns:
+        The offered children [B, M, C], -1 where there is none, and their acceptance.
     """
     offered = offered_children(tree, depth_limit)
     depth = tree.rows(tree.depths) + 1
@@ -146,7 +165,7 @@ def accept_tree(
 
 
 def offered_children(tree: DraftTree, depth_limit: Tensor | None) -> Tensor:
-    """Return the children [B, M, C] of `tree` with -1 for those deeper than `depth_limit` int64 [B]."""
+    """Return the children [B, M, C] of `tree`, -1 for children below `depth_limit` int64 [B]."""
     if depth_limit is None:
         return tree.children
     too_deep = tree.depths >= depth_limit[:, None]
@@ -154,7 +173,7 @@ def offered_children(tree: DraftTree, depth_limit: Tensor | None) -> Tensor:
 
 
 def longest_path(tree: DraftTree, children: Tensor, taken: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the longest path of taken children; of equally long ones the first in `path_order` wins.
+    """Return the longest path of taken children; of equally long paths the first in `path_order`.
 
     Args:
         tree: The drafts.
@@ -162,10 +181,11 @@ def longest_path(tree: DraftTree, children: Tensor, taken: Tensor) -> tuple[Tens
         taken: Which of them are accepted, bool [B, M, C].
 
     Returns:
-        The last node of the path, int64 [B]; and its nodes from the root, then -1, int64 [B, D + 1].
+        The last node of the path, int64 [B], and its nodes from the root, then -1,
+        int64 [B, D + 1].
     """
     reached = torch.zeros_like(tree.tokens, dtype=torch.bool)
-    # Slots without a child that is taken write to the root, which counts as accepted anyway.
+    # Places without a taken child write to the root, which counts as accepted anyway.
     reached.scatter_(1, torch.where(taken, children, 0).flatten(1), True)
     reached[:, 0] = True
     connected = ~(tree.attention & ~reached[:, None, :]).any(dim=-1)
@@ -184,7 +204,17 @@ def longest_path(tree: DraftTree, children: Tensor, taken: Tensor) -> tuple[Tens
 def bonus_distribution(
     tree: DraftTree, offered: Tensor, acceptance: Acceptance, target_probs: Tensor, end: Tensor
 ) -> Tensor:
-    """Return the residual [B, V] at the nodes `end` [B] where they offer children, else p."""
+    """Return what the bonus token is drawn from [B, V].
+
+    It is the residual if the last accepted node has children, otherwise its p.
+
+    Args:
+        tree: The drafts.
+        offered: The children of each node, int64 [B, M, C], -1 where there is none.
+        acceptance: The decision on the children.
+        target_probs: p at every node, [B, M, V].
+        end: The last accepted node, int64 [B].
+    """
     images = torch.arange(len(end), device=end.device)
     p = target_probs[images, end]
     rejected = (offered[images, end] >= 0).any(dim=1)
@@ -196,6 +226,7 @@ def verdict_of(
     tree: DraftTree,
     offered: Tensor,
     path: Tensor,
+    *,
     mass_tried: Tensor,
     next_probs: Tensor,
     bonus: Tensor,
@@ -207,7 +238,7 @@ def verdict_of(
         offered: The children of each node, int64 [B, M, C], -1 where there is none.
         path: The accepted nodes, as in `Verdict`.
         mass_tried: m(x) of the children tried, [B, M, C].
-        next_probs: What the bonus token is drawn from, [B, V].
+        next_probs: The distribution of the bonus token, [B, V].
         bonus: The bonus token, int64 [B].
     """
     parents = path[:, :-1]
@@ -227,9 +258,8 @@ def verdict_of(
     has_children = is_on_path & (children >= 0).any(dim=2)
     without_accepted = torch.where(has_children, ALL_REJECTED, NOT_OFFERED)
     rank = torch.where(goes_on, first_true(children == drafts[:, :, None]), without_accepted)
-    accepted_mass = torch.where(
-        goes_on, mass.gather(2, rank.clamp_min(0)[:, :, None]).squeeze(2), 0.0
-    )
+    mass_at_rank = mass.gather(2, rank.clamp_min(0)[:, :, None]).squeeze(2)
+    accepted_mass = torch.where(goes_on, mass_at_rank, 0.0)
     return Verdict(
         path=path,
         accepted=accepted,
@@ -246,7 +276,12 @@ def _tokens_of(tree: DraftTree, children: Tensor) -> Tensor:
 
 
 def _positions(start: Tensor | None, depth: Tensor) -> Tensor:
-    """Return the positions in the image [N] of children at `depth` [N], `start` [B] that of the root's children."""
+    """Return the positions in the image [N] of children.
+
+    Args:
+        start: The positions of the root's children, [B]; None: 0.
+        depth: The depth of each child, [N].
+    """
     if start is None:
         return depth - 1
     return start.repeat(len(depth) // len(start)) + depth - 1
@@ -255,7 +290,11 @@ def _positions(start: Tensor | None, depth: Tensor) -> Tensor:
 def _relaxed_argmax(
     tree: DraftTree, tokens: Tensor, logits: Tensor, rule: BoundRule, position: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return which children `tokens` [B, M, C] are the argmax of their own p~, and their m(x); False and 0 for none."""
+    """Decide which children `tokens` [B, M, C] are the argmax of their own p~.
+
+    Returns:
+        The answers bool [B, M, C], and the m(x) of each child.
+    """
     rows = tree.rows(tokens)
     depth = tree.rows(tree.depths) + 1
     positions = _positions(position, depth)

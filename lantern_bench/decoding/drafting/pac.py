@@ -1,107 +1,107 @@
-"""Jacobi drafts with siblings: several candidates at the depths just below the root (SJD-PAC, arXiv 2603.18599).
+"""Jacobi drafts with siblings: several candidates at the depths just below the root.
 
-docs/algorithms.md, section 8.3, also says in what the authors' sampler differs, and why that is not lossless.
+SJD-PAC, arXiv 2603.18599. docs/algorithms.md, section 8.3, also says how the authors' sampler
+differs, and why it is not lossless.
 """
 
 from __future__ import annotations
 
 import itertools
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lantern_bench.config.decoding import Decoding
-from lantern_bench.decoding.drafting.draft_method import Drafted, DraftInputs, LastStep
+from lantern_bench.decoding.drafting.draft_method import DraftInputs, LastStep
 from lantern_bench.decoding.drafting.jacobi import JacobiDrafting
 from lantern_bench.decoding.protocol import Target
 from lantern_bench.decoding.sampling import draw_without_replacement, most_probable
-from lantern_bench.decoding.tree import DraftTree, StaticTree
-
-
-class PacDraft(NamedTuple):
-    """Several candidates at each of the first depths."""
-
-    tokens: Tensor  # int64 [B, M]
-    valid: Tensor  # bool [B, M], False where there was nothing left to draw
+from lantern_bench.decoding.tree import StaticTree
 
 
 class PacDrafting(JacobiDrafting):
-    """`candidates` drafts below all nodes of the first `branching` depths, the same for all of a depth, then a chain.
+    """Jacobi drafts with siblings at the first `branching` depths.
 
-    The first candidate of a position is its Jacobi draft; the others are drawn anew from its row q without the first.
+    Each node of these depths has `candidates` children, which are the same below all nodes of a
+    depth. A chain follows. The first candidate of a position is its Jacobi draft. The others are
+    drawn anew from its row q without the first.
     """
 
     def __init__(self, decoding: Decoding, target: Target, batch: int) -> None:
         super().__init__(decoding, target, batch)
         width = decoding.value("candidates")
-        device = target.device
         self._branching = min(decoding.value("branching"), self.depth)
-        chain = {(0,) * depth for depth in range(1, self.depth + 1)}
-        depths = range(1, self._branching + 1)
-        paths = chain.union(*(itertools.product(range(width), repeat=depth) for depth in depths))
+        paths = {(0,) * depth for depth in range(1, self.depth + 1)}
+        for depth in range(1, self._branching + 1):
+            paths |= set(itertools.product(range(width), repeat=depth))
+        nodes = [(), *sorted(paths, key=lambda path: (len(path), path))]
+        device = target.device
         self._shape = StaticTree.of(paths, device)
-        self.nodes = len(self._shape.depths)
+        self.nodes = len(nodes)
         self.fanout = width
         if not decoding.greedy and self._coupling != "gumbel":
             self.noises += self._branching
-        nodes = [(), *sorted(paths, key=lambda path: (len(path), path))]
-        number = {path: node for node, path in enumerate(nodes)}
-        # The column of each node's token: behind the root and the first candidates stand the others of each depth.
-        siblings = [
-            self.depth + (len(path) - 1) * (width - 1) + path[-1] if any(path[-1:]) else 0
-            for path in nodes
-        ]
-        columns = [sibling or len(path) for sibling, path in zip(siblings, nodes, strict=True)]
-        self._column = torch.tensor(columns, device=device)
-        # The nodes at all depths that first candidates lead to from a node; where they end, those of the chain.
-        below = [
-            [path + (0,) * (depth - len(path)) for depth in range(self.depth + 1)] for path in nodes
-        ]
-        onward = [
-            [number.get(path, number[(0,) * depth]) for depth, path in enumerate(row)]
-            for row in below
-        ]
-        self._onward = torch.tensor(onward, device=device)
+        # the row of q that the children of each node were drawn from
         self._row = self._shape.depths.clamp_max(self.depth - 1)
+        q = None if decoding.greedy else self._q[:, self._row]
+        self.tree = self._shape.allocate(batch, q)
+
+        # Tokens come as the root, the first candidates by depth, then the siblings by depth.
+        columns = []
+        for path in nodes:
+            is_sibling = any(path[-1:])
+            siblings_above = (len(path) - 1) * (width - 1)
+            columns.append(self.depth + siblings_above + path[-1] if is_sibling else len(path))
+        self._column = torch.tensor(columns, device=device)
+
+        # onward[node, d]: the node at depth d, following first children, else the main chain
+        number = {path: node for node, path in enumerate(nodes)}
+        onward = torch.zeros(len(nodes), self.depth + 1, dtype=torch.int64)
+        for node, path in enumerate(nodes):
+            for depth in range(self.depth + 1):
+                below = path + (0,) * (depth - len(path))
+                onward[node, depth] = number.get(below, number[(0,) * depth])
+        self._onward = onward.to(device)
 
     def after_step(self, step: LastStep) -> None:
         """Reuse the p of the nodes that first candidates lead to from the last accepted one."""
         images = torch.arange(len(step.path), device=step.path.device)[:, None]
-        p = step.p[images, self._reused(step)]
-        super().after_step(
-            step._replace(tree=self._chain.draft(step.tree.tokens[:, self._onward[0]], None), p=p)
-        )
+        super().after_step(step._replace(p=step.p[images, self._reused(step)]))
 
-    def draft(self, inputs: DraftInputs) -> PacDraft:  # type: ignore[override]  # `tree` reads what it returns
+    def draft(self, inputs: DraftInputs) -> None:
         """Draft the first candidates as Jacobi drafting does, and the others beside them."""
-        (first,) = super().draft(inputs._replace(noise=inputs.noise[:, : self.depth]))
+        noise = inputs.noise[:, : self.depth]
+        first = self._draw_window(inputs._replace(noise=noise))
         x = first[:, 1 : self._branching + 1]
         q = self.sibling_q(x).scatter(2, x[:, :, None], 0.0)
+        siblings = self.fanout - 1
         if self._greedy:
-            others, able = most_probable(q, self.fanout - 1)
+            others, able = most_probable(q, siblings)
         else:
-            noise = (
-                self._clocks[:, : self._branching]
-                if self._coupling == "gumbel"
-                else inputs.noise[:, self.depth :]
-            )
-            others, able = draw_without_replacement(q, self.fanout - 1, noise)
-        tokens = torch.cat([first, others.flatten(1)], dim=1)[:, self._column]
-        valid = torch.cat([torch.ones_like(first, dtype=torch.bool), able.flatten(1)], dim=1)[
-            :, self._column
-        ]
-        return PacDraft(tokens=tokens, valid=valid)
+            noise = inputs.noise[:, self.depth :]
+            if self._coupling == "gumbel":
+                noise = self._clocks[:, : self._branching]
+            others, able = draw_without_replacement(q, siblings, noise)
+        tokens = torch.cat([first, others.flatten(1)], dim=1)
+        valid = torch.cat([torch.ones_like(first, dtype=torch.bool), able.flatten(1)], dim=1)
+        self._fill(tokens[:, self._column], valid[:, self._column])
 
-    def tree(self, drafted: Drafted) -> DraftTree:
-        """The candidates; those of a depth have the same row, whatever their parent."""
-        tokens, valid = drafted
-        return self._shape.draft(tokens, None if self._greedy else self._q[:, self._row], valid)
+    def _fill(self, tokens: Tensor, valid: Tensor) -> None:
+        """Write the candidates to the tree; the nodes of a depth have the same row of q."""
+        q = None if self._greedy else self._q[:, self._row]
+        self.tree.copy_(self._shape.draft(tokens, q, valid))
+
+    def _first_drafts(self) -> Tensor:
+        return self.tree.tokens[:, self._onward[0, 1:]]
 
     def _reused(self, step: LastStep) -> Tensor:
         """Return the nodes [B, W + 1] whose p are reused, by depth."""
         return self._onward[step.path.gather(1, step.accepted[:, None]).squeeze(1)]
 
-    def sibling_q(self, first: Tensor) -> Tensor:  # noqa: ARG002  # of a subclass it may depend on them
-        """Return what the siblings of the candidates `first` [B, branching] are drawn from, [B, branching, V]."""
+    def sibling_q(self, first: Tensor) -> Tensor:  # noqa: ARG002  # for subclasses
+        """Return what siblings are drawn from [B, branching, V].
+
+        Args:
+            first: The first candidates, [B, branching].
+        """
         return self._q[:, : self._branching]

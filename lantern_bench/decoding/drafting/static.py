@@ -1,34 +1,28 @@
-"""A fixed draft tree (EAGLE-1, arXiv 2401.15077): one drafter forward a level, children sampled without replacement.
+"""A fixed draft tree (EAGLE-1, arXiv 2401.15077): one drafter forward a level.
 
-A chain is a tree. docs/algorithms.md, section 2.
+The children of a node are drawn without replacement. A chain is a tree. docs/algorithms.md,
+section 2.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lantern_bench.config.decoding import Decoding
-from lantern_bench.decoding.drafting.draft_method import Drafted, DraftInputs, DraftMethod
+from lantern_bench.decoding.drafting.draft_method import DraftInputs, DraftMethod
 from lantern_bench.decoding.protocol import Target
 from lantern_bench.decoding.sampling import draw_without_replacement, most_probable
-from lantern_bench.decoding.tree import DraftTree, StaticTree
-
-
-class StaticDraft(NamedTuple):
-    """The tokens drawn for a fixed topology."""
-
-    tokens: Tensor  # int64 [B, M]
-    q: Tensor | None  # [B, M, V], what the children of each node were drawn from
-    valid: Tensor  # bool [B, M], False where there was nothing left to draw
+from lantern_bench.decoding.tree import StaticTree
 
 
 class StaticDrafting(DraftMethod):
-    """A fixed topology; the children of a node are drawn from its q without replacement, greedy: the top of it."""
+    """A fixed topology.
 
-    def __init__(self, decoding: Decoding, target: Target, batch: int) -> None:  # noqa: ARG002  # keeps no state
+    The children of a node are drawn from its q without replacement; greedy: its most probable ones.
+    """
+
+    def __init__(self, decoding: Decoding, target: Target, batch: int) -> None:
         shape = StaticTree.of(decoding.paths, target.device)
         self._shape = shape
         self._greedy = decoding.greedy
@@ -36,14 +30,20 @@ class StaticDrafting(DraftMethod):
         self.depth = shape.max_depth
         self.forwards = len(shape.levels)
         self.fanout = max(level.fanout for level in shape.levels)
+
+        q = None
+        if not decoding.greedy:
+            q = torch.zeros(batch, self.nodes, target.vocab_size, device=target.device)
+        self.tree = shape.allocate(batch, q)
+
+        # The row of each node among the expanded ones; the q of leaves is never read.
         expanded = torch.cat([level.nodes for level in shape.levels])
         self.noises = 0 if decoding.greedy else len(expanded)
-        # The row of each node among the expanded ones. The q of leaves is never read: any row will do.
         self._q_row = torch.zeros_like(shape.depths)
         self._q_row[expanded] = torch.arange(len(expanded), device=expanded.device)
 
-    def draft(self, inputs: DraftInputs) -> StaticDraft:
-        """Draw level by level; every node below the root that has children is one row of a drafter forward."""
+    def draft(self, inputs: DraftInputs) -> None:
+        """Draw level by level; a node with children is one row of a drafter forward."""
         proposer = inputs.proposer
         assert proposer is not None
         batch = len(inputs.root)
@@ -51,6 +51,7 @@ class StaticDrafting(DraftMethod):
         valid = torch.ones_like(tokens, dtype=torch.bool)
         q = proposer.root_q
         every_q: list[Tensor] = []
+        drawn_rows = 0
         for depth, level in enumerate(self._shape.levels):
             if depth > 0:
                 q = proposer.extend(
@@ -61,16 +62,15 @@ class StaticDrafting(DraftMethod):
             if self._greedy:
                 drawn, able = most_probable(q, level.fanout)
             else:
-                first = sum(rows.shape[1] for rows in every_q)
-                noise = inputs.noise[:, first : first + q.shape[1]]
+                rows = q.shape[1]
+                noise = inputs.noise[:, drawn_rows : drawn_rows + rows]
                 drawn, able = draw_without_replacement(q, level.fanout, noise)
                 every_q.append(q)
+                drawn_rows += rows
             tokens = torch.cat([tokens, drawn[:, level.slot, level.rank]], dim=1)
             valid = torch.cat([valid, able[:, level.slot, level.rank]], dim=1)
-        q_of_nodes = None if self._greedy else torch.cat(every_q, dim=1)[:, self._q_row]
-        return StaticDraft(tokens=tokens, q=q_of_nodes, valid=valid)
 
-    def tree(self, drafted: Drafted) -> DraftTree:
-        """The topology with the tokens that were drawn."""
-        draft = StaticDraft._make(drafted)
-        return self._shape.draft(tokens=draft.tokens, q=draft.q, valid=draft.valid)
+        q_of_nodes = None
+        if not self._greedy:
+            q_of_nodes = torch.cat(every_q, dim=1)[:, self._q_row]
+        self.tree.copy_(self._shape.draft(tokens, q_of_nodes, valid))

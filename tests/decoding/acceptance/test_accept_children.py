@@ -1,4 +1,6 @@
-"""The corners of one node's acceptance: nothing left, children that are not there, random numbers of exactly 0."""
+"""The corners of one node's acceptance: nothing left, children that are not there, random numbers
+of exactly 0.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ def test_with_nothing_left_a_deterministic_draft_falls_back() -> None:
 
 
 def test_with_nothing_left_a_sampled_draft_falls_back() -> None:
-    """Rounding can leave a p below q everywhere: the first child may be rejected, and then nothing is left."""
+    """Rounding can leave a p below q everywhere: the first child may be rejected, and then nothing
+    is left.
+    """
     p = [0.4999999, 0.5]
     q = [0.5, 0.5]
     exact = accept(p=p, q=q, tokens=[0, 1], rule=STRICT)
@@ -121,7 +125,9 @@ def test_a_uniform_of_zero_does_not_accept_the_impossible(sampled: bool) -> None
 
 @pytest.mark.parametrize("sampled", [False, True])
 def test_the_official_fallback_excludes_forced_tokens(sampled: bool) -> None:
-    """Tokens from `n_codes` on are forced: when nothing is left, what takes its place is uniform over the others."""
+    """Tokens from `n_codes` on are forced: when nothing is left, what takes its place is uniform
+    over the others.
+    """
     p = torch.tensor([[1.0, 0.0, 0.0, 0.0, 0.0]])
     q = torch.tensor([[1.0, 0.0, 0.0, 0.0, 0.0]]) if sampled else None
     table = torch.tensor([[1, 2], [0, 2], [0, 1], [0, 1], [0, 1]])

@@ -1,6 +1,7 @@
 """The vectorised verification equals the oracle, child by child, on random trees.
 
-`LANTERN_BENCH_RANDOM_TREES` sets how many (each for 1 to 3 images); the default keeps the test short.
+`LANTERN_BENCH_RANDOM_TREES` sets how many (each for 1 to 3 images); the default keeps the test
+short.
 """
 
 from __future__ import annotations
@@ -107,7 +108,8 @@ def test_greedy_walks_equal_the_oracle() -> None:
     for seed in range(TREES):
         draft = random_draft(seed)
         tree = draft.tree
-        # A dynamic tree is selected under the limit, so a limit in verification alone is left to static trees.
+        # A dynamic tree is selected under the limit, so a limit in verification alone is left to
+        # static trees.
         limit = draft.depth_limit if tree.q is not None else None
         draft.depth_limit = limit
         # Targets that like the drafts make long paths, of equal length too.

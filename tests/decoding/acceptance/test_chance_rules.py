@@ -1,6 +1,8 @@
-"""Rules that give the probability f of acceptance: what they emit, against docs/algorithms.md, section 8.4.
+"""Rules that give the probability f of acceptance: what they emit, against docs/algorithms.md,
+section 8.4.
 
-Each rule is written a second time here, token by token in numpy; emitted distributions are enumerated over all drafts.
+Each rule is written a second time here, token by token in numpy; emitted distributions are
+enumerated over all drafts.
 """
 
 from __future__ import annotations
@@ -105,7 +107,9 @@ def chance(name: str, bound: float, p: Vector, q: Vector | None, depth: int = 1)
 def expected(
     p: Vector, q: Vector | None, children: tuple[int, ...], name: str, bound: float, residual: str
 ) -> tuple[Vector, float]:
-    """Distribution of the first token given the drafts `children`, and the chance of no draft; one after the other."""
+    """Distribution of the first token given the drafts `children`, and the chance of no draft; one
+    after the other.
+    """
     emitted_so_far = np.zeros_like(p)
     left = 1.0
     for x in children:
@@ -176,7 +180,10 @@ def test_the_exact_residual_reaches_the_smallest_tv_of_one_draft(name: str, boun
 
 
 def test_the_plain_residual_of_a_strength_below_1_is_seen() -> None:
-    """Section 8.4: with w < 1 max(p - q, 0) is the wrong residual. It is put in place of the rule's own."""
+    """Section 8.4: with w < 1 max(p - q, 0) is the wrong residual.
+
+    It is put in place of the rule's own.
+    """
     cool_sd = rule_of("cool-sd", 0.6, "official")
     rule = replace(cool_sd, rule=replace(cool_sd.rule, official_removal=1.0))
     worst = []
@@ -234,7 +241,9 @@ def test_the_strength_falls_with_depth() -> None:
 @pytest.mark.parametrize("tree", ["chain", "small", "dynamic"])
 @pytest.mark.parametrize(("name", "bound"), CASES)
 def test_a_step_emits_what_emitted_tv_says(name: str, bound: float, tree: str) -> None:
-    """The first token of the walk, over all drafts, is the one that `emitted` computes from the root's children."""
+    """The first token of the walk, over all drafts, is the one that `emitted` computes from the
+    root's children.
+    """
     model = Tabular(4, Setting(), seed=3)
     rule = rule_of(name, bound, vocabulary=4)
     weights, drafts = model.drafts(tree)
@@ -261,7 +270,8 @@ def test_the_entropy_rule_takes_as_much_as_the_entropy_allows() -> None:
     limit = torch.tensor([0.5 * entropy(row.numpy()) / math.log(32) for row in p])
     rule = rule_named("entropy", 20, 0.5, table=table)
     mass, taken = neighbour_mass(view_of(p, x, rule), rule)
-    assert (mass <= limit + 1e-12).all() and 0 < float(taken.sum(1).double().mean()) < 20
+    assert (mass <= limit + 1e-12).all()
+    assert 0 < float(taken.sum(1).double().mean()) < 20
     near = p.gather(1, table[x, :20].long()).cumsum(1)
     wanted = torch.where(near <= limit[:, None], near, 0.0).amax(1)
     torch.testing.assert_close(mass, wanted)
@@ -343,7 +353,8 @@ def test_a_rule_sees_tokens_neighbours_distances_depth_and_place(
     lost = model.q(()).expand(2, 6).clone()
     lost[0, 2] = lost[1, 3] = 0
     torch.testing.assert_close(seen.q, lost / lost.sum(1, keepdim=True))
-    assert seen.depth.tolist() == [1, 1] and seen.position.tolist() == [7, 9]
+    assert seen.depth.tolist() == [1, 1]
+    assert seen.position.tolist() == [7, 9]
 
 
 def test_depth_and_place_are_those_of_the_draft_in_the_loop(
@@ -379,9 +390,8 @@ def test_a_broken_number_of_a_token_that_cannot_be_drawn_is_ignored(
     q = torch.tensor([[0.0, 1.0, 0.0]])
     rule = watching(lambda draft, values: draft.ratio)
     acceptance = accept(p=p, q=q, tokens=torch.tensor([[1]]), rule=rule)
-    assert acceptance.accept.tolist() == [[0.5]] and acceptance.residual.tolist() == [
-        [1.0, 0.0, 0.0]
-    ]
+    assert acceptance.accept.tolist() == [[0.5]]
+    assert acceptance.residual.tolist() == [[1.0, 0.0, 0.0]]
 
 
 @pytest.mark.parametrize("drafted", DRAFTED)

@@ -158,8 +158,9 @@ def test_official_costs_at_least_as_much_as_exact_for_one_child() -> None:
 def test_with_two_children_official_may_cost_less() -> None:
     """Here .2 against .4.
 
-    What `official` deletes beside the merged code (token 3) makes the residual of the first rejection more
-    concentrated, so that the second child's neighbour (mass 3/7 instead of 3/8) no longer keeps the bound of .4.
+    What `official` deletes beside the merged code (token 3) makes the residual of the first
+    rejection more concentrated, so that the second child's neighbour (mass 3/7 instead of 3/8) no
+    longer keeps the bound of .4.
     """
     p = torch.tensor([[0.1, 0.4, 0.3, 0.1, 0.1]], dtype=torch.float64)
     table = torch.tensor([[4, 3, 2, 1], [2, 4, 0, 3], [0, 1, 3, 4], [0, 1, 2, 4], [0, 1, 2, 3]])
@@ -185,7 +186,9 @@ def test_with_two_children_official_may_cost_less() -> None:
 
 
 def test_among_siblings_official_costs_less_now_and_then() -> None:
-    """Three most probable children of random nodes, so that nothing is drawn; with one child it never does."""
+    """Three most probable children of random nodes, so that nothing is drawn; with one child it
+    never does.
+    """
     noise = torch.Generator().manual_seed(11)
     nodes = 400
     gaps: dict[int, list[float]] = {1: [], 3: []}
@@ -215,7 +218,8 @@ def test_among_siblings_official_costs_less_now_and_then() -> None:
     print(
         f"official costs less at {fewer} of {len(gaps[3])} nodes with siblings, by up to {max(gaps[3]):.2f}"
     )
-    assert fewer > len(gaps[3]) / 100 and max(gaps[3]) > 0.2
+    assert fewer > len(gaps[3]) / 100
+    assert max(gaps[3]) > 0.2
     assert max(gaps[1]) < 1e-9
 
 

@@ -1,4 +1,6 @@
-"""The recorded cases of the published verification replay exactly in `official`, filters top-p first."""
+"""The recorded cases of the published verification replay exactly in `official`, filters top-p
+first.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from tests.helpers.reference_walk import walk, walk_greedy
 
 
 def replay(case: Case) -> tuple[Verdict, int]:
-    """Hand the recorded uniforms to the children the walk looks at, depth by depth; also return how many it used."""
+    """Hand the recorded uniforms to the children the walk looks at, depth by depth; also return how
+    many it used.
+    """
     tree = case.tree
     uniforms = torch.ones(tree.children.shape)
     recorded = torch.from_numpy(case.arrays["uniforms"]).float()
@@ -73,7 +77,8 @@ def test_recorded_draft_probabilities_are_the_conditional_ones() -> None:
                 token = int(case.tree.tokens[0, child])
                 left = float(q.sum())
                 expected = float(q[token]) / left if left > 0 else 0.0
-                # The recording divides by 1 - (what was drawn) in float32: its rounding grows as little is left.
+                # The recording divides by 1 - (what was drawn) in float32: its rounding grows as
+                # little is left.
                 assert_allclose(
                     case.arrays["node_q"][child], expected, atol=1e-5, rtol=1e-6 / max(left, 1e-6)
                 )

@@ -1,7 +1,9 @@
-"""The lossless rules are lossless, by enumeration of every draft and every accept/reject outcome of one step.
+"""The lossless rules are lossless, by enumeration of every draft and every accept/reject outcome of
+one step.
 
-Checked for the first token and for the joint distribution of the committed sequence, against autoregressive decoding,
-for each drafting, filter and guidance; and rules that are broken on purpose are seen to fail.
+Checked for the first token and for the joint distribution of the committed sequence, against
+autoregressive decoding, for each drafting, filter and guidance; and rules that are broken on
+purpose are seen to fail.
 """
 
 from __future__ import annotations
@@ -106,7 +108,8 @@ def plain_cool_sd() -> BoundRule:
     ids=lambda value: getattr(value, "name", value),
 )
 def test_broken_rules_are_seen(shape: str, rule: BoundRule) -> None:
-    # Seed 6: an unnormalised q shows only where the residual of the first child rests on two tokens or more.
+    # Seed 6: an unnormalised q shows only where the residual of the first child rests on two tokens
+    # or more.
     model = Tabular(5, Setting(), seed=6)
     first, joint = step_errors(model, model.drafts(shape), partial(verify_step, rule=rule))
     print(f"broken: {rule.name}, {shape}: first {first:.3f}, joint {joint:.4f}")
@@ -130,10 +133,12 @@ def test_a_deterministic_draft_taken_for_a_sampled_one_is_seen() -> None:
 
 
 def test_sampled_drafts_with_q_1_are_lossless_but_accepted_less() -> None:
-    """q = 1 is right for any draft that does not depend on what the target then draws; it only wastes drafts.
+    """q = 1 is right for any draft that does not depend on what the target then draws; it only
+    wastes drafts.
 
-    Given the children, accepting x with p(x) and else drawing from p without x emits p, whatever chose x. So this
-    reading of section 3 cannot be told from the right one by the distribution of the tokens; acceptance tells it.
+    Given the children, accepting x with p(x) and else drawing from p without x emits p, whatever
+    chose x. So this reading of section 3 cannot be told from the right one by the distribution of
+    the tokens; acceptance tells it.
     """
     model = Tabular(4, Setting(), seed=1)
     weights, tree = model.drafts("small")

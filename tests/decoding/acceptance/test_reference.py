@@ -8,8 +8,12 @@ import pytest
 import torch
 
 from lantern_bench.decoding.acceptance import reference
+from lantern_bench.decoding.drafting.jacobi import couple
 from lantern_bench.decoding.neighbours import nearest_codes
+from lantern_bench.decoding.tree import StaticTree
+from lantern_bench.methods.static_trees import STATIC_TREES
 from tests.helpers.rules import accept, rule_named
+from tests.helpers.tabular import verify_step
 
 VOCABULARY = 8
 TABLE = nearest_codes(
@@ -55,13 +59,13 @@ def test_the_batched_form_accepts_and_leaves_the_same(name: str, sampled: bool) 
         residual = acceptance.bonus_distribution(torch.tensor([0]), p[None])[0]
 
         probabilities: list[float] = []
-        rule = recorded(scalar, probabilities)
+        decide = recorded(scalar, probabilities)
         _, left = reference.verify_node(
             p=p.tolist(),
             q=q.tolist() if sampled else None,
             drafts=tokens.tolist(),
             uniforms=[1.0] * len(tokens),  # rejects every draft
-            rule=rule,
+            decide=decide,
         )
         # What comes behind a draft that is certain to be accepted is never reached.
         certain = [probability >= 1 for probability in probabilities]
@@ -71,7 +75,7 @@ def test_the_batched_form_accepts_and_leaves_the_same(name: str, sampled: bool) 
             torch.testing.assert_close(residual.tolist(), left)
 
 
-def recorded(rule: reference.Rule, probabilities: list[float]) -> reference.Rule:
+def recorded(rule: reference.Decide, probabilities: list[float]) -> reference.Decide:
     """Return the rule, which also lists the probabilities with which it accepts."""
 
     def decide(p: list[float], q: list[float], x: int) -> tuple[float, list[float]]:
@@ -80,3 +84,84 @@ def recorded(rule: reference.Rule, probabilities: list[float]) -> reference.Rule
         return probability, residual
 
     return decide
+
+
+# ---- traversal and coupling
+
+
+@pytest.mark.parametrize("name", ["small-7", "chain-3"])
+def test_traversal_of_one_tree_ends_as_the_batched_form(name: str) -> None:
+    noise = torch.Generator().manual_seed(3)
+    paths = [(), *STATIC_TREES[name]]
+    shape = StaticTree.of(STATIC_TREES[name])
+    for _ in range(20):
+        size = (len(paths), VOCABULARY)
+        logits = 1.5 * torch.randn(2, *size, generator=noise, dtype=torch.float64)
+        p, q = torch.softmax(logits, dim=-1)
+        tokens = [0] * len(paths)
+        for node, children in enumerate(shape.children.tolist()):
+            drawn = q[node].multinomial(len(children), generator=noise).tolist()
+            for child, token in zip(children, drawn, strict=True):
+                if child >= 0:
+                    tokens[child] = token
+        tree = shape.draft(torch.tensor([tokens]), q[None])
+        weights, drafts, lengths, last = verify_step(tree, p[None], rule=rule_named("traversal"))
+
+        ends = every_end(root_of(shape, tokens, p=p.tolist(), q=q.tolist()))
+        assert sum(weight for weight, _ in ends.values()) == pytest.approx(1.0)
+        possible = [way for way, (weight, _) in ends.items() if weight > 1e-12]
+        assert len(possible) == int((weights > 1e-12).sum())
+        for node in (weights[:, 0] > 1e-12).nonzero().flatten().tolist():
+            way = tuple(drafts[node, 0, : lengths[node, 0]].tolist())
+            weight, after = ends[way]
+            assert float(weights[node, 0]) == pytest.approx(weight, abs=1e-12)
+            assert last[node, 0].tolist() == pytest.approx(after, abs=1e-12)
+
+
+def root_of(
+    shape: StaticTree, tokens: list[int], p: list[list[float]], q: list[list[float]]
+) -> reference.Node:
+    """The tree of nodes, made from the leaves up."""
+    nodes: dict[int, reference.Node] = {}
+    for node in reversed(range(len(tokens))):
+        children = [child for child in shape.children[node].tolist() if child >= 0]
+        drafts = [(tokens[child], nodes[child]) for child in children]
+        nodes[node] = reference.Node(p=p[node], q=q[node], drafts=drafts)
+    return nodes[0]
+
+
+def every_end(root: reference.Node) -> dict[tuple[int, ...], tuple[float, list[float]]]:
+    """How a traversal can end: by accepted drafts, the probability and the next distribution."""
+    ends: dict[tuple[int, ...], tuple[float, list[float]]] = {}
+    pending: list[list[bool]] = [[]]
+    while pending:
+        answers = pending.pop()
+        weight = 1.0
+        asked = 0
+
+        def happens(probability: float, answers: list[bool] = answers) -> bool:
+            nonlocal weight, asked
+            answer = answers[asked] if asked < len(answers) else False
+            weight *= probability if answer else 1.0 - probability
+            asked += 1
+            return answer
+
+        end = reference.traverse(root, happens)
+        for place in range(len(answers), asked):
+            pending.append([*answers, *[False] * (place - len(answers)), True])
+        if end is not None and weight > 0:
+            drafts, after = end
+            before, _ = ends.get(tuple(drafts), (0.0, after))
+            ends[tuple(drafts)] = (before + weight, after)
+    return ends
+
+
+def test_the_batched_coupling_is_the_coupling_of_the_papers() -> None:
+    noise = torch.Generator().manual_seed(4)
+    for _ in range(50):
+        logits = 1.5 * torch.randn(2, VOCABULARY, generator=noise, dtype=torch.float64)
+        p, q = torch.softmax(logits, dim=-1)
+        for x in range(VOCABULARY):
+            batched = couple(p, q, torch.tensor(x))
+            assert batched.tolist() == pytest.approx(reference.couple(p.tolist(), q.tolist(), x))
+        assert couple(p, p, torch.tensor(2)).tolist() == reference.couple(p.tolist(), p.tolist(), 2)

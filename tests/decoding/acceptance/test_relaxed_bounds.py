@@ -1,4 +1,6 @@
-"""What the relaxed rules promise: bounds, limits in which they are the strict rule, and what `official` breaks."""
+"""What the relaxed rules promise: bounds, limits in which they are the strict rule, and what
+`official` breaks.
+"""
 
 from __future__ import annotations
 
@@ -141,7 +143,9 @@ def test_vanishing_bounds_are_not_the_strict_rule_under_official() -> None:
 
 
 def emitted(p: list[float], tokens: list[int], table: dict[int, list[int]], **rule) -> torch.Tensor:
-    """The distribution of the first token for deterministic children; rows not given in `table` do not matter."""
+    """The distribution of the first token for deterministic children; rows not given in `table` do
+    not matter.
+    """
     rows = [
         table.get(token, [other for other in range(len(p)) if other != token])
         for token in range(len(p))
@@ -153,7 +157,8 @@ def emitted(p: list[float], tokens: list[int], table: dict[int, list[int]], **ru
 
 A1 = {"p": [0.2, 0.05, 0.5, 0.2, 0.05], "tokens": [0], "table": {0: [1, 2, 3, 4]}}
 A4 = {"p": [0.0, 0.0, 0.6, 0.3, 0.1], "tokens": [0], "table": {0: [1, 2, 3, 4]}}
-# The (k + 1)-th codes, 5 and 6, have no mass: what is left of the excess is one budget for each tried child.
+# The (k + 1)-th codes, 5 and 6, have no mass: what is left of the excess is one budget for each
+# tried child.
 A6 = {
     "p": [0.3, 0.1, 0.3, 0.08, 0.22, 0, 0],
     "tokens": [0, 2],
@@ -194,7 +199,8 @@ def test_finding_a5_on_a_sampled_draft(residual: str, distribution: list[float],
     p = torch.tensor([0.3, 0.1, 0.4, 0.2])
     q = torch.tensor([0.7, 0.1, 0.1, 0.1])
     table = torch.tensor([[1, 2, 3], [0, 2, 3], [3, 0, 1], [2, 0, 1]])
-    # After 0 is rejected `official` zeroes q at 1 and 2 (k + 1 codes): [0, .1, .4, .1] / .6, as the finding records.
+    # After 0 is rejected `official` zeroes q at 1 and 2 (k + 1 codes): [0, .1, .4, .1] / .6, as the
+    # finding records.
     mean = mean_distribution(
         p, q, rule_named(name="additive", neighbours=1, bound=0.1, residual=residual, table=table)
     )

@@ -1,4 +1,5 @@
-"""Trees accepted from leaf to root: lossless, as the text visits them, and rarely worse than child by child.
+"""Trees accepted from leaf to root: lossless, as the text visits them, and rarely worse than child
+by child.
 
 On chains the rule is `block`, which is compared with its published procedure (arXiv 2403.10444).
 """
@@ -38,7 +39,8 @@ from tests.helpers.tabular import (
 TRAVERSAL = rule_named("traversal")
 BLOCK = rule_named("block")
 Vector = NDArray[np.float64]
-# (drafts, image, p [M, V], mistake) -> (the chance to end at each node [M], the next token's distributions [M, V])
+# (drafts, image, p [M, V], mistake) -> (the chance to end at each node [M], the next token's
+# distributions [M, V])
 Procedure = Callable[[DraftTree, int, Vector, str], tuple[Vector, Vector]]
 
 
@@ -116,7 +118,9 @@ def test_the_example_in_which_fewer_drafts_are_accepted() -> None:
 
 
 def test_the_papers_example() -> None:
-    """Two tokens whatever came before, p = (1/3, 2/3), q = (2/3, 1/3), two drafts: 10/9 or 11/9 are accepted."""
+    """Two tokens whatever came before, p = (1/3, 2/3), q = (2/3, 1/3), two drafts: 10/9 or 11/9 are
+    accepted.
+    """
     p = torch.tensor([1.0, 2.0]).double() / 3
     q = torch.tensor([2.0, 1.0]).double() / 3
     tokens = torch.tensor([[0, first, second] for first in (0, 1) for second in (0, 1)])
@@ -132,7 +136,9 @@ def test_the_papers_example() -> None:
 
 
 def visited(tree: DraftTree, image: int, p: Vector, mistake: str = "") -> tuple[Vector, Vector]:
-    """Section 8.5 as it is written: the probability to end at each node [M], and the next token's distributions."""
+    """Section 8.5 as it is written: the probability to end at each node [M], and the next token's
+    distributions.
+    """
     assert tree.q is not None
     tokens = tree.tokens[image].tolist()
     children = tree.children[image].tolist()

@@ -1,7 +1,8 @@
 """Windows that ask a drafter for their first places: lossless by enumeration, which sees mistakes.
 
-The harness is that of test_jacobi.py: whole images, step after step, through the package's own `draft`, `verify` and
-`learn`; the drafter is a table that knows every token before a draft (docs/algorithms.md, sections 8.6 and 8.7).
+The harness is that of test_jacobi.py: whole images, step after step, through the package's own
+`draft`, `verify` and `learn`; the drafter is a table that knows every token before a draft
+(docs/algorithms.md, sections 8.6 and 8.7).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lantern_bench.config.decoding import Decoding
-from lantern_bench.decoding.drafting.draft_method import Drafted, DraftInputs, LastStep
+from lantern_bench.decoding.drafting.draft_method import DraftInputs, LastStep
 from lantern_bench.decoding.drafting.jacobi import HybridDrafting
 from tests.decoding.drafting.test_jacobi import SIZES, Exact, Particles, _double  # noqa: F401  # a fixture
 from tests.helpers.mistakes import DrafterQ
@@ -39,7 +40,8 @@ class TableProposer:
         return torch.stack([self.model.q(tuple(image)) for image in self.images])[:, None]
 
     def extend(self, tokens: Tensor, origin: Tensor, seen: Tensor) -> Tensor:
-        assert origin.eq(0).all() and seen.all()
+        assert origin.eq(0).all()
+        assert seen.all()
         self.images = [
             [*image, int(token)] for image, token in zip(self.images, tokens[:, 0], strict=True)
         ]
@@ -47,7 +49,10 @@ class TableProposer:
 
 
 class WithTable(HybridDrafting):
-    """Remembers the image's tokens [B, N + W + 1], and asks `TableProposer` for them. A test sets `model`."""
+    """Remembers the image's tokens [B, N + W + 1], and asks `TableProposer` for them.
+
+    A test sets `model`.
+    """
 
     model: Tabular
 
@@ -60,11 +65,11 @@ class WithTable(HybridDrafting):
         self._image = self._image.scatter(1, columns, step.tokens[:, : self.depth])
         super().after_step(step)
 
-    def draft(self, inputs: DraftInputs) -> Drafted:
+    def draft(self, inputs: DraftInputs) -> None:
         (position,) = self._position.unique().tolist()
         self._image[:, position - 1] = inputs.root
         proposer: Any = TableProposer(self.model, self._image[:, :position].tolist())
-        return super().draft(inputs._replace(proposer=proposer))
+        super().draft(inputs._replace(proposer=proposer))
 
 
 class CoupledToNew(WithTable):

@@ -1,8 +1,9 @@
 """Jacobi drafting: lossless by enumeration, which sees broken variants; coupling; forced tokens.
 
-Enumerated is the whole image, step after step: (tokens, rows, drafts) with their probabilities, through the package's
-own `draft`, `verify` and `learn` (docs/algorithms.md, section 8.6). Maximal coupling is part of the probability of a
-draft; Gumbel coupling is followed at V = 2 as intervals of one uniform number for each position.
+Enumerated is the whole image, step after step: (tokens, rows, drafts) with their probabilities,
+through the package's own `draft`, `verify` and `learn` (docs/algorithms.md, section 8.6). Maximal
+coupling is part of the probability of a draft; Gumbel coupling is followed at V = 2 as intervals of
+one uniform number for each position.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -20,7 +20,7 @@ from torch import Tensor
 from lantern_bench.config.decoding import Decoding, ParameterError
 from lantern_bench.decoding.acceptance.bound_rule import BoundRule
 from lantern_bench.decoding.drafting import jacobi
-from lantern_bench.decoding.drafting.draft_method import Drafted, DraftInputs, LastStep
+from lantern_bench.decoding.drafting.draft_method import DraftInputs, LastStep
 from lantern_bench.decoding.drafting.jacobi import JacobiDrafting, couple
 from lantern_bench.decoding.protocol import Target
 from lantern_bench.decoding.tree import DraftTree
@@ -52,7 +52,9 @@ def jacobi_decoding(**values: Any) -> Decoding:
 
 
 class Particles(NamedTuple):
-    """Decodes with the same number of committed `tokens` [n, m], their probabilities, and the drafting's state."""
+    """Decodes with the same number of committed `tokens` [n, m], their probabilities, and the
+    drafting's state.
+    """
 
     weight: Tensor
     tokens: Tensor
@@ -87,7 +89,7 @@ STATE = (
     "_q",
     "_coupled_q",
     "_clocks",
-    "_moved",
+    "_committed",
     "_position",
     "_line",
     "_old_q",
@@ -99,7 +101,7 @@ STATE = (
 
 def load(drafting: JacobiDrafting, particles: Particles) -> JacobiDrafting:
     for name, value in particles.state.items():
-        setattr(drafting, name, value.clone())
+        getattr(drafting, name).copy_(value)
     return drafting
 
 
@@ -259,7 +261,9 @@ class Exact:
     def outcomes(
         self, drafting: JacobiDrafting, tree: DraftTree, p: Tensor, limit: int
     ) -> Iterator[tuple[Tensor, ...]]:
-        """How a step can end: chances [n], path [n, D + 1], its tokens [n, D], accepted [n], what comes next [n, V]."""
+        """How a step can end: chances [n], path [n, D + 1], its tokens [n, D], accepted [n], what
+        comes next [n, V].
+        """
         del drafting
         ends = verify_step(tree=tree, p=p, depth_limit=limit, rule=self.rule)
         for node, (stop, path, accepted, after) in enumerate(zip(*ends, strict=True)):
@@ -285,11 +289,9 @@ class Exact:
         """The state after a step that ended so; `drafting` stays as it is."""
         before = self.state_of(drafting)
         position = committed + accepted + 1
-        tree = replace(tree, q=None if tree.q is None else tree.q.clone())
         nodes = nodes.expand(len(path), -1)
         drafting.after_step(
             LastStep(
-                tree=tree,
                 p=p,
                 path=nodes,
                 accepted=accepted,
@@ -300,7 +302,7 @@ class Exact:
         )
         after = self.state_of(drafting)
         for name, value in before.items():
-            setattr(drafting, name, value)
+            getattr(drafting, name).copy_(value)
         return after
 
     def trimmed(self, particles: Particles) -> Particles:
@@ -320,15 +322,18 @@ class Exact:
     def drafted(
         self, particles: Particles, wanted: Tensor, limit: int
     ) -> tuple[Tensor, DraftTree, JacobiDrafting, Particles]:
-        """Draft `wanted` [n, W], of which `limit` count: its chance [n], the tree, the drafting, what is known then."""
-        moved = particles.state["_moved"]
+        """Draft `wanted` [n, W], of which `limit` count.
+
+        Returns its chance [n], the tree, the drafting, and the particles after it.
+        """
+        moved = particles.state["_committed"]
         root = particles.tokens[:, -1]
         drafting = load(self.drafting(len(wanted)), particles)
-        drafted, law = self.draw(drafting, root, wanted)
+        law = self.draw(drafting, root, wanted)
         if not self.gumbel:
             # What is drawn where a token is copied has no effect.
             chances = law.gather(2, wanted[:, :, None]).squeeze(2) / law.sum(dim=2)
-            return chances[:, :limit].prod(dim=1), drafting.tree(drafted), drafting, particles
+            return chances[:, :limit].prod(dim=1), drafting.tree, drafting, particles
         copied = (torch.arange(self.window) + moved[:, None] > self.window) & (
             drafting._q.amax(dim=2) == 1
         )
@@ -364,16 +369,15 @@ class Exact:
             clocks[in_window]
         )
         drafting = load(self.drafting(len(wanted)), particles)
-        drafted = drafting.draft(DraftInputs(particles.tokens[:, -1], noise, torch.tensor(0)))
-        assert ((drafted[0][:, 1:] == wanted) | copied | ~counts).all()
-        return chance[possible], drafting.tree(drafted), drafting, particles
+        drafting.draft(DraftInputs(particles.tokens[:, -1], noise, torch.tensor(0)))
+        assert ((drafting.tree.tokens[:, 1:] == wanted) | copied | ~counts).all()
+        return chance[possible], drafting.tree, drafting, particles
 
-    def draw(
-        self, drafting: JacobiDrafting, root: Tensor, wanted: Tensor
-    ) -> tuple[Drafted, Tensor]:
+    def draw(self, drafting: JacobiDrafting, root: Tensor, wanted: Tensor) -> Tensor:
         """Draft with the draws `wanted`, and return what they are drawn from [n, W, V].
 
-        The drafter's places of a hybrid window are drawn after the whole window, one after the other.
+        The drafter's places of a hybrid window are drawn after the whole window, one after the
+        other.
         """
         seen: list[Tensor] = []
 
@@ -384,11 +388,9 @@ class Exact:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(jacobi, "sample", sample)
             noise = torch.ones(*wanted.shape, self.vocabulary)
-            drafted = drafting.draft(DraftInputs(root, noise, torch.tensor(0)))
+            drafting.draft(DraftInputs(root, noise, torch.tensor(0)))
         law, *head = seen
-        return drafted, torch.cat(
-            [torch.stack(head, dim=1), law[:, len(head) :]], dim=1
-        ) if head else law
+        return torch.cat([torch.stack(head, dim=1), law[:, len(head) :]], dim=1) if head else law
 
     def target_at(self, committed: Tensor, tree: DraftTree, limit: int) -> Tensor:
         """p [n, M, V] at the nodes of at most the depth `limit`."""
@@ -436,7 +438,7 @@ class KeptDraft(JacobiDrafting):
 
     def after_step(self, step: LastStep) -> None:
         super().after_step(step)
-        one_hot_drafts = torch.nn.functional.one_hot(step.tree.tokens[:, 1:], self._q.shape[2]).to(
+        one_hot_drafts = torch.nn.functional.one_hot(self.tree.tokens[:, 1:], self._q.shape[2]).to(
             self._q
         )
         images, at = self._further(step.accepted + 1, self.depth)
@@ -446,11 +448,10 @@ class KeptDraft(JacobiDrafting):
 class CalledUniform(JacobiDrafting):
     """Copied drafts that are verified as if they had been drawn from all tokens alike."""
 
-    def draft(self, inputs: DraftInputs) -> Drafted:
-        drafted = super().draft(inputs)
-        fresh = self._ahead[:-1] + self._moved[:, None] > self.depth
+    def draft(self, inputs: DraftInputs) -> None:
+        super().draft(inputs)
+        fresh = self._ahead[:-1] + self._committed[:, None] > self.depth
         self._q.copy_(torch.where(fresh[:, :, None], self._uniform, self._q))
-        return drafted
 
 
 @pytest.mark.usefixtures("_double")
@@ -517,7 +518,8 @@ def test_fresh_drafts_are_forced_tokens_exactly_where_these_belong(initial: str)
     first[:, CODES] = 0.0
     drafting.start_images(first)
     noise = torch.rand(1, window, CODES + 1, generator=torch.Generator().manual_seed(1))
-    (tokens,) = drafting.draft(DraftInputs(torch.tensor([4]), noise, torch.tensor([window])))
+    drafting.draft(DraftInputs(torch.tensor([4]), noise, torch.tensor([window])))
+    tokens = drafting.tree.tokens
     ends = target.forced(torch.arange(1, window + 1)) == CODES
     assert ends.tolist() == [place % LINE == 0 for place in range(2, window + 2)]
     assert ((tokens[0, 1:] == CODES) == ends).all()

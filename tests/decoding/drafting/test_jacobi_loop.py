@@ -1,6 +1,8 @@
-"""Jacobi drafting in the loop: mistakes show, windows shift, siblings and relaxed rules shorten the decode.
+"""Jacobi drafting in the loop: mistakes show, windows shift, siblings and relaxed rules shorten the
+decode.
 
-The drafts of windows: alone (SJD, SCD), with siblings (SJD-PAC), and with a drafter at the first positions (hybrid).
+The drafts of windows: alone (SJD, SCD), with siblings (SJD-PAC), and with a drafter at the first
+positions (hybrid).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Jacobi drafts with siblings: lossless by enumeration; the published samplers are seen not to be.
 
-The harness is that of test_jacobi.py: whole images, step after step, through the package's own `draft`, `verify` and
-`learn` (docs/algorithms.md, sections 8.2, 8.3 and 8.6).
+The harness is that of test_jacobi.py: whole images, step after step, through the package's own
+`draft`, `verify` and `learn` (docs/algorithms.md, sections 8.2, 8.3 and 8.6).
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from lantern_bench.config.decoding import Decoding, ParameterError
 from lantern_bench.decoding.acceptance.verify import accept_tree, verify
 from lantern_bench.decoding.drafting import pac
 from lantern_bench.decoding.drafting.draft_method import (
-    Drafted,
     DraftInputs,
     LastStep,
     drafting_of,
@@ -74,7 +73,7 @@ class ExactPac(Exact):
         drafting = load(self.drafting(len(wanted)), particles)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(pac, "draw_without_replacement", siblings)
-            drafted, law = self.draw(drafting, particles.tokens[:, -1], first)
+            law = self.draw(drafting, particles.tokens[:, -1], first)
         chance = (law.gather(2, first[:, :, None]).squeeze(2) / law.sum(dim=2))[:, :limit].prod(
             dim=1
         )
@@ -87,7 +86,7 @@ class ExactPac(Exact):
                 counts = token == (first[:, depth] == 0).long()
                 chance = chance * torch.where(left.sum(dim=1) > 0, share.nan_to_num(), counts * 1.0)
                 left = left.scatter(1, token[:, None], 0.0)
-        return chance, drafting.tree(drafted), drafting, particles
+        return chance, drafting.tree, drafting, particles
 
     def outcomes(
         self, drafting: JacobiDrafting, tree: DraftTree, p: Tensor, limit: int
@@ -103,7 +102,9 @@ class ExactPac(Exact):
 def published_outcomes(
     drafting: JacobiDrafting, tree: DraftTree, p: Tensor, limit: int
 ) -> Iterator[tuple[Tensor, ...]]:
-    """As `Exact.outcomes`, of a walk in which every candidate counts: all of them accepted or not in every way."""
+    """As `Exact.outcomes`, of a walk in which every candidate counts: all of them accepted or not
+    in every way.
+    """
     batch, _, vocabulary = p.shape
     limits = torch.full((batch,), limit)
     layout = tree.layout
@@ -117,7 +118,14 @@ def published_outcomes(
         for (node, rank), hit in zip(drafts, pattern, strict=True):
             uniforms[:, node, rank] = 0.0 if hit else 1.0
             chance = chance * (accept[:, node, rank] if hit else 1.0 - accept[:, node, rank])
-        verdict = drafting.verify(tree, p, STRICT, uniforms, p.new_ones(batch, vocabulary), limits)
+        verdict = drafting.verify(
+            tree,
+            p,
+            STRICT,
+            uniforms=uniforms,
+            noise=p.new_ones(batch, vocabulary),
+            depth_limit=limits,
+        )
         yield chance, verdict.path, verdict.tokens[:, :-1], verdict.accepted, verdict.next_probs
 
 
@@ -183,14 +191,17 @@ def published(**values: Any) -> Decoding:
     ("drafting", "wanted"), [("pac", [0.6, 0.4]), ("sjd-pac-published", [1.0, 0.0])]
 )
 def test_the_longest_path_is_no_lossless_choice(drafting: str, wanted: list[float]) -> None:
-    """Two tokens, two candidates: a candidate wins by the candidate below it, which only one of them can have."""
+    """Two tokens, two candidates: a candidate wins by the candidate below it, which only one of
+    them can have.
+    """
     decoding = pac_decoding(drafting=drafting, candidates=2, window=2)
     method = drafting_of(decoding, TabularModel(2, 4, 0))
     method._q.copy_(torch.tensor([[0.5, 0.5], [1.0, 0.0]]))
     distribution = torch.zeros(2)
     for first in (0, 1):
         tokens = torch.tensor([[0, first, 1 - first, 0, 0, 0, 0]])
-        tree = method.tree((tokens, torch.tensor([[True, True, True, True, False, True, False]])))
+        method._fill(tokens, torch.tensor([[True, True, True, True, False, True, False]]))
+        tree = method.tree
         p = torch.cat([torch.tensor([[0.6, 0.4]]), torch.eye(2)[tokens[0, 1:]]])[None]
         outcomes = ExactPac((2, 4, 2), VALUES).outcomes(drafting=method, tree=tree, p=p, limit=2)
         for chance, _, path, accepted, after in outcomes:
@@ -203,8 +214,11 @@ R = torch.tensor([0.4, 0.3, 0.2, 0.1])
 P = torch.tensor([0.1, 0.1, 0.4, 0.4])
 
 
-def redrafted(decoding: Decoding, images: int = 200_000) -> tuple[PacDrafting, Drafted]:
-    """Draft where r is `R` at the first depth, behind a step that accepted nothing and had q uniform over 4 there."""
+def redrafted(decoding: Decoding, images: int = 200_000) -> PacDrafting:
+    """Draft where r is `R` at the first depth.
+
+    The step before accepted nothing and had q uniform over 4 tokens there.
+    """
     noise = torch.Generator().manual_seed(1)
     model = TabularModel(4, 6, 0)
     drafting = drafting_of(decoding, model, images)
@@ -212,8 +226,7 @@ def redrafted(decoding: Decoding, images: int = 200_000) -> tuple[PacDrafting, D
     drafting.start_images(torch.full((images, 4), 0.25))
     noises = torch.empty(images, drafting.noises, 4)
     root = torch.zeros(images, dtype=torch.int64)
-    drafted = drafting.draft(DraftInputs(root, noises.exponential_(generator=noise), R))
-    tree = drafting.tree(drafted)
+    drafting.draft(DraftInputs(root, noises.exponential_(generator=noise), R))
     p = torch.full((images, drafting.nodes, 4), 0.25)
     p[:, 1] = R
     path = torch.full((images, drafting.depth + 1), -1)
@@ -221,7 +234,6 @@ def redrafted(decoding: Decoding, images: int = 200_000) -> tuple[PacDrafting, D
     none = torch.zeros(images, dtype=torch.int64)
     drafting.after_step(
         LastStep(
-            tree=tree,
             p=p,
             path=path,
             accepted=none,
@@ -230,7 +242,8 @@ def redrafted(decoding: Decoding, images: int = 200_000) -> tuple[PacDrafting, D
             active=none == 0,
         )
     )
-    return drafting, drafting.draft(DraftInputs(root, noises.exponential_(generator=noise), R))
+    drafting.draft(DraftInputs(root, noises.exponential_(generator=noise), R))
+    return drafting
 
 
 def shares_of(tokens: Tensor) -> list[float]:
@@ -244,16 +257,16 @@ def shares_of(tokens: Tensor) -> list[float]:
 def test_siblings_of_the_published_form_are_no_draws_from_r(
     drafting: str, wanted: list[float]
 ) -> None:
-    method, drafted = redrafted(
-        pac_decoding(drafting=drafting, window=2, candidates=2, branching=1)
-    )
-    tree = method.tree(drafted)
+    method = redrafted(pac_decoding(drafting=drafting, window=2, candidates=2, branching=1))
+    tree = method.tree
     noise = torch.Generator().manual_seed(2)
-    assert shares_of(drafted[0][:, 1]) == pytest.approx(R.tolist(), abs=0.005)
+    assert shares_of(tree.tokens[:, 1]) == pytest.approx(R.tolist(), abs=0.005)
     p = P.expand(*tree.tokens.shape, 4)
     uniforms = torch.rand(tree.children.shape, generator=noise)
     ends = torch.empty(len(p), 4).exponential_(generator=noise)
-    verdict = method.verify(tree, p, STRICT, uniforms, ends, torch.ones(len(p)))
+    verdict = method.verify(
+        tree, p, STRICT, uniforms=uniforms, noise=ends, depth_limit=torch.ones(len(p))
+    )
     assert shares_of(verdict.tokens[:, 0]) == pytest.approx(wanted, abs=0.005)
 
 
@@ -265,19 +278,21 @@ def test_first_candidates_of_the_published_form_are_no_draws_from_r(
     drafting: str, wanted: list[float]
 ) -> None:
     """Where siblings stood beside a rejected one, it is redrawn from what all of them leave."""
-    _, drafted = redrafted(pac_decoding(drafting=drafting, window=2, candidates=2, branching=2))
-    assert shares_of(drafted[0][:, 1]) == pytest.approx(wanted, abs=0.005)
+    method = redrafted(pac_decoding(drafting=drafting, window=2, candidates=2, branching=2))
+    assert shares_of(method.tree.tokens[:, 1]) == pytest.approx(wanted, abs=0.005)
 
 
 def test_the_published_form_ends_a_whole_window_with_a_uniform_token(published_forms: Any) -> None:
     drafting = published_forms.PublishedSjdPac(published(window=2), TabularModel(4, 8, 0), 1)
     drafting.start_images(torch.full((1, 4), 0.25))
-    drafted = drafting.draft(
+    drafting.draft(
         DraftInputs(torch.zeros(1, dtype=torch.int64), torch.rand(1, drafting.noises, 4), P)
     )
-    tree = drafting.tree(drafted)
+    tree = drafting.tree
     p = torch.cat([drafting._q, P.expand(1, drafting.nodes, 4)], dim=1)[:, tree.depths[0]]
-    verdict = drafting.verify(tree, p, STRICT, torch.zeros(tree.children.shape), torch.ones(1, 4))
+    verdict = drafting.verify(
+        tree, p, STRICT, uniforms=torch.zeros(tree.children.shape), noise=torch.ones(1, 4)
+    )
     assert int(verdict.accepted) == 2
     assert verdict.next_probs.tolist() == [[0.25] * 4]
     plain = verify(

@@ -1,4 +1,6 @@
-"""Janus and Janus-Pro (arXiv 2501.17811) as transformers runs them, in the decode loop of lantern-bench."""
+"""Janus and Janus-Pro (arXiv 2501.17811) as transformers runs them, in the decode loop of
+lantern-bench.
+"""
 
 from pathlib import Path
 from typing import ClassVar
@@ -29,7 +31,9 @@ class Janus(HostedModel):
         self.codes = self.model.config.vq_config.num_embeddings
 
     def prompts(self, caption: str) -> tuple[list[int], list[int]]:
-        """The unconditional prompt has padding words, which are read, where the other has the caption's."""
+        """The unconditional prompt has padding words, which are read, where the other has the
+        caption's.
+        """
         words = self.tokenizer
         text = words(f"<|User|>: {caption}\n\n<|Assistant|>:<begin_of_image>").input_ids
         special = {words.bos_token_id, words.convert_tokens_to_ids("<begin_of_image>")}

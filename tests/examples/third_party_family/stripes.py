@@ -1,7 +1,8 @@
 """A model in one file: pictures of four grey stripes, by a model that knows only the token before.
 
-It shows what `lantern_bench` asks of a model, and no more. Logits are a table; a prompt is `light` or `dark`. The
-drafter is the target with other numbers, so that speculation has something to reject.
+It shows what `lantern_bench` asks of a model, and no more. Logits are a table; a prompt is `light`
+or `dark`. The drafter is the target with other numbers, so that speculation has something to
+reject.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ GRID = (4, 4)
 
 
 class Table(Target, Drafter):
-    """Target and drafter alike: the logits of the next token, by prompt and last token [2, CODES + 1, CODES]."""
+    """Target and drafter alike: the logits of the next token, by prompt and last token [2, CODES +
+    1, CODES].
+    """
 
     vocab_size = CODES
     image_tokens = GRID[0] * GRID[1]
@@ -58,7 +61,9 @@ class Session(TargetSession, DrafterSession):
         self.prompts = torch.zeros(1, dtype=torch.int64)
 
     def look_up(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Logits [B, n, CODES] behind tokens [B, n], and those without a prompt where they are needed."""
+        """Logits [B, n, CODES] behind tokens [B, n], and those without a prompt where they are
+        needed.
+        """
         cond = self.table.logits[self.prompts[:, None], tokens]
         return cond, self.table.logits.mean(0)[tokens] if self.guided else None
 

@@ -56,7 +56,8 @@ def test_containers_of_training_frameworks_are_unwrapped(
 
 def test_safetensors_open_as_file_directory_and_shards(tmp_path: Path) -> None:
     save_file(STATE, tmp_path / "model.safetensors")
-    assert same(tmp_path / "model.safetensors") and same(tmp_path)
+    assert same(tmp_path / "model.safetensors")
+    assert same(tmp_path)
     shards = tmp_path / "shards"
     shards.mkdir()
     for number, (name, value) in enumerate(STATE.items()):
@@ -92,9 +93,8 @@ def test_weights_that_require_grad_are_loaded(tmp_path: Path) -> None:
     opened = open_checkpoint(tmp_path / "file.pt")
     keys = {"weight": (Slice("q", 2), Slice("k", 1))}
     load_into(module, opened, keys, dtype=torch.float32, device=torch.device("cpu"))
-    assert (
-        module.weight.tolist() == [[1.0] * 3] * 2 + [[0.0] * 3] and not module.weight.requires_grad
-    )
+    assert module.weight.tolist() == [[1.0] * 3] * 2 + [[0.0] * 3]
+    assert not module.weight.requires_grad
 
 
 class Code:
@@ -130,7 +130,8 @@ def test_pickle_with_code_is_not_run(
     )
     with pytest.raises(UserError, match=message) as caught:
         open_checkpoint(path)
-    assert caught.value.exit_code == 2 and "\n" not in caught.value.message
+    assert caught.value.exit_code == 2
+    assert "\n" not in caught.value.message
     assert not (tmp_path / "ran").exists()
 
 

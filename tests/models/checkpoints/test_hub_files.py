@@ -43,7 +43,9 @@ def sha(content):
 
 @pytest.fixture(autouse=True)
 def published(tmp_path, monkeypatch):
-    """Published models: `toy`, whose VQ is of a pinned revision, and `big`, in one folder; nothing is here."""
+    """Published models: `toy`, whose VQ is of a pinned revision, and `big`, in one folder; nothing
+    is here.
+    """
     official = Source("maker/toys", Licence("MIT"), "big.pt")
     converted = Source("other/toy-hf", OTHER)
     vq = Source(repo="maker/toys", licence=OTHER, file="vq.pt", revision=COMMIT)
@@ -59,9 +61,11 @@ def published(tmp_path, monkeypatch):
 
 
 class FakeHub(BaseHTTPRequestHandler):
-    """The part of the Hugging Face hub that a download uses, with the files of `content` at the commit COMMIT.
+    """The part of the Hugging Face hub that a download uses, with the files of `content` at the
+    commit COMMIT.
 
-    `refused` maps a file's name to its HTTP status, a repository's to status and error code; `asked` lists sent files.
+    `refused` maps a file's name to its HTTP status, a repository's to status and error code;
+    `asked` lists sent files.
     """
 
     content: ClassVar[dict[str, bytes]] = {}
@@ -139,11 +143,10 @@ def test_get_shows_licences_and_downloads_the_files(tmp_path, fake_hub, capsys):
     assert typed("get", "toy", "--dir", root) == 0
     output = capsys.readouterr().err
     assert output.index("Other: maker/toys, other/toy-drafter") < output.index("big.pt")
-    assert "read this first" in output and "MIT: maker/toys" in output
-    assert (
-        "maker/toys (unpinned, moves with its repository): " in output
-        and "maker/toys (c0ffeec0ffee): " in output
-    )
+    assert "read this first" in output
+    assert "MIT: maker/toys" in output
+    assert "maker/toys (unpinned, moves with its repository): " in output
+    assert "maker/toys (c0ffeec0ffee): " in output
     assert f"export LANTERN_BENCH_WEIGHTS={root}" in output
     assert (root / "maker/toys/big.pt").read_bytes() == CONTENT["big.pt"]
     asked = ["maker/toys/big.pt", "maker/toys/vq.pt", "other/toy-drafter/config.json"]
@@ -153,11 +156,11 @@ def test_get_shows_licences_and_downloads_the_files(tmp_path, fake_hub, capsys):
 def test_files_come_into_the_hugging_face_cache_and_are_found_there(tmp_path, fake_hub):
     assert typed("get", "toy") == 0
     paths = local_paths("toy")
-    assert paths["target"].read_bytes() == CONTENT["big.pt"] and paths["target"].is_relative_to(
-        tmp_path / "hub"
-    )
+    assert paths["target"].read_bytes() == CONTENT["big.pt"]
+    assert paths["target"].is_relative_to(tmp_path / "hub")
     # The pinned revision, whatever the newest one is.
-    assert COMMIT in str(paths["tokenizer"]) and missing_sources("toy") == []
+    assert COMMIT in str(paths["tokenizer"])
+    assert missing_sources("toy") == []
 
 
 def test_get_again_downloads_nothing_and_works_offline(tmp_path, fake_hub, capsys, monkeypatch):
@@ -165,14 +168,16 @@ def test_get_again_downloads_nothing_and_works_offline(tmp_path, fake_hub, capsy
     before = fake_hub.requests
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert typed("get", "toy", "--dir", tmp_path) == 0
-    assert "every file is here" in capsys.readouterr().err and fake_hub.requests == before
+    assert "every file is here" in capsys.readouterr().err
+    assert fake_hub.requests == before
 
 
 def test_get_resumes_after_a_failed_download(tmp_path, fake_hub, capsys):
     fake_hub.refused["vq.pt"] = 400
     assert typed("get", "toy", "--dir", tmp_path) == 3
     output = capsys.readouterr().err
-    assert "maker/toys: cannot be downloaded" in output and "the same command continues" in output
+    assert "maker/toys: cannot be downloaded" in output
+    assert "the same command continues" in output
     assert "Traceback" not in output
     fake_hub.refused.clear()
     assert typed("get", "toy", "--dir", tmp_path) == 0
@@ -182,7 +187,9 @@ def test_get_resumes_after_a_failed_download(tmp_path, fake_hub, capsys):
 
 
 def test_shards_are_found_by_their_index(tmp_path, fake_hub):
-    """A repository may hold its weights in any number of shards; one source serves two parts and is fetched once."""
+    """A repository may hold its weights in any number of shards; one source serves two parts and is
+    fetched once.
+    """
     root = tmp_path / "w"
     assert typed("get", "big", "--dir", root) == 0
     wanted = ["big.pt", "other-00001-of-00002.bin", "vq.pt"]
@@ -216,7 +223,9 @@ def test_refusal_of_the_hub_is_one_line_with_advice(
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     assert typed("get", "toy", "--dir", tmp_path) == 3
     written = capsys.readouterr().err
-    assert f"maker/toys: {output}" in written and "Traceback" not in written and not fake_hub.asked
+    assert f"maker/toys: {output}" in written
+    assert "Traceback" not in written
+    assert not fake_hub.asked
 
 
 def test_file_missing_from_its_repository_is_refused(tmp_path, fake_hub, capsys):
@@ -231,14 +240,17 @@ def test_offline_error_names_the_variable_and_sends_nothing(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert typed("get", "toy", "--dir", tmp_path) == 3
     output = capsys.readouterr().err
-    assert "HF_HUB_OFFLINE forbids" in output and "LANTERN_BENCH_WEIGHTS" in output
-    assert fake_hub.requests == 0 and not any(tmp_path.rglob("*.pt"))
+    assert "HF_HUB_OFFLINE forbids" in output
+    assert "LANTERN_BENCH_WEIGHTS" in output
+    assert fake_hub.requests == 0
+    assert not any(tmp_path.rglob("*.pt"))
 
 
 def test_any_source_of_a_part_is_found_below_the_named_folder(tmp_path, monkeypatch):
     monkeypatch.setenv(hub.WEIGHTS_VARIABLE, str(tmp_path))
     target = hub.PARTS["toy"]["target"]
-    assert expected_path(target) == tmp_path / "maker/toys/big.pt" and local_path(target) is None
+    assert expected_path(target) == tmp_path / "maker/toys/big.pt"
+    assert local_path(target) is None
     folder = tmp_path / "other/toy-hf"
     folder.mkdir(parents=True)
     for name in ("conv.safetensors", "config.json"):
@@ -261,8 +273,10 @@ def test_files_are_found_in_the_authors_folders(folder, tmp_path, monkeypatch):
 def test_missing_part_is_one_line_with_the_command(tmp_path):
     with pytest.raises(RefusedError) as caught:
         local_paths("toy")
-    assert caught.value.exit_code == 3 and "\n" not in caught.value.message
-    assert "maker/toys" in caught.value.message and "weights get toy" in str(caught.value.advice)
+    assert caught.value.exit_code == 3
+    assert "\n" not in caught.value.message
+    assert "maker/toys" in caught.value.message
+    assert "weights get toy" in str(caught.value.advice)
     with pytest.raises(UserError, match="no published files of this model are known"):
         local_paths("llamagen-c2i-XL-256")
 
@@ -293,11 +307,12 @@ def test_large_files_are_hashed_once(tmp_path, monkeypatch):
         files_module.remembered_sha256(path)
         == sha(b"12345678")
         == files_module.remembered_sha256(path)
-        and len(read) == 1
     )
+    assert len(read) == 1
     path.write_bytes(b"87654321")
     os.utime(path, ns=(1, 1))
-    assert files_module.remembered_sha256(path) == sha(b"87654321") and len(read) == 2
+    assert files_module.remembered_sha256(path) == sha(b"87654321")
+    assert len(read) == 2
     (files_module.cache_folder() / "hashes.json").write_text("damaged")
     assert files_module.remembered_sha256(path) == sha(b"87654321")
 
@@ -306,6 +321,8 @@ def test_sources_are_well_formed():
     for parts in PARTS.values():
         assert parts.keys() <= {"target", "tokenizer", "drafter", "text_encoder"}
         for source in (source for part in parts.values() for source in part):
-            assert source.repo.count("/") == 1 and source.licence.name and source.patterns
+            assert source.repo.count("/") == 1
+            assert source.licence.name
+            assert source.patterns
             assert source.revision == "main" or len(source.revision) == 40
     assert "Chameleon" in PARTS["anole-7b"]["target"][0].licence.note

@@ -1,4 +1,6 @@
-"""Anole and Lumina-mGPT as a user has them: files in the published layouts, described by a model file."""
+"""Anole and Lumina-mGPT as a user has them: files in the published layouts, described by a model
+file.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +89,8 @@ def test_batched_prompts_equal_single_prompts(described: Path) -> None:
             generators=[torch.Generator()],
             keep_logits=True,
         )[0]
-        assert alone.logits is not None and image.logits is not None
+        assert alone.logits is not None
+        assert image.logits is not None
         assert (alone.logits - image.logits).abs().max() < 2e-4
         assert alone.tokens.equal(image.tokens)
 
@@ -139,7 +142,8 @@ def test_other_families_are_refused_in_one_line(anole: Path) -> None:
     model = rewritten(anole, "checkpoint: target,", "checkpoint: other.safetensors,")
     expected = "is not a Chameleon model in the HF layout: it is LlamaGen, text-conditional"
     message = refused(model)
-    assert expected in message and "\n" not in message
+    assert expected in message
+    assert "\n" not in message
     (anole.parent / "config.json").write_text(json.dumps(tiny.config()))
     assert expected in refused(model)
 
@@ -200,7 +204,8 @@ def test_published_folders_are_loaded_by_name(
         tokens=60,
     )
     ends = (image.tokens == tiny.CODES).nonzero().flatten().tolist()
-    assert len(image.tokens) == 60 and ends == ([48] if "lumina" in name else [])
+    assert len(image.tokens) == 60
+    assert ends == ([48] if "lumina" in name else [])
 
 
 @pytest.mark.parametrize("name", GRIDS)

@@ -1,4 +1,5 @@
-"""Chameleon against recordings of transformers' implementation: hidden states, logits, padding, placement of norms.
+"""Chameleon against recordings of transformers' implementation: hidden states, logits, padding,
+placement of norms.
 
 Reads the folder named by LANTERN_BENCH_GOLDEN (default tests/golden), section 8 of its README.
 """
@@ -77,13 +78,16 @@ def test_logits_through_the_cache_equal_the_recorded_ones(
     more = session.score(ids[:, given:], torch.arange(rest).expand(len(ids), -1), causal)
     wanted = expected[f"swin{int(swin)}.logits_unmasked"][:, given - 1 :]
     assert (torch.cat([start.cond, more.cond], dim=1) - wanted).abs().max() < 2e-4
-    assert more.uncond is not None and (more.uncond - more.cond).abs().max() < 2e-4
+    assert more.uncond is not None
+    assert (more.uncond - more.cond).abs().max() < 2e-4
 
 
 @pytest.mark.parametrize("swin", [False, True])
 @torch.no_grad()
 def test_positions_start_behind_left_padding(swin: bool, expected: dict[str, Tensor]) -> None:
-    """Each row of guidance is padded in its own way: one row is the recorded one, the other a whole prompt."""
+    """Each row of guidance is padded in its own way: one row is the recorded one, the other a whole
+    prompt.
+    """
     target = target_of(swin)
     ids = expected["input_ids"].long()
     valid = torch.ones(1, 2, ids.shape[1], dtype=torch.bool)
@@ -112,7 +116,9 @@ class Alone:
 
 @torch.no_grad()
 def test_greedy_decoding_takes_the_best_recorded_token(expected: dict[str, Tensor]) -> None:
-    """The first token from the recording itself, every later one from a run of the whole sequence without a cache."""
+    """The first token from the recording itself, every later one from a run of the whole sequence
+    without a cache.
+    """
     ids = list(
         Chameleon(
             "recorded", Published(about="", config=STATED, vq={}, grid=(3, 4)), {"target": FOLDER}

@@ -60,7 +60,8 @@ def test_published_token_numbers() -> None:
 
 
 def test_the_published_size_is_seven_billion() -> None:
-    # The number of parameters of transformers' ChameleonForConditionalGeneration, its image encoder left out.
+    # The number of parameters of transformers' ChameleonForConditionalGeneration, its image encoder
+    # left out.
     parameters = (
         32 * (4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096 + 4 * 4096) + 2 * 65536 * 4096 + 4096
     )

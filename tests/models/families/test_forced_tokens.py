@@ -82,7 +82,9 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 class Model:
-    """A target and a drafter with weights from a seed; the drafter is like the target or like nothing."""
+    """A target and a drafter with weights from a seed; the drafter is like the target or like
+    nothing.
+    """
 
     def __init__(self, seed: int = 4) -> None:
         with torch.random.fork_rng():
@@ -134,7 +136,8 @@ def test_every_mode_ends_every_row(model: Model, way: str, more: dict[str, Any])
     ):
         assert len(image.tokens) == ROWS * LINE
         check(image.tokens)
-        assert image.logits is not None and bool(image.logits.isfinite().all())
+        assert image.logits is not None
+        assert bool(image.logits.isfinite().all())
         assert image.trace.tokens == ROWS * LINE
 
 
@@ -186,7 +189,9 @@ def test_compiled_steps_end_every_row(model: Model, way: str) -> None:
     "way", ["static", "dynamic", *(way for way in WAYS if way.startswith("jacobi"))]
 )
 def test_drafted_forced_tokens_are_always_accepted(model: Model, way: str) -> None:
-    """A step whose first draft is the end of a row accepts it; Jacobi drafts of all depths are always right there."""
+    """A step whose first draft is the end of a row accepts it; Jacobi drafts of all depths are
+    always right there.
+    """
     for seed in range(4):
         image = decode(
             model=model,
@@ -229,4 +234,5 @@ def test_guidance_keeps_forced_tokens_certain(
     p = guide(forced[:1], forced[1:], scale).div(0.3).softmax(-1)[0]
     ends = torch.arange(2 * LINE) % LINE == COLUMNS
     assert (p[ends] == torch.eye(CODES + 1)[-1]).all()
-    assert (p[~ends, -1] == 0).all() and (p[~ends, :-1] > 0).all()
+    assert (p[~ends, -1] == 0).all()
+    assert (p[~ends, :-1] > 0).all()

@@ -1,4 +1,6 @@
-"""The bundled model: the grammar of its captions, its attribute classifier, and its greedy speculation."""
+"""The bundled model: the grammar of its captions, its attribute classifier, and its greedy
+speculation.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +43,10 @@ FIRST_HELD_OUT = [
 def test_a_tenth_of_the_1008_captions_is_held_out() -> None:
     captions = {item.caption() for item in ALL_ATTRIBUTES}
     assert len(ALL_ATTRIBUTES) == len(captions) == 1008 == 3 * 3 * 7 * 4 * 4
-    assert EXAMPLE in captions and "one tall white lantern over the snow in a storm" in captions
-    assert len(HELD_OUT) == 100 and len(TRAIN) == 908
+    assert EXAMPLE in captions
+    assert "one tall white lantern over the snow in a storm" in captions
+    assert len(HELD_OUT) == 100
+    assert len(TRAIN) == 908
     assert not set(HELD_OUT) & set(TRAIN)
     assert set(HELD_OUT) | set(TRAIN) == set(ALL_ATTRIBUTES)
     for column, values in enumerate(FIELDS.values()):
@@ -55,7 +59,9 @@ def test_a_tenth_of_the_1008_captions_is_held_out() -> None:
 
 
 def test_held_out_split_is_fixed() -> None:
-    """The bundled weights were trained on it: another split would hold out captions that were trained."""
+    """The bundled weights were trained on it: another split would hold out captions that were
+    trained.
+    """
     assert [item.caption() for item in HELD_OUT[:2]] == FIRST_HELD_OUT
 
 
@@ -130,9 +136,8 @@ def test_a_file_brings_the_same_answers_back(
     path = tmp_path / "folder" / "features.safetensors"
     write_weights(classifier.state_dict(), path)
     loaded = load_classifier(path)
-    assert not loaded.training and not any(
-        parameter.requires_grad for parameter in loaded.parameters()
-    )
+    assert not loaded.training
+    assert not any(parameter.requires_grad for parameter in loaded.parameters())
     assert torch.allclose(
         loaded.features(pictures / 255), classifier.features(pictures / 255), atol=2e-3
     )
@@ -178,13 +183,17 @@ def test_no_pictures(classifier: AttributeClassifier) -> None:
 
 
 def test_the_shipped_classifier_meets_its_gate() -> None:
-    """All five right on 97 % of held-out scenes; on 120 here, the full figures are in the training report."""
+    """All five right on 97 % of held-out scenes; on 120 here, the full figures are in the training
+    report.
+    """
     pictures, attributes = held_out_scenes(120, seed=5)
     assert float(prompt_accuracy(load_classifier(), pictures, attributes).float().mean()) >= 0.97
 
 
 def test_the_shipped_features_tell_worse_pictures() -> None:
-    """Noise and blur that leave the attributes readable move the features, so that fidelity can see them."""
+    """Noise and blur that leave the attributes readable move the features, so that fidelity can see
+    them.
+    """
     pictures, _attributes = held_out_scenes(40, seed=6)
     pixels = pictures.float() / 255
     shipped = load_classifier()
@@ -204,8 +213,9 @@ def test_greedy_speculation_equals_greedy_decoding(
 ) -> None:
     """Token for token, in float32.
 
-    Where rounding between a forward of one node and of many changes a choice, the first difference must be a near-tie:
-    top-1 minus top-2 guided logit below 1e-4 under teacher forcing (docs/algorithms.md, section 6). This set has none.
+    Where rounding between a forward of one node and of many changes a choice, the first difference
+    must be a near-tie: top-1 minus top-2 guided logit below 1e-4 under teacher forcing
+    (docs/algorithms.md, section 6). This set has none.
     """
     greedy: dict[str, Any] = {"temperature": 0.0, "cfg_scale": GUIDANCE}
     captions = [item.caption() for item in HELD_OUT[:2]]

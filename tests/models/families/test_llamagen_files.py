@@ -1,4 +1,6 @@
-"""LlamaGen's files: layouts and back, sizes from shapes, and every way in which a file does not fit."""
+"""LlamaGen's files: layouts and back, sizes from shapes, and every way in which a file does not
+fit.
+"""
 
 from __future__ import annotations
 
@@ -68,10 +70,8 @@ def test_layout_round_trip_keeps_logits(model: LlamaGen, tmp_path: Path) -> None
     wanted = logits(first, model)
     ours: Any = golden_models.load(first).target
     converted = export(ours, key_map(ours, "hf"))
-    assert (
-        any(name.endswith("self_attn.k_proj.weight") for name in converted)
-        and "lm_head.weight" in converted
-    )
+    assert any(name.endswith("self_attn.k_proj.weight") for name in converted)
+    assert "lm_head.weight" in converted
     (tmp_path / "hf").mkdir()
     save_file(converted, tmp_path / "hf" / "model.safetensors")
     names = {"dim": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads"}
@@ -85,9 +85,8 @@ def test_layout_round_trip_keeps_logits(model: LlamaGen, tmp_path: Path) -> None
     assert torch.equal(logits(second, model), wanted)
     again: Any = golden_models.load(second).target
     back = export(again, key_map(again, "official"))
-    assert back.keys() == state.keys() and all(
-        torch.equal(back[name], state[name]) for name in state
-    )
+    assert back.keys() == state.keys()
+    assert all(torch.equal(back[name], state[name]) for name in state)
 
 
 def test_weights_load_in_the_requested_dtype(tmp_path: Path) -> None:
@@ -157,7 +156,8 @@ def test_checkpoints_of_another_stage_are_refused(sign: str, tmp_path: Path) -> 
         golden_models.load(wrong)
     for message in ("is of another stage", "6x6 grid (36 tokens)", "4x4"):
         assert message in caught.value.message
-    assert caught.value.exit_code == 2 and "\n" not in caught.value.message
+    assert caught.value.exit_code == 2
+    assert "\n" not in caught.value.message
     right = model_of(tmp_path / "right", state, C2I, grid=[6, 6])
     assert golden_models.load(right).grid == (6, 6)
 
@@ -183,7 +183,8 @@ def test_checkpoints_of_another_stage_are_refused(sign: str, tmp_path: Path) -> 
 def test_other_kinds_of_checkpoint_are_named(name: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         golden_models.load(model_of(tmp_path, {name: torch.ones(2, 2)}, C2I))
-    assert message in caught.value.message and "\n" not in caught.value.message
+    assert message in caught.value.message
+    assert "\n" not in caught.value.message
 
 
 def test_checkpoints_of_another_layout_or_kind_are_refused(tmp_path: Path) -> None:
@@ -254,9 +255,8 @@ def test_drafter_without_bias_loads(tmp_path: Path) -> None:
     drafter: Any = golden_models.load(model).drafter
     embedded, features = torch.randn(2, 1, 3, 48, generator=torch.Generator().manual_seed(1))
     wanted = torch.cat([embedded, features], dim=-1) @ state["fc.weight"].T
-    assert bias.abs().max() > 0 and torch.allclose(
-        drafter.fuse(embedded, features), wanted, atol=1e-6
-    )
+    assert bias.abs().max() > 0
+    assert torch.allclose(drafter.fuse(embedded, features), wanted, atol=1e-6)
     with_bias = tiny_llamagen.write_drafter(tmp_path / "other", T2I)
     torch.save(state, with_bias / "pytorch_model.bin")
     with pytest.raises(UserError, match=r"1 missing: fc\.bias"):
@@ -277,7 +277,9 @@ def test_drafter_without_bias_loads(tmp_path: Path) -> None:
 def test_published_drafters_rotate_with_base_10000(
     stated: dict[str, Any], base: float, tmp_path: Path
 ) -> None:
-    """The published code fixes the base; drafters trained here state `mask_padding` and follow their target."""
+    """The published code fixes the base; drafters trained here state `mask_padding` and follow
+    their target.
+    """
     folder = tiny_llamagen.write_drafter(tmp_path / "drafter", T2I, **stated)
     model = model_of(
         folder=tmp_path,
@@ -308,7 +310,9 @@ def test_rope_base_counts_and_rope_theta_beside_it_does_not(tmp_path: Path) -> N
 def test_heads_that_rotary_positions_cannot_turn_are_refused(
     heads: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Half of a head's pairs turn with the row, half with the column: its width must be a multiple of 4."""
+    """Half of a head's pairs turn with the row, half with the column: its width must be a multiple
+    of 4.
+    """
     model = model_of(
         folder=tmp_path,
         state=official_state(C2I),
@@ -319,7 +323,8 @@ def test_heads_that_rotary_positions_cannot_turn_are_refused(
     assert cli.main([*typed, "--out", str(tmp_path / "picture.png")]) == 2
     message = capsys.readouterr().err
     assert f"target.config.n_head: {heads}: gives heads of {48 // heads} numbers" in message
-    assert "internal" not in message and not (tmp_path / "picture.png").exists()
+    assert "internal" not in message
+    assert not (tmp_path / "picture.png").exists()
 
 
 @pytest.mark.parametrize(
@@ -354,7 +359,8 @@ def test_impossible_targets_are_refused(
         return
     with pytest.raises(UserError) as caught:
         golden_models.load(model)
-    assert message in caught.value.message and "\n" not in caught.value.message
+    assert message in caught.value.message
+    assert "\n" not in caught.value.message
 
 
 @pytest.mark.parametrize(
@@ -376,7 +382,8 @@ def test_usage_errors_write_nothing(
         cli.main(["generate", *typed, "--model", str(model), "--mode", "ar", "--out", str(out)])
         == 2
     )
-    assert message in capsys.readouterr().err and not out.exists()
+    assert message in capsys.readouterr().err
+    assert not out.exists()
 
 
 def test_relaxed_rules_need_a_codebook(tmp_path: Path) -> None:
@@ -389,11 +396,14 @@ def test_relaxed_rules_need_a_codebook(tmp_path: Path) -> None:
         lantern_bench.decode(model, "class 3", **relaxed)  # type: ignore[arg-type]
     for mode in ("speculative", "ar"):
         (image,) = lantern_bench.decode(model, "class 3", mode=mode)
-        assert image.picture is None and len(image.tokens)
+        assert image.picture is None
+        assert len(image.tokens)
 
 
 def test_published_sizes_match_the_paper() -> None:
-    """Parameters in millions, arXiv 2406.06525 table 1, and the key list of the text-conditional target."""
+    """Parameters in millions, arXiv 2406.06525 table 1, and the key list of the text-conditional
+    target.
+    """
     counted = {
         name: round(card.parameters / 1e6)
         for name, card in models().items()

@@ -1,4 +1,6 @@
-"""Lumina-mGPT 2.0 against its arithmetic written out (`tiny_lumina2`): logits, greedy pictures, pixels; its card."""
+"""Lumina-mGPT 2.0 against its arithmetic written out (`tiny_lumina2`): logits, greedy pictures,
+pixels; its card.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,8 @@ def test_agreement_with_the_arithmetic_written_out(name: str, tmp_path: Path) ->
     drawn = tiny.pixels(vq, shape, tokens[free]).permute(1, 2, 0)
     assert picture.shape == drawn.shape
     assert (picture - ((drawn.clamp(-1, 1) + 1) * 127.5)).abs().max() <= 1
-    # Weights with which these checks could fail: tokens differ, and pixels are not all black or white.
+    # Weights with which these checks could fail: tokens differ, and pixels are not all black or
+    # white.
     assert len(set(tokens[free].tolist())) > 2
     assert float(((picture > 0) & (picture < 255)).float().mean()) > 0.2
 
@@ -89,7 +92,8 @@ def test_check_model_passes_and_neighbours_are_of_its_own_codebook(tmp_path: Pat
     rows = torch.load(path.parent / "movqgan_270M.ckpt", weights_only=True)[
         "quantize.embedding.weight"
     ]
-    assert model.codebook is not None and torch.equal(model.codebook, rows)
+    assert model.codebook is not None
+    assert torch.equal(model.codebook, rows)
     distance = torch.cdist(rows, rows).fill_diagonal_(torch.inf)
     assert model.table(1)[: len(rows), 0].tolist() == distance.argmin(-1).tolist()
 
@@ -101,15 +105,15 @@ def test_pictures_become_tokens_with_row_ends(tmp_path: Path) -> None:
         256, (2, 8, 8, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8
     )
     tokens = model.pixels.tokens(pictures)
-    assert (
-        tokens.shape == (2, 20)
-        and (tokens[:, 4::5] == shape.codes).all()
-        and (tokens[:, :4] < shape.codes).all()
-    )
+    assert tokens.shape == (2, 20)
+    assert (tokens[:, 4::5] == shape.codes).all()
+    assert (tokens[:, :4] < shape.codes).all()
 
 
 def test_card_and_full_shape_are_the_published_ones() -> None:
-    """Bytes of the published shards: 4.96 + 4.98 + 4.42 + 1.40 GB in bfloat16; MoVQGAN 270M: 1.08 GB in float32."""
+    """Bytes of the published shards: 4.96 + 4.98 + 4.42 + 1.40 GB in bfloat16; MoVQGAN 270M: 1.08
+    GB in float32.
+    """
     card = model_of("lumina-mgpt2")
     assert (card.name, card.tokens, card.codes, card.mode) == (
         "lumina-mgpt2-7b",
@@ -117,12 +121,11 @@ def test_card_and_full_shape_are_the_published_ones() -> None:
         16384,
         "scd",
     )
-    assert (
-        card.defaults["cfg_scale"] == 4.0
-        and card.defaults["top_k"] == 4096
-        and card.licence == "Apache-2.0"
-    )
-    assert "768x768 px" in card.description and card.parameters is not None
+    assert card.defaults["cfg_scale"] == 4.0
+    assert card.defaults["top_k"] == 4096
+    assert card.licence == "Apache-2.0"
+    assert "768x768 px" in card.description
+    assert card.parameters is not None
     assert 2 * card.parameters == pytest.approx(15.76e9, abs=0.02e9)
     model: Any = meta_model("lumina-mgpt2-7b")
     assert model.drafter is None
@@ -132,14 +135,15 @@ def test_card_and_full_shape_are_the_published_ones() -> None:
         16384,
         171385,
     )
-    assert (
-        target.config.token_ids[:2] == (155000, 155001) and target.config.token_ids[16383] == 171383
-    )
+    assert target.config.token_ids[:2] == (155000, 155001)
+    assert target.config.token_ids[16383] == 171383
     counted = sum(parameter.numel() for parameter in model.pixels.model.parameters())
     assert 4 * counted == pytest.approx(1.08e9, abs=0.01e9)
     condition = model.condition(["a red lantern"])
     start = condition.values[0, 0][condition.valid[0, 0]].tolist()
-    assert start[0] == 151643 and start[-3] == 151665 and start[-2] == start[-1]
+    assert start[0] == 151643
+    assert start[-3] == 151665
+    assert start[-2] == start[-1]
     assert condition.values[0, 1][condition.valid[0, 1]].tolist() == start[-3:]
 
 
@@ -172,4 +176,5 @@ def test_model_files_that_cannot_be_are_refused(
     path.write_text(path.read_text().replace(old, new))
     with pytest.raises(UserError) as caught:
         model_of(str(path)).load(CPU, torch.float32).condition(["red lantern"])
-    assert message in caught.value.message and "\n" not in caught.value.message
+    assert message in caught.value.message
+    assert "\n" not in caught.value.message

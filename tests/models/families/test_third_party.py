@@ -42,7 +42,8 @@ def test_third_party_model_is_listed_and_generates(
     assert "\nstripes," in capsys.readouterr().out
     out = tmp_path / "picture.png"
     typed = ["generate", "dark", "--model", "stripes", "--mode", "lantern++", "--neighbours", "2"]
-    assert cli.main([*typed, "--out", str(out)]) == 0 and out.is_file()
+    assert cli.main([*typed, "--out", str(out)]) == 0
+    assert out.is_file()
     assert (
         cli.main(["generate", "green", "--model", "stripes", "--out", str(tmp_path / "other.png")])
         == 2
@@ -50,6 +51,7 @@ def test_third_party_model_is_listed_and_generates(
     assert "'green': unknown" in capsys.readouterr().err
     assert cli.main(["check-model", "stripes", "--format", "csv"]) == 0
     checked = capsys.readouterr().out
-    assert "\ntree,pass" in checked and "\nlogits,none" in checked
+    assert "\ntree,pass" in checked
+    assert "\nlogits,none" in checked
     assert cli.main(["generate", "--model", "stripes", "--random-weights", "--dry-run"]) == 2
     assert "need a model whose architecture is known" in capsys.readouterr().err

@@ -1,4 +1,6 @@
-"""Models that transformers hosts: our logits, greedy images and pixels against its own, from checkpoints it wrote."""
+"""Models that transformers hosts: our logits, greedy images and pixels against its own, from
+checkpoints it wrote.
+"""
 
 from __future__ import annotations
 
@@ -80,15 +82,12 @@ def test_agreement_with_transformers(family: str, name: str, tmp_path: Path) -> 
     )[0].tokens
     assert tokens.tolist() == wanted.tokens.tolist()
     pixels = model.draw(wanted.tokens[None])[0]
-    assert (
-        pixels.shape == wanted.pixels.shape
-        and (pixels.int() - wanted.pixels.int()).abs().max() <= 1
-    )
-    # Weights with which these checks could fail: tokens differ, and pixels are not all black or white.
-    assert (
-        len(set(tokens.tolist())) > 2
-        and float(((pixels > 0) & (pixels < 255)).float().mean()) > 0.2
-    )
+    assert pixels.shape == wanted.pixels.shape
+    assert (pixels.int() - wanted.pixels.int()).abs().max() <= 1
+    # Weights with which these checks could fail: tokens differ, and pixels are not all black or
+    # white.
+    assert len(set(tokens.tolist())) > 2
+    assert float(((pixels > 0) & (pixels < 255)).float().mean()) > 0.2
 
 
 @pytest.mark.parametrize("family", WRITERS)
@@ -151,7 +150,8 @@ def test_pictures_become_the_codes_that_transformers_finds(family: str, tmp_path
             ).image_tokens
             wanted = torch.stack([codes.flatten() for codes in official])
         else:
-            # Transformers' encoder does not scale latents and codes to unit length, as its decoder and the authors do.
+            # Transformers' encoder does not scale latents and codes to unit length, as its decoder
+            # and the authors do.
             latents = theirs.model.vqmodel.quant_conv(theirs.model.vqmodel.encoder(pixels)).permute(
                 0, 2, 3, 1
             )
@@ -163,7 +163,8 @@ def test_pictures_become_the_codes_that_transformers_finds(family: str, tmp_path
             ).argmin(-1)
     tokens = model.pixels.tokens(pictures)
     codes = tokens.reshape(2, model.grid[0], -1)[:, :, : model.grid[1]].flatten(1)
-    assert codes.tolist() == wanted.tolist() and len(set(codes.flatten().tolist())) > 2
+    assert codes.tolist() == wanted.tolist()
+    assert len(set(codes.flatten().tolist())) > 2
 
 
 def test_janus_prompts_equal_transformers_own(tmp_path: Path) -> None:
@@ -179,7 +180,8 @@ def test_janus_prompts_equal_transformers_own(tmp_path: Path) -> None:
     values = model.condition([" a red lantern "]).values[0]
     assert values[0].tolist() == wanted
     bare = [words.convert_tokens_to_ids(pad)] * (len(wanted) - 2)
-    assert values[1].tolist() == [wanted[0], *bare, wanted[-1]] and words.unk_token_id not in bare
+    assert values[1].tolist() == [wanted[0], *bare, wanted[-1]]
+    assert words.unk_token_id not in bare
 
 
 def test_emu3_prompts_state_the_size_and_the_faults(tmp_path: Path) -> None:
@@ -191,12 +193,11 @@ def test_emu3_prompts_state_the_size_and_the_faults(tmp_path: Path) -> None:
         for values, valid in zip(condition.values[0], condition.valid[0], strict=True)
     ]
     ends = "<|image start|> 4 * 5 <|image token|>"
-    assert texts[0].startswith("<|extra_203|> a red lantern ") and texts[0].endswith(ends)
-    assert (
-        texts[1].startswith("<|extra_203|> lowres ")
-        and texts[1].endswith(ends)
-        and "lantern" not in texts[1]
-    )
+    assert texts[0].startswith("<|extra_203|> a red lantern ")
+    assert texts[0].endswith(ends)
+    assert texts[1].startswith("<|extra_203|> lowres ")
+    assert texts[1].endswith(ends)
+    assert "lantern" not in texts[1]
 
 
 def test_both_namings_of_emu3_files_are_read(tmp_path: Path) -> None:
@@ -214,11 +215,9 @@ def test_both_namings_of_emu3_files_are_read(tmp_path: Path) -> None:
     save_file(state, path)
     again = model_of(str(tmp_path / "model.yaml")).load(CPU, FLOAT)
     assert again.target.transformer.output.weight.equal(model.target.transformer.output.weight)  # type: ignore[attr-defined]
-    assert (
-        again.codebook is not None
-        and model.codebook is not None
-        and again.codebook.equal(model.codebook)
-    )
+    assert again.codebook is not None
+    assert model.codebook is not None
+    assert again.codebook.equal(model.codebook)
 
 
 @pytest.mark.parametrize(
@@ -293,7 +292,8 @@ def test_impossible_configs_are_refused(
     (tmp_path / "model.yaml").write_text(f"family: {family}\ntarget: {{checkpoint: weights}}\n")
     with pytest.raises(UserError) as caught:
         model_of(str(tmp_path / "model.yaml")).load(CPU, FLOAT)
-    assert message in caught.value.message and "\n" not in caught.value.message
+    assert message in caught.value.message
+    assert "\n" not in caught.value.message
 
 
 def test_swish_is_another_name_of_silu(tmp_path: Path) -> None:
@@ -342,10 +342,8 @@ def test_cards_say_what_is_published() -> None:
     assert tokens == {"janus-pro-1b": 576, "janus-pro-7b": 576, "emu3-gen": 90 * 91}
     assert published["emu3-gen"].codes == 32768
     assert all(card.mode == "scd" for card in published.values())
-    assert (
-        "720x720 px" in published["emu3-gen"].description
-        and "384x384 px" in published["janus-pro-1b"].description
-    )
+    assert "720x720 px" in published["emu3-gen"].description
+    assert "384x384 px" in published["janus-pro-1b"].description
     # Parameters of the modules that are built, counted on the meta device.
     for name in published:
         parts = meta_model(name)

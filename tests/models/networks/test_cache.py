@@ -1,4 +1,6 @@
-"""The cache: tree nodes get the logits of a plain run of their path; attention reads the filled columns only."""
+"""The cache: tree nodes get the logits of a plain run of their path; attention reads the filled
+columns only.
+"""
 
 from __future__ import annotations
 
@@ -117,7 +119,8 @@ def test_guided_features_give_guided_logits(target: TransformerTarget) -> None:
     scores = session.score(*given)
     logits, features = session.score_guided(*given, 2.5)
     assert (logits - guide(scores.cond, scores.uncond, 2.5)).abs().max() < 1e-5
-    assert logits.dtype == torch.float32 and torch.equal(features, scores.features)
+    assert logits.dtype == torch.float32
+    assert torch.equal(features, scores.features)
 
 
 NODES = 9

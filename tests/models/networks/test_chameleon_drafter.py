@@ -1,4 +1,6 @@
-"""Chameleon's drafter against its layer written out, and its session against whole sequences without a cache."""
+"""Chameleon's drafter against its layer written out, and its session against whole sequences
+without a cache.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def loaded(folder: Path) -> tuple[TransformerTarget, EagleDrafter]:
 
 
 def written_out(state: dict[str, Tensor], words: Tensor, features: Tensor) -> Tensor:
-    """The published drafter, step by step, on one sequence: words int64 [n], features [n, dim] -> [n, dim]."""
+    """The published drafter, step by step, on one sequence: words int64 [n], features [n, dim] ->
+    [n, dim].
+    """
     x = (
         torch.cat([state["embed_tokens.weight"][words], features], dim=-1) @ state["fc.weight"].T
         + state["fc.bias"]
@@ -47,7 +51,9 @@ def written_out(state: dict[str, Tensor], words: Tensor, features: Tensor) -> Te
 
 @torch.no_grad()
 def test_drafts_equal_the_layer_written_out(folder: Path) -> None:
-    """Prompts of two lengths in one batch, guidance, then committed tokens, then a level of the tree."""
+    """Prompts of two lengths in one batch, guidance, then committed tokens, then a level of the
+    tree.
+    """
     target, drafter = loaded(folder)
     state = torch.load(folder / "drafter" / "pytorch_model.bin", weights_only=True)
     ids = torch.tensor(target.config.token_ids)

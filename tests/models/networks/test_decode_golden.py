@@ -1,4 +1,5 @@
-"""Logits and whole images against golden recordings, through `lantern_bench.decode` with a model file.
+"""Logits and whole images against golden recordings, through `lantern_bench.decode` with a model
+file.
 
 Reads the folder named by LANTERN_BENCH_GOLDEN (default tests/golden).
 """
@@ -45,7 +46,9 @@ def recorded(folder: Path, kind: str) -> tuple[LoadedModel, dict[str, Tensor], C
 
 
 def features(model: LoadedModel, embeddings: Tensor, mask: Tensor) -> list[Condition]:
-    """Caption features as the model takes them: padded in front, up to its prefix; a condition an image."""
+    """Caption features as the model takes them: padded in front, up to its prefix; a condition an
+    image.
+    """
     target: Any = model.target
     positions = target.cls_embedding.uncond_embedding.shape[0]
     conditions = []
@@ -177,7 +180,9 @@ def test_recorded_runs_may_have_two_steps_more() -> None:
 
 
 def seen_in_float32(visible: Tensor, n: int) -> Tensor:
-    """`prefix_seen` as in the LANTERN code in float32: padding sees what comes after it too, but no later padding."""
+    """`prefix_seen` as in the LANTERN code in float32: padding sees what comes after it too, but no
+    later padding.
+    """
     causal = torch.ones(n, n, dtype=torch.bool).tril()
     seen = causal & (visible[:, None, :n] == visible[:, :n, None])
     return seen | (~visible[:, :n, None] & ~causal & visible[:, None, :n])
@@ -187,7 +192,8 @@ def seen_in_float32(visible: Tensor, n: int) -> Tensor:
 def test_drafters_read_pad_rows_by_a_published_rule(
     prompt: str, whole: LoadedModel, expected: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whole runs with padded prompts, recorded by the published code in half precision or, as here, in float32.
+    """Whole runs with padded prompts, recorded by the published code in half precision or, as here,
+    in float32.
 
     `test_pad_rows` has the rule of half precision, which published drafters were trained with.
     """

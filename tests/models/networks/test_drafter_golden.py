@@ -72,7 +72,8 @@ def test_features_equal_the_recorded_ones(
 def states(
     drafter: EagleDrafter, recorded: dict[str, Tensor], number: int
 ) -> tuple[Any, DrafterLogits, Tensor]:
-    """The session in a state of the recording, reached through those before it; its drafts for the root; the root [1].
+    """The session in a state of the recording, reached through those before it; its drafts for the
+    root; the root [1].
 
     State 0 is behind the prefill, every other behind the tokens accepted since.
     """
@@ -137,7 +138,7 @@ def draft(
     target: Any = SimpleNamespace(device=root.device)
     drafting = StaticDrafting(decoding, target, 1)
     noise = torch.empty(1, drafting.noises)
-    proposer = Proposer(session=session, decoding=decoding, tokens=root, features=root, counts=root)
+    proposer = Proposer(session, decoding, tokens=root, features=root, counts=root)
     drafting.draft(
         DraftInputs(root=root, noise=noise, depth_limit=torch.tensor([64]), proposer=proposer)
     )
@@ -176,7 +177,9 @@ def test_static_levels_equal_the_recorded_ones(
 def test_distributions_equal_the_recorded_ones(
     key: str, drafter: EagleDrafter, recorded: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Drawing is random: the recorded draws are fed, level by level, and what they are drawn from is compared."""
+    """Drawing is random: the recorded draws are fed, level by level, and what they are drawn from
+    is compared.
+    """
     name = TREES[key.split(".")[1]]
     session, drafts, root = states(drafter, recorded, state_in(key))
     drawn = recorded[key + "group_tokens"].long()
@@ -196,4 +199,5 @@ def test_distributions_equal_the_recorded_ones(
 
 
 def test_recordings_have_both_kinds_of_tree() -> None:
-    assert keys_of("dynamic") and keys_of("static")
+    assert keys_of("dynamic")
+    assert keys_of("static")

@@ -271,7 +271,8 @@ def test_kernels_with_avx2_only() -> None:
     here, narrow = (
         [float(line) for line in text.split()] for text in (printed.getvalue(), done.stdout)
     )
-    assert len(here) == 15 and here == pytest.approx(narrow, rel=1e-12)
+    assert len(here) == 15
+    assert here == pytest.approx(narrow, rel=1e-12)
 
 
 @pytest.mark.parametrize("capability", ["DEFAULT", "AVX2"])

@@ -1,4 +1,6 @@
-"""Padded prefix positions, whose rows LlamaGen's published drafters read, against the published arithmetic."""
+"""Padded prefix positions, whose rows LlamaGen's published drafters read, against the published
+arithmetic.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def condition() -> Condition:
 
 
 def published_mask(valid: Tensor) -> Tensor:
-    """The LANTERN code's mask of a prefix in bfloat16, [B, 1, P, P]: two sums of very negative numbers."""
+    """The LANTERN code's mask of a prefix in bfloat16, [B, 1, P, P]: two sums of very negative
+    numbers.
+    """
     later = torch.full((PREFIX, PREFIX), torch.finfo(torch.float32).min).triu(1)
     padded = torch.zeros(valid.shape, dtype=torch.bfloat16).masked_fill(
         ~valid, torch.finfo(torch.bfloat16).min
@@ -47,19 +51,20 @@ def test_padding_sees_what_the_published_mask_lets_it_see() -> None:
     weights = published_mask(VALID).softmax(-1)[:, 0]
     seen = prefix_seen(VALID, PREFIX)
     assert torch.equal(seen, weights > 0)
-    assert seen[0, 3, :5].tolist() == [True, True, True, True, False] and not seen[0, 5, 3]
+    assert seen[0, 3, :5].tolist() == [True, True, True, True, False]
+    assert not seen[0, 5, 3]
 
 
 def test_prefix_features_equal_those_under_the_published_mask(target: TransformerTarget) -> None:
-    """Of both rows of guidance, padded rows too: conditional padding is zero, unconditional padding is not."""
+    """Of both rows of guidance, padded rows too: conditional padding is zero, unconditional padding
+    is not.
+    """
     both = torch.cat([VALID, VALID])
     wanted = target.transformer(target.prefix(condition(), guided=True), published_mask(both))
     features = target.session(len(VALID), guided=True, nodes=1).prefill(condition()).features
     assert (features - wanted).abs().max() < 1e-5
-    assert (
-        features[: len(VALID)][~VALID].abs().max() == 0
-        and features[len(VALID) :][~VALID].abs().max() > 0.1
-    )
+    assert features[: len(VALID)][~VALID].abs().max() == 0
+    assert features[len(VALID) :][~VALID].abs().max() > 0.1
 
 
 def test_training_features_follow_the_same_rule(target: TransformerTarget) -> None:
@@ -86,7 +91,8 @@ def test_only_drafters_that_read_padding_depend_on_it(target: TransformerTarget)
         torch.manual_seed(5)  # fresh layers draw from torch's own stream
         published = published_drafter(target.config, target).eval()
         ours = untrained_drafter(target).eval()
-    assert not published.mask_padding and ours.mask_padding
+    assert not published.mask_padding
+    assert ours.mask_padding
     features = target.session(len(VALID), guided=True, nodes=1).prefill(condition()).features
     moved = torch.where(torch.cat([VALID, VALID])[..., None], features, features + 1)
     root = torch.zeros(len(VALID), 1, dtype=torch.int64)

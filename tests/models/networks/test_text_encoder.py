@@ -71,12 +71,14 @@ def test_features_equal_transformers_padded_left(tmp_path, whole):
         wanted, mask = flipped(*by_transformers(folder, caption.lower()))
         assert torch.equal(valid[row], mask[0].bool())
         assert torch.allclose(values[row], wanted[0], atol=1e-6)
-    assert valid.sum(dim=1).tolist() == [6, 9] and values.dtype == torch.float32
+    assert valid.sum(dim=1).tolist() == [6, 9]
+    assert values.dtype == torch.float32
 
 
 def test_long_captions_are_truncated(t5, tmp_path):
     values, valid = source(t5, tmp_path, positions=5)(["the cat on the grass at the lake at dusk"])
-    assert values.shape == (1, 5, WIDTH) and valid.all()
+    assert values.shape == (1, 5, WIDTH)
+    assert valid.all()
 
 
 def test_captions_are_encoded_once_and_encoder_freed(t5, tmp_path, monkeypatch):
@@ -99,7 +101,8 @@ def test_captions_are_encoded_once_and_encoder_freed(t5, tmp_path, monkeypatch):
     # A later process finds what was kept.
     second = source(t5, tmp_path)
     assert list(second.prepare(CAPTIONS)) == []
-    assert torch.equal(second(CAPTIONS).values, first.values) and len(loads) == 1
+    assert torch.equal(second(CAPTIONS).values, first.values)
+    assert len(loads) == 1
     # Alone or in company, a caption has the same features.
     alone = source(t5, tmp_path / "other")(CAPTIONS[1:])
     assert torch.equal(alone.values[0], first.values[1])
@@ -122,7 +125,8 @@ def test_missing_encoder_error_names_the_fix():
         for use in (prompts.prepare, prompts.condition):
             with pytest.raises(RefusedError, match="needs its text encoder") as caught:
                 use(CAPTIONS)
-        assert caught.value.exit_code == 3 and "\n" not in caught.value.message
+        assert caught.value.exit_code == 3
+        assert "\n" not in caught.value.message
         return str(caught.value.advice)
 
     assert "weights get llamagen-t2i-stage1" in refused("llamagen-t2i-stage1")
@@ -145,7 +149,8 @@ def test_other_folders_are_refused_in_one_line(t5, tmp_path):
     def refused(folder):
         with pytest.raises(UserError) as caught:
             source(folder, tmp_path / "cache")(CAPTIONS)
-        assert "\n" not in caught.value.message and str(folder) in caught.value.message
+        assert "\n" not in caught.value.message
+        assert str(folder) in caught.value.message
         return caught.value.message
 
     def copy(name):

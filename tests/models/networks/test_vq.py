@@ -1,4 +1,6 @@
-"""The tokenizer against recordings of the official LlamaGen: encode, look up, decode; and its sizes."""
+"""The tokenizer against recordings of the official LlamaGen: encode, look up, decode; and its
+sizes.
+"""
 
 from __future__ import annotations
 

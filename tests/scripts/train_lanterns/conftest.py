@@ -1,4 +1,6 @@
-"""Scenes are painted in small chunks: a chunk is painted whole, however few of its scenes a test asks for."""
+"""Scenes are painted in small chunks: a chunk is painted whole, however few of its scenes a test
+asks for.
+"""
 
 from __future__ import annotations
 

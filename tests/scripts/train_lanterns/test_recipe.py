@@ -1,4 +1,6 @@
-"""The recipe part by part, and its quality gates, with models and data so small that a step takes milliseconds."""
+"""The recipe part by part, and its quality gates, with models and data so small that a step takes
+milliseconds.
+"""
 
 from __future__ import annotations
 
@@ -120,14 +122,19 @@ def test_parts_train_in_the_order_of_their_needs(family: Path) -> None:
     path = family / "weights" / FILES["tokenizer"]
     entry = entries["tokenizer"]
     assert {value.dtype for value in load_file(path).values()} == {torch.float16}
-    assert entry["steps"] == 3 and len(entry["losses"]) == 3 and entry["settings"]["lr"] == 1.5e-3
+    assert entry["steps"] == 3
+    assert len(entry["losses"]) == 3
+    assert entry["settings"]["lr"] == 1.5e-3
     assert set(entry["figures"]) == {"psnr_db", "codes_used"}
-    assert entry["weights_sha256"] == file_sha256(path) and entry["versions"]["torch"]
+    assert entry["weights_sha256"] == file_sha256(path)
+    assert entry["versions"]["torch"]
     assert str(family) not in json.dumps(entry)
 
 
 def test_resumed_part_equals_an_uninterrupted_one(family: Path, tmp_path: Path) -> None:
-    """The same seed gives the same weights, with and without an interruption; another seed gives others."""
+    """The same seed gives the same weights, with and without an interruption; another seed gives
+    others.
+    """
 
     def interrupt(event: TrainEvent) -> None:
         if event.step == 2:
@@ -222,11 +229,9 @@ def test_usage_errors_are_raised_before_anything_is_made(
     arguments = [argument.replace("OUT", out) for argument in arguments]
     assert main(["--work", str(tmp_path / "work"), *arguments]) == code
     printed = capsys.readouterr()
-    assert (
-        message.replace("OUT", out) in printed.err
-        and "Traceback" not in printed.err
-        and not printed.out
-    )
+    assert message.replace("OUT", out) in printed.err
+    assert "Traceback" not in printed.err
+    assert not printed.out
     assert list(tmp_path.iterdir()) == []
 
 
@@ -245,7 +250,8 @@ def test_command_reports_what_it_wrote_and_replaced(
         assert main(command) == 0
         printed = capsys.readouterr().err
         assert f"tokenizer: {word} {tmp_path / 'out' / FILES['tokenizer']}" in printed
-        assert "tokenizer: 1 steps in" in printed and "training the tokenizer: 100%" in printed
+        assert "tokenizer: 1 steps in" in printed
+        assert "training the tokenizer: 100%" in printed
 
 
 @torch.no_grad()
@@ -267,7 +273,8 @@ def test_teacher_forced_gates_match_a_plain_forward(
     )
     assert gates["held-out NLL, nats a token"].value == pytest.approx(float(nll), rel=1e-4)
     accuracy = gates["prompt accuracy of AR samples"].observations
-    assert accuracy is not None and accuracy.prompts == [item.caption() for item in HELD_OUT[:3]]
+    assert accuracy is not None
+    assert accuracy.prompts == [item.caption() for item in HELD_OUT[:3]]
 
 
 @torch.no_grad()
@@ -309,7 +316,8 @@ def test_retrieval_counts_pictures_that_find_their_caption() -> None:
             return torch.eye(len(captions))
 
     (gate,) = Evaluation(Path(), Half(), CPU).measure(["clip"])
-    assert gate.value == 0.5 and gate.passed is False
+    assert gate.value == 0.5
+    assert gate.passed is False
 
 
 def test_gate_between_two_bounds() -> None:
@@ -337,7 +345,10 @@ def test_evaluate_prints_the_table_and_exits_with_5(
         part for part, count in counts.items() for _ in range(count)
     ]
     wanted = [">= 28", ">= 0.95", ">= 0.97", ">= 0.93", ">= 0.7", ">= 0.8"]
-    assert [row["wanted"] for row in rows][:6] == wanted and rows[0]["met"] == "NO"
+    assert [row["wanted"] for row in rows][:6] == wanted
+    assert rows[0]["met"] == "NO"
     accuracy = next(row for row in rows if row["bar"] == "prompt accuracy of AR samples")
-    assert accuracy["met"] == "NO" and accuracy["low"] <= accuracy["measured"]
-    assert "PSNR on held-out scenes, dB" in printed.err and "quality gates failed" in printed.err
+    assert accuracy["met"] == "NO"
+    assert accuracy["low"] <= accuracy["measured"]
+    assert "PSNR on held-out scenes, dB" in printed.err
+    assert "quality gates failed" in printed.err

@@ -26,7 +26,8 @@ def test_pictures_are_uint8_and_reproducible_by_seed() -> None:
     first = render(some, 7)
     second = render(some, 7)
     other = render(some, 8)
-    assert first.shape == (len(some), SIZE, SIZE, 3) and first.dtype == np.uint8
+    assert first.shape == (len(some), SIZE, SIZE, 3)
+    assert first.dtype == np.uint8
     assert np.array_equal(first, second)
     assert not np.array_equal(first, other)
     pictures = render([ALL_ATTRIBUTES[0]] * 2, 3).astype(int)
@@ -36,7 +37,9 @@ def test_pictures_are_uint8_and_reproducible_by_seed() -> None:
 
 @pytest.mark.parametrize("colour", range(len(FIELDS["colour"])), ids=FIELDS["colour"])
 def test_lanterns_have_their_colour(colour: int) -> None:
-    """Under every sky and over every ground the body has its hue; a white one has little colour and much light."""
+    """Under every sky and over every ground the body has its hue; a white one has little colour and
+    much light.
+    """
     asked = [
         Attributes(count=0, shape=0, colour=colour, ground=ground, sky=sky)
         for ground in range(4)
@@ -47,10 +50,12 @@ def test_lanterns_have_their_colour(colour: int) -> None:
         most = max(red, green, blue)
         least = min(red, green, blue)
         if FIELDS["colour"][colour] == "white":
-            assert least > 0.6 and most - least < 0.2
+            assert least > 0.6
+            assert most - least < 0.2
         else:
             away = abs(360 * rgb_to_hsv(red, green, blue)[0] - HUES[FIELDS["colour"][colour]])
-            assert most - least > 0.3 and min(away, 360 - away) < 20
+            assert most - least > 0.3
+            assert min(away, 360 - away) < 20
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
@@ -82,7 +87,8 @@ def test_scene_cache_is_used_only_when_it_matches(tmp_path: Path) -> None:
     first = scene_set(among=TRAIN, n=12, seed=4, cache=cache)
     written = cache.stat().st_mtime_ns
     again = scene_set(among=TRAIN, n=9, seed=4, cache=cache)
-    assert np.array_equal(again.pixels, first.pixels[:9]) and cache.stat().st_mtime_ns == written
+    assert np.array_equal(again.pixels, first.pixels[:9])
+    assert cache.stat().st_mtime_ns == written
     other = scene_set(among=TRAIN, n=9, seed=5, cache=cache)
     assert not np.array_equal(other.pixels, again.pixels)
     assert np.array_equal(scene_set(among=TRAIN, n=9, seed=5, cache=cache).pixels, other.pixels)

@@ -93,7 +93,8 @@ def test_clip_is_small_and_open_clip_loads_its_folder(pool: Pool, tmp_path: Path
     assert sum(parameter.numel() for parameter in task.module.parameters()) <= 5_000_000
     loss, parts = task.loss(generator())
     loss.backward()
-    assert torch.isfinite(loss) and 0 <= float(parts["top1"]) <= 1
+    assert torch.isfinite(loss)
+    assert 0 <= float(parts["top1"]) <= 1
     save_clip(task.clip, tmp_path / "clip")
     loaded, _, _ = open_clip.create_model_and_transforms(f"local-dir:{tmp_path / 'clip'}")
     pixels = pool.pixels[:4].float() / 127.5 - 1
@@ -132,7 +133,9 @@ def test_degrade_is_reproducible_and_stays_in_range(pool: Pool) -> None:
     pixels = pool.pixels[:40].float() / 255
     first, second = (degrade(pixels, generator(4)) for _ in range(2))
     assert torch.equal(first, second)
-    assert first.shape == pixels.shape and float(first.min()) >= 0 and float(first.max()) <= 1
+    assert first.shape == pixels.shape
+    assert float(first.min()) >= 0
+    assert float(first.max()) <= 1
     changed = (first - pixels).abs().amax((1, 2, 3)) > 0
     assert 20 < int(changed.sum()) <= 40
     assert not torch.equal(first, degrade(pixels, generator(5)))

@@ -54,7 +54,8 @@ def test_dead_codes_are_revived_from_the_batch(scenes: SceneSet) -> None:
     task._use[:10] = 0.0
     task.after_step(2, generator)
     changed = (task.model.quantize.embedding.weight != before).any(dim=1)
-    assert changed[:10].all() and task.state_dict()["use"][:10].eq(1.0).all()
+    assert changed[:10].all()
+    assert task.state_dict()["use"][:10].eq(1.0).all()
 
 
 def test_resumed_training_revives_the_same_codes(

@@ -4,7 +4,7 @@ import torch
 
 from lantern_bench.decoding.drafting.draft_method import DraftMethod
 from lantern_bench.decoding.sampling import draw_without_replacement, most_probable
-from lantern_bench.decoding.tree import StaticTree
+from lantern_bench.decoding.tree import chain
 
 
 class Echo(DraftMethod):
@@ -18,7 +18,9 @@ class Echo(DraftMethod):
         self.depth = length
         self.noises = length
         self.greedy = decoding.greedy
-        self.chain = StaticTree.of([(0,) * depth for depth in range(1, length + 1)], target.device)
+        self.chain = chain(length, target.device)
+        q = torch.zeros(batch, self.nodes, target.vocab_size, device=target.device)
+        self.tree = self.chain.allocate(batch, None if decoding.greedy else q)
         self.last = torch.zeros(batch, target.vocab_size, device=target.device)
 
     def start_images(self, p):
@@ -26,19 +28,16 @@ class Echo(DraftMethod):
 
     def after_step(self, step):
         end = step.path.gather(1, step.accepted[:, None])
-        self.last.copy_(
-            step.p.gather(1, end[:, :, None].expand(-1, -1, step.p.shape[2])).squeeze(1)
-        )
+        rows = end[:, :, None].expand(-1, -1, step.p.shape[2])
+        self.last.copy_(step.p.gather(1, rows).squeeze(1))
 
     def draft(self, inputs):
         q = self.last[:, None].expand(-1, self.depth, -1).contiguous()
-        drawn, able = (
-            most_probable(q, 1) if self.greedy else draw_without_replacement(q, 1, inputs.noise)
-        )
+        if self.greedy:
+            drawn, able = most_probable(q, 1)
+        else:
+            drawn, able = draw_without_replacement(q, 1, inputs.noise)
         tokens = torch.cat([inputs.root[:, None], drawn.squeeze(2)], dim=1)
         valid = torch.nn.functional.pad(able.squeeze(2), (1, 0), value=True)
-        return tokens, None if self.greedy else torch.nn.functional.pad(q, (0, 0, 0, 1)), valid
-
-    def tree(self, drafted):
-        tokens, q, valid = drafted
-        return self.chain.draft(tokens, q, valid)
+        q_of_nodes = torch.nn.functional.pad(q, (0, 0, 0, 1))
+        self.tree.copy_(self.chain.draft(tokens, q_of_nodes, valid))

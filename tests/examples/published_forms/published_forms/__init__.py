@@ -6,7 +6,9 @@ from lantern_bench.methods.draftings import JACOBI, PAC
 
 
 def problem(values):
-    """Return the key and the sentence of a value with which the published code does not differ; None: it does."""
+    """Return the key and the sentence of a value with which the published code does not differ;
+    None: it does.
+    """
     for key, only in (("coupling", "maximal"), ("initial", "uniform")):
         if values[key] != only:
             return key, f"the published code differs only with {key} {only}"

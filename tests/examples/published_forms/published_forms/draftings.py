@@ -1,8 +1,8 @@
 """Jacobi drafting as its authors coded it where that is not lossless, for comparison and audit.
 
-SCD: arXiv 2510.24211 and github.com/junhyukso/SCD, its code for Lumina and Janus. SJD-PAC: arXiv 2603.18599 and
-github.com/KangJialiang/SJD-PAC at 4fbc099. docs/algorithms.md, sections 8.2 and 8.3, have the smallest examples that
-show the difference.
+SCD: arXiv 2510.24211 and github.com/junhyukso/SCD, its code for Lumina and Janus. SJD-PAC: arXiv
+2603.18599 and github.com/KangJialiang/SJD-PAC at 4fbc099. docs/algorithms.md, sections 8.2 and 8.3,
+have the smallest examples that show the difference.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lantern_bench.decoding.acceptance.verify import (
     verdict_of,
 )
 from lantern_bench.decoding.drafting.draft_method import DraftInputs, LastStep
-from lantern_bench.decoding.drafting.jacobi import JacobiDraft, JacobiDrafting, couple
+from lantern_bench.decoding.drafting.jacobi import JacobiDrafting, couple
 from lantern_bench.decoding.drafting.pac import PacDrafting
 from lantern_bench.decoding.protocol import Target
 from lantern_bench.decoding.sampling import sample
@@ -35,22 +35,25 @@ class PublishedScd(JacobiDrafting):
 
     reads_last_drafts = True
 
-    def draft(self, inputs: DraftInputs) -> JacobiDraft:
-        """Draft with the right probabilities, and verify with the old rows where a draft comes out as before."""
-        drafted = super().draft(inputs)
-        x = drafted.tokens[:, 1:, None]
-        source = (self._ahead[:-1] + self._moved[:, None])[:, :, None]
+    def draft(self, inputs: DraftInputs) -> None:
+        """Draft with the right probabilities; a draft that stays is verified with its old row."""
+        super().draft(inputs)
+        x = self.tree.tokens[:, 1:, None]
+        source = (self._ahead[:-1] + self._committed[:, None])[:, :, None]
         stays = (source < self.depth) & (x == self._old[:, :, None])
         q = torch.where(source > self.depth, (self._codes == x).float(), self._q)
         self._q.copy_(torch.where(stays, self._old_q, q))
-        return drafted
 
 
 class PublishedSjdPac(PacDrafting):
-    """SJD-PAC as its authors coded it, with p the target's new answer, q what a draft was drawn from, r the old answer.
+    """SJD-PAC as its authors coded it.
 
-    - Each candidate is accepted by itself, and the longest accepted path wins; a uniform token follows a whole window.
-    - A rejected first candidate that has siblings is redrawn from the residual that all of them leave.
+    p is the target's new answer, q the distribution a draft was drawn from, r the old answer.
+
+    - Each candidate is accepted by itself, and the longest accepted path wins; a uniform token
+      follows a whole window.
+    - A rejected first candidate that has siblings is redrawn from the residual that all of them
+      leave.
     - Siblings are drawn from norm(max(r - q, 0)) and verified as draws from r.
     - The p behind the last draft is not reused.
 
@@ -68,11 +71,11 @@ class PublishedSjdPac(PacDrafting):
         """Also keep what the first candidates and their siblings will be drawn from."""
         branching = self._branching
         nodes = self._reused(step)
-        x = step.tree.tokens[:, self._onward[0, 1:]]
+        x = self._first_drafts()
         images, columns = self._further(step.accepted + 1, self.depth - 1)
         p = step.p[images, nodes[:, :-1]]
-        _, acceptance = accept_tree(step.tree, step.p, BoundRule(STRICT))
-        rows = step.tree.layout.slots[nodes[:, :branching]] * len(x) + images
+        _, acceptance = accept_tree(self.tree, step.p, BoundRule(STRICT))
+        rows = self.tree.layout.slots[nodes[:, :branching]] * len(x) + images
         by_all = acceptance.bonus_distribution(rows.flatten(), p[:, :branching].flatten(0, 1))
         alone = (p - self._q).clamp_min(0.0)
         residual = torch.cat([by_all.view_as(self._stayed_q), alone[:, branching:]], dim=1)
@@ -80,12 +83,14 @@ class PublishedSjdPac(PacDrafting):
         super().after_step(step)
         self._coupled_q.copy_(coupled[images, columns])
         self._stayed_q.copy_(alone[images, columns[:, :branching]])
-        self._moved.add_(1)  # one row less is reused
+        self._committed.add_(1)  # one row less is reused
 
     def sibling_q(self, first: Tensor) -> Tensor:
-        """Return norm(max(r - q, 0)) where a first candidate stayed, and what all left where it was rejected."""
+        """Return norm(max(r - q, 0)) where a first candidate stayed, and what all left where it was
+        rejected.
+        """
         branching = self._branching
-        fresh = self._ahead[:branching] + self._moved[:, None] > self.depth
+        fresh = self._ahead[:branching] + self._committed[:, None] > self.depth
         old = self._old[:, :branching]
         rejected_q = self._coupled_q[:, :branching].scatter(2, old[:, :, None], 0.0)
         reused = torch.where((first == old)[:, :, None], self._stayed_q, rejected_q)
@@ -96,16 +101,30 @@ class PublishedSjdPac(PacDrafting):
         tree: DraftTree,
         target_probs: Tensor,
         rule: BoundRule,
+        *,
         uniforms: Tensor,
         noise: Tensor,
-        *limits: Any,
+        **limits: Any,
     ) -> Verdict:
         """Accept each candidate by itself; arguments as of `verify` in acceptance/verify.py."""
-        offered, acceptance = accept_tree(tree, target_probs, rule, *limits)
+        offered, acceptance = accept_tree(tree, target_probs, rule, **limits)
         end, path = longest_path(
             tree, offered, tree.by_node(tree.rows(uniforms) < acceptance.accept)
         )
-        next_probs = bonus_distribution(tree, offered, acceptance, target_probs, end)
+        next_probs = bonus_distribution(
+            tree=tree,
+            offered=offered,
+            acceptance=acceptance,
+            target_probs=target_probs,
+            end=end,
+        )
         next_probs = torch.where(path[:, -1:] >= 0, self._uniform, next_probs)
         no_mass = torch.zeros_like(offered, dtype=noise.dtype)
-        return verdict_of(tree, offered, path, no_mass, next_probs, sample(next_probs, noise))
+        return verdict_of(
+            tree,
+            offered,
+            path,
+            mass_tried=no_mass,
+            next_probs=next_probs,
+            bonus=sample(next_probs, noise),
+        )

@@ -22,16 +22,16 @@ from lantern_bench.devices.threads import prepare_environment
 from lantern_bench.storage.records import check_same_run
 from lantern_bench.storage.run_directory import done_images
 from lantern_bench.storage.run_store import RunStore
-from lantern_bench.sweep.events import ImageDone, Started
-from lantern_bench.sweep.processes import WorkerEndedError, events_of
-from lantern_bench.sweep.request import DEFAULT_CLUSTER, Request
+from lantern_bench.sweeps.events import ImageDone, Started
+from lantern_bench.sweeps.processes import WorkerEndedError, events_of
+from lantern_bench.sweeps.request import DEFAULT_CLUSTER, Request
 from lantern_bench.utils import signals
-from lantern_bench.utils.clock import now, settle_garbage, stamp
+from lantern_bench.utils.clock import collect_garbage, now, stamp
 from lantern_bench.utils.errors import LanternError, RecordsFailedError, RefusedError
 from lantern_bench.utils.progress import Emit, Note
 
 if TYPE_CHECKING:
-    from lantern_bench.sweep.decoder import Decoder, Result
+    from lantern_bench.sweeps.decoder import Decoder, Result
 
 
 # prompts of a shard at most: each shard encodes its captions at once, and a lost worker costs a
@@ -190,8 +190,8 @@ class Worker:
 
         from lantern_bench.devices import machine
         from lantern_bench.devices.machine import device_columns, machine_block
-        from lantern_bench.sweep import choose_threads, runner
-        from lantern_bench.sweep.runner import key_fields
+        from lantern_bench.sweeps import choose_threads, runner
+        from lantern_bench.sweeps.runner import key_fields
 
         settings = request.experiment.settings
         notes = list[Any]()
@@ -222,8 +222,8 @@ class Worker:
         """Yield the images of a shard whose `order_index` is in `missing`, then the session of this worker."""
         import torch
 
-        from lantern_bench.sweep.decoder import Decoder
-        from lantern_bench.sweep.runner import prepare_models
+        from lantern_bench.sweeps.decoder import Decoder
+        from lantern_bench.sweeps.runner import prepare_models
 
         if self.compute.device.type == "cpu":
             torch.set_num_threads(threads)
@@ -241,7 +241,7 @@ class Worker:
                 repeat_disturbed=self.repeat_disturbed,
             )
             yield from self.decoder.warm_up(batches)
-            settle_garbage()
+            collect_garbage()
         self.decoder.session["prepare_seconds"] += prepare_seconds
         for batch in batches:
             yield from self.decoder.decode(
@@ -454,7 +454,7 @@ class RayDriver:
 
     def _admit(self, worker: WorkerHandle, ready: Ready) -> None:
         """Open the session of a worker that has loaded the models; for the first of them also the store."""
-        from lantern_bench.sweep.runner import open_session
+        from lantern_bench.sweeps.runner import open_session
 
         if not self._is_open:
             self._open(ready)
@@ -480,7 +480,7 @@ class RayDriver:
         """Open the store and divide the missing images into shards."""
         request = self._request
         tasks = self._request.plan.tasks
-        self._store = store = RunStore(request.folder, request.experiment, ready.key)
+        self._store = store = RunStore.open(request.folder, request.experiment, ready.key)
         self._is_open = True
         self._threads = store.threads or self._settings.threads or ready.block["threads"]
         started = store.manifest.get("started", stamp())

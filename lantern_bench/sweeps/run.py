@@ -5,8 +5,8 @@ from __future__ import annotations
 from lantern_bench.devices.threads import prepare_environment
 from lantern_bench.metrics.protocols import EMBEDDED
 from lantern_bench.storage.run_directory import done_images
-from lantern_bench.sweep.events import Event
-from lantern_bench.sweep.request import Request
+from lantern_bench.sweeps.events import Event
+from lantern_bench.sweeps.request import Request
 from lantern_bench.utils import signals
 from lantern_bench.utils.errors import RecordsFailedError
 from lantern_bench.utils.progress import Emit, Note
@@ -48,15 +48,15 @@ def _decode_and_score(request: Request, emit: Emit) -> int:
 
         scorers = load_scorers_of(request, device)
     if request.ray is not None:
-        from lantern_bench.sweep.ray_cluster import decode_on_ray
+        from lantern_bench.sweeps.ray_cluster import decode_on_ray
 
         failed = decode_on_ray(request, emit)
     elif settings.processes == 1:
-        from lantern_bench.sweep.runner import decode_missing
+        from lantern_bench.sweeps.runner import decode_missing
 
         failed = decode_missing(request, emit)
     else:
-        from lantern_bench.sweep.processes import decode_in_processes
+        from lantern_bench.sweeps.processes import decode_in_processes
 
         failed = decode_in_processes(request, emit)
     if metrics == {"speed"} or not done_images(request.folder):

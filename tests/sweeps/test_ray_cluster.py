@@ -1,6 +1,8 @@
-"""Sweeps on a real Ray cluster of this machine: tokens of a local run, lost nodes and workers, a lost head.
+"""Sweeps on a real Ray cluster of this machine: tokens of a local run, lost nodes and workers, a
+lost head.
 
-The workers find the tables of `tests/helpers/tiny_model.py` through an entry point; images take some hundredths of a second.
+The workers find the tables of `tests/helpers/tiny_model.py` through an entry point; images take
+some hundredths of a second.
 """
 
 from __future__ import annotations
@@ -26,9 +28,9 @@ from lantern_bench.config.settings import Overrides
 from lantern_bench.models import registry
 from lantern_bench.prompts.prompt import Prompt
 from lantern_bench.storage.run_directory import read_manifest, read_records
-from lantern_bench.sweep import ray_cluster
-from lantern_bench.sweep.ray_cluster import DeviceSlot, missing_of, shards_of, slots_of
-from lantern_bench.sweep.request import prepare
+from lantern_bench.sweeps import ray_cluster
+from lantern_bench.sweeps.ray_cluster import DeviceSlot, missing_of, shards_of, slots_of
+from lantern_bench.sweeps.request import prepare
 from lantern_bench.utils.errors import RefusedError, UserError
 from tests.faults.child import install
 from tests.helpers.tiny_model import EXPERIMENT, PROMPTS, TinyModel
@@ -47,7 +49,9 @@ CELLS = 6
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder with the experiment and with the family as an installed package, known to the nodes of clusters."""
+    """A folder with the experiment and with the family as an installed package, known to the nodes
+    of clusters.
+    """
     folder = tmp_path_factory.mktemp("ray")
     install(folder, EXPERIMENT)
     with pytest.MonkeyPatch.context() as patch:
@@ -162,11 +166,13 @@ def test_a_cluster_makes_the_images_of_a_local_run(
         assert words in output
     assert tokens(home / "whole") == local
     rows = lines(home / "whole")
-    assert len(rows) == IMAGES * CELLS and {row["process"] for row in rows} == {0, 1}
+    assert len(rows) == IMAGES * CELLS
+    assert {row["process"] for row in rows} == {0, 1}
     assert all(row["device"] and row["device_id"] and row["status"] == "ok" for row in rows)
     check_pairs(rows)
     manifest = read_manifest(home / "whole")
-    assert manifest["engine"] == "ray" and manifest["threads"] == 1
+    assert manifest["engine"] == "ray"
+    assert manifest["threads"] == 1
     assert [(session["process"], session["complete"]) for session in manifest["sessions"]] == [
         (0, True),
         (1, True),
@@ -204,13 +210,12 @@ def test_of_two_nodes_one_is_killed_and_no_image_lost(
     # The images of the shard that the node had begun were made again, all of them, and replaced.
     again = Counter(row["record_key"] for row in lines(folder))
     replaced = [row for row in lines(folder) if again[row["record_key"]] == 2]
-    assert (
-        max(again.values()) <= 2
-        and len({(row["prompt_id"], row["repeat"]) for row in replaced}) <= 1
-    )
+    assert max(again.values()) <= 2
+    assert len({(row["prompt_id"], row["repeat"]) for row in replaced}) <= 1
     assert all(local[row["record_key"]] == row["tokens_sha256"] for row in replaced)
     sessions = read_manifest(folder)["sessions"]
-    assert ["lost" in session for session in sessions].count(True) == 1 and len(sessions) == 2
+    assert ["lost" in session for session in sessions].count(True) == 1
+    assert len(sessions) == 2
 
 
 @pytest.mark.long
@@ -223,9 +228,8 @@ def test_a_shard_that_loses_every_worker_fails_alone(home: Path, cluster: Cluste
     rows = read_records(home / "failed")
     assert code == 4 and "1 of 3 images failed" in output, output
     failed = [row for row in rows if row["status"] == "failed"]
-    assert {row["prompt"] for row in failed} == {PROMPTS[1]} and "lost 3 workers" in failed[0][
-        "error"
-    ]
+    assert {row["prompt"] for row in failed} == {PROMPTS[1]}
+    assert "lost 3 workers" in failed[0]["error"]
     assert {row["prompt"] for row in rows if row["status"] == "ok"} == {PROMPTS[0], PROMPTS[2]}
     # Two devices lost three workers, so one at least was replaced.
     sessions = read_manifest(home / "failed")["sessions"]
@@ -240,7 +244,8 @@ def test_several_processes_share_a_device_one_after_the_other(home: Path, cluste
     )
     assert code == 0, output
     counts = Counter(row["process"] for row in read_records(home / "dealt"))
-    assert sum(counts.values()) == 6 and len(counts) >= 3
+    assert sum(counts.values()) == 6
+    assert len(counts) >= 3
 
 
 @pytest.mark.long
@@ -249,7 +254,9 @@ def test_an_error_of_a_worker_is_the_error_of_the_command(
 ) -> None:
     before = lines(home / "local")
     code, output = sweep(home, "local", *on(cluster), "--set", "neighbour_space=normalised")
-    assert code == 3 and "cannot resume local" in output and "Traceback" not in output
+    assert code == 3
+    assert "cannot resume local" in output
+    assert "Traceback" not in output
     assert lines(home / "local") == before
 
 
@@ -266,16 +273,13 @@ def test_a_lost_or_restarted_head_is_refused_and_the_run_resumed(
         other.head_node.start_gcs_server()
     output = started.communicate(timeout=300)[1]
     assert started.returncode == 3, output
-    assert (
-        "the Ray cluster is lost: its head has ended or was started again" in output
-        and "Traceback" not in output
-    )
+    assert "the Ray cluster is lost: its head has ended or was started again" in output
+    assert "Traceback" not in output
     finished = tokens(folder)
-    assert (
-        f"{len(finished)} images are kept in {folder.name}" in output
-        and "the same command continues" in output
-    )
-    assert finished.items() <= local.items() and len(finished) < len(local)
+    assert f"{len(finished)} images are kept in {folder.name}" in output
+    assert "the same command continues" in output
+    assert finished.items() <= local.items()
+    assert len(finished) < len(local)
     code, output = sweep(home, folder.name, *on(cluster))
     assert code == 0 and f"{len(finished)} images kept" in output, output
     assert tokens(folder) == local
@@ -291,7 +295,8 @@ def test_ctrl_c_keeps_the_images_and_frees_the_devices(
     started.send_signal(signal.SIGINT)
     output = started.communicate(timeout=60)[1]
     finished = tokens(home / "stopped")
-    assert started.returncode == 130 and "Traceback" not in output
+    assert started.returncode == 130
+    assert "Traceback" not in output
     assert f"interrupted: {len(finished)} of {IMAGES * CELLS} images are done" in output
     assert all(session["ended"] for session in read_manifest(home / "stopped")["sessions"])
     code, output = sweep(home, "stopped", *on(cluster))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from lantern_bench.config.plan import ImageTask
 from lantern_bench.devices.threads import DISTURBED
-from lantern_bench.utils.progress import Note, Share
+from lantern_bench.utils.progress import Note, ProgressEvent
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -38,7 +38,7 @@ class ImageDone(NamedTuple):
         return bool(self.record["status"] != "ok")
 
 
-Event: TypeAlias = Note | Share | Started | ImageDone
+Event: TypeAlias = Note | ProgressEvent | Started | ImageDone
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from lantern_bench.devices.threads import DISTURBED
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.prompts.prompt import Prompt
 from lantern_bench.storage.pictures import label, png_bytes
-from lantern_bench.sweep.events import DecodedImage
+from lantern_bench.sweeps.events import DecodedImage
 from lantern_bench.utils import signals
 from lantern_bench.utils.clock import now, synchronize
 from lantern_bench.utils.errors import RecordsFailedError

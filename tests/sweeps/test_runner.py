@@ -32,11 +32,11 @@ from lantern_bench.storage.run_directory import (
 )
 from lantern_bench.storage.run_store import RunStore
 from lantern_bench.storage.schema import columns
-from lantern_bench.sweep import decoder
-from lantern_bench.sweep.choose_threads import calibrate_threads
-from lantern_bench.sweep.decoder import decode_batch
-from lantern_bench.sweep.events import DecodedImage, ImageDone
-from lantern_bench.sweep.runner import key_fields, run_plan
+from lantern_bench.sweeps import decoder
+from lantern_bench.sweeps.choose_threads import calibrate_threads
+from lantern_bench.sweeps.decoder import decode_batch
+from lantern_bench.sweeps.events import DecodedImage, ImageDone
+from lantern_bench.sweeps.runner import key_fields, run_plan
 from lantern_bench.utils.clock import Usage
 from lantern_bench.utils.errors import RefusedError, UserError
 from tests.helpers.tiny_model import EXPERIMENT, PROMPTS, TOKENS, TinyModel
@@ -59,7 +59,7 @@ def tiny(tmp_path: Path) -> Any:
 
 
 def opened(folder: Path, experiment: ResolvedExperiment) -> RunStore:
-    return RunStore(folder, experiment, key_fields({"tiny": MODEL}, experiment.settings, CPU))
+    return RunStore.open(folder, experiment, key_fields({"tiny": MODEL}, experiment.settings, CPU))
 
 
 def run(
@@ -103,9 +103,8 @@ def test_every_image_has_a_complete_record_and_picture(tiny_run: Path) -> None:
     )
     for row in rows:
         assert not {c.name for c in columns("records") if row[c.name] is None} - may_be_empty
-        assert row["status"] == "ok" and row["tokens"] == TOKENS == 1 + sum(
-            row["committed_per_step"]
-        )
+        assert row["status"] == "ok"
+        assert row["tokens"] == TOKENS == 1 + sum(row["committed_per_step"])
         phases = [row[f"{name}_seconds"] for name in ("draft", "target", "verify", "other")]
         assert sum(phases) == pytest.approx(row["seconds"])
         png = (tiny_run / row["image"]).read_bytes()
@@ -117,13 +116,14 @@ def test_warm_up_is_recorded_only_in_the_manifest(tiny_run: Path) -> None:
     manifest = read_manifest(tiny_run)
     (session,) = manifest["sessions"]
     # lambda 2 and lambda 5 are of one kind; greedy decoding is a kind of its own.
-    assert len(session["warm_up"]) == 5 and all(row["seconds"] > 0 for row in session["warm_up"])
-    assert session["complete"] and session["images"] == 18 and manifest["ended"] == session["ended"]
-    assert (
-        manifest["device"] == "cpu"
-        and manifest["dtype"] == manifest["key"]["dtype"]
-        and manifest["threads"] == 1
-    )
+    assert len(session["warm_up"]) == 5
+    assert all(row["seconds"] > 0 for row in session["warm_up"])
+    assert session["complete"]
+    assert session["images"] == 18
+    assert manifest["ended"] == session["ended"]
+    assert manifest["device"] == "cpu"
+    assert manifest["dtype"] == manifest["key"]["dtype"]
+    assert manifest["threads"] == 1
     assert manifest["machine"]["versions"]["torch"]
 
 
@@ -144,16 +144,20 @@ def test_resumed_run_makes_the_same_tokens(tmp_path: Path, tiny: Any, batch: int
     assert len(read_records(tmp_path / "cut")) == 7
     assert not read_manifest(tmp_path / "cut")["sessions"][0]["complete"]
     second = run(tmp_path / "cut", planned)
-    assert second[0].finished == 7 and sum(second[0].to_do.values()) == 11
+    assert second[0].finished == 7
+    assert sum(second[0].to_do.values()) == 11
     assert tokens_by_key(tmp_path / "cut") == tokens_by_key(tmp_path / "whole")
     assert [row["process"] for row in read_records(tmp_path / "cut")] == [0] * 7 + [1] * 11
     third = run(tmp_path / "cut", planned)
-    assert third[0].finished == 18 and len(third) == 1
+    assert third[0].finished == 18
+    assert len(third) == 1
 
 
 @pytest.fixture
 def disturbed(monkeypatch: pytest.MonkeyPatch, tiny: Any, tmp_path: Path) -> Any:
-    """Run a plan of stand-ins for images: attempt n lost `lost[n]` of its second and has token `tokens[n]`."""
+    """Run a plan of stand-ins for images: attempt n lost `lost[n]` of its second and has token
+    `tokens[n]`.
+    """
 
     def run_disturbed(
         lost: list[float], tokens: list[int], images: int, again: bool = True
@@ -229,7 +233,8 @@ def test_a_disturbed_image_is_decoded_again(
 
 def test_other_tokens_at_a_second_attempt_are_an_error(disturbed: Any) -> None:
     (row,) = disturbed([0.5, 0.0], [7, 8], 1)
-    assert row["status"] == "failed" and "gave other tokens" in row["error"]
+    assert row["status"] == "failed"
+    assert "gave other tokens" in row["error"]
 
 
 @pytest.mark.parametrize("again", [True, False])
@@ -239,9 +244,8 @@ def test_a_busy_machine_adds_a_bounded_time(disturbed: Any, tmp_path: Path, agai
     assert all(row["disturbed"] for row in rows)
     assert 1 <= more <= 0.25 * len(rows) + 1 if again else more == 0
     message = disturbance(finished_records(tmp_path / "run"))
-    assert message is not None and message.startswith(
-        "speed cannot be measured now: 18 of 18 images"
-    )
+    assert message is not None
+    assert message.startswith("speed cannot be measured now: 18 of 18 images")
 
 
 def test_threads_stay_as_the_finished_images_had_them(tiny: Any, tmp_path: Path) -> None:
@@ -255,7 +259,8 @@ def test_threads_stay_as_the_finished_images_had_them(tiny: Any, tmp_path: Path)
             calibrate_threads(
                 store=store, plan=plan, models={"tiny": MODEL}, threads=None, emit=events.append
             )
-            assert torch.get_num_threads() == before + 1 and not events
+            assert torch.get_num_threads() == before + 1
+            assert not events
         other, _plan = tiny(threads=before)
         with pytest.raises(
             RefusedError, match=rf"threads changed\n  recorded  {before + 1}\n"
@@ -270,7 +275,8 @@ def test_narrow_neighbour_table_is_a_prefix_of_a_wider_one() -> None:
     model = TinyModel().load(*CPU)
     narrow = model.table(2).clone()
     wide = model.table(9)
-    assert torch.equal(wide[:, :2], narrow) and torch.equal(model.table(2), narrow)
+    assert torch.equal(wide[:, :2], narrow)
+    assert torch.equal(model.table(2), narrow)
     with pytest.raises(UserError, match="16 codes"):
         model.table(16)
 
@@ -278,7 +284,5 @@ def test_narrow_neighbour_table_is_a_prefix_of_a_wider_one() -> None:
 def test_auto_device_and_dtype() -> None:
     compute = choose_compute("cpu")
     assert choose_compute("cpu", fast=True).dtype_name in ("float32", "bfloat16")
-    assert (
-        compute.dtype_name == "float32"
-        and choose_compute("cpu", "bfloat16").dtype is torch.bfloat16
-    )
+    assert compute.dtype_name == "float32"
+    assert choose_compute("cpu", "bfloat16").dtype is torch.bfloat16

@@ -1,7 +1,8 @@
-"""Runs by several worker processes: the same images as one process makes, and what happens when a worker ends.
+"""Runs by several worker processes: the same images as one process makes, and what happens when a
+worker ends.
 
-The workers are real; they find the tables of `tests/helpers/tiny_model.py` through an entry point. Signals, workers that hang
-and parents that are killed: `tests/faults/test_signals.py`.
+The workers are real; they find the tables of `tests/helpers/tiny_model.py` through an entry point.
+Signals, workers that hang and parents that are killed: `tests/faults/test_signals.py`.
 """
 
 from __future__ import annotations
@@ -41,16 +42,16 @@ def test_processes_make_the_images_of_one_process(bench: Bench, expected: dict[s
         by_prompt[row["prompt_id"]].add(row["process"])
     assert all(len(processes) == 1 for processes in by_prompt.values())
     sessions = read_manifest(bench.folder / "dealt")["sessions"]
-    assert [session["process"] for session in sessions] == [0, 1] and all(
-        session["complete"] for session in sessions
-    )
+    assert [session["process"] for session in sessions] == [0, 1]
+    assert all(session["complete"] for session in sessions)
     assert sessions[0]["ended"] <= sessions[1]["started"]
 
 
 def test_a_resumed_run_continues_with_new_processes(bench: Bench, expected: dict[str, str]) -> None:
     assert bench.sweep("grown", "--images", "1")[0] == 0
     code, output = bench.sweep("grown", "--processes", "2")
-    assert code == 0 and "3 images kept, 6 to do" in output
+    assert code == 0
+    assert "3 images kept, 6 to do" in output
     assert sorted({row["process"] for row in read_records(bench.folder / "grown")}) == [0, 1, 2]
     assert bench.tokens("grown") == expected
 
@@ -61,7 +62,9 @@ def test_a_worker_that_dies_is_named_and_the_run_resumed(
     (bench.folder / "die").write_text(PROMPTS[1])
     code, output = bench.sweep("died", "--processes", "2")
     (bench.folder / "die").unlink()
-    assert code == 4 and "error: worker process" in output and "of 2 ended with code 9" in output
+    assert code == 4
+    assert "error: worker process" in output
+    assert "of 2 ended with code 9" in output
     assert "The same command continues." in output
     code, output = bench.sweep("died", "--processes", "2")
     assert code == 0 and bench.tokens("died") == expected, output
@@ -70,4 +73,6 @@ def test_a_worker_that_dies_is_named_and_the_run_resumed(
 def test_an_error_of_a_worker_is_the_error_of_the_command(bench: Bench) -> None:
     assert bench.sweep("refused", "--images", "1")[0] == 0
     code, output = bench.sweep("refused", "--processes", "2", "--set", "neighbour_space=normalised")
-    assert code == 3 and "cannot resume refused" in output and "Traceback" not in output
+    assert code == 3
+    assert "cannot resume refused" in output
+    assert "Traceback" not in output

@@ -1,4 +1,6 @@
-"""Records as columns: the rows that were written, in a fraction of their memory; what is damaged is named."""
+"""Records as columns: the rows that were written, in a fraction of their memory; what is damaged is
+named.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from lantern_bench.storage.records import line_of, read_frame, read_rows, rows_o
 from lantern_bench.storage.run_directory import read_records, read_run
 from lantern_bench.storage.schema import SCHEMA_VERSION, columns
 from lantern_bench.utils.errors import UserError
-from tests.helpers.made_up_run import LOOSE, WALKS, make_record
+from tests.helpers.made_up_run import LOOSE, WALKS, make_record, with_checksum
 
 NAMES = [column.name for column in columns("records")]
 
@@ -24,7 +26,9 @@ def complete(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def many(count: int) -> list[dict[str, Any]]:
-    """Records of which every other has no steps; seeds do not fit into float64, marks are true, false or missing."""
+    """Records of which every other has no steps; seeds do not fit into float64, marks are true,
+    false or missing.
+    """
     rows = []
     for number in range(count):
         row = make_record(
@@ -33,7 +37,7 @@ def many(count: int) -> list[dict[str, Any]]:
         row |= {
             "record_key": f"key{number}",
             "seed": 2**62 + number,
-            "disturbed": (True, False, None)[number % 3],
+            "disturbed": {0: True, 1: False}.get(number % 3),
         }
         rows.append(
             complete(row | {"image": f"images/{number}.png", "prompt": f"“{number % 7}”\n"})
@@ -42,17 +46,19 @@ def many(count: int) -> list[dict[str, Any]]:
 
 
 def written(path: Path, rows: list[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    path.write_bytes(b"".join(map(line_of, rows)))
     return path
 
 
 @pytest.mark.parametrize("count", [0, 1, 5, 2_500])  # 2,500: more than one chunk
 def test_rows_read_back_as_they_were_written(tmp_path: Path, count: int) -> None:
-    rows = many(count)
-    path = written(tmp_path / "r.jsonl", rows)
+    path = written(tmp_path / "r.jsonl", many(count))
+    rows = [json.loads(line) for line in path.read_bytes().splitlines()]
+    assert len(rows) == count
     assert [msgspec.structs.asdict(row) for row in read_rows(path, "records")] == rows
     frame = read_frame(path, "records")
-    assert rows_of(frame) == rows and list(frame) == NAMES
+    assert rows_of(frame) == rows
+    assert list(frame) == NAMES
     for row, again in zip(rows[:20], rows_of(frame), strict=False):
         assert {name: type(value) for name, value in row.items()} == {
             name: type(value) for name, value in again.items()
@@ -76,7 +82,7 @@ def test_a_frame_has_the_wanted_columns_with_dtypes_of_the_schema(tmp_path: Path
 def test_the_last_record_of_a_key_counts(tmp_path: Path) -> None:
     rows = many(4)
     written(tmp_path / "records.jsonl", [*rows, rows[1] | {"status": "failed"}])
-    assert [row["status"] for row in read_records(tmp_path)] == ["ok", "failed", "ok", "ok"]
+    assert [row["status"] for row in read_records(tmp_path)] == ["ok", "ok", "ok", "failed"]
     (tmp_path / "manifest.json").write_text(json.dumps({"schema_version": SCHEMA_VERSION}))
     by_key = read_run(tmp_path).records.set_index("record_key")["status"].to_dict()
     assert by_key == {row["record_key"]: row["status"] for row in read_records(tmp_path)}
@@ -100,10 +106,14 @@ def test_the_last_record_of_a_key_counts(tmp_path: Path) -> None:
 )
 def test_a_damaged_line_is_named(tmp_path: Path, line: str, problem: str) -> None:
     path = written(tmp_path / "r.jsonl", many(3))
-    path.write_text(path.read_text() + line + "\n" + path.read_text())
+    whole = path.read_bytes()
+    path.write_bytes(whole + with_checksum(line.encode()) + whole)
     with pytest.raises(UserError) as raised:
         list(read_rows(path, "records"))
     assert f"{path} line 4: damaged, {problem}" in raised.value.message
+    path.write_bytes(whole + line.encode() + b"\n" + whole)
+    with pytest.raises(UserError, match="line 4: damaged, its checksum differs"):
+        list(read_rows(path, "records"))
 
 
 def test_a_flipped_bit_anywhere_is_noticed_whatever_columns_are_read(tmp_path: Path) -> None:
@@ -137,4 +147,4 @@ def test_a_record_takes_about_a_kilobyte(tmp_path: Path) -> None:
     read = read_frame(path, "records")
     used, _peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert used / len(read) < 1200
+    assert used / len(read) < 1300  # bytes, with the checksum

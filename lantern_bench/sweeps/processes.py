@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import IO, Any
 
 from lantern_bench.storage.run_directory import done_images
-from lantern_bench.sweep.events import Event, ImageDone, Started
-from lantern_bench.sweep.request import Request
+from lantern_bench.sweeps.events import Event, ImageDone, Started
+from lantern_bench.sweeps.request import Request
 from lantern_bench.utils import signals
 from lantern_bench.utils.clock import now
 from lantern_bench.utils.errors import LanternError, RecordsFailedError
-from lantern_bench.utils.progress import Emit, Note, Share
+from lantern_bench.utils.progress import Emit, Note, ProgressEvent
 from lantern_bench.utils.text import one_line
 
 SECONDS_TO_END = 30.0  # how long a worker that is asked to end may take, before it is killed
@@ -62,14 +62,14 @@ def decode_in_processes(request: Request, emit: Emit) -> int:
                     if event in notes:
                         continue
                     notes.add(event)
-            if number == 1 or not isinstance(event, Started | Share):
+            if number == 1 or not isinstance(event, Started | ProgressEvent):
                 emit(event)
     return failed
 
 
 def _decode_missing(request: Request, emit: Emit) -> int:
     # imports torch, which the parent does not need
-    from lantern_bench.sweep.runner import decode_missing
+    from lantern_bench.sweeps.runner import decode_missing
 
     return decode_missing(request, emit)
 

@@ -23,13 +23,13 @@ from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.storage.run_directory import done_images
 from lantern_bench.storage.run_store import RunStore
 from lantern_bench.storage.schema import SCHEMA_VERSION
-from lantern_bench.sweep.choose_threads import calibrate_threads
-from lantern_bench.sweep.decoder import Decoder
-from lantern_bench.sweep.events import ImageDone, Started
-from lantern_bench.sweep.request import Request
+from lantern_bench.sweeps.choose_threads import calibrate_threads
+from lantern_bench.sweeps.decoder import Decoder
+from lantern_bench.sweeps.events import ImageDone, Started
+from lantern_bench.sweeps.request import Request
 from lantern_bench.utils import signals
-from lantern_bench.utils.clock import now, settle_garbage, stamp
-from lantern_bench.utils.progress import Emit, Note, Share
+from lantern_bench.utils.clock import collect_garbage, now, stamp
+from lantern_bench.utils.progress import Emit, Note, ProgressEvent
 
 if TYPE_CHECKING:
     import torch
@@ -46,7 +46,7 @@ def decode_missing(request: Request, emit: Emit) -> int:
         plan=plan, models=models, done=done_images(request.folder), emit=emit
     )
     threads = torch.get_num_threads()
-    with RunStore(
+    with RunStore.open(
         request.folder,
         request.experiment,
         key_fields(models=models, settings=settings, compute=compute, cells=plan.cells),
@@ -103,7 +103,7 @@ def prepare_models(
             task.prompt.text for batch in batches for task in batch if task.cell.model == name
         )
         for count, total in model.prepare(list(prompts)):
-            emit(Share(f"captions for {name}", count, total))
+            emit(ProgressEvent(f"captions for {name}", count, total))
     return now() - began
 
 
@@ -132,7 +132,7 @@ def run_plan(
         for note in decoder.warm_up(batches):
             store.update_manifest()
             emit(note)
-        settle_garbage()
+        collect_garbage()
         for batch in batches:
             signals.check()
             for result in decoder.decode(
