@@ -125,7 +125,7 @@ def profile(
     )
     profiled = profiled._replace(cfg_scale=decodings[0].cfg_scale)
     for decoding in (*trees.values(), *decodings):
-        check_loaded(model=profiled.model, decoding=decoding, batch=1, compute=compute)
+        check_loaded(profiled.model, decoding, batch=1, compute=compute)
     if compile and (note := compile_models([profiled.model], compute)) is not None:
         console.note(*note)
     steps = {"ar": decodings[0].autoregressive(), **trees}

@@ -1,4 +1,4 @@
-"""Rules, draftings and metrics that installed packages bring through entry points."""
+"""Rules, draftings, metrics and models that installed packages bring through entry points."""
 
 from __future__ import annotations
 
@@ -17,7 +17,13 @@ _KEY = r"[a-z][a-z0-9_]*"
 _SHIPPED_PARAMETERS = [
     parameter for row in (*SHIPPED_DRAFTINGS, *SHIPPED_RULES) for parameter in row.parameters
 ]
-_Row = TypeVar("_Row", Rule, Drafting, Metric)
+_Row = TypeVar("_Row")
+# Pattern of the names of rows, and its signs in words. Models may have any name.
+_NAMES: dict[type, tuple[str, str]] = {
+    Rule: (_NAME, "digits, _ and -"),
+    Drafting: (_NAME, "digits, _ and -"),
+    Metric: (_KEY, "digits and _"),
+}
 
 
 def find_rows(
@@ -66,12 +72,11 @@ def find_rows(
     return rows, refused
 
 
-def _fault(row: Any, row_class: type[_Row], taken: Collection[str]) -> str | None:
+def _fault(row: Any, row_class: type[Any], taken: Collection[str]) -> str | None:
     """Return why a row cannot be used, or None."""
     if not isinstance(row, row_class):
-        wanted = f"lantern_bench.methods.{row_class.__name__}"
-        return f"its entry point is no {wanted} but {type(row).__name__}"
-    pattern, signs = (_KEY, "digits and _") if row_class is Metric else (_NAME, "digits, _ and -")
+        return f"its entry point is no {row_class.__name__} but {type(row).__name__}"
+    pattern, signs = _NAMES.get(row_class, (".+", ""))
     if not re.fullmatch(pattern, row.name):
         return f"its name {row.name!r} must be lower-case letters, {signs}"
     if row.name in taken:

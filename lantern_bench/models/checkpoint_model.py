@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import re
+import tomllib
 from abc import abstractmethod
 from collections.abc import Mapping
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 from lantern_bench.models.checkpoints import hub
+from lantern_bench.models.model import Model
 from lantern_bench.models.model_file import ModelFile
 from lantern_bench.models.networks.transformer_config import TransformerConfig
 from lantern_bench.utils.errors import UserError
@@ -18,6 +20,7 @@ from lantern_bench.utils.files import hash_of, read_json
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 
     from lantern_bench.decoding.neighbours import Space
     from lantern_bench.models.checkpoints.checkpoint import Checkpoint
@@ -25,9 +28,6 @@ if TYPE_CHECKING:
     from lantern_bench.models.loaded_model import LoadedModel
     from lantern_bench.models.networks.conditions import Prompts
     from lantern_bench.models.networks.target import TransformerTarget
-from lantern_bench.models.model import Model
-
-# ---- Models of published checkpoints
 
 
 class Published(NamedTuple):
@@ -41,69 +41,110 @@ class Published(NamedTuple):
     aliases: tuple[str, ...] = ()
 
 
+@cache
+def _published() -> Mapping[str, Any]:
+    path = Path(__file__).parent / "families" / "published.toml"
+    return tomllib.loads(path.read_text(encoding="utf-8"))
+
+
+def published_rows(family: str) -> dict[str, Published]:
+    """Return the rows of a family in families/published.toml, by name of the model."""
+    rows = {}
+    for name, fields in _published()[family].items():
+        vq = fields.get("vq", {})
+        rows[name] = Published(
+            about=fields["about"],
+            config=fields.get("config", {}),
+            vq={key: tuple(v) if isinstance(v, list) else v for key, v in vq.items()},
+            grid=tuple(fields["grid"]) if "grid" in fields else None,
+            parameters=fields.get("parameters"),
+            aliases=tuple(fields.get("aliases", ())),
+        )
+    return rows
+
+
 def layout_of(checkpoint: Checkpoint) -> str:
-    """Return the layout of a checkpoint: hf, or that of LlamaGen's official ones."""
-    return (
-        "hf" if any(name.startswith(("model.", "lm_head.")) for name in checkpoint) else "official"
-    )
+    """Return the layout of a checkpoint: hf, or the official layout of LlamaGen."""
+    is_hf = any(name.startswith(("model.", "lm_head.")) for name in checkpoint)
+    return "hf" if is_hf else "official"
 
 
 class CheckpointModel(Model):
-    """The transformer of this package with a VQ tokenizer and an EAGLE drafter, from files in published layouts.
+    """This package's transformer with a VQ tokenizer and an EAGLE drafter, from published files.
 
-    A family is a subclass; its models are the rows of `published`, and those that a model file describes.
+    A family is a subclass. Its models are the rows of `published`, and the models of model files.
+
+    Args:
+        name: Name of the model.
+        row: What is published of it.
+        paths: File or folder of each part. Empty for a published model whose files are searched
+            when it is loaded.
     """
 
     published: ClassVar[Mapping[str, Published]]
     any_model: ClassVar[Published | None] = None  # for model files that name only the family
-    # how the name of a tensor of every checkpoint ends; what the models are called
+    # The end of the name of a tensor that every checkpoint has, and what the models are called.
     kind: ClassVar[tuple[str, str]]
     ignored: ClassVar[str]  # a regular expression of the target's tensors that no picture needs
-    vq_layout: ClassVar[str]  # of the tokenizer's file: a key of `vq.LAYOUTS`
-    pixels: ClassVar[int] = 16  # that a code spans in each direction
+    vq_layout: ClassVar[str]  # layout of the tokenizer's file: a key of `LAYOUTS`
+    pixels: ClassVar[int] = 16  # height and width of a code in the picture
     neighbour_space: ClassVar[Space] = "raw"  # in which published tables measure distances
     has_drafter: ClassVar[bool] = True  # whether models with random weights have one
-    # whether the image tokenizer is in the target's folder
+    # Whether the image tokenizer is in the target's folder.
     tokenizer_in_target: ClassVar[bool] = False
 
-    def __init__(
-        self,
-        name: str,
-        row: Published,
-        paths: Mapping[str, Path] | None = None,
-        file: ModelFile | None = None,
-    ) -> None:
+    def __init__(self, name: str, row: Published, paths: Mapping[str, Path] | None = None) -> None:
         self.name = name
         self.row = row
-        self.file = file
-        # part -> file or folder; empty for a published model that is not located yet
         self.paths = dict(paths or {})
+        self.file: ModelFile | None = None
         if self.tokenizer_in_target and "target" in self.paths:
             self.paths.setdefault("tokenizer", self.paths["target"])
-        if file is not None:
-            self.description = file.description or f"{file.name}: {row.about}"
-            self.defaults = {**self.defaults, **file.defaults}
-        else:
-            height, width = (self.pixels * side for side in row.grid or (0, 0))
-            millions = (row.parameters or 0) / 1e6
-            self.description = f"{row.about}, {height}x{width} px, {millions:,.0f}M parameters"
-            self.aliases = row.aliases
-            self.parameters = row.parameters
+        height, width = (self.pixels * side for side in row.grid or (0, 0))
+        millions = (row.parameters or 0) / 1e6
+        self.description = f"{row.about}, {height}x{width} px, {millions:,.0f}M parameters"
+        self.aliases = row.aliases
+        self.parameters = row.parameters
+
+    @classmethod
+    def of_file(cls, file: ModelFile, row: Published) -> Self:
+        """Return the model that a model file describes.
+
+        Args:
+            file: The model file.
+            row: What `row_of` returns for its family.
+
+        Raises:
+            UserError: The file states something impossible.
+        """
+        model = cls(str(file.path), row, file.paths())
+        model.file = file
+        model.description = file.description or f"{file.name}: {row.about}"
+        model.defaults = {**model.defaults, **file.defaults}
+        model.aliases = ()
+        model.parameters = None
+        # What a file states is checked when these are computed.
+        _ = model.codes, model.classes
+        return model
 
     @classmethod
     def row_of(cls, family: str) -> Published | None:
-        """Return the row that `family:` of a model file names: a published model by name or alias, or the family."""
+        """Return the row that `family` of a model file names.
+
+        It may be a published model, or the family itself, each by name or alias.
+        """
         for name, row in cls.published.items():
             if family in (name, *row.aliases):
                 return row
-        bare = cls.any_model
-        return bare if bare is not None and family in (cls.family, *bare.aliases) else None
+        if cls.any_model is not None and family in (cls.family, *cls.any_model.aliases):
+            return cls.any_model
+        return None
 
-    # ---- What a family says
+    # ---- What a family defines
 
     @abstractmethod
     def read_sizes(self) -> TransformerConfig:
-        """Return the target's sizes, from `self.config`; raises what `self.wrong(key, text)` returns."""
+        """Return the target's sizes from `self.config`. Raises what `self.wrong` returns."""
 
     @abstractmethod
     def new_target(self) -> TransformerTarget:
@@ -111,17 +152,21 @@ class CheckpointModel(Model):
 
     @abstractmethod
     def target_keys(self, target: TransformerTarget, checkpoint: Checkpoint) -> KeyMap:
-        """Return where the target's tensors are."""
+        """Return which tensors of the checkpoint make up each tensor of the target."""
 
     @abstractmethod
-    def prompts(self, target: TransformerTarget, invented: bool = False) -> Prompts:
-        """Return how prompts become conditions; `invented`: without any file, for random weights."""
+    def prompts(self, target: TransformerTarget) -> Prompts:
+        """Return how prompts become conditions."""
+
+    @abstractmethod
+    def random_prompts(self) -> Prompts:
+        """Return how prompts become conditions of a model with random weights, without files."""
 
     def name_now(self, name: str) -> str:
-        """Return the name that a tensor of an older file has now."""
+        """Return the name that the key map has for a tensor of a published file."""
         return name
 
-    # ---- What follows
+    # ---- What the base class computes
 
     @cached_property
     def sizes(self) -> TransformerConfig:  # type: ignore[override]  # mypy takes it for read-only
@@ -139,6 +184,16 @@ class CheckpointModel(Model):
         return self.sizes.image_tokens
 
     @property
+    def grid(self) -> tuple[int, int] | None:
+        """Rows and columns of codes that the model file or the published row states."""
+        return (self.file and self.file.grid) or self.row.grid
+
+    @property
+    def file_config(self) -> Mapping[str, Any]:
+        """The target's config in the model file."""
+        return (self.file and self.file.target.config) or {}
+
+    @property
     def folder(self) -> Path | None:
         """The folder of the target's files."""
         path = self.paths.get("target")
@@ -146,34 +201,34 @@ class CheckpointModel(Model):
 
     @cached_property
     def config(self) -> Mapping[str, Any]:
-        """What is stated of the target: by its row, then config.json beside its weights, then the model file."""
+        """The target's config: the published row, then config.json, then the model file."""
         config = dict(self.row.config)
-        for stated in (self._config_beside(), self.file and self.file.target.config):
-            for key, value in (stated or {}).items():
-                if isinstance(value, Mapping) and isinstance(config.get(key), Mapping):
-                    config[key] = {
-                        **config[key],
-                        **{name: entry for name, entry in value.items() if entry is not None},
-                    }
+        for stated in (self._config_beside(), self.file_config):
+            for key, value in stated.items():
+                before = config.get(key)
+                if isinstance(value, Mapping) and isinstance(before, Mapping):
+                    config[key] = {**before, **_without_none(value)}
                 elif value is not None:
                     config[key] = value
         return config
 
     def _config_beside(self) -> Mapping[str, Any]:
+        """Return config.json beside the weights. One beside a torch file need not belong to it."""
         target = self.paths.get("target")
-        # What lies beside a torch file need not be about it.
-        if (
-            target is None
-            or self.folder is None
-            or not (target.is_dir() or target.suffix == ".safetensors")
-        ):
+        if target is None or not (target.is_dir() or target.suffix == ".safetensors"):
             return {}
-        path = self.folder / "config.json"
+        path = (target if target.is_dir() else target.parent) / "config.json"
         stated = read_json(path) if path.is_file() else {}
         return stated if isinstance(stated, dict) else {}
 
     def wrong(self, key: str, text: str, advice: str | None = None) -> UserError:
-        """Return the error for a key of the target's config."""
+        """Return the error for a key of the target's config.
+
+        Args:
+            key: The key, dotted inside a section.
+            text: What is wrong with its value.
+            advice: What to do.
+        """
         if self.file is not None:
             return self.file.wrong(f"target.config.{key}", text, advice)
         return UserError(f"{self.folder}: config.json: {key}: {text}", advice)
@@ -181,66 +236,81 @@ class CheckpointModel(Model):
     def files(self) -> Mapping[str, Path]:
         """Return the file or folder of each part: where it is, or where a download puts it."""
         if self.file is not None:
-            return {
-                part: path
-                for part, path in self.paths.items()
-                if part in ("target", "tokenizer", "drafter")
-            }
-        return {
-            name: hub.expected_path(part) for name, part in hub.PARTS.get(self.name, {}).items()
-        }
+            parts = ("target", "tokenizer", "drafter")
+            return {part: path for part, path in self.paths.items() if part in parts}
+        published = hub.PARTS.get(self.name, {})
+        return {name: hub.expected_path(part) for name, part in published.items()}
 
     def load_target(
         self, device: torch.device, dtype: torch.dtype
     ) -> tuple[TransformerTarget, tuple[Path, ...]]:
-        """Load the target; also return the files that decide what it computes."""
+        """Load the target and return it with the files that decide what it computes."""
         import torch
 
-        from lantern_bench.models.checkpoints.checkpoint import open_checkpoint, what_is
         from lantern_bench.models.checkpoints.key_map import load_into
 
-        checkpoint = open_checkpoint(self.paths["target"]).renamed(self.name_now)
-        checkpoint.require(*self.kind)
-        layout = layout_of(checkpoint)
-        if self.file is not None and self.file.target.layout not in (None, layout):
-            text = f"{checkpoint.path}: is not in the layout {self.file.target.layout}: it is {what_is(checkpoint)}"
-            raise UserError(text, f"Give layout: {layout}, or leave it out.")
-        # Compared before modules of that size are made; Janus has layers of its image encoder too.
-        numbers = (re.match(r"(?!.*vision).*\blayers\.(\d+)\.", name) for name in checkpoint)
-        layers = 1 + max((int(number[1]) for number in numbers if number), default=-1)
-        if layers != self.sizes.layers:
-            text = f"{checkpoint.path}: has {layers} layers, and num_hidden_layers is {self.sizes.layers}"
-            raise UserError(text, "Give the checkpoint of this model, or mend its config.")
+        checkpoint = self._target_checkpoint()
         with torch.device("meta"):
             target = self.new_target()
-        wanted = f"{self.kind[1]}, {target.config.layers} layers of width {target.config.dim}"
-        keys = self.target_keys(target, checkpoint)
+        config = target.config
         load_into(
             target,
             checkpoint,
-            keys,
+            self.target_keys(target, checkpoint),
             dtype=dtype,
             device=device,
             ignored=self.ignored,
-            wanted=wanted,
+            wanted=f"{self.kind[1]}, {config.layers} layers of width {config.dim}",
         )
         return target, checkpoint.paths
 
+    def open_target(self) -> Checkpoint:
+        """Open the target's checkpoint. Raises `UserError` for another kind of model."""
+        from lantern_bench.models.checkpoints.checkpoint import open_checkpoint
+
+        checkpoint = open_checkpoint(self.paths["target"]).renamed(self.name_now)
+        ending, wanted = self.kind
+        checkpoint.require(ending, wanted)
+        return checkpoint
+
+    def _target_checkpoint(self) -> Checkpoint:
+        """Open the target's checkpoint. Its layout and layers must be those that are stated."""
+        from lantern_bench.models.checkpoints.checkpoint import what_is
+
+        checkpoint = self.open_target()
+        layout = layout_of(checkpoint)
+        if self.file is not None and self.file.target.layout not in (None, layout):
+            stated = self.file.target.layout
+            text = f"is not in the layout {stated}: it is {what_is(checkpoint)}"
+            advice = f"Give layout: {layout}, or leave it out."
+            raise UserError(f"{checkpoint.path}: {text}", advice)
+        # Janus has layers of its image encoder too.
+        numbers = [re.match(r"(?!.*vision).*\blayers\.(\d+)\.", name) for name in checkpoint]
+        layers = 1 + max((int(number[1]) for number in numbers if number), default=-1)
+        if layers != self.sizes.layers:
+            text = f"has {layers} layers, and num_hidden_layers is {self.sizes.layers}"
+            advice = "Give the checkpoint of this model, or mend its config."
+            raise UserError(f"{checkpoint.path}: {text}", advice)
+        return checkpoint
+
     def load(self, device: torch.device, dtype: torch.dtype) -> LoadedModel:
-        """Load the model; without a drafter it decodes with modes that need none."""
+        """Load the model. Without a drafter it decodes with modes that need none."""
         if not self.paths:
-            return type(self)(self.name, self.row, hub.local_paths(self.name)).load(device, dtype)
-        from lantern_bench.models.checkpoints.checkpoint import open_checkpoint, read_own_table
+            # With its files, because they may state other sizes than the published row.
+            located = type(self)(self.name, self.row, hub.local_paths(self.name))
+            return located.load(device, dtype)
+        from lantern_bench.models.checkpoints.checkpoint import open_checkpoint
         from lantern_bench.models.checkpoints.drafter_files import drafter_files, load_drafter
         from lantern_bench.models.checkpoints.vq_layouts import LAYOUTS, load_vq
         from lantern_bench.models.loaded_model import assemble
 
         paths = self.paths
+        drafter = None
+        tokenizer = None
         target, files = self.load_target(device, dtype)
         # The checkpoint does not state all sizes, and they change what it computes.
         sizes = repr((target.config, target.config.token_ids))
         hashes = {"target": hash_of(files), "sizes": hashlib.sha256(sizes.encode()).hexdigest()}
-        drafter = tokenizer = table = None
         if "drafter" in paths:
             drafter = load_drafter(paths["drafter"], target, dtype=dtype, device=device)
             hashes["drafter"] = hash_of(drafter_files(paths["drafter"]))
@@ -248,24 +318,29 @@ class CheckpointModel(Model):
             checkpoint = open_checkpoint(paths["tokenizer"]).renamed(self.name_now)
             tokenizer = load_vq(checkpoint, LAYOUTS[self.vq_layout], device)
             hashes["tokenizer"] = hash_of(checkpoint.paths)
-        if self.file is not None and "neighbours" in paths:
-            try:
-                table = read_own_table(paths["neighbours"], target.n_codes)
-            except ValueError as error:
-                raise self.file.wrong("neighbours.table", str(error)) from error
+        if "neighbours" in paths:
             hashes["neighbour_table"] = hash_of((paths["neighbours"],))
-        prompts = self.prompts(target)
-        space = self.neighbour_space
         return assemble(
-            name=self.name,
+            self.name,
             target=target,
             drafter=drafter,
             tokenizer=tokenizer,
-            prompts=prompts,
+            prompts=self.prompts(target),
             weights=hashes,
-            space=space,
-            table=table,
+            space=self.neighbour_space,
+            table=self._own_table(target.n_codes),
         )
+
+    def _own_table(self, codes: int) -> Tensor | None:
+        """Read the table of nearest codes that the model file names."""
+        from lantern_bench.models.checkpoints.checkpoint import read_own_table
+
+        if self.file is None or self.file.neighbours is None:
+            return None
+        try:
+            return read_own_table(self.file.neighbours.path, codes)
+        except ValueError as error:
+            raise self.file.wrong("neighbours.table", str(error)) from error
 
     def with_random_weights(self) -> LoadedModel:
         """Return modules of the full shape on the meta device."""
@@ -278,14 +353,16 @@ class CheckpointModel(Model):
         with torch.device("meta"):
             target = self.new_target()
             drafter = published_drafter(target.config, target) if self.has_drafter else None
-            tokenizer = new_vq(VQConfig(**self.row.vq))
-            prompts = self.prompts(target, invented=True)
             return assemble(
-                name=self.name,
+                self.name,
                 target=target,
                 drafter=drafter,
-                tokenizer=tokenizer,
-                prompts=prompts,
+                tokenizer=new_vq(VQConfig(**self.row.vq)),
+                prompts=self.random_prompts(),
                 weights={},
                 space=self.neighbour_space,
             )
+
+
+def _without_none(section: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in section.items() if value is not None}

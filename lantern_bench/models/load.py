@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,6 +13,7 @@ from lantern_bench.config.experiment import ResolvedExperiment
 from lantern_bench.decoding.engine import Engine, compiler_problem
 from lantern_bench.decoding.neighbours import Space
 from lantern_bench.devices.compute import Compute
+from lantern_bench.devices.machine import ENGINE_VERSION, check_free, processor
 from lantern_bench.methods.catalog import OUTSIDE_DRAFTINGS, OUTSIDE_RULES
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.models.networks.packed_linear import pack_for_decoding
@@ -23,100 +23,124 @@ from lantern_bench.utils.errors import UserError
 from lantern_bench.utils.files import cache_folder
 from lantern_bench.utils.progress import Note
 
-if TYPE_CHECKING:
-    import torch
-from lantern_bench.devices.machine import ENGINE_VERSION, check_free, processor
+# Numbers of type float32 that a step holds for each node and token: logits, p, q, noise, quotients.
+_DISTRIBUTIONS = 16
+# Folders of the package whose code a compiled program depends on.
+_COMPILED_FOLDERS = ("config", "decoding", "methods", "models")
 
 
 def load_models(experiment: ResolvedExperiment, compute: Compute) -> dict[str, LoadedModel]:
-    """Load every model of an experiment, by name; raises `RefusedError` where its cells need too much memory."""
+    """Load every model of an experiment, by name.
+
+    Raises:
+        RefusedError: Weights are missing, or a cell needs too much memory. That is checked before
+            loading if the sizes are known, and again with the weights in memory.
+    """
     models = {}
     for name in experiment.settings.model:
         described = model_of(name)
         cells = [cell for cell in experiment.cells if cell.model == name]
-        if (sizes := described.sizes) is not None:
+        if described.sizes is not None:
             for cell in cells:
-                check_memory(
-                    decoding=cell.decoding, batch=cell.batch, config=sizes, compute=compute
-                )
-        model = models[name] = described.load(compute.device, compute.dtype)
+                check_memory(cell.decoding, cell.batch, config=described.sizes, compute=compute)
+        model = described.load(compute.device, compute.dtype)
         set_space(model, experiment.settings.neighbour_space)
         for cell in cells:
-            check_loaded(model=model, decoding=cell.decoding, batch=cell.batch, compute=compute)
+            check_loaded(model, cell.decoding, batch=cell.batch, compute=compute)
+        models[name] = model
     return models
 
 
-def check_loaded(model: LoadedModel, decoding: Decoding, batch: int, compute: Compute) -> None:
-    """Raise `UserError` for a size that the model bounds, and as `check_memory`."""
+def check_loaded(model: LoadedModel, decoding: Decoding, *, batch: int, compute: Compute) -> None:
+    """Check that a loaded model can decode as a cell asks.
+
+    Args:
+        model: The model.
+        decoding: The decoding configuration.
+        batch: Number of images at once.
+        compute: Device and type.
+
+    Raises:
+        UserError: A parameter is larger than the model allows.
+        RefusedError: Less memory is free than a step needs.
+    """
     decoding.check_sizes(model.name, model.target.image_tokens, model.target.n_codes)
-    if isinstance(config := getattr(model.target, "config", None), TransformerConfig):
-        check_memory(decoding=decoding, batch=batch, config=config, compute=compute)
-
-
-# float32 numbers of each node and token that a step holds at once: logits, p, q, noise, quotients
-_DISTRIBUTIONS = 16
+    config = getattr(model.target, "config", None)
+    if isinstance(config, TransformerConfig):
+        check_memory(decoding, batch, config=config, compute=compute)
 
 
 def check_memory(
-    decoding: Decoding, batch: int, config: TransformerConfig, compute: Compute
+    decoding: Decoding, batch: int, *, config: TransformerConfig, compute: Compute
 ) -> None:
-    """Raise `RefusedError` where cache, mask and distributions of a step, without weights, need more than is free."""
+    """Raise `RefusedError` if less memory is free than a step needs besides the weights.
+
+    It needs the cache, the mask and the distributions.
+
+    Args:
+        decoding: The decoding configuration.
+        batch: Number of images at once.
+        config: Sizes of the target.
+        compute: Device and type.
+    """
     nodes = 1 + decoding.draft_nodes
-    rows = batch * (1 + (decoding.cfg_scale != 1))
+    rows = batch * (1 if decoding.cfg_scale == 1 else 2)
     columns = config.prefix + config.image_tokens + 2 * nodes
     heads = config.kv_heads or config.heads
     cache = 2 * config.layers * heads * config.head_dim * compute.dtype.itemsize
+    mask = 4 * nodes
     # GSD compares each token with its cluster: p, q and the rows of the codebook.
     values = _DISTRIBUTIONS + 8 * (decoding.cluster or 0)
-    neighbours = decoding.neighbours or 0
-    needed = rows * columns * (cache + 4 * nodes) + 4 * config.vocab_size * (
-        batch * nodes * values + neighbours
-    )
-    advice = "Give a smaller --batch, or a draft of fewer nodes."
+    distributions = 4 * (batch * nodes * values + (decoding.neighbours or 0))
     check_free(
         subject=f"{decoding.cell_id}, batch {batch}",
-        needed=needed,
+        needed=rows * columns * (cache + mask) + config.vocab_size * distributions,
         device=compute.device,
-        advice=advice,
+        advice="Give a smaller --batch, or a draft of fewer nodes.",
     )
 
 
 def set_space(model: LoadedModel, space: Space | None) -> None:
-    """Set the space of neighbours (None: as published); raises `UserError` for a model with its own table."""
-    if space is not None and model.given_table is not None:
+    """Set the space of neighbours. None leaves the space of the published tables.
+
+    Raises:
+        UserError: The model has its own table of neighbours.
+    """
+    if space is None:
+        return
+    if model.given_table is not None:
         problem = f"--neighbour-space {space}: {model.name} has its own neighbour table"
         raise UserError(problem, "Leave one of them out.")
-    model.neighbour_space = space or model.neighbour_space
+    model.neighbour_space = space
 
 
 def compile_models(models: Iterable[LoadedModel], compute: Compute) -> Note | None:
-    """Have the models' decode steps compiled at their first use and pack their weights; else return why not."""
-    on_cpu = compute.device.type == "cpu"
-    folders = [
-        (model, program_folder(model, compute) if on_cpu else None)
-        for model in models
-        if model.compiles
-    ]
-    # Where programs were saved, the compiler worked.
-    saved = all(folder and any(folder.glob("*.program")) for _, folder in folders)
-    if not saved and (problem := compiler_problem(compute.device)) is not None:
-        advice = "Decoding is slower without. Install torch 2.10 or newer and a C++ compiler, or pass --no-compile."
+    """Pack the weights of models, and have their steps compiled at the first use.
+
+    Returns:
+        None, or why the models are not compiled.
+    """
+    compiled = [model for model in models if model.compiles]
+    folders: list[Path | None] = [None] * len(compiled)
+    if compute.device.type == "cpu":
+        folders = [program_folder(model, compute) for model in compiled]
+    # If programs were saved, the compiler worked.
+    are_saved = all(folder and any(folder.glob("*.program")) for folder in folders)
+    problem = None if are_saved else compiler_problem(compute.device)
+    if problem is not None:
+        install = "Install torch 2.10 or newer and a C++ compiler, or pass --no-compile."
+        advice = f"Decoding is slower without. {install}"
         return Note(f"decoding is not compiled: {problem}", advice, "warning")
-    for model, folder in folders:
+    for model, folder in zip(compiled, folders, strict=True):
         pack_for_decoding(model.target, model.drafter)
         model.engine = Engine(compile=True, folder=folder)
     return None
 
 
 def program_folder(model: LoadedModel, compute: Compute) -> Path:
-    """Return where the programs of a model are saved; the name covers all that they depend on."""
-    code = Path(__file__).parents[1]
-    files = sorted(
-        file
-        for part in ("config", "decoding", "methods", "models")
-        for file in (code / part).rglob("*.py")
-    )
-    outside = {name: row.fingerprint() for name, row in (OUTSIDE_RULES | OUTSIDE_DRAFTINGS).items()}
+    """Return where the programs of a model are saved. The name covers all they depend on."""
+    plugins = OUTSIDE_RULES | OUTSIDE_DRAFTINGS
+    outside = {name: row.fingerprint() for name, row in plugins.items()}
     # `model.weights` alone does not tell apart models of random weights.
     parts = (
         model.name,
@@ -127,6 +151,8 @@ def program_folder(model: LoadedModel, compute: Compute) -> Path:
     )
     environment = (ENGINE_VERSION, str(torch.__version__), *processor(), sorted(outside.items()))
     digest = hashlib.sha256(repr((parts, environment)).encode())
-    for file in files:
-        digest.update(file.read_bytes())
+    package = Path(__file__).parents[1]
+    for folder in _COMPILED_FOLDERS:
+        for file in sorted((package / folder).rglob("*.py")):
+            digest.update(file.read_bytes())
     return cache_folder() / "programs" / digest.hexdigest()[:24]

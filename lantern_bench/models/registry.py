@@ -1,16 +1,17 @@
-"""All models, by name or by model file: plans, captions and listings need only this, which imports no torch.
+"""All models, by name or by model file.
 
-Models of other packages are objects of the entry point group `lantern_bench.models`.
+Plans, captions and listings need only this module, which imports no torch. Models of other packages
+are objects of the entry point group `lantern_bench.models`.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lantern_bench.methods.plugins import find_rows
 from lantern_bench.models.checkpoint_model import CheckpointModel
 from lantern_bench.models.families.chameleon import Chameleon, Lumina, Lumina2
 from lantern_bench.models.families.emu3 import Emu3
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 
     from lantern_bench.models.loaded_model import LoadedModel
 
-_GROUP = "lantern_bench.models"
 _FAMILIES: tuple[type[CheckpointModel], ...] = (
     Chameleon,
     Lumina,
@@ -45,42 +45,63 @@ _FAMILIES: tuple[type[CheckpointModel], ...] = (
 
 
 @functools.cache
-def models() -> dict[str, Model]:
-    """Return all models by name; raises `RefusedError` for an entry point that cannot be imported."""
-    models: dict[str, Model] = {"lanterns": Lanterns()}
+def find_models() -> tuple[dict[str, Model], dict[str, RefusedError]]:
+    """Return all models by name, and the errors of installed models that cannot be used."""
+    shipped: dict[str, Model] = {"lanterns": Lanterns()}
     for family in _FAMILIES:
-        models |= {name: family(name, row) for name, row in family.published.items()}
-    for entry in sorted(metadata.entry_points(group=_GROUP), key=lambda entry: entry.name):
-        try:
-            model = entry.load()
-        except (ImportError, AttributeError) as error:
-            text = f"the model {entry.name} cannot be loaded: {error}"
-            raise RefusedError(text, "Reinstall or remove its package.") from error
-        models.setdefault(model.name, model)
-    return models
+        shipped |= {name: family(name, row) for name, row in family.published.items()}
+    outside, refused = find_rows("lantern_bench.models", Model, taken=shipped)  # type: ignore[type-abstract]
+    return shipped | outside, refused
+
+
+def models() -> dict[str, Model]:
+    """Return all models by name."""
+    return find_models()[0]
 
 
 def model_of(name: str) -> Model:
-    """Return a model by name, alias or model file; raises `UserError` with the known models and the nearest."""
+    """Return a model by name, alias or path of a model file.
+
+    Raises:
+        UserError: The model is unknown. The error lists the models and suggests the nearest name.
+        RefusedError: The model of an installed package cannot be used.
+    """
     if is_model_file(name):
         return _model_of_file(Path(name))
     by_name = models()
     for model in by_name.values():
         if name in (model.name, *model.aliases):
             return model
+    refused = find_models()[1]
+    if name in refused:
+        raise refused[name]
+    known = ", ".join(by_name) or "none"
     raise UserError(
         f"--model {name}: unknown model{did_you_mean(name, by_name)}",
-        f"The models are {', '.join(by_name) or 'none'}; or give a YAML file that describes one.",
+        f"The models are {known}; or give a YAML file that describes one.",
     )
 
 
 def defaults_of(names: Sequence[str]) -> dict[str, Mapping[str, Any]]:
-    """Return the decoding values that models suggest, by name; also by `names` that are files or aliases."""
+    """Return the decoding values that models suggest.
+
+    Args:
+        names: Files and aliases to include besides the names of all models.
+
+    Returns:
+        The values of each model by name.
+
+    Raises:
+        RefusedError: A name is that of an installed model that cannot be used.
+    """
     defaults = {name: model.defaults for name, model in models().items()}
-    aliases = {alias for model in models().values() for alias in model.aliases}
-    return defaults | {
-        name: model_of(name).defaults for name in names if is_model_file(name) or name in aliases
-    }
+    other_names = set(find_models()[1])
+    for model in models().values():
+        other_names.update(model.aliases)
+    for name in names:
+        if is_model_file(name) or name in other_names:
+            defaults[name] = model_of(name).defaults
+    return defaults
 
 
 # ---- Models of model files
@@ -93,16 +114,13 @@ def _model_of_file(path: Path) -> Model:
     if isinstance(file, ExternalDrafter):
         return _WithDrafter(file)
     for family in _FAMILIES:
-        if (row := family.row_of(file.family)) is not None:
-            model = family(str(file.path), row, file.paths(), file)
-            # What a file states is checked when it is read.
-            _ = model.codes, model.classes
-            return model
+        row = family.row_of(file.family)
+        if row is not None:
+            return family.of_file(file, row)
     families = sorted({family.family for family in _FAMILIES})
     hint = did_you_mean(file.family, families)
-    raise file.wrong(
-        "family", f"{file.family}: unknown family{hint}", f"The families are {', '.join(families)}."
-    )
+    text = f"{file.family}: unknown family{hint}"
+    raise file.wrong("family", text, f"The families are {', '.join(families)}.")
 
 
 class _Hosted(Model):
@@ -132,13 +150,12 @@ class _WithDrafter(Model):
 
     def __init__(self, file: ExternalDrafter) -> None:
         model = model_of(file.model)
+        drafter = f"drafter {file.drafter.path.name}"
         self.file = file
         self.model = model
         self.name = str(file.path)
         self.family = model.family
-        self.description = (
-            file.description or f"{model.description}; drafter {file.drafter.path.name}"
-        )
+        self.description = file.description or f"{model.description}; {drafter}"
         self.defaults = {**model.defaults, **file.defaults}
         self.licence = model.licence
         self.sizes = model.sizes

@@ -108,5 +108,5 @@ def run(
     if largest_file is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
     sys.path.insert(0, folder)
-    registry.models.cache_clear()
+    registry.find_models.cache_clear()
     sys.exit(cli.main(arguments))

@@ -1,4 +1,4 @@
-"""Janus-Pro (arXiv 2501.17811) and Emu3-Gen (arXiv 2409.18869) as transformers reads them: Llamas that draw."""
+"""Emu3-Gen (arXiv 2409.18869) as transformers reads it: a Llama that draws."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from lantern_bench.models.checkpoint_model import Published
+from lantern_bench.models.checkpoint_model import published_rows
 from lantern_bench.models.checkpoints import hub
 from lantern_bench.models.families.word_model import Encode, Vocabulary, Wording, WordModel
 from lantern_bench.models.networks.transformer_config import TransformerConfig
@@ -18,44 +18,26 @@ if TYPE_CHECKING:
     from lantern_bench.models.networks.target import TransformerTarget
 
 
-_TEXT: dict[str, Any] = {"vocab_size": 184622, "hidden_size": 4096, "intermediate_size": 14336}
-_TEXT |= {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
-_TEXT |= {"rope_parameters": {"rope_theta": 1e6}}
-_VQ: dict[str, Any] = {
-    "codes": 32768,
-    "code_dim": 4,
-    "z_channels": 4,
-    "channels": 256,
-    "channel_mult": (1, 2, 2, 4),
-}
-_VQ |= {"unit_codes": False, "code_norms": True, "frames": 4}
 _EMU3_START = "<|extra_203|>"
 _ROW_END = "<|extra_200|>"
 _IMAGE_START = "<|image start|>"
 _IMAGE = "<|image token|>"
 _GOOD = " masterpiece, film grained, best quality."
 _BAD = (
-    "lowres, bad anatomy, bad hands, text, error, missing fingers, extra digit, fewer digits, cropped, worst quality, "
-    "low quality, normal quality, jpeg artifacts, signature, watermark, username, blurry."
+    "lowres, bad anatomy, bad hands, text, error, missing fingers, extra digit, fewer digits, "
+    "cropped, worst quality, low quality, normal quality, jpeg artifacts, signature, watermark, "
+    "username, blurry."
 )
 
 
 class Emu3(WordModel):
-    """Emu3-Gen 8B; the grid is that of 720 x 720 pixels, which no file states."""
+    """Emu3-Gen 8B."""
 
     family = "emu3"
     licence = hub.LICENCES["apache"].name
-    # as in image_generation.py
+    # As in the authors' image_generation.py.
     defaults: Mapping[str, Any] = {"cfg_scale": 3.0, "top_k": 2048, "tree": "eagle1-25"}
-    published: ClassVar = {
-        "emu3-gen": Published(
-            about="Emu3-Gen",
-            config={"text_config": _TEXT, "vq_config": {"codebook_size": 32768}},
-            vq=_VQ,
-            grid=(90, 90),
-            parameters=7_870_021_632,
-        )
-    }
+    published: ClassVar = published_rows("emu3")
     any_model = published["emu3-gen"]._replace(about="an Emu3 model")
     kind = ("model.text_model.embed_tokens.weight", "an Emu3 model")
     ignored = r"model\.vqmodel\.|lm_head\."
@@ -73,19 +55,25 @@ class Emu3(WordModel):
         """Return the codes by name, and the end of a row."""
         codes = self.vocabulary.codes_named(r"<\|visual token (\d+)\|>")
         if len(codes) != self.sizes.n_codes:
-            text = f"the vocabulary has {len(codes)} image codes, and vq_config.codebook_size is {self.sizes.n_codes}"
-            raise UserError(f"config.json: {text}", "Download the folder again.")
-        # Prompts need these, and would be made of other tokens without them.
+            found = f"the vocabulary has {len(codes)} image codes"
+            stated = f"vq_config.codebook_size is {self.sizes.n_codes}"
+            raise UserError(f"config.json: {found}, and {stated}", "Download the folder again.")
+        # Raises for a missing token, which prompts would replace by other tokens.
         _ = self.vocabulary[_IMAGE_START], self.vocabulary[_IMAGE]
         return (*codes, self.vocabulary[_ROW_END])
 
     def published_numbers(self) -> Mapping[str, int]:
         """Return the published numbers of the tokens of prompts, and the codes in order."""
-        codes = {f"<|visual token {code:06}|>": 151854 + code for code in range(32768)}
-        return {_EMU3_START: 151849, _ROW_END: 151846, _IMAGE_START: 151852, _IMAGE: 151851} | codes
+        numbers = {_EMU3_START: 151849, _ROW_END: 151846, _IMAGE_START: 151852, _IMAGE: 151851}
+        for code in range(32768):
+            numbers[f"<|visual token {code:06}|>"] = 151854 + code
+        return numbers
 
     def wording(self) -> Wording:
-        """Return a caption with words of praise, or a list of faults, and the size of the picture in tokens."""
+        """Return a caption with words of praise, and the size of the picture in tokens.
+
+        The unconditional prompt is a list of faults.
+        """
         rows, columns = self.sizes.grid
         image = f"{_IMAGE_START}{rows}*{columns}{_IMAGE}"
 
@@ -100,22 +88,20 @@ class Emu3(WordModel):
         )
 
     def name_now(self, name: str) -> str:
-        """Return the name now: those of the published files come from an earlier version of transformers."""
+        """Rename tensors of the published files, which an earlier transformers wrote."""
         name = re.sub(r"^text_model\.lm_head\.", "lm_head.", name)
         name = re.sub(r"^text_model\.(model\.)?", "model.text_model.", name)
         return re.sub(r"^vqmodel\.", "model.vqmodel.", name)
 
     def target_keys(self, target: TransformerTarget, checkpoint: Checkpoint) -> KeyMap:
-        """Return a Llama by other names; of the head (tied: the embedding) it takes some rows."""
+        """Return the key map of a Llama. The head may be the embedding (tied)."""
         from lantern_bench.models.checkpoints.key_map import LLAMA, llama_key_map, rows_of_tokens
 
-        names = {
-            ours: theirs.replace("model.", "model.text_model.") for ours, theirs in LLAMA.items()
-        }
-        head = (
-            "lm_head.weight"
-            if "lm_head.weight" in checkpoint
-            else "model.text_model.embed_tokens.weight"
-        )
+        inside = "model.text_model."
+        names = {ours: theirs.replace("model.", inside) for ours, theirs in LLAMA.items()}
         keys = llama_key_map(target, target.config, names)
-        return {**keys, "transformer.output.weight": (rows_of_tokens(head, target.config),)}
+        head = "lm_head.weight"
+        if head not in checkpoint:
+            head = f"{inside}embed_tokens.weight"
+        keys["transformer.output.weight"] = (rows_of_tokens(head, target.config),)
+        return keys

@@ -1,12 +1,13 @@
-"""Janus-Pro."""
+"""Janus-Pro (arXiv 2501.17811) as transformers reads it: a Llama that draws."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from lantern_bench.models.checkpoint_model import Published
+from lantern_bench.models.checkpoint_model import published_rows
 from lantern_bench.models.checkpoints import hub
 from lantern_bench.models.families.word_model import Encode, Vocabulary, Wording, WordModel
 from lantern_bench.models.networks.transformer_config import TransformerConfig
@@ -20,20 +21,9 @@ if TYPE_CHECKING:
 
 
 _JANUS_START = "<｜begin▁of▁sentence｜>"
+_ALIGNER = "model.generation_aligner."
 _PAD = "<｜▁pad▁｜>"
 _BEGIN_IMAGE = "<begin_of_image>"
-
-
-def _janus(vocab_size: int, dim: int, ffn_dim: int, layers: int, heads: int) -> Mapping[str, Any]:
-    text = {
-        "vocab_size": vocab_size,
-        "hidden_size": dim,
-        "intermediate_size": ffn_dim,
-        "rms_norm_eps": 1e-6,
-    }
-    text |= {"num_hidden_layers": layers, "num_attention_heads": heads}
-    vision = {"image_size": 384, "patch_size": 16}
-    return {"text_config": text, "vision_config": vision, "vq_config": {"num_embeddings": 16384}}
 
 
 class Janus(WordModel):
@@ -41,31 +31,10 @@ class Janus(WordModel):
 
     family = "janus"
     licence = hub.LICENCES["janus"].name
-    # as in the authors' generation_inference.py
+    # As in the authors' generation_inference.py.
     defaults: Mapping[str, Any] = {"cfg_scale": 5.0, "tree": "eagle1-25"}
-    published: ClassVar = {
-        "janus-pro-1b": Published(
-            about="Janus-Pro 1B",
-            config=_janus(vocab_size=102400, dim=2048, ffn_dim=5632, layers=24, heads=16),
-            vq={},
-            grid=(24, 24),
-            parameters=1_514_262_528,
-        ),
-        "janus-pro-7b": Published(
-            about="Janus-Pro 7B",
-            config=_janus(vocab_size=102400, dim=4096, ffn_dim=11008, layers=30, heads=32),
-            vq={},
-            grid=(24, 24),
-            parameters=6_641_950_720,
-        ),
-    }
-    # What transformers takes where a config.json states nothing.
-    any_model = Published(
-        about="a Janus model",
-        config=_janus(vocab_size=32000, dim=4096, ffn_dim=11008, layers=32, heads=32),
-        vq={},
-        grid=None,
-    )
+    published: ClassVar = published_rows("janus")
+    any_model = published_rows("any")["janus"]
     kind = ("model.generation_head.vision_head.weight", "a Janus model")
     ignored = r"model\.(vqmodel|vision_model|aligner|generation_aligner)\.|lm_head\."
     words = (0, 99999)
@@ -74,16 +43,16 @@ class Janus(WordModel):
     tokenizer_in_target = True
 
     def read_sizes(self) -> TransformerConfig:
-        """Return the sizes of config.json; the rows of image tokens stand behind those of the words."""
+        """Return the sizes of config.json. Image tokens are embedded behind the words."""
         codes = self.whole_number("vq_config.num_embeddings")
-        side = self.whole_number("vision_config.image_size") // self.whole_number(
-            "vision_config.patch_size"
-        )
-        sizes = self.llama_config("text_config", codes, grid=(side, side), head_layer=True)
+        image_size = self.whole_number("vision_config.image_size")
+        side = image_size // self.whole_number("vision_config.patch_size")
+        grid = (self.file and self.file.grid) or (side, side)
+        sizes = self.llama_config("text_config", codes, grid=grid, head_layer=True)
         return replace(sizes, text_vocab_size=(sizes.text_vocab_size or 0) + codes)
 
     def image_words(self) -> Sequence[int]:
-        """Return the rows behind those of the words."""
+        """Return the rows of the embedding behind the words."""
         rows = self.sizes.text_vocab_size or 0
         return range(rows - self.sizes.vocab_size, rows)
 
@@ -104,45 +73,50 @@ class Janus(WordModel):
             without_caption=padding,
         )
 
-    def prompt_tokens(self, caption: str, encode: Encode, bare: bool = False) -> list[int]:
+    def prompt_tokens(self, caption: str, encode: Encode) -> list[int]:
         """Return the prompt of a caption without the spaces around it."""
-        return super().prompt_tokens(caption.strip(), encode, bare)
+        return super().prompt_tokens(caption.strip(), encode)
 
     def target_keys(self, target: TransformerTarget, checkpoint: Checkpoint) -> KeyMap:
-        """Return a Llama by other names; rows of image tokens go through the aligner, once."""
-        from torch.nn import functional
-
+        """Return the key map of a Llama. Rows of image tokens go through the aligner, once."""
         from lantern_bench.models.checkpoints.key_map import LLAMA, Slice, llama_key_map
 
-        names = {
-            ours: theirs.replace("model.", "model.language_model.")
-            for ours, theirs in LLAMA.items()
-        }
+        kind = self.section("text_config").get("model_type")
+        if kind not in ("llama", None):
+            raise self.wrong("text_config.model_type", f"is {kind}, and only llama is supported")
+        inside = "model.language_model."
+        names = {ours: theirs.replace("model.", inside) for ours, theirs in LLAMA.items()}
         names["transformer.head_layer."] = "model.generation_head.proj_out."
         names["transformer.output."] = "model.generation_head.vision_head."
         keys = llama_key_map(target, target.config, names)
-        if (kind := self.section("text_config").get("model_type")) not in ("llama", None):
-            raise self.wrong("text_config.model_type", f"is {kind}, and only llama is supported")
+
         table = "model.generation_embeddings.weight"
-        aligner = "model.generation_aligner."
-        for needed in (table, f"{aligner}fc1.weight"):
-            checkpoint.require(needed, self.kind[1])
-        layers = sorted(
-            name.removesuffix("weight")
-            for name in checkpoint
-            if name.startswith(aligner) and name.endswith(".weight")
-        )
-
-        def aligned(rows: Tensor) -> Tensor:
-            for number, layer in enumerate(layers):
-                rows = functional.gelu(rows) if number else rows.float()
-                rows = functional.linear(
-                    rows, checkpoint[layer + "weight"].float(), checkpoint[layer + "bias"].float()
-                )
-            return rows
-
         codes = self.sizes.vocab_size
+        for needed in (table, f"{_ALIGNER}fc1.weight"):
+            checkpoint.require(needed, self.kind[1])
         (words,) = keys["transformer.tok_embeddings.weight"]
-        images = Slice(table, codes, aligned, file_shape=(codes, checkpoint.shape(table)[-1]))
         words = words._replace(rows=(self.sizes.text_vocab_size or 0) - codes)
-        return {**keys, "transformer.tok_embeddings.weight": (words, images)}
+        images = Slice(
+            table,
+            rows=codes,
+            prepare=functools.partial(_aligned, checkpoint=checkpoint),
+            file_shape=(codes, checkpoint.shape(table)[-1]),
+        )
+        keys["transformer.tok_embeddings.weight"] = (words, images)
+        return keys
+
+
+def _aligned(rows: Tensor, checkpoint: Checkpoint) -> Tensor:
+    """Apply the aligner of a checkpoint, linear layers with a GELU between them."""
+    from torch.nn import functional
+
+    weights = [
+        name for name in checkpoint if name.startswith(_ALIGNER) and name.endswith(".weight")
+    ]
+    rows = rows.float()
+    for number, name in enumerate(sorted(weights)):
+        if number:
+            rows = functional.gelu(rows)
+        bias = name.removesuffix("weight") + "bias"
+        rows = functional.linear(rows, checkpoint[name].float(), checkpoint[bias].float())
+    return rows

@@ -1,6 +1,7 @@
-"""Models whose prompts are words of the vocabulary that their image tokens belong to: Chameleon, Janus, Emu3.
+"""Models whose prompts are words of the vocabulary that their image tokens belong to.
 
-A picture uses a share of the vocabulary, and the target holds only the rows of the output head for that share.
+These are Chameleon, Janus and Emu3. A picture uses a part of the vocabulary, and the target holds
+only the rows of the output head for that part.
 """
 
 from __future__ import annotations
@@ -31,10 +32,17 @@ if TYPE_CHECKING:
 
 
 Encode: TypeAlias = Callable[[str], Sequence[int]]
+"""Turns a text into numbers of words."""
 
 
-class Vocabulary(dict[str, int]):
-    """The numbers of a vocabulary's tokens, by name; `source` is for errors."""
+class Vocabulary(dict[str, int]):  # __missing__ is for dict
+    """The numbers of a vocabulary's tokens, by name.
+
+    Args:
+        numbers: The numbers.
+        source: Where they were read, for errors.
+        model: What the model is called, for errors.
+    """
 
     def __init__(self, numbers: Mapping[str, int], source: str, model: str) -> None:
         super().__init__(numbers)
@@ -45,48 +53,54 @@ class Vocabulary(dict[str, int]):
         raise self._lacks(name)
 
     def codes_named(self, pattern: str, code_of: Callable[[str], int] = int) -> tuple[int, ...]:
-        """Return the numbers of the image codes, by the code in the group of `pattern`; `UserError` where some lack."""
-        codes = {
-            code_of(match[1]): self[name]
-            for name in self
-            if (match := re.fullmatch(pattern, name)) is not None
-        }
+        """Return the numbers of the image codes in order.
+
+        Args:
+            pattern: Regular expression of their names. Its group is the code.
+            code_of: Turns the group into the code.
+
+        Raises:
+            UserError: Codes are missing.
+        """
+        codes: dict[int, int] = {}
+        for name, number in self.items():
+            match = re.fullmatch(pattern, name)
+            if match is not None:
+                codes[code_of(match[1])] = number
         if not codes:
             raise self._lacks("image codes")
-        missing = next((code for code in range(len(codes)) if code not in codes), None)
-        if missing is not None:
-            raise self._lacks(f"image code {missing}, and others above it")
+        for code in range(len(codes)):
+            if code not in codes:
+                raise self._lacks(f"image code {code}, and others above it")
         return tuple(codes[code] for code in range(len(codes)))
 
     def _lacks(self, token: str) -> UserError:
-        return UserError(
-            f"{self._source}: the vocabulary has no {token}", f"It is not that of {self._model}."
-        )
+        problem = f"{self._source}: the vocabulary has no {token}"
+        return UserError(problem, f"It is not that of {self._model}.")
 
 
 @lru_cache(maxsize=4)
 def _tokens_in(path: Path, _changed: int) -> Mapping[str, int]:
-    """Return the numbers of the tokens in a tokenizer.json, which is read again when it has changed."""
+    """Read the numbers of the tokens in a tokenizer.json, again whenever the file has changed."""
     try:
         tokenizer = json.loads(path.read_text(encoding="utf-8"))
-        added = {
-            str(token["content"]): token["id"] for token in tokenizer.get("added_tokens") or []
-        }
-        return {**tokenizer["model"]["vocab"], **added}
+        numbers = dict(tokenizer["model"]["vocab"])
+        for token in tokenizer.get("added_tokens") or []:
+            numbers[str(token["content"])] = token["id"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f"{path}: cannot be read as a tokenizer: {error}", "Download it again."
-        ) from error
+        problem = f"{path}: cannot be read as a tokenizer: {error}"
+        raise UserError(problem, "Download it again.") from error
+    return numbers
 
 
 @dataclass(frozen=True)
 class Wording:
-    """What stands around a caption: tokens `before`, the text of `template` with its {caption}, tokens `after`."""
+    """What is around a caption in a prompt."""
 
-    template: str
-    before: tuple[str, ...]
-    after: tuple[str, ...]
-    # (prompt, vocabulary, encode) -> the unconditional prompt that goes with a prompt
+    template: str  # text with {caption}
+    before: tuple[str, ...]  # tokens before the text
+    after: tuple[str, ...]  # tokens after the text
+    # (prompt, vocabulary, encode) -> the unconditional prompt that belongs to a prompt
     without_caption: Callable[[list[int], Vocabulary, Encode], list[int]]
 
 
@@ -103,47 +117,59 @@ class WordModel(CheckpointModel):
 
     @abstractmethod
     def published_numbers(self) -> Mapping[str, int]:
-        """Return the numbers of the tokens that prompts and pictures need, for models without files."""
+        """Return the numbers of all tokens of prompts and pictures, for models without files."""
 
     @abstractmethod
     def wording(self) -> Wording:
-        """Return what stands around a caption."""
+        """Return what is around a caption."""
 
-    # ---- What follows
+    # ---- What a config.json states
 
     def section(self, key: str) -> Mapping[str, Any]:
-        """Return a section of config.json ("": the whole); raises `UserError` for one that is no mapping."""
+        """Return a section of config.json. The whole of it is the section ""."""
         section = self.config.get(key, {}) if key else self.config
         if not isinstance(section, Mapping):
             raise self.wrong(key, "must be a mapping")
         return section
 
     def llama_config(self, section: str, vocab_size: int, **fields: Any) -> TransformerConfig:
-        """Return the sizes that a section of config.json ("": the whole) states; `UserError` for impossible ones."""
+        """Return the sizes that a section of config.json states.
+
+        Args:
+            section: As of `section`.
+            vocab_size: Number of image tokens.
+            fields: Fields of `TransformerConfig` that the family sets.
+
+        Raises:
+            UserError: A size is impossible or not supported.
+        """
 
         def wrong(key: str, text: str) -> UserError:
             return self.wrong(f"{section}.{key}" if section else key, text)
 
-        sizes = llama_sizes(self.section(section), wrong)
-        grid = (self.file and self.file.grid) or fields.pop("grid", None) or self.row.grid
-        sizes |= {
+        sizes = {
+            "grid": self.grid,
             "prefix": self.longest_prompt,
-            "grid": grid,
             "positions": "sequence",
             "pairs": "halves",
+            **llama_sizes(self.section(section), wrong),
+            **fields,
         }
-        return TransformerConfig(vocab_size, **sizes, **fields)
+        return TransformerConfig(vocab_size, **sizes)
 
     def whole_number(self, key: str) -> int:
-        """Return a number that config.json states, by its dotted key; raises `UserError` for others."""
+        """Return a number that config.json states, by its dotted key."""
         section, _, name = key.rpartition(".")
-        if (value := self.section(section).get(name)) is None:
+        value = self.section(section).get(name)
+        if value is None:
             raise self.wrong(key, "missing")
         return int(read_numbers({key: value}, {key: key}, self.wrong)[key])
 
+    # ---- Vocabulary and target
+
     @cached_property
     def vocabulary(self) -> Vocabulary:
-        """The tokens of config.json and tokenizer.json; the published ones without files."""
+        """The tokens of config.json and tokenizer.json. Without files: the published ones."""
         if self.folder is None:
             return Vocabulary(self.published_numbers(), "the published vocabulary", self.kind[1])
         numbers = dict(self.config.get("vocabulary_map") or {})
@@ -153,10 +179,8 @@ class WordModel(CheckpointModel):
             source = str(path)
             numbers |= _tokens_in(path, path.stat().st_mtime_ns)
         elif not numbers:
-            # Without either it may well be another model: that error comes first.
-            from lantern_bench.models.checkpoints.checkpoint import open_checkpoint
-
-            open_checkpoint(self.paths["target"]).renamed(self.name_now).require(*self.kind)
+            # Without either file it may be another model, and that error comes first.
+            self.open_target()
         return Vocabulary(numbers, source, self.kind[1])
 
     @cached_property
@@ -164,12 +188,6 @@ class WordModel(CheckpointModel):
         """The sizes with the numbers of the image's words."""
         words = tuple(self.image_words())
         return replace(self.sizes, vocab_size=len(words), token_ids=words)
-
-    def check_prompt(self, text: str) -> None:
-        """Raise `UserError` for a caption that is empty or too long, and for a missing tokenizer.json."""
-        super().check_prompt(text)
-        if self.file is not None:
-            self.prompt_tokens(text, self._encode)
 
     def new_target(self) -> TransformerTarget:
         """Return a target with fresh weights."""
@@ -180,58 +198,72 @@ class WordModel(CheckpointModel):
     def load_target(
         self, device: torch.device, dtype: torch.dtype
     ) -> tuple[TransformerTarget, tuple[Path, ...]]:
-        """Load the target; tokenizer.json, which decides which code a token is, is one of the files."""
+        """Load the target. tokenizer.json decides which code a token is, and is one of the files."""
         target, files = super().load_target(device, dtype)
-        return target, (*files, *filter(Path.is_file, [self._tokenizer_json]))
+        if self._tokenizer_json.is_file():
+            files = (*files, self._tokenizer_json)
+        return target, files
 
-    def prompts(self, target: TransformerTarget, invented: bool = False) -> Prompts:  # noqa: ARG002
-        """Return captions through the model's own tokenizer; an invented number is a hash of its word."""
-        from lantern_bench.models.networks.conditions import Prompts, prompt_condition
+    # ---- Prompts
 
+    def check_prompt(self, text: str) -> None:
+        """Raise `UserError` for an empty or too long caption, and for a missing tokenizer.json."""
+        super().check_prompt(text)
+        if self.file is not None:
+            self.prompt_tokens(text, self._encode)
+
+    def prompts(self, target: TransformerTarget) -> Prompts:  # noqa: ARG002
+        """Return captions through the model's own tokenizer."""
+        return self._prompts(self.prompt_tokens, self._encode)
+
+    def random_prompts(self) -> Prompts:
+        """Return captions whose words have hashes for numbers."""
         first, last = self.words
 
         def invent(text: str) -> Sequence[int]:
-            digests = [
-                hashlib.sha256(word.encode()).digest()
-                for word in text.split()[: self.longest_prompt // 2]
-            ]
-            return [first + int.from_bytes(digest[:8]) % (last + 1 - first) for digest in digests]
+            numbers = []
+            for word in text.split()[: self.longest_prompt // 2]:
+                digest = hashlib.sha256(word.encode()).digest()
+                numbers.append(first + int.from_bytes(digest[:8]) % (last + 1 - first))
+            return numbers
 
-        encode = invent if invented else self._encode
+        return self._prompts(self.bare_prompt, invent)
+
+    def _prompts(self, prompt_of: Callable[[str, Encode], list[int]], encode: Encode) -> Prompts:
+        from lantern_bench.models.networks.conditions import Prompts, prompt_condition
 
         def condition(captions: Sequence[str]) -> Condition:
-            prompts = [self.prompt_tokens(caption, encode, bare=invented) for caption in captions]
-            nulls = [
-                self.wording().without_caption(prompt, self.vocabulary, encode)
-                for prompt in prompts
-            ]
-            return prompt_condition(list(zip(prompts, nulls, strict=True)))
+            pairs = []
+            for caption in captions:
+                prompt = prompt_of(caption, encode)
+                null = self.wording().without_caption(prompt, self.vocabulary, encode)
+                pairs.append((prompt, null))
+            return prompt_condition(pairs)
 
         return Prompts(condition)
 
-    def prompt_tokens(self, caption: str, encode: Encode, bare: bool = False) -> list[int]:
-        """Return the prompt of a caption, `bare` or in the template; raises `UserError` for one too long."""
-        wording = self.wording()
-        vocabulary = self.vocabulary
-        text = encode(caption if bare else wording.template.format(caption=caption))
-        prompt = [
-            *(vocabulary[name] for name in wording.before),
-            *text,
-            *(vocabulary[name] for name in wording.after),
-        ]
+    def prompt_tokens(self, caption: str, encode: Encode) -> list[int]:
+        """Return the prompt of a caption. Raises `UserError` for one that is too long."""
+        prompt = self.bare_prompt(self.wording().template.format(caption=caption), encode)
         if len(prompt) > self.longest_prompt:
-            most = (
-                f"its prompt has {len(prompt)} tokens, and at most {self.longest_prompt} are taken"
-            )
-            raise UserError(f"caption {caption[:40]!r}...: {most}", "Say it in fewer words.")
+            most = f"at most {self.longest_prompt} are taken"
+            text = f"its prompt has {len(prompt)} tokens, and {most}"
+            raise UserError(f"caption {caption[:40]!r}...: {text}", "Say it in fewer words.")
         return prompt
+
+    def bare_prompt(self, text: str, encode: Encode) -> list[int]:
+        """Return the numbers of a text between the tokens that begin and end a prompt."""
+        wording = self.wording()
+        before = [self.vocabulary[name] for name in wording.before]
+        after = [self.vocabulary[name] for name in wording.after]
+        return [*before, *encode(text), *after]
 
     @property
     def _tokenizer_json(self) -> Path:
         return (self.folder or Path()) / "tokenizer.json"
 
     def _encode(self, text: str) -> Sequence[int]:
-        """The numbers of a text, without what a tokenizer adds around one."""
+        """Return the numbers of a text, without what a tokenizer adds around one."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     @cached_property
@@ -243,12 +275,10 @@ class WordModel(CheckpointModel):
             text = "captions need the package tokenizers, which is not installed"
             raise RefusedError(text, "Type `pip install 'lantern-bench[hf]'`.") from error
         if not path.is_file():
-            raise UserError(
-                f"{path}: no such file", "Captions need the tokenizer.json of the published folder."
-            )
+            needed = "Captions need the tokenizer.json of the published folder."
+            raise UserError(f"{path}: no such file", needed)
         try:
             return Tokenizer.from_file(str(path))
         except Exception as error:  # tokenizers raises Exception itself
-            raise UserError(
-                f"{path}: cannot be read as a tokenizer: {error}", "Download it again."
-            ) from error
+            problem = f"{path}: cannot be read as a tokenizer: {error}"
+            raise UserError(problem, "Download it again.") from error

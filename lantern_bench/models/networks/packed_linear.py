@@ -88,7 +88,7 @@ class PackedLinear(nn.Module):
         self.nbytes = weight.nbytes
         self._outputs = weight.shape[0]
         self._factors = torch.float32
-        self._bias = bias
+        self._bias = None
         if bias is not None:
             self._bias = bias.detach()
             self.numel += bias.numel()

@@ -204,7 +204,7 @@ def test_captions_need_the_tokenizers_package(
 
 
 def test_invented_prompts_depend_on_words_alone() -> None:
-    condition = LUMINA.prompts(None, invented=True).condition
+    condition = LUMINA.random_prompts().condition
     red = condition(["a red lantern"])
     blue = condition(["a blue lantern"])
     assert red.values.equal(condition(["a red lantern"]).values)

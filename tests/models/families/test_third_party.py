@@ -29,9 +29,9 @@ def _installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
         lines += [f"[{group}]", *(f"{name} = {value}" for name, value in points.items())]
     (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
     monkeypatch.syspath_prepend(tmp_path / "site")
-    registry.models.cache_clear()
+    registry.find_models.cache_clear()
     yield
-    registry.models.cache_clear()
+    registry.find_models.cache_clear()
 
 
 @pytest.mark.usefixtures("_installed")

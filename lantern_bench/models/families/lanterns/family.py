@@ -1,23 +1,15 @@
 """The bundled family: a miniature text-to-image model of paper lanterns that ships in the wheel.
 
-`modules` has the networks, and `scripts/train_lanterns` trains them. Its figures describe this miniature only.
-
-A caption is one of 1,008 combinations of five attributes. Every tenth of a fixed shuffle is held out of training.
+`modules` has the networks, and `scripts/train_lanterns` trains them. Figures measured with it
+describe this miniature only.
 """
 
 from __future__ import annotations
 
-import random  # noqa: TID251  # a seeded instance of its own, which needs no torch and no numpy
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lantern_bench.models.model import Model
-
-if TYPE_CHECKING:
-    import torch
-
-    from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.models.families.lanterns.description import (
     FILES,
     GUIDANCE,
@@ -26,18 +18,18 @@ from lantern_bench.models.families.lanterns.description import (
     TRAIN,
     TREE,
     WEIGHTS_FOLDER,
-    _shuffled,
     words,
 )
+from lantern_bench.models.model import Model
 
-random.Random(20241).shuffle(_shuffled)
+if TYPE_CHECKING:
+    import torch
 
-
-# ---- The model before it is loaded
+    from lantern_bench.models.loaded_model import LoadedModel
 
 
 class Lanterns(Model):
-    """Scenes of paper lanterns, 64x64 pixels, 256 tokens of 2,048 codes; its weights are in `folder`."""
+    """Scenes of paper lanterns: 64x64 pixels, 256 tokens of 2,048 codes, weights in `folder`."""
 
     name = family = "lanterns"
     description = "bundled miniature: 64x64 px scenes of paper lanterns, 256 tokens"
@@ -64,7 +56,7 @@ class Lanterns(Model):
         return {part: self.folder / FILES[part] for part in ("target", "drafter", "tokenizer")}
 
     def load(self, device: torch.device, dtype: torch.dtype) -> LoadedModel:
-        """Load target, drafter and tokenizer; raises `RefusedError` when a file is missing."""
+        """Load target, drafter and tokenizer. Raises `RefusedError` for a missing file."""
         from lantern_bench.models.families.lanterns.modules import (
             caption_condition,
             load_part,
@@ -77,27 +69,18 @@ class Lanterns(Model):
         from lantern_bench.utils.files import file_sha256
 
         files = self.files()
-        target = load_part(
-            make=new_target, part="target", path=files["target"], device=device, dtype=dtype
-        )
-        config = target.config
-        head = target.transformer.output
-        drafter = load_part(
-            make=lambda: EagleDrafter(config, head),
-            part="drafter",
-            path=files["drafter"],
-            device=device,
-            dtype=dtype,
-        )
-        tokenizer = load_tokenizer(self.folder, device)
-        hashes = {part: file_sha256(path) for part, path in files.items()}
-        # Rows have unit length when they are looked up (docs/algorithms.md, section 9, C1).
+        target = load_part(new_target, "target", files["target"], device=device, dtype=dtype)
+
+        def new_drafter() -> EagleDrafter:
+            return EagleDrafter(target.config, target.transformer.output)
+
         return assemble(
-            name=self.name,
+            self.name,
             target=target,
-            drafter=drafter,
-            tokenizer=tokenizer,
+            drafter=load_part(new_drafter, "drafter", files["drafter"], device=device, dtype=dtype),
+            tokenizer=load_tokenizer(self.folder, device),
             prompts=Prompts(caption_condition),
-            weights=hashes,
+            weights={part: file_sha256(path) for part, path in files.items()},
+            # Rows have unit length when they are looked up (docs/algorithms.md, section 9, C1).
             space="normalised",
         )

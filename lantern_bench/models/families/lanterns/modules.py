@@ -1,6 +1,7 @@
-"""The networks of the bundled family, fresh or with their weights: target, tokenizer, and the attribute classifier.
+"""The networks of the bundled family: target, tokenizer and attribute classifier.
 
-The classifier gives prompt accuracy, and its penultimate layer the features of FID, KID, precision and recall.
+The classifier measures prompt accuracy. Its penultimate layer has the features of FID, KID,
+precision and recall.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def new_target() -> TransformerTarget:
 
 
 def caption_condition(captions: Sequence[str]) -> Condition:
-    """Word numbers int64 [B, 10], padded on the left; raises `UserError` as `words`."""
+    """Return word numbers int64 [B, 10], padded on the left. Raises `UserError` as `words`."""
     values = torch.zeros(len(captions), MAX_WORDS, dtype=torch.int64)
     for row, caption in enumerate(captions):
         numbers = words(caption)
@@ -57,43 +58,57 @@ def load_part(
     make: Callable[[], M],
     part: str,
     path: Path,
+    *,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> M:
-    """Make a part with its weights, for decoding; raises `RefusedError` when the file is missing."""
+    """Load a part for decoding.
+
+    Args:
+        make: Makes the module.
+        part: What the part is called, a key of `FILES`.
+        path: File of the weights.
+        device: Device of the weights.
+        dtype: Type of the weights. The output head stays float32.
+
+    Raises:
+        RefusedError: The file is missing.
+    """
     if not path.is_file():
         raise RefusedError(
             f"the bundled model's {part} is missing: {path.name}",
-            f"Install lantern-bench again; or, in its repository: python -m scripts.train_lanterns --part {part}",
+            "Install lantern-bench again; or, in its repository: "
+            f"python -m scripts.train_lanterns --part {part}",
         )
     with torch.device("meta"):
         module = make()
-    more = {"ignored": r".*\.num_batches_tracked$", "wanted": f"the {part} of lanterns"}
-    checkpoint = open_checkpoint(path)
-    device = torch.device(device)
-    load_into(module, checkpoint, same_names(module), dtype=torch.float32, device=device, **more)
-    return module.to(dtype)  # the output head stays float32
+    load_into(
+        module,
+        open_checkpoint(path),
+        same_names(module),
+        dtype=torch.float32,
+        device=torch.device(device),
+        ignored=r".*\.num_batches_tracked$",
+        wanted=f"the {part} of lanterns",
+    )
+    return module.to(dtype)
 
 
 def load_tokenizer(folder: Path = WEIGHTS_FOLDER, device: torch.device | str = "cpu") -> VQModel:
-    """The trained tokenizer in float32, in evaluation mode; raises as `load_part`."""
-    return load_part(
-        make=lambda: VQModel(TOKENIZER_CONFIG),
-        part="tokenizer",
-        path=folder / FILES["tokenizer"],
-        device=device,
-    )
+    """Load the tokenizer in float32. Raises as `load_part`."""
+    path = folder / FILES["tokenizer"]
+    return load_part(lambda: VQModel(TOKENIZER_CONFIG), "tokenizer", path, device=device)
 
 
 # ---- The attribute classifier
 
-FEATURES = 64
+FEATURES = 64  # numbers of a feature
 WEIGHTS = WEIGHTS_FOLDER / FILES["features"]
-_BATCH = 256
+_BATCH = 256  # pictures that are classified at once
 
 
 class _Block(nn.Module):
-    """Halve the size and change the width, then one residual convolution."""
+    """Halve the size and change the width, then apply one residual convolution."""
 
     def __init__(self, wide_in: int, wide_out: int) -> None:
         super().__init__()
@@ -124,36 +139,43 @@ class AttributeClassifier(nn.Module):
         )
 
     def features(self, pixels: Tensor) -> Tensor:
-        """Pixels in [0, 1], float [n, 3, 64, 64], to features [n, 64]."""
+        """Map pixels in [0, 1], float [n, 3, 64, 64], to features [n, 64]."""
         grid = functional.adaptive_avg_pool2d(self.blocks(pixels * 2 - 1), (2, 4))
         return functional.silu(self.project(grid.flatten(1)))
 
     def forward(self, pixels: Tensor) -> list[Tensor]:
-        """Pixels in [0, 1], float [n, 3, 64, 64], to one logit tensor [n, size of the set] for each of `FIELDS`."""
+        """Map pixels in [0, 1], float [n, 3, 64, 64], to logits [n, values] for each of `FIELDS`."""
         features = self.features(pixels)
         return [head(features) for head in self.heads.values()]
 
 
 def load_classifier(
-    path: Path | None = None, device: torch.device | str = "cpu"
+    path: Path = WEIGHTS, device: torch.device | str = "cpu"
 ) -> AttributeClassifier:
-    """The trained classifier in float32, in evaluation mode; raises as `load_part`."""
-    return load_part(make=AttributeClassifier, part="features", path=path or WEIGHTS, device=device)
+    """Load the classifier in float32. Raises as `load_part`."""
+    return load_part(AttributeClassifier, "features", path, device=device)
 
 
 @torch.inference_mode()
 def prompt_accuracy(
     model: AttributeClassifier, images: Tensor, attributes: Sequence[Attributes]
 ) -> Tensor:
-    """Whether each picture shows all five attributes asked for: uint8 [n, 3, 64, 64] to bool [n]."""
-    wanted = torch.tensor([item.indices() for item in attributes], dtype=torch.int64).reshape(
-        -1, len(FIELDS)
-    )
+    """Return whether each picture shows all five attributes of its caption.
+
+    Args:
+        model: The classifier.
+        images: Pictures uint8 [n, 3, 64, 64].
+        attributes: The attributes of the captions.
+
+    Returns:
+        bool [n].
+    """
+    indices = [item.indices() for item in attributes]
+    wanted = torch.tensor(indices, dtype=torch.int64).reshape(-1, len(FIELDS))
     device = next(model.parameters()).device
     right = []
     for batch, asked in zip(images.split(_BATCH), wanted.split(_BATCH), strict=True):
-        shown = torch.stack(
-            [logits.argmax(1) for logits in model(batch.to(device).float() / 255)], dim=1
-        )
+        logits = model(batch.to(device).float() / 255)
+        shown = torch.stack([scores.argmax(1) for scores in logits], dim=1)
         right.append((shown.cpu() == asked).all(dim=1))
     return torch.cat(right)
