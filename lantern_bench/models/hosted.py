@@ -1,6 +1,7 @@
-"""Models of transformers in the decode loop: a model file names one Python file, and its class is the model.
+"""Models of transformers in the decode loop.
 
-Its decoder computes on this package's cache with this package's tree masks. docs/adding-a-model.md has an example.
+A model file names one Python file, whose class is the model. Its decoder computes on this package's
+cache with this package's tree masks. docs/adding-a-model.md has an example.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from lantern_bench.models.networks.transformer_config import TransformerConfig
 from lantern_bench.utils.errors import UserError
 from lantern_bench.utils.files import file_sha256, hash_of
 
+# Endings of the files that decide what a model computes: weights, configuration, tokenizer.
 _ENDINGS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".json", ".yaml", ".model")
 
 
@@ -33,14 +35,14 @@ class HostedModel(ABC):
     """A model of transformers that draws by next-token prediction over codes."""
 
     defaults: ClassVar[Mapping[str, Any]] = {}
-    # Takes inputs_embeds [rows, n, dim], position_ids, a 4D attention_mask and past_key_values, and returns
-    # last_hidden_state; its `config` has the sizes.
+    # Takes inputs_embeds [rows, n, dim], position_ids, a 4D attention_mask and past_key_values, and
+    # returns last_hidden_state. Its `config` has the sizes.
     decoder: nn.Module
     grid: tuple[int, int]  # rows and columns of codes
-    codes: int  # how many there are
+    codes: int  # number of codes
     prefix: int = 256  # tokens of the longest prompt
     line_ends: bool = False  # a forced token, number `codes`, ends each row
-    # of nearest codes; "normalised" where the tokenizer scales its rows to unit length
+    # Space of the nearest codes: "normalised" if the tokenizer scales its rows to unit length.
     neighbour_space: Space = "raw"
 
     @abstractmethod
@@ -49,30 +51,30 @@ class HostedModel(ABC):
 
     @abstractmethod
     def prompts(self, caption: str) -> tuple[list[int], list[int]]:
-        """The words of the prompt with a caption, and those of the unconditional prompt."""
+        """Return the words of the prompt with a caption, and of the unconditional prompt."""
 
     @abstractmethod
     def embed_words(self, words: Tensor) -> Tensor:
-        """Words of prompts int64 [rows, n] -> [rows, n, dim]."""
+        """Embed words of prompts int64 [rows, n] to [rows, n, dim]."""
 
     @abstractmethod
     def embed_codes(self, codes: Tensor) -> Tensor:
-        """Codes int64 [rows, n], and forced tokens if there are any -> [rows, n, dim]."""
+        """Embed codes int64 [rows, n], and forced tokens if there are any, to [rows, n, dim]."""
 
     @abstractmethod
     def logits(self, features: Tensor) -> Tensor:
-        """Last hidden states [rows, n, dim] -> [rows, n, codes], one more with forced tokens.
+        """Map last hidden states [rows, n, dim] to logits [rows, n, codes].
 
-        Gradients must pass where a drafter is trained.
+        With forced tokens there is one more logit. If a drafter is trained, gradients must pass.
         """
 
     @abstractmethod
     def codebook(self) -> Tensor:
-        """The rows of the codebook [codes, d], as stored."""
+        """Return the rows of the codebook [codes, d] as stored."""
 
     @abstractmethod
     def pixels(self, codes: Tensor) -> Tensor:
-        """Codes int64 [B, N] without forced tokens -> RGB [B, H, W, 3] from -1 to 1."""
+        """Decode codes int64 [B, N], without forced tokens, to RGB [B, H, W, 3] from -1 to 1."""
 
 
 class _Decoder(nn.Module):
@@ -116,7 +118,7 @@ class _Decoder(nn.Module):
 
 
 class _SharedCache:
-    """A `KVCache` as the attention of transformers writes and reads one, at fixed slots."""
+    """A `KVCache` that the attention of transformers writes and reads, at fixed slots."""
 
     def __init__(self, cache: KVCache, slots: Tensor, columns: int) -> None:
         self._cache = cache
@@ -143,11 +145,12 @@ class _HostedTarget(CachedTarget):
     def __init__(self, hosted: HostedModel) -> None:
         text_config: Any = hosted.decoder.config
         heads = text_config.num_attention_heads
+        width = text_config.hidden_size
+        head_dim = getattr(text_config, "head_dim", None) or width // heads
         config = TransformerConfig(
-            vocab_size=hosted.codes + hosted.line_ends,
+            vocab_size=hosted.codes + 1 if hosted.line_ends else hosted.codes,
             # The cache is as wide as the heads, which some models do not cut from the hidden size.
-            dim=heads
-            * (getattr(text_config, "head_dim", None) or text_config.hidden_size // heads),
+            dim=heads * head_dim,
             layers=text_config.num_hidden_layers,
             heads=heads,
             ffn_dim=text_config.intermediate_size,
@@ -160,16 +163,16 @@ class _HostedTarget(CachedTarget):
         decoder = _Decoder(hosted)
         super().__init__(config, decoder, condition=decoder)
         self._hosted = hosted
-        if (width := text_config.hidden_size) != config.dim:
+        if width != config.dim:
             # A drafter is as wide as the features, and cuts them into heads of an even width.
-            self.drafter_config = replace(
-                config, dim=width, heads=math.gcd(heads, width // 2), kv_heads=None
-            )
+            heads = math.gcd(heads, width // 2)
+            self.drafter_config = replace(config, dim=width, heads=heads, kv_heads=None)
 
     @torch.inference_mode()
     def pixels(self, tokens: Tensor) -> Tensor:
-        codes = without_line_ends(tokens, self.config.grid) if self.config.line_ends else tokens
-        return to_bytes(self._hosted.pixels(codes.long().to(self.device)))
+        if self.config.line_ends:
+            tokens = without_line_ends(tokens, self.config.grid)
+        return to_bytes(self._hosted.pixels(tokens.long().to(self.device)))
 
     @torch.inference_mode()
     def logits_without_cache(self, condition: Condition, tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -191,7 +194,11 @@ class _HostedTarget(CachedTarget):
 
 
 def load_class(file: PythonModel) -> type[HostedModel]:
-    """Run the Python file of a model file and return its one `HostedModel`."""
+    """Run the Python file of a model file and return its `HostedModel`.
+
+    Raises:
+        UserError: The file cannot be imported, or does not define exactly one.
+    """
     path = file.python
     spec = importlib.util.spec_from_file_location(f"lantern_bench_model_{path.stem}", path)
     if spec is None or spec.loader is None:
@@ -200,43 +207,49 @@ def load_class(file: PythonModel) -> type[HostedModel]:
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise file.wrong(
-            "python", f"{path.name}: cannot be imported: {type(error).__name__}: {error}"
-        ) from error
-    defined = [
-        value
-        for value in vars(module).values()
-        if isinstance(value, type) and issubclass(value, HostedModel)
+        problem = f"cannot be imported: {type(error).__name__}: {error}"
+        raise file.wrong("python", f"{path.name}: {problem}") from error
+    defined = [value for value in vars(module).values() if isinstance(value, type)]
+    classes = [
+        cls for cls in defined if issubclass(cls, HostedModel) and cls.__module__ == module.__name__
     ]
-    classes = [cls for cls in defined if cls.__module__ == module.__name__]
     if len(classes) != 1:
-        raise file.wrong(
-            "python",
-            f"{path.name}: must define one subclass of HostedModel, and defines {len(classes)}",
-        )
+        problem = f"must define one subclass of HostedModel, and defines {len(classes)}"
+        raise file.wrong("python", f"{path.name}: {problem}")
     return classes[0]
 
 
 @torch.no_grad()
 def load_hosted(file: PythonModel, device: torch.device, dtype: torch.dtype) -> LoadedModel:
-    """Load the model of a model file with the key `python`; raises `UserError` where a method is missing."""
+    """Load the model of a model file with the key `python`.
+
+    Args:
+        file: The model file.
+        device: Device of the weights.
+        dtype: Type of the weights.
+
+    Raises:
+        UserError: The class lacks a method.
+    """
     cls = load_class(file)
-    if missing := sorted(getattr(cls, "__abstractmethods__", ())):
+    missing = sorted(getattr(cls, "__abstractmethods__", ()))
+    if missing:
         raise file.wrong("python", f"{cls.__name__} lacks {', '.join(missing)}")
     hosted = cls(file.checkpoint, device, dtype)
     for module in (hosted.decoder, *vars(hosted).values()):
         if isinstance(module, nn.Module):
-            module.requires_grad_(False).eval()
+            module.requires_grad_(requires_grad=False).eval()
     target = _HostedTarget(hosted)
 
     def condition(captions: Sequence[str]) -> Condition:
         prompts = prompt_condition([hosted.prompts(caption) for caption in captions])
-        if (length := prompts.values.shape[2]) > hosted.prefix:
+        length = prompts.values.shape[2]
+        if length > hosted.prefix:
             most = f"its prompt has {length} tokens, and at most {hosted.prefix} are taken"
             raise UserError(f"{file.path}: caption: {most}", "Say it in fewer words.")
         return prompts
 
-    # What a folder has of weights, configuration and tokenizer; none where the checkpoint is a file.
+    # None if the checkpoint is a file.
     files = sorted(path for path in file.checkpoint.rglob("*") if path.suffix in _ENDINGS)
     return LoadedModel(
         name=str(file.path),

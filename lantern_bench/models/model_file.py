@@ -1,6 +1,8 @@
-"""Model files: a YAML file that describes a model, names its code, or gives a known model another drafter.
+"""Model files: YAML files that describe a model.
 
-A family checks `config` and the checkpoints. No torch, so that a sweep can be planned without loading the model.
+A file may also name a model's code, or give a known model another drafter. The family of the model
+checks `config` and the checkpoints. No torch is imported, so that a sweep can be planned without
+loading the model.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ def _relative(value: object, info: ValidationInfo[Path]) -> Path:
     path = folder / value
     try:
         exists = path.exists()
-    except OSError as error:  # its name is too long, for one
+    except OSError as error:  # for example a name that is too long
         raise ValueError(f"cannot be a path: {error.strerror}") from error
     if not exists:
         raise ValueError("no such file or folder")
@@ -42,7 +44,7 @@ def _relative(value: object, info: ValidationInfo[Path]) -> Path:
 
 
 def _json_or_mapping(value: object, info: ValidationInfo[Path]) -> object:
-    """The sizes of a part: as written, or read from a JSON file."""
+    """Return the sizes of a part, as written or read from a JSON file."""
     if isinstance(value, str):
         try:
             value = json.loads(_relative(value, info).read_text(encoding="utf-8"))
@@ -54,13 +56,10 @@ def _json_or_mapping(value: object, info: ValidationInfo[Path]) -> object:
 
 
 def _rows_and_columns(value: object) -> object:
-    if not (
-        isinstance(value, list)
-        and len(value) == 2
-        and all(type(side) is int and side > 0 for side in value)
-    ):
+    sides = value if isinstance(value, list) else []
+    if len(sides) != 2 or not all(type(side) is int and side > 0 for side in sides):
         raise ValueError("must be [rows, columns], two whole numbers above 0")
-    return tuple(value)
+    return tuple(sides)
 
 
 def _or_stem(name: object, info: ValidationInfo[Path]) -> object:
@@ -68,7 +67,7 @@ def _or_stem(name: object, info: ValidationInfo[Path]) -> object:
 
 
 def _resolved(model: object, info: ValidationInfo[Path]) -> object:
-    """A model's name, or the path of its file relative to this one."""
+    """Return a model's name, or the path of its file, which is relative to this one."""
     if not isinstance(model, str) or not is_model_file(model):
         return model
     path = _relative(model, info)
@@ -86,20 +85,20 @@ class _Keys(BaseModel):
 
 
 class CheckpointPart(_Keys):
-    """A checkpoint, a file or a directory, and what the file says of its sizes."""
+    """A checkpoint, which is a file or a folder, and its sizes."""
 
     path: Annotated[Path, _Relative] = Field(alias="checkpoint", description=_PATH)
     config: Annotated[Mapping[str, Any] | None, BeforeValidator(_json_or_mapping)] = None
 
 
 class TargetPart(CheckpointPart):
-    """The target's checkpoint; a layout that is not given is told from the checkpoint."""
+    """The target's checkpoint. By default the layout is told from the checkpoint."""
 
     layout: Literal["official", "hf"] | None = None
 
 
 class FolderPart(_Keys):
-    """A directory: a drafter's or a text encoder's."""
+    """The folder of a drafter or of a text encoder."""
 
     path: Annotated[DirectoryPath, _Relative] = Field(alias="dir", description=_PATH)
 
@@ -111,9 +110,10 @@ class TablePart(_Keys):
 
 
 class _AnyModelFile(_Keys):
-    """What all kinds of model file may say; `defaults` are decoding values, as an experiment writes them."""
+    """What all kinds of model file may state."""
 
     description: str | None = Field(default=None, pattern=r"\S")
+    # Decoding values as in an experiment file.
     defaults: dict[str, Any] = Field(default_factory=dict)
     _path: Path
 
@@ -123,16 +123,25 @@ class _AnyModelFile(_Keys):
         return self._path
 
     def model_post_init(self, context: Any) -> None:
-        """Keep the file's own path, which is the validation context."""
+        """Keep the path of the file, which is the validation context."""
         self._path = context
 
     def wrong(self, key: str, text: str, advice: str | None = None) -> UserError:
-        """Return the error for a value of this file; `key` is dotted: `target.config.n_head`."""
+        """Return the error for a value of this file.
+
+        Args:
+            key: The dotted key, such as `target.config.n_head`.
+            text: What is wrong with the value.
+            advice: What to do.
+        """
         return UserError(f"{self.path}: {key}: {text}", advice)
 
 
 class ModelFile(_AnyModelFile):
-    """A file that describes a model; `family` is any name of a family, `grid` rows and columns of image tokens."""
+    """A file that describes a model of a family.
+
+    `grid` is rows and columns of image tokens.
+    """
 
     name: Annotated[str, BeforeValidator(_or_stem)] = Field(
         default=None, validate_default=True, pattern=r"\S"
@@ -150,14 +159,20 @@ class ModelFile(_AnyModelFile):
     def paths(self) -> dict[str, Path]:
         """Return the path of each part that the file names."""
         parts = {
-            name: getattr(self, name)
-            for name in ("target", "tokenizer", "drafter", "text_encoder", "neighbours")
+            "target": self.target,
+            "tokenizer": self.tokenizer,
+            "drafter": self.drafter,
+            "text_encoder": self.text_encoder,
+            "neighbours": self.neighbours,
         }
         return {name: part.path for name, part in parts.items() if part is not None}
 
 
 class ExternalDrafter(_AnyModelFile):
-    """A file that gives a model another drafter; `model` is the model's name, or the path of its own file."""
+    """A file that gives a model another drafter.
+
+    `model` is the name of the model, or the path of its own file.
+    """
 
     model: Annotated[str, BeforeValidator(_resolved)] = Field(
         pattern=r"\S", description="the name of the model, or the path of its file"
@@ -166,24 +181,23 @@ class ExternalDrafter(_AnyModelFile):
 
 
 class PythonModel(_AnyModelFile):
-    """A file that names a model's code, one Python file (`models/hosted.py`), and its checkpoint."""
+    """A file that names a model's code, one Python file (`models/hosted.py`), and checkpoint."""
 
     python: Annotated[FilePath, _Relative] = Field(description=_PATH)
     checkpoint: Annotated[Path, _Relative] = Field(description=_PATH)
 
 
 def is_model_file(name: str) -> bool:
-    """Whether a model's name is the path of a model file."""
+    """Return whether a model's name is the path of a model file."""
     return name.lower().endswith((".yaml", ".yml"))
 
 
 def read_model_file(path: Path) -> ModelFile | ExternalDrafter | PythonModel:
-    """Read a model file; raises one `UserError` with every problem of the file, by line."""
+    """Read a model file. Raises one `UserError` with every problem of the file, by line."""
     if not path.is_file():
         problem = "is a folder, not a file" if path.is_dir() else "no such file"
-        raise UserError(
-            f"--model {path}: {problem}", "Give a model's name, or a YAML file that describes one."
-        )
+        advice = "Give a model's name, or a YAML file that describes one."
+        raise UserError(f"--model {path}: {problem}", advice)
     source = read_source(path, "Start with: family and target.")
     kind: type[ModelFile | ExternalDrafter | PythonModel] = ModelFile
     if "python" in source.data:
@@ -192,9 +206,8 @@ def read_model_file(path: Path) -> ModelFile | ExternalDrafter | PythonModel:
         kind = ExternalDrafter
     problems = Problems(str(path))
     for key_path in source.twice:
-        problems.add(
-            Location(".".join(map(str, key_path)), source.line(key_path)), "is written twice"
-        )
+        key = ".".join(map(str, key_path))
+        problems.add(Location(key, source.line(key_path)), "is written twice")
     written = source.data.get("defaults") or {}
     defaults = _defaults(written, source, problems) if isinstance(written, Mapping) else written
     try:
@@ -207,7 +220,7 @@ def read_model_file(path: Path) -> ModelFile | ExternalDrafter | PythonModel:
 
 
 def _defaults(written: Mapping[str, Any], source: Source, problems: Problems) -> dict[str, Any]:
-    """The decoding values that the model suggests, checked as an experiment's are."""
+    """Return the decoding values that the model suggests, checked as in an experiment."""
     values: dict[str, Any] = {}
     for key, raw in written.items():
         location = Location(f"defaults.{key}", source.line(("defaults", key)))

@@ -1,4 +1,7 @@
-"""Models with random weights, to measure cost without a checkpoint, and how much memory a model's parts need."""
+"""Models with random weights, and the memory that the parts of a model need.
+
+Random weights measure the cost of a model without its checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +21,14 @@ from lantern_bench.models.networks.transformer_config import MOST, TransformerCo
 from lantern_bench.models.registry import model_of
 from lantern_bench.utils.errors import UserError
 
-_LONGEST = 1024
+_LONGEST = 1024  # largest number of layers, and of rows, of a random model
 
 
 class Size(NamedTuple):
-    """The size of a part of a model: parameters (0 for a cache), their type, bytes."""
+    """The size of a part of a model."""
 
     part: str
-    parameters: int
+    parameters: int  # 0 for a cache
     dtype: torch.dtype
     bytes: int
 
@@ -33,26 +36,35 @@ class Size(NamedTuple):
 def sizes_of(
     model: LoadedModel, dtype: torch.dtype, *, guided: bool, nodes: int, batch: int = 1
 ) -> list[Size]:
-    """The size of each part of a model on the meta device, and of its cache for trees of `nodes` nodes."""
+    """Return the size of each part of a model on the meta device, and of its caches.
+
+    Args:
+        model: The model.
+        dtype: Type of the weights.
+        guided: Whether each image has an unconditional row too.
+        nodes: Nodes of the draft tree. With one node the drafter needs no cache.
+        batch: Number of images at once.
+    """
     sizes: list[Size] = []
     for name, module, kind in _modules(model, dtype):
         count = sum(parameter.numel() for parameter in module.parameters())
         sizes.append(Size(part=name, parameters=count, dtype=kind, bytes=count * kind.itemsize))
-    for name, module in (
-        ("target", model.target),
-        ("drafter", model.drafter if nodes > 1 else None),
-    ):
-        if isinstance(module, nn.Module):
+    cached = {"target": model.target, "drafter": model.drafter if nodes > 1 else None}
+    for name, network in cached.items():
+        if isinstance(network, nn.Module):
             with torch.device("meta"):
-                session = module.to(dtype).session(batch, guided=guided, nodes=nodes)
-            sizes.append(
-                Size(part=f"{name}'s cache", parameters=0, dtype=dtype, bytes=session.cache.nbytes)
-            )
+                session = network.to(dtype).session(batch, guided=guided, nodes=nodes)
+            part = f"{name}'s cache"
+            sizes.append(Size(part=part, parameters=0, dtype=dtype, bytes=session.cache.nbytes))
     return sizes
 
 
 def meta_model(name: str) -> LoadedModel:
-    """Return a model on the meta device; raises `UserError` where only its files tell its architecture."""
+    """Return a model on the meta device.
+
+    Raises:
+        UserError: Only the files of the model tell its architecture.
+    """
     model = model_of(name).with_random_weights()
     if model is None:
         raise UserError(
@@ -65,35 +77,44 @@ def meta_model(name: str) -> LoadedModel:
 def random_model(
     name: str, device: torch.device, dtype: torch.dtype, generator: torch.Generator
 ) -> LoadedModel:
-    """Make a model with weights from `generator` (on `device`); raises `UserError` as `meta_model`."""
+    """Make a model with random weights.
+
+    Args:
+        name: Name of the model.
+        device: Device of the weights.
+        dtype: Type of the weights.
+        generator: Draws the weights, on `device`.
+
+    Raises:
+        UserError: Only the files of the model tell its architecture.
+        RefusedError: The weights do not fit in the free memory.
+    """
     model = meta_model(name)
-    _fill_at_random(model=model, device=device, dtype=dtype, generator=generator)
+    _fill_at_random(model, device, dtype, generator=generator)
     if isinstance(model.pixels, VQPixels):
         model.codebook = model.pixels.model.codebook()
     return model
 
 
 def _modules(model: LoadedModel, dtype: torch.dtype) -> Iterator[tuple[str, Any, torch.dtype]]:
-    """The modules of a model with their names and number types: only the tokenizer's is fixed."""
-    tokenizer = model.pixels.model if isinstance(model.pixels, VQPixels) else None
-    modules = {"target": model.target, "drafter": model.drafter, "tokenizer": tokenizer}
-    for name, module in modules.items():
-        if module is not None:
-            yield name, module, torch.float32 if name == "tokenizer" else dtype
+    """Yield the modules of a model with their names and types. A tokenizer is always float32."""
+    yield "target", model.target, dtype
+    if model.drafter is not None:
+        yield "drafter", model.drafter, dtype
+    if isinstance(model.pixels, VQPixels):
+        yield "tokenizer", model.pixels.model, torch.float32
 
 
 @torch.no_grad()
 def _fill_at_random(
-    model: LoadedModel, device: torch.device, dtype: torch.dtype, generator: torch.Generator
+    model: LoadedModel, device: torch.device, dtype: torch.dtype, *, generator: torch.Generator
 ) -> None:
-    """Fill a model's modules so that outputs have the scale of their inputs; `RefusedError` where they do not fit."""
+    """Fill a model's modules so that outputs have the scale of their inputs."""
+    needed = 0
     modules = list(_modules(model, dtype))
-    weights = [
-        weight.numel() * kind.itemsize
-        for _, module, kind in modules
-        for weight in module.parameters()
-    ]
-    check_free(model.name, sum(weights), device)
+    for _, module, kind in modules:
+        needed += kind.itemsize * sum(weight.numel() for weight in module.parameters())
+    check_free(model.name, needed, device)
     for _, module, kind in modules:
         module.to(kind).to_empty(device=device)
         for name, parameter in module.named_parameters():
@@ -103,31 +124,40 @@ def _fill_at_random(
                 parameter.fill_(1)
             else:
                 parameter.normal_(std=parameter[0].numel() ** -0.5, generator=generator)
-        module.requires_grad_(False).eval()
+        module.requires_grad_(requires_grad=False).eval()
     model.weights = {part: f"random-{generator.initial_seed()}" for part, *_ in modules}
 
 
 def read_size(text: str) -> TransformerConfig:
-    """The shape that a `--size` describes: heads of 64, a feed-forward width of 8/3 of the width; else `UserError`."""
+    """Read the sizes that a `--size` describes.
+
+    Heads are 64 wide, and the feed-forward width is 8/3 of the width.
+
+    Args:
+        text: LAYERSxWIDTH[xVOCABULARY[xSIDE]].
+
+    Raises:
+        UserError: The text is malformed, or a size is not possible.
+    """
     if re.fullmatch(r"\d+(x\d+){1,3}", text) is None:
         raise UserError(
             f"--size {text}: must be LAYERSxWIDTH[xVOCABULARY[xSIDE]]",
             "For example 36x1280x16384x16, LlamaGen-XL at 256 pixels.",
         )
-    numbers = [int(number) for number in text.split("x")]
-    layers, width, vocabulary, side = numbers + [16384, 16][len(numbers) - 2 :]
+    layers, width, *more = map(int, text.split("x"))
+    vocabulary = more[0] if more else 16384
+    side = more[1] if len(more) > 1 else 16
     if min(layers, vocabulary, side) < 1 or width < 64 or width % 64:
         raise UserError(f"--size {text}: the width must be a multiple of 64, the rest at least 1")
     if max(layers, side) > _LONGEST or max(width, vocabulary) > MOST:
         most = f"at most {_LONGEST:,} layers and side, width and vocabulary at most {MOST:,}"
         raise UserError(f"--size {text}: is too large: {most}")
-    ffn = -(-8 * width // 3 // 256) * 256
     return TransformerConfig(
         vocab_size=vocabulary,
         dim=width,
         layers=layers,
         heads=width // 64,
-        ffn_dim=ffn,
+        ffn_dim=-(-8 * width // 3 // 256) * 256,
         prefix=1,
         grid=(side, side),
     )
@@ -136,25 +166,33 @@ def read_size(text: str) -> TransformerConfig:
 def random_model_of_size(
     config: TransformerConfig, device: torch.device, dtype: torch.dtype, generator: torch.Generator
 ) -> LoadedModel:
-    """Make a target and a drafter of a shape, with weights from `generator` (on `device`)."""
+    """Make a target and a drafter with random weights.
+
+    Args:
+        config: Sizes of both.
+        device: Device of the weights.
+        dtype: Type of the weights.
+        generator: Draws the weights, on `device`.
+
+    Raises:
+        RefusedError: The weights do not fit in the free memory.
+    """
+
+    def condition(prompts: Sequence[str]) -> Condition:
+        labels = torch.zeros(len(prompts), dtype=torch.int64)
+        return Condition(labels, torch.ones(len(prompts), 1, dtype=torch.bool))
+
     with torch.device("meta"):
         target = TransformerTarget(config, ClassLabel(1, config.dim))
         drafter = published_drafter(config, target)
-
-    def condition(prompts: Sequence[str]) -> Condition:
-        return Condition(
-            torch.zeros(len(prompts), dtype=torch.int64),
-            torch.ones(len(prompts), 1, dtype=torch.bool),
-        )
-
     model = assemble(
-        name="random",
+        "random",
         target=target,
         drafter=drafter,
         tokenizer=None,
         prompts=Prompts(condition),
         weights={},
     )
-    _fill_at_random(model=model, device=device, dtype=dtype, generator=generator)
+    _fill_at_random(model, device, dtype, generator=generator)
     model.codebook = torch.randn(config.vocab_size, 8, generator=generator, device=device)
     return model

@@ -1,6 +1,7 @@
 """Checkpoints on disk as mappings from names to tensors.
 
-Files are memory-mapped where their format allows. A pickle is read by torch's weights-only unpickler.
+Files are memory-mapped if their format allows it. A pickle is read by torch's weights-only
+unpickler.
 """
 
 from __future__ import annotations

@@ -57,7 +57,9 @@ _EMU3 = {
     r"\.mid\.2\.": ".middle_block.block_2.",
     r"(\.attn\.\d+|attn_1)\.(q|k|v)\.": r"\1.\2_proj.",
     r"\.proj_out\.": ".out_proj.",
-    r"^(decoder\..*(?:norm1|norm2|norm_out|attn_norm|attn_norms\.\d+))\.(weight|bias)$": r"\1.norm_layer.\2",
+    r"^(decoder\..*(?:norm1|norm2|norm_out|attn_norm|attn_norms\.\d+))\.(weight|bias)$": (
+        r"\1.norm_layer.\2"
+    ),
     r"^time_down\.(\d+)\.": r"encoder.time_conv.\1.conv.conv.",
     r"^time_up\.(\d+)\.": r"decoder.time_conv.\1.conv.conv.",
     r"^time_(en|de)coder\.(\d+)\.(norm\d)\.": r"\1coder.time_res_stack.\2.\3.",

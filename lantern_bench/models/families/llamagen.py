@@ -101,7 +101,7 @@ class LlamaGen(CheckpointModel):
 
     @cached_property
     def numbers(self) -> Mapping[str, Any]:
-        """What only LlamaGen's config states, or the published values; raises `UserError` for impossible ones."""
+        """Numbers that only LlamaGen's config states. What it leaves out has the published value."""
         usual = {
             "cls_token_num": self.positions,
             "num_classes": 1000,

@@ -198,7 +198,7 @@ class WordModel(CheckpointModel):
     def load_target(
         self, device: torch.device, dtype: torch.dtype
     ) -> tuple[TransformerTarget, tuple[Path, ...]]:
-        """Load the target. tokenizer.json decides which code a token is, and is one of the files."""
+        """Load the target. tokenizer.json, which tells the code of a token, is one of the files."""
         target, files = super().load_target(device, dtype)
         if self._tokenizer_json.is_file():
             files = (*files, self._tokenizer_json)

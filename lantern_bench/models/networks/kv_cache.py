@@ -110,8 +110,8 @@ class KVCache:
         """Return the additive attention mask of n new nodes.
 
         Args:
-            seen: bool [1 or B or rows, n, m]: which of the m uncommitted nodes, itself included, each
-                new node sees.
+            seen: Which of the m uncommitted nodes, itself included, each new node sees: bool
+                [1 or B or rows, n, m].
             dtype: Type of the mask.
 
         Returns:

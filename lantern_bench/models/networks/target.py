@@ -23,7 +23,8 @@ from lantern_bench.models.networks.kv_cache import KVCache
 from lantern_bench.models.networks.transformer import Transformer
 from lantern_bench.models.networks.transformer_config import TransformerConfig
 
-# ---- Forced tokens: the end of a row (Lumina-mGPT) is certain at its position, impossible elsewhere
+# ---- Forced tokens: the end of a row (Lumina-mGPT) is certain at its position and impossible
+# elsewhere
 
 
 def force_line_ends(logits: Tensor, positions: Tensor, config: TransformerConfig) -> Tensor:

@@ -128,7 +128,7 @@ class _Level(nn.Module):
 
 
 def _levels(config: VQConfig, *, up: bool, code_dim: int | None = None) -> nn.ModuleList:
-    """Make the resolutions of a decoder (`up`), from the lowest, or of an encoder, from the highest."""
+    """Make the resolutions of an encoder from the highest, of a decoder (`up`) from the lowest."""
     widths = [config.channels * mult for mult in config.channel_mult]
     last = len(widths) - 1
     attending = config.attention
@@ -260,8 +260,8 @@ class VQModel(nn.Module):
 # ---- Emu3's tokenizer of videos (arXiv 2409.18869, section 2.2), for single pictures
 #
 # Around the convolutions of a VQGAN it has convolutions over time, which see no later frame. A
-# picture is decoded as the first frame of a video, so that only the last slice of a kernel over time
-# counts. It is encoded as a video of equal frames.
+# picture is decoded as the first frame of a video, so that only the last slice of a kernel over
+# time counts. It is encoded as a video of equal frames.
 
 
 class _TimeConv(nn.Conv3d):
@@ -308,7 +308,7 @@ class _TimeResBlock(nn.Module):
 
 
 class _VideoVQ(VQModel):
-    """A `VQModel` with convolutions over time, which halve the frames to one and double them again."""
+    """A `VQModel` with convolutions over time, which merge the frames and split them again."""
 
     def __init__(self, config: VQConfig) -> None:
         super().__init__(config)

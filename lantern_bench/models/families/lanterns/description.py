@@ -18,8 +18,8 @@ from lantern_bench.utils.text import did_you_mean
 
 GUIDANCE = 2.0  # cfg_scale
 
-# On two cores no chain or small tree is faster for strict rules (docs/engine.md). Relaxed rules gain
-# from longer chains.
+# On two cores no chain or small tree is faster for strict rules (docs/engine.md). Relaxed rules
+# gain from longer chains.
 TREE = "chain-4"
 
 MAX_WORDS = 10
@@ -108,8 +108,9 @@ def words(caption: str) -> list[int]:
             f"it knows only: {' '.join(sorted(numbers))}; e.g. {ALL_ATTRIBUTES[0].caption()!r}",
         )
     if not 0 < len(tokens) <= MAX_WORDS:
+        takes = f"the bundled model takes 1 to {MAX_WORDS}"
         raise UserError(
-            f"caption {caption!r} has {len(tokens)} words; the bundled model takes 1 to {MAX_WORDS}",
+            f"caption {caption!r} has {len(tokens)} words; {takes}",
             f"for example: {ALL_ATTRIBUTES[0].caption()!r}",
         )
     return [numbers[word] for word in tokens]

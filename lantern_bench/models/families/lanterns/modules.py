@@ -144,7 +144,7 @@ class AttributeClassifier(nn.Module):
         return functional.silu(self.project(grid.flatten(1)))
 
     def forward(self, pixels: Tensor) -> list[Tensor]:
-        """Map pixels in [0, 1], float [n, 3, 64, 64], to logits [n, values] for each of `FIELDS`."""
+        """Map pixels in [0, 1], float [n, 3, 64, 64], to logits [n, values] of each field."""
         features = self.features(pixels)
         return [head(features) for head in self.heads.values()]
 
