@@ -101,7 +101,7 @@ class LlamaGen(CheckpointModel):
 
     @cached_property
     def numbers(self) -> Mapping[str, Any]:
-        """Numbers that only LlamaGen's config states. What it leaves out has the published value."""
+        """Numbers that only LlamaGen's config states, or their published values."""
         usual = {
             "cls_token_num": self.positions,
             "num_classes": 1000,
