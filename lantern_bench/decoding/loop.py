@@ -192,7 +192,14 @@ class _Batch:
         drafting: DraftMethod | None = None,
         compiled: bool = True,
     ) -> SpeculativeStep:
-        """Return the programs of the batch, as `SpeculativeStep`."""
+        """Return the programs of the batch.
+
+        Args:
+            drafter: As of `SpeculativeStep`.
+            rule: As of `SpeculativeStep`.
+            drafting: As of `SpeculativeStep`.
+            compiled: As of `SpeculativeStep`.
+        """
         return SpeculativeStep(
             target=self.target,
             drafter=drafter,

@@ -70,7 +70,13 @@ def drafter_logits_along(drafter: Drafter, forced: Forced) -> Iterator[DrafterLo
 
 
 def drafted_along(drafter: Drafter, forced: Forced, decoding: Decoding) -> Tensor:
-    """Return the distributions q [B, N - 1, V] that tokens 1 to N - 1 are drafted from."""
+    """Return the distributions q [B, N - 1, V] that tokens 1 to N - 1 are drafted from.
+
+    Args:
+        drafter: The drafter.
+        forced: The target along the tokens.
+        decoding: How q is made of the drafter's logits.
+    """
     drafts = drafter_logits_along(drafter, forced)
     guided = torch.cat(
         [guide(draft.cond, draft.uncond, decoding.cfg_scale) for draft in drafts], dim=1

@@ -378,7 +378,13 @@ def link_nodes(
 
 
 def full_layout(nodes: int, fanout: int, device: torch.device) -> Layout:
-    """Return the layout of a tree of which any node can have `fanout` children."""
+    """Return the layout of a tree of which any node can have children.
+
+    Args:
+        nodes: How many nodes there are.
+        fanout: The most children of a node.
+        device: Where its tensors are.
+    """
     every = torch.arange(nodes, device=device)
     return Layout(nodes=every, slots=every, nodes_per_rank=(nodes,) * fanout)
 

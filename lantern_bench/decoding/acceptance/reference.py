@@ -65,7 +65,16 @@ def verify_node(
 
 
 def strict(p: Distribution, q: Distribution, x: int) -> tuple[float, Distribution]:
-    """Decide as speculative sampling does, losslessly (arXiv 2211.17192, 2302.01318)."""
+    """Decide as speculative sampling does, losslessly (arXiv 2211.17192, 2302.01318).
+
+    Args:
+        p: The target's distribution.
+        q: The distribution that x was drawn from.
+        x: The draft.
+
+    Returns:
+        The probability to accept x, and the weights that replace p if x is rejected.
+    """
     return min(1.0, p[x] / q[x]), positive_difference(p, q)
 
 
@@ -158,6 +167,11 @@ def traverse(
 
 def couple(p: Distribution, q: Distribution, x: int) -> Distribution:
     """Return what the next draft is drawn from, given the last draft x (maximal coupling).
+
+    Args:
+        p: The distribution of the next draft.
+        q: The distribution of the last draft.
+        x: The last draft.
 
     If x was drawn from q, the next draft is distributed as p, and equals x as often as possible:
 
