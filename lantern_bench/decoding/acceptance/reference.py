@@ -49,7 +49,7 @@ def verify_node(
 
     LANTERN accepts it if its code is near the code of token 1 and may take a mass of 0.75:
 
-    >>> lantern = neighbours(nearest=[[1], [0]], limit=lambda p, x: 0.75)
+    >>> lantern = by_neighbours(nearest=[[1], [0]], limit=lambda p, x: 0.75)
     >>> verify_node(p=[0.25, 0.75], q=[0.5, 0.5], drafts=[0], uniforms=[0.6], decide=lantern)
     (0, [0.25, 0.75])
     """
@@ -78,7 +78,7 @@ def strict(p: Distribution, q: Distribution, x: int) -> tuple[float, Distributio
     return min(1.0, p[x] / q[x]), positive_difference(p, q)
 
 
-def neighbours(
+def by_neighbours(
     nearest: Sequence[Sequence[int]], limit: Callable[[Distribution, int], float]
 ) -> Decide:
     """Make the rule of LANTERN: x also takes the mass of its nearest codes (arXiv 2410.03355).
