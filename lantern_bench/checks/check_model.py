@@ -186,7 +186,7 @@ class _Checks:
         zero = torch.zeros(1, 1, dtype=torch.int64, device=self.tokens.device)
         for image, condition in enumerate(self.conditions):
             tokens = self.tokens[image : image + 1]
-            session = self.target.session(1, True, 1)
+            session = self.target.session(1, guided=True, nodes=1)
             steps = [[row[:, -1:] for row in _rows(session.prefill(condition))]]
             for position in range(tokens.shape[1] - 1):
                 steps.append(
@@ -208,7 +208,7 @@ class _Checks:
         """Compare two trees in a row, of two images that keep different paths, with a chain for each path."""
         device = self.target.device
         gaps = Gaps()
-        session = self.target.session(2, True, len(_TREE.parents))
+        session = self.target.session(2, guided=True, nodes=len(_TREE.parents))
         session.prefill(self.model.condition(self.prompts))
         leaves = [node for node in range(len(_TREE.parents)) if not (_TREE.parents == node).any()]
         depths = _TREE.depths.expand(2, -1).to(device)
@@ -325,7 +325,7 @@ class _Checks:
                 target=self.target, condition=condition, tokens=tokens, guided=False
             ).logits.cond
             gaps[f"image {image} unguided"] = _gap(alone, cond)
-            session = self.target.session(1, True, 1)
+            session = self.target.session(1, guided=True, nodes=1)
             session.prefill(condition)
             guided = session.score_guided(
                 tokens=tokens[:, :1], depths=zero, attention=zero[None] == 0, cfg_scale=3.0

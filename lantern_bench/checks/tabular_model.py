@@ -59,11 +59,11 @@ class TabularModel(Target):
         self.target = self
         self.drafter: Any = SimpleNamespace(session=self._drafter_session)
 
-    def session(self, batch: int, guided: bool, nodes: int) -> _TargetSession:  # noqa: ARG002
+    def session(self, batch: int, *, guided: bool, nodes: int) -> _TargetSession:  # noqa: ARG002
         """A session; trees may have any number of nodes."""
         return _TargetSession(self, batch, guided)
 
-    def _drafter_session(self, batch: int, guided: bool, nodes: int) -> _DrafterSession:  # noqa: ARG002
+    def _drafter_session(self, batch: int, *, guided: bool, nodes: int) -> _DrafterSession:  # noqa: ARG002
         return _DrafterSession(self, batch, guided)
 
     def state_after(self, state: Tensor, tokens: Tensor) -> Tensor:

@@ -139,7 +139,7 @@ class Target:
     line_length: int = 0
     device: torch.device
 
-    def session(self, batch: int, guided: bool, nodes: int) -> TargetSession:
+    def session(self, batch: int, *, guided: bool, nodes: int) -> TargetSession:
         """Return a session, which may reuse caches.
 
         Args:
@@ -180,7 +180,7 @@ class Target:
 class Drafter:
     """A model that proposes tokens."""
 
-    def session(self, batch: int, guided: bool, nodes: int) -> DrafterSession:
+    def session(self, batch: int, *, guided: bool, nodes: int) -> DrafterSession:
         """Return a session, which may reuse caches.
 
         Args:

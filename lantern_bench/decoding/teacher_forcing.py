@@ -28,7 +28,7 @@ class Forced(NamedTuple):
     logits: Logits
 
 
-def teacher_forced(target: Target, condition: Any, tokens: Tensor, guided: bool) -> Forced:
+def teacher_forced(target: Target, condition: Any, tokens: Tensor, *, guided: bool) -> Forced:
     """Score whole sequences in one forward, as if every token were a draft of one chain.
 
     Args:
@@ -39,7 +39,7 @@ def teacher_forced(target: Target, condition: Any, tokens: Tensor, guided: bool)
     """
     batch, length = tokens.shape
     device = tokens.device
-    session = target.session(batch, guided, length)
+    session = target.session(batch, guided=guided, nodes=length)
     prefix = session.prefill(condition)
     chain = torch.ones(length, length, dtype=torch.bool, device=device).tril()
     depths = torch.arange(length, device=device)
@@ -61,7 +61,7 @@ def drafter_logits_along(drafter: Drafter, forced: Forced) -> Iterator[DrafterLo
     tokens = forced.tokens
     # The features that predicted each of the tokens.
     features = torch.cat([forced.prefix.features[:, -1:], forced.logits.features[:, :-1]], dim=1)
-    session = drafter.session(len(tokens), forced.prefix.uncond is not None, 1)
+    session = drafter.session(len(tokens), guided=forced.prefix.uncond is not None, nodes=1)
     ones = torch.ones(len(tokens), dtype=torch.int64, device=tokens.device)
     session.prefill(forced.condition, forced.prefix.features)
     for position in range(tokens.shape[1] - 1):

@@ -44,7 +44,7 @@ def sizes_of(
     ):
         if isinstance(module, nn.Module):
             with torch.device("meta"):
-                session = module.to(dtype).session(batch, guided, nodes)
+                session = module.to(dtype).session(batch, guided=guided, nodes=nodes)
             sizes.append(
                 Size(part=f"{name}'s cache", parameters=0, dtype=dtype, bytes=session.cache.nbytes)
             )

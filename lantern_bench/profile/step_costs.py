@@ -367,7 +367,8 @@ def _memory(profiled: ProfiledModel, decoding: Decoding) -> Row:
         [model.target, model.drafter] if nodes > 1 and model.drafter is not None else [model.target]
     )
     standing = sum(
-        network.session(1, profiled.is_guided, nodes).cache.nbytes for network in networks
+        network.session(1, guided=profiled.is_guided, nodes=nodes).cache.nbytes
+        for network in networks
     )
     standing += sum(weight_bytes(network) for network in networks)
     reset_peak_memory(model.target.device)

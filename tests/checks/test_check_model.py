@@ -220,7 +220,9 @@ def test_a_missing_row_of_line_ends_fails_against_a_reference(
     path.write_text(f"family: anole\ngrid: [4, 4]\ntarget: {{checkpoint: {lumina / 'target'}}}\n")
     right: Any = load(files["forced"][0])
     tokens = right.target.forced(torch.arange(20)).clamp_min(0).expand(1, -1)
-    cond, uncond = right.target.logits_without_cache(right.condition(LINES[:1]), tokens, True)
+    cond, uncond = right.target.logits_without_cache(
+        right.condition(LINES[:1]), tokens, guided=True
+    )
     np.savez(
         tmp_path / "ends.npz", prompts=np.array(LINES[:1]), tokens=tokens, cond=cond, uncond=uncond
     )

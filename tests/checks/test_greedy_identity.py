@@ -80,7 +80,7 @@ class _Rounding(TinySession):
 
 
 class _Turned(TinyTarget):
-    def session(self, batch: int, guided: bool, nodes: int) -> Any:
+    def session(self, batch: int, *, guided: bool, nodes: int) -> Any:
         return _Rounding(self, batch, guided)
 
 

@@ -45,7 +45,7 @@ def test_forced_logits_and_drafts_are_those_of_decoding(model: LoadedModel) -> N
 
     q = drafted_along(model.drafter, forced, decoding)
     for position in (1, 9):  # the drafter of a step that begins behind so many tokens
-        session = model.drafter.session(2, True, 1)
+        session = model.drafter.session(2, guided=True, nodes=1)
         session.prefill(condition, forced.prefix.features)
         features = torch.cat(
             [forced.prefix.features[:, -1:], forced.logits.features[:, : position - 1]], dim=1

@@ -38,10 +38,10 @@ DIE = Path(__file__).with_name("die")
 
 
 class Target(TinyTarget):
-    def session(self, batch, guided, nodes):
+    def session(self, batch, *, guided, nodes):
         if str(nodes) == os.environ.get("TINY_FULL"):
             torch.empty(1 << 60)  # more memory than there is
-        session = super().session(batch, guided, nodes)
+        session = super().session(batch, guided=guided, nodes=nodes)
         session.table.cond = self.cond.clone()
         return session
 

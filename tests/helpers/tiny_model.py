@@ -41,7 +41,7 @@ class TinyTarget(Target, Drafter):
         noise = torch.Generator().manual_seed(seed)
         self.cond, self.uncond = spread * torch.randn(2, CODES + 1, CODES, generator=noise)
 
-    def session(self, batch: int, guided: bool, nodes: int) -> TinySession:
+    def session(self, batch: int, *, guided: bool, nodes: int) -> TinySession:
         return TinySession(self, batch, guided)
 
     def scores(self, tokens: Tensor, guided: bool) -> Logits:

@@ -167,7 +167,7 @@ def test_unrolled_levels_match_a_draft_tree(sequences: Sequences) -> None:
     features = both(sequences, 3)
     levels = unroll(drafter=drafter, target=features, features=features.hidden, levels=3)
     for root in (1, 4):
-        session = drafter.session(3, True, 4)
+        session = drafter.session(3, guided=True, nodes=4)
         session.prefill(condition, forced.prefix.features)
         true_features = torch.cat([forced.prefix.features[:, -1:], forced.logits.features], dim=1)[
             :, :root

@@ -215,7 +215,7 @@ class CachedModel(nn.Module):
         self.config = config
         self._sessions: dict[tuple[int, bool, int], Any] = {}
 
-    def session(self, batch: int, guided: bool, nodes: int) -> Any:
+    def session(self, batch: int, *, guided: bool, nodes: int) -> Any:
         """Return the session of this shape."""
         shape = (batch, guided, nodes)
         if shape not in self._sessions:

@@ -47,7 +47,7 @@ class Table(Target, Drafter):
         self.logits = torch.cat([follow.expand(2, -1, -1), start], dim=1)
         self.logits = self.logits + noise * torch.randn(self.logits.shape, generator=generator)
 
-    def session(self, batch: int, guided: bool, nodes: int) -> Session:
+    def session(self, batch: int, *, guided: bool, nodes: int) -> Session:
         """A session; there is nothing to keep."""
         return Session(self, guided)
 

@@ -58,7 +58,7 @@ def logits(path: Path, model: LlamaGen) -> Tensor:
             2, model.sizes.prefix, model.numbers["caption_dim"], generator=generator
         )
         valid[0, 0] = False
-    session = target.session(2, True, 1)
+    session = target.session(2, guided=True, nodes=1)
     with torch.no_grad():
         return torch.cat(session.prefill(Condition(values, valid))[:2])
 
