@@ -19,6 +19,8 @@ import pytest
 from hypothesis import settings
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from lantern_bench.decoding.loop import Decoded
     from lantern_bench.models.loaded_model import LoadedModel
 
@@ -124,3 +126,12 @@ def published_forms(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
             Mode(name=row.name, drafting=row.name, rule="strict", label=row.legend),
         )
     return importlib.import_module("published_forms.draftings")
+
+
+@pytest.fixture
+def tables() -> dict[str, pd.DataFrame]:
+    """The tables of the made-up run of `tests/helpers/made_up_run.py`."""
+    from tests.helpers.made_up_run import build_tables, make_records, make_scores
+
+    records = make_records()
+    return build_tables(records, make_scores(records))

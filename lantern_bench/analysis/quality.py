@@ -43,7 +43,7 @@ class Scores(NamedTuple):
 
     images: dict[str, Row]  # of level `image`, by record key
     cells: dict[str, Row]  # of level `cell`, by cell id
-    spreads: dict[str, Row]  # of level `band`, the spread of ar, by cell id
+    spreads: dict[str, Row]  # of level `ar_spread`, the spread of ar, by cell id
 
 
 def sort_scores(rows: Iterable[Row]) -> dict[str, Scores]:
@@ -56,7 +56,9 @@ def sort_scores(rows: Iterable[Row]) -> dict[str, Scores]:
         if row["level"] == "image":
             scores.images[str(row["record_key"])] = row
         else:
-            (scores.spreads if row["level"] == "band" else scores.cells)[str(row["cell_id"])] = row
+            (scores.spreads if row["level"] == "ar_spread" else scores.cells)[
+                str(row["cell_id"])
+            ] = row
     return dict(sorted(protocols.items()))
 
 
@@ -146,10 +148,10 @@ def _spread_of_ar(
             if judged
             else None
         }
-    row: dict[str, Any] = {"band_sets": spread["band_sets"]}
+    row: dict[str, Any] = {"ar_spread_sets": spread["ar_spread_sets"]}
     for name in OF_SETS:
         centre, low, high = (spread.get(f"{name}{end}") for end in ENDS)
-        row |= Interval(centre, low, high).columns(f"{name}_band")
+        row |= Interval(centre, low, high).columns(f"{name}_ar_spread")
         if centre is None or low is None or high is None:
             continue
         row[f"{name}_detectable"] = detectable(centre, low, high)

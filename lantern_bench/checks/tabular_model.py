@@ -63,7 +63,7 @@ class TabularModel(Target):
         """A session; trees may have any number of nodes."""
         return _TargetSession(self, batch, guided)
 
-    def _drafter_session(self, batch: int, guided: bool, nodes: int) -> _DrafterSession:  # noqa: ARG002
+    def _drafter_session(self, batch: int, *, guided: bool, nodes: int) -> _DrafterSession:  # noqa: ARG002
         return _DrafterSession(self, batch, guided)
 
     def state_after(self, state: Tensor, tokens: Tensor) -> Tensor:

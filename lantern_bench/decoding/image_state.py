@@ -64,7 +64,9 @@ class ImageState:
         # whether the drafter's logits are broken in the running step
         self.drafter_broken = torch.zeros(batch, dtype=torch.bool, device=device)
 
-        self.steps = StepRecorder(image_tokens, batch, depth, device)
+        self.steps = StepRecorder(
+            image_tokens=image_tokens, batch=batch, depth=depth, device=device
+        )
         self._ahead = torch.arange(depth + 1, device=device)
 
     def start_images(self, tokens_wanted: int, prefix_features: Tensor, first: FirstTokens) -> None:

@@ -85,7 +85,7 @@ def decode(
     drafter, rule = drafter_and_rule(model, decoding)
     key = ("speculative step", batch.size, sampling_key(decoding), keep_logits)
     step = batch.engine.cached(key, lambda: batch.step(drafter, rule))
-    return _speculative(batch, condition, step, rule)
+    return _speculative(batch, condition, step=step, rule=rule)
 
 
 @torch.inference_mode()
@@ -118,7 +118,7 @@ def decode_altered(
     drafter, own_rule = drafter_and_rule(model, decoding)
     rule = rule or own_rule
     step = batch.step(drafter, rule, drafting=drafting, compiled=False)
-    return _speculative(batch, condition, step, rule)
+    return _speculative(batch, condition, step=step, rule=rule)
 
 
 def drafter_and_rule(model: DecodableModel, decoding: Decoding) -> tuple[Drafter | None, BoundRule]:
@@ -192,7 +192,14 @@ class _Batch:
         drafting: DraftMethod | None = None,
         compiled: bool = True,
     ) -> SpeculativeStep:
-        """Return the programs of the batch, as `SpeculativeStep`."""
+        """Return the programs of the batch.
+
+        Args:
+            drafter: As of `SpeculativeStep`.
+            rule: As of `SpeculativeStep`.
+            drafting: As of `SpeculativeStep`.
+            compiled: As of `SpeculativeStep`.
+        """
         return SpeculativeStep(
             target=self.target,
             drafter=drafter,
@@ -219,7 +226,11 @@ class _Batch:
         return prefix, FirstTokens(tokens=tokens, logits=logits, broken=broken)
 
     def refuse(
-        self, whose: str, position: int, *sessions: TargetSession | DrafterSession | None
+        self,
+        whose: str,
+        position: int,
+        *,
+        sessions: Iterable[TargetSession | DrafterSession | None],
     ) -> NoReturn:
         """Raise `LogitsError`, and clear the caches, which hold NaN.
 
@@ -267,7 +278,7 @@ class _Batch:
 
 
 def _speculative(
-    batch: _Batch, condition: Any, step: SpeculativeStep, rule: BoundRule
+    batch: _Batch, condition: Any, *, step: SpeculativeStep, rule: BoundRule
 ) -> list[Decoded]:
     """Draft, score, verify and commit until every image is complete."""
     batch.phases.start()
@@ -305,7 +316,7 @@ def _speculative(
     for whose, position in zip(broken, positions_before, strict=True):
         if whose:
             network = "drafter" if whose == DRAFTER else "target"
-            batch.refuse(network, position, step.session, step.drafter_session)
+            batch.refuse(network, position, sessions=(step.session, step.drafter_session))
     traces = step.images.steps.traces(batch.tokens_wanted, steps, step.drafting.forwards)
     every_logits = _join(first.logits, path_logits, traces) if batch.keep_logits else None
     return batch.decoded(step.images.out, traces, every_logits)
@@ -351,7 +362,7 @@ def _autoregressive(batch: _Batch, condition: Any) -> list[Decoded]:
 
     position = int(steps.broken)
     if position != 0:
-        batch.refuse("target", max(position, 0), steps.session)
+        batch.refuse("target", max(position, 0), sessions=(steps.session,))
     trace = plain_trace(batch.tokens_wanted)
     logits_of_images = torch.stack(every_logits, dim=1) if batch.keep_logits else None
     return batch.decoded(steps.out, [trace] * batch.size, logits_of_images)

@@ -46,7 +46,13 @@ silence_torch()
 def compile_function(
     function: Callable[..., T], device: torch.device, backend: Any = "inductor"
 ) -> Callable[..., T]:
-    """Return `function` compiled for a device as one graph, without guards."""
+    """Return a function compiled as one graph, without guards.
+
+    Args:
+        function: Takes and returns tensors of fixed shapes.
+        device: Where it computes.
+        backend: The backend of `torch.compile`.
+    """
 
     def run(*arguments: Any) -> T:
         return function(*arguments)
@@ -143,7 +149,13 @@ class Fallbacks:
         self.reasons: dict[str, str] = {}
 
     def note(self, failed: str, instead: str, error: Exception) -> None:
-        """Record how steps run from now on, and warn once for each `failed`."""
+        """Record how steps run from now on, and warn about it once.
+
+        Args:
+            failed: `compiling` or `capture`.
+            instead: How steps run now.
+            error: Why.
+        """
         if failed in self.reasons:
             return
         reason = one_line(error)

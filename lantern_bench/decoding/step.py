@@ -106,7 +106,15 @@ class TreeScorer:
 def tree_scorer(
     target: Target, *, batch: int, nodes: int, cfg_scale: float, engine: Engine
 ) -> tuple[TargetSession, Score]:
-    """Return the target's session for trees of `nodes`, and the program that scores one."""
+    """Return the target's session for draft trees, and the program that scores one.
+
+    Args:
+        target: The target.
+        batch: How many images are decoded together.
+        nodes: The most nodes of a tree, root included.
+        cfg_scale: The guidance scale.
+        engine: Compiles the program and keeps it.
+    """
     key = ("score", batch, nodes, cfg_scale)
     scorer = engine.cached(
         key, lambda: TreeScorer(target, batch=batch, nodes=nodes, cfg_scale=cfg_scale)

@@ -28,7 +28,7 @@ class Forced(NamedTuple):
     logits: Logits
 
 
-def teacher_forced(target: Target, condition: Any, tokens: Tensor, guided: bool) -> Forced:
+def teacher_forced(target: Target, condition: Any, tokens: Tensor, *, guided: bool) -> Forced:
     """Score whole sequences in one forward, as if every token were a draft of one chain.
 
     Args:
@@ -61,8 +61,7 @@ def drafter_logits_along(drafter: Drafter, forced: Forced) -> Iterator[DrafterLo
     tokens = forced.tokens
     # The features that predicted each of the tokens.
     features = torch.cat([forced.prefix.features[:, -1:], forced.logits.features[:, :-1]], dim=1)
-    guided = forced.prefix.uncond is not None
-    session = drafter.session(len(tokens), guided=guided, nodes=1)
+    session = drafter.session(len(tokens), guided=forced.prefix.uncond is not None, nodes=1)
     ones = torch.ones(len(tokens), dtype=torch.int64, device=tokens.device)
     session.prefill(forced.condition, forced.prefix.features)
     for position in range(tokens.shape[1] - 1):
@@ -71,7 +70,13 @@ def drafter_logits_along(drafter: Drafter, forced: Forced) -> Iterator[DrafterLo
 
 
 def drafted_along(drafter: Drafter, forced: Forced, decoding: Decoding) -> Tensor:
-    """Return the distributions q [B, N - 1, V] that tokens 1 to N - 1 are drafted from."""
+    """Return the distributions q [B, N - 1, V] that tokens 1 to N - 1 are drafted from.
+
+    Args:
+        drafter: The drafter.
+        forced: The target along the tokens.
+        decoding: How q is made of the drafter's logits.
+    """
     drafts = drafter_logits_along(drafter, forced)
     guided = torch.cat(
         [guide(draft.cond, draft.uncond, decoding.cfg_scale) for draft in drafts], dim=1

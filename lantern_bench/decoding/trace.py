@@ -84,7 +84,7 @@ def plain_trace(tokens: int) -> ImageTrace:
 class StepRecorder:
     """What each step did to B images: named columns on the device, one row per step."""
 
-    def __init__(self, image_tokens: int, batch: int, depth: int, device: torch.device) -> None:
+    def __init__(self, *, image_tokens: int, batch: int, depth: int, device: torch.device) -> None:
         def column(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(image_tokens, batch, *shape, dtype=dtype, device=device)
 

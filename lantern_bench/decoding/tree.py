@@ -27,7 +27,7 @@ class RankGroup:
 
     # their numbers, int64 [n]
     nodes: Tensor
-    # their index in `Layout.nodes`, int64 [n]
+    # their index in `TreeLayout.nodes`, int64 [n]
     slots: Tensor
     # int64 [n, C], -1 padded
     children: Tensor
@@ -38,7 +38,7 @@ class RankGroup:
 
 
 @dataclass(frozen=True)
-class Layout:
+class TreeLayout:
     """Which nodes can have children, in which order.
 
     Counts are on the host, so that no shape waits for the device.
@@ -76,7 +76,7 @@ class DraftTree:
     attention: Tensor
     # of two equally deep nodes the smaller number lies on the earlier path, int64 [B, M]
     path_order: Tensor
-    layout: Layout
+    layout: TreeLayout
     # D, the depth of the deepest node that a tree of this shape can have
     max_depth: int
     # For each node the distribution that its children were drawn from, in order, without
@@ -91,7 +91,7 @@ class DraftTree:
         *,
         nodes: int,
         fanout: int,
-        layout: Layout,
+        layout: TreeLayout,
         max_depth: int,
         q: Tensor | None = None,
     ) -> DraftTree:
@@ -180,7 +180,7 @@ class StaticTree:
     children: Tensor
     # node (row) sees node (column), bool [M, M]
     attention: Tensor
-    layout: Layout
+    layout: TreeLayout
     # one for each depth from 0 to D - 1
     levels: tuple[Level, ...]
     # D, the depth of the deepest node
@@ -206,7 +206,7 @@ class StaticTree:
             attention = torch.tensor([_ancestors(path, nodes) for path in nodes])
             slots = torch.full((len(nodes),), -1)
             slots[torch.tensor(internal)] = torch.arange(len(internal))
-            layout = Layout(
+            layout = TreeLayout(
                 nodes=torch.tensor(internal),
                 slots=slots,
                 nodes_per_rank=_nodes_per_rank(children),
@@ -377,10 +377,16 @@ def link_nodes(
     )
 
 
-def full_layout(nodes: int, fanout: int, device: torch.device) -> Layout:
-    """Return the layout of a tree of which any node can have `fanout` children."""
+def full_layout(nodes: int, fanout: int, device: torch.device) -> TreeLayout:
+    """Return the layout of a tree of which any node can have children.
+
+    Args:
+        nodes: How many nodes there are.
+        fanout: The most children of a node.
+        device: Where its tensors are.
+    """
     every = torch.arange(nodes, device=device)
-    return Layout(nodes=every, slots=every, nodes_per_rank=(nodes,) * fanout)
+    return TreeLayout(nodes=every, slots=every, nodes_per_rank=(nodes,) * fanout)
 
 
 def first_true(hit: Tensor) -> Tensor:

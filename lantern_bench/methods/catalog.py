@@ -5,6 +5,7 @@ A name is looked up here and nowhere else.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from lantern_bench.methods.draftings import BEAM, DEPTH, NODES, SHIPPED_DRAFTINGS, TREE, Drafting
@@ -43,7 +44,8 @@ OUTSIDE_DRAFTINGS, _refused_draftings = find_rows("lantern_bench.draftings", Dra
 DRAFTINGS: dict[str, Drafting] = {row.name: row for row in SHIPPED_DRAFTINGS} | OUTSIDE_DRAFTINGS
 
 _DRAFTS = [name for name, row in DRAFTINGS.items() if row.drafts]
-_TAKEN |= {name for row in OUTSIDE_DRAFTINGS.values() for name in (row.name, *row.parameter_names)}
+for _row in OUTSIDE_DRAFTINGS.values():
+    _TAKEN.update([_row.name, *_row.parameter_names])
 OUTSIDE_RULES, _refused_rules = find_rows(
     group="lantern_bench.rules", row_class=Rule, taken=_TAKEN, draftings=_DRAFTS
 )
@@ -63,27 +65,41 @@ MODES |= {
 _OWN_METRICS = {metric.name: metric for metric in SHIPPED_METRICS}
 _OUTSIDE_METRICS, REFUSED_METRICS = find_rows("lantern_bench.metrics", Metric, _OWN_METRICS)
 METRICS: dict[str, Metric] = _OWN_METRICS | _OUTSIDE_METRICS
-OF_IMAGES = tuple(name for name, metric in METRICS.items() if metric.level == "image")
-OF_TOKENS = tuple(name for name, metric in METRICS.items() if metric.level == "tokens")
-OF_SETS = tuple(name for name, metric in METRICS.items() if metric.level == "set")
-PAIRED = tuple(name for name, metric in METRICS.items() if metric.is_paired)
-IN_SUMMARY = tuple(name for name, metric in METRICS.items() if metric.in_summary)
-ON_CURVES = tuple(name for name, metric in METRICS.items() if metric.on_curves)
 
 
+def _metrics(is_wanted: Callable[[Metric], bool]) -> tuple[str, ...]:
+    return tuple(name for name, metric in METRICS.items() if is_wanted(metric))
+
+
+OF_IMAGES = _metrics(lambda metric: metric.level == "image")
+OF_TOKENS = _metrics(lambda metric: metric.level == "tokens")
+OF_SETS = _metrics(lambda metric: metric.level == "set")
+PAIRED = _metrics(lambda metric: metric.is_paired)
+IN_SUMMARY = _metrics(lambda metric: metric.in_summary)
+ON_CURVES = _metrics(lambda metric: metric.on_curves)
+
+
+def _parameters_of(rows: Iterable[Drafting | Rule]) -> list[Parameter]:
+    parameters: list[Parameter] = []
+    for row in rows:
+        parameters.extend(row.parameters)
+    return parameters
+
+
+_RULE_NAMES = ", ".join(name for name in RULES if name != "none")
 # Every parameter, some twice, in the order of a grid's axes.
 _PARAMETERS = (
     structure("mode", word(*MODES), "The mode."),
     structure("drafting", word(*DRAFTINGS), f"How to draft: {', '.join(_DRAFTS)}."),
-    structure(
-        "rule",
-        word(*RULES),
-        f"Acceptance rule: {', '.join(name for name in RULES if name != 'none')}.",
-    ),
-    *(TREE, NODES, DEPTH, BEAM),
-    *(parameter for row in DRAFTINGS.values() for parameter in row.parameters),
-    *(NEIGHBOURS, NEIGHBOUR_METRIC),
-    *(parameter for row in RULES.values() for parameter in row.parameters),
+    structure("rule", word(*RULES), f"Acceptance rule: {_RULE_NAMES}."),
+    TREE,
+    NODES,
+    DEPTH,
+    BEAM,
+    *_parameters_of(DRAFTINGS.values()),
+    NEIGHBOURS,
+    NEIGHBOUR_METRIC,
+    *_parameters_of(RULES.values()),
     BOUND,
     RESIDUAL,
     *SAMPLING_PARAMETERS,
@@ -105,7 +121,13 @@ def raise_if_refused(name: object) -> None:
 
 
 def has_parameter(key: str, drafting: str, rule: str) -> bool:
-    """Whether a cell of this drafting and rule has the parameter."""
+    """Return whether a cell has a parameter.
+
+    Args:
+        key: The parameter.
+        drafting: The cell's drafting.
+        rule: The cell's rule.
+    """
     if key in ("drafting", "rule"):
         return DRAFTINGS[drafting].drafts
     if key == "mode" or key in SAMPLING:
@@ -119,13 +141,12 @@ def owners_of(key: str) -> str:
         return "every cell"
     if key in ("drafting", "rule"):
         return "modes that draft"
-    draftings = [name for name, row in DRAFTINGS.items() if key in row.parameter_names]
-    rules = [name for name, row in RULES.items() if key in row.parameter_names]
-    phrases = [
-        f"the {noun}{'s' if len(names) > 1 else ''} {listed(names)}"
-        for noun, names in (("drafting", draftings), ("rule", rules))
-        if names
-    ]
+    phrases = []
+    for noun, rows in (("drafting", DRAFTINGS), ("rule", RULES)):
+        names = [name for name, row in rows.items() if key in row.parameter_names]
+        if names:
+            plural = "s" if len(names) > 1 else ""
+            phrases.append(f"the {noun}{plural} {listed(names)}")
     return " and ".join(phrases) or "rules from other packages (none is installed)"
 
 
@@ -139,12 +160,21 @@ def missing_drafter(mode: str) -> RefusedError:
 def can_decide(rule: str, drafting: str) -> bool:
     """Whether the rule can decide on some drafts of the drafting."""
     row = DRAFTINGS[drafting]
-    sampled = row.sampled or not RULES[rule].needs_fresh_drafts
-    return sampled and (not RULES[rule].chains or row.chain or "tree" in row.parameter_names)
+    if RULES[rule].needs_fresh_drafts and not row.sampled:
+        return False
+    can_be_chain = row.chain or "tree" in row.parameter_names
+    return can_be_chain or not RULES[rule].chains
 
 
 def chain_problem(rule: str, drafting: str, paths: Topology, tree: str | None) -> str | None:
-    """Return why a rule cannot decide on drafts that branch or are not sampled, or None."""
+    """Return why a rule cannot decide on drafts that branch or are not sampled, or None.
+
+    Args:
+        rule: The rule.
+        drafting: The drafting.
+        paths: The static tree; empty without one.
+        tree: The name of the static tree, for the message.
+    """
     row = RULES[rule]
     if can_decide(rule, drafting) and (not row.chains or is_chain(paths)):
         return None
@@ -160,7 +190,13 @@ def chain_problem(rule: str, drafting: str, paths: Topology, tree: str | None) -
 
 
 def fresh_drafts_problem(rule: str, drafting: str, values: Values) -> str | None:
-    """Return why a rule cannot decide on drafts coupled from step to step, or None."""
+    """Return why a rule cannot decide on drafts coupled from step to step, or None.
+
+    Args:
+        rule: The rule.
+        drafting: The drafting.
+        values: The cell's parameters by name.
+    """
     row = DRAFTINGS[drafting]
     if not RULES[rule].needs_fresh_drafts or row.fresh_every_step(values):
         return None
@@ -182,24 +218,23 @@ def defaults_for(
         mode: The cell's mode.
         of_model: Defaults of the model, which replace defaults of drafting and rule.
     """
-    values = {
-        key: parameter.default
-        for key, parameter in PARAMETERS.items()
-        if parameter.default is not None and has_parameter(key, drafting, rule)
-    }
+    values: dict[str, Any] = {}
+    for key, parameter in PARAMETERS.items():
+        if parameter.default is not None and has_parameter(key, drafting, rule):
+            values[key] = parameter.default
     values.update(DRAFTINGS[drafting].defaults)
     if RULES[rule].neighbours is not None:
         values["neighbours"] = RULES[rule].neighbours
-    values.update({key: value for key, value in (of_model or {}).items() if value is not None})
-    values.update(
-        {
-            key: value
-            for key, value in MODES[mode].defaults.items()
-            if has_parameter(key, drafting, rule)
-        }
-    )
+    for key, value in (of_model or {}).items():
+        if value is not None:
+            values[key] = value
+    for key, value in MODES[mode].defaults.items():
+        if has_parameter(key, drafting, rule):
+            values[key] = value
+
     tree = values.get("tree")
     if RULES[rule].chains and tree is not None:  # the model's own tree may branch
         paths = STATIC_TREES[tree] if isinstance(tree, str) else tree
-        values["tree"] = tree if is_chain(paths) else RULES[rule].tree
+        if not is_chain(paths):
+            values["tree"] = RULES[rule].tree
     return values

@@ -20,7 +20,7 @@ from lantern_bench.methods.parameters import (
 )
 from lantern_bench.methods.static_trees import MOST_NODES, STATIC_TREES
 
-# of a dynamic tree: each is sorted, and the expanded ones see each other
+# The most candidates of a dynamic tree: all are sorted, and expanded ones see each other.
 _MOST_CANDIDATES = 100_000
 
 
@@ -29,18 +29,23 @@ class Drafting:
     """A way to draft: which tokens a step proposes."""
 
     name: str
-    # a `DraftMethod` class (decoding/drafting/draft_method.py), called with (decoding, target,
-    # batch)
+    # a `DraftMethod` class, called with (decoding, target, batch); "": no drafts
     make: Code
     about: str
-    parameters: tuple[Parameter, ...] = ()  # its own, and shipped ones
-    defaults: Values = field(default_factory=dict)  # of its parameters
-    lossless: bool = True  # whether the tokens keep the target's distribution under a strict rule
-    needs_drafter: bool = True  # whether it uses the model's drafter; without it, models need none
-    sampled: bool = True  # drafts are drawn from q; False: a draft is deterministic, and its q is 1
-    chain: bool = False  # its drafts never branch; the shape of a static tree says that itself
-    # Whether every step draws all drafts with new random numbers, which rules that look behind a
-    # draft need
+    # its own parameters, and shipped ones
+    parameters: tuple[Parameter, ...] = ()
+    # of its parameters
+    defaults: Values = field(default_factory=dict)
+    # whether the tokens keep the target's distribution under a strict rule
+    lossless: bool = True
+    # whether it uses the model's drafter; otherwise models need none
+    needs_drafter: bool = True
+    # whether drafts are drawn from q; otherwise a draft is deterministic, and its q is 1
+    sampled: bool = True
+    # whether its drafts never branch; a static tree says that itself
+    chain: bool = False
+    # Whether every step draws all drafts with new random numbers. Rules that look behind a draft
+    # need that.
     fresh_every_step: Callable[[Values], bool] = lambda _values: True
     # how ids and tables write the drafts
     label: Callable[[Values], str | None] = lambda _values: None
@@ -52,7 +57,8 @@ class Drafting:
     nodes: Callable[[Values], int] = lambda _values: 0
     # values of a draft that is small enough for exact checks
     small: Values = field(default_factory=dict)
-    legend: str | None = None  # of the mode that a drafting from another package brings
+    # of the mode that a drafting from another package brings
+    legend: str | None = None
 
     @property
     def drafts(self) -> bool:
@@ -69,41 +75,39 @@ class Drafting:
         return fingerprint_of(self.make)
 
 
-def _most_nodes(values: Values) -> int:
+def _candidates(values: Values) -> int:
     """Return how many candidates a dynamic tree has: `beam`, then `beam` squared in each round."""
-    return int(values["beam"] + (values["depth"] - 1) * values["beam"] ** 2)
+    beam = values["beam"]
+    rounds = values["depth"] - 1
+    return int(beam + rounds * beam**2)
 
 
 def _dynamic_problem(values: Values) -> tuple[str, str] | None:
-    candidates = _most_nodes(values)
-    sizes = f"depth {values['depth']} and beam {values['beam']}"
+    candidates = _candidates(values)
+    sizes = f"depth {values['depth']} and beam {values['beam']} make"
     if candidates > _MOST_CANDIDATES:
-        return (
-            "beam",
-            f"{sizes} make {candidates:,} candidates, "
-            f"and at most {_MOST_CANDIDATES:,} are possible",
-        )
-    return (
-        None
-        if values["nodes"] <= candidates
-        else ("nodes", f"{sizes} make only {candidates} candidates")
-    )
+        most = f"at most {_MOST_CANDIDATES:,} are possible"
+        return "beam", f"{sizes} {candidates:,} candidates, and {most}"
+    if values["nodes"] > candidates:
+        return "nodes", f"{sizes} only {candidates} candidates"
+    return None
 
 
 def _enough_nodes(defaults: Values, typed: Values) -> Values:
     """Return the default number of nodes, or all candidates if depth and beam make fewer."""
-    return {**defaults, "nodes": min(defaults["nodes"], _most_nodes({**defaults, **typed}))}
+    candidates = _candidates({**defaults, **typed})
+    return {**defaults, "nodes": min(defaults["nodes"], candidates)}
 
 
 def _jacobi_label(values: Values) -> str:
     """Return `w16-left-maximal`, or `w16x3x2-maximal` with candidates."""
-    sizes = (values[key] for key in ("window", "candidates", "branching") if key in values)
-    words = [
-        setting
-        for setting in (values["initial"], values["coupling"])
-        if setting not in ("uniform", "none")
-    ]
-    return "-".join(["w" + "x".join(map(str, sizes)), *words])
+    sizes = [str(values[key]) for key in ("window", "candidates", "branching") if key in values]
+    words = ["w" + "x".join(sizes)]
+    if values["initial"] != "uniform":
+        words.append(values["initial"])
+    if values["coupling"] != "none":
+        words.append(values["coupling"])
+    return "-".join(words)
 
 
 def _hybrid_label(values: Values) -> str:
@@ -117,12 +121,12 @@ def _hybrid_label(values: Values) -> str:
 
 def _pac_nodes(values: Values) -> int:
     """Return how many nodes a tree with siblings has; more than are possible if it is huge."""
+    # Deeper branching makes more nodes than are possible, and too large numbers.
     branching = min(values["branching"], values["window"], MOST_NODES.bit_length())
-    return int(
-        sum(values["candidates"] ** depth for depth in range(1, branching + 1))
-        + values["window"]
-        - branching
-    )
+    nodes = values["window"] - branching
+    for depth in range(1, branching + 1):
+        nodes += values["candidates"] ** depth
+    return int(nodes)
 
 
 TREE = structure(

@@ -9,14 +9,16 @@ from typing import Any, TypeVar
 
 from lantern_bench.methods.draftings import SHIPPED_DRAFTINGS, Drafting
 from lantern_bench.methods.metrics import Metric
+from lantern_bench.methods.parameters import Parameter
 from lantern_bench.methods.rules import SHIPPED_RULES, Rule
 from lantern_bench.utils.errors import RefusedError
 
 _NAME = r"[a-z][a-z0-9_-]*"
+# of metrics and parameters, which name columns
 _KEY = r"[a-z][a-z0-9_]*"
-_SHIPPED_PARAMETERS = [
-    parameter for row in (*SHIPPED_DRAFTINGS, *SHIPPED_RULES) for parameter in row.parameters
-]
+_SHIPPED_PARAMETERS: list[Parameter] = []
+for _row in (*SHIPPED_DRAFTINGS, *SHIPPED_RULES):
+    _SHIPPED_PARAMETERS.extend(_row.parameters)
 _Row = TypeVar("_Row")
 # Pattern of the names of rows, and its signs in words. Models may have any name.
 _NAMES: dict[type, tuple[str, str]] = {
@@ -30,6 +32,7 @@ def find_rows(
     group: str,
     row_class: type[_Row],
     taken: Iterable[str],
+    *,
     draftings: Collection[str] = (),
     entry_points: Iterable[metadata.EntryPoint] | None = None,
 ) -> tuple[dict[str, _Row], dict[str, RefusedError]]:
@@ -45,30 +48,29 @@ def find_rows(
     taken = set(taken)
     rows: dict[str, _Row] = {}
     refused: dict[str, RefusedError] = {}
-    for entry_point in sorted(
-        entry_points or metadata.entry_points(group=group), key=lambda entry: entry.name
-    ):
+    found = entry_points or metadata.entry_points(group=group)
+    for entry_point in sorted(found, key=lambda entry: entry.name):
         package = entry_point.dist.name if entry_point.dist else "unknown"
         title = f"the {row_class.__name__.lower()} {entry_point.name} of the package {package}"
         row: Any = None
+        problem = ""
         try:
             row = entry_point.load()
             fault = _fault(row, row_class, taken)
-            if isinstance(row, Rule):
-                fault = fault or _rule_fault(row, draftings)
-            problem = fault and f"{title} cannot be used: {fault}"
+            if fault is None and isinstance(row, Rule):
+                fault = _rule_fault(row, draftings)
+            if fault is not None:
+                problem = f"{title} cannot be used: {fault}"
         except Exception as error:  # whatever another package raises when it is imported or read
             problem = f"{title} cannot be loaded: {type(error).__name__}: {error}"
         if problem:
             refusal = RefusedError(problem, f"Mend the package {package}, or remove it.")
-            refused |= dict.fromkeys(
-                {entry_point.name, str(getattr(row, "name", entry_point.name))}, refusal
-            )
+            refused[entry_point.name] = refusal
+            refused[str(getattr(row, "name", entry_point.name))] = refusal
         else:
             rows[row.name] = row
-            taken.update(
-                [row.name, *(parameter.name for parameter in getattr(row, "parameters", ()))]
-            )
+            taken.add(row.name)
+            taken.update(parameter.name for parameter in getattr(row, "parameters", ()))
     return rows, refused
 
 
@@ -82,12 +84,20 @@ def _fault(row: Any, row_class: type[Any], taken: Collection[str]) -> str | None
     if row.name in taken:
         return f"the name {row.name} is taken"
     for parameter in getattr(row, "parameters", ()):
-        if not re.fullmatch(_KEY, parameter.name):
-            return f"its parameter {parameter.name!r} must be lower-case letters, digits and _"
-        if parameter.name in taken and parameter not in _SHIPPED_PARAMETERS:
-            return f"the name of its parameter {parameter.name} is taken"
-        if any(type(text) is not str for text in (parameter.kind.allowed, parameter.help)):
-            return f"its parameter {parameter.name} needs texts for what is allowed and for `help`"
+        fault = _parameter_fault(parameter, taken)
+        if fault is not None:
+            return fault
+    return None
+
+
+def _parameter_fault(parameter: Parameter, taken: Collection[str]) -> str | None:
+    if not re.fullmatch(_KEY, parameter.name):
+        return f"its parameter {parameter.name!r} must be lower-case letters, digits and _"
+    if parameter.name in taken and parameter not in _SHIPPED_PARAMETERS:
+        return f"the name of its parameter {parameter.name} is taken"
+    texts = (parameter.kind.allowed, parameter.help)
+    if any(type(text) is not str for text in texts):
+        return f"its parameter {parameter.name} needs texts for what is allowed and for `help`"
     return None
 
 

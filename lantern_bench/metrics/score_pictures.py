@@ -159,8 +159,8 @@ def score_records(
         if emit is not None:
             emit(ProgressEvent("scoring", done, len(cells)))
     for family in families:
-        band = _spread_row([of_seeds[cell_id] for cell_id in family], scorers, against)
-        yield common | used | {"cell_id": family[0]} | band
+        spread = _spread_row([of_seeds[cell_id] for cell_id in family], scorers, against)
+        yield common | used | {"cell_id": family[0]} | spread
 
 
 def _by_cell(records: Iterable[Row]) -> dict[str, list[Row]]:
@@ -252,7 +252,12 @@ def _spread_row(
     names, notes = measurable(
         n if reference.n is None else min(n, reference.n), reference, scorers.extractor
     )
-    row: Row = {"level": "band", "n": n, "band_sets": len(cells), "n_reference": reference.n}
+    row: Row = {
+        "level": "ar_spread",
+        "n": n,
+        "ar_spread_sets": len(cells),
+        "n_reference": reference.n,
+    }
     if names:
         features = torch.cat(
             [measured.features for _, measured in cells if measured.features is not None]

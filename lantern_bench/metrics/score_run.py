@@ -64,7 +64,7 @@ def score_run(
                 infinity=infinity,
             )
         ]
-        with_spread = {row["cell_id"] for row in scores if row["level"] == "band"}
+        with_spread = {row["cell_id"] for row in scores if row["level"] == "ar_spread"}
         # Sets of ar images with different seeds are scored together.
         for family in _ar_families(cells):
             if set(pending) & set(family) or (scorers.extractor and family[0] not in with_spread):

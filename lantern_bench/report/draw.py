@@ -159,7 +159,7 @@ def to_matplotlib(chart: Chart, styles: Styles, width: float = WIDTHS["two"]) ->
         axes.plot(x, y, color="#888888", linewidth=1, zorder=1)
     if chart.x == "speedup":
         axes.axvline(1.0, color="#BBBBBB", linewidth=0.8, linestyle=":", zorder=0)
-    ends = [f"{chart.y}_band_low", f"{chart.y}_band_high"]
+    ends = [f"{chart.y}_ar_spread_low", f"{chart.y}_ar_spread_high"]
     for low, high in (
         chart.points.reindex(columns=ends).dropna().drop_duplicates().itertuples(index=False)
     ):

@@ -203,7 +203,7 @@ def _quality_of(name: str) -> tuple[Column, ...]:
     columns = list(figure(name, "", metric.meaning))
     if metric.has_spread:
         columns += figure(
-            f"{name}_band",
+            f"{name}_ar_spread",
             "",
             f"ar's own spread: {name} of further ar images, same prompts, other seeds",
         )
@@ -244,9 +244,9 @@ def _beside_paper(name: str) -> tuple[Column, Column]:
 
 
 def _scores_of(metric: Metric) -> tuple[Column, ...]:
-    """The columns of a metric of sets in rows of level cell and, as centre and ends of the spread, band."""
+    """The columns of a metric of sets in rows of level cell and, as centre and ends of the spread, ar_spread."""
     also = f"; of an image: {metric.image_meaning}" if metric.image_meaning else ""
-    meaning = f"{metric.meaning} (levels cell and band{also})"
+    meaning = f"{metric.meaning} (levels cell and ar_spread{also})"
     return (*figure(metric.name, "", meaning), *_extras(metric))
 
 
@@ -386,17 +386,17 @@ _SCORES = (
     count("schema_version", "", "version of this schema"),
     text(
         "level",
-        "what the row scores: image, cell, band (ar with other seeds), or tokens (of an image)",
+        "what the row scores: image, cell, ar_spread (ar with other seeds), or tokens (of an image)",
     ),
     text("protocol", "name of the scoring protocol; empty at level tokens"),
     count("protocol_version", "", "version of the protocol; the manifest holds what it says"),
-    text("cell_id", "the cell; of a band the first ar cell"),
+    text("cell_id", "the cell; at level ar_spread the first ar cell"),
     text("record_key", "the image's record (levels image and tokens)"),
     *(number(name, "", f"{METRICS[name].image_meaning} (level image)") for name in OF_IMAGES),
     text("clip_model", "the CLIP or reward model and its weights"),
     *(column for name in OF_SETS for column in _scores_of(METRICS[name])),
-    count("n", "images", "pictures scored (level cell), or of one set (level band)"),
-    count("band_sets", "sets", "sets of ar images with different seeds (level band)"),
+    count("n", "images", "pictures scored (level cell), or of one set (level ar_spread)"),
+    count("ar_spread_sets", "sets", "sets of ar images with different seeds (level ar_spread)"),
     text("extractor", "feature extractor and its weights (level cell)"),
     text("reference", "reference set, its size and hash (level cell)"),
     count(
@@ -461,7 +461,7 @@ _QUALITY = (
     *_IMAGES,
     *(column for name in OF_TOKENS for column in _quality_of(name)),
     *(column for name in OF_SETS for column in _quality_of(name)),
-    count("band_sets", "sets", "sets of ar images behind the bands"),
+    count("ar_spread_sets", "sets", "sets of ar images behind the columns *_ar_spread"),
     *(column for name in OF_IMAGES for column in _quality_of(name)),
     count("ar_sets", "sets", "sets of ar images (seed_set) whose mean *_vs_ar compares with"),
     text("fid_features", f"feature extractor behind {listed(OF_SETS)}"),

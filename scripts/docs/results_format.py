@@ -22,7 +22,7 @@ CELL = "the columns of a cell"
 ENDS = (
     "_low",
     "_high",
-    "_band",
+    "_ar_spread",
     "_verdict",
     "_detectable",
     "_vs_ar",

@@ -193,8 +193,8 @@ def test_quality_by_hand(tables):
     )  # per accepted draft
 
 
-def _with_band(records, **figures):
-    """Scores with a band of ar: fid of ar 10, of the strict cell 12, of the loose one 8."""
+def _with_ar_spread(records, **figures):
+    """Scores with the spread of ar: fid of ar 10, of the strict cell 12, of the loose one 8."""
     scores = make_scores(records)
     for row in scores:
         if row["level"] == "cell":
@@ -202,20 +202,20 @@ def _with_band(records, **figures):
                 "fid": {AR.cell_id: 10.0, STRICT.cell_id: 12.0, LOOSE.cell_id: 8.0}[row["cell_id"]],
                 "n": 4,
             }
-    band = {
-        "level": "band",
+    spread = {
+        "level": "ar_spread",
         "protocol": "embedded",
         "cell_id": AR.cell_id,
         "n": 4,
         "reference": "r",
-        "band_sets": 3,
+        "ar_spread_sets": 3,
     }
-    return [*scores, {**band, "fid": 10.5, "fid_low": 9.0, "fid_high": 12.5, **figures}]
+    return [*scores, {**spread, "fid": 10.5, "fid_low": 9.0, "fid_high": 12.5, **figures}]
 
 
 def test_a_figure_is_within_or_outside_the_spread_of_ar():
     records = make_records()
-    tables = build_tables(records, _with_band(records))
+    tables = build_tables(records, _with_ar_spread(records))
     quality = tables["quality"]
     assert [_row(quality, cell)["fid_verdict"] for cell in (STRICT, LOOSE)] == ["within", "outside"]
     assert _row(tables["summary"], LOOSE)["fid_verdict"] == "outside", "a gain is drift too"
@@ -224,10 +224,13 @@ def test_a_figure_is_within_or_outside_the_spread_of_ar():
         f"fid against AR's own spread (same prompts, other seeds): outside are {LOOSE.cell_id} (fid); of all"
         in notes
     )
-    # The longer side of the band is 2 long: 1.96 standard errors, and power .8 takes .84 more.
+    # The longer side of the interval is 2 long: 1.96 standard errors, and power .8 takes .84 more.
     assert _row(quality, STRICT)["fid_detectable"] == pytest.approx(2 * 2.8016 / 1.96, abs=1e-4)
     assert "no shift is detected at 4 images; seen with probability .8 would be fid 2.9." in notes
-    assert (_row(quality, LOOSE)["fid_band_low"], _row(quality, LOOSE)["band_sets"]) == (9.0, 3)
+    assert (_row(quality, LOOSE)["fid_ar_spread_low"], _row(quality, LOOSE)["ar_spread_sets"]) == (
+        9.0,
+        3,
+    )
     assert quality["fid_verdict"].isna().sum() == 1
     assert quality["kid_verdict"].isna().all()
 
@@ -235,20 +238,20 @@ def test_a_figure_is_within_or_outside_the_spread_of_ar():
 @pytest.mark.parametrize("change", [{"n": 3}, {"reference": "other"}])
 def test_the_spread_of_another_measurement_judges_nothing(change):
     records = make_records()
-    quality = build_tables(records, _with_band(records, **change))["quality"]
+    quality = build_tables(records, _with_ar_spread(records, **change))["quality"]
     assert quality["fid_verdict"].isna().all()
     assert "no verdicts: the spread is that of ar with" in _row(quality, STRICT)["note"]
 
 
 def test_a_run_without_other_seeds_says_so():
     records = make_records()
-    quality = build_tables(records, _with_band(records)[:-1])["quality"]
+    quality = build_tables(records, _with_ar_spread(records)[:-1])["quality"]
     assert quality["fid_verdict"].isna().all()
     assert "no ar cells with other seeds" in _row(quality, STRICT)["note"]
     assert "seeds" not in str(_row(quality, AR)["note"])
 
 
-def test_other_seeds_of_ar_have_rows_and_bands_of_their_own():
+def test_other_seeds_of_ar_have_rows_and_spreads_of_their_own():
     again = Decoding(mode="ar", cfg_scale=2, cfg_default=2, seed_set=1)
     records = [
         *make_records(),
@@ -257,11 +260,11 @@ def test_other_seeds_of_ar_have_rows_and_bands_of_their_own():
             for prompt in range(4)
         ),
     ]
-    scores = _with_band(records[:12])
+    scores = _with_ar_spread(records[:12])
     scores += [{**row, "cell_id": again.cell_id} for row in scores if row["cell_id"] == AR.cell_id]
     quality = build_tables(records, [row for row in scores if row["level"] != "image"])["quality"]
     assert list(quality["cell_id"])[:2] == ["ar-t1", "ar-t1-seedset1"]
-    assert list(quality["fid_band_high"]) == [12.5] * 4
+    assert list(quality["fid_ar_spread_high"]) == [12.5] * 4
     assert (
         build_tables(records)["speed"].set_index("cell_id")["speedup"][
             "speculative-static-small-7-t1"

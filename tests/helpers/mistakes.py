@@ -216,7 +216,7 @@ def _stale_q(decoding: Decoding, target: Target, batch: int, share: float) -> Dr
 
 
 def _other_guidance(decoding: Decoding, target: Target, batch: int) -> DraftMethod:
-    """Children at depth 2 of a static tree are verified with the q of a scale that is larger by .5."""
+    """Children at depth 2 of a static tree are verified with the q of a scale larger by 0.5."""
     method: Any = drafting_of(decoding, target, batch)
     draft = method.draft
     nodes = method._shape.levels[1].nodes
@@ -427,7 +427,7 @@ class _UniformNumbers(_Remembering):
 
 
 def _uniform_number_used_again() -> Mistake:
-    """The uniform number that decides whether a draft is kept also decides whether it is accepted."""
+    """The uniform number that decides whether a draft is kept also decides on acceptance."""
     draftings: dict[int, _UniformNumbers] = {}  # by the size of their batch
 
     def make(decoding: Decoding, target: Target, batch: int) -> _UniformNumbers:

@@ -162,7 +162,7 @@ def test_cell_rows_have_fidelity_extractor_and_reference(
     assert first["reference"] == "twenty scenes"
 
 
-def test_sets_of_ar_images_give_a_band(
+def test_sets_of_ar_images_give_ar_spread(
     run: Run, scorers: score_pictures.Scorers, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With fewest pictures of 6, so that six pictures a cell have every figure but FID."""
@@ -173,18 +173,18 @@ def test_sets_of_ar_images_give_a_band(
         record | {"mode": "ar", "seed_set": int(number >= 6)}
         for number, record in enumerate(records)
     ]
-    *rows, band = _score((folder, both), scorers, reference)
-    assert band["level"] == "band"
-    assert (band["n"], band["band_sets"]) == (6, 2)
-    assert band["cell_id"] == records[0]["cell_id"]
-    assert "fid" not in band
+    *rows, spread = _score((folder, both), scorers, reference)
+    assert spread["level"] == "ar_spread"
+    assert (spread["n"], spread["ar_spread_sets"]) == (6, 2)
+    assert spread["cell_id"] == records[0]["cell_id"]
+    assert "fid" not in spread
     for name in ("kid", "precision", "recall"):
-        assert band[f"{name}_low"] <= band[name] <= band[f"{name}_high"]
+        assert spread[f"{name}_low"] <= spread[name] <= spread[f"{name}_high"]
     assert {row["precision"] for row in rows if row["level"] == "image"} <= {0.0, 1.0}
     other = [
         record | {"mode": "ar", "temperature": number >= 6} for number, record in enumerate(records)
     ]
-    assert all(row["level"] != "band" for row in _score((folder, other), scorers, reference))
+    assert all(row["level"] != "ar_spread" for row in _score((folder, other), scorers, reference))
 
 
 def test_a_missing_picture_is_noted(

@@ -1,22 +1,13 @@
-"""What tests of reports share: the tables of a made-up run; one with pictures, and its page."""
+"""What tests of reports share: a made-up run with pictures, and its page."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import pandas as pd
 import pytest
 
 from lantern_bench.api import write_report
-from tests.helpers.made_up_run import build_tables, make_records, make_scores
 from tests.helpers.page_run import write_page_run
-
-
-@pytest.fixture
-def tables() -> dict[str, pd.DataFrame]:
-    """The tables of the made-up run."""
-    records = make_records()
-    return build_tables(records, make_scores(records))
 
 
 @pytest.fixture(scope="session")

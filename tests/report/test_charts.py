@@ -362,12 +362,14 @@ def test_charts_name_only_what_differs_in_them(tables):
 
 
 @pytest.mark.parametrize("has_spread", [True, False])
-def test_the_spread_of_ar_is_a_grey_band(tables, has_spread):
+def test_ar_spread_is_a_grey_strip(tables, has_spread):
     chart = front_of(tables)
-    ends = {"clip_score_band_low": 9.0, "clip_score_band_high": 12.5} if has_spread else {}
-    points = chart.points.drop(columns=[name for name in chart.points if "_band_" in name]).assign(
-        **ends
+    ends = (
+        {"clip_score_ar_spread_low": 9.0, "clip_score_ar_spread_high": 12.5} if has_spread else {}
     )
+    points = chart.points.drop(
+        columns=[name for name in chart.points if "_ar_spread_" in name]
+    ).assign(**ends)
     axes = to_matplotlib(
         dataclasses.replace(chart, points=points), run_styles({"run": tables})
     ).axes[0]

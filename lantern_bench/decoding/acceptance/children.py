@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lantern_bench.decoding.tree import Layout
+from lantern_bench.decoding.tree import TreeLayout
 
 if TYPE_CHECKING:
     from lantern_bench.decoding.acceptance.bound_rule import BoundRule
@@ -47,7 +47,7 @@ class Children:
     # int64 [N], of the children in the image
     position: Tensor
     # of the trees of B images: row `slot * B + image` is the node `layout.nodes[slot]`
-    layout: Layout | None = None
+    layout: TreeLayout | None = None
 
 
 @dataclass(frozen=True)

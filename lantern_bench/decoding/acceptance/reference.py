@@ -49,7 +49,7 @@ def verify_node(
 
     LANTERN accepts it if its code is near the code of token 1 and may take a mass of 0.75:
 
-    >>> lantern = neighbours(nearest=[[1], [0]], limit=lambda p, x: 0.75)
+    >>> lantern = by_neighbours(nearest=[[1], [0]], limit=lambda p, x: 0.75)
     >>> verify_node(p=[0.25, 0.75], q=[0.5, 0.5], drafts=[0], uniforms=[0.6], decide=lantern)
     (0, [0.25, 0.75])
     """
@@ -65,11 +65,20 @@ def verify_node(
 
 
 def strict(p: Distribution, q: Distribution, x: int) -> tuple[float, Distribution]:
-    """Decide as speculative sampling does, losslessly (arXiv 2211.17192, 2302.01318)."""
+    """Decide as speculative sampling does, losslessly (arXiv 2211.17192, 2302.01318).
+
+    Args:
+        p: The target's distribution.
+        q: The distribution that x was drawn from.
+        x: The draft.
+
+    Returns:
+        The probability to accept x, and the weights that replace p if x is rejected.
+    """
     return min(1.0, p[x] / q[x]), positive_difference(p, q)
 
 
-def neighbours(
+def by_neighbours(
     nearest: Sequence[Sequence[int]], limit: Callable[[Distribution, int], float]
 ) -> Decide:
     """Make the rule of LANTERN: x also takes the mass of its nearest codes (arXiv 2410.03355).
@@ -158,6 +167,11 @@ def traverse(
 
 def couple(p: Distribution, q: Distribution, x: int) -> Distribution:
     """Return what the next draft is drawn from, given the last draft x (maximal coupling).
+
+    Args:
+        p: The distribution of the next draft.
+        q: The distribution of the last draft.
+        x: The last draft.
 
     If x was drawn from q, the next draft is distributed as p, and equals x as often as possible:
 

@@ -52,7 +52,13 @@ class Residual:
         )
 
     def reject(self, tokens: Tensor, decision: Decision, tried: Tensor) -> None:
-        """Reject the drafts `tokens` [n] of the first n nodes, where they are `tried` [n]."""
+        """Reject the drafts of the first n nodes.
+
+        Args:
+            tokens: The drafts, int64 [n].
+            decision: How the rule decides on them.
+            tried: Which of them are tried, bool [n]; at other nodes nothing changes.
+        """
         if self.q is None:
             self._reject_deterministic(tokens[:, None], decision, tried[:, None])
         else:

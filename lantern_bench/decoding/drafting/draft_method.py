@@ -120,6 +120,12 @@ class DraftMethod:
 
 
 def drafting_of(decoding: Decoding, target: Target, batch: int = 1) -> DraftMethod:
-    """Return the drafting of a configuration; its tensors are where the target computes."""
+    """Return the drafting of a configuration.
+
+    Args:
+        decoding: The configuration.
+        target: The target, on whose device the drafting's tensors are.
+        batch: How many images are decoded together.
+    """
     method: DraftMethod = load_code(decoding.drafting_row.make)(decoding, target, batch)
     return method

@@ -172,7 +172,8 @@ def test_the_exact_residual_reaches_the_smallest_tv_of_one_draft(name: str, boun
             alone,
         )
     print(
-        f"{name} {bound}: emitted TV off the smallest by {worst:.1e}; official above it by up to {larger:.3f}"
+        f"{name} {bound}: emitted TV off the smallest by {worst:.1e}; "
+        f"official above it by up to {larger:.3f}"
     )
     assert worst < 1e-12
     assert larger > 1e-3 if name == "typical" or bound == 2 else larger > -1e-12

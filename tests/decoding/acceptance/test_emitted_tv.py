@@ -92,7 +92,8 @@ def test_one_sampled_draft_costs_what_the_formula_says() -> None:
             worst = max(worst, float((tv - expected).abs()))
             checked += 1
     print(
-        f"emitted TV of one sampled draft against the formula: {checked} cases, largest difference {worst:.1e}"
+        f"emitted TV of one sampled draft against the formula: {checked} cases, "
+        f"largest difference {worst:.1e}"
     )
     assert worst < 1e-12
 
@@ -106,7 +107,8 @@ def test_independent_distributions_cost_more_than_delta() -> None:
         distribution = mean_distribution(p, q, rule_named("additive", 10, 0.1, table=table))
         ratios.append(float(total_variation(p, distribution)) / 0.1)
     print(
-        f"emitted TV over delta: {min(ratios):.2f} to {max(ratios):.2f}, above 1 in {sum(r > 1 for r in ratios)} of 150"
+        f"emitted TV over delta: {min(ratios):.2f} to {max(ratios):.2f}, "
+        f"above 1 in {sum(r > 1 for r in ratios)} of 150"
     )
     assert min(ratios) > 1
     assert max(ratios) < 7
@@ -216,7 +218,8 @@ def test_among_siblings_official_costs_less_now_and_then() -> None:
             several += (exact - official).tolist()
     fewer = sum(gap > 1e-9 for gap in gaps[3])
     print(
-        f"official costs less at {fewer} of {len(gaps[3])} nodes with siblings, by up to {max(gaps[3]):.2f}"
+        f"official costs less at {fewer} of {len(gaps[3])} nodes with siblings, "
+        f"by up to {max(gaps[3]):.2f}"
     )
     assert fewer > len(gaps[3]) / 100
     assert max(gaps[3]) > 0.2

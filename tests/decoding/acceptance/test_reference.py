@@ -24,11 +24,11 @@ RULES = {
     "strict": (rule_named("strict"), reference.strict),
     "lantern": (
         rule_named("additive", neighbours=3, bound=0.2, table=TABLE),
-        reference.neighbours(NEAREST, limit=lambda _p, _x: 0.2),
+        reference.by_neighbours(NEAREST, limit=lambda _p, _x: 0.2),
     ),
     "lantern++": (
         rule_named("multiplicative", neighbours=3, bound=3.0, table=TABLE),
-        reference.neighbours(NEAREST, limit=lambda p, x: 2.0 * p[x]),
+        reference.by_neighbours(NEAREST, limit=lambda p, x: 2.0 * p[x]),
     ),
     "cool-sd": (
         rule_named("cool-sd", bound=1.5),

@@ -79,7 +79,8 @@ def test_more_drafts_are_accepted_than_child_by_child() -> None:
         gains.append(lengths[0] / lengths[1] - 1.0)
     worse = np.mean(np.array(gains) < 0)
     print(
-        f"accepted drafts: {np.mean(gains):+.1%}, {min(gains):+.1%} to {max(gains):+.1%}, fewer in {worse:.0%} of trees"
+        f"accepted drafts: {np.mean(gains):+.1%}, {min(gains):+.1%} to {max(gains):+.1%}, "
+        f"fewer in {worse:.0%} of trees"
     )
     # Without replacement it may be worse (docs/algorithms.md, section 8.5).
     assert worse < 0.1

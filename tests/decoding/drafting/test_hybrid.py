@@ -16,7 +16,12 @@ from torch import Tensor
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.drafting.draft_method import DraftInputs, LastStep
 from lantern_bench.decoding.drafting.jacobi import HybridDrafting
-from tests.decoding.drafting.test_jacobi import SIZES, Exact, Particles, _double  # noqa: F401  # a fixture
+from tests.decoding.drafting.test_jacobi import (
+    SIZES,
+    Exact,
+    Particles,
+    _double,  # noqa: F401  # a fixture
+)
 from tests.helpers.mistakes import DrafterQ
 from tests.helpers.tabular import Setting, Tabular
 

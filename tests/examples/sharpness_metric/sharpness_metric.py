@@ -1,4 +1,4 @@
-"""A quality metric: how much neighbouring pixels differ, so that pictures which lose detail show."""
+"""A quality metric: how much neighbouring pixels differ. Pictures that lose detail show."""
 
 from lantern_bench.methods import image_metric
 

@@ -1,4 +1,4 @@
-"""SCD and SJD-PAC as their authors coded them, where that is not lossless; the rows, without torch."""
+"""Rows of SCD and SJD-PAC as their authors coded them, which is not lossless. No torch."""
 
 from dataclasses import replace
 
