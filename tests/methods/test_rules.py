@@ -46,7 +46,7 @@ def number(name: str, **changes: Any) -> Parameter:
 @pytest.mark.parametrize(
     ("rule", "wrong"),
     [
-        ("text", "no lantern_bench.methods.Rule but str"),
+        ("text", "no Rule but str"),
         (some(name="Mine"), "lower-case"),
         (some(name="lantern"), "the name lantern is taken"),
         (some(name="static"), "the name static is taken"),
