@@ -81,7 +81,7 @@ class _Rounding(TinySession):
 
 class _Turned(TinyTarget):
     def session(self, batch: int, *, guided: bool, nodes: int) -> Any:
-        return _Rounding(self, batch, guided)
+        return _Rounding(self, batch, guided=guided)
 
 
 @pytest.mark.parametrize(("gap", "passed"), [(NEAR_TIE["float32"] / 2, "yes"), (0.01, "NO")])

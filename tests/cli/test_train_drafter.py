@@ -168,7 +168,7 @@ def test_drafter_starts_from_another_and_is_compared_with_it(
 def test_pictures_with_captions_are_encoded_by_the_tokenizer(
     beside: bool, tiny: TinyModel, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_pictures(Path("pictures"), 6, beside)
+    write_pictures(Path("pictures"), 6, beside=beside)
     assert run("--data", "pictures", "--mirror") == 0
     assert "encoding pictures: 100%" in capsys.readouterr().err
     tokens = torch.cat(

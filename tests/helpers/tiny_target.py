@@ -33,8 +33,11 @@ CONFIG = TransformerConfig(
     prefix_rotary="identity",
 )
 WORDS = ("", "red", "blue", "round", "tall", "lantern")
-CAPTIONS = tuple(
-    f"{colour} {shape} lantern" for colour in ("red", "blue") for shape in ("round", "tall")
+CAPTIONS = (
+    "red round lantern",
+    "red tall lantern",
+    "blue round lantern",
+    "blue tall lantern",
 )
 
 
@@ -48,7 +51,7 @@ def tiny_target(seed: int = 0) -> TransformerTarget:
         for parameter in target.parameters():
             if parameter.dim() >= 2:
                 torch.nn.init.normal_(parameter, std=0.3)
-    return target.eval().requires_grad_(False)
+    return target.eval().requires_grad_(requires_grad=False)
 
 
 def caption_condition(captions: Sequence[str]) -> Condition:
@@ -60,7 +63,7 @@ def caption_condition(captions: Sequence[str]) -> Condition:
     return Condition(values, values > 0)
 
 
-def tiny_model(with_tokenizer: bool = True) -> LoadedModel:
+def tiny_model() -> LoadedModel:
     """The target without a drafter."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)
@@ -76,9 +79,9 @@ def tiny_model(with_tokenizer: bool = True) -> LoadedModel:
                 )
             )
             .eval()
-            .requires_grad_(False)
+            .requires_grad_(requires_grad=False)
         )
-    pixels = VQPixels(tokenizer, CONFIG.grid) if with_tokenizer else None
+    pixels = VQPixels(tokenizer, CONFIG.grid)
     weights = {"target": "a" * 64, "tokenizer": "b" * 64}
     codebook = tokenizer.codebook()
     return LoadedModel(
@@ -115,7 +118,7 @@ class TinyModel(Model):
         return tiny_model()
 
 
-def write_pictures(folder: Path, count: int, beside: bool = True) -> Path:
+def write_pictures(folder: Path, count: int, *, beside: bool = True) -> Path:
     """Pictures of 8 x 8 noise with captions, beside them or in captions.jsonl."""
     folder.mkdir(parents=True)
     draws = np.random.default_rng(0)

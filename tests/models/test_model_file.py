@@ -13,7 +13,9 @@ from lantern_bench.utils.errors import UserError
 WHOLE = """
 name: mine
 family: llamagen-c2i
-target: {checkpoint: weights/target.pt, config: {dim: 8, n_layer: 1, n_head: 2, num_classes: 7, vocab_size: 32}}
+target:
+  checkpoint: weights/target.pt
+  config: {dim: 8, n_layer: 1, n_head: 2, num_classes: 7, vocab_size: 32}
 tokenizer: {checkpoint: weights/vq.pt, config: {codebook_size: 32}}
 drafter: {dir: drafter}
 grid: [4, 6]

@@ -49,13 +49,13 @@ class Table(Target, Drafter):
 
     def session(self, batch: int, *, guided: bool, nodes: int) -> Session:
         """A session; there is nothing to keep."""
-        return Session(self, guided)
+        return Session(self, guided=guided)
 
 
 class Session(TargetSession, DrafterSession):
     """Both roles of `decoding.protocol`."""
 
-    def __init__(self, table: Table, guided: bool) -> None:
+    def __init__(self, table: Table, *, guided: bool) -> None:
         self.table = table
         self.guided = guided
         self.prompts = torch.zeros(1, dtype=torch.int64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import pickle
@@ -49,7 +50,7 @@ def same(path: Path) -> bool:
 )
 @pytest.mark.parametrize("zipped", [True, False])
 def test_containers_of_training_frameworks_are_unwrapped(
-    wrap: Any, zipped: bool, tmp_path: Path
+    *, wrap: Any, zipped: bool, tmp_path: Path
 ) -> None:
     assert same(saved(tmp_path / "file.pt", wrap(STATE), _use_new_zipfile_serialization=zipped))
 
@@ -83,7 +84,7 @@ def test_safetensors_open_as_file_directory_and_shards(tmp_path: Path) -> None:
 
 
 def test_weights_that_require_grad_are_loaded(tmp_path: Path) -> None:
-    """They are saved so by `dict(model.named_parameters())`, and by `state_dict(keep_vars=True)`."""
+    """`dict(model.named_parameters())` and `state_dict(keep_vars=True)` save such weights."""
     saved(
         tmp_path / "file.pt",
         {"q": torch.nn.Parameter(torch.ones(2, 3)), "k": torch.nn.Parameter(torch.zeros(1, 3))},
@@ -187,11 +188,12 @@ from lantern_bench.models.checkpoints.key_map import Slice, load_into
 path, dtype = Path(sys.argv[1]), getattr(torch, sys.argv[2])
 with torch.device("meta"):
     module = torch.nn.ModuleList([torch.nn.Linear(2048, 3072, bias=False) for _ in range(12)])
-pieces = {f"{n}.weight": (Slice(f"{n}.q", 1024), Slice(f"{n}.k", 1024), Slice(f"{n}.v", 1024)) for n in range(12)}
+pieces = {f"{n}.weight": tuple(Slice(f"{n}.{part}", 1024) for part in "qkv") for n in range(12)}
 def used():
-    return int(next(line for line in open("/proc/self/status") if line.startswith("RssAnon")).split()[1])
+    lines = open("/proc/self/status")
+    return int(next(line for line in lines if line.startswith("RssAnon")).split()[1])
 samples, real = [], torch.isfinite
-def measured(tensor):  # called for every tensor of the module, when the tensors of the file are read
+def measured(tensor):  # called for each tensor of the module, after its tensors were read
     samples.append(used())
     return real(tensor)
 torch.isfinite = measured
@@ -216,7 +218,8 @@ def test_loading_needs_little_more_memory_than_the_file(
 
     Pages of the mapped file do not count: the system takes them back when it needs memory.
     """
-    state = {f"{number}.{part}": torch.ones(1024, 2048) for number in range(12) for part in "qkv"}
+    names = [f"{number}.{part}" for number, part in itertools.product(range(12), "qkv")]
+    state = {name: torch.ones(1024, 2048) for name in names}
     path = tmp_path / f"file.{kind}"
     if kind == "pt":
         torch.save({"model": state}, path)

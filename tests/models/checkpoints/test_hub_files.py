@@ -1,8 +1,9 @@
-"""Files of published models: where they are found, and that a download happens once and continues."""
+"""Files of published models: where they are found, and that downloads happen once and continue."""
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -89,7 +90,8 @@ class FakeHub(BaseHTTPRequestHandler):
             self.asked.append(self.path[1:].replace(f"resolve/{COMMIT}/", ""))
         return self.reply(self.content[name], etag=sha(self.content[name]))
 
-    do_HEAD = do_GET
+    def do_HEAD(self):
+        self.do_GET()
 
     def info(self):
         files = [{"rfilename": name, "size": len(value)} for name, value in self.content.items()]
@@ -134,13 +136,13 @@ def fake_hub(monkeypatch):
     server.server_close()
 
 
-def typed(*words):
+def typed(words):
     return cli.main(["weights", *map(str, words)])
 
 
 def test_get_shows_licences_and_downloads_the_files(tmp_path, fake_hub, capsys):
     root = tmp_path / "w"
-    assert typed("get", "toy", "--dir", root) == 0
+    assert typed(["get", "toy", "--dir", root]) == 0
     output = capsys.readouterr().err
     assert output.index("Other: maker/toys, other/toy-drafter") < output.index("big.pt")
     assert "read this first" in output
@@ -154,7 +156,7 @@ def test_get_shows_licences_and_downloads_the_files(tmp_path, fake_hub, capsys):
 
 
 def test_files_come_into_the_hugging_face_cache_and_are_found_there(tmp_path, fake_hub):
-    assert typed("get", "toy") == 0
+    assert typed(["get", "toy"]) == 0
     paths = local_paths("toy")
     assert paths["target"].read_bytes() == CONTENT["big.pt"]
     assert paths["target"].is_relative_to(tmp_path / "hub")
@@ -164,23 +166,23 @@ def test_files_come_into_the_hugging_face_cache_and_are_found_there(tmp_path, fa
 
 
 def test_get_again_downloads_nothing_and_works_offline(tmp_path, fake_hub, capsys, monkeypatch):
-    assert typed("get", "toy", "--dir", tmp_path) == 0
+    assert typed(["get", "toy", "--dir", tmp_path]) == 0
     before = fake_hub.requests
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    assert typed("get", "toy", "--dir", tmp_path) == 0
+    assert typed(["get", "toy", "--dir", tmp_path]) == 0
     assert "every file is here" in capsys.readouterr().err
     assert fake_hub.requests == before
 
 
 def test_get_resumes_after_a_failed_download(tmp_path, fake_hub, capsys):
     fake_hub.refused["vq.pt"] = 400
-    assert typed("get", "toy", "--dir", tmp_path) == 3
+    assert typed(["get", "toy", "--dir", tmp_path]) == 3
     output = capsys.readouterr().err
     assert "maker/toys: cannot be downloaded" in output
     assert "the same command continues" in output
     assert "Traceback" not in output
     fake_hub.refused.clear()
-    assert typed("get", "toy", "--dir", tmp_path) == 0
+    assert typed(["get", "toy", "--dir", tmp_path]) == 0
     assert (
         fake_hub.asked.count("maker/toys/big.pt") == fake_hub.asked.count("maker/toys/vq.pt") == 1
     )
@@ -191,7 +193,7 @@ def test_shards_are_found_by_their_index(tmp_path, fake_hub):
     fetched once.
     """
     root = tmp_path / "w"
-    assert typed("get", "big", "--dir", root) == 0
+    assert typed(["get", "big", "--dir", root]) == 0
     wanted = ["big.pt", "other-00001-of-00002.bin", "vq.pt"]
     assert sorted(fake_hub.asked) == sorted(
         f"maker/big/{name}" for name in CONTENT if name not in wanted
@@ -201,7 +203,7 @@ def test_shards_are_found_by_their_index(tmp_path, fake_hub):
     (root / "maker/big" / SHARDS[1]).unlink()
     assert source.found_in(root / "maker/big") is None
     fake_hub.asked.clear()
-    assert typed("get", "big", "--dir", root) == 0
+    assert typed(["get", "big", "--dir", root]) == 0
     assert fake_hub.asked == [f"maker/big/{SHARDS[1]}"]
 
 
@@ -215,13 +217,13 @@ def test_shards_are_found_by_their_index(tmp_path, fake_hub):
     ],
 )
 def test_refusal_of_the_hub_is_one_line_with_advice(
-    tmp_path, fake_hub, capsys, monkeypatch, refused, output
+    *, tmp_path, fake_hub, capsys, monkeypatch, refused, output
 ):
     """None: there is nothing at the hub's address."""
     fake_hub.refused.update(refused or {})
     if refused is None:
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
-    assert typed("get", "toy", "--dir", tmp_path) == 3
+    assert typed(["get", "toy", "--dir", tmp_path]) == 3
     written = capsys.readouterr().err
     assert f"maker/toys: {output}" in written
     assert "Traceback" not in written
@@ -230,7 +232,7 @@ def test_refusal_of_the_hub_is_one_line_with_advice(
 
 def test_file_missing_from_its_repository_is_refused(tmp_path, fake_hub, capsys):
     del fake_hub.content["vq.pt"]
-    assert typed("get", "toy", "--dir", tmp_path) == 3
+    assert typed(["get", "toy", "--dir", tmp_path]) == 3
     assert "maker/toys: the repository no longer has vq.pt" in capsys.readouterr().err
 
 
@@ -238,7 +240,7 @@ def test_offline_error_names_the_variable_and_sends_nothing(
     tmp_path, fake_hub, capsys, monkeypatch
 ):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    assert typed("get", "toy", "--dir", tmp_path) == 3
+    assert typed(["get", "toy", "--dir", tmp_path]) == 3
     output = capsys.readouterr().err
     assert "HF_HUB_OFFLINE forbids" in output
     assert "LANTERN_BENCH_WEIGHTS" in output
@@ -292,7 +294,7 @@ def test_missing_part_is_one_line_with_the_command(tmp_path):
     ],
 )
 def test_what_cannot_be_fetched_is_refused(words, wrong, capsys):
-    assert typed(*words) == 2
+    assert typed(words) == 2
     assert wrong in capsys.readouterr().err
 
 
@@ -320,7 +322,7 @@ def test_large_files_are_hashed_once(tmp_path, monkeypatch):
 def test_sources_are_well_formed():
     for parts in PARTS.values():
         assert parts.keys() <= {"target", "tokenizer", "drafter", "text_encoder"}
-        for source in (source for part in parts.values() for source in part):
+        for source in itertools.chain.from_iterable(parts.values()):
             assert source.repo.count("/") == 1
             assert source.licence.name
             assert source.patterns

@@ -211,8 +211,8 @@ def test_published_folders_are_loaded_by_name(
 @pytest.mark.parametrize("name", GRIDS)
 def test_full_shapes_are_counted_without_memory(name: str) -> None:
     model: Any = meta_model(name)
-    modules = (model.target, model.drafter, model.pixels.model)
-    assert all(parameter.is_meta for module in modules for parameter in module.parameters())
+    for module in (model.target, model.drafter, model.pixels.model):
+        assert all(parameter.is_meta for parameter in module.parameters())
     sizes = {size.part: size for size in sizes_of(model, torch.bfloat16, guided=True, nodes=26)}
     # Of the head only the rows of the image's tokens are held.
     codes = 8192 + (name != "anole-7b")

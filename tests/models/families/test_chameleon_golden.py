@@ -27,7 +27,7 @@ FOLDER = GOLDEN / "chameleon"
 STATED = json.loads((FOLDER / "config.json").read_text())
 
 
-def target_of(swin: bool, ids: Sequence[int] | None = None) -> TransformerTarget:
+def target_of(*, swin: bool, ids: Sequence[int] | None = None) -> TransformerTarget:
     """The recorded model; every word is an image token where `ids` names none."""
     row = Published(about="recorded", config=STATED, vq={}, grid=(3, 4))
     model = Chameleon("recorded", row, {"target": FOLDER / "model.safetensors"})
@@ -50,9 +50,9 @@ def expected() -> dict[str, Tensor]:
 @pytest.mark.parametrize("swin", [False, True])
 @torch.no_grad()
 def test_hidden_states_and_logits_equal_the_recorded_ones(
-    swin: bool, expected: dict[str, Tensor]
+    *, swin: bool, expected: dict[str, Tensor]
 ) -> None:
-    target = target_of(swin)
+    target = target_of(swin=swin)
     key = f"swin{int(swin)}"
     ids = expected["input_ids"]
     session = target.session(len(ids), guided=False, nodes=1)
@@ -67,9 +67,9 @@ def test_hidden_states_and_logits_equal_the_recorded_ones(
 @pytest.mark.parametrize("given", [1, 6, 13])
 @torch.no_grad()
 def test_logits_through_the_cache_equal_the_recorded_ones(
-    swin: bool, given: int, expected: dict[str, Tensor]
+    *, swin: bool, given: int, expected: dict[str, Tensor]
 ) -> None:
-    target = target_of(swin)
+    target = target_of(swin=swin)
     ids = expected["input_ids"].long()
     rest = ids.shape[1] - given
     session = target.session(len(ids), guided=True, nodes=rest)
@@ -84,11 +84,11 @@ def test_logits_through_the_cache_equal_the_recorded_ones(
 
 @pytest.mark.parametrize("swin", [False, True])
 @torch.no_grad()
-def test_positions_start_behind_left_padding(swin: bool, expected: dict[str, Tensor]) -> None:
+def test_positions_start_behind_left_padding(*, swin: bool, expected: dict[str, Tensor]) -> None:
     """Each row of guidance is padded in its own way: one row is the recorded one, the other a whole
     prompt.
     """
-    target = target_of(swin)
+    target = target_of(swin=swin)
     ids = expected["input_ids"].long()
     valid = torch.ones(1, 2, ids.shape[1], dtype=torch.bool)
     valid[0, 0, :4] = False
@@ -124,10 +124,10 @@ def test_greedy_decoding_takes_the_best_recorded_token(expected: dict[str, Tenso
             "recorded", Published(about="", config=STATED, vq={}, grid=(3, 4)), {"target": FOLDER}
         ).image_words()
     )
-    whole = target_of(False)
+    whole = target_of(swin=False)
     row = expected["input_ids"][0].tolist()
     decoding = Decoding(mode="ar", temperature=0, cfg_scale=1)
-    model = Alone(target_of(False, ids))
+    model = Alone(target_of(swin=False, ids=ids))
     condition = prompt_condition([(row, [row[0], row[-1]])])
     image = decode(
         model=model,

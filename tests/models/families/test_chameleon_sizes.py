@@ -213,6 +213,14 @@ def test_invented_prompts_depend_on_words_alone() -> None:
 
 
 def test_listing_and_checking_need_no_torch() -> None:
-    code = "import sys; from lantern_bench.models.registry import model_of; anole = model_of('anole'); anole.codes; "
-    code += "anole.check_prompt('a cat'); import lantern_bench.models.families.lanterns.family; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    lines = [
+        "import sys",
+        "from lantern_bench.models.registry import model_of",
+        "anole = model_of('anole')",
+        "anole.codes",
+        "anole.check_prompt('a cat')",
+        "import lantern_bench.models.families.lanterns.family",
+        "sys.exit('torch' in sys.modules)",
+    ]
+    command = [sys.executable, "-c", "\n".join(lines)]
+    assert subprocess.run(command, check=False).returncode == 0

@@ -105,8 +105,9 @@ def model() -> Model:
 
 
 def condition(images: int) -> Any:
-    lengths = [[*[0, 31, 32, 33][: 2 + number], 35, 36, 37] for number in range(images)]
-    return prompt_condition([(prompt, prompt[-3:]) for prompt in lengths])
+    words = [0, 31, 32, 33]
+    prompts = [[*words[: 2 + number], 35, 36, 37] for number in range(images)]
+    return prompt_condition([(prompt, prompt[-3:]) for prompt in prompts])
 
 
 def decoding(way: str, **more: Any) -> Decoding:
@@ -125,7 +126,7 @@ def check(tokens: Tensor) -> None:
     "more", [{}, {"top_k": 3}, {"top_p": 0.6, "cfg_scale": 1.0}, {"temperature": 0.0}], ids=str
 )
 def test_every_mode_ends_every_row(model: Model, way: str, more: dict[str, Any]) -> None:
-    """Images of a batch have prompts of different lengths and reach their ends at different steps."""
+    """Images of a batch have prompts of different lengths, and end at different steps."""
     generators = [torch.Generator().manual_seed(seed) for seed in range(3)]
     for image in decode(
         model=model,

@@ -5,6 +5,7 @@ speculation.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -69,7 +70,7 @@ def test_captions_fit_and_use_every_word() -> None:
     numbers = [words(item.caption()) for item in ALL_ATTRIBUTES]
     assert max(map(len, numbers)) <= MAX_WORDS
     # 0 is padding, and no caption contains it.
-    assert {number for row in numbers for number in row} == set(range(1, len(VOCABULARY)))
+    assert set().union(*numbers) == set(range(1, len(VOCABULARY)))
     assert " ".join(VOCABULARY[number] for number in words(EXAMPLE)) == EXAMPLE
 
 
@@ -165,7 +166,7 @@ def test_files_of_something_else_are_refused(tmp_path: Path) -> None:
 def test_right_means_all_five(classifier: AttributeClassifier, pictures: torch.Tensor) -> None:
     with torch.inference_mode():
         answers = [logits.argmax(1).tolist() for logits in classifier(pictures.float() / 255)]
-    seen = [Attributes(*row) for row in zip(*answers, strict=True)]
+    seen = list(itertools.starmap(Attributes, zip(*answers, strict=True)))
     assert prompt_accuracy(classifier, pictures, seen).tolist() == [True] * 7
     for column, name in enumerate(FIELDS):
         asked = list(seen)

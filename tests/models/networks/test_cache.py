@@ -114,10 +114,13 @@ def test_cached_forward_equals_the_training_forward(target: TransformerTarget) -
 def test_guided_features_give_guided_logits(target: TransformerTarget) -> None:
     session = target.session(BATCH, guided=True, nodes=7)
     tokens = torch.randint(23, (BATCH, 7), generator=torch.Generator().manual_seed(3))
-    given = tokens, TREE.depths.expand(BATCH, -1), TREE.attention.expand(BATCH, -1, -1)
+    depths = TREE.depths.expand(BATCH, -1)
+    attention = TREE.attention.expand(BATCH, -1, -1)
     session.prefill(condition())
-    scores = session.score(*given)
-    logits, features = session.score_guided(*given, 2.5)
+    scores = session.score(tokens, depths, attention)
+    logits, features = session.score_guided(
+        tokens=tokens, depths=depths, attention=attention, cfg_scale=2.5
+    )
     assert (logits - guide(scores.cond, scores.uncond, 2.5)).abs().max() < 1e-5
     assert logits.dtype == torch.float32
     assert torch.equal(features, scores.features)

@@ -159,8 +159,8 @@ def test_whole_runs_equal_recording(
 ) -> None:
     prompt = run.split(".")[0]
     drafted = not run.endswith(".ar_greedy")
-    arrays = [expected[f"{prompt}.t5_{array}_right_padded"] for array in ("embeddings", "mask")]
-    conditions = features(whole, *arrays)
+    embeddings = expected[f"{prompt}.t5_embeddings_right_padded"]
+    conditions = features(whole, embeddings, expected[f"{prompt}.t5_mask_right_padded"])
     (image,) = lantern_bench.decode(whole, "row", conditions=conditions, **parameters_of(run))
     wanted = expected[f"{run}_tokens" if not drafted else f"{run}.tokens"].flatten().tolist()
     assert image.tokens[: len(wanted)].tolist() == wanted
@@ -223,16 +223,16 @@ def test_drafters_read_pad_rows_by_a_published_rule(
     in_half = [run for run in runs if equal(run)]
     monkeypatch.setattr(target_module, "prefix_seen", seen_in_float32)
     in_float32 = [run for run in runs if equal(run)]
-    print(
-        f"{prompt}: of {len(runs)} runs {len(in_half)} equal in half precision, {len(in_float32)} in float32"
-    )
+    equal_runs = f"{len(in_half)} equal in half precision, {len(in_float32)} in float32"
+    print(f"{prompt}: of {len(runs)} runs {equal_runs}")
     assert runs in (in_half, in_float32)
 
 
 def test_picture_equals_official_decoding_of_its_tokens(tmp_path: Path) -> None:
     """The recorded tokenizer under a small target of as many codes, drawn at random."""
     recorded = load_file(GOLDEN / "llamagen_vq" / "vq_expected.safetensors")
-    codes, rows, columns = recorded["codes"], *(int(side) for side in recorded["decode_shape"][2:])
+    codes = recorded["codes"]
+    rows, columns = (int(side) for side in recorded["decode_shape"][2:])
     vocab_size = json.loads((GOLDEN / "llamagen_vq" / "vq_info.json").read_text())["K"]
     config = {
         "dim": 32,

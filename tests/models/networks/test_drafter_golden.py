@@ -116,7 +116,8 @@ def test_dynamic_trees_equal_the_recorded_ones(
 
     growth = Growth(q(drafts)[:, 0], info["params"]["k"])
     for _ in range(info["params"]["depth"]):
-        growth.grow(q(session.extend(*growth.frontier)))
+        tokens, origin, seen = growth.frontier
+        growth.grow(q(session.extend(tokens, origin, seen)))
     nodes = info["params"]["total"] - 1
     selected, _ = growth.select(nodes)
     tree = growth.tree(root, nodes)
@@ -154,8 +155,8 @@ def test_static_levels_equal_the_recorded_ones(
     seen: list[Tensor] = [guide(drafts.cond, drafts.uncond, SCALE)]
     extend = session.extend
 
-    def listen(*arguments: Tensor) -> DrafterLogits:
-        answer: DrafterLogits = extend(*arguments)
+    def listen(tokens: Tensor, origin: Tensor, seen: Tensor) -> DrafterLogits:
+        answer: DrafterLogits = extend(tokens, origin, seen)
         seen.append(guide(answer.cond, answer.uncond, SCALE))
         return answer
 

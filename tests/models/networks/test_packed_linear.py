@@ -1,4 +1,4 @@
-"""Packed weights give the same products in the same memory, and compiled programs the same tokens."""
+"""Packed weights give the same products in the same memory, and programs the same tokens."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def features(model: Small, dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.inference_mode()
 def test_packed_models_compute_the_same(
-    dtype: torch.dtype, kernels: bool, monkeypatch: pytest.MonkeyPatch
+    *, dtype: torch.dtype, kernels: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With and without kernels for packed weights."""
     if not kernels:
@@ -160,7 +160,7 @@ def test_panel_products_are_exact(outputs: int, inputs: int, stored: torch.dtype
 @pytest.mark.parametrize("pairs", [True, False])
 @torch.inference_mode()
 def test_bfloat16_panel_products_are_rounded_once(
-    outputs: int, inputs: int, pairs: bool, monkeypatch: pytest.MonkeyPatch
+    *, outputs: int, inputs: int, pairs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With and without instructions for pairs of bfloat16 numbers; the sum is float32."""
     pairs = pairs and packed_linear._multiplies_pairs()
@@ -195,6 +195,7 @@ def test_compiled_programs_call_panel_products_without_python(dtype: torch.dtype
 def check_attention(
     kv_heads: int,
     nodes: int,
+    *,
     heads: int = 4,
     width: int = 48,
     columns: int = 137,
@@ -258,7 +259,8 @@ def test_kernels_with_avx2_only() -> None:
         for stored in (torch.float32, torch.float16, torch.bfloat16):
             layer = PackedLinear(torch.randn(70, 300, generator=random).to(stored).float())
             for rows in (1, 2, 3, 7, 40):
-                print(layer(torch.randn(rows, 300, generator=random)).double().square().sum().item())
+                x = torch.randn(rows, 300, generator=random)
+                print(layer(x).double().square().sum().item())
     """
     environment = os.environ | {"ATEN_CPU_CAPABILITY": "avx2"}
     done = subprocess.run(

@@ -26,9 +26,8 @@ def target() -> TransformerTarget:
     )
     with torch.random.fork_rng():
         torch.manual_seed(2)  # fresh layers draw from torch's own stream
-        return (
-            TransformerTarget(config, CaptionFeatures(PREFIX, 6, DIM)).eval().requires_grad_(False)
-        )
+        target = TransformerTarget(config, CaptionFeatures(PREFIX, 6, DIM))
+        return target.eval().requires_grad_(requires_grad=False)
 
 
 def condition() -> Condition:
@@ -86,7 +85,7 @@ def test_training_features_follow_the_same_rule(target: TransformerTarget) -> No
 
 
 def test_only_drafters_that_read_padding_depend_on_it(target: TransformerTarget) -> None:
-    """The property `mask_padding` of a drafter decides; published drafters of LlamaGen have it off."""
+    """`mask_padding` of a drafter decides. LlamaGen's published drafters have it off."""
     with torch.random.fork_rng():
         torch.manual_seed(5)  # fresh layers draw from torch's own stream
         published = published_drafter(target.config, target).eval()
