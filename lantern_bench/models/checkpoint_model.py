@@ -83,8 +83,8 @@ class CheckpointModel(Model):
 
     published: ClassVar[Mapping[str, Published]]
     any_model: ClassVar[Published | None] = None  # for model files that name only the family
-    # The end of the name of a tensor that every checkpoint has, and what the models are called.
-    kind: ClassVar[tuple[str, str]]
+    kind: ClassVar[str]  # what the models are called, for errors
+    marker: ClassVar[str]  # the end of the name of a tensor that every checkpoint has
     ignored: ClassVar[str]  # a regular expression of the target's tensors that no picture needs
     vq_layout: ClassVar[str]  # layout of the tokenizer's file: a key of `LAYOUTS`
     pixels: ClassVar[int] = 16  # height and width of a code in the picture
@@ -260,7 +260,7 @@ class CheckpointModel(Model):
             dtype=dtype,
             device=device,
             ignored=self.ignored,
-            wanted=f"{self.kind[1]}, {config.layers} layers of width {config.dim}",
+            wanted=f"{self.kind}, {config.layers} layers of width {config.dim}",
         )
         return target, checkpoint.paths
 
@@ -269,8 +269,7 @@ class CheckpointModel(Model):
         from lantern_bench.models.checkpoints.checkpoint import open_checkpoint
 
         checkpoint = open_checkpoint(self.paths["target"]).renamed(self.name_now)
-        ending, wanted = self.kind
-        checkpoint.require(ending, wanted)
+        checkpoint.require(self.marker, self.kind)
         return checkpoint
 
     def _target_checkpoint(self) -> Checkpoint:

@@ -44,7 +44,8 @@ class Chameleon(WordModel):
     has_drafter = True
     published: ClassVar = published_rows("anole")
     any_model: ClassVar[Published | None] = published["anole-7b"]
-    kind = ("model.layers.0.self_attn.q_norm.weight", "a Chameleon model in the HF layout")
+    marker = "model.layers.0.self_attn.q_norm.weight"
+    kind = "a Chameleon model in the HF layout"
     ignored = r"model\.vqmodel\.|.*\.rotary_emb\.inv_freq$"
     vq_layout = "chameleon"
     words = (9000, 65535)

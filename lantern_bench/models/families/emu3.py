@@ -39,7 +39,8 @@ class Emu3(WordModel):
     defaults: Mapping[str, Any] = {"cfg_scale": 3.0, "top_k": 2048, "tree": "eagle1-25"}
     published: ClassVar = published_rows("emu3")
     any_model = published["emu3-gen"]._replace(about="an Emu3 model")
-    kind = ("model.text_model.embed_tokens.weight", "an Emu3 model")
+    marker = "model.text_model.embed_tokens.weight"
+    kind = "an Emu3 model"
     ignored = r"model\.vqmodel\.|lm_head\."
     words = (0, 151642)
     vq_layout = "emu3"

@@ -35,7 +35,8 @@ class Janus(WordModel):
     defaults: Mapping[str, Any] = {"cfg_scale": 5.0, "tree": "eagle1-25"}
     published: ClassVar = published_rows("janus")
     any_model = published_rows("any")["janus"]
-    kind = ("model.generation_head.vision_head.weight", "a Janus model")
+    marker = "model.generation_head.vision_head.weight"
+    kind = "a Janus model"
     ignored = r"model\.(vqmodel|vision_model|aligner|generation_aligner)\.|lm_head\."
     words = (0, 99999)
     vq_layout = "janus"
@@ -93,7 +94,7 @@ class Janus(WordModel):
         table = "model.generation_embeddings.weight"
         codes = self.sizes.vocab_size
         for needed in (table, f"{_ALIGNER}fc1.weight"):
-            checkpoint.require(needed, self.kind[1])
+            checkpoint.require(needed, self.kind)
         (words,) = keys["transformer.tok_embeddings.weight"]
         words = words._replace(rows=(self.sizes.text_vocab_size or 0) - codes)
         images = Slice(

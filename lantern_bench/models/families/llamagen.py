@@ -185,7 +185,8 @@ class TextToImage(LlamaGen):
     defaults: Mapping[str, Any] = {"cfg_scale": 7.5, "top_k": 1000, "tree": "eagle1-25"}
     published: ClassVar = published_rows("llamagen-t2i")
     any_model = published_rows("any")["llamagen-t2i"]
-    kind = ("cls_embedding.uncond_embedding", "LlamaGen, text-conditional")
+    marker = "cls_embedding.uncond_embedding"
+    kind = "LlamaGen, text-conditional"
     positions = 120
 
     def new_target(self) -> TransformerTarget:
@@ -232,7 +233,8 @@ class ClassToImage(LlamaGen):
     defaults: Mapping[str, Any] = {"cfg_scale": 4.0, "top_k": 2000, "tree": "eagle1-25"}
     published: ClassVar = published_rows("llamagen-c2i")
     any_model = published_rows("any")["llamagen-c2i"]
-    kind = ("cls_embedding.embedding_table.weight", "LlamaGen, class-conditional")
+    marker = "cls_embedding.embedding_table.weight"
+    kind = "LlamaGen, class-conditional"
     positions = 1
 
     @cached_property

@@ -171,7 +171,7 @@ class WordModel(CheckpointModel):
     def vocabulary(self) -> Vocabulary:
         """The tokens of config.json and tokenizer.json. Without files: the published ones."""
         if self.folder is None:
-            return Vocabulary(self.published_numbers(), "the published vocabulary", self.kind[1])
+            return Vocabulary(self.published_numbers(), "the published vocabulary", self.kind)
         numbers = dict(self.config.get("vocabulary_map") or {})
         path = self._tokenizer_json
         source = str(self.file.path if self.file else self.folder)
@@ -181,7 +181,7 @@ class WordModel(CheckpointModel):
         elif not numbers:
             # Without either file it may be another model, and that error comes first.
             self.open_target()
-        return Vocabulary(numbers, source, self.kind[1])
+        return Vocabulary(numbers, source, self.kind)
 
     @cached_property
     def target_config(self) -> TransformerConfig:
