@@ -140,9 +140,8 @@ def sweep(
         experiment, _overrides(typed | overrides, modes), out=folder, resume=resume, ray=ray
     )
     with _emitting(progress) as emit:
-        failed = run(request, emit)
-    write_tables(request.folder)
-    check_failed(request, failed)
+        result = run(request, emit)
+    check_failed(request, result.failed)
     return load_run(request.folder)
 
 

@@ -25,10 +25,6 @@ if TYPE_CHECKING:
     import torch
 
 
-ENGINE_VERSION = "10"
-"""Incremented when the tokens at a seed or the timing change; a run never mixes two versions."""
-
-
 def processor() -> tuple[str, ...]:
     """What compiled code depends on in a CPU: its architecture, model and instructions."""
     lines = _cpu_listing().splitlines() or [platform.processor()]

@@ -11,7 +11,7 @@ import torch
 
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.experiment import ResolvedExperiment
-from lantern_bench.decoding.engine import Engine, compiler_problem
+from lantern_bench.decoding.engine import ENGINE_VERSION, Engine, compiler_problem
 from lantern_bench.decoding.neighbours import Space
 from lantern_bench.devices.compute import Compute
 from lantern_bench.methods.catalog import OUTSIDE_DRAFTINGS, OUTSIDE_RULES
@@ -25,7 +25,7 @@ from lantern_bench.utils.progress import Note
 
 if TYPE_CHECKING:
     import torch
-from lantern_bench.devices.machine import ENGINE_VERSION, check_free, processor
+from lantern_bench.devices.machine import check_free, processor
 
 
 def load_models(experiment: ResolvedExperiment, compute: Compute) -> dict[str, LoadedModel]:
