@@ -315,7 +315,7 @@ class WorkerHandle:
 class RayDriver:
     """Gives shards to workers, stores what they decode, and replaces lost workers.
 
-    The driver has a process for itself, because Ray ends the process of a driver whose head is gone.
+    It runs in a separate process, because Ray ends the process of a driver whose head is gone.
     """
 
     _store: RunStore

@@ -75,7 +75,8 @@ def _decode_and_score(request: Request, emit: Emit) -> int:
     from lantern_bench.metrics import score_run, token_sums
 
     if scorers is not None:
-        score_run.score_run(request.folder, *scorers, emit)
+        loaded, reference = scorers
+        score_run.score_run(request.folder, loaded, reference, emit=emit)
     if "distance" in metrics:
         token_sums.score_tokens(request.folder, device, emit)
     return failed

@@ -70,8 +70,8 @@ def test_gpu_state_is_read_field_by_field(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_missing_or_failing_command_gives_none() -> None:
-    assert machine._output(["no-such-command-here"]) is None
-    assert machine._output(["git", "no-such-subcommand"]) is None
+    assert machine._output("no-such-command-here") is None
+    assert machine._output("git", "no-such-subcommand") is None
 
 
 @pytest.mark.gpu
