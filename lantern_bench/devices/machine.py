@@ -85,7 +85,7 @@ def machine_block() -> dict[str, Any]:
 def _cpu_block() -> dict[str, Any]:
     frequency = psutil.cpu_freq()
     named = re.search(r"^model name\s*:\s*(.+)$", _cpu_listing(), flags=re.MULTILINE)
-    model = named[1].strip() if named else _output("sysctl", "-n", "machdep.cpu.brand_string")
+    model = named[1].strip() if named else _output(["sysctl", "-n", "machdep.cpu.brand_string"])
     return {
         "model": model or platform.processor() or platform.machine(),
         "cores": psutil.cpu_count(logical=False),
@@ -122,7 +122,7 @@ def _gpu_state(uuid: str) -> dict[str, str | None]:
     """Return driver, clocks and throttling of one GPU, as nvidia-smi prints them."""
     query = ",".join(_GPU_FIELDS.values())
     answer = _output(
-        "nvidia-smi", f"--id={uuid}", f"--query-gpu={query}", "--format=csv,noheader,nounits"
+        ["nvidia-smi", f"--id={uuid}", f"--query-gpu={query}", "--format=csv,noheader,nounits"]
     )
     values = [value.strip() for value in (answer or "").split(",")]
     if len(values) != len(_GPU_FIELDS):
@@ -182,16 +182,16 @@ def git_state() -> dict[str, Any]:
 
     Both are None outside a checkout of this code.
     """
-    git = ("git", "-C", str(Path(__file__).resolve().parent))
+    git = ["git", "-C", str(Path(__file__).resolve().parent)]
     commit = None
-    if _output(*git, "ls-files", Path(__file__).name):
-        commit = _output(*git, "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty")
+    if _output([*git, "ls-files", Path(__file__).name]):
+        commit = _output([*git, "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"])
     if commit is None:
         return {"commit": None, "dirty": None}
     return {"commit": commit.removesuffix("-dirty"), "dirty": commit.endswith("-dirty")}
 
 
-def _output(*command: str) -> str | None:
+def _output(command: list[str]) -> str | None:
     """Return the stripped output of a command; None when it is not installed, fails or hangs."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)

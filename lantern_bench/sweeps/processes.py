@@ -63,16 +63,19 @@ def decode_in_processes(request: Request, emit: Emit) -> int:
         for event in events_of(_decode_missing, replace(request, plan=plan), name):
             match event:
                 case Started():
-                    counts = Counter(task.cell.cell_id for task in tasks)
-                    event = Started(len(request.plan.tasks) - len(tasks), counts)
+                    if number == 1:
+                        counts = Counter(task.cell.cell_id for task in tasks)
+                        emit(Started(len(request.plan.tasks) - len(tasks), counts))
+                case ProgressEvent():
+                    if number == 1:
+                        emit(event)
+                case Note():
+                    if event not in notes:
+                        emit(event)
+                    notes.add(event)
                 case ImageDone():
                     failed += event.failed
-                case Note():
-                    if event in notes:
-                        continue
-                    notes.add(event)
-            if number == 1 or not isinstance(event, Started | ProgressEvent):
-                emit(event)
+                    emit(event)
     return failed
 
 

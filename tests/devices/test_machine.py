@@ -56,7 +56,7 @@ def test_git_state_is_none_outside_a_checkout(
 def test_gpu_state_is_read_field_by_field(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[list[str]] = []
 
-    def answer(*command: str) -> str:
+    def answer(command: list[str]) -> str:
         asked.append(command)
         return "580.1, 1980, 2619, 1980, 120.5, 700.0, 41, 0x0000000000000004"
 
@@ -65,13 +65,13 @@ def test_gpu_state_is_read_field_by_field(monkeypatch: pytest.MonkeyPatch) -> No
     assert state["driver"] == "580.1"
     assert state["throttle_reasons"] == "0x0000000000000004"
     assert "--id=GPU-1" in asked[0]
-    monkeypatch.setattr(machine, "_output", lambda *_command: None)
+    monkeypatch.setattr(machine, "_output", lambda _command: None)
     assert set(machine._gpu_state("GPU-1").values()) == {None}
 
 
 def test_missing_or_failing_command_gives_none() -> None:
-    assert machine._output("no-such-command-here") is None
-    assert machine._output("git", "no-such-subcommand") is None
+    assert machine._output(["no-such-command-here"]) is None
+    assert machine._output(["git", "no-such-subcommand"]) is None
 
 
 @pytest.mark.gpu
