@@ -64,7 +64,8 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def request_of(folder: Path, planned: tuple[ResolvedExperiment, Plan]) -> Request:
     experiment, plan = planned
-    return Request(experiment, plan, folder, protocol_of("embedded"), prompts={})
+    protocol = protocol_of("embedded")
+    return Request(experiment, plan, folder, protocol=protocol, prompts={})
 
 
 def run(
@@ -164,7 +165,7 @@ def disturbed(monkeypatch: pytest.MonkeyPatch, tiny: Any, tmp_path: Path) -> Any
     """
 
     def run_disturbed(
-        lost: list[float], tokens: list[int], images: int, again: bool = True
+        lost: list[float], tokens: list[int], images: int, *, again: bool = True
     ) -> list[Any]:
         attempts = itertools.cycle(range(len(lost)))
 
@@ -220,7 +221,13 @@ def disturbed(monkeypatch: pytest.MonkeyPatch, tiny: Any, tmp_path: Path) -> Any
     ],
 )
 def test_a_disturbed_image_is_decoded_again(
-    monkeypatch: Any, disturbed: Any, lost: list[float], attempts: int, seconds: float, marked: bool
+    monkeypatch: Any,
+    disturbed: Any,
+    *,
+    lost: list[float],
+    attempts: int,
+    seconds: float,
+    marked: bool,
 ) -> None:
     monkeypatch.setattr(decoder, "_MAX_REPEAT_SHARE", 100.0)
     (row,) = disturbed(lost, [7, 7, 7], 1)
@@ -234,8 +241,8 @@ def test_other_tokens_at_a_second_attempt_are_an_error(disturbed: Any) -> None:
 
 
 @pytest.mark.parametrize("again", [True, False])
-def test_a_busy_machine_adds_a_bounded_time(disturbed: Any, tmp_path: Path, again: bool) -> None:
-    rows = disturbed([0.5], [7], 18, again)
+def test_a_busy_machine_adds_a_bounded_time(disturbed: Any, tmp_path: Path, *, again: bool) -> None:
+    rows = disturbed([0.5], [7], 18, again=again)
     more = sum(row["attempts"] for row in rows) - len(rows)
     assert all(row["disturbed"] for row in rows)
     assert 1 <= more <= 0.25 * len(rows) + 1 if again else more == 0
