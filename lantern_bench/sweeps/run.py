@@ -68,17 +68,20 @@ def _decode_and_score(request: Request, emit: Emit) -> int:
         # Missing weights of scorers must fail before decoding starts.
         from lantern_bench.metrics.score_run import load_scorers_of
 
-        scorers = load_scorers_of(request, device)
+        scorers = load_scorers_of(request.protocol, settings.reference, device)
     failed = _decode(request, emit)
     if metrics == {"speed"} or not done_images(request.folder):
         return failed
-    from lantern_bench.metrics import score_run, token_sums
+    from lantern_bench.metrics.score_run import score_cells
+    from lantern_bench.metrics.score_tokens import score_tokens
+    from lantern_bench.storage.run_store import RunStore
 
-    if scorers is not None:
-        loaded, reference = scorers
-        score_run.score_run(request.folder, loaded, reference, emit=emit)
-    if "distance" in metrics:
-        token_sums.score_tokens(request.folder, device, emit)
+    with RunStore.to_score(request.folder) as store:
+        if scorers is not None:
+            loaded, reference = scorers
+            score_cells(store, loaded, reference, emit=emit)
+        if "distance" in metrics:
+            score_tokens(store, device, emit)
     return failed
 
 
