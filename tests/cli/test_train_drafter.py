@@ -187,21 +187,13 @@ def test_pictures_with_captions_are_encoded_by_the_tokenizer(
 def stop_after(step: int) -> Callable[..., TrainReport]:
     """The training loop, interrupted after a step's event."""
 
-    def stopping(
-        task: Any,
-        settings: Any,
-        device: Any,
-        on_event: Callable[[TrainEvent], None],
-        distributed: Any,
-    ) -> Any:
+    def stopping(*values: Any, on_event: Callable[[TrainEvent], None], processes: Any) -> Any:
         def hear(event: TrainEvent) -> None:
             on_event(event)
             if event.step == step:
                 raise KeyboardInterrupt
 
-        return train(
-            task=task, settings=settings, device=device, on_event=hear, processes=distributed
-        )
+        return train(*values, on_event=hear, processes=processes)
 
     return stopping
 
@@ -298,15 +290,15 @@ def test_published_target_is_planned_without_its_files(capsys: pytest.CaptureFix
         ),
         (
             ["--data", "all", "--set", "batches=3"],
-            "--set batches: unknown setting; did you mean batch?",
+            "--set batches: unknown key; did you mean batch? (the keys are lr,",
         ),
         (
             ["--data", "all", "--set", "schedule=step"],
-            "--set schedule step: must be cosine or linear",
+            "--set schedule step: must be one of cosine, linear",
         ),
         (["--data", "all", "--set", "lr"], "--set lr: must be key=value"),
-        (["--data", "all", "--lr", "0"], "--lr 0: must be greater than 0"),
-        (["--data", "all", "--minutes", "0"], "--minutes 0: must be greater than 0"),
+        (["--data", "all", "--lr", "0"], "--lr 0.0: must be greater than 0"),
+        (["--data", "all", "--minutes", "0"], "--minutes 0.0: must be greater than 0"),
         (["--data", "all", "--init", "nowhere"], "--init nowhere: no such folder"),
         (["--data", "all", "--tree", "oak"], "--tree oak: unknown tree"),
         (

@@ -21,19 +21,18 @@ from lantern_bench.models.checkpoints.drafter_files import load_drafter
 from lantern_bench.models.networks.conditions import Condition
 from lantern_bench.models.networks.eagle import untrained_drafter
 from lantern_bench.models.networks.target import CachedTarget, TransformerTarget, force_line_ends
-from lantern_bench.training import drafter_task as task_module
+from lantern_bench.training import token_data
 from lantern_bench.training.drafter_task import (
-    Data,
     DrafterTask,
     Sequences,
     TargetFeatures,
     drafter_like,
     in_order,
-    make_tokens,
     target_features,
     unroll,
 )
 from lantern_bench.training.recipe import RECIPES, DrafterRecipe
+from lantern_bench.training.token_data import Data, make_tokens
 from lantern_bench.training.train_drafter import read_log, write_drafter
 from lantern_bench.training.trainer import SINGLE, Processes
 from lantern_bench.utils.errors import RefusedError
@@ -315,8 +314,8 @@ def test_token_files_continue_where_they_were_interrupted(
     model = tiny_model()
     data = Data(["red"] * 11)
 
-    def decoded(*arguments: Any) -> list[Any]:
-        repeats = [repeat for _, repeat in arguments[-1]]
+    def decoded(*_: Any, slots: list[tuple[str, int]], **__: Any) -> list[Any]:
+        repeats = [repeat for _, repeat in slots]
         if repeats[0] == 8 and len(calls) == 2:
             calls.clear()
             raise KeyboardInterrupt
@@ -336,8 +335,8 @@ def test_token_files_continue_where_they_were_interrupted(
             emit=ignore_events,
         )
 
-    monkeypatch.setattr(task_module, "_BATCH", 4)
-    monkeypatch.setattr(task_module, "decode_slots", decoded)
+    monkeypatch.setattr(token_data, "_BATCH", 4)
+    monkeypatch.setattr(token_data, "decode_slots", decoded)
 
     with pytest.raises(KeyboardInterrupt):
         make()
