@@ -114,7 +114,8 @@ def test_figures_worsen_with_the_pictures_and_lie_in_their_intervals() -> None:
     assert little.columns["precision"] == pytest.approx(little.of_images["precision"].mean())
     for name in OF_SETS:
         value, low, high = (little.columns[f"{name}{end}"] for end in ("", "_low", "_high"))
-        assert low <= value <= high and low < high, name
+        assert low <= value <= high, name
+        assert low < high, name
     again = measure_sets(sets_of(draw(256, 5, 0.2), draw(256, 6)))
     assert again.columns == little.columns
 

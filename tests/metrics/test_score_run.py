@@ -78,10 +78,10 @@ Run = tuple[Path, list[dict[str, Any]]]
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
     """Two cells of six pictures each, and one record that failed."""
-    painted = render([*HELD_OUT[:5], HELD_OUT[5]] * 2, 4)
+    painted = render(HELD_OUT[:6] * 2, 4)
     records: list[dict[str, Any]] = []
     for number, pixels in enumerate(painted):
-        cell = ("ar-none-none-t1", "speculative-static-small-7-t1")[number // 6]
+        cell = "ar-none-none-t1" if number < 6 else "speculative-static-small-7-t1"
         name = f"images/{cell}/{number % 6:06d}.png"
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(pixels).save(tmp_path / name)

@@ -168,10 +168,8 @@ def test_unrolled_levels_match_a_draft_tree(sequences: Sequences) -> None:
     for root in (1, 4):
         session = drafter.session(3, guided=True, nodes=4)
         session.prefill(condition, forced.prefix.features)
-        true_features = torch.cat([forced.prefix.features[:, -1:], forced.logits.features], dim=1)[
-            :, :root
-        ]
-        drafts = session.observe(tokens[:, :root], true_features, torch.full((3,), root))
+        true_features = torch.cat([forced.prefix.features[:, -1:], forced.logits.features], dim=1)
+        drafts = session.observe(tokens[:, :root], true_features[:, :root], torch.full((3,), root))
         for level, predicted in enumerate(levels):
             place = features.valid.shape[1] - 2 + root + level
             assert drafts.uncond is not None
@@ -242,7 +240,7 @@ def test_every_family_trains_and_loads_its_written_drafter(
     sequences: Sequences, recipe: DrafterRecipe, tmp_path: Path
 ) -> None:
     target = sequences.target
-    target.requires_grad_(False)
+    target.requires_grad_(requires_grad=False)
     task = task_of(sequences, recipe=recipe)
     before = task.overlap(task.drafter)
     optimiser = torch.optim.AdamW(
