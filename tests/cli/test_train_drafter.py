@@ -115,8 +115,8 @@ def test_trained_drafter_is_a_model_for_every_command(
     assert len(loaded.weights["drafter"]) == 64
     assert model_of("out/model.yaml").defaults["cfg_scale"] == 2.0
     Path("e.yaml").write_text(
-        "name: e\nmodel: out/model.yaml\nprompts: all\nimages: 2\nmetrics: [speed]\ncompile: false\n"
-        "cells: [{mode: ar}, {mode: speculative}]\n"
+        "name: e\nmodel: out/model.yaml\nprompts: all\nimages: 2\nmetrics: [speed]\n"
+        "compile: false\ncells: [{mode: ar}, {mode: speculative}]\n"
     )
     assert main(["sweep", "e.yaml", "--out", "run"]) == 0
     records = read_records(Path("run"))
@@ -166,9 +166,9 @@ def test_drafter_starts_from_another_and_is_compared_with_it(
 
 @pytest.mark.parametrize("beside", [True, False])
 def test_pictures_with_captions_are_encoded_by_the_tokenizer(
-    beside: bool, tiny: TinyModel, capsys: pytest.CaptureFixture[str]
+    tiny: TinyModel, capsys: pytest.CaptureFixture[str], *, beside: bool
 ) -> None:
-    write_pictures(Path("pictures"), 6, beside)
+    write_pictures(Path("pictures"), 6, beside=beside)
     assert run("--data", "pictures", "--mirror") == 0
     assert "encoding pictures: 100%" in capsys.readouterr().err
     tokens = torch.cat(
@@ -427,7 +427,8 @@ def test_chameleon_target_from_a_model_file(folder: Path) -> None:
     )
     assert {"layers.0.self_attn.q_norm.weight", "layers.0.input_layernorm.weight"} < set(weights())
     trained = model_of("out/model.yaml").load(CPU, torch.float32)
-    assert torch.equal(trained.drafter.state_dict()["fc.weight"], weights()["fc.weight"])  # type: ignore[union-attr]
+    state = trained.drafter.state_dict()  # type: ignore[union-attr]
+    assert torch.equal(state["fc.weight"], weights()["fc.weight"])
 
 
 def test_several_processes_need_a_number_of_steps(

@@ -44,7 +44,7 @@ def test_greedy_tokens_and_pixels_equal_those_of_transformers(
     model = loaded(path)
     prompt = model.condition(CAPTIONS[:1]).values[0, 0]
     theirs.generation_config.generation_kwargs = {"boi_token_id": int(prompt[-1])}
-    wanted = tiny_hosted.expect_janus(theirs, prompt, prompt, model.grid, 3.0)
+    wanted = tiny_hosted.expect_janus(theirs, prompt, prompt, grid=model.grid, scale=3.0)
     for mode in ("ar", "sjd"):
         (image,) = lantern_bench.decode(model, CAPTIONS[0], mode=mode, temperature=0, cfg_scale=3)
         assert image.tokens.tolist() == wanted.tokens.tolist()
@@ -56,7 +56,9 @@ def test_greedy_tokens_and_pixels_equal_those_of_transformers(
 
 
 def test_example_passes_every_check(janus: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    typed = [word for caption in CAPTIONS for word in ("--prompt", caption)]
+    typed: list[str] = []
+    for caption in CAPTIONS:
+        typed += ["--prompt", caption]
     assert cli.main(["check-model", str(janus), *typed, "--format", "csv"]) == 0
     lines = capsys.readouterr().out.splitlines()
     results = dict(line.split(",")[:2] for line in lines[1:])
@@ -68,8 +70,9 @@ def test_example_passes_every_check(janus: Path, capsys: pytest.CaptureFixture[s
 def test_sweeps_take_the_model_file(janus: Path, tmp_path: Path) -> None:
     experiment = tmp_path / "two.yaml"
     experiment.write_text(
-        f"name: two\nmodel: {janus}\nimages: 2\nprompts: {tmp_path / 'captions.txt'}\nmetrics: [speed]\n"
-        "neighbours: 3\ncells: [{mode: ar}, {mode: sjd}, {mode: sjd, rule: multiplicative, lambda: 2}]\n"
+        f"name: two\nmodel: {janus}\nimages: 2\nprompts: {tmp_path / 'captions.txt'}\n"
+        "metrics: [speed]\nneighbours: 3\n"
+        "cells: [{mode: ar}, {mode: sjd}, {mode: sjd, rule: multiplicative, lambda: 2}]\n"
     )
     (tmp_path / "captions.txt").write_text("\n".join(CAPTIONS))
     assert cli.main(["sweep", str(experiment), "--out", str(tmp_path / "run")]) == 0
@@ -89,8 +92,10 @@ def test_sweeps_take_the_model_file(janus: Path, tmp_path: Path) -> None:
         ),
         ("x = 1", "must define one subclass of HostedModel, and defines 0"),
         (
-            "from lantern_bench.models.hosted import HostedModel\nclass Model(HostedModel):\n    codes = 3\n",
-            "python: Model lacks __init__, codebook, embed_codes, embed_words, logits, pixels, prompts",
+            "from lantern_bench.models.hosted import HostedModel\n"
+            "class Model(HostedModel):\n    codes = 3\n",
+            "python: Model lacks __init__, codebook, embed_codes, embed_words, logits, pixels, "
+            "prompts",
         ),
     ],
 )

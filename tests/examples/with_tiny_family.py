@@ -18,5 +18,6 @@ if __name__ == "__main__":
 
     for words in sys.argv[1:]:
         print(f"$ {words}", file=sys.stderr)
-        if code := main(json.loads(words)):
+        code = main(json.loads(words))
+        if code:
             sys.exit(code)

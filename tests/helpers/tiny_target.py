@@ -33,8 +33,11 @@ CONFIG = TransformerConfig(
     prefix_rotary="identity",
 )
 WORDS = ("", "red", "blue", "round", "tall", "lantern")
-CAPTIONS = tuple(
-    f"{colour} {shape} lantern" for colour in ("red", "blue") for shape in ("round", "tall")
+CAPTIONS = (
+    "red round lantern",
+    "red tall lantern",
+    "blue round lantern",
+    "blue tall lantern",
 )
 
 
@@ -48,7 +51,7 @@ def tiny_target(seed: int = 0) -> TransformerTarget:
         for parameter in target.parameters():
             if parameter.dim() >= 2:
                 torch.nn.init.normal_(parameter, std=0.3)
-    return target.eval().requires_grad_(False)
+    return target.eval().requires_grad_(requires_grad=False)
 
 
 def caption_condition(captions: Sequence[str]) -> Condition:
@@ -60,24 +63,14 @@ def caption_condition(captions: Sequence[str]) -> Condition:
     return Condition(values, values > 0)
 
 
-def tiny_model(with_tokenizer: bool = True) -> LoadedModel:
+def tiny_model(*, with_tokenizer: bool = True) -> LoadedModel:
     """The target without a drafter."""
+    config = VQConfig(
+        codes=32, code_dim=4, z_channels=32, channels=32, channel_mult=(1, 1), res_blocks=1
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)
-        tokenizer = (
-            VQModel(
-                VQConfig(
-                    codes=32,
-                    code_dim=4,
-                    z_channels=32,
-                    channels=32,
-                    channel_mult=(1, 1),
-                    res_blocks=1,
-                )
-            )
-            .eval()
-            .requires_grad_(False)
-        )
+        tokenizer = VQModel(config).eval().requires_grad_(requires_grad=False)
     pixels = VQPixels(tokenizer, CONFIG.grid) if with_tokenizer else object()
     weights = {"target": "a" * 64, "tokenizer": "b" * 64}
     codebook = tokenizer.codebook()
@@ -115,7 +108,7 @@ class TinyModel(Model):
         return tiny_model()
 
 
-def write_pictures(folder: Path, count: int, beside: bool = True) -> Path:
+def write_pictures(folder: Path, count: int, *, beside: bool = True) -> Path:
     """Pictures of 8 x 8 noise with captions, beside them or in captions.jsonl."""
     folder.mkdir(parents=True)
     draws = np.random.default_rng(0)
