@@ -298,11 +298,11 @@ class Pool(NamedTuple):
     attributes: Tensor  # their indices, int64 [n, 5]
 
 
-def training_pool(scenes: SceneSet, through: Reconstruct | None, share: float = 0.4) -> Pool:
-    """Return scenes to learn from; a fraction `share` of them is reconstructed by `through`."""
+def training_pool(scenes: SceneSet, through: Reconstruct | None, fraction: float = 0.4) -> Pool:
+    """Return scenes to learn from; a fraction of them is reconstructed by `through`."""
     pixels = torch.from_numpy(scenes.pixels).permute(0, 3, 1, 2).contiguous()
     if through is not None:
-        count = int(len(pixels) * share)
+        count = int(len(pixels) * fraction)
         pixels[:count] = through(pixels[:count])
     return Pool(pixels, torch.from_numpy(scenes.attributes))
 

@@ -139,7 +139,7 @@ class Evaluation:
         )
         yield QualityGate(
             part="tokenizer",
-            name="share of codes used",
+            name="fraction of codes used",
             value=figures["codes_used"],
             wanted=((">=", 0.95),),
         )

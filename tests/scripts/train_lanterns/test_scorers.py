@@ -31,7 +31,7 @@ def generator(seed: int = 0) -> torch.Generator:
 
 def test_pool_reconstructs_its_first_share() -> None:
     scenes = scene_set(TRAIN, 20, seed=11)
-    pool = training_pool(scenes, lambda pictures: 255 - pictures, share=0.25)
+    pool = training_pool(scenes, lambda pictures: 255 - pictures, fraction=0.25)
     painted = torch.from_numpy(scenes.pixels).permute(0, 3, 1, 2)
     assert torch.equal(pool.pixels[:5], 255 - painted[:5])
     assert torch.equal(pool.pixels[5:], painted[5:])
