@@ -263,17 +263,6 @@ def _verdict(name: str) -> tuple[Column, Column]:
     )
 
 
-def _beside_paper(name: str) -> tuple[Column, Column]:
-    return (
-        number(
-            f"{name}_published",
-            "",
-            f"the published {name}, where the experiment names a paper's table",
-        ),
-        number(f"{name}_difference", "", f"{name} minus the published one"),
-    )
-
-
 def _score_columns() -> Iterator[Column]:
     """Yield the columns of metrics of sets.
 
@@ -302,7 +291,8 @@ def _summary_of_quality() -> Iterator[Column]:
         yield from figure(name, "", metric.meaning)
         if metric.has_spread:
             yield from _verdict(name)
-        yield from _extras(metric) if name in OF_TOKENS else _beside_paper(name)
+        if name in OF_TOKENS:
+            yield from _extras(metric)
         if metric.scored_by in scorers:
             yield text(metric.scored_by, scorers.pop(metric.scored_by))
 
@@ -567,10 +557,8 @@ _SUMMARY = (
     *_IMAGES,
     _DISTURBED,
     *_SPEEDUP,
-    *_beside_paper("speedup"),
     *_OVER_LOSSLESS,
     *_ACCEPTED_LENGTH,
-    *_beside_paper("mean_accepted_length"),
     *_summary_of_quality(),
     NOTE,
 )
