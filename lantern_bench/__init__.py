@@ -1,7 +1,7 @@
 """Benchmark of relaxed speculative decoding for visual autoregressive image generation.
 
-The Python API (docs/python-api.md) is imported when one of its names is first used, so that `import lantern_bench`
-imports neither torch nor pandas.
+The Python API (docs/python-api.md) is imported when one of its names is first used, so that
+`import lantern_bench` imports neither torch nor pandas.
 """
 
 from __future__ import annotations

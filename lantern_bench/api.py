@@ -1,6 +1,7 @@
-"""The Python API: run sweeps, read runs as DataFrames, load models and decode prompts (docs/python-api.md).
+"""The Python API: run sweeps, read runs as DataFrames, load models and decode prompts.
 
-The names here are also attributes of `lantern_bench`. Errors name a parameter by its flag (`--delta 1.5`).
+The names here are also attributes of `lantern_bench`, and docs/python-api.md explains them. Errors
+name a parameter by its flag (`--delta 1.5`).
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from lantern_bench.config.settings import Overrides
 from lantern_bench.models import registry
 from lantern_bench.report.format_tables import readable
 from lantern_bench.storage.run_directory import RunData, find_run, load_runs
-from lantern_bench.sweeps.events import DecodedImage as DecodedImage  # a name of this API
+from lantern_bench.sweeps.events import DecodedImage as DecodedImage
 from lantern_bench.sweeps.events import Event, ImageDone, Started
 from lantern_bench.sweeps.request import prepare
 from lantern_bench.sweeps.run import check_failed, run
 from lantern_bench.utils.errors import UserError
-from lantern_bench.utils.progress import ProgressEvent
+from lantern_bench.utils.progress import ProgressEvent, ignore_events
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -35,37 +36,43 @@ if TYPE_CHECKING:
 
 
 class Run:
-    """A run directory, read once: records, tables and pictures. Make one with `sweep` or `load_run`."""
+    """A run directory that was read once. `sweep` and `load_run` return it.
+
+    Attributes:
+        path: The run directory.
+        manifest: The content of `manifest.json`: experiment, machine, sessions.
+        records: One row per image, with lists in the columns of steps.
+    """
 
     def __init__(self, data: RunData) -> None:
         self._data = data
         self.path = data.folder
         self.manifest = data.manifest
-        self.records = data.records  # one row an image, the last of each record key; lists in cells
+        self.records = data.records
 
     @cached_property
     def tables(self) -> dict[str, pd.DataFrame]:
-        """The tables `speed`, `quality`, `acceptance` and `summary` of the CSV files, not rounded."""
+        """The tables of the CSV files, not rounded: speed, quality, acceptance and summary."""
         return tables_of(self._data)
 
     @property
     def speed(self) -> pd.DataFrame:
-        """Speed by cell."""
+        """The speed of each cell."""
         return self.tables["speed"]
 
     @property
     def quality(self) -> pd.DataFrame:
-        """Quality by cell and protocol."""
+        """The quality of each cell, by scoring protocol."""
         return self.tables["quality"]
 
     @property
     def acceptance(self) -> pd.DataFrame:
-        """Acceptance by cell, and by depth or position in the image."""
+        """The acceptance rate of each cell, by depth in the tree and by position in the image."""
         return self.tables["acceptance"]
 
     @property
     def summary(self) -> pd.DataFrame:
-        """One row a cell and scoring protocol, as the papers' tables."""
+        """Speed and quality with one row per cell and scoring protocol, as tables of papers."""
         return self.tables["summary"]
 
     @property
@@ -74,9 +81,19 @@ class Run:
         return self.speed["cell_id"].astype(str).tolist()
 
     def pictures(self, cell: str) -> list[Image.Image]:
-        """Open the pictures of a cell in the order of its images; PIL reads each file when its pixels are first used.
+        """Open the pictures of a cell, in the order of its images.
 
-        Raises `UserError` for an unknown cell, `FileNotFoundError` for a picture that was removed.
+        PIL reads a file when its pixels are first used.
+
+        Args:
+            cell: The id of the cell, one of `cells`.
+
+        Returns:
+            One picture for each image that did not fail.
+
+        Raises:
+            UserError: The run has no such cell.
+            FileNotFoundError: A picture was removed.
         """
         from PIL import Image
 
@@ -90,7 +107,9 @@ class Run:
     def __repr__(self) -> str:
         failed = int((self.records["status"] != "ok").sum())
         counts = f"{len(self.cells)} cells, {len(self.records) - failed} images"
-        return f"Run({str(self.path)!r}: {counts}{f', {failed} failed' if failed else ''})"
+        if failed:
+            counts += f", {failed} failed"
+        return f"Run({str(self.path)!r}: {counts})"
 
     def _repr_html_(self) -> str:
         from html import escape
@@ -116,16 +135,34 @@ def sweep(
     ray: str | None = None,
     **overrides: Any,
 ) -> Run:
-    """Run an experiment and return the run: decode and score every missing image, write the tables.
+    """Run an experiment: decode and score every missing image, then write the tables.
 
-    `experiment` is the name of a shipped experiment, a YAML file, or the content of one; `overrides` are keys of one,
-    where a list makes a grid and `lambda_` stands for `lambda`. `out`, `resume`, `modes` and `ray` are the flags of
-    `lantern-bench sweep`, `ray` "default" without an address. `progress`: a bar in terminals and notebooks, none, or
-    what is called with every event (`sweeps/events.py`).
+    The same call continues an interrupted run.
 
-    Raises `UserError` for what is wrong with experiment, overrides or prompts, `RefusedError` for missing weights and
-    for a run directory in use or of other settings, and `RecordsFailedError` when images failed; `load_run` returns the
-    others.
+    Args:
+        experiment: The name of a shipped experiment, a YAML file, or the content of one.
+        out: The run directory, by default `results/<name>-<hash>`.
+        resume: Continue the run of this directory. If False, make a new one beside it.
+        modes: The modes of the cells, by default those of the experiment.
+        model: The models, by name or by YAML file.
+        prompts: The prompts: a file, or the name of a set of prompts.
+        images: Images per cell.
+        tree: The draft trees. A list makes a grid, as for all parameters of decoding.
+        delta: The bound of LANTERN.
+        lambda_: The bound of LANTERN++, `lambda` in an experiment.
+        progress: A bar in terminals and notebooks (True), none (False), or a function that is
+            called with every event of `lantern_bench.sweeps.events`.
+        ray: The address of a Ray cluster, or "default" for the one of `RAY_ADDRESS`.
+        **overrides: Other keys of an experiment.
+
+    Returns:
+        The run, with its records and tables.
+
+    Raises:
+        UserError: The experiment, an override or a prompt is wrong.
+        RefusedError: Weights are missing, or the run directory is in use or has images of other
+            settings.
+        RecordsFailedError: Images failed. `load_run` returns the run with the other images.
     """
     folder = Path(out) if out is not None else None
     typed = {
@@ -139,62 +176,75 @@ def sweep(
     request = prepare(
         experiment, _overrides(typed | overrides, modes), out=folder, resume=resume, ray=ray
     )
-    with _emitting(progress) as emit:
-        failed = run(request, emit)
-    write_tables(request.folder)
-    check_failed(request, failed)
+    with _emitting(progress=progress) as emit:
+        result = run(request, emit)
+    check_failed(request, result.failed)
     return load_run(request.folder)
 
 
 def load_run(path: str | Path) -> Run:
-    """Read a run by the path of its run directory, or by its name (or the start of it) under `results/`.
+    """Read a run.
 
-    A run without records has the tables of its CSV files. Raises `UserError` for a path that is not a run directory or
-    is damaged, `RefusedError` for a run with neither.
+    Args:
+        path: The run directory, or the name (or the start of the name) of one under `results/`.
+
+    Returns:
+        The run. Without records, it has the tables of its CSV files.
+
+    Raises:
+        UserError: There is no such run, or a file of it is damaged.
+        RefusedError: The run has neither records nor tables.
     """
     (data,) = load_runs([find_run(path)], tables_suffice=True).values()
     return Run(data)
 
 
 @contextmanager
-def _emitting(progress: bool | Callable[[Event], None]) -> Iterator[Callable[[Event], None]]:
-    """Yield what shows events: a bar for each long task, in a notebook or a terminal, and warnings."""
+def _emitting(*, progress: bool | Callable[[Event], None]) -> Iterator[Callable[[Event], None]]:
+    """Yield the function that receives events: by default a bar per long task, and warnings."""
+    if not isinstance(progress, bool):
+        yield progress
+        return
+    if not progress:
+        yield ignore_events
+        return
     from tqdm.auto import tqdm
 
+    in_notebook = "ipykernel" in sys.modules
     bar = tqdm(disable=True)
-    shown = ""
+    shown = ""  # label of the bar
 
     def show(event: Event) -> None:
         nonlocal bar, shown
+        if isinstance(event, Started):
+            event = ProgressEvent("images", 0, sum(event.to_do.values()))
         if isinstance(event, ImageDone):
             bar.update()
-        elif isinstance(event, ProgressEvent | Started):
-            label, done, total = (
-                event
-                if isinstance(event, ProgressEvent)
-                else ("images", 0, sum(event.to_do.values()))
-            )
-            if label != shown:
+        elif isinstance(event, ProgressEvent):
+            if event.label != shown:
                 bar.close()
-                bar = tqdm(
-                    desc=label,
-                    total=total,
-                    disable=False if "ipykernel" in sys.modules else None,
-                )
-                shown = label
-            bar.update(done - bar.n)
+                # None shows the bar in a terminal only.
+                hidden = False if in_notebook else None
+                bar = tqdm(desc=event.label, total=event.total, disable=hidden)
+                shown = event.label
+            bar.update(event.done - bar.n)
         elif event.level == "warning":
             warnings.warn(event.text, stacklevel=2)
 
     try:
-        yield progress if callable(progress) else show if progress else lambda _event: None
+        yield show
     finally:
         bar.close()
 
 
+def _folder(run: str | Path | Run) -> Path:
+    return run.path if isinstance(run, Run) else find_run(run)
+
+
 def _folders(runs: str | Path | Run | Sequence[str | Path | Run]) -> list[Path]:
-    several = [runs] if isinstance(runs, str | Path | Run) else runs
-    return [item.path if isinstance(item, Run) else find_run(item) for item in several]
+    if isinstance(runs, str | Path | Run):
+        return [_folder(runs)]
+    return list(map(_folder, runs))
 
 
 def curves(
@@ -205,7 +255,22 @@ def curves(
     cells: Sequence[str] = (),
     width: str = "two",
 ) -> list[Path]:
-    """Draw the curves of runs as `lantern-bench curves`, by default into `figures` of the first; return the files."""
+    """Draw the curves of runs, as `lantern-bench curves` does.
+
+    Args:
+        runs: One run or several: `Run`, run directory or name.
+        out: The folder of the figures, by default `figures` in the first run.
+        by: What gives a curve its colour: `mode`, `model` or another column of cells.
+        cells: The cells or modes to draw, by default all.
+        width: The width of a figure in columns of a paper: `one` or `two`.
+
+    Returns:
+        The written files.
+
+    Raises:
+        UserError: A run or cell is unknown, or a file cannot be written.
+        RefusedError: A run has neither records nor tables.
+    """
     from lantern_bench.report.draw import draw_curves
 
     folders = _folders(runs)
@@ -217,7 +282,19 @@ def curves(
 def write_report(
     runs: str | Path | Run | Sequence[str | Path | Run], out: str | Path | None = None
 ) -> Path:
-    """Write the report page of runs, by default the first run's `report.html`; return its path."""
+    """Write one page with the tables, curves and pictures of runs.
+
+    Args:
+        runs: One run or several: `Run`, run directory or name.
+        out: The HTML file, by default `report.html` in the first run.
+
+    Returns:
+        The path of the page.
+
+    Raises:
+        UserError: A run is unknown, or the page cannot be written.
+        RefusedError: A run has no records.
+    """
     from lantern_bench.report import page
 
     folders = _folders(runs)
@@ -229,10 +306,23 @@ def write_report(
 def compare(
     run_a: str | Path | Run, run_b: str | Path | Run, across: Sequence[str] = ()
 ) -> pd.DataFrame:
-    """Return the table of `lantern-bench compare`; `across` is what may differ."""
+    """Compare two runs cell by cell, as `lantern-bench compare` does.
+
+    Args:
+        run_a: The first run.
+        run_b: The second run; ratios above 1 mean that it is better.
+        across: The facts that may differ, such as `device`.
+
+    Returns:
+        One row per cell and quantity, with interval, p-value and verdict.
+
+    Raises:
+        UserError: A run is unknown.
+        RefusedError: A run has no records, or the runs differ in another fact.
+    """
     from lantern_bench.analysis.compare import check_comparability, compare_runs, differences
 
-    a, b = load_runs(_folders([run_a, run_b])).values()
+    a, b = load_runs([_folder(run_a), _folder(run_b)]).values()
     check_comparability(differences(a, b), across)
     return compare_runs(a, b).table
 
@@ -240,11 +330,25 @@ def compare(
 def predict(
     run: str | Path | Run, device: str, *, model: str | None = None, stack: str = "compiled"
 ) -> pd.DataFrame:
-    """Return the table of `lantern-bench predict`."""
+    """Predict the speed of a run on another device, as `lantern-bench predict` does.
+
+    Args:
+        run: The run, whose acceptance the prediction takes.
+        device: The name of a device, or a YAML file that describes one.
+        model: The model to predict, by default the run's own.
+        stack: `compiled` (this package) or `eager` (code as papers publish it).
+
+    Returns:
+        One row per cell, as in the table `prediction`.
+
+    Raises:
+        UserError: The run, device or model is unknown.
+        RefusedError: The run has no records.
+    """
     from lantern_bench.profile.device_specs import find_device
     from lantern_bench.profile.prediction import predict_run
 
-    (data,) = load_runs(_folders(run)).values()
+    (data,) = load_runs([_folder(run)]).values()
     return predict_run(run=data, device=find_device(device), stack=stack, model=model)
 
 
@@ -255,11 +359,26 @@ def recommend(
     max_distance: float | None = None,
     within: tuple[str, float] | None = None,
 ) -> pd.DataFrame:
-    """Return the table of `lantern-bench recommend`; `within` is the name of a score and its margin."""
+    """Find the fastest cell that keeps a quality, as `lantern-bench recommend` does.
+
+    Args:
+        run: The run that measured the speed.
+        quality_run: The run that measured the quality, by default the same.
+        max_distance: The largest acceptable distance from the target, by default 0.01.
+        within: Instead of a distance: the name of a score, and how much worse than ar it may be.
+
+    Returns:
+        The cells, fastest first, with a verdict on the condition.
+
+    Raises:
+        UserError: The condition is not one of the two, or a run is unknown.
+        RefusedError: A run has neither records nor tables.
+    """
     from lantern_bench.analysis.recommend import condition_of, recommendation
 
     condition = condition_of(max_distance, within)
-    speed, quality = (load_run(folder).tables for folder in _folders([run, quality_run or run]))
+    speed = load_run(_folder(run)).tables
+    quality = speed if quality_run is None else load_run(_folder(quality_run)).tables
     return recommendation(speed, quality, condition)
 
 
@@ -272,11 +391,27 @@ def score(
     rescore: bool = False,
     progress: bool = True,
 ) -> pd.DataFrame:
-    """Score a run as `lantern-bench score` and return its quality."""
+    """Score the pictures of a run, as `lantern-bench score` does.
+
+    Args:
+        run: The run.
+        protocol: The name of a scoring protocol, by default the run's own.
+        reference: The reference of FID: `embedded`, a folder, a COCO file or a `.npz` file.
+        device: The device of the scorers: auto, cpu, mps, cuda or cuda:N.
+        rescore: Score again what these scorers have scored.
+        progress: Whether a bar is shown in terminals and notebooks.
+
+    Returns:
+        The table `quality` of the run.
+
+    Raises:
+        UserError: The run, protocol or reference is unknown.
+        RefusedError: Weights of scorers are missing, or the run is in use or has no images.
+    """
     from lantern_bench.metrics.score_run import score_run_directory
 
-    (folder,) = _folders(run)
-    with _emitting(progress) as emit:
+    folder = _folder(run)
+    with _emitting(progress=progress) as emit:
         score_run_directory(
             folder, emit, protocol=protocol, reference=reference, device=device, rescore=rescore
         )
@@ -290,10 +425,21 @@ def load_model(
     dtype: str = "auto",
     neighbour_space: Literal["raw", "normalised"] | None = None,
 ) -> LoadedModel:
-    """Load a model by name, or by the YAML file that describes it.
+    """Load a model.
 
-    `device` is auto, cpu, mps, cuda or cuda:N; `dtype` is auto, float32, bfloat16 or float16. Raises `UserError` for an
-    unknown model or a malformed file, `RefusedError` for missing weights or devices.
+    Args:
+        name: The name of a model, or the YAML file that describes one.
+        device: auto, cpu, mps, cuda or cuda:N.
+        dtype: auto, float32, bfloat16 or float16.
+        neighbour_space: Whether nearest codes are found among raw or normalised codes, by default
+            as the model's authors do.
+
+    Returns:
+        The target, its drafter and its tokenizer.
+
+    Raises:
+        UserError: The model is unknown, or its file is malformed.
+        RefusedError: Weights are missing, or this machine lacks the device.
     """
     from lantern_bench.devices.compute import choose_compute
     from lantern_bench.models.load import set_space
@@ -317,13 +463,30 @@ def decode(
     lambda_: float | None = None,
     **parameters: Any,
 ) -> list[DecodedImage]:
-    """Decode prompts one at a time, with the tokens of an uncompiled sweep of this seed and these parameters.
+    """Decode prompts one at a time.
 
-    Parameters have one value each, such as `tree="chain-7"` or `lambda_=5`; the others are the model's defaults, and
-    relaxed modes need their bound. With `logits` the images carry the guided logits. `conditions` are for each prompt
-    what `model.condition([prompt])` would return; the prompts are then only names, which must differ.
+    The tokens are those of an uncompiled sweep with the same seed and parameters.
 
-    Raises `UserError` for a wrong parameter or prompt, `RefusedError` for a missing drafter or text encoder.
+    Args:
+        model: The model, from `load_model`.
+        prompts: One prompt or several.
+        mode: The mode. Relaxed modes need their bound, such as `delta`.
+        seed: The seed of the run, from which each image gets its seed.
+        logits: Whether the images carry their guided logits.
+        conditions: For each prompt, a value as `model.condition([prompt])` returns it. The
+            prompts are then only names, which must differ.
+        tree: The draft tree, such as "chain-7".
+        delta: The bound of LANTERN.
+        lambda_: The bound of LANTERN++.
+        **parameters: Other parameters of decoding. Each has one value, by default the model's.
+
+    Returns:
+        One image per prompt.
+
+    Raises:
+        UserError: A parameter or prompt is wrong.
+        RefusedError: The model lacks a drafter or a text encoder.
+        RecordsFailedError: An image cannot be decoded.
     """
     import torch
 
@@ -344,27 +507,17 @@ def decode(
         described = registry.model_of(model.name)
         for text in texts:
             described.check_prompt(text)
-        for _ in model.prepare(list(dict.fromkeys(texts))):
-            pass
+        list(model.prepare(list(dict.fromkeys(texts))))  # encodes the captions
     else:
         by_text = dict(zip(texts, conditions, strict=True))
         if len(by_text) != len(texts):
-            raise UserError(
-                "prompts with conditions must differ", "Give each of them a name of its own."
-            )
+            raise UserError("prompts with conditions must differ", "Give each prompt another name.")
         model = replace(model, condition=lambda names: by_text[names[0]])
     compute = Compute(model.target.device, torch.get_default_dtype())
-    return list(
-        decode_tasks(
-            model,
-            compute,
-            tasks_of(cells=resolved.cells, seed=seed, prompts=texts, images=1),
-            logits=logits,
-        )
-    )
+    tasks = tasks_of(resolved.cells, seed, texts, images=1)
+    return list(decode_tasks(model, compute, tasks, logits=logits))
 
 
 def _overrides(values: Mapping[str, Any], modes: str | Sequence[str] | None) -> Overrides:
-    return Overrides.from_flags(
-        {key.rstrip("_"): value for key, value in values.items()}, modes=modes
-    )
+    flags = {key.rstrip("_"): value for key, value in values.items()}
+    return Overrides.from_flags(flags, modes=modes)

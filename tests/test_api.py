@@ -40,7 +40,8 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TinyModel:
 
 def test_importing_the_package_imports_nothing_heavy() -> None:
     code = (
-        "import sys, lantern_bench; heavy = {'torch', 'pandas', 'numpy', 'pydantic', 'yaml'} & set(sys.modules);"
+        "import sys, lantern_bench;"
+        "heavy = {'torch', 'pandas', 'numpy', 'pydantic', 'yaml'} & set(sys.modules);"
         "assert not heavy, heavy; assert set(lantern_bench.__all__) <= set(dir(lantern_bench));"
         "lantern_bench.load_run; assert 'torch' not in sys.modules"
     )

@@ -14,13 +14,13 @@ MOST_TUPLES = 3
 
 
 def folder_of(path: Path) -> str:
-    """The part of the package that a file belongs to: two levels of `decoding`, one of all others."""
+    """The folder of the package that a file belongs to; `decoding` has two levels."""
     parts = path.relative_to(PACKAGE).parts[:-1]
     return "/".join(parts[: 2 if parts[:1] == ("decoding",) else 1])
 
 
 def tuple_assignments(tree: ast.AST) -> int:
-    """How many statements assign several values to several names at once; a swap of names is none."""
+    """The number of statements such as `a, b = x, y`; a swap of two names does not count."""
     return sum(
         isinstance(node, ast.Assign)
         and isinstance(node.targets[0], ast.Tuple)

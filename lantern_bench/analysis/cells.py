@@ -1,4 +1,4 @@
-"""The records of runs, grouped into cells, and the baseline that each cell is compared to."""
+"""The records of runs, grouped into cells, and the baseline that each cell is compared with."""
 
 from __future__ import annotations
 
@@ -19,13 +19,21 @@ from lantern_bench.storage.schema import CELL_COLUMNS, Row
 
 NOTE_SEPARATOR = " | "
 
-# Settings that an `ar` cell should share with the cell it is compared to, most important first.
+# Settings that an `ar` cell should share with the cell it is compared with, most important first.
 _SAMPLING = ("cfg_scale", "batch", "temperature", "top_k", "top_p", "seed_set")
+
 _OF_METHODS = [
     name for name, row in PARAMETERS.items() if row.in_id == "always" and name not in SAMPLING
 ]
+
+# Settings with numbers, in the order in which they sort cells.
 _NUMBERS = ("temperature", *_OF_METHODS, "top_k", "top_p", "cfg_scale", "batch")
+
+_CELL = [column.name for column in CELL_COLUMNS]
+
 _PHASES = ("draft", "target", "verify", "other")
+
+# Figures of a record that are numbers.
 _RECORDED = (
     "seconds",
     "tokens",
@@ -36,11 +44,14 @@ _RECORDED = (
     "peak_memory_bytes",
     "process",
     "disturbed",
-    *(f"{phase}_seconds" for phase in _PHASES),
+    "draft_seconds",
+    "target_seconds",
+    "verify_seconds",
+    "other_seconds",
 )
 
 COLUMNS_READ = (
-    *(column.name for column in CELL_COLUMNS),
+    *_CELL,
     "record_key",
     "status",
     "prompt_id",
@@ -53,55 +64,57 @@ COLUMNS_READ = (
     "accepted_per_step",
     *_RECORDED,
 )
-"""The columns of records that tables are made from."""
+"""The columns of records that tables are built from."""
 
 HELD_UP = 1.25
-"""An image is held up when its seconds a step are above so many times the median of its cell in its process."""
+"""Held up: seconds per step above 1.25 times the cell's median in that process."""
 
 
-def _usual_share(images: pd.DataFrame) -> pd.Series[float]:
-    """Return the share of its seconds that each image would have taken had nothing held it up; 1 for most.
+def _kept_fraction(images: pd.DataFrame) -> pd.Series[float]:
+    """Return the fraction of its seconds that each image would have taken undisturbed; mostly 1.
 
-    Seconds a step above `HELD_UP` times the (lower) median of cell and process count as that much; those of a disturbed
-    image as the median, if at least half of these images are not disturbed.
+    Seconds per step above the limit count as the limit: `HELD_UP` times the lower median of the
+    cell in that process, or the median itself for a disturbed image. Where more than half of these
+    images are disturbed, none of them is treated as disturbed.
     """
     pace = images["seconds"] / images["steps"].clip(lower=1.0)
-    disturbed = images["disturbed"] == 1.0
-    by_process = images["process"]
-    calm = disturbed.groupby(by_process).transform("mean") <= 0.5
-    usual = (
-        pace.where(~(disturbed & calm))
-        .groupby(by_process)
-        .transform("quantile", 0.5, interpolation="lower")
-    )
-    limit = usual * (disturbed & calm).map({True: 1.0, False: HELD_UP})
+    process = images["process"]
+    is_disturbed = images["disturbed"] == 1.0
+    mostly_calm = is_disturbed.groupby(process).transform("mean") <= 0.5
+    left_out = is_disturbed & mostly_calm
+    calm_pace = pace.where(~left_out).groupby(process)
+    median = calm_pace.transform("quantile", 0.5, interpolation="lower")
+    limit = median * left_out.map({True: 1.0, False: HELD_UP})
     return (limit / pace).clip(upper=1.0).fillna(1.0)
 
 
 def timed_images(cell: CellRecords, base: CellRecords | None = None) -> pd.DataFrame:
-    """Return what `stats.timing` needs, by image: columns over, under, over_steps, under_steps and process.
+    """Return the images that `statistics.timing` needs.
 
-    Seconds of the base over those of the cell, for images that both have from one device; without `base` seconds an
-    image.
+    With a base, its seconds are divided by the seconds of the cell, for images that both decoded on
+    one device. Without a base, the figure is seconds per image.
+
+    Returns:
+        Columns `over`, `under`, `over_steps`, `under_steps` and `process`, indexed by `prompt_id`
+        and `repeat`.
     """
     if base is None:
-        seconds = cell.timed.rename(columns={"seconds": "over", "steps": "over_steps"})
-        return seconds.drop(columns="device_id").assign(under=1.0, under_steps=1.0)
+        names = {"seconds": "over", "steps": "over_steps"}
+        seconds = cell.timed.rename(columns=names).drop(columns="device_id")
+        return seconds.assign(under=1.0, under_steps=1.0)
     names = {"seconds": "over", "steps": "over_steps", "device_id": "base_device_id"}
     of_base = base.timed.drop(columns="process").rename(columns=names)
-    both = cell.timed.rename(columns={"seconds": "under", "steps": "under_steps"}).join(
-        of_base, how="inner"
-    )
-    return both[both["device_id"] == both["base_device_id"]].drop(
-        columns=["device_id", "base_device_id"]
-    )
+    of_cell = cell.timed.rename(columns={"seconds": "under", "steps": "under_steps"})
+    both = of_cell.join(of_base, how="inner")
+    on_one_device = both[both["device_id"] == both["base_device_id"]]
+    return on_one_device.drop(columns=["device_id", "base_device_id"])
 
 
 @dataclass(frozen=True)
 class CellRecords:
     """The records of one cell."""
 
-    columns: Row  # those of a cell
+    columns: Row  # the values of CELL_COLUMNS
     completed: pd.DataFrame  # completed records, by prompt and repeat
     failed: int  # images that failed
 
@@ -112,7 +125,7 @@ class CellRecords:
 
     @property
     def is_lossless(self) -> bool:
-        """Whether the cell decodes losslessly, as `Decoding.lossless` says before it is decoded."""
+        """Whether the cell decodes losslessly, as its drafting and its rule claim."""
         drafting = DRAFTINGS.get(str(self.columns["drafting"]))
         rule = RULES.get(str(self.columns["rule"]))
         if drafting is None or rule is None:
@@ -121,54 +134,57 @@ class CellRecords:
 
     @cached_property
     def images(self) -> pd.DataFrame:
-        """The figures of each completed image as floats, indexed by (prompt_id, repeat); nan where not recorded.
+        """The figures of each completed image, indexed by (prompt_id, repeat).
 
-        `count` is 1, `device_id` a text (empty where not recorded); `steps`, `committed` and `accepted` count over the
-        steps, `uncut` is the tokens with the last step uncut. Seconds and `*_ms` are those of `_usual_share`.
+        The figures are floats, nan where not recorded. Besides the recorded figures there are:
+
+        - `count`: 1
+        - `steps`, and `committed` and `accepted` summed over the steps
+        - `uncut`: tokens with the last step uncut
+        - `kept_fraction`: see `_kept_fraction`; `seconds` and `*_ms` are multiplied by it
+        - `record_key` and `device_id`: text, empty where not recorded
         """
         completed = self.completed
-        names = ["prompt_id", "repeat"]
-        index = pd.MultiIndex.from_arrays(
-            [list(completed["prompt_id"]), list(completed["repeat"])], names=names
-        )
+        keys = [list(completed["prompt_id"]), list(completed["repeat"])]
+        index = pd.MultiIndex.from_arrays(keys, names=["prompt_id", "repeat"])
         figures: dict[str, Any] = {
             name: completed[name].to_numpy(float, na_value=np.nan) for name in _RECORDED
         }
-        for name in ("committed", "accepted"):
-            figures[name] = [sum(counts or ()) for counts in completed[f"{name}_per_step"]]
+        figures["committed"] = _sums(completed["committed_per_step"])
+        figures["accepted"] = _sums(completed["accepted_per_step"])
         figures["steps"] = [len(counts or ()) for counts in completed["committed_per_step"]]
-        images = pd.DataFrame(figures, index=index).astype(float).assign(count=1.0)
+        images = pd.DataFrame(figures, index=index).astype(float)
+        images["count"] = 1.0
         images["uncut"] = images["mal_uncut"] * images["steps"]
         images["process"] = images["process"].fillna(0.0)  # not recorded: one process
-        images["kept_share"] = _usual_share(images)
-        images["seconds"] *= images["kept_share"]
+        kept = _kept_fraction(images)
+        images["kept_fraction"] = kept
+        images["seconds"] *= kept
         for phase in _PHASES:
-            images[f"{phase}_ms"] = 1000.0 * images[f"{phase}_seconds"] * images["kept_share"]
-        texts = {
-            name: [str(text or "") for text in completed[name]]
-            for name in ("record_key", "device_id")
-        }
-        return images.assign(**texts)
+            images[f"{phase}_ms"] = 1000.0 * images[f"{phase}_seconds"] * kept
+        for name in ("record_key", "device_id"):
+            images[name] = [str(text or "") for text in completed[name]]
+        return images
 
     @cached_property
     def offers(self) -> pd.DataFrame:
-        """What the steps of the completed images offered and accepted: columns depth, position, offered, accepted.
+        """How many steps offered and accepted a draft: columns depth, position, offered, accepted.
 
-        A step's list of child ranks ends with -1 where all children of a node were rejected. The draft at depth d of a
-        step that starts at position s fills position s + d - 1 (docs/algorithms.md, section 7). Siblings count as one.
+        The child ranks of a step end with -1 where all children of a node were rejected. Siblings
+        count as one draft. The draft at depth d of a step that starts at position s fills position
+        s + d - 1 (docs/algorithms.md, section 7).
         """
-        counts = Counter(
-            (depth, start + depth - 1, rank >= 0)
-            for starts, walks in zip(
-                self.completed["start_per_step"], self.completed["child_rank_per_step"], strict=True
-            )
-            if starts and walks
-            for start, ranks in zip(starts, walks, strict=False)
-            for depth, rank in enumerate(ranks, start=1)
-        )
-        names = ["depth", "position", "accepted", "offered"]
-        table = pd.DataFrame([(*offer, count) for offer, count in counts.items()], columns=names)
-        return table.assign(accepted=table["offered"].where(table["accepted"].astype(bool), 0))
+        starts_per_image = self.completed["start_per_step"]
+        ranks_per_image = self.completed["child_rank_per_step"]
+        counts: Counter[tuple[int, int, bool]] = Counter()
+        for starts, ranks_per_step in zip(starts_per_image, ranks_per_image, strict=True):
+            for start, ranks in zip(starts or (), ranks_per_step or (), strict=False):
+                for depth, rank in enumerate(ranks, start=1):
+                    counts[depth, start + depth - 1, rank >= 0] += 1
+        rows = [(*offer, count) for offer, count in counts.items()]
+        table = pd.DataFrame(rows, columns=["depth", "position", "is_accepted", "offered"])
+        is_accepted = table.pop("is_accepted").astype(bool)
+        return table.assign(accepted=table["offered"].where(is_accepted, 0))
 
     @cached_property
     def timed(self) -> pd.DataFrame:
@@ -177,81 +193,104 @@ class CellRecords:
 
     @cached_property
     def devices(self) -> Counter[str]:
-        """Completed images by the name of their device; images whose device was not recorded are not counted."""
+        """Completed images by the name of their device; images without a device are left out."""
         return Counter(str(device) for device in self.completed["device"] if device)
+
+
+def _sums(counts_per_step: Iterable[Sequence[int] | None]) -> list[int]:
+    return [sum(counts or ()) for counts in counts_per_step]
 
 
 @lru_cache(maxsize=8)  # slow for a large run
 def run_cells(run: RunData) -> list[CellRecords]:
-    """Return the cells of a loaded run, in the fixed order of all tables; of records with one key the last counts."""
+    """Return the cells of a loaded run, in the fixed order of all tables.
+
+    Of records with the same key the last one counts.
+    """
     records = run.records
-    last = records.loc[
-        ~records["record_key"].duplicated(keep="last"), ["cell_id", "prompt_id", "repeat"]
-    ]
+    is_last = ~records["record_key"].duplicated(keep="last")
+    last = records.loc[is_last, ["cell_id", "prompt_id", "repeat"]]
+    by_cell = last.sort_values(["prompt_id", "repeat"]).groupby("cell_id")
     cells = []
-    for places in last.sort_values(["prompt_id", "repeat"]).groupby("cell_id").groups.values():
+    for places in by_cell.groups.values():
         rows = records.loc[places]
-        (columns,) = rows_of(rows[[column.name for column in CELL_COLUMNS]].iloc[:1])
-        is_good = rows["status"] == "ok"
-        cells.append(
-            CellRecords(columns, rows[is_good].reset_index(drop=True), int((~is_good).sum()))
+        (columns,) = rows_of(rows[_CELL].iloc[:1])
+        is_completed = rows["status"] == "ok"
+        cell = CellRecords(
+            columns=columns,
+            completed=rows[is_completed].reset_index(drop=True),
+            failed=int((~is_completed).sum()),
         )
+        cells.append(cell)
     return sorted(cells, key=lambda cell: _order(cell.columns))
+
+
+def _order(columns: Row) -> tuple[Any, ...]:
+    """Sort modes as the papers list them, then parameters by value: delta 0.005 before 0.02."""
+    numbers = [(columns[name] is not None, columns[name] or 0) for name in _NUMBERS]
+    return (
+        str(columns["model"] or ""),
+        _place(columns["mode"], list(MODES)),
+        str(columns["drafting"] or ""),
+        _place(columns["rule"], list(RULES)),
+        str(columns["tree"] or ""),
+        numbers,
+        columns["cell_id"],
+    )
+
+
+def _place(name: str, names: list[str]) -> int:
+    return names.index(name) if name in names else len(names)
 
 
 def baseline_of(cell: CellRecords, cells: Sequence[CellRecords]) -> CellRecords | None:
     """Return the `ar` cell of the same model and the closest sampling settings; None without one.
 
-    Guidance doubles the rows of a forward: cells with and without it are never compared.
+    Guidance doubles the rows of a forward, so cells with and without it are never compared.
     """
     columns = cell.columns
-    candidates = [
-        other
-        for other in cells
-        if other.columns["mode"] == "ar"
-        and other.columns["model"] == columns["model"]
-        and (other.columns["cfg_scale"] == 1) == (columns["cfg_scale"] == 1)
-    ]
-    return min(
-        candidates,
-        key=lambda ar: [columns[name] != ar.columns[name] for name in _SAMPLING],
-        default=None,
-    )
+    candidates = []
+    for other in cells:
+        if other.columns["mode"] != "ar" or other.columns["model"] != columns["model"]:
+            continue
+        if (other.columns["cfg_scale"] == 1) == (columns["cfg_scale"] == 1):
+            candidates.append(other)
+
+    def unlike(ar: CellRecords) -> list[bool]:
+        return [columns[name] != ar.columns[name] for name in _SAMPLING]
+
+    return min(candidates, key=unlike, default=None)
 
 
 def fastest_lossless(cell: CellRecords, cells: Sequence[CellRecords]) -> CellRecords | None:
-    """Return the lossless cell of the same model and sampling with the fewest seconds an image; None without one."""
-    timed = [
-        other
-        for other in cells
-        if other.is_lossless
-        and all(other.columns[name] == cell.columns[name] for name in ("model", *_SAMPLING))
-        and other.timed["seconds"].mean() > 0  # the mean of no images is nan
-    ]
-    return min(timed, key=lambda other: float(other.timed["seconds"].mean()), default=None)
+    """Return the lossless cell of the same model and sampling with the fewest seconds per image.
+
+    None if no lossless cell was timed.
+    """
+    fastest = None
+    fewest = np.inf
+    for other in cells:
+        is_alike = all(other.columns[name] == cell.columns[name] for name in ("model", *_SAMPLING))
+        if not (is_alike and other.is_lossless):
+            continue
+        seconds = float(other.timed["seconds"].mean())  # nan without images
+        if 0 < seconds < fewest:
+            fastest = other
+            fewest = seconds
+    return fastest
 
 
 def settings_that_differ(cell: CellRecords, other: CellRecords) -> list[str]:
-    """Return the sampling settings in which two cells differ, as `name=value` of the other one."""
-    return [
-        f"{name}={other.columns[name]:g}"
-        for name in _SAMPLING
-        if cell.columns[name] != other.columns[name]
-    ]
+    """Return the sampling settings in which two cells differ, as `name=value` of the other cell."""
+    differing = []
+    for name in _SAMPLING:
+        value = other.columns[name]
+        if cell.columns[name] != value:
+            differing.append(f"{name}={value:g}")
+    return differing
 
 
 def join_notes(notes: Iterable[str | None]) -> str | None:
-    """Return a row's notes as its `note`, each once; None without any."""
-    single = (part for note in notes if note for part in note.split(NOTE_SEPARATOR))
-    return NOTE_SEPARATOR.join(dict.fromkeys(single)) or None
-
-
-def _order(columns: Row) -> tuple[Any, ...]:
-    """Sort modes as the papers list them, then parameters by value: delta 0.005 comes before 0.02."""
-    modes = list(MODES)
-    rules = list(RULES)
-    mode = modes.index(columns["mode"]) if columns["mode"] in modes else len(modes)
-    rule = rules.index(columns["rule"]) if columns["rule"] in rules else len(rules)
-    words = (str(columns["drafting"] or ""), rule, str(columns["tree"] or ""))
-    numbers = tuple((columns[name] is not None, columns[name] or 0) for name in _NUMBERS)
-    return (str(columns["model"] or ""), mode, *words, numbers, columns["cell_id"])
+    """Return notes as one `note`, each part once; None without any."""
+    parts = NOTE_SEPARATOR.join(note for note in notes if note)
+    return NOTE_SEPARATOR.join(dict.fromkeys(parts.split(NOTE_SEPARATOR))) or None

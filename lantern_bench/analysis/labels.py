@@ -1,4 +1,4 @@
-"""Labels and styles of cells; markers and line styles differ as colours do, for grey print and colour blindness."""
+"""Names of cells: labels of legends and tables, and their settings as text."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ FAMILY = (
     *BOUNDS,
     *_SAMPLING,
 )
-"""Columns that tell cells apart; without a parameter they name the family in which that parameter varies."""
+"""Columns that tell cells apart; without a parameter, the family in which that parameter varies."""
 
-# How settings are written, in the order of labels. Bounds are written with their symbols in labels.
-_WORDS = {
+# How settings are written, in the order of labels.
+_FORMATS = {
     "drafting": "{}",
     "rule": "{}",
     "tree": "{}",
@@ -49,14 +49,16 @@ _WORDS = {
     "batch": "batch={:g}",
     "seed_set": "seeds={:g}",
 }
-_WORDS |= {
-    name: f"{parameter.short or name}={{{':g' if parameter.column != ('string', '') else ''}}}"
-    for name, parameter in PARAMETERS.items()
-    if name not in _WORDS and parameter.column
-}
-_IN_LABELS = [name for name in _WORDS if name not in BOUNDS]
-# Labels leave these out: plain sampling without filters, one image at a time, and what methods do by default.
-_UNNAMED = {
+for _name, _parameter in PARAMETERS.items():
+    if _name not in _FORMATS and _parameter.column:
+        _value = "{}" if _parameter.column == ("string", "") else "{:g}"
+        _FORMATS[_name] = f"{_parameter.short or _name}={_value}"
+
+# Labels write bounds with their symbols, in front of the other settings.
+_IN_LABELS = [name for name in _FORMATS if name not in BOUNDS]
+
+# Values that labels leave out: plain sampling of one image at a time, and the defaults of methods.
+_USUAL = {
     "temperature": 1,
     "top_k": 0,
     "top_p": 1,
@@ -64,73 +66,97 @@ _UNNAMED = {
     "seed_set": 0,
     "neighbour_metric": "l2",
 }
-_UNNAMED |= {name: parameter.default for name, parameter in METHOD_PARAMETERS.items()}
+_USUAL |= {name: parameter.default for name, parameter in METHOD_PARAMETERS.items()}
 
 
 def cell_key(row: Mapping[Hashable, Any] | pd.Series) -> CellKey:
-    """Return the key of a cell among several runs; `row` has the columns run, model, cell_id."""
+    """Return the key of a cell among several runs; `row` has the columns `CELL`."""
     run, model, cell_id = (str(row[name]) for name in CELL)
     return run, model, cell_id
 
 
 def labels(table: pd.DataFrame) -> list[str]:
-    """Return a label for each row: `LANTERN++ λ=2`, with run and model in front where there are several.
+    """Return a label for each row: `LANTERN++ λ=2`, after run and model where there are several.
 
-    The tree is named where cells differ in it, other settings where cells of the same mode do.
+    The tree is named where cells differ in it, other settings where cells of the same mode differ.
     """
     prefixes = [name for name in ("run", "model") if table[name].nunique() > 1]
-    texts = []
-    for _, row in table.iterrows():
-        same_mode = table[table["mode"] == row["mode"]]
-        by_rule = _lossless_label(str(row["mode"]), str(row.get("rule")))
-        words = [f"{row[name]}:" for name in prefixes]
-        words.append(by_rule or (MODES[row["mode"]].label if row["mode"] in MODES else row["mode"]))
-        words += [
-            f"{symbol}={row[name]:g}" for name, symbol in BOUNDS.items() if pd.notna(row.get(name))
-        ]
-        for name in _IN_LABELS:
-            if (
-                pd.isna(row.get(name))
-                or row[name] == _UNNAMED.get(name)
-                or (name == "rule" and by_rule)
-            ):
-                continue
-            # Methods are compared across their trees: a label without the tree would credit the rule with it.
-            rivals = table[name].dropna() if name == "tree" else same_mode[name]
-            if rivals.nunique(dropna=False) > 1:
-                is_greedy = name == "temperature" and row[name] == 0
-                words.append("greedy" if is_greedy else _WORDS[name].format(row[name]))
-        texts.append(" ".join(words))
-    return texts
+    return [" ".join(_words(row, table, prefixes)) for _, row in table.iterrows()]
 
 
-def parameters(cell: Mapping[str, Any], cells: Sequence[Mapping[str, Any]]) -> str:
-    """Return a cell's settings beyond its mode as text: `small-7 k=10 lambda=2`; of sampling where `cells` differ."""
-    mode = MODES.get(str(cell["mode"]))
-    names = [name for name in ("drafting", "rule") if mode and cell[name] != getattr(mode, name)]
-    names += ["tree"] if cell["tree"] else []
-    for name, parameter in PARAMETERS.items():
-        is_named = parameter.in_id == "always" or (
-            name in METHOD_PARAMETERS and cell.get(name) != parameter.default
-        )
-        if name not in SAMPLING and cell.get(name) is not None and is_named:
-            names.append(name)
-    names += ["neighbour_metric"] if cell.get("neighbour_metric") not in (None, "", "l2") else []
-    names += ["residual"] if cell["residual"] == "official" else []
-    for name in _SAMPLING:
-        if (
-            cell[name] not in (None, _UNNAMED.get(name))
-            and len({other[name] for other in cells}) > 1
-        ):
-            names.append(name)
-    return " ".join(_WORDS[name].format(cell[name]) for name in names)
+def _words(row: pd.Series, table: pd.DataFrame, prefixes: Sequence[str]) -> list[str]:
+    """The words of the label of a row."""
+    mode = str(row["mode"])
+    of_rule = _lossless_label(mode, str(row.get("rule")))
+    if of_rule is None:
+        of_rule = MODES[mode].label if mode in MODES else mode
+        unnamed: set[str] = set()
+    else:
+        unnamed = {"rule"}
+
+    words = [f"{row[name]}:" for name in prefixes]
+    words.append(of_rule)
+    for name, symbol in BOUNDS.items():
+        if pd.notna(row.get(name)):
+            words.append(f"{symbol}={row[name]:g}")
+
+    same_mode = table[table["mode"] == mode]
+    for name in _IN_LABELS:
+        value = row.get(name)
+        if name in unnamed or pd.isna(value) or value == _USUAL.get(name):
+            continue
+        # Methods are compared across trees: a label without the tree would credit the rule with it.
+        rivals = table[name].dropna() if name == "tree" else same_mode[name]
+        if rivals.nunique(dropna=False) <= 1:
+            continue
+        is_greedy = name == "temperature" and value == 0
+        words.append("greedy" if is_greedy else _FORMATS[name].format(value))
+    return words
 
 
 def _lossless_label(mode: str, rule: str) -> str | None:
     """The label of a lossless rule in a lossless mode; None for all others."""
     if mode not in MODES or rule not in RULES or rule == "none":
         return None
-    if not (RULES[rule].lossless and RULES[MODES[mode].rule].lossless):
-        return None
     row = MODES[mode]
-    return row.label if rule == row.rule else f"{row.label.removesuffix(f' ({row.rule})')} ({rule})"
+    if not (RULES[rule].lossless and RULES[row.rule].lossless):
+        return None
+    if rule == row.rule:
+        return row.label
+    return f"{row.label.removesuffix(f' ({row.rule})')} ({rule})"
+
+
+def parameters(cell: Mapping[str, Any], cells: Sequence[Mapping[str, Any]]) -> str:
+    """Return the settings of a cell beyond its mode as text: `small-7 k=10 lambda=2`.
+
+    Sampling settings are named where `cells` differ in them.
+    """
+    names = _of_methods(cell)
+    if cell.get("neighbour_metric") not in (None, "", "l2"):
+        names.append("neighbour_metric")
+    if cell["residual"] == "official":
+        names.append("residual")
+    for name in _SAMPLING:
+        is_usual = cell[name] in (None, _USUAL.get(name))
+        if not is_usual and len({other[name] for other in cells}) > 1:
+            names.append(name)
+    return " ".join(_FORMATS[name].format(cell[name]) for name in names)
+
+
+def _of_methods(cell: Mapping[str, Any]) -> list[str]:
+    """The settings of methods that differ from the mode or from their defaults."""
+    names = []
+    mode = MODES.get(str(cell["mode"]))
+    if mode is not None and cell["drafting"] != mode.drafting:
+        names.append("drafting")
+    if mode is not None and cell["rule"] != mode.rule:
+        names.append("rule")
+    if cell["tree"]:
+        names.append("tree")
+    for name, parameter in PARAMETERS.items():
+        if name in SAMPLING or cell.get(name) is None:
+            continue
+        is_changed = name in METHOD_PARAMETERS and cell[name] != parameter.default
+        if parameter.in_id == "always" or is_changed:
+            names.append(name)
+    return names

@@ -1,9 +1,10 @@
-"""Published figures beside a run's: what `lantern-bench reproduce` prints, cell by cell and figure by figure."""
+"""Published figures beside the figures of a run: the table of `lantern-bench reproduce`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import pandas as pd
 
@@ -18,170 +19,223 @@ from lantern_bench.storage.schema import Row
 
 NOT_HAD = "no published figure could be had"
 
-# Figures of the run alone: published tables of other models have no counterpart, or they say how sure quality is.
+# Shown for the run alone: published tables lack them, or measure them with other models.
 _OURS = ("prompt_accuracy", "kid")
-_FROM_SPEED = ("speedup", "step_compression", "mean_accepted_length")
-# A figure and the column that names its scorer; two figures are of one kind when their scorers begin alike.
+
+FROM_SPEED = ("speedup", "step_compression", "mean_accepted_length")
+"""Figures of the table `speed` that a published table may have."""
+
+# The column that names the scorer of a figure. Two figures are comparable when their scorers begin
+# alike.
 _SCORED_BY = {name: METRICS[name].scored_by for name in IN_SUMMARY}
 
 
-def reproduction_rows(
-    tables: Mapping[str, pd.DataFrame], paper: Paper | None
-) -> list[dict[str, Any]]:
-    """Return the rows of `reproduction.csv`, those of published rows without a cell last."""
-    by_cell: dict[tuple[str, str], dict[str, Any]] = {}
-    for row in rows_of(cells_of(tables)):  # each quality figure from the first protocol that has it
-        cell = by_cell.setdefault((row["model"], row["cell_id"]), {})
-        cell |= {name: value for name, value in row.items() if cell.get(name) is None}
-    cells = list(by_cell.values())
+def reproduction_rows(tables: Mapping[str, pd.DataFrame], paper: Paper | None) -> list[Row]:
+    """Return the rows of `reproduction.csv`; published rows without a cell come last."""
+    cells = _one_row_per_cell(tables)
     paper_rows = paper.rows if paper else ()
-    columns = tuple(paper.columns) if paper else _FROM_SPEED
-    rows: list[dict[str, Any]] = []
+    figures = tuple(paper.columns) if paper else FROM_SPEED
+    rows: list[Row] = []
     matched: set[str] = set()
     for cell in cells:
-        about = {name: cell[name] for name in ("cell_id", "model", "images", "failed")}
-        about |= {
-            "method": cell["mode"],
-            "residual": cell.get("residual") if cell.get("temperature") else None,
-        }
-        about["parameters"] = parameters({**cell, "residual": None}, cells)
-        matching: list[PaperRow | None] = [
-            row for row in paper_rows if _is_beside(row, cell, cells)
-        ]
-        matched |= {row.name for row in matching if row}
-        for paper_row in matching or [None]:
-            rows += [
-                about | _figure_row(cell=cell, published=paper_row, name=name, paper=paper)
-                for name in columns
-            ]
+        about = _about(cell, cells)
+        matching = [row for row in paper_rows if _is_beside(row, cell, cells)]
+        matched.update(row.name for row in matching)
+        beside: Sequence[PaperRow | None] = matching or [None]
         rows += [
-            about | _figure_row(cell=cell, published=None, name=name, paper=None)
-            for name in _OURS
-            if cell.get(name) is not None
+            about | _figure_row(cell, paper_row, name=name, paper=paper)
+            for paper_row, name in itertools.product(beside, figures)
         ]
-    for paper_row in (row for row in paper_rows if row.name not in matched):
-        reason = (
-            "no mode of ours covers"
-            if paper_row.match is None
-            else "no cell of this run stands for"
-        )
-        for name in (
-            name for name in columns if name in paper_row.figures or not paper_row.figures
-        ):
-            figure = _published(paper_row, name)
-            notes = (
-                f"{reason} this row",
-                paper_row.note,
-                None if "published" in figure else NOT_HAD,
-            )
-            rows.append(figure | {"note": join_notes(notes)})
+        for name in _OURS:
+            if cell.get(name) is not None:
+                rows.append(about | _figure_row(cell, None, name=name, paper=None))
+
+    for paper_row in paper_rows:
+        if paper_row.name not in matched:
+            rows += _rows_without_cell(paper_row, figures)
     return rows
+
+
+def _one_row_per_cell(tables: Mapping[str, pd.DataFrame]) -> list[Row]:
+    """Return the cells, with each quality figure from the first protocol that has it."""
+    by_cell: dict[tuple[str, str], Row] = {}
+    for row in rows_of(cells_of(tables)):
+        cell = by_cell.setdefault((row["model"], row["cell_id"]), {})
+        cell |= {name: value for name, value in row.items() if cell.get(name) is None}
+    return list(by_cell.values())
+
+
+def _about(cell: Row, cells: Sequence[Row]) -> Row:
+    about = {name: cell[name] for name in ("cell_id", "model", "images", "failed")}
+    about["method"] = cell["mode"]
+    # At temperature 0 a rejection leaves no choice, so the residual has no effect.
+    about["residual"] = cell.get("residual") if cell.get("temperature") else None
+    about["parameters"] = parameters({**cell, "residual": None}, cells)
+    return about
+
+
+def _is_beside(row: PaperRow, cell: Row, cells: Sequence[Row]) -> bool:
+    """Whether a published row matches a cell.
+
+    A row of best figures matches the cell that is best in the first of them.
+    """
+    if not row.matches(cell):
+        return False
+    if not row.best:
+        return True
+    name = next(iter(row.figures), "speedup")
+    rivals = [other for other in cells if row.matches(other) and other.get(name) is not None]
+    if not rivals:
+        return False
+    best = max(rivals, key=lambda other: (other[name], other["cell_id"]))
+    return bool(best["cell_id"] == cell["cell_id"])
+
+
+def _figure_row(cell: Row, published: PaperRow | None, *, name: str, paper: Paper | None) -> Row:
+    """The figure `name` of a cell beside the figure of a published row."""
+    row = _published_columns(published, name)
+    ours = cell.get(name)
+    row["ours"] = ours
+    row["ours_low"] = cell.get(f"{name}_low")
+    row["ours_high"] = cell.get(f"{name}_high")
+    row["measured_by"] = cell.get(_SCORED_BY.get(name, ""))
+
+    notes: list[str | None] = []
+    if "published" not in row:
+        notes.append(None if name in _OURS else NOT_HAD)
+    elif ours is not None and _is_comparable(cell, name, paper):
+        row["difference"] = ours - row["published"]
+    elif ours is not None:
+        notes.append("no difference: measured by another network")
+    if published is not None:
+        notes.append(published.note)
+    if name == "kid" and cell.get("kid_std") is not None:
+        notes.append(f"standard deviation over subsets {cell['kid_std']:.3g}")
+    if ours is None:
+        notes.append(_why_missing(cell, name))
+    row["note"] = join_notes(notes)
+    return row
+
+
+def _is_comparable(cell: Row, name: str, paper: Paper | None) -> bool:
+    """Whether the published figure and the figure of the cell are measured by the same network."""
+    scorer = _SCORED_BY.get(name)
+    if not scorer:
+        return True
+    theirs = str(getattr(paper, scorer, None) or "").split(" ")[0].lower()
+    ours = str(cell.get(scorer) or "").partition("@")[0].lower()
+    return theirs != "" and ours.startswith(theirs)
+
+
+def _why_missing(cell: Row, name: str) -> str:
+    note = str(cell.get("quality_note") or "")
+    # A note that begins with "fid" or "kid" explains that figure alone: another figure, such as
+    # HPSv2, is not missing for the same reason.
+    is_about_another = note.startswith(("fid", "kid")) and not note.startswith(name)
+    if is_about_another or not note:
+        return "not measured"
+    return note
+
+
+def _rows_without_cell(paper_row: PaperRow, figures: Sequence[str]) -> Iterator[Row]:
+    """Yield the rows of a published row that no cell stands for."""
+    if paper_row.match is None:
+        reason = "no mode of ours covers this row"
+    else:
+        reason = "no cell of this run stands for this row"
+    for name in figures:
+        if name in paper_row.figures or not paper_row.figures:
+            row = _published_columns(paper_row, name)
+            missing = None if "published" in row else NOT_HAD
+            row["note"] = join_notes([reason, paper_row.note, missing])
+            yield row
+
+
+def _published_columns(row: PaperRow | None, name: str) -> Row:
+    """The published columns of a figure."""
+    columns: Row = {"figure": name, "paper_row": row.name if row else None}
+    figure = row.figures.get(name) if row else None
+    if figure is not None:
+        columns["published"] = figure.value
+        columns["source"] = figure.source
+        columns["confidence"] = figure.confidence
+    return columns
+
+
+class _Subject(NamedTuple):
+    """Something in which a paper and a run may differ."""
+
+    name: str
+    field: str  # of the paper
+    column: tuple[str, str] | None  # of the run: table and column
+    figure: str | None = None  # mentioned only where the paper's table has this figure
+    advice: str = ""
+
+
+_SUBJECTS = (
+    _Subject(
+        name="model",
+        field="model",
+        column=("speed", "model"),
+        advice=" Where they differ, compare the shape of the table, not its digits.",
+    ),
+    _Subject(name="hardware", field="hardware", column=None),
+    _Subject(name="n", field="images", column=("speed", "images")),
+    _Subject(
+        name="extractor",
+        field="fid_features",
+        column=("quality", "fid_features"),
+        figure="fid",
+        advice=" No difference is given between FIDs, precisions or recalls of different features.",
+    ),
+    _Subject(
+        name="CLIP model",
+        field="clip_model",
+        column=("quality", "clip_model"),
+        figure="clip_score",
+    ),
+)
 
 
 def comparability(
     tables: Mapping[str, pd.DataFrame], paper: Paper | None, manifest: Mapping[str, Any]
 ) -> list[str]:
-    """Return in sentences what differs between the published figures and the run's."""
+    """Return sentences about what differs between the published figures and the figures of a run.
+
+    Args:
+        tables: The tables of the run.
+        paper: The `paper` block of its experiment.
+        manifest: The manifest of the run, which names its device.
+    """
     if paper is None:
         return ["This experiment names no published table: only our figures are shown."]
-    speed = tables["speed"]
-    quality = tables["quality"]
-    compared = [
-        ("hardware", paper.hardware, device_in_words(manifest), ""),
-        ("n", f"{paper.images or 'not stated'} images", f"{_listed(speed['images'])} a cell", ""),
-    ]
-    if paper.model:
-        advice = " Where they differ, compare the shape of the table, not its digits."
-        compared.insert(0, ("model", paper.model, _listed(speed["model"]), advice))
-    if "fid" in paper.columns:
-        advice = (
-            " No difference is given between FIDs, precisions or recalls of different features."
+    notes = [f"published: {paper.title}."]
+    for subject in _SUBJECTS:
+        theirs = getattr(paper, subject.field) or "not stated"
+        ours = device_in_words(manifest)
+        if subject.column is not None:
+            table, column = subject.column
+            ours = _listed(tables[table][column].dropna()) or "none"
+        if subject.name == "model" and paper.model is None:
+            continue
+        if subject.figure is not None and subject.figure not in paper.columns:
+            continue
+        if subject.name == "n":
+            theirs = f"{theirs} images"
+            ours = f"{ours} a cell"
+        notes.append(
+            f"Not comparable, {subject.name}: published {theirs}; ours {ours}.{subject.advice}"
         )
-        compared.append(
-            (
-                "extractor",
-                paper.fid_features,
-                _listed(quality["fid_features"].dropna()) or "none",
-                advice,
-            )
-        )
-    if "clip_score" in paper.columns:
-        compared.append(
-            ("CLIP model", paper.clip_model, _listed(quality["clip_model"].dropna()) or "none", "")
-        )
-    notes = [
-        f"Not comparable, {subject}: published {theirs or 'not stated'}; ours {ours}.{advice}"
-        for subject, theirs, ours, advice in compared
-    ]
-    notes = [f"published: {paper.title}.", *notes, paper.missing or "", *paper.notes]
+    notes += [paper.missing or "", *paper.notes]
     return [" ".join(note.split()) for note in notes if note]
 
 
-def _is_beside(row: PaperRow, cell: Row, cells: Sequence[Row]) -> bool:
-    """Whether a published row matches a cell; a best row matches the cell that is best in its first figure."""
-    if not row.matches(cell) or not row.best:
-        return row.matches(cell)
-    name = next(iter(row.figures), "speedup")
-    rivals = [
-        (other[name], other["cell_id"])
-        for other in cells
-        if row.matches(other) and other.get(name) is not None
-    ]
-    return bool(rivals) and max(rivals)[1] == cell["cell_id"]
-
-
-def _figure_row(
-    cell: Row, published: PaperRow | None, name: str, paper: Paper | None
-) -> dict[str, Any]:
-    """The figure `name` of a cell beside that of a published row."""
-    row = _published(published, name)
-    ours = cell.get(name)
-    scorer = _SCORED_BY.get(name, "")
-    notes: list[str | None] = []
-    row |= {
-        "ours": ours,
-        "ours_low": cell.get(f"{name}_low"),
-        "ours_high": cell.get(f"{name}_high"),
-    }
-    row["measured_by"] = cell.get(scorer)
-    if "published" in row and ours is not None:
-        theirs = str(getattr(paper, scorer, None) or "").split(" ")[0].lower()
-        same_kind = not scorer or (
-            theirs and str(cell.get(scorer) or "").partition("@")[0].lower().startswith(theirs)
-        )
-        row["difference"] = ours - row["published"] if same_kind else None
-        notes += [] if same_kind else ["no difference: measured by another network"]
-    elif "published" not in row and name not in _OURS:
-        notes.append(NOT_HAD)
-    notes.append(published.note if published else None)
-    if name == "kid" and cell.get("kid_std") is not None:
-        notes.append(f"standard deviation over subsets {cell['kid_std']:.3g}")
-    if ours is None:
-        note = str(cell.get("quality_note") or "")
-        # A note that begins with a figure's name is about that figure: HPSv2 is not missing for want of images.
-        about_another = note.startswith(("fid", "kid")) and not note.startswith(name)
-        notes.append("not measured" if about_another or not note else note)
-    return row | {"note": join_notes(notes)}
-
-
-def _published(row: PaperRow | None, name: str) -> dict[str, Any]:
-    """The published columns of a figure."""
-    columns: dict[str, Any] = {"figure": name, "paper_row": row.name if row else None}
-    if row and (figure := row.figures.get(name)):
-        columns |= {
-            "published": figure.value,
-            "source": figure.source,
-            "confidence": figure.confidence,
-        }
-    return columns
+def sources(table: pd.DataFrame) -> list[str]:
+    """Return a sentence that names the sources of the published figures, if there are any."""
+    figures = rows_of(table[table["published"].notna()])
+    texts = dict.fromkeys(f"{row['source']} ({row['confidence']})" for row in figures)
+    return [f"Published figures are from: {'; '.join(texts)}."] if texts else []
 
 
 def _listed(values: Iterable[Any]) -> str:
     return ", ".join(str(value) for value in sorted(set(values)))
-
-
-def sources(table: pd.DataFrame) -> list[str]:
-    """Return a sentence on where the published figures are from, if there are any."""
-    figures = table[table["published"].notna()]
-    texts = dict.fromkeys(f"{row['source']} ({row['confidence']})" for row in rows_of(figures))
-    return [f"Published figures are from: {'; '.join(texts)}."] if texts else []

@@ -1,14 +1,14 @@
-"""Recommend a cell: the fastest whose output keeps a condition, beside the fastest lossless one.
+"""Recommend the fastest cell whose output keeps a condition, beside the fastest lossless cell.
 
-A condition holds when the whole interval of a figure keeps it. So too few images settle nothing, whereas a test that
-finds no difference passes because of them.
+A condition is kept when the whole interval of a figure keeps it. Too few images therefore settle
+nothing, whereas a test that finds no difference passes because of too few images.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import pandas as pd
 
@@ -17,22 +17,22 @@ from lantern_bench.analysis.statistics import Interval, settle
 from lantern_bench.analysis.tables import cells_of
 from lantern_bench.methods.catalog import METRICS, PAIRED
 from lantern_bench.storage.records import rows_of
-from lantern_bench.storage.schema import ENDS, frame
+from lantern_bench.storage.schema import ENDS, Row, frame
 from lantern_bench.utils.errors import RefusedError, UserError
 
 MAX_DISTANCE = 0.01
-"""Without a condition: a tenth of a standard deviation a token. The bundled model passes it between lambda 2 and 3."""
+"""Default condition: a shift of 0.1 standard deviations per token.
+
+The bundled model passes it between lambda 2 and lambda 3.
+"""
 
 KEEPS = "keeps"
 BREAKS = "breaks"
 LOSSLESS = "lossless"
-_COPIED = (
-    "model",
-    "cell_id",
-    *(f"{name}{end}" for name in SPEEDUPS for end in ENDS),
-    "images",
-    "note",
-)
+
+_COPIED = ["model", "cell_id", "images", "note"]
+for _name in SPEEDUPS:
+    _COPIED += [f"{_name}{_end}" for _end in ENDS]
 
 
 class Condition(NamedTuple):
@@ -44,71 +44,99 @@ class Condition(NamedTuple):
 
     def __str__(self) -> str:
         """`distance <= 0.01`."""
-        return f"{self.quantity} " + (
-            f"<= {self.high:g}" if math.isinf(self.low) else f">= {self.low:g}"
-        )
+        if math.isinf(self.low):
+            return f"{self.quantity} <= {self.high:g}"
+        return f"{self.quantity} >= {self.low:g}"
 
 
 def condition_of(max_distance: float | None, within: tuple[str, float] | None) -> Condition:
-    """Return the condition of the flags; of a score: by how much it may be worse than that of ar."""
+    """Return the condition of the flags.
+
+    Args:
+        max_distance: Largest distance; None for the default.
+        within: A score, and how much worse than the score of ar it may be.
+
+    Raises:
+        UserError: `within` names no score of images, or both flags are given.
+    """
     if within is None:
-        return Condition(
-            "distance", -math.inf, MAX_DISTANCE if max_distance is None else max_distance
-        )
+        high = MAX_DISTANCE if max_distance is None else max_distance
+        return Condition(quantity="distance", low=-math.inf, high=high)
     name, margin = within
     if max_distance is not None or name not in PAIRED:
         raise UserError(
-            f"--within {name}={margin:g}: is no score of single images, or stands beside --max-distance",
+            f"--within {name}={margin:g}: is no score of single images, or is given with "
+            "--max-distance",
             f"One condition: --max-distance, or --within with one of {', '.join(PAIRED)}.",
         )
-    limits = (-margin, math.inf) if METRICS[name].better == "higher" else (-math.inf, margin)
-    return Condition(f"{name}_vs_ar", *limits)
+    quantity = f"{name}_vs_ar"
+    if METRICS[name].better == "higher":
+        return Condition(quantity=quantity, low=-margin, high=math.inf)
+    return Condition(quantity=quantity, low=-math.inf, high=margin)
 
 
 def recommendation(
     speed: Mapping[str, pd.DataFrame], quality: Mapping[str, pd.DataFrame], condition: Condition
 ) -> pd.DataFrame:
-    """Return the table `recommendation` from the tables of a run, or of two that are joined by cell.
+    """Return the table `recommendation`.
 
-    For each sampling, from the fastest: cells that are not settled, the first that keeps the condition, the fastest
-    lossless one. Raises `RefusedError` where no cell has a figure.
+    For each sampling, from the fastest cell on: the cells that are not settled, the first cell that
+    keeps the condition, and the fastest lossless cell.
+
+    Args:
+        speed: Tables of the run with speedups.
+        quality: Tables of the run with the figure; may be the same run. Runs are joined by cell.
+        condition: The condition.
+
+    Raises:
+        RefusedError: No cell has a speedup, or none has the figure.
     """
     cells = speed["speed"].dropna(subset="speedup")
     ends = [f"{condition.quantity}{end}" for end in ENDS]
-    # Of several protocols the first that has the figure.
+    # Of several protocols the first one that has the figure.
     figures = cells_of(quality).groupby(["model", "cell_id"], as_index=False).first()
     if cells.empty or figures[condition.quantity].isna().all():
+        missing = "a speedup" if cells.empty else condition.quantity
         raise RefusedError(
-            f"no cell has {'a speedup' if cells.empty else condition.quantity}",
-            "`lantern-bench score RUN` adds quality and distance. Of two runs: recommend TIMED_RUN SCORED_RUN",
+            f"no cell has {missing}",
+            "`lantern-bench score RUN` adds quality and distance. Of two runs: recommend TIMED_RUN "
+            "SCORED_RUN",
         )
-    figures["images"] = figures["quality_images"].where(
-        figures["quality_images"] > 0, figures["images"]
-    )
-    joined = cells.drop(columns="images").merge(
-        figures[["model", "cell_id", "images", *ends]], "left"
-    )
+    scored = figures["quality_images"]
+    figures["images"] = scored.where(scored > 0, figures["images"])
+
+    of_quality = figures[["model", "cell_id", "images", *ends]]
+    joined = cells.drop(columns="images").merge(of_quality, "left")
     ordered = joined.sort_values("speedup", ascending=False, kind="stable")
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     for _, group in ordered.groupby(["model", "lossless_cell"], dropna=False, sort=False):
-        verdict = ""
-        for cell in rows_of(group) if len(group) > 1 else ():  # one cell leaves no choice
-            figure = Interval(*(cell[end] for end in ends))
-            if cell["cell_id"] == cell["lossless_cell"]:
-                verdict = LOSSLESS
-            elif figure.value is None or verdict in (KEEPS, LOSSLESS):  # slower cells are of no use
-                continue
-            else:
-                verdict = settle(
-                    figure=figure,
-                    low=condition.low,
-                    high=condition.high,
-                    images=cell["images"],
-                    names=(KEEPS, BREAKS),
-                )
-            if verdict != BREAKS:
-                about = {"condition": str(condition), "verdict": verdict}
-                rows.append(
-                    {name: cell[name] for name in _COPIED} | figure.columns("measured") | about
-                )
+        if len(group) > 1:  # one cell leaves no choice
+            rows += _recommended(rows_of(group), condition)
     return frame("recommendation", rows)
+
+
+def _recommended(cells: Sequence[Row], condition: Condition) -> Iterator[Row]:
+    """Yield the rows of cells with the same sampling, which are ordered from the fastest."""
+    quantity = condition.quantity
+    is_found = False
+    for cell in cells:
+        figure = Interval(cell[quantity], cell[f"{quantity}_low"], cell[f"{quantity}_high"])
+        if cell["cell_id"] == cell["lossless_cell"]:
+            verdict = LOSSLESS
+        elif figure.value is None or is_found:  # slower cells are of no use
+            continue
+        else:
+            verdict = settle(
+                figure,
+                low=condition.low,
+                high=condition.high,
+                images=cell["images"],
+                names=(KEEPS, BREAKS),
+            )
+        if verdict == BREAKS:
+            continue
+        is_found = is_found or verdict in (KEEPS, LOSSLESS)
+        row = {name: cell[name] for name in _COPIED} | figure.columns("measured")
+        row["condition"] = str(condition)
+        row["verdict"] = verdict
+        yield row

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
-
-import pandas as pd
 
 from lantern_bench.analysis.cells import (
     CellRecords,
@@ -18,129 +15,138 @@ from lantern_bench.analysis.cells import (
 from lantern_bench.analysis.statistics import (
     Interval,
     proportion,
-    ratio_of_sums,
+    ratio_of_images,
     repeat_interval,
     timing,
 )
+from lantern_bench.storage.schema import Row
 
 SPEEDUPS = ("speedup", "speedup_over_lossless")
 
+# Columns that are sum over sum of two figures of images.
 _RATIOS = {
-    "tokens_per_s": ("tokens", "seconds"),
-    "mal_uncut": ("uncut", "steps"),
-    "accepted_drafts": ("accepted", "steps"),
-    "target_forwards": ("target_forwards", "count"),
-    "drafter_forwards": ("drafter_forwards", "count"),
-    **{name: (name, "steps") for name in ("draft_ms", "target_ms", "verify_ms", "other_ms")},
+    "tokens_per_s": ["tokens", "seconds"],
+    "mal_uncut": ["uncut", "steps"],
+    "accepted_drafts": ["accepted", "steps"],
+    "target_forwards": ["target_forwards", "count"],
+    "drafter_forwards": ["drafter_forwards", "count"],
+    "draft_ms": ["draft_ms", "steps"],
+    "target_ms": ["target_ms", "steps"],
+    "verify_ms": ["verify_ms", "steps"],
+    "other_ms": ["other_ms", "steps"],
 }
 
 
 def speed_row(
-    cell: CellRecords, cells: Sequence[CellRecords], pool_devices: bool = False
-) -> dict[str, Any]:
-    """Return the row of `cell` in `speed.csv`; `cells` are all cells of the run."""
+    cell: CellRecords, cells: Sequence[CellRecords], *, pool_devices: bool = False
+) -> Row:
+    """Return the row of a cell in `speed.csv`.
+
+    Args:
+        cell: The cell.
+        cells: All cells of the run.
+        pool_devices: Compare seconds of several kinds of device.
+    """
     images = cell.images
-    lossless = fastest_lossless(cell, cells)
-    offers = cell.offers
+    seconds = images["seconds"]
     marks = images["disturbed"].dropna()
-    row: dict[str, Any] = {
+    lossless = fastest_lossless(cell, cells)
+    row: Row = {
         **cell.columns,
         "images": len(cell.completed),
         "failed": cell.failed,
         "disturbed": int(marks.sum()) if len(marks) else None,
-        "held_up": int((images["kept_share"] < 1.0).sum()),
+        "held_up": int((images["kept_fraction"] < 1.0).sum()),
         "lossless_cell": lossless.cell_id if lossless else None,
-        "acceptance_rate": offers["accepted"].sum() / offers["offered"].sum()
-        if len(offers)
-        else None,
+        "acceptance_rate": _acceptance_rate(cell),
         "peak_memory_mb": images["peak_memory_bytes"].max() / 1e6,
-        **{
-            f"latency_p{percent}_s": images["seconds"].quantile(percent / 100)
-            for percent in (50, 95)
-        },
+        "latency_p50_s": seconds.quantile(0.50),
+        "latency_p95_s": seconds.quantile(0.95),
+    }
+    for name, columns in _RATIOS.items():
+        over, under = images[columns].dropna().sum()
+        row[name] = over / under if under else None
+
+    base = baseline_of(cell, cells)
+    intervals = {
+        "latency_s": _latency(cell),
+        "speedup": _speedup(cell, base, name="ar", pool_devices=pool_devices),
+        "speedup_over_lossless": _speedup(
+            cell, lossless, name="lossless_cell", pool_devices=pool_devices
+        ),
+        "step_compression": ratio_of_images(images[["tokens", "target_forwards"]]),
+        "mean_accepted_length": ratio_of_images(images[["committed", "steps"]]),
     }
     notes: list[str | None] = []
     if marks.mean() > 0.5:  # the mean of no marks is nan
-        notes.append(
-            f"{row['disturbed']} of {len(marks)} images disturbed: seconds of a busy machine"
-        )
+        disturbed = f"{row['disturbed']} of {len(marks)} images disturbed"
+        notes.append(f"{disturbed}: seconds of a busy machine")
     if len(cell.devices) > 1:
         devices = ", ".join(f"{count} on {name}" for name, count in sorted(cell.devices.items()))
         notes.append(f"seconds of several kinds of device: {devices}")
-    timed = timed_images(cell)
-    intervals = {
-        "latency_s": repeat_interval(timing(timed))
-        if len(timed)
-        else Interval(None, note="not timed"),
-        "speedup": _speedup(
-            cell=cell, base=baseline_of(cell, cells), name="ar", pool_devices=pool_devices
-        ),
-        "speedup_over_lossless": _speedup(
-            cell=cell, base=lossless, name="lossless_cell", pool_devices=pool_devices
-        ),
-        "step_compression": _ratio(images[["tokens", "target_forwards"]]),
-        "mean_accepted_length": _ratio(images[["committed", "steps"]]),
-    }
     for name, interval in intervals.items():
         row |= interval.columns(name)
         notes.append(interval.note)
-    for name, (over, under) in _RATIOS.items():
-        sums = images[[over, under]].dropna().sum()
-        row[name] = sums[over] / sums[under] if sums[under] else None
-    return row | {"note": join_notes(notes)}
+    row["note"] = join_notes(notes)
+    return row
 
 
-def _ratio(images: pd.DataFrame) -> Interval:
-    """Sum over sum of both columns, over the images that have them."""
-    measured = images.dropna()
-    over, under = measured.to_numpy().T
-    return ratio_of_sums(over, under, measured.index.get_level_values("prompt_id"))
+def _acceptance_rate(cell: CellRecords) -> float | None:
+    offers = cell.offers
+    if offers.empty:
+        return None
+    return float(offers["accepted"].sum() / offers["offered"].sum())
+
+
+def _latency(cell: CellRecords) -> Interval:
+    timed = timed_images(cell)
+    if timed.empty:
+        return Interval(None, note="not timed")
+    return repeat_interval(timing(timed))
 
 
 def _speedup(
-    cell: CellRecords, base: CellRecords | None, name: str, pool_devices: bool
+    cell: CellRecords, base: CellRecords | None, *, name: str, pool_devices: bool
 ) -> Interval:
-    """Seconds of the baseline (`name` in notes) over seconds of the cell, over the images that both have."""
+    """Seconds of the baseline over seconds of the cell, over the images that both have.
+
+    `name` is the name of the baseline in notes.
+    """
     timed = cell.images["seconds"].count()
     if not timed:
         return Interval(None)
     if base is None:
-        return Interval(
-            None,
-            note=f"no speedup: no {name.removesuffix('_cell')} cell to compare with in this run",
-        )
+        missing = name.removesuffix("_cell")
+        note = f"no speedup: no {missing} cell to compare with in this run"
+        return Interval(None, note=note)
     kinds = len(cell.devices + base.devices)
     if kinds > 1 and not pool_devices:
-        return Interval(
-            None, note=f"no speedup: images of {kinds} kinds of device; --pool-devices pools them"
-        )
+        note = f"no speedup: images of {kinds} kinds of device; --pool-devices pools them"
+        return Interval(None, note=note)
     shared = timed_images(cell, base)
-    if not len(shared):
+    if shared.empty:
         return Interval(None, note=f"no speedup: no image that {name} has too")
+
     speedup = repeat_interval(timing(shared))
     notes = []
     if len(shared) < timed:
         notes.append(f"speedup over the {len(shared)} of {timed} images that {name} has too")
-    if differing := settings_that_differ(cell, base):
+    differing = settings_that_differ(cell, base)
+    if differing:
         notes.append(f"speedup against {name} with {', '.join(differing)}")
     return speedup._replace(note=join_notes([*notes, speedup.note]))
 
 
-def acceptance_rows(cell: CellRecords) -> Iterator[dict[str, Any]]:
-    """Yield the rows of `acceptance.csv` of one cell: by depth (from 1), then by position in the image (from 0).
+def acceptance_rows(cell: CellRecords) -> Iterator[Row]:
+    """Yield the rows of a cell in `acceptance.csv`: by depth from 1, then by position from 0.
 
-    The interval treats steps as independent, which is approximate for neighbouring ones.
+    The intervals treat steps as independent, which is an approximation: neighbouring steps are
+    correlated.
     """
-    offers = cell.offers
     for axis in ("depth", "position"):
-        for place, offered, accepted in (
-            offers.groupby(axis)[["offered", "accepted"]].sum().itertuples()
-        ):
-            row = {
-                **cell.columns,
-                "axis": axis,
-                "index": place,
-                "offered": offered,
-                "accepted": accepted,
-            }
+        sums = cell.offers.groupby(axis)[["offered", "accepted"]].sum()
+        for place, offered, accepted in sums.itertuples():
+            row: Row = {**cell.columns, "axis": axis, "index": place}
+            row["offered"] = offered
+            row["accepted"] = accepted
             yield row | proportion(accepted, offered).columns("rate")

@@ -1,9 +1,12 @@
-"""The distance of a cell from the target, from the sums of its images (docs/algorithms.md, section 6.2); no torch."""
+"""The distance of a cell from the target, computed from sums of token features of its images.
+
+See docs/algorithms.md, section 6.2. No torch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,92 +17,99 @@ from lantern_bench.storage.schema import Row
 _RESAMPLES = 2_000
 _ENDS = (0.025, 0.975)
 
-
-def token_rows(scores: Iterable[Row]) -> dict[str, Row]:
-    """Return the rows of level `tokens` by record key; of rows that score the same image the last counts."""
-    return {str(row["record_key"]): row for row in scores if row["level"] == "tokens"}
+# Features that have columns of their own. Columns of sums are named as the features.
+_SHOWN = ("surprise", "prompt_information")
 
 
-def distance_columns(
-    cells: Sequence[CellRecords], rows: Mapping[str, Row]
-) -> dict[str, dict[str, Any]]:
-    """Return the figures of each cell, by its id; `rows` of level `tokens` by record key.
+def distance_columns(cells: Sequence[CellRecords], rows: Mapping[str, Row]) -> dict[str, Row]:
+    """Return the figures of the tokens of each cell, by cell id.
 
     `distance_p` is corrected by Holm over all cells (of all models) that have one.
+
+    Args:
+        cells: The cells of a run.
+        rows: Rows of level `tokens`, by record key.
     """
     figures = {cell.cell_id: _figures(cell, rows) for cell in cells}
-    tested = [cell_id for cell_id, row in figures.items() if row.get("distance_p") is not None]
-    for cell_id, p_value in zip(
-        tested, holm([figures[cell_id]["distance_p"] for cell_id in tested]), strict=True
-    ):
-        figures[cell_id]["distance_p"] = p_value
+    tested = [row for row in figures.values() if row.get("distance_p") is not None]
+    corrected = holm([row["distance_p"] for row in tested])
+    for row, p_value in zip(tested, corrected, strict=True):
+        row["distance_p"] = p_value
     return figures
 
 
-def _figures(cell: CellRecords, rows: Mapping[str, Row]) -> dict[str, Any]:
-    """The figures of one cell, with an uncorrected `distance_p`; none where none of its images has a row."""
+def _figures(cell: CellRecords, rows: Mapping[str, Row]) -> Row:
+    """The figures of one cell, with an uncorrected `distance_p`; none if no image has a row."""
     records = cell.images[cell.images["record_key"].isin(rows.keys())]
     images = [rows[key] for key in records["record_key"]]
-    prompts = records.index.get_level_values("prompt_id")
     if not images:
         return {}
+    prompts = records.index.get_level_values("prompt_id")
     tokens = [row["tokens"] for row in images]
-    figures: dict[str, Any] = {}
-    for name, counted in (
-        ("impossible", "impossible_tokens"),
-        ("argmax_mismatch", "mismatched_tokens"),
-    ):
-        if images[0][counted] is not None:
-            figures[name] = sum(row[counted] for row in images) / sum(tokens)
-    if not images[0]["features"]:  # at temperature 0
+    first = images[0]
+
+    figures: Row = {}
+    if first["impossible_tokens"] is not None:
+        figures["impossible"] = sum(row["impossible_tokens"] for row in images) / sum(tokens)
+    if first["mismatched_tokens"] is not None:
+        figures["argmax_mismatch"] = sum(row["mismatched_tokens"] for row in images) / sum(tokens)
+    if not first["features"]:  # at temperature 0
         return figures
+
     for name in ("entropy", "largest_p", "ten_largest_p"):
         figures[name] = float(np.average([row[name] for row in images], weights=tokens))
-    names = images[0]["features"].split()
+    names = first["features"].split()
     columns = np.array([row["feature_sums"] for row in images]).T
-    for name, column in zip(names, columns, strict=False):
-        if name in ("surprise", "prompt_information"):
+    for name in _SHOWN:
+        if name in names:
+            column = columns[names.index(name)]
             figures |= ratio_of_sums(column, tokens, prompts).columns(name)
-    by_prompt = np.stack(
-        [sums_per_prompt(column, tokens, prompts).over for column in columns], axis=-1
-    )
-    sums = FeatureSums.of(by_prompt, len(names))
-    per_prompt = sums_per_prompt(tokens, tokens, prompts).over
-    figures |= distance(sums.chosen(_compared(names)), per_prompt).columns("distance")
-    return figures | {"distance_p": sums.total.p_value}
+
+    by_prompt = [sums_per_prompt(column, tokens, prompts) for column in columns]
+    sums = FeatureSums.of(np.stack([part.over for part in by_prompt], axis=-1), len(names))
+    compared = sums.chosen(_compared(names))
+    figures |= distance(compared, by_prompt[0].under).columns("distance")
+    figures["distance_p"] = sums.total.p_value
+    return figures
 
 
 def distance_of_image(row: Row) -> float | None:
     """Return the distance of one image from its row of level `tokens`; None at temperature 0."""
     names = (row.get("features") or "").split()
-    sums = FeatureSums.of(np.array([row.get("feature_sums")]), len(names)) if names else None
-    return sums and distance(sums.chosen(_compared(names)), np.array([row["tokens"]])).value
+    if not names:
+        return None
+    sums = FeatureSums.of(np.array([row["feature_sums"]]), len(names))
+    return distance(sums.chosen(_compared(names)), np.array([row["tokens"]])).value
 
 
 def _compared(names: Sequence[str]) -> list[int]:
-    """The features of the distance: modes without a drafter have them too."""
+    """The features of the distance, which modes without a drafter have too."""
     return [number for number, name in enumerate(names) if name != "drafter_tilt"]
 
 
 class FeatureSums(NamedTuple):
-    """Sums of the features minus their means under the target, and the covariance that the target gives these sums."""
+    """Sums S of features minus their means under the target, and the covariance C of these sums."""
 
     sums: Array  # [..., m]
-    covariance: Array  # [..., m, m]
+    covariance: Array  # [..., m, m], under the target
 
     @classmethod
     def of(cls, columns: Array, features: int) -> FeatureSums:
-        """Read columns [..., m + m (m + 1) / 2]: the sums, then the upper triangle of the covariance by rows."""
-        covariance = np.zeros((*columns.shape[:-1], features, features))
+        """Read columns [..., m + m (m + 1) / 2].
+
+        The first m columns are the sums. The upper triangle of the covariance follows by rows.
+        """
+        triangle = columns[..., features:]
         rows, others = np.triu_indices(features)
-        covariance[..., rows, others] = covariance[..., others, rows] = columns[..., features:]
+        covariance = np.zeros((*columns.shape[:-1], features, features))
+        covariance[..., rows, others] = triangle
+        covariance[..., others, rows] = triangle
         return cls(columns[..., :features], covariance)
 
     def chosen(self, features: Sequence[int]) -> FeatureSums:
-        """The sums of some of the features."""
-        return FeatureSums(
-            self.sums[..., features], self.covariance[..., features, :][..., features]
-        )
+        """Return the sums of some of the features."""
+        square = self.covariance[..., features, :][..., features]
+        return FeatureSums(self.sums[..., features], square)
 
     @property
     def total(self) -> FeatureSums:
@@ -108,18 +118,17 @@ class FeatureSums(NamedTuple):
 
     @property
     def inverse(self) -> Array:
-        """The pseudo-inverse [..., m, m] of the covariance: a feature that cannot vary counts nothing."""
+        """The pseudo-inverse [..., m, m] of the covariance; features that cannot vary count 0."""
         scale = np.sqrt(np.diagonal(self.covariance, axis1=-2, axis2=-1))
+        # A feature that cannot vary has scale 0, so that its row of `outer` is 0.
         outer = scale[..., :, None] * np.where(scale > 0, scale, 1.0)[..., None, :]
         inverse_scale = np.divide(1.0, outer, out=np.zeros_like(outer), where=outer > 0)
-        return (
-            np.linalg.pinv(self.covariance * inverse_scale, rcond=1e-9, hermitian=True)
-            * inverse_scale
-        )
+        correlation = self.covariance * inverse_scale
+        return np.linalg.pinv(correlation, rcond=1e-9, hermitian=True) * inverse_scale
 
     @property
     def chi_square(self) -> Array:
-        """Q [...] = S' C^-1 S: of a lossless mode, chi-square with `freedom` degrees of freedom."""
+        """Q [...] = S' C^-1 S; chi-square with `freedom` degrees of freedom if lossless."""
         return np.einsum("...i,...ij,...j->...", self.sums, self.inverse, self.sums)
 
     @property
@@ -129,37 +138,44 @@ class FeatureSums(NamedTuple):
 
     @property
     def p_value(self) -> float:
-        """The chance that a lossless mode has a larger Q."""
+        """The probability that a lossless mode has a larger Q."""
         from scipy.stats import chi2
 
-        return float(chi2.sf(self.chi_square, self.freedom)) if self.freedom else 1.0
+        if not self.freedom:
+            return 1.0
+        return float(chi2.sf(self.chi_square, self.freedom))
 
 
-def distance(sums: FeatureSums, tokens: Array, seed: int = 0) -> Interval:
-    """Return (Q - m) / tokens of sums per prompt, with a percentile interval by bootstrap over prompts.
+def distance(sums: FeatureSums, tokens: Array, *, seed: int = 0) -> Interval:
+    """Return (Q - m) / tokens, with a percentile interval by bootstrap over prompts.
 
-    A resample has a Q that is larger by the spread between prompts, in units of C: this is subtracted from its Q.
+    The Q of a resample is larger by the spread between prompts, in units of C, which is subtracted.
+
+    Args:
+        sums: Sums of m features for each prompt.
+        tokens: Tokens of each prompt [prompts].
+        seed: Seed of the resamples.
     """
     total = sums.total
-    n_tokens = float(tokens.sum())
-    n = len(tokens)
     freedom = total.freedom
     if not freedom:
         return Interval(None, note="no distance: the target's tokens cannot vary")
-    value = (float(total.chi_square) - freedom) / n_tokens
-    if n < 2:
+    value = (float(total.chi_square) - freedom) / float(tokens.sum())
+    prompts = len(tokens)
+    if prompts < 2:
         return Interval(value, note="no interval: fewer than 2 prompts")
-    resamples = (
-        np.random.default_rng(seed)
-        .multinomial(n, np.full(n, 1.0 / n), size=_RESAMPLES)
-        .astype(np.float64)
+
+    rng = np.random.default_rng(seed)
+    uniform = np.full(prompts, 1.0 / prompts)
+    counts = rng.multinomial(prompts, uniform, size=_RESAMPLES).astype(np.float64)
+    resampled = FeatureSums(
+        sums=counts @ sums.sums,
+        covariance=np.tensordot(counts, sums.covariance, axes=1),
     )
-    resampled = FeatureSums(resamples @ sums.sums, np.tensordot(resamples, sums.covariance, axes=1))
-    spread = FeatureSums(
-        sums.sums - sums.sums.mean(axis=0), np.broadcast_to(total.covariance, sums.covariance.shape)
+    between_prompts = FeatureSums(
+        sums=sums.sums - sums.sums.mean(axis=0),
+        covariance=np.broadcast_to(total.covariance, sums.covariance.shape),
     )
-    values = (resampled.chi_square - float(spread.chi_square.sum()) - freedom) / (
-        resamples @ tokens
-    )
-    low, high = np.quantile(values, _ENDS)
+    excess = resampled.chi_square - float(between_prompts.chi_square.sum()) - freedom
+    low, high = np.quantile(excess / (counts @ tokens), _ENDS)
     return Interval(value, float(low), float(high))

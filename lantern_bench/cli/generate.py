@@ -20,7 +20,7 @@ from lantern_bench.devices.threads import set_threads
 from lantern_bench.methods.catalog import MODES
 from lantern_bench.models.registry import model_of
 from lantern_bench.prompts.prompt import class_prompt
-from lantern_bench.sweeps.request import check_drafters
+from lantern_bench.sweeps.request import check_cells
 from lantern_bench.utils.errors import RefusedError, UserError
 from lantern_bench.utils.files import check_writable
 
@@ -73,7 +73,7 @@ def generate(
         compile=False,
     )
     if "all" not in split_words(modes) and not random_weights:
-        check_drafters(resolved.cells)
+        check_cells(resolved.cells, {model: model_of(model)})
     if dry_run:
         return console.table(_show_memory(resolved, console), title=model, format=format)
     prompt = _prompt(caption=caption, label=label, random=random_weights, model=model)

@@ -214,10 +214,10 @@ def resolve_cells(
     from lantern_bench.config.experiment import load_experiment
     from lantern_bench.config.settings import Overrides
     from lantern_bench.models.registry import defaults_of, model_of
-    from lantern_bench.sweeps.request import check_sizes
+    from lantern_bench.sweeps.request import check_cells
     from lantern_bench.utils.yaml_file import Source
 
-    model_of(flags["model"][0])
+    models = {word: model_of(word) for word in flags["model"]}
     # A sweep has no default bounds, because it compares values.
     outside = {
         row.name: {row.bound: row.example} for row in OUTSIDE_RULES.values() if not row.lossless
@@ -233,5 +233,5 @@ def resolve_cells(
     data = {"name": name, "model": "?", "baseline": False, **bounds, **defaults, "cells": bounded}
     overrides = Overrides.from_flags(flags, settings=settings)
     resolved = load_experiment(Source(name, Path(), data), defaults_of, overrides)
-    check_sizes(resolved)
+    check_cells(resolved.cells, models, with_drafters=False)
     return resolved

@@ -104,7 +104,6 @@ def profile(
     from lantern_bench.devices.compute import choose_compute
     from lantern_bench.models.load import check_loaded, compile_models
     from lantern_bench.profile import step_costs as profiling
-    from lantern_bench.sweeps.choose_threads import set_fastest_threads
 
     trees = (
         {}
@@ -130,10 +129,10 @@ def profile(
         console.note(*note)
     steps = {"ar": decodings[0].autoregressive(), **trees}
     if threads is None:
-        from lantern_bench.sweeps.choose_threads import set_fastest_threads
+        from lantern_bench.sweeps.choose_threads import choose_threads
 
         kinds = [*steps.values(), decodings[0]][:2]
-        set_fastest_threads(
+        choose_threads(
             model=profiled.model,
             prompt=profiled.prompts[0],
             decodings=kinds,

@@ -26,7 +26,9 @@ from lantern_bench.sweeps.run import check_failed, run
 from lantern_bench.utils.errors import UserError
 
 if TYPE_CHECKING:
-    pass
+    from collections.abc import Mapping
+
+    import pandas as pd
 
 
 _RAY_HELP = "Decode on a Ray cluster: auto, HOST:6379 or ray://HOST:10001; else that of RAY_ADDRESS, or a new one."
@@ -98,15 +100,15 @@ def sweep(
         console.say(f"{len(table)} cells, {counts}; time left: {time}")
         return console.table(table, title=str(request.folder), format=format)
     with console.progress() as progress:
-        failed = run(request, show_events(console, progress))
+        result = run(request, show_events(console, progress))
     finished = run_directory.finished_records(request.folder)
     if "speed" in request.experiment.settings.metrics and (
         text := run_directory.disturbance(finished)
     ):
         console.warn(f"{text}. {QUIET_ADVICE}")
     show = _show_reproduction if published else _show_summary
-    show(request.folder, console, format)
-    check_failed(request, failed)
+    show(request.folder, result.tables, console, format=format)
+    check_failed(request, result.failed)
     return None
 
 
@@ -119,6 +121,7 @@ def merge(
     format: FormatOption = None,
 ) -> None:
     """Merge the shards of a run (`sweep --shard i/n`) into one run, after checking that they are one run."""
+    from lantern_bench.analysis.tables import write_tables
     from lantern_bench.storage.merge import merge_runs
 
     console: Console = ctx.obj
@@ -128,28 +131,30 @@ def merge(
     console.say(f"{images} images of {len(runs)} shards, {images - done} failed: {folder}")
     if run_directory.read_scores(folder):
         console.say(f"quality of whole cells: lantern-bench score {folder}")
-    _show_summary(folder, console, format)
+    _show_summary(folder, write_tables(folder), console, format=format)
 
 
-def _show_summary(folder: Path, console: Console, format: str | None) -> None:
-    from lantern_bench.analysis.tables import NAMES, write_tables
+def _show_summary(
+    folder: Path, tables: Mapping[str, pd.DataFrame], console: Console, *, format: str | None
+) -> None:
+    from lantern_bench.analysis.tables import NAMES
 
-    console.table(write_tables(folder)["summary"], "summary", title=folder.name, format=format)
+    console.table(tables["summary"], "summary", title=folder.name, format=format)
     console.say(f"tables: {', '.join(f'{name}.csv' for name in NAMES)}; pictures: images/")
     console.say(f"run: {folder}")
 
 
-def _show_reproduction(folder: Path, console: Console, format: str | None) -> None:
-    """Write the tables, show the published figures beside ours and what is not comparable."""
+def _show_reproduction(
+    folder: Path, tables: Mapping[str, pd.DataFrame], console: Console, *, format: str | None
+) -> None:
+    """Write and show the published figures beside ours, and say what is not comparable."""
     from lantern_bench.analysis.published import comparability, reproduction_rows, sources
-    from lantern_bench.analysis.tables import write_tables
     from lantern_bench.config.paper import read_paper
     from lantern_bench.report.format_tables import side_by_side
     from lantern_bench.storage.schema import frame, write_csv
 
     manifest = run_directory.read_manifest(folder)
     paper = read_paper(manifest["experiment"].get("paper"))
-    tables = write_tables(folder)
     table = frame("reproduction", reproduction_rows(tables, paper))
     write_csv(table, folder / "reproduction.csv")
     notes = comparability(tables, paper, manifest)

@@ -18,7 +18,8 @@ from lantern_bench.utils.files import check_writable
 if TYPE_CHECKING:
     import pandas as pd
 
-    from lantern_bench.training.train_drafter import DrafterJob, Evaluated
+    from lantern_bench.training.drafter_job import DrafterJob
+    from lantern_bench.training.train_drafter import Evaluated
     from lantern_bench.training.trainer import TrainEvent
 
 train = command_group(name="train", help="Train a drafter for any target.")
@@ -62,7 +63,7 @@ def drafter(
     typed = {key: value for key, value in flags.items() if value is not None}
     checked_flags = checked(DrafterFlags, {"target": target, "data": data, **typed})
 
-    from lantern_bench.training.train_drafter import make_job, plan_rows
+    from lantern_bench.training.drafter_job import make_job, plan_rows
 
     job = make_job(checked_flags, results_root() / "drafters")
     if not dry_run:

@@ -73,7 +73,6 @@ class Paper(BaseModel):
     missing: str | None = None  # a note about figures that could not be had
     notes: tuple[str, ...] = ()
     rows: tuple[PaperRow, ...] = ()
-    figures: dict[str, dict[str, float]] = Field(default_factory=dict)
 
 
 def read_paper(block: Mapping[str, Any] | None) -> Paper | None:

@@ -26,6 +26,9 @@ from lantern_bench.utils.text import one_line
 
 T = TypeVar("T")
 
+ENGINE_VERSION = "10"
+"""Incremented when tokens at a seed or timing change; a run never mixes two versions."""
+
 
 class Engine:
     """Programs of one model, compiled once for every shape.

@@ -305,7 +305,6 @@ class SpeculativeStep:
         if self.drafting.learns or not self._decoding.greedy:
             p = decoding_probabilities(logits, self._decoding)
         verdict, broken = self._decide(logits, p, uniform_bits, bonus_bits)
-        active = images.active
         images.commit(verdict, features, broken.any(dim=1))
         if self.drafting.learns:
             assert p is not None
@@ -315,7 +314,6 @@ class SpeculativeStep:
                 accepted=verdict.accepted,
                 tokens=verdict.tokens,
                 position=images.position,
-                active=active,
             )
             self.drafting.after_step(found)
         self.session.commit(verdict.path, images.counts)

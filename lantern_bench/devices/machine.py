@@ -1,4 +1,4 @@
-"""The device and dtype of a run, its models, and their fields of the record key."""
+"""Describe the machine and its packages, and measure its memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import subprocess
 import uuid
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 import torch
@@ -21,16 +21,9 @@ from lantern_bench.devices.compute import Compute
 from lantern_bench.utils.clock import now, usable_cores
 from lantern_bench.utils.errors import RefusedError
 
-if TYPE_CHECKING:
-    import torch
-
-
-ENGINE_VERSION = "10"
-"""Incremented when the tokens at a seed or the timing change; a run never mixes two versions."""
-
 
 def processor() -> tuple[str, ...]:
-    """What compiled code depends on in a CPU: its architecture, model and instructions."""
+    """Return what compiled code depends on in a CPU: architecture, model and instructions."""
     lines = _cpu_listing().splitlines() or [platform.processor()]
     kinds = {
         line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))
@@ -59,7 +52,7 @@ PACKAGES = (
     "safetensors",
     "triton",
 )
-# By the manifest's names.
+# What nvidia-smi is asked for, by the name in the manifest.
 _GPU_FIELDS = {
     "driver": "driver_version",
     "clock_sm_mhz": "clocks.sm",
@@ -73,7 +66,7 @@ _GPU_FIELDS = {
 
 
 def machine_block() -> dict[str, Any]:
-    """Describe this machine and process as JSON-ready values; None for what cannot be read."""
+    """Describe this machine and process in values for JSON; None for what cannot be read."""
     return {
         "system": platform.system(),
         "release": platform.release(),
@@ -111,7 +104,7 @@ def _cpu_block() -> dict[str, Any]:
 
 
 def gpu_blocks() -> list[dict[str, Any]]:
-    """One block for each GPU that torch can use."""
+    """Describe each GPU that torch can use."""
     blocks = []
     for number in range(torch.cuda.device_count()):
         device = torch.cuda.get_device_properties(number)
@@ -126,21 +119,22 @@ def gpu_blocks() -> list[dict[str, Any]]:
 
 
 def _gpu_state(uuid: str) -> dict[str, str | None]:
-    """Driver, clocks and throttling of one GPU, as nvidia-smi prints them."""
+    """Return driver, clocks and throttling of one GPU, as nvidia-smi prints them."""
     query = ",".join(_GPU_FIELDS.values())
     answer = _output(
         ["nvidia-smi", f"--id={uuid}", f"--query-gpu={query}", "--format=csv,noheader,nounits"]
     )
-    values = [value.strip() for value in answer.split(",")] if answer else []
-    complete = len(values) == len(_GPU_FIELDS)
-    return dict(zip(_GPU_FIELDS, values, strict=True)) if complete else dict.fromkeys(_GPU_FIELDS)
+    values = [value.strip() for value in (answer or "").split(",")]
+    if len(values) != len(_GPU_FIELDS):
+        return dict.fromkeys(_GPU_FIELDS)
+    return dict(zip(_GPU_FIELDS, values, strict=True))
 
 
-_STATE_SECONDS = 10.0  # clocks are read again after so long: nvidia-smi takes a tenth of a second
+_STATE_SECONDS = 10.0  # between two readings of clocks, since nvidia-smi takes 0.1 s
 
 
 def device_columns(device: torch.device) -> dict[str, Any]:
-    """Return the columns that say which device made an image; `device_id` names no host."""
+    """Return the columns that say which device made an image; `device_id` reveals no host."""
     return _device_columns(device, int(now() / _STATE_SECONDS))
 
 
@@ -151,21 +145,31 @@ def _device_columns(device: torch.device, _period: int) -> dict[str, Any]:
         name = properties.name
         identity = str(properties.uuid)
         state = _gpu_state(f"GPU-{properties.uuid}")
-        clocks = {"clock_mhz": state["clock_sm_mhz"], "clock_max_mhz": state["clock_sm_max_mhz"]}
         driver = state["driver"]
-        read = {key: int(mhz) if mhz and mhz.isdigit() else None for key, mhz in clocks.items()}
+        clock = _whole_number(state["clock_sm_mhz"])
+        clock_max = _whole_number(state["clock_sm_max_mhz"])
     else:
         cpu = _cpu_block()
         name = cpu["model"]
         identity = f"{platform.node()} {uuid.getnode()}"
         driver = None
-        read = {key: cpu[key] for key in ("clock_mhz", "clock_max_mhz")}
-    device_id = hashlib.sha256(identity.encode()).hexdigest()[:8]
-    return {"device": name, "device_id": device_id, "driver": driver, **read}
+        clock = cpu["clock_mhz"]
+        clock_max = cpu["clock_max_mhz"]
+    return {
+        "device": name,
+        "device_id": hashlib.sha256(identity.encode()).hexdigest()[:8],
+        "driver": driver,
+        "clock_mhz": clock,
+        "clock_max_mhz": clock_max,
+    }
+
+
+def _whole_number(text: str | None) -> int | None:
+    return int(text) if text is not None and text.isdigit() else None
 
 
 def package_versions() -> dict[str, str | None]:
-    """The installed version of each of `PACKAGES`; None for one that is not installed."""
+    """Return the installed version of each of `PACKAGES`; None where it is not installed."""
     versions: dict[str, str | None] = dict.fromkeys(PACKAGES)
     for name in PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -174,28 +178,21 @@ def package_versions() -> dict[str, str | None]:
 
 
 def git_state() -> dict[str, Any]:
-    """The commit of this code and whether tracked files differ; both None outside its checkout."""
-    folder = Path(__file__).resolve().parent
-    tracked = _output(["git", "-C", str(folder), "ls-files", Path(__file__).name])
-    describe = [
-        "git",
-        "-C",
-        str(folder),
-        "describe",
-        "--always",
-        "--abbrev=40",
-        "--exclude=*",
-        "--dirty",
-    ]
-    commit = _output(describe) if tracked else None
-    return {
-        "commit": commit and commit.removesuffix("-dirty"),
-        "dirty": commit and commit.endswith("-dirty"),
-    }
+    """Return the commit of this code and whether tracked files differ.
+
+    Both are None outside a checkout of this code.
+    """
+    git = ["git", "-C", str(Path(__file__).resolve().parent)]
+    commit = None
+    if _output([*git, "ls-files", Path(__file__).name]):
+        commit = _output([*git, "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"])
+    if commit is None:
+        return {"commit": None, "dirty": None}
+    return {"commit": commit.removesuffix("-dirty"), "dirty": commit.endswith("-dirty")}
 
 
 def _output(command: list[str]) -> str | None:
-    """The output of a command, stripped; None when it is not installed, fails or hangs."""
+    """Return the stripped output of a command; None when it is not installed, fails or hangs."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired):
@@ -204,27 +201,34 @@ def _output(command: list[str]) -> str | None:
 
 
 def check_free(subject: str, needed: int, device: torch.device, advice: str | None = None) -> None:
-    """Raise `RefusedError` where less than `needed` bytes are free on a device."""
-    free = (
-        torch.cuda.mem_get_info(device)[0]
-        if device.type == "cuda"
-        else psutil.virtual_memory().available
-    )
+    """Check that enough memory is free on a device.
+
+    Args:
+        subject: What needs the memory, for the error.
+        needed: Bytes.
+        device: The device.
+        advice: What the user can do, for the error.
+
+    Raises:
+        RefusedError: Less than `needed` is free.
+    """
+    if device.type == "cuda":
+        free, _total = torch.cuda.mem_get_info(device)
+    else:
+        free = psutil.virtual_memory().available
     if needed > free:
         raise RefusedError(
             f"{subject}: needs {needed / 1e9:,.1f} GB, and {free / 1e9:,.1f} GB are free", advice
         )
 
 
-def compute_block(compute: Compute, compiled: bool) -> dict[str, Any]:
-    """Return what the manifest says of how this process decodes."""
-    device = (
-        torch.cuda.get_device_name(compute.device)
-        if compute.device.type == "cuda"
-        else compute.device.type
-    )
+def compute_block(compute: Compute, *, compiled: bool) -> dict[str, Any]:
+    """Return the entries of the manifest about how this process decodes."""
+    name = compute.device.type
+    if name == "cuda":
+        name = torch.cuda.get_device_name(compute.device)
     return {
-        "device": device,
+        "device": name,
         "dtype": compute.dtype_name,
         "threads": torch.get_num_threads(),
         "compile": compiled,
@@ -234,15 +238,11 @@ def compute_block(compute: Compute, compiled: bool) -> dict[str, Any]:
 def reset_peak_memory(device: torch.device) -> None:
     """Start a new window for `peak_memory_bytes`."""
     if device.type == "cuda":
-        import torch
-
         torch.cuda.reset_peak_memory_stats(device)
 
 
 def peak_memory_bytes(device: torch.device) -> int | None:
-    """Most device memory in use since the last reset; None on a CPU, where it would be that of the process."""
+    """Return the peak device memory since the last reset; None on a CPU, which has no counter."""
     if device.type != "cuda":
         return None
-    import torch
-
     return int(torch.cuda.max_memory_allocated(device))

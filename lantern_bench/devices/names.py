@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias
 
-DEVICE = r"^(auto|cpu|mps|cuda(:\d{1,2})?)$"
-DEVICES = "must be auto, cpu, mps, cuda or cuda:N"
-"""A pattern of `--device`, and the same in words."""
+DEVICE = r"^(auto|cpu|mps|cuda(:\d{1,2})?)$"  # pattern of `--device`
+DEVICES = "must be auto, cpu, mps, cuda or cuda:N"  # the pattern in words
 DType: TypeAlias = Literal["auto", "float32", "bfloat16", "float16"]
 
 

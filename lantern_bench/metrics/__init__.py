@@ -1,1 +1,1 @@
-"""Quality metrics: fidelity through torch-fidelity, CLIP scores through open_clip, so that figures match theirs."""
+"""Quality metrics. Fidelity uses torch-fidelity and CLIP scores use open_clip, as papers do."""

@@ -1,6 +1,7 @@
 """Figures of a set of pictures against a reference: FID, KID, precision, recall, and FID-infinity.
 
-A metric returns a figure, so that intervals measure subsets without computing anything of the reference again.
+A metric of sets returns a function of rows. Confidence intervals call it for many subsets of the
+pictures, and nothing of the reference is computed again.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch_fidelity import metric_kid
 
 from lantern_bench.methods.catalog import METRICS, OF_SETS
 from lantern_bench.methods.metrics import measures
-from lantern_bench.metrics.extractors import Extractor, FeatureSet
+from lantern_bench.metrics.extractors import FeatureSet
 from lantern_bench.utils.text import listed
 
 Rows: TypeAlias = NDArray[np.int64]
@@ -28,11 +29,20 @@ Figure: TypeAlias = Callable[[Rows], float]
 
 
 class FeatureSets(NamedTuple):
-    """What a metric of sets measures: two sets under one extractor."""
+    """The input of a metric of sets: pictures and reference under one extractor."""
 
     pictures: Tensor  # float32 [n, width]
     reference: FeatureSet
-    neighbours: int = 3  # of the manifolds of precision and recall
+    neighbours: int = 3  # k of the manifolds of precision and recall
+
+    def subset(self, rows: Rows) -> Tensor:
+        """Return the features of some of the pictures."""
+        return self.pictures[torch.from_numpy(rows)]
+
+    def reference_features(self) -> Tensor:
+        """Return the features [m, width] of a reference that has more than statistics."""
+        assert self.reference.features is not None
+        return self.reference.features
 
 
 def frechet_distance(reference: FeatureSet) -> Callable[[Tensor], float]:
@@ -43,8 +53,9 @@ def frechet_distance(reference: FeatureSet) -> Callable[[Tensor], float]:
 
     def distance(features: Tensor) -> float:
         pictures = FeatureSet.of(features)
-        # The root of the product of both covariances has the trace of this symmetric matrix's root.
-        between = np.sqrt(np.linalg.eigvalsh(root @ pictures.covariance @ root).clip(0)).sum()
+        # This symmetric matrix has the eigenvalues of the product of both covariances.
+        product = root @ pictures.covariance @ root
+        between = np.sqrt(np.linalg.eigvalsh(product).clip(0)).sum()
         shift = ((pictures.mean - reference.mean) ** 2).sum()
         return float(shift + np.trace(pictures.covariance) + trace - 2 * between)
 
@@ -53,111 +64,120 @@ def frechet_distance(reference: FeatureSet) -> Callable[[Tensor], float]:
 
 @measures("fid")
 def fid(sets: FeatureSets) -> Figure:
-    """The Frechet distance of the two sets (Heusel et al. 2017)."""
+    """Return the Frechet distance of the two sets (Heusel et al. 2017)."""
     distance = frechet_distance(sets.reference)
-    return lambda rows: distance(sets.pictures[torch.from_numpy(rows)])
+    return lambda rows: distance(sets.subset(rows))
 
 
 @measures("kid")
 def kid(sets: FeatureSets) -> Figure:
-    """The kernel distance (Binkowski et al. 2018), over all pictures."""
-    assert sets.reference.features is not None
-    reference = sets.reference.features.double().numpy()
+    """Return the kernel distance (Binkowski et al. 2018), over all pictures."""
+    reference = sets.reference_features().double().numpy()
     pictures = sets.pictures.double().numpy()
     among_reference = _mean_kernel(reference)
 
     def distance(rows: Rows) -> float:
-        return (
-            _mean_kernel(pictures[rows])
-            + among_reference
-            - 2 * _mean_kernel(pictures[rows], reference)
-        )
+        chosen = pictures[rows]
+        among = _mean_kernel(chosen)
+        between = _mean_kernel(chosen, reference)
+        return among + among_reference - 2 * between
 
     return distance
 
 
-def _kid_spread(sets: FeatureSets) -> dict[str, Any]:
-    """The standard deviation of KID over random subsets, as torch-fidelity computes it, and their size."""
-    assert sets.reference.features is not None
-    subset = min(1000, min(len(sets.pictures), len(sets.reference.features)) // 2)
-    spread = metric_kid.kid_features_to_metric(
+def _mean_kernel(x: NDArray[np.float64], y: NDArray[np.float64] | None = None) -> float:
+    """Return the mean of (x . y / width + 1)^3 over pairs; without y over pairs of different x."""
+    others = x if y is None else y
+    width = x.shape[1]
+    total = 0.0
+    for start in range(0, len(x), 2048):
+        kernel = (x[start : start + 2048] @ others.T / width + 1) ** 3
+        total += float(kernel.sum())
+    if y is not None:
+        return total / (len(x) * len(y))
+    squares = (x**2).sum(axis=1)
+    with_themselves = float(((squares / width + 1) ** 3).sum())
+    return (total - with_themselves) / (len(x) * (len(x) - 1))
+
+
+def _kid_std(sets: FeatureSets) -> dict[str, Any]:
+    """Return the columns of KID over random subsets, as torch-fidelity computes it."""
+    reference = sets.reference_features()
+    subset = min(1000, min(len(sets.pictures), len(reference)) // 2)
+    figures = metric_kid.kid_features_to_metric(
         sets.pictures,
-        sets.reference.features,
+        reference,
         kid_subsets=100,
         kid_subset_size=subset,
         rng_seed=2020,
         verbose=False,
     )
-    return {"kid_subset": subset, "kid_std": spread[metric_kid.KEY_METRIC_KID_STD]}
-
-
-def _mean_kernel(x: NDArray[np.float64], y: NDArray[np.float64] | None = None) -> float:
-    """The mean of KID's kernel (x . y / width + 1)^3 over pairs; of one set alone over pairs of different pictures."""
-    others = x if y is None else y
-    width = x.shape[1]
-    total = 0.0
-    for start in range(0, len(x), 2048):
-        total += float(((x[start : start + 2048] @ others.T / width + 1) ** 3).sum())
-    if y is not None:
-        return total / (len(x) * len(y))
-    with_themselves = float((((x**2).sum(axis=1) / width + 1) ** 3).sum())
-    return (total - with_themselves) / (len(x) * (len(x) - 1))
+    return {"kid_subset": subset, "kid_std": figures[metric_kid.KEY_METRIC_KID_STD]}
 
 
 @measures("precision")
 def precision(sets: FeatureSets) -> Figure:
-    """The share of pictures inside the reference's manifold of nearest neighbours (Kynkaanniemi et al. 2019)."""
-    assert sets.reference.features is not None
-    inside = _is_inside(sets.pictures, sets.reference.features, sets.neighbours)
+    """Return the fraction of pictures in the reference's manifold (Kynkaanniemi et al. 2019)."""
+    inside = _is_inside(sets.pictures, sets.reference_features(), sets.neighbours)
     return lambda rows: float(inside[rows].mean())
 
 
 @measures("recall")
 def recall(sets: FeatureSets) -> Figure:
-    """The share of the reference inside the pictures' manifold: precision with the sets exchanged."""
-    reference = sets.reference.features
-    assert reference is not None
-    return lambda rows: float(
-        _is_inside(reference, sets.pictures[torch.from_numpy(rows)], sets.neighbours).mean()
-    )
+    """Return the fraction of the reference inside the pictures' manifold."""
+    reference = sets.reference_features()
+
+    def inside(rows: Rows) -> float:
+        return float(_is_inside(reference, sets.subset(rows), sets.neighbours).mean())
+
+    return inside
 
 
 def _is_inside(features: Tensor, manifold: Tensor, neighbours: int) -> NDArray[np.bool_]:
-    """Whether each feature lies in a ball around one of `manifold` that reaches its k-th neighbour: [n]."""
-    # The nearest of a point is the point itself.
-    radii = torch.cat(
-        [
-            torch.cdist(chunk, manifold).kthvalue(neighbours + 1).values
-            for chunk in manifold.split(2048)
-        ]
-    )
-    inside = [(torch.cdist(chunk, manifold) <= radii).any(dim=1) for chunk in features.split(2048)]
+    """Return whether each feature lies in a ball of the manifold, [n].
+
+    The ball around each point of `manifold` reaches its k-th nearest neighbour.
+    """
+    radii = []
+    for chunk in manifold.split(2048):
+        distances = torch.cdist(chunk, manifold)
+        # The nearest point is the point itself.
+        radii.append(distances.kthvalue(neighbours + 1).values)
+    reach = torch.cat(radii)
+    inside = [(torch.cdist(chunk, manifold) <= reach).any(dim=1) for chunk in features.split(2048)]
     return torch.cat(inside).numpy()
 
 
-def measurable(n: int, reference: FeatureSet, extractor: Extractor) -> tuple[list[str], list[str]]:
-    """Return the metrics that n pictures (of the smaller set) allow, and why others cannot be measured."""
+def measurable(n: int, reference: FeatureSet) -> tuple[list[str], list[str]]:
+    """Decide which metrics of sets can be measured on n pictures.
+
+    Returns:
+        Names of the metrics, and notes that say why the others cannot be measured.
+    """
+    width = len(reference.mean)
+    if reference.n is not None:
+        n = min(n, reference.n)
     names: list[str] = []
+    without_features: list[str] = []
     too_few: dict[str, list[str]] = {}
-    without_features = [
-        name for name in OF_SETS if reference.features is None and METRICS[name].needs_features
-    ]
     for name in OF_SETS:
-        times = METRICS[name].min_images_per_feature
-        needed = max(METRICS[name].min_images, times * extractor.width)
-        if name in without_features:
-            continue
-        if n >= needed:
+        metric = METRICS[name]
+        times = metric.min_images_per_feature
+        needed = max(metric.min_images, times * width)
+        if reference.features is None and metric.needs_features:
+            without_features.append(name)
+        elif n >= needed:
             names.append(name)
         else:
-            reason = (
-                f", {'twice' if times == 2 else f'{times} times'} its features" if times else ""
-            )
-            too_few.setdefault(f"{needed} images{reason}; there are {n}", []).append(name)
-    notes = [
-        f"{listed(few)} need{'s' if len(few) == 1 else ''} {reason}"
-        for reason, few in too_few.items()
-    ]
+            reason = f"{needed} images"
+            if times:
+                reason += ", twice its features" if times == 2 else f", {times} times its features"
+            too_few.setdefault(f"{reason}; there are {n}", []).append(name)
+
+    notes = []
+    for reason, few in too_few.items():
+        verb = "needs" if len(few) == 1 else "need"
+        notes.append(f"{listed(few)} {verb} {reason}")
     if without_features:
         notes.append(f"the reference holds statistics only: no {listed(without_features)}")
     return names, notes
@@ -166,119 +186,159 @@ def measurable(n: int, reference: FeatureSet, extractor: Extractor) -> tuple[lis
 def figures_of(
     names: Sequence[str], sets: FeatureSets, manifold: FeatureSets | None = None
 ) -> dict[str, Figure]:
-    """Return the figures of these metrics; `manifold` holds the sets under another extractor, of manifolds."""
-    metrics = [METRICS[name] for name in names]
-    return {
-        row.name: row.function()(manifold if manifold and row.is_manifold else sets)
-        for row in metrics
-    }
+    """Return the figures of metrics of sets.
+
+    Args:
+        names: Names of the metrics.
+        sets: Pictures and reference.
+        manifold: The same under the extractor of precision and recall, if it is another one.
+    """
+    figures = {}
+    for name in names:
+        metric = METRICS[name]
+        by_manifold = metric.is_manifold and manifold is not None
+        figures[name] = metric.function()(manifold if by_manifold else sets)
+    return figures
 
 
 class SetFigures(NamedTuple):
     """The figures of one set of pictures."""
 
-    columns: dict[str, Any]  # by name of the column; None where a figure cannot be measured
+    columns: dict[str, Any]  # by column; None if a figure cannot be measured
     of_images: dict[str, NDArray[np.float64]]  # by metric, for each picture
     notes: list[str]
 
 
-def measure_sets(
-    sets: FeatureSets, extractor: Extractor, manifold: FeatureSets | None = None
-) -> SetFigures:
+def measure_sets(sets: FeatureSets, manifold: FeatureSets | None = None) -> SetFigures:
     """Measure pictures against a reference with all metrics of sets; intervals are by jackknife.
 
-    Prompts taken in turn leave a set without pairs of one caption, which shifts KID below 0 alike in every cell.
+    A set whose prompts were taken in turn has no two pictures of one caption. That shifts KID below
+    0 by the same amount in every cell.
+
+    Args:
+        sets: Pictures and reference.
+        manifold: The same under the extractor of precision and recall, if it is another one.
     """
     n = len(sets.pictures)
-    reference = sets.reference
-    names, notes = measurable(
-        n if reference.n is None else min(n, reference.n), reference, extractor
-    )
+    everything = np.arange(n)
+    names, notes = measurable(n, sets.reference)
     figures = figures_of(names, sets, manifold)
-    columns: dict[str, Any] = {
-        f"{name}{end}": None for name in OF_SETS for end in ("", "_low", "_high")
-    }
-    columns["n_reference"] = reference.n
-    columns |= {name: float(figure(np.arange(n))) for name, figure in figures.items()}
+
+    columns: dict[str, Any] = {}
+    for name in OF_SETS:
+        columns |= dict.fromkeys([name, f"{name}_low", f"{name}_high"])
+    columns["n_reference"] = sets.reference.n
+    for name, figure in figures.items():
+        columns[name] = float(figure(everything))
     for name, reach in jackknife(figures, n).items():
-        ends = np.clip([columns[name] - reach, columns[name] + reach], *METRICS[name].bounds)
-        columns[f"{name}_low"], columns[f"{name}_high"] = ends.tolist()
+        columns |= _ends(name, columns[name], reach)
     if "kid" in figures:
-        columns |= _kid_spread(sets)
-    of_images = {
-        name: np.array([figure(np.array([row])) for row in range(n)])
-        for name, figure in figures.items()
-        if METRICS[name].is_paired
-    }
+        columns |= _kid_std(sets)
+
+    of_images = {}
+    for name, figure in figures.items():
+        if METRICS[name].is_paired:
+            of_images[name] = np.array([figure(row) for row in everything[:, None]])
     return SetFigures(columns, of_images, notes)
 
 
-_LEVEL = 0.95
-_SIZES = 15  # of subsets
+def _ends(name: str, value: float, reach: float) -> dict[str, float]:
+    """Return the columns of an interval, within the bounds of the metric."""
+    low, high = np.clip([value - reach, value + reach], *METRICS[name].bounds).tolist()
+    return {f"{name}_low": low, f"{name}_high": high}
+
+
+_LEVEL = 0.95  # of all intervals
+_SUBSETS = 15  # that FID is extrapolated from
 
 
 def fid_infinity(
     features: Tensor, reference: FeatureSet, rng: np.random.Generator
 ) -> tuple[dict[str, float | None], list[str]]:
-    """Extrapolate FID, which few pictures bias upwards, to infinitely many (arXiv 1911.07023); columns and notes.
+    """Extrapolate FID to infinitely many pictures (arXiv 1911.07023).
 
-    The interval is that of the intercept of the least-squares line; it is too narrow, since subsets share pictures.
+    Few pictures bias FID upward. The interval is of the intercept of the least-squares line of FID
+    over 1 / n. It is too narrow, since the subsets share pictures.
+
+    Args:
+        features: Features of the pictures, float32 [n, width].
+        reference: Statistics of the reference.
+        rng: Draws the subsets.
+
+    Returns:
+        The columns of FID-infinity, and notes.
     """
     n, width = features.shape
-    names = ("fid_infinity", "fid_infinity_low", "fid_infinity_high")
-    if n < 2 * width + _SIZES:
-        return dict.fromkeys(names), [
-            f"fid_infinity needs {2 * width + _SIZES} images; there are {n}"
-        ]
+    names = ["fid_infinity", "fid_infinity_low", "fid_infinity_high"]
+    needed = 2 * width + _SUBSETS
+    if n < needed:
+        return dict.fromkeys(names), [f"fid_infinity needs {needed} images; there are {n}"]
+
     distance = frechet_distance(reference)
-    sizes = np.unique(np.linspace(max(n // 2, 2 * width), n, _SIZES).round().astype(int))
-    subsets = (torch.from_numpy(rng.choice(n, size=int(size), replace=False)) for size in sizes)
-    line = stats.linregress(1 / sizes, [distance(features[rows]) for rows in subsets])
+    smallest = max(n // 2, 2 * width)
+    sizes = np.unique(np.linspace(smallest, n, _SUBSETS).round().astype(int))
+    distances = []
+    for size in sizes.tolist():
+        rows = torch.from_numpy(rng.choice(n, size=size, replace=False))
+        distances.append(distance(features[rows]))
+    line = stats.linregress(1 / sizes, distances)
     reach = float(stats.t.ppf((1 + _LEVEL) / 2, len(sizes) - 2) * line.intercept_stderr)
     value = float(line.intercept)
-    return dict(zip(names, (value, value - reach, value + reach), strict=True)), []
+    return dict(zip(names, [value, value - reach, value + reach], strict=True)), []
 
 
 # ---- How much figures vary: intervals by jackknife, and the spread of autoregressive decoding
 
-# Groups of pictures that the jackknife leaves out, and mixed sets that the spread of ar is estimated from.
-_GROUPS = 50
-_MIXED = 200
+_GROUPS = 50  # groups of pictures that the jackknife leaves out
+_MIXED = 200  # mixed sets that the spread of ar is estimated from
 
 
 def jackknife(figures: Mapping[str, Figure], n: int) -> dict[str, float]:
-    """Return half the width of the 95 % interval of each figure of n pictures; empty for fewer than two groups of two.
+    """Return half the width of the 95% interval of each figure.
 
-    Random groups of pictures are left out in turn. For recall it errs towards wide intervals (Efron and Stein 1981).
+    Random groups of pictures are left out in turn. For recall this errs toward wide intervals
+    (Efron and Stein 1981).
+
+    Args:
+        figures: Figures of n pictures, by name.
+        n: Number of pictures. With fewer than four there are no intervals.
     """
     groups = min(_GROUPS, n // 2)
     if groups < 2:
         return {}
     group_of = np.random.default_rng(0).permutation(n) % groups
     remaining = [np.flatnonzero(group_of != group) for group in range(groups)]
-    reach = float(stats.t.ppf((1 + _LEVEL) / 2, groups - 1)) * math.sqrt(groups - 1)
-    return {
-        name: reach * float(np.std([figure(rows) for rows in remaining]))
-        for name, figure in figures.items()
-    }
+    scale = float(stats.t.ppf((1 + _LEVEL) / 2, groups - 1)) * math.sqrt(groups - 1)
+    reaches = {}
+    for name, figure in figures.items():
+        values = [figure(rows) for rows in remaining]
+        reaches[name] = scale * float(np.std(values))
+    return reaches
 
 
 def ar_spread(figures: Mapping[str, Figure], sets: Rows) -> dict[str, tuple[float, float, float]]:
-    """Return centre and ends between which 95 % of further sets of ar lie: the same prompts, other seeds.
+    """Return the 95% prediction interval of `ar` for the same prompts and other seeds.
 
-    `sets` [R, n] are rows of the pictures: R >= 2 sets of the same n prompts. Mixed sets take each prompt's picture
-    from a random one; they vary by (R - 1) / R of the variance between sets, their mean as that of R sets.
+    Mixed sets take the picture of each prompt from a random set. They vary by (R - 1) / R of the
+    variance between sets, and their mean varies as the mean of R sets.
+
+    Args:
+        figures: Figures of all pictures of all sets, by name.
+        sets: Rows of the pictures, [R, n]: R >= 2 sets of the same n prompts.
+
+    Returns:
+        Centre, low and high end by name.
     """
     repeats, prompts = sets.shape
     rng = np.random.default_rng(0)
     mixed = [sets[rng.integers(0, repeats, prompts), np.arange(prompts)] for _ in range(_MIXED)]
-    reach = float(stats.norm.ppf((1 + _LEVEL) / 2))
-    ends = {}
+    quantile = float(stats.norm.ppf((1 + _LEVEL) / 2))
+    spread = {}
     for name, figure in figures.items():
         values = [figure(rows) for rows in mixed]
         centre = float(np.mean(values))
         between = float(np.var(values, ddof=1)) * repeats / (repeats - 1)
-        width = reach * math.sqrt(between * (1 + 1 / repeats))
-        low, high = np.clip([centre - width, centre + width], *METRICS[name].bounds).tolist()
-        ends[name] = centre, low, high
-    return ends
+        reach = quantile * math.sqrt(between * (1 + 1 / repeats))
+        low, high = _ends(name, centre, reach).values()
+        spread[name] = (centre, low, high)
+    return spread

@@ -1,15 +1,17 @@
-"""Scorers of pictures with captions: CLIP score by open_clip, prompt accuracy, HPSv2 and ImageReward.
+"""Scorers of pictures with captions: CLIP score, prompt accuracy, HPSv2 and ImageReward.
 
-The CLIP score is the cosine of the two embeddings, not scaled by 100 and not clipped at 0. Nothing is downloaded.
+The CLIP score is the cosine of two embeddings of open_clip. It is neither scaled by 100 nor clipped
+at 0. Nothing is downloaded.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.util
 import io
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,7 @@ from lantern_bench.models.checkpoints.checkpoint import open_checkpoint
 from lantern_bench.models.families.lanterns import modules as classifier
 from lantern_bench.models.families.lanterns.description import WEIGHTS_FOLDER, attributes_of
 from lantern_bench.models.families.lanterns.modules import AttributeClassifier
-from lantern_bench.utils.errors import RefusedError, UserError
+from lantern_bench.utils.errors import LanternError, RefusedError, UserError
 from lantern_bench.utils.files import read_json, remembered_sha256
 
 BUNDLED = "lanterns-clip"
@@ -42,47 +44,46 @@ class ClipScorer:
     model: Any
     preprocess: Callable[[Image.Image], Tensor]
     tokenizer: Callable[[list[str]], Tensor]
-    label: str  # its name in results, with the fingerprint of its weights
+    label: str  # name in results, with the fingerprint of the weights
     prefix: str  # put before every caption
     device: torch.device
 
     def images(self, pictures: Sequence[Image.Image]) -> Tensor:
-        """Normalised embeddings of pictures: float32 [n, width], on the CPU."""
-        batches = (
-            torch.stack([self.preprocess(picture) for picture in batch])
-            for batch in _batches(pictures)
-        )
-        return self._embedded(self.model.encode_image, batches)
+        """Return normalised embeddings of pictures: float32 [n, width], on the CPU."""
+
+        def encode(batch: Sequence[Image.Image]) -> Tensor:
+            pixels = torch.stack([self.preprocess(picture) for picture in batch])
+            return self.model.encode_image(pixels.to(self.device), normalize=True)
+
+        return _by_batches(pictures, encode)
 
     def captions(self, captions: Sequence[str]) -> Tensor:
-        """Normalised embeddings of captions: float32 [n, width], on the CPU."""
-        batches = (
-            self.tokenizer([self.prefix + caption for caption in batch])
-            for batch in _batches(captions)
-        )
-        return self._embedded(self.model.encode_text, batches)
+        """Return normalised embeddings of captions: float32 [n, width], on the CPU."""
 
-    @torch.inference_mode()
-    def _embedded(self, encode: Callable[..., Tensor], batches: Iterator[Tensor]) -> Tensor:
-        return torch.cat(
-            [encode(batch.to(self.device), normalize=True).float().cpu() for batch in batches]
-        )
+        def encode(batch: Sequence[str]) -> Tensor:
+            tokens = self.tokenizer([self.prefix + caption for caption in batch])
+            return self.model.encode_text(tokens.to(self.device), normalize=True)
+
+        return _by_batches(captions, encode)
 
     def __call__(self, pictures: Sequence[Tensor], captions: Sequence[str]) -> list[float]:
-        """The cosine of each picture, uint8 [3, h, w], with its own caption, in [-1, 1]."""
-        images = _as_pil(pictures)
-        return (self.images(images) * self.captions(captions)).sum(1).tolist() if images else []
+        """Return the cosine of each picture, uint8 [3, h, w], with its own caption, in [-1, 1]."""
+        if len(pictures) == 0:
+            return []
+        images = self.images([_as_pil(picture) for picture in pictures])
+        return (images * self.captions(captions)).sum(1).tolist()
 
 
-def _batches(items: Sequence[Any]) -> Iterator[Sequence[Any]]:
-    return (items[start : start + 64] for start in range(0, len(items), 64))
+@torch.inference_mode()
+def _by_batches(items: Sequence[Any], encode: Callable[[Any], Tensor]) -> Tensor:
+    """Encode 64 items at a time: float32, on the CPU."""
+    starts = range(0, len(items), 64)
+    return torch.cat([encode(items[start : start + 64]).float().cpu() for start in starts])
 
 
-def _as_pil(pictures: Sequence[Tensor]) -> list[Image.Image]:
-    return [
-        Image.fromarray(np.ascontiguousarray(picture.permute(1, 2, 0).cpu().numpy()))
-        for picture in pictures
-    ]
+def _as_pil(picture: Tensor) -> Image.Image:
+    pixels = picture.permute(1, 2, 0).cpu().numpy()
+    return Image.fromarray(np.ascontiguousarray(pixels))
 
 
 def load_clip(
@@ -95,22 +96,37 @@ def load_clip(
 ) -> ClipScorer:
     """Load a CLIP model.
 
-    `name` is `lanterns-clip` (the bundled model), `local-dir:FOLDER` (a folder with `open_clip_config.json` and
-    weights), or an architecture of open_clip with the checkpoint `weights` or `NAME.safetensors` in the weights folder.
+    Args:
+        name: `lanterns-clip` (the bundled model), `local-dir:FOLDER` (a folder with
+            `open_clip_config.json` and weights), or an architecture of open_clip.
+        weights: Checkpoint of an architecture. By default `NAME.safetensors` in the weights folder.
+        prefix: Put before every caption.
+        device: Where the model runs.
+        label: Name in results. By default the name of the model or of its folder.
+
+    Raises:
+        UserError: The model is unknown, or the weights do not fit it.
+        RefusedError: The weights are not on this machine.
     """
-    if name == BUNDLED or name.startswith(LOCAL_DIR):
-        folder = BUNDLED_FOLDER if name == BUNDLED else Path(name.removeprefix(LOCAL_DIR))
+    pretrained = None
+    if name == BUNDLED:
+        path = _weights_in(BUNDLED_FOLDER, name)
+        source = f"{LOCAL_DIR}{BUNDLED_FOLDER}"
+    elif name.startswith(LOCAL_DIR):
+        folder = Path(name.removeprefix(LOCAL_DIR))
         path = _weights_in(folder, name)
-        source = f"{LOCAL_DIR}{folder}"
-        pretrained = None
-        label = label or (name if name == BUNDLED else folder.name)
+        source = name
+        label = label or folder.name
     elif name in open_clip.list_models():
         path = weights or extractors.find_weights(f"the CLIP model {name}", f"{name}.safetensors")
         source = name
         pretrained = str(path)
     else:
-        advice = f"Give {BUNDLED}, {LOCAL_DIR}FOLDER, or an architecture of open_clip such as ViT-B-32, ViT-L-14."
-        raise UserError(f"unknown CLIP model {name!r}", advice)
+        raise UserError(
+            f"unknown CLIP model {name!r}",
+            f"Give {BUNDLED}, {LOCAL_DIR}FOLDER, or an architecture of open_clip such as "
+            "ViT-B-32, ViT-L-14.",
+        )
     open_checkpoint(path)  # refuses a pickle with code
     try:
         model, _, preprocess = open_clip.create_model_and_transforms(
@@ -118,44 +134,42 @@ def load_clip(
         )
         tokenizer = open_clip.get_tokenizer(source)
     except (RuntimeError, ValueError) as problem:
-        advice = (
-            "Give the architecture of the checkpoint; OpenAI's weights need the -quickgelu ones."
-        )
-        raise UserError(f"{path.name} does not fit the CLIP model {name}", advice) from problem
-    model.eval().requires_grad_(False)
-    label = f"{label or name}@{remembered_sha256(path)[:8]}"
+        raise UserError(
+            f"{path.name} does not fit the CLIP model {name}",
+            "Give the architecture of the checkpoint; OpenAI's weights need the -quickgelu ones.",
+        ) from problem
+    model.eval().requires_grad_(requires_grad=False)
     return ClipScorer(
         model=model,
         preprocess=preprocess,
         tokenizer=tokenizer,
-        label=label,
+        label=f"{label or name}@{remembered_sha256(path)[:8]}",
         prefix=prefix,
         device=torch.device(device),
     )
 
 
 def _weights_in(folder: Path, name: str) -> Path:
-    """The weights file that open_clip takes from a folder; raises for an incomplete one."""
-    advice = (
-        "In the repository: python -m scripts.train_lanterns --part clip"
-        if name == BUNDLED
-        else None
-    )
+    """Return the file of weights that open_clip takes from a folder; raises if one is missing."""
     config = folder / "open_clip_config.json"
+    kind: type[LanternError] = UserError
+    advice = None
+    if name == BUNDLED:
+        kind = RefusedError
+        advice = "In the repository: python -m scripts.train_lanterns --part clip"
     if not config.is_file():
-        kind = RefusedError if name == BUNDLED else UserError
         raise kind(f"the CLIP model {name} is missing: no {config.name} in its folder", advice)
     stated = read_json(config)
     if not isinstance(stated, dict) or "model_cfg" not in stated:
         raise UserError(
             f"{config} is not an open_clip configuration (a JSON object with model_cfg)"
         )
-    checkpoint = open_clip.factory._find_checkpoint_in_dir(folder)
-    if checkpoint is None:
+    path = open_clip.factory._find_checkpoint_in_dir(folder)
+    if path is None:
         raise RefusedError(
             f"the weights of the CLIP model {name} are missing: none beside {config.name}", advice
         )
-    return Path(checkpoint)
+    return Path(path)
 
 
 @measures("clip_score")
@@ -175,18 +189,19 @@ def hpsv2(_protocol: Protocol, device: torch.device | str) -> ClipScorer:
 def image_reward(_protocol: Protocol, device: torch.device | str) -> ImageReward:
     """Load ImageReward 1.0 (Xu et al. 2023)."""
     if importlib.util.find_spec("ImageReward") is None:
-        problem = "ImageReward is not installed: the protocol image-reward needs its package"
-        raise RefusedError(problem, "Install the extra: pip install 'lantern-bench[image-reward]'")
+        raise RefusedError(
+            "ImageReward is not installed: the protocol image-reward needs its package",
+            "Install the extra: pip install 'lantern-bench[image-reward]'",
+        )
     path = extractors.find_weights("ImageReward", "ImageReward.pt")
     if not (path.parent / "med_config.json").is_file():
         raise RefusedError(
             f"ImageReward needs med_config.json beside {path}",
-            "Put that file of its authors there.",
+            "Put the authors' file there.",
         )
     open_checkpoint(path)  # refuses a pickle with code
-    import ImageReward as package
-
-    # Its loader prints, and asks the network for files that are beside the weights.
+    package = importlib.import_module("ImageReward")
+    # The loader prints, and asks the network for files that are already beside the weights.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     with contextlib.redirect_stdout(io.StringIO()):
         model = package.load(str(path), device=device, download_root=str(path.parent))
@@ -195,38 +210,39 @@ def image_reward(_protocol: Protocol, device: torch.device | str) -> ImageReward
 
 @dataclass(frozen=True)
 class ImageReward:
-    """The model of the package ImageReward; it takes one caption and one picture at a time."""
+    """The model of the package ImageReward, which takes one caption and one picture at a time."""
 
     model: Any
     label: str
 
     def __call__(self, pictures: Sequence[Tensor], captions: Sequence[str]) -> list[float]:
         """Return the reward of each picture, uint8 [3, h, w], for its own caption."""
+        rewards = []
         with torch.inference_mode():
-            pairs = zip(_as_pil(pictures), captions, strict=True)
-            return [float(self.model.score(caption, picture)) for picture, caption in pairs]
+            for picture, caption in zip(pictures, captions, strict=True):
+                reward = self.model.score(caption, _as_pil(picture))
+                rewards.append(float(reward))
+        return rewards
 
 
 @dataclass(frozen=True)
 class PromptAccuracy:
-    """Whether pictures show all that their captions ask for, by the attribute classifier."""
+    """The attribute classifier, asked whether pictures show all that their captions ask for."""
 
     classifier: AttributeClassifier
-    label = None  # the protocol says which network it is
+    label = None  # the protocol names the network
 
     def __call__(self, pictures: Sequence[Tensor], prompts: Sequence[str]) -> list[float | None]:
-        """Return 1.0 or 0.0 for each picture; None where the prompt is no caption of the bundled family."""
-        wanted = {
-            row: caption
-            for row, caption in enumerate(attributes_of(prompts))
-            if caption is not None
-        }
+        """Return 1.0 or 0.0 for each picture; None if the prompt is not of the bundled family."""
+        attributes = attributes_of(prompts)
+        wanted = {row: wish for row, wish in enumerate(attributes) if wish is not None}
         scores: list[float | None] = [None] * len(prompts)
-        if wanted:
-            captioned = torch.stack([pictures[row] for row in wanted])
-            correct = classifier.prompt_accuracy(self.classifier, captioned, list(wanted.values()))
-            for row, is_correct in zip(wanted, correct.tolist(), strict=True):
-                scores[row] = float(is_correct)
+        if not wanted:
+            return scores
+        captioned = torch.stack([pictures[row] for row in wanted])
+        correct = classifier.prompt_accuracy(self.classifier, captioned, list(wanted.values()))
+        for row, is_correct in zip(wanted, correct.tolist(), strict=True):
+            scores[row] = float(is_correct)
         return scores
 
 

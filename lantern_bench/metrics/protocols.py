@@ -1,4 +1,7 @@
-"""Quality protocols: all that can change how pictures are scored, by name and version; a change is a new version."""
+"""Quality protocols: everything that can change how pictures are scored, by name and version.
+
+A protocol that is changed gets a new version.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +21,9 @@ LANTERN_COCO = "lantern-coco"
 class Preparation:
     """The preprocessing of a picture, in this order."""
 
-    crop: bool = False  # the largest square around the centre
-    size: int | None = None  # Lanczos to this many pixels a side
-    # for the features only: bicubic, rounded to 8 bits (clean-fid keeps fractions)
+    crop: bool = False  # to the largest square around the centre
+    size: int | None = None  # pixels a side, by Lanczos
+    # pixels a side for the features: bicubic, rounded to 8 bits (clean-fid keeps fractions)
     features_size: int | None = None
 
 
@@ -31,11 +34,11 @@ class Protocol:
     name: str
     version: int
     about: str
-    # of single images; those of sets are measured wherever there are features
+    # Metrics of single images. Metrics of sets are measured wherever there are features.
     metrics: tuple[str, ...] = ()
     preparation: Preparation = Preparation()
-    features: str | None = None  # the extractor of FID and KID (a name of `metrics/extractors.py`)
-    manifold: str | None = None  # the extractor of precision and recall, where it is another
+    features: str | None = None  # extractor of FID and KID (a name in `metrics/extractors.py`)
+    manifold: str | None = None  # extractor of precision and recall; None: the same
     manifold_neighbours: int = 3
     clip_model: str | None = None  # as in `metrics.image_scorers.load_clip`
     clip_prefix: str = ""
@@ -45,8 +48,11 @@ class Protocol:
 _ALL = (
     Protocol(
         EMBEDDED,
-        2,
-        "the bundled family's own scorers, against 1,024 newly painted scenes of the held-out captions",
+        version=2,
+        about=(
+            "the bundled family's own scorers, against 1,024 newly painted scenes of the held-out "
+            "captions"
+        ),
         metrics=("clip_score", "prompt_accuracy"),
         features="lanterns-features",
         clip_model="lanterns-clip",
@@ -54,8 +60,11 @@ _ALL = (
     ),
     Protocol(
         LANTERN_COCO,
-        2,
-        "as the LANTERN authors: centre crop, Lanczos to 256, Inception FID resized as clean-fid does, VGG-16 manifold",
+        version=2,
+        about=(
+            "as the LANTERN authors: centre crop, Lanczos to 256, Inception FID resized as "
+            "clean-fid does, VGG-16 manifold"
+        ),
         metrics=("clip_score",),
         preparation=Preparation(crop=True, size=256, features_size=299),
         features="inception-v3-compat",
@@ -65,12 +74,15 @@ _ALL = (
     ),
     Protocol(
         "torch-fidelity",
-        2,
-        "the defaults of torch-fidelity: its Inception for FID, KID, precision and recall, pictures as they are",
+        version=2,
+        about=(
+            "the defaults of torch-fidelity: its Inception for FID, KID, precision and recall, "
+            "pictures as they are"
+        ),
         features="inception-v3-compat",
     ),
 )
-_MEASURED = {name for protocol in _ALL for name in protocol.metrics}
+_MEASURED = set[str]().union(*(protocol.metrics for protocol in _ALL))
 # A metric of images that no protocol above measures has a protocol of its own name.
 _OF_METRICS = tuple(
     Protocol(name=name.replace("_", "-"), version=1, about=METRICS[name].meaning, metrics=(name,))
@@ -82,8 +94,14 @@ PROTOCOLS = {protocol.name: protocol for protocol in (*_ALL, *_OF_METRICS)}
 
 
 def protocol_of(name: str) -> Protocol:
-    """Return the protocol of a name; raises the error of an installed metric that cannot be used."""
-    if (metric := name.replace("-", "_")) in REFUSED_METRICS:
+    """Return the protocol of a name.
+
+    Raises:
+        UserError: The name is unknown.
+        LanternError: The protocol belongs to an installed metric that cannot be used.
+    """
+    metric = name.replace("-", "_")
+    if metric in REFUSED_METRICS:
         raise REFUSED_METRICS[metric]
     if name not in PROTOCOLS:
         raise UserError(
@@ -94,6 +112,6 @@ def protocol_of(name: str) -> Protocol:
 
 
 def default_protocol(models: Sequence[str]) -> str:
-    """Return the protocol of a run of these models: the bundled scorers only for the bundled family."""
+    """Return the protocol for a run of these models: `embedded` only for the bundled family."""
     bundled = all(model_of(model).family == "lanterns" for model in models)
     return EMBEDDED if bundled else LANTERN_COCO

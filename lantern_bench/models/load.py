@@ -10,10 +10,10 @@ import torch
 
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.experiment import ResolvedExperiment
-from lantern_bench.decoding.engine import Engine, compiler_problem
+from lantern_bench.decoding.engine import ENGINE_VERSION, Engine, compiler_problem
 from lantern_bench.decoding.neighbours import Space
 from lantern_bench.devices.compute import Compute
-from lantern_bench.devices.machine import ENGINE_VERSION, check_free, processor
+from lantern_bench.devices.machine import check_free, processor
 from lantern_bench.methods.catalog import OUTSIDE_DRAFTINGS, OUTSIDE_RULES
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.models.networks.packed_linear import pack_for_decoding

@@ -400,7 +400,7 @@ def save_device(profiled: ProfiledModel, rows: Sequence[Row], compute: Compute, 
         samples,
         name=path.stem,
         about=device_in_words(
-            {"machine": machine_block()} | compute_block(compute, model.engine.compile)
+            {"machine": machine_block()} | compute_block(compute, compiled=model.engine.compile)
         ),
         kind="gpu" if is_gpu else "cpu",
         weight_bytes=weight_bytes,

@@ -11,7 +11,7 @@ import pandas as pd
 
 from lantern_bench.analysis.cells import NOTE_SEPARATOR
 from lantern_bench.analysis.labels import BOUNDS
-from lantern_bench.analysis.published import _FROM_SPEED
+from lantern_bench.analysis.published import FROM_SPEED
 from lantern_bench.analysis.quality import OUTSIDE
 from lantern_bench.analysis.speed import SPEEDUPS
 from lantern_bench.methods.catalog import METRICS, ON_CURVES, PARAMETERS
@@ -20,11 +20,10 @@ from lantern_bench.storage.schema import CELL_COLUMNS, TABLES
 
 FORMATS = {
     **dict.fromkeys(
-        ("speedup", "speedup_over_lossless", "speedup_published", "speedup_measured"),
+        ("speedup", "speedup_over_lossless", "speedup_measured"),
         ("{:.2f}", "x"),
     ),
     "speedup_error": ("{:+.1%}", ""),
-    "speedup_difference": ("{:+.2f}", "x"),
     **dict.fromkeys(
         ("mean_accepted_length", "mal_uncut", "accepted_drafts", "step_compression"), ("{:.2f}", "")
     ),
@@ -352,7 +351,7 @@ def side_by_side(table: pd.DataFrame) -> pd.DataFrame:
         )
     text = pd.DataFrame(list(lines.values())).fillna("")
     measured = [
-        head for head in map(head_of, (*_FROM_SPEED, *METRICS)) if head in text and text[head].any()
+        head for head in map(head_of, (*FROM_SPEED, *METRICS)) if head in text and text[head].any()
     ]
     heads = [f"{head}{end}" for head in measured for end in ("", " official", " published")]
     # The cell comes last: a narrow terminal repeats the names before the figures.

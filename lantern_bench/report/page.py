@@ -317,7 +317,7 @@ def _pictures(
 def _image_scores(run: RunData) -> Mapping[str, dict[str, float]]:
     """The figures of each image, by record key, from the first protocol that has them."""
     scores: defaultdict[str, dict[str, float]] = defaultdict(dict)
-    for protocol in sort_scores(run.scores).values():
+    for protocol in sort_scores(run.scores).protocols.values():
         for key, row in protocol.images.items():
             scores[key] = {
                 name: row[name] for name in OF_IMAGES if row.get(name) is not None

@@ -184,8 +184,10 @@ def _write(shards: Sequence[_Shard], folder: Path, name: str) -> None:
     sessions: list[Row] = []
     processes = 0  # of the shards so far: processes of different shards are different
     for shard in shards:
-        for session in shard.manifest.get("sessions", []):
-            sessions.append(session | {"process": processes + session["process"]})
+        sessions += [
+            session | {"process": processes + session["process"]}
+            for session in shard.manifest.get("sessions", [])
+        ]
         for row in shard.records:
             records.append(row | {"process": processes + row["process"]})
             if row["image"]:

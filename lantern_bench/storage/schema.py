@@ -1,6 +1,7 @@
-"""Every column of every table, declared once, in the order of the files; docs/results-format.md is made from it.
+"""Every column of every table, declared once, in the order of the files.
 
 A quantity has one name in code, flag, column, axis and documentation: the one declared here.
+docs/results-format.md is written from this file.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ Row: TypeAlias = dict[str, Any]
 
 
 class Column(NamedTuple):
-    """One column; `dtype` is `string`, `int`, `float`, `bool`, `list[int]`, `list[list[int]]` or `list[float]`."""
+    """One column of a table."""
 
     name: str
-    dtype: str
+    dtype: str  # string, int, float, bool, list[int], list[list[int]] or list[float]
     unit: str
     meaning: str
 
@@ -51,19 +52,39 @@ def text(name: str, meaning: str) -> Column:
 
 
 def count(name: str, unit: str, meaning: str) -> Column:
-    """Return a column of whole numbers."""
+    """Return a column of whole numbers.
+
+    Args:
+        name: The name of the column.
+        unit: The unit, empty without one.
+        meaning: What the numbers are.
+    """
     return Column(name=name, dtype="int", unit=unit, meaning=meaning)
 
 
 def number(name: str, unit: str, meaning: str) -> Column:
-    """Return a column of real numbers."""
+    """Return a column of real numbers.
+
+    Args:
+        name: The name of the column.
+        unit: The unit, empty without one.
+        meaning: What the numbers are.
+    """
     return Column(name=name, dtype="float", unit=unit, meaning=meaning)
 
 
 def figure(
-    name: str, unit: str, meaning: str, interval: str = "95 % interval"
+    name: str, unit: str, meaning: str, interval: str = "95% interval"
 ) -> tuple[Column, Column, Column]:
-    """Return an uncertain figure with the two ends of its interval."""
+    """Return the columns of an uncertain figure and of the two ends of its interval.
+
+    Args:
+        name: The name of the figure; `_low` and `_high` are appended for the ends.
+        unit: The unit, empty without one.
+        meaning: What the figure is.
+        interval: What the interval is. Figures made of seconds have `REPEAT`. All others have
+            95% confidence intervals over prompts.
+    """
     return (
         number(name, unit, meaning),
         number(f"{name}_low", unit, f"lower end of the {interval} of {name}"),
@@ -71,8 +92,7 @@ def figure(
     )
 
 
-REPEAT = "interval of 95 % of repeats on this machine in the same state"
-"""Figures made of seconds: where a repeat has its figure. All others: a 95 % confidence interval over prompts."""
+REPEAT = "95% prediction interval for a repeat on this machine"
 
 _SPEEDUP = figure(
     name="speedup",
@@ -89,10 +109,31 @@ _OVER_LOSSLESS = (
     ),
     text("lossless_cell", "fastest lossless cell of the run with the cell's model and sampling"),
 )
-CHECKSUM = text("checksum", "of the line's bytes in front of it: SHA-256, the first 16 hex digits")
+_MODEL = text("model", "name of the model")
+_CELL = text("cell_id", "the cell")
+_METHOD = (
+    text("method", "the mode"),
+    text("parameters", "what is set beyond the mode, for reading"),
+)
+_ACCEPTED_LENGTH = figure(
+    "mean_accepted_length", "tokens/step", "tokens committed per step, bonus token included"
+)
+_PROTOCOL_VERSION = count(
+    "protocol_version", "", "version of the protocol, which the manifest describes"
+)
+CHECKSUM = text("checksum", "first 16 hex digits of the SHA-256 of the line's bytes before it")
 _DISTURBED = count(
     "disturbed", "images", "images whose threads lacked a core; empty where not recorded"
 )
+
+NOTE = text("note", "why a figure is missing, or what to know about it")
+
+
+def _parameter_columns() -> Iterator[Column]:
+    for name, parameter in PARAMETERS.items():
+        if parameter.column is not None:
+            dtype, unit = parameter.column
+            yield Column(name, dtype, unit, meaning=parameter.help.rstrip("."))
 
 
 CELL_COLUMNS: tuple[Column, ...] = (
@@ -101,22 +142,16 @@ CELL_COLUMNS: tuple[Column, ...] = (
     text("drafting", ", ".join(f"{name} ({row.about})" for name, row in DRAFTINGS.items())),
     text("tree", "name of the static tree, or nodes, depth and beam of the dynamic one"),
     text("rule", f"acceptance rule: {', '.join(RULES)}"),
-    *(
-        Column(key, *row.column, row.help.rstrip("."))
-        for key, row in PARAMETERS.items()
-        if row.column
-    ),
+    *_parameter_columns(),
     count("batch", "images", "images decoded at once"),
-    text("model", "name of the model"),
+    _MODEL,
 )
-
-NOTE = text("note", "why a figure is missing, or what to know about it")
 
 
 # ---- The tables of `lantern-bench certify`: the certificate, its power, and the audit
 
 _CERTIFICATE = (
-    text("model", "name of the model"),
+    _MODEL,
     text("check", "what is checked"),
     text("setting", "how it was decoded"),
     text("figure", "what the number is"),
@@ -128,7 +163,7 @@ _CERTIFICATE = (
 )
 
 _LOSSLESS_TESTS = (
-    text("model", "name of the model"),
+    _MODEL,
     text("setting", "how it was decoded, and whether on the tables or with the model"),
     text("test", "the test (docs/algorithms.md, section 6)"),
     number("p_value", "", "its p-value"),
@@ -143,7 +178,7 @@ _LOSSLESS_TESTS = (
 )
 
 _POWER = (
-    text("model", "name of the model"),
+    _MODEL,
     text("fault", "what is wrong on purpose"),
     text("setting", "how it was decoded"),
     text("tested_on", "tables or model"),
@@ -154,7 +189,7 @@ _POWER = (
     count(
         "images_needed",
         "images",
-        "estimate from p_value where nothing rejects it and p_value is below .05",
+        "estimate from p_value where nothing rejects it and p_value is below 0.05",
     ),
 )
 
@@ -171,7 +206,7 @@ _AUDIT = (
     number(
         "p_holm",
         "",
-        "smallest p-value of its tests, corrected for all tests of claims that say lossless",
+        "smallest p-value of its tests, corrected for the tests of all claims to be lossless",
     ),
     number("p_first", "", "G-test of the first two tokens on the tables"),
     number("p_joint", "", "G-test of the first three tokens on the tables"),
@@ -197,81 +232,69 @@ _AUDIT = (
 )
 
 
-def _quality_of(name: str) -> tuple[Column, ...]:
-    """A quality figure with its interval, and what it is compared with ar by."""
-    metric = METRICS[name]
-    columns = list(figure(name, "", metric.meaning))
-    if metric.has_spread:
-        columns += figure(
-            f"{name}_ar_spread",
-            "",
-            f"ar's own spread: {name} of further ar images, same prompts, other seeds",
-        )
-        columns += _verdict(name)
-    if metric.is_paired:
-        columns += figure(
-            f"{name}_vs_ar",
-            "",
-            f"{name} minus that of ar, a mean over its sets, over the same prompts",
-        )
-        p_value = f"two-sided p-value of {name}_vs_ar: cell and sets exchanged within prompts"
-        columns.append(number(f"{name}_vs_ar_p", "", p_value))
-    return (*columns, *_extras(metric))
+def _quality_columns(names: Iterable[str]) -> Iterator[Column]:
+    """Yield each quality figure with its interval and its comparison with ar."""
+    for name in names:
+        metric = METRICS[name]
+        yield from figure(name, "", metric.meaning)
+        if metric.has_spread:
+            spread = f"{name} of further ar images of the same prompts with other seeds"
+            yield from figure(f"{name}_ar_spread", "", spread)
+            yield from _verdict(name)
+        if metric.is_paired:
+            difference = f"{name} minus {name} of ar (mean over its sets) for the same prompts"
+            yield from figure(f"{name}_vs_ar", "", difference)
+            p_value = f"two-sided p-value of {name}_vs_ar: cell and sets exchanged within prompts"
+            yield number(f"{name}_vs_ar_p", "", p_value)
+        yield from _extras(metric)
 
 
-def _extras(metric: Metric) -> tuple[Column, ...]:
-    return tuple(Column(*column) for column in metric.extras)
+def _extras(metric: Metric) -> Iterator[Column]:
+    for name, dtype, unit, meaning in metric.extras:
+        yield Column(name, dtype, unit, meaning=meaning)
 
 
 def _verdict(name: str) -> tuple[Column, Column]:
     return (
         text(f"{name}_verdict", f"{name} against ar's own spread: within or outside"),
         number(
-            f"{name}_detectable", "", f"shift of {name} that would be outside with probability .8"
+            f"{name}_detectable", "", f"shift of {name} that would be outside with probability 0.8"
         ),
     )
 
 
-def _beside_paper(name: str) -> tuple[Column, Column]:
-    return (
-        number(
-            f"{name}_published",
-            "",
-            f"the published {name}, where the experiment names a paper's table",
-        ),
-        number(f"{name}_difference", "", f"{name} minus the published one"),
-    )
+def _score_columns() -> Iterator[Column]:
+    """Yield the columns of metrics of sets.
 
-
-def _scores_of(metric: Metric) -> tuple[Column, ...]:
-    """The columns of a metric of sets in rows of level cell and, as centre and ends of the spread, ar_spread."""
-    also = f"; of an image: {metric.image_meaning}" if metric.image_meaning else ""
-    meaning = f"{metric.meaning} (levels cell and ar_spread{also})"
-    return (*figure(metric.name, "", meaning), *_extras(metric))
-
-
-_SCORERS = {
-    "fid_features": f"feature extractor behind {listed([name for name in IN_SUMMARY if name in OF_SETS])}",
-    "clip_model": f"CLIP model behind {listed([name for name in IN_SUMMARY if name in OF_IMAGES])}",
-}
+    A row of level cell holds the figure and its interval, a row of level ar_spread the centre and
+    the ends of the spread.
+    """
+    for name in OF_SETS:
+        metric = METRICS[name]
+        levels = "levels cell and ar_spread"
+        if metric.image_meaning:
+            levels += f"; of an image: {metric.image_meaning}"
+        yield from figure(name, "", f"{metric.meaning} ({levels})")
+        yield from _extras(metric)
 
 
 def _summary_of_quality() -> Iterator[Column]:
-    """The metrics of the summary, each with the published figure; a scorer stands behind its first metric."""
-    scorers = dict(_SCORERS)
+    """Yield the metrics of the summary; a scorer follows its first metric."""
+    of_sets = listed([name for name in IN_SUMMARY if name in OF_SETS])
+    of_images = listed([name for name in IN_SUMMARY if name in OF_IMAGES])
+    scorers = {
+        "fid_features": f"feature extractor behind {of_sets}",
+        "clip_model": f"CLIP model behind {of_images}",
+    }
     for name in IN_SUMMARY:
         metric = METRICS[name]
         yield from figure(name, "", metric.meaning)
         if metric.has_spread:
             yield from _verdict(name)
-        yield from _extras(metric) if name in OF_TOKENS else _beside_paper(name)
+        if name in OF_TOKENS:
+            yield from _extras(metric)
         if metric.scored_by in scorers:
-            yield Column(
-                name=metric.scored_by,
-                dtype="string",
-                unit="",
-                meaning=scorers.pop(metric.scored_by),
-            )
+            yield text(metric.scored_by, scorers.pop(metric.scored_by))
 
 
 _PHASES = {"draft": "drafting", "target": "target", "verify": "verification"}
@@ -294,7 +317,7 @@ _RECORDS = (
     count(
         "process", "", "process that made the image, counted over the sessions of the run, from 0"
     ),
-    text("device", "name of the device that made the image: the GPU, else the CPU"),
+    text("device", "name of the GPU or CPU that made the image"),
     text("device_id", "tells devices of one name apart; a hash that names no host"),
     count("clock_mhz", "MHz", "clock of the device just after decoding, read at most every 10 s"),
     count("clock_max_mhz", "MHz", "its highest clock"),
@@ -370,7 +393,7 @@ _RECORDS = (
         name="disturbed",
         dtype="bool",
         unit="",
-        meaning="whether threads lacked a core for more than 5 % of seconds",
+        meaning="whether threads lacked a core for more than 5% of seconds",
     ),
     count("attempts", "", "times the image was decoded; seconds are of the least disturbed"),
     count("peak_memory_bytes", "bytes", "peak memory while decoding"),
@@ -386,15 +409,15 @@ _SCORES = (
     count("schema_version", "", "version of this schema"),
     text(
         "level",
-        "what the row scores: image, cell, ar_spread (ar with other seeds), or tokens (of an image)",
+        "what the row scores: image, cell, ar_spread (ar with other seeds) or tokens of an image",
     ),
     text("protocol", "name of the scoring protocol; empty at level tokens"),
-    count("protocol_version", "", "version of the protocol; the manifest holds what it says"),
+    _PROTOCOL_VERSION,
     text("cell_id", "the cell; at level ar_spread the first ar cell"),
     text("record_key", "the image's record (levels image and tokens)"),
     *(number(name, "", f"{METRICS[name].image_meaning} (level image)") for name in OF_IMAGES),
     text("clip_model", "the CLIP or reward model and its weights"),
-    *(column for name in OF_SETS for column in _scores_of(METRICS[name])),
+    *_score_columns(),
     count("n", "images", "pictures scored (level cell), or of one set (level ar_spread)"),
     count("ar_spread_sets", "sets", "sets of ar images with different seeds (level ar_spread)"),
     text("extractor", "feature extractor and its weights (level cell)"),
@@ -402,15 +425,15 @@ _SCORES = (
     count(
         "tokens", "tokens", "tokens of the image that are not forced (level tokens, as all below)"
     ),
-    count("impossible_tokens", "tokens", "those that the target cannot give"),
+    count("impossible_tokens", "tokens", "tokens that the target cannot give"),
     count(
         "mismatched_tokens",
         "tokens",
-        "at temperature 0: those that are not the target's most likely",
+        "at temperature 0, tokens that are not the target's most likely",
     ),
     number("entropy", "nats", "mean entropy of the target's distributions"),
-    number("largest_p", "", "their mean largest probability"),
-    number("ten_largest_p", "", "the mean sum of their ten largest probabilities"),
+    number("largest_p", "", "mean largest probability of these distributions"),
+    number("ten_largest_p", "", "mean sum of their ten largest probabilities"),
     text("features", "names of the features of a token"),
     Column(
         name="feature_sums",
@@ -430,10 +453,8 @@ _SPEED = (
         "held_up", "images", "images whose seconds count less here than in the records (Intervals)"
     ),
     *figure(name="latency_s", unit="s", meaning="mean seconds per image", interval=REPEAT),
-    *(
-        number(f"latency_p{n}_s", "s", f"{n}th percentile of the seconds per image")
-        for n in (50, 95)
-    ),
+    number("latency_p50_s", "s", "50th percentile of the seconds per image"),
+    number("latency_p95_s", "s", "95th percentile of the seconds per image"),
     number("tokens_per_s", "tokens/s", "tokens kept per second"),
     *_SPEEDUP,
     *_OVER_LOSSLESS,
@@ -442,9 +463,7 @@ _SPEED = (
         "tokens/forward",
         "tokens kept per target forward, prefill included; 1 for ar",
     ),
-    *figure(
-        "mean_accepted_length", "tokens/step", "tokens committed per step, bonus token included"
-    ),
+    *_ACCEPTED_LENGTH,
     number("mal_uncut", "tokens/step", "the same with last steps uncut, as published code counts"),
     number("accepted_drafts", "tokens/step", "drafts accepted per step, bonus token not counted"),
     number("acceptance_rate", "", "depths accepted / depths offered"),
@@ -459,16 +478,16 @@ _SPEED = (
 _QUALITY = (
     *CELL_COLUMNS,
     *_IMAGES,
-    *(column for name in OF_TOKENS for column in _quality_of(name)),
-    *(column for name in OF_SETS for column in _quality_of(name)),
+    *_quality_columns(OF_TOKENS),
+    *_quality_columns(OF_SETS),
     count("ar_spread_sets", "sets", "sets of ar images behind the columns *_ar_spread"),
-    *(column for name in OF_IMAGES for column in _quality_of(name)),
+    *_quality_columns(OF_IMAGES),
     count("ar_sets", "sets", "sets of ar images (seed_set) whose mean *_vs_ar compares with"),
     text("fid_features", f"feature extractor behind {listed(OF_SETS)}"),
     text("clip_model", "CLIP model behind clip_score, or the reward model"),
     text("reference", "reference set"),
     text("protocol", "name of the scoring protocol"),
-    count("protocol_version", "", "version of the protocol; the manifest holds what it says"),
+    _PROTOCOL_VERSION,
     number("neighbour_mass", "", "mean neighbour mass per accepted draft"),
     NOTE,
 )
@@ -477,8 +496,12 @@ _ACCEPTANCE = (
     *CELL_COLUMNS,
     text("axis", "depth (of the tree) or position (in the image)"),
     count("index", "", "the depth, from 1, or the position, from 0"),
-    count("offered", "steps", "steps whose walk stood there with a child to try"),
-    count("accepted", "steps", "those of them that moved on"),
+    count(
+        "offered",
+        "steps",
+        "steps that reached this depth or position with a draft token left to test",
+    ),
+    count("accepted", "steps", "offered steps that accepted a draft token there"),
     *figure("rate", "", "accepted / offered"),
     NOTE,
 )
@@ -492,7 +515,7 @@ _LENGTHS = (
 
 _COMPARISON = (
     text("cell_id", "the cell, the same in both runs"),
-    text("model", "name of the model"),
+    _MODEL,
     text("quantity", "what is compared, by the name of its column"),
     text("protocol", "scoring protocol behind a quality figure"),
     number("a", "", "the figure in the first run, over the pairs"),
@@ -503,7 +526,8 @@ _COMPARISON = (
     number("p_holm", "", "the same after Holm, over all comparisons of the table"),
     text(
         "verdict",
-        "better, worse, not distinguishable; by --margin: equivalent, not settled; empty: not tested",
+        "better, worse, not distinguishable; with --margin equivalent, not settled; "
+        "empty: not tested",
     ),
     count("pairs", "images", "(prompt, repeat) pairs that both runs have"),
     count("prompts", "prompts", "prompts among them"),
@@ -511,43 +535,38 @@ _COMPARISON = (
 )
 
 _RECOMMENDATION = (
-    text("model", "name of the model"),
-    text("cell_id", "the cell"),
+    _MODEL,
+    _CELL,
     *_SPEEDUP,
     *_OVER_LOSSLESS[:3],
     text("condition", "limit of a column of `quality`, which its whole interval must keep"),
     *figure("measured", "", "the figure"),
     text(
         "verdict",
-        "keeps, lossless (keeps every condition), or not settled and how many images would settle it",
+        "keeps, lossless (keeps every condition), "
+        "or not settled and how many images would settle it",
     ),
     count("images", "images", "images behind the figure"),
     NOTE,
 )
 
 _SUMMARY = (
-    text("cell_id", "the cell"),
-    text("model", "name of the model"),
-    text("method", "the mode"),
-    text("parameters", "what is set beyond the mode, for reading"),
+    _CELL,
+    _MODEL,
+    *_METHOD,
     *_IMAGES,
     _DISTURBED,
     *_SPEEDUP,
-    *_beside_paper("speedup"),
     *_OVER_LOSSLESS,
-    *figure(
-        "mean_accepted_length", "tokens/step", "tokens committed per step, bonus token included"
-    ),
-    *_beside_paper("mean_accepted_length"),
+    *_ACCEPTED_LENGTH,
     *_summary_of_quality(),
     NOTE,
 )
 
 _REPRODUCTION = (
     text("cell_id", "the cell; empty for a published row that no cell stands for"),
-    text("model", "name of the model"),
-    text("method", "the mode"),
-    text("parameters", "what is set beyond the mode, for reading"),
+    _MODEL,
+    *_METHOD,
     text("residual", "residual after a relaxed rejection: exact or official"),
     *_IMAGES,
     text("paper_row", "the published row that stands beside the cell"),
@@ -619,29 +638,30 @@ def columns(table: str) -> tuple[Column, ...]:
     return TABLES[table]
 
 
-ENDS = ("", "_low", "_high")  # of the columns of a figure and of its interval
+ENDS = ("", "_low", "_high")  # endings of the names of a figure and of its interval
 
+# ---- Tables as DataFrames and as files
 
-# ---- All tables of a run, as DataFrames and as files
-
-_FORMULA = tuple("=+-@\t\r")
+_DTYPES = {"string": "string", "int": "Int64", "float": "float64"}
+_FORMULA = ("=", "+", "-", "@", "\t", "\r")  # begin a text that spreadsheets run as a formula
 
 
 def frame(table: str, rows: Iterable[Row]) -> pd.DataFrame:
-    """Return rows as a DataFrame with exactly the columns and types that the schema declares for `table`.
+    """Return rows as a DataFrame with exactly the declared columns and types.
 
-    A row may leave columns out; a key that is no column raises `ValueError`.
+    A row may leave columns out. A key that is no column raises `ValueError`.
     """
     import pandas as pd
 
-    dtypes = {"string": "string", "int": "Int64", "float": "float64"}
-    listed = list(rows)
-    types = {column.name: dtypes[column.dtype] for column in columns(table)}
-    if unknown := {key for row in listed for key in row} - types.keys():
+    given = list(rows)
+    dtypes = {column.name: _DTYPES[column.dtype] for column in columns(table)}
+    unknown = set[str]().union(*given) - dtypes.keys()
+    if unknown:
         raise ValueError(f"not in the schema of {table}: {', '.join(sorted(unknown))}")
-    return pd.DataFrame(
-        {c: pd.Series([row.get(c) for row in listed], dtype=kind) for c, kind in types.items()}
-    )
+    series = {}
+    for name, dtype in dtypes.items():
+        series[name] = pd.Series([row.get(name) for row in given], dtype=dtype)
+    return pd.DataFrame(series)
 
 
 def write_csv(table: pd.DataFrame, path: Path) -> None:
@@ -650,17 +670,18 @@ def write_csv(table: pd.DataFrame, path: Path) -> None:
 
 
 def csv_text(table: pd.DataFrame) -> str:
-    """Return a table as CSV: 6 significant digits, missing is empty.
+    """Return a table as CSV with 6 significant digits; missing values are empty.
 
     A text that a spreadsheet would run as a formula begins with an apostrophe.
     """
-    safe = {
-        str(name): values.map(_no_formula)
-        for name, values in table.items()
-        if values.dtype.kind == "O"
-    }
-    return str(table.assign(**safe).to_csv(index=False, float_format="%.6g", lineterminator="\n"))
+    safe = table.copy()
+    for name, values in table.items():
+        if values.dtype.kind == "O":
+            safe[name] = values.map(_no_formula)
+    return str(safe.to_csv(index=False, float_format="%.6g", lineterminator="\n"))
 
 
 def _no_formula(value: Any) -> Any:
-    return f"'{value}" if isinstance(value, str) and value[:1] in _FORMULA else value
+    if isinstance(value, str) and value.startswith(_FORMULA):
+        return f"'{value}"
+    return value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -28,26 +29,35 @@ from lantern_bench.utils.text import one_line
 
 Batch: TypeAlias = tuple[ImageTask, ...]
 
-_MAX_ATTEMPTS = 3  # how often a disturbed batch is decoded at most
-_MAX_REPEAT_SHARE = 0.25  # what repetitions may add to the decoding time of a session
+_ERROR_LENGTH = 2000  # characters of an error that a record or a manifest keeps
+_MAX_ATTEMPTS = 3  # of a disturbed batch, the first one included
+_MAX_REPEAT_SHARE = 0.25  # seconds of further attempts by seconds of first attempts in a session
 
 
 class Result(NamedTuple):
-    """What a worker hands to the store: an image that was decoded, or failed."""
+    """A decoded or failed image, ready to be stored."""
 
     task: ImageTask
-    columns: Mapping[str, Any]  # what its record adds to the columns of its task
+    columns: Mapping[str, Any]  # of its record, beside the columns of its task
     png: bytes | None  # the PNG file; None for an image that failed
 
 
 class Decoder:
-    """Decodes the batches of a run on one device and writes nothing; counts what it does in `session`."""
+    """Decodes the batches of a run on one device; writes no files.
+
+    Args:
+        models: The loaded models by name.
+        compute: Their device and dtype.
+        session: The entry of this process in the manifest, which counts images and seconds.
+        repeat_disturbed: Whether disturbed batches are decoded again.
+    """
 
     def __init__(
         self,
         models: Mapping[str, LoadedModel],
         compute: Compute,
         session: dict[str, Any],
+        *,
         repeat_disturbed: bool,
     ) -> None:
         self.session = session
@@ -56,17 +66,17 @@ class Decoder:
         self._repeat_disturbed = repeat_disturbed
 
     def warm_up(self, batches: Iterable[Batch]) -> Iterator[Note]:
-        """Decode a part of each kind of batch, outside all records; yield a note about it."""
-        kinds: dict[Any, Batch] = {}  # cells that differ only in a tensor bound share programs
+        """Decode a part of each kind of batch, which makes no records; yield a note about it."""
+        # Cells that differ only in a tensor bound share programs.
+        kinds: dict[Any, Batch] = {}
         for batch in batches:
-            kinds.setdefault(
-                (batch[0].cell.model, sampling_key(batch[0].cell.decoding), len(batch)), batch
-            )
+            cell = batch[0].cell
+            kinds.setdefault((cell.model, sampling_key(cell.decoding), len(batch)), batch)
         for batch in kinds.values():
             signals.check()
-            # A quarter of an image compiles all steps; without compiling, a few steps load the code.
+            # A quarter of an image compiles all steps; without compiling, a few steps load code.
             cell = batch[0].cell
-            model = self._models[batch[0].cell.model]
+            model = self._models[cell.model]
             compiled = model.engine.compile
             tokens = max(1, model.target.image_tokens // (4 if compiled else 16))
             row: dict[str, Any] = {
@@ -79,66 +89,71 @@ class Decoder:
                 images = decode_batch(model, batch, self._compute, tokens=tokens)
                 row["seconds"] = sum(image.seconds for image in images)
             except (RuntimeError, MemoryError) as error:
-                # the images of the cell fail the same way and record it
-                row["error"] = one_line(error, most=2000)
+                # The images of the cell fail the same way and record it.
+                row["error"] = one_line(error, most=_ERROR_LENGTH)
             self.session["warm_up"].append(row)
-            text = f"{'compiled' if compiled else 'warm-up of'} {cell.cell_id}: {row['seconds'] or 0.0:.1f} s"
-            yield Note(text, level="info" if compiled else "detail")
+            took = f"{cell.cell_id}: {row['seconds'] or 0.0:.1f} s"
+            if compiled:
+                yield Note(f"compiled {took}")
+            else:
+                yield Note(f"warm-up of {took}", level="detail")
 
     def decode(self, batch: Batch, missing: Sequence[ImageTask]) -> Iterator[Result]:
-        """Decode a whole batch, so that the arithmetic is the same, and yield the results of `missing`."""
-        session = self.session
-        compute = self._compute
+        """Decode a batch and yield the results of its `missing` images.
+
+        The whole batch is decoded even if some of its images are done, because the arithmetic
+        depends on the batch.
+        """
         model = self._models[batch[0].cell.model]
         try:
             with signals.delayed():
                 attempts = self._attempts(model, batch)
         except (RuntimeError, MemoryError) as error:
-            if compute.device.type == "cuda":
+            if self._compute.device.type == "cuda":
                 torch.cuda.empty_cache()
-            for task in missing:
-                session["failed"] += 1
-                columns = {
-                    "status": "failed",
-                    "error": one_line(error, most=2000),
-                    "process": session["process"],
-                }
-                yield Result(task, columns, None)
+            yield from self._failed(missing, error)
             return
         least_disturbed = min(attempts, key=lambda images: images[0].lost_share(len(batch)))
         images = dict(zip(batch, least_disturbed, strict=True))
-        common = {
-            "process": session["process"],
-            "attempts": len(attempts),
-            **machine.device_columns(compute.device),
-        }
         for task in missing:
-            png = images[task].png()
-            session["images"] += 1
-            digest = {"image_sha256": hashlib.sha256(png).hexdigest()}
-            yield Result(task, images[task].columns(len(batch)) | digest | common, png)
+            image = images[task]
+            png = image.png()
+            self.session["images"] += 1
+            columns = image.columns(len(batch)) | machine.device_columns(self._compute.device)
+            columns["image_sha256"] = hashlib.sha256(png).hexdigest()
+            columns["process"] = self.session["process"]
+            columns["attempts"] = len(attempts)
+            yield Result(task, columns, png)
+
+    def _failed(self, tasks: Sequence[ImageTask], error: Exception) -> Iterator[Result]:
+        for task in tasks:
+            self.session["failed"] += 1
+            columns = {
+                "status": "failed",
+                "error": one_line(error, most=_ERROR_LENGTH),
+                "process": self.session["process"],
+            }
+            yield Result(task, columns, None)
 
     def _attempts(self, model: LoadedModel, batch: Batch) -> list[list[DecodedImage]]:
-        """Decode a batch until an attempt is undisturbed, within bounds on their number and time."""
-        attempts: list[list[DecodedImage]] = []
+        """Decode a batch until an attempt is undisturbed, within bounds on number and time."""
         session = self.session
-        while not attempts or (
+        first = decode_batch(model, batch, self._compute)
+        session["first_seconds"] += sum(image.seconds for image in first)
+        attempts = [first]
+        while (
             self._repeat_disturbed
             and len(attempts) < _MAX_ATTEMPTS
             and attempts[-1][0].lost_share(len(batch)) > DISTURBED
             and session["again_seconds"] <= _MAX_REPEAT_SHARE * session["first_seconds"]
         ):
             images = decode_batch(model, batch, self._compute)
-            if attempts and any(
-                not torch.equal(a.tokens, b.tokens)
-                for a, b in zip(attempts[0], images, strict=True)
-            ):
+            pairs = zip(first, images, strict=True)
+            if not all(torch.equal(a.tokens, b.tokens) for a, b in pairs):
                 if self._compute.device.type == "cpu":
                     raise RuntimeError("decoding a disturbed image again gave other tokens")
                 break  # uncompiled steps of a GPU may round differently; the first attempt counts
-            session["again_seconds" if attempts else "first_seconds"] += sum(
-                image.seconds for image in images
-            )
+            session["again_seconds"] += sum(image.seconds for image in images)
             attempts.append(images)
         return attempts
 
@@ -151,8 +166,16 @@ def decode_batch(
     tokens: int | None = None,
     logits: bool = False,
 ) -> list[DecodedImage]:
-    """Decode images of one cell as one batch, then their pixels unless `tokens` ends them early."""
-    decoding = batch[0].cell.decoding
+    """Decode images of one cell as one batch, then their pixels.
+
+    Args:
+        model: The model of the cell.
+        batch: The images.
+        compute: The device and dtype of the model.
+        tokens: The number of tokens to decode, by default whole images. With it, images have no
+            pixels.
+        logits: Whether the images carry their guided logits.
+    """
     prompts = [task.prompt.text for task in batch]
     generators = [torch.Generator(compute.device).manual_seed(task.seed) for task in batch]
     with torch.inference_mode():
@@ -161,14 +184,14 @@ def decode_batch(
         decoded: list[Decoded] = decode(
             model=model,
             condition=condition,
-            decoding=decoding,
+            decoding=batch[0].cell.decoding,
             generators=generators,
             tokens=tokens,
             keep_logits=logits,
             engine=model.engine,
         )
         peak = peak_memory_bytes(compute.device)
-        seconds = 0.0
+        seconds = 0.0  # per image, of the pixels
         pixels: Sequence[torch.Tensor | None] = [None] * len(decoded)
         if tokens is None:
             stacked = torch.stack([image.tokens for image in decoded]).to(compute.device)
@@ -191,53 +214,82 @@ def decode_batch(
     ]
 
 
-# ---- Images of a few prompts outside a run, for lantern-bench generate
+# ---- Images of a few prompts outside a run, for `lantern-bench generate` and `api.decode`
 
 
 def tasks_of(
     cells: Sequence[Cell], seed: int, prompts: Sequence[str], images: int
 ) -> list[ImageTask]:
-    """Return the tasks of `images` images of each prompt, cell by cell."""
-    slots = [(prompt, repeat) for prompt in map(Prompt, prompts) for repeat in range(images)]
-    return [
-        ImageTask(
-            cell=cell,
-            prompt=prompt,
-            repeat=repeat,
-            seed=record_seed(
-                run_seed=seed, prompt_id=prompt.id, repeat=repeat, seed_set=cell.decoding.seed_set
-            ),
-            image_index=index,
-            order_index=index,
+    """Return the tasks of some images of each prompt, cell by cell.
+
+    Args:
+        cells: The cells, which all decode the same prompts.
+        seed: The seed of the run, from which each image gets its seed.
+        prompts: The prompts.
+        images: The number of images of each prompt.
+    """
+    slots = itertools.product(map(Prompt, prompts), range(images))
+    tasks = []
+    for cell, (index, (prompt, repeat)) in itertools.product(cells, enumerate(slots)):
+        image_seed = record_seed(seed, prompt.id, repeat, seed_set=cell.decoding.seed_set)
+        tasks.append(
+            ImageTask(
+                cell=cell,
+                prompt=prompt,
+                repeat=repeat,
+                seed=image_seed,
+                image_index=index,
+                order_index=index,
+            )
         )
-        for cell in cells
-        for index, (prompt, repeat) in enumerate(slots)
-    ]
+    return tasks
 
 
 def decode_tasks(
     model: LoadedModel, compute: Compute, tasks: Sequence[ImageTask], *, logits: bool = False
 ) -> Iterator[DecodedImage]:
-    """Yield the images one by one, without pixels if the model has no tokenizer."""
-    tokens = model.target.image_tokens if model.pixels is None else None
-    # A quarter of an image runs every program of a step more than once.
-    warm_up_tokens = max(16, model.target.image_tokens // 4)
-    warm_ups = [
-        (task, warm_up_tokens) for task in tasks if task.image_index == 0 and model.engine.compile
-    ]
-    for number, (task, count) in enumerate([*warm_ups, *((task, tokens) for task in tasks)]):
-        try:
-            images = decode_batch(model, [task], compute, tokens=count, logits=logits)
-        except (RuntimeError, MemoryError) as error:
-            raise RecordsFailedError(
-                f"{task.cell.cell_id}: {type(error).__name__}: {error}"
-            ) from error
-        if number >= len(warm_ups):
-            yield from images
+    """Decode images one by one; compiled programs are warmed up first.
+
+    Args:
+        model: The model of all tasks. Without a tokenizer, images have no pixels.
+        compute: The device and dtype of the model.
+        tasks: The images.
+        logits: Whether the images carry their guided logits.
+
+    Raises:
+        RecordsFailedError: An image cannot be decoded.
+    """
+    all_tokens = model.target.image_tokens
+    if model.engine.compile:
+        # A quarter of an image runs every program of a step more than once.
+        for task in tasks:
+            if task.image_index == 0:
+                _decode_task(model, compute, task, tokens=max(16, all_tokens // 4))
+    tokens = all_tokens if model.pixels is None else None
+    for task in tasks:
+        yield _decode_task(model, compute, task, tokens=tokens, logits=logits)
+
+
+def _decode_task(
+    model: LoadedModel,
+    compute: Compute,
+    task: ImageTask,
+    *,
+    tokens: int | None,
+    logits: bool = False,
+) -> DecodedImage:
+    try:
+        return decode_batch(model, [task], compute, tokens=tokens, logits=logits)[0]
+    except (RuntimeError, MemoryError) as error:
+        message = f"{task.cell.cell_id}: {type(error).__name__}: {error}"
+        raise RecordsFailedError(message) from error
 
 
 def picture_png(decoded: Sequence[DecodedImage], cells: Sequence[Cell]) -> bytes:
-    """Put all images into one PNG: a column per cell, a row per image, and the names of several cells above."""
+    """Put all images into one PNG: a column per cell, a row per image.
+
+    Where there are several cells, their names are written above the columns.
+    """
     rows = len(decoded) // len(cells)
     pixels = [image.pixels for image in decoded if image.pixels is not None]
     columns = [pixels[start : start + rows] for start in range(0, len(pixels), rows)]

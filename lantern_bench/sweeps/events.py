@@ -1,4 +1,4 @@
-"""What a sweep reports while it runs: every event goes to one callback, `emit(event)`."""
+"""Events of a sweep, which all go to one callback, and decoded images."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lantern_bench.storage.pictures import png_bytes, tokens_sha256
 
 
 class Started(NamedTuple):
-    """Decoding starts."""
+    """The first event of decoding."""
 
     finished: int  # images that the run directory already has
     to_do: Mapping[str, int]  # number of images to decode, by cell id
@@ -84,7 +84,10 @@ class DecodedImage:
         return None if self.picture is None else self.png()
 
     def lost_share(self, batch: int) -> float:
-        """Return by what share of its seconds a batch of so many images may have been held up."""
+        """Return the fraction of the decoding time that the threads of its batch lacked a core.
+
+        `batch` is the number of images that were decoded together.
+        """
         import torch
 
         seconds = self.trace.seconds * batch
@@ -93,12 +96,11 @@ class DecodedImage:
         return self.trace.usage.lost_seconds(seconds, torch.get_num_threads()) / seconds
 
     def columns(self, batch: int) -> dict[str, Any]:
-        """Return the columns of its record that say how it was decoded, in a batch of so many images."""
+        """Return the columns of its record that say how it was decoded, with `batch` images."""
         trace = self.trace
         phases = self.trace.phases
-        usage = self.trace.usage
         measured = sum(phases.get(name, 0.0) for name in ("draft", "target", "verify", "prefill"))
-        return {
+        return self._usage_columns(batch) | {
             "tokens": trace.tokens,
             "target_forwards": trace.target_forwards,
             "drafter_forwards": trace.drafter_forwards,
@@ -116,13 +118,23 @@ class DecodedImage:
             "verify_seconds": phases.get("verify", 0.0),
             "other_seconds": max(0.0, trace.seconds - measured),
             "pixel_seconds": self.pixel_seconds,
-            "cpu_seconds": usage and usage.cpu_seconds / batch,
-            "waited_seconds": usage and usage.waited_seconds and usage.waited_seconds / batch,
-            "steal_seconds": usage and usage.steal_seconds and usage.steal_seconds / batch,
-            "involuntary_switches": usage and usage.involuntary_switches,
-            "disturbed": usage and self.lost_share(batch) > DISTURBED,
             "peak_memory_bytes": self.peak_memory,
             "neighbour_mass": trace.neighbour_mass,
             "neighbour_mass_tried": trace.neighbour_mass_tried,
             "tokens_sha256": tokens_sha256(self.tokens),
+        }
+
+    def _usage_columns(self, batch: int) -> dict[str, Any]:
+        """Return the columns of the processor's counters, per image; none without counters."""
+        usage = self.trace.usage
+        if usage is None:
+            return {}
+        waited = usage.waited_seconds
+        steal = usage.steal_seconds
+        return {
+            "cpu_seconds": usage.cpu_seconds / batch,
+            "waited_seconds": None if waited is None else waited / batch,
+            "steal_seconds": None if steal is None else steal / batch,
+            "involuntary_switches": usage.involuntary_switches,
+            "disturbed": self.lost_share(batch) > DISTURBED,
         }

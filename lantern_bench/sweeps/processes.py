@@ -1,4 +1,4 @@
-"""Worker processes: the parent gives the prompts of a run to one new process after the other, and relays events."""
+"""Decode in worker processes, one after the other; the parent relays their events."""
 
 from __future__ import annotations
 
@@ -25,9 +25,8 @@ from lantern_bench.utils.errors import LanternError, RecordsFailedError
 from lantern_bench.utils.progress import Emit, Note, ProgressEvent
 from lantern_bench.utils.text import one_line
 
-SECONDS_TO_END = 30.0  # how long a worker that is asked to end may take, before it is killed
-# a worker that decodes sends None, between two steps, after so many seconds without an event
-_BEAT = 2.0
+SECONDS_TO_END = 30.0  # that a worker may take to end before it is killed
+_BEAT = 2.0  # seconds without an event after which a worker sends None, between two steps
 _POLL = 1.0  # seconds between two checks for signals
 _ADVICE = "Its finished images are kept. The same command continues."
 
@@ -37,16 +36,26 @@ class WorkerEndedError(RecordsFailedError):
 
 
 def decode_in_processes(request: Request, emit: Emit) -> int:
-    """Decode the missing images in new processes, one at a time; return how many failed."""
+    """Decode the missing images in new processes, one at a time.
+
+    Args:
+        request: The sweep, whose experiment says how many processes share its prompts.
+        emit: Receives the events of all workers as those of one run.
+
+    Returns:
+        The number of images that failed.
+
+    Raises:
+        RecordsFailedError: A worker has ended or hangs.
+        LanternError: Any error of a worker.
+    """
     done = done_images(request.folder)
     settings = request.experiment.settings
-    missing = replace(
-        request.plan, tasks=tuple(task for task in request.plan.tasks if task.key not in done)
-    )
-    # Without anything to do one worker still checks that the run can be continued.
-    plans = [
-        plan for plan in request.plan.deal(missing, settings.processes, settings.seed) if plan.tasks
-    ] or [missing]
+    tasks = tuple(task for task in request.plan.tasks if task.key not in done)
+    missing = replace(request.plan, tasks=tasks)
+    dealt = request.plan.deal(missing, settings.processes, settings.seed)
+    # If nothing is missing, one worker still checks that the run can be continued.
+    plans = [plan for plan in dealt if plan.tasks] or [missing]
     failed = 0
     notes = set[Note]()
     for number, plan in enumerate(plans, start=1):
@@ -54,21 +63,24 @@ def decode_in_processes(request: Request, emit: Emit) -> int:
         for event in events_of(_decode_missing, replace(request, plan=plan), name):
             match event:
                 case Started():
-                    counts = Counter(task.cell.cell_id for task in missing.tasks)
-                    event = Started(len(request.plan.tasks) - len(missing.tasks), counts)
+                    if number == 1:
+                        counts = Counter(task.cell.cell_id for task in tasks)
+                        emit(Started(len(request.plan.tasks) - len(tasks), counts))
+                case ProgressEvent():
+                    if number == 1:
+                        emit(event)
+                case Note():
+                    if event not in notes:
+                        emit(event)
+                    notes.add(event)
                 case ImageDone():
                     failed += event.failed
-                case Note():
-                    if event in notes:
-                        continue
-                    notes.add(event)
-            if number == 1 or not isinstance(event, Started | ProgressEvent):
-                emit(event)
+                    emit(event)
     return failed
 
 
 def _decode_missing(request: Request, emit: Emit) -> int:
-    # imports torch, which the parent does not need
+    # Imported here, because it imports torch, which the parent does not need.
     from lantern_bench.sweeps.runner import decode_missing
 
     return decode_missing(request, emit)
@@ -81,15 +93,24 @@ def events_of(
     *,
     stderr: IO[bytes] | None = None,
 ) -> Iterator[Event]:
-    """Start a worker that calls `work(request, emit)` and yield its events; it ends with this generator.
+    """Start a worker process and yield its events; the worker ends with this generator.
 
-    Raises the error that the worker raises, `WorkerEndedError` for one that dies, and `RecordsFailedError` for one that
-    gives no sign of life for `request.worker_timeout` seconds.
+    Args:
+        work: A function of a module, which the worker calls with the request and an `Emit`.
+        request: The sweep.
+        name: How errors call the worker.
+        stderr: Where the standard error of the worker goes, by default to that of the parent.
+
+    Raises:
+        WorkerEndedError: The worker process has ended without an error.
+        RecordsFailedError: It gave no sign of life for `request.worker_timeout` seconds.
+        LanternError: The error that the worker raised.
     """
     parent_end, worker_end = Pipe()
-    # A new interpreter does not run the parent's main module: a script that calls `sweep` needs no guard.
+    # A new interpreter does not import the parent's main module, so a script that calls `sweep`
+    # needs no guard.
     command = [sys.executable, "-m", __spec__.name, str(worker_end.fileno())]
-    # In a session of its own, Ctrl-C reaches only the parent, which ends the worker with one signal.
+    # In a separate session, Ctrl-C reaches only the parent, which ends the worker with one signal.
     worker = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -109,28 +130,26 @@ def events_of(
                     event = parent_end.recv()
                     last_sign = now()
                     if isinstance(event, LanternError):
+                        # A signal would interrupt its exit.
                         with contextlib.suppress(subprocess.TimeoutExpired):
-                            worker.wait(SECONDS_TO_END)  # a signal would interrupt its exit
+                            worker.wait(SECONDS_TO_END)
                         raise event
                     if event is not None:
-                        last_event = (
-                            event.task.image
-                            if isinstance(event, ImageDone)
-                            else type(event).__name__
-                        )
+                        last_event = type(event).__name__
+                        if isinstance(event, ImageDone):
+                            last_event = event.task.image
                         yield event
                 elif now() - last_sign > request.worker_timeout:
                     worker.kill()
-                    silence = f"no sign of life in {request.worker_timeout:g} s after {last_event}; it was ended"
+                    silence = f"no sign of life in {request.worker_timeout:g} s after {last_event}"
                     advice = f"{_ADVICE} --worker-timeout SECONDS waits longer."
-                    raise RecordsFailedError(f"{name} hangs: {silence}", advice)
-        if (code := worker.wait()) != 0:
-            end = (
-                f"was ended by {signal.Signals(-code).name}"
-                if code < 0
-                else f"ended with code {code}"
-            )
-            raise WorkerEndedError(f"{name} {end}", _ADVICE)
+                    raise RecordsFailedError(f"{name} hangs: {silence}; it was ended", advice)
+        code = worker.wait()
+        if code < 0:
+            signal_name = signal.Signals(-code).name
+            raise WorkerEndedError(f"{name} was ended by {signal_name}", _ADVICE)
+        if code > 0:
+            raise WorkerEndedError(f"{name} ended with code {code}", _ADVICE)
     finally:
         _end(worker)
         parent_end.close()
@@ -177,13 +196,9 @@ def serve(parent: Connection[Any, Any]) -> None:
     except Exception as error:
         # The parent may hide this process's standard error.
         frame = traceback.extract_tb(error.__traceback__)[-1]
-        line = f"{Path(frame.filename).name} line {frame.lineno}"
-        send(
-            LanternError(
-                f"internal, in {line}: {one_line(error, most=500)}",
-                "This is a bug in lantern-bench.",
-            )
-        )
+        place = f"{Path(frame.filename).name} line {frame.lineno}"
+        message = f"internal, in {place}: {one_line(error, most=500)}"
+        send(LanternError(message, "This is a bug in lantern-bench."))
 
 
 def _main(descriptor: int) -> int:

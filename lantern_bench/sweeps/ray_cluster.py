@@ -1,4 +1,7 @@
-"""Decode a request on a Ray cluster: one worker for each device, and one driver that stores what they decode."""
+"""Decode a request on a Ray cluster.
+
+One worker decodes on each device. One driver gives them shards and stores what they decode.
+"""
 
 from __future__ import annotations
 
@@ -28,18 +31,18 @@ from lantern_bench.sweeps.request import DEFAULT_CLUSTER, Request
 from lantern_bench.utils import signals
 from lantern_bench.utils.clock import collect_garbage, now, stamp
 from lantern_bench.utils.errors import LanternError, RecordsFailedError, RefusedError
-from lantern_bench.utils.progress import Emit, Note
+from lantern_bench.utils.progress import Emit, Note, ignore_events
 
 if TYPE_CHECKING:
     from lantern_bench.sweeps.decoder import Decoder, Result
 
 
-# prompts of a shard at most: each shard encodes its captions at once, and a lost worker costs a
-# shard
+# Most prompts of a shard: a shard encodes its captions at once, and a lost worker costs a shard.
 _PROMPTS = 16
-_SHARDS = 4  # shards for each worker, so that all workers end at about the same time
-_LOSSES = 3  # how often a shard may lose its worker, and a device its worker before the first image
-_PATIENCE = 60.0  # seconds without any device
+_SHARDS = 4  # shards per worker, so that all workers end at about the same time
+# How often a shard may lose its worker, and a device its worker before the first image.
+_LOSSES = 3
+_PATIENCE = 60.0  # seconds to wait for a device when there is none
 _LOOK = 2.0  # seconds between two looks at the nodes
 _RESUME = "Start or join a cluster; the same command continues."
 
@@ -63,9 +66,12 @@ def decode_on_ray(request: Request, emit: Emit) -> int:
 
 
 def _head_lost(request: Request, reason: str) -> RefusedError:
-    count = len(done_images(request.folder))
     message = f"the Ray cluster is lost: its head has ended or was started again ({reason})"
-    return RefusedError(f"{message}; {count} images are kept in {request.folder}", _RESUME)
+    return RefusedError(f"{message}; {_kept(request)}", _RESUME)
+
+
+def _kept(request: Request) -> str:
+    return f"{len(done_images(request.folder))} images are kept in {request.folder}"
 
 
 def drive(request: Request, emit: Emit) -> None:
@@ -73,13 +79,10 @@ def drive(request: Request, emit: Emit) -> None:
     import ray
 
     address = request.ray if request.ray != DEFAULT_CLUSTER else os.environ.get("RAY_ADDRESS")
-    emit(
-        Note(
-            f"joining the Ray cluster {address}"
-            if address
-            else "starting a Ray cluster on this machine"
-        )
-    )
+    if address:
+        emit(Note(f"joining the Ray cluster {address}"))
+    else:
+        emit(Note("starting a Ray cluster on this machine"))
     connect(address or "local")
     try:
         RayDriver(ray, request, emit).run()
@@ -92,9 +95,9 @@ def drive(request: Request, emit: Emit) -> None:
 
 
 class DeviceSlot(NamedTuple):
-    """What a worker takes of the cluster. `node` is None for a GPU, which Ray chooses."""
+    """The part of the cluster that a worker occupies."""
 
-    node: str | None
+    node: str | None  # None for a GPU, whose node Ray chooses
     cpus: int
     gpus: int
 
@@ -102,19 +105,25 @@ class DeviceSlot(NamedTuple):
 def slots_of(
     nodes: Iterable[dict[str, Any]], device: str, threads: int | None
 ) -> Counter[DeviceSlot]:
-    """Return the slots of live nodes: one for each GPU, if there are any; else one for each node with enough cores."""
+    """Return the slots of the live nodes and their number.
+
+    Args:
+        nodes: The nodes as `ray.nodes()` returns them.
+        device: `cuda` gives a slot per GPU, `cpu` a slot per node with enough cores. `auto` is
+            `cuda` where a node has a GPU.
+        threads: The cores that a worker on a CPU needs, by default one.
+    """
     resources = {str(node["NodeID"]): node["Resources"] for node in nodes if node["Alive"]}
-    on_gpus = device == "cuda" or (
-        device == "auto" and any(has.get("GPU", 0) >= 1 for has in resources.values())
-    )
+    has_gpu = any(has.get("GPU", 0) >= 1 for has in resources.values())
+    on_gpus = device == "cuda" or (device == "auto" and has_gpu)
     slots: Counter[DeviceSlot] = Counter()
     for node, has in resources.items():
         cores = int(has.get("CPU", 0))
         gpus = int(has.get("GPU", 0))
         if on_gpus and gpus:
-            slots[DeviceSlot(None, cores // gpus, 1)] += gpus
+            slots[DeviceSlot(None, cpus=cores // gpus, gpus=1)] += gpus
         elif not on_gpus and cores >= (threads or 1):
-            slots[DeviceSlot(node, cores, 0)] += 1
+            slots[DeviceSlot(node, cpus=cores, gpus=0)] += 1
     return slots
 
 
@@ -136,18 +145,21 @@ def connect(address: str) -> None:
             include_dashboard=dashboard,
         )
     except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
-        advice = "Start a cluster with `ray start --head`, or give --ray alone for a new one on this machine."
+        advice = (
+            "Start a cluster with `ray start --head`, "
+            "or give --ray alone for a new one on this machine."
+        )
         reason = " ".join(str(error).split())[:300]
         raise RefusedError(
             f"--ray {address}: the Ray cluster cannot be joined: {reason}", advice
         ) from error
     if threading.current_thread() is threading.main_thread():
-        # Ray has set its own, which ends the process at once
+        # Ray has set its own handler, which ends the process at once.
         signal.signal(signal.SIGTERM, on_terminate)
 
 
 def _answers(address: str) -> bool:
-    """Return whether something listens at `host:port`: Ray itself would try for a minute."""
+    """Return whether something listens at `host:port`; Ray itself would try for a minute."""
     host, _, port = address.rpartition(":")
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout=5):
@@ -157,9 +169,13 @@ def _answers(address: str) -> bool:
 
 
 def reason_of(error: Exception) -> str:
-    """Return why a worker was lost, without the addresses and numbers of nodes: manifests are published."""
+    """Return why a worker was lost.
+
+    Addresses and numbers of nodes are left out, because manifests are published.
+    """
     lines = [line.strip() for line in str(error).splitlines() if line and not line[0].isspace()]
-    text = " ".join(dict.fromkeys([*lines[:1], *lines[-1:]])) or type(error).__name__
+    first_and_last = dict.fromkeys([*lines[:1], *lines[-1:]])
+    text = " ".join(first_and_last) or type(error).__name__
     text = text.partition(" Some common causes")[0]
     return re.sub(r"\b([0-9a-f]{16,}|\d+(\.\d+){3})\b", "...", text)[:300]
 
@@ -168,12 +184,12 @@ def reason_of(error: Exception) -> str:
 
 
 class Ready(NamedTuple):
-    """What a worker says once its models are loaded."""
+    """The answer of a worker that has loaded its models."""
 
     notes: list[Note]
     key: dict[str, Any]  # the fields of the record key that hold on this device
     session: dict[str, Any]  # its device and machine, for its entry in the manifest
-    block: dict[str, Any]  # what the manifest says of how the worker decodes
+    block: dict[str, Any]  # `compute_block`, for the manifest
 
 
 class Worker:
@@ -184,14 +200,12 @@ class Worker:
         self.decoder: Decoder | None = None
 
     def load(self, request: Request) -> Ready:
-        """Load the models of a request, whose plan has some images to calibrate the threads with."""
+        """Load the models of a request; its plan has the images that threads are chosen with."""
         import ray
         import torch
 
-        from lantern_bench.devices import machine
-        from lantern_bench.devices.machine import device_columns, machine_block
-        from lantern_bench.sweeps import choose_threads, runner
-        from lantern_bench.sweeps.runner import key_fields
+        from lantern_bench.devices.machine import compute_block, device_columns, machine_block
+        from lantern_bench.sweeps import runner
 
         settings = request.experiment.settings
         notes = list[Any]()
@@ -200,26 +214,32 @@ class Worker:
             cores = ray.get_runtime_context().get_assigned_resources().get("CPU", 1)
             torch.set_num_threads(settings.threads or max(1, int(cores)))
         if settings.threads is None:
-            runner.prepare_models(
-                plan=request.plan, models=self.models, done=(), emit=lambda _event: None
-            )
-            choose_threads.try_threads(request.plan.tasks, self.models, notes.append)
+            batches = list(request.plan.batches())
+            runner.prepare_models(batches, self.models, emit=ignore_events)
+            runner.choose_threads_for(request.plan.tasks, self.models, emit=notes.append)
         self.repeat_disturbed = "speed" in settings.metrics
-        key = key_fields(
-            models=self.models, settings=settings, compute=self.compute, cells=request.plan.cells
-        )
-        session = {"device": device_columns(self.compute.device), "machine": machine_block()}
+        key = runner.key_fields(self.models, settings, self.compute, cells=request.plan.cells)
         return Ready(
             notes=notes,
             key=key,
-            session=session,
-            block=machine.compute_block(self.compute, key["compile"]),
+            session={"device": device_columns(self.compute.device), "machine": machine_block()},
+            block=compute_block(self.compute, compiled=key["compile"]),
         )
 
     def decode(
         self, shard: Plan, missing: frozenset[int], session: dict[str, Any], threads: int
     ) -> Iterator[Note | Result | dict[str, Any]]:
-        """Yield the images of a shard whose `order_index` is in `missing`, then the session of this worker."""
+        """Decode a shard.
+
+        Args:
+            shard: The images, in whole batches.
+            missing: The `order_index` of each image to return.
+            session: The session of this worker, which its first shard begins.
+            threads: The number of threads, on a CPU.
+
+        Yields:
+            Notes and images, then the session.
+        """
         import torch
 
         from lantern_bench.sweeps.decoder import Decoder
@@ -227,26 +247,20 @@ class Worker:
 
         if self.compute.device.type == "cpu":
             torch.set_num_threads(threads)
-        prepare_seconds = prepare_models(
-            plan=shard, models=self.models, done=(), emit=lambda _event: None
-        )
         batches = [
             batch for batch in shard.batches() if any(task.order_index in missing for task in batch)
         ]
+        prepare_seconds = prepare_models(batches, self.models, emit=ignore_events)
         if self.decoder is None:
             self.decoder = Decoder(
-                models=self.models,
-                compute=self.compute,
-                session=session,
-                repeat_disturbed=self.repeat_disturbed,
+                self.models, self.compute, session, repeat_disturbed=self.repeat_disturbed
             )
             yield from self.decoder.warm_up(batches)
             collect_garbage()
         self.decoder.session["prepare_seconds"] += prepare_seconds
         for batch in batches:
-            yield from self.decoder.decode(
-                batch, [task for task in batch if task.order_index in missing]
-            )
+            tasks = [task for task in batch if task.order_index in missing]
+            yield from self.decoder.decode(batch, tasks)
         yield self.decoder.session
 
 
@@ -254,7 +268,13 @@ class Worker:
 
 
 def shards_of(plan: Plan, is_done: Callable[[ImageTask], bool], prompts: int) -> list[Plan]:
-    """Divide a plan into blocks of `prompts` prompts with all their cells; leave out what is done."""
+    """Divide a plan into shards of several prompts with all their cells.
+
+    Args:
+        plan: The images of a run.
+        is_done: Whether an image is finished. Shards of finished images are left out.
+        prompts: The number of prompts of a shard, at most.
+    """
     size = max(1, prompts // plan.together) * plan.together
     blocks: dict[int, list[ImageTask]] = {}
     for task in plan.tasks:
@@ -267,7 +287,13 @@ def shards_of(plan: Plan, is_done: Callable[[ImageTask], bool], prompts: int) ->
 
 
 def missing_of(shard: Plan, is_done: Callable[[ImageTask], bool], *, timed: bool) -> frozenset[int]:
-    """Return the `order_index` of the images to decode; those of a `timed` shard are timed together."""
+    """Return the `order_index` of the images of a shard to decode.
+
+    Args:
+        shard: The shard.
+        is_done: Whether an image is finished.
+        timed: Whether the run measures speed. Then all images of a shard are timed together.
+    """
     return frozenset(task.order_index for task in shard.tasks if timed or not is_done(task))
 
 
@@ -277,17 +303,20 @@ class WorkerHandle:
 
     slot: DeviceSlot
     actor: Any
-    answer: Any  # to its last call: a reference or a generator; None while it has nothing to do
+    # Ray's reference or generator of the answer to its last call; None while it has no work
+    answer: Any
     shard: Plan | None = None
     # its entry in the manifest; empty while it loads the models
     session: dict[str, Any] = field(default_factory=dict)
     finished: int = 0  # shards
-    last_answer: float = 0.0  # when
+    last_answer: float = 0.0  # time of its last answer
 
 
-# The driver is a process of its own, because Ray ends the process of a driver whose head is gone.
 class RayDriver:
-    """Gives shards to workers, stores what they decode, and replaces those that are lost."""
+    """Gives shards to workers, stores what they decode, and replaces lost workers.
+
+    It runs in a separate process, because Ray ends the process of a driver whose head is gone.
+    """
 
     _store: RunStore
 
@@ -300,11 +329,13 @@ class RayDriver:
         self._actor = ray.remote(max_restarts=0)(Worker)
         self._workers: list[WorkerHandle] = []
         self._shards: deque[Plan] = deque()
-        self._losses: Counter[ImageTask] = Counter()  # of workers, by the first image of the shard
-        self._is_open = False  # the store: its key comes from the first worker
+        # lost workers by the first image of their shard
+        self._losses: Counter[ImageTask] = Counter()
+        # The store is opened when the first worker has sent its key.
+        self._is_open = False
         self._threads = self._settings.threads
-        # shards of a worker, where `--processes` asks for several workers a device
-        self._share = math.inf
+        # Shards after which a worker is replaced, where `--processes` asks for several per device.
+        self._most_shards = math.inf
         self._failed_starts: Counter[DeviceSlot] = Counter()
         self._last_loss = ""
         self._last_look = -math.inf
@@ -313,9 +344,7 @@ class RayDriver:
     def run(self) -> None:
         """Decode the missing images."""
         try:
-            while (
-                not self._is_open or self._shards or any(worker.shard for worker in self._workers)
-            ):
+            while not self._is_open or self._shards or self._is_decoding():
                 signals.check()
                 if now() - self._last_look > _LOOK:
                     self._start_workers()
@@ -326,13 +355,29 @@ class RayDriver:
         finally:
             self._close()
 
+    def _is_decoding(self) -> bool:
+        return any(worker.shard for worker in self._workers)
+
     def _start_workers(self) -> None:
         """Start a worker on every device that has none, but no more workers than shards."""
         self._last_look = now()
         slots = slots_of(self._ray.nodes(), self._settings.device, self._threads)
-        usable = Counter(
-            {slot: count for slot, count in slots.items() if self._failed_starts[slot] < _LOSSES}
-        )
+        usable = Counter[DeviceSlot]()
+        for slot, count in slots.items():
+            if self._failed_starts[slot] < _LOSSES:
+                usable[slot] = count
+        self._check_slots(slots, usable)
+        free = usable - Counter(worker.slot for worker in self._workers)
+        shards = len(self._shards) if self._is_open else max(1, len(self._request.plan.tasks))
+        without_work = sum(worker.shard is None for worker in self._workers)
+        largest_first = sorted(free.elements(), key=lambda slot: (-slot.cpus, str(slot.node)))
+        for slot in largest_first[: max(0, shards - without_work)]:
+            self._start(slot)
+            device = "a GPU" if slot.gpus else f"{slot.cpus} CPU cores"
+            self._emit(Note(f"waiting for a worker on {device} to load the models"))
+
+    def _check_slots(self, slots: Counter[DeviceSlot], usable: Counter[DeviceSlot]) -> None:
+        """Raise where no worker can be started, and none has been for a while."""
         if self._workers:
             self._last_worker = now()
         elif slots and not usable:
@@ -341,22 +386,14 @@ class RayDriver:
         elif not slots and not self._is_open:
             kind = "GPU" if self._settings.device == "cuda" else "CPU"
             resources = self._ray.cluster_resources() or "nothing"
-            message = f"the Ray cluster has no {kind} for a worker: it has {resources}"
             raise RefusedError(
-                message, "Start nodes that have one, or give another --device or fewer --threads."
+                f"the Ray cluster has no {kind} for a worker: it has {resources}",
+                "Start nodes that have one, or give another --device or fewer --threads.",
             )
         elif not slots and now() - self._last_worker > _PATIENCE:
-            finished = f"{len(done_images(self._request.folder))} images are kept in {self._request.folder}"
-            raise RefusedError(f"the Ray cluster has no device left; {finished}", _RESUME)
-        free = usable - Counter(worker.slot for worker in self._workers)
-        waiting = len(self._shards) if self._is_open else max(1, len(self._request.plan.tasks))
-        waiting -= sum(worker.shard is None for worker in self._workers)
-        for slot in sorted(free.elements(), key=lambda slot: (-slot.cpus, str(slot.node)))[
-            : max(0, waiting)
-        ]:
-            self._start(slot)
-            device = "a GPU" if slot.gpus else f"{slot.cpus} CPU cores"
-            self._emit(Note(f"waiting for a worker on {device} to load the models"))
+            raise RefusedError(
+                f"the Ray cluster has no device left; {_kept(self._request)}", _RESUME
+            )
 
     def _start(self, slot: DeviceSlot) -> None:
         options: dict[str, Any] = {"num_cpus": slot.cpus, "num_gpus": slot.gpus}
@@ -367,12 +404,11 @@ class RayDriver:
         actor = self._actor.options(**options).remote()
         plan = self._request.plan
         first = replace(plan, tasks=plan.tasks[: len(plan.cells) * plan.together])
-        self._workers.append(
-            WorkerHandle(slot, actor, actor.load.remote(replace(self._request, plan=first)))
-        )
+        answer = actor.load.remote(replace(self._request, plan=first))
+        self._workers.append(WorkerHandle(slot, actor, answer))
 
     def _lose(self, worker: WorkerHandle, error: Exception) -> None:
-        """Put the shard of a lost worker in front of the others; one that lost too many workers fails."""
+        """Requeue a lost shard first; after too many losses, mark its images as failed."""
         shard = worker.shard
         self._last_loss = reason_of(error)
         self._remove(worker, lost=self._last_loss)
@@ -381,7 +417,8 @@ class RayDriver:
         if worker.session:
             name = f"worker {worker.session['process']} on {worker.session['device']['device']}"
         if shard is None:
-            self._failed_starts[worker.slot] += not worker.finished
+            if not worker.finished:
+                self._failed_starts[worker.slot] += 1
         else:
             prompts = len({task.image_index for task in shard.tasks})
             first = shard.tasks[0]
@@ -392,9 +429,10 @@ class RayDriver:
                 columns = {
                     "status": "failed",
                     "error": f"lost {_LOSSES} workers: {self._last_loss}",
+                    "process": worker.session["process"],
                 }
                 for task in shard.tasks:
-                    self._save(task, columns | {"process": worker.session["process"]}, None)
+                    self._save(task, columns)
         text = f"{name} is lost, {prompts} prompts start again: {self._last_loss}"
         self._emit(Note(text, level="warning"))
 
@@ -407,7 +445,7 @@ class RayDriver:
             self._store.update_manifest()
 
     def _close(self) -> None:
-        complete = not self._shards and not any(worker.shard for worker in self._workers)
+        complete = not self._shards and not self._is_decoding()
         for worker in self._workers:
             if worker.session:
                 worker.session |= {"ended": stamp(), "complete": complete}
@@ -418,42 +456,50 @@ class RayDriver:
             self._ray.kill(worker.actor)
 
     def _receive(self) -> None:
-        """Wait a moment for an answer of a worker, and deal with it."""
+        """Wait a moment for answers of workers and handle them; lose workers that are silent."""
         waiting = {worker.answer: worker for worker in self._workers if worker.answer is not None}
-        answered, _ = self._ray.wait(list(waiting), timeout=1.0) if waiting else ([], [])
+        answered = []
+        if waiting:
+            answered, _ = self._ray.wait(list(waiting), timeout=1.0)
         for reference in answered:
             worker = waiting[reference]
             try:
                 answer = self._ray.get(next(reference) if worker.session else reference)
-            # it has decoded its shard; after its share of the run a new one takes its device
             except StopIteration:
-                worker.answer = worker.shard = None
-                worker.finished += 1
-                if worker.finished >= self._share:
-                    self._remove(worker, complete=True)
-                continue
+                self._finish_shard(worker)
             except self._ray.exceptions.RayTaskError as error:
-                # As it was there, or a fault of the code, which would come again.
+                # Our own error as the worker raised it, or a bug, which would come again.
                 raise error.cause if isinstance(error.cause, LanternError) else error from None
             except self._ray.exceptions.RayError as error:
                 self._lose(worker, error)
-                continue
-            worker.last_answer = now()
-            if isinstance(answer, Ready):
-                self._admit(worker, answer)
-            elif isinstance(answer, dict):
-                worker.session |= answer
-            elif not isinstance(answer, Note):
-                self._save(*answer)
-            elif worker is self._workers[0]:
-                self._emit(answer)
+            else:
+                self._handle(worker, answer)
         for worker in list(self._workers):
             if worker.shard and now() - worker.last_answer > self._request.worker_timeout:
                 silence = f"no answer in {self._request.worker_timeout:g} s (--worker-timeout)"
                 self._lose(worker, TimeoutError(silence))
 
+    def _finish_shard(self, worker: WorkerHandle) -> None:
+        """Free a worker that has decoded its shard, or replace it after `_most_shards`."""
+        worker.answer = None
+        worker.shard = None
+        worker.finished += 1
+        if worker.finished >= self._most_shards:
+            self._remove(worker, complete=True)
+
+    def _handle(self, worker: WorkerHandle, answer: Ready | Note | Result | dict[str, Any]) -> None:
+        worker.last_answer = now()
+        if isinstance(answer, Ready):
+            self._admit(worker, answer)
+        elif isinstance(answer, dict):
+            worker.session |= answer
+        elif not isinstance(answer, Note):
+            self._save(answer.task, answer.columns, answer.png)
+        elif worker is self._workers[0]:
+            self._emit(answer)
+
     def _admit(self, worker: WorkerHandle, ready: Ready) -> None:
-        """Open the session of a worker that has loaded the models; for the first of them also the store."""
+        """Open the session of a worker that has loaded the models; the first opens the store."""
         from lantern_bench.sweeps.runner import open_session
 
         if not self._is_open:
@@ -469,9 +515,8 @@ class RayDriver:
         worker.session = open_session(store, **ready.session)
         worker.answer = None
         self._emit(Note(f"worker {worker.session['process']} joined on {device}"))
-        devices = {
-            entry["device"]["device"] for entry in store.manifest["sessions"] if "device" in entry
-        }
+        sessions = store.manifest["sessions"]
+        devices = {entry["device"]["device"] for entry in sessions if "device" in entry}
         if len(devices) > 1:
             text = f"images of {len(devices)} kinds of device: no speedup over all of them"
             self._emit(Note(text, "--pool-devices gives one.", level="warning"))
@@ -479,22 +524,27 @@ class RayDriver:
     def _open(self, ready: Ready) -> None:
         """Open the store and divide the missing images into shards."""
         request = self._request
-        tasks = self._request.plan.tasks
-        self._store = store = RunStore.open(request.folder, request.experiment, ready.key)
+        tasks = request.plan.tasks
+        store = RunStore.open(request.folder, request.experiment, ready.key)
+        self._store = store
         self._is_open = True
         self._threads = store.threads or self._settings.threads or ready.block["threads"]
-        started = store.manifest.get("started", stamp())
-        entries = request.manifest_entries() | ready.block | {"threads": self._threads}
+        entries = request.manifest_entries() | ready.block
         entries |= {
+            "threads": self._threads,
             "machine": ready.session["machine"],
             "load_before": round(psutil.getloadavg()[0], 2),
+            "started": store.manifest.get("started", stamp()),
+            "ended": None,
         }
-        store.update_manifest(**entries, started=started, ended=None)
-        workers = slots_of(self._ray.nodes(), self._settings.device, self._threads).total() or 1
-        prompts = max(len({task.image_index for task in tasks}) // (_SHARDS * workers), 1)
-        self._shards = deque(shards_of(request.plan, store.is_done, min(prompts, _PROMPTS)))
+        store.update_manifest(**entries)
+        slots = slots_of(self._ray.nodes(), self._settings.device, self._threads)
+        workers = max(1, slots.total())
+        prompts = len({task.image_index for task in tasks}) // (_SHARDS * workers)
+        prompts = min(max(1, prompts), _PROMPTS)
+        self._shards = deque(shards_of(request.plan, store.is_done, prompts))
         if self._settings.processes > 1:
-            self._share = math.ceil(len(self._shards) / self._settings.processes)
+            self._most_shards = math.ceil(len(self._shards) / self._settings.processes)
         for note in ready.notes:
             self._emit(note)
         to_do = Counter(task.cell.cell_id for task in tasks if not store.is_done(task))
@@ -507,7 +557,7 @@ class RayDriver:
         worker.shard = shard
         worker.last_answer = now()
 
-    def _save(self, task: ImageTask, columns: Mapping[str, Any], png: bytes | None) -> None:
+    def _save(self, task: ImageTask, columns: Mapping[str, Any], png: bytes | None = None) -> None:
         """Store an image, and report it unless it was finished before."""
         was_done = self._store.is_done(task)
         if png is None and was_done:

@@ -12,7 +12,8 @@ from lantern_bench.config.experiment import Cell, ResolvedExperiment, load_exper
 from lantern_bench.config.plan import Plan, Shard, make_plan, parse_shard
 from lantern_bench.config.settings import Overrides
 from lantern_bench.methods.catalog import missing_drafter
-from lantern_bench.metrics.protocols import Protocol, protocol_of
+from lantern_bench.metrics.protocols import Protocol, default_protocol, protocol_of
+from lantern_bench.models.model import Model
 from lantern_bench.models.registry import defaults_of, model_of
 from lantern_bench.prompts.sets import describe_prompts, load_prompts
 from lantern_bench.storage.run_directory import done_images, finished_records, run_folder
@@ -21,7 +22,6 @@ from lantern_bench.utils.errors import UserError
 
 if TYPE_CHECKING:
     import pandas as pd
-from lantern_bench.metrics.protocols import default_protocol
 
 # seconds of silence after which a worker is ended; it is silent while it loads and compiles
 WORKER_TIMEOUT = 1800.0
@@ -66,36 +66,52 @@ def prepare(
     both_residuals: bool = False,
     worker_timeout: float = WORKER_TIMEOUT,
 ) -> Request:
-    """Check a sweep and return it as a request; `source` is as in `load_experiment`.
+    """Check a sweep and return it as a request.
 
-    With `both_residuals`, a relaxed experiment runs with both unless the overrides name one. Raises `UserError` for
-    a wrong experiment, flag or prompt, `RefusedError` for a grid that is too large and a run of other settings.
+    Args:
+        source: The experiment, as in `load_experiment`.
+        overrides: Flags over the experiment.
+        out: The run directory, by default `results/<run name>`.
+        resume: Continue the run of this directory. Without it, a new one is made beside it.
+        shard: `i/n` for part i of n of the prompts.
+        ray: The address of a Ray cluster, or `DEFAULT_CLUSTER`.
+        both_residuals: Run relaxed cells with both residuals unless the overrides name one.
+        worker_timeout: Seconds without a sign of life after which a worker is ended.
+
+    Raises:
+        UserError: The experiment, a flag or a prompt is wrong.
+        RefusedError: The grid is too large, a drafter is missing, or the run is in use or has
+            images of other settings.
     """
     if not worker_timeout > 0:
         raise UserError(f"--worker-timeout {worker_timeout:g}: must be more than 0 seconds")
     chosen_shard = parse_shard(shard) if shard is not None else None
+
+    # 1. The experiment, its models and its cells.
     resolved = load_experiment(source, defaults_of, overrides)
     is_relaxed = any(not cell.decoding.rule_row.lossless for cell in resolved.cells)
-    if both_residuals and "residual" not in overrides.values and is_relaxed:
+    if both_residuals and is_relaxed and "residual" not in overrides.values:
         residuals = {**overrides.values, "residual": ["official", "exact"]}
         resolved = load_experiment(source, defaults_of, replace(overrides, values=residuals))
-    if "prompts" not in resolved.settings.model_fields_set:
-        prompt_set = next(iter(model_of(resolved.settings.model[0]).prompt_sets))
-        resolved = replace(
-            resolved, settings=resolved.settings.model_copy(update={"prompts": prompt_set})
-        )
-    check_sizes(resolved)
-    check_drafters(resolved.cells)
     settings = resolved.settings
+    models = {name: model_of(name) for name in settings.model}
+    if "prompts" not in settings.model_fields_set:
+        first = models[settings.model[0]]
+        settings = settings.model_copy(update={"prompts": next(iter(first.prompt_sets))})
+        resolved = replace(resolved, settings=settings)
+    check_cells(resolved.cells, models)
     if ray is not None and settings.device not in ("auto", "cpu", "cuda"):
         message = f"--device {settings.device}: with --ray, Ray gives each worker its device"
         raise UserError(message, "Give --device cuda, --device cpu, or leave it out.")
     protocol = protocol_of(settings.protocol or default_protocol(settings.model))
-    models = [model_of(name) for name in settings.model]
-    # Every prompt is checked for every model; the prompts themselves are the same for all.
-    prompts, *_ = [load_prompts(settings.prompts, model) for model in models]
-    folder = run_folder(resolved, out, resume=resume)
+
+    # 2. The prompts: each model checks them, and all models get the same.
+    of_models = [load_prompts(settings.prompts, model) for model in models.values()]
+    prompts = of_models[0]
     plan = make_plan(resolved, prompts)
+
+    # 3. The run directory.
+    folder = run_folder(resolved, out, resume=resume)
     if chosen_shard is not None:
         plan = plan.shard(chosen_shard)
         if out is None:
@@ -104,53 +120,60 @@ def prepare(
                 f"{folder.name}-shard{chosen_shard.index}of{chosen_shard.count}"
             )
     check_folder(folder, resolved)
-    description = describe_prompts(settings.prompts, models[0], prompts)
     return Request(
         experiment=resolved,
         plan=plan,
         folder=folder,
         protocol=protocol,
-        prompts=description,
+        prompts=describe_prompts(settings.prompts, models[settings.model[0]], prompts),
         shard=chosen_shard,
         ray=ray,
         worker_timeout=worker_timeout,
     )
 
 
-def check_sizes(experiment: ResolvedExperiment) -> None:
-    """Raise `UserError` for a cell with a size that its model bounds, where that is known before loading."""
-    for cell in experiment.cells:
-        model = model_of(cell.model)
-        cell.decoding.check_sizes(cell.model, model.tokens, model.codes)
+def check_cells(
+    cells: Iterable[Cell], models: Mapping[str, Model], *, with_drafters: bool = True
+) -> None:
+    """Check what is known of models before they are loaded.
 
+    Args:
+        cells: The cells.
+        models: Their models by name.
+        with_drafters: Whether a missing drafter is an error.
 
-def check_drafters(cells: Iterable[Cell]) -> None:
-    """Raise `RefusedError` for a cell with a drafter that its model lacks."""
+    Raises:
+        UserError: A size exceeds the image tokens or codes of its model.
+        RefusedError: A model lacks the drafter that its cell needs.
+    """
     for cell in cells:
-        if cell.decoding.drafting_row.needs_drafter and model_of(cell.model).lacks_drafter:
+        model = models[cell.model]
+        cell.decoding.check_sizes(cell.model, model.tokens, model.codes)
+        needs_drafter = with_drafters and cell.decoding.drafting_row.needs_drafter
+        if needs_drafter and model.lacks_drafter:
             raise missing_drafter(cell.decoding.mode)
 
 
 def plan_table(request: Request) -> tuple[pd.DataFrame, float]:
-    """Return the plan by cell (images, done, to_do, s_per_image) and the seconds left; nan: they are unknown."""
+    """Return the plan by cell and the seconds left.
+
+    The columns are `cell`, `images`, `done`, `to_do` and `s_per_image`. The seconds are NaN where
+    a cell has no finished image yet.
+    """
     import pandas as pd
 
     records = finished_records(request.folder)
     done = done_images(request.folder)
-    pace = (
-        (records["seconds"] + records["pixel_seconds"].fillna(0.0))
-        .groupby(records["cell_id"])
-        .mean()
-    )
     images = Counter(task.cell.cell_id for task in request.plan.tasks)
     finished = Counter(task.cell.cell_id for task in request.plan.tasks if task.key in done)
-    cells = [cell.cell_id for cell in request.plan.cells]
-    rows = [
-        (cell, images[cell], finished[cell], images[cell] - finished[cell], pace.get(cell))
-        for cell in cells
-    ]
-    table = pd.DataFrame(rows, columns=["cell", "images", "done", "to_do", "s_per_image"])
-    remaining = table[table["to_do"] > 0]
-    return table, float(
-        (remaining["to_do"] * remaining["s_per_image"].astype(float)).sum(skipna=False)
-    )
+    table = pd.DataFrame({"cell": [cell.cell_id for cell in request.plan.cells]})
+    table["images"] = table["cell"].map(images)
+    table["done"] = table["cell"].map(finished)
+    table["to_do"] = table["images"] - table["done"]
+
+    seconds = records["seconds"] + records["pixel_seconds"].fillna(0.0)
+    pace = seconds.groupby(records["cell_id"]).mean()
+    table["s_per_image"] = table["cell"].map(pace)
+    missing = table[table["to_do"] > 0]
+    left = missing["to_do"] * missing["s_per_image"].astype(float)
+    return table, float(left.sum(skipna=False))

@@ -1,22 +1,40 @@
-"""Run a request: decode the missing images and score them."""
+"""Run a sweep: decode the missing images, score them, write the tables."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, NamedTuple
+
 from lantern_bench.devices.threads import prepare_environment
-from lantern_bench.metrics.protocols import EMBEDDED
-from lantern_bench.storage.run_directory import done_images
+from lantern_bench.storage.run_directory import RECORDS, done_images
 from lantern_bench.sweeps.events import Event
 from lantern_bench.sweeps.request import Request
 from lantern_bench.utils import signals
 from lantern_bench.utils.errors import RecordsFailedError
 from lantern_bench.utils.progress import Emit, Note
 
+if TYPE_CHECKING:
+    import pandas as pd
 
-def run(request: Request, emit: Emit) -> int:
-    """Decode the missing images of a request and score them; return how many images failed.
 
-    Raises, before the first image, `RefusedError` for missing weights, drafters or scorers and for images that were
-    decoded in another way, `UserError` for malformed files; later `RecordsFailedError` when a worker dies or hangs.
+class SweepResult(NamedTuple):
+    """What a sweep has made."""
+
+    failed: int  # images that could not be decoded
+    tables: dict[str, pd.DataFrame]  # as written to the CSV files, by name
+
+
+def run(request: Request, emit: Emit) -> SweepResult:
+    """Decode the missing images of a request, score them and write the tables.
+
+    Args:
+        request: A sweep that `prepare` has checked.
+        emit: Receives the events of `sweeps/events.py`.
+
+    Raises:
+        UserError: A file of a model is malformed.
+        RefusedError: Weights, drafters or scorers are missing, or images were decoded with other
+            settings. Raised before the first image.
+        RecordsFailedError: A worker process has ended or hangs.
     """
     prepare_environment()
 
@@ -25,55 +43,67 @@ def run(request: Request, emit: Emit) -> int:
         signals.check()
 
     try:
-        return _decode_and_score(request, emit_and_check)
+        failed = _decode_and_score(request, emit_and_check)
     except KeyboardInterrupt:
         done = done_images(request.folder)
-        count = sum(task.key in done for task in request.plan.tasks)
-        text = f"interrupted: {count} of {len(request.plan.tasks)} images are done and kept in {request.folder}"
-        before_first = "interrupted before the first image; encoded captions are kept"
-        emit(Note(text if count else before_first, "The same command continues."))
+        tasks = request.plan.tasks
+        count = sum(task.key in done for task in tasks)
+        text = f"interrupted: {count} of {len(tasks)} images are done and kept in {request.folder}"
+        if count == 0:
+            text = "interrupted before the first image; encoded captions are kept"
+        emit(Note(text, "The same command continues."))
         raise
+    from lantern_bench.analysis.tables import write_tables
+
+    return SweepResult(failed, write_tables(request.folder))
 
 
 def _decode_and_score(request: Request, emit: Emit) -> int:
+    """Return how many images failed."""
     settings = request.experiment.settings
-    metrics = set(request.experiment.settings.metrics)
+    metrics = set(settings.metrics)
     device = settings.device if request.ray is None else "auto"  # this machine scores
     scorers = None
-    # Of the bundled scorers none can be missing; loading them first would delay the first image.
-    if "quality" in metrics and (
-        request.protocol.name != EMBEDDED or settings.reference is not None
-    ):
+    if "quality" in metrics:
+        # Missing weights of scorers must fail before decoding starts.
         from lantern_bench.metrics.score_run import load_scorers_of
 
-        scorers = load_scorers_of(request, device)
+        scorers = load_scorers_of(request.protocol, settings.reference, device)
+    failed = _decode(request, emit)
+    if metrics == {"speed"} or not done_images(request.folder):
+        return failed
+    from lantern_bench.metrics.score_run import score_cells
+    from lantern_bench.metrics.score_tokens import score_tokens
+    from lantern_bench.storage.run_store import RunStore
+
+    with RunStore.to_score(request.folder) as store:
+        if scorers is not None:
+            loaded, reference = scorers
+            score_cells(store, loaded, reference, emit=emit)
+        if "distance" in metrics:
+            score_tokens(store, device, emit)
+    return failed
+
+
+def _decode(request: Request, emit: Emit) -> int:
+    """Decode in this process, in worker processes or on a Ray cluster."""
     if request.ray is not None:
         from lantern_bench.sweeps.ray_cluster import decode_on_ray
 
-        failed = decode_on_ray(request, emit)
-    elif settings.processes == 1:
+        return decode_on_ray(request, emit)
+    if request.experiment.settings.processes == 1:
         from lantern_bench.sweeps.runner import decode_missing
 
-        failed = decode_missing(request, emit)
-    else:
-        from lantern_bench.sweeps.processes import decode_in_processes
+        return decode_missing(request, emit)
+    from lantern_bench.sweeps.processes import decode_in_processes
 
-        failed = decode_in_processes(request, emit)
-    if metrics == {"speed"} or not done_images(request.folder):
-        return failed
-    from lantern_bench.metrics import score_run, token_sums
-
-    if "quality" in metrics:
-        score_run.score_run(
-            request.folder, *(scorers or score_run.load_scorers_of(request, device)), emit
-        )
-    if "distance" in metrics:
-        token_sums.score_tokens(request.folder, device, emit)
-    return failed
+    return decode_in_processes(request, emit)
 
 
 def check_failed(request: Request, failed: int) -> None:
     """Raise `RecordsFailedError` when images failed."""
     if failed:
-        message = f"{failed} of {len(request.plan.tasks)} images failed; see {request.folder / 'records.jsonl'}"
-        raise RecordsFailedError(message, "The same command tries them again.")
+        counts = f"{failed} of {len(request.plan.tasks)} images failed"
+        raise RecordsFailedError(
+            f"{counts}; see {request.folder / RECORDS}", "The same command tries them again."
+        )

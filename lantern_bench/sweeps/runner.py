@@ -1,132 +1,89 @@
-"""Decode every missing image of a plan, write its record and its picture, continue when one fails."""
+"""Decode the missing images of a run in this process."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import psutil
 import torch
 
 from lantern_bench.config.experiment import Cell, ResolvedExperiment
-from lantern_bench.config.plan import ImageKey, Plan
+from lantern_bench.config.plan import ImageTask, Plan
 from lantern_bench.config.settings import Settings
+from lantern_bench.decoding.engine import ENGINE_VERSION
 from lantern_bench.decoding.loop import drafter_and_rule
-from lantern_bench.devices import compute as compute_module
 from lantern_bench.devices import machine
-from lantern_bench.devices.compute import Compute
-from lantern_bench.devices.machine import compute_block
+from lantern_bench.devices.compute import Compute, choose_compute
 from lantern_bench.methods.catalog import OUTSIDE_DRAFTINGS, OUTSIDE_RULES
-from lantern_bench.models import load as load_module
+from lantern_bench.models.load import compile_models, load_models
 from lantern_bench.models.loaded_model import LoadedModel
-from lantern_bench.storage.run_directory import done_images
 from lantern_bench.storage.run_store import RunStore
 from lantern_bench.storage.schema import SCHEMA_VERSION
-from lantern_bench.sweeps.choose_threads import calibrate_threads
-from lantern_bench.sweeps.decoder import Decoder
+from lantern_bench.sweeps.choose_threads import choose_threads
+from lantern_bench.sweeps.decoder import Batch, Decoder
 from lantern_bench.sweeps.events import ImageDone, Started
 from lantern_bench.sweeps.request import Request
 from lantern_bench.utils import signals
 from lantern_bench.utils.clock import collect_garbage, now, stamp
 from lantern_bench.utils.progress import Emit, Note, ProgressEvent
 
-if TYPE_CHECKING:
-    import torch
-from lantern_bench.devices.machine import ENGINE_VERSION
-
 
 def decode_missing(request: Request, emit: Emit) -> int:
-    """Decode the missing images of a request in this process; return how many failed."""
-    load = psutil.getloadavg()[0]
+    """Decode every missing image and write its record and picture; continue when one fails.
+
+    Args:
+        request: The sweep.
+        emit: Receives the events of `sweeps/events.py`.
+
+    Returns:
+        The number of images that failed.
+
+    Raises:
+        RefusedError: Weights are missing, the run is in use, or its images were decoded with
+            other settings.
+    """
+    load_before = round(psutil.getloadavg()[0], 2)
     settings = request.experiment.settings
     plan = request.plan
     compute, models = load_to_decode(request.experiment, emit)
-    prepare_seconds = prepare_models(
-        plan=plan, models=models, done=done_images(request.folder), emit=emit
-    )
-    threads = torch.get_num_threads()
-    with RunStore.open(
-        request.folder,
-        request.experiment,
-        key_fields(models=models, settings=settings, compute=compute, cells=plan.cells),
-    ) as run:
-        run.update_manifest(**request.manifest_entries(), load_before=round(load, 2))
+    key = key_fields(models, settings, compute, cells=plan.cells)
+    threads_before = torch.get_num_threads()
+    with RunStore.open(request.folder, request.experiment, key) as store:
+        missing = [task for task in plan.tasks if not store.is_done(task)]
+        batches = [batch for batch in plan.batches() if not all(map(store.is_done, batch))]
+        prepare_seconds = prepare_models(batches, models, emit)
+        store.update_manifest(**request.manifest_entries(), load_before=load_before)
         try:
-            calibrate_threads(
-                store=run, plan=plan, models=models, threads=settings.threads, emit=emit
+            threads = store.threads or settings.threads
+            if threads is not None:
+                torch.set_num_threads(threads)
+            else:
+                choose_threads_for(missing, models, emit)
+            session = open_session(store, prepare_seconds=prepare_seconds)
+            decoder = Decoder(
+                models, compute, session, repeat_disturbed="speed" in settings.metrics
             )
-            timed = "speed" in settings.metrics
-            return run_plan(
-                store=run,
-                plan=plan,
-                models=models,
-                compute=compute,
-                emit=emit,
-                prepare_seconds=prepare_seconds,
-                repeat_disturbed=timed,
+            store.update_manifest(
+                started=store.manifest.get("started", session["started"]),
+                ended=None,
+                machine=machine.machine_block(),
+                **machine.compute_block(compute, compiled=key["compile"]),
             )
+            _decode_batches(store, plan, batches, decoder=decoder, emit=emit)
         finally:
-            torch.set_num_threads(threads)
+            torch.set_num_threads(threads_before)
+    failed: int = session["failed"]
+    return failed
 
 
-def load_to_decode(
-    experiment: ResolvedExperiment, emit: Emit
-) -> tuple[Compute, dict[str, LoadedModel]]:
-    """Load the models of an experiment, compiled if it asks for that."""
-    settings = experiment.settings
-    compute = compute_module.choose_compute(settings.device, settings.dtype, fast=True)
-    models = load_module.load_models(experiment, compute)
-    for model in models.values():
-        model.pixel_decoder()
-    if (
-        settings.compile
-        and (warning := load_module.compile_models(models.values(), compute)) is not None
-    ):
-        emit(warning)
-    emit(Note(f"device {compute.device}, {compute.dtype_name}", level="detail"))
-    return compute, models
-
-
-def prepare_models(
-    plan: Plan, models: Mapping[str, LoadedModel], done: Collection[ImageKey], emit: Emit
-) -> float:
-    """Compute neighbour tables and encode captions for what is not `done`; return the seconds it took."""
-    began = now()
-    batches = [batch for batch in plan.batches() if any(task.key not in done for task in batch)]
-    for cell in dict.fromkeys(batch[0].cell for batch in batches):
-        if cell.decoding.drafts:
-            with torch.inference_mode():
-                drafter_and_rule(models[cell.model], cell.decoding)
-    for name, model in models.items():
-        prompts = dict.fromkeys(
-            task.prompt.text for batch in batches for task in batch if task.cell.model == name
-        )
-        for count, total in model.prepare(list(prompts)):
-            emit(ProgressEvent(f"captions for {name}", count, total))
-    return now() - began
-
-
-def run_plan(
-    store: RunStore,
-    plan: Plan,
-    models: Mapping[str, LoadedModel],
-    compute: Compute,
-    emit: Emit,
-    *,
-    prepare_seconds: float = 0.0,
-    repeat_disturbed: bool = False,
-) -> int:
-    """Decode the images of `plan` that `store` lacks, and disturbed ones again if asked for; return how many failed."""
-    batches = [batch for batch in plan.batches() if not all(map(store.is_done, batch))]
+def _decode_batches(
+    store: RunStore, plan: Plan, batches: Sequence[Batch], *, decoder: Decoder, emit: Emit
+) -> None:
+    """Warm up, then decode the missing images; the session in the manifest says how it ended."""
+    session = decoder.session
     to_do = Counter(task.cell.cell_id for task in plan.tasks if not store.is_done(task))
-    session = open_session(store, prepare_seconds=prepare_seconds)
-    started = store.manifest.get("started", session["started"])
-    described = compute_block(compute, store.key["compile"]) | {"machine": machine.machine_block()}
-    store.update_manifest(started=started, ended=None, **described)
-    decoder = Decoder(
-        models=models, compute=compute, session=session, repeat_disturbed=repeat_disturbed
-    )
     try:
         emit(Started(len(plan.tasks) - to_do.total(), to_do))
         for note in decoder.warm_up(batches):
@@ -135,33 +92,96 @@ def run_plan(
         collect_garbage()
         for batch in batches:
             signals.check()
-            for result in decoder.decode(
-                batch, [task for task in batch if not store.is_done(task)]
-            ):
-                emit(ImageDone(result.task, store.append(*result)))
+            missing = [task for task in batch if not store.is_done(task)]
+            for result in decoder.decode(batch, missing):
+                record = store.append(result.task, result.columns, result.png)
+                emit(ImageDone(result.task, record))
         session["complete"] = True
     finally:
         session |= {"ended": stamp(), "gpus_at_end": machine.gpu_blocks()}
         store.update_manifest(ended=session["ended"])
-    failed: int = session["failed"]
-    return failed
+
+
+def load_to_decode(
+    experiment: ResolvedExperiment, emit: Emit
+) -> tuple[Compute, dict[str, LoadedModel]]:
+    """Load the models of an experiment by name, compiled if it asks for that.
+
+    Raises `RefusedError` for missing weights or tokenizers, and where memory does not suffice.
+    """
+    settings = experiment.settings
+    compute = choose_compute(settings.device, settings.dtype, fast=True)
+    models = load_models(experiment, compute)
+    for model in models.values():
+        model.pixel_decoder()
+    if settings.compile:
+        warning = compile_models(models.values(), compute)
+        if warning is not None:
+            emit(warning)
+    emit(Note(f"device {compute.device}, {compute.dtype_name}", level="detail"))
+    return compute, models
+
+
+def prepare_models(
+    batches: Sequence[Batch], models: Mapping[str, LoadedModel], emit: Emit
+) -> float:
+    """Find the nearest codes and encode the captions that the images of `batches` need.
+
+    Args:
+        batches: The images.
+        models: The loaded models by name.
+        emit: Receives the progress.
+
+    Returns:
+        The seconds it took.
+    """
+    began = now()
+    for cell in dict.fromkeys(batch[0].cell for batch in batches):
+        if cell.decoding.drafts:
+            with torch.inference_mode():
+                drafter_and_rule(models[cell.model], cell.decoding)
+    prompts: dict[str, dict[str, None]] = {name: {} for name in models}
+    for batch in batches:
+        prompts[batch[0].cell.model] |= dict.fromkeys(task.prompt.text for task in batch)
+    for name, model in models.items():
+        for count, total in model.prepare(list(prompts[name])):
+            emit(ProgressEvent(f"captions for {name}", count, total))
+    return now() - began
+
+
+def choose_threads_for(
+    tasks: Sequence[ImageTask], models: Mapping[str, LoadedModel], emit: Emit
+) -> None:
+    """Set the number of threads that decodes fastest, by images of the first task's model.
+
+    Args:
+        tasks: The images to decode; without any, nothing is set.
+        models: The loaded models by name.
+        emit: Receives the notes of `choose_threads`.
+    """
+    if not tasks:
+        return
+    name = tasks[0].cell.model
+    decodings = (task.cell.decoding for task in tasks if task.cell.model == name)
+    choose_threads(models[name], tasks[0].prompt.text, decodings, emit=emit)
 
 
 def open_session(store: RunStore, **entries: Any) -> dict[str, Any]:
-    """Add the session of a process that begins to decode to the manifest; what is returned is part of it."""
+    """Add the session of a process that begins to decode to the manifest.
+
+    Returns the entry, which is part of the manifest: the next update of the manifest writes it.
+    """
     sessions = store.manifest.get("sessions", [])
-    process = 1 + max((session.get("process", 0) for session in sessions), default=-1)
+    processes = [session["process"] for session in sessions]
     session: dict[str, Any] = {
         "started": stamp(),
         "ended": None,
         "complete": False,
         "images": 0,
         "failed": 0,
-    }
-    session |= {
-        "first_seconds": 0.0,
-        "again_seconds": 0.0,
-        "process": process,
+        "first_seconds": 0.0,  # of first attempts
+        "again_seconds": 0.0,  # of further attempts at disturbed images
+        "process": 1 + max(processes, default=-1),
         "prepare_seconds": 0.0,
         "warm_up": [],
     }
@@ -176,14 +196,20 @@ def key_fields(
     compute: Compute,
     cells: Iterable[Cell] = (),
 ) -> dict[str, Any]:
-    """Return the fields of the record key that hold for the whole run, such as hashes of weights."""
-    parts = {
-        f"{name}/{part}": digest
-        for name, model in models.items()
-        for part, digest in model.weights.items()
-    }
-    if settings.neighbour_space is not None:
-        parts |= {f"{name}/neighbours": settings.neighbour_space for name in models}
+    """Return the fields of the record key that hold for the whole run.
+
+    Args:
+        models: The loaded models by name, whose weights are hashed.
+        settings: The settings of the experiment.
+        compute: The device and dtype.
+        cells: The cells; rules and draftings of other packages are covered by hashes of their code.
+    """
+    weights = {}
+    for name, model in models.items():
+        for part, digest in model.weights.items():
+            weights[f"{name}/{part}"] = digest
+        if settings.neighbour_space is not None:
+            weights[f"{name}/neighbours"] = settings.neighbour_space
     fields: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
         "engine_version": ENGINE_VERSION,
@@ -191,13 +217,18 @@ def key_fields(
         "dtype": compute.dtype_name,
         "device_type": compute.device.type,
         "compile": any(model.engine.compile for model in models.values()),
-        "weights": parts,
+        "weights": weights,
     }
-    decodings = [cell.decoding for cell in cells]
-    rules = {decoding.rule for decoding in decodings} & OUTSIDE_RULES.keys()
-    draftings = {decoding.drafting for decoding in decodings} & OUTSIDE_DRAFTINGS.keys()
-    outside = {
-        "rules": {name: OUTSIDE_RULES[name].fingerprint() for name in sorted(rules)},
-        "draftings": {name: OUTSIDE_DRAFTINGS[name].fingerprint() for name in sorted(draftings)},
-    }
-    return fields | {name: codes for name, codes in outside.items() if codes}
+    rules = {}
+    draftings = {}
+    for cell in cells:
+        decoding = cell.decoding
+        if decoding.rule in OUTSIDE_RULES:
+            rules[decoding.rule] = OUTSIDE_RULES[decoding.rule].fingerprint()
+        if decoding.drafting in OUTSIDE_DRAFTINGS:
+            draftings[decoding.drafting] = OUTSIDE_DRAFTINGS[decoding.drafting].fingerprint()
+    if rules:
+        fields["rules"] = rules
+    if draftings:
+        fields["draftings"] = draftings
+    return fields

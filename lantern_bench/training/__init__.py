@@ -1,1 +1,1 @@
-"""Training: one loop, and what is trained with it: an EAGLE drafter for any target."""
+"""Train an EAGLE drafter for any target."""

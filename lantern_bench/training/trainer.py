@@ -1,4 +1,7 @@
-"""The training loop: optimiser, schedule, autocast, checkpoints, resume, several processes, progress events."""
+"""The training loop.
+
+Optimiser, schedule, autocast, checkpoints, resuming, several processes, and progress events.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +26,7 @@ from lantern_bench.utils.errors import RefusedError
 
 @dataclass(frozen=True)
 class Processes:
-    """This process, number `rank` of the `count` that train together."""
+    """The processes that train together, seen from this one."""
 
     rank: int = 0
     count: int = 1
@@ -37,13 +39,15 @@ class Processes:
 
     def average(self, tensors: Sequence[Tensor]) -> None:
         """Replace tensors by their means over the processes."""
-        for tensor in tensors if self.count > 1 else ():
+        if self.count == 1:
+            return
+        for tensor in tensors:
             distributed.all_reduce(tensor)
-            tensor /= self.count
+            tensor.div_(self.count)
 
     @contextmanager
     def first_alone(self) -> Iterator[None]:
-        """Run the block in the first process, then in the others, which find its files."""
+        """Run the block in the first process, then in the others, which find the files it wrote."""
         if not self.first:
             distributed.barrier()
         yield
@@ -55,29 +59,30 @@ SINGLE = Processes()
 
 
 def is_distributed() -> bool:
-    """Whether a launcher (`torchrun`) started this process as one of several."""
+    """Return whether a launcher such as `torchrun` started this process as one of several."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
-def join_processes(cpu: bool = False) -> Processes:
-    """Join the processes of this launch; each takes the GPU of its number, if there is one and not `cpu`."""
+def join_processes(*, cpu: bool = False) -> Processes:
+    """Join the processes of this launch; each takes its GPU, unless `cpu` or there is none."""
     if not is_distributed():
         return SINGLE
-    rank, count, local_rank = (
-        int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    )
-    on_gpu = torch.cuda.is_available() and not cpu
-    device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
-    if on_gpu:
+    device = torch.device("cpu")
+    backend = "gloo"
+    if torch.cuda.is_available() and not cpu:
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        backend = "nccl"
         torch.cuda.set_device(device)
     # The other processes wait while the first one samples, encodes and evaluates.
-    distributed.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(hours=24))
+    distributed.init_process_group(backend, timeout=timedelta(hours=24))
     atexit.register(distributed.destroy_process_group)
+    rank = int(os.environ["RANK"])
+    count = int(os.environ["WORLD_SIZE"])
     return Processes(rank, count, device)
 
 
 class Task(ABC):
-    """What is trained: a module with its loss."""
+    """A module with its loss."""
 
     name: str  # for messages
     module: nn.Module
@@ -90,7 +95,7 @@ class Task(ABC):
         """Called after each optimiser step (to revive dead codes, for instance)."""
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return what a checkpoint has beside weights, optimiser and generator."""
+        """Return what a checkpoint holds beside weights, optimiser and generator."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:  # noqa: B027  # optional
@@ -104,9 +109,9 @@ class TrainEvent:
     step: int
     fraction: float  # from 0 to 1
     seconds: float  # so far
-    loss: float  # mean since the last event, as the figures
+    loss: float  # mean since the last event
     lr: float
-    figures: Mapping[str, float]
+    figures: Mapping[str, float]  # means since the last event
 
 
 OnEvent = Callable[[TrainEvent], None]
@@ -114,7 +119,7 @@ OnEvent = Callable[[TrainEvent], None]
 
 @dataclass(frozen=True)
 class TrainReport:
-    """What is written beside the weights."""
+    """The course of a training, written beside the weights."""
 
     steps: int
     seconds: float
@@ -129,38 +134,45 @@ def train(
     on_event: OnEvent = lambda _event: None,
     processes: Processes = SINGLE,
 ) -> TrainReport:
-    """Train `task.module` in place; raises `RefusedError` for a checkpoint of other settings and an infinite loss."""
+    """Train `task.module` in place.
+
+    Args:
+        task: The module and its loss.
+        settings: Optimiser, schedule, end, and checkpoint to continue from.
+        device: Where to train.
+        on_event: Receives means of the loss and of its figures, every `log_every` steps.
+        processes: The processes that train together.
+
+    Raises:
+        RefusedError: The checkpoint has other settings, or the loss is not finite.
+    """
     run = _Run(task=task, settings=settings, device=device, processes=processes)
     since = list[dict[str, float]]()
-    while (done := run.fraction()) < 1.0:
+    done = run.fraction()
+    while done < 1.0:
         start = now()
         rate = run.learning_rate(done)
         since.append(run.step(rate))
         run.seconds += now() - start
-        fraction = min(1.0, run.fraction())
-        if run.steps % settings.log_every == 0 or fraction == 1.0:
-            means = {
-                name: sum(figures[name] for figures in since) / len(since) for name in since[0]
-            }
+        done = run.fraction()
+        if run.steps % settings.log_every == 0 or done >= 1.0:
+            means = {}
+            for name in since[0]:
+                means[name] = sum(figures[name] for figures in since) / len(since)
             loss = means.pop("loss")
             run.losses.append((run.steps, loss))
-            on_event(
-                TrainEvent(
-                    step=run.steps,
-                    fraction=fraction,
-                    seconds=run.seconds,
-                    loss=loss,
-                    lr=rate,
-                    figures=means,
-                )
+            event = TrainEvent(
+                step=run.steps,
+                fraction=min(1.0, done),
+                seconds=run.seconds,
+                loss=loss,
+                lr=rate,
+                figures=means,
             )
+            on_event(event)
             since = []
-        if (
-            settings.checkpoint is not None
-            and run.steps % settings.checkpoint_every == 0
-            and processes.first
-        ):
-            run.save(settings.checkpoint)
+        if run.steps % settings.checkpoint_every == 0:
+            run.save()
     task.module.eval()
     return TrainReport(
         steps=run.steps, seconds=run.seconds, settings=settings.described(), losses=run.losses
@@ -168,7 +180,11 @@ def train(
 
 
 def read_checkpoint(settings: TrainSettings) -> dict[str, Any] | None:
-    """Read the checkpoint that a training continues from; raises `RefusedError` for one of other settings."""
+    """Read the checkpoint that a training continues from, if there is one.
+
+    Raises:
+        RefusedError: The checkpoint was made with other settings.
+    """
     path = settings.checkpoint
     if path is None or not settings.resume or not path.exists():
         return None
@@ -177,9 +193,11 @@ def read_checkpoint(settings: TrainSettings) -> dict[str, Any] | None:
     recorded = content["settings"]
     for key in {**current, **recorded}:
         if current.get(key) != recorded.get(key):
-            text = f"was made with {key} = {recorded.get(key)}, now it is {current.get(key)}"
-            advice = "Train with the same settings, or start again with --no-resume."
-            raise RefusedError(f"the checkpoint {path.name} {text}", advice)
+            raise RefusedError(
+                f"the checkpoint {path.name} was made with {key} = {recorded.get(key)}, "
+                f"now it is {current.get(key)}",
+                "Train with the same settings, or start again with --no-resume.",
+            )
     return content
 
 
@@ -195,14 +213,16 @@ class _Run:
         self.processes = processes
         module = task.module.to(device).train()
         self.trained = [p for p in module.parameters() if p.requires_grad]
-        decayed = {
-            "params": [p for p in self.trained if p.dim() >= 2],
-            "weight_decay": settings.weight_decay,
-        }
-        others = {"params": [p for p in self.trained if p.dim() < 2], "weight_decay": 0.0}
-        fused = device.type == "cuda"
+        matrices = [p for p in self.trained if p.dim() >= 2]
+        others = [p for p in self.trained if p.dim() < 2]
         self.optimiser = torch.optim.AdamW(
-            [decayed, others], lr=settings.lr, betas=settings.betas, fused=fused
+            [
+                {"params": matrices, "weight_decay": settings.weight_decay},
+                {"params": others, "weight_decay": 0.0},
+            ],
+            lr=settings.lr,
+            betas=settings.betas,
+            fused=device.type == "cuda",
         )
         self.generator = torch.Generator().manual_seed(settings.seed)
         self.autocast = settings.autocast and has_bfloat16(device)
@@ -215,42 +235,44 @@ class _Run:
             task.load_state_dict(content["task"])
             self.optimiser.load_state_dict(content["optimiser"])
             self.generator.set_state(content["generator"])
-            self.steps = content["progress"]["step"]
-            self.seconds = content["progress"]["seconds"]
-            self.losses = [tuple(entry) for entry in content["progress"]["losses"]]
+            progress = content["progress"]
+            self.steps = progress["step"]
+            self.seconds = progress["seconds"]
+            self.losses = [tuple(entry) for entry in progress["losses"]]
 
     def fraction(self) -> float:
-        """Return the share of the training that is done; 1 or more at the end."""
-        by_steps = self.steps / self.settings.steps if self.settings.steps else 0.0
-        by_time = self.seconds / (60.0 * self.settings.minutes) if self.settings.minutes else 0.0
+        """Return the fraction of the training that is done; 1 or more at the end."""
+        by_steps = self.steps / (self.settings.steps or math.inf)
+        by_time = self.seconds / (60.0 * (self.settings.minutes or math.inf))
         return max(by_steps, by_time)
 
     def learning_rate(self, done: float) -> float:
-        """Return the learning rate of the next step, when the share `done` of the training is done."""
+        """Return the learning rate of the next step, when a fraction `done` is done."""
         settings = self.settings
-        decay = 0.5 * (1 + math.cos(math.pi * done)) if settings.schedule == "cosine" else 1 - done
+        decay = 1 - done
+        if settings.schedule == "cosine":
+            decay = 0.5 * (1 + math.cos(math.pi * done))
         warmup = min(1.0, (self.steps + 1) / max(1, settings.warmup or 0))
         return settings.lr * warmup * (settings.final_lr + (1 - settings.final_lr) * decay)
 
     def step(self, rate: float) -> dict[str, float]:
-        """Make one step; return the loss and its figures, means over its batches and processes."""
+        """Make one step; return means of the loss and its figures over batches and processes."""
         for group in self.optimiser.param_groups:
             group["lr"] = rate
         self.optimiser.zero_grad(set_to_none=True)
-        share = 1 / self.settings.accumulate
+        weight = 1 / self.settings.accumulate
         figures = dict[str, Tensor]()
         for _ in range(self.settings.accumulate):
             with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast):
                 loss, reported = self.task.loss(self.generator)
-            (loss * share).backward()
+            (loss * weight).backward()
             for name, figure in {"loss": loss.detach(), **reported}.items():
-                figures[name] = figures.get(name, torch.zeros_like(figure)) + figure * share
+                figures[name] = figures.get(name, torch.zeros_like(figure)) + figure * weight
         self.processes.average([p.grad for p in self.trained if p.grad is not None])
-        by_norm = self.settings.clip_by == "norm"
-        clip: Callable[..., Any] = (
-            nn.utils.clip_grad_norm_ if by_norm else nn.utils.clip_grad_value_
-        )
-        clip(self.trained, self.settings.clip)
+        if self.settings.clip_by == "norm":
+            nn.utils.clip_grad_norm_(self.trained, self.settings.clip)
+        else:
+            nn.utils.clip_grad_value_(self.trained, self.settings.clip)
         self.optimiser.step()
         self.steps += 1
         self.task.after_step(self.steps, self.generator)
@@ -258,13 +280,19 @@ class _Run:
         self.processes.average([values])
         means = dict(zip(figures, values.tolist(), strict=True))
         if not math.isfinite(means["loss"]):
-            advice = "Lower the learning rate, or run the same command again to continue from the last checkpoint."
-            problem = f"training of {self.task.name} diverged at step {self.steps}: the loss is {means['loss']}"
-            raise RefusedError(problem, advice)
+            raise RefusedError(
+                f"training of {self.task.name} diverged at step {self.steps}: "
+                f"the loss is {means['loss']}",
+                "Lower the learning rate, or run the same command again to continue from the last "
+                "checkpoint.",
+            )
         return means
 
-    def save(self, path: Path) -> None:
-        """Write a checkpoint; the file is replaced when the new one is complete."""
+    def save(self) -> None:
+        """Write the checkpoint, if there is one to write by this process."""
+        path = self.settings.checkpoint
+        if path is None or not self.processes.first:
+            return
         path.parent.mkdir(parents=True, exist_ok=True)
         content = {
             "settings": self.settings.described(),

@@ -1,7 +1,7 @@
-"""Stopping on SIGINT (Ctrl-C) and SIGTERM at moments when nothing is half done.
+"""Stop on SIGINT (Ctrl-C) and SIGTERM at moments when nothing is half done.
 
-What Python raises within a finalizer or a library's callback is only printed. So the handler also records the signal,
-and `check`, which every decode step and every event calls, raises it again.
+An exception inside a finalizer or a library's callback is only printed by Python. So the handler
+also records the signal, and `check` raises it again. Every decode step and every event calls it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ _on_check: list[Callable[[], None]] = []
 
 
 class Stopped(KeyboardInterrupt):
-    """A signal asked the program to stop; `exit_code` is 130 for SIGINT and 143 for SIGTERM."""
+    """Raised when a signal asks the program to stop.
+
+    `exit_code` is 130 for SIGINT and 143 for SIGTERM.
+    """
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -35,7 +38,7 @@ def check() -> None:
 
 
 def exit_code() -> int | None:
-    """The exit code of a program that was asked to stop; None if it was not."""
+    """Return the exit code of a program that was asked to stop; None if it was not."""
     return 128 + _received[0] if _received else None
 
 
@@ -62,14 +65,14 @@ def on_check(listen: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def signals_noted() -> Iterator[None]:
-    """Note SIGINT and SIGTERM and raise them as `Stopped`, in the main thread."""
+    """Record SIGINT and SIGTERM and raise them as `Stopped`, in the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     owner = os.getpid()
 
     def receive(number: int, _frame: FrameType | None) -> None:
-        if os.getpid() != owner:  # a process that a library forked dies of a signal as others do
+        if os.getpid() != owner:  # a process that a library forked: let the signal end it
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return

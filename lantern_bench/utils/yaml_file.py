@@ -247,7 +247,9 @@ def problems_of(
         elif kind in ("model_type", "model_attributes_type") and inside is not None:
             text = f"must be a mapping with {', '.join(_fields(inside))}"
         else:
-            said = item.get("ctx", {}).get("error") or item["msg"]
+            # Pydantic writes "Input should be greater than 0".
+            message = item["msg"].replace("Input should", "must")
+            said = item.get("ctx", {}).get("error") or message
             text = _SENTENCES.get(kind, str(said))
         yield Location(".".join(map(str, path)), source.line(path)), text, value
 

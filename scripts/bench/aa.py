@@ -1,16 +1,20 @@
-"""`make aa`: pairs of equal runs. Do intervals of speedup cover the other run, and does `compare` see nothing?
+"""`make aa`: test intervals of speedup and verdicts of `compare` on pairs of equal runs.
 
-The bars: intervals of speedup cover the other run's figure in at least 90 % of cells, and `compare` gives a false
-verdict on at most 5 % of the pairs. Other methods stand beside the package's, so that the choice can be seen again;
-those without an interval of their own get one from processes as in `repeat_interval`. Finished runs are not made again.
-Use a machine with nothing else to do.
+The bars are that an interval of speedup covers the other run's figure in at least 90% of cells,
+and that `compare` gives a false verdict on at most 5% of the pairs. Other methods are computed
+beside the package's, so that the choice can be checked again. Methods without an interval get one
+from processes, as in `repeat_interval`. Finished runs are not made again. Use an otherwise idle
+machine.
 
-The design, which the output states too: the pairs and both runs of a pair run back to back, so intervals are tried in
-one state of the machine; the cells of a run share `ar`; each pair counts in both directions. So 20 pairs of three cells
-are 120 cases and far fewer independent ones. What a run has of its own (the state of the machine) is in no interval.
-Simulated, with 12 images in three processes that differ by .03 (standard deviation of the logarithm) and prompts by
-.04: 98 % are covered if runs have no effect of their own, 92 % if they differ as much as processes do, 83 % at three
-times that variance, 65 % at three times that deviation. One process covered 74 %, and has no interval now.
+All runs are back to back, so intervals are tested in one state of the machine. The cells of a run
+share `ar`, and each pair counts in both directions. Hence 20 pairs of three cells are 120 cases,
+and far fewer independent ones. An effect that a whole run has, such as the state of the machine, is
+in no interval.
+
+In a simulation, 12 images ran in three processes. The logarithm of speed had a standard deviation
+of 0.03 between processes and 0.04 between prompts. Coverage was 98% if runs had no effect, 92% if
+runs varied as much as processes, 83% at three times the variance of processes, and 65% at three
+times their standard deviation. With one process coverage was 74%; one process now has no interval.
 """
 
 from __future__ import annotations
@@ -61,62 +65,65 @@ def hodges_lehmann(values: Array) -> float:
     return float(np.median((values[first] + values[second]) / 2))
 
 
-# Logarithm of a speedup from seconds and steps of `ar` and of the cell, arrays [images].
-ESTIMATORS: dict[str, Callable[[Array, Array, Array, Array], float]] = {
-    "sums": lambda ar, cell, *_: math.log(ar.sum() / cell.sum()),
-    "medians": lambda ar, cell, *_: math.log(np.median(ar) / np.median(cell)),
-    "mean of log ratios": lambda ar, cell, *_: float(np.log(ar / cell).mean()),
-    "trimmed mean of log ratios": lambda ar, cell, *_: float(trim_mean(np.log(ar / cell), 0.2)),
-    "Hodges-Lehmann": lambda ar, cell, *_: hodges_lehmann(np.log(ar / cell)),
-    "steps x median pace": lambda ar, cell, before, after: math.log(
-        before.sum() * np.median(ar / before) / (after.sum() * np.median(cell / after))
-    ),
+def by_median_pace(images: pd.DataFrame) -> float:
+    """Return the log speedup of steps times median seconds per step."""
+    ar = images["over_steps"].sum() * np.median(images["over"] / images["over_steps"])
+    cell = images["under_steps"].sum() * np.median(images["under"] / images["under_steps"])
+    return math.log(ar / cell)
+
+
+def log_ratios(images: pd.DataFrame) -> Array:
+    """Return the log speedup of each image."""
+    return np.log((images["over"] / images["under"]).to_numpy())
+
+
+# Logarithm of a speedup from the columns of `timed_images`: seconds of `ar` are `over`, seconds of
+# the cell are `under`.
+ESTIMATORS: dict[str, Callable[[pd.DataFrame], float]] = {
+    "sums": lambda images: math.log(images["over"].sum() / images["under"].sum()),
+    "medians": lambda images: math.log(images["over"].median() / images["under"].median()),
+    "mean of log ratios": lambda images: float(log_ratios(images).mean()),
+    "trimmed mean of log ratios": lambda images: float(trim_mean(log_ratios(images), 0.2)),
+    "Hodges-Lehmann": lambda images: hodges_lehmann(log_ratios(images)),
+    "steps x median pace": by_median_pace,
 }
 
 
 def run_pairs(
     chosen: argparse.Namespace, folder: Path, console: Console
 ) -> list[tuple[RunData, RunData]]:
-    """Run what is missing of the pairs and return them."""
+    """Run the pairs that are missing and return all of them."""
     experiment = folder / "aa.yaml"
     folder.mkdir(parents=True, exist_ok=True)
     experiment.write_text(EXPERIMENT, encoding="utf-8")
-    flags = [
-        chosen.experiment or str(experiment),
-        "--images",
-        str(chosen.images),
-        "--processes",
-        str(chosen.processes),
-    ]
-    flags += ["--metrics", "speed"] + (["--no-compile"] if chosen.eager else [])
-    for name in ("modes", "threads"):
-        flags += [f"--{name}", getattr(chosen, name)] if getattr(chosen, name) else []
+    command = [sys.executable, "-m", "lantern_bench", "--quiet", "sweep"]
+    command += [chosen.experiment or str(experiment), "--metrics", "speed"]
+    command += ["--images", str(chosen.images), "--processes", str(chosen.processes)]
+    if chosen.eager:
+        command.append("--no-compile")
+    if chosen.modes:
+        command += ["--modes", chosen.modes]
+    if chosen.threads:
+        command += ["--threads", chosen.threads]
+
     pairs = []
     for number in range(1, chosen.pairs + 1):
         pair = [folder / f"pair-{number:02d}{side}" for side in "ab"]
         for run in pair:
-            if not (run / "speed.csv").exists():
-                # A run that was cut off is made anew: resumed, it would have more processes than its pair.
-                shutil.rmtree(run, ignore_errors=True)
-                began = now()
-                command = [
-                    sys.executable,
-                    "-m",
-                    "lantern_bench",
-                    "--quiet",
-                    "sweep",
-                    *flags,
-                    "--out",
-                    str(run),
-                ]
-                subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-                console.say(f"{run.name}: {duration(now() - began)}")
+            if (run / "speed.csv").exists():
+                continue
+            # A run that was cut off is made anew: resumed, it would have more processes than its
+            # pair.
+            shutil.rmtree(run, ignore_errors=True)
+            began = now()
+            subprocess.run([*command, "--out", str(run)], check=True, stdout=subprocess.DEVNULL)
+            console.say(f"{run.name}: {duration(now() - began)}")
         pairs.append((read_run(pair[0]), read_run(pair[1])))
     return pairs
 
 
 def figures(run: RunData) -> Iterator[tuple[str, str, Interval]]:
-    """Yield cell, method and speedup with its interval, for every method and every cell with a baseline."""
+    """Yield cell, method and speedup with its interval, for every cell with a baseline."""
     cells = run_cells(run)
     for cell in cells:
         base = baseline_of(cell, cells)
@@ -126,10 +133,9 @@ def figures(run: RunData) -> Iterator[tuple[str, str, Interval]]:
         raw = timed_images(_uncut(cell), _uncut(base))
         prompts = raw.index.get_level_values("prompt_id")
         yield cell.cell_id, OVER_PROMPTS, ratio_of_sums(raw["over"], raw["under"], prompts)
-        columns = ["over", "under", "over_steps", "under_steps"]
         for name, estimate in ESTIMATORS.items():
-            logs = [estimate(*images[columns].to_numpy().T) for _, images in raw.groupby("process")]
-            middle = estimate(*raw[columns].to_numpy().T)
+            logs = [estimate(images) for _, images in raw.groupby("process")]
+            middle = estimate(raw)
             count = len(logs)
             half = math.inf
             if count > 1:
@@ -147,28 +153,36 @@ def _uncut(cell: CellRecords) -> CellRecords:
 
 
 def paired_figures(pairs: list[tuple[RunData, RunData]]) -> pd.DataFrame:
-    """Return a row for each pair, cell and method: both figures, their intervals, which of them cover the other."""
+    """Return a row for each pair, cell and method.
+
+    It holds both figures, their intervals, and whether each interval covers the other figure.
+    """
     rows = []
-    for number, pair in enumerate(pairs, start=1):
-        for (cell, method, a), (_, _, b) in zip(*map(figures, pair), strict=True):
+    for number, (first, second) in enumerate(pairs, start=1):
+        for (cell, method, a), (_, _, b) in zip(figures(first), figures(second), strict=True):
             row = {
                 "pair": number,
                 "cell_id": cell,
                 "method": method,
                 **a.columns("a"),
                 **b.columns("b"),
+                "a_covers": covers(a, b.value),
+                "b_covers": covers(b, a.value),
             }
-            rows.append(row | {"a_covers": covers(a, b.value), "b_covers": covers(b, a.value)})
+            rows.append(row)
     return pd.DataFrame(rows)
 
 
 def covers(interval: Interval, value: float) -> bool:
-    """Whether a figure has an interval and the value is in it; with fewer than three processes there is none."""
+    """Return whether a figure has an interval and the value lies in it.
+
+    With fewer than three processes there is no interval.
+    """
     return interval.low is not None and interval.low <= value <= interval.high
 
 
 def summary(paired: pd.DataFrame) -> pd.DataFrame:
-    """Return a row for each method: coverage, half the width of its intervals, and how far two runs are apart."""
+    """Return coverage, half-width of intervals and difference of two runs, for each method."""
     logs = paired[["a", "b", "a_low", "a_high"]].transform(np.log)
     paired = paired.assign(
         covered=paired[["a_covers", "b_covers"]].mean(axis=1),
@@ -185,7 +199,7 @@ def summary(paired: pd.DataFrame) -> pd.DataFrame:
 
 
 def verdicts(pairs: list[tuple[RunData, RunData]]) -> pd.DataFrame:
-    """Return a row for each pair: comparisons that were tested, and how many got a verdict."""
+    """Return the number of comparisons tested and of verdicts, for each pair."""
     rows = []
     for number, (a, b) in enumerate(pairs, start=1):
         compared = compare_runs(a, b).table.dropna(subset="verdict")
@@ -194,15 +208,15 @@ def verdicts(pairs: list[tuple[RunData, RunData]]) -> pd.DataFrame:
             "pair": number,
             "tested": len(compared),
             "false": int(compared["verdict"].ne(SAME).sum()),
+            "speedups": len(speedups),
+            "alone": int((speedups["p_value"] < 0.05).sum()),
         }
-        rows.append(
-            row | {"speedups": len(speedups), "alone": int((speedups["p_value"] < 0.05).sum())}
-        )
+        rows.append(row)
     return pd.DataFrame(rows)
 
 
 def main(words: list[str] | None = None) -> None:
-    """Run the pairs, print the tables, and exit with 1 when a bar is missed."""
+    """Run the pairs, print the tables, and exit with 1 if a bar is missed."""
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("--pairs", type=int, default=20)
     arguments.add_argument("--images", type=int, default=12, help="images of a cell in a run")
@@ -223,20 +237,23 @@ def main(words: list[str] | None = None) -> None:
     paired.to_csv(chosen.out / kind / "figures.csv", index=False)
     compared.to_csv(chosen.out / kind / "verdicts.csv", index=False)
     table = summary(paired)
-    title = f"{len(pairs)} pairs of {kind}: share covered, half-width, standard deviation of a run (of the logarithm)"
+    title = f"{len(pairs)} pairs of {kind}: fraction covered; half-width and standard deviation "
+    title += "of a run, of the logarithm"
     console.table(table.round(3), title=title)
     cases = int((paired["method"] == CHOSEN).sum())
     cells = paired["cell_id"].nunique()
     console.say(
-        f"design: pairs run back to back on one machine; {2 * cases} cases are {len(pairs)} pairs x {cells} cells that "
-        "share ar, in both directions; what a run has of its own, the state of the machine, is not tried"
+        f"design: pairs run back to back on one machine; {2 * cases} cases are {len(pairs)} pairs "
+        f"x {cells} cells that share ar, in both directions; the state of the machine, an effect "
+        "of the whole run, is not tested"
     )
     covered = float(table.loc[table["method"] == CHOSEN, "covered"].iloc[0])
     false = float((compared["false"] > 0).mean())
     console.say(f"speedup, {CHOSEN}: {covered:.1%} covered (bar: at least {COVERED:.0%})")
     console.say(
         f"compare: a false verdict on {false:.1%} of the pairs (bar: at most {FALSE:.0%}); "
-        f"{compared['alone'].sum()} of {compared['speedups'].sum()} speedups have p < .05 before Holm's correction"
+        f"{compared['alone'].sum()} of {compared['speedups'].sum()} speedups have p < 0.05 before "
+        "Holm's correction"
     )
     sys.exit(covered < COVERED or false > FALSE)
 

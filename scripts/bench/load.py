@@ -1,8 +1,8 @@
-"""`make bench-load`: a run of 200 cells and 5,000 prompts. Its tables, the resume of it, and its report.
+"""`make bench-load`: tables, resuming and report of a run with 200 cells and 5,000 prompts.
 
-A sweep decodes a few images of every cell, with a model of one token an image. `load_run.py` repeats their records for
-the other prompts, with the keys, seeds and places of the run's own plan and other seconds. What is measured is the
-package's own code, each part in a new process. Use a machine with nothing else to do.
+A sweep decodes a few images of every cell, with a model of one token per image. `load_run.py`
+repeats their records for the other prompts, with the keys, seeds and order of the run's plan, and
+other seconds. Each stage is measured in a new process. Use an otherwise idle machine.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ from lantern_bench.utils.clock import now
 
 CELLS = 200
 PROMPTS = 5_000
+LOAD = (sys.executable, "-m", "scripts.bench.load")
 
 
 class Limit(NamedTuple):
-    """The most that a stage may take; None: only reported."""
+    """The most that a stage may take; figures without a limit are only reported."""
 
     seconds: float | None = None
     memory_gb: float | None = None
@@ -48,36 +49,28 @@ def _resume_scan(folder: Path) -> dict[str, Any]:
 
 
 def _resume(folder: Path) -> dict[str, Any]:
-    """The command of the run, which is complete: plan, checks, scan of the records, nothing to decode."""
+    """Run the command of the complete run: plan, checks, scan of the records, nothing to decode."""
     from lantern_bench.sweeps.events import Started
     from lantern_bench.sweeps.run import run
     from scripts.bench.load_run import request_of, use_family
 
     use_family()
-    started: list[Started] = []
-    run(
-        request_of(folder),
-        lambda event: started.append(event) if isinstance(event, Started) else None,
-    )
-    assert not any(started[0].to_do.values()), (
-        "the keys of the repeated records are not those of the plan"
-    )
-    return {"rows": started[0].finished}
+    events: list[object] = []
+    run(request_of(folder), events.append)
+    started = next(event for event in events if isinstance(event, Started))
+    assert not any(started.to_do.values()), "the repeated records have other keys than the plan"
+    return {"rows": started.finished}
 
 
 def _report(folder: Path) -> dict[str, Any]:
     from lantern_bench.api import write_report
 
     page = write_report([folder], folder / "report.html")
-    data = re.search(
-        r'<script type="application/json" id="data">(.*?)</script>',
-        page.read_text("utf-8"),
-        re.DOTALL,
-    )
+    pattern = r'<script type="application/json" id="data">(.*?)</script>'
+    data = re.search(pattern, page.read_text("utf-8"), re.DOTALL)
     shown = json.loads(data[1])  # type: ignore[index]
-    assert (
-        shown["left_out"] + len(shown["prompts"]) == finished_records(folder)["prompt_id"].nunique()
-    )
+    prompts = finished_records(folder)["prompt_id"].nunique()
+    assert shown["left_out"] + len(shown["prompts"]) == prompts
     return {"rows": len(shown["cells"]), "file_mb": page.stat().st_size / 1e6}
 
 
@@ -90,31 +83,23 @@ STAGES = {
 
 
 def measure(stage: str, folder: Path) -> dict[str, Any]:
-    """Run a stage in a new process; return its figures, its seconds, its CPU seconds and the peak of its memory."""
-    command = [
-        sys.executable,
-        "-m",
-        "scripts.bench.load",
-        "--stage",
-        stage,
-        "--out",
-        str(folder),
-    ]
+    """Run a stage in a new process; return its figures, seconds, CPU seconds and peak memory."""
+    command = [*LOAD, "--out", str(folder), "--stage", stage]
     finished_process = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     figures: dict[str, Any] = json.loads(finished_process.stdout.splitlines()[-1])
     limit = STAGES[stage][1]
     bounds = {name: most for name, most in limit._asdict().items() if most is not None}
     figures["limit"] = ", ".join(f"{name} {most:g}" for name, most in bounds.items())
-    figures["kept"] = (
-        all(figures[name] <= most for name, most in bounds.items()) if bounds else None
-    )
+    figures["kept"] = None
+    if bounds:
+        figures["kept"] = all(figures[name] <= most for name, most in bounds.items())
     return {"stage": stage, **figures}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Build the run where it is missing, measure, and print a table; 1 where a limit is not kept."""
+    """Build the run if it is missing, measure, print a table; return 1 if a limit is exceeded."""
     parser = argparse.ArgumentParser(
-        description="Measure how tables, resuming and the report bear a large run."
+        description="Measure tables, resuming and the report of a large run."
     )
     parser.add_argument("--out", type=Path, default=Path("build/load/run"))
     parser.add_argument("--cells", type=int, default=CELLS)
@@ -143,19 +128,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if flags.new:
         shutil.rmtree(flags.out, ignore_errors=True)
     if not (flags.out / RECORDS).exists():
-        # In a process of its own: the peak of its memory would count as that of the stages.
-        command = [
-            sys.executable,
-            "-m",
-            "scripts.bench.load",
-            "--build",
-            "--out",
-            str(flags.out),
-        ]
+        # In another process, since its peak memory would count for the stages.
+        command = [*LOAD, "--out", str(flags.out), "--build"]
+        command += ["--cells", str(flags.cells), "--prompts", str(flags.prompts)]
         began = now()
-        subprocess.run(
-            [*command, "--cells", str(flags.cells), "--prompts", str(flags.prompts)], check=True
-        )
+        subprocess.run(command, check=True)
         console.say(f"the run is built, in {now() - began:.0f} s")
     console.say(f"{flags.out / RECORDS}: {os.path.getsize(flags.out / RECORDS) / 1e6:.0f} MB")
     rows = [measure(stage, flags.out) for stage in STAGES]

@@ -1,4 +1,7 @@
-"""The run of `make bench-load`: a sweep of a few images of every cell, whose records are repeated for other prompts."""
+"""The run of `make bench-load`.
+
+A sweep decodes a few images of every cell. Their records are then repeated for other prompts.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +26,8 @@ from lantern_bench.sweeps.run import run
 from lantern_bench.sweeps.runner import key_fields
 from tests.helpers.tiny_model import CODES, TinyModel, TinyPixels, TinyTarget
 
-REAL = 2
-PROCESSES = 5
+REAL = 2  # images of each cell that are decoded
+PROCESSES = 5  # that the repeated records seem to come from
 WORDS = (
     "a photo of red blue white round tall small lanterns over the lake bridge street market at dusk"
 )
@@ -52,12 +55,8 @@ class Dots(TinyPixels):
 
     def pixels(self, tokens: Tensor) -> Tensor:
         """Tokens [B, 1] -> uint8 [B, 8, 8, 3]."""
-        return (
-            (tokens.reshape(-1, 1, 1, 1) * (255 // CODES))
-            .to(torch.uint8)
-            .expand(-1, 8, 8, 3)
-            .contiguous()
-        )
+        grey = (tokens.reshape(-1, 1, 1, 1) * (255 // CODES)).to(torch.uint8)
+        return grey.expand(-1, 8, 8, 3).contiguous()
 
 
 def use_family() -> None:
@@ -66,11 +65,12 @@ def use_family() -> None:
 
 
 def request_of(folder: Path, images: int | None = None) -> Request:
-    """The checked sweep; cells and prompts are in files beside the run."""
-    content = json.loads(folder.with_suffix(".json").read_text()) | {
-        "prompts": str(folder.with_suffix(".txt"))
-    }
-    return prepare(content | ({"images": images} if images else {}), Overrides(), out=folder)
+    """Return the checked sweep; cells and prompts are in files beside the run."""
+    content = json.loads(folder.with_suffix(".json").read_text())
+    content["prompts"] = str(folder.with_suffix(".txt"))
+    if images is not None:
+        content["images"] = images
+    return prepare(content, Overrides(), out=folder)
 
 
 def describe(folder: Path, cells: int, prompts: int) -> None:
@@ -78,16 +78,19 @@ def describe(folder: Path, cells: int, prompts: int) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     each = (cells - 2) // 2
     bounds = [round(0.001 * (number + 1), 3) for number in range(each + cells % 2)]
-    relaxed = [{"mode": "lantern", "drafting": "static", "neighbours": 3, "delta": bounds}]
-    relaxed += [
-        {
-            "mode": "lantern++",
-            "neighbours": 3,
-            "lambda": [round(1 + bound, 3) for bound in bounds[:each]],
-        }
-    ]
-    head = {"name": "load", "model": "tiny", "metrics": ["speed"], "compile": False}
-    content = {**head, "cells": [{"mode": "ar"}, {"mode": "speculative"}, *relaxed]}
+    factors = [round(1 + bound, 3) for bound in bounds[:each]]
+    content = {
+        "name": "load",
+        "model": "tiny",
+        "metrics": ["speed"],
+        "compile": False,
+        "cells": [
+            {"mode": "ar"},
+            {"mode": "speculative"},
+            {"mode": "lantern", "drafting": "static", "neighbours": 3, "delta": bounds},
+            {"mode": "lantern++", "neighbours": 3, "lambda": factors},
+        ],
+    }
     folder.with_suffix(".json").write_text(json.dumps(content))
     noise = np.random.default_rng(0)
     words = WORDS.split()
@@ -96,7 +99,7 @@ def describe(folder: Path, cells: int, prompts: int) -> None:
 
 
 def build(folder: Path, cells: int, prompts: int) -> int:
-    """Make the run; return how many records it has."""
+    """Make the run; return the number of its records."""
     use_family()
     describe(folder, cells, prompts)
     run(request_of(folder, REAL), lambda _event: None)
@@ -117,27 +120,22 @@ def build(folder: Path, cells: int, prompts: int) -> int:
     finished = done_images(folder)
 
     def record(task: ImageTask) -> dict[str, Any]:
-        copied = real[task.cell.cell_id][task.image_index % REAL]
-        key_of_task = record_key(task, key)
-        values = {
-            "record_key": key_of_task,
+        copied = dict(real[task.cell.cell_id][task.image_index % REAL])
+        slower = float(noise.lognormal(0.0, 0.05))
+        for name, value in copied.items():
+            if name.endswith("seconds") and value:
+                copied[name] = value * slower
+        return copied | {
+            "record_key": record_key(task, key),
             "prompt_id": task.prompt.id,
             "prompt": task.prompt.text,
-            "seed": task.seed,
-        }
-        values |= {
             "prompt_source": task.prompt.source or None,
+            "seed": task.seed,
             "repeat": task.repeat,
             "order_index": task.order_index,
+            "image": task.image,
+            "process": task.image_index * PROCESSES // prompts,
         }
-        slower = float(noise.lognormal(0.0, 0.05))
-        values |= {
-            name: value * slower
-            for name, value in copied.items()
-            if name.endswith("seconds") and value
-        }
-        values |= {"image": task.image, "process": task.image_index * PROCESSES // prompts}
-        return copied | values
 
     count = len(finished)
     with (folder / RECORDS).open("ab") as file:

@@ -1,8 +1,9 @@
-"""`make compare-plain`: milliseconds a step of the plain implementation and of the package, interleaved, in one run.
+"""`make compare-plain`: milliseconds per step of the plain implementation and of the package.
 
-The plain one counts only while it is no slower than the published code: its step over a bare eager float32 forward of
-as many nodes is shown beside the published code's. Ratios are above 1 where the package is faster: medians over the
-images of what was measured one after the other, as a machine's pace changes.
+The plain implementation is a fair baseline only while it is no slower than the published code.
+Therefore its step over a bare eager float32 forward of the same number of nodes is shown beside the
+same figure of the published code. A ratio above 1 means that the package is faster. It is the
+median over images of measurements made one right after the other, since a machine's pace changes.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ from __future__ import annotations
 import argparse
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import pandas as pd
 import torch
@@ -32,34 +34,42 @@ from lantern_bench.utils.clock import collect_garbage
 from scripts.bench.plain_decoding import Plain
 from scripts.bench.plain_network import PlainDrafter, PlainTarget
 
-# (mode, settings of ours, settings of the plain one, nodes, step over bare forward of the published code)
-CELLS: dict[str, tuple[dict[str, Any], dict[str, Any], int, float | None]] = {
-    "ar": ({"mode": "ar"}, {}, 1, 1.25),
-    "small-7": (
-        {"mode": "speculative", "tree": "small-7"},
-        {"paths": STATIC_TREES["small-7"]},
-        8,
-        None,
+
+class Cell(NamedTuple):
+    """A way to decode, by both implementations."""
+
+    ours: dict[str, Any]  # settings of `Decoding`
+    plain: dict[str, Any]  # arguments of `Plain.speculative`; empty: autoregressive
+    nodes: int  # of a forward
+    published: float | None = None  # step over bare forward of the published code
+
+
+CELLS = {
+    "ar": Cell(ours={"mode": "ar"}, plain={}, nodes=1, published=1.25),
+    "small-7": Cell(
+        ours={"mode": "speculative", "tree": "small-7"},
+        plain={"paths": STATIC_TREES["small-7"]},
+        nodes=8,
     ),
-    "eagle1-25": (
-        {"mode": "speculative", "tree": "eagle1-25"},
-        {"paths": STATIC_TREES["eagle1-25"]},
-        26,
-        1.6,
+    "eagle1-25": Cell(
+        ours={"mode": "speculative", "tree": "eagle1-25"},
+        plain={"paths": STATIC_TREES["eagle1-25"]},
+        nodes=26,
+        published=1.6,
     ),
-    "58n5d10b": (
-        {"mode": "speculative", "drafting": "dynamic", "nodes": 58, "depth": 5, "beam": 10},
-        {"dynamic": (58, 5, 10)},
-        59,
-        1.5,
+    "58n5d10b": Cell(
+        ours={"mode": "speculative", "drafting": "dynamic", "nodes": 58, "depth": 5, "beam": 10},
+        plain={"dynamic": (58, 5, 10)},
+        nodes=59,
+        published=1.5,
     ),
 }
 
 
 def ours(
-    model: LoadedModel, decoding: Decoding, caption: str, seed: int, tokens: int | None = None
+    model: LoadedModel, decoding: Decoding, caption: str, seed: int, *, tokens: int | None = None
 ) -> float:
-    """Milliseconds a step."""
+    """Return milliseconds per step of the package."""
     noise = [torch.Generator().manual_seed(seed)]
     trace = decode(
         model=model,
@@ -73,6 +83,7 @@ def ours(
 
 
 def load(size: str | None, device: torch.device, dtype: torch.dtype) -> LoadedModel:
+    """Load the bundled model, or make one of random weights."""
     if size is None:
         return Lanterns().load(device, dtype)
     return random_model_of_size(
@@ -84,6 +95,7 @@ def load(size: str | None, device: torch.device, dtype: torch.dtype) -> LoadedMo
 
 
 def main() -> None:
+    """Measure all cells and print a table."""
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("--images", type=int, default=8)
     arguments.add_argument("--cells", default=",".join(CELLS))
@@ -113,46 +125,49 @@ def main() -> None:
     bare = eager.condition([HELD_OUT[0].caption()])
     rows = []
     for name in chosen.cells.split(","):
-        settings, theirs, nodes, published = CELLS[name]
-        decoding = Decoding(**settings, cfg_scale=GUIDANCE)
-        courses: dict[str, Callable[[str, int], float]] = {"plain": _plain(plain, theirs, eager)}
+        cell = CELLS[name]
+        decoding = Decoding(**cell.ours, cfg_scale=GUIDANCE)
+        courses: dict[str, Callable[[str, int], float]] = {
+            "plain": _plain(plain, cell.plain, eager)
+        }
         for kind, model in models.items():
-            courses[kind] = _bind(model, decoding)
-            ours(
-                model=model, decoding=decoding, caption=HELD_OUT[0].caption(), seed=0, tokens=24
-            )  # compiled before it is timed
+            courses[kind] = partial(ours, model, decoding)
+            # Compile before timing.
+            ours(model, decoding, HELD_OUT[0].caption(), seed=0, tokens=24)
         collect_garbage()
         times: dict[str, list[float]] = defaultdict(list)
         for seed in range(chosen.images):
             for kind, course in courses.items():
                 times[kind].append(course(HELD_OUT[seed].caption(), seed))
-            times["bare"].append(
-                forward_ms(model=eager, condition=bare, nodes=nodes, cfg_scale=GUIDANCE, repeats=20)
-            )
-            times["bare_default"].append(
-                forward_ms(
-                    model=models["default"],
+            for kind, model in (("bare", eager), ("bare_default", models["default"])):
+                milliseconds = forward_ms(
+                    model=model,
                     condition=bare,
-                    nodes=nodes,
+                    nodes=cell.nodes,
                     cfg_scale=GUIDANCE,
                     repeats=20,
                 )
-            )
+                times[kind].append(milliseconds)
         ms = {kind: median(values) for kind, values in times.items()}
-        row = {"cell": name, "nodes": nodes, "plain_ms": ms["plain"], "bare_float32_ms": ms["bare"]}
-        row |= {"plain_over_bare": _ratio(times, "plain", "bare"), "published_over_bare": published}
-        row |= {
+        row = {
+            "cell": name,
+            "nodes": cell.nodes,
+            "plain_ms": ms["plain"],
+            "bare_float32_ms": ms["bare"],
+            "plain_over_bare": _ratio(times, "plain", "bare"),
+            "published_over_bare": cell.published,
             "equal_dtype_ms": ms["equal"],
             "default_ms": ms["default"],
             "default_bare_ms": ms["bare_default"],
+            "default_over_bare": _ratio(times, "default", "bare_default"),
+            "ratio_equal": _ratio(times, "plain", "equal"),
+            "ratio_default": _ratio(times, "plain", "default"),
         }
-        row |= {"default_over_bare": _ratio(times, "default", "bare_default")}
-        row |= {f"ratio_{kind}": _ratio(times, "plain", kind) for kind in models}
         rows.append(row)
-        console.say(
-            f"{name}: plain {ms['plain']:.2f}, equal {ms['equal']:.2f}, default {ms['default']:.2f} ms a step"
-        )
-    title = f"{chosen.size or 'embedded model'}, {compute.dtype_name} by default, {torch.get_num_threads()} threads"
+        shown = ", ".join(f"{kind} {ms[kind]:.2f}" for kind in courses)
+        console.say(f"{name}: {shown} ms per step")
+    threads = torch.get_num_threads()
+    title = f"{chosen.size or 'bundled model'}, {compute.dtype_name} by default, {threads} threads"
     console.table(pd.DataFrame(rows).round(3), title=title)
 
 
@@ -173,10 +188,6 @@ def _plain(
         return 1e3 * result.seconds / len(result.committed)
 
     return course
-
-
-def _bind(model: LoadedModel, decoding: Decoding) -> Callable[[str, int], float]:
-    return lambda caption, seed: ours(model=model, decoding=decoding, caption=caption, seed=seed)
 
 
 if __name__ == "__main__":

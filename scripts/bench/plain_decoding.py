@@ -1,7 +1,8 @@
-"""Plain decoding of one image: a Python walk over children, distributions of V numbers for each, trees made anew.
+"""Plain decoding of one image, written as the published code is.
 
-The same mathematics as the package (docs/algorithms.md, sections 1 to 4, `exact` residuals, temperature 1, no filters),
-written as the published code is: one child after the other, the host deciding.
+The host decides on one child after the other, with a distribution of V numbers for each, and trees
+are built anew in every step. The mathematics is the package's (docs/algorithms.md, sections 1 to 4,
+`exact` residuals, temperature 1, no filters).
 """
 
 from __future__ import annotations
@@ -22,36 +23,45 @@ Path = tuple[int, ...]
 
 @dataclass
 class Course:
-    """One image: its tokens, committed a step, and the seconds behind the prefill."""
+    """How one image was decoded."""
 
     tokens: list[int]
-    committed: list[int] = field(default_factory=list)
-    seconds: float = 0.0
+    committed: list[int] = field(default_factory=list)  # tokens of each step
+    seconds: float = 0.0  # after the prefill
 
 
 @dataclass
 class Tree:
-    """Nodes with the root first: token, parent, children in the order of trial, q of each child when it was drawn.
-
-    `attention` bool [M, M] where it is the shape's, for the whole tree or the first nodes of it.
-    """
+    """Draft tokens; the root is node 0."""
 
     tokens: list[int]
-    parents: list[int]
-    depths: list[int]
-    children: list[list[int]]
+    parents: list[int] = field(default_factory=lambda: [-1])
+    depths: list[int] = field(default_factory=lambda: [0])
+    children: list[list[int]] = field(default_factory=lambda: [[]])  # in the order of trial
+    # Who sees whom in the whole tree, bool [M, M], if its shape is fixed.
     attention: Tensor | None = None
-    q: dict[int, Tensor] = field(default_factory=dict)
+    q: dict[int, Tensor] = field(default_factory=dict)  # of each child when it was drawn
+
+    def add(self, token: int, parent: int, depth: int) -> int:
+        """Add a node; return its number."""
+        node = len(self.tokens)
+        self.tokens.append(token)
+        self.parents.append(parent)
+        self.depths.append(depth)
+        self.children.append([])
+        self.children[parent].append(node)
+        return node
 
 
 def guided(logits: Tensor, scale: float) -> Tensor:
-    """[2, n, V] -> [n, V]."""
+    """Combine logits with and without condition: [2, n, V] -> [n, V]."""
     cond = logits[0]
     uncond = logits[1]
     return uncond + scale * (cond - uncond)
 
 
 def probabilities(logits: Tensor, scale: float) -> Tensor:
+    """Return the distributions [n, V] that tokens are drawn from."""
     return torch.softmax(guided(logits, scale), dim=-1)
 
 
@@ -71,19 +81,27 @@ class Plain:
 
     @torch.inference_mode()
     def autoregressive(
-        self, condition: Condition, noise: torch.Generator, tokens: int, greedy: bool = False
+        self, condition: Condition, noise: torch.Generator, tokens: int, *, greedy: bool = False
     ) -> Course:
+        """Decode one token per forward.
+
+        Args:
+            condition: The condition of the image.
+            noise: Draws the tokens.
+            tokens: Number of tokens.
+            greedy: Take the most likely token.
+        """
         logits, _ = self.target.prefill(condition)
-        out = [self._next(probabilities(logits[:, -1:], self.scale)[0], noise, greedy)]
+        p = probabilities(logits[:, -1:], self.scale)[0]
+        out = [_next(p, noise, greedy=greedy)]
         course = Course([])
+        itself = torch.ones(1, 1, dtype=torch.bool)
         began = now()
         while len(out) < tokens:
-            logits, _ = self.target.forward(
-                out[-1].view(1),
-                torch.tensor([self.target.length]),
-                torch.ones(1, 1, dtype=torch.bool),
-            )
-            out.append(self._next(probabilities(logits, self.scale)[0], noise, greedy))
+            position = torch.tensor([self.target.length])
+            logits, _ = self.target.forward(out[-1].view(1), position, itself)
+            p = probabilities(logits, self.scale)[0]
+            out.append(_next(p, noise, greedy=greedy))
             course.committed.append(1)
         course.tokens = torch.stack(out).tolist()
         course.seconds = now() - began
@@ -97,14 +115,26 @@ class Plain:
         condition: Condition,
         noise: torch.Generator,
         tokens: int,
+        *,
         paths: tuple[Path, ...] | None = None,
         dynamic: tuple[int, int, int] | None = None,
         rule: tuple[str, int, float] | None = None,
         greedy: bool = False,
     ) -> Course:
-        """`paths` of a static tree, or `dynamic` nodes, depth and beam; `rule` additive or multiplicative, k, bound."""
+        """Decode a draft tree per forward.
+
+        Args:
+            condition: The condition of the image.
+            noise: Draws the tokens.
+            tokens: Number of tokens.
+            paths: A static tree.
+            dynamic: Nodes, depth and beam of a dynamic tree, if it is not static.
+            rule: `additive` or `multiplicative`, number of neighbours, bound; None is strict.
+            greedy: Take the most likely tokens.
+        """
         logits, features = self.target.prefill(condition)
-        first = self._next(probabilities(logits[:, -1:], self.scale)[0], noise, greedy)
+        p = probabilities(logits[:, -1:], self.scale)[0]
+        first = _next(p, noise, greedy=greedy)
         out = [int(first)]
         root = self.drafter.prefill(condition, features, first)
         course = Course(out)
@@ -125,7 +155,7 @@ class Plain:
             logits, features = self.target.forward(
                 torch.tensor(tree.tokens), torch.tensor(tree.depths) + before, seen
             )
-            path, last = self._walk(
+            path, last = self._verify(
                 tree=tree, logits=guided(logits, self.scale), rule=rule, noise=noise, greedy=greedy
             )
             self.target.keep(before, path)
@@ -143,11 +173,9 @@ class Plain:
         course.seconds = now() - began
         return course
 
-    def _next(self, p: Tensor, noise: torch.Generator, greedy: bool) -> Tensor:
-        return p.argmax() if greedy else torch.multinomial(p, 1, generator=noise)[0]
-
     def _static(
         self,
+        *,
         token: int,
         root: tuple[Tensor, Tensor],
         paths: tuple[Path, ...],
@@ -155,9 +183,9 @@ class Plain:
         limit: int,
         greedy: bool,
     ) -> Tree:
-        """EAGLE-1: a fixed shape, a forward of the drafter for each level."""
+        """Draft as EAGLE-1: a fixed shape, and a forward of the drafter for each level."""
         levels, attention = shape_of(paths)
-        tree = Tree(tokens=[token], parents=[-1], depths=[0], children=[[]], attention=attention)
+        tree = Tree([token], attention=attention)
         logits = root[0][:, -1:]
         features = root[1][:, -1:]
         extended = 0
@@ -173,30 +201,24 @@ class Plain:
                 )
             q = probabilities(logits, self.scale)
             most = max(level.fanout)
-            drawn = (
-                q.topk(most).indices
-                if greedy
-                else torch.multinomial(q, most, replacement=False, generator=noise)
-            )
-            for node, left, row, fanout in zip(
-                level.nodes, q, drawn.tolist(), level.fanout, strict=True
-            ):
-                for token in row[:fanout]:
-                    tree.q[len(tree.tokens)] = left
-                    tree.children[node].append(len(tree.tokens))
-                    tree.tokens.append(token)
-                    tree.parents.append(node)
-                    tree.depths.append(depth)
-                    tree.children.append([])
-                    left = left.clone()
-                    left[token] = 0
-                    left = left / left.sum()
+            if greedy:
+                drawn = q.topk(most).indices
+            else:
+                drawn = torch.multinomial(q, most, replacement=False, generator=noise)
+            for row, node in enumerate(level.nodes):
+                q_left = q[row]
+                for drawn_token in drawn[row, : level.fanout[row]].tolist():
+                    child = tree.add(drawn_token, parent=node, depth=depth)
+                    tree.q[child] = q_left
+                    q_left = q_left.clone()
+                    q_left[drawn_token] = 0
+                    q_left = q_left / q_left.sum()
         return tree
 
     def _dynamic(
         self, token: int, root: tuple[Tensor, Tensor], shape: tuple[int, int, int], limit: int
     ) -> Tree:
-        """EAGLE-2: the best of a beam, then the best of all."""
+        """Draft as EAGLE-2: the best of a beam, then the best of all."""
         nodes, rounds, beam = shape
         q = probabilities(root[0][:, -1:], self.scale)
         best = q[0].topk(beam)
@@ -228,34 +250,32 @@ class Plain:
             features = out[:, slots]
             seen = torch.cat([seen[slots], torch.eye(beam, dtype=torch.bool)], dim=1)
         if limit < 1:
-            return Tree(tokens=[token], parents=[-1], depths=[0], children=[[]])
-        flat = [torch.cat(part) for part in (tokens, scores, parents, depths)]
-        selected = flat[1].topk(min(nodes, len(flat[1]))).indices.sort().values.tolist()
-        place = {candidate: node + 1 for node, candidate in enumerate(selected)} | {-1: 0}
-        tree = Tree(
-            tokens=[token],
-            parents=[-1],
-            depths=[0],
-            children=[[] for _ in range(len(selected) + 1)],
-        )
-        for candidate in selected:
-            node = place[candidate]
-            parent = place[int(flat[2][candidate])]
-            tree.tokens.append(int(flat[0][candidate]))
-            tree.parents.append(parent)
-            tree.depths.append(int(flat[3][candidate]))
-            tree.children[parent].append(node)
+            return Tree([token])
+        all_scores = torch.cat(scores)
+        best_nodes = all_scores.topk(min(nodes, len(all_scores))).indices
+        all_tokens = torch.cat(tokens)
+        all_parents = torch.cat(parents)
+        all_depths = torch.cat(depths)
+        tree = Tree([token])
+        place = {-1: 0}
+        for candidate in best_nodes.sort().values.tolist():
+            place[candidate] = tree.add(
+                int(all_tokens[candidate]),
+                parent=place[int(all_parents[candidate])],
+                depth=int(all_depths[candidate]),
+            )
         return tree
 
-    def _walk(
+    def _verify(
         self,
+        *,
         tree: Tree,
         logits: Tensor,
         rule: tuple[str, int, float] | None,
         noise: torch.Generator,
         greedy: bool,
     ) -> tuple[list[int], int]:
-        """Section 3, one child after the other."""
+        """Return the accepted path and one more token (section 3), one child after the other."""
         path = [0]
         while True:
             p = torch.softmax(logits[path[-1]], dim=-1)
@@ -265,23 +285,24 @@ class Plain:
                 if greedy:
                     accepted = x == int(p.argmax())
                 else:
-                    mass, merged = self._merged(p, x, rule)
+                    mass, neighbours = self._neighbour_mass(p, x, rule)
                     q = tree.q.get(child)
-                    share = 1.0 if q is None else float(q[x])
-                    accepted = float(torch.rand((), generator=noise)) * share < float(p[x]) + mass
+                    q_x = 1.0 if q is None else float(q[x])
+                    uniform = float(torch.rand((), generator=noise))
+                    accepted = uniform * q_x < float(p[x]) + mass
                     if not accepted:
-                        p = rejected(p=p, q=q, x=x, mass=mass, merged=merged)
+                        p = residual(p, q, x, mass=mass, neighbours=neighbours)
                 if accepted:
                     taken = child
                     break
             if taken is None:
-                last = p.argmax() if greedy else torch.multinomial(p, 1, generator=noise)[0]
-                return path, int(last)
+                return path, int(_next(p, noise, greedy=greedy))
             path.append(taken)
 
-    def _merged(
+    def _neighbour_mass(
         self, p: Tensor, x: int, rule: tuple[str, int, float] | None
     ) -> tuple[float, Tensor]:
+        """Return the neighbour mass of x, and the codes that it comes from."""
         if rule is None:
             return 0.0, torch.empty(0, dtype=torch.int64)
         name, neighbours, bound = rule
@@ -289,13 +310,18 @@ class Plain:
         running = p[near].cumsum(0)
         limit = bound if name == "additive" else (bound - 1) * float(p[x])
         count = int((running <= limit).cumprod(0).sum())
-        return (float(running[count - 1]) if count else 0.0), near[:count]
+        mass = float(running[count - 1]) if count else 0.0
+        return mass, near[:count]
 
 
-def rejected(p: Tensor, q: Tensor | None, x: int, mass: float, merged: Tensor) -> Tensor:
-    """The exact residual."""
+def _next(p: Tensor, noise: torch.Generator, *, greedy: bool) -> Tensor:
+    return p.argmax() if greedy else torch.multinomial(p, 1, generator=noise)[0]
+
+
+def residual(p: Tensor, q: Tensor | None, x: int, *, mass: float, neighbours: Tensor) -> Tensor:
+    """Return the exact residual after x was rejected with its neighbour mass."""
     tilde = p.clone()
-    tilde[merged] = 0
+    tilde[neighbours] = 0
     tilde[x] += mass
     if q is None:
         tilde[x] = 0
@@ -306,10 +332,12 @@ def rejected(p: Tensor, q: Tensor | None, x: int, mass: float, merged: Tensor) -
 
 
 def attention_of(tree: Tree) -> Tensor:
-    """Who sees whom, bool [M, M]."""
+    """Return who sees whom, bool [M, M]."""
+    count = len(tree.tokens)
     if tree.attention is not None:
-        return tree.attention[: len(tree.tokens), : len(tree.tokens)]
-    seen = torch.eye(len(tree.tokens), dtype=torch.bool)
+        # A tree at the end of the image has only the first nodes of its shape.
+        return tree.attention[:count, :count]
+    seen = torch.eye(count, dtype=torch.bool)
     for node, parent in enumerate(tree.parents):
         if parent >= 0:
             seen[node] |= seen[parent]
@@ -317,21 +345,17 @@ def attention_of(tree: Tree) -> Tensor:
 
 
 class Level(NamedTuple):
-    """The nodes of one depth that have children.
-
-    Their numbers, how many children each has, the slots of their parents among those of the depth above, and which of
-    the nodes extended so far each sees.
-    """
+    """The nodes of one depth that have children."""
 
     nodes: list[int]
-    fanout: list[int]
-    slots: list[int]
-    seen: Tensor
+    fanout: list[int]  # number of children of each
+    slots: list[int]  # place of each parent in the level above
+    seen: Tensor  # which of the nodes extended so far each one sees, bool
 
 
 @cache
 def shape_of(paths: tuple[Path, ...]) -> tuple[list[Level], Tensor]:
-    """The levels of a static tree and who sees whom in it, made once as the published code does."""
+    """Return the levels of a static tree, and who sees whom in it; made once, as published."""
     assert list(paths) == sorted(paths, key=lambda path: (len(path), path)), (
         "nodes are numbered as they are drawn"
     )
@@ -340,12 +364,10 @@ def shape_of(paths: tuple[Path, ...]) -> tuple[list[Level], Tensor]:
     above: list[Path] = []
     extended: list[Path] = []
     for depth in range(len(paths[-1])):
-        inner = [
-            path
-            for path in number
-            if len(path) == depth and any(child[:-1] == path for child in paths)
-        ]
-        extended += inner if depth else []
+        parents = {child[:-1] for child in paths if len(child) == depth + 1}
+        inner = [path for path in number if path in parents]
+        if depth:
+            extended += inner
         fanout = [sum(child[:-1] == path for child in paths) for path in inner]
         slots = [above.index(path[:-1]) for path in inner] if depth else [0]
         seen = torch.tensor([[path[: len(other)] == other for other in extended] for path in inner])

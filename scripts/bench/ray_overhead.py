@@ -1,7 +1,8 @@
-"""What one Ray worker costs against a local run: pairs of equal runs, in turns, on this machine (`make ray-overhead`).
+"""`make ray-overhead`: measure what one Ray worker costs against a local run.
 
-Prints for each pair how many times longer an image takes with Ray: from one finished image to the next as the command
-sees it (`wall`), the recorded seconds of decoding (`seconds`), and CPU seconds of the decoding process (`cpu`).
+Pairs of equal runs alternate on this machine. Each line shows how many times longer an image takes
+with Ray: from one finished image to the next as the command sees it (`wall`), in recorded seconds
+of decoding (`seconds`), and in CPU seconds of the decoding process (`cpu`).
 """
 
 from __future__ import annotations
@@ -29,13 +30,12 @@ def measure(engine: str, out: str, images: int) -> dict[str, float]:
         if isinstance(event, ImageDone):
             moments.append(time.perf_counter())
 
-    cells = [{"mode": "ar"}, {"mode": "speculative", "tree": "chain-7"}]
     experiment = {
         "name": "overhead",
         "model": "lanterns",
         "metrics": ["speed"],
         "temperature": 1,
-        "cells": cells,
+        "cells": [{"mode": "ar"}, {"mode": "speculative", "tree": "chain-7"}],
     }
     run = lantern_bench.sweep(
         experiment,
@@ -51,6 +51,7 @@ def measure(engine: str, out: str, images: int) -> dict[str, float]:
 
 
 def main() -> None:
+    """Run the pairs and print the ratios."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -61,32 +62,28 @@ def main() -> None:
     )
     flags = parser.parse_args()
     if flags.run:
-        print(json.dumps(measure(*flags.run, flags.images)))
+        engine, out = flags.run
+        print(json.dumps(measure(engine, out, flags.images)))
         return
     ratios: list[dict[str, float]] = []
     with tempfile.TemporaryDirectory() as folder:
         for pair in range(flags.pairs):
             figures = {}
-            for engine in ("local", "ray")[:: 1 if pair % 2 else -1]:
-                command = [
-                    sys.executable,
-                    "-m",
-                    "scripts.bench.ray_overhead",
-                    "--images",
-                    str(flags.images),
-                ]
-                command += ["--run", engine, str(Path(folder) / f"{engine}-{pair}")]
+            for engine in ("local", "ray") if pair % 2 else ("ray", "local"):
+                out = Path(folder) / f"{engine}-{pair}"
+                command = [sys.executable, "-m", "scripts.bench.ray_overhead"]
+                command += ["--images", str(flags.images), "--run", engine, str(out)]
                 output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
                 figures[engine] = json.loads(output.splitlines()[-1])
-            ratios.append({name: figures["ray"][name] / figures["local"][name] for name in FIGURES})
-            shown = ", ".join(
-                f"{name} {figures['ray'][name]:.3f} / {figures['local'][name]:.3f}"
-                for name in FIGURES
-            )
-            print(
-                f"pair {pair + 1}: {shown} s an image; ratios",
-                {k: round(v, 3) for k, v in ratios[-1].items()},
-            )
+            shown = []
+            ratio = {}
+            for name in FIGURES:
+                with_ray = figures["ray"][name]
+                local = figures["local"][name]
+                ratio[name] = with_ray / local
+                shown.append(f"{name} {with_ray:.3f} / {local:.3f} = {ratio[name]:.3f}")
+            ratios.append(ratio)
+            print(f"pair {pair + 1}, seconds per image: {', '.join(shown)}")
     print("medians:", {name: round(median(ratio[name] for ratio in ratios), 3) for name in FIGURES})
 
 

@@ -27,8 +27,6 @@ ENDS = (
     "_detectable",
     "_vs_ar",
     "_p",
-    "_published",
-    "_difference",
     "_infinity",
 )
 

@@ -1,7 +1,7 @@
 """Train or measure the models of the bundled family.
 
-Run `python -m scripts.train_lanterns` in the root of the repository. Weights go to the package's own folder unless
-`--out` names another.
+Run `python -m scripts.train_lanterns` in the root of the repository. Weights go to the package's
+own folder unless `--out` names another.
 """
 
 from __future__ import annotations
@@ -80,7 +80,10 @@ def train_lanterns(
     images: Annotated[int, typer.Option(help="Images to sample with --evaluate.")] = 500,
     format: FormatOption = None,
 ) -> None:
-    """Train the bundled models, or measure them with --evaluate. The same command continues a training."""
+    """Train the bundled models, or measure them with --evaluate.
+
+    The same command continues a training.
+    """
     console = Console()
     only_training = {"minutes": minutes, "steps": steps, "init_from": init_from}
     shared = {"seed": seed, "resume": resume, "device": device, "images": images}
@@ -99,9 +102,8 @@ def train_lanterns(
     parts = [name for name in PARTS if not part or name in part]
     if evaluate:
         check_weights(parts, folder)
-        return _evaluate(
-            parts=parts, folder=folder, settings=settings, console=console, format=format
-        )
+        _evaluate(parts, folder, settings=settings, console=console, table_format=format)
+        return
     for number, name in enumerate(parts):
         check_part(part=name, folder=folder, among=parts[:number], init_from=init_from)
     _train(
@@ -111,7 +113,6 @@ def train_lanterns(
         settings=settings,
         console=console,
     )
-    return None
 
 
 def _train(
@@ -164,11 +165,12 @@ def _show_event(progress: Progress, part: str, event: TrainEvent) -> None:
 def _evaluate(
     parts: Sequence[str],
     folder: Path,
+    *,
     settings: RecipeSettings,
     console: Console,
-    format: str | None,
+    table_format: str | None,
 ) -> None:
-    """Print one row a quality gate, with the 95 % interval where the figure was sampled."""
+    """Print one row per quality gate, with the 95% interval if the figure was sampled."""
     device = choose_compute(settings.device).device
     clip = load_clip(f"{LOCAL_DIR}{folder / 'clip'}", device=device) if "clip" in parts else None
     with console.progress() as progress:
@@ -185,7 +187,7 @@ def _evaluate(
     table = pd.DataFrame([_row(gate) for gate in gates], columns=columns).astype(
         {"low": float, "high": float}
     )
-    console.table(table, title="quality gates of the bundled models", format=format)
+    console.table(table, title="quality gates of the bundled models", format=table_format)
     failed = [gate.name for gate in gates if gate.passed is False]
     if failed:
         count = f"{len(failed)} of {sum(bool(gate.wanted) for gate in gates)}"
@@ -195,12 +197,11 @@ def _evaluate(
 def _row(gate: QualityGate) -> list[object]:
     low = high = None
     if gate.observations is not None:
-        over, under, _ = gate.observations
-        # Wilson's where all or none were right, since resampling of the prompts sees no variation there.
-        alike = set(under) == {1.0} and set(over) in ({0.0}, {1.0})
-        interval = (
-            proportion(int(sum(over)), len(over)) if alike else ratio_of_sums(*gate.observations)
-        )
+        over, under, prompts = gate.observations
+        interval = ratio_of_sums(over, under, prompts)
+        if set(under) == {1.0} and set(over) in ({0.0}, {1.0}):
+            # All or none were right. Resampling prompts shows no variation, so Wilson's interval.
+            interval = proportion(int(sum(over)), len(over))
         low = interval.low
         high = interval.high
     wanted = " and ".join(f"{side} {bound:g}" for side, bound in gate.wanted)
@@ -209,7 +210,7 @@ def _row(gate: QualityGate) -> list[object]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command with these arguments and return its exit code, as those of `lantern-bench`."""
+    """Run the command with these arguments; return the exit code that `lantern-bench` would."""
     try:
         get_command(app)(args=list(arguments), prog_name="python -m scripts.train_lanterns")
     except SystemExit as exit_:

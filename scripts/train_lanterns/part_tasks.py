@@ -1,8 +1,9 @@
-"""The training tasks of the bundled models, on painted scenes: tokenizer, target, attribute classifier and CLIP model.
+"""The training tasks of the bundled models: tokenizer, target, attribute classifier and CLIP model.
 
-The tokenizer minimises reconstruction error and its codebook follows the encoder; dead codes are revived. The target
-minimises next-token cross-entropy, with the caption dropped one time in ten. The two scorers (classifier and CLIP)
-learn from scenes, a share of them reconstructed by the tokenizer, each degraded anew at every use, so that decoded
+All learn from painted scenes. The tokenizer minimises reconstruction error; its codebook follows
+the encoder, and dead codes are revived. The target minimises next-token cross-entropy, with the
+caption dropped one time in ten. The two scorers, classifier and CLIP, learn from scenes of which
+some are reconstructed by the tokenizer. Each scene is degraded anew at every use, so that decoded
 pictures are scored as fairly as painted ones.
 """
 
@@ -47,7 +48,7 @@ from scripts.train_lanterns.scenes import SceneSet, degrade, render
 
 Reconstruct = Callable[[Tensor], Tensor]
 
-# An open_clip configuration like those it ships; the text tower is mostly the embedding of its byte-pair vocabulary.
+# A configuration of open_clip. Most of the text tower is the embedding of its byte-pair vocabulary.
 CLIP_CONFIG: dict[str, Any] = {
     "model_cfg": {
         "embed_dim": 64,
@@ -81,7 +82,7 @@ _SEQUENCES = 128
 
 
 def pixels_of(pictures: Tensor) -> Tensor:
-    """Pictures uint8 [n, 64, 64, 3] as input of the tokenizer: float [n, 3, 64, 64] in [-1, 1]."""
+    """Convert uint8 [n, 64, 64, 3] to the input of the tokenizer: [n, 3, 64, 64] in [-1, 1]."""
     return pictures.permute(0, 3, 1, 2).float() / 127.5 - 1
 
 
@@ -109,7 +110,7 @@ class TokenizerTask(EvaluatedTask):
         self._revive_until = int(expected_steps * 0.75)
 
     def loss(self, generator: torch.Generator) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Reconstruction of a random batch, mirrored half of the time."""
+        """Return the loss of reconstructing a random batch, mirrored half of the time."""
         device = self.model.quantize.embedding.weight.device
         rows = torch.randint(len(self._pictures), (_BATCH,), generator=generator)
         pixels = pixels_of(self._pictures[rows]).to(device)
@@ -126,15 +127,16 @@ class TokenizerTask(EvaluatedTask):
         through = latents + (quantised - latents).detach()
         decoded = self.model.decode(through.permute(0, 3, 1, 2)).float()
         error = decoded - pixels
-        # Mean absolute difference between neighbouring errors: wrong edges cost more than a wrong level.
-        edges = (error[..., 1:] - error[..., :-1]).abs().mean() + (
-            error[..., 1:, :] - error[..., :-1, :]
-        ).abs().mean()
+        # Mean absolute difference of neighbouring errors: wrong edges cost more than a wrong level.
+        across = (error[..., 1:] - error[..., :-1]).abs().mean()
+        down = (error[..., 1:, :] - error[..., :-1, :]).abs().mean()
+        edges = across + down
         square = error.pow(2).mean()
         counts = torch.bincount(indices.flatten().cpu(), minlength=self.model.config.codes).float()
         self._use = _USE_DECAY * self._use + (1 - _USE_DECAY) * counts
         self._last_latents = latents.detach().reshape(-1, latents.shape[-1]).cpu()
-        # Per code dimension the mean squared distance is small; the weight makes the book follow the encoder.
+        # The mean squared distance per code dimension is small. Its weight makes the book follow
+        # the encoder.
         total = error.abs().mean() + 4.0 * square + 0.5 * edges + 8.0 * book
         psnr = -10 * torch.log10(square.detach() / 4)
         return total, {"psnr": psnr, "used": (self._use > _DEAD).float().mean()}
@@ -142,12 +144,8 @@ class TokenizerTask(EvaluatedTask):
     def after_step(self, step: int, generator: torch.Generator) -> None:
         """Replace unused codes by latents of the last batch, every few steps."""
         dead = (self._use < _DEAD).nonzero().flatten()
-        if (
-            step % _REVIVE_EVERY
-            or step > self._revive_until
-            or self._last_latents is None
-            or len(dead) == 0
-        ):
+        too_late = step > self._revive_until
+        if step % _REVIVE_EVERY or too_late or self._last_latents is None or len(dead) == 0:
             return
         chosen = torch.randint(len(self._last_latents), (len(dead),), generator=generator)
         with torch.no_grad():
@@ -156,7 +154,7 @@ class TokenizerTask(EvaluatedTask):
         self._use[dead] = 1.0
 
     def state_dict(self) -> dict[str, Tensor]:
-        """A running count of the uses of each code."""
+        """Return the running count of the uses of each code."""
         return {"use": self._use}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -164,7 +162,7 @@ class TokenizerTask(EvaluatedTask):
         self._use = state["use"].clone()
 
     def evaluate(self) -> dict[str, float]:
-        """PSNR in dB on held-out scenes and the share of codes they use."""
+        """Return PSNR in dB on held-out scenes, and the fraction of codes that they use."""
         return psnr_and_usage(self.model, self._held_out)
 
 
@@ -175,7 +173,10 @@ def decode_codes(model: VQModel, codes: Tensor) -> Tensor:
 
 @torch.no_grad()
 def psnr_and_usage(model: VQModel, pictures: Tensor) -> dict[str, float]:
-    """PSNR (dB, mean over pictures) and share of codes used by uint8 pictures [n, 64, 64, 3], in float32."""
+    """Return PSNR (dB, mean over pictures) and the fraction of codes used, in float32.
+
+    `pictures` are uint8 [n, 64, 64, 3].
+    """
     device = model.quantize.embedding.weight.device
     used = torch.zeros(model.config.codes, dtype=torch.bool)
     errors = []
@@ -190,8 +191,11 @@ def psnr_and_usage(model: VQModel, pictures: Tensor) -> dict[str, float]:
 
 
 @torch.inference_mode()
-def tokenize(model: VQModel, pictures: Tensor, mirrored: bool = False) -> Tensor:
-    """Tokens int16 [n, h*w] of uint8 pictures [n, 64, 64, 3], row by row; of their mirror images if asked."""
+def tokenize(model: VQModel, pictures: Tensor, *, mirrored: bool = False) -> Tensor:
+    """Return the tokens of pictures, row by row, or of their mirror images.
+
+    Pictures are uint8 [n, 64, 64, 3], tokens int16 [n, h * w].
+    """
     device = model.quantize.embedding.weight.device
     out = []
     for batch in pictures.split(_BATCH):
@@ -208,9 +212,13 @@ class Sequences(NamedTuple):
     tokens: Tensor
     attributes: Tensor
 
+    def chosen(self, rows: Tensor | slice) -> Sequences:
+        """Return some of the sequences."""
+        return Sequences(self.tokens[rows], self.attributes[rows])
+
 
 class TargetTask(EvaluatedTask):
-    """Train the target on token sequences; `sequences` has the mirror image of every scene as well."""
+    """Train the target on token sequences; `sequences` include the mirror image of every scene."""
 
     name = "target"
 
@@ -223,23 +231,31 @@ class TargetTask(EvaluatedTask):
         self._conditions = all_conditions()
 
     def loss(self, generator: torch.Generator) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Cross-entropy of a random batch."""
+        """Return the cross-entropy of a random batch."""
         rows = torch.randint(len(self._sequences.tokens), (_BATCH,), generator=generator)
         drop = torch.rand(_BATCH, generator=generator) < 0.1
-        return self._nll(
-            Sequences(self._sequences.tokens[rows], self._sequences.attributes[rows]), drop
-        ), {}
+        return self._nll(self._sequences.chosen(rows), drop), {}
 
     def evaluate(self) -> dict[str, float]:
-        """Held-out NLL (nats a token); mean top-1 and top-10 probability, default guidance, teacher forced."""
-        part = Sequences(*(tensor[:_SEQUENCES] for tensor in self._held_out))
-        keep = torch.zeros(len(part.tokens), dtype=torch.bool)
-        batches = [slice(start, start + _BATCH) for start in range(0, len(keep), _BATCH)]
-        nll = sum(float(self._nll(Sequences(*(t[at] for t in part)), keep[at])) for at in batches)
-        nll /= len(keep) // _BATCH
-        sharp = Sequences(*(tensor[:_BATCH] for tensor in part))
-        logits = [self.logits(sharp, torch.full((_BATCH,), dropped)) for dropped in (False, True)]
-        top = guide(logits[0], logits[1], GUIDANCE).softmax(-1).topk(10, dim=-1).values
+        """Return figures of held-out sequences, teacher forced.
+
+        They are the NLL in nats per token, and the mean top-1 and top-10 probability at the default
+        guidance.
+        """
+        held_out = self._held_out.chosen(slice(_SEQUENCES))
+        count = len(held_out.tokens)
+        keep = torch.zeros(count, dtype=torch.bool)
+        nll = 0.0
+        for start in range(0, count, _BATCH):
+            batch = slice(start, start + _BATCH)
+            nll += float(self._nll(held_out.chosen(batch), keep[batch]))
+        nll /= count // _BATCH
+
+        first = held_out.chosen(slice(_BATCH))
+        cond, uncond = (
+            self.logits(first, torch.full((_BATCH,), dropped)) for dropped in (False, True)
+        )
+        top = guide(cond, uncond, GUIDANCE).softmax(-1).topk(10, dim=-1).values
         return {
             "nll_held_out": nll,
             "top1": float(top[..., 0].mean()),
@@ -247,7 +263,7 @@ class TargetTask(EvaluatedTask):
         }
 
     def logits(self, sequences: Sequences, dropped: Tensor) -> Tensor:
-        """Logits [B, 256, V] that predict each token, under teacher forcing."""
+        """Return the logits [B, 256, V] that predict each token, under teacher forcing."""
         number = caption_numbers(sequences.attributes)
         condition = Condition(self._conditions.values[number], self._conditions.valid[number])
         hidden = target_features(
@@ -263,12 +279,12 @@ class TargetTask(EvaluatedTask):
 
 
 def all_conditions() -> Condition:
-    """The condition of every caption, in the order of `ALL_ATTRIBUTES`."""
+    """Return the condition of every caption, in the order of `ALL_ATTRIBUTES`."""
     return caption_condition([item.caption() for item in ALL_ATTRIBUTES])
 
 
 def caption_numbers(attributes: Tensor) -> Tensor:
-    """Attribute indices int64 [n, 5] -> place in `ALL_ATTRIBUTES` [n]."""
+    """Convert attribute indices int64 [n, 5] to places in `ALL_ATTRIBUTES` [n]."""
     number = torch.zeros(len(attributes), dtype=torch.int64)
     for column, values in enumerate(FIELDS.values()):
         number = number * len(values) + attributes[:, column]
@@ -276,53 +292,51 @@ def caption_numbers(attributes: Tensor) -> Tensor:
 
 
 class Pool(NamedTuple):
-    """Pictures to learn from: uint8 [n, 3, 64, 64], and the indices of their attributes int64 [n, 5]."""
+    """Pictures to learn from."""
 
-    pixels: Tensor
-    attributes: Tensor
+    pixels: Tensor  # uint8 [n, 3, 64, 64]
+    attributes: Tensor  # their indices, int64 [n, 5]
 
 
-def training_pool(scenes: SceneSet, through: Reconstruct | None, share: float = 0.4) -> Pool:
-    """Scenes to learn from, the first `share` of them reconstructed by `through`, if any."""
+def training_pool(scenes: SceneSet, through: Reconstruct | None, fraction: float = 0.4) -> Pool:
+    """Return scenes to learn from; a fraction of them is reconstructed by `through`."""
     pixels = torch.from_numpy(scenes.pixels).permute(0, 3, 1, 2).contiguous()
     if through is not None:
-        count = int(len(pixels) * share)
+        count = int(len(pixels) * fraction)
         pixels[:count] = through(pixels[:count])
     return Pool(pixels, torch.from_numpy(scenes.attributes))
 
 
 @torch.inference_mode()
 def reconstruct(tokenizer: VQModel, pictures: Tensor) -> Tensor:
-    """Encode and decode pictures: uint8 [n, 3, h, w] to the same; computed in bfloat16 where that is fast."""
+    """Encode and decode pictures uint8 [n, 3, h, w], in bfloat16 if that is fast."""
     device = next(tokenizer.parameters()).device
     batches = []
     for batch in pictures.split(_BATCH):
         with torch.autocast(device.type, torch.bfloat16, enabled=has_bfloat16(device)):
-            decoded = decode_codes(
-                tokenizer, tokenizer.encode(batch.to(device).float() / 127.5 - 1)
-            )
-        batches.append(((decoded.float().clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8).cpu())
+            codes = tokenizer.encode(batch.to(device).float() / 127.5 - 1)
+            decoded = decode_codes(tokenizer, codes)
+        pixels = (decoded.float().clamp(-1, 1) + 1) * 127.5
+        batches.append(pixels.round().to(torch.uint8).cpu())
     return torch.cat(batches) if batches else pictures
 
 
 def held_out_scenes(n: int, seed: int = _EVALUATION_SEED) -> tuple[Tensor, list[Attributes]]:
-    """New scenes of the held-out captions, in order: uint8 [n, 3, 64, 64] and their attributes."""
+    """Paint scenes of the held-out captions, in order: uint8 [n, 3, 64, 64], and attributes."""
     attributes = [HELD_OUT[number % len(HELD_OUT)] for number in range(n)]
     pixels = torch.from_numpy(np.ascontiguousarray(render(attributes, seed).transpose(0, 3, 1, 2)))
     return pixels, attributes
 
 
 def reference_scenes() -> tuple[Tensor, str]:
-    """Return the scenes of the embedded reference, uint8 [1024, 3, 64, 64], and their name in results.
+    """Return the scenes of the embedded reference, uint8 [1024, 3, 64, 64], and their label.
 
-    No training uses the seed. The name has the hash of the pixels.
+    No training uses the seed. The label includes a hash of the pixels.
     """
     scenes, _ = held_out_scenes(_REFERENCE, _REFERENCE_SEED)
     digest = hashlib.sha256(scenes.numpy().tobytes()).hexdigest()
-    return (
-        scenes,
-        f"lanterns held-out scenes, n={_REFERENCE}, seed={_REFERENCE_SEED}, sha256={digest[:8]}",
-    )
+    described = f"n={_REFERENCE}, seed={_REFERENCE_SEED}, sha256={digest[:8]}"
+    return scenes, f"lanterns held-out scenes, {described}"
 
 
 class FeaturesTask(EvaluatedTask):
@@ -337,12 +351,13 @@ class FeaturesTask(EvaluatedTask):
         self._through = through
         self._batch = batch
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)  # noqa: TID251  # layers draw from the global stream; this forks it
+            # Layers draw from the global stream, which is forked here.
+            torch.manual_seed(seed)  # noqa: TID251
             self.classifier = AttributeClassifier()
         self.module = self.classifier.to(memory_format=torch.channels_last)
 
     def loss(self, generator: torch.Generator) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """One batch drawn with replacement."""
+        """Return the loss of a batch drawn with replacement."""
         device = next(self.module.parameters()).device
         rows = torch.randint(len(self._pool.pixels), (self._batch,), generator=generator)
         wanted = self._pool.attributes[rows].to(device)
@@ -356,24 +371,24 @@ class FeaturesTask(EvaluatedTask):
         return torch.stack(losses).mean(), {"all_right": right.all(0).float().mean().detach()}
 
     def evaluate(self) -> dict[str, float]:
-        """Share of held-out scenes with all five attributes right, painted and reconstructed."""
+        """Return the fraction of held-out scenes with all five attributes right."""
         self.classifier.eval()
         pixels, attributes = held_out_scenes(_EVALUATED)
-        figures = {
-            "accuracy_scenes": float(
-                prompt_accuracy(self.classifier, pixels, attributes).float().mean()
-            )
-        }
+        sets = {"scenes": pixels}
         if self._through is not None:
-            answers = prompt_accuracy(self.classifier, self._through(pixels), attributes)
-            figures["accuracy_reconstructions"] = float(answers.float().mean())
+            sets["reconstructions"] = self._through(pixels)
+        figures = {}
+        for name, pictures in sets.items():
+            answers = prompt_accuracy(self.classifier, pictures, attributes)
+            figures[f"accuracy_{name}"] = float(answers.float().mean())
         return figures
 
 
 class ClipTask(EvaluatedTask):
     """Train the CLIP model on pairs of picture and caption, contrastively.
 
-    A batch never holds one caption twice: a picture of the same caption would count as a wrong answer.
+    A batch never holds one caption twice, since a picture of the same caption would count as a
+    wrong answer.
     """
 
     name = "clip"
@@ -384,7 +399,8 @@ class ClipTask(EvaluatedTask):
         self._pool = pool
         self._through = through
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)  # noqa: TID251  # layers draw from the global stream; this forks it
+            # Layers draw from the global stream, which is forked here.
+            torch.manual_seed(seed)  # noqa: TID251
             self.clip = open_clip.CLIP(**CLIP_CONFIG["model_cfg"])
         self.module = self.clip
         self._tokens = _caption_tokens(ALL_ATTRIBUTES)
@@ -392,13 +408,12 @@ class ClipTask(EvaluatedTask):
         order = number.argsort(stable=True)
         captions, counts = number[order].unique_consecutive(return_counts=True)
         # The rows in the pool of each caption (its place in `ALL_ATTRIBUTES`) that has pictures.
-        self._of_caption: dict[int, Tensor] = dict(
-            zip(captions.tolist(), order.split(counts.tolist()), strict=True)
-        )
+        rows = order.split(counts.tolist())
+        self._of_caption: dict[int, Tensor] = dict(zip(captions.tolist(), rows, strict=True))
         self._batch = min(batch, len(self._of_caption))
 
     def loss(self, generator: torch.Generator) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """One batch of different captions, one picture of each."""
+        """Return the loss of a batch of different captions, with one picture of each."""
         device = next(self.module.parameters()).device
         captions = torch.tensor(list(self._of_caption))
         chosen = captions[torch.randperm(len(captions), generator=generator)[: self._batch]]
@@ -407,29 +422,29 @@ class ClipTask(EvaluatedTask):
             [choice[torch.randint(len(choice), (), generator=generator)] for choice in choices]
         )
         pixels = _degraded(self._pool.pixels[rows], generator, device) * 2 - 1
-        # The fused attention kernel's backward pass is slow on CPUs; written out, a step takes two thirds of the time.
-        fused = (
-            []
-            if device.type == "cpu"
-            else [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
-        )
-        with sdpa_kernel([*fused, SDPBackend.MATH]):
+        # The backward pass of the fused attention kernel is slow on CPUs. With plain operations a
+        # step takes two thirds of the time.
+        kernels = [SDPBackend.MATH]
+        if device.type != "cpu":
+            kernels += [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
+        with sdpa_kernel(kernels):
             images, texts, scale = self.clip(pixels, self._tokens[chosen].to(device))
         logits = scale.float() * images.float() @ texts.float().T
         target = torch.arange(self._batch, device=device)
-        loss = (
-            functional.cross_entropy(logits, target) + functional.cross_entropy(logits.T, target)
-        ) / 2
+        of_images = functional.cross_entropy(logits, target)
+        of_texts = functional.cross_entropy(logits.T, target)
+        loss = (of_images + of_texts) / 2
         return loss, {"top1": (logits.argmax(1) == target).float().mean().detach()}
 
-    def after_step(self, step: int, generator: torch.Generator) -> None:  # noqa: ARG002  # the loop's protocol
-        """Keep the temperature of the softmax from freezing, as CLIP does (arXiv 2103.00020, section 2.5)."""
+    # The parameters are the loop's protocol.
+    def after_step(self, step: int, generator: torch.Generator) -> None:  # noqa: ARG002
+        """Bound the temperature of the softmax, as CLIP does (arXiv 2103.00020, section 2.5)."""
         with torch.no_grad():
             self.clip.logit_scale.clamp_(0, math.log(100))
 
     @torch.inference_mode()
     def evaluate(self) -> dict[str, float]:
-        """Caption retrieval among held-out scenes, painted and reconstructed; mean cosines."""
+        """Return caption retrieval among held-out scenes, and mean cosines."""
         self.clip.eval()
         pixels, attributes = held_out_scenes(_RETRIEVED)
         figures = self._retrieval(pixels, attributes, "scenes")
@@ -454,15 +469,15 @@ class ClipTask(EvaluatedTask):
 
 
 def save_clip(model: nn.Module, folder: Path) -> None:
-    """Write a folder open_clip loads with its `local-dir:` schema: configuration and float16 safetensors.
+    """Write a folder that open_clip loads as `local-dir:`: configuration and float16 safetensors.
 
-    Embedding rows of byte pairs that no caption uses are written as zeros: they were never trained, and without
-    their noise the file packs to a third.
+    Embedding rows of byte pairs that no caption uses are written as zeros. They were never trained,
+    and without their noise the file packs to a third.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    state = {
-        name: value.detach().half().cpu().contiguous() for name, value in model.state_dict().items()
-    }
+    state = {}
+    for name, value in model.state_dict().items():
+        state[name] = value.detach().half().cpu().contiguous()
     used = torch.zeros(len(state["token_embedding.weight"]), 1, dtype=torch.bool)
     used[_caption_tokens(ALL_ATTRIBUTES).unique()] = True
     state["token_embedding.weight"] = state["token_embedding.weight"] * used
@@ -473,7 +488,7 @@ def save_clip(model: nn.Module, folder: Path) -> None:
 
 
 def _caption_tokens(attributes: Sequence[Attributes]) -> Tensor:
-    """Captions as open_clip's byte-pair tokens: int64 [n, context length]."""
+    """Return captions as open_clip's byte-pair tokens: int64 [n, context length]."""
     tokenizer = open_clip.SimpleTokenizer(
         context_length=CLIP_CONFIG["model_cfg"]["text_cfg"]["context_length"]
     )

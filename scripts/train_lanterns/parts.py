@@ -1,7 +1,7 @@
-"""The recipe of the bundled models: five parts, their data, their settings, and what is written of each.
+"""The recipe of the bundled models: five parts, their data, their settings, and their reports.
 
-The losses are in `tasks` and in `lantern_bench/training/drafter_task.py`; `quality_gates` decides whether the result is
-good enough.
+The losses are in `part_tasks` and in `lantern_bench/training/drafter_task.py`. `quality_gates`
+decides whether the result is good enough.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -50,18 +50,18 @@ TRAIN_SEED = 1
 HELD_OUT_SEED = 2
 _AT_ONCE = 512
 _BATCH = RECIPES["lanterns"].batch
-# estimated on two cores; decides only how long dead codes are revived
+# Estimated on two cores. It only decides how long dead codes are revived.
 _TOKENIZER_STEPS_PER_MINUTE = 80
 _LIBRARIES = ("torch", "numpy", "open_clip_torch", "safetensors")
 
 
 @dataclass(frozen=True)
 class Part:
-    """One model of the family: its default minutes on a small CPU, its settings, and the parts it needs."""
+    """One model of the family."""
 
-    minutes: float
+    minutes: float  # of training by default, on a small CPU
     settings: TrainSettings
-    needs: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()  # parts that must exist
 
 
 def _settings(**values: Any) -> TrainSettings:
@@ -91,10 +91,9 @@ PARTS: dict[str, Part] = {
 
 
 class RecipeSettings(StrictSettings):
-    """The settings of a training. Without `minutes` and `steps` a part trains for its own minutes.
+    """The settings of a training.
 
-    `log_every` and `checkpoint_every` are steps; None leaves them to the part. `compiled` compiles the training of
-    tokenizer, target and drafter, where a compiler is installed. `images` are sampled with `--evaluate`.
+    Without `minutes` and `steps` a part trains for its own minutes.
     """
 
     minutes: PositiveFloat | None = None
@@ -103,29 +102,38 @@ class RecipeSettings(StrictSettings):
     resume: bool = True
     init_from: Path | None = None
     device: Device = "auto"
-    images: PositiveInt = 500
+    images: PositiveInt = 500  # sampled with `--evaluate`
     scenes: PositiveInt = 16_000
     held_out: PositiveInt = 500
-    log_every: PositiveInt | None = None
-    checkpoint_every: PositiveInt | None = None
+    log_every: PositiveInt | None = None  # steps; None: the part's own
+    checkpoint_every: PositiveInt | None = None  # steps; None: the part's own
+    # Compile the training of tokenizer, target and drafter, if a compiler is installed.
     compiled: bool = True
 
 
 def write_weights(state: Mapping[str, Tensor], path: Path) -> None:
-    """Write weights as float16 safetensors; an existing file is replaced when the new one is complete."""
-    half = {
-        name: value.detach().half() if value.is_floating_point() else value
-        for name, value in state.items()
-    }
-    write_atomically(path, save({name: value.cpu().contiguous() for name, value in half.items()}))
+    """Write weights as float16 safetensors; a file is replaced when the new one is complete."""
+    half = {}
+    for name, value in state.items():
+        written = value.detach().half() if value.is_floating_point() else value
+        half[name] = written.cpu().contiguous()
+    write_atomically(path, save(half))
 
 
 def check_part(
     part: str, folder: Path, among: Sequence[str] = (), init_from: Path | None = None
 ) -> None:
-    """Raise `UserError` for an unknown part, and `RefusedError` when one it needs is missing in `folder`.
+    """Check that a part can be trained.
 
-    `among` are parts that will be trained before it. `init_from`, when given, must hold the part (`UserError`).
+    Args:
+        part: The part.
+        folder: Folder of weights.
+        among: Parts that will be trained before it.
+        init_from: Folder that must hold the part, if any.
+
+    Raises:
+        UserError: The part is unknown, or `init_from` does not hold it.
+        RefusedError: `folder` lacks a part that this one needs.
     """
     if part not in PARTS:
         raise UserError(
@@ -134,8 +142,11 @@ def check_part(
         )
     for needed in PARTS[part].needs:
         if needed not in among and not (folder / FILES[needed]).is_file():
-            problem = f"--part {part} needs the {needed}, and {FILES[needed]} is not in the folder of weights"
-            raise RefusedError(problem, f"First: python -m scripts.train_lanterns --part {needed}")
+            raise RefusedError(
+                f"--part {part} needs the {needed}, "
+                f"and {FILES[needed]} is not in the folder of weights",
+                f"First: python -m scripts.train_lanterns --part {needed}",
+            )
     if init_from is not None and not (init_from / FILES[part]).is_file():
         raise UserError(
             f"--init-from {init_from}: there is no {FILES[part]}",
@@ -147,20 +158,32 @@ def train_part(
     part: str,
     folder: Path,
     work: Path,
+    *,
     settings: RecipeSettings,
     device: torch.device,
     on_event: OnEvent = lambda _event: None,
     emit: Emit = ignore_events,
 ) -> PartReport:
-    """Train one part, write its weights and its report into `folder`, and return the report.
+    """Train one part, and write its weights and its report into `folder`.
 
-    `work` keeps rendered data and checkpoints; an interrupted training continues there. `emit`
-    receives the progress of the preparation. Raises `UserError` for an unknown part or for weights of another model in `init_from`,
-    `RefusedError` for a part that is needed and missing, a checkpoint of other settings and a loss that diverges.
+    Args:
+        part: The part.
+        folder: Folder of weights.
+        work: Folder of rendered data and checkpoints, where an interrupted training continues.
+        settings: The settings of the training.
+        device: Where to train.
+        on_event: Receives the losses.
+        emit: Receives the progress of the preparation.
+
+    Raises:
+        UserError: The part is unknown, or `init_from` holds weights of another model.
+        RefusedError: A part that this one needs is missing, the checkpoint has other settings, or
+            the loss diverges.
     """
     check_part(part, folder, init_from=settings.init_from)
     path = folder / REPORT
-    try:  # before the training, so that a broken file costs no training time
+    # Read before the training, so that a broken file costs no training time.
+    try:
         entries_before = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     except (OSError, ValueError) as error:
         raise UserError(
@@ -168,7 +191,8 @@ def train_part(
         ) from error
     data = _Data(folder=folder, work=work, settings=settings, device=device, emit=emit)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(settings.seed)  # noqa: TID251  # layers draw from the global stream; this forks it
+        # Layers draw from the global stream, which is forked here.
+        torch.manual_seed(settings.seed)  # noqa: TID251
         task = _task(part, data)
     if settings.init_from is not None:
         _read_weights(task.module, settings.init_from / FILES[part])
@@ -180,8 +204,10 @@ def train_part(
     )
     # Few batches, of other shapes and precision than in training: not worth compiling.
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-        is_drafter = isinstance(task, DrafterTask)
-        figures = {"one_minus_tv": task.overlap(task.drafter)} if is_drafter else task.evaluate()
+        if isinstance(task, DrafterTask):
+            figures = {"one_minus_tv": task.overlap(task.drafter)}
+        else:
+            figures = task.evaluate()
     report = PartReport(**vars(trained), figures=figures)
     if part == "clip":
         part_tasks.save_clip(task.module, folder / "clip")
@@ -216,7 +242,7 @@ class PartReport(TrainReport):
 
 @dataclass(frozen=True)
 class _Data:
-    """The data of one training: painted scenes, their tokens and their reconstructions, kept in `work`."""
+    """The data of one training, kept in `work`: scenes, their tokens, their reconstructions."""
 
     folder: Path
     work: Path
@@ -229,61 +255,61 @@ class _Data:
         """The trained tokenizer."""
         return load_tokenizer(self.folder, self.device)
 
-    def scenes(self, held_out: bool = False) -> SceneSet:
-        """Scenes of the training or of the held-out captions."""
+    def scenes(self, *, held_out: bool = False) -> SceneSet:
+        """Return scenes of the training captions or of the held-out captions."""
         if held_out:
             among = HELD_OUT
             count = self.settings.held_out
             seed = HELD_OUT_SEED
             name = "held_out.npz"
+            what = "painting held-out scenes"
         else:
             among = TRAIN
             count = self.settings.scenes
             seed = TRAIN_SEED
             name = "scenes.npz"
-        what = "painting held-out scenes" if held_out else "painting scenes"
+            what = "painting scenes"
         return scene_set(
             among=among,
             n=count,
             seed=seed,
             cache=self.work / name,
-            on_chunk=lambda done, all: self.emit(ProgressEvent(what, done / all)),
+            on_chunk=lambda done, total: self.emit(ProgressEvent(what, done / total)),
         )
 
-    def sequences(self, held_out: bool = False) -> part_tasks.Sequences:
-        """Tokens of the scenes; those of the training scenes are followed by those of their mirror images."""
-        # loaded even if the tokens exist: making it draws from the global stream
+    def sequences(self, *, held_out: bool = False) -> part_tasks.Sequences:
+        """Return the tokens of scenes; training scenes are followed by their mirror images."""
+        # Loaded even if the tokens exist: making the tokenizer draws from the global stream.
         tokenizer = self.tokenizer
-        scenes = self.scenes(held_out)
+        scenes = self.scenes(held_out=held_out)
         pictures = torch.from_numpy(scenes.pixels)
         mirrors = (False,) if held_out else (False, True)
 
-        def tokens(mirrored: bool) -> Tensor:
-            what = "tokenizing mirrored scenes" if mirrored else "tokenizing scenes"
-            return self._by_parts(
-                what, pictures, lambda part: part_tasks.tokenize(tokenizer, part, mirrored)
-            )
-
         def make() -> Tensor:
-            return torch.cat([tokens(mirrored) for mirrored in mirrors])
+            made = []
+            for mirrored in mirrors:
+                what = "tokenizing mirrored scenes" if mirrored else "tokenizing scenes"
+                tokenize = partial(part_tasks.tokenize, tokenizer, mirrored=mirrored)
+                made.append(self._by_parts(what, pictures, tokenize))
+            return torch.cat(made)
 
-        attributes = torch.cat([torch.from_numpy(scenes.attributes)] * len(mirrors))
-        return part_tasks.Sequences(
-            self._kept("held-out-tokens" if held_out else "tokens", held_out, make), attributes
-        )
+        name = "held-out-tokens" if held_out else "tokens"
+        tokens = self._kept(name, len(pictures), make)
+        attributes = torch.from_numpy(scenes.attributes)
+        return part_tasks.Sequences(tokens, torch.cat([attributes] * len(mirrors)))
 
     def pool(self) -> part_tasks.Pool:
-        """What the scorers learn from: training scenes, a share of them reconstructed by the tokenizer."""
-        tokenizer = self.tokenizer
+        """Return training scenes for the scorers, some of them reconstructed by the tokenizer."""
+        reconstruct = partial(part_tasks.reconstruct, self.tokenizer)
         scenes = self.scenes()
-        what = "passing scenes through the tokenizer"
 
         def through(pixels: Tensor) -> Tensor:
-            return self._by_parts(
-                what, pixels, lambda part: part_tasks.reconstruct(tokenizer, part)
-            )
+            return self._by_parts("passing scenes through the tokenizer", pixels, reconstruct)
 
-        pixels = self._kept("pool", False, lambda: part_tasks.training_pool(scenes, through).pixels)
+        def make() -> Tensor:
+            return part_tasks.training_pool(scenes, through).pixels
+
+        pixels = self._kept("pool", len(scenes.pixels), make)
         return part_tasks.Pool(pixels, torch.from_numpy(scenes.attributes))
 
     def _by_parts(self, what: str, pictures: Tensor, work: Callable[[Tensor], Tensor]) -> Tensor:
@@ -295,13 +321,10 @@ class _Data:
             self.emit(ProgressEvent(what, done / len(pictures)))
         return torch.cat(out)
 
-    def _kept(self, name: str, held_out: bool, make: Callable[[], Tensor]) -> Tensor:
-        """Read a tensor that depends on the tokenizer from its file, or make it and write the file."""
-        count = self.settings.held_out if held_out else self.settings.scenes
-        path = (
-            self.work
-            / f"{name}-{count}-{file_sha256(self.folder / FILES['tokenizer'])[:8]}.safetensors"
-        )
+    def _kept(self, name: str, count: int, make: Callable[[], Tensor]) -> Tensor:
+        """Read a tensor that depends on scenes and tokenizer from its file, or make both."""
+        digest = file_sha256(self.folder / FILES["tokenizer"])
+        path = self.work / f"{name}-{count}-{digest[:8]}.safetensors"
         if not path.exists():
             write_atomically(path, save({"kept": make().contiguous()}))
         return load_file(path)["kept"]
@@ -311,25 +334,26 @@ def build_target() -> TransformerTarget:
     """Return the bundled target with fresh weights, drawn from torch's current stream."""
     target = new_target()
     for name, parameter in target.named_parameters():
-        if parameter.dim() >= 2:
-            deep = name.endswith(("wo.weight", "w2.weight"))
-            nn.init.normal_(
-                parameter, std=0.02 / (2 * target.config.layers) ** 0.5 if deep else 0.02
-            )
+        if parameter.dim() < 2:
+            continue
+        std = 0.02
+        if name.endswith(("wo.weight", "w2.weight")):
+            std = 0.02 / (2 * target.config.layers) ** 0.5
+        nn.init.normal_(parameter, std=std)
     return target
 
 
 def _read_weights(module: nn.Module, path: Path) -> None:
-    """Read a file of weights into a float32 module; raises `UserError` for a damaged file or another model's."""
+    """Read a file of weights into a float32 module; raises `UserError` if it does not fit."""
     try:
-        state = load_file(path)
-        module.load_state_dict(
-            {name: v.float() if v.is_floating_point() else v for name, v in state.items()}
-        )
+        state = {}
+        for name, value in load_file(path).items():
+            state[name] = value.float() if value.is_floating_point() else value
+        module.load_state_dict(state)
     except (OSError, SafetensorError) as problem:
         raise UserError(f"{path} cannot be read as weights: {problem}") from problem
     except RuntimeError as problem:
-        # Torch's message has a heading and then a line for each tensor: one of them is enough.
+        # Torch's message has a heading and then a line for each tensor. One of them is enough.
         first = str(problem).splitlines()[1:2] or [str(problem)]
         raise UserError(
             f"{path} holds the weights of another model: {first[0].strip()}"
@@ -337,18 +361,18 @@ def _read_weights(module: nn.Module, path: Path) -> None:
 
 
 def _task(part: str, data: _Data) -> part_tasks.EvaluatedTask | DrafterTask:
-    """The task of a part, on fresh weights; data are read before the model is built, as both draw random numbers."""
+    """Return the task of a part, on fresh weights.
+
+    Data are read before the model is built, since both draw random numbers.
+    """
     settings = data.settings
-    # Compile where it is asked for and torch finds the C++ compiler that it needs.
+    # Compile if torch finds the C++ compiler that it needs.
     compilers = (os.environ.get("CXX") or "c++", "g++", "clang++")
     compiled = settings.compiled and any(shutil.which(name) for name in compilers)
     if part in ("features", "clip"):
         kind = part_tasks.FeaturesTask if part == "features" else part_tasks.ClipTask
-        return kind(
-            data.pool(),
-            lambda pixels: part_tasks.reconstruct(data.tokenizer, pixels),
-            seed=settings.seed,
-        )
+        pool = data.pool()
+        return kind(pool, partial(part_tasks.reconstruct, data.tokenizer), seed=settings.seed)
     if part == "tokenizer":
         scenes = data.scenes()
         held_out_scenes = data.scenes(held_out=True)
@@ -356,11 +380,9 @@ def _task(part: str, data: _Data) -> part_tasks.EvaluatedTask | DrafterTask:
         if compiled:
             model.encoder.compile()
             model.decoder.compile()
-        minutes = settings.minutes if settings.minutes is not None else PARTS["tokenizer"].minutes
+        minutes = settings.minutes or PARTS["tokenizer"].minutes
         steps = settings.steps or int(minutes * _TOKENIZER_STEPS_PER_MINUTE)
-        return part_tasks.TokenizerTask(
-            model=model, scenes=scenes, held_out=held_out_scenes, expected_steps=steps
-        )
+        return part_tasks.TokenizerTask(model, scenes, held_out_scenes, expected_steps=steps)
     sequences = data.sequences()
     held_out = data.sequences(held_out=True)
     target = build_target()
@@ -369,7 +391,7 @@ def _task(part: str, data: _Data) -> part_tasks.EvaluatedTask | DrafterTask:
     if part == "target":
         return part_tasks.TargetTask(target, sequences, held_out)
     _read_weights(target, data.folder / FILES["target"])
-    target.to(data.device).eval().requires_grad_(False)
+    target.to(data.device).eval().requires_grad_(requires_grad=False)
     drafter = untrained_drafter(target)
     if compiled:
         drafter.compile()
@@ -385,8 +407,16 @@ def drafter_task(
     held_out: part_tasks.Sequences,
     seed: int = 0,
 ) -> DrafterTask:
-    """The task of every drafter, on painted scenes, with the recipe `lanterns`; freezes the target."""
-    target.eval().requires_grad_(False)
+    """Return the task of a drafter on painted scenes, with the recipe `lanterns`.
+
+    Args:
+        drafter: The drafter.
+        target: The target, which is frozen.
+        sequences: Sequences to learn from.
+        held_out: Sequences for the evaluation, of which 32 are used.
+        seed: Seed of the order of the sequences.
+    """
+    target.eval().requires_grad_(requires_grad=False)
     recipe = RECIPES["lanterns"].model_copy(update={"batch": _BATCH})
     conditions = part_tasks.all_conditions()
 
@@ -399,27 +429,22 @@ def drafter_task(
 
         return Sequences(target, scenes.tokens[:count], condition)
 
-    decoding = Decoding(mode="ar", drafting="none", rule="none", cfg_scale=GUIDANCE)
-    training = sequences_of(sequences, len(sequences.tokens))
-    evaluated = sequences_of(held_out, 32)
     return DrafterTask(
-        drafter=drafter,
-        training=training,
-        held_out=evaluated,
+        drafter,
+        training=sequences_of(sequences, len(sequences.tokens)),
+        held_out=sequences_of(held_out, 32),
         recipe=recipe,
-        decoding=decoding,
+        decoding=Decoding(mode="ar", drafting="none", rule="none", cfg_scale=GUIDANCE),
         seed=seed,
     )
 
 
 def _loop_settings(part: str, folder: Path, work: Path, settings: RecipeSettings) -> TrainSettings:
-    """The part's settings with those of the training; the checkpoint's name identifies the weights it depends on."""
+    """Return the settings of the loop; the checkpoint's name identifies the weights it needs."""
     chosen = PARTS[part]
-    minutes = (
-        settings.minutes
-        if settings.minutes is not None or settings.steps is not None
-        else chosen.minutes
-    )
+    minutes = settings.minutes
+    if minutes is None and settings.steps is None:
+        minutes = chosen.minutes
     changed: dict[str, Any] = {"minutes": minutes, "steps": settings.steps, "seed": settings.seed}
     changed |= settings.model_dump(include={"log_every", "checkpoint_every"}, exclude_none=True)
     rests_on = [file_sha256(folder / FILES[needed])[:8] for needed in chosen.needs]
@@ -431,6 +456,13 @@ def _loop_settings(part: str, folder: Path, work: Path, settings: RecipeSettings
 
 
 def write_embedded(path: Path, scenes: Tensor, extractor: Extractor, label: str) -> None:
-    """Write the features of painted scenes, uint8 [n, 3, 64, 64], with the extractor's fingerprint."""
+    """Write the embedded reference.
+
+    Args:
+        path: The file.
+        scenes: Painted scenes, uint8 [n, 3, 64, 64].
+        extractor: The network of the features, whose fingerprint is written too.
+        label: Name of the scenes in results.
+    """
     metadata = {"label": label, "extractor": extractor.label}
     write_atomically(path, save({"features": features_of(scenes, extractor)}, metadata))

@@ -63,23 +63,22 @@ Wanted = tuple[tuple[str, float], ...]
 
 @dataclass(frozen=True)
 class QualityGate:
-    """One figure and its bounds, such as (">=", 28.0), all of which must hold; without bounds it is only reported."""
+    """One figure and its bounds."""
 
     part: str
     name: str
     value: float
+    # Bounds such as (">=", 28.0), all of which must hold. Without any, the figure is only reported.
     wanted: Wanted = ()
     observations: Observations | None = None
 
     @property
     def passed(self) -> bool | None:
-        """Whether the figure itself (not its interval) is within the bounds; None without bounds."""
+        """Whether the figure itself, not its interval, is within the bounds; None without any."""
+        if not self.wanted:
+            return None
         sides = {">=": operator.ge, "<=": operator.le}
-        return (
-            all(sides[side](self.value, bound) for side, bound in self.wanted)
-            if self.wanted
-            else None
-        )
+        return all(sides[side](self.value, bound) for side, bound in self.wanted)
 
 
 class Embedder(Protocol):
@@ -95,30 +94,32 @@ class Embedder(Protocol):
 
 
 def check_weights(parts: Sequence[str], folder: Path) -> None:
-    """Raise `RefusedError` that names the files the gates of these parts need and the folder lacks."""
-    needed = dict.fromkeys(part for named in parts for part in _USES[named])
-    missing = [part for part in needed if not (folder / FILES[part]).is_file()]
+    """Raise `RefusedError` if the folder lacks files that the gates of these parts need."""
+    needed: list[str] = []
+    for part in parts:
+        needed += _USES[part]
+    missing = [part for part in dict.fromkeys(needed) if not (folder / FILES[part]).is_file()]
     if missing:
+        files = ", ".join(FILES[part] for part in missing)
         raise RefusedError(
-            f"--evaluate: the folder of weights has no {', '.join(FILES[part] for part in missing)}",
+            f"--evaluate: the folder of weights has no {files}",
             f"First: python -m scripts.train_lanterns --part {' --part '.join(missing)}",
         )
 
 
 @dataclass
 class Evaluation:
-    """The models of `folder`, loaded when a gate needs them, at temperature 1 and the default guidance.
+    """Measures the models of a folder at temperature 1 and the default guidance.
 
-    `images` are the autoregressive samples; the drafter is measured over 100 prompts, or fewer where `images` are.
-    `batch` images are decoded at once.
+    A model is loaded when a gate needs it.
     """
 
     folder: Path
     clip: Embedder | None
     device: torch.device
-    images: int = 500
+    images: int = 500  # autoregressive samples; the drafter is measured over at most 100 prompts
     seed: int = 0
-    batch: int = 32
+    batch: int = 32  # images decoded at once
     emit: Emit = ignore_events
 
     def measure(self, parts: Sequence[str]) -> Iterator[QualityGate]:
@@ -127,8 +128,9 @@ class Evaluation:
             yield from getattr(self, f"_{part}")()
 
     def _tokenizer(self) -> Iterator[QualityGate]:
-        """Reconstruction and use of the codes on 500 held-out scenes."""
-        figures = psnr_and_usage(self.tokenizer, held_out_scenes(_SCENES)[0].permute(0, 2, 3, 1))
+        """Measure reconstruction and use of the codes on 500 held-out scenes."""
+        pixels, _ = held_out_scenes(_SCENES)
+        figures = psnr_and_usage(self.tokenizer, pixels.permute(0, 2, 3, 1))
         yield QualityGate(
             part="tokenizer",
             name="PSNR on held-out scenes, dB",
@@ -137,13 +139,13 @@ class Evaluation:
         )
         yield QualityGate(
             part="tokenizer",
-            name="share of codes used",
+            name="fraction of codes used",
             value=figures["codes_used"],
             wanted=((">=", 0.95),),
         )
 
     def _features(self) -> Iterator[QualityGate]:
-        """All five attributes right on 500 held-out scenes, painted and reconstructed by the tokenizer."""
+        """Measure how often all five attributes of 500 held-out scenes are right."""
         pixels, attributes = held_out_scenes(_SCENES)
         yield self._accuracy(
             part="features",
@@ -162,7 +164,7 @@ class Evaluation:
         )
 
     def _clip(self) -> Iterator[QualityGate]:
-        """Caption retrieval among 100 held-out scenes of different captions: top-1."""
+        """Measure top-1 caption retrieval among 100 held-out scenes of different captions."""
         if self.clip is None:
             return
         pixels, attributes = held_out_scenes(_RETRIEVAL)
@@ -179,9 +181,10 @@ class Evaluation:
 
     @torch.inference_mode()
     def _target(self) -> list[QualityGate]:
-        """Prompt accuracy of autoregressive samples, and how sure the target is of held-out sequences.
+        """Measure prompt accuracy of samples, and how certain the target is.
 
-        That is the probability of the likeliest and the ten likeliest codes with guidance, and NLL without it.
+        The certainty is the probability of the likeliest and of the ten likeliest codes with
+        guidance, and the NLL of held-out sequences without guidance.
         """
         prompts = _prompts(self.images)
         pictures, _ = self._sampled(prompts, _decoding("ar"), "sampling")
@@ -225,21 +228,21 @@ class Evaluation:
                 wanted=bounds10,
             )
         )
-        gates.append(_observed("target", "held-out NLL, nats a token", _each(nll, captions)))
+        gates.append(_observed("target", "held-out NLL, nats per token", _each(nll, captions)))
         return gates
 
     def _drafter(self) -> Iterator[QualityGate]:
-        """Lossless accepted lengths of static and dynamic drafting, and 1 - TV at depth 1."""
+        """Measure accepted lengths of static and dynamic drafting, and 1 - TV at depth 1."""
         prompts = _prompts(min(self.images, 100))
         lengths = {}
         for drafting, tree in (("static", "eagle1-25"), ("dynamic", None)):
             decoding = _decoding("speculative", drafting=drafting, tree=tree)
             _, traces = self._sampled(prompts, decoding, f"{drafting} drafting")
             committed = [float(sum(trace.committed)) for trace in traces]
-            lengths[drafting] = Observations(
-                committed, [float(len(trace.committed)) for trace in traces], prompts
-            )
-        # Both commit the same tokens, so the ratio of their accepted lengths is that of their steps, prompt by prompt.
+            steps = [float(len(trace.committed)) for trace in traces]
+            lengths[drafting] = Observations(committed, steps, prompts)
+        # Both commit the same tokens, so the ratio of accepted lengths is the ratio of steps,
+        # prompt by prompt.
         ratio = Observations(lengths["static"].under, lengths["dynamic"].under, prompts)
         yield _observed(
             part="drafter",
@@ -248,7 +251,8 @@ class Evaluation:
             wanted=((">=", 2.8),),
         )
         yield _observed("drafter", "lossless MAL, dynamic", lengths["dynamic"])
-        # Dynamic drafting is published at half of static's accepted length; this gate asks for a fifth less.
+        # Dynamic drafting is published at half of static's accepted length; this gate asks for a
+        # fifth less.
         yield _observed(
             part="drafter",
             name="MAL of dynamic over static",
@@ -259,7 +263,10 @@ class Evaluation:
 
     @torch.inference_mode()
     def _overlap(self) -> Observations:
-        """1 - TV(p, q) at each position of held-out sequences, from the true features; a mean per image."""
+        """Measure the mean of 1 - TV(p, q) over the positions of each held-out sequence.
+
+        The drafter sees the true features.
+        """
         if self.model.drafter is None:
             raise ValueError(f"{self.model.name} has no drafter")
         values = []
@@ -267,9 +274,8 @@ class Evaluation:
         for captions, forced in self._forced():
             p = guide(forced.logits.cond, forced.logits.uncond, GUIDANCE).softmax(-1)
             overlap = torch.zeros(len(captions), device=p.device)
-            for position, drafts in enumerate(
-                drafter_logits_along(self.model.drafter, forced), start=1
-            ):
+            along = drafter_logits_along(self.model.drafter, forced)
+            for position, drafts in enumerate(along, start=1):
                 q = guide(drafts.cond, drafts.uncond, GUIDANCE).softmax(-1)[:, 0]
                 overlap += torch.minimum(p[:, position], q).sum(-1)
             values += (overlap / (forced.tokens.shape[1] - 1)).tolist()
@@ -278,7 +284,7 @@ class Evaluation:
 
     @torch.inference_mode()
     def _forced(self) -> Iterator[tuple[list[str], Forced]]:
-        """Captions and target of batches of held-out sequences under teacher forcing."""
+        """Yield captions and target of batches of held-out sequences under teacher forcing."""
         pixels, attributes = held_out_scenes(_TEACHER_FORCED, _ACCEPTANCE_SEED)
         tokens = tokenize(self.tokenizer, pixels.permute(0, 2, 3, 1)).long().to(self.device)
         for first in range(0, _TEACHER_FORCED, _AT_ONCE):
@@ -291,32 +297,31 @@ class Evaluation:
     def _sampled(
         self, prompts: Sequence[str], decoding: Decoding, what: str
     ) -> tuple[Tensor, list[ImageTrace]]:
-        """Pictures uint8 [n, 3, h, w] and traces of one image for each prompt."""
+        """Return pictures uint8 [n, 3, h, w] and traces of one image for each prompt."""
         model = self.model
         pictures = list[Tensor]()
         traces = list[ImageTrace]()
         for start in range(0, len(prompts), self.batch):
             batch = prompts[start : start + self.batch]
-            seeds = [
-                record_seed(self.seed, prompt, n // len(HELD_OUT))
-                for n, prompt in enumerate(batch, start)
-            ]
-            generators = [torch.Generator(model.target.device).manual_seed(seed) for seed in seeds]
+            generators = []
+            for number, prompt in enumerate(batch, start):
+                seed = record_seed(self.seed, prompt, number // len(HELD_OUT))
+                generators.append(torch.Generator(model.target.device).manual_seed(seed))
             decoded = decode(
                 model=model,
                 condition=model.condition(batch),
                 decoding=decoding,
                 generators=generators,
             )
-            pictures.append(
-                model.draw(torch.stack([image.tokens for image in decoded])).permute(0, 3, 1, 2)
-            )
+            tokens = torch.stack([image.tokens for image in decoded])
+            pictures.append(model.draw(tokens).permute(0, 3, 1, 2))
             traces.extend(image.trace for image in decoded)
             self.emit(ProgressEvent(what, (start + len(batch)) / len(prompts)))
         return torch.cat(pictures).contiguous(), traces
 
     def _accuracy(
         self,
+        *,
         part: str,
         name: str,
         pictures: Tensor,
@@ -362,5 +367,5 @@ def _each(values: Sequence[float], prompts: Sequence[str]) -> Observations:
 
 
 def _prompts(images: int) -> list[str]:
-    """Held-out captions, repeated in order."""
+    """Return held-out captions, repeated in order."""
     return [HELD_OUT[number % len(HELD_OUT)].caption() for number in range(images)]

@@ -1,9 +1,11 @@
-"""The painter of the bundled model's world: attributes and a seed in, 64x64 pictures of paper lanterns out.
+"""Paint 64x64 pictures of paper lanterns from attributes and a seed.
 
-Skies, water, sand and snow are fractal noise, and a mottle of the size of a token's cell covers the picture, so that
-many codes of a tokenizer are interchangeable (the token selection ambiguity under study); lanterns, horizon and colour
-are exact, so that quality can be measured. All draws of a batch come from one numpy generator. The second half degrades
-pictures without changing their content, and keeps rendered scenes in files.
+Skies, water, sand and snow are fractal noise. A mottle of the size of a token's cell covers the
+picture, so that many codes of a tokenizer are interchangeable: this is the token selection
+ambiguity under study. Lanterns, horizon and colour are exact, so that quality can be measured.
+
+All draws of a batch come from one numpy generator. The second half of this module degrades pictures
+without changing their content, and keeps rendered scenes in files.
 """
 
 from __future__ import annotations
@@ -29,38 +31,48 @@ _SIDE = SIZE * _SUPERSAMPLE
 Array = NDArray[np.float32]
 
 
-def _array(*rows: object) -> Array:
+def _array(rows: object) -> Array:
     return np.array(rows, dtype=np.float32)
 
 
 # Linear-ish RGB in [0, 1]: (top of the sky, horizon glow), one row per sky.
 _SKY = _array(
-    ((0.13, 0.10, 0.30), (0.85, 0.42, 0.30)),  # dusk
-    ((0.01, 0.02, 0.07), (0.07, 0.10, 0.24)),  # night
-    ((0.38, 0.52, 0.74), (0.97, 0.80, 0.66)),  # dawn
-    ((0.15, 0.17, 0.19), (0.36, 0.39, 0.40)),  # storm
+    [
+        ((0.13, 0.10, 0.30), (0.85, 0.42, 0.30)),  # dusk
+        ((0.01, 0.02, 0.07), (0.07, 0.10, 0.24)),  # night
+        ((0.38, 0.52, 0.74), (0.97, 0.80, 0.66)),  # dawn
+        ((0.15, 0.17, 0.19), (0.36, 0.39, 0.40)),  # storm
+    ]
 )
-_CLOUDS = _array(0.24, 0.09, 0.22, 0.42)  # strength of clouds for each sky
-# (far colour, near colour), one row per ground; the lake takes most of its colour from the sky above.
+_CLOUDS = _array([0.24, 0.09, 0.22, 0.42])  # strength of clouds for each sky
+# (far colour, near colour), one row per ground; the lake takes most of its colour from the sky.
 _GROUND = _array(
-    ((0.10, 0.16, 0.26), (0.03, 0.06, 0.13)),  # lake
-    ((0.20, 0.40, 0.16), (0.07, 0.22, 0.07)),  # meadow
-    ((0.80, 0.60, 0.34), (0.58, 0.38, 0.19)),  # desert
-    ((0.86, 0.89, 0.95), (0.68, 0.74, 0.86)),  # snow
+    [
+        ((0.10, 0.16, 0.26), (0.03, 0.06, 0.13)),  # lake
+        ((0.20, 0.40, 0.16), (0.07, 0.22, 0.07)),  # meadow
+        ((0.80, 0.60, 0.34), (0.58, 0.38, 0.19)),  # desert
+        ((0.86, 0.89, 0.95), (0.68, 0.74, 0.86)),  # snow
+    ]
 )
-_LIGHT = _array(0.78, 0.50, 1.00, 0.66)  # how bright the ground is under each sky
+_LIGHT = _array([0.78, 0.50, 1.00, 0.66])  # brightness of the ground under each sky
 _COLOUR = _array(
-    # red, orange, yellow, green
-    *((0.92, 0.10, 0.08), (1.00, 0.50, 0.05), (1.00, 0.90, 0.15), (0.10, 0.78, 0.25)),
-    *((0.12, 0.35, 1.00), (0.66, 0.14, 0.86), (1.00, 1.00, 0.97)),  # blue, purple, white
+    [
+        (0.92, 0.10, 0.08),  # red
+        (1.00, 0.50, 0.05),  # orange
+        (1.00, 0.90, 0.15),  # yellow
+        (0.10, 0.78, 0.25),  # green
+        (0.12, 0.35, 1.00),  # blue
+        (0.66, 0.14, 0.86),  # purple
+        (1.00, 1.00, 0.97),  # white
+    ]
 )
-# Half width and half height of a single lantern as a share of the picture, and how they shrink with the count.
-_SHAPE = _array((0.150, 0.150), (0.092, 0.190), (0.136, 0.136))
-_SHRINK = _array(1.0, 0.84, 0.70)
+# Half width and half height of a single lantern, as a fraction of the picture, for each shape.
+_SHAPE = _array([(0.150, 0.150), (0.092, 0.190), (0.136, 0.136)])
+_SHRINK = _array([1.0, 0.84, 0.70])  # factor on both for one, two and three lanterns
 _MOTTLE = 0.16  # amplitude of the mottle where the picture is white
 _BLOCK = 8  # side of the blocks of `drop_detail`
 _CHUNK = 250  # scenes painted at once
-# scenes whose noise or lanterns are computed at once: few enough for the processor's cache
+# Scenes whose noise or lanterns are computed at once: few enough for the processor's cache.
 _IN_CACHE = 4
 _PLACES = ((0.5,), (0.29, 0.71), (0.19, 0.5, 0.81))
 
@@ -73,22 +85,16 @@ _Y = _AXIS[None, :, None]
 def render(attributes: Sequence[Attributes], seed: int) -> NDArray[np.uint8]:
     """Paint one picture for each entry of `attributes`.
 
-    Returns uint8 RGB [n, 64, 64, 3]. The same attributes and seed give the same pictures; the noise, the stars and
-    the jitter of place and size come from the seed.
+    Returns uint8 RGB [n, 64, 64, 3]. The same attributes and seed give the same pictures. Noise,
+    stars and the jitter of place and size come from the seed.
     """
     rng = np.random.default_rng(seed)
     index = np.array([item.indices() for item in attributes], dtype=np.int64).reshape(-1, 5)
     horizon = 0.64 + rng.normal(0, 0.012, (len(index), 1, 1)).astype(np.float32)
     sky = _paint_sky(index, horizon, rng)
-    canvas = _mottle(
-        _paint_lanterns(
-            index=index,
-            canvas=_paint_ground(index=index, sky=sky, horizon=horizon, rng=rng),
-            horizon=horizon,
-            rng=rng,
-        ),
-        rng,
-    )
+    ground = _paint_ground(index=index, sky=sky, horizon=horizon, rng=rng)
+    lanterns = _paint_lanterns(index=index, canvas=ground, horizon=horizon, rng=rng)
+    canvas = _mottle(lanterns, rng)
     small = canvas.reshape(len(index), SIZE, _SUPERSAMPLE, SIZE, _SUPERSAMPLE, 3).mean((2, 4))
     grain = rng.normal(0, 0.010, small.shape).astype(np.float32)
     return (np.clip(small + grain, 0, 1) * 255 + 0.5).astype(np.uint8)
@@ -97,7 +103,7 @@ def render(attributes: Sequence[Attributes], seed: int) -> NDArray[np.uint8]:
 def _noise(
     rng: np.random.Generator, n: int, cells: Sequence[tuple[int, int]], weights: Sequence[float]
 ) -> Array:
-    """Sum of smooth value noises [n, side, side], mean about 0 and range about [-1, 1].
+    """Return a sum of smooth value noises [n, side, side], mean about 0, range about [-1, 1].
 
     `cells` are the (vertical, horizontal) numbers of noise cells of each octave.
     """
@@ -111,34 +117,33 @@ def _noise(
 
 
 def _stretch(grid: Array, axis: int) -> Array:
-    """Interpolate `axis` of a noise grid to the canvas's side with a smooth step between the knots."""
+    """Interpolate `axis` of a noise grid to the canvas's side, with a smooth step between knots."""
     at = np.linspace(0, grid.shape[axis] - 1, _SIDE, endpoint=False, dtype=np.float32)
     low = at.astype(np.int64)
     part = at - low
     part = part * part * (3 - 2 * part)
     part = part.reshape([_SIDE if number == axis else 1 for number in range(3)])
-    return np.asarray(
-        np.take(grid, low, axis) * (1 - part) + np.take(grid, low + 1, axis) * part,
-        dtype=np.float32,
-    )
+    below = np.take(grid, low, axis)
+    above = np.take(grid, low + 1, axis)
+    return np.asarray(below * (1 - part) + above * part, dtype=np.float32)
 
 
 def _mottle(canvas: Array, rng: np.random.Generator) -> Array:
     """Add noise of the size of a token's cell: brightness, and a shift between warm and cool.
 
-    Coarser noise is predictable from earlier cells, and the tokenizer loses finer noise: neither makes a code hard to
-    guess. The noise is weaker where the picture is dark.
+    Coarser noise is predictable from earlier cells, and the tokenizer loses finer noise: neither
+    makes a code hard to guess. The noise is weaker where the picture is dark.
     """
     n = len(canvas)
     bright = _noise(rng=rng, n=n, cells=((13, 15), (21, 19)), weights=(1.0, 0.9))
     warm = _noise(rng=rng, n=n, cells=((15, 13), (19, 21)), weights=(1.0, 0.6))
     strength = _MOTTLE * (0.35 + 0.65 * np.clip(canvas.mean(-1), 0, 1))
-    change = bright[..., None] + _array(0.55, 0.0, -0.55) * warm[..., None]
+    change = bright[..., None] + _array([0.55, 0.0, -0.55]) * warm[..., None]
     return np.asarray(canvas + strength[..., None] * change, dtype=np.float32)
 
 
 def _paint_sky(index: NDArray[np.int64], horizon: Array, rng: np.random.Generator) -> Array:
-    """Gradient, fractal clouds and, at night, stars: [n, side, side, 3]."""
+    """Paint gradient, fractal clouds and, at night, stars: [n, side, side, 3]."""
     n = len(index)
     kind = index[:, 4]
     depth = np.clip(_Y / horizon, 0, 1)[..., None] ** 1.6
@@ -180,8 +185,9 @@ def _paint_ground(
 def _paint_lanterns(
     index: NDArray[np.int64], canvas: Array, horizon: Array, rng: np.random.Generator
 ) -> NDArray[np.floating]:
-    """Glow, body with ribs and shading, caps, and the light that falls on the ground."""
-    # Centre and half size of up to three lanterns: [n, 3, 4] as (x, y, half width, half height); absent ones are 0.
+    """Paint glow, body with ribs and shading, caps, and the light that falls on the ground."""
+    # Centre and half size of up to three lanterns: [n, 3, 4] as (x, y, half width, half height).
+    # Absent ones are 0.
     lanterns = np.zeros((len(index), 3, 4), dtype=np.float32)
     jitter = rng.uniform(-1, 1, (len(index), 3, 3)).astype(np.float32)
     for row, (count, kind, *_rest) in enumerate(index):
@@ -201,7 +207,8 @@ def _paint_lanterns(
                 horizon=horizon[rows],
                 lanterns=lanterns[rows, : count + 1],
             )
-            # Pictures stay, to the bit, what they were when a scene of fewer lanterns had absent ones painted too.
+            # float32 keeps the pictures of the bundled weights to the bit. They were made when the
+            # absent lanterns of a scene were painted too.
             painted[rows] = painting if count == 2 else painting.astype(np.float32)
     return painted
 
@@ -238,15 +245,15 @@ def _with_lanterns(
         )
         canvas = canvas * (1 - body[..., None]) + lit * body[..., None]
         cap = ((np.abs(dx) < 0.42) * (np.abs(np.abs(dy) - 1.03) < 0.09)).astype(np.float32)
-        canvas = canvas * (1 - cap[..., None]) + _array(0.16, 0.09, 0.05) * cap[..., None]
+        canvas = canvas * (1 - cap[..., None]) + _array([0.16, 0.09, 0.05]) * cap[..., None]
     return canvas
 
 
 def degrade(pixels: Tensor, generator: torch.Generator) -> Tensor:
     """Degrade each picture at random: float [n, 3, h, w] in [0, 1] to the same shape and range.
 
-    Mirror, blur, lost detail, shifted light and noise apply to a picture independently of each other; about one picture
-    in ten is unchanged. Sides must be multiples of 8.
+    Mirror, blur, lost detail, shifted light and noise apply to a picture independently of each
+    other. About one picture in ten is unchanged. Sides must be multiples of 8.
     """
     n = len(pixels)
 
@@ -263,7 +270,7 @@ def degrade(pixels: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def blur(pixels: Tensor) -> Tensor:
-    """Binomial 5x5 blur of float [n, c, h, w], edges repeated."""
+    """Blur float [n, c, h, w] by the binomial 5x5 kernel, edges repeated."""
     taps = pixels.new_tensor([1.0, 4.0, 6.0, 4.0, 1.0]) / 16
     kernel = (taps[:, None] * taps[None, :]).expand(pixels.shape[1], 1, 5, 5)
     padded = functional.pad(pixels, (2, 2, 2, 2), mode="replicate")
@@ -273,8 +280,8 @@ def blur(pixels: Tensor) -> Tensor:
 def drop_detail(pixels: Tensor, step: Tensor) -> Tensor:
     """Round the cosine coefficients of 8x8 blocks, coarser for finer detail, as JPEG does.
 
-    `pixels` [n, c, h, w] in [0, 1] with sides that are multiples of 8; `step` [n, 1, 1, 1] is the rounding step of
-    the coarsest coefficient.
+    `pixels` are [n, c, h, w] in [0, 1], with sides that are multiples of 8. `step` [n, 1, 1, 1] is
+    the rounding step of the coarsest coefficient.
     """
     n, c, h, w = pixels.shape
     order = torch.arange(_BLOCK, dtype=pixels.dtype, device=pixels.device)
@@ -302,28 +309,32 @@ def scene_set(
     cache: Path | None = None,
     on_chunk: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> SceneSet:
-    """Paint `n` scenes with attributes drawn uniformly from `among`; read them from `cache` when it holds them.
+    """Paint scenes, or read them from a file that holds them.
 
-    `on_chunk(done, n)` is called after each chunk.
+    Args:
+        among: Attributes are drawn uniformly from these.
+        n: Number of scenes.
+        seed: Seed of attributes and pictures.
+        cache: The file, which is written if it does not exist.
+        on_chunk: Called as `on_chunk(done, n)` after each chunk.
     """
     if cache is not None and cache.exists():
         with np.load(cache) as scenes:
-            if (
-                len(scenes["pixels"]) >= n
-                and int(scenes["seed"]) == seed
-                and int(scenes["among"]) == len(among)
-            ):
+            enough = len(scenes["pixels"]) >= n
+            same = int(scenes["seed"]) == seed and int(scenes["among"]) == len(among)
+            if enough and same:
                 return SceneSet(scenes["pixels"][:n], scenes["attributes"][:n])
     pixels = np.empty((n, SIZE, SIZE, 3), dtype=np.uint8)
     attributes = np.empty((n, 5), dtype=np.int64)
     for start in range(0, n, _CHUNK):
         stop = min(n, start + _CHUNK)
         sequence = np.random.SeedSequence([seed, start // _CHUNK])
-        chosen = [
-            among[i] for i in np.random.default_rng(sequence).integers(len(among), size=_CHUNK)
-        ]
-        # The whole chunk is painted even when less is wanted, so that sets of one seed share their beginning.
-        pixels[start:stop] = render(chosen, int(sequence.generate_state(1)[0]))[: stop - start]
+        numbers = np.random.default_rng(sequence).integers(len(among), size=_CHUNK)
+        chosen = [among[number] for number in numbers]
+        # The whole chunk is painted even if less is wanted, so that sets of one seed share their
+        # beginning.
+        painted = render(chosen, int(sequence.generate_state(1)[0]))
+        pixels[start:stop] = painted[: stop - start]
         attributes[start:stop] = [item.indices() for item in chosen[: stop - start]]
         on_chunk(stop, n)
     if cache is not None:

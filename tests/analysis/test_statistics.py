@@ -195,7 +195,7 @@ def test_lossless_cells_are_worse_than_ar_no_more_often_than_the_level(sets, mon
         scores = generator.normal(0, 5, 6) + generator.exponential(1, (sets + 6, 6))
         ar = [means(row) for row in scores[:sets]]
         cells = [means(row) for row in scores[sets:]]
-        effects = [compare_sums(ar[0], cell, *ar[1:]) for cell in cells]
+        effects = [compare_sums(ar[0], cell, ar[1:]) for cell in cells]
         p_values += [effect.p_value for effect in effects]
         one_sided.append(len({effect.value > 0 for effect in effects}) == 1)
     assert 0.02 <= np.mean(np.array(p_values) <= 0.05) <= 0.07
@@ -208,7 +208,7 @@ def test_several_baselines_are_exchanged_with_the_cell():
     """Of 3^2 ways to pick the cell's set at two prompts only the one observed has so large an
     effect.
     """
-    effect = compare_sums(means([0.0, 1.0]), means([5.0, 6.0]), means([2.0, 1.0]))
+    effect = compare_sums(means([0.0, 1.0]), means([5.0, 6.0]), [means([2.0, 1.0])])
     assert effect.value == pytest.approx(5.5 - 1.0)
     assert effect.p_value == pytest.approx(1 / 9)
 

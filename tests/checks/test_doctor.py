@@ -178,9 +178,12 @@ def test_compiled_programs_that_are_wrong_fail(monkeypatch: pytest.MonkeyPatch) 
     def off(engine: Any, key: Any, function: Any, device: Any) -> Any:
         if not engine.compile or key[0] != "score":
             return function
-        return lambda *arguments: (scored := function(*arguments))._replace(
-            logits=scored.logits.flip(-1)
-        )
+
+        def flipped(*arguments: Any) -> Any:
+            logits, features = function(*arguments)
+            return logits.flip(-1), features
+
+        return flipped
 
     monkeypatch.setattr(compiling.Engine, "program", off)
     monkeypatch.setattr(compiling, "compiler_problem", lambda _: None)

@@ -66,7 +66,6 @@ def second_draft(drafting: str) -> Tensor:
             accepted=root,
             tokens=path,
             position=root + 2,
-            active=root == 0,
         )
     )
     method.draft(DraftInputs(root, exponential(method.noises, 2), limit))

@@ -14,10 +14,8 @@ import pytest
 import torch
 
 from lantern_bench.cli import main as cli
-from lantern_bench.cli import profile as cli_profile
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.experiment import load_experiment
-from lantern_bench.devices import threads
 from lantern_bench.devices.threads import Calibrated
 from lantern_bench.models import registry
 from lantern_bench.models.random_model import read_size
@@ -103,12 +101,13 @@ def test_threads_are_tried_unless_they_are_given(
         model: Any, prompt: str, decodings: list[Decoding], emit: Callable[[Note], object]
     ) -> None:
         tried.append([decoding.drafts for decoding in decodings])
-        choose_threads.set_fastest_threads(
-            model=model, prompt=prompt, decodings=decodings, emit=emit
-        )
+        choose(model=model, prompt=prompt, decodings=decodings, emit=emit)
 
-    monkeypatch.setattr(cli_profile, "set_fastest_threads", fastest)
-    monkeypatch.setattr(threads, "calibrate", lambda *_: Calibrated(1, {1: 2.0, 4: 3.0}, 0.3))
+    choose = choose_threads.choose_threads
+    monkeypatch.setattr(choose_threads, "choose_threads", fastest)
+    monkeypatch.setattr(
+        choose_threads, "calibrate", lambda *_: Calibrated(1, {1: 2.0, 4: 3.0}, 0.3)
+    )
     monkeypatch.setattr("lantern_bench.profile.step_costs.measure", lambda *_: [])
     try:
         assert cli.main([*TYPED, "--threads", "1"]) == 0

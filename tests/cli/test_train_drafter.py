@@ -115,8 +115,8 @@ def test_trained_drafter_is_a_model_for_every_command(
     assert len(loaded.weights["drafter"]) == 64
     assert model_of("out/model.yaml").defaults["cfg_scale"] == 2.0
     Path("e.yaml").write_text(
-        "name: e\nmodel: out/model.yaml\nprompts: all\nimages: 2\nmetrics: [speed]\ncompile: false\n"
-        "cells: [{mode: ar}, {mode: speculative}]\n"
+        "name: e\nmodel: out/model.yaml\nprompts: all\nimages: 2\nmetrics: [speed]\n"
+        "compile: false\ncells: [{mode: ar}, {mode: speculative}]\n"
     )
     assert main(["sweep", "e.yaml", "--out", "run"]) == 0
     records = read_records(Path("run"))
@@ -166,7 +166,7 @@ def test_drafter_starts_from_another_and_is_compared_with_it(
 
 @pytest.mark.parametrize("beside", [True, False])
 def test_pictures_with_captions_are_encoded_by_the_tokenizer(
-    beside: bool, tiny: TinyModel, capsys: pytest.CaptureFixture[str]
+    tiny: TinyModel, capsys: pytest.CaptureFixture[str], *, beside: bool
 ) -> None:
     write_pictures(Path("pictures"), 6, beside=beside)
     assert run("--data", "pictures", "--mirror") == 0
@@ -187,21 +187,13 @@ def test_pictures_with_captions_are_encoded_by_the_tokenizer(
 def stop_after(step: int) -> Callable[..., TrainReport]:
     """The training loop, interrupted after a step's event."""
 
-    def stopping(
-        task: Any,
-        settings: Any,
-        device: Any,
-        on_event: Callable[[TrainEvent], None],
-        distributed: Any,
-    ) -> Any:
+    def stopping(*values: Any, on_event: Callable[[TrainEvent], None], processes: Any) -> Any:
         def hear(event: TrainEvent) -> None:
             on_event(event)
             if event.step == step:
                 raise KeyboardInterrupt
 
-        return train(
-            task=task, settings=settings, device=device, on_event=hear, processes=distributed
-        )
+        return train(*values, on_event=hear, processes=processes)
 
     return stopping
 
@@ -298,15 +290,15 @@ def test_published_target_is_planned_without_its_files(capsys: pytest.CaptureFix
         ),
         (
             ["--data", "all", "--set", "batches=3"],
-            "--set batches: unknown setting; did you mean batch?",
+            "--set batches: unknown key; did you mean batch? (the keys are lr,",
         ),
         (
             ["--data", "all", "--set", "schedule=step"],
-            "--set schedule step: must be cosine or linear",
+            "--set schedule step: must be one of cosine, linear",
         ),
         (["--data", "all", "--set", "lr"], "--set lr: must be key=value"),
-        (["--data", "all", "--lr", "0"], "--lr 0: must be greater than 0"),
-        (["--data", "all", "--minutes", "0"], "--minutes 0: must be greater than 0"),
+        (["--data", "all", "--lr", "0"], "--lr 0.0: must be greater than 0"),
+        (["--data", "all", "--minutes", "0"], "--minutes 0.0: must be greater than 0"),
         (["--data", "all", "--init", "nowhere"], "--init nowhere: no such folder"),
         (["--data", "all", "--tree", "oak"], "--tree oak: unknown tree"),
         (
@@ -435,7 +427,8 @@ def test_chameleon_target_from_a_model_file(folder: Path) -> None:
     )
     assert {"layers.0.self_attn.q_norm.weight", "layers.0.input_layernorm.weight"} < set(weights())
     trained = model_of("out/model.yaml").load(CPU, torch.float32)
-    assert torch.equal(trained.drafter.state_dict()["fc.weight"], weights()["fc.weight"])  # type: ignore[union-attr]
+    state = trained.drafter.state_dict()  # type: ignore[union-attr]
+    assert torch.equal(state["fc.weight"], weights()["fc.weight"])
 
 
 def test_several_processes_need_a_number_of_steps(

@@ -15,10 +15,10 @@ import torch
 
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.engine import Engine
-from lantern_bench.devices import threads
 from lantern_bench.devices.threads import Calibrated, calibrate, prepare_environment
 from lantern_bench.models.random_model import random_model_of_size, read_size
-from lantern_bench.sweeps.choose_threads import set_fastest_threads
+from lantern_bench.sweeps import choose_threads as choose_threads_module
+from lantern_bench.sweeps.choose_threads import choose_threads
 from lantern_bench.utils import clock
 
 
@@ -79,7 +79,7 @@ def test_the_choice_is_stored_with_the_programs(
         recorded.append(number)
         return Calibrated(1, {1: 4.0}, lost_share)
 
-    monkeypatch.setattr(threads, "calibrate", choose)
+    monkeypatch.setattr(choose_threads_module, "calibrate", choose)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     monkeypatch.setattr(torch, "set_num_threads", lambda _count: None)
     target = SimpleNamespace(device=torch.device("cpu"))
@@ -90,7 +90,7 @@ def test_the_choice_is_stored_with_the_programs(
     drafting = Decoding("speculative", tree="chain-3")
 
     def chosen(*decodings: Decoding) -> int | None:
-        set_fastest_threads(
+        choose_threads(
             model=model, prompt="a lantern", decodings=decodings, emit=lambda _note: None
         )
         return recorded[-1]
@@ -137,8 +137,8 @@ def test_compiled_steps_are_compiled_for_every_number_of_threads(
             work()
         return Calibrated(before, {}, 1.0)
 
-    monkeypatch.setattr(threads, "calibrate", time)
-    set_fastest_threads(model=model, prompt="a", decodings=cells, emit=lambda _note: None)
+    monkeypatch.setattr(choose_threads_module, "calibrate", time)
+    choose_threads(model=model, prompt="a", decodings=cells, emit=lambda _note: None)
     # An autoregressive step; draft, score and settle.
     assert compiled_with == [1] * 4 + [2] * 4
 

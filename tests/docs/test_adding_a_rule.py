@@ -200,14 +200,13 @@ def drafts_of(count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, tor
 
 
 def most(
-    p: torch.Tensor, codes: torch.Tensor, table: torch.Tensor, x: int, k: int, bound: float
+    p: torch.Tensor, codes: torch.Tensor, table: torch.Tensor, *, x: int, k: int, bound: float
 ) -> float:
     """The rule in numbers: one draft after the other."""
     near = table[x, :k].tolist()
     weights = [math.exp(-float((codes[x] - codes[code]).norm()) / bound) for code in near]
-    return sum(weight * float(p[code]) for weight, code in zip(weights, near, strict=True)) / sum(
-        weights
-    )
+    lent = sum(weight * float(p[code]) for weight, code in zip(weights, near, strict=True))
+    return lent / sum(weights)
 
 
 def test_the_rule_keeps_its_limit_and_takes_as_much_as_it_may(installed: None) -> None:

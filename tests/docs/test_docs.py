@@ -1,4 +1,4 @@
-"""The documents are true: citations resolve, files exist, shown code and tables equal their source."""
+"""The documents are true: citations, links and files exist, and shown code and tables are current."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ SKIPPED = (Path(__file__).name, "mkdocs.yml")
 ALGORITHMS = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
 TEXTS = (".py", ".md", ".yaml", ".yml", ".cff")
 CITATION = re.compile(
-    r"docs/algorithms\.md, sections? (\d(?:\.\d)?(?!\d))(?:, ([A-C]\d+))?(?: (?:and|to) ([A-C]\d+|\d\b))?"
+    r"docs/algorithms\.md, sections? (\d(?:\.\d)?(?!\d))"
+    r"(?:, ([A-C]\d+))?(?: (?:and|to) ([A-C]\d+|\d\b))?"
 )
 BARE = re.compile(r"(?<!docs/)(?<!\]\()(?<!\[)algorithms\.md|\bfindings? [A-C]\d")
 ECHO = ("echo_drafting/__init__.py", "echo_drafting/method.py", "pyproject.toml", "echo.yaml")
@@ -48,16 +49,14 @@ def repository_files() -> list[Path]:
         capture_output=True,
         text=True,
     )
-    names = listed.stdout.splitlines() if listed.returncode == 0 else []
-    folders = ("lantern_bench", "docs", "tests", "experiments")
-    paths = [ROOT / name for name in names] or [
-        path for name in folders for path in (ROOT / name).rglob("*")
-    ]
-    return [
-        path
-        for path in paths
-        if path.is_file() and path.suffix in TEXTS and path.name not in SKIPPED
-    ]
+    paths: list[Path] = []
+    if listed.returncode == 0:
+        paths = [ROOT / name for name in listed.stdout.splitlines()]
+    else:
+        for folder in ("lantern_bench", "docs", "tests", "experiments"):
+            paths += (ROOT / folder).rglob("*")
+    texts = [path for path in paths if path.suffix in TEXTS and path.name not in SKIPPED]
+    return [path for path in texts if path.is_file()]
 
 
 def texts() -> Iterator[tuple[str, str]]:
@@ -119,11 +118,9 @@ def test_links_between_pages_lead_somewhere() -> None:
 
 def test_the_navigation_of_the_site_has_every_page_once() -> None:
     navigation = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
-    listed = [
-        page
-        for entry in navigation
-        for page in (next(iter(entry.values())) if isinstance(entry, dict) else [entry])
-    ]
+    listed: list[str] = []
+    for entry in navigation:
+        listed += next(iter(entry.values())) if isinstance(entry, dict) else [entry]
     assert sorted(listed) == sorted(path.name for path in (ROOT / "docs").glob("*.md"))
 
 
@@ -142,11 +139,10 @@ def test_the_other_scripts_of_the_docs_can_be_imported(script: str) -> None:
 
 def test_every_picture_is_shown_and_is_of_the_runs_that_are_here() -> None:
     pages = [path for path in repository_files() if path.suffix == ".md"]
-    shown = {
-        (page.parent / source).resolve()
-        for page in pages
-        for source in re.findall(r'<img src="([^":]+)"', page.read_text(encoding="utf-8"))
-    }
+    shown = set[Path]()
+    for page in pages:
+        sources = re.findall(r'<img src="([^":]+)"', page.read_text(encoding="utf-8"))
+        shown |= {(page.parent / source).resolve() for source in sources}
     pictures = set(make_pictures.PICTURES.iterdir()) - {make_pictures.SOURCES}
     assert pictures == shown == {make_pictures.PICTURES / name for name in make_pictures.DRAWN}
     for name, files in json.loads(make_pictures.SOURCES.read_text(encoding="utf-8")).items():

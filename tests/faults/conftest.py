@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -33,7 +33,8 @@ class Command:
     def until(self, true: Callable[[], bool]) -> None:
         """Wait until something is so, while the command runs."""
         while not true():
-            assert self.process.is_alive() and time.monotonic() < self.began + SECONDS, self.output
+            assert self.process.is_alive(), self.output
+            assert time.monotonic() < self.began + SECONDS, self.output
             time.sleep(0.01)
 
     def end(self) -> int:
@@ -59,7 +60,7 @@ class Bench:
         child.install(folder)
 
     def start(
-        self, *arguments: str, largest_file: int | None = None, **environment: str
+        self, arguments: Sequence[str], largest_file: int | None = None, **environment: str
     ) -> Command:
         self._count += 1
         output = self.folder / f"output-{self._count}.txt"
@@ -72,7 +73,7 @@ class Bench:
         self, *arguments: str, largest_file: int | None = None, **environment: str
     ) -> tuple[int, str]:
         """Run a command to its end; return its exit code and what it printed."""
-        command = self.start(*arguments, largest_file=largest_file, **environment)
+        command = self.start(arguments, largest_file=largest_file, **environment)
         return command.end(), command.output
 
     def sweep(

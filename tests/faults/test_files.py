@@ -22,7 +22,7 @@ Tokens = dict[str, str]
 
 
 def finish(bench: Bench, out: str, expected: Tokens) -> None:
-    """The same command ends with the records of an undisturbed run, and nothing is wrong with them."""
+    """The same command ends with the records of an undisturbed run, undamaged."""
     code, output = bench.sweep(out)
     assert code == 0, output
     assert bench.tokens(out) == expected
@@ -50,9 +50,8 @@ def test_disk_full(bench: Bench, expected: Tokens, outcome: Outcome) -> None:
     assert bench.lines("run") == finished
     assert (bench.folder / "run" / "records.jsonl").read_bytes().endswith(b"\n")
     finish(bench, "run", expected)
-    outcome(
-        f"exit {code}: {output.splitlines()[-2]}; {finished} of 9 images kept, resumed to the same tokens"
-    )
+    kept = f"{finished} of 9 images kept, resumed to the same tokens"
+    outcome(f"exit {code}: {output.splitlines()[-2]}; {kept}")
 
 
 def test_read_only_folder(bench: Bench, outcome: Outcome) -> None:
@@ -97,7 +96,8 @@ def test_flipped_bits_in_records(bench: Bench, expected: Tokens, outcome: Outcom
     for position in noise.integers(0, len(first[0]) - 1, 40):
         path.write_bytes(b"".join([flip(first[0], position), *first[1:]]))
         damaged = [line for line in read_lines(path, "records") if line.row is None]
-        assert damaged and damaged[0].number == 1, first[0][max(0, position - 20) : position + 20]
+        near = first[0][max(0, position - 20) : position + 20]
+        assert [line.number for line in damaged][:1] == [1], near
     # One that is valid JSON still: only the checksum tells.
     digit = first[4].index(b'"seed": ') + len(b'"seed": ')
     path.write_bytes(b"".join([*first[:4], flip(first[4], digit), *first[5:]]))
@@ -128,11 +128,12 @@ def test_interleaved_records(bench: Bench, expected: Tokens, outcome: Outcome) -
         for line in lines[3:5]
     )
     problems = bench.problems("run")
-    assert problems[0] == "records.jsonl: line 4: damaged, not a JSON object"
+    assert problems[0] == "records.jsonl: line 4: damaged, its checksum differs"
     assert sorted(problems[1:]) == missing
     repaired(bench=bench, out="run", expected=expected, problems=problems)
     outcome(
-        "check-run names the line; after --repair the sweep makes its two images again; a line twice counts once"
+        "check-run names the line; after --repair the sweep makes its two images again; "
+        "a line twice counts once"
     )
 
 
@@ -177,7 +178,7 @@ def test_damaged_table(bench: Bench, expected: Tokens, outcome: Outcome) -> None
 
 def test_a_second_writer(bench: Bench, expected: Tokens, outcome: Outcome) -> None:
     """A second writer of a run, and the lock of a killed one"""
-    first = bench.start(*SWEEP, "run", TINY_SLEEP="2")
+    first = bench.start([*SWEEP, "run"], TINY_SLEEP="2")
     first.until(lambda: bench.lines("run") >= 1)
     code, output = bench.sweep("run")
     assert code == 3
@@ -188,7 +189,8 @@ def test_a_second_writer(bench: Bench, expected: Tokens, outcome: Outcome) -> No
     finish(bench, "run", expected)
     assert not (bench.folder / "run" / ".writer.json").exists()
     outcome(
-        f"exit {code}: in use: process N on HOST is writing to it; the lock of a killed writer is free at once"
+        f"exit {code}: in use: process N on HOST is writing to it; "
+        "the lock of a killed writer is free at once"
     )
 
 

@@ -21,7 +21,7 @@ def test_sigkill(bench: Bench, expected: dict[str, str], outcome: Outcome, kills
     for number in range(kills):
         out = f"run{number}"
         lines = number * IMAGES // kills
-        command = bench.start(*SWEEP, out, TINY_SLEEP="0.1")
+        command = bench.start([*SWEEP, out], TINY_SLEEP="0.1")
         if lines:
             command.until(lambda out=out, lines=lines: bench.lines(out) >= lines)
         command.process.join(moments.uniform(0.0, 0.1 if lines else 1.0))

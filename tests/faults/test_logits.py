@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -52,7 +53,13 @@ def spoiled(network: str) -> tuple[Small, Spoiled]:
 
 
 def fail(
-    model: Small, head: Spoiled, decoding: Decoding, engine: Engine, value: float, step: int = AT
+    model: Small,
+    head: Spoiled,
+    decoding: Decoding,
+    engine: Engine,
+    *,
+    value: float,
+    step: int = AT,
 ) -> str:
     """Decode two images, the second with wrong logits from `step` on; return the error and check
     its step.
@@ -155,7 +162,7 @@ def test_impossible_tokens_are_no_fault(
 def test_a_step_copies_once_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     # What tells of broken logits comes with the positions, in the one copy there was.
     counts = dict.fromkeys(("tolist", "item", "steps"), 0)
-    commit = ImageState.commit
+    plain_commit = ImageState.commit
 
     def counted(name: str, plain: Callable[[Tensor], object]) -> Callable[[Tensor], object]:
         def count(tensor: Tensor) -> object:
@@ -164,9 +171,9 @@ def test_a_step_copies_once_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None
 
         return count
 
-    def step(self: ImageState, *arguments: Tensor) -> None:
+    def step(*arguments: Any) -> None:
         counts["steps"] += 1
-        commit(self, *arguments)
+        plain_commit(*arguments)
 
     monkeypatch.setattr(Tensor, "tolist", counted("tolist", Tensor.tolist))
     monkeypatch.setattr(Tensor, "item", counted("item", Tensor.item))

@@ -31,14 +31,15 @@ def test_signals(
     bench: Bench, expected: dict[str, str], outcome: Outcome, number: signal.Signals, processes: str
 ) -> None:
     """SIGINT or SIGTERM in a sweep of one process, and in one of workers"""
-    command = bench.start(*SWEEP, "run", "--processes", processes, **SLOW)
+    command = bench.start([*SWEEP, "run", "--processes", processes], **SLOW)
     command.until(lambda: bench.lines("run") >= 2)
     workers = children(command)
     os.kill(command.pid, number)
     code = command.end()
     output = command.output
     finished = bench.lines("run")
-    assert code == 128 + number and "Traceback" not in output, output
+    assert code == 128 + number, output
+    assert "Traceback" not in output
     assert f"interrupted: {finished} of 9 images are done and kept" in output
     assert "The same command continues." in output
     assert 2 <= finished < IMAGES
@@ -56,7 +57,8 @@ def test_signals(
 def test_swallowed_interrupt(bench: Bench, expected: dict[str, str], outcome: Outcome) -> None:
     """SIGINT in a finalizer"""
     code, output = bench.sweep("run", TINY_SWALLOW="2")
-    assert "Exception ignored in" in output and "Stopped" in output, output
+    assert "Exception ignored in" in output
+    assert "Stopped" in output
     assert code == 130
     assert "interrupted before the first image" in output
     assert bench.sweep("run")[0] == 0
@@ -66,7 +68,7 @@ def test_swallowed_interrupt(bench: Bench, expected: dict[str, str], outcome: Ou
 
 def test_second_signal(bench: Bench, outcome: Outcome) -> None:
     """A second SIGINT during a step that hangs"""
-    command = bench.start(*SWEEP, "run", TINY_HANG=PROMPTS[1])
+    command = bench.start([*SWEEP, "run"], TINY_HANG=PROMPTS[1])
     command.until(
         lambda: (bench.folder / "run" / "manifest.json").exists() and bench.lines("run") >= 1
     )
@@ -84,9 +86,8 @@ def test_second_signal(bench: Bench, outcome: Outcome) -> None:
 def test_hanging_worker(bench: Bench, expected: dict[str, str], outcome: Outcome) -> None:
     """A worker process that hangs"""
     # Long enough for its start on a busy machine.
-    command = bench.start(
-        *SWEEP, "run", "--processes", "2", "--worker-timeout", "12", TINY_HANG=PROMPTS[1]
-    )
+    arguments = [*SWEEP, "run", "--processes", "2", "--worker-timeout", "12"]
+    command = bench.start(arguments, TINY_HANG=PROMPTS[1])
     code = command.end()
     output = command.output
     line = next(line for line in output.splitlines() if "hangs" in line)
@@ -104,7 +105,7 @@ def test_a_worker_ends_with_its_parent(
     bench: Bench, expected: dict[str, str], outcome: Outcome
 ) -> None:
     """SIGKILL of the parent of a worker process"""
-    command = bench.start(*SWEEP, "run", "--processes", "2", **SLOW)
+    command = bench.start([*SWEEP, "run", "--processes", "2"], **SLOW)
     command.until(lambda: bench.lines("run") >= 1)
     (worker,) = children(command)
     os.kill(command.pid, signal.SIGKILL)
@@ -176,7 +177,8 @@ def test_other_threads_change_nothing() -> None:
 
 def test_a_forked_process_dies_of_a_signal() -> None:
     with signals.signals_noted():
-        if (pid := os.fork()) == 0:
+        pid = os.fork()
+        if pid == 0:
             os.kill(os.getpid(), signal.SIGTERM)
             os._exit(0)
         _pid, status = os.waitpid(pid, 0)

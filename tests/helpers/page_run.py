@@ -37,20 +37,20 @@ def write_page_run(
     folder: Path, prompts: int = 4, side: int = 64, cells: Any = (AR, STRICT, LOOSE)
 ) -> Path:
     """A run folder with a picture for each record, and a published figure."""
-    records = [
-        make_record(
-            cell=cell,
-            prompt=prompt,
-            walks=STEPS.get(cell, [[0, 0]] * 5),
-            seconds=(1.0, 0.5, 0.3)[min(2, path)] + 0.01 * prompt,
-        )
-        | {
-            "order_index": prompt * len(cells) + path,
-            "prompt": f"{'red' if prompt % 2 else 'blue'} lantern {prompt}",
-        }
-        for prompt in range(prompts)
-        for path, cell in enumerate(cells)
-    ]
+    paces = [1.0, 0.5] + [0.3] * len(cells)  # seconds of an image in each cell
+    records = []
+    for prompt in range(prompts):
+        colour = "red" if prompt % 2 else "blue"
+        for number, cell in enumerate(cells):
+            record = make_record(
+                cell=cell,
+                prompt=prompt,
+                walks=STEPS.get(cell, [[0, 0]] * 5),
+                seconds=paces[number] + 0.01 * prompt,
+            )
+            record["order_index"] = prompt * len(cells) + number
+            record["prompt"] = f"{colour} lantern {prompt}"
+            records.append(record)
     write_run(
         folder=folder,
         records=records,

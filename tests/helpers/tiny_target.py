@@ -65,22 +65,12 @@ def caption_condition(captions: Sequence[str]) -> Condition:
 
 def tiny_model() -> LoadedModel:
     """The target without a drafter."""
+    config = VQConfig(
+        codes=32, code_dim=4, z_channels=32, channels=32, channel_mult=(1, 1), res_blocks=1
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)
-        tokenizer = (
-            VQModel(
-                VQConfig(
-                    codes=32,
-                    code_dim=4,
-                    z_channels=32,
-                    channels=32,
-                    channel_mult=(1, 1),
-                    res_blocks=1,
-                )
-            )
-            .eval()
-            .requires_grad_(requires_grad=False)
-        )
+        tokenizer = VQModel(config).eval().requires_grad_(requires_grad=False)
     pixels = VQPixels(tokenizer, CONFIG.grid)
     weights = {"target": "a" * 64, "tokenizer": "b" * 64}
     codebook = tokenizer.codebook()

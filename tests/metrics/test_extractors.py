@@ -106,6 +106,7 @@ def test_weights_that_cannot_be_used_are_refused(
     weights: str | None,
     error: type[Exception],
     problem: str,
+    *,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -274,9 +275,11 @@ def test_cache_key_is_content_extractor_and_preprocessing(
     passes: list[int] = []
     features_of = extractors.features_of
 
-    def counted(pictures: Any, *more: Any, **named: Any) -> torch.Tensor:
+    def counted(
+        pictures: Any, extractor: extractors.Extractor, preparation: Preparation, *, device: str
+    ) -> torch.Tensor:
         passes.append(len(pictures))
-        return features_of(pictures, *more, **named)
+        return features_of(pictures, extractor, preparation, device=device)
 
     monkeypatch.setattr(extractors, "features_of", counted)
     cache = tmp_path / "cache"

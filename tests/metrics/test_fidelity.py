@@ -7,8 +7,6 @@ written out here, with scipy's matrix square root, independently of how ours is 
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import scipy.linalg
@@ -16,7 +14,7 @@ import torch
 from torch_fidelity import metric_fid, metric_kid, metric_prc
 
 from lantern_bench.methods.catalog import OF_SETS
-from lantern_bench.metrics.extractors import Extractor, FeatureSet
+from lantern_bench.metrics.extractors import FeatureSet
 from lantern_bench.metrics.fidelity import (
     FeatureSets,
     fid_infinity,
@@ -26,7 +24,6 @@ from lantern_bench.metrics.fidelity import (
 )
 
 WIDTH = 16
-EXTRACTOR = Extractor(name="a network", layer="last", width=WIDTH, weights=Path("weights"))
 
 
 def draw(n: int, seed: int, shift: float = 0.0, width: int = WIDTH) -> torch.Tensor:
@@ -100,7 +97,7 @@ def test_figures_are_those_of_torch_fidelity() -> None:
 
 def test_a_set_against_itself() -> None:
     features = draw(256, 3)
-    columns, of_images, notes = measure_sets(sets_of(features, features), EXTRACTOR)
+    columns, of_images, notes = measure_sets(sets_of(features, features))
     assert columns["fid"] == pytest.approx(0, abs=1e-4)
     assert columns["precision"] == columns["recall"] == 1.0
     assert (of_images["precision"] == 1).all()
@@ -109,7 +106,7 @@ def test_a_set_against_itself() -> None:
 
 def test_figures_worsen_with_the_pictures_and_lie_in_their_intervals() -> None:
     little, much = (
-        measure_sets(sets_of(draw(256, 5, shift), draw(256, 6)), EXTRACTOR) for shift in (0.2, 0.8)
+        measure_sets(sets_of(draw(256, 5, shift), draw(256, 6))) for shift in (0.2, 0.8)
     )
     assert 0 < little.columns["fid"] < much.columns["fid"]
     assert little.columns["kid"] < much.columns["kid"]
@@ -117,8 +114,9 @@ def test_figures_worsen_with_the_pictures_and_lie_in_their_intervals() -> None:
     assert little.columns["precision"] == pytest.approx(little.of_images["precision"].mean())
     for name in OF_SETS:
         value, low, high = (little.columns[f"{name}{end}"] for end in ("", "_low", "_high"))
-        assert low <= value <= high and low < high, name
-    again = measure_sets(sets_of(draw(256, 5, 0.2), draw(256, 6)), EXTRACTOR)
+        assert low <= value <= high, name
+        assert low < high, name
+    again = measure_sets(sets_of(draw(256, 5, 0.2), draw(256, 6)))
     assert again.columns == little.columns
 
 
@@ -131,7 +129,7 @@ def test_figures_worsen_with_the_pictures_and_lie_in_their_intervals() -> None:
     ],
 )
 def test_few_pictures_have_few_figures(n: int, measured: list[str], notes: list[str]) -> None:
-    columns, of_images, reasons = measure_sets(sets_of(draw(n, 1), draw(300, 2)), EXTRACTOR)
+    columns, of_images, reasons = measure_sets(sets_of(draw(n, 1), draw(300, 2)))
     assert [name for name in OF_SETS if columns[name] is not None] == measured
     assert not of_images
     assert columns.get("kid_subset") == (n // 2 if "kid" in measured else None)
@@ -140,7 +138,7 @@ def test_few_pictures_have_few_figures(n: int, measured: list[str], notes: list[
 
 def test_a_reference_of_statistics_gives_fid_alone() -> None:
     reference = FeatureSet(np.zeros(WIDTH), np.eye(WIDTH), None)
-    columns, _, notes = measure_sets(FeatureSets(draw(300, 1), reference), EXTRACTOR)
+    columns, _, notes = measure_sets(FeatureSets(draw(300, 1), reference))
     assert columns["fid"] > 0
     assert columns["kid"] is columns["precision"] is columns["recall"] is None
     assert notes == ["the reference holds statistics only: no kid, precision and recall"]

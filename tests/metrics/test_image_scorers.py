@@ -115,6 +115,7 @@ def test_folders_without_a_whole_model_are_refused(
     weights: str | None,
     error: type[Exception],
     problem: str,
+    *,
     folder: Path,
     tmp_path: Path,
 ) -> None:
@@ -192,6 +193,7 @@ def test_missing_scorers_are_refused(
     error: type[LanternError],
     problem: str,
     advice: str,
+    *,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -207,9 +209,7 @@ def test_missing_scorers_are_refused(
 def test_image_reward_goes_through_its_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The package's own interface, as published: load(name, device, download_root), score(prompt,
-    image).
-    """
+    """The published interface is load(name, device, download_root) and score(prompt, image)."""
     calls: list[Any] = []
 
     class Model:
@@ -217,10 +217,13 @@ def test_image_reward_goes_through_its_package(
             calls.append((prompt, image.size))
             return float(len(prompt))
 
+    def load_model(name: str, device: str, download_root: str) -> Model:
+        assert device == "cpu"
+        calls.append((name, download_root))
+        return Model()
+
     package = types.ModuleType("ImageReward")
-    package.load = lambda name, device, download_root: (
-        calls.append((name, download_root)) or Model()
-    )  # type: ignore[attr-defined]
+    package.load = load_model  # type: ignore[attr-defined]
     package.__spec__ = types.SimpleNamespace()  # type: ignore[assignment]
     monkeypatch.setitem(sys.modules, "ImageReward", package)
     torch.save({"a": torch.zeros(1)}, tmp_path / "ImageReward.pt")

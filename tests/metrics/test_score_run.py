@@ -23,9 +23,11 @@ from lantern_bench.config.experiment import load_experiment
 from lantern_bench.config.plan import make_plan
 from lantern_bench.devices.compute import Compute
 from lantern_bench.methods.catalog import METRICS
-from lantern_bench.metrics import extractors, image_scorers, score_pictures, score_run, token_sums
+from lantern_bench.metrics import extractors, image_scorers, score_pictures, score_run
 from lantern_bench.metrics.extractors import Reference, read_picture
 from lantern_bench.metrics.protocols import PROTOCOLS, Protocol
+from lantern_bench.metrics.score_pictures import Scorers
+from lantern_bench.metrics.score_tokens import score_tokens
 from lantern_bench.models import registry
 from lantern_bench.models.families.lanterns import modules as classifier
 from lantern_bench.models.families.lanterns.description import HELD_OUT
@@ -37,7 +39,7 @@ from lantern_bench.storage.run_store import RunStore
 from lantern_bench.storage.schema import TABLES
 from lantern_bench.sweeps.runner import key_fields
 from lantern_bench.utils.errors import RefusedError
-from lantern_bench.utils.progress import ProgressEvent
+from lantern_bench.utils.progress import Emit, ProgressEvent
 from scripts.train_lanterns.part_tasks import CLIP_CONFIG, save_clip
 from scripts.train_lanterns.parts import write_weights
 from scripts.train_lanterns.scenes import render
@@ -49,7 +51,7 @@ PROMPTS = [HELD_OUT[number].caption() for number in range(5)] + ["a photo of a c
 
 
 @pytest.fixture(scope="module")
-def scorers(tmp_path_factory: pytest.TempPathFactory) -> score_pictures.Scorers:
+def scorers(tmp_path_factory: pytest.TempPathFactory) -> Scorers:
     folder = tmp_path_factory.mktemp("scorers")
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -61,7 +63,7 @@ def scorers(tmp_path_factory: pytest.TempPathFactory) -> score_pictures.Scorers:
         "clip_score": scorer,
         "prompt_accuracy": image_scorers.PromptAccuracy(classifier.load_classifier(path)),
     }
-    return score_pictures.Scorers(EMBEDDED, images, extractors.find_extractor(weights=path))
+    return Scorers(EMBEDDED, images, extractors.find_extractor(weights=path))
 
 
 @pytest.fixture(scope="module")
@@ -76,20 +78,20 @@ Run = tuple[Path, list[dict[str, Any]]]
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
     """Two cells of six pictures each, and one record that failed."""
-    painted = render([*HELD_OUT[:5], HELD_OUT[5]] * 2, 4)
+    painted = render(HELD_OUT[:6] * 2, 4)
     records: list[dict[str, Any]] = []
     for number, pixels in enumerate(painted):
-        cell = ("ar-none-none-t1", "speculative-static-small-7-t1")[number // 6]
+        cell = "ar-none-none-t1" if number < 6 else "speculative-static-small-7-t1"
         name = f"images/{cell}/{number % 6:06d}.png"
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(pixels).save(tmp_path / name)
         records.append(
             _record(key=f"key{number}", cell=cell, prompt=PROMPTS[number % 6], image=name)
         )
-    return tmp_path, [
-        *records,
-        _record(key="key99", cell="ar-none-none-t1", prompt=PROMPTS[0], image="", status="failed"),
-    ]
+    failed = _record(
+        key="key99", cell="ar-none-none-t1", prompt=PROMPTS[0], image="", status="failed"
+    )
+    return tmp_path, [*records, failed]
 
 
 def _record(key: str, cell: str, prompt: str, image: str, status: str = "ok") -> dict[str, Any]:
@@ -103,13 +105,13 @@ def _record(key: str, cell: str, prompt: str, image: str, status: str = "ok") ->
     }
 
 
-def _score(run: Run, *judge_and_reference: Any) -> list[dict[str, Any]]:
+def _score(run: Run, scorers: Scorers, reference: Reference | None = None) -> list[dict[str, Any]]:
     folder, records = run
-    return list(score_pictures.score_records(records, folder, *judge_and_reference))
+    return list(score_pictures.score_records(records, folder, scorers, reference=reference))
 
 
 def test_a_row_for_each_picture_and_each_cell(
-    run: Run, scorers: score_pictures.Scorers, reference: Reference
+    run: Run, scorers: Scorers, reference: Reference
 ) -> None:
     rows = _score(run, scorers, reference)
     assert rows == _score(run, scorers, reference)
@@ -121,7 +123,7 @@ def test_a_row_for_each_picture_and_each_cell(
     assert all(set(row) <= declared and row["protocol"] == "embedded" for row in rows)
 
 
-def test_image_rows_hold_each_scorers_answer(run: Run, scorers: score_pictures.Scorers) -> None:
+def test_image_rows_hold_each_scorers_answer(run: Run, scorers: Scorers) -> None:
     folder, records = run
     images = [row for row in _score(run, scorers) if row["level"] == "image"]
     for row, record in zip(images, records[:12], strict=True):
@@ -146,7 +148,7 @@ def test_image_rows_hold_each_scorers_answer(run: Run, scorers: score_pictures.S
 
 
 def test_cell_rows_have_fidelity_extractor_and_reference(
-    run: Run, scorers: score_pictures.Scorers, reference: Reference
+    run: Run, scorers: Scorers, reference: Reference
 ) -> None:
     assert scorers.extractor is not None
     first, second = (row for row in _score(run, scorers, reference) if row["level"] == "cell")
@@ -163,7 +165,7 @@ def test_cell_rows_have_fidelity_extractor_and_reference(
 
 
 def test_sets_of_ar_images_give_ar_spread(
-    run: Run, scorers: score_pictures.Scorers, reference: Reference, monkeypatch: pytest.MonkeyPatch
+    run: Run, scorers: Scorers, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With fewest pictures of 6, so that six pictures a cell have every figure but FID."""
     for name in ("precision", "recall"):
@@ -187,9 +189,7 @@ def test_sets_of_ar_images_give_ar_spread(
     assert all(row["level"] != "ar_spread" for row in _score((folder, other), scorers, reference))
 
 
-def test_a_missing_picture_is_noted(
-    run: Run, scorers: score_pictures.Scorers, reference: Reference
-) -> None:
+def test_a_missing_picture_is_noted(run: Run, scorers: Scorers, reference: Reference) -> None:
     folder, records = run
     (folder / records[0]["image"]).unlink()
     rows = _score(run, scorers, reference)
@@ -202,16 +202,17 @@ def test_a_missing_picture_is_noted(
 def test_the_last_record_of_a_key_counts(run: Run) -> None:
     folder, records = run
     failed_first = [{**records[0], "status": "failed"}, *records]
-    rows = _score((folder, failed_first), score_pictures.Scorers(NOTHING))
+    rows = _score((folder, failed_first), Scorers(NOTHING))
     assert [row["record_key"] for row in rows].count("key0") == 1
 
 
 def test_scoring_reports_progress_by_cell(run: Run) -> None:
     events: list[object] = []
-    rows = _score(run, score_pictures.Scorers(NOTHING), None, events.append)
-    assert events == [ProgressEvent("scoring", 1, 2), ProgressEvent("scoring", 2, 2)]
+    folder, records = run
+    rows = score_pictures.score_records(records, folder, Scorers(NOTHING), emit=events.append)
     assert {row["level"] for row in rows} == {"image"}
-    assert _score((run[0], []), score_pictures.Scorers(NOTHING)) == []
+    assert events == [ProgressEvent("scoring", 1, 2), ProgressEvent("scoring", 2, 2)]
+    assert _score((folder, []), Scorers(NOTHING)) == []
 
 
 EXPERIMENT = """
@@ -241,31 +242,34 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunStore:
     return store
 
 
+def score_again(folder: Path, scorers: Scorers, reference: Reference) -> int:
+    with RunStore.to_score(folder) as store:
+        return score_run.score_cells(store, scorers, reference)
+
+
 def test_other_scorer_or_reference_scores_again(
-    store: RunStore, scorers: score_pictures.Scorers, reference: Reference
+    store: RunStore, scorers: Scorers, reference: Reference
 ) -> None:
-    assert score_run.score_run(store.folder, scorers, reference) == 12
-    assert score_run.score_run(store.folder, scorers, reference) == 0
-    assert (
-        score_run.score_run(store.folder, scorers, reference._replace(label="other scenes")) == 12
-    )
+    assert score_again(store.folder, scorers, reference) == 12
+    assert score_again(store.folder, scorers, reference) == 0
+    assert score_again(store.folder, scorers, reference._replace(label="other scenes")) == 12
     newer = dataclasses.replace(scorers, protocol=dataclasses.replace(EMBEDDED, version=99))
-    assert score_run.score_run(store.folder, newer, reference) == 12
+    assert score_again(store.folder, newer, reference) == 12
     other = dataclasses.replace(scorers, protocol=dataclasses.replace(EMBEDDED, name="other"))
-    assert score_run.score_run(store.folder, other, reference) == 12
+    assert score_again(store.folder, other, reference) == 12
 
 
 def test_only_cells_with_new_images_are_scored_again(
     store: RunStore,
-    scorers: score_pictures.Scorers,
+    scorers: Scorers,
     reference: Reference,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     records = read_records(store.folder)
-    monkeypatch.setattr(score_pictures, "read_records", lambda _folder: records[1:])
-    score_run.score_run(store.folder, scorers, reference)
-    monkeypatch.setattr(score_pictures, "read_records", lambda _folder: records)
-    assert score_run.score_run(store.folder, scorers, reference) == 6
+    monkeypatch.setattr(score_run, "read_records", lambda _folder: records[1:])
+    score_again(store.folder, scorers, reference)
+    monkeypatch.setattr(score_run, "read_records", lambda _folder: records)
+    assert score_again(store.folder, scorers, reference) == 6
 
 
 def test_a_run_without_images_is_not_scored(store: RunStore) -> None:
@@ -274,16 +278,16 @@ def test_a_run_without_images_is_not_scored(store: RunStore) -> None:
         RunStore.to_score(store.folder)
 
 
-def test_fidelity_without_a_reference_has_a_note(run: Run, scorers: score_pictures.Scorers) -> None:
+def test_fidelity_without_a_reference_has_a_note(run: Run, scorers: Scorers) -> None:
     bare = dataclasses.replace(scorers, protocol=dataclasses.replace(EMBEDDED, reference=None))
     cells = [row for row in _score(run, bare) if row["level"] == "cell"]
     assert [row.get("fid") for row in cells] == [None, None]
     assert all("--reference" in row["note"] and row["reference"] is None for row in cells)
 
 
-def test_rewards_fill_their_own_columns(run: Run, scorers: score_pictures.Scorers) -> None:
+def test_rewards_fill_their_own_columns(run: Run, scorers: Scorers) -> None:
     protocol = Protocol("hpsv2", 1, "a stand-in", metrics=("hpsv2",))
-    rows = _score(run, score_pictures.Scorers(protocol, {"hpsv2": scorers.images["clip_score"]}))
+    rows = _score(run, Scorers(protocol, {"hpsv2": scorers.images["clip_score"]}))
     by_clip = [row for row in _score(run, scorers) if row["level"] == "image"]
     assert [row["hpsv2"] for row in rows] == [row["clip_score"] for row in by_clip]
     assert all(row["clip_score"] is None for row in rows)
@@ -300,22 +304,21 @@ def tiny_copy(tmp_path: Path, tiny_run: Path, monkeypatch: pytest.MonkeyPatch) -
     return Path(shutil.copytree(tiny_run, tmp_path / "run"))
 
 
+def score_all_tokens(folder: Path, emit: Emit) -> int:
+    with RunStore.to_score(folder) as store:
+        return score_tokens(store, "cpu", emit)
+
+
 def of_tokens(folder: Path) -> dict[str, dict[str, Any]]:
     return {row["record_key"]: row for row in read_scores(folder) if row["level"] == "tokens"}
 
 
 def test_tokens_are_scored_once_and_reach_the_tables(tiny_copy: Path) -> None:
     events: list[Any] = []
-    assert token_sums.score_tokens(tiny_copy, "cpu", events.append) == 18
-    assert token_sums.score_tokens(tiny_copy, "cpu", events.append) == 0
-    assert [event.done for event in events if isinstance(event, ProgressEvent)] == [
-        3,
-        6,
-        9,
-        12,
-        15,
-        18,
-    ]
+    assert score_all_tokens(tiny_copy, events.append) == 18
+    assert score_all_tokens(tiny_copy, events.append) == 0
+    done = [event.done for event in events if isinstance(event, ProgressEvent)]
+    assert done == [3, 6, 9, 12, 15, 18]
     assert set(of_tokens(tiny_copy)) == {record["record_key"] for record in read_records(tiny_copy)}
     summary = write_tables(tiny_copy)["summary"].set_index("cell_id")
     sampled = summary[summary["parameters"] != "T=0"].filter(like="t1", axis=0)
@@ -329,19 +332,20 @@ def test_tokens_are_scored_once_and_reach_the_tables(tiny_copy: Path) -> None:
     assert greedy["distance"].isna().all()
 
 
-def test_pictures_without_tokens_are_decoded_again(tiny_copy: Path) -> None:
-    token_sums.score_tokens(tiny_copy, "cpu", lambda _event: None)
+def test_pictures_without_the_tokens_of_their_records_are_left_out(tiny_copy: Path) -> None:
+    score_all_tokens(tiny_copy, lambda _event: None)
     rows = of_tokens(tiny_copy)
     (tiny_copy / "scores.jsonl").unlink()
     records = read_records(tiny_copy)
-    for record in records:
-        with Image.open(tiny_copy / record["image"]) as picture:
-            picture.copy().save(tiny_copy / record["image"])
-    # Tokens that are not those of the record are left out, wherever they come from.
+    # Other tokens, no tokens, and no picture at all.
     forged = png_bytes(torch.zeros(3, 4, 3, dtype=torch.uint8), torch.zeros(12, dtype=torch.int32))
     (tiny_copy / records[0]["image"]).write_bytes(forged)
+    with Image.open(tiny_copy / records[1]["image"]) as picture:
+        picture.copy().save(tiny_copy / records[1]["image"])
+    (tiny_copy / records[2]["image"]).unlink()
+    left_out = {record["record_key"] for record in records[:3]}
     events: list[Any] = []
-    assert token_sums.score_tokens(tiny_copy, "cpu", events.append) == 17
+    assert score_all_tokens(tiny_copy, events.append) == 15
     again = of_tokens(tiny_copy)
-    assert again == {key: row for key, row in rows.items() if key != records[0]["record_key"]}
-    assert "leaves out 1 images" in events[-1].text
+    assert again == {key: row for key, row in rows.items() if key not in left_out}
+    assert "leaves out 3 images" in events[-1].text

@@ -41,6 +41,11 @@ def sums_of(rows: Sequence[dict[str, Any]]) -> FeatureSums:
     return FeatureSums.of(np.array([row["feature_sums"] for row in rows]), features)
 
 
+def distribution(cond: Tensor, uncond: Tensor | None, decoding: Decoding) -> Tensor:
+    guided = guide(cond, uncond, decoding.cfg_scale)
+    return decoding_probabilities(guided, decoding).double()
+
+
 def ancestral(model: TabularModel, images: int, decoding: Decoding, seed: int) -> Tensor:
     """Images [images, N] drawn from the target, a token at a time, in one batch."""
     generator = torch.Generator().manual_seed(seed)
@@ -79,23 +84,12 @@ def test_sums_are_those_of_the_definition(
             uncond = (
                 forced.logits.uncond[image, position] if forced.logits.uncond is not None else None
             )
-            p = (
-                decoding_probabilities(guide(cond, uncond, decoding.cfg_scale), decoding)
-                .double()
-                .numpy()
-            )
+            p = distribution(cond, uncond, decoding).numpy()
             q = p
             if position:
                 draft = drafts[position - 1]
-                of_draft = (
-                    draft.cond[image, 0],
-                    None if draft.uncond is None else draft.uncond[image, 0],
-                )
-                q = (
-                    decoding_probabilities(guide(*of_draft, decoding.cfg_scale), decoding)
-                    .double()
-                    .numpy()
-                )
+                without = None if draft.uncond is None else draft.uncond[image, 0]
+                q = distribution(draft.cond[image, 0], without, decoding).numpy()
             possible = [v for v in range(5) if p[v] > 0]
             h = -sum(p[v] * np.log(p[v]) for v in possible)
             values_of = {}
@@ -116,12 +110,9 @@ def test_sums_are_those_of_the_definition(
         assert row["tokens"] == 5
         assert row["impossible_tokens"] == 0
         assert row["entropy"] == pytest.approx(entropy, abs=1e-6)
-        names = [
-            "surprise",
-            "squared_surprise",
-            *(["prompt_information"] if guided else []),
-            "drafter_tilt",
-        ]
+        names = ["surprise", "squared_surprise", "drafter_tilt"]
+        if guided:
+            names.insert(2, "prompt_information")
         assert row["features"].split() == names
 
 
@@ -135,17 +126,13 @@ def test_p_values_of_2000_lossless_cells_are_uniform() -> None:
     cells = []
     for seed in range(10):
         tokens = ancestral(model=table, images=200 * 240, decoding=decoding, seed=seed)
-        cond, uncond, _ = (
-            forced := teacher_forced(target=table, condition=None, tokens=tokens, guided=True)
-        ).logits
-        q = torch.cat(
-            [guide(*draft, 2.0) for draft in drafter_logits_along(table.drafter, forced)], dim=1
-        )
-        p, q = (
-            decoding_probabilities(logits, decoding).double()
-            for logits in (guide(cond, uncond, 2.0), q)
-        )
-        q = torch.cat([p[:, :1], q], dim=1)
+        forced = teacher_forced(target=table, condition=None, tokens=tokens, guided=True)
+        cond = forced.logits.cond
+        uncond = forced.logits.uncond
+        p = distribution(cond, uncond, decoding)
+        drafts = drafter_logits_along(table.drafter, forced)
+        q = [p[:, :1]] + [distribution(draft.cond, draft.uncond, decoding) for draft in drafts]
+        q = torch.cat(q, dim=1)
         information = cond.log_softmax(-1) - uncond.log_softmax(-1)
         values = [
             each.reshape(200, 960, -1) for each in (p, tokens, information, (q - p) / (q + p))
@@ -209,18 +196,15 @@ def test_sums_do_not_depend_on_batch_and_packed_weights(
     packed = model_of("lanterns").load(torch.device("cpu"), torch.float32)
     pack_for_decoding(packed.target, packed.drafter)
     for number, row in enumerate(together):
-        of_image = (
-            packed.condition(prompts[number : number + 1]),
-            tokens[number : number + 1],
-            decoding,
+        (alone,) = token_sums(
+            model=packed,
+            condition=packed.condition([prompts[number]]),
+            tokens=tokens[number : number + 1],
+            decoding=decoding,
         )
-        (alone,) = token_sums(packed, *of_image)
         np.testing.assert_allclose(alone["feature_sums"], row["feature_sums"], rtol=1e-3, atol=1e-2)
-        assert (
-            alone["features"]
-            == row["features"]
-            == "surprise squared_surprise prompt_information drafter_tilt"
-        )
+        names = "surprise squared_surprise prompt_information drafter_tilt"
+        assert alone["features"] == row["features"] == names
 
 
 def test_greedy_images_are_counted_token_by_token(

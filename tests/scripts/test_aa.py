@@ -15,7 +15,8 @@ from tests.helpers.made_up_run import AR, LOOSE, STRICT, WALKS, make_record, wri
 def make_pairs(folder, pairs, shift):
     """Finished runs; in the second of each pair STRICT takes `shift` times as long."""
     generator = np.random.default_rng(3)
-    for name in (f"pair-{number + 1:02d}{side}" for number in range(pairs) for side in "ab"):
+    names = [f"pair-{number + 1:02d}" for number in range(pairs)]
+    for name in sorted([f"{name}a" for name in names] + [f"{name}b" for name in names]):
         moved = np.exp(generator.normal(0, 0.03, (3, 3)))
         records = []
         for prompt in range(12):

@@ -16,7 +16,8 @@ import subprocess
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,7 @@ def cluster(home: Path) -> Iterator[Cluster]:
     created.shutdown()
 
 
-def start(home: Path, out: str, *flags: str) -> subprocess.Popen[str]:
+def start(home: Path, out: str, flags: Iterable[str]) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "lantern_bench", "sweep", "tiny.yaml", "--out", out]
     command += ["--images", str(IMAGES), "--threads", "1", *flags, "-v"]
     return subprocess.Popen(
@@ -100,7 +101,7 @@ def start(home: Path, out: str, *flags: str) -> subprocess.Popen[str]:
 
 
 def sweep(home: Path, out: str, *flags: str) -> tuple[int, str]:
-    started = start(home, out, *flags)
+    started = start(home, out, flags)
     output = started.communicate(timeout=600)[1]
     return started.returncode, output
 
@@ -188,7 +189,7 @@ def test_of_two_nodes_one_is_killed_and_no_image_lost(
 ) -> None:
     folder = home / "lost-node"
     (second,) = cluster.worker_nodes
-    started = start(home, folder.name, *on(cluster))
+    started = start(home, folder.name, on(cluster))
     try:
         wait_for(started, folder, lambda rows: len({row["process"] for row in rows}) == 2)
         cluster.remove_node(second, allow_graceful=False)
@@ -198,7 +199,8 @@ def test_of_two_nodes_one_is_killed_and_no_image_lost(
         if second not in cluster.worker_nodes:
             cluster.add_node(**NODE)
             cluster.wait_for_nodes()
-    assert started.returncode == 0 and "is lost" in output, output
+    assert started.returncode == 0, output
+    assert "is lost" in output
     rows = read_records(folder)
     assert [row["status"] for row in rows] == ["ok"] * len(local)
     # Every image of the local run, each once, with its tokens.
@@ -226,7 +228,8 @@ def test_a_shard_that_loses_every_worker_fails_alone(home: Path, cluster: Cluste
     finally:
         (home / "die").unlink()
     rows = read_records(home / "failed")
-    assert code == 4 and "1 of 3 images failed" in output, output
+    assert code == 4, output
+    assert "1 of 3 images failed" in output
     failed = [row for row in rows if row["status"] == "failed"]
     assert {row["prompt"] for row in failed} == {PROMPTS[1]}
     assert "lost 3 workers" in failed[0]["error"]
@@ -263,10 +266,10 @@ def test_an_error_of_a_worker_is_the_error_of_the_command(
 @pytest.mark.long
 @pytest.mark.parametrize("again", [False, True])
 def test_a_lost_or_restarted_head_is_refused_and_the_run_resumed(
-    home: Path, cluster: Cluster, other: Cluster, local: dict[str, str], again: bool
+    home: Path, cluster: Cluster, other: Cluster, local: dict[str, str], *, again: bool
 ) -> None:
     folder = home / f"head-{again}"
-    started = start(home, folder.name, *on(other))
+    started = start(home, folder.name, on(other))
     wait_for(started, folder, lambda rows: len(rows) >= 8)
     other.head_node.kill_gcs_server()
     if again:
@@ -281,7 +284,8 @@ def test_a_lost_or_restarted_head_is_refused_and_the_run_resumed(
     assert finished.items() <= local.items()
     assert len(finished) < len(local)
     code, output = sweep(home, folder.name, *on(cluster))
-    assert code == 0 and f"{len(finished)} images kept" in output, output
+    assert code == 0, output
+    assert f"{len(finished)} images kept" in output
     assert tokens(folder) == local
     check_pairs(read_records(folder))
 
@@ -290,7 +294,7 @@ def test_a_lost_or_restarted_head_is_refused_and_the_run_resumed(
 def test_ctrl_c_keeps_the_images_and_frees_the_devices(
     home: Path, cluster: Cluster, local: dict[str, str]
 ) -> None:
-    started = start(home, "stopped", *on(cluster))
+    started = start(home, "stopped", on(cluster))
     wait_for(started, home / "stopped", lambda rows: len(rows) >= 8)
     started.send_signal(signal.SIGINT)
     output = started.communicate(timeout=60)[1]
@@ -300,7 +304,8 @@ def test_ctrl_c_keeps_the_images_and_frees_the_devices(
     assert f"interrupted: {len(finished)} of {IMAGES * CELLS} images are done" in output
     assert all(session["ended"] for session in read_manifest(home / "stopped")["sessions"])
     code, output = sweep(home, "stopped", *on(cluster))
-    assert code == 0 and tokens(home / "stopped") == local, output
+    assert code == 0, output
+    assert tokens(home / "stopped") == local
 
 
 def test_the_reason_of_a_loss_names_no_machine() -> None:
@@ -319,7 +324,7 @@ def test_an_address_without_a_cluster_is_refused() -> None:
         ray_cluster.connect("127.0.0.1:9")
 
 
-def node(name: str, alive: bool = True, **resources: float) -> dict[str, Any]:
+def node(name: str, *, alive: bool = True, **resources: float) -> dict[str, Any]:
     return {"NodeID": name, "Alive": alive, "Resources": {"memory": 1e9, **resources}}
 
 
@@ -328,7 +333,7 @@ def test_every_device_has_one_slot_and_its_share_of_the_cores() -> None:
         node("a", CPU=32, GPU=4),
         node("b", CPU=8, GPU=1),
         node("c", CPU=16),
-        node("d", False, CPU=8, GPU=8),
+        node("d", alive=False, CPU=8, GPU=8),
     ]
     assert slots_of(gpus, "auto", None) == {DeviceSlot(None, 8, 1): 5}
     assert slots_of(gpus, "cpu", None) == {
@@ -356,8 +361,9 @@ def test_a_shard_has_all_cells_of_its_prompts(home: Path) -> None:
     plan = tiny_plan(home, images="9", batch="2")
     shards = shards_of(plan, lambda _task: False, 4)
     assert [len({task.image_index for task in shard.tasks}) for shard in shards] == [4, 4, 1]
-    assert [task for shard in shards for task in shard.tasks] == list(plan.tasks)
-    assert [batch for shard in shards for batch in shard.batches()] == list(plan.batches())
+    assert list(chain.from_iterable(shard.tasks for shard in shards)) == list(plan.tasks)
+    batches = chain.from_iterable(shard.batches() for shard in shards)
+    assert list(batches) == list(plan.batches())
 
 
 def test_a_timed_shard_is_decoded_again_and_an_untimed_one_completed(home: Path) -> None:

@@ -23,6 +23,8 @@ from lantern_bench.decoding.trace import ImageTrace
 from lantern_bench.devices.compute import Compute, choose_compute
 from lantern_bench.methods.catalog import PARAMETERS
 from lantern_bench.methods.parameters import SAMPLING
+from lantern_bench.metrics.protocols import protocol_of
+from lantern_bench.models import registry
 from lantern_bench.prompts.prompt import Prompt
 from lantern_bench.storage.run_directory import (
     disturbance,
@@ -30,15 +32,15 @@ from lantern_bench.storage.run_directory import (
     read_manifest,
     read_records,
 )
-from lantern_bench.storage.run_store import RunStore
 from lantern_bench.storage.schema import columns
 from lantern_bench.sweeps import decoder
-from lantern_bench.sweeps.choose_threads import calibrate_threads
 from lantern_bench.sweeps.decoder import decode_batch
 from lantern_bench.sweeps.events import DecodedImage, ImageDone
-from lantern_bench.sweeps.runner import key_fields, run_plan
+from lantern_bench.sweeps.request import Request
+from lantern_bench.sweeps.runner import decode_missing
 from lantern_bench.utils.clock import Usage
 from lantern_bench.utils.errors import RefusedError, UserError
+from lantern_bench.utils.progress import Note, ignore_events
 from tests.helpers.tiny_model import EXPERIMENT, PROMPTS, TOKENS, TinyModel
 
 CPU = Compute(torch.device("cpu"), torch.float32)
@@ -46,27 +48,30 @@ MODEL = TinyModel().load(*CPU)
 
 
 @pytest.fixture
-def tiny(tmp_path: Path) -> Any:
+def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Make a resolved experiment and its plan from flags."""
+    monkeypatch.setattr(registry, "models", lambda: {"tiny": TinyModel()})
 
     def make(**flags: Any) -> tuple[ResolvedExperiment, Plan]:
         path = tmp_path / "tiny.yaml"
         path.write_text(EXPERIMENT)
-        resolved = load_experiment(path, {"tiny": TinyModel.defaults}, Overrides.from_flags(flags))
+        overrides = Overrides.from_flags({"threads": 1} | flags)
+        resolved = load_experiment(path, {"tiny": TinyModel.defaults}, overrides)
         return resolved, make_plan(resolved, [Prompt(text) for text in PROMPTS])
 
     return make
 
 
-def opened(folder: Path, experiment: ResolvedExperiment) -> RunStore:
-    return RunStore.open(folder, experiment, key_fields({"tiny": MODEL}, experiment.settings, CPU))
+def request_of(folder: Path, planned: tuple[ResolvedExperiment, Plan]) -> Request:
+    experiment, plan = planned
+    protocol = protocol_of("embedded")
+    return Request(experiment, plan, folder, protocol=protocol, prompts={})
 
 
 def run(
     folder: Path, planned: tuple[ResolvedExperiment, Plan], most: int | None = None
 ) -> list[Any]:
     """Run a plan, or its first `most` images; return the events."""
-    experiment, plan = planned
     events: list[Any] = []
 
     def emit(event: Any) -> None:
@@ -74,9 +79,9 @@ def run(
         if most is not None and sum(isinstance(event, ImageDone) for event in events) == most:
             raise KeyboardInterrupt
 
-    with opened(folder, experiment) as store, contextlib.suppress(KeyboardInterrupt):
-        run_plan(store=store, plan=plan, models={"tiny": MODEL}, compute=CPU, emit=emit)
-    return events
+    with contextlib.suppress(KeyboardInterrupt):
+        decode_missing(request_of(folder, planned), emit)
+    return [event for event in events if not isinstance(event, Note)]
 
 
 def tokens_by_key(folder: Path) -> dict[str, str]:
@@ -160,7 +165,7 @@ def disturbed(monkeypatch: pytest.MonkeyPatch, tiny: Any, tmp_path: Path) -> Any
     """
 
     def run_disturbed(
-        lost: list[float], tokens: list[int], images: int, again: bool = True
+        lost: list[float], tokens: list[int], images: int, *, again: bool = True
     ) -> list[Any]:
         attempts = itertools.cycle(range(len(lost)))
 
@@ -198,17 +203,9 @@ def disturbed(monkeypatch: pytest.MonkeyPatch, tiny: Any, tmp_path: Path) -> Any
 
         monkeypatch.setattr(decoder, "decode_batch", decode)
         monkeypatch.setattr(decoder.Decoder, "warm_up", lambda *_: [])
-        experiment, plan = tiny()
-        with opened(tmp_path / "run", experiment) as store:
-            part = replace(plan, tasks=plan.tasks[:images])
-            run_plan(
-                store=store,
-                plan=part,
-                models={"tiny": MODEL},
-                compute=CPU,
-                emit=lambda _event: None,
-                repeat_disturbed=again,
-            )
+        experiment, plan = tiny(metrics="speed" if again else "distance")
+        part = replace(plan, tasks=plan.tasks[:images])
+        decode_missing(request_of(tmp_path / "run", (experiment, part)), ignore_events)
         return read_records(tmp_path / "run")
 
     return run_disturbed
@@ -224,7 +221,13 @@ def disturbed(monkeypatch: pytest.MonkeyPatch, tiny: Any, tmp_path: Path) -> Any
     ],
 )
 def test_a_disturbed_image_is_decoded_again(
-    monkeypatch: Any, disturbed: Any, lost: list[float], attempts: int, seconds: float, marked: bool
+    monkeypatch: Any,
+    disturbed: Any,
+    *,
+    lost: list[float],
+    attempts: int,
+    seconds: float,
+    marked: bool,
 ) -> None:
     monkeypatch.setattr(decoder, "_MAX_REPEAT_SHARE", 100.0)
     (row,) = disturbed(lost, [7, 7, 7], 1)
@@ -238,8 +241,8 @@ def test_other_tokens_at_a_second_attempt_are_an_error(disturbed: Any) -> None:
 
 
 @pytest.mark.parametrize("again", [True, False])
-def test_a_busy_machine_adds_a_bounded_time(disturbed: Any, tmp_path: Path, again: bool) -> None:
-    rows = disturbed([0.5], [7], 18, again)
+def test_a_busy_machine_adds_a_bounded_time(disturbed: Any, tmp_path: Path, *, again: bool) -> None:
+    rows = disturbed([0.5], [7], 18, again=again)
     more = sum(row["attempts"] for row in rows) - len(rows)
     assert all(row["disturbed"] for row in rows)
     assert 1 <= more <= 0.25 * len(rows) + 1 if again else more == 0
@@ -249,26 +252,27 @@ def test_a_busy_machine_adds_a_bounded_time(disturbed: Any, tmp_path: Path, agai
 
 
 def test_threads_stay_as_the_finished_images_had_them(tiny: Any, tmp_path: Path) -> None:
-    experiment, plan = tiny()
-    run(tmp_path / "run", (experiment, plan), most=2)
     before = torch.get_num_threads()
-    events = list[Any]()
-    try:
-        with opened(tmp_path / "run", experiment) as store:
-            store.update_manifest(threads=before + 1)
-            calibrate_threads(
-                store=store, plan=plan, models={"tiny": MODEL}, threads=None, emit=events.append
-            )
-            assert torch.get_num_threads() == before + 1
-            assert not events
-        other, _plan = tiny(threads=before)
-        with pytest.raises(
-            RefusedError, match=rf"threads changed\n  recorded  {before + 1}\n"
-        ) as refused:
-            opened(tmp_path / "run", other)
-        assert f"--threads {before + 1}" in str(refused.value.advice)
-    finally:
-        torch.set_num_threads(before)
+    run(tmp_path / "run", tiny(threads=before + 1), most=2)
+    assert torch.get_num_threads() == before
+    with pytest.raises(
+        RefusedError, match=rf"threads changed\n  recorded  {before + 1}\n"
+    ) as refused:
+        run(tmp_path / "run", tiny(threads=before))
+    assert f"--threads {before + 1}" in str(refused.value.advice)
+
+    decoded_on = list[int]()
+    notes = list[str]()
+
+    def emit(event: Any) -> None:
+        if isinstance(event, ImageDone):
+            decoded_on.append(torch.get_num_threads())
+        if isinstance(event, Note):
+            notes.append(event.text)
+
+    decode_missing(request_of(tmp_path / "run", tiny(threads=None)), emit)
+    assert decoded_on == [before + 1] * 16
+    assert not any(note.startswith("threads") for note in notes)
 
 
 def test_narrow_neighbour_table_is_a_prefix_of_a_wider_one() -> None:

@@ -21,19 +21,18 @@ from lantern_bench.models.checkpoints.drafter_files import load_drafter
 from lantern_bench.models.networks.conditions import Condition
 from lantern_bench.models.networks.eagle import untrained_drafter
 from lantern_bench.models.networks.target import CachedTarget, TransformerTarget, force_line_ends
-from lantern_bench.training import drafter_task as task_module
+from lantern_bench.training import token_data
 from lantern_bench.training.drafter_task import (
-    Data,
     DrafterTask,
     Sequences,
     TargetFeatures,
     drafter_like,
     in_order,
-    make_tokens,
     target_features,
     unroll,
 )
 from lantern_bench.training.recipe import RECIPES, DrafterRecipe
+from lantern_bench.training.token_data import Data, make_tokens
 from lantern_bench.training.train_drafter import read_log, write_drafter
 from lantern_bench.training.trainer import SINGLE, Processes
 from lantern_bench.utils.errors import RefusedError
@@ -169,10 +168,8 @@ def test_unrolled_levels_match_a_draft_tree(sequences: Sequences) -> None:
     for root in (1, 4):
         session = drafter.session(3, guided=True, nodes=4)
         session.prefill(condition, forced.prefix.features)
-        true_features = torch.cat([forced.prefix.features[:, -1:], forced.logits.features], dim=1)[
-            :, :root
-        ]
-        drafts = session.observe(tokens[:, :root], true_features, torch.full((3,), root))
+        true_features = torch.cat([forced.prefix.features[:, -1:], forced.logits.features], dim=1)
+        drafts = session.observe(tokens[:, :root], true_features[:, :root], torch.full((3,), root))
         for level, predicted in enumerate(levels):
             place = features.valid.shape[1] - 2 + root + level
             assert drafts.uncond is not None
@@ -243,7 +240,7 @@ def test_every_family_trains_and_loads_its_written_drafter(
     sequences: Sequences, recipe: DrafterRecipe, tmp_path: Path
 ) -> None:
     target = sequences.target
-    target.requires_grad_(False)
+    target.requires_grad_(requires_grad=False)
     task = task_of(sequences, recipe=recipe)
     before = task.overlap(task.drafter)
     optimiser = torch.optim.AdamW(
@@ -315,8 +312,8 @@ def test_token_files_continue_where_they_were_interrupted(
     model = tiny_model()
     data = Data(["red"] * 11)
 
-    def decoded(*arguments: Any) -> list[Any]:
-        repeats = [repeat for _, repeat in arguments[-1]]
+    def decoded(*_: Any, slots: list[tuple[str, int]], **__: Any) -> list[Any]:
+        repeats = [repeat for _, repeat in slots]
         if repeats[0] == 8 and len(calls) == 2:
             calls.clear()
             raise KeyboardInterrupt
@@ -336,8 +333,8 @@ def test_token_files_continue_where_they_were_interrupted(
             emit=ignore_events,
         )
 
-    monkeypatch.setattr(task_module, "_BATCH", 4)
-    monkeypatch.setattr(task_module, "decode_slots", decoded)
+    monkeypatch.setattr(token_data, "_BATCH", 4)
+    monkeypatch.setattr(token_data, "decode_slots", decoded)
 
     with pytest.raises(KeyboardInterrupt):
         make()

@@ -72,7 +72,8 @@ def run(settings: TrainSettings) -> tuple[Line, TrainReport, list[TrainEvent]]:
 def test_training_learns_and_reports() -> None:
     task, report, events = run(replace(PLAIN, steps=200, lr=0.2))
     assert not task.module.training
-    assert task.module.weight.item() == pytest.approx(3, abs=0.2)  # type: ignore[union-attr, operator]
+    weight = task.module.weight.item()  # type: ignore[union-attr, operator]
+    assert weight == pytest.approx(3, abs=0.2)
     assert report.steps == 200
     assert task.steps == list(range(1, 201))
     assert report.losses[-1][1] < 0.05 * report.losses[0][1]
@@ -161,7 +162,7 @@ def test_accumulated_batches_are_one_step() -> None:
 @pytest.mark.parametrize("asked", [True, False])
 @pytest.mark.parametrize("fast", [True, False])
 def test_products_are_in_bfloat16_where_that_is_fast(
-    monkeypatch: pytest.MonkeyPatch, asked: bool, fast: bool
+    monkeypatch: pytest.MonkeyPatch, *, asked: bool, fast: bool
 ) -> None:
     monkeypatch.setattr(trainer, "has_bfloat16", lambda _device: fast)
     types = set[torch.dtype]()

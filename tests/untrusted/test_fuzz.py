@@ -118,7 +118,8 @@ def fuzz(count: int, originals: list[bytes], read: Callable[[bytes], object]) ->
 def test_experiments(count: int, tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     defaults = {"lanterns": {"cfg_scale": 3.0, "tree": "small-7"}}
-    small = b"model: lanterns\nimages: 2\ncells:\n  - {mode: ar}\n  - {mode: lantern, delta: [0.1, 0.2], nodes: 5}\n"
+    small = b"model: lanterns\nimages: 2\ncells:\n  - {mode: ar}\n"
+    small += b"  - {mode: lantern, delta: [0.1, 0.2], nodes: 5}\n"
 
     def read(content: bytes) -> None:
         path.write_bytes(content)
@@ -157,7 +158,9 @@ PROMPTS = {
     ".json": b'["a red lantern", {"caption": "two lanterns"}]',
     ".jsonl": b'{"prompt": "a red lantern"}\n{"caption": "two lanterns"}\n',
 }
-COCO = b'{"annotations": [{"image_id": 3, "caption": "a lantern"}, {"image_id": 3, "caption": "two lanterns"}]}'
+COCO = b"""{"annotations": [
+{"image_id": 3, "caption": "a lantern"}, {"image_id": 3, "caption": "two lanterns"}
+]}"""
 
 
 @pytest.mark.parametrize("count", COUNTS)

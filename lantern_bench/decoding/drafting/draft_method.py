@@ -80,8 +80,6 @@ class LastStep(NamedTuple):
     tokens: Tensor
     # tokens committed with this step, int64 [B]
     position: Tensor
-    # False for images that were complete before the step
-    active: Tensor
 
 
 class DraftMethod:

@@ -297,7 +297,6 @@ class Exact:
                 accepted=accepted,
                 tokens=path,
                 position=position,
-                active=accepted >= 0,
             )
         )
         after = self.state_of(drafting)

@@ -239,7 +239,6 @@ def redrafted(decoding: Decoding, images: int = 200_000) -> PacDrafting:
             accepted=none,
             tokens=path.clamp_min(0),
             position=none + 2,
-            active=none == 0,
         )
     )
     drafting.draft(DraftInputs(root, noises.exponential_(generator=noise), R))

@@ -10,6 +10,7 @@ import pytest
 
 from lantern_bench.cli import main as cli
 from lantern_bench.models import registry
+from lantern_bench.utils.errors import RefusedError
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "third_party_family"
 
@@ -32,6 +33,25 @@ def _installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     registry.find_models.cache_clear()
     yield
     registry.find_models.cache_clear()
+
+
+def test_a_broken_model_is_refused_only_when_it_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = tmp_path / "broken-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[lantern_bench.models]\nlost = no_such_module:MODEL\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    registry.find_models.cache_clear()
+    try:
+        assert "lost" not in registry.models()
+        with pytest.raises(RefusedError, match="the model lost of the package broken cannot be"):
+            registry.model_of("lost")
+        with pytest.raises(RefusedError, match="No module named 'no_such_module'"):
+            registry.defaults_of(["lost"])
+    finally:
+        registry.find_models.cache_clear()
 
 
 @pytest.mark.usefixtures("_installed")

@@ -1,4 +1,4 @@
-"""The painter: reproducible by seed, sets extend smaller sets, and pictures show their attributes."""
+"""The painter: reproducible by seed, larger sets extend smaller ones, pictures show attributes."""
 
 from __future__ import annotations
 
@@ -41,9 +41,8 @@ def test_lanterns_have_their_colour(colour: int) -> None:
     much light.
     """
     asked = [
-        Attributes(count=0, shape=0, colour=colour, ground=ground, sky=sky)
-        for ground in range(4)
-        for sky in range(4)
+        Attributes(count=0, shape=0, colour=colour, ground=number // 4, sky=number % 4)
+        for number in range(16)
     ]
     middle = render(asked, 5)[:, 20:27, 29:35].astype(float).mean((1, 2)) / 255
     for red, green, blue in middle:

@@ -13,7 +13,6 @@ from lantern_bench.models.families.lanterns.description import (
     ALL_ATTRIBUTES,
     HELD_OUT,
     TRAIN,
-    Attributes,
 )
 from lantern_bench.models.families.lanterns.modules import prompt_accuracy
 from scripts.train_lanterns import part_tasks
@@ -32,7 +31,7 @@ def generator(seed: int = 0) -> torch.Generator:
 
 def test_pool_reconstructs_its_first_share() -> None:
     scenes = scene_set(TRAIN, 20, seed=11)
-    pool = training_pool(scenes, lambda pictures: 255 - pictures, share=0.25)
+    pool = training_pool(scenes, lambda pictures: 255 - pictures, fraction=0.25)
     painted = torch.from_numpy(scenes.pixels).permute(0, 3, 1, 2)
     assert torch.equal(pool.pixels[:5], 255 - painted[:5])
     assert torch.equal(pool.pixels[5:], painted[5:])
@@ -65,7 +64,7 @@ def test_evaluation_uses_held_out_scenes(pool: Pool, monkeypatch: pytest.MonkeyP
 
 
 def test_clip_batch_has_no_caption_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every picture carries its caption's number in its pixels, so that the batch can be read back."""
+    """The pixels of a picture are the number of its caption, so that the batch can be read back."""
     attributes = [ALL_ATTRIBUTES[number] for number in (0, 1, 2, 250)] * 5
     numbers = [ALL_ATTRIBUTES.index(item) % 251 for item in attributes]
     pixels = torch.tensor(numbers, dtype=torch.uint8)[:, None, None, None].expand(-1, 3, 64, 64)
@@ -98,7 +97,8 @@ def test_clip_is_small_and_open_clip_loads_its_folder(pool: Pool, tmp_path: Path
     save_clip(task.clip, tmp_path / "clip")
     loaded, _, _ = open_clip.create_model_and_transforms(f"local-dir:{tmp_path / 'clip'}")
     pixels = pool.pixels[:4].float() / 127.5 - 1
-    attributes = [Attributes(*row) for row in pool.attributes[:4].tolist()]
+    numbers = part_tasks.caption_numbers(pool.attributes[:4])
+    attributes = [ALL_ATTRIBUTES[number] for number in numbers.tolist()]
     task.clip.eval()
     texts = task.clip.encode_text(part_tasks._caption_tokens(attributes))
     expected = torch.cosine_similarity(task.clip.encode_image(pixels), texts, dim=1).tolist()

@@ -79,7 +79,7 @@ class PublishedSjdPac(PacDrafting):
         by_all = acceptance.bonus_distribution(rows.flatten(), p[:, :branching].flatten(0, 1))
         alone = (p - self._q).clamp_min(0.0)
         residual = torch.cat([by_all.view_as(self._stayed_q), alone[:, branching:]], dim=1)
-        coupled = couple(p, self._q, x, residual)
+        coupled = couple(p, self._q, x, residual=residual)
         super().after_step(step)
         self._coupled_q.copy_(coupled[images, columns])
         self._stayed_q.copy_(alone[images, columns[:, :branching]])

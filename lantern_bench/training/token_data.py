@@ -1,0 +1,168 @@
+"""The token sequences that a drafter learns from: encoded pictures, or samples of the target.
+
+Tokens are made once and kept in files, so that an interrupted training continues.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from PIL import Image, ImageOps
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
+from torch import Tensor
+
+from lantern_bench.config.decoding import Decoding
+from lantern_bench.config.plan import record_seed
+from lantern_bench.decoding.loop import Decoded, decode
+from lantern_bench.models.loaded_model import LoadedModel, VQPixels
+from lantern_bench.prompts.prompt import Prompt
+from lantern_bench.utils.errors import RefusedError, UserError
+from lantern_bench.utils.files import write_file
+from lantern_bench.utils.progress import Emit, ProgressEvent
+
+_BATCH = 32
+
+
+@dataclass(frozen=True)
+class Data:
+    """A caption for each sequence, and its picture; without pictures the target samples them."""
+
+    captions: Sequence[str]
+    # Files, and whether the mirror image is meant.
+    pictures: Sequence[tuple[Path, bool]] | None = None
+
+    def sha256(self) -> str:
+        """Return a hash of captions and of the pictures' names and sizes.
+
+        Reading all pictures would take too long.
+        """
+        pictures = []
+        for path, mirrored in self.pictures or ():
+            pictures.append([path.name, path.stat().st_size, mirrored])
+        described = json.dumps([list(self.captions), pictures])
+        return hashlib.sha256(described.encode()).hexdigest()
+
+
+def make_tokens(
+    data: Data,
+    model: LoadedModel,
+    decoding: Decoding,
+    *,
+    seed: int,
+    work: Path,
+    emit: Emit,
+) -> Tensor:
+    """Encode the pictures, or sample from the target: tokens int32 [n, N].
+
+    Args:
+        data: Captions, with or without pictures.
+        model: The target and its tokenizer.
+        decoding: Settings of the samples, a mode `ar`.
+        seed: Seed of the samples.
+        work: Folder of the tokens, a file for each batch. Files that exist are not made again.
+        emit: Receives progress.
+
+    Raises:
+        UserError: The model has no tokenizer, or a picture cannot be read.
+        RefusedError: A file of tokens is damaged.
+    """
+    key: dict[str, Any] = {"data": data.sha256(), "grid": list(model.grid)}
+    reader: Any = model.pixels
+    pictures = data.pictures
+    if pictures is None:
+        name = "samples"
+        label = "sampling from the target"
+        captions = pd.Series(data.captions)
+        slots = list(zip(captions, captions.groupby(captions).cumcount(), strict=True))
+        key |= {
+            "weights": dict(model.weights),
+            "seed": seed,
+            "decoding": decoding.settings(),
+            "dtype": str(getattr(model.target, "dtype", "")),
+        }
+    elif isinstance(reader, VQPixels):
+        name = "tokens"
+        label = "encoding pictures"
+        key |= {"size": list(reader.size), "tokenizer": model.weights.get("tokenizer")}
+    else:
+        raise UserError(
+            f"--data: pictures need the tokenizer of {model.name}, and it has none",
+            "Name the tokenizer in the model's file; or give captions alone, and the target "
+            "samples from them.",
+        )
+
+    def make(rows: slice) -> Tensor:
+        if pictures is None:
+            images = decode_slots(model, decoding, seed=seed, slots=slots[rows])
+            return torch.stack([image.tokens for image in images])
+        pixels = [_read(path, reader.size, mirrored=mirrored) for path, mirrored in pictures[rows]]
+        return reader.tokens(torch.from_numpy(np.stack(pixels))).int()
+
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
+    folder = work / f"{name}-{digest[:12]}"
+    manifest = json.dumps({"key": key}, indent=1, sort_keys=True)
+    write_file(folder / "manifest.json", manifest.encode() + b"\n")
+    total = len(data.captions)
+    batches = []
+    for number, start in enumerate(range(0, total, _BATCH)):
+        path = folder / f"{number:05d}.safetensors"
+        if not path.is_file():
+            emit(ProgressEvent(label, start / total))
+            made = make(slice(start, start + _BATCH))
+            write_file(path, save({"tokens": made.cpu().contiguous()}))
+        try:
+            batches.append(load_file(path)["tokens"])
+        except (OSError, KeyError, SafetensorError) as error:
+            raise RefusedError(
+                f"{path}: damaged: {error}",
+                f"Remove {folder}; the next training writes it again.",
+            ) from error
+    emit(ProgressEvent(label, 1.0))
+    return torch.cat(batches)
+
+
+def decode_slots(
+    model: LoadedModel, decoding: Decoding, *, seed: int, slots: Sequence[tuple[str, int]]
+) -> list[Decoded]:
+    """Decode images in one batch, with the seeds that a sweep gives them.
+
+    Args:
+        model: The model.
+        decoding: Its settings.
+        seed: Seed of the sweep.
+        slots: A prompt and the number of its repeat for each image.
+    """
+    generators = []
+    for text, repeat in slots:
+        of_image = record_seed(seed, Prompt(text).id, repeat)
+        generators.append(torch.Generator(model.target.device).manual_seed(of_image))
+    return decode(
+        model=model,
+        condition=model.condition([text for text, _ in slots]),
+        decoding=decoding,
+        generators=generators,
+    )
+
+
+def _read(path: Path, size: tuple[int, int], *, mirrored: bool) -> np.ndarray:
+    """Read a picture as uint8 RGB [H, W, 3]: short side scaled to `size`, centre cropped."""
+    try:
+        with Image.open(path) as opened:
+            picture = ImageOps.fit(opened.convert("RGB"), size[::-1], Image.Resampling.BICUBIC)
+    except (OSError, Image.DecompressionBombError, SyntaxError, ValueError) as error:
+        raise UserError(
+            f"--data: {path}: cannot be read as a picture: {error}",
+            "Remove it, or save it again.",
+        ) from error
+    if mirrored:
+        picture = ImageOps.mirror(picture)
+    return np.asarray(picture)
