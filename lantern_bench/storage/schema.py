@@ -195,7 +195,7 @@ _POWER = (
 
 _AUDIT = (
     *CELL_COLUMNS,
-    text("form", "values that differ from those of the mode; empty for the mode itself"),
+    text("form", "values that differ from the mode; empty for the mode itself"),
     text("claim", "what its authors claim of its tokens: lossless or relaxed"),
     text("source", "arXiv number of their paper"),
     text("verdict", "the claim beside what was measured"),
@@ -310,7 +310,7 @@ _RECORDS = (
     *CELL_COLUMNS,
     text("prompt_id", "12 hex digits of the hash of the prompt's text"),
     text("prompt", "the prompt"),
-    text("prompt_source", "what the prompt's set calls it, such as coco:391895"),
+    text("prompt_source", "the prompt's name in its set, for example coco:391895"),
     count("repeat", "", "earlier uses of the prompt in this cell"),
     count("seed", "", "seed of the image's generator, the same in all cells"),
     count("order_index", "", "place in the run's order of execution"),
@@ -564,12 +564,12 @@ _SUMMARY = (
 )
 
 _REPRODUCTION = (
-    text("cell_id", "the cell; empty for a published row that no cell stands for"),
+    text("cell_id", "the cell; empty for a published row without a cell"),
     _MODEL,
     *_METHOD,
     text("residual", "residual after a relaxed rejection: exact or official"),
     *_IMAGES,
-    text("paper_row", "the published row that stands beside the cell"),
+    text("paper_row", "the published row that the cell is compared with"),
     text("figure", "the figure, by the name of its column in the other tables"),
     number("published", "", "the published figure; empty where none could be had"),
     text("source", "where the published figure was read"),
