@@ -1,4 +1,4 @@
-"""The documents are true: citations, links and files exist, and shown code and tables are current."""
+"""The documents are true: citations, links and files exist; shown code and tables are current."""
 
 from __future__ import annotations
 

@@ -134,11 +134,8 @@ def layer_state(at: str, shape: Shape, draws: torch.Generator) -> dict[str, Tens
     shapes: dict[str, tuple[int, ...]] = {
         f"self_attn.{part}_proj.weight": (rows[part], dim) for part in rows
     }
-    shapes |= {
-        f"self_attn.{part}_norm.{kind}": (shape.parts, head)
-        for part in "qk"
-        for kind in ("weight", "bias")
-    }
+    for kind in ("weight", "bias"):
+        shapes |= {f"self_attn.{part}_norm.{kind}": (shape.parts, head) for part in "qk"}
     shapes |= {"self_attn.o_proj.weight": (dim, dim), "mlp.down_proj.weight": (dim, shape.ffn)}
     shapes |= {f"mlp.{part}_proj.weight": (shape.ffn, dim) for part in ("gate", "up")}
     shapes |= {f"{part}_layernorm.weight": (dim,) for part in ("input", "post_attention")}
@@ -154,58 +151,72 @@ def _drawn(name: str, size: tuple[int, ...], draws: torch.Generator) -> Tensor:
     return noise * 1.5 * noise[0].numel() ** -0.5
 
 
+class TokenizerShapes(dict[str, tuple[int, ...]]):
+    """The shapes of a tokenizer's weights by their names in the published file."""
+
+    def __init__(self, code_dim: int) -> None:
+        super().__init__()
+        self.code_dim = code_dim
+
+    def conv(self, name: str, inside: int, outside: int, *, side: int) -> None:
+        self[f"{name}.weight"] = (outside, inside, side, side)
+        self[f"{name}.bias"] = (outside,)
+
+    def norm(self, name: str, width: int) -> None:
+        inner = f"{name}.norm_layer" if name.startswith("decoder.") else name
+        self[f"{inner}.weight"] = (width,)
+        self[f"{inner}.bias"] = (width,)
+        for part in ("conv_y", "conv_b") if name.startswith("decoder.") else ():
+            self.conv(f"{name}.{part}", self.code_dim, width, side=1)
+
+    def block(self, name: str, inside: int, outside: int) -> None:
+        self.norm(f"{name}.norm1", inside)
+        self.conv(f"{name}.conv1", inside, outside, side=3)
+        self.norm(f"{name}.norm2", outside)
+        self.conv(f"{name}.conv2", outside, outside, side=3)
+        if inside != outside:
+            self.conv(f"{name}.nin_shortcut", inside, outside, side=1)
+
+    def attention(self, name: str, width: int) -> None:
+        self.norm(f"{name}.norm", width)
+        for part in ("q", "k", "v", "proj_out"):
+            self.conv(f"{name}.{part}", width, width, side=1)
+
+
 def movqgan_state(shape: Shape, draws: torch.Generator) -> dict[str, Tensor]:
     """The tokenizer's weights by their names in the published file, with some of its training's."""
     z = shape.code_dim
     widths = [shape.channels * multiple for multiple in shape.mult]
     last = len(widths) - 1
-    shapes = dict[str, tuple[int, ...]]()
-
-    def conv(name: str, inside: int, outside: int, side: int) -> None:
-        shapes.update({f"{name}.weight": (outside, inside, side, side), f"{name}.bias": (outside,)})
-
-    def norm(name: str, width: int) -> None:
-        inner = f"{name}.norm_layer" if name.startswith("decoder.") else name
-        shapes.update({f"{inner}.weight": (width,), f"{inner}.bias": (width,)})
-        for part in ("conv_y", "conv_b") if name.startswith("decoder.") else ():
-            conv(f"{name}.{part}", z, width, 1)
-
-    def block(name: str, inside: int, outside: int) -> None:
-        norm(f"{name}.norm1", inside)
-        conv(f"{name}.conv1", inside, outside, 3)
-        norm(f"{name}.norm2", outside)
-        conv(f"{name}.conv2", outside, outside, 3)
-        if inside != outside:
-            conv(f"{name}.nin_shortcut", inside, outside, 1)
-
-    def attention(name: str, width: int) -> None:
-        norm(f"{name}.norm", width)
-        for part in ("q", "k", "v", "proj_out"):
-            conv(f"{name}.{part}", width, width, 1)
-
-    conv("encoder.conv_in", 3, shape.channels, 3)
-    conv("decoder.conv_in", z, widths[-1], 3)
+    shapes = TokenizerShapes(z)
+    shapes.conv("encoder.conv_in", 3, shape.channels, side=3)
+    shapes.conv("decoder.conv_in", z, widths[-1], side=3)
     for part, order in (("encoder.down", range(last + 1)), ("decoder.up", range(last, -1, -1))):
         up = part == "decoder.up"
         width = widths[-1] if part == "decoder.up" else shape.channels
         for level in order:
             for number in range(shape.blocks + up):
-                block(f"{part}.{level}.block.{number}", width, widths[level])
+                shapes.block(f"{part}.{level}.block.{number}", width, widths[level])
                 width = widths[level]
                 if level == last and shape.attends:
-                    attention(f"{part}.{level}.attn.{number}", width)
+                    shapes.attention(f"{part}.{level}.attn.{number}", width)
             if level != (0 if up else last):
-                conv(f"{part}.{level}.{'upsample' if up else 'downsample'}.conv", width, width, 3)
+                shapes.conv(
+                    f"{part}.{level}.{'upsample' if up else 'downsample'}.conv",
+                    width,
+                    width,
+                    side=3,
+                )
     for part in ("encoder", "decoder"):
-        block(f"{part}.mid.block_1", widths[-1], widths[-1])
-        attention(f"{part}.mid.attn_1", widths[-1])
-        block(f"{part}.mid.block_2", widths[-1], widths[-1])
-    norm("encoder.norm_out", widths[-1])
-    conv("encoder.conv_out", widths[-1], z, 3)
-    norm("decoder.norm_out", widths[0])
-    conv("decoder.conv_out", widths[0], 3, 3)
-    conv("quant_conv", z, z, 1)
-    conv("post_quant_conv", z, z, 1)
+        shapes.block(f"{part}.mid.block_1", widths[-1], widths[-1])
+        shapes.attention(f"{part}.mid.attn_1", widths[-1])
+        shapes.block(f"{part}.mid.block_2", widths[-1], widths[-1])
+    shapes.norm("encoder.norm_out", widths[-1])
+    shapes.conv("encoder.conv_out", widths[-1], z, side=3)
+    shapes.norm("decoder.norm_out", widths[0])
+    shapes.conv("decoder.conv_out", widths[0], 3, side=3)
+    shapes.conv("quant_conv", z, z, side=1)
+    shapes.conv("post_quant_conv", z, z, side=1)
     state = {name: _drawn(name, size, draws) for name, size in shapes.items()}
     state["quantize.embedding.weight"] = torch.randn(shape.codes, z, generator=draws)
     return state | {"loss.logvar": torch.zeros(1), "ema_decoder.decay": torch.zeros(1)}

@@ -42,9 +42,9 @@ class TinyTarget(Target, Drafter):
         self.cond, self.uncond = spread * torch.randn(2, CODES + 1, CODES, generator=noise)
 
     def session(self, batch: int, *, guided: bool, nodes: int) -> TinySession:
-        return TinySession(self, batch, guided)
+        return TinySession(self, batch, guided=guided)
 
-    def scores(self, tokens: Tensor, guided: bool) -> Logits:
+    def scores(self, tokens: Tensor, *, guided: bool) -> Logits:
         rows = tokens.shape[0] * (1 + guided)
         features = torch.zeros(rows, tokens.shape[1], WIDTH)
         return Logits(self.cond[tokens], self.uncond[tokens] if guided else None, features)
@@ -53,7 +53,7 @@ class TinyTarget(Target, Drafter):
 class TinySession(TargetSession, DrafterSession):
     """Both roles: a table needs no memory of what was committed."""
 
-    def __init__(self, table: TinyTarget, batch: int, guided: bool) -> None:
+    def __init__(self, table: TinyTarget, batch: int, *, guided: bool) -> None:
         self.table = table
         self.batch = batch
         self.guided = guided
@@ -62,10 +62,10 @@ class TinySession(TargetSession, DrafterSession):
         if "broken" in condition:
             raise RuntimeError("no memory\nleft")
         start = torch.full((self.batch, 1), CODES)
-        return self.table.scores(start, self.guided) if features is None else None
+        return self.table.scores(start, guided=self.guided) if features is None else None
 
     def score(self, tokens: Tensor, depths: Tensor, attention: Tensor) -> Logits:
-        return self.table.scores(tokens, self.guided)
+        return self.table.scores(tokens, guided=self.guided)
 
     def commit(self, path: Tensor, counts: Tensor) -> None:
         """Nothing to keep."""
@@ -75,7 +75,7 @@ class TinySession(TargetSession, DrafterSession):
         return self.extend(last, last, last)
 
     def extend(self, tokens: Tensor, origin: Tensor, seen: Tensor) -> DrafterLogits:
-        scores = self.table.scores(tokens, self.guided)
+        scores = self.table.scores(tokens, guided=self.guided)
         return DrafterLogits(scores.cond, scores.uncond)
 
 
@@ -107,7 +107,7 @@ class TinyModel(Model):
         self.loads = 0
 
     def check_prompt(self, text: str) -> None:
-        known = {"broken", *(word for prompt in PROMPTS for word in prompt.split())}
+        known = {"broken", *" ".join(PROMPTS).split()}
         for word in text.split():
             if word not in known:
                 raise UserError(f"caption {text!r}: unknown word {word!r}", "It knows little.")
@@ -122,7 +122,7 @@ class TinyModel(Model):
         )
 
         def condition(prompts: Sequence[str]) -> list[str]:
-            return [word for prompt in prompts for word in prompt.split()]
+            return " ".join(prompts).split()
 
         weights = {"target": "1", "drafter": "2"}
         return LoadedModel(
