@@ -204,7 +204,8 @@ def _check_logits(images: _Images, reference: Reference | None, tolerance: float
     if reference is None and model.reference is not None:
         source = "the model's own reference"
         condition = model.condition(images.prompts)
-        cond, uncond = model.reference(condition, images.tokens, True)  # noqa: FBT003
+        guided = True
+        cond, uncond = model.reference(condition, images.tokens, guided)
         reference = Reference(condition, images.tokens, cond=cond, uncond=uncond)
     if reference is None:
         return Check("logits", "none", about="no reference: give --reference FILE.npz")

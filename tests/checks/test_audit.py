@@ -127,7 +127,7 @@ def test_p_values_of_a_lossless_decoding_are_uniform() -> None:
 def test_a_missing_residual_is_rejected_and_its_tv_estimated() -> None:
     right, (_, right_high) = g_tests(STATIC, table_images(STATIC, range(10_000)))
     rule = broken("broken", strict_without_residual)
-    wrong, (wrong_low, _) = g_tests(STATIC, table_images(STATIC, range(10_000), rule))
+    wrong, (wrong_low, _) = g_tests(STATIC, table_images(STATIC, range(10_000), rule=rule))
     print(f"right {right}, wrong {wrong}")
     assert min(right.values()) > LEVEL
     wrong.pop("images of a batch")

@@ -143,7 +143,7 @@ def test_run_without_steps_and_model_without_sizes_are_refused(
     with pytest.raises(RefusedError, match="no image has recorded steps"):
         list(prediction_rows(dataclasses.replace(run, records=bare), A100, "compiled"))
     unknown = SimpleNamespace(sizes=None)
-    monkeypatch.setattr("lantern_bench.profile.cost_model.model_of", lambda _name: unknown)
+    monkeypatch.setattr("lantern_bench.profile.prediction.model_of", lambda _name: unknown)
     with pytest.raises(RefusedError, match="the sizes of lanterns are not known"):
         list(prediction_rows(run, A100, "compiled"))
 
