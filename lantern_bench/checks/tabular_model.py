@@ -65,12 +65,30 @@ class TabularModel(Target):
         self.target = self
         self.drafter: Any = SimpleNamespace(session=self._drafter_session)
 
-    def session(self, batch: int, *, guided: bool, nodes: int) -> _TargetSession:  # noqa: ARG002
-        """A session; trees may have any number of nodes."""
-        return _TargetSession(self, batch, guided)
+    def session(
+        self,
+        batch: int,
+        *,
+        guided: bool,
+        nodes: int,  # noqa: ARG002
+    ) -> _TargetSession:
+        """Return a session.
 
-    def _drafter_session(self, batch: int, *, guided: bool, nodes: int) -> _DrafterSession:  # noqa: ARG002
-        return _DrafterSession(self, batch, guided)
+        Args:
+            batch: Number of images.
+            guided: Whether the logits have rows without the prompt.
+            nodes: Not used; trees may have any size.
+        """
+        return _TargetSession(self, batch, guided=guided)
+
+    def _drafter_session(
+        self,
+        batch: int,
+        *,
+        guided: bool,
+        nodes: int,  # noqa: ARG002
+    ) -> _DrafterSession:
+        return _DrafterSession(self, batch, guided=guided)
 
     def state_after(self, state: Tensor, tokens: Tensor) -> Tensor:
         """Append tokens to states, which write the last `memory` tokens in base V + 1."""
@@ -107,7 +125,7 @@ class TabularModel(Target):
 
 
 class _TargetSession(TargetSession):
-    def __init__(self, model: TabularModel, batch: int, guided: bool) -> None:
+    def __init__(self, model: TabularModel, batch: int, *, guided: bool) -> None:
         self.model = model
         self.batch = batch
         self.guided = guided
@@ -139,7 +157,7 @@ class _TargetSession(TargetSession):
 
 
 class _DrafterSession(DrafterSession):
-    def __init__(self, model: TabularModel, batch: int, guided: bool) -> None:
+    def __init__(self, model: TabularModel, batch: int, *, guided: bool) -> None:
         self.model = model
         self.guided = guided
         self.state = torch.zeros(batch, dtype=torch.int64)

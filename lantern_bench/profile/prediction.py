@@ -137,7 +137,11 @@ def _cell_prediction(
     prefill = prefill_seconds(device, code, setting)
     seconds = prefill + (tokens - 1) / committed * step["total"]
     plain_seconds = prefill + (tokens - 1) * plain
-    has_drafter = draft is not None and draft.levels is not None
+    nodes = 1
+    drafter_forwards = 0
+    if draft is not None:
+        nodes = draft.nodes
+        drafter_forwards = 0 if draft.levels is None else 1 + len(draft.levels)
     columns = {
         **cell.columns,
         "model": name,
@@ -145,8 +149,8 @@ def _cell_prediction(
         "stack": stack,
         "images": len(completed),
         "mean_accepted_length": committed,
-        "nodes": 1 if draft is None else draft.nodes,
-        "drafter_forwards_per_step": 1 + len(draft.levels) if has_drafter else 0,
+        "nodes": nodes,
+        "drafter_forwards_per_step": drafter_forwards,
         "speedup": plain_seconds / seconds,
         "latency_s": seconds / batch,
         "ar_ms": 1e3 * plain,
@@ -213,11 +217,9 @@ def measured_elsewhere(
 
 def terms_of(device: Device, stack: str) -> list[str]:
     """Return the constants of a prediction as sentences, each with its source."""
-    kernel_us = device.kernel_us
-    code: str = device.code
-    if stack != "compiled":
-        kernel_us = device.eager_kernel_us
-        code = stack
+    is_compiled = stack == "compiled"
+    code = device.code if is_compiled else stack
+    kernel_us = device.kernel_us if is_compiled else device.eager_kernel_us
     read = f"{device.read_gb_s:g} GB/s x {device.read_share:g}"
     multiply = f"{device.multiply_tflops:g} Tflop/s x {device.multiply_share:g}"
     return [

@@ -1,7 +1,8 @@
-"""Measure how many images it takes to reject each planted mistake: the table
-results/reference/certify/power.csv.
+"""Measure how many images it takes to reject each planted mistake.
 
-    python -m tests.checks.power [--model-images 192] [--only MISTAKE...] [--out results/reference/certify]
+    python -m tests.checks.power [--model-images 192] [--only MISTAKE...] [--out FOLDER]
+
+The table is power.csv in FOLDER, by default results/reference/certify.
 
 On the tables every mistake is decoded until a test rejects it, at most 1,048,576 images. With the
 bundled model it is at most `--model-images`. The bar is the certificate's, 0.001 / number of its

@@ -183,6 +183,7 @@ def test_planted_mistakes_fail_their_check(
     kind: str,
     plant: Callable[[LoadedModel, pytest.MonkeyPatch], None],
     failed: set[str],
+    *,
     files: dict[str, Any],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -205,7 +206,8 @@ def written_by(model: LoadedModel, prompts: Sequence[str], folder: Path) -> Path
     tokens = torch.randint(
         model.target.vocab_size, (2, 9), generator=torch.Generator().manual_seed(1)
     )
-    cond, uncond = model.reference(model.condition(prompts), tokens, True)
+    guided = True
+    cond, uncond = model.reference(model.condition(prompts), tokens, guided)
     assert uncond is not None
     np.savez(folder / "own.npz", prompts=np.array(prompts), tokens=tokens, cond=cond, uncond=uncond)
     return folder / "own.npz"
@@ -220,9 +222,8 @@ def test_a_missing_row_of_line_ends_fails_against_a_reference(
     path.write_text(f"family: anole\ngrid: [4, 4]\ntarget: {{checkpoint: {lumina / 'target'}}}\n")
     right: Any = load(files["forced"][0])
     tokens = right.target.forced(torch.arange(20)).clamp_min(0).expand(1, -1)
-    cond, uncond = right.target.logits_without_cache(
-        right.condition(LINES[:1]), tokens, guided=True
-    )
+    condition = right.condition(LINES[:1])
+    cond, uncond = right.target.logits_without_cache(condition, tokens, guided=True)
     np.savez(
         tmp_path / "ends.npz", prompts=np.array(LINES[:1]), tokens=tokens, cond=cond, uncond=uncond
     )

@@ -131,7 +131,7 @@ def test_tokens_that_rounding_moves_across_a_filter_are_left_out(filters: dict[s
 @pytest.mark.parametrize("filters", [{"top_k": 12}, {"top_p": 0.9}, {"top_k": 12, "top_p": 0.9}])
 @pytest.mark.parametrize("broken", [False, True])
 def test_a_filter_is_tested_although_every_position_has_a_token_at_its_edge(
-    filters: dict[str, Any], broken: bool
+    filters: dict[str, Any], *, broken: bool
 ) -> None:
     noise = torch.Generator().manual_seed(3)
     logits = torch.randn(1, 20_000, 20, generator=noise)
@@ -172,9 +172,8 @@ def test_tokens_at_the_edge_of_a_filter_may_not_come_too_often() -> None:
     noise = torch.Generator().manual_seed(0)
     p = decoding_probabilities(logits[0, 0], sampling)
     for share, right in ((float(p[2]), True), (3 * float(p[2]), False)):
-        tokens = torch.multinomial(
-            torch.tensor([(1 - share) / 2, (1 - share) / 2, share]), 2000, True, generator=noise
-        )
+        drawn_from = torch.tensor([(1 - share) / 2, (1 - share) / 2, share])
+        tokens = torch.multinomial(drawn_from, 2000, replacement=True, generator=noise)
         shown = evidence(
             logits=logits,
             q=None,
@@ -314,7 +313,7 @@ def test_error_rate_of_the_whole_certificate_is_kept(
 
 @pytest.mark.parametrize("cell", ["branching", "dynamic", "block"])
 @pytest.mark.parametrize("siblings", [False, True])
-def test_each_broken_rule_is_rejected(model: LoadedModel, cell: str, siblings: bool) -> None:
+def test_each_broken_rule_is_rejected(model: LoadedModel, cell: str, *, siblings: bool) -> None:
     # Few tokens leave a sibling little else; sampled siblings of a flat q hardly depend on each
     # other.
     broken = decoding(cell, **{"top_k": 3} if siblings else {})
@@ -343,7 +342,7 @@ def test_each_broken_rule_is_rejected(model: LoadedModel, cell: str, siblings: b
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_images_of_a_batch_that_share_bits_are_alike(model: LoadedModel, shared: bool) -> None:
+def test_images_of_a_batch_that_share_bits_are_alike(model: LoadedModel, *, shared: bool) -> None:
     cell = decoding("chain")
     mistake = next(
         mistake

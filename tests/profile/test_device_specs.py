@@ -39,7 +39,7 @@ FAST = ("L40S", "b")
 OTHER = ("H100", "c")
 
 
-def speedup(rows: list[Row], pool: bool = False) -> tuple[float | None, str]:
+def speedup(rows: list[Row], *, pool: bool = False) -> tuple[float | None, str]:
     table = build_tables(rows, pool_devices=pool)["speed"].set_index("mode")
     row = table.loc["speculative"]
     return row["speedup"], str(row["note"])

@@ -53,7 +53,7 @@ def test_table_has_the_columns_of_the_schema_and_the_measured_speedup(run: RunDa
     "about, compiled", [("Some CPU, 1 threads", True), ("Some CPU, 2 threads", True), ("", False)]
 )
 def test_error_is_only_of_a_run_with_the_same_device_and_code(
-    run: RunData, about: str, compiled: bool
+    run: RunData, about: str, *, compiled: bool
 ):
     facts = {
         "device": "cpu",
