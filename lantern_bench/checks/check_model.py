@@ -34,6 +34,7 @@ _FEWEST_CODES = 8
 _PICTURES = 48  # codes whose pictures are compared
 _ORDERS = 999  # random orders of the codebook
 _CFG_SCALE = 3.0
+_ROW_NAMES = ("with the prompt", "without it")
 _TREE = StaticTree.of([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 1, 0), (0, 1, 1)])
 _KEPT = ((0, 1, 5, 7), (0, 2))  # nodes that each image keeps of its first tree, root included
 
@@ -316,21 +317,18 @@ def _check_forced_tokens(images: _Images) -> Check:
     if not expected:
         return Check(check, "pass", about="the image has none")
 
-    worst = (0.0, 0)
-    for chain in images.chains:
-        for logits in chain:
+    gaps: Gaps = {}
+    for image, chain in enumerate(images.chains):
+        for row, logits in zip(_ROW_NAMES, chain, strict=False):
             p = logits[0].float().softmax(-1).cpu()
             forced = images.forced[: len(p), None]
             of_codes = p[:, : images.target.n_codes].sum(dim=-1)
             of_forced = p.gather(-1, forced.clamp_min(0)).squeeze(-1)
             errors = (1 - torch.where(forced[:, 0] >= 0, of_forced, of_codes)).abs()
             position = int(errors.argmax())
-            worst = max(worst, (float(errors[position]), position))
-    error, position = worst
-    holds = error <= _FORCED_TOLERANCE
-    about = f"{expected} an image" + ("" if holds else f"; worst at token {position}")
-    result: Literal["pass", "fail"] = "pass" if holds else "fail"
-    return Check(check, result, error=error, limit=_FORCED_TOLERANCE, about=about)
+            place = f"image {image} {row}, token {position}"
+            gaps[place] = float(errors[position].nan_to_num(nan=torch.inf))
+    return _compared(check, gaps, _FORCED_TOLERANCE, about=f"{expected} an image")
 
 
 def _check_guidance(images: _Images, tolerance: float) -> Check:
@@ -406,12 +404,11 @@ def _check_codebook(images: _Images) -> Check:
         order = noise.permutation(len(chosen))
         as_good += int(_largest_correlation(picture_ranks, code_ranks, order) >= ours)
     p = (1 + as_good) / (1 + _ORDERS)
-    result: Literal["pass", "fail"] = "pass" if p <= _CODEBOOK_LEVEL else "fail"
     about = (
         f"distances of codes and of their pictures: rank correlation {ours:.2f}; "
         "p against other orders of rows"
     )
-    return Check(check, result, error=p, limit=_CODEBOOK_LEVEL, about=about)
+    return _bounded(check, p, _CODEBOOK_LEVEL, about=about)
 
 
 def _pictures_of(images: _Images, chosen: Tensor, n_codes: int) -> Tensor:
@@ -455,7 +452,7 @@ def _rows(scores: Logits | Reference) -> Rows:
 
 def _gaps(name: str, ours: Rows, theirs: Rows) -> Gaps:
     """The gap of each row that both have."""
-    rows = zip(("with the prompt", "without it"), ours, theirs, strict=False)
+    rows = zip(_ROW_NAMES, ours, theirs, strict=False)
     return {name + row: _gap(a, b) for row, a, b in rows}
 
 
@@ -481,7 +478,12 @@ def _gap(ours: Tensor, theirs: Tensor) -> float:
 def _compared(check: str, gaps: Gaps, tolerance: float, *, about: str) -> Check:
     """The row of a check that compares logits."""
     worst = max(gaps, key=lambda name: gaps[name])
-    if gaps[worst] <= tolerance:
-        return Check(check, "pass", error=gaps[worst], limit=tolerance, about=about)
-    about = f"{about}; worst: {worst}"
-    return Check(check, "fail", error=gaps[worst], limit=tolerance, about=about)
+    if gaps[worst] > tolerance:
+        about = f"{about}; worst: {worst}"
+    return _bounded(check, gaps[worst], tolerance, about=about)
+
+
+def _bounded(check: str, error: float, limit: float, *, about: str) -> Check:
+    """The row of a check that passes if its error is at most the limit."""
+    result: Literal["pass", "fail"] = "pass" if error <= limit else "fail"
+    return Check(check, result, error=error, limit=limit, about=about)

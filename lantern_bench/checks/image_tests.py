@@ -118,41 +118,29 @@ def evidence(
         ratio_x = (drafted / later).gather(-1, x[:, 1:])
         ratio[:, 1:] = torch.where(outside[:, 1:], 1.0, ratio_x)
     chosen = torch.zeros_like(p).scatter_(-1, x, 1.0)
-    minus_log = torch.where(p > 0, -p.log(), 0.0)
-
-    def centred(values: Tensor) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Values at x minus their mean under p, and their variance; 0 for tokens outside."""
+    functions = {
+        "surprise": torch.where(p > 0, -p.log(), 0.0),
+        "lean": lean,
+        "alike": chosen.cumsum(dim=0) - chosen,
+    }
+    columns = {
+        "ratio": ratio,
+        "at_edge": at_edge,
+        "impossible": impossible,
+        "edge": outside & ~impossible,
+    }
+    for name, values in functions.items():
         mean = (p * values).sum(dim=-1, keepdim=True)
         variance = (p * (values - mean).square()).sum(dim=-1, keepdim=True)
-        difference = torch.where(outside, 0.0, values.gather(-1, x) - mean)
-        return _array(difference), _array(torch.where(outside, 0.0, variance))
-
-    surprise, surprise_var = centred(minus_log)
-    lean_x, lean_var = centred(lean)
-    alike, alike_var = centred(chosen.cumsum(dim=0) - chosen)
+        columns[name] = torch.where(outside, 0.0, values.gather(-1, x) - mean)
+        columns[f"{name}_var"] = torch.where(outside, 0.0, variance)
     is_start = np.zeros(tuple(tokens.shape), dtype=bool)
     for image, positions in enumerate(starts):
         is_start[image, list(positions)] = True
-    return Evidence(
-        surprise=surprise,
-        surprise_var=surprise_var,
-        lean=lean_x,
-        lean_var=lean_var,
-        alike=alike,
-        alike_var=alike_var,
-        ratio=_array(ratio),
-        at_edge=_array(at_edge),
-        impossible=_array(impossible),
-        edge=_array(outside & ~impossible),
-        starts=is_start,
-        features=np.empty((len(tokens), 0)),
-    )
-
-
-def _array(column: Tensor) -> NDArray[Any]:
-    """A tensor [B, N, 1] as an array [B, N]."""
-    array: NDArray[Any] = column.squeeze(-1).cpu().numpy()
-    return array
+    arrays: dict[str, Any] = {
+        name: column.squeeze(-1).cpu().numpy() for name, column in columns.items()
+    }
+    return Evidence(**arrays, starts=is_start, features=np.empty((len(tokens), 0)))
 
 
 def _restricted(probabilities: Tensor, tokens: Tensor) -> Tensor:

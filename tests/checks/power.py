@@ -62,8 +62,7 @@ ONCE = (
     "every two images of a batch share bits",
     "q of the step before",
 )
-# On the tables the cache is not the package's, and among 5,000 images two that are alike are not
-# seen.
+# The tables have no cache, and two equal images among 5,000 are not seen.
 OF_MODEL = ("cache of the first branch", "two images of a batch share bits")
 
 

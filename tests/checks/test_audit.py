@@ -1,6 +1,4 @@
-"""The audit: its claims follow from the rows, its tests hold and have power, verdicts and exit
-codes.
-"""
+"""The audit: claims, tests on the tables and their power, verdicts and exit codes."""
 
 from __future__ import annotations
 
@@ -118,7 +116,7 @@ def test_p_values_of_a_lossless_decoding_are_uniform() -> None:
     for name in ("first tokens", "joint of the first tokens"):
         p_values = [tests[name] for tests in several]
         ks = float(kstest(p_values, "uniform").pvalue)
-        print(f"{name}: KS p = {ks:.3f}, below .05: {np.mean(np.array(p_values) < 0.05):.3f}")
+        print(f"{name}: KS p = {ks:.3f}, below 0.05: {np.mean(np.array(p_values) < 0.05):.3f}")
         assert ks > 1e-3
     below = np.mean([tests["later windows"] < 0.05 for tests in several])
     assert below < 0.05 + 4 * (0.05 * 0.95 / len(several)) ** 0.5

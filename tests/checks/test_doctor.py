@@ -152,9 +152,7 @@ def test_missing_compiler_is_a_warning_and_the_decode_runs_eagerly(
 
 @pytest.fixture
 def traced_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Programs are traced whole and run by torch's own kernels, which takes seconds instead of a
-    minute.
-    """
+    """Trace programs whole, but run them with torch's own kernels: seconds, not a minute."""
     monkeypatch.setattr(compiling, "Engine", partial(compiling.Engine, backend="aot_eager"))
     monkeypatch.setattr(compiling, "compiler_problem", lambda _: None)
 

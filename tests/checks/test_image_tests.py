@@ -1,6 +1,4 @@
-"""Tests of whole images: their definitions, uniform p-values of correct rules, and power against
-broken ones.
-"""
+"""Tests of whole images: definitions, uniform p-values of correct rules, power for broken ones."""
 
 from __future__ import annotations
 
@@ -307,15 +305,14 @@ def test_error_rate_of_the_whole_certificate_is_kept(
         rejected.append(any(row["passed"] == "NO" for row in checks))
     share = float(np.mean(rejected))
     count = len(rejected)
-    print(f"{share:.3f} of {count} certificates of correct rules rejected at .1")
+    print(f"{share:.3f} of {count} certificates of correct rules rejected at 0.1")
     assert share < 0.1 + 4 * (0.1 * 0.9 / count) ** 0.5
 
 
 @pytest.mark.parametrize("cell", ["branching", "dynamic", "block"])
 @pytest.mark.parametrize("siblings", [False, True])
 def test_each_broken_rule_is_rejected(model: LoadedModel, cell: str, *, siblings: bool) -> None:
-    # Few tokens leave a sibling little else; sampled siblings of a flat q hardly depend on each
-    # other.
+    # With few tokens, a rejected sibling changes the rest of q most.
     broken = decoding(cell, **{"top_k": 3} if siblings else {})
     of_siblings = "not renormalised after a rejected sibling"
     for mistake in rule_mistakes(broken, model):

@@ -1,6 +1,4 @@
-"""Every planted mistake is rejected by the certificate, or needs more images than it decodes
-(docs/audit.md).
-"""
+"""The certificate rejects every planted mistake that its images can show (docs/audit.md)."""
 
 from __future__ import annotations
 
@@ -23,8 +21,7 @@ from tests.helpers.mistakes import mistakes_of, step_mistakes
 CELLS = table_decodings()
 BAR = LEVEL / (4 * len(CELLS) + TESTS * 12)
 STALE = "q of the step before in 1 of 100 drafts"
-# The six that the certificate was made for, with the bonus token, each in one decoding; the others
-# take long.
+# One decoding for each of the mistakes that are tested quickly; the others take long.
 FAST = {
     "residual left out": "static small-7",
     "a draft accepted once too often in 50": "static small-7",

@@ -1,6 +1,4 @@
-"""`lantern-bench profile` on a random model: the parts of a step add up, and usage errors are
-refused.
-"""
+"""`lantern-bench profile` on a random model: parts of steps, searches and usage errors."""
 
 from __future__ import annotations
 

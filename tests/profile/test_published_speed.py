@@ -1,6 +1,4 @@
-"""docs/prediction.md: its tables are those of its data, its bars are met, its kernel counts can be
-counted again.
-"""
+"""docs/prediction.md: tables equal their data, bars are met, kernels can be counted again."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Static trees of the search: the dynamic programme against exhaustive search, and the acceptance
-rates.
-"""
+"""Static trees of the search: dynamic programming against exhaustive search, acceptance rates."""
 
 from __future__ import annotations
 
@@ -37,7 +35,7 @@ def fits(tree: Topology, path: tuple[int, ...]) -> bool:
 
 
 def expected_length(topology: Topology) -> float:
-    """The bonus token, plus the probability of each node to be accepted."""
+    """1 for the bonus token, plus the acceptance probability of each node."""
     chance: dict[tuple[int, ...], float] = {(): 1.0}
     for path in topology:
         chance[path] = chance[path[:-1]] * RATES[len(path) - 1][path[-1]]
