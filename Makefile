@@ -1,5 +1,5 @@
-# The commands of this repository. `make sweep` and `make test` need Python >= 3.11 (with venv) and make, nothing else:
-# they create .venv and install the exact versions of constraints.txt. ARGS is passed on:
+# The commands of this repository. `make sweep` and `make test` need only Python >= 3.11 (with venv) and
+# make. They create .venv and install the exact versions of constraints.txt. ARGS is passed on:
 #   make sweep ARGS="--images 8 --modes ar,lantern++"      make test ARGS="tests/decoding -x"
 
 SHELL := /bin/bash
@@ -28,7 +28,7 @@ sweep: $(PLAIN) ## install, then run the default experiment (ARGS: flags of `lan
 test: check lint ## install, then lint, types and tests (ARGS: flags of pytest)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
-check: $(DEV) ## does torchvision's compiled part run with this torch?
+check: $(DEV) ## check that torchvision's compiled part runs with this torch
 	@$(BIN)/python -c 'import torch, torchvision; torchvision.ops.nms(torch.tensor([[0., 0., 1., 1.]]), torch.ones(1), 0.5)' || { \
 	  echo "error: torchvision.ops.nms does not run: the installed torch and torchvision do not belong together." >&2; \
 	  echo "       Type 'make clean' and try again; if it stays, look at their two versions in constraints.txt." >&2; \
@@ -43,28 +43,28 @@ lint: $(DEV) ## ruff, mypy, import contracts
 test-long: check ## the tests that take minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --timeout 3600 -m long $(ARGS)
 
-reliability: check ## run the fault tests, and write their outcomes into tests/faults/README.md
+reliability: check ## run the fault tests and write their outcomes to tests/faults/README.md
 	OMP_NUM_THREADS=1 $(BIN)/python -m scripts.docs.reliability
 
-predict-here: $(PLAIN) ## profile this machine, sweep compiled, and predict the sweep's speedups (ARGS: flags of `sweep`)
+predict-here: $(PLAIN) ## profile this machine, run a compiled sweep and predict its speedups (ARGS: flags of `sweep`)
 	$(BIN)/lantern-bench profile --tree chain-3,small-7,eagle1-25 --images 12 --save-device build/predict/here.yaml
 	rm -rf build/predict/run
 	$(BIN)/lantern-bench sweep --compile --metrics speed --out build/predict/run $(ARGS) > /dev/null
 	$(BIN)/lantern-bench predict build/predict/run --device build/predict/here.yaml
 
-compare-plain: $(DEV) ## milliseconds a step: a plain implementation, and this one (ARGS: --images N --cells ...)
+compare-plain: $(DEV) ## milliseconds per step: a plain implementation and this one (ARGS: --images N --cells ...)
 	$(BIN)/python -m scripts.bench.plain_compare $(ARGS)
 
-aa: $(DEV) ## pairs of equal runs: do intervals cover, is compare silent? (ARGS: --pairs N --images N --processes N ...)
+aa: $(DEV) ## pairs of identical runs: do intervals cover, is compare silent? (ARGS: --pairs N --images N --processes N ...)
 	$(BIN)/python -m scripts.bench.aa $(ARGS)
 
-bench-load: $(DEV) ## 1,000,000 records: seconds and memory of tables, resuming and the report (ARGS: --new --prompts N ...)
+bench-load: $(DEV) ## 1,000,000 records: time and memory of tables, resuming and the report (ARGS: --new --prompts N ...)
 	$(BIN)/python -m scripts.bench.load $(ARGS)
 
 ray-overhead: $(DEV) ## one Ray worker against a local run, in pairs (ARGS: --pairs N --images N)
 	$(BIN)/python -m scripts.bench.ray_overhead $(ARGS)
 
-screenshots: check ## draw the pictures of the documents from the committed runs (needs Chromium)
+screenshots: check ## draw the figures of the documentation from the committed runs (needs Chromium)
 	$(BIN)/python -m scripts.docs.pictures
 
 constraints: ## write the versions installed in .venv to constraints.txt
@@ -74,7 +74,7 @@ constraints: ## write the versions installed in .venv to constraints.txt
 	  | { grep -v ' @ ' || true; } | sed -E 's/\+[A-Za-z0-9.]+$$//' | LC_ALL=C sort -f; } > constraints.txt.new
 	mv constraints.txt.new constraints.txt
 
-wheel: | $(BIN)/python ## build a wheel in dist/; installs nothing of this package
+wheel: | $(BIN)/python ## build a wheel in dist/ without installing the package
 	$(BIN)/python -m pip wheel --disable-pip-version-check --no-deps --wheel-dir dist .
 
 # In an environment apart, so that `make constraints` does not list its packages.
@@ -83,7 +83,7 @@ docs: $(BIN)/python ## build the site of docs/ into site/ and check its links
 	build/docs/bin/python -m pip install --disable-pip-version-check --quiet 'mkdocs-material>=9.5'
 	NO_MKDOCS_2_WARNING=1 build/docs/bin/mkdocs build --strict
 
-clean: ## remove what the other targets made, results excepted
+clean: ## remove what the other targets made, except results
 	rm -rf $(VENV) dist build site .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 

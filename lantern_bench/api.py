@@ -143,7 +143,7 @@ def sweep(
         experiment: The name of a shipped experiment, a YAML file, or the content of one.
         out: The run directory, by default `results/<name>-<hash>`.
         resume: Continue the run of this directory. If False, make a new one beside it.
-        modes: The modes of the cells, by default those of the experiment.
+        modes: The modes of the cells, by default as in the experiment.
         model: The models, by name or by YAML file.
         prompts: The prompts: a file, or the name of a set of prompts.
         images: Images per cell.
@@ -465,7 +465,7 @@ def decode(
 ) -> list[DecodedImage]:
     """Decode prompts one at a time.
 
-    The tokens are those of an uncompiled sweep with the same seed and parameters.
+    An uncompiled sweep with the same seed and parameters gives the same tokens.
 
     Args:
         model: The model, from `load_model`.

@@ -1,4 +1,4 @@
-"""Plan a certificate or an audit: what is claimed of which cells. No torch."""
+"""Plan a certificate or an audit: which cells it tests and what is claimed of them. No torch."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from lantern_bench.utils.text import did_you_mean
 
 @dataclass(frozen=True)
 class CertificationPlan:
-    """The certificate of one model, or with `claims` its audit."""
+    """The certificate of one model, or its audit if there are claims."""
 
     model: str
     resolved: ResolvedExperiment
     prompts: Sequence[Prompt]
     samples: int  # images of the model in a trial
-    # the model's images decide, under several filters; else the tables' and a few of them
+    # Many images of the model under several filters decide; otherwise the tables and a few images.
     is_thorough: bool = False
     has_power: bool = False  # broken rules are tested too
     claims: tuple[Claim, ...] = ()
@@ -34,23 +34,50 @@ class CertificationPlan:
         """A decoding with the run's temperature, filters and guidance."""
         return self.resolved.cells[0].decoding
 
+    @property
+    def cfg_default(self) -> float:
+        """The guidance scale of the model, which cell ids leave out."""
+        return self.resolved.cfg_defaults[self.model]
+
 
 def plan_certification(
-    resolved: ResolvedExperiment, is_audit: bool, **values: Any
+    resolved: ResolvedExperiment,
+    *,
+    is_audit: bool,
+    samples: int,
+    is_thorough: bool = False,
+    has_power: bool = False,
 ) -> CertificationPlan:
-    """Plan the certificate, or the audit of cells that `audited_cells` lists; `values` are fields of the plan."""
+    """Plan a certificate, or an audit of the cells that `audited_cells` lists.
+
+    Args:
+        resolved: One model and its cells.
+        is_audit: Whether the claims of the cells are audited.
+        samples: Images of the model in each trial.
+        is_thorough: Whether many images of the model are tested under every filter.
+        has_power: Whether broken rules are tested too.
+
+    Raises:
+        UserError: A cell decodes greedily, so it has no distribution to test.
+    """
     for cell in resolved.cells:
         if cell.decoding.greedy:
             problem = f"{cell.cell_id}: at temperature 0 there is no distribution to test"
             raise UserError(problem, "Give a --temperature above 0.")
     model = model_of(resolved.settings.model[0])
-    claims = tuple(map(claim_of, resolved.cells)) if is_audit else ()
-    prompts = load_prompts(resolved.settings.prompts, model)
-    return CertificationPlan(model.name, resolved, prompts, claims=claims, **values)
+    return CertificationPlan(
+        model=model.name,
+        resolved=resolved,
+        prompts=load_prompts(resolved.settings.prompts, model),
+        samples=samples,
+        is_thorough=is_thorough,
+        has_power=has_power,
+        claims=tuple(map(claim_of, resolved.cells)) if is_audit else (),
+    )
 
 
 class Claim(NamedTuple):
-    """The claim about the tokens of a cell."""
+    """What is claimed of the tokens of a cell."""
 
     cell: Cell
     form: str = ""  # the values in which the cell differs from its mode
@@ -58,54 +85,54 @@ class Claim(NamedTuple):
 
     @property
     def is_ours(self) -> bool:
-        """Whether this package stands for the claim: not for a drafting whose row says that it is not lossless."""
+        """Whether this package makes the claim; it does not for a drafting that is not lossless."""
         return self.cell.decoding.drafting_row.lossless
 
     @property
     def is_lossless(self) -> bool:
-        """Whether the claim says lossless; else it says relaxed."""
+        """Whether the claim is lossless rather than relaxed."""
         return self.cell.decoding.rule_row.lossless
 
 
 def audited_cells(names: Collection[str]) -> list[dict[str, Any]]:
-    """Return the cells of the audit, as an experiment file has them: every form of these modes.
+    """Return every form of the named modes as the cells of an experiment file.
 
-    `all` are every mode, and every other rule on `speculative`.
+    The name `all` means every mode, and every rule without a mode on `speculative`.
+
+    Raises:
+        UserError: A mode does not exist.
     """
     for name in names:
         if name not in MODES and name != "all":
             raise_if_refused(name)
-            hint = did_you_mean(name, MODES)
-            raise UserError(
-                f"--modes {name}: unknown mode{hint}", f"The modes are {', '.join(MODES)}, or all."
-            )
-    modes = [
-        {"mode": mode.name, **values}
-        for mode in MODES.values()
-        if {mode.name, "all"} & set(names)
-        for values in ({}, *mode.variants)
-    ]
-    if "all" not in names:
-        return modes
-    rules_of_modes = {mode.rule for mode in MODES.values()}
-    others = [rule for name, rule in RULES.items() if name not in rules_of_modes]
-    return modes + [
-        {"mode": "speculative", "drafting": rule.drafting, "rule": rule.name} for rule in others
-    ]
+            problem = f"--modes {name}: unknown mode{did_you_mean(name, MODES)}"
+            raise UserError(problem, f"The modes are {', '.join(MODES)}, or all.")
+    is_all = "all" in names
+    cells: list[dict[str, Any]] = []
+    for mode in MODES.values():
+        if is_all or mode.name in names:
+            cells += [{"mode": mode.name, **values} for values in ({}, *mode.variants)]
+    if is_all:
+        rules_of_modes = {mode.rule for mode in MODES.values()}
+        for name, rule in RULES.items():
+            if name not in rules_of_modes:
+                cells.append({"mode": "speculative", "drafting": rule.drafting, "rule": name})
+    return cells
 
 
 def claim_of(cell: Cell) -> Claim:
-    """Return what is claimed of a cell, by the row of its mode or of its rule."""
+    """Return the claim about a cell, from the row of its mode or of its rule."""
     decoding = cell.decoding
-    mode = MODES[cell.decoding.mode]
-    rule = cell.decoding.rule_row
-    has_own_rule = rule.name == mode.rule
-    matching = [
-        values
-        for values in mode.variants
-        if all(decoding.value(key) == value for key, value in values.items())
-    ]
-    values = {**({} if has_own_rule else {"rule": rule.name}), **(matching[0] if matching else {})}
-    source = mode.source if has_own_rule and mode.source else rule.source
+    mode = MODES[decoding.mode]
+    rule = decoding.rule_row
+    source = rule.source
+    values: dict[str, Any] = {"rule": rule.name}
+    if rule.name == mode.rule:
+        source = mode.source or rule.source
+        values = {}
+    for variant in mode.variants:
+        if all(decoding.value(key) == value for key, value in variant.items()):
+            values |= variant
+            break
     form = ", ".join(f"{key} {value}" for key, value in values.items())
     return Claim(cell, form, source)

@@ -1,7 +1,7 @@
-"""A model without a network: next-token tables for target and drafter, behind the protocols of `decoding.protocol`.
+"""A model of next-token tables, and tests of its tokens against their known joint distribution.
 
-The joint distribution of all tokens is known, and images are cheap: tens of thousands of them show what a few hundred
-of a network's cannot (`g_tests`).
+Images of the tables are cheap. Tens of thousands of them show mistakes that a few hundred images of
+a network do not show (`g_tests`).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -35,9 +35,14 @@ from lantern_bench.models.loaded_model import LoadedModel
 
 
 class TabularModel(Target):
-    """V tokens, `length` positions; guidance is real: cond and uncond tables differ.
+    """Target and drafter whose logits come from tables; rows with and without the prompt differ.
 
-    The distribution of a token depends on the `memory` tokens in front of it, by default on all.
+    Args:
+        vocab: Number of tokens, V.
+        length: Tokens of an image.
+        seed: Seed of the random tables.
+        drafter_noise: Standard deviation of the drafter's logits around the target's.
+        memory: Number of earlier tokens on which a token depends. Default: all.
     """
 
     def __init__(
@@ -45,6 +50,7 @@ class TabularModel(Target):
         vocab: int,
         length: int,
         seed: int,
+        *,
         drafter_noise: float = 0.7,
         memory: int | None = None,
     ) -> None:
@@ -59,30 +65,50 @@ class TabularModel(Target):
         self.target = self
         self.drafter: Any = SimpleNamespace(session=self._drafter_session)
 
-    def session(self, batch: int, *, guided: bool, nodes: int) -> _TargetSession:  # noqa: ARG002
-        """A session; trees may have any number of nodes."""
-        return _TargetSession(self, batch, guided)
+    def session(
+        self,
+        batch: int,
+        *,
+        guided: bool,
+        nodes: int,  # noqa: ARG002
+    ) -> _TargetSession:
+        """Return a session.
 
-    def _drafter_session(self, batch: int, *, guided: bool, nodes: int) -> _DrafterSession:  # noqa: ARG002
-        return _DrafterSession(self, batch, guided)
+        Args:
+            batch: Number of images.
+            guided: Whether the logits have rows without the prompt.
+            nodes: Not used; trees may have any size.
+        """
+        return _TargetSession(self, batch, guided=guided)
+
+    def _drafter_session(
+        self,
+        batch: int,
+        *,
+        guided: bool,
+        nodes: int,  # noqa: ARG002
+    ) -> _DrafterSession:
+        return _DrafterSession(self, batch, guided=guided)
 
     def state_after(self, state: Tensor, tokens: Tensor) -> Tensor:
-        """Append tokens to prefixes written in base V + 1, of which the last `memory` digits count."""
+        """Append tokens to states, which write the last `memory` tokens in base V + 1."""
         return (state * (self.vocab_size + 1) + tokens + 1) % self.p.shape[1]
 
     def joint(self, probabilities: Any, count: int, skipped: int = 0) -> Tensor:
-        """The joint distribution [V ** count] of the tokens behind the first `skipped` in AR sampling.
+        """Return the joint distribution [V ** count] of successive tokens in AR sampling.
 
-        `probabilities` turns (cond, uncond) logits into p.
+        Args:
+            probabilities: Function from logits (cond, uncond) to p.
+            count: Number of tokens.
+            skipped: Tokens in front of them, which are summed over.
         """
         states = torch.zeros(1, dtype=torch.int64)
         weights = torch.ones(1, dtype=torch.float64)
         for _ in range(skipped):
             after, every_weight = self._continued(states[:, None], weights[:, None], probabilities)
             states, index = after.flatten().unique(return_inverse=True)
-            weights = torch.zeros(len(states), dtype=torch.float64).scatter_add_(
-                0, index, every_weight.flatten()
-            )
+            weights = torch.zeros(len(states), dtype=torch.float64)
+            weights.scatter_add_(0, index, every_weight.flatten())
         ends = states[:, None]
         joint = weights[:, None]
         for _ in range(count):
@@ -92,14 +118,14 @@ class TabularModel(Target):
     def _continued(
         self, states: Tensor, weights: Tensor, probabilities: Any
     ) -> tuple[Tensor, Tensor]:
-        """The states [S, n V] and weights after one token more than in states [S, n]."""
+        """The states and weights [S, n V] after one more token than in states [S, n]."""
         p = probabilities(self.p[0, states], self.p[1, states]).double()
         after = self.state_after(states[:, :, None], torch.arange(self.vocab_size))
         return after.flatten(1), (weights[:, :, None] * p).flatten(1)
 
 
 class _TargetSession(TargetSession):
-    def __init__(self, model: TabularModel, batch: int, guided: bool) -> None:
+    def __init__(self, model: TabularModel, batch: int, *, guided: bool) -> None:
         self.model = model
         self.batch = batch
         self.guided = guided
@@ -109,8 +135,8 @@ class _TargetSession(TargetSession):
         return self._scores(self.state[:, None])
 
     def score(self, tokens: Tensor, depths: Tensor, attention: Tensor) -> Logits:
-        # The path of a node is read off the attention mask, as a transformer would; digits that have left the memory
-        # are 0 again.
+        # The attention mask gives the path of a node, as in a transformer. Digits that have left
+        # the memory are 0 again.
         base = self.model.vocab_size + 1
         most = self.model.memory
         apart = (depths[:, :, None] - depths[:, None, :]).clamp(0, most)
@@ -126,13 +152,12 @@ class _TargetSession(TargetSession):
 
     def _scores(self, states: Tensor) -> Logits:
         features = states[..., None].float()
-        return Logits(
-            self.model.p[0, states], self.model.p[1, states] if self.guided else None, features
-        )
+        uncond = self.model.p[1, states] if self.guided else None
+        return Logits(self.model.p[0, states], uncond, features)
 
 
 class _DrafterSession(DrafterSession):
-    def __init__(self, model: TabularModel, batch: int, guided: bool) -> None:
+    def __init__(self, model: TabularModel, batch: int, *, guided: bool) -> None:
         self.model = model
         self.guided = guided
         self.state = torch.zeros(batch, dtype=torch.int64)
@@ -140,7 +165,12 @@ class _DrafterSession(DrafterSession):
     def prefill(self, condition: Any, features: Tensor) -> None:  # noqa: ARG002
         self.state = torch.zeros_like(self.state)
 
-    def observe(self, tokens: Tensor, features: Tensor, counts: Tensor) -> DrafterLogits:  # noqa: ARG002
+    def observe(
+        self,
+        tokens: Tensor,
+        features: Tensor,  # noqa: ARG002
+        counts: Tensor,
+    ) -> DrafterLogits:
         for column in range(tokens.shape[1]):
             after = self.model.state_after(self.state, tokens[:, column])
             self.state = torch.where(column < counts, after, self.state)
@@ -151,40 +181,40 @@ class _DrafterSession(DrafterSession):
 
     def _drafts(self, states: Tensor) -> DrafterLogits:
         self.last = states
-        return DrafterLogits(
-            self.model.q[0, states], self.model.q[1, states] if self.guided else None
-        )
+        uncond = self.model.q[1, states] if self.guided else None
+        return DrafterLogits(self.model.q[0, states], uncond)
 
 
-# ---- whole images of the tables, tested against their joint distribution
+# ---- Whole images of the tables, tested against their joint distribution
 
 VOCABULARY = 4
-TOKENS = 7
-# tokens of the images of wide windows, what they depend on; tokens of a row
-_LONG = 24
-_MEMORY = 3
-_LINE = 4
-_WINDOW = 3
-_BATCH = 5000
-_FEWEST = 5.0
+TOKENS = 7  # of an image
+TESTS = 4  # p-values of `g_tests`
+_LONG = 24  # tokens of an image for wide windows
+_MEMORY = 3  # earlier tokens on which a token of a long image depends
+_LINE = 4  # tokens of a row
+_WINDOW = 3  # successive tokens that are tested together
+_BATCH = 5000  # images decoded together
+_FEWEST = 5.0  # expected images of a cell of a G-test
 
 
 @functools.cache
 def table_model(tokens: int = TOKENS) -> LoadedModel:
-    """Return the model of tables: 4 codes, `tokens` tokens, and a codebook for rules that merge neighbours."""
-    model = TabularModel(VOCABULARY, tokens, seed=1, memory=None if tokens == TOKENS else _MEMORY)
+    """Return the model of tables: 4 codes, `tokens` tokens, and a codebook for neighbour rules."""
+    memory = None if tokens == TOKENS else _MEMORY
+    model = TabularModel(VOCABULARY, tokens, seed=1, memory=memory)
     model.line_length = _LINE
-    # Uneven enough that consecutive answers differ much: mistakes with drafts that are kept are larger then.
+    # Consecutive distributions differ more, which makes mistakes with kept drafts larger.
     model.p *= 1.6
     model.q *= 1.6
-    codebook = 0.3 * torch.randn(VOCABULARY, 2, generator=torch.Generator().manual_seed(2))
+    generator = torch.Generator().manual_seed(2)
     return LoadedModel(
         name="tables",
         target=model,
         drafter=model.drafter,
         pixels=None,
         why_no_pixels="its tokens mean nothing",
-        codebook=codebook,
+        codebook=0.3 * torch.randn(VOCABULARY, 2, generator=generator),
         condition=lambda _: None,
         weights={},
         grid=(1, tokens),
@@ -197,98 +227,138 @@ def generators(model: LoadedModel, seeds: Sequence[int]) -> list[torch.Generator
 
 
 def table_tokens(decoding: Decoding) -> int:
-    """Return how many tokens the images have on which a decoding is tested: more for windows that are wider."""
+    """Return the tokens of an image on which a decoding is tested: more for wide windows."""
     return _LONG if decoding.settings().get("window", 0) > TOKENS else TOKENS
 
 
 def table_images(
     decoding: Decoding,
     images: range,
+    *,
     rule: BoundRule | None = None,
     drafting: Callable[[Decoding, Target, int], DraftMethod] | None = None,
     seed: int = 0,
 ) -> Tensor:
-    """Return the tokens int64 [images, N] of the `table_model`, decoded with `rule` and `drafting` for the decoding's.
+    """Decode images of the `table_model`.
 
-    The images of a batch are at different positions as soon as they have accepted different numbers of drafts.
+    The images of a batch are at different positions as soon as they have accepted different numbers
+    of drafts.
+
+    Args:
+        decoding: The decoding.
+        images: Numbers of the images, from which their seeds follow.
+        rule: Replaces the rule of the decoding.
+        drafting: Makes the drafting that replaces the one of the decoding.
+        seed: Seed of the run.
+
+    Returns:
+        Tokens int64 [images, N].
     """
     model = table_model(table_tokens(decoding))
     engine = Engine()
     tokens = []
     for start in range(images.start, images.stop, _BATCH):
-        seeds = [
-            record_seed(seed, "tables", image)
-            for image in range(start, min(start + _BATCH, images.stop))
-        ]
-        broken = None if drafting is None else drafting(decoding, model.target, len(seeds))
-        streams = generators(model, seeds)
+        batch = range(start, min(start + _BATCH, images.stop))
+        seeds = [record_seed(seed, "tables", image) for image in batch]
         decoded = decode_altered(
             model=model,
             condition=None,
             decoding=decoding,
-            generators=streams,
+            generators=generators(model, seeds),
             engine=engine,
             rule=rule,
-            drafting=broken,
+            drafting=None if drafting is None else drafting(decoding, model.target, len(seeds)),
         )
         tokens.append(torch.stack([image.tokens for image in decoded]).long())
     return torch.cat(tokens)
 
 
+class _Window(NamedTuple):
+    """Successive tokens of images, counted."""
+
+    expected: NDArray[Any]  # [cells] probability of each combination of tokens
+    combinations: NDArray[Any]  # [images]
+    halves: NDArray[Any]  # [2, cells] counts of even and odd images
+    p_value: float  # of the G-test
+
+
 def g_tests(decoding: Decoding, tokens: Tensor) -> tuple[dict[str, float], tuple[float, float]]:
     """Test images of the `table_model`, whose tokens are int64 [images, N].
 
-    The tests: the first two tokens, of which a step decides the second; the first three; every later three, where
-    drafts come from rows that earlier steps verified; and how often two successive images begin alike, which are
-    decoded in one batch. Returns the p-values by test, and two estimates of the TV of three successive tokens, where
-    the tests see most: one that errs downwards and one that errs upwards.
+    The tests are about the first two tokens, of which a step decides the second; the first three;
+    every later three, where drafts come from rows that earlier steps verified; and how often two
+    successive images, which are decoded in one batch, begin alike.
+
+    Returns:
+        The p-values by test, and two estimates of the TV of three successive tokens where the tests
+        see most: one is biased downward, one upward.
     """
     target: Any = table_model(table_tokens(decoding)).target
 
     def probabilities(cond: Tensor, uncond: Tensor) -> Tensor:
         return decoding_probabilities(guide(cond, uncond, decoding.cfg_scale), decoding)
 
-    windows = [
-        (0, _WINDOW - 1),
-        *((first, first + _WINDOW) for first in range(tokens.shape[1] - _WINDOW + 1)),
-    ]
-    compared = []
-    p_values = []
-    for first, end in windows:
-        expected = target.joint(probabilities, end - first, first).numpy()
-        expected = expected / expected.sum()
-        cells = np.ravel_multi_index(
-            tuple(tokens[:, first:end].T.numpy()), [VOCABULARY] * (end - first)
-        )
-        halves = np.stack(
-            [np.bincount(half, minlength=len(expected)) for half in (cells[::2], cells[1::2])]
-        )
-        compared.append((halves, expected, cells))
-        p_values.append(_g_test(halves.sum(axis=0), expected))
-    tests = {"first tokens": p_values[0], "joint of the first tokens": p_values[1]}
-    tests["later windows"] = min(1.0, min(p_values[2:]) * len(p_values[2:]))
-    _, expected, cells = compared[1]
-    alike = int((cells[:-1:2] == cells[1::2]).sum())
-    pairs = len(cells) // 2
-    tests["images of a batch"] = float(binom.sf(alike - 1, pairs, (expected**2).sum()))
-    halves, expected, _ = compared[1 + int(np.argmin(p_values[1:]))]
-    first, second, both = (
-        counts / max(1, counts.sum()) - expected for counts in (*halves, halves.sum(axis=0))
+    def window(first: int, count: int) -> _Window:
+        expected = target.joint(probabilities, count, first).numpy()
+        return _counted(tokens[:, first : first + count], expected / expected.sum())
+
+    pair = window(0, _WINDOW - 1)
+    start, *later = [window(first, _WINDOW) for first in range(tokens.shape[1] - _WINDOW + 1)]
+    smallest = min(window.p_value for window in later)
+    alike = int((start.combinations[:-1:2] == start.combinations[1::2]).sum())
+    pairs = len(tokens) // 2
+    tests = {
+        "first tokens": pair.p_value,
+        "joint of the first tokens": start.p_value,
+        "later windows": min(1.0, smallest * len(later)),
+        "images of a batch": float(binom.sf(alike - 1, pairs, (start.expected**2).sum())),
+    }
+    worst = min([start, *later], key=lambda window: window.p_value)
+    return tests, _distances(worst)
+
+
+def _counted(tokens: Tensor, expected: NDArray[Any]) -> _Window:
+    """Count the combinations of tokens int64 [images, count] and compare them with their p."""
+    columns = tuple(tokens.T.numpy())
+    combinations = np.ravel_multi_index(columns, [VOCABULARY] * len(columns))
+    cells = len(expected)
+    even = np.bincount(combinations[::2], minlength=cells)
+    odd = np.bincount(combinations[1::2], minlength=cells)
+    return _Window(
+        expected=expected,
+        combinations=combinations,
+        halves=np.stack([even, odd]),
+        p_value=_g_test(even + odd, expected),
     )
-    # Signs of one half of the images on the differences of the other; both together take noise for a difference.
+
+
+def _distances(window: _Window) -> tuple[float, float]:
+    """Estimate the TV of a window: one estimate is biased downward, one upward.
+
+    The lower one takes the signs from one half of the images and the differences from the other
+    half. The upper one uses all images for both, so it counts noise as a difference.
+    """
+    even, odd = window.halves
+    first = even / max(1, even.sum()) - window.expected
+    second = odd / max(1, odd.sum()) - window.expected
+    both = (even + odd) / max(1, (even + odd).sum()) - window.expected
     low = float((np.sign(first) * second + np.sign(second) * first).sum()) / 4.0
-    return tests, (max(0.0, low), 0.5 * float(np.abs(both).sum()))
+    return max(0.0, low), 0.5 * float(np.abs(both).sum())
 
 
 def _g_test(counts: NDArray[Any], expected: NDArray[Any]) -> float:
-    """The p-value of a G-test; cells in which fewer than five images are expected are one cell of at least five."""
+    """The p-value of a G-test of counts against probabilities.
+
+    Cells with fewer than five expected images are merged into one cell of at least five.
+    """
     if counts[expected == 0].any():
         return 0.0
     order = np.argsort(expected)
     wanted = expected[order] * counts.sum()
     seen = counts[order]
-    rare = max(
-        int(np.searchsorted(wanted, _FEWEST)), int(np.searchsorted(wanted.cumsum(), _FEWEST)) + 1
-    )
-    observed, pooled = (np.append(values[:rare].sum(), values[rare:]) for values in (seen, wanted))
-    return float(power_divergence(observed, pooled, lambda_="log-likelihood").pvalue)
+    too_few = int(np.searchsorted(wanted, _FEWEST))
+    enough_together = int(np.searchsorted(wanted.cumsum(), _FEWEST)) + 1
+    rare = max(too_few, enough_together)
+    merged_seen = np.append(seen[:rare].sum(), seen[rare:])
+    merged_wanted = np.append(wanted[:rare].sum(), wanted[rare:])
+    return float(power_divergence(merged_seen, merged_wanted, lambda_="log-likelihood").pvalue)

@@ -1,9 +1,9 @@
-"""Which decodings a certificate or an audit tests, and the two mistakes that any rule can be given (`--power`)."""
+"""The decodings that a certificate or an audit tests, and two mistakes that any rule can make."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -28,19 +28,20 @@ from lantern_bench.methods.draftings import Drafting
 from lantern_bench.methods.parameters import load_code
 from lantern_bench.methods.rules import Rule, tree_rule
 from lantern_bench.methods.static_trees import STATIC_TREES, check_topology, is_chain
+from lantern_bench.models.registry import model_of
 
 TABLE_IMAGES = 16_384
-"""Images of the tables in each trial of a certificate; of wide windows, whose images are longer, a quarter."""
+"""Images of the tables in each trial of a certificate; a quarter of it for wide windows, whose
+images are longer."""
 AUDIT_TABLES = 256
-"""How many images of the tables an audit decodes for each image of the model."""
-_TOO_OFTEN = 0.02  # what acceptance probabilities are raised by
-# On the tables: with few possible tokens a rule that leaves a rejected sibling in p or q is seen.
+"""Images of the tables that an audit decodes for each image of the model."""
+_BROKEN_FACTOR = 8  # a broken rule gets at most this many times the images, until it is rejected
+_TOO_OFTEN = 0.02  # added to acceptance probabilities
+_WIDE = 16  # tokens of a window
+# With few possible tokens, the tables show a rule that leaves a rejected sibling in p or q.
 _FILTERED: dict[str, Any] = {"temperature": 0.9, "top_k": 3, "cfg_scale": 1.5}
 _NARROW: dict[str, Any] = {"top_k": 3}
-_SIBLINGS = {"tree": ((0,), (1,), (2,))}
-_WIDE = 16  # tokens of a window
-# until a broken rule is rejected, at most this many times the images are decoded
-_BROKEN_FACTOR = 8
+_SIBLINGS: dict[str, Any] = {"tree": ((0,), (1,), (2,))}
 
 
 @dataclass(frozen=True)
@@ -50,51 +51,65 @@ class Trial:
     setting: str  # its name in the tables of results
     decoding: Decoding
     images: int
-    # of the model whose whole images are tested; "": the tables of `tabular.py` are, by G-tests
+    # Dtype of the model whose images are tested; empty if the tables of `tabular_model.py` are.
     dtype: str = ""
-    broken: str | None = None  # what is wrong on purpose
-    rule: BoundRule | None = None  # in place of the decoding's
-    # makes what replaces the decoding's
+    broken: str | None = None  # name of the planted mistake
+    rule: BoundRule | None = None  # replaces the rule of the decoding
+    # Makes the drafting that replaces the one of the decoding.
     drafting: Callable[[Decoding, Target, int], DraftMethod] | None = None
+    claim: Claim | None = None  # in an audit
 
 
-def certificate_trials(
-    plan: CertificationPlan, tree: Any, cfg_default: float, dtype: str
-) -> list[Trial]:
-    """Return the trials of every lossless decoding; with `has_power` each is followed by those of its broken rules."""
+def plan_trials(plan: CertificationPlan, dtype: str) -> list[Trial]:
+    """Return the trials of a certificate, or of every claim of an audit, for a model in a dtype."""
+    if not plan.claims:
+        return certificate_trials(plan, dtype)
+    trials = []
+    for claim in plan.claims:
+        trials += audit_trials(claim, plan.model, dtype=dtype, samples=plan.samples)
+    return trials
+
+
+def certificate_trials(plan: CertificationPlan, dtype: str) -> list[Trial]:
+    """Return the trials of every lossless decoding.
+
+    If the plan asks for power, each is followed by the trials of its broken rules.
+    """
     tables = []
     for setting, decoding in table_decodings().items():
         images = TABLE_IMAGES if table_tokens(decoding) == TOKENS else TABLE_IMAGES // 4
         tables.append(Trial(f"{setting}, tables", decoding, images))
-    model = list(_model_trials(plan=plan, tree=tree, cfg_default=cfg_default, dtype=dtype))
+    on_model = list(_model_trials(plan, dtype))
     if not plan.has_power:
-        return model if plan.is_thorough else tables + model
-    trials = model if plan.is_thorough else tables
-    return [broken for trial in trials for broken in (trial, *broken_trials(trial))]
+        return on_model if plan.is_thorough else tables + on_model
+    trials = []
+    for trial in on_model if plan.is_thorough else tables:
+        trials += [trial, *broken_trials(trial)]
+    return trials
 
 
-def _model_trials(
-    plan: CertificationPlan, tree: Any, cfg_default: float, dtype: str
-) -> Iterator[Trial]:
-    """The trials of the model: a few images of each decoding, or thorough, under every filter.
+def _model_trials(plan: CertificationPlan, dtype: str) -> Iterator[Trial]:
+    """The trials of the model: a few images of each decoding or, if thorough, under every filter.
 
-    The filters: none, those of the run if it has any, and narrow ones; temperature and guidance are those of the run.
+    The filters are none, the run's filters if it has any, and narrow ones. Temperature and guidance
+    are the run's.
     """
     run = plan.sampling
-    common = {
+    sampling = {
         "temperature": run.temperature,
         "filter_order": run.filter_order,
         "cfg_scale": run.cfg_scale,
     }
-    run_filters: dict[str, Any] = {"top_k": run.top_k, "top_p": run.top_p}
-    has_filters = bool(run.top_k) or run.top_p < 1
-    thorough = ({}, *([run_filters] if has_filters else []), _NARROW)
-    for filters in thorough if plan.is_thorough else [run_filters if has_filters else {}]:
-        words = "".join(f", {key.replace('_', '-')} {value:g}" for key, value in filters.items())
+    several: list[dict[str, Any]] = []
+    if run.top_k or run.top_p < 1:
+        several.append({"top_k": run.top_k, "top_p": run.top_p})
+    if plan.is_thorough:
+        several = [{}, *several, _NARROW]
+    for filters in several or [{}]:
         is_narrow = filters is _NARROW
-        for setting, decoding in lossless_decodings(
-            tree, cfg_default, siblings=is_narrow, **common, **filters
-        ).items():
+        words = "".join(f", {key.replace('_', '-')} {value:g}" for key, value in filters.items())
+        decodings = lossless_decodings(plan, siblings=is_narrow, **sampling, **filters)
+        for setting, decoding in decodings.items():
             yield Trial(
                 setting=setting + words,
                 decoding=decoding,
@@ -103,63 +118,96 @@ def _model_trials(
             )
 
 
-def audit_trials(claim: Claim, model: str, dtype: str, samples: int) -> list[Trial]:
-    """Return the trials of a claim: on the tables, with the model if lossless, and without its residual if ours."""
+def audit_trials(claim: Claim, model: str, *, dtype: str, samples: int) -> list[Trial]:
+    """Return the trials of a claim.
+
+    The first is on the tables. A lossless claim is also tested on the model and, if this package
+    makes the claim, with its residual left out.
+
+    Args:
+        claim: The claim about a cell.
+        model: Name of the model, for the names of the trials.
+        dtype: Dtype of the model.
+        samples: Images of the model; the tables get `AUDIT_TABLES` times as many.
+    """
+    name = claim.cell.cell_id
     decoding = claim.cell.decoding
-    small = table_decoding(claim.cell.decoding)
-    trials = [Trial(f"{claim.cell.cell_id}, tables", small, AUDIT_TABLES * samples)]
-    if claim.is_lossless:
-        trials.append(
-            Trial(
-                setting=f"{claim.cell.cell_id}, {model}",
-                decoding=decoding,
-                images=samples,
-                dtype=dtype,
-            )
-        )
-    if claim.is_lossless and claim.is_ours and small.drafts:
-        trials.append(replace(broken_trials(trials[0])[0], images=trials[0].images))
+    on_tables = Trial(
+        setting=f"{name}, tables",
+        decoding=table_decoding(decoding),
+        images=AUDIT_TABLES * samples,
+        claim=claim,
+    )
+    if not claim.is_lossless:
+        return [on_tables]
+    trials = [
+        on_tables,
+        Trial(f"{name}, {model}", decoding, images=samples, dtype=dtype, claim=claim),
+    ]
+    if claim.is_ours and on_tables.decoding.drafts:
+        without_residual, _ = broken_trials(on_tables)
+        trials.append(replace(without_residual, images=on_tables.images))
     return trials
 
 
 def lossless_pairs() -> Iterator[tuple[Rule, Drafting]]:
     """Yield every lossless rule with every lossless drafting that it can decide on.
 
-    On a drafting of chains `traversal` is the code of `block`, and comes once.
+    Two rules of the same function are the same rule on chains, so the second is left out there.
     """
     codes = set[tuple[Any, str]]()
-    for rule, drafting in itertools.product(RULES.values(), DRAFTINGS.values()):
-        are_lossless = (
-            rule.lossless and rule.name != "none" and drafting.lossless and drafting.drafts
-        )
-        is_repeated = drafting.chain and (rule.accept_tree, drafting.name) in codes
-        if are_lossless and can_decide(rule.name, drafting.name) and not is_repeated:
-            codes.add((rule.accept_tree, drafting.name))
-            yield rule, drafting
+    for rule in RULES.values():
+        for drafting in DRAFTINGS.values():
+            code = (rule.accept_tree, drafting.name)
+            drafts = rule.name != "none" and drafting.drafts
+            if not (drafts and rule.lossless and drafting.lossless):
+                continue
+            if can_decide(rule.name, drafting.name) and not (drafting.chain and code in codes):
+                codes.add(code)
+                yield rule, drafting
 
 
 def lossless_decodings(
-    tree: Any, cfg_default: float, *, siblings: bool = False, **values: Any
+    plan: CertificationPlan, *, siblings: bool = False, **values: Any
 ) -> dict[str, Decoding]:
-    """Return the lossless pairs as decodings of a model, in small, by their labels."""
+    """Return the lossless pairs as small decodings of the model, by their labels.
+
+    Args:
+        plan: Names the model.
+        siblings: Whether one static tree must have siblings.
+        **values: Parameters of every decoding.
+    """
+    default_tree = model_of(plan.model).defaults.get("tree")
+    common = {"cfg_scale": plan.cfg_default, "cfg_default": plan.cfg_default, **values}
     named: dict[str, Decoding] = {}
     for rule, drafting in lossless_pairs():
-        common = {"cfg_scale": cfg_default, **values}
-        for small in (
-            _trees(rule, tree, siblings) if "tree" in drafting.defaults else [drafting.small]
-        ):
-            _add(
-                named=named,
-                rule=rule,
-                drafting=drafting,
-                values={**common, **small},
-                cfg_default=cfg_default,
-            )
+        sizes = [dict(drafting.small)]
+        if "tree" in drafting.defaults:
+            sizes = _static_trees(rule, default_tree, siblings=siblings)
+        for size in sizes:
+            _add(named, rule, drafting, values=common | size)
     return named
 
 
+def _static_trees(rule: Rule, default_tree: Any, *, siblings: bool) -> list[dict[str, Any]]:
+    """The static trees of a rule: the model's or the rule's own, and one with siblings."""
+    tree = default_tree or DRAFTINGS["static"].defaults["tree"]
+    paths = STATIC_TREES[tree] if isinstance(tree, str) else check_topology(tree)
+    of_model = {"tree": paths}
+    if rule.chains:
+        return [of_model if is_chain(paths) else {"tree": rule.tree}]
+    if siblings:
+        return [of_model, _SIBLINGS]
+    if is_chain(paths):
+        return [of_model, dict(DRAFTINGS["static"].small)]
+    return [of_model]
+
+
 def table_decodings() -> dict[str, Decoding]:
-    """Return the lossless pairs as decodings of the tables: every word of their parameters, wide windows, filters."""
+    """Return the lossless pairs as decodings of the tables, by their labels.
+
+    They have every word of their parameters, wide windows, and filters.
+    """
     named: dict[str, Decoding] = {}
     for rule, drafting in lossless_pairs():
         words = {
@@ -167,31 +215,21 @@ def table_decodings() -> dict[str, Decoding]:
             for row in drafting.parameters
             if row.kind.choices and row.name != "tree"
         }
-        combinations = [
-            dict(zip(words, chosen, strict=True)) for chosen in itertools.product(*words.values())
-        ]
-        smalls: list[dict[str, Any]] = [dict(drafting.small)]
+        sizes: list[dict[str, Any]] = [dict(drafting.small)]
         if "tree" in drafting.defaults:
-            smalls = [{"tree": rule.tree}] if rule.chains else [dict(drafting.small), _SIBLINGS]
-        for small, chosen in itertools.product(smalls, combinations):
-            _add(named=named, rule=rule, drafting=drafting, values={**small, **chosen})
+            sizes = [{"tree": rule.tree}] if rule.chains else [dict(drafting.small), _SIBLINGS]
+        for size in sizes:
+            for chosen in itertools.product(*words.values()):
+                values = dict(zip(words, chosen, strict=True))
+                _add(named, rule, drafting, values=size | values)
         if "window" in drafting.small:
-            couplings = [{"coupling": word} for word in words.get("coupling", ())] or [{}]
-            for chosen in couplings:
-                _add(
-                    named=named,
-                    rule=rule,
-                    drafting=drafting,
-                    values={**drafting.small, **chosen, "window": _WIDE},
-                )
-        for small in smalls:
-            _add(
-                named=named,
-                rule=rule,
-                drafting=drafting,
-                values={**small, **_FILTERED},
-                suffix=", filtered and guided",
-            )
+            wide = dict(drafting.small) | {"window": _WIDE}
+            couplings = [{"coupling": word} for word in words.get("coupling", ())]
+            for coupling in couplings or [{}]:
+                _add(named, rule, drafting, values=wide | coupling)
+        for size in sizes:
+            values = size | _FILTERED
+            _add(named, rule, drafting, values=values, suffix=", filtered and guided")
     return named
 
 
@@ -199,54 +237,45 @@ def _add(
     named: dict[str, Decoding],
     rule: Rule,
     drafting: Drafting,
-    values: dict[str, Any],
-    cfg_default: float = 1.0,
+    *,
+    values: Mapping[str, Any],
     suffix: str = "",
 ) -> None:
-    """Add a decoding of a rule and a drafting, unless they do not go together with these values."""
+    """Add a decoding of a rule and a drafting, unless the rule cannot decide with these values."""
     defaults = defaults_for(drafting.name, rule.name, "speculative")
     if fresh_drafts_problem(rule.name, drafting.name, {**defaults, **values}):
         return
-    pair: dict[str, Any] = {
-        "drafting": drafting.name,
-        "rule": rule.name,
-        "cfg_default": cfg_default,
-    }
-    decoding = Decoding("speculative", **pair, **values)
-    if decoding.rule == rule.name:  # greedy decoding has no rule for chains
-        words = "" if rule.name == "strict" else f", {rule.name}"
-        named[f"{drafting.name} {decoding.tree_label}{words}{suffix}"] = decoding
-
-
-def _trees(rule: Rule, tree: Any, siblings: bool) -> list[dict[str, Any]]:
-    """The static trees that a rule is tested on: the model's own or the rule's, and one with siblings."""
-    model_tree = tree or DRAFTINGS["static"].defaults["tree"]
-    paths = STATIC_TREES[model_tree] if isinstance(model_tree, str) else check_topology(model_tree)
-    if rule.chains:
-        return [{"tree": paths} if is_chain(paths) else {"tree": rule.tree}]
-    if siblings:
-        return [{"tree": paths}, _SIBLINGS]
-    return [{"tree": paths}, *([dict(DRAFTINGS["static"].small)] if is_chain(paths) else [])]
+    pair = {"mode": "speculative", "drafting": drafting.name, "rule": rule.name}
+    decoding = Decoding(**{"cfg_default": 1.0, **pair, **values})
+    if decoding.rule != rule.name:  # greedy decoding has no rule for chains
+        return
+    label = f"{drafting.name} {decoding.tree_label}"
+    if rule.name != "strict":
+        label += f", {rule.name}"
+    named[label + suffix] = decoding
 
 
 def table_decoding(decoding: Decoding) -> Decoding:
-    """Return the same method with few drafts and without filters and guidance, for the tables (`tabular.py`)."""
-    values = {key: value for key, value in decoding.settings().items() if key != "tree"}
+    """Return the same method with few drafts, for the tables, without filters and guidance."""
+    values = decoding.settings()
+    values.pop("tree", None)
     values |= {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "cfg_scale": 1.0}
-    is_static_chain = decoding.rule_row.chains and bool(decoding.paths)
-    values |= (
-        {"tree": decoding.rule_row.tree} if is_static_chain else dict(decoding.drafting_row.small)
-    )
-    return Decoding(**values | ({"neighbours": 2} if decoding.neighbours else {}))
+    if decoding.rule_row.chains and decoding.paths:
+        values["tree"] = decoding.rule_row.tree
+    else:
+        values |= decoding.drafting_row.small
+    if decoding.neighbours:
+        values["neighbours"] = 2
+    return Decoding(**values)
 
 
-# ---- Rules that are broken on purpose: what the tests must reject to have power
+# ---- Broken rules, which the tests must reject to have power
 
 Accept: TypeAlias = Callable[[Children, BoundRule], Acceptance]
 
 
 def broken_trials(trial: Trial) -> list[Trial]:
-    """Return a trial with the mistakes that any rule can have."""
+    """Return a trial with each of the two mistakes that any rule can make."""
     accept = load_code(trial.decoding.rule_row.accept_tree or accept_children)
     mistakes: dict[str, Accept] = {
         "residual left out": partial(without_residual, accept=accept),
@@ -262,17 +291,28 @@ def broken_trials(trial: Trial) -> list[Trial]:
 def without_residual(
     children: Children, rule: BoundRule, accept: Accept = accept_children
 ) -> Acceptance:
-    """Decide as `accept`, and draw the bonus token from the node's own p also after a rejection."""
+    """Leave the residual out: draw the bonus token from the node's p also after a rejection.
+
+    Args:
+        children: Children of each node.
+        rule: The rule of the decoding.
+        accept: The function that decides on the drafts.
+    """
     p = children.p.clone()
-    return replace(
-        accept(children, rule), residual=p, exhausted=torch.zeros_like(children.offered[:, 0])
-    )
+    exhausted = torch.zeros_like(children.offered[:, 0])
+    return replace(accept(children, rule), residual=p, exhausted=exhausted)
 
 
 def accepted_too_often(
     children: Children, rule: BoundRule, accept: Accept = accept_children
 ) -> Acceptance:
-    """Decide as `accept`, with probabilities raised, to at most 1, of drafts that it can accept."""
+    """Raise the acceptance probability of every draft that can be accepted, to at most 1.
+
+    Args:
+        children: Children of each node.
+        rule: The rule of the decoding.
+        accept: The function that decides on the drafts.
+    """
     acceptance = accept(children, rule)
     raised = (acceptance.accept + _TOO_OFTEN).clamp(max=1.0)
     can_be_accepted = children.offered & (acceptance.accept > 0)

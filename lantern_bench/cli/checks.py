@@ -232,38 +232,25 @@ def certify(
     resolved = resolve_cells(
         name="certify", flags=flags, cells=cells, settings=settings or [], compile=thorough
     )
-    values = {
-        "samples": samples or (192 if modes or thorough else 8),
-        "is_thorough": thorough,
-        "has_power": power,
-    }
-    plan = plan_certification(resolved, bool(modes), **values)
+    plan = plan_certification(
+        resolved,
+        is_audit=bool(modes),
+        samples=samples or (192 if modes or thorough else 8),
+        is_thorough=thorough,
+        has_power=power,
+    )
     title = "audit" if modes else "certify"
     folder = out or results_root() / f"{title}-{Path(model).name}"
     check_writable(folder)
     set_threads(plan.resolved.settings.threads)
 
+    from lantern_bench.checks import certification
     from lantern_bench.checks.certificate_rows import LEVEL, failures
-    from lantern_bench.checks.certification import Certification
-    from lantern_bench.cli.console import duration, show_events
-    from lantern_bench.models.load import compile_models
+    from lantern_bench.cli.console import show_events
     from lantern_bench.storage.schema import frame
 
-    certification = Certification(plan)
-    loaded = certification.loaded
-    compute = certification.compute
-    if plan.resolved.settings.compile and (note := compile_models([loaded], compute)) is not None:
-        console.note(*note)
     with console.progress() as progress:
-        emit = show_events(console, progress)
-        certification.prepare(emit)
-        on_tables = sum(not trial.dtype for trial in certification.trials)
-        counts = f"{on_tables} on tables, {len(certification.trials) - on_tables} with {plan.model}"
-        console.say(
-            f"{len(certification.trials)} trials ({counts}): about {duration(sum(certification.seconds))}"
-        )
-        tables = certification.measure(emit)
-    certification.write(folder, tables)
+        tables = certification.certify(plan, folder, show_events(console, progress))
 
     name = "audit" if modes else "power" if power else "certificate"
     table = frame(name, tables[name])

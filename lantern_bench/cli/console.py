@@ -24,6 +24,7 @@ from statistics import fmean
 
 from lantern_bench.sweeps.events import Event, ImageDone, Started
 from lantern_bench.utils.progress import Emit, Note, ProgressEvent
+from lantern_bench.utils.text import duration
 
 FORMATS = ("table", "csv", "json", "md", "latex")
 
@@ -114,18 +115,6 @@ class Progress:
 
     def _so_far(self) -> str:
         return f"{self._done:.0%}" if self._total == 1 else f"{self._done:g} of {self._total:g}"
-
-
-def duration(seconds: float) -> str:
-    """Return a time as text: `42 s`, `4 min 12 s`, `1 h 03 min`."""
-    minutes, rest = divmod(round(seconds), 60)
-    if not minutes:
-        return f"{rest} s"
-    return (
-        f"{minutes} min {rest:02d} s"
-        if minutes < 60
-        else f"{minutes // 60} h {minutes % 60:02d} min"
-    )
 
 
 class Console:

@@ -118,11 +118,11 @@ def profile(
         size=size,
         random=random_weights,
         compute=compute,
+        cfg_scale=decodings[0].cfg_scale,
         images=images,
         seed=seed,
         tokens=tokens,
     )
-    profiled = profiled._replace(cfg_scale=decodings[0].cfg_scale)
     for decoding in (*trees.values(), *decodings):
         check_loaded(profiled.model, decoding, batch=1, compute=compute)
     if compile and (note := compile_models([profiled.model], compute)) is not None:
@@ -141,7 +141,7 @@ def profile(
     if search:
         return _search(profiled=profiled, decodings=decodings, console=console, format=format)
     target: Any = profiled.model.target
-    rates = profiling.device_rates(target, profiled.is_guided)
+    rates = profiling.device_rates(target, guided=profiled.is_guided)
     speeds = f"reads {rates.bytes_per_s / 1e9:.1f} GB/s, multiplies {rates.operations_per_s / 1e9:.0f} Gop/s"
     console.say(f"{compute.device}: {speeds}, measured at the size of this model")
     with console.progress() as progress:

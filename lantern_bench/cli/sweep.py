@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lantern_bench.cli.console import Console, duration, show_events
+from lantern_bench.cli.console import Console, show_events
 from lantern_bench.cli.options import (
     EXPERIMENT_FLAGS,
     FormatOption,
@@ -24,6 +24,7 @@ from lantern_bench.storage import run_directory
 from lantern_bench.sweeps.request import WORKER_TIMEOUT, plan_table, prepare
 from lantern_bench.sweeps.run import check_failed, run
 from lantern_bench.utils.errors import UserError
+from lantern_bench.utils.text import duration
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_origin
 
 import typer
 
-from lantern_bench.cli.console import Console, duration, show_events
+from lantern_bench.cli.console import Console, show_events
 from lantern_bench.cli.help import Command, command_group
 from lantern_bench.cli.options import PROMPTS_HELP, FormatOption, flag, with_flags
 from lantern_bench.storage.run_directory import results_root
 from lantern_bench.training.recipe import DrafterFlags, checked
 from lantern_bench.utils.errors import CheckFailedError, UserError
 from lantern_bench.utils.files import check_writable
+from lantern_bench.utils.text import duration
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -18,7 +18,7 @@ def has_bfloat16(device: torch.device) -> bool:
     """
     if device.type != "cpu":
         return True
-    # Older versions of torch have no such functions.
+    # Older versions of torch lack these functions.
     names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
     return any(getattr(torch.cpu, name, bool)() for name in names)
 

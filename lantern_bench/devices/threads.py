@@ -24,7 +24,7 @@ _TIE = 0.05  # fewer threads are chosen when more are not faster by this fractio
 # An image is disturbed when its threads lacked a core for more than this fraction of its seconds.
 DISTURBED = 0.05
 BUSY = 0.25  # above this fraction of the timed seconds, speed cannot be measured
-QUIET_ADVICE = "Close other programs. Figures of tokens and quality hold; those of seconds may not."
+QUIET_ADVICE = "Close other programs. Token counts and quality are valid; times may not be."
 
 
 def prepare_environment() -> None:

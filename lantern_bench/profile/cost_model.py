@@ -1,7 +1,4 @@
-"""What a decode step costs on a device, from sizes alone (docs/prediction.md), and the speedups of a run there.
-
-Acceptance is the run's: which tokens a step commits does not depend on the device.
-"""
+"""The cost of a decode step on a device, from sizes alone (docs/prediction.md)."""
 
 from __future__ import annotations
 
@@ -20,23 +17,23 @@ from lantern_bench.utils.errors import RefusedError
 
 
 class Stack(NamedTuple):
-    """The kernels of a step under one kind of software."""
+    """Number of kernels that a step launches in one kind of code."""
 
-    layer: float  # of a target forward, for each layer
-    forward: float  # of a target forward, besides its layers
-    drafter: float  # of a drafter forward, its layer included
-    level: float  # of drawing a tree, for each drafter forward
-    node: float  # of drawing a tree, for each node
-    verify: float  # of verification
-    rank: float  # of verification, for each child rank
-    walk: float  # of verification, for each token of the path
-    keep: float  # of the cache update, for each layer
-    # shapes are fixed, and guidance comes before the head, which is float32 (docs/engine.md)
+    layer: float  # target forward, for each layer
+    forward: float  # target forward, outside its layers
+    drafter: float  # drafter forward, with its layer
+    level: float  # drawing a tree, for each drafter forward
+    node: float  # drawing a tree, for each node
+    verify: float  # verification
+    rank: float  # verification, for each child rank
+    walk: float  # verification, for each token of the path
+    keep: float  # cache update, for each layer
+    # Shapes are fixed, and guidance comes before the head, which is float32 (docs/engine.md).
     fixed: bool
 
 
-# This package's compiled programs, and eager code as it is published.
 STACKS: dict[str, Stack] = {
+    # This package's compiled programs.
     "compiled": Stack(
         layer=17.5,
         forward=17,
@@ -49,6 +46,7 @@ STACKS: dict[str, Stack] = {
         keep=0.5,
         fixed=True,
     ),
+    # Eager code as its authors publish it.
     "eager": Stack(
         layer=49,
         forward=18,
@@ -72,15 +70,20 @@ class Work(NamedTuple):
     kernels: float
 
     def __add__(self, other: Work) -> Work:  # type: ignore[override]
-        """The work of both."""
-        return Work(*(a + b for a, b in zip(self, other, strict=True)))
+        """Return the work of both."""
+        return Work(
+            self.bytes + other.bytes,
+            self.operations + other.operations,
+            self.kernels + other.kernels,
+        )
 
 
 class Draft(NamedTuple):
     """The sizes of a draft tree."""
 
-    nodes: int  # that the target scores, the root included
-    levels: tuple[int, ...] | None  # nodes of each drafter forward but the first; None: no drafter
+    nodes: int  # scored by the target, root included
+    # Nodes of each drafter forward after the first; None without a drafter.
+    levels: tuple[int, ...] | None
     depth: int
     fanout: int  # most children of a node
 
@@ -89,99 +92,117 @@ class Setting(NamedTuple):
     """The sizes of a decoding."""
 
     sizes: Any  # the target's `TransformerConfig`
-    batch: int  # images at once
+    batch: int  # images decoded together
     guided: bool
     context: float  # positions in the cache
 
     @property
     def rows(self) -> int:
-        """Rows of a forward for each node."""
+        """Rows of a forward at each node."""
         return self.batch * (2 if self.guided else 1)
 
 
 def forward_work(
-    setting: Setting, layers: int, nodes: float, weight_bytes: int, stack: Stack
+    setting: Setting, layers: int, nodes: float, *, weight_bytes: int, stack: Stack
 ) -> Work:
-    """A forward of `layers` layers and the head over `nodes` of each image, without kernels."""
+    """Return the work of a forward, without its kernels.
+
+    Args:
+        setting: Sizes of the decoding.
+        layers: Layers in front of the head.
+        nodes: Nodes of each image.
+        weight_bytes: Bytes of a weight.
+        stack: Kind of code.
+    """
     sizes = setting.sizes
-    kv_heads = setting.sizes.kv_heads or setting.sizes.heads
-    layer = (
-        sizes.dim * sizes.head_dim * (2 * sizes.heads + 2 * kv_heads)
-        + 3 * sizes.dim * sizes.ffn_dim
-    )
-    head = sizes.vocab_size * sizes.dim
-    cache = 2 * layers * setting.rows * setting.context * kv_heads * sizes.head_dim * weight_bytes
+    rows = setting.rows
+    kv_heads = sizes.kv_heads or sizes.heads
+    attention_weights = sizes.dim * sizes.head_dim * (2 * sizes.heads + 2 * kv_heads)
+    layer_weights = layers * (attention_weights + 3 * sizes.dim * sizes.ffn_dim)
+    head_weights = sizes.vocab_size * sizes.dim
+    head_bytes = 4 if stack.fixed else weight_bytes
+    head_rows = setting.batch if stack.fixed else rows
+    cached = 2 * layers * rows * setting.context * kv_heads * sizes.head_dim
     attention = 2 * layers * (setting.context + nodes) * sizes.heads * sizes.head_dim
-    head_bytes, head_rows = (4, setting.batch) if stack.fixed else (weight_bytes, setting.rows)
-    operations = 2.0 * nodes * (setting.rows * (layers * layer + attention) + head_rows * head)
-    return Work(layers * layer * weight_bytes + head * head_bytes + cache, operations, 0.0)
+    products = rows * (layer_weights + attention) + head_rows * head_weights
+    read = (layer_weights + cached) * weight_bytes + head_weights * head_bytes
+    return Work(read, 2.0 * nodes * products, 0.0)
 
 
-def _logits(setting: Setting, rows: float, passes: float, kernels: float) -> Work:
-    """`passes` over float32 distributions of `rows` nodes of each image, and the kernels of the program."""
-    return Work(4.0 * passes * setting.batch * rows * setting.sizes.vocab_size, 0.0, kernels)
+def _logits_work(setting: Setting, rows: float, *, passes: float, kernels: float) -> Work:
+    """Passes over float32 distributions of `rows` nodes of each image, and a program's kernels."""
+    read = 4.0 * passes * setting.batch * rows * setting.sizes.vocab_size
+    return Work(read, 0.0, kernels)
 
 
-def target_work(setting: Setting, nodes: float, weight_bytes: int, stack: Stack) -> Work:
-    """A target forward over `nodes`; drawing an autoregressive token is part of it."""
+def target_work(setting: Setting, nodes: float, *, weight_bytes: int, stack: Stack) -> Work:
+    """Return the work of a target forward, which includes drawing an autoregressive token.
+
+    Args:
+        setting: Sizes of the decoding.
+        nodes: Nodes of each image.
+        weight_bytes: Bytes of a weight.
+        stack: Kind of code.
+    """
     layers = setting.sizes.layers
-    forward = forward_work(
-        setting=setting, layers=layers, nodes=nodes, weight_bytes=weight_bytes, stack=stack
-    )
-    return forward + _logits(
-        setting=setting, rows=nodes, passes=2, kernels=stack.layer * layers + stack.forward
-    )
+    forward = forward_work(setting, layers, nodes, weight_bytes=weight_bytes, stack=stack)
+    kernels = stack.layer * layers + stack.forward
+    return forward + _logits_work(setting, nodes, passes=2, kernels=kernels)
 
 
 def draft_work(
-    setting: Setting, draft: Draft, committed: float, weight_bytes: int, stack: Stack
+    setting: Setting, draft: Draft, committed: float, *, weight_bytes: int, stack: Stack
 ) -> list[Work]:
-    """The drafter's forwards of a step: over the last tokens, then over the inner nodes of each level."""
+    """Return the work of the drafter's forwards in a step.
+
+    The first forward is over the last committed tokens, the others over the inner nodes of each
+    level. Without a drafter there is none.
+
+    Args:
+        setting: Sizes of the decoding.
+        draft: Sizes of the draft tree.
+        committed: Tokens that a step commits on average.
+        weight_bytes: Bytes of a weight.
+        stack: Kind of code.
+    """
     if draft.levels is None:
         return []
+    sizes = setting.sizes
+    fuse_weights = 2 * sizes.dim**2
+    fuse_bytes = fuse_weights * weight_bytes
+    if stack.fixed:
+        # The drafter's head has the dtype of its weights, not float32 (docs/engine.md).
+        fuse_bytes -= sizes.vocab_size * sizes.dim * (4 - weight_bytes)
+    forwards = 1 + len(draft.levels)
+    kernels = stack.drafter + stack.level + stack.node * (draft.nodes - 1) / forwards
     first = draft.depth + 1 if stack.fixed else committed
-    fuse = 2 * setting.sizes.dim**2
     works = []
     for number, nodes in enumerate((first, *draft.levels)):
-        forward = forward_work(
-            setting=setting, layers=1, nodes=nodes, weight_bytes=weight_bytes, stack=stack
-        )
-        # The drafter's head has the type of its weights (docs/engine.md).
-        extra = (
-            fuse * weight_bytes
-            - setting.sizes.vocab_size * setting.sizes.dim * (4 - weight_bytes) * stack.fixed
-        )
-        kernels = (
-            stack.drafter + stack.level + stack.node * (draft.nodes - 1) / (1 + len(draft.levels))
-        )
-        fused = Work(extra, 2.0 * setting.rows * nodes * fuse, 0.0)
-        works.append(
-            forward
-            + fused
-            + _logits(setting=setting, rows=nodes if number else 1, passes=4, kernels=kernels)
-        )
+        forward = forward_work(setting, 1, nodes, weight_bytes=weight_bytes, stack=stack)
+        fused = Work(fuse_bytes, 2.0 * setting.rows * nodes * fuse_weights, 0.0)
+        drawn = nodes if number else 1
+        works.append(forward + fused + _logits_work(setting, drawn, passes=4, kernels=kernels))
     return works
 
 
-def verify_work(setting: Setting, draft: Draft, committed: float, stack: Stack) -> Work:
-    """Acceptance of a tree, the bonus token, and the cache update."""
+def verify_work(setting: Setting, draft: Draft, committed: float, *, stack: Stack) -> Work:
+    """Return the work of accepting a tree, drawing the bonus token and updating the cache.
+
+    Args:
+        setting: Sizes of the decoding.
+        draft: Sizes of the draft tree.
+        committed: Tokens that a step commits on average.
+        stack: Kind of code.
+    """
     walked = draft.depth + 1 if stack.fixed else committed
-    kernels = (
-        stack.verify
-        + stack.rank * draft.fanout
-        + stack.walk * walked
-        + stack.keep * setting.sizes.layers
-    )
-    return _logits(
-        setting=setting,
-        rows=draft.nodes if stack.fixed else walked,
-        passes=4 + 2 * draft.fanout,
-        kernels=kernels,
-    )
+    kernels = stack.verify + stack.rank * draft.fanout + stack.walk * walked
+    kernels += stack.keep * setting.sizes.layers
+    rows = draft.nodes if stack.fixed else walked
+    return _logits_work(setting, rows, passes=4 + 2 * draft.fanout, kernels=kernels)
 
 
 class Seconds(NamedTuple):
-    """Seconds of a program: in all, and what reading, multiplying and launching would take alone."""
+    """Seconds of a program: in all, and of reading, multiplying and launching alone."""
 
     total: float
     read: float
@@ -189,172 +210,203 @@ class Seconds(NamedTuple):
     launch: float
 
 
-def seconds_of(work: Work, device: Device, stack: Stack, factor: float = 1.0) -> Seconds:
-    """Seconds of a program, times a factor; raises `RefusedError` without a time of eager kernels."""
-    read = work.bytes / (1e9 * device.read_gb_s * device.read_share)
-    multiply = work.operations / (1e12 * device.multiply_tflops * device.multiply_share)
-    each = device.kernel_us if stack.fixed else device.eager_kernel_us
-    if each is None:
+def seconds_of(work: Work, device: Device, stack: Stack, *, factor: float = 1.0) -> Seconds:
+    """Return the seconds of a program.
+
+    Args:
+        work: Its work.
+        device: The device.
+        stack: Kind of code.
+        factor: Measured over modelled seconds of such programs.
+
+    Raises:
+        RefusedError: The device does not say how long it takes to launch an eager kernel.
+    """
+    read = factor * work.bytes / (1e9 * device.read_gb_s * device.read_share)
+    multiply = factor * work.operations / (1e12 * device.multiply_tflops * device.multiply_share)
+    kernel_us = device.kernel_us if stack.fixed else device.eager_kernel_us
+    if kernel_us is None:
         raise RefusedError(
             f"the device {device.name} states no eager_kernel_us",
             "Add it to its file, or predict --stack compiled.",
         )
-    launch = 1e-6 * each * work.kernels
-    busy = max(read, multiply)
-    total = launch + busy if stack.fixed else max(launch, busy)
+    launch = factor * 1e-6 * kernel_us * work.kernels
     if device.kind == "cpu":
         total = launch + read + multiply
-    return Seconds(
-        total=factor * total, read=factor * read, multiply=factor * multiply, launch=factor * launch
-    )
+    elif stack.fixed:
+        total = launch + max(read, multiply)
+    else:
+        total = max(launch, read, multiply)
+    return Seconds(total=total, read=read, multiply=multiply, launch=launch)
 
 
 def step_seconds(
-    device: Device, stack: Stack, setting: Setting, draft: Draft | None, committed: float
+    device: Device, stack: Stack, setting: Setting, *, draft: Draft | None, committed: float
 ) -> pd.DataFrame:
-    """`Seconds` of the programs of a step (draft, target, verify) and of the host's work outside them (other).
+    """Return the seconds of each part of a step: draft, target, verify and other.
 
-    The step commits `committed` tokens on average; `draft` None is an autoregressive step.
+    Other is the host's work outside the programs.
+
+    Args:
+        device: The device.
+        stack: Kind of code.
+        setting: Sizes of the decoding.
+        draft: Sizes of the draft tree; None for an autoregressive step.
+        committed: Tokens that a step commits on average.
+
+    Returns:
+        A table with the parts as rows and the fields of `Seconds` as columns.
     """
     if stack.fixed and device.kind == "gpu":
         setting = setting._replace(context=setting.sizes.prefix + setting.sizes.image_tokens)
-    size = device.weight_bytes
+    weight_bytes = device.weight_bytes
     nodes = 1 if draft is None else draft.nodes
-    target = seconds_of(
-        work=target_work(setting=setting, nodes=nodes, weight_bytes=size, stack=stack),
-        device=device,
-        stack=stack,
-        factor=device.target_factor(nodes),
-    )
-    programs = {
+    target = target_work(setting, nodes, weight_bytes=weight_bytes, stack=stack)
+    target_factor = device.target_factor(nodes)
+    parts = {
         "draft": np.zeros(4),
-        "target": np.array(target),
+        "target": np.array(seconds_of(target, device, stack, factor=target_factor)),
         "verify": np.zeros(4),
         "other": np.zeros(4),
     }
     if draft is not None:
-        for work in draft_work(
-            setting=setting, draft=draft, committed=committed, weight_bytes=size, stack=stack
-        ):
-            programs["draft"] += seconds_of(
-                work=work, device=device, stack=stack, factor=device.draft_factor
-            )
-        verify = verify_work(setting=setting, draft=draft, committed=committed, stack=stack)
-        programs["verify"] += seconds_of(
-            work=verify, device=device, stack=stack, factor=device.verify_factor
-        )
-        programs["other"][0] = 1e-6 * device.step_us if stack.fixed else 0.0
-    return pd.DataFrame.from_dict(programs, orient="index", columns=Seconds._fields)
+        for work in draft_work(setting, draft, committed, weight_bytes=weight_bytes, stack=stack):
+            parts["draft"] += seconds_of(work, device, stack, factor=device.draft_factor)
+        verify = verify_work(setting, draft, committed, stack=stack)
+        parts["verify"] += seconds_of(verify, device, stack, factor=device.verify_factor)
+        if stack.fixed:
+            parts["other"][0] = 1e-6 * device.step_us
+    return pd.DataFrame.from_dict(parts, orient="index", columns=Seconds._fields)
 
 
 def prefill_seconds(device: Device, stack: Stack, setting: Setting) -> float:
-    """The forward over the prefix, which is not compiled; without `eager_kernel_us` it counts as such."""
-    eager = stack if device.eager_kernel_us is None else STACKS["eager"]
-    work = target_work(
-        setting=setting._replace(context=0),
-        nodes=setting.sizes.prefix,
-        weight_bytes=device.weight_bytes,
-        stack=eager,
-    )
-    return seconds_of(work, device, eager).total
+    """Return the seconds of the forward over the prefix, which is never compiled.
+
+    Args:
+        device: The device.
+        stack: Used if the device does not say how long it takes to launch an eager kernel.
+        setting: Sizes of the decoding.
+    """
+    code = stack if device.eager_kernel_us is None else STACKS["eager"]
+    empty = setting._replace(context=0)
+    prefix = setting.sizes.prefix
+    work = target_work(empty, prefix, weight_bytes=device.weight_bytes, stack=code)
+    return seconds_of(work, device, code).total
 
 
 class Sample(NamedTuple):
-    """A measured program: its work, its seconds, and the nodes of a target forward."""
+    """A measured program."""
 
     program: Literal["draft", "target", "verify"]
     work: Work
     seconds: float
-    nodes: int = 1
+    nodes: int = 1  # of a target forward
 
 
 def fit_device(samples: Sequence[Sample], **fields: Any) -> Device:
-    """Fit rates, time of a kernel and factors to compiled programs; `fields` are the device's other fields.
+    """Fit a device to measured compiled programs.
 
-    Least squares of relative errors without negative rates, as if nothing overlapped; then factors, each the median of
-    measured over modelled.
+    First the rates and the time of a kernel: non-negative least squares of relative errors, as if
+    nothing overlapped. Then the factors, each the median of measured over modelled seconds.
+
+    Args:
+        samples: The measured programs.
+        **fields: The other fields of the device.
     """
     from scipy.optimize import nnls
 
     seconds = np.array([sample.seconds for sample in samples])
     work = np.array([sample.work for sample in samples]) * (1e-9, 1e-12, 1e-6)
-    per_gb, per_tflop, kernel_us = map(
-        float, nnls(work / seconds[:, None], np.ones(len(samples)))[0]
-    )
-    rates = {
-        "read_gb_s": 1 / max(per_gb, 1e-6),
-        "multiply_tflops": 1 / max(per_tflop, 1e-6),
-        "kernel_us": kernel_us,
-    }
+    solution, _ = nnls(work / seconds[:, None], np.ones(len(samples)))
+    per_gb, per_tflop, kernel_us = map(float, solution)
     device = Device.model_validate(
-        fields | {name: float(f"{rate:.4g}") for name, rate in rates.items()}
+        {
+            **fields,
+            "read_gb_s": _four_digits(1 / max(per_gb, 1e-6)),
+            "multiply_tflops": _four_digits(1 / max(per_tflop, 1e-6)),
+            "kernel_us": _four_digits(kernel_us),
+        }
     )
-    ratios: dict[tuple[str, int], list[float]] = {}
+    ratios: dict[str, list[float]] = {}
+    target_ratios: dict[int, list[float]] = {}
     for sample in samples:
         modelled = seconds_of(sample.work, device, STACKS["compiled"]).total
-        key = (sample.program, sample.nodes if sample.program == "target" else 0)
-        ratios.setdefault(key, []).append(sample.seconds / modelled)
-    factors = {key: float(f"{median(values):.4g}") for key, values in ratios.items()}
-    fitted = {
-        f"{program}_factor": factor
-        for (program, _), factor in factors.items()
-        if program != "target"
+        ratio = sample.seconds / modelled
+        if sample.program == "target":
+            target_ratios.setdefault(sample.nodes, []).append(ratio)
+        else:
+            ratios.setdefault(f"{sample.program}_factor", []).append(ratio)
+    factors: dict[str, Any] = {
+        name: _four_digits(median(values)) for name, values in ratios.items()
     }
-    targets = {
-        nodes: factor for (program, nodes), factor in sorted(factors.items()) if program == "target"
+    factors["target_factors"] = {
+        nodes: _four_digits(median(values)) for nodes, values in sorted(target_ratios.items())
     }
-    return device.model_copy(update={**fitted, "target_factors": targets})
+    return device.model_copy(update=factors)
+
+
+def _four_digits(value: float) -> float:
+    return float(f"{value:.4g}")
 
 
 def step_samples(
-    setting: Setting, draft: Draft | None, weight_bytes: int, step: Row
+    setting: Setting, draft: Draft | None, *, weight_bytes: int, step: Row
 ) -> list[Sample]:
-    """The programs of a measured compiled step as samples; `step` has `target_ms` and so on."""
+    """Return the programs of a measured compiled step.
+
+    Args:
+        setting: Sizes of the decoding.
+        draft: Sizes of the draft tree; None for an autoregressive step.
+        weight_bytes: Bytes of a weight.
+        step: Milliseconds of the parts of the step: `target_ms` and so on.
+    """
     stack = STACKS["compiled"]
-    nodes, target_ms = (
-        (1, step["target_ms"] + step["other_ms"])
-        if draft is None
-        else (draft.nodes, step["target_ms"])
-    )
-    samples = [
-        Sample(
-            program="target",
-            work=target_work(setting=setting, nodes=nodes, weight_bytes=weight_bytes, stack=stack),
-            seconds=1e-3 * target_ms,
-            nodes=nodes,
-        )
-    ]
+    nodes = 1
+    target_ms = step["target_ms"]
+    if draft is None:
+        target_ms += step["other_ms"]
+    else:
+        nodes = draft.nodes
+    target = target_work(setting, nodes, weight_bytes=weight_bytes, stack=stack)
+    samples = [Sample("target", target, seconds=1e-3 * target_ms, nodes=nodes)]
     if draft is not None:
-        drafted = sum(
-            draft_work(
-                setting=setting, draft=draft, committed=1, weight_bytes=weight_bytes, stack=stack
-            ),
-            Work(0.0, 0.0, 0.0),
-        )
-        samples.append(Sample("draft", drafted, 1e-3 * step["draft_ms"]))
-        samples.append(
-            Sample(
-                "verify",
-                verify_work(setting=setting, draft=draft, committed=1, stack=stack),
-                1e-3 * step["verify_ms"],
-            )
-        )
+        drafted = Work(0.0, 0.0, 0.0)
+        for work in draft_work(setting, draft, 1, weight_bytes=weight_bytes, stack=stack):
+            drafted += work
+        verify = verify_work(setting, draft, 1, stack=stack)
+        samples.append(Sample("draft", drafted, seconds=1e-3 * step["draft_ms"]))
+        samples.append(Sample("verify", verify, seconds=1e-3 * step["verify_ms"]))
     return samples
 
 
 def tree_draft(paths: Sequence[Sequence[int]]) -> Draft:
-    """The draft of a static tree, from its root-to-node paths of child ranks."""
-    inner = {tuple(path[:-1]) for path in paths}
-    depth = max(map(len, paths))
-    levels = tuple(sum(len(node) == level for node in inner) for level in range(1, depth))
+    """Return the draft of a static tree, given its root-to-node paths of child ranks."""
+    depth = max(len(path) for path in paths)
+    inner_depths = [len(node) for node in {tuple(path[:-1]) for path in paths}]
     return Draft(
-        nodes=len(paths) + 1, levels=levels, depth=depth, fanout=1 + max(path[-1] for path in paths)
+        nodes=len(paths) + 1,
+        levels=tuple(inner_depths.count(level) for level in range(1, depth)),
+        depth=depth,
+        fanout=1 + max(path[-1] for path in paths),
     )
 
 
 def named_draft(label: str) -> Draft | None:
-    """The draft that tables write as `chain-4` or, for a dynamic tree, `58n5d10b`; None for other labels."""
-    if match := re.fullmatch(r"(\d+)n(\d+)d(\d+)b", label):
-        nodes, depth, beam = map(int, match.groups())
-        return Draft(nodes=nodes + 1, levels=(beam,) * (depth - 1), depth=depth, fanout=beam)
+    """Return the draft of a label such as `chain-4` or, for a dynamic tree, `58n5d10b`.
+
+    None if the label does not say the sizes.
+    """
+    sizes = dynamic_sizes(label)
+    if sizes is not None:
+        levels = (sizes["beam"],) * (sizes["depth"] - 1)
+        nodes = sizes["nodes"] + 1
+        return Draft(nodes=nodes, levels=levels, depth=sizes["depth"], fanout=sizes["beam"])
     return tree_draft(STATIC_TREES[label]) if label in STATIC_TREES else None
+
+
+def dynamic_sizes(label: str) -> dict[str, int] | None:
+    """Return nodes, depth and beam of a dynamic tree such as `58n5d10b`; None for other labels."""
+    match = re.fullmatch(r"(?P<nodes>\d+)n(?P<depth>\d+)d(?P<beam>\d+)b", label)
+    if match is None:
+        return None
+    return {name: int(text) for name, text in match.groupdict().items()}

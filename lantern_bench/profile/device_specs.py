@@ -1,4 +1,4 @@
-"""Devices whose speed can be predicted."""
+"""Devices whose speed can be predicted: the ones that ship, and files of users."""
 
 from __future__ import annotations
 
@@ -23,58 +23,59 @@ _Time = Annotated[
 
 
 class Device(BaseModel):
-    """A device: its rates, the shares of them that are reached, and overheads."""
+    """Rates of a device, the fractions of them that are reached, and overheads."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str = Field(pattern=r"\S", description="a name for tables")
     about: str = ""
-    # On a cpu reads and products follow each other, and attention reads the cache in use; on a gpu they overlap, and
-    # compiled programs read the whole cache.
+    # On a cpu, reads and products follow each other, and attention reads the cache in use. On a gpu
+    # they overlap, and compiled programs read the whole cache.
     kind: Literal["gpu", "cpu"] = Field(description="must be gpu or cpu")
     read_gb_s: _Rate
     read_share: _Share = 1.0
     multiply_tflops: _Rate
     multiply_share: _Share = 1.0
     kernel_us: _Time  # one kernel of a compiled program
-    eager_kernel_us: _Time | None = None  # the host's time to launch one from Python; None: unknown
+    # The host's time to launch a kernel from Python; None if unknown.
+    eager_kernel_us: _Time | None = None
     step_us: _Time = 0.0  # host work of a step outside its programs
-    code: Literal["compiled", "eager"] = "compiled"  # what a device of a user was fitted to
+    code: Literal["compiled", "eager"] = "compiled"  # code that a user's device was fitted to
     weight_bytes: Annotated[
         int, Field(ge=1, le=8, description="must be a whole number from 1 to 8")
     ] = 2
-    # Measured over modelled seconds; of target forwards by nodes, interpolated between.
+    # Measured over modelled seconds. For target forwards by number of nodes, with interpolation.
     draft_factor: _Rate = 1.0
     verify_factor: _Rate = 1.0
     target_factors: dict[Annotated[int, Field(ge=1)], _Rate] = Field(default_factory=dict)
     sources: tuple[str, ...] = ()  # where each figure is from, and which are fitted or assumed
 
     def target_factor(self, nodes: float) -> float:
-        """What the modelled seconds of a target forward over `nodes` are multiplied by."""
+        """Return measured over modelled seconds of a target forward over `nodes`."""
         if not self.target_factors:
             return 1.0
         measured = sorted(self.target_factors)
-        return float(np.interp(nodes, measured, [self.target_factors[count] for count in measured]))
+        factors = [self.target_factors[count] for count in measured]
+        return float(np.interp(nodes, measured, factors))
 
 
 @cache
 def devices() -> dict[str, Device]:
-    """The devices that ship, by name."""
-    text = (
-        resources.files("lantern_bench.profile")
-        .joinpath("device_specs.yaml")
-        .read_text(encoding="utf-8")
-    )
-    data = yaml.safe_load(text)
-    rows = data["devices"].items()
+    """Return the devices that ship, by name."""
+    file = resources.files("lantern_bench.profile") / "device_specs.yaml"
+    data = yaml.safe_load(file.read_text(encoding="utf-8"))
     return {
         name: Device.model_validate({**data["all"], "name": name, **fields})
-        for name, fields in rows
+        for name, fields in data["devices"].items()
     }
 
 
 def find_device(name: str) -> Device:
-    """A shipped device, or the one of a YAML file."""
+    """Return a shipped device by its name, or read a device from a YAML file.
+
+    Raises:
+        UserError: The name is unknown, or the file is not a device.
+    """
     if not name.lower().endswith((".yaml", ".yml")):
         if name in devices():
             return devices()[name]

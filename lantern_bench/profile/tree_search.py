@@ -1,8 +1,10 @@
-"""Search for the fastest draft of a drafting and a rule: candidates with their length, priced, then measured."""
+"""Search for the fastest draft of a drafting and a rule.
+
+Candidates get their expected length and a price, and the fastest few are measured.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Sequence
@@ -23,70 +25,87 @@ from lantern_bench.utils.errors import UserError
 from lantern_bench.utils.progress import Emit, Note
 
 Rates = Sequence[Sequence[float]]
-"""Of depth 0, 1, ...: the probability that the child of rank 0, 1, ... is accepted."""
+"""For each depth, the probability that the child of rank 0, 1, ... is accepted."""
 
 SEARCHED = ("static", "jacobi", "pac", "hybrid", "dynamic")
 
 _LEVELS = 8
 _RANKS = 5
 _CHAIN: Topology = tuple((0,) * depth for depth in range(1, _LEVELS + 1))
-# A tree that is wide enough to show which ranks are accepted at every depth.
-_PROBE: Topology = check_topology(
-    [
-        *_CHAIN,
-        *((r,) for r in range(1, _RANKS)),
-        *((*[0] * d, r) for d in range(1, _LEVELS) for r in (1, 2)),
-    ]
-)
-_LEAST_WALKS = 30
-_FORWARDS = (1, 2, 4, 8, 16, 32)  # nodes of the forwards that are measured
+_LEAST_WALKS = 30  # of a depth whose acceptance is used
+_FORWARDS = (1, 2, 4, 8, 16, 32)  # nodes of the measured forwards
+_FORWARD_REPEATS = 100
 _MOST_NODES = 26  # of a static tree
 _MEASURED = 5  # candidates that are measured because their price is low
 _WINDOWS = tuple({"window": window} for window in (4, 8, 12, 16, 24, 32, 48))
 # From the smallest that have paid on any model to the default of the drafting.
-_DYNAMIC = tuple(
-    {"nodes": nodes, "depth": depth, "beam": beam}
-    for nodes, depth, beam in (
-        (2, 1, 2),
-        (3, 1, 3),
-        (6, 2, 3),
-        (10, 3, 3),
-        (16, 4, 4),
-        (24, 4, 6),
-        (32, 6, 5),
-        (58, 5, 10),
-    )
+_DYNAMIC = (
+    {"nodes": 2, "depth": 1, "beam": 2},
+    {"nodes": 3, "depth": 1, "beam": 3},
+    {"nodes": 6, "depth": 2, "beam": 3},
+    {"nodes": 10, "depth": 3, "beam": 3},
+    {"nodes": 16, "depth": 4, "beam": 4},
+    {"nodes": 24, "depth": 4, "beam": 6},
+    {"nodes": 32, "depth": 6, "beam": 5},
+    {"nodes": 58, "depth": 5, "beam": 10},
 )
 
 
 # ---- The longest static trees of every size, given how often drafts are accepted
 
 
+def _probe_tree() -> Topology:
+    """A tree that is wide enough to show which ranks are accepted at every depth."""
+    paths: list[Path] = [*_CHAIN]
+    paths += [(rank,) for rank in range(1, _RANKS)]
+    for depth in range(1, _LEVELS):
+        chain = (0,) * depth
+        paths += [(*chain, 1), (*chain, 2)]
+    return check_topology(paths)
+
+
 def acceptance_by_rank(traces: Sequence[ImageTrace], ranks: int) -> list[list[float]]:
-    """Return the share of walks that accept the child of each rank, at each depth that enough walks reached."""
-    counts: list[list[int]] = []
-    for step in (step for trace in traces for step in trace.child_rank):
-        for depth, rank in enumerate(step):
-            if depth == len(counts):
-                counts.append([0] * (ranks + 1))
-            counts[depth][min(rank, ranks - 1) if rank >= 0 else ranks] += 1
-    reached = itertools.takewhile(lambda walks: sum(walks) >= _LEAST_WALKS, counts)
-    return [[count / sum(walks) for count in walks[:ranks]] for walks in reached]
+    """Return the fraction of steps that accept the child of each rank, at each depth.
+
+    Depths that too few steps have reached are left out.
+    """
+    counts: list[list[int]] = []  # of each rank, and of no accepted child
+    for trace in traces:
+        for step in trace.child_rank:
+            for depth, rank in enumerate(step):
+                if depth == len(counts):
+                    counts.append([0] * (ranks + 1))
+                column = min(rank, ranks - 1) if rank >= 0 else ranks
+                counts[depth][column] += 1
+    rates = []
+    for of_depth in counts:
+        reached = sum(of_depth)
+        if reached < _LEAST_WALKS:
+            break
+        rates.append([count / reached for count in of_depth[:ranks]])
+    return rates
 
 
 def longest_trees(rates: Rates, most_nodes: int) -> dict[Topology, float]:
-    """Return the longest trees for each number of levels and nodes, with the expected tokens of a step."""
+    """Return the longest trees of each number of levels and nodes.
+
+    Returns:
+        The expected tokens of a step, with the bonus token, by tree.
+    """
     lengths = {}
     for levels in range(1, len(rates) + 1):
         best = _best_forest(rates[:levels])
         for nodes in range(levels, most_nodes + 1):
             length, paths = best(0, 0, nodes)
-            lengths[check_topology(paths)] = 1.0 + length  # with the bonus token
+            lengths[check_topology(paths)] = 1.0 + length
     return lengths
 
 
 def _best_forest(rates: Rates) -> Callable[[int, int, int], tuple[float, tuple[Path, ...]]]:
-    """Return (depth, rank, nodes) -> expected length and paths of the best children of one node, from `rank` on."""
+    """Return a function of (depth, rank, nodes) that finds the best children of one node.
+
+    The children start at `rank`. The function returns their expected length and their paths.
+    """
 
     @functools.cache
     def best(depth: int, rank: int, nodes: int) -> tuple[float, tuple[Path, ...]]:
@@ -98,7 +117,8 @@ def _best_forest(rates: Rates) -> Callable[[int, int, int], tuple[float, tuple[P
             length_beside, paths_beside = best(depth, rank + 1, nodes - 1 - below)
             length = rates[depth][rank] * (1.0 + length_below) + length_beside
             if length > top[0] or not top[1]:
-                top = length, ((rank,), *((rank, *path) for path in paths_below), *paths_beside)
+                child = [(rank, *path) for path in ((), *paths_below)]
+                top = (length, (*child, *paths_beside))
         return top
 
     return best
@@ -115,53 +135,54 @@ class Candidate:
     length: float  # expected tokens of a step: accepted drafts and the bonus token
 
 
-def _candidates(
-    model: LoadedModel, decoding: Decoding, prompts: Sequence[str], seed: int, emit: Emit
+def _static_candidates(
+    model: LoadedModel, decoding: Decoding, prompts: Sequence[str], *, seed: int, emit: Emit
 ) -> list[Candidate]:
-    """Return drafts of several sizes with their length: static trees by acceptance, others measured."""
-    if decoding.drafting == "static":
-        ranks = 1 if decoding.rule_row.chains else _RANKS
-        probe = with_drafting(decoding, {"tree": _CHAIN if ranks == 1 else _PROBE})
-        rates = acceptance_by_rank(
-            step_costs(model=model, decodings=[probe], prompts=prompts, seed=seed)[0].traces, ranks
+    """The longest static trees, given the acceptance of one wide tree."""
+    is_chain = decoding.rule_row.chains
+    probe = with_drafting(decoding, {"tree": _CHAIN if is_chain else _probe_tree()})
+    (cost,) = step_costs(model, [probe], prompts, seed=seed)
+    rates = acceptance_by_rank(cost.traces, 1 if is_chain else _RANKS)
+    depths = [" ".join(f"{rate:.2f}" for rate in of_depth) for of_depth in rates]
+    emit(Note(f"accepted at depth 1, 2, ... by rank: {'; '.join(depths)}"))
+    return [
+        Candidate(
+            decoding=with_drafting(decoding, {"tree": paths}),
+            nodes=len(paths),
+            levels=len(paths[-1]),
+            width=1 + max(path[-1] for path in paths),
+            length=length,
         )
-        by_depth = "; ".join(" ".join(f"{rate:.2f}" for rate in depth) for depth in rates)
-        emit(Note(f"accepted at depth 1, 2, ... by rank: {by_depth}"))
-        return [
-            Candidate(
-                with_drafting(decoding, {"tree": paths}),
-                nodes=len(paths),
-                levels=len(paths[-1]),
-                width=1 + max(path[-1] for path in paths),
-                length=length,
-            )
-            for paths, length in longest_trees(rates, _MOST_NODES).items()
-        ]
+        for paths, length in longest_trees(rates, _MOST_NODES).items()
+    ]
+
+
+def _measured_candidates(
+    model: LoadedModel, decoding: Decoding, prompts: Sequence[str], *, seed: int, emit: Emit
+) -> list[Candidate]:
+    """Drafts of several sizes with their measured length."""
     shared = {key: decoding.value(key) for key in decoding.drafting_row.parameter_names}
     candidates = []
     for size in _DYNAMIC if decoding.drafting == "dynamic" else _WINDOWS:
         sized = with_drafting(decoding, shared | size)
         emit(Note(f"measuring the length of {describe(sized)}"))
-        length = step_costs(model=model, decodings=[sized], prompts=prompts, seed=seed)[
-            0
-        ].mean_accepted_length
+        (cost,) = step_costs(model, [sized], prompts, seed=seed)
         drafts = drafting_of(sized, model.target)
-        candidates.append(
-            Candidate(
-                decoding=sized,
-                nodes=drafts.nodes - 1,
-                levels=drafts.depth,
-                width=drafts.fanout,
-                length=length,
-            )
+        candidate = Candidate(
+            decoding=sized,
+            nodes=drafts.nodes - 1,
+            levels=drafts.depth,
+            width=drafts.fanout,
+            length=cost.mean_accepted_length,
         )
+        candidates.append(candidate)
     return candidates
 
 
 def searched_lossless() -> list[tuple[str, str, str]]:
-    """Return (mode, drafting, rule) of every lossless way to decode whose drafts are searched."""
+    """Return (mode, drafting, rule) of every lossless method whose drafts are searched."""
     rules = [name for name, row in RULES.items() if row.lossless and name != "none"]
-    # Rules of one function are the same rule on a chain: the first stands for them.
+    # Rules with the same function are the same rule on a chain: the first stands for them.
     first_of = {RULES[name].accept_tree: name for name in reversed(rules)}
     on_chains = [name for name in rules if name in first_of.values()]
     methods = []
@@ -171,49 +192,62 @@ def searched_lossless() -> list[tuple[str, str, str]]:
             for mode in MODES.values()
             if mode.drafting == drafting and RULES[mode.rule].lossless
         ]
-        for mode in modes or ["speculative"]:
-            for rule in on_chains if DRAFTINGS[drafting].chain else rules:
-                with contextlib.suppress(ParameterError):  # the rule cannot decide on such drafts
-                    Decoding(mode, drafting=drafting, rule=rule)
-                    methods.append((mode, drafting, rule))
+        decided = on_chains if DRAFTINGS[drafting].chain else rules
+        for mode, rule in itertools.product(modes or ["speculative"], decided):
+            try:
+                Decoding(mode, drafting=drafting, rule=rule)
+            except ParameterError:  # the rule cannot decide on such drafts
+                continue
+            methods.append((mode, drafting, rule))
     return methods
 
 
 def search_trees(
-    model: LoadedModel, decoding: Decoding, prompts: Sequence[str], seed: int, emit: Emit
+    model: LoadedModel, decoding: Decoding, prompts: Sequence[str], *, seed: int, emit: Emit
 ) -> list[tuple[Decoding, dict[str, Any]]]:
-    """Return the measured decodings, each with its row of costs, fastest first; raises `UserError` where none exist."""
+    """Search for the fastest drafts of a decoding.
+
+    Args:
+        model: Decodes the images.
+        decoding: Its drafting and rule are kept; its draft is replaced.
+        prompts: One prompt for each image.
+        seed: Seed of the first image.
+        emit: Receives notes.
+
+    Returns:
+        The measured decodings, each with its row of costs, fastest first.
+
+    Raises:
+        UserError: The drafting is not searched, or the images are too few.
+    """
     if decoding.drafting not in SEARCHED:
-        searched = f"Those of {', '.join(SEARCHED[:-1])} and {SEARCHED[-1]} are."
-        raise UserError(f"--search: the drafts of {decoding.cell_id} are not searched", searched)
-    candidates = _candidates(
-        model=model, decoding=decoding, prompts=prompts, seed=seed + 1, emit=emit
-    )
+        advice = f"Drafts of {', '.join(SEARCHED[:-1])} and {SEARCHED[-1]} are."
+        raise UserError(f"--search: the drafts of {decoding.cell_id} are not searched", advice)
+    is_static = decoding.drafting == "static"
+    find_candidates = _static_candidates if is_static else _measured_candidates
+    candidates = find_candidates(model, decoding, prompts, seed=seed + 1, emit=emit)
     if not candidates:
         text = f"--images {len(prompts)}: too few drafts to see how often they are accepted"
         raise UserError(text, "Give more images.")
     condition = model.condition(prompts[:1])
-    forwards = [
-        forward_ms(
-            model=model, condition=condition, nodes=nodes, cfg_scale=decoding.cfg_scale, repeats=100
+    cfg_scale = decoding.cfg_scale
+    forwards = []
+    for nodes in _FORWARDS:
+        milliseconds = forward_ms(
+            model, condition, nodes, cfg_scale=cfg_scale, repeats=_FORWARD_REPEATS
         )
-        for nodes in _FORWARDS
-    ]
+        forwards.append(milliseconds)
 
     @functools.cache
     def measured(candidate: Candidate) -> list[StepCost]:
         emit(Note(f"measuring {describe(candidate.decoding)}"))
-        # `ar` again for each candidate: the speed of a machine drifts.
-        return step_costs(
-            model=model,
-            decodings=[candidate.decoding, decoding.autoregressive()],
-            prompts=prompts,
-            seed=seed,
-        )
+        # `ar` is measured again for each candidate, because the speed of a machine drifts.
+        decodings = [candidate.decoding, decoding.autoregressive()]
+        return step_costs(model, decodings, prompts, seed=seed)
 
     corners = corners_of(candidates)
     expected_ms = fit_price(corners, [measured(corner)[0] for corner in corners], forwards)
-    rows = []
+    found = []
     for candidate in dict.fromkeys([*corners, *fastest(candidates, expected_ms, _MEASURED)]):
         cost, ar_cost = measured(candidate)
         expected = expected_ms(candidate)
@@ -221,77 +255,96 @@ def search_trees(
             "tree": describe(candidate.decoding),
             "nodes": candidate.nodes,
             "levels": candidate.levels,
-        }
-        row |= {
             "expected_length": candidate.length,
             "mean_accepted_length": cost.mean_accepted_length,
+            "expected_ms": expected,
+            "milliseconds": cost.total,
+            "ar_ms": ar_cost.total,
+            "expected_speedup": candidate.length * ar_cost.total / expected,
+            "speedup": cost.mean_accepted_length * ar_cost.total / cost.total,
         }
-        row |= {"expected_ms": expected, "milliseconds": cost.total, "ar_ms": ar_cost.total}
-        row |= {"expected_speedup": candidate.length * ar_cost.total / expected}
-        row |= {"speedup": cost.mean_accepted_length * ar_cost.total / cost.total}
-        rows.append((candidate.decoding, row))
-    return sorted(rows, key=lambda row: -row[1]["speedup"])
+        found.append((candidate.decoding, row))
+    return sorted(found, key=lambda decoding_row: -decoding_row[1]["speedup"])
 
 
 def describe(decoding: Decoding) -> str:
     """Return the label of the drafts, or the paths of a static tree without a name."""
     tree = decoding.settings().get("tree")
-    return (
-        " ".join("".join(map(str, path)) for path in tree)
-        if isinstance(tree, list)
-        else str(decoding.tree_label)
-    )
+    if isinstance(tree, list):
+        return " ".join("".join(str(rank) for rank in path) for path in tree)
+    return str(decoding.tree_label)
 
 
 def corners_of(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Return up to four candidates to fit a price to: the smallest, a deep, a wide and the largest one."""
-    corners = (
-        min(candidates, key=lambda candidate: (candidate.nodes, candidate.levels, candidate.width)),
-        min(candidates, key=lambda candidate: (-candidate.levels, candidate.nodes)),
-        min(
-            candidates, key=lambda candidate: (-candidate.width, candidate.levels, candidate.nodes)
-        ),
-        min(
-            candidates,
-            key=lambda candidate: (-candidate.nodes * candidate.width, -candidate.levels),
-        ),
-    )
-    return list(dict.fromkeys(corners))
+    """Return up to four candidates to fit a price to: smallest, deepest, widest and largest."""
+    smallest = min(candidates, key=lambda tree: (tree.nodes, tree.levels, tree.width))
+    deepest = min(candidates, key=lambda tree: (-tree.levels, tree.nodes))
+    widest = min(candidates, key=lambda tree: (-tree.width, tree.levels, tree.nodes))
+    largest = min(candidates, key=lambda tree: (-tree.nodes * tree.width, -tree.levels))
+    return list(dict.fromkeys([smallest, deepest, widest, largest]))
 
 
 def fit_price(
     measured: Sequence[Candidate], costs: Sequence[StepCost], forwards: Sequence[float]
 ) -> Callable[[Candidate], float]:
-    """Return a function: candidate -> expected milliseconds of its step; `forwards` are those of `_FORWARDS` nodes."""
-    from scipy.optimize import nnls
+    """Fit the milliseconds of a step to a few measured candidates.
 
-    def terms_of(candidate: Candidate) -> tuple[list[float], list[float]]:
-        """What the cost of the draft is linear in, and what that of verification and the rest is."""
-        levels = candidate.levels
-        width = candidate.width
-        return [1.0, levels, levels * width], [1.0, candidate.nodes * width]
+    The cost of the draft is linear in the levels and in levels * width. The cost of verification
+    and the rest is linear in nodes * width.
 
-    draft_ms = [cost.parts["draft_ms"] for cost in costs]
-    others_ms = [cost.parts["verify_ms"] + cost.parts["other_ms"] for cost in costs]
-    prices = []
-    for terms, milliseconds in zip(
-        zip(*map(terms_of, measured), strict=True), (draft_ms, others_ms), strict=True
-    ):
-        # Relative errors: a small tree counts as much as a large one.
-        scale = 1.0 / np.maximum(milliseconds, 1e-9)
-        prices.append(nnls(np.array(terms) * scale[:, None], np.ones(len(terms)))[0])
+    Args:
+        measured: The measured candidates.
+        costs: Their costs.
+        forwards: Milliseconds of target forwards over `_FORWARDS` nodes.
 
-    def expected_ms(candidate: Candidate) -> float:
-        forward = np.interp(candidate.nodes + 1, _FORWARDS, forwards)
-        return float(forward + sum(map(np.dot, prices, terms_of(candidate))))
+    Returns:
+        A function from a candidate to the expected milliseconds of its step.
+    """
+
+    def draft_terms(tree: Candidate) -> list[float]:
+        return [1.0, tree.levels, tree.levels * tree.width]
+
+    def other_terms(tree: Candidate) -> list[float]:
+        return [1.0, tree.nodes * tree.width]
+
+    draft_prices = _fit_relative(
+        [draft_terms(tree) for tree in measured], [cost.parts["draft_ms"] for cost in costs]
+    )
+    other_prices = _fit_relative(
+        [other_terms(tree) for tree in measured],
+        [cost.parts["verify_ms"] + cost.parts["other_ms"] for cost in costs],
+    )
+
+    def expected_ms(tree: Candidate) -> float:
+        forward = np.interp(tree.nodes + 1, _FORWARDS, forwards)
+        draft = np.dot(draft_prices, draft_terms(tree))
+        return float(forward + (draft + np.dot(other_prices, other_terms(tree))))
 
     return expected_ms
+
+
+def _fit_relative(terms: Sequence[Sequence[float]], milliseconds: Sequence[float]) -> Any:
+    """Non-negative prices of terms by least squares of relative errors.
+
+    With relative errors a small tree counts as much as a large one.
+    """
+    from scipy.optimize import nnls
+
+    scale = 1.0 / np.maximum(milliseconds, 1e-9)
+    prices, _ = nnls(np.array(terms) * scale[:, None], np.ones(len(terms)))
+    return prices
 
 
 def fastest(
     candidates: Sequence[Candidate], expected_ms: Callable[[Candidate], float], count: int
 ) -> list[Candidate]:
-    """Return the `count` fastest candidates, one for each number of levels and width."""
+    """Return the fastest candidates, at most one for each number of levels and width.
+
+    Args:
+        candidates: The candidates.
+        expected_ms: A function of `fit_price`.
+        count: Number of candidates that are returned.
+    """
     ranked = sorted(candidates, key=lambda candidate: -candidate.length / expected_ms(candidate))
     best: dict[tuple[int, int], Candidate] = {}
     for candidate in ranked:
@@ -303,12 +356,12 @@ def experiment_line(decoding: Decoding) -> str:
     """Return the configuration as an entry of `cells`, without values that are the default."""
     mode = MODES[decoding.mode]
     usual = {"drafting": mode.drafting, "rule": mode.rule, "cfg_scale": decoding.cfg_default}
-    shown = {
+    settings = decoding.settings()
+    shown = {"mode": settings.pop("mode")}
+    shown |= {
         key: value
-        for key, value in decoding.settings().items()
-        if value != usual.get(key, None if key == "mode" else PARAMETERS[key].default)
+        for key, value in settings.items()
+        if value != usual.get(key, PARAMETERS[key].default)
     }
-    return (
-        "- "
-        + str(yaml.safe_dump(shown, default_flow_style=True, sort_keys=False, width=10_000)).strip()
-    )
+    text = yaml.safe_dump(shown, default_flow_style=True, sort_keys=False, width=10_000)
+    return f"- {text.strip()}"

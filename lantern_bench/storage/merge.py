@@ -1,4 +1,7 @@
-"""Merge the shards of a run; scores of whole cells, such as FID, need a new scoring."""
+"""Merge the shards of a run.
+
+Scores of single images are kept. Scores of whole cells, such as FID, need a new scoring.
+"""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ class RunStore(AbstractContextManager["RunStore"]):
 
         Args:
             task: The image.
-            record: Columns beside those of the task; `status` is `ok` by default.
+            record: Columns that do not follow from the task. `status` is `ok` by default.
             png: The PNG file; None for an image that failed.
 
         Returns:

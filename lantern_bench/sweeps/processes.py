@@ -40,7 +40,7 @@ def decode_in_processes(request: Request, emit: Emit) -> int:
 
     Args:
         request: The sweep, whose experiment says how many processes share its prompts.
-        emit: Receives the events of all workers as those of one run.
+        emit: Receives the events of all workers, as one run would send them.
 
     Returns:
         The number of images that failed.
@@ -99,7 +99,7 @@ def events_of(
         work: A function of a module, which the worker calls with the request and an `Emit`.
         request: The sweep.
         name: How errors call the worker.
-        stderr: Where the standard error of the worker goes, by default to that of the parent.
+        stderr: Receives the standard error of the worker, by default the parent's own.
 
     Raises:
         WorkerEndedError: The worker process has ended without an error.

@@ -23,7 +23,7 @@ class ProgressEvent(NamedTuple):
 
 
 Emit: TypeAlias = Callable[[Any], None]
-"""Receives every event of a run: `Note`, `ProgressEvent` and those of `sweeps/events.py`."""
+"""Receives every event of a run: `Note`, `ProgressEvent`, and the events of `sweeps/events.py`."""
 
 
 def ignore_events(_event: object) -> None:

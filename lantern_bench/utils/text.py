@@ -41,3 +41,12 @@ def one_line(error: BaseException, most: int = 300) -> str:
     """Return an error's type and the first `most` characters of its message, in one line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:most]}"
+
+
+def duration(seconds: float) -> str:
+    """Return a time as text: `42 s`, `4 min 12 s`, `1 h 03 min`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, rest_minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {rest_minutes:02d} min"
+    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"

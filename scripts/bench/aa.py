@@ -35,9 +35,10 @@ from scipy.stats import t, trim_mean
 from lantern_bench.analysis.cells import CellRecords, baseline_of, run_cells, timed_images
 from lantern_bench.analysis.compare import SAME, compare_runs
 from lantern_bench.analysis.statistics import Interval, ratio_of_sums, repeat_interval, timing
-from lantern_bench.cli.console import Console, duration
+from lantern_bench.cli.console import Console
 from lantern_bench.storage.run_directory import RunData, read_run
 from lantern_bench.utils.clock import now
+from lantern_bench.utils.text import duration
 
 Array = NDArray[np.float64]
 

@@ -210,8 +210,8 @@ def render(page: str) -> str:
     """Return the text of the page with its tables made anew."""
     written, _, _ = page.partition(MARKER)
     own = {"Held-out cells on a CPU": held_out(), "Compiled steps on an H100": on_gpu()}
-    text = f"{written}{MARKER}\n## How far off\n\n"
-    text += "speedups | median error | within 15 % | largest | median error with drafts and verification for free\n"
+    text = f"{written}{MARKER}\n## Errors\n\n"
+    text += "speedups | median error | within 15% | largest | median error with drafts and verification for free\n"
     text += "--- | --- | --- | --- | ---\n"
     text += "".join(summary(name, rows) for name, rows in (groups() | own).items())
     text += "\n## Devices\n\nname | device | read, GB/s | Tflop/s | source\n--- | --- | --- | --- | ---\n"

@@ -17,7 +17,7 @@ import typer
 from typer.main import get_command
 
 from lantern_bench.analysis.statistics import proportion, ratio_of_sums
-from lantern_bench.cli.console import Console, Progress, duration, show_events
+from lantern_bench.cli.console import Console, Progress, show_events
 from lantern_bench.cli.options import DEVICE_HELP, FormatOption
 from lantern_bench.devices.compute import choose_compute
 from lantern_bench.metrics.extractors import EMBEDDED_FEATURES, find_extractor
@@ -28,6 +28,7 @@ from lantern_bench.training.recipe import checked, flag_of
 from lantern_bench.training.trainer import TrainEvent
 from lantern_bench.utils.errors import CheckFailedError, LanternError, UserError
 from lantern_bench.utils.files import check_writable
+from lantern_bench.utils.text import duration
 from scripts.train_lanterns.part_tasks import reference_scenes
 from scripts.train_lanterns.parts import (
     PARTS,

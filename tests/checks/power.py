@@ -1,10 +1,13 @@
-"""How many images it takes to reject each planted mistake: results/reference/certify/power.csv.
+"""Measure how many images it takes to reject each planted mistake.
 
-    python -m tests.checks.power [--model-images 192] [--only MISTAKE...] [--out results/reference/certify]
+    python -m tests.checks.power [--model-images 192] [--only MISTAKE...] [--out FOLDER]
 
-On the tables every mistake is decoded until a test rejects it, at most 1,048,576 images; with the bundled model at most
-`--model-images`. The bar is that of the certificate: .001 / number of its tests. Rows of other mistakes, and of the
-half that is given no images, stay as they are.
+The table is power.csv in FOLDER, by default results/reference/certify.
+
+On the tables every mistake is decoded until a test rejects it, at most 1,048,576 images. With the
+bundled model it is at most `--model-images`. The bar is the certificate's, 0.001 / number of its
+tests. Rows of other mistakes stay as they are, and so do all rows on tables or model if the limit
+of their images is 0.
 """
 
 from __future__ import annotations
@@ -17,14 +20,15 @@ from typing import Any
 
 import pandas as pd
 
-from lantern_bench.checks.certificate_rows import LEVEL, power_rows
-from lantern_bench.checks.certification import Certification
+from lantern_bench.checks.certificate_rows import power_rows
+from lantern_bench.checks.certification import load_by_dtype, rejection_level, run_trial
 from lantern_bench.checks.claims import CertificationPlan, plan_certification
-from lantern_bench.checks.image_tests import TESTS
 from lantern_bench.checks.tabular_model import table_model
-from lantern_bench.checks.trials import Trial
+from lantern_bench.checks.trials import Trial, plan_trials
 from lantern_bench.cli.options import resolve_cells
+from lantern_bench.devices.compute import choose_compute
 from lantern_bench.storage.schema import frame, write_csv
+from lantern_bench.utils.progress import ignore_events
 from tests.helpers.mistakes import Mistake, mistakes_of
 
 FOLDER = Path("results/reference/certify")
@@ -52,50 +56,46 @@ SETTINGS = {
         "static chain-4, block",
     ],
 }
-# Those that are the same everywhere are made once.
+# Mistakes that are the same everywhere are made once.
 ONCE = (
     "two images of a batch share bits",
     "every two images of a batch share bits",
     "q of the step before",
 )
-# On the tables the cache is not the package's, and among 5,000 images two that are alike are not
-# seen.
+# The tables have no cache, and two equal images among 5,000 are not seen.
 OF_MODEL = ("cache of the first branch", "two images of a batch share bits")
 
 
 def planted(
-    trials: list[Trial], model: Any, most: int, on_tables: bool
+    trials: list[Trial], model: Any, most: int, *, on_tables: bool
 ) -> Iterator[tuple[Trial, Mistake]]:
     """Yield every mistake that can be made in the chosen trials."""
     chosen = SETTINGS["tables" if on_tables else "model"]
     seen = set[str]()
     for trial in trials:
-        if (
-            trial.setting.removesuffix(", tables") not in chosen
-            or (not trial.dtype) is not on_tables
-        ):
+        is_on_tables = not trial.dtype
+        if trial.setting.removesuffix(", tables") not in chosen or is_on_tables != on_tables:
             continue
         for mistake in mistakes_of(trial.decoding, model):
             if (on_tables and mistake.name.startswith(OF_MODEL)) or mistake.name in seen:
                 continue
             if mistake.name.startswith(ONCE):
                 seen.add(mistake.name)
-            broken = {
-                "broken": mistake.name,
-                "rule": mistake.acceptance_rule(),
-                "drafting": mistake.make,
-            }
-            yield replace(trial, images=most, **broken), mistake
+            broken = replace(
+                trial,
+                images=most,
+                broken=mistake.name,
+                rule=mistake.acceptance_rule(),
+                drafting=mistake.make,
+            )
+            yield broken, mistake
 
 
 def plan() -> CertificationPlan:
     """The plan of `certify lanterns`."""
     flags = {"model": ["lanterns"], "prompts": "held-out"}
-    return plan_certification(
-        resolve_cells(name="certify", flags=flags, cells=[{"mode": "ar"}], settings=[]),
-        False,
-        samples=8,
-    )
+    resolved = resolve_cells(name="certify", flags=flags, cells=[{"mode": "ar"}], settings=[])
+    return plan_certification(resolved, is_audit=False, samples=8)
 
 
 def main() -> None:
@@ -106,31 +106,33 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", help="mistakes")
     parser.add_argument("--out", type=Path, default=FOLDER)
     typed = parser.parse_args()
-    certification = Certification(plan())
-    trials = certification.trials
-    loaded = certification.loaded
-    level = LEVEL / sum(TESTS if trial.dtype else 4 for trial in trials)
+
+    certificate = plan()
+    settings = certificate.resolved.settings
+    compute = choose_compute(settings.device, settings.dtype, fast=True)
+    trials = plan_trials(certificate, compute.dtype_name)
+    models = load_by_dtype(certificate, compute, trials)
+    loaded = models[compute.dtype_name]
+    chosen: list[tuple[Trial, Mistake]] = []
+    if typed.table_images:
+        chosen += planted(trials, table_model(), typed.table_images, on_tables=True)
+    if typed.model_images:
+        chosen += planted(trials, loaded, typed.model_images, on_tables=False)
+
+    level = rejection_level(trials)
     path = typed.out / "power.csv"
     key = ["tested_on", "setting", "fault"]
+    shown = [*key, "images", "decoded", "p_value"]
     table = pd.read_csv(path) if path.exists() else frame("power", [])
-    for on_tables, model, most in (
-        (True, table_model(), typed.table_images),
-        (False, loaded, typed.model_images),
-    ):
-        for trial, mistake in (
-            planted(trials=trials, model=model, most=most, on_tables=on_tables) if most else ()
-        ):
-            if typed.only and mistake.name not in typed.only:
-                continue
-            with mistake.patched():
-                result = certification.run(trial, level, lambda _share: None)
-            row = frame("power", power_rows("lanterns", [result], level))
-            print(
-                row[[*key, "images", "decoded", "p_value"]].to_string(header=False, index=False),
-                flush=True,
-            )
-            table = pd.concat([table, row]).drop_duplicates(key, keep="last")
-            write_csv(table, path)
+    for trial, mistake in chosen:
+        if typed.only and mistake.name not in typed.only:
+            continue
+        with mistake.patched():
+            result = run_trial(trial, certificate, models, level=level, emit=ignore_events)
+        row = frame("power", power_rows("lanterns", [result], level))
+        print(row[shown].to_string(header=False, index=False), flush=True)
+        table = pd.concat([table, row]).drop_duplicates(key, keep="last")
+        write_csv(table, path)
 
 
 if __name__ == "__main__":

@@ -102,7 +102,7 @@ def test_what_is_not_rejected_needs_more_images() -> None:
             tokens=7000,
             tv=(0.0, 0.1),
         ),
-        # Of nine p-values the smallest is often .01 by chance.
+        # Of nine p-values the smallest is often 0.01 by chance.
         TrialResult(
             setting="static",
             broken="not seen",
@@ -114,7 +114,7 @@ def test_what_is_not_rejected_needs_more_images() -> None:
     rows = power_rows("m", results, 1e-6)
     assert [row["images"] for row in rows] == [8, None, None, None]
     assert [row["tested_on"] for row in rows] == ["model", "tables", "tables", "model"]
-    # z of 1e-6 and of .01, two-sided: 4.892 and 2.576.
+    # z of 1e-6 and of 0.01, two-sided: 4.892 and 2.576.
     assert [row["images_needed"] for row in rows] == [
         None,
         round(1000 * (4.8916 / 2.5758) ** 2),

@@ -1,6 +1,4 @@
-"""`check-model`: sound models pass every check, and each of five planted mistakes fails the check
-that is for it.
-"""
+"""`check-model`: sound models pass every check, and a planted mistake fails its own check."""
 
 from __future__ import annotations
 
@@ -62,7 +60,7 @@ def load(path: Path) -> LoadedModel:
 
 
 def recorded_logits(folder: Path) -> Path:
-    """What the official LlamaGen gives for the recorded classes and tokens, as a reference."""
+    """A reference: the official LlamaGen's logits for the recorded classes and tokens."""
     expected = load_file(golden_models.GOLDEN / "llamagen_gpt" / "c2i_expected.safetensors")
     first = int(expected["logits_positions"][0])
     count = expected["logits_cond"].shape[1]
@@ -187,6 +185,7 @@ def test_planted_mistakes_fail_their_check(
     kind: str,
     plant: Callable[[LoadedModel, pytest.MonkeyPatch], None],
     failed: set[str],
+    *,
     files: dict[str, Any],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -217,13 +216,14 @@ def written_by(model: LoadedModel, prompts: Sequence[str], folder: Path) -> Path
 def test_a_missing_row_of_line_ends_fails_against_a_reference(
     files: dict[str, Any], tmp_path: Path
 ) -> None:
-    """A model that knows nothing of forced tokens is sound in itself: only a reference tells."""
+    """A model without forced tokens agrees with itself, so only a reference shows the mistake."""
     path = tmp_path / "model.yaml"
     lumina = files["forced"][0].parent
     path.write_text(f"family: anole\ngrid: [4, 4]\ntarget: {{checkpoint: {lumina / 'target'}}}\n")
     right: Any = load(files["forced"][0])
     tokens = right.target.forced(torch.arange(20)).clamp_min(0).expand(1, -1)
-    cond, uncond = right.target.logits_without_cache(right.condition(LINES[:1]), tokens)
+    condition = right.condition(LINES[:1])
+    cond, uncond = right.target.logits_without_cache(condition, tokens)
     np.savez(
         tmp_path / "ends.npz", prompts=np.array(LINES[:1]), tokens=tokens, cond=cond, uncond=uncond
     )

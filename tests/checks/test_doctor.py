@@ -117,16 +117,13 @@ def test_busy_machine_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_incomplete_weights_name_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    here = {
-        ("llamagen-c2i-B-256", "target"),
-        *(("anole-7b", part) for part in ("target", "tokenizer", "drafter")),
-    }
-    names = {
-        id(part): (model, name)
-        for model, parts in doctor.PARTS.items()
-        for name, part in parts.items()
-    }
-    monkeypatch.setattr(doctor, "local_path", lambda part: names[id(part)] in here or None)
+    anole = doctor.PARTS["anole-7b"]
+    here = [
+        doctor.PARTS["llamagen-c2i-B-256"]["target"],
+        *(anole[part] for part in ("target", "tokenizer", "drafter")),
+    ]
+    identities = {id(part) for part in here}
+    monkeypatch.setattr(doctor, "local_path", lambda part: id(part) in identities or None)
     listed, lacking = doctor._weights()
     assert listed.state == "ok"
     assert "anole-7b" in listed.result
@@ -155,9 +152,7 @@ def test_missing_compiler_is_a_warning_and_the_decode_runs_eagerly(
 
 @pytest.fixture
 def traced_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Programs are traced whole and run by torch's own kernels, which takes seconds instead of a
-    minute.
-    """
+    """Trace programs whole, but run them with torch's own kernels: seconds, not a minute."""
     monkeypatch.setattr(compiling, "Engine", partial(compiling.Engine, backend="aot_eager"))
     monkeypatch.setattr(compiling, "compiler_problem", lambda _: None)
 
@@ -169,18 +164,17 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.long)])
 def test_decode_agrees_here(dtype: str) -> None:
     finding = only(doctor._decode(CPU, dtype))
-    assert finding.state == "ok" and finding.result.startswith(
-        "eager = compiled, 25 of 25 tokens"
-    ), finding
+    assert finding.state == "ok", finding
+    assert finding.result.startswith("eager = compiled, 25 of 25 tokens"), finding
 
 
 def test_compiled_programs_that_are_wrong_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    def off(engine: Any, key: Any, function: Any, device: Any) -> Any:
+    def off(engine: Any, key: Any, compiled_program: Any, device: Any) -> Any:
         if not engine.compile or key[0] != "score":
-            return function
+            return compiled_program
 
         def flipped(*arguments: Any) -> Any:
-            logits, features = function(*arguments)
+            logits, features = compiled_program(*arguments)
             return logits.flip(-1), features
 
         return flipped

@@ -66,7 +66,7 @@ def test_a_wrong_cache_slot_after_a_switch_of_branches_is_rejected() -> None:
 
 
 class _Rounding(TinySession):
-    """Scores of a tree differ slightly from those of one node, as rounding causes."""
+    """A tree gets slightly different scores than a single node, as from rounding."""
 
     def score(self, tokens: Tensor, depths: Tensor, attention: Tensor) -> Logits:
         scores = super().score(tokens, depths, attention)

@@ -1,6 +1,4 @@
-"""Tests of whole images: their definitions, uniform p-values of correct rules, and power against
-broken ones.
-"""
+"""Tests of whole images: definitions, uniform p-values of correct rules, power for broken ones."""
 
 from __future__ import annotations
 
@@ -131,7 +129,7 @@ def test_tokens_that_rounding_moves_across_a_filter_are_left_out(filters: dict[s
 @pytest.mark.parametrize("filters", [{"top_k": 12}, {"top_p": 0.9}, {"top_k": 12, "top_p": 0.9}])
 @pytest.mark.parametrize("broken", [False, True])
 def test_a_filter_is_tested_although_every_position_has_a_token_at_its_edge(
-    filters: dict[str, Any], broken: bool
+    filters: dict[str, Any], *, broken: bool
 ) -> None:
     noise = torch.Generator().manual_seed(3)
     logits = torch.randn(1, 20_000, 20, generator=noise)
@@ -172,9 +170,8 @@ def test_tokens_at_the_edge_of_a_filter_may_not_come_too_often() -> None:
     noise = torch.Generator().manual_seed(0)
     p = decoding_probabilities(logits[0, 0], sampling)
     for share, right in ((float(p[2]), True), (3 * float(p[2]), False)):
-        tokens = torch.multinomial(
-            torch.tensor([(1 - share) / 2, (1 - share) / 2, share]), 2000, True, generator=noise
-        )
+        drawn_from = torch.tensor([(1 - share) / 2, (1 - share) / 2, share])
+        tokens = torch.multinomial(drawn_from, 2000, replacement=True, generator=noise)
         shown = evidence(
             logits=logits,
             q=None,
@@ -308,15 +305,14 @@ def test_error_rate_of_the_whole_certificate_is_kept(
         rejected.append(any(row["passed"] == "NO" for row in checks))
     share = float(np.mean(rejected))
     count = len(rejected)
-    print(f"{share:.3f} of {count} certificates of correct rules rejected at .1")
+    print(f"{share:.3f} of {count} certificates of correct rules rejected at 0.1")
     assert share < 0.1 + 4 * (0.1 * 0.9 / count) ** 0.5
 
 
 @pytest.mark.parametrize("cell", ["branching", "dynamic", "block"])
 @pytest.mark.parametrize("siblings", [False, True])
-def test_each_broken_rule_is_rejected(model: LoadedModel, cell: str, siblings: bool) -> None:
-    # Few tokens leave a sibling little else; sampled siblings of a flat q hardly depend on each
-    # other.
+def test_each_broken_rule_is_rejected(model: LoadedModel, cell: str, *, siblings: bool) -> None:
+    # With few tokens, a rejected sibling changes the rest of q most.
     broken = decoding(cell, **{"top_k": 3} if siblings else {})
     of_siblings = "not renormalised after a rejected sibling"
     for mistake in rule_mistakes(broken, model):
@@ -343,7 +339,7 @@ def test_each_broken_rule_is_rejected(model: LoadedModel, cell: str, siblings: b
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_images_of_a_batch_that_share_bits_are_alike(model: LoadedModel, shared: bool) -> None:
+def test_images_of_a_batch_that_share_bits_are_alike(model: LoadedModel, *, shared: bool) -> None:
     cell = decoding("chain")
     mistake = next(
         mistake

@@ -1,6 +1,4 @@
-"""The example of docs/audit.md for SCD: by hand in fractions, and by the form that its authors
-published.
-"""
+"""The example of docs/audit.md for SCD: by hand in fractions, and with its authors' own form."""
 
 from __future__ import annotations
 
@@ -25,8 +23,8 @@ P = torch.tensor([0.5, 0.5])
 @pytest.mark.usefixtures("published_forms")
 @pytest.mark.parametrize(("drafting", "verified_with"), [("jacobi", "r"), ("scd-published", "q")])
 def test_an_old_q_kept_with_a_draft(drafting: str, verified_with: str) -> None:
-    # Draft 0 is kept, 1 is kept, and 1 is redrawn, to 0: their chances, and the q of token 0 that
-    # verifies each.
+    # Three cases: draft 0 is kept, draft 1 is kept, draft 1 is redrawn as 0. Each has a probability
+    # and a q of token 0 that verifies it.
     chances = [Fraction(1, 2), Fraction(1, 4), Fraction(1, 4)]
     redrawn = Fraction(3, 4)
     old = redrawn if verified_with == "r" else Fraction(1, 2)
@@ -38,7 +36,7 @@ def test_an_old_q_kept_with_a_draft(drafting: str, verified_with: str) -> None:
 
 
 def second_draft(drafting: str) -> Tensor:
-    """The first tokens [IMAGES] where drafts of q are drawn again from r, and verified with p."""
+    """The first tokens [IMAGES] if drafts of q are drawn again from r and verified with p."""
     target = TabularModel(2, 4, seed=0)
     noise = torch.Generator().manual_seed(1)
     method: Any = drafting_of(Decoding("scd", window=2, drafting=drafting), target, IMAGES)

@@ -13,11 +13,12 @@ from types import SimpleNamespace
 import pandas as pd
 import pytest
 
-from lantern_bench.cli.console import Console, duration
+from lantern_bench.cli.console import Console
 from lantern_bench.config.experiment import load_experiment
 from lantern_bench.models.registry import defaults_of
 from lantern_bench.report.format_tables import readable
 from lantern_bench.utils.errors import UserError
+from lantern_bench.utils.text import duration
 from tests.helpers.made_up_run import build_tables, make_record, make_records, make_scores
 
 ESCAPE = "\x1b"

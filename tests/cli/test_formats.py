@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from lantern_bench.checks import doctor
-from lantern_bench.checks.certification import Certification
+from lantern_bench.checks import certification, doctor
 from lantern_bench.checks.doctor import Finding
 from lantern_bench.cli import main as cli
 from lantern_bench.cli.console import FORMATS
@@ -134,8 +133,8 @@ def test_a_table_in_all_formats(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv(RESULTS_VARIABLE, str(runs))
-    for owner in (Certification, step_costs):
-        monkeypatch.setattr(owner, "measure", once(owner.measure))
+    monkeypatch.setattr(certification, "certify", once(certification.certify))
+    monkeypatch.setattr(step_costs, "measure", once(step_costs.measure))
     registered = registry.models()
     tiny = TinyModel()
     monkeypatch.setattr(registry, "models", lambda: registered | {"tiny": tiny})

@@ -1,11 +1,10 @@
-"""`lantern-bench profile` on a random model: the parts of a step add up, and usage errors are
-refused.
-"""
+"""`lantern-bench profile` on a random model: parts of steps, searches and usage errors."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from io import StringIO
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -186,7 +185,8 @@ def test_every_mode_and_rule_is_searched(
     path.write_text("\n".join(["model: tiny", "baseline: false", "cells:", *lines]))
     cells = load_experiment(path, registry.defaults_of(["tiny"])).cells
     pairs = [(cell.decoding.mode, cell.decoding.drafting) for cell in cells]
-    assert pairs == [(m, d) for m in ("speculative", "lantern") for d in ("static", "dynamic")]
+    modes = ("speculative", "lantern")
+    assert pairs == list(product(modes, ("static", "dynamic")))
     fastest = [describe(cell.decoding) for cell in cells]
     assert fastest == [table["tree"].astype(str)[0] for table in tables]
 

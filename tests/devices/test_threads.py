@@ -26,7 +26,7 @@ from lantern_bench.utils import clock
     ("seconds", "chosen"),
     [
         ({1: 0.010, 4: 0.006, 16: 0.005}, 16),
-        ({1: 0.010, 4: 0.006, 16: 0.0058}, 4),  # 3 % slower than sixteen threads
+        ({1: 0.010, 4: 0.006, 16: 0.0058}, 4),  # 3% slower than sixteen threads
         ({1: 0.010, 4: 0.012, 16: 0.030}, 1),  # threads that wait for each other
     ],
 )

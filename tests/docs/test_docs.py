@@ -1,4 +1,4 @@
-"""The documents are true: citations, links and files exist, and shown code and tables are current."""
+"""The documents are true: citations, links and files exist; shown code and tables are current."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from scripts.docs import results_format as make_results_format
 ROOT = Path(__file__).parents[2]
 SKIPPED = (Path(__file__).name, "mkdocs.yml")
 ALGORITHMS = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
+ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 TEXTS = (".py", ".md", ".yaml", ".yml", ".cff")
 CITATION = re.compile(
     r"docs/algorithms\.md, sections? (\d(?:\.\d)?(?!\d))"
@@ -35,7 +36,7 @@ CITATION = re.compile(
 BARE = re.compile(r"(?<!docs/)(?<!\]\()(?<!\[)algorithms\.md|\bfindings? [A-C]\d")
 ECHO = ("echo_drafting/__init__.py", "echo_drafting/method.py", "pyproject.toml", "echo.yaml")
 FILE = re.compile(
-    r"(?<![\w./-])(?:lantern_bench|docs|tests|experiments|results/reference)/[\w./-]*[\w/]"
+    r"(?<![\w./-])(?:lantern_bench|docs|tests|experiments|scripts|results/reference)/[\w./-]*[\w/]"
 )
 
 
@@ -177,51 +178,62 @@ def test_the_picture_of_the_frontier_joins_speed_and_quality_by_cell() -> None:
     assert "scd-jacobi-w32-maximal-t1" in cells.index
 
 
-def tree_of_architecture() -> list[str]:
-    """The paths of the tree in docs/architecture.md."""
-    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    lines = re.search(r"```\n(.*?)```", page, re.DOTALL)[1].splitlines()  # type: ignore[index]
-    paths = []
-    parents = [""] * 9
-    for line in lines:
-        depth = (len(line) - len(line.lstrip())) // 2
-        name = line.split()[0]
-        parents[depth + 1] = parents[depth] + name
-        paths.append(parents[depth + 1])
-    return paths
+def import_layers() -> list[str]:
+    """The layers of the import contract of the package, highest first."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    layers: list[str] = settings["tool"]["importlinter"]["contracts"][0]["layers"]
+    return layers
 
 
-def test_architecture_has_a_place_for_every_module_and_no_other_file() -> None:
-    paths = set(tree_of_architecture())
-    assert [path for path in paths if not (ROOT / path).exists()] == []
-    paths -= {"lantern_bench/"}
-    for module in (ROOT / "lantern_bench").rglob("*.py"):
-        name = module.relative_to(ROOT).as_posix()
-        named = name in paths or any(path.endswith("/") and name.startswith(path) for path in paths)
-        assert named or module.name in ("__init__.py", "__main__.py"), name
-    packages = (
-        path.parent.relative_to(ROOT) for path in (ROOT / "lantern_bench").rglob("__init__.py")
-    )
-    assert {f"{package.as_posix()}/" for package in packages} - {"lantern_bench/"} <= paths
+def test_architecture_lists_every_folder_in_the_order_of_the_layers() -> None:
+    listed = re.findall(r"^\| `(\w+)/` \| ", ARCHITECTURE, re.MULTILINE)
+    package = ROOT / "lantern_bench"
+    folders = {path.parent.name for path in package.glob("*/__init__.py")}
+    assert set(listed) >= folders
+    layered = " | ".join(import_layers()).split(" | ")
+    assert [name for name in listed if name in folders] == [
+        name for name in layered if name in folders
+    ]
 
 
-@pytest.mark.parametrize(("heading", "most"), [("lantern-bench sweep", 35), ("--delta 0.1", 8)])
+def test_files_and_functions_of_architecture_exist() -> None:
+    """A path is from the root or from the package; a name in brackets is defined in its file."""
+    named = set()
+    for line in ARCHITECTURE.replace("\n   ", " ").splitlines():
+        files = []
+        for span in re.findall(r"`([^`]+)`", line):
+            if re.fullmatch(r"[\w/]+(?:/|\.py)", span):
+                places = [ROOT / span, ROOT / "lantern_bench" / span]
+                found = [place for place in places if place.exists()]
+                assert found, f"{span} does not exist"
+                files.append(found[0])
+        names = re.findall(r"\(`(?:\w+\.)?(\w+)`[);]", line)
+        names += re.findall(r"^\| `(\w+)` \(`", line)
+        for name in names:
+            sources = [file.read_text(encoding="utf-8") for file in files if file.is_file()]
+            sources += [
+                file.read_text(encoding="utf-8")
+                for folder in files
+                if folder.is_dir()
+                for file in folder.rglob("*.py")
+            ]
+            defined = re.compile(rf"\b(?:def|class) {name}\b")
+            assert any(defined.search(source) for source in sources), f"{name}: {line}"
+            named.add(name)
+    assert len(named) > 22
+
+
+@pytest.mark.parametrize(("heading", "most"), [("lantern-bench sweep", 10), ("--delta 0.1", 8)])
 def test_paths_through_the_code_are_short(heading: str, most: int) -> None:
     """Each step of a path enters one file, and none twice."""
-    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    section = page.split(f"## The path of `{heading}`")[1].split("\n## ")[0]
-    files = re.findall(
-        r"^(?:\| \d+ \| |\d+\. )`(lantern_bench/[\w/]+\.py)`", section, flags=re.MULTILINE
-    )
+    section = ARCHITECTURE.split(f"## The path of `{heading}`")[1].split("\n## ")[0]
+    files = re.findall(r"^\d+\. `(lantern_bench/[\w/]+\.py)`", section, flags=re.MULTILINE)
     assert 5 < len(files) <= most
     assert len(set(files)) == len(files)
 
 
 def test_contributing_lists_the_layers_of_the_import_contract() -> None:
-    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"][
-        "importlinter"
-    ]["contracts"]
-    layers = contracts[0]["layers"]
+    layers = import_layers()
     page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     listed = re.findall(r"^\| (`.*?`) \| ", page, re.MULTILINE)
     assert [" | ".join(re.findall(r"`(.*?)`", row)) for row in listed] == layers

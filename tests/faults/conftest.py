@@ -20,7 +20,7 @@ Outcome = Callable[[str], None]
 
 
 class Command:
-    """A command that runs in a process of its own."""
+    """A command that runs in a separate process."""
 
     def __init__(self, process: BaseProcess, output: Path) -> None:
         self.process = process

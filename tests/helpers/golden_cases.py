@@ -90,10 +90,14 @@ def _tree(info: dict[str, Any], arrays: dict[str, np.ndarray]) -> DraftTree:
             0 if parent < 0 else children[parent].index(node) for node, parent in enumerate(parents)
         ]
         depths = [len(path_to(node, parents)) for node in range(len(parents))]
-        columns = [torch.tensor([column]) for column in (parents, depths, ranks)]
-        fanout = max(map(len, children))
         return link_nodes(
-            tokens, *columns, torch.ones_like(tokens, dtype=torch.bool), fanout, max(depths)
+            tokens=tokens,
+            parents=torch.tensor([parents]),
+            depths=torch.tensor([depths]),
+            ranks=torch.tensor([ranks]),
+            valid=torch.ones_like(tokens, dtype=torch.bool),
+            fanout=max(map(len, children)),
+            max_depth=max(depths),
         )
     paths = [path_to(node, parents) for node in range(1, len(parents))]
     shape = StaticTree.of(

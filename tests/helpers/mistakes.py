@@ -166,11 +166,13 @@ def step_mistakes(decoding: Decoding) -> list[Mistake]:
             patched=lambda: _shared_bits(slice(1, 2), slice(0, 1)),
         )
     )
-    every = (slice(1, None, 2), slice(0, -1, 2))
-    return [
-        *mistakes,
-        Mistake("every two images of a batch share bits", patched=lambda: _shared_bits(*every)),
-    ]
+    mistakes.append(
+        Mistake(
+            "every two images of a batch share bits",
+            patched=lambda: _shared_bits(slice(1, None, 2), slice(0, -1, 2)),
+        )
+    )
+    return mistakes
 
 
 def _filters_seen() -> AbstractContextManager[Any]:
@@ -334,10 +336,8 @@ class _Remembering(JacobiDrafting):
     def start_images(self, p: Tensor) -> None:
         super().start_images(p)
         batch, window, _ = self._q.shape
-        self.last, self.last_q = (
-            torch.zeros(batch, window, dtype=torch.int64),
-            torch.zeros_like(self._q),
-        )
+        self.last = torch.zeros(batch, window, dtype=torch.int64)
+        self.last_q = torch.zeros_like(self._q)
         self.remembers = torch.zeros(batch, window, dtype=torch.bool)
 
     def after_step(self, step: LastStep) -> None:

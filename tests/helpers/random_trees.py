@@ -64,9 +64,11 @@ def rules_of(rule: BoundRule) -> Rules:
 def random_rule(
     rng: np.random.Generator, vocabulary: int, table: Tensor | None = None, residual: str = ""
 ) -> BoundRule:
-    residual = residual or ("exact", "official")[rng.integers(2)]
+    residuals = ("exact", "official")
+    residual = residual or residuals[rng.integers(2)]
     neighbours = int(rng.integers(0, vocabulary))
-    name = ("strict", "additive", "multiplicative")[rng.integers(3)]
+    names = ("strict", "additive", "multiplicative")
+    name = names[rng.integers(3)]
     if name == "strict":
         return rule_named("strict", residual=residual)
     if name == "additive":
@@ -80,7 +82,8 @@ def random_probs(
     rng: np.random.Generator,
     noise: torch.Generator,
     filters: tuple[float, int, float, FilterOrder],
-    *shape: int,
+    *,
+    shape: tuple[int, ...],
 ) -> tuple[Tensor, Tensor]:
     """Return (guided logits, probabilities) of the given shape, guidance on or off."""
     temperature, top_k, top_p, order = filters
@@ -114,6 +117,7 @@ def random_static(
     noise: torch.Generator,
     q: Tensor,
     shape: StaticTree,
+    *,
     filled: bool | None = None,
 ) -> DraftTree:
     """Draw the children of every node from `q` [B, M, V]; `filled` says whether those with q = 0
@@ -129,9 +133,9 @@ def random_static(
         tokens[:, children] = drawn[:, level.slot, level.rank]
         valid[:, children] = able[:, level.slot, level.rank]
     # Leaving q = 0 children in the table must give the same walk: they are skipped.
-    return shape.draft(
-        tokens, q, valid if (rng.integers(2) if filled is None else not filled) else None
-    )
+    if filled is None:
+        filled = not rng.integers(2)
+    return shape.draft(tokens, q, None if filled else valid)
 
 
 def random_dynamic(rng: np.random.Generator, batch: int, nodes: int, vocabulary: int) -> DraftTree:
@@ -146,20 +150,15 @@ def random_dynamic(rng: np.random.Generator, batch: int, nodes: int, vocabulary:
 
 
 def dynamic_trees(
-    rng: np.random.Generator, batch: int, nodes: int, vocabulary: int, depth: int, fanout: int
+    rng: np.random.Generator, *, batch: int, nodes: int, vocabulary: int, depth: int, fanout: int
 ) -> DraftTree:
     """As `random_dynamic`, of a given depth and width."""
     columns: list[list[list[int]]] = [[], [], [], [], []]
     for _ in range(batch):
-        paths = [
-            (),
-            *sorted(
-                random_topology(
-                    rng=rng, nodes=int(rng.integers(0, nodes)), fanout=fanout, depth=depth
-                ),
-                key=lambda p: (len(p), p),
-            ),
-        ]
+        grown = random_topology(
+            rng=rng, nodes=int(rng.integers(0, nodes)), fanout=fanout, depth=depth
+        )
+        paths = [(), *sorted(grown, key=lambda path: (len(path), path))]
         order = {path: rng.permutation(vocabulary) for path in paths}
         number = {path: place for place, path in enumerate(paths)}
         missing = nodes - len(paths)
@@ -192,18 +191,17 @@ def random_draft(seed: int, dtype: torch.dtype = torch.float32) -> Draft:
                 rng=rng, nodes=int(rng.integers(1, 14)), fanout=int(rng.integers(1, 5)), depth=4
             )
         )
-        _, q = random_probs(rng, noise, filters, batch, len(shape.depths), vocabulary)
+        _, q = random_probs(rng, noise, filters, shape=(batch, len(shape.depths), vocabulary))
         tree = random_static(rng=rng, noise=noise, q=q.to(dtype), shape=shape)
     else:
         tree = random_dynamic(
             rng=rng, batch=batch, nodes=int(rng.integers(2, 14)), vocabulary=vocabulary
         )
-    logits, probs = random_probs(rng, noise, filters, batch, tree.tokens.shape[1], vocabulary)
-    limit = (
-        torch.tensor(rng.integers(-1, tree.max_depth + 1, size=batch))
-        if rng.integers(3) == 0
-        else None
-    )
+    nodes = tree.tokens.shape[1]
+    logits, probs = random_probs(rng, noise, filters, shape=(batch, nodes, vocabulary))
+    limit = None
+    if rng.integers(3) == 0:
+        limit = torch.tensor(rng.integers(-1, tree.max_depth + 1, size=batch))
     return Draft(
         tree=tree,
         logits=logits,

@@ -73,7 +73,7 @@ def relax(p: Vector, x: int, mass: float, taken: Sequence[int]) -> Vector:
 
 
 def reject(
-    p: Vector, q: Vector | None, x: int, mass: float, taken: Sequence[int], rules: Rules
+    p: Vector, q: Vector | None, x: int, *, mass: float, taken: Sequence[int], rules: Rules
 ) -> Vector:
     """Sections 3 and 4: the residual before it is renormalised."""
     if rules.residual == "official" and taken:
@@ -98,6 +98,7 @@ def walk(
     tokens: Sequence[int],
     p_of: Sequence[Vector],
     q_of: Sequence[Vector] | None,
+    *,
     rules: Rules,
     uniform: Callable[[int, int], float],
     depth_limit: int,
@@ -145,11 +146,12 @@ def walk(
                 q = q.copy()
                 q[x] = 0
                 q = q / q.sum() if q.sum() > 0 else q
-        done.child_rank.append(moved[0] if moved else -1 if offered else -2)
         if moved is None:
+            done.child_rank.append(-1 if offered else -2)
             done.next_probs = p
             return done
-        node = moved[1]
+        rank, node = moved
+        done.child_rank.append(rank)
         depth = depth + 1
         done.path.append(node)
 

@@ -22,6 +22,7 @@ def rule_named(
     name: str,
     neighbours: int = 0,
     bound: Any = None,
+    *,
     residual: str = "exact",
     table: Tensor | None = None,
     codebook: Tensor | None = None,

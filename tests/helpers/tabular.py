@@ -52,7 +52,13 @@ class Tabular:
     """Distributions that depend on the whole prefix: p(prefix) and q(prefix), float64 [V]."""
 
     def __init__(
-        self, vocabulary: int, setting: Setting, seed: int, spread: float = 1.5, alike: bool = False
+        self,
+        vocabulary: int,
+        setting: Setting,
+        seed: int,
+        *,
+        spread: float = 1.5,
+        alike: bool = False,
     ) -> None:
         self.vocabulary = vocabulary
         self.setting = setting
@@ -87,21 +93,18 @@ class Tabular:
         """The autoregressive distribution of the next `length` tokens."""
         distribution: dict[Prefix, float] = {(): 1.0}
         for _ in range(length):
-            distribution = {
-                (*tokens, token): weight * p
-                for tokens, weight in distribution.items()
-                for token, p in enumerate(self.p((*prefix, *tokens)).tolist())
-                if p > 0
-            }
+            longer: dict[Prefix, float] = {}
+            for tokens, weight in distribution.items():
+                p = self.p((*prefix, *tokens)).tolist()
+                longer |= {(*tokens, x): weight * p[x] for x in range(self.vocabulary) if p[x] > 0}
+            distribution = longer
         return distribution
 
     def drafts(self, shape: str) -> Drafts:
-        """Those of a shape in `SHAPES`, or the one dynamic draft."""
-        return (
-            self.dynamic_drafts(6, 3, 2)
-            if shape == "dynamic"
-            else self.static_drafts(SHAPES[shape])
-        )
+        """The drafts of a shape in `SHAPES`, or the one dynamic draft."""
+        if shape == "dynamic":
+            return self.dynamic_drafts(6, 3, 2)
+        return self.static_drafts(SHAPES[shape])
 
     def static_drafts(self, paths: Sequence[Sequence[int]]) -> Drafts:
         """Every draft that can be drawn in this shape."""
@@ -113,11 +116,12 @@ class Tabular:
             kids = [child for child in below if child >= 0]
             if not kids:
                 continue
-            drafts = [
-                (weight * chance, _with(tokens, kids, drawn))
-                for weight, tokens in drafts
-                for drawn, chance in _orders(self.q(_prefix(node, tokens, parents)), len(kids))
-            ]
+            longer = []
+            for weight, tokens in drafts:
+                q = self.q(_prefix(node, tokens, parents))
+                for drawn, chance in _orders(q, len(kids)):
+                    longer.append((weight * chance, _with(tokens, kids, drawn)))
+            drafts = longer
         weights = torch.tensor([weight for weight, _ in drafts], dtype=torch.float64)
         rows = [tokens for _, tokens in drafts]
         valid = torch.tensor([[token >= 0 for token in tokens] for tokens in rows])
@@ -269,7 +273,8 @@ def distribution_of_step(
     distribution: dict[Prefix, float] = {}
     for prefix, weight in committed.items():
         for rest, chance in model.distribution_after(prefix, length - len(prefix)).items():
-            _add(distribution, (*prefix, *rest)[:length], weight * chance)
+            tokens = prefix + rest
+            _add(distribution, tokens[:length], weight * chance)
     return distribution
 
 

@@ -134,8 +134,8 @@ def layer_state(at: str, shape: Shape, draws: torch.Generator) -> dict[str, Tens
     shapes: dict[str, tuple[int, ...]] = {
         f"self_attn.{part}_proj.weight": (rows[part], dim) for part in rows
     }
-    for norm in ("self_attn.q_norm", "self_attn.k_norm"):
-        shapes |= {f"{norm}.weight": (shape.parts, head), f"{norm}.bias": (shape.parts, head)}
+    for kind in ("weight", "bias"):
+        shapes |= {f"self_attn.{part}_norm.{kind}": (shape.parts, head) for part in "qk"}
     shapes |= {"self_attn.o_proj.weight": (dim, dim), "mlp.down_proj.weight": (dim, shape.ffn)}
     shapes |= {f"mlp.{part}_proj.weight": (shape.ffn, dim) for part in ("gate", "up")}
     shapes |= {f"{part}_layernorm.weight": (dim,) for part in ("input", "post_attention")}
@@ -151,8 +151,8 @@ def _drawn(name: str, size: tuple[int, ...], draws: torch.Generator) -> Tensor:
     return noise * 1.5 * noise[0].numel() ** -0.5
 
 
-class _Shapes(dict[str, tuple[int, ...]]):  # filled by its own methods
-    """Shapes of the tensors of a MoVQGAN, in the order of its file."""
+class TokenizerShapes(dict[str, tuple[int, ...]]):
+    """The shapes of a tokenizer's weights by their names in the published file."""
 
     def __init__(self, code_dim: int) -> None:
         super().__init__()
@@ -163,13 +163,11 @@ class _Shapes(dict[str, tuple[int, ...]]):  # filled by its own methods
         self[f"{name}.bias"] = (outside,)
 
     def norm(self, name: str, width: int) -> None:
-        takes_codes = name.startswith("decoder.")
-        inner = f"{name}.norm_layer" if takes_codes else name
+        inner = f"{name}.norm_layer" if name.startswith("decoder.") else name
         self[f"{inner}.weight"] = (width,)
         self[f"{inner}.bias"] = (width,)
-        if takes_codes:
-            self.conv(f"{name}.conv_y", self.code_dim, width, side=1)
-            self.conv(f"{name}.conv_b", self.code_dim, width, side=1)
+        for part in ("conv_y", "conv_b") if name.startswith("decoder.") else ():
+            self.conv(f"{name}.{part}", self.code_dim, width, side=1)
 
     def block(self, name: str, inside: int, outside: int) -> None:
         self.norm(f"{name}.norm1", inside)
@@ -184,50 +182,39 @@ class _Shapes(dict[str, tuple[int, ...]]):  # filled by its own methods
         for part in ("q", "k", "v", "proj_out"):
             self.conv(f"{name}.{part}", width, width, side=1)
 
-    def level(self, name: str, shape: Shape, *, inside: int, outside: int, blocks: int) -> None:
-        """One resolution; the lowest one may attend."""
-        attends = shape.attends and name.endswith(f".{len(shape.mult) - 1}")
-        for number in range(blocks):
-            self.block(f"{name}.block.{number}", outside if number else inside, outside)
-            if attends:
-                self.attention(f"{name}.attn.{number}", outside)
-
-    def coder(self, part: str, shape: Shape) -> None:
-        widths = [shape.channels * multiple for multiple in shape.mult]
-        last = len(widths) - 1
-        low = widths[last]
-        inside = shape.channels
-        if part == "encoder":
-            self.conv("encoder.conv_in", 3, shape.channels, side=3)
-            for number, width in enumerate(widths):
-                name = f"encoder.down.{number}"
-                self.level(name, shape, inside=inside, outside=width, blocks=shape.blocks)
-                inside = width
-                if number != last:
-                    self.conv(f"{name}.downsample.conv", width, width, side=3)
-        else:
-            inside = low
-            self.conv("decoder.conv_in", self.code_dim, low, side=3)
-            for number in reversed(range(len(widths))):
-                name = f"decoder.up.{number}"
-                width = widths[number]
-                self.level(name, shape, inside=inside, outside=width, blocks=shape.blocks + 1)
-                inside = width
-                if number != 0:
-                    self.conv(f"{name}.upsample.conv", width, width, side=3)
-        self.block(f"{part}.mid.block_1", low, low)
-        self.attention(f"{part}.mid.attn_1", low)
-        self.block(f"{part}.mid.block_2", low, low)
-        self.norm(f"{part}.norm_out", inside)
-        self.conv(f"{part}.conv_out", inside, self.code_dim if part == "encoder" else 3, side=3)
-
 
 def movqgan_state(shape: Shape, draws: torch.Generator) -> dict[str, Tensor]:
     """The tokenizer's weights by their names in the published file, with some of its training's."""
     z = shape.code_dim
-    shapes = _Shapes(z)
-    shapes.coder("encoder", shape)
-    shapes.coder("decoder", shape)
+    widths = [shape.channels * multiple for multiple in shape.mult]
+    last = len(widths) - 1
+    shapes = TokenizerShapes(z)
+    shapes.conv("encoder.conv_in", 3, shape.channels, side=3)
+    shapes.conv("decoder.conv_in", z, widths[-1], side=3)
+    for part, order in (("encoder.down", range(last + 1)), ("decoder.up", range(last, -1, -1))):
+        up = part == "decoder.up"
+        width = widths[-1] if part == "decoder.up" else shape.channels
+        for level in order:
+            for number in range(shape.blocks + up):
+                shapes.block(f"{part}.{level}.block.{number}", width, widths[level])
+                width = widths[level]
+                if level == last and shape.attends:
+                    shapes.attention(f"{part}.{level}.attn.{number}", width)
+            if level != (0 if up else last):
+                shapes.conv(
+                    f"{part}.{level}.{'upsample' if up else 'downsample'}.conv",
+                    width,
+                    width,
+                    side=3,
+                )
+    for part in ("encoder", "decoder"):
+        shapes.block(f"{part}.mid.block_1", widths[-1], widths[-1])
+        shapes.attention(f"{part}.mid.attn_1", widths[-1])
+        shapes.block(f"{part}.mid.block_2", widths[-1], widths[-1])
+    shapes.norm("encoder.norm_out", widths[-1])
+    shapes.conv("encoder.conv_out", widths[-1], z, side=3)
+    shapes.norm("decoder.norm_out", widths[0])
+    shapes.conv("decoder.conv_out", widths[0], 3, side=3)
     shapes.conv("quant_conv", z, z, side=1)
     shapes.conv("post_quant_conv", z, z, side=1)
     state = {name: _drawn(name, size, draws) for name, size in shapes.items()}

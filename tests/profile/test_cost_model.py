@@ -89,14 +89,14 @@ def test_the_prefill_is_eager_where_the_device_says_what_that_costs():
     device = devices()["h100"]
     compiled = STACKS["compiled"]
     seconds = prefill_seconds(device, compiled, AT)
-    # So small a forward waits for the host: 49 kernels a layer and 18 besides, of 13 us each.
+    # This small forward waits for the host: 49 kernels per layer and 18 more, 13 us each.
     assert seconds == pytest.approx(13e-6 * (49 * SIZES.layers + 18))
     quiet = device.model_copy(update={"eager_kernel_us": None})
     assert prefill_seconds(quiet, compiled, AT) < seconds / 5
 
 
 def test_programs_overlap_as_the_device_does():
-    # 3 ms to read, 2 ms to multiply, .5 ms to launch
+    # 3 ms to read, 2 ms to multiply, 0.5 ms to launch
     work = Work(bytes=3e6, operations=2e6, kernels=500)
     eager = STACK._replace(fixed=False)
     assert seconds_of(work, GPU, STACK).total == pytest.approx(3.5e-3)

@@ -1,6 +1,4 @@
-"""Speedups of runs on several devices: paired within a device, refused over several kinds unless
-they are pooled.
-"""
+"""Speedups of runs on several devices: paired within a device, pooled over kinds on request."""
 
 from __future__ import annotations
 
@@ -11,9 +9,9 @@ from tests.helpers.made_up_run import AR, STRICT, WALKS, Row, build_tables, make
 
 
 def records(devices: dict[str, list[tuple[str, str]]]) -> list[Row]:
-    """Two cells over the prompts; `devices` has (name, id) of each prompt by mode.
+    """Records of two cells; `devices` has the (name, id) of each prompt by mode.
 
-    Only device `a` is slow.
+    Device `a` is slow.
     """
     rows = []
     for cell, seconds in ((AR, 1.2), (STRICT, 0.6)):
@@ -39,7 +37,7 @@ FAST = ("L40S", "b")
 OTHER = ("H100", "c")
 
 
-def speedup(rows: list[Row], pool: bool = False) -> tuple[float | None, str]:
+def speedup(rows: list[Row], *, pool: bool = False) -> tuple[float | None, str]:
     table = build_tables(rows, pool_devices=pool)["speed"].set_index("mode")
     row = table.loc["speculative"]
     return row["speedup"], str(row["note"])

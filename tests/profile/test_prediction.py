@@ -53,7 +53,7 @@ def test_table_has_the_columns_of_the_schema_and_the_measured_speedup(run: RunDa
     "about, compiled", [("Some CPU, 1 threads", True), ("Some CPU, 2 threads", True), ("", False)]
 )
 def test_error_is_only_of_a_run_with_the_same_device_and_code(
-    run: RunData, about: str, compiled: bool
+    run: RunData, about: str, *, compiled: bool
 ):
     facts = {
         "device": "cpu",
@@ -143,7 +143,7 @@ def test_run_without_steps_and_model_without_sizes_are_refused(
     with pytest.raises(RefusedError, match="no image has recorded steps"):
         list(prediction_rows(dataclasses.replace(run, records=bare), A100, "compiled"))
     unknown = SimpleNamespace(sizes=None)
-    monkeypatch.setattr("lantern_bench.profile.cost_model.model_of", lambda _name: unknown)
+    monkeypatch.setattr("lantern_bench.profile.prediction.model_of", lambda _name: unknown)
     with pytest.raises(RefusedError, match="the sizes of lanterns are not known"):
         list(prediction_rows(run, A100, "compiled"))
 

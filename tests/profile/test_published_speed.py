@@ -1,6 +1,4 @@
-"""docs/prediction.md: its tables are those of its data, its bars are met, its kernel counts can be
-counted again.
-"""
+"""docs/prediction.md: tables equal their data, bars are met, kernels can be counted again."""
 
 from __future__ import annotations
 
@@ -97,18 +95,18 @@ class _Operations(TorchDispatchMode):
         self._inside = ["rest"]
 
     def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+        self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if function._schema.name.split("::")[1] not in _FREE:
+        if operator._schema.name.split("::")[1] not in _FREE:
             self.counts[self._inside[-1]] += 1
-        return function(*args, **(kwargs or {}))
+        return operator(*args, **(kwargs or {}))
 
-    def named(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def named(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             self._inside.append(name)
             self.calls[name] += 1
             try:
-                return function(*args, **kwargs)
+                return original(*args, **kwargs)
             finally:
                 self._inside.pop()
 

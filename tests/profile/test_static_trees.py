@@ -1,6 +1,4 @@
-"""Static trees of the search: the dynamic programme against exhaustive search, and the acceptance
-rates.
-"""
+"""Static trees of the search: dynamic programming against exhaustive search, acceptance rates."""
 
 from __future__ import annotations
 
@@ -17,15 +15,16 @@ RATES = [[0.6, 0.2, 0.05], [0.5, 0.3, 0.1], [0.4, 0.1, 0.1]]
 
 def all_trees(nodes: int) -> set[Topology]:
     """Every topology with this many nodes, at most three levels and three ranks."""
-    paths = [path for depth in (1, 2, 3) for path in itertools.product(range(3), repeat=depth)]
+    paths: list[tuple[int, ...]] = []
+    for depth in (1, 2, 3):
+        paths += itertools.product(range(3), repeat=depth)
     trees: set[Topology] = {()}
     for _ in range(nodes):
-        trees = {
-            tuple(sorted({*tree, path}))
-            for tree in trees
-            for path in paths
-            if path not in tree and fits(tree, path)
-        }
+        larger = set[Topology]()
+        for tree in trees:
+            added = [path for path in paths if path not in tree and fits(tree, path)]
+            larger |= {tuple(sorted({*tree, path})) for path in added}
+        trees = larger
     return trees
 
 
@@ -36,7 +35,7 @@ def fits(tree: Topology, path: tuple[int, ...]) -> bool:
 
 
 def expected_length(topology: Topology) -> float:
-    """The bonus token, plus the probability of each node to be accepted."""
+    """1 for the bonus token, plus the acceptance probability of each node."""
     chance: dict[tuple[int, ...], float] = {(): 1.0}
     for path in topology:
         chance[path] = chance[path[:-1]] * RATES[len(path) - 1][path[-1]]

@@ -120,7 +120,7 @@ def test_every_image_has_a_complete_record_and_picture(tiny_run: Path) -> None:
 def test_warm_up_is_recorded_only_in_the_manifest(tiny_run: Path) -> None:
     manifest = read_manifest(tiny_run)
     (session,) = manifest["sessions"]
-    # lambda 2 and lambda 5 are of one kind; greedy decoding is a kind of its own.
+    # lambda 2 and lambda 5 are of one kind; greedy decoding is another kind.
     assert len(session["warm_up"]) == 5
     assert all(row["seconds"] > 0 for row in session["warm_up"])
     assert session["complete"]

@@ -262,7 +262,7 @@ def test_random_drafts_are_accepted_as_written(rule: BoundRule, procedure: Proce
         shape = StaticTree.of(chain(int(rng.integers(1, 6))) if rule is BLOCK else paths)
         nodes = len(shape.depths)
         q, p = (
-            random_probs(rng, noise, filters, batch, nodes, vocabulary)[1].double()
+            random_probs(rng, noise, filters, shape=(batch, nodes, vocabulary))[1].double()
             for _ in range(2)
         )
         q, p = (rows / rows.sum(dim=-1, keepdim=True) for rows in (q, p))

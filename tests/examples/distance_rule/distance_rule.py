@@ -1,12 +1,10 @@
-"""A relaxed rule: the neighbours of a draft count the less, the farther their codes are."""
+"""A relaxed rule in which distant neighbours of a draft count less than near ones."""
 
 from lantern_bench.methods import neighbour_rule
 
 
 @neighbour_rule("by-distance", neighbours=100, example=0.3, codebook=True, label="by distance")
 def by_distance(draft, values):
-    """The most m(x) [n]: the mean of p over the neighbours, weighted by a softmax of their
-    distances / `bound`.
-    """
+    """Limit m(x) [n] to the mean of p over the neighbours, weighted by softmax(-distance / bound)."""
     weights = (-draft.distances / values["bound"]).softmax(-1)
     return (weights * draft.neighbour_p).sum(-1)

@@ -1,6 +1,4 @@
-"""Janus and Janus-Pro (arXiv 2501.17811) as transformers runs them, in the decode loop of
-lantern-bench.
-"""
+"""Janus and Janus-Pro (arXiv 2501.17811), run by transformers in the decode loop of lantern-bench."""
 
 from pathlib import Path
 from typing import ClassVar
@@ -13,7 +11,7 @@ from lantern_bench.models.hosted import HostedModel
 
 
 class Janus(HostedModel):
-    """A language model with an embedding and a head of their own for the codes of a picture."""
+    """A language model with a separate embedding and output head for image codes."""
 
     defaults: ClassVar = {"cfg_scale": 5.0}
     neighbour_space = "normalised"  # the tokenizer scales the rows it looks up to unit length
@@ -31,30 +29,28 @@ class Janus(HostedModel):
         self.codes = self.model.config.vq_config.num_embeddings
 
     def prompts(self, caption: str) -> tuple[list[int], list[int]]:
-        """The unconditional prompt has padding words, which are read, where the other has the
-        caption's.
-        """
+        """Return both prompts; the unconditional one has padding, which is read, for the caption."""
         words = self.tokenizer
         text = words(f"<|User|>: {caption}\n\n<|Assistant|>:<begin_of_image>").input_ids
         special = {words.bos_token_id, words.convert_tokens_to_ids("<begin_of_image>")}
         return text, [word if word in special else words.pad_token_id for word in text]
 
     def embed_words(self, words: Tensor) -> Tensor:
-        """Words of prompts -> [rows, n, dim]."""
+        """Embed token ids of prompts: [rows, n] -> [rows, n, dim]."""
         return self.decoder.get_input_embeddings()(words)
 
     def embed_codes(self, codes: Tensor) -> Tensor:
-        """Codes -> [rows, n, dim]."""
+        """Embed codes: [rows, n] -> [rows, n, dim]."""
         return self.model.generation_aligner(self.model.generation_embeddings(codes))
 
     def logits(self, features: Tensor) -> Tensor:
-        """Last hidden states -> [rows, n, codes]."""
+        """Map last hidden states [rows, n, dim] to logits [rows, n, codes]."""
         return self.model.generation_head(features)
 
     def codebook(self) -> Tensor:
-        """The rows of the codebook, as stored."""
+        """Return the codebook [codes, d] as stored."""
         return self.model.vqmodel.quantize.embedding.weight
 
     def pixels(self, codes: Tensor) -> Tensor:
-        """Codes -> RGB [B, H, W, 3] from -1 to 1."""
+        """Decode codes [B, N] to RGB [B, H, W, 3] in [-1, 1]."""
         return self.model.vqmodel.decode(codes).permute(0, 2, 3, 1)

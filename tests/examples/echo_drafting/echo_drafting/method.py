@@ -1,4 +1,4 @@
-"""Draft a chain from one distribution: what the target said at the end of the last step."""
+"""Draft a chain from one distribution, the target's at the end of the last step."""
 
 import torch
 
