@@ -228,12 +228,12 @@ def tasks_of(
         prompts: The prompts.
         images: The number of images of each prompt.
     """
-    slots = itertools.product(map(Prompt, prompts), range(images))
+    slots = list(itertools.product(map(Prompt, prompts), range(images)))
     tasks = []
-    for cell, (index, (prompt, repeat)) in itertools.product(cells, enumerate(slots)):
-        image_seed = record_seed(seed, prompt.id, repeat, seed_set=cell.decoding.seed_set)
-        tasks.append(
-            ImageTask(
+    for cell in cells:
+        for index, (prompt, repeat) in enumerate(slots):
+            image_seed = record_seed(seed, prompt.id, repeat, seed_set=cell.decoding.seed_set)
+            task = ImageTask(
                 cell=cell,
                 prompt=prompt,
                 repeat=repeat,
@@ -241,7 +241,7 @@ def tasks_of(
                 image_index=index,
                 order_index=index,
             )
-        )
+            tasks.append(task)
     return tasks
 
 
@@ -262,9 +262,10 @@ def decode_tasks(
     all_tokens = model.target.image_tokens
     if model.engine.compile:
         # A quarter of an image runs every program of a step more than once.
+        quarter = max(16, all_tokens // 4)
         for task in tasks:
             if task.image_index == 0:
-                _decode_task(model, compute, task, tokens=max(16, all_tokens // 4))
+                _decode_task(model, compute, task, tokens=quarter, logits=logits)
     tokens = all_tokens if model.pixels is None else None
     for task in tasks:
         yield _decode_task(model, compute, task, tokens=tokens, logits=logits)
@@ -276,7 +277,7 @@ def _decode_task(
     task: ImageTask,
     *,
     tokens: int | None,
-    logits: bool = False,
+    logits: bool,
 ) -> DecodedImage:
     try:
         return decode_batch(model, [task], compute, tokens=tokens, logits=logits)[0]

@@ -101,6 +101,14 @@ def test_every_cited_file_exists() -> None:
             assert (ROOT / cited).exists(), f"{name} cites {cited}"
 
 
+def test_numbers_are_written_as_0_5_and_95_percent() -> None:
+    """No `.5` without its zero, and no space before a percent sign."""
+    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        text = page.read_text(encoding="utf-8")
+        assert re.findall(r"(?<![0-9])\.[0-9].*", text) == [], page.name
+        assert re.findall(r".*[0-9] %", text) == [], page.name
+
+
 def test_links_between_pages_lead_somewhere() -> None:
     """A page of the site links only what is in the site: docs/ without its scripts."""
     for path in repository_files():
