@@ -181,7 +181,7 @@ _DERIVED: dict[str, Callable[[], Iterator[Column]]] = {
     "quality_of_images": lambda: _quality_columns(OF_IMAGES),
     "summary_of_quality": _summary_of_quality,
 }
-# What stands in braces in columns.toml.
+# The words in braces of columns.toml.
 _WORDS = {
     "modes": ", ".join(MODES),
     "draftings": ", ".join(f"{name} ({row.about})" for name, row in DRAFTINGS.items()),
@@ -195,7 +195,8 @@ def _read(entries: Iterable[str | list[str]]) -> Iterator[Column]:
     """Yield the columns of a list in columns.toml: names of groups, and entries of four words."""
     for entry in entries:
         if isinstance(entry, list):
-            yield from _column(*entry)
+            name, dtype, unit, meaning = entry
+            yield from _column(name, dtype, unit, meaning=meaning)
         elif entry in _DERIVED:
             yield from _DERIVED[entry]()
         else:
