@@ -44,8 +44,9 @@ class Scorers:
     protocol: Protocol
     # By metric: (pictures, prompts) -> figures.
     images: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
-    extractor: Extractor | None = None  # None: nothing is measured against a reference
-    manifold: Extractor | None = None  # extractor of precision and recall; None: the same
+    # The extractor of FID and KID, then the one of precision and recall if it is another. Without
+    # any, nothing is measured against a reference.
+    extractors: Sequence[Extractor] = ()
     device: torch.device | str = "cpu"
 
     @property
@@ -60,18 +61,15 @@ class Scorers:
 
 def load_scorers(protocol: Protocol, device: torch.device | str = "cpu") -> Scorers:
     """Load the scorers of a protocol; raises `RefusedError` if weights are missing."""
-    names = [protocol.features, protocol.manifold]
-    if protocol.manifold == protocol.features:
-        names[1] = None
-    extractor, manifold = (find_extractor(name) if name else None for name in names)
+    names = dict.fromkeys([protocol.features, protocol.manifold])
+    extractors = [find_extractor(name) for name in names if name is not None]
     if protocol.metrics:
         # Registers the scorers of the shipped metrics; the import takes seconds.
         import lantern_bench.metrics.image_scorers  # noqa: F401
     return Scorers(
         protocol=protocol,
         images={name: METRICS[name].function()(protocol, device) for name in protocol.metrics},
-        extractor=extractor,
-        manifold=manifold,
+        extractors=extractors,
         device=device,
     )
 
@@ -109,7 +107,7 @@ def score_records(
         "protocol_version": protocol.version,
     }
     used = {
-        "extractor": None if scorers.extractor is None else scorers.extractor.label,
+        "extractor": scorers.extractors[0].label if scorers.extractors else None,
         "reference": None if reference is None else reference.label,
     }
     against = _reference_sets(scorers, reference, cache) if cells else []
@@ -138,7 +136,7 @@ def score_records(
                 image[name] = value
 
         yield from (common | {"cell_id": cell_id} | image for image in images)
-        if scorers.extractor is not None:
+        if scorers.extractors:
             notes = figures.notes
             if len(existing) < len(rows):
                 missing = len(rows) - len(existing)
@@ -195,15 +193,15 @@ def ar_families(cells: Mapping[str, Sequence[Row]]) -> list[list[str]]:
 def _reference_sets(
     scorers: Scorers, reference: Reference | None, cache: Path | None
 ) -> list[tuple[Extractor, FeatureSet]]:
-    """Return the features of the reference by the extractor of FID, then of precision and recall.
+    """Return the features of the reference under each extractor.
 
-    The second is missing if it is the same extractor, or if the reference has no pictures.
+    A reference of statistics belongs to the first extractor alone.
     """
-    if scorers.extractor is None or reference is None:
+    if reference is None:
         return []
-    extractors = [scorers.extractor]
-    if scorers.manifold is not None and reference.pictures is not None:
-        extractors.append(scorers.manifold)
+    extractors = scorers.extractors
+    if reference.pictures is None:
+        extractors = extractors[:1]
     sets = []
     preparation = scorers.protocol.preparation
     for extractor in extractors:

@@ -135,7 +135,7 @@ def score_cells(
             pending.append(cell_id)
     # Sets of ar images with different seeds are scored together.
     for family in ar_families(cells):
-        without_spread = scorers.extractor is not None and family[0] not in with_spread
+        without_spread = scorers.extractors and family[0] not in with_spread
         if without_spread or not set(pending).isdisjoint(family):
             pending += family
     if not pending:
@@ -170,7 +170,7 @@ def _is_scored(
     images = {row["record_key"] for row in scores if row["clip_model"] == scorers.label}
     if not images.issuperset(record["record_key"] for record in records):
         return False
-    if scorers.extractor is None:
+    if not scorers.extractors:
         return True
     of_cell = [row for row in scores if row["level"] == "cell"]
     if not of_cell:
@@ -180,6 +180,6 @@ def _is_scored(
         return False
     return (
         latest["n"] == len(records)
-        and latest["extractor"] == scorers.extractor.label
+        and latest["extractor"] == scorers.extractors[0].label
         and str(latest["reference"] or "").startswith(reference)
     )

@@ -63,7 +63,7 @@ def scorers(tmp_path_factory: pytest.TempPathFactory) -> Scorers:
         "clip_score": scorer,
         "prompt_accuracy": image_scorers.PromptAccuracy(classifier.load_classifier(path)),
     }
-    return Scorers(EMBEDDED, images, extractors.find_extractor(weights=path))
+    return Scorers(EMBEDDED, images, [extractors.find_extractor(weights=path)])
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +150,6 @@ def test_image_rows_hold_each_scorers_answer(run: Run, scorers: Scorers) -> None
 def test_cell_rows_have_fidelity_extractor_and_reference(
     run: Run, scorers: Scorers, reference: Reference
 ) -> None:
-    assert scorers.extractor is not None
     first, second = (row for row in _score(run, scorers, reference) if row["level"] == "cell")
     assert first["n"] == second["n"] == 6
     assert first["kid_subset"] == 3
@@ -160,7 +159,7 @@ def test_cell_rows_have_fidelity_extractor_and_reference(
     assert first["kid_low"] < first["kid"] < first["kid_high"]
     assert first["precision"] is None
     assert "precision and recall need 256 images" in first["note"]
-    assert first["extractor"] == scorers.extractor.label
+    assert first["extractor"] == scorers.extractors[0].label
     assert first["reference"] == "twenty scenes"
 
 
