@@ -207,7 +207,7 @@ def test_broken_report_is_refused_before_training(tmp_path: Path) -> None:
             3,
             "First: python -m scripts.train_lanterns --part tokenizer",
         ),
-        (["--minutes", "0"], 2, "--minutes 0: must be greater than 0"),
+        (["--minutes", "0"], 2, "--minutes 0.0: must be greater than 0"),
         (["--steps", "0"], 2, "--steps 0: must be greater than 0"),
         (["--images", "0", "--evaluate"], 2, "--images 0: must be greater than 0"),
         (["--device", "gpu"], 2, "--device gpu: must be auto, cpu, mps, cuda or cuda:N"),
@@ -274,7 +274,7 @@ def test_teacher_forced_gates_match_a_plain_forward(
     assert gates["mean top-10 probability"].value == pytest.approx(
         float(top.sum(-1).mean()), rel=1e-4
     )
-    assert gates["held-out NLL, nats a token"].value == pytest.approx(float(nll), rel=1e-4)
+    assert gates["held-out NLL, nats per token"].value == pytest.approx(float(nll), rel=1e-4)
     accuracy = gates["prompt accuracy of AR samples"].observations
     assert accuracy is not None
     assert accuracy.prompts == [item.caption() for item in HELD_OUT[:3]]
