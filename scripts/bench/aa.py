@@ -149,7 +149,7 @@ def figures(run: RunData) -> Iterator[tuple[str, str, Interval]]:
 def _uncut(cell: CellRecords) -> CellRecords:
     """Return the cell with the seconds of its records."""
     raw = CellRecords(cell.columns, cell.completed, cell.failed)
-    raw.images["seconds"] /= raw.images["kept_share"]
+    raw.images["seconds"] /= raw.images["kept_fraction"]
     return raw
 
 

@@ -219,12 +219,8 @@ def test_files_and_functions_of_architecture_exist() -> None:
         names += re.findall(r"^\| `(\w+)` \(`", line)
         for name in names:
             sources = [file.read_text(encoding="utf-8") for file in files if file.is_file()]
-            sources += [
-                file.read_text(encoding="utf-8")
-                for folder in files
-                if folder.is_dir()
-                for file in folder.rglob("*.py")
-            ]
+            for folder in files:
+                sources += [file.read_text(encoding="utf-8") for file in folder.rglob("*.py")]
             defined = re.compile(rf"\b(?:def|class) {name}\b")
             assert any(defined.search(source) for source in sources), f"{name}: {line}"
             named.add(name)
