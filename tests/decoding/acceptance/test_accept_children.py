@@ -106,9 +106,14 @@ def test_a_uniform_of_zero_does_not_accept_the_impossible(sampled: bool) -> None
         )
         assert tree.children[0, 0].tolist() == [1, -1]
     else:
-        columns = (torch.tensor([[-1, 0, 0]]), torch.tensor([[0, 1, 1]]), torch.tensor([[0, 0, 1]]))
         tree = link_nodes(
-            tokens, *columns, torch.tensor([[True, True, False]]), fanout=2, max_depth=1
+            tokens=tokens,
+            parents=torch.tensor([[-1, 0, 0]]),
+            depths=torch.tensor([[0, 1, 1]]),
+            ranks=torch.tensor([[0, 0, 1]]),
+            valid=torch.tensor([[True, True, False]]),
+            fanout=2,
+            max_depth=1,
         )
     verdict = verify(
         tree=tree,
