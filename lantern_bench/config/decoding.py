@@ -1,9 +1,9 @@
-"""One decoding configuration with every value decided, and the name that it gives a cell."""
+"""One decoding configuration with every value decided, and its id."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -40,20 +40,28 @@ from lantern_bench.utils.yaml_file import Location, Problems, load_yaml
 
 _ROWS: Mapping[str, Collection[str]] = {"mode": MODES, "drafting": DRAFTINGS, "rule": RULES}
 STRUCTURE = tuple(_ROWS)
-"""The parameters that decide which others a cell has."""
+"""The parameters that decide which other parameters a cell has."""
 
 
 class ParameterError(ValueError):
-    """A value that a cell cannot have."""
+    """A value that a cell cannot have.
+
+    Args:
+        text: The sentence that follows the parameter and its value.
+        key: The parameter at fault, None if there is no single one.
+    """
 
     def __init__(self, text: str, key: str | None = None) -> None:
         super().__init__(f"{key} {text}" if key else text)
-        self.text = text  # the sentence that follows the parameter and its value
-        self.key = key  # the parameter at fault; None: no single one is
+        self.text = text
+        self.key = key
 
 
 class MissingValueError(ParameterError):
     """A parameter without a default has no value."""
+
+
+# ---- Values of one parameter
 
 
 @cache
@@ -62,14 +70,21 @@ def _adapter(key: str) -> TypeAdapter[Any]:
 
 
 def check_value(key: str, value: object, folder: Path = Path()) -> Any:
-    """Return a value of a parameter as its type; `folder` is where `@FILE` of a tree starts.
+    """Return a value of a parameter as its type.
 
-    Raises `ParameterError`, and `RefusedError` for an installed row that cannot be used.
+    Args:
+        key: The parameter.
+        value: The value as it was written.
+        folder: The folder where `@FILE` of a tree starts.
+
+    Raises:
+        ParameterError: The value is not allowed.
+        RefusedError: It names a row of an installed package that cannot be used.
     """
     if key == "tree":
         return _check_tree(value, folder)
-    parameter = PARAMETERS[key]
-    choices = _ROWS.get(key, parameter.kind.choices)
+    kind = PARAMETERS[key].kind
+    choices = _ROWS.get(key, kind.choices)
     if isinstance(value, str) and value in choices:
         return value
     if choices:
@@ -80,23 +95,28 @@ def check_value(key: str, value: object, folder: Path = Path()) -> Any:
     try:
         return _adapter(key).validate_python(value)
     except ValidationError as error:
-        if (most := parameter.kind.most) is not None and error.errors()[0][
-            "type"
-        ] == "less_than_equal":
-            raise ParameterError(f"must be at most {most:,}", key) from error
-        remark = f" ({parameter.remark})" if parameter.remark else ""
-        raise ParameterError(parameter.kind.allowed + remark, key) from error
+        is_too_large = error.errors()[0]["type"] == "less_than_equal"
+        if is_too_large and kind.most is not None:
+            raise ParameterError(f"must be at most {kind.most:,}", key) from error
+        remark = PARAMETERS[key].remark
+        remark = f" ({remark})" if remark else ""
+        raise ParameterError(kind.allowed + remark, key) from error
 
 
 def read_values(
     key: str, written: object, location: Location, problems: Problems, folder: Path = Path()
 ) -> tuple[Any, ...]:
-    """Return the checked values of a parameter; a list is a grid. Wrong values go to `problems`."""
-    values = (
-        written
-        if isinstance(written, list) and not (key == "tree" and is_tree(written))
-        else [written]
-    )
+    """Return the checked values of a parameter.
+
+    Args:
+        key: The parameter.
+        written: A value, or a list of them: a grid.
+        location: Where the value is written.
+        problems: Receives the wrong values, which are left out.
+        folder: The folder where `@FILE` of a tree starts.
+    """
+    is_grid = isinstance(written, list) and not (key == "tree" and is_tree(written))
+    values: list[Any] = written if is_grid else [written]  # type: ignore[assignment]
     if not values:
         problems.add(location, "an empty list; give at least one value")
     checked = []
@@ -110,43 +130,52 @@ def read_values(
 
 def is_tree(value: object) -> bool:
     """Whether a value is one tree (a list of paths), and not a name or a grid of trees."""
-    if not isinstance(value, list | tuple) or not all(
-        isinstance(path, list | tuple) for path in value
-    ):
+    if not isinstance(value, list | tuple) or not value:
         return False
-    ranks = [rank for path in value for rank in path]
-    return bool(value) and not any(isinstance(rank, list | tuple) for rank in ranks)
+    return all(isinstance(path, list | tuple) and not _has_lists(path) for path in value)
+
+
+def _has_lists(values: Iterable[object]) -> bool:
+    return any(isinstance(value, list | tuple) for value in values)
 
 
 def _check_tree(value: object, folder: Path) -> str | Topology:
-    """Return the name of a tree, or its checked paths."""
+    """Return the name of a static tree, or the checked paths of any other tree."""
     if isinstance(value, str) and value.startswith("@"):
+        name = value[1:]
         try:
-            value = load_yaml((folder / value[1:]).read_text(encoding="utf-8"), value[1:])[0]
+            value = load_yaml((folder / name).read_text(encoding="utf-8"), name)[0]
         except (OSError, ValueError, UserError) as error:
-            raise ParameterError(
-                f"cannot be read as a tree: {' '.join(str(error).split())}", "tree"
-            ) from error
+            problem = " ".join(str(error).split())
+            raise ParameterError(f"cannot be read as a tree: {problem}", "tree") from error
     if isinstance(value, str):
-        if value not in STATIC_TREES:
-            allowed = f"the trees are {', '.join(STATIC_TREES)}; or @FILE, or a list of paths"
-            raise ParameterError(
-                f"unknown tree{did_you_mean(value, STATIC_TREES)} ({allowed})", "tree"
-            )
-        return value
+        if value in STATIC_TREES:
+            return value
+        hint = did_you_mean(value, STATIC_TREES)
+        allowed = f"the trees are {', '.join(STATIC_TREES)}; or @FILE, or a list of paths"
+        raise ParameterError(f"unknown tree{hint} ({allowed})", "tree")
     if not is_tree(value):
-        allowed = (
-            "must be a tree's name, @FILE, or a list of child-rank paths such as [[0], [1], [0, 0]]"
+        raise ParameterError(
+            "must be a tree's name, @FILE, "
+            "or a list of child-rank paths such as [[0], [1], [0, 0]]",
+            "tree",
         )
-        raise ParameterError(allowed, "tree")
     try:
         topology = check_topology(value)  # type: ignore[arg-type]  # is_tree has looked at it
     except UserError as error:
-        raise ParameterError(
-            error.message + (f". {error.advice}" if error.advice else ""), "tree"
-        ) from error
+        text = f"{error.message}. {error.advice}" if error.advice else error.message
+        raise ParameterError(text, "tree") from error
     name = topology_name(topology)
     return name if name in STATIC_TREES else topology
+
+
+def word_of(value: object) -> str:
+    """Return a value as cell ids write it."""
+    text = f"{value:g}" if isinstance(value, int | float) else str(value)
+    return re.sub(r"[^A-Za-z0-9.+_-]", "_", text)
+
+
+# ---- A decoding
 
 
 @dataclass(frozen=True, init=False)
@@ -159,9 +188,12 @@ class Decoding:
     mode: str
     drafting: str
     rule: str
-    parameters: tuple[tuple[str, Any], ...]  # name and value, in the order of `PARAMETERS`
-    paths: Topology  # of a static tree, as `check_topology`; empty without one
-    cfg_default: float  # the model's own scale, which the id leaves out
+    # Name and value, in the order of `PARAMETERS`.
+    parameters: tuple[tuple[str, Any], ...]
+    # Paths of a static tree, as from `check_topology`; empty without one.
+    paths: Topology
+    # The model's own guidance scale, which the id leaves out.
+    cfg_default: float
 
     def __init__(
         self,
@@ -171,53 +203,63 @@ class Decoding:
         model_defaults: Mapping[str, Any] | None = None,
         **values: Any,
     ) -> None:
-        """Check the values (`lambda_` for `lambda`; None: not given); the others are defaults.
+        """Check values and fill in defaults.
 
-        Raises `ParameterError`.
+        Args:
+            mode: The mode. It decides the drafting and the rule unless `values` names them.
+            cfg_default: The model's own guidance scale, which the id leaves out.
+            model_defaults: Values that the model suggests; they replace the parameters' defaults.
+            **values: Parameters by name, `lambda_` for `lambda`; None means not given.
+
+        Raises:
+            ParameterError: A value is wrong, missing, or does not go with the others.
         """
-        values = {
-            key.removesuffix("_"): value for key, value in values.items() if value is not None
-        }
-        for key in values:
+        given = {key.removesuffix("_"): value for key, value in values.items()}
+        given = {key: value for key, value in given.items() if value is not None}
+        for key in given:
             if key not in PARAMETERS:
                 raise ParameterError(f"is no parameter{did_you_mean(key, PARAMETERS)}", key)
+
+        # 1. The mode, its drafting and its rule.
         mode = check_value("mode", mode)
-        drafting = check_value("drafting", values.pop("drafting", MODES[mode].drafting))
-        rule = check_value("rule", values.pop("rule", MODES[mode].rule))
-        for key, value in (("drafting", drafting), ("rule", rule)):
-            if mode == "ar" and value != "none":
-                raise ParameterError(f"mode ar drafts nothing and has no {key}; leave it out", key)
-            if mode != "ar" and value == "none":
-                raise ParameterError(
-                    f"mode {mode} needs a {key}; without drafting write mode: ar", key
-                )
-        for key in values:
+        drafting = _choose("drafting", given.pop("drafting", MODES[mode].drafting), mode)
+        rule = _choose("rule", given.pop("rule", MODES[mode].rule), mode)
+
+        # 2. The values that are given, over the defaults of the parameters that the cell has.
+        checked = {}
+        for key, value in given.items():
             if not has_parameter(key, drafting, rule):
                 raise ParameterError(f"does not belong here: it is for {owners_of(key)}", key)
-        values = {key: check_value(key, value) for key, value in values.items()}
-        defaults = DRAFTINGS[drafting].adapt(
-            defaults_for(drafting=drafting, rule=rule, mode=mode, of_model=model_defaults), values
-        )
-        values = {
-            key: value for key, value in defaults.items() if has_parameter(key, drafting, rule)
-        } | values
+            checked[key] = check_value(key, value)
+        defaults = defaults_for(drafting=drafting, rule=rule, mode=mode, of_model=model_defaults)
+        adapted = DRAFTINGS[drafting].adapt(defaults, checked)
+        complete = _of_method({**adapted, **checked}, drafting, rule)
+
+        # 3. The static tree.
+        tree = complete.get("tree")
         paths: Topology = ()
-        if (tree := values.get("tree")) is not None:
+        if tree is not None:
             paths = STATIC_TREES[tree] if isinstance(tree, str) else check_topology(tree)
-            values["tree"] = topology_name(paths)
-        _check_together(values=values, mode=mode, drafting=drafting, rule=rule, paths=paths)
-        # it uses no filters and no residual (docs/algorithms.md, section 3)
-        if values["temperature"] == 0:
-            values |= {
-                key: PARAMETERS[key].default for key in values if PARAMETERS[key].sampled_only
-            }
+            complete["tree"] = topology_name(paths)
+        _check_together(complete, mode=mode, drafting=drafting, rule=rule, paths=paths)
+
+        # 4. Greedy decoding uses no filters and no residual (docs/algorithms.md, section 3).
+        if complete["temperature"] == 0:
+            for key in complete:
+                if PARAMETERS[key].sampled_only:
+                    complete[key] = PARAMETERS[key].default
             rule = RULES[rule].greedy_rule
-            values = {
-                key: value for key, value in values.items() if has_parameter(key, drafting, rule)
-            }
-        ordered = tuple((key, values[key]) for key in PARAMETERS if key in values)
-        fields = (mode, drafting, rule, ordered, paths, cfg_default)
-        self.__dict__.update(zip(self.__dataclass_fields__, fields, strict=True))  # it is frozen
+            complete = _of_method(complete, drafting, rule)
+
+        # The class is frozen, so the fields are set in its dictionary.
+        self.__dict__.update(
+            mode=mode,
+            drafting=drafting,
+            rule=rule,
+            parameters=tuple((key, complete[key]) for key in PARAMETERS if key in complete),
+            paths=paths,
+            cfg_default=cfg_default,
+        )
 
     def __getattr__(self, name: str) -> Any:
         key = name.removesuffix("_")  # `lambda` is a keyword of Python
@@ -227,26 +269,21 @@ class Decoding:
 
     @cached_property
     def _values(self) -> dict[str, Any]:
-        return {
-            "mode": self.mode,
-            "drafting": self.drafting,
-            "rule": self.rule,
-            **dict(self.parameters),
-        }
+        structure = {"mode": self.mode, "drafting": self.drafting, "rule": self.rule}
+        return structure | dict(self.parameters)
 
     def value(self, key: str) -> Any:
         """Return the value of a parameter, None if the cell lacks it."""
         return self._values.get(key)
 
     def changed(self, **values: Any) -> Decoding:
-        """Return this decoding with other values."""
-        return Decoding(**{**self.settings(), **values}, cfg_default=self.cfg_default)
+        """Return this decoding with some values replaced."""
+        return Decoding(**(self.settings() | values), cfg_default=self.cfg_default)
 
     def autoregressive(self) -> Decoding:
         """Return autoregressive decoding with the same sampling."""
-        return Decoding(
-            "ar", cfg_default=self.cfg_default, **{key: self.value(key) for key in SAMPLING}
-        )
+        sampling = {key: self.value(key) for key in SAMPLING}
+        return Decoding("ar", cfg_default=self.cfg_default, **sampling)
 
     @property
     def drafting_row(self) -> Drafting:
@@ -281,22 +318,24 @@ class Decoding:
 
     @property
     def draft_nodes(self) -> int:
-        """How many nodes a draft has below the root, for estimates of memory; 0: its row does not say."""
+        """Number of nodes of a draft below its root, for estimates of memory; 0 if unknown."""
         return len(self.paths) or self.drafting_row.nodes(self._values)
 
     @property
     def tree_label(self) -> str | None:
-        """How ids and tables write the drafts: a static tree's name, `58n5d10b`, `w16`; None without a draft."""
+        """The draft in ids and tables: a tree's name, `58n5d10b`, `w16`; None without a draft."""
         return self.drafting_row.label(self._values)
 
     @cached_property
     def cell_id(self) -> str:
-        """A name of all values that matter, without the model: letters, digits, `.`, `+`, `_` and `-`."""
+        """A name made of all values that matter, without the model.
+
+        It consists of letters, digits, `.`, `+`, `_` and `-`.
+        """
         words = [self.mode]
         if self.drafts:
-            words.append(
-                self.drafting if self.tree_label is None else f"{self.drafting}-{self.tree_label}"
-            )
+            label = self.tree_label
+            words.append(self.drafting if label is None else f"{self.drafting}-{label}")
         if self.rule_row.in_id and MODES[self.mode].rule != self.rule:
             words.append(self.rule)
         always = []
@@ -311,87 +350,107 @@ class Decoding:
         return "-".join([*words, *always, *changed])
 
     def check_sizes(self, model: str, tokens: int | None, codes: int | None) -> None:
-        """Raise `UserError` for a size that a model of so many image tokens and codes bounds; None: unknown.
+        """Check sizes that the model limits.
 
-        The default of a drafting is no error of the user: what lies behind the image is cut off.
+        A default of the drafting is never an error: the part of a draft beyond the end of the
+        image is cut off.
+
+        Args:
+            model: The model's name, for the message.
+            tokens: Tokens of an image, None if unknown.
+            codes: Image codes, None if unknown.
+
+        Raises:
+            UserError: A size is above its limit.
         """
         limits = {
             "tokens": tokens,
             "codes": codes,
             "other codes": None if codes is None else codes - 1,
         }
-        typed = [
-            (key, value)
-            for key, value in self.parameters
-            if self.drafting_row.defaults.get(key) != value
-        ]
-        sizes = [(key.replace("_", "-"), value, PARAMETERS[key].bounded_by) for key, value in typed]
+        sizes = []
+        for key, value in self.parameters:
+            if self.drafting_row.defaults.get(key) != value:
+                sizes.append((key.replace("_", "-"), value, PARAMETERS[key].bounded_by))
         if self.paths:
             fan_out = 1 + max(path[-1] for path in self.paths)
-            sizes += [
-                ("tree of depth", len(self.paths[-1]), "tokens"),
-                ("tree of fan-out", fan_out, "codes"),
-            ]
+            sizes.append(("tree of depth", len(self.paths[-1]), "tokens"))
+            sizes.append(("tree of fan-out", fan_out, "codes"))
         for flag, size, bound in sizes:
-            if bound is not None and (most := limits[bound]) is not None and size > most:
+            most = limits.get(bound or "")
+            if most is not None and size > most:
                 has = f"{tokens} tokens an image" if bound == "tokens" else f"{codes} codes"
                 raise UserError(f"--{flag} {size}: the model {model} has {has}", f"At most {most}.")
 
     def columns(self) -> dict[str, Any]:
-        """Return the cell columns of `schema.py` without the model and the batch."""
+        """Return the cell columns of the schema without the model and the batch."""
         values = {
             "cell_id": self.cell_id,
             "mode": self.mode,
             "drafting": self.drafting,
             "tree": self.tree_label,
+            "rule": self.rule,
         }
-        parameters = {
-            key: self.value(key) for key, parameter in PARAMETERS.items() if parameter.column
-        }
-        return values | {"rule": self.rule} | parameters
+        for key, parameter in PARAMETERS.items():
+            if parameter.column:
+                values[key] = self.value(key)
+        return values
 
     def settings(self) -> dict[str, Any]:
         """Return the cell as an experiment file writes it."""
-        values = dict(self._values) if self.drafts else {"mode": self.mode, **dict(self.parameters)}
-        for key, value in self.parameters:
-            if PARAMETERS[key].omit_default and value == PARAMETERS[key].default:
-                del values[key]
+        values = dict(self._values)
+        if not self.drafts:
+            del values["drafting"]
+            del values["rule"]
         if self.paths and values["tree"] not in STATIC_TREES:
             values["tree"] = [list(path) for path in self.paths]
         return values
 
 
+def _choose(key: str, value: object, mode: str) -> str:
+    """Return the checked drafting or rule of a mode."""
+    chosen: str = check_value(key, value)
+    if mode == "ar" and chosen != "none":
+        raise ParameterError(f"mode ar drafts nothing and has no {key}; leave it out", key)
+    if mode != "ar" and chosen == "none":
+        problem = f"mode {mode} needs a {key}; without drafting write mode: ar"
+        raise ParameterError(problem, key)
+    return chosen
+
+
+def _of_method(values: Mapping[str, Any], drafting: str, rule: str) -> dict[str, Any]:
+    """Return the values of the parameters that a drafting and a rule have."""
+    return {key: value for key, value in values.items() if has_parameter(key, drafting, rule)}
+
+
 def _check_together(
-    values: Mapping[str, Any], mode: str, drafting: str, rule: str, paths: Topology
+    values: Mapping[str, Any], *, mode: str, drafting: str, rule: str, paths: Topology
 ) -> None:
-    """Raise `ParameterError` for values of a cell that do not go together, or for a missing one."""
-    if problem := chain_problem(
-        rule=rule,
-        drafting=drafting,
-        paths=paths,
-        tree="it" if paths else f"the drafting {drafting}",
-    ):
+    """Raise `ParameterError` for a missing value, or values that do not go together."""
+    tree = "it" if paths else f"the drafting {drafting}"
+    problem = chain_problem(rule=rule, drafting=drafting, paths=paths, tree=tree)
+    if problem:
         raise ParameterError(problem, "tree" if paths else "rule")
     row = RULES[rule]
     for key in PARAMETERS:
         if key not in STRUCTURE and key not in values and has_parameter(key, drafting, rule):
             example = f"{row.example:g}" if key == row.bound else "VALUE"
+            flag = key.replace("_", "-")
             raise MissingValueError(
                 f"mode {mode} has the rule {rule} and needs {key}; "
-                f"write {key}: {example} in the cell, or type --{key.replace('_', '-')} {example}"
+                f"write {key}: {example} in the cell, or type --{flag} {example}"
             )
-    if values["temperature"] and (problem := fresh_drafts_problem(rule, drafting, values)):
-        raise ParameterError(problem)
-    if (nodes := DRAFTINGS[drafting].nodes(values)) > MOST_NODES:
+    if values["temperature"]:
+        problem = fresh_drafts_problem(rule, drafting, values)
+        if problem:
+            raise ParameterError(problem)
+    nodes = DRAFTINGS[drafting].nodes(values)
+    if nodes > MOST_NODES:
         raise ParameterError(
-            f"the drafting {drafting} makes {nodes:,} nodes of these values, and at most {MOST_NODES:,}"
+            f"the drafting {drafting} makes {nodes:,} nodes of these values, "
+            f"and at most {MOST_NODES:,}"
         )
-    if clash := DRAFTINGS[drafting].problem(values):
+    clash = DRAFTINGS[drafting].problem(values)
+    if clash:
         key, text = clash
         raise ParameterError(text, key)
-
-
-def word_of(value: object) -> str:
-    """Return a value as cell ids write it."""
-    text = f"{value:g}" if isinstance(value, int | float) else str(value)
-    return re.sub(r"[^A-Za-z0-9.+_-]", "_", text)

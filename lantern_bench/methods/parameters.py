@@ -98,8 +98,6 @@ class Parameter:
     symbol: str | None = None  # of a rule's bound, on axes and in legends
     unit: str | None = ""  # of its column; None: it has no column
     sampled_only: bool = False  # greedy decoding ignores it
-    # record keys omit the default, because there are runs older than the parameter
-    omit_default: bool = False
     rare: bool = False  # its flag is accepted everywhere, and only `--help-all` shows it
     # Which number of the model bounds it (`sweeps/request.py`), beside its kind.
     bounded_by: Literal["tokens", "codes", "other codes"] | None = None
@@ -165,7 +163,6 @@ SAMPLING_PARAMETERS = (
         NATURAL,
         "Set of seeds: another set makes the same prompts again, to see how far figures vary.",
         default=0,
-        omit_default=True,
     ),
 )
 SAMPLING = tuple(parameter.name for parameter in SAMPLING_PARAMETERS)
@@ -184,7 +181,6 @@ NEIGHBOUR_METRIC = rare(
     word(*get_args(NeighbourMetric)),
     "Distance between codes: l2, cosine or random.",
     default="l2",
-    omit_default=True,
 )
 BOUND = Parameter("bound", ABOVE_0, "Bound of an external rule.", symbol="bound")
 RESIDUAL = Parameter(

@@ -86,12 +86,11 @@ def test_greedy_uses_no_filters_and_no_residual() -> None:
     assert block == Decoding(mode="speculative", tree="chain-5", temperature=0)
 
 
-def test_a_default_neighbour_metric_is_in_the_columns_alone() -> None:
-    """Runs that are older than the parameter keep their ids and keys."""
+def test_a_default_neighbour_metric_is_not_in_the_id() -> None:
     decoding = Decoding("lantern", delta=0.1)
     assert decoding == Decoding("lantern", delta=0.1, neighbour_metric="l2")
     assert decoding.cell_id == "lantern-dynamic-58n5d10b-k20-delta0.1-t1"
-    assert "neighbour_metric" not in decoding.settings()
+    assert decoding.settings()["neighbour_metric"] == "l2"
     assert decoding.columns()["neighbour_metric"] == "l2"
     assert Decoding("speculative").columns()["neighbour_metric"] is None
     random = Decoding("lantern", delta=0.1, neighbour_metric="random", residual="official")
