@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from math import isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -73,9 +72,7 @@ def sweep(
     flags: dict[str, Any],
 ) -> None:
     """Run an experiment: speed and quality of every cell, and the tables. The same command resumes it."""
-    overrides = replace(
-        Overrides.from_flags(flags, modes=modes or None, settings=settings or []), many=yes
-    )
+    overrides = Overrides.from_flags(flags, modes=modes, settings=settings or [], many=yes)
     published = ctx.info_name == "reproduce"  # the same command with other cells and another table
     if published and experiment is None:
         problem = "EXPERIMENT: no published table is named"

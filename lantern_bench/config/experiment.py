@@ -1,4 +1,4 @@
-"""From an experiment file and flags to cells with every value decided; `plan.py` puts them in order."""
+"""From an experiment file and flags to cells; `plan.py` puts their images in order."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from lantern_bench.config.decoding import (
     STRUCTURE,
@@ -51,17 +51,20 @@ class Cell:
 
     model: str
     decoding: Decoding
-    prefix: str = ""  # the model's name in the id, if the run has several models
+    prefix: str = ""  # the model in the id, if the run has several models
     batch: int = 1  # images decoded at once
-    suffix: str = ""  # the batch in the id, if the run has several batch sizes
+    suffix: str = ""  # the batch size in the id, if the run has several
 
     @cached_property
     def cell_id(self) -> str:
-        """The decoding's id, with model and batch where the run has several; names the image directory too."""
+        """The decoding's id, with the model and the batch size if the run has several.
+
+        It also names the directory of the cell's images.
+        """
         return self.prefix + self.decoding.cell_id + self.suffix
 
     def columns(self) -> dict[str, Any]:
-        """Return the cell columns of `schema.py`; None where the cell lacks the parameter."""
+        """Return the cell columns of the schema; None for parameters that the cell lacks."""
         return self.decoding.columns() | {
             "cell_id": self.cell_id,
             "batch": self.batch,
@@ -69,7 +72,7 @@ class Cell:
         }
 
     def settings(self) -> dict[str, Any]:
-        """Return what a record's key covers: the cell as an experiment file writes it, with its model."""
+        """Return the cell as an experiment file writes it, with its model, for record keys."""
         return {"model": self.model, "batch": self.batch, **self.decoding.settings()}
 
 
@@ -79,7 +82,7 @@ class ResolvedExperiment:
 
     settings: Settings
     cells: tuple[Cell, ...]
-    cfg_defaults: Mapping[str, float]  # the models' own guidance scales, for the ids
+    cfg_defaults: Mapping[str, float]  # the models' own guidance scales, for ids
 
     def to_dict(self) -> dict[str, Any]:
         """Return the content of an experiment file that resolves to the same cells."""
@@ -87,15 +90,16 @@ class ResolvedExperiment:
         values["model_defaults"] = {
             model: {"cfg_scale": scale} for model, scale in self.cfg_defaults.items()
         }
-        values["batch"] = (
-            values["batch"] if len(self.settings.batch) > 1 else self.settings.batch[0]
-        )
+        if len(self.settings.batch) == 1:
+            values["batch"] = self.settings.batch[0]
         # Each decoding once: `batch` lists the batch sizes.
-        cells = {cell.prefix + cell.decoding.cell_id: cell for cell in self.cells}.values()
-        several = len(self.settings.model) > 1
-        values["cells"] = [
-            ({"model": cell.model} if several else {}) | cell.decoding.settings() for cell in cells
-        ]
+        cells = {}
+        for cell in self.cells:
+            block = cell.decoding.settings()
+            if len(self.settings.model) > 1:
+                block = {"model": cell.model, **block}
+            cells[cell.prefix + cell.decoding.cell_id] = block
+        values["cells"] = list(cells.values())
         return values
 
     @cached_property
@@ -113,7 +117,7 @@ class ResolvedExperiment:
 
 
 def shipped_experiments() -> dict[str, Path]:
-    """Return the experiments of the wheel, else those of the repository, by name."""
+    """Return the experiments that come with the wheel, or with the repository, by name."""
     package = Path(__file__).resolve().parent.parent
     for folder in (package / "experiments", package.parent / "experiments"):
         if folder.is_dir():
@@ -126,10 +130,17 @@ def load_experiment(
     models: ModelDefaults | Callable[[Sequence[str]], ModelDefaults],
     overrides: Overrides | None = None,
 ) -> ResolvedExperiment:
-    """Read an experiment (a file, the name of a shipped one, or the content of one) with the overrides over it.
+    """Read an experiment and resolve it to cells.
 
-    `models` holds the decoding values that models suggest, or returns them for the models that it is called with; those
-    that a resolved experiment recorded win. Raises one `UserError` that lists every problem with its location.
+    Args:
+        source: An experiment file, the name of a shipped experiment, or the content of a file.
+        models: Decoding values that models suggest, by model, or a function that returns them for
+            the names of models. Values that a resolved experiment recorded replace them.
+        overrides: Flags that replace values of the file.
+
+    Raises:
+        UserError: The experiment has problems; the message lists all of them by line.
+        RefusedError: The grid has too many cells, or an installed method cannot be used.
     """
     overrides = overrides or Overrides()
     if isinstance(source, str | Path):
@@ -142,7 +153,7 @@ def load_experiment(
     suggested = models(settings.model) if callable(models) else models
     defaults = {name: dict(values) for name, values in suggested.items()}
     for name, recorded in reader.model_defaults().items():
-        defaults[name] = defaults.get(name, {}) | recorded
+        defaults.setdefault(name, {}).update(recorded)
     reader.check_models(settings, defaults, entries)
     cells = Grid(reader=reader, settings=settings, entries=entries, defaults=defaults).cells()
     reader.problems.raise_all()
@@ -169,9 +180,21 @@ def _find(source: str | Path) -> Path:
     )
 
 
+class _Method(NamedTuple):
+    mode: str
+    drafting: str
+    rule: str
+
+    def has(self, key: str) -> bool:
+        return key in STRUCTURE or has_parameter(key, self.drafting, self.rule)
+
+
 @dataclass
 class Grid:
-    """Expands the entries of `cells` to the cells of all models; what is wrong goes to the reader's problems."""
+    """Expands the entries of `cells` to the cells of all models.
+
+    Problems are added to those of the reader.
+    """
 
     reader: ExperimentReader
     settings: Settings
@@ -179,33 +202,16 @@ class Grid:
     defaults: Mapping[str, Mapping[str, Any]]  # by model
     used_flags: set[str] = field(default_factory=set)
     missing: list[tuple[Location, str]] = field(default_factory=list)  # values that cells lack
-    count: int = 0  # of cells of one model
+    count: int = 0  # cells of one model
 
     def cells(self) -> list[Cell]:
-        """Return the cells in fixed order, without those that have problems."""
-        batches = [
-            (batch, f"-batch{batch}" if len(self.settings.batch) > 1 else "")
-            for batch in self.settings.batch
-        ]
+        """Return the cells in a fixed order, without cells that have problems."""
         cells: dict[Cell, None] = {}
         for model in self.settings.model:
             self.count = 0
-            prefix = f"{word_of(model)}-" if len(self.settings.model) > 1 else ""
-            of_model = [
-                entry for entry in self.entries if not entry.models or model in entry.models
-            ]
-            if self.settings.baseline and not any("ar" in entry.modes for entry in of_model):
-                of_model.insert(
-                    0,
-                    CellEntry(
-                        {"mode": Stated(("ar",), Location("baseline"))}, Location("baseline")
-                    ),
-                )
-            for entry in of_model:
+            for entry in self._entries_of(model):
                 for decoding in self._decodings(entry, model):
-                    cells |= dict.fromkeys(
-                        Cell(model, decoding, prefix, *batch) for batch in batches
-                    )
+                    cells |= dict.fromkeys(self._batches(model, decoding))
         self._note_idle_flags()
         if self.reader.problems.entries:  # a value may be missing because it was wrong
             return []
@@ -217,21 +223,40 @@ class Grid:
                 self.reader.problems.add(Location("cells"), text)
         return list(cells)
 
+    def _entries_of(self, model: str) -> list[CellEntry]:
+        """Return the entries for a model, with an ar cell first if a baseline is wanted."""
+        entries = [entry for entry in self.entries if not entry.models or model in entry.models]
+        if self.settings.baseline and not any("ar" in entry.modes for entry in entries):
+            location = Location("baseline")
+            entries.insert(0, CellEntry({"mode": Stated(("ar",), location)}, location))
+        return entries
+
+    def _batches(self, model: str, decoding: Decoding) -> Iterator[Cell]:
+        """Yield the cells of one decoding, one for each batch size."""
+        prefix = f"{word_of(model)}-" if len(self.settings.model) > 1 else ""
+        for batch in self.settings.batch:
+            suffix = f"-batch{batch}" if len(self.settings.batch) > 1 else ""
+            yield Cell(model=model, decoding=decoding, prefix=prefix, batch=batch, suffix=suffix)
+
     def _note_idle_flags(self) -> None:
         """Note the flags that no cell uses, unless a cell without a mode may be the reason."""
         if not all(entry.modes for entry in self.entries):
             return
-        modes = (
-            ", ".join(dict.fromkeys(mode for entry in self.entries for mode in entry.modes)) or "ar"
-        )
+        modes: dict[str, None] = {}
+        for entry in self.entries:
+            modes |= dict.fromkeys(entry.modes)
+        names = ", ".join(modes) or "ar"
         for key, stated in self.reader.flags.items():
             if key not in self.used_flags:
-                text = f"reaches no cell: it belongs to {owners_of(key)}, and the modes here are {modes}"
+                text = (
+                    f"reaches no cell: it belongs to {owners_of(key)}, "
+                    f"and the modes here are {names}"
+                )
                 self.reader.problems.add(stated.location, text, stated.values[0])
 
     def _decodings(self, entry: CellEntry, model: str) -> Iterator[Decoding]:
-        """Yield the decodings of one entry, without those that have problems."""
-        # Of a value that stands in several places the last wins.
+        """Yield the decodings of one entry, without decodings that have problems."""
+        # A later place of a value replaces an earlier one.
         stated = {
             **self.reader.top,
             **self.reader.models.get(model, {}),
@@ -241,83 +266,74 @@ class Grid:
         methods = []
         for mode in entry.modes:
             layer = stated
-            # a drafting or rule of other cells is not for it, which drafts nothing
+            # The mode ar drafts nothing, so a drafting or rule meant for other cells is not for it.
             if mode == "ar":
-                mode_layer = entry.layer if len(entry.modes) == 1 else {}
+                own = entry.layer if len(entry.modes) == 1 else {}
                 layer = {
                     key: row
                     for key, row in stated.items()
-                    if key not in STRUCTURE or mode_layer.get(key) is row
+                    if key not in STRUCTURE or own.get(key) is row
                 }
             draftings = layer["drafting"].values if "drafting" in layer else (MODES[mode].drafting,)
             rules = layer["rule"].values if "rule" in layer else (MODES[mode].rule,)
             for drafting, rule in itertools.product(draftings, rules):
-                methods.append((mode, drafting, rule))
-                yield from self._of_method(
-                    mode=mode,
-                    drafting=drafting,
-                    rule=rule,
-                    layer=layer,
-                    location=entry.location,
-                    model_defaults=self.defaults.get(model, {}),
-                )
+                method = _Method(mode, drafting, rule)
+                methods.append(method)
+                yield from self._of_method(method, layer, entry.location, model=model)
         if methods and not {"drafting", "rule"} & self.reader.flags.keys():
             self._note_unused(entry.layer, methods)
 
     def _of_method(
-        self,
-        mode: str,
-        drafting: str,
-        rule: str,
-        layer: Layer,
-        location: Location,
-        model_defaults: Mapping[str, Any],
+        self, method: _Method, layer: Layer, location: Location, *, model: str
     ) -> Iterator[Decoding]:
-        stated = [key for key in PARAMETERS if key in layer]
-        reached = [key for key in stated if key in STRUCTURE or has_parameter(key, drafting, rule)]
+        """Yield the decodings of a method with every combination of the stated values."""
+        reached = [key for key in PARAMETERS if key in layer and method.has(key)]
         self.used_flags.update(reached)
         axes = {key: layer[key].values for key in reached if key not in STRUCTURE}
         self.count += math.prod(map(len, axes.values()))
         most = MOST_CELLS // (len(self.settings.model) * len(self.settings.batch))
         if self.count > most and not self.reader.overrides.many:
             raise RefusedError(
-                f"the grid has {self.count} cells or more for one model, and a sweep at most {most}",
+                f"the grid has {self.count} cells or more for one model, "
+                f"and a sweep at most {most}",
                 "Give fewer values; or, if this is meant, add --yes.",
             )
-        cfg_default = float(model_defaults.get("cfg_scale") or 1.0)
-        make = partial(Decoding, mode, model_defaults=model_defaults, cfg_default=cfg_default)
         for combination in itertools.product(*axes.values()):
-            values = dict(zip(axes, combination, strict=True)) | {
-                "drafting": drafting,
-                "rule": rule,
-            }
+            values = dict(zip(axes, combination, strict=True))
+            values |= {"drafting": method.drafting, "rule": method.rule}
             try:
-                try:
-                    decoding = make(**values)
-                except ParameterError as error:
-                    # A flag that names other drafts replaces a rule of the file that cannot decide on them.
-                    by_flag = {"tree": "tree", "rule": "drafting"}.get(
-                        error.key or ""
-                    ) in self.reader.flags
-                    if not by_flag or "rule" in self.reader.flags:
-                        raise
-                    decoding = make(**values | {"rule": RULES[rule].greedy_rule})
-                yield decoding
+                yield self._decoding(method.mode, values, model)
             except MissingValueError as error:
                 self.missing.append((location, error.text))
             except ParameterError as error:
-                refused = layer.get(error.key or "")
-                value = values.get(error.key or "")
-                self.reader.problems.add(
-                    refused.location if refused else location, error.text, value
-                )
+                key = error.key or ""
+                place = layer[key].location if key in layer else location
+                self.reader.problems.add(place, error.text, values.get(key))
 
-    def _note_unused(self, cell: Layer, methods: Sequence[tuple[str, str, str]]) -> None:
-        """Note values of a cell that none of its methods (mode, drafting, rule) has."""
-        mode, drafting, rule = methods[0]
+    def _decoding(self, mode: str, values: Mapping[str, Any], model: str) -> Decoding:
+        defaults = self.defaults.get(model, {})
+        make = partial(
+            Decoding,
+            mode,
+            model_defaults=defaults,
+            cfg_default=float(defaults.get("cfg_scale") or 1.0),
+        )
+        try:
+            return make(**values)
+        except ParameterError as error:
+            # A flag may name drafts on which the file's rule cannot decide. The rule yields.
+            flag = {"tree": "tree", "rule": "drafting"}.get(error.key or "")
+            if flag not in self.reader.flags or "rule" in self.reader.flags:
+                raise
+            return make(**{**values, "rule": RULES[values["rule"]].greedy_rule})
+
+    def _note_unused(self, cell: Layer, methods: Sequence[_Method]) -> None:
+        """Note the values of a cell that none of its methods has."""
+        first = methods[0]
         for key, stated in cell.items():
-            if key not in STRUCTURE and not any(
-                has_parameter(key, *method[1:]) for method in methods
-            ):
-                text = f"mode {mode} has the drafting {drafting} and the rule {rule}; {key} belongs to {owners_of(key)}"
+            if not any(method.has(key) for method in methods):
+                text = (
+                    f"mode {first.mode} has the drafting {first.drafting} and the rule "
+                    f"{first.rule}; {key} belongs to {owners_of(key)}"
+                )
                 self.reader.problems.add(stated.location, text, stated.values[0])

@@ -1,4 +1,4 @@
-"""Read an experiment file and the flags over it: run-wide settings, and decoding parameters with their locations."""
+"""Reads the blocks of an experiment file, and the flags over them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ from lantern_bench.utils.yaml_file import (
 
 # ---- The file
 
-UNNAMED = "unnamed"  # stands for a wrong name, so that reading continues
+UNNAMED = "unnamed"
+"""Replaces a wrong name, so that reading continues."""
+
 _PARAMETERS = tuple(key for key in PARAMETERS if key != "mode")
 _BLOCKS = ("models", "model_defaults", "cells")
 _LISTS = ("model", "metrics", "batch")
@@ -32,11 +34,13 @@ _SETTINGS_OF_MODEL = ("prompts", "images", "protocol", "reference")
 
 
 class Stated(NamedTuple):
-    """The checked values of a parameter, several of which are a grid, and where they stand."""
+    """The checked values of a parameter, which are a grid, and where they are written."""
 
     values: tuple[Any, ...]
     location: Location
 
+
+_Settings: TypeAlias = dict[str, tuple[Any, Location]]
 
 Layer: TypeAlias = Mapping[str, Stated]
 """The parameters of one block of a file, or of the flags."""
@@ -47,18 +51,19 @@ class CellEntry(NamedTuple):
 
     layer: Layer
     location: Location
-    models: tuple[str, ...] = ()  # that it is for; empty: all
+    models: tuple[str, ...] = ()  # models that it is for; empty for all
 
     @property
     def modes(self) -> tuple[str, ...]:
-        """The modes of the entry; none if they were wrong."""
+        """The modes of the entry; empty if they were wrong."""
         return self.layer["mode"].values if "mode" in self.layer else ()
 
 
 class ExperimentReader:
-    """Reads the blocks of one file and the flags over them; what is wrong goes to `problems`.
+    """Reads the blocks of one file and the flags over them.
 
-    Raises `RefusedError` if the file names an installed rule or drafting that cannot be used.
+    Wrong values are collected in `problems`, so that one message can list them all. Raises
+    `RefusedError` if the file names an installed rule or drafting that cannot be used.
     """
 
     def __init__(self, source: Source, overrides: Overrides) -> None:
@@ -99,33 +104,19 @@ class ExperimentReader:
         }
 
     def settings(self) -> Settings:
-        """Read the run-wide settings of the file, the blocks of its models, which must agree, and the flags."""
-        typed = self.overrides.values
-        stated = {
-            key: (self.data[key], self.source.location((key,)))
-            for key in ALLOWED
-            if key in self.data
-        }
+        """Read the run-wide settings.
+
+        Blocks of models replace settings of the file, and flags replace both. The blocks of
+        different models must agree.
+        """
+        stated: _Settings = {}
+        for key in ALLOWED:
+            if key in self.data:
+                stated[key] = (self.data[key], self.source.location((key,)))
         if self.blocks:
             stated.setdefault("model", (list(self.blocks), Location("model")))
-        models = typed.get("model") or stated.get("model", [()])[0]
-        of_blocks: dict[str, Any] = {}
-        for name in map(str, models if isinstance(models, list | tuple) else [models]):
-            for key, value in self.blocks.get(name, {}).items():
-                if key in _SETTINGS_OF_MODEL and key not in typed:
-                    if of_blocks.setdefault(key, value) != value:
-                        text = "differs from another model's; run one of them, with --model"
-                        self._note(("models", name, key), text, value)
-                    stated[key] = value, self.source.location(("models", name, key))
-        for key in [key for key in ALLOWED if key in typed]:
-            values = list(typed[key])
-            location = self.overrides.location(key)
-            if key in _LISTS:
-                stated[key] = values, location
-            elif len(values) == 1:
-                stated[key] = values[0], location
-            else:
-                self.problems.add(location, "takes one value", ",".join(map(str, values)))
+        stated |= self._settings_of_models(stated)
+        stated |= self._settings_of_flags()
         settings = self._checked_settings(stated)
         try:
             read_paper(settings.paper)
@@ -135,18 +126,55 @@ class ExperimentReader:
                 self._note(("paper", *item["loc"]), text[:1].lower() + text[1:])
         return settings
 
-    def _checked_settings(self, stated: Mapping[str, tuple[Any, Location]]) -> Settings:
-        """Check the values; wrong ones get their default, so that reading continues."""
-        values = {"name": Path(self.source.name).stem} | {
-            key: value for key, (value, _) in stated.items()
-        }
+    def _settings_of_models(self, stated: _Settings) -> _Settings:
+        """Return the settings in the blocks of the models of this run."""
+        typed = self.overrides.values
+        models = typed.get("model")
+        if not models and "model" in stated:
+            models = stated["model"][0]
+        names = models if isinstance(models, list | tuple) else [models]
+        found: _Settings = {}
+        for name in map(str, names):
+            for key, value in self.blocks.get(name, {}).items():
+                if key not in _SETTINGS_OF_MODEL or key in typed:
+                    continue
+                path = ("models", name, key)
+                first, _ = found.setdefault(key, (value, self.source.location(path)))
+                if first != value:
+                    text = "differs from another model's; run one of them, with --model"
+                    self._note(path, text, value)
+        return found
+
+    def _settings_of_flags(self) -> _Settings:
+        found: _Settings = {}
+        for key in ALLOWED:
+            if key not in self.overrides.values:
+                continue
+            values = list(self.overrides.values[key])
+            location = self.overrides.location(key)
+            if key in _LISTS:
+                found[key] = (values, location)
+            elif len(values) == 1:
+                found[key] = (values[0], location)
+            else:
+                self.problems.add(location, "takes one value", ",".join(map(str, values)))
+        return found
+
+    def _checked_settings(self, stated: _Settings) -> Settings:
+        """Check the values. Wrong values are replaced by defaults, so that reading continues."""
+        values: dict[str, Any] = {"name": Path(self.source.name).stem}
+        values |= {key: value for key, (value, _) in stated.items()}
         try:
             return Settings.model_validate(values)
         except ValidationError as error:
             for location, text, value in problems_of(error, Source("", Path(), values), Settings):
                 key = location.text.partition(".")[0]
-                shown = "(empty)" if value is None and key in stated else value
-                self.problems.add(stated[key][1] if key in stated else Location(key), text, shown)
+                if key in stated:
+                    place = stated[key][1]
+                    shown = "(empty)" if value is None else value
+                    self.problems.add(place, text, shown)
+                else:
+                    self.problems.add(Location(key), text, value)
                 values.pop(key, None)
             return Settings.model_validate({"name": UNNAMED, "model": UNNAMED} | values)
 
@@ -165,9 +193,8 @@ class ExperimentReader:
         for key, typed in self.overrides.values.items():
             location = self.overrides.location(key)
             if key in _PARAMETERS:
-                if values := read_values(
-                    key=key, written=list(typed), location=location, problems=self.problems
-                ):
+                values = read_values(key, list(typed), location, problems=self.problems)
+                if values:
                     layer[key] = Stated(values, location)
             elif key not in ALLOWED:
                 text = "unknown key" + did_you_mean(key, (*_PARAMETERS, *ALLOWED))
@@ -177,21 +204,21 @@ class ExperimentReader:
         return layer
 
     def cells(self, settings: Settings) -> list[CellEntry]:
-        """Read `cells` and keep those of `--modes`; `ar` stays unless `--no-baseline` excludes it."""
+        """Read `cells`; keep the modes of `--modes`, and `ar` unless `--no-baseline` is given."""
         written = self.data.get("cells")
         if not isinstance(written, list) or not written:
             example = "cells: [{mode: ar}, {mode: lantern, delta: 0.1}]"
             self._note(("cells",), f"must be a list of cells, for example: {example}")
             return []
         entries = [self._entry(block, ("cells", number)) for number, block in enumerate(written)]
-        modes = dict.fromkeys(mode for entry in entries for mode in entry.modes)
-        wanted = self._wanted_modes(settings.baseline)
+        modes: set[str] = set()
+        for entry in entries:
+            modes.update(entry.modes)
+        wanted = self._wanted_modes(settings)
         if modes and self.overrides.modes:
-            lacking = [
-                mode
-                for mode in wanted
-                if mode not in modes and not (mode == "ar" and settings.baseline)
-            ]
+            lacking = [mode for mode in wanted if mode not in modes]
+            if settings.baseline and "ar" in lacking:
+                lacking.remove("ar")
             entries += [self._preset_cell(mode, entries) for mode in lacking]
         remaining = []
         for entry in entries:
@@ -205,28 +232,28 @@ class ExperimentReader:
             self.problems.add(Location("--no-baseline"), "leaves no cell to run")
         return remaining
 
-    def _wanted_modes(self, baseline: bool) -> dict[str, None]:
+    def _wanted_modes(self, settings: Settings) -> dict[str, None]:
         """Return the modes to keep, in the order in which they are typed."""
-        location = Location("--modes")
-        typed = self.overrides.modes
-        modes_read = (
-            read_values(key="mode", written=list(typed), location=location, problems=self.problems)
-            if typed
-            else ()
-        )
-        wanted: dict[str, None] = dict.fromkeys(modes_read or MODES)
-        if baseline:
+        typed = list(self.overrides.modes)
+        modes: tuple[str, ...] = ()
+        if typed:
+            modes = read_values("mode", typed, Location("--modes"), problems=self.problems)
+        wanted: dict[str, None] = dict.fromkeys(modes or MODES)
+        if settings.baseline:
             wanted["ar"] = None
         elif "baseline" in self.overrides.values and "ar" not in typed:
             wanted.pop("ar", None)
         return wanted
 
     def _preset_cell(self, mode: str, entries: Sequence[CellEntry]) -> CellEntry:
-        """Return a cell of a mode that the file lacks: the model's defaults, on the tree of the file's other cells."""
+        """Return a cell of a mode that the file lacks.
+
+        It has the defaults of the model, and the tree of the file's other cells.
+        """
         location = Location("--modes")
         drafting = DRAFTINGS[MODES[mode].drafting]
         rule = RULES[MODES[mode].rule]
-        stated = {key for block in (self.top, self.flags, *self.models.values()) for key in block}
+        stated = set().union(self.top, self.flags, *self.models.values())
         layer = {"mode": Stated((mode,), location)}
         if not rule.lossless and rule.bound not in stated:
             layer[rule.bound] = Stated((rule.example,), location)
@@ -269,16 +296,16 @@ class ExperimentReader:
         for key, written in block.items():
             location = self.source.location((*path, key))
             if key in parameters:
-                if values := read_values(
+                values = read_values(
                     key=key,
                     written=written,
                     location=location,
                     problems=self.problems,
                     folder=self.source.folder,
-                ):
+                )
+                if values:
                     layer[key] = Stated(values, location)
-            # which earlier versions recorded
-            elif key not in other_keys and (key, written) != ("form", "exact"):
+            elif key not in other_keys:
                 text = "unknown key" + did_you_mean(key, (*parameters, *other_keys))
                 if path and (key in ALLOWED or key in _BLOCKS):
                     text = "belongs at the top level of the file, not here"
@@ -290,27 +317,31 @@ class ExperimentReader:
     def check_models(
         self, settings: Settings, models: Collection[str], entries: list[CellEntry]
     ) -> None:
-        """Note unknown models, cells of other models, and blocks of misspelt ones; `--model` selects among blocks."""
+        """Note unknown models, cells of models that the run lacks, and misspelt blocks.
+
+        With `--model`, cells and blocks of other models are no problem.
+
+        Args:
+            settings: The settings of the file.
+            models: The names of all known models.
+            entries: The entries of `cells`.
+        """
         typed = "model" in self.overrides.values
         location = self.overrides.location("model") if typed else self.source.location(("model",))
         for name in settings.model:
             if name not in models and name != UNNAMED:
-                text = f"unknown model{did_you_mean(name, models)} (the models are {', '.join(models)})"
+                hint = did_you_mean(name, models)
+                text = f"unknown model{hint} (the models are {', '.join(models)})"
                 self.problems.add(location, text, name)
         if typed:
             return
         misspelt = [name for name in self.blocks if did_you_mean(name, settings.model)]
         suspects = [(name, self.source.location(("models", name))) for name in misspelt]
-        suspects += [
-            (name, entry.location)
-            for entry in entries
-            for name in entry.models
-            if name not in self.blocks
-        ]
+        for entry in entries:
+            names = [name for name in entry.models if name not in self.blocks]
+            suspects += [(name, entry.location) for name in names]
+        here = ", ".join(settings.model)
         for name, location in suspects:
             if name not in settings.model:
-                names_here = ", ".join(settings.model)
-                self.problems.add(
-                    location,
-                    f"the model {name} is not among the experiment's models ({names_here})",
-                )
+                text = f"the model {name} is not among the experiment's models ({here})"
+                self.problems.add(location, text)

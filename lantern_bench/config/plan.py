@@ -1,6 +1,7 @@
-"""The plan: which image is made in which cell, from which prompt and seed, and in which order.
+"""The plan of a run: the cell, prompt, seed and order of every image.
 
-For each prompt all cells run in a seeded random order, so that a machine that slows down slows all of them.
+All cells of a prompt run one after the other, in a random order that depends on the seed. A machine
+that slows down therefore slows all cells alike.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ import hashlib
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby, islice
-from operator import itemgetter
 from typing import TypeAlias
 
 from lantern_bench.config.experiment import Cell, ResolvedExperiment
@@ -18,16 +19,36 @@ from lantern_bench.prompts.prompt import Prompt
 from lantern_bench.utils.errors import RefusedError, UserError
 
 MOST_IMAGES = 1_000_000
-"""Of one run: the largest that is tested; published tables have 50,000 at most for a cell."""
+"""Most images of one run that are tested. Published tables have at most 50,000 a cell."""
 
 
 def record_seed(run_seed: int, prompt_id: str, repeat: int, seed_set: int = 0) -> int:
-    """Return the 63-bit seed of an image, the same for all cells with this set of seeds."""
-    return _hash63(f"record:{run_seed}:{prompt_id}:{repeat}" + (f":{seed_set}" if seed_set else ""))
+    """Return the seed of an image.
+
+    Args:
+        run_seed: The seed of the run.
+        prompt_id: The id of the prompt.
+        repeat: How often the prompt came before.
+        seed_set: The set of seeds. All cells with one set of seeds share the seeds of images.
+
+    Returns:
+        A number of 63 bits.
+    """
+    suffix = f":{seed_set}" if seed_set else ""
+    return _hash63(f"record:{run_seed}:{prompt_id}:{repeat}{suffix}")
 
 
 def order_key(run_seed: int, prompt_id: str, repeat: int, cell_id: str) -> int:
-    """Return a cell's sort key among the cells of a prompt; the order of two does not depend on the others."""
+    """Return a cell's sort key among the cells of a prompt.
+
+    The order of two cells does not depend on the other cells of the run.
+
+    Args:
+        run_seed: The seed of the run.
+        prompt_id: The id of the prompt.
+        repeat: How often the prompt came before.
+        cell_id: The cell.
+    """
     return _hash63(f"order:{run_seed}:{prompt_id}:{repeat}:{cell_id}")
 
 
@@ -35,7 +56,8 @@ def _hash63(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
-ImageKey: TypeAlias = tuple[str, str, int]  # cell id, prompt id and repeat of an image
+ImageKey: TypeAlias = tuple[str, str, int]
+"""Cell id, prompt id and repeat of an image."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,17 +68,17 @@ class ImageTask:
     prompt: Prompt
     repeat: int
     seed: int
-    image_index: int  # counts within the cell, from 0
-    order_index: int  # counts within the whole run, from 0
+    image_index: int  # number within the cell, from 0
+    order_index: int  # number within the whole run, from 0
 
     @property
     def key(self) -> ImageKey:
-        """What tells the image from the others of its run."""
+        """What identifies the image in its run."""
         return self.cell.cell_id, self.prompt.id, self.repeat
 
     @property
     def image(self) -> str:
-        """The PNG file's path relative to the run directory."""
+        """Path of the PNG file, relative to the run directory."""
         return f"images/{self.cell.cell_id}/{self.image_index:06d}.png"
 
 
@@ -74,27 +96,38 @@ class Plan:
 
     cells: tuple[Cell, ...]
     tasks: tuple[ImageTask, ...]  # in order of execution
-    together: int = 1  # so many consecutive images belong to one cell
+    together: int = 1  # images of one cell that follow each other, which never are divided
 
     def shard(self, shard: Shard) -> Plan:
-        """Return the tasks of one shard; all cells of a prompt stay in one shard, because they are compared."""
-        mine = (
-            task
-            for task in self.tasks
-            if (task.image_index // self.together) % shard.count == shard.index - 1
-        )
-        return replace(self, tasks=tuple(mine))
+        """Return the tasks of one shard, with all cells of a prompt, because these are compared."""
+        wanted = shard.index - 1
+        tasks = [task for task in self.tasks if self._group(task) % shard.count == wanted]
+        return replace(self, tasks=tuple(tasks))
+
+    def _group(self, task: ImageTask) -> int:
+        """Return the number of the group of images that stay together, in all cells."""
+        return task.image_index // self.together
 
     def deal(self, missing: Plan, count: int, seed: int) -> list[Plan]:
-        """Deal `missing`, a part of this plan, to `count` plans: prompts in random order, with all their cells."""
-        groups = {task.image_index // self.together for task in missing.tasks}
+        """Deal the prompts of a part of this plan to several plans, in random order.
+
+        Each prompt keeps all its cells. A batch stays whole even if some of its images are
+        finished, so that the arithmetic is the same.
+
+        Args:
+            missing: The part that is dealt.
+            count: The number of plans.
+            seed: The seed of the random order.
+        """
+        groups = {self._group(task) for task in missing.tasks}
         order = sorted(groups, key=lambda group: _hash63(f"deal:{seed}:{group}"))
-        share_of = {group: number % count for number, group in enumerate(order)}
-        shares: list[list[ImageTask]] = [[] for _ in range(count)]
-        for task in self.tasks:  # whole batches, so that the arithmetic is the same
-            if (group := task.image_index // self.together) in share_of:
-                shares[share_of[group]].append(task)
-        return [replace(self, tasks=tuple(share)) for share in shares]
+        plan_of = {group: number % count for number, group in enumerate(order)}
+        dealt: list[list[ImageTask]] = [[] for _ in range(count)]
+        for task in self.tasks:
+            group = self._group(task)
+            if group in plan_of:
+                dealt[plan_of[group]].append(task)
+        return [replace(self, tasks=tuple(tasks)) for tasks in dealt]
 
     def batches(self) -> Iterator[tuple[ImageTask, ...]]:
         """Yield the tasks that are decoded at once: images of a cell, up to its batch size."""
@@ -104,7 +137,7 @@ class Plan:
 
 
 def parse_shard(text: str) -> Shard:
-    """Read `i/n`, i from 1 to n; raises `UserError` otherwise."""
+    """Parse `i/n` with i from 1 to n; raises `UserError` for any other text."""
     match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text.strip())
     if match is None or not 1 <= int(match[1]) <= int(match[2]):
         raise UserError(
@@ -114,59 +147,58 @@ def parse_shard(text: str) -> Shard:
 
 
 def make_plan(experiment: ResolvedExperiment, prompts: Sequence[Prompt]) -> Plan:
-    """Make the plan of an experiment over prompts, in their order; a repeated prompt counts once."""
+    """Make the plan of an experiment over prompts, in their order; a repeated prompt counts once.
+
+    Raises `UserError` without a prompt, and `RefusedError` for too many images.
+    """
     settings = experiment.settings
     unique = list(dict.fromkeys(prompts))
     if not unique:
-        raise UserError(
-            f"prompts {settings.prompts}: holds no prompt", "Give a file with one prompt a line."
-        )
+        problem = f"prompts {settings.prompts}: holds no prompt"
+        raise UserError(problem, "Give a file with one prompt a line.")
     images = settings.images or len(unique)
-    passes = -(-images // len(unique))  # over the prompts
     total = images * settings.repeats * len(experiment.cells)
     if total > MOST_IMAGES:
-        text = f"the plan has {total:,} images, and a run at most {MOST_IMAGES:,}"
         raise RefusedError(
-            text,
+            f"the plan has {total:,} images, and a run at most {MOST_IMAGES:,}",
             "Give fewer --images, --repeats or cells; or several runs, of --prompts FILE#0-1000.",
         )
-    slots = [
-        (unique[index % len(unique)], again * passes + index // len(unique))
-        for again in range(settings.repeats)
-        for index in range(images)
-    ]
-    seed_sets = {cell.cell_id: cell.decoding.seed_set for cell in experiment.cells}
+
+    # The prompt and the repeat of each image of a cell.
+    passes = -(-images // len(unique))
+    slots = []
+    for index in range(images * settings.repeats):
+        again, number = divmod(index, images)
+        round_, place = divmod(number, len(unique))
+        slots.append((unique[place], again * passes + round_))
+
+    # Images of one cell follow each other up to the largest batch. All cells see a prompt at about
+    # the same time.
     tasks: list[ImageTask] = []
-    # The largest batch decides how many images of one cell follow each other: all cells see a prompt at about one time.
     together = max(settings.batch)
     for start in range(0, len(slots), together):
         prompt, repeat = slots[start]
-        order = [
-            (
-                order_key(
-                    run_seed=settings.seed, prompt_id=prompt.id, repeat=repeat, cell_id=cell.cell_id
-                ),
-                cell,
-            )
-            for cell in experiment.cells
-        ]
-        for _, cell in sorted(order, key=itemgetter(0)):
+        order = partial(_order_of, run_seed=settings.seed, prompt_id=prompt.id, repeat=repeat)
+        for cell in sorted(experiment.cells, key=order):
             for image_index in range(start, min(start + together, len(slots))):
                 prompt, repeat = slots[image_index]
                 seed = record_seed(
                     run_seed=settings.seed,
                     prompt_id=prompt.id,
                     repeat=repeat,
-                    seed_set=seed_sets[cell.cell_id],
+                    seed_set=cell.decoding.seed_set,
                 )
-                tasks.append(
-                    ImageTask(
-                        cell=cell,
-                        prompt=prompt,
-                        repeat=repeat,
-                        seed=seed,
-                        image_index=image_index,
-                        order_index=len(tasks),
-                    )
+                task = ImageTask(
+                    cell=cell,
+                    prompt=prompt,
+                    repeat=repeat,
+                    seed=seed,
+                    image_index=image_index,
+                    order_index=len(tasks),
                 )
+                tasks.append(task)
     return Plan(experiment.cells, tuple(tasks), together)
+
+
+def _order_of(cell: Cell, *, run_seed: int, prompt_id: str, repeat: int) -> int:
+    return order_key(run_seed, prompt_id, repeat=repeat, cell_id=cell.cell_id)

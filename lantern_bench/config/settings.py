@@ -1,4 +1,4 @@
-"""Settings of a whole run, and the flags that override an experiment file."""
+"""Settings of a whole run, and flags that override an experiment file."""
 
 from __future__ import annotations
 
@@ -12,13 +12,11 @@ from lantern_bench.config.decoding import is_tree
 from lantern_bench.devices.names import DEVICE, DEVICES, DType
 from lantern_bench.methods.parameters import COUNT, NATURAL, Count, Natural
 from lantern_bench.utils.errors import UserError
-from lantern_bench.utils.yaml_file import (
-    Location,
-    load_yaml,
-)
+from lantern_bench.utils.text import split_words
+from lantern_bench.utils.yaml_file import Location, load_yaml
 
 _SWITCH = "must be true or false"
-_MOST_PARALLEL = 1024  # processes, threads
+_MOST_PARALLEL = 1024  # processes, and threads
 _T = TypeVar("_T")
 
 
@@ -26,7 +24,7 @@ def _as_list(value: object) -> object:
     return value if isinstance(value, list | tuple) else [value]
 
 
-# A single value is a list of one; values that come twice count once.
+# A single value is a list of one. Repeated values count once.
 _Unique = AfterValidator(lambda values: tuple(dict.fromkeys(values)))
 Several: TypeAlias = Annotated[
     tuple[_T, ...], BeforeValidator(_as_list), Field(min_length=1), _Unique
@@ -34,7 +32,10 @@ Several: TypeAlias = Annotated[
 
 
 class Settings(BaseModel):
-    """The run-wide settings of an experiment; the description of a field says what is allowed."""
+    """Run-wide settings of an experiment.
+
+    The description of a field says what is allowed and completes an error message.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -43,22 +44,23 @@ class Settings(BaseModel):
         description="must be letters, digits and . _ + - (it names a folder)",
     )
     description: str | None = Field(default=None, description="must be text")
-    # see paper.py
+    # Published figures, see `paper.py`.
     paper: dict[str, Any] | None = Field(default=None, description="must be a mapping")
     model: Several[str] = Field(description="must be a model's name or a list of names")
     prompts: str = Field(
         default="held-out", min_length=1, description="must be the name of a prompt set, or a file"
     )
-    # Of each cell: prompts in order, then again with the next repeat; None: every prompt once.
+    # Images of each cell. They go through the prompts in order, then again with the next repeat.
+    # None: every prompt once.
     images: Count | None = Field(default=None, description=COUNT.allowed)
-    # of that list of images, each with new seeds
+    # How often these images are made, each time with new seeds.
     repeats: Count = Field(default=1, description=COUNT.allowed)
     seed: Natural = Field(default=0, lt=2**63, description=NATURAL.allowed)
-    # How pictures are scored; None: the model's own protocol.
+    # How pictures are scored. None: by the model's own protocol.
     protocol: str | None = Field(
         default=None, min_length=1, description="must be the name of a quality protocol"
     )
-    # The reference pictures; None: those of the protocol.
+    # The reference pictures. None: the reference of the protocol.
     reference: str | None = Field(
         default=None, min_length=1, description="must be embedded, a folder, a .json or a .npz file"
     )
@@ -66,22 +68,23 @@ class Settings(BaseModel):
         default=("speed", "quality", "distance"),
         description="must be a list of speed, quality and distance",
     )
-    # Images that are decoded at once; several values give several cells.
+    # Images that are decoded at once. Several values give several cells.
     batch: Several[Count] = Field(default=(1,), description=f"{COUNT.allowed}, or a list of them")
     device: str = Field(default="auto", pattern=DEVICE, description=DEVICES)
     dtype: DType = Field(default="auto", description=f"must be one of {', '.join(get_args(DType))}")
     compile: bool = Field(default=False, description=_SWITCH)
-    # New worker processes that make the images, one after the other.
+    # Worker processes that make the images, one after the other.
     processes: Count = Field(default=1, le=_MOST_PARALLEL, description=COUNT.allowed)
-    # CPU threads that decode; None: the fastest number is measured.
+    # CPU threads. None: the fastest number is measured.
     threads: Count | None = Field(default=None, le=_MOST_PARALLEL, description=COUNT.allowed)
     # Where code distances are measured (decoding/neighbours.py).
     neighbour_space: Literal["raw", "normalised"] | None = Field(
         default=None,
         description="must be raw or normalised; if absent, it is as published for the model",
     )
-    baseline: bool = Field(default=True, description=_SWITCH)  # add an ar cell
-    # Speedups of a run on several kinds of device are over all of them together.
+    # Add an ar cell if there is none.
+    baseline: bool = Field(default=True, description=_SWITCH)
+    # Give one speedup over several kinds of device.
     pool_devices: bool = Field(default=False, description=_SWITCH)
 
 
@@ -90,13 +93,16 @@ ALLOWED = {key: str(field.description) for key, field in Settings.model_fields.i
 
 @dataclass(frozen=True)
 class Overrides:
-    """The flags that override an experiment file."""
+    """Flags that override an experiment file."""
 
-    # by key of the file; several are a grid
+    # Values by key of the file. Several values are a grid.
     values: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    modes: Sequence[str] = ()  # the modes to keep; empty: all
-    from_set: frozenset[str] = frozenset()  # the keys that were given by `--set`, for the messages
-    many: bool = False  # allow any number of cells
+    # Modes to keep; empty for all.
+    modes: Sequence[str] = ()
+    # Keys that were given by `--set`, for messages.
+    from_set: frozenset[str] = frozenset()
+    # Allow any number of cells.
+    many: bool = False
 
     @classmethod
     def from_flags(
@@ -105,13 +111,23 @@ class Overrides:
         *,
         modes: str | Sequence[str] | None = None,
         settings: Sequence[str] = (),
+        many: bool = False,
     ) -> Overrides:
-        """Return the overrides given by flags (by key; None: not given), `--modes` and `--set`."""
-        values = {
-            key.replace("-", "_"): _split(value, f"--{key}")
-            for key, value in flags.items()
-            if value is not None
-        }
+        """Return the overrides that flags give.
+
+        Args:
+            flags: Values by key of the file, None for flags that are not given.
+            modes: The values of `--modes`.
+            settings: The values of `--set`, each `key=value`.
+            many: Allow any number of cells.
+
+        Raises:
+            UserError: A value cannot be read.
+        """
+        values = {}
+        for key, value in flags.items():
+            if value is not None:
+                values[key.replace("-", "_")] = _values_of(value, f"--{key}")
         from_set = set()
         for setting in settings:
             key, equals, text = setting.partition("=")
@@ -121,23 +137,29 @@ class Overrides:
                     f"--set {setting}: must have the form key=value",
                     "For example: --set temperature=0.9",
                 )
-            values[key] = _split(text, f"--set {key}=")
+            values[key] = _values_of(text, f"--set {key}=")
             from_set.add(key)
         return cls(
-            values,
-            tuple(_split(modes, "--modes")) if modes is not None else (),
-            frozenset(from_set),
+            values=values,
+            modes=tuple(_values_of(modes or (), "--modes")),
+            from_set=frozenset(from_set),
+            many=many,
         )
 
     def location(self, key: str) -> Location:
-        """Return the flag of a key."""
-        return Location(f"--set {key}=" if key in self.from_set else f"--{key.replace('_', '-')}")
+        """Return the flag that gives a key."""
+        if key in self.from_set:
+            return Location(f"--set {key}=")
+        return Location(f"--{key.replace('_', '-')}")
 
 
-def _split(value: Any, flag: str) -> list[Any]:
-    """Return the values of a flag: of a text those between commas, or those of a YAML list."""
+def _values_of(value: Any, flag: str) -> list[Any]:
+    """Return the values of a flag: words between commas, or the elements of a YAML list."""
     if isinstance(value, list | tuple):
-        return [item for element in value for item in _split(element, flag)]
+        values = []
+        for element in value:
+            values += _values_of(element, flag)
+        return values
     if not isinstance(value, str):
         return [value]
     if value.strip().startswith("["):
@@ -147,4 +169,4 @@ def _split(value: Any, flag: str) -> list[Any]:
             problem = error.message.partition("not valid YAML: ")[2] or error.message
             raise UserError(f"{flag} {value[:200]}: not a valid list: {problem}") from error
         return [parsed] if is_tree(parsed) else list(parsed)
-    return [text.strip() for text in value.split(",") if text.strip()]
+    return split_words([value])
