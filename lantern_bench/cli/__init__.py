@@ -1,1 +1,1 @@
-"""The command line: each command parses flags, calls the package and renders the result. `main.py` joins them."""
+"""The command line: every command parses flags, calls the package and shows the result."""

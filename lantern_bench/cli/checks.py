@@ -16,27 +16,27 @@ from lantern_bench.cli.options import (
     RunArgument,
     SettingsOption,
     resolve_cells,
-    split_words,
     with_flags,
 )
 from lantern_bench.devices.threads import set_threads
 from lantern_bench.storage.run_directory import results_root
 from lantern_bench.utils.errors import CheckFailedError, UserError
 from lantern_bench.utils.files import check_writable
+from lantern_bench.utils.text import split_words
 
 if TYPE_CHECKING:
     from lantern_bench.cli.console import Console
 
 
 def doctor(ctx: typer.Context, device: DeviceOption = "auto", format: FormatOption = None) -> None:
-    """Check installation, machine and decoding; paste the output into a bug report. It contacts nothing."""
+    """Check the installation, the machine and decoding, for a bug report. Contacts nothing."""
     from lantern_bench.checks.doctor import examine
 
     console: Console = ctx.obj
     findings = []
     for finding in examine(device):
         findings.append(finding)
-        # Lines are written at once: a check that crashes the process leaves those before it.
+        # Write each line at once: if a check crashes the process, the earlier lines remain.
         if format is None:
             fix = f"\n{'':8}{'':22}fix: {finding.fix}" if finding.fix else ""
             console.data(f"{finding.state:8}{finding.check:22}{finding.result}{fix}")
@@ -70,10 +70,11 @@ def check_model(
     ] = "float32",
     format: FormatOption = None,
 ) -> None:
-    """Check that a model keeps the protocol of decoding: cache, trees, forced tokens, guidance, codebook, logits.
+    """Check that a model keeps the protocol of decoding.
 
-    Random tokens are scored in several ways that must agree; what all ways do wrong shows only against a reference.
-    Exit code 5 if a check fails.
+    Random tokens are scored in several ways that must agree: cache, trees, forced tokens, guidance,
+    codebook, logits. Only a reference shows a mistake that all ways share. Exit code 5 if a check
+    fails.
     """
     import pandas as pd
     import torch
@@ -103,7 +104,8 @@ def check_model(
     )
     table = pd.DataFrame(results).rename(columns={"limit": "at most"})
     console.table(table, title=f"{model}, {compute.dtype_name}", format=format)
-    if failed := [row.check for row in results if row.result == "fail"]:
+    failed = [row.check for row in results if row.result == "fail"]
+    if failed:
         raise CheckFailedError(
             f"{model}: {len(failed)} of {len(results)} checks failed: {', '.join(failed)}"
         )
@@ -213,14 +215,15 @@ def certify(
 ) -> None:
     """Check that lossless modes are lossless. Exit code 5 if a check fails.
 
-    Tests of many images of a model without a network, of a few images of the model, and of greedy decoding. With
-    --modes, the audit: for every mode its authors' claim, and what the tokens say of it (docs/audit.md).
+    Tests many images of a model without a network, a few images of the model, and greedy decoding.
+    With --modes, audits claims of authors: the claim of every mode, and whether its tokens agree
+    (docs/audit.md).
     """
     from lantern_bench.checks.claims import audited_cells, plan_certification
     from lantern_bench.models.registry import model_of
 
     console: Console = ctx.obj
-    modes = split_words(modes)
+    modes = split_words(modes or [])
     for flag, is_given in (("--thorough", thorough), ("--power", power)):
         if modes and is_given:
             raise UserError(
@@ -252,24 +255,27 @@ def certify(
     with console.progress() as progress:
         tables = certification.certify(plan, folder, show_events(console, progress))
 
-    name = "audit" if modes else "power" if power else "certificate"
+    checks = "audit" if modes else "certificate"
+    name = "power" if power else checks
     table = frame(name, tables[name])
     if (format or console.format) not in ("csv", "json"):
         table = (table[_AUDIT] if modes else table.drop(columns="model")).dropna(axis=1, how="all")
     console.table(table, title=f"{name} of {plan.model}", format=format)
     console.say(f"a correct model fails with a chance of at most {LEVEL:g} (all tests together)")
     console.say(f"tables: {folder}")
-    checked = tables["audit" if modes else "certificate"]
-    if weak := failures(checked, "weak"):
+    weak = failures(tables[checks], "weak")
+    if weak:
         message = f"{len(weak)} checks show too little: {'; '.join(weak)}"
         console.warn(message, "Give more --samples, or --dtype float32.")
-    if missed := [
+    missed = [
         f"{row['fault']} ({row['setting']})"
         for row in tables.get("power", [])
         if row["images"] is None
-    ]:
+    ]
+    if missed:
         console.warn(
             f"{len(missed)} mistakes are not rejected: {'; '.join(missed)}", "Give more --samples."
         )
-    if failed := failures(checked):
+    failed = failures(tables[checks])
+    if failed:
         raise CheckFailedError(f"{len(failed)} checks do not hold: " + "; ".join(failed))

@@ -1,6 +1,7 @@
-"""The only module that draws on a terminal. stdout carries data; stderr carries messages and progress.
+"""The only module that draws on a terminal.
 
-A terminal gets Rich tables and bars; a pipe or a file gets CSV and plain lines, without escape codes.
+stdout carries data; stderr carries messages and progress. A terminal gets Rich tables and bars; a
+pipe or a file gets CSV and plain lines, without escape codes.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from textwrap import wrap
-from typing import TYPE_CHECKING, Any, Literal, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from lantern_bench.utils.clock import now
 from lantern_bench.utils.errors import LanternError
@@ -28,21 +29,22 @@ from lantern_bench.utils.text import duration
 
 FORMATS = ("table", "csv", "json", "md", "latex")
 
-# All of C0 and C1 but tabs and line ends.
+# C0 and C1 control characters, except tabs and line ends.
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _LOG_SECONDS = 60.0  # between two lines of progress in a log
 
 
 class Progress:
-    """Progress of one long task after another.
+    """Progress of long tasks, one after another.
 
-    On a terminal a Rich bar; in a log a line at the start, at the end, and at most one a minute between.
+    A terminal shows a Rich bar. A log gets a line at the start and at the end of a task, and at
+    most one a minute between.
     """
 
     def __init__(self, write_line: Callable[[str], None], terminal: RichConsole | None) -> None:
         self._write_line = write_line
         self._terminal = terminal
-        self._description: str | None = None  # of the task that runs
+        self._description: str | None = None  # description of the running task
         self._figures = ""
         self._start_time = 0.0
         self._line_time = 0.0
@@ -51,7 +53,14 @@ class Progress:
     def share(
         self, description: str, done: float, total: float = 1, **figures: float | str
     ) -> None:
-        """Show how much of a task is done, and `figures` beside it; a new description starts a new task."""
+        """Show how much of a task is done.
+
+        Args:
+            description: Names the task. A new description ends the last task.
+            done: How much is done.
+            total: When the task is done; 1 if `done` is a fraction.
+            **figures: Figures that are shown beside the progress.
+        """
         if description != self._description:
             self.finish()
             self._start(description, total)
@@ -68,9 +77,8 @@ class Progress:
             self._bar.update(self._bar.task_ids[0], completed=done, figures=self._figures)
         elif now() - self._line_time >= _LOG_SECONDS:
             self._line_time = now()
-            seconds_left = (
-                (self._line_time - self._start_time) * (total - done) / done if done else 0.0
-            )
+            seconds = self._line_time - self._start_time
+            seconds_left = seconds * (total - done) / done if done else 0.0
             parts = [
                 self._so_far(),
                 f"{duration(seconds_left)} left" if seconds_left else "",
@@ -79,7 +87,7 @@ class Progress:
             self._write_line(f"{description}: {', '.join(filter(None, parts))}")
 
     def finish(self) -> None:
-        """End the task; what is drawn stays."""
+        """End the task. Its bar or lines stay visible."""
         if self._bar is not None:
             self._bar.stop()
         elif self._description is not None:
@@ -98,13 +106,7 @@ class Progress:
         from rich import progress
 
         self._bar = progress.Progress(
-            progress.TextColumn("{task.description}"),
-            progress.BarColumn(),
-            progress.TaskProgressColumn() if total == 1 else progress.MofNCompleteColumn(),
-            progress.TimeElapsedColumn(),
-            progress.TextColumn("left"),
-            progress.TimeRemainingColumn(),
-            progress.TextColumn("{task.fields[figures]}"),
+            *_columns(total),
             console=self._terminal,
             # Images of different cells take different times: estimate the rate over a long period.
             speed_estimate_period=600.0,
@@ -117,8 +119,23 @@ class Progress:
         return f"{self._done:.0%}" if self._total == 1 else f"{self._done:g} of {self._total:g}"
 
 
+def _columns(total: float) -> list[Any]:
+    """Return the columns of a bar."""
+    from rich import progress
+
+    return [
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        progress.TaskProgressColumn() if total == 1 else progress.MofNCompleteColumn(),
+        progress.TimeElapsedColumn(),
+        progress.TextColumn("left"),
+        progress.TimeRemainingColumn(),
+        progress.TextColumn("{task.fields[figures]}"),
+    ]
+
+
 class Console:
-    """Writes all that is read: only errors and data if `quiet`, details if `verbose`."""
+    """Writes data and messages: only data and errors if `quiet`, also details if `verbose`."""
 
     def __init__(
         self,
@@ -132,7 +149,7 @@ class Console:
         self.verbose = verbose
         self._out = stdout or sys.stdout
         self._err = stderr or sys.stderr
-        # of tables, where no other is asked for
+        # Default format of tables.
         self.format = "table" if self._out.isatty() else "csv"
         self._terminal: RichConsole | None = None  # draws bars, and messages above them
         if self._err.isatty():
@@ -141,7 +158,7 @@ class Console:
             self._terminal = RichConsole(file=self._err, markup=False, emoji=False, highlight=False)
 
     def data(self, text: str) -> None:
-        """Write text to stdout with a line end: unchanged into a file or pipe, `printable` on a terminal."""
+        """Write text to stdout with a line end; a terminal gets it without control characters."""
         text = printable(text) if self._out.isatty() else text
         self._out.write(text if text.endswith("\n") else text + "\n")
         self._out.flush()
@@ -155,9 +172,16 @@ class Console:
         notes: Sequence[str] = (),
         format: str | None = None,
     ) -> None:
-        """Write a table to stdout in `format`, by default the console's; `name` is its name in the schema, if any.
+        """Write a table to stdout.
 
-        CSV and JSON have the figures unchanged; the other formats are for people and have `title` and `notes`.
+        CSV and JSON contain unrounded figures. The other formats are for people.
+
+        Args:
+            table: The table.
+            name: Its name in the schema, if it has one.
+            title: A title, for people.
+            notes: Notes below the table, for people.
+            format: One of `FORMATS`; None for the console's default.
         """
         format = format or self.format
         if format == "csv":
@@ -189,40 +213,34 @@ class Console:
         if not self.quiet:
             self._write_message(text)
 
-    def note(
-        self, text: str, advice: str | None, level: Literal["detail", "info", "warning"]
-    ) -> None:
-        """Write a message and what to do about it; details only if verbose."""
-        if level != "detail" or self.verbose:
-            self.say(
-                ("warning: " if level == "warning" else "")
-                + text
-                + (f"\n  {advice}" if advice else "")
-            )
+    def note(self, note: Note) -> None:
+        """Write a note and its advice; details only if verbose."""
+        if note.level == "detail" and not self.verbose:
+            return
+        text = f"warning: {note.text}" if note.level == "warning" else note.text
+        self.say(f"{text}\n  {note.advice}" if note.advice else text)
 
     def warn(self, text: str, advice: str | None = None) -> None:
         """Write a warning, and what to do about it."""
-        self.note(text, advice, "warning")
+        self.note(Note(text, advice, "warning"))
 
     def error(self, error: LanternError) -> None:
-        """Write an error, also when quiet: what is wrong and what to do."""
-        self._write_message(
-            "\n  ".join([f"error: {error.message}", *(error.advice or "").splitlines()])
-        )
+        """Write an error and its advice, also if quiet."""
+        advice = (error.advice or "").splitlines()
+        self._write_message("\n  ".join([f"error: {error.message}", *advice]))
 
     @contextmanager
     def progress(self) -> Iterator[Progress]:
-        """Yield progress on stderr, none when quiet; leaving the context ends its last task."""
-        progress = Progress(
-            self.say, self._terminal if _takes_escapes(self._err) and not self.quiet else None
-        )
+        """Yield progress on stderr, none if quiet. Leaving the context ends the last task."""
+        draws = _takes_escapes(self._err) and not self.quiet
+        progress = Progress(self.say, self._terminal if draws else None)
         try:
             yield progress
         finally:
             progress.finish()
 
     def _write_message(self, text: str) -> None:
-        """Write a line; a terminal breaks it between words."""
+        """Write a message; a terminal breaks its lines between words."""
         if self._terminal is not None:
             self._terminal.print(
                 _between_words(printable(text), self._terminal.width), soft_wrap=True
@@ -233,12 +251,12 @@ class Console:
 
 
 def printable(text: str) -> str:
-    """Return text with its control characters written out: a prompt or a file must not steer the terminal."""
+    """Return text with control characters escaped: a prompt must not steer the terminal."""
     return _CONTROLS.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
 def _between_words(text: str, width: int) -> str:
-    """Return text with its lines broken between words, and no word in itself."""
+    """Return text with lines broken between words, never within a word."""
     wrapped = partial(wrap, width=width, break_long_words=False, break_on_hyphens=False)
     return "\n".join("\n".join(wrapped(line, subsequent_indent="  ")) for line in text.splitlines())
 
@@ -250,7 +268,7 @@ def _takes_escapes(stream: TextIO) -> bool:
 def _draw_table(
     stream: TextIO, texts: pd.DataFrame, title: str | None, notes: Sequence[str]
 ) -> None:
-    """Draw a table; heads wrap, and a narrow terminal gets several blocks, so that no figure is cut."""
+    """Draw a table. Headers wrap and a narrow terminal gets several blocks: no figure is cut."""
     from rich import box
     from rich.console import Console as RichConsole
     from rich.table import Table
@@ -290,12 +308,12 @@ def _draw_table(
 
 
 def _is_figures(column: pd.Series) -> bool:
-    """Whether a column holds numbers: these are right-aligned."""
+    """Whether a column holds numbers, which are right-aligned."""
     return "".join(column).lstrip("+-")[:1].isdigit()
 
 
 def _blocks(texts: pd.DataFrame, width: int) -> Iterator[pd.DataFrame]:
-    """Yield the columns in blocks that fit, each after the columns that say what a row is."""
+    """Yield blocks of columns that fit, each with the columns that identify a row."""
     widths = [2 + max(map(len, [*name.split("\n"), *texts[name]])) for name in texts.columns]
     keys = next(
         (i for i, name in enumerate(texts.columns) if _is_figures(texts[name])), len(widths)
@@ -311,7 +329,7 @@ def _blocks(texts: pd.DataFrame, width: int) -> Iterator[pd.DataFrame]:
 
 
 def show_events(console: Console, progress: Progress) -> Emit:
-    """Return what shows the events of a sweep: progress with live means, and lines."""
+    """Return a function that shows events: progress with running means, and messages."""
     images = done = 0
     figures: dict[str, list[float]] = {"mal": [], "s_per_image": []}
 
@@ -319,7 +337,7 @@ def show_events(console: Console, progress: Progress) -> Emit:
         nonlocal images, done
         match event:
             case Note():
-                console.note(event.text, event.advice, event.level)
+                console.note(event)
             case ProgressEvent(label, share, total):
                 progress.share(label, share, total)
             case Started(finished, to_do):

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from lantern_bench.cli.console import Console
+from lantern_bench.cli.models import show_memory
 from lantern_bench.cli.options import (
     DECODING_FLAGS,
     FormatOption,
     SettingsOption,
     resolve_flags,
-    split_words,
     with_flags,
 )
 from lantern_bench.devices.threads import set_threads
@@ -23,12 +24,25 @@ from lantern_bench.prompts.prompt import class_prompt
 from lantern_bench.sweeps.request import check_cells
 from lantern_bench.utils.errors import RefusedError, UserError
 from lantern_bench.utils.files import check_writable
+from lantern_bench.utils.text import split_words
 
 if TYPE_CHECKING:
-    pass
-from lantern_bench.cli.models import _show_memory
+    import torch
 
-# ---- Pictures of one prompt
+    from lantern_bench.config.experiment import Cell
+    from lantern_bench.config.plan import ImageTask
+    from lantern_bench.models.loaded_model import LoadedModel
+    from lantern_bench.sweeps.events import DecodedImage
+
+# Columns of the table.
+_FIGURES = (
+    "tokens",
+    "target_forwards",
+    "mean_accepted_length",
+    "step_compression",
+    "seconds",
+    "pixel_seconds",
+)
 
 
 @with_flags(DECODING_FLAGS)
@@ -61,7 +75,7 @@ def generate(
     *,
     flags: dict[str, Any],
 ) -> None:
-    """Make pictures of a caption or a class and show how they were decoded."""
+    """Make pictures of a caption or a class, and show how they were decoded."""
     console: Console = ctx.obj
     modes = mode or [model_of(model).mode]
     # Not compiled by default: compiling takes longer than an image.
@@ -75,26 +89,15 @@ def generate(
     if "all" not in split_words(modes) and not random_weights:
         check_cells(resolved.cells, {model: model_of(model)})
     if dry_run:
-        return console.table(_show_memory(resolved, console), title=model, format=format)
+        return console.table(show_memory(resolved, console), title=model, format=format)
     prompt = _prompt(caption=caption, label=label, random=random_weights, model=model)
-    if out.suffix.lower() != ".png":
-        raise UserError(
-            f"--out {out}: must end with .png", f"For example {out.stem or 'picture'}.png."
-        )
-    if out.exists() and not force:
-        raise RefusedError(
-            f"--out {out}: is there already", "Give another name, or --force to overwrite it."
-        )
-    check_writable(out.absolute().parent)
+    _check_out(out, force=force)
     set_threads(resolved.settings.threads)
 
     import pandas as pd
     import torch
 
-    from lantern_bench.analysis.token_distance import distance_of_image
-    from lantern_bench.decoding.loop import drafter_and_rule
     from lantern_bench.devices.compute import choose_compute
-    from lantern_bench.metrics.token_sums import token_sums
     from lantern_bench.models.load import compile_models, load_models
     from lantern_bench.models.random_model import random_model
     from lantern_bench.sweeps import decoder
@@ -105,20 +108,19 @@ def generate(
     if random_weights:
         weights = f"the weights of {model} are random (seed {seed}, {compute.dtype_name})"
         console.warn(f"{weights}, and so are its caption features: the picture means nothing")
-        loaded = random_model(model, *compute, torch.Generator(compute.device).manual_seed(seed))
+        generator = torch.Generator(compute.device).manual_seed(seed)
+        loaded = random_model(
+            model, device=compute.device, dtype=compute.dtype, generator=generator
+        )
     else:
         (loaded,) = load_models(resolved, compute).values()
     loaded.pixel_decoder()
     cells = list(resolved.cells)
-    for cell in resolved.cells if "all" in split_words(modes) else ():
-        try:
-            if cell.decoding.drafts:
-                drafter_and_rule(loaded, cell.decoding)
-        except RefusedError as error:
-            cells.remove(cell)
-            console.say(f"{cell.cell_id} is left out: {error.message}")
-    if resolved.settings.compile and (note := compile_models([loaded], compute)) is not None:
-        console.note(*note)
+    if "all" in split_words(modes):
+        cells = _decodable(cells, loaded, console)
+    note = compile_models([loaded], compute) if resolved.settings.compile else None
+    if note is not None:
+        console.note(note)
     tasks = decoder.tasks_of(cells=cells, seed=seed, prompts=[prompt], images=images)
     decoded = []
     with console.progress() as progress:
@@ -127,33 +129,58 @@ def generate(
             decoded.append(image)
             progress.share("images", len(decoded), len(tasks))
     write_file(out, decoder.picture_png(decoded, cells), flag="--out")
-    names = (
-        "tokens",
-        "target_forwards",
-        "mean_accepted_length",
-        "step_compression",
-        "seconds",
-        "pixel_seconds",
-    )
-    rows = []
-    for task, image in zip(tasks, decoded, strict=True):
-        tokens = image.tokens[None].to(compute.device).long()
-        (sums,) = token_sums(
-            model=loaded,
-            condition=loaded.condition([prompt]),
-            tokens=tokens,
-            decoding=task.cell.decoding,
-        )
-        columns = image.columns(1)
-        row = {
-            "cell_id": task.cell.cell_id,
-            "image": task.image_index,
-            **{name: columns[name] for name in names},
-        }
-        rows.append(row | {"distance": distance_of_image(sums)})
+    rows = [
+        _row(task, image, loaded, device=compute.device)
+        for task, image in zip(tasks, decoded, strict=True)
+    ]
     console.table(pd.DataFrame(rows), title=prompt, format=format)
     console.say(f"picture: {out}")
     return None
+
+
+def _check_out(out: Path, *, force: bool) -> None:
+    """Raise the error of a picture file that cannot be written, or is there already."""
+    if out.suffix.lower() != ".png":
+        advice = f"For example {out.stem or 'picture'}.png."
+        raise UserError(f"--out {out}: must end with .png", advice)
+    if out.exists() and not force:
+        advice = "Give another name, or --force to overwrite it."
+        raise RefusedError(f"--out {out}: is there already", advice)
+    check_writable(out.absolute().parent)
+
+
+def _row(
+    task: ImageTask, image: DecodedImage, model: LoadedModel, *, device: torch.device
+) -> dict[str, Any]:
+    """Return the row of an image in the table."""
+    from lantern_bench.analysis.token_distance import distance_of_image
+    from lantern_bench.metrics.token_sums import token_sums
+
+    [sums] = token_sums(
+        model=model,
+        condition=model.condition([task.prompt.text]),
+        tokens=image.tokens[None].to(device).long(),
+        decoding=task.cell.decoding,
+    )
+    columns = image.columns(1)
+    row = {"cell_id": task.cell.cell_id, "image": task.image_index}
+    row |= {name: columns[name] for name in _FIGURES}
+    return row | {"distance": distance_of_image(sums)}
+
+
+def _decodable(cells: Sequence[Cell], model: LoadedModel, console: Console) -> list[Cell]:
+    """Return the cells that the model can decode, and report the others."""
+    from lantern_bench.decoding.loop import drafter_and_rule
+
+    decodable = []
+    for cell in cells:
+        try:
+            if cell.decoding.drafts:
+                drafter_and_rule(model, cell.decoding)
+            decodable.append(cell)
+        except RefusedError as error:
+            console.say(f"{cell.cell_id} is left out: {error.message}")
+    return decodable
 
 
 def _prompt(caption: str | None, label: int | None, random: bool, model: str) -> str:

@@ -24,7 +24,7 @@ _GROUPS = {
     "Output": ("out", "force", "format"),
     "Options": ("help",),
 }
-_FEW = 4  # choices that help lists in place of a name
+_FEW = 4  # help lists at most this many choices in place of a name
 # Names that a shell completes, or the function that returns them.
 _NAMES: dict[str, Collection[str] | Code] = {
     **{key: row.kind.choices for key, row in PARAMETERS.items()},
@@ -41,12 +41,18 @@ _NAMES: dict[str, Collection[str] | Code] = {
 
 
 def _key(parameter: Any) -> str:
-    """Return the name of a flag or argument; a Python argument may have another."""
+    """Return the name of a flag or argument; the Python argument may be called otherwise."""
     return str(max(parameter.opts, key=len).lstrip("-").replace("-", "_"))
 
 
 def complete_names(context: Any, parameter: Any, incomplete: str) -> list[str]:
-    """Return the names that a flag or argument may begin with; several may be typed with commas between."""
+    """Return the names that complete a word, also after a comma.
+
+    Args:
+        context: The context of the command.
+        parameter: The flag or argument.
+        incomplete: What is typed so far.
+    """
     key = _key(parameter)
     before, comma, word = incomplete.rpartition(",")
     names: Any = _NAMES.get(f"{context.command.name} {key}", _NAMES.get(key, ()))
@@ -63,7 +69,7 @@ def _metavar(parameter: Any, key: str, ctx: Any) -> str:
 
 
 class Command(TyperCommand):
-    """A command whose help shows the options of a sweep in groups, and what values they take."""
+    """A command whose help shows the options of a sweep in groups, with their values."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the arguments and options."""
@@ -77,7 +83,8 @@ class Command(TyperCommand):
                 title = "Arguments"
             else:
                 parameter.metavar = parameter.metavar or _metavar(parameter, key, ctx)
-            if (record := parameter.get_help_record(ctx)) is not None:
+            record = parameter.get_help_record(ctx)
+            if record is not None:
                 records[title].append((record[0].partition(" <")[0], record[1]))
         for title in filter(records.get, titles):
             with formatter.section(title):
@@ -88,7 +95,7 @@ class Command(TyperCommand):
 
 
 def command_group(**settings: Any) -> typer.Typer:
-    """A group of commands with plain help: Rich markup draws boxes and cuts messages."""
+    """Return a group of commands with plain help, because Rich help cuts messages."""
     names = {"help_option_names": ["-h", "--help"]}
     return typer.Typer(
         **settings, no_args_is_help=True, rich_markup_mode=None, context_settings=names

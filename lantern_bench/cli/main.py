@@ -1,4 +1,7 @@
-"""The `lantern-bench` program; commands import heavy packages inside, so that `--help` is fast."""
+"""The `lantern-bench` program.
+
+Commands import heavy packages when they run, so that `--help` is fast.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +32,9 @@ from lantern_bench.utils import signals
 from lantern_bench.utils.errors import LanternError, UserError
 
 _EPILOG = (
-    "Exit codes: 0 success; 1 internal error; 2 usage error; 3 refused (locked, mismatched, missing weights); "
-    "4 some images failed; 5 a check failed; 130 interrupted; 143 terminated."
+    "Exit codes: 0 success; 1 internal error; 2 usage error; "
+    "3 refused (locked, mismatched, missing weights); 4 some images failed; 5 a check failed; "
+    "130 interrupted; 143 terminated."
 )
 _RARE = "Flags that are rarely used: --help-all."
 _EXAMPLES = """\b
@@ -72,16 +76,18 @@ def _flags(
         ),
     ] = False,
 ) -> None:
-    """Benchmark relaxed speculative decoding of image generators: speed and quality in one run."""
+    """Benchmark speculative decoding of image generators: speed and quality in one run."""
     ctx.obj = Console(quiet=quiet, verbose=verbose)
 
 
 @functools.cache
 def _program(all_flags: bool = False) -> Any:
-    """Build the commands once, for a process that runs many; help shows `all_flags`."""
+    """Build the commands, once per process; with `all_flags`, help shows rare flags too."""
     program: Any = get_command(app)
-    groups = [getattr(group, "commands", {"": group}) for group in program.commands.values()]
-    for command in (command for group in groups for command in group.values()):
+    commands: list[Any] = []
+    for command in program.commands.values():
+        commands += getattr(command, "commands", {"": command}).values()
+    for command in commands:
         rare_flags = [
             parameter for parameter in command.params if getattr(parameter, "hidden", False)
         ]
@@ -141,7 +147,7 @@ def _run(arguments: Sequence[str]) -> int:
 
 
 def _with_cluster(words: Sequence[str]) -> list[str]:
-    """Give `--ray` without an address its default: the parser knows no optional values."""
+    """Give `--ray` without an address its default; the parser has no optional values."""
     result = []
     for word, after in zip(words, [*words[1:], ""], strict=False):
         is_alone = word == "--ray" and after not in ("auto", "local") and ":" not in after
@@ -150,7 +156,7 @@ def _with_cluster(words: Sequence[str]) -> list[str]:
 
 
 def _as_typed(message: str, words: Sequence[str]) -> str:
-    """Name --model MODEL in a message, for example, where the command takes it as an argument."""
+    """Name a flag in a message as an argument (`MODEL`) where the command takes an argument."""
     command = _program()
     for word in words:
         command = getattr(command, "commands", {}).get(word, command)
@@ -158,8 +164,6 @@ def _as_typed(message: str, words: Sequence[str]) -> str:
         parameter.name for parameter in command.params if parameter.param_type_name == "argument"
     ]
     first, *others = message.split(" ")
-    return (
-        " ".join([first[2:].upper(), *others])
-        if first.startswith("--") and first[2:] in arguments
-        else message
-    )
+    if first.startswith("--") and first[2:] in arguments:
+        return " ".join([first[2:].upper(), *others])
+    return message

@@ -1,4 +1,4 @@
-"""Commands about what can be decoded: `models`, `generate`, `experiments` and `weights get`."""
+"""The commands `models` and `weights get`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def models(
     ] = None,
     format: FormatOption = None,
 ) -> None:
-    """List the models: size, tokens, required files, which of them are here, and how to get the rest."""
+    """List the models: sizes, files, which files are found, and how to get the others."""
     import pandas as pd
 
     console: Console = ctx.obj
@@ -55,21 +55,17 @@ def models(
     if missing:
         get = f": lantern-bench weights get {described.name}" if described.name in hub.PARTS else ""
         console.say(f"missing: {', '.join(missing)}{get}")
-    # Only its files may tell the architecture.
+    # Without its files the sizes of a model may be unknown.
     with contextlib.suppress(UserError):
-        _show_memory(
-            resolve_flags("models", {"model": [described.name]}, [described.mode]), console
-        )
+        show_memory(resolve_flags("models", {"model": [described.name]}, [described.mode]), console)
 
 
 def _row(model: Model) -> dict[str, Any]:
     """Return a model as one row; no weights are opened."""
     parts = _parts(model)
-    files = [
-        file
-        for path in model.files().values()
-        for file in (path.iterdir() if path.is_dir() else [path])
-    ]
+    files: list[Path] = []
+    for path in model.files().values():
+        files += path.iterdir() if path.is_dir() else [path]
     missing = [part["part"] for part in parts if not part["found"]]
     get = f"lantern-bench weights get {model.name}" if missing and model.name in hub.PARTS else ""
     return {
@@ -89,7 +85,7 @@ def _row(model: Model) -> dict[str, Any]:
 
 
 def _parts(model: Model) -> list[dict[str, Any]]:
-    """Return one row per part of a model: its files, their path here, and their repositories."""
+    """Return one row per part of a model: its files, their path, and their repositories."""
     published = hub.PARTS.get(model.name, {})
     origin = "your model file" if is_model_file(model.name) else "this package"
     home = Path.home()
@@ -104,8 +100,8 @@ def _parts(model: Model) -> list[dict[str, Any]]:
     return rows
 
 
-def _show_memory(resolved: ResolvedExperiment, console: Console) -> pd.DataFrame:
-    """Say how much memory the model needs, and how much is free on a CPU; return it by part."""
+def show_memory(resolved: ResolvedExperiment, console: Console) -> pd.DataFrame:
+    """Report the memory that a model needs, and on a CPU the free memory; return it by part."""
     import pandas as pd
     import psutil
 
@@ -130,9 +126,8 @@ def _show_memory(resolved: ResolvedExperiment, console: Console) -> pd.DataFrame
         columns=["part", "parameters", "dtype", "gigabytes"],
     )
     table["gigabytes"] = (table["gigabytes"] / 1e9).round(3)
-    console.say(
-        f"memory needed: {total / 1e9:.2f} GB on {compute.device.type}, without the activations of a forward"
-    )
+    needed = f"memory needed: {total / 1e9:.2f} GB on {compute.device.type}"
+    console.say(f"{needed}, without the activations of a forward")
     if compute.device.type == "cpu":
         free = psutil.virtual_memory().available
         console.say(f"free here: {free / 1e9:.2f} GB" + ("" if free > total else ": not enough"))
@@ -152,7 +147,7 @@ def get(
         Path | None, typer.Option(file_okay=False, help="Default: LANTERN_BENCH_WEIGHTS.")
     ] = None,
 ) -> None:
-    """Fetch the missing files of a model; repeat the command to resume an interrupted download."""
+    """Fetch the missing files of a model. The same command resumes an interrupted download."""
     console: Console = ctx.obj
     name = model if model in hub.PARTS else model_of(model).name  # it may be an alias
     if name not in hub.PARTS:

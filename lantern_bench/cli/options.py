@@ -21,7 +21,7 @@ from lantern_bench.methods.catalog import (
 )
 from lantern_bench.storage.run_directory import find_run
 from lantern_bench.utils.errors import UserError
-from lantern_bench.utils.text import did_you_mean
+from lantern_bench.utils.text import did_you_mean, split_words
 
 if TYPE_CHECKING:
     from lantern_bench.config.experiment import ResolvedExperiment
@@ -34,11 +34,17 @@ RUN_HELP = "Run directory, or the name (or a prefix of it) of a run under result
 DEVICE_HELP = "auto, cpu, mps, cuda or cuda:N."
 MOST_SEED = 2**63 - 1
 
-# ---- Flags whose values a command uses itself: type aliases. `hidden` flags are shown by --help-all only.
+# ---- Flags whose values a command uses itself. Only --help-all shows `hidden` flags.
 
 
 def check_choice(flag: str, value: str, choices: Collection[str]) -> None:
-    """Raise `UserError` for a value that is none of the choices."""
+    """Raise `UserError` for a value that is not one of the choices.
+
+    Args:
+        flag: The flag.
+        value: Its value.
+        choices: The allowed values.
+    """
     if value not in choices:
         raise UserError(f"{flag} {value}: unknown", f"One of {', '.join(choices)}.")
 
@@ -59,7 +65,9 @@ FormatOption: TypeAlias = Annotated[
 ]
 ModesOption: TypeAlias = Annotated[
     list[str] | None,
-    typer.Option("--modes", help="Only these modes; one that the experiment lacks is added."),
+    typer.Option(
+        "--modes", help="Run only these modes; modes that the experiment lacks are added."
+    ),
 ]
 PromptsOption: TypeAlias = Annotated[str | None, typer.Option("--prompts", help=PROMPTS_HELP)]
 SettingsOption: TypeAlias = Annotated[
@@ -74,38 +82,45 @@ RunsArgument: TypeAlias = Annotated[
     list[Path], typer.Argument(parser=find_run, metavar="RUN", help=RUN_HELP)
 ]
 
-# ---- Flags that are keys of an experiment: one table. The values are text, which `config` reads and checks.
+# ---- Flags that are keys of an experiment. Their values are text, which `config` reads and checks.
 
 _WORD = str | None
 _SWITCH = bool | None
-_LIST = list[str] | None  # several values, by commas or by repeating the flag, make a grid
+_LIST = list[str] | None  # several values, with commas or by repeating the flag, are a grid
 
 
-def flag(key: str, kind: Any, help: str, rare: bool = False) -> tuple[str, Any]:
-    """Return a key and its option; a rare one is hidden."""
-    name = f"--{key.replace('_', '-')}"
-    names = f"{name}/--no-{name[2:]}" if kind == _SWITCH else name
+def flag(key: str, kind: Any, help: str, *, rare: bool = False) -> tuple[str, Any]:
+    """Return a key of an experiment and its option.
+
+    Args:
+        key: The key.
+        kind: The type of the value; a switch also gets its `--no-` form.
+        help: The help text.
+        rare: Only `--help-all` shows the flag.
+    """
+    words = key.replace("_", "-")
+    names = f"--{words}/--no-{words}" if kind == _SWITCH else f"--{words}"
     return key, Annotated[kind, typer.Option(names, help=help, hidden=rare)]
 
 
 _BEFORE_PARAMETERS = (
-    flag("model", _LIST, "One or several models; by default the experiment's."),
+    flag("model", _LIST, "One or several models. Default: the experiment's."),
     flag("prompts", _WORD, PROMPTS_HELP),
     flag("images", _WORD, "Images per cell; published tables use 1,000 to 5,000."),
     flag(
         "metrics",
         _LIST,
-        "speed, quality (of pictures), distance (from the target); by default all.",
+        "speed, quality (of pictures), distance (from the target). Default: all.",
     ),
     flag("protocol", _WORD, "The quality protocol; see `score -h`."),
     flag("reference", _WORD, "What fidelity is measured against; see `score -h`."),
     flag(
         "processes",
         _WORD,
-        "New processes that share the prompts, in turn; 3 or more give speed an interval.",
+        "Worker processes that run in turn; 3 or more give speedups an interval.",
     ),
     flag("repeats", _WORD, "Repeat the images this many times, with new seeds."),
-    flag("batch", _WORD, "Images decoded at once, or a list; published: 1."),
+    flag("batch", _WORD, "Batch size, or a list; published figures use 1."),
     flag("baseline", _SWITCH, "Add an ar cell if there is none."),
     flag("pool_devices", _SWITCH, "Give one speedup over several kinds of device.", rare=True),
 )
@@ -124,7 +139,7 @@ _AFTER_PARAMETERS = (
     flag(
         "threads",
         _WORD,
-        "Threads on a CPU. Default: sweeps keep the fastest number; others use all cores.",
+        "CPU threads. Default: sweeps measure the fastest number; others use all cores.",
     ),
     flag(
         "neighbour_space",
@@ -135,13 +150,16 @@ _AFTER_PARAMETERS = (
 )
 DECODING_FLAGS = _PARAMETERS | dict(_AFTER_PARAMETERS)
 EXPERIMENT_FLAGS = dict(_BEFORE_PARAMETERS) | DECODING_FLAGS
-_OF_TREES = {name for row in DRAFTINGS.values() for name in row.parameter_names}
-# For commands that choose trees themselves.
+_OF_TREES = set().union(*(row.parameter_names for row in DRAFTINGS.values()))
+# Flags for commands that choose trees themselves.
 RULE_FLAGS = {key: option for key, option in _PARAMETERS.items() if key not in _OF_TREES}
 
 
 def with_flags(flags: Mapping[str, Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Add flags to a command, whose argument `flags` gets their values by key, None for those not typed."""
+    """Add flags to a command.
+
+    The argument `flags` of the command gets their values by key, None for flags not given.
+    """
 
     def add(function: Callable[..., None]) -> Callable[..., None]:
         keyword = inspect.Parameter.KEYWORD_ONLY
@@ -173,11 +191,6 @@ def with_flags(flags: Mapping[str, Any]) -> Callable[[Callable[..., None]], Call
 # ---- From flags to cells
 
 
-def split_words(values: Sequence[str] | None) -> list[str]:
-    """Return the words of a repeated flag, whose values may list several with commas."""
-    return [word.strip() for text in values or () for word in text.split(",") if word.strip()]
-
-
 def resolve_flags(
     name: str,
     flags: Mapping[str, Any],
@@ -185,8 +198,21 @@ def resolve_flags(
     settings: Sequence[str] = (),
     **defaults: Any,
 ) -> ResolvedExperiment:
-    """Resolve the flags of a command as an experiment of these modes; `defaults` hold where none gives a value."""
-    modes = list(MODES) if "all" in (modes := split_words(mode)) else modes
+    """Resolve the flags of a command to an experiment with these modes.
+
+    Args:
+        name: The name of the experiment, for messages.
+        flags: Values by key of an experiment.
+        mode: The values of `--mode`, or `all`.
+        settings: The values of `--set`.
+        **defaults: Values by key that flags replace.
+
+    Raises:
+        UserError: A mode or a value is wrong.
+    """
+    modes = split_words(mode)
+    if "all" in modes:
+        modes = list(MODES)
     for word in modes:
         if word not in MODES:
             raise_if_refused(word)
@@ -210,7 +236,18 @@ def resolve_cells(
     settings: Sequence[str],
     **defaults: Any,
 ) -> ResolvedExperiment:
-    """Resolve the flags of a command with these cells; a relaxed rule without a bound gets its example."""
+    """Resolve the flags of a command to an experiment with these cells.
+
+    A relaxed rule without a bound gets its example bound. A sweep has no such default, because it
+    compares values.
+
+    Args:
+        name: The name of the experiment, for messages.
+        flags: Values by key of an experiment.
+        cells: The cells, as an experiment file writes them.
+        settings: The values of `--set`.
+        **defaults: Values by key that flags replace.
+    """
     from lantern_bench.config.experiment import load_experiment
     from lantern_bench.config.settings import Overrides
     from lantern_bench.models.registry import defaults_of, model_of
@@ -218,18 +255,18 @@ def resolve_cells(
     from lantern_bench.utils.yaml_file import Source
 
     models = {word: model_of(word) for word in flags["model"]}
-    # A sweep has no default bounds, because it compares values.
     outside = {
         row.name: {row.bound: row.example} for row in OUTSIDE_RULES.values() if not row.lossless
     }
     bounds = {
-        rule.bound: rule.example
-        for rule in RULES.values()
-        if not rule.lossless and rule.name not in outside
+        row.bound: row.example
+        for row in RULES.values()
+        if not row.lossless and row.name not in outside
     }
-    bounded = [
-        {**outside.get(cell.get("rule", MODES[cell["mode"]].rule), {}), **cell} for cell in cells
-    ]
+    bounded = []
+    for cell in cells:
+        rule = cell.get("rule", MODES[cell["mode"]].rule)
+        bounded.append({**outside.get(rule, {}), **cell})
     data = {"name": name, "model": "?", "baseline": False, **bounds, **defaults, "cells": bounded}
     overrides = Overrides.from_flags(flags, settings=settings)
     resolved = load_experiment(Source(name, Path(), data), defaults_of, overrides)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,11 +17,11 @@ from lantern_bench.cli.options import (
     RunArgument,
     check_choice,
     resolve_flags,
-    split_words,
     with_flags,
 )
 from lantern_bench.devices.threads import set_threads
 from lantern_bench.utils.errors import UserError
+from lantern_bench.utils.text import split_words
 
 if TYPE_CHECKING:
     from lantern_bench.cli.console import Console
@@ -78,25 +79,21 @@ def profile(
     *,
     flags: dict[str, Any],
 ) -> None:
-    """Measure what decode steps cost, and compare it with what the device allows; or search for the fastest tree."""
-    table_only = {"tree": tree, "tokens": tokens, "out": out, "save-device": save_to, "size": size}
-    for flag, value in (table_only | {"random-weights": random_weights or None}).items():
-        if search and value is not None:
-            raise UserError(
-                f"--{flag}: not with --search, which takes a trained model and finds the trees"
-            )
+    """Measure the cost of decode steps and compare it with the device, or search for trees."""
+    if search:
+        _refuse_with_search(
+            {
+                "tree": tree,
+                "tokens": tokens,
+                "out": out,
+                "save-device": save_to,
+                "size": size,
+                "random-weights": random_weights or None,
+            }
+        )
     if save_to is not None and save_to.suffix not in (".yaml", ".yml"):
         raise UserError(f"--save-device {save_to}: must end in .yaml")
     decodings = _decodings(flags | {"model": [model]}, mode, search)
-    if not all(decoding.drafts for decoding in decodings):
-        raise UserError(
-            "--mode ar: drafts nothing", "Every table has autoregressive decoding already."
-        )
-    if not search and len(decodings) > 1:
-        cells = ", ".join(decoding.cell_id for decoding in decodings)
-        raise UserError(
-            f"profile measures one mode and rule at a time, and these are {len(decodings)}: {cells}"
-        )
 
     import pandas as pd
 
@@ -105,11 +102,8 @@ def profile(
     from lantern_bench.models.load import check_loaded, compile_models
     from lantern_bench.profile import step_costs as profiling
 
-    trees = (
-        {}
-        if search
-        else {name: profiling.step_of(name, decodings[0]) for name in split_words(tree or [_TREES])}
-    )
+    names = [] if search else split_words(tree or [_TREES])
+    trees = {name: profiling.step_of(name, decodings[0]) for name in names}
     console: Console = ctx.obj
     set_threads(threads)
     compute = choose_compute(device, dtype, fast=True)
@@ -125,25 +119,27 @@ def profile(
     )
     for decoding in (*trees.values(), *decodings):
         check_loaded(profiled.model, decoding, batch=1, compute=compute)
-    if compile and (note := compile_models([profiled.model], compute)) is not None:
-        console.note(*note)
+    note = compile_models([profiled.model], compute) if compile else None
+    if note is not None:
+        console.note(note)
     steps = {"ar": decodings[0].autoregressive(), **trees}
     if threads is None:
         from lantern_bench.sweeps.choose_threads import choose_threads
 
-        kinds = [*steps.values(), decodings[0]][:2]
+        kinds = list(islice(chain(steps.values(), decodings), 2))
         choose_threads(
             model=profiled.model,
             prompt=profiled.prompts[0],
             decodings=kinds,
-            emit=lambda note: console.note(*note),
+            emit=console.note,
         )
     if search:
         return _search(profiled=profiled, decodings=decodings, console=console, format=format)
     target: Any = profiled.model.target
     rates = profiling.device_rates(target, guided=profiled.is_guided)
-    speeds = f"reads {rates.bytes_per_s / 1e9:.1f} GB/s, multiplies {rates.operations_per_s / 1e9:.0f} Gop/s"
-    console.say(f"{compute.device}: {speeds}, measured at the size of this model")
+    reads = f"reads {rates.bytes_per_s / 1e9:.1f} GB/s"
+    multiplies = f"multiplies {rates.operations_per_s / 1e9:.0f} Gop/s"
+    console.say(f"{compute.device}: {reads}, {multiplies}, measured at the size of this model")
     with console.progress() as progress:
         rows = profiling.measure(
             profiled=profiled, steps=steps, rates=rates, emit=show_events(console, progress)
@@ -172,7 +168,7 @@ def profile(
 
 
 def _decodings(flags: dict[str, Any], mode: list[str] | None, search: bool) -> list[Decoding]:
-    """Return the decodings of the flags; a search without mode, rule and drafting takes all lossless ones."""
+    """Return the decodings of the flags; a search of no method takes all lossless ones."""
     chosen: list[tuple[list[str], dict[str, Any]]] = [(mode or ["speculative"], {})]
     if search and not (mode or flags["rule"] or flags["drafting"]):
         from lantern_bench.profile.tree_search import searched_lossless
@@ -182,13 +178,33 @@ def _decodings(flags: dict[str, Any], mode: list[str] | None, search: bool) -> l
             ([name], {"drafting": [drafting], "rule": [rule]}) for name, drafting, rule in methods
         ]
     resolved = [resolve_flags("profile", flags | values, modes).cells for modes, values in chosen]
-    return list(dict.fromkeys(cell.decoding for cells in resolved for cell in cells))
+    decodings: dict[Decoding, None] = {}
+    for cells in resolved:
+        decodings |= dict.fromkeys(cell.decoding for cell in cells)
+    if not all(decoding.drafts for decoding in decodings):
+        advice = "Every table has autoregressive decoding already."
+        raise UserError("--mode ar: drafts nothing", advice)
+    if not search and len(decodings) > 1:
+        ids = ", ".join(decoding.cell_id for decoding in decodings)
+        raise UserError(
+            f"profile measures one mode and rule at a time, and these are {len(decodings)}: {ids}"
+        )
+    return list(decodings)
+
+
+def _refuse_with_search(values: Mapping[str, Any]) -> None:
+    """Raise `UserError` for a flag that has a value and is not for `--search`."""
+    for flag, value in values.items():
+        if value is not None:
+            raise UserError(
+                f"--{flag}: not with --search, which takes a trained model and finds the trees"
+            )
 
 
 def _search(
     profiled: ProfiledModel, decodings: Sequence[Decoding], console: Console, format: str | None
 ) -> None:
-    """Search for the fastest tree of each decoding, and print the best as lines of an experiment."""
+    """Search for the fastest tree of each decoding, and print it as a line of an experiment."""
     import pandas as pd
 
     from lantern_bench.profile.tree_search import experiment_line, search_trees
@@ -200,7 +216,7 @@ def _search(
             decoding=decoding,
             prompts=profiled.prompts,
             seed=profiled.seed,
-            emit=lambda note: console.note(*note),
+            emit=console.note,
         )
         table = pd.DataFrame([row for _, row in measured]).round(4)
         title = f"{decoding.mode}, {decoding.drafting}, {decoding.rule}, the fastest measured"
@@ -225,10 +241,11 @@ def predict(
         str, typer.Option(help="compiled (this package) or eager (code as published).")
     ] = "compiled",
     prompts: Annotated[
-        int | None, typer.Option(min=1, help="Hours of each cell for so many prompts.")
+        int | None,
+        typer.Option(min=1, help="Also show the hours of each cell for this many prompts."),
     ] = None,
     devices: Annotated[
-        int, typer.Option(min=1, help="Devices that decode the prompts at the same time.")
+        int, typer.Option(min=1, help="Number of devices that share the prompts.")
     ] = 1,
     format: FormatOption = None,
 ) -> None:

@@ -1,10 +1,11 @@
-"""Commands that read runs: `show`, `curves`, `compare`, `recommend`, `predict` and `report`."""
+"""Commands that read runs: `show`, `curves`, `compare`, `recommend` and `report`."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,12 +17,14 @@ from lantern_bench.cli.options import (
     RunArgument,
     RunsArgument,
     check_choice,
-    split_words,
 )
 from lantern_bench.storage.run_directory import find_run
 from lantern_bench.utils.errors import CheckFailedError, RefusedError, UserError
+from lantern_bench.utils.text import split_words
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from lantern_bench.cli.console import Console
 
 
@@ -34,7 +37,7 @@ def show(
     table: Annotated[str, typer.Option(help=f"One of {', '.join(_TABLES)}.")] = "summary",
     format: FormatOption = None,
 ) -> None:
-    """Rebuild the tables of a run from its records and print one; without records, print the CSV file."""
+    """Rebuild the tables of a run from its records and print one of them."""
     console: Console = ctx.obj
     check_choice("--table", table, _TABLES)
 
@@ -70,13 +73,15 @@ def curves(
         Path | None, typer.Option(help="Output directory. Default, of one run: its figures/.")
     ] = None,
 ) -> None:
-    """Draw the curves of a run, or of several in one: PNG, SVG and PDF files, and the CSV behind each."""
+    """Draw the curves of runs as PNG, SVG and PDF files, each with its data as CSV."""
     console: Console = ctx.obj
     folder = out or _of_only_run(runs) / "figures"
 
     from lantern_bench.report.draw import draw_curves
 
-    for path in draw_curves(runs=runs, folder=folder, by=by, cells=split_words(cells), width=width):
+    for path in draw_curves(
+        runs=runs, folder=folder, by=by, cells=split_words(cells or []), width=width
+    ):
         console.data(str(path))
 
 
@@ -107,19 +112,21 @@ def compare(
         list[str] | None, typer.Option(help="What may differ: weights, protocol, machine.")
     ] = None,
     fail_if: Annotated[
-        str | None, typer.Option(help="Exit with 5 if a verdict is worse, or if any is different.")
+        str | None, typer.Option(help="worse or different: exit with 5 if a verdict is.")
     ] = None,
     margin: Annotated[
         list[Any] | None,
-        typer.Option(parser=_limit, metavar="NAME=MARGIN", help="Test for equivalence up to this."),
+        typer.Option(
+            parser=_limit, metavar="NAME=MARGIN", help="Test for equivalence within this margin."
+        ),
     ] = None,
     fail_below: Annotated[
         float | None,
-        typer.Option(help="Exit with 5 if a ratio of speedups is below by its whole interval."),
+        typer.Option(help="Exit with 5 if the whole interval of a ratio of speedups is below."),
     ] = None,
     format: FormatOption = None,
 ) -> None:
-    """Compare two runs cell by cell, paired by prompt: ratio or difference, 95 % interval, verdict."""
+    """Compare two runs cell by cell, paired by prompt: effects with 95% intervals and verdicts."""
     from lantern_bench.analysis.compare import (
         ACROSS,
         BETTER,
@@ -131,12 +138,11 @@ def compare(
     from lantern_bench.storage.run_directory import load_runs
 
     console: Console = ctx.obj
-    allowed = split_words(across)
+    allowed = split_words(across or [])
     for kind in allowed:
         check_choice("--across", kind, ACROSS)
-    if fail_if is not None:
-        check_choice("--fail-if", fail_if, ("worse", "different"))
-    if fail_below is not None and math.isnan(fail_below):
+    check_choice("--fail-if", fail_if or "worse", ("worse", "different"))
+    if math.isnan(fail_below or 0.0):
         raise UserError(f"--fail-below {fail_below:g}: must be a number", "For example 0.95.")
     if run_a.resolve() == run_b.resolve():
         raise UserError(f"{run_b}: is the same run as {run_a}", "Give two runs.")
@@ -151,27 +157,39 @@ def compare(
             "the runs have no cell and prompt in common",
             "`lantern-bench show RUN` lists the cells.",
         )
-    for side, cells in (("first", comparison.only_a), ("second", comparison.only_b)):
-        if cells:
-            console.say(f"only in the {side} run, left out: {', '.join(cells)}")
+    sides = (("first", comparison.only_a), ("second", comparison.only_b))
+    for side, cells in filter(itemgetter(1), sides):
+        console.say(f"only in the {side} run, left out: {', '.join(cells)}")
     console.table(
         comparison.table, "comparison", title=f"a: {names[0]}   b: {names[1]}", format=format
     )
     for note in comparison.notes:
         console.say(note)
-    verdicts = comparison.table["verdict"].dropna()
-    failed = verdicts.isin([WORSE] if fail_if == "worse" else [WORSE, BETTER])
-    if fail_if is not None and failed.any():
+    if fail_if is not None:
+        failing = [WORSE] if fail_if == "worse" else [WORSE, BETTER]
+        _check_verdicts(comparison.table["verdict"].dropna(), failing, fail_if)
+    if fail_below is not None:
+        _check_speedups(comparison.table, fail_below)
+
+
+def _check_verdicts(verdicts: pd.Series, failing: Sequence[str], fail_if: str) -> None:
+    """Raise `CheckFailedError` if a verdict is one of the failing ones."""
+    failed = verdicts.isin(failing)
+    if failed.any():
         raise CheckFailedError(
             f"--fail-if {fail_if}: true of {int(failed.sum())} of {len(verdicts)} verdicts"
         )
-    speedups = comparison.table.query("quantity == 'speedup'")
-    slower = speedups["effect_high"].fillna(speedups["effect"]) < (fail_below or 0.0)
-    if fail_below is not None and speedups.empty:
+
+
+def _check_speedups(table: pd.DataFrame, fail_below: float) -> None:
+    """Raise `CheckFailedError` if the whole interval of a ratio of speedups is too low."""
+    speedups = table.query("quantity == 'speedup'")
+    if speedups.empty:
         raise RefusedError(
             f"--fail-below {fail_below:g}: the runs have no speedup in common",
             "Compare timed runs.",
         )
+    slower = speedups["effect_high"].fillna(speedups["effect"]) < fail_below
     if slower.any():
         slow = ", ".join(speedups.loc[slower, "cell_id"])
         raise CheckFailedError(
@@ -199,7 +217,7 @@ def recommend(
     ] = None,
     format: FormatOption = None,
 ) -> None:
-    """Name the fastest cell whose output keeps a condition, beside the fastest lossless one."""
+    """Name the fastest cell that keeps a limit on quality, and the fastest lossless cell."""
     from lantern_bench.analysis.recommend import condition_of, recommendation
     from lantern_bench.api import load_run
 
@@ -211,7 +229,8 @@ def recommend(
         recommendation(speed, quality, condition), "recommendation", title=run.name, format=format
     )
     console.say(
-        f"The whole 95 % interval has to keep {condition}; cells that break it or have no figure are left out."
+        f"The whole 95% interval has to keep {condition}; "
+        "cells that break it or have no figure are left out."
     )
 
 
@@ -223,7 +242,7 @@ def report(
         typer.Option(dir_okay=False, help="Output file. Default, of one run: its report.html."),
     ] = None,
 ) -> None:
-    """Write one self-contained HTML file with tables, curves, pictures and maps of a run or several."""
+    """Write one self-contained HTML file with the tables, curves and pictures of runs."""
     console: Console = ctx.obj
     path = out or _of_only_run(runs) / "report.html"
 

@@ -1,4 +1,4 @@
-"""Commands that make runs and scores: `sweep`, `reproduce`, `score` and `merge`."""
+"""Commands that make runs: `sweep`, `reproduce` and `merge`; and `experiments`."""
 
 from __future__ import annotations
 
@@ -31,8 +31,14 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-_RAY_HELP = "Decode on a Ray cluster: auto, HOST:6379 or ray://HOST:10001; else that of RAY_ADDRESS, or a new one."
-REPRODUCE_HELP = "Reproduce a published table: every relaxed cell with both residuals, published figures beside ours."
+_RAY_HELP = (
+    "Decode on a Ray cluster: auto, HOST:6379 or ray://HOST:10001. "
+    "Default: the cluster of RAY_ADDRESS, or a new one."
+)
+REPRODUCE_HELP = (
+    "Reproduce a published table: every relaxed cell with both residuals, "
+    "and published figures beside ours."
+)
 
 
 @with_flags(EXPERIMENT_FLAGS)
@@ -58,7 +64,7 @@ def sweep(
     worker_timeout: Annotated[
         float,
         typer.Option(
-            help="Seconds without a sign of life after which a worker process is ended.",
+            help="End a worker process after this many seconds without a sign of life.",
             hidden=True,
         ),
     ] = WORKER_TIMEOUT,
@@ -71,7 +77,7 @@ def sweep(
     *,
     flags: dict[str, Any],
 ) -> None:
-    """Run an experiment: speed and quality of every cell, and the tables. The same command resumes it."""
+    """Run an experiment and write its tables. The same command resumes an interrupted run."""
     overrides = Overrides.from_flags(flags, modes=modes, settings=settings or [], many=yes)
     published = ctx.info_name == "reproduce"  # the same command with other cells and another table
     if published and experiment is None:
@@ -94,16 +100,17 @@ def sweep(
     if dry_run:
         table, seconds = plan_table(request)
         time = "unknown, nothing is measured yet" if isnan(seconds) else duration(seconds)
-        counts = f"{table['images'].sum()} images, {table['done'].sum()} done, {table['to_do'].sum()} to do"
-        console.say(f"{len(table)} cells, {counts}; time left: {time}")
+        images = f"{table['images'].sum()} images"
+        counts = f"{table['done'].sum()} done, {table['to_do'].sum()} to do"
+        console.say(f"{len(table)} cells, {images}, {counts}; time left: {time}")
         return console.table(table, title=str(request.folder), format=format)
     with console.progress() as progress:
         result = run(request, show_events(console, progress))
-    finished = run_directory.finished_records(request.folder)
-    if "speed" in request.experiment.settings.metrics and (
-        text := run_directory.disturbance(finished)
-    ):
-        console.warn(f"{text}. {QUIET_ADVICE}")
+    if "speed" in request.experiment.settings.metrics:
+        finished = run_directory.finished_records(request.folder)
+        disturbance = run_directory.disturbance(finished)
+        if disturbance:
+            console.warn(f"{disturbance}. {QUIET_ADVICE}")
     show = _show_reproduction if published else _show_summary
     show(request.folder, result.tables, console, format=format)
     check_failed(request, result.failed)
@@ -118,7 +125,7 @@ def merge(
     ] = None,
     format: FormatOption = None,
 ) -> None:
-    """Merge the shards of a run (`sweep --shard i/n`) into one run, after checking that they are one run."""
+    """Merge the shards of a run (`sweep --shard i/n`) into one run."""
     from lantern_bench.analysis.tables import write_tables
     from lantern_bench.storage.merge import merge_runs
 
@@ -165,9 +172,10 @@ def _show_reproduction(
         console.table(
             side_by_side(table), title=title, notes=[*notes, *sources(table)], format=format
         )
-    console.say(
-        f"tables: reproduction.csv, speed.csv, quality.csv, acceptance.csv, summary.csv; all in {folder}"
-    )
+    from lantern_bench.analysis.tables import NAMES
+
+    names = ("reproduction", *NAMES)
+    console.say(f"tables: {', '.join(f'{name}.csv' for name in names)}; all in {folder}")
 
 
 def experiments(ctx: typer.Context, format: FormatOption = None) -> None:

@@ -59,7 +59,7 @@ def drafter(
     ] = False,
     format: FormatOption = None,
 ) -> None:
-    """Train a drafter for a target and write it in the published layout. The same command continues a training."""
+    """Train a drafter and write it in the published layout. The same command resumes training."""
     console: Console = ctx.obj
     typed = {key: value for key, value in flags.items() if value is not None}
     checked_flags = checked(DrafterFlags, {"target": target, "data": data, **typed})
@@ -89,10 +89,11 @@ def _run(job: DrafterJob, min_mal: float | None, console: Console, format: str |
         raise UserError(
             "--minutes: clocks of several processes differ", "Give --steps or --epochs."
         )
-    if flags.compile and (
-        problem := compiler_problem(choose_compute(flags.device, flags.dtype).device)
-    ):
-        raise UserError(f"--compile: {problem}", "Leave it out.")
+    if flags.compile:
+        device = choose_compute(flags.device, flags.dtype).device
+        problem = compiler_problem(device)
+        if problem:
+            raise UserError(f"--compile: {problem}", "Leave it out.")
     check_writable(job.out)
     check_writable(job.work, "--work")
     distributed = join_processes(cpu=flags.device == "cpu")
@@ -141,7 +142,7 @@ def _run(job: DrafterJob, min_mal: float | None, console: Console, format: str |
 
 
 def _drafter_table(evaluated: Sequence[Evaluated], tree: str | None) -> pd.DataFrame:
-    """Return one row a drafter, compared with the model's own by prompt."""
+    """Return one row per drafter, compared with the model's own drafter by prompt."""
     import pandas as pd
 
     from lantern_bench.analysis.statistics import ratio_of_sums
@@ -157,7 +158,7 @@ def _drafter_table(evaluated: Sequence[Evaluated], tree: str | None) -> pd.DataF
             "images": 0,
         }
         if accepted is not None:
-            mal = ratio_of_sums(*accepted)
+            mal = ratio_of_sums(accepted.over, accepted.under, accepted.prompts)
             row |= {
                 "images": len(accepted.over),
                 "mal": mal.value,
@@ -165,7 +166,7 @@ def _drafter_table(evaluated: Sequence[Evaluated], tree: str | None) -> pd.DataF
                 "mal_high": mal.high,
             }
         if accepted is not None and model_length is not None:
-            # Both commit the same number of tokens, so the ratio of their lengths is that of their steps.
+            # Both commit the same tokens: the ratio of lengths is the ratio of steps.
             ratio = ratio_of_sums(model_length.under, accepted.under, accepted.prompts)
             row |= {"over_own": ratio.value, "over_own_low": ratio.low, "over_own_high": ratio.high}
         rows.append(row)

@@ -18,6 +18,7 @@ from lantern_bench.config.experiment import load_experiment
 from lantern_bench.models.registry import defaults_of
 from lantern_bench.report.format_tables import readable
 from lantern_bench.utils.errors import UserError
+from lantern_bench.utils.progress import Note
 from lantern_bench.utils.text import duration
 from tests.helpers.made_up_run import build_tables, make_record, make_records, make_scores
 
@@ -190,7 +191,7 @@ def test_markdown_and_latex(summary):
 def test_quiet_leaves_errors_alone(clock):
     quiet, out, err = console(quiet=True)
     quiet.say("hello")
-    quiet.note("more", None, "detail")
+    quiet.note(Note("more", None, "detail"))
     quiet.warn("careful", "do this")
     with quiet.progress() as progress:
         progress.share("images", 1, 2)
@@ -208,7 +209,7 @@ def test_details_need_verbose_and_warnings_carry_advice():
     warning = "warning: the machine slowed down\n  run it again\n"
     for verbose, wanted in ((False, warning), (True, "more\n" + warning)):
         console_, _, err = console(verbose=verbose)
-        console_.note("more", None, "detail")
+        console_.note(Note("more", None, "detail"))
         console_.warn("the machine slowed down", "run it again")
         assert err.getvalue() == wanted
 
