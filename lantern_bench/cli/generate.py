@@ -62,7 +62,7 @@ def generate(
     mode: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"{', '.join(MODES)}, or all. Default: lantern++; without a drafter scd."
+            help=f"{', '.join(MODES)}, or all. Default: lantern++, or scd without a drafter."
         ),
     ] = None,
     images: Annotated[

@@ -68,7 +68,9 @@ def _flags(
         bool, typer.Option("--quiet", "-q", help="Print only errors and results.")
     ] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Print more details.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,  # noqa: ARG001
+    debug: Annotated[  # noqa: ARG001
+        bool, typer.Option("--debug", help="Show the traceback of an error.")
+    ] = False,
     version: Annotated[  # noqa: ARG001
         bool,
         typer.Option(

@@ -19,7 +19,7 @@ def score(
     ctx: typer.Context,
     run: RunArgument,
     protocol: Annotated[
-        str | None, typer.Option(help=f"One of {', '.join(PROTOCOLS)}; by default the run's.")
+        str | None, typer.Option(help=f"One of {', '.join(PROTOCOLS)}; default: the run's own.")
     ] = None,
     reference: Annotated[
         str | None,
@@ -34,12 +34,12 @@ def score(
         ),
     ] = False,
     again: Annotated[
-        bool, typer.Option("--again", help="Score again what these scorers have scored.")
+        bool, typer.Option("--again", help="Score pictures again that these scorers have scored.")
     ] = False,
     device: DeviceOption = "auto",
     format: FormatOption = None,
 ) -> None:
-    """Score the pictures of a run by a quality protocol, without decoding again."""
+    """Score the pictures of a run by a quality protocol. Nothing is decoded."""
     from lantern_bench.metrics.score_run import score_run_directory
 
     console: Console = ctx.obj

@@ -52,7 +52,7 @@ def sweep(
     ] = None,
     modes: ModesOption = None,
     out: Annotated[
-        Path | None, typer.Option(help="The run directory; by default results/<name>-<hash>.")
+        Path | None, typer.Option(help="Run directory. Default: results/<name>-<hash>.")
     ] = None,
     resume: Annotated[
         bool, typer.Option(help="Resume the run, or start a new one beside it.")
@@ -121,7 +121,10 @@ def merge(
     ctx: typer.Context,
     runs: RunsArgument,
     out: Annotated[
-        Path | None, typer.Option(help="By default the first's name without -shardIofN.")
+        Path | None,
+        typer.Option(
+            help="Directory of the merged run. Default: the shards' name without -shardIofN."
+        ),
     ] = None,
     format: FormatOption = None,
 ) -> None:

@@ -26,7 +26,7 @@ from tests.helpers.made_up_run import make_records, make_scores, write_run
 
 @pytest.fixture
 def results(folder, monkeypatch):
-    """The folder of two runs, first-1234 and second; in the second everything takes half as long."""
+    """The folder of two runs, first-1234 and second, which takes half the time."""
     root = folder / "elsewhere"
     monkeypatch.setenv(RESULTS_VARIABLE, str(root))
     records = make_records()

@@ -52,7 +52,7 @@ def summary():
     return build_tables(records, make_scores(records))["summary"]
 
 
-def console(terminal: bool = False, **flags) -> tuple[Console, io.StringIO, io.StringIO]:
+def console(*, terminal: bool = False, **flags) -> tuple[Console, io.StringIO, io.StringIO]:
     kind = Terminal if terminal else io.StringIO
     out = kind()
     err = kind()
@@ -147,12 +147,8 @@ def test_nothing_is_cut_on_a_narrow_terminal(monkeypatch, name, columns):
     figures = Counter(word for word in whole.getvalue().split() if word[0].isdigit())
     assert figures.total() > 3 * len(readable(table, name).frame)
     assert not figures - Counter(out.getvalue().split())
-    intervals = [
-        cell
-        for row in readable(table, name).frame.to_numpy().tolist()
-        for cell in row
-        if "[" in cell
-    ]
+    cells = readable(table, name).frame.to_numpy().ravel()
+    intervals = [cell for cell in cells if "[" in cell]
     assert intervals
     assert all(cell in out.getvalue() for cell in intervals)
 

@@ -24,7 +24,10 @@ from tests.helpers.made_up_run import make_records, make_scores, write_run
 from tests.helpers.tiny_model import EXPERIMENT, TinyModel
 
 CERTIFY = ["--dtype", "float32", "--no-compile", "--threads", "1", "--out", "certificate"]
-PAPER = "\npaper:\n  title: A | paper\n  columns: [speedup]\n  rows:\n    - {name: 50 % a_row, match: {mode: ar}}\n"
+PAPER = (
+    "\npaper:\n  title: A | paper\n  columns: [speedup]\n"
+    "  rows:\n    - {name: 50 % a_row, match: {mode: ar}}\n"
+)
 TYPED = [
     ["sweep", "tiny.yaml", "--threads", "1"],
     ["sweep", "tiny.yaml", "--dry-run"],
@@ -153,11 +156,11 @@ def test_a_table_in_all_formats(
     ]
     printed = {}
     for name in FORMATS:
-        out = (
-            ["--out", name if typed[0] == "merge" else "run"]
-            if typed[0] in ("sweep", "merge", "reproduce")
-            else []
-        )
+        out = []
+        if typed[0] == "merge":
+            out = ["--out", name]
+        elif typed[0] in ("sweep", "reproduce"):
+            out = ["--out", "run"]
         assert cli.main([*words, *out, "--format", name]) in (0, 4, 5), capsys.readouterr().err
         written = capsys.readouterr()
         assert "internal" not in written.err, written.err

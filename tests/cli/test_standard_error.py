@@ -19,9 +19,11 @@ assert compiler_problem(torch.device("cpu")) is None
 import torch.utils.cpp_extension as extension
 assert extension.CUDA_HOME == "/tmp"
 extension.logger.warning("compiled")
-warnings.warn("TensorFloat32 tensor cores for float32 matrix multiplication available but not enabled. Consider "
-              "setting `torch.set_float32_matmul_precision('high')` for better performance.")
-warnings.warn("\\nOnline softmax is disabled on the fly since Inductor decides to\\nsplit the reduction.")
+warnings.warn("TensorFloat32 tensor cores for float32 matrix multiplication available but not "
+              "enabled. Consider setting `torch.set_float32_matmul_precision('high')` "
+              "for better performance.")
+warnings.warn("\\nOnline softmax is disabled on the fly since Inductor decides to\\n"
+              "split the reduction.")
 warnings.warn("warned")
 from lantern_bench.metrics.extractors import features_of, find_extractor
 features_of(torch.zeros(2, 3, 64, 64, dtype=torch.uint8), find_extractor())

@@ -56,7 +56,8 @@ from lantern_bench.storage.schema import CELL_COLUMNS
                 "cfg_scale": 3,
             }
             | {"filter_order": "top_p_first"},
-            "lantern-dynamic-58n5d10b-k20-delta0.1-t1-residualofficial-topk100-topp0.9-filterordertoppfirst-cfgscale3",
+            "lantern-dynamic-58n5d10b-k20-delta0.1-t1-residualofficial-topk100-topp0.9"
+            "-filterordertoppfirst-cfgscale3",
         ),
         ({"mode": "ar", "cfg_scale": 3, "cfg_default": 3}, "ar-t1"),
         ({"mode": "ar", "cfg_scale": 1, "cfg_default": 3}, "ar-t1-cfgscale1"),

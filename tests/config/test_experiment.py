@@ -84,13 +84,16 @@ cells: [{mode: speculative, model: big}, {mode: lantern++, model: [lanterns], la
         # A parameter of a grid reaches the cells that have it.
         (
             cells(PARTS),
-            "speculative-static-small-7-t1 speculative-static-chain-5-t1 speculative-dynamic-58n3d10b-t1",
+            "speculative-static-small-7-t1 speculative-static-chain-5-t1 "
+            "speculative-dynamic-58n3d10b-t1",
         ),
         # Layers: the cell, then the model, then the top level, then the model's default.
         (
             LAYERS,
-            "lanterns-lantern-dynamic-58n5d10b-k7-delta0.3-t1 lanterns-lantern-dynamic-58n5d10b-k9-delta0.4-t1 "
-            "big-lantern-dynamic-58n5d10b-k8-delta0.2-t1 big-lantern-dynamic-58n5d10b-k9-delta0.4-t1",
+            "lanterns-lantern-dynamic-58n5d10b-k7-delta0.3-t1 "
+            "lanterns-lantern-dynamic-58n5d10b-k9-delta0.4-t1 "
+            "big-lantern-dynamic-58n5d10b-k8-delta0.2-t1 "
+            "big-lantern-dynamic-58n5d10b-k9-delta0.4-t1",
         ),
         # A cell may be for one model.
         (
@@ -163,7 +166,8 @@ def test_the_baseline_is_added_once_with_the_top_level_values(tmp_path: Path) ->
         (
             {"temperature": 0},
             {"modes": "speculative"},
-            "ar-t0 speculative-static-chain-7-t0 speculative-dynamic-3n1d3b-t0 speculative-static-eagle1-25-t0",
+            "ar-t0 speculative-static-chain-7-t0 speculative-dynamic-3n1d3b-t0 "
+            "speculative-static-eagle1-25-t0",
         ),
         (
             {"nodes": "2,3", "delta": ["0.1"], "temperature": 1},
@@ -234,7 +238,8 @@ def test_the_neighbour_metric_is_a_grid_in_a_file_and_a_flag(tmp_path: Path) -> 
 def test_a_block_of_a_model_may_hold_images_and_prompts(tmp_path: Path) -> None:
     text = (
         "model: lanterns\nbaseline: false\ncells: [{mode: lantern}]\nmodels:\n"
-        "  lanterns: {delta: 0.1, images: 3}\n  big: {delta: 0.4, images: 1000, prompts: coco.txt}\n"
+        "  lanterns: {delta: 0.1, images: 3}\n"
+        "  big: {delta: 0.4, images: 1000, prompts: coco.txt}\n"
     )
     assert resolved(tmp_path, text).settings.images == 3
     big = resolved(tmp_path, text, {"model": ["big"]}).settings

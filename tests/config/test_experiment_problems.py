@@ -109,7 +109,8 @@ def message(folder: Path, text: str, flags: dict[str, Any] | None = None, **more
         (
             "{mode: speculative, tree: smal-7}",
             "cells[0].tree smal-7: unknown tree; did you mean small-7? (the trees are "
-            "chain-3, chain-4, chain-5, chain-6, chain-7, small-7, eagle1-25, balanced-25, deep-25, extended-57, "
+            "chain-3, chain-4, chain-5, chain-6, chain-7, small-7, eagle1-25, balanced-25, "
+            "deep-25, extended-57, "
             "medusa-63; or @FILE, or a list of paths)",
         ),
         (
@@ -164,11 +165,13 @@ def test_a_cell_that_is_wrong(tmp_path: Path, cell: str, expected: str) -> None:
         ("seed: -1", "line 3: seed -1: must be a whole number of at least 0"),
         (
             "metrics: [sped]",
-            "line 3: metrics sped: must be a list of speed, quality and distance; did you mean speed?",
+            "line 3: metrics sped: must be a list of speed, quality and distance; "
+            "did you mean speed?",
         ),
         (
             "dtype: float23",
-            "line 3: dtype float23: must be one of auto, float32, bfloat16, float16; did you mean float32?",
+            "line 3: dtype float23: must be one of auto, float32, bfloat16, float16; "
+            "did you mean float32?",
         ),
         ("device: gpu", "line 3: device gpu: must be auto, cpu, mps, cuda or cuda:N"),
         ("compile: maybe", "line 3: compile maybe: must be true or false"),
@@ -178,7 +181,8 @@ def test_a_cell_that_is_wrong(tmp_path: Path, cell: str, expected: str) -> None:
         ("mode: ar", "line 3: mode: belongs in cells, for example: cells: [{mode: lantern}]"),
         (
             "models: {lantens: {}}",
-            "line 3: models.lantens: the model lantens is not among the experiment's models (lanterns)",
+            "line 3: models.lantens: the model lantens is not among the experiment's models "
+            "(lanterns)",
         ),
         (
             "models: {lanterns: {delta: 3}}",
@@ -290,10 +294,12 @@ cells:
         "mine.yaml: 8 problems",
         "  line 2: imges: unknown key; did you mean images?",
         "  line 3: temperature -1: must be a number of at least 0 (0 is greedy)",
-        f"  line 5: cells[0].mode lanten: unknown mode; did you mean lantern? (must be one of {ALL_MODES})",
+        "  line 5: cells[0].mode lanten: unknown mode; did you mean lantern? "
+        f"(must be one of {ALL_MODES})",
         "  line 7: cells[1].delta 1.5: must lie strictly between 0 and 1",
         "  line 8: cells[1].speed: unknown key; did you mean seed_set?",
-        "  line 9: cells[2].delta 0.1: mode speculative has the drafting static and the rule strict; "
+        "  line 9: cells[2].delta 0.1: "
+        "mode speculative has the drafting static and the rule strict; "
         "delta belongs to the rule additive",
         "  --beam -1: must be a whole number of at least 1",
         "  --images 0: must be a whole number of at least 1",

@@ -78,7 +78,7 @@ def test_known_figures_are_the_published_ones() -> None:
 
 
 def test_figures_bear_the_names_of_our_columns() -> None:
-    ours = {column.name for table in ("speed", "quality") for column in columns(table)}
+    ours = {column.name for column in (*columns("speed"), *columns("quality"))}
     assert set(FIGURES) <= ours
 
 
@@ -106,7 +106,8 @@ def test_a_row_that_is_wrong(change: dict[str, Any], expected: str) -> None:
 def test_problems_name_their_line(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(
-        "model: lanterns\ncells: [{mode: ar}]\npaper:\n  title: T\n  rows:\n    - {match: {mode: ar}}\n"
+        "model: lanterns\ncells: [{mode: ar}]\n"
+        "paper:\n  title: T\n  rows:\n    - {match: {mode: ar}}\n"
     )
     with pytest.raises(UserError, match=r"line 6: paper\.rows\[0\]\.name: field required"):
         load_experiment(path, {"lanterns": {}})

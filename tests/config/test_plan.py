@@ -6,7 +6,7 @@ Seeds and keys never depend on an image's index in the plan.
 from __future__ import annotations
 
 from collections import Counter
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 
 import pytest
@@ -55,12 +55,10 @@ def test_seeds_fit_a_signed_integer_of_64_bits(run_seed: int, prompt_id: str, re
 
 
 def test_run_prompt_repeat_and_set_change_the_seed() -> None:
+    settings = product(range(5), ("a", "b"), range(5), range(3))
     seeds = {
-        record_seed(run_seed=s, prompt_id=p, repeat=r, seed_set=again)
-        for s in range(5)
-        for p in ("a", "b")
-        for r in range(5)
-        for again in range(3)
+        record_seed(run_seed=run_seed, prompt_id=prompt_id, repeat=repeat, seed_set=seed_set)
+        for run_seed, prompt_id, repeat, seed_set in settings
     }
     assert len(seeds) == 150
 
@@ -153,7 +151,7 @@ def test_shards_share_the_work_and_keep_cells_of_a_prompt_together(
 ) -> None:
     plan = plan_of(images=images, batch=batch)
     shards = [plan.shard(Shard(index + 1, count)) for index in range(count)]
-    tasks = [task for shard in shards for task in shard.tasks]
+    tasks = list(chain.from_iterable(shard.tasks for shard in shards))
     assert len(tasks) == len(plan.tasks)
     assert set(tasks) == set(plan.tasks)
     for shard in shards:
@@ -162,7 +160,7 @@ def test_shards_share_the_work_and_keep_cells_of_a_prompt_together(
         for group in shard.batches():
             assert len({task.cell for task in group}) == 1
             assert len(group) <= group[0].cell.batch
-        assert [task for group in shard.batches() for task in group] == list(shard.tasks)
+        assert list(chain.from_iterable(shard.batches())) == list(shard.tasks)
 
 
 def test_prompts_are_dealt_in_equal_shuffled_shares() -> None:
@@ -170,7 +168,7 @@ def test_prompts_are_dealt_in_equal_shuffled_shares() -> None:
     plans = plan.deal(plan, 3, seed=0)
     shares = [list(dict.fromkeys(task.image_index for task in share.tasks)) for share in plans]
     assert sorted(map(len, shares)) == [3, 3, 4]
-    assert sorted(chain(*shares)) == list(range(10))
+    assert sorted(chain.from_iterable(shares)) == list(range(10))
     assert shares[0] != [0, 3, 6, 9]
     assert all(
         [u.order_index for u in share.tasks] == sorted(u.order_index for u in share.tasks)
@@ -188,7 +186,7 @@ def test_batches_are_full_where_they_can_be() -> None:
 def test_several_batches_are_an_axis() -> None:
     plan = plan_of(images=6, batch="1,4")
     single = plan_of(images=6)
-    ids = [f"{cell.cell_id}-batch{batch}" for cell in single.cells for batch in (1, 4)]
+    ids = [f"{cell.cell_id}-batch{batch}" for cell, batch in product(single.cells, (1, 4))]
     assert [cell.cell_id for cell in plan.cells] == ids
     assert {cell.columns()["batch"] for cell in plan.cells} == {1, 4}
     sizes = Counter((group[0].cell.batch, len(group)) for group in plan.batches())
