@@ -122,7 +122,7 @@ def check_run(
 ) -> None:
     """Check the lines, hashes, counts and tables of a run, and name what is missing or damaged.
 
-    Exit code 5 if something is.
+    The exit code is 5 if there is a problem.
     """
     import pandas as pd
 

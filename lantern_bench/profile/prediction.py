@@ -79,11 +79,14 @@ def prediction_rows(
         completed = [row for row in rows_of(cell.completed[_READ]) if row["committed_per_step"]]
         if completed:
             has_steps = True
-            draft, assumed = _draft_of(cell, completed, run.manifest)
-            columns, notes = _cell_prediction(
-                cell, completed, draft, device=device, stack=stack, model=model
+            yield _cell_prediction(
+                cell,
+                completed,
+                manifest=run.manifest,
+                device=device,
+                stack=stack,
+                model=model,
             )
-            yield columns | {"note": join_notes([*notes, assumed])}
     if not has_steps:
         advice = "Give a run with completed images."
         raise RefusedError(f"{run.folder}: no image has recorded steps", advice)
@@ -92,14 +95,14 @@ def prediction_rows(
 def _cell_prediction(
     cell: CellRecords,
     completed: Sequence[Row],
-    draft: Draft | None,
     *,
+    manifest: Mapping[str, Any],
     device: Device,
     stack: str,
     model: str | None,
-) -> tuple[dict[str, Any], list[str]]:
-    """The predicted columns of a cell, and notes about them."""
-    notes = []
+) -> dict[str, Any]:
+    """The row of a cell."""
+    notes: list[str | None] = []
     run_model = str(cell.columns["model"])
     name = model or run_model
     sizes = model_of(name).sizes
@@ -116,6 +119,7 @@ def _cell_prediction(
     if name != run_model:
         tokens = sizes.image_tokens
         notes.append(f"sizes of {name} at the acceptance of {run_model}: its own may differ")
+    draft, assumed = _draft_of(cell, completed, manifest)
     batch = int(cell.columns["batch"] or 1)
     if batch > 1 and draft is not None:
         notes.append("images of a batch that end early are not counted as idle")
@@ -142,7 +146,7 @@ def _cell_prediction(
     if draft is not None:
         nodes = draft.nodes
         drafter_forwards = 0 if draft.levels is None else 1 + len(draft.levels)
-    columns = {
+    return {
         **cell.columns,
         "model": name,
         "device": device.name,
@@ -157,8 +161,8 @@ def _cell_prediction(
         "step_ms": 1e3 * step["total"],
         **(1e3 * parts["total"]).add_suffix("_ms"),
         **(1e3 * step.drop("total")).add_suffix("_ms"),
+        "note": join_notes([*notes, assumed]),
     }
-    return columns, notes
 
 
 def _draft_of(
