@@ -107,7 +107,7 @@ def test_threads_are_tried_unless_they_are_given(
     monkeypatch.setattr(
         choose_threads, "calibrate", lambda *_: Calibrated(1, {1: 2.0, 4: 3.0}, 0.3)
     )
-    monkeypatch.setattr("lantern_bench.profile.step_costs.measure", lambda *_: [])
+    monkeypatch.setattr("lantern_bench.profile.step_costs.measure", lambda **_: [])
     try:
         assert cli.main([*TYPED, "--threads", "1"]) == 0
         assert not tried
