@@ -70,7 +70,7 @@ def find_rows(
         else:
             rows[row.name] = row
             taken.add(row.name)
-            taken.update(parameter.name for parameter in getattr(row, "parameters", ()))
+            taken.update(parameter.name for parameter in _parameters_of(row))
     return rows, refused
 
 
@@ -83,11 +83,16 @@ def _fault(row: Any, row_class: type[Any], taken: Collection[str]) -> str | None
         return f"its name {row.name!r} must be lower-case letters, {signs}"
     if row.name in taken:
         return f"the name {row.name} is taken"
-    for parameter in getattr(row, "parameters", ()):
+    for parameter in _parameters_of(row):
         fault = _parameter_fault(parameter, taken)
         if fault is not None:
             return fault
     return None
+
+
+def _parameters_of(row: Any) -> Iterable[Parameter]:
+    """Return the parameters that a row brings; those of a model are a number of weights."""
+    return row.parameters if isinstance(row, Rule | Drafting) else ()
 
 
 def _parameter_fault(parameter: Parameter, taken: Collection[str]) -> str | None:
