@@ -107,6 +107,7 @@ def make_scores(records: list[Row]) -> list[Row]:
             key = {
                 "level": "image",
                 "protocol": "embedded",
+                "protocol_version": 1,
                 "cell_id": row["cell_id"],
                 "clip_model": "tiny-clip@1234",
             }
@@ -117,6 +118,7 @@ def make_scores(records: list[Row]) -> list[Row]:
         row = {
             "level": "cell",
             "protocol": "embedded",
+            "protocol_version": 1,
             "cell_id": cell.cell_id,
             **figures,
             "note": note,
