@@ -360,7 +360,7 @@ def link_nodes(
     for _ in range(max_depth):
         # Above the root is -1, which is clamped to the root: everybody's ancestor.
         at_least_root = above.clamp_min(0)
-        attention.scatter_(2, at_least_root[:, :, None], True)
+        attention.scatter_(2, at_least_root[:, :, None], value=True)
         above = torch.where(above < 0, above, parents.gather(1, at_least_root))
 
     # The order of paths is the order of the first leaf below each node.

@@ -35,7 +35,7 @@ MANIFEST = {
 def make_run(
     prompts=16, factor=1.0, cells=(AR, STRICT, LOOSE), manifest=None, scores=make_scores, **changes
 ):
-    """A run whose STRICT cell takes `factor` times as long, with some noise from prompt to prompt."""
+    """A run whose STRICT cell takes `factor` times as long, with some noise between prompts."""
     records = []
     for prompt in range(prompts):
         for cell in cells:

@@ -141,8 +141,8 @@ def test_the_terminal_shows_it_and_names_the_cell() -> None:
     shown, notes = readable(summary, "summary")
     assert list(shown["over lossless"]) == ["0.67x", "1.00x", "2.00x"]
     assert (
-        f"Over lossless: over the fastest lossless cell of the run with the same sampling, {STRICT.cell_id}."
-        in notes
+        "Over lossless: over the fastest lossless cell of the run with the same sampling, "
+        f"{STRICT.cell_id}." in notes
     )
     assert "lossless cell" not in shown
 

@@ -1,4 +1,4 @@
-"""Intervals, effects and p-values: against scipy and closed forms, and where scipy has no answer."""
+"""Intervals, effects and p-values, against scipy and closed forms, and where scipy has none."""
 
 from __future__ import annotations
 

@@ -186,7 +186,7 @@ def longest_path(tree: DraftTree, children: Tensor, taken: Tensor) -> tuple[Tens
     """
     reached = torch.zeros_like(tree.tokens, dtype=torch.bool)
     # Places without a taken child write to the root, which counts as accepted anyway.
-    reached.scatter_(1, torch.where(taken, children, 0).flatten(1), True)
+    reached.scatter_(1, torch.where(taken, children, 0).flatten(1), value=True)
     reached[:, 0] = True
     connected = ~(tree.attention & ~reached[:, None, :]).any(dim=-1)
     length = torch.where(connected, tree.depths, -1)

@@ -198,7 +198,7 @@ def test_among_siblings_official_costs_less_now_and_then() -> None:
         p, q = dirichlet(noise, 2, nodes, 8)
         table = nearest_codes(torch.randn(8, 3, generator=noise), 7)
         bound = 1.0 + 3.0 * float(torch.rand((), generator=noise))
-        for children, several in gaps.items():
+        for children, differences in gaps.items():
             tokens, valid = most_probable(q, children)
             exact, official = (
                 deterministic_tv(
@@ -215,7 +215,7 @@ def test_among_siblings_official_costs_less_now_and_then() -> None:
                 )
                 for residual in ("exact", "official")
             )
-            several += (exact - official).tolist()
+            differences += (exact - official).tolist()
     fewer = sum(gap > 1e-9 for gap in gaps[3])
     print(
         f"official costs less at {fewer} of {len(gaps[3])} nodes with siblings, "

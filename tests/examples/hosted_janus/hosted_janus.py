@@ -1,4 +1,4 @@
-"""Janus and Janus-Pro (arXiv 2501.17811), run by transformers in the decode loop of lantern-bench."""
+"""Janus and Janus-Pro (arXiv 2501.17811), run by transformers in our decode loop."""
 
 from pathlib import Path
 from typing import ClassVar
@@ -29,7 +29,7 @@ class Janus(HostedModel):
         self.codes = self.model.config.vq_config.num_embeddings
 
     def prompts(self, caption: str) -> tuple[list[int], list[int]]:
-        """Return both prompts; the unconditional one has padding, which is read, for the caption."""
+        """Return both prompts; padding, which is read, takes the caption's place in one."""
         words = self.tokenizer
         text = words(f"<|User|>: {caption}\n\n<|Assistant|>:<begin_of_image>").input_ids
         special = {words.bos_token_id, words.convert_tokens_to_ids("<begin_of_image>")}
