@@ -107,9 +107,9 @@ def once(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function, which is called once: measuring takes long."""
     results: list[Any] = []
 
-    def call(*arguments: Any) -> Any:
+    def call(*arguments: Any, **named: Any) -> Any:
         if not results:
-            results.append(function(*arguments))
+            results.append(function(*arguments, **named))
         return results[0]
 
     return call
