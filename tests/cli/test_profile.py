@@ -229,9 +229,7 @@ def test_without_a_mode_every_lossless_method_is_searched(
 ) -> None:
     searched = []
 
-    def search(
-        _model: object, decoding: Decoding, *_others: object
-    ) -> list[tuple[Decoding, dict[str, float]]]:
+    def search(*, decoding: Decoding, **_others: object) -> list[tuple[Decoding, dict[str, float]]]:
         searched.append((decoding.mode, decoding.drafting, decoding.rule))
         return [(decoding, {"speedup": 1.0})]
 
@@ -253,5 +251,5 @@ def test_a_drafting_without_a_search_is_refused(
     monkeypatch: pytest.MonkeyPatch, refuse: Callable[..., None]
 ) -> None:
     monkeypatch.setattr(tree_search, "SEARCHED", [name for name in SEARCHED if name != "static"])
-    words = "are not searched\n  Those of jacobi, pac, hybrid and dynamic are."
+    words = "are not searched\n  Drafts of jacobi, pac, hybrid and dynamic are."
     refuse([*SEARCH, "--drafting", "static"], 2, words)
