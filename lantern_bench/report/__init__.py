@@ -1,1 +1,1 @@
-"""Everything made from the records and scores of a run, without torch: tables, curves, comparisons, the HTML page."""
+"""Figures to pictures: formatted tables, charts and the HTML page. No statistics, no torch."""

@@ -1,4 +1,4 @@
-"""Curves of one or several runs as PNG, SVG and PDF beside the CSV of their points."""
+"""The data of charts, for `draw.py` (Matplotlib) and `page.py` (Plotly)."""
 
 from __future__ import annotations
 
@@ -7,95 +7,107 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import pandas as pd
 
 from lantern_bench.analysis.cells import CellRecords, run_cells
-from lantern_bench.analysis.labels import BOUNDS, CELL, FAMILY, CellKey, labels
+from lantern_bench.analysis.labels import BOUNDS, CELL, FAMILY, CellKey, cell_key, labels
 from lantern_bench.analysis.speed import SPEEDUPS
 from lantern_bench.analysis.statistics import proportion
 from lantern_bench.analysis.tables import cells_of, tables_of
 from lantern_bench.methods.catalog import METRICS, ON_CURVES
 from lantern_bench.report.styles import Style, styles
 from lantern_bench.storage.run_directory import RunData
-from lantern_bench.storage.schema import ENDS, columns, frame
+from lantern_bench.storage.schema import ENDS, Row, columns, frame
 from lantern_bench.utils.errors import UserError
 
-# ---- The data behind the curves
-
-Tables: TypeAlias = Mapping[str, pd.DataFrame]  # of one run by name, as `curve_tables` returns them
+Tables: TypeAlias = Mapping[str, pd.DataFrame]  # of one run by name, as from `curve_tables`
 Styles: TypeAlias = Mapping[CellKey, Style]
 
 SPEEDS = {
     "speedup": "speedup over AR",
     "mean_accepted_length": "mean accepted length (incl. bonus token)",
 }
-"""What a speed-quality curve has on its horizontal axis."""
+"""The horizontal axes of speed-quality curves."""
 
-INTERVAL = "95 % interval"  # what whiskers are, in the titles of axes
+INTERVAL = "95% interval"  # of the whiskers, in the titles of axes
+
+_PLACES = 32  # positions of an image are pooled to at most this many points of a cell
+
+
+# ---- The tables behind the charts
 
 
 def curve_tables(run: RunData) -> dict[str, pd.DataFrame]:
-    """Return the tables of `tables_of`, `cells` (as `cells_of`) and `lengths`."""
+    """Return the tables of `tables_of`, the table `cells` (as `cells_of`) and `lengths`."""
     tables = tables_of(run)
-    lengths = frame("lengths", (row for cell in run_cells(run) for row in _length_rows(cell)))
+    lengths: list[Row] = []
+    for cell in run_cells(run):
+        lengths += _length_rows(cell)
     row_tokens = run.records.groupby("model")["tokens"].max().map(_row_tokens)
-    acceptance = tables["acceptance"].assign(
-        row_tokens=tables["acceptance"]["model"].map(row_tokens)
-    )
-    return {**tables, "acceptance": acceptance, "cells": cells_of(tables), "lengths": lengths}
+    acceptance = tables["acceptance"]
+    acceptance = acceptance.assign(row_tokens=acceptance["model"].map(row_tokens))
+    return {
+        **tables,
+        "acceptance": acceptance,
+        "cells": cells_of(tables),
+        "lengths": frame("lengths", lengths),
+    }
 
 
 def _row_tokens(tokens: int) -> float:
-    """The tokens of a row of an image with as many rows as columns, or also an end of each row; else NaN."""
+    """The tokens in a row of a square image, with or without an end of each row; else NaN."""
     rows = math.isqrt(tokens)
     return tokens // rows if tokens in (rows**2, rows * (rows + 1)) else math.nan
 
 
+def _length_rows(cell: CellRecords) -> Iterator[Row]:
+    """Yield the histogram of the tokens committed by a step; nothing for a cell without drafts."""
+    if cell.columns["drafting"] == "none":
+        return
+    counts: Counter[int] = Counter()
+    for committed in cell.completed["committed_per_step"]:
+        counts.update(int(length) for length in committed or () if length > 0)
+    for length in range(1, max(counts, default=0) + 1):
+        row: Row = {**cell.columns, "length": length, "steps": counts[length]}
+        yield row | proportion(counts[length], counts.total()).columns("share")
+
+
 def choose_cells(runs: Mapping[str, Tables], patterns: Sequence[str]) -> dict[str, Tables]:
-    """Keep the cells whose id or mode is like a pattern, such as `*-lambda5-*`; `UserError` where none is."""
-    cells: dict[str, str] = dict(
-        stack_runs(runs, "speed")[["cell_id", "mode"]].itertuples(index=False)
-    )
-    chosen = set[str]()
+    """Keep the cells whose id or mode matches a pattern, such as `*-lambda5-*`.
+
+    Raises:
+        UserError: No cell matches a pattern.
+    """
+    speed = stack_runs(runs, "speed")
+    modes: dict[str, str] = dict(zip(speed["cell_id"], speed["mode"], strict=True))
+    chosen: set[str] = set()
     for pattern in patterns:
-        like = {
+        matching = {
             cell
-            for cell, mode in cells.items()
+            for cell, mode in modes.items()
             if fnmatchcase(cell, pattern) or fnmatchcase(mode, pattern)
         }
-        if not like:
+        if not matching:
             raise UserError(
                 f"--cells {pattern}: no cell has such an id or mode",
-                f"The cells are {', '.join(cells)}.",
+                f"The cells are {', '.join(modes)}.",
             )
-        chosen |= like
-    return {
-        run: {
+        chosen |= matching
+    kept: dict[str, Tables] = {}
+    for run, tables in runs.items():
+        kept[run] = {
             name: table[table["cell_id"].isin(chosen)].reset_index(drop=True)
             for name, table in tables.items()
         }
-        for run, tables in runs.items()
-    }
-
-
-def _length_rows(cell: CellRecords) -> Iterator[dict[str, Any]]:
-    """The histogram of the tokens committed by a step; empty for a cell without drafts."""
-    if cell.columns["drafting"] == "none":
-        return
-    steps = (length for counts in cell.completed["committed_per_step"] for length in counts or ())
-    counts = Counter(int(length) for length in steps if length > 0)
-    for length in range(1, max(counts, default=0) + 1):
-        share = proportion(counts[length], counts.total()).columns("share")
-        yield {**cell.columns, "length": length, "steps": counts[length], **share}
+    return kept
 
 
 def stack_runs(runs: Mapping[str, Tables], name: str) -> pd.DataFrame:
     """Return one table of all runs, with the column `run`."""
-    return pd.concat(
-        [tables[name].assign(run=run) for run, tables in runs.items()], ignore_index=True
-    )
+    tables = [of_run[name].assign(run=run) for run, of_run in runs.items()]
+    return pd.concat(tables, ignore_index=True)
 
 
 def _labelled(table: pd.DataFrame) -> pd.DataFrame:
@@ -104,160 +116,181 @@ def _labelled(table: pd.DataFrame) -> pd.DataFrame:
     return front[["run", "label", *(column for column in table if column != "run")]]
 
 
+# ---- Points
+
+
 def acceptance_points(runs: Mapping[str, Tables], axis: str = "depth") -> pd.DataFrame:
     """Return the rows of `acceptance.csv` along `axis` of all runs.
 
-    Positions of the image are pooled to at most 32 places a cell, from `index` to `index_end` around `middle`.
+    Positions of the image are pooled, from `index` to `index_end` around `middle`.
     """
     table = stack_runs(runs, "acceptance")
     table = table[table["axis"] == axis].reset_index(drop=True)
-    if axis == "position":
-        width = -(-(int(table["index"].max()) + 1) // 32) if len(table) else 1
-        cells = table.groupby([*CELL, table["index"] // width], sort=False)
-        sums = cells[["offered", "accepted"]].transform("sum")
-        table = table.assign(index_end=cells["index"].transform("max"), **sums)[
-            ~cells.cumcount().astype(bool)
-        ]
-        rates = [
-            proportion(int(a), int(n))
-            for a, n in zip(table["accepted"], table["offered"], strict=True)
-        ]
-        for number, end in enumerate(ENDS):
-            table[f"rate{end}"] = [rate[number] for rate in rates]
-        table["middle"] = (table["index"] + table["index_end"]) / 2
-    return _labelled(table)
+    return _labelled(_pooled(table) if axis == "position" else table)
+
+
+def _pooled(table: pd.DataFrame) -> pd.DataFrame:
+    """Pool the positions of each cell."""
+    width = 1
+    if len(table):
+        width = math.ceil((int(table["index"].max()) + 1) / _PLACES)
+    places = table.groupby([*CELL, table["index"] // width], sort=False)
+    pooled = table.assign(
+        index_end=places["index"].transform("max"),
+        offered=places["offered"].transform("sum"),
+        accepted=places["accepted"].transform("sum"),
+    )
+    pooled = pooled[places.cumcount() == 0]
+    counts = zip(pooled["accepted"], pooled["offered"], strict=True)
+    rates = [proportion(int(accepted), int(offered)) for accepted, offered in counts]
+    intervals = pd.DataFrame([rate.columns("rate") for rate in rates], index=pooled.index)
+    middle = (pooled["index"] + pooled["index_end"]) / 2
+    return pooled.assign(middle=middle, **{name: intervals[name] for name in map(str, intervals)})
 
 
 def _bound_points(runs: Mapping[str, Tables], parameter: str) -> pd.DataFrame:
-    """The mean accepted length of the cells that have `parameter`, by its value, with intervals."""
+    """The mean accepted length of the cells that have `parameter`, by its value."""
+    length = "mean_accepted_length"
     table = stack_runs(runs, "speed")
-    rows = table[
-        table[parameter].notna()
-        & table["mean_accepted_length"].notna()
-        & (table["drafting"] != "none")
-    ]
-    names = [name for name in (*FAMILY, "cell_id", "images") if name in rows]
-    points = rows[[*names, *(f"mean_accepted_length{end}" for end in ENDS)]]
+    is_shown = table[[parameter, length]].notna().all(axis=1) & (table["drafting"] != "none")
+    names = [name for name in (*FAMILY, "cell_id", "images") if name in table]
+    points = table.loc[is_shown, [*names, *(f"{length}{end}" for end in ENDS)]]
     return _labelled(points.sort_values([parameter, "run"], kind="stable").reset_index(drop=True))
 
 
 def speed_quality_points(runs: Mapping[str, Tables]) -> pd.DataFrame:
-    """Return the rows of `quality.csv` of all runs with the speedups and mean accepted length of their cell.
+    """Return the rows of `quality.csv` of all runs with the speed of their cell.
 
-    A run that was not timed takes the speedups of the same cell from another run, which `speed_run` names.
+    A run that was not timed takes the speedups of the same cell from another run, which the column
+    `speed_run` names.
     """
     table = stack_runs(runs, "cells")
     cell = ["model", "cell_id"]
-    speedup = [f"{name}{end}" for name in SPEEDUPS for end in ENDS]
-    length = [f"mean_accepted_length{end}" for end in ENDS]
+    borrowed = ["speed_run"]
+    for name in SPEEDUPS:
+        borrowed += [f"{name}{end}" for end in ENDS]
     is_timed = table["speedup"].notna()
-    borrowed = [*speedup, "speed_run"]
     table["speed_run"] = table["run"].where(is_timed)
-    elsewhere = table[cell].merge(
-        table.loc[is_timed, [*cell, *borrowed]].drop_duplicates(cell), on=cell, how="left"
-    )
+    timed = table.loc[is_timed, [*cell, *borrowed]].drop_duplicates(cell)
+    elsewhere = table[cell].merge(timed, on=cell, how="left")
     table[borrowed] = table[borrowed].where(is_timed, elsewhere[borrowed])
+
     table = table.assign(images=table["quality_images"], note=table["quality_note"])
-    table = table[
-        ["run", *(column.name for column in columns("quality")), *speedup, *length, "speed_run"]
-    ]
-    return _labelled(table[table[list(SPEEDS)].notna().any(axis=1)].reset_index(drop=True))
+    names = ["run", *(column.name for column in columns("quality")), *borrowed[1:]]
+    names += [f"mean_accepted_length{end}" for end in ENDS]
+    table = table[[*names, "speed_run"]]
+    has_speed = table[list(SPEEDS)].notna().any(axis=1)
+    return _labelled(table[has_speed].reset_index(drop=True))
 
 
 def is_dominated(
-    points: pd.DataFrame, speed: str, quality: str, less_is_better: bool
+    points: pd.DataFrame, speed: str, quality: str, *, less_is_better: bool
 ) -> list[bool]:
-    """Return for each point whether another of its run and model is no worse in both, better in one."""
+    """Return for each point whether another point of its run and model dominates it.
+
+    The other point is no worse in both figures and better in one.
+
+    Args:
+        points: Columns `run`, `model` and both figures.
+        speed: The figure of speed. More is better.
+        quality: The figure of quality.
+        less_is_better: Whether less of `quality` is better.
+    """
     speeds = points[speed].to_numpy()
-    qualities = points[quality].to_numpy() * (-1 if less_is_better else 1)
+    qualities = points[quality].to_numpy()
+    if less_is_better:
+        qualities = -qualities
     group = points.groupby(["run", "model"]).ngroup().to_numpy()
-    no_worse = (
-        (speeds >= speeds[:, None]) & (qualities >= qualities[:, None]) & (group == group[:, None])
-    )
+    is_rival = group == group[:, None]
+    no_slower = speeds >= speeds[:, None]
+    no_worse = qualities >= qualities[:, None]
     better = (speeds > speeds[:, None]) | (qualities > qualities[:, None])
-    return (no_worse & better).any(axis=1).tolist()
+    return (is_rival & no_slower & no_worse & better).any(axis=1).tolist()
 
 
 # ---- The charts
 
 
 @dataclass(frozen=True)
+class Line:
+    """The points of one line of a chart, as they are drawn."""
+
+    label: str
+    points: pd.DataFrame
+    x: list[float]
+    y: list[float]
+    x_whiskers: list[list[float]] | None  # lengths below and above each point
+    y_whiskers: list[list[float]] | None
+    cells: list[CellKey]  # of each point
+    styles: list[Style]  # of each point
+
+    @property
+    def is_hollow(self) -> bool:
+        """Whether another cell beats the cell of this line."""
+        return "dominated" in self.points and bool(self.points["dominated"].iloc[0])
+
+
+@dataclass(frozen=True)
 class Chart:
-    """A chart. `points` may also hold ends of intervals, such as `<x>_low`."""
+    """A chart.
+
+    `points` has the columns `run`, `model`, `cell_id` and `label`. It may have ends of intervals,
+    such as `<x>_low`, and `dominated`, true where another cell beats a point.
+    """
 
     name: str  # of its files
-    # with `run`, `model`, `cell_id`, `label`; `dominated` where another cell beats a point
     points: pd.DataFrame
-    x: str
+    x: str  # a column
     y: str
     x_title: str
     y_title: str  # a second line names the scorer
-    lines: Sequence[str] = tuple(CELL)  # columns that tell lines apart
+    family: Sequence[str] = tuple(CELL)  # columns that tell lines apart
     panels: bool = False  # a panel for each line
     x_is_count: bool = False  # whether x counts something
 
     @property
     def joined(self) -> bool:
-        """Whether the points of a line are joined; on a front those are that nothing dominates."""
+        """Whether the points of a line are joined; on a front, only undominated points are."""
         return "dominated" not in self.points and self.x != "tree"
 
-    def groups(self) -> list[pd.DataFrame]:
-        """The points of each line."""
-        return [rows for _, rows in self.points.groupby(list(self.lines), sort=False, dropna=False)]
+    def lines(self, styles: Styles) -> list[Line]:
+        """Return the lines in the order of their points."""
+        groups = self.points.groupby(list(self.family), sort=False, dropna=False)
+        return [self._line(rows, styles) for _, rows in groups]
+
+    def _line(self, rows: pd.DataFrame, styles: Styles) -> Line:
+        cells = [cell_key(row) for _, row in rows.iterrows()]
+        return Line(
+            label=line_label(rows),
+            points=rows,
+            x=rows[self.x].tolist(),
+            y=rows[self.y].astype(float).tolist(),
+            x_whiskers=_whiskers(rows, self.x),
+            y_whiskers=_whiskers(rows, self.y),
+            cells=cells,
+            styles=[styles[cell] for cell in cells],
+        )
 
     def front_lines(self) -> Iterator[tuple[list[float], list[float]]]:
-        """Yield x and y of the points of each run and model that nothing dominates, by x."""
-        if "dominated" in self.points:
-            for _, best in self.points[~self.points["dominated"]].groupby(
-                ["run", "model"], sort=False
-            ):
-                ordered = best.sort_values(self.x)
-                yield ordered[self.x].astype(float).tolist(), ordered[self.y].astype(float).tolist()
-
-
-def fronts(runs: Mapping[str, Tables]) -> Iterator[Chart]:
-    """Yield a chart for each quality figure and each scorer of it: against speedup, then against MAL."""
-    table = speed_quality_points(runs)
-    for speed, prefix in (("speedup", "speed"), ("mean_accepted_length", "length")):
-        # What is measured of the tokens themselves comes first: it sees what few pictures cannot show.
-        for figure in sorted(ON_CURVES, key=lambda name: METRICS[name].level in ("image", "set")):
-            metric = METRICS[figure]
-            measured = table[table[figure].notna() & table[speed].notna()]
-            others = [f"{name}{end}" for name in ON_CURVES if name != figure for end in ENDS]
-            for scored_by, rows in measured.groupby(metric.scored_by):
-                is_alone = measured[metric.scored_by].nunique() == 1
-                suffix = (
-                    ""
-                    if is_alone
-                    else "-" + "".join(c if c.isalnum() else "-" for c in str(scored_by))
-                )
-                points = rows.drop(columns=others, errors="ignore").reset_index(drop=True)
-                # they name what differs in this chart, not between all runs
-                points["label"] = labels(points)
-                compared = points.copy()
-                # but with the target: what is not told from it counts as equal to it
-                if metric.against_ar == "none":
-                    compared[figure] = points[figure].where(points[f"{figure}_low"] > 0, 0.0)
-                points["dominated"] = is_dominated(
-                    points=compared,
-                    speed=speed,
-                    quality=figure,
-                    less_is_better=metric.better == "lower",
-                )
-                name = f"{prefix}-quality-{figure}{suffix}"
-                x_title = f"{SPEEDS[speed]} ({INTERVAL})"
-                y_title = f"{metric.heading}, {metric.better} is better\n({scored_by})"
-                yield Chart(
-                    name=name, points=points, x=speed, y=figure, x_title=x_title, y_title=y_title
-                )
+        """Yield x and y of the undominated points of each run and model, by x."""
+        if "dominated" not in self.points:
+            return
+        best = self.points[~self.points["dominated"]]
+        for _, rows in best.groupby(["run", "model"], sort=False):
+            ordered = rows.sort_values(self.x)
+            yield ordered[self.x].astype(float).tolist(), ordered[self.y].astype(float).tolist()
 
 
 def charts(
     runs: Mapping[str, Tables], parameters: Sequence[str] = tuple(BOUNDS)
 ) -> Iterator[Chart]:
-    """Yield the charts that the runs have data for, of the mean accepted length against `parameters`."""
+    """Yield the charts that the runs have data for.
+
+    `parameters` are the horizontal axes of charts of the mean accepted length.
+    """
     rate = f"acceptance rate ({INTERVAL})"
-    if len(depths := acceptance_points(runs)):
+    depths = acceptance_points(runs)
+    if len(depths):
         yield Chart(
             name="acceptance-by-depth",
             points=depths,
@@ -267,25 +300,26 @@ def charts(
             y_title=rate,
             x_is_count=True,
         )
-    if len(positions := acceptance_points(runs, "position")):
-        x_title = "position in the image (tokens, row by row)"
+    positions = acceptance_points(runs, "position")
+    if len(positions):
         yield Chart(
             name="acceptance-by-position",
             points=positions,
             x="middle",
             y="rate",
-            x_title=x_title,
+            x_title="position in the image (tokens, row by row)",
             y_title=rate,
             panels=True,
         )
-    if len(lengths := _labelled(stack_runs(runs, "lengths"))):
+    lengths = _labelled(stack_runs(runs, "lengths"))
+    if len(lengths):
         yield Chart(
             name="accepted-lengths",
             points=lengths,
             x="length",
             y="share",
             x_title="tokens committed by a step (bonus token included)",
-            y_title="share of steps",
+            y_title="fraction of steps",
             panels=True,
             x_is_count=True,
         )
@@ -293,8 +327,6 @@ def charts(
     for parameter in parameters:
         points = _bound_points(runs, parameter)
         if points[parameter].nunique() > 1:
-            # Cells that differ in nothing else are one line.
-            family = [name for name in FAMILY if name in points and name != parameter]
             yield Chart(
                 name=f"mean-accepted-length-by-{parameter}",
                 points=points,
@@ -302,8 +334,62 @@ def charts(
                 y="mean_accepted_length",
                 x_title=BOUNDS.get(parameter, parameter),
                 y_title=f"mean accepted length ({INTERVAL})",
-                lines=family,
+                # Cells that differ in nothing but the parameter are one line.
+                family=[name for name in FAMILY if name in points and name != parameter],
             )
+
+
+def fronts(runs: Mapping[str, Tables]) -> Iterator[Chart]:
+    """Yield a chart for each quality figure and each of its scorers.
+
+    The charts against speedup come first, then those against mean accepted length.
+    """
+    table = speed_quality_points(runs)
+
+    def is_of_pictures(name: str) -> bool:
+        return METRICS[name].level in ("image", "set")
+
+    # Figures of the tokens come first: they show what a few pictures cannot show.
+    figures = sorted(ON_CURVES, key=is_of_pictures)
+    for speed in SPEEDS:
+        for figure in figures:
+            measured = table[table[figure].notna() & table[speed].notna()]
+            scorers = measured.groupby(METRICS[figure].scored_by)
+            for scorer, rows in scorers:
+                suffix = f"-{_in_file_name(str(scorer))}" if len(scorers) > 1 else ""
+                yield _front(rows, speed=speed, figure=figure, scorer=str(scorer), suffix=suffix)
+
+
+def _in_file_name(text: str) -> str:
+    return "".join(c if c.isalnum() else "-" for c in text)
+
+
+def _front(rows: pd.DataFrame, *, speed: str, figure: str, scorer: str, suffix: str) -> Chart:
+    """The chart of one figure against one speed; `suffix` ends its name."""
+    metric = METRICS[figure]
+    others: list[str] = []
+    for name in ON_CURVES:
+        if name != figure:
+            others += [f"{name}{end}" for end in ENDS]
+    points = rows.drop(columns=others, errors="ignore").reset_index(drop=True)
+    # Labels name what differs in this chart, not between all runs.
+    points["label"] = labels(points)
+    compared = points.copy()
+    if metric.against_ar == "none":
+        # A figure that is not significantly above 0, the value of the target, counts as 0.
+        compared[figure] = points[figure].where(points[f"{figure}_low"] > 0, 0.0)
+    points["dominated"] = is_dominated(
+        compared, speed, figure, less_is_better=metric.better == "lower"
+    )
+    prefix = "speed" if speed == "speedup" else "length"
+    return Chart(
+        name=f"{prefix}-quality-{figure}{suffix}",
+        points=points,
+        x=speed,
+        y=figure,
+        x_title=f"{SPEEDS[speed]} ({INTERVAL})",
+        y_title=f"{metric.heading}, {metric.better} is better\n({scorer})",
+    )
 
 
 def line_label(rows: pd.DataFrame) -> str:
@@ -312,12 +398,13 @@ def line_label(rows: pd.DataFrame) -> str:
     return " ".join(word for word in first if all(word in words for words in others))
 
 
-def whiskers(rows: pd.DataFrame, name: str) -> list[list[float]] | None:
-    """Return the lengths of both whiskers of each point; None for a figure without intervals."""
+def _whiskers(rows: pd.DataFrame, name: str) -> list[list[float]] | None:
+    """The lengths of both whiskers of each point; None for a figure without intervals."""
     if f"{name}_low" not in rows:
         return None
-    lengths = rows[name] - rows[f"{name}_low"], rows[f"{name}_high"] - rows[name]
-    return [length.astype(float).clip(lower=0).fillna(0).tolist() for length in lengths]
+    below = rows[name] - rows[f"{name}_low"]
+    above = rows[f"{name}_high"] - rows[name]
+    return [side.astype(float).clip(lower=0).fillna(0).tolist() for side in (below, above)]
 
 
 def run_styles(runs: Mapping[str, Tables], by: str = "mode") -> Styles:

@@ -38,7 +38,8 @@ def _colours(values: pd.Series, by: str) -> list[str]:
     from matplotlib.colors import to_hex
 
     distinct = sorted(values.dropna().unique())
-    # Without its palest part, which does not print; no shade is near the grey of cells without the value.
+    # The palest part of the map does not print. No shade is near the grey of cells without the
+    # value.
     shades = colormaps["plasma"].resampled(len(distinct) + 1)
     return [
         "#767676" if pd.isna(value) else to_hex(shades(distinct.index(value))) for value in values
