@@ -226,7 +226,7 @@ def test_a_figure_is_within_or_outside_the_spread_of_ar():
     )
     # The longer side of the interval is 2 long: 1.96 standard errors, and power .8 takes .84 more.
     assert _row(quality, STRICT)["fid_detectable"] == pytest.approx(2 * 2.8016 / 1.96, abs=1e-4)
-    assert "no shift is detected at 4 images; seen with probability .8 would be fid 2.9." in notes
+    assert "no shift is detected at 4 images; 80% power detects fid 2.9." in notes
     assert (_row(quality, LOOSE)["fid_ar_spread_low"], _row(quality, LOOSE)["ar_spread_sets"]) == (
         9.0,
         3,
