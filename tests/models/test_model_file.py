@@ -104,7 +104,7 @@ defaults: {cfg_scale: -1, tre: small-7}
         ("family: llamagen-c2i\ntarget: {checkpoint: 3}", "target.checkpoint 3: must be a path"),
         ("family: [", "not valid YAML"),
         ("", "the file is empty"),
-        (WHOLE + "grid: [4, 6]", "line 9: grid: is written twice"),
+        (WHOLE + "grid: [4, 6]", "line 11: grid: is written twice"),
         (WHOLE + "tokenizer: null\nname: 3", "name 3: must be text"),
         (
             WHOLE + "neighbours: {table: drafter}",

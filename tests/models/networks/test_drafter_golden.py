@@ -136,7 +136,7 @@ def draft(
 ) -> None:
     """Draft a static tree by a session that has observed the root already."""
     session: Any = SimpleNamespace(observe=lambda *_: drafts, extend=extend)
-    target: Any = SimpleNamespace(device=root.device)
+    target: Any = SimpleNamespace(device=root.device, vocab_size=drafts.cond.shape[-1])
     drafting = StaticDrafting(decoding, target, 1)
     noise = torch.empty(1, drafting.noises)
     proposer = Proposer(session, decoding, tokens=root, features=root, counts=root)
@@ -155,8 +155,8 @@ def test_static_levels_equal_the_recorded_ones(
     seen: list[Tensor] = [guide(drafts.cond, drafts.uncond, SCALE)]
     extend = session.extend
 
-    def listen(tokens: Tensor, origin: Tensor, seen: Tensor) -> DrafterLogits:
-        answer: DrafterLogits = extend(tokens, origin, seen)
+    def listen(tokens: Tensor, origin: Tensor, attention: Tensor) -> DrafterLogits:
+        answer: DrafterLogits = extend(tokens, origin, attention)
         seen.append(guide(answer.cond, answer.uncond, SCALE))
         return answer
 
