@@ -1,9 +1,9 @@
-"""Copy a run as it is committed: records, scores, tables and its page, without the picture files.
+"""Copy a run as it is committed: records, scores, tables and its page, without picture files.
 
     python -m scripts.commit_run RUN results/reference
 
-The copied manifest says that the pictures are left out; `report.html` has small ones. Git may store 3 MB for a run:
-where the page does not fit, it is left out. Other files of the folder stay.
+The copied manifest says that the pictures are left out; `report.html` has small ones. Git stores at
+most 3 MB for a run, so a page that does not fit is left out. Other files of the folder stay.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ PAGE = "report.html"
 
 def commit_run(source: Path, folder: Path) -> list[Path]:
     """Copy the run `source` into `folder`; return the files."""
-    if problems := check_run(source).problems:
-        sys.exit(
-            f"error: {source}: {len(problems)} problems; `lantern-bench check-run {source}` names them"
-        )
+    problems = check_run(source).problems
+    if problems:
+        advice = f"`lantern-bench check-run {source}` names them"
+        sys.exit(f"error: {source}: {len(problems)} problems; {advice}")
     (run,) = load_runs([source]).values()
     run = replace(run, manifest=run.manifest | {"run": folder.name, PICTURES_LEFT_OUT: True})
     folder.mkdir(parents=True, exist_ok=True)

@@ -509,7 +509,7 @@ def _entries(table: pd.DataFrame, name: str) -> list[Plain]:
         if is_certain:
             text = format_figure(name, int(value) if is_count else value)
         else:
-            text = format_figure(name, value, low, high)
+            text = format_figure(name, value, low=low, high=high)
             if width > 0:
                 bar = [(end - lowest) / width for end in (low, high, value)]
         text, bracket, interval = text.partition(" [")

@@ -1,9 +1,9 @@
-"""Write the tables of docs/audit.md: the claims that say lossless, and how many images it takes to reject a mistake.
+"""Write the tables of docs/audit.md: lossless claims, and the images needed to reject a mistake.
 
     python -m scripts.docs.audit
 
-They are made of results/reference/audit/audit.csv and results/reference/certify/power.csv. The text outside the
-markers is written by hand.
+The tables are made from results/reference/audit/audit.csv and
+results/reference/certify/power.csv. The text outside the markers is written by hand.
 """
 
 from __future__ import annotations
@@ -40,13 +40,9 @@ def power() -> pd.DataFrame:
             here = of_fault[of_fault["tested_on"] == source]
             needed = here["images_needed"].min()
             least = here["images"].min()
-            row[source] = (
-                f"{least:,.0f}"
-                if pd.notna(least)
-                else f"about {needed:,.0f}"
-                if pd.notna(needed)
-                else ""
-            )
+            row[source] = f"about {needed:,.0f}" if pd.notna(needed) else ""
+            if pd.notna(least):
+                row[source] = f"{least:,.0f}"
             if len(here) and not row[source]:
                 row[source] = f"more than {here['decoded'].max():,.0f}"
         rows.append(row)

@@ -1,9 +1,10 @@
-"""Write the tables of docs/frontier.md: every mode on one model, its speed on two devices, and its quality.
+"""Write the tables of docs/frontier.md: speed on two devices and quality of every mode.
 
     python -m scripts.docs.frontier
 
-They are made of results/reference: `frontier` (a CPU), `frontier-h100` (a GPU), `quality` (512 pictures a cell) and
-`distance`, where that was run. The text outside the markers is written by hand.
+The tables are made from the runs in results/reference: `frontier` (a CPU), `frontier-h100` (a GPU),
+`quality` (512 pictures per cell) and `distance`, where it was run. The text outside the markers is
+written by hand.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ _HEAD = ["cell", "MAL", "one core", "H100", "distance x 1000", "FID"]
 
 
 def cells() -> pd.DataFrame:
-    """One row for each timed cell: the figures of the runs side by side; MAL is that of the most images."""
+    """Return one row per timed cell with the figures of all runs.
+
+    MAL is taken from the run with most images.
+    """
     runs = {name: _table(name, "speed") for name in ("quality", "frontier", "frontier-h100")}
     names = pd.concat(_table(name, "summary")[["method", "parameters"]] for name in runs)
     rows = pd.concat(runs.values())
@@ -52,15 +56,15 @@ def rendered(table: pd.DataFrame) -> str:
     for row in table.sort_values("mean_accepted_length").to_dict("records"):
         parameters = "" if pd.isna(row["parameters"]) else row["parameters"].replace(" k=100", "")
         speedups = [_figure(row[f"speedup {run}"], ".2f") for run in ("frontier", "frontier-h100")]
-        distance = _figure(1000 * row["distance"], "z.1f", row["distance_p"] < SIGNIFICANT)
-        fid = _figure(row["fid"], ".1f", row["fid_verdict"] == "outside")
+        distance = _figure(1000 * row["distance"], "z.1f", bold=row["distance_p"] < SIGNIFICANT)
+        fid = _figure(row["fid"], ".1f", bold=row["fid_verdict"] == "outside")
         cell = f"{row['method']} {parameters}".strip()
         lines.append([cell, f"{row['mean_accepted_length']:.2f}", *speedups, distance, fid])
     head, *body = (f"| {' | '.join(line)} |\n" for line in lines)
     return f"{head}{'|---' * len(_HEAD)}|\n{''.join(body)}"
 
 
-def _figure(value: float, form: str, bold: bool = False) -> str:
+def _figure(value: float, form: str, *, bold: bool = False) -> str:
     text = "" if pd.isna(value) else f"{value:{form}}"
     return f"**{text}**" if text and bold else text
 

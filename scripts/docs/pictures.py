@@ -1,11 +1,13 @@
-"""Draw every picture of docs/pictures from committed runs, and write what each was made of into sources.json.
+"""Draw every picture of docs/pictures from committed runs, and record their sources.
 
     python -m scripts.docs.pictures [NAME...]          # all: `make screenshots`
 
-`frontier.png`: the speeds of the run `frontier-h100` against the distances of the run `distance`, which depend on
-tokens only (without that run, the FID of `quality`), joined by cell. The others are of the page of the reference run:
-a screenshot of its charts; `all-cells.png`, some captions in all cells; and `family.png`: rendered scenes, the same
-through the bundled tokenizer, and `ar` pictures of these captions.
+`frontier.png` shows the speeds of the run `frontier-h100` against the distances of the run
+`distance`, joined by cell. Distances depend on tokens only. Without that run it shows the FID of
+`quality`. The other pictures are made from the page of the reference run: a screenshot of its
+charts; `all-cells.png`, some captions in all cells; and `family.png`, rendered scenes, their
+reconstructions by the bundled tokenizer, and `ar` pictures of the same captions. sources.json says
+which files each picture was made from.
 """
 
 from __future__ import annotations
@@ -99,7 +101,11 @@ def joined(speed: Tables, quality: Tables, figure: str) -> Tables:
 
 
 def pictures_of(page: Path) -> tuple[list[str], list[str], dict[tuple[int, int], Image.Image]]:
-    """Return the names of the cells of a report page, its prompts, and the pictures by prompt and cell."""
+    """Read a report page.
+
+    Returns:
+        The names of its cells, its prompts, and the pictures by prompt and cell.
+    """
     text = re.search(
         r'<script type="application/json" id="data">(.*?)</script>',
         page.read_text("utf-8"),
@@ -120,7 +126,7 @@ def pictures_of(page: Path) -> tuple[list[str], list[str], dict[tuple[int, int],
 
 
 def all_cells(out: Path) -> list[Path]:
-    """Lay out some captions in all cells, with the names of the cells above and the captions beside them."""
+    """Draw some captions in all cells: cells in columns, captions in rows."""
     cells, prompts, pictures = pictures_of(PAGE)
     rows = [
         [pictures[prompt, cell] for cell in range(len(cells))]

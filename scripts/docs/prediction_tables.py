@@ -1,9 +1,10 @@
-"""Write the tables of docs/prediction.md: how far predictions of published and own speedups are off, and devices.
+"""Write the tables of docs/prediction.md: errors of predicted speedups, and the devices.
 
     python -m scripts.docs.prediction_tables
 
-The text above the marker is written by hand; everything below it is replaced. The command prints every predicted row.
-scripts/docs/published_speed.csv holds what was read; no figure of it was fitted to.
+The text above the marker is written by hand; everything below it is replaced. The command prints
+every predicted row. scripts/docs/published_speed.csv holds the published figures, and no parameter
+was fitted to them.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ EMU3 = TransformerConfig(
     grid=(90, 91),
     kv_heads=8,
 )
-# Where no device is stated: eager code waits for its host, and every device of the file gives the same speedup.
+# Where no device is stated: eager code waits for its host, and every device of the file gives the
+# same speedup.
 ANY_DEVICE = "a100"
 
 
@@ -62,7 +64,10 @@ def published_rows() -> list[dict[str, Any]]:
 
 
 def predicted(row: dict[str, Any], stack: Stack = STACKS["eager"]) -> float:
-    """The speedup of a published row from its compression; `rounds` drafts are made for each target forward."""
+    """Return the predicted speedup of a published row from its compression.
+
+    `rounds` is how many drafts are made for each target forward.
+    """
     sizes = EMU3 if row["model"] == "emu3" else model_of(row["model"]).sizes
     at = Setting(sizes=sizes, batch=1, guided=True, context=sizes.prefix + sizes.image_tokens / 2)
     device = devices()[row["device"] or ANY_DEVICE]
@@ -77,7 +82,10 @@ def predicted(row: dict[str, Any], stack: Stack = STACKS["eager"]) -> float:
 
 
 def draft_of(name: str) -> Draft:
-    """`58n5d10b`, a static tree, or `window-16`: a Jacobi window, which asks no drafter and verifies in one go."""
+    """Read the draft of a row: a static tree, `58n5d10b`, or `window-16`.
+
+    A window is a Jacobi window, which needs no drafter and is verified in one forward.
+    """
     if name.startswith("window-"):
         return Draft(nodes=int(name.removeprefix("window-")), levels=None, depth=1, fanout=1)
     draft = named_draft(name)
@@ -86,7 +94,10 @@ def draft_of(name: str) -> Draft:
 
 
 def held_out() -> list[dict[str, Any]]:
-    """Measured and predicted speedups of the reference runs: a CPU fitted to ar and three trees predicts the others."""
+    """Compare measured and predicted speedups of the reference runs.
+
+    The CPU is fitted to ar and three trees, and predicts the other cells.
+    """
     found: list[dict[str, Any]] = []
     for path in (REFERENCE / "speed.csv", REFERENCE / "trees" / "speed.csv"):
         table = pd.read_csv(path)
@@ -98,14 +109,11 @@ def held_out() -> list[dict[str, Any]]:
         parts = table[["draft_ms", "target_ms", "verify_ms", "other_ms"]].fillna(0.0)
         known = sorted({draft for draft in drafts if draft is not None})
         fitted = [None, known[0], known[len(known) // 2], known[-1]]
-        samples = [
-            sample
-            for draft, tree, times in zip(
-                drafts, table["tree"], parts.to_dict("records"), strict=True
-            )
-            if draft in fitted and (draft is not None or pd.isna(tree))
-            for sample in step_samples(setting=at, draft=draft, weight_bytes=2, step=times)
-        ]
+        samples = []
+        steps = parts.to_dict("records")
+        for draft, tree, step in zip(drafts, table["tree"], steps, strict=True):
+            if draft in fitted and (draft is not None or pd.isna(tree)):
+                samples += step_samples(setting=at, draft=draft, weight_bytes=2, step=step)
         host = 1e3 * parts["other_ms"][table["tree"].notna()].median()
         device = fit_device(samples, name="reference", kind="cpu", step_us=host)
         plain = step_seconds(
@@ -163,7 +171,10 @@ def of_a_cell(row: Any, device: Device, sizes: Any) -> float:
 
 
 def on_gpu() -> list[dict[str, Any]]:
-    """Measured and predicted speedups of the bundled model on an H100, whose constants are fitted to the same run."""
+    """Compare measured and predicted speedups of the bundled model on an H100.
+
+    The constants of the H100 are fitted to the same run.
+    """
     table = pd.read_csv(REFERENCE / "frontier-h100" / "speed.csv")
     device = devices()["h100"]
     sizes = model_of(table["model"][0]).sizes
@@ -181,7 +192,10 @@ def on_gpu() -> list[dict[str, Any]]:
 
 
 def groups() -> dict[str, list[dict[str, Any]]]:
-    """The published rows by what they state: both figures on a named device, a borrowed compression, no device."""
+    """Group the published rows by what their paper states.
+
+    A row states both figures on a named device, or borrows its compression, or names no device.
+    """
     rows = published_rows()
     named = [row for row in rows if row["device"]]
     return {
@@ -211,10 +225,12 @@ def render(page: str) -> str:
     written, _, _ = page.partition(MARKER)
     own = {"Held-out cells on a CPU": held_out(), "Compiled steps on an H100": on_gpu()}
     text = f"{written}{MARKER}\n## Errors\n\n"
-    text += "speedups | median error | within 15% | largest | median error with drafts and verification for free\n"
+    text += "speedups | median error | within 15% | largest | "
+    text += "median error with drafts and verification for free\n"
     text += "--- | --- | --- | --- | ---\n"
     text += "".join(summary(name, rows) for name, rows in (groups() | own).items())
-    text += "\n## Devices\n\nname | device | read, GB/s | Tflop/s | source\n--- | --- | --- | --- | ---\n"
+    text += "\n## Devices\n\nname | device | read, GB/s | Tflop/s | source\n"
+    text += "--- | --- | --- | --- | ---\n"
     for device in (device for device in devices().values() if device.kind == "gpu"):
         cells = (device.name, device.about, f"{device.read_gb_s:g}", f"{device.multiply_tflops:g}")
         text += f"{' | '.join((*cells, '; '.join(device.sources)))}\n"

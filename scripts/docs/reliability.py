@@ -2,8 +2,8 @@
 
     python -m scripts.docs.reliability [arguments of pytest, such as -n 2 or one of the files]
 
-Rows of tests that did not run, or not pass, stay as they are. A fault is a test of tests/faults with a docstring, which
-names it; what the test gives to `outcome` is what happened.
+A fault is a test of tests/faults whose docstring names the fault. What the test passes to `outcome`
+is what happened. Rows of tests that did not run or did not pass stay as they are.
 """
 
 from __future__ import annotations
@@ -87,7 +87,10 @@ def rows(page: str) -> list[tuple[str, str]]:
 
 
 def render(page: str, results: Mapping[str, Result]) -> str:
-    """Return the text of the page with new rows for `results`; of more than two outcomes the first is an example."""
+    """Return the text of the page with new rows for `results`.
+
+    Of more than two outcomes, the first is given as an example.
+    """
     lines = []
     table = dict(rows(page))
     for fault in faults():
@@ -102,7 +105,7 @@ def render(page: str, results: Mapping[str, Result]) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the tests, long ones too, and write the rows of those that pass; return pytest's exit code."""
+    """Run all fault tests and write the rows of those that pass; return pytest's exit code."""
     plugin = Outcomes()
     named = [] if any(word.startswith("tests/") for word in arguments) else [str(TESTS)]
     code = int(pytest.main(["-q", "-m", "not gpu", *arguments, *named], plugins=[plugin]))

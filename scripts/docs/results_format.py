@@ -2,14 +2,14 @@
 
     python -m scripts.docs.results_format
 
-The text above the marker is written by hand; everything below it is replaced. The columns of a figure share its line.
-Figures that an earlier table explains are only named.
+The text above the marker is written by hand; everything below it is replaced. The columns of a
+figure share its line. Figures that an earlier table explains are only named.
 """
 
 from __future__ import annotations
 
 import re
-from itertools import groupby
+from itertools import groupby, product
 from pathlib import Path
 
 from lantern_bench.storage.schema import CELL_COLUMNS, SCHEMA_VERSION, TABLES, Column
@@ -55,11 +55,14 @@ def families(table: tuple[Column, ...]) -> list[list[Column]]:
 
 def _with_endings(name: str) -> set[str]:
     names = [name + ending for ending in ENDS]
-    return {*names, *(longer + ending for longer in names for ending in ENDS)}
+    return {*names, *(longer + ending for longer, ending in product(names, ENDS))}
 
 
 def _lines(table: tuple[Column, ...], source: dict[Column, str]) -> str:
-    """The lines of one table; `source` says where a figure that was explained before has its explanation."""
+    """Return the lines of one table.
+
+    `source` says where a column that an earlier table has is explained.
+    """
     text = ""
     for place, grouped in groupby(families(table), lambda family: source.get(family[0], "")):
         named = list(grouped)
@@ -73,7 +76,7 @@ def _lines(table: tuple[Column, ...], source: dict[Column, str]) -> str:
 
 
 def _names(family: list[Column]) -> str:
-    """The name of a figure and the endings of its further columns; a sign stands for the two ends of an interval."""
+    """Return a figure's name and the endings of its further columns; ± is both interval ends."""
     figure = family[0].name
     names = [f"`{figure}`", *(f"`{column.name.removeprefix(figure)}`" for column in family[1:])]
     return re.sub(r"`, `\w*_low`, `\w*_high`", "`±", ", ".join(names))

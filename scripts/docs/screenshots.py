@@ -1,6 +1,9 @@
-"""Photograph parts of a report page: `python -m scripts.docs.screenshots RUN FOLDER` of a run's, at two widths and in dark.
+"""Photograph parts of a run's report page, at two widths and in dark mode.
 
-The page is opened in a headless Chromium without network. Its size and the time it took to open are printed.
+    python -m scripts.docs.screenshots RUN FOLDER
+
+The page is opened in a headless Chromium without network. Its size and the time it took to open are
+printed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Write the sizing table of docs/scale.md from the committed run: measured on its machine, predicted for GPUs.
+"""Write the sizing table of docs/scale.md: measured on the run's machine, predicted for GPUs.
 
     python -m scripts.docs.sizing
 
@@ -65,10 +65,10 @@ def render(page: str) -> str:
 
 
 def predicted_seconds(speed: pd.DataFrame, device: Device, model: str) -> dict[str, float]:
-    """Return seconds an image by cell id on another device, at the accepted lengths of a run's table `speed`.
+    """Return predicted seconds per image on another device, by cell id.
 
-    The committed run has no records, so half of the image is taken to be in the cache. Cells whose draft is not told by
-    its name are left out.
+    The committed run has no records, so half of the image is taken to be in the cache. Cells whose
+    draft is not told by its name are left out.
     """
     seconds = {}
     kernels = STACKS["compiled"]

@@ -5,6 +5,7 @@ lossless one.
 from __future__ import annotations
 
 import math
+from itertools import product
 from typing import Any
 
 import pandas as pd
@@ -41,8 +42,7 @@ def run_with(
         make_record(
             cell=cell, prompt=n, walks=[[]] * 6 if cell is AR else WALKS, seconds=SECONDS[cell]
         )
-        for cell in cells
-        for n in range(6)
+        for cell, n in product(cells, range(6))
     ]
     tables = build_tables(records)
     for cell, ends in figures.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +43,10 @@ def timed_records(seconds: dict[Decoding, float], **changes: Any) -> list[dict[s
             cell=cell,
             prompt=prompt,
             walks=[[]] * 6 if cell.mode == "ar" else WALKS,
-            seconds=mean_seconds * varied(prompt),
+            seconds=seconds[cell] * varied(prompt),
             **changes,
         )
-        for cell, mean_seconds in seconds.items()
-        for prompt in range(PROMPTS)
+        for cell, prompt in product(seconds, range(PROMPTS))
     ]
 
 

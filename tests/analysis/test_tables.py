@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from itertools import product
 
 import pytest
 
@@ -164,9 +165,8 @@ def test_greedy_cells_are_compared_with_greedy_ar():
 
 def test_untimed_run_is_empty_not_zero():
     records = [
-        make_record(cell=cell, prompt=n, walks=walks, seconds=None)
-        for cell, walks in ((AR, [[]]), (STRICT, WALKS))
-        for n in range(2)
+        make_record(cell=cell, prompt=n, walks=[[]] if cell is AR else WALKS, seconds=None)
+        for cell, n in product((AR, STRICT), range(2))
     ]
     row = _row(build_tables(records)["speed"], STRICT)
     assert "not timed" in row["note"]
@@ -364,8 +364,7 @@ def test_order_is_fixed():
     cells = [Decoding(mode="lantern", delta=delta) for delta in (0.05, 0.1, 0.005)]
     records = [
         make_record(cell=cell, prompt=n, walks=WALKS, seconds=1.0)
-        for cell in (LOOSE, *cells, STRICT, AR)
-        for n in range(2)
+        for cell, n in product((LOOSE, *cells, STRICT, AR), range(2))
     ]
     random.Random(1).shuffle(records)
     speed = build_tables(records)["speed"]

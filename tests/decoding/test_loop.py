@@ -4,6 +4,7 @@ add up.
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -164,7 +165,7 @@ SPECULATED = [
 ]
 SPECULATED += [{"mode": "sjd-pac"}, {"mode": "hybrid"}]
 GREEDY = [STATIC, DYNAMIC] + [
-    values | {"window": window} for values in SPECULATED for window in (1, 6, 30)
+    values | {"window": window} for values, window in product(SPECULATED, (1, 6, 30))
 ]
 
 
@@ -185,7 +186,7 @@ def test_greedy_drafting_equals_greedy_decoding(values: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     "values",
-    LOSSLESS + [drafted | rule for rule in RULES for drafted in DRAFTED.values()],
+    LOSSLESS + [drafted | rule for rule, drafted in product(RULES, DRAFTED.values())],
     ids=named,
 )
 def test_images_of_a_batch_are_those_decoded_alone(values: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from itertools import product
 from pathlib import Path
 
 import pandas as pd
@@ -49,8 +50,7 @@ def tables_of_cells(cells):
     """Two images of each cell, with scores."""
     records = [
         make_record(cell=cell, prompt=n, walks=WALKS if cell != AR else [[]], seconds=1.0)
-        for cell in cells
-        for n in range(2)
+        for cell, n in product(cells, range(2))
     ]
     return tables_from(records, make_scores(records))
 
@@ -73,12 +73,10 @@ def drawn(tmp_path_factory) -> dict[str, Path]:
 
 def test_each_curve_has_its_files_at_the_width_of_a_column(tables, drawn):
     names = ["acceptance-by-depth", "acceptance-by-position", "accepted-lengths"]
-    names += [
-        f"{x}-quality-{y}" for x in ("speed", "length") for y in ("clip_score", "prompt_accuracy")
-    ]
-    assert list(drawn) == [
-        f"{name}.{kind}" for name in names for kind in ("png", "svg", "pdf", "csv")
-    ]
+    axes = product(("speed", "length"), ("clip_score", "prompt_accuracy"))
+    names += [f"{x}-quality-{y}" for x, y in axes]
+    kinds = ("png", "svg", "pdf", "csv")
+    assert list(drawn) == [f"{name}.{kind}" for name, kind in product(names, kinds)]
     with Image.open(drawn["acceptance-by-depth.png"]) as picture:
         assert picture.width == 3.3 * 200
     assert f'width="{3.3 * 72:.1f}' in drawn["acceptance-by-depth.svg"].read_text()[:500]
@@ -116,12 +114,10 @@ def test_cells_are_chosen_by_id_pattern_or_mode(tables):
         (["ar", "*-lambda2-*"], {"ar", "lantern++"}),
     ):
         chosen = choose_cells(both, patterns)
-        assert all(
-            set(table["mode"]) <= modes
-            for of_run in chosen.values()
-            for table in of_run.values()
-            if "mode" in table
-        )
+        for of_run in chosen.values():
+            for table in of_run.values():
+                if "mode" in table:
+                    assert set(table["mode"]) <= modes
         assert set(stack_runs(chosen, "speed")["mode"]) == modes
         assert list(chosen) == [
             "a",
@@ -330,9 +326,8 @@ def test_labels_name_methods_and_what_differs(cells):
 
 def test_labels_name_runs_when_there_are_several(tables):
     points = acceptance_points({"a": tables, "b": tables})
-    assert set(points["label"]) == {
-        f"{run}: {label}" for run in "ab" for label in ("speculative (strict)", "LANTERN++ λ=2")
-    }
+    methods = ("speculative (strict)", "LANTERN++ λ=2")
+    assert set(points["label"]) == {f"{run}: {method}" for run, method in product("ab", methods)}
 
 
 def test_untimed_run_takes_the_speedup_from_another_run(tables):

@@ -1,4 +1,4 @@
-"""The report page as text: self-contained, within its weight, escaped, the figures of the tables."""
+"""The report page as text: self-contained, small, escaped, with the figures of the tables."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import gzip
 import html
 import json
 import re
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -117,7 +118,7 @@ def test_page_has_a_chart_of_every_figure(page):
     names = {figure: [chart["name"] for chart in charts] for figure, charts in figures.items()}
     metrics = ("clip_score", "prompt_accuracy")
     assert names == {
-        "front": [f"{x}-quality-{y}" for x in ("speed", "length") for y in metrics],
+        "front": [f"{x}-quality-{y}" for x, y in product(("speed", "length"), metrics)],
         "depth": ["acceptance-by-depth"],
         "lengths": ["accepted-lengths"],
         "position": ["acceptance-by-position"],

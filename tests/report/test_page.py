@@ -117,7 +117,8 @@ def test_names_of_points_cover_neither_points_nor_names(tab: Any, width: int) ->
     tab.set_viewport_size({"width": width, "height": 900})
     tab.wait_for_timeout(600)
     boxes = tab.evaluate(
-        """() => ["text", ".point"].flatMap((kind) => [...document.querySelectorAll(`#front .scatterlayer ${kind}`)])
+        """() => ["text", ".point"]
+        .flatMap((kind) => [...document.querySelectorAll(`#front .scatterlayer ${kind}`)])
         .map((shape) => shape.getBoundingClientRect()).filter((box) => box.width)
         .map(({ left, top, right, bottom }) => [left, top, right, bottom])"""
     )
@@ -166,7 +167,8 @@ def test_a_click_on_the_front_selects_that_cell(tab: Any) -> None:
 
 
 def test_a_menu_changes_what_the_front_shows(tab: Any) -> None:
-    menu, titles = tab.locator("#front-menu"), []
+    menu = tab.locator("#front-menu")
+    titles = []
     for chart in (1, 3, 2, 0):
         menu.select_option(str(chart))
         titles.append([tab.locator(f"#front .{axis}title").text_content() for axis in "xy"])

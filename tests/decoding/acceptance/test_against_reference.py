@@ -91,11 +91,12 @@ def paths_in_order(draft: Draft, image: int) -> list[list[int]]:
 
     def below(node: int, depth: int) -> list[list[int]]:
         offered = [child for child in children[node] if child >= 0 and depth < draft.limit(image)]
-        return (
-            [[node, *rest] for child in offered for rest in below(child, depth + 1)]
-            if offered
-            else [[node]]
-        )
+        if not offered:
+            return [[node]]
+        paths = []
+        for child in offered:
+            paths += [[node, *rest] for rest in below(child, depth + 1)]
+        return paths
 
     paths = below(0, 0)
     if isinstance(draft.tree.q, torch.Tensor):
@@ -150,12 +151,11 @@ def test_greedy_walks_equal_the_oracle() -> None:
                 for parent, child in pairwise(path)
             ]
             assert_allclose(verdict.neighbour_mass[image], sum(lent), atol=1e-6, err_msg=message)
-            decided = [
-                merge(probs[node], tokens[child], draft.rules)[0]
-                for depth, node in enumerate(path)
-                for child in tree.children[image, node].tolist()
-                if child >= 0 and depth < draft.limit(image)
-            ]
+            decided = []
+            for node in path[: draft.limit(image)]:
+                for child in tree.children[image, node].tolist():
+                    if child >= 0:
+                        decided.append(merge(probs[node], tokens[child], draft.rules)[0])
             assert_allclose(
                 verdict.neighbour_mass_tried[image], sum(decided), atol=3e-6, err_msg=message
             )

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -57,7 +58,9 @@ OTHERS: dict[str, dict[str, float]] = {
 }
 OTHERS["typical"] = {"alpha": 0.3}
 BOUNDS = {"cool-sd": (0.6, 1.0, 1.7), "gsd": (2, 5, 14), "typical": (0.02, 0.4)}
-CASES = [(rule, bound) for rule, bounds in BOUNDS.items() for bound in bounds]
+CASES: list[tuple[str, float]] = []
+for _rule, _bounds in BOUNDS.items():
+    CASES += product((_rule,), _bounds)
 
 
 def rule_of(name: str, bound: float, residual: str = "exact", vocabulary: int = 12) -> BoundRule:

@@ -215,7 +215,7 @@ def test_among_siblings_official_costs_less_now_and_then() -> None:
                 )
                 for residual in ("exact", "official")
             )
-            differences += (exact - official).tolist()
+            differences.extend((exact - official).tolist())
     fewer = sum(gap > 1e-9 for gap in gaps[3])
     print(
         f"official costs less at {fewer} of {len(gaps[3])} nodes with siblings, "

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -42,9 +43,8 @@ RULES |= {
     f"cool-sd {strength} {decay}": rule_named("cool-sd", 0, strength, decay=decay)
     for strength, decay in ((1.0, 0.0), (1.0, 0.7), (0.5, 0.1))
 }
-CASES = [(rule, shape) for rule in RULES if rule != "block" for shape in SHAPES] + [
-    ("block", "chain")
-]
+CASES = [case for case in product(RULES, SHAPES) if case[0] != "block"]
+CASES.append(("block", "chain"))
 CASES += [(rule, "dynamic") for rule in RULES if rule.startswith("cool-sd")]
 
 

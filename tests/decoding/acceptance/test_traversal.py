@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import permutations, product
 from typing import Any
 
 import numpy as np
@@ -107,9 +108,7 @@ def test_the_example_in_which_fewer_drafts_are_accepted() -> None:
     shape = StaticTree.of([(0,), (0, 0), (0, 1)])
     q = torch.tensor([[1.0, 0, 0, 0], [0.75, 0.125, 0.125, 0], [1, 0, 0, 0], [1, 0, 0, 0]]).double()
     p = torch.tensor([[0.75, 0.25, 0, 0], [0, 0.125, 0.5, 0.375], [0.25] * 4, [0.25] * 4]).double()
-    pairs = torch.tensor(
-        [(first, second) for first in range(3) for second in range(3) if first != second]
-    )
+    pairs = torch.tensor(list(permutations(range(3), 2)))
     weights = q[1, pairs[:, 0]] * q[1, pairs[:, 1]] / (1.0 - q[1, pairs[:, 0]])
     tree = shape.draft(torch.nn.functional.pad(pairs, (2, 0)), q.expand(len(pairs), 4, 4))
     lengths = [
@@ -124,7 +123,7 @@ def test_the_papers_example() -> None:
     """
     p = torch.tensor([1.0, 2.0]).double() / 3
     q = torch.tensor([2.0, 1.0]).double() / 3
-    tokens = torch.tensor([[0, first, second] for first in (0, 1) for second in (0, 1)])
+    tokens = torch.tensor([[0, *pair] for pair in product((0, 1), repeat=2)])
     drafts = (
         q[tokens[:, 1]] * q[tokens[:, 2]],
         StaticTree.of(chain(2)).draft(tokens, q.expand(4, 3, 2)),
@@ -189,13 +188,10 @@ def published(tree: DraftTree, image: int, p: Vector, mistake: str = "") -> tupl
         weight = 1.0 if mistake == "plain residual" else share[level]
         left = np.maximum(weight * p[level] - q[level], 0.0)
         spare = left.sum() + 1.0 - share[level]
-        chances.append(
-            share[level]
-            if mistake == "share as chance"
-            else left.sum() / spare
-            if spare > 0
-            else 1.0
-        )
+        chance = left.sum() / spare if spare > 0 else 1.0
+        if mistake == "share as chance":
+            chance = share[level]
+        chances.append(chance)
         after.append(left / left.sum() if left.sum() > 0 else p[level])
     hits = np.array([1.0, *chances[1:], share[-1]])
     none_behind = np.append(np.cumprod(1.0 - hits[:0:-1])[::-1], 1.0)

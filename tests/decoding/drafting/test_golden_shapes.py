@@ -33,7 +33,10 @@ def recorded_trees() -> dict[str, Any]:
 
 def has_gap(paths: list[list[int]]) -> bool:
     given = {tuple(path) for path in paths}
-    return any((*path[:-1], rank) not in given for path in given for rank in range(path[-1]))
+    before: set[tuple[int, ...]] = set()
+    for path in given:
+        before.update((*path[:-1], rank) for rank in range(path[-1]))
+    return not before <= set(given)
 
 
 def leaf_paths(tree: StaticTree) -> list[list[int]]:

@@ -36,7 +36,9 @@ def plain_tree(
     every = list(generation)
     for _ in range(rounds - 1):
         frontier = sorted(generation, key=lambda item: -float(item[0]))[:beam]
-        generation = [child for reach, prefix in frontier for child in children(prefix, reach)]
+        generation = []
+        for reach, prefix in frontier:
+            generation += children(prefix, reach)
         every += generation
     ranked = sorted(
         range(len(every)), key=lambda place: (-float(every[place][0]), len(every[place][1]), place)

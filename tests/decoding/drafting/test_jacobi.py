@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Iterator
+from itertools import product
 from typing import Any, NamedTuple
 
 import pytest
@@ -36,12 +37,7 @@ INITIALS = ("uniform", "left", "above", "row")
 SIZES = {"v2": (2, 5, 4), "v3": (3, 4, 2)}
 """Vocabulary, tokens of an image, window."""
 # Gumbel drafts are enumerated by intervals of one uniform number, which serves two tokens.
-CASES = [
-    (size, coupling)
-    for size in SIZES
-    for coupling in COUPLINGS
-    if (size, coupling) != ("v3", "gumbel")
-]
+CASES = [case for case in product(SIZES, COUPLINGS) if case != ("v3", "gumbel")]
 
 
 def jacobi_decoding(**values: Any) -> Decoding:

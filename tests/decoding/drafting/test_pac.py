@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -110,7 +111,7 @@ def published_outcomes(
     layout = tree.layout
     _, acceptance = accept_tree(tree=tree, target_probs=p, rule=STRICT, depth_limit=limits)
     accept = tree.by_node(acceptance.accept)
-    drafts = [(node, rank) for node in layout.nodes.tolist() for rank in range(accept.shape[2])]
+    drafts = list(product(layout.nodes.tolist(), range(accept.shape[2])))
     drafts = [(node, rank) for node, rank in drafts if accept[:, node, rank].any()]
     for pattern in itertools.product((False, True), repeat=len(drafts)):
         uniforms = torch.ones_like(accept)
