@@ -19,6 +19,7 @@ from lantern_bench.devices.compute import Compute, choose_compute
 from lantern_bench.methods.catalog import OUTSIDE_DRAFTINGS, OUTSIDE_RULES
 from lantern_bench.models.load import compile_models, load_models
 from lantern_bench.models.loaded_model import LoadedModel
+from lantern_bench.storage.run_directory import done_images
 from lantern_bench.storage.run_store import RunStore
 from lantern_bench.storage.schema import SCHEMA_VERSION
 from lantern_bench.sweeps.choose_threads import choose_threads
@@ -50,10 +51,14 @@ def decode_missing(request: Request, emit: Emit) -> int:
     compute, models = load_to_decode(request.experiment, emit)
     key = key_fields(models, settings, compute, cells=plan.cells)
     threads_before = torch.get_num_threads()
+
+    # Captions that cannot be encoded are refused before the run directory is made.
+    done = done_images(request.folder)
+    batches = [batch for batch in plan.batches() if not all(task.key in done for task in batch)]
+    prepare_seconds = prepare_models(batches, models, emit)
+
     with RunStore.open(request.folder, request.experiment, key) as store:
         missing = [task for task in plan.tasks if not store.is_done(task)]
-        batches = [batch for batch in plan.batches() if not all(map(store.is_done, batch))]
-        prepare_seconds = prepare_models(batches, models, emit)
         store.update_manifest(**request.manifest_entries(), load_before=load_before)
         try:
             threads = store.threads or settings.threads
