@@ -198,8 +198,8 @@ def compare_sums(a: Sums, b: Sums, others: Sequence[Sums] = (), *, seed: int = 0
     """Return b - a over the same prompts, with 95% interval and p-value.
 
     Fewer than two prompts have no interval and no p-value. For counts, such as right pictures, the
-    interval is computed with two more prompts that differ in either direction, because a few equal
-    prompts do not show that no prompt differs (Bonett, Price 2012).
+    interval adds two pseudo-prompts, one in each direction (Bonett and Price 2012). Without them, a
+    few equal prompts would give an interval of width 0.
 
     Args:
         a: Sums per prompt.

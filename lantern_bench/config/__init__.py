@@ -1,1 +1,1 @@
-"""The tables of methods, and experiments from a YAML file to a plan. Imports no torch."""
+"""What is asked: experiments, from a YAML file and flags to a plan. Imports no torch."""

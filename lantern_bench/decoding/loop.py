@@ -146,7 +146,8 @@ def bound_rule(decoding: Decoding, model: DecodableModel) -> BoundRule:
     neighbours = decoding.neighbours or 0
     columns = neighbours
     if is_official and neighbours and rule.decide == "by neighbours":
-        columns += 1  # a rejection treats one neighbour more
+        # The authors' code removes one more neighbour at a rejection.
+        columns += 1
     codes = Codes(
         count=model.target.n_codes,
         neighbours=neighbours,

@@ -22,7 +22,7 @@ _Lists: TypeAlias = Sequence[Sequence[int]]
 class RankGroup:
     """The n parents whose paths have the same sum of child ranks, widest first.
 
-    Before each of them lie equally many rejections.
+    Reaching any of them takes the same number of rejections.
     """
 
     # their numbers, int64 [n]

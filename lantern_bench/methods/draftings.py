@@ -34,7 +34,7 @@ class Drafting:
     about: str
     # its own parameters, and shipped ones
     parameters: tuple[Parameter, ...] = ()
-    # of its parameters
+    # default values of its parameters
     defaults: Values = field(default_factory=dict)
     # whether the tokens keep the target's distribution under a strict rule
     lossless: bool = True
@@ -44,8 +44,8 @@ class Drafting:
     sampled: bool = True
     # whether its drafts never branch; a static tree says that itself
     chain: bool = False
-    # Whether every step draws all drafts with new random numbers. Rules that look behind a draft
-    # need that.
+    # Whether every step draws all drafts with new random numbers. Rules with
+    # `needs_fresh_drafts` require it, because they read deeper drafts.
     fresh_every_step: Callable[[Values], bool] = lambda _values: True
     # how ids and tables write the drafts
     label: Callable[[Values], str | None] = lambda _values: None

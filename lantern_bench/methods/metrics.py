@@ -26,9 +26,9 @@ class Metric:
     Metrics of tokens are made of one set of sums (metrics/token_sums.py), and have no function.
     """
 
-    # of its columns
+    # also the name of its column
     name: str
-    # of the figure of a cell
+    # what the figure of a cell is
     meaning: str
     # Of a metric of images: (protocol, device) -> scorer, where scorer(pictures, prompts) returns a
     # number or None for each picture, uint8 [3, h, w], and scorer.label, if any, names its network.

@@ -19,7 +19,7 @@ class Mode:
     # replace those of drafting and rule, if a cell has the parameter
     defaults: Values = field(default_factory=dict)
     source: str = ""  # arXiv number of their paper; empty: the rule's
-    # further values that `certify --modes` tests (certify/plan.py)
+    # further values that `certify --modes` tests (checks/claims.py)
     variants: tuple[Values, ...] = ()
 
 

@@ -23,9 +23,9 @@ def _refuse_bool(value: object) -> object:
 
 
 LARGEST = 10**12
-"""The largest number: products of larger ones leave float32."""
+"""The largest number accepted: a product of three stays below the float32 maximum."""
 MOST = 10**9
-"""The largest whole number: products of larger ones leave int64."""
+"""The largest whole number accepted: a product of two stays below the int64 maximum."""
 
 _NO_BOOL = BeforeValidator(_refuse_bool)
 Count = Annotated[int, _NO_BOOL, Field(ge=1, le=MOST)]

@@ -34,7 +34,7 @@ def test_machine_block_has_no_host_and_no_path() -> None:
 def test_git_state_is_the_commit() -> None:
     folder = Path(machine.__file__).parent
     asked = subprocess.run(
-        ["git", "-C", str(folder), "ls-files", "devices.py"],
+        ["git", "-C", str(folder), "ls-files", "machine.py"],
         capture_output=True,
         text=True,
         check=False,

@@ -313,7 +313,8 @@ def _relaxed_argmax(
             proposal=None,
             codes=rule.codes,
         )
-        decision = decide_by_neighbours(draft, rule)  # without a residual, whatever the rule's
+        # Greedy decoding has no residual, so `residual: official` is ignored.
+        decision = decide_by_neighbours(draft, rule)
         agreed[:n, rank] = relaxed_distribution(draft, decision).argmax(dim=1) == x
         mass[:n, rank] = decision.neighbour_mass
     return tree.by_node(agreed), tree.by_node(mass)

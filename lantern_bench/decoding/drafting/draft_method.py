@@ -91,9 +91,9 @@ class DraftMethod:
 
     # The draft, which `draft` fills and verification reads
     tree: DraftTree
-    # of the tree, with its root
+    # number of nodes of the tree, root included
     nodes: int
-    # of the deepest node
+    # depth of the deepest node
     depth: int
     # forwards of the drafter in a step
     forwards = 0

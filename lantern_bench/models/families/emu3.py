@@ -1,4 +1,4 @@
-"""Emu3-Gen (arXiv 2409.18869) as transformers reads it: a Llama that draws."""
+"""Emu3-Gen (arXiv 2409.18869) in the transformers layout: a Llama decoder over image codes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Janus-Pro (arXiv 2501.17811) as transformers reads it: a Llama that draws."""
+"""Janus-Pro (arXiv 2501.17811) in the transformers layout: a Llama decoder over image codes."""
 
 from __future__ import annotations
 
