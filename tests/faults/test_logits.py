@@ -139,9 +139,7 @@ def test_compiled_steps_find_broken_logits(
 def test_impossible_tokens_are_no_fault(
     cell: str, record_property: Callable[[str, object], None]
 ) -> None:
-    """-inf in a target's logits, with guidance in both rows, before and in steps that are compiled
-    or not
-    """
+    """-inf in a target's logits, guided in both rows, before and in steps, compiled or not."""
     model, head = spoiled("target")
     head.wrong[7] = -math.inf
     for values, linear in (
