@@ -138,7 +138,7 @@ def _why_missing(cell: Row, name: str) -> str:
 
 
 def _rows_without_cell(paper_row: PaperRow, figures: Sequence[str]) -> Iterator[Row]:
-    """Yield the rows of a published row that no cell stands for."""
+    """Yield the rows of a published row without a cell."""
     if paper_row.match is None:
         reason = "no mode of ours covers this row"
     else:
