@@ -95,16 +95,16 @@ def timed_images(cell: CellRecords, base: CellRecords | None = None) -> pd.DataF
     one device. Without a base, the figure is seconds per image.
 
     Returns:
-        Columns `over`, `under`, `over_steps`, `under_steps` and `process`, indexed by `prompt_id`
-        and `repeat`.
+        Columns `numerator`, `denominator`, `numerator_steps`, `denominator_steps` and `process`,
+        indexed by `prompt_id` and `repeat`.
     """
     if base is None:
-        names = {"seconds": "over", "steps": "over_steps"}
+        names = {"seconds": "numerator", "steps": "numerator_steps"}
         seconds = cell.timed.rename(columns=names).drop(columns="device_id")
-        return seconds.assign(under=1.0, under_steps=1.0)
-    names = {"seconds": "over", "steps": "over_steps", "device_id": "base_device_id"}
+        return seconds.assign(denominator=1.0, denominator_steps=1.0)
+    names = {"seconds": "numerator", "steps": "numerator_steps", "device_id": "base_device_id"}
     of_base = base.timed.drop(columns="process").rename(columns=names)
-    of_cell = cell.timed.rename(columns={"seconds": "under", "steps": "under_steps"})
+    of_cell = cell.timed.rename(columns={"seconds": "denominator", "steps": "denominator_steps"})
     both = of_cell.join(of_base, how="inner")
     on_one_device = both[both["device_id"] == both["base_device_id"]]
     return on_one_device.drop(columns=["device_id", "base_device_id"])

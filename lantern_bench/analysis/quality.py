@@ -219,11 +219,11 @@ def scored_images(cell: CellRecords, scores: ProtocolScores, name: str) -> pd.Da
         name: The metric.
 
     Returns:
-        Columns `figure` and `under`, its denominator 1, indexed by `prompt_id` and `repeat`.
+        Columns `figure` and `denominator`, its denominator 1, indexed by `prompt_id` and `repeat`.
     """
     by_key = {key: image.get(name) for key, image in scores.images.items()}
     figures = cell.images["record_key"].map(by_key).astype(float)
-    return figures.to_frame("figure").assign(under=1.0).dropna()
+    return figures.to_frame("figure").assign(denominator=1.0).dropna()
 
 
 class Paired(NamedTuple):

@@ -64,8 +64,8 @@ def speed_row(
         "latency_p95_s": seconds.quantile(0.95),
     }
     for name, columns in _RATIOS.items():
-        over, under = images[columns].dropna().sum()
-        row[name] = over / under if under else None
+        numerator, denominator = images[columns].dropna().sum()
+        row[name] = numerator / denominator if denominator else None
 
     base = baseline_of(cell, cells)
     intervals = {

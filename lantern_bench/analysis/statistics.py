@@ -59,13 +59,13 @@ class Interval(NamedTuple):
 class Sums(NamedTuple):
     """Numerator and denominator of a figure, summed over each prompt: arrays [prompts]."""
 
-    over: Array
-    under: Array
+    numerator: Array
+    denominator: Array
 
     @property
     def value(self) -> float:
         """The figure, sum over sum."""
-        return float(self.over.sum() / self.under.sum())
+        return float(self.numerator.sum() / self.denominator.sum())
 
 
 def ratio_of_sums(
@@ -87,17 +87,17 @@ def ratio_of_sums(
         seed: Seed of the resamples.
     """
     sums = sums_per_prompt(numerators, denominators, prompts)
-    if sums.over.size == 0 or sums.under.sum() == 0.0:
+    if sums.numerator.size == 0 or sums.denominator.sum() == 0.0:
         return Interval(None, note="no data")
     value = sums.value
-    if sums.over.size < 2:
+    if sums.numerator.size < 2:
         return Interval(value, note="no interval: fewer than 2 prompts")
     # If every prompt has the ratio of the whole, up to rounding, so has each resample.
-    if np.allclose(sums.over, value * sums.under, rtol=1e-12, atol=0.0):
+    if np.allclose(sums.numerator, value * sums.denominator, rtol=1e-12, atol=0.0):
         return Interval(value, value, value)
 
-    def ratio(over: Array, under: Array, axis: int = -1) -> Array:
-        return np.asarray(over.sum(axis=axis) / under.sum(axis=axis))
+    def ratio(numerator: Array, denominator: Array, axis: int = -1) -> Array:
+        return np.asarray(numerator.sum(axis=axis) / denominator.sum(axis=axis))
 
     low, high = _bootstrap(sums, ratio, seed)
     return Interval(value, low, high)
@@ -217,14 +217,14 @@ def compare_sums(a: Sums, b: Sums, others: Sequence[Sums] = (), *, seed: int = 0
         return np.asarray(over_b / under_b - over_a / under_a)
 
     value = b.value - Sums(mean[0], mean[1]).value
-    if b.over.size < 2:
+    if b.numerator.size < 2:
         return Interval(value)
 
     all_sets = np.array([of_b, *sets])
     low: float | None = value
     high: float | None = value
     if _are_counts(all_sets):
-        size = b.under.mean()
+        size = b.denominator.mean()
         more_a = np.array([[0.0, size], [size, size]])
         more_b = np.array([[size, 0.0], [size, size]])
         longer_a = np.append(mean, more_a, axis=1)
@@ -237,8 +237,8 @@ def compare_sums(a: Sums, b: Sums, others: Sequence[Sums] = (), *, seed: int = 0
 
 def _are_counts(sets: Array) -> bool:
     """Whether the numerators of sets [k, 2, prompts] count a part of the denominators."""
-    over = sets[:, 0]
-    return bool(np.all((over % 1 == 0) & (over <= sets[:, 1])))
+    numerator = sets[:, 0]
+    return bool(np.all((numerator % 1 == 0) & (numerator <= sets[:, 1])))
 
 
 def _exchange_test(sets: Array, seed: int) -> float:
@@ -284,18 +284,18 @@ def timing(images: pd.DataFrame) -> Timing:
     prompts. Seconds per step vary over processes.
 
     Args:
-        images: Columns `over` and `under`, the decode steps behind each (`over_steps`,
-            `under_steps`) and `process`; indexed by `prompt_id`.
+        images: Columns `numerator` and `denominator`, the decode steps behind each
+            (`numerator_steps`, `denominator_steps`) and `process`; indexed by `prompt_id`.
     """
-    figures = images[["over", "under"]].to_numpy(float).T
+    figures = images[["numerator", "denominator"]].to_numpy(float).T
     # Steps that were not recorded count as one.
-    steps = np.maximum(images[["over_steps", "under_steps"]].to_numpy(float).T, 1.0)
-    over, under = figures.sum(axis=1)
-    value = float(over / under)
+    steps = np.maximum(images[["numerator_steps", "denominator_steps"]].to_numpy(float).T, 1.0)
+    numerator, denominator = figures.sum(axis=1)
+    value = float(numerator / denominator)
 
     of_prompts = _group_sums(steps, images.index.get_level_values("prompt_id"))
-    over_steps, under_steps = of_prompts / of_prompts.mean(axis=1, keepdims=True)
-    influence = over_steps - under_steps
+    numerator_steps, denominator_steps = of_prompts / of_prompts.mean(axis=1, keepdims=True)
+    influence = numerator_steps - denominator_steps
 
     processes = images["process"]
     weights = _group_sums(np.ones((1, len(images))), processes)[0] / len(images)

@@ -66,9 +66,9 @@ def _figures(cell: CellRecords, rows: Mapping[str, Row]) -> Row:
             figures |= ratio_of_sums(column, tokens, prompts).columns(name)
 
     by_prompt = [sums_per_prompt(column, tokens, prompts) for column in columns]
-    sums = FeatureSums.of(np.stack([part.over for part in by_prompt], axis=-1), len(names))
+    sums = FeatureSums.of(np.stack([part.numerator for part in by_prompt], axis=-1), len(names))
     compared = sums.chosen(_compared(names))
-    figures |= distance(compared, by_prompt[0].under).columns("distance")
+    figures |= distance(compared, by_prompt[0].denominator).columns("distance")
     figures["distance_p"] = sums.total.p_value
     return figures
 

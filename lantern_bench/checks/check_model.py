@@ -129,7 +129,9 @@ class _Images:
     other_prompts: Sequence[str]  # three that may differ from the first
     conditions: Sequence[Any]  # of each image
     tokens: Tensor  # int64 [2, N]
-    forced: Tensor  # int64 [image_tokens]: the forced token of each position, -1 where none is
+    forced_tokens: (
+        Tensor  # int64 [image_tokens]: the forced token of each position, -1 where none is
+    )
     generator: torch.Generator
     chains: Sequence[Rows]  # of each image alone, as one chain: what all sessions are compared with
 
@@ -156,7 +158,7 @@ class _Images:
 
     def random_tokens(self, positions: Tensor) -> Tensor:
         """Random tokens int64, with the forced ones at their positions."""
-        forced = self.forced[positions.clamp_max(len(self.forced) - 1)]
+        forced = self.forced_tokens[positions.clamp_max(len(self.forced_tokens) - 1)]
         drawn = torch.randint(self.target.n_codes, forced.shape, generator=self.generator)
         return torch.where(forced < 0, drawn, forced)
 
@@ -168,7 +170,7 @@ def _make_images(
     height, width = model.grid
     line_length = width + (target.image_tokens - height * width) // height
     length = min(target.image_tokens, tokens or max(2 * line_length + 2, 32))
-    forced = target.forced(torch.arange(target.image_tokens, device=target.device)).cpu()
+    forced = target.forced_tokens(torch.arange(target.image_tokens, device=target.device)).cpu()
     drawn = torch.randint(target.n_codes, (2, length), generator=generator)
     drawn = torch.where(forced[:length] < 0, drawn, forced[:length]).to(target.device)
 
@@ -186,7 +188,7 @@ def _make_images(
         other_prompts=others,
         conditions=conditions,
         tokens=drawn,
-        forced=forced,
+        forced_tokens=forced,
         generator=generator,
         chains=[
             _score(target, condition, row[None])
@@ -309,7 +311,7 @@ def _check_forced_tokens(images: _Images) -> Check:
     height, width = images.model.grid
     total = images.target.image_tokens
     expected = total - height * width
-    count = int((images.forced >= 0).sum())
+    count = int((images.forced_tokens >= 0).sum())
     if count != expected:
         codes = f"an image has {total} tokens and {height}x{width} codes"
         return Check(check, "fail", about=f"{codes}, but {count} forced tokens")
@@ -320,7 +322,7 @@ def _check_forced_tokens(images: _Images) -> Check:
     for image, chain in enumerate(images.chains):
         for row, logits in zip(_ROW_NAMES, chain, strict=False):
             p = logits[0].float().softmax(-1).cpu()
-            forced = images.forced[: len(p), None]
+            forced = images.forced_tokens[: len(p), None]
             of_codes = p[:, : images.target.n_codes].sum(dim=-1)
             of_forced = p.gather(-1, forced.clamp_min(0)).squeeze(-1)
             errors = (1 - torch.where(forced[:, 0] >= 0, of_forced, of_codes)).abs()
@@ -416,7 +418,7 @@ def _pictures_of(images: _Images, chosen: Tensor, n_codes: int) -> Tensor:
     Half the cells have the code and the others a pattern, because some tokenizers normalize a
     picture of one code to nothing.
     """
-    forced = images.forced
+    forced = images.forced_tokens
     pattern = torch.randint(n_codes, forced.shape, generator=images.generator)
     has_code = torch.rand(forced.shape, generator=images.generator) < 0.5
     pictures = []

@@ -22,7 +22,7 @@ from lantern_bench.analysis.token_distance import FeatureSums
 from lantern_bench.checks.tabular_model import generators
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.plan import record_seed
-from lantern_bench.decoding.acceptance.bound_rule import BoundRule
+from lantern_bench.decoding.acceptance.configured_rule import ConfiguredRule
 from lantern_bench.decoding.drafting.draft_method import DraftMethod
 from lantern_bench.decoding.loop import Decoded, decode, decode_altered
 from lantern_bench.decoding.protocol import Target
@@ -194,7 +194,7 @@ def decoded_evidence(
     *,
     tolerance: float,
     seed: int = 0,
-    rule: BoundRule | None = None,
+    rule: ConfiguredRule | None = None,
     drafting: Callable[[Decoding, Target, int], DraftMethod] | None = None,
 ) -> Iterator[Evidence]:
     """Decode images, cycling through the prompts, and yield the evidence of each batch.

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.plan import record_seed
-from lantern_bench.decoding.acceptance.bound_rule import BoundRule
+from lantern_bench.decoding.acceptance.configured_rule import ConfiguredRule
 from lantern_bench.decoding.drafting.draft_method import DraftMethod
 from lantern_bench.decoding.engine import Engine
 from lantern_bench.decoding.loop import decode_altered
@@ -235,7 +235,7 @@ def table_images(
     decoding: Decoding,
     images: range,
     *,
-    rule: BoundRule | None = None,
+    rule: ConfiguredRule | None = None,
     drafting: Callable[[Decoding, Target, int], DraftMethod] | None = None,
     seed: int = 0,
 ) -> Tensor:

@@ -13,8 +13,8 @@ import torch
 from lantern_bench.checks.claims import CertificationPlan, Claim
 from lantern_bench.checks.tabular_model import TOKENS, table_tokens
 from lantern_bench.config.decoding import Decoding
-from lantern_bench.decoding.acceptance.bound_rule import BoundRule
 from lantern_bench.decoding.acceptance.children import Acceptance, Children, accept_children
+from lantern_bench.decoding.acceptance.configured_rule import ConfiguredRule
 from lantern_bench.decoding.drafting.draft_method import DraftMethod
 from lantern_bench.decoding.protocol import Target
 from lantern_bench.methods.catalog import (
@@ -54,7 +54,7 @@ class Trial:
     # Dtype of the model whose images are tested; empty if the tables of `tabular_model.py` are.
     dtype: str = ""
     broken: str | None = None  # name of the planted mistake
-    rule: BoundRule | None = None  # replaces the rule of the decoding
+    rule: ConfiguredRule | None = None  # replaces the rule of the decoding
     # Makes the drafting that replaces the one of the decoding.
     drafting: Callable[[Decoding, Target, int], DraftMethod] | None = None
     claim: Claim | None = None  # in an audit
@@ -271,7 +271,7 @@ def table_decoding(decoding: Decoding) -> Decoding:
 
 # ---- Broken rules, which the tests must reject to have power
 
-Accept: TypeAlias = Callable[[Children, BoundRule], Acceptance]
+Accept: TypeAlias = Callable[[Children, ConfiguredRule], Acceptance]
 
 
 def broken_trials(trial: Trial) -> list[Trial]:
@@ -283,13 +283,13 @@ def broken_trials(trial: Trial) -> list[Trial]:
     }
     several = replace(trial, images=_BROKEN_FACTOR * trial.images)
     return [
-        replace(several, broken=name, rule=BoundRule(tree_rule(name)(code)))
+        replace(several, broken=name, rule=ConfiguredRule(tree_rule(name)(code)))
         for name, code in mistakes.items()
     ]
 
 
 def without_residual(
-    children: Children, rule: BoundRule, accept: Accept = accept_children
+    children: Children, rule: ConfiguredRule, accept: Accept = accept_children
 ) -> Acceptance:
     """Leave the residual out: draw the bonus token from the node's p also after a rejection.
 
@@ -304,7 +304,7 @@ def without_residual(
 
 
 def accepted_too_often(
-    children: Children, rule: BoundRule, accept: Accept = accept_children
+    children: Children, rule: ConfiguredRule, accept: Accept = accept_children
 ) -> Acceptance:
     """Raise the acceptance probability of every draft that can be accepted, to at most 1.
 

@@ -10,7 +10,7 @@ from typer.core import TyperCommand
 
 from lantern_bench.cli.console import FORMATS
 from lantern_bench.methods.catalog import MODES, PARAMETERS
-from lantern_bench.methods.parameters import Code, load_code
+from lantern_bench.methods.parameters import Importable, load_code
 
 # ---- Help and completion, by the name of a flag or argument
 
@@ -26,7 +26,7 @@ _GROUPS = {
 }
 _FEW = 4  # help lists at most this many choices in place of a name
 # Names that a shell completes, or the function that returns them.
-_NAMES: dict[str, Collection[str] | Code] = {
+_NAMES: dict[str, Collection[str] | Importable] = {
     **{key: row.kind.choices for key, row in PARAMETERS.items()},
     **dict.fromkeys(
         ("run", "runs", "run_a", "run_b"), "lantern_bench.storage.run_directory:known_runs"

@@ -254,7 +254,7 @@ def predict(
     from lantern_bench.storage.run_directory import load_runs
 
     console: Console = ctx.obj
-    check_choice("--stack", stack, cost_model.STACKS)
+    check_choice("--stack", stack, cost_model.KERNEL_COUNTS)
     if device is None and prompts is None:
         raise UserError(
             "--device is missing",

@@ -158,16 +158,16 @@ def _drafter_table(evaluated: Sequence[Evaluated], tree: str | None) -> pd.DataF
             "images": 0,
         }
         if accepted is not None:
-            mal = ratio_of_sums(accepted.over, accepted.under, accepted.prompts)
+            mal = ratio_of_sums(accepted.numerator, accepted.denominator, accepted.prompts)
             row |= {
-                "images": len(accepted.over),
+                "images": len(accepted.numerator),
                 "mal": mal.value,
                 "mal_low": mal.low,
                 "mal_high": mal.high,
             }
         if accepted is not None and model_length is not None:
             # Both commit the same tokens: the ratio of lengths is the ratio of steps.
-            ratio = ratio_of_sums(model_length.under, accepted.under, accepted.prompts)
+            ratio = ratio_of_sums(model_length.denominator, accepted.denominator, accepted.prompts)
             row |= {"over_own": ratio.value, "over_own_low": ratio.low, "over_own_high": ratio.high}
         rows.append(row)
     return pd.DataFrame(rows)

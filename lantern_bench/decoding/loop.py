@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lantern_bench.config.decoding import Decoding
-from lantern_bench.decoding.acceptance.bound_rule import BoundRule
+from lantern_bench.decoding.acceptance.configured_rule import ConfiguredRule
 from lantern_bench.decoding.acceptance.draft_view import Codes
 from lantern_bench.decoding.acceptance.official import OfficialRule
 from lantern_bench.decoding.drafting.draft_method import DraftMethod
@@ -95,7 +95,7 @@ def decode_altered(
     decoding: Decoding,
     generators: Sequence[torch.Generator],
     *,
-    rule: BoundRule | None = None,
+    rule: ConfiguredRule | None = None,
     drafting: DraftMethod | None = None,
     engine: Engine | None = None,
 ) -> list[Decoded]:
@@ -121,27 +121,29 @@ def decode_altered(
     return _speculative(batch, condition, step=step, rule=rule)
 
 
-def drafter_and_rule(model: DecodableModel, decoding: Decoding) -> tuple[Drafter | None, BoundRule]:
+def drafter_and_rule(
+    model: DecodableModel, decoding: Decoding
+) -> tuple[Drafter | None, ConfiguredRule]:
     """Return the drafter (None: not needed) and the acceptance rule of a speculative configuration.
 
     Raises `RefusedError` if the drafting needs a drafter that the model does not have; also as
-    `bound_rule`.
+    `configured_rule`.
     """
     if not decoding.drafting_row.needs_drafter:
-        return None, bound_rule(decoding, model)
+        return None, configured_rule(decoding, model)
     if model.drafter is None:
         raise missing_drafter(decoding.mode)
-    return model.drafter, bound_rule(decoding, model)
+    return model.drafter, configured_rule(decoding, model)
 
 
-def bound_rule(decoding: Decoding, model: DecodableModel) -> BoundRule:
+def configured_rule(decoding: Decoding, model: DecodableModel) -> ConfiguredRule:
     """Return the acceptance rule of a decoding.
 
     Raises as `DecodableModel.table` and `DecodableModel.codes`.
     """
     rule = decoding.rule_row
     if rule.lossless:
-        return BoundRule(rule)
+        return ConfiguredRule(rule)
     is_official = decoding.residual == "official"
     neighbours = decoding.neighbours or 0
     columns = neighbours
@@ -157,7 +159,7 @@ def bound_rule(decoding: Decoding, model: DecodableModel) -> BoundRule:
     values = {key: decoding.value(key) for key in rule.value_names}
     if is_official:
         return OfficialRule(rule, values, codes)
-    return BoundRule(rule, values, codes)
+    return ConfiguredRule(rule, values, codes)
 
 
 class _Batch:
@@ -188,7 +190,7 @@ class _Batch:
     def step(
         self,
         drafter: Drafter | None,
-        rule: BoundRule,
+        rule: ConfiguredRule,
         *,
         drafting: DraftMethod | None = None,
         compiled: bool = True,
@@ -279,7 +281,7 @@ class _Batch:
 
 
 def _speculative(
-    batch: _Batch, condition: Any, *, step: SpeculativeStep, rule: BoundRule
+    batch: _Batch, condition: Any, *, step: SpeculativeStep, rule: ConfiguredRule
 ) -> list[Decoded]:
     """Draft, score, verify and commit until every image is complete."""
     batch.phases.start()

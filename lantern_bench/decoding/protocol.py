@@ -158,7 +158,7 @@ class Target:
         """
         return self.vocab_size
 
-    def forced(self, positions: Tensor) -> Tensor:
+    def forced_tokens(self, positions: Tensor) -> Tensor:
         """Return the tokens that are forced at `positions` int64 [...], -1 where none is."""
         return torch.full_like(positions, -1)
 

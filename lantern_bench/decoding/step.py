@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from lantern_bench.config.decoding import Decoding
-from lantern_bench.decoding.acceptance.bound_rule import BoundRule
+from lantern_bench.decoding.acceptance.configured_rule import ConfiguredRule
 from lantern_bench.decoding.acceptance.verify import Verdict, verify_greedy
 from lantern_bench.decoding.drafting.draft_method import (
     DraftInputs,
@@ -137,7 +137,7 @@ class SpeculativeStep:
         target: Target,
         drafter: Drafter | None,
         decoding: Decoding,
-        rule: BoundRule,
+        rule: ConfiguredRule,
         batch: int,
         engine: Engine,
         keep_logits: bool,
@@ -199,7 +199,7 @@ class SpeculativeStep:
     def start_images(
         self,
         *,
-        rule: BoundRule,
+        rule: ConfiguredRule,
         condition: Any,
         prefix: Logits,
         first: FirstTokens,
@@ -232,7 +232,7 @@ class SpeculativeStep:
         self.images.start_images(tokens_wanted, prefix.features, first)
         if self.drafter_session is not None:
             self.drafter_session.prefill(condition, prefix.features)
-        if self.drafting.learns:
+        if self.drafting.reads_last_step:
             self.drafting.start_images(decoding_probabilities(first.logits, self._decoding))
 
     def noise(self, draws: Draws) -> tuple[Tensor, Tensor, Tensor]:
@@ -302,11 +302,11 @@ class SpeculativeStep:
         """
         images = self.images
         p = None
-        if self.drafting.learns or not self._decoding.greedy:
+        if self.drafting.reads_last_step or not self._decoding.greedy:
             p = decoding_probabilities(logits, self._decoding)
         verdict, broken = self._decide(logits, p, uniform_bits, bonus_bits)
         images.commit(verdict, features, broken.any(dim=1))
-        if self.drafting.learns:
+        if self.drafting.reads_last_step:
             assert p is not None
             found = LastStep(
                 p=p,

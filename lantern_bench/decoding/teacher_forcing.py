@@ -16,7 +16,7 @@ from lantern_bench.decoding.protocol import Drafter, DrafterLogits, Logits, Targ
 from lantern_bench.decoding.sampling import decoding_probabilities, guide
 
 
-class Forced(NamedTuple):
+class TeacherForced(NamedTuple):
     """The target along given tokens of B images."""
 
     # the given tokens, int64 [B, N]
@@ -28,7 +28,9 @@ class Forced(NamedTuple):
     logits: Logits
 
 
-def teacher_forced(target: Target, condition: Any, tokens: Tensor, *, guided: bool) -> Forced:
+def teacher_forced(
+    target: Target, condition: Any, tokens: Tensor, *, guided: bool
+) -> TeacherForced:
     """Score whole sequences in one forward, as if every token were a draft of one chain.
 
     Args:
@@ -48,7 +50,7 @@ def teacher_forced(target: Target, condition: Any, tokens: Tensor, *, guided: bo
     uncond = after.uncond
     if prefix.uncond is not None and uncond is not None:
         uncond = torch.cat([prefix.uncond, uncond[:, :-1]], dim=1)
-    return Forced(
+    return TeacherForced(
         tokens=tokens,
         condition=condition,
         prefix=prefix,
@@ -56,7 +58,7 @@ def teacher_forced(target: Target, condition: Any, tokens: Tensor, *, guided: bo
     )
 
 
-def drafter_logits_along(drafter: Drafter, forced: Forced) -> Iterator[DrafterLogits]:
+def drafter_logits_along(drafter: Drafter, forced: TeacherForced) -> Iterator[DrafterLogits]:
     """Yield the drafter's logits (n = 1) of tokens 1 to N - 1, given the true features."""
     tokens = forced.tokens
     # The features that predicted each of the tokens.
@@ -69,7 +71,7 @@ def drafter_logits_along(drafter: Drafter, forced: Forced) -> Iterator[DrafterLo
         yield session.observe(tokens[:, now], features[:, now], ones)
 
 
-def drafted_along(drafter: Drafter, forced: Forced, decoding: Decoding) -> Tensor:
+def drafted_along(drafter: Drafter, forced: TeacherForced, decoding: Decoding) -> Tensor:
     """Return the distributions q [B, N - 1, V] that tokens 1 to N - 1 are drafted from.
 
     Args:

@@ -9,7 +9,7 @@ from typing import Any
 
 from lantern_bench.methods.parameters import (
     FROM_0_TO_1,
-    Code,
+    Importable,
     Kind,
     Parameter,
     Values,
@@ -30,7 +30,7 @@ class Drafting:
 
     name: str
     # a `DraftMethod` class, called with (decoding, target, batch); "": no drafts
-    make: Code
+    make: Importable
     about: str
     # its own parameters, and shipped ones
     parameters: tuple[Parameter, ...] = ()

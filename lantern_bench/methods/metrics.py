@@ -12,7 +12,7 @@ from functools import partial
 from math import inf
 from typing import Any, Literal, TypeVar
 
-from lantern_bench.methods.parameters import Code, fingerprint_of, load_code
+from lantern_bench.methods.parameters import Importable, fingerprint_of, load_code
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 _FUNCTIONS: dict[str, Callable[..., Any]] = {}
@@ -33,7 +33,7 @@ class Metric:
     # Of a metric of images: (protocol, device) -> scorer, where scorer(pictures, prompts) returns a
     # number or None for each picture, uint8 [3, h, w], and scorer.label, if any, names its network.
     # Of a metric of sets: (FeatureSets) -> figure. None: `measures` registers it.
-    load: Code | None = None
+    load: Importable | None = None
     # Whether it is measured of each image, of all images of a cell against a reference, or of the
     # tokens of a cell.
     level: Literal["image", "set", "tokens"] = "image"
@@ -103,7 +103,7 @@ def measures(name: str) -> Callable[[Function], Function]:
     return register
 
 
-def image_metric(name: str, meaning: str, **fields: Any) -> Callable[[Code], Metric]:
+def image_metric(name: str, meaning: str, **fields: Any) -> Callable[[Importable], Metric]:
     """Make a metric of single images of a function (protocol, device) -> scorer.
 
     Args:
@@ -114,7 +114,7 @@ def image_metric(name: str, meaning: str, **fields: Any) -> Callable[[Code], Met
     return lambda load: Metric(name, meaning, load, **fields)
 
 
-def set_metric(name: str, meaning: str, **fields: Any) -> Callable[[Code], Metric]:
+def set_metric(name: str, meaning: str, **fields: Any) -> Callable[[Importable], Metric]:
     """Make a metric of sets of images of a function (`FeatureSets`) -> figure.
 
     Args:

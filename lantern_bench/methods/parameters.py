@@ -193,11 +193,11 @@ RESIDUAL = Parameter(
 )
 
 
-Code: TypeAlias = str | Callable[..., Any]
+Importable: TypeAlias = str | Callable[..., Any]
 """A function or class, or its name as "module:object", which is imported at the first use."""
 
 
-def load_code(code: Code) -> Callable[..., Any]:
+def load_code(code: Importable) -> Callable[..., Any]:
     """Return the function or class; imports its module if the code is a name."""
     if not isinstance(code, str):
         return code
@@ -206,7 +206,7 @@ def load_code(code: Code) -> Callable[..., Any]:
     return loaded
 
 
-def fingerprint_of(code: Code) -> str:
+def fingerprint_of(code: Importable) -> str:
     """Return 16 hex digits that change when the file of the code changes."""
     try:
         text = Path(inspect.getfile(load_code(code))).read_bytes()

@@ -28,7 +28,7 @@ from lantern_bench.methods.parameters import (
     BETWEEN_0_AND_1,
     NOT_NEGATIVE,
     SEVERAL,
-    Code,
+    Importable,
     Parameter,
     Values,
     fingerprint_of,
@@ -55,8 +55,8 @@ class Rule:
     decide: Literal["strictly", "by neighbours", "by probability"] | None = "strictly"
     # by neighbours: the limit of m(x) [n]; by probability: f [n, V]
     function: RelaxedFunction | None = None
-    # (Children, BoundRule) -> Acceptance: decides on the drafts of whole trees
-    accept_tree: Code | None = None
+    # (Children, ConfiguredRule) -> Acceptance: decides on the drafts of whole trees
+    accept_tree: Importable | None = None
 
     # The parameter that every cell must give
     bound: str = "bound"
@@ -158,7 +158,7 @@ def probability_rule(name: str, **fields: Any) -> Callable[[RelaxedFunction], Ru
     return make
 
 
-def tree_rule(name: str, **fields: Any) -> Callable[[Code], Rule]:
+def tree_rule(name: str, **fields: Any) -> Callable[[Importable], Rule]:
     """Make a lossless rule of a function that decides on the drafts of whole trees at once.
 
     Args:
@@ -166,7 +166,7 @@ def tree_rule(name: str, **fields: Any) -> Callable[[Code], Rule]:
         **fields: Other fields of `Rule`.
     """
 
-    def make(function: Code) -> Rule:
+    def make(function: Importable) -> Rule:
         return Rule(name, decide=None, accept_tree=function, needs_fresh_drafts=True, **fields)
 
     return make

@@ -15,7 +15,7 @@ from torch import Tensor
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.protocol import Target
 from lantern_bench.decoding.sampling import broken_logits, decoding_probabilities, guide
-from lantern_bench.decoding.teacher_forcing import Forced, drafted_along, teacher_forced
+from lantern_bench.decoding.teacher_forcing import TeacherForced, drafted_along, teacher_forced
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.utils.errors import LogitsError
 
@@ -47,7 +47,7 @@ def token_sums(
 
 
 def sums_along(
-    target: Target, forced: Forced, q: Tensor | None, decoding: Decoding
+    target: Target, forced: TeacherForced, q: Tensor | None, decoding: Decoding
 ) -> list[dict[str, Any]]:
     """Compute the rows of `token_sums` from distributions that are known.
 
@@ -58,7 +58,7 @@ def sums_along(
         decoding: Guidance and filters.
     """
     positions = torch.arange(forced.tokens.shape[1], device=forced.tokens.device)
-    is_drawn = target.forced(positions) < 0
+    is_drawn = target.forced_tokens(positions) < 0
     uncond = forced.logits.uncond
     rows = []
     for image, tokens in enumerate(forced.tokens):

@@ -16,7 +16,7 @@ from lantern_bench.storage.schema import Row
 from lantern_bench.utils.errors import RefusedError
 
 
-class Stack(NamedTuple):
+class KernelCounts(NamedTuple):
     """Number of kernels that a step launches in one kind of code."""
 
     layer: float  # target forward, for each layer
@@ -32,9 +32,9 @@ class Stack(NamedTuple):
     fixed: bool
 
 
-STACKS: dict[str, Stack] = {
+KERNEL_COUNTS: dict[str, KernelCounts] = {
     # This package's compiled programs.
-    "compiled": Stack(
+    "compiled": KernelCounts(
         layer=17.5,
         forward=17,
         drafter=22,
@@ -47,7 +47,7 @@ STACKS: dict[str, Stack] = {
         fixed=True,
     ),
     # Eager code as its authors publish it.
-    "eager": Stack(
+    "eager": KernelCounts(
         layer=49,
         forward=18,
         drafter=56,
@@ -88,7 +88,7 @@ class Draft(NamedTuple):
     fanout: int  # most children of a node
 
 
-class Setting(NamedTuple):
+class Workload(NamedTuple):
     """The sizes of a decoding."""
 
     sizes: Any  # the target's `TransformerConfig`
@@ -103,7 +103,7 @@ class Setting(NamedTuple):
 
 
 def forward_work(
-    setting: Setting, layers: int, nodes: float, *, weight_bytes: int, stack: Stack
+    setting: Workload, layers: int, nodes: float, *, weight_bytes: int, stack: KernelCounts
 ) -> Work:
     """Return the work of a forward, without its kernels.
 
@@ -129,13 +129,13 @@ def forward_work(
     return Work(read, 2.0 * nodes * products, 0.0)
 
 
-def _logits_work(setting: Setting, rows: float, *, passes: float, kernels: float) -> Work:
+def _logits_work(setting: Workload, rows: float, *, passes: float, kernels: float) -> Work:
     """Passes over float32 distributions of `rows` nodes of each image, and a program's kernels."""
     read = 4.0 * passes * setting.batch * rows * setting.sizes.vocab_size
     return Work(read, 0.0, kernels)
 
 
-def target_work(setting: Setting, nodes: float, *, weight_bytes: int, stack: Stack) -> Work:
+def target_work(setting: Workload, nodes: float, *, weight_bytes: int, stack: KernelCounts) -> Work:
     """Return the work of a target forward, which includes drawing an autoregressive token.
 
     Args:
@@ -151,7 +151,7 @@ def target_work(setting: Setting, nodes: float, *, weight_bytes: int, stack: Sta
 
 
 def draft_work(
-    setting: Setting, draft: Draft, committed: float, *, weight_bytes: int, stack: Stack
+    setting: Workload, draft: Draft, committed: float, *, weight_bytes: int, stack: KernelCounts
 ) -> list[Work]:
     """Return the work of the drafter's forwards in a step.
 
@@ -185,7 +185,7 @@ def draft_work(
     return works
 
 
-def verify_work(setting: Setting, draft: Draft, committed: float, *, stack: Stack) -> Work:
+def verify_work(setting: Workload, draft: Draft, committed: float, *, stack: KernelCounts) -> Work:
     """Return the work of accepting a tree, drawing the bonus token and updating the cache.
 
     Args:
@@ -210,7 +210,7 @@ class Seconds(NamedTuple):
     launch: float
 
 
-def seconds_of(work: Work, device: Device, stack: Stack, *, factor: float = 1.0) -> Seconds:
+def seconds_of(work: Work, device: Device, stack: KernelCounts, *, factor: float = 1.0) -> Seconds:
     """Return the seconds of a program.
 
     Args:
@@ -241,7 +241,7 @@ def seconds_of(work: Work, device: Device, stack: Stack, *, factor: float = 1.0)
 
 
 def step_seconds(
-    device: Device, stack: Stack, setting: Setting, *, draft: Draft | None, committed: float
+    device: Device, stack: KernelCounts, setting: Workload, *, draft: Draft | None, committed: float
 ) -> pd.DataFrame:
     """Return the seconds of each part of a step: draft, target, verify and other.
 
@@ -279,7 +279,7 @@ def step_seconds(
     return pd.DataFrame.from_dict(parts, orient="index", columns=Seconds._fields)
 
 
-def prefill_seconds(device: Device, stack: Stack, setting: Setting) -> float:
+def prefill_seconds(device: Device, stack: KernelCounts, setting: Workload) -> float:
     """Return the seconds of the forward over the prefix, which is never compiled.
 
     Args:
@@ -287,7 +287,7 @@ def prefill_seconds(device: Device, stack: Stack, setting: Setting) -> float:
         stack: Used if the device does not say how long it takes to launch an eager kernel.
         setting: Sizes of the decoding.
     """
-    code = stack if device.eager_kernel_us is None else STACKS["eager"]
+    code = stack if device.eager_kernel_us is None else KERNEL_COUNTS["eager"]
     empty = setting._replace(context=0)
     prefix = setting.sizes.prefix
     work = target_work(empty, prefix, weight_bytes=device.weight_bytes, stack=code)
@@ -330,7 +330,7 @@ def fit_device(samples: Sequence[Sample], **fields: Any) -> Device:
     ratios: dict[str, list[float]] = {}
     target_ratios: dict[int, list[float]] = {}
     for sample in samples:
-        modelled = seconds_of(sample.work, device, STACKS["compiled"]).total
+        modelled = seconds_of(sample.work, device, KERNEL_COUNTS["compiled"]).total
         ratio = sample.seconds / modelled
         if sample.program == "target":
             target_ratios.setdefault(sample.nodes, []).append(ratio)
@@ -350,7 +350,7 @@ def _four_digits(value: float) -> float:
 
 
 def step_samples(
-    setting: Setting, draft: Draft | None, *, weight_bytes: int, step: Row
+    setting: Workload, draft: Draft | None, *, weight_bytes: int, step: Row
 ) -> list[Sample]:
     """Return the programs of a measured compiled step.
 
@@ -360,7 +360,7 @@ def step_samples(
         weight_bytes: Bytes of a weight.
         step: Milliseconds of the parts of the step: `target_ms` and so on.
     """
-    stack = STACKS["compiled"]
+    stack = KERNEL_COUNTS["compiled"]
     nodes = 1
     target_ms = step["target_ms"]
     if draft is None:

@@ -17,9 +17,9 @@ from lantern_bench.devices.names import device_in_words
 from lantern_bench.methods.static_trees import check_topology, topology_name
 from lantern_bench.models.registry import model_of
 from lantern_bench.profile.cost_model import (
-    STACKS,
+    KERNEL_COUNTS,
     Draft,
-    Setting,
+    Workload,
     named_draft,
     prefill_seconds,
     step_seconds,
@@ -125,8 +125,8 @@ def _cell_prediction(
         notes.append("images of a batch that end early are not counted as idle")
 
     # 2. Seconds of an autoregressive step and of a step of the cell.
-    code = STACKS[stack]
-    setting = Setting(
+    code = KERNEL_COUNTS[stack]
+    setting = Workload(
         sizes=sizes,
         batch=batch,
         guided=cell.columns["cfg_scale"] != 1,

@@ -34,7 +34,7 @@ from lantern_bench.models.networks.target import TransformerTarget
 from lantern_bench.models.random_model import random_model, random_model_of_size, read_size
 from lantern_bench.models.registry import model_of
 from lantern_bench.profile.cost_model import (
-    Setting,
+    Workload,
     dynamic_sizes,
     fit_device,
     named_draft,
@@ -469,7 +469,7 @@ def save_device(profiled: ProfiledModel, rows: Sequence[Row], compute: Compute, 
     config = target.config
     is_gpu = compute.device.type == "cuda"
     context = config.prefix + config.image_tokens // (1 if is_gpu else 2)
-    setting = Setting(sizes=config, batch=1, guided=profiled.is_guided, context=context)
+    setting = Workload(sizes=config, batch=1, guided=profiled.is_guided, context=context)
     itemsize = compute.dtype.itemsize
     # Only steps are fitted. A forward by itself finds weights and cache where the one before left
     # them, so a forward in a step takes longer.

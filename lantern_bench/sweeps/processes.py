@@ -81,7 +81,7 @@ def decode_in_processes(request: Request, emit: Emit) -> int:
 
 def _decode_missing(request: Request, emit: Emit) -> int:
     # Imported here, because it imports torch, which the parent does not need.
-    from lantern_bench.sweeps.runner import decode_missing
+    from lantern_bench.sweeps.in_process import decode_missing
 
     return decode_missing(request, emit)
 

@@ -205,20 +205,20 @@ class Worker:
         import torch
 
         from lantern_bench.devices.machine import compute_block, device_columns, machine_block
-        from lantern_bench.sweeps import runner
+        from lantern_bench.sweeps import in_process
 
         settings = request.experiment.settings
         notes = list[Any]()
-        self.compute, self.models = runner.load_to_decode(request.experiment, notes.append)
+        self.compute, self.models = in_process.load_to_decode(request.experiment, notes.append)
         if self.compute.device.type == "cpu":
             cores = ray.get_runtime_context().get_assigned_resources().get("CPU", 1)
             torch.set_num_threads(settings.threads or max(1, int(cores)))
         if settings.threads is None:
             batches = list(request.plan.batches())
-            runner.prepare_models(batches, self.models, emit=ignore_events)
-            runner.choose_threads_for(request.plan.tasks, self.models, emit=notes.append)
+            in_process.prepare_models(batches, self.models, emit=ignore_events)
+            in_process.choose_threads_for(request.plan.tasks, self.models, emit=notes.append)
         self.repeat_disturbed = "speed" in settings.metrics
-        key = runner.key_fields(self.models, settings, self.compute, cells=request.plan.cells)
+        key = in_process.key_fields(self.models, settings, self.compute, cells=request.plan.cells)
         return Ready(
             notes=notes,
             key=key,
@@ -243,7 +243,7 @@ class Worker:
         import torch
 
         from lantern_bench.sweeps.decoder import Decoder
-        from lantern_bench.sweeps.runner import prepare_models
+        from lantern_bench.sweeps.in_process import prepare_models
 
         if self.compute.device.type == "cpu":
             torch.set_num_threads(threads)
@@ -500,7 +500,7 @@ class RayDriver:
 
     def _admit(self, worker: WorkerHandle, ready: Ready) -> None:
         """Open the session of a worker that has loaded the models; the first opens the store."""
-        from lantern_bench.sweeps.runner import open_session
+        from lantern_bench.sweeps.in_process import open_session
 
         if not self._is_open:
             self._open(ready)

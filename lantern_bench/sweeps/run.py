@@ -92,7 +92,7 @@ def _decode(request: Request, emit: Emit) -> int:
 
         return decode_on_ray(request, emit)
     if request.experiment.settings.processes == 1:
-        from lantern_bench.sweeps.runner import decode_missing
+        from lantern_bench.sweeps.in_process import decode_missing
 
         return decode_missing(request, emit)
     from lantern_bench.sweeps.processes import decode_in_processes

@@ -55,14 +55,14 @@ COLUMNS = (
 class Observations(NamedTuple):
     """What an interval is computed from."""
 
-    over: list[float]  # numerators
-    under: list[float]  # denominators
+    numerator: list[float]  # numerators
+    denominator: list[float]  # denominators
     prompts: list[str]  # of each observation
 
     @property
     def value(self) -> float:
         """Sum over sum."""
-        return sum(self.over) / sum(self.under)
+        return sum(self.numerator) / sum(self.denominator)
 
 
 class Evaluated(NamedTuple):
@@ -293,9 +293,9 @@ class _Evaluation:
                     slots=slots[start : start + _BATCH],
                 )
             for image in decoded:
-                accepted.over.append(float(sum(image.trace.committed)))
-                accepted.under.append(float(len(image.trace.committed)))
-            on_done(len(accepted.over) / images)
+                accepted.numerator.append(float(sum(image.trace.committed)))
+                accepted.denominator.append(float(len(image.trace.committed)))
+            on_done(len(accepted.numerator) / images)
         return accepted
 
 
@@ -320,7 +320,7 @@ def _write_report(job: DrafterJob, report: TrainReport, evaluated: Sequence[Eval
         drafters[name] = {
             "one_minus_tv": one_minus_tv,
             "mal": None if accepted is None else accepted.value,
-            "images": 0 if accepted is None else len(accepted.over),
+            "images": 0 if accepted is None else len(accepted.numerator),
         }
     content = {
         "target": Path(job.flags.target).name,

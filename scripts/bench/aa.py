@@ -68,21 +68,27 @@ def hodges_lehmann(values: Array) -> float:
 
 def by_median_pace(images: pd.DataFrame) -> float:
     """Return the log speedup of steps times median seconds per step."""
-    ar = images["over_steps"].sum() * np.median(images["over"] / images["over_steps"])
-    cell = images["under_steps"].sum() * np.median(images["under"] / images["under_steps"])
+    ar = images["numerator_steps"].sum() * np.median(
+        images["numerator"] / images["numerator_steps"]
+    )
+    cell = images["denominator_steps"].sum() * np.median(
+        images["denominator"] / images["denominator_steps"]
+    )
     return math.log(ar / cell)
 
 
 def log_ratios(images: pd.DataFrame) -> Array:
     """Return the log speedup of each image."""
-    return np.log((images["over"] / images["under"]).to_numpy())
+    return np.log((images["numerator"] / images["denominator"]).to_numpy())
 
 
-# Logarithm of a speedup from the columns of `timed_images`: seconds of `ar` are `over`, seconds of
-# the cell are `under`.
+# Logarithm of a speedup from the columns of `timed_images`: seconds of `ar` are `numerator`,
+# seconds of the cell are `denominator`.
 ESTIMATORS: dict[str, Callable[[pd.DataFrame], float]] = {
-    "sums": lambda images: math.log(images["over"].sum() / images["under"].sum()),
-    "medians": lambda images: math.log(images["over"].median() / images["under"].median()),
+    "sums": lambda images: math.log(images["numerator"].sum() / images["denominator"].sum()),
+    "medians": lambda images: math.log(
+        images["numerator"].median() / images["denominator"].median()
+    ),
     "mean of log ratios": lambda images: float(log_ratios(images).mean()),
     "trimmed mean of log ratios": lambda images: float(trim_mean(log_ratios(images), 0.2)),
     "Hodges-Lehmann": lambda images: hodges_lehmann(log_ratios(images)),
@@ -133,7 +139,11 @@ def figures(run: RunData) -> Iterator[tuple[str, str, Interval]]:
         yield cell.cell_id, CHOSEN, repeat_interval(timing(timed_images(cell, base)))
         raw = timed_images(_uncut(cell), _uncut(base))
         prompts = raw.index.get_level_values("prompt_id")
-        yield cell.cell_id, OVER_PROMPTS, ratio_of_sums(raw["over"], raw["under"], prompts)
+        yield (
+            cell.cell_id,
+            OVER_PROMPTS,
+            ratio_of_sums(raw["numerator"], raw["denominator"], prompts),
+        )
         for name, estimate in ESTIMATORS.items():
             logs = [estimate(images) for _, images in raw.groupby("process")]
             middle = estimate(raw)

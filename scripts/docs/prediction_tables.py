@@ -21,10 +21,10 @@ import pandas as pd
 from lantern_bench.models.networks.transformer_config import TransformerConfig
 from lantern_bench.models.registry import model_of
 from lantern_bench.profile.cost_model import (
-    STACKS,
+    KERNEL_COUNTS,
     Draft,
-    Setting,
-    Stack,
+    KernelCounts,
+    Workload,
     fit_device,
     named_draft,
     prefill_seconds,
@@ -63,13 +63,13 @@ def published_rows() -> list[dict[str, Any]]:
     return rows
 
 
-def predicted(row: dict[str, Any], stack: Stack = STACKS["eager"]) -> float:
+def predicted(row: dict[str, Any], stack: KernelCounts = KERNEL_COUNTS["eager"]) -> float:
     """Return the predicted speedup of a published row from its compression.
 
     `rounds` is how many drafts are made for each target forward.
     """
     sizes = EMU3 if row["model"] == "emu3" else model_of(row["model"]).sizes
-    at = Setting(sizes=sizes, batch=1, guided=True, context=sizes.prefix + sizes.image_tokens / 2)
+    at = Workload(sizes=sizes, batch=1, guided=True, context=sizes.prefix + sizes.image_tokens / 2)
     device = devices()[row["device"] or ANY_DEVICE]
     compression = float(row["compression"])
     step = step_seconds(
@@ -103,7 +103,7 @@ def held_out() -> list[dict[str, Any]]:
         table = pd.read_csv(path)
         sizes = model_of(table["model"][0]).sizes
         drafts = [named_draft(str(tree)) for tree in table["tree"]]
-        at = Setting(
+        at = Workload(
             sizes=sizes, batch=1, guided=True, context=sizes.prefix + sizes.image_tokens // 2
         )
         parts = table[["draft_ms", "target_ms", "verify_ms", "other_ms"]].fillna(0.0)
@@ -117,7 +117,7 @@ def held_out() -> list[dict[str, Any]]:
         host = 1e3 * parts["other_ms"][table["tree"].notna()].median()
         device = fit_device(samples, name="reference", kind="cpu", step_us=host)
         plain = step_seconds(
-            device=device, stack=STACKS["compiled"], setting=at, draft=None, committed=1.0
+            device=device, stack=KERNEL_COUNTS["compiled"], setting=at, draft=None, committed=1.0
         )["total"].sum()
         ours = parts.sum(axis=1)
         # The step that the cells are compared to, without the prefill: it is not in the parts.
@@ -131,7 +131,7 @@ def held_out() -> list[dict[str, Any]]:
                     * plain
                     / step_seconds(
                         device=device,
-                        stack=STACKS["compiled"],
+                        stack=KERNEL_COUNTS["compiled"],
                         setting=at,
                         draft=draft,
                         committed=length,
@@ -149,8 +149,8 @@ def held_out() -> list[dict[str, Any]]:
 
 def of_a_cell(row: Any, device: Device, sizes: Any) -> float:
     """The speedup of a row of speed.csv, one image at a time, by this package's compiled steps."""
-    stack = STACKS["compiled"]
-    at = Setting(sizes=sizes, batch=1, guided=True, context=sizes.prefix + sizes.image_tokens / 2)
+    stack = KERNEL_COUNTS["compiled"]
+    at = Workload(sizes=sizes, batch=1, guided=True, context=sizes.prefix + sizes.image_tokens / 2)
     asked = round(row.drafter_forwards / (row.target_forwards - 1))
     draft = named_draft(row.tree)
     if draft is None and (window := re.match(r"w(\d+)", row.tree)):

@@ -15,8 +15,8 @@ import pandas as pd
 
 from lantern_bench.models.registry import model_of
 from lantern_bench.profile.cost_model import (
-    STACKS,
-    Setting,
+    KERNEL_COUNTS,
+    Workload,
     named_draft,
     prefill_seconds,
     step_seconds,
@@ -71,7 +71,7 @@ def predicted_seconds(speed: pd.DataFrame, device: Device, model: str) -> dict[s
     draft is not told by its name are left out.
     """
     seconds = {}
-    kernels = STACKS["compiled"]
+    kernels = KERNEL_COUNTS["compiled"]
     for row in speed.to_dict("records"):
         sizes = model_of(model).sizes
         is_ar = row["drafting"] == "none"
@@ -80,7 +80,7 @@ def predicted_seconds(speed: pd.DataFrame, device: Device, model: str) -> dict[s
         if (draft is None and not is_ar) or not length > 0:
             continue
         batch = int(row["batch"] or 1)
-        setting = Setting(
+        setting = Workload(
             sizes=sizes,
             batch=batch,
             guided=row["cfg_scale"] != 1,

@@ -198,11 +198,11 @@ def _evaluate(
 def _row(gate: QualityGate) -> list[object]:
     low = high = None
     if gate.observations is not None:
-        over, under, prompts = gate.observations
-        interval = ratio_of_sums(over, under, prompts)
-        if set(under) == {1.0} and set(over) in ({0.0}, {1.0}):
+        numerator, denominator, prompts = gate.observations
+        interval = ratio_of_sums(numerator, denominator, prompts)
+        if set(denominator) == {1.0} and set(numerator) in ({0.0}, {1.0}):
             # All or none were right. Resampling prompts shows no variation, so Wilson's interval.
-            interval = proportion(int(sum(over)), len(over))
+            interval = proportion(int(sum(numerator)), len(numerator))
         low = interval.low
         high = interval.high
     wanted = " and ".join(f"{side} {bound:g}" for side, bound in gate.wanted)

@@ -20,7 +20,11 @@ from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.plan import record_seed
 from lantern_bench.decoding.loop import decode
 from lantern_bench.decoding.sampling import guide
-from lantern_bench.decoding.teacher_forcing import Forced, drafter_logits_along, teacher_forced
+from lantern_bench.decoding.teacher_forcing import (
+    TeacherForced,
+    drafter_logits_along,
+    teacher_forced,
+)
 from lantern_bench.decoding.trace import ImageTrace
 from lantern_bench.models.families.lanterns.description import (
     FILES,
@@ -243,7 +247,7 @@ class Evaluation:
             lengths[drafting] = Observations(committed, steps, prompts)
         # Both commit the same tokens, so the ratio of accepted lengths is the ratio of steps,
         # prompt by prompt.
-        ratio = Observations(lengths["static"].under, lengths["dynamic"].under, prompts)
+        ratio = Observations(lengths["static"].denominator, lengths["dynamic"].denominator, prompts)
         yield _observed(
             part="drafter",
             name="lossless MAL, eagle1-25",
@@ -283,7 +287,7 @@ class Evaluation:
         return _each(values, prompts)
 
     @torch.inference_mode()
-    def _forced(self) -> Iterator[tuple[list[str], Forced]]:
+    def _forced(self) -> Iterator[tuple[list[str], TeacherForced]]:
         """Yield captions and target of batches of held-out sequences under teacher forcing."""
         pixels, attributes = held_out_scenes(_TEACHER_FORCED, _ACCEPTANCE_SEED)
         tokens = tokenize(self.tokenizer, pixels.permute(0, 2, 3, 1)).long().to(self.device)

@@ -75,16 +75,16 @@ def test_repeats_stay_inside_their_prompt():
 def test_sums_of_prompts_do_not_depend_on_the_order_of_images(repeats):
     noise = np.random.default_rng(repeats)
     prompts = noise.permutation(np.repeat([f"p{number}" for number in range(30)], repeats)).tolist()
-    over, under = 10.0 ** noise.uniform(-9, 9, (2, len(prompts)))
-    sums = sums_per_prompt(over, under, iter(prompts))
+    numerator, denominator = 10.0 ** noise.uniform(-9, 9, (2, len(prompts)))
+    sums = sums_per_prompt(numerator, denominator, iter(prompts))
     order = noise.permutation(len(prompts))
     np.testing.assert_array_equal(
-        sums, sums_per_prompt(over[order], under[order], [prompts[n] for n in order])
+        sums, sums_per_prompt(numerator[order], denominator[order], [prompts[n] for n in order])
     )
     for number, name in enumerate(sorted(set(prompts))):
         images = [image for image, prompt in enumerate(prompts) if prompt == name]
-        exact = math.fsum(over[images]), math.fsum(under[images])
-        assert (sums.over[number], sums.under[number]) == pytest.approx(exact, rel=1e-14)
+        exact = math.fsum(numerator[images]), math.fsum(denominator[images])
+        assert (sums.numerator[number], sums.denominator[number]) == pytest.approx(exact, rel=1e-14)
 
 
 def test_order_of_images_does_not_matter():

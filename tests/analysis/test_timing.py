@@ -65,7 +65,7 @@ def test_images_are_paired_by_prompt_whatever_their_order():
     ar, cell = make_cells(np.random.default_rng(0), np.full(12, STEPS))
     same = timed_images(cell, ar)
     assert len(same) == 12
-    assert (same["over"] == ar.images["seconds"]).all()
+    assert (same["numerator"] == ar.images["seconds"]).all()
     vars(cell)["images"] = cell.images.drop(cell.images.index[3])
     vars(cell).pop("timed")  # made of the images
     fewer = timed_images(cell, ar)
@@ -122,17 +122,22 @@ def test_a_real_change_is_found():
     generator = np.random.default_rng(11)
     slow, fast = make_repeats(generator, processes=5)
     a = timing(timed_images(slow[1], slow[0]))
-    b = timing(timed_images(fast[1], fast[0]).assign(over=lambda x: 2 * x.over))
+    b = timing(timed_images(fast[1], fast[0]).assign(numerator=lambda x: 2 * x.numerator))
     effect = compare_timings(a, b)
     assert effect.p_value < 0.001
     assert covers(effect, 2.0)
 
 
-def frame(over, processes, prompts=None, steps=None):
+def frame(numerator, processes, prompts=None, steps=None):
     images = pd.DataFrame(
-        {"over": over, "under": 1.0, "over_steps": steps or 1.0, "under_steps": 1.0}
+        {
+            "numerator": numerator,
+            "denominator": 1.0,
+            "numerator_steps": steps or 1.0,
+            "denominator_steps": 1.0,
+        }
     )
-    names = prompts or [f"p{number}" for number in range(len(over))]
+    names = prompts or [f"p{number}" for number in range(len(numerator))]
     return images.assign(process=processes).set_index(pd.Index(names, name="prompt_id"))
 
 

@@ -24,7 +24,7 @@ from lantern_bench.checks.tabular_model import (
 from lantern_bench.cli import main as cli
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.experiment import Cell
-from lantern_bench.decoding.acceptance import bound_rule
+from lantern_bench.decoding.acceptance import configured_rule
 from lantern_bench.methods import catalog
 from lantern_bench.methods.modes import SHIPPED_MODES, Mode
 from lantern_bench.methods.rules import SHIPPED_RULES
@@ -271,7 +271,7 @@ def test_a_lossless_claim_that_fails_exits_with_5(
     tiny: TinyModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(trials, "AUDIT_TABLES", 100)
-    monkeypatch.setattr(bound_rule, "accept_children", strict_without_residual)
+    monkeypatch.setattr(configured_rule, "accept_children", strict_without_residual)
     modes = ["--modes", "ar,speculative,lantern++"]
     assert cli.main(["certify", "tiny", *modes, *SMALL, "--samples", "20"]) == 5
     assert "checks do not hold: speculative-static" in capsys.readouterr().err

@@ -221,7 +221,7 @@ def test_a_missing_row_of_line_ends_fails_against_a_reference(
     lumina = files["forced"][0].parent
     path.write_text(f"family: anole\ngrid: [4, 4]\ntarget: {{checkpoint: {lumina / 'target'}}}\n")
     right: Any = load(files["forced"][0])
-    tokens = right.target.forced(torch.arange(20)).clamp_min(0).expand(1, -1)
+    tokens = right.target.forced_tokens(torch.arange(20)).clamp_min(0).expand(1, -1)
     condition = right.condition(LINES[:1])
     cond, uncond = right.target.logits_without_cache(condition, tokens)
     np.savez(

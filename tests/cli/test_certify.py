@@ -12,7 +12,7 @@ import pytest
 from lantern_bench.checks import trials
 from lantern_bench.checks.image_tests import TESTS
 from lantern_bench.cli import main as cli
-from lantern_bench.decoding.acceptance import bound_rule
+from lantern_bench.decoding.acceptance import configured_rule
 from tests.helpers.mistakes import strict_without_residual
 from tests.helpers.tiny_model import TinyModel
 
@@ -100,7 +100,7 @@ def test_power_counts_the_images_of_each_mistake(
 def test_lossy_decoder_exits_with_5(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(bound_rule, "accept_children", strict_without_residual)
+    monkeypatch.setattr(configured_rule, "accept_children", strict_without_residual)
     assert cli.main(["certify", "tiny", *SMALL, "--format", "table"]) == 5
     written = capsys.readouterr()
     assert "NO" in written.out

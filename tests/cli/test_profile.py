@@ -19,7 +19,7 @@ from lantern_bench.devices.threads import Calibrated
 from lantern_bench.models import registry
 from lantern_bench.models.random_model import read_size
 from lantern_bench.profile import tree_search
-from lantern_bench.profile.cost_model import STACKS, Setting, named_draft, step_seconds
+from lantern_bench.profile.cost_model import KERNEL_COUNTS, Workload, named_draft, step_seconds
 from lantern_bench.profile.device_specs import find_device
 from lantern_bench.profile.tree_search import SEARCHED, describe, searched_lossless
 from lantern_bench.sweeps import choose_threads
@@ -80,8 +80,8 @@ def test_saved_device_reproduces_what_it_was_fitted_to(measured: Path) -> None:
     sizes = read_size("2x64x64x4")
     step = step_seconds(
         device=device,
-        stack=STACKS["compiled"],
-        setting=Setting(sizes=sizes, batch=1, guided=True, context=8),
+        stack=KERNEL_COUNTS["compiled"],
+        setting=Workload(sizes=sizes, batch=1, guided=True, context=8),
         draft=named_draft("small-7"),
         committed=2.0,
     )["total"]

@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lantern_bench.decoding.acceptance.bound_rule import BoundRule
+from lantern_bench.decoding.acceptance.configured_rule import ConfiguredRule
 from lantern_bench.decoding.acceptance.verify import verify, verify_greedy
 from lantern_bench.decoding.drafting.dynamic import Growth
 from lantern_bench.decoding.sampling import draw_without_replacement, probabilities
@@ -58,7 +58,7 @@ def dynamic_draft() -> DraftTree:
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 @pytest.mark.parametrize("draft", [static_draft, dynamic_draft])
-def test_a_step_reads_no_value_on_the_host(draft, rule: BoundRule) -> None:
+def test_a_step_reads_no_value_on_the_host(draft, rule: ConfiguredRule) -> None:
     tree = draft()
     nodes = tree.tokens.shape[1]
     logits = numbers(BATCH, nodes, VOCABULARY)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lantern_bench.decoding.acceptance.bound_rule import BoundRule
+from lantern_bench.decoding.acceptance.configured_rule import ConfiguredRule
 from lantern_bench.decoding.sampling import probabilities
 from lantern_bench.decoding.tree import DraftTree, StaticTree, link_nodes
 from tests.helpers.rules import rule_named
@@ -36,7 +36,7 @@ class Case:
     info: dict[str, Any]
     arrays: dict[str, np.ndarray]
     tree: DraftTree
-    rule: BoundRule
+    rule: ConfiguredRule
 
     @property
     def greedy(self) -> bool:

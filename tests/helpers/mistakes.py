@@ -20,8 +20,8 @@ from torch import Tensor
 from lantern_bench.checks.trials import accepted_too_often, without_residual
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding import step
-from lantern_bench.decoding.acceptance.bound_rule import BoundRule
 from lantern_bench.decoding.acceptance.children import Acceptance, Children, accept_children
+from lantern_bench.decoding.acceptance.configured_rule import ConfiguredRule
 from lantern_bench.decoding.acceptance.draft_view import Codes
 from lantern_bench.decoding.acceptance.official import OfficialRule
 from lantern_bench.decoding.acceptance.traversal import accept_traversal
@@ -46,12 +46,12 @@ class Mistake:
     """What is wrong, and the rule, the drafting, or the code of the package, that is wrong so."""
 
     name: str
-    accept: Callable[[Children, BoundRule], Acceptance] | None = None
+    accept: Callable[[Children, ConfiguredRule], Acceptance] | None = None
     make: Callable[[Decoding, Target, int], DraftMethod] | None = None
-    rule: BoundRule | None = None  # in place of `accept`
+    rule: ConfiguredRule | None = None  # in place of `accept`
     patched: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
 
-    def acceptance_rule(self) -> BoundRule | None:
+    def acceptance_rule(self) -> ConfiguredRule | None:
         """Return the rule that is wrong, if it is the rule."""
         if self.accept is None:
             return self.rule
@@ -93,7 +93,7 @@ def rule_mistakes(decoding: Decoding, model: DecodableModel) -> list[Mistake]:
     codes: Any = model.target.vocab_size
     k = 2 if codes < 10 else min(100, codes // 4)
     near = Codes(neighbours=k, nearest=model.table(k, "l2"))
-    relaxed = BoundRule(RULES["multiplicative"], {"lambda": 2.0}, near)
+    relaxed = ConfiguredRule(RULES["multiplicative"], {"lambda": 2.0}, near)
     mistakes.append(Mistake("relaxed with lambda 2", rule=relaxed))
     if decoding.branches:
         mistakes.append(
@@ -102,7 +102,7 @@ def rule_mistakes(decoding: Decoding, model: DecodableModel) -> list[Mistake]:
     return mistakes
 
 
-def strict_without_residual(children: Children, _rule: BoundRule) -> Acceptance:
+def strict_without_residual(children: Children, _rule: ConfiguredRule) -> Acceptance:
     """The strict rule without its residual: drafts are accepted as often as they should, so a weak
     test misses it.
     """
@@ -110,7 +110,7 @@ def strict_without_residual(children: Children, _rule: BoundRule) -> Acceptance:
     return accept_children(children, OfficialRule(keeps_p(lambda draft, _values: draft.ratio)))
 
 
-def siblings_not_renormalised(children: Children, _rule: BoundRule) -> Acceptance:
+def siblings_not_renormalised(children: Children, _rule: ConfiguredRule) -> Acceptance:
     """The strict rule that takes a rejected sibling out of q (deterministic: of p) and does not
     renormalise.
     """
@@ -248,7 +248,7 @@ def _unfiltered(decoding: Decoding, target: Target, batch: int) -> DraftMethod:
     def verified(tree: Any, p: Tensor, _rule: Any, **others: Any) -> Verdict:
         plain = tree.rows(_SEEN[0])
 
-        def accept(children: Children, rule: BoundRule) -> Acceptance:
+        def accept(children: Children, rule: ConfiguredRule) -> Acceptance:
             assert children.q is not None
             before = accept_children(replace(children, p=plain.clone(), q=children.q.clone()), rule)
             return replace(accept_children(children, rule), accept=before.accept)
@@ -434,7 +434,7 @@ def _uniform_number_used_again() -> Mistake:
         draftings[batch] = _UniformNumbers(decoding, target, batch)
         return draftings[batch]
 
-    def accept(children: Children, rule: BoundRule) -> Acceptance:
+    def accept(children: Children, rule: ConfiguredRule) -> Acceptance:
         acceptance = accept_children(children, rule)
         assert children.layout is not None
         images = len(children.tokens) // len(children.layout.nodes)

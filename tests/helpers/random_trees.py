@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lantern_bench.decoding.acceptance.bound_rule import BoundRule
+from lantern_bench.decoding.acceptance.configured_rule import ConfiguredRule
 from lantern_bench.decoding.acceptance.official import OfficialRule
 from lantern_bench.decoding.neighbours import nearest_codes
 from lantern_bench.decoding.sampling import draw_without_replacement, guide, probabilities
@@ -35,7 +35,7 @@ class Draft:
     tree: DraftTree
     logits: Tensor
     probs: Tensor
-    rule: BoundRule
+    rule: ConfiguredRule
     uniforms: Tensor
     noise: Tensor
     depth_limit: Tensor | None
@@ -48,7 +48,7 @@ class Draft:
         return self.tree.max_depth if self.depth_limit is None else int(self.depth_limit[image])
 
 
-def rules_of(rule: BoundRule) -> Rules:
+def rules_of(rule: ConfiguredRule) -> Rules:
     """The rule for the oracle."""
     residual = "official" if isinstance(rule, OfficialRule) else "exact"
     table = None if rule.codes.nearest is None else rule.codes.nearest.numpy().astype(int)
@@ -63,7 +63,7 @@ def rules_of(rule: BoundRule) -> Rules:
 
 def random_rule(
     rng: np.random.Generator, vocabulary: int, table: Tensor | None = None, residual: str = ""
-) -> BoundRule:
+) -> ConfiguredRule:
     residuals = ("exact", "official")
     residual = residual or residuals[rng.integers(2)]
     neighbours = int(rng.integers(0, vocabulary))

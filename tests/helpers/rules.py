@@ -7,15 +7,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lantern_bench.decoding.acceptance.bound_rule import BoundRule
 from lantern_bench.decoding.acceptance.children import Acceptance, Children, accept_children
+from lantern_bench.decoding.acceptance.configured_rule import ConfiguredRule
 from lantern_bench.decoding.acceptance.decisions import neighbour_masses
 from lantern_bench.decoding.acceptance.draft_view import Codes, DraftView, Weights
 from lantern_bench.decoding.acceptance.official import OfficialRule
 from lantern_bench.methods.catalog import RULES
 from lantern_bench.methods.rules import tree_rule
 
-STRICT = BoundRule(RULES["strict"])
+STRICT = ConfiguredRule(RULES["strict"])
 
 
 def rule_named(
@@ -27,23 +27,23 @@ def rule_named(
     table: Tensor | None = None,
     codebook: Tensor | None = None,
     **values: Any,
-) -> BoundRule:
+) -> ConfiguredRule:
     """The rule of a row with these values, also those that an experiment refuses."""
     row = RULES[name]
     defaults = {parameter.name: parameter.default for parameter in row.parameters}
     if not row.lossless:
         values = {**defaults, row.bound: bound, **values}
     codes = Codes(neighbours=neighbours, nearest=table, embeddings=codebook)
-    kind = OfficialRule if residual == "official" else BoundRule
+    kind = OfficialRule if residual == "official" else ConfiguredRule
     return kind(row, values, codes)
 
 
-def broken(name: str, code: Any) -> BoundRule:
+def broken(name: str, code: Any) -> ConfiguredRule:
     """A rule that is wrong on purpose: `code` decides in place of `accept_children`."""
-    return BoundRule(tree_rule(name)(code))
+    return ConfiguredRule(tree_rule(name)(code))
 
 
-def neighbour_mass(draft: DraftView, rule: BoundRule) -> tuple[Tensor, Tensor]:
+def neighbour_mass(draft: DraftView, rule: ConfiguredRule) -> tuple[Tensor, Tensor]:
     """m(x) [n], and which neighbours x takes it from, bool [n, k]."""
     _, within_limit = neighbour_masses(draft, rule)
     decision = rule.decide(draft)
@@ -53,7 +53,7 @@ def neighbour_mass(draft: DraftView, rule: BoundRule) -> tuple[Tensor, Tensor]:
 
 
 def accept(
-    p: Tensor, q: Tensor | None, tokens: Tensor, rule: BoundRule, offered: Tensor | None = None
+    p: Tensor, q: Tensor | None, tokens: Tensor, rule: ConfiguredRule, offered: Tensor | None = None
 ) -> Acceptance:
     """Accept the children `tokens` [N, C] of N roots; those that are -1 are not offered."""
     depth = torch.ones(len(p), dtype=torch.int64)
@@ -83,7 +83,7 @@ class Emission(NamedTuple):
 
 
 def emitted(
-    p: Tensor, q: Tensor | None, tokens: Tensor, valid: Tensor, rule: BoundRule
+    p: Tensor, q: Tensor | None, tokens: Tensor, valid: Tensor, rule: ConfiguredRule
 ) -> Emission:
     """The exact emission of N roots with p and q [N, V] and children `tokens`, `valid` [N, C]."""
     acceptance = accept(p=p, q=q, tokens=tokens, rule=rule, offered=valid)
@@ -104,7 +104,7 @@ def at_start(p: Tensor) -> Tensor:
     return torch.zeros(len(p), dtype=torch.int64)
 
 
-def view_of(p: Tensor, tokens: Tensor, rule: BoundRule) -> DraftView:
+def view_of(p: Tensor, tokens: Tensor, rule: ConfiguredRule) -> DraftView:
     """Deterministic drafts `tokens` [n] of n roots with the distributions `p` [n, V], as a rule
     sees them.
     """

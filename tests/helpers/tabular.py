@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lantern_bench.decoding.acceptance.bound_rule import BoundRule
-from lantern_bench.decoding.acceptance.verify import accept_tree, verify
+from lantern_bench.decoding.acceptance.configured_rule import ConfiguredRule
+from lantern_bench.decoding.acceptance.verify import accept_drafts, verify
 from lantern_bench.decoding.drafting.dynamic import Growth
 from lantern_bench.decoding.sampling import guide, probabilities
 from lantern_bench.decoding.tree import DraftTree, StaticTree
@@ -190,7 +190,7 @@ def _orders(q: Tensor, count: int) -> Iterator[tuple[tuple[int, ...], float]]:
 
 
 def verify_step(
-    tree: DraftTree, p: Tensor, depth_limit: int | None = None, rule: BoundRule | None = None
+    tree: DraftTree, p: Tensor, depth_limit: int | None = None, rule: ConfiguredRule | None = None
 ) -> Outcomes:
     """The step of the package under a rule, by default the strict one: `verify` forced to stop at
     each node in turn.
@@ -201,7 +201,7 @@ def verify_step(
     batch, nodes, _ = p.shape
     limit = None if depth_limit is None else torch.full((batch,), depth_limit)
     rule = rule or STRICT
-    _, acceptance = accept_tree(tree=tree, target_probs=p, rule=rule, depth_limit=limit)
+    _, acceptance = accept_drafts(tree=tree, target_probs=p, rule=rule, depth_limit=limit)
     weights, forced = force_stops(tree, tree.by_node(acceptance.accept))
     drafts = []
     lengths = []
@@ -245,7 +245,7 @@ def force_stops(tree: DraftTree, accept: Tensor) -> tuple[Tensor, Tensor]:
     return weights, uniforms
 
 
-def accepted(drafts: Drafts, p: Tensor, rule: BoundRule | None = None) -> float:
+def accepted(drafts: Drafts, p: Tensor, rule: ConfiguredRule | None = None) -> float:
     """The mean number of accepted drafts of a step."""
     weights, tree = drafts
     stops, _, lengths, _ = verify_step(tree, p, rule=rule)

@@ -1,7 +1,7 @@
 """A model without weights: tables of logits by the token before, so that a run takes milliseconds.
 
-Shared by the tests of the runner and of the commands. `TinyModel.broken` are captions at which the
-model fails.
+Shared by the tests of in-process decoding and of the commands. `TinyModel.broken` are captions at
+which the model fails.
 """
 
 from __future__ import annotations

@@ -13,12 +13,12 @@ from lantern_bench.methods.static_trees import STATIC_TREES
 from lantern_bench.models.networks.transformer_config import TransformerConfig
 from lantern_bench.models.registry import model_of, models
 from lantern_bench.profile.cost_model import (
-    STACKS,
+    KERNEL_COUNTS,
     Draft,
+    KernelCounts,
     Sample,
-    Setting,
-    Stack,
     Work,
+    Workload,
     draft_work,
     fit_device,
     named_draft,
@@ -34,10 +34,10 @@ from lantern_bench.utils.errors import RefusedError, UserError
 SIZES = TransformerConfig(
     vocab_size=100, dim=64, layers=2, heads=1, ffn_dim=128, prefix=4, grid=(4, 4)
 )
-AT = Setting(SIZES, batch=1, guided=True, context=10)
+AT = Workload(SIZES, batch=1, guided=True, context=10)
 # Kernels: a layer 3, a forward 5, a drafter forward 7, a level 11, no node, verification 13, rank
 # 17, walk 19, keep 23.
-STACK = Stack(
+STACK = KernelCounts(
     layer=3,
     forward=5,
     drafter=7,
@@ -87,7 +87,7 @@ def test_kernels_of_a_step_are_as_computed_by_hand():
 
 def test_the_prefill_is_eager_where_the_device_says_what_that_costs():
     device = devices()["h100"]
-    compiled = STACKS["compiled"]
+    compiled = KERNEL_COUNTS["compiled"]
     seconds = prefill_seconds(device, compiled, AT)
     # This small forward waits for the host: 49 kernels per layer and 18 more, 13 us each.
     assert seconds == pytest.approx(13e-6 * (49 * SIZES.layers + 18))
@@ -108,11 +108,11 @@ def test_programs_overlap_as_the_device_does():
         seconds_of(work, CPU.model_copy(update={"eager_kernel_us": None}), eager)
 
 
-@pytest.mark.parametrize("stack", STACKS.values(), ids=STACKS)
+@pytest.mark.parametrize("stack", KERNEL_COUNTS.values(), ids=KERNEL_COUNTS)
 @pytest.mark.parametrize("device", [*devices().values(), CPU], ids=lambda device: device.name)
-def test_more_work_never_costs_less(device: Device, stack: Stack):
+def test_more_work_never_costs_less(device: Device, stack: KernelCounts):
     device = device.model_copy(update={"eager_kernel_us": device.eager_kernel_us or 20.0})
-    at = Setting(sizes=model_of("llamagen-t2i-stage1").sizes, batch=1, guided=False, context=100)
+    at = Workload(sizes=model_of("llamagen-t2i-stage1").sizes, batch=1, guided=False, context=100)
     chains = [named_draft(f"chain-{length}") for length in range(3, 8)]
     steps = [
         step_seconds(device=device, stack=stack, setting=at, draft=draft, committed=2.0)[
@@ -164,8 +164,8 @@ def test_dynamic_draft_and_unknown_label():
 @pytest.mark.parametrize("kind", ["cpu", "gpu"])
 def test_fit_recovers_a_device_from_its_own_times(kind: str):
     truth = CPU.model_copy(update={"kind": kind, "read_gb_s": 20.0, "multiply_tflops": 0.3})
-    at = Setting(sizes=model_of("lanterns").sizes, batch=1, guided=True, context=138)
-    stack = STACKS["compiled"]
+    at = Workload(sizes=model_of("lanterns").sizes, batch=1, guided=True, context=138)
+    stack = KERNEL_COUNTS["compiled"]
     samples = [
         Sample(
             program="target",
@@ -205,9 +205,9 @@ def test_fit_recovers_a_device_from_its_own_times(kind: str):
         assert ours == pytest.approx(theirs, rel=0.01 if kind == "cpu" else 0.1)
 
 
-def _works(at: Setting, draft: Draft) -> list[Work]:
+def _works(at: Workload, draft: Draft) -> list[Work]:
     return draft_work(
-        setting=at, draft=draft, committed=1, weight_bytes=2, stack=STACKS["compiled"]
+        setting=at, draft=draft, committed=1, weight_bytes=2, stack=KERNEL_COUNTS["compiled"]
     )
 
 

@@ -13,7 +13,7 @@ import pytest
 from lantern_bench.analysis.tables import tables_of
 from lantern_bench.cli import main as cli
 from lantern_bench.models.registry import model_of
-from lantern_bench.profile.cost_model import STACKS, Setting, named_draft, step_seconds
+from lantern_bench.profile.cost_model import KERNEL_COUNTS, Workload, named_draft, step_seconds
 from lantern_bench.profile.device_specs import devices
 from lantern_bench.profile.prediction import (
     measured_elsewhere,
@@ -84,9 +84,13 @@ def test_speedup_is_accepted_length_over_relative_cost_of_a_step(run: RunData):
     # tokens.
     row = next(row for row in prediction_rows(run, A100, "eager") if row["mode"] == "speculative")
     sizes = model_of("lanterns").sizes
-    at = Setting(sizes=sizes, batch=1, guided=True, context=sizes.prefix + 11 / 3)
+    at = Workload(sizes=sizes, batch=1, guided=True, context=sizes.prefix + 11 / 3)
     step = step_seconds(
-        device=A100, stack=STACKS["eager"], setting=at, draft=named_draft("small-7"), committed=2.0
+        device=A100,
+        stack=KERNEL_COUNTS["eager"],
+        setting=at,
+        draft=named_draft("small-7"),
+        committed=2.0,
     )
     assert row["mean_accepted_length"] == 2.0
     assert row["nodes"] == 8

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lantern_bench.models.families.lanterns.family import Lanterns
 from lantern_bench.profile.cost_model import (
-    STACKS,
-    Setting,
+    KERNEL_COUNTS,
+    Workload,
     draft_work,
     named_draft,
     target_work,
@@ -65,7 +65,7 @@ def test_rows_with_a_stated_device_are_predicted_within_the_bar():
 
 
 def test_launch_time_of_eager_code_cancels_in_a_speedup():
-    stack = STACKS["eager"]
+    stack = KERNEL_COUNTS["eager"]
     more = stack._replace(
         **{name: 1.5 * getattr(stack, name) for name in stack._fields if name != "fixed"}
     )
@@ -145,8 +145,8 @@ def test_eager_kernels_are_those_of_the_plain_implementation(label: str | None):
         else:
             result = plain.speculative(condition, noise, 48, paths=_paths(label))
     steps = len(result.committed)
-    at = Setting(sizes=target.config, batch=1, guided=True, context=100)
-    stack = STACKS["eager"]
+    at = Workload(sizes=target.config, batch=1, guided=True, context=100)
+    stack = KERNEL_COUNTS["eager"]
     ours = target_work(setting=at, nodes=1, weight_bytes=2, stack=stack).kernels
     if draft is not None:
         length = sum(result.committed) / steps

@@ -25,7 +25,7 @@ from torch import Tensor
 from lantern_bench.decoding.tree import TreeLayout
 
 if TYPE_CHECKING:
-    from lantern_bench.decoding.acceptance.bound_rule import BoundRule
+    from lantern_bench.decoding.acceptance.configured_rule import ConfiguredRule
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Acceptance:
         return residual / residual.sum(dim=-1, keepdim=True)
 
 
-def accept_children(children: Children, rule: BoundRule) -> Acceptance:
+def accept_children(children: Children, rule: ConfiguredRule) -> Acceptance:
     """Decide on every child of every node, each as if its earlier siblings had been rejected.
 
     Args:

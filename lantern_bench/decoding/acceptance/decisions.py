@@ -19,7 +19,7 @@ from torch import Tensor
 from lantern_bench.decoding.acceptance.draft_view import DraftView
 
 if TYPE_CHECKING:
-    from lantern_bench.decoding.acceptance.bound_rule import BoundRule
+    from lantern_bench.decoding.acceptance.configured_rule import ConfiguredRule
 
 
 @dataclass(frozen=True)
@@ -41,14 +41,14 @@ class Decision:
     removal: Tensor | float = 1.0
 
 
-def decide_strictly(draft: DraftView, rule: BoundRule) -> Decision:
+def decide_strictly(draft: DraftView, rule: ConfiguredRule) -> Decision:
     """Decide as speculative sampling does."""
     del rule
     mass = torch.zeros_like(draft.p_x)
     return Decision(probability=accept_probability(draft, mass), neighbour_mass=mass)
 
 
-def decide_by_neighbours(draft: DraftView, rule: BoundRule) -> Decision:
+def decide_by_neighbours(draft: DraftView, rule: ConfiguredRule) -> Decision:
     """Decide with the mass of neighbours added; a draft of probability 0 takes none."""
     cumulative_mass, within_limit = neighbour_masses(draft, rule)
     taken = within_limit & (draft.p_x > 0)[:, None]
@@ -60,7 +60,7 @@ def decide_by_neighbours(draft: DraftView, rule: BoundRule) -> Decision:
     )
 
 
-def decide_by_probability(draft: DraftView, rule: BoundRule) -> Decision:
+def decide_by_probability(draft: DraftView, rule: ConfiguredRule) -> Decision:
     """Decide with f(x), which says for every token how much of q acceptance uses up."""
     f = every_probability(draft, rule)
     probability = f.gather(1, draft.token[:, None]).squeeze(1)
@@ -79,7 +79,7 @@ def accept_probability(draft: DraftView, mass: Tensor) -> Tensor:
     return ratio.clamp(max=1.0)
 
 
-def neighbour_masses(draft: DraftView, rule: BoundRule) -> tuple[Tensor, Tensor]:
+def neighbour_masses(draft: DraftView, rule: ConfiguredRule) -> tuple[Tensor, Tensor]:
     """Return the cumulative mass of the neighbours, nearest first, and which keep the limit.
 
     Both [n, k].
@@ -92,7 +92,7 @@ def neighbour_masses(draft: DraftView, rule: BoundRule) -> tuple[Tensor, Tensor]
     return cumulative_mass, is_within.cumprod(dim=1, dtype=torch.int32).bool()
 
 
-def every_probability(draft: DraftView, rule: BoundRule) -> Tensor:
+def every_probability(draft: DraftView, rule: ConfiguredRule) -> Tensor:
     """Return f [n, V], clamped to [0, 1]; 0 for tokens that cannot be drawn."""
     p = draft.p
     q = draft.q

@@ -15,8 +15,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lantern_bench.decoding.acceptance.bound_rule import BoundRule
 from lantern_bench.decoding.acceptance.children import Children
+from lantern_bench.decoding.acceptance.configured_rule import ConfiguredRule
 from lantern_bench.decoding.acceptance.decisions import (
     Decision,
     Lenders,
@@ -27,7 +27,7 @@ from lantern_bench.decoding.acceptance.draft_view import DraftView
 from lantern_bench.decoding.acceptance.residual import Residual
 
 
-class OfficialRule(BoundRule):
+class OfficialRule(ConfiguredRule):
     """A relaxed rule as the LANTERN authors' code treats it."""
 
     def decide(self, draft: DraftView) -> Decision:

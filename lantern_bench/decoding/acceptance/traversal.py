@@ -15,8 +15,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lantern_bench.decoding.acceptance.bound_rule import BoundRule
 from lantern_bench.decoding.acceptance.children import Acceptance, Children
+from lantern_bench.decoding.acceptance.configured_rule import ConfiguredRule
 from lantern_bench.decoding.tree import RankGroup
 
 
@@ -34,7 +34,7 @@ def visit_probability_after(probability: Tensor, residual_sum: Tensor) -> Tensor
 
 def accept_traversal(
     children: Children,
-    rule: BoundRule,
+    rule: ConfiguredRule,
     update: Callable[[Tensor, Tensor], Tensor] = visit_probability_after,
 ) -> Acceptance:
     """Accept the drafts of static trees, in which a child is offered after those before it.

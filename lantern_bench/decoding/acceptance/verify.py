@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lantern_bench.decoding.acceptance.bound_rule import BoundRule
 from lantern_bench.decoding.acceptance.children import Acceptance, Children
+from lantern_bench.decoding.acceptance.configured_rule import ConfiguredRule
 from lantern_bench.decoding.acceptance.decisions import decide_by_neighbours, relaxed_distribution
 from lantern_bench.decoding.acceptance.draft_view import DraftView, Weights
 from lantern_bench.decoding.sampling import greedy_probabilities, sample
@@ -43,7 +43,7 @@ class Verdict:
 def verify(
     tree: DraftTree,
     target_probs: Tensor,
-    rule: BoundRule,
+    rule: ConfiguredRule,
     *,
     uniforms: Tensor,
     noise: Tensor,
@@ -62,7 +62,7 @@ def verify(
         position: The tokens committed so far, int64 [B], for rules that read it.
     """
     # 1. How likely is each child accepted, if its earlier siblings are rejected?
-    offered, acceptance = accept_tree(
+    offered, acceptance = accept_drafts(
         tree=tree, target_probs=target_probs, rule=rule, depth_limit=depth_limit, position=position
     )
 
@@ -90,7 +90,7 @@ def verify(
 def verify_greedy(
     tree: DraftTree,
     guided_logits: Tensor,
-    rule: BoundRule,
+    rule: ConfiguredRule,
     depth_limit: Tensor | None = None,
     position: Tensor | None = None,
 ) -> Verdict:
@@ -130,10 +130,10 @@ def verify_greedy(
     )
 
 
-def accept_tree(
+def accept_drafts(
     tree: DraftTree,
     target_probs: Tensor,
-    rule: BoundRule,
+    rule: ConfiguredRule,
     depth_limit: Tensor | None = None,
     position: Tensor | None = None,
 ) -> tuple[Tensor, Acceptance]:
@@ -161,7 +161,7 @@ def accept_tree(
         position=_positions(position, depth),
         layout=tree.layout,
     )
-    return offered, rule.accept_tree(children)
+    return offered, rule.accept(children)
 
 
 def offered_children(tree: DraftTree, depth_limit: Tensor | None) -> Tensor:
@@ -288,7 +288,7 @@ def _positions(start: Tensor | None, depth: Tensor) -> Tensor:
 
 
 def _relaxed_argmax(
-    tree: DraftTree, tokens: Tensor, logits: Tensor, rule: BoundRule, position: Tensor | None
+    tree: DraftTree, tokens: Tensor, logits: Tensor, rule: ConfiguredRule, position: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Decide which children `tokens` [B, M, C] are the argmax of their own p~.
 

@@ -102,7 +102,7 @@ class DraftMethod:
     # the most children of a node
     fanout = 1
     # whether `after_step` reads what a step found
-    learns = False
+    reads_last_step = False
     # verifies its trees at temperatures above 0
     verify: Callable[..., Verdict] = staticmethod(verify)
 
@@ -114,7 +114,7 @@ class DraftMethod:
         """Start new images, whose first tokens have the distributions `p` float32 [B, V]."""
 
     def after_step(self, step: LastStep) -> None:
-        """Learn from a verified step; runs in the same program, where `learns`."""
+        """Learn from a verified step; runs in the same program, where `reads_last_step`."""
 
 
 def drafting_of(decoding: Decoding, target: Target, batch: int = 1) -> DraftMethod:

@@ -54,7 +54,7 @@ class JacobiDrafting(DraftMethod):
     that the window has just reached, for which the target has not answered yet.
     """
 
-    learns = True
+    reads_last_step = True
     # with maximal coupling: whether the drafts of the last step and their rows are needed
     reads_last_drafts = False
 
@@ -75,7 +75,7 @@ class JacobiDrafting(DraftMethod):
         # Gumbel coupling needs noise only for fresh drafts, but only the device knows which are.
         self.noises = 0 if decoding.greedy else window
         # the forced tokens at positions int64 [...], -1 where none is
-        self._forced = target.forced
+        self._forced = target.forced_tokens
         self._copies = self._initial in ("left", "above")
         self._has_certain = self._copies or target.n_codes < vocabulary
         self._codes = torch.arange(vocabulary, device=device)

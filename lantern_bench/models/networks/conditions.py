@@ -53,7 +53,7 @@ def prompt_rows(values: Tensor, groups: int) -> Tensor:
 
 
 def visible_rows(valid: Tensor, groups: int) -> Tensor:
-    """Return the visible prefix positions for `KVCache.hide`.
+    """Return the visible prefix positions for `KVCache.set_visible`.
 
     Args:
         valid: The mask of a `Condition`.

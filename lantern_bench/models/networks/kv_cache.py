@@ -65,7 +65,7 @@ class KVCache:
         self.lengths.zero_()
         self._visible.fill_(value=True)
 
-    def hide(self, visible: Tensor) -> None:
+    def set_visible(self, visible: Tensor) -> None:
         """Set which of the first P positions attention sees.
 
         Args:

@@ -182,7 +182,7 @@ class CachedSession:
         return visible
 
     def _commit_prefix(self, visible: Tensor, n: int) -> None:
-        self.cache.hide(visible)
+        self.cache.set_visible(visible)
         self.cache.advance(torch.full_like(self.cache.lengths, n))
 
     def _rotary_positions(self, positions: Tensor) -> Tensor:
@@ -309,7 +309,7 @@ class CachedTarget(CachedModel, Target):  # type: ignore[override]  # others ass
         self.line_length = config.line_length
         self.drafter_config = config  # the sizes that a drafter takes from this target
 
-    def forced(self, positions: Tensor) -> Tensor:
+    def forced_tokens(self, positions: Tensor) -> Tensor:
         """Return the forced tokens at `positions` int64 [...] of an image, -1 at free positions."""
         if not self.config.line_ends:
             return torch.full_like(positions, -1)

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from lantern_bench.decoding.acceptance.bound_rule import BoundRule
 from lantern_bench.decoding.acceptance.children import Acceptance
+from lantern_bench.decoding.acceptance.configured_rule import ConfiguredRule
 from lantern_bench.decoding.acceptance.verify import verify
 from lantern_bench.decoding.neighbours import nearest_codes
 from lantern_bench.decoding.tree import StaticTree, link_nodes
@@ -22,7 +22,9 @@ from tests.helpers.rules import STRICT, rule_named
 OFFICIAL = rule_named("strict", residual="official")
 
 
-def accept(p: list[float], q: list[float] | None, tokens: list[int], rule: BoundRule) -> Acceptance:
+def accept(
+    p: list[float], q: list[float] | None, tokens: list[int], rule: ConfiguredRule
+) -> Acceptance:
     return rules.accept(
         p=torch.tensor([p]),
         q=None if q is None else torch.tensor([q]),

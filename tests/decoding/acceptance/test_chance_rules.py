@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lantern_bench.config.decoding import Decoding
-from lantern_bench.decoding.acceptance.bound_rule import BoundRule
+from lantern_bench.decoding.acceptance.configured_rule import ConfiguredRule
 from lantern_bench.decoding.acceptance.verify import verify
 from lantern_bench.decoding.loop import decode
 from lantern_bench.decoding.neighbours import nearest_codes
@@ -63,7 +63,9 @@ for _rule, _bounds in BOUNDS.items():
     CASES += product((_rule,), _bounds)
 
 
-def rule_of(name: str, bound: float, residual: str = "exact", vocabulary: int = 12) -> BoundRule:
+def rule_of(
+    name: str, bound: float, residual: str = "exact", vocabulary: int = 12
+) -> ConfiguredRule:
     return rule_named(
         name=name,
         neighbours=0,
@@ -285,10 +287,10 @@ def test_the_entropy_rule_takes_as_much_as_the_entropy_allows() -> None:
 
 
 @pytest.fixture
-def watching(monkeypatch: pytest.MonkeyPatch) -> Callable[..., BoundRule]:
+def watching(monkeypatch: pytest.MonkeyPatch) -> Callable[..., ConfiguredRule]:
     """Install a rule of `chance` made of a function, with two neighbours and the codebook."""
 
-    def install(function: Callable[..., Any]) -> BoundRule:
+    def install(function: Callable[..., Any]) -> ConfiguredRule:
         row = Rule(
             "watching",
             decide="by probability",
@@ -317,7 +319,7 @@ SEEN = (
 
 
 def test_a_rule_sees_tokens_neighbours_distances_depth_and_place(
-    watching: Callable[..., BoundRule],
+    watching: Callable[..., ConfiguredRule],
 ) -> None:
     views: list[Any] = []
 
@@ -362,7 +364,7 @@ def test_a_rule_sees_tokens_neighbours_distances_depth_and_place(
 
 
 def test_depth_and_place_are_those_of_the_draft_in_the_loop(
-    watching: Callable[..., BoundRule],
+    watching: Callable[..., ConfiguredRule],
 ) -> None:
     """A rule that accepts by place and depth alone: which steps are made follows from them."""
     watching(
@@ -388,7 +390,7 @@ def test_depth_and_place_are_those_of_the_draft_in_the_loop(
 
 
 def test_a_broken_number_of_a_token_that_cannot_be_drawn_is_ignored(
-    watching: Callable[..., BoundRule],
+    watching: Callable[..., ConfiguredRule],
 ) -> None:
     p = torch.tensor([[0.5, 0.5, 0.0]])
     q = torch.tensor([[0.0, 1.0, 0.0]])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lantern_bench.decoding.acceptance.bound_rule import BoundRule
+from lantern_bench.decoding.acceptance.configured_rule import ConfiguredRule
 from lantern_bench.decoding.neighbours import nearest_codes
 from lantern_bench.decoding.sampling import most_probable
 from tests.helpers.rules import (
@@ -27,7 +27,7 @@ def dirichlet(noise: torch.Generator, *shape: int) -> Tensor:
     return clocks / clocks.sum(dim=-1, keepdim=True)
 
 
-def rules(residual: str, table: Tensor, neighbours: int = 10) -> list[BoundRule]:
+def rules(residual: str, table: Tensor, neighbours: int = 10) -> list[ConfiguredRule]:
     bounds = [
         ("additive", 0.1),
         ("additive", 0.4),
@@ -50,7 +50,7 @@ def deterministic_tv(p: Tensor, *arguments) -> Tensor:
     return total_variation(p, first_token(p, None, *arguments))
 
 
-def of_drafts(p: Tensor, q: Tensor | None, drafts: Tensor, rule: BoundRule) -> Tensor:
+def of_drafts(p: Tensor, q: Tensor | None, drafts: Tensor, rule: ConfiguredRule) -> Tensor:
     """The distributions [n, V] of a first token for the drafts [n, C] of one root."""
     many = len(drafts)
     valid = torch.ones_like(drafts, dtype=torch.bool) if q is None else q[drafts] > 0
@@ -59,7 +59,7 @@ def of_drafts(p: Tensor, q: Tensor | None, drafts: Tensor, rule: BoundRule) -> T
     )
 
 
-def mean_distribution(p: Tensor, q: Tensor, rule: BoundRule, children: int = 1) -> Tensor:
+def mean_distribution(p: Tensor, q: Tensor, rule: ConfiguredRule, children: int = 1) -> Tensor:
     """The exact distribution [V] of the first token with children drawn from q [V]."""
     drafts = torch.tensor(list(itertools.permutations(range(len(p)), children)))
     drawn = q[drafts]

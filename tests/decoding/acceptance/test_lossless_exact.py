@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lantern_bench.decoding.acceptance.bound_rule import BoundRule
+from lantern_bench.decoding.acceptance.configured_rule import ConfiguredRule
 from lantern_bench.decoding.sampling import most_probable
 from lantern_bench.decoding.tree import DraftTree, StaticTree
 from tests.helpers.mistakes import siblings_not_renormalised, strict_without_residual
@@ -88,7 +88,7 @@ def test_float32_stays_within_the_tolerance(rule: str, setting: str) -> None:
     assert max(step_errors(model, model.drafts("small"), in_float32)) < 1e-5
 
 
-def plain_cool_sd() -> BoundRule:
+def plain_cool_sd() -> ConfiguredRule:
     """Cool-SD with a residual of p itself."""
     cool_sd = rule_named("cool-sd", 0, 1.0, residual="official")
     return replace(cool_sd, rule=replace(cool_sd.rule, official_removal=0.0))
@@ -107,7 +107,7 @@ def plain_cool_sd() -> BoundRule:
     ],
     ids=lambda value: getattr(value, "name", value),
 )
-def test_broken_rules_are_seen(shape: str, rule: BoundRule) -> None:
+def test_broken_rules_are_seen(shape: str, rule: ConfiguredRule) -> None:
     # Seed 6: an unnormalised q shows only where the residual of the first child rests on two tokens
     # or more.
     model = Tabular(5, Setting(), seed=6)

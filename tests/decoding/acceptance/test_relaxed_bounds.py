@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from lantern_bench.checks.tabular_model import TabularModel
 from lantern_bench.config.decoding import Decoding
-from lantern_bench.decoding.acceptance.bound_rule import BoundRule
+from lantern_bench.decoding.acceptance.configured_rule import ConfiguredRule
 from lantern_bench.decoding.acceptance.decisions import Lenders, relaxed_distribution
 from lantern_bench.decoding.acceptance.official import OfficialRule
 from lantern_bench.decoding.acceptance.verify import Verdict, verify
-from lantern_bench.decoding.loop import bound_rule
+from lantern_bench.decoding.loop import configured_rule
 from lantern_bench.decoding.neighbours import nearest_codes
 from tests.decoding.acceptance.test_emitted_tv import first_token, mean_distribution
 from tests.helpers.random_trees import Draft, random_draft
@@ -29,7 +29,7 @@ weights = st.lists(st.one_of(st.just(0.0), st.floats(1e-6, 1.0)), min_size=3, ma
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[torch.Tensor, int, BoundRule]:
+def cases(draw: st.DrawFn) -> tuple[torch.Tensor, int, ConfiguredRule]:
     """A distribution with zeros among it, a token, a relaxed rule with its table of neighbours."""
     raw = draw(weights)
     assume(sum(raw) > 0)
@@ -61,7 +61,7 @@ def cases(draw: st.DrawFn) -> tuple[torch.Tensor, int, BoundRule]:
 @settings(derandomize=True, deadline=None, max_examples=300)
 @given(cases())
 def test_neighbour_mass_is_the_longest_prefix_within_the_bound(
-    case: tuple[torch.Tensor, int, BoundRule],
+    case: tuple[torch.Tensor, int, ConfiguredRule],
 ) -> None:
     p, x, rule = case
     drafts = view_of(p[None], torch.tensor([x]), rule)
@@ -86,7 +86,7 @@ def test_neighbour_mass_is_the_longest_prefix_within_the_bound(
         assert float(relaxed[x]) <= value * float(p[x]) * (1 + 1e-5)
 
 
-def run(draft: Draft, rule: BoundRule) -> Verdict:
+def run(draft: Draft, rule: ConfiguredRule) -> Verdict:
     return verify(
         tree=draft.tree,
         target_probs=draft.probs,
@@ -242,7 +242,7 @@ def test_a_decoding_has_the_rule_of_its_row_and_values(values: dict, columns: in
             return tables[-1]
 
     decoding = Decoding(**values)
-    rule = bound_rule(decoding, Model())
+    rule = configured_rule(decoding, Model())
     row = decoding.rule_row
     expected = {key: decoding.value(key) for key in decoding.rule_row.value_names}
     wanted = rule_named(

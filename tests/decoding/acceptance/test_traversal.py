@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lantern_bench.config.decoding import Decoding
-from lantern_bench.decoding.acceptance.bound_rule import BoundRule
-from lantern_bench.decoding.acceptance.verify import accept_tree, verify
+from lantern_bench.decoding.acceptance.configured_rule import ConfiguredRule
+from lantern_bench.decoding.acceptance.verify import accept_drafts, verify
 from lantern_bench.decoding.tree import DraftTree, StaticTree
 from tests.decoding.acceptance.test_lossless_exact import SETTINGS
 from tests.helpers.random_trees import FILTERS, random_probs, random_static, random_topology
@@ -244,7 +244,7 @@ def test_a_broken_procedure_is_seen(
 @pytest.mark.parametrize(
     ("rule", "procedure"), [(TRAVERSAL, visited), (BLOCK, published)], ids=["traversal", "block"]
 )
-def test_random_drafts_are_accepted_as_written(rule: BoundRule, procedure: Procedure) -> None:
+def test_random_drafts_are_accepted_as_written(rule: ConfiguredRule, procedure: Procedure) -> None:
     compared = 0
     for seed in range(160):
         rng = np.random.default_rng(seed)
@@ -263,7 +263,7 @@ def test_random_drafts_are_accepted_as_written(rule: BoundRule, procedure: Proce
         )
         q, p = (rows / rows.sum(dim=-1, keepdim=True) for rows in (q, p))
         tree = random_static(rng=rng, noise=noise, q=q, shape=shape)
-        accept = tree.by_node(accept_tree(tree, p, rule)[1].accept)
+        accept = tree.by_node(accept_drafts(tree, p, rule)[1].accept)
         assert accept.isfinite().all()
         ends, forced = force_stops(tree, accept)
         for image in range(batch):
@@ -292,7 +292,7 @@ def test_drafts_that_are_not_sampled_are_refused() -> None:
     _, tree = model.dynamic_drafts(nodes=5, rounds=2, beam=2)
     for rule in (TRAVERSAL, BLOCK):
         with pytest.raises(ValueError, match="fixed trees of sampled drafts"):
-            accept_tree(tree, model.target_at(tree), rule)
+            accept_drafts(tree, model.target_at(tree), rule)
     with pytest.raises(ValueError, match="the rule traversal needs sampled drafts"):
         Decoding(mode="speculative", rule="traversal", drafting="dynamic")
 

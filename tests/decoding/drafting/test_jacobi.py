@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lantern_bench.config.decoding import Decoding, ParameterError
-from lantern_bench.decoding.acceptance.bound_rule import BoundRule
+from lantern_bench.decoding.acceptance.configured_rule import ConfiguredRule
 from lantern_bench.decoding.drafting import jacobi
 from lantern_bench.decoding.drafting.draft_method import DraftInputs, LastStep
 from lantern_bench.decoding.drafting.jacobi import JacobiDrafting, couple
@@ -142,7 +142,7 @@ class Exact:
         values: dict[str, Any],
         seed: int = 1,
         drafting: type[JacobiDrafting] = JacobiDrafting,
-        rule: BoundRule | None = None,
+        rule: ConfiguredRule | None = None,
         setting: Setting | None = None,
     ) -> None:
         self.vocabulary, self.length, self.window = size
@@ -515,7 +515,7 @@ def test_fresh_drafts_are_forced_tokens_exactly_where_these_belong(initial: str)
     noise = torch.rand(1, window, CODES + 1, generator=torch.Generator().manual_seed(1))
     drafting.draft(DraftInputs(torch.tensor([4]), noise, torch.tensor([window])))
     tokens = drafting.tree.tokens
-    ends = target.forced(torch.arange(1, window + 1)) == CODES
+    ends = target.forced_tokens(torch.arange(1, window + 1)) == CODES
     assert ends.tolist() == [place % LINE == 0 for place in range(2, window + 2)]
     assert ((tokens[0, 1:] == CODES) == ends).all()
     assert drafting._q[0, :, CODES].tolist() == ends.float().tolist()

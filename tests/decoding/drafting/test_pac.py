@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lantern_bench.checks.tabular_model import TabularModel
 from lantern_bench.config.decoding import Decoding, ParameterError
-from lantern_bench.decoding.acceptance.verify import accept_tree, verify
+from lantern_bench.decoding.acceptance.verify import accept_drafts, verify
 from lantern_bench.decoding.drafting import pac
 from lantern_bench.decoding.drafting.draft_method import (
     DraftInputs,
@@ -109,7 +109,7 @@ def published_outcomes(
     batch, _, vocabulary = p.shape
     limits = torch.full((batch,), limit)
     layout = tree.layout
-    _, acceptance = accept_tree(tree=tree, target_probs=p, rule=STRICT, depth_limit=limits)
+    _, acceptance = accept_drafts(tree=tree, target_probs=p, rule=STRICT, depth_limit=limits)
     accept = tree.by_node(acceptance.accept)
     drafts = list(product(layout.nodes.tolist(), range(accept.shape[2])))
     drafts = [(node, rank) for node, rank in drafts if accept[:, node, rank].any()]

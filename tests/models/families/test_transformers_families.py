@@ -70,7 +70,7 @@ def test_agreement_with_transformers(family: str, name: str, tmp_path: Path) -> 
     ]
     wanted = WRITERS[family][1](theirs, *prompts, model.grid, SCALE)
     forced = teacher_forced(model.target, condition, wanted.tokens[None], guided=True)
-    chosen = model.target.forced(torch.arange(len(wanted.tokens))) < 0
+    chosen = model.target.forced_tokens(torch.arange(len(wanted.tokens))) < 0
     for ours, logits in zip((forced.logits.cond, forced.logits.uncond), wanted.logits, strict=True):
         codes = slice(model.target.n_codes)
         assert (ours[0, chosen, codes] - logits[chosen, codes]).abs().max() < 1e-4
@@ -115,7 +115,7 @@ def test_hosted_models_decode_in_every_drafter_free_mode(family: str, tmp_path: 
             ]
         )
     assert images[0] == images[1] == images[2]
-    forced = model.target.forced(torch.arange(model.target.image_tokens))
+    forced = model.target.forced_tokens(torch.arange(model.target.image_tokens))
     assert int((forced >= 0).sum()) == (model.grid[0] if family == "emu3" else 0)
     assert all(
         images[0][0][place] == token for place, token in enumerate(forced.tolist()) if token >= 0

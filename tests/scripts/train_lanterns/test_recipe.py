@@ -297,7 +297,7 @@ def test_accepted_lengths_count_tokens_and_steps(drafting: dict[str, QualityGate
     for gate in (static, dynamic):
         assert gate.observations is not None
         # All tokens but the first are committed by a step.
-        assert gate.observations.over == [255.0] * 3
+        assert gate.observations.numerator == [255.0] * 3
         assert 1 <= gate.value <= 6
     assert drafting["MAL of dynamic over static"].value == pytest.approx(
         dynamic.value / static.value

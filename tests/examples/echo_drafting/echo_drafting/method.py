@@ -10,7 +10,7 @@ from lantern_bench.decoding.tree import chain
 class Echo(DraftMethod):
     """A chain of `length` nodes; its state is one distribution per image."""
 
-    learns = True
+    reads_last_step = True
 
     def __init__(self, decoding, target, batch):
         length = decoding.value("length")

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from lantern_bench.config.decoding import Decoding
-from lantern_bench.decoding.acceptance.bound_rule import BoundRule
+from lantern_bench.decoding.acceptance.configured_rule import ConfiguredRule
 from lantern_bench.decoding.acceptance.verify import (
     Verdict,
-    accept_tree,
+    accept_drafts,
     bonus_distribution,
     longest_path,
     verdict_of,
@@ -74,7 +74,7 @@ class PublishedSjdPac(PacDrafting):
         x = self._first_drafts()
         images, columns = self._further(step.accepted + 1, self.depth - 1)
         p = step.p[images, nodes[:, :-1]]
-        _, acceptance = accept_tree(self.tree, step.p, BoundRule(STRICT))
+        _, acceptance = accept_drafts(self.tree, step.p, ConfiguredRule(STRICT))
         rows = self.tree.layout.slots[nodes[:, :branching]] * len(x) + images
         by_all = acceptance.bonus_distribution(rows.flatten(), p[:, :branching].flatten(0, 1))
         alone = (p - self._q).clamp_min(0.0)
@@ -100,14 +100,14 @@ class PublishedSjdPac(PacDrafting):
         self,
         tree: DraftTree,
         target_probs: Tensor,
-        rule: BoundRule,
+        rule: ConfiguredRule,
         *,
         uniforms: Tensor,
         noise: Tensor,
         **limits: Any,
     ) -> Verdict:
         """Accept each candidate by itself; arguments as of `verify` in acceptance/verify.py."""
-        offered, acceptance = accept_tree(tree, target_probs, rule, **limits)
+        offered, acceptance = accept_drafts(tree, target_probs, rule, **limits)
         end, path = longest_path(
             tree, offered, tree.by_node(tree.rows(uniforms) < acceptance.accept)
         )

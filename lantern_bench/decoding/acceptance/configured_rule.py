@@ -19,7 +19,7 @@ from lantern_bench.methods.rules import RelaxedFunction, Rule
 
 
 @dataclass(eq=False)
-class BoundRule:
+class ConfiguredRule:
     """An acceptance rule with the values of a cell and the codes of a model."""
 
     rule: Rule
@@ -29,7 +29,7 @@ class BoundRule:
 
     def __post_init__(self) -> None:
         # Named functions are imported here and not inside a compiled program.
-        self._accept: Callable[[Children, BoundRule], Acceptance] = load_code(
+        self._accept: Callable[[Children, ConfiguredRule], Acceptance] = load_code(
             self.rule.accept_tree or accept_children
         )
 
@@ -49,7 +49,7 @@ class BoundRule:
         """Whether drafts take neighbour mass; without neighbours such a rule is strict."""
         return self.rule.decide == "by neighbours" and self.codes.neighbours > 0
 
-    def accept_tree(self, children: Children) -> Acceptance:
+    def accept(self, children: Children) -> Acceptance:
         """Decide on the children of all nodes of a batch of trees."""
         return self._accept(children, self)
 

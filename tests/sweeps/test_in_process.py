@@ -1,4 +1,4 @@
-"""The runner: complete records, resumed runs, and images that fail alone.
+"""Decoding in one process: complete records, resumed runs, and images that fail alone.
 
 The model is a table of logits (`tests/helpers/tiny_model.py`); the decode loop is the real one.
 """
@@ -36,8 +36,8 @@ from lantern_bench.storage.schema import columns
 from lantern_bench.sweeps import decoder
 from lantern_bench.sweeps.decoder import decode_batch
 from lantern_bench.sweeps.events import DecodedImage, ImageDone
+from lantern_bench.sweeps.in_process import decode_missing
 from lantern_bench.sweeps.request import Request
-from lantern_bench.sweeps.runner import decode_missing
 from lantern_bench.utils.clock import Usage
 from lantern_bench.utils.errors import RefusedError, UserError
 from lantern_bench.utils.progress import Note, ignore_events
