@@ -345,7 +345,7 @@ def predict(
         UserError: The run, device or model is unknown.
         RefusedError: The run has no records.
     """
-    from lantern_bench.profile.device_specs import find_device
+    from lantern_bench.profile.cost_model import find_device
     from lantern_bench.profile.prediction import predict_run
 
     (data,) = load_runs([_folder(run)]).values()

@@ -19,10 +19,9 @@ from lantern_bench.decoding.drafting.draft_method import DraftMethod
 from lantern_bench.decoding.protocol import Target
 from lantern_bench.methods.catalog import (
     DRAFTINGS,
-    RULES,
-    can_decide,
     defaults_for,
     fresh_drafts_problem,
+    lossless_pairs,
 )
 from lantern_bench.methods.draftings import Drafting
 from lantern_bench.methods.parameters import load_code
@@ -148,23 +147,6 @@ def audit_trials(claim: Claim, model: str, *, dtype: str, samples: int) -> list[
         without_residual, _ = broken_trials(on_tables)
         trials.append(replace(without_residual, images=on_tables.images))
     return trials
-
-
-def lossless_pairs() -> Iterator[tuple[Rule, Drafting]]:
-    """Yield every lossless rule with every lossless drafting that it can decide on.
-
-    Two rules of the same function are the same rule on chains, so the second is left out there.
-    """
-    codes = set[tuple[Any, str]]()
-    for rule in RULES.values():
-        for drafting in DRAFTINGS.values():
-            code = (rule.accept_tree, drafting.name)
-            drafts = rule.name != "none" and drafting.drafts
-            if not (drafts and rule.lossless and drafting.lossless):
-                continue
-            if can_decide(rule.name, drafting.name) and not (drafting.chain and code in codes):
-                codes.add(code)
-                yield rule, drafting
 
 
 def lossless_decodings(

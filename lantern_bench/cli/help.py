@@ -35,7 +35,7 @@ _NAMES: dict[str, Collection[str] | Importable] = {
     "modes": MODES,
     "experiment": "lantern_bench.config.experiment:shipped_experiments",
     "device": ("auto", "cpu", "cuda", "mps"),
-    "predict device": "lantern_bench.profile.device_specs:devices",
+    "predict device": "lantern_bench.profile.cost_model:devices",
     "format": FORMATS,
 }
 

@@ -250,7 +250,7 @@ def predict(
     format: FormatOption = None,
 ) -> None:
     """Predict the speedup of every cell on another device, and hours of a large run."""
-    from lantern_bench.profile import cost_model, device_specs, prediction
+    from lantern_bench.profile import cost_model, prediction
     from lantern_bench.storage.run_directory import load_runs
 
     console: Console = ctx.obj
@@ -264,7 +264,7 @@ def predict(
         raise UserError(
             f"--model {model}: only predictions take another model", "Give --device too."
         )
-    target = None if device is None else device_specs.find_device(device)
+    target = None if device is None else cost_model.find_device(device)
     (data,) = load_runs([run]).values()
     if target is None:
         table = prediction.measured_times(data)

@@ -5,7 +5,7 @@ A name is looked up here and nowhere else.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from lantern_bench.methods.draftings import BEAM, DEPTH, NODES, SHIPPED_DRAFTINGS, TREE, Drafting
@@ -164,6 +164,23 @@ def can_decide(rule: str, drafting: str) -> bool:
         return False
     can_be_chain = row.chain or "tree" in row.parameter_names
     return can_be_chain or not RULES[rule].chains
+
+
+def lossless_pairs() -> Iterator[tuple[Rule, Drafting]]:
+    """Yield every lossless rule with every lossless drafting that it can decide on.
+
+    Two rules of the same function are the same rule on chains, so the second is left out there.
+    """
+    codes: set[tuple[Any, str]] = set()
+    for rule in RULES.values():
+        for drafting in DRAFTINGS.values():
+            code = (rule.accept_tree, drafting.name)
+            drafts = rule.name != "none" and drafting.drafts
+            if not (drafts and rule.lossless and drafting.lossless):
+                continue
+            if can_decide(rule.name, drafting.name) and not (drafting.chain and code in codes):
+                codes.add(code)
+                yield rule, drafting
 
 
 def chain_problem(rule: str, drafting: str, paths: Topology, tree: str | None) -> str | None:

@@ -1,19 +1,107 @@
-"""The cost of a decode step on a device, from sizes alone (docs/prediction.md)."""
+"""Devices, and the cost of a decode step on a device, from sizes alone (docs/prediction.md)."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
 from statistics import median
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import numpy as np
-import pandas as pd
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from lantern_bench.methods.static_trees import STATIC_TREES
-from lantern_bench.profile.device_specs import Device
 from lantern_bench.storage.schema import Row
-from lantern_bench.utils.errors import RefusedError
+from lantern_bench.utils.errors import RefusedError, UserError
+from lantern_bench.utils.text import did_you_mean
+from lantern_bench.utils.yaml_file import Problems, problems_of, read_source
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+# ---- Devices: the ones that ship, and files of users
+
+_Rate = Annotated[float, Field(gt=0, allow_inf_nan=False, description="must be a number above 0")]
+_Share = Annotated[float, Field(gt=0, le=1, description="must be above 0 and at most 1")]
+_Time = Annotated[
+    float, Field(ge=0, allow_inf_nan=False, description="must be a number of at least 0")
+]
+
+
+class Device(BaseModel):
+    """Rates of a device, the fractions of them that are reached, and overheads."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str = Field(pattern=r"\S", description="a name for tables")
+    about: str = ""
+    # On a cpu, reads and products follow each other, and attention reads the cache in use. On a gpu
+    # they overlap, and compiled programs read the whole cache.
+    kind: Literal["gpu", "cpu"] = Field(description="must be gpu or cpu")
+    read_gb_s: _Rate
+    read_share: _Share = 1.0
+    multiply_tflops: _Rate
+    multiply_share: _Share = 1.0
+    kernel_us: _Time  # one kernel of a compiled program
+    # The host's time to launch a kernel from Python; None if unknown.
+    eager_kernel_us: _Time | None = None
+    step_us: _Time = 0.0  # host work of a step outside its programs
+    code: Literal["compiled", "eager"] = "compiled"  # code that a user's device was fitted to
+    weight_bytes: Annotated[
+        int, Field(ge=1, le=8, description="must be a whole number from 1 to 8")
+    ] = 2
+    # Measured over modelled seconds. For target forwards by number of nodes, with interpolation.
+    draft_factor: _Rate = 1.0
+    verify_factor: _Rate = 1.0
+    target_factors: dict[Annotated[int, Field(ge=1)], _Rate] = Field(default_factory=dict)
+    sources: tuple[str, ...] = ()  # where each figure is from, and which are fitted or assumed
+
+    def target_factor(self, nodes: float) -> float:
+        """Return measured over modelled seconds of a target forward over `nodes`."""
+        factors = dict(sorted(self.target_factors.items())) or {1: 1.0}
+        return float(np.interp(nodes, list(factors), list(factors.values())))
+
+
+@cache
+def devices() -> dict[str, Device]:
+    """Return the devices that ship, by name."""
+    file = Path(__file__).with_name("device_specs.yaml")
+    data = yaml.safe_load(file.read_text(encoding="utf-8"))
+    return {
+        name: Device.model_validate({**data["all"], "name": name, **fields})
+        for name, fields in data["devices"].items()
+    }
+
+
+def find_device(name: str) -> Device:
+    """Return a shipped device by its name, or read a device from a YAML file.
+
+    Raises:
+        UserError: The name is unknown, or the file is not a device.
+    """
+    if not name.lower().endswith((".yaml", ".yml")):
+        if name in devices():
+            return devices()[name]
+        advice = "or give a file that `lantern-bench profile --save-device FILE.yaml` wrote."
+        raise UserError(
+            f"--device {name}: unknown device{did_you_mean(name, devices())}",
+            f"The devices are {', '.join(devices())}; {advice}",
+        )
+    source = read_source(Path(name), "Start with: name, kind, read_gb_s.")
+    try:
+        return Device.model_validate(source.data)
+    except ValidationError as error:
+        problems = Problems(name)
+        for problem in problems_of(error, source, Device):
+            problems.add(*problem)
+        problems.raise_all()
+        raise
+
+
+# ---- The work of a step
 
 
 class KernelCounts(NamedTuple):
@@ -86,6 +174,11 @@ class Draft(NamedTuple):
     levels: tuple[int, ...] | None
     depth: int
     fanout: int  # most children of a node
+
+    @property
+    def drafter_forwards(self) -> int:
+        """Drafter forwards of a step."""
+        return 0 if self.levels is None else 1 + len(self.levels)
 
 
 class Workload(NamedTuple):
@@ -173,8 +266,8 @@ def draft_work(
     if stack.fixed:
         # The drafter's head has the dtype of its weights, not float32 (docs/engine.md).
         fuse_bytes -= sizes.vocab_size * sizes.dim * (4 - weight_bytes)
-    forwards = 1 + len(draft.levels)
-    kernels = stack.drafter + stack.level + stack.node * (draft.nodes - 1) / forwards
+    nodes_of_forward = (draft.nodes - 1) / draft.drafter_forwards
+    kernels = stack.drafter + stack.level + stack.node * nodes_of_forward
     first = draft.depth + 1 if stack.fixed else committed
     works = []
     for number, nodes in enumerate((first, *draft.levels)):
@@ -257,15 +350,17 @@ def step_seconds(
     Returns:
         A table with the parts as rows and the fields of `Seconds` as columns.
     """
+    import pandas as pd
+
     if stack.fixed and device.kind == "gpu":
         setting = setting._replace(context=setting.sizes.prefix + setting.sizes.image_tokens)
     weight_bytes = device.weight_bytes
     nodes = 1 if draft is None else draft.nodes
     target = target_work(setting, nodes, weight_bytes=weight_bytes, stack=stack)
-    target_factor = device.target_factor(nodes)
+    factor = device.target_factor(nodes)
     parts = {
         "draft": np.zeros(4),
-        "target": np.array(seconds_of(target, device, stack, factor=target_factor)),
+        "target": np.array(seconds_of(target, device, stack, factor=factor)),
         "verify": np.zeros(4),
         "other": np.zeros(4),
     }
@@ -297,10 +392,10 @@ def prefill_seconds(device: Device, stack: KernelCounts, setting: Workload) -> f
 class Sample(NamedTuple):
     """A measured program."""
 
-    program: Literal["draft", "target", "verify"]
+    program: str  # draft, target or verify
     work: Work
     seconds: float
-    nodes: int = 1  # of a target forward
+    nodes: int = 1  # of the target forward
 
 
 def fit_device(samples: Sequence[Sample], **fields: Any) -> Device:
@@ -319,29 +414,22 @@ def fit_device(samples: Sequence[Sample], **fields: Any) -> Device:
     work = np.array([sample.work for sample in samples]) * (1e-9, 1e-12, 1e-6)
     solution, _ = nnls(work / seconds[:, None], np.ones(len(samples)))
     per_gb, per_tflop, kernel_us = map(float, solution)
-    device = Device.model_validate(
-        {
-            **fields,
-            "read_gb_s": _four_digits(1 / max(per_gb, 1e-6)),
-            "multiply_tflops": _four_digits(1 / max(per_tflop, 1e-6)),
-            "kernel_us": _four_digits(kernel_us),
-        }
+    device = Device(
+        **fields,
+        read_gb_s=_four_digits(1 / max(per_gb, 1e-6)),
+        multiply_tflops=_four_digits(1 / max(per_tflop, 1e-6)),
+        kernel_us=_four_digits(kernel_us),
     )
-    ratios: dict[str, list[float]] = {}
-    target_ratios: dict[int, list[float]] = {}
+    ratios: dict[str | int, list[float]] = {}
     for sample in samples:
         modelled = seconds_of(sample.work, device, KERNEL_COUNTS["compiled"]).total
-        ratio = sample.seconds / modelled
-        if sample.program == "target":
-            target_ratios.setdefault(sample.nodes, []).append(ratio)
-        else:
-            ratios.setdefault(f"{sample.program}_factor", []).append(ratio)
-    factors: dict[str, Any] = {
+        name = sample.nodes if sample.program == "target" else f"{sample.program}_factor"
+        ratios.setdefault(name, []).append(sample.seconds / modelled)
+    factors: dict[Any, Any] = {
         name: _four_digits(median(values)) for name, values in ratios.items()
     }
-    factors["target_factors"] = {
-        nodes: _four_digits(median(values)) for nodes, values in sorted(target_ratios.items())
-    }
+    nodes = sorted(name for name in ratios if isinstance(name, int))
+    factors["target_factors"] = {count: factors.pop(count) for count in nodes}
     return device.model_copy(update=factors)
 
 
@@ -361,22 +449,19 @@ def step_samples(
         step: Milliseconds of the parts of the step: `target_ms` and so on.
     """
     stack = KERNEL_COUNTS["compiled"]
-    nodes = 1
-    target_ms = step["target_ms"]
     if draft is None:
-        target_ms += step["other_ms"]
-    else:
-        nodes = draft.nodes
-    target = target_work(setting, nodes, weight_bytes=weight_bytes, stack=stack)
-    samples = [Sample("target", target, seconds=1e-3 * target_ms, nodes=nodes)]
-    if draft is not None:
-        drafted = Work(0.0, 0.0, 0.0)
-        for work in draft_work(setting, draft, 1, weight_bytes=weight_bytes, stack=stack):
-            drafted += work
-        verify = verify_work(setting, draft, 1, stack=stack)
-        samples.append(Sample("draft", drafted, seconds=1e-3 * step["draft_ms"]))
-        samples.append(Sample("verify", verify, seconds=1e-3 * step["verify_ms"]))
-    return samples
+        target = target_work(setting, 1, weight_bytes=weight_bytes, stack=stack)
+        return [Sample("target", target, seconds=1e-3 * (step["target_ms"] + step["other_ms"]))]
+    drafts = draft_work(setting, draft, 1, weight_bytes=weight_bytes, stack=stack)
+    works = {
+        "target": target_work(setting, draft.nodes, weight_bytes=weight_bytes, stack=stack),
+        "draft": sum(drafts, start=Work(0.0, 0.0, 0.0)),
+        "verify": verify_work(setting, draft, 1, stack=stack),
+    }
+    return [
+        Sample(program, work, seconds=1e-3 * step[f"{program}_ms"], nodes=draft.nodes)
+        for program, work in works.items()
+    ]
 
 
 def tree_draft(paths: Sequence[Sequence[int]]) -> Draft:

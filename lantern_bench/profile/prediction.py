@@ -6,7 +6,7 @@ Acceptance can be kept because it does not depend on the device.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import pandas as pd
@@ -18,6 +18,7 @@ from lantern_bench.methods.static_trees import check_topology, topology_name
 from lantern_bench.models.registry import model_of
 from lantern_bench.profile.cost_model import (
     KERNEL_COUNTS,
+    Device,
     Draft,
     Workload,
     named_draft,
@@ -25,19 +26,10 @@ from lantern_bench.profile.cost_model import (
     step_seconds,
     tree_draft,
 )
-from lantern_bench.profile.device_specs import Device
 from lantern_bench.storage.records import rows_of
 from lantern_bench.storage.run_directory import RunData
 from lantern_bench.storage.schema import CELL_COLUMNS, Row, frame
 from lantern_bench.utils.errors import RefusedError
-
-_READ = [
-    "committed_per_step",
-    "start_per_step",
-    "offered_depth_per_step",
-    "tokens",
-    "drafter_forwards",
-]
 
 
 def predict_run(run: RunData, device: Device, stack: str, model: str | None = None) -> pd.DataFrame:
@@ -52,7 +44,19 @@ def predict_run(run: RunData, device: Device, stack: str, model: str | None = No
     Raises:
         RefusedError: No step is recorded, or the sizes of the model are unknown.
     """
-    table = frame("prediction", prediction_rows(run, device, stack, model=model))
+    rows = []
+    for cell in run_cells(run):
+        has_steps = cell.completed["committed_per_step"].str.len() > 0
+        images = cell.completed[has_steps]
+        if len(images):
+            row = _cell_prediction(
+                cell, images, manifest=run.manifest, device=device, stack=stack, model=model
+            )
+            rows.append(row)
+    if not rows:
+        advice = "Give a run with completed images."
+        raise RefusedError(f"{run.folder}: no image has recorded steps", advice)
+    table = frame("prediction", rows)
     speed = tables_of(run)["speed"].set_index("cell_id")
     table["speedup_measured"] = table["cell_id"].map(speed["speedup"])
     if measured_elsewhere(run, device, stack, model=model) is None:
@@ -60,49 +64,18 @@ def predict_run(run: RunData, device: Device, stack: str, model: str | None = No
     return table
 
 
-def prediction_rows(
-    run: RunData, device: Device, stack: str, model: str | None = None
-) -> Iterator[dict[str, Any]]:
-    """Yield the rows of `predict_run` without the measured columns.
-
-    Args:
-        run: The run, whose acceptance is used.
-        device: The device to predict for.
-        stack: `compiled` or `eager`.
-        model: Model whose sizes are used. Default: the run's own.
-
-    Raises:
-        RefusedError: No step is recorded, or the sizes of the model are unknown.
-    """
-    has_steps = False
-    for cell in run_cells(run):
-        completed = [row for row in rows_of(cell.completed[_READ]) if row["committed_per_step"]]
-        if completed:
-            has_steps = True
-            yield _cell_prediction(
-                cell,
-                completed,
-                manifest=run.manifest,
-                device=device,
-                stack=stack,
-                model=model,
-            )
-    if not has_steps:
-        advice = "Give a run with completed images."
-        raise RefusedError(f"{run.folder}: no image has recorded steps", advice)
-
-
 def _cell_prediction(
     cell: CellRecords,
-    completed: Sequence[Row],
+    images: pd.DataFrame,
     *,
     manifest: Mapping[str, Any],
     device: Device,
     stack: str,
     model: str | None,
-) -> dict[str, Any]:
-    """The row of a cell."""
-    notes: list[str | None] = []
+) -> Row:
+    """The row of a cell, given its images with recorded steps."""
+    draft, assumed = _draft_of(cell, images, manifest)
+    notes = []
     run_model = str(cell.columns["model"])
     name = model or run_model
     sizes = model_of(name).sizes
@@ -111,15 +84,12 @@ def _cell_prediction(
         raise RefusedError(f"the sizes of {name} are not known", advice)
 
     # 1. What a step commits, and how full the cache is on average.
-    steps = sum(len(row["committed_per_step"]) for row in completed)
-    committed = sum(sum(row["committed_per_step"]) for row in completed) / steps
-    tokens = sum(row["tokens"] for row in completed) / len(completed)
-    start = sum(sum(row["start_per_step"]) for row in completed) / steps
-    filled = start / tokens
+    committed = images["committed_per_step"].explode().mean()
+    tokens = images["tokens"].mean()
+    filled = images["start_per_step"].explode().mean() / tokens
     if name != run_model:
         tokens = sizes.image_tokens
         notes.append(f"sizes of {name} at the acceptance of {run_model}: its own may differ")
-    draft, assumed = _draft_of(cell, completed, manifest)
     batch = int(cell.columns["batch"] or 1)
     if batch > 1 and draft is not None:
         notes.append("images of a batch that end early are not counted as idle")
@@ -141,20 +111,15 @@ def _cell_prediction(
     prefill = prefill_seconds(device, code, setting)
     seconds = prefill + (tokens - 1) / committed * step["total"]
     plain_seconds = prefill + (tokens - 1) * plain
-    nodes = 1
-    drafter_forwards = 0
-    if draft is not None:
-        nodes = draft.nodes
-        drafter_forwards = 0 if draft.levels is None else 1 + len(draft.levels)
     return {
         **cell.columns,
         "model": name,
         "device": device.name,
         "stack": stack,
-        "images": len(completed),
+        "images": len(images),
         "mean_accepted_length": committed,
-        "nodes": nodes,
-        "drafter_forwards_per_step": drafter_forwards,
+        "nodes": 1 if draft is None else draft.nodes,
+        "drafter_forwards_per_step": 0 if draft is None else draft.drafter_forwards,
         "speedup": plain_seconds / seconds,
         "latency_s": seconds / batch,
         "ar_ms": 1e3 * plain,
@@ -166,25 +131,24 @@ def _cell_prediction(
 
 
 def _draft_of(
-    cell: CellRecords, completed: Sequence[Row], manifest: Mapping[str, Any]
+    cell: CellRecords, images: pd.DataFrame, manifest: Mapping[str, Any]
 ) -> tuple[Draft | None, str | None]:
     """The draft of a cell, None for autoregressive decoding, and what is assumed about it."""
     drafting = cell.columns["drafting"]
     label = str(cell.columns["tree"])
     if drafting == "none":
         return None, None
-    named = named_draft(label)
-    if named is not None:
-        return named, None
+    draft = named_draft(label)
     experiment = manifest.get("experiment") or {}
     for settings in experiment.get("cells") or ():
-        if isinstance(settings.get("tree"), list):
-            paths = check_topology(settings["tree"])
-            if topology_name(paths) == label:
-                return tree_draft(paths), None
-    depth = max(max(row["offered_depth_per_step"]) for row in completed)
-    steps = sum(len(row["start_per_step"]) for row in completed)
-    forwards = round(sum(row["drafter_forwards"] for row in completed) / steps)
+        tree = settings.get("tree")
+        if isinstance(tree, list) and topology_name(check_topology(tree)) == label:
+            draft = tree_draft(tree)
+    if draft is not None:
+        return draft, None
+    depth = images["offered_depth_per_step"].explode().max()
+    steps = images["start_per_step"].str.len().sum()
+    forwards = round(images["drafter_forwards"].sum() / steps)
     levels = (1,) * (forwards - 1) if forwards else None
     note = f"the nodes of {drafting} are not recorded: a chain of {depth} is assumed"
     return Draft(nodes=depth + 1, levels=levels, depth=depth, fanout=1), note
@@ -206,24 +170,23 @@ def measured_elsewhere(
     predicted_device = device.about or device.name
     # A device that a user has measured stands for the code that it was fitted to.
     predicted_stack = device.code if stack == "compiled" else stack
-    others = set[str]()
-    if model is not None:
-        others = set(run.records["model"]) - {model}
-    is_same = run_device == predicted_device and run_stack == predicted_stack
-    if is_same and not others:
+    measured = f"{run_device}, {run_stack}"
+    predicted = f"{predicted_device}, {predicted_stack}"
+    others = set(run.records["model"]) - {model}
+    if model is not None and others:
+        measured = f"{', '.join(sorted(others))} on {measured}"
+    if measured == predicted:
         return None
-    models = f"{', '.join(sorted(others))} on " if others else ""
-    return (
-        f"The run was measured on {models}{run_device}, {run_stack}; "
-        f"predicted is {predicted_device}, {predicted_stack}."
-    )
+    return f"The run was measured on {measured}; predicted is {predicted}."
 
 
 def terms_of(device: Device, stack: str) -> list[str]:
     """Return the constants of a prediction as sentences, each with its source."""
-    is_compiled = stack == "compiled"
-    code = device.code if is_compiled else stack
-    kernel_us = device.kernel_us if is_compiled else device.eager_kernel_us
+    code = stack
+    kernel_us = device.eager_kernel_us
+    if stack == "compiled":
+        code = device.code
+        kernel_us = device.kernel_us
     read = f"{device.read_gb_s:g} GB/s x {device.read_share:g}"
     multiply = f"{device.multiply_tflops:g} Tflop/s x {device.multiply_share:g}"
     return [

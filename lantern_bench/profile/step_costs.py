@@ -26,8 +26,6 @@ from lantern_bench.devices.machine import (
     reset_peak_memory,
 )
 from lantern_bench.devices.names import device_in_words
-from lantern_bench.methods.catalog import DRAFTINGS
-from lantern_bench.methods.parameters import Values
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.models.networks.packed_linear import weight_bytes, weight_count
 from lantern_bench.models.networks.target import TransformerTarget
@@ -185,27 +183,26 @@ def dtype_error(
         TV float32 [images * tokens].
     """
     exact = model_of(name).load(rounded.target.device, torch.float32)
-    plain = Decoding("ar", cfg_scale=cfg_scale)
     distances = []
     for number, prompt in enumerate(prompts):
         condition = exact.condition([prompt])
         (image,) = decode(
             model=exact,
             condition=condition,
-            decoding=plain,
+            decoding=Decoding("ar", cfg_scale=cfg_scale),
             generators=[torch.Generator(exact.target.device).manual_seed(number)],
+            keep_logits=True,
         )
-        pair = []
-        for target in (exact.target, rounded.target):
-            forced = teacher_forced(
-                target=target,
-                condition=condition,
-                tokens=image.tokens.long()[None].to(target.device),
-                guided=cfg_scale != 1,
-            )
-            logits = guide(forced.logits.cond, forced.logits.uncond, cfg_scale)
-            pair.append(greedy_probabilities(logits)[0].cpu())
-        distances.append((pair[0] - pair[1]).abs().sum(dim=-1) / 2)
+        assert image.logits is not None
+        forced = teacher_forced(
+            target=rounded.target,
+            condition=condition,
+            tokens=image.tokens.long()[None].to(rounded.target.device),
+            guided=cfg_scale != 1,
+        )
+        logits = guide(forced.logits.cond, forced.logits.uncond, cfg_scale)[0]
+        difference = greedy_probabilities(image.logits.cpu()) - greedy_probabilities(logits.cpu())
+        distances.append(difference.abs().sum(dim=-1) / 2)
     return torch.cat(distances)
 
 
@@ -350,22 +347,16 @@ def step_of(tree: str, decoding: Decoding) -> Decoding:
     values: dict[str, Any] = {"drafting": "static", "tree": tree}
     if sizes is not None:
         values = {"drafting": "dynamic", **sizes}
+    kept = decoding.settings()
+    for key in decoding.drafting_row.parameter_names:
+        kept.pop(key, None)
     try:
-        return with_drafting(decoding, values)
+        return Decoding(**kept | values, cfg_default=decoding.cfg_default)
     except ParameterError as error:
         size = ""
         if sizes is not None and error.key in values:
             size = f"{error.key} {values[error.key]}: "
         raise UserError(f"--tree {tree}: {size}{error.text}") from error
-
-
-def with_drafting(decoding: Decoding, values: Values) -> Decoding:
-    """Return a configuration with other parameters of its drafting, or with another drafting."""
-    kept = decoding.settings()
-    for row in DRAFTINGS.values():
-        for key in row.parameter_names:
-            kept.pop(key, None)
-    return Decoding(**{**kept, "cfg_default": decoding.cfg_default, **values})
 
 
 def measure(
@@ -385,19 +376,19 @@ def measure(
     model = profiled.model
     condition = model.condition(profiled.prompts[:1])
     # Memory comes first, because what other trees allocate stays allocated.
-    memory = []
-    for number, decoding in enumerate(steps.values(), start=1):
-        memory.append(_memory(profiled, decoding))  # its programs are compiled here
+    memory = {}
+    for number, (name, decoding) in enumerate(steps.items(), start=1):
+        memory[name] = _memory(profiled, decoding)  # its programs are compiled here
         emit(ProgressEvent("measuring memory", number / len(steps)))
     rows: list[Row] = []
     for number, nodes in enumerate(_NODES, start=1):
         milliseconds = forward_ms(model, condition, nodes, cfg_scale=profiled.cfg_scale)
-        row: Row = {"what": "forward", "name": f"{nodes} nodes"}
-        rows.append(row | _bounded(profiled, nodes, milliseconds, rates=rates))
+        bounded = _bounded(profiled, nodes, milliseconds, rates=rates)
+        rows.append({"what": "forward", "name": f"{nodes} nodes", **bounded})
         emit(ProgressEvent("measuring forwards", number / len(_NODES)))
     one_node_ms = rows[0]["milliseconds"]
 
-    costs = step_costs(
+    measured = step_costs(
         model=model,
         decodings=list(steps.values()),
         prompts=profiled.prompts,
@@ -405,20 +396,27 @@ def measure(
         tokens=profiled.tokens,
         emit=emit,
     )
-    ar_ms = costs[list(steps).index("ar")].total
-    for (name, decoding), cost, memory_row in zip(steps.items(), costs, memory, strict=True):
+    costs = dict(zip(steps, measured, strict=True))
+    ar_ms = costs["ar"].total
+    for name, cost in costs.items():
         # An autoregressive step draws its token in the target's program.
         outside = cost.total - one_node_ms
-        if decoding.drafts:
+        if name != "ar":
             outside = cost.parts["verify_ms"] + cost.parts["other_ms"]
         # Drafts of random weights are accepted by chance, so their accepted length means nothing.
         length = cost.mean_accepted_length if profiled.is_trained else float("nan")
-        row = {"what": "step", "name": name}
-        row |= _bounded(profiled, profiled.nodes(decoding), cost.total, rates=rates)
-        row |= cost.parts
-        row |= {"outside_share": outside / cost.total, "break_even_mal": cost.total / ar_ms}
-        row |= {"mean_accepted_length": length, "speedup": length * ar_ms / cost.total}
-        rows.append(row | memory_row)
+        row = {
+            "what": "step",
+            "name": name,
+            **_bounded(profiled, profiled.nodes(steps[name]), cost.total, rates=rates),
+            **cost.parts,
+            "outside_share": outside / cost.total,
+            "break_even_mal": cost.total / ar_ms,
+            "mean_accepted_length": length,
+            "speedup": length * ar_ms / cost.total,
+            **memory[name],
+        }
+        rows.append(row)
     return rows
 
 
@@ -479,7 +477,7 @@ def save_device(profiled: ProfiledModel, rows: Sequence[Row], compute: Compute, 
         if row["what"] == "step":
             draft = named_draft(row["name"])
             samples += step_samples(setting, draft, weight_bytes=itemsize, step=row)
-            if row["name"] != "ar":
+            if draft is not None:
                 host_ms.append(row["other_ms"])
     facts = {"machine": machine_block()} | compute_block(compute, compiled=model.engine.compile)
     fitted_to = f"fitted to {len(samples)} times of `lantern-bench profile`"
@@ -514,20 +512,18 @@ def save_profile(table: pd.DataFrame, folder: Path) -> list[Path]:
 def _drawn(steps: pd.DataFrame) -> Any:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 4.2))
-    costs, lengths = figure.subplots(1, 2)
-    parts = steps.set_index("name")[list(_COLOURS)]
-    parts = parts.rename(columns=lambda part: part.removesuffix("_ms"))
-    parts.plot.barh(stacked=True, width=0.8, color=list(_COLOURS.values()), ax=costs, ylabel="")
-    costs.invert_yaxis()
-    costs.set_xlabel("milliseconds per step")
-    costs.legend(frameon=False)
+    figure = Figure(figsize=(11, 4.2), layout="tight")
+    left, right = figure.subplots(1, 2)
+    by_name = steps.set_index("name")
+    parts = by_name[list(_COLOURS)].rename(columns=lambda part: part.removesuffix("_ms"))
     columns = {"break_even_mal": "as fast as ar", "mean_accepted_length": "measured"}
-    drafted = steps[steps["name"] != "ar"].set_index("name").rename(columns=columns)
-    if len(drafted):
-        drafted[list(columns.values())].plot.barh(width=0.8, ax=lengths, ylabel="")
-        lengths.invert_yaxis()
-        lengths.legend(frameon=False)
-    lengths.set_xlabel("mean accepted length")
-    figure.tight_layout()
+    lengths = by_name.drop("ar")[list(columns)].rename(columns=columns)
+    parts.plot.barh(stacked=True, width=0.8, color=list(_COLOURS.values()), ax=left)
+    left.set(xlabel="milliseconds per step", ylabel="")
+    if len(lengths):
+        lengths.plot.barh(width=0.8, ax=right)
+    right.set(xlabel="mean accepted length", ylabel="")
+    for axes in (left, right):
+        axes.invert_yaxis()
+        axes.legend(frameon=False)
     return figure

@@ -5,10 +5,13 @@ Candidates get their expected length and a price, and the fastest few are measur
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,10 +20,10 @@ import yaml
 from lantern_bench.config.decoding import Decoding, ParameterError
 from lantern_bench.decoding.drafting.draft_method import drafting_of
 from lantern_bench.decoding.trace import ImageTrace
-from lantern_bench.methods.catalog import DRAFTINGS, MODES, PARAMETERS, RULES
+from lantern_bench.methods.catalog import MODES, PARAMETERS, RULES, lossless_pairs
 from lantern_bench.methods.static_trees import Path, Topology, check_topology
 from lantern_bench.models.loaded_model import LoadedModel
-from lantern_bench.profile.step_costs import StepCost, forward_ms, step_costs, with_drafting
+from lantern_bench.profile.step_costs import StepCost, forward_ms, step_costs
 from lantern_bench.utils.errors import UserError
 from lantern_bench.utils.progress import Emit, Note
 
@@ -58,9 +61,8 @@ def _probe_tree() -> Topology:
     """A tree that is wide enough to show which ranks are accepted at every depth."""
     paths: list[Path] = [*_CHAIN]
     paths += [(rank,) for rank in range(1, _RANKS)]
-    for depth in range(1, _LEVELS):
-        chain = (0,) * depth
-        paths += [(*chain, 1), (*chain, 2)]
+    for path in _CHAIN[:-1]:
+        paths += [(*path, 1), (*path, 2)]
     return check_topology(paths)
 
 
@@ -69,21 +71,17 @@ def acceptance_by_rank(traces: Sequence[ImageTrace], ranks: int) -> list[list[fl
 
     Depths that too few steps have reached are left out.
     """
-    counts: list[list[int]] = []  # of each rank, and of no accepted child
+    counts: Counter[tuple[int, int]] = Counter()  # by depth and rank; -1: no child is accepted
     for trace in traces:
         for step in trace.child_rank:
-            for depth, rank in enumerate(step):
-                if depth == len(counts):
-                    counts.append([0] * (ranks + 1))
-                column = min(rank, ranks - 1) if rank >= 0 else ranks
-                counts[depth][column] += 1
-    rates = []
-    for of_depth in counts:
+            counts.update((depth, min(rank, ranks - 1)) for depth, rank in enumerate(step))
+    rates: list[list[float]] = []
+    while True:
+        of_depth = [counts[len(rates), rank] for rank in range(-1, ranks)]
         reached = sum(of_depth)
         if reached < _LEAST_WALKS:
-            break
-        rates.append([count / reached for count in of_depth[:ranks]])
-    return rates
+            return rates
+        rates.append([count / reached for count in of_depth[1:]])
 
 
 def longest_trees(rates: Rates, most_nodes: int) -> dict[Topology, float]:
@@ -92,36 +90,30 @@ def longest_trees(rates: Rates, most_nodes: int) -> dict[Topology, float]:
     Returns:
         The expected tokens of a step, with the bonus token, by tree.
     """
-    lengths = {}
-    for levels in range(1, len(rates) + 1):
-        best = _best_forest(rates[:levels])
-        for nodes in range(levels, most_nodes + 1):
-            length, paths = best(0, 0, nodes)
-            lengths[check_topology(paths)] = 1.0 + length
-    return lengths
-
-
-def _best_forest(rates: Rates) -> Callable[[int, int, int], tuple[float, tuple[Path, ...]]]:
-    """Return a function of (depth, rank, nodes) that finds the best children of one node.
-
-    The children start at `rank`. The function returns their expected length and their paths.
-    """
 
     @functools.cache
-    def best(depth: int, rank: int, nodes: int) -> tuple[float, tuple[Path, ...]]:
-        if nodes == 0 or depth == len(rates) or rank == len(rates[0]):
+    def best(levels: int, rank: int, nodes: int, depth: int = 0) -> tuple[float, tuple[Path, ...]]:
+        """The largest length of children that start at `rank`, below one node, and their paths."""
+        if nodes == 0 or depth == levels or rank == len(rates[0]):
             return 0.0, ()
-        top: tuple[float, tuple[Path, ...]] = (0.0, ())
-        for below in range(nodes):
-            length_below, paths_below = best(depth + 1, 0, below)
-            length_beside, paths_beside = best(depth, rank + 1, nodes - 1 - below)
-            length = rates[depth][rank] * (1.0 + length_below) + length_beside
-            if length > top[0] or not top[1]:
-                child = [(rank, *path) for path in ((), *paths_below)]
-                top = (length, (*child, *paths_beside))
-        return top
 
-    return best
+        def length(below: int) -> float:
+            """The length if the child of this rank has so many nodes below it."""
+            child = rates[depth][rank] * (1.0 + best(levels, 0, below, depth=depth + 1)[0])
+            return child + best(levels, rank + 1, nodes - 1 - below, depth=depth)[0]
+
+        below = max(range(nodes), key=length)
+        _, paths_below = best(levels, 0, below, depth=depth + 1)
+        _, paths_beside = best(levels, rank + 1, nodes - 1 - below, depth=depth)
+        child = [(rank, *path) for path in ((), *paths_below)]
+        return length(below), (*child, *paths_beside)
+
+    lengths = {}
+    for levels in range(1, len(rates) + 1):
+        for nodes in range(levels, most_nodes + 1):
+            length, paths = best(levels, 0, nodes)
+            lengths[check_topology(paths)] = 1.0 + length
+    return lengths
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,45 +127,35 @@ class Candidate:
     length: float  # expected tokens of a step: accepted drafts and the bonus token
 
 
-def _static_candidates(
+def _find_candidates(
     model: LoadedModel, decoding: Decoding, prompts: Sequence[str], *, seed: int, emit: Emit
 ) -> list[Candidate]:
-    """The longest static trees, given the acceptance of one wide tree."""
-    is_chain = decoding.rule_row.chains
-    probe = with_drafting(decoding, {"tree": _CHAIN if is_chain else _probe_tree()})
-    (cost,) = step_costs(model, [probe], prompts, seed=seed)
-    rates = acceptance_by_rank(cost.traces, 1 if is_chain else _RANKS)
-    depths = [" ".join(f"{rate:.2f}" for rate in of_depth) for of_depth in rates]
-    emit(Note(f"accepted at depth 1, 2, ... by rank: {'; '.join(depths)}"))
-    return [
-        Candidate(
-            decoding=with_drafting(decoding, {"tree": paths}),
-            nodes=len(paths),
-            levels=len(paths[-1]),
-            width=1 + max(path[-1] for path in paths),
-            length=length,
-        )
-        for paths, length in longest_trees(rates, _MOST_NODES).items()
-    ]
-
-
-def _measured_candidates(
-    model: LoadedModel, decoding: Decoding, prompts: Sequence[str], *, seed: int, emit: Emit
-) -> list[Candidate]:
-    """Drafts of several sizes with their measured length."""
-    shared = {key: decoding.value(key) for key in decoding.drafting_row.parameter_names}
+    """Drafts of many sizes with their length, expected of static trees, else measured."""
+    lengths: dict[Decoding, float] = {}
+    if decoding.drafting == "static":
+        is_chain = decoding.rule_row.chains
+        probe = decoding.changed(tree=_CHAIN if is_chain else _probe_tree())
+        (cost,) = step_costs(model, [probe], prompts, seed=seed)
+        rates = acceptance_by_rank(cost.traces, 1 if is_chain else _RANKS)
+        depths = [" ".join(f"{rate:.2f}" for rate in of_depth) for of_depth in rates]
+        emit(Note(f"accepted at depth 1, 2, ... by rank: {'; '.join(depths)}"))
+        for paths, length in longest_trees(rates, _MOST_NODES).items():
+            lengths[decoding.changed(tree=paths)] = length
+    else:
+        for size in _DYNAMIC if decoding.drafting == "dynamic" else _WINDOWS:
+            sized = decoding.changed(**size)
+            emit(Note(f"measuring the length of {describe(sized)}"))
+            (cost,) = step_costs(model, [sized], prompts, seed=seed)
+            lengths[sized] = cost.mean_accepted_length
     candidates = []
-    for size in _DYNAMIC if decoding.drafting == "dynamic" else _WINDOWS:
-        sized = with_drafting(decoding, shared | size)
-        emit(Note(f"measuring the length of {describe(sized)}"))
-        (cost,) = step_costs(model, [sized], prompts, seed=seed)
+    for sized, length in lengths.items():
         drafts = drafting_of(sized, model.target)
         candidate = Candidate(
             decoding=sized,
             nodes=drafts.nodes - 1,
             levels=drafts.depth,
             width=drafts.fanout,
-            length=cost.mean_accepted_length,
+            length=length,
         )
         candidates.append(candidate)
     return candidates
@@ -181,24 +163,18 @@ def _measured_candidates(
 
 def searched_lossless() -> list[tuple[str, str, str]]:
     """Return (mode, drafting, rule) of every lossless method whose drafts are searched."""
-    rules = [name for name, row in RULES.items() if row.lossless and name != "none"]
-    # Rules with the same function are the same rule on a chain: the first stands for them.
-    first_of = {RULES[name].accept_tree: name for name in reversed(rules)}
-    on_chains = [name for name in rules if name in first_of.values()]
     methods = []
     for drafting in SEARCHED:
+        rules = [rule.name for rule, row in lossless_pairs() if row.name == drafting]
         modes = [
             mode.name
             for mode in MODES.values()
             if mode.drafting == drafting and RULES[mode.rule].lossless
         ]
-        decided = on_chains if DRAFTINGS[drafting].chain else rules
-        for mode, rule in itertools.product(modes or ["speculative"], decided):
-            try:
+        for mode, rule in itertools.product(modes or ["speculative"], rules):
+            with contextlib.suppress(ParameterError):  # the rule cannot decide on these drafts
                 Decoding(mode, drafting=drafting, rule=rule)
-            except ParameterError:  # the rule cannot decide on such drafts
-                continue
-            methods.append((mode, drafting, rule))
+                methods.append((mode, drafting, rule))
     return methods
 
 
@@ -223,20 +199,18 @@ def search_trees(
     if decoding.drafting not in SEARCHED:
         advice = f"Drafts of {', '.join(SEARCHED[:-1])} and {SEARCHED[-1]} are."
         raise UserError(f"--search: the drafts of {decoding.cell_id} are not searched", advice)
-    is_static = decoding.drafting == "static"
-    find_candidates = _static_candidates if is_static else _measured_candidates
-    candidates = find_candidates(model, decoding, prompts, seed=seed + 1, emit=emit)
+    candidates = _find_candidates(model, decoding, prompts, seed=seed + 1, emit=emit)
     if not candidates:
         text = f"--images {len(prompts)}: too few drafts to see how often they are accepted"
         raise UserError(text, "Give more images.")
-    condition = model.condition(prompts[:1])
-    cfg_scale = decoding.cfg_scale
-    forwards = []
-    for nodes in _FORWARDS:
-        milliseconds = forward_ms(
-            model, condition, nodes, cfg_scale=cfg_scale, repeats=_FORWARD_REPEATS
-        )
-        forwards.append(milliseconds)
+    forward = partial(
+        forward_ms,
+        model=model,
+        condition=model.condition(prompts[:1]),
+        cfg_scale=decoding.cfg_scale,
+        repeats=_FORWARD_REPEATS,
+    )
+    forwards = [forward(nodes=nodes) for nodes in _FORWARDS]
 
     @functools.cache
     def measured(candidate: Candidate) -> list[StepCost]:
@@ -307,13 +281,10 @@ def fit_price(
     def other_terms(tree: Candidate) -> list[float]:
         return [1.0, tree.nodes * tree.width]
 
-    draft_prices = _fit_relative(
-        [draft_terms(tree) for tree in measured], [cost.parts["draft_ms"] for cost in costs]
-    )
-    other_prices = _fit_relative(
-        [other_terms(tree) for tree in measured],
-        [cost.parts["verify_ms"] + cost.parts["other_ms"] for cost in costs],
-    )
+    draft_ms = [cost.parts["draft_ms"] for cost in costs]
+    other_ms = [cost.parts["verify_ms"] + cost.parts["other_ms"] for cost in costs]
+    draft_prices = _fit_relative(map(draft_terms, measured), draft_ms)
+    other_prices = _fit_relative(map(other_terms, measured), other_ms)
 
     def expected_ms(tree: Candidate) -> float:
         forward = np.interp(tree.nodes + 1, _FORWARDS, forwards)
@@ -323,7 +294,7 @@ def fit_price(
     return expected_ms
 
 
-def _fit_relative(terms: Sequence[Sequence[float]], milliseconds: Sequence[float]) -> Any:
+def _fit_relative(terms: Iterable[Sequence[float]], milliseconds: Sequence[float]) -> Any:
     """Non-negative prices of terms by least squares of relative errors.
 
     With relative errors a small tree counts as much as a large one.
@@ -331,7 +302,7 @@ def _fit_relative(terms: Sequence[Sequence[float]], milliseconds: Sequence[float
     from scipy.optimize import nnls
 
     scale = 1.0 / np.maximum(milliseconds, 1e-9)
-    prices, _ = nnls(np.array(terms) * scale[:, None], np.ones(len(terms)))
+    prices, _ = nnls(np.array([*terms]) * scale[:, None], np.ones(len(scale)))
     return prices
 
 

@@ -22,16 +22,17 @@ from lantern_bench.models.networks.transformer_config import TransformerConfig
 from lantern_bench.models.registry import model_of
 from lantern_bench.profile.cost_model import (
     KERNEL_COUNTS,
+    Device,
     Draft,
     KernelCounts,
     Workload,
+    devices,
     fit_device,
     named_draft,
     prefill_seconds,
     step_samples,
     step_seconds,
 )
-from lantern_bench.profile.device_specs import Device, devices
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "prediction.md"

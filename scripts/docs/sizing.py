@@ -16,12 +16,13 @@ import pandas as pd
 from lantern_bench.models.registry import model_of
 from lantern_bench.profile.cost_model import (
     KERNEL_COUNTS,
+    Device,
     Workload,
+    devices,
     named_draft,
     prefill_seconds,
     step_seconds,
 )
-from lantern_bench.profile.device_specs import Device, devices
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "scale.md"

@@ -19,8 +19,13 @@ from lantern_bench.devices.threads import Calibrated
 from lantern_bench.models import registry
 from lantern_bench.models.random_model import read_size
 from lantern_bench.profile import tree_search
-from lantern_bench.profile.cost_model import KERNEL_COUNTS, Workload, named_draft, step_seconds
-from lantern_bench.profile.device_specs import find_device
+from lantern_bench.profile.cost_model import (
+    KERNEL_COUNTS,
+    Workload,
+    find_device,
+    named_draft,
+    step_seconds,
+)
 from lantern_bench.profile.tree_search import SEARCHED, describe, searched_lossless
 from lantern_bench.sweeps import choose_threads
 from lantern_bench.utils.progress import Note

@@ -14,12 +14,15 @@ from lantern_bench.models.networks.transformer_config import TransformerConfig
 from lantern_bench.models.registry import model_of, models
 from lantern_bench.profile.cost_model import (
     KERNEL_COUNTS,
+    Device,
     Draft,
     KernelCounts,
     Sample,
     Work,
     Workload,
+    devices,
     draft_work,
+    find_device,
     fit_device,
     named_draft,
     prefill_seconds,
@@ -28,7 +31,6 @@ from lantern_bench.profile.cost_model import (
     target_work,
     verify_work,
 )
-from lantern_bench.profile.device_specs import Device, devices, find_device
 from lantern_bench.utils.errors import RefusedError, UserError
 
 SIZES = TransformerConfig(

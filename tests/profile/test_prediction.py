@@ -13,15 +13,20 @@ import pytest
 from lantern_bench.analysis.tables import tables_of
 from lantern_bench.cli import main as cli
 from lantern_bench.models.registry import model_of
-from lantern_bench.profile.cost_model import KERNEL_COUNTS, Workload, named_draft, step_seconds
-from lantern_bench.profile.device_specs import devices
+from lantern_bench.profile.cost_model import (
+    KERNEL_COUNTS,
+    Workload,
+    devices,
+    named_draft,
+    step_seconds,
+)
 from lantern_bench.profile.prediction import (
     measured_elsewhere,
     measured_times,
     predict_run,
-    prediction_rows,
     with_hours,
 )
+from lantern_bench.storage.records import rows_of
 from lantern_bench.storage.run_directory import RunData, load_runs
 from lantern_bench.storage.schema import columns
 from lantern_bench.utils.errors import RefusedError
@@ -82,7 +87,7 @@ def test_error_is_only_of_a_run_with_the_same_device_and_code(
 def test_speedup_is_accepted_length_over_relative_cost_of_a_step(run: RunData):
     # STRICT has the walks [0, 1], [0, -1], [-1]: 2 tokens a step from the positions 1, 4 and 6 of 7
     # tokens.
-    row = next(row for row in prediction_rows(run, A100, "eager") if row["mode"] == "speculative")
+    row = rows_of(predict_run(run, A100, "eager"))[1]
     sizes = model_of("lanterns").sizes
     at = Workload(sizes=sizes, batch=1, guided=True, context=sizes.prefix + 11 / 3)
     step = step_seconds(
@@ -104,7 +109,7 @@ def test_speedup_is_accepted_length_over_relative_cost_of_a_step(run: RunData):
 
 def test_other_model_keeps_the_acceptance_and_says_so(run: RunData):
     own, other = (
-        list(prediction_rows(run=run, device=A100, stack="compiled", model=model))
+        rows_of(predict_run(run=run, device=A100, stack="compiled", model=model))
         for model in (None, "llamagen-t2i-stage1")
     )
     for ours, theirs in zip(own, other, strict=True):
@@ -121,7 +126,7 @@ def test_unknown_drafting_is_taken_for_a_chain(run: RunData):
         drafting=run.records["drafting"].mask(drafts, "echo"),
         tree=run.records["tree"].mask(drafts, "echo-3"),
     )
-    rows = list(prediction_rows(dataclasses.replace(run, records=records), A100, "compiled"))
+    rows = rows_of(predict_run(dataclasses.replace(run, records=records), A100, "compiled"))
     assert "a chain of 2 is assumed" in rows[1]["note"]
     assert rows[1]["nodes"] == 3
 
@@ -132,9 +137,8 @@ def test_own_tree_is_read_from_the_experiment(run: RunData):
     cell = Decoding(mode="speculative", tree=((0,), (1,), (0, 0)), cfg_scale=2, cfg_default=2)
     records = [make_record(cell=cell, prompt=0, walks=[[0, 0], [0, -1]], seconds=1.0)]
     manifest = run.manifest | {"experiment": {"cells": [cell.settings()]}}
-    (row,) = prediction_rows(
-        dataclasses.replace(run, records=frame_of(records), manifest=manifest), A100, "compiled"
-    )
+    own = dataclasses.replace(run, records=frame_of(records), manifest=manifest)
+    (row,) = rows_of(predict_run(own, A100, "compiled"))
     assert row["nodes"] == 4
     assert row["drafter_forwards_per_step"] == 2
     assert row["note"] is None
@@ -145,11 +149,11 @@ def test_run_without_steps_and_model_without_sizes_are_refused(
 ):
     bare = run.records.assign(committed_per_step=None)
     with pytest.raises(RefusedError, match="no image has recorded steps"):
-        list(prediction_rows(dataclasses.replace(run, records=bare), A100, "compiled"))
+        predict_run(dataclasses.replace(run, records=bare), A100, "compiled")
     unknown = SimpleNamespace(sizes=None)
     monkeypatch.setattr("lantern_bench.profile.prediction.model_of", lambda _name: unknown)
     with pytest.raises(RefusedError, match="the sizes of lanterns are not known"):
-        list(prediction_rows(run, A100, "compiled"))
+        predict_run(run, A100, "compiled")
 
 
 def test_hours_by_hand(run: RunData):
