@@ -177,8 +177,8 @@ def sweep(
         experiment, _overrides(typed | overrides, modes), out=folder, resume=resume, ray=ray
     )
     with _emitting(progress=progress) as emit:
-        result = run(request, emit)
-    check_failed(request, result.failed)
+        run(request, emit)
+    check_failed(request)
     return load_run(request.folder)
 
 

@@ -12,7 +12,7 @@ from lantern_bench.analysis.cells import join_notes
 from lantern_bench.analysis.labels import parameters
 from lantern_bench.analysis.tables import cells_of
 from lantern_bench.config.paper import Paper, PaperRow
-from lantern_bench.devices.names import device_in_words
+from lantern_bench.devices.without_torch import device_in_words
 from lantern_bench.methods.catalog import IN_SUMMARY, METRICS
 from lantern_bench.storage.records import rows_of
 from lantern_bench.storage.schema import Row

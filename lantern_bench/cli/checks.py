@@ -18,7 +18,6 @@ from lantern_bench.cli.options import (
     resolve_cells,
     with_flags,
 )
-from lantern_bench.devices.threads import set_threads
 from lantern_bench.storage.run_directory import results_root
 from lantern_bench.utils.errors import CheckFailedError, UserError
 from lantern_bench.utils.files import check_writable
@@ -245,13 +244,14 @@ def certify(
     title = "audit" if modes else "certify"
     folder = out or results_root() / f"{title}-{Path(model).name}"
     check_writable(folder)
-    set_threads(plan.resolved.settings.threads)
 
     from lantern_bench.checks import certification
     from lantern_bench.checks.certificate_rows import LEVEL, failures
     from lantern_bench.cli.console import show_events
+    from lantern_bench.devices.compute import set_threads
     from lantern_bench.storage.schema import frame
 
+    set_threads(plan.resolved.settings.threads)
     with console.progress() as progress:
         tables = certification.certify(plan, folder, show_events(console, progress))
 

@@ -17,7 +17,6 @@ from lantern_bench.cli.options import (
     resolve_flags,
     with_flags,
 )
-from lantern_bench.devices.threads import set_threads
 from lantern_bench.methods.catalog import MODES
 from lantern_bench.models.registry import model_of
 from lantern_bench.prompts.prompt import class_prompt
@@ -92,17 +91,17 @@ def generate(
         return console.table(show_memory(resolved, console), title=model, format=format)
     prompt = _prompt(caption=caption, label=label, random=random_weights, model=model)
     _check_out(out, force=force)
-    set_threads(resolved.settings.threads)
 
     import pandas as pd
     import torch
 
-    from lantern_bench.devices.compute import choose_compute
+    from lantern_bench.devices.compute import choose_compute, set_threads
     from lantern_bench.models.load import compile_models, load_models
     from lantern_bench.models.random_model import random_model
     from lantern_bench.sweeps import decoder
     from lantern_bench.utils.files import write_file
 
+    set_threads(resolved.settings.threads)
     compute = choose_compute(resolved.settings.device, resolved.settings.dtype)
     seed = resolved.settings.seed
     if random_weights:

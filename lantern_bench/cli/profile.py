@@ -19,7 +19,6 @@ from lantern_bench.cli.options import (
     resolve_flags,
     with_flags,
 )
-from lantern_bench.devices.threads import set_threads
 from lantern_bench.utils.errors import UserError
 from lantern_bench.utils.text import split_words
 
@@ -98,7 +97,7 @@ def profile(
     import pandas as pd
 
     from lantern_bench.cli.console import show_events
-    from lantern_bench.devices.compute import choose_compute
+    from lantern_bench.devices.compute import choose_compute, set_threads
     from lantern_bench.models.load import check_loaded, compile_models
     from lantern_bench.profile import step_costs as profiling
 

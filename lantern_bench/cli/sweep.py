@@ -18,7 +18,7 @@ from lantern_bench.cli.options import (
     with_flags,
 )
 from lantern_bench.config.settings import Overrides
-from lantern_bench.devices.threads import QUIET_ADVICE
+from lantern_bench.devices.without_torch import QUIET_ADVICE
 from lantern_bench.storage import run_directory
 from lantern_bench.sweeps.request import WORKER_TIMEOUT, plan_table, prepare
 from lantern_bench.sweeps.run import check_failed, run
@@ -105,15 +105,15 @@ def sweep(
         console.say(f"{len(table)} cells, {images}, {counts}; time left: {time}")
         return console.table(table, title=str(request.folder), format=format)
     with console.progress() as progress:
-        result = run(request, show_events(console, progress))
+        tables = run(request, show_events(console, progress))
     if "speed" in request.experiment.settings.metrics:
         finished = run_directory.finished_records(request.folder)
         disturbance = run_directory.disturbance(finished)
         if disturbance:
             console.warn(f"{disturbance}. {QUIET_ADVICE}")
     show = _show_reproduction if published else _show_summary
-    show(request.folder, result.tables, console, format=format)
-    check_failed(request, result.failed)
+    show(request.folder, tables, console, format=format)
+    check_failed(request)
     return None
 
 

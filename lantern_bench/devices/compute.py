@@ -7,7 +7,7 @@ from typing import NamedTuple, get_args
 
 import torch
 
-from lantern_bench.devices.names import DEVICE, DEVICES, DType
+from lantern_bench.devices.without_torch import DEVICE, DEVICES, DType
 from lantern_bench.utils.errors import RefusedError, UserError
 
 
@@ -21,6 +21,12 @@ def has_bfloat16(device: torch.device) -> bool:
     # Older versions of torch lack these functions.
     names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
     return any(getattr(torch.cpu, name, bool)() for name in names)
+
+
+def set_threads(threads: int | None) -> None:
+    """Set the number of threads of torch; None changes nothing."""
+    if threads is not None:
+        torch.set_num_threads(threads)
 
 
 class Compute(NamedTuple):

@@ -25,7 +25,7 @@ from lantern_bench.devices.machine import (
     peak_memory_bytes,
     reset_peak_memory,
 )
-from lantern_bench.devices.names import device_in_words
+from lantern_bench.devices.without_torch import device_in_words
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.models.networks.packed_linear import weight_bytes, weight_count
 from lantern_bench.models.networks.target import TransformerTarget

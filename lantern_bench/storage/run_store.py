@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any, Self
@@ -114,6 +114,10 @@ class RunStore(AbstractContextManager["RunStore"]):
     def is_done(self, task: ImageTask) -> bool:
         """Return whether the image has a record with status `ok`."""
         return task.key in self._done
+
+    def missing(self, tasks: Iterable[ImageTask]) -> list[ImageTask]:
+        """Return the images without a record of status `ok`."""
+        return [task for task in tasks if not self.is_done(task)]
 
     def append(self, task: ImageTask, record: Mapping[str, Any], png: bytes | None = None) -> Row:
         """Write the picture of an image, then its record.

@@ -1,23 +1,97 @@
-"""Choose the number of threads that decodes fastest."""
+"""Choose the number of threads that decodes fastest.
+
+docs/log.md has the measurements behind the constants.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterable
-from pathlib import Path
-from typing import Any
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from statistics import median
+from typing import Any, NamedTuple
 
 import torch
 
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.loop import decode
-from lantern_bench.devices.threads import DISTURBED, calibrate
+from lantern_bench.devices.without_torch import DISTURBED, QUIET_ADVICE
 from lantern_bench.models.loaded_model import LoadedModel
+from lantern_bench.utils.clock import now, usage
 from lantern_bench.utils.files import write_atomically
-from lantern_bench.utils.progress import Emit
+from lantern_bench.utils.progress import Emit, Note
 
 _TOKENS = 12  # tokens of an image that are decoded at a time
+_ROUNDS = 15  # blocks timed per number of threads
+_ROUNDS_OF_ONE = 3  # blocks where there is one number, and only the load of the machine is asked
+_BLOCK = 0.02  # seconds of a block
+_LONGEST = 3.0  # seconds after which no further block is timed
+_TIE = 0.05  # fewer threads are chosen when more are not faster by this fraction
+_BUSY = 0.25  # above this fraction of the timed seconds, speed cannot be measured
+
+
+class Calibrated(NamedTuple):
+    """The result of timing several numbers of threads."""
+
+    threads: int  # the chosen number
+    milliseconds: dict[int, float]  # of the timed work, by number of threads
+    lost_share: float  # thread-seconds without a core by seconds of the timed work
+
+    def notes(self) -> list[Note]:
+        """Say which number was chosen, and warn where other programs take the processor."""
+        times = ", ".join(f"{count}: {ms:.3g} ms" for count, ms in self.milliseconds.items())
+        notes = [Note(f"threads {self.threads} ({times})", level="detail")]
+        if self.lost_share > DISTURBED:
+            waited = f"{self.lost_share:.2f} of each second a thread waited for a core"
+            text = f"other programs keep the processor busy ({waited}). {QUIET_ADVICE}"
+            if self.lost_share > _BUSY:
+                text = f"speed cannot be measured now: {text}"
+            notes.append(Note(text, level="warning"))
+        return notes
+
+
+def calibrate(work: Callable[[], object], recorded: int | None = None) -> Calibrated:
+    """Time work on all threads, a quarter of them, and so on to one, in turns.
+
+    Args:
+        work: The work, which is repeated.
+        recorded: The number that was chosen before. Only it is timed, briefly, for the load of
+            the machine.
+
+    Returns:
+        The smallest number of threads within 5% of the fastest.
+    """
+    most = torch.get_num_threads()
+    counts = sorted({max(1, most // 4**power) for power in range(most.bit_length())})
+    if recorded is not None:
+        counts = [recorded]
+    rounds = _ROUNDS if len(counts) > 1 else _ROUNDS_OF_ONE
+    torch.set_num_threads(counts[-1])
+    work()
+    start = now()
+    work()
+    repeats = max(1, round(_BLOCK / max(1e-6, now() - start)))
+    blocks: dict[int, list[float]] = defaultdict(list)
+    lost = 0.0
+    start = now()
+    for _ in range(rounds):
+        for threads in counts:
+            torch.set_num_threads(threads)
+            work()  # compiles its programs, and the threads start
+            before = usage()
+            began = now()
+            for _ in range(repeats):
+                work()
+            blocks[threads].append(now() - began)
+            lost += usage().since(before).lost_seconds(blocks[threads][-1], threads)
+        if now() - start > _LONGEST:
+            break
+    torch.set_num_threads(most)
+    milliseconds = {count: 1e3 * median(times) / repeats for count, times in blocks.items()}
+    slowest_tie = min(milliseconds.values()) / (1 - _TIE)
+    chosen = min(count for count, time in milliseconds.items() if time <= slowest_tie)
+    return Calibrated(chosen, milliseconds, lost / sum(map(sum, blocks.values())))
 
 
 def choose_threads(
@@ -39,14 +113,13 @@ def choose_threads(
     kinds: dict[bool, Decoding] = {}
     for decoding in decodings:
         kinds.setdefault(decoding.drafts, decoding)
-    # An image that fails to decode fails again in the run, which records the error.
-    with contextlib.suppress(RuntimeError, MemoryError):
-        _choose(model, prompt, kinds, emit=emit)
-
-
-def _choose(model: LoadedModel, prompt: str, kinds: dict[bool, Decoding], *, emit: Emit) -> None:
-    with torch.inference_mode():
-        condition = model.condition([prompt])
+    timed = " and ".join("drafting" if drafts else "autoregressive" for drafts in sorted(kinds))
+    name = f"{timed}, at most {torch.get_num_threads()}"
+    file = model.engine.folder and model.engine.folder / "threads.json"
+    choices: dict[str, Any] = {}
+    if file is not None:
+        with contextlib.suppress(OSError, ValueError, TypeError):  # missing or damaged
+            choices = dict(json.loads(file.read_bytes()))
 
     def steps() -> None:  # whole steps: between single products the threads would sleep
         for decoding in kinds.values():
@@ -60,31 +133,17 @@ def _choose(model: LoadedModel, prompt: str, kinds: dict[bool, Decoding], *, emi
                 engine=model.engine,
             )
 
-    most = torch.get_num_threads()
-    file = model.engine.folder and model.engine.folder / "threads.json"
-    timed = " and ".join("drafting" if drafts else "autoregressive" for drafts in sorted(kinds))
-    name = f"{timed}, at most {most}"
-    choices = _read_choices(file)
-    recorded = choices.get(name)
-    if not isinstance(recorded, int) or not 1 <= recorded <= most:
-        recorded = None
-    calibrated = calibrate(steps, recorded)
-    # What was chosen on a busy machine does not count for the next run.
-    is_quiet = calibrated.lost_share <= DISTURBED
-    if file is not None and recorded is None and is_quiet:
-        content = json.dumps(choices | {name: calibrated.threads}, indent=1)
-        with contextlib.suppress(OSError):  # the next run times threads again
-            write_atomically(file, content.encode() + b"\n")
+    try:
+        with torch.inference_mode():
+            condition = model.condition([prompt])
+        calibrated = calibrate(steps, choices.get(name))
+    except (RuntimeError, MemoryError):
+        return  # an image that fails to decode fails again in the run, which records the error
     torch.set_num_threads(calibrated.threads)
     for note in calibrated.notes():
         emit(note)
-
-
-def _read_choices(file: Path | None) -> dict[str, Any]:
-    """Return the stored choices by what was timed; none for a missing or damaged file."""
-    if file is None:
-        return {}
-    try:
-        return dict(json.loads(file.read_bytes()))
-    except (OSError, ValueError, TypeError):
-        return {}
+    # What was chosen on a busy machine does not count for the next run.
+    if file is not None and name not in choices and calibrated.lost_share <= DISTURBED:
+        content = json.dumps(choices | {name: calibrated.threads}, indent=1)
+        with contextlib.suppress(OSError):  # the next run times threads again
+            write_atomically(file, content.encode() + b"\n")

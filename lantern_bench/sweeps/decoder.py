@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Self, TypeAlias
 
 import torch
 
@@ -16,7 +16,7 @@ from lantern_bench.decoding.step import sampling_key
 from lantern_bench.devices import machine
 from lantern_bench.devices.compute import Compute
 from lantern_bench.devices.machine import peak_memory_bytes, reset_peak_memory
-from lantern_bench.devices.threads import DISTURBED
+from lantern_bench.devices.without_torch import DISTURBED
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.prompts.prompt import Prompt
 from lantern_bench.storage.pictures import label, png_bytes
@@ -39,7 +39,18 @@ class Result(NamedTuple):
 
     task: ImageTask
     columns: Mapping[str, Any]  # of its record, beside the columns of its task
-    png: bytes | None  # the PNG file; None for an image that failed
+    png: bytes | None = None  # the PNG file; None for an image that failed
+
+    @classmethod
+    def failed(cls, task: ImageTask, error: str, process: int) -> Self:
+        """Return the result of an image that could not be decoded.
+
+        Args:
+            task: The image.
+            error: Why.
+            process: The process that tried, as in its session.
+        """
+        return cls(task, {"status": "failed", "error": error, "process": process})
 
 
 class Decoder:
@@ -111,7 +122,10 @@ class Decoder:
         except (RuntimeError, MemoryError) as error:
             if self._compute.device.type == "cuda":
                 torch.cuda.empty_cache()
-            yield from self._failed(missing, error)
+            for task in missing:
+                self.session["failed"] += 1
+                text = one_line(error, most=_ERROR_LENGTH)
+                yield Result.failed(task, text, self.session["process"])
             return
         least_disturbed = min(attempts, key=lambda images: images[0].lost_share(len(batch)))
         images = dict(zip(batch, least_disturbed, strict=True))
@@ -124,16 +138,6 @@ class Decoder:
             columns["process"] = self.session["process"]
             columns["attempts"] = len(attempts)
             yield Result(task, columns, png)
-
-    def _failed(self, tasks: Sequence[ImageTask], error: Exception) -> Iterator[Result]:
-        for task in tasks:
-            self.session["failed"] += 1
-            columns = {
-                "status": "failed",
-                "error": one_line(error, most=_ERROR_LENGTH),
-                "process": self.session["process"],
-            }
-            yield Result(task, columns, None)
 
     def _attempts(self, model: LoadedModel, batch: Batch) -> list[list[DecodedImage]]:
         """Decode a batch until an attempt is undisturbed, within bounds on number and time."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias
 
-from lantern_bench.config.plan import ImageTask
-from lantern_bench.devices.threads import DISTURBED
+from lantern_bench.config.plan import ImageTask, Plan
+from lantern_bench.devices.without_torch import DISTURBED
 from lantern_bench.utils.progress import Note, ProgressEvent
 
 if TYPE_CHECKING:
@@ -24,6 +25,17 @@ class Started(NamedTuple):
 
     finished: int  # images that the run directory already has
     to_do: Mapping[str, int]  # number of images to decode, by cell id
+
+    @classmethod
+    def of(cls, plan: Plan, missing: Iterable[ImageTask]) -> Self:
+        """Return the event of a plan of which the `missing` images are decoded."""
+        to_do = by_cell(missing)
+        return cls(len(plan.tasks) - to_do.total(), to_do)
+
+
+def by_cell(tasks: Iterable[ImageTask]) -> Counter[str]:
+    """Return the number of images by cell id."""
+    return Counter(task.cell.cell_id for task in tasks)
 
 
 class ImageDone(NamedTuple):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ import psutil
 import torch
 
 from lantern_bench.config.experiment import Cell, ResolvedExperiment
-from lantern_bench.config.plan import ImageTask, Plan
+from lantern_bench.config.plan import ImageTask
 from lantern_bench.config.settings import Settings
 from lantern_bench.decoding.engine import ENGINE_VERSION
 from lantern_bench.decoding.loop import drafter_and_rule
@@ -31,15 +30,12 @@ from lantern_bench.utils.clock import collect_garbage, now, stamp
 from lantern_bench.utils.progress import Emit, Note, ProgressEvent
 
 
-def decode_missing(request: Request, emit: Emit) -> int:
+def decode_missing(request: Request, emit: Emit) -> None:
     """Decode every missing image and write its record and picture; continue when one fails.
 
     Args:
         request: The sweep.
         emit: Receives the events of `sweeps/events.py`.
-
-    Returns:
-        The number of images that failed.
 
     Raises:
         RefusedError: Weights are missing, the run is in use, or its images were decoded with
@@ -58,48 +54,54 @@ def decode_missing(request: Request, emit: Emit) -> int:
     prepare_seconds = prepare_models(batches, models, emit)
 
     with RunStore.open(request.folder, request.experiment, key) as store:
-        missing = [task for task in plan.tasks if not store.is_done(task)]
-        store.update_manifest(**request.manifest_entries(), load_before=load_before)
+        missing = store.missing(plan.tasks)
         try:
             threads = store.threads or settings.threads
             if threads is not None:
                 torch.set_num_threads(threads)
             else:
                 choose_threads_for(missing, models, emit)
+            begin_run(
+                store,
+                request,
+                machine=machine.machine_block(),
+                load_before=load_before,
+                **machine.compute_block(compute, compiled=key["compile"]),
+            )
+            emit(Started.of(plan, missing))
             session = open_session(store, prepare_seconds=prepare_seconds)
             decoder = Decoder(
                 models, compute, session, repeat_disturbed="speed" in settings.metrics
             )
-            store.update_manifest(
-                started=store.manifest.get("started", session["started"]),
-                ended=None,
-                machine=machine.machine_block(),
-                **machine.compute_block(compute, compiled=key["compile"]),
-            )
-            _decode_batches(store, plan, batches, decoder=decoder, emit=emit)
+            _decode_batches(store, batches, decoder=decoder, emit=emit)
         finally:
             torch.set_num_threads(threads_before)
-    failed: int = session["failed"]
-    return failed
+
+
+def begin_run(store: RunStore, request: Request, **entries: Any) -> None:
+    """Write into the manifest what a run says of its request and of how it decodes."""
+    store.update_manifest(
+        started=store.manifest.get("started", stamp()),
+        ended=None,
+        **request.manifest_entries(),
+        **entries,
+    )
 
 
 def _decode_batches(
-    store: RunStore, plan: Plan, batches: Sequence[Batch], *, decoder: Decoder, emit: Emit
+    store: RunStore, batches: Sequence[Batch], *, decoder: Decoder, emit: Emit
 ) -> None:
     """Warm up, then decode the missing images; the session in the manifest says how it ended."""
     session = decoder.session
-    to_do = Counter(task.cell.cell_id for task in plan.tasks if not store.is_done(task))
     try:
-        emit(Started(len(plan.tasks) - to_do.total(), to_do))
         for note in decoder.warm_up(batches):
             store.update_manifest()
             emit(note)
         collect_garbage()
         for batch in batches:
             signals.check()
-            missing = [task for task in batch if not store.is_done(task)]
-            for result in decoder.decode(batch, missing):
-                record = store.append(result.task, result.columns, result.png)
+            for result in decoder.decode(batch, store.missing(batch)):
+                record = store.append(*result)
                 emit(ImageDone(result.task, record))
         session["complete"] = True
     finally:

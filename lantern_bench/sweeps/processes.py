@@ -9,14 +9,12 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from lantern_bench.storage.run_directory import done_images
 from lantern_bench.sweeps.events import Event, ImageDone, Started
 from lantern_bench.sweeps.request import Request
 from lantern_bench.utils import signals
@@ -35,55 +33,43 @@ class WorkerEndedError(RecordsFailedError):
     """A worker process ended without sending an error."""
 
 
-def decode_in_processes(request: Request, emit: Emit) -> int:
+def decode_in_processes(request: Request, emit: Emit) -> None:
     """Decode the missing images in new processes, one at a time.
 
     Args:
         request: The sweep, whose experiment says how many processes share its prompts.
         emit: Receives the events of all workers, as one run would send them.
 
-    Returns:
-        The number of images that failed.
-
     Raises:
         RecordsFailedError: A worker has ended or hangs.
         LanternError: Any error of a worker.
     """
-    done = done_images(request.folder)
     settings = request.experiment.settings
-    tasks = tuple(task for task in request.plan.tasks if task.key not in done)
-    missing = replace(request.plan, tasks=tasks)
+    missing = replace(request.plan, tasks=tuple(request.missing()))
     dealt = request.plan.deal(missing, settings.processes, settings.seed)
     # If nothing is missing, one worker still checks that the run can be continued.
     plans = [plan for plan in dealt if plan.tasks] or [missing]
-    failed = 0
     notes = set[Note]()
     for number, plan in enumerate(plans, start=1):
         name = f"worker process {number} of {len(plans)}"
         for event in events_of(_decode_missing, replace(request, plan=plan), name):
             match event:
-                case Started():
-                    if number == 1:
-                        counts = Counter(task.cell.cell_id for task in tasks)
-                        emit(Started(len(request.plan.tasks) - len(tasks), counts))
-                case ProgressEvent():
-                    if number == 1:
-                        emit(event)
-                case Note():
-                    if event not in notes:
-                        emit(event)
+                case Started() if number == 1:
+                    emit(Started.of(request.plan, missing.tasks))
+                case Note() if event not in notes:
                     notes.add(event)
-                case ImageDone():
-                    failed += event.failed
                     emit(event)
-    return failed
+                case ProgressEvent() if number == 1:
+                    emit(event)
+                case ImageDone():
+                    emit(event)
 
 
-def _decode_missing(request: Request, emit: Emit) -> int:
+def _decode_missing(request: Request, emit: Emit) -> None:
     # Imported here, because it imports torch, which the parent does not need.
     from lantern_bench.sweeps.in_process import decode_missing
 
-    return decode_missing(request, emit)
+    decode_missing(request, emit)
 
 
 def events_of(
@@ -91,7 +77,7 @@ def events_of(
     request: Request,
     name: str,
     *,
-    stderr: IO[bytes] | None = None,
+    stderr: int | None = None,
 ) -> Iterator[Event]:
     """Start a worker process and yield its events; the worker ends with this generator.
 
@@ -99,7 +85,8 @@ def events_of(
         work: A function of a module, which the worker calls with the request and an `Emit`.
         request: The sweep.
         name: How errors call the worker.
-        stderr: Receives the standard error of the worker, by default the parent's own.
+        stderr: As of `subprocess.Popen`: where the standard error of the worker goes, by default
+            to the parent's own.
 
     Raises:
         WorkerEndedError: The worker process has ended without an error.
@@ -136,8 +123,6 @@ def events_of(
                         raise event
                     if event is not None:
                         last_event = type(event).__name__
-                        if isinstance(event, ImageDone):
-                            last_event = event.task.image
                         yield event
                 elif now() - last_sign > request.worker_timeout:
                     worker.kill()

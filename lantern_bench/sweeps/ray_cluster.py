@@ -11,17 +11,16 @@ import os
 import re
 import signal
 import socket
-import tempfile
-import threading
+import subprocess
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import psutil
 
 from lantern_bench.config.plan import ImageTask, Plan
-from lantern_bench.devices.threads import prepare_environment
+from lantern_bench.devices.without_torch import prepare_environment
 from lantern_bench.storage.records import check_same_run
 from lantern_bench.storage.run_directory import done_images
 from lantern_bench.storage.run_store import RunStore
@@ -47,22 +46,21 @@ _LOOK = 2.0  # seconds between two looks at the nodes
 _RESUME = "Start or join a cluster; the same command continues."
 
 
-def decode_on_ray(request: Request, emit: Emit) -> int:
-    """Decode the missing images on a Ray cluster; return how many failed."""
+def decode_on_ray(request: Request, emit: Emit) -> None:
+    """Decode the missing images on a Ray cluster."""
     try:
         import ray  # noqa: F401
     except ImportError as error:
         raise RefusedError(
             "--ray: Ray is not installed", "pip install 'lantern-bench[ray]'"
         ) from error
-    with tempfile.TemporaryFile() as stderr:  # Ray writes pages when its head is gone
-        try:
-            for event in events_of(drive, request, "the driver of the Ray cluster", stderr=stderr):
-                emit(event)
-        except WorkerEndedError as error:
-            raise _head_lost(request, error.message) from error
-    done = done_images(request.folder)
-    return sum(task.key not in done for task in request.plan.tasks)
+    name = "the driver of the Ray cluster"
+    try:
+        # Ray writes pages to standard error when its head is gone.
+        for event in events_of(drive, request, name, stderr=subprocess.DEVNULL):
+            emit(event)
+    except WorkerEndedError as error:
+        raise _head_lost(request, error.message) from error
 
 
 def _head_lost(request: Request, reason: str) -> RefusedError:
@@ -135,14 +133,13 @@ def connect(address: str) -> None:
     if address not in ("auto", "local") and not _answers(address.removeprefix("ray://")):
         advice = "Give auto on a node of the cluster, HOST:6379, or ray://HOST:10001."
         raise RefusedError(f"--ray {address}: no Ray cluster answers there", advice)
-    dashboard = False if address == "local" else None
     on_terminate = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(
             address=address,
             logging_level=logging.ERROR,
             log_to_driver=False,
-            include_dashboard=dashboard,
+            include_dashboard=False if address == "local" else None,
         )
     except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         advice = (
@@ -153,9 +150,8 @@ def connect(address: str) -> None:
         raise RefusedError(
             f"--ray {address}: the Ray cluster cannot be joined: {reason}", advice
         ) from error
-    if threading.current_thread() is threading.main_thread():
-        # Ray has set its own handler, which ends the process at once.
-        signal.signal(signal.SIGTERM, on_terminate)
+    # Ray has set its own handler, which ends the process at once.
+    signal.signal(signal.SIGTERM, on_terminate)
 
 
 def _answers(address: str) -> bool:
@@ -199,9 +195,8 @@ class Worker:
         prepare_environment()
         self.decoder: Decoder | None = None
 
-    def load(self, request: Request) -> Ready:
+    def load(self, request: Request, cores: int) -> Ready:
         """Load the models of a request; its plan has the images that threads are chosen with."""
-        import ray
         import torch
 
         from lantern_bench.devices.machine import compute_block, device_columns, machine_block
@@ -211,8 +206,7 @@ class Worker:
         notes = list[Any]()
         self.compute, self.models = in_process.load_to_decode(request.experiment, notes.append)
         if self.compute.device.type == "cpu":
-            cores = ray.get_runtime_context().get_assigned_resources().get("CPU", 1)
-            torch.set_num_threads(settings.threads or max(1, int(cores)))
+            torch.set_num_threads(settings.threads or cores)
         if settings.threads is None:
             batches = list(request.plan.batches())
             in_process.prepare_models(batches, self.models, emit=ignore_events)
@@ -308,6 +302,7 @@ class WorkerHandle:
     shard: Plan | None = None
     # its entry in the manifest; empty while it loads the models
     session: dict[str, Any] = field(default_factory=dict)
+    name: str = "a worker on a device"
     finished: int = 0  # shards
     last_answer: float = 0.0  # time of its last answer
 
@@ -326,7 +321,7 @@ class RayDriver:
         self._emit = emit
         self._settings = request.experiment.settings
         self._timed = "speed" in self._settings.metrics
-        self._actor = ray.remote(max_restarts=0)(Worker)
+        self._actor = ray.remote(Worker)
         self._workers: list[WorkerHandle] = []
         self._shards: deque[Plan] = deque()
         # lost workers by the first image of their shard
@@ -362,10 +357,9 @@ class RayDriver:
         """Start a worker on every device that has none, but no more workers than shards."""
         self._last_look = now()
         slots = slots_of(self._ray.nodes(), self._settings.device, self._threads)
-        usable = Counter[DeviceSlot]()
-        for slot, count in slots.items():
-            if self._failed_starts[slot] < _LOSSES:
-                usable[slot] = count
+        usable = Counter(
+            {slot: n for slot, n in slots.items() if self._failed_starts[slot] < _LOSSES}
+        )
         self._check_slots(slots, usable)
         free = usable - Counter(worker.slot for worker in self._workers)
         shards = len(self._shards) if self._is_open else max(1, len(self._request.plan.tasks))
@@ -404,56 +398,47 @@ class RayDriver:
         actor = self._actor.options(**options).remote()
         plan = self._request.plan
         first = replace(plan, tasks=plan.tasks[: len(plan.cells) * plan.together])
-        answer = actor.load.remote(replace(self._request, plan=first))
+        answer = actor.load.remote(replace(self._request, plan=first), slot.cpus)
         self._workers.append(WorkerHandle(slot, actor, answer))
 
-    def _lose(self, worker: WorkerHandle, error: Exception) -> None:
+    def _lose(self, worker: WorkerHandle, reason: Exception) -> None:
         """Requeue a lost shard first; after too many losses, mark its images as failed."""
-        shard = worker.shard
-        self._last_loss = reason_of(error)
+        self._last_loss = reason_of(reason)
         self._remove(worker, lost=self._last_loss)
-        name = "a worker on a device"
-        prompts = 0
-        if worker.session:
-            name = f"worker {worker.session['process']} on {worker.session['device']['device']}"
-        if shard is None:
-            if not worker.finished:
-                self._failed_starts[worker.slot] += 1
-        else:
-            prompts = len({task.image_index for task in shard.tasks})
-            first = shard.tasks[0]
-            self._losses[first] += 1
-            if self._losses[first] < _LOSSES:
-                self._shards.appendleft(shard)
-            else:
-                columns = {
-                    "status": "failed",
-                    "error": f"lost {_LOSSES} workers: {self._last_loss}",
-                    "process": worker.session["process"],
-                }
-                for task in shard.tasks:
-                    self._save(task, columns)
-        text = f"{name} is lost, {prompts} prompts start again: {self._last_loss}"
-        self._emit(Note(text, level="warning"))
+        self._emit(Note(f"{worker.name} is lost: {self._last_loss}", level="warning"))
+        if worker.shard is None:  # it was loading the models
+            self._failed_starts[worker.slot] += 1
+            return
+        first = worker.shard.tasks[0]
+        self._losses[first] += 1
+        if self._losses[first] < _LOSSES:
+            self._shards.appendleft(worker.shard)
+            return
+        from lantern_bench.sweeps.decoder import Result
+
+        error = f"lost {_LOSSES} workers: {self._last_loss}"
+        for task in worker.shard.tasks:
+            self._save(Result.failed(task, error, worker.session["process"]))
 
     def _remove(self, worker: WorkerHandle, **end: Any) -> None:
         self._workers.remove(worker)
         self._ray.kill(worker.actor)
         self._last_look = -math.inf
+        self._end_session(worker, **end)
+
+    def _end_session(self, worker: WorkerHandle, **end: Any) -> None:
         if worker.session:
             worker.session |= {"ended": stamp(), **end}
             self._store.update_manifest()
 
     def _close(self) -> None:
+        """End the sessions; Ray ends the workers when their driver ends."""
         complete = not self._shards and not self._is_decoding()
         for worker in self._workers:
-            if worker.session:
-                worker.session |= {"ended": stamp(), "complete": complete}
+            self._end_session(worker, complete=complete)
         if self._is_open:
             self._store.update_manifest(ended=stamp())
             self._store.close()
-        for worker in self._workers:
-            self._ray.kill(worker.actor)
 
     def _receive(self) -> None:
         """Wait a moment for answers of workers and handle them; lose workers that are silent."""
@@ -494,7 +479,7 @@ class RayDriver:
         elif isinstance(answer, dict):
             worker.session |= answer
         elif not isinstance(answer, Note):
-            self._save(answer.task, answer.columns, answer.png)
+            self._save(answer)
         elif worker is self._workers[0]:
             self._emit(answer)
 
@@ -514,41 +499,35 @@ class RayDriver:
         )
         worker.session = open_session(store, **ready.session)
         worker.answer = None
+        worker.name = f"worker {worker.session['process']} on {device}"
         self._emit(Note(f"worker {worker.session['process']} joined on {device}"))
-        sessions = store.manifest["sessions"]
-        devices = {entry["device"]["device"] for entry in sessions if "device" in entry}
-        if len(devices) > 1:
-            text = f"images of {len(devices)} kinds of device: no speedup over all of them"
-            self._emit(Note(text, "--pool-devices gives one.", level="warning"))
 
     def _open(self, ready: Ready) -> None:
         """Open the store and divide the missing images into shards."""
+        from lantern_bench.sweeps.in_process import begin_run
+
         request = self._request
-        tasks = request.plan.tasks
         store = RunStore.open(request.folder, request.experiment, ready.key)
         self._store = store
         self._is_open = True
         self._threads = store.threads or self._settings.threads or ready.block["threads"]
-        entries = request.manifest_entries() | ready.block
-        entries |= {
+        entries = ready.block | {
             "threads": self._threads,
             "machine": ready.session["machine"],
             "load_before": round(psutil.getloadavg()[0], 2),
-            "started": store.manifest.get("started", stamp()),
-            "ended": None,
         }
-        store.update_manifest(**entries)
+        begin_run(store, request, **entries)
         slots = slots_of(self._ray.nodes(), self._settings.device, self._threads)
         workers = max(1, slots.total())
-        prompts = len({task.image_index for task in tasks}) // (_SHARDS * workers)
+        images = len({task.image_index for task in request.plan.tasks})
+        prompts = images // (_SHARDS * workers)
         prompts = min(max(1, prompts), _PROMPTS)
         self._shards = deque(shards_of(request.plan, store.is_done, prompts))
         if self._settings.processes > 1:
             self._most_shards = math.ceil(len(self._shards) / self._settings.processes)
         for note in ready.notes:
             self._emit(note)
-        to_do = Counter(task.cell.cell_id for task in tasks if not store.is_done(task))
-        self._emit(Started(len(tasks) - to_do.total(), to_do))
+        self._emit(Started.of(request.plan, store.missing(request.plan.tasks)))
 
     def _give(self, worker: WorkerHandle, shard: Plan) -> None:
         missing = missing_of(shard, self._store.is_done, timed=self._timed)
@@ -557,11 +536,11 @@ class RayDriver:
         worker.shard = shard
         worker.last_answer = now()
 
-    def _save(self, task: ImageTask, columns: Mapping[str, Any], png: bytes | None = None) -> None:
+    def _save(self, result: Result) -> None:
         """Store an image, and report it unless it was finished before."""
-        was_done = self._store.is_done(task)
-        if png is None and was_done:
+        was_done = self._store.is_done(result.task)
+        if result.png is None and was_done:
             return  # a failed image never replaces a finished one
-        record = self._store.append(task, columns, png)
+        record = self._store.append(*result)
         if not was_done:
-            self._emit(ImageDone(task, record))
+            self._emit(ImageDone(result.task, record))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lantern_bench.config.experiment import Cell, ResolvedExperiment, load_experiment
-from lantern_bench.config.plan import Plan, Shard, make_plan, parse_shard
+from lantern_bench.config.plan import ImageTask, Plan, Shard, make_plan, parse_shard
 from lantern_bench.config.settings import Overrides
 from lantern_bench.methods.catalog import missing_drafter
 from lantern_bench.metrics.protocols import Protocol, default_protocol, protocol_of
@@ -18,6 +17,7 @@ from lantern_bench.models.registry import defaults_of, model_of
 from lantern_bench.prompts.sets import describe_prompts, load_prompts
 from lantern_bench.storage.run_directory import done_images, finished_records, run_folder
 from lantern_bench.storage.run_store import check_folder
+from lantern_bench.sweeps.events import by_cell
 from lantern_bench.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -41,6 +41,11 @@ class Request:
     # the address of a Ray cluster, or `DEFAULT_CLUSTER`; None: this machine alone
     ray: str | None = None
     worker_timeout: float = WORKER_TIMEOUT  # seconds after which a silent worker process is ended
+
+    def missing(self) -> list[ImageTask]:
+        """Return the images without a record of status `ok`."""
+        done = done_images(self.folder)
+        return [task for task in self.plan.tasks if task.key not in done]
 
     def manifest_entries(self) -> dict[str, Any]:
         """Return what the manifest of a run says of its request, beside the experiment."""
@@ -162,15 +167,12 @@ def plan_table(request: Request) -> tuple[pd.DataFrame, float]:
     """
     import pandas as pd
 
-    records = finished_records(request.folder)
-    done = done_images(request.folder)
-    images = Counter(task.cell.cell_id for task in request.plan.tasks)
-    finished = Counter(task.cell.cell_id for task in request.plan.tasks if task.key in done)
     table = pd.DataFrame({"cell": [cell.cell_id for cell in request.plan.cells]})
-    table["images"] = table["cell"].map(images)
-    table["done"] = table["cell"].map(finished)
-    table["to_do"] = table["images"] - table["done"]
+    table["images"] = table["cell"].map(by_cell(request.plan.tasks))
+    table["to_do"] = table["cell"].map(by_cell(request.missing()))
+    table.insert(2, "done", table["images"] - table["to_do"])
 
+    records = finished_records(request.folder)
     seconds = records["seconds"] + records["pixel_seconds"].fillna(0.0)
     pace = seconds.groupby(records["cell_id"]).mean()
     table["s_per_image"] = table["cell"].map(pace)

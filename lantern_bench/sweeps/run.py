@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from lantern_bench.devices.threads import prepare_environment
+from lantern_bench.devices.without_torch import prepare_environment
 from lantern_bench.storage.run_directory import RECORDS, done_images
 from lantern_bench.sweeps.events import Event
 from lantern_bench.sweeps.request import Request
@@ -16,19 +16,15 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-class SweepResult(NamedTuple):
-    """What a sweep has made."""
-
-    failed: int  # images that could not be decoded
-    tables: dict[str, pd.DataFrame]  # as written to the CSV files, by name
-
-
-def run(request: Request, emit: Emit) -> SweepResult:
+def run(request: Request, emit: Emit) -> dict[str, pd.DataFrame]:
     """Decode the missing images of a request, score them and write the tables.
 
     Args:
         request: A sweep that `prepare` has checked.
         emit: Receives the events of `sweeps/events.py`.
+
+    Returns:
+        The tables as written to the CSV files, by name.
 
     Raises:
         UserError: A file of a model is malformed.
@@ -43,23 +39,21 @@ def run(request: Request, emit: Emit) -> SweepResult:
         signals.check()
 
     try:
-        failed = _decode_and_score(request, emit_and_check)
+        _decode_and_score(request, emit_and_check)
     except KeyboardInterrupt:
-        done = done_images(request.folder)
-        tasks = request.plan.tasks
-        count = sum(task.key in done for task in tasks)
-        text = f"interrupted: {count} of {len(tasks)} images are done and kept in {request.folder}"
+        images = len(request.plan.tasks)
+        count = images - len(request.missing())
+        text = f"interrupted: {count} of {images} images are done and kept in {request.folder}"
         if count == 0:
             text = "interrupted before the first image; encoded captions are kept"
         emit(Note(text, "The same command continues."))
         raise
     from lantern_bench.analysis.tables import write_tables
 
-    return SweepResult(failed, write_tables(request.folder))
+    return write_tables(request.folder)
 
 
-def _decode_and_score(request: Request, emit: Emit) -> int:
-    """Return how many images failed."""
+def _decode_and_score(request: Request, emit: Emit) -> None:
     settings = request.experiment.settings
     metrics = set(settings.metrics)
     device = settings.device if request.ray is None else "auto"  # this machine scores
@@ -69,9 +63,9 @@ def _decode_and_score(request: Request, emit: Emit) -> int:
         from lantern_bench.metrics.score_run import load_scorers_of
 
         scorers = load_scorers_of(request.protocol, settings.reference, device)
-    failed = _decode(request, emit)
+    _decode(request, emit)
     if metrics == {"speed"} or not done_images(request.folder):
-        return failed
+        return
     from lantern_bench.metrics.score_run import score_cells
     from lantern_bench.metrics.score_tokens import score_tokens
     from lantern_bench.storage.run_store import RunStore
@@ -82,26 +76,22 @@ def _decode_and_score(request: Request, emit: Emit) -> int:
             score_cells(store, loaded, reference, emit=emit)
         if "distance" in metrics:
             score_tokens(store, device, emit)
-    return failed
 
 
-def _decode(request: Request, emit: Emit) -> int:
+def _decode(request: Request, emit: Emit) -> None:
     """Decode in this process, in worker processes or on a Ray cluster."""
     if request.ray is not None:
-        from lantern_bench.sweeps.ray_cluster import decode_on_ray
-
-        return decode_on_ray(request, emit)
-    if request.experiment.settings.processes == 1:
-        from lantern_bench.sweeps.in_process import decode_missing
-
-        return decode_missing(request, emit)
-    from lantern_bench.sweeps.processes import decode_in_processes
-
-    return decode_in_processes(request, emit)
+        from lantern_bench.sweeps.ray_cluster import decode_on_ray as decode
+    elif request.experiment.settings.processes > 1:
+        from lantern_bench.sweeps.processes import decode_in_processes as decode
+    else:
+        from lantern_bench.sweeps.in_process import decode_missing as decode
+    decode(request, emit)
 
 
-def check_failed(request: Request, failed: int) -> None:
+def check_failed(request: Request) -> None:
     """Raise `RecordsFailedError` when images failed."""
+    failed = len(request.missing())
     if failed:
         counts = f"{failed} of {len(request.plan.tasks)} images failed"
         raise RecordsFailedError(

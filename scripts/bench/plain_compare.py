@@ -21,8 +21,7 @@ import torch
 from lantern_bench.cli.console import Console
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.loop import decode
-from lantern_bench.devices.compute import choose_compute
-from lantern_bench.devices.threads import set_threads
+from lantern_bench.devices.compute import choose_compute, set_threads
 from lantern_bench.methods.static_trees import STATIC_TREES
 from lantern_bench.models.families.lanterns.description import GUIDANCE, HELD_OUT
 from lantern_bench.models.families.lanterns.family import Lanterns

@@ -15,7 +15,6 @@ import torch
 from lantern_bench.cli import main as cli
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.experiment import load_experiment
-from lantern_bench.devices.threads import Calibrated
 from lantern_bench.models import registry
 from lantern_bench.models.random_model import read_size
 from lantern_bench.profile import tree_search
@@ -28,6 +27,7 @@ from lantern_bench.profile.cost_model import (
 )
 from lantern_bench.profile.tree_search import SEARCHED, describe, searched_lossless
 from lantern_bench.sweeps import choose_threads
+from lantern_bench.sweeps.choose_threads import Calibrated
 from lantern_bench.utils.progress import Note
 from tests.helpers.tiny_model import TinyModel
 

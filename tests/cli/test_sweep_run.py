@@ -17,10 +17,10 @@ import pytest
 
 from lantern_bench.cli import main as cli
 from lantern_bench.cli.console import Console, show_events
-from lantern_bench.devices.threads import Calibrated
 from lantern_bench.methods.catalog import DRAFTINGS, MODES
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.storage.run_directory import read_manifest, read_records
+from lantern_bench.sweeps.choose_threads import Calibrated
 from lantern_bench.utils.errors import RefusedError
 
 SWEEP = ["sweep", "tiny.yaml", "--threads", "1"]

@@ -15,11 +15,10 @@ import torch
 
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.engine import Engine
-from lantern_bench.devices.threads import Calibrated, calibrate, prepare_environment
+from lantern_bench.devices.without_torch import prepare_environment
 from lantern_bench.models.random_model import random_model_of_size, read_size
 from lantern_bench.sweeps import choose_threads as choose_threads_module
-from lantern_bench.sweeps.choose_threads import choose_threads
-from lantern_bench.utils import clock
+from lantern_bench.sweeps.choose_threads import Calibrated, calibrate, choose_threads
 
 
 @pytest.mark.parametrize(
@@ -36,7 +35,7 @@ def test_fewest_threads_that_are_about_fastest(
     state = {"threads": 16, "now": 0.0}
     monkeypatch.setattr(torch, "get_num_threads", lambda: state["threads"])
     monkeypatch.setattr(torch, "set_num_threads", lambda count: state.update(threads=count))
-    monkeypatch.setattr(clock, "now", lambda: state["now"])
+    monkeypatch.setattr(choose_threads_module, "now", lambda: state["now"])
     calibrated = calibrate(lambda: state.update(now=state["now"] + seconds[int(state["threads"])]))
     assert calibrated.threads == chosen
     assert state["threads"] == 16
@@ -49,7 +48,7 @@ def test_one_thread_is_tried_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
     state = {"now": 0.0, "calls": 0}
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
-    monkeypatch.setattr(clock, "now", lambda: state["now"])
+    monkeypatch.setattr(choose_threads_module, "now", lambda: state["now"])
     calibrated = calibrate(lambda: state.update(now=state["now"] + 0.1, calls=state["calls"] + 1))
     assert calibrated.threads == 1
     assert calibrated.milliseconds == pytest.approx({1: 100.0})

@@ -1,0 +1,38 @@
+"""What is known of devices and threads before torch is loaded.
+
+docs/log.md has the measurements behind the constants.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, Literal, TypeAlias
+
+from lantern_bench.utils.files import cache_folder
+
+DEVICE = r"^(auto|cpu|mps|cuda(:\d{1,2})?)$"  # pattern of `--device`
+DEVICES = "must be auto, cpu, mps, cuda or cuda:N"  # the pattern in words
+DType: TypeAlias = Literal["auto", "float32", "bfloat16", "float16"]
+
+_SPINS = "1000"  # how often a waiting thread of GNU OpenMP spins before it sleeps, about 1 us each
+# An image is disturbed when its threads lacked a core for more than this fraction of its seconds.
+DISTURBED = 0.05
+QUIET_ADVICE = "Close other programs. Token counts and quality are valid; times may not be."
+
+
+def prepare_environment() -> None:
+    """Set what torch reads when it is loaded: spinning of threads, and the folder of programs."""
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "inductor"))
+
+
+def device_in_words(manifest: Mapping[str, Any]) -> str:
+    """Return the device of a run: `cuda`, or a CPU's name and the threads."""
+    cpu = (manifest.get("machine") or {}).get("cpu") or {}
+    device = manifest.get("device")
+    if device not in (None, "cpu"):
+        return str(device)
+    name = cpu.get("model") if isinstance(cpu, Mapping) else cpu
+    return f"{name or 'a CPU'}, {manifest.get('threads', '?')} threads"
