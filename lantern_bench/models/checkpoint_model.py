@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import re
-import tomllib
 from abc import abstractmethod
 from collections.abc import Mapping
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import msgspec
 
 from lantern_bench.models.checkpoints import hub
 from lantern_bench.models.model import Model
@@ -20,7 +21,6 @@ from lantern_bench.utils.files import hash_of, read_json
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
 
     from lantern_bench.decoding.neighbours import Space
     from lantern_bench.models.checkpoints.checkpoint import Checkpoint
@@ -30,37 +30,23 @@ if TYPE_CHECKING:
     from lantern_bench.models.networks.target import TransformerTarget
 
 
-class Published(NamedTuple):
-    """A published model, or what the files of a family leave out."""
+class Published(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A published model, or what model files leave out that name only the family."""
 
     about: str  # what it is called
-    config: Mapping[str, Any]  # what its config.json states
-    vq: Mapping[str, Any]  # sizes of its image tokenizer: fields of `VQConfig`
-    grid: tuple[int, int] | None  # rows and columns of codes; None: its files state them
-    parameters: int | None = None  # of the target
+    config: dict[str, Any] = {}  # what its config.json states
+    vq: dict[str, Any] = {}  # sizes of its image tokenizer: fields of `VQConfig`
+    grid: tuple[int, int] | None = None  # rows and columns of codes; None: its files state them
+    parameters: int | None = None  # of the target; None: only for model files
     aliases: tuple[str, ...] = ()
+    families: tuple[str, ...] = ()  # what else a model file may give as its family
 
 
-@cache
-def _published() -> Mapping[str, Any]:
-    path = Path(__file__).parent / "families" / "published.toml"
-    return tomllib.loads(path.read_text(encoding="utf-8"))
-
-
-def published_rows(family: str) -> dict[str, Published]:
-    """Return the rows of a family in families/published.toml, by name of the model."""
-    rows = {}
-    for name, fields in _published()[family].items():
-        vq = fields.get("vq", {})
-        rows[name] = Published(
-            about=fields["about"],
-            config=fields.get("config", {}),
-            vq={key: tuple(v) if isinstance(v, list) else v for key, v in vq.items()},
-            grid=tuple(fields["grid"]) if "grid" in fields else None,
-            parameters=fields.get("parameters"),
-            aliases=tuple(fields.get("aliases", ())),
-        )
-    return rows
+PUBLISHED = msgspec.toml.decode(
+    (Path(__file__).parent / "families" / "published.toml").read_bytes(),
+    type=dict[str, dict[str, Published]],
+)
+"""The rows of each family by name of the model."""
 
 
 def layout_of(checkpoint: Checkpoint) -> str:
@@ -82,7 +68,6 @@ class CheckpointModel(Model):
     """
 
     published: ClassVar[Mapping[str, Published]]
-    any_model: ClassVar[Published | None] = None  # for model files that name only the family
     kind: ClassVar[str]  # what the models are called, for errors
     marker: ClassVar[str]  # the end of the name of a tensor that every checkpoint has
     ignored: ClassVar[str]  # a regular expression of the target's tensors that no picture needs
@@ -119,7 +104,7 @@ class CheckpointModel(Model):
         """
         model = cls(str(file.path), row, file.paths())
         model.file = file
-        model.description = file.description or f"{file.name}: {row.about}"
+        model.description = file.description or f"{file.name or file.path.stem}: {row.about}"
         model.defaults = {**model.defaults, **file.defaults}
         model.aliases = ()
         model.parameters = None
@@ -134,10 +119,8 @@ class CheckpointModel(Model):
         It may be a published model, or the family itself, each by name or alias.
         """
         for name, row in cls.published.items():
-            if family in (name, *row.aliases):
+            if family in (name, *row.aliases, *row.families):
                 return row
-        if cls.any_model is not None and family in (cls.family, *cls.any_model.aliases):
-            return cls.any_model
         return None
 
     # ---- What a family defines
@@ -206,10 +189,9 @@ class CheckpointModel(Model):
         for stated in (self._config_beside(), self.file_config):
             for key, value in stated.items():
                 before = config.get(key)
+                config[key] = value
                 if isinstance(value, Mapping) and isinstance(before, Mapping):
-                    config[key] = {**before, **_without_none(value)}
-                elif value is not None:
-                    config[key] = value
+                    config[key] = {**before, **value}
         return config
 
     def _config_beside(self) -> Mapping[str, Any]:
@@ -235,9 +217,8 @@ class CheckpointModel(Model):
 
     def files(self) -> Mapping[str, Path]:
         """Return the file or folder of each part: where it is, or where a download puts it."""
-        if self.file is not None:
-            parts = ("target", "tokenizer", "drafter")
-            return {part: path for part, path in self.paths.items() if part in parts}
+        if self.paths:
+            return self.paths
         published = hub.PARTS.get(self.name, {})
         return {name: hub.expected_path(part) for name, part in published.items()}
 
@@ -298,48 +279,37 @@ class CheckpointModel(Model):
             # With its files, because they may state other sizes than the published row.
             located = type(self)(self.name, self.row, hub.local_paths(self.name))
             return located.load(device, dtype)
-        from lantern_bench.models.checkpoints.checkpoint import open_checkpoint
-        from lantern_bench.models.checkpoints.drafter_files import drafter_files, load_drafter
+        from lantern_bench.models.checkpoints.checkpoint import open_checkpoint, read_own_table
+        from lantern_bench.models.checkpoints.drafter_files import give_drafter
         from lantern_bench.models.checkpoints.vq_layouts import LAYOUTS, load_vq
         from lantern_bench.models.loaded_model import assemble
 
         paths = self.paths
-        drafter = None
         tokenizer = None
         target, files = self.load_target(device, dtype)
         # The checkpoint does not state all sizes, and they change what it computes.
         sizes = repr((target.config, target.config.token_ids))
         hashes = {"target": hash_of(files), "sizes": hashlib.sha256(sizes.encode()).hexdigest()}
-        if "drafter" in paths:
-            drafter = load_drafter(paths["drafter"], target, dtype=dtype, device=device)
-            hashes["drafter"] = hash_of(drafter_files(paths["drafter"]))
         if "tokenizer" in paths:
             checkpoint = open_checkpoint(paths["tokenizer"]).renamed(self.name_now)
             tokenizer = load_vq(checkpoint, LAYOUTS[self.vq_layout], device)
             hashes["tokenizer"] = hash_of(checkpoint.paths)
         if "neighbours" in paths:
             hashes["neighbour_table"] = hash_of((paths["neighbours"],))
-        return assemble(
+        model = assemble(
             self.name,
             target=target,
-            drafter=drafter,
+            drafter=None,
             tokenizer=tokenizer,
             prompts=self.prompts(target),
             weights=hashes,
             space=self.neighbour_space,
-            table=self._own_table(target.n_codes),
         )
-
-    def _own_table(self, codes: int) -> Tensor | None:
-        """Read the table of nearest codes that the model file names."""
-        from lantern_bench.models.checkpoints.checkpoint import read_own_table
-
-        if self.file is None or self.file.neighbours is None:
-            return None
-        try:
-            return read_own_table(self.file.neighbours.path, codes)
-        except ValueError as error:
-            raise self.file.wrong("neighbours.table", str(error)) from error
+        if "drafter" in paths:
+            give_drafter(model, paths["drafter"])
+        if "neighbours" in paths:
+            model.given_table = read_own_table(paths["neighbours"], target.n_codes)
+        return model
 
     def with_random_weights(self) -> LoadedModel:
         """Return modules of the full shape on the meta device."""
@@ -361,7 +331,3 @@ class CheckpointModel(Model):
                 weights={},
                 space=self.neighbour_space,
             )
-
-
-def _without_none(section: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in section.items() if value is not None}

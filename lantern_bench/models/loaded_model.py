@@ -184,7 +184,6 @@ def assemble(
     prompts: Prompts,
     weights: Mapping[str, str],
     space: Space = "raw",
-    table: Tensor | None = None,
 ) -> LoadedModel:
     """Assemble a model of modules that have their weights.
 
@@ -198,9 +197,10 @@ def assemble(
         prompts: How the model takes prompts.
         weights: SHA-256 of each part, without the text encoder.
         space: Space of the neighbours.
-        table: The user's nearest codes.
     """
     config = target.config
+    if prompts.sha256 is not None:
+        weights = {**weights, "text_encoder": prompts.sha256}
     model = LoadedModel(
         name=name,
         target=target,
@@ -212,10 +212,7 @@ def assemble(
         grid=config.grid,
         neighbour_space=space,
         prepare=prompts.prepare,
-        given_table=table,
     )
-    if prompts.sha256 is not None:
-        model.weights = {**weights, "text_encoder": prompts.sha256}
     if tokenizer is not None:
         codes = tokenizer.config.codes
         if codes == target.n_codes:

@@ -8,6 +8,7 @@ loading the model.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -26,7 +27,7 @@ from lantern_bench.config.decoding import read_values
 from lantern_bench.methods.catalog import PARAMETERS
 from lantern_bench.utils.errors import UserError
 from lantern_bench.utils.text import did_you_mean
-from lantern_bench.utils.yaml_file import Location, Problems, Source, problems_of, read_source, show
+from lantern_bench.utils.yaml_file import Problems, Source, problems_of, read_source, show
 
 
 def _relative(value: object, info: ValidationInfo[Path]) -> Path:
@@ -34,11 +35,7 @@ def _relative(value: object, info: ValidationInfo[Path]) -> Path:
         raise ValueError("must be a path")
     folder: Path = info.context.parent
     path = folder / value
-    try:
-        exists = path.exists()
-    except OSError as error:  # for example a name that is too long
-        raise ValueError(f"cannot be a path: {error.strerror}") from error
-    if not exists:
+    if not os.path.exists(path):  # also False for a name that is too long
         raise ValueError("no such file or folder")
     return path
 
@@ -47,11 +44,9 @@ def _json_or_mapping(value: object, info: ValidationInfo[Path]) -> object:
     """Return the sizes of a part, as written or read from a JSON file."""
     if isinstance(value, str):
         try:
-            value = json.loads(_relative(value, info).read_text(encoding="utf-8"))
+            return json.loads(_relative(value, info).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise ValueError(f"cannot be read as JSON: {show(error)}") from error
-    if value is not None and not isinstance(value, Mapping):
-        raise ValueError("must be a mapping, or the path of a JSON file")
     return value
 
 
@@ -60,10 +55,6 @@ def _rows_and_columns(value: object) -> object:
     if len(sides) != 2 or not all(type(side) is int and side > 0 for side in sides):
         raise ValueError("must be [rows, columns], two whole numbers above 0")
     return tuple(sides)
-
-
-def _or_stem(name: object, info: ValidationInfo[Path]) -> object:
-    return info.context.stem if name is None else name
 
 
 def _resolved(model: object, info: ValidationInfo[Path]) -> object:
@@ -84,11 +75,15 @@ class _Keys(BaseModel):
     model_config = {"extra": "forbid", "frozen": True, "validate_by_alias": True}
 
 
-class CheckpointPart(_Keys):
+class _Part(_Keys):
+    path: Path
+
+
+class CheckpointPart(_Part):
     """A checkpoint, which is a file or a folder, and its sizes."""
 
     path: Annotated[Path, _Relative] = Field(alias="checkpoint", description=_PATH)
-    config: Annotated[Mapping[str, Any] | None, BeforeValidator(_json_or_mapping)] = None
+    config: Annotated[dict[str, Any] | None, BeforeValidator(_json_or_mapping)] = None
 
 
 class TargetPart(CheckpointPart):
@@ -97,13 +92,13 @@ class TargetPart(CheckpointPart):
     layout: Literal["official", "hf"] | None = None
 
 
-class FolderPart(_Keys):
+class FolderPart(_Part):
     """The folder of a drafter or of a text encoder."""
 
     path: Annotated[DirectoryPath, _Relative] = Field(alias="dir", description=_PATH)
 
 
-class TablePart(_Keys):
+class TablePart(_Part):
     """A table of nearest codes."""
 
     path: Annotated[FilePath, _Relative] = Field(alias="table", description=_PATH)
@@ -143,9 +138,7 @@ class ModelFile(_AnyModelFile):
     `grid` is rows and columns of image tokens.
     """
 
-    name: Annotated[str, BeforeValidator(_or_stem)] = Field(
-        default=None, validate_default=True, pattern=r"\S"
-    )
+    name: str | None = Field(default=None, pattern=r"\S")
     family: str = Field(
         pattern=r"\S", description="the family the model belongs to, such as llamagen"
     )
@@ -158,14 +151,7 @@ class ModelFile(_AnyModelFile):
 
     def paths(self) -> dict[str, Path]:
         """Return the path of each part that the file names."""
-        parts = {
-            "target": self.target,
-            "tokenizer": self.tokenizer,
-            "drafter": self.drafter,
-            "text_encoder": self.text_encoder,
-            "neighbours": self.neighbours,
-        }
-        return {name: part.path for name, part in parts.items() if part is not None}
+        return {name: part.path for name, part in self if isinstance(part, _Part)}
 
 
 class ExternalDrafter(_AnyModelFile):
@@ -206,8 +192,7 @@ def read_model_file(path: Path) -> ModelFile | ExternalDrafter | PythonModel:
         kind = ExternalDrafter
     problems = Problems(str(path))
     for key_path in source.twice:
-        key = ".".join(map(str, key_path))
-        problems.add(Location(key, source.line(key_path)), "is written twice")
+        problems.add(source.location(key_path), "is written twice")
     written = source.data.get("defaults") or {}
     defaults = _defaults(written, source, problems) if isinstance(written, Mapping) else written
     try:
@@ -223,7 +208,7 @@ def _defaults(written: Mapping[str, Any], source: Source, problems: Problems) ->
     """Return the decoding values that the model suggests, checked as in an experiment."""
     values: dict[str, Any] = {}
     for key, raw in written.items():
-        location = Location(f"defaults.{key}", source.line(("defaults", key)))
+        location = source.location(("defaults", key))
         if key not in PARAMETERS or key == "mode":
             problems.add(location, f"unknown value{did_you_mean(key, PARAMETERS)}")
             continue

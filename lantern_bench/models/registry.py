@@ -49,7 +49,9 @@ def find_models() -> tuple[dict[str, Model], dict[str, RefusedError]]:
     """Return all models by name, and the errors of installed models that cannot be used."""
     shipped: dict[str, Model] = {"lanterns": Lanterns()}
     for family in _FAMILIES:
-        shipped |= {name: family(name, row) for name, row in family.published.items()}
+        for name, row in family.published.items():
+            if row.parameters is not None:
+                shipped[name] = family(name, row)
     abstract: Any = Model  # mypy wants a class that can be instantiated
     outside, refused = find_rows("lantern_bench.models", abstract, taken=shipped)
     return shipped | outside, refused
@@ -96,12 +98,13 @@ def defaults_of(names: Sequence[str]) -> dict[str, Mapping[str, Any]]:
         RefusedError: A name is that of an installed model that cannot be used.
     """
     defaults = {name: model.defaults for name, model in models().items()}
-    other_names = set(find_models()[1])
-    for model in models().values():
-        other_names.update(model.aliases)
     for name in names:
-        if is_model_file(name) or name in other_names:
+        try:
             defaults[name] = model_of(name).defaults
+        except UserError:
+            # The caller reports an unknown name with its place.
+            if is_model_file(name):
+                raise
     return defaults
 
 
@@ -146,25 +149,22 @@ class _Hosted(Model):
         return load_hosted(self.file, device, dtype)
 
 
+_SIZES = ("sizes", "codes", "tokens", "parameters", "classes")
+
+
 class _WithDrafter(Model):
     """A model with another drafter."""
 
     def __init__(self, file: ExternalDrafter) -> None:
         model = model_of(file.model)
         drafter = f"drafter {file.drafter.path.name}"
+        for field in ("family", "licence", "prompt_sets", *_SIZES):
+            setattr(self, field, getattr(model, field))
         self.file = file
         self.model = model
         self.name = str(file.path)
-        self.family = model.family
         self.description = file.description or f"{model.description}; {drafter}"
         self.defaults = {**model.defaults, **file.defaults}
-        self.licence = model.licence
-        self.sizes = model.sizes
-        self.codes = model.codes
-        self.tokens = model.tokens
-        self.parameters = model.parameters
-        self.classes = model.classes
-        self.prompt_sets = model.prompt_sets
 
     def check_prompt(self, text: str) -> None:
         self.model.check_prompt(text)
@@ -173,14 +173,9 @@ class _WithDrafter(Model):
         return {**self.model.files(), "drafter": self.file.drafter.path}
 
     def load(self, device: torch.device, dtype: torch.dtype) -> LoadedModel:
-        from lantern_bench.models.checkpoints.drafter_files import drafter_files, load_drafter
-        from lantern_bench.models.loaded_model import transformer_of
-        from lantern_bench.utils.files import hash_of
+        from lantern_bench.models.checkpoints.drafter_files import give_drafter
 
         loaded = self.model.load(device, dtype)
-        folder = self.file.drafter.path
-        target = transformer_of(loaded)
         loaded.name = self.name
-        loaded.drafter = load_drafter(folder, target, dtype=target.dtype, device=target.device)
-        loaded.weights = {**loaded.weights, "drafter": hash_of(drafter_files(folder))}
+        give_drafter(loaded, self.file.drafter.path)
         return loaded

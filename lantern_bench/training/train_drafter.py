@@ -160,7 +160,7 @@ def train_drafter(
 
     # 3. The folder of the drafter, and the evaluation of what was written.
     write_drafter(drafter=drafter, folder=job.out, target=job.flags.target, weights=model.weights)
-    written = load_drafter(job.out, target, dtype=target.dtype, device=target.device)
+    written = load_drafter(job.out, target)
     evaluated = [evaluation.at_end("trained", written)]
     if isinstance(model.drafter, EagleDrafter):
         evaluated.append(evaluation.at_end("the model's own", model.drafter))
@@ -178,9 +178,7 @@ def _initial_drafter(job: DrafterJob, model: LoadedModel, target: CachedTarget) 
             return untrained_drafter(target).to(target.device)
     drafter = model.drafter
     if job.init_name == "folder":
-        drafter = load_drafter(
-            Path(job.flags.init), target, dtype=torch.float32, device=target.device
-        )
+        drafter = load_drafter(Path(job.flags.init), target, dtype=torch.float32)
     if not isinstance(drafter, EagleDrafter):
         raise UserError(
             f"--init shipped: {model.name} has no drafter", "Use --init random, or give a folder."

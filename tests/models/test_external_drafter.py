@@ -79,7 +79,7 @@ def test_drafter_of_another_family_is_refused(tmp_path: Path) -> None:
     llamagen = golden_models.load(golden_models.recorded_target(tmp_path / "t2i", "t2i"))
     folder = tiny_chameleon.write_drafter(tmp_path / "drafter")
     with pytest.raises(UserError, match="hidden_size: is 32"):
-        load_drafter(folder, transformer_of(llamagen), dtype=torch.float32, device=CPU)
+        load_drafter(folder, transformer_of(llamagen))
     with pytest.raises(UserError, match="EAGLE drafters need the features"):
         transformer_of(TinyModel().load(CPU, torch.float32))
 

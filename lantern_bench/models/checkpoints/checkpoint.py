@@ -270,7 +270,7 @@ def read_own_table(path: Path, codes: int) -> Tensor:
         The table int32 [V, k].
 
     Raises:
-        ValueError: The file is malformed.
+        UserError: The file is malformed.
     """
     read: Any
     try:
@@ -281,10 +281,10 @@ def read_own_table(path: Path, codes: int) -> Tensor:
         table = read if isinstance(read, np.ndarray) else read["nearest"]
     except (OSError, ValueError, KeyError, TypeError, EOFError, SafetensorError) as error:
         problem = "cannot be read as .npy, or as nearest in .npz or .safetensors"
-        raise ValueError(f"{path.name}: {problem}") from error
+        raise UserError(f"{path}: {problem}") from error
     if table.ndim != 2 or table.dtype.kind not in "iu" or len(table) != codes:
         found = f"{table.dtype} {list(table.shape)}"
-        raise ValueError(f"{path.name}: must hold whole numbers [{codes}, k], not {found}")
+        raise UserError(f"{path}: must hold whole numbers [{codes}, k], not {found}")
     if not ((table >= 0) & (table < codes)).all() or (table == np.arange(codes)[:, None]).any():
-        raise ValueError(f"{path.name}: each row must name other codes, from 0 to {codes - 1}")
+        raise UserError(f"{path}: each row must name other codes, from 0 to {codes - 1}")
     return torch.from_numpy(table.astype(np.int32))

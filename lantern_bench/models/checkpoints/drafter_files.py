@@ -11,6 +11,7 @@ import torch
 
 from lantern_bench.models.checkpoints.checkpoint import open_checkpoint
 from lantern_bench.models.checkpoints.key_map import KeyMap, llama_key_map, load_into
+from lantern_bench.models.loaded_model import LoadedModel, transformer_of
 from lantern_bench.models.networks.eagle import EagleDrafter
 from lantern_bench.models.networks.target import CachedTarget
 from lantern_bench.models.networks.transformer_config import (
@@ -19,7 +20,7 @@ from lantern_bench.models.networks.transformer_config import (
     read_numbers,
 )
 from lantern_bench.utils.errors import UserError
-from lantern_bench.utils.files import read_json
+from lantern_bench.utils.files import hash_of, read_json
 
 # Tables and caches in published files, which are computed anew.
 _COMPUTED = r"(.*\.)?(freqs_cis|causal_mask|k_cache|v_cache|inv_freq|cos_cached|sin_cached)$"
@@ -34,21 +35,22 @@ def drafter_key_map(drafter: EagleDrafter) -> KeyMap:
     return llama_key_map(drafter, drafter.config, {"layer.": "layers.0."})
 
 
-def drafter_files(folder: Path) -> tuple[Path, ...]:
-    """Return the files that decide what a published drafter computes."""
-    return (*open_checkpoint(folder).paths, folder / "config.json")
+def give_drafter(model: LoadedModel, folder: Path) -> None:
+    """Give a loaded model the published drafter of a folder. Raises as `load_drafter`."""
+    model.drafter = load_drafter(folder, transformer_of(model))
+    files = (*open_checkpoint(folder).paths, folder / "config.json")
+    model.weights = {**model.weights, "drafter": hash_of(files)}
 
 
 def load_drafter(
-    folder: Path, target: CachedTarget, *, dtype: torch.dtype, device: torch.device
+    folder: Path, target: CachedTarget, dtype: torch.dtype | None = None
 ) -> EagleDrafter:
-    """Load a published drafter.
+    """Load a published drafter onto the device of its target.
 
     Args:
         folder: Folder with config.json and weights.
         target: The loaded target, whose head the drafter takes.
-        dtype: Type of the weights.
-        device: Device of the weights.
+        dtype: Type of the weights. The default is the type of the target.
 
     Raises:
         UserError: The folder has no drafter, or one that does not fit the target.
@@ -81,8 +83,8 @@ def load_drafter(
         drafter,
         checkpoint,
         drafter_key_map(drafter),
-        dtype=dtype,
-        device=device,
+        dtype=dtype or target.dtype,
+        device=target.device,
         ignored=_COMPUTED,
         wanted=wanted,
     )

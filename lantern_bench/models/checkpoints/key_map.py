@@ -134,27 +134,25 @@ def _raise_if_unfit(
     checkpoint: Checkpoint, expected: Mapping[str, tuple[int, ...]], *, ignored: str, wanted: str
 ) -> None:
     """Raise one `UserError` for all keys that do not fit the expected shapes."""
-    problems: dict[str, list[str]] = {"missing": [], "unexpected": [], "misshapen": []}
+    others = checkpoint.keys() - expected.keys()
+    problems = {
+        "missing": [key for key in expected if key not in checkpoint],
+        "unexpected": [key for key in others if re.match(ignored, key) is None],
+        "misshapen": [],
+    }
     for key, shape in expected.items():
-        if key not in checkpoint:
-            problems["missing"].append(key)
-        elif checkpoint.shape(key) != shape:
-            found = _shape_text(checkpoint.shape(key))
-            problems["misshapen"].append(f"{key} is {found}, not {_shape_text(shape)}")
-    for key in checkpoint:
-        if key not in expected and re.match(ignored, key) is None:
-            problems["unexpected"].append(key)
-
-    lines = [
-        f"\n  {len(keys)} {problem}: {', '.join(keys)}"
-        for problem, keys in problems.items()
-        if keys
-    ]
+        found = checkpoint.shape(key) if key in checkpoint else shape
+        if found != shape:
+            problems["misshapen"].append(f"{key} is {_shape_text(found)}, not {_shape_text(shape)}")
+    lines = ""
+    for problem, keys in problems.items():
+        if keys:
+            lines += f"\n  {len(keys)} {problem}: {', '.join(sorted(keys))}"
     if lines:
-        is_other = len(problems["missing"]) * 2 > len(expected)
-        kind = what_is(checkpoint) if is_other else None
-        actual = f": it is {kind}" if kind is not None else ""
-        raise UserError(f"{checkpoint.path}: does not hold {wanted}{actual}{''.join(lines)}")
+        kind = what_is(checkpoint)
+        if kind is not None and len(problems["missing"]) * 2 > len(expected):
+            wanted += f": it is {kind}"
+        raise UserError(f"{checkpoint.path}: does not hold {wanted}{lines}")
 
 
 def _shape_text(shape: Iterable[int]) -> str:
@@ -167,22 +165,22 @@ LLAMA: Mapping[str, str] = {
     "transformer.norm.": "model.norm.",
     "transformer.output.": "lm_head.",
 }
-"""Prefixes of names in a `TransformerTarget`, and in transformers' LlamaForCausalLM."""
+"""Parts of names in a `TransformerTarget`, and in transformers' LlamaForCausalLM."""
 
 _INSIDE_LAYERS = {
-    "attention.wo.": "self_attn.o_proj.",
-    "attention.q_norm.": "self_attn.q_norm.",
-    "attention.k_norm.": "self_attn.k_norm.",
-    "feed_forward.w1.": "mlp.gate_proj.",
-    "feed_forward.w3.": "mlp.up_proj.",
-    "feed_forward.w2.": "mlp.down_proj.",
-    "attention_norm.": "input_layernorm.",
-    "ffn_norm.": "post_attention_layernorm.",
+    ".attention.wo.": ".self_attn.o_proj.",
+    ".attention.q_norm.": ".self_attn.q_norm.",
+    ".attention.k_norm.": ".self_attn.k_norm.",
+    ".feed_forward.w1.": ".mlp.gate_proj.",
+    ".feed_forward.w3.": ".mlp.up_proj.",
+    ".feed_forward.w2.": ".mlp.down_proj.",
+    ".attention_norm.": ".input_layernorm.",
+    ".ffn_norm.": ".post_attention_layernorm.",
 }
 
 
 def llama_key_map(
-    module: nn.Module, config: TransformerConfig, prefixes: Mapping[str, str] = LLAMA
+    module: nn.Module, config: TransformerConfig, renamed: Mapping[str, str] = LLAMA
 ) -> dict[str, tuple[Slice, ...]]:
     """Return the key map to the names of transformers' Llama.
 
@@ -191,16 +189,12 @@ def llama_key_map(
     Args:
         module: A `TransformerTarget` or a drafter.
         config: Sizes of the module.
-        prefixes: Our prefixes, and the file's.
+        renamed: Parts of names, and what replaces them in this order.
     """
 
     def rename(name: str) -> str:
-        for ours, theirs in prefixes.items():
-            if name.startswith(ours):
-                name = theirs + name.removeprefix(ours)
-                break
-        for ours, theirs in _INSIDE_LAYERS.items():
-            name = name.replace(f".{ours}", f".{theirs}")
+        for ours, theirs in {**renamed, **_INSIDE_LAYERS}.items():
+            name = name.replace(ours, theirs)
         return name
 
     kv_rows = (config.kv_heads or config.heads) * config.head_dim

@@ -13,8 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from lantern_bench.models.checkpoint_model import Published, published_rows
-from lantern_bench.models.checkpoints import hub
+from lantern_bench.models.checkpoint_model import PUBLISHED
 from lantern_bench.models.families.word_model import Wording, WordModel
 from lantern_bench.models.networks.transformer_config import TransformerConfig
 from lantern_bench.utils.errors import UserError
@@ -38,12 +37,11 @@ class Chameleon(WordModel):
     """Anole."""
 
     family = "chameleon"
-    licence = hub.LICENCES["chameleon"].name
+    licence = "Chameleon Research License"
     # The defaults of the LANTERN authors' generate_images.
     defaults: Mapping[str, Any] = {"cfg_scale": 3.0, "top_k": 2000, "tree": "eagle1-25"}
     has_drafter = True
-    published: ClassVar = published_rows("anole")
-    any_model: ClassVar[Published | None] = published["anole-7b"]
+    published: ClassVar = PUBLISHED["anole"]
     marker = "model.layers.0.self_attn.q_norm.weight"
     kind = "a Chameleon model in the HF layout"
     ignored = r"model\.vqmodel\.|.*\.rotary_emb\.inv_freq$"
@@ -122,8 +120,7 @@ class Chameleon(WordModel):
 class Lumina(Chameleon):
     """Lumina-mGPT. The prompt states the size of the picture, and a token ends each row."""
 
-    published: ClassVar = published_rows("lumina")
-    any_model = None
+    published: ClassVar = PUBLISHED["lumina"]
     line_ends = True
 
     def wording(self) -> Wording:
@@ -149,11 +146,11 @@ class Lumina2(Lumina):
     """Lumina-mGPT 2.0, with another vocabulary, and MoVQGAN as the tokenizer."""
 
     family = "lumina-mgpt2"
-    licence = hub.LICENCES["apache"].name
+    licence = "Apache-2.0"
     # As in the authors' README. Their guidance decreases within an image, but never below 4.
     defaults: Mapping[str, Any] = {"cfg_scale": 4.0, "top_k": 4096, "tree": "eagle1-25"}
     has_drafter = False  # none was published
-    published: ClassVar = published_rows("lumina-mgpt2")
+    published: ClassVar = PUBLISHED["lumina-mgpt2"]
     words = (0, 151642)
     vq_layout = "movqgan"
     pixels = 8

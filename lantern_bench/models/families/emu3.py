@@ -6,8 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from lantern_bench.models.checkpoint_model import published_rows
-from lantern_bench.models.checkpoints import hub
+from lantern_bench.models.checkpoint_model import PUBLISHED
 from lantern_bench.models.families.word_model import Encode, Vocabulary, Wording, WordModel
 from lantern_bench.models.networks.transformer_config import TransformerConfig
 from lantern_bench.utils.errors import UserError
@@ -34,11 +33,10 @@ class Emu3(WordModel):
     """Emu3-Gen 8B."""
 
     family = "emu3"
-    licence = hub.LICENCES["apache"].name
+    licence = "Apache-2.0"
     # As in the authors' image_generation.py.
     defaults: Mapping[str, Any] = {"cfg_scale": 3.0, "top_k": 2048, "tree": "eagle1-25"}
-    published: ClassVar = published_rows("emu3")
-    any_model = published["emu3-gen"]._replace(about="an Emu3 model")
+    published: ClassVar = PUBLISHED["emu3"]
     marker = "model.text_model.embed_tokens.weight"
     kind = "an Emu3 model"
     ignored = r"model\.vqmodel\.|lm_head\."
@@ -98,11 +96,10 @@ class Emu3(WordModel):
         """Return the key map of a Llama. The head may be the embedding (tied)."""
         from lantern_bench.models.checkpoints.key_map import LLAMA, llama_key_map, rows_of_tokens
 
-        inside = "model.text_model."
-        names = {ours: theirs.replace("model.", inside) for ours, theirs in LLAMA.items()}
+        names = {**LLAMA, "model.": "model.text_model."}
         keys = llama_key_map(target, target.config, names)
         head = "lm_head.weight"
         if head not in checkpoint:
-            head = f"{inside}embed_tokens.weight"
+            head = "model.text_model.embed_tokens.weight"
         keys["transformer.output.weight"] = (rows_of_tokens(head, target.config),)
         return keys

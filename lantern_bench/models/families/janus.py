@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from lantern_bench.models.checkpoint_model import published_rows
-from lantern_bench.models.checkpoints import hub
+from lantern_bench.models.checkpoint_model import PUBLISHED
 from lantern_bench.models.families.word_model import Encode, Vocabulary, Wording, WordModel
 from lantern_bench.models.networks.transformer_config import TransformerConfig
 
@@ -30,11 +29,10 @@ class Janus(WordModel):
     """Janus-Pro 1B and 7B."""
 
     family = "janus"
-    licence = hub.LICENCES["janus"].name
+    licence = "MIT (as the repository says)"
     # As in the authors' generation_inference.py.
     defaults: Mapping[str, Any] = {"cfg_scale": 5.0, "tree": "eagle1-25"}
-    published: ClassVar = published_rows("janus")
-    any_model = published_rows("any")["janus"]
+    published: ClassVar = PUBLISHED["janus"]
     marker = "model.generation_head.vision_head.weight"
     kind = "a Janus model"
     ignored = r"model\.(vqmodel|vision_model|aligner|generation_aligner)\.|lm_head\."
@@ -85,10 +83,12 @@ class Janus(WordModel):
         kind = self.section("text_config").get("model_type")
         if kind not in ("llama", None):
             raise self.wrong("text_config.model_type", f"is {kind}, and only llama is supported")
-        inside = "model.language_model."
-        names = {ours: theirs.replace("model.", inside) for ours, theirs in LLAMA.items()}
-        names["transformer.head_layer."] = "model.generation_head.proj_out."
-        names["transformer.output."] = "model.generation_head.vision_head."
+        names = {
+            **LLAMA,
+            "model.": "model.language_model.",
+            "transformer.head_layer.": "model.generation_head.proj_out.",
+            "lm_head.": "model.generation_head.vision_head.",
+        }
         keys = llama_key_map(target, target.config, names)
 
         table = "model.generation_embeddings.weight"

@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from lantern_bench.models.checkpoint_model import CheckpointModel, layout_of, published_rows
-from lantern_bench.models.checkpoints import hub
+from lantern_bench.models.checkpoint_model import PUBLISHED, CheckpointModel, layout_of
 from lantern_bench.models.networks.transformer_config import (
     TransformerConfig,
     llama_sizes,
@@ -59,7 +58,7 @@ def key_map(target: TransformerTarget, layout: str) -> KeyMap:
 class LlamaGen(CheckpointModel):
     """What class-conditional and text-conditional models share."""
 
-    licence = hub.LICENCES["mit"].name
+    licence = "MIT"
     ignored = r".*(freqs_cis|causal_mask|[kv]_cache|inv_freq)$"
     vq_layout = "llamagen"
     positions: ClassVar[int]  # of the condition, unless a file states them
@@ -183,8 +182,7 @@ class TextToImage(LlamaGen):
     family = "llamagen-t2i"
     # As in the README, section 5.
     defaults: Mapping[str, Any] = {"cfg_scale": 7.5, "top_k": 1000, "tree": "eagle1-25"}
-    published: ClassVar = published_rows("llamagen-t2i")
-    any_model = published_rows("any")["llamagen-t2i"]
+    published: ClassVar = PUBLISHED["llamagen-t2i"]
     marker = "cls_embedding.uncond_embedding"
     kind = "LlamaGen, text-conditional"
     positions = 120
@@ -231,8 +229,7 @@ class ClassToImage(LlamaGen):
 
     # As in the README's demos.
     defaults: Mapping[str, Any] = {"cfg_scale": 4.0, "top_k": 2000, "tree": "eagle1-25"}
-    published: ClassVar = published_rows("llamagen-c2i")
-    any_model = published_rows("any")["llamagen-c2i"]
+    published: ClassVar = PUBLISHED["llamagen-c2i"]
     marker = "cls_embedding.embedding_table.weight"
     kind = "LlamaGen, class-conditional"
     positions = 1

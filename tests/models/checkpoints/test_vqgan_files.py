@@ -45,7 +45,7 @@ def test_encoding_finds_the_nearest_stored_row(checkpoint: Path) -> None:
     assert model.quantize.rows().equal(model.codebook())
 
 
-def test_other_channels_in_the_decoder_are_refused_in_words(tmp_path: Path) -> None:
+def test_other_channels_in_the_decoder_are_refused(tmp_path: Path) -> None:
     state = VQModel(
         VQConfig(
             codes=16, code_dim=8, z_channels=32, channels=32, channel_mult=(1, 2), res_blocks=1
@@ -61,10 +61,9 @@ def test_other_channels_in_the_decoder_are_refused_in_words(tmp_path: Path) -> N
     with pytest.raises(UserError) as caught:
         load_vq(open_checkpoint(tmp_path / "vq.pt"), LAYOUTS["llamagen"], torch.device("cpu"))
     assert (
-        "its encoder has the channels [32, 64] by resolution and its decoder [64, 32]"
+        "decoder.conv_blocks.0.res.0.conv1.weight is 32x32x3x3, not 64x64x3x3"
         in caught.value.message
     )
-    assert "\n" not in caught.value.message
 
 
 def test_foreign_files_are_refused(checkpoint: Path, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
+from msgspec import structs
 from tokenizers import Tokenizer
 
 from lantern_bench.models.checkpoint_model import Published
@@ -119,7 +120,9 @@ def test_impossible_configs_are_refused(
 
 def test_newer_config_keys_are_read() -> None:
     stated = {"rope_parameters": {"rope_theta": 500.0}, "swin_norm": True, "num_key_value_heads": 8}
-    sizes = Chameleon("anole", ANOLE.row._replace(config={**ANOLE.row.config, **stated})).sizes
+    sizes = Chameleon(
+        "anole", structs.replace(ANOLE.row, config={**ANOLE.row.config, **stated})
+    ).sizes
     assert (sizes.rope_base, sizes.norm_after, sizes.kv_heads, sizes.dim) == (500.0, True, 8, 4096)
 
 

@@ -5,7 +5,6 @@ without a cache.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +21,7 @@ from tests.helpers import tiny_chameleon as tiny
 from tests.helpers import tiny_lumina2
 
 PROMPTS = [[0, 80, 81, 82, 70, 68], [0, 83, 70, 68]]
-CPU: Any = {"dtype": torch.float32, "device": torch.device("cpu")}
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
@@ -34,8 +33,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def loaded(folder: Path) -> tuple[TransformerTarget, EagleDrafter]:
-    target, _ = tiny.anole(folder / "target").load_target(CPU["device"], CPU["dtype"])
-    return target, load_drafter(folder / "drafter", target, **CPU)
+    target, _ = tiny.anole(folder / "target").load_target(CPU, torch.float32)
+    return target, load_drafter(folder / "drafter", target)
 
 
 def written_out(state: dict[str, Tensor], words: Tensor, features: Tensor) -> Tensor:
@@ -99,7 +98,7 @@ def test_safetensors_drafters_load_the_same(folder: Path, tmp_path: Path) -> Non
     state = torch.load(folder / "drafter" / "pytorch_model.bin", weights_only=True)
     save_file(state, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text((folder / "drafter" / "config.json").read_text())
-    other = load_drafter(tmp_path, target, **CPU)
+    other = load_drafter(tmp_path, target)
     for name, tensor in drafter.state_dict().items():
         assert torch.equal(other.state_dict()[name], tensor)
 
@@ -113,4 +112,4 @@ def test_llamagen_drafters_are_refused(folder: Path, tmp_path: Path) -> None:
     )
     (tmp_path / "config.json").write_text((folder / "drafter" / "config.json").read_text())
     with pytest.raises(UserError, match="is not an EAGLE drafter of Chameleon: it"):
-        load_drafter(tmp_path, target, **CPU)
+        load_drafter(tmp_path, target)

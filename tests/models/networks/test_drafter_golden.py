@@ -55,7 +55,7 @@ def drafter(recorded: dict[str, Tensor]) -> EagleDrafter:
     )
     target = TransformerTarget(shape, CaptionFeatures(shape.prefix, 1, shape.dim))
     target.transformer.output.weight.data.copy_(weight)
-    return load_drafter(folder, target, dtype=torch.float32, device=torch.device("cpu"))
+    return load_drafter(folder, target)
 
 
 @torch.no_grad()
