@@ -263,7 +263,7 @@ def p_values(batches: Sequence[Evidence], depth: int) -> dict[str, float]:
     sums = {"surprise": (images.surprise, images.surprise_var)}
     has_drafter = bool((images.lean_var > 0).any())
     if has_drafter:
-        sums["lean to the drafter"] = (images.lean, images.lean_var)
+        sums["bias toward the drafter"] = (images.lean, images.lean_var)
     at_edge = float(images.at_edge.sum())
     tests = {
         "support": float(not images.impossible.any()),
@@ -277,7 +277,7 @@ def p_values(batches: Sequence[Evidence], depth: int) -> dict[str, float]:
         count = next(m for m in range(1, width) if m * (m + 3) == 2 * width)
         tests["distance"] = FeatureSums.of(images.features, count).total.p_value
     if has_drafter:
-        tests["wager on the drafter"] = _wager(images.ratio)
+        tests["bets on the drafter"] = _wager(images.ratio)
 
     length = images.starts.shape[1]
     positions = np.arange(length)

@@ -36,7 +36,7 @@ CELLS: dict[str, tuple[int, dict[str, Any]]] = {
     "dynamic": (2, {"drafting": "dynamic", "nodes": 10, "depth": 2, "beam": 5}),
     "block": (3, {"rule": "block", "tree": "chain-3"}),
 }
-ONE_BY_ONE = ("surprise", "distance", "lean to the drafter", "alike in a batch")
+ONE_BY_ONE = ("surprise", "distance", "bias toward the drafter", "alike in a batch")
 
 
 @pytest.fixture(scope="module")
@@ -227,12 +227,12 @@ def test_a_wager_sees_a_small_share_of_drafts_that_the_sums_miss(share: float) -
         0,
     )
     print({name: f"{value:.2g}" for name, value in tests.items()})
-    others = [value for name, value in tests.items() if name != "wager on the drafter"]
+    others = [value for name, value in tests.items() if name != "bets on the drafter"]
     assert min(others) > LEVEL / TESTS
     assert (
-        tests["wager on the drafter"] < LEVEL / TESTS
+        tests["bets on the drafter"] < LEVEL / TESTS
         if share
-        else tests["wager on the drafter"] > 0.05
+        else tests["bets on the drafter"] > 0.05
     )
 
 
@@ -284,7 +284,7 @@ def test_p_values_of_correct_rules_are_uniform(null: dict[str, list[dict[str, fl
             print(f"{cell}, {test}: KS p = {ks:.3f}, below .05: {np.mean(values < 0.05):.3f}")
             assert ks > 1e-4
         # The smallest of several, corrected, and a bound from Ville's inequality: at most uniform.
-        for test in ("depths", "last positions", "wager on the drafter"):
+        for test in ("depths", "last positions", "bets on the drafter"):
             below = float(np.mean([p[test] < 0.05 for p in several]))
             assert below < 0.05 + 4 * (0.05 * 0.95 / len(several)) ** 0.5, (cell, test)
         assert all(p["support"] == 1.0 and len(p) == TESTS for p in several)
@@ -370,6 +370,6 @@ def test_a_model_without_a_drafter_is_tested_by_its_tokens(model: LoadedModel) -
         tolerance=1e-3,
     )
     tests = p_values([shown], 0)
-    assert "lean to the drafter" not in tests
+    assert "bias toward the drafter" not in tests
     assert min(tests.values()) > 1e-3
     assert shown.starts.sum() == 200 * (TOKENS - 1)

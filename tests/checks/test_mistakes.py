@@ -27,7 +27,7 @@ FAST = {
     "a draft accepted once too often in 50": "static small-7",
     "relaxed with lambda 2": "jacobi w4",
     "not renormalised after a rejected sibling": "dynamic 10n2d5b",
-    "share not updated after a rejection": "static small-7, traversal",
+    "visit probability not updated": "static small-7, traversal",
     "bonus token reuses the draft's noise": "static small-7",
     "q of other guidance at depth 2": "static small-7, filtered and guided",
     "accepted with p before filters": "static small-7, filtered and guided",

@@ -89,7 +89,7 @@ def rule_mistakes(decoding: Decoding, model: DecodableModel) -> list[Mistake]:
     ]
     if not is_strict:
         stale = partial(accept_traversal, update=lambda share, _sum: share)
-        return [*mistakes, Mistake("share not updated after a rejection", stale)]
+        return [*mistakes, Mistake("visit probability not updated", stale)]
     codes: Any = model.target.vocab_size
     k = 2 if codes < 10 else min(100, codes // 4)
     near = Codes(neighbours=k, nearest=model.table(k, "l2"))
