@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from lantern_bench.methods.catalog import DRAFTINGS, MODES, PARAMETERS, RULES
@@ -22,16 +21,14 @@ NOTE_SEPARATOR = " | "
 # Settings that an `ar` cell should share with the cell it is compared with, most important first.
 _SAMPLING = ("cfg_scale", "batch", "temperature", "top_k", "top_p", "seed_set")
 
-_OF_METHODS = [
+# Settings with numbers, in the order in which they sort cells.
+_NUMBERS = ["temperature"]
+_NUMBERS += [
     name for name, row in PARAMETERS.items() if row.in_id == "always" and name not in SAMPLING
 ]
-
-# Settings with numbers, in the order in which they sort cells.
-_NUMBERS = ("temperature", *_OF_METHODS, "top_k", "top_p", "cfg_scale", "batch")
+_NUMBERS += ["top_k", "top_p", "cfg_scale", "batch"]
 
 _CELL = [column.name for column in CELL_COLUMNS]
-
-_PHASES = ("draft", "target", "verify", "other")
 
 # Figures of a record that are numbers.
 _RECORDED = (
@@ -100,14 +97,16 @@ def timed_images(cell: CellRecords, base: CellRecords | None = None) -> pd.DataF
     """
     if base is None:
         names = {"seconds": "numerator", "steps": "numerator_steps"}
-        seconds = cell.timed.rename(columns=names).drop(columns="device_id")
-        return seconds.assign(denominator=1.0, denominator_steps=1.0)
-    names = {"seconds": "numerator", "steps": "numerator_steps", "device_id": "base_device_id"}
-    of_base = base.timed.drop(columns="process").rename(columns=names)
-    of_cell = cell.timed.rename(columns={"seconds": "denominator", "steps": "denominator_steps"})
-    both = of_cell.join(of_base, how="inner")
-    on_one_device = both[both["device_id"] == both["base_device_id"]]
-    return on_one_device.drop(columns=["device_id", "base_device_id"])
+        return cell.timed.rename(columns=names).assign(denominator=1.0, denominator_steps=1.0)
+    both = cell.timed.join(base.timed.add_suffix("_of_base"), how="inner")
+    on_one_device = both[both["device_id"] == both["device_id_of_base"]]
+    names = {
+        "seconds_of_base": "numerator",
+        "seconds": "denominator",
+        "steps_of_base": "numerator_steps",
+        "steps": "denominator_steps",
+    }
+    return on_one_device.rename(columns=names)
 
 
 @dataclass(frozen=True)
@@ -126,8 +125,8 @@ class CellRecords:
     @property
     def is_lossless(self) -> bool:
         """Whether the cell decodes losslessly, as its drafting and its rule claim."""
-        drafting = DRAFTINGS.get(str(self.columns["drafting"]))
-        rule = RULES.get(str(self.columns["rule"]))
+        drafting = DRAFTINGS.get(self.columns["drafting"])
+        rule = RULES.get(self.columns["rule"])
         if drafting is None or rule is None:
             return False  # of a package that is not installed
         return drafting.lossless and rule.lossless
@@ -144,27 +143,31 @@ class CellRecords:
         - `kept_fraction`: see `_kept_fraction`; `seconds` and `*_ms` are multiplied by it
         - `record_key` and `device_id`: text, empty where not recorded
         """
-        completed = self.completed
-        keys = [list(completed["prompt_id"]), list(completed["repeat"])]
-        index = pd.MultiIndex.from_arrays(keys, names=["prompt_id", "repeat"])
-        figures: dict[str, Any] = {
-            name: completed[name].to_numpy(float, na_value=np.nan) for name in _RECORDED
-        }
-        figures["committed"] = _sums(completed["committed_per_step"])
-        figures["accepted"] = _sums(completed["accepted_per_step"])
-        figures["steps"] = [len(counts or ()) for counts in completed["committed_per_step"]]
-        images = pd.DataFrame(figures, index=index).astype(float)
-        images["count"] = 1.0
+        completed = self.completed.set_index(["prompt_id", "repeat"])
+        committed = completed["committed_per_step"].map(lambda counts: counts or ())
+        accepted = completed["accepted_per_step"].map(lambda counts: counts or ())
+        images = completed[list(_RECORDED)].assign(
+            committed=committed.map(sum),
+            accepted=accepted.map(sum),
+            steps=committed.map(len),
+            count=1,
+        )
+        images = images.astype(float)
         images["uncut"] = images["mal_uncut"] * images["steps"]
         images["process"] = images["process"].fillna(0.0)  # not recorded: one process
         kept = _kept_fraction(images)
         images["kept_fraction"] = kept
         images["seconds"] *= kept
-        for phase in _PHASES:
+        for phase in ("draft", "target", "verify", "other"):
             images[f"{phase}_ms"] = 1000.0 * images[f"{phase}_seconds"] * kept
         for name in ("record_key", "device_id"):
-            images[name] = [str(text or "") for text in completed[name]]
+            images[name] = completed[name].fillna("")
         return images
+
+    def ratio(self, columns: Sequence[str]) -> float | None:
+        """Return sum over sum of two columns of `images`, over the images that have both."""
+        numerator, denominator = self.images[[*columns]].dropna().sum()
+        return float(numerator / denominator) if denominator else None
 
     @cached_property
     def offers(self) -> pd.DataFrame:
@@ -176,15 +179,15 @@ class CellRecords:
         """
         starts_per_image = self.completed["start_per_step"]
         ranks_per_image = self.completed["child_rank_per_step"]
-        counts: Counter[tuple[int, int, bool]] = Counter()
+        offered: Counter[tuple[int, int]] = Counter()
+        accepted: Counter[tuple[int, int]] = Counter()
         for starts, ranks_per_step in zip(starts_per_image, ranks_per_image, strict=True):
             for start, ranks in zip(starts or (), ranks_per_step or (), strict=False):
                 for depth, rank in enumerate(ranks, start=1):
-                    counts[depth, start + depth - 1, rank >= 0] += 1
-        rows = [(*offer, count) for offer, count in counts.items()]
-        table = pd.DataFrame(rows, columns=["depth", "position", "is_accepted", "offered"])
-        is_accepted = table.pop("is_accepted").astype(bool)
-        return table.assign(accepted=table["offered"].where(is_accepted, 0))
+                    offered[depth, start + depth - 1] += 1
+                    accepted[depth, start + depth - 1] += rank >= 0
+        rows = [(*place, count, accepted[place]) for place, count in offered.items()]
+        return pd.DataFrame(rows, columns=["depth", "position", "offered", "accepted"])
 
     @cached_property
     def timed(self) -> pd.DataFrame:
@@ -194,34 +197,17 @@ class CellRecords:
     @cached_property
     def devices(self) -> Counter[str]:
         """Completed images by the name of their device; images without a device are left out."""
-        return Counter(str(device) for device in self.completed["device"] if device)
-
-
-def _sums(counts_per_step: Iterable[Sequence[int] | None]) -> list[int]:
-    return [sum(counts or ()) for counts in counts_per_step]
+        return Counter(self.completed["device"].dropna())
 
 
 @lru_cache(maxsize=8)  # slow for a large run
 def run_cells(run: RunData) -> list[CellRecords]:
-    """Return the cells of a loaded run, in the fixed order of all tables.
-
-    Of records with the same key the last one counts.
-    """
-    records = run.records
-    is_last = ~records["record_key"].duplicated(keep="last")
-    last = records.loc[is_last, ["cell_id", "prompt_id", "repeat"]]
-    by_cell = last.sort_values(["prompt_id", "repeat"]).groupby("cell_id")
+    """Return the cells of a loaded run, in the fixed order of all tables."""
     cells = []
-    for places in by_cell.groups.values():
-        rows = records.loc[places]
+    for _, rows in run.records.sort_values(["prompt_id", "repeat"]).groupby("cell_id"):
         (columns,) = rows_of(rows[_CELL].iloc[:1])
-        is_completed = rows["status"] == "ok"
-        cell = CellRecords(
-            columns=columns,
-            completed=rows[is_completed].reset_index(drop=True),
-            failed=int((~is_completed).sum()),
-        )
-        cells.append(cell)
+        completed = rows[rows["status"] == "ok"].reset_index(drop=True)
+        cells.append(CellRecords(columns, completed, failed=len(rows) - len(completed)))
     return sorted(cells, key=lambda cell: _order(cell.columns))
 
 
@@ -229,18 +215,19 @@ def _order(columns: Row) -> tuple[Any, ...]:
     """Sort modes as the papers list them, then parameters by value: delta 0.005 before 0.02."""
     numbers = [(columns[name] is not None, columns[name] or 0) for name in _NUMBERS]
     return (
-        str(columns["model"] or ""),
-        _place(columns["mode"], list(MODES)),
-        str(columns["drafting"] or ""),
-        _place(columns["rule"], list(RULES)),
-        str(columns["tree"] or ""),
+        columns["model"],
+        _place(columns["mode"], MODES),
+        columns["drafting"],
+        _place(columns["rule"], RULES),
+        columns["tree"] or "",
         numbers,
         columns["cell_id"],
     )
 
 
-def _place(name: str, names: list[str]) -> int:
-    return names.index(name) if name in names else len(names)
+def _place(name: str, registry: Iterable[str]) -> int:
+    """The place of a name; names of packages that are not installed come last."""
+    return [*registry, name].index(name)
 
 
 def baseline_of(cell: CellRecords, cells: Sequence[CellRecords]) -> CellRecords | None:
@@ -249,17 +236,15 @@ def baseline_of(cell: CellRecords, cells: Sequence[CellRecords]) -> CellRecords 
     Guidance doubles the rows of a forward, so cells with and without it are never compared.
     """
     columns = cell.columns
-    candidates = []
-    for other in cells:
-        if other.columns["mode"] != "ar" or other.columns["model"] != columns["model"]:
-            continue
-        if (other.columns["cfg_scale"] == 1) == (columns["cfg_scale"] == 1):
-            candidates.append(other)
+
+    def is_comparable(other: CellRecords) -> bool:
+        is_ar = other.columns["mode"] == "ar" and other.columns["model"] == columns["model"]
+        return is_ar and (other.columns["cfg_scale"] == 1) == (columns["cfg_scale"] == 1)
 
     def unlike(ar: CellRecords) -> list[bool]:
         return [columns[name] != ar.columns[name] for name in _SAMPLING]
 
-    return min(candidates, key=unlike, default=None)
+    return min(filter(is_comparable, cells), key=unlike, default=None)
 
 
 def fastest_lossless(cell: CellRecords, cells: Sequence[CellRecords]) -> CellRecords | None:
@@ -267,17 +252,14 @@ def fastest_lossless(cell: CellRecords, cells: Sequence[CellRecords]) -> CellRec
 
     None if no lossless cell was timed.
     """
-    fastest = None
-    fewest = np.inf
-    for other in cells:
+
+    def is_rival(other: CellRecords) -> bool:
         is_alike = all(other.columns[name] == cell.columns[name] for name in ("model", *_SAMPLING))
-        if not (is_alike and other.is_lossless):
-            continue
-        seconds = float(other.timed["seconds"].mean())  # nan without images
-        if 0 < seconds < fewest:
-            fastest = other
-            fewest = seconds
-    return fastest
+        return is_alike and other.is_lossless and not other.timed.empty
+
+    return min(
+        filter(is_rival, cells), key=lambda rival: rival.timed["seconds"].mean(), default=None
+    )
 
 
 def settings_that_differ(cell: CellRecords, other: CellRecords) -> list[str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pandas as pd
 
@@ -18,7 +18,7 @@ from lantern_bench.analysis.cells import (
     run_cells,
     timed_images,
 )
-from lantern_bench.analysis.quality import RunScores, paired, scored_images, sort_scores
+from lantern_bench.analysis.quality import ProtocolScores, paired, scored_images, sort_scores
 from lantern_bench.analysis.statistics import (
     Interval,
     compare_sums,
@@ -34,8 +34,12 @@ from lantern_bench.storage.run_directory import RunData
 from lantern_bench.storage.schema import Row, frame
 from lantern_bench.utils.errors import RefusedError
 
-ACROSS = ("weights", "protocol", "machine")
-"""Kinds of difference that forbid a comparison unless the caller allows them."""
+ACROSS = {
+    "weights": "they are different models",
+    "protocol": "their quality figures are different figures",
+    "machine": "their seconds were measured on different machines",
+}
+"""Kinds of difference that forbid a comparison unless the caller allows them, and why."""
 
 BETTER = "better"
 WORSE = "worse"
@@ -43,12 +47,6 @@ SAME = "not distinguishable"
 EQUIVALENT = "equivalent"
 
 _LEVEL = 0.05  # of the tests
-
-_MEANING = {
-    "weights": "they are different models",
-    "protocol": "their quality figures are different figures",
-    "machine": "their seconds were measured on different machines",
-}
 
 
 # ---- Facts recorded by both runs
@@ -76,25 +74,21 @@ def differences(a: RunData, b: RunData) -> list[Difference]:
         other = facts_b.get((kind, name), value)
         if other != value:
             found.append(Difference(kind=kind, name=name, a=value, b=other))
-    protocols_a = _protocols(a)
-    protocols_b = _protocols(b)
-    if protocols_a and protocols_b and protocols_a.isdisjoint(protocols_b):
-        listed_a = ", ".join(sorted(protocols_a))
-        listed_b = ", ".join(sorted(protocols_b))
+    protocols_a = sort_scores(a.scores)
+    protocols_b = sort_scores(b.scores)
+    if protocols_a and protocols_b and protocols_a.keys().isdisjoint(protocols_b):
+        listed_a = ", ".join(protocols_a)
+        listed_b = ", ".join(protocols_b)
         found.append(Difference(kind="protocol", name="protocol", a=listed_a, b=listed_b))
     return found
 
 
-def _protocols(run: RunData) -> set[str]:
-    return {str(row["protocol"]) for row in run.scores if row.get("protocol")}
-
-
 def check_comparability(unlike: Collection[Difference], across: Collection[str]) -> None:
     """Raise `RefusedError` for the first kind of difference that is not in `across`."""
-    for kind in ACROSS:
+    for kind, reason in ACROSS.items():
         against = [str(difference) for difference in unlike if difference.kind == kind]
         if against and kind not in across:
-            lines = [f"the runs differ in {kind}: {_MEANING[kind]}", *against]
+            lines = [f"the runs differ in {kind}: {reason}", *against]
             raise RefusedError("\n  ".join(lines), f"To compare them anyway: --across {kind}")
 
 
@@ -105,17 +99,17 @@ def _facts(run: RunData) -> dict[tuple[str, str], str]:
     experiment = manifest.get("experiment") or {}
     machine = manifest.get("machine") or {}
     cpu = machine.get("cpu") or {}
-    processor = f"{cpu.get('model', 'not recorded')}, {cpu.get('cores', '?')} cores"
-    gpus = [str(gpu.get("name", gpu)) for gpu in machine.get("gpus") or ()]
+    gpus = [gpu["name"] for gpu in machine.get("gpus") or ()]
 
-    facts: dict[tuple[str, str], str] = {}
+    facts = {}
     for name, digest in (key.get("weights") or {}).items():
-        facts["weights", f"weights of {name}"] = str(digest)[:12]
+        facts["weights", f"weights of {name}"] = digest[:12]
     facts |= _scorers(run.scores)
-    facts["machine", "processor"] = processor
+    for name in ("model", "cores"):
+        facts["machine", f"processor, {name}"] = str(cpu.get(name, "not recorded"))
     facts["machine", "GPU"] = ", ".join(gpus) or "none"
-    facts["machine", "device"] = str(manifest.get("device", "not recorded"))
-    facts["machine", "threads"] = str(manifest.get("threads", "not recorded"))
+    for name in ("device", "threads"):
+        facts["machine", name] = str(manifest.get(name, "not recorded"))
     for name in ("dtype", "device_type", "compile", "engine_version", "torch_version"):
         facts["setting", name] = str(key.get(name))
     for name in ("prompts", "seed", "batch"):
@@ -128,12 +122,11 @@ def _scorers(scores: Sequence[Row]) -> dict[tuple[str, str], str]:
     scorers = ["clip_model", "extractor", "reference"]
     of_rows = ["protocol", "level", "cell_id"]
     last = pd.DataFrame(scores, columns=[*of_rows, *scorers]).drop_duplicates(of_rows, keep="last")
+    named = last.melt("protocol", scorers, "scorer").dropna().groupby(["protocol", "scorer"])
+    unique = named["value"].unique().reset_index()
     facts = {}
-    for protocol, rows in last.groupby("protocol"):
-        for scorer in scorers:
-            names = sorted(rows[scorer].dropna().unique())
-            if names:
-                facts["protocol", f"{scorer} of {protocol}"] = ", ".join(names)
+    for protocol, scorer, names in unique.itertuples(index=False, name=None):
+        facts["protocol", f"{scorer} of {protocol}"] = ", ".join(sorted(names))
     return facts
 
 
@@ -149,41 +142,24 @@ class Comparison(NamedTuple):
     notes: tuple[str, ...]  # about the verdicts
 
 
-class _Side:
-    """The cells and scores of one run."""
-
-    def __init__(self, run: RunData) -> None:
-        cells = run_cells(run)
-        self.cells = {(str(cell.columns["model"]), cell.cell_id): cell for cell in cells}
-        self.scores: RunScores = sort_scores(run.scores)
-        self.of_tokens = distance_columns(cells, self.scores.tokens)
-
-    def missing(self, other: _Side) -> tuple[str, ...]:
-        """The ids of cells that the other run lacks."""
-        return tuple(key[1] for key in self.cells if key not in other.cells)
-
-
 class _Cell(NamedTuple):
     """A cell of one run."""
 
     records: CellRecords
-    side: _Side
+    cells: Sequence[CellRecords]  # all cells of the run
+    scores: Mapping[str, ProtocolScores]  # of the run, by protocol
+    of_tokens: Row
 
-    def base(self, quantity: str) -> CellRecords | None:
-        """The cell that a speedup is measured against."""
-        cells = list(self.side.cells.values())
-        if quantity == "speedup":
-            return baseline_of(self.records, cells)
-        return fastest_lossless(self.records, cells)
 
-    def of_set(self, protocol: str, metric: str) -> Any:
-        """The figure of a metric of sets."""
-        cells = self.side.scores.protocols[protocol].cells
-        return cells.get(self.records.cell_id, {}).get(metric)
-
-    def of_images(self, protocol: str, metric: str) -> pd.DataFrame:
-        """The scores of a metric of images."""
-        return scored_images(self.records, self.side.scores.protocols[protocol], metric)
+def _cells(run: RunData) -> dict[tuple[str, str], _Cell]:
+    """The cells of a run by model and id."""
+    cells = run_cells(run)
+    scores = sort_scores(run.scores)
+    of_tokens = distance_columns(cells, run.scores)
+    return {
+        (cell.columns["model"], cell.cell_id): _Cell(cell, cells, scores, of_tokens[cell.cell_id])
+        for cell in cells
+    }
 
 
 def compare_runs(a: RunData, b: RunData, margins: Mapping[str, float] | None = None) -> Comparison:
@@ -197,15 +173,17 @@ def compare_runs(a: RunData, b: RunData, margins: Mapping[str, float] | None = N
     Raises:
         RefusedError: A margin names a quantity without a tested difference.
     """
-    side_a = _Side(a)
-    side_b = _Side(b)
+    cells_a = _cells(a)
+    cells_b = _cells(b)
     rows: list[Row] = []
-    for key, cell in side_a.cells.items():
-        if key not in side_b.cells:
+    only_a = []
+    for (model, cell_id), cell in cells_a.items():
+        other = cells_b.pop((model, cell_id), None)
+        if other is None:
+            only_a.append(cell_id)
             continue
-        about = {"model": key[0], "cell_id": key[1]}
-        of_cell = _cell_rows(_Cell(cell, side_a), _Cell(side_b.cells[key], side_b))
-        rows += [about | row for row in of_cell]
+        about = {"model": model, "cell_id": cell_id}
+        rows += [about | row for row in _cell_rows(cell, other)]
 
     tested = [row for row in rows if row.get("p_value") is not None]
     corrected = holm([row["p_value"] for row in tested])
@@ -216,8 +194,8 @@ def compare_runs(a: RunData, b: RunData, margins: Mapping[str, float] | None = N
         _settle_within(tested, quantity, margin)
     return Comparison(
         table=frame("comparison", rows),
-        only_a=side_a.missing(side_b),
-        only_b=side_b.missing(side_a),
+        only_a=tuple(only_a),
+        only_b=tuple(cell_id for _, cell_id in cells_b),
         notes=tuple(_notes(tested)),
     )
 
@@ -233,7 +211,7 @@ def _settle_within(tested: Sequence[Row], quantity: str, margin: float) -> None:
         )
     for row in bounded:
         row["verdict"] = settle(
-            Interval(row["effect"], row["effect_low"], row["effect_high"]),
+            Interval.read(row, "effect"),
             low=-margin,
             high=margin,
             images=row["pairs"],
@@ -244,8 +222,7 @@ def _settle_within(tested: Sequence[Row], quantity: str, margin: float) -> None:
 def _direction(row: Row) -> str:
     """Whether run b is better or worse, by the effect; a ratio is above 1 if b is faster."""
     metric = METRICS.get(row["quantity"])
-    neutral = 1.0 if row["kind"] == "ratio" else 0.0
-    is_more = row["effect"] > neutral
+    is_more = row["effect"] > (1.0 if row["kind"] == "ratio" else 0.0)
     less_is_better = metric is not None and metric.better == "lower"
     return WORSE if is_more is less_is_better else BETTER
 
@@ -255,10 +232,8 @@ def _cell_rows(a: _Cell, b: _Cell) -> Iterator[Row]:
     yield from _timed_rows(a, b)
     yield from _scored_rows(a, b)
     for name in OF_TOKENS:
-        value_a = a.side.of_tokens[a.records.cell_id].get(name)
-        value_b = b.side.of_tokens[b.records.cell_id].get(name)
         note = "not tested: each run is, by distance_p"
-        yield from _untested(name, value_a, value_b, note=note)
+        yield from _untested(name, a.of_tokens, b.of_tokens, note=note)
 
 
 def _timed_rows(a: _Cell, b: _Cell) -> Iterator[Row]:
@@ -266,14 +241,17 @@ def _timed_rows(a: _Cell, b: _Cell) -> Iterator[Row]:
     yield from _timed("latency_s", timed_images(a.records), timed_images(b.records))
     if a.records.columns["mode"] == "ar":
         return
-    has_several_devices = len(a.records.devices) > 1 or len(b.records.devices) > 1
-    for quantity in ("speedup", "speedup_over_lossless"):
+    has_several_devices = max(len(side.records.devices) for side in (a, b)) > 1
+    for quantity, find_base in (
+        ("speedup", baseline_of),
+        ("speedup_over_lossless", fastest_lossless),
+    ):
         if has_several_devices:
             note = "not compared: a run has several kinds of device"
             yield {"quantity": quantity, "kind": "ratio", "note": note}
             continue
-        base_a = a.base(quantity)
-        base_b = b.base(quantity)
+        base_a = find_base(a.records, a.cells)
+        base_b = find_base(b.records, b.cells)
         if base_a is None or base_b is None:
             continue
         if quantity == "speedup" or not a.records.is_lossless:
@@ -337,32 +315,34 @@ def _effect_columns(effect: Interval, images: pd.Index) -> Row:
 
 def _scored_rows(a: _Cell, b: _Cell) -> Iterator[Row]:
     """Yield quality under each protocol that both runs have, or under each run's only one."""
-    protocols_a = list(a.side.scores.protocols)
-    protocols_b = list(b.side.scores.protocols)
-    shared = [(name, name) for name in protocols_a if name in protocols_b]
-    if not shared and len(protocols_a) == len(protocols_b) == 1:
-        shared = [(protocols_a[0], protocols_b[0])]
+    shared = [(name, name) for name in a.scores if name in b.scores]
+    if not shared and len(a.scores) == len(b.scores) == 1:
+        shared = list(zip(a.scores, b.scores, strict=True))
     for name_a, name_b in shared:
         about = {"protocol": name_a if name_a == name_b else f"{name_a} / {name_b}"}
+        scores_a = a.scores[name_a]
+        scores_b = b.scores[name_b]
         for metric in OF_IMAGES:
-            scores_a = a.of_images(name_a, metric)
-            scores_b = b.of_images(name_b, metric)
-            for row in _tested(metric, scores_a, scores_b):
+            images_a = scored_images(a.records, scores_a, metric)
+            images_b = scored_images(b.records, scores_b, metric)
+            for row in _tested(metric, images_a, images_b):
                 yield row | about
+        figures_a = scores_a.cell.get(a.records.cell_id, {})
+        figures_b = scores_b.cell.get(b.records.cell_id, {})
         for metric in OF_SETS:
-            figure_a = a.of_set(name_a, metric)
-            figure_b = b.of_set(name_b, metric)
             note = "one value a run: not tested"
-            for row in _untested(metric, figure_a, figure_b, note=note):
+            for row in _untested(metric, figures_a, figures_b, note=note):
                 yield row | about
 
 
-def _untested(quantity: str, a: Any, b: Any, *, note: str) -> Iterator[Row]:
-    """Yield the row of a quantity that no test compares, if both runs have it."""
-    if a is None or b is None:
+def _untested(quantity: str, a: Row, b: Row, *, note: str) -> Iterator[Row]:
+    """Yield the row of a quantity that no test compares, if the rows of both runs have it."""
+    value_a = a.get(quantity)
+    value_b = b.get(quantity)
+    if value_a is None or value_b is None:
         return
-    row: Row = {"quantity": quantity, "kind": "difference", "a": a, "b": b}
-    yield row | {"effect": b - a, "note": note}
+    row: Row = {"quantity": quantity, "kind": "difference", "a": value_a, "b": value_b}
+    yield row | {"effect": value_b - value_a, "note": note}
 
 
 def _notes(tested: Sequence[Row]) -> Iterator[str]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import pandas as pd
 
 from lantern_bench.analysis.cells import join_notes
 from lantern_bench.analysis.labels import parameters
+from lantern_bench.analysis.statistics import Interval
 from lantern_bench.analysis.tables import cells_of
 from lantern_bench.config.paper import Paper, PaperRow
 from lantern_bench.devices.without_torch import device_in_words
@@ -32,7 +32,10 @@ _SCORED_BY = {name: METRICS[name].scored_by for name in IN_SUMMARY}
 
 def reproduction_rows(tables: Mapping[str, pd.DataFrame], paper: Paper | None) -> list[Row]:
     """Return the rows of `reproduction.csv`; published rows without a cell come last."""
-    cells = _one_row_per_cell(tables)
+    # Each quality figure is taken from the first protocol that has it.
+    cells = rows_of(
+        cells_of(tables).groupby(["model", "cell_id"], as_index=False, sort=False).first()
+    )
     paper_rows = paper.rows if paper else ()
     figures = tuple(paper.columns) if paper else FROM_SPEED
     rows: list[Row] = []
@@ -42,12 +45,12 @@ def reproduction_rows(tables: Mapping[str, pd.DataFrame], paper: Paper | None) -
         matching = [row for row in paper_rows if _is_beside(row, cell, cells)]
         matched.update(row.name for row in matching)
         beside: Sequence[PaperRow | None] = matching or [None]
-        rows += [
-            about | _figure_row(cell, paper_row, name=name, paper=paper)
-            for paper_row, name in itertools.product(beside, figures)
-        ]
+        for paper_row in beside:
+            rows += [
+                about | _figure_row(cell, paper_row, name=name, paper=paper) for name in figures
+            ]
         for name in _OURS:
-            if cell.get(name) is not None:
+            if cell[name] is not None:
                 rows.append(about | _figure_row(cell, None, name=name, paper=None))
 
     for paper_row in paper_rows:
@@ -56,20 +59,11 @@ def reproduction_rows(tables: Mapping[str, pd.DataFrame], paper: Paper | None) -
     return rows
 
 
-def _one_row_per_cell(tables: Mapping[str, pd.DataFrame]) -> list[Row]:
-    """Return the cells, with each quality figure from the first protocol that has it."""
-    by_cell: dict[tuple[str, str], Row] = {}
-    for row in rows_of(cells_of(tables)):
-        cell = by_cell.setdefault((row["model"], row["cell_id"]), {})
-        cell |= {name: value for name, value in row.items() if cell.get(name) is None}
-    return list(by_cell.values())
-
-
 def _about(cell: Row, cells: Sequence[Row]) -> Row:
     about = {name: cell[name] for name in ("cell_id", "model", "images", "failed")}
     about["method"] = cell["mode"]
     # At temperature 0 a rejection leaves no choice, so the residual has no effect.
-    about["residual"] = cell.get("residual") if cell.get("temperature") else None
+    about["residual"] = cell["residual"] if cell["temperature"] else None
     about["parameters"] = parameters({**cell, "residual": None}, cells)
     return about
 
@@ -84,20 +78,14 @@ def _is_beside(row: PaperRow, cell: Row, cells: Sequence[Row]) -> bool:
     if not row.best:
         return True
     name = next(iter(row.figures), "speedup")
-    rivals = [other for other in cells if row.matches(other) and other.get(name) is not None]
-    if not rivals:
-        return False
-    best = max(rivals, key=lambda other: (other[name], other["cell_id"]))
-    return bool(best["cell_id"] == cell["cell_id"])
+    rivals = [other for other in cells if row.matches(other) and other[name] is not None]
+    return cell is max(rivals, key=lambda other: (other[name], other["cell_id"]), default=None)
 
 
 def _figure_row(cell: Row, published: PaperRow | None, *, name: str, paper: Paper | None) -> Row:
     """The figure `name` of a cell beside the figure of a published row."""
-    row = _published_columns(published, name)
     ours = cell.get(name)
-    row["ours"] = ours
-    row["ours_low"] = cell.get(f"{name}_low")
-    row["ours_high"] = cell.get(f"{name}_high")
+    row = _published_columns(published, name) | Interval.read(cell, name).columns("ours")
     row["measured_by"] = cell.get(_SCORED_BY.get(name, ""))
 
     notes: list[str | None] = []
@@ -109,10 +97,14 @@ def _figure_row(cell: Row, published: PaperRow | None, *, name: str, paper: Pape
         notes.append("no difference: measured by another network")
     if published is not None:
         notes.append(published.note)
-    if name == "kid" and cell.get("kid_std") is not None:
+    if name == "kid" and cell["kid_std"] is not None:
         notes.append(f"standard deviation over subsets {cell['kid_std']:.3g}")
     if ours is None:
-        notes.append(_why_missing(cell, name))
+        why = str(cell["quality_note"] or "not measured")
+        # A note that begins with "fid" or "kid" explains that figure alone: another figure, such as
+        # HPSv2, is not missing for the same reason.
+        is_about_another = why.startswith(("fid", "kid")) and not why.startswith(name)
+        notes.append("not measured" if is_about_another else why)
     row["note"] = join_notes(notes)
     return row
 
@@ -125,16 +117,6 @@ def _is_comparable(cell: Row, name: str, paper: Paper | None) -> bool:
     theirs = str(getattr(paper, scorer, None) or "").split(" ")[0].lower()
     ours = str(cell.get(scorer) or "").partition("@")[0].lower()
     return theirs != "" and ours.startswith(theirs)
-
-
-def _why_missing(cell: Row, name: str) -> str:
-    note = str(cell.get("quality_note") or "")
-    # A note that begins with "fid" or "kid" explains that figure alone: another figure, such as
-    # HPSv2, is not missing for the same reason.
-    is_about_another = note.startswith(("fid", "kid")) and not note.startswith(name)
-    if is_about_another or not note:
-        return "not measured"
-    return note
 
 
 def _rows_without_cell(paper_row: PaperRow, figures: Sequence[str]) -> Iterator[Row]:
@@ -162,41 +144,6 @@ def _published_columns(row: PaperRow | None, name: str) -> Row:
     return columns
 
 
-class _Subject(NamedTuple):
-    """Something in which a paper and a run may differ."""
-
-    name: str
-    field: str  # of the paper
-    column: tuple[str, str] | None  # of the run: table and column
-    figure: str | None = None  # mentioned only where the paper's table has this figure
-    advice: str = ""
-
-
-_SUBJECTS = (
-    _Subject(
-        name="model",
-        field="model",
-        column=("speed", "model"),
-        advice=" Where they differ, compare the shape of the table, not its digits.",
-    ),
-    _Subject(name="hardware", field="hardware", column=None),
-    _Subject(name="n", field="images", column=("speed", "images")),
-    _Subject(
-        name="extractor",
-        field="fid_features",
-        column=("quality", "fid_features"),
-        figure="fid",
-        advice=" No difference is given between FIDs, precisions or recalls of different features.",
-    ),
-    _Subject(
-        name="CLIP model",
-        field="clip_model",
-        column=("quality", "clip_model"),
-        figure="clip_score",
-    ),
-)
-
-
 def comparability(
     tables: Mapping[str, pd.DataFrame], paper: Paper | None, manifest: Mapping[str, Any]
 ) -> list[str]:
@@ -209,25 +156,32 @@ def comparability(
     """
     if paper is None:
         return ["This experiment names no published table: only our figures are shown."]
+    speed = tables["speed"]
+    quality = tables["quality"]
     notes = [f"published: {paper.title}."]
-    for subject in _SUBJECTS:
-        theirs = getattr(paper, subject.field) or "not stated"
-        ours = device_in_words(manifest)
-        if subject.column is not None:
-            table, column = subject.column
-            ours = _listed(tables[table][column].dropna()) or "none"
-        if subject.name == "model" and paper.model is None:
-            continue
-        if subject.figure is not None and subject.figure not in paper.columns:
-            continue
-        if subject.name == "n":
-            theirs = f"{theirs} images"
-            ours = f"{ours} a cell"
+    if paper.model is not None:
+        note = _not_comparable("model", paper.model, ours=speed["model"])
+        notes.append(f"{note} Where they differ, compare the shape of the table, not its digits.")
+    notes.append(_not_comparable("hardware", paper.hardware, ours=[device_in_words(manifest)]))
+    images = f"{paper.images or 'not stated'} images"
+    notes.append(_not_comparable("n", images, ours=speed["images"], end=" a cell"))
+    if "fid" in paper.columns:
+        note = _not_comparable("extractor", paper.fid_features, ours=quality["fid_features"])
         notes.append(
-            f"Not comparable, {subject.name}: published {theirs}; ours {ours}.{subject.advice}"
+            f"{note} No difference is given between FIDs, precisions or recalls of different "
+            "features."
         )
+    if "clip_score" in paper.columns:
+        note = _not_comparable("CLIP model", paper.clip_model, ours=quality["clip_model"])
+        notes.append(note)
     notes += [paper.missing or "", *paper.notes]
     return [" ".join(note.split()) for note in notes if note]
+
+
+def _not_comparable(name: str, theirs: str | None, *, ours: Iterable[Any], end: str = "") -> str:
+    """The sentence about a setting in which a paper and the cells of a run may differ."""
+    values = ", ".join(str(value) for value in sorted({*pd.Series(ours).dropna()})) or "none"
+    return f"Not comparable, {name}: published {theirs or 'not stated'}; ours {values}{end}."
 
 
 def sources(table: pd.DataFrame) -> list[str]:
@@ -235,7 +189,3 @@ def sources(table: pd.DataFrame) -> list[str]:
     figures = rows_of(table[table["published"].notna()])
     texts = dict.fromkeys(f"{row['source']} ({row['confidence']})" for row in figures)
     return [f"Published figures are from: {'; '.join(texts)}."] if texts else []
-
-
-def _listed(values: Iterable[Any]) -> str:
-    return ", ".join(str(value) for value in sorted(set(values)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import pandas as pd
@@ -27,46 +27,42 @@ from lantern_bench.utils.text import listed
 
 _COLUMNS = frozenset(column.name for column in columns("quality"))
 
-# Verdicts on a figure, by the spread of ar with other seeds.
-WITHIN = "within"
-OUTSIDE = "outside"
+# What must be the same in a measured spread of ar and in the scores of a cell.
+_SAME = ("n", "reference")
+
+OUTSIDE = "outside"  # verdict on a figure outside the spread of ar with other seeds
 
 
 class ProtocolScores(NamedTuple):
     """The scores of one protocol."""
 
-    images: dict[str, Row]  # rows of level `image`, by record key
-    cells: dict[str, Row]  # rows of level `cell`, by cell id
-    ar_spreads: dict[str, Row]  # rows of level `ar_spread`, by cell id
+    image: dict[str, Row]  # by record key
+    cell: dict[str, Row]  # by cell id
+    ar_spread: dict[str, Row]  # by cell id
 
 
-class RunScores(NamedTuple):
-    """The scores of a run."""
+def sort_scores(rows: Iterable[Row]) -> dict[str, ProtocolScores]:
+    """Return the scores of pictures in the rows of `scores.jsonl`, by protocol in sorted order.
 
-    protocols: dict[str, ProtocolScores]  # by name, in sorted order
-    tokens: dict[str, Row]  # rows of level `tokens`, by record key
-
-
-def sort_scores(rows: Iterable[Row]) -> RunScores:
-    """Sort the rows of `scores.jsonl`; of rows that score the same thing the last one counts."""
+    Of rows that score the same thing the last one counts.
+    """
     protocols: dict[str, ProtocolScores] = {}
-    tokens: dict[str, Row] = {}
     for row in rows:
-        if row["level"] == "tokens":
-            tokens[str(row["record_key"])] = row
+        level = row["level"]
+        if level == "tokens":
             continue
-        scores = protocols.setdefault(str(row["protocol"]), ProtocolScores({}, {}, {}))
-        if row["level"] == "image":
-            scores.images[str(row["record_key"])] = row
-        elif row["level"] == "ar_spread":
-            scores.ar_spreads[str(row["cell_id"])] = row
-        else:
-            scores.cells[str(row["cell_id"])] = row
-    return RunScores(dict(sorted(protocols.items())), tokens)
+        scores = protocols.setdefault(row["protocol"], ProtocolScores({}, {}, {}))
+        key = row["record_key"] if level == "image" else row["cell_id"]
+        getattr(scores, level)[key] = row
+    return dict(sorted(protocols.items()))
 
 
 def quality_rows(
-    cell: CellRecords, cells: Sequence[CellRecords], *, scores: RunScores, of_tokens: Row
+    cell: CellRecords,
+    cells: Sequence[CellRecords],
+    *,
+    scores: Mapping[str, ProtocolScores],
+    of_tokens: Row,
 ) -> list[Row]:
     """Return the rows of a cell in `quality.csv`, one for each protocol that scored it.
 
@@ -75,17 +71,18 @@ def quality_rows(
     Args:
         cell: The cell.
         cells: All cells of the run.
-        scores: The scores of the run.
+        scores: The scores of the run by protocol.
         of_tokens: Figures of the cell's tokens, which every row gets.
     """
-    common = {**cell.columns, **of_tokens, "failed": cell.failed}
-    common["neighbour_mass"] = _neighbour_mass(cell)
+    common: Row = {**cell.columns, "failed": cell.failed}
+    # the mean of an accepted draft
+    common["neighbour_mass"] = cell.ratio(["neighbour_mass", "accepted"])
     base = baseline_of(cell, cells)
     rows = []
-    for protocol, of_protocol in scores.protocols.items():
-        images = _scored_rows(cell, of_protocol)
-        of_cell = of_protocol.cells.get(cell.cell_id, {})
-        if not images and not of_cell:
+    for protocol, of_protocol in scores.items():
+        keys = cell.images["record_key"]
+        images = [of_protocol.image[key] for key in keys if key in of_protocol.image]
+        if not images and cell.cell_id not in of_protocol.cell:
             continue
         row = common | {"protocol": protocol} | _scored(cell, of_protocol, images)
         if base is not None:
@@ -97,26 +94,13 @@ def quality_rows(
         rows.append(row | of_tokens)
     if not rows:
         note = "pictures not scored" if of_tokens else "not scored"
-        rows.append(common | {"images": 0, "note": note})
+        rows.append(common | of_tokens | {"images": 0, "note": note})
     return rows
-
-
-def _neighbour_mass(cell: CellRecords) -> float | None:
-    """The mean neighbour mass of an accepted draft."""
-    measured = cell.images[["neighbour_mass", "accepted"]].dropna()
-    accepted = measured["accepted"].sum()
-    return sum(measured["neighbour_mass"]) / accepted if accepted else None
-
-
-def _scored_rows(cell: CellRecords, scores: ProtocolScores) -> list[Row]:
-    """The scores of the images of a cell."""
-    keys = cell.images["record_key"]
-    return [scores.images[key] for key in keys if key in scores.images]
 
 
 def _scored(cell: CellRecords, scores: ProtocolScores, images: Sequence[Row]) -> Row:
     """The figures of a cell under one protocol; `images` are the scores of its images."""
-    of_cell = scores.cells.get(cell.cell_id, {})
+    of_cell = scores.cell.get(cell.cell_id, {})
     scored = of_cell.get("n")
     count = len(images) or scored
     notes = [of_cell.get("note")]
@@ -139,58 +123,46 @@ def _scored(cell: CellRecords, scores: ProtocolScores, images: Sequence[Row]) ->
 
 def _sets_of_ar(base: CellRecords, cells: Sequence[CellRecords]) -> list[CellRecords]:
     """The ar cells that differ from `base` at most in their seeds, `base` first."""
-    settings = [name for name in base.columns if name not in ("cell_id", "seed_set")]
-    others = []
-    for cell in cells:
-        is_alike = all(cell.columns[name] == base.columns[name] for name in settings)
-        if is_alike and cell.cell_id != base.cell_id:
-            others.append(cell)
+    free = {"cell_id": base.cell_id, "seed_set": base.columns["seed_set"]}
+    others = [
+        cell
+        for cell in cells
+        if cell.columns | free == base.columns and cell.cell_id != base.cell_id
+    ]
     return [base, *others]
 
 
 def _ar_spread(cell: CellRecords, family: Sequence[CellRecords], scores: ProtocolScores) -> Row:
     """The spread of ar with other seeds, and a verdict on each figure of a cell that drafts."""
-    of_cell = scores.cells.get(cell.cell_id, {})
+    of_cell = scores.cell.get(cell.cell_id, {})
     judged: list[str] = []
     if cell.columns["mode"] != "ar":
         judged = [name for name in OF_SETS if of_cell.get(name) is not None]
-    measured = [scores.ar_spreads.get(ar.cell_id) for ar in family]
+    measured = [scores.ar_spread.get(ar.cell_id) for ar in family]
     spread = next(filter(None, measured), None)
     if spread is None:
         if not any(METRICS[name].in_summary for name in judged):
             return {}
         return {"note": "no verdicts: this run has no ar cells with other seeds (seed_set)"}
 
-    differing = _unlike(cell, family[0], spread=spread, of_cell=of_cell)
+    differing = [f"{name}={spread[name]}" for name in _SAME if spread[name] != of_cell.get(name)]
+    settings = settings_that_differ(cell, family[0])
+    differing += [text for text in settings if not text.startswith(("batch", "seed_set"))]
     if differing:
         note = f"no verdicts: the spread is measured on ar with {', '.join(differing)}"
         return {"note": note if judged else None}
 
     row: Row = {"ar_spread_sets": spread["ar_spread_sets"]}
     for name in OF_SETS:
-        centre = spread.get(name)
-        low = spread.get(f"{name}_low")
-        high = spread.get(f"{name}_high")
-        row |= Interval(centre, low, high).columns(f"{name}_ar_spread")
+        interval = Interval.read(spread, name)
+        row |= interval.columns(f"{name}_ar_spread")
+        centre, low, high = interval[:3]
         if centre is None or low is None or high is None:
             continue
         row[f"{name}_detectable"] = detectable(centre, low, high)
         if name in judged:
-            row[f"{name}_verdict"] = WITHIN if low <= of_cell[name] <= high else OUTSIDE
+            row[f"{name}_verdict"] = "within" if low <= of_cell[name] <= high else OUTSIDE
     return row
-
-
-def _unlike(cell: CellRecords, base: CellRecords, *, spread: Row, of_cell: Row) -> list[str]:
-    """What forbids to judge a cell by the spread of ar, as `name=value` of ar."""
-    settings = settings_that_differ(cell, base)
-    return [
-        *(
-            f"{name}={spread[name]}"
-            for name in ("n", "reference")
-            if spread[name] != of_cell.get(name)
-        ),
-        *(setting for setting in settings if not setting.startswith(("batch", "seed_set"))),
-    ]
 
 
 def _differences(cell: CellRecords, family: Sequence[CellRecords], scores: ProtocolScores) -> Row:
@@ -221,7 +193,7 @@ def scored_images(cell: CellRecords, scores: ProtocolScores, name: str) -> pd.Da
     Returns:
         Columns `figure` and `denominator`, its denominator 1, indexed by `prompt_id` and `repeat`.
     """
-    by_key = {key: image.get(name) for key, image in scores.images.items()}
+    by_key = {key: image.get(name) for key, image in scores.image.items()}
     figures = cell.images["record_key"].map(by_key).astype(float)
     return figures.to_frame("figure").assign(denominator=1.0).dropna()
 

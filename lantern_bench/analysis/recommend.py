@@ -12,9 +12,8 @@ from typing import NamedTuple
 
 import pandas as pd
 
-from lantern_bench.analysis.speed import SPEEDUPS
 from lantern_bench.analysis.statistics import Interval, settle
-from lantern_bench.analysis.tables import cells_of
+from lantern_bench.analysis.tables import SPEEDUPS, cells_of
 from lantern_bench.methods.catalog import METRICS, PAIRED
 from lantern_bench.storage.records import rows_of
 from lantern_bench.storage.schema import ENDS, Row, frame
@@ -117,10 +116,9 @@ def recommendation(
 
 def _recommended(cells: Sequence[Row], condition: Condition) -> Iterator[Row]:
     """Yield the rows of cells with the same sampling, which are ordered from the fastest."""
-    quantity = condition.quantity
     is_found = False
     for cell in cells:
-        figure = Interval(cell[quantity], cell[f"{quantity}_low"], cell[f"{quantity}_high"])
+        figure = Interval.read(cell, condition.quantity)
         if cell["cell_id"] == cell["lossless_cell"]:
             verdict = LOSSLESS
         elif figure.value is None or is_found:  # slower cells are of no use
@@ -137,6 +135,4 @@ def _recommended(cells: Sequence[Row], condition: Condition) -> Iterator[Row]:
             continue
         is_found = is_found or verdict in (KEEPS, LOSSLESS)
         row = {name: cell[name] for name in _COPIED} | figure.columns("measured")
-        row["condition"] = str(condition)
-        row["verdict"] = verdict
-        yield row
+        yield row | {"condition": str(condition), "verdict": verdict}

@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
-
-if TYPE_CHECKING:
-    import pandas as pd
-
 
 Array: TypeAlias = NDArray[np.float64]
 
 _LEVEL = 0.95
+
+_SEED = 0  # of resamples and exchanges
 
 # The exact exchange test is used where it has at most 2 ** 13 exchanges, the random one above that.
 _EXACT_BITS = 13
@@ -51,6 +50,11 @@ class Interval(NamedTuple):
     note: str | None = None
     p_value: float | None = None
 
+    @classmethod
+    def read(cls, row: Mapping[str, Any], name: str) -> Interval:
+        """Read the columns of a figure in a row, as `columns` returns them."""
+        return cls(row.get(name), row.get(f"{name}_low"), row.get(f"{name}_high"))
+
     def columns(self, name: str) -> dict[str, float | None]:
         """Return the columns of a figure: `name`, `name_low` and `name_high`."""
         return {name: self.value, f"{name}_low": self.low, f"{name}_high": self.high}
@@ -69,11 +73,7 @@ class Sums(NamedTuple):
 
 
 def ratio_of_sums(
-    numerators: Iterable[float],
-    denominators: Iterable[float],
-    prompts: Iterable[str],
-    *,
-    seed: int = 0,
+    numerators: Iterable[float], denominators: Iterable[float], prompts: Iterable[str]
 ) -> Interval:
     """Return sum over sum of images, with a bootstrap interval over prompts.
 
@@ -84,7 +84,6 @@ def ratio_of_sums(
         numerators: One number per image.
         denominators: One number per image.
         prompts: The prompt of each image.
-        seed: Seed of the resamples.
     """
     sums = sums_per_prompt(numerators, denominators, prompts)
     if sums.numerator.size == 0 or sums.denominator.sum() == 0.0:
@@ -99,7 +98,7 @@ def ratio_of_sums(
     def ratio(numerator: Array, denominator: Array, axis: int = -1) -> Array:
         return np.asarray(numerator.sum(axis=axis) / denominator.sum(axis=axis))
 
-    low, high = _bootstrap(sums, ratio, seed)
+    low, high = _bootstrap(sums, ratio)
     return Interval(value, low, high)
 
 
@@ -137,34 +136,22 @@ def sums_per_prompt(
         denominators: One number per image.
         prompts: The prompt of each image.
     """
-    places = _places(prompts)
-    return Sums(_sorted_sums(numerators, places), _sorted_sums(denominators, places))
+    index = pd.Index(list(prompts), dtype=object)
 
+    def sums(values: Iterable[float]) -> Array:
+        by_size = pd.Series(list(values), index, dtype=float).sort_values()
+        return np.asarray(by_size.groupby(level=0).sum())
 
-def _sorted_sums(values: Iterable[float], places: NDArray[np.intp]) -> Array:
-    row = np.array(list(values), dtype=np.float64)
-    order = row.argsort()
-    return np.bincount(places[order], row[order]).astype(np.float64)
-
-
-def _places(groups: Any) -> NDArray[np.intp]:
-    """Return the place of each element's group among the sorted groups."""
-    import pandas as pd
-
-    if not isinstance(groups, pd.Index | pd.Series):
-        groups = np.array(list(groups), dtype=object)
-    # Hashing is faster than sorting all elements.
-    places, _ = pd.factorize(np.asarray(groups), sort=True)
-    return places
+    return Sums(sums(numerators), sums(denominators))
 
 
 def _bootstrap(
-    sums: Sequence[Array], statistic: Callable[..., Array], seed: int
+    sums: Sequence[Array], statistic: Callable[..., Array]
 ) -> tuple[float, float] | tuple[None, None]:
     """Return the 95% interval of `statistic(*sums, axis=)` over prompts; None where not defined.
 
-    `sums` are arrays [prompts], resampled together. BCa (Efron 1987), percentile where BCa is not
-    defined.
+    `sums` are arrays [prompts], which are resampled together. The interval is BCa (Efron 1987), or
+    percentile where BCa is not defined.
     """
     from scipy.stats import bootstrap
 
@@ -186,7 +173,7 @@ def _bootstrap(
                 n_resamples=resamples,
                 batch=batch,
                 method=method,
-                rng=np.random.default_rng(seed),
+                rng=np.random.default_rng(_SEED),
             )
             low, high = result.confidence_interval
         if math.isfinite(low) and math.isfinite(high):
@@ -194,7 +181,7 @@ def _bootstrap(
     return None, None
 
 
-def compare_sums(a: Sums, b: Sums, others: Sequence[Sums] = (), *, seed: int = 0) -> Interval:
+def compare_sums(a: Sums, b: Sums, others: Sequence[Sums] = ()) -> Interval:
     """Return b - a over the same prompts, with 95% interval and p-value.
 
     Fewer than two prompts have no interval and no p-value. For counts, such as right pictures, the
@@ -206,33 +193,29 @@ def compare_sums(a: Sums, b: Sums, others: Sequence[Sums] = (), *, seed: int = 0
         b: Sums of the same prompts in the same order.
         others: Further sets drawn like `a`. b is compared with the mean of `a` and these sets, and
             the p-value allows for the noise of each.
-        seed: Seed of the resamples and of the exchanges.
     """
-    sets = np.array([a, *others])
     of_b = np.array(b)
+    sets = np.array([a, *others])
     mean = sets.mean(axis=0)
 
     def effect(*parts: Array, axis: int = -1) -> Array:
         over_a, under_a, over_b, under_b = (part.sum(axis=axis) for part in parts)
         return np.asarray(over_b / under_b - over_a / under_a)
 
-    value = b.value - Sums(mean[0], mean[1]).value
+    parts = np.vstack([mean, of_b])
+    value = float(effect(*parts))
     if b.numerator.size < 2:
         return Interval(value)
 
     all_sets = np.array([of_b, *sets])
-    low: float | None = value
-    high: float | None = value
+    p_value = _exchange_test(all_sets)
     if _are_counts(all_sets):
-        size = b.denominator.mean()
-        more_a = np.array([[0.0, size], [size, size]])
-        more_b = np.array([[size, 0.0], [size, size]])
-        longer_a = np.append(mean, more_a, axis=1)
-        longer_b = np.append(of_b, more_b, axis=1)
-        low, high = _bootstrap([*longer_a, *longer_b], effect, seed)
-    elif not np.array_equal(mean, of_b):
-        low, high = _bootstrap([*mean, *of_b], effect, seed)
-    return Interval(value, low, high, p_value=_exchange_test(all_sets, seed))
+        pseudo_prompts = np.array([[0, 1], [1, 1], [1, 0], [1, 1]]) * b.denominator.mean()
+        parts = np.append(parts, pseudo_prompts, axis=1)
+    elif np.array_equal(mean, of_b):
+        return Interval(value, value, value, p_value=p_value)
+    low, high = _bootstrap(list(parts), effect)
+    return Interval(value, low, high, p_value=p_value)
 
 
 def _are_counts(sets: Array) -> bool:
@@ -241,7 +224,7 @@ def _are_counts(sets: Array) -> bool:
     return bool(np.all((numerator % 1 == 0) & (numerator <= sets[:, 1])))
 
 
-def _exchange_test(sets: Array, seed: int) -> float:
+def _exchange_test(sets: Array) -> float:
     """Return the fraction of exchanges with an effect as large as the observed one; two-sided.
 
     `sets` [k, 2, prompts] holds numerators and denominators. The first set is compared with the
@@ -253,7 +236,7 @@ def _exchange_test(sets: Array, seed: int) -> float:
         numbers = np.arange(count**size)[:, None]
         firsts = numbers // count ** np.arange(size) % count
     else:
-        rng = np.random.default_rng(seed)
+        rng = np.random.default_rng(_SEED)
         drawn = rng.integers(0, count, (_RANDOM_EXCHANGES, size))
         firsts = np.vstack([np.zeros_like(drawn[:1]), drawn])
 
@@ -287,27 +270,23 @@ def timing(images: pd.DataFrame) -> Timing:
         images: Columns `numerator` and `denominator`, the decode steps behind each
             (`numerator_steps`, `denominator_steps`) and `process`; indexed by `prompt_id`.
     """
-    figures = images[["numerator", "denominator"]].to_numpy(float).T
+    value = float(images["numerator"].sum() / images["denominator"].sum())
     # Steps that were not recorded count as one.
-    steps = np.maximum(images[["numerator_steps", "denominator_steps"]].to_numpy(float).T, 1.0)
-    numerator, denominator = figures.sum(axis=1)
-    value = float(numerator / denominator)
+    steps = images[["numerator_steps", "denominator_steps"]].clip(lower=1.0)
+    of_prompts = steps.groupby("prompt_id").sum()
+    over, under = (of_prompts / of_prompts.mean()).to_numpy().T
+    influence = over - under
 
-    of_prompts = _group_sums(steps, images.index.get_level_values("prompt_id"))
-    numerator_steps, denominator_steps = of_prompts / of_prompts.mean(axis=1, keepdims=True)
-    influence = numerator_steps - denominator_steps
-
-    processes = images["process"]
-    weights = _group_sums(np.ones((1, len(images))), processes)[0] / len(images)
+    by_process = images.assign(**steps).groupby("process")
+    weights = by_process.size() / len(images)
     # Number of equally large processes with the same information: one image counts little.
     effective = 1.0 / float((weights**2).sum())
     if effective < _FEWEST_PROCESSES:
         return Timing(value=value, influence=influence, of_processes=None, freedom=0.0)
 
-    log_figures = np.log(_group_sums(figures, processes))
-    log_steps = np.log(_group_sums(steps, processes))
-    over_pace, under_pace = log_figures - log_steps
-    pace = over_pace - under_pace
+    sums = np.log(by_process[["numerator", "denominator", *steps]].sum())
+    over_pace = sums["numerator"] - sums["numerator_steps"]
+    pace = over_pace - (sums["denominator"] - sums["denominator_steps"])
     variance = float((weights * (pace - weights @ pace) ** 2).sum()) / (1.0 - 1.0 / effective)
     return Timing(
         value=value,
@@ -315,12 +294,6 @@ def timing(images: pd.DataFrame) -> Timing:
         of_processes=variance / effective,
         freedom=effective - 1.0,
     )
-
-
-def _group_sums(parts: Array, groups: Any) -> Array:
-    """Return the sums [k, groups] of parts [k, images], groups in sorted order."""
-    places = _places(groups)
-    return np.array([np.bincount(places, weights=row) for row in parts])
 
 
 def repeat_interval(measured: Timing) -> Interval:

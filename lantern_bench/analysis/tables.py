@@ -6,24 +6,160 @@ never 0, inf or nan.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from lantern_bench.analysis.cells import COLUMNS_READ, join_notes, run_cells
+from lantern_bench.analysis.cells import (
+    COLUMNS_READ,
+    CellRecords,
+    baseline_of,
+    fastest_lossless,
+    join_notes,
+    run_cells,
+    settings_that_differ,
+    timed_images,
+)
 from lantern_bench.analysis.labels import parameters
 from lantern_bench.analysis.quality import quality_rows, sort_scores
-from lantern_bench.analysis.speed import acceptance_rows, speed_row
+from lantern_bench.analysis.statistics import (
+    Interval,
+    proportion,
+    ratio_of_images,
+    repeat_interval,
+    timing,
+)
 from lantern_bench.analysis.token_distance import distance_columns
 from lantern_bench.storage.records import rows_of
 from lantern_bench.storage.run_directory import RunData, load_runs
 from lantern_bench.storage.schema import CELL_COLUMNS, Row, columns, csv_text, frame, write_csv
 
 NAMES = ("speed", "quality", "acceptance", "summary")
+
+SPEEDUPS = ("speedup", "speedup_over_lossless")
+
+# Columns that are sum over sum of two figures of images.
+_RATIOS = {
+    "tokens_per_s": ["tokens", "seconds"],
+    "mal_uncut": ["uncut", "steps"],
+    "accepted_drafts": ["accepted", "steps"],
+    "target_forwards": ["target_forwards", "count"],
+    "drafter_forwards": ["drafter_forwards", "count"],
+    "draft_ms": ["draft_ms", "steps"],
+    "target_ms": ["target_ms", "steps"],
+    "verify_ms": ["verify_ms", "steps"],
+    "other_ms": ["other_ms", "steps"],
+}
+
+
+# ---- Rows of speed.csv and acceptance.csv
+
+
+def speed_row(cell: CellRecords, cells: Sequence[CellRecords], *, pool_devices: bool) -> Row:
+    """Return the row of a cell in `speed.csv`.
+
+    Args:
+        cell: The cell.
+        cells: All cells of the run.
+        pool_devices: Compare seconds of several kinds of device.
+    """
+    images = cell.images
+    seconds = images["seconds"]
+    marks = images["disturbed"].dropna()
+    offers = cell.offers
+    lossless = fastest_lossless(cell, cells)
+    row: Row = {
+        **cell.columns,
+        "images": len(cell.completed),
+        "failed": cell.failed,
+        "disturbed": int(marks.sum()) if len(marks) else None,
+        "held_up": int((images["kept_fraction"] < 1.0).sum()),
+        "lossless_cell": lossless.cell_id if lossless else None,
+        "peak_memory_mb": images["peak_memory_bytes"].max() / 1e6,
+        "latency_p50_s": seconds.quantile(0.50),
+        "latency_p95_s": seconds.quantile(0.95),
+    }
+    if len(offers):
+        row["acceptance_rate"] = offers["accepted"].sum() / offers["offered"].sum()
+    for name, figures in _RATIOS.items():
+        row[name] = cell.ratio(figures)
+
+    latency = Interval(None, note="not timed")
+    if len(cell.timed):
+        latency = repeat_interval(timing(timed_images(cell)))
+    base = baseline_of(cell, cells)
+    intervals = {
+        "latency_s": latency,
+        "speedup": _speedup(cell, base, name="ar", pool_devices=pool_devices),
+        "speedup_over_lossless": _speedup(
+            cell, lossless, name="lossless_cell", pool_devices=pool_devices
+        ),
+        "step_compression": ratio_of_images(images[["tokens", "target_forwards"]]),
+        "mean_accepted_length": ratio_of_images(images[["committed", "steps"]]),
+    }
+    notes: list[str | None] = []
+    if marks.mean() > 0.5:  # the mean of no marks is nan
+        disturbed = f"{row['disturbed']} of {len(marks)} images disturbed"
+        notes.append(f"{disturbed}: seconds of a busy machine")
+    if len(cell.devices) > 1:
+        devices = ", ".join(f"{count} on {name}" for name, count in sorted(cell.devices.items()))
+        notes.append(f"seconds of several kinds of device: {devices}")
+    for name, interval in intervals.items():
+        row |= interval.columns(name)
+        notes.append(interval.note)
+    row["note"] = join_notes(notes)
+    return row
+
+
+def _speedup(
+    cell: CellRecords, base: CellRecords | None, *, name: str, pool_devices: bool
+) -> Interval:
+    """Seconds of the baseline over seconds of the cell, over the images that both have.
+
+    `name` is the name of the baseline in notes.
+    """
+    timed = cell.images["seconds"].count()
+    if not timed:
+        return Interval(None)
+    if base is None:
+        missing = name.removesuffix("_cell")
+        note = f"no speedup: no {missing} cell to compare with in this run"
+        return Interval(None, note=note)
+    kinds = len(cell.devices + base.devices)
+    if kinds > 1 and not pool_devices:
+        note = f"no speedup: images of {kinds} kinds of device; --pool-devices pools them"
+        return Interval(None, note=note)
+    shared = timed_images(cell, base)
+    if shared.empty:
+        return Interval(None, note=f"no speedup: no image that {name} has too")
+
+    speedup = repeat_interval(timing(shared))
+    notes = []
+    if len(shared) < timed:
+        notes.append(f"speedup over the {len(shared)} of {timed} images that {name} has too")
+    differing = settings_that_differ(cell, base)
+    if differing:
+        notes.append(f"speedup against {name} with {', '.join(differing)}")
+    return speedup._replace(note=join_notes([*notes, speedup.note]))
+
+
+def acceptance_rows(cell: CellRecords) -> Iterator[Row]:
+    """Yield the rows of a cell in `acceptance.csv`: by depth from 1, then by position from 0.
+
+    The intervals treat steps as independent, which is an approximation: neighbouring steps are
+    correlated.
+    """
+    for axis in ("depth", "position"):
+        sums = cell.offers.groupby(axis)[["offered", "accepted"]].sum()
+        for place, offered, accepted in sums.itertuples():
+            row = {"axis": axis, "index": place, "offered": offered, "accepted": accepted}
+            yield cell.columns | row | proportion(accepted, offered).columns("rate")
+
+
+# ---- The tables
 
 
 def cells_of(tables: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
@@ -58,47 +194,42 @@ def tables_of(run: RunData) -> dict[str, pd.DataFrame]:
     records are read from its CSV files.
     """
     if not len(run.records) and (run.folder / "speed.csv").is_file():
-        return _read_tables(run.folder)
-
-    experiment = run.manifest.get("experiment", {})
-    if "speed" not in experiment.get("metrics", ("speed",)):
-        run = _without_seconds(run)
-
-    cells = run_cells(run)
-    scores = sort_scores(run.scores)
-    of_tokens = distance_columns(cells, scores.tokens)
-    speed: list[Row] = []
-    quality: list[Row] = []
-    acceptance: list[Row] = []
-    for cell in cells:
-        pool_devices = bool(experiment.get("pool_devices"))
-        speed.append(speed_row(cell, cells, pool_devices=pool_devices))
-        quality += quality_rows(cell, cells, scores=scores, of_tokens=of_tokens[cell.cell_id])
-        acceptance += acceptance_rows(cell)
-
-    tables = {
-        "speed": frame("speed", speed),
-        "quality": frame("quality", quality),
-        "acceptance": frame("acceptance", acceptance),
-    }
+        tables = _read_tables(run.folder)
+    else:
+        tables = _tables_of_records(run)
     tables["summary"] = frame("summary", summary_rows(cells_of(tables)))
     return tables
 
 
-def _without_seconds(run: RunData) -> RunData:
-    seconds = [name for name in map(str, run.records) if name.endswith("seconds")]
-    missing: dict[str, Any] = dict.fromkeys(seconds, np.nan)
-    return replace(run, records=run.records.assign(**missing))
+def _tables_of_records(run: RunData) -> dict[str, pd.DataFrame]:
+    experiment = run.manifest.get("experiment", {})
+    if "speed" not in experiment.get("metrics", ("speed",)):
+        seconds = run.records.filter(regex="seconds$")
+        run = replace(run, records=run.records.assign(**dict.fromkeys(map(str, seconds), np.nan)))
+
+    cells = run_cells(run)
+    scores = sort_scores(run.scores)
+    of_tokens = distance_columns(cells, run.scores)
+    pool_devices = bool(experiment.get("pool_devices"))
+    quality: list[Row] = []
+    acceptance: list[Row] = []
+    for cell in cells:
+        quality += quality_rows(cell, cells, scores=scores, of_tokens=of_tokens[cell.cell_id])
+        acceptance += acceptance_rows(cell)
+    speed = [speed_row(cell, cells, pool_devices=pool_devices) for cell in cells]
+    return {
+        "speed": frame("speed", speed),
+        "quality": frame("quality", quality),
+        "acceptance": frame("acceptance", acceptance),
+    }
 
 
 def _read_tables(folder: Path) -> dict[str, pd.DataFrame]:
     """Read the CSV files of a run directory; missing columns and missing files are empty."""
-    tables = {name: _read_table(name, folder) for name in NAMES}
+    tables = {name: _read_table(name, folder) for name in ("speed", "quality", "acceptance")}
     if tables["quality"].empty:
         cell_columns = [column.name for column in CELL_COLUMNS]
         tables["quality"] = frame("quality", rows_of(tables["speed"][cell_columns]))
-    if tables["summary"].empty:
-        tables["summary"] = frame("summary", summary_rows(cells_of(tables)))
     return tables
 
 
@@ -108,8 +239,7 @@ def _read_table(name: str, folder: Path) -> pd.DataFrame:
         return frame(name, [])
     texts = {column.name: "string" for column in columns(name) if column.dtype == "string"}
     table = pd.read_csv(path, dtype=texts)
-    known = [column.name for column in columns(name) if column.name in table]
-    return frame(name, rows_of(table[known]))
+    return frame(name, rows_of(table.filter([column.name for column in columns(name)])))
 
 
 def write_tables(run: Path) -> dict[str, pd.DataFrame]:

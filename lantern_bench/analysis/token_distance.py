@@ -5,7 +5,7 @@ See docs/algorithms.md, section 6.2. No torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -17,19 +17,23 @@ from lantern_bench.storage.schema import Row
 _RESAMPLES = 2_000
 _ENDS = (0.025, 0.975)
 
+# Figures that are shares of tokens, and the counts of these tokens.
+_SHARES = {"impossible": "impossible_tokens", "argmax_mismatch": "mismatched_tokens"}
+
 # Features that have columns of their own. Columns of sums are named as the features.
 _SHOWN = ("surprise", "prompt_information")
 
 
-def distance_columns(cells: Sequence[CellRecords], rows: Mapping[str, Row]) -> dict[str, Row]:
+def distance_columns(cells: Sequence[CellRecords], scores: Iterable[Row]) -> dict[str, Row]:
     """Return the figures of the tokens of each cell, by cell id.
 
     `distance_p` is corrected by Holm over all cells (of all models) that have one.
 
     Args:
         cells: The cells of a run.
-        rows: Rows of level `tokens`, by record key.
+        scores: The scores of the run, of which the rows of level `tokens` are used.
     """
+    rows = {row["record_key"]: row for row in scores if row["level"] == "tokens"}
     figures = {cell.cell_id: _figures(cell, rows) for cell in cells}
     tested = [row for row in figures.values() if row.get("distance_p") is not None]
     corrected = holm([row["distance_p"] for row in tested])
@@ -49,15 +53,14 @@ def _figures(cell: CellRecords, rows: Mapping[str, Row]) -> Row:
     first = images[0]
 
     figures: Row = {}
-    if first["impossible_tokens"] is not None:
-        figures["impossible"] = sum(row["impossible_tokens"] for row in images) / sum(tokens)
-    if first["mismatched_tokens"] is not None:
-        figures["argmax_mismatch"] = sum(row["mismatched_tokens"] for row in images) / sum(tokens)
+    for name, counted in _SHARES.items():
+        if first[counted] is not None:
+            figures[name] = sum(row[counted] for row in images) / sum(tokens)
     if not first["features"]:  # at temperature 0
         return figures
 
     for name in ("entropy", "largest_p", "ten_largest_p"):
-        figures[name] = float(np.average([row[name] for row in images], weights=tokens))
+        figures[name] = np.average([row[name] for row in images], weights=tokens)
     names = first["features"].split()
     columns = np.array([row["feature_sums"] for row in images]).T
     for name in _SHOWN:
@@ -146,7 +149,7 @@ class FeatureSums(NamedTuple):
         return float(chi2.sf(self.chi_square, self.freedom))
 
 
-def distance(sums: FeatureSums, tokens: Array, *, seed: int = 0) -> Interval:
+def distance(sums: FeatureSums, tokens: Array) -> Interval:
     """Return (Q - m) / tokens, with a percentile interval by bootstrap over prompts.
 
     The Q of a resample is larger by the spread between prompts, in units of C, which is subtracted.
@@ -154,7 +157,6 @@ def distance(sums: FeatureSums, tokens: Array, *, seed: int = 0) -> Interval:
     Args:
         sums: Sums of m features for each prompt.
         tokens: Tokens of each prompt [prompts].
-        seed: Seed of the resamples.
     """
     total = sums.total
     freedom = total.freedom
@@ -165,9 +167,8 @@ def distance(sums: FeatureSums, tokens: Array, *, seed: int = 0) -> Interval:
     if prompts < 2:
         return Interval(value, note="no interval: fewer than 2 prompts")
 
-    rng = np.random.default_rng(seed)
     uniform = np.full(prompts, 1.0 / prompts)
-    counts = rng.multinomial(prompts, uniform, size=_RESAMPLES).astype(np.float64)
+    counts = np.random.default_rng(0).multinomial(prompts, uniform, size=_RESAMPLES).astype(float)
     resampled = FeatureSums(
         sums=counts @ sums.sums,
         covariance=np.tensordot(counts, sums.covariance, axes=1),

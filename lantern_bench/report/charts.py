@@ -13,9 +13,8 @@ import pandas as pd
 
 from lantern_bench.analysis.cells import CellRecords, run_cells
 from lantern_bench.analysis.labels import BOUNDS, CELL, FAMILY, CellKey, cell_key, labels
-from lantern_bench.analysis.speed import SPEEDUPS
 from lantern_bench.analysis.statistics import proportion
-from lantern_bench.analysis.tables import cells_of, tables_of
+from lantern_bench.analysis.tables import SPEEDUPS, cells_of, tables_of
 from lantern_bench.methods.catalog import METRICS, ON_CURVES
 from lantern_bench.report.styles import Style, styles
 from lantern_bench.storage.run_directory import RunData

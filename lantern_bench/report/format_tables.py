@@ -15,7 +15,7 @@ from lantern_bench.analysis.cells import NOTE_SEPARATOR
 from lantern_bench.analysis.labels import BOUNDS
 from lantern_bench.analysis.published import FROM_SPEED
 from lantern_bench.analysis.quality import OUTSIDE
-from lantern_bench.analysis.speed import SPEEDUPS
+from lantern_bench.analysis.tables import SPEEDUPS
 from lantern_bench.methods.catalog import METRICS, ON_CURVES, PARAMETERS
 from lantern_bench.storage.records import rows_of
 from lantern_bench.storage.schema import CELL_COLUMNS, TABLES

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lantern_bench.analysis.cells import run_cells
-from lantern_bench.analysis.speed import acceptance_rows
+from lantern_bench.analysis.tables import acceptance_rows
 from tests.helpers.made_up_run import AR, STRICT, WALKS, make_record, run_of
 
 
