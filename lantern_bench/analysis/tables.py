@@ -175,16 +175,18 @@ def cells_of(tables: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
     return quality.drop(columns=in_both).merge(speed, on=key)
 
 
-def summary_rows(cells: pd.DataFrame) -> Iterator[Row]:
-    """Yield the rows of `summary.csv`, in the order of `cells`, a table that `cells_of` returns."""
-    copied = [column.name for column in columns("summary") if column.name in cells]
-    rows = rows_of(cells)
-    for cell in rows:
-        row: Row = {name: cell[name] for name in copied}
+def _summary_of(tables: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
+    """The table `summary`, in the order of `cells_of`."""
+    copied = [column.name for column in columns("summary")]
+    cells = rows_of(cells_of(tables))
+    rows = []
+    for cell in cells:
+        row = {name: cell[name] for name in copied if name in cell}
         row["method"] = cell["mode"]
-        row["parameters"] = parameters(cell, rows)
+        row["parameters"] = parameters(cell, cells)
         row["note"] = join_notes([cell["note"], cell["quality_note"]])
-        yield row
+        rows.append(row)
+    return frame("summary", rows)
 
 
 def tables_of(run: RunData) -> dict[str, pd.DataFrame]:
@@ -194,14 +196,8 @@ def tables_of(run: RunData) -> dict[str, pd.DataFrame]:
     records are read from its CSV files.
     """
     if not len(run.records) and (run.folder / "speed.csv").is_file():
-        tables = _read_tables(run.folder)
-    else:
-        tables = _tables_of_records(run)
-    tables["summary"] = frame("summary", summary_rows(cells_of(tables)))
-    return tables
+        return _read_tables(run.folder)
 
-
-def _tables_of_records(run: RunData) -> dict[str, pd.DataFrame]:
     experiment = run.manifest.get("experiment", {})
     if "speed" not in experiment.get("metrics", ("speed",)):
         seconds = run.records.filter(regex="seconds$")
@@ -217,19 +213,23 @@ def _tables_of_records(run: RunData) -> dict[str, pd.DataFrame]:
         quality += quality_rows(cell, cells, scores=scores, of_tokens=of_tokens[cell.cell_id])
         acceptance += acceptance_rows(cell)
     speed = [speed_row(cell, cells, pool_devices=pool_devices) for cell in cells]
-    return {
+    tables = {
         "speed": frame("speed", speed),
         "quality": frame("quality", quality),
         "acceptance": frame("acceptance", acceptance),
     }
+    tables["summary"] = _summary_of(tables)
+    return tables
 
 
 def _read_tables(folder: Path) -> dict[str, pd.DataFrame]:
     """Read the CSV files of a run directory; missing columns and missing files are empty."""
-    tables = {name: _read_table(name, folder) for name in ("speed", "quality", "acceptance")}
+    tables = {name: _read_table(name, folder) for name in NAMES}
     if tables["quality"].empty:
         cell_columns = [column.name for column in CELL_COLUMNS]
         tables["quality"] = frame("quality", rows_of(tables["speed"][cell_columns]))
+    if tables["summary"].empty:
+        tables["summary"] = _summary_of(tables)
     return tables
 
 

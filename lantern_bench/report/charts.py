@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import TypeAlias
+from itertools import count, cycle, product
+from typing import NamedTuple, TypeAlias
 
 import pandas as pd
 
@@ -15,14 +16,12 @@ from lantern_bench.analysis.cells import CellRecords, run_cells
 from lantern_bench.analysis.labels import BOUNDS, CELL, FAMILY, CellKey, cell_key, labels
 from lantern_bench.analysis.statistics import proportion
 from lantern_bench.analysis.tables import SPEEDUPS, cells_of, tables_of
-from lantern_bench.methods.catalog import METRICS, ON_CURVES
-from lantern_bench.report.styles import Style, styles
+from lantern_bench.methods.catalog import METRICS, MODES, ON_CURVES
 from lantern_bench.storage.run_directory import RunData
 from lantern_bench.storage.schema import ENDS, Row, columns, frame
 from lantern_bench.utils.errors import UserError
 
 Tables: TypeAlias = Mapping[str, pd.DataFrame]  # of one run by name, as from `curve_tables`
-Styles: TypeAlias = Mapping[CellKey, Style]
 
 SPEEDS = {
     "speedup": "speedup over AR",
@@ -65,12 +64,12 @@ def _length_rows(cell: CellRecords) -> Iterator[Row]:
     """Yield the histogram of the tokens committed by a step; nothing for a cell without drafts."""
     if cell.columns["drafting"] == "none":
         return
-    counts: Counter[int] = Counter()
-    for committed in cell.completed["committed_per_step"]:
-        counts.update(int(length) for length in committed or () if length > 0)
+    committed = cell.completed["committed_per_step"]
+    counts: dict[int, int] = committed.explode().value_counts().to_dict()  # type: ignore[assignment]
     for length in range(1, max(counts, default=0) + 1):
-        row: Row = {**cell.columns, "length": length, "steps": counts[length]}
-        yield row | proportion(counts[length], counts.total()).columns("share")
+        steps = counts.get(length, 0)
+        row = {"length": length, "steps": steps}
+        yield cell.columns | row | proportion(steps, sum(counts.values())).columns("share")
 
 
 def choose_cells(runs: Mapping[str, Tables], patterns: Sequence[str]) -> dict[str, Tables]:
@@ -83,17 +82,15 @@ def choose_cells(runs: Mapping[str, Tables], patterns: Sequence[str]) -> dict[st
     modes: dict[str, str] = dict(zip(speed["cell_id"], speed["mode"], strict=True))
     chosen: set[str] = set()
     for pattern in patterns:
-        matching = {
-            cell
-            for cell, mode in modes.items()
-            if fnmatchcase(cell, pattern) or fnmatchcase(mode, pattern)
-        }
+        matching = [
+            pair[0] for pair in modes.items() if any(fnmatchcase(name, pattern) for name in pair)
+        ]
         if not matching:
             raise UserError(
                 f"--cells {pattern}: no cell has such an id or mode",
                 f"The cells are {', '.join(modes)}.",
             )
-        chosen |= matching
+        chosen.update(matching)
     kept: dict[str, Tables] = {}
     for run, tables in runs.items():
         kept[run] = {
@@ -130,9 +127,7 @@ def acceptance_points(runs: Mapping[str, Tables], axis: str = "depth") -> pd.Dat
 
 def _pooled(table: pd.DataFrame) -> pd.DataFrame:
     """Pool the positions of each cell."""
-    width = 1
-    if len(table):
-        width = math.ceil((int(table["index"].max()) + 1) / _PLACES)
+    width = math.ceil((max(table["index"].tolist(), default=0) + 1) / _PLACES)
     places = table.groupby([*CELL, table["index"] // width], sort=False)
     pooled = table.assign(
         index_end=places["index"].transform("max"),
@@ -141,10 +136,9 @@ def _pooled(table: pd.DataFrame) -> pd.DataFrame:
     )
     pooled = pooled[places.cumcount() == 0]
     counts = zip(pooled["accepted"], pooled["offered"], strict=True)
-    rates = [proportion(int(accepted), int(offered)) for accepted, offered in counts]
-    intervals = pd.DataFrame([rate.columns("rate") for rate in rates], index=pooled.index)
+    rates = [proportion(accepted, offered).columns("rate") for accepted, offered in counts]
     middle = (pooled["index"] + pooled["index_end"]) / 2
-    return pooled.assign(middle=middle, **{name: intervals[name] for name in map(str, intervals)})
+    return pooled.assign(middle=middle, **pd.DataFrame(rates, index=pooled.index))
 
 
 def _bound_points(runs: Mapping[str, Tables], parameter: str) -> pd.DataFrame:
@@ -165,9 +159,8 @@ def speed_quality_points(runs: Mapping[str, Tables]) -> pd.DataFrame:
     """
     table = stack_runs(runs, "cells")
     cell = ["model", "cell_id"]
-    borrowed = ["speed_run"]
-    for name in SPEEDUPS:
-        borrowed += [f"{name}{end}" for end in ENDS]
+    speedups = [f"{name}{end}" for name, end in product(SPEEDUPS, ENDS)]
+    borrowed = ["speed_run", *speedups]
     is_timed = table["speedup"].notna()
     table["speed_run"] = table["run"].where(is_timed)
     timed = table.loc[is_timed, [*cell, *borrowed]].drop_duplicates(cell)
@@ -175,11 +168,10 @@ def speed_quality_points(runs: Mapping[str, Tables]) -> pd.DataFrame:
     table[borrowed] = table[borrowed].where(is_timed, elsewhere[borrowed])
 
     table = table.assign(images=table["quality_images"], note=table["quality_note"])
-    names = ["run", *(column.name for column in columns("quality")), *borrowed[1:]]
+    names = ["run", *(column.name for column in columns("quality")), *speedups]
     names += [f"mean_accepted_length{end}" for end in ENDS]
-    table = table[[*names, "speed_run"]]
     has_speed = table[list(SPEEDS)].notna().any(axis=1)
-    return _labelled(table[has_speed].reset_index(drop=True))
+    return _labelled(table.loc[has_speed, [*names, "speed_run"]].reset_index(drop=True))
 
 
 def is_dominated(
@@ -211,25 +203,6 @@ def is_dominated(
 
 
 @dataclass(frozen=True)
-class Line:
-    """The points of one line of a chart, as they are drawn."""
-
-    label: str
-    points: pd.DataFrame
-    x: list[float]
-    y: list[float]
-    x_whiskers: list[list[float]] | None  # lengths below and above each point
-    y_whiskers: list[list[float]] | None
-    cells: list[CellKey]  # of each point
-    styles: list[Style]  # of each point
-
-    @property
-    def is_hollow(self) -> bool:
-        """Whether another cell beats the cell of this line."""
-        return "dominated" in self.points and bool(self.points["dominated"].iloc[0])
-
-
-@dataclass(frozen=True)
 class Chart:
     """A chart.
 
@@ -252,32 +225,18 @@ class Chart:
         """Whether the points of a line are joined; on a front, only undominated points are."""
         return "dominated" not in self.points and self.x != "tree"
 
-    def lines(self, styles: Styles) -> list[Line]:
-        """Return the lines in the order of their points."""
+    def lines(self) -> list[pd.DataFrame]:
+        """Return the points of each line, in the order of their first points."""
         groups = self.points.groupby(list(self.family), sort=False, dropna=False)
-        return [self._line(rows, styles) for _, rows in groups]
-
-    def _line(self, rows: pd.DataFrame, styles: Styles) -> Line:
-        cells = [cell_key(row) for _, row in rows.iterrows()]
-        return Line(
-            label=line_label(rows),
-            points=rows,
-            x=rows[self.x].tolist(),
-            y=rows[self.y].astype(float).tolist(),
-            x_whiskers=_whiskers(rows, self.x),
-            y_whiskers=_whiskers(rows, self.y),
-            cells=cells,
-            styles=[styles[cell] for cell in cells],
-        )
+        return [points for _, points in groups]
 
     def front_lines(self) -> Iterator[tuple[list[float], list[float]]]:
         """Yield x and y of the undominated points of each run and model, by x."""
         if "dominated" not in self.points:
             return
         best = self.points[~self.points["dominated"]]
-        for _, rows in best.groupby(["run", "model"], sort=False):
-            ordered = rows.sort_values(self.x)
-            yield ordered[self.x].astype(float).tolist(), ordered[self.y].astype(float).tolist()
+        for _, rows in best.sort_values(self.x).groupby(["run", "model"], sort=False):
+            yield rows[self.x].tolist(), rows[self.y].tolist()
 
 
 def charts(
@@ -344,45 +303,35 @@ def fronts(runs: Mapping[str, Tables]) -> Iterator[Chart]:
     The charts against speedup come first, then those against mean accepted length.
     """
     table = speed_quality_points(runs)
-
-    def is_of_pictures(name: str) -> bool:
-        return METRICS[name].level in ("image", "set")
-
     # Figures of the tokens come first: they show what a few pictures cannot show.
-    figures = sorted(ON_CURVES, key=is_of_pictures)
-    for speed in SPEEDS:
-        for figure in figures:
-            measured = table[table[figure].notna() & table[speed].notna()]
-            scorers = measured.groupby(METRICS[figure].scored_by)
-            for scorer, rows in scorers:
-                suffix = f"-{_in_file_name(str(scorer))}" if len(scorers) > 1 else ""
-                yield _front(rows, speed=speed, figure=figure, scorer=str(scorer), suffix=suffix)
+    figures = sorted(ON_CURVES, key=lambda name: METRICS[name].level != "tokens")
+    for speed, figure in product(SPEEDS, figures):
+        scorers = table.dropna(subset=[figure, speed]).groupby(METRICS[figure].scored_by)
+        for scorer, rows in scorers:
+            name = f"{'speed' if speed == 'speedup' else 'length'}-quality-{figure}"
+            if len(scorers) > 1:
+                name += "-" + re.sub(r"[\W_]", "-", str(scorer))
+            yield _front(rows, name=name, speed=speed, figure=figure, scorer=str(scorer))
 
 
-def _in_file_name(text: str) -> str:
-    return "".join(c if c.isalnum() else "-" for c in text)
-
-
-def _front(rows: pd.DataFrame, *, speed: str, figure: str, scorer: str, suffix: str) -> Chart:
-    """The chart of one figure against one speed; `suffix` ends its name."""
+def _front(rows: pd.DataFrame, *, name: str, speed: str, figure: str, scorer: str) -> Chart:
+    """The chart of one figure against one speed."""
     metric = METRICS[figure]
-    others: list[str] = []
-    for name in ON_CURVES:
-        if name != figure:
-            others += [f"{name}{end}" for end in ENDS]
-    points = rows.drop(columns=others, errors="ignore").reset_index(drop=True)
+    others = [other for other in ON_CURVES if other != figure]
+    unused = [f"{other}{end}" for other, end in product(others, ENDS)]
+    points = rows.drop(columns=unused).reset_index(drop=True)
     # Labels name what differs in this chart, not between all runs.
     points["label"] = labels(points)
-    compared = points.copy()
+    compared = points
     if metric.against_ar == "none":
         # A figure that is not significantly above 0, the value of the target, counts as 0.
-        compared[figure] = points[figure].where(points[f"{figure}_low"] > 0, 0.0)
+        is_above = points[f"{figure}_low"] > 0
+        compared = points.assign(**{figure: points[figure].where(is_above, 0.0)})
     points["dominated"] = is_dominated(
         compared, speed, figure, less_is_better=metric.better == "lower"
     )
-    prefix = "speed" if speed == "speedup" else "length"
     return Chart(
-        name=f"{prefix}-quality-{figure}{suffix}",
+        name=name,
         points=points,
         x=speed,
         y=figure,
@@ -397,15 +346,74 @@ def line_label(rows: pd.DataFrame) -> str:
     return " ".join(word for word in first if all(word in words for words in others))
 
 
-def _whiskers(rows: pd.DataFrame, name: str) -> list[list[float]] | None:
-    """The lengths of both whiskers of each point; None for a figure without intervals."""
-    if f"{name}_low" not in rows:
+def is_hollow(points: pd.DataFrame) -> bool:
+    """Return whether another cell beats the cell of a line."""
+    return "dominated" in points and bool(points["dominated"].iloc[0])
+
+
+def whiskers(points: pd.DataFrame, name: str) -> list[list[float]] | None:
+    """Return the lengths below and above each point; None for a figure without intervals."""
+    if f"{name}_low" not in points:
         return None
-    below = rows[name] - rows[f"{name}_low"]
-    above = rows[f"{name}_high"] - rows[name]
-    return [side.astype(float).clip(lower=0).fillna(0).tolist() for side in (below, above)]
+    below = points[name] - points[f"{name}_low"]
+    above = points[f"{name}_high"] - points[name]
+    return [side.clip(lower=0).fillna(0).tolist() for side in (below, above)]
+
+
+# ---- Colours, markers and lines of cells, the same in every picture
+
+_COLOURS = {name: mode.colour for name, mode in MODES.items() if mode.colour}
+# Nine and four have no common divisor: marker and line repeat together after 36 cells only.
+MARKERS = {
+    "o": "circle",
+    "s": "square",
+    "^": "triangle-up",
+    "D": "diamond",
+    "v": "triangle-down",
+    "P": "cross",
+    "X": "x",
+    "*": "star",
+    "<": "triangle-left",
+}
+"""Matplotlib's and Plotly's names of the markers."""
+DASHES = {"-": "solid", "--": "dash", "-.": "dashdot", ":": "dot"}
+"""Matplotlib's and Plotly's names of the lines."""
+
+
+class Style(NamedTuple):
+    """The style of a cell."""
+
+    number: int  # of the cell among the cells of all runs, from 0
+    colour: str  # hex
+    marker: str  # one of `MARKERS`
+    line: str  # one of `DASHES`
+
+
+Styles: TypeAlias = Mapping[CellKey, Style]
 
 
 def run_styles(runs: Mapping[str, Tables], by: str = "mode") -> Styles:
-    """Return the style of every cell of the runs, the same in all their charts."""
-    return styles(stack_runs(runs, "speed"), by)
+    """Return the style of every cell of the runs; the colour stands for `by`."""
+    cells = stack_runs(runs, "speed")
+    keys = [cell_key(row) for _, row in cells.iterrows()]
+    looks = map(Style, count(), _colours(cells[by], by), cycle(MARKERS), cycle(DASHES))
+    return dict(zip(keys, looks, strict=True))
+
+
+def _colours(values: pd.Series, by: str) -> list[str]:
+    if by == "mode":
+        return values.map(_COLOURS).fillna("#CC79A7").tolist()
+    from matplotlib import colormaps
+    from matplotlib.colors import to_hex
+
+    distinct = sorted(values.dropna().unique())
+    # The palest part of the map does not print. No shade is near the grey of cells without the
+    # value.
+    shades = colormaps["plasma"].resampled(len(distinct) + 1)
+    colours = {value: to_hex(shades(number)) for number, value in enumerate(distinct)}
+    return values.map(colours).fillna("#767676").tolist()
+
+
+def styles_of(points: pd.DataFrame, styles: Styles) -> list[Style]:
+    """Return the style of each point of a line."""
+    return [styles[cell_key(row)] for _, row in points.iterrows()]

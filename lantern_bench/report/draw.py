@@ -12,13 +12,16 @@ import pandas as pd
 from lantern_bench.analysis.labels import BOUNDS, GROUPINGS
 from lantern_bench.report.charts import (
     Chart,
-    Line,
     Styles,
     Tables,
     charts,
     choose_cells,
     curve_tables,
+    is_hollow,
+    line_label,
     run_styles,
+    styles_of,
+    whiskers,
 )
 from lantern_bench.storage.run_directory import load_runs
 from lantern_bench.storage.schema import write_csv
@@ -121,16 +124,16 @@ def to_matplotlib(chart: Chart, styles: Styles, width: float = WIDTHS["two"]) ->
         styles: The style of every cell.
         width: Inches.
     """
-    lines = chart.lines(styles)
     if chart.panels:
-        return _draw_panels(chart, lines, width)
-    return _draw_one_panel(chart, lines, width)
+        return _draw_panels(chart, styles, width)
+    return _draw_one_panel(chart, styles, width)
 
 
-def _draw_panels(chart: Chart, lines: Sequence[Line], width: float) -> Figure:
+def _draw_panels(chart: Chart, styles: Styles, width: float) -> Figure:
     """Draw a panel for each line."""
     from matplotlib.figure import Figure
 
+    lines = chart.lines()
     across = min(round(width / 2), len(lines))
     down = -(-len(lines) // across)
     figure = Figure((width, 1.5 * down + 0.6), layout="constrained")
@@ -138,36 +141,35 @@ def _draw_panels(chart: Chart, lines: Sequence[Line], width: float) -> Figure:
     for number, axes in enumerate(grid.ravel()):
         # The last panel of each column has tick labels, also above an empty one.
         axes.tick_params(labelbottom=number + across >= len(lines))
-        if number >= len(lines):
-            axes.set_visible(False)
-            continue
-        line = lines[number]
-        _draw_line(axes, chart, line)
-        axes.set_title(line.label, fontsize="small", loc="left")
-        if chart.x == "middle" and pd.notna(line.points["row_tokens"].iloc[0]):
-            row = int(line.points["row_tokens"].iloc[0])
-            _draw_row_ends(axes, row, tokens=int(line.points["index_end"].max()) + 1)
+        axes.set_visible(number < len(lines))
+    for axes, points in zip(grid.ravel(), lines, strict=False):
+        _draw_line(axes, chart, points, styles=styles)
+        axes.set_title(line_label(points), fontsize="small", loc="left")
+        if chart.x == "middle" and pd.notna(points["row_tokens"].iloc[0]):
+            row = int(points["row_tokens"].iloc[0])
+            _draw_row_ends(axes, row, tokens=int(points["index_end"].max()) + 1)
     _limit(grid[0, 0], chart)
     figure.supxlabel(chart.x_title, fontsize="medium")
     figure.supylabel(chart.y_title, fontsize="medium")
     return figure
 
 
-def _draw_one_panel(chart: Chart, lines: Sequence[Line], width: float) -> Figure:
+def _draw_one_panel(chart: Chart, styles: Styles, width: float) -> Figure:
     """Draw all lines into one pair of axes, above a legend."""
     from matplotlib.figure import Figure
 
     figure = Figure((width, 1.0 + 0.35 * width), layout="constrained")
     axes = figure.subplots()
-    for line in lines:
-        _draw_line(axes, chart, line)
+    lines = chart.lines()
+    for points in lines:
+        _draw_line(axes, chart, points, styles=styles)
     _limit(axes, chart)
     for x, y in chart.front_lines():
         axes.plot(x, y, color="#888888", linewidth=1, zorder=1)
     if chart.x == "speedup":
         axes.axvline(1.0, color="#BBBBBB", linewidth=0.8, linestyle=":", zorder=0)
     _draw_ar_spread(axes, chart)
-    if any(line.is_hollow for line in lines):
+    if any(map(is_hollow, lines)):
         title = "pale and hollow: another cell is at least as fast and as good"
         axes.set_title(title, fontsize="x-small", loc="left")
     axes.set(xlabel=chart.x_title, ylabel=chart.y_title)
@@ -189,22 +191,23 @@ def _draw_one_panel(chart: Chart, lines: Sequence[Line], width: float) -> Figure
     return figure
 
 
-def _draw_line(axes: Axes, chart: Chart, line: Line) -> None:
-    style = line.styles[-1]
+def _draw_line(axes: Axes, chart: Chart, points: pd.DataFrame, *, styles: Styles) -> None:
+    style = styles_of(points, styles)[-1]
+    hollow = is_hollow(points)
     axes.errorbar(
-        line.x,
-        line.y,
-        xerr=line.x_whiskers,
-        yerr=line.y_whiskers,
-        label=line.label,
+        points[chart.x].tolist(),
+        points[chart.y].tolist(),
+        xerr=whiskers(points, chart.x),
+        yerr=whiskers(points, chart.y),
+        label=line_label(points),
         color=style.colour,
         marker=style.marker,
         capsize=2,
         elinewidth=0.8,
         markersize=3 if chart.panels else 5,
         linestyle=style.line if chart.joined else "none",
-        alpha=0.38 if line.is_hollow else 1.0,
-        markerfacecolor="none" if line.is_hollow else style.colour,
+        alpha=0.38 if hollow else 1.0,
+        markerfacecolor="none" if hollow else style.colour,
     )
 
 

@@ -7,78 +7,29 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import pandas as pd
 
 from lantern_bench.analysis.cells import NOTE_SEPARATOR
 from lantern_bench.analysis.labels import BOUNDS
 from lantern_bench.analysis.published import FROM_SPEED
 from lantern_bench.analysis.quality import OUTSIDE
-from lantern_bench.analysis.tables import SPEEDUPS
 from lantern_bench.methods.catalog import METRICS, ON_CURVES, PARAMETERS
 from lantern_bench.storage.records import rows_of
 from lantern_bench.storage.schema import CELL_COLUMNS, TABLES
 
-FORMATS = {
-    "speedup": ("{:.2f}", "x"),
-    "speedup_over_lossless": ("{:.2f}", "x"),
-    "speedup_measured": ("{:.2f}", "x"),
-    "speedup_error": ("{:+.1%}", ""),
-    "mean_accepted_length": ("{:.2f}", ""),
-    "mal_uncut": ("{:.2f}", ""),
-    "accepted_drafts": ("{:.2f}", ""),
-    "step_compression": ("{:.2f}", ""),
-    "acceptance_rate": ("{:.3f}", ""),
-    "rate": ("{:.3f}", ""),
-    "target_forwards": ("{:.1f}", ""),
-    "drafter_forwards": ("{:.1f}", ""),
-    "fid_infinity": ("{:.2f}", ""),
-    "neighbour_mass": ("{:.4f}", ""),
-    "draft_ms": ("{:.2f}", " ms"),
-    "target_ms": ("{:.2f}", " ms"),
-    "verify_ms": ("{:.2f}", " ms"),
-    "other_ms": ("{:.2f}", " ms"),
-    "ar_ms": ("{:.2f}", " ms"),
-    "step_ms": ("{:.2f}", " ms"),
-    "latency_s": ("{:.3g}", " s"),
-    "latency_p50_s": ("{:.3g}", " s"),
-    "latency_p95_s": ("{:.3g}", " s"),
-    "tokens_per_s": ("{:.3g}", ""),
-    "peak_memory_mb": ("{:.0f}", " MB"),
-    "p_first": ("{:.2g}", ""),
-    "p_joint": ("{:.2g}", ""),
-    "p_later": ("{:.2g}", ""),
-    "p_images": ("{:.2g}", ""),
-    "p_holm": ("{:.2g}", ""),
-    "power_p": ("{:.2g}", ""),
-    "table_tv": ("{:.3f}", ""),
-    **{metric.name: (f"{{:{metric.digits}}}", "") for metric in METRICS.values()},
-    "distance_p": ("{:.2g}", ""),
-}
-"""Number format and unit of a figure. Other figures have four digits and the unit of the schema."""
+_WRITTEN = msgspec.toml.decode(
+    Path(__file__).with_name("figures.toml").read_bytes(), type=dict[str, dict[str, str]]
+)
+_FORMATS = _WRITTEN["formats"]
+_FORMATS |= {metric.name: f"{{:{metric.digits}}}" for metric in METRICS.values()}
+_HEADS = {metric.name: metric.heading for metric in METRICS.values()} | _WRITTEN["heads"]
+BETTER = {metric.name: metric.better for metric in METRICS.values()} | _WRITTEN["better"]
+"""Which end of a column is the good one: higher or lower. Other columns have none."""
 
-_HEADS = {
-    **{metric.name: metric.heading for metric in METRICS.values()},
-    "mean_accepted_length": "MAL",
-    "mal_uncut": "MAL uncut",
-    "fid_infinity": "FID-infinity",
-    "kid_std": "KID std",
-    "cell_id": "cell",
-    "index": "depth",
-    "latency_s": "s / image",
-    "latency_p50_s": "s / image, median",
-    "latency_p95_s": "s / image, p95",
-    "tokens_per_s": "tokens / s",
-    "speedup_over_lossless": "over lossless",
-    "target_forwards": "target forwards / image",
-    "drafter_forwards": "drafter forwards / image",
-    "draft_ms": "draft / step",
-    "target_ms": "target / step",
-    "verify_ms": "verify / step",
-    "other_ms": "other / step",
-    "peak_memory_mb": "peak memory",
-}
 # The column that names the network of a quality figure, which the head of the figure names too.
 _SCORED_BY = {
     name: METRICS[name].scored_by
@@ -130,13 +81,14 @@ def format_figure(
         value: The figure; a missing one is empty text.
         low: Lower end of its interval, or None.
         high: Upper end of its interval, or None.
-        unit: The unit of a column that `FORMATS` lacks.
+        unit: The unit of a column that figures.toml lacks.
     """
     if pd.isna(value):
         return ""
     if not isinstance(value, float):
         return str(value)
-    form, suffix = FORMATS.get(column, ("{:.4g}", f" {unit}" if unit else ""))
+    number, brace, suffix = _FORMATS.get(column, f"{{:.4g}} {unit}".rstrip()).partition("}")
+    form = number + brace
     text = form.format(value) + suffix
     if pd.isna(low) or pd.isna(high):
         return text
@@ -175,20 +127,24 @@ def _shown_columns(rows: pd.DataFrame, name: str | None) -> list[str]:
 def _texts(rows: pd.DataFrame, name: str | None = None) -> pd.DataFrame:
     """The columns that are shown, as text under their heads."""
     columns = _shown_columns(rows, name)
-    texts = {_head(rows, column): _column_texts(rows, column, name) for column in columns}
+    texts = {_head(rows, column): figure_texts(rows, column, name) for column in columns}
     return pd.DataFrame(texts)
 
 
-def _column_texts(rows: pd.DataFrame, column: str, name: str | None) -> list[str]:
+def figure_texts(rows: pd.DataFrame, column: str, name: str | None = None) -> list[str]:
+    """Return the figures of a column as texts.
+
+    Args:
+        rows: The table, with the ends of intervals.
+        column: The column.
+        name: The name of the table in the schema. The summary has intervals of speedup only, as in
+            the papers, to fit the screen: the speed and quality tables hold the others.
+    """
     units = {entry.name: entry.unit for entry in TABLES[name]} if name is not None else {}
-    missing = [None] * len(rows)
-    lows = rows.get(f"{column}_low", missing)
-    highs = rows.get(f"{column}_high", missing)
+    ends = [f"{column}_low", f"{column}_high"]
     if name == "summary" and column != "speedup":
-        # As in the papers, to fit the screen: the speed and quality tables hold these intervals.
-        lows = missing
-        highs = missing
-    figures = zip(rows[column], lows, highs, strict=True)
+        ends = ["", ""]
+    figures = rows.reindex(columns=[column, *ends]).itertuples(index=False)
     unit = units.get(column, "")
     return [
         format_figure(column, value, low=low, high=high, unit=unit) for value, low, high in figures
@@ -266,7 +222,6 @@ def _has_values(table: pd.DataFrame, column: str) -> bool:
 def _notes_of_rows(table: pd.DataFrame) -> list[str]:
     """The notes of the rows, each once, with the cells that it is about."""
     of_rows = table["note"].dropna().str.split(NOTE_SEPARATOR, regex=False).explode()
-    of_rows = of_rows[of_rows != ""]
     notes = []
     for note, rows in of_rows.groupby(of_rows, sort=False).groups.items():
         cells = table.loc[rows, "cell_id"]
@@ -281,29 +236,22 @@ def _notes_of_rows(table: pd.DataFrame) -> list[str]:
 
 def _against_ar(table: pd.DataFrame) -> list[str]:
     """Which figures of which cells lie outside the spread of ar, in words."""
-    verdicts = table.set_index("cell_id").filter(regex="_verdict$")
-    verdicts = verdicts.dropna(how="all", axis=1).dropna(how="all")
-    if verdicts.empty:
+    verdicts = table.set_index("cell_id").filter(regex="_verdict$").dropna(how="all", axis=1)
+    names = [str(column).removesuffix("_verdict") for column in verdicts]
+    if not names:
         return []
-    verdicts.columns = verdicts.columns.str.removesuffix("_verdict")
     cells = []
     for cell, row in verdicts.iterrows():
-        outside = row.index[(row == OUTSIDE).fillna(value=False)]
-        if len(outside):
+        outside = [name for name in names if row.get(f"{name}_verdict", "") == OUTSIDE]
+        if outside:
             cells.append(f"{cell} ({', '.join(outside)})")
-    shifts = []
-    for name in verdicts:
-        shift = table[f"{name}_detectable"].max()
-        if pd.notna(shift):
-            shifts.append(f"{name} {shift:.2g}")
-
-    figures = ", ".join(map(str, verdicts))
+    shifts = [f"{name} {table[f'{name}_detectable'].max():.2g}" for name in names]
     result = f"outside are {', '.join(cells)}; of all others" if cells else "of all cells"
     return [
-        f"{figures} against AR's own spread (same prompts, other seeds): {result} no shift is "
-        f"detected at {table['images'].max()} images; 80% power detects "
-        f"{', '.join(shifts) or 'an unknown shift'}. Outside is drift, even where the figure "
-        "improves; by chance one in 20 figures of a lossless cell is outside."
+        f"{', '.join(names)} against AR's own spread (same prompts, other seeds): {result} no "
+        f"shift is detected at {table['images'].max()} images; 80% power detects "
+        f"{', '.join(shifts)}. Outside is drift, even where the figure improves; by chance one in "
+        "20 figures of a lossless cell is outside."
     ]
 
 
@@ -329,11 +277,6 @@ def _head(table: pd.DataFrame, column: str) -> str:
 
 
 # ---- LaTeX
-
-_BETTER = {metric.name: metric.better for metric in METRICS.values()}
-_BETTER["latency_s"] = "lower"
-for _name in (*SPEEDUPS, "mean_accepted_length", "tokens_per_s"):
-    _BETTER[_name] = "higher"
 
 _SYMBOLS = {PARAMETERS[name].short or name: symbol for name, symbol in BOUNDS.items()}
 
@@ -367,16 +310,15 @@ def latex(
     alignment = ""
     columns: dict[str, list[str]] = {}
     for column in _shown_columns(rows, name):
-        texts = _column_texts(rows, column, name)
+        texts = figure_texts(rows, column, name)
         if not any(texts):
             continue
+        kind = "l"
         heading = _in_latex(_head(rows, column))
+        cells = [_in_latex(text) for text in texts]
         if pd.api.types.is_numeric_dtype(rows[column]):
             kind = "r"
-            cells = _figures(texts, _BETTER.get(column))
-        else:
-            kind = "l"
-            cells = [_in_latex(text) for text in texts]
+            cells = _figures(texts, BETTER.get(column))
         if any(" & " in cell for cell in cells):
             kind = "r@{ }l"
             heading = rf"\multicolumn{{2}}{{c}}{{{heading}}}"
@@ -390,24 +332,29 @@ def latex(
     return "\n".join([*lines, tabular.rstrip()])
 
 
+def best_of(texts: Sequence[str], better: str | None) -> list[bool]:
+    """Return which texts hold the best figure of a column; none where all figures look alike.
+
+    Args:
+        texts: The figures as `figure_texts` writes them.
+        better: The good end of the column, as in `BETTER`.
+    """
+    numbers = pd.Series(texts, dtype=object).str.extract(r"^([+-]?[\d.]+)")[0].astype(float)
+    if better is None or numbers.nunique() <= 1:
+        return [False] * len(texts)
+    best = numbers.max() if better == "higher" else numbers.min()
+    return (numbers == best).tolist()
+
+
 def _figures(texts: Sequence[str], better: str | None) -> list[str]:
     """The cells of a column of figures; intervals are cells of their own, for the alignment."""
-    parts = [text.partition(" [") for text in texts]
-    values = pd.Series([value for value, _, _ in parts], dtype="object")
-    numbers = values.str.extract(r"^([+-]?[\d.]+)")[0].astype(float)
-    best = None
-    if numbers.nunique() > 1 and better is not None:
-        best = numbers.max() if better == "higher" else numbers.min()
     cells = []
-    for (value, _, interval), number in zip(parts, numbers, strict=True):
-        cell = _in_latex(value.removesuffix("x")).replace("-", "$-$")
-        if value.endswith("x"):
-            cell += r"$\times$"
-        if number == best:
+    for text, is_best in zip(texts, best_of(texts, better), strict=True):
+        value, _, interval = _in_latex(text).replace("-", "$-$").partition(" [")
+        cell = re.sub(r"(?<=\d)x$", r"$\\times$", value)
+        if is_best:
             cell = rf"\textbf{{{cell}}}"
-        if interval:
-            cell += f" & [{interval.replace('-', '$-$')}"
-        cells.append(cell)
+        cells.append(f"{cell} & [{interval}" if interval else cell)
     return cells
 
 
@@ -440,16 +387,11 @@ def side_by_side(table: pd.DataFrame) -> pd.DataFrame:
         line[f"{head} published"] = format_figure(figure, row["published"])
         line[f"{head}{ending}"] = format_figure(figure, row["ours"])
 
-    text = pd.DataFrame(list(lines.values())).fillna("")
+    text = pd.DataFrame(list(lines.values()))
+    text = text.where(text != "").dropna(axis="columns", how="all").fillna("")
     names = ["published row"]
-    for figure in (*FROM_SPEED, *METRICS):
-        head = head_of(figure)
-        if _has_text(text, head):
+    for head in map(head_of, [*FROM_SPEED, *METRICS]):
+        if head in text:
             names += [head, f"{head} official", f"{head} published"]
     # The cell comes last: a narrow terminal repeats the names before the figures.
-    names.append("ours")
-    return text[[name for name in names if _has_text(text, name)]]
-
-
-def _has_text(text: pd.DataFrame, column: str) -> bool:
-    return column in text and bool(text[column].any())
+    return text.filter([*names, "ours"])

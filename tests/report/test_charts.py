@@ -208,9 +208,7 @@ def test_dominated_cells_are_pale_and_hollow(tables):
         for c in axes.containers
     ]
     assert drawn == [(False, False), (True, True), (False, False)]
-    front, *traces = to_plotly(chart, styles, {key: number for number, key in enumerate(styles)})[
-        "data"
-    ]
+    front, *traces = to_plotly(chart, styles)["data"]
     assert [
         (trace["opacity"] < 1, "-open" in trace["marker"]["symbol"][0]) for trace in traces
     ] == drawn
@@ -220,19 +218,18 @@ def test_dominated_cells_are_pale_and_hollow(tables):
 
 def test_plotly_has_the_points_intervals_and_cells(tables):
     styles = run_styles({"run": tables})
-    numbers = {key: 10 + number for number, key in enumerate(styles)}
-    depth, *_ = (to_plotly(chart, styles, numbers) for chart in charts({"run": tables}))
+    depth, *_ = (to_plotly(chart, styles) for chart in charts({"run": tables}))
     points = acceptance_points({"run": tables})
     strict, loose = depth["data"]
     assert strict["y"] == pytest.approx(points["rate"][points["mode"] == "speculative"].tolist())
-    assert strict["customdata"] == [11] * len(strict["x"])
-    assert set(loose["customdata"]) == {12}
+    assert strict["customdata"] == [1] * len(strict["x"])
+    assert set(loose["customdata"]) == {2}
     low = points["rate"] - points["rate_low"]
     assert strict["error_y"]["arrayminus"] + loose["error_y"]["arrayminus"] == pytest.approx(
         low.tolist()
     )
     assert "speculative (strict)" in strict["hovertext"][0]
-    front = to_plotly(front_of(tables), styles, numbers)
+    front = to_plotly(front_of(tables), styles)
     assert front["layout"]["shapes"][0]["x0"] == 1.0
     assert "against speedup over AR" in front["title"]
 

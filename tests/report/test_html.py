@@ -13,11 +13,10 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from lantern_bench.analysis.labels import cell_key
 from lantern_bench.analysis.tables import tables_of
 from lantern_bench.api import write_report
 from lantern_bench.config.decoding import Decoding
-from lantern_bench.report.charts import curve_tables, stack_runs
+from lantern_bench.report.charts import curve_tables
 from lantern_bench.report.page import _figures, render, thumbnail
 from lantern_bench.storage.run_directory import load_runs, run_names
 from lantern_bench.utils.errors import UserError
@@ -103,14 +102,13 @@ def test_pictures_have_figures_and_link_to_files(page_run, page):
     for picture in data["pictures"]:
         assert (page_run / picture["file"]).is_file()
         cell = data["cells"][picture["cell"]]
-        assert picture["length"] == pytest.approx(
-            {"ar": 1, "speculative": 15 / 8, "lantern++": 3}[cell["mode"]]
-        )
-        assert (picture["runs"] is None) == (cell["mode"] == "ar")
+        steps = {"AR": [1] * 15, "speculative (strict)": [2] * 7 + [1], "LANTERN++ λ=2": [3] * 5}
+        assert picture["steps"] == steps[cell["name"]]
+        assert cell["drafts"] == (cell["name"] != "AR")
+        assert (cell["map"] is not None) == cell["drafts"]
         assert "clip_score" in picture
         assert picture["prompt_accuracy"] in (0, 1)
-    loose = next(cell for cell in data["cells"] if cell["mode"] == "lantern++")
-    assert loose["map"] == [None] + [3.0] * 15
+    assert data["cells"][2]["map"] == [None] + [3.0] * 15
 
 
 def test_page_has_a_chart_of_every_figure(page):
@@ -135,9 +133,7 @@ def test_speed_against_distance_comes_first(page_run):
     tables["cells"] = tables["cells"].assign(
         distance=[0.0, 0.01, 0.2], distance_low=-0.01, distance_high=0.3
     )
-    cells = stack_runs({"run": tables}, "cells")
-    numbers = {cell_key(row): number for number, row in cells.iterrows()}
-    names = [chart["name"] for chart in _figures({"run": tables}, numbers)["front"]]
+    names = [chart["name"] for chart in _figures({"run": tables})["front"]]
     assert names[0] == "speed-quality-distance"
     assert "speed-quality-clip_score" in names
 

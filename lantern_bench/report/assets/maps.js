@@ -4,7 +4,8 @@ const INFERNO = ["#000004", "#420a68", "#932667", "#dd513a", "#fca50a", "#fcffa4
 function mapValues(number) {
   if (!find("#maps-prompt").checked) return data.cells[number].map;
   const picture = pictureAt.get(`${state.row}/${number}`);
-  return picture && picture.runs ? [...picture.runs].map((digit) => parseInt(digit, 36) || null) : null;
+  // No step committed the first token; each step committed as many as its length.
+  return picture && data.cells[number].drafts ? [null, ...picture.steps.flatMap((length) => Array(length).fill(length))] : null;
 }
 
 function drawMaps() {

@@ -4,7 +4,7 @@ const stage = { at: 0, cell: null };
 function stageCells() { return shownCells().filter((number) => pictureAt.has(`${state.row}/${number}`)); }
 
 function stageFacts(picture, cell) {
-  const pairs = [["tokens per step", figure(picture.length, 2)], ["steps", String(picture.steps)], ["seconds", figure(picture.seconds, 3)], ...scoresOf(picture)];
+  const pairs = [["tokens per step", figure(picture.length, 2)], ["steps", String(picture.steps.length)], ["seconds", figure(picture.seconds, 3)], ...scoresOf(picture)];
   if (cell.run && new Set(data.cells.map((c) => c.run)).size > 1) pairs.push(["run", cell.run]);
   return pairs.filter(([, text]) => text !== "").map(([name, text]) => element("div", {}, element("dt", {}, name), element("dd", {}, text)));
 }

@@ -25,7 +25,8 @@ for (const picture of data.pictures) {
   if (!rowAt.has(key)) { rowAt.set(key, rows.length); rows.push({ prompt: picture.prompt, repeat: picture.repeat, lengths: [] }); }
   const row = rowAt.get(key);
   pictureAt.set(`${row}/${picture.cell}`, picture);
-  if (picture.runs && picture.length) rows[row].lengths.push(picture.length);
+  picture.length = picture.steps.length ? mean(picture.steps) : null;
+  if (data.cells[picture.cell].drafts && picture.length) rows[row].lengths.push(picture.length);
 }
 
 function source(picture) { return picture.thumb === null ? "" : `data:image/webp;base64,${data.thumbs[picture.thumb]}`; }
