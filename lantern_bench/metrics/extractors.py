@@ -10,8 +10,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -23,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor
 from torch_fidelity.utils import create_feature_extractor
+from torchvision.transforms.functional import pil_to_tensor, to_pil_image
 
 from lantern_bench.metrics.protocols import EMBEDDED, Preparation, Protocol
 from lantern_bench.models.checkpoints.checkpoint import open_checkpoint
@@ -35,15 +37,14 @@ from lantern_bench.utils.errors import RefusedError, UserError
 # ---- Feature extractors, and the weights of all scorers
 
 
-def find_weights(scorer: str, file_name: str) -> Path:
+def find_weights(scorer: str, file_name: str | Path) -> Path:
     """Return the path of a published file of weights on this machine.
 
     Raises:
         RefusedError: No folder has the file.
     """
     cache = Path(torch.hub.get_dir()) / "checkpoints"
-    named = os.environ.get(WEIGHTS_VARIABLE)
-    for folder in (Path(named or cache), cache):
+    for folder in (Path(os.environ.get(WEIGHTS_VARIABLE) or cache), cache):
         path = folder / file_name
         if path.is_file():
             return path
@@ -54,54 +55,49 @@ def find_weights(scorer: str, file_name: str) -> Path:
     )
 
 
-class _Source(NamedTuple):
-    """Where the features of an extractor come from."""
+@dataclass(frozen=True)
+class Extractor:
+    """A feature extractor."""
 
+    name: str
     layer: str  # the layer that all metrics use
     width: int  # features of one picture
-    file_name: str  # of the published weights
+    # The file of its weights. In `EXTRACTORS` the name of the published file, which
+    # `find_extractor` looks for.
+    weights: Path
     parameter: str  # one that the weights of other models lack
+
+    @property
+    def label(self) -> str:
+        """The name in results: `<extractor>-<layer>@<first digits of the weights' hash>`."""
+        return f"{self.name}-{self.layer}@{files.remembered_sha256(self.weights)[:8]}"
 
 
 BUNDLED = "lanterns-features"
 
 EXTRACTORS = {
-    BUNDLED: _Source(
+    BUNDLED: Extractor(
+        BUNDLED,
         layer=str(classifier.FEATURES),
         width=classifier.FEATURES,
-        file_name=classifier.WEIGHTS.name,
+        weights=classifier.WEIGHTS,
         parameter="project.weight",
     ),
-    "inception-v3-compat": _Source(
+    "inception-v3-compat": Extractor(
+        "inception-v3-compat",
         layer="2048",
         width=2048,
-        file_name="weights-inception-2015-12-05-6726825d.pth",
+        weights=Path("weights-inception-2015-12-05-6726825d.pth"),
         parameter="Mixed_7c.branch_pool.conv.weight",
     ),
-    "vgg16": _Source(
+    "vgg16": Extractor(
+        "vgg16",
         layer="fc2_relu",
         width=4096,
-        file_name="vgg16-397923af.pth",
+        weights=Path("vgg16-397923af.pth"),
         parameter="classifier.3.weight",
     ),
 }
-
-
-@dataclass(frozen=True)
-class Extractor:
-    """A feature extractor whose weights are on this machine."""
-
-    name: str
-    layer: str
-    width: int
-    weights: Path
-
-    @property
-    def label(self) -> str:
-        """The name in results: `<extractor>-<layer>@<first digits of the weights' hash>`."""
-        layer = "" if self.name.endswith(f"-{self.layer}") else f"-{self.layer}"
-        digest = files.remembered_sha256(self.weights)
-        return f"{self.name}{layer}@{digest[:8]}"
 
 
 def find_extractor(name: str = BUNDLED, weights: Path | None = None) -> Extractor:
@@ -115,25 +111,17 @@ def find_extractor(name: str = BUNDLED, weights: Path | None = None) -> Extracto
         UserError: The name is unknown, or the weights belong to another model.
         RefusedError: The weights are not on this machine.
     """
-    source = EXTRACTORS.get(name)
-    if source is None:
+    if name not in EXTRACTORS:
         raise UserError(
             f"unknown feature extractor {name!r}", f"The extractors are {', '.join(EXTRACTORS)}."
         )
-
-    if name == BUNDLED:
-        path = weights or classifier.WEIGHTS
-        classifier.load_classifier(path)
-    else:
-        path = weights or find_weights(f"the feature extractor {name}", source.file_name)
-        open_checkpoint(path).require(source.parameter, f"the weights of {name}")
-    return Extractor(name=name, layer=source.layer, width=source.width, weights=path)
+    extractor = EXTRACTORS[name]
+    path = weights or find_weights(f"the feature extractor {name}", extractor.weights)
+    open_checkpoint(path).require(extractor.parameter, f"the weights of {name}")
+    return replace(extractor, weights=path)
 
 
 # ---- Features of a set
-
-Pictures: TypeAlias = Tensor | Sequence[Tensor] | Sequence[Path]
-"""Pictures uint8 [3, h, w], or their files."""
 
 _BATCH = 64
 
@@ -142,15 +130,9 @@ def read_picture(path: Path) -> Tensor:
     """Read a picture file as uint8 [3, h, w]; raises `UserError` if it is not a picture."""
     try:
         with Image.open(path) as picture:
-            pixels = np.asarray(picture.convert("RGB"))
+            return pil_to_tensor(picture.convert("RGB")).contiguous()
     except OSError as error:
         raise UserError(f"{path}: cannot be read as a picture") from error
-    return _to_tensor(pixels)
-
-
-def _to_tensor(pixels: NDArray[np.uint8]) -> Tensor:
-    """Convert uint8 [h, w, 3] to [3, h, w]."""
-    return torch.from_numpy(pixels.transpose(2, 0, 1).copy())
 
 
 @dataclass(frozen=True)
@@ -178,37 +160,33 @@ class FeatureSet:
 
 @torch.inference_mode()
 def features_of(
-    pictures: Pictures,
+    pictures: Iterable[Tensor],
     extractor: Extractor,
-    preparation: Preparation = Preparation(),  # noqa: B008  # frozen
+    size: int | None = None,
     *,
     device: torch.device | str = "cpu",
 ) -> Tensor:
     """Compute the features of pictures, a batch at a time.
 
     Args:
-        pictures: Pictures uint8 [3, h, w], or their files.
+        pictures: Preprocessed pictures, uint8 [3, h, w].
         extractor: The network.
-        preparation: The preprocessing of the quality protocol.
+        size: Pixels a side that the network sees; None for the size of the pictures.
         device: Where the network runs.
 
     Returns:
         Features float32 [n, width], on the CPU.
 
     Raises:
-        UserError: The pictures still differ in size after preprocessing.
+        UserError: The pictures differ in size, and `size` is None.
     """
     network = _network(extractor, device)
     features = [torch.zeros(0, extractor.width)]
     sizes = set[tuple[int, ...]]()
-    for start in range(0, len(pictures), _BATCH):
-        batch = []
-        for picture in pictures[start : start + _BATCH]:
-            pixels = picture if isinstance(picture, Tensor) else read_picture(picture)
-            pixels = preprocess(pixels, preparation)
-            pixels = resized(pixels, preparation.features_size, Image.Resampling.BICUBIC)
-            batch.append(pixels)
-            sizes.add(tuple(pixels.shape[1:]))
+    remaining = iter(pictures)
+    while some := list(islice(remaining, _BATCH)):
+        batch = [resized(picture, size, Image.Resampling.BICUBIC) for picture in some]
+        sizes.update(tuple(picture.shape[1:]) for picture in batch)
         if len(sizes) > 1:
             raise UserError(
                 f"the pictures differ in size: {sorted(sizes)[:3]}",
@@ -255,9 +233,8 @@ def resized(picture: Tensor, side: int | None, resampling: Image.Resampling) -> 
     """
     if side is None or tuple(picture.shape[1:]) == (side, side):
         return picture
-    pixels = np.ascontiguousarray(picture.permute(1, 2, 0).numpy())
-    image = Image.fromarray(pixels).resize((side, side), resampling)
-    return _to_tensor(np.asarray(image))
+    image = to_pil_image(picture).resize((side, side), resampling)
+    return pil_to_tensor(image).contiguous()
 
 
 # ---- Reference sets
@@ -267,15 +244,69 @@ EMBEDDED_FEATURES = WEIGHTS_FOLDER / "reference.safetensors"
 _SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 
 
-class Reference(NamedTuple):
-    """The set of pictures that fidelity is measured against."""
+class PictureReference(NamedTuple):
+    """Picture files that fidelity is measured against."""
 
-    pictures: Pictures | None  # None if there are only `statistics`
     label: str  # name in results
-    statistics: FeatureSet | None = None
-    digest: str = ""  # of the content, for the cache
-    # label of the extractor behind `statistics`; empty if the file does not record it
-    extractor: str = ""
+    paths: Sequence[Path]
+    digest: str  # of the contents of all files, not of their names
+
+    def features(
+        self, extractor: Extractor, preparation: Preparation, device: torch.device | str
+    ) -> FeatureSet:
+        """Return the features of the pictures, from the cache if they were computed before.
+
+        Args:
+            extractor: The network.
+            preparation: The preprocessing of the quality protocol.
+            device: Where the network runs.
+
+        Raises:
+            UserError: The pictures differ in size after preprocessing.
+        """
+        steps = "-".join(f"{name}={value}" for name, value in asdict(preparation).items())
+        covered = f"2|{self.digest}|{extractor.label}|{steps}"
+        digest = hashlib.sha256(covered.encode()).hexdigest()
+        cached = files.cache_folder() / "references" / f"{digest[:32]}.safetensors"
+        # A missing or damaged file is computed again.
+        with contextlib.suppress(OSError, SafetensorError, KeyError):
+            features = load_file(cached)["features"]
+            if features.shape == (len(self.paths), extractor.width):
+                return FeatureSet.of(features)
+        pictures = (preprocess(read_picture(path), preparation) for path in self.paths)
+        features = features_of(pictures, extractor, preparation.features_size, device=device)
+        # The figures do not depend on the cache: a read-only home is no error.
+        with contextlib.suppress(OSError):
+            files.write_atomically(cached, save({"features": features}))
+        return FeatureSet.of(features)
+
+
+class FeatureReference(NamedTuple):
+    """Features of pictures, or their mean and covariance, that fidelity is measured against."""
+
+    label: str  # name in results
+    statistics: FeatureSet
+    extractor: str = ""  # label of their extractor; empty if the file does not record it
+
+    def features(self, extractor: Extractor) -> FeatureSet:
+        """Return the features; raises `UserError` if they are those of another extractor."""
+        width = len(self.statistics.mean)
+        if width != extractor.width:
+            raise UserError(
+                f"the reference {self.label} has {width} features, "
+                f"{extractor.name} has {extractor.width}",
+                "Give statistics of the protocol's own extractor, or a folder of pictures.",
+            )
+        if self.extractor not in ("", extractor.label):
+            raise UserError(
+                f"the reference {self.label} has features of {self.extractor}, "
+                f"not of {extractor.label}",
+                "Give --reference a folder of pictures: it is measured by any extractor.",
+            )
+        return self.statistics
+
+
+Reference: TypeAlias = PictureReference | FeatureReference
 
 
 def find_reference(name: str | None, protocol: Protocol) -> Reference | None:
@@ -312,20 +343,14 @@ def find_reference(name: str | None, protocol: Protocol) -> Reference | None:
     )
 
 
-def embedded_reference() -> Reference:
+def embedded_reference() -> FeatureReference:
     """Return the features that ship with the package, of 1,024 scenes that no training uses."""
     with safe_open(EMBEDDED_FEATURES, framework="pt") as file:
-        metadata = file.metadata()
         statistics = FeatureSet.of(file.get_tensor("features"))
-    return Reference(
-        pictures=None,
-        label=metadata["label"],
-        statistics=statistics,
-        extractor=metadata["extractor"],
-    )
+        return FeatureReference(statistics=statistics, **file.metadata())
 
 
-def folder_reference(folder: Path) -> Reference:
+def folder_reference(folder: Path) -> PictureReference:
     """Return all pictures of a folder, by name; raises `UserError` if it has none."""
     paths = sorted(path for path in folder.glob("*") if path.suffix.lower() in _SUFFIXES)
     if not paths:
@@ -335,7 +360,7 @@ def folder_reference(folder: Path) -> Reference:
     return _of_files(folder.name, paths)
 
 
-def _annotated(annotations: Path, folder: Path) -> Reference:
+def _annotated(annotations: Path, folder: Path) -> PictureReference:
     """Return the pictures in `folder` that a COCO annotation file lists under `images`."""
     flag = f"--reference {annotations}"
     try:
@@ -358,7 +383,7 @@ def _annotated(annotations: Path, folder: Path) -> Reference:
     return _of_files(annotations.stem, paths)
 
 
-def _read_statistics(path: Path) -> Reference:
+def _read_statistics(path: Path) -> FeatureReference:
     """Read mean and covariance under `mu` and `sigma`, as clean-fid and pytorch-fid write them."""
     try:
         with np.load(path, allow_pickle=False) as file:
@@ -375,77 +400,13 @@ def _read_statistics(path: Path) -> Reference:
 
     digest = hashlib.sha256(mean.tobytes() + covariance.tobytes()).hexdigest()
     count = "n unknown" if n is None else f"n={n}"
-    return Reference(
-        pictures=None,
+    return FeatureReference(
         label=f"{path.stem} (statistics), {count}, sha256={digest[:8]}",
         statistics=FeatureSet(mean, covariance, n),
-        digest=digest,
     )
 
 
-def _of_files(name: str, paths: Sequence[Path]) -> Reference:
-    """Return a set of files; its digest covers their contents, not their names."""
+def _of_files(name: str, paths: Sequence[Path]) -> PictureReference:
     hashes = sorted(files.file_sha256(path) for path in paths)
     digest = hashlib.sha256("\n".join(hashes).encode()).hexdigest()
-    return Reference(paths, f"{name}, n={len(paths)}, sha256={digest[:8]}", digest=digest)
-
-
-def reference_features(
-    reference: Reference,
-    extractor: Extractor,
-    preparation: Preparation,
-    *,
-    device: torch.device | str = "cpu",
-    cache: Path | None = None,
-) -> FeatureSet:
-    """Return the features of a reference under an extractor.
-
-    Args:
-        reference: Pictures, or statistics of their features.
-        extractor: The network.
-        preparation: The preprocessing of the quality protocol.
-        device: Where the network runs.
-        cache: Folder where features are kept; None computes them anew.
-
-    Raises:
-        UserError: The statistics belong to another extractor, or the pictures differ in size.
-    """
-    if reference.statistics is not None:
-        _check_extractor(reference, reference.statistics, extractor)
-        return reference.statistics
-    pictures = reference.pictures
-    assert pictures is not None
-    if cache is None or not reference.digest:
-        return FeatureSet.of(features_of(pictures, extractor, preparation, device=device))
-
-    steps = "-".join(f"{name}={value}" for name, value in asdict(preparation).items())
-    covered = f"2|{reference.digest}|{extractor.label}|{steps}"
-    digest = hashlib.sha256(covered.encode()).hexdigest()
-    path = cache / "references" / f"{digest[:32]}.safetensors"
-    # A missing or damaged file is computed again.
-    with contextlib.suppress(OSError, SafetensorError, KeyError):
-        features = load_file(path)["features"]
-        if features.shape == (len(pictures), extractor.width):
-            return FeatureSet.of(features)
-    features = features_of(pictures, extractor, preparation, device=device)
-    # The figures do not depend on the cache: a read-only home is no error.
-    with contextlib.suppress(OSError):
-        files.write_atomically(path, save({"features": features}))
-    return FeatureSet.of(features)
-
-
-def _check_extractor(reference: Reference, statistics: FeatureSet, extractor: Extractor) -> None:
-    """Raise `UserError` for statistics of another extractor."""
-    width = len(statistics.mean)
-    if width != extractor.width:
-        raise UserError(
-            f"the reference {reference.label} has {width} features, "
-            f"{extractor.name} has {extractor.width}",
-            "Give statistics of the protocol's own extractor, or a folder of pictures.",
-        )
-    if reference.extractor not in ("", extractor.label):
-        raise UserError(
-            f"the reference {reference.label} has features of {reference.extractor}, "
-            f"not of {extractor.label}",
-            "Give --reference a folder of pictures: it is measured by any extractor.",
-        )
+    return PictureReference(f"{name}, n={len(paths)}, sha256={digest[:8]}", paths, digest)

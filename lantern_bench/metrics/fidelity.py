@@ -7,6 +7,7 @@ pictures, and nothing of the reference is computed again.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -22,6 +23,8 @@ from lantern_bench.methods.metrics import measures
 from lantern_bench.metrics.extractors import FeatureSet
 from lantern_bench.utils.text import listed
 
+_NEIGHBOURS = 3  # k of the manifolds of precision and recall
+
 Rows: TypeAlias = NDArray[np.int64]
 
 Figure: TypeAlias = Callable[[Rows], float]
@@ -33,7 +36,6 @@ class FeatureSets(NamedTuple):
 
     pictures: Tensor  # float32 [n, width]
     reference: FeatureSet
-    neighbours: int = 3  # k of the manifolds of precision and recall
 
     def subset(self, rows: Rows) -> Tensor:
         """Return the features of some of the pictures."""
@@ -118,7 +120,7 @@ def _kid_std(sets: FeatureSets) -> dict[str, Any]:
 @measures("precision")
 def precision(sets: FeatureSets) -> Figure:
     """Return the fraction of pictures in the reference's manifold (Kynkaanniemi et al. 2019)."""
-    inside = _is_inside(sets.pictures, sets.reference_features(), sets.neighbours)
+    inside = _is_inside(sets.pictures, sets.reference_features())
     return lambda rows: float(inside[rows].mean())
 
 
@@ -128,12 +130,12 @@ def recall(sets: FeatureSets) -> Figure:
     reference = sets.reference_features()
 
     def inside(rows: Rows) -> float:
-        return float(_is_inside(reference, sets.subset(rows), sets.neighbours).mean())
+        return float(_is_inside(reference, sets.subset(rows)).mean())
 
     return inside
 
 
-def _is_inside(features: Tensor, manifold: Tensor, neighbours: int) -> NDArray[np.bool_]:
+def _is_inside(features: Tensor, manifold: Tensor) -> NDArray[np.bool_]:
     """Return whether each feature lies in a ball of the manifold, [n].
 
     The ball around each point of `manifold` reaches its k-th nearest neighbour.
@@ -142,7 +144,7 @@ def _is_inside(features: Tensor, manifold: Tensor, neighbours: int) -> NDArray[n
     for chunk in manifold.split(2048):
         distances = torch.cdist(chunk, manifold)
         # The nearest point is the point itself.
-        radii.append(distances.kthvalue(neighbours + 1).values)
+        radii.append(distances.kthvalue(_NEIGHBOURS + 1).values)
     reach = torch.cat(radii)
     inside = [(torch.cdist(chunk, manifold) <= reach).any(dim=1) for chunk in features.split(2048)]
     return torch.cat(inside).numpy()
@@ -158,46 +160,39 @@ def measurable(n: int, reference: FeatureSet) -> tuple[list[str], list[str]]:
     if reference.n is not None:
         n = min(n, reference.n)
     names: list[str] = []
-    without_features: list[str] = []
-    too_few: dict[str, list[str]] = {}
+    # Names by the reason, a text with places for the names and the verb.
+    others: dict[str, list[str]] = defaultdict(list)
     for name in OF_SETS:
         metric = METRICS[name]
         times = metric.min_images_per_feature
         needed = max(metric.min_images, times * width)
         if reference.features is None and metric.needs_features:
-            without_features.append(name)
+            others["the reference holds statistics only: no {}"].append(name)
         elif n >= needed:
             names.append(name)
         else:
             reason = f"{needed} images"
             if times:
                 reason += ", twice its features" if times == 2 else f", {times} times its features"
-            too_few.setdefault(f"{reason}; there are {n}", []).append(name)
-
+            others[f"{{}} {{}} {reason}; there are {n}"].append(name)
     notes = []
-    for reason, few in too_few.items():
-        verb = "needs" if len(few) == 1 else "need"
-        notes.append(f"{listed(few)} {verb} {reason}")
-    if without_features:
-        notes.append(f"the reference holds statistics only: no {listed(without_features)}")
+    for reason, few in others.items():
+        notes.append(reason.format(listed(few), "needs" if len(few) == 1 else "need"))
     return names, notes
 
 
-def figures_of(
-    names: Sequence[str], sets: FeatureSets, manifold: FeatureSets | None = None
-) -> dict[str, Figure]:
+def figures_of(names: Sequence[str], sets: Sequence[FeatureSets]) -> dict[str, Figure]:
     """Return the figures of metrics of sets.
 
     Args:
         names: Names of the metrics.
-        sets: Pictures and reference.
-        manifold: The same under the extractor of precision and recall, if it is another one.
+        sets: Pictures and reference under the protocol's extractor; then, if precision and recall
+            have another one, the same under that one.
     """
     figures = {}
     for name in names:
         metric = METRICS[name]
-        by_manifold = metric.is_manifold and manifold is not None
-        figures[name] = metric.function()(manifold if by_manifold else sets)
+        figures[name] = metric.function()(sets[-1] if metric.is_manifold else sets[0])
     return figures
 
 
@@ -205,82 +200,78 @@ class SetFigures(NamedTuple):
     """The figures of one set of pictures."""
 
     columns: dict[str, Any]  # by column; None if a figure cannot be measured
-    of_images: dict[str, NDArray[np.float64]]  # by metric, for each picture
+    of_images: dict[str, list[float]]  # by metric, for each picture
     notes: list[str]
 
 
-def measure_sets(sets: FeatureSets, manifold: FeatureSets | None = None) -> SetFigures:
+def measure_sets(sets: Sequence[FeatureSets], *, infinity: bool = False) -> SetFigures:
     """Measure pictures against a reference with all metrics of sets; intervals are by jackknife.
 
     A set whose prompts were taken in turn has no two pictures of one caption. That shifts KID below
     0 by the same amount in every cell.
 
     Args:
-        sets: Pictures and reference.
-        manifold: The same under the extractor of precision and recall, if it is another one.
+        sets: As in `figures_of`; empty without a reference.
+        infinity: Also extrapolate FID to infinitely many pictures.
     """
-    n = len(sets.pictures)
+    if not sets:
+        return SetFigures({}, {}, [f"no reference: {listed(OF_SETS)} need one (--reference)"])
+    n = len(sets[0].pictures)
     everything = np.arange(n)
-    names, notes = measurable(n, sets.reference)
-    figures = figures_of(names, sets, manifold)
+    names, notes = measurable(n, sets[0].reference)
+    figures = figures_of(names, sets)
 
-    columns: dict[str, Any] = {}
+    columns: dict[str, Any] = {"n_reference": sets[0].reference.n}
     for name in OF_SETS:
         columns |= dict.fromkeys([name, f"{name}_low", f"{name}_high"])
-    columns["n_reference"] = sets.reference.n
     for name, figure in figures.items():
         columns[name] = float(figure(everything))
     for name, reach in jackknife(figures, n).items():
-        columns |= _ends(name, columns[name], reach)
+        columns |= _interval(name, columns[name], reach)
     if "kid" in figures:
-        columns |= _kid_std(sets)
+        columns |= _kid_std(sets[0])
+    if infinity:
+        further, more = fid_infinity(sets[0])
+        columns |= further
+        notes += more
 
     of_images = {}
     for name, figure in figures.items():
         if METRICS[name].is_paired:
-            of_images[name] = np.array([figure(row) for row in everything[:, None]])
+            of_images[name] = [figure(row) for row in everything[:, None]]
     return SetFigures(columns, of_images, notes)
 
 
-def _ends(name: str, value: float, reach: float) -> dict[str, float]:
-    """Return the columns of an interval, within the bounds of the metric."""
+def _interval(name: str, value: float, reach: float) -> dict[str, float]:
+    """Return the columns of a figure and of its interval, within the bounds of the metric."""
     low, high = np.clip([value - reach, value + reach], *METRICS[name].bounds).tolist()
-    return {f"{name}_low": low, f"{name}_high": high}
+    return {name: value, f"{name}_low": low, f"{name}_high": high}
 
 
 _LEVEL = 0.95  # of all intervals
 _SUBSETS = 15  # that FID is extrapolated from
 
 
-def fid_infinity(
-    features: Tensor, reference: FeatureSet, rng: np.random.Generator
-) -> tuple[dict[str, float | None], list[str]]:
+def fid_infinity(sets: FeatureSets) -> tuple[dict[str, float | None], list[str]]:
     """Extrapolate FID to infinitely many pictures (arXiv 1911.07023).
 
     Few pictures bias FID upward. The interval is of the intercept of the least-squares line of FID
     over 1 / n. It is too narrow, since the subsets share pictures.
 
-    Args:
-        features: Features of the pictures, float32 [n, width].
-        reference: Statistics of the reference.
-        rng: Draws the subsets.
-
     Returns:
         The columns of FID-infinity, and notes.
     """
-    n, width = features.shape
+    n, width = sets.pictures.shape
     names = ["fid_infinity", "fid_infinity_low", "fid_infinity_high"]
     needed = 2 * width + _SUBSETS
     if n < needed:
         return dict.fromkeys(names), [f"fid_infinity needs {needed} images; there are {n}"]
 
-    distance = frechet_distance(reference)
+    figure = fid(sets)
+    rng = np.random.default_rng(2020)
     smallest = max(n // 2, 2 * width)
     sizes = np.unique(np.linspace(smallest, n, _SUBSETS).round().astype(int))
-    distances = []
-    for size in sizes.tolist():
-        rows = torch.from_numpy(rng.choice(n, size=size, replace=False))
-        distances.append(distance(features[rows]))
+    distances = [figure(rng.choice(n, size=size, replace=False)) for size in sizes.tolist()]
     line = stats.linregress(1 / sizes, distances)
     reach = float(stats.t.ppf((1 + _LEVEL) / 2, len(sizes) - 2) * line.intercept_stderr)
     value = float(line.intercept)
@@ -316,7 +307,7 @@ def jackknife(figures: Mapping[str, Figure], n: int) -> dict[str, float]:
     return reaches
 
 
-def ar_spread(figures: Mapping[str, Figure], sets: Rows) -> dict[str, tuple[float, float, float]]:
+def ar_spread(figures: Mapping[str, Figure], sets: Rows) -> dict[str, float]:
     """Return the 95% prediction interval of `ar` for the same prompts and other seeds.
 
     Mixed sets take the picture of each prompt from a random set. They vary by (R - 1) / R of the
@@ -327,18 +318,16 @@ def ar_spread(figures: Mapping[str, Figure], sets: Rows) -> dict[str, tuple[floa
         sets: Rows of the pictures, [R, n]: R >= 2 sets of the same n prompts.
 
     Returns:
-        Centre, low and high end by name.
+        The columns of centre, low and high end of each figure.
     """
     repeats, prompts = sets.shape
     rng = np.random.default_rng(0)
     mixed = [sets[rng.integers(0, repeats, prompts), np.arange(prompts)] for _ in range(_MIXED)]
     quantile = float(stats.norm.ppf((1 + _LEVEL) / 2))
-    spread = {}
+    spread: dict[str, float] = {}
     for name, figure in figures.items():
         values = [figure(rows) for rows in mixed]
-        centre = float(np.mean(values))
         between = float(np.var(values, ddof=1)) * repeats / (repeats - 1)
         reach = quantile * math.sqrt(between * (1 + 1 / repeats))
-        low, high = _ends(name, centre, reach).values()
-        spread[name] = (centre, low, high)
+        spread |= _interval(name, float(np.mean(values)), reach)
     return spread

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import open_clip
 import torch
 from PIL import Image
 from torch import Tensor
+from torchvision.transforms.functional import to_pil_image
 
 from lantern_bench.methods.metrics import measures
 from lantern_bench.metrics import extractors
@@ -29,12 +29,11 @@ from lantern_bench.models.checkpoints.checkpoint import open_checkpoint
 from lantern_bench.models.families.lanterns import modules as classifier
 from lantern_bench.models.families.lanterns.description import WEIGHTS_FOLDER, attributes_of
 from lantern_bench.models.families.lanterns.modules import AttributeClassifier
-from lantern_bench.utils.errors import LanternError, RefusedError, UserError
-from lantern_bench.utils.files import read_json, remembered_sha256
+from lantern_bench.utils.errors import RefusedError, UserError
+from lantern_bench.utils.files import remembered_sha256
 
 BUNDLED = "lanterns-clip"
 BUNDLED_FOLDER = WEIGHTS_FOLDER / "clip"
-LOCAL_DIR = "local-dir:"
 
 
 @dataclass(frozen=True)
@@ -46,19 +45,19 @@ class ClipScorer:
     tokenizer: Callable[[list[str]], Tensor]
     label: str  # name in results, with the fingerprint of the weights
     prefix: str  # put before every caption
-    device: torch.device
+    device: torch.device | str
 
-    def images(self, pictures: Sequence[Image.Image]) -> Tensor:
-        """Return normalised embeddings of pictures: float32 [n, width], on the CPU."""
+    def images(self, pictures: Sequence[Tensor]) -> Tensor:
+        """Return normalised embeddings of pictures, uint8 [3, h, w]: float32 [n, width]."""
 
-        def encode(batch: Sequence[Image.Image]) -> Tensor:
-            pixels = torch.stack([self.preprocess(picture) for picture in batch])
+        def encode(batch: Sequence[Tensor]) -> Tensor:
+            pixels = torch.stack([self.preprocess(to_pil_image(picture)) for picture in batch])
             return self.model.encode_image(pixels.to(self.device), normalize=True)
 
         return _by_batches(pictures, encode)
 
     def captions(self, captions: Sequence[str]) -> Tensor:
-        """Return normalised embeddings of captions: float32 [n, width], on the CPU."""
+        """Return normalised embeddings of captions: float32 [n, width]."""
 
         def encode(batch: Sequence[str]) -> Tensor:
             tokens = self.tokenizer([self.prefix + caption for caption in batch])
@@ -68,10 +67,7 @@ class ClipScorer:
 
     def __call__(self, pictures: Sequence[Tensor], captions: Sequence[str]) -> list[float]:
         """Return the cosine of each picture, uint8 [3, h, w], with its own caption, in [-1, 1]."""
-        if len(pictures) == 0:
-            return []
-        images = self.images([_as_pil(picture) for picture in pictures])
-        return (images * self.captions(captions)).sum(1).tolist()
+        return (self.images(pictures) * self.captions(captions)).sum(1).tolist()
 
 
 @torch.inference_mode()
@@ -79,11 +75,6 @@ def _by_batches(items: Sequence[Any], encode: Callable[[Any], Tensor]) -> Tensor
     """Encode 64 items at a time: float32, on the CPU."""
     starts = range(0, len(items), 64)
     return torch.cat([encode(items[start : start + 64]).float().cpu() for start in starts])
-
-
-def _as_pil(picture: Tensor) -> Image.Image:
-    pixels = picture.permute(1, 2, 0).cpu().numpy()
-    return Image.fromarray(np.ascontiguousarray(pixels))
 
 
 def load_clip(
@@ -97,35 +88,31 @@ def load_clip(
     """Load a CLIP model.
 
     Args:
-        name: `lanterns-clip` (the bundled model), `local-dir:FOLDER` (a folder with
-            `open_clip_config.json` and weights), or an architecture of open_clip.
-        weights: Checkpoint of an architecture. By default `NAME.safetensors` in the weights folder.
+        name: `lanterns-clip` (the bundled model) or an architecture of open_clip.
+        weights: Of an architecture its checkpoint, by default `NAME.safetensors` in the weights
+            folder. Of `lanterns-clip` a folder with `open_clip_config.json` and weights, by default
+            the package's own.
         prefix: Put before every caption.
         device: Where the model runs.
-        label: Name in results. By default the name of the model or of its folder.
+        label: Name in results, by default the name of the model.
 
     Raises:
         UserError: The model is unknown, or the weights do not fit it.
         RefusedError: The weights are not on this machine.
     """
     pretrained = None
+    source = name
     if name == BUNDLED:
-        path = _weights_in(BUNDLED_FOLDER, name)
-        source = f"{LOCAL_DIR}{BUNDLED_FOLDER}"
-    elif name.startswith(LOCAL_DIR):
-        folder = Path(name.removeprefix(LOCAL_DIR))
-        path = _weights_in(folder, name)
-        source = name
-        label = label or folder.name
+        folder = weights or BUNDLED_FOLDER
+        path = _weights_in(folder)
+        source = f"local-dir:{folder}"
     elif name in open_clip.list_models():
         path = weights or extractors.find_weights(f"the CLIP model {name}", f"{name}.safetensors")
-        source = name
         pretrained = str(path)
     else:
         raise UserError(
             f"unknown CLIP model {name!r}",
-            f"Give {BUNDLED}, {LOCAL_DIR}FOLDER, or an architecture of open_clip such as "
-            "ViT-B-32, ViT-L-14.",
+            f"Give {BUNDLED}, or an architecture of open_clip such as ViT-B-32, ViT-L-14.",
         )
     open_checkpoint(path)  # refuses a pickle with code
     try:
@@ -133,7 +120,8 @@ def load_clip(
             source, pretrained, device=device
         )
         tokenizer = open_clip.get_tokenizer(source)
-    except (RuntimeError, ValueError) as problem:
+    # The last two: a configuration that is no mapping, or lacks model_cfg.
+    except (RuntimeError, ValueError, TypeError, KeyError) as problem:
         raise UserError(
             f"{path.name} does not fit the CLIP model {name}",
             "Give the architecture of the checkpoint; OpenAI's weights need the -quickgelu ones.",
@@ -145,29 +133,18 @@ def load_clip(
         tokenizer=tokenizer,
         label=f"{label or name}@{remembered_sha256(path)[:8]}",
         prefix=prefix,
-        device=torch.device(device),
+        device=device,
     )
 
 
-def _weights_in(folder: Path, name: str) -> Path:
-    """Return the file of weights that open_clip takes from a folder; raises if one is missing."""
-    config = folder / "open_clip_config.json"
-    kind: type[LanternError] = UserError
-    advice = None
-    if name == BUNDLED:
-        kind = RefusedError
-        advice = "In the repository: python -m scripts.train_lanterns --part clip"
-    if not config.is_file():
-        raise kind(f"the CLIP model {name} is missing: no {config.name} in its folder", advice)
-    stated = read_json(config)
-    if not isinstance(stated, dict) or "model_cfg" not in stated:
-        raise UserError(
-            f"{config} is not an open_clip configuration (a JSON object with model_cfg)"
-        )
+def _weights_in(folder: Path) -> Path:
+    """Return the file of weights that open_clip takes from a folder of the bundled model."""
     path = open_clip.factory._find_checkpoint_in_dir(folder)
-    if path is None:
+    config = folder / "open_clip_config.json"
+    if path is None or not config.is_file():
         raise RefusedError(
-            f"the weights of the CLIP model {name} are missing: none beside {config.name}", advice
+            f"the CLIP model {BUNDLED} is missing: it needs {config.name} and weights in {folder}",
+            "In the repository: python -m scripts.train_lanterns --part clip",
         )
     return Path(path)
 
@@ -220,7 +197,7 @@ class ImageReward:
         rewards = []
         with torch.inference_mode():
             for picture, caption in zip(pictures, captions, strict=True):
-                reward = self.model.score(caption, _as_pil(picture))
+                reward = self.model.score(caption, to_pil_image(picture))
                 rewards.append(float(reward))
         return rewards
 

@@ -1,12 +1,15 @@
 """Quality protocols: everything that can change how pictures are scored, by name and version.
 
-A protocol that is changed gets a new version.
+`protocols.toml` holds them. A protocol that is changed gets a new version.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
 
 from lantern_bench.methods.catalog import METRICS, OF_IMAGES, REFUSED_METRICS
 from lantern_bench.models.registry import model_of
@@ -14,7 +17,6 @@ from lantern_bench.utils.errors import UserError
 from lantern_bench.utils.text import did_you_mean
 
 EMBEDDED = "embedded"
-LANTERN_COCO = "lantern-coco"
 
 
 @dataclass(frozen=True)
@@ -39,58 +41,23 @@ class Protocol:
     preparation: Preparation = Preparation()
     features: str | None = None  # extractor of FID and KID (a name in `metrics/extractors.py`)
     manifold: str | None = None  # extractor of precision and recall; None: the same
-    manifold_neighbours: int = 3
     clip_model: str | None = None  # as in `metrics.image_scorers.load_clip`
     clip_prefix: str = ""
     reference: str | None = None  # the default reference; None requires --reference
 
 
-_ALL = (
-    Protocol(
-        EMBEDDED,
-        version=2,
-        about=(
-            "the bundled family's own scorers, against 1,024 newly painted scenes of the held-out "
-            "captions"
-        ),
-        metrics=("clip_score", "prompt_accuracy"),
-        features="lanterns-features",
-        clip_model="lanterns-clip",
-        reference="embedded",
-    ),
-    Protocol(
-        LANTERN_COCO,
-        version=2,
-        about=(
-            "as the LANTERN authors: centre crop, Lanczos to 256, Inception FID resized as "
-            "clean-fid does, VGG-16 manifold"
-        ),
-        metrics=("clip_score",),
-        preparation=Preparation(crop=True, size=256, features_size=299),
-        features="inception-v3-compat",
-        manifold="vgg16",
-        clip_model="ViT-B-32-quickgelu",
-        clip_prefix="A photo depicts ",
-    ),
-    Protocol(
-        "torch-fidelity",
-        version=2,
-        about=(
-            "the defaults of torch-fidelity: its Inception for FID, KID, precision and recall, "
-            "pictures as they are"
-        ),
-        features="inception-v3-compat",
-    ),
-)
-_MEASURED = set[str]().union(*(protocol.metrics for protocol in _ALL))
-# A metric of images that no protocol above measures has a protocol of its own name.
-_OF_METRICS = tuple(
-    Protocol(name=name.replace("_", "-"), version=1, about=METRICS[name].meaning, metrics=(name,))
-    for name in OF_IMAGES
-    if name not in _MEASURED
-)
+_FILE = Path(__file__).with_name("protocols.toml").read_bytes()
+_SHIPPED = msgspec.toml.decode(_FILE, type=dict[str, list[Protocol]])["protocol"]
+PROTOCOLS = {protocol.name: protocol for protocol in _SHIPPED}
 
-PROTOCOLS = {protocol.name: protocol for protocol in (*_ALL, *_OF_METRICS)}
+_MEASURED = set[str]().union(*(protocol.metrics for protocol in _SHIPPED))
+# A metric of images that no shipped protocol measures has a protocol of its own name.
+for _metric in OF_IMAGES:
+    if _metric not in _MEASURED:
+        _name = _metric.replace("_", "-")
+        PROTOCOLS[_name] = Protocol(
+            name=_name, version=1, about=METRICS[_metric].meaning, metrics=(_metric,)
+        )
 
 
 def protocol_of(name: str) -> Protocol:
@@ -114,4 +81,4 @@ def protocol_of(name: str) -> Protocol:
 def default_protocol(models: Sequence[str]) -> str:
     """Return the protocol for a run of these models: `embedded` only for the bundled family."""
     bundled = all(model_of(model).family == "lanterns" for model in models)
-    return EMBEDDED if bundled else LANTERN_COCO
+    return EMBEDDED if bundled else "lantern-coco"

@@ -1,28 +1,92 @@
-"""Score a run directory by a quality protocol."""
+"""Score a run directory by a quality protocol: from its records and PNG files to scores.jsonl."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
 
 from lantern_bench.devices.compute import choose_compute
-from lantern_bench.metrics.extractors import Reference, find_reference
-from lantern_bench.metrics.protocols import Protocol, default_protocol, protocol_of
-from lantern_bench.metrics.score_pictures import (
-    Scorers,
-    ar_families,
-    finished_by_cell,
-    load_scorers,
-    score_records,
+from lantern_bench.methods.catalog import METRICS, OF_IMAGES
+from lantern_bench.metrics.extractors import (
+    Extractor,
+    FeatureReference,
+    FeatureSet,
+    Reference,
+    features_of,
+    find_extractor,
+    find_reference,
+    preprocess,
+    read_picture,
 )
-from lantern_bench.metrics.score_tokens import score_tokens
+from lantern_bench.metrics.fidelity import (
+    FeatureSets,
+    ar_spread,
+    figures_of,
+    measurable,
+    measure_sets,
+)
+from lantern_bench.metrics.protocols import Protocol, default_protocol, protocol_of
+from lantern_bench.metrics.token_sums import finished_by_cell, score_tokens
 from lantern_bench.storage.run_directory import read_manifest, read_records, read_scores
 from lantern_bench.storage.run_store import RunStore
-from lantern_bench.storage.schema import Row
+from lantern_bench.storage.schema import CELL_COLUMNS, SCHEMA_VERSION, Row
 from lantern_bench.utils.errors import RefusedError
-from lantern_bench.utils.files import cache_folder
-from lantern_bench.utils.progress import Emit, Note
+from lantern_bench.utils.progress import Emit, Note, ProgressEvent
+
+# ---- The scorers of a protocol
+
+
+@dataclass(frozen=True)
+class Scorers:
+    """The loaded scorers of one protocol."""
+
+    protocol: Protocol
+    # By metric: (pictures, prompts) -> figures.
+    images: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    # The extractor of FID and KID, then the one of precision and recall if it is another. Without
+    # any, nothing is measured against a reference.
+    extractors: Sequence[Extractor] = ()
+    reference: Reference | None = None  # what fidelity is measured against, if anything
+    device: torch.device | str = "cpu"
+
+    @property
+    def label(self) -> str | None:
+        """The networks of the scorers of single pictures, with their weights; None without any."""
+        labels = []
+        for name, scorer in self.images.items():
+            unnamed = f"{name}@{METRICS[name].fingerprint()}"
+            labels.append(getattr(scorer, "label", unnamed))
+        return "; ".join(label for label in labels if label) or None
+
+
+def load_scorers(protocol: Protocol, reference: str | None, device: str) -> Scorers:
+    """Load the scorers and the reference of a protocol.
+
+    Args:
+        protocol: The quality protocol.
+        reference: What `--reference` names, by default the protocol's own.
+        device: Where the scorers run.
+
+    Raises:
+        UserError: The reference cannot be used.
+        RefusedError: Weights are missing.
+    """
+    chosen = choose_compute(device).device
+    # The reference first: it is found quickly, and scorers are large.
+    found = find_reference(reference, protocol)
+    names = dict.fromkeys([protocol.features, protocol.manifold])
+    extractors = [find_extractor(name) for name in names if name is not None]
+    if protocol.metrics:
+        # Registers the scorers of the shipped metrics; the import takes seconds.
+        import lantern_bench.metrics.image_scorers  # noqa: F401
+    images = {name: METRICS[name].function()(protocol, chosen) for name in protocol.metrics}
+    return Scorers(protocol, images, extractors, reference=found, device=chosen)
 
 
 def score_run_directory(
@@ -57,49 +121,23 @@ def score_run_directory(
     name = protocol or recorded.get("protocol") or default_protocol(recorded.get("model") or [])
     if reference is None and name == recorded.get("protocol"):
         reference = recorded.get("reference")
-    chosen = protocol_of(name)
-    scorers = load_scorers(chosen, choose_compute(device).device)
-    pictures = find_reference(reference, chosen)
+    scorers = load_scorers(protocol_of(name), reference, device)
     with RunStore.to_score(folder) as store:
-        count = score_cells(store, scorers, pictures, emit=emit, infinity=infinity, rescore=rescore)
+        count = score_cells(store, scorers, emit, infinity=infinity, rescore=rescore)
         try:
             count += score_tokens(store, device, emit)
         except RefusedError as error:
             emit(Note(f"no distance from the target: {error.message}", error.advice, "warning"))
-    return chosen, count
+    return scorers.protocol, count
 
 
-def load_scorers_of(
-    protocol: Protocol, reference: str | None, device: str
-) -> tuple[Scorers, Reference | None]:
-    """Load the scorers and the reference of a sweep.
-
-    Args:
-        protocol: The quality protocol.
-        reference: What `--reference` names, by default the protocol's own.
-        device: Where the scorers run.
-
-    Raises:
-        UserError: The reference cannot be used.
-        RefusedError: Weights are missing.
-    """
-    compute = choose_compute(device)
-    try:
-        # The reference first: it is found quickly, and scorers are large.
-        pictures = find_reference(reference, protocol)
-        return load_scorers(protocol, device=compute.device), pictures
-    except RefusedError as error:
-        advice = f"{error.advice.rstrip('.')}. " if error.advice else ""
-        raise RefusedError(
-            error.message, f"{advice}Or leave quality out: --metrics speed."
-        ) from error
+# ---- Which cells are scored
 
 
 def score_cells(
     store: RunStore,
     scorers: Scorers,
-    reference: Reference | None = None,
-    emit: Emit | None = None,
+    emit: Emit,
     *,
     infinity: bool = False,
     rescore: bool = False,
@@ -109,7 +147,6 @@ def score_cells(
     Args:
         store: The run, opened for scoring.
         scorers: The scorers of a protocol.
-        reference: What fidelity is measured against, if anything.
         emit: Receives progress.
         infinity: Also extrapolate FID to infinitely many pictures.
         rescore: Score all cells.
@@ -119,52 +156,33 @@ def score_cells(
     """
     protocol = scorers.protocol
     cells = finished_by_cell(read_records(store.folder))
-    scores: dict[str, list[Row]] = {cell_id: [] for cell_id in cells}
-    with_spread = set[str]()
+    scores: dict[str, list[Row]] = defaultdict(list)
     for row in read_scores(store.folder):
         if row["protocol"] == protocol.name and row["protocol_version"] == protocol.version:
-            scores.setdefault(row["cell_id"], []).append(row)
-            if row["level"] == "ar_spread":
-                with_spread.add(row["cell_id"])
+            scores[row["cell_id"]].append(row)
 
-    label = "" if reference is None else reference.label
     pending = []
     for cell_id, records in cells.items():
-        done = _is_scored(records, scores[cell_id], scorers, reference=label, infinity=infinity)
-        if rescore or not done:
+        if rescore or not _is_scored(records, scores[cell_id], scorers, infinity=infinity):
             pending.append(cell_id)
     # Sets of ar images with different seeds are scored together.
     for family in ar_families(cells):
-        without_spread = scorers.extractors and family[0] not in with_spread
-        if without_spread or not set(pending).isdisjoint(family):
+        has_spread = any(row["level"] == "ar_spread" for row in scores[family[0]])
+        lacks_spread = scorers.extractors and not has_spread
+        if lacks_spread or not set(pending).isdisjoint(family):
             pending += family
     if not pending:
         return 0
 
     protocols = store.manifest.get("protocols", {}) | {protocol.name: asdict(protocol)}
     store.update_manifest(protocols=protocols)
-    chosen: list[Row] = []
-    for cell_id in dict.fromkeys(pending):
-        chosen += cells[cell_id]
-    rows = score_records(
-        records=chosen,
-        folder=store.folder,
-        scorers=scorers,
-        reference=reference,
-        emit=emit,
-        cache=cache_folder(),
-        infinity=infinity,
-    )
+    chosen = {cell_id: cells[cell_id] for cell_id in dict.fromkeys(pending)}
+    rows = score_pictures(chosen, store.folder, scorers, emit=emit, infinity=infinity)
     return len([store.append_score(row) for row in rows])
 
 
 def _is_scored(
-    records: Sequence[Row],
-    scores: Sequence[Row],
-    scorers: Scorers,
-    *,
-    reference: str,
-    infinity: bool,
+    records: Sequence[Row], scores: Sequence[Row], scorers: Scorers, *, infinity: bool
 ) -> bool:
     """Return whether the scores of a cell cover all its images, by these scorers."""
     images = {row["record_key"] for row in scores if row["clip_model"] == scorers.label}
@@ -178,8 +196,149 @@ def _is_scored(
     latest = of_cell[-1]
     if infinity and latest["fid_infinity"] is None:
         return False
+    reference = scorers.reference
     return (
         latest["n"] == len(records)
         and latest["extractor"] == scorers.extractors[0].label
-        and str(latest["reference"] or "").startswith(reference)
+        and (reference is None or latest["reference"] == reference.label)
     )
+
+
+def ar_families(cells: Mapping[str, Sequence[Row]]) -> list[list[str]]:
+    """Return groups of at least two ids: cells of `ar` that differ only in their seeds."""
+    settings = {column.name for column in CELL_COLUMNS} - {"cell_id", "seed_set"}
+    families: dict[tuple[Any, ...], list[str]] = defaultdict(list)
+    for cell_id, rows in cells.items():
+        if rows[0].get("mode") == "ar":
+            families[tuple(rows[0].get(name) for name in settings)].append(cell_id)
+    return [family for family in families.values() if len(family) > 1]
+
+
+# ---- The rows of cells
+
+
+def score_pictures(
+    cells: Mapping[str, Sequence[Row]],
+    folder: Path,
+    scorers: Scorers,
+    *,
+    emit: Emit,
+    infinity: bool = False,
+) -> Iterator[Row]:
+    """Score the pictures of cells.
+
+    Args:
+        cells: Records of finished images, by cell.
+        folder: The run directory.
+        scorers: The scorers of the protocol.
+        emit: Receives progress.
+        infinity: Also extrapolate FID to infinitely many pictures.
+
+    Yields:
+        For each cell a row of each picture, then a row of the cell. Last, a row of the spread of
+        `ar` for cells of `ar` that differ only in their seeds.
+    """
+    protocol = scorers.protocol
+    preparation = protocol.preparation
+    common: Row = {
+        "schema_version": SCHEMA_VERSION,
+        "protocol": protocol.name,
+        "protocol_version": protocol.version,
+    }
+    used = common | {
+        "extractor": scorers.extractors[0].label if scorers.extractors else None,
+        "reference": None if scorers.reference is None else scorers.reference.label,
+    }
+    against = _reference_sets(scorers) if cells else []
+    families = ar_families(cells) if against else []
+    # The records and the features of the cells of `families`.
+    of_families: dict[str, tuple[list[Row], list[FeatureSets]]] = {}
+
+    for done, (cell_id, rows) in enumerate(cells.items(), start=1):
+        # 1. All pictures of the cell against the reference.
+        existing = [record for record in rows if (folder / record["image"]).is_file()]
+        pictures = [
+            preprocess(read_picture(folder / record["image"]), preparation) for record in existing
+        ]
+        sets = []
+        for extractor, reference_set in against:
+            features = features_of(
+                pictures, extractor, preparation.features_size, device=scorers.device
+            )
+            sets.append(FeatureSets(features, reference_set))
+        figures = measure_sets(sets, infinity=infinity)
+        if any(cell_id in family for family in families):
+            of_families[cell_id] = (existing, sets)
+
+        # 2. A row of each picture.
+        scores = dict[str, Any](figures.of_images)
+        if existing:
+            prompts = [record["prompt"] for record in existing]
+            scores |= {name: scorer(pictures, prompts) for name, scorer in scorers.images.items()}
+        image = {"cell_id": cell_id, "level": "image", "clip_model": scorers.label}
+        for number, record in enumerate(existing):
+            row = common | image | dict.fromkeys(OF_IMAGES) | {"record_key": record["record_key"]}
+            yield row | {name: values[number] for name, values in scores.items()}
+
+        # 3. A row of the cell.
+        if scorers.extractors:
+            notes = figures.notes
+            missing = len(rows) - len(existing)
+            if missing:
+                notes.insert(0, f"{missing} images are missing in the run directory")
+            cell = {"cell_id": cell_id, "level": "cell", "n": len(existing)}
+            yield used | cell | figures.columns | {"note": "; ".join(notes) or None}
+        emit(ProgressEvent("scoring", done, len(cells)))
+
+    # 4. Sets of ar images with other seeds against each other.
+    for family in families:
+        spread = _spread_row([of_families[cell_id] for cell_id in family])
+        yield used | {"cell_id": family[0]} | spread
+
+
+def _reference_sets(scorers: Scorers) -> list[tuple[Extractor, FeatureSet]]:
+    """Return the features of the reference under each extractor."""
+    reference = scorers.reference
+    extractors = scorers.extractors
+    if reference is None:
+        return []
+    if isinstance(reference, FeatureReference):
+        # They belong to the first extractor alone.
+        return [(extractor, reference.features(extractor)) for extractor in extractors[:1]]
+    sets = []
+    for extractor in extractors:
+        features = reference.features(extractor, scorers.protocol.preparation, scorers.device)
+        sets.append((extractor, features))
+    return sets
+
+
+def _spread_row(cells: Sequence[tuple[list[Row], list[FeatureSets]]]) -> Row:
+    """Return the spread of `ar` between sets of images with different seeds.
+
+    `cells` are the records of each set, with its features under each extractor.
+    """
+    # Rows, in all pictures of all sets, of the images that every set has.
+    rows_of: dict[tuple[str, int], list[int]] = defaultdict(list)
+    pooled = []
+    for records, _ in cells:
+        pooled += records
+    for row, record in enumerate(pooled):
+        rows_of[record["prompt"], record["repeat"]].append(row)
+    shared = [rows for rows in rows_of.values() if len(rows) == len(cells)]
+
+    reference = cells[0][1][0].reference
+    names, notes = measurable(len(shared), reference)
+    spread: Row = {
+        "level": "ar_spread",
+        "n": len(shared),
+        "ar_spread_sets": len(cells),
+        "n_reference": reference.n,
+        "note": "; ".join(notes) or None,
+    }
+    if names:
+        sets = []
+        for parts in zip(*(sets_of_cell for _, sets_of_cell in cells), strict=True):
+            features = torch.cat([part.pictures for part in parts])
+            sets.append(parts[0]._replace(pictures=features))
+        spread |= ar_spread(figures_of(names, sets), np.array(shared).T)
+    return spread

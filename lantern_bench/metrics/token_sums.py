@@ -7,17 +7,106 @@ into figures; docs/algorithms.md, section 6.2, has the mathematics.
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lantern_bench.config.decoding import Decoding
+from lantern_bench.config.experiment import load_experiment
 from lantern_bench.decoding.protocol import Target
 from lantern_bench.decoding.sampling import broken_logits, decoding_probabilities, guide
 from lantern_bench.decoding.teacher_forcing import TeacherForced, drafted_along, teacher_forced
+from lantern_bench.devices.compute import choose_compute
+from lantern_bench.models.load import load_models
 from lantern_bench.models.loaded_model import LoadedModel
+from lantern_bench.models.registry import defaults_of
+from lantern_bench.storage.pictures import read_tokens, tokens_sha256
+from lantern_bench.storage.run_directory import read_records, read_scores
+from lantern_bench.storage.run_store import RunStore
+from lantern_bench.storage.schema import Row
 from lantern_bench.utils.errors import LogitsError
+from lantern_bench.utils.progress import Emit, Note, ProgressEvent
+
+# ---- The images of a run
+
+_LOGITS = 2**25  # of the images of a batch
+
+
+def finished_by_cell(records: Iterable[Row]) -> dict[str, list[Row]]:
+    """Return the finished records that have a picture, by cell."""
+    latest = {record["record_key"]: record for record in records}
+    cells: dict[str, list[Row]] = defaultdict(list)
+    for record in latest.values():
+        if record["status"] == "ok" and record["image"]:
+            cells[record["cell_id"]].append(record)
+    return cells
+
+
+def score_tokens(store: RunStore, device: str, emit: Emit) -> int:
+    """Write a row of level `tokens` for each image that has none.
+
+    Args:
+        store: The run, opened for scoring.
+        device: Where the models run, with the dtype that decoded the images.
+        emit: Receives progress, and a warning if images are left out.
+
+    Returns:
+        The number of images scored.
+    """
+    scores = read_scores(store.folder)
+    scored = {row["record_key"] for row in scores if row["level"] == "tokens"}
+    records = read_records(store.folder)
+    cells = finished_by_cell(row for row in records if row["record_key"] not in scored)
+    if not cells:
+        return 0
+
+    experiment = load_experiment(store.manifest["experiment"], defaults_of)
+    models = load_models(experiment, choose_compute(device, store.key["dtype"]))
+    decodings = {cell.cell_id: cell.decoding for cell in experiment.cells}
+    images = sum(len(rows) for rows in cells.values())
+    done = 0
+    for cell_id, pending in cells.items():
+        name = pending[0]["model"]
+        model = models[name]
+        prompts = dict.fromkeys(record["prompt"] for record in pending)
+        for count, total in model.prepare(list(prompts)):
+            emit(ProgressEvent(f"captions for {name}", count, total))
+
+        # 1. The images whose pictures hold the tokens that were decoded.
+        kept = []
+        tokens = []
+        for record in pending:
+            of_picture = read_tokens(store.folder / record["image"])
+            if of_picture is not None and tokens_sha256(of_picture) == record["tokens_sha256"]:
+                kept.append(record)
+                tokens.append(of_picture)
+
+        # 2. Their sums.
+        batch = max(1, _LOGITS // (model.target.image_tokens * model.target.vocab_size))
+        for start in range(0, len(kept), batch):
+            some = slice(start, start + batch)
+            sums = token_sums(
+                model=model,
+                condition=model.condition([record["prompt"] for record in kept[some]]),
+                tokens=torch.stack(tokens[some]).long().to(model.target.device),
+                decoding=decodings[cell_id],
+            )
+            for record, row in zip(kept[some], sums, strict=True):
+                key = {"cell_id": cell_id, "record_key": record["record_key"]}
+                store.append_score({"level": "tokens", **key, **row})
+            done += len(sums)
+            emit(ProgressEvent("distance from the target", done, images))
+    if done < images:
+        text = f"the distance leaves out {images - done} images: their pictures do not hold "
+        text += "the tokens that were decoded"
+        emit(Note(text, "Restore the pictures as the run wrote them.", "warning"))
+    return done
+
+
+# ---- The sums of images
 
 _VALUES = 2**22  # probabilities in float64 at once
 
@@ -93,26 +182,22 @@ def _sums_of_image(
         mismatches = (logits.argmax(dim=-1) != tokens) & is_drawn
         return {"tokens": int(is_drawn.sum()), "mismatched_tokens": int(mismatches.sum())}
 
-    names = ["surprise", "squared_surprise"]
-    if uncond is not None:
-        names.append("prompt_information")
-    if q is not None:
-        names.append("drafter_tilt")
+    further: dict[str, Tensor] = {}
     chunks = []
     step = max(1, _VALUES // logits.shape[1])
     for start in range(0, len(logits), step):
         now = slice(start, start + step)
         p = decoding_probabilities(logits[now], decoding).double()
-        further = []
         if uncond is not None:
-            further.append(cond[now].log_softmax(dim=-1) - uncond[now].log_softmax(dim=-1))
+            information = cond[now].log_softmax(dim=-1) - uncond[now].log_softmax(dim=-1)
+            further["prompt_information"] = information
         if q is not None:
             drafted = q[max(0, start - 1) : start + step - 1].double()
             if start == 0:
                 # The first token is never drafted.
                 drafted = torch.cat([p[:1], drafted])
-            further.append((drafted - p) / (drafted + p))
-        sums = _sums(p, tokens[now, None], further, is_drawn=is_drawn[now])
+            further["drafter_tilt"] = (drafted - p) / (drafted + p)
+        sums = _sums(p, tokens[now, None], further.values(), is_drawn=is_drawn[now])
         chunks.append(sums)
 
     total = sum(chunks[1:], start=chunks[0])
@@ -123,12 +208,12 @@ def _sums_of_image(
         "entropy": entropy / drawn,
         "largest_p": largest / drawn,
         "ten_largest_p": ten_largest / drawn,
-        "features": " ".join(names),
+        "features": " ".join(["surprise", "squared_surprise", *further]),
         "feature_sums": of_features,
     }
 
 
-def _sums(p: Tensor, x: Tensor, further: list[Tensor], is_drawn: Tensor) -> Tensor:
+def _sums(p: Tensor, x: Tensor, further: Iterable[Tensor], is_drawn: Tensor) -> Tensor:
     """Return sums over tokens `x` [N, 1] drawn from p [N, V], as one vector.
 
     First five sums over all drawn tokens: 1, p = 0, entropy, largest probability, ten largest

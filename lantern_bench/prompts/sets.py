@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import csv
 import hashlib
+import json
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 from lantern_bench.prompts.prompt import Prompt, PromptedModel, class_prompt
-from lantern_bench.prompts.prompt_files import (
-    SUFFIXES,
-    check_texts,
-    parse_json,
-    read_rows,
-    text_under,
-)
 from lantern_bench.utils.errors import UserError
 from lantern_bench.utils.files import file_sha256
 from lantern_bench.utils.text import did_you_mean
@@ -29,8 +23,14 @@ SETS = {
     "parti": "PartiPrompts.tsv",
     "imagenet": "a file with a name a line",
 }
+SUFFIXES = (".csv", ".json", ".jsonl", ".tsv", ".txt")
+"""File types that prompts are read from."""
+
 _IMAGENET_CLASSES = 1000
 _PROMPT_KEYS = ("prompt", "caption")
+_PROBLEMS_SHOWN = 5
+# Control characters steer terminals, end strings in C, and are not allowed in HTML.
+_CONTROLS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 # A prompt of a file, after its location for messages, such as `line 3`.
@@ -45,20 +45,21 @@ class _Source(NamedTuple):
     subset: str  # `100` or `0-100`; empty for all prompts
 
 
-def load_prompts(source: str, model: PromptedModel) -> list[Prompt]:
+def load_prompts(source: str, model: PromptedModel, flag: str = "--prompts") -> list[Prompt]:
     """Read prompts.
 
     Args:
-        source: The value of `--prompts`: a set of the model, a published set (`coco:FILE`) or a
+        source: The value of the flag: a set of the model, a published set (`coco:FILE`) or a
             file, with `#100` for 100 of its prompts.
         model: The model that is given the prompts.
+        flag: The flag, for messages.
 
     Raises:
         UserError: The file cannot be read, or the model cannot take a prompt. All problems of a
             file are listed.
     """
-    flag = f"--prompts {source}"
-    parts = _parse(source, model)
+    flag = f"{flag} {source}"
+    parts = _parse(source, model, flag)
     try:
         located = [item for item in _read(parts, flag, model) if item[1].text]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
@@ -78,7 +79,7 @@ def describe_prompts(source: str, model: PromptedModel, prompts: list[Prompt]) -
         model: The model that the prompts were read for.
         prompts: What `load_prompts` returned.
     """
-    path = _parse(source, model).path
+    path = _parse(source, model, flag="").path
     ids = list(dict.fromkeys(prompt.id for prompt in prompts))
     return {
         "set": source,
@@ -88,10 +89,10 @@ def describe_prompts(source: str, model: PromptedModel, prompts: list[Prompt]) -
     }
 
 
-def _parse(source: str, model: PromptedModel) -> _Source:
-    match = re.fullmatch(r"(.*?)#(\d+(?:-\d+)?)", source, flags=re.DOTALL)
-    name = match[1] if match else source
-    subset = match[2] if match else ""
+def _parse(source: str, model: PromptedModel, flag: str) -> _Source:
+    match = re.fullmatch(r"(.*?)(?:#(\d+(?:-\d+)?))?", source, flags=re.DOTALL)
+    assert match is not None
+    name, subset = match.groups(default="")
     if name in model.prompt_sets or name == "imagenet":
         return _Source(name, None, subset)
     word, _, file = name.partition(":")
@@ -99,14 +100,14 @@ def _parse(source: str, model: PromptedModel) -> _Source:
         word = ""
         file = name
     elif not file:
-        raise UserError(f"--prompts {source}: needs its file", f"For example {word}:{SETS[word]}")
+        raise UserError(f"{flag}: needs its file", f"For example {word}:{SETS[word]}")
     path = Path(file)
     if not path.is_file():
         sets = [*model.prompt_sets, "coco:FILE", "coco-first:FILE", "parti:FILE", "imagenet"]
         hint = did_you_mean(name, [*model.prompt_sets, *SETS])
         missing = f" {path}" if word else f" and no prompt set{hint}"
         raise UserError(
-            f"--prompts {source}: no such file{missing}",
+            f"{flag}: no such file{missing}",
             f"The sets are {', '.join(sets)}; or give a file that ends with {', '.join(SUFFIXES)}.",
         )
     return _Source(word, path, subset)
@@ -145,7 +146,7 @@ def _read_file(path: Path, suffix: str, *, flag: str, name: str) -> Iterator[_Lo
 
 def _read_coco(path: Path, flag: str, *, longest: bool) -> Iterator[_Located]:
     """Yield one caption for each image of MS-COCO's annotations: the longest, or the first."""
-    data = parse_json(path.read_text(encoding="utf-8-sig"), flag)
+    data = _parse_json(path.read_text(encoding="utf-8-sig"), flag)
     rows = data.get("annotations") if isinstance(data, dict) else None
     if not isinstance(rows, list):
         advice = "Give the official file, captions_val2017.json or captions_val2014.json."
@@ -181,7 +182,7 @@ def _imagenet_rows(path: Path, flag: str) -> list[Any]:
     text = path.read_text(encoding="utf-8-sig")
     if path.suffix.lower() != ".json":
         return text.splitlines()
-    rows = parse_json(text, flag)
+    rows = _parse_json(text, flag)
     if isinstance(rows, dict):
         rows = [rows.get(str(number)) for number in range(len(rows))]
     if not isinstance(rows, list):
@@ -210,3 +211,95 @@ def _subset(prompts: list[Prompt], subset: str, flag: str) -> list[Prompt]:
 
 def _hash_of(prompt: Prompt) -> bytes:
     return hashlib.blake2b(f"part:{prompt.id}".encode(), digest_size=8).digest()
+
+
+# ---- Rows of text files, which captions of pictures are read from as well
+
+
+def read_rows(path: Path, suffix: str, flag: str) -> Iterator[tuple[int, Any]]:
+    """Yield the rows of a file with their numbers, from 1.
+
+    A row is a line of .txt, a dict of .csv and .tsv, or any JSON value of .json and .jsonl. Empty
+    lines are skipped.
+
+    Args:
+        path: The file.
+        suffix: The file type, one of `SUFFIXES`.
+        flag: The flag and its value, for messages.
+    """
+    if suffix not in SUFFIXES:
+        advice = f"Give a file that ends with {', '.join(SUFFIXES)}."
+        raise UserError(f"{flag}: unknown file type", advice)
+    if suffix in (".csv", ".tsv"):
+        yield from _table_rows(path, "," if suffix == ".csv" else "\t", flag)
+        return
+    text = path.read_text(encoding="utf-8-sig")
+    if suffix == ".json":
+        rows = _parse_json(text, flag)
+        if not isinstance(rows, list):
+            advice = "Write coco:FILE for MS-COCO annotations."
+            raise UserError(f"{flag}: must be a JSON list of prompts", advice)
+        yield from enumerate(rows, start=1)
+        return
+    for number, line in enumerate(text.splitlines(), start=1):
+        if line.strip():
+            yield number, line if suffix == ".txt" else _parse_json(line, f"{flag} line {number}")
+
+
+def _table_rows(path: Path, delimiter: str, flag: str) -> Iterator[tuple[int, dict[str, str]]]:
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        table = csv.DictReader(file, delimiter=delimiter, restval="")
+        for row in table:
+            if None in row:
+                message = f"{flag} line {table.line_num}: has more fields than the first line"
+                raise UserError(message, "Put text that contains the separator in quotes.")
+            yield table.line_num, {name.strip().lower(): value for name, value in row.items()}
+
+
+def _parse_json(text: str, location: str) -> Any:
+    """Return the value of a JSON text; raises `UserError` that begins with `location`."""
+    try:
+        return json.loads(text)
+    # Numbers of thousands of digits and thousands of brackets raise these errors too.
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{location}: not JSON: {error}") from error
+
+
+def text_under(row: Any, keys: tuple[str, ...]) -> str | None:
+    """Return the first text of a row under one of the keys, None if there is none."""
+    if not isinstance(row, dict):
+        return None
+    texts = (row[key] for key in keys if isinstance(row.get(key), str))
+    return next(texts, None)
+
+
+def check_texts(
+    texts: Iterable[tuple[str, str]], model: PromptedModel, *, flag: str, noun: str
+) -> None:
+    """Raise one `UserError` that lists the texts that the model cannot take.
+
+    Args:
+        texts: Pairs of a location for the message and a text.
+        model: The model that is given the texts.
+        flag: The flag and its value, for the message.
+        noun: What the texts are, for the message.
+    """
+    problems = []
+    advice = None
+    for location, text in texts:
+        try:
+            match = _CONTROLS.search(text)
+            if match is not None:
+                raise UserError(f"contains the control character {match[0]!r}", "Remove it.")
+            model.check_prompt(text)
+        except UserError as error:
+            problems.append(f"{location}: {error.message}")
+            advice = advice or error.advice
+    count = len(problems)
+    if count == 1:
+        raise UserError(f"{flag} {problems[0]}", advice)
+    if count > _PROBLEMS_SHOWN:
+        problems[_PROBLEMS_SHOWN:] = [f"and {count - _PROBLEMS_SHOWN} more"]
+    if problems:
+        lines = "\n  ".join(problems)
+        raise UserError(f"{flag}: {count} {noun} cannot be used\n  {lines}", advice)

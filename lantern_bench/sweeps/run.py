@@ -9,7 +9,7 @@ from lantern_bench.storage.run_directory import RECORDS, done_images
 from lantern_bench.sweeps.events import Event
 from lantern_bench.sweeps.request import Request
 from lantern_bench.utils import signals
-from lantern_bench.utils.errors import RecordsFailedError
+from lantern_bench.utils.errors import RecordsFailedError, RefusedError
 from lantern_bench.utils.progress import Emit, Note
 
 if TYPE_CHECKING:
@@ -60,20 +60,25 @@ def _decode_and_score(request: Request, emit: Emit) -> None:
     scorers = None
     if "quality" in metrics:
         # Missing weights of scorers must fail before decoding starts.
-        from lantern_bench.metrics.score_run import load_scorers_of
+        from lantern_bench.metrics.score_run import load_scorers
 
-        scorers = load_scorers_of(request.protocol, settings.reference, device)
+        try:
+            scorers = load_scorers(request.protocol, settings.reference, device)
+        except RefusedError as error:
+            advice = f"{error.advice.rstrip('.')}. " if error.advice else ""
+            raise RefusedError(
+                error.message, f"{advice}Or leave quality out: --metrics speed."
+            ) from error
     _decode(request, emit)
     if metrics == {"speed"} or not done_images(request.folder):
         return
     from lantern_bench.metrics.score_run import score_cells
-    from lantern_bench.metrics.score_tokens import score_tokens
+    from lantern_bench.metrics.token_sums import score_tokens
     from lantern_bench.storage.run_store import RunStore
 
     with RunStore.to_score(request.folder) as store:
         if scorers is not None:
-            loaded, reference = scorers
-            score_cells(store, loaded, reference, emit=emit)
+            score_cells(store, scorers, emit)
         if "distance" in metrics:
             score_tokens(store, device, emit)
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import csv
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -12,8 +16,8 @@ from lantern_bench.config.decoding import Decoding, ParameterError
 from lantern_bench.models.loaded_model import LoadedModel, transformer_of
 from lantern_bench.models.model import Model
 from lantern_bench.models.registry import model_of
-from lantern_bench.prompts.prompt_files import read_captioned
-from lantern_bench.prompts.sets import load_prompts
+from lantern_bench.prompts.prompt import PromptedModel
+from lantern_bench.prompts.sets import check_texts, load_prompts, read_rows, text_under
 from lantern_bench.training.recipe import (
     DrafterFlags,
     DrafterRecipe,
@@ -22,8 +26,169 @@ from lantern_bench.training.recipe import (
     flag_of,
     recipe_of,
 )
-from lantern_bench.training.token_data import Data
 from lantern_bench.utils.errors import UserError
+
+# ---- Pictures with captions in a folder
+
+_PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+# A caption file of a folder; in .txt a tab separates the name and the caption.
+_CAPTION_FILES = (
+    "captions.jsonl",
+    "captions.csv",
+    "captions.tsv",
+    "captions.txt",
+    "metadata.jsonl",
+    "metadata.csv",
+    "metadata.tsv",
+    "metadata.txt",
+)
+_NAME_KEYS = ("file_name", "file", "image", "path")
+_CAPTION_KEYS = ("caption", "prompt", "text")
+
+
+class Captioned(NamedTuple):
+    """A picture and its caption."""
+
+    path: Path
+    caption: str
+    location: str  # where the caption is written, for messages
+
+
+def read_captioned(folder: Path, captions: Path | None, model: PromptedModel) -> list[Captioned]:
+    """Return the captioned pictures of a folder.
+
+    Args:
+        folder: The folder of `--data`.
+        captions: A file of names and captions. With None, a caption file of the folder is used,
+            such as metadata.jsonl, or a .txt file beside each picture.
+        model: The model that is given the captions.
+
+    Returns:
+        The pictures in the order of the caption file, or by name.
+
+    Raises:
+        UserError: A picture or a caption is missing, or the model cannot take a caption.
+    """
+    flag = f"--data {folder}"
+    if captions is None:
+        files = (folder / name for name in _CAPTION_FILES)
+        captions = next((file for file in files if file.is_file()), None)
+    try:
+        if captions is None:
+            pictures = _captioned_beside(folder)
+        else:
+            pictures = list(_captioned_in_file(captions, folder))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise UserError(f"{flag}: cannot be read: {error}") from error
+    if not pictures:
+        raise UserError(
+            f"{flag}: contains no picture ({', '.join(_PICTURES)})",
+            "Give a folder of pictures, each with its caption in a .txt beside it; "
+            "or a file of captions alone.",
+        )
+    texts = ((picture.location, picture.caption) for picture in pictures)
+    check_texts(texts, model, flag=flag, noun="captions")
+    return pictures
+
+
+def _captioned_beside(folder: Path) -> list[Captioned]:
+    """Return the pictures of a folder and below it, each with the .txt file of its name."""
+    pictures = sorted(path for path in folder.rglob("*") if path.suffix.lower() in _PICTURES)
+    missing = [path.name for path in pictures if not path.with_suffix(".txt").is_file()]
+    if missing:
+        raise UserError(
+            f"--data {folder}: {len(missing)} of {len(pictures)} pictures have no caption, "
+            f"the first {missing[0]}",
+            "Put NAME.txt beside NAME.png, or give --captions FILE with file names and captions.",
+        )
+    captioned = []
+    for path in pictures:
+        text = path.with_suffix(".txt")
+        caption = text.read_text(encoding="utf-8-sig").strip()
+        captioned.append(Captioned(path, caption, text.name))
+    return captioned
+
+
+def _captioned_in_file(path: Path, folder: Path) -> Iterator[Captioned]:
+    flag = f"--captions {path}"
+    if not path.is_file():
+        raise UserError(f"{flag}: no such file")
+    for number, row in read_rows(path, path.suffix.lower(), flag):
+        place = f"{flag} line {number}"
+        named = row
+        if isinstance(row, str):
+            # A line of .txt as a row of the other file types.
+            named = dict(zip(("file", "caption"), row.split("\t", maxsplit=1), strict=False))
+        name = text_under(named, _NAME_KEYS)
+        caption = text_under(named, _CAPTION_KEYS)
+        if name is None or caption is None:
+            raise UserError(
+                f"{place}: has no picture and caption",
+                f"Name the picture under {', '.join(_NAME_KEYS)} "
+                f"and the caption under {', '.join(_CAPTION_KEYS)}.",
+            )
+        picture = folder / name.strip()
+        if not picture.resolve().is_relative_to(folder.resolve()):
+            raise UserError(f"{place}: {name} is outside {folder}", "Name pictures inside it.")
+        if not picture.is_file():
+            raise UserError(f"{place}: no such picture {picture.name}")
+        yield Captioned(picture, caption.strip(), f"{path.name} line {number}")
+
+
+# ---- The data
+
+
+@dataclass(frozen=True)
+class Data:
+    """A caption for each sequence, and its picture; without pictures the target samples them."""
+
+    captions: Sequence[str]
+    # Files, and whether the mirror image is meant.
+    pictures: Sequence[tuple[Path, bool]] | None = None
+
+    def sha256(self) -> str:
+        """Return a hash of captions and of the pictures' names and sizes.
+
+        Reading all pictures would take too long.
+        """
+        pictures = []
+        for path, mirrored in self.pictures or ():
+            pictures.append([path.name, path.stat().st_size, mirrored])
+        described = json.dumps([list(self.captions), pictures])
+        return hashlib.sha256(described.encode()).hexdigest()
+
+
+def _read_data(flags: DrafterFlags, model: Model) -> Data:
+    """Read `--data`: a folder holds pictures with captions, anything else names captions."""
+    source = flags.data
+    if Path(source).is_dir():
+        items = read_captioned(Path(source), flags.captions, model)
+        if flags.images is not None and flags.images > len(items):
+            raise UserError(f"--images {flags.images}: --data {source} holds {len(items)} pictures")
+        items = items[: flags.images]
+        captions = [item.caption for item in items]
+        pictures = [(item.path, False) for item in items]
+        if flags.mirror:
+            captions += captions
+            pictures += [(item.path, True) for item in items]
+        data = Data(captions, pictures)
+    elif flags.captions is not None or flags.mirror:
+        flag = "--mirror" if flags.captions is None else "--captions"
+        raise UserError(
+            f"{flag}: needs pictures, and --data {source} is not a folder", "Leave it out."
+        )
+    else:
+        prompts = load_prompts(source, model, "--data")
+        count = flags.images or len(prompts)
+        data = Data([prompts[number % len(prompts)].text for number in range(count)])
+    if len(data.captions) < 2:
+        raise UserError(
+            f"--data {source}: one picture is too few", "Give at least two; some are held out."
+        )
+    return data
+
+
+# ---- The job
 
 
 @dataclass(frozen=True)
@@ -88,6 +253,11 @@ def make_job(flags: DrafterFlags, drafters: Path) -> DrafterJob:
         model = model_of(flags.target)
     except UserError as error:
         raise UserError(error.message.replace("--model", "--target"), error.advice) from error
+    if flags.init not in ("random", "shipped") and not Path(flags.init).is_dir():
+        raise UserError(
+            f"--init {flags.init}: no such folder",
+            "Use random or shipped, or give a drafter's folder.",
+        )
 
     # Lossless speculative decoding with a static tree, and the model's guidance and filters.
     values = flags.model_dump(include={"cfg_scale", "temperature", "top_k", "tree"})
@@ -102,66 +272,18 @@ def make_job(flags: DrafterFlags, drafters: Path) -> DrafterJob:
 
     prompts: list[str] = []
     if flags.eval_prompts is not None:
-        prompts = _prompts(flags.eval_prompts, "--eval-prompts", model)
-    data = _data(flags, model)
+        evaluated = load_prompts(flags.eval_prompts, model, "--eval-prompts")
+        prompts = [prompt.text for prompt in evaluated]
     out = flags.out or drafters / Path(model.name).stem
-    job = DrafterJob(
+    return DrafterJob(
         flags=flags,
-        data=data,
+        data=_read_data(flags, model),
         recipe=recipe,
         decoding=decoding,
         prompts=prompts,
         out=out,
         work=flags.work or out / "work",
     )
-    if job.init_name == "folder" and not Path(flags.init).is_dir():
-        raise UserError(
-            f"--init {flags.init}: no such folder",
-            "Use random or shipped, or give a drafter's folder.",
-        )
-    return job
-
-
-def _data(flags: DrafterFlags, model: Model) -> Data:
-    """Read `--data`: a folder holds pictures with captions, anything else names captions."""
-    source = flags.data
-    if Path(source).is_dir():
-        data = _pictures(flags, model)
-    elif flags.captions is not None or flags.mirror:
-        flag = "--mirror" if flags.captions is None else "--captions"
-        raise UserError(
-            f"{flag}: needs pictures, and --data {source} is not a folder", "Leave it out."
-        )
-    else:
-        texts = _prompts(source, "--data", model)
-        count = flags.images or len(texts)
-        data = Data([texts[number % len(texts)] for number in range(count)])
-    if len(data.captions) < 2:
-        raise UserError(
-            f"--data {source}: one picture is too few", "Give at least two; some are held out."
-        )
-    return data
-
-
-def _pictures(flags: DrafterFlags, model: Model) -> Data:
-    """Read a folder of pictures with captions, followed by their mirror images with `--mirror`."""
-    items = read_captioned(Path(flags.data), flags.captions, model)
-    if flags.images is not None and flags.images > len(items):
-        raise UserError(f"--images {flags.images}: --data {flags.data} holds {len(items)} pictures")
-    captions: list[str] = []
-    pictures: list[tuple[Path, bool]] = []
-    for mirrored in (False, True) if flags.mirror else (False,):
-        for item in items[: flags.images]:
-            captions.append(item.caption)
-            pictures.append((item.path, mirrored))
-    return Data(captions, pictures)
-
-
-def _prompts(source: str, flag: str, model: Model) -> list[str]:
-    try:
-        return [prompt.text for prompt in load_prompts(source, model)]
-    except UserError as error:
-        raise UserError(error.message.replace("--prompts", flag), error.advice) from error
 
 
 def plan_rows(job: DrafterJob) -> list[tuple[str, str]]:
@@ -185,7 +307,7 @@ def plan_rows(job: DrafterJob) -> list[tuple[str, str]]:
         (f"pictures {source}", f"{total:,}{mirror}"),
         ("tokens", f"{total * image_tokens:,} ({image_tokens:,} a picture)"),
         ("held out", f"{job.held_out:,} of {total:,}"),
-        ("steps", f"{count} of {recipe.batch * recipe.accumulate} sequences"),
+        ("steps", f"{count} of {recipe.step_sequences} sequences"),
         ("epochs", epochs),
         (
             "evaluations",

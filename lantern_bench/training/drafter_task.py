@@ -94,6 +94,10 @@ class Sequences:
             dropped=dropped,
         )
 
+    def features_twice(self, rows: Sequence[int]) -> TargetFeatures:
+        """Return the features of the sequences with their conditions, then without."""
+        return self.features([*rows, *rows], torch.arange(2 * len(rows)) >= len(rows))
+
 
 def in_order(count: int, seed: int, *, drawn: int, wanted: int) -> list[int]:
     """Return the next numbers of an endless series of shuffled epochs over 0 to count - 1.
@@ -185,6 +189,7 @@ def drafter_like(drafter: EagleDrafter, dtype: torch.dtype, device: torch.device
 # ---- The task
 
 
+@dataclass(eq=False, kw_only=True)
 class DrafterTask(Task):
     """Train a drafter for a frozen target.
 
@@ -193,30 +198,21 @@ class DrafterTask(Task):
     """
 
     name = "drafter"
+    drafter: EagleDrafter
+    training: Sequences
+    held_out: Sequences
+    recipe: DrafterRecipe
+    decoding: Decoding
+    seed: int = 0
+    processes: Processes = SINGLE
+    drawn: int = 0  # sequences so far
 
-    def __init__(
-        self,
-        drafter: EagleDrafter,
-        *,
-        training: Sequences,
-        held_out: Sequences,
-        recipe: DrafterRecipe,
-        decoding: Decoding,
-        seed: int = 0,
-        processes: Processes = SINGLE,
-    ) -> None:
-        self.drafter = self.module = drafter
-        self._training = training
-        self._held_out = held_out
-        self._recipe = recipe
-        self._decoding = decoding
-        self._processes = processes
-        self._seed = seed
-        self._drawn = 0
+    def __post_init__(self) -> None:
+        self.module = self.drafter
 
     def loss(self, generator: torch.Generator) -> tuple[Tensor, Mapping[str, Tensor]]:
         """Return feature and distribution loss of the next batch."""
-        recipe = self._recipe
+        recipe = self.recipe
         target, seeds, dropped = self._draw(generator)
         count = self.drafter.config.image_tokens
         # The features that predict tokens 1 to N - 1 of the image.
@@ -252,11 +248,11 @@ class DrafterTask(Task):
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return how many sequences were drawn."""
-        return {"drawn": torch.tensor(self._drawn)}
+        return {"drawn": torch.tensor(self.drawn)}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Continue after the sequences that were drawn."""
-        self._drawn = int(state["drawn"])
+        self.drawn = int(state["drawn"])
 
     @torch.no_grad()
     def overlap(self, drafter: EagleDrafter) -> float:
@@ -267,26 +263,20 @@ class DrafterTask(Task):
         count = drafter.config.image_tokens
         dtype = drafter.fc.weight.dtype
         overlaps = list[Tensor]()
-        for batch in torch.arange(len(self._held_out.tokens)).split(8):
-            of_target = []
-            of_drafter = []
-            for dropped in (False, True):
-                rows = torch.full((len(batch),), dropped)
-                target = self._held_out.features(batch.tolist(), rows)
-                features = target.hidden.to(dtype)
-                (predicted,) = unroll(drafter, target, features, levels=1)
-                of_target.append(self._logits(features[:, 1 - count :]))
-                of_drafter.append(self._logits(predicted[:, -count:-1]))
-            p = self._probabilities(of_target)
-            q = self._probabilities(of_drafter)
+        for batch in torch.arange(len(self.held_out.tokens)).split(8):
+            target = self.held_out.features_twice(batch.tolist())
+            features = target.hidden.to(dtype)
+            (predicted,) = unroll(drafter, target, features, levels=1)
+            p = self._probabilities(features[:, 1 - count :])
+            q = self._probabilities(predicted[:, -count:-1])
             overlaps.append(torch.minimum(p, q).sum(-1).mean(-1))
         return float(torch.cat(overlaps).mean())
 
-    def _probabilities(self, logits: list[Tensor]) -> Tensor:
-        """Return what decoding samples from, given logits with and without condition."""
-        cond, uncond = logits
-        guided = guide(cond, uncond, self._decoding.cfg_scale)
-        return decoding_probabilities(guided, self._decoding)
+    def _probabilities(self, features: Tensor) -> Tensor:
+        """Return what decoding samples from, given features with and without condition."""
+        cond, uncond = self._logits(features).chunk(2)
+        guided = guide(cond, uncond, self.decoding.cfg_scale)
+        return decoding_probabilities(guided, self.decoding)
 
     def _draw(self, generator: torch.Generator) -> tuple[TargetFeatures, list[int], Tensor]:
         """Return this process's rows of the next batch.
@@ -295,34 +285,30 @@ class DrafterTask(Task):
         recipe is guided, the features have 2 B rows: first with condition, then without. `dropped`
         rows are then not guided.
         """
-        recipe = self._recipe
+        recipe = self.recipe
+        own = slice(self.processes.rank, None, self.processes.count)
         numbers = in_order(
-            len(self._training.tokens), self._seed, drawn=self._drawn, wanted=recipe.batch
-        )
-        self._drawn += recipe.batch
-        dropped = torch.rand(recipe.batch, generator=generator) < recipe.dropped
-        seeds = torch.randint(2**62, (recipe.batch,), generator=generator)
-
-        own = slice(self._processes.rank, None, self._processes.count)
-        numbers = numbers[own]
-        dropped = dropped[own]
+            len(self.training.tokens), self.seed, drawn=self.drawn, wanted=recipe.batch
+        )[own]
+        self.drawn += recipe.batch
+        dropped = (torch.rand(recipe.batch, generator=generator) < recipe.dropped)[own]
+        seeds = torch.randint(2**62, (recipe.batch,), generator=generator)[own]
         if recipe.guided:
-            twice = torch.arange(2 * len(numbers)) >= len(numbers)
-            target = self._training.features([*numbers, *numbers], twice)
+            target = self.training.features_twice(numbers)
         else:
-            target = self._training.features(numbers, dropped)
+            target = self.training.features(numbers, dropped)
         hidden = target.hidden.to(self.drafter.fc.weight.dtype)
-        return target._replace(hidden=hidden), seeds[own].tolist(), dropped
+        return target._replace(hidden=hidden), seeds.tolist(), dropped
 
     def _distribution(self, features: Tensor, dropped: Tensor) -> Tensor:
         """Return the logits [B, N - 1, V] that the loss compares, guided if the recipe is."""
-        if not self._recipe.guided:
+        if not self.recipe.guided:
             return self._logits(features)
         # If the head is linear, guiding its input guides its output at half the cost.
-        linear = self._training.target.linear_head
+        linear = self.training.target.linear_head
         cond, uncond = (features.float() if linear else self._logits(features)).chunk(2)
         alone = dropped.to(cond.device)[:, None, None]
-        guided = torch.where(alone, cond, guide(cond, uncond, self._decoding.cfg_scale))
+        guided = torch.where(alone, cond, guide(cond, uncond, self.decoding.cfg_scale))
         return self._logits(guided.to(features.dtype)) if linear else guided
 
     def _logits(self, features: Tensor) -> Tensor:
@@ -339,5 +325,5 @@ class DrafterTask(Task):
             generator = torch.Generator().manual_seed(seed)
             draws.append(torch.rand(hidden.shape[1:], generator=generator))
         noise = torch.stack(draws).to(hidden)
-        width = self._recipe.noise * (512 / hidden.shape[1])
+        width = self.recipe.noise * (512 / hidden.shape[1])
         return hidden + (2 * noise - 1) * width

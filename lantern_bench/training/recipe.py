@@ -138,13 +138,18 @@ class DrafterRecipe(Optimisation):
     guided: bool = False
     held_out: Annotated[float, Field(ge=0, lt=1)] = 0.05  # fraction of the data for evaluation
 
+    @property
+    def step_sequences(self) -> int:
+        """The number of sequences of one step."""
+        return self.batch * self.accumulate
+
     def total_steps(self, sequences: int) -> int:
         """Return the number of steps for a number of training sequences."""
         return self.steps or max(1, round(self.epochs * self.steps_per_epoch(sequences)))
 
     def steps_per_epoch(self, sequences: int) -> float:
         """Return the number of steps until every sequence was seen once."""
-        return sequences / (self.batch * self.accumulate)
+        return sequences / self.step_sequences
 
     def train_settings(self, sequences: int | None, **settings: Any) -> TrainSettings:
         """Return the settings of the training loop.
@@ -214,51 +219,42 @@ class DrafterFlags(StrictSettings):
     resume: bool = _flag("Continue from the checkpoint, or start again.", default=True)
 
 
-def read_recipe(source: str) -> DrafterRecipe:
-    """Return a recipe by name, or from a YAML file.
+def recipe_of(flags: DrafterFlags) -> DrafterRecipe:
+    """Return the recipe of `--recipe`, changed by `--set`, then by flags such as `--lr`.
 
-    The file has settings, and may have `base`, the name of the recipe whose settings it changes.
+    A YAML file of settings may have `base`, the name of the recipe whose settings it changes.
     """
-    if source in RECIPES:
-        return RECIPES[source]
-    names = ", ".join(RECIPES)
-    if not source.lower().endswith((".yaml", ".yml")):
-        raise UserError(
-            f"--recipe {source}: unknown recipe{did_you_mean(source, RECIPES)}",
-            f"The recipes are {names}; or give a YAML file.",
-        )
-    try:
-        file = read_source(
-            Path(source), f"The settings are {', '.join(DrafterRecipe.model_fields)}."
-        )
-    except UserError as error:
-        raise UserError(f"--recipe {error.message}", error.advice) from error
-    values = {str(key): value for key, value in file.data.items()}
-    base = values.pop("base", "published")
+    base = flags.recipe
+    values: dict[str, Any] = {}
+    places = {"base": "--recipe"}  # where a setting is written, for messages
+    if base.lower().endswith((".yaml", ".yml")):
+        advice = f"The settings are {', '.join(DrafterRecipe.model_fields)}."
+        try:
+            file = read_source(Path(base), advice)
+        except UserError as error:
+            raise UserError(f"--recipe {error.message}", error.advice) from error
+        values = {str(key): value for key, value in file.data.items()}
+        for key in values:
+            places[key] = f"--recipe {flags.recipe} line {file.line((key,))}: {key}"
+        base = str(values.pop("base", "published"))
     if base not in RECIPES:
         raise UserError(
-            f"--recipe {source}: base {base}: unknown recipe", f"The recipes are {names}."
+            f"{places['base']} {base}: unknown recipe{did_you_mean(base, RECIPES)}",
+            f"The recipes are {', '.join(RECIPES)}; or give a YAML file.",
         )
-
-    def place_of(key: str) -> str:
-        return f"--recipe {source} line {file.line((key,))}: {key}"
-
-    return checked(DrafterRecipe, RECIPES[base].model_dump() | values, place_of)
-
-
-def recipe_of(flags: DrafterFlags) -> DrafterRecipe:
-    """Return the recipe of `--recipe`, changed by `--set`, then by flags such as `--lr`."""
-    values: dict[str, Any] = {}
     for text in flags.set or ():
         key, equals, value = text.partition("=")
+        key = key.strip()
         if not equals:
             raise UserError(f"--set {text}: must be key=value", "For example --set noise=0.05.")
         try:
-            values[key.strip()] = yaml.safe_load(value)
+            values[key] = yaml.safe_load(value)
         except yaml.YAMLError as error:
             raise UserError(f"--set {text}: the value is not valid YAML") from error
-    settings = read_recipe(flags.recipe).model_dump() | values
-    recipe = checked(DrafterRecipe, settings, lambda key: f"--set {key}")
+        places[key] = f"--set {key}"
     names = {"steps", "epochs", "batch", "accumulate", "lr"}
     single = flags.model_dump(include=names, exclude_none=True)
-    return checked(DrafterRecipe, recipe.model_dump() | single)
+    for key in single:
+        places[key] = flag_of(key)
+    settings = RECIPES[base].model_dump() | values | single
+    return checked(DrafterRecipe, settings, lambda key: places.get(key, key))

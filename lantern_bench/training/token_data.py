@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from lantern_bench.config.plan import record_seed
 from lantern_bench.decoding.loop import Decoded, decode
 from lantern_bench.models.loaded_model import LoadedModel, VQPixels
 from lantern_bench.prompts.prompt import Prompt
+from lantern_bench.training.drafter_job import DrafterJob
 from lantern_bench.utils.errors import RefusedError, UserError
 from lantern_bench.utils.files import write_file
 from lantern_bench.utils.progress import Emit, ProgressEvent
@@ -32,60 +32,35 @@ from lantern_bench.utils.progress import Emit, ProgressEvent
 _BATCH = 32
 
 
-@dataclass(frozen=True)
-class Data:
-    """A caption for each sequence, and its picture; without pictures the target samples them."""
+def make_tokens(job: DrafterJob, model: LoadedModel, emit: Emit) -> Tensor:
+    """Encode the pictures of the data, or sample from the target: tokens int32 [n, N].
 
-    captions: Sequence[str]
-    # Files, and whether the mirror image is meant.
-    pictures: Sequence[tuple[Path, bool]] | None = None
-
-    def sha256(self) -> str:
-        """Return a hash of captions and of the pictures' names and sizes.
-
-        Reading all pictures would take too long.
-        """
-        pictures = []
-        for path, mirrored in self.pictures or ():
-            pictures.append([path.name, path.stat().st_size, mirrored])
-        described = json.dumps([list(self.captions), pictures])
-        return hashlib.sha256(described.encode()).hexdigest()
-
-
-def make_tokens(
-    data: Data,
-    model: LoadedModel,
-    decoding: Decoding,
-    *,
-    seed: int,
-    work: Path,
-    emit: Emit,
-) -> Tensor:
-    """Encode the pictures, or sample from the target: tokens int32 [n, N].
+    They are kept in the work folder, a file for each batch. Files that exist are not made again.
 
     Args:
-        data: Captions, with or without pictures.
+        job: The data, the work folder, and the settings and the seed of the samples.
         model: The target and its tokenizer.
-        decoding: Settings of the samples, a mode `ar`.
-        seed: Seed of the samples.
-        work: Folder of the tokens, a file for each batch. Files that exist are not made again.
         emit: Receives progress.
 
     Raises:
-        UserError: The model has no tokenizer, or a picture cannot be read.
+        UserError: The model has no tokenizer, or a picture cannot be read or has another size.
         RefusedError: A file of tokens is damaged.
     """
-    key: dict[str, Any] = {"data": data.sha256(), "grid": list(model.grid)}
+    captions = job.data.captions
+    for done, wanted in model.prepare(list(dict.fromkeys([*captions, *job.prompts]))):
+        emit(ProgressEvent("encoding captions", done / wanted))
+    key: dict[str, Any] = {"data": job.data.sha256(), "grid": list(model.grid)}
     reader: Any = model.pixels
-    pictures = data.pictures
+    pictures = job.data.pictures
+    decoding = job.decoding.autoregressive()
     if pictures is None:
         name = "samples"
         label = "sampling from the target"
-        captions = pd.Series(data.captions)
-        slots = list(zip(captions, captions.groupby(captions).cumcount(), strict=True))
+        texts = pd.Series(captions)
+        slots = list(zip(texts, texts.groupby(texts).cumcount(), strict=True))
         key |= {
             "weights": dict(model.weights),
-            "seed": seed,
+            "seed": job.flags.seed,
             "decoding": decoding.settings(),
             "dtype": str(getattr(model.target, "dtype", "")),
         }
@@ -102,21 +77,20 @@ def make_tokens(
 
     def make(rows: slice) -> Tensor:
         if pictures is None:
-            images = decode_slots(model, decoding, seed=seed, slots=slots[rows])
+            images = decode_slots(model, decoding, seed=job.flags.seed, slots=slots[rows])
             return torch.stack([image.tokens for image in images])
         pixels = [_read(path, reader.size, mirrored=mirrored) for path, mirrored in pictures[rows]]
         return reader.tokens(torch.from_numpy(np.stack(pixels))).int()
 
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
-    folder = work / f"{name}-{digest[:12]}"
+    folder = job.work / f"{name}-{digest[:12]}"
     manifest = json.dumps({"key": key}, indent=1, sort_keys=True)
     write_file(folder / "manifest.json", manifest.encode() + b"\n")
-    total = len(data.captions)
     batches = []
-    for number, start in enumerate(range(0, total, _BATCH)):
+    for number, start in enumerate(range(0, len(captions), _BATCH)):
         path = folder / f"{number:05d}.safetensors"
         if not path.is_file():
-            emit(ProgressEvent(label, start / total))
+            emit(ProgressEvent(label, start / len(captions)))
             made = make(slice(start, start + _BATCH))
             write_file(path, save({"tokens": made.cpu().contiguous()}))
         try:
@@ -127,7 +101,13 @@ def make_tokens(
                 f"Remove {folder}; the next training writes it again.",
             ) from error
     emit(ProgressEvent(label, 1.0))
-    return torch.cat(batches)
+    tokens = torch.cat(batches)
+    needed = model.target.image_tokens
+    if tokens.shape[1] != needed:
+        raise UserError(
+            f"--data: the pictures have {tokens.shape[1]} tokens, and the target {needed}"
+        )
+    return tokens
 
 
 def decode_slots(
@@ -163,6 +143,4 @@ def _read(path: Path, size: tuple[int, int], *, mirrored: bool) -> np.ndarray:
             f"--data: {path}: cannot be read as a picture: {error}",
             "Remove it, or save it again.",
         ) from error
-    if mirrored:
-        picture = ImageOps.mirror(picture)
-    return np.asarray(picture)
+    return np.asarray(ImageOps.mirror(picture) if mirrored else picture)

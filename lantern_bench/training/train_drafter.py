@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,9 +13,7 @@ import pandas as pd
 import torch
 import yaml
 from safetensors.torch import save
-from torch import Tensor
 
-from lantern_bench.config.decoding import Decoding
 from lantern_bench.models.checkpoints.drafter_files import (
     INPUT_TYPES,
     drafter_key_map,
@@ -41,7 +39,6 @@ from lantern_bench.utils.errors import RefusedError, UserError
 from lantern_bench.utils.files import write_file
 from lantern_bench.utils.progress import Emit, ProgressEvent, ignore_events
 
-_SAMPLING = ("temperature", "top_k", "top_p", "filter_order", "cfg_scale", "cfg_default")
 _HELD_OUT_SEQUENCES = 32
 _BATCH = 16
 
@@ -114,7 +111,7 @@ def train_drafter(
     captions = job.data.captions
     with processes.first_alone():
         # The other processes read what the first one wrote.
-        tokens = _tokens(job, model, emit=emit if processes.first else ignore_events)
+        tokens = make_tokens(job, model, emit if processes.first else ignore_events)
     generator = torch.Generator().manual_seed(job.flags.seed)
     order = torch.randperm(len(tokens), generator=generator).tolist()
     held_out = order[: job.held_out]
@@ -127,7 +124,7 @@ def train_drafter(
 
     # 2. The training.
     task = DrafterTask(
-        drafter,
+        drafter=drafter,
         training=sequences(order[job.held_out :]),
         held_out=sequences(held_out[:_HELD_OUT_SEQUENCES]),
         recipe=recipe,
@@ -145,7 +142,6 @@ def train_drafter(
         task=task,
         prompts=job.prompts or list(dict.fromkeys(captions[number] for number in held_out)),
         rows=read_log(job.out / "log.csv") if job.flags.resume and processes.first else [],
-        emit=emit,
         on_event=on_event,
     )
     report = train(
@@ -161,9 +157,11 @@ def train_drafter(
     # 3. The folder of the drafter, and the evaluation of what was written.
     write_drafter(drafter=drafter, folder=job.out, target=job.flags.target, weights=model.weights)
     written = load_drafter(job.out, target)
-    evaluated = [evaluation.at_end("trained", written)]
+    images = job.flags.final_images
+    evaluated = [evaluation.measure("trained", written, images, emit=emit)]
     if isinstance(model.drafter, EagleDrafter):
-        evaluated.append(evaluation.at_end("the model's own", model.drafter))
+        own = evaluation.measure("the model's own", model.drafter, images, emit=emit)
+        evaluated.append(own)
     _write_report(job, report, evaluated)
     return report, evaluated
 
@@ -186,28 +184,6 @@ def _initial_drafter(job: DrafterJob, model: LoadedModel, target: CachedTarget) 
     return drafter_like(drafter, torch.float32, target.device)
 
 
-def _tokens(job: DrafterJob, model: LoadedModel, *, emit: Emit) -> Tensor:
-    """Encode or sample the sequences: int32 [n, N]."""
-    texts = dict.fromkeys([*job.data.captions, *job.prompts])
-    for done, total in model.prepare(list(texts)):
-        emit(ProgressEvent("encoding captions", done / total))
-    sampling = {name: getattr(job.decoding, name) for name in _SAMPLING}
-    tokens = make_tokens(
-        data=job.data,
-        model=model,
-        decoding=Decoding(mode="ar", **sampling),
-        seed=job.flags.seed,
-        work=job.work,
-        emit=emit,
-    )
-    needed = model.target.image_tokens
-    if tokens.shape[1] != needed:
-        raise UserError(
-            f"--data: the pictures have {tokens.shape[1]} tokens, and the target {needed}"
-        )
-    return tokens
-
-
 # ---- Evaluation and log
 
 
@@ -219,8 +195,7 @@ class _Evaluation:
     model: LoadedModel
     task: DrafterTask
     prompts: Sequence[str]
-    rows: list[dict[str, Any]]  # of the log
-    emit: Emit
+    rows: list[dict[Any, Any]]  # of the log
     on_event: OnEvent
 
     def log(self, event: TrainEvent) -> None:
@@ -230,7 +205,7 @@ class _Evaluation:
         # Rows of this step and later belong to an interrupted training.
         self.rows[:] = [row for row in self.rows if row["step"] < event.step]
         last = self.rows[-1] if self.rows else {"step": 0, "seconds": 0.0}
-        sequences = job.recipe.batch * job.recipe.accumulate  # of a step
+        sequences = job.recipe.step_sequences
         tokens = (event.step - last["step"]) * sequences * self.model.target.image_tokens
         elapsed = event.seconds - last["seconds"]
         row: dict[str, Any] = {
@@ -247,57 +222,48 @@ class _Evaluation:
         if every and event.step // every != last["step"] // every:
             target = transformer_of(self.model)
             drafter = drafter_like(self.task.drafter, target.dtype, target.device).eval()
-            accepted = self._accepted(drafter, job.flags.eval_images, ignore_events)
-            row["one_minus_tv"] = self._overlap(self.task.drafter)
+            measured = self.measure(
+                "in training", drafter, job.flags.eval_images, emit=ignore_events
+            )
+            row["one_minus_tv"] = measured.one_minus_tv
             row["mal_images"] = job.flags.eval_images
-            if accepted is not None:
-                row["mal"] = accepted.value
-                event = replace(event, figures={**event.figures, "mal": accepted.value})
+            if measured.accepted is not None:
+                row["mal"] = measured.accepted.value
+                event = replace(event, figures={**event.figures, "mal": row["mal"]})
         self.rows.append(row)
         table = pd.DataFrame(self.rows, columns=COLUMNS)
         content = table.to_csv(index=False, float_format="%.6g")
         write_file(job.out / "log.csv", content.encode())
         self.on_event(event)
 
-    def at_end(self, name: str, drafter: EagleDrafter) -> Evaluated:
-        """Evaluate a drafter as it would be used."""
-
-        def show(done: float) -> None:
-            self.emit(ProgressEvent(f"decoding, drafter: {name}", done))
-
-        accepted = self._accepted(drafter, self.job.flags.final_images, show)
-        return Evaluated(name, self._overlap(drafter), accepted)
-
-    def _overlap(self, drafter: EagleDrafter) -> float:
-        with torch.compiler.set_stance("force_eager"):
-            return self.task.overlap(drafter)
-
-    def _accepted(
-        self, drafter: EagleDrafter, images: int, on_done: Callable[[float], None]
-    ) -> Observations | None:
-        """Decode images, repeating the prompts, and return their accepted lengths."""
-        if images == 0:
-            return None
+    def measure(self, name: str, drafter: EagleDrafter, images: int, emit: Emit) -> Evaluated:
+        """Evaluate a drafter as it would be used; the images repeat the prompts."""
         model = replace(self.model, drafter=drafter)
         count = len(self.prompts)
         slots = [(self.prompts[image % count], image // count) for image in range(images)]
-        accepted = Observations([], [], [prompt for prompt, _ in slots])
-        for start in range(0, images, _BATCH):
-            with torch.compiler.set_stance("force_eager"):
+        committed: list[list[int]] = []  # tokens of each step, by image
+        with torch.compiler.set_stance("force_eager"):
+            one_minus_tv = self.task.overlap(drafter)
+            for start in range(0, images, _BATCH):
                 decoded = decode_slots(
                     model,
                     self.job.decoding,
                     seed=self.job.flags.seed,
                     slots=slots[start : start + _BATCH],
                 )
-            for image in decoded:
-                accepted.numerator.append(float(sum(image.trace.committed)))
-                accepted.denominator.append(float(len(image.trace.committed)))
-            on_done(len(accepted.numerator) / images)
-        return accepted
+                committed += [image.trace.committed for image in decoded]
+                emit(ProgressEvent(f"decoding, drafter: {name}", len(committed) / images))
+        accepted = None
+        if images:
+            accepted = Observations(
+                numerator=[float(sum(steps)) for steps in committed],
+                denominator=[float(len(steps)) for steps in committed],
+                prompts=[prompt for prompt, _ in slots],
+            )
+        return Evaluated(name, one_minus_tv, accepted)
 
 
-def read_log(path: Path) -> list[dict[str, Any]]:
+def read_log(path: Path) -> list[dict[Any, Any]]:
     """Return the rows of the log of a training; none if there is no file."""
     if not path.is_file():
         return []
@@ -306,7 +272,7 @@ def read_log(path: Path) -> list[dict[str, Any]]:
         raise RefusedError(
             f"{path}: is not the log of a training", "Move it away, or give another folder (--out)."
         )
-    return [{str(name): value for name, value in row.items()} for row in table.to_dict("records")]
+    return table.to_dict("records")
 
 
 # ---- The exported folder

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -156,9 +157,7 @@ def train(
         run.seconds += now() - start
         done = run.fraction()
         if run.steps % settings.log_every == 0 or done >= 1.0:
-            means = {}
-            for name in since[0]:
-                means[name] = sum(figures[name] for figures in since) / len(since)
+            means = {name: fmean(figures[name] for figures in since) for name in since[0]}
             loss = means.pop("loss")
             run.losses.append((run.steps, loss))
             event = TrainEvent(
@@ -213,12 +212,11 @@ class _Run:
         self.processes = processes
         module = task.module.to(device).train()
         self.trained = [p for p in module.parameters() if p.requires_grad]
-        matrices = [p for p in self.trained if p.dim() >= 2]
-        others = [p for p in self.trained if p.dim() < 2]
+        decay = settings.weight_decay
         self.optimiser = torch.optim.AdamW(
             [
-                {"params": matrices, "weight_decay": settings.weight_decay},
-                {"params": others, "weight_decay": 0.0},
+                {"params": [p for p in self.trained if p.dim() >= 2], "weight_decay": decay},
+                {"params": [p for p in self.trained if p.dim() < 2], "weight_decay": 0.0},
             ],
             lr=settings.lr,
             betas=settings.betas,

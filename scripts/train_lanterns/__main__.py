@@ -21,7 +21,7 @@ from lantern_bench.cli.console import Console, Progress, show_events
 from lantern_bench.cli.options import DEVICE_HELP, FormatOption
 from lantern_bench.devices.compute import choose_compute
 from lantern_bench.metrics.extractors import EMBEDDED_FEATURES, find_extractor
-from lantern_bench.metrics.image_scorers import LOCAL_DIR, load_clip
+from lantern_bench.metrics.image_scorers import load_clip
 from lantern_bench.models.families.lanterns.description import FILES, WEIGHTS_FOLDER
 from lantern_bench.storage.run_directory import results_root
 from lantern_bench.training.recipe import checked, flag_of
@@ -173,7 +173,7 @@ def _evaluate(
 ) -> None:
     """Print one row per quality gate, with the 95% interval if the figure was sampled."""
     device = choose_compute(settings.device).device
-    clip = load_clip(f"{LOCAL_DIR}{folder / 'clip'}", device=device) if "clip" in parts else None
+    clip = load_clip(weights=folder / "clip", device=device) if "clip" in parts else None
     with console.progress() as progress:
         evaluation = Evaluation(
             folder=folder,

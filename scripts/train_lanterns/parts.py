@@ -430,7 +430,7 @@ def drafter_task(
         return Sequences(target, scenes.tokens[:count], condition)
 
     return DrafterTask(
-        drafter,
+        drafter=drafter,
         training=sequences_of(sequences, len(sequences.tokens)),
         held_out=sequences_of(held_out, 32),
         recipe=recipe,

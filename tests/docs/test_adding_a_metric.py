@@ -113,10 +113,10 @@ def test_a_metric_of_sets_is_measured_with_its_interval(monkeypatch: pytest.Monk
     monkeypatch.setitem(catalog.METRICS, "shift", row)
     monkeypatch.setattr(fidelity, "OF_SETS", (*catalog.OF_SETS, "shift"))
     features = torch.randn(40, 6, generator=torch.Generator().manual_seed(0))
-    columns, _, notes = measure_sets(FeatureSets(features + 1, FeatureSet.of(features)))
+    columns, _, notes = measure_sets([FeatureSets(features + 1, FeatureSet.of(features))])
     assert columns["shift"] == pytest.approx(6**0.5, rel=1e-5)
     assert columns["shift_low"] < columns["shift"] < columns["shift_high"]
-    few = measure_sets(FeatureSets(features[:9], FeatureSet.of(features)))
+    few = measure_sets([FeatureSets(features[:9], FeatureSet.of(features))])
     assert few.columns["shift"] is None
     assert any("shift needs 10 images; there are 9" in note for note in few.notes)
     assert not any("shift" in note for note in notes)

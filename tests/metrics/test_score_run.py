@@ -23,11 +23,11 @@ from lantern_bench.config.experiment import load_experiment
 from lantern_bench.config.plan import make_plan
 from lantern_bench.devices.compute import Compute
 from lantern_bench.methods.catalog import METRICS
-from lantern_bench.metrics import extractors, image_scorers, score_pictures, score_run
-from lantern_bench.metrics.extractors import Reference, read_picture
+from lantern_bench.metrics import extractors, image_scorers, score_run
+from lantern_bench.metrics.extractors import PictureReference, folder_reference, read_picture
 from lantern_bench.metrics.protocols import PROTOCOLS, Protocol
-from lantern_bench.metrics.score_pictures import Scorers
-from lantern_bench.metrics.score_tokens import score_tokens
+from lantern_bench.metrics.score_run import Scorers
+from lantern_bench.metrics.token_sums import finished_by_cell, score_tokens
 from lantern_bench.models import registry
 from lantern_bench.models.families.lanterns import modules as classifier
 from lantern_bench.models.families.lanterns.description import HELD_OUT
@@ -39,7 +39,7 @@ from lantern_bench.storage.run_store import RunStore
 from lantern_bench.storage.schema import TABLES
 from lantern_bench.sweeps.in_process import key_fields
 from lantern_bench.utils.errors import RefusedError
-from lantern_bench.utils.progress import Emit, ProgressEvent
+from lantern_bench.utils.progress import Emit, ProgressEvent, ignore_events
 from scripts.train_lanterns.part_tasks import CLIP_CONFIG, save_clip
 from scripts.train_lanterns.parts import write_weights
 from scripts.train_lanterns.scenes import render
@@ -58,7 +58,7 @@ def scorers(tmp_path_factory: pytest.TempPathFactory) -> Scorers:
         write_weights(AttributeClassifier().state_dict(), folder / "features.safetensors")
         save_clip(open_clip.CLIP(**CLIP_CONFIG["model_cfg"]), folder / "clip")
     path = folder / "features.safetensors"
-    scorer = image_scorers.load_clip(f"local-dir:{folder / 'clip'}")
+    scorer = image_scorers.load_clip(weights=folder / "clip")
     images = {
         "clip_score": scorer,
         "prompt_accuracy": image_scorers.PromptAccuracy(classifier.load_classifier(path)),
@@ -67,9 +67,16 @@ def scorers(tmp_path_factory: pytest.TempPathFactory) -> Scorers:
 
 
 @pytest.fixture(scope="module")
-def reference() -> Reference:
-    pictures = torch.from_numpy(render(HELD_OUT[:20], 8).transpose(0, 3, 1, 2).copy())
-    return Reference(pictures, "twenty scenes")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> PictureReference:
+    folder = tmp_path_factory.mktemp("twenty")
+    for number, pixels in enumerate(render(HELD_OUT[:20], 8)):
+        Image.fromarray(pixels).save(folder / f"{number:02d}.png")
+    return folder_reference(folder)._replace(label="twenty scenes")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LANTERN_BENCH_CACHE", str(tmp_path / "cache"))
 
 
 Run = tuple[Path, list[dict[str, Any]]]
@@ -105,13 +112,17 @@ def _record(key: str, cell: str, prompt: str, image: str, status: str = "ok") ->
     }
 
 
-def _score(run: Run, scorers: Scorers, reference: Reference | None = None) -> list[dict[str, Any]]:
+def _score(
+    run: Run, scorers: Scorers, reference: PictureReference | None = None
+) -> list[dict[str, Any]]:
     folder, records = run
-    return list(score_pictures.score_records(records, folder, scorers, reference=reference))
+    against = dataclasses.replace(scorers, reference=reference)
+    cells = finished_by_cell(records)
+    return list(score_run.score_pictures(cells, folder, against, emit=ignore_events))
 
 
 def test_a_row_for_each_picture_and_each_cell(
-    run: Run, scorers: Scorers, reference: Reference
+    run: Run, scorers: Scorers, reference: PictureReference
 ) -> None:
     rows = _score(run, scorers, reference)
     assert rows == _score(run, scorers, reference)
@@ -148,7 +159,7 @@ def test_image_rows_hold_each_scorers_answer(run: Run, scorers: Scorers) -> None
 
 
 def test_cell_rows_have_fidelity_extractor_and_reference(
-    run: Run, scorers: Scorers, reference: Reference
+    run: Run, scorers: Scorers, reference: PictureReference
 ) -> None:
     first, second = (row for row in _score(run, scorers, reference) if row["level"] == "cell")
     assert first["n"] == second["n"] == 6
@@ -164,7 +175,7 @@ def test_cell_rows_have_fidelity_extractor_and_reference(
 
 
 def test_sets_of_ar_images_give_ar_spread(
-    run: Run, scorers: Scorers, reference: Reference, monkeypatch: pytest.MonkeyPatch
+    run: Run, scorers: Scorers, reference: PictureReference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With fewest pictures of 6, so that six pictures a cell have every figure but FID."""
     for name in ("precision", "recall"):
@@ -188,7 +199,9 @@ def test_sets_of_ar_images_give_ar_spread(
     assert all(row["level"] != "ar_spread" for row in _score((folder, other), scorers, reference))
 
 
-def test_a_missing_picture_is_noted(run: Run, scorers: Scorers, reference: Reference) -> None:
+def test_a_missing_picture_is_noted(
+    run: Run, scorers: Scorers, reference: PictureReference
+) -> None:
     folder, records = run
     (folder / records[0]["image"]).unlink()
     rows = _score(run, scorers, reference)
@@ -208,7 +221,8 @@ def test_the_last_record_of_a_key_counts(run: Run) -> None:
 def test_scoring_reports_progress_by_cell(run: Run) -> None:
     events: list[object] = []
     folder, records = run
-    rows = score_pictures.score_records(records, folder, Scorers(NOTHING), emit=events.append)
+    cells = finished_by_cell(records)
+    rows = score_run.score_pictures(cells, folder, Scorers(NOTHING), emit=events.append)
     assert {row["level"] for row in rows} == {"image"}
     assert events == [ProgressEvent("scoring", 1, 2), ProgressEvent("scoring", 2, 2)]
     assert _score((folder, []), Scorers(NOTHING)) == []
@@ -226,9 +240,8 @@ cells:
 
 
 @pytest.fixture
-def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunStore:
+def store(tmp_path: Path) -> RunStore:
     """A real run's closed folder with five pictures in each of two cells."""
-    monkeypatch.setenv("LANTERN_BENCH_CACHE", str(tmp_path / "cache"))
     (tmp_path / "scored.yaml").write_text(EXPERIMENT)
     experiment = load_experiment(tmp_path / "scored.yaml", {"lanterns": {}})
     key = key_fields({}, experiment.settings, Compute(torch.device("cpu"), torch.float32))
@@ -241,13 +254,14 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunStore:
     return store
 
 
-def score_again(folder: Path, scorers: Scorers, reference: Reference) -> int:
+def score_again(folder: Path, scorers: Scorers, reference: PictureReference) -> int:
     with RunStore.to_score(folder) as store:
-        return score_run.score_cells(store, scorers, reference)
+        against = dataclasses.replace(scorers, reference=reference)
+        return score_run.score_cells(store, against, ignore_events)
 
 
 def test_other_scorer_or_reference_scores_again(
-    store: RunStore, scorers: Scorers, reference: Reference
+    store: RunStore, scorers: Scorers, reference: PictureReference
 ) -> None:
     assert score_again(store.folder, scorers, reference) == 12
     assert score_again(store.folder, scorers, reference) == 0
@@ -261,7 +275,7 @@ def test_other_scorer_or_reference_scores_again(
 def test_only_cells_with_new_images_are_scored_again(
     store: RunStore,
     scorers: Scorers,
-    reference: Reference,
+    reference: PictureReference,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     records = read_records(store.folder)

@@ -28,7 +28,7 @@ def exact(width: int = WIDTH) -> FeatureSet:
 def figures(
     names: Sequence[str], features: torch.Tensor, reference: FeatureSet
 ) -> dict[str, Figure]:
-    return figures_of(names, FeatureSets(features, reference))
+    return figures_of(names, [FeatureSets(features, reference)])
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_the_spread_of_ar_holds_other_seeds_and_not_another_distribution(
         sets = [prompts + draw(n, 100 * run + number, shift=0.0) for number in range(repeats + 1)]
         pool = figures(["fid"], torch.cat(sets), reference)
         rows = np.arange((repeats + 1) * n).reshape(-1, n)
-        (_, low, high) = ar_spread(pool, rows[:-1])["fid"]
+        (_, low, high) = ar_spread(pool, rows[:-1]).values()
         other_seed = pool["fid"](rows[-1])
         blurred = figures(["fid"], 0.8 * sets[-1], reference)["fid"](np.arange(n))
         within.append(low <= other_seed <= high)
@@ -117,7 +117,7 @@ def test_the_detectable_shift_leaves_the_spread_in_four_of_five_sets(repeats: in
         rows = np.arange((repeats + 1) * n).reshape(-1, n)
         centre, low, high = ar_spread(
             {"fid": lambda chosen, of=pictures: float(of[chosen].mean())}, rows[:-1]
-        )["fid"]
+        ).values()
         other = pictures[rows[-1]].mean()
         shifts = {"detectable": detectable(centre, low, high), "3": 3.0, "4": 4.0}
         for name, shift in shifts.items():

@@ -22,17 +22,17 @@ from lantern_bench.models.networks.conditions import Condition
 from lantern_bench.models.networks.eagle import untrained_drafter
 from lantern_bench.models.networks.target import CachedTarget, TransformerTarget, force_line_ends
 from lantern_bench.training import token_data
+from lantern_bench.training.drafter_job import Data, DrafterJob
 from lantern_bench.training.drafter_task import (
     DrafterTask,
     Sequences,
-    TargetFeatures,
     drafter_like,
     in_order,
     target_features,
     unroll,
 )
-from lantern_bench.training.recipe import RECIPES, DrafterRecipe
-from lantern_bench.training.token_data import Data, make_tokens
+from lantern_bench.training.recipe import RECIPES, DrafterFlags, DrafterRecipe
+from lantern_bench.training.token_data import make_tokens
 from lantern_bench.training.train_drafter import read_log, write_drafter
 from lantern_bench.training.trainer import SINGLE, Processes
 from lantern_bench.utils.errors import RefusedError
@@ -70,11 +70,6 @@ def task_of(
             decoding=DECODING,
             processes=processes,
         )
-
-
-def both(sequences: Sequences, count: int) -> TargetFeatures:
-    """Features of the first rows with their conditions, then without."""
-    return sequences.features([*range(count)] * 2, torch.arange(2 * count) >= count)
 
 
 @pytest.fixture(
@@ -163,7 +158,7 @@ def test_unrolled_levels_match_a_draft_tree(sequences: Sequences) -> None:
     condition = sequences.condition(range(3))
     tokens = sequences.tokens[:3].long()
     forced = teacher_forced(target, condition, tokens, guided=True)
-    features = both(sequences, 3)
+    features = sequences.features_twice(range(3))
     levels = unroll(drafter=drafter, target=features, features=features.hidden, levels=3)
     for root in (1, 4):
         session = drafter.session(3, guided=True, nodes=4)
@@ -210,7 +205,7 @@ def test_loss_weighs_the_total_variation_of_each_level() -> None:
     plain = RECIPE.model_copy(update={**nothing_else, "levels": 3, "level_decay": 0.5})
     task = task_of(sequences, recipe=plain)
     with torch.no_grad():
-        features = both(sequences, 4)
+        features = sequences.features_twice(range(4))
         first = features.hidden.shape[1] - sequences.target.image_tokens
 
         def distribution(features: Tensor) -> Tensor:
@@ -319,19 +314,21 @@ def test_token_files_continue_where_they_were_interrupted(
             raise KeyboardInterrupt
         calls.append(repeats)
         return [
-            SimpleNamespace(tokens=torch.full((3,), repeat, dtype=torch.int32))
+            SimpleNamespace(tokens=torch.full((16,), repeat, dtype=torch.int32))
             for repeat in repeats
         ]
 
     def make(seed: int = 0) -> Tensor:
-        return make_tokens(
+        job = DrafterJob(
+            flags=DrafterFlags(target="tiny", data="all", seed=seed),
             data=data,
-            model=model,
+            recipe=RECIPE,
             decoding=DECODING,
-            seed=seed,
+            prompts=[],
+            out=tmp_path,
             work=tmp_path,
-            emit=ignore_events,
         )
+        return make_tokens(job, model, ignore_events)
 
     monkeypatch.setattr(token_data, "_BATCH", 4)
     monkeypatch.setattr(token_data, "decode_slots", decoded)

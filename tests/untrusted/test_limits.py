@@ -24,12 +24,12 @@ from lantern_bench.models.families.word_model import _tokens_in
 from lantern_bench.models.load import load_models
 from lantern_bench.models.model_file import read_model_file
 from lantern_bench.prompts.prompt import Prompt
-from lantern_bench.prompts.prompt_files import read_captioned
 from lantern_bench.prompts.sets import load_prompts
 from lantern_bench.report.page import render
 from lantern_bench.storage.run_directory import load_runs
 from lantern_bench.storage.schema import write_csv
 from lantern_bench.sweeps.request import prepare
+from lantern_bench.training.drafter_job import read_captioned
 from lantern_bench.utils.errors import RefusedError, UserError
 from lantern_bench.utils.yaml_file import DEEPEST, MOST_CHARACTERS, read_source
 from tests.helpers import tiny_chameleon

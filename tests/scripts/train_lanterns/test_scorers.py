@@ -102,7 +102,7 @@ def test_clip_is_small_and_open_clip_loads_its_folder(pool: Pool, tmp_path: Path
     task.clip.eval()
     texts = task.clip.encode_text(part_tasks._caption_tokens(attributes))
     expected = torch.cosine_similarity(task.clip.encode_image(pixels), texts, dim=1).tolist()
-    score = load_clip(f"local-dir:{tmp_path / 'clip'}")
+    score = load_clip(weights=tmp_path / "clip")
     assert score(pool.pixels[:4], [item.caption() for item in attributes]) == pytest.approx(
         expected, abs=5e-3
     )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lantern_bench.prompts.prompt_files import read_captioned
+from lantern_bench.training.drafter_job import read_captioned
 from lantern_bench.utils.errors import UserError
 from tests.helpers.tiny_target import TinyModel, write_pictures
 
