@@ -71,8 +71,6 @@ class ExperimentReader:
         self.data = {str(key): value for key, value in source.data.items()}
         self.overrides = overrides
         self.problems = Problems(source.name)
-        for path in source.twice:
-            self._note(path, "is written twice")
         self.blocks = self._blocks("models")
         self.top = self._layer(
             block=self.data, path=(), parameters=_PARAMETERS, other_keys=(*ALLOWED, *_BLOCKS)

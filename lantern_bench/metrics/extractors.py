@@ -139,7 +139,7 @@ def read_picture(path: Path) -> Tensor:
 class FeatureSet:
     """Features of a set of pictures under one extractor, or only their mean and covariance."""
 
-    mean: NDArray[np.float64]  # [width]; nan without pictures
+    mean: NDArray[np.float64]  # [width]
     covariance: NDArray[np.float64]  # [width, width], unbiased; nan for fewer than two pictures
     n: int | None  # number of pictures; None if a file of statistics does not record it
     features: Tensor | None = None  # float32 [n, width]
@@ -149,13 +149,10 @@ class FeatureSet:
         """Return the set with these features, float32 [n, width]."""
         values = features.double().numpy()
         n, width = values.shape
-        mean = np.full(width, np.nan)
         covariance = np.full((width, width), np.nan)
-        if n > 0:
-            mean = values.mean(axis=0)
         if n > 1:
             covariance = np.atleast_2d(np.cov(values, rowvar=False))
-        return cls(mean, covariance, n, features=features)
+        return cls(values.mean(axis=0), covariance, n, features=features)
 
 
 @torch.inference_mode()

@@ -191,8 +191,6 @@ def read_model_file(path: Path) -> ModelFile | ExternalDrafter | PythonModel:
     elif "model" in source.data:
         kind = ExternalDrafter
     problems = Problems(str(path))
-    for key_path in source.twice:
-        problems.add(source.location(key_path), "is written twice")
     written = source.data.get("defaults") or {}
     defaults = _defaults(written, source, problems) if isinstance(written, Mapping) else written
     try:
@@ -208,7 +206,7 @@ def _defaults(written: Mapping[str, Any], source: Source, problems: Problems) ->
     """Return the decoding values that the model suggests, checked as in an experiment."""
     values: dict[str, Any] = {}
     for key, raw in written.items():
-        location = source.location(("defaults", key))
+        location = source.location(("defaults", str(key)))
         if key not in PARAMETERS or key == "mode":
             problems.add(location, f"unknown value{did_you_mean(key, PARAMETERS)}")
             continue

@@ -17,11 +17,16 @@ from lantern_bench.models.loaded_model import LoadedModel, transformer_of
 from lantern_bench.models.model import Model
 from lantern_bench.models.registry import model_of
 from lantern_bench.prompts.prompt import PromptedModel
-from lantern_bench.prompts.sets import check_texts, load_prompts, read_rows, text_under
+from lantern_bench.prompts.sets import (
+    SUFFIXES,
+    check_texts,
+    load_prompts,
+    read_rows,
+    text_under,
+)
 from lantern_bench.training.recipe import (
     DrafterFlags,
     DrafterRecipe,
-    Optimisation,
     TrainSettings,
     flag_of,
     recipe_of,
@@ -31,17 +36,8 @@ from lantern_bench.utils.errors import UserError
 # ---- Pictures with captions in a folder
 
 _PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
-# A caption file of a folder; in .txt a tab separates the name and the caption.
-_CAPTION_FILES = (
-    "captions.jsonl",
-    "captions.csv",
-    "captions.tsv",
-    "captions.txt",
-    "metadata.jsonl",
-    "metadata.csv",
-    "metadata.tsv",
-    "metadata.txt",
-)
+# The names of a caption file of a folder; in .txt a tab separates the name and the caption.
+_CAPTION_FILES = ("captions", "metadata")
 _NAME_KEYS = ("file_name", "file", "image", "path")
 _CAPTION_KEYS = ("caption", "prompt", "text")
 
@@ -71,8 +67,8 @@ def read_captioned(folder: Path, captions: Path | None, model: PromptedModel) ->
     """
     flag = f"--data {folder}"
     if captions is None:
-        files = (folder / name for name in _CAPTION_FILES)
-        captions = next((file for file in files if file.is_file()), None)
+        files = sorted(file for file in folder.glob("*.*") if file.stem in _CAPTION_FILES)
+        captions = next((file for file in files if file.suffix in SUFFIXES), None)
     try:
         if captions is None:
             pictures = _captioned_beside(folder)
@@ -224,12 +220,11 @@ class DrafterJob:
 
     def settings(self, model: LoadedModel) -> TrainSettings:
         """Return the settings of the training loop for the loaded target."""
-        own = self.recipe.model_dump(mode="json", exclude=set(Optimisation.model_fields))
         depends_on = {
             "target weights": model.weights.get("target", ""),
             "data": self.data.sha256()[:16],
             "init": self.init_name,
-            **own,
+            **self.recipe.model_dump(mode="json"),
         }
         settings = self.flags.model_dump(include={"minutes", "seed", "resume"})
         if self.flags.minutes is not None and self.recipe.steps is None:

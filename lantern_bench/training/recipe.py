@@ -76,7 +76,7 @@ class TrainSettings(Optimisation):
     def described(self) -> dict[str, Any]:
         """Return what a checkpoint must agree on to be continued, as plain data without paths."""
         shared = self.model_dump(mode="json", exclude={"checkpoint", "resume", "depends_on"})
-        return shared | dict(self.depends_on)
+        return {**self.depends_on, **shared}
 
 
 def flag_of(key: str) -> str:
@@ -172,10 +172,6 @@ RECIPES = {
 }
 
 
-def _flag(title: str, default: Any = None, **limits: Any) -> Any:
-    return Field(default, title=title, **limits)
-
-
 class DrafterFlags(StrictSettings):
     """The flags of `train drafter`; the title of a field is its help.
 
@@ -184,39 +180,65 @@ class DrafterFlags(StrictSettings):
 
     target: str
     data: str
-    captions: Path | None = _flag("File names and captions (.jsonl, .csv, .tsv, .txt).")
-    images: int | None = _flag(
-        "Pictures of a folder, or to sample. Default: all; one per caption.", gt=0, le=10**6
+    captions: Annotated[
+        Path | None, Field(title="File names and captions (.jsonl, .csv, .tsv, .txt).")
+    ] = None
+    images: Annotated[
+        int | None,
+        Field(
+            gt=0,
+            le=10**6,
+            title="Pictures of a folder, or to sample. Default: all; one per caption.",
+        ),
+    ] = None
+    mirror: Annotated[bool, Field(title="Train on the pictures' mirror images as well.")] = False
+    recipe: Annotated[str, Field(title="published, lanterns, or a YAML file of settings.")] = (
+        "published"
     )
-    mirror: bool = _flag("Train on the pictures' mirror images as well.", default=False)
-    recipe: str = _flag("published, lanterns, or a YAML file of settings.", default="published")
-    set: list[str] | None = _flag("key=value: a setting of the recipe.")
-    steps: int | None = _flag("Steps. Default: the recipe's epochs.")
-    epochs: float | None = _flag("How often each picture is seen.")
-    minutes: float | None = _flag("Minutes of training instead.", gt=0)
-    batch: int | None = _flag("Sequences per batch.")
-    accumulate: int | None = _flag("Batches per step.")
-    lr: float | None = _flag("Learning rate.")
-    init: str = _flag(
-        "random; shipped, the model's own drafter; or a drafter's folder.", default="random"
+    set: Annotated[list[str] | None, Field(title="key=value: a setting of the recipe.")] = None
+    steps: Annotated[int | None, Field(title="Steps. Default: the recipe's epochs.")] = None
+    epochs: Annotated[float | None, Field(title="How often each picture is seen.")] = None
+    minutes: Annotated[float | None, Field(gt=0, title="Minutes of training instead.")] = None
+    batch: Annotated[int | None, Field(title="Sequences per batch.")] = None
+    accumulate: Annotated[int | None, Field(title="Batches per step.")] = None
+    lr: Annotated[float | None, Field(title="Learning rate.")] = None
+    init: Annotated[
+        str, Field(title="random; shipped, the model's own drafter; or a drafter's folder.")
+    ] = "random"
+    out: Annotated[
+        Path | None, Field(title="Folder of the drafter. Default: results/drafters/TARGET.")
+    ] = None
+    work: Annotated[
+        Path | None, Field(title="Folder of tokens and checkpoint. Default: OUT/work.")
+    ] = None
+    tree: Annotated[str, Field(title=f"Tree of the evaluation: {', '.join(STATIC_TREES)}.")] = (
+        "eagle1-25"
     )
-    out: Path | None = _flag("Folder of the drafter. Default: results/drafters/TARGET.")
-    work: Path | None = _flag("Folder of tokens and checkpoint. Default: OUT/work.")
-    tree: str = _flag(f"Tree of the evaluation: {', '.join(STATIC_TREES)}.", default="eagle1-25")
-    cfg_scale: float | None = _flag("Guidance of sampling and evaluation. Default: the model's.")
-    temperature: float = _flag("Temperature of sampling and evaluation.", default=1.0)
-    top_k: int | None = _flag("Top-k of sampling and evaluation. Default: the model's.")
-    eval_prompts: str | None = _flag(
-        "Prompts of the evaluation, as for --data. Default: the held-out captions."
+    cfg_scale: Annotated[
+        float | None, Field(title="Guidance of sampling and evaluation. Default: the model's.")
+    ] = None
+    temperature: Annotated[float, Field(title="Temperature of sampling and evaluation.")] = 1.0
+    top_k: Annotated[
+        int | None, Field(title="Top-k of sampling and evaluation. Default: the model's.")
+    ] = None
+    eval_prompts: Annotated[
+        str | None,
+        Field(title="Prompts of the evaluation, as for --data. Default: the held-out captions."),
+    ] = None
+    eval_every: Annotated[
+        int, Field(ge=0, title="Steps between evaluations; 0 for the end only.")
+    ] = 500
+    eval_images: Annotated[int, Field(ge=0, title="Images of each evaluation.")] = 8
+    final_images: Annotated[
+        int, Field(ge=0, title="Images of the last evaluation, of both drafters.")
+    ] = 32
+    seed: Annotated[int, Field(ge=0, lt=2**63, title="Seed of everything random.")] = 0
+    device: Annotated[Device, Field(title="auto, cpu, mps, cuda or cuda:N.")] = "auto"
+    dtype: Annotated[DType, Field(title="Of the target: auto, float32, bfloat16 or float16.")] = (
+        "auto"
     )
-    eval_every: int = _flag("Steps between evaluations; 0 for the end only.", default=500, ge=0)
-    eval_images: int = _flag("Images of each evaluation.", default=8, ge=0)
-    final_images: int = _flag("Images of the last evaluation, of both drafters.", default=32, ge=0)
-    seed: int = _flag("Seed of everything random.", default=0, ge=0, lt=2**63)
-    device: Device = _flag("auto, cpu, mps, cuda or cuda:N.", default="auto")
-    dtype: DType = _flag("Of the target: auto, float32, bfloat16 or float16.", default="auto")
-    compile: bool = _flag("Compile the training step; for long trainings.", default=False)
-    resume: bool = _flag("Continue from the checkpoint, or start again.", default=True)
+    compile: Annotated[bool, Field(title="Compile the training step; for long trainings.")] = False
+    resume: Annotated[bool, Field(title="Continue from the checkpoint, or start again.")] = True
 
 
 def recipe_of(flags: DrafterFlags) -> DrafterRecipe:
@@ -235,7 +257,7 @@ def recipe_of(flags: DrafterFlags) -> DrafterRecipe:
             raise UserError(f"--recipe {error.message}", error.advice) from error
         values = {str(key): value for key, value in file.data.items()}
         for key in values:
-            places[key] = f"--recipe {flags.recipe} line {file.line((key,))}: {key}"
+            places[key] = f"--recipe {base} line {file.lines[key,]}: {key}"
         base = str(values.pop("base", "published"))
     if base not in RECIPES:
         raise UserError(

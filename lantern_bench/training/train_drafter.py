@@ -43,8 +43,18 @@ _HELD_OUT_SEQUENCES = 32
 _BATCH = 16
 
 COLUMNS = (
-    *("step", "epoch", "seconds", "loss", "feature_loss", "soft_loss", "train_one_minus_tv"),
-    *("lr", "tokens_per_s", "one_minus_tv", "mal", "mal_images"),
+    "step",
+    "epoch",
+    "seconds",
+    "loss",
+    "feature_loss",
+    "soft_loss",
+    "train_one_minus_tv",
+    "lr",
+    "tokens_per_s",
+    "one_minus_tv",
+    "mal",
+    "mal_images",
 )
 """The columns of `log.csv`; figures that were not measured at a step are empty."""
 
@@ -205,12 +215,12 @@ class _Evaluation:
         # Rows of this step and later belong to an interrupted training.
         self.rows[:] = [row for row in self.rows if row["step"] < event.step]
         last = self.rows[-1] if self.rows else {"step": 0, "seconds": 0.0}
-        sequences = job.recipe.step_sequences
-        tokens = (event.step - last["step"]) * sequences * self.model.target.image_tokens
+        sequences = (event.step - last["step"]) * job.recipe.step_sequences
+        tokens = sequences * self.model.target.image_tokens
         elapsed = event.seconds - last["seconds"]
         row: dict[str, Any] = {
             "step": event.step,
-            "epoch": event.step * sequences / job.sequences,
+            "epoch": event.step / job.recipe.steps_per_epoch(job.sequences),
             "seconds": event.seconds,
             "loss": event.loss,
             "feature_loss": event.figures["feature"],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, get_args
@@ -37,26 +37,34 @@ class Source:
     name: str  # for messages
     folder: Path  # relative paths in the file, such as `@tree.yaml`, start here
     data: dict[Any, Any]
-    lines: Mapping[KeyPath, int] = field(default_factory=dict)  # line of each value, from 1
-    twice: tuple[KeyPath, ...] = ()  # keys that are written twice
-
-    def line(self, path: KeyPath) -> int | None:
-        """Return the line, from 1, of the value at `path` or of the innermost value around it."""
-        while path and path not in self.lines:
-            path = path[:-1]
-        return self.lines[path] if path else None
+    lines: dict[KeyPath, int] = field(default_factory=dict)  # line of each value, from 1
 
     def location(self, path: KeyPath) -> Location:
-        """Return the location of a value: its key, such as `cells[0].mode`, and its line."""
-        text = ""
-        for key in path:
-            if isinstance(key, int):
-                text += f"[{key}]"
-            elif text:
-                text += f".{key}"
-            else:
-                text = key
-        return Location(text, self.line(path))
+        """Return the location of a value: its key, such as `cells[0].mode`, and its line.
+
+        Without a line of its own, it has the line of the innermost value around it.
+        """
+        keys = [f"[{key}]" if isinstance(key, int) else f".{key}" for key in path]
+        around = path
+        while around and around not in self.lines:
+            around = around[:-1]
+        return Location("".join(keys).removeprefix("."), self.lines.get(around))
+
+    def note_lines(self, node: yaml.Node, path: KeyPath = ()) -> None:
+        """Note the line of every value below a node; raises `UserError` for a repeated key."""
+        if isinstance(node, yaml.SequenceNode):
+            for index, item in enumerate(node.value):
+                self.lines[*path, index] = item.start_mark.line + 1
+                self.note_lines(item, (*path, index))
+        elif isinstance(node, yaml.MappingNode):
+            for key, value in node.value:
+                inner = (*path, str(key.value))
+                line = key.start_mark.line + 1
+                if inner in self.lines:
+                    text = self.location(inner).text
+                    raise UserError(f"{self.name} line {line}: {text}: is written twice")
+                self.lines[inner] = line
+                self.note_lines(value, inner)
 
 
 def read_source(
@@ -65,7 +73,7 @@ def read_source(
     """Read a YAML file that holds a mapping.
 
     `beginning` is the advice for an empty file. Raises `UserError`, with line and column where
-    they are known, if the file cannot be read or is not a mapping.
+    they are known, if the file cannot be read, is not a mapping, or has a key twice.
     """
     try:
         with path.open(encoding="utf-8") as file:
@@ -80,10 +88,9 @@ def read_source(
     if not isinstance(data, dict):
         kind = "a list" if isinstance(data, list) else f"'{data}'"
         raise UserError(f"{path}: must be a mapping of keys to values, not {kind}")
-    lines: dict[KeyPath, int] = {}
-    twice: list[KeyPath] = []
-    _note_lines(node=node, path=(), lines=lines, twice=twice)
-    return Source(name=str(path), folder=path.parent, data=data, lines=lines, twice=tuple(twice))
+    source = Source(name=str(path), folder=path.parent, data=data)
+    source.note_lines(node)
+    return source
 
 
 def load_yaml(text: str, name: str) -> tuple[Any, yaml.Node | None]:
@@ -133,23 +140,6 @@ class _Loader(yaml.SafeLoader):
         return node
 
 
-def _note_lines(
-    node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int], twice: list[KeyPath]
-) -> None:
-    """Add the line of every value below a node to `lines`, and repeated keys to `twice`."""
-    lines.setdefault(path, node.start_mark.line + 1)
-    if isinstance(node, yaml.SequenceNode):
-        for index, item in enumerate(node.value):
-            _note_lines(node=item, path=(*path, index), lines=lines, twice=twice)
-    elif isinstance(node, yaml.MappingNode):
-        for key, value in node.value:
-            inner = (*path, str(key.value))
-            if inner in lines:
-                twice.append(inner)
-            _note_lines(node=value, path=inner, lines=lines, twice=twice)
-            lines[inner] = key.start_mark.line + 1
-
-
 @dataclass
 class Problems:
     """The problems of one file."""
@@ -175,22 +165,21 @@ class Problems:
 
     def raise_all(self) -> None:
         """Raise one `UserError` that lists all problems, if any, by line and with flags last."""
-        if not self.entries:
-            return
-        in_order = sorted(
-            self.entries, key=lambda entry: (entry[1].startswith("--"), entry[0].line or 0)
-        )
-        lines = [
-            f"line {location.line}: {text}" if location.line else text
-            for location, text in in_order
-        ]
+        lines = []
+        for location, text in sorted(self.entries, key=_order):
+            lines.append(f"line {location.line}: {text}" if location.line else text)
         if len(lines) > 1:
             raise UserError(f"{self.name}: {len(lines)} problems\n  " + "\n  ".join(lines))
-        text = lines[0]
-        if text.startswith("--"):
-            raise UserError(text)
-        separator = " " if text.startswith("line ") else ": "
-        raise UserError(f"{self.name}{separator}{text}")
+        for text in lines:
+            if text.startswith("--"):
+                raise UserError(text)
+            separator = " " if text.startswith("line ") else ": "
+            raise UserError(f"{self.name}{separator}{text}")
+
+
+def _order(entry: tuple[Location, str]) -> tuple[bool, int]:
+    location, text = entry
+    return text.startswith("--"), location.line or 0
 
 
 def show(value: object) -> str:
@@ -225,58 +214,55 @@ def problems_of(
         model: The class that the file was validated as.
     """
     for item in error.errors(include_url=False):
-        path, about, inside, keys = _field_of(item["loc"], model)
-        value = _value_at(source.data, path)
+        path, fields, field = _field_of(item["loc"], model)
+        about = (field and field.description) or ""
         kind = item["type"]
-        allowed = item["ctx"]["expected"] if kind == "literal_error" else ""
-        words = re.findall(r"'([^']*)'", allowed)
+        context = item.get("ctx", {})
+        words = re.findall(r"'([^']*)'", str(context.get("expected", "")))
+        value = item["input"]
+        inside = None if field is None else _model_in(field.annotation)
         if kind in ("extra_forbidden", "invalid_key"):
-            text = f"unknown key{did_you_mean(path[-1], keys)} (the keys are {', '.join(keys)})"
+            text = f"unknown key{did_you_mean(path[-1], fields)} (the keys are {', '.join(fields)})"
             value = None
         elif kind == "missing":
             text = f"missing; {about}"
+            value = None
         elif kind in _LIMITS:
-            value = item["input"]
-            [limit] = item["ctx"].values()
+            [limit] = context.values()
             text = f"must be {_LIMITS[kind]} {limit:,}"
         elif about.startswith("must"):
-            value = item["input"]
             text = about + did_you_mean(value, words)
         elif words:
             text = f"must be one of {', '.join(words)}{did_you_mean(value, words)}"
-        elif kind in ("model_type", "model_attributes_type") and inside is not None:
+        elif kind == "model_type" and inside is not None:
             text = f"must be a mapping with {', '.join(_fields(inside))}"
         else:
             # Pydantic writes "Input should be greater than 0".
-            message = item["msg"].replace("Input should", "must")
-            said = item.get("ctx", {}).get("error") or message
-            text = _SENTENCES.get(kind, str(said))
-        yield Location(".".join(map(str, path)), source.line(path)), text, value
+            message = context.get("error", item["msg"].replace("Input should", "must"))
+            text = _SENTENCES.get(kind, str(message))
+            value = _value_at(source.data, path)  # as written: validators resolve paths
+        yield source.location(path), text, value
 
 
 def _field_of(
     keys: KeyPath, model: type[BaseModel]
-) -> tuple[KeyPath, str, type[BaseModel] | None, list[str]]:
+) -> tuple[KeyPath, dict[str, FieldInfo], FieldInfo | None]:
     """Follow a path while it names fields: an error inside a field belongs to the field.
 
-    Returns the path of the field, its description, the class of its value if that is a model, and
-    the keys beside it.
+    Returns the path of the field, the fields beside it, and the field, None for an unknown key.
     """
     path: KeyPath = ()
-    about = ""
+    fields: dict[str, FieldInfo] = {}
+    field = None
     inside: type[BaseModel] | None = model
-    siblings: list[str] = []
     for key in keys:
         if inside is None:
             break
         path = (*path, key)
         fields = _fields(inside)
-        siblings = list(fields)
-        if key not in fields:
-            break
-        about = fields[key].description or ""
-        inside = _model_in(fields[key].annotation)
-    return path, about, inside, siblings
+        field = fields.get(str(key))
+        inside = None if field is None else _model_in(field.annotation)
+    return path, fields, field
 
 
 def _fields(model: type[BaseModel]) -> dict[str, FieldInfo]:

@@ -105,7 +105,10 @@ defaults: {cfg_scale: -1, tre: small-7}
         ("family: [", "not valid YAML"),
         ("", "the file is empty"),
         (WHOLE + "grid: [4, 6]", "line 11: grid: is written twice"),
-        (WHOLE + "tokenizer: null\nname: 3", "name 3: must be text"),
+        (
+            "family: llamagen-c2i\ntarget: {checkpoint: weights/target.pt}\nname: 3",
+            "name 3: must be text",
+        ),
         (
             WHOLE + "neighbours: {table: drafter}",
             "neighbours.table drafter: must be an existing file",
