@@ -9,38 +9,25 @@ import json
 import re
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from lantern_bench.config.experiment import KEYS_WITHOUT_EFFECT
-from lantern_bench.storage.records import line_of
+from lantern_bench.storage.records import line_of, rows_of
 from lantern_bench.storage.run_directory import (
     MANIFEST,
     RECORDS,
     SCORES,
-    read_manifest,
-    read_records,
-    read_scores,
+    RunData,
+    manifest_bytes,
+    read_run,
 )
 from lantern_bench.storage.schema import Row
 from lantern_bench.utils.errors import RefusedError, UserError
 from lantern_bench.utils.files import write_atomically
 
 _SHOWN = 300  # characters of a setting that an error message shows
-
-
-@dataclass(frozen=True)
-class _Shard:
-    folder: Path
-    manifest: dict[str, Any]
-    records: list[Row]
-    index: int  # from 1
-    count: int
-
-    @property
-    def name(self) -> str:
-        return f"shard {self.index}/{self.count}"
 
 
 def merge_runs(folders: Sequence[Path], out: Path | None = None) -> Path:
@@ -57,7 +44,7 @@ def merge_runs(folders: Sequence[Path], out: Path | None = None) -> Path:
         UserError: A folder is not a shard, or `out` exists.
         RefusedError: Shards or images are missing, overlap or belong to different runs.
     """
-    shards = sorted(map(_read, folders), key=lambda shard: shard.index)
+    shards = sorted(map(_read, folders), key=_index)
     _check_division(shards)
     for shard in shards:
         _check_complete(shard)
@@ -73,55 +60,52 @@ def merge_runs(folders: Sequence[Path], out: Path | None = None) -> Path:
     return folder
 
 
-def _read(folder: Path) -> _Shard:
-    manifest = read_manifest(folder)
-    shard = manifest.get("shard")
-    if not shard:
+def _read(folder: Path) -> RunData:
+    shard = read_run(folder)
+    if not shard.manifest.get("shard"):
         raise UserError(
             f"{folder} is not a shard of a run", "`lantern-bench sweep --shard i/n` makes one."
         )
-    return _Shard(
-        folder=folder,
-        manifest=manifest,
-        records=read_records(folder),
-        index=shard["index"],
-        count=shard["count"],
-    )
+    return shard
+
+
+def _index(shard: RunData) -> int:
+    """Return the number of a shard, from 1."""
+    index: int = shard.manifest["shard"]["index"]
+    return index
 
 
 # ---- Checks
 
 
-def _check_division(shards: Sequence[_Shard]) -> None:
+def _check_division(shards: Sequence[RunData]) -> None:
     """Raise `RefusedError` unless these are the shards of one run, each once."""
     first = shards[0]
-    folders: dict[int, Path] = {}
-    for shard in shards:
-        if shard.count != first.count:
+    count = first.manifest["shard"]["count"]
+    for before, shard in pairwise(shards):
+        other_count = shard.manifest["shard"]["count"]
+        if other_count != count:
             raise RefusedError(
-                f"{first.folder} is a shard of {first.count}, {shard.folder} of {shard.count}",
+                f"{first.folder} is a shard of {count}, {shard.folder} of {other_count}",
                 "Give the shards of one division.",
             )
-        if shard.index in folders:
+        if _index(shard) == _index(before):
             raise RefusedError(
-                f"{shard.name} is given twice: {folders[shard.index]} and {shard.folder}",
+                f"shard {_index(shard)}/{count} is given twice: {before.folder} and {shard.folder}",
                 "Leave one of them out.",
             )
-        folders[shard.index] = shard.folder
         _check_settings(first, shard)
-    indices = range(1, first.count + 1)
-    missing = [f"{index}/{first.count}" for index in indices if index not in folders]
+    missing = sorted({*range(1, count + 1)} - {*map(_index, shards)})
     if missing:
-        raise RefusedError(
-            f"shards are missing: {', '.join(missing)}", "Give all shards of the run."
-        )
+        names = ", ".join(f"{index}/{count}" for index in missing)
+        raise RefusedError(f"shards are missing: {names}", "Give all shards of the run.")
 
 
-def _check_settings(first: _Shard, other: _Shard) -> None:
+def _check_settings(first: RunData, other: RunData) -> None:
     """Raise `RefusedError` for shards of different runs."""
     ours = _settings(first.manifest)
     theirs = _settings(other.manifest)
-    for name in dict.fromkeys([*ours, *theirs]):
+    for name in ours | theirs:
         if ours.get(name) == theirs.get(name):
             continue
         a = json.dumps(ours.get(name), sort_keys=True)
@@ -148,59 +132,58 @@ def _settings(manifest: Mapping[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def _check_complete(shard: _Shard) -> None:
+def _check_complete(shard: RunData) -> None:
     """Raise `RefusedError` for missing images or pictures."""
-    images = shard.manifest["shard"]["images"]
+    part = shard.manifest["shard"]
+    images = part["images"]
     if len(shard.records) != images:
         raise RefusedError(
-            f"{shard.name} has {len(shard.records)} of {images} images: {shard.folder}",
+            f"shard {part['index']}/{part['count']} has {len(shard.records)} of {images} images: "
+            f"{shard.folder}",
             "Continue it with the command that started it.",
         )
-    for row in shard.records:
-        if row["image"] and not (shard.folder / row["image"]).is_file():
+    for image in shard.records["image"].dropna():
+        if not (shard.folder / image).is_file():
             raise RefusedError(
-                f"{shard.folder}: the picture {row['image']} is missing",
+                f"{shard.folder}: the picture {image} is missing",
                 "Restore it, or repair the run.",
             )
 
 
-def _check_overlap(shards: Sequence[_Shard]) -> None:
+def _check_overlap(shards: Sequence[RunData]) -> None:
     """Raise `RefusedError` for an image that two shards have."""
     folders: dict[str, Path] = {}
     for shard in shards:
-        for row in shard.records:
-            key = row["record_key"]
-            other = folders.setdefault(key, shard.folder)
-            if other != shard.folder:
+        for key in shard.records["record_key"]:
+            if key in folders:
                 raise RefusedError(
-                    f"{other} and {shard.folder} both have the image {key} of {row['cell_id']}",
+                    f"{folders[key]} and {shard.folder} both have the image {key}",
                     "Their shards overlap: make one of them again.",
                 )
+            folders[key] = shard.folder
 
 
 # ---- The merged run
 
 
-def _write(shards: Sequence[_Shard], folder: Path, name: str) -> None:
-    records: list[Row] = []
+def _write(shards: Sequence[RunData], folder: Path, name: str) -> None:
+    import pandas as pd
+
+    records: list[pd.DataFrame] = []
     scores: list[Row] = []
     sessions: list[Row] = []
-    processes = 0  # of the shards so far: processes of different shards are different
     for shard in shards:
-        sessions += [
-            session | {"process": processes + session["process"]}
-            for session in shard.manifest.get("sessions", [])
-        ]
-        for row in shard.records:
-            records.append(row | {"process": processes + row["process"]})
-            if row["image"]:
-                picture = folder / row["image"]
-                picture.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(shard.folder / row["image"], picture)
-        processes = 1 + max((row["process"] for row in [*sessions, *records]), default=-1)
-        scores += [row for row in read_scores(shard.folder) if row["level"] in ("image", "tokens")]
-    records.sort(key=lambda row: int(row["order_index"]))
-    write_atomically(folder / RECORDS, map(line_of, records))
+        before = len(sessions)  # processes of different shards are different
+        for session in shard.manifest.get("sessions", []):
+            sessions.append(session | {"process": before + session["process"]})
+        records.append(shard.records.assign(process=before + shard.records["process"]))
+        scores += [row for row in shard.scores if row["level"] in ("image", "tokens")]
+        for image in shard.records["image"].dropna():
+            picture = folder / image
+            picture.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(shard.folder / image, picture)
+    in_order = pd.concat(records).sort_values("order_index")
+    write_atomically(folder / RECORDS, map(line_of, rows_of(in_order)))
     write_atomically(folder / SCORES, map(line_of, scores))
 
     manifests = [shard.manifest for shard in shards]
@@ -212,5 +195,4 @@ def _write(shards: Sequence[_Shard], folder: Path, name: str) -> None:
         "started": min(str(manifest.get("started")) for manifest in manifests),
         "ended": max(str(manifest.get("ended")) for manifest in manifests),
     }
-    text = json.dumps(manifest, indent=2, ensure_ascii=False, allow_nan=False)
-    write_atomically(folder / MANIFEST, text.encode() + b"\n")
+    write_atomically(folder / MANIFEST, manifest_bytes(manifest))

@@ -31,12 +31,7 @@ _CLOSE = b'"}\n'
 _END = len(_CHECKSUM) + 16 + len(_CLOSE)
 
 # Python type and pandas dtype of a column, by its type in the schema; others are lists, objects
-_PYTHON_TYPES: dict[str, Any] = {
-    "string": str | None,
-    "int": int | None,
-    "float": float | None,
-    "bool": bool | None,
-}
+_PYTHON_TYPES: dict[str, Any] = {"string": str, "int": int, "float": float, "bool": bool}
 _DTYPES = {"int": "Int64", "float": "float64", "bool": "boolean"}
 
 # columns that every row of a table must have
@@ -78,8 +73,9 @@ def read_lines(path: Path, table: str, wanted: Collection[str] | None = None) ->
         table: `records` or `scores`.
         wanted: The columns to parse, by default all.
     """
-    decode = _decoder(table, wanted)
-    declared = {column.name: column.dtype for column in columns(table)}
+    needed = _NEEDED[table]
+    types = _types(table, wanted)
+    decode = _decoder(types, needed)
     if not path.is_file():
         return
     with path.open("rb", buffering=_BUFFER) as file:
@@ -92,38 +88,38 @@ def read_lines(path: Path, table: str, wanted: Collection[str] | None = None) ->
             try:
                 yield Line(number, content, decode(content))
             except (ValueError, RecursionError) as error:
-                problem = _problem_of(error, declared, _NEEDED[table])
+                problem = _problem_of(error, types, needed)
                 yield Line(number, content, None, problem=problem)
 
 
-def _decoder(table: str, wanted: Collection[str] | None) -> Callable[[bytes], Any]:
+def _types(table: str, wanted: Collection[str] | None) -> dict[str, str]:
+    """Return the types of the columns to read: of `wanted` ones and those that every row has."""
+    types = {column.name: column.dtype for column in columns(table)}
+    if wanted is None:
+        return types
+    read = {*wanted, *_NEEDED[table]}
+    return {name: kind for name, kind in types.items() if name in read}
+
+
+def _decoder(types: Mapping[str, str], needed: Collection[str]) -> Callable[[bytes], Any]:
     """Return what parses a line; a plugin's columns are missing in runs without the plugin."""
-    declared = {column.name: column.dtype for column in columns(table)}
     fields: list[Any] = []
-    for name in _names(table, wanted):
-        if name in _NEEDED[table]:
+    for name, kind in types.items():
+        if name in needed:
             fields.append((name, str))
         else:
-            fields.append((name, _PYTHON_TYPES.get(declared[name], list | None), None))
+            fields.append((name, _PYTHON_TYPES.get(kind, list) | None, None))
     row_type = msgspec.defstruct("Row", fields, gc=False, kw_only=True)
     return msgspec.json.Decoder(row_type).decode
 
 
-def _names(table: str, wanted: Collection[str] | None) -> list[str]:
-    """Return the columns to read: the `wanted` ones and those that every row has."""
-    names = [column.name for column in columns(table)]
-    if wanted is None:
-        return names
-    return [name for name in names if name in wanted or name in _NEEDED[table]]
-
-
-def _problem_of(error: Exception, declared: Mapping[str, str], needed: Collection[str]) -> str:
+def _problem_of(error: Exception, types: Mapping[str, str], needed: Collection[str]) -> str:
     """Say what the parser found wrong with a line whose checksum is right."""
     _, _, name = str(error).rstrip("`").partition("$.")
     if "missing required field" in str(error) or name in needed:
         return "not a record"
-    if name in declared:
-        return f"damaged, {name} is not {declared[name]}"
+    if name in types:
+        return f"damaged, {name} is not {types[name]}"
     return "damaged, not a JSON object"
 
 
@@ -214,22 +210,20 @@ def read_frame(path: Path, table: str, wanted: Collection[str] | None = None) ->
     """
     import pandas as pd
 
-    names = _names(table, wanted)
-    kinds = {column.name: column.dtype for column in columns(table)}
-    dtypes = {name: _DTYPES.get(kinds[name], "object") for name in names}
+    types = _types(table, wanted)
+    dtypes = {name: _DTYPES.get(kind, "object") for name, kind in types.items()}
+    empty = pd.DataFrame(columns=list(types), dtype=object)
     rows = map(msgspec.structs.astuple, read_rows(path, table, wanted))
     texts = dict[Any, Any]()
-    frames = [pd.DataFrame(columns=names, dtype=object).astype(dtypes)]
+    frames = [empty.astype(dtypes)]
     with _without_garbage_collection():
         # The objects of all rows at once would take more room than arrays.
         while chunk := list(islice(rows, _CHUNK)):
-            series: dict[str, pd.Series] = {}
-            for name, column in zip(names, zip(*chunk, strict=True), strict=True):
-                values: Collection[Any] = column
-                if kinds[name] == "string":  # equal texts become one object
-                    values = [texts.setdefault(text, text) for text in column]
-                series[name] = pd.Series(values, dtype=dtypes[name])
-            frames.append(pd.DataFrame(series))
+            part = pd.DataFrame(chunk, columns=empty.columns, dtype=object)
+            for name, kind in types.items():
+                if kind == "string":  # equal texts become one object
+                    part[name] = [texts.setdefault(text, text) for text in part[name]]
+            frames.append(part.astype(dtypes))
     return pd.concat(frames, ignore_index=True)
 
 
@@ -304,7 +298,7 @@ def check_same_run(
     """
     recorded = _comparable({name: manifest.get(name) for name in wanted})
     now = _comparable(wanted)
-    for name in dict.fromkeys([*recorded, *now]):
+    for name in recorded | now:
         before = recorded.get(name)
         after = now.get(name)
         if before == after:

@@ -9,7 +9,7 @@ import functools
 import itertools
 import json
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -175,6 +175,12 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return dict(manifest)
 
 
+def manifest_bytes(manifest: Mapping[str, Any]) -> bytes:
+    """Return the content of a manifest's file."""
+    text = json.dumps(manifest, indent=2, ensure_ascii=False, allow_nan=False, default=str)
+    return text.encode() + b"\n"
+
+
 def _latest_records(folder: Path, wanted: Collection[str] | None = None) -> pd.DataFrame:
     """Return the records of a run; where an image has several, the last one."""
     records = read_frame(folder / RECORDS, "records", wanted)
@@ -200,14 +206,14 @@ def finished_records(folder: Path) -> pd.DataFrame:
     An unchanged file is not read again.
     """
     path = folder / RECORDS
-    if not path.is_file():
-        return _finished(folder.absolute(), None)
-    state = path.stat()
-    return _finished(folder.absolute(), (state.st_ino, state.st_size, state.st_mtime_ns))
+    state = (0, 0)
+    if path.is_file():
+        state = (path.stat().st_size, path.stat().st_mtime_ns)
+    return _finished(folder.absolute(), state)
 
 
 @functools.lru_cache(maxsize=1)
-def _finished(folder: Path, _state: tuple[int, int, int] | None) -> pd.DataFrame:
+def _finished(folder: Path, _state: tuple[int, int]) -> pd.DataFrame:
     records = _latest_records(folder, _SCANNED)
     return records[records["status"] == "ok"]
 

@@ -13,13 +13,14 @@ from typing import Any, Self
 from filelock import FileLock, Timeout
 
 from lantern_bench.config.experiment import ResolvedExperiment
-from lantern_bench.config.plan import ImageKey, ImageTask
+from lantern_bench.config.plan import ImageTask
 from lantern_bench.storage.records import RowFile, check_same_run, no_room, record_key
 from lantern_bench.storage.run_directory import (
     MANIFEST,
     RECORDS,
     SCORES,
     done_images,
+    manifest_bytes,
     read_manifest,
 )
 from lantern_bench.storage.schema import SCHEMA_VERSION, Row
@@ -37,13 +38,12 @@ class RunStore(AbstractContextManager["RunStore"]):
     `RunStore.open` adds images to it, `RunStore.to_score` adds scores only.
     """
 
-    def __init__(
-        self, folder: Path, manifest: dict[str, Any], done: set[ImageKey], opened: ExitStack
-    ) -> None:
-        """Open the files of a run that `opened` has locked."""
+    def __init__(self, folder: Path, opened: ExitStack) -> None:
+        """Lock a run and open its files, until `opened` is closed."""
+        opened.enter_context(lock_run(folder))
         self.folder = folder
-        self.manifest = manifest
-        self._done = done
+        self.manifest = read_manifest(folder) if (folder / MANIFEST).exists() else {}
+        self._done = done_images(folder)
         self._records = opened.enter_context(closing(RowFile(folder / RECORDS, "records")))
         self._scores = opened.enter_context(closing(RowFile(folder / SCORES, "scores")))
         self._opened = opened
@@ -62,12 +62,11 @@ class RunStore(AbstractContextManager["RunStore"]):
             RefusedError: Another process uses it, or its images were decoded with other settings.
         """
         with ExitStack() as opened:
-            opened.enter_context(lock_run(folder))
-            done = done_images(folder)
-            manifest = read_manifest(folder) if (folder / MANIFEST).exists() else {}
-            if done:
-                _check_continues(folder, manifest, experiment, finished=len(done), key=key)
-            store = cls(folder, manifest, done, opened)
+            store = cls(folder, opened)
+            if store.finished:
+                _check_continues(
+                    folder, store.manifest, experiment, finished=store.finished, key=key
+                )
             store.update_manifest(
                 schema_version=SCHEMA_VERSION,
                 run=folder.name,
@@ -86,13 +85,10 @@ class RunStore(AbstractContextManager["RunStore"]):
             RefusedError: Another process uses it, or it has no images.
         """
         with ExitStack() as opened:
-            opened.enter_context(lock_run(folder))
-            manifest = read_manifest(folder)
-            done = done_images(folder)
-            if not done:
+            store = cls(folder, opened)
+            if not store.finished:
                 message = f"{folder} has no images to score"
                 raise RefusedError(message, "Resume the run with the command that started it.")
-            store = cls(folder, manifest, done, opened)
             store._opened = opened.pop_all()
         return store
 
@@ -163,8 +159,7 @@ class RunStore(AbstractContextManager["RunStore"]):
     def update_manifest(self, **entries: Any) -> None:
         """Set entries of the manifest and write it as a whole."""
         self.manifest |= entries
-        text = json.dumps(self.manifest, indent=2, ensure_ascii=False, allow_nan=False, default=str)
-        self._write(MANIFEST, text.encode() + b"\n")
+        self._write(MANIFEST, manifest_bytes(self.manifest))
 
     def _write(self, name: str, content: bytes) -> None:
         try:

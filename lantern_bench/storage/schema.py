@@ -53,26 +53,16 @@ _INTERVALS = {
     "estimates": "two estimates",
 }
 """Types of uncertain figures, and what their intervals are. 95% intervals are over prompts."""
-_PHASES = {"draft": "drafting", "target": "target", "verify": "verification"}
 
 
 def _figure(
     name: str, unit: str, meaning: str, *, interval: str = _INTERVALS["figure"]
 ) -> Iterator[Column]:
     """Yield the columns of an uncertain figure and of the two ends of its interval."""
-    yield Column(name=name, dtype="float", unit=unit, meaning=meaning)
-    yield Column(
-        name=f"{name}_low",
-        dtype="float",
-        unit=unit,
-        meaning=f"lower end of the {interval} of {name}",
-    )
-    yield Column(
-        name=f"{name}_high",
-        dtype="float",
-        unit=unit,
-        meaning=f"upper end of the {interval} of {name}",
-    )
+    yield Column(name, "float", unit, meaning=meaning)
+    for side, end in {"low": "lower", "high": "upper"}.items():
+        of_end = f"{end} end of the {interval} of {name}"
+        yield Column(f"{name}_{side}", "float", unit, meaning=of_end)
 
 
 def _parameter_columns() -> Iterator[Column]:
@@ -162,18 +152,9 @@ def _image_scores() -> Iterator[Column]:
         )
 
 
-def _phases(suffix: str, unit: str, meaning: str) -> Iterator[Column]:
-    for phase, words in _PHASES.items():
-        yield Column(
-            name=f"{phase}_{suffix}", dtype="float", unit=unit, meaning=meaning.format(words)
-        )
-
-
 # Groups of columns that the registered parameters and metrics decide.
 _DERIVED: dict[str, Callable[[], Iterator[Column]]] = {
     "parameters": _parameter_columns,
-    "phases_seconds": lambda: _phases("seconds", "s", "part of seconds: {}"),
-    "per_step": lambda: _phases("ms", "ms", "{}, per step"),
     "image_scores": _image_scores,
     "set_scores": _score_columns,
     "quality_of_tokens": lambda: _quality_columns(OF_TOKENS),
@@ -245,10 +226,7 @@ def frame(table: str, rows: Iterable[Row]) -> pd.DataFrame:
     unknown = set[str]().union(*given) - dtypes.keys()
     if unknown:
         raise ValueError(f"not in the schema of {table}: {', '.join(sorted(unknown))}")
-    series = {}
-    for name, dtype in dtypes.items():
-        series[name] = pd.Series([row.get(name) for row in given], dtype=dtype)
-    return pd.DataFrame(series)
+    return pd.DataFrame(given, columns=list(dtypes), dtype=object).astype(dtypes)
 
 
 def write_csv(table: pd.DataFrame, path: Path) -> None:
