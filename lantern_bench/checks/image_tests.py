@@ -24,7 +24,7 @@ from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.plan import record_seed
 from lantern_bench.decoding.acceptance.configured_rule import ConfiguredRule
 from lantern_bench.decoding.drafting.draft_method import DraftMethod
-from lantern_bench.decoding.loop import Decoded, decode, decode_altered
+from lantern_bench.decoding.loop import Decoded, decode
 from lantern_bench.decoding.protocol import Target
 from lantern_bench.decoding.sampling import broken_distributions, decoding_probabilities, guide
 from lantern_bench.decoding.teacher_forcing import drafted_along, teacher_forced
@@ -221,7 +221,7 @@ def decoded_evidence(
             slots.append((prompts[number], 2 * cycle + index % 2))
         condition = model.condition([prompt.text for prompt, _ in slots])
         seeds = [record_seed(seed, prompt.id, repeat) for prompt, repeat in slots]
-        decoded = decode_altered(
+        decoded = decode(
             model=model,
             condition=condition,
             decoding=decoding,

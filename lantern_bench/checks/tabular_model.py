@@ -22,7 +22,7 @@ from lantern_bench.config.plan import record_seed
 from lantern_bench.decoding.acceptance.configured_rule import ConfiguredRule
 from lantern_bench.decoding.drafting.draft_method import DraftMethod
 from lantern_bench.decoding.engine import Engine
-from lantern_bench.decoding.loop import decode_altered
+from lantern_bench.decoding.loop import decode
 from lantern_bench.decoding.protocol import (
     DrafterLogits,
     DrafterSession,
@@ -260,7 +260,7 @@ def table_images(
     for start in range(images.start, images.stop, _BATCH):
         batch = range(start, min(start + _BATCH, images.stop))
         seeds = [record_seed(seed, "tables", image) for image in batch]
-        decoded = decode_altered(
+        decoded = decode(
             model=model,
             condition=None,
             decoding=decoding,

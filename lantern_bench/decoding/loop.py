@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -58,8 +59,12 @@ def decode(
     tokens: int | None = None,
     keep_logits: bool = False,
     engine: Engine | None = None,
+    rule: ConfiguredRule | None = None,
+    drafting: DraftMethod | None = None,
 ) -> list[Decoded]:
     """Decode one image for each generator, together.
+
+    Another rule or drafting shows whether a test notices that it is wrong; it runs uncompiled.
 
     Args:
         model: The model to decode with.
@@ -69,6 +74,8 @@ def decode(
         tokens: How many tokens of the grid are wanted; None: all.
         keep_logits: Whether to return the logits that the tokens were drawn from.
         engine: Compiles the steps; without one they run eagerly.
+        rule: Replaces the rule of the configuration.
+        drafting: Replaces the drafting of the configuration.
 
     Returns:
         The images, in the order of the generators.
@@ -82,43 +89,23 @@ def decode(
     )
     if not decoding.drafts:
         return _autoregressive(batch, condition)
-    drafter, rule = drafter_and_rule(model, decoding)
-    key = ("speculative step", batch.size, sampling_key(decoding), keep_logits)
-    step = batch.engine.cached(key, lambda: batch.step(drafter, rule))
-    return _speculative(batch, condition, step=step, rule=rule)
-
-
-@torch.inference_mode()
-def decode_altered(
-    model: DecodableModel,
-    condition: Any,
-    decoding: Decoding,
-    generators: Sequence[torch.Generator],
-    *,
-    rule: ConfiguredRule | None = None,
-    drafting: DraftMethod | None = None,
-    engine: Engine | None = None,
-) -> list[Decoded]:
-    """Decode with another rule or drafting, to see whether a test notices that it is wrong.
-
-    What is replaced runs uncompiled. If neither is given, this is `decode`.
-
-    Args:
-        model: As of `decode`.
-        condition: As of `decode`.
-        decoding: As of `decode`.
-        generators: As of `decode`.
-        rule: Replaces the rule of the configuration.
-        drafting: Replaces the drafting of the configuration.
-        engine: Compiles the scoring, and the drafting if it is not replaced.
-    """
-    if rule is None and drafting is None:
-        return decode(model, condition, decoding, generators=generators, engine=engine)
-    batch = _Batch(model, decoding, generators, engine=engine)
     drafter, own_rule = drafter_and_rule(model, decoding)
-    rule = rule or own_rule
-    step = batch.step(drafter, rule, drafting=drafting, compiled=False)
-    return _speculative(batch, condition, step=step, rule=rule)
+    make_step = partial(
+        SpeculativeStep,
+        target=batch.target,
+        drafter=drafter,
+        decoding=decoding,
+        rule=rule or own_rule,
+        batch=batch.size,
+        engine=batch.engine,
+        keep_logits=keep_logits,
+    )
+    if rule is not None or drafting is not None:
+        step = make_step(drafting=drafting, compiled=False)
+    else:
+        key = ("speculative step", batch.size, sampling_key(decoding), keep_logits)
+        step = batch.engine.cached(key, make_step)
+    return _speculative(batch, condition, step=step, rule=rule or own_rule)
 
 
 def drafter_and_rule(
@@ -171,9 +158,9 @@ class _Batch:
         decoding: Decoding,
         generators: Sequence[torch.Generator],
         *,
-        tokens: int | None = None,
-        keep_logits: bool = False,
-        engine: Engine | None = None,
+        tokens: int | None,
+        keep_logits: bool,
+        engine: Engine | None,
     ) -> None:
         target = model.target
         self.target = target
@@ -186,34 +173,6 @@ class _Batch:
         self.engine = engine or Engine()
         self.draws = Draws(generators, target.device)
         self.phases = Phases(target.device)
-
-    def step(
-        self,
-        drafter: Drafter | None,
-        rule: ConfiguredRule,
-        *,
-        drafting: DraftMethod | None = None,
-        compiled: bool = True,
-    ) -> SpeculativeStep:
-        """Return the programs of the batch.
-
-        Args:
-            drafter: As of `SpeculativeStep`.
-            rule: As of `SpeculativeStep`.
-            drafting: As of `SpeculativeStep`.
-            compiled: As of `SpeculativeStep`.
-        """
-        return SpeculativeStep(
-            target=self.target,
-            drafter=drafter,
-            decoding=self.decoding,
-            rule=rule,
-            batch=self.size,
-            engine=self.engine,
-            keep_logits=self.keep_logits,
-            drafting=drafting,
-            compiled=compiled,
-        )
 
     def noise(self) -> Tensor:
         """Random bits [B, V] for one token of each image, or nothing for greedy decoding."""

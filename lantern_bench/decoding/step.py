@@ -23,7 +23,7 @@ from torch import Tensor
 
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.acceptance.configured_rule import ConfiguredRule
-from lantern_bench.decoding.acceptance.verify import Verdict, verify_greedy
+from lantern_bench.decoding.acceptance.verify import verify_greedy
 from lantern_bench.decoding.drafting.draft_method import (
     DraftInputs,
     DraftMethod,
@@ -301,13 +301,31 @@ class SpeculativeStep:
             The guided logits [B, D + 1, V] along the accepted path, where they are kept.
         """
         images = self.images
-        p = None
+        p = logits
         if self.drafting.reads_last_step or not self._decoding.greedy:
             p = decoding_probabilities(logits, self._decoding)
-        verdict, broken = self._decide(logits, p, uniform_bits, bonus_bits)
+        if self._decoding.greedy:
+            verdict = verify_greedy(
+                self.drafting.tree,
+                logits,
+                self._rule,
+                depth_limit=images.depth_limit,
+                position=images.position,
+            )
+            broken = broken_logits(logits)
+        else:
+            verdict = self.drafting.verify(
+                self.drafting.tree,
+                p,
+                self._rule,
+                uniforms=uniform(uniform_bits),
+                noise=exponential(bonus_bits),
+                depth_limit=images.depth_limit,
+                position=images.position,
+            )
+            broken = broken_distributions(p)
         images.commit(verdict, features, broken.any(dim=1))
         if self.drafting.reads_last_step:
-            assert p is not None
             found = LastStep(
                 p=p,
                 path=verdict.path,
@@ -321,30 +339,3 @@ class SpeculativeStep:
             return None
         path = verdict.path.clamp_min(0)[:, :, None]
         return logits.gather(1, path.expand(-1, -1, logits.shape[-1]))
-
-    def _decide(
-        self, logits: Tensor, p: Tensor | None, uniform_bits: Tensor, bonus_bits: Tensor
-    ) -> tuple[Verdict, Tensor]:
-        """Return the verdict, and which logits are broken, bool [B, M]."""
-        images = self.images
-        tree = self.drafting.tree
-        if self._decoding.greedy:
-            verdict = verify_greedy(
-                tree,
-                logits,
-                self._rule,
-                depth_limit=images.depth_limit,
-                position=images.position,
-            )
-            return verdict, broken_logits(logits)
-        assert p is not None
-        verdict = self.drafting.verify(
-            tree,
-            p,
-            self._rule,
-            uniforms=uniform(uniform_bits),
-            noise=exponential(bonus_bits),
-            depth_limit=images.depth_limit,
-            position=images.position,
-        )
-        return verdict, broken_distributions(p)

@@ -122,44 +122,32 @@ class StepRecorder:
             steps: How many steps the batch took. A complete image idles; its steps end before.
             drafter_forwards: How many forwards of the drafter each step took.
         """
-        columns = {
-            name: column[:steps].transpose(0, 1).tolist() for name, column in self._columns.items()
+        columns = {name: column[:steps].cpu() for name, column in self._columns.items()}
+        uncut = columns["accepted"] + 1
+        committed = uncut.minimum(tokens_wanted - columns["start"])
+        columns |= {
+            "uncut": uncut,
+            "committed": committed,
+            "accepted": columns["accepted"].minimum(committed),
+            "offered_depth": columns["offered_depth"].clamp_min(0),
         }
+        counts = (columns["start"] < tokens_wanted).sum(dim=0)
         traces = []
-        for image in range(len(columns["start"])):
-            of_image = {name: values[image] for name, values in columns.items()}
-            traces.append(_image_trace(of_image, tokens_wanted, drafter_forwards))
+        for image, count in enumerate(counts.tolist()):
+            values: dict[str, Any] = {
+                name: column[:count, image].tolist() for name, column in columns.items()
+            }
+            values["child_rank"] = [_offered(ranks) for ranks in values["child_rank"]]
+            for name in ("neighbour_mass", "neighbour_mass_tried"):
+                values[name] = sum(values[name], 0.0)
+            trace = ImageTrace(
+                **values,
+                target_forwards=count + 1,
+                drafter_forwards=drafter_forwards * count,
+                tokens=1 + sum(values["committed"]),
+            )
+            traces.append(trace)
         return traces
-
-
-def _image_trace(
-    columns: dict[str, list[Any]], tokens_wanted: int, drafter_forwards: int
-) -> ImageTrace:
-    """Return the trace of an image from its columns, which have one entry per step."""
-    steps = sum(start < tokens_wanted for start in columns["start"])
-    columns = {name: values[:steps] for name, values in columns.items()}
-    start = columns["start"]
-    uncut = [accepted + 1 for accepted in columns["accepted"]]
-    committed = [
-        min(count, tokens_wanted - before) for count, before in zip(uncut, start, strict=True)
-    ]
-    accepted = [
-        min(drafts, count) for drafts, count in zip(columns["accepted"], committed, strict=True)
-    ]
-    child_rank = [_offered(ranks) for ranks in columns["child_rank"]]
-    return ImageTrace(
-        start=start,
-        committed=committed,
-        uncut=uncut,
-        accepted=accepted,
-        offered_depth=[max(0, depth) for depth in columns["offered_depth"]],
-        child_rank=child_rank,
-        target_forwards=steps + 1,
-        drafter_forwards=drafter_forwards * steps,
-        tokens=min(tokens_wanted, 1 + sum(committed)),
-        neighbour_mass=sum(columns["neighbour_mass"], 0.0),
-        neighbour_mass_tried=sum(columns["neighbour_mass_tried"], 0.0),
-    )
 
 
 def _offered(ranks: list[int]) -> list[int]:

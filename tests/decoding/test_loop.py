@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lantern_bench.checks.tabular_model import TabularModel
 from lantern_bench.config.decoding import Decoding
-from lantern_bench.decoding.loop import Decoded, decode, decode_altered
+from lantern_bench.decoding.loop import Decoded, decode
 from lantern_bench.decoding.sampling import decoding_probabilities, guide
 from tests.decoding.test_engine import Small, decoded
 from tests.helpers.mistakes import Mistake, strict_without_residual
@@ -106,7 +106,7 @@ def images_of(
             torch.Generator().manual_seed(seed) for seed in range(start, min(start + batch, images))
         ]
         broken = mistake.arguments(decoding, model, len(generators)) if mistake else {}
-        images_done += decode_altered(
+        images_done += decode(
             model=model,
             condition=[""] * len(generators),
             decoding=decoding,
