@@ -1,33 +1,266 @@
 """How the programs of a decode step run: eagerly, compiled, or captured as CUDA graphs.
 
 The programs of a step (`step.py`, `plain.py`) have fixed shapes and keep their state in tensors at
-fixed addresses. So each is compiled once per shape, and then runs without a decision on the host.
-`programs.py` holds the kinds of programs.
+fixed addresses. So each is compiled once per shape, and then runs without a decision on the host
+and without the compiler's guards. It is kept in memory, in a file, or as a CUDA graph.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Hashable, Mapping
+import io
+import itertools
+import logging
+import warnings
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
-from lantern_bench.decoding.programs import (
-    Fallbacks,
-    GraphedProgram,
-    SavedProgram,
-    can_save_programs,
-    compile_function,
-)
 from lantern_bench.utils.text import one_line
 
 T = TypeVar("T")
 
 ENGINE_VERSION = "10"
 """Incremented when tokens at a seed or timing change; a run never mixes two versions."""
+
+_numbers = itertools.count()
+# One step calls about a hundred kernels, many of which take less time than a call from Python.
+_CPU_OPTIONS = {"cpp_wrapper": True}
+
+
+def silence_torch() -> None:
+    """Silence three harmless messages: no CUDA, TF32 advice, skipped fusion."""
+    logging.getLogger("torch.utils.cpp_extension").addFilter(
+        lambda record: not record.getMessage().startswith("No CUDA runtime is found")
+    )
+    for message in (
+        r"TensorFloat32 tensor cores .* available but not enabled",
+        r"\s*Online softmax is disabled on the fly",
+    ):
+        warnings.filterwarnings("ignore", message, UserWarning)
+
+
+silence_torch()
+
+
+def compile_function(
+    function: Callable[..., T], device: torch.device, backend: Any = "inductor"
+) -> Callable[..., T]:
+    """Return a function compiled as one graph, without guards.
+
+    Args:
+        function: Takes and returns tensors of fixed shapes.
+        device: Where it computes.
+        backend: The backend of `torch.compile`.
+    """
+
+    def run(*arguments: Any) -> T:
+        return function(*arguments)
+
+    # The compiler keeps its results with a code object, and guards tell programs of one code object
+    # apart. Guards cost microseconds per weight, so every program gets a code object of its own.
+    code = run.__code__.replace(co_name=f"program_{next(_numbers)}")
+    copy = FunctionType(
+        code, run.__globals__, name=code.co_name, argdefs=None, closure=run.__closure__
+    )
+    options: dict[str, Any] = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
+    if backend == "inductor" and device.type == "cpu":
+        options |= _CPU_OPTIONS
+    compiled: Callable[..., T] = torch.compile(
+        copy, backend=backend, dynamic=False, fullgraph=True, options=options
+    )
+    return compiled
+
+
+def touch_while_tracing(tensors: Sequence[Tensor]) -> None:
+    """Touch the weights while tracing, so that calls read them from one tuple.
+
+    A compiled program collects its inputs at every call along the path by which the compiler first
+    met each of them. The path through the attributes of many modules costs about 30 us a call.
+    """
+    if torch.compiler.is_compiling():
+        for tensor in tensors:
+            tensor.dim()
+
+
+class SavedProgram:
+    """A method compiled for a CPU and kept in a file, which later processes load.
+
+    Weights are read from the method's object and are not saved. If torch cannot save a program, the
+    program still runs, with a warning.
+    """
+
+    def __init__(self, method: Any, path: Path) -> None:
+        self._method = method
+        self._path = path
+        self._run: Callable[..., Any] | None = None
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Run the program. The first call loads or compiles it."""
+        if self._run is None:
+            self._run = self._load() or self._compile(arguments)
+        return self._run(*arguments)
+
+    def _load(self) -> Callable[..., Any] | None:
+        try:
+            content = io.BytesIO(self._path.read_bytes())
+            return self._ready(torch.compiler.load_compiled_function(content))
+        except Exception:  # missing, damaged or written by another torch: compile it again
+            return None
+
+    def _compile(self, arguments: tuple[Any, ...]) -> Callable[..., Any]:
+        options: dict[str, Any] = {
+            **_CPU_OPTIONS,
+            "guard_filter_fn": torch.compiler.skip_all_guards_unsafe,
+        }
+        compiled: Any = torch.compile(
+            self._method.__func__, dynamic=False, fullgraph=True, options=options
+        )
+        try:
+            program = compiled.aot_compile(((self._method.__self__, *arguments), {}))
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            program.save_compiled_function(str(self._path))  # writes the whole file or none
+            return self._ready(program)
+        except Exception as error:
+            text = f"a compiled program cannot be kept for the next start: {one_line(error)}"
+            warnings.warn(text, stacklevel=4)
+            return compile_function(self._method, torch.device("cpu"))
+
+    def _ready(self, program: Any) -> Callable[..., Any]:
+        program.disable_guard_check()
+        return partial(program, self._method.__self__)
+
+
+class Fallbacks:
+    """What a GPU could not do, shared by the programs of an engine.
+
+    Attributes:
+        graphs: Whether programs are still captured as CUDA graphs.
+        reasons: Why `compiling` or `capture` failed, for each that did.
+    """
+
+    def __init__(self, *, graphs: bool = True) -> None:
+        self.graphs = graphs
+        self.reasons: dict[str, str] = {}
+
+    def note(self, failed: str, instead: str, error: Exception) -> None:
+        """Record how steps run from now on, and warn about it once.
+
+        Args:
+            failed: `compiling` or `capture`.
+            instead: How steps run now.
+            error: Why.
+        """
+        if failed in self.reasons:
+            return
+        reason = one_line(error)
+        self.reasons[failed] = reason
+        text = (
+            f"{failed} fails on this GPU, steps run {instead}: {reason}. "
+            "Compare no seconds across this warning."
+        )
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
+
+
+class GraphedProgram:
+    """A program on CUDA: runs once, is then captured as a graph and replayed.
+
+    A replay overwrites the results of the replay before. Every run reads copies of the arguments
+    that stay in place, because a graph knows addresses and a program without guards knows strides.
+    If the compiler fails, `plain` runs; if the capture fails, the program runs without a graph.
+    Other errors are raised.
+    """
+
+    def __init__(
+        self,
+        compiled: Callable[..., Any],
+        *,
+        plain: Callable[..., Any],
+        device: torch.device,
+        fallbacks: Fallbacks,
+    ) -> None:
+        self._run = compiled
+        self._plain = plain
+        self._device = device
+        self._fallbacks = fallbacks
+        self._copies: tuple[Any, ...] | None = None
+        self._warm = False
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Run the program. The first call compiles it, the second captures it."""
+        copies = self._copy_in(arguments)
+        if not self._warm:
+            return self._warm_up(copies)
+
+        is_compiled = self._run is not self._plain
+        if self._graph is None and is_compiled and self._fallbacks.graphs:
+            self._graph = self._capture(copies)
+        if self._graph is None:
+            return self._run(*copies)
+        self._graph.replay()
+        return self._result
+
+    def _copy_in(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Copy the arguments to the places that every run reads."""
+        if self._copies is None:
+            self._copies = pytree.tree_map(_copy, arguments)
+            return self._copies
+        leaves = zip(pytree.tree_leaves(self._copies), pytree.tree_leaves(arguments), strict=True)
+        for copy, argument in leaves:
+            if isinstance(argument, Tensor):
+                copy.copy_(argument)
+        return self._copies
+
+    def _warm_up(self, arguments: tuple[Any, ...]) -> Any:
+        """Run on a side stream, as CUDA graph capture requires."""
+        from torch._dynamo.exc import TorchDynamoException
+
+        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            try:
+                result = self._run(*arguments)
+            except TorchDynamoException as error:
+                # The compiler fails before anything has run, so no state has changed.
+                self._fallbacks.note("compiling", "uncompiled", error)
+                self._run = self._plain
+                result = self._run(*arguments)
+        torch.cuda.current_stream(self._device).wait_stream(stream)
+        self._warm = True
+        return result
+
+    def _capture(self, arguments: tuple[Any, ...]) -> torch.cuda.CUDAGraph | None:
+        """Capture the program without computing; None if that fails, and then for all programs."""
+        # Otherwise the stream would belong to the device that captured first.
+        with torch.cuda.device(self._device):
+            before = torch.cuda.current_stream()
+            graph = torch.cuda.CUDAGraph()
+            stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            try:
+                # Other threads may use the GPU, to score pictures for example.
+                with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                    self._result = self._run(*arguments)
+            except Exception as error:
+                torch.cuda.set_stream(before)  # a failed capture can leave its own stream
+                self._fallbacks.graphs = False
+                # The error that ends a capture does not say what failed inside it.
+                cause = error.__context__ if isinstance(error.__context__, Exception) else error
+                self._fallbacks.note("capture", "without CUDA graphs", cause)
+                return None
+        return graph
+
+
+def _copy(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return leaf.clone(memory_format=torch.contiguous_format)
+    return leaf
 
 
 class Engine:
@@ -93,7 +326,8 @@ class Engine:
         self, key: Hashable, method: Callable[..., T], device: torch.device
     ) -> Callable[..., T]:
         is_cuda = device.type == "cuda"
-        can_save = self._backend == "inductor" and can_save_programs()
+        # Older versions of torch cannot save compiled functions; they cache parts of them.
+        can_save = self._backend == "inductor" and hasattr(torch.compiler, "load_compiled_function")
         if self.folder is not None and can_save and not is_cuda:
             text = repr((key, torch.get_num_threads()))
             name = hashlib.sha256(text.encode()).hexdigest()[:24]

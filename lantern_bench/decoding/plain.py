@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 from lantern_bench.config.decoding import Decoding
-from lantern_bench.decoding.engine import tensors_of
+from lantern_bench.decoding.engine import tensors_of, touch_while_tracing
 from lantern_bench.decoding.image_state import FirstTokens
-from lantern_bench.decoding.programs import touch_while_tracing
 from lantern_bench.decoding.protocol import Target
 from lantern_bench.decoding.sampling import draw_tokens, guide
 

@@ -237,7 +237,3 @@ class Draws:
             calls = pairs.view(torch.int32).view(batch, _AHEAD, count).unbind(1)
             stock.extend(reversed(calls))
         return stock.pop().view(batch, *shape)
-
-    def exponential(self, *shape: int) -> Tensor:
-        """Return Exp(1) noise [B, *shape]."""
-        return exponential(self.bits(*shape))

@@ -31,9 +31,8 @@ from lantern_bench.decoding.drafting.draft_method import (
     Proposer,
     drafting_of,
 )
-from lantern_bench.decoding.engine import Engine, tensors_of
+from lantern_bench.decoding.engine import Engine, tensors_of, touch_while_tracing
 from lantern_bench.decoding.image_state import FirstTokens, ImageState
-from lantern_bench.decoding.programs import touch_while_tracing
 from lantern_bench.decoding.protocol import Drafter, Logits, Target, TargetSession
 from lantern_bench.decoding.sampling import (
     Draws,

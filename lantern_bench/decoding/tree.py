@@ -122,11 +122,8 @@ class DraftTree:
 
     def copy_(self, draft: DraftTree) -> None:
         """Overwrite this draft with another draft of the same shape."""
-        self.tokens.copy_(draft.tokens)
-        self.depths.copy_(draft.depths)
-        self.children.copy_(draft.children)
-        self.attention.copy_(draft.attention)
-        self.path_order.copy_(draft.path_order)
+        for name in ("tokens", "depths", "children", "attention", "path_order"):
+            getattr(self, name).copy_(getattr(draft, name))
         if self.q is not None and draft.q is not None and self.q is not draft.q:
             self.q.copy_(draft.q)
 
@@ -308,7 +305,7 @@ def _levels(
     expanded: list[int] = []
     for depth in range(len(nodes[-1])):
         level = [node for node, path in enumerate(nodes) if len(path) == depth and children[node]]
-        below = sorted(child for child in range(1, len(nodes)) if parents[child] in level)
+        below = [child for child, parent in enumerate(parents) if parent in level]
         expanded += level
         yield Level(
             nodes=torch.tensor(level),

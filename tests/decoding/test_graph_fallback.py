@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.exc import InternalTorchDynamoError
 
-from lantern_bench.decoding.programs import Fallbacks, GraphedProgram
+from lantern_bench.decoding.engine import Fallbacks, GraphedProgram
 
 DEVICE = torch.device("cuda:1")
 Function = Callable[[Tensor], Tensor]

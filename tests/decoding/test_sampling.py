@@ -119,7 +119,7 @@ def test_top_p_stops_at_the_token_that_reaches_the_mass_exactly() -> None:
 def test_draws_without_replacement_follow_sequential_draws() -> None:
     p = torch.tensor([0.5, 0.0, 0.3, 0.2])
     draws = 40_000
-    noise = Draws([torch.Generator().manual_seed(5)], "cpu").exponential(draws, 4)[0]
+    noise = exponential(Draws([torch.Generator().manual_seed(5)], "cpu").bits(draws, 4))[0]
     tokens, valid = draw_without_replacement(p.expand(draws, 4), 2, noise)
     assert valid.all()
     for first in (0, 2, 3):
@@ -133,7 +133,8 @@ def test_draws_without_replacement_follow_sequential_draws() -> None:
 
 
 def test_noise_is_exponential_down_to_its_smallest_values() -> None:
-    noise = Draws([torch.Generator().manual_seed(11)], "cpu").exponential(1_000_001)[0].double()
+    bits = Draws([torch.Generator().manual_seed(11)], "cpu").bits(1_000_001)
+    noise = exponential(bits)[0].double()
     assert noise.min() > 0
     assert noise.max() < 17
     assert noise[:4].unique().numel() == 4  # both halves of a number of 63 bits
@@ -178,7 +179,7 @@ def test_most_probable_settles_ties_by_index(weights: list[int], count: int) -> 
 def test_an_image_draws_the_same_numbers_whatever_is_beside_it() -> None:
     def draws(seeds: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         source = Draws([torch.Generator().manual_seed(seed) for seed in seeds], "cpu")
-        return source.exponential(3, 5), uniform(source.bits(7))
+        return exponential(source.bits(3, 5)), uniform(source.bits(7))
 
     alone = draws([8])
     together = draws([3, 8, 1])

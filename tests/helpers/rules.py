@@ -9,7 +9,6 @@ from torch import Tensor
 
 from lantern_bench.decoding.acceptance.children import Acceptance, Children, accept_children
 from lantern_bench.decoding.acceptance.configured_rule import ConfiguredRule
-from lantern_bench.decoding.acceptance.decisions import neighbour_masses
 from lantern_bench.decoding.acceptance.draft_view import Codes, DraftView, Weights
 from lantern_bench.decoding.acceptance.official import OfficialRule
 from lantern_bench.methods.catalog import RULES
@@ -45,7 +44,7 @@ def broken(name: str, code: Any) -> ConfiguredRule:
 
 def neighbour_mass(draft: DraftView, rule: ConfiguredRule) -> tuple[Tensor, Tensor]:
     """m(x) [n], and which neighbours x takes it from, bool [n, k]."""
-    _, within_limit = neighbour_masses(draft, rule)
+    _, within_limit = rule.neighbour_masses(draft)
     decision = rule.decide(draft)
     assert decision.lenders is not None
     is_official = isinstance(rule, OfficialRule)

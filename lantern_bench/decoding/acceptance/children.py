@@ -22,10 +22,19 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from lantern_bench.decoding.acceptance.draft_view import (
+    Codes,
+    Decision,
+    DraftView,
+    Lenders,
+    Weights,
+)
 from lantern_bench.decoding.tree import TreeLayout
 
 if TYPE_CHECKING:
     from lantern_bench.decoding.acceptance.configured_rule import ConfiguredRule
+
+_EMPTY = 1e-12  # a residual with less than this of a mass of 1 is rounding
 
 
 @dataclass(frozen=True)
@@ -101,3 +110,112 @@ def accept_children(children: Children, rule: ConfiguredRule) -> Acceptance:
         residual=residual.p,
         exhausted=residual.exhausted,
     )
+
+
+class Residual:
+    """p and q of N nodes after the rejections so far.
+
+    A rejection of a deterministic draft changes single entries of p. So p stays unnormalised there,
+    and its sum is kept in float64, which saves a sum over the vocabulary for each child.
+    """
+
+    def __init__(self, children: Children, codes: Codes) -> None:
+        self.p = children.p  # [N, V]
+        self.q = children.q  # [N, V]; None: deterministic drafts
+        # [N], nodes for which rounding left no residual
+        self.exhausted = torch.zeros_like(children.depth, dtype=torch.bool)
+        self._codes = codes
+        self._depth = children.depth
+        self._position = children.position
+        self._q_sum = torch.ones_like(self.p[:, :1])  # [N, 1]
+        self._p_sum = torch.ones_like(self._q_sum, dtype=torch.float64)  # [N, 1]
+        if self.q is None:
+            self._p_sum = self.p.sum(dim=1, keepdim=True, dtype=torch.float64)
+
+    def drafts(self, tokens: Tensor) -> DraftView:
+        """Return the drafts `tokens` [n] of the first n nodes as a rule sees them."""
+        n = len(tokens)
+        proposal = None
+        if self.q is not None:
+            proposal = Weights(values=self.q[:n], total=self._q_sum[:n])
+        return DraftView(
+            token=tokens,
+            depth=self._depth[:n],
+            position=self._position[:n],
+            target=Weights(values=self.p[:n], total=self._p_sum[:n].to(self.p.dtype)),
+            proposal=proposal,
+            codes=self._codes,
+        )
+
+    def reject(self, tokens: Tensor, decision: Decision, tried: Tensor) -> None:
+        """Reject the drafts of the first n nodes.
+
+        Args:
+            tokens: The drafts, int64 [n].
+            decision: How the rule decides on them.
+            tried: Which of them are tried, bool [n]; at other nodes nothing changes.
+        """
+        if self.q is None:
+            self._reject_deterministic(tokens[:, None], decision, tried[:, None])
+        else:
+            self._reject_sampled(tokens[:, None], decision, tried[:, None])
+
+    def _reject_sampled(self, x: Tensor, decision: Decision, tried: Tensor) -> None:
+        """Reject draws from q; columns are [n, 1].
+
+        p <- normalize(max(p - removal * q, 0)), with 0 at the lenders; then remove x from q. At x
+        the residual is 0 already: a rejected x has p(x) <= p(x) + m(x) < q(x).
+        """
+        assert self.q is not None
+        n = len(x)
+        p = self.p[:n]
+        q = self.q[:n]
+        residual = (p - q / self._q_sum[:n] * decision.removal).clamp_min_(0.0)
+        if decision.lenders is not None:
+            near = decision.lenders
+            left = torch.where(near.taken, self._left_at(near, p), residual.gather(1, near.tokens))
+            _write(residual, near.tokens, left)
+        residual_sum = residual.sum(dim=1, keepdim=True)
+        p.copy_(torch.where(tried & (residual_sum > 0), residual / residual_sum, p))
+        self._handle_empty(tried & (residual_sum <= 0))
+        _write(q, x, torch.where(tried, 0.0, q.gather(1, x)))
+        self._q_sum[:n] = q.sum(dim=1, keepdim=True)
+
+    def _reject_deterministic(self, x: Tensor, decision: Decision, tried: Tensor) -> None:
+        """Reject drafts of probability 1; columns are [n, 1].
+
+        Take x, or the part of x that acceptance used up, and the lenders out of p.
+        """
+        n = len(x)
+        p = self.p[:n]
+        p_sum = self._p_sum[:n]
+        if decision.lenders is not None:
+            near = decision.lenders
+            before = p.gather(1, near.tokens)
+            lent = torch.where(near.taken, before, 0.0)
+            p_sum = p_sum - lent.sum(dim=1, keepdim=True, dtype=torch.float64)
+            _write(p, near.tokens, torch.where(near.taken & tried, 0.0, before))
+        removal = decision.removal
+        if isinstance(removal, Tensor):
+            removal = removal.gather(1, x)
+        p_x = p.gather(1, x)
+        left = (p_x - removal * p_sum.to(p_x.dtype)).clamp_min(0.0)
+        p_sum = p_sum - (p_x - left)
+        _write(p, x, torch.where(tried, left, p_x))
+        self._p_sum[:n] = torch.where(tried, p_sum, self._p_sum[:n])
+        self._handle_empty(tried & (p_sum <= _EMPTY))
+
+    def _left_at(self, near: Lenders, p: Tensor) -> Tensor | float:
+        """Return what a rejection leaves of the p of `near`."""
+        del near, p
+        return 0.0
+
+    def _handle_empty(self, empty: Tensor) -> None:
+        """Mark nodes whose residual is `empty` [n, 1] as exhausted."""
+        self.exhausted[: len(empty)] |= empty.squeeze(1)
+
+
+def _write(values: Tensor, columns: Tensor, entries: Tensor) -> None:
+    """Scatter along the rows of `values`, in a form that compiled programs run in place."""
+    rows = torch.arange(len(values), device=values.device)[:, None]
+    values.index_put_((rows, columns), entries)

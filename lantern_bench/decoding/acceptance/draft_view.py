@@ -1,4 +1,4 @@
-"""What a relaxed rule sees of the drafts that it decides on."""
+"""What a relaxed rule sees of the drafts that it decides on, and what it decides."""
 
 from __future__ import annotations
 
@@ -133,9 +133,34 @@ class DraftView:
             raise ValueError("the row of the rule does not say that it reads the codebook")
         return self.codes.embeddings
 
+    def accept_probability(self, mass: Tensor) -> Tensor:
+        """Return min(1, (p(x) + m(x)) / q(x)) [n] for m(x) = `mass` [n]."""
+        boosted = self.p_x + mass
+        ratio = boosted if self.q_x is None else boosted / self.q_x
+        return ratio.clamp(max=1.0)
+
     def number(self, value: Any) -> Tensor:
         """Return a parameter's value as a tensor of the type and on the device of p."""
         values = self.target.values
         if isinstance(value, Tensor):
             return value.to(values.dtype)
         return torch.as_tensor(value, dtype=values.dtype, device=values.device)
+
+
+@dataclass(frozen=True)
+class Lenders:
+    """The codes near the drafts of n nodes, and which of them lend their probability."""
+
+    tokens: Tensor  # int64 [n, k], nearest first
+    taken: Tensor  # bool [n, k]
+
+
+@dataclass(frozen=True)
+class Decision:
+    """How a rule decides on the drafts x of n nodes, and what a rejection of x has to know."""
+
+    probability: Tensor  # [n], of accepting x
+    neighbour_mass: Tensor  # [n], m(x): what x takes from other tokens
+    lenders: Lenders | None = None  # by neighbours: whom x takes it from
+    # which part of each token's q acceptance uses up: [n, V], or one number for all
+    removal: Tensor | float = 1.0

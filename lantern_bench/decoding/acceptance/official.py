@@ -15,16 +15,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lantern_bench.decoding.acceptance.children import Children
+from lantern_bench.decoding.acceptance.children import Children, Residual
 from lantern_bench.decoding.acceptance.configured_rule import ConfiguredRule
-from lantern_bench.decoding.acceptance.decisions import (
-    Decision,
-    Lenders,
-    accept_probability,
-    neighbour_masses,
-)
-from lantern_bench.decoding.acceptance.draft_view import DraftView
-from lantern_bench.decoding.acceptance.residual import Residual
+from lantern_bench.decoding.acceptance.draft_view import Decision, DraftView, Lenders
 
 
 class OfficialRule(ConfiguredRule):
@@ -33,18 +26,18 @@ class OfficialRule(ConfiguredRule):
     def decide(self, draft: DraftView) -> Decision:
         """Decide on the drafts of n nodes."""
         if self.takes_neighbours:
-            return self._decide_by_neighbours(draft)
+            return self._decide_officially(draft)
         decision = super().decide(draft)
         if self.rule.official_removal is None:
             return decision
         return replace(decision, removal=self.rule.official_removal)
 
-    def _decide_by_neighbours(self, draft: DraftView) -> Decision:
-        cumulative_mass, taken = neighbour_masses(draft, self)
+    def _decide_officially(self, draft: DraftView) -> Decision:
+        cumulative_mass, taken = self.neighbour_masses(draft)
         mass = torch.where(taken, cumulative_mass, 0.0).amax(dim=1)
         tokens = self.codes.nearest_to(draft.token, extra=1)
         return Decision(
-            probability=accept_probability(draft, mass),
+            probability=draft.accept_probability(mass),
             neighbour_mass=mass,
             lenders=Lenders(tokens=tokens, taken=taken[:, :1].expand_as(tokens)),
         )

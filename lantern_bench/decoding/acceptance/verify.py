@@ -13,8 +13,7 @@ from torch import Tensor
 
 from lantern_bench.decoding.acceptance.children import Acceptance, Children
 from lantern_bench.decoding.acceptance.configured_rule import ConfiguredRule
-from lantern_bench.decoding.acceptance.decisions import decide_by_neighbours, relaxed_distribution
-from lantern_bench.decoding.acceptance.draft_view import DraftView, Weights
+from lantern_bench.decoding.acceptance.draft_view import Decision, DraftView, Weights
 from lantern_bench.decoding.sampling import greedy_probabilities, sample
 from lantern_bench.decoding.trace import ALL_REJECTED, NOT_OFFERED
 from lantern_bench.decoding.tree import DraftTree, first_true
@@ -114,10 +113,10 @@ def verify_greedy(
     taken = tokens == best[:, :, None]
     mass = torch.zeros(tokens.shape, dtype=torch.float32, device=tokens.device)
     if rule.takes_neighbours:
-        is_relaxed_best, mass = _relaxed_argmax(
-            tree=tree, tokens=tokens, logits=guided_logits, rule=rule, position=position
-        )
-        taken |= is_relaxed_best
+        children = _children_of(tree, guided_logits, offered, position=position)
+        is_relaxed_best, mass_of_rows = _relaxed_argmax(children, rule)
+        taken |= tree.by_node(is_relaxed_best)
+        mass = tree.by_node(mass_of_rows)
     end, path = longest_path(tree, offered, taken & (offered >= 0))
     images = torch.arange(len(best), device=best.device)
     return verdict_of(
@@ -150,18 +149,27 @@ def accept_drafts(
         The offered children [B, M, C], -1 where there is none, and their acceptance.
     """
     offered = offered_children(tree, depth_limit)
+    return offered, rule.accept(_children_of(tree, target_probs, offered, position=position))
+
+
+def _children_of(
+    tree: DraftTree, p: Tensor, offered: Tensor, *, position: Tensor | None
+) -> Children:
+    """Return the children of all nodes in `tree.layout`, given p or logits at every node."""
     depth = tree.rows(tree.depths) + 1
-    children = Children(
-        p=tree.rows(target_probs),
+    in_image = depth - 1
+    if position is not None:
+        in_image = in_image + position.repeat(len(tree.layout.nodes))
+    return Children(
+        p=tree.rows(p),
         q=None if tree.q is None else tree.rows(tree.q),
         tokens=tree.rows(_tokens_of(tree, offered)),
         offered=tree.rows(offered) >= 0,
         nodes_per_rank=[nodes * len(tree.tokens) for nodes in tree.layout.nodes_per_rank],
         depth=depth,
-        position=_positions(position, depth),
+        position=in_image,
         layout=tree.layout,
     )
-    return offered, rule.accept(children)
 
 
 def offered_children(tree: DraftTree, depth_limit: Tensor | None) -> Tensor:
@@ -275,46 +283,38 @@ def _tokens_of(tree: DraftTree, children: Tensor) -> Tensor:
     return tree.tokens.gather(1, children.clamp_min(0).flatten(1)).view_as(children)
 
 
-def _positions(start: Tensor | None, depth: Tensor) -> Tensor:
-    """Return the positions in the image [N] of children.
-
-    Args:
-        start: The positions of the root's children, [B]; None: 0.
-        depth: The depth of each child, [N].
-    """
-    if start is None:
-        return depth - 1
-    return start.repeat(len(depth) // len(start)) + depth - 1
-
-
-def _relaxed_argmax(
-    tree: DraftTree, tokens: Tensor, logits: Tensor, rule: ConfiguredRule, position: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Decide which children `tokens` [B, M, C] are the argmax of their own p~.
+def _relaxed_argmax(children: Children, rule: ConfiguredRule) -> tuple[Tensor, Tensor]:
+    """Decide which children are the argmax of their own p~, given logits in place of p.
 
     Returns:
-        The answers bool [B, M, C], and the m(x) of each child.
+        The answers bool [N, C], and the m(x) of each child.
     """
-    rows = tree.rows(tokens)
-    depth = tree.rows(tree.depths) + 1
-    positions = _positions(position, depth)
-    every_p = greedy_probabilities(tree.rows(logits))
-    agreed = torch.zeros_like(rows, dtype=torch.bool)
-    mass = torch.zeros_like(rows, dtype=torch.float32)
-    for rank, nodes in enumerate(tree.layout.nodes_per_rank):
-        n = nodes * len(tokens)
-        x = rows[:n, rank]
+    every_p = greedy_probabilities(children.p)
+    agreed = torch.zeros_like(children.tokens, dtype=torch.bool)
+    mass = torch.zeros_like(children.tokens, dtype=torch.float32)
+    for rank, n in enumerate(children.nodes_per_rank):
+        x = children.tokens[:n, rank]
         p = every_p[:n]
         draft = DraftView(
             token=x,
-            depth=depth[:n],
-            position=positions[:n],
+            depth=children.depth[:n],
+            position=children.position[:n],
             target=Weights(values=p, total=torch.ones_like(p[:, :1])),
             proposal=None,
             codes=rule.codes,
         )
         # Greedy decoding has no residual, so `residual: official` is ignored.
-        decision = decide_by_neighbours(draft, rule)
+        decision = rule.decide_by_neighbours(draft)
         agreed[:n, rank] = relaxed_distribution(draft, decision).argmax(dim=1) == x
         mass[:n, rank] = decision.neighbour_mass
-    return tree.by_node(agreed), tree.by_node(mass)
+    return agreed, mass
+
+
+def relaxed_distribution(draft: DraftView, decision: Decision) -> Tensor:
+    """Return p~ [n, V]: p(x) + m(x) at x, 0 at the lenders, p elsewhere."""
+    relaxed = draft.p.clone()
+    if decision.lenders is not None:
+        tokens = decision.lenders.tokens
+        left = torch.where(decision.lenders.taken, 0.0, relaxed.gather(1, tokens))
+        relaxed.scatter_(1, tokens, left)
+    return relaxed.scatter_add_(1, draft.token[:, None], decision.neighbour_mass[:, None])

@@ -42,7 +42,6 @@ class Growth:
         # cumulative, float32
         self.log_q = [log_q]
         self._parents = [torch.full_like(tokens, -1)]
-        self._depths = [torch.ones_like(tokens)]
         # numbers and cumulative log q of the frontier's nodes, [B, beam]
         self._number = torch.arange(beam, device=q.device).expand_as(tokens)
         self._reach = log_q
@@ -52,7 +51,6 @@ class Growth:
     def grow(self, q: Tensor) -> Frontier:
         """Expand the frontier, whose distributions are `q` [B, beam, V]; return the next one."""
         first = sum(tokens.shape[1] for tokens in self._tokens)
-        depth = len(self._tokens) + 1
 
         # 1. The children of all nodes of the frontier become candidates.
         tokens, log_q = _most_probable_children(q, self.beam)
@@ -62,7 +60,6 @@ class Growth:
         self._tokens.append(tokens)
         self.log_q.append(reach)
         self._parents.append(parents)
-        self._depths.append(torch.full_like(tokens, depth))
 
         # 2. The best of them are the next frontier.
         best = torch.sort(reach, dim=1, descending=True, stable=True).indices[:, : self.beam]
@@ -92,13 +89,18 @@ class Growth:
         reach = torch.cat(self.log_q, dim=1)
         total = reach.shape[1]
         if depth_limit is not None:
-            too_deep = torch.cat(self._depths, dim=1) > depth_limit[:, None]
+            depths = self._depths_of(torch.arange(total, device=reach.device))
+            too_deep = depths > depth_limit[:, None]
             reach = reach.masked_fill(too_deep, -torch.inf)
         # Numbers rise with depth, so a stable sort settles ties as asked.
         best = torch.sort(reach, dim=1, descending=True, stable=True).indices[:, :nodes]
         is_possible = reach.gather(1, best) > -torch.inf
         numbers = torch.where(is_possible, best, total).sort(dim=1).values
         return numbers, numbers < total
+
+    def _depths_of(self, numbers: Tensor) -> Tensor:
+        """Return the depths of candidates: `beam` are at depth 1, `beam` squared at all others."""
+        return 1 - (self.beam - 1 - numbers) // self.beam**2
 
     def tree(self, root: Tensor, nodes: int, depth_limit: Tensor | None = None) -> DraftTree:
         """Return the draft of the roots and of what `select` keeps: M = m + 1, C = beam.
@@ -111,7 +113,6 @@ class Growth:
         numbers, valid = self.select(nodes, depth_limit)
         tokens = torch.cat(self._tokens, dim=1)
         parents = torch.cat(self._parents, dim=1)
-        depths = torch.cat(self._depths, dim=1)
         batch, total = tokens.shape
 
         # Candidate c is node `node[c + 1]`; -1, which is above the root's children, is node 0.
@@ -123,7 +124,7 @@ class Growth:
         return link_nodes(
             tokens=torch.cat([root[:, None], tokens.gather(1, numbers)], dim=1),
             parents=functional.pad(parent_nodes, (1, 0), value=-1),
-            depths=functional.pad(depths.gather(1, numbers), (1, 0)),
+            depths=functional.pad(self._depths_of(numbers), (1, 0)),
             # The candidates below the root and below every frontier node are `beam` in a row.
             ranks=functional.pad(numbers % self.beam, (1, 0)),
             valid=functional.pad(valid, (1, 0), value=True),
@@ -162,6 +163,5 @@ class DynamicDrafting(DraftMethod):
         assert proposer is not None
         growth = Growth(proposer.root_q[:, 0], self.fanout)
         for _ in range(self.depth - 1):
-            tokens, origin, seen = growth.frontier
-            growth.grow(proposer.extend(tokens, origin, seen))
+            growth.grow(proposer.extend(*growth.frontier))
         self.tree.copy_(growth.tree(inputs.root, self.nodes - 1, inputs.depth_limit))

@@ -110,7 +110,7 @@ class JacobiDrafting(DraftMethod):
         """Make all drafts fresh, as if a step had committed more than the whole window."""
         self._position.fill_(1)
         self._committed.fill_(self.depth + 1)
-        self._q.copy_(p[:, None].expand_as(self._q))
+        self._q.copy_(p[:, None])
         if self._coupling == "maximal":
             self._coupled_q.copy_(self._q)
 

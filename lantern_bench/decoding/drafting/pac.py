@@ -17,6 +17,7 @@ from lantern_bench.decoding.drafting.jacobi import JacobiDrafting
 from lantern_bench.decoding.protocol import Target
 from lantern_bench.decoding.sampling import draw_without_replacement, most_probable
 from lantern_bench.decoding.tree import StaticTree
+from lantern_bench.methods.static_trees import check_topology
 
 
 class PacDrafting(JacobiDrafting):
@@ -34,7 +35,7 @@ class PacDrafting(JacobiDrafting):
         paths = {(0,) * depth for depth in range(1, self.depth + 1)}
         for depth in range(1, self._branching + 1):
             paths |= set(itertools.product(range(width), repeat=depth))
-        nodes = [(), *sorted(paths, key=lambda path: (len(path), path))]
+        nodes = [(), *check_topology(paths)]
         device = target.device
         self._shape = StaticTree.of(paths, device)
         self.nodes = len(nodes)

@@ -38,7 +38,9 @@ class StaticDrafting(DraftMethod):
 
         # The row of each node among the expanded ones; the q of leaves is never read.
         expanded = torch.cat([level.nodes for level in shape.levels])
-        self.noises = 0 if decoding.greedy else len(expanded)
+        # how many vectors of noise each level takes
+        self._rows = [0 if decoding.greedy else len(level.nodes) for level in shape.levels]
+        self.noises = sum(self._rows)
         self._q_row = torch.zeros_like(shape.depths)
         self._q_row[expanded] = torch.arange(len(expanded), device=expanded.device)
 
@@ -51,9 +53,9 @@ class StaticDrafting(DraftMethod):
         valid = torch.ones_like(tokens, dtype=torch.bool)
         q = proposer.root_q
         every_q: list[Tensor] = []
-        drawn_rows = 0
-        for depth, level in enumerate(self._shape.levels):
-            if depth > 0:
+        noises = inputs.noise.split(self._rows, dim=1)
+        for level, noise in zip(self._shape.levels, noises, strict=True):
+            if tokens.shape[1] > 1:  # below the root
                 q = proposer.extend(
                     tokens=tokens[:, level.nodes],
                     origin=level.origin.expand(batch, -1),
@@ -62,11 +64,8 @@ class StaticDrafting(DraftMethod):
             if self._greedy:
                 drawn, able = most_probable(q, level.fanout)
             else:
-                rows = q.shape[1]
-                noise = inputs.noise[:, drawn_rows : drawn_rows + rows]
                 drawn, able = draw_without_replacement(q, level.fanout, noise)
                 every_q.append(q)
-                drawn_rows += rows
             tokens = torch.cat([tokens, drawn[:, level.slot, level.rank]], dim=1)
             valid = torch.cat([valid, able[:, level.slot, level.rank]], dim=1)
 

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from lantern_bench.checks.tabular_model import TabularModel
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.acceptance.configured_rule import ConfiguredRule
-from lantern_bench.decoding.acceptance.decisions import Lenders, relaxed_distribution
+from lantern_bench.decoding.acceptance.draft_view import Lenders
+from lantern_bench.decoding.acceptance.verify import relaxed_distribution
 from lantern_bench.decoding.acceptance.official import OfficialRule
 from lantern_bench.decoding.acceptance.verify import Verdict, verify
 from lantern_bench.decoding.loop import configured_rule
