@@ -20,7 +20,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from lantern_bench.utils.text import one_line
 
@@ -30,23 +29,16 @@ ENGINE_VERSION = "10"
 """Incremented when tokens at a seed or timing change; a run never mixes two versions."""
 
 _numbers = itertools.count()
-# One step calls about a hundred kernels, many of which take less time than a call from Python.
-_CPU_OPTIONS = {"cpp_wrapper": True}
 
-
-def silence_torch() -> None:
-    """Silence three harmless messages: no CUDA, TF32 advice, skipped fusion."""
-    logging.getLogger("torch.utils.cpp_extension").addFilter(
-        lambda record: not record.getMessage().startswith("No CUDA runtime is found")
-    )
-    for message in (
-        r"TensorFloat32 tensor cores .* available but not enabled",
-        r"\s*Online softmax is disabled on the fly",
-    ):
-        warnings.filterwarnings("ignore", message, UserWarning)
-
-
-silence_torch()
+# Silence three harmless messages: no CUDA, TF32 advice, skipped fusion.
+logging.getLogger("torch.utils.cpp_extension").addFilter(
+    lambda record: not record.getMessage().startswith("No CUDA runtime is found")
+)
+for _message in (
+    r"TensorFloat32 tensor cores .* available but not enabled",
+    r"\s*Online softmax is disabled on the fly",
+):
+    warnings.filterwarnings("ignore", _message, UserWarning)
 
 
 def compile_function(
@@ -69,13 +61,17 @@ def compile_function(
     copy = FunctionType(
         code, run.__globals__, name=code.co_name, argdefs=None, closure=run.__closure__
     )
+    compiled: Callable[..., T] = _without_guards(copy, device, backend)
+    return compiled
+
+
+def _without_guards(function: Callable[..., T], device: torch.device, backend: Any) -> Any:
     options: dict[str, Any] = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
     if backend == "inductor" and device.type == "cpu":
-        options |= _CPU_OPTIONS
-    compiled: Callable[..., T] = torch.compile(
-        copy, backend=backend, dynamic=False, fullgraph=True, options=options
-    )
-    return compiled
+        # One step calls about a hundred kernels, many of which take less time than a call from
+        # Python.
+        options["cpp_wrapper"] = True
+    return torch.compile(function, backend=backend, dynamic=False, fullgraph=True, options=options)
 
 
 def touch_while_tracing(tensors: Sequence[Tensor]) -> None:
@@ -115,13 +111,8 @@ class SavedProgram:
             return None
 
     def _compile(self, arguments: tuple[Any, ...]) -> Callable[..., Any]:
-        options: dict[str, Any] = {
-            **_CPU_OPTIONS,
-            "guard_filter_fn": torch.compiler.skip_all_guards_unsafe,
-        }
-        compiled: Any = torch.compile(
-            self._method.__func__, dynamic=False, fullgraph=True, options=options
-        )
+        cpu = torch.device("cpu")
+        compiled = _without_guards(self._method.__func__, cpu, "inductor")
         try:
             program = compiled.aot_compile(((self._method.__self__, *arguments), {}))
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -130,7 +121,7 @@ class SavedProgram:
         except Exception as error:
             text = f"a compiled program cannot be kept for the next start: {one_line(error)}"
             warnings.warn(text, stacklevel=4)
-            return compile_function(self._method, torch.device("cpu"))
+            return compile_function(self._method, cpu)
 
     def _ready(self, program: Any) -> Callable[..., Any]:
         program.disable_guard_check()
@@ -189,11 +180,11 @@ class GraphedProgram:
         self._plain = plain
         self._device = device
         self._fallbacks = fallbacks
-        self._copies: tuple[Any, ...] | None = None
+        self._copies: tuple[Tensor, ...] | None = None
         self._warm = False
         self._graph: torch.cuda.CUDAGraph | None = None
 
-    def __call__(self, *arguments: Any) -> Any:
+    def __call__(self, *arguments: Tensor) -> Any:
         """Run the program. The first call compiles it, the second captures it."""
         copies = self._copy_in(arguments)
         if not self._warm:
@@ -207,14 +198,14 @@ class GraphedProgram:
         self._graph.replay()
         return self._result
 
-    def _copy_in(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _copy_in(self, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Copy the arguments to the places that every run reads."""
         if self._copies is None:
-            self._copies = pytree.tree_map(_copy, arguments)
-            return self._copies
-        leaves = zip(pytree.tree_leaves(self._copies), pytree.tree_leaves(arguments), strict=True)
-        for copy, argument in leaves:
-            if isinstance(argument, Tensor):
+            self._copies = tuple(
+                argument.clone(memory_format=torch.contiguous_format) for argument in arguments
+            )
+        else:
+            for copy, argument in zip(self._copies, arguments, strict=True):
                 copy.copy_(argument)
         return self._copies
 
@@ -255,12 +246,6 @@ class GraphedProgram:
                 self._fallbacks.note("capture", "without CUDA graphs", cause)
                 return None
         return graph
-
-
-def _copy(leaf: Any) -> Any:
-    if isinstance(leaf, Tensor):
-        return leaf.clone(memory_format=torch.contiguous_format)
-    return leaf
 
 
 class Engine:

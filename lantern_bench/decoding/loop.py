@@ -144,9 +144,8 @@ def configured_rule(decoding: Decoding, model: DecodableModel) -> ConfiguredRule
         embeddings=model.codes if rule.codebook else None,
     )
     values = {key: decoding.value(key) for key in rule.value_names}
-    if is_official:
-        return OfficialRule(rule, values, codes)
-    return ConfiguredRule(rule, values, codes)
+    make = OfficialRule if is_official else ConfiguredRule
+    return make(rule, values, codes)
 
 
 class _Batch:
@@ -227,15 +226,14 @@ class _Batch:
         logits_of_images: Iterable[Tensor | None] = [None] * self.size
         if logits is not None:
             logits_of_images = logits.float().cpu()
-        seconds = self.phases.total() / self.size
-        phases = {name: total / self.size for name, total in self.phases.seconds().items()}
-        timed = [
-            replace(trace, seconds=seconds, phases=phases, usage=self.phases.usage)
-            for trace in traces
-        ]
+        times: dict[str, Any] = {
+            "seconds": self.phases.total() / self.size,
+            "phases": {name: total / self.size for name, total in self.phases.seconds().items()},
+            "usage": self.phases.usage,
+        }
         return [
-            Decoded(tokens=image, trace=trace, logits=image_logits)
-            for image, trace, image_logits in zip(tokens, timed, logits_of_images, strict=True)
+            Decoded(tokens=image, trace=replace(trace, **times), logits=image_logits)
+            for image, trace, image_logits in zip(tokens, traces, logits_of_images, strict=True)
         ]
 
 

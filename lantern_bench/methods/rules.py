@@ -51,7 +51,7 @@ class Rule:
     name: str
     about: str = "a rule from another package"
 
-    # How it decides on a draft (decoding/acceptance/configured_rule.py); None: `accept_tree` decides
+    # How it decides on a draft (acceptance/configured_rule.py); None: `accept_tree` decides
     decide: Literal["strictly", "by neighbours", "by probability"] | None = "strictly"
     # by neighbours: the limit of m(x) [n]; by probability: f [n, V]
     function: RelaxedFunction | None = None

@@ -72,8 +72,8 @@ class Decoder:
         repeat_disturbed: bool,
     ) -> None:
         self.session = session
-        self._models = models
-        self._compute = compute
+        self.models = models
+        self.compute = compute
         self._repeat_disturbed = repeat_disturbed
 
     def warm_up(self, batches: Iterable[Batch]) -> Iterator[Note]:
@@ -87,7 +87,7 @@ class Decoder:
             signals.check()
             # A quarter of an image compiles all steps; without compiling, a few steps load code.
             cell = batch[0].cell
-            model = self._models[cell.model]
+            model = self.models[cell.model]
             compiled = model.engine.compile
             tokens = max(1, model.target.image_tokens // (4 if compiled else 16))
             row: dict[str, Any] = {
@@ -97,7 +97,7 @@ class Decoder:
                 "seconds": None,
             }
             try:
-                images = decode_batch(model, batch, self._compute, tokens=tokens)
+                images = decode_batch(model, batch, self.compute, tokens=tokens)
                 row["seconds"] = sum(image.seconds for image in images)
             except (RuntimeError, MemoryError) as error:
                 # The images of the cell fail the same way and record it.
@@ -115,12 +115,12 @@ class Decoder:
         The whole batch is decoded even if some of its images are done, because the arithmetic
         depends on the batch.
         """
-        model = self._models[batch[0].cell.model]
+        model = self.models[batch[0].cell.model]
         try:
             with signals.delayed():
                 attempts = self._attempts(model, batch)
         except (RuntimeError, MemoryError) as error:
-            if self._compute.device.type == "cuda":
+            if self.compute.device.type == "cuda":
                 torch.cuda.empty_cache()
             for task in missing:
                 self.session["failed"] += 1
@@ -133,7 +133,7 @@ class Decoder:
             image = images[task]
             png = image.png()
             self.session["images"] += 1
-            columns = image.columns(len(batch)) | machine.device_columns(self._compute.device)
+            columns = image.columns(len(batch)) | machine.device_columns(self.compute.device)
             columns["image_sha256"] = hashlib.sha256(png).hexdigest()
             columns["process"] = self.session["process"]
             columns["attempts"] = len(attempts)
@@ -142,7 +142,7 @@ class Decoder:
     def _attempts(self, model: LoadedModel, batch: Batch) -> list[list[DecodedImage]]:
         """Decode a batch until an attempt is undisturbed, within bounds on number and time."""
         session = self.session
-        first = decode_batch(model, batch, self._compute)
+        first = decode_batch(model, batch, self.compute)
         session["first_seconds"] += sum(image.seconds for image in first)
         attempts = [first]
         while (
@@ -151,10 +151,10 @@ class Decoder:
             and attempts[-1][0].lost_share(len(batch)) > DISTURBED
             and session["again_seconds"] <= _MAX_REPEAT_SHARE * session["first_seconds"]
         ):
-            images = decode_batch(model, batch, self._compute)
+            images = decode_batch(model, batch, self.compute)
             pairs = zip(first, images, strict=True)
             if not all(torch.equal(a.tokens, b.tokens) for a, b in pairs):
-                if self._compute.device.type == "cpu":
+                if self.compute.device.type == "cpu":
                     raise RuntimeError("decoding a disturbed image again gave other tokens")
                 break  # uncompiled steps of a GPU may round differently; the first attempt counts
             session["again_seconds"] += sum(image.seconds for image in images)
@@ -264,30 +264,21 @@ def decode_tasks(
         RecordsFailedError: An image cannot be decoded.
     """
     all_tokens = model.target.image_tokens
+
+    def decode_task(task: ImageTask, tokens: int | None) -> DecodedImage:
+        try:
+            return decode_batch(model, [task], compute, tokens=tokens, logits=logits)[0]
+        except (RuntimeError, MemoryError) as error:
+            message = f"{task.cell.cell_id}: {type(error).__name__}: {error}"
+            raise RecordsFailedError(message) from error
+
     if model.engine.compile:
         # A quarter of an image runs every program of a step more than once.
-        quarter = max(16, all_tokens // 4)
         for task in tasks:
             if task.image_index == 0:
-                _decode_task(model, compute, task, tokens=quarter, logits=logits)
-    tokens = all_tokens if model.pixels is None else None
+                decode_task(task, max(16, all_tokens // 4))
     for task in tasks:
-        yield _decode_task(model, compute, task, tokens=tokens, logits=logits)
-
-
-def _decode_task(
-    model: LoadedModel,
-    compute: Compute,
-    task: ImageTask,
-    *,
-    tokens: int | None,
-    logits: bool,
-) -> DecodedImage:
-    try:
-        return decode_batch(model, [task], compute, tokens=tokens, logits=logits)[0]
-    except (RuntimeError, MemoryError) as error:
-        message = f"{task.cell.cell_id}: {type(error).__name__}: {error}"
-        raise RecordsFailedError(message) from error
+        yield decode_task(task, all_tokens if model.pixels is None else None)
 
 
 def picture_png(decoded: Sequence[DecodedImage], cells: Sequence[Cell]) -> bytes:

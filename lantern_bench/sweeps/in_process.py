@@ -226,16 +226,13 @@ def key_fields(
         "compile": any(model.engine.compile for model in models.values()),
         "weights": weights,
     }
-    rules = {}
-    draftings = {}
-    for cell in cells:
-        decoding = cell.decoding
-        if decoding.rule in OUTSIDE_RULES:
-            rules[decoding.rule] = OUTSIDE_RULES[decoding.rule].fingerprint()
-        if decoding.drafting in OUTSIDE_DRAFTINGS:
-            draftings[decoding.drafting] = OUTSIDE_DRAFTINGS[decoding.drafting].fingerprint()
+    decodings = [cell.decoding for cell in cells]
+    rules = {decoding.rule for decoding in decodings} & OUTSIDE_RULES.keys()
     if rules:
-        fields["rules"] = rules
+        fields["rules"] = {name: OUTSIDE_RULES[name].fingerprint() for name in sorted(rules)}
+    draftings = {decoding.drafting for decoding in decodings} & OUTSIDE_DRAFTINGS.keys()
     if draftings:
-        fields["draftings"] = draftings
+        fields["draftings"] = {
+            name: OUTSIDE_DRAFTINGS[name].fingerprint() for name in sorted(draftings)
+        }
     return fields

@@ -15,6 +15,7 @@ import subprocess
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import psutil
@@ -31,6 +32,7 @@ from lantern_bench.utils import signals
 from lantern_bench.utils.clock import collect_garbage, now, stamp
 from lantern_bench.utils.errors import LanternError, RecordsFailedError, RefusedError
 from lantern_bench.utils.progress import Emit, Note, ignore_events
+from lantern_bench.utils.text import one_line
 
 if TYPE_CHECKING:
     from lantern_bench.sweeps.decoder import Decoder, Result
@@ -43,7 +45,6 @@ _SHARDS = 4  # shards per worker, so that all workers end at about the same time
 _LOSSES = 3
 _PATIENCE = 60.0  # seconds to wait for a device when there is none
 _LOOK = 2.0  # seconds between two looks at the nodes
-_RESUME = "Start or join a cluster; the same command continues."
 
 
 def decode_on_ray(request: Request, emit: Emit) -> None:
@@ -65,7 +66,8 @@ def decode_on_ray(request: Request, emit: Emit) -> None:
 
 def _head_lost(request: Request, reason: str) -> RefusedError:
     message = f"the Ray cluster is lost: its head has ended or was started again ({reason})"
-    return RefusedError(f"{message}; {_kept(request)}", _RESUME)
+    advice = "Start or join a cluster; the same command continues."
+    return RefusedError(f"{message}; {_kept(request)}", advice)
 
 
 def _kept(request: Request) -> str:
@@ -146,10 +148,8 @@ def connect(address: str) -> None:
             "Start a cluster with `ray start --head`, "
             "or give --ray alone for a new one on this machine."
         )
-        reason = " ".join(str(error).split())[:300]
-        raise RefusedError(
-            f"--ray {address}: the Ray cluster cannot be joined: {reason}", advice
-        ) from error
+        message = f"--ray {address}: the Ray cluster cannot be joined: {one_line(error)}"
+        raise RefusedError(message, advice) from error
     # Ray has set its own handler, which ends the process at once.
     signal.signal(signal.SIGTERM, on_terminate)
 
@@ -191,9 +191,10 @@ class Ready(NamedTuple):
 class Worker:
     """The actor: the models of a run on one device."""
 
+    decoder: Decoder
+
     def __init__(self) -> None:
         prepare_environment()
-        self.decoder: Decoder | None = None
 
     def load(self, request: Request, cores: int) -> Ready:
         """Load the models of a request; its plan has the images that threads are chosen with."""
@@ -201,23 +202,23 @@ class Worker:
 
         from lantern_bench.devices.machine import compute_block, device_columns, machine_block
         from lantern_bench.sweeps import in_process
+        from lantern_bench.sweeps.decoder import Decoder
 
         settings = request.experiment.settings
         notes = list[Any]()
-        self.compute, self.models = in_process.load_to_decode(request.experiment, notes.append)
-        if self.compute.device.type == "cpu":
+        compute, models = in_process.load_to_decode(request.experiment, notes.append)
+        if compute.device.type == "cpu":
             torch.set_num_threads(settings.threads or cores)
         if settings.threads is None:
-            batches = list(request.plan.batches())
-            in_process.prepare_models(batches, self.models, emit=ignore_events)
-            in_process.choose_threads_for(request.plan.tasks, self.models, emit=notes.append)
-        self.repeat_disturbed = "speed" in settings.metrics
-        key = in_process.key_fields(self.models, settings, self.compute, cells=request.plan.cells)
+            in_process.prepare_models(list(request.plan.batches()), models, emit=ignore_events)
+            in_process.choose_threads_for(request.plan.tasks, models, emit=notes.append)
+        self.decoder = Decoder(models, compute, {}, repeat_disturbed="speed" in settings.metrics)
+        key = in_process.key_fields(models, settings, compute, cells=request.plan.cells)
         return Ready(
             notes=notes,
             key=key,
-            session={"device": device_columns(self.compute.device), "machine": machine_block()},
-            block=compute_block(self.compute, compiled=key["compile"]),
+            session={"device": device_columns(compute.device), "machine": machine_block()},
+            block=compute_block(compute, compiled=key["compile"]),
         )
 
     def decode(
@@ -236,26 +237,24 @@ class Worker:
         """
         import torch
 
-        from lantern_bench.sweeps.decoder import Decoder
         from lantern_bench.sweeps.in_process import prepare_models
 
-        if self.compute.device.type == "cpu":
+        decoder = self.decoder
+        if decoder.compute.device.type == "cpu":
             torch.set_num_threads(threads)
         batches = [
             batch for batch in shard.batches() if any(task.order_index in missing for task in batch)
         ]
-        prepare_seconds = prepare_models(batches, self.models, emit=ignore_events)
-        if self.decoder is None:
-            self.decoder = Decoder(
-                self.models, self.compute, session, repeat_disturbed=self.repeat_disturbed
-            )
-            yield from self.decoder.warm_up(batches)
+        prepare_seconds = prepare_models(batches, decoder.models, emit=ignore_events)
+        if not decoder.session:
+            decoder.session = session
+            yield from decoder.warm_up(batches)
             collect_garbage()
-        self.decoder.session["prepare_seconds"] += prepare_seconds
+        decoder.session["prepare_seconds"] += prepare_seconds
         for batch in batches:
             tasks = [task for task in batch if task.order_index in missing]
-            yield from self.decoder.decode(batch, tasks)
-        yield self.decoder.session
+            yield from decoder.decode(batch, tasks)
+        yield decoder.session
 
 
 # ---- The driver
@@ -364,8 +363,7 @@ class RayDriver:
         free = usable - Counter(worker.slot for worker in self._workers)
         shards = len(self._shards) if self._is_open else max(1, len(self._request.plan.tasks))
         without_work = sum(worker.shard is None for worker in self._workers)
-        largest_first = sorted(free.elements(), key=lambda slot: (-slot.cpus, str(slot.node)))
-        for slot in largest_first[: max(0, shards - without_work)]:
+        for slot in islice(free.elements(), max(0, shards - without_work)):
             self._start(slot)
             device = "a GPU" if slot.gpus else f"{slot.cpus} CPU cores"
             self._emit(Note(f"waiting for a worker on {device} to load the models"))
@@ -377,16 +375,12 @@ class RayDriver:
         elif slots and not usable:
             advice = "See the logs of the Ray nodes, /tmp/ray/session_latest/logs."
             raise RecordsFailedError(f"no worker could be started: {self._last_loss}", advice)
-        elif not slots and not self._is_open:
+        elif not slots and (not self._is_open or now() - self._last_worker > _PATIENCE):
             kind = "GPU" if self._settings.device == "cuda" else "CPU"
-            resources = self._ray.cluster_resources() or "nothing"
             raise RefusedError(
-                f"the Ray cluster has no {kind} for a worker: it has {resources}",
-                "Start nodes that have one, or give another --device or fewer --threads.",
-            )
-        elif not slots and now() - self._last_worker > _PATIENCE:
-            raise RefusedError(
-                f"the Ray cluster has no device left; {_kept(self._request)}", _RESUME
+                f"the Ray cluster has no {kind} for a worker; {_kept(self._request)}",
+                "Start nodes that have one, or give another --device or fewer --threads. "
+                "The same command continues.",
             )
 
     def _start(self, slot: DeviceSlot) -> None:

@@ -16,9 +16,8 @@ from lantern_bench.checks.tabular_model import TabularModel
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.acceptance.configured_rule import ConfiguredRule
 from lantern_bench.decoding.acceptance.draft_view import Lenders
-from lantern_bench.decoding.acceptance.verify import relaxed_distribution
 from lantern_bench.decoding.acceptance.official import OfficialRule
-from lantern_bench.decoding.acceptance.verify import Verdict, verify
+from lantern_bench.decoding.acceptance.verify import Verdict, relaxed_distribution, verify
 from lantern_bench.decoding.loop import configured_rule
 from lantern_bench.decoding.neighbours import nearest_codes
 from tests.decoding.acceptance.test_emitted_tv import first_token, mean_distribution
