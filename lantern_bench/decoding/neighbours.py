@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from lantern_bench.decoding.sampling import keys_of
 from lantern_bench.methods.parameters import NeighbourMetric
 
 Space: TypeAlias = Literal["raw", "normalised"]
@@ -66,8 +67,5 @@ def nearest_codes(codebook: Tensor, neighbours: int, metric: NeighbourMetric = "
                 measured[rows], measured, compute_mode="donot_use_mm_for_euclid_dist"
             )
         distance.scatter_(1, rows[:, None], torch.inf)
-        # Bits of non-negative floats order like the floats, so one integer key holds distance and
-        # index.
-        key = (distance.view(torch.int32).long() << 32) | index
-        parts.append(key.topk(neighbours, dim=1, largest=False).indices.int())
+        parts.append(keys_of(distance, index).topk(neighbours, dim=1, largest=False).indices.int())
     return torch.cat(parts)

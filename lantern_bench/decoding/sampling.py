@@ -179,12 +179,18 @@ def most_probable(probs: Tensor, count: int) -> tuple[Tensor, Tensor]:
     Returns as `draw_without_replacement`.
     """
     vocabulary = probs.shape[-1]
-    # Bits of non-negative floats order like the floats. So one integer key holds value and index,
-    # which settles ties.
-    rank = torch.arange(vocabulary - 1, -1, -1, device=probs.device)
-    key = (probs.float().contiguous().view(torch.int32).long() << 32) | rank
+    ranks = torch.arange(vocabulary - 1, -1, -1, device=probs.device)
+    key = keys_of(probs.float().contiguous(), ranks)
     tokens = key.topk(min(count, vocabulary), dim=-1).indices
     return _padded(tokens, probs.gather(-1, tokens) > 0, count)
+
+
+def keys_of(values: Tensor, ranks: Tensor) -> Tensor:
+    """Return int64 keys that order non-negative float32 `values` [..., V], ties by `ranks` [V].
+
+    Bits of non-negative floats order like the floats, so one integer holds value and rank.
+    """
+    return (values.view(torch.int32).long() << 32) | ranks
 
 
 def _padded(tokens: Tensor, valid: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -335,21 +335,19 @@ def link_nodes(
         parents: int64 [B, M], -1 for the root; never above the node's own number.
         depths: int64 [B, M].
         ranks: The index of each node among its siblings, below `fanout`, int64 [B, M].
-        valid: bool [B, M], False for filler: such nodes hang on the root at depth 1, see only it
-            and themselves, and are no children.
+        valid: bool [B, M], True for the root, and False for filler: such nodes hang on the root at
+            depth 1, see only it and themselves, and are no children.
         fanout: The most children of a node.
         max_depth: The depth of the deepest node.
     """
     batch, nodes = tokens.shape
     number = torch.arange(nodes, device=tokens.device).expand(batch, -1)
-    is_root = number == 0
-    exists = valid | is_root
-    parents = torch.where(exists, parents, 0)
+    parents = torch.where(valid, parents, 0)
 
     # Entry `parent * fanout + rank` of the flat children is the node; the last one takes filler.
-    column = torch.where(valid & ~is_root, parents * fanout + ranks, nodes * fanout)
+    column = torch.where(valid, parents * fanout + ranks, nodes * fanout)[:, 1:]
     children = torch.full((batch, nodes * fanout + 1), -1, dtype=torch.int64, device=tokens.device)
-    children.scatter_(1, column, number)
+    children.scatter_(1, column, number[:, 1:])
     children = children[:, :-1].view(batch, nodes, fanout)
 
     attention = torch.eye(nodes, dtype=torch.bool, device=tokens.device).repeat(batch, 1, 1)
@@ -361,11 +359,11 @@ def link_nodes(
         above = torch.where(above < 0, above, parents.gather(1, at_least_root))
 
     # The order of paths is the order of the first leaf below each node.
-    is_leaf = exists & (children < 0).all(dim=-1)
+    is_leaf = valid & (children < 0).all(dim=-1)
     leaves_below = torch.where(is_leaf[:, :, None] & attention, number[:, :, None], nodes)
     return DraftTree(
-        tokens=torch.where(exists, tokens, 0),
-        depths=torch.where(exists, depths, 1),
+        tokens=torch.where(valid, tokens, 0),
+        depths=torch.where(valid, depths, 1),
         children=children,
         attention=attention,
         path_order=leaves_below.amin(dim=1),

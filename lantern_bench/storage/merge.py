@@ -5,7 +5,6 @@ Scores of single images are kept. Scores of whole cells, such as FID, need a new
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from collections.abc import Mapping, Sequence
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lantern_bench.config.experiment import KEYS_WITHOUT_EFFECT
-from lantern_bench.storage.records import line_of, rows_of
+from lantern_bench.storage.records import line_of, rows_of, shown
 from lantern_bench.storage.run_directory import (
     MANIFEST,
     RECORDS,
@@ -26,8 +25,6 @@ from lantern_bench.storage.run_directory import (
 from lantern_bench.storage.schema import Row
 from lantern_bench.utils.errors import RefusedError, UserError
 from lantern_bench.utils.files import write_atomically
-
-_SHOWN = 300  # characters of a setting that an error message shows
 
 
 def merge_runs(folders: Sequence[Path], out: Path | None = None) -> Path:
@@ -108,12 +105,10 @@ def _check_settings(first: RunData, other: RunData) -> None:
     for name in ours | theirs:
         if ours.get(name) == theirs.get(name):
             continue
-        a = json.dumps(ours.get(name), sort_keys=True)
-        b = json.dumps(theirs.get(name), sort_keys=True)
         raise RefusedError(
             f"{first.folder} and {other.folder} are shards of different runs: {name} differs\n"
-            f"  first   {a[:_SHOWN]}\n"
-            f"  second  {b[:_SHOWN]}",
+            f"  first   {shown(ours.get(name))}\n"
+            f"  second  {shown(theirs.get(name))}",
             "Merge shards of one run.",
         )
 

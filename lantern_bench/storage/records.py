@@ -311,11 +311,11 @@ def check_same_run(
             before = only_before
         advice = "Start a new run beside it with --no-resume, or elsewhere with --out FOLDER."
         if name in _FLAGS:
-            advice += f" Or resume with {_FLAGS[name].format(_show(before))}"
+            advice += f" Or resume with {_FLAGS[name].format(shown(before))}"
         raise RefusedError(
             f"cannot resume {folder}: {name} changed\n"
-            f"  recorded  {_show(before)}\n"
-            f"  now       {_show(after)}\n"
+            f"  recorded  {shown(before)}\n"
+            f"  now       {shown(after)}\n"
             f"{finished} finished images were made with the recorded value; "
             "new images would not be comparable.",
             advice,
@@ -335,7 +335,8 @@ def _comparable(entries: Mapping[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def _show(value: object) -> str:
+def shown(value: object) -> str:
+    """Return a setting as an error message shows it."""
     if value is None or value == []:
         return "(nothing)"
     text = value if isinstance(value, str) else json.dumps(value)

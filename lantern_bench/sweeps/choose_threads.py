@@ -36,7 +36,7 @@ class Calibrated(NamedTuple):
 
     threads: int  # the chosen number
     milliseconds: dict[int, float]  # of the timed work, by number of threads
-    lost_share: float  # thread-seconds without a core by seconds of the timed work
+    lost_share: float  # thread-seconds without a core by seconds of the work
 
     def notes(self) -> list[Note]:
         """Say which number was chosen, and warn where other programs take the processor."""
@@ -73,25 +73,25 @@ def calibrate(work: Callable[[], object], recorded: int | None = None) -> Calibr
     work()
     repeats = max(1, round(_BLOCK / max(1e-6, now() - start)))
     blocks: dict[int, list[float]] = defaultdict(list)
-    lost = 0.0
+    before = usage()
     start = now()
     for _ in range(rounds):
         for threads in counts:
             torch.set_num_threads(threads)
             work()  # compiles its programs, and the threads start
-            before = usage()
             began = now()
             for _ in range(repeats):
                 work()
             blocks[threads].append(now() - began)
-            lost += usage().since(before).lost_seconds(blocks[threads][-1], threads)
         if now() - start > _LONGEST:
             break
+    seconds = now() - start
+    lost = usage().since(before).lost_seconds(seconds, most)
     torch.set_num_threads(most)
     milliseconds = {count: 1e3 * median(times) / repeats for count, times in blocks.items()}
     slowest_tie = min(milliseconds.values()) / (1 - _TIE)
     chosen = min(count for count, time in milliseconds.items() if time <= slowest_tie)
-    return Calibrated(chosen, milliseconds, lost / sum(map(sum, blocks.values())))
+    return Calibrated(chosen, milliseconds, lost / seconds)
 
 
 def choose_threads(

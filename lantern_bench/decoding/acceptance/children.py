@@ -125,8 +125,7 @@ class Residual:
         # [N], nodes for which rounding left no residual
         self.exhausted = torch.zeros_like(children.depth, dtype=torch.bool)
         self._codes = codes
-        self._depth = children.depth
-        self._position = children.position
+        self._children = children
         self._q_sum = torch.ones_like(self.p[:, :1])  # [N, 1]
         self._p_sum = torch.ones_like(self._q_sum, dtype=torch.float64)  # [N, 1]
         if self.q is None:
@@ -140,8 +139,8 @@ class Residual:
             proposal = Weights(values=self.q[:n], total=self._q_sum[:n])
         return DraftView(
             token=tokens,
-            depth=self._depth[:n],
-            position=self._position[:n],
+            depth=self._children.depth[:n],
+            position=self._children.position[:n],
             target=Weights(values=self.p[:n], total=self._p_sum[:n].to(self.p.dtype)),
             proposal=proposal,
             codes=self._codes,

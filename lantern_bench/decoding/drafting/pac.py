@@ -57,12 +57,11 @@ class PacDrafting(JacobiDrafting):
 
         # onward[node, d]: the node at depth d, following first children, else the main chain
         number = {path: node for node, path in enumerate(nodes)}
-        onward = torch.zeros(len(nodes), self.depth + 1, dtype=torch.int64)
-        for node, path in enumerate(nodes):
-            for depth in range(self.depth + 1):
-                below = path + (0,) * (depth - len(path))
-                onward[node, depth] = number.get(below, number[(0,) * depth])
-        self._onward = onward.to(device)
+        onward = []
+        for path in nodes:
+            below = [path + (0,) * (depth - len(path)) for depth in range(self.depth + 1)]
+            onward.append([number.get(at, number[(0,) * d]) for d, at in enumerate(below)])
+        self._onward = torch.tensor(onward, device=device)
 
     def after_step(self, step: LastStep) -> None:
         """Reuse the p of the nodes that first candidates lead to from the last accepted one."""
