@@ -7,7 +7,7 @@ columns.toml lists them; docs/results-format.md is made from both.
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -22,7 +22,6 @@ from lantern_bench.methods.catalog import (
     PARAMETERS,
     RULES,
 )
-from lantern_bench.methods.metrics import Metric
 from lantern_bench.utils.errors import UserError
 from lantern_bench.utils.files import write_file
 from lantern_bench.utils.text import listed
@@ -78,29 +77,10 @@ def _quality_columns(names: Iterable[str]) -> Iterator[Column]:
         metric = METRICS[name]
         yield from _figure(name, "", metric.meaning)
         if metric.has_spread:
-            spread = f"{name} of further ar images of the same prompts with other seeds"
-            yield from _figure(f"{name}_ar_spread", "", spread)
-            yield from _verdict(name)
+            yield from _read(["ar_spread"], metric=name)
         if metric.is_paired:
-            difference = f"{name} minus {name} of ar (mean over its sets) for the same prompts"
-            yield from _figure(f"{name}_vs_ar", "", difference)
-            p_value = f"two-sided p-value of {name}_vs_ar: cell and sets exchanged within prompts"
-            yield Column(name=f"{name}_vs_ar_p", dtype="float", unit="", meaning=p_value)
-        yield from _extras(metric)
-
-
-def _extras(metric: Metric) -> Iterator[Column]:
-    for name, dtype, unit, meaning in metric.extras:
-        yield Column(name, dtype, unit, meaning=meaning)
-
-
-def _verdict(name: str) -> tuple[Column, Column]:
-    verdict = f"{name} against ar's own spread: within or outside"
-    detectable = f"shift of {name} that would be outside with probability 0.8"
-    return (
-        Column(name=f"{name}_verdict", dtype="string", unit="", meaning=verdict),
-        Column(name=f"{name}_detectable", dtype="float", unit="", meaning=detectable),
-    )
+            yield from _read(["vs_ar"], metric=name)
+        yield from _read(metric.extras)
 
 
 def _score_columns() -> Iterator[Column]:
@@ -115,7 +95,7 @@ def _score_columns() -> Iterator[Column]:
         if metric.image_meaning:
             levels += f"; of an image: {metric.image_meaning}"
         yield from _figure(name, "", f"{metric.meaning} ({levels})")
-        yield from _extras(metric)
+        yield from _read(metric.extras)
 
 
 def _summary_of_quality() -> Iterator[Column]:
@@ -130,26 +110,17 @@ def _summary_of_quality() -> Iterator[Column]:
         metric = METRICS[name]
         yield from _figure(name, "", metric.meaning)
         if metric.has_spread:
-            yield from _verdict(name)
+            yield from _read(["verdict"], metric=name)
         if name in OF_TOKENS:
-            yield from _extras(metric)
+            yield from _read(metric.extras)
         if metric.scored_by in scorers:
-            yield Column(
-                name=metric.scored_by,
-                dtype="string",
-                unit="",
-                meaning=scorers.pop(metric.scored_by),
-            )
+            yield Column(metric.scored_by, "string", "", meaning=scorers.pop(metric.scored_by))
 
 
 def _image_scores() -> Iterator[Column]:
     for name in OF_IMAGES:
-        yield Column(
-            name=name,
-            dtype="float",
-            unit="",
-            meaning=f"{METRICS[name].image_meaning} (level image)",
-        )
+        meaning = f"{METRICS[name].image_meaning} (level image)"
+        yield Column(name, "float", "", meaning=meaning)
 
 
 # Groups of columns that the registered parameters and metrics decide.
@@ -172,24 +143,20 @@ _WORDS = {
 _DECLARED = tomllib.loads(Path(__file__).with_name("columns.toml").read_text(encoding="utf-8"))
 
 
-def _read(entries: Iterable[str | list[str]]) -> Iterator[Column]:
+def _read(entries: Iterable[str | Sequence[str]], metric: str = "") -> Iterator[Column]:
     """Yield the columns of a list in columns.toml: names of groups, and entries of four words."""
     for entry in entries:
-        if isinstance(entry, list):
-            name, dtype, unit, meaning = entry
-            yield from _column(name, dtype, unit, meaning=meaning)
+        if not isinstance(entry, str):
+            words = [text.format(metric=metric, **_WORDS) for text in entry]
+            name, dtype, unit, meaning = words
+            if dtype in _INTERVALS:
+                yield from _figure(name, unit, meaning, interval=_INTERVALS[dtype])
+            else:
+                yield Column(name, dtype, unit, meaning=meaning)
         elif entry in _DERIVED:
             yield from _DERIVED[entry]()
         else:
-            yield from _read(_DECLARED["groups"][entry])
-
-
-def _column(name: str, dtype: str, unit: str, meaning: str) -> Iterator[Column]:
-    explained = meaning.format_map(_WORDS)
-    if dtype in _INTERVALS:
-        yield from _figure(name, unit, explained, interval=_INTERVALS[dtype])
-    else:
-        yield Column(name=name, dtype=dtype, unit=unit, meaning=explained)
+            yield from _read(_DECLARED["groups"][entry], metric)
 
 
 CELL_COLUMNS: tuple[Column, ...] = tuple(_read(["cell"]))

@@ -53,7 +53,7 @@ class StaticDrafting(DraftMethod):
         valid = torch.ones_like(tokens, dtype=torch.bool)
         q = proposer.root_q
         every_q: list[Tensor] = []
-        noises = inputs.noise.split(self._rows, dim=1)
+        noises = torch.split(inputs.noise, self._rows, dim=1)
         for level, noise in zip(self._shape.levels, noises, strict=True):
             if tokens.shape[1] > 1:  # below the root
                 q = proposer.extend(
