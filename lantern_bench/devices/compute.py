@@ -64,7 +64,7 @@ def choose_compute(device: str = "auto", dtype: str = "auto", *, fast: bool = Fa
         "cuda": torch.cuda.device_count(),
         "mps": 1 if torch.backends.mps.is_available() else 0,
     }
-    if (chosen.index or 0) >= counts.get(chosen.type, 0):
+    if (chosen.index or 0) >= counts[chosen.type]:
         raise RefusedError(
             f"--device {device}: this machine has no such device",
             "Leave it out, or give --device cpu.",

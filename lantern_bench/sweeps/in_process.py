@@ -179,7 +179,6 @@ def open_session(store: RunStore, **entries: Any) -> dict[str, Any]:
     Returns the entry, which is part of the manifest: the next update of the manifest writes it.
     """
     sessions = store.manifest.get("sessions", [])
-    processes = [session["process"] for session in sessions]
     session: dict[str, Any] = {
         "started": stamp(),
         "ended": None,
@@ -188,11 +187,11 @@ def open_session(store: RunStore, **entries: Any) -> dict[str, Any]:
         "failed": 0,
         "first_seconds": 0.0,  # of first attempts
         "again_seconds": 0.0,  # of further attempts at disturbed images
-        "process": 1 + max(processes, default=-1),
+        "process": len(sessions),
         "prepare_seconds": 0.0,
         "warm_up": [],
+        **entries,
     }
-    session |= entries
     store.update_manifest(sessions=[*sessions, session])
     return session
 
