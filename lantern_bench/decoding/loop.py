@@ -174,10 +174,8 @@ class _Batch:
         self.phases = Phases(target.device)
 
     def noise(self) -> Tensor:
-        """Random bits [B, V] for one token of each image, or nothing for greedy decoding."""
-        if self.decoding.greedy:
-            return torch.empty(self.size, 0, dtype=torch.int32, device=self.draws.device)
-        return self.draws.bits(self.target.vocab_size)
+        """Random bits [B, V] for one token of each image; [B, 0] for greedy decoding."""
+        return self.draws.bits(0 if self.decoding.greedy else self.target.vocab_size)
 
     def prefill(self, session: TargetSession, condition: Any) -> tuple[Logits, FirstTokens]:
         """Return the logits of the prefix, and the first tokens."""

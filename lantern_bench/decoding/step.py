@@ -242,7 +242,7 @@ class SpeculativeStep:
             the token behind the accepted drafts [B, V].
         """
         if self._decoding.greedy:
-            no_bits = torch.empty(self._batch, 0, dtype=torch.int32, device=draws.device)
+            no_bits = draws.bits(0)
             return no_bits, no_bits, no_bits
         vocabulary = self._target.vocab_size
         nodes = self.drafting.nodes

@@ -89,9 +89,8 @@ class DraftTree:
         cls,
         batch: int,
         *,
-        nodes: int,
-        fanout: int,
         layout: TreeLayout,
+        fanout: int,
         max_depth: int,
         q: Tensor | None = None,
     ) -> DraftTree:
@@ -99,9 +98,8 @@ class DraftTree:
 
         Args:
             batch: How many images there are.
-            nodes: M, with the root.
+            layout: The order of the M nodes.
             fanout: C, the most children of a node.
-            layout: The order of the nodes.
             max_depth: D.
             q: What the children are drawn from; None: deterministic drafts.
         """
@@ -109,6 +107,7 @@ class DraftTree:
         def numbers(*shape: int) -> Tensor:
             return torch.zeros(batch, *shape, dtype=torch.int64, device=layout.nodes.device)
 
+        nodes = len(layout.slots)
         return cls(
             tokens=numbers(nodes),
             depths=numbers(nodes),
@@ -224,14 +223,9 @@ class StaticTree:
 
     def allocate(self, batch: int, q: Tensor | None) -> DraftTree:
         """Return a tree of this shape for drafts to be copied into, as `DraftTree.allocate`."""
-        nodes, fanout = self.children.shape
+        fanout = self.children.shape[1]
         return DraftTree.allocate(
-            batch,
-            nodes=nodes,
-            fanout=fanout,
-            layout=self.layout,
-            max_depth=self.max_depth,
-            q=q,
+            batch, layout=self.layout, fanout=fanout, max_depth=self.max_depth, q=q
         )
 
     def draft(self, tokens: Tensor, q: Tensor | None, valid: Tensor | None = None) -> DraftTree:

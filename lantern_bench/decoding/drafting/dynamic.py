@@ -151,9 +151,8 @@ class DynamicDrafting(DraftMethod):
         self.nodes = decoding.value("nodes") + 1  # with the root
         self.tree = DraftTree.allocate(
             batch,
-            nodes=self.nodes,
-            fanout=self.fanout,
             layout=full_layout(self.nodes, self.fanout, target.device),
+            fanout=self.fanout,
             max_depth=self.depth,
         )
 
