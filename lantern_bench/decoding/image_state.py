@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lantern_bench.decoding.acceptance.verify import Verdict
 from lantern_bench.decoding.trace import StepRecorder
+from lantern_bench.decoding.tree import at_nodes
 
 FINITE = 0
 TARGET = 1
@@ -129,7 +130,7 @@ class ImageState:
         self.counts.copy_(counts)
         self.tokens.copy_(verdict.tokens)
         path = verdict.path.clamp_min(0).repeat(len(features) // len(active), 1)
-        self.features.copy_(features.gather(1, path[:, :, None].expand(-1, -1, features.shape[-1])))
+        self.features.copy_(at_nodes(features, path))
         self.depth_limit.copy_((self._image_tokens - 1 - self.position).clamp_max(self._depth))
 
         broken_now = torch.where(target_broken, TARGET, self.drafter_broken * DRAFTER)

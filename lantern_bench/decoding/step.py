@@ -43,6 +43,7 @@ from lantern_bench.decoding.sampling import (
     guide,
     uniform,
 )
+from lantern_bench.decoding.tree import at_nodes
 from lantern_bench.methods.catalog import PARAMETERS, RULES
 from lantern_bench.methods.rules import Rule
 
@@ -336,5 +337,4 @@ class SpeculativeStep:
         self.session.commit(verdict.path, images.counts)
         if not self._keep_logits:
             return None
-        path = verdict.path.clamp_min(0)[:, :, None]
-        return logits.gather(1, path.expand(-1, -1, logits.shape[-1]))
+        return at_nodes(logits, verdict.path.clamp_min(0))

@@ -133,7 +133,7 @@ class DraftTree:
         """
         nodes = self.layout.nodes
         batch = len(values)
-        images = torch.arange(batch, device=values.device)
+        images = index_along(values)
         return values[images.repeat(len(nodes)), nodes.repeat_interleave(batch)]
 
     def by_node(self, rows: Tensor) -> Tensor:
@@ -243,7 +243,7 @@ class StaticTree:
             drawn = valid.gather(1, children.clamp_min(0).flatten(1)).view_as(children)
             children = children.masked_fill(~drawn, -1)
         # Nodes are sorted by (depth, path): among equally deep ones, numbers follow the paths.
-        path_order = torch.arange(tokens.shape[1], device=tokens.device).expand(batch, -1)
+        path_order = index_along(tokens, 1).expand(batch, -1)
         return DraftTree(
             tokens=tokens,
             depths=self.depths.expand(batch, -1),
@@ -335,7 +335,7 @@ def link_nodes(
         max_depth: The depth of the deepest node.
     """
     batch, nodes = tokens.shape
-    number = torch.arange(nodes, device=tokens.device).expand(batch, -1)
+    number = index_along(tokens, 1).expand(batch, -1)
     parents = torch.where(valid, parents, 0)
 
     # Entry `parent * fanout + rank` of the flat children is the node; the last one takes filler.
@@ -349,12 +349,12 @@ def link_nodes(
     for _ in range(max_depth):
         # Above the root is -1, which is clamped to the root: everybody's ancestor.
         at_least_root = above.clamp_min(0)
-        attention.scatter_(2, at_least_root[:, :, None], value=True)
+        attention.scatter_(2, at_least_root.unsqueeze(2), value=True)
         above = torch.where(above < 0, above, parents.gather(1, at_least_root))
 
     # The order of paths is the order of the first leaf below each node.
     is_leaf = valid & (children < 0).all(dim=-1)
-    leaves_below = torch.where(is_leaf[:, :, None] & attention, number[:, :, None], nodes)
+    leaves_below = torch.where(is_leaf.unsqueeze(2) & attention, number.unsqueeze(2), nodes)
     return DraftTree(
         tokens=torch.where(valid, tokens, 0),
         depths=torch.where(valid, depths, 1),
@@ -378,12 +378,20 @@ def full_layout(nodes: int, fanout: int, device: torch.device) -> TreeLayout:
     return TreeLayout(nodes=every, slots=every, nodes_per_rank=(nodes,) * fanout)
 
 
+def index_along(values: Tensor, dim: int = 0) -> Tensor:
+    """Return 0, 1, ... for each place along a dimension, int64 [n]."""
+    return torch.arange(values.shape[dim], device=values.device)
+
+
+def at_nodes(values: Tensor, nodes: Tensor) -> Tensor:
+    """Return the rows [B, n, V] of `values` [B, M, V] at `nodes` int64 [B, n]."""
+    return values.gather(1, nodes.unsqueeze(2).expand(-1, -1, values.shape[2]))
+
+
 def first_true(hit: Tensor) -> Tensor:
     """Return the place of the first True in the last dimension of bool [..., C]; C - 1 if nowhere.
 
     Not `argmax` of the bits: compiled for a CPU (inductor of torch 2.15), `argmax` returns wrong
     indices for 8-bit numbers.
     """
-    last = hit.shape[-1] - 1
-    places = torch.arange(last + 1, device=hit.device)
-    return torch.where(hit, places, last).amin(dim=-1)
+    return torch.where(hit, index_along(hit, -1), hit.shape[-1] - 1).amin(dim=-1)

@@ -29,7 +29,7 @@ from lantern_bench.decoding.acceptance.draft_view import (
     Lenders,
     Weights,
 )
-from lantern_bench.decoding.tree import TreeLayout
+from lantern_bench.decoding.tree import TreeLayout, index_along
 
 if TYPE_CHECKING:
     from lantern_bench.decoding.acceptance.configured_rule import ConfiguredRule
@@ -216,5 +216,5 @@ class Residual:
 
 def _write(values: Tensor, columns: Tensor, entries: Tensor) -> None:
     """Scatter along the rows of `values`, in a form that compiled programs run in place."""
-    rows = torch.arange(len(values), device=values.device)[:, None]
+    rows = index_along(values)[:, None]
     values.index_put_((rows, columns), entries)

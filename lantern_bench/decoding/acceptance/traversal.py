@@ -120,7 +120,7 @@ def _reject_children(
     for _ in range(group.levels):  # from one depth to the next
         visit[group.children[:, 0]] = (visit[group.nodes] * ratio).clamp(max=1.0)
     before = visit[group.nodes]
-    residual = (before[:, :, None] * p - q).clamp_min_(0.0)
+    residual = (before.unsqueeze(2) * p - q).clamp_min_(0.0)
     residual_sum = residual.sum(dim=2)
     after = torch.where(offered[:, :, 0], update(before, residual_sum), before)
 
@@ -129,7 +129,7 @@ def _reject_children(
         q = q[:n].scatter(2, tokens[:n, :, rank - 1, None], 0.0)
         normalised_q = q / q.sum(dim=2, keepdim=True)
         scale = torch.where(residual_sum[:n] > 0, residual_sum[:n] / after[:n], 1.0)
-        owed = residual[:n] / scale[:, :, None]
+        owed = residual[:n] / scale.unsqueeze(2)
 
         x = tokens[:n, :, rank, None]
         q_x = normalised_q.gather(2, x)

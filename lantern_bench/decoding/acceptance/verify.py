@@ -16,7 +16,7 @@ from lantern_bench.decoding.acceptance.configured_rule import ConfiguredRule
 from lantern_bench.decoding.acceptance.draft_view import Decision, DraftView, Weights
 from lantern_bench.decoding.sampling import greedy_probabilities, sample
 from lantern_bench.decoding.trace import ALL_REJECTED, NOT_OFFERED
-from lantern_bench.decoding.tree import DraftTree, first_true
+from lantern_bench.decoding.tree import DraftTree, at_nodes, first_true, index_along
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def verify(
 
     # 2. The first child whose number is below its probability is accepted.
     hit = tree.rows(uniforms) < acceptance.accept
-    rank = torch.arange(hit.shape[1], device=hit.device)
+    rank = index_along(hit, 1)
     first_hit = first_true(hit)[:, None]
     end, path = longest_path(tree, offered, tree.by_node(hit & (rank == first_hit)))
 
@@ -110,7 +110,7 @@ def verify_greedy(
     # The argmax of the logits is the argmax of p, without ties by rounding in the softmax.
     best = guided_logits.argmax(dim=-1)
     tokens = _tokens_of(tree, offered)
-    taken = tokens == best[:, :, None]
+    taken = tokens == best.unsqueeze(2)
     mass = torch.zeros(tokens.shape, dtype=torch.float32, device=tokens.device)
     if rule.takes_neighbours:
         children = _children_of(tree, guided_logits, offered, position=position)
@@ -118,7 +118,7 @@ def verify_greedy(
         taken |= tree.by_node(is_relaxed_best)
         mass = tree.by_node(mass_of_rows)
     end, path = longest_path(tree, offered, taken & (offered >= 0))
-    images = torch.arange(len(best), device=best.device)
+    images = index_along(best)
     return verdict_of(
         tree,
         offered,
@@ -177,7 +177,7 @@ def offered_children(tree: DraftTree, depth_limit: Tensor | None) -> Tensor:
     if depth_limit is None:
         return tree.children
     too_deep = tree.depths >= depth_limit[:, None]
-    return tree.children.masked_fill(too_deep[:, :, None], -1)
+    return tree.children.masked_fill(too_deep.unsqueeze(2), -1)
 
 
 def longest_path(tree: DraftTree, children: Tensor, taken: Tensor) -> tuple[Tensor, Tensor]:
@@ -201,11 +201,10 @@ def longest_path(tree: DraftTree, children: Tensor, taken: Tensor) -> tuple[Tens
     longest = length == length.amax(dim=1, keepdim=True)
     end = torch.where(longest, tree.path_order, tree.path_order.amax() + 1).argmin(dim=1)
 
-    batch, count = tree.tokens.shape
-    images = torch.arange(batch, device=end.device)
+    images = index_along(end)
     depth_on_path = torch.where(tree.attention[images, end], tree.depths, tree.max_depth + 1)
-    numbers = torch.arange(count, device=end.device).expand_as(depth_on_path)
-    nodes = torch.full((batch, tree.max_depth + 2), -1, dtype=torch.int64, device=end.device)
+    numbers = index_along(depth_on_path, 1).expand_as(depth_on_path)
+    nodes = torch.full((len(end), tree.max_depth + 2), -1, dtype=torch.int64, device=end.device)
     return end, nodes.scatter_(1, depth_on_path, numbers)[:, :-1]
 
 
@@ -223,7 +222,7 @@ def bonus_distribution(
         target_probs: p at every node, [B, M, V].
         end: The last accepted node, int64 [B].
     """
-    images = torch.arange(len(end), device=end.device)
+    images = index_along(end)
     p = target_probs[images, end]
     rejected = (offered[images, end] >= 0).any(dim=1)
     rows = tree.layout.slots[end].clamp_min(0) * len(end) + images
@@ -258,14 +257,14 @@ def verdict_of(
     tokens = tokens.scatter_(1, accepted[:, None], bonus[:, None])
 
     # The children at each depth of the path, [B, D, C].
-    rows = parents.clamp_min(0)[:, :, None].expand(-1, -1, offered.shape[2])
+    on_path = parents.clamp_min(0)
     is_on_path = parents >= 0
-    children = offered.gather(1, rows)
-    mass = torch.where(is_on_path[:, :, None], mass_tried.gather(1, rows), 0.0)
+    children = at_nodes(offered, on_path)
+    mass = torch.where(is_on_path.unsqueeze(2), at_nodes(mass_tried, on_path), 0.0)
 
     has_children = is_on_path & (children >= 0).any(dim=2)
     without_accepted = torch.where(has_children, ALL_REJECTED, NOT_OFFERED)
-    rank = torch.where(goes_on, first_true(children == drafts[:, :, None]), without_accepted)
+    rank = torch.where(goes_on, first_true(children == drafts.unsqueeze(2)), without_accepted)
     mass_at_rank = mass.gather(2, rank.clamp_min(0)[:, :, None]).squeeze(2)
     accepted_mass = torch.where(goes_on, mass_at_rank, 0.0)
     return Verdict(

@@ -12,7 +12,7 @@ from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.drafting.draft_method import DraftInputs, DraftMethod
 from lantern_bench.decoding.protocol import Target
 from lantern_bench.decoding.sampling import most_probable
-from lantern_bench.decoding.tree import DraftTree, full_layout, link_nodes
+from lantern_bench.decoding.tree import DraftTree, at_nodes, full_layout, link_nodes
 
 
 class Frontier(NamedTuple):
@@ -54,8 +54,8 @@ class Growth:
 
         # 1. The children of all nodes of the frontier become candidates.
         tokens, log_q = _most_probable_children(q, self.beam)
-        reach = (self._reach[:, :, None] + log_q).flatten(1)
-        parents = self._number[:, :, None].expand_as(tokens).flatten(1)
+        reach = (self._reach.unsqueeze(2) + log_q).flatten(1)
+        parents = self._number.unsqueeze(2).expand_as(tokens).flatten(1)
         tokens = tokens.flatten(1)
         self._tokens.append(tokens)
         self.log_q.append(reach)
@@ -66,9 +66,7 @@ class Growth:
         self._number = first + best
         self._reach = reach.gather(1, best)
         origin = best // self.beam
-        seen_before = self.frontier.seen
-        columns = origin[:, :, None].expand(-1, -1, seen_before.shape[2])
-        seen = torch.cat([seen_before.gather(1, columns), self._itself], dim=2)
+        seen = torch.cat([at_nodes(self.frontier.seen, origin), self._itself], dim=2)
         self.frontier = Frontier(tokens=tokens.gather(1, best), origin=origin, seen=seen)
         return self.frontier
 

@@ -20,7 +20,7 @@ from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.drafting.draft_method import DraftInputs, DraftMethod, LastStep
 from lantern_bench.decoding.protocol import Target
 from lantern_bench.decoding.sampling import sample
-from lantern_bench.decoding.tree import chain
+from lantern_bench.decoding.tree import chain, index_along
 from lantern_bench.utils.errors import RefusedError
 
 
@@ -44,7 +44,7 @@ def couple(p: Tensor, q: Tensor, x: Tensor, residual: Tensor | None = None) -> T
     # If rounding leaves nothing to change to, nothing changes.
     stays = torch.where(residual_sum > 0, (p.gather(-1, x) / q.gather(-1, x)).clamp_max(1.0), 1.0)
     changes = residual * torch.where(residual_sum > 0, (1.0 - stays) / residual_sum, 0.0)
-    return torch.where(torch.arange(p.shape[-1], device=p.device) == x, stays, changes)
+    return torch.where(index_along(p, -1) == x, stays, changes)
 
 
 class JacobiDrafting(DraftMethod):
@@ -147,10 +147,10 @@ class JacobiDrafting(DraftMethod):
         if self._initial == "row":
             # A repeated row can belong to a forced token, which is impossible elsewhere.
             renewed = fresh & (self._forced(last) >= 0)
-        q = torch.where(renewed[:, :, None], self._uniform, self._q)
+        q = torch.where(renewed.unsqueeze(2), self._uniform, self._q)
         drawn_from = q
         if self._coupling == "maximal":
-            drawn_from = torch.where(renewed[:, :, None], self._uniform, self._coupled_q)
+            drawn_from = torch.where(renewed.unsqueeze(2), self._uniform, self._coupled_q)
 
         # 2. Draw.
         if self._greedy:
@@ -166,8 +166,8 @@ class JacobiDrafting(DraftMethod):
                 certain = torch.where(certain >= 0, certain, copied)
             is_certain = fresh & (certain >= 0)
             tokens = torch.where(is_certain, certain, tokens)
-            one_hot = (self._codes == certain[:, :, None]).float()
-            q = torch.where(is_certain[:, :, None], one_hot, q)
+            one_hot = (self._codes == certain.unsqueeze(2)).float()
+            q = torch.where(is_certain.unsqueeze(2), one_hot, q)
 
         self._q.copy_(q)
         drafted = torch.cat([inputs.root[:, None], tokens], dim=1)
@@ -184,7 +184,7 @@ class JacobiDrafting(DraftMethod):
 
     def _further(self, steps: Tensor, last: int) -> tuple[Tensor, Tensor]:
         """Return the index [B, W] of places `steps` [B] further along, at most `last`."""
-        images = torch.arange(len(steps), device=steps.device)[:, None]
+        images = index_along(steps)[:, None]
         return images, (self._ahead[:-1] + steps[:, None]).clamp_max(last)
 
     def _noise(self, noise: Tensor) -> Tensor:
@@ -193,7 +193,7 @@ class JacobiDrafting(DraftMethod):
             return noise
         stays = self._ahead[:-1] + self._committed[:, None] < self.depth
         shifted = self._clocks[self._further(self._committed, self.depth - 1)]
-        self._clocks.copy_(torch.where(stays[:, :, None], shifted, noise))
+        self._clocks.copy_(torch.where(stays.unsqueeze(2), shifted, noise))
         return self._clocks
 
     def _remember(self, tokens: Tensor) -> None:

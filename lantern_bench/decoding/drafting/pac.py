@@ -16,7 +16,7 @@ from lantern_bench.decoding.drafting.draft_method import DraftInputs, LastStep
 from lantern_bench.decoding.drafting.jacobi import JacobiDrafting
 from lantern_bench.decoding.protocol import Target
 from lantern_bench.decoding.sampling import draw_without_replacement, most_probable
-from lantern_bench.decoding.tree import StaticTree
+from lantern_bench.decoding.tree import StaticTree, index_along
 from lantern_bench.methods.static_trees import check_topology
 
 
@@ -65,7 +65,7 @@ class PacDrafting(JacobiDrafting):
 
     def after_step(self, step: LastStep) -> None:
         """Reuse the p of the nodes that first candidates lead to from the last accepted one."""
-        images = torch.arange(len(step.path), device=step.path.device)[:, None]
+        images = index_along(step.path)[:, None]
         super().after_step(step._replace(p=step.p[images, self._reused(step)]))
 
     def draft(self, inputs: DraftInputs) -> None:
@@ -73,7 +73,7 @@ class PacDrafting(JacobiDrafting):
         noise = inputs.noise[:, : self.depth]
         first = self._draw_window(inputs._replace(noise=noise))
         x = first[:, 1 : self._branching + 1]
-        q = self.sibling_q(x).scatter(2, x[:, :, None], 0.0)
+        q = self.sibling_q(x).scatter(2, x.unsqueeze(2), 0.0)
         siblings = self.fanout - 1
         if self._greedy:
             others, able = most_probable(q, siblings)

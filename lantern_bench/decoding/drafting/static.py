@@ -13,7 +13,7 @@ from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.drafting.draft_method import DraftInputs, DraftMethod
 from lantern_bench.decoding.protocol import Target
 from lantern_bench.decoding.sampling import draw_without_replacement, most_probable
-from lantern_bench.decoding.tree import StaticTree
+from lantern_bench.decoding.tree import StaticTree, index_along
 
 
 class StaticDrafting(DraftMethod):
@@ -42,7 +42,7 @@ class StaticDrafting(DraftMethod):
         self._rows = [0 if decoding.greedy else len(level.nodes) for level in shape.levels]
         self.noises = sum(self._rows)
         self._q_row = torch.zeros_like(shape.depths)
-        self._q_row[expanded] = torch.arange(len(expanded), device=expanded.device)
+        self._q_row[expanded] = index_along(expanded)
 
     def draft(self, inputs: DraftInputs) -> None:
         """Draw level by level; a node with children is one row of a drafter forward."""
