@@ -48,9 +48,7 @@ from lantern_bench.methods.catalog import PARAMETERS, RULES
 from lantern_bench.methods.rules import Rule
 
 # The keys that drafting does not depend on.
-_ACCEPTANCE = {"mode", "rule"}
-for _rule in RULES.values():
-    _ACCEPTANCE.update(_rule.parameter_names)
+_ACCEPTANCE = {"mode", "rule"}.union(*(rule.parameter_names for rule in RULES.values()))
 
 Score = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """(tokens [B, M], depths [B, M], attention [B, M, M]) -> (guided logits [B, M, V], features)."""

@@ -24,10 +24,8 @@ from lantern_bench.utils.errors import RefusedError
 
 def processor() -> tuple[str, ...]:
     """Return what compiled code depends on in a CPU: architecture, model and instructions."""
-    lines = _cpu_listing().splitlines() or [platform.processor()]
-    kinds = {
-        line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))
-    }
+    names = ("model name", "flags", "Features", "CPU part")
+    kinds = {line for line in _cpu_listing().splitlines() if line.startswith(names)}
     return platform.machine(), torch.backends.cpu.get_cpu_capability(), *sorted(kinds)
 
 

@@ -97,7 +97,7 @@ def drive(request: Request, emit: Emit) -> None:
 class DeviceSlot(NamedTuple):
     """The part of the cluster that a worker occupies."""
 
-    node: str | None  # None for a GPU, whose node Ray chooses
+    node: str
     cpus: int
     gpus: int
 
@@ -121,7 +121,7 @@ def slots_of(
         cores = int(has.get("CPU", 0))
         gpus = int(has.get("GPU", 0))
         if on_gpus and gpus:
-            slots[DeviceSlot(None, cpus=cores // gpus, gpus=1)] += gpus
+            slots[DeviceSlot(node, cpus=cores // gpus, gpus=1)] += gpus
         elif not on_gpus and cores >= (threads or 1):
             slots[DeviceSlot(node, cpus=cores, gpus=0)] += 1
     return slots
@@ -384,12 +384,13 @@ class RayDriver:
             )
 
     def _start(self, slot: DeviceSlot) -> None:
-        options: dict[str, Any] = {"num_cpus": slot.cpus, "num_gpus": slot.gpus}
-        if slot.node is not None:
-            from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-            options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(slot.node, soft=False)
-        actor = self._actor.options(**options).remote()
+        actor = self._actor.options(
+            num_cpus=slot.cpus,
+            num_gpus=slot.gpus,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(slot.node, soft=False),
+        ).remote()
         plan = self._request.plan
         first = replace(plan, tasks=plan.tasks[: len(plan.cells) * plan.together])
         answer = actor.load.remote(replace(self._request, plan=first), slot.cpus)

@@ -335,7 +335,10 @@ def test_every_device_has_one_slot_and_its_share_of_the_cores() -> None:
         node("c", CPU=16),
         node("d", alive=False, CPU=8, GPU=8),
     ]
-    assert slots_of(gpus, "auto", None) == {DeviceSlot(None, 8, 1): 5}
+    assert slots_of(gpus, "auto", None) == {
+        DeviceSlot("a", 8, 1): 4,
+        DeviceSlot("b", 8, 1): 1,
+    }
     assert slots_of(gpus, "cpu", None) == {
         DeviceSlot("a", 32, 0): 1,
         DeviceSlot("b", 8, 0): 1,
