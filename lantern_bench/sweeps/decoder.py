@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Self, TypeAlias
 
 import torch
@@ -53,28 +54,14 @@ class Result(NamedTuple):
         return cls(task, {"status": "failed", "error": error, "process": process})
 
 
+@dataclass
 class Decoder:
-    """Decodes the batches of a run on one device; writes no files.
+    """Decodes the batches of a run on one device; writes no files."""
 
-    Args:
-        models: The loaded models by name.
-        compute: Their device and dtype.
-        session: The entry of this process in the manifest, which counts images and seconds.
-        repeat_disturbed: Whether disturbed batches are decoded again.
-    """
-
-    def __init__(
-        self,
-        models: Mapping[str, LoadedModel],
-        compute: Compute,
-        session: dict[str, Any],
-        *,
-        repeat_disturbed: bool,
-    ) -> None:
-        self.session = session
-        self.models = models
-        self.compute = compute
-        self._repeat_disturbed = repeat_disturbed
+    models: Mapping[str, LoadedModel]  # by name
+    compute: Compute
+    session: dict[str, Any]  # of this process in the manifest; counts images and seconds
+    repeat_disturbed: bool  # whether disturbed batches are decoded again
 
     def warm_up(self, batches: Iterable[Batch]) -> Iterator[Note]:
         """Decode a part of each kind of batch, which makes no records; yield a note about it."""
@@ -133,11 +120,13 @@ class Decoder:
             image = images[task]
             png = image.png()
             self.session["images"] += 1
-            columns = image.columns(len(batch)) | machine.device_columns(self.compute.device)
-            columns["image_sha256"] = hashlib.sha256(png).hexdigest()
-            columns["process"] = self.session["process"]
-            columns["attempts"] = len(attempts)
-            yield Result(task, columns, png)
+            of_image = {
+                "image_sha256": hashlib.sha256(png).hexdigest(),
+                "process": self.session["process"],
+                "attempts": len(attempts),
+            }
+            of_device = machine.device_columns(self.compute.device)
+            yield Result(task, image.columns(len(batch)) | of_device | of_image, png)
 
     def _attempts(self, model: LoadedModel, batch: Batch) -> list[list[DecodedImage]]:
         """Decode a batch until an attempt is undisturbed, within bounds on number and time."""
@@ -146,7 +135,7 @@ class Decoder:
         session["first_seconds"] += sum(image.seconds for image in first)
         attempts = [first]
         while (
-            self._repeat_disturbed
+            self.repeat_disturbed
             and len(attempts) < _MAX_ATTEMPTS
             and attempts[-1][0].lost_share(len(batch)) > DISTURBED
             and session["again_seconds"] <= _MAX_REPEAT_SHARE * session["first_seconds"]

@@ -83,7 +83,9 @@ def begin_run(store: RunStore, request: Request, **entries: Any) -> None:
     store.update_manifest(
         started=store.manifest.get("started", stamp()),
         ended=None,
-        **request.manifest_entries(),
+        prompts=request.prompts,
+        shard=request.shard,
+        engine="local" if request.ray is None else "ray",
         **entries,
     )
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lantern_bench.config.experiment import Cell, ResolvedExperiment, load_experiment
-from lantern_bench.config.plan import ImageTask, Plan, Shard, make_plan, parse_shard
+from lantern_bench.config.plan import ImageTask, Plan, make_plan, parse_shard
 from lantern_bench.config.settings import Overrides
 from lantern_bench.methods.catalog import missing_drafter
 from lantern_bench.metrics.protocols import Protocol, default_protocol, protocol_of
@@ -37,7 +37,8 @@ class Request:
     folder: Path  # the run directory; it need not exist
     protocol: Protocol
     prompts: dict[str, Any]  # describes the prompts in the manifest
-    shard: Shard | None = None  # set where the plan is one shard of a larger run
+    # index, count and number of images, where the plan is one shard of a larger run
+    shard: dict[str, int] | None = None
     # the address of a Ray cluster, or `DEFAULT_CLUSTER`; None: this machine alone
     ray: str | None = None
     worker_timeout: float = WORKER_TIMEOUT  # seconds after which a silent worker process is ended
@@ -46,18 +47,6 @@ class Request:
         """Return the images without a record of status `ok`."""
         done = done_images(self.folder)
         return [task for task in self.plan.tasks if task.key not in done]
-
-    def manifest_entries(self) -> dict[str, Any]:
-        """Return what the manifest of a run says of its request, beside the experiment."""
-        # The number of images tells `merge` whether the shard is complete.
-        shard = (
-            None if self.shard is None else asdict(self.shard) | {"images": len(self.plan.tasks)}
-        )
-        return {
-            "prompts": self.prompts,
-            "shard": shard,
-            "engine": "local" if self.ray is None else "ray",
-        }
 
 
 def prepare(
@@ -90,7 +79,6 @@ def prepare(
     """
     if not worker_timeout > 0:
         raise UserError(f"--worker-timeout {worker_timeout:g}: must be more than 0 seconds")
-    chosen_shard = parse_shard(shard) if shard is not None else None
 
     # 1. The experiment, its models and its cells.
     resolved = load_experiment(source, defaults_of, overrides)
@@ -117,13 +105,15 @@ def prepare(
 
     # 3. The run directory.
     folder = run_folder(resolved, out, resume=resume)
-    if chosen_shard is not None:
-        plan = plan.shard(chosen_shard)
+    described = None
+    if shard is not None:
+        part = parse_shard(shard)
+        plan = plan.shard(part)
+        # The number of images tells `merge` whether the shard is complete.
+        described = asdict(part) | {"images": len(plan.tasks)}
         if out is None:
             # Shards run at the same time, and a run directory has one writer.
-            folder = folder.with_name(
-                f"{folder.name}-shard{chosen_shard.index}of{chosen_shard.count}"
-            )
+            folder = folder.with_name(f"{folder.name}-shard{part.index}of{part.count}")
     check_folder(folder, resolved)
     return Request(
         experiment=resolved,
@@ -131,7 +121,7 @@ def prepare(
         folder=folder,
         protocol=protocol,
         prompts=describe_prompts(settings.prompts, models[settings.model[0]], prompts),
-        shard=chosen_shard,
+        shard=described,
         ray=ray,
         worker_timeout=worker_timeout,
     )
