@@ -50,9 +50,7 @@ class ImageState:
 
         # What the last step committed: the drafter is shown it, and drafts go below the root.
         self.tokens = numbers(batch, depth + 1)
-        self.features = torch.zeros(
-            rows, depth + 1, width, dtype=prefix_features.dtype, device=device
-        )
+        self.features = prefix_features.new_zeros(rows, depth + 1, width)
         # how many of them count
         self.counts = numbers(batch)
         # the last of them
@@ -63,7 +61,7 @@ class ImageState:
         # What the host reads after each step: positions, and whose logits were broken first.
         self.host_view = numbers(2, batch)
         # whether the drafter's logits are broken in the running step
-        self.drafter_broken = torch.zeros(batch, dtype=torch.bool, device=device)
+        self.drafter_broken = numbers(batch).bool()
 
         self.steps = StepRecorder(
             image_tokens=image_tokens, batch=batch, depth=depth, device=device

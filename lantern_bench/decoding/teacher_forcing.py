@@ -14,6 +14,7 @@ from torch import Tensor
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.protocol import Drafter, DrafterLogits, Logits, Target
 from lantern_bench.decoding.sampling import decoding_probabilities, guide
+from lantern_bench.decoding.tree import index_along
 
 
 class TeacherForced(NamedTuple):
@@ -40,11 +41,10 @@ def teacher_forced(
         guided: Whether to compute unconditional logits too.
     """
     batch, length = tokens.shape
-    device = tokens.device
     session = target.session(batch, guided=guided, nodes=length)
     prefix = session.prefill(condition)
-    chain = torch.ones(length, length, dtype=torch.bool, device=device).tril()
-    depths = torch.arange(length, device=device)
+    chain = tokens.new_ones(length, length, dtype=torch.bool).tril()
+    depths = index_along(tokens, 1)
     after = session.score(tokens, depths.expand(batch, -1), chain.expand(batch, -1, -1))
     cond = torch.cat([prefix.cond, after.cond[:, :-1]], dim=1)
     uncond = after.uncond
@@ -64,7 +64,7 @@ def drafter_logits_along(drafter: Drafter, forced: TeacherForced) -> Iterator[Dr
     # The features that predicted each of the tokens.
     features = torch.cat([forced.prefix.features[:, -1:], forced.logits.features[:, :-1]], dim=1)
     session = drafter.session(len(tokens), guided=forced.prefix.uncond is not None, nodes=1)
-    ones = torch.ones(len(tokens), dtype=torch.int64, device=tokens.device)
+    ones = torch.ones_like(tokens[:, 0])
     session.prefill(forced.condition, forced.prefix.features)
     for position in range(tokens.shape[1] - 1):
         now = slice(position, position + 1)

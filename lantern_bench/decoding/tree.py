@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TypeAlias
 
 import torch
@@ -278,9 +279,11 @@ def _nodes_per_rank(children: _Lists) -> tuple[int, ...]:
 
 
 def _rank_groups(nodes: _Lists, internal: Sequence[int], children: _Lists) -> Iterator[RankGroup]:
-    rank_sums = {node: sum(nodes[node]) for node in internal}
-    for rank_sum in sorted(set(rank_sums.values())):
-        parents = [node for node in internal if rank_sums[node] == rank_sum]
+    def rank_sum(node: int) -> int:
+        return sum(nodes[node])
+
+    for _, group in groupby(sorted(internal, key=rank_sum), key=rank_sum):
+        parents = list(group)
         below = [children[node] for node in parents]
         depths = {len(nodes[node]) for node in parents}
         yield RankGroup(
@@ -340,7 +343,7 @@ def link_nodes(
 
     # Entry `parent * fanout + rank` of the flat children is the node; the last one takes filler.
     column = torch.where(valid, parents * fanout + ranks, nodes * fanout)[:, 1:]
-    children = torch.full((batch, nodes * fanout + 1), -1, dtype=torch.int64, device=tokens.device)
+    children = tokens.new_full((batch, nodes * fanout + 1), -1)
     children.scatter_(1, column, number[:, 1:])
     children = children[:, :-1].view(batch, nodes, fanout)
 

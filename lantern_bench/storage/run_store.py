@@ -206,7 +206,7 @@ def _check_continues(
     """Refuse other settings; the key is not compared where it is not known yet."""
     wanted = {"experiment": experiment.to_dict(), "threads": experiment.settings.threads}
     if key is not None:
-        wanted = {"key": key, **wanted}
+        wanted["key"] = key
     check_same_run(folder.name, manifest, wanted, finished=finished)
 
 

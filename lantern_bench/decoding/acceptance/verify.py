@@ -111,7 +111,7 @@ def verify_greedy(
     best = guided_logits.argmax(dim=-1)
     tokens = _tokens_of(tree, offered)
     taken = tokens == best.unsqueeze(2)
-    mass = torch.zeros(tokens.shape, dtype=torch.float32, device=tokens.device)
+    mass = torch.zeros_like(tokens, dtype=torch.float32)
     if rule.takes_neighbours:
         children = _children_of(tree, guided_logits, offered, position=position)
         is_relaxed_best, mass_of_rows = _relaxed_argmax(children, rule)
@@ -204,7 +204,7 @@ def longest_path(tree: DraftTree, children: Tensor, taken: Tensor) -> tuple[Tens
     images = index_along(end)
     depth_on_path = torch.where(tree.attention[images, end], tree.depths, tree.max_depth + 1)
     numbers = index_along(depth_on_path, 1).expand_as(depth_on_path)
-    nodes = torch.full((len(end), tree.max_depth + 2), -1, dtype=torch.int64, device=end.device)
+    nodes = end.new_full((len(end), tree.max_depth + 2), -1)
     return end, nodes.scatter_(1, depth_on_path, numbers)[:, :-1]
 
 

@@ -114,7 +114,7 @@ class Growth:
         batch, total = tokens.shape
 
         # Candidate c is node `node[c + 1]`; -1, which is above the root's children, is node 0.
-        node = torch.zeros(batch, total + 2, dtype=torch.int64, device=numbers.device)
+        node = numbers.new_zeros(batch, total + 2)
         in_order = torch.arange(1, numbers.shape[1] + 1, device=numbers.device)
         node.scatter_(1, numbers + 1, in_order.expand_as(numbers))
         numbers = numbers.clamp_max(total - 1)

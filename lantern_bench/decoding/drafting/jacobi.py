@@ -96,7 +96,7 @@ class JacobiDrafting(DraftMethod):
             self._coupled_q = torch.zeros_like(self._q)
         if self._coupling == "maximal" and self.reads_last_drafts:
             # the drafts of the last step, [B, W], and their rows
-            self._old = torch.zeros(batch, window, dtype=torch.int64, device=device)
+            self._old = self._committed.new_zeros(batch, window)
             self._old_q = torch.zeros_like(self._q)
         if self._coupling == "gumbel":
             # the noise of each position
@@ -104,7 +104,7 @@ class JacobiDrafting(DraftMethod):
         if self._copies:
             # the image's tokens, committed and drafted, that copies are read from, [B, N + W + 1]
             columns = target.image_tokens + window + 1
-            self._line = torch.zeros(batch, columns, dtype=torch.int64, device=device)
+            self._line = self._committed.new_zeros(batch, columns)
 
     def start_images(self, p: Tensor) -> None:
         """Make all drafts fresh, as if a step had committed more than the whole window."""
@@ -243,7 +243,7 @@ class HybridDrafting(JacobiDrafting):
         drafter_q = proposer.root_q
         for depth in range(self.forwards):
             if depth:
-                seen = torch.ones(len(root), 1, depth, dtype=torch.bool, device=root.device)
+                seen = root.new_ones(len(root), 1, depth, dtype=torch.bool)
                 drafter_q = proposer.extend(
                     head[-1][:, None], torch.zeros_like(root)[:, None], seen
                 )
