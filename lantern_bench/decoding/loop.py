@@ -165,9 +165,7 @@ class _Batch:
         self.target = target
         self.decoding = decoding
         self.size = len(generators)
-        self.tokens_wanted = target.image_tokens
-        if tokens is not None:
-            self.tokens_wanted = min(tokens, target.image_tokens)
+        self.tokens_wanted = min(tokens or target.image_tokens, target.image_tokens)
         self.keep_logits = keep_logits
         self.engine = engine or Engine()
         self.draws = Draws(generators, target.device)

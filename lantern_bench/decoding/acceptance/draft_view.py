@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lantern_bench.decoding.tree import index_along
+
 
 @dataclass(frozen=True)
 class Weights:
@@ -117,7 +119,7 @@ class DraftView:
     @property
     def nearest_codes(self) -> Tensor:
         """The k nearest codes of every token, int64 [V, k], for rules by probability."""
-        return self.codes.nearest_to(torch.arange(self.p.shape[1], device=self.token.device))
+        return self.codes.nearest_to(index_along(self.target.values, 1))
 
     @property
     def distances(self) -> Tensor:
