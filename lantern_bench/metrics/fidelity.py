@@ -199,7 +199,7 @@ def figures_of(names: Sequence[str], sets: Sequence[FeatureSets]) -> dict[str, F
 class SetFigures(NamedTuple):
     """The figures of one set of pictures."""
 
-    columns: dict[str, Any]  # by column; None if a figure cannot be measured
+    columns: dict[str, Any]  # by column, without those of figures that cannot be measured
     of_images: dict[str, list[float]]  # by metric, for each picture
     notes: list[str]
 
@@ -222,8 +222,6 @@ def measure_sets(sets: Sequence[FeatureSets], *, infinity: bool = False) -> SetF
     figures = figures_of(names, sets)
 
     columns: dict[str, Any] = {"n_reference": sets[0].reference.n}
-    for name in OF_SETS:
-        columns |= dict.fromkeys([name, f"{name}_low", f"{name}_high"])
     for name, figure in figures.items():
         columns[name] = float(figure(everything))
     for name, reach in jackknife(figures, n).items():
@@ -252,20 +250,19 @@ _LEVEL = 0.95  # of all intervals
 _SUBSETS = 15  # that FID is extrapolated from
 
 
-def fid_infinity(sets: FeatureSets) -> tuple[dict[str, float | None], list[str]]:
+def fid_infinity(sets: FeatureSets) -> tuple[dict[str, float], list[str]]:
     """Extrapolate FID to infinitely many pictures (arXiv 1911.07023).
 
     Few pictures bias FID upward. The interval is of the intercept of the least-squares line of FID
     over 1 / n. It is too narrow, since the subsets share pictures.
 
     Returns:
-        The columns of FID-infinity, and notes.
+        The columns of FID-infinity, none with too few pictures; and notes.
     """
     n, width = sets.pictures.shape
-    names = ["fid_infinity", "fid_infinity_low", "fid_infinity_high"]
     needed = 2 * width + _SUBSETS
     if n < needed:
-        return dict.fromkeys(names), [f"fid_infinity needs {needed} images; there are {n}"]
+        return {}, [f"fid_infinity needs {needed} images; there are {n}"]
 
     figure = fid(sets)
     rng = np.random.default_rng(2020)
@@ -275,7 +272,12 @@ def fid_infinity(sets: FeatureSets) -> tuple[dict[str, float | None], list[str]]
     line = stats.linregress(1 / sizes, distances)
     reach = float(stats.t.ppf((1 + _LEVEL) / 2, len(sizes) - 2) * line.intercept_stderr)
     value = float(line.intercept)
-    return dict(zip(names, [value, value - reach, value + reach], strict=True)), []
+    columns = {
+        "fid_infinity": value,
+        "fid_infinity_low": value - reach,
+        "fid_infinity_high": value + reach,
+    }
+    return columns, []
 
 
 # ---- How much figures vary: intervals by jackknife, and the spread of autoregressive decoding

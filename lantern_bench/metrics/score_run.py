@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from lantern_bench.devices.compute import choose_compute
-from lantern_bench.methods.catalog import METRICS, OF_IMAGES
+from lantern_bench.methods.catalog import METRICS
 from lantern_bench.metrics.extractors import (
     Extractor,
     FeatureReference,
@@ -277,7 +277,7 @@ def score_pictures(
             scores |= {name: scorer(pictures, prompts) for name, scorer in scorers.images.items()}
         image = {"cell_id": cell_id, "level": "image", "clip_model": scorers.label}
         for number, record in enumerate(existing):
-            row = common | image | dict.fromkeys(OF_IMAGES) | {"record_key": record["record_key"]}
+            row = common | image | {"record_key": record["record_key"]}
             yield row | {name: values[number] for name, values in scores.items()}
 
         # 3. A row of the cell.

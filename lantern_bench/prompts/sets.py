@@ -121,21 +121,19 @@ def _read(parts: _Source, flag: str, model: PromptedModel) -> Iterable[_Located]
         return [_located("prompt", number, text=text, of=name) for number, text in texts]
     if name == "imagenet" or path is None:
         return _read_imagenet(path, flag)
-    if name == "parti":
-        return _read_file(path, ".tsv", flag=flag, name="parti")
-    if name:
+    if name.startswith("coco"):
         return _read_coco(path, flag, longest=name == "coco")
-    return _read_file(path, path.suffix.lower(), flag=flag, name=path.name)
+    return _read_file(path, flag, name=name or path.name)
 
 
 def _located(unit: str, number: int, *, text: str, of: str) -> _Located:
     return f"{unit} {number}", Prompt(text.strip(), f"{of}:{number}")
 
 
-def _read_file(path: Path, suffix: str, *, flag: str, name: str) -> Iterator[_Located]:
+def _read_file(path: Path, flag: str, *, name: str) -> Iterator[_Located]:
     """Yield the prompts of a file; `name` is the name of its set."""
-    unit = "entry" if suffix == ".json" else "line"
-    for number, row in read_rows(path, suffix, flag):
+    unit = "entry" if path.suffix.lower() == ".json" else "line"
+    for number, row in read_rows(path, flag):
         text = row if isinstance(row, str) else text_under(row, _PROMPT_KEYS)
         if text is None:
             keys = " or ".join(_PROMPT_KEYS)
@@ -216,17 +214,13 @@ def _hash_of(prompt: Prompt) -> bytes:
 # ---- Rows of text files, which captions of pictures are read from as well
 
 
-def read_rows(path: Path, suffix: str, flag: str) -> Iterator[tuple[int, Any]]:
+def read_rows(path: Path, flag: str) -> Iterator[tuple[int, Any]]:
     """Yield the rows of a file with their numbers, from 1.
 
     A row is a line of .txt, a dict of .csv and .tsv, or any JSON value of .json and .jsonl. Empty
-    lines are skipped.
-
-    Args:
-        path: The file.
-        suffix: The file type, one of `SUFFIXES`.
-        flag: The flag and its value, for messages.
+    lines are skipped. `flag` is the flag with its value, for messages.
     """
+    suffix = path.suffix.lower()
     if suffix not in SUFFIXES:
         advice = f"Give a file that ends with {', '.join(SUFFIXES)}."
         raise UserError(f"{flag}: unknown file type", advice)

@@ -109,7 +109,7 @@ def _captioned_in_file(path: Path, folder: Path) -> Iterator[Captioned]:
     flag = f"--captions {path}"
     if not path.is_file():
         raise UserError(f"{flag}: no such file")
-    for number, row in read_rows(path, path.suffix.lower(), flag):
+    for number, row in read_rows(path, flag):
         place = f"{flag} line {number}"
         named = row
         if isinstance(row, str):

@@ -171,16 +171,10 @@ def unroll(
     return outputs
 
 
-def drafter_like(drafter: EagleDrafter, dtype: torch.dtype, device: torch.device) -> EagleDrafter:
-    """Return a copy of a drafter that shares only the head.
-
-    Args:
-        drafter: The drafter.
-        dtype: float32 to train, the target's dtype to decode.
-        device: The device of the copy.
-    """
+def drafter_like(drafter: EagleDrafter, dtype: torch.dtype) -> EagleDrafter:
+    """Return a copy of a drafter that shares only the head; float32 is for training."""
     head = drafter.head
-    copied = copy.deepcopy(drafter, {id(head): head}).to(device, dtype)
+    copied = copy.deepcopy(drafter, {id(head): head}).to(dtype)
     copied.requires_grad_(requires_grad=True)
     copied.embed_tokens.weight.requires_grad = False
     return copied

@@ -191,7 +191,7 @@ def _initial_drafter(job: DrafterJob, model: LoadedModel, target: CachedTarget) 
         raise UserError(
             f"--init shipped: {model.name} has no drafter", "Use --init random, or give a folder."
         )
-    return drafter_like(drafter, torch.float32, target.device)
+    return drafter_like(drafter, torch.float32)
 
 
 # ---- Evaluation and log
@@ -231,7 +231,7 @@ class _Evaluation:
         }
         if every and event.step // every != last["step"] // every:
             target = transformer_of(self.model)
-            drafter = drafter_like(self.task.drafter, target.dtype, target.device).eval()
+            drafter = drafter_like(self.task.drafter, target.dtype).eval()
             measured = self.measure(
                 "in training", drafter, job.flags.eval_images, emit=ignore_events
             )

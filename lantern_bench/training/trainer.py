@@ -11,7 +11,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from statistics import fmean
 from typing import Any
@@ -200,17 +200,21 @@ def read_checkpoint(settings: TrainSettings) -> dict[str, Any] | None:
     return content
 
 
+@dataclass
 class _Run:
     """The state of one training, from its checkpoint if there is one."""
 
-    def __init__(
-        self, task: Task, settings: TrainSettings, device: torch.device, processes: Processes
-    ) -> None:
-        self.task = task
-        self.settings = settings
-        self.device = device
-        self.processes = processes
-        module = task.module.to(device).train()
+    task: Task
+    settings: TrainSettings
+    device: torch.device
+    processes: Processes
+    steps: int = 0
+    seconds: float = 0.0
+    losses: list[tuple[int, float]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        settings = self.settings
+        module = self.task.module.to(self.device).train()
         self.trained = [p for p in module.parameters() if p.requires_grad]
         decay = settings.weight_decay
         self.optimiser = torch.optim.AdamW(
@@ -220,17 +224,13 @@ class _Run:
             ],
             lr=settings.lr,
             betas=settings.betas,
-            fused=device.type == "cuda",
+            fused=self.device.type == "cuda",
         )
         self.generator = torch.Generator().manual_seed(settings.seed)
-        self.autocast = settings.autocast and has_bfloat16(device)
-        self.steps = 0
-        self.seconds = 0.0
-        self.losses = list[tuple[int, float]]()
         content = read_checkpoint(settings)
         if content is not None:
             module.load_state_dict(content["module"])
-            task.load_state_dict(content["task"])
+            self.task.load_state_dict(content["task"])
             self.optimiser.load_state_dict(content["optimiser"])
             self.generator.set_state(content["generator"])
             progress = content["progress"]
@@ -258,23 +258,24 @@ class _Run:
         for group in self.optimiser.param_groups:
             group["lr"] = rate
         self.optimiser.zero_grad(set_to_none=True)
-        weight = 1 / self.settings.accumulate
-        figures = dict[str, Tensor]()
-        for _ in range(self.settings.accumulate):
-            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast):
+        settings = self.settings
+        autocast = settings.autocast and has_bfloat16(self.device)
+        batches = []
+        for _ in range(settings.accumulate):
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=autocast):
                 loss, reported = self.task.loss(self.generator)
-            (loss * weight).backward()
-            for name, figure in {"loss": loss.detach(), **reported}.items():
-                figures[name] = figures.get(name, torch.zeros_like(figure)) + figure * weight
+            (loss * (1 / settings.accumulate)).backward()
+            figures = {"loss": loss.detach(), **reported}
+            batches.append(torch.stack([figure.float() for figure in figures.values()]))
         self.processes.average([p.grad for p in self.trained if p.grad is not None])
-        if self.settings.clip_by == "norm":
-            nn.utils.clip_grad_norm_(self.trained, self.settings.clip)
+        if settings.clip_by == "norm":
+            nn.utils.clip_grad_norm_(self.trained, settings.clip)
         else:
-            nn.utils.clip_grad_value_(self.trained, self.settings.clip)
+            nn.utils.clip_grad_value_(self.trained, settings.clip)
         self.optimiser.step()
         self.steps += 1
         self.task.after_step(self.steps, self.generator)
-        values = torch.stack([figure.float() for figure in figures.values()])
+        values = torch.stack(batches).mean(dim=0)
         self.processes.average([values])
         means = dict(zip(figures, values.tolist(), strict=True))
         if not math.isfinite(means["loss"]):

@@ -290,7 +290,7 @@ def test_order_visits_every_row_once_per_epoch() -> None:
 def test_drafter_copy_shares_only_the_head() -> None:
     target = tiny_target()
     drafter = untrained_drafter(target)
-    copy = drafter_like(drafter, torch.bfloat16, CPU)
+    copy = drafter_like(drafter, torch.bfloat16)
     assert copy.fc.weight.dtype == torch.bfloat16
     assert copy.table.values.dtype == torch.float32
     assert copy.head is drafter.head
