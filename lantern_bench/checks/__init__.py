@@ -5,5 +5,5 @@
 - `check_run.py`: is a run complete and undamaged?
 - `certification.py`: are lossless modes lossless here, and do the claims of other modes hold?
   Its parts are `claims.py` (what is claimed), `trials.py` (what is decoded), `tabular_model.py` and
-  `image_tests.py` (the tests), and `certificate_rows.py` (the tables).
+  `image_tests.py` (the tests).
 """

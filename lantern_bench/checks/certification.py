@@ -1,45 +1,81 @@
 """Certify or audit one model: run the trials of a plan and write the tables of their results.
 
-The trials are in `trials.py`, their tests in `image_tests.py` and `tabular_model.py`, and the rows
-and bars in `certificate_rows.py`.
+The trials are in `trials.py`, their tests in `image_tests.py` and `tabular_model.py`. The tables
+are the certificate, the power of its tests, and the audit (docs/algorithms.md, section 6).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import pandas as pd
 import torch
+from scipy.stats import norm
 
-from lantern_bench.checks import certificate_rows, image_tests, tabular_model
-from lantern_bench.checks.certificate_rows import TrialResult
-from lantern_bench.checks.claims import CertificationPlan
+from lantern_bench.analysis.cells import join_notes
+from lantern_bench.analysis.statistics import Interval, holm, proportion
+from lantern_bench.checks import image_tests, tabular_model
+from lantern_bench.checks.claims import CertificationPlan, Claim
 from lantern_bench.checks.trials import Trial, lossless_decodings, plan_trials
+from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.drafting.draft_method import drafting_of
 from lantern_bench.decoding.loop import decode
 from lantern_bench.devices.compute import Compute, choose_compute
 from lantern_bench.devices.machine import package_versions
 from lantern_bench.models.load import compile_models, load_models
 from lantern_bench.models.loaded_model import LoadedModel
-from lantern_bench.storage.schema import frame, write_csv
-from lantern_bench.utils.clock import now
+from lantern_bench.profile.step_costs import seconds_of
+from lantern_bench.storage.schema import Row, frame, write_csv
 from lantern_bench.utils.files import write_file
 from lantern_bench.utils.progress import Emit, Note, ProgressEvent
 from lantern_bench.utils.text import duration
 
-Tables: TypeAlias = dict[str, list[dict[str, Any]]]
+Rows: TypeAlias = list[Row]
 
+LEVEL = 1e-3
+"""Largest probability that the certificate of a correct model fails, over all its tests."""
+BROKEN = 1e-6
+"""P-value below which an audit must reject a broken rule on the tables."""
 GREEDY = 8
 """Prompts whose greedy decoding is compared."""
+_SEEN = 0.05  # p-value above which a mistake is not seen at all
 _FIRST_IMAGES = 500  # of a broken rule on the tables; each further test has twice as many
 _CALIBRATION_TOKENS = 16
 _CALIBRATION_IMAGES = 500  # of the tables
 
 
-def certify(plan: CertificationPlan, folder: Path, emit: Emit) -> Tables:
+@dataclass(frozen=True)
+class TrialResult:
+    """The p-values of a trial, and how much its tests saw."""
+
+    setting: str
+    broken: str | None  # name of the planted mistake
+    p_values: Mapping[str, float]  # by test
+    images: int
+    tokens: int
+    edge: int = 0  # tokens left out, because rounding may change whether they pass the filters
+    impossible: int = 0  # tokens that the target cannot give
+    # On the tables: the distance from the target as two estimates, one too low and one too high.
+    tv: tuple[float, float] | None = None
+
+    @property
+    def lowest(self) -> tuple[str, float]:
+        """The test with the smallest p-value, and the p-value."""
+        return min(self.p_values.items(), key=itemgetter(1))
+
+    @property
+    def too_few_tested(self) -> bool:
+        """Whether rounding leaves fewer than half of the tokens to be tested."""
+        return self.edge > self.tokens / 2
+
+
+def certify(plan: CertificationPlan, folder: Path, emit: Emit) -> dict[str, Rows]:
     """Run every trial of a plan and write the tables into a directory.
 
     Args:
@@ -62,27 +98,23 @@ def certify(plan: CertificationPlan, folder: Path, emit: Emit) -> Tables:
         emit(ProgressEvent("captions", done, total))
 
     # 1. Estimate the seconds of each trial, for the progress.
-    greedy = {} if plan.claims else lossless_decodings(plan, temperature=0)
-    image_seconds = _image_seconds(plan, model)
-    seconds = _trial_seconds(trials, image_seconds)
-    greedy_seconds = image_seconds * GREEDY * (1 + len(greedy)) / 2
-    total_seconds = sum(seconds) + greedy_seconds
+    seconds = _trial_seconds(plan, trials, model)
+    total_seconds = sum(seconds)
     on_tables = sum(not trial.dtype for trial in trials)
     counts = f"{on_tables} on tables, {len(trials) - on_tables} with {plan.model}"
     emit(Note(f"{len(trials)} trials ({counts}): about {duration(total_seconds)}"))
-    description = "audit" if plan.claims else "certificate"
+    label = "audit" if plan.claims else "certificate"
     before = 0.0
 
     def show_part(part: float, event: ProgressEvent) -> None:
         done = before + part * event.done / event.total
-        emit(ProgressEvent(description, done / total_seconds))
+        emit(ProgressEvent(label, done / total_seconds))
 
     # 2. Run the trials.
     level = rejection_level(trials) if plan.has_power else 0.0
     results = []
     for trial, part in zip(trials, seconds, strict=True):
-        show = partial(show_part, part)
-        results.append(run_trial(trial, plan, models, level=level, emit=show))
+        results.append(run_trial(trial, plan, models, level=level, emit=partial(show_part, part)))
         before += part
 
     # 3. Make the tables.
@@ -93,14 +125,15 @@ def certify(plan: CertificationPlan, folder: Path, emit: Emit) -> Tables:
         differences = image_tests.greedy_differences(
             model=model,
             prompts=list(dict.fromkeys(plan.prompts[:GREEDY])),
-            decodings=greedy,
-            emit=partial(show_part, greedy_seconds),
+            decodings=lossless_decodings(plan, temperature=0),
+            emit=emit,
         )
-        tolerance = image_tests.NEAR_TIE[compute.dtype_name]
-        tables["certificate"] += [
-            certificate_rows.identity_row(plan.model, name, rows, tolerance=tolerance)
-            for name, rows in differences.items()
-        ]
+        for name, of_prompts in differences.items():
+            tables["certificate"].append(
+                identity_row(
+                    plan.model, name, of_prompts, tolerance=image_tests.NEAR_TIE[compute.dtype_name]
+                )
+            )
     _write(plan, compute, model, folder=folder, tables=tables)
     return tables
 
@@ -136,7 +169,7 @@ def rejection_level(trials: Sequence[Trial]) -> float:
         for trial in trials
         if trial.broken is None
     ]
-    return certificate_rows.LEVEL / sum(counts)
+    return LEVEL / sum(counts)
 
 
 def run_trial(
@@ -156,53 +189,51 @@ def run_trial(
         level: A broken decoding is decoded only until a p-value falls below this level.
         emit: Receives progress.
     """
-    level = level if trial.broken else 0.0
     if trial.dtype:
-        return _run_on_model(trial, plan, models[trial.dtype], level=level, emit=emit)
-    seed = plan.resolved.settings.seed
-    return _run_on_tables(trial, seed, level=level, emit=emit)
+        results = _results_on_model(trial, plan, models[trial.dtype])
+    else:
+        results = _results_on_tables(trial, plan.resolved.settings.seed)
+    for result in results:
+        emit(ProgressEvent(trial.setting, min(result.images, trial.images), trial.images))
+        if trial.broken and result.lowest[1] < level:
+            break
+    return result
 
 
-def _run_on_tables(trial: Trial, seed: int, *, level: float, emit: Emit) -> TrialResult:
-    """Run the G-tests of a trial."""
+def _results_on_tables(trial: Trial, seed: int) -> Iterator[TrialResult]:
+    """Yield the G-tests of all images, or of more and more images of a broken decoding."""
     decoding = trial.decoding
-    decoded = 0
     tokens = torch.empty(0, tabular_model.table_tokens(decoding), dtype=torch.int64)
-    while True:
+    while len(tokens) < trial.images:
         end = trial.images
         if trial.broken:
-            end = min(end, max(_FIRST_IMAGES, 2 * decoded))
+            end = min(end, max(_FIRST_IMAGES, 2 * len(tokens)))
         more = tabular_model.table_images(
             decoding=decoding,
-            images=range(decoded, end),
+            images=range(len(tokens), end),
             rule=trial.rule,
             drafting=trial.drafting,
             seed=seed,
         )
         tokens = torch.cat([tokens, more])
-        decoded = end
         p_values, tv = tabular_model.g_tests(decoding, tokens)
-        emit(ProgressEvent(trial.setting, decoded, trial.images))
-        if decoded == trial.images or min(p_values.values()) < level:
-            return TrialResult(
-                setting=trial.setting,
-                broken=trial.broken,
-                p_values=p_values,
-                images=decoded,
-                tokens=tokens.numel(),
-                tv=tv,
-            )
+        yield TrialResult(
+            setting=trial.setting,
+            broken=trial.broken,
+            p_values=p_values,
+            images=len(tokens),
+            tokens=tokens.numel(),
+            tv=tv,
+        )
 
 
-def _run_on_model(
-    trial: Trial, plan: CertificationPlan, model: LoadedModel, *, level: float, emit: Emit
-) -> TrialResult:
-    """Run the tests of whole images of a trial."""
+def _results_on_model(
+    trial: Trial, plan: CertificationPlan, model: LoadedModel
+) -> Iterator[TrialResult]:
+    """Yield the tests of whole images after each batch."""
     decoding = trial.decoding
     depth = drafting_of(decoding, model.target).depth if decoding.drafts else 0
     batches = []
-    images = 0
-    p_values: dict[str, float] = {}
     for batch in image_tests.decoded_evidence(
         model=model,
         prompts=plan.prompts,
@@ -214,92 +245,81 @@ def _run_on_model(
         drafting=trial.drafting,
     ):
         batches.append(batch)
-        images += len(batch.starts)
-        emit(ProgressEvent(trial.setting, min(images, trial.images), trial.images))
-        p_values = image_tests.p_values(batches, depth)
-        if min(p_values.values()) < level:
-            break
-    return TrialResult(
-        setting=trial.setting,
-        broken=trial.broken,
-        p_values=p_values,
-        images=images,
-        tokens=sum(batch.starts.size for batch in batches),
-        edge=sum(int(batch.edge.sum()) for batch in batches),
-        impossible=sum(int(batch.impossible.sum()) for batch in batches),
+        shown = image_tests.joined(batches)
+        yield TrialResult(
+            setting=trial.setting,
+            broken=trial.broken,
+            p_values=image_tests.p_values(shown, depth),
+            images=len(shown.starts),
+            tokens=shown.starts.size,
+            edge=int(shown.edge.sum()),
+            impossible=int(shown.impossible.sum()),
+        )
+
+
+def _trial_seconds(
+    plan: CertificationPlan, trials: Sequence[Trial], model: LoadedModel
+) -> list[float]:
+    """Estimate the seconds of each trial from a few tokens of the model and of the tables."""
+    tables = tabular_model.table_model()
+    prompts = [plan.prompts[0].text] * GREEDY
+    plain = plan.sampling.autoregressive()
+    of_model = _token_seconds(model, model.condition(prompts), plain, images=GREEDY)
+    of_tables = _token_seconds(tables, None, Decoding("ar"), images=_CALIBRATION_IMAGES)
+    estimates = []
+    for trial in trials:
+        seconds = of_model * model.target.image_tokens
+        if not trial.dtype:
+            seconds = of_tables * tabular_model.table_tokens(trial.decoding)
+        estimates.append(trial.images * seconds)
+    return estimates
+
+
+def _token_seconds(model: LoadedModel, condition: Any, decoding: Decoding, *, images: int) -> float:
+    """The seconds of a token of an image, when some are decoded for the second time."""
+    tokens = min(_CALIBRATION_TOKENS, model.target.image_tokens)
+    work = partial(
+        decode,
+        model=model,
+        condition=condition,
+        decoding=decoding,
+        generators=tabular_model.generators(model, [0] * images),
+        tokens=tokens,
     )
+    _, seconds = seconds_of(work, model.target.device, repeats=2)
+    return seconds / images / tokens
 
 
 def _certificate_tables(
     plan: CertificationPlan, results: Sequence[TrialResult], level: float
-) -> Tables:
-    right = [result for result in results if result.broken is None]
-    rows, tests = certificate_rows.trial_rows(plan.model, right)
+) -> dict[str, Rows]:
+    rows, tests = trial_rows(plan.model, [result for result in results if result.broken is None])
     tables = {"certificate": rows, "lossless_tests": tests}
     if plan.has_power:
-        broken = [result for result in results if result.broken is not None]
-        tables["power"] = certificate_rows.power_rows(plan.model, broken, level)
+        tables["power"] = power_rows(
+            plan.model, [result for result in results if result.broken is not None], level
+        )
     return tables
 
 
 def _audit_tables(
     plan: CertificationPlan, trials: Sequence[Trial], results: Sequence[TrialResult]
-) -> Tables:
+) -> dict[str, Rows]:
     audited = []
     for claim in plan.claims:
         pairs = zip(trials, results, strict=True)
         audited.append((claim, [result for trial, result in pairs if trial.claim is claim]))
-    rows, tests = certificate_rows.audit_rows(plan.model, audited)
+    rows, tests = audit_rows(plan.model, audited)
     return {"audit": rows, "lossless_tests": tests}
 
 
-# ---- Estimates of time
-
-
-def _trial_seconds(trials: Sequence[Trial], image_seconds: float) -> list[float]:
-    """Estimate the seconds of each trial; those on the tables from a few images."""
-    of_token = 0.0
-    on_tables = [trial.decoding for trial in trials if not trial.dtype]
-    if on_tables:
-        images = range(_CALIBRATION_IMAGES)
-        seconds = _second_run(lambda: tabular_model.table_images(on_tables[0], images))
-        of_token = seconds / len(images) / tabular_model.table_tokens(on_tables[0])
-    estimates = []
-    for trial in trials:
-        of_tables = of_token * tabular_model.table_tokens(trial.decoding)
-        estimates.append(trial.images * (image_seconds if trial.dtype else of_tables))
-    return estimates
-
-
-def _image_seconds(plan: CertificationPlan, model: LoadedModel) -> float:
-    """Estimate the seconds of one image of the model."""
-    condition = model.condition([plan.prompts[0].text] * GREEDY)
-    plain = plan.sampling.autoregressive()
-    device = model.target.device
-
-    def decode_few_tokens() -> None:
-        decode(
-            model=model,
-            condition=condition,
-            decoding=plain,
-            generators=[torch.Generator(device).manual_seed(0) for _ in range(GREEDY)],
-            tokens=_CALIBRATION_TOKENS,
-        )
-
-    tokens = GREEDY * _CALIBRATION_TOKENS
-    return _second_run(decode_few_tokens) * model.target.image_tokens / tokens
-
-
-def _second_run(work: Callable[[], Any]) -> float:
-    """The seconds of some work when it is done for the second time."""
-    work()
-    began = now()
-    work()
-    return now() - began
-
-
 def _write(
-    plan: CertificationPlan, compute: Compute, model: LoadedModel, *, folder: Path, tables: Tables
+    plan: CertificationPlan,
+    compute: Compute,
+    model: LoadedModel,
+    *,
+    folder: Path,
+    tables: Mapping[str, Rows],
 ) -> None:
     """Write the tables as CSV, and the settings of the measurement as `measurement.json`."""
     for name, rows in tables.items():
@@ -316,5 +336,225 @@ def _write(
         "dtype": compute.dtype_name,
         "packages": package_versions(),
     }
-    text = json.dumps(measurement, indent=2) + "\n"
-    write_file(folder / "measurement.json", text.encode())
+    write_file(folder / "measurement.json", f"{json.dumps(measurement, indent=2)}\n".encode())
+
+
+# ---- Rows of the tables
+
+
+def trial_rows(model: str, results: Sequence[TrialResult]) -> tuple[Rows, Rows]:
+    """Return the rows of `certificate` and of `lossless_tests` for trials without a mistake.
+
+    Holm's correction is over all tests of all trials. A trial is `weak` if too few of its tokens
+    can be tested.
+    """
+    tests = _test_rows(model, results)
+    smallest = _smallest_by_setting(tests)
+    checks = []
+    for result in results:
+        p = smallest[result.setting]
+        test, lowest_p = result.lowest
+        notes = [f"{test}: p = {lowest_p:.2g}"]
+        if result.edge:
+            notes.append(
+                f"{result.edge} tokens left out: rounding may change whether they pass the filter"
+            )
+        if result.impossible:
+            notes.append(f"{result.impossible} tokens that the target cannot give")
+        passed = _verdict(holds=p > LEVEL)
+        if passed == "yes" and result.too_few_tested:
+            passed = "weak"
+            notes.append("too few tokens are tested: give --dtype float32")
+        checks.append(
+            Row(
+                model=model,
+                check=f"{'whole images' if result.tv is None else 'tables'} follow the target",
+                setting=result.setting,
+                figure=f"smallest of {len(result.p_values)} p-values, corrected for {len(tests)}",
+                measured=p,
+                n=result.images,
+                wanted=f"> {LEVEL:g}",
+                passed=passed,
+                note=join_notes(notes),
+            )
+        )
+    return checks, tests
+
+
+def _test_rows(model: str, results: Sequence[TrialResult]) -> Rows:
+    """The rows of `lossless_tests`, corrected for all tests."""
+    rows = []
+    for result in results:
+        for test, p in result.p_values.items():
+            row = Row(
+                model=model,
+                setting=result.setting,
+                test=test,
+                p_value=p,
+                images=result.images,
+                tokens=result.tokens,
+                edge_tokens=result.edge,
+            )
+            rows.append(row)
+    corrected = holm([row["p_value"] for row in rows])
+    return [row | {"p_holm": p} for row, p in zip(rows, corrected, strict=True)]
+
+
+def _smallest_by_setting(tests: Rows) -> Mapping[Any, float]:
+    """The smallest corrected p-value of each setting."""
+    return pd.DataFrame(tests).groupby("setting")["p_holm"].min().to_dict()
+
+
+def power_rows(model: str, results: Sequence[TrialResult], level: float) -> Rows:
+    """Return the rows of `power`: the images of each broken decoding until it was rejected.
+
+    The z-score of a mistake grows with the square root of the images. For a mistake that was seen
+    but not rejected, `images_needed` is extrapolated from the last p-value.
+
+    Args:
+        model: Name of the model.
+        results: Results of trials with a mistake.
+        level: P-value below which a mistake is rejected.
+    """
+    rows = []
+    for result in results:
+        test, p = result.lowest
+        needed = None
+        # The smallest of several p-values is often below 0.05 by chance.
+        if level <= p < _SEEN / len(result.p_values):
+            z_ratio = float(norm.isf(level / 2) / norm.isf(p / 2))
+            needed = round(result.images * z_ratio**2)
+        rows.append(
+            Row(
+                model=model,
+                fault=result.broken,
+                setting=result.setting,
+                tested_on="model" if result.tv is None else "tables",
+                test=test,
+                p_value=p,
+                decoded=result.images,
+                images=result.images if p < level else None,
+                images_needed=needed,
+            )
+        )
+    return rows
+
+
+def audit_rows(
+    model: str, audited: Sequence[tuple[Claim, Sequence[TrialResult]]]
+) -> tuple[Rows, Rows]:
+    """Return the rows of `audit` and of `lossless_tests`.
+
+    Holm's correction is over the tests of all lossless claims, and separately over the tests of all
+    relaxed claims. Only a lossless claim that this package makes can fail.
+
+    Args:
+        model: Name of the model.
+        audited: Each claim with its results, of which the first is on the tables.
+    """
+    tests = []
+    for is_lossless in (True, False):
+        right = []
+        for claim, results in audited:
+            if claim.is_lossless is is_lossless:
+                right += [result for result in results if result.broken is None]
+        tests += _test_rows(model, right)
+    smallest = _smallest_by_setting(tests)
+    return [_audit_row(claim, results, smallest) for claim, results in audited], tests
+
+
+_VERDICTS = {
+    (True, True): "lossless: no difference found",
+    (True, False): "claimed lossless, measured: not",
+    (False, False): "relaxed, as claimed",
+    (False, True): "relaxed: no difference found",
+}
+
+
+def _audit_row(claim: Claim, results: Sequence[TrialResult], smallest: Mapping[Any, float]) -> Row:
+    """The row of a claim; `smallest` has the smallest corrected p-value of each setting."""
+    right = [result for result in results if result.broken is None]
+    on_tables, *on_model = right
+    p = min(smallest[result.setting] for result in right)
+    follows_target = p > LEVEL
+    broken_p = [result.lowest[1] for result in results if result.broken is not None]
+
+    passed = None
+    if claim.is_lossless and claim.is_ours:
+        passed = _verdict(holds=follows_target)
+        has_power = all(p < BROKEN for p in broken_p)
+        if follows_target and (not has_power or any(result.too_few_tested for result in right)):
+            passed = "weak"
+    distance = Interval(None)
+    if on_tables.tv is not None and not follows_target:
+        low, high = on_tables.tv
+        distance = Interval((low + high) / 2, low, high)
+    row = {
+        **claim.cell.columns(),
+        "form": claim.form or None,
+        "source": claim.source or None,
+        "claim": "lossless" if claim.is_lossless else "relaxed",
+        "verdict": _VERDICTS[claim.is_lossless, follows_target],
+        "p_holm": p,
+        "table_images": on_tables.images,
+        "power_p": max(broken_p, default=None),
+        "passed": passed,
+        **distance.columns("table_tv"),
+    }
+    columns = ("p_first", "p_joint", "p_later", "p_batch")
+    row |= zip(columns, on_tables.p_values.values(), strict=True)
+    for result in on_model:
+        row |= {"images": result.images, "p_images": result.lowest[1]}
+    return row
+
+
+def identity_row(
+    model: str,
+    setting: str,
+    differences: Sequence[tuple[int, float] | None],
+    *,
+    tolerance: float,
+) -> Row:
+    """Return the check that greedy speculation equals greedy decoding.
+
+    Args:
+        model: Name of the model.
+        setting: Name of the decoding.
+        differences: Of each prompt, the first different token and its margin, or None.
+        tolerance: Margin below which a difference is a near-tie, which does not fail the check.
+    """
+    near_ties: list[str] = []
+    others: list[str] = []
+    for position, margin in filter(None, differences):
+        group = near_ties if margin < tolerance else others
+        group.append(f"token {position}, margin {margin:.1e}")
+    notes = []
+    if near_ties:
+        notes.append("near-ties (rounding may choose either): " + ", ".join(near_ties))
+    if others:
+        notes.append("different: " + ", ".join(others))
+    share = proportion(differences.count(None), len(differences))
+    return Row(
+        model=model,
+        check="greedy identity",
+        setting=setting,
+        figure="share of prompts with equal tokens",
+        n=len(differences),
+        wanted="equal, or a near-tie",
+        passed=_verdict(holds=not others),
+        note="; ".join(notes) or None,
+        **share.columns("measured"),
+    )
+
+
+def failures(rows: Rows, passed: str = "NO") -> list[str]:
+    """Return the names of the checks with this verdict: `NO`, or `weak` if they show too little."""
+    return [
+        f"{row['check']} ({row['setting']})" if "check" in row else row["cell_id"]
+        for row in rows
+        if row["passed"] == passed
+    ]
+
+
+def _verdict(*, holds: bool) -> str:
+    return "yes" if holds else "NO"

@@ -7,7 +7,6 @@ needed. A mistake that both ways share shows only against a reference.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -15,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from scipy.spatial.distance import squareform
-from scipy.stats import rankdata
+from scipy.stats import permutation_test, rankdata
 from torch import Tensor
 
 from lantern_bench.decoding.neighbours import SPACES, in_space
@@ -35,8 +34,9 @@ _PICTURES = 48  # codes whose pictures are compared
 _ORDERS = 999  # random orders of the codebook
 _CFG_SCALE = 3.0
 _ROW_NAMES = ("with the prompt", "without it")
-_TREE = StaticTree.of([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 1, 0), (0, 1, 1)])
-_KEPT = ((0, 1, 5, 7), (0, 2))  # nodes that each image keeps of its first tree, root included
+_TREE = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 1, 0), (0, 1, 1))
+_LEAVES = (3, 4, 6, 7, 8)  # nodes of the tree
+_KEPT = ((0, 1, 5, 7), (0, 2, -1, -1))  # nodes that each image keeps of a tree
 
 Rows: TypeAlias = list[Tensor]
 """Logits [B, N, V] with the prompt and, with guidance, without it."""
@@ -76,13 +76,14 @@ def read_reference(path: Path, model: LoadedModel) -> Reference:
         cond = torch.from_numpy(arrays["cond"])
         uncond = torch.from_numpy(arrays["uncond"]) if "uncond" in arrays else None
         condition = model.condition([str(text) for text in np.atleast_1d(arrays["prompts"])])
-        has_equal_rows = uncond is None or uncond.shape == cond.shape
-        if tokens.dim() != 2 or tokens.shape != cond.shape[:2] or not has_equal_rows:
+        is_like_cond = uncond is None or uncond.shape == cond.shape
+        if cond.dim() != 3 or tokens.shape != cond.shape[:2] or not is_like_cond:
             raise ValueError("tokens must be [n, N], cond and uncond [n, N, V]")
     except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
         reason = f"{error.args[0]} must be there" if isinstance(error, KeyError) else error
-        problem = f"--reference {path}: {reason}"
-        raise UserError(problem, "Give an .npz with tokens, cond, uncond and prompts.") from None
+        raise UserError(
+            f"--reference {path}: {reason}", "Give an .npz with tokens, cond, uncond and prompts."
+        ) from None
     return Reference(condition=condition, tokens=tokens.long(), cond=cond, uncond=uncond)
 
 
@@ -106,7 +107,7 @@ def check_model(
         tokens: Tokens of an image that are scored. Default: two rows, at least 32.
         reference: Logits from other software. Default: the model's own reference, if it has one.
     """
-    images = _make_images(model, prompts, tokens, generator=generator)
+    images = _Images(model, prompts, tokens, generator=generator)
     return [
         _check_logits(images, reference, tolerance),
         _check_cache(images, tolerance),
@@ -120,81 +121,51 @@ def check_model(
 # ---- The images that are scored
 
 
-@dataclass(frozen=True)
 class _Images:
     """Two images, each with a prompt and random tokens, and their logits."""
 
-    model: LoadedModel
-    prompts: Sequence[str]
-    other_prompts: Sequence[str]  # three that may differ from the first
-    conditions: Sequence[Any]  # of each image
-    tokens: Tensor  # int64 [2, N]
-    forced_tokens: (
-        Tensor  # int64 [image_tokens]: the forced token of each position, -1 where none is
-    )
-    generator: torch.Generator
-    chains: Sequence[Rows]  # of each image alone, as one chain: what all sessions are compared with
+    def __init__(
+        self,
+        model: LoadedModel,
+        prompts: Sequence[str],
+        tokens: int | None,
+        *,
+        generator: torch.Generator,
+    ) -> None:
+        target = model.target
+        self.model = model
+        self.target = target
+        self.generator = generator
+        positions = torch.arange(target.image_tokens, device=target.device)
+        # int64 [image_tokens]: the forced token of each position, -1 where none is
+        self.forced_tokens = target.forced_tokens(positions)
+        length = min(target.image_tokens, tokens or max(2 * target.line_length + 2, 32))
+        # the tokens of both images, int64 [2, N]
+        self.tokens = self.random_tokens(positions[:length].expand(2, -1))
+        # the only node of a tree without drafts, [1, 1]
+        self.zero = torch.zeros_like(self.tokens[:1, :1])
 
-    @property
-    def target(self) -> Target:
-        return self.model.target
-
-    @property
-    def zero(self) -> Tensor:
-        """The only node of a tree without drafts, [1, 1]."""
-        return torch.zeros(1, 1, dtype=torch.int64, device=self.tokens.device)
+        self.prompts = [prompts[0], prompts[-1]]
+        words = prompts[0].split()
+        # Two prompts as long as the first one, and the last one.
+        turned = [" ".join(words[1:] + words[:1]), " ".join(reversed(words))]
+        self.other_prompts = [*turned, prompts[-1]]
+        for _ in model.prepare([*self.prompts, *self.other_prompts]):
+            pass
+        self.conditions = [model.condition([text]) for text in self.prompts]
+        # Of each image alone, as one chain: what all sessions are compared with.
+        self.chains = [_score(target, condition, row) for _, condition, row in self.each()]
 
     def each(self) -> Iterator[tuple[int, Any, Tensor]]:
         """Yield number, condition and tokens [1, N] of each image."""
         for image, condition in enumerate(self.conditions):
             yield image, condition, self.tokens[image : image + 1]
 
-    def chain(self, image: int, tokens: Tensor) -> Rows:
-        """The logits [1, N, V] along the tokens of an image, filled up to N tokens."""
-        chain = torch.zeros_like(self.tokens[:1])
-        kept = tokens[: chain.shape[1]]
-        chain[0, : len(kept)] = kept.to(chain.device)
-        return _score(self.target, self.conditions[image], chain)
-
     def random_tokens(self, positions: Tensor) -> Tensor:
         """Random tokens int64, with the forced ones at their positions."""
         forced = self.forced_tokens[positions.clamp_max(len(self.forced_tokens) - 1)]
         drawn = torch.randint(self.target.n_codes, forced.shape, generator=self.generator)
-        return torch.where(forced < 0, drawn, forced)
-
-
-def _make_images(
-    model: LoadedModel, prompts: Sequence[str], tokens: int | None, *, generator: torch.Generator
-) -> _Images:
-    target = model.target
-    height, width = model.grid
-    line_length = width + (target.image_tokens - height * width) // height
-    length = min(target.image_tokens, tokens or max(2 * line_length + 2, 32))
-    forced = target.forced_tokens(torch.arange(target.image_tokens, device=target.device)).cpu()
-    drawn = torch.randint(target.n_codes, (2, length), generator=generator)
-    drawn = torch.where(forced[:length] < 0, drawn, forced[:length]).to(target.device)
-
-    first = prompts[0]
-    last = prompts[-1]
-    words = first.split()
-    # Two prompts as long as the first one, and the last one.
-    others = [" ".join(words[1:] + words[:1]), " ".join(reversed(words)), last]
-    for _ in model.prepare([first, last, *others]):
-        pass
-    conditions = [model.condition([text]) for text in (first, last)]
-    return _Images(
-        model=model,
-        prompts=[first, last],
-        other_prompts=others,
-        conditions=conditions,
-        tokens=drawn,
-        forced_tokens=forced,
-        generator=generator,
-        chains=[
-            _score(target, condition, row[None])
-            for condition, row in zip(conditions, drawn, strict=True)
-        ],
-    )
+        return torch.where(forced < 0, drawn.to(forced.device), forced)
 
 
 # ---- The checks
@@ -228,8 +199,12 @@ def _check_logits(images: _Images, reference: Reference | None, tolerance: float
         tokens=tokens.to(model.target.device),
         guided=reference.uncond is not None,
     )
-    gaps = _gaps("", ours_along, _rows(reference))
-    return _compared("logits", gaps, tolerance, about=f"along {length} tokens against {source}")
+    return _compared(
+        "logits",
+        _gaps("", ours_along, _rows(reference)),
+        tolerance,
+        about=f"along {length} tokens against {source}",
+    )
 
 
 def _check_cache(images: _Images, tolerance: float) -> Check:
@@ -240,9 +215,8 @@ def _check_cache(images: _Images, tolerance: float) -> Check:
     for image, condition, tokens in images.each():
         session = images.target.session(batch=1, guided=True, nodes=1)
         steps = [[row[:, -1:] for row in _rows(session.prefill(condition))]]
-        for position in range(tokens.shape[1] - 1):
-            scores = session.score(tokens[:, position : position + 1], zero, zero[None] == 0)
-            steps.append(_rows(scores))
+        for token in tokens[0, :-1]:
+            steps.append(_rows(session.score(token.view(1, 1), zero, zero[None] == 0)))
             session.commit(zero, zero[0] + 1)
         ours = [torch.cat(column, dim=1) for column in zip(*steps, strict=True)]
 
@@ -252,57 +226,51 @@ def _check_cache(images: _Images, tolerance: float) -> Check:
             theirs = list(fresh)
             against = "a fresh forward without a cache"
         gaps |= _gaps(f"image {image} ", ours, theirs)
-    about = f"{images.tokens.shape[1]} tokens one at a time against {against}"
-    return _compared("cache", gaps, tolerance, about=about)
+    return _compared(
+        "cache",
+        gaps,
+        tolerance,
+        about=f"{images.tokens.shape[1]} tokens one at a time against {against}",
+    )
 
 
 def _check_tree(images: _Images, tolerance: float) -> Check:
     """Compare two trees in a row, of which the images keep different paths, with chains."""
-    device = images.target.device
-    nodes = len(_TREE.parents)
-    session = images.target.session(batch=2, guided=True, nodes=nodes)
+    target = images.target
+    tree = StaticTree.of(_TREE, target.device)
+    kept = torch.tensor(_KEPT, device=target.device)
+    session = target.session(batch=2, guided=True, nodes=len(tree.depths))
     session.prefill(images.model.condition(images.prompts))
-    depths = _TREE.depths.expand(2, -1).to(device)
-    attention = _TREE.attention.expand(2, -1, -1).to(device)
+    depths = tree.depths.expand(2, -1)
+    attention = tree.attention.expand(2, -1, -1)
     gaps: Gaps = {}
-    committed: list[list[int]] = [[], []]
+    committed = [images.tokens[0, :0]] * 2
     for step in range(2):
         # 1. Score a tree of random tokens behind each image.
-        drawn = torch.stack(
-            [images.random_tokens(len(earlier) + _TREE.depths) for earlier in committed]
-        )
-        scored = _rows(session.score(drawn.to(device), depths, attention))
+        trees = [images.random_tokens(len(earlier) + tree.depths) for earlier in committed]
+        scored = _rows(session.score(torch.stack(trees), depths, attention))
 
         # 2. Score each path of the trees as a chain.
-        for image, earlier in enumerate(committed):
-            of_image = [row[image] for row in scored]
-            for leaf, path, chain in _path_chains(images, image, earlier, drawn=drawn[image]):
+        for image, (earlier, drawn) in enumerate(zip(committed, trees, strict=True)):
+            for leaf in _LEAVES:
+                path = tree.attention[leaf].nonzero().flatten()
+                # One more token, so that the chain gives the logits of the leaf.
+                tokens = torch.cat([earlier, drawn[path], images.zero[0]])
+                tokens = tokens[None, : target.image_tokens]
+                chain = _score(target, images.conditions[image], tokens)
                 # In a small image the tree has nodes behind the last token; the chain has none.
-                ours = [row[path[: len(chain[0])]] for row in of_image]
-                gaps |= _gaps(f"image {image}, tree {step}, node {leaf} ", ours, chain)
+                theirs = [row[0, len(earlier) + 1 :] for row in chain]
+                ours = [row[image, path[: len(theirs[0])]] for row in scored]
+                gaps |= _gaps(f"image {image}, tree {step}, node {leaf} ", ours, theirs)
 
         # 3. Commit another path in each image.
-        kept = torch.full((2, _TREE.max_depth + 1), -1)
-        for image, path_kept in enumerate(_KEPT):
-            kept[image, : len(path_kept)] = torch.tensor(path_kept)
-            committed[image] += drawn[image, list(path_kept)].tolist()
-        counts = torch.tensor([len(path_kept) for path_kept in _KEPT])
-        session.commit(kept.to(device), counts.to(device))
-    about = "two trees of two images against a chain for each path"
-    return _compared("tree", gaps, tolerance, about=about)
-
-
-def _path_chains(
-    images: _Images, image: int, earlier: Sequence[int], *, drawn: Tensor
-) -> Iterator[tuple[int, Tensor, Rows]]:
-    """Yield each leaf of the tree, its path, and the logits [D, V] of the path as a chain."""
-    for leaf in range(len(_TREE.parents)):
-        if (_TREE.parents == leaf).any():
-            continue
-        path = _TREE.attention[leaf].nonzero().flatten()
-        chain = images.chain(image, torch.tensor([*earlier, *drawn[path].tolist()]))
-        first = len(earlier) + 1
-        yield leaf, path, [row[0, first : first + len(path)] for row in chain]
+        session.commit(kept, (kept >= 0).sum(dim=1))
+        for image, path in enumerate(kept):
+            of_path = trees[image][path[path >= 0]]
+            committed[image] = torch.cat([committed[image], of_path])
+    return _compared(
+        "tree", gaps, tolerance, about="two trees of two images against a chain for each path"
+    )
 
 
 def _check_forced_tokens(images: _Images) -> Check:
@@ -318,17 +286,16 @@ def _check_forced_tokens(images: _Images) -> Check:
     if not expected:
         return Check(check, "pass", about="the image has none")
 
+    forced = images.forced_tokens[: images.tokens.shape[1], None]
+    tokens = torch.arange(images.target.vocab_size, device=forced.device)
+    is_possible = torch.where(forced >= 0, tokens == forced, tokens < images.target.n_codes)
     gaps: Gaps = {}
     for image, chain in enumerate(images.chains):
         for row, logits in zip(_ROW_NAMES, chain, strict=False):
-            p = logits[0].float().softmax(-1).cpu()
-            forced = images.forced_tokens[: len(p), None]
-            of_codes = p[:, : images.target.n_codes].sum(dim=-1)
-            of_forced = p.gather(-1, forced.clamp_min(0)).squeeze(-1)
-            errors = (1 - torch.where(forced[:, 0] >= 0, of_forced, of_codes)).abs()
+            p = logits[0].float().softmax(dim=-1)
+            errors = (1 - (p * is_possible).sum(dim=-1)).abs().nan_to_num(nan=torch.inf)
             position = int(errors.argmax())
-            place = f"image {image} {row}, token {position}"
-            gaps[place] = float(errors[position].nan_to_num(nan=torch.inf))
+            gaps[f"image {image} {row}, token {position}"] = float(errors[position])
     return _compared(check, gaps, _FORCED_TOLERANCE, about=f"{expected} an image")
 
 
@@ -398,18 +365,26 @@ def _check_codebook(images: _Images) -> Check:
     for space in SPACES:
         near = torch.pdist(in_space(codes, space)[chosen.to(codes.device)])
         code_ranks.append(squareform(rankdata(near.cpu().numpy())))
-    noise = np.random.default_rng(images.generator.initial_seed())
-    ours = _largest_correlation(picture_ranks, code_ranks, np.arange(len(chosen)))
-    as_good = 0
-    for _ in range(_ORDERS):
-        order = noise.permutation(len(chosen))
-        as_good += int(_largest_correlation(picture_ranks, code_ranks, order) >= ours)
-    p = (1 + as_good) / (1 + _ORDERS)
+
+    def correlation(order: NDArray[Any]) -> float:
+        """The rank correlation with the codes in an order, in the space where it is largest."""
+        reordered = [squareform(ranks[np.ix_(order, order)]) for ranks in code_ranks]
+        return float(max(np.corrcoef(picture_ranks, ranks)[0, 1] for ranks in reordered))
+
+    test = permutation_test(
+        [np.arange(len(chosen))],
+        correlation,
+        permutation_type="pairings",
+        vectorized=False,
+        n_resamples=_ORDERS,
+        alternative="greater",
+        random_state=images.generator.initial_seed(),
+    )
     about = (
-        f"distances of codes and of their pictures: rank correlation {ours:.2f}; "
+        f"distances of codes and of their pictures: rank correlation {test.statistic:.2f}; "
         "p against other orders of rows"
     )
-    return _bounded(check, p, _CODEBOOK_LEVEL, about=about)
+    return _bounded(check, float(test.pvalue), _CODEBOOK_LEVEL, about=about)
 
 
 def _pictures_of(images: _Images, chosen: Tensor, n_codes: int) -> Tensor:
@@ -418,7 +393,7 @@ def _pictures_of(images: _Images, chosen: Tensor, n_codes: int) -> Tensor:
     Half the cells have the code and the others a pattern, because some tokenizers normalize a
     picture of one code to nothing.
     """
-    forced = images.forced_tokens
+    forced = images.forced_tokens.cpu()
     pattern = torch.randint(n_codes, forced.shape, generator=images.generator)
     has_code = torch.rand(forced.shape, generator=images.generator) < 0.5
     pictures = []
@@ -430,14 +405,6 @@ def _pictures_of(images: _Images, chosen: Tensor, n_codes: int) -> Tensor:
 
 
 # ---- Statistics
-
-
-def _largest_correlation(
-    picture_ranks: NDArray[Any], code_ranks: Sequence[NDArray[Any]], order: NDArray[Any]
-) -> float:
-    """The rank correlation with the codes in an order, in the space where it is largest."""
-    reordered = [squareform(ranks[np.ix_(order, order)]) for ranks in code_ranks]
-    return float(max(np.corrcoef(picture_ranks, ranks)[0, 1] for ranks in reordered))
 
 
 def _score(target: Target, condition: Any, tokens: Tensor, *, guided: bool = True) -> Rows:

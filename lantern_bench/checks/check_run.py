@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from lantern_bench.analysis.tables import stale_tables, write_tables
 from lantern_bench.config.experiment import load_experiment
-from lantern_bench.config.plan import ImageTask, Plan, Shard, make_plan
+from lantern_bench.config.plan import Plan, Shard, make_plan
 from lantern_bench.models.registry import defaults_of, model_of
 from lantern_bench.prompts.sets import load_prompts
-from lantern_bench.storage.records import Line, read_lines, record_key
+from lantern_bench.storage.records import read_lines, record_key
 from lantern_bench.storage.run_directory import (
     PICTURES_LEFT_OUT,
     RECORDS,
@@ -41,7 +42,7 @@ class RunCheck:
     pictures: int | None  # None: the run was copied without its pictures
     scores: int
     problems: list[Problem]
-    broken: frozenset[str]  # the record keys whose picture is missing or damaged
+    broken: set[str]  # the record keys whose picture is missing or damaged
 
 
 def check_run(folder: Path) -> RunCheck:
@@ -57,21 +58,21 @@ def check_run(folder: Path) -> RunCheck:
         raise without_records(folder)
 
     # 1. Lines and their checksums.
-    record_rows, problems = _check_lines(folder, RECORDS, "records")
-    score_rows, score_problems = _check_lines(folder, SCORES, "scores")
-    problems += score_problems
+    problems: list[Problem] = []
+    record_rows = _undamaged_rows(folder / RECORDS, problems)
+    score_rows = _undamaged_rows(folder / SCORES, problems)
     lines_are_undamaged = not problems
 
     # 2. Pictures and their hashes.
     records = {row.record_key: row for row in record_rows}
     has_pictures = not manifest.get(PICTURES_LEFT_OUT)
     pictured = [row for row in records.values() if row.status == "ok" and row.image is not None]
-    broken: dict[str, Problem] = {}
+    broken = set()
     for row in pictured if has_pictures else ():
-        damage = _picture_problem(folder, row)
+        damage = _damage(folder / row.image, row.image_sha256)
         if damage is not None:
-            broken[row.record_key] = damage
-    problems += broken.values()
+            broken.add(row.record_key)
+            problems.append(Problem(row.image, damage))
 
     # 3. Counts, against the plan of the experiment.
     try:
@@ -79,22 +80,23 @@ def check_run(folder: Path) -> RunCheck:
     except LanternError as error:
         problem = f"its images cannot be counted: {error.message}"
         problems.append(Problem("manifest.json", problem, repairable=False))
-    scored = [row.record_key for row in score_rows if row.level in ("image", "tokens")]
-    orphans = sum(key not in records for key in scored)
+    of_images = [row for row in score_rows if row.level in ("image", "tokens")]
+    orphans = sum(row.record_key not in records for row in of_images)
     if orphans:
         problem = f"{orphans} rows score images that have no record"
         problems.append(Problem(SCORES, problem, repairable=False))
 
     # 4. Tables, against the records.
     if lines_are_undamaged and records:
-        stale = stale_tables(folder)
-        problems += [Problem(name, "differs from the table of the records") for name in stale]
+        problems += [
+            Problem(name, "differs from the table of the records") for name in stale_tables(folder)
+        ]
     return RunCheck(
         records=len(records),
         pictures=len(pictured) if has_pictures else None,
         scores=len(score_rows),
         problems=problems,
-        broken=frozenset(broken),
+        broken=broken,
     )
 
 
@@ -104,55 +106,47 @@ def repair_run(folder: Path, checked: RunCheck) -> int:
     Returns:
         The number of dropped lines. The sweep that made the run decodes their images again.
     """
+    dropped = 0
     with lock_run(folder):
-        records = list(read_lines(folder / RECORDS, "records"))
-        scores = list(read_lines(folder / SCORES, "scores"))
-        kept_records = _undamaged(records, checked.broken)
-        kept_scores = _undamaged(scores)
-        if len(kept_records) < len(records):
-            write_atomically(folder / RECORDS, kept_records)
-        if len(kept_scores) < len(scores):
-            write_atomically(folder / SCORES, kept_scores)
-    if kept_records:
+        for name, broken in ((RECORDS, checked.broken), (SCORES, set())):
+            path = folder / name
+            lines = list(read_lines(path, path.stem))
+            kept = [
+                line.content
+                for line in lines
+                if line.row is not None and line.row.record_key not in broken
+            ]
+            if len(kept) < len(lines):
+                write_atomically(path, kept)
+            dropped += len(lines) - len(kept)
+    if (folder / RECORDS).stat().st_size:
         write_tables(folder)
-    return len(records) - len(kept_records) + len(scores) - len(kept_scores)
+    return dropped
 
 
-def _undamaged(lines: Sequence[Line], dropped: frozenset[str] = frozenset()) -> list[bytes]:
-    """The undamaged lines whose record key is not dropped."""
-    rows = [(line.row, line.content) for line in lines if line.row is not None]
-    return [content for row, content in rows if row.record_key not in dropped]
-
-
-def _check_lines(folder: Path, name: str, table: str) -> tuple[list[Any], list[Problem]]:
-    """The rows of the undamaged lines of a file, and the problems of the other lines."""
-    path = folder / name
+def _undamaged_rows(path: Path, problems: list[Problem]) -> list[Any]:
+    """The rows of the undamaged lines of a file; the problems of other lines are added."""
     rows = []
-    problems = []
-    size = 0
-    for line in read_lines(path, table):
-        size += len(line.content)
+    rest = path.stat().st_size if path.is_file() else 0
+    for line in read_lines(path, path.stem):
+        rest -= len(line.content)
         if line.row is None:
-            problems.append(Problem(name, f"line {line.number}: {line.problem}"))
+            problems.append(Problem(path.name, f"line {line.number}: {line.problem}"))
         else:
             rows.append(line.row)
-    rest = path.stat().st_size - size if path.is_file() else 0
     if rest:
-        problems.append(Problem(name, f"ends in the middle of a line, {rest} bytes"))
-    return rows, problems
+        problems.append(Problem(path.name, f"ends in the middle of a line, {rest} bytes"))
+    return rows
 
 
-def _picture_problem(folder: Path, row: Any) -> Problem | None:
-    """The problem of the picture of a record; None if it is undamaged."""
-    path = folder / row.image
+def _damage(picture: Path, sha256: str) -> str | None:
+    """What is wrong with a picture; None if it is undamaged."""
     try:
-        sha256 = file_sha256(path)
+        if file_sha256(picture) == sha256:
+            return None
     except OSError as error:
-        reason = f"cannot be read: {error.strerror}" if path.exists() else "missing"
-        return Problem(row.image, reason)
-    if sha256 == row.image_sha256:
-        return None
-    return Problem(row.image, "damaged, its SHA-256 differs from the one in the record")
+        return f"cannot be read: {error.strerror}" if picture.exists() else "missing"
+    return "damaged, its SHA-256 differs from the one in the record"
 
 
 def _plan_of(manifest: Mapping[str, Any]) -> Plan:
@@ -169,23 +163,28 @@ def _plan_problems(
 ) -> Iterator[Problem]:
     """Yield the missing and failed images of each cell, and the records outside the plan."""
     recorded = {(row.cell_id, row.prompt_id, row.repeat): row for row in records}
-    by_cell: dict[str, list[ImageTask]] = {}
+    wanted: Counter[str] = Counter()
+    missing: Counter[str] = Counter()
+    failed: Counter[str] = Counter()
     for task in plan.tasks:
-        by_cell.setdefault(task.cell.cell_id, []).append(task)
-    for cell_id, tasks in by_cell.items():
-        rows = {task.image: recorded.pop(task.key, None) for task in tasks}
-        made = [(task, rows[task.image]) for task in tasks if rows[task.image] is not None]
-        missing = len(tasks) - len(made)
-        if missing:
-            yield Problem(RECORDS, f"{cell_id}: {missing} of {len(tasks)} images have no record")
-        failed = sum(row.status != "ok" for _, row in made)
-        if failed:
-            yield Problem(RECORDS, f"{cell_id}: {failed} of {len(tasks)} images failed")
-        for task, row in made:
-            key = record_key(task, manifest["key"])
-            if row.record_key != key:
-                problem = f"{task.image}: record key {row.record_key}, its settings give {key}"
-                yield Problem(RECORDS, problem, repairable=False)
+        cell_id = task.cell.cell_id
+        wanted[cell_id] += 1
+        row = recorded.pop(task.key, None)
+        if row is None:
+            missing[cell_id] += 1
+            continue
+        if row.status != "ok":
+            failed[cell_id] += 1
+        key = record_key(task, manifest["key"])
+        if row.record_key != key:
+            problem = f"{task.image}: record key {row.record_key}, its settings give {key}"
+            yield Problem(RECORDS, problem, repairable=False)
+    for cell_id, count in wanted.items():
+        if missing[cell_id]:
+            problem = f"{cell_id}: {missing[cell_id]} of {count} images have no record"
+            yield Problem(RECORDS, problem)
+        if failed[cell_id]:
+            yield Problem(RECORDS, f"{cell_id}: {failed[cell_id]} of {count} images failed")
     if recorded:
         problem = f"{len(recorded)} records belong to no image of the experiment"
         yield Problem(RECORDS, problem, repairable=False)

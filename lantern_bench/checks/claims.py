@@ -62,8 +62,10 @@ def plan_certification(
     """
     for cell in resolved.cells:
         if cell.decoding.greedy:
-            problem = f"{cell.cell_id}: at temperature 0 there is no distribution to test"
-            raise UserError(problem, "Give a --temperature above 0.")
+            raise UserError(
+                f"{cell.cell_id}: at temperature 0 there is no distribution to test",
+                "Give a --temperature above 0.",
+            )
     model = model_of(resolved.settings.model[0])
     return CertificationPlan(
         model=model.name,
@@ -105,8 +107,10 @@ def audited_cells(names: Collection[str]) -> list[dict[str, Any]]:
     for name in names:
         if name not in MODES and name != "all":
             raise_if_refused(name)
-            problem = f"--modes {name}: unknown mode{did_you_mean(name, MODES)}"
-            raise UserError(problem, f"The modes are {', '.join(MODES)}, or all.")
+            raise UserError(
+                f"--modes {name}: unknown mode{did_you_mean(name, MODES)}",
+                f"The modes are {', '.join(MODES)}, or all.",
+            )
     is_all = "all" in names
     cells: list[dict[str, Any]] = []
     for mode in MODES.values():

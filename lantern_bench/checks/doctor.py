@@ -44,6 +44,15 @@ _SLOWED = 0x8 | 0x20 | 0x40 | 0x80
 # In half precision, logits of eager and compiled steps may differ by this many roundings of the
 # largest logit.
 _ROUNDINGS = 16
+# Environment variables that decide what is contacted.
+_OF_NETWORK = (
+    "HF_HUB_OFFLINE",
+    "TRANSFORMERS_OFFLINE",
+    "HF_ENDPOINT",
+    "HTTP_PROXY",
+    "HTTPS_PROXY",
+    "ALL_PROXY",
+)
 _WRONG = (
     "Do not trust compiled runs on this machine: pass --no-compile, and report it with this list."
 )
@@ -63,15 +72,20 @@ def examine(device: str = "auto") -> Iterator[Finding]:
 
     The last finding is a failure of torch or of the device if nothing else can run without it.
     """
-    yield from _guarded("package", _package)
-    yield from _guarded("load", _load)
-    yield from _guarded("memory", _memory)
-    yield from _guarded("disk", _disk)
-    yield from _guarded("weights", _weights)
-    for name, check in (("torch", _torch), ("device", partial(_device, device))):
+    checks: dict[str, Callable[[], Iterable[Finding]]] = {
+        "package": _package,
+        "load": _load,
+        "memory": _memory,
+        "disk": _disk,
+        "weights": _weights,
+        "torch": _torch,
+        "device": partial(_device, device),
+    }
+    needed = ("torch", "device")
+    for name, check in checks.items():
         for finding in _guarded(name, check):
             yield finding
-            if finding.check == name and finding.state == "fail":
+            if finding.state == "fail" and finding.check in needed:
                 return
 
     from lantern_bench.devices.compute import choose_compute
@@ -79,10 +93,10 @@ def examine(device: str = "auto") -> Iterator[Finding]:
     target = choose_compute(device, fast=True)
     yield from _guarded("compiler", partial(_compiler, target.device))
     yield from _guarded("bundled model", partial(_bundled, target.device))
-    dtypes = ["float32", target.dtype_name]
+    dtypes = {"float32", target.dtype_name}
     if target.device.type == "cuda":
-        dtypes = ["float32", "bfloat16", "float16"]
-    for dtype in dict.fromkeys(dtypes):
+        dtypes |= {"bfloat16", "float16"}
+    for dtype in sorted(dtypes, reverse=True):
         yield from _guarded(f"decode {dtype}", partial(_decode, target.device, dtype))
 
 
@@ -93,8 +107,19 @@ def _guarded(check: str, findings: Callable[[], Iterable[Finding]]) -> Iterator[
     except LanternError as error:
         yield Finding(check, "fail", error.message, fix=error.advice or "")
     except Exception as error:  # a broken installation raises errors of all kinds
-        fix = "Not expected: report it with this list."
-        yield Finding(check, "fail", one_line(error), fix=fix)
+        yield Finding(check, "fail", one_line(error), fix="Not expected: report it with this list.")
+
+
+def _warned(check: str, result: str, *, fix: str, is_fine: bool) -> Finding:
+    """A warning, unless all is fine: then the fix is left out."""
+    return Finding(check, "ok", result) if is_fine else Finding(check, "warning", result, fix=fix)
+
+
+def _scarce(check: str, free: float, enough: float, *, result: str, fix: str) -> Finding:
+    """Less than enough is a warning, less than a tenth of it a failure."""
+    if free < enough / 10:
+        return Finding(check, "fail", result, fix=fix)
+    return _warned(check, result, fix=fix, is_fine=free >= enough)
 
 
 def _package() -> Iterator[Finding]:
@@ -103,31 +128,29 @@ def _package() -> Iterator[Finding]:
     system = f"{platform.system()} {platform.release()} {platform.machine()}"
     result = f"lantern-bench {__version__}, Python {platform.python_version()}, {system}"
     yield Finding("package", "ok", result)
-    variables = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_ENDPOINT")
-    proxies = ("http_proxy", "https_proxy", "all_proxy")
-    names = [name for name in variables if os.environ.get(name)]
-    names += sorted(name for name in os.environ if name.lower() in proxies)
-    listed = ", ".join(names) or "no variable"
+    names = [name for name in os.environ if name.upper() in _OF_NETWORK]
+    listed = ", ".join(sorted(names)) or "no variable"
     yield Finding("network", "ok", f"set: {listed}; nothing was contacted")
 
 
 def _load() -> Iterator[Finding]:
+    cores = len(usable_cores())
     before = usage()
     start = now()
     Event().wait(_LOAD_SECONDS)
-    spent = usage().since(before)
-    cores = len(usable_cores())
     core_seconds = (now() - start) * cores
-    others = max(0.0, spent.busy_seconds - spent.cpu_seconds) / core_seconds
-    result = f"{min(1.0, others):.0%} of {cores} cores busy with other programs"
+    spent = usage().since(before)
+    others = min(1.0, max(0.0, spent.busy_seconds - spent.cpu_seconds) / core_seconds)
+    result = f"{others:.0%} of {cores} cores busy with other programs"
     result += f", load average {psutil.getloadavg()[0]:.2f}"
     if spent.steal_seconds:
         result += f", {spent.steal_seconds / core_seconds:.0%} taken by the hypervisor"
-    if others <= _BUSY:
-        yield Finding("load", "ok", result)
-        return
-    fix = "Timings are too long and marked disturbed: stop other programs, or measure later."
-    yield Finding("load", "warning", result, fix=fix)
+    yield _warned(
+        "load",
+        result,
+        fix="Timings are too long and marked disturbed: stop other programs, or measure later.",
+        is_fine=others <= _BUSY,
+    )
 
 
 def _memory() -> Iterator[Finding]:
@@ -140,59 +163,57 @@ def _memory() -> Iterator[Finding]:
         container_free = int(text) - int((limit.parent / "memory.current").read_text())
         free = min(free, container_free)
         result += f"; {container_free / _GB:.1f} GB free in this container"
-    state = _state_of(free, _ENOUGH_MEMORY)
-    yield Finding("memory", state, result, fix="" if state == "ok" else "Stop other programs.")
+    yield _scarce("memory", free, _ENOUGH_MEMORY, result=result, fix="Stop other programs.")
 
 
 def _disk() -> Iterator[Finding]:
-    places = (
+    for name, folder, variable in (
         ("runs", results_root(), "LANTERN_BENCH_RESULTS, or --out"),
         ("cache", cache_folder(), "XDG_CACHE_HOME"),
         ("temp files", Path(tempfile.gettempdir()), "TMPDIR"),
-    )
-    for name, folder, variable in places:
+    ):
         check = f"disk for {name}"
-        shown = _without_user(folder)
         absolute = folder.absolute()
         existing = next(path for path in (absolute, *absolute.parents) if path.is_dir())
         free = shutil.disk_usage(existing).free
+        shown = str(absolute).replace(str(Path.home()), "~", 1)
         try:
             with tempfile.TemporaryFile(dir=existing):
-                result = f"{shown}: writable, {free / _GB:.1f} GB free"
+                pass
         except OSError as error:
             # Without a cache everything works, and is computed again.
             state: State = "warning" if name == "cache" else "fail"
             result = f"{shown}: cannot be written: {error.strerror}"
             yield Finding(check, state, result, fix=f"Choose another: {variable}.")
             continue
-        state = _state_of(free, _ENOUGH_DISK)
-        fix = "" if state == "ok" else f"Make room, or choose another: {variable}."
-        yield Finding(check, state, result, fix=fix)
-
-
-def _state_of(free: float, enough: float) -> State:
-    """Less than enough is a warning, less than a tenth of it a failure."""
-    if free >= enough:
-        return "ok"
-    return "warning" if free >= enough / 10 else "fail"
-
-
-def _without_user(path: Path) -> str:
-    path = path.absolute()
-    home = Path.home()
-    return f"~/{path.relative_to(home)}" if path.is_relative_to(home) else str(path)
+        result = f"{shown}: writable, {free / _GB:.1f} GB free"
+        yield _scarce(
+            check,
+            free,
+            _ENOUGH_DISK,
+            result=result,
+            fix=f"Make room, or choose another: {variable}.",
+        )
 
 
 def _weights() -> Iterator[Finding]:
-    missing = {}
+    complete = []
+    incomplete = []
     for model, parts in PARTS.items():
-        missing[model] = [name for name, part in parts.items() if not local_path(part)]
-    complete = [model for model, names in missing.items() if not names]
+        missing = [name for name, part in parts.items() if not local_path(part)]
+        if not missing:
+            complete.append(model)
+        elif len(missing) < len(parts):
+            incomplete.append(
+                Finding(
+                    "weights",
+                    "warning",
+                    f"{model} lacks {', '.join(missing)}",
+                    fix=f"lantern-bench weights get {model}",
+                )
+            )
     yield Finding("weights", "ok", f"published models here: {', '.join(complete) or 'none'}")
-    for model, names in missing.items():
-        if 0 < len(names) < len(PARTS[model]):
-            result = f"{model} lacks {', '.join(names)}"
-            yield Finding("weights", "warning", result, fix=f"lantern-bench weights get {model}")
+    yield from incomplete
 
 
 def _torch() -> Iterator[Finding]:
@@ -206,11 +227,16 @@ def _torch() -> Iterator[Finding]:
         # A torchvision built for another torch can be imported, but its compiled part fails.
         boxes = torchvision.ops.nms(torch.tensor([[0.0, 0.0, 1.0, 1.0]]), torch.ones(1), 0.5)
         assert boxes.tolist() == [0], f"torchvision.ops.nms gives {boxes.tolist()}"
-        result = f"torchvision {torchvision.__version__}, its compiled part runs"
-        yield Finding("torchvision", "ok", result)
+        yield Finding(
+            "torchvision", "ok", f"torchvision {torchvision.__version__}, its compiled part runs"
+        )
     except Exception as error:  # a wrong pair raises errors of all kinds
-        fix = "Install the pair together, from one index: pip install --upgrade torch torchvision"
-        yield Finding("torchvision", "fail", one_line(error), fix=fix)
+        yield Finding(
+            "torchvision",
+            "fail",
+            one_line(error),
+            fix="Install both from one index: pip install --upgrade torch torchvision",
+        )
 
 
 def _device(device: str) -> Iterator[Finding]:
@@ -228,11 +254,11 @@ def _device(device: str) -> Iterator[Finding]:
         yield _gpu_finding(number, gpu)
     if not machine["gpus"] and shutil.which("nvidia-smi"):
         # nvidia-smi is on every machine that is made for a GPU, also if none is attached.
-        fix = "To use a GPU: install a torch that is built for CUDA."
+        fix = "install a torch that is built for CUDA."
         if torch.version.cuda:
-            fix = "To use a GPU: update the driver, or attach a GPU."
+            fix = "update the driver, or attach a GPU."
         result = "nvidia-smi is installed, and torch finds no GPU"
-        yield Finding("GPU", "warning", result, fix=fix)
+        yield Finding("GPU", "warning", result, fix=f"To use a GPU: {fix}")
     compute = choose_compute(device)
     result = f"--device {device} is {compute.device}, with --dtype auto {compute.dtype_name}"
     yield Finding("device", "ok", result)
@@ -241,7 +267,6 @@ def _device(device: str) -> Iterator[Finding]:
 def _gpu_finding(number: int, gpu: Mapping[str, Any]) -> Finding:
     import torch
 
-    check = f"GPU {number}"
     free, total = torch.cuda.mem_get_info(number)
     parts = [
         gpu["name"],
@@ -250,15 +275,14 @@ def _gpu_finding(number: int, gpu: Mapping[str, Any]) -> Finding:
         f"{free / _GB:.1f} of {total / _GB:.1f} GB free",
         f"SM clock {gpu['clock_sm_mhz'] or '?'} MHz",
     ]
-    result = ", ".join(parts)
+    fix = "Another program uses its memory: `nvidia-smi` lists them."
+    is_fine = free >= total / 2
     reasons = gpu["throttle_reasons"] or ""
     if reasons.startswith("0x") and int(reasons, 16) & _SLOWED:
-        result = f"{result}, slowed down ({reasons})"
-        return Finding(check, "warning", result, fix="Cool it, or check its power.")
-    if free < total / 2:
-        fix = "Another program uses its memory: `nvidia-smi` lists them."
-        return Finding(check, "warning", result, fix=fix)
-    return Finding(check, "ok", result)
+        parts.append(f"slowed down ({reasons})")
+        fix = "Cool it, or check its power."
+        is_fine = False
+    return _warned(f"GPU {number}", ", ".join(parts), fix=fix, is_fine=is_fine)
 
 
 def _compiler(device: torch.device) -> Iterator[Finding]:
@@ -267,25 +291,24 @@ def _compiler(device: torch.device) -> Iterator[Finding]:
 
     start = now()
     problem = compiler_problem(device)
-    if problem is None:
-        yield Finding("compiler", "ok", f"a trial for {device.type} took {now() - start:.1f} s")
-    else:
-        needed = "a C++ compiler (Debian: apt install g++)"
-        if device.type == "cuda":
-            needed = "the Triton of this torch with a C compiler (gcc)"
-        fix = (
-            f"Install torch 2.10 or newer and {needed}. "
-            "Decoding is slower without; or pass --no-compile."
-        )
-        yield Finding("compiler", "warning", problem, fix=fix)
-    if device.type != "cpu":
-        return
-    if build_kernels():
-        yield Finding("kernels", "ok", "built")
-    else:
-        result = "not built: they need a C++ compiler, AVX2 and torch 2.10"
+    trial = f"a trial for {device.type} took {now() - start:.1f} s"
+    needed = "a C++ compiler (Debian: apt install g++)"
+    if device.type == "cuda":
+        needed = "the Triton of this torch with a C compiler (gcc)"
+    fix = (
+        f"Install torch 2.10 or newer and {needed}. "
+        "Decoding is slower without; or pass --no-compile."
+    )
+    yield _warned("compiler", problem or trial, fix=fix, is_fine=problem is None)
+    if device.type == "cpu":
+        is_built = build_kernels()
         fix = "Compiled decoding uses torch's instead, more slowly."
-        yield Finding("kernels", "warning", result, fix=fix)
+        yield _warned(
+            "kernels",
+            "built" if is_built else "not built: they need a C++ compiler, AVX2 and torch 2.10",
+            fix=fix,
+            is_fine=is_built,
+        )
 
 
 def _bundled(device: torch.device) -> Iterator[Finding]:
@@ -349,10 +372,9 @@ def _compared(
     """
     import torch
 
-    eager_name, *names = images
     eager, compiled, *graphs = images.values()
     if any(not compiled.tokens.equal(image.tokens) for image in graphs):
-        result = f"{names[-1]} give other tokens than {names[0]}"
+        result = "graphs give other tokens than compiled"
         return Finding(check, "fail", result, fix=_WRONG)
     same = int((eager.tokens == compiled.tokens).long().cumprod(0).sum())
     total = len(eager.tokens)
@@ -362,20 +384,19 @@ def _compared(
         first = eager.logits[: same + 1].float()
         second = compiled.logits[: same + 1].float()
         apart = float((first - second).abs().max() / first.abs().max())
-        equal = f"{' = '.join(names)} = {eager_name} to token {same} of {total}"
-        result = f"{equal}, logits {apart:.1e} apart"
+        result = f"compiled = eager to token {same} of {total}, logits {apart:.1e} apart"
         if dtype != torch.float32 and apart < _ROUNDINGS * torch.finfo(dtype).eps:
             return Finding(check, "ok", f"{result}: rounding")
         return Finding(check, "fail", result, fix=_WRONG)
-    result = f"{' = '.join(images)}, {total} of {total} tokens"
-    if not fallbacks:
-        return Finding(check, "ok", result)
-    why = "; ".join(f"{stage} fails: {reason}" for stage, reason in fallbacks.items())
-    fix = (
-        "Runs continue without it, more slowly: update the driver and torch, "
-        "or report it with this list."
+    parts = [f"{' = '.join(images)}, {total} of {total} tokens"]
+    parts += [f"{stage} fails: {reason}" for stage, reason in fallbacks.items()]
+    return _warned(
+        check,
+        "; ".join(parts),
+        fix="Runs continue without it, more slowly: update the driver and torch, "
+        "or report it with this list.",
+        is_fine=not fallbacks,
     )
-    return Finding(check, "warning", f"{result}; {why}", fix=fix)
 
 
 def _tiny_decode(model: LoadedModel, engine: Engine) -> Decoded:

@@ -109,22 +109,17 @@ def evidence(
     outside = ~passes.gather(-1, x)
     impossible = fails.gather(-1, x)
 
-    lean = torch.zeros_like(p)
-    ratio = torch.ones_like(at_edge)
+    drafted = p  # without a drafter, and of the first token: neither leans nor gains
     if q is not None:
-        drafted = _restricted(q.double(), passes[:, 1:])
-        later = p[:, 1:]
-        lean[:, 1:] = torch.where(later > 0, (drafted - later) / (drafted + later), 0.0)
-        ratio_x = (drafted / later).gather(-1, x[:, 1:])
-        ratio[:, 1:] = torch.where(outside[:, 1:], 1.0, ratio_x)
+        drafted = torch.cat([p[:, :1], _restricted(q.double(), passes[:, 1:])], dim=1)
     chosen = torch.zeros_like(p).scatter_(-1, x, 1.0)
     functions = {
         "surprise": torch.where(p > 0, -p.log(), 0.0),
-        "lean": lean,
+        "lean": torch.where(p > 0, (drafted - p) / (drafted + p), 0.0),
         "alike": chosen.cumsum(dim=0) - chosen,
     }
     columns = {
-        "ratio": ratio,
+        "ratio": torch.where(outside, 1.0, (drafted / p).gather(-1, x)),
         "at_edge": at_edge,
         "impossible": impossible,
         "edge": outside & ~impossible,
@@ -135,8 +130,8 @@ def evidence(
         columns[name] = torch.where(outside, 0.0, values.gather(-1, x) - mean)
         columns[f"{name}_var"] = torch.where(outside, 0.0, variance)
     is_start = np.zeros(tuple(tokens.shape), dtype=bool)
-    for image, positions in enumerate(starts):
-        is_start[image, list(positions)] = True
+    for of_image, positions in zip(is_start, starts, strict=True):
+        of_image[list(positions)] = True
     arrays: dict[str, Any] = {
         name: column.squeeze(-1).cpu().numpy() for name, column in columns.items()
     }
@@ -231,8 +226,9 @@ def decoded_evidence(
             drafting=None if drafting is None else drafting(decoding, target, batch),
         )
         tokens = torch.stack([image.tokens for image in decoded]).long().to(target.device)
-        guided = decoding.cfg_scale != 1
-        forced = teacher_forced(target=target, condition=condition, tokens=tokens, guided=guided)
+        forced = teacher_forced(
+            target=target, condition=condition, tokens=tokens, guided=decoding.cfg_scale != 1
+        )
         q = None if model.drafter is None else drafted_along(model.drafter, forced, decoding)
         shown = evidence(
             logits=guide(forced.logits.cond, forced.logits.uncond, decoding.cfg_scale),
@@ -248,41 +244,45 @@ def decoded_evidence(
         yield shown
 
 
-def p_values(batches: Sequence[Evidence], depth: int) -> dict[str, float]:
+def joined(batches: Iterable[Evidence]) -> Evidence:
+    """Return the evidence of several batches as one."""
+    return Evidence(*[np.concatenate(column) for column in zip(*batches, strict=True)])
+
+
+def p_values(images: Evidence, depth: int) -> dict[str, float]:
     """Return the p-value of each test, by the test's name.
 
     `edge` is one-sided: a Poisson number has a longer tail than a number of independent events with
     the same mean.
 
     Args:
-        batches: The evidence of images of one decoding.
+        images: The evidence of images of one decoding.
         depth: Levels of its drafts.
     """
-    images = Evidence(*[np.concatenate(column) for column in zip(*batches, strict=True)])
     everywhere = np.ones(images.starts.shape, dtype=bool)
     sums = {"surprise": (images.surprise, images.surprise_var)}
     has_drafter = bool((images.lean_var > 0).any())
     if has_drafter:
         sums["bias toward the drafter"] = (images.lean, images.lean_var)
-    at_edge = float(images.at_edge.sum())
     tests = {
         "support": float(not images.impossible.any()),
-        "edge": float(poisson.sf(int(images.edge.sum()) - 1, at_edge)),
+        "edge": float(poisson.sf(int(images.edge.sum()) - 1, float(images.at_edge.sum()))),
     }
     for name, (values, variances) in sums.items():
         tests[name] = _martingale(values, variances, everywhere)
     tests["alike in a batch"] = _martingale(images.alike, images.alike_var, everywhere)
     width = images.features.shape[1]
     if width:
-        count = next(m for m in range(1, width) if m * (m + 3) == 2 * width)
+        count = (math.isqrt(9 + 8 * width) - 3) // 2  # m, given m (m + 3) / 2
         tests["distance"] = FeatureSums.of(images.features, count).total.p_value
     if has_drafter:
         tests["bets on the drafter"] = _wager(images.ratio)
 
     length = images.starts.shape[1]
     positions = np.arange(length)
-    last = everywhere & (positions >= length - depth - 1)
-    tests["last positions"] = _smallest_p(sums.values(), [last])
+    tests["last positions"] = _smallest_p(
+        sums.values(), [everywhere & (positions >= length - depth - 1)]
+    )
     # The tokens at each distance behind the start of a step, whichever step commits them.
     depths = [
         np.roll(images.starts, offset, axis=1) & (positions >= offset)
@@ -334,47 +334,41 @@ def greedy_differences(
     decodings: Mapping[str, Decoding],
     *,
     emit: Emit = ignore_events,
-    batch: int = 8,
 ) -> dict[str, list[tuple[int, float] | None]]:
     """Compare greedy speculation with greedy autoregressive decoding.
 
     Args:
         model: Decodes the images.
-        prompts: One image is decoded for each.
+        prompts: One image is decoded for each, all together.
         decodings: Decodings at temperature 0 with the same guidance scale, by name.
         emit: Receives progress.
-        batch: Images decoded together.
 
     Returns:
         For each decoding and prompt, the position of the first different token with the margin of
         greedy decoding there, or None.
     """
-    differences: dict[str, list[tuple[int, float] | None]] = {name: [] for name in decodings}
-    plain = next(iter(decodings.values())).autoregressive()
-    for start in range(0, len(prompts), batch):
-        chosen = prompts[start : start + batch]
-        decode_all = partial(
-            decode,
-            model=model,
-            condition=model.condition([prompt.text for prompt in chosen]),
-            engine=model.engine,
-        )
-        seeds = [0] * len(chosen)
-        greedy = decode_all(decoding=plain, generators=generators(model, seeds), keep_logits=True)
-        for number, (name, decoding) in enumerate(decodings.items(), start=1):
-            drafted = decode_all(decoding=decoding, generators=generators(model, seeds))
-            pairs = zip(greedy, drafted, strict=True)
-            differences[name] += [_first_difference(image, other) for image, other in pairs]
-            done = start + len(chosen) * number / len(decodings)
-            emit(ProgressEvent("greedy identity", done, len(prompts)))
+    decode_all = partial(
+        decode,
+        model=model,
+        condition=model.condition([prompt.text for prompt in prompts]),
+        generators=generators(model, [0] * len(prompts)),  # greedy decoding draws nothing
+        engine=model.engine,
+    )
+    greedy = decode_all(decoding=next(iter(decodings.values())).autoregressive(), keep_logits=True)
+    differences = {}
+    for name, decoding in decodings.items():
+        pairs = zip(greedy, decode_all(decoding=decoding), strict=True)
+        differences[name] = [_first_difference(image, other) for image, other in pairs]
+        emit(ProgressEvent("greedy identity", len(differences), len(decodings)))
     return differences
 
 
 def _first_difference(greedy: Decoded, drafted: Decoded) -> tuple[int, float] | None:
     """The first different token, and the margin between the two largest logits there."""
-    differing = (greedy.tokens != drafted.tokens).nonzero().flatten().tolist()
-    if not differing:
+    is_different = greedy.tokens != drafted.tokens
+    if not is_different.any():
         return None
     assert greedy.logits is not None
-    top = greedy.logits[differing[0]].topk(2).values
-    return differing[0], float(top[0] - top[1])
+    position = int(is_different.long().argmax())
+    largest, second = greedy.logits[position].topk(2).values
+    return position, float(largest - second)

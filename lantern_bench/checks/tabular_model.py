@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -124,11 +125,11 @@ class TabularModel(Target):
         return after.flatten(1), (weights[:, :, None] * p).flatten(1)
 
 
+@dataclass
 class _TargetSession(TargetSession):
-    def __init__(self, model: TabularModel, batch: int, *, guided: bool) -> None:
-        self.model = model
-        self.batch = batch
-        self.guided = guided
+    model: TabularModel
+    batch: int
+    guided: bool
 
     def prefill(self, condition: Any) -> Logits:  # noqa: ARG002
         self.state = torch.zeros(self.batch, dtype=torch.int64)
@@ -156,14 +157,14 @@ class _TargetSession(TargetSession):
         return Logits(self.model.p[0, states], uncond, features)
 
 
+@dataclass
 class _DrafterSession(DrafterSession):
-    def __init__(self, model: TabularModel, batch: int, *, guided: bool) -> None:
-        self.model = model
-        self.guided = guided
-        self.state = torch.zeros(batch, dtype=torch.int64)
+    model: TabularModel
+    batch: int
+    guided: bool
 
     def prefill(self, condition: Any, features: Tensor) -> None:  # noqa: ARG002
-        self.state = torch.zeros_like(self.state)
+        self.state = torch.zeros(self.batch, dtype=torch.int64)
 
     def observe(
         self,
@@ -201,8 +202,7 @@ _FEWEST = 5.0  # expected images of a cell of a G-test
 @functools.cache
 def table_model(tokens: int = TOKENS) -> LoadedModel:
     """Return the model of tables: 4 codes, `tokens` tokens, and a codebook for neighbour rules."""
-    memory = None if tokens == TOKENS else _MEMORY
-    model = TabularModel(VOCABULARY, tokens, seed=1, memory=memory)
+    model = TabularModel(VOCABULARY, tokens, seed=1, memory=None if tokens == TOKENS else _MEMORY)
     model.line_length = _LINE
     # Consecutive distributions differ more, which makes mistakes with kept drafts larger.
     model.p *= 1.6
@@ -257,8 +257,8 @@ def table_images(
     model = table_model(table_tokens(decoding))
     engine = Engine()
     tokens = []
-    for start in range(images.start, images.stop, _BATCH):
-        batch = range(start, min(start + _BATCH, images.stop))
+    for start in range(0, len(images), _BATCH):
+        batch = images[start : start + _BATCH]
         seeds = [record_seed(seed, "tables", image) for image in batch]
         decoded = decode(
             model=model,
@@ -321,9 +321,8 @@ def _counted(tokens: Tensor, expected: NDArray[Any]) -> _Window:
     """Count the combinations of tokens int64 [images, count] and compare them with their p."""
     columns = tuple(tokens.T.numpy())
     combinations = np.ravel_multi_index(columns, [VOCABULARY] * len(columns))
-    cells = len(expected)
-    even = np.bincount(combinations[::2], minlength=cells)
-    odd = np.bincount(combinations[1::2], minlength=cells)
+    even = np.bincount(combinations[::2], minlength=len(expected))
+    odd = np.bincount(combinations[1::2], minlength=len(expected))
     return _Window(
         expected=expected,
         combinations=combinations,
@@ -338,10 +337,9 @@ def _distances(window: _Window) -> tuple[float, float]:
     The lower one takes the signs from one half of the images and the differences from the other
     half. The upper one uses all images for both, so it counts noise as a difference.
     """
-    even, odd = window.halves
-    first = even / max(1, even.sum()) - window.expected
-    second = odd / max(1, odd.sum()) - window.expected
-    both = (even + odd) / max(1, (even + odd).sum()) - window.expected
+    counts = np.vstack([window.halves, window.halves.sum(axis=0)])
+    shares = counts / counts.sum(axis=1, keepdims=True).clip(1)
+    first, second, both = shares - window.expected
     low = float((np.sign(first) * second + np.sign(second) * first).sum()) / 4.0
     return max(0.0, low), 0.5 * float(np.abs(both).sum())
 

@@ -200,18 +200,18 @@ def table_decodings() -> dict[str, Decoding]:
         sizes: list[dict[str, Any]] = [dict(drafting.small)]
         if "tree" in drafting.defaults:
             sizes = [{"tree": rule.tree}] if rule.chains else [dict(drafting.small), _SIBLINGS]
-        for size in sizes:
-            for chosen in itertools.product(*words.values()):
-                values = dict(zip(words, chosen, strict=True))
-                _add(named, rule, drafting, values=size | values)
+        chosen = [
+            dict(zip(words, values, strict=True)) for values in itertools.product(*words.values())
+        ]
+        several = [size | values for size, values in itertools.product(sizes, chosen)]
         if "window" in drafting.small:
             wide = dict(drafting.small) | {"window": _WIDE}
             couplings = [{"coupling": word} for word in words.get("coupling", ())]
-            for coupling in couplings or [{}]:
-                _add(named, rule, drafting, values=wide | coupling)
+            several += [wide | coupling for coupling in couplings or [{}]]
+        for values in several:
+            _add(named, rule, drafting, values=values)
         for size in sizes:
-            values = size | _FILTERED
-            _add(named, rule, drafting, values=values, suffix=", filtered and guided")
+            _add(named, rule, drafting, values=size | _FILTERED, suffix=", filtered and guided")
     return named
 
 
@@ -227,8 +227,8 @@ def _add(
     defaults = defaults_for(drafting.name, rule.name, "speculative")
     if fresh_drafts_problem(rule.name, drafting.name, {**defaults, **values}):
         return
-    pair = {"mode": "speculative", "drafting": drafting.name, "rule": rule.name}
-    decoding = Decoding(**{"cfg_default": 1.0, **pair, **values})
+    given: dict[str, Any] = {"cfg_default": 1.0, **values}
+    decoding = Decoding("speculative", drafting=drafting.name, rule=rule.name, **given)
     if decoding.rule != rule.name:  # greedy decoding has no rule for chains
         return
     label = f"{drafting.name} {decoding.tree_label}"

@@ -246,7 +246,7 @@ def certify(
     check_writable(folder)
 
     from lantern_bench.checks import certification
-    from lantern_bench.checks.certificate_rows import LEVEL, failures
+    from lantern_bench.checks.certification import LEVEL, failures
     from lantern_bench.cli.console import show_events
     from lantern_bench.devices.compute import set_threads
     from lantern_bench.storage.schema import frame

@@ -68,8 +68,7 @@ class Device(BaseModel):
 @cache
 def devices() -> dict[str, Device]:
     """Return the devices that ship, by name."""
-    file = Path(__file__).with_name("device_specs.yaml")
-    data = yaml.safe_load(file.read_text(encoding="utf-8"))
+    data = yaml.safe_load(Path(__file__).with_name("device_specs.yaml").read_text(encoding="utf-8"))
     return {
         name: Device.model_validate({**data["all"], "name": name, **fields})
         for name, fields in data["devices"].items()
@@ -239,8 +238,9 @@ def target_work(setting: Workload, nodes: float, *, weight_bytes: int, stack: Ke
     """
     layers = setting.sizes.layers
     forward = forward_work(setting, layers, nodes, weight_bytes=weight_bytes, stack=stack)
-    kernels = stack.layer * layers + stack.forward
-    return forward + _logits_work(setting, nodes, passes=2, kernels=kernels)
+    return forward + _logits_work(
+        setting, nodes, passes=2, kernels=stack.layer * layers + stack.forward
+    )
 
 
 def draft_work(
@@ -290,8 +290,12 @@ def verify_work(setting: Workload, draft: Draft, committed: float, *, stack: Ker
     walked = draft.depth + 1 if stack.fixed else committed
     kernels = stack.verify + stack.rank * draft.fanout + stack.walk * walked
     kernels += stack.keep * setting.sizes.layers
-    rows = draft.nodes if stack.fixed else walked
-    return _logits_work(setting, rows, passes=4 + 2 * draft.fanout, kernels=kernels)
+    return _logits_work(
+        setting,
+        draft.nodes if stack.fixed else walked,
+        passes=4 + 2 * draft.fanout,
+        kernels=kernels,
+    )
 
 
 class Seconds(NamedTuple):
@@ -357,10 +361,9 @@ def step_seconds(
     weight_bytes = device.weight_bytes
     nodes = 1 if draft is None else draft.nodes
     target = target_work(setting, nodes, weight_bytes=weight_bytes, stack=stack)
-    factor = device.target_factor(nodes)
     parts = {
         "draft": np.zeros(4),
-        "target": np.array(seconds_of(target, device, stack, factor=factor)),
+        "target": np.array(seconds_of(target, device, stack, factor=device.target_factor(nodes))),
         "verify": np.zeros(4),
         "other": np.zeros(4),
     }
@@ -383,9 +386,12 @@ def prefill_seconds(device: Device, stack: KernelCounts, setting: Workload) -> f
         setting: Sizes of the decoding.
     """
     code = stack if device.eager_kernel_us is None else KERNEL_COUNTS["eager"]
-    empty = setting._replace(context=0)
-    prefix = setting.sizes.prefix
-    work = target_work(empty, prefix, weight_bytes=device.weight_bytes, stack=code)
+    work = target_work(
+        setting._replace(context=0),
+        setting.sizes.prefix,
+        weight_bytes=device.weight_bytes,
+        stack=code,
+    )
     return seconds_of(work, device, code).total
 
 
@@ -452,10 +458,12 @@ def step_samples(
     if draft is None:
         target = target_work(setting, 1, weight_bytes=weight_bytes, stack=stack)
         return [Sample("target", target, seconds=1e-3 * (step["target_ms"] + step["other_ms"]))]
-    drafts = draft_work(setting, draft, 1, weight_bytes=weight_bytes, stack=stack)
     works = {
         "target": target_work(setting, draft.nodes, weight_bytes=weight_bytes, stack=stack),
-        "draft": sum(drafts, start=Work(0.0, 0.0, 0.0)),
+        "draft": sum(
+            draft_work(setting, draft, 1, weight_bytes=weight_bytes, stack=stack),
+            start=Work(0.0, 0.0, 0.0),
+        ),
         "verify": verify_work(setting, draft, 1, stack=stack),
     }
     return [
@@ -466,8 +474,8 @@ def step_samples(
 
 def tree_draft(paths: Sequence[Sequence[int]]) -> Draft:
     """Return the draft of a static tree, given its root-to-node paths of child ranks."""
-    depth = max(len(path) for path in paths)
     inner_depths = [len(node) for node in {tuple(path[:-1]) for path in paths}]
+    depth = 1 + max(inner_depths)
     return Draft(
         nodes=len(paths) + 1,
         levels=tuple(inner_depths.count(level) for level in range(1, depth)),
@@ -482,16 +490,15 @@ def named_draft(label: str) -> Draft | None:
     None if the label does not say the sizes.
     """
     sizes = dynamic_sizes(label)
-    if sizes is not None:
-        levels = (sizes["beam"],) * (sizes["depth"] - 1)
-        nodes = sizes["nodes"] + 1
-        return Draft(nodes=nodes, levels=levels, depth=sizes["depth"], fanout=sizes["beam"])
+    if sizes:
+        nodes, depth, beam = sizes.values()
+        return Draft(nodes=nodes + 1, levels=(beam,) * (depth - 1), depth=depth, fanout=beam)
     return tree_draft(STATIC_TREES[label]) if label in STATIC_TREES else None
 
 
-def dynamic_sizes(label: str) -> dict[str, int] | None:
-    """Return nodes, depth and beam of a dynamic tree such as `58n5d10b`; None for other labels."""
+def dynamic_sizes(label: str) -> dict[str, int]:
+    """Return nodes, depth and beam of a dynamic tree such as `58n5d10b`; none of other labels."""
     match = re.fullmatch(r"(?P<nodes>\d+)n(?P<depth>\d+)d(?P<beam>\d+)b", label)
     if match is None:
-        return None
+        return {}
     return {name: int(text) for name, text in match.groupdict().items()}

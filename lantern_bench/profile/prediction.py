@@ -49,13 +49,15 @@ def predict_run(run: RunData, device: Device, stack: str, model: str | None = No
         has_steps = cell.completed["committed_per_step"].str.len() > 0
         images = cell.completed[has_steps]
         if len(images):
-            row = _cell_prediction(
-                cell, images, manifest=run.manifest, device=device, stack=stack, model=model
+            rows.append(
+                _cell_prediction(
+                    cell, images, manifest=run.manifest, device=device, stack=stack, model=model
+                )
             )
-            rows.append(row)
     if not rows:
-        advice = "Give a run with completed images."
-        raise RefusedError(f"{run.folder}: no image has recorded steps", advice)
+        raise RefusedError(
+            f"{run.folder}: no image has recorded steps", "Give a run with completed images."
+        )
     table = frame("prediction", rows)
     speed = tables_of(run)["speed"].set_index("cell_id")
     table["speedup_measured"] = table["cell_id"].map(speed["speedup"])
@@ -80,8 +82,10 @@ def _cell_prediction(
     name = model or run_model
     sizes = model_of(name).sizes
     if sizes is None:
-        advice = "Give a published model with --model, such as llamagen-t2i-stage1."
-        raise RefusedError(f"the sizes of {name} are not known", advice)
+        raise RefusedError(
+            f"the sizes of {name} are not known",
+            "Give a published model with --model, such as llamagen-t2i-stage1.",
+        )
 
     # 1. What a step commits, and how full the cache is on average.
     committed = images["committed_per_step"].explode().mean()
@@ -207,8 +211,9 @@ def measured_times(run: RunData) -> pd.DataFrame:
     speed = tables_of(run)["speed"]
     timed = speed[speed["latency_s"].notna()]
     if not len(timed):
-        advice = "Give one that measured speed, or a --device to predict for."
-        raise RefusedError("the run has no seconds", advice)
+        raise RefusedError(
+            "the run has no seconds", "Give one that measured speed, or a --device to predict for."
+        )
     names = [column.name for column in CELL_COLUMNS]
     rows = timed[[*names, "images", "mean_accepted_length", "latency_s"]].assign(
         device=device_in_words(run.manifest), speedup_measured=timed["speedup"]

@@ -9,7 +9,7 @@ import contextlib
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,6 +23,7 @@ from lantern_bench.decoding.trace import ImageTrace
 from lantern_bench.methods.catalog import MODES, PARAMETERS, RULES, lossless_pairs
 from lantern_bench.methods.static_trees import Path, Topology, check_topology
 from lantern_bench.models.loaded_model import LoadedModel
+from lantern_bench.profile.cost_model import dynamic_sizes
 from lantern_bench.profile.step_costs import StepCost, forward_ms, step_costs
 from lantern_bench.utils.errors import UserError
 from lantern_bench.utils.progress import Emit, Note
@@ -40,18 +41,9 @@ _FORWARDS = (1, 2, 4, 8, 16, 32)  # nodes of the measured forwards
 _FORWARD_REPEATS = 100
 _MOST_NODES = 26  # of a static tree
 _MEASURED = 5  # candidates that are measured because their price is low
-_WINDOWS = tuple({"window": window} for window in (4, 8, 12, 16, 24, 32, 48))
+_WINDOWS = [{"window": window} for window in (4, 8, 12, 16, 24, 32, 48)]
 # From the smallest that have paid on any model to the default of the drafting.
-_DYNAMIC = (
-    {"nodes": 2, "depth": 1, "beam": 2},
-    {"nodes": 3, "depth": 1, "beam": 3},
-    {"nodes": 6, "depth": 2, "beam": 3},
-    {"nodes": 10, "depth": 3, "beam": 3},
-    {"nodes": 16, "depth": 4, "beam": 4},
-    {"nodes": 24, "depth": 4, "beam": 6},
-    {"nodes": 32, "depth": 6, "beam": 5},
-    {"nodes": 58, "depth": 5, "beam": 10},
-)
+_DYNAMIC = ("2n1d2b", "3n1d3b", "6n2d3b", "10n3d3b", "16n4d4b", "24n4d6b", "32n6d5b", "58n5d10b")
 
 
 # ---- The longest static trees of every size, given how often drafts are accepted
@@ -142,7 +134,8 @@ def _find_candidates(
         for paths, length in longest_trees(rates, _MOST_NODES).items():
             lengths[decoding.changed(tree=paths)] = length
     else:
-        for size in _DYNAMIC if decoding.drafting == "dynamic" else _WINDOWS:
+        dynamic = map(dynamic_sizes, _DYNAMIC)
+        for size in dynamic if decoding.drafting == "dynamic" else _WINDOWS:
             sized = decoding.changed(**size)
             emit(Note(f"measuring the length of {describe(sized)}"))
             (cost,) = step_costs(model, [sized], prompts, seed=seed)
@@ -150,14 +143,15 @@ def _find_candidates(
     candidates = []
     for sized, length in lengths.items():
         drafts = drafting_of(sized, model.target)
-        candidate = Candidate(
-            decoding=sized,
-            nodes=drafts.nodes - 1,
-            levels=drafts.depth,
-            width=drafts.fanout,
-            length=length,
+        candidates.append(
+            Candidate(
+                decoding=sized,
+                nodes=drafts.nodes - 1,
+                levels=drafts.depth,
+                width=drafts.fanout,
+                length=length,
+            )
         )
-        candidates.append(candidate)
     return candidates
 
 
@@ -197,12 +191,16 @@ def search_trees(
         UserError: The drafting is not searched, or the images are too few.
     """
     if decoding.drafting not in SEARCHED:
-        advice = f"Drafts of {', '.join(SEARCHED[:-1])} and {SEARCHED[-1]} are."
-        raise UserError(f"--search: the drafts of {decoding.cell_id} are not searched", advice)
+        raise UserError(
+            f"--search: the drafts of {decoding.cell_id} are not searched",
+            f"Drafts of {', '.join(SEARCHED[:-1])} and {SEARCHED[-1]} are.",
+        )
     candidates = _find_candidates(model, decoding, prompts, seed=seed + 1, emit=emit)
     if not candidates:
-        text = f"--images {len(prompts)}: too few drafts to see how often they are accepted"
-        raise UserError(text, "Give more images.")
+        raise UserError(
+            f"--images {len(prompts)}: too few drafts to see how often they are accepted",
+            "Give more images.",
+        )
     forward = partial(
         forward_ms,
         model=model,
@@ -216,8 +214,9 @@ def search_trees(
     def measured(candidate: Candidate) -> list[StepCost]:
         emit(Note(f"measuring {describe(candidate.decoding)}"))
         # `ar` is measured again for each candidate, because the speed of a machine drifts.
-        decodings = [candidate.decoding, decoding.autoregressive()]
-        return step_costs(model, decodings, prompts, seed=seed)
+        return step_costs(
+            model, [candidate.decoding, decoding.autoregressive()], prompts, seed=seed
+        )
 
     corners = corners_of(candidates)
     expected_ms = fit_price(corners, [measured(corner)[0] for corner in corners], forwards)
@@ -275,26 +274,23 @@ def fit_price(
         A function from a candidate to the expected milliseconds of its step.
     """
 
-    def draft_terms(tree: Candidate) -> list[float]:
-        return [1.0, tree.levels, tree.levels * tree.width]
+    def terms(tree: Candidate) -> list[float]:
+        """Three terms of the draft, then two of the rest."""
+        return [1.0, tree.levels, tree.levels * tree.width, 1.0, tree.nodes * tree.width]
 
-    def other_terms(tree: Candidate) -> list[float]:
-        return [1.0, tree.nodes * tree.width]
-
+    every = np.array([terms(tree) for tree in measured])
     draft_ms = [cost.parts["draft_ms"] for cost in costs]
     other_ms = [cost.parts["verify_ms"] + cost.parts["other_ms"] for cost in costs]
-    draft_prices = _fit_relative(map(draft_terms, measured), draft_ms)
-    other_prices = _fit_relative(map(other_terms, measured), other_ms)
+    prices = [*_fit_relative(every[:, :3], draft_ms), *_fit_relative(every[:, 3:], other_ms)]
 
     def expected_ms(tree: Candidate) -> float:
         forward = np.interp(tree.nodes + 1, _FORWARDS, forwards)
-        draft = np.dot(draft_prices, draft_terms(tree))
-        return float(forward + (draft + np.dot(other_prices, other_terms(tree))))
+        return float(forward + np.dot(prices, terms(tree)))
 
     return expected_ms
 
 
-def _fit_relative(terms: Iterable[Sequence[float]], milliseconds: Sequence[float]) -> Any:
+def _fit_relative(terms: Any, milliseconds: Sequence[float]) -> Any:
     """Non-negative prices of terms by least squares of relative errors.
 
     With relative errors a small tree counts as much as a large one.
@@ -302,7 +298,7 @@ def _fit_relative(terms: Iterable[Sequence[float]], milliseconds: Sequence[float
     from scipy.optimize import nnls
 
     scale = 1.0 / np.maximum(milliseconds, 1e-9)
-    prices, _ = nnls(np.array([*terms]) * scale[:, None], np.ones(len(scale)))
+    prices, _ = nnls(terms * scale[:, None], np.ones(len(scale)))
     return prices
 
 

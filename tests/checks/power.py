@@ -20,8 +20,7 @@ from typing import Any
 
 import pandas as pd
 
-from lantern_bench.checks.certificate_rows import power_rows
-from lantern_bench.checks.certification import load_by_dtype, rejection_level, run_trial
+from lantern_bench.checks.certification import load_by_dtype, power_rows, rejection_level, run_trial
 from lantern_bench.checks.claims import CertificationPlan, plan_certification
 from lantern_bench.checks.tabular_model import table_model
 from lantern_bench.checks.trials import Trial, plan_trials

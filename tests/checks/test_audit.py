@@ -12,7 +12,7 @@ import torch
 from scipy.stats import kstest, power_divergence
 
 from lantern_bench.checks import tabular_model, trials
-from lantern_bench.checks.certificate_rows import BROKEN, LEVEL, TrialResult, audit_rows
+from lantern_bench.checks.certification import BROKEN, LEVEL, TrialResult, audit_rows
 from lantern_bench.checks.claims import Claim, audited_cells, claim_of
 from lantern_bench.checks.tabular_model import (
     TOKENS,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lantern_bench.checks.certificate_rows import (
+from lantern_bench.checks.certification import (
     TrialResult,
     failures,
     identity_row,

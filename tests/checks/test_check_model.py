@@ -149,7 +149,7 @@ def unforced(model: LoadedModel, patch: pytest.MonkeyPatch) -> None:
 
 def unnamed(model: LoadedModel, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
-        TransformerTarget, "forced", lambda target, positions: torch.full_like(positions, -1)
+        TransformerTarget, "forced_tokens", lambda target, positions: torch.full_like(positions, -1)
     )
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from scipy.stats import kstest
 
-from lantern_bench.checks.certificate_rows import LEVEL, TrialResult, trial_rows
+from lantern_bench.checks.certification import LEVEL, TrialResult, trial_rows
 from lantern_bench.checks.image_tests import (
     TESTS,
     Evidence,
@@ -19,6 +19,7 @@ from lantern_bench.checks.image_tests import (
     decoded_evidence,
     edge_tolerance,
     evidence,
+    joined,
     p_values,
 )
 from lantern_bench.config.decoding import Decoding
@@ -56,7 +57,7 @@ def decoded(model: LoadedModel, cell: str, images: int) -> Evidence:
     batches = decoded_evidence(
         model=model, prompts=ALL, decoding=decoding(cell), images=images, tolerance=1e-3
     )
-    return Evidence(*(np.concatenate(column) for column in zip(*batches, strict=True)))
+    return joined(batches)
 
 
 def test_evidence_follows_its_definition() -> None:
@@ -123,7 +124,7 @@ def test_tokens_that_rounding_moves_across_a_filter_are_left_out(filters: dict[s
         outside = shown.edge | shown.impossible
         assert not shown.surprise[outside].any()
         assert not shown.surprise_var[outside].any()
-        assert p_values([shown], 1)["support"] == float(token < 2)
+        assert p_values(shown, 1)["support"] == float(token < 2)
 
 
 @pytest.mark.parametrize("filters", [{"top_k": 12}, {"top_p": 0.9}, {"top_k": 12, "top_p": 0.9}])
@@ -141,23 +142,21 @@ def test_a_filter_is_tested_although_every_position_has_a_token_at_its_edge(
         logits=logits, q=None, tokens=tokens, starts=[[1]], decoding=sampling, tolerance=0.4
     )
     assert 0 < shown.edge.mean() < 0.5
-    tests = p_values([shown], 0)
+    tests = p_values(shown, 0)
     print({name: f"{value:.2g}" for name, value in tests.items()}, shown.edge.mean())
     assert tests["support"] == 1.0
     assert (min(tests.values()) < 1e-6) is broken
     unfiltered = torch.multinomial(moved[0].softmax(dim=-1), 1, generator=noise).T
     assert (
         p_values(
-            [
-                evidence(
-                    logits=logits,
-                    q=None,
-                    tokens=unfiltered,
-                    starts=[[1]],
-                    decoding=sampling,
-                    tolerance=0.4,
-                )
-            ],
+            evidence(
+                logits=logits,
+                q=None,
+                tokens=unfiltered,
+                starts=[[1]],
+                decoding=sampling,
+                tolerance=0.4,
+            ),
             0,
         )["support"]
         == 0.0
@@ -181,7 +180,7 @@ def test_tokens_at_the_edge_of_a_filter_may_not_come_too_often() -> None:
             tolerance=0.05,
         )
         assert shown.edge.sum() == (tokens == 2).sum()
-        assert (p_values([shown], 0)["edge"] > 1e-3) is right
+        assert (p_values(shown, 0)["edge"] > 1e-3) is right
 
 
 def test_the_capital_of_a_wager_is_shared_between_its_stakes() -> None:
@@ -214,16 +213,14 @@ def test_a_wager_sees_a_small_share_of_drafts_that_the_sums_miss(share: float) -
     mixed = (1 - share) * decoding_probabilities(logits, sampling) + share * q
     tokens = torch.multinomial(mixed[0], 1, generator=noise).T
     tests = p_values(
-        [
-            evidence(
-                logits=logits,
-                q=q[:, 1:],
-                tokens=tokens,
-                starts=[[1]],
-                decoding=sampling,
-                tolerance=1e-3,
-            )
-        ],
+        evidence(
+            logits=logits,
+            q=q[:, 1:],
+            tokens=tokens,
+            starts=[[1]],
+            decoding=sampling,
+            tolerance=1e-3,
+        ),
         0,
     )
     print({name: f"{value:.2g}" for name, value in tests.items()})
@@ -269,7 +266,7 @@ def null(model: LoadedModel, request: pytest.FixtureRequest) -> dict[str, list[d
     """The p-values of many certificates of correct rules, 25 images each, by cell."""
     return {
         cell: [
-            p_values([images], depth)
+            p_values(images, depth)
             for images in certificates(decoded(model, cell, 25 * request.param), 25)
         ]
         for cell, (depth, _) in CELLS.items()
@@ -293,7 +290,7 @@ def test_p_values_of_correct_rules_are_uniform(null: dict[str, list[dict[str, fl
 def test_error_rate_of_the_whole_certificate_is_kept(
     null: dict[str, list[dict[str, float]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lantern_bench.checks.certificate_rows.LEVEL", 0.1)
+    monkeypatch.setattr("lantern_bench.checks.certification.LEVEL", 0.1)
     rejected = []
     for together in zip(*null.values(), strict=True):
         results = [
@@ -332,7 +329,7 @@ def test_each_broken_rule_is_rejected(model: LoadedModel, cell: str, *, siblings
                 seed=seed,
                 rule=rule,
             )
-            tests = p_values(batches, CELLS[cell][0])
+            tests = p_values(joined(batches), CELLS[cell][0])
         test = min(tests, key=lambda test: tests[test])
         print(f"{cell}, {mistake.name}: {test} p = {tests[test]:.1e}, {len(batches)},000 images")
         assert tests[test] < LEVEL / (TESTS * 8)
@@ -355,7 +352,7 @@ def test_images_of_a_batch_that_share_bits_are_alike(model: LoadedModel, *, shar
             )
             for seed in range(20 if shared else 40)
         ]
-    tests = p_values(batches, 3)
+    tests = p_values(joined(batches), 3)
     print({name: f"{p:.2g}" for name, p in tests.items()})
     assert (tests["alike in a batch"] < 1e-6) is shared
 
@@ -369,7 +366,7 @@ def test_a_model_without_a_drafter_is_tested_by_its_tokens(model: LoadedModel) -
         images=200,
         tolerance=1e-3,
     )
-    tests = p_values([shown], 0)
+    tests = p_values(shown, 0)
     assert "bias toward the drafter" not in tests
     assert min(tests.values()) > 1e-3
     assert shown.starts.sum() == 200 * (TOKENS - 1)

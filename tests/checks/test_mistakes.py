@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from lantern_bench.checks.certificate_rows import LEVEL
-from lantern_bench.checks.image_tests import TESTS, decoded_evidence, p_values
+from lantern_bench.checks.certification import LEVEL
+from lantern_bench.checks.image_tests import TESTS, decoded_evidence, joined, p_values
 from lantern_bench.checks.tabular_model import g_tests, table_images, table_model
 from lantern_bench.checks.trials import TABLE_IMAGES, table_decodings
 from lantern_bench.config.decoding import Decoding
@@ -105,7 +105,7 @@ def test_eight_images_of_the_model_show_two_that_share_bits() -> None:
     )
     with mistake.patched():
         tests = p_values(
-            list(
+            joined(
                 decoded_evidence(
                     model=model, prompts=prompts, decoding=decoding, images=8, tolerance=1e-3
                 )

@@ -158,12 +158,7 @@ def test_usage_errors(
 @pytest.fixture
 def few(tiny: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the tiny model, searches of a few small drafts."""
-    sizes = [
-        {"nodes": 2, "depth": 1, "beam": 2},
-        {"nodes": 3, "depth": 2, "beam": 2},
-        {"nodes": 6, "depth": 2, "beam": 2},
-    ]
-    monkeypatch.setattr(tree_search, "_DYNAMIC", sizes)
+    monkeypatch.setattr(tree_search, "_DYNAMIC", ["2n1d2b", "3n2d2b", "6n2d2b"])
     monkeypatch.setattr(tree_search, "_MEASURED", 2)
     monkeypatch.setattr(tree_search, "_WINDOWS", [{"window": 2}, {"window": 4}])
 
