@@ -34,11 +34,6 @@ class CertificationPlan:
         """A decoding with the run's temperature, filters and guidance."""
         return self.resolved.cells[0].decoding
 
-    @property
-    def cfg_default(self) -> float:
-        """The guidance scale of the model, which cell ids leave out."""
-        return self.resolved.cfg_defaults[self.model]
-
 
 def plan_certification(
     resolved: ResolvedExperiment,

@@ -160,7 +160,8 @@ def lossless_decodings(
         **values: Parameters of every decoding.
     """
     default_tree = model_of(plan.model).defaults.get("tree")
-    common = {"cfg_scale": plan.cfg_default, "cfg_default": plan.cfg_default, **values}
+    guidance = plan.sampling.cfg_default  # of the model, which cell ids leave out
+    common = {"cfg_scale": guidance, "cfg_default": guidance, **values}
     named: dict[str, Decoding] = {}
     for rule, drafting in lossless_pairs():
         sizes = [dict(drafting.small)]
