@@ -30,8 +30,8 @@ from lantern_bench.devices.compute import Compute, choose_compute
 from lantern_bench.devices.machine import package_versions
 from lantern_bench.models.load import compile_models, load_models
 from lantern_bench.models.loaded_model import LoadedModel
-from lantern_bench.profile.step_costs import seconds_of
 from lantern_bench.storage.schema import Row, frame, write_csv
+from lantern_bench.utils.clock import now
 from lantern_bench.utils.files import write_file
 from lantern_bench.utils.progress import Emit, Note, ProgressEvent
 from lantern_bench.utils.text import duration
@@ -286,8 +286,10 @@ def _token_seconds(model: LoadedModel, condition: Any, decoding: Decoding, *, im
         generators=tabular_model.generators(model, [0] * images),
         tokens=tokens,
     )
-    _, seconds = seconds_of(work, model.target.device, repeats=2)
-    return seconds / images / tokens
+    work()
+    began = now()
+    work()
+    return (now() - began) / images / tokens
 
 
 def _certificate_tables(
