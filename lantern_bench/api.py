@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -22,11 +22,11 @@ from lantern_bench.models import registry
 from lantern_bench.report.format_tables import readable
 from lantern_bench.storage.run_directory import RunData, find_run, load_runs
 from lantern_bench.sweeps.events import DecodedImage as DecodedImage
-from lantern_bench.sweeps.events import Event, ImageDone, Started
+from lantern_bench.sweeps.events import Event, shown_by
 from lantern_bench.sweeps.request import prepare
 from lantern_bench.sweeps.run import check_failed, run
 from lantern_bench.utils.errors import UserError
-from lantern_bench.utils.progress import ProgressEvent, ignore_events
+from lantern_bench.utils.progress import Note, Progress, ignore_events
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -208,33 +208,14 @@ def _emitting(*, progress: bool | Callable[[Event], None]) -> Iterator[Callable[
     if not progress:
         yield ignore_events
         return
-    from tqdm.auto import tqdm
+    draws = "ipykernel" in sys.modules or sys.stderr.isatty()
+    with closing(Progress(ignore_events, sys.stderr if draws else None)) as bars:
+        yield shown_by(bars, _warn)
 
-    in_notebook = "ipykernel" in sys.modules
-    bar = tqdm(disable=True)
-    shown = ""  # label of the bar
 
-    def show(event: Event) -> None:
-        nonlocal bar, shown
-        if isinstance(event, Started):
-            event = ProgressEvent("images", 0, sum(event.to_do.values()))
-        if isinstance(event, ImageDone):
-            bar.update()
-        elif isinstance(event, ProgressEvent):
-            if event.label != shown:
-                bar.close()
-                # None shows the bar in a terminal only.
-                hidden = False if in_notebook else None
-                bar = tqdm(desc=event.label, total=event.total, disable=hidden)
-                shown = event.label
-            bar.update(event.done - bar.n)
-        elif event.level == "warning":
-            warnings.warn(event.text, stacklevel=2)
-
-    try:
-        yield show
-    finally:
-        bar.close()
+def _warn(note: Note) -> None:
+    if note.level == "warning":
+        warnings.warn(note.text, stacklevel=2)
 
 
 def _folder(run: str | Path | Run) -> Path:

@@ -114,7 +114,7 @@ def published_forms(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     them.
     """
     from lantern_bench.methods import catalog
-    from lantern_bench.methods.modes import Mode
+    from lantern_bench.methods.draftings import Mode
 
     monkeypatch.syspath_prepend(str(Path(__file__).parent / "examples" / "published_forms"))
     package = importlib.import_module("published_forms")

@@ -8,12 +8,11 @@ from typing import Any, NamedTuple
 
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.experiment import Cell, ResolvedExperiment
-from lantern_bench.methods.catalog import MODES, RULES, raise_if_refused
+from lantern_bench.methods.catalog import MODES, RULES, check_modes
 from lantern_bench.models.registry import model_of
 from lantern_bench.prompts.prompt import Prompt
 from lantern_bench.prompts.sets import load_prompts
 from lantern_bench.utils.errors import UserError
-from lantern_bench.utils.text import did_you_mean
 
 
 @dataclass(frozen=True)
@@ -99,13 +98,7 @@ def audited_cells(names: Collection[str]) -> list[dict[str, Any]]:
     Raises:
         UserError: A mode does not exist.
     """
-    for name in names:
-        if name not in MODES and name != "all":
-            raise_if_refused(name)
-            raise UserError(
-                f"--modes {name}: unknown mode{did_you_mean(name, MODES)}",
-                f"The modes are {', '.join(MODES)}, or all.",
-            )
+    check_modes("--modes", names)
     is_all = "all" in names
     cells: list[dict[str, Any]] = []
     for mode in MODES.values():

@@ -3,46 +3,43 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
+from lantern_bench.cli.console import Console
 from lantern_bench.cli.options import (
     DECODING_FLAGS,
     MOST_SEED,
+    PROMPTS_HELP,
     DeviceOption,
-    FormatOption,
-    PromptsOption,
     RunArgument,
     SettingsOption,
     resolve_cells,
     with_flags,
+    with_format,
 )
 from lantern_bench.storage.run_directory import results_root
 from lantern_bench.utils.errors import CheckFailedError, UserError
 from lantern_bench.utils.files import check_writable
 from lantern_bench.utils.text import split_words
 
-if TYPE_CHECKING:
-    from lantern_bench.cli.console import Console
 
-
-def doctor(ctx: typer.Context, device: DeviceOption = "auto", format: FormatOption = None) -> None:
+@with_format
+def doctor(ctx: typer.Context, console: Console, device: DeviceOption = "auto") -> None:
     """Check the installation, the machine and decoding, for a bug report. Contacts nothing."""
     from lantern_bench.checks.doctor import examine
 
-    console: Console = ctx.obj
+    is_table = ctx.params["format"] is not None
     findings = []
     for finding in examine(device):
         findings.append(finding)
         # Write each line at once: if a check crashes the process, the earlier lines remain.
-        if format is None:
-            fix = f"\n{'':8}{'':22}fix: {finding.fix}" if finding.fix else ""
+        if not is_table:
+            fix = f"\n{'':30}fix: {finding.fix}" if finding.fix else ""
             console.data(f"{finding.state:8}{finding.check:22}{finding.result}{fix}")
-    if format is not None:
-        import pandas as pd
-
-        console.table(pd.DataFrame(findings), format=format)
+    if is_table:
+        console.table(findings)
     failed = [finding.check for finding in findings if finding.state == "fail"]
     if failed:
         raise CheckFailedError(
@@ -50,8 +47,9 @@ def doctor(ctx: typer.Context, device: DeviceOption = "auto", format: FormatOpti
         )
 
 
+@with_format
 def check_model(
-    ctx: typer.Context,
+    console: Console,
     model: Annotated[str, typer.Argument(help="A model, or a model's YAML file.")],
     reference: Annotated[
         Path | None, typer.Option(help="Logits: .npz of tokens, cond, uncond, prompts.")
@@ -67,7 +65,6 @@ def check_model(
     dtype: Annotated[
         str, typer.Option(help="float32, bfloat16 or float16; rounding hides mistakes.")
     ] = "float32",
-    format: FormatOption = None,
 ) -> None:
     """Check that a model keeps the protocol of decoding.
 
@@ -82,7 +79,6 @@ def check_model(
     from lantern_bench.devices.compute import choose_compute
     from lantern_bench.models.registry import model_of
 
-    console: Console = ctx.obj
     described = model_of(model)
     compute = choose_compute(device, dtype)
     prompts = prompt or next(iter(described.prompt_sets.values()))[:2]
@@ -102,7 +98,7 @@ def check_model(
         else check_model_module.read_reference(reference, loaded),
     )
     table = pd.DataFrame(results).rename(columns={"limit": "at most"})
-    console.table(table, title=f"{model}, {compute.dtype_name}", format=format)
+    console.table(table, title=f"{model}, {compute.dtype_name}")
     failed = [row.check for row in results if row.result == "fail"]
     if failed:
         raise CheckFailedError(
@@ -110,14 +106,14 @@ def check_model(
         )
 
 
+@with_format
 def check_run(
-    ctx: typer.Context,
+    console: Console,
     run: RunArgument,
     repair: Annotated[
         bool,
         typer.Option("--repair", help="Drop damaged parts, so that the sweep makes them again."),
     ] = False,
-    format: FormatOption = None,
 ) -> None:
     """Check the lines, hashes, counts and tables of a run, and name what is missing or damaged.
 
@@ -127,7 +123,6 @@ def check_run(
 
     from lantern_bench.checks import check_run as run_checks
 
-    console: Console = ctx.obj
     checked = run_checks.check_run(run)
     problems = checked.problems
     if not problems:
@@ -140,7 +135,7 @@ def check_run(
 
     table = pd.DataFrame(problems).rename(columns={"repairable": "made_again_by_repair"})
     table["made_again_by_repair"] = table["made_again_by_repair"].map({True: "yes", False: "no"})
-    console.table(table, format=format)
+    console.table(table)
     repairable = sum(problem.repairable for problem in problems)
     if repair and repairable:
         dropped = run_checks.repair_run(run, checked)
@@ -174,7 +169,7 @@ _MOST = 100_000  # images of a trial: more takes days
 
 @with_flags(DECODING_FLAGS)
 def certify(
-    ctx: typer.Context,
+    console: Console,
     model: Annotated[str, typer.Argument(help="The model.")] = "lanterns",
     thorough: Annotated[
         bool,
@@ -192,7 +187,7 @@ def certify(
         list[str] | None,
         typer.Option(help="Audit the claims of these modes instead; all: of every mode and rule."),
     ] = None,
-    prompts: PromptsOption = None,
+    prompts: Annotated[str | None, typer.Option(help=PROMPTS_HELP)] = None,
     samples: Annotated[
         int | None,
         typer.Option(
@@ -208,7 +203,6 @@ def certify(
         ),
     ] = None,
     settings: SettingsOption = None,
-    format: FormatOption = None,
     *,
     flags: dict[str, Any],
 ) -> None:
@@ -221,7 +215,6 @@ def certify(
     from lantern_bench.checks.claims import audited_cells, plan_certification
     from lantern_bench.models.registry import model_of
 
-    console: Console = ctx.obj
     modes = split_words(modes or [])
     for flag, is_given in (("--thorough", thorough), ("--power", power)):
         if modes and is_given:
@@ -232,7 +225,7 @@ def certify(
     cells = audited_cells(modes) if modes else [{"mode": "ar"}]
     # Few images in each of many cells: compiling them would take longer.
     resolved = resolve_cells(
-        name="certify", flags=flags, cells=cells, settings=settings or [], compile=thorough
+        name="certify", flags=flags, cells=cells, settings=settings, compile=thorough
     )
     plan = plan_certification(
         resolved,
@@ -247,20 +240,19 @@ def certify(
 
     from lantern_bench.checks import certification
     from lantern_bench.checks.certification import LEVEL, failures
-    from lantern_bench.cli.console import show_events
     from lantern_bench.devices.compute import set_threads
     from lantern_bench.storage.schema import frame
 
-    set_threads(plan.resolved.settings.threads)
-    with console.progress() as progress:
-        tables = certification.certify(plan, folder, show_events(console, progress))
+    set_threads(resolved.settings.threads)
+    with console.events() as emit:
+        tables = certification.certify(plan, folder, emit)
 
     checks = "audit" if modes else "certificate"
     name = "power" if power else checks
     table = frame(name, tables[name])
-    if (format or console.format) not in ("csv", "json"):
+    if console.format not in ("csv", "json"):
         table = (table[_AUDIT] if modes else table.drop(columns="model")).dropna(axis=1, how="all")
-    console.table(table, title=f"{name} of {plan.model}", format=format)
+    console.table(table, title=f"{name} of {plan.model}")
     console.say(f"a correct model fails with a chance of at most {LEVEL:g} (all tests together)")
     console.say(f"tables: {folder}")
     weak = failures(tables[checks], "weak")

@@ -9,129 +9,25 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from functools import partial
+from itertools import takewhile
+from shutil import get_terminal_size
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any, TextIO
 
-from lantern_bench.utils.clock import now
+from lantern_bench.sweeps.events import shown_by
 from lantern_bench.utils.errors import LanternError
+from lantern_bench.utils.progress import Emit, Note, Progress
 
 if TYPE_CHECKING:
     import pandas as pd
-    from rich.console import Console as RichConsole
-from statistics import fmean
-
-from lantern_bench.sweeps.events import Event, ImageDone, Started
-from lantern_bench.utils.progress import Emit, Note, ProgressEvent
-from lantern_bench.utils.text import duration
 
 FORMATS = ("table", "csv", "json", "md", "latex")
 
 # C0 and C1 control characters, except tabs and line ends.
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-_LOG_SECONDS = 60.0  # between two lines of progress in a log
-
-
-class Progress:
-    """Progress of long tasks, one after another.
-
-    A terminal shows a Rich bar. A log gets a line at the start and at the end of a task, and at
-    most one a minute between.
-    """
-
-    def __init__(self, write_line: Callable[[str], None], terminal: RichConsole | None) -> None:
-        self._write_line = write_line
-        self._terminal = terminal
-        self._description: str | None = None  # description of the running task
-        self._figures = ""
-        self._start_time = 0.0
-        self._line_time = 0.0
-        self._bar: Any = None
-
-    def share(
-        self, description: str, done: float, total: float = 1, **figures: float | str
-    ) -> None:
-        """Show how much of a task is done.
-
-        Args:
-            description: Names the task. A new description ends the last task.
-            done: How much is done.
-            total: When the task is done; 1 if `done` is a fraction.
-            **figures: Figures that are shown beside the progress.
-        """
-        if description != self._description:
-            self.finish()
-            self._start(description, total)
-        texts = {
-            name: value if isinstance(value, str) else f"{value:.3g}"
-            for name, value in figures.items()
-        }
-        words = (
-            f"{name.replace('_per_', '/').replace('_', ' ')} {text}" for name, text in texts.items()
-        )
-        self._done = done
-        self._figures = ", ".join(words) or self._figures
-        if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], completed=done, figures=self._figures)
-        elif now() - self._line_time >= _LOG_SECONDS:
-            self._line_time = now()
-            seconds = self._line_time - self._start_time
-            seconds_left = seconds * (total - done) / done if done else 0.0
-            parts = [
-                self._so_far(),
-                f"{duration(seconds_left)} left" if seconds_left else "",
-                self._figures,
-            ]
-            self._write_line(f"{description}: {', '.join(filter(None, parts))}")
-
-    def finish(self) -> None:
-        """End the task. Its bar or lines stay visible."""
-        if self._bar is not None:
-            self._bar.stop()
-        elif self._description is not None:
-            parts = [f"{self._so_far()} in {duration(now() - self._start_time)}", self._figures]
-            self._write_line(f"{self._description}: {', '.join(filter(None, parts))}")
-        self._description = self._bar = None
-
-    def _start(self, description: str, total: float) -> None:
-        self._description = description
-        self._total = total
-        self._figures = ""
-        self._start_time = self._line_time = now()
-        if self._terminal is None:
-            self._write_line(description if total == 1 else f"{description}: {total:g}")
-            return
-        from rich import progress
-
-        self._bar = progress.Progress(
-            *_columns(total),
-            console=self._terminal,
-            # Images of different cells take different times: estimate the rate over a long period.
-            speed_estimate_period=600.0,
-            redirect_stdout=False,
-        )
-        self._bar.add_task(description, total=total, figures="")
-        self._bar.start()
-
-    def _so_far(self) -> str:
-        return f"{self._done:.0%}" if self._total == 1 else f"{self._done:g} of {self._total:g}"
-
-
-def _columns(total: float) -> list[Any]:
-    """Return the columns of a bar."""
-    from rich import progress
-
-    return [
-        progress.TextColumn("{task.description}"),
-        progress.BarColumn(),
-        progress.TaskProgressColumn() if total == 1 else progress.MofNCompleteColumn(),
-        progress.TimeElapsedColumn(),
-        progress.TextColumn("left"),
-        progress.TimeRemainingColumn(),
-        progress.TextColumn("{task.fields[figures]}"),
-    ]
 
 
 class Console:
@@ -149,13 +45,8 @@ class Console:
         self.verbose = verbose
         self._out = stdout or sys.stdout
         self._err = stderr or sys.stderr
-        # Default format of tables.
+        # The format of tables, one of `FORMATS`.
         self.format = "table" if self._out.isatty() else "csv"
-        self._terminal: RichConsole | None = None  # draws bars, and messages above them
-        if self._err.isatty():
-            from rich.console import Console as RichConsole
-
-            self._terminal = RichConsole(file=self._err, markup=False, emoji=False, highlight=False)
 
     def data(self, text: str) -> None:
         """Write text to stdout with a line end; a terminal gets it without control characters."""
@@ -165,40 +56,40 @@ class Console:
 
     def table(
         self,
-        table: pd.DataFrame,
+        rows: pd.DataFrame | Sequence[Any],
         name: str | None = None,
         *,
         title: str | None = None,
         notes: Sequence[str] = (),
-        format: str | None = None,
     ) -> None:
         """Write a table to stdout.
 
         CSV and JSON contain unrounded figures. The other formats are for people.
 
         Args:
-            table: The table.
+            rows: The table, or its rows.
             name: Its name in the schema, if it has one.
             title: A title, for people.
             notes: Notes below the table, for people.
-            format: One of `FORMATS`; None for the console's default.
         """
-        format = format or self.format
-        if format == "csv":
+        import pandas as pd
+
+        table = pd.DataFrame(rows)
+        if self.format == "csv":
             from lantern_bench.storage.schema import csv_text
 
             return self.data(csv_text(table))
-        if format == "json":
+        if self.format == "json":
             return self.data(
                 table.to_json(orient="records", double_precision=15, indent=1, force_ascii=False)
             )
         from lantern_bench.report.format_tables import latex, readable
 
-        if format == "latex":
+        if self.format == "latex":
             return self.data(latex(table=table, name=name, title=title, more=notes))
         texts, of_table = readable(table, name)
         notes = [*of_table, *notes]
-        if format == "md":
+        if self.format == "md":
             rows = [list(texts.columns), ["---"] * len(texts.columns), *texts.to_numpy().tolist()]
             cells = ([" ".join(cell.replace("|", "\\|").split()) for cell in row] for row in rows)
             lines = [f"| {' | '.join(row)} |" for row in cells]
@@ -213,9 +104,9 @@ class Console:
         if not self.quiet:
             self._write_message(text)
 
-    def note(self, note: Note) -> None:
-        """Write a note and its advice; details only if verbose."""
-        if note.level == "detail" and not self.verbose:
+    def note(self, note: Note | None) -> None:
+        """Write a note, if there is one, and its advice; details only if verbose."""
+        if note is None or (note.level == "detail" and not self.verbose):
             return
         text = f"warning: {note.text}" if note.level == "warning" else note.text
         self.say(f"{text}\n  {note.advice}" if note.advice else text)
@@ -230,24 +121,21 @@ class Console:
         self._write_message("\n  ".join([f"error: {error.message}", *advice]))
 
     @contextmanager
-    def progress(self) -> Iterator[Progress]:
-        """Yield progress on stderr, none if quiet. Leaving the context ends the last task."""
-        draws = _takes_escapes(self._err) and not self.quiet
-        progress = Progress(self.say, self._terminal if draws else None)
-        try:
-            yield progress
-        finally:
-            progress.finish()
+    def events(self) -> Iterator[Emit]:
+        """Yield a function that shows events on stderr, no progress if quiet."""
+        bars = self._err if _takes_escapes(self._err) and not self.quiet else None
+        with closing(Progress(self.say, bars)) as progress:
+            yield shown_by(progress, self.note)
 
     def _write_message(self, text: str) -> None:
-        """Write a message; a terminal breaks its lines between words."""
-        if self._terminal is not None:
-            self._terminal.print(
-                _between_words(printable(text), self._terminal.width), soft_wrap=True
-            )
-        else:
-            self._err.write(printable(text) + "\n")
-            self._err.flush()
+        """Write a message, above bars; a terminal breaks its lines between words."""
+        from tqdm import tqdm
+
+        text = printable(text)
+        if self._err.isatty():
+            text = _between_words(text, get_terminal_size().columns)
+        tqdm.write(text, file=self._err)
+        self._err.flush()
 
 
 def printable(text: str) -> str:
@@ -279,12 +167,11 @@ def _draw_table(
         color_system="auto" if _takes_escapes(stream) else None,
         markup=False,
     )
+    texts = texts.map(printable)
+    # Heads wrap to the width of their column.
     widths = {name: max(map(len, [*texts[name], *name.split()])) for name in texts.columns}
-    texts = texts.rename(
-        columns={name: "\n".join(wrap(name, width)) for name, width in widths.items() if width}
-    )
     with rich.capture() as drawn:
-        for block in _blocks(texts, rich.width):
+        for names in _blocks(texts, widths, rich.width):
             table = Table(
                 title=title,
                 title_justify="left",
@@ -292,14 +179,15 @@ def _draw_table(
                 pad_edge=False,
                 collapse_padding=True,
             )
-            for column in block.columns:
+            for name in names:
                 table.add_column(
-                    column,
-                    justify="right" if _is_figures(block[column]) else "left",
+                    name,
+                    justify="right" if _is_figures(texts[name]) else "left",
+                    max_width=widths[name],
                     overflow="fold",
                 )
-            for row in block.itertuples(index=False):
-                table.add_row(*map(printable, row))
+            for row in texts[names].itertuples(index=False):
+                table.add_row(*row)
             rich.print(table)
             title = None
         for note in notes:
@@ -312,53 +200,13 @@ def _is_figures(column: pd.Series) -> bool:
     return "".join(column).lstrip("+-")[:1].isdigit()
 
 
-def _blocks(texts: pd.DataFrame, width: int) -> Iterator[pd.DataFrame]:
-    """Yield blocks of columns that fit, each with the columns that identify a row."""
-    widths = [2 + max(map(len, [*name.split("\n"), *texts[name]])) for name in texts.columns]
-    keys = next(
-        (i for i, name in enumerate(texts.columns) if _is_figures(texts[name])), len(widths)
-    )
-    room = width - sum(widths[:keys])
-    block: list[int] = []
-    for number in range(keys, len(widths)):
-        if block and sum(widths[i] for i in block) + widths[number] > room:
-            yield texts.iloc[:, [*range(keys), *block]]
-            block = []
-        block.append(number)
-    yield texts.iloc[:, [*range(keys), *block]]
-
-
-def show_events(console: Console, progress: Progress) -> Emit:
-    """Return a function that shows events: progress with running means, and messages."""
-    images = done = 0
-    figures: dict[str, list[float]] = {"mal": [], "s_per_image": []}
-
-    def show(event: Event) -> None:
-        nonlocal images, done
-        match event:
-            case Note():
-                console.note(event)
-            case ProgressEvent(label, share, total):
-                progress.share(label, share, total)
-            case Started(finished, to_do):
-                images = sum(to_do.values())
-                if finished:
-                    console.say(f"{finished} images kept, {images} to do")
-                if images:
-                    progress.share("images", 0, images)
-            case ImageDone(task, record):
-                done += 1
-                if event.failed:
-                    console.warn(f"{task.image} failed: {record['error']}")
-                else:
-                    figures["s_per_image"].append(record["seconds"])
-                    if task.cell.decoding.mode != "ar" and record["mean_accepted_length"]:
-                        figures["mal"].append(record["mean_accepted_length"])
-                progress.share(
-                    "images",
-                    done,
-                    images,
-                    **{key: fmean(row) for key, row in figures.items() if row},
-                )
-
-    return show
+def _blocks(texts: pd.DataFrame, widths: Mapping[str, int], most: int) -> Iterator[list[str]]:
+    """Yield the columns of blocks that fit, each with the columns that identify a row."""
+    keys = list(takewhile(lambda name: not _is_figures(texts[name]), texts.columns))
+    block = [*keys]
+    for name in texts.columns[len(keys) :]:
+        if len(block) > len(keys) and sum(2 + widths[column] for column in [*block, name]) > most:
+            yield block
+            block = [*keys]
+        block.append(name)
+    yield block

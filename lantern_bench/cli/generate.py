@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,7 +13,6 @@ from lantern_bench.cli.console import Console
 from lantern_bench.cli.models import show_memory
 from lantern_bench.cli.options import (
     DECODING_FLAGS,
-    FormatOption,
     SettingsOption,
     resolve_flags,
     with_flags,
@@ -23,6 +23,7 @@ from lantern_bench.prompts.prompt import class_prompt
 from lantern_bench.sweeps.request import check_cells
 from lantern_bench.utils.errors import RefusedError, UserError
 from lantern_bench.utils.files import check_writable
+from lantern_bench.utils.progress import ProgressEvent
 from lantern_bench.utils.text import split_words
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from lantern_bench.config.experiment import Cell
     from lantern_bench.config.plan import ImageTask
     from lantern_bench.models.loaded_model import LoadedModel
+    from lantern_bench.models.model import Model
     from lantern_bench.sweeps.events import DecodedImage
 
 # Columns of the table.
@@ -46,7 +48,7 @@ _FIGURES = (
 
 @with_flags(DECODING_FLAGS)
 def generate(
-    ctx: typer.Context,
+    console: Console,
     caption: Annotated[str | None, typer.Argument(help="The caption.")] = None,
     model: Annotated[
         str, typer.Option(help="The model, or the YAML file that describes one.")
@@ -70,29 +72,28 @@ def generate(
     out: Annotated[Path, typer.Option(help="The PNG file.")] = Path("picture.png"),
     force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
     settings: SettingsOption = None,
-    format: FormatOption = None,
     *,
     flags: dict[str, Any],
 ) -> None:
     """Make pictures of a caption or a class, and show how they were decoded."""
-    console: Console = ctx.obj
-    modes = mode or [model_of(model).mode]
+    described = model_of(model)
+    modes = split_words(mode or [described.mode])
     # Not compiled by default: compiling takes longer than an image.
     resolved = resolve_flags(
         name="generate",
         flags=flags | {"model": [model]},
         mode=modes,
-        settings=settings or [],
+        settings=settings,
         compile=False,
     )
-    if "all" not in split_words(modes) and not random_weights:
-        check_cells(resolved.cells, {model: model_of(model)})
+    if "all" not in modes and not random_weights:
+        check_cells(resolved.cells, {model: described})
     if dry_run:
-        return console.table(show_memory(resolved, console), title=model, format=format)
-    prompt = _prompt(caption=caption, label=label, random=random_weights, model=model)
+        return console.table(show_memory(resolved, console), title=model)
+    chosen = resolved.settings
+    prompt = _prompt(described, caption, label=label, is_needed=not random_weights)
     _check_out(out, force=force)
 
-    import pandas as pd
     import torch
 
     from lantern_bench.devices.compute import choose_compute, set_threads
@@ -101,38 +102,36 @@ def generate(
     from lantern_bench.sweeps import decoder
     from lantern_bench.utils.files import write_file
 
-    set_threads(resolved.settings.threads)
-    compute = choose_compute(resolved.settings.device, resolved.settings.dtype)
-    seed = resolved.settings.seed
+    set_threads(chosen.threads)
+    compute = choose_compute(chosen.device, chosen.dtype)
     if random_weights:
-        weights = f"the weights of {model} are random (seed {seed}, {compute.dtype_name})"
+        weights = f"the weights of {model} are random (seed {chosen.seed}, {compute.dtype_name})"
         console.warn(f"{weights}, and so are its caption features: the picture means nothing")
-        generator = torch.Generator(compute.device).manual_seed(seed)
+        generator = torch.Generator(compute.device).manual_seed(chosen.seed)
         loaded = random_model(
             model, device=compute.device, dtype=compute.dtype, generator=generator
         )
     else:
         (loaded,) = load_models(resolved, compute).values()
     loaded.pixel_decoder()
-    cells = list(resolved.cells)
-    if "all" in split_words(modes):
+    cells: Sequence[Cell] = resolved.cells
+    if "all" in modes:
         cells = _decodable(cells, loaded, console)
-    note = compile_models([loaded], compute) if resolved.settings.compile else None
-    if note is not None:
-        console.note(note)
-    tasks = decoder.tasks_of(cells=cells, seed=seed, prompts=[prompt], images=images)
+    if chosen.compile:
+        console.note(compile_models([loaded], compute))
+    tasks = decoder.tasks_of(cells=cells, seed=chosen.seed, prompts=[prompt], images=images)
     decoded = []
-    with console.progress() as progress:
-        progress.share("images", 0, len(tasks))
+    with console.events() as emit:
+        emit(ProgressEvent("images", 0, len(tasks)))
         for image in decoder.decode_tasks(loaded, compute, tasks):
             decoded.append(image)
-            progress.share("images", len(decoded), len(tasks))
+            emit(ProgressEvent("images", len(decoded), len(tasks)))
     write_file(out, decoder.picture_png(decoded, cells), flag="--out")
     rows = [
         _row(task, image, loaded, device=compute.device)
         for task, image in zip(tasks, decoded, strict=True)
     ]
-    console.table(pd.DataFrame(rows), title=prompt, format=format)
+    console.table(rows, title=prompt)
     console.say(f"picture: {out}")
     return None
 
@@ -162,9 +161,9 @@ def _row(
         decoding=task.cell.decoding,
     )
     columns = image.columns(1)
-    row = {"cell_id": task.cell.cell_id, "image": task.image_index}
-    row |= {name: columns[name] for name in _FIGURES}
-    return row | {"distance": distance_of_image(sums)}
+    figures = {name: columns[name] for name in _FIGURES}
+    start = {"cell_id": task.cell.cell_id, "image": task.image_index}
+    return {**start, **figures, "distance": distance_of_image(sums)}
 
 
 def _decodable(cells: Sequence[Cell], model: LoadedModel, console: Console) -> list[Cell]:
@@ -182,23 +181,20 @@ def _decodable(cells: Sequence[Cell], model: LoadedModel, console: Console) -> l
     return decodable
 
 
-def _prompt(caption: str | None, label: int | None, random: bool, model: str) -> str:
-    """Return the prompt; random weights need none."""
-    described = model_of(model)
+def _prompt(described: Model, caption: str | None, *, label: int | None, is_needed: bool) -> str:
+    """Return the prompt of a caption or a class; if none is needed, one of the model's own."""
     if caption is not None and label is not None:
         raise UserError("a caption and --class: are mutually exclusive", "Give one of them.")
     classes = described.classes or 0
     if label is not None and label >= classes:
         raise UserError(
-            f"--class {label}: {model} has {classes} classes",
+            f"--class {label}: {described.name} has {classes} classes",
             "Give a smaller number, or a caption.",
         )
     text = class_prompt(label) if label is not None else caption
-    if text is None and not random:
+    if text is None and is_needed:
         raise UserError("the prompt is missing", "Give a caption or --class N.")
     if text is None:
-        text = next(
-            (prompts[0] for prompts in described.prompt_sets.values() if prompts), "anything"
-        )
+        text = next(chain.from_iterable(described.prompt_sets.values()), "anything")
     described.check_prompt(text)
     return text

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import re
 import sys
 import traceback
 from collections.abc import Sequence
@@ -19,11 +20,10 @@ from lantern_bench import __version__
 from lantern_bench.cli.checks import certify, check_model, check_run, doctor
 from lantern_bench.cli.console import Console
 from lantern_bench.cli.generate import generate
-from lantern_bench.cli.help import Command, command_group, complete_names
 from lantern_bench.cli.models import models, weights
+from lantern_bench.cli.options import Command, command_group, complete_names
 from lantern_bench.cli.profile import predict, profile
-from lantern_bench.cli.results import compare, curves, recommend, report, show
-from lantern_bench.cli.score import score
+from lantern_bench.cli.results import compare, curves, recommend, report, score, show
 from lantern_bench.cli.sweep import REPRODUCE_HELP, experiments, merge, sweep
 from lantern_bench.cli.train import train
 from lantern_bench.devices.without_torch import prepare_environment
@@ -46,7 +46,7 @@ lantern-bench sweep mine.yaml --model llamagen-t2i-stage1 --prompts captions.txt
 _GLOBAL = {"-q", "--quiet", "-v", "--verbose", "--debug"}
 
 app = command_group(name="lantern-bench", pretty_exceptions_enable=False, epilog=_EPILOG)
-app.command(cls=Command)(sweep)
+app.command(cls=Command, epilog=_EXAMPLES)(sweep)
 app.command("reproduce", cls=Command, help=REPRODUCE_HELP)(sweep)
 _RUNS = (merge, score, show, curves, compare, recommend, report, predict, certify)
 for command in (*_RUNS, generate, models, experiments, profile, check_model, check_run, doctor):
@@ -90,15 +90,14 @@ def _program(all_flags: bool = False) -> Any:
     for command in program.commands.values():
         commands += getattr(command, "commands", {"": command}).values()
     for command in commands:
-        rare_flags = [
-            parameter for parameter in command.params if getattr(parameter, "hidden", False)
-        ]
-        for parameter in rare_flags:
-            parameter.hidden = not all_flags
+        is_short = False
         for parameter in command.params:
             parameter._custom_shell_complete = complete_names
-        epilog = [_EXAMPLES] if command.name == "sweep" else []
-        command.epilog = "\n\n".join(epilog if all_flags or not rare_flags else [*epilog, _RARE])
+            if getattr(parameter, "hidden", False):
+                parameter.hidden = not all_flags
+                is_short = not all_flags
+        if is_short:
+            command.epilog = "\n\n".join(filter(None, [command.epilog, _RARE]))
     return program
 
 
@@ -138,9 +137,7 @@ def _run(arguments: Sequence[str]) -> int:
             message = f"{str(error.filename)[:60]}...: the name is too long for the file system"
             error = UserError(message, "Give a shorter path.")
         elif not isinstance(error, LanternError):
-            advice = "This is a bug in lantern-bench" + (
-                "." if debug else "; --debug shows where it happened."
-            )
+            advice = "This is a bug in lantern-bench; --debug shows where it happened."
             error = LanternError(f"internal: {type(error).__name__}: {error}", advice)
         error.message = _as_typed(error.message, words)
         Console().error(error)
@@ -162,10 +159,7 @@ def _as_typed(message: str, words: Sequence[str]) -> str:
     command = _program()
     for word in words:
         command = getattr(command, "commands", {}).get(word, command)
-    arguments = [
-        parameter.name for parameter in command.params if parameter.param_type_name == "argument"
-    ]
-    first, *others = message.split(" ")
-    if first.startswith("--") and first[2:] in arguments:
-        return " ".join([first[2:].upper(), *others])
+    for parameter in command.params:
+        if parameter.param_type_name == "argument":
+            message = re.sub(f"^--{parameter.name}(?= )", parameter.name.upper(), message)
     return message

@@ -10,11 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lantern_bench.cli.console import Console
-from lantern_bench.cli.help import Command, command_group
-from lantern_bench.cli.options import (
-    FormatOption,
-    resolve_flags,
-)
+from lantern_bench.cli.options import Command, command_group, resolve_flags, with_format
 from lantern_bench.models.checkpoints import hub
 from lantern_bench.models.model import Model
 from lantern_bench.models.model_file import is_model_file
@@ -28,33 +24,28 @@ if TYPE_CHECKING:
     from lantern_bench.config.experiment import ResolvedExperiment
 
 
+@with_format
 def models(
-    ctx: typer.Context,
+    console: Console,
     model: Annotated[
         str | None, typer.Argument(help="Show the parts of this model, and the memory it needs.")
     ] = None,
-    format: FormatOption = None,
 ) -> None:
     """List the models: sizes, files, which files are found, and how to get the others."""
     import pandas as pd
 
-    console: Console = ctx.obj
     if model is None:
-        frame = pd.DataFrame([_row(described) for described in all_models().values()])
-        console.table(frame.astype({"tokens": "Int64"}), format=format)
+        frame = pd.DataFrame(map(_row, all_models().values()))
+        console.table(frame.astype({"tokens": "Int64"}))
         console.say(
             "`lantern-bench models NAME` shows one model; --model also takes your own YAML file."
         )
         return
     described = model_of(model)
-    parts = _parts(described)
-    console.table(
-        pd.DataFrame(parts), title=f"{described.name}: {described.description}", format=format
-    )
-    missing = [part["part"] for part in parts if not part["found"]]
-    if missing:
-        get = f": lantern-bench weights get {described.name}" if described.name in hub.PARTS else ""
-        console.say(f"missing: {', '.join(missing)}{get}")
+    console.table(_parts(described), title=f"{described.name}: {described.description}")
+    row = _row(described)
+    if row["missing"]:
+        console.say(": ".join(filter(None, ["missing", row["missing"], row["get"]])))
     # Without its files the sizes of a model may be unknown.
     with contextlib.suppress(UserError):
         show_memory(resolve_flags("models", {"model": [described.name]}, [described.mode]), console)
@@ -92,11 +83,18 @@ def _parts(model: Model) -> list[dict[str, Any]]:
     rows = []
     for part, path in model.files().items():
         sources = published.get(part, ())
-        files = sources[0].patterns if sources else [path.name]
-        row = {"part": part, "files": " ".join(files), "found": path.exists()}
-        row["place"] = f"~/{path.relative_to(home)}" if path.is_relative_to(home) else str(path)
-        row["from"] = " or ".join(dict.fromkeys(source.repo for source in sources)) or origin
-        rows.append(row | {"licence": sources[0].licence.name if sources else model.licence})
+        row = {
+            "part": part,
+            "files": path.name,
+            "found": path.exists(),
+            "place": f"~/{path.relative_to(home)}" if path.is_relative_to(home) else str(path),
+            "from": " or ".join(dict.fromkeys(source.repo for source in sources)) or origin,
+            "licence": model.licence,
+        }
+        if sources:
+            row["files"] = " ".join(sources[0].patterns)
+            row["licence"] = sources[0].licence.name
+        rows.append(row)
     return rows
 
 
@@ -111,27 +109,26 @@ def show_memory(resolved: ResolvedExperiment, console: Console) -> pd.DataFrame:
     settings = resolved.settings
     decodings = [cell.decoding for cell in resolved.cells]
     compute = choose_compute(settings.device, settings.dtype)
-    model = meta_model(settings.model[0])
-    nodes = max(1 + decoding.draft_nodes for decoding in decodings)
-    guided = any(decoding.cfg_scale != 1 for decoding in decodings)
-    sizes = sizes_of(model, compute.dtype, guided=guided, nodes=nodes, batch=max(settings.batch))
-    total = sum(size.bytes for size in sizes)
-    parameters = sum(size.parameters for size in sizes)
-    rows = [
-        (size.part, size.parameters or None, str(size.dtype).removeprefix("torch."), size.bytes)
-        for size in sizes
-    ]
-    table = pd.DataFrame(
-        [*rows, ("all", parameters, "", total)],
-        columns=["part", "parameters", "dtype", "gigabytes"],
+    sizes = sizes_of(
+        meta_model(settings.model[0]),
+        compute.dtype,
+        guided=any(decoding.cfg_scale != 1 for decoding in decodings),
+        nodes=max(1 + decoding.draft_nodes for decoding in decodings),
+        batch=max(settings.batch),
     )
-    table["gigabytes"] = (table["gigabytes"] / 1e9).round(3)
+    table = pd.DataFrame(sizes)
+    table["dtype"] = table["dtype"].astype(str).str.removeprefix("torch.")
+    total = table["bytes"].sum()
+    every = {"part": "all", "parameters": table["parameters"].sum(), "dtype": "", "bytes": total}
+    table = pd.concat([table, pd.DataFrame([every])], ignore_index=True)
+    table["parameters"] = table["parameters"].astype("Int64").where(table["parameters"] > 0)
+    table["gigabytes"] = (table.pop("bytes") / 1e9).round(3)
     needed = f"memory needed: {total / 1e9:.2f} GB on {compute.device.type}"
     console.say(f"{needed}, without the activations of a forward")
     if compute.device.type == "cpu":
         free = psutil.virtual_memory().available
         console.say(f"free here: {free / 1e9:.2f} GB" + ("" if free > total else ": not enough"))
-    return table.astype({"parameters": "Int64"})
+    return table
 
 
 # ---- `lantern-bench weights`
@@ -161,18 +158,13 @@ def get(
     console.say("licences of what is fetched:")
     for licence in dict.fromkeys(source.licence for source in missing):
         repos = ", ".join(source.repo for source in missing if source.licence == licence)
-        console.say(
-            f"  {licence.name}: {repos}" + (f"\n    {licence.note}" if licence.note else "")
-        )
+        console.say("\n    ".join(filter(None, [f"  {licence.name}: {repos}", licence.note])))
+    bars = sys.stderr.isatty() and not console.quiet
     for source in missing:
-        path = source.download(
-            dir or hub.weights_folder(), bars=sys.stderr.isatty() and not console.quiet
-        )
-        pinned = (
-            "unpinned, moves with its repository"
-            if source.revision == "main"
-            else source.revision[:12]
-        )
+        path = source.download(dir or hub.weights_folder(), bars=bars)
+        pinned = source.revision[:12]
+        if pinned == "main":
+            pinned = "unpinned, moves with its repository"
         console.say(f"{source.repo} ({pinned}): {path}")
     console.say(f"{model}: complete")
     if dir is not None:

@@ -1,4 +1,4 @@
-"""Options and helpers that several commands share, each defined once."""
+"""Options and helpers that several commands share, their help and their completion."""
 
 from __future__ import annotations
 
@@ -6,32 +6,27 @@ import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, get_origin
 
 import typer
+from typer.core import TyperCommand
 
 from lantern_bench.cli.console import FORMATS
-from lantern_bench.methods.catalog import (
-    DRAFTINGS,
-    MODES,
-    OUTSIDE_RULES,
-    PARAMETERS,
-    RULES,
-    raise_if_refused,
-)
+from lantern_bench.config.settings import Overrides, Settings
+from lantern_bench.methods.catalog import DRAFTINGS, MODES, PARAMETERS, RULES, check_modes
+from lantern_bench.methods.parameters import Importable, load_code
 from lantern_bench.storage.run_directory import find_run
 from lantern_bench.utils.errors import UserError
-from lantern_bench.utils.text import did_you_mean, split_words
+from lantern_bench.utils.text import split_words
 
 if TYPE_CHECKING:
     from lantern_bench.config.experiment import ResolvedExperiment
 
 
-PROMPTS_HELP = (
-    "Prompt set, file, coco:FILE, parti:FILE or imagenet; append #100 to take one hundred of them."
-)
 RUN_HELP = "Run directory, or the name (or a prefix of it) of a run under results/."
-DEVICE_HELP = "auto, cpu, mps, cuda or cuda:N."
+_SETTINGS_HELP = {key: str(field.title) for key, field in Settings.model_fields.items()}
+PROMPTS_HELP = _SETTINGS_HELP["prompts"]
+DEVICE_HELP = _SETTINGS_HELP["device"]
 MOST_SEED = 2**63 - 1
 
 # ---- Flags whose values a command uses itself. Only --help-all shows `hidden` flags.
@@ -49,27 +44,13 @@ def check_choice(flag: str, value: str, choices: Collection[str]) -> None:
         raise UserError(f"{flag} {value}: unknown", f"One of {', '.join(choices)}.")
 
 
-def _checked_format(value: str | None) -> str | None:
-    if value is not None:
-        check_choice("--format", value, FORMATS)
-    return value
-
-
 FormatOption: TypeAlias = Annotated[
     str | None,
     typer.Option(
         "--format",
-        callback=_checked_format,
         help=f"Table format: {', '.join(FORMATS)}. Default: table on a terminal, csv elsewhere.",
     ),
 ]
-ModesOption: TypeAlias = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--modes", help="Run only these modes; modes that the experiment lacks are added."
-    ),
-]
-PromptsOption: TypeAlias = Annotated[str | None, typer.Option("--prompts", help=PROMPTS_HELP)]
 SettingsOption: TypeAlias = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Set any key of the experiment file."),
@@ -84,108 +65,169 @@ RunsArgument: TypeAlias = Annotated[
 
 # ---- Flags that are keys of an experiment. Their values are text, which `config` reads and checks.
 
-_WORD = str | None
-_SWITCH = bool | None
-_LIST = list[str] | None  # several values, with commas or by repeating the flag, are a grid
 
-
-def flag(key: str, kind: Any, help: str, *, rare: bool = False) -> tuple[str, Any]:
-    """Return a key of an experiment and its option.
+def option(key: str, kind: Any, help: str, *, rare: bool = False) -> Any:
+    """Return the option of a key; a switch also gets its `--no-` form.
 
     Args:
         key: The key.
-        kind: The type of the value; a switch also gets its `--no-` form.
+        kind: The type of the value.
         help: The help text.
         rare: Only `--help-all` shows the flag.
     """
     words = key.replace("_", "-")
-    names = f"--{words}/--no-{words}" if kind == _SWITCH else f"--{words}"
-    return key, Annotated[kind, typer.Option(names, help=help, hidden=rare)]
+    names = f"--{words}/--no-{words}" if kind is bool else f"--{words}"
+    return Annotated[kind | None, typer.Option(names, help=help, hidden=rare)]
 
 
-_BEFORE_PARAMETERS = (
-    flag("model", _LIST, "One or several models. Default: the experiment's."),
-    flag("prompts", _WORD, PROMPTS_HELP),
-    flag("images", _WORD, "Images per cell; published tables use 1,000 to 5,000."),
-    flag(
-        "metrics",
-        _LIST,
-        "speed, quality (of pictures), distance (from the target). Default: all.",
-    ),
-    flag("protocol", _WORD, "The quality protocol; see `score -h`."),
-    flag("reference", _WORD, "What fidelity is measured against; see `score -h`."),
-    flag(
-        "processes",
-        _WORD,
-        "Worker processes that run in turn; 3 or more give speedups an interval.",
-    ),
-    flag("repeats", _WORD, "Repeat the images this many times, with new seeds."),
-    flag("batch", _WORD, "Batch size, or a list; published figures use 1."),
-    flag("baseline", _SWITCH, "Add an ar cell if there is none."),
-    flag("pool_devices", _SWITCH, "Give one speedup over several kinds of device.", rare=True),
-)
-_PARAMETERS = dict(
-    flag(key, _LIST, row.help, rare=row.rare) for key, row in PARAMETERS.items() if key != "mode"
-)
-_AFTER_PARAMETERS = (
-    flag("seed", _WORD, "Random seed."),
-    flag("device", _WORD, DEVICE_HELP),
-    flag(
-        "dtype",
-        _WORD,
-        "auto, float32, bfloat16 or float16. auto: bfloat16 on CUDA and, in sweeps, fast CPUs.",
-    ),
-    flag("compile", _SWITCH, "Compile the decode steps."),
-    flag(
-        "threads",
-        _WORD,
-        "CPU threads. Default: sweeps measure the fastest number; others use all cores.",
-    ),
-    flag(
-        "neighbour_space",
-        _WORD,
-        "Space of code distances: raw or normalised. Default: as published.",
-        rare=True,
-    ),
-)
-DECODING_FLAGS = _PARAMETERS | dict(_AFTER_PARAMETERS)
-EXPERIMENT_FLAGS = dict(_BEFORE_PARAMETERS) | DECODING_FLAGS
+def _option_of_setting(key: str, kind: Any) -> Any:
+    text_kind: Any = bool if kind is bool else str
+    if get_origin(kind) is tuple:
+        text_kind = list[str]
+    rare = key in ("pool_devices", "neighbour_space")
+    return option(key, text_kind, _SETTINGS_HELP[key], rare=rare)
+
+
+# Several values, with commas or by repeating the flag, are a grid.
+_PARAMETERS = {
+    key: option(key, list[str], row.help, rare=row.rare)
+    for key, row in PARAMETERS.items()
+    if key != "mode"
+}
+_SETTINGS = {
+    key: _option_of_setting(key, field.annotation)
+    for key, field in Settings.model_fields.items()
+    if field.title
+}
+EXPERIMENT_FLAGS = _PARAMETERS | _SETTINGS
+DECODING_FLAGS = _PARAMETERS | {
+    key: _SETTINGS[key]
+    for key in ("seed", "device", "dtype", "compile", "threads", "neighbour_space")
+}
 _OF_TREES = set().union(*(row.parameter_names for row in DRAFTINGS.values()))
 # Flags for commands that choose trees themselves.
 RULE_FLAGS = {key: option for key, option in _PARAMETERS.items() if key not in _OF_TREES}
 
 
 def with_flags(flags: Mapping[str, Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Add flags to a command.
+    """Add flags to a command, and `--format`, which sets the format of the console.
 
-    The argument `flags` of the command gets their values by key, None for flags not given.
+    The argument `flags` of the command gets their values by key, None for flags not given. The
+    argument `console` gets the console.
     """
+    # The prefix is needed because a Python argument cannot be called `lambda`.
+    kinds = {f"flag_{key}": kind for key, kind in flags.items()}
+    kinds |= {"ctx": typer.Context, "format": FormatOption}
 
     def add(function: Callable[..., None]) -> Callable[..., None]:
-        keyword = inspect.Parameter.KEYWORD_ONLY
-        arguments = inspect.signature(function, eval_str=True).parameters.values()
-        parameters = [
-            argument.replace(kind=keyword) for argument in arguments if argument.name != "flags"
-        ]
-        # The prefix is needed because a Python argument cannot be called `lambda`.
-        for key, kind in flags.items():
-            parameters.append(
-                inspect.Parameter(f"flag_{key}", keyword, default=None, annotation=kind)
-            )
+        arguments = inspect.signature(function, eval_str=True).parameters
+        given = ("ctx", "console", "flags")
+        parameters = [row for name, row in arguments.items() if name not in given]
+        for name, kind in kinds.items():
+            keyword = inspect.Parameter.KEYWORD_ONLY
+            parameters.append(inspect.Parameter(name, keyword, default=None, annotation=kind))
 
         @functools.wraps(function)
-        def command(**values: Any) -> None:
-            typed = {key: values.pop(f"flag_{key}") for key in flags}
-            function(
-                **values,
-                flags={key: None if value == [] else value for key, value in typed.items()},
-            )
+        def command(*, ctx: typer.Context, format: str | None, **values: Any) -> None:
+            if format is not None:
+                check_choice("--format", format, FORMATS)
+                ctx.obj.format = format
+            if "ctx" in arguments:
+                values["ctx"] = ctx
+            if flags:
+                values["flags"] = {key: values.pop(f"flag_{key}") for key in flags}
+            function(console=ctx.obj, **values)
 
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         return command
 
     return add
+
+
+with_format = with_flags({})
+"""Adds `--format` to a command that prints a table."""
+
+
+# ---- Help and completion, by the name of a flag or argument
+
+_TITLES = ("Arguments", "What", "Decoding", "Run", "Output", "Options")
+# Groups of flags; "What" has the others.
+_GROUPS = dict.fromkeys((*PARAMETERS, "set", "neighbour_space"), "Decoding") | {"mode": "What"}
+_GROUPS |= dict.fromkeys(("seed", "device", "dtype", "compile", "threads", "processes"), "Run")
+_GROUPS |= dict.fromkeys(("resume", "shard", "ray", "worker_timeout", "dry_run", "yes"), "Run")
+_GROUPS |= dict.fromkeys(("out", "force", "format"), "Output") | {"help": "Options"}
+_FEW = 4  # help lists at most this many choices in place of a name
+# Names that a shell completes, or the function that returns them.
+_NAMES: dict[str, Collection[str] | Importable] = {
+    **{key: row.kind.choices for key, row in PARAMETERS.items()},
+    **dict.fromkeys(
+        ("run", "runs", "run_a", "run_b"), "lantern_bench.storage.run_directory:known_runs"
+    ),
+    **dict.fromkeys(("model", "target"), "lantern_bench.models.registry:models"),
+    "modes": MODES,
+    "experiment": "lantern_bench.config.experiment:shipped_experiments",
+    "device": ("auto", "cpu", "cuda", "mps"),
+    "predict device": "lantern_bench.profile.cost_model:devices",
+    "format": FORMATS,
+}
+
+
+def _key(parameter: Any) -> str:
+    """Return the name of a flag or argument; the Python argument may be called otherwise."""
+    return str(max(parameter.opts, key=len).lstrip("-").replace("-", "_"))
+
+
+def complete_names(context: Any, parameter: Any, incomplete: str) -> list[str]:
+    """Return the names that complete a word, also after a comma.
+
+    Args:
+        context: The context of the command.
+        parameter: The flag or argument.
+        incomplete: What is typed so far.
+    """
+    key = _key(parameter)
+    before, comma, word = incomplete.rpartition(",")
+    names: Any = _NAMES.get(f"{context.command.name} {key}", _NAMES.get(key, ()))
+    names = load_code(names)() if isinstance(names, str) else names
+    return [f"{before}{comma}{name}" for name in names if name.startswith(word)]
+
+
+def _metavar(parameter: Any, key: str, ctx: Any) -> str:
+    """Return how help shows the value of a flag."""
+    if key in PARAMETERS and len(PARAMETERS[key].kind.choices) <= _FEW:
+        return "|".join(PARAMETERS[key].kind.choices) or "NUMBERS"
+    kinds = {"<int>": "NUMBER", "<float>": "NUMBER", "<path>": "PATH"}
+    return kinds.get(parameter.display_type(ctx), key.upper())
+
+
+class Command(TyperCommand):
+    """A command whose help shows the options of a sweep in groups, with their values."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the arguments and options."""
+        parameters = {_key(parameter): parameter for parameter in self.get_params(ctx)}
+        records: dict[str, list[tuple[str, str]]] = {title: [] for title in _TITLES}
+        for key, parameter in parameters.items():
+            title = _GROUPS.get(key, "What") if "temperature" in parameters else "Options"
+            if parameter.param_type_name == "argument":
+                title = "Arguments"
+            else:
+                parameter.metavar = parameter.metavar or _metavar(parameter, key, ctx)
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                records[title].append((record[0].partition(" <")[0], record[1]))
+        for title in filter(records.get, _TITLES):
+            with formatter.section(title):
+                formatter.write_dl(records[title])
+
+
+def command_group(**settings: Any) -> typer.Typer:
+    """Return a group of commands with plain help, because Rich help cuts messages."""
+    names = {"help_option_names": ["-h", "--help"]}
+    return typer.Typer(
+        **settings, no_args_is_help=True, rich_markup_mode=None, context_settings=names
+    )
 
 
 # ---- From flags to cells
@@ -195,7 +237,7 @@ def resolve_flags(
     name: str,
     flags: Mapping[str, Any],
     mode: Sequence[str],
-    settings: Sequence[str] = (),
+    settings: Sequence[str] | None = None,
     **defaults: Any,
 ) -> ResolvedExperiment:
     """Resolve the flags of a command to an experiment with these modes.
@@ -211,29 +253,16 @@ def resolve_flags(
         UserError: A mode or a value is wrong.
     """
     modes = split_words(mode)
-    if "all" in modes:
-        modes = list(MODES)
-    for word in modes:
-        if word not in MODES:
-            raise_if_refused(word)
-            hint = did_you_mean(word, MODES)
-            raise UserError(
-                f"--mode {word}: unknown mode{hint}", f"The modes are {', '.join(MODES)}, or all."
-            )
-    return resolve_cells(
-        name=name,
-        flags=flags,
-        cells=[{"mode": word} for word in modes],
-        settings=settings,
-        **defaults,
-    )
+    check_modes("--mode", modes)
+    cells = [{"mode": word} for word in (MODES if "all" in modes else modes)]
+    return resolve_cells(name=name, flags=flags, cells=cells, settings=settings, **defaults)
 
 
 def resolve_cells(
     name: str,
     flags: Mapping[str, Any],
     cells: Sequence[Mapping[str, Any]],
-    settings: Sequence[str],
+    settings: Sequence[str] | None,
     **defaults: Any,
 ) -> ResolvedExperiment:
     """Resolve the flags of a command to an experiment with these cells.
@@ -249,24 +278,18 @@ def resolve_cells(
         **defaults: Values by key that flags replace.
     """
     from lantern_bench.config.experiment import load_experiment
-    from lantern_bench.config.settings import Overrides
     from lantern_bench.models.registry import defaults_of, model_of
     from lantern_bench.sweeps.request import check_cells
     from lantern_bench.utils.yaml_file import Source
 
     models = {word: model_of(word) for word in flags["model"]}
-    outside = {
-        row.name: {row.bound: row.example} for row in OUTSIDE_RULES.values() if not row.lossless
-    }
-    bounds = {
-        row.bound: row.example
-        for row in RULES.values()
-        if not row.lossless and row.name not in outside
-    }
+    bounds = {row.bound: row.example for row in RULES.values() if not row.lossless}
     bounded = []
     for cell in cells:
-        rule = cell.get("rule", MODES[cell["mode"]].rule)
-        bounded.append({**outside.get(rule, {}), **cell})
+        # Rules of other packages may share the name of their bound.
+        rule = RULES[cell.get("rule", MODES[cell["mode"]].rule)]
+        own = {} if rule.lossless else {rule.bound: rule.example}
+        bounded.append({**own, **cell})
     data = {"name": name, "model": "?", "baseline": False, **bounds, **defaults, "cells": bounded}
     overrides = Overrides.from_flags(flags, settings=settings)
     resolved = load_experiment(Source(name, Path(), data), defaults_of, overrides)

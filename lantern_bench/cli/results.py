@@ -1,23 +1,25 @@
-"""Commands that read runs: `show`, `curves`, `compare`, `recommend` and `report`."""
+"""Commands that read runs: `score`, `show`, `curves`, `compare`, `recommend` and `report`."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Sequence
-from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lantern_bench.cli.console import Console
 from lantern_bench.cli.options import (
     RUN_HELP,
-    FormatOption,
+    DeviceOption,
     RunArgument,
     RunsArgument,
     check_choice,
+    with_format,
 )
+from lantern_bench.metrics.protocols import PROTOCOLS
 from lantern_bench.storage.run_directory import find_run
 from lantern_bench.utils.errors import CheckFailedError, RefusedError, UserError
 from lantern_bench.utils.text import split_words
@@ -25,20 +27,69 @@ from lantern_bench.utils.text import split_words
 if TYPE_CHECKING:
     import pandas as pd
 
-    from lantern_bench.cli.console import Console
+
+@with_format
+def score(
+    console: Console,
+    run: RunArgument,
+    protocol: Annotated[
+        str | None, typer.Option(help=f"One of {', '.join(PROTOCOLS)}; default: the run's own.")
+    ] = None,
+    reference: Annotated[
+        str | None,
+        typer.Option(
+            help="embedded, a folder, a COCO .json (or FILE.json=FOLDER), or a .npz (mu, sigma)."
+        ),
+    ] = None,
+    infinity: Annotated[
+        bool,
+        typer.Option(
+            "--fid-infinity", help="Also extrapolate FID to infinitely many pictures.", hidden=True
+        ),
+    ] = False,
+    again: Annotated[
+        bool, typer.Option("--again", help="Score pictures again that these scorers have scored.")
+    ] = False,
+    device: DeviceOption = "auto",
+) -> None:
+    """Score the pictures of a run by a quality protocol. Nothing is decoded."""
+    from lantern_bench.metrics.score_run import score_run_directory
+
+    with console.events() as emit:
+        scored_by, count = score_run_directory(
+            run,
+            emit,
+            protocol=protocol,
+            reference=reference,
+            device=device,
+            infinity=infinity,
+            rescore=again,
+        )
+
+    from lantern_bench.analysis.tables import write_tables
+
+    quality = write_tables(run)["quality"]
+    rows = quality[quality["protocol"] == scored_by.name].reset_index(drop=True)
+    title = f"{run.name}: {scored_by.name}, version {scored_by.version}"
+    console.table(rows, "quality", title=title)
+    message = (
+        f"{count} scores added"
+        if count
+        else "nothing to add: these scorers have scored everything (--again)"
+    )
+    console.say(f"{message}; {run / 'scores.jsonl'}")
 
 
 _TABLES = ("summary", "speed", "quality", "acceptance")
 
 
+@with_format
 def show(
-    ctx: typer.Context,
+    console: Console,
     run: RunArgument,
     table: Annotated[str, typer.Option(help=f"One of {', '.join(_TABLES)}.")] = "summary",
-    format: FormatOption = None,
 ) -> None:
     """Rebuild the tables of a run from its records and print one of them."""
-    console: Console = ctx.obj
     check_choice("--table", table, _TABLES)
 
     from lantern_bench.analysis.tables import save_tables
@@ -54,7 +105,7 @@ def show(
             error.message,
             "The printed table is built from the records; the CSV files are not updated.",
         )
-    console.table(tables[table], table, title=run.name, format=format)
+    console.table(tables[table], table, title=run.name)
 
 
 def curves(
@@ -101,8 +152,9 @@ def _limit(text: str) -> tuple[str, float]:
     return match[1], float(match[2])
 
 
+@with_format
 def compare(
-    ctx: typer.Context,
+    console: Console,
     run_a: Annotated[Path, typer.Argument(parser=find_run, metavar="RUN_A", help=RUN_HELP)],
     run_b: Annotated[
         Path,
@@ -124,20 +176,16 @@ def compare(
         float | None,
         typer.Option(help="Exit with 5 if the whole interval of a ratio of speedups is below."),
     ] = None,
-    format: FormatOption = None,
 ) -> None:
     """Compare two runs cell by cell, paired by prompt: effects with 95% intervals and verdicts."""
     from lantern_bench.analysis.compare import (
         ACROSS,
-        BETTER,
-        WORSE,
         check_comparability,
         compare_runs,
         differences,
     )
     from lantern_bench.storage.run_directory import load_runs
 
-    console: Console = ctx.obj
     allowed = split_words(across or [])
     for kind in allowed:
         check_choice("--across", kind, ACROSS)
@@ -146,7 +194,8 @@ def compare(
         raise UserError(f"--fail-below {fail_below:g}: must be a number", "For example 0.95.")
     if run_a.resolve() == run_b.resolve():
         raise UserError(f"{run_b}: is the same run as {run_a}", "Give two runs.")
-    names, (a, b) = zip(*load_runs([run_a, run_b]).items(), strict=True)
+    runs = load_runs([run_a, run_b])
+    a, b = runs.values()
     unlike = differences(a, b)
     check_comparability(unlike, allowed)
     for difference in unlike:
@@ -157,48 +206,45 @@ def compare(
             "the runs have no cell and prompt in common",
             "`lantern-bench show RUN` lists the cells.",
         )
-    sides = (("first", comparison.only_a), ("second", comparison.only_b))
-    for side, cells in filter(itemgetter(1), sides):
-        console.say(f"only in the {side} run, left out: {', '.join(cells)}")
-    console.table(
-        comparison.table, "comparison", title=f"a: {names[0]}   b: {names[1]}", format=format
-    )
+    for side, cells in (("first", comparison.only_a), ("second", comparison.only_b)):
+        if cells:
+            console.say(f"only in the {side} run, left out: {', '.join(cells)}")
+    console.table(comparison.table, "comparison", title="a: {}   b: {}".format(*runs))
     for note in comparison.notes:
         console.say(note)
+    _check_comparison(comparison.table, fail_if=fail_if, fail_below=fail_below)
+
+
+def _check_comparison(table: pd.DataFrame, fail_if: str | None, fail_below: float | None) -> None:
+    """Raise `CheckFailedError` for a verdict of `--fail-if`, or a speedup below `--fail-below`."""
+    from lantern_bench.analysis.compare import BETTER, WORSE
+
     if fail_if is not None:
         failing = [WORSE] if fail_if == "worse" else [WORSE, BETTER]
-        _check_verdicts(comparison.table["verdict"].dropna(), failing, fail_if)
+        verdicts = table["verdict"].dropna()
+        failed = verdicts.isin(failing).sum()
+        if failed:
+            raise CheckFailedError(
+                f"--fail-if {fail_if}: true of {failed} of {len(verdicts)} verdicts"
+            )
     if fail_below is not None:
-        _check_speedups(comparison.table, fail_below)
+        speedups = table.query("quantity == 'speedup'")
+        if speedups.empty:
+            raise RefusedError(
+                f"--fail-below {fail_below:g}: the runs have no speedup in common",
+                "Compare timed runs.",
+            )
+        slow = speedups[speedups["effect_high"].fillna(speedups["effect"]) < fail_below]
+        if len(slow):
+            cells = ", ".join(slow["cell_id"])
+            raise CheckFailedError(
+                f"--fail-below {fail_below:g}: true of {len(slow)} of {len(speedups)}, {cells}"
+            )
 
 
-def _check_verdicts(verdicts: pd.Series, failing: Sequence[str], fail_if: str) -> None:
-    """Raise `CheckFailedError` if a verdict is one of the failing ones."""
-    failed = verdicts.isin(failing)
-    if failed.any():
-        raise CheckFailedError(
-            f"--fail-if {fail_if}: true of {int(failed.sum())} of {len(verdicts)} verdicts"
-        )
-
-
-def _check_speedups(table: pd.DataFrame, fail_below: float) -> None:
-    """Raise `CheckFailedError` if the whole interval of a ratio of speedups is too low."""
-    speedups = table.query("quantity == 'speedup'")
-    if speedups.empty:
-        raise RefusedError(
-            f"--fail-below {fail_below:g}: the runs have no speedup in common",
-            "Compare timed runs.",
-        )
-    slower = speedups["effect_high"].fillna(speedups["effect"]) < fail_below
-    if slower.any():
-        slow = ", ".join(speedups.loc[slower, "cell_id"])
-        raise CheckFailedError(
-            f"--fail-below {fail_below:g}: true of {int(slower.sum())} of {len(slower)}, {slow}"
-        )
-
-
+@with_format
 def recommend(
-    ctx: typer.Context,
+    console: Console,
     run: RunArgument,
     quality_run: Annotated[
         Path | None,
@@ -215,19 +261,14 @@ def recommend(
             parser=_limit, metavar="NAME=MARGIN", help="How much worse than ar a score may be."
         ),
     ] = None,
-    format: FormatOption = None,
 ) -> None:
     """Name the fastest cell that keeps a limit on quality, and the fastest lossless cell."""
-    from lantern_bench.analysis.recommend import condition_of, recommendation
-    from lantern_bench.api import load_run
+    from lantern_bench import api
+    from lantern_bench.analysis.recommend import condition_of
 
-    console: Console = ctx.obj
     condition = condition_of(max_distance, within)
-    speed = load_run(run).tables
-    quality = load_run(quality_run).tables if quality_run else speed
-    console.table(
-        recommendation(speed, quality, condition), "recommendation", title=run.name, format=format
-    )
+    table = api.recommend(run, quality_run, max_distance=max_distance, within=within)
+    console.table(table, "recommendation", title=run.name)
     console.say(
         f"The whole 95% interval has to keep {condition}; "
         "cells that break it or have no figure are left out."

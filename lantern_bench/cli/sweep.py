@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lantern_bench.cli.console import Console, show_events
+from lantern_bench.cli.console import Console
 from lantern_bench.cli.options import (
     EXPERIMENT_FLAGS,
-    FormatOption,
-    ModesOption,
     RunsArgument,
     SettingsOption,
     with_flags,
+    with_format,
 )
 from lantern_bench.config.settings import Overrides
 from lantern_bench.devices.without_torch import QUIET_ADVICE
@@ -44,13 +43,17 @@ REPRODUCE_HELP = (
 @with_flags(EXPERIMENT_FLAGS)
 def sweep(
     ctx: typer.Context,
+    console: Console,
     experiment: Annotated[
         str | None,
         typer.Argument(
             help="A YAML file, or the name of a shipped experiment.", show_default="lanterns"
         ),
     ] = None,
-    modes: ModesOption = None,
+    modes: Annotated[
+        list[str] | None,
+        typer.Option(help="Run only these modes; modes that the experiment lacks are added."),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Run directory. Default: results/<name>-<hash>.")
     ] = None,
@@ -73,12 +76,11 @@ def sweep(
         bool, typer.Option("--dry-run", help="Show the plan and decode nothing.")
     ] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Run a grid of any number of cells.")] = False,
-    format: FormatOption = None,
     *,
     flags: dict[str, Any],
 ) -> None:
     """Run an experiment and write its tables. The same command resumes an interrupted run."""
-    overrides = Overrides.from_flags(flags, modes=modes, settings=settings or [], many=yes)
+    overrides = Overrides.from_flags(flags, modes=modes, settings=settings, many=yes)
     published = ctx.info_name == "reproduce"  # the same command with other cells and another table
     if published and experiment is None:
         problem = "EXPERIMENT: no published table is named"
@@ -95,7 +97,6 @@ def sweep(
         both_residuals=published,
         worker_timeout=worker_timeout,
     )
-    console: Console = ctx.obj
     console.say(f"run: {request.folder}")
     if dry_run:
         table, seconds = plan_table(request)
@@ -103,22 +104,23 @@ def sweep(
         images = f"{table['images'].sum()} images"
         counts = f"{table['done'].sum()} done, {table['to_do'].sum()} to do"
         console.say(f"{len(table)} cells, {images}, {counts}; time left: {time}")
-        return console.table(table, title=str(request.folder), format=format)
-    with console.progress() as progress:
-        tables = run(request, show_events(console, progress))
+        return console.table(table, title=str(request.folder))
+    with console.events() as emit:
+        tables = run(request, emit)
     if "speed" in request.experiment.settings.metrics:
         finished = run_directory.finished_records(request.folder)
         disturbance = run_directory.disturbance(finished)
         if disturbance:
             console.warn(f"{disturbance}. {QUIET_ADVICE}")
     show = _show_reproduction if published else _show_summary
-    show(request.folder, tables, console, format=format)
+    show(request.folder, tables, console)
     check_failed(request)
     return None
 
 
+@with_format
 def merge(
-    ctx: typer.Context,
+    console: Console,
     runs: RunsArgument,
     out: Annotated[
         Path | None,
@@ -126,35 +128,29 @@ def merge(
             help="Directory of the merged run. Default: the shards' name without -shardIofN."
         ),
     ] = None,
-    format: FormatOption = None,
 ) -> None:
     """Merge the shards of a run (`sweep --shard i/n`) into one run."""
     from lantern_bench.analysis.tables import write_tables
     from lantern_bench.storage.merge import merge_runs
 
-    console: Console = ctx.obj
     folder = merge_runs(runs, out)
     images = len(run_directory.read_records(folder))
     done = len(run_directory.done_images(folder))
     console.say(f"{images} images of {len(runs)} shards, {images - done} failed: {folder}")
     if run_directory.read_scores(folder):
         console.say(f"quality of whole cells: lantern-bench score {folder}")
-    _show_summary(folder, write_tables(folder), console, format=format)
+    _show_summary(folder, write_tables(folder), console)
 
 
-def _show_summary(
-    folder: Path, tables: Mapping[str, pd.DataFrame], console: Console, *, format: str | None
-) -> None:
+def _show_summary(folder: Path, tables: Mapping[str, pd.DataFrame], console: Console) -> None:
     from lantern_bench.analysis.tables import NAMES
 
-    console.table(tables["summary"], "summary", title=folder.name, format=format)
+    console.table(tables["summary"], "summary", title=folder.name)
     console.say(f"tables: {', '.join(f'{name}.csv' for name in NAMES)}; pictures: images/")
     console.say(f"run: {folder}")
 
 
-def _show_reproduction(
-    folder: Path, tables: Mapping[str, pd.DataFrame], console: Console, *, format: str | None
-) -> None:
+def _show_reproduction(folder: Path, tables: Mapping[str, pd.DataFrame], console: Console) -> None:
     """Write and show the published figures beside ours, and say what is not comparable."""
     from lantern_bench.analysis.published import comparability, reproduction_rows, sources
     from lantern_bench.config.paper import read_paper
@@ -167,30 +163,26 @@ def _show_reproduction(
     write_csv(table, folder / "reproduction.csv")
     notes = comparability(tables, paper, manifest)
     title = paper.title if paper else folder.name
-    if (format or console.format) in ("csv", "json"):
-        console.table(table, format=format)
+    if console.format in ("csv", "json"):
+        console.table(table)
         for note in notes:
             console.say(note)
     else:
-        console.table(
-            side_by_side(table), title=title, notes=[*notes, *sources(table)], format=format
-        )
+        console.table(side_by_side(table), title=title, notes=[*notes, *sources(table)])
     from lantern_bench.analysis.tables import NAMES
 
     names = ("reproduction", *NAMES)
     console.say(f"tables: {', '.join(f'{name}.csv' for name in names)}; all in {folder}")
 
 
-def experiments(ctx: typer.Context, format: FormatOption = None) -> None:
+@with_format
+def experiments(console: Console) -> None:
     """List the experiments that come with the package."""
-    import pandas as pd
-
     from lantern_bench.config.experiment import shipped_experiments
     from lantern_bench.config.experiment_file import ExperimentReader
     from lantern_bench.config.settings import Overrides
     from lantern_bench.utils.yaml_file import read_source
 
-    console: Console = ctx.obj
     rows = []
     for name, path in shipped_experiments().items():
         settings = ExperimentReader(read_source(path), Overrides()).settings()
@@ -203,4 +195,4 @@ def experiments(ctx: typer.Context, format: FormatOption = None) -> None:
                 "about": about,
             }
         )
-    console.table(pd.DataFrame(rows), format=format)
+    console.table(rows)

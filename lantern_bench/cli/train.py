@@ -7,18 +7,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_origin
 
 import typer
 
-from lantern_bench.cli.console import Console, show_events
-from lantern_bench.cli.help import Command, command_group
-from lantern_bench.cli.options import PROMPTS_HELP, FormatOption, flag, with_flags
+from lantern_bench.cli.console import Console
+from lantern_bench.cli.options import PROMPTS_HELP, Command, command_group, option, with_flags
 from lantern_bench.storage.run_directory import results_root
 from lantern_bench.training.recipe import DrafterFlags, checked
 from lantern_bench.utils.errors import CheckFailedError, UserError
 from lantern_bench.utils.files import check_writable
+from lantern_bench.utils.progress import ProgressEvent
 from lantern_bench.utils.text import duration
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from lantern_bench.training.drafter_job import DrafterJob
     from lantern_bench.training.train_drafter import Evaluated
     from lantern_bench.training.trainer import TrainEvent
@@ -33,13 +31,13 @@ def _drafter_flags() -> Iterator[tuple[str, Any]]:
             default = (
                 "" if field.default is None or kind is bool else f"  [default: {field.default}]"
             )
-            yield flag(key, kind | None, field.title + default)
+            yield key, option(key, kind, field.title + default)
 
 
 @train.command(cls=Command)
 @with_flags(dict(_drafter_flags()))
 def drafter(
-    ctx: typer.Context,
+    console: Console,
     target: Annotated[
         str,
         typer.Option(help="The model to train a drafter for, or the YAML file that describes it."),
@@ -57,10 +55,8 @@ def drafter(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show what would be made, and make nothing.")
     ] = False,
-    format: FormatOption = None,
 ) -> None:
     """Train a drafter and write it in the published layout. The same command resumes training."""
-    console: Console = ctx.obj
     typed = {key: value for key, value in flags.items() if value is not None}
     checked_flags = checked(DrafterFlags, {"target": target, "data": data, **typed})
 
@@ -68,16 +64,14 @@ def drafter(
 
     job = make_job(checked_flags, results_root() / "drafters")
     if not dry_run:
-        return _run(job=job, min_mal=min_mal, console=console, format=format)
-    import pandas as pd
-
-    table = pd.DataFrame(plan_rows(job), columns=["what", "how much"])
-    console.table(table, title=f"drafter for {job.flags.target}", format=format)
+        return _run(job=job, min_mal=min_mal, console=console)
+    rows = [{"what": what, "how much": amount} for what, amount in plan_rows(job)]
+    console.table(rows, title=f"drafter for {job.flags.target}")
     console.say(f"would be written to {job.out}; nothing was made")
     return None
 
 
-def _run(job: DrafterJob, min_mal: float | None, console: Console, format: str | None) -> None:
+def _run(job: DrafterJob, min_mal: float | None, console: Console) -> None:
     from lantern_bench.decoding.engine import compiler_problem
     from lantern_bench.devices.compute import choose_compute
     from lantern_bench.models.registry import model_of
@@ -97,29 +91,18 @@ def _run(job: DrafterJob, min_mal: float | None, console: Console, format: str |
     check_writable(job.out)
     check_writable(job.work, "--work")
     distributed = join_processes(cpu=flags.device == "cpu")
-    compute = choose_compute(
-        flags.device if distributed.device is None else str(distributed.device), flags.dtype
-    )
+    compute = choose_compute(str(distributed.device or flags.device), flags.dtype)
     model = model_of(flags.target).load(compute.device, compute.dtype)
     shown = console if distributed.first else Console(quiet=True)
     try:
-        with shown.progress() as progress:
+        with shown.events() as emit:
 
             def on_event(event: TrainEvent) -> None:
-                progress.share(
-                    "training the drafter",
-                    event.fraction,
-                    step=str(event.step),
-                    loss=event.loss,
-                    **event.figures,
-                )
+                figures = {"step": str(event.step), "loss": event.loss, **event.figures}
+                emit(ProgressEvent("training the drafter", event.fraction, figures=figures))
 
             report, evaluated = train_drafter(
-                job=job,
-                model=model,
-                on_event=on_event,
-                emit=show_events(shown, progress),
-                processes=distributed,
+                job=job, model=model, on_event=on_event, emit=emit, processes=distributed
             )
     except KeyboardInterrupt:
         shown.say(f"stopped; the same command continues from what is in {job.work}")
@@ -127,9 +110,8 @@ def _run(job: DrafterJob, min_mal: float | None, console: Console, format: str |
     if not distributed.first:
         return
     console.table(
-        _drafter_table(evaluated, job.decoding.tree),
+        _drafter_rows(evaluated, job.decoding.tree),
         title=f"drafter for {flags.target}",
-        format=format,
     )
     console.say(f"{report.steps} steps in {duration(report.seconds)}; log: {job.out / 'log.csv'}")
     console.say(f"wrote {job.out}; use it: --model {job.out / 'model.yaml'}")
@@ -141,10 +123,8 @@ def _run(job: DrafterJob, min_mal: float | None, console: Console, format: str |
         )
 
 
-def _drafter_table(evaluated: Sequence[Evaluated], tree: str | None) -> pd.DataFrame:
+def _drafter_rows(evaluated: Sequence[Evaluated], tree: str | None) -> list[dict[str, Any]]:
     """Return one row per drafter, compared with the model's own drafter by prompt."""
-    import pandas as pd
-
     from lantern_bench.analysis.statistics import ratio_of_sums
 
     rows: list[dict[str, Any]] = []
@@ -159,15 +139,10 @@ def _drafter_table(evaluated: Sequence[Evaluated], tree: str | None) -> pd.DataF
         }
         if accepted is not None:
             mal = ratio_of_sums(accepted.numerator, accepted.denominator, accepted.prompts)
-            row |= {
-                "images": len(accepted.numerator),
-                "mal": mal.value,
-                "mal_low": mal.low,
-                "mal_high": mal.high,
-            }
+            row |= {"images": len(accepted.numerator), **mal.columns("mal")}
         if accepted is not None and model_length is not None:
             # Both commit the same tokens: the ratio of lengths is the ratio of steps.
             ratio = ratio_of_sums(model_length.denominator, accepted.denominator, accepted.prompts)
-            row |= {"over_own": ratio.value, "over_own_low": ratio.low, "over_own_high": ratio.high}
+            row |= ratio.columns("over_own")
         rows.append(row)
-    return pd.DataFrame(rows)
+    return rows

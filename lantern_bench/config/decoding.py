@@ -16,7 +16,7 @@ from lantern_bench.methods.catalog import (
     MODES,
     PARAMETERS,
     RULES,
-    chain_problem,
+    can_decide,
     defaults_for,
     fresh_drafts_problem,
     has_parameter,
@@ -163,7 +163,7 @@ def _check_tree(value: object, folder: Path) -> str | Topology:
     try:
         topology = check_topology(value)  # type: ignore[arg-type]  # is_tree has looked at it
     except UserError as error:
-        text = f"{error.message}. {error.advice}" if error.advice else error.message
+        text = ". ".join(filter(None, [error.message, error.advice]))
         raise ParameterError(text, "tree") from error
     name = topology_name(topology)
     return name if name in STATIC_TREES else topology
@@ -199,7 +199,7 @@ class Decoding:
         self,
         mode: str,
         *,
-        cfg_default: float = 1.0,
+        cfg_default: float | None = None,
         model_defaults: Mapping[str, Any] | None = None,
         **values: Any,
     ) -> None:
@@ -207,7 +207,8 @@ class Decoding:
 
         Args:
             mode: The mode. It decides the drafting and the rule unless `values` names them.
-            cfg_default: The model's own guidance scale, which the id leaves out.
+            cfg_default: The model's own guidance scale, which the id leaves out; None: as in
+                `model_defaults`, or 1.
             model_defaults: Values that the model suggests; they replace the parameters' defaults.
             **values: Parameters by name, `lambda_` for `lambda`; None means not given.
 
@@ -258,7 +259,7 @@ class Decoding:
             rule=rule,
             parameters=tuple((key, complete[key]) for key in PARAMETERS if key in complete),
             paths=paths,
-            cfg_default=cfg_default,
+            cfg_default=float(cfg_default or (model_defaults or {}).get("cfg_scale") or 1.0),
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -296,11 +297,6 @@ class Decoding:
         return RULES[self.rule]
 
     @property
-    def lossless(self) -> bool:
-        """Whether the tokens keep the target's distribution."""
-        return self.rule_row.lossless and self.drafting_row.lossless
-
-    @property
     def drafts(self) -> bool:
         """Whether there is a draft."""
         return self.drafting_row.drafts
@@ -309,12 +305,6 @@ class Decoding:
     def greedy(self) -> bool:
         """Whether decoding is greedy (temperature 0)."""
         return bool(self.value("temperature") == 0)
-
-    @property
-    def branches(self) -> bool:
-        """Whether a node of the draft may have several children."""
-        is_tree_a_chain = bool(self.paths) and is_chain(self.paths)
-        return self.drafts and not self.drafting_row.chain and not is_tree_a_chain
 
     @property
     def draft_nodes(self) -> int:
@@ -334,8 +324,7 @@ class Decoding:
         """
         words = [self.mode]
         if self.drafts:
-            label = self.tree_label
-            words.append(self.drafting if label is None else f"{self.drafting}-{label}")
+            words += filter(None, [self.drafting, self.tree_label])
         if self.rule_row.in_id and MODES[self.mode].rule != self.rule:
             words.append(self.rule)
         always = []
@@ -368,10 +357,11 @@ class Decoding:
             "codes": codes,
             "other codes": None if codes is None else codes - 1,
         }
-        sizes = []
-        for key, value in self.parameters:
-            if self.drafting_row.defaults.get(key) != value:
-                sizes.append((key.replace("_", "-"), value, PARAMETERS[key].bounded_by))
+        sizes = [
+            (key.replace("_", "-"), value, PARAMETERS[key].bounded_by)
+            for key, value in self.parameters
+            if self.drafting_row.defaults.get(key) != value
+        ]
         if self.paths:
             fan_out = 1 + max(path[-1] for path in self.paths)
             sizes.append(("tree of depth", len(self.paths[-1]), "tokens"))
@@ -384,17 +374,14 @@ class Decoding:
 
     def columns(self) -> dict[str, Any]:
         """Return the cell columns of the schema without the model and the batch."""
-        values = {
+        structure = {
             "cell_id": self.cell_id,
             "mode": self.mode,
             "drafting": self.drafting,
             "tree": self.tree_label,
             "rule": self.rule,
         }
-        for key, parameter in PARAMETERS.items():
-            if parameter.column:
-                values[key] = self.value(key)
-        return values
+        return structure | {key: self.value(key) for key, row in PARAMETERS.items() if row.column}
 
     def settings(self) -> dict[str, Any]:
         """Return the cell as an experiment file writes it."""
@@ -427,11 +414,21 @@ def _check_together(
     values: Mapping[str, Any], *, mode: str, drafting: str, rule: str, paths: Topology
 ) -> None:
     """Raise `ParameterError` for a missing value, or values that do not go together."""
-    tree = "it" if paths else f"the drafting {drafting}"
-    problem = chain_problem(rule=rule, drafting=drafting, paths=paths, tree=tree)
-    if problem:
-        raise ParameterError(problem, "tree" if paths else "rule")
     row = RULES[rule]
+    can_decide_here = can_decide(rule, drafting)
+    if row.chains and not (can_decide_here and is_chain(paths)):
+        drafts = "it" if paths else f"the drafting {drafting}"
+        raise ParameterError(
+            f"the rule {rule} needs a chain of sampled drafts, and {drafts} is not one; "
+            f"the tree {row.tree} is",
+            "tree" if paths else "rule",
+        )
+    if not can_decide_here:
+        raise ParameterError(
+            f"the rule {rule} needs sampled drafts, "
+            f"and the drafts of the drafting {drafting} are deterministic",
+            "rule",
+        )
     for key in PARAMETERS:
         if key not in STRUCTURE and key not in values and has_parameter(key, drafting, rule):
             example = f"{row.example:g}" if key == row.bound else "VALUE"

@@ -20,7 +20,7 @@ from lantern_bench.config.decoding import (
     ParameterError,
     word_of,
 )
-from lantern_bench.config.experiment_file import CellEntry, ExperimentReader, Layer, Stated
+from lantern_bench.config.experiment_file import CellEntry, ExperimentReader, Layer
 from lantern_bench.config.settings import Overrides, Settings
 from lantern_bench.methods.catalog import MODES, PARAMETERS, RULES, has_parameter, owners_of
 from lantern_bench.utils.errors import RefusedError, UserError
@@ -82,13 +82,12 @@ class ResolvedExperiment:
 
     settings: Settings
     cells: tuple[Cell, ...]
-    cfg_defaults: Mapping[str, float]  # the models' own guidance scales, for ids
 
     def to_dict(self) -> dict[str, Any]:
         """Return the content of an experiment file that resolves to the same cells."""
         values = self.settings.model_dump(mode="json", exclude_none=True)
         values["model_defaults"] = {
-            model: {"cfg_scale": scale} for model, scale in self.cfg_defaults.items()
+            cell.model: {"cfg_scale": cell.decoding.cfg_default} for cell in self.cells
         }
         if len(self.settings.batch) == 1:
             values["batch"] = self.settings.batch[0]
@@ -157,10 +156,7 @@ def load_experiment(
     reader.check_models(settings, defaults, entries)
     cells = Grid(reader=reader, settings=settings, entries=entries, defaults=defaults).cells()
     reader.problems.raise_all()
-    cfg_defaults = {
-        model: float(defaults[model].get("cfg_scale") or 1.0) for model in settings.model
-    }
-    return ResolvedExperiment(settings, tuple(cells), cfg_defaults)
+    return ResolvedExperiment(settings, tuple(cells))
 
 
 def _find(source: str | Path) -> Path:
@@ -210,8 +206,7 @@ class Grid:
         for model in self.settings.model:
             self.count = 0
             for entry in self._entries_of(model):
-                for decoding in self._decodings(entry, model):
-                    cells |= dict.fromkeys(self._batches(model, decoding))
+                cells |= dict.fromkeys(self._cells_of(entry, model))
         self._note_idle_flags()
         if self.reader.problems.entries:  # a value may be missing because it was wrong
             return []
@@ -227,25 +222,23 @@ class Grid:
         """Return the entries for a model, with an ar cell first if a baseline is wanted."""
         entries = [entry for entry in self.entries if not entry.models or model in entry.models]
         if self.settings.baseline and not any("ar" in entry.modes for entry in entries):
-            location = Location("baseline")
-            entries.insert(0, CellEntry({"mode": Stated(("ar",), location)}, location))
+            entries.insert(0, CellEntry(("ar",), Location("baseline"), {}))
         return entries
 
-    def _batches(self, model: str, decoding: Decoding) -> Iterator[Cell]:
-        """Yield the cells of one decoding, one for each batch size."""
+    def _cells_of(self, entry: CellEntry, model: str) -> Iterator[Cell]:
+        """Yield the cells of one entry: its decodings, each with every batch size."""
         prefix = f"{word_of(model)}-" if len(self.settings.model) > 1 else ""
-        for batch in self.settings.batch:
-            suffix = f"-batch{batch}" if len(self.settings.batch) > 1 else ""
+        batches = self.settings.batch
+        for decoding, batch in itertools.product(self._decodings(entry, model), batches):
+            suffix = f"-batch{batch}" if len(batches) > 1 else ""
             yield Cell(model=model, decoding=decoding, prefix=prefix, batch=batch, suffix=suffix)
 
     def _note_idle_flags(self) -> None:
         """Note the flags that no cell uses, unless a cell without a mode may be the reason."""
         if not all(entry.modes for entry in self.entries):
             return
-        modes: dict[str, None] = {}
-        for entry in self.entries:
-            modes |= dict.fromkeys(entry.modes)
-        names = ", ".join(modes) or "ar"
+        modes = itertools.chain.from_iterable(entry.modes for entry in self.entries)
+        names = ", ".join(dict.fromkeys(modes)) or "ar"
         for key, stated in self.reader.flags.items():
             if key not in self.used_flags:
                 text = (
@@ -311,13 +304,7 @@ class Grid:
                 self.reader.problems.add(place, error.text, values.get(key))
 
     def _decoding(self, mode: str, values: Mapping[str, Any], model: str) -> Decoding:
-        defaults = self.defaults.get(model, {})
-        make = partial(
-            Decoding,
-            mode,
-            model_defaults=defaults,
-            cfg_default=float(defaults.get("cfg_scale") or 1.0),
-        )
+        make = partial(Decoding, mode, model_defaults=self.defaults.get(model))
         try:
             return make(**values)
         except ParameterError as error:

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from lantern_bench.config.decoding import read_values
 from lantern_bench.config.paper import read_paper
-from lantern_bench.config.settings import ALLOWED, Overrides, Settings
+from lantern_bench.config.settings import ALLOWED, Overrides, Settings, as_list
 from lantern_bench.methods.catalog import DRAFTINGS, MODES, PARAMETERS, RULES
 from lantern_bench.utils.text import did_you_mean
 from lantern_bench.utils.yaml_file import (
@@ -49,14 +49,10 @@ Layer: TypeAlias = Mapping[str, Stated]
 class CellEntry(NamedTuple):
     """One entry of `cells`."""
 
-    layer: Layer
+    modes: tuple[str, ...]  # empty if they were wrong
     location: Location
+    layer: Layer  # without the modes
     models: tuple[str, ...] = ()  # models that it is for; empty for all
-
-    @property
-    def modes(self) -> tuple[str, ...]:
-        """The modes of the entry; empty if they were wrong."""
-        return self.layer["mode"].values if "mode" in self.layer else ()
 
 
 class ExperimentReader:
@@ -72,19 +68,14 @@ class ExperimentReader:
         self.overrides = overrides
         self.problems = Problems(source.name)
         self.blocks = self._blocks("models")
-        self.top = self._layer(
-            block=self.data, path=(), parameters=_PARAMETERS, other_keys=(*ALLOWED, *_BLOCKS)
-        )
+        self.top = self._layer(self.data, (), (*ALLOWED, *_BLOCKS))
         self.models = {
-            name: self._layer(
-                block=block,
-                path=("models", name),
-                parameters=_PARAMETERS,
-                other_keys=_SETTINGS_OF_MODEL,
-            )
+            name: self._layer(block, ("models", name), _SETTINGS_OF_MODEL)
             for name, block in self.blocks.items()
         }
-        self.flags = self._flags()
+        self.flags: dict[str, Stated] = {}
+        self._settings_of_flags: _Settings = {}
+        self._read_flags()
 
     def _note(self, path: KeyPath, text: str, value: object = None) -> None:
         self.problems.add(self.source.location(path), text, value)
@@ -107,14 +98,17 @@ class ExperimentReader:
         Blocks of models replace settings of the file, and flags replace both. The blocks of
         different models must agree.
         """
-        stated: _Settings = {}
-        for key in ALLOWED:
-            if key in self.data:
-                stated[key] = (self.data[key], self.source.location((key,)))
+        stated: _Settings = {
+            key: (self.data[key], self.source.location((key,)))
+            for key in ALLOWED
+            if key in self.data
+        }
         if self.blocks:
             stated.setdefault("model", (list(self.blocks), Location("model")))
-        stated |= self._settings_of_models(stated)
-        stated |= self._settings_of_flags()
+        stated |= self._settings_of_flags
+        if "model" in stated:
+            stated |= self._settings_of_models(as_list(stated["model"][0]))
+        self._stated = stated
         settings = self._checked_settings(stated)
         try:
             read_paper(settings.paper)
@@ -124,38 +118,18 @@ class ExperimentReader:
                 self._note(("paper", *item["loc"]), text[:1].lower() + text[1:])
         return settings
 
-    def _settings_of_models(self, stated: _Settings) -> _Settings:
-        """Return the settings in the blocks of the models of this run."""
-        typed = self.overrides.values
-        models = typed.get("model")
-        if not models and "model" in stated:
-            models = stated["model"][0]
-        names = models if isinstance(models, list | tuple) else [models]
+    def _settings_of_models(self, models: Sequence[Any]) -> _Settings:
+        """Return the settings in the blocks of the models of this run, which no flag replaces."""
         found: _Settings = {}
-        for name in map(str, names):
+        for name in map(str, models):
             for key, value in self.blocks.get(name, {}).items():
-                if key not in _SETTINGS_OF_MODEL or key in typed:
+                if key not in _SETTINGS_OF_MODEL or key in self._settings_of_flags:
                     continue
                 path = ("models", name, key)
                 first, _ = found.setdefault(key, (value, self.source.location(path)))
                 if first != value:
                     text = "differs from another model's; run one of them, with --model"
                     self._note(path, text, value)
-        return found
-
-    def _settings_of_flags(self) -> _Settings:
-        found: _Settings = {}
-        for key in ALLOWED:
-            if key not in self.overrides.values:
-                continue
-            values = list(self.overrides.values[key])
-            location = self.overrides.location(key)
-            if key in _LISTS:
-                found[key] = (values, location)
-            elif len(values) == 1:
-                found[key] = (values[0], location)
-            else:
-                self.problems.add(location, "takes one value", ",".join(map(str, values)))
         return found
 
     def _checked_settings(self, stated: _Settings) -> Settings:
@@ -167,12 +141,9 @@ class ExperimentReader:
         except ValidationError as error:
             for location, text, value in problems_of(error, Source("", Path(), values), Settings):
                 key = location.text.partition(".")[0]
-                if key in stated:
-                    place = stated[key][1]
-                    shown = "(empty)" if value is None else value
-                    self.problems.add(place, text, shown)
-                else:
-                    self.problems.add(Location(key), text, value)
+                place = stated[key][1] if key in stated else location
+                shown = "(empty)" if key in stated and value is None else value
+                self.problems.add(place, text, shown)
                 values.pop(key, None)
             return Settings.model_validate({"name": UNNAMED, "model": UNNAMED} | values)
 
@@ -180,26 +151,29 @@ class ExperimentReader:
         """Read the values by model that a resolved experiment records."""
         defaults = {}
         for name, block in self._blocks("model_defaults").items():
-            layer = self._layer(
-                block=block, path=("model_defaults", name), parameters=_PARAMETERS, other_keys=()
-            )
+            layer = self._layer(block, ("model_defaults", name), ())
             defaults[name] = {key: stated.values[0] for key, stated in layer.items()}
         return defaults
 
-    def _flags(self) -> Layer:
-        layer = {}
+    def _read_flags(self) -> None:
+        """Read the flags: parameters, which may be a grid, and settings."""
         for key, typed in self.overrides.values.items():
             location = self.overrides.location(key)
             if key in _PARAMETERS:
                 values = read_values(key, list(typed), location, problems=self.problems)
                 if values:
-                    layer[key] = Stated(values, location)
-            elif key not in ALLOWED:
+                    self.flags[key] = Stated(values, location)
+            elif key in _LISTS:
+                self._settings_of_flags[key] = (list(typed), location)
+            elif key in ALLOWED and len(typed) == 1:
+                self._settings_of_flags[key] = (typed[0], location)
+            elif key in ALLOWED:
+                self.problems.add(location, "takes one value", ",".join(map(str, typed)))
+            else:
                 text = "unknown key" + did_you_mean(key, (*_PARAMETERS, *ALLOWED))
                 if key == "mode":
                     text = "unknown key; cells are picked with --modes"
                 self.problems.add(Location(location.text.rstrip("=")), text)
-        return layer
 
     def cells(self, settings: Settings) -> list[CellEntry]:
         """Read `cells`; keep the modes of `--modes`, and `ar` unless `--no-baseline` is given."""
@@ -209,39 +183,30 @@ class ExperimentReader:
             self._note(("cells",), f"must be a list of cells, for example: {example}")
             return []
         entries = [self._entry(block, ("cells", number)) for number, block in enumerate(written)]
-        modes: set[str] = set()
-        for entry in entries:
-            modes.update(entry.modes)
-        wanted = self._wanted_modes(settings)
-        if modes and self.overrides.modes:
-            lacking = [mode for mode in wanted if mode not in modes]
-            if settings.baseline and "ar" in lacking:
-                lacking.remove("ar")
-            entries += [self._preset_cell(mode, entries) for mode in lacking]
+        present = set[str]().union(*(entry.modes for entry in entries))
+
+        # The modes to keep. A mode that the file lacks is added.
+        typed = list(self.overrides.modes)
+        picked: tuple[str, ...] = ()
+        if typed:
+            picked = read_values("mode", typed, Location("--modes"), problems=self.problems)
+        wanted = set(picked or MODES)
+        if settings.baseline:
+            wanted.add("ar")
+            present.add("ar")  # the grid adds its cell
+        elif "baseline" in self.overrides.values and "ar" not in typed:
+            wanted.discard("ar")
+        lacking = [mode for mode in dict.fromkeys(picked) if mode not in present]
+        entries += [self._preset_cell(mode, entries) for mode in lacking]
+
         remaining = []
         for entry in entries:
-            modes_here = tuple(mode for mode in entry.modes if mode in wanted)
-            if modes_here:
-                stated = entry.layer["mode"]._replace(values=modes_here)
-                remaining.append(entry._replace(layer={**entry.layer, "mode": stated}))
-            elif not entry.modes:
-                remaining.append(entry)
-        if modes and not remaining and not settings.baseline:
+            modes = tuple(mode for mode in entry.modes if mode in wanted)
+            if modes or not entry.modes:
+                remaining.append(entry._replace(modes=modes))
+        if not remaining and not settings.baseline:
             self.problems.add(Location("--no-baseline"), "leaves no cell to run")
         return remaining
-
-    def _wanted_modes(self, settings: Settings) -> dict[str, None]:
-        """Return the modes to keep, in the order in which they are typed."""
-        typed = list(self.overrides.modes)
-        modes: tuple[str, ...] = ()
-        if typed:
-            modes = read_values("mode", typed, Location("--modes"), problems=self.problems)
-        wanted: dict[str, None] = dict.fromkeys(modes or MODES)
-        if settings.baseline:
-            wanted["ar"] = None
-        elif "baseline" in self.overrides.values and "ar" not in typed:
-            wanted.pop("ar", None)
-        return wanted
 
     def _preset_cell(self, mode: str, entries: Sequence[CellEntry]) -> CellEntry:
         """Return a cell of a mode that the file lacks.
@@ -252,29 +217,28 @@ class ExperimentReader:
         drafting = DRAFTINGS[MODES[mode].drafting]
         rule = RULES[MODES[mode].rule]
         stated = set().union(self.top, self.flags, *self.models.values())
-        layer = {"mode": Stated((mode,), location)}
+        layer = {}
         if not rule.lossless and rule.bound not in stated:
             layer[rule.bound] = Stated((rule.example,), location)
         for key in ("tree", "nodes", "depth", "beam"):
             trees = [entry.layer[key].values[0] for entry in entries if key in entry.layer]
             if trees and key in drafting.parameter_names and key not in stated and not rule.chains:
                 layer[key] = Stated((trees[0],), location)
-        return CellEntry(layer, location)
+        return CellEntry((mode,), location, layer)
 
     def _entry(self, block: object, path: KeyPath) -> CellEntry:
         mapping = self._mapping(block, path, "a cell such as {mode: lantern, delta: 0.1}")
-        layer = self._layer(
-            block=mapping, path=path, parameters=tuple(PARAMETERS), other_keys=("model",)
-        )
+        layer = self._layer(mapping, path, ("model",), parameters=tuple(PARAMETERS))
         if mapping and "mode" not in mapping:
             self._note(path, f"has no mode; the modes are {', '.join(MODES)}")
-        models = mapping.get("model", ())
-        models = tuple(models) if isinstance(models, list | tuple) else (models,)
-        if not all(isinstance(name, str) for name in models) or mapping.get("model") == []:
-            shown = "(empty)" if mapping["model"] is None else mapping["model"]
+        modes = layer.pop("mode").values if "mode" in layer else ()
+        written = mapping.get("model", ())
+        models = tuple(as_list(written))
+        if written == [] or not all(isinstance(name, str) for name in models):
+            shown = "(empty)" if written is None else written
             self._note((*path, "model"), ALLOWED["model"], shown)
             models = ()
-        return CellEntry(layer, self.source.location(path), models)
+        return CellEntry(modes, self.source.location(path), layer, models=models)
 
     def _mapping(self, block: object, path: KeyPath, expected: str) -> dict[str, Any]:
         if isinstance(block, dict):
@@ -286,9 +250,9 @@ class ExperimentReader:
         self,
         block: Mapping[str, Any],
         path: KeyPath,
-        parameters: tuple[str, ...],
         other_keys: tuple[str, ...],
-    ) -> Layer:
+        parameters: tuple[str, ...] = _PARAMETERS,
+    ) -> dict[str, Stated]:
         """Read the parameters of a block; keys other than these and `other_keys` are problems."""
         layer = {}
         for key, written in block.items():
@@ -324,20 +288,20 @@ class ExperimentReader:
             models: The names of all known models.
             entries: The entries of `cells`.
         """
-        typed = "model" in self.overrides.values
-        location = self.overrides.location("model") if typed else self.source.location(("model",))
         for name in settings.model:
             if name not in models and name != UNNAMED:
                 hint = did_you_mean(name, models)
                 text = f"unknown model{hint} (the models are {', '.join(models)})"
-                self.problems.add(location, text, name)
-        if typed:
+                self.problems.add(self._stated["model"][1], text, name)
+        if "model" in self.overrides.values:
             return
-        misspelt = [name for name in self.blocks if did_you_mean(name, settings.model)]
-        suspects = [(name, self.source.location(("models", name))) for name in misspelt]
+        suspects = [
+            (name, self.source.location(("models", name)))
+            for name in self.blocks
+            if did_you_mean(name, settings.model)
+        ]
         for entry in entries:
-            names = [name for name in entry.models if name not in self.blocks]
-            suspects += [(name, entry.location) for name in names]
+            suspects += [(name, entry.location) for name in entry.models if name not in self.blocks]
         here = ", ".join(settings.model)
         for name, location in suspects:
             if name not in settings.model:

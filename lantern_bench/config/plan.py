@@ -175,11 +175,12 @@ def make_plan(experiment: ResolvedExperiment, prompts: Sequence[Prompt]) -> Plan
     # Images of one cell follow each other up to the largest batch. All cells see a prompt at about
     # the same time.
     tasks: list[ImageTask] = []
+    cells = {cell.cell_id: cell for cell in experiment.cells}
     together = max(settings.batch)
     for start in range(0, len(slots), together):
         prompt, repeat = slots[start]
-        order = partial(_order_of, run_seed=settings.seed, prompt_id=prompt.id, repeat=repeat)
-        for cell in sorted(experiment.cells, key=order):
+        for cell_id in sorted(cells, key=partial(order_key, settings.seed, prompt.id, repeat)):
+            cell = cells[cell_id]
             for image_index in range(start, min(start + together, len(slots))):
                 prompt, repeat = slots[image_index]
                 seed = record_seed(
@@ -198,7 +199,3 @@ def make_plan(experiment: ResolvedExperiment, prompts: Sequence[Prompt]) -> Plan
                 )
                 tasks.append(task)
     return Plan(experiment.cells, tuple(tasks), together)
-
-
-def _order_of(cell: Cell, *, run_seed: int, prompt_id: str, repeat: int) -> int:
-    return order_key(run_seed, prompt_id, repeat=repeat, cell_id=cell.cell_id)

@@ -20,21 +20,23 @@ _MOST_PARALLEL = 1024  # processes, and threads
 _T = TypeVar("_T")
 
 
-def _as_list(value: object) -> object:
+def as_list(value: Any) -> Sequence[Any]:
+    """Return a single value as a list of one."""
     return value if isinstance(value, list | tuple) else [value]
 
 
 # A single value is a list of one. Repeated values count once.
 _Unique = AfterValidator(lambda values: tuple(dict.fromkeys(values)))
 Several: TypeAlias = Annotated[
-    tuple[_T, ...], BeforeValidator(_as_list), Field(min_length=1), _Unique
+    tuple[_T, ...], BeforeValidator(as_list), Field(min_length=1), _Unique
 ]
 
 
 class Settings(BaseModel):
     """Run-wide settings of an experiment.
 
-    The description of a field says what is allowed and completes an error message.
+    The title of a field is the help of its flag. The description says what is allowed and completes
+    an error message.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -46,46 +48,94 @@ class Settings(BaseModel):
     description: str | None = Field(default=None, description="must be text")
     # Published figures, see `paper.py`.
     paper: dict[str, Any] | None = Field(default=None, description="must be a mapping")
-    model: Several[str] = Field(description="must be a model's name or a list of names")
+    model: Several[str] = Field(
+        title="One or several models. Default: the experiment's.",
+        description="must be a model's name or a list of names",
+    )
     prompts: str = Field(
-        default="held-out", min_length=1, description="must be the name of a prompt set, or a file"
+        default="held-out",
+        min_length=1,
+        title="Prompt set, file, coco:FILE, parti:FILE or imagenet; append #100 to take one "
+        "hundred of them.",
+        description="must be the name of a prompt set, or a file",
     )
     # Images of each cell. They go through the prompts in order, then again with the next repeat.
     # None: every prompt once.
-    images: Count | None = Field(default=None, description=COUNT.allowed)
-    # How often these images are made, each time with new seeds.
-    repeats: Count = Field(default=1, description=COUNT.allowed)
-    seed: Natural = Field(default=0, lt=2**63, description=NATURAL.allowed)
-    # How pictures are scored. None: by the model's own protocol.
-    protocol: str | None = Field(
-        default=None, min_length=1, description="must be the name of a quality protocol"
-    )
-    # The reference pictures. None: the reference of the protocol.
-    reference: str | None = Field(
-        default=None, min_length=1, description="must be embedded, a folder, a .json or a .npz file"
+    images: Count | None = Field(
+        default=None,
+        title="Images per cell; published tables use 1,000 to 5,000.",
+        description=COUNT.allowed,
     )
     metrics: Several[Literal["speed", "quality", "distance"]] = Field(
         default=("speed", "quality", "distance"),
+        title="speed, quality (of pictures), distance (from the target). Default: all.",
         description="must be a list of speed, quality and distance",
     )
-    # Images that are decoded at once. Several values give several cells.
-    batch: Several[Count] = Field(default=(1,), description=f"{COUNT.allowed}, or a list of them")
-    device: str = Field(default="auto", pattern=DEVICE, description=DEVICES)
-    dtype: DType = Field(default="auto", description=f"must be one of {', '.join(get_args(DType))}")
-    compile: bool = Field(default=False, description=_SWITCH)
+    # How pictures are scored. None: by the model's own protocol.
+    protocol: str | None = Field(
+        default=None,
+        min_length=1,
+        title="The quality protocol; see `score -h`.",
+        description="must be the name of a quality protocol",
+    )
+    # The reference pictures. None: the reference of the protocol.
+    reference: str | None = Field(
+        default=None,
+        min_length=1,
+        title="What fidelity is measured against; see `score -h`.",
+        description="must be embedded, a folder, a .json or a .npz file",
+    )
     # Worker processes that make the images, one after the other.
-    processes: Count = Field(default=1, le=_MOST_PARALLEL, description=COUNT.allowed)
+    processes: Count = Field(
+        default=1,
+        le=_MOST_PARALLEL,
+        title="Worker processes that run in turn; 3 or more give speedups an interval.",
+        description=COUNT.allowed,
+    )
+    # How often these images are made, each time with new seeds.
+    repeats: Count = Field(
+        default=1,
+        title="Repeat the images this many times, with new seeds.",
+        description=COUNT.allowed,
+    )
+    # Images that are decoded at once. Several values give several cells.
+    batch: Several[Count] = Field(
+        default=(1,),
+        title="Batch size, or a list; published figures use 1.",
+        description=f"{COUNT.allowed}, or a list of them",
+    )
+    baseline: bool = Field(
+        default=True, title="Add an ar cell if there is none.", description=_SWITCH
+    )
+    pool_devices: bool = Field(
+        default=False,
+        title="Give one speedup over several kinds of device.",
+        description=_SWITCH,
+    )
+    seed: Natural = Field(default=0, lt=2**63, title="Random seed.", description=NATURAL.allowed)
+    device: str = Field(
+        default="auto", pattern=DEVICE, title="auto, cpu, mps, cuda or cuda:N.", description=DEVICES
+    )
+    dtype: DType = Field(
+        default="auto",
+        title="auto, float32, bfloat16 or float16. auto: bfloat16 on CUDA and, in sweeps, fast "
+        "CPUs.",
+        description=f"must be one of {', '.join(get_args(DType))}",
+    )
+    compile: bool = Field(default=False, title="Compile the decode steps.", description=_SWITCH)
     # CPU threads. None: the fastest number is measured.
-    threads: Count | None = Field(default=None, le=_MOST_PARALLEL, description=COUNT.allowed)
+    threads: Count | None = Field(
+        default=None,
+        le=_MOST_PARALLEL,
+        title="CPU threads. Default: sweeps measure the fastest number; others use all cores.",
+        description=COUNT.allowed,
+    )
     # Where code distances are measured (decoding/neighbours.py).
     neighbour_space: Literal["raw", "normalised"] | None = Field(
         default=None,
+        title="Space of code distances: raw or normalised. Default: as published.",
         description="must be raw or normalised; if absent, it is as published for the model",
     )
-    # Add an ar cell if there is none.
-    baseline: bool = Field(default=True, description=_SWITCH)
-    # Give one speedup over several kinds of device.
-    pool_devices: bool = Field(default=False, description=_SWITCH)
 
 
 ALLOWED = {key: str(field.description) for key, field in Settings.model_fields.items()}
@@ -110,7 +160,7 @@ class Overrides:
         flags: Mapping[str, Any],
         *,
         modes: str | Sequence[str] | None = None,
-        settings: Sequence[str] = (),
+        settings: Sequence[str] | None = None,
         many: bool = False,
     ) -> Overrides:
         """Return the overrides that flags give.
@@ -129,7 +179,7 @@ class Overrides:
             if value is not None:
                 values[key.replace("-", "_")] = _values_of(value, f"--{key}")
         from_set = set()
-        for setting in settings:
+        for setting in settings or ():
             key, equals, text = setting.partition("=")
             key = key.strip().replace("-", "_")
             if not equals or not key or not text.strip():

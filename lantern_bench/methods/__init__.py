@@ -5,10 +5,10 @@ docs/adding-a-metric.md).
 """
 
 from lantern_bench.methods.draftings import Drafting as Drafting
+from lantern_bench.methods.draftings import Mode as Mode
 from lantern_bench.methods.metrics import Metric as Metric
 from lantern_bench.methods.metrics import image_metric as image_metric
 from lantern_bench.methods.metrics import set_metric as set_metric
-from lantern_bench.methods.modes import Mode as Mode
 from lantern_bench.methods.parameters import Kind as Kind
 from lantern_bench.methods.parameters import Parameter as Parameter
 from lantern_bench.methods.parameters import number as number

@@ -8,9 +8,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from lantern_bench.methods.draftings import BEAM, DEPTH, NODES, SHIPPED_DRAFTINGS, TREE, Drafting
+from lantern_bench.methods.draftings import (
+    BEAM,
+    DEPTH,
+    NODES,
+    SHIPPED_DRAFTINGS,
+    SHIPPED_MODES,
+    TREE,
+    Drafting,
+    Mode,
+)
 from lantern_bench.methods.metrics import SHIPPED_METRICS, Metric
-from lantern_bench.methods.modes import SHIPPED_MODES, Mode
 from lantern_bench.methods.parameters import (
     BOUND,
     NEIGHBOUR_METRIC,
@@ -25,9 +33,9 @@ from lantern_bench.methods.parameters import (
 )
 from lantern_bench.methods.plugins import find_rows
 from lantern_bench.methods.rules import SHIPPED_RULES, Rule
-from lantern_bench.methods.static_trees import STATIC_TREES, Topology, is_chain
-from lantern_bench.utils.errors import RefusedError
-from lantern_bench.utils.text import listed
+from lantern_bench.methods.static_trees import STATIC_TREES, is_chain
+from lantern_bench.utils.errors import RefusedError, UserError
+from lantern_bench.utils.text import did_you_mean, listed
 
 _TAKEN = {
     "all",
@@ -120,6 +128,15 @@ def raise_if_refused(name: object) -> None:
         raise REFUSED[name]
 
 
+def check_modes(flag: str, names: Iterable[str]) -> None:
+    """Raise the error of a name that is neither a mode nor `all`."""
+    for name in names:
+        if name not in MODES and name != "all":
+            raise_if_refused(name)
+            problem = f"{flag} {name}: unknown mode{did_you_mean(name, MODES)}"
+            raise UserError(problem, f"The modes are {', '.join(MODES)}, or all.")
+
+
 def has_parameter(key: str, drafting: str, rule: str) -> bool:
     """Return whether a cell has a parameter.
 
@@ -183,29 +200,6 @@ def lossless_pairs() -> Iterator[tuple[Rule, Drafting]]:
                 yield rule, drafting
 
 
-def chain_problem(rule: str, drafting: str, paths: Topology, tree: str | None) -> str | None:
-    """Return why a rule cannot decide on drafts that branch or are not sampled, or None.
-
-    Args:
-        rule: The rule.
-        drafting: The drafting.
-        paths: The static tree; empty without one.
-        tree: The name of the static tree, for the message.
-    """
-    row = RULES[rule]
-    if can_decide(rule, drafting) and (not row.chains or is_chain(paths)):
-        return None
-    if not row.chains:
-        return (
-            f"the rule {rule} needs sampled drafts, "
-            f"and the drafts of the drafting {drafting} are deterministic"
-        )
-    return (
-        f"the rule {rule} needs a chain of sampled drafts, and {tree} is not one; "
-        f"the tree {row.tree} is"
-    )
-
-
 def fresh_drafts_problem(rule: str, drafting: str, values: Values) -> str | None:
     """Return why a rule cannot decide on drafts coupled from step to step, or None.
 
@@ -227,7 +221,9 @@ def fresh_drafts_problem(rule: str, drafting: str, values: Values) -> str | None
 def defaults_for(
     drafting: str, rule: str, mode: str, of_model: Values | None = None
 ) -> dict[str, Any]:
-    """Return the values that a cell has unless the experiment gives others; bounds have none.
+    """Return the values of cells unless the experiment gives others; bounds have none.
+
+    Some are of parameters that the cell lacks.
 
     Args:
         drafting: The cell's drafting.
@@ -235,19 +231,12 @@ def defaults_for(
         mode: The cell's mode.
         of_model: Defaults of the model, which replace defaults of drafting and rule.
     """
-    values: dict[str, Any] = {}
-    for key, parameter in PARAMETERS.items():
-        if parameter.default is not None and has_parameter(key, drafting, rule):
-            values[key] = parameter.default
-    values.update(DRAFTINGS[drafting].defaults)
+    values = {key: row.default for key, row in PARAMETERS.items() if row.default is not None}
+    values |= DRAFTINGS[drafting].defaults
     if RULES[rule].neighbours is not None:
         values["neighbours"] = RULES[rule].neighbours
-    for key, value in (of_model or {}).items():
-        if value is not None:
-            values[key] = value
-    for key, value in MODES[mode].defaults.items():
-        if has_parameter(key, drafting, rule):
-            values[key] = value
+    values |= {key: value for key, value in (of_model or {}).items() if value is not None}
+    values |= MODES[mode].defaults
 
     tree = values.get("tree")
     if RULES[rule].chains and tree is not None:  # the model's own tree may branch

@@ -1,4 +1,8 @@
-"""Draftings: one row each. The code is in `decoding/drafting/`; a row names its module."""
+"""Draftings, and modes: names for a drafting together with an acceptance rule. One row each.
+
+The code of a drafting is in `decoding/drafting/`; its row names the module. The shipped modes are
+in modes.toml.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from pydantic import ConfigDict
+
 from lantern_bench.methods.parameters import (
     FROM_0_TO_1,
     Importable,
@@ -14,6 +20,7 @@ from lantern_bench.methods.parameters import (
     Parameter,
     Values,
     fingerprint_of,
+    read_rows,
     structure,
     whole_number,
     word,
@@ -157,27 +164,6 @@ COUPLING = structure(
     default="none",
     sampled_only=True,
 )
-CANDIDATES = structure(
-    "candidates",
-    _SIZE,
-    "Candidates of a position in the drafting pac.",
-    rare=True,
-    bounded_by="codes",
-)
-BRANCHING = structure(
-    "branching", _SIZE, "At how many depths the drafting pac has several candidates.", rare=True
-)
-DRAFTED = structure(
-    "drafted", _SIZE, "At how many first places of a hybrid window the drafter is asked.", rare=True
-)
-DRAFTER_WEIGHT = structure(
-    "drafter_weight",
-    FROM_0_TO_1,
-    "Weight of the drafter's distribution in the mixture that a hybrid window's first drafts have.",
-    default=0.5,
-    rare=True,
-)
-
 JACOBI = Drafting(
     "jacobi",
     make="lantern_bench.decoding.drafting.jacobi:JacobiDrafting",
@@ -195,7 +181,24 @@ PAC = Drafting(
     "pac",
     make="lantern_bench.decoding.drafting.pac:PacDrafting",
     about="Jacobi drafts with siblings",
-    parameters=(WINDOW, INITIAL, COUPLING, CANDIDATES, BRANCHING),
+    parameters=(
+        WINDOW,
+        INITIAL,
+        COUPLING,
+        structure(
+            "candidates",
+            _SIZE,
+            "Candidates of a position in the drafting pac.",
+            rare=True,
+            bounded_by="codes",
+        ),
+        structure(
+            "branching",
+            _SIZE,
+            "At how many depths the drafting pac has several candidates.",
+            rare=True,
+        ),
+    ),
     defaults={"window": 16, "coupling": "maximal", "candidates": 3, "branching": 2},
     small={"window": 4, "candidates": 2},
     needs_drafter=False,
@@ -220,7 +223,25 @@ SHIPPED_DRAFTINGS = (
         "hybrid",
         make="lantern_bench.decoding.drafting.jacobi:HybridDrafting",
         about="Jacobi drafts, the first with a drafter",
-        parameters=(WINDOW, INITIAL, COUPLING, DRAFTED, DRAFTER_WEIGHT),
+        parameters=(
+            WINDOW,
+            INITIAL,
+            COUPLING,
+            structure(
+                "drafted",
+                _SIZE,
+                "At how many first places of a hybrid window the drafter is asked.",
+                rare=True,
+            ),
+            structure(
+                "drafter_weight",
+                FROM_0_TO_1,
+                "Weight of the drafter's distribution in the mixture that a hybrid window's first "
+                "drafts have.",
+                default=0.5,
+                rare=True,
+            ),
+        ),
         defaults={"window": 16, "initial": "row", "coupling": "maximal", "drafted": 2},
         small={"window": 4, "drafted": 2},
         chain=True,
@@ -242,3 +263,24 @@ SHIPPED_DRAFTINGS = (
         nodes=lambda values: max(values["nodes"], values["beam"]),
     ),
 )
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A name for a drafting and a rule; an experiment may override both."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")  # of rows in modes.toml
+
+    name: str
+    drafting: str
+    rule: str
+    label: str  # in legends
+    colour: str | None = None
+    # replace those of drafting and rule, if a cell has the parameter
+    defaults: Values = field(default_factory=dict)
+    source: str = ""  # arXiv number of their paper; empty: the rule's
+    # further values that `certify --modes` tests (checks/claims.py)
+    variants: tuple[Values, ...] = ()
+
+
+SHIPPED_MODES = read_rows("modes.toml", Mode)

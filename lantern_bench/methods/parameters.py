@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import importlib
 import inspect
+import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, get_args
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, TypeVar, get_args
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, TypeAdapter
 
 Values: TypeAlias = Mapping[str, Any]  # of parameters, by name
 
@@ -191,6 +192,15 @@ RESIDUAL = Parameter(
     in_id="changed",
     sampled_only=True,
 )
+
+
+_Row = TypeVar("_Row")
+
+
+def read_rows(name: str, row_class: type[_Row]) -> list[_Row]:
+    """Return the checked rows of a TOML file beside this module."""
+    rows = tomllib.loads(Path(__file__).with_name(name).read_text(encoding="utf-8"))["row"]
+    return TypeAdapter(list[row_class]).validate_python(rows)  # type: ignore[valid-type]
 
 
 Importable: TypeAlias = str | Callable[..., Any]

@@ -135,13 +135,9 @@ def neighbour_rule(
         neighbours: How many nearest codes a draft may take mass from, unless a cell says.
         **fields: Other fields of `Rule`.
     """
-
-    def make(function: RelaxedFunction) -> Rule:
-        return Rule(
-            name, decide="by neighbours", function=function, neighbours=neighbours, **fields
-        )
-
-    return make
+    return lambda function: Rule(
+        name, decide="by neighbours", function=function, neighbours=neighbours, **fields
+    )
 
 
 def probability_rule(name: str, **fields: Any) -> Callable[[RelaxedFunction], Rule]:
@@ -151,11 +147,7 @@ def probability_rule(name: str, **fields: Any) -> Callable[[RelaxedFunction], Ru
         name: The rule's name in experiments and on the command line.
         **fields: Other fields of `Rule`.
     """
-
-    def make(function: RelaxedFunction) -> Rule:
-        return Rule(name, decide="by probability", function=function, **fields)
-
-    return make
+    return lambda function: Rule(name, decide="by probability", function=function, **fields)
 
 
 def tree_rule(name: str, **fields: Any) -> Callable[[Importable], Rule]:
@@ -165,18 +157,12 @@ def tree_rule(name: str, **fields: Any) -> Callable[[Importable], Rule]:
         name: The rule's name in experiments and on the command line.
         **fields: Other fields of `Rule`.
     """
-
-    def make(function: Importable) -> Rule:
-        return Rule(name, decide=None, accept_tree=function, needs_fresh_drafts=True, **fields)
-
-    return make
+    return lambda function: Rule(
+        name, decide=None, accept_tree=function, needs_fresh_drafts=True, **fields
+    )
 
 
 # ---- Lossless rules
-
-NONE = Rule("none", about="nothing is accepted", in_id=False)
-STRICT = Rule("strict", about="accepts with p / q", in_id=False)
-
 
 # As text: the function needs torch.
 _ACCEPT_TRAVERSAL = "lantern_bench.decoding.acceptance.traversal:accept_traversal"
@@ -198,33 +184,20 @@ traversal = tree_rule(
 
 # ---- Rules that let a draft take the mass of its neighbours
 
-DELTA = Parameter(
-    "delta",
-    BETWEEN_0_AND_1,
-    "Bound of the additive rule: the most neighbour mass of a draft, between 0 and 1.",
-    symbol="δ",
-)
-LAMBDA = Parameter(
-    "lambda",
-    ABOVE_1,
-    "Bound of the multiplicative rule: the most by which a draft's probability may grow, above 1.",
-    symbol="λ",
-)
-ENTROPY_SCALE = Parameter(
-    "entropy_scale",
-    BETWEEN_0_AND_1,
-    "Bound of the entropy rule: the most neighbour mass where p is uniform, between 0 and 1.",
-    short="scale",
-    symbol="η",
-)
-
 
 @neighbour_rule(
     "additive",
     about="neighbour mass of at most delta",
     bound="delta",
     example=0.02,
-    parameters=(DELTA,),
+    parameters=(
+        Parameter(
+            "delta",
+            BETWEEN_0_AND_1,
+            "Bound of the additive rule: the most neighbour mass of a draft, between 0 and 1.",
+            symbol="δ",
+        ),
+    ),
     neighbours=20,
     in_id=False,
 )
@@ -238,7 +211,15 @@ def additive(draft: DraftView, values: Values) -> Tensor:
     about="probability of at most lambda times the draft's own",
     bound="lambda",
     example=2.0,
-    parameters=(LAMBDA,),
+    parameters=(
+        Parameter(
+            "lambda",
+            ABOVE_1,
+            "Bound of the multiplicative rule: the most by which a draft's probability may grow, "
+            "above 1.",
+            symbol="λ",
+        ),
+    ),
     in_id=False,
 )
 def multiplicative(draft: DraftView, values: Values) -> Tensor:
@@ -250,7 +231,16 @@ def multiplicative(draft: DraftView, values: Values) -> Tensor:
     "entropy",
     about="neighbour mass that grows with the entropy of p",
     bound="entropy_scale",
-    parameters=(ENTROPY_SCALE,),
+    parameters=(
+        Parameter(
+            "entropy_scale",
+            BETWEEN_0_AND_1,
+            "Bound of the entropy rule: the most neighbour mass where p is uniform, between 0 "
+            "and 1.",
+            short="scale",
+            symbol="η",
+        ),
+    ),
     neighbours=20,
 )
 def entropy(draft: DraftView, values: Values) -> Tensor:
@@ -261,58 +251,26 @@ def entropy(draft: DraftView, values: Values) -> Tensor:
 
 # ---- Rules that give the probability of acceptance
 
-STRENGTH = Parameter(
-    "strength",
-    ABOVE_0,
-    "w of the first draft in Cool-SD, which accepts with w p / q: 1 is strict.",
-    symbol="w",
-)
-DECAY = rare(
-    "decay",
-    NOT_NEGATIVE,
-    "How fast Cool-SD's w falls: by the factor exp(-decay) with each depth.",
-    default=0.7,
-)
-CLUSTER = Parameter(
-    "cluster",
-    SEVERAL,
-    "Number of tokens in a cluster of GSD: a draft and its neighbours in order of p.",
-    symbol="G",
-    unit="tokens",
-    bounded_by="codes",
-)
-PROBABILITY_GAP = rare(
-    "probability_gap",
-    ABOVE_0,
-    "GSD: tokens whose probability differs by this much or more are in no cluster with the draft.",
-    default=0.15,
-)
-CODE_GAP = rare(
-    "code_gap",
-    NOT_NEGATIVE,
-    "GSD: codes at this squared Euclidean distance or more are in no cluster; 0: no limit.",
-    default=0.5,
-)
-EPSILON = Parameter(
-    "epsilon",
-    BETWEEN_0_AND_1,
-    "Typical acceptance: a draft of a higher probability is accepted; between 0 and 1.",
-    symbol="ε",
-)
-ALPHA = rare(
-    "alpha",
-    ABOVE_0,
-    "Typical acceptance: also accept when p(x) > alpha * exp(-H(p)) (Medusa's delta).",
-    default=0.3,
-)
-
 
 @probability_rule(
     "cool-sd",
     about="accepts with w p / q, w falls with depth",
     bound="strength",
     example=1.1,
-    parameters=(STRENGTH, DECAY),
+    parameters=(
+        Parameter(
+            "strength",
+            ABOVE_0,
+            "w of the first draft in Cool-SD, which accepts with w p / q: 1 is strict.",
+            symbol="w",
+        ),
+        rare(
+            "decay",
+            NOT_NEGATIVE,
+            "How fast Cool-SD's w falls: by the factor exp(-decay) with each depth.",
+            default=0.7,
+        ),
+    ),
     source="2601.09212",
 )
 def cool_sd(draft: DraftView, values: Values) -> Tensor:
@@ -329,7 +287,29 @@ def cool_sd(draft: DraftView, values: Values) -> Tensor:
     about="accepts with p / q of the draft's cluster of codes",
     bound="cluster",
     example=14,
-    parameters=(CLUSTER, PROBABILITY_GAP, CODE_GAP),
+    parameters=(
+        Parameter(
+            "cluster",
+            SEVERAL,
+            "Number of tokens in a cluster of GSD: a draft and its neighbours in order of p.",
+            symbol="G",
+            unit="tokens",
+            bounded_by="codes",
+        ),
+        rare(
+            "probability_gap",
+            ABOVE_0,
+            "GSD: tokens whose probability differs by this much or more are in no cluster with the "
+            "draft.",
+            default=0.15,
+        ),
+        rare(
+            "code_gap",
+            NOT_NEGATIVE,
+            "GSD: codes at this squared Euclidean distance or more are in no cluster; 0: no limit.",
+            default=0.5,
+        ),
+    ),
     codebook=True,
     official_removal=1.0,
     source="2508.07747",
@@ -372,7 +352,20 @@ def gsd(draft: DraftView, values: Values) -> Tensor:
     about="accepts what is not improbable for the entropy of p",
     bound="epsilon",
     example=0.09,
-    parameters=(EPSILON, ALPHA),
+    parameters=(
+        Parameter(
+            "epsilon",
+            BETWEEN_0_AND_1,
+            "Typical acceptance: a draft of a higher probability is accepted; between 0 and 1.",
+            symbol="ε",
+        ),
+        rare(
+            "alpha",
+            ABOVE_0,
+            "Typical acceptance: also accept when p(x) > alpha * exp(-H(p)) (Medusa's delta).",
+            default=0.3,
+        ),
+    ),
     official_removal=0.0,
     source="2401.10774",
 )
@@ -388,8 +381,8 @@ def typical(draft: DraftView, values: Values) -> Tensor:
 
 
 SHIPPED_RULES = (
-    NONE,
-    STRICT,
+    Rule("none", about="nothing is accepted", in_id=False),
+    Rule("strict", about="accepts with p / q", in_id=False),
     block,
     traversal,
     additive,

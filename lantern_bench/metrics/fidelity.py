@@ -19,7 +19,6 @@ from torch import Tensor
 from torch_fidelity import metric_kid
 
 from lantern_bench.methods.catalog import METRICS, OF_SETS
-from lantern_bench.methods.metrics import measures
 from lantern_bench.metrics.extractors import FeatureSet
 from lantern_bench.utils.text import listed
 
@@ -64,14 +63,12 @@ def frechet_distance(reference: FeatureSet) -> Callable[[Tensor], float]:
     return distance
 
 
-@measures("fid")
 def fid(sets: FeatureSets) -> Figure:
     """Return the Frechet distance of the two sets (Heusel et al. 2017)."""
     distance = frechet_distance(sets.reference)
     return lambda rows: distance(sets.subset(rows))
 
 
-@measures("kid")
 def kid(sets: FeatureSets) -> Figure:
     """Return the kernel distance (Binkowski et al. 2018), over all pictures."""
     reference = sets.reference_features().double().numpy()
@@ -117,14 +114,12 @@ def _kid_std(sets: FeatureSets) -> dict[str, Any]:
     return {"kid_subset": subset, "kid_std": figures[metric_kid.KEY_METRIC_KID_STD]}
 
 
-@measures("precision")
 def precision(sets: FeatureSets) -> Figure:
     """Return the fraction of pictures in the reference's manifold (Kynkaanniemi et al. 2019)."""
     inside = _is_inside(sets.pictures, sets.reference_features())
     return lambda rows: float(inside[rows].mean())
 
 
-@measures("recall")
 def recall(sets: FeatureSets) -> Figure:
     """Return the fraction of the reference inside the pictures' manifold."""
     reference = sets.reference_features()

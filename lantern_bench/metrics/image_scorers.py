@@ -22,7 +22,6 @@ from PIL import Image
 from torch import Tensor
 from torchvision.transforms.functional import to_pil_image
 
-from lantern_bench.methods.metrics import measures
 from lantern_bench.metrics import extractors
 from lantern_bench.metrics.protocols import Protocol
 from lantern_bench.models.checkpoints.checkpoint import open_checkpoint
@@ -149,20 +148,17 @@ def _weights_in(folder: Path) -> Path:
     return Path(path)
 
 
-@measures("clip_score")
 def clip_score(protocol: Protocol, device: torch.device | str) -> ClipScorer:
     """Load the scorer of the metric `clip_score`: the protocol's CLIP model."""
     return load_clip(protocol.clip_model or BUNDLED, prefix=protocol.clip_prefix, device=device)
 
 
-@measures("hpsv2")
 def hpsv2(_protocol: Protocol, device: torch.device | str) -> ClipScorer:
     """Load HPSv2.1 (Wu et al. 2023), a CLIP model."""
     path = extractors.find_weights("HPSv2", "HPS_v2.1_compressed.pt")
     return load_clip("ViT-H-14", path, device=device, label="hpsv2.1")
 
 
-@measures("image_reward")
 def image_reward(_protocol: Protocol, device: torch.device | str) -> ImageReward:
     """Load ImageReward 1.0 (Xu et al. 2023)."""
     if importlib.util.find_spec("ImageReward") is None:
@@ -223,7 +219,6 @@ class PromptAccuracy:
         return scores
 
 
-@measures("prompt_accuracy")
 def prompt_accuracy(_protocol: Protocol, device: torch.device | str) -> PromptAccuracy:
     """Load the scorer of the metric `prompt_accuracy`."""
     return PromptAccuracy(classifier.load_classifier(device=device))

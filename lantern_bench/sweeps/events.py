@@ -1,16 +1,17 @@
-"""Events of a sweep, which all go to one callback, and decoded images."""
+"""Events of a sweep, which all go to one callback, how they are shown, and decoded images."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias
 
 from lantern_bench.config.plan import ImageTask, Plan
 from lantern_bench.devices.without_torch import DISTURBED
-from lantern_bench.utils.progress import Note, ProgressEvent
+from lantern_bench.utils.progress import Note, Progress, ProgressEvent
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -51,6 +52,38 @@ class ImageDone(NamedTuple):
 
 
 Event: TypeAlias = Note | ProgressEvent | Started | ImageDone
+
+
+def shown_by(progress: Progress, on_note: Callable[[Note], None]) -> Callable[[Event], None]:
+    """Return a function that shows events: progress with running means, and notes."""
+    images = done = 0
+    figures: dict[str, list[float]] = {"mal": [], "s_per_image": []}
+
+    def show(event: Event) -> None:
+        nonlocal images, done
+        match event:
+            case Note():
+                on_note(event)
+            case ProgressEvent(label, share, total, values):
+                progress.share(label, share, total, **values)
+            case Started(finished, to_do):
+                images = sum(to_do.values())
+                if finished:
+                    on_note(Note(f"{finished} images kept, {images} to do"))
+                if images:
+                    progress.share("images", 0, images)
+            case ImageDone(task, record):
+                done += 1
+                if event.failed:
+                    on_note(Note(f"{task.image} failed: {record['error']}", level="warning"))
+                else:
+                    figures["s_per_image"].append(record["seconds"])
+                    if task.cell.decoding.mode != "ar" and record["mean_accepted_length"]:
+                        figures["mal"].append(record["mean_accepted_length"])
+                means = {key: fmean(values) for key, values in figures.items() if values}
+                progress.share("images", done, images, **means)
+
+    return show
 
 
 @dataclass(frozen=True)

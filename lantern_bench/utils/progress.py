@@ -1,9 +1,14 @@
-"""Notes and progress events, and the callback that receives them."""
+"""Notes and progress events, the callback that receives them, and the progress that people see."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, TypeAlias
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple, TextIO, TypeAlias
+
+from lantern_bench.utils.clock import now
+from lantern_bench.utils.text import duration
+
+_LOG_SECONDS = 60.0  # between two lines of progress in a log
 
 
 class Note(NamedTuple):
@@ -20,6 +25,7 @@ class ProgressEvent(NamedTuple):
     label: str
     done: float
     total: float = 1  # 1 where `done` is a fraction
+    figures: Mapping[str, Any] = {}  # shown beside the progress
 
 
 Emit: TypeAlias = Callable[[Any], None]
@@ -28,3 +34,87 @@ Emit: TypeAlias = Callable[[Any], None]
 
 def ignore_events(_event: object) -> None:
     """Ignore an event: the default of functions that take an `Emit`."""
+
+
+class Progress:
+    """Progress of long tasks, one after another.
+
+    A terminal and a notebook show bars. A log gets a line at the start and at the end of a task,
+    and at most one a minute between.
+
+    Args:
+        write_line: Receives the lines of a log.
+        stream: A terminal for bars; None: there are lines instead.
+    """
+
+    def __init__(self, write_line: Callable[[str], None], stream: TextIO | None) -> None:
+        self._write_line = write_line
+        self._stream = stream
+        self._description: str | None = None  # description of the running task
+        self._figures = ""
+        self._start_time = 0.0
+        self._line_time = 0.0
+        self._bar: Any = None
+
+    def share(
+        self, description: str, done: float, total: float = 1, **figures: float | str
+    ) -> None:
+        """Show how much of a task is done.
+
+        Args:
+            description: Names the task. A new description ends the last task.
+            done: How much is done.
+            total: When the task is done; 1 if `done` is a fraction.
+            **figures: Figures that are shown beside the progress.
+        """
+        if description != self._description:
+            self.close()
+            self._start(description, total)
+        words = []
+        for name, value in figures.items():
+            text = value if isinstance(value, str) else f"{value:.3g}"
+            words.append(f"{name.replace('_per_', '/').replace('_', ' ')} {text}")
+        self._done = done
+        self._figures = ", ".join(words) or self._figures
+        if self._bar is not None:
+            self._bar.set_postfix_str(self._figures, refresh=False)
+            self._bar.update(done - self._bar.n)
+        elif now() - self._line_time >= _LOG_SECONDS:
+            self._line_time = now()
+            seconds = self._line_time - self._start_time
+            seconds_left = seconds * (total - done) / done if done else 0.0
+            self._log(f"{duration(seconds_left)} left" if seconds_left else "")
+
+    def close(self) -> None:
+        """End the task. Its bar or lines stay visible."""
+        if self._bar is not None:
+            self._bar.close()
+        elif self._description is not None:
+            self._log(f"in {duration(now() - self._start_time)}", separator=" ")
+        self._description = self._bar = None
+
+    def _start(self, description: str, total: float) -> None:
+        self._description = description
+        self._total = total
+        self._figures = ""
+        self._start_time = self._line_time = now()
+        if self._stream is None:
+            self._write_line(description if total == 1 else f"{description}: {total:g}")
+            return
+        from tqdm.auto import tqdm
+
+        count = "" if total == 1 else " {n:g}/{total:g}"
+        self._bar = tqdm(
+            desc=description,
+            total=total,
+            file=self._stream,
+            # Images of different cells take different times: estimate from all of them.
+            smoothing=0,
+            bar_format=f"{{l_bar}}{{bar}}|{count} {{elapsed}}, {{remaining}} left{{postfix}}",
+        )
+
+    def _log(self, time: str, separator: str = ", ") -> None:
+        """Write a line: how much of the task is done, the time, and the figures."""
+        done = f"{self._done:.0%}" if self._total == 1 else f"{self._done:g} of {self._total:g}"
+        parts = [separator.join(filter(None, [done, time])), self._figures]
+        self._write_line(f"{self._description}: {', '.join(filter(None, parts))}")

@@ -17,8 +17,8 @@ import typer
 from typer.main import get_command
 
 from lantern_bench.analysis.statistics import proportion, ratio_of_sums
-from lantern_bench.cli.console import Console, Progress, show_events
-from lantern_bench.cli.options import DEVICE_HELP, FormatOption
+from lantern_bench.cli.console import FORMATS, Console
+from lantern_bench.cli.options import DEVICE_HELP, FormatOption, check_choice
 from lantern_bench.devices.compute import choose_compute
 from lantern_bench.metrics.extractors import EMBEDDED_FEATURES, find_extractor
 from lantern_bench.metrics.image_scorers import load_clip
@@ -28,6 +28,7 @@ from lantern_bench.training.recipe import checked, flag_of
 from lantern_bench.training.trainer import TrainEvent
 from lantern_bench.utils.errors import CheckFailedError, LanternError, UserError
 from lantern_bench.utils.files import check_writable
+from lantern_bench.utils.progress import Emit, ProgressEvent
 from lantern_bench.utils.text import duration
 from scripts.train_lanterns.part_tasks import reference_scenes
 from scripts.train_lanterns.parts import (
@@ -86,6 +87,9 @@ def train_lanterns(
     The same command continues a training.
     """
     console = Console()
+    if format is not None:
+        check_choice("--format", format, FORMATS)
+        console.format = format
     only_training = {"minutes": minutes, "steps": steps, "init_from": init_from}
     shared = {"seed": seed, "resume": resume, "device": device, "images": images}
     settings = checked(RecipeSettings, only_training | shared)
@@ -103,7 +107,7 @@ def train_lanterns(
     parts = [name for name in PARTS if not part or name in part]
     if evaluate:
         check_weights(parts, folder)
-        _evaluate(parts, folder, settings=settings, console=console, table_format=format)
+        _evaluate(parts, folder, settings=settings, console=console)
         return
     for number, name in enumerate(parts):
         check_part(part=name, folder=folder, among=parts[:number], init_from=init_from)
@@ -125,8 +129,8 @@ def _train(
     for name in parts:
         path = folder / FILES[name]
         exists = path.is_file()
-        with console.progress() as progress:
-            on_event = partial(_show_event, progress, name)
+        with console.events() as emit:
+            on_event = partial(_show_event, emit, name)
             report = train_part(
                 part=name,
                 folder=folder,
@@ -134,7 +138,7 @@ def _train(
                 settings=settings,
                 device=device,
                 on_event=on_event,
-                emit=show_events(console, progress),
+                emit=emit,
             )
         if name == "features":
             # The embedded reference has features of this network.
@@ -153,14 +157,9 @@ def _train(
     console.say(f"report: {folder / REPORT}")
 
 
-def _show_event(progress: Progress, part: str, event: TrainEvent) -> None:
-    progress.share(
-        f"training the {part}",
-        event.fraction,
-        step=str(event.step),
-        loss=event.loss,
-        **event.figures,
-    )
+def _show_event(emit: Emit, part: str, event: TrainEvent) -> None:
+    figures = {"step": str(event.step), "loss": event.loss, **event.figures}
+    emit(ProgressEvent(f"training the {part}", event.fraction, figures=figures))
 
 
 def _evaluate(
@@ -169,26 +168,25 @@ def _evaluate(
     *,
     settings: RecipeSettings,
     console: Console,
-    table_format: str | None,
 ) -> None:
     """Print one row per quality gate, with the 95% interval if the figure was sampled."""
     device = choose_compute(settings.device).device
     clip = load_clip(weights=folder / "clip", device=device) if "clip" in parts else None
-    with console.progress() as progress:
+    with console.events() as emit:
         evaluation = Evaluation(
             folder=folder,
             clip=clip,
             device=device,
             images=settings.images,
             seed=settings.seed,
-            emit=show_events(console, progress),
+            emit=emit,
         )
         gates = list(evaluation.measure(parts))
     columns = ["part", "bar", "measured", "low", "high", "wanted", "met"]
     table = pd.DataFrame([_row(gate) for gate in gates], columns=columns).astype(
         {"low": float, "high": float}
     )
-    console.table(table, title="quality gates of the bundled models", format=table_format)
+    console.table(table, title="quality gates of the bundled models")
     failed = [gate.name for gate in gates if gate.passed is False]
     if failed:
         count = f"{len(failed)} of {sum(bool(gate.wanted) for gate in gates)}"

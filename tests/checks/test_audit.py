@@ -26,7 +26,7 @@ from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.experiment import Cell
 from lantern_bench.decoding.acceptance import configured_rule
 from lantern_bench.methods import catalog
-from lantern_bench.methods.modes import SHIPPED_MODES, Mode
+from lantern_bench.methods.draftings import SHIPPED_MODES, Mode
 from lantern_bench.methods.rules import SHIPPED_RULES
 from lantern_bench.models import registry
 from tests.helpers.mistakes import strict_without_residual

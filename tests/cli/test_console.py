@@ -18,7 +18,7 @@ from lantern_bench.config.experiment import load_experiment
 from lantern_bench.models.registry import defaults_of
 from lantern_bench.report.format_tables import readable
 from lantern_bench.utils.errors import UserError
-from lantern_bench.utils.progress import Note
+from lantern_bench.utils.progress import Note, ProgressEvent
 from lantern_bench.utils.text import duration
 from tests.helpers.made_up_run import build_tables, make_record, make_records, make_scores
 
@@ -42,7 +42,7 @@ def _plain_environment(monkeypatch):
 @pytest.fixture
 def clock(monkeypatch):
     clock = SimpleNamespace(seconds=0.0)
-    monkeypatch.setattr("lantern_bench.cli.console.now", lambda: clock.seconds)
+    monkeypatch.setattr("lantern_bench.utils.progress.now", lambda: clock.seconds)
     return clock
 
 
@@ -52,11 +52,15 @@ def summary():
     return build_tables(records, make_scores(records))["summary"]
 
 
-def console(*, terminal: bool = False, **flags) -> tuple[Console, io.StringIO, io.StringIO]:
+def console(
+    *, terminal: bool = False, form: str | None = None, **flags
+) -> tuple[Console, io.StringIO, io.StringIO]:
     kind = Terminal if terminal else io.StringIO
     out = kind()
     err = kind()
-    return Console(stdout=out, stderr=err, **flags), out, err
+    made = Console(stdout=out, stderr=err, **flags)
+    made.format = form or made.format
+    return made, out, err
 
 
 def test_a_pipe_gets_csv_and_a_terminal_a_table(summary):
@@ -81,7 +85,7 @@ def test_a_terminal_breaks_lines_between_words(monkeypatch):
     drawn, out, err = console(terminal=True)
     for text in texts:
         drawn.say(text)
-        drawn.table(pd.DataFrame({"n": [1]}), notes=[text], format="table")
+        drawn.table(pd.DataFrame({"n": [1]}), notes=[text])
     for written in (err.getvalue(), out.getvalue()):
         assert not Counter(" ".join(texts).split()) - Counter(written.split())
         assert all(len(line) <= 40 or path in line for line in written.splitlines())
@@ -124,8 +128,8 @@ def test_no_escape_codes_with_no_color_or_dumb_terminal(summary, monkeypatch, na
     monkeypatch.setenv(name, value)
     drawn, out, err = console(terminal=True)
     drawn.table(summary, "summary", title="a run")
-    with drawn.progress() as progress:
-        progress.share("images", 1, 2)
+    with drawn.events() as emit:
+        emit(ProgressEvent("images", 1, 2))
     drawn.warn("careful")
     assert "2.09x" in out.getvalue()
     assert "images" in err.getvalue()
@@ -141,8 +145,8 @@ def test_nothing_is_cut_on_a_narrow_terminal(monkeypatch, name, columns):
     table = build_tables(records, make_scores(records))[name]
     narrow, out, _ = console(terminal=True)
     narrow.table(table, name)
-    wide, whole, _ = console()
-    wide.table(table, name, format="table")
+    wide, whole, _ = console(form="table")
+    wide.table(table, name)
     assert "…" not in out.getvalue() + whole.getvalue()
     figures = Counter(word for word in whole.getvalue().split() if word[0].isdigit())
     assert figures.total() > 3 * len(readable(table, name).frame)
@@ -155,15 +159,15 @@ def test_nothing_is_cut_on_a_narrow_terminal(monkeypatch, name, columns):
 
 def test_a_table_in_a_pipe_is_as_wide_as_it_needs_to_be():
     long = "x" * 300
-    piped, out, _ = console()
-    piped.table(pd.DataFrame({"about": [long], "n": [1]}), format="table")
+    piped, out, _ = console(form="table")
+    piped.table(pd.DataFrame({"about": [long], "n": [1]}))
     assert long in out.getvalue()
     assert not any(line != line.rstrip() for line in out.getvalue().splitlines())
 
 
 def test_json_keeps_figures_and_gaps(summary):
-    written, out, _ = console()
-    written.table(summary, "summary", format="json")
+    written, out, _ = console(form="json")
+    written.table(summary, "summary")
     rows = json.loads(out.getvalue())
     assert rows[1]["speedup"] == pytest.approx(summary["speedup"].iloc[1], rel=1e-12)
     assert rows[0]["fid"] is None
@@ -171,15 +175,15 @@ def test_json_keeps_figures_and_gaps(summary):
 
 
 def test_markdown_and_latex(summary):
-    written, out, _ = console()
-    written.table(summary, "summary", format="md", title="a run")
+    written, out, _ = console(form="md")
+    written.table(summary, "summary", title="a run")
     lines = out.getvalue().splitlines()
     assert lines[0] == "**a run**"
     table = [line for line in lines if line.startswith("|")]
     assert len(table) == 2 + len(summary)
     assert len({line.count(" | ") for line in table}) == 1
-    written, out, _ = console()
-    written.table(summary.assign(method="50%_x"), "summary", format="latex")
+    written, out, _ = console(form="latex")
+    written.table(summary.assign(method="50%_x"), "summary")
     assert r"50\%\_x" in out.getvalue()
     assert r"\end{tabular}" in out.getvalue()
 
@@ -189,10 +193,10 @@ def test_quiet_leaves_errors_alone(clock):
     quiet.say("hello")
     quiet.note(Note("more", None, "detail"))
     quiet.warn("careful", "do this")
-    with quiet.progress() as progress:
-        progress.share("images", 1, 2)
+    with quiet.events() as emit:
+        emit(ProgressEvent("images", 1, 2))
         clock.seconds = 1e6
-        progress.share("images", 2, 2)
+        emit(ProgressEvent("images", 2, 2))
     quiet.error(UserError("--delta 2: must lie between 0 and 1", "For example:\n--delta 0.1"))
     assert out.getvalue() == ""
     assert (
@@ -212,11 +216,12 @@ def test_details_need_verbose_and_warnings_carry_advice():
 
 def test_a_log_gets_at_most_one_a_minute(clock):
     console_, _, err = console()
-    with console_.progress() as progress:
-        progress.share("images", 0, 400)
+    with console_.events() as emit:
+        emit(ProgressEvent("images", 0, 400))
         for number in range(400):
             clock.seconds += 1.0
-            progress.share("images", number + 1, 400, mal=1.5, s_per_image=0.7123)
+            figures = {"mal": 1.5, "s_per_image": 0.7123}
+            emit(ProgressEvent("images", number + 1, 400, figures))
     lines = err.getvalue().splitlines()
     assert lines[0] == "images: 400"
     assert lines[1] == "images: 60 of 400, 5 min 40 s left, mal 1.5, s/image 0.712"
@@ -226,12 +231,11 @@ def test_a_log_gets_at_most_one_a_minute(clock):
 
 def test_a_share_is_shown_as_per_cent_also_when_work_fails(clock):
     console_, _, err = console()
-    with pytest.raises(KeyboardInterrupt), console_.progress() as progress:
-        progress.share("training target", 0)
+    with pytest.raises(KeyboardInterrupt), console_.events() as emit:
+        emit(ProgressEvent("training target", 0))
         clock.seconds = 100.0
-        progress.share("training target", 0.25, loss=4.2)
+        emit(ProgressEvent("training target", 0.25, figures={"loss": 4.2}))
         raise KeyboardInterrupt
-    progress.finish()
     assert err.getvalue().splitlines() == [
         "training target",
         "training target: 25%, 5 min 00 s left, loss 4.2",
@@ -241,9 +245,9 @@ def test_a_share_is_shown_as_per_cent_also_when_work_fails(clock):
 
 def test_a_terminal_gets_bars_with_messages_above():
     console_, out, err = console(terminal=True)
-    with console_.progress() as progress:
+    with console_.events() as emit:
         for number in range(4):
-            progress.share("images", number + 1, 4, mal=2.5)
+            emit(ProgressEvent("images", number + 1, 4, {"mal": 2.5}))
         console_.warn("the machine slowed down")
     console_.say("finished")
     text = err.getvalue()

@@ -16,7 +16,7 @@ import pandas as pd
 import pytest
 
 from lantern_bench.cli import main as cli
-from lantern_bench.cli.console import Console, show_events
+from lantern_bench.cli.console import Console
 from lantern_bench.methods.catalog import DRAFTINGS, MODES
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.storage.run_directory import read_manifest, read_records
@@ -39,9 +39,8 @@ def test_a_busy_processor_is_named_before_the_first_image(
     capsys, lost: float, warning: str
 ) -> None:
     console = Console()
-    with console.progress() as progress:
-        for note in Calibrated(1, {1: 4.0, 2: 5.0}, lost).notes():
-            show_events(console, progress)(note)
+    for note in Calibrated(1, {1: 4.0, 2: 5.0}, lost).notes():
+        console.note(note)
     written = capsys.readouterr().err
     assert written.startswith(warning)
     assert bool(written) == bool(warning)

@@ -15,7 +15,7 @@ from lantern_bench.checks import tabular_model
 from lantern_bench.config.decoding import Decoding, ParameterError
 from lantern_bench.decoding.loop import decode
 from lantern_bench.methods import catalog
-from lantern_bench.methods.modes import Mode
+from lantern_bench.methods.draftings import Mode
 from tests.docs.test_adding_a_rule import ROOT, rows, run
 
 EXAMPLE = ROOT / "tests" / "examples" / "echo_drafting"

@@ -95,7 +95,8 @@ def rule_mistakes(decoding: Decoding, model: DecodableModel) -> list[Mistake]:
     near = Codes(neighbours=k, nearest=model.table(k, "l2"))
     relaxed = ConfiguredRule(RULES["multiplicative"], {"lambda": 2.0}, near)
     mistakes.append(Mistake("relaxed with lambda 2", rule=relaxed))
-    if decoding.branches:
+    is_chain = decoding.drafting_row.chain or (decoding.paths and not any(map(any, decoding.paths)))
+    if decoding.drafts and not is_chain:
         mistakes.append(
             Mistake("not renormalised after a rejected sibling", siblings_not_renormalised)
         )

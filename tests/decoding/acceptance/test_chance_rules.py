@@ -29,7 +29,7 @@ from lantern_bench.decoding.loop import decode
 from lantern_bench.decoding.neighbours import nearest_codes
 from lantern_bench.decoding.tree import StaticTree
 from lantern_bench.methods import catalog
-from lantern_bench.methods.modes import Mode
+from lantern_bench.methods.draftings import Mode
 from lantern_bench.methods.rules import Rule
 from tests.decoding.acceptance.test_emitted_tv import dirichlet, mean_distribution, of_drafts
 from tests.decoding.test_loop import DRAFTED, CodedModel, g_test
