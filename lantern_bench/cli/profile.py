@@ -111,7 +111,7 @@ def profile(
         choose_threads(
             model=profiled.model,
             prompt=profiled.prompts[0],
-            decodings=[*steps.values(), *decodings][:2],
+            decodings=[*steps.values(), *decodings],
             emit=console.note,
         )
     if search:
