@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import pandas as pd
 
@@ -18,14 +18,15 @@ from lantern_bench.analysis.cells import (
     run_cells,
     timed_images,
 )
-from lantern_bench.analysis.quality import ProtocolScores, paired, scored_images, sort_scores
+from lantern_bench.analysis.quality import ProtocolScores, scored_images, sort_scores
 from lantern_bench.analysis.statistics import (
     Interval,
     compare_sums,
     compare_timings,
+    correct,
     fewest_prompts,
-    holm,
     settle,
+    sums_of_images,
     timing,
 )
 from lantern_bench.analysis.token_distance import distance_columns
@@ -142,24 +143,51 @@ class Comparison(NamedTuple):
     notes: tuple[str, ...]  # about the verdicts
 
 
-class _Cell(NamedTuple):
-    """A cell of one run."""
+_SEVERAL_DEVICES = "not compared: a run has several kinds of device"
 
-    records: CellRecords
-    cells: Sequence[CellRecords]  # all cells of the run
-    scores: Mapping[str, ProtocolScores]  # of the run, by protocol
-    of_tokens: Row
+_UNTESTED = {
+    "latency_s": "not tested: seconds of two moments",
+    "speedup_over_lossless": "not tested: the fastest lossless cell of each run",
+    **dict.fromkeys(OF_SETS, "one value a run: not tested"),
+    **dict.fromkeys(OF_TOKENS, "not tested: each run is, by distance_p"),
+}
+"""Quantities without a test, and why."""
+
+# What a run measured, by model, cell id, protocol ("" without one) and quantity. A figure of images
+# is a frame, as from `timed_images` or `scored_images`. Other figures are numbers, None if missing.
+_Measured: TypeAlias = dict[tuple[str, str, str, str], Any]
 
 
-def _cells(run: RunData) -> dict[tuple[str, str], _Cell]:
-    """The cells of a run by model and id."""
+def _measured(run: RunData, scores: Mapping[str, ProtocolScores]) -> _Measured:
     cells = run_cells(run)
-    scores = sort_scores(run.scores)
     of_tokens = distance_columns(cells, run.scores)
-    return {
-        (cell.columns["model"], cell.cell_id): _Cell(cell, cells, scores, of_tokens[cell.cell_id])
-        for cell in cells
-    }
+    measured: _Measured = {}
+    for cell in cells:
+        about = (cell.columns["model"], cell.cell_id)
+        measured[*about, "", "latency_s"] = timed_images(cell)
+        if cell.columns["mode"] != "ar":
+            for name, figure in _speedups(cell, cells).items():
+                measured[*about, "", name] = figure
+            steps = cell.images[["committed", "steps"]]
+            measured[*about, "", "mean_accepted_length"] = steps[steps["steps"] > 0]
+        for protocol, of_protocol in scores.items():
+            for name in OF_IMAGES:
+                measured[*about, protocol, name] = scored_images(cell, of_protocol, name)
+            of_cell = of_protocol.cell.get(cell.cell_id, {})
+            for name in OF_SETS:
+                measured[*about, protocol, name] = of_cell.get(name)
+        for name in OF_TOKENS:
+            measured[*about, "", name] = of_tokens[cell.cell_id].get(name)
+    return measured
+
+
+def _speedups(cell: CellRecords, cells: Sequence[CellRecords]) -> dict[str, Any]:
+    bases = {"speedup": baseline_of(cell, cells)}
+    if not cell.is_lossless:
+        bases["speedup_over_lossless"] = fastest_lossless(cell, cells)
+    if len(cell.devices) > 1:
+        return dict.fromkeys(bases, _SEVERAL_DEVICES)
+    return {name: timed_images(cell, base) for name, base in bases.items() if base is not None}
 
 
 def compare_runs(a: RunData, b: RunData, margins: Mapping[str, float] | None = None) -> Comparison:
@@ -173,29 +201,32 @@ def compare_runs(a: RunData, b: RunData, margins: Mapping[str, float] | None = N
     Raises:
         RefusedError: A margin names a quantity without a tested difference.
     """
-    cells_a = _cells(a)
-    cells_b = _cells(b)
+    scores_a = sort_scores(a.scores)
+    scores_b = sort_scores(b.scores)
+    if len(scores_a) == len(scores_b) == 1:  # also two different protocols
+        both = " / ".join(dict.fromkeys([*scores_a, *scores_b]))
+        scores_a = dict.fromkeys([both], *scores_a.values())
+        scores_b = dict.fromkeys([both], *scores_b.values())
+    measured_a = _measured(a, scores_a)
+    measured_b = _measured(b, scores_b)
     rows: list[Row] = []
-    only_a = []
-    for (model, cell_id), cell in cells_a.items():
-        other = cells_b.pop((model, cell_id), None)
-        if other is None:
-            only_a.append(cell_id)
-            continue
-        about = {"model": model, "cell_id": cell_id}
-        rows += [about | row for row in _cell_rows(cell, other)]
+    for key, of_a in measured_a.items():
+        model, cell_id, protocol, quantity = key
+        row = _compared(quantity, of_a, measured_b.get(key))
+        if row is not None:
+            rows.append(row | {"model": model, "cell_id": cell_id, "protocol": protocol or None})
 
-    tested = [row for row in rows if row.get("p_value") is not None]
-    corrected = holm([row["p_value"] for row in tested])
-    for row, p_value in zip(tested, corrected, strict=True):
-        row["p_holm"] = p_value
-        row["verdict"] = SAME if p_value >= _LEVEL else _direction(row)
+    tested = correct(rows, "p_value", into="p_holm")
+    for row in tested:
+        row["verdict"] = SAME if row["p_holm"] >= _LEVEL else _direction(row)
     for quantity, margin in (margins or {}).items():
         _settle_within(tested, quantity, margin)
+    cells_a = dict.fromkeys(key[:2] for key in measured_a)
+    cells_b = dict.fromkeys(key[:2] for key in measured_b)
     return Comparison(
         table=frame("comparison", rows),
-        only_a=tuple(only_a),
-        only_b=tuple(cell_id for _, cell_id in cells_b),
+        only_a=tuple(key[1] for key in cells_a if key not in cells_b),
+        only_b=tuple(key[1] for key in cells_b if key not in cells_a),
         notes=tuple(_notes(tested)),
     )
 
@@ -227,122 +258,38 @@ def _direction(row: Row) -> str:
     return WORSE if is_more is less_is_better else BETTER
 
 
-def _cell_rows(a: _Cell, b: _Cell) -> Iterator[Row]:
-    """Yield the rows of one cell."""
-    yield from _timed_rows(a, b)
-    yield from _scored_rows(a, b)
-    for name in OF_TOKENS:
-        note = "not tested: each run is, by distance_p"
-        yield from _untested(name, a.of_tokens, b.of_tokens, note=note)
+def _compared(quantity: str, a: Any, b: Any) -> Row | None:
+    """The row of a quantity; None where a run lacks it, or they share no image that has it."""
+    if a is None or b is None:
+        return None
+    row: Row = {"quantity": quantity, "kind": "difference", "note": _UNTESTED.get(quantity)}
+    if isinstance(a, str) or isinstance(b, str):
+        return row | {"kind": "ratio", "note": _SEVERAL_DEVICES}
+    if not isinstance(a, pd.DataFrame):
+        return row | {"a": a, "b": b, "effect": b - a}
 
-
-def _timed_rows(a: _Cell, b: _Cell) -> Iterator[Row]:
-    """Yield seconds, speedups and accepted length of one cell."""
-    yield from _timed("latency_s", timed_images(a.records), timed_images(b.records))
-    if a.records.columns["mode"] == "ar":
-        return
-    has_several_devices = max(len(side.records.devices) for side in (a, b)) > 1
-    for quantity, find_base in (
-        ("speedup", baseline_of),
-        ("speedup_over_lossless", fastest_lossless),
-    ):
-        if has_several_devices:
-            note = "not compared: a run has several kinds of device"
-            yield {"quantity": quantity, "kind": "ratio", "note": note}
-            continue
-        base_a = find_base(a.records, a.cells)
-        base_b = find_base(b.records, b.cells)
-        if base_a is None or base_b is None:
-            continue
-        if quantity == "speedup" or not a.records.is_lossless:
-            images_a = timed_images(a.records, base_a)
-            images_b = timed_images(b.records, base_b)
-            yield from _timed(quantity, images_a, images_b)
-    yield from _tested("mean_accepted_length", _steps(a.records), _steps(b.records))
-
-
-def _steps(cell: CellRecords) -> pd.DataFrame:
-    images = cell.images[["committed", "steps"]]
-    return images[images["steps"] > 0]
-
-
-_UNTESTED = {
-    "latency_s": "not tested: seconds of two moments",
-    "speedup_over_lossless": "not tested: the fastest lossless cell of each run",
-}
-
-
-def _timed(quantity: str, a: pd.DataFrame, b: pd.DataFrame) -> Iterator[Row]:
-    """Yield the row of a quantity of seconds; only speedup over ar can have a verdict."""
     images = a.index.intersection(b.index)
     if images.empty:
-        return
-    timing_a = timing(a.loc[images])
-    timing_b = timing(b.loc[images])
-    if quantity == "latency_s":  # less time is better
-        effect = compare_timings(timing_b, timing_a)
+        return None
+    sides: list[Any]
+    if "process" in a:
+        sides = [timing(side.loc[images]) for side in (a, b)]
+        # Less time is better: the first run stands above the line.
+        effect = compare_timings(*(sides[::-1] if quantity == "latency_s" else sides))
+        needed = "needs 2 prompts and 3 processes in both runs"
+        row["kind"] = "ratio"
     else:
-        effect = compare_timings(timing_a, timing_b)
-    if quantity in _UNTESTED:
-        effect = effect._replace(p_value=None, note=_UNTESTED[quantity])
-    elif effect.p_value is None:
-        effect = effect._replace(note="not tested: needs 2 prompts and 3 processes in both runs")
-    row: Row = {"quantity": quantity, "kind": "ratio", "a": timing_a.value, "b": timing_b.value}
-    yield row | _effect_columns(effect, images)
-
-
-def _tested(quantity: str, a: pd.DataFrame, b: pd.DataFrame) -> Iterator[Row]:
-    """Yield the row of a quantity; none where the runs share no image that has it."""
-    pair = paired(a, b)
-    if pair is None:
-        return
-    effect = compare_sums(pair.a, pair.b)
-    if effect.p_value is None:
-        effect = effect._replace(note="not tested: fewer than 2 prompts")
-    row: Row = {"quantity": quantity, "kind": "difference", "a": pair.a.value, "b": pair.b.value}
-    yield row | _effect_columns(effect, pair.images)
-
-
-def _effect_columns(effect: Interval, images: pd.Index) -> Row:
-    return {
-        **effect.columns("effect"),
-        "pairs": len(images),
-        "prompts": images.get_level_values("prompt_id").nunique(),
-        "p_value": effect.p_value,
-        "note": effect.note,
-    }
-
-
-def _scored_rows(a: _Cell, b: _Cell) -> Iterator[Row]:
-    """Yield quality under each protocol that both runs have, or under each run's only one."""
-    shared = [(name, name) for name in a.scores if name in b.scores]
-    if not shared and len(a.scores) == len(b.scores) == 1:
-        shared = list(zip(a.scores, b.scores, strict=True))
-    for name_a, name_b in shared:
-        about = {"protocol": name_a if name_a == name_b else f"{name_a} / {name_b}"}
-        scores_a = a.scores[name_a]
-        scores_b = b.scores[name_b]
-        for metric in OF_IMAGES:
-            images_a = scored_images(a.records, scores_a, metric)
-            images_b = scored_images(b.records, scores_b, metric)
-            for row in _tested(metric, images_a, images_b):
-                yield row | about
-        figures_a = scores_a.cell.get(a.records.cell_id, {})
-        figures_b = scores_b.cell.get(b.records.cell_id, {})
-        for metric in OF_SETS:
-            note = "one value a run: not tested"
-            for row in _untested(metric, figures_a, figures_b, note=note):
-                yield row | about
-
-
-def _untested(quantity: str, a: Row, b: Row, *, note: str) -> Iterator[Row]:
-    """Yield the row of a quantity that no test compares, if the rows of both runs have it."""
-    value_a = a.get(quantity)
-    value_b = b.get(quantity)
-    if value_a is None or value_b is None:
-        return
-    row: Row = {"quantity": quantity, "kind": "difference", "a": value_a, "b": value_b}
-    yield row | {"effect": value_b - value_a, "note": note}
+        sides = [sums_of_images(side.loc[images]) for side in (a, b)]
+        effect = compare_sums(*sides)
+        needed = "fewer than 2 prompts"
+    row |= effect.columns("effect")
+    row["a"], row["b"] = (side.value for side in sides)
+    row["pairs"] = len(images)
+    row["prompts"] = images.get_level_values("prompt_id").nunique()
+    if quantity not in _UNTESTED:
+        row["p_value"] = effect.p_value
+        row["note"] = f"not tested: {needed}" if effect.p_value is None else None
+    return row
 
 
 def _notes(tested: Sequence[Row]) -> Iterator[str]:

@@ -87,15 +87,10 @@ def labels(table: pd.DataFrame) -> list[str]:
 def _words(row: pd.Series, table: pd.DataFrame, prefixes: Sequence[str]) -> list[str]:
     """The words of the label of a row."""
     mode = str(row["mode"])
+    of_mode = MODES[mode].label if mode in MODES else mode
     of_rule = _lossless_label(mode, str(row.get("rule")))
-    if of_rule is None:
-        of_rule = MODES[mode].label if mode in MODES else mode
-        unnamed: set[str] = set()
-    else:
-        unnamed = {"rule"}
-
     words = [f"{row[name]}:" for name in prefixes]
-    words.append(of_rule)
+    words.append(of_rule or of_mode)
     for name, symbol in BOUNDS.items():
         if pd.notna(row.get(name)):
             words.append(f"{symbol}={row[name]:g}")
@@ -103,7 +98,8 @@ def _words(row: pd.Series, table: pd.DataFrame, prefixes: Sequence[str]) -> list
     same_mode = table[table["mode"] == mode]
     for name in _IN_LABELS:
         value = row.get(name)
-        if name in unnamed or pd.isna(value) or value == _USUAL.get(name):
+        is_named = name == "rule" and of_rule is not None
+        if is_named or pd.isna(value) or value == _USUAL.get(name):
             continue
         # Methods are compared across trees: a label without the tree would credit the rule with it.
         rivals = table[name].dropna() if name == "tree" else same_mode[name]
@@ -132,7 +128,7 @@ def parameters(cell: Mapping[str, Any], cells: Sequence[Mapping[str, Any]]) -> s
     Sampling settings are named where `cells` differ in them.
     """
     names = _of_methods(cell)
-    if cell.get("neighbour_metric") not in (None, "", "l2"):
+    if cell["neighbour_metric"] not in (None, _USUAL["neighbour_metric"]):
         names.append("neighbour_metric")
     if cell["residual"] == "official":
         names.append("residual")
@@ -146,11 +142,9 @@ def parameters(cell: Mapping[str, Any], cells: Sequence[Mapping[str, Any]]) -> s
 def _of_methods(cell: Mapping[str, Any]) -> list[str]:
     """The settings of methods that differ from the mode or from their defaults."""
     names = []
-    mode = MODES.get(str(cell["mode"]))
-    if mode is not None and cell["drafting"] != mode.drafting:
-        names.append("drafting")
-    if mode is not None and cell["rule"] != mode.rule:
-        names.append("rule")
+    mode = MODES.get(cell["mode"])
+    if mode is not None:
+        names = [name for name in ("drafting", "rule") if cell[name] != getattr(mode, name)]
     if cell["tree"]:
         names.append("tree")
     for name, parameter in PARAMETERS.items():

@@ -15,11 +15,10 @@ from lantern_bench.analysis.cells import (
 )
 from lantern_bench.analysis.statistics import (
     Interval,
-    Sums,
     compare_sums,
     detectable,
     ratio_of_images,
-    sums_per_prompt,
+    sums_of_images,
 )
 from lantern_bench.methods.catalog import METRICS, OF_IMAGES, OF_SETS, PAIRED
 from lantern_bench.storage.schema import Row, columns
@@ -171,14 +170,18 @@ def _differences(cell: CellRecords, family: Sequence[CellRecords], scores: Proto
     if cell.columns["mode"] == "ar":
         return row
     for name in PAIRED:
+        scored = scored_images(cell, scores, name)
         ar, *others = (scored_images(side, scores, name) for side in family)
-        pair = paired(ar, scored_images(cell, scores, name), others)
-        if pair is None:
+        shared = ar.index.intersection(scored.index)
+        if shared.empty:
             continue
-        effect = compare_sums(pair.a, pair.b, pair.others)
+        # A set that lacks a shared image is left out.
+        complete = [images for images in others if shared.isin(images.index).all()]
+        own, *of_ar = (sums_of_images(images.loc[shared]) for images in (scored, ar, *complete))
+        effect = compare_sums(of_ar[0], own, of_ar[1:])
         row |= effect.columns(f"{name}_vs_ar")
         row[f"{name}_vs_ar_p"] = effect.p_value
-        row["ar_sets"] = 1 + len(pair.others)
+        row["ar_sets"] = len(of_ar)
     return row
 
 
@@ -196,33 +199,3 @@ def scored_images(cell: CellRecords, scores: ProtocolScores, name: str) -> pd.Da
     by_key = {key: image.get(name) for key, image in scores.image.items()}
     figures = cell.images["record_key"].map(by_key).astype(float)
     return figures.to_frame("figure").assign(denominator=1.0).dropna()
-
-
-class Paired(NamedTuple):
-    """Sums per prompt of several sets over the images that they share."""
-
-    images: pd.Index
-    a: Sums
-    b: Sums
-    others: list[Sums]
-
-
-def paired(a: pd.DataFrame, b: pd.DataFrame, others: Sequence[pd.DataFrame] = ()) -> Paired | None:
-    """Return sums per prompt over the images that two sets share; None where they share none.
-
-    Args:
-        a: Numerator and denominator of each image, indexed by `prompt_id` and `repeat`.
-        b: The same of the other set.
-        others: Further sets. A set that lacks a shared image is left out.
-    """
-    shared = a.index.intersection(b.index)
-    if not len(shared):
-        return None
-    prompts = shared.get_level_values("prompt_id")
-
-    def sums(table: pd.DataFrame) -> Sums:
-        chosen = table.loc[shared]
-        return sums_per_prompt(chosen.iloc[:, 0], chosen.iloc[:, 1], prompts)
-
-    complete = [table for table in others if shared.isin(table.index).all()]
-    return Paired(images=shared, a=sums(a), b=sums(b), others=[sums(table) for table in complete])

@@ -85,7 +85,10 @@ def ratio_of_sums(
         denominators: One number per image.
         prompts: The prompt of each image.
     """
-    sums = sums_per_prompt(numerators, denominators, prompts)
+    return _ratio(sums_per_prompt(numerators, denominators, prompts))
+
+
+def _ratio(sums: Sums) -> Interval:
     if sums.numerator.size == 0 or sums.denominator.sum() == 0.0:
         return Interval(None, note="no data")
     value = sums.value
@@ -108,9 +111,7 @@ def ratio_of_images(images: pd.DataFrame) -> Interval:
     Args:
         images: Numerator and denominator, indexed by `prompt_id`.
     """
-    measured = images.dropna()
-    prompts = measured.index.get_level_values("prompt_id")
-    return ratio_of_sums(measured.iloc[:, 0], measured.iloc[:, 1], prompts)
+    return _ratio(sums_of_images(images.dropna()))
 
 
 def proportion(successes: int, trials: int) -> Interval:
@@ -179,6 +180,12 @@ def _bootstrap(
         if math.isfinite(low) and math.isfinite(high):
             return float(low), float(high)
     return None, None
+
+
+def sums_of_images(images: pd.DataFrame) -> Sums:
+    """Return `sums_per_prompt` of the first two columns, indexed by `prompt_id`."""
+    prompts = images.index.get_level_values("prompt_id")
+    return sums_per_prompt(images.iloc[:, 0], images.iloc[:, 1], prompts)
 
 
 def compare_sums(a: Sums, b: Sums, others: Sequence[Sums] = ()) -> Interval:
@@ -341,9 +348,9 @@ def compare_timings(a: Timing, b: Timing) -> Interval:
     freedoms = np.array([a.freedom, b.freedom, change.size - 1])
     freedom = variance**2 / float((variances**2 / freedoms).sum())
     error = math.sqrt(variance)
-    factor = math.exp(t.ppf((1.0 + _LEVEL) / 2.0, freedom) * error)
+    low, high = np.exp(t.interval(_LEVEL, freedom, loc=math.log(value), scale=error))
     p_value = 2.0 * float(t.sf(abs(math.log(value)) / error, freedom))
-    return Interval(value, value / factor, value * factor, p_value=p_value)
+    return Interval(value, float(low), float(high), p_value=p_value)
 
 
 def detectable(centre: float, low: float, high: float) -> float:
@@ -414,6 +421,21 @@ def holm(p_values: Sequence[float]) -> list[float]:
     corrected = np.empty(len(p_values))
     corrected[order] = np.maximum.accumulate(np.minimum(scaled, 1.0))
     return corrected.tolist()
+
+
+def correct(rows: Iterable[dict[str, Any]], name: str, *, into: str) -> list[dict[str, Any]]:
+    """Correct the p-values of rows by `holm` and return the rows that have one.
+
+    Args:
+        rows: The rows, which are modified.
+        name: The column of the p-values.
+        into: The column of the corrected ones.
+    """
+    tested = [row for row in rows if row.get(name) is not None]
+    corrected = holm([row[name] for row in tested])
+    for row, p_value in zip(tested, corrected, strict=True):
+        row[into] = p_value
+    return tested
 
 
 def fewest_prompts(comparisons: int, level: float = 0.05) -> int:

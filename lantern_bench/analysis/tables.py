@@ -48,10 +48,7 @@ _RATIOS = {
     "accepted_drafts": ["accepted", "steps"],
     "target_forwards": ["target_forwards", "count"],
     "drafter_forwards": ["drafter_forwards", "count"],
-    "draft_ms": ["draft_ms", "steps"],
-    "target_ms": ["target_ms", "steps"],
-    "verify_ms": ["verify_ms", "steps"],
-    "other_ms": ["other_ms", "steps"],
+    **{phase: [phase, "steps"] for phase in ("draft_ms", "target_ms", "verify_ms", "other_ms")},
 }
 
 

@@ -11,7 +11,13 @@ from typing import NamedTuple
 import numpy as np
 
 from lantern_bench.analysis.cells import CellRecords
-from lantern_bench.analysis.statistics import Array, Interval, holm, ratio_of_sums, sums_per_prompt
+from lantern_bench.analysis.statistics import (
+    Array,
+    Interval,
+    correct,
+    ratio_of_sums,
+    sums_per_prompt,
+)
 from lantern_bench.storage.schema import Row
 
 _RESAMPLES = 2_000
@@ -35,10 +41,7 @@ def distance_columns(cells: Sequence[CellRecords], scores: Iterable[Row]) -> dic
     """
     rows = {row["record_key"]: row for row in scores if row["level"] == "tokens"}
     figures = {cell.cell_id: _figures(cell, rows) for cell in cells}
-    tested = [row for row in figures.values() if row.get("distance_p") is not None]
-    corrected = holm([row["distance_p"] for row in tested])
-    for row, p_value in zip(tested, corrected, strict=True):
-        row["distance_p"] = p_value
+    correct(figures.values(), "distance_p", into="distance_p")
     return figures
 
 
@@ -173,10 +176,8 @@ def distance(sums: FeatureSums, tokens: Array) -> Interval:
         sums=counts @ sums.sums,
         covariance=np.tensordot(counts, sums.covariance, axes=1),
     )
-    between_prompts = FeatureSums(
-        sums=sums.sums - sums.sums.mean(axis=0),
-        covariance=np.broadcast_to(total.covariance, sums.covariance.shape),
-    )
-    excess = resampled.chi_square - float(between_prompts.chi_square.sum()) - freedom
+    centred = sums.sums - sums.sums.mean(axis=0)
+    between_prompts = np.einsum("ni,ij,nj->", centred, total.inverse, centred)
+    excess = resampled.chi_square - between_prompts - freedom
     low, high = np.quantile(excess / (counts @ tokens), _ENDS)
     return Interval(value, float(low), float(high))

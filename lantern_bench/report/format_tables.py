@@ -15,8 +15,8 @@ import pandas as pd
 
 from lantern_bench.analysis.cells import NOTE_SEPARATOR
 from lantern_bench.analysis.labels import BOUNDS
-from lantern_bench.analysis.published import FROM_SPEED
 from lantern_bench.analysis.quality import OUTSIDE
+from lantern_bench.config.paper import FIGURES
 from lantern_bench.methods.catalog import METRICS, ON_CURVES, PARAMETERS
 from lantern_bench.storage.records import rows_of
 from lantern_bench.storage.schema import CELL_COLUMNS, TABLES
@@ -101,13 +101,11 @@ def readable(table: pd.DataFrame, name: str | None = None) -> Readable:
     With `name`, its name in the schema, empty columns and settings that the id holds are left out,
     values that all rows share become notes, and acceptance is shown by depth only.
     """
-    if name is None:
-        return Readable(_texts(table), ())
     rows = _shown_rows(table, name)
     return Readable(_texts(rows, name), tuple(_notes(rows, name)))
 
 
-def _shown_rows(table: pd.DataFrame, name: str) -> pd.DataFrame:
+def _shown_rows(table: pd.DataFrame, name: str | None) -> pd.DataFrame:
     if name != "acceptance":
         return table
     return table[table["axis"] == "depth"].reset_index(drop=True)
@@ -140,7 +138,7 @@ def figure_texts(rows: pd.DataFrame, column: str, name: str | None = None) -> li
         name: The name of the table in the schema. The summary has intervals of speedup only, as in
             the papers, to fit the screen: the speed and quality tables hold the others.
     """
-    units = {entry.name: entry.unit for entry in TABLES[name]} if name is not None else {}
+    units = {entry.name: entry.unit for entry in TABLES.get(str(name), ())}
     ends = [f"{column}_low", f"{column}_high"]
     if name == "summary" and column != "speedup":
         ends = ["", ""]
@@ -185,14 +183,15 @@ def _summary_figures(table: pd.DataFrame) -> list[str]:
     return on_screen or list(METRICS)
 
 
-def _notes(table: pd.DataFrame, name: str) -> list[str]:
+def _notes(table: pd.DataFrame, name: str | None) -> list[str]:
     """The notes below a table: shared values, how to read it, and the notes of its rows."""
-    notes = []
-    for column in _OFTEN_SHARED:
-        if column in table and table[column].notna().all():
-            values = table[column].unique()
-            if len(values) == 1:
-                notes.append(f"{column.replace('_', ' ')}: {values[0]}")
+    notes: list[str] = []
+    if name is None:
+        return notes
+    for column in table.filter(_OFTEN_SHARED):
+        values = table[column].unique()
+        if len(values) == 1 and pd.notna(values[0]):
+            notes.append(f"{column.replace('_', ' ')}: {values[0]}")
     if "mean_accepted_length" in table:
         notes.append("MAL counts the target's own token; accepted drafts are one less.")
     if _has_values(table, "speedup_low"):
@@ -306,7 +305,7 @@ def latex(
         title: A comment above it.
         more: Further comments.
     """
-    rows = table if name is None else _shown_rows(table, name)
+    rows = _shown_rows(table, name)
     alignment = ""
     columns: dict[str, list[str]] = {}
     for column in _shown_columns(rows, name):
@@ -325,8 +324,7 @@ def latex(
             cells = [cell if " & " in cell else f"{cell} & " for cell in cells]
         alignment += kind
         columns[heading] = cells
-    notes = _notes(rows, name) if name is not None else []
-    comments = [title, r"needs \usepackage{booktabs}", *notes, *more]
+    comments = [title, r"needs \usepackage{booktabs}", *_notes(rows, name), *more]
     lines = [f"% {comment}" for comment in comments if comment]
     tabular = pd.DataFrame(columns).to_latex(index=False, escape=False, column_format=alignment)
     return "\n".join([*lines, tabular.rstrip()])
@@ -390,7 +388,7 @@ def side_by_side(table: pd.DataFrame) -> pd.DataFrame:
     text = pd.DataFrame(list(lines.values()))
     text = text.where(text != "").dropna(axis="columns", how="all").fillna("")
     names = ["published row"]
-    for head in map(head_of, [*FROM_SPEED, *METRICS]):
+    for head in map(head_of, FIGURES):
         if head in text:
             names += [head, f"{head} official", f"{head} published"]
     # The cell comes last: a narrow terminal repeats the names before the figures.
