@@ -196,6 +196,7 @@ def scored_images(cell: CellRecords, scores: ProtocolScores, name: str) -> pd.Da
     Returns:
         Columns `figure` and `denominator`, its denominator 1, indexed by `prompt_id` and `repeat`.
     """
-    by_key = {key: image.get(name) for key, image in scores.image.items()}
-    figures = cell.images["record_key"].map(by_key).astype(float)
-    return figures.to_frame("figure").assign(denominator=1.0).dropna()
+    keys = cell.images["record_key"]
+    figures = [scores.image.get(key, {}).get(name) for key in keys]
+    table = pd.DataFrame({"figure": figures, "denominator": 1.0}, keys.index, dtype=float)
+    return table.dropna()

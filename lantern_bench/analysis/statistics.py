@@ -216,19 +216,15 @@ def compare_sums(a: Sums, b: Sums, others: Sequence[Sums] = ()) -> Interval:
 
     all_sets = np.array([of_b, *sets])
     p_value = _exchange_test(all_sets)
-    if _are_counts(all_sets):
+    numerators = all_sets[:, 0]
+    # Whether the numerators count a part of the denominators.
+    if np.all((numerators % 1 == 0) & (numerators <= all_sets[:, 1])):
         pseudo_prompts = np.array([[0, 1], [1, 1], [1, 0], [1, 1]]) * b.denominator.mean()
         parts = np.append(parts, pseudo_prompts, axis=1)
     elif np.array_equal(mean, of_b):
         return Interval(value, value, value, p_value=p_value)
     low, high = _bootstrap(list(parts), effect)
     return Interval(value, low, high, p_value=p_value)
-
-
-def _are_counts(sets: Array) -> bool:
-    """Whether the numerators of sets [k, 2, prompts] count a part of the denominators."""
-    numerator = sets[:, 0]
-    return bool(np.all((numerator % 1 == 0) & (numerator <= sets[:, 1])))
 
 
 def _exchange_test(sets: Array) -> float:
@@ -416,11 +412,9 @@ def _shrinkage(half_width: float, room: float) -> float:
 
 def holm(p_values: Sequence[float]) -> list[float]:
     """Return the p-values after Holm's correction, in their order."""
-    order = np.argsort(p_values, kind="stable")
-    scaled = np.asarray(p_values)[order] * np.arange(len(order), 0, -1)
-    corrected = np.empty(len(p_values))
-    corrected[order] = np.maximum.accumulate(np.minimum(scaled, 1.0))
-    return corrected.tolist()
+    ordered = pd.Series(p_values, dtype=float).sort_values(kind="stable")
+    scaled = ordered * np.arange(len(ordered), 0, -1)
+    return scaled.clip(upper=1.0).cummax().sort_index().tolist()
 
 
 def correct(rows: Iterable[dict[str, Any]], name: str, *, into: str) -> list[dict[str, Any]]:
@@ -438,6 +432,6 @@ def correct(rows: Iterable[dict[str, Any]], name: str, *, into: str) -> list[dic
     return tested
 
 
-def fewest_prompts(comparisons: int, level: float = 0.05) -> int:
+def fewest_prompts(comparisons: int) -> int:
     """Return the fewest prompts with which the smallest p-value can pass Holm's correction."""
-    return math.ceil(1 + math.log2(max(1, comparisons) / level))
+    return math.ceil(1 + math.log2(comparisons / (1.0 - _LEVEL)))

@@ -188,7 +188,7 @@ def _notes(table: pd.DataFrame, name: str | None) -> list[str]:
     notes: list[str] = []
     if name is None:
         return notes
-    for column in table.filter(_OFTEN_SHARED):
+    for column in map(str, table.filter(_OFTEN_SHARED)):
         values = table[column].unique()
         if len(values) == 1 and pd.notna(values[0]):
             notes.append(f"{column.replace('_', ' ')}: {values[0]}")
