@@ -235,15 +235,15 @@ def _notes_of_rows(table: pd.DataFrame) -> list[str]:
 
 def _against_ar(table: pd.DataFrame) -> list[str]:
     """Which figures of which cells lie outside the spread of ar, in words."""
-    verdicts = table.set_index("cell_id").filter(regex="_verdict$").dropna(how="all", axis=1)
+    verdicts = table.filter(regex="_verdict$").dropna(how="all", axis=1)
     names = [str(column).removesuffix("_verdict") for column in verdicts]
     if not names:
         return []
     cells = []
-    for cell, row in verdicts.iterrows():
-        outside = [name for name in names if row.get(f"{name}_verdict", "") == OUTSIDE]
+    for row in rows_of(table):
+        outside = [name for name in names if row[f"{name}_verdict"] == OUTSIDE]
         if outside:
-            cells.append(f"{cell} ({', '.join(outside)})")
+            cells.append(f"{row['cell_id']} ({', '.join(outside)})")
     shifts = [f"{name} {table[f'{name}_detectable'].max():.2g}" for name in names]
     result = f"outside are {', '.join(cells)}; of all others" if cells else "of all cells"
     return [
