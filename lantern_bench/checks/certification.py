@@ -19,7 +19,7 @@ import torch
 from scipy.stats import norm
 
 from lantern_bench.analysis.cells import join_notes
-from lantern_bench.analysis.statistics import Interval, holm, proportion
+from lantern_bench.analysis.statistics import Interval, correct, proportion
 from lantern_bench.checks import image_tests, tabular_model
 from lantern_bench.checks.claims import CertificationPlan, Claim
 from lantern_bench.checks.trials import Trial, lossless_decodings, plan_trials
@@ -398,8 +398,7 @@ def _test_rows(model: str, results: Sequence[TrialResult]) -> Rows:
                 edge_tokens=result.edge,
             )
             rows.append(row)
-    corrected = holm([row["p_value"] for row in rows])
-    return [row | {"p_holm": p} for row, p in zip(rows, corrected, strict=True)]
+    return correct(rows, "p_value", into="p_holm")
 
 
 def _smallest_by_setting(tests: Rows) -> Mapping[Any, float]:
