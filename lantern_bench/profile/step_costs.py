@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple
 import pandas as pd
 import torch
 import yaml
-from torch import Tensor
+from torch import Tensor, nn
 
 from lantern_bench.config.decoding import Decoding, ParameterError
 from lantern_bench.decoding.drafting.draft_method import drafting_of
@@ -29,17 +30,15 @@ from lantern_bench.devices.machine import (
 )
 from lantern_bench.devices.without_torch import device_in_words
 from lantern_bench.models.loaded_model import LoadedModel
-from lantern_bench.models.networks.packed_linear import weight_bytes
+from lantern_bench.models.networks.packed_linear import weight_bytes, weight_count
 from lantern_bench.models.networks.target import TransformerTarget
 from lantern_bench.models.random_model import random_model, random_model_of_size, read_size
 from lantern_bench.models.registry import model_of
 from lantern_bench.profile.cost_model import (
-    KERNEL_COUNTS,
     Work,
     Workload,
     dynamic_sizes,
     fit_device,
-    forward_work,
     named_draft,
     step_samples,
 )
@@ -143,13 +142,11 @@ def step_costs(
         trace_of(decoding, 0, min(_WARM_TOKENS, tokens or _WARM_TOKENS))
     collect_garbage()
     total = len(prompts) * len(decodings)
-    traces: list[list[ImageTrace]] = [[] for _ in decodings]
-    for number in range(len(prompts)):
-        for index, decoding in enumerate(decodings):
-            traces[index].append(trace_of(decoding, number, tokens))
-            done = number * len(decodings) + index + 1
-            emit(ProgressEvent("measuring steps", done / total))
-    return [_step_cost(of_decoding) for of_decoding in traces]
+    traces = []
+    for number, decoding in itertools.product(range(len(prompts)), decodings):
+        traces.append(trace_of(decoding, number, tokens))
+        emit(ProgressEvent("measuring steps", len(traces) / total))
+    return [_step_cost(traces[index :: len(decodings)]) for index in range(len(decodings))]
 
 
 def _step_cost(traces: list[ImageTrace]) -> StepCost:
@@ -233,8 +230,7 @@ def device_rates(target: TransformerTarget, *, guided: bool) -> Rates:
 def forward_need(target: TransformerTarget, nodes: int, *, guided: bool) -> Work:
     """Return the bytes and operations of a forward with half an image in the cache.
 
-    The head is counted in the dtype of the other weights. The bundled model's head is float32, so
-    in half precision 6% of its bytes are not counted.
+    The bytes are those of the weights in memory, which may be packed in 16 bits.
 
     Args:
         target: The network.
@@ -242,18 +238,17 @@ def forward_need(target: TransformerTarget, nodes: int, *, guided: bool) -> Work
         guided: Whether there are rows without the prompt.
     """
     config = target.config
-    return forward_work(
-        Workload(
-            sizes=config,
-            batch=1,
-            guided=guided,
-            context=config.prefix + config.image_tokens // 2,
-        ),
-        config.layers,
-        nodes,
-        weight_bytes=target.dtype.itemsize,
-        stack=KERNEL_COUNTS["eager"],
-    )
+    network = target.transformer
+    modules = nn.ModuleList([*network.layers, network.norm, network.output])
+    if network.head_layer is not None:
+        modules.append(network.head_layer)
+    rows = 2 if guided else 1
+    length = config.prefix + config.image_tokens // 2
+    kv_heads = config.kv_heads or config.heads
+    cached = 2 * config.layers * rows * length * kv_heads * config.head_dim
+    attention = 2 * config.layers * (length + nodes) * config.heads * config.head_dim
+    read = weight_bytes(modules) + cached * target.dtype.itemsize
+    return Work(read, 2.0 * rows * nodes * (weight_count(modules) + attention), 0.0)
 
 
 def seconds_of(work: Callable[[], object], device: torch.device, *, repeats: int) -> list[float]:
