@@ -90,9 +90,9 @@ class Console:
         texts, of_table = readable(table, name)
         notes = [*of_table, *notes]
         if self.format == "md":
-            rows = [list(texts.columns), ["---"] * len(texts.columns), *texts.to_numpy().tolist()]
-            cells = ([" ".join(cell.replace("|", "\\|").split()) for cell in row] for row in rows)
-            lines = [f"| {' | '.join(row)} |" for row in cells]
+            cells = texts.replace({r"\|": r"\|", r"\s+": " "}, regex=True)
+            rows = [cells.columns, ["---"] * len(cells.columns), *cells.to_numpy()]
+            lines = [f"| {' | '.join(row)} |" for row in rows]
             head = [f"**{title}**\n"] if title else []
             self.data("\n".join([*head, *lines, *(f"\n{note}" for note in notes)]))
         else:

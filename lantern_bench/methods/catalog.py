@@ -52,8 +52,6 @@ OUTSIDE_DRAFTINGS, _refused_draftings = find_rows("lantern_bench.draftings", Dra
 DRAFTINGS: dict[str, Drafting] = {row.name: row for row in SHIPPED_DRAFTINGS} | OUTSIDE_DRAFTINGS
 
 _DRAFTS = [name for name, row in DRAFTINGS.items() if row.drafts]
-for _row in OUTSIDE_DRAFTINGS.values():
-    _TAKEN.update([_row.name, *_row.parameter_names])
 OUTSIDE_RULES, _refused_rules = find_rows(
     group="lantern_bench.rules", row_class=Rule, taken=_TAKEN, draftings=_DRAFTS
 )
@@ -71,7 +69,7 @@ MODES |= {
 }
 
 _OWN_METRICS = {metric.name: metric for metric in SHIPPED_METRICS}
-_OUTSIDE_METRICS, REFUSED_METRICS = find_rows("lantern_bench.metrics", Metric, _OWN_METRICS)
+_OUTSIDE_METRICS, REFUSED_METRICS = find_rows("lantern_bench.metrics", Metric, set(_OWN_METRICS))
 METRICS: dict[str, Metric] = _OWN_METRICS | _OUTSIDE_METRICS
 
 

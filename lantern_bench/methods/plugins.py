@@ -31,7 +31,7 @@ _NAMES: dict[type, tuple[str, str]] = {
 def find_rows(
     group: str,
     row_class: type[_Row],
-    taken: Iterable[str],
+    taken: set[str],
     *,
     draftings: Collection[str] = (),
     entry_points: Iterable[metadata.EntryPoint] | None = None,
@@ -41,11 +41,11 @@ def find_rows(
     Args:
         group: The entry point group.
         row_class: The type of the rows.
-        taken: Names that neither a row nor its parameters may have.
+        taken: Names that neither a row nor its parameters may have; the names of usable rows and
+            of their parameters are added.
         draftings: The draftings that a rule may name.
         entry_points: Replaces the installed entry points, for tests.
     """
-    taken = set(taken)
     rows: dict[str, _Row] = {}
     refused: dict[str, RefusedError] = {}
     found = entry_points or metadata.entry_points(group=group)

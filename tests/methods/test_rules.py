@@ -93,7 +93,7 @@ def test_two_rules_or_parameters_of_one_name_are_refused() -> None:
     shared = [some(name=name, bound="size", parameters=(number("size"),)) for name in ("a", "b")]
     entries = [Entry(f"{number}", row) for number, row in enumerate([some(), some(), *shared])]
     usable, refused = find_rows(
-        group="", row_class=Rule, taken=(), draftings=["static"], entry_points=entries
+        group="", row_class=Rule, taken=set(), draftings=["static"], entry_points=entries
     )
     assert list(usable) == ["mine", "a"]
     assert refused["1"].message.endswith("cannot be used: the name mine is taken")
@@ -104,7 +104,7 @@ def test_names_may_have_hyphens() -> None:
     usable, refused = find_rows(
         group="",
         row_class=Rule,
-        taken=(),
+        taken=set(),
         draftings=["static"],
         entry_points=[Entry("any", some(name="my-own-rule"))],
     )
@@ -115,7 +115,7 @@ def test_names_may_have_hyphens() -> None:
         find_rows(
             group="",
             row_class=Drafting,
-            taken=(),
+            taken=set(),
             draftings=(),
             entry_points=[Entry("any", drafts)],
         )[0]
