@@ -244,13 +244,17 @@ def _against_ar(table: pd.DataFrame) -> list[str]:
         outside = [name for name in names if row[f"{name}_verdict"] == OUTSIDE]
         if outside:
             cells.append(f"{row['cell_id']} ({', '.join(outside)})")
-    shifts = [f"{name} {table[f'{name}_detectable'].max():.2g}" for name in names]
+    largest = table[[f"{name}_detectable" for name in names]].max().dropna()
+    shifts = [
+        f"{str(column).removesuffix('_detectable')} {shift:.2g}"
+        for column, shift in largest.items()
+    ]
     result = f"outside are {', '.join(cells)}; of all others" if cells else "of all cells"
     return [
         f"{', '.join(names)} against AR's own spread (same prompts, other seeds): {result} no "
         f"shift is detected at {table['images'].max()} images; 80% power detects "
-        f"{', '.join(shifts)}. Outside is drift, even where the figure improves; by chance one in "
-        "20 figures of a lossless cell is outside."
+        f"{', '.join(shifts) or 'an unknown shift'}. Outside is drift, even where the figure "
+        "improves; by chance one in 20 figures of a lossless cell is outside."
     ]
 
 
