@@ -1,4 +1,4 @@
-"""The algorithms as the papers have them, in plain Python: one node, one draft after the other.
+"""The algorithms as the papers have them: one node, one draft after the other.
 
 Read this first. Decoding runs the batched forms, and tests/decoding/acceptance/test_reference.py
 compares the two:
@@ -7,7 +7,7 @@ compares the two:
 - `traverse`: `traversal.py`.
 - `couple`: `couple` in drafting/jacobi.py.
 
-    p   the target's distribution of the next token; after a rejection the residual
+    p   the target's distribution [V] of the next token; after a rejection the residual
     q   what the drafts were drawn from, one after the other without replacement
     x   a draft
 """
@@ -15,20 +15,23 @@ compares the two:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
-Distribution: TypeAlias = list[float]
-Decide: TypeAlias = Callable[[Distribution, Distribution, int], tuple[float, Distribution]]
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+Decide: TypeAlias = Callable[[Tensor, Tensor, int], tuple[Any, Tensor]]
 """(p, q, x) -> the probability to accept x, and the weights that replace p if x is rejected."""
 
 
 def verify_node(
-    p: Distribution,
-    q: Distribution | None,
+    p: Tensor,
+    q: Tensor | None,
     drafts: Sequence[int],
     uniforms: Sequence[float],
     decide: Decide,
-) -> tuple[int | None, Distribution]:
+) -> tuple[int | None, Tensor]:
     """Accept one of the drafts below a node, or none.
 
     Args:
@@ -44,27 +47,29 @@ def verify_node(
 
     Token 0 is a likely draft and an unlikely token. Its rejection leaves all of p at token 1:
 
-    >>> verify_node(p=[0.25, 0.75], q=[0.5, 0.5], drafts=[0], uniforms=[0.6], decide=strict)
-    (None, [0.0, 1.0])
+    >>> p = torch.tensor([0.25, 0.75])
+    >>> q = torch.tensor([0.5, 0.5])
+    >>> verify_node(p, q, drafts=[0], uniforms=[0.6], decide=strict)
+    (None, tensor([0., 1.]))
 
     LANTERN accepts it if its code is near the code of token 1 and may take a mass of 0.75:
 
     >>> lantern = by_neighbours(nearest=[[1], [0]], limit=lambda p, x: 0.75)
-    >>> verify_node(p=[0.25, 0.75], q=[0.5, 0.5], drafts=[0], uniforms=[0.6], decide=lantern)
-    (0, [0.25, 0.75])
+    >>> verify_node(p, q, drafts=[0], uniforms=[0.6], decide=lantern)
+    (0, tensor([0.2500, 0.7500]))
     """
     for x, uniform in zip(drafts, uniforms, strict=True):
-        drawn_from = one_hot(x, len(p)) if q is None else q
+        drawn_from = one_hot(x, p) if q is None else q
         probability, residual = decide(p, drawn_from, x)
         if uniform < probability:
             return x, p
-        p = normalised(residual)
+        p = residual / residual.sum()
         if q is not None:
             q = without(q, x)
     return None, p
 
 
-def strict(p: Distribution, q: Distribution, x: int) -> tuple[float, Distribution]:
+def strict(p: Tensor, q: Tensor, x: int) -> tuple[Any, Tensor]:
     """Decide as speculative sampling does, losslessly (arXiv 2211.17192, 2302.01318).
 
     Args:
@@ -75,12 +80,10 @@ def strict(p: Distribution, q: Distribution, x: int) -> tuple[float, Distributio
     Returns:
         The probability to accept x, and the weights that replace p if x is rejected.
     """
-    return min(1.0, p[x] / q[x]), positive_difference(p, q)
+    return min(1.0, p[x] / q[x]), (p - q).clamp_min(0.0)
 
 
-def by_neighbours(
-    nearest: Sequence[Sequence[int]], limit: Callable[[Distribution, int], float]
-) -> Decide:
+def by_neighbours(nearest: Sequence[Sequence[int]], limit: Callable[[Tensor, int], Any]) -> Decide:
     """Make the rule of LANTERN: x also takes the mass of its nearest codes (arXiv 2410.03355).
 
     Args:
@@ -89,9 +92,9 @@ def by_neighbours(
             LANTERN++.
     """
 
-    def decide(p: Distribution, q: Distribution, x: int) -> tuple[float, Distribution]:
-        relaxed = list(p)
-        mass = 0.0
+    def decide(p: Tensor, q: Tensor, x: int) -> tuple[Any, Tensor]:
+        relaxed = p.clone()
+        mass = torch.zeros_like(p[x])
         if p[x] > 0:  # what the target cannot give stays impossible
             for neighbour in nearest[x]:
                 if mass + p[neighbour] > limit(p, x):
@@ -99,21 +102,20 @@ def by_neighbours(
                 mass += p[neighbour]
                 relaxed[neighbour] = 0.0
         relaxed[x] += mass
-        return min(1.0, relaxed[x] / q[x]), positive_difference(relaxed, q)
+        return min(1.0, relaxed[x] / q[x]), (relaxed - q).clamp_min(0.0)
 
     return decide
 
 
-def by_probability(probability: Callable[[Distribution, Distribution], Sequence[float]]) -> Decide:
+def by_probability(probability: Callable[[Tensor, Tensor], Tensor]) -> Decide:
     """Make a rule of the probability f to accept each token, a function of p and q.
 
     Acceptance gives out q(x) f(x) of every token x; the residual is the rest of p.
     """
 
-    def decide(p: Distribution, q: Distribution, x: int) -> tuple[float, Distribution]:
+    def decide(p: Tensor, q: Tensor, x: int) -> tuple[Any, Tensor]:
         f = probability(p, q)
-        accepted = [weight * chance for weight, chance in zip(q, f, strict=True)]
-        return f[x], positive_difference(p, accepted)
+        return f[x], (p - q * f).clamp_min(0.0)
 
     return decide
 
@@ -121,15 +123,15 @@ def by_probability(probability: Callable[[Distribution, Distribution], Sequence[
 class Node(NamedTuple):
     """A node of a draft tree."""
 
-    p: Distribution
-    q: Distribution
+    p: Tensor
+    q: Tensor
     # the drafts below it, in the order in which they were drawn
     drafts: Sequence[tuple[int, Node]] = ()
 
 
 def traverse(
     node: Node, happens: Callable[[float], bool], visit_probability: float = 1.0
-) -> tuple[list[int], Distribution] | None:
+) -> tuple[list[int], Tensor] | None:
     """Visit a tree from its leaves to its root (traversal verification, arXiv 2505.12398).
 
     Args:
@@ -143,29 +145,29 @@ def traverse(
 
     The draft 0 fails, and the visit ends at the root:
 
-    >>> leaf = Node(p=[0.5, 0.5], q=[0.5, 0.5])
-    >>> root = Node(p=[0.25, 0.75], q=[0.5, 0.5], drafts=[(0, leaf)])
+    >>> q = torch.tensor([0.5, 0.5])
+    >>> root = Node(p=torch.tensor([0.25, 0.75]), q=q, drafts=[(0, Node(p=q, q=q))])
     >>> traverse(root, happens=lambda probability: probability > 0.5)
-    ([], [0.0, 1.0])
+    ([], tensor([0., 1.]))
     """
     p = node.p
     q = node.q
     for x, child in node.drafts:
-        end = traverse(child, happens, min(1.0, visit_probability * p[x] / q[x]))
+        end = traverse(child, happens, min(1.0, visit_probability * float(p[x] / q[x])))
         if end is not None:
             drafts, after = end
             return [x, *drafts], after
-        residual = positive_difference([visit_probability * weight for weight in p], q)
-        owed = sum(residual)
+        residual = (visit_probability * p - q).clamp_min(0.0)
+        owed = float(residual.sum())
         spare = owed + 1.0 - visit_probability
         if owed > 0:
-            p = normalised(residual)
+            p = residual / owed
         visit_probability = owed / spare if spare > 0 else 1.0
         q = without(q, x)
     return ([], p) if happens(visit_probability) else None
 
 
-def couple(p: Distribution, q: Distribution, x: int) -> Distribution:
+def couple(p: Tensor, q: Tensor, x: int) -> Tensor:
     """Return what the next draft is drawn from, given the last draft x (maximal coupling).
 
     Args:
@@ -175,37 +177,26 @@ def couple(p: Distribution, q: Distribution, x: int) -> Distribution:
 
     If x was drawn from q, the next draft is distributed as p, and equals x as often as possible:
 
-    >>> couple(p=[0.25, 0.75], q=[0.5, 0.5], x=0)
-    [0.5, 0.5]
-    >>> couple(p=[0.25, 0.75], q=[0.5, 0.5], x=1)
-    [0.0, 1.0]
+    >>> p = torch.tensor([0.25, 0.75])
+    >>> q = torch.tensor([0.5, 0.5])
+    >>> couple(p, q, x=0)
+    tensor([0.5000, 0.5000])
+    >>> couple(p, q, x=1)
+    tensor([0., 1.])
     """
-    residual = positive_difference(p, q)
-    if sum(residual) == 0:
-        return one_hot(x, len(p))
-    stays = min(1.0, p[x] / q[x])
-    changed = [(1.0 - stays) * weight for weight in normalised(residual)]
-    changed[x] += stays
-    return changed
+    residual = (p - q).clamp_min(0.0)
+    if residual.sum() == 0:
+        return one_hot(x, p)
+    stays = min(1.0, float(p[x] / q[x]))
+    return (1.0 - stays) * residual / residual.sum() + stays * one_hot(x, p)
 
 
-def positive_difference(p: Distribution, q: Distribution) -> Distribution:
-    """Return max(p - q, 0) of each token."""
-    return [max(a - b, 0.0) for a, b in zip(p, q, strict=True)]
-
-
-def normalised(weights: Distribution) -> Distribution:
-    """Return weights divided by their sum."""
-    total = sum(weights)
-    return [weight / total for weight in weights]
-
-
-def without(q: Distribution, x: int) -> Distribution:
+def without(q: Tensor, x: int) -> Tensor:
     """Return q after x has been drawn from it without replacement."""
-    left = [0.0 if token == x else weight for token, weight in enumerate(q)]
-    return normalised(left) if sum(left) > 0 else left
+    left = q * (1 - one_hot(x, q))
+    return left / left.sum() if left.sum() > 0 else left
 
 
-def one_hot(x: int, size: int) -> Distribution:
-    """Return the distribution that gives x alone."""
-    return [float(token == x) for token in range(size)]
+def one_hot(x: int, like: Tensor) -> Tensor:
+    """Return the distribution that gives x alone, of the size and type of another one."""
+    return functional.one_hot(torch.tensor(x), len(like)).to(like)

@@ -5,7 +5,7 @@ surplus makes up for ancestors whose ratio is below 1 (traversal verification, a
 docs/algorithms.md, section 8.5). More drafts are accepted than one by one. On a chain this is block
 verification (arXiv 2403.10444, algorithm 2; section 3.1), whose paper proves that no lossless rule
 accepts more of one chain on average. Neither needs a further forward. `reference.py` has the
-traversal of one tree in plain Python.
+traversal of one tree, node by node.
 """
 
 from __future__ import annotations
