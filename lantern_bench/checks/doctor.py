@@ -355,7 +355,7 @@ def _decode(device: torch.device, dtype: str) -> Iterator[Finding]:
             _tiny_decode(model, engine)
             # In the second image all programs are replayed, as in most images of a sweep.
             images[name] = _tiny_decode(model, engine)
-            fallbacks |= engine.fallbacks
+            fallbacks |= engine.fallbacks.reasons
     yield _compared(check, images, fallbacks, dtype=getattr(torch, dtype))
 
 

@@ -12,7 +12,7 @@ import io
 import itertools
 import logging
 import warnings
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from pathlib import Path
 from types import FunctionType
@@ -274,13 +274,8 @@ class Engine:
         self.compile = compile
         self.folder = folder
         self._backend = backend
-        self._fallbacks = Fallbacks(graphs=graphs)
+        self.fallbacks = Fallbacks(graphs=graphs)
         self._cache: dict[Hashable, Any] = {}
-
-    @property
-    def fallbacks(self) -> Mapping[str, str]:
-        """Why `compiling` or `capture` failed on CUDA, for each that did."""
-        return self._fallbacks.reasons
 
     def cached(self, key: Hashable, make: Callable[[], T]) -> T:
         """Return what `make` returned at the first call with this key and this number of threads.
@@ -321,7 +316,7 @@ class Engine:
         compiled = compile_function(method, device, self._backend)
         if not is_cuda:
             return compiled
-        return GraphedProgram(compiled, plain=method, device=device, fallbacks=self._fallbacks)
+        return GraphedProgram(compiled, plain=method, device=device, fallbacks=self.fallbacks)
 
 
 def tensors_of(model: object) -> tuple[Tensor, ...]:
