@@ -93,11 +93,6 @@ class ImageState:
         self.drafter_broken.zero_()
         self.steps.start()
 
-    @property
-    def active(self) -> Tensor:
-        """Which images are not complete, bool [B]."""
-        return self.position < self.tokens_wanted
-
     def commit(self, verdict: Verdict, features: Tensor, target_broken: Tensor) -> None:
         """Record a step and append what it accepts; complete images stay as they are.
 
@@ -114,7 +109,7 @@ class ImageState:
             neighbour_mass=verdict.neighbour_mass,
             neighbour_mass_tried=verdict.neighbour_mass_tried,
         )
-        active = self.active
+        active = self.position < self.tokens_wanted  # the images that are not complete
         counts = torch.where(active, verdict.accepted + 1, 0)
 
         # Filler behind the tokens that count is overwritten by the next step or cut off at the end.
