@@ -40,7 +40,6 @@ from lantern_bench.decoding.sampling import (
     broken_logits,
     decoding_probabilities,
     exponential,
-    guide,
     uniform,
 )
 from lantern_bench.decoding.tree import at_nodes
@@ -95,7 +94,7 @@ class TreeScorer:
         touch_while_tracing(self._inputs)
         if self._cfg_scale == 1:
             answer = self.session.score(tokens, depths, attention)
-            return guide(answer.cond, None, 1.0), answer.features
+            return answer.cond.float(), answer.features
         return self.session.score_guided(
             tokens, depths=depths, attention=attention, cfg_scale=self._cfg_scale
         )

@@ -85,15 +85,14 @@ def run_folder(
     Args:
         experiment: Names the directory where `out` does not.
         out: The directory, by default `results/<run name>`.
-        resume: Without it, the first of the directory and those named with -2, -3, ... that has
-            no records.
+        resume: Without it, the first of the names with -2, -3, ... that has no records is taken
+            where the directory has records.
     """
     folder = out if out is not None else results_root() / experiment.run_name
-    if resume:
+    if resume or not (folder / RECORDS).is_file():
         return folder
     numbered = (folder.with_name(f"{folder.name}-{number}") for number in itertools.count(2))
-    candidates = itertools.chain([folder], numbered)
-    return next(path for path in candidates if not (path / RECORDS).exists())
+    return next(path for path in numbered if not (path / RECORDS).exists())
 
 
 def run_names(directories: Sequence[Path]) -> list[str]:
