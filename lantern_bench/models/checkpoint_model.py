@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from lantern_bench.models.checkpoints.checkpoint import Checkpoint
     from lantern_bench.models.checkpoints.key_map import KeyMap
     from lantern_bench.models.loaded_model import LoadedModel
-    from lantern_bench.models.networks.conditions import Prompts
-    from lantern_bench.models.networks.target import TransformerTarget
+    from lantern_bench.models.networks.target import Prompts, TransformerTarget
 
 
 class Published(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -85,9 +84,10 @@ class CheckpointModel(Model):
         self.file: ModelFile | None = None
         if self.tokenizer_in_target and "target" in self.paths:
             self.paths.setdefault("tokenizer", self.paths["target"])
-        height, width = (self.pixels * side for side in row.grid or (0, 0))
-        millions = (row.parameters or 0) / 1e6
-        self.description = f"{row.about}, {height}x{width} px, {millions:,.0f}M parameters"
+        self.description = row.about
+        if row.grid is not None and row.parameters is not None:
+            height, width = (self.pixels * side for side in row.grid)
+            self.description += f", {height}x{width} px, {row.parameters / 1e6:,.0f}M parameters"
         self.aliases = row.aliases
         self.parameters = row.parameters
 
@@ -219,8 +219,8 @@ class CheckpointModel(Model):
         """Return the file or folder of each part: where it is, or where a download puts it."""
         if self.paths:
             return self.paths
-        published = hub.PARTS.get(self.name, {})
-        return {name: hub.expected_path(part) for name, part in published.items()}
+        parts = hub.PARTS.get(self.name, {})
+        return {name: hub.expected_path(part) for name, part in parts.items()}
 
     def load_target(
         self, device: torch.device, dtype: torch.dtype
@@ -260,17 +260,22 @@ class CheckpointModel(Model):
         checkpoint = self.open_target()
         layout = layout_of(checkpoint)
         if self.file is not None and self.file.target.layout not in (None, layout):
-            stated = self.file.target.layout
-            text = f"is not in the layout {stated}: it is {what_is(checkpoint)}"
-            advice = f"Give layout: {layout}, or leave it out."
-            raise UserError(f"{checkpoint.path}: {text}", advice)
+            raise UserError(
+                f"{checkpoint.path}: is not in the layout {self.file.target.layout}: it is "
+                f"{what_is(checkpoint)}",
+                f"Give layout: {layout}, or leave it out.",
+            )
         # Janus has layers of its image encoder too.
-        numbers = [re.match(r"(?!.*vision).*\blayers\.(\d+)\.", name) for name in checkpoint]
-        layers = 1 + max((int(number[1]) for number in numbers if number), default=-1)
+        numbers = re.findall(
+            r"^(?!.*vision).*\blayers\.(\d+)\.", "\n".join(checkpoint), re.MULTILINE
+        )
+        layers = len(set(numbers))
         if layers != self.sizes.layers:
-            text = f"has {layers} layers, and num_hidden_layers is {self.sizes.layers}"
-            advice = "Give the checkpoint of this model, or mend its config."
-            raise UserError(f"{checkpoint.path}: {text}", advice)
+            raise UserError(
+                f"{checkpoint.path}: has {layers} layers, and num_hidden_layers is "
+                f"{self.sizes.layers}",
+                "Give the checkpoint of this model, or mend its config.",
+            )
         return checkpoint
 
     def load(self, device: torch.device, dtype: torch.dtype) -> LoadedModel:

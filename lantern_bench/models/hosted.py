@@ -6,8 +6,8 @@ cache with this package's tree masks. docs/adding-a-model.md has an example.
 
 from __future__ import annotations
 
-import importlib.util
 import math
+import runpy
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -20,9 +20,14 @@ from torch import Tensor, nn
 from lantern_bench.decoding.neighbours import Space
 from lantern_bench.models.loaded_model import LoadedModel, to_bytes
 from lantern_bench.models.model_file import PythonModel
-from lantern_bench.models.networks.conditions import Condition, prompt_condition, prompt_rows
 from lantern_bench.models.networks.kv_cache import KVCache
-from lantern_bench.models.networks.target import CachedTarget, force_line_ends, without_line_ends
+from lantern_bench.models.networks.target import (
+    CachedTarget,
+    Condition,
+    prompt_condition,
+    prompt_rows,
+    without_line_ends,
+)
 from lantern_bench.models.networks.transformer_config import TransformerConfig
 from lantern_bench.utils.errors import UserError
 from lantern_bench.utils.files import file_sha256, hash_of
@@ -146,11 +151,10 @@ class _HostedTarget(CachedTarget):
         text_config: Any = hosted.decoder.config
         heads = text_config.num_attention_heads
         width = text_config.hidden_size
-        head_dim = getattr(text_config, "head_dim", None) or width // heads
         config = TransformerConfig(
             vocab_size=hosted.codes + 1 if hosted.line_ends else hosted.codes,
             # The cache is as wide as the heads, which some models do not cut from the hidden size.
-            dim=heads * head_dim,
+            dim=heads * (getattr(text_config, "head_dim", None) or width // heads),
             layers=text_config.num_hidden_layers,
             heads=heads,
             ffn_dim=text_config.intermediate_size,
@@ -174,23 +178,18 @@ class _HostedTarget(CachedTarget):
             tokens = without_line_ends(tokens, self.config.grid)
         return to_bytes(self._hosted.pixels(tokens.long().to(self.device)))
 
-    @torch.inference_mode()
-    def logits_without_cache(self, condition: Condition, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    def features_without_cache(self, condition: Condition, tokens: Tensor) -> Tensor:
         # The decoder's own forward of each row, with its own mask and positions.
-        tokens = tokens.to(self.device)
-        batch, count = tokens.shape
         prompts = prompt_rows(condition.values.to(self.device), 2)
         valid = prompt_rows(condition.valid.to(self.device), 2)
         drawn = self.transformer.tok_embeddings(tokens[:, :-1])
         rows = []
         for row, prompt in enumerate(prompts):
             words = self._hosted.embed_words(prompt[valid[row]][None])
-            x = torch.cat([words, drawn[row % batch][None]], dim=1)
+            x = torch.cat([words, drawn[row % len(drawn)][None]], dim=1)
             features = self.transformer.decoder(inputs_embeds=x, use_cache=False).last_hidden_state
-            rows.append(self.transformer.output(features[:, words.shape[1] - 1 :]))
-        positions = torch.arange(count, device=self.device).expand(batch, -1)
-        logits = force_line_ends(torch.cat(rows), positions, self.config)
-        return logits[:batch], logits[batch:]
+            rows.append(features[:, words.shape[1] - 1 :])
+        return torch.cat(rows)
 
 
 def load_class(file: PythonModel) -> type[HostedModel]:
@@ -200,22 +199,23 @@ def load_class(file: PythonModel) -> type[HostedModel]:
         UserError: The file cannot be imported, or does not define exactly one.
     """
     path = file.python
-    spec = importlib.util.spec_from_file_location(f"lantern_bench_model_{path.stem}", path)
-    if spec is None or spec.loader is None:
-        raise file.wrong("python", f"{path.name}: is no Python file")
-    module = importlib.util.module_from_spec(spec)
+    module = f"lantern_bench_model_{path.stem}"
     try:
-        spec.loader.exec_module(module)
+        names = runpy.run_path(str(path), run_name=module)
     except Exception as error:
-        problem = f"cannot be imported: {type(error).__name__}: {error}"
-        raise file.wrong("python", f"{path.name}: {problem}") from error
-    defined = [value for value in vars(module).values() if isinstance(value, type)]
+        raise file.wrong(
+            "python", f"{path.name}: cannot be imported: {type(error).__name__}: {error}"
+        ) from error
     classes = [
-        cls for cls in defined if issubclass(cls, HostedModel) and cls.__module__ == module.__name__
+        value
+        for value in names.values()
+        if isinstance(value, type) and issubclass(value, HostedModel) and value.__module__ == module
     ]
     if len(classes) != 1:
-        problem = f"must define one subclass of HostedModel, and defines {len(classes)}"
-        raise file.wrong("python", f"{path.name}: {problem}")
+        raise file.wrong(
+            "python",
+            f"{path.name}: must define one subclass of HostedModel, and defines {len(classes)}",
+        )
     return classes[0]
 
 
@@ -245,8 +245,11 @@ def load_hosted(file: PythonModel, device: torch.device, dtype: torch.dtype) -> 
         prompts = prompt_condition([hosted.prompts(caption) for caption in captions])
         length = prompts.values.shape[2]
         if length > hosted.prefix:
-            most = f"its prompt has {length} tokens, and at most {hosted.prefix} are taken"
-            raise UserError(f"{file.path}: caption: {most}", "Say it in fewer words.")
+            raise UserError(
+                f"{file.path}: caption: its prompt has {length} tokens, and at most "
+                f"{hosted.prefix} are taken",
+                "Say it in fewer words.",
+            )
         return prompts
 
     # None if the checkpoint is a file.

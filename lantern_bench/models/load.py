@@ -109,8 +109,10 @@ def set_space(model: LoadedModel, space: Space | None) -> None:
     if space is None:
         return
     if model.given_table is not None:
-        problem = f"--neighbour-space {space}: {model.name} has its own neighbour table"
-        raise UserError(problem, "Leave one of them out.")
+        raise UserError(
+            f"--neighbour-space {space}: {model.name} has its own neighbour table",
+            "Leave one of them out.",
+        )
     model.neighbour_space = space
 
 
@@ -128,9 +130,12 @@ def compile_models(models: Iterable[LoadedModel], compute: Compute) -> Note | No
     are_saved = all(folder and any(folder.glob("*.program")) for folder in folders)
     problem = None if are_saved else compiler_problem(compute.device)
     if problem is not None:
-        install = "Install torch 2.10 or newer and a C++ compiler, or pass --no-compile."
-        advice = f"Decoding is slower without. {install}"
-        return Note(f"decoding is not compiled: {problem}", advice, "warning")
+        return Note(
+            f"decoding is not compiled: {problem}",
+            "Decoding is slower without. Install torch 2.10 or newer and a C++ compiler, or pass "
+            "--no-compile.",
+            "warning",
+        )
     for model, folder in zip(compiled, folders, strict=True):
         pack_for_decoding(model.target, model.drafter)
         model.engine = Engine(compile=True, folder=folder)
@@ -141,18 +146,20 @@ def program_folder(model: LoadedModel, compute: Compute) -> Path:
     """Return where the programs of a model are saved. The name covers all they depend on."""
     plugins = OUTSIDE_RULES | OUTSIDE_DRAFTINGS
     outside = {name: row.fingerprint() for name, row in plugins.items()}
-    # `model.weights` alone does not tell apart models of random weights.
-    parts = (
+    facts = (
         model.name,
         sorted(model.weights.items()),
+        # `model.weights` alone does not tell apart models of random weights.
         repr(model.target),
         repr(model.drafter),
         compute.dtype_name,
+        ENGINE_VERSION,
+        torch.__version__,
+        processor(),
+        sorted(outside.items()),
     )
-    environment = (ENGINE_VERSION, str(torch.__version__), *processor(), sorted(outside.items()))
-    digest = hashlib.sha256(repr((parts, environment)).encode())
-    package = Path(__file__).parents[1]
+    digest = hashlib.sha256(repr(facts).encode())
     for folder in _COMPILED_FOLDERS:
-        for file in sorted((package / folder).rglob("*.py")):
+        for file in sorted((Path(__file__).parents[1] / folder).rglob("*.py")):
             digest.update(file.read_bytes())
     return cache_folder() / "programs" / digest.hexdigest()[:24]

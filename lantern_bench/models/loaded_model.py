@@ -14,8 +14,12 @@ from lantern_bench.decoding.engine import Engine
 from lantern_bench.decoding.neighbours import Space, in_space, nearest_codes
 from lantern_bench.decoding.protocol import Drafter, PixelDecoder, Target
 from lantern_bench.methods.parameters import NeighbourMetric
-from lantern_bench.models.networks.conditions import Prompts
-from lantern_bench.models.networks.target import CachedTarget, with_line_ends, without_line_ends
+from lantern_bench.models.networks.target import (
+    CachedTarget,
+    Prompts,
+    with_line_ends,
+    without_line_ends,
+)
 from lantern_bench.models.networks.vq import VQModel
 from lantern_bench.utils.errors import RefusedError, UserError
 
@@ -88,10 +92,7 @@ class LoadedModel:
     _tables: dict[NeighbourMetric, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def __repr__(self) -> str:
-        target = type(self.target).__name__
-        drafter = "no drafter" if self.drafter is None else type(self.drafter).__name__
-        rows, columns = self.grid
-        return f"LoadedModel({self.name!r}: {target}, {drafter}, {rows}x{columns} codes)"
+        return f"LoadedModel({self.name!r})"
 
     def pixel_decoder(self) -> PixelDecoder:
         """Return what draws pictures. Raises `UserError` for a model that cannot."""
@@ -110,15 +111,18 @@ class LoadedModel:
     @cached_property
     def codes(self) -> Tensor:
         """The codebook float32 [V, d] in the space of its neighbours, with 0 for forced tokens."""
+        return self._with_forced(in_space(self._rows_of_codes(), self.neighbour_space))
+
+    def _rows_of_codes(self) -> Tensor:
+        """Return the codebook on the target's device, as stored."""
         if self.codebook is None:
-            problem = "this rule measures distances between codes, and the model has no tokenizer"
             raise RefusedError(
-                f"{self.name}: {problem}",
-                "Name the tokenizer's checkpoint in the model's file, or choose another rule.",
+                f"{self.name}: this rule needs to know which codes are near each other, and the "
+                "model has no tokenizer",
+                "Name the tokenizer's checkpoint, or a table of nearest codes, in the model's "
+                "file; or choose another rule.",
             )
-        return self._with_forced(
-            in_space(self.codebook.to(self.target.device), self.neighbour_space)
-        )
+        return self.codebook.to(self.target.device)
 
     def table(self, columns: int, metric: NeighbourMetric = "l2") -> Tensor:
         """Return the nearest codes of every token.
@@ -138,11 +142,14 @@ class LoadedModel:
         if table is None:
             table = self._table_of_codebook(columns, metric)
         elif metric != "l2":
-            problem = f"--neighbour-metric {metric}: {self.name} names a table of its own"
-            raise UserError(problem, "Leave one of them out.")
+            raise UserError(
+                f"--neighbour-metric {metric}: {self.name} names a table of its own",
+                "Leave one of them out.",
+            )
         elif table.shape[1] < columns:
-            width = f"the model's own table has {table.shape[1]} for each code"
-            raise UserError(f"--neighbours {columns}: {width}")
+            raise UserError(
+                f"--neighbours {columns}: the model's own table has {table.shape[1]} for each code"
+            )
         table = table.to(self.target.device, torch.int32)
         return self._with_forced(table[:, :columns].contiguous())
 
@@ -154,23 +161,17 @@ class LoadedModel:
     @torch.inference_mode()
     def _table_of_codebook(self, columns: int, metric: NeighbourMetric) -> Tensor:
         """Return the table of a metric, which is kept, as wide as the widest one asked for."""
-        if self.codebook is None:
-            problem = "relaxed rules need to know which codes are near each other"
-            raise RefusedError(
-                f"{self.name}: {problem}, and it has no tokenizer",
-                "Name the tokenizer's checkpoint, or a table of nearest codes, in the model's "
-                "file.",
+        rows = self._rows_of_codes()
+        if columns >= len(rows):
+            raise UserError(
+                f"--neighbours {columns}: the model {self.name} has {len(rows)} codes",
+                f"At most {len(rows) - 1}.",
             )
-        codes = len(self.codebook)
-        if columns >= codes:
-            problem = f"--neighbours {columns}: the model {self.name} has {codes} codes"
-            raise UserError(problem, f"At most {codes - 1}.")
         table = self._tables.get(metric)
         if table is None or table.shape[1] < columns:
             # Angles are the same in both spaces, and random neighbours have none.
             space = self.neighbour_space if metric == "l2" else "raw"
-            rows = in_space(self.codebook.to(self.target.device), space)
-            table = nearest_codes(rows, columns, metric=metric)
+            table = nearest_codes(in_space(rows, space), columns, metric=metric)
             self._tables[metric] = table
         return table
 
@@ -226,9 +227,8 @@ def assemble(
 def transformer_of(model: LoadedModel) -> CachedTarget:
     """Return the model's target. Raises `UserError` if EAGLE drafters cannot work with it."""
     if not isinstance(model.target, CachedTarget):
-        kind = f"Its target is a {type(model.target).__name__}"
         raise UserError(
             f"{model.name}: EAGLE drafters need the features of a transformer",
-            f"{kind}; choose a model of another family.",
+            f"Its target is a {type(model.target).__name__}; choose a model of another family.",
         )
     return model.target

@@ -182,8 +182,9 @@ def read_model_file(path: Path) -> ModelFile | ExternalDrafter | PythonModel:
     """Read a model file. Raises one `UserError` with every problem of the file, by line."""
     if not path.is_file():
         problem = "is a folder, not a file" if path.is_dir() else "no such file"
-        advice = "Give a model's name, or a YAML file that describes one."
-        raise UserError(f"--model {path}: {problem}", advice)
+        raise UserError(
+            f"--model {path}: {problem}", "Give a model's name, or a YAML file that describes one."
+        )
     source = read_source(path, "Start with: family and target.")
     kind: type[ModelFile | ExternalDrafter | PythonModel] = ModelFile
     if "python" in source.data:

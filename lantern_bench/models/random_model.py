@@ -14,9 +14,8 @@ from torch import nn
 
 from lantern_bench.devices.machine import check_free
 from lantern_bench.models.loaded_model import LoadedModel, VQPixels, assemble
-from lantern_bench.models.networks.conditions import ClassLabel, Condition, Prompts
 from lantern_bench.models.networks.eagle import published_drafter
-from lantern_bench.models.networks.target import TransformerTarget
+from lantern_bench.models.networks.target import ClassLabel, Condition, Prompts, TransformerTarget
 from lantern_bench.models.networks.transformer_config import MOST, TransformerConfig
 from lantern_bench.models.registry import model_of
 from lantern_bench.utils.errors import UserError
@@ -54,8 +53,7 @@ def sizes_of(
         if isinstance(network, nn.Module):
             with torch.device("meta"):
                 session = network.to(dtype).session(batch, guided=guided, nodes=nodes)
-            part = f"{name}'s cache"
-            sizes.append(Size(part=part, parameters=0, dtype=dtype, bytes=session.cache.nbytes))
+            sizes.append(Size(f"{name}'s cache", 0, dtype, session.cache.nbytes))
     return sizes
 
 
@@ -150,8 +148,10 @@ def read_size(text: str) -> TransformerConfig:
     if min(layers, vocabulary, side) < 1 or width < 64 or width % 64:
         raise UserError(f"--size {text}: the width must be a multiple of 64, the rest at least 1")
     if max(layers, side) > _LONGEST or max(width, vocabulary) > MOST:
-        most = f"at most {_LONGEST:,} layers and side, width and vocabulary at most {MOST:,}"
-        raise UserError(f"--size {text}: is too large: {most}")
+        raise UserError(
+            f"--size {text}: is too large: at most {_LONGEST:,} layers and side, width and "
+            f"vocabulary at most {MOST:,}"
+        )
     return TransformerConfig(
         vocab_size=vocabulary,
         dim=width,

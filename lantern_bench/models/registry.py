@@ -78,10 +78,9 @@ def model_of(name: str) -> Model:
     refused = find_models()[1]
     if name in refused:
         raise refused[name]
-    known = ", ".join(by_name) or "none"
     raise UserError(
         f"--model {name}: unknown model{did_you_mean(name, by_name)}",
-        f"The models are {known}; or give a YAML file that describes one.",
+        f"The models are {', '.join(by_name)}; or give a YAML file that describes one.",
     )
 
 
@@ -122,9 +121,11 @@ def _model_of_file(path: Path) -> Model:
         if row is not None:
             return family.of_file(file, row)
     families = sorted({family.family for family in _FAMILIES})
-    hint = did_you_mean(file.family, families)
-    text = f"{file.family}: unknown family{hint}"
-    raise file.wrong("family", text, f"The families are {', '.join(families)}.")
+    raise file.wrong(
+        "family",
+        f"{file.family}: unknown family{did_you_mean(file.family, families)}",
+        f"The families are {', '.join(families)}.",
+    )
 
 
 class _Hosted(Model):
@@ -157,13 +158,14 @@ class _WithDrafter(Model):
 
     def __init__(self, file: ExternalDrafter) -> None:
         model = model_of(file.model)
-        drafter = f"drafter {file.drafter.path.name}"
         for field in ("family", "licence", "prompt_sets", *_SIZES):
             setattr(self, field, getattr(model, field))
         self.file = file
         self.model = model
         self.name = str(file.path)
-        self.description = file.description or f"{model.description}; {drafter}"
+        self.description = (
+            file.description or f"{model.description}; drafter {file.drafter.path.name}"
+        )
         self.defaults = {**model.defaults, **file.defaults}
 
     def check_prompt(self, text: str) -> None:

@@ -30,7 +30,7 @@ from lantern_bench.devices.machine import (
 )
 from lantern_bench.devices.without_torch import device_in_words
 from lantern_bench.models.loaded_model import LoadedModel
-from lantern_bench.models.networks.packed_linear import weight_bytes, weight_count
+from lantern_bench.models.networks.packed_linear import weights_of
 from lantern_bench.models.networks.target import TransformerTarget
 from lantern_bench.models.random_model import random_model, random_model_of_size, read_size
 from lantern_bench.models.registry import model_of
@@ -247,8 +247,10 @@ def forward_need(target: TransformerTarget, nodes: int, *, guided: bool) -> Work
     kv_heads = config.kv_heads or config.heads
     cached = 2 * config.layers * rows * length * kv_heads * config.head_dim
     attention = 2 * config.layers * (length + nodes) * config.heads * config.head_dim
-    read = weight_bytes(modules) + cached * target.dtype.itemsize
-    return Work(read, 2.0 * rows * nodes * (weight_count(modules) + attention), 0.0)
+    weights = weights_of(modules)
+    products = sum(weight.numel() for weight in weights)
+    read = sum(weight.nbytes for weight in weights) + cached * target.dtype.itemsize
+    return Work(read, 2.0 * rows * nodes * (products + attention), 0.0)
 
 
 def seconds_of(work: Callable[[], object], device: torch.device, *, repeats: int) -> list[float]:
@@ -444,7 +446,7 @@ def _memory(profiled: ProfiledModel, decoding: Decoding) -> Row:
     accounted = nodes * model.target.vocab_size * 4
     for network in networks:
         session = network.session(batch=1, guided=profiled.is_guided, nodes=nodes)
-        accounted += session.cache.nbytes + weight_bytes(network)
+        accounted += session.cache.nbytes + sum(weight.nbytes for weight in weights_of(network))
     reset_peak_memory(model.target.device)
     step_costs(model, [decoding], profiled.prompts[:1], tokens=_WARM_TOKENS)
     peak = peak_memory_bytes(model.target.device)

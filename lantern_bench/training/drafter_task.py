@@ -16,13 +16,15 @@ from torch.nn import functional
 
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.sampling import decoding_probabilities, guide
-from lantern_bench.models.networks.conditions import Condition, prompt_rows, visible_rows
 from lantern_bench.models.networks.eagle import EagleDrafter
 from lantern_bench.models.networks.target import (
     CachedTarget,
+    Condition,
     force_line_ends,
     positions_of,
     prefix_mask,
+    prompt_rows,
+    visible_rows,
 )
 from lantern_bench.training.recipe import DrafterRecipe
 from lantern_bench.training.trainer import SINGLE, Processes, Task

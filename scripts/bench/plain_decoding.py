@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lantern_bench.models.networks.conditions import Condition
+from lantern_bench.models.networks.target import Condition
 from lantern_bench.utils.clock import now
 from scripts.bench.plain_network import PlainDrafter, PlainTarget
 

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lantern_bench.models.networks.conditions import Condition
 from lantern_bench.models.networks.eagle import EagleDrafter
-from lantern_bench.models.networks.target import TransformerTarget
+from lantern_bench.models.networks.target import Condition, TransformerTarget
 from lantern_bench.models.networks.transformer import Block, grid_rotary
 
 Past = list[tuple[Tensor, Tensor]]

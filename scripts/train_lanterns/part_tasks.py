@@ -39,8 +39,7 @@ from lantern_bench.models.families.lanterns.modules import (
     caption_condition,
     prompt_accuracy,
 )
-from lantern_bench.models.networks.conditions import Condition
-from lantern_bench.models.networks.target import TransformerTarget
+from lantern_bench.models.networks.target import Condition, TransformerTarget
 from lantern_bench.models.networks.vq import VQModel
 from lantern_bench.training.drafter_task import target_features
 from lantern_bench.training.trainer import Task

@@ -31,9 +31,8 @@ from lantern_bench.models.families.lanterns.modules import (
     load_tokenizer,
     new_target,
 )
-from lantern_bench.models.networks.conditions import Condition
 from lantern_bench.models.networks.eagle import EagleDrafter, untrained_drafter
-from lantern_bench.models.networks.target import TransformerTarget
+from lantern_bench.models.networks.target import Condition, TransformerTarget
 from lantern_bench.models.networks.vq import VQModel
 from lantern_bench.training.drafter_task import DrafterTask, Sequences
 from lantern_bench.training.recipe import RECIPES, Device, StrictSettings, TrainSettings

@@ -19,7 +19,7 @@ from lantern_bench.methods.catalog import MODES
 from lantern_bench.models import registry
 from lantern_bench.models.checkpoint_model import Published
 from lantern_bench.models.families.chameleon import Chameleon
-from lantern_bench.models.networks.conditions import prompt_condition
+from lantern_bench.models.networks.target import prompt_condition
 from tests.helpers import golden_models, tiny_chameleon
 from tests.helpers.golden_models import GOLDEN
 

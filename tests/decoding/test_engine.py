@@ -12,9 +12,8 @@ import torch
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.engine import Engine
 from lantern_bench.decoding.loop import Decoded, decode
-from lantern_bench.models.networks.conditions import Condition, WordCaption
 from lantern_bench.models.networks.eagle import EagleDrafter
-from lantern_bench.models.networks.target import TransformerTarget
+from lantern_bench.models.networks.target import Condition, TransformerTarget, WordCaption
 from lantern_bench.models.networks.transformer_config import TransformerConfig
 
 PREFIX = 4

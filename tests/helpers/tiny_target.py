@@ -16,8 +16,7 @@ from PIL import Image
 
 from lantern_bench.models.loaded_model import LoadedModel, VQPixels
 from lantern_bench.models.model import Model
-from lantern_bench.models.networks.conditions import Condition, WordCaption
-from lantern_bench.models.networks.target import TransformerTarget
+from lantern_bench.models.networks.target import Condition, TransformerTarget, WordCaption
 from lantern_bench.models.networks.transformer_config import TransformerConfig
 from lantern_bench.models.networks.vq import VQConfig, VQModel
 from lantern_bench.utils.errors import UserError

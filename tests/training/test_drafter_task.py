@@ -18,9 +18,13 @@ from lantern_bench.decoding.sampling import guide
 from lantern_bench.decoding.teacher_forcing import drafter_logits_along, teacher_forced
 from lantern_bench.models import registry
 from lantern_bench.models.checkpoints.drafter_files import load_drafter
-from lantern_bench.models.networks.conditions import Condition
 from lantern_bench.models.networks.eagle import untrained_drafter
-from lantern_bench.models.networks.target import CachedTarget, TransformerTarget, force_line_ends
+from lantern_bench.models.networks.target import (
+    CachedTarget,
+    Condition,
+    TransformerTarget,
+    force_line_ends,
+)
 from lantern_bench.training import token_data
 from lantern_bench.training.drafter_job import Data, DrafterJob
 from lantern_bench.training.drafter_task import (

@@ -20,7 +20,7 @@ from lantern_bench.config.plan import make_plan
 from lantern_bench.config.settings import Overrides
 from lantern_bench.devices.compute import choose_compute
 from lantern_bench.models import registry
-from lantern_bench.models.families.word_model import _tokens_in
+from lantern_bench.models.families.word_model import read_tokenizer
 from lantern_bench.models.load import load_models
 from lantern_bench.models.model_file import read_model_file
 from lantern_bench.prompts.prompt import Prompt
@@ -294,7 +294,7 @@ def test_a_plan_of_many_captions_reads_the_tokenizer_once(
     from_file = tokenizers.Tokenizer.from_file
     counted = SimpleNamespace(from_file=lambda name: opened.append(name) or from_file(name))
     monkeypatch.setattr(tokenizers, "Tokenizer", counted)
-    parsed = _tokens_in.cache_info().misses
+    parsed = read_tokenizer.cache_info().misses
     content = {
         "name": "many",
         "model": str(path),
@@ -302,7 +302,7 @@ def test_a_plan_of_many_captions_reads_the_tokenizer_once(
         "cells": [{"mode": "ar"}],
     }
     assert len(prepare(content, Overrides(), out=tmp_path / "run").plan.tasks) == count
-    assert (_tokens_in.cache_info().misses - parsed, len(opened)) == (1, 1)
+    assert (read_tokenizer.cache_info().misses - parsed, len(opened)) == (1, 1)
 
 
 @pytest.mark.parametrize("character", ["\0", "\x1b[2J", "\x07", "\x9b", "\x7f"])

@@ -48,7 +48,8 @@ _KINDS: tuple[tuple[str, str], ...] = (
 # Keys under which training frameworks save a state dict: DDP scripts, DeepSpeed, Lightning. FSDP
 # uses none.
 _CONTAINERS = ("model", "module", "state_dict")
-_WRAPPERS = re.compile(r"(_orig_mod|_fsdp_wrapped_module)\.")
+# Prefixes of DDP, of torch.compile and of FSDP.
+_WRAPPERS = re.compile(r"^module\.|^_orig_mod\.module\.|(_orig_mod|_fsdp_wrapped_module)\.")
 _IN_FOLDER = [
     "model.safetensors",
     "model.safetensors.index.json",
@@ -98,15 +99,16 @@ class Checkpoint(dict[str, Tensor]):
 
     def inside(self, prefix: str) -> Checkpoint:
         """Return the tensors whose names begin with a prefix, by their names without it."""
-        names = [name for name in self if name.startswith(prefix)]
-        return self._with({name.removeprefix(prefix): self[name] for name in names})
+        return self._with(
+            {
+                name.removeprefix(prefix): tensor
+                for name, tensor in self.items()
+                if name.startswith(prefix)
+            }
+        )
 
     def _with(self, tensors: Mapping[str, Tensor]) -> Checkpoint:
         return Checkpoint(tensors, path=self.path, paths=self.paths, settings=self.settings)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor."""
-        return tuple(self[name].shape)
 
     def require(self, ending: str, wanted: str) -> None:
         """Raise `UserError` unless the name of a tensor has this ending.
@@ -128,8 +130,9 @@ class Checkpoint(dict[str, Tensor]):
         kind = what_is(self)
         if kind is not None and kind not in wanted:
             reason = f"it is {kind}"
-        text = f"{self.path}: is not {wanted}: {reason}"
-        return UserError(text, "Give the checkpoint of this model.")
+        return UserError(
+            f"{self.path}: is not {wanted}: {reason}", "Give the checkpoint of this model."
+        )
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -151,15 +154,10 @@ def open_checkpoint(path: Path) -> Checkpoint:
         else:
             loaded = _unpickle(file, zipped=head.startswith(b"PK"))
             tensors |= _state_dict(file, loaded)
-            args = loaded.get("args")
-            if isinstance(args, argparse.Namespace):
-                settings = vars(args)
-            elif isinstance(args, Mapping):
-                settings = args
+            if isinstance(loaded.get("args"), argparse.Namespace):
+                settings = vars(loaded["args"])
     # `dict(model.named_parameters())` holds parameters, which need gradients.
     clean = {_WRAPPERS.sub("", name): tensor.detach() for name, tensor in tensors.items()}
-    if clean and all(name.startswith("module.") for name in clean):
-        clean = {name.removeprefix("module."): tensor for name, tensor in clean.items()}
     if len(clean) < len(tensors):
         raise UserError(f"{path}: holds the same weights under several prefixes")
     return Checkpoint(clean, path=path, paths=files, settings=settings)
@@ -170,8 +168,9 @@ def _files_of(path: Path) -> list[Path]:
     if path.is_dir():
         names = [name for name in _IN_FOLDER if (path / name).is_file()]
         if not names:
-            needed = f"One of {', '.join(_IN_FOLDER)} is needed."
-            raise UserError(f"{path}: holds no weights", needed)
+            raise UserError(
+                f"{path}: holds no weights", f"One of {', '.join(_IN_FOLDER)} is needed."
+            )
         path /= names[0]
     if not path.is_file():
         raise UserError(f"{path}: no such file")
@@ -188,8 +187,11 @@ def _files_of(path: Path) -> list[Path]:
             raise UserError(f"{path}: names {name}, which is outside {path.parent}", _ADVICE)
     missing = [name for name in shards if not (path.parent / name).is_file()]
     if missing:
-        counts = f"{len(missing)} of its {len(shards)} files are missing"
-        raise UserError(f"{path.parent}: {counts}: {', '.join(missing)}", _ADVICE)
+        raise UserError(
+            f"{path.parent}: {len(missing)} of its {len(shards)} files are missing: "
+            f"{', '.join(missing)}",
+            _ADVICE,
+        )
     return [path.parent / name for name in shards]
 
 
@@ -203,8 +205,10 @@ def _head(path: Path) -> bytes:
     if not head:
         raise UserError(f"{path}: is empty", _ADVICE)
     if head.startswith(b"version https://git-lfs"):
-        problem = f"{path}: is a Git LFS pointer, not the weights themselves"
-        raise UserError(problem, "Fetch them with `git lfs pull`.")
+        raise UserError(
+            f"{path}: is a Git LFS pointer, not the weights themselves",
+            "Fetch them with `git lfs pull`.",
+        )
     return head
 
 
@@ -212,8 +216,9 @@ def _read_safetensors(path: Path) -> Mapping[str, Tensor]:
     try:
         return load_file(path)
     except (SafetensorError, OSError, KeyError, ValueError, RuntimeError) as error:
-        problem = f"is truncated or no safetensors file ({one_line(error, 120)})"
-        raise UserError(f"{path}: {problem}", _ADVICE) from error
+        raise UserError(
+            f"{path}: is truncated or no safetensors file ({one_line(error, 120)})", _ADVICE
+        ) from error
 
 
 # torch's message names the function that a pickle would call.
@@ -233,16 +238,18 @@ def _unpickle(path: Path, *, zipped: bool) -> Any:
     except pickle.UnpicklingError as error:
         called = _CALLED.search(str(error))
         if called is None:
-            problem = f"cannot be read as a checkpoint ({one_line(error, 120)})"
-            raise UserError(f"{path}: {problem}", _ADVICE) from error
-        problem = f"is a pickle with code in it ({called[1] or called[2]})"
+            raise UserError(
+                f"{path}: cannot be read as a checkpoint ({one_line(error, 120)})", _ADVICE
+            ) from error
         raise UserError(
-            f"{path}: {problem}; such files are neither run nor loaded",
+            f"{path}: is a pickle with code in it ({called[1] or called[2]}); such files are "
+            "neither run nor loaded",
             "Save the state dict alone, or convert it to safetensors.",
         ) from error
     except (RuntimeError, EOFError, ValueError, LookupError, AttributeError, OSError) as error:
-        problem = f"is truncated or no checkpoint ({one_line(error, 120)})"
-        raise UserError(f"{path}: {problem}", _ADVICE) from error
+        raise UserError(
+            f"{path}: is truncated or no checkpoint ({one_line(error, 120)})", _ADVICE
+        ) from error
 
 
 def _state_dict(path: Path, loaded: Any) -> Mapping[str, Tensor]:
@@ -280,11 +287,13 @@ def read_own_table(path: Path, codes: int) -> Tensor:
             read = np.load(path, allow_pickle=False)
         table = read if isinstance(read, np.ndarray) else read["nearest"]
     except (OSError, ValueError, KeyError, TypeError, EOFError, SafetensorError) as error:
-        problem = "cannot be read as .npy, or as nearest in .npz or .safetensors"
-        raise UserError(f"{path}: {problem}") from error
+        raise UserError(
+            f"{path}: cannot be read as .npy, or as nearest in .npz or .safetensors"
+        ) from error
     if table.ndim != 2 or table.dtype.kind not in "iu" or len(table) != codes:
-        found = f"{table.dtype} {list(table.shape)}"
-        raise UserError(f"{path}: must hold whole numbers [{codes}, k], not {found}")
+        raise UserError(
+            f"{path}: must hold whole numbers [{codes}, k], not {table.dtype} {list(table.shape)}"
+        )
     if not ((table >= 0) & (table < codes)).all() or (table == np.arange(codes)[:, None]).any():
         raise UserError(f"{path}: each row must name other codes, from 0 to {codes - 1}")
     return torch.from_numpy(table.astype(np.int32))

@@ -57,8 +57,10 @@ def load_drafter(
     """
     path = folder / "config.json"
     if not path.is_file():
-        needed = "A published drafter is a folder with config.json and its weights."
-        raise UserError(f"{path}: no such file", needed)
+        raise UserError(
+            f"{path}: no such file",
+            "A published drafter is a folder with config.json and its weights.",
+        )
     stated = read_json(path)
     if not isinstance(stated, dict):
         raise UserError(f"{path}: must hold a JSON object")
@@ -118,8 +120,11 @@ def drafter_config(
     config |= {key: value for key, value in stated.items() if value is not None}
     for key, size in read_numbers(config, {key: key for key in needed}, wrong).items():
         if size != needed[key]:
-            text = f"is {size}, and this target needs {needed[key]}"
-            raise wrong(key, text, "It was trained for another model.")
+            raise wrong(
+                key,
+                f"is {size}, and this target needs {needed[key]}",
+                "It was trained for another model.",
+            )
 
     if not is_chameleon:
         # Drafters trained here state `mask_padding`, and rotate as they say or as their target.
@@ -134,10 +139,9 @@ def drafter_config(
     grid, _ = INPUT_TYPES.get(str(stated.get("input_type")), (target.grid, 0))
     if target.grid != grid:
         rows, columns = target.grid
-        trained = f"its input_type {stated['input_type']} is for a {grid[0]}x{grid[1]} grid"
         raise UserError(
-            f"{folder}: is a drafter of another stage: {trained}, "
-            f"and this model's grid is {rows}x{columns}",
+            f"{folder}: is a drafter of another stage: its input_type {stated['input_type']} is "
+            f"for a {grid[0]}x{grid[1]} grid, and this model's grid is {rows}x{columns}",
             "Give the drafter that was trained for this model.",
         )
     sizes.setdefault("kv_heads", sizes["heads"])

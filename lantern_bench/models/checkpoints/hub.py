@@ -59,10 +59,8 @@ class Source(NamedTuple):
 
         None if a file is missing.
         """
-        if self.file is not None:
-            path = folder / self.file
-            return path if path.is_file() else None
-        return folder if all(_complete(folder, pattern) for pattern in self.patterns) else None
+        is_complete = all(_complete(folder, pattern) for pattern in self.patterns)
+        return folder / (self.file or "") if is_complete else None
 
     def local_path(self) -> Path | None:
         """Return the file or folder of this part on this machine.
@@ -72,7 +70,7 @@ class Source(NamedTuple):
         root = weights_folder()
         if root is not None:
             for pattern in _FOLDERS if self.file is not None else _FOLDERS[:-1]:
-                folder = pattern.format(repo=self.repo, name=self.repo.split("/")[-1])
+                folder = pattern.format(repo=self.repo, name=Path(self.repo).name)
                 path = self.found_in(root / folder)
                 if path is not None:
                     return path
@@ -109,27 +107,31 @@ class Source(NamedTuple):
                 cache_dir=_hub_cache(),
             )
         except errors.GatedRepoError as error:
-            problem = f"{self.repo}: gated repository: accept its licence first"
-            page = f"https://huggingface.co/{self.repo}"
-            advice = f"Accept it at {page}, then set HF_TOKEN or type `hf auth login`."
-            raise RefusedError(problem, advice) from error
+            raise RefusedError(
+                f"{self.repo}: gated repository: accept its licence first",
+                f"Accept it at https://huggingface.co/{self.repo}, then set HF_TOKEN or type "
+                "`hf auth login`.",
+            ) from error
         except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError) as error:
-            problem = "the hub no longer has this repository or revision"
-            raise RefusedError(f"{self.repo}: {problem}") from error
+            raise RefusedError(
+                f"{self.repo}: the hub no longer has this repository or revision"
+            ) from error
         except (errors.HfHubHTTPError, OSError, RuntimeError) as error:
-            problem = f"cannot be downloaded: {one_line(error, 200)}"
-            advice = "Files that arrived are kept; the same command continues."
             if constants.HF_HUB_OFFLINE:
-                problem = "not on this machine, and HF_HUB_OFFLINE forbids the download"
-                advice = (
+                raise RefusedError(
+                    f"{self.repo}: not on this machine, and HF_HUB_OFFLINE forbids the download",
                     "Unset it, or download it elsewhere and give its directory by --dir or "
-                    f"{WEIGHTS_VARIABLE}."
-                )
-            raise RefusedError(f"{self.repo}: {problem}", advice) from error
+                    f"{WEIGHTS_VARIABLE}.",
+                ) from error
+            raise RefusedError(
+                f"{self.repo}: cannot be downloaded: {one_line(error, 200)}",
+                "Files that arrived are kept; the same command continues.",
+            ) from error
         path = self.found_in(Path(found))
         if path is None:
-            problem = f"the repository no longer has {', '.join(self.patterns)}"
-            raise RefusedError(f"{self.repo}: {problem}")
+            raise RefusedError(
+                f"{self.repo}: the repository no longer has {', '.join(self.patterns)}"
+            )
         return path
 
 
@@ -151,8 +153,8 @@ def weights_folder() -> Path | None:
 
 
 def _hub_cache() -> Path:
-    home = os.environ.get("HF_HOME") or user_cache() / "huggingface"
-    return Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub")
+    home = Path(os.environ.get("HF_HOME") or user_cache() / "huggingface")
+    return Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
 
 
 Part: TypeAlias = tuple[Source, ...]
@@ -185,11 +187,8 @@ def local_path(part: Part) -> Path | None:
 
 def expected_path(part: Part) -> Path:
     """Return the file or folder of a part: where it is, or where a download puts it."""
-    found = local_path(part)
-    if found is not None:
-        return found
-    first = part[0]
-    return (weights_folder() or _hub_cache()) / first.repo / (first.file or "")
+    download = (weights_folder() or _hub_cache()) / part[0].repo / (part[0].file or "")
+    return local_path(part) or download
 
 
 def local_paths(model: str) -> dict[str, Path]:
@@ -200,10 +199,9 @@ def local_paths(model: str) -> dict[str, Path]:
         RefusedError: The target or the tokenizer is missing.
     """
     if model not in PARTS:
-        known = f"The published models are {', '.join(PARTS)}"
         raise UserError(
             f"{model}: no published files of this model are known",
-            f"{known}; for your own files write a model.yaml.",
+            f"The published models are {', '.join(PARTS)}; for your own files write a model.yaml.",
         )
     paths: dict[str, Path] = {}
     for name, part in PARTS[model].items():

@@ -90,9 +90,8 @@ def load_into(
         for slice_, rows in _rows_of(tensor, slices):
             _fill(rows, slice_, checkpoint)
         if not torch.isfinite(tensor).all():
-            kind = str(dtype).removeprefix("torch.")
             raise UserError(
-                f"{checkpoint.path}: {name} has numbers that are not finite in {kind}",
+                f"{checkpoint.path}: {name} has numbers that are not finite in {_kind(dtype)}",
                 "The file is damaged, or needs a type with a wider range, such as "
                 "--dtype bfloat16.",
             )
@@ -104,9 +103,8 @@ def load_into(
 def _fill(rows: Tensor, slice_: Slice, checkpoint: Checkpoint) -> None:
     read = checkpoint[slice_.key]
     if read.dtype not in _FLOATS:
-        kind = str(read.dtype).removeprefix("torch.")
         raise UserError(
-            f"{checkpoint.path}: {slice_.key} has the unsupported type {kind}",
+            f"{checkpoint.path}: {slice_.key} has the unsupported type {_kind(read.dtype)}",
             "Weights must be float32, bfloat16, float16 or float64; quantised weights are not "
             "supported.",
         )
@@ -126,7 +124,7 @@ def export(module: nn.Module, key_map: KeyMap) -> dict[str, Tensor]:
 
 
 def _rows_of(tensor: Tensor, slices: Iterable[Slice]) -> Iterable[tuple[Slice, Tensor]]:
-    counts = [tensor.shape[0] if slice_.rows is None else slice_.rows for slice_ in slices]
+    counts = [slice_.rows or len(tensor) for slice_ in slices]
     return zip(slices, tensor.split(counts), strict=True)
 
 
@@ -141,7 +139,7 @@ def _raise_if_unfit(
         "misshapen": [],
     }
     for key, shape in expected.items():
-        found = checkpoint.shape(key) if key in checkpoint else shape
+        found = checkpoint[key].shape if key in checkpoint else shape
         if found != shape:
             problems["misshapen"].append(f"{key} is {_shape_text(found)}, not {_shape_text(shape)}")
     lines = ""
@@ -153,6 +151,10 @@ def _raise_if_unfit(
         if kind is not None and len(problems["missing"]) * 2 > len(expected):
             wanted += f": it is {kind}"
         raise UserError(f"{checkpoint.path}: does not hold {wanted}{lines}")
+
+
+def _kind(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _shape_text(shape: Iterable[int]) -> str:

@@ -92,7 +92,7 @@ def _sizes_in(checkpoint: Checkpoint, layout: Layout) -> VQConfig:
 
     # The names below are the same from the lowest resolution and from the highest.
     def shape(name: str) -> tuple[int, ...]:
-        return checkpoint.shape(layout.rename(name, 1))
+        return checkpoint[layout.rename(name, 1)].shape
 
     def has(name: str) -> bool:
         return layout.rename(name, 1) in checkpoint

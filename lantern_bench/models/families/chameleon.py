@@ -10,7 +10,6 @@ import functools
 import re
 import string
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lantern_bench.models.checkpoint_model import PUBLISHED
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
 _ROW_END = "<reserved08799>"
 _IMAGE = "<racm3:break>"
 _TURN = "<reserved08706>"
-_LETTERS = "ABCDEFGHIJ"
 # Options of transformers' Chameleon, and their values in published checkpoints.
 _ONLY = {"model_type": ("chameleon", "chameleon_xllmx", None), "tie_word_embeddings": (False, None)}
 
@@ -46,39 +44,21 @@ class Chameleon(WordModel):
     kind = "a Chameleon model in the HF layout"
     ignored = r"model\.vqmodel\.|.*\.rotary_emb\.inv_freq$"
     vq_layout = "chameleon"
-    words = (9000, 65535)
-    line_ends: ClassVar[bool] = False
 
     def read_sizes(self) -> TransformerConfig:
         """Return the sizes of config.json. The vocabulary tells the number of codes."""
         for key, allowed in _ONLY.items():
             if self.config.get(key) not in allowed:
                 raise self.wrong(key, f"is {self.config[key]}, and Chameleon's is {allowed[0]}")
-        return self.llama_config(
-            "",
-            len(self.image_words()),
-            qk_norm=True,
-            norm_after=bool(self.config.get("swin_norm")),
-            line_ends=self.line_ends,
-        )
+        return self.llama_config("", qk_norm=True, norm_after=bool(self.config.get("swin_norm")))
 
     def image_words(self) -> Sequence[int]:
         """Return the words `IMGIMG<digits as letters A to J>Z`, and the end of a row if used."""
-        digits = str.maketrans(_LETTERS, string.digits)
+        digits = str.maketrans("ABCDEFGHIJ", string.digits)
         codes = self.vocabulary.codes_named(
             "IMGIMG([A-J]+)Z", lambda letters: int(letters.translate(digits))
         )
         return (*codes, self.vocabulary[_ROW_END]) if self.line_ends else codes
-
-    def published_numbers(self) -> Mapping[str, int]:
-        """Return the published numbers of the tokens that a picture needs."""
-        letters = str.maketrans(string.digits, _LETTERS)
-        numbers = {"<s>": 0, _IMAGE: 8197, _TURN: 8710}
-        for number in range(8799, 8799 + 34):
-            numbers[f"<reserved{number:05d}>"] = number + 4
-        for code in range(8192):
-            numbers[f"IMGIMG{str(code).translate(letters)}Z"] = code + 4
-        return numbers
 
     def wording(self) -> Wording:
         """Return the caption alone. Without it only the text's and the image's start are left."""
@@ -110,7 +90,7 @@ class Chameleon(WordModel):
                 continue
             (norm,) = keys[name]
             heads, width = tensor.shape
-            rows = checkpoint.shape(norm.key)[0] if norm.key in checkpoint else heads
+            rows = checkpoint[norm.key].shape[0] if norm.key in checkpoint else heads
             if rows < heads and heads % rows == 0:
                 repeat = functools.partial(torch.repeat_interleave, repeats=heads // rows, dim=0)
                 keys[name] = (norm._replace(prepare=repeat, file_shape=(rows, width)),)
@@ -129,13 +109,16 @@ class Lumina(Chameleon):
         height = rows * self.pixels
         width = columns * self.pixels
         if height % 32 or width % 32:
-            step = 32 // self.pixels
-            multiple = "an even number" if step == 2 else f"a multiple of {step}"
-            raise UserError(f"grid {rows}x{columns}: this model's pictures have {multiple} of each")
-        task = f"Generate an image of {width}x{height} according to the following prompt:"
+            raise UserError(
+                f"grid {rows}x{columns}: this model's pictures have a multiple of "
+                f"{32 // self.pixels} of each"
+            )
         sides = [f"<reserved{8800 + side // 32:05d}>" for side in (height, width)]
         return Wording(
-            template=f"{task}\n{{caption}}",
+            template=(
+                f"Generate an image of {width}x{height} according to the following prompt:\n"
+                "{caption}"
+            ),
             before=(self.start,),
             after=(_TURN, _IMAGE, *sides),
             without_caption=lambda prompt, *_: prompt[-3:],
@@ -151,28 +134,19 @@ class Lumina2(Lumina):
     defaults: Mapping[str, Any] = {"cfg_scale": 4.0, "top_k": 4096, "tree": "eagle1-25"}
     has_drafter = False  # none was published
     published: ClassVar = PUBLISHED["lumina-mgpt2"]
-    words = (0, 151642)
     vq_layout = "movqgan"
     pixels = 8
 
     def image_words(self) -> Sequence[int]:
         """Return the words. Code n is word `first_code` + n, as in the authors' code."""
         first = self.whole_number("first_code")
-        codes = self.whole_number("codes")
-        return (*range(first, first + codes), self.vocabulary[_ROW_END])
-
-    def published_numbers(self) -> Mapping[str, int]:
-        """Return the numbers. Start and end of an image are published, the others invented."""
-        numbers = {"<|endoftext|>": 151643, _IMAGE: 151665, "<eoss>": 151666, _TURN: 151667}
-        for number in range(8799, 8799 + 130):
-            numbers[f"<reserved{number:05d}>"] = number - 8799 + 151668
-        return numbers
+        codes = range(first, first + self.whole_number("codes"))
+        return (*codes, self.vocabulary[_ROW_END])
 
     @property
     def start(self) -> str:
         """The tokenizer's start of text, or its end if it has no start."""
-        path = (self.folder or Path()) / "tokenizer_config.json"
-        has_config = self.folder is not None and path.is_file()
-        stated = read_json(path) if has_config else {}
+        path = self._tokenizer_json.with_name("tokenizer_config.json")
+        stated = read_json(path) if path.is_file() else {}
         token = stated.get("bos_token") or stated.get("eos_token") or "<|endoftext|>"
         return str(token["content"] if isinstance(token, dict) else token)

@@ -40,33 +40,28 @@ class Emu3(WordModel):
     marker = "model.text_model.embed_tokens.weight"
     kind = "an Emu3 model"
     ignored = r"model\.vqmodel\.|lm_head\."
-    words = (0, 151642)
+    line_ends = True
     vq_layout = "emu3"
     pixels = 8
     tokenizer_in_target = True
 
     def read_sizes(self) -> TransformerConfig:
         """Return the sizes of config.json."""
-        codes = self.whole_number("vq_config.codebook_size")
-        return self.llama_config("text_config", codes + 1, line_ends=True)
+        return self.llama_config("text_config")
 
     def image_words(self) -> Sequence[int]:
         """Return the codes by name, and the end of a row."""
         codes = self.vocabulary.codes_named(r"<\|visual token (\d+)\|>")
-        if len(codes) != self.sizes.n_codes:
-            found = f"the vocabulary has {len(codes)} image codes"
-            stated = f"vq_config.codebook_size is {self.sizes.n_codes}"
-            raise UserError(f"config.json: {found}, and {stated}", "Download the folder again.")
+        stated = self.whole_number("vq_config.codebook_size")
+        if len(codes) != stated:
+            raise UserError(
+                f"config.json: the vocabulary has {len(codes)} image codes, and "
+                f"vq_config.codebook_size is {stated}",
+                "Download the folder again.",
+            )
         # Raises for a missing token, which prompts would replace by other tokens.
         _ = self.vocabulary[_IMAGE_START], self.vocabulary[_IMAGE]
         return (*codes, self.vocabulary[_ROW_END])
-
-    def published_numbers(self) -> Mapping[str, int]:
-        """Return the published numbers of the tokens of prompts, and the codes in order."""
-        numbers = {_EMU3_START: 151849, _ROW_END: 151846, _IMAGE_START: 151852, _IMAGE: 151851}
-        for code in range(32768):
-            numbers[f"<|visual token {code:06}|>"] = 151854 + code
-        return numbers
 
     def wording(self) -> Wording:
         """Return a caption with words of praise, and the size of the picture in tokens.

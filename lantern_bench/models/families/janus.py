@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lantern_bench.models.checkpoint_model import PUBLISHED
@@ -36,28 +35,25 @@ class Janus(WordModel):
     marker = "model.generation_head.vision_head.weight"
     kind = "a Janus model"
     ignored = r"model\.(vqmodel|vision_model|aligner|generation_aligner)\.|lm_head\."
-    words = (0, 99999)
     vq_layout = "janus"
     neighbour_space = "normalised"  # codes are scaled to unit length when they are looked up
     tokenizer_in_target = True
 
     def read_sizes(self) -> TransformerConfig:
         """Return the sizes of config.json. Image tokens are embedded behind the words."""
-        codes = self.whole_number("vq_config.num_embeddings")
         image_size = self.whole_number("vision_config.image_size")
         side = image_size // self.whole_number("vision_config.patch_size")
-        grid = (self.file and self.file.grid) or (side, side)
-        sizes = self.llama_config("text_config", codes, grid=grid, head_layer=True)
-        return replace(sizes, text_vocab_size=(sizes.text_vocab_size or 0) + codes)
+        return self.llama_config(
+            "text_config",
+            grid=(self.file and self.file.grid) or (side, side),
+            head_layer=True,
+            text_vocab_size=self.whole_number("text_config.vocab_size") + len(self.token_ids),
+        )
 
     def image_words(self) -> Sequence[int]:
         """Return the rows of the embedding behind the words."""
-        rows = self.sizes.text_vocab_size or 0
-        return range(rows - self.sizes.vocab_size, rows)
-
-    def published_numbers(self) -> Mapping[str, int]:
-        """Return the numbers of the tokens that a prompt needs."""
-        return {_JANUS_START: 100000, _PAD: 100002, _BEGIN_IMAGE: 100003}
+        first = self.whole_number("text_config.vocab_size")
+        return range(first, first + self.whole_number("vq_config.num_embeddings"))
 
     def wording(self) -> Wording:
         """Return a turn of the user, and the answer that begins with an image."""
@@ -101,7 +97,7 @@ class Janus(WordModel):
             table,
             rows=codes,
             prepare=functools.partial(_aligned, checkpoint=checkpoint),
-            file_shape=(codes, checkpoint.shape(table)[-1]),
+            file_shape=(codes, checkpoint[table].shape[-1]),
         )
         keys["transformer.tok_embeddings.weight"] = (words, images)
         return keys

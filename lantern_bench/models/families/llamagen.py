@@ -25,8 +25,7 @@ from lantern_bench.utils.files import cache_folder
 if TYPE_CHECKING:
     from lantern_bench.models.checkpoints.checkpoint import Checkpoint
     from lantern_bench.models.checkpoints.key_map import KeyMap
-    from lantern_bench.models.networks.conditions import Condition, Prompts
-    from lantern_bench.models.networks.target import TransformerTarget
+    from lantern_bench.models.networks.target import Condition, Prompts, TransformerTarget
 
 
 # Keys of the official code, and of a config.json of transformers.
@@ -94,7 +93,7 @@ class LlamaGen(CheckpointModel):
         return TransformerConfig(
             vocab_size=sizes.pop("text_vocab_size", 16384),
             prefix=self.numbers["cls_token_num"],
-            grid=self._square_grid() if self.grid is None else self.grid,
+            grid=self.grid or self._square_grid(),
             **sizes,
         )
 
@@ -109,9 +108,12 @@ class LlamaGen(CheckpointModel):
             "ffn_dim_multiplier": 1,
             "block_size": 0,
         }
-        names = {key: key for key in usual}
-        stated = read_numbers(self.config, names, self.wrong, fractions=("ffn_dim_multiplier",))
-        return usual | stated
+        return usual | read_numbers(
+            self.config,
+            {key: key for key in usual},
+            self.wrong,
+            fractions=("ffn_dim_multiplier",),
+        )
 
     def _square_grid(self) -> tuple[int, int]:
         """Return the grid of a square picture of `block_size` tokens."""
@@ -119,11 +121,12 @@ class LlamaGen(CheckpointModel):
         side = math.isqrt(tokens)
         if tokens and side * side == tokens:
             return side, side
-        problem = "missing: the weights do not tell it"
-        advice = "Give grid: [rows, columns] of tokens."
-        if self.file is None:
-            raise UserError(f"grid: {problem}", advice)
-        raise self.file.wrong("grid", problem, advice)
+        assert self.file is not None  # published models have a grid
+        raise self.file.wrong(
+            "grid",
+            "missing: the weights do not tell it",
+            "Give grid: [rows, columns] of tokens.",
+        )
 
     def wrong(self, key: str, text: str, advice: str | None = None) -> UserError:
         """Return the error for a key of the target's config, by the name that the file has.
@@ -189,8 +192,7 @@ class TextToImage(LlamaGen):
 
     def new_target(self) -> TransformerTarget:
         """Return a target with fresh weights."""
-        from lantern_bench.models.networks.conditions import CaptionFeatures
-        from lantern_bench.models.networks.target import TransformerTarget
+        from lantern_bench.models.networks.target import CaptionFeatures, TransformerTarget
 
         sizes = self.sizes
         features = CaptionFeatures(sizes.prefix, self.numbers["caption_dim"], sizes.dim)
@@ -198,8 +200,8 @@ class TextToImage(LlamaGen):
 
     def prompts(self, target: TransformerTarget) -> Prompts:
         """Return captions through the text encoder."""
-        from lantern_bench.models.networks.conditions import Prompts
         from lantern_bench.models.networks.t5 import CaptionEncoder, no_encoder
+        from lantern_bench.models.networks.target import Prompts
 
         folder = self.paths.get("text_encoder")
         if folder is None:
@@ -216,8 +218,8 @@ class TextToImage(LlamaGen):
 
     def random_prompts(self) -> Prompts:
         """Return captions as random features."""
-        from lantern_bench.models.networks.conditions import Prompts
         from lantern_bench.models.networks.t5 import random_features
+        from lantern_bench.models.networks.target import Prompts
 
         return Prompts(random_features(self.sizes.prefix, self.numbers["caption_dim"]))
 
@@ -239,8 +241,11 @@ class ClassToImage(LlamaGen):
         """The number of classes. Raises `UserError` for a model without a null class."""
         for key in ("class_dropout_prob", "class_dropout_p"):
             if self.config.get(key) == 0:
-                text = "0: the model was trained without a null class, and guidance needs one"
-                raise self.wrong(key, text, "Its last class would be taken for the null class.")
+                raise self.wrong(
+                    key,
+                    "0: the model was trained without a null class, and guidance needs one",
+                    "Its last class would be taken for the null class.",
+                )
         return self.numbers["num_classes"]
 
     @cached_property
@@ -254,8 +259,7 @@ class ClassToImage(LlamaGen):
 
     def new_target(self) -> TransformerTarget:
         """Return a target with fresh weights."""
-        from lantern_bench.models.networks.conditions import ClassLabel
-        from lantern_bench.models.networks.target import TransformerTarget
+        from lantern_bench.models.networks.target import ClassLabel, TransformerTarget
 
         return TransformerTarget(self.sizes, ClassLabel(self.classes, self.sizes.dim))
 
@@ -267,7 +271,7 @@ class ClassToImage(LlamaGen):
         """Return classes as labels."""
         import torch
 
-        from lantern_bench.models.networks.conditions import Condition, Prompts
+        from lantern_bench.models.networks.target import Condition, Prompts
 
         def condition(prompts: Sequence[str]) -> Condition:
             labels = torch.tensor([class_number(text, self.classes) for text in prompts])

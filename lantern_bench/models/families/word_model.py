@@ -7,7 +7,6 @@ only the rows of the output head for that part.
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -27,8 +26,7 @@ from lantern_bench.utils.errors import RefusedError, UserError
 if TYPE_CHECKING:
     import torch
 
-    from lantern_bench.models.networks.conditions import Condition, Prompts
-    from lantern_bench.models.networks.target import TransformerTarget
+    from lantern_bench.models.networks.target import Condition, Prompts, TransformerTarget
 
 
 Encode: TypeAlias = Callable[[str], Sequence[int]]
@@ -75,22 +73,27 @@ class Vocabulary(dict[str, int]):  # __missing__ is for dict
         return tuple(codes[code] for code in range(len(codes)))
 
     def _lacks(self, token: str) -> UserError:
-        problem = f"{self._source}: the vocabulary has no {token}"
-        return UserError(problem, f"It is not that of {self._model}.")
+        return UserError(
+            f"{self._source}: the vocabulary has no {token}", f"It is not that of {self._model}."
+        )
 
 
 @lru_cache(maxsize=4)
-def _tokens_in(path: Path, _changed: int) -> Mapping[str, int]:
-    """Read the numbers of the tokens in a tokenizer.json, again whenever the file has changed."""
+def read_tokenizer(path: Path, _changed: int) -> Any:
+    """Read a tokenizer.json, again whenever the file has changed."""
     try:
-        tokenizer = json.loads(path.read_text(encoding="utf-8"))
-        numbers = dict(tokenizer["model"]["vocab"])
-        for token in tokenizer.get("added_tokens") or []:
-            numbers[str(token["content"])] = token["id"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        problem = f"{path}: cannot be read as a tokenizer: {error}"
-        raise UserError(problem, "Download it again.") from error
-    return numbers
+        from tokenizers import Tokenizer
+    except ImportError as error:
+        raise RefusedError(
+            "captions need the package tokenizers, which is not installed",
+            "Type `pip install 'lantern-bench[hf]'`.",
+        ) from error
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers raises Exception itself
+        raise UserError(
+            f"{path}: cannot be read as a tokenizer: {error}", "Download it again."
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -108,16 +111,12 @@ class WordModel(CheckpointModel):
     """A model with prompts in its own vocabulary."""
 
     has_drafter = False  # none was published
-    words: ClassVar[tuple[int, int]]  # the first and the last number of a word, for random weights
+    line_ends: ClassVar[bool] = False  # as in `TransformerConfig`
     longest_prompt: ClassVar[int] = 256
 
     @abstractmethod
     def image_words(self) -> Sequence[int]:
         """Return the numbers of the image's tokens among the words of the vocabulary."""
-
-    @abstractmethod
-    def published_numbers(self) -> Mapping[str, int]:
-        """Return the numbers of all tokens of prompts and pictures, for models without files."""
 
     @abstractmethod
     def wording(self) -> Wording:
@@ -132,12 +131,11 @@ class WordModel(CheckpointModel):
             raise self.wrong(key, "must be a mapping")
         return section
 
-    def llama_config(self, section: str, vocab_size: int, **fields: Any) -> TransformerConfig:
+    def llama_config(self, section: str, **fields: Any) -> TransformerConfig:
         """Return the sizes that a section of config.json states.
 
         Args:
             section: As of `section`.
-            vocab_size: Number of image tokens.
             fields: Fields of `TransformerConfig` that the family sets.
 
         Raises:
@@ -147,15 +145,15 @@ class WordModel(CheckpointModel):
         def wrong(key: str, text: str) -> UserError:
             return self.wrong(f"{section}.{key}" if section else key, text)
 
-        sizes = {
-            "grid": self.grid,
-            "prefix": self.longest_prompt,
-            "positions": "sequence",
-            "pairs": "halves",
-            **llama_sizes(self.section(section), wrong),
-            **fields,
-        }
-        return TransformerConfig(vocab_size, **sizes)
+        sizes = llama_sizes(self.section(section), wrong)
+        return TransformerConfig(
+            vocab_size=len(self.token_ids),
+            prefix=self.longest_prompt,
+            positions="sequence",
+            pairs="halves",
+            line_ends=self.line_ends,
+            **{"grid": self.grid, **sizes, **fields},
+        )
 
     def whole_number(self, key: str) -> int:
         """Return a number that config.json states, by its dotted key."""
@@ -169,31 +167,30 @@ class WordModel(CheckpointModel):
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
-        """The tokens of config.json and tokenizer.json. Without files: the published ones."""
-        if self.folder is None:
-            return Vocabulary(self.published_numbers(), "the published vocabulary", self.kind)
+        """The tokens of config.json and tokenizer.json."""
         numbers = dict(self.config.get("vocabulary_map") or {})
-        path = self._tokenizer_json
         source = str(self.file.path if self.file else self.folder)
-        if path.is_file():
-            source = str(path)
-            numbers |= _tokens_in(path, path.stat().st_mtime_ns)
-        elif not numbers:
-            # Without either file it may be another model, and that error comes first.
-            self.open_target()
+        if self._tokenizer_json.is_file():
+            source = str(self._tokenizer_json)
+            numbers |= self._tokenizer.get_vocab()
         return Vocabulary(numbers, source, self.kind)
 
     @cached_property
-    def target_config(self) -> TransformerConfig:
-        """The sizes with the numbers of the image's words."""
-        words = tuple(self.image_words())
-        return replace(self.sizes, vocab_size=len(words), token_ids=words)
+    def token_ids(self) -> tuple[int, ...]:
+        """The numbers of the image's words. Without files the first numbers stand for them."""
+        if self.folder is None:
+            return tuple(range(self.row.vq["codes"] + self.line_ends))
+        try:
+            return tuple(self.image_words())
+        except UserError:
+            self.open_target()  # It may be another model, and that error comes first.
+            raise
 
     def new_target(self) -> TransformerTarget:
         """Return a target with fresh weights."""
         from lantern_bench.models.networks.target import TransformerTarget
 
-        return TransformerTarget(self.target_config)
+        return TransformerTarget(replace(self.sizes, token_ids=self.token_ids))
 
     def load_target(
         self, device: torch.device, dtype: torch.dtype
@@ -214,49 +211,47 @@ class WordModel(CheckpointModel):
 
     def prompts(self, target: TransformerTarget) -> Prompts:  # noqa: ARG002
         """Return captions through the model's own tokenizer."""
-        return self._prompts(self.prompt_tokens, self._encode)
-
-    def random_prompts(self) -> Prompts:
-        """Return captions whose words have hashes for numbers."""
-        first, last = self.words
-
-        def invent(text: str) -> Sequence[int]:
-            numbers = []
-            for word in text.split()[: self.longest_prompt // 2]:
-                digest = hashlib.sha256(word.encode()).digest()
-                numbers.append(first + int.from_bytes(digest[:8]) % (last + 1 - first))
-            return numbers
-
-        return self._prompts(self.bare_prompt, invent)
-
-    def _prompts(self, prompt_of: Callable[[str, Encode], list[int]], encode: Encode) -> Prompts:
-        from lantern_bench.models.networks.conditions import Prompts, prompt_condition
+        from lantern_bench.models.networks.target import Prompts, prompt_condition
 
         def condition(captions: Sequence[str]) -> Condition:
             pairs = []
             for caption in captions:
-                prompt = prompt_of(caption, encode)
-                null = self.wording().without_caption(prompt, self.vocabulary, encode)
+                prompt = self.prompt_tokens(caption, self._encode)
+                null = self.wording().without_caption(prompt, self.vocabulary, self._encode)
                 pairs.append((prompt, null))
+            return prompt_condition(pairs)
+
+        return Prompts(condition)
+
+    def random_prompts(self) -> Prompts:
+        """Return captions whose words have hashes for numbers, behind the number 0."""
+        from lantern_bench.models.networks.target import Prompts, prompt_condition
+
+        def condition(captions: Sequence[str]) -> Condition:
+            pairs = []
+            for caption in captions:
+                prompt = [0]
+                for word in caption.split()[: self.longest_prompt // 2]:
+                    digest = hashlib.sha256(word.encode()).digest()
+                    prompt.append(int.from_bytes(digest[:8]) % self.sizes.embedded_tokens)
+                pairs.append((prompt, [0]))
             return prompt_condition(pairs)
 
         return Prompts(condition)
 
     def prompt_tokens(self, caption: str, encode: Encode) -> list[int]:
         """Return the prompt of a caption. Raises `UserError` for one that is too long."""
-        prompt = self.bare_prompt(self.wording().template.format(caption=caption), encode)
-        if len(prompt) > self.longest_prompt:
-            most = f"at most {self.longest_prompt} are taken"
-            text = f"its prompt has {len(prompt)} tokens, and {most}"
-            raise UserError(f"caption {caption[:40]!r}...: {text}", "Say it in fewer words.")
-        return prompt
-
-    def bare_prompt(self, text: str, encode: Encode) -> list[int]:
-        """Return the numbers of a text between the tokens that begin and end a prompt."""
         wording = self.wording()
         before = [self.vocabulary[name] for name in wording.before]
         after = [self.vocabulary[name] for name in wording.after]
-        return [*before, *encode(text), *after]
+        prompt = [*before, *encode(wording.template.format(caption=caption)), *after]
+        if len(prompt) > self.longest_prompt:
+            raise UserError(
+                f"caption {caption[:40]!r}...: its prompt has {len(prompt)} tokens, and at most "
+                f"{self.longest_prompt} are taken",
+                "Say it in fewer words.",
+            )
+        return prompt
 
     @property
     def _tokenizer_json(self) -> Path:
@@ -269,16 +264,9 @@ class WordModel(CheckpointModel):
     @cached_property
     def _tokenizer(self) -> Any:
         path = self._tokenizer_json
-        try:
-            from tokenizers import Tokenizer
-        except ImportError as error:
-            text = "captions need the package tokenizers, which is not installed"
-            raise RefusedError(text, "Type `pip install 'lantern-bench[hf]'`.") from error
         if not path.is_file():
-            needed = "Captions need the tokenizer.json of the published folder."
-            raise UserError(f"{path}: no such file", needed)
-        try:
-            return Tokenizer.from_file(str(path))
-        except Exception as error:  # tokenizers raises Exception itself
-            problem = f"{path}: cannot be read as a tokenizer: {error}"
-            raise UserError(problem, "Download it again.") from error
+            raise UserError(
+                f"{path}: no such file",
+                "Captions need the tokenizer.json of the published folder.",
+            )
+        return read_tokenizer(path, path.stat().st_mtime_ns)

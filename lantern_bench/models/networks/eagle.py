@@ -16,14 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from lantern_bench.decoding.protocol import Drafter, DrafterLogits, DrafterSession
-from lantern_bench.models.networks.conditions import Condition, prompt_rows
 from lantern_bench.models.networks.target import (
     CachedModel,
     CachedSession,
     CachedTarget,
+    Condition,
     causal_seen,
     force_line_ends,
     prefix_seen,
+    prompt_rows,
 )
 from lantern_bench.models.networks.transformer import (
     Block,
@@ -41,18 +42,14 @@ Head: TypeAlias = Callable[[Tensor], Tensor]
 
 class _Session(CachedSession, DrafterSession):
     spare_trees = 3
-
-    def __init__(self, drafter: EagleDrafter, *, batch: int, guided: bool, nodes: int) -> None:
-        super().__init__(drafter, batch=batch, guided=guided, nodes=nodes)
-        self._drafter = drafter
-        self._rows = torch.arange(self._groups * batch, device=drafter.device)[:, None]
-        self._level = 0  # of the tree, below the root
-        self._features: Tensor | None = None  # of the nodes of this level
+    _model: EagleDrafter
+    _level: int  # of the tree, below the root
+    _features: Tensor  # of the nodes of this level
 
     def prefill(self, condition: Condition, features: Tensor) -> None:
         n = features.shape[1] - 1
         visible = self._start(condition, n + 1, features.device)
-        if not self._drafter.mask_padding:
+        if not self._model.mask_padding:
             visible = torch.ones_like(visible)
         if n > 0:
             embedded = self._embedded_prefix(condition, n)
@@ -62,28 +59,28 @@ class _Session(CachedSession, DrafterSession):
 
     def _embedded_prefix(self, condition: Condition, n: int) -> Tensor:
         """Embed the tokens that follow each of the first n prefix positions."""
-        embed = self._drafter.embed_tokens
+        embed = self._model.embed_tokens
+        rows = self.cache.rows
         if self._config.text_vocab_size is None:
-            return embed(self._rows.new_zeros(len(self._rows), n))
-        prompts = prompt_rows(condition.values.to(self._rows.device), self._groups)
+            return embed(rows.new_zeros(len(rows), n))
+        prompts = prompt_rows(condition.values.to(rows.device), self.cache.groups)
         return embed.of_text(prompts[:, 1:])
 
     def observe(self, tokens: Tensor, features: Tensor, counts: Tensor) -> DrafterLogits:
         n = tokens.shape[1]
-        embedded = self.cache.per_row(self._drafter.embed_tokens(tokens))
+        embedded = self.cache.per_row(self._model.embed_tokens(tokens))
         slots = self.cache.slots(0, n)
         out = self._forward(embedded, features, positions=slots, seen=causal_seen(n, tokens.device))
         self.cache.advance(counts)
         last = self.cache.per_row((counts - 1).clamp_min(0))[:, None]
-        self._features = out[self._rows, last]
+        self._features = out[self.cache.rows, last]
         self._level = 0
         return self._logits(self._features, self.cache.lengths[:, None] - 1)
 
     def extend(self, tokens: Tensor, origin: Tensor, seen: Tensor) -> DrafterLogits:
-        assert self._features is not None  # `observe` comes first
-        features = self._features[self._rows, self.cache.per_row(origin)]
+        features = self._features[self.cache.rows, self.cache.per_row(origin)]
         positions = (self.cache.lengths[:, None] + self._level).expand_as(tokens)
-        embedded = self.cache.per_row(self._drafter.embed_tokens(tokens))
+        embedded = self.cache.per_row(self._model.embed_tokens(tokens))
         self._features = self._forward(embedded, features, positions=positions, seen=seen)
         self._level = self._level + 1
         return self._logits(self._features, positions)
@@ -91,7 +88,7 @@ class _Session(CachedSession, DrafterSession):
     def _forward(
         self, embedded: Tensor, features: Tensor, *, positions: Tensor, seen: Tensor
     ) -> Tensor:
-        drafter = self._drafter
+        drafter = self._model
         x = drafter.fuse(embedded, features)
         attend = attend_cached(
             self.cache,
@@ -109,10 +106,8 @@ class _Session(CachedSession, DrafterSession):
         The first token of the image follows the prefix.
         """
         positions = positions - self._prefix + 2
-        cond, uncond = self._split(
-            force_line_ends(self._drafter.head(out), positions, self._config)
-        )
-        return DrafterLogits(cond, uncond)
+        logits = force_line_ends(self._model.head(out), positions, self._config)
+        return DrafterLogits(*self._split(logits))
 
 
 class EagleDrafter(CachedModel, Drafter):
@@ -155,8 +150,8 @@ class EagleDrafter(CachedModel, Drafter):
         features: Tensor,
         mask: Tensor,
         *,
+        positions: Tensor,
         prompts: Tensor | None = None,
-        positions: Tensor | None = None,
         earlier: list[tuple[Tensor, Tensor]] | None = None,
     ) -> Tensor:
         """Predict the features of whole sequences without a cache, for training.
@@ -165,8 +160,8 @@ class EagleDrafter(CachedModel, Drafter):
             tokens: Tokens int64 [rows, n - m], shifted: token t follows features t.
             features: Features [rows, n, dim].
             mask: Additive mask [rows or 1, 1, n, columns].
+            positions: Rotary positions int64 [1 or rows, n].
             prompts: Numbers int64 [rows, m] in the whole vocabulary, which come before the tokens.
-            positions: Positions int64 [rows, n]. The default is 0 to n - 1.
             earlier: As in `attend_plain`.
 
         Returns:
@@ -175,8 +170,6 @@ class EagleDrafter(CachedModel, Drafter):
         embedded = self.embed_tokens(tokens)
         if prompts is not None:
             embedded = torch.cat([self.embed_tokens.of_text(prompts), embedded], dim=1)
-        if positions is None:
-            positions = torch.arange(features.shape[1], device=features.device)[None]
         x = self.fuse(embedded, features)
         return self.layer(x, self.table.at(positions), attend_plain(mask, earlier))
 

@@ -48,7 +48,7 @@ class KVCache:
         self.capacity = capacity
         self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
         self._visible = torch.ones(rows, capacity, dtype=torch.bool, device=device)
-        self._rows = torch.arange(rows, device=device)[:, None]
+        self.rows = torch.arange(rows, device=device)[:, None]  # numbers of the rows
         self._columns = torch.arange(capacity, device=device)
 
     @property
@@ -71,7 +71,7 @@ class KVCache:
         Args:
             visible: bool [B, P], or [rows, P] if the rows of an image differ.
         """
-        self._visible[:, : visible.shape[1]] = visible.repeat(len(self._rows) // len(visible), 1)
+        self._visible[:, : visible.shape[1]] = visible.repeat(len(self.rows) // len(visible), 1)
 
     def per_row(self, values: Tensor) -> Tensor:
         """Repeat values of the B images [B, ...] for their rows [rows, ...]."""
@@ -102,8 +102,8 @@ class KVCache:
             store_v.index_copy_(2, slots[0], values.transpose(1, 2))
         else:
             columns = self.per_row(slots)
-            store_k[self._rows, :, columns] = keys
-            store_v[self._rows, :, columns] = values
+            store_k[self.rows, :, columns] = keys
+            store_v[self.rows, :, columns] = values
         return store_k, store_v
 
     def mask(self, seen: Tensor, dtype: torch.dtype) -> Tensor:
@@ -117,7 +117,7 @@ class KVCache:
         Returns:
             The mask [rows, 1, n, columns in use].
         """
-        rows = len(self._rows)
+        rows = len(self.rows)
         nodes, uncommitted = seen.shape[1:]
         used = self._columns_in_use(uncommitted)
         committed = self.per_row(self._columns[:used] < self.lengths[:, None])
@@ -153,7 +153,7 @@ class KVCache:
         if self.batch == 1:
             self._store.index_copy_(4, target[0], self._store.index_select(4, source[0]))
         else:
-            self._store[:, :, self._rows, :, target] = self._store[:, :, self._rows, :, source]
+            self._store[:, :, self.rows, :, target] = self._store[:, :, self.rows, :, source]
         self.advance(counts)
 
 

@@ -84,15 +84,11 @@ class PackedLinear(nn.Module):
         self.dtype = weight.dtype
         if weight.dtype == torch.float32:
             weight = _narrowest(weight)
-        self.numel = weight.numel()
-        self.nbytes = weight.nbytes
-        self._outputs = weight.shape[0]
+        self._outputs = len(weight)
         self._factors = torch.float32
-        self._bias = None
-        if bias is not None:
-            self._bias = bias.detach()
-            self.numel += bias.numel()
-            self.nbytes += bias.nbytes
+        self._bias = None if bias is None else bias.detach()
+        # Their sizes, for `weights_of`.
+        self.weights = [tensor.to("meta") for tensor in (weight, bias) if tensor is not None]
         panels = functional.pad(weight, (0, 0, 0, -len(weight) % _PANEL)).unflatten(0, (-1, _PANEL))
         if self.dtype == torch.bfloat16 and weight.shape[1] % 2 == 0 and _multiplies_pairs():
             self._factors = torch.bfloat16
@@ -124,16 +120,13 @@ def _narrowest(weight: Tensor) -> Tensor:
     return weight
 
 
-def weight_bytes(module: nn.Module) -> int:
-    """Return the bytes of all weights of a module, packed ones included."""
-    packed = sum(layer.nbytes for layer in module.modules() if isinstance(layer, PackedLinear))
-    return packed + sum(weight.nbytes for weight in module.parameters())
-
-
-def weight_count(module: nn.Module) -> int:
-    """Return the number of weights of a module, packed ones included."""
-    packed = sum(layer.numel for layer in module.modules() if isinstance(layer, PackedLinear))
-    return packed + sum(weight.numel() for weight in module.parameters())
+def weights_of(module: nn.Module) -> list[Tensor]:
+    """Return all weights of a module. Packed ones are on the meta device, for their sizes."""
+    weights: list[Tensor] = list(module.parameters())
+    for layer in module.modules():
+        if isinstance(layer, PackedLinear):
+            weights += layer.weights
+    return weights
 
 
 @torch.no_grad()
@@ -147,8 +140,7 @@ def pack_for_decoding(target: object, drafter: object) -> None:
     if isinstance(drafter, EagleDrafter):
         head = drafter.head
         if isinstance(head, nn.Linear) and head.weight.dtype != drafter.dtype:
-            weights = {name: weight.to(drafter.dtype) for name, weight in head.state_dict().items()}
-            drafter.use_head(linear_of(weights["weight"], weights.get("bias")))
+            drafter.use_head(linear_of(*(weight.to(drafter.dtype) for weight in head.parameters())))
         _pack_below(drafter)
         drafter.use_head(_packed(drafter.head))
         drafter.attention_kernel = can_pack(drafter.device, drafter.dtype)

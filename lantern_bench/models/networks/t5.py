@@ -11,78 +11,32 @@ import hashlib
 import html
 import json
 import re
-import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any, NoReturn
 from urllib.parse import unquote_plus
 
+import msgspec
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from lantern_bench.models.networks.conditions import Condition, Prompts
+from lantern_bench.models.networks.target import Condition, Prompts
 from lantern_bench.utils.errors import RefusedError, UserError
-from lantern_bench.utils.files import read_json, remembered_sha256, write_atomically
+from lantern_bench.utils.files import read_json, remembered_sha256, write_file
 from lantern_bench.utils.text import one_line
 
 # ---- Caption cleaning, as in the training of LlamaGen
 
 CLEANING = "llamagen-2024"
-"""Name of the rules below. Change it with a rule, so that features cached under the old name are
-not used."""
+"""Name of the rules in caption_cleaning.toml. Change it with a rule, so that features cached under
+the old name are not used."""
 
-_DASHES = "".join(
-    re.escape(chr(code)) for code in range(0x10000) if unicodedata.category(chr(code)) == "Pd"
-)
-_HOST = r"[a-z0-9.\-]+\.(?:com|co|ru|net|org|edu|gov|it)[\w/-]*\b/?(?!@)"
-_ENDINGS = "(?:png|jpg|jpeg|bmp|webp|eps|pdf|apk|mp4)"
-_SYMBOLS = re.escape("#®•©™&@·º½¾¿¡§~()[]{}|\\/*")
-
-_ADDRESSES = (
-    (rf"\b(?:https?:(?:/{{1,3}}|[a-z0-9%])|{_HOST})", ""),
-    (rf"\b(?:www:(?:/{{1,3}}|[a-z0-9%])|{_HOST})", ""),
-)
-_CHARACTERS = (
-    (r"@\w+\b", ""),
-    ("[\u31c0-\u9fff]+", ""),
-    (f"[{_DASHES}]+", "-"),
-    ("[`\u00b4«»“”¨]", '"'),
-    ("[\u2018\u2019]", "'"),
-    ("&quot;?", ""),
-    ("&amp", ""),
-    (r"\d{1,3}(?:\.\d{1,3}){3}", " "),
-    (r"\d:\d\d\s+$", ""),
-    (r"\\n", " "),
-    (r"#\d{1,3}\b", ""),
-    (r"#\d{5,}\b", ""),
-    (r"\b\d{6,}\b", ""),
-    (rf"\S+\.{_ENDINGS}", ""),
-    ("[\"']{2,}", '"'),
-    (r"\.{2,}", " "),
-    (f"[{_SYMBOLS}]+", " "),
-    (r"\s+\.\s+", " "),
-)
-_SPACING = (
-    (r"\b[a-zA-Z]{1,3}\d{3,15}\b", ""),
-    (r"\b[a-zA-Z]+\d+[a-zA-Z]+\b", ""),
-    (r"\b\d+[a-zA-Z]+\d+\b", ""),
-    (r"(?:worldwide\s+)?(?:free\s+)?shipping", ""),
-    (r"(?:free\s)?download(?:\sfree)?", ""),
-    (r"\bclick\b\s(?:for|on)\s\w+", ""),
-    (rf"\b{_ENDINGS}(?:\simages?)?", ""),
-    (r"\bpage\s+\d+\b", ""),
-    (r"\b\d*[a-zA-Z]+\d+[a-zA-Z]+\d+[a-zA-Z\d]*\b", " "),
-    ("\\b\\d+\\.?\\d*[x\u0445×]\\d+\\.?\\d*\\b", ""),
-    (r"\b\s+:\s+", ": "),
-    (r"(\D[,./])\b", r"\1 "),
-    (r"\s+", " "),
-    ("^[\"']([\\w\\W]+)[\"']$", r"\1"),
-    (r"^['_,\-:;]", ""),
-    (r"['_,\-:+]$", ""),
-    (r"^\.\S+$", ""),
+_RULES = msgspec.toml.decode(
+    (Path(__file__).parent / "caption_cleaning.toml").read_bytes(),
+    type=dict[str, list[tuple[str, str]]],
 )
 
 
@@ -95,19 +49,19 @@ def cleaned(caption: str) -> str:
         parser = HTMLParser(convert_charrefs=True)
         parser.handle_data = pieces.append  # type: ignore[method-assign, assignment]
         caption = unquote_plus(caption).strip().lower().replace("<person>", "person")
-        parser.feed(_ruled(caption, _ADDRESSES))
+        parser.feed(_ruled(caption, "addresses"))
         parser.close()
-        caption = _ruled("".join(pieces), _CHARACTERS)
+        caption = _ruled("".join(pieces), "characters")
         # A caption with more than 3 joiners is a file name or an address.
         if len(re.findall("[-_]", caption)) > 3:
             caption = re.sub("[-_]", " ", caption)
         caption = html.unescape(html.unescape(ftfy.fix_text(caption))).strip()
-        caption = _ruled(caption, _SPACING).strip()
+        caption = _ruled(caption, "spacing").strip()
     return caption
 
 
-def _ruled(text: str, rules: tuple[tuple[str, str], ...]) -> str:
-    for pattern, replacement in rules:
+def _ruled(text: str, kind: str) -> str:
+    for pattern, replacement in _RULES[kind]:
         text = re.sub(pattern, replacement, text)
     return text
 
@@ -188,11 +142,8 @@ class CaptionEncoder:
         try:
             for number, caption in enumerate(missing, start=1):
                 features = self._encode(cleaned(caption), tokenizer, encoder)
-                write_atomically(self.path(caption), save({"features": features}))
+                write_file(self.path(caption), save({"features": features}))
                 yield number, len(missing)
-        except OSError as error:
-            problem = f"caption features cannot be written: {error.strerror}"
-            raise UserError(f"{self.cache}: {problem}") from error
         finally:
             del tokenizer, encoder
             gc.collect()
@@ -222,8 +173,9 @@ class CaptionEncoder:
             try:
                 features = load_file(path)["features"]
             except (OSError, SafetensorError, KeyError) as error:
-                problem = f"{path}: damaged features of a caption: {error}"
-                raise RefusedError(problem, "Remove the file.") from error
+                raise RefusedError(
+                    f"{path}: damaged features of a caption: {error}", "Remove the file."
+                ) from error
             start = self.positions - len(features)
             values[row, start:] = features
             valid[row, start:] = True
@@ -254,15 +206,18 @@ def load_t5(folder: Path, width: int, dtype: torch.dtype) -> tuple[Any, Any]:
         raise UserError(f"{folder}: is no T5 encoder: its config.json says model_type {kind}")
     numbers = config.get("d_model")
     if numbers != width:
-        widths = f"its features have {numbers} numbers, and the model takes {width}"
-        advice = "The published models take google/flan-t5-xl."
-        raise UserError(f"{folder}: is another T5: {widths}", advice)
+        raise UserError(
+            f"{folder}: is another T5: its features have {numbers} numbers, and the model takes "
+            f"{width}",
+            "The published models take google/flan-t5-xl.",
+        )
     try:
         from transformers import AutoTokenizer, T5EncoderModel, logging
     except ImportError as error:
-        problem = "captions need the package transformers, which is not installed"
-        install = "Type `pip install 'lantern-bench[hf]'`"
-        raise RefusedError(problem, f"{install}; {_GIVE_FEATURES}") from error
+        raise RefusedError(
+            "captions need the package transformers, which is not installed",
+            f"Type `pip install 'lantern-bench[hf]'`; {_GIVE_FEATURES}",
+        ) from error
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
@@ -288,8 +243,10 @@ def no_encoder(model: str) -> Prompts:
         fetch = f"Type `lantern-bench weights get {model}`"
         if Path(model).suffix in (".yaml", ".yml"):
             fetch = f"Name its folder in {model}, text_encoder: {{dir: ...}}"
-        problem = f"{model} needs its text encoder (FLAN-T5-XL), and it is not on this machine"
-        raise RefusedError(problem, f"{fetch}; {_GIVE_FEATURES}")
+        raise RefusedError(
+            f"{model} needs its text encoder (FLAN-T5-XL), and it is not on this machine",
+            f"{fetch}; {_GIVE_FEATURES}",
+        )
 
     return Prompts(refuse, refuse)
 

@@ -1,9 +1,15 @@
-"""The transformer with a condition before the image, as the target of the decode loop."""
+"""The transformer with a condition before the image, as the target of the decode loop.
+
+A condition is a class label, caption features, caption words or a prompt, as P prefix embeddings.
+LlamaGen applies the padding mask of the prompt to the unconditional rows as well
+(docs/algorithms.md, section 9, C3).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, ClassVar
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,17 +17,125 @@ from torch.nn import functional
 
 from lantern_bench.decoding.protocol import Logits, Target, TargetSession
 from lantern_bench.decoding.sampling import guide
-from lantern_bench.models.networks.conditions import (
-    CaptionFeatures,
-    ClassLabel,
-    Condition,
-    PromptTokens,
-    WordCaption,
-    visible_rows,
-)
 from lantern_bench.models.networks.kv_cache import KVCache
-from lantern_bench.models.networks.transformer import Transformer
+from lantern_bench.models.networks.transformer import TokenEmbedding, Transformer
 from lantern_bench.models.networks.transformer_config import TransformerConfig
+
+# ---- Conditions: how prompts become prefix embeddings
+
+
+class Prompts(NamedTuple):
+    """How a model takes prompts: fields of `LoadedModel`, and the hash of its text encoder."""
+
+    condition: Callable[[Sequence[str]], Any]
+    prepare: Callable[[Sequence[str]], Iterator[tuple[int, int]]] = lambda _prompts: iter(())
+    sha256: str | None = None  # None without a text encoder
+
+
+class Condition(NamedTuple):
+    """The prefix of B images before embedding."""
+
+    # Labels [B], features [B, P, width], word numbers [B, P], or prompts [B, 2, P], whose second
+    # entry is the unconditional prompt.
+    values: Tensor
+    valid: Tensor  # bool [B, P], or [B, 2, P] for prompts; False for padding
+
+
+def prompt_condition(pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Condition:
+    """Return the condition of prompts with and without caption: int64 [B, 2, P], padded left."""
+    length = max(max(len(prompt) for prompt in pair) for pair in pairs)
+    values = torch.ones(len(pairs), 2, length, dtype=torch.int64)
+    valid = torch.zeros(values.shape, dtype=torch.bool)
+    for row, pair in enumerate(pairs):
+        for kind, prompt in enumerate(pair):
+            start = length - len(prompt)
+            values[row, kind, start:] = torch.tensor(prompt, dtype=torch.int64)
+            valid[row, kind, start:] = True
+    return Condition(values, valid)
+
+
+def prompt_rows(values: Tensor, groups: int) -> Tensor:
+    """Return prompts [B, 2, P] as rows [groups * B, P], conditional ones first."""
+    return values[:, :groups].transpose(0, 1).flatten(0, 1)
+
+
+def visible_rows(valid: Tensor, groups: int) -> Tensor:
+    """Return the visible prefix positions for `KVCache.set_visible`.
+
+    Args:
+        valid: The mask of a `Condition`.
+        groups: Rows of each image: 2 with guidance, otherwise 1.
+
+    Returns:
+        bool [B, P], or [groups * B, P] for prompts.
+    """
+    return valid if valid.dim() == 2 else prompt_rows(valid, groups)
+
+
+class ClassLabel(nn.Module):
+    """A class label as one position. The null class has the number `classes`."""
+
+    def __init__(self, classes: int, dim: int) -> None:
+        super().__init__()
+        self.embedding_table = nn.Embedding(classes + 1, dim)
+        self.classes = classes
+
+    def rows(self, values: Tensor, *, guided: bool) -> Tensor:
+        """Embed labels int64 [B] to [rows, 1, dim], conditional rows first."""
+        if guided:
+            values = torch.cat([values, torch.full_like(values, self.classes)])
+        return self.embedding_table(values)[:, None]
+
+
+def _with_null(rows: Tensor, null: Tensor, *, guided: bool) -> Tensor:
+    """Append the null condition [P, dim] once for each of the rows [B, P, dim], with guidance."""
+    return torch.cat([rows, null.expand_as(rows)]) if guided else rows
+
+
+class CaptionFeatures(nn.Module):
+    """Text-encoder features (T5) through a projection. The null condition is learned features."""
+
+    def __init__(self, positions: int, width: int, dim: int) -> None:
+        super().__init__()
+        layers = {"fc1": nn.Linear(width, dim, bias=False), "fc2": nn.Linear(dim, dim, bias=False)}
+        self.cap_proj = nn.ModuleDict(layers)
+        self.uncond_embedding = nn.Parameter(torch.randn(positions, width) / width**0.5)
+
+    def rows(self, values: Tensor, *, guided: bool) -> Tensor:
+        """Embed left-padded features [B, P, width] to [rows, P, dim], conditional rows first."""
+        null = self._project(self.uncond_embedding)
+        return _with_null(self._project(values), null, guided=guided)
+
+    def _project(self, values: Tensor) -> Tensor:
+        first, second = self.cap_proj.values()
+        hidden = first(values.to(self.uncond_embedding.dtype))
+        return second(functional.gelu(hidden, approximate="tanh"))
+
+
+class WordCaption(nn.Module):
+    """Words of a small vocabulary, left-padded to P positions. The null condition is learned."""
+
+    def __init__(self, words: int, positions: int, dim: int) -> None:
+        super().__init__()
+        self.words = nn.Embedding(words, dim)
+        self.uncond_embedding = nn.Parameter(torch.randn(positions, dim) * 0.02)
+
+    def rows(self, values: Tensor, *, guided: bool) -> Tensor:
+        """Embed word numbers int64 [B, P] to [rows, P, dim], conditional rows first."""
+        return _with_null(self.words(values), self.uncond_embedding, guided=guided)
+
+
+class PromptTokens(nn.Module):
+    """Prompts in the model's own vocabulary (Chameleon), with and without caption."""
+
+    def __init__(self, embedding: TokenEmbedding) -> None:
+        super().__init__()
+        self._embedding = (embedding,)  # in a tuple, so that the module does not own it
+
+    def rows(self, values: Tensor, *, guided: bool) -> Tensor:
+        """Embed prompts int64 [B, 2, P] to [rows, P, dim], conditional rows first."""
+        return self._embedding[0].of_text(prompt_rows(values, 2 if guided else 1))
+
 
 # ---- Forced tokens: the end of a row (Lumina-mGPT) is certain at its position and impossible
 # elsewhere
@@ -154,19 +268,17 @@ class CachedSession:
         config: TransformerConfig = model.config
         self._model = model
         self._config = config
-        self._batch = batch
         self._guided = guided
-        self._groups = 2 if guided else 1
         self.cache = KVCache(
             config,
-            groups=self._groups,
+            groups=2 if guided else 1,
             batch=batch,
             capacity=config.prefix + config.image_tokens + self.spare_trees * nodes,
             dtype=model.dtype,
             device=model.device,
         )
         self._prefix = torch.zeros((), dtype=torch.int64, device=model.device)
-        self._padding = torch.zeros(self._groups * batch, 1, dtype=torch.int64, device=model.device)
+        self._padding = torch.zeros_like(self.cache.rows)
 
     def clear(self) -> None:
         """Fill the cache with zeros."""
@@ -174,7 +286,7 @@ class CachedSession:
 
     def _start(self, condition: Condition, prefix: int, device: torch.device) -> Tensor:
         """Forget the last image and return the visible positions, bool [B or rows, P]."""
-        visible = visible_rows(condition.valid.to(device), self._groups)
+        visible = visible_rows(condition.valid.to(device), self.cache.groups)
         padding = padding_of(visible, self._config)
         self.cache.reset()
         self._prefix.fill_(prefix)
@@ -189,11 +301,12 @@ class CachedSession:
         """Return the rows of the rotary table for positions [B, n] in the cache."""
         if self._config.positions == "sequence":
             return (self.cache.per_row(positions) - self._padding).clamp_min(0)
-        return positions if self._batch == 1 else self.cache.per_row(positions)
+        return positions if self.cache.batch == 1 else self.cache.per_row(positions)
 
     def _split(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return conditional and unconditional logits [B, n, V]."""
-        return (logits[: self._batch], logits[self._batch :]) if self._guided else (logits, None)
+        batch = self.cache.batch
+        return (logits[:batch], logits[batch:]) if self._guided else (logits, None)
 
 
 class _TransformerSession(CachedSession, TargetSession):
@@ -204,8 +317,7 @@ class _TransformerSession(CachedSession, TargetSession):
         x = self._model.prefix(condition, guided=self._guided)
         n = x.shape[1]
         visible = self._start(condition, n, x.device)
-        positions = torch.arange(n, device=x.device).expand(self._batch, -1)
-        features = self._forward(x, positions, prefix_seen(visible, n))
+        features = self._forward(x, self.cache.slots(0, n), prefix_seen(visible, n))
         self._commit_prefix(visible, n)
         first = torch.zeros_like(self.cache.lengths)[:, None]
         cond, uncond = self._split(self._head(features[:, -1:], first))
@@ -224,8 +336,7 @@ class _TransformerSession(CachedSession, TargetSession):
                 tokens=tokens, depths=depths, attention=attention, cfg_scale=cfg_scale
             )
         features, positions = self._features(tokens, depths, attention)
-        guided = guide(features[: self._batch], features[self._batch :], cfg_scale)
-        return self._head(guided, positions), features
+        return self._head(guide(*self._split(features), cfg_scale), positions), features
 
     def commit(self, path: Tensor, counts: Tensor) -> None:
         if path.shape[1] == 1:
@@ -319,6 +430,19 @@ class CachedTarget(CachedModel, Target):  # type: ignore[override]  # others ass
         """Return prefix embeddings [rows, P, dim], conditional rows first."""
         return self.cls_embedding.rows(condition.values.to(self.device), guided=guided)
 
+    @abstractmethod
+    def features_without_cache(self, condition: Condition, tokens: Tensor) -> Tensor:
+        """Return the features [2B, N, dim] that predict int64 [B, N], conditional rows first."""
+
+    @torch.inference_mode()
+    def logits_without_cache(self, condition: Condition, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the logits [B, N, V] that predict int64 [B, N], with and without the prompt."""
+        tokens = tokens.to(self.device)
+        batch, count = tokens.shape
+        logits = self.transformer.output(self.features_without_cache(condition, tokens))
+        positions = torch.arange(count, device=self.device).expand(batch, -1)
+        return force_line_ends(logits, positions, self.config).split(batch)
+
 
 class TransformerTarget(CachedTarget):
     """This package's transformer. Without `condition` it takes prompts in its own vocabulary."""
@@ -333,11 +457,8 @@ class TransformerTarget(CachedTarget):
         transformer = Transformer(config)
         super().__init__(config, transformer, condition or PromptTokens(transformer.tok_embeddings))
 
-    @torch.inference_mode()
-    def logits_without_cache(self, condition: Condition, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the logits [B, N, V] that predict int64 [B, N], with and without the prompt."""
-        tokens = tokens.to(self.device)
-        batch, count = tokens.shape
+    def features_without_cache(self, condition: Condition, tokens: Tensor) -> Tensor:
+        """Return the features [2B, N, dim] that predict int64 [B, N], conditional rows first."""
         x = self.prefix(condition, guided=True)
         first = x.shape[1] - 1
         embedded = self.transformer.tok_embeddings(tokens[:, :-1])
@@ -348,8 +469,4 @@ class TransformerTarget(CachedTarget):
         visible = visible.repeat(len(x) // len(visible), 1)
         mask = prefix_mask(visible, length).to(x.dtype)
         features = self.transformer(x, mask, positions_of(visible, length, self.config))
-
-        positions = torch.arange(count, device=x.device).expand(batch, -1)
-        logits = self.transformer.output(features[:, first:])
-        logits = force_line_ends(logits, positions, self.config)
-        return logits[:batch], logits[batch:]
+        return features[:, first:]

@@ -34,9 +34,9 @@ def grid_rotary(config: TransformerConfig) -> Tensor:
         Cosines and sines [positions, head_dim / 2, 2].
     """
     half = config.head_dim // 2
-    rows, columns = (torch.arange(side, dtype=torch.float32) for side in config.grid)
+    sides = (torch.arange(side, dtype=torch.float32) for side in config.grid)
     frequency = 1.0 / config.rope_base ** (torch.arange(0, half, 2, dtype=torch.float32) / half)
-    angles = (torch.cartesian_prod(rows, columns)[:, :, None] * frequency).flatten(1)
+    angles = (torch.cartesian_prod(*sides)[:, :, None] * frequency).flatten(1)
     grid = torch.stack([angles.cos(), angles.sin()], dim=-1)
     prefix = torch.zeros(config.prefix, half, 2)
     if config.prefix_rotary == "identity":
@@ -342,19 +342,17 @@ class Transformer(nn.Module):
         self.output = Head(config.dim, config.vocab_size, bias=config.head_layer)
         self.table = Table(lambda: rotary_table(config))
 
-    def forward(self, x: Tensor, mask: Tensor, positions: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
         """Compute features of whole sequences without a cache, for training and as a reference.
 
         Args:
             x: Embeddings [rows, n, dim].
             mask: Additive mask [rows or 1, 1, n, n].
-            positions: Positions int64 [rows, n]. The default is 0 to n - 1.
+            positions: Rotary positions int64 [1 or rows, n].
 
         Returns:
             Features [rows, n, dim], which the output head multiplies.
         """
-        if positions is None:
-            positions = torch.arange(x.shape[1], device=x.device)[None]
         rotary = self.table.at(positions)
         for layer in self.layers:
             x = layer(x, rotary, attend_plain(mask))

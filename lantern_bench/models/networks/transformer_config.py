@@ -107,8 +107,7 @@ def read_numbers(
             is_number = isinstance(value, int)
         # The comparison is false for NaN.
         if not is_number or isinstance(value, bool) or not 0 < value <= most:
-            text = f"{str(value)[:40]}: must be a {noun} above 0 and at most {most:,}"
-            raise wrong(key, text)
+            raise wrong(key, f"{str(value)[:40]}: must be a {noun} above 0 and at most {most:,}")
         numbers[name] = float(value) if name in fractions else value
     return numbers
 
@@ -152,8 +151,10 @@ def llama_sizes(
     for key, scaling in scalings.items():
         kind = scaling.get("rope_type", scaling.get("type", "default"))
         if kind != "default":
-            only = "only rotary positions without scaling are supported"
-            raise wrong(key, f"is of the type {kind}, and {only}")
+            raise wrong(
+                key,
+                f"is of the type {kind}, and only rotary positions without scaling are supported",
+            )
 
     config = {"rope_theta": rope.get("rope_theta"), **config}
     sizes = read_numbers(config, _LLAMA_NAMES, wrong, fractions=("norm_eps", "rope_base"))
@@ -171,15 +172,19 @@ def _check_heads(
     if rest:
         raise wrong("num_attention_heads", f"{heads}: does not divide the width {sizes['dim']}")
     if stated not in (None, head_dim):
-        only = "only hidden_size / num_attention_heads is supported"
-        raise wrong("head_dim", f"is {stated}, and {only}")
+        raise wrong(
+            "head_dim",
+            f"is {stated}, and only hidden_size / num_attention_heads is supported",
+        )
     # Rotation on a grid takes half the pairs of a head for the row and half for the column.
     step = 4 if positions == "grid" else 2
     if head_dim % step:
-        need = f"rotary positions need a multiple of {step}"
         raise wrong(
-            "num_attention_heads", f"{heads}: gives heads of {head_dim} numbers, and {need}"
+            "num_attention_heads",
+            f"{heads}: gives heads of {head_dim} numbers, and rotary positions need a multiple of "
+            f"{step}",
         )
     if heads % sizes.get("kv_heads", 1):
-        text = f"{sizes['kv_heads']}: does not divide the {heads} heads"
-        raise wrong("num_key_value_heads", text)
+        raise wrong(
+            "num_key_value_heads", f"{sizes['kv_heads']}: does not divide the {heads} heads"
+        )

@@ -93,14 +93,11 @@ class _Resample(nn.Module):
     def __init__(self, channels: int, *, up: bool) -> None:
         super().__init__()
         self.up = up
-        if up:
-            self.conv = nn.Conv2d(channels, channels, 3, padding=1)
-        else:
-            self.conv = nn.Conv2d(channels, channels, 3, stride=2)
+        self.conv = nn.Conv2d(channels, channels, 3, stride=1 if up else 2, padding=1 if up else 0)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.up:
-            return self.conv(functional.interpolate(x, scale_factor=2.0, mode="nearest"))
+            return self.conv(functional.interpolate(x, scale_factor=2.0))
         # The published model pads right and bottom only.
         return self.conv(functional.pad(x, (0, 1, 0, 1)))
 
@@ -127,75 +124,66 @@ class _Level(nn.Module):
         return self.upsample(self.downsample(x))
 
 
-def _levels(config: VQConfig, *, up: bool, code_dim: int | None = None) -> nn.ModuleList:
-    """Make the resolutions of an encoder from the highest, of a decoder (`up`) from the lowest."""
-    widths = [config.channels * mult for mult in config.channel_mult]
-    last = len(widths) - 1
-    attending = config.attention
-    if attending is None:
-        attending = (last,)
-    numbers = list(range(len(widths)))
-    inside = config.channels
-    if up:
-        numbers.reverse()
-        inside = widths[last]
-    levels = []
-    for number in numbers:
-        level = _Level(
-            inside,
-            widths[number],
-            blocks=config.res_blocks + 1 if up else config.res_blocks,
-            attends=number in attending,
-            code_dim=code_dim,
-        )
-        inside = widths[number]
-        if up and number > 0:
-            level.upsample = _Resample(inside, up=True)
-        if not up and number < last:
-            level.downsample = _Resample(inside, up=False)
-        levels.append(level)
-    return nn.ModuleList(levels)
+def _middle(width: int, code_dim: int | None) -> nn.ModuleList:
+    return nn.ModuleList(
+        [
+            _ResBlock(width, width, code_dim),
+            _AttnBlock(width, code_dim),
+            _ResBlock(width, width, code_dim),
+        ]
+    )
 
 
-class _Encoder(nn.Module):
-    """Pixels to latents."""
+class _Half(nn.Module):
+    """The encoder, pixels to latents; or with `up` the decoder, latents to pixels.
 
-    def __init__(self, config: VQConfig) -> None:
+    The encoder goes from the highest resolution to the lowest, and the decoder back. The norms of
+    the decoder take the codes if `code_norms` is set.
+    """
+
+    def __init__(self, config: VQConfig, *, up: bool) -> None:
         super().__init__()
-        low = config.channels * config.channel_mult[-1]
-        self.conv_in = nn.Conv2d(3, config.channels, 3, padding=1)
-        self.conv_blocks = _levels(config, up=False)
-        self.mid = nn.ModuleList([_ResBlock(low, low), _AttnBlock(low), _ResBlock(low, low)])
-        self.norm_out = _Norm(low)
-        self.conv_out = nn.Conv2d(low, config.z_channels, 3, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.conv_in(x)
-        for block in (*self.conv_blocks, *self.mid):
-            x = block(x)
-        return self.conv_out(functional.silu(self.norm_out(x)))
-
-
-class _Decoder(nn.Module):
-    """Latents to pixels. Its norms take the codes if `code_norms` is set."""
-
-    def __init__(self, config: VQConfig) -> None:
-        super().__init__()
-        high = config.channels * config.channel_mult[0]
-        low = config.channels * config.channel_mult[-1]
-        codes = config.code_dim if config.code_norms else None
+        self.up = up
+        code_dim = config.code_dim if up and config.code_norms else None
+        levels = [
+            (number, config.channels * mult) for number, mult in enumerate(config.channel_mult)
+        ]
+        lowest, low = levels[-1]
+        attending = (lowest,) if config.attention is None else config.attention
         # Fresh weights are drawn in the order of the forward pass.
-        self.conv_in = nn.Conv2d(config.z_channels, low, 3, padding=1)
-        self.mid = nn.ModuleList(
-            [_ResBlock(low, low, codes), _AttnBlock(low, codes), _ResBlock(low, low, codes)]
-        )
-        self.conv_blocks = _levels(config, up=True, code_dim=codes)
-        self.norm_out = _Norm(high, codes)
-        self.conv_out = nn.Conv2d(high, 3, 3, padding=1)
+        if up:
+            levels.reverse()
+            self.conv_in = nn.Conv2d(config.z_channels, low, 3, padding=1)
+            self.mid = _middle(low, code_dim)
+        else:
+            self.conv_in = nn.Conv2d(3, config.channels, 3, padding=1)
+        self.conv_blocks = nn.ModuleList()
+        width = self.conv_in.out_channels
+        for number, outside in levels:
+            level = _Level(
+                width,
+                outside,
+                blocks=config.res_blocks + 1 if up else config.res_blocks,
+                attends=number in attending,
+                code_dim=code_dim,
+            )
+            if up and number > 0:
+                level.upsample = _Resample(outside, up=True)
+            if not up and number < lowest:
+                level.downsample = _Resample(outside, up=False)
+            self.conv_blocks.append(level)
+            width = outside
+        if not up:
+            self.mid = _middle(low, code_dim)
+        self.norm_out = _Norm(width, code_dim)
+        self.conv_out = nn.Conv2d(width, 3 if up else config.z_channels, 3, padding=1)
 
     def forward(self, x: Tensor, codes: Tensor | None = None) -> Tensor:
         x = self.conv_in(x)
-        for block in (*self.mid, *self.conv_blocks):
+        blocks = [*self.conv_blocks, *self.mid]
+        if self.up:
+            blocks = [*self.mid, *self.conv_blocks]
+        for block in blocks:
             x = block(x, codes)
         return self.conv_out(functional.silu(self.norm_out(x, codes)))
 
@@ -228,8 +216,8 @@ class VQModel(nn.Module):
     def __init__(self, config: VQConfig) -> None:
         super().__init__()
         self.config = config
-        self.encoder = _Encoder(config)
-        self.decoder = _Decoder(config)
+        self.encoder = _Half(config, up=False)
+        self.decoder = _Half(config, up=True)
         self.quantize = _Codebook(config.codes, config.code_dim, unit=config.unit_codes)
         self.quant_conv: nn.Module = nn.Conv2d(config.z_channels, config.code_dim, 1)
         self.post_quant_conv: nn.Module = nn.Conv2d(config.code_dim, config.z_channels, 1)
@@ -280,12 +268,15 @@ class _TimeConv(nn.Conv3d):
 class _StillNorm(nn.Module):
     """A batch norm with the statistics of its training."""
 
+    weight: Tensor
+    bias: Tensor
+    running_mean: Tensor
+    running_var: Tensor
+
     def __init__(self, channels: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(channels))
-        self.bias = nn.Parameter(torch.ones(channels))
-        self.running_mean = nn.Parameter(torch.ones(channels), requires_grad=False)
-        self.running_var = nn.Parameter(torch.ones(channels), requires_grad=False)
+        for name in self.__annotations__:
+            self.register_parameter(name, nn.Parameter(torch.ones(channels), requires_grad=False))
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise x [B, C, ...]."""

@@ -66,7 +66,7 @@ def test_safetensors_open_as_file_directory_and_shards(tmp_path: Path) -> None:
     places = {name: f"{number}.safetensors" for number, name in enumerate(STATE)}
     (shards / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
     assert same(shards)
-    assert open_checkpoint(shards).shape("a.weight") == (2, 3)
+    assert open_checkpoint(shards)["a.weight"].shape == (2, 3)
     index = shards / "model.safetensors.index.json"
     for name in (
         "../model.safetensors",

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 import torch
@@ -19,8 +18,7 @@ from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.loop import decode
 from lantern_bench.models.checkpoint_model import Published
 from lantern_bench.models.families.chameleon import Chameleon
-from lantern_bench.models.networks.conditions import Condition, prompt_condition
-from lantern_bench.models.networks.target import TransformerTarget
+from lantern_bench.models.networks.target import Condition, TransformerTarget, prompt_condition
 from tests.helpers.golden_models import GOLDEN
 
 FOLDER = GOLDEN / "chameleon"
@@ -32,8 +30,7 @@ def target_of(*, swin: bool, ids: Sequence[int] | None = None) -> TransformerTar
     row = Published(about="recorded", config=STATED, vq={}, grid=(3, 4))
     model = Chameleon("recorded", row, {"target": FOLDER / "model.safetensors"})
     model.config = {**STATED, "swin_norm": swin}
-    words = tuple(range(STATED["vocab_size"]) if ids is None else ids)
-    model.target_config = replace(model.sizes, vocab_size=len(words), token_ids=words)
+    model.token_ids = tuple(range(STATED["vocab_size"]) if ids is None else ids)
     return model.load_target(torch.device("cpu"), torch.float32)[0]
 
 

@@ -14,8 +14,8 @@ from tokenizers import Tokenizer
 
 from lantern_bench.models.checkpoint_model import Published
 from lantern_bench.models.families.chameleon import Chameleon, Lumina
-from lantern_bench.models.families.word_model import Vocabulary
-from lantern_bench.models.networks.conditions import prompt_condition
+from lantern_bench.models.families.word_model import Vocabulary, read_tokenizer
+from lantern_bench.models.networks.target import prompt_condition
 from lantern_bench.models.registry import model_of
 from lantern_bench.utils.errors import RefusedError, UserError
 from tests.helpers import tiny_chameleon as tiny
@@ -41,21 +41,16 @@ def test_codes_are_found_by_name(folder: Path) -> None:
     assert list(codes) != sorted(codes)
 
 
-def test_published_token_numbers() -> None:
-    assert ANOLE.image_words() == tuple(range(4, 8196))
-    assert LUMINA.image_words() == (*range(4, 8196), 8803)
-    prompts = {
-        model.name: model.prompt_tokens("", lambda text: [9000]) for model in (ANOLE, LUMINA)
+def test_prompts_without_a_caption(folder: Path) -> None:
+    numbers = tiny.vocabulary()
+    names = ["<racm3:break>", "<reserved08802>", "<reserved08803>"]
+    wanted = {
+        tiny.anole(folder): [numbers["<s>"], numbers["<racm3:break>"]],
+        lumina(folder, (4, 6)): [numbers[name] for name in names],
     }
-    assert prompts == {
-        "anole-7b": [0, 9000, 8710, 8197],
-        "lumina-mgpt-7b-768": [0, 9000, 8710, 8197, 8828, 8828],
-    }
-    nulls = [
-        model.wording().without_caption(prompts[model.name], model.vocabulary, list)
-        for model in (ANOLE, LUMINA)
-    ]
-    assert nulls == [[0, 8197], [8197, 8828, 8828]]
+    for model, null in wanted.items():
+        prompt = model.prompt_tokens("red", model._encode)
+        assert model.wording().without_caption(prompt, model.vocabulary, list) == null
     text = LUMINA.wording().template.format(caption="a cat")
     assert text == "Generate an image of 768x768 according to the following prompt:\na cat"
 
@@ -93,7 +88,7 @@ def test_vocabulary_without_codes_is_refused(numbers: dict[str, int], message: s
 
 def test_odd_grids_are_refused_in_sized_prompts(folder: Path) -> None:
     with pytest.raises(
-        UserError, match="grid 3x4: this model's pictures have an even number of each"
+        UserError, match="grid 3x4: this model's pictures have a multiple of 2 of each"
     ):
         lumina(folder, (3, 4)).wording()
 
@@ -178,6 +173,7 @@ def test_empty_and_long_captions_are_refused(folder: Path, monkeypatch: pytest.M
 def test_a_thousand_captions_parse_the_tokenizer_once(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    read_tokenizer.cache_clear()
     read = MagicMock(side_effect=Tokenizer.from_file)
     monkeypatch.setattr("tokenizers.Tokenizer.from_file", read)
     anole = described(folder)
@@ -201,6 +197,7 @@ def test_missing_and_broken_tokenizers_are_refused(tmp_path: Path) -> None:
 def test_captions_need_the_tokenizers_package(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    read_tokenizer.cache_clear()
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(RefusedError, match="captions need the package tokenizers"):
         tiny.anole(folder)._encode("a cat")

@@ -12,9 +12,12 @@ from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.engine import Engine
 from lantern_bench.decoding.loop import decode
 from lantern_bench.decoding.sampling import guide
-from lantern_bench.models.networks.conditions import prompt_condition
 from lantern_bench.models.networks.eagle import published_drafter
-from lantern_bench.models.networks.target import TransformerTarget, force_line_ends
+from lantern_bench.models.networks.target import (
+    TransformerTarget,
+    force_line_ends,
+    prompt_condition,
+)
 from lantern_bench.models.networks.transformer_config import TransformerConfig
 
 ROWS = 3

@@ -135,16 +135,8 @@ def test_card_and_full_shape_are_the_published_ones() -> None:
         16384,
         171385,
     )
-    assert target.config.token_ids[:2] == (155000, 155001)
-    assert target.config.token_ids[16383] == 171383
     counted = sum(parameter.numel() for parameter in model.pixels.model.parameters())
     assert 4 * counted == pytest.approx(1.08e9, abs=0.01e9)
-    condition = model.condition(["a red lantern"])
-    start = condition.values[0, 0][condition.valid[0, 0]].tolist()
-    assert start[0] == 151643
-    assert start[-3] == 151665
-    assert start[-2] == start[-1]
-    assert condition.values[0, 1][condition.valid[0, 1]].tolist() == start[-3:]
 
 
 def test_prompt_is_the_authors(tmp_path: Path) -> None:

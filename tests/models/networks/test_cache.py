@@ -10,9 +10,13 @@ from torch import Tensor
 
 from lantern_bench.decoding.sampling import guide
 from lantern_bench.decoding.tree import StaticTree
-from lantern_bench.models.networks.conditions import Condition, WordCaption
 from lantern_bench.models.networks.kv_cache import KVCache
-from lantern_bench.models.networks.target import TransformerTarget, prefix_mask
+from lantern_bench.models.networks.target import (
+    Condition,
+    TransformerTarget,
+    WordCaption,
+    prefix_mask,
+)
 from lantern_bench.models.networks.transformer import attend_cached
 from lantern_bench.models.networks.transformer_config import TransformerConfig
 from tests.decoding.drafting.test_golden_shapes import leaf_paths
@@ -104,7 +108,9 @@ def test_cached_forward_equals_the_training_forward(target: TransformerTarget) -
     x = torch.cat(
         [target.prefix(row(2), guided=False), target.transformer.tok_embeddings(tokens)], dim=1
     )
-    hidden = target.transformer(x, prefix_mask(row(2).valid, x.shape[1]))
+    hidden = target.transformer(
+        x, prefix_mask(row(2).valid, x.shape[1]), torch.arange(x.shape[1])[None]
+    )
     assert (
         target.transformer.output(hidden[0, -1]) - logits_of(target, 2, tokens[0].tolist())[0]
     ).abs().max() < 1e-5

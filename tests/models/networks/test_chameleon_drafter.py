@@ -13,9 +13,8 @@ from torch import Tensor
 
 from lantern_bench.models.checkpoints.drafter_files import drafter_key_map, load_drafter
 from lantern_bench.models.checkpoints.key_map import export
-from lantern_bench.models.networks.conditions import prompt_condition
 from lantern_bench.models.networks.eagle import EagleDrafter
-from lantern_bench.models.networks.target import TransformerTarget
+from lantern_bench.models.networks.target import TransformerTarget, prompt_condition
 from lantern_bench.utils.errors import UserError
 from tests.helpers import tiny_chameleon as tiny
 from tests.helpers import tiny_lumina2

@@ -24,7 +24,7 @@ from lantern_bench.decoding import loop
 from lantern_bench.decoding.teacher_forcing import teacher_forced
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.models.networks import target as target_module
-from lantern_bench.models.networks.conditions import CaptionFeatures, Condition
+from lantern_bench.models.networks.target import CaptionFeatures, Condition
 from tests.helpers import golden_models, tiny_llamagen
 from tests.helpers.golden_models import GOLDEN
 

@@ -20,9 +20,8 @@ from lantern_bench.decoding.drafting.static import StaticDrafting
 from lantern_bench.decoding.protocol import DrafterLogits
 from lantern_bench.decoding.sampling import guide, probabilities
 from lantern_bench.models.checkpoints.drafter_files import load_drafter
-from lantern_bench.models.networks.conditions import CaptionFeatures, Condition
 from lantern_bench.models.networks.eagle import EagleDrafter
-from lantern_bench.models.networks.target import TransformerTarget
+from lantern_bench.models.networks.target import CaptionFeatures, Condition, TransformerTarget
 from lantern_bench.models.networks.transformer_config import TransformerConfig
 from tests.helpers.golden_models import GOLDEN, SIDES, TREES
 from tests.helpers.rules import parents_of
@@ -66,7 +65,8 @@ def test_features_equal_the_recorded_ones(
     ids = recorded["fwd.input_ids"].long()
     n = ids.shape[1]
     mask = torch.zeros(n, n).masked_fill(~torch.ones(n, n, dtype=torch.bool).tril(), -torch.inf)
-    assert (drafter(ids, hidden, mask[None, None]) - recorded["fwd.output"]).abs().max() < 2e-4
+    predicted = drafter(ids, hidden, mask[None, None], positions=torch.arange(n)[None])
+    assert (predicted - recorded["fwd.output"]).abs().max() < 2e-4
 
 
 def states(

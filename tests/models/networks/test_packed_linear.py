@@ -23,19 +23,24 @@ from lantern_bench.models.networks.packed_linear import (
     build_kernels,
     can_pack,
     pack_for_decoding,
-    weight_bytes,
-    weight_count,
+    weights_of,
 )
 from tests.decoding.test_engine import CELLS, CONFIG, Small, decoded, same
 
 CPU = torch.device("cpu")
 
 
+def stored(weights: list[torch.Tensor]) -> tuple[int, int]:
+    """Number and bytes of weights."""
+    return sum(weight.numel() for weight in weights), sum(weight.nbytes for weight in weights)
+
+
 def features(model: Small, dtype: torch.dtype) -> torch.Tensor:
     x = torch.randn(2, 7, CONFIG.dim, generator=torch.Generator().manual_seed(4)).to(dtype)
-    hidden = model.target.transformer(x, torch.zeros(1, 1, 7, 7, dtype=dtype))
     tokens = torch.arange(7).expand(2, 7)
-    guessed = model.drafter(tokens, hidden, torch.zeros(1, 1, 7, 7, dtype=dtype))
+    mask = torch.zeros(1, 1, 7, 7, dtype=dtype)
+    hidden = model.target.transformer(x, mask, tokens)
+    guessed = model.drafter(tokens, hidden, mask, positions=tokens)
     return torch.cat(
         [model.target.transformer.output(hidden), model.drafter.head(guessed).float()], dim=1
     )
@@ -58,8 +63,8 @@ def test_packed_models_compute_the_same(
     pack_for_decoding(packed.target, packed.drafter)
     close = 1e-4 if dtype == torch.float32 else 0.15
     assert (features(plain, dtype) - features(packed, dtype)).abs().max() < close
-    assert weight_bytes(packed.target) == weight_bytes(plain.target)
-    assert weight_count(packed.drafter) == weight_count(plain.drafter)
+    for ours, theirs in ((packed.target, plain.target), (packed.drafter, plain.drafter)):
+        assert stored(weights_of(ours)) == stored(weights_of(theirs))
     has_plain_layers = any(isinstance(module, nn.Linear) for module in packed.drafter.modules())
     assert has_plain_layers != (kernels and can_pack(CPU, dtype))
 
@@ -143,7 +148,8 @@ def test_panel_products_are_exact(outputs: int, inputs: int, stored: torch.dtype
     weight[0, 0] = {torch.float16: 2.0**-24, torch.bfloat16: 2.0**-40, torch.float32: 1 / 3}[stored]
     layer = PackedLinear(weight, bias)
     assert layer._packed.dtype == stored
-    assert layer.nbytes == outputs * inputs * stored.itemsize + outputs * 4
+    sizes = [weight.nbytes for weight in layer.weights]
+    assert sizes == [outputs * inputs * stored.itemsize, outputs * 4]
     x = torch.randn(118, inputs, generator=random)
     product = layer(x)
     exact = nn.functional.linear(x.double(), weight.double(), bias.double())
@@ -170,7 +176,7 @@ def test_bfloat16_panel_products_are_rounded_once(
     weight, bias, x = (torch.randn(*size, generator=random).bfloat16() for size in sizes)
     layer = PackedLinear(weight, bias)
     assert layer._factors == (torch.bfloat16 if pairs and inputs % 2 == 0 else torch.float32)
-    assert layer.nbytes == 2 * outputs * (inputs + 1)
+    assert sum(weight.nbytes for weight in layer.weights) == 2 * outputs * (inputs + 1)
     product = layer(x)
     exact = nn.functional.linear(x.double(), weight.double(), bias.double())
     assert product.dtype == torch.bfloat16

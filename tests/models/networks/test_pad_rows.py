@@ -8,9 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from lantern_bench.models.networks.conditions import CaptionFeatures, Condition
 from lantern_bench.models.networks.eagle import published_drafter, untrained_drafter
-from lantern_bench.models.networks.target import TransformerTarget, prefix_mask, prefix_seen
+from lantern_bench.models.networks.target import (
+    CaptionFeatures,
+    Condition,
+    TransformerTarget,
+    prefix_mask,
+    prefix_seen,
+)
 from lantern_bench.models.networks.transformer_config import TransformerConfig
 from lantern_bench.training.drafter_task import target_features
 
@@ -59,7 +64,9 @@ def test_prefix_features_equal_those_under_the_published_mask(target: Transforme
     is not.
     """
     both = torch.cat([VALID, VALID])
-    wanted = target.transformer(target.prefix(condition(), guided=True), published_mask(both))
+    prefix = target.prefix(condition(), guided=True)
+    positions = torch.arange(prefix.shape[1])[None]
+    wanted = target.transformer(prefix, published_mask(both), positions)
     features = target.session(len(VALID), guided=True, nodes=1).prefill(condition()).features
     assert (features - wanted).abs().max() < 1e-5
     assert features[: len(VALID)][~VALID].abs().max() == 0

@@ -108,9 +108,9 @@ def words(caption: str) -> list[int]:
             f"it knows only: {' '.join(sorted(numbers))}; e.g. {ALL_ATTRIBUTES[0].caption()!r}",
         )
     if not 0 < len(tokens) <= MAX_WORDS:
-        takes = f"the bundled model takes 1 to {MAX_WORDS}"
         raise UserError(
-            f"caption {caption!r} has {len(tokens)} words; {takes}",
+            f"caption {caption!r} has {len(tokens)} words; the bundled model takes 1 to "
+            f"{MAX_WORDS}",
             f"for example: {ALL_ATTRIBUTES[0].caption()!r}",
         )
     return [numbers[word] for word in tokens]

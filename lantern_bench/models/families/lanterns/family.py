@@ -64,8 +64,8 @@ class Lanterns(Model):
             new_target,
         )
         from lantern_bench.models.loaded_model import assemble
-        from lantern_bench.models.networks.conditions import Prompts
         from lantern_bench.models.networks.eagle import EagleDrafter
+        from lantern_bench.models.networks.target import Prompts
         from lantern_bench.utils.files import file_sha256
 
         files = self.files()

@@ -26,8 +26,7 @@ from lantern_bench.models.families.lanterns.description import (
     Attributes,
     words,
 )
-from lantern_bench.models.networks.conditions import Condition, WordCaption
-from lantern_bench.models.networks.target import TransformerTarget
+from lantern_bench.models.networks.target import Condition, TransformerTarget, WordCaption
 from lantern_bench.models.networks.vq import VQConfig, VQModel
 from lantern_bench.utils.errors import RefusedError
 
