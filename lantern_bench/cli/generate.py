@@ -97,8 +97,7 @@ def generate(
     import torch
 
     from lantern_bench.devices.compute import choose_compute, set_threads
-    from lantern_bench.models.load import compile_models, load_models
-    from lantern_bench.models.random_model import random_model
+    from lantern_bench.models.load import compile_models, load_models, random_model
     from lantern_bench.sweeps import decoder
     from lantern_bench.utils.files import write_file
 

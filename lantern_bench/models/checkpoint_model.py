@@ -14,7 +14,6 @@ import msgspec
 
 from lantern_bench.models.checkpoints import hub
 from lantern_bench.models.model import Model
-from lantern_bench.models.model_file import ModelFile
 from lantern_bench.models.networks.transformer_config import TransformerConfig
 from lantern_bench.utils.errors import UserError
 from lantern_bench.utils.files import hash_of, read_json
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from lantern_bench.models.checkpoints.key_map import KeyMap
     from lantern_bench.models.loaded_model import LoadedModel
     from lantern_bench.models.networks.target import Prompts, TransformerTarget
+    from lantern_bench.models.registry import ModelFile
 
 
 class Published(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -74,16 +74,12 @@ class CheckpointModel(Model):
     pixels: ClassVar[int] = 16  # height and width of a code in the picture
     neighbour_space: ClassVar[Space] = "raw"  # in which published tables measure distances
     has_drafter: ClassVar[bool] = True  # whether models with random weights have one
-    # Whether the image tokenizer is in the target's folder.
-    tokenizer_in_target: ClassVar[bool] = False
 
     def __init__(self, name: str, row: Published, paths: Mapping[str, Path] | None = None) -> None:
         self.name = name
         self.row = row
         self.paths = dict(paths or {})
         self.file: ModelFile | None = None
-        if self.tokenizer_in_target and "target" in self.paths:
-            self.paths.setdefault("tokenizer", self.paths["target"])
         self.description = row.about
         if row.grid is not None and row.parameters is not None:
             height, width = (self.pixels * side for side in row.grid)
@@ -295,9 +291,11 @@ class CheckpointModel(Model):
         # The checkpoint does not state all sizes, and they change what it computes.
         sizes = repr((target.config, target.config.token_ids))
         hashes = {"target": hash_of(files), "sizes": hashlib.sha256(sizes.encode()).hexdigest()}
-        if "tokenizer" in paths:
-            checkpoint = open_checkpoint(paths["tokenizer"]).renamed(self.name_now)
-            tokenizer = load_vq(checkpoint, LAYOUTS[self.vq_layout], device)
+        layout = LAYOUTS[self.vq_layout]
+        tokenizer_path = paths.get("tokenizer", paths["target"] if layout.inside else None)
+        if tokenizer_path is not None:
+            checkpoint = open_checkpoint(tokenizer_path).renamed(self.name_now)
+            tokenizer = load_vq(checkpoint, layout, device)
             hashes["tokenizer"] = hash_of(checkpoint.paths)
         if "neighbours" in paths:
             hashes["neighbour_table"] = hash_of((paths["neighbours"],))

@@ -12,14 +12,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from lantern_bench.decoding.neighbours import Space
 from lantern_bench.models.loaded_model import LoadedModel, to_bytes
-from lantern_bench.models.model_file import PythonModel
 from lantern_bench.models.networks.kv_cache import KVCache
 from lantern_bench.models.networks.target import (
     CachedTarget,
@@ -31,6 +30,9 @@ from lantern_bench.models.networks.target import (
 from lantern_bench.models.networks.transformer_config import TransformerConfig
 from lantern_bench.utils.errors import UserError
 from lantern_bench.utils.files import file_sha256, hash_of
+
+if TYPE_CHECKING:
+    from lantern_bench.models.registry import PythonModel
 
 # Endings of the files that decide what a model computes: weights, configuration, tokenizer.
 _ENDINGS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".json", ".yaml", ".model")

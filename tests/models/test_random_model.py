@@ -16,7 +16,7 @@ from lantern_bench.cli import main as cli
 from lantern_bench.models import registry
 from lantern_bench.models.checkpoint_model import Published
 from lantern_bench.models.families.llamagen import TextToImage
-from lantern_bench.models.random_model import meta_model, random_model, sizes_of
+from lantern_bench.models.load import meta_model, random_model, sizes_of
 
 SMALL = {
     "dim": 32,

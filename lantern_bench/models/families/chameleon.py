@@ -61,13 +61,12 @@ class Chameleon(WordModel):
         return (*codes, self.vocabulary[_ROW_END]) if self.line_ends else codes
 
     def wording(self) -> Wording:
-        """Return the caption alone. Without it only the text's and the image's start are left."""
-        return Wording(
-            template="{caption}",
-            before=(self.start,),
-            after=(_TURN, _IMAGE),
-            without_caption=lambda prompt, *_: [prompt[0], prompt[-1]],
-        )
+        """Return the caption alone."""
+        return Wording(template="{caption}", before=(self.start,), after=(_TURN, _IMAGE))
+
+    def unconditional(self, prompt: list[int]) -> list[int]:
+        """Return the start of the text and the start of the image."""
+        return [prompt[0], prompt[-1]]
 
     @property
     def start(self) -> str:
@@ -121,8 +120,11 @@ class Lumina(Chameleon):
             ),
             before=(self.start,),
             after=(_TURN, _IMAGE, *sides),
-            without_caption=lambda prompt, *_: prompt[-3:],
         )
+
+    def unconditional(self, prompt: list[int]) -> list[int]:
+        """Return the start of the image and its size."""
+        return prompt[-3:]
 
 
 class Lumina2(Lumina):

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lantern_bench.models.checkpoint_model import PUBLISHED
-from lantern_bench.models.families.word_model import Encode, Vocabulary, Wording, WordModel
+from lantern_bench.models.families.word_model import Wording, WordModel
 from lantern_bench.models.networks.transformer_config import TransformerConfig
 from lantern_bench.utils.errors import UserError
 
@@ -43,7 +43,6 @@ class Emu3(WordModel):
     line_ends = True
     vq_layout = "emu3"
     pixels = 8
-    tokenizer_in_target = True
 
     def read_sizes(self) -> TransformerConfig:
         """Return the sizes of config.json."""
@@ -64,22 +63,17 @@ class Emu3(WordModel):
         return (*codes, self.vocabulary[_ROW_END])
 
     def wording(self) -> Wording:
-        """Return a caption with words of praise, and the size of the picture in tokens.
+        """Return a caption with words of praise, and the size of the picture in tokens."""
+        template = f"{{caption}}{_GOOD}{self._size()}"
+        return Wording(template=template, before=(_EMU3_START,), after=())
 
-        The unconditional prompt is a list of faults.
-        """
+    def unconditional(self, prompt: list[int]) -> list[int]:  # noqa: ARG002
+        """Return a list of faults, and the size of the picture."""
+        return [self.vocabulary[_EMU3_START], *self.encode(_BAD + self._size())]
+
+    def _size(self) -> str:
         rows, columns = self.sizes.grid
-        image = f"{_IMAGE_START}{rows}*{columns}{_IMAGE}"
-
-        def faults(_prompt: list[int], vocabulary: Vocabulary, encode: Encode) -> list[int]:
-            return [vocabulary[_EMU3_START], *encode(_BAD + image)]
-
-        return Wording(
-            template=f"{{caption}}{_GOOD}{image}",
-            before=(_EMU3_START,),
-            after=(),
-            without_caption=faults,
-        )
+        return f"{_IMAGE_START}{rows}*{columns}{_IMAGE}"
 
     def name_now(self, name: str) -> str:
         """Rename tensors of the published files, which an earlier transformers wrote."""

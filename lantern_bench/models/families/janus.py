@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lantern_bench.models.checkpoint_model import PUBLISHED
-from lantern_bench.models.families.word_model import Encode, Vocabulary, Wording, WordModel
+from lantern_bench.models.families.word_model import Wording, WordModel
 from lantern_bench.models.networks.transformer_config import TransformerConfig
 
 if TYPE_CHECKING:
@@ -37,7 +37,6 @@ class Janus(WordModel):
     ignored = r"model\.(vqmodel|vision_model|aligner|generation_aligner)\.|lm_head\."
     vq_layout = "janus"
     neighbour_space = "normalised"  # codes are scaled to unit length when they are looked up
-    tokenizer_in_target = True
 
     def read_sizes(self) -> TransformerConfig:
         """Return the sizes of config.json. Image tokens are embedded behind the words."""
@@ -57,20 +56,19 @@ class Janus(WordModel):
 
     def wording(self) -> Wording:
         """Return a turn of the user, and the answer that begins with an image."""
-
-        def padding(prompt: list[int], vocabulary: Vocabulary, _encode: Encode) -> list[int]:
-            return [prompt[0], *[vocabulary[_PAD]] * (len(prompt) - 2), prompt[-1]]
-
         return Wording(
             template="<|User|>: {caption}\n\n<|Assistant|>:",
             before=(_JANUS_START,),
             after=(_BEGIN_IMAGE,),
-            without_caption=padding,
         )
 
-    def prompt_tokens(self, caption: str, encode: Encode) -> list[int]:
+    def unconditional(self, prompt: list[int]) -> list[int]:
+        """Return the prompt with padding for its words."""
+        return [prompt[0], *[self.vocabulary[_PAD]] * (len(prompt) - 2), prompt[-1]]
+
+    def prompt_tokens(self, caption: str) -> list[int]:
         """Return the prompt of a caption without the spaces around it."""
-        return super().prompt_tokens(caption.strip(), encode)
+        return super().prompt_tokens(caption.strip())
 
     def target_keys(self, target: TransformerTarget, checkpoint: Checkpoint) -> KeyMap:
         """Return the key map of a Llama. Rows of image tokens go through the aligner, once."""

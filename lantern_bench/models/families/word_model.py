@@ -10,10 +10,10 @@ import hashlib
 import re
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from lantern_bench.models.checkpoint_model import CheckpointModel
 from lantern_bench.models.networks.transformer_config import (
@@ -27,10 +27,6 @@ if TYPE_CHECKING:
     import torch
 
     from lantern_bench.models.networks.target import Condition, Prompts, TransformerTarget
-
-
-Encode: TypeAlias = Callable[[str], Sequence[int]]
-"""Turns a text into numbers of words."""
 
 
 class Vocabulary(dict[str, int]):  # __missing__ is for dict
@@ -96,15 +92,12 @@ def read_tokenizer(path: Path, _changed: int) -> Any:
         ) from error
 
 
-@dataclass(frozen=True)
-class Wording:
+class Wording(NamedTuple):
     """What is around a caption in a prompt."""
 
     template: str  # text with {caption}
     before: tuple[str, ...]  # tokens before the text
     after: tuple[str, ...]  # tokens after the text
-    # (prompt, vocabulary, encode) -> the unconditional prompt that belongs to a prompt
-    without_caption: Callable[[list[int], Vocabulary, Encode], list[int]]
 
 
 class WordModel(CheckpointModel):
@@ -121,6 +114,10 @@ class WordModel(CheckpointModel):
     @abstractmethod
     def wording(self) -> Wording:
         """Return what is around a caption."""
+
+    @abstractmethod
+    def unconditional(self, prompt: list[int]) -> list[int]:
+        """Return the unconditional prompt that belongs to a prompt."""
 
     # ---- What a config.json states
 
@@ -207,7 +204,7 @@ class WordModel(CheckpointModel):
         """Raise `UserError` for an empty or too long caption, and for a missing tokenizer.json."""
         super().check_prompt(text)
         if self.file is not None:
-            self.prompt_tokens(text, self._encode)
+            self.prompt_tokens(text)
 
     def prompts(self, target: TransformerTarget) -> Prompts:  # noqa: ARG002
         """Return captions through the model's own tokenizer."""
@@ -216,9 +213,8 @@ class WordModel(CheckpointModel):
         def condition(captions: Sequence[str]) -> Condition:
             pairs = []
             for caption in captions:
-                prompt = self.prompt_tokens(caption, self._encode)
-                null = self.wording().without_caption(prompt, self.vocabulary, self._encode)
-                pairs.append((prompt, null))
+                prompt = self.prompt_tokens(caption)
+                pairs.append((prompt, self.unconditional(prompt)))
             return prompt_condition(pairs)
 
         return Prompts(condition)
@@ -239,12 +235,12 @@ class WordModel(CheckpointModel):
 
         return Prompts(condition)
 
-    def prompt_tokens(self, caption: str, encode: Encode) -> list[int]:
+    def prompt_tokens(self, caption: str) -> list[int]:
         """Return the prompt of a caption. Raises `UserError` for one that is too long."""
         wording = self.wording()
         before = [self.vocabulary[name] for name in wording.before]
         after = [self.vocabulary[name] for name in wording.after]
-        prompt = [*before, *encode(wording.template.format(caption=caption)), *after]
+        prompt = [*before, *self.encode(wording.template.format(caption=caption)), *after]
         if len(prompt) > self.longest_prompt:
             raise UserError(
                 f"caption {caption[:40]!r}...: its prompt has {len(prompt)} tokens, and at most "
@@ -257,7 +253,7 @@ class WordModel(CheckpointModel):
     def _tokenizer_json(self) -> Path:
         return (self.folder or Path()) / "tokenizer.json"
 
-    def _encode(self, text: str) -> Sequence[int]:
+    def encode(self, text: str) -> Sequence[int]:
         """Return the numbers of a text, without what a tokenizer adds around one."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 

@@ -7,6 +7,7 @@ LlamaGen applies the padding mask of the prompt to the unconditional rows as wel
 
 from __future__ import annotations
 
+import itertools
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple
@@ -14,6 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
 
 from lantern_bench.decoding.protocol import Logits, Target, TargetSession
 from lantern_bench.decoding.sampling import guide
@@ -43,15 +45,12 @@ class Condition(NamedTuple):
 
 def prompt_condition(pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Condition:
     """Return the condition of prompts with and without caption: int64 [B, 2, P], padded left."""
-    length = max(max(len(prompt) for prompt in pair) for pair in pairs)
-    values = torch.ones(len(pairs), 2, length, dtype=torch.int64)
-    valid = torch.zeros(values.shape, dtype=torch.bool)
-    for row, pair in enumerate(pairs):
-        for kind, prompt in enumerate(pair):
-            start = length - len(prompt)
-            values[row, kind, start:] = torch.tensor(prompt, dtype=torch.int64)
-            valid[row, kind, start:] = True
-    return Condition(values, valid)
+    rows = [
+        torch.tensor(prompt, dtype=torch.int64) for prompt in itertools.chain.from_iterable(pairs)
+    ]
+    padded = pad_sequence(rows, batch_first=True, padding_value=-1.0, padding_side="left")
+    values = padded.unflatten(0, (-1, 2))
+    return Condition(values.masked_fill(values < 0, 1), values >= 0)
 
 
 def prompt_rows(values: Tensor, groups: int) -> Tensor:

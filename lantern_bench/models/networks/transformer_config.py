@@ -143,12 +143,11 @@ def llama_sizes(
     Returns:
         The stated fields of `TransformerConfig`.
     """
-    rope = config.get("rope_parameters") or {}
-    scalings = {"rope_scaling": config.get("rope_scaling") or {}, "rope_parameters": rope}
     for key, allowed in _LLAMA_ONLY.items():
         if config.get(key) not in allowed:
             raise wrong(key, f"is {config[key]}, and only {allowed[0]} is supported")
-    for key, scaling in scalings.items():
+    for key in ("rope_scaling", "rope_parameters"):
+        scaling = config.get(key) or {}
         kind = scaling.get("rope_type", scaling.get("type", "default"))
         if kind != "default":
             raise wrong(
@@ -156,26 +155,24 @@ def llama_sizes(
                 f"is of the type {kind}, and only rotary positions without scaling are supported",
             )
 
+    rope = config.get("rope_parameters") or {}
     config = {"rope_theta": rope.get("rope_theta"), **config}
     sizes = read_numbers(config, _LLAMA_NAMES, wrong, fractions=("norm_eps", "rope_base"))
     if "dim" in sizes and "heads" in sizes:
-        _check_heads(sizes, wrong, stated=config.get("head_dim"), positions=positions)
+        _check_heads(sizes, wrong, positions=positions)
     return sizes
 
 
-def _check_heads(
-    sizes: Mapping[str, Any], wrong: Wrong, *, stated: int | None, positions: str
-) -> None:
-    """Raise for heads that do not fit the width; `stated` is the width of a head in the config."""
+def _check_heads(sizes: Mapping[str, Any], wrong: Wrong, *, positions: str) -> None:
+    """Raise for heads that do not fit the width.
+
+    A head of another width than `hidden_size / num_attention_heads` is found by the shapes of the
+    checkpoint.
+    """
     heads = sizes["heads"]
     head_dim, rest = divmod(sizes["dim"], heads)
     if rest:
         raise wrong("num_attention_heads", f"{heads}: does not divide the width {sizes['dim']}")
-    if stated not in (None, head_dim):
-        raise wrong(
-            "head_dim",
-            f"is {stated}, and only hidden_size / num_attention_heads is supported",
-        )
     # Rotation on a grid takes half the pairs of a head for the row and half for the column.
     step = 4 if positions == "grid" else 2
     if head_dim % step:

@@ -49,8 +49,7 @@ def test_prompts_without_a_caption(folder: Path) -> None:
         lumina(folder, (4, 6)): [numbers[name] for name in names],
     }
     for model, null in wanted.items():
-        prompt = model.prompt_tokens("red", model._encode)
-        assert model.wording().without_caption(prompt, model.vocabulary, list) == null
+        assert model.unconditional(model.prompt_tokens("red")) == null
     text = LUMINA.wording().template.format(caption="a cat")
     assert text == "Generate an image of 768x768 according to the following prompt:\na cat"
 
@@ -124,9 +123,7 @@ def test_newer_config_keys_are_read() -> None:
 def test_captions_become_prompts(folder: Path) -> None:
     anole = tiny.anole(folder)
     names = ["<s>", "a", "red", "lantern", "<reserved08706>", "<racm3:break>"]
-    assert anole.prompt_tokens("a red lantern", anole._encode) == [
-        tiny.vocabulary()[name] for name in names
-    ]
+    assert anole.prompt_tokens("a red lantern") == [tiny.vocabulary()[name] for name in names]
     # "64x96" and ":" are no words of this tokenizer.
     wide = lumina(folder, (4, 6))
     text = "Generate an image of <unk> according to the following prompt <unk> red"
@@ -138,7 +135,7 @@ def test_captions_become_prompts(folder: Path) -> None:
         "<reserved08802>",
         "<reserved08803>",
     ]
-    assert wide.prompt_tokens("red", wide._encode) == [tiny.vocabulary()[name] for name in names]
+    assert wide.prompt_tokens("red") == [tiny.vocabulary()[name] for name in names]
 
 
 def test_both_prompts_are_padded_on_the_left() -> None:
@@ -186,10 +183,10 @@ def test_missing_and_broken_tokenizers_are_refused(tmp_path: Path) -> None:
     folder = tiny.write_target(tmp_path / "target")
     (folder / "tokenizer.json").unlink()
     with pytest.raises(UserError, match=r"tokenizer\.json: no such file"):
-        tiny.anole(folder)._encode("a cat")
+        tiny.anole(folder).encode("a cat")
     (folder / "tokenizer.json").write_text('{"model": ')
     with pytest.raises(UserError, match=r"tokenizer\.json: cannot be read as a tokenizer"):
-        tiny.anole(folder)._encode("a cat")
+        tiny.anole(folder).encode("a cat")
     with pytest.raises(UserError, match=r"tokenizer\.json: cannot be read as a tokenizer"):
         tiny.anole(folder).image_words()
 
@@ -200,7 +197,7 @@ def test_captions_need_the_tokenizers_package(
     read_tokenizer.cache_clear()
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(RefusedError, match="captions need the package tokenizers"):
-        tiny.anole(folder)._encode("a cat")
+        tiny.anole(folder).encode("a cat")
 
 
 def test_invented_prompts_depend_on_words_alone() -> None:

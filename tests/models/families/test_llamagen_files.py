@@ -21,9 +21,9 @@ from lantern_bench.cli import main as cli
 from lantern_bench.models import registry
 from lantern_bench.models.checkpoints.key_map import export
 from lantern_bench.models.families.llamagen import LlamaGen, TextToImage, key_map
+from lantern_bench.models.load import meta_model
 from lantern_bench.models.networks.target import Condition
 from lantern_bench.models.networks.transformer import grid_rotary, rotary_table
-from lantern_bench.models.random_model import meta_model
 from lantern_bench.models.registry import models
 from lantern_bench.utils.errors import RefusedError, UserError
 from tests.helpers import golden_models, tiny_llamagen
