@@ -278,8 +278,7 @@ class CheckpointModel(Model):
         """Load the model. Without a drafter it decodes with modes that need none."""
         if not self.paths:
             # With its files, because they may state other sizes than the published row.
-            located = type(self)(self.name, self.row, hub.local_paths(self.name))
-            return located.load(device, dtype)
+            return type(self)(self.name, self.row, hub.local_paths(self.name)).load(device, dtype)
         from lantern_bench.models.checkpoints.checkpoint import open_checkpoint, read_own_table
         from lantern_bench.models.checkpoints.drafter_files import give_drafter
         from lantern_bench.models.checkpoints.vq_layouts import LAYOUTS, load_vq

@@ -10,7 +10,7 @@ import math
 import runpy
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -97,51 +97,47 @@ class _Decoder(nn.Module):
         return self._hosted[0].embed_words(prompt_rows(values, 2 if guided else 1))
 
     def output(self, features: Tensor) -> Tensor:
-        weights = next(self.decoder.parameters())
-        return self._hosted[0].logits(features.to(weights.dtype)).float()
+        dtype = next(self.decoder.parameters()).dtype
+        return self._hosted[0].logits(features.to(dtype)).float()
 
     def forward(self, x: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
-        output = self.decoder(
+        return self.decoder(
             inputs_embeds=x,
             position_ids=positions,
             attention_mask=mask.to(x.dtype),
             use_cache=False,
-        )
-        return output.last_hidden_state
+        ).last_hidden_state
 
     def step(
         self, x: Tensor, *, positions: Tensor, cache: KVCache, slots: Tensor, mask: Tensor
     ) -> Tensor:
-        positions = positions.expand(len(x), -1)
-        layers: Any = _SharedCache(cache, slots, mask.shape[-1])
-        output = self.decoder(
+        return self.decoder(
             inputs_embeds=x,
-            position_ids=positions,
+            position_ids=positions.expand(len(x), -1),
             attention_mask=mask,
-            past_key_values=layers,
+            past_key_values=_SharedCache(cache, slots, mask.shape[-1]),
             use_cache=True,
-        )
-        return output.last_hidden_state
+        ).last_hidden_state
 
 
+@dataclass
 class _SharedCache:
     """A `KVCache` that the attention of transformers writes and reads, at fixed slots."""
 
-    def __init__(self, cache: KVCache, slots: Tensor, columns: int) -> None:
-        self._cache = cache
-        self._slots = slots
-        self._columns = columns
+    cache: KVCache
+    slots: Tensor
+    columns: int
 
     def update(
         self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        keys, values = self._cache.write(
+        keys, values = self.cache.write(
             layer,
-            slots=self._slots,
+            slots=self.slots,
             keys=keys.transpose(1, 2),
             values=values.transpose(1, 2),
         )
-        return keys[:, :, : self._columns], values[:, :, : self._columns]
+        return keys[:, :, : self.columns], values[:, :, : self.columns]
 
 
 class _HostedTarget(CachedTarget):
@@ -238,7 +234,7 @@ def load_hosted(file: PythonModel, device: torch.device, dtype: torch.dtype) -> 
     if missing:
         raise file.wrong("python", f"{cls.__name__} lacks {', '.join(missing)}")
     hosted = cls(file.checkpoint, device, dtype)
-    for module in (hosted.decoder, *vars(hosted).values()):
+    for module in vars(hosted).values():
         if isinstance(module, nn.Module):
             module.requires_grad_(requires_grad=False).eval()
     target = _HostedTarget(hosted)

@@ -152,8 +152,7 @@ def compile_models(models: Iterable[LoadedModel], compute: Compute) -> Note | No
 
 def program_folder(model: LoadedModel, compute: Compute) -> Path:
     """Return where the programs of a model are saved. The name covers all they depend on."""
-    plugins = OUTSIDE_RULES | OUTSIDE_DRAFTINGS
-    outside = {name: row.fingerprint() for name, row in plugins.items()}
+    outside = OUTSIDE_RULES | OUTSIDE_DRAFTINGS
     facts = (
         model.name,
         sorted(model.weights.items()),
@@ -164,7 +163,7 @@ def program_folder(model: LoadedModel, compute: Compute) -> Path:
         ENGINE_VERSION,
         torch.__version__,
         processor(),
-        sorted(outside.items()),
+        sorted((name, row.fingerprint()) for name, row in outside.items()),
     )
     digest = hashlib.sha256(repr(facts).encode())
     for folder in _COMPILED_FOLDERS:
@@ -335,8 +334,8 @@ def random_model_of_size(
     """
 
     def condition(prompts: Sequence[str]) -> Condition:
-        labels = torch.zeros(len(prompts), dtype=torch.int64)
-        return Condition(labels, torch.ones(len(prompts), 1, dtype=torch.bool))
+        valid = torch.ones(len(prompts), 1, dtype=torch.bool)
+        return Condition(torch.zeros(len(prompts), dtype=torch.int64), valid)
 
     with torch.device("meta"):
         target = TransformerTarget(config, ClassLabel(1, config.dim))

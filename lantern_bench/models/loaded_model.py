@@ -29,28 +29,28 @@ def to_bytes(pixels: Tensor) -> Tensor:
     return ((pixels.float().clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8).contiguous().cpu()
 
 
+@dataclass
 class VQPixels:
-    """A VQ tokenizer for pictures of `grid` (rows, columns) codes."""
+    """A VQ tokenizer for pictures of one size."""
 
-    def __init__(self, model: VQModel, grid: tuple[int, int], *, line_ends: bool = False) -> None:
-        self.model = model
-        self._grid = grid
-        self._line_ends = line_ends
+    model: VQModel
+    grid: tuple[int, int]  # rows and columns of codes
+    line_ends: bool = False  # as in `TransformerConfig`
 
     @property
     def size(self) -> tuple[int, int]:
         """Height and width in pixels."""
-        rows, columns = self._grid
+        rows, columns = self.grid
         side = 2 ** (len(self.model.config.channel_mult) - 1)
         return rows * side, columns * side
 
     @torch.inference_mode()
     def pixels(self, tokens: Tensor) -> Tensor:
         """Decode tokens int [B, N] to uint8 RGB [B, H, W, 3] on the CPU."""
-        if self._line_ends:
-            tokens = without_line_ends(tokens, self._grid)
+        if self.line_ends:
+            tokens = without_line_ends(tokens, self.grid)
         tokens = tokens.to(self.model.quantize.embedding.weight.device)
-        return to_bytes(self.model.decode_tokens(tokens, self._grid).permute(0, 2, 3, 1))
+        return to_bytes(self.model.decode_tokens(tokens, self.grid).permute(0, 2, 3, 1))
 
     @torch.inference_mode()
     def tokens(self, pictures: Tensor) -> Tensor:
@@ -58,8 +58,8 @@ class VQPixels:
         weight = self.model.quantize.embedding.weight
         pixels = pictures.to(weight.device).permute(0, 3, 1, 2).to(weight.dtype) / 127.5 - 1
         codes = self.model.encode(pixels).flatten(1).cpu()
-        if self._line_ends:
-            return with_line_ends(codes, self._grid, self.model.config.codes)
+        if self.line_ends:
+            return with_line_ends(codes, self.grid, self.model.config.codes)
         return codes
 
 

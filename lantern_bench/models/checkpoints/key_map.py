@@ -214,5 +214,9 @@ def llama_key_map(
 def rows_of_tokens(key: str, config: TransformerConfig) -> Slice:
     """Return the slice of an output head with the rows of the image's tokens (`token_ids`)."""
     ids = torch.tensor(config.token_ids, device="cpu")
-    shape = (config.embedded_tokens, config.dim)
-    return Slice(key, rows=len(ids), prepare=lambda rows: rows[ids], file_shape=shape)
+    return Slice(
+        key,
+        rows=len(ids),
+        prepare=lambda rows: rows[ids],
+        file_shape=(config.embedded_tokens, config.dim),
+    )

@@ -195,8 +195,9 @@ class TextToImage(LlamaGen):
         from lantern_bench.models.networks.target import CaptionFeatures, TransformerTarget
 
         sizes = self.sizes
-        features = CaptionFeatures(sizes.prefix, self.numbers["caption_dim"], sizes.dim)
-        return TransformerTarget(sizes, features)
+        return TransformerTarget(
+            sizes, CaptionFeatures(sizes.prefix, self.numbers["caption_dim"], sizes.dim)
+        )
 
     def prompts(self, target: TransformerTarget) -> Prompts:
         """Return captions through the text encoder."""

@@ -52,9 +52,12 @@ class _Session(CachedSession, DrafterSession):
         if not self._model.mask_padding:
             visible = torch.ones_like(visible)
         if n > 0:
-            embedded = self._embedded_prefix(condition, n)
-            slots = self.cache.slots(0, n)
-            self._forward(embedded, features[:, :n], positions=slots, seen=prefix_seen(visible, n))
+            self._forward(
+                self._embedded_prefix(condition, n),
+                features[:, :n],
+                positions=self.cache.slots(0, n),
+                seen=prefix_seen(visible, n),
+            )
         self._commit_prefix(visible, n)
 
     def _embedded_prefix(self, condition: Condition, n: int) -> Tensor:
@@ -68,9 +71,12 @@ class _Session(CachedSession, DrafterSession):
 
     def observe(self, tokens: Tensor, features: Tensor, counts: Tensor) -> DrafterLogits:
         n = tokens.shape[1]
-        embedded = self.cache.per_row(self._model.embed_tokens(tokens))
-        slots = self.cache.slots(0, n)
-        out = self._forward(embedded, features, positions=slots, seen=causal_seen(n, tokens.device))
+        out = self._forward(
+            self.cache.per_row(self._model.embed_tokens(tokens)),
+            features,
+            positions=self.cache.slots(0, n),
+            seen=causal_seen(n, tokens.device),
+        )
         self.cache.advance(counts)
         last = self.cache.per_row((counts - 1).clamp_min(0))[:, None]
         self._features = out[self.cache.rows, last]
@@ -78,10 +84,13 @@ class _Session(CachedSession, DrafterSession):
         return self._logits(self._features, self.cache.lengths[:, None] - 1)
 
     def extend(self, tokens: Tensor, origin: Tensor, seen: Tensor) -> DrafterLogits:
-        features = self._features[self.cache.rows, self.cache.per_row(origin)]
         positions = (self.cache.lengths[:, None] + self._level).expand_as(tokens)
-        embedded = self.cache.per_row(self._model.embed_tokens(tokens))
-        self._features = self._forward(embedded, features, positions=positions, seen=seen)
+        self._features = self._forward(
+            self.cache.per_row(self._model.embed_tokens(tokens)),
+            self._features[self.cache.rows, self.cache.per_row(origin)],
+            positions=positions,
+            seen=seen,
+        )
         self._level = self._level + 1
         return self._logits(self._features, positions)
 
@@ -97,8 +106,7 @@ class _Session(CachedSession, DrafterSession):
             slots=self.cache.slots(seen.shape[2] - seen.shape[1], x.shape[1]),
             kernel=drafter.attention_kernel,
         )
-        rotary = drafter.table.at(self._rotary_positions(positions))
-        return drafter.layer(x, rotary, attend)
+        return drafter.layer(x, drafter.table.at(self._rotary_positions(positions)), attend)
 
     def _logits(self, out: Tensor, positions: Tensor) -> DrafterLogits:
         """Return the logits of the tokens that follow `positions` [B, n] of the cache.
@@ -170,8 +178,9 @@ class EagleDrafter(CachedModel, Drafter):
         embedded = self.embed_tokens(tokens)
         if prompts is not None:
             embedded = torch.cat([self.embed_tokens.of_text(prompts), embedded], dim=1)
-        x = self.fuse(embedded, features)
-        return self.layer(x, self.table.at(positions), attend_plain(mask, earlier))
+        return self.layer(
+            self.fuse(embedded, features), self.table.at(positions), attend_plain(mask, earlier)
+        )
 
     def use_head(self, head: Head) -> None:
         """Replace the target's head by one that gives nearly the same logits."""

@@ -39,8 +39,9 @@ class KVCache:
     ) -> None:
         rows = groups * batch
         heads = config.kv_heads or config.heads
-        shape = (config.layers, 2, rows, heads, capacity, config.head_dim)
-        self._store = torch.zeros(shape, dtype=dtype, device=device)
+        self._store = torch.zeros(
+            (config.layers, 2, rows, heads, capacity, config.head_dim), dtype=dtype, device=device
+        )
         # Views of single layers. A compiled forward would copy a view of the whole store to write.
         self._layers = [(layer[0], layer[1]) for layer in self._store]
         self.groups = groups

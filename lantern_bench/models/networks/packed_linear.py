@@ -61,8 +61,9 @@ def build_kernels() -> bool:
     try:
         from torch._inductor.codecache import CppCodeCache
 
-        source = (Path(__file__).parent / "kernels.cpp").read_text(encoding="utf-8")
-        CppCodeCache.load(source, extra_flags=flags)
+        CppCodeCache.load(
+            (Path(__file__).parent / "kernels.cpp").read_text(encoding="utf-8"), extra_flags=flags
+        )
     except (ImportError, OSError, RuntimeError):
         return False
     return True

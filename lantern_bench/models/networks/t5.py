@@ -12,6 +12,7 @@ import html
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any, NoReturn
@@ -78,47 +79,34 @@ _NAMED = (
 )
 
 
+@dataclass
 class CaptionEncoder:
     """Captions to features [B, positions, width], left-padded.
 
     `sha256` covers everything that can change a feature.
-
-    Args:
-        folder: Folder of the encoder.
-        cache: Folder of cached features.
-        positions: Positions of a caption.
-        width: Numbers of a feature.
-        device: Where captions are encoded.
-        dtype: Type of the encoder's weights.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        cache: Path,
-        positions: int,
-        width: int,
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> None:
-        self.folder = folder
-        self.positions = positions
-        self.width = width
-        self.device = device
-        self.dtype = dtype
+    folder: Path  # of the encoder
+    cache: Path  # of the features of this encoder, below the folder that was given
+    positions: int  # of a caption
+    width: int  # numbers of a feature
+    device: torch.device  # where captions are encoded
+    dtype: torch.dtype  # of the encoder's weights
+    sha256: str = field(init=False)
+
+    def __post_init__(self) -> None:
         # If both kinds exist, transformers reads safetensors.
-        weights = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
-        files = [*filter(Path.is_file, map(folder.joinpath, _NAMED)), *weights]
+        weights = sorted(self.folder.glob("*.safetensors")) or sorted(self.folder.glob("*.bin"))
+        files = [*filter(Path.is_file, map(self.folder.joinpath, _NAMED)), *weights]
         about = {
-            "positions": positions,
-            "dtype": str(dtype),
-            "width": width,
+            "positions": self.positions,
+            "dtype": str(self.dtype),
+            "width": self.width,
             "cleaning": CLEANING,
             "files": {path.name: remembered_sha256(path) for path in files},
         }
         self.sha256 = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
-        self.cache = cache / self.sha256[:16]
+        self.cache /= self.sha256[:16]
 
     def path(self, caption: str) -> Path:
         """Return the file with the features of a caption."""
@@ -257,8 +245,8 @@ def random_features(positions: int, width: int) -> Callable[[Sequence[str]], Con
     def condition(prompts: Sequence[str]) -> Condition:
         rows = []
         for text in prompts:
-            seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
-            generator = torch.Generator().manual_seed(seed)
+            seed = hashlib.sha256(text.encode()).digest()[:7]
+            generator = torch.Generator().manual_seed(int.from_bytes(seed))
             rows.append(torch.randn(positions, width, generator=generator) / width**0.5)
         return Condition(torch.stack(rows), torch.ones(len(rows), positions, dtype=torch.bool))
 

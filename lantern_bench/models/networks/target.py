@@ -96,19 +96,20 @@ class CaptionFeatures(nn.Module):
 
     def __init__(self, positions: int, width: int, dim: int) -> None:
         super().__init__()
-        layers = {"fc1": nn.Linear(width, dim, bias=False), "fc2": nn.Linear(dim, dim, bias=False)}
-        self.cap_proj = nn.ModuleDict(layers)
+        self.cap_proj = nn.ModuleDict(
+            {"fc1": nn.Linear(width, dim, bias=False), "fc2": nn.Linear(dim, dim, bias=False)}
+        )
         self.uncond_embedding = nn.Parameter(torch.randn(positions, width) / width**0.5)
 
     def rows(self, values: Tensor, *, guided: bool) -> Tensor:
         """Embed left-padded features [B, P, width] to [rows, P, dim], conditional rows first."""
-        null = self._project(self.uncond_embedding)
-        return _with_null(self._project(values), null, guided=guided)
+        return _with_null(
+            self._project(values), self._project(self.uncond_embedding), guided=guided
+        )
 
     def _project(self, values: Tensor) -> Tensor:
-        first, second = self.cap_proj.values()
-        hidden = first(values.to(self.uncond_embedding.dtype))
-        return second(functional.gelu(hidden, approximate="tanh"))
+        hidden = self.cap_proj["fc1"](values.to(self.uncond_embedding.dtype))
+        return self.cap_proj["fc2"](functional.gelu(hidden, approximate="tanh"))
 
 
 class WordCaption(nn.Module):
@@ -205,8 +206,7 @@ def prefix_seen(visible: Tensor, n: int) -> Tensor:
     Returns:
         bool [B or rows, n, n].
     """
-    alike = visible[:, None, :n] == visible[:, :n, None]
-    return causal_seen(n, visible.device) & alike
+    return causal_seen(n, visible.device) & (visible[:, None, :n] == visible[:, :n, None])
 
 
 def prefix_mask(valid: Tensor, length: int) -> Tensor:
@@ -243,8 +243,7 @@ def positions_of(valid: Tensor, length: int, config: TransformerConfig) -> Tenso
     Returns:
         Positions int64 [B, n], behind the padding if the model counts them.
     """
-    positions = torch.arange(length, device=valid.device)
-    return (positions - padding_of(valid, config)).clamp_min(0)
+    return (torch.arange(length, device=valid.device) - padding_of(valid, config)).clamp_min(0)
 
 
 # ---- Sessions

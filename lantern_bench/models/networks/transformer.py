@@ -134,10 +134,10 @@ def attend_cached(
         stores = cache.write(layer, slots=slots, keys=k, values=v)
         keys, values = (store[:, :, : mask.shape[-1]] for store in stores)
         if kernel and q.shape[1] <= _MAX_KERNEL_NODES and q.shape[3] % 16 == 0:
-            queries = q.float().contiguous()
             by_column = mask[:, 0].mT.float().contiguous()
-            mixed = torch.ops.lantern_bench.node_attention(queries, keys, values, by_column)
-            return mixed.to(q.dtype)
+            return torch.ops.lantern_bench.node_attention(
+                q.float().contiguous(), keys, values, by_column
+            ).to(q.dtype)
         return _scaled_dot_product(q=q, k=keys, v=values, mask=mask)
 
     return attend
@@ -201,8 +201,8 @@ class _Attention(nn.Module):
         self.interleaved = config.pairs == "interleaved"
         self.q_norm = _HeadNorm(self.heads, self.head_dim) if config.qk_norm else None
         self.k_norm = _HeadNorm(self.kv_heads, self.head_dim) if config.qk_norm else None
-        mixed_heads = self.heads + 2 * self.kv_heads
-        self.wqkv = nn.Linear(config.dim, mixed_heads * self.head_dim, bias=False)
+        width = (self.heads + 2 * self.kv_heads) * self.head_dim
+        self.wqkv = nn.Linear(config.dim, width, bias=False)
         self.wo = nn.Linear(self.heads * self.head_dim, config.dim, bias=False)
 
     def forward(self, x: Tensor, rotary: Tensor, attend: Attend) -> Tensor:
@@ -214,8 +214,7 @@ class _Attention(nn.Module):
             qk = torch.cat([self.q_norm(q), self.k_norm(k)], dim=2)
         rotated = rotate(qk, rotary, interleaved=self.interleaved)
         q, k = rotated.split([self.heads, self.kv_heads], dim=2)
-        mixed = attend(q, k, v)
-        return self.wo(mixed.reshape(rows, n, -1))
+        return self.wo(attend(q, k, v).reshape(rows, n, -1))
 
 
 def linear_of(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:

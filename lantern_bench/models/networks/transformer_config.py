@@ -97,18 +97,14 @@ def read_numbers(
         value = config.get(key)
         if value is None:
             continue
-        if name in fractions:
-            noun = "number"
-            most = LARGEST
-            is_number = isinstance(value, int | float)
-        else:
-            noun = "whole number"
-            most = MOST
-            is_number = isinstance(value, int)
+        is_fraction = name in fractions
+        kinds = (int, float) if is_fraction else (int,)
+        most = LARGEST if is_fraction else MOST
         # The comparison is false for NaN.
-        if not is_number or isinstance(value, bool) or not 0 < value <= most:
+        if not isinstance(value, kinds) or isinstance(value, bool) or not 0 < value <= most:
+            noun = "number" if is_fraction else "whole number"
             raise wrong(key, f"{str(value)[:40]}: must be a {noun} above 0 and at most {most:,}")
-        numbers[name] = float(value) if name in fractions else value
+        numbers[name] = float(value) if is_fraction else value
     return numbers
 
 
