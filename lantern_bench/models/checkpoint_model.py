@@ -8,7 +8,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import msgspec
 
@@ -21,7 +21,6 @@ from lantern_bench.utils.files import hash_of, read_json
 if TYPE_CHECKING:
     import torch
 
-    from lantern_bench.decoding.neighbours import Space
     from lantern_bench.models.checkpoints.checkpoint import Checkpoint
     from lantern_bench.models.checkpoints.key_map import KeyMap
     from lantern_bench.models.loaded_model import LoadedModel
@@ -41,11 +40,27 @@ class Published(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     families: tuple[str, ...] = ()  # what else a model file may give as its family
 
 
-PUBLISHED = msgspec.toml.decode(
-    (Path(__file__).parent / "families" / "published.toml").read_bytes(),
-    type=dict[str, dict[str, Published]],
+class Family(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the models of a family have in common."""
+
+    name: str
+    licence: str
+    kind: str  # what the models are called, for errors
+    marker: str  # the end of the name of a tensor that every checkpoint has
+    ignored: str  # a regular expression of the target's tensors that no picture needs
+    vq_layout: str  # layout of the tokenizer's file: a key of `LAYOUTS`
+    models: dict[str, Published]
+    config: dict[str, Any] = {}
+    defaults: dict[str, Any] = {}  # as in `Model`
+    pixels: int = 16  # height and width of a code in the picture
+    # In which published tables measure distances.
+    neighbour_space: Literal["raw", "normalised"] = "raw"
+    has_drafter: bool = False  # whether models with random weights have one
+
+
+FAMILIES = msgspec.toml.decode(
+    (Path(__file__).parent / "families" / "published.toml").read_bytes(), type=dict[str, Family]
 )
-"""The rows of each family by name of the model."""
 
 
 def layout_of(checkpoint: Checkpoint) -> str:
@@ -57,7 +72,7 @@ def layout_of(checkpoint: Checkpoint) -> str:
 class CheckpointModel(Model):
     """This package's transformer with a VQ tokenizer and an EAGLE drafter, from published files.
 
-    A family is a subclass. Its models are the rows of `published`, and the models of model files.
+    A family is a subclass. Its models are those of `published`, and the models of model files.
 
     Args:
         name: Name of the model.
@@ -66,23 +81,19 @@ class CheckpointModel(Model):
             when it is loaded.
     """
 
-    published: ClassVar[Mapping[str, Published]]
-    kind: ClassVar[str]  # what the models are called, for errors
-    marker: ClassVar[str]  # the end of the name of a tensor that every checkpoint has
-    ignored: ClassVar[str]  # a regular expression of the target's tensors that no picture needs
-    vq_layout: ClassVar[str]  # layout of the tokenizer's file: a key of `LAYOUTS`
-    pixels: ClassVar[int] = 16  # height and width of a code in the picture
-    neighbour_space: ClassVar[Space] = "raw"  # in which published tables measure distances
-    has_drafter: ClassVar[bool] = True  # whether models with random weights have one
+    published: ClassVar[Family]
 
     def __init__(self, name: str, row: Published, paths: Mapping[str, Path] | None = None) -> None:
         self.name = name
+        self.family = self.published.name
+        self.licence = self.published.licence
+        self.defaults = self.published.defaults
         self.row = row
         self.paths = dict(paths or {})
         self.file: ModelFile | None = None
         self.description = row.about
         if row.grid is not None and row.parameters is not None:
-            height, width = (self.pixels * side for side in row.grid)
+            height, width = (self.published.pixels * side for side in row.grid)
             self.description += f", {height}x{width} px, {row.parameters / 1e6:,.0f}M parameters"
         self.aliases = row.aliases
         self.parameters = row.parameters
@@ -114,7 +125,7 @@ class CheckpointModel(Model):
 
         It may be a published model, or the family itself, each by name or alias.
         """
-        for name, row in cls.published.items():
+        for name, row in cls.published.models.items():
             if family in (name, *row.aliases, *row.families):
                 return row
         return None
@@ -180,14 +191,15 @@ class CheckpointModel(Model):
 
     @cached_property
     def config(self) -> Mapping[str, Any]:
-        """The target's config: the published row, then config.json, then the model file."""
-        config = dict(self.row.config)
-        for stated in (self._config_beside(), self.file_config):
+        """The target's config: what is published, then config.json, then the model file."""
+        config = dict(self.published.config)
+        for stated in (self.row.config, self._config_beside(), self.file_config):
             for key, value in stated.items():
                 before = config.get(key)
-                config[key] = value
                 if isinstance(value, Mapping) and isinstance(before, Mapping):
                     config[key] = {**before, **value}
+                elif value is not None:
+                    config[key] = value
         return config
 
     def _config_beside(self) -> Mapping[str, Any]:
@@ -236,8 +248,8 @@ class CheckpointModel(Model):
             self.target_keys(target, checkpoint),
             dtype=dtype,
             device=device,
-            ignored=self.ignored,
-            wanted=f"{self.kind}, {config.layers} layers of width {config.dim}",
+            ignored=self.published.ignored,
+            wanted=f"{self.published.kind}, {config.layers} layers of width {config.dim}",
         )
         return target, checkpoint.paths
 
@@ -246,7 +258,7 @@ class CheckpointModel(Model):
         from lantern_bench.models.checkpoints.checkpoint import open_checkpoint
 
         checkpoint = open_checkpoint(self.paths["target"]).renamed(self.name_now)
-        checkpoint.require(self.marker, self.kind)
+        checkpoint.require(self.published.marker, self.published.kind)
         return checkpoint
 
     def _target_checkpoint(self) -> Checkpoint:
@@ -290,7 +302,7 @@ class CheckpointModel(Model):
         # The checkpoint does not state all sizes, and they change what it computes.
         sizes = repr((target.config, target.config.token_ids))
         hashes = {"target": hash_of(files), "sizes": hashlib.sha256(sizes.encode()).hexdigest()}
-        layout = LAYOUTS[self.vq_layout]
+        layout = LAYOUTS[self.published.vq_layout]
         tokenizer_path = paths.get("tokenizer", paths["target"] if layout.inside else None)
         if tokenizer_path is not None:
             checkpoint = open_checkpoint(tokenizer_path).renamed(self.name_now)
@@ -305,7 +317,7 @@ class CheckpointModel(Model):
             tokenizer=tokenizer,
             prompts=self.prompts(target),
             weights=hashes,
-            space=self.neighbour_space,
+            space=self.published.neighbour_space,
         )
         if "drafter" in paths:
             give_drafter(model, paths["drafter"])
@@ -323,7 +335,9 @@ class CheckpointModel(Model):
 
         with torch.device("meta"):
             target = self.new_target()
-            drafter = published_drafter(target.config, target) if self.has_drafter else None
+            drafter = None
+            if self.published.has_drafter:
+                drafter = published_drafter(target.config, target)
             return assemble(
                 self.name,
                 target=target,
@@ -331,5 +345,5 @@ class CheckpointModel(Model):
                 tokenizer=new_vq(VQConfig(**self.row.vq)),
                 prompts=self.random_prompts(),
                 weights={},
-                space=self.neighbour_space,
+                space=self.published.neighbour_space,
             )

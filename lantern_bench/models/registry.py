@@ -61,7 +61,7 @@ def find_models() -> tuple[dict[str, Model], dict[str, RefusedError]]:
     """Return all models by name, and the errors of installed models that cannot be used."""
     shipped: dict[str, Model] = {"lanterns": Lanterns()}
     for family in _FAMILIES:
-        for name, row in family.published.items():
+        for name, row in family.published.models.items():
             if row.parameters is not None:
                 shipped[name] = family(name, row)
     abstract: Any = Model  # mypy wants a class that can be instantiated
@@ -132,7 +132,7 @@ def _model_of_file(path: Path) -> Model:
         row = family.row_of(file.family)
         if row is not None:
             return family.of_file(file, row)
-    families = sorted({family.family for family in _FAMILIES})
+    families = sorted({family.published.name for family in _FAMILIES})
     raise file.wrong(
         "family",
         f"{file.family}: unknown family{did_you_mean(file.family, families)}",

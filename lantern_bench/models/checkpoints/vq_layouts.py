@@ -112,9 +112,7 @@ def _sizes_in(checkpoint: Checkpoint, layout: Layout) -> VQConfig:
         raise checkpoint.is_not(wanted, f"it has no {error}") from error
     if not levels or channels % GROUPS:
         raise checkpoint.is_not(wanted, f"it has {levels} resolutions, {channels} channels")
-    attention = [
-        level for level in range(levels) if has(f"encoder.conv_blocks.{level}.attn.0.q.weight")
-    ]
+    attention = "encoder.conv_blocks.{}.attn.0.q.weight"
     return VQConfig(
         codes=codes,
         code_dim=code_dim,
@@ -123,7 +121,7 @@ def _sizes_in(checkpoint: Checkpoint, layout: Layout) -> VQConfig:
         channel_mult=tuple(width // channels for width in widths),
         res_blocks=count(block.format(0, "{}")),
         unit_codes=layout.unit_codes,
-        attention=tuple(attention),
+        attention=tuple(level for level in range(levels) if has(attention.format(level))),
         code_norms=has("decoder.norm_out.conv_y.weight"),
         frames=2 ** count("time_down.{}.weight"),
     )

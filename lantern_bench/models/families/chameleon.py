@@ -9,10 +9,10 @@ from __future__ import annotations
 import functools
 import re
 import string
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from lantern_bench.models.checkpoint_model import PUBLISHED
+from lantern_bench.models.checkpoint_model import FAMILIES
 from lantern_bench.models.families.word_model import Wording, WordModel
 from lantern_bench.models.networks.transformer_config import TransformerConfig
 from lantern_bench.utils.errors import UserError
@@ -34,16 +34,7 @@ _ONLY = {"model_type": ("chameleon", "chameleon_xllmx", None), "tie_word_embeddi
 class Chameleon(WordModel):
     """Anole."""
 
-    family = "chameleon"
-    licence = "Chameleon Research License"
-    # The defaults of the LANTERN authors' generate_images.
-    defaults: Mapping[str, Any] = {"cfg_scale": 3.0, "top_k": 2000, "tree": "eagle1-25"}
-    has_drafter = True
-    published: ClassVar = PUBLISHED["anole"]
-    marker = "model.layers.0.self_attn.q_norm.weight"
-    kind = "a Chameleon model in the HF layout"
-    ignored = r"model\.vqmodel\.|.*\.rotary_emb\.inv_freq$"
-    vq_layout = "chameleon"
+    published = FAMILIES["anole"]
 
     def read_sizes(self) -> TransformerConfig:
         """Return the sizes of config.json. The vocabulary tells the number of codes."""
@@ -99,18 +90,19 @@ class Chameleon(WordModel):
 class Lumina(Chameleon):
     """Lumina-mGPT. The prompt states the size of the picture, and a token ends each row."""
 
-    published: ClassVar = PUBLISHED["lumina"]
+    published = FAMILIES["lumina"]
     line_ends = True
 
     def wording(self) -> Wording:
         """Return the size in words before the caption, and in tokens behind it."""
         rows, columns = self.sizes.grid
-        height = rows * self.pixels
-        width = columns * self.pixels
+        pixels = self.published.pixels
+        height = rows * pixels
+        width = columns * pixels
         if height % 32 or width % 32:
             raise UserError(
                 f"grid {rows}x{columns}: this model's pictures have a multiple of "
-                f"{32 // self.pixels} of each"
+                f"{32 // pixels} of each"
             )
         sides = [f"<reserved{8800 + side // 32:05d}>" for side in (height, width)]
         return Wording(
@@ -130,14 +122,7 @@ class Lumina(Chameleon):
 class Lumina2(Lumina):
     """Lumina-mGPT 2.0, with another vocabulary, and MoVQGAN as the tokenizer."""
 
-    family = "lumina-mgpt2"
-    licence = "Apache-2.0"
-    # As in the authors' README. Their guidance decreases within an image, but never below 4.
-    defaults: Mapping[str, Any] = {"cfg_scale": 4.0, "top_k": 4096, "tree": "eagle1-25"}
-    has_drafter = False  # none was published
-    published: ClassVar = PUBLISHED["lumina-mgpt2"]
-    vq_layout = "movqgan"
-    pixels = 8
+    published = FAMILIES["lumina-mgpt2"]
 
     def image_words(self) -> Sequence[int]:
         """Return the words. Code n is word `first_code` + n, as in the authors' code."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from lantern_bench.models.checkpoint_model import PUBLISHED
+from lantern_bench.models.checkpoint_model import FAMILIES
 from lantern_bench.models.families.word_model import Wording, WordModel
 from lantern_bench.models.networks.transformer_config import TransformerConfig
 from lantern_bench.utils.errors import UserError
@@ -32,17 +32,8 @@ _BAD = (
 class Emu3(WordModel):
     """Emu3-Gen 8B."""
 
-    family = "emu3"
-    licence = "Apache-2.0"
-    # As in the authors' image_generation.py.
-    defaults: Mapping[str, Any] = {"cfg_scale": 3.0, "top_k": 2048, "tree": "eagle1-25"}
-    published: ClassVar = PUBLISHED["emu3"]
-    marker = "model.text_model.embed_tokens.weight"
-    kind = "an Emu3 model"
-    ignored = r"model\.vqmodel\.|lm_head\."
+    published = FAMILIES["emu3"]
     line_ends = True
-    vq_layout = "emu3"
-    pixels = 8
 
     def read_sizes(self) -> TransformerConfig:
         """Return the sizes of config.json."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from lantern_bench.models.checkpoint_model import PUBLISHED
+from lantern_bench.models.checkpoint_model import FAMILIES
 from lantern_bench.models.families.word_model import Wording, WordModel
 from lantern_bench.models.networks.transformer_config import TransformerConfig
 
@@ -27,16 +27,7 @@ _BEGIN_IMAGE = "<begin_of_image>"
 class Janus(WordModel):
     """Janus-Pro 1B and 7B."""
 
-    family = "janus"
-    licence = "MIT (as the repository says)"
-    # As in the authors' generation_inference.py.
-    defaults: Mapping[str, Any] = {"cfg_scale": 5.0, "tree": "eagle1-25"}
-    published: ClassVar = PUBLISHED["janus"]
-    marker = "model.generation_head.vision_head.weight"
-    kind = "a Janus model"
-    ignored = r"model\.(vqmodel|vision_model|aligner|generation_aligner)\.|lm_head\."
-    vq_layout = "janus"
-    neighbour_space = "normalised"  # codes are scaled to unit length when they are looked up
+    published = FAMILIES["janus"]
 
     def read_sizes(self) -> TransformerConfig:
         """Return the sizes of config.json. Image tokens are embedded behind the words."""
@@ -88,7 +79,7 @@ class Janus(WordModel):
         table = "model.generation_embeddings.weight"
         codes = self.sizes.vocab_size
         for needed in (table, f"{_ALIGNER}fc1.weight"):
-            checkpoint.require(needed, self.kind)
+            checkpoint.require(needed, self.published.kind)
         (words,) = keys["transformer.tok_embeddings.weight"]
         words = words._replace(rows=(self.sizes.text_vocab_size or 0) - codes)
         images = Slice(

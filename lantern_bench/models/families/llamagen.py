@@ -10,9 +10,9 @@ import difflib
 import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
-from lantern_bench.models.checkpoint_model import PUBLISHED, CheckpointModel, layout_of
+from lantern_bench.models.checkpoint_model import FAMILIES, CheckpointModel, layout_of
 from lantern_bench.models.networks.transformer_config import (
     TransformerConfig,
     llama_sizes,
@@ -57,11 +57,6 @@ def key_map(target: TransformerTarget, layout: str) -> KeyMap:
 class LlamaGen(CheckpointModel):
     """What class-conditional and text-conditional models share."""
 
-    licence = "MIT"
-    ignored = r".*(freqs_cis|causal_mask|[kv]_cache|inv_freq)$"
-    vq_layout = "llamagen"
-    positions: ClassVar[int]  # of the condition, unless a file states them
-
     @cached_property
     def config(self) -> Mapping[str, Any]:
         """The target's config by the keys of transformers."""
@@ -91,7 +86,7 @@ class LlamaGen(CheckpointModel):
         ffn_dim = int(self.numbers["ffn_dim_multiplier"] * int(8 * sizes["dim"] / 3))
         sizes.setdefault("ffn_dim", -(-ffn_dim // multiple) * multiple)
         return TransformerConfig(
-            vocab_size=sizes.pop("text_vocab_size", 16384),
+            vocab_size=sizes.pop("text_vocab_size"),
             prefix=self.numbers["cls_token_num"],
             grid=self.grid or self._square_grid(),
             **sizes,
@@ -99,25 +94,18 @@ class LlamaGen(CheckpointModel):
 
     @cached_property
     def numbers(self) -> Mapping[str, Any]:
-        """Numbers that only LlamaGen's config states, or their published values."""
-        usual = {
-            "cls_token_num": self.positions,
-            "num_classes": 1000,
-            "caption_dim": 2048,
-            "multiple_of": 256,
-            "ffn_dim_multiplier": 1,
-            "block_size": 0,
-        }
-        return usual | read_numbers(
+        """Numbers that only LlamaGen's config states."""
+        names = "cls_token_num num_classes caption_dim multiple_of ffn_dim_multiplier block_size"
+        return read_numbers(
             self.config,
-            {key: key for key in usual},
+            {key: key for key in names.split()},
             self.wrong,
             fractions=("ffn_dim_multiplier",),
         )
 
     def _square_grid(self) -> tuple[int, int]:
         """Return the grid of a square picture of `block_size` tokens."""
-        tokens = self.numbers["block_size"]
+        tokens = self.numbers.get("block_size", 0)
         side = math.isqrt(tokens)
         if tokens and side * side == tokens:
             return side, side
@@ -173,7 +161,7 @@ class LlamaGen(CheckpointModel):
         if isinstance(size, int):
             side = size // int(checkpoint.settings.get("downsample_size") or 16)
             signs[f"the training it records (image_size {size})"] = side * side
-        block = self.numbers["block_size"]
+        block = self.numbers.get("block_size")
         if block:
             signs[f"its config (block_size {block})"] = block
         return signs
@@ -182,13 +170,7 @@ class LlamaGen(CheckpointModel):
 class TextToImage(LlamaGen):
     """Captions, through FLAN-T5-XL."""
 
-    family = "llamagen-t2i"
-    # As in the README, section 5.
-    defaults: Mapping[str, Any] = {"cfg_scale": 7.5, "top_k": 1000, "tree": "eagle1-25"}
-    published: ClassVar = PUBLISHED["llamagen-t2i"]
-    marker = "cls_embedding.uncond_embedding"
-    kind = "LlamaGen, text-conditional"
-    positions = 120
+    published = FAMILIES["llamagen-t2i"]
 
     def new_target(self) -> TransformerTarget:
         """Return a target with fresh weights."""
@@ -228,14 +210,7 @@ class TextToImage(LlamaGen):
 class ClassToImage(LlamaGen):
     """ImageNet classes."""
 
-    family = "llamagen-c2i"
-
-    # As in the README's demos.
-    defaults: Mapping[str, Any] = {"cfg_scale": 4.0, "top_k": 2000, "tree": "eagle1-25"}
-    published: ClassVar = PUBLISHED["llamagen-c2i"]
-    marker = "cls_embedding.embedding_table.weight"
-    kind = "LlamaGen, class-conditional"
-    positions = 1
+    published = FAMILIES["llamagen-c2i"]
 
     @cached_property
     def classes(self) -> int:  # type: ignore[override]  # mypy takes it for read-only

@@ -103,7 +103,6 @@ class Wording(NamedTuple):
 class WordModel(CheckpointModel):
     """A model with prompts in its own vocabulary."""
 
-    has_drafter = False  # none was published
     line_ends: ClassVar[bool] = False  # as in `TransformerConfig`
     longest_prompt: ClassVar[int] = 256
 
@@ -170,7 +169,7 @@ class WordModel(CheckpointModel):
         if self._tokenizer_json.is_file():
             source = str(self._tokenizer_json)
             numbers |= self._tokenizer.get_vocab()
-        return Vocabulary(numbers, source, self.kind)
+        return Vocabulary(numbers, source, self.published.kind)
 
     @cached_property
     def token_ids(self) -> tuple[int, ...]:

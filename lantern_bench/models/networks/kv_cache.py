@@ -118,13 +118,12 @@ class KVCache:
         Returns:
             The mask [rows, 1, n, columns in use].
         """
-        rows = len(self.rows)
         nodes, uncommitted = seen.shape[1:]
         used = self._columns_in_use(uncommitted)
         committed = self.per_row(self._columns[:used] < self.lengths[:, None])
         committed = committed & self._visible[:, :used]
         before = _additive(committed, dtype)[:, None].expand(-1, nodes, -1)
-        seen = seen.expand(rows, -1, -1) if len(seen) == 1 else seen.repeat(rows // len(seen), 1, 1)
+        seen = seen.repeat(len(before) // len(seen), 1, 1)
         columns = self.per_row(self.slots(0, uncommitted))[:, None].expand(-1, nodes, -1)
         return before.scatter(2, columns, _additive(seen, dtype))[:, None]
 
