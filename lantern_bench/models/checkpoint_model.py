@@ -83,13 +83,13 @@ class CheckpointModel(Model):
 
     published: ClassVar[Family]
 
-    def __init__(self, name: str, row: Published, paths: Mapping[str, Path] | None = None) -> None:
+    def __init__(self, name: str, row: Published, paths: Mapping[str, Path] = {}) -> None:
         self.name = name
         self.family = self.published.name
         self.licence = self.published.licence
         self.defaults = self.published.defaults
         self.row = row
-        self.paths = dict(paths or {})
+        self.paths = paths
         self.file: ModelFile | None = None
         self.description = row.about
         if row.grid is not None and row.parameters is not None:
@@ -113,7 +113,6 @@ class CheckpointModel(Model):
         model.file = file
         model.description = file.description or f"{file.name or file.path.stem}: {row.about}"
         model.defaults = {**model.defaults, **file.defaults}
-        model.aliases = ()
         model.parameters = None
         # What a file states is checked when these are computed.
         _ = model.codes, model.classes

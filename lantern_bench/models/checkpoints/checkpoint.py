@@ -95,19 +95,7 @@ class Checkpoint(dict[str, Tensor]):
 
     def renamed(self, rename: Callable[[str], str]) -> Checkpoint:
         """Return the same tensors by other names."""
-        return self._with({rename(name): tensor for name, tensor in self.items()})
-
-    def inside(self, prefix: str) -> Checkpoint:
-        """Return the tensors whose names begin with a prefix, by their names without it."""
-        return self._with(
-            {
-                name.removeprefix(prefix): tensor
-                for name, tensor in self.items()
-                if name.startswith(prefix)
-            }
-        )
-
-    def _with(self, tensors: Mapping[str, Tensor]) -> Checkpoint:
+        tensors = {rename(name): tensor for name, tensor in self.items()}
         return Checkpoint(tensors, path=self.path, paths=self.paths, settings=self.settings)
 
     def require(self, ending: str, wanted: str) -> None:

@@ -43,7 +43,7 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             name = re.sub(r"^(decoder\.conv_blocks\.)(\d+)", flipped, name)
         for ours, theirs in self.names.items():
             name = re.sub(ours, theirs, name)
-        return name
+        return self.inside + name
 
 
 LAYOUTS = msgspec.toml.decode(
@@ -62,7 +62,6 @@ def load_vq(checkpoint: Checkpoint, layout: Layout, device: torch.device) -> VQM
     Raises:
         UserError: The file is of another kind, or its decoder has other channels than its encoder.
     """
-    checkpoint = checkpoint.inside(layout.inside)
     config = _sizes_in(checkpoint, layout)
     with torch.device("meta"):
         model = new_vq(config)

@@ -210,11 +210,8 @@ class WordModel(CheckpointModel):
         from lantern_bench.models.networks.target import Prompts, prompt_condition
 
         def condition(captions: Sequence[str]) -> Condition:
-            pairs = []
-            for caption in captions:
-                prompt = self.prompt_tokens(caption)
-                pairs.append((prompt, self.unconditional(prompt)))
-            return prompt_condition(pairs)
+            prompts = [self.prompt_tokens(caption) for caption in captions]
+            return prompt_condition([(prompt, self.unconditional(prompt)) for prompt in prompts])
 
         return Prompts(condition)
 

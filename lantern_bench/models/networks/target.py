@@ -318,13 +318,11 @@ class _TransformerSession(CachedSession, TargetSession):
         features = self._forward(x, self.cache.slots(0, n), prefix_seen(visible, n))
         self._commit_prefix(visible, n)
         first = torch.zeros_like(self.cache.lengths)[:, None]
-        cond, uncond = self._split(self._head(features[:, -1:], first))
-        return Logits(cond, uncond, features)
+        return Logits(*self._split(self._head(features[:, -1:], first)), features)
 
     def score(self, tokens: Tensor, depths: Tensor, attention: Tensor) -> Logits:
         features, positions = self._features(tokens, depths, attention)
-        cond, uncond = self._split(self._head(features, positions))
-        return Logits(cond, uncond, features)
+        return Logits(*self._split(self._head(features, positions)), features)
 
     def score_guided(
         self, tokens: Tensor, depths: Tensor, attention: Tensor, cfg_scale: float
