@@ -133,8 +133,8 @@ def check_run(
         console.say(f"{counts} are undamaged")
         return
 
-    table = pd.DataFrame(problems).rename(columns={"repairable": "made_again_by_repair"})
-    table["made_again_by_repair"] = table["made_again_by_repair"].map({True: "yes", False: "no"})
+    table = pd.DataFrame(problems)
+    table["made_again_by_repair"] = table.pop("repairable").map({True: "yes", False: "no"})
     console.table(table)
     repairable = sum(problem.repairable for problem in problems)
     if repair and repairable:
@@ -162,8 +162,9 @@ _AUDIT = [
     "power_p",
     "table_tv",
     "table_tv_low",
+    "table_tv_high",
+    "verdict",
 ]
-_AUDIT += ["table_tv_high", "verdict"]
 _MOST = 100_000  # images of a trial: more takes days
 
 

@@ -83,9 +83,9 @@ def sweep(
     overrides = Overrides.from_flags(flags, modes=modes, settings=settings, many=yes)
     published = ctx.info_name == "reproduce"  # the same command with other cells and another table
     if published and experiment is None:
-        problem = "EXPERIMENT: no published table is named"
         raise UserError(
-            problem, "Name one, such as lantern-table2: `lantern-bench experiments` lists them."
+            "EXPERIMENT: no published table is named",
+            "Name one, such as lantern-table2: `lantern-bench experiments` lists them.",
         )
     request = prepare(
         experiment or "lanterns",
@@ -101,9 +101,10 @@ def sweep(
     if dry_run:
         table, seconds = plan_table(request)
         time = "unknown, nothing is measured yet" if isnan(seconds) else duration(seconds)
-        images = f"{table['images'].sum()} images"
-        counts = f"{table['done'].sum()} done, {table['to_do'].sum()} to do"
-        console.say(f"{len(table)} cells, {images}, {counts}; time left: {time}")
+        images, done, to_do = table[["images", "done", "to_do"]].sum()
+        console.say(
+            f"{len(table)} cells, {images} images, {done} done, {to_do} to do; time left: {time}"
+        )
         return console.table(table, title=str(request.folder))
     with console.events() as emit:
         tables = run(request, emit)
@@ -171,8 +172,8 @@ def _show_reproduction(folder: Path, tables: Mapping[str, pd.DataFrame], console
         console.table(side_by_side(table), title=title, notes=[*notes, *sources(table)])
     from lantern_bench.analysis.tables import NAMES
 
-    names = ("reproduction", *NAMES)
-    console.say(f"tables: {', '.join(f'{name}.csv' for name in names)}; all in {folder}")
+    files = ", ".join(f"{name}.csv" for name in ("reproduction", *NAMES))
+    console.say(f"tables: {files}; all in {folder}")
 
 
 @with_format
