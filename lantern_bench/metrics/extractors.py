@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor
 from torch_fidelity.utils import create_feature_extractor
-from torchvision.transforms.functional import pil_to_tensor, to_pil_image
+from torchvision.transforms.functional import crop, pil_to_tensor, to_pil_image
 
 from lantern_bench.metrics.protocols import EMBEDDED, Preparation, Protocol
 from lantern_bench.models.checkpoints.checkpoint import open_checkpoint
@@ -108,13 +108,9 @@ def find_extractor(name: str = BUNDLED, weights: Path | None = None) -> Extracto
         weights: A file of weights in place of the published one.
 
     Raises:
-        UserError: The name is unknown, or the weights belong to another model.
+        UserError: The weights belong to another model.
         RefusedError: The weights are not on this machine.
     """
-    if name not in EXTRACTORS:
-        raise UserError(
-            f"unknown feature extractor {name!r}", f"The extractors are {', '.join(EXTRACTORS)}."
-        )
     extractor = EXTRACTORS[name]
     path = weights or find_weights(f"the feature extractor {name}", extractor.weights)
     open_checkpoint(path).require(extractor.parameter, f"the weights of {name}")
@@ -214,9 +210,7 @@ def preprocess(picture: Tensor, preparation: Preparation) -> Tensor:
     if preparation.crop:
         height, width = picture.shape[1:]
         side = min(height, width)
-        top = (height - side) // 2
-        left = (width - side) // 2
-        picture = picture[:, top : top + side, left : left + side]
+        picture = crop(picture, (height - side) // 2, (width - side) // 2, side, side)
     return resized(picture, preparation.size, Image.Resampling.LANCZOS)
 
 

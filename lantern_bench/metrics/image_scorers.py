@@ -96,7 +96,7 @@ def load_clip(
         label: Name in results, by default the name of the model.
 
     Raises:
-        UserError: The model is unknown, or the weights do not fit it.
+        UserError: The weights do not fit the model.
         RefusedError: The weights are not on this machine.
     """
     pretrained = None
@@ -105,14 +105,9 @@ def load_clip(
         folder = weights or BUNDLED_FOLDER
         path = _weights_in(folder)
         source = f"local-dir:{folder}"
-    elif name in open_clip.list_models():
+    else:
         path = weights or extractors.find_weights(f"the CLIP model {name}", f"{name}.safetensors")
         pretrained = str(path)
-    else:
-        raise UserError(
-            f"unknown CLIP model {name!r}",
-            f"Give {BUNDLED}, or an architecture of open_clip such as ViT-B-32, ViT-L-14.",
-        )
     open_checkpoint(path)  # refuses a pickle with code
     try:
         model, _, preprocess = open_clip.create_model_and_transforms(
@@ -207,15 +202,14 @@ class PromptAccuracy:
 
     def __call__(self, pictures: Sequence[Tensor], prompts: Sequence[str]) -> list[float | None]:
         """Return 1.0 or 0.0 for each picture; None if the prompt is not of the bundled family."""
-        attributes = attributes_of(prompts)
-        wanted = {row: wish for row, wish in enumerate(attributes) if wish is not None}
+        wanted = enumerate(attributes_of(prompts))
+        asked = {row: attributes for row, attributes in wanted if attributes is not None}
         scores: list[float | None] = [None] * len(prompts)
-        if not wanted:
-            return scores
-        captioned = torch.stack([pictures[row] for row in wanted])
-        correct = classifier.prompt_accuracy(self.classifier, captioned, list(wanted.values()))
-        for row, is_correct in zip(wanted, correct.tolist(), strict=True):
-            scores[row] = float(is_correct)
+        if asked:
+            captioned = torch.stack([pictures[row] for row in asked])
+            correct = classifier.prompt_accuracy(self.classifier, captioned, list(asked.values()))
+            for row, is_correct in zip(asked, correct.tolist(), strict=True):
+                scores[row] = float(is_correct)
         return scores
 
 

@@ -164,28 +164,27 @@ def _read_coco(path: Path, flag: str, *, longest: bool) -> Iterator[_Located]:
 
 
 def _read_imagenet(path: Path | None, flag: str) -> Iterator[_Located]:
-    """Yield the 1000 classes, with the names of a file if one is given."""
+    """Yield the 1000 classes, with the names of a file if one is given.
+
+    The file has lines, a JSON list, or JSON such as {"0": [id, name]}.
+    """
     names = [""] * _IMAGENET_CLASSES
     if path is not None:
-        rows = _imagenet_rows(path, flag)
-        names = [row.strip() for row in rows if isinstance(row, str) and row.strip()]
+        text = path.read_text(encoding="utf-8-sig")
+        rows: Any = text.splitlines()
+        if path.suffix.lower() == ".json":
+            rows = _parse_json(text, flag)
+        if isinstance(rows, dict):
+            rows = [rows.get(str(number)) for number in range(len(rows))]
+        names = []
+        for row in rows if isinstance(rows, list) else ():
+            name = row[-1] if isinstance(row, list) and row else row
+            if isinstance(name, str) and name.strip():
+                names.append(name.strip())
         if len(names) != _IMAGENET_CLASSES:
             raise UserError(f"{flag}: names {len(names)} classes, must name {_IMAGENET_CLASSES}")
     for number, name in enumerate(names):
         yield _located("class", number, text=class_prompt(number, name), of="imagenet")
-
-
-def _imagenet_rows(path: Path, flag: str) -> list[Any]:
-    """Return the names in a file: lines, a JSON list, or JSON such as {"0": [id, name]}."""
-    text = path.read_text(encoding="utf-8-sig")
-    if path.suffix.lower() != ".json":
-        return text.splitlines()
-    rows = _parse_json(text, flag)
-    if isinstance(rows, dict):
-        rows = [rows.get(str(number)) for number in range(len(rows))]
-    if not isinstance(rows, list):
-        return []
-    return [row[-1] if isinstance(row, list) and row else row for row in rows]
 
 
 def _subset(prompts: list[Prompt], subset: str, flag: str) -> list[Prompt]:

@@ -147,10 +147,9 @@ class Data:
 
         Reading all pictures would take too long.
         """
-        pictures = []
-        for path, mirrored in self.pictures or ():
-            pictures.append([path.name, path.stat().st_size, mirrored])
-        described = json.dumps([list(self.captions), pictures])
+        pictures = self.pictures or ()
+        sizes = [[path.name, path.stat().st_size, mirrored] for path, mirrored in pictures]
+        described = json.dumps([list(self.captions), sizes])
         return hashlib.sha256(described.encode()).hexdigest()
 
 

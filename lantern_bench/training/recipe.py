@@ -274,8 +274,7 @@ def recipe_of(flags: DrafterFlags) -> DrafterRecipe:
         except yaml.YAMLError as error:
             raise UserError(f"--set {text}: the value is not valid YAML") from error
         places[key] = f"--set {key}"
-    names = {"steps", "epochs", "batch", "accumulate", "lr"}
-    single = flags.model_dump(include=names, exclude_none=True)
+    single = flags.model_dump(include=set(DrafterRecipe.model_fields), exclude_none=True)
     for key in single:
         places[key] = flag_of(key)
     settings = RECIPES[base].model_dump() | values | single

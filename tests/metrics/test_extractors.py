@@ -85,7 +85,6 @@ class _Code:
 @pytest.mark.parametrize(
     ("name", "weights", "error", "problem"),
     [
-        ("inception-v4", None, UserError, "inception-v4"),
         (
             "inception-v3-compat",
             None,

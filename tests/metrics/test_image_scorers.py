@@ -171,7 +171,6 @@ def load(name: str) -> Any:
             "ViT-B-32",
             "Put ViT-B-32.safetensors there; docs",
         ),
-        (lambda: image_scorers.load_clip("ViT-Z-99"), UserError, "ViT-Z-99", "ViT-B-32"),
         (
             lambda: load("hpsv2"),
             RefusedError,
