@@ -165,16 +165,17 @@ def sweep(
         RecordsFailedError: Images failed. `load_run` returns the run with the other images.
     """
     folder = Path(out) if out is not None else None
-    typed = {
+    flags = {
         "model": model,
         "prompts": prompts,
         "images": images,
         "tree": tree,
         "delta": delta,
         "lambda": lambda_,
+        **overrides,
     }
     request = prepare(
-        experiment, _overrides(typed | overrides, modes), out=folder, resume=resume, ray=ray
+        experiment, Overrides.from_flags(flags, modes=modes), out=folder, resume=resume, ray=ray
     )
     with _emitting(progress=progress) as emit:
         run(request, emit)
@@ -475,8 +476,15 @@ def decode(
     from lantern_bench.sweeps.decoder import decode_tasks, tasks_of
 
     texts = [prompts] if isinstance(prompts, str) else list(prompts)
-    typed = {"model": [model.name], "seed": seed, "tree": tree, "delta": delta, "lambda": lambda_}
-    overrides = _overrides(typed | parameters, None)
+    flags = {
+        "model": [model.name],
+        "seed": seed,
+        "tree": tree,
+        "delta": delta,
+        "lambda": lambda_,
+        **parameters,
+    }
+    overrides = Overrides.from_flags(flags)
     source = {"name": "decode", "model": model.name, "baseline": False, "cells": [{"mode": mode}]}
     resolved = load_experiment(source, registry.defaults_of, overrides)
     if len(resolved.cells) != 1:
@@ -497,8 +505,3 @@ def decode(
     compute = Compute(model.target.device, torch.get_default_dtype())
     tasks = tasks_of(resolved.cells, seed, texts, images=1)
     return list(decode_tasks(model, compute, tasks, logits=logits))
-
-
-def _overrides(values: Mapping[str, Any], modes: str | Sequence[str] | None) -> Overrides:
-    flags = {key.rstrip("_"): value for key, value in values.items()}
-    return Overrides.from_flags(flags, modes=modes)

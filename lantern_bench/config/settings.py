@@ -166,7 +166,8 @@ class Overrides:
         """Return the overrides that flags give.
 
         Args:
-            flags: Values by key of the file, None for flags that are not given.
+            flags: Values by key of the file, `lambda_` for `lambda`; None for flags that are not
+                given.
             modes: The values of `--modes`.
             settings: The values of `--set`, each `key=value`.
             many: Allow any number of cells.
@@ -177,7 +178,8 @@ class Overrides:
         values = {}
         for key, value in flags.items():
             if value is not None:
-                values[key.replace("-", "_")] = _values_of(value, f"--{key}")
+                name = key.rstrip("_")  # Python has its own `lambda`
+                values[name.replace("-", "_")] = _values_of(value, f"--{name}")
         from_set = set()
         for setting in settings or ():
             key, equals, text = setting.partition("=")
