@@ -114,7 +114,7 @@ class ExperimentReader:
             read_paper(settings.paper)
         except ValidationError as error:
             for item in error.errors():
-                text = item["msg"].removeprefix("Value error, ")
+                text = item["msg"]
                 self._note(("paper", *item["loc"]), text[:1].lower() + text[1:])
         return settings
 
