@@ -61,6 +61,7 @@ class Family(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 FAMILIES = msgspec.toml.decode(
     (Path(__file__).parent / "families" / "published.toml").read_bytes(), type=dict[str, Family]
 )
+"""The published families. Two tables have the family `chameleon`."""
 
 
 def layout_of(checkpoint: Checkpoint) -> str:
@@ -237,7 +238,8 @@ class CheckpointModel(Model):
 
         from lantern_bench.models.checkpoints.key_map import load_into
 
-        checkpoint = self._target_checkpoint()
+        checkpoint = self.open_target()
+        self._check_target(checkpoint)
         with torch.device("meta"):
             target = self.new_target()
         config = target.config
@@ -260,11 +262,10 @@ class CheckpointModel(Model):
         checkpoint.require(self.published.marker, self.published.kind)
         return checkpoint
 
-    def _target_checkpoint(self) -> Checkpoint:
-        """Open the target's checkpoint. Its layout and layers must be those that are stated."""
+    def _check_target(self, checkpoint: Checkpoint) -> None:
+        """Raise `UserError` for another layout or number of layers than is stated."""
         from lantern_bench.models.checkpoints.checkpoint import what_is
 
-        checkpoint = self.open_target()
         layout = layout_of(checkpoint)
         if self.file is not None and self.file.target.layout not in (None, layout):
             raise UserError(
@@ -283,7 +284,6 @@ class CheckpointModel(Model):
                 f"{self.sizes.layers}",
                 "Give the checkpoint of this model, or mend its config.",
             )
-        return checkpoint
 
     def load(self, device: torch.device, dtype: torch.dtype) -> LoadedModel:
         """Load the model. Without a drafter it decodes with modes that need none."""

@@ -40,13 +40,13 @@ GROUPS = 32  # of every group norm
 class _Norm(nn.GroupNorm):
     """A group norm. With `code_dim`, codes [B, code_dim, h, w] scale and shift its output."""
 
-    def __init__(self, channels: int, code_dim: int | None = None) -> None:
+    def __init__(self, channels: int, code_dim: int | None) -> None:
         super().__init__(GROUPS, channels, eps=1e-6)
         if code_dim is not None:
             self.conv_y = nn.Conv2d(code_dim, channels, 1)
             self.conv_b = nn.Conv2d(code_dim, channels, 1)
 
-    def forward(self, x: Tensor, codes: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, codes: Tensor | None) -> Tensor:  # type: ignore[override]
         out = super().forward(x)
         if codes is None:
             return out
@@ -56,7 +56,7 @@ class _Norm(nn.GroupNorm):
 
 
 class _ResBlock(nn.Module):
-    def __init__(self, inside: int, outside: int, code_dim: int | None = None) -> None:
+    def __init__(self, inside: int, outside: int, code_dim: int | None) -> None:
         super().__init__()
         self.norm1 = _Norm(inside, code_dim)
         self.conv1 = nn.Conv2d(inside, outside, 3, padding=1)
@@ -64,7 +64,7 @@ class _ResBlock(nn.Module):
         self.conv2 = nn.Conv2d(outside, outside, 3, padding=1)
         self.nin_shortcut = nn.Conv2d(inside, outside, 1) if inside != outside else nn.Identity()
 
-    def forward(self, x: Tensor, codes: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, codes: Tensor | None) -> Tensor:
         h = self.conv1(functional.silu(self.norm1(x, codes)))
         return self.nin_shortcut(x) + self.conv2(functional.silu(self.norm2(h, codes)))
 
@@ -72,7 +72,7 @@ class _ResBlock(nn.Module):
 class _AttnBlock(nn.Module):
     """Single-head attention over all positions of a feature map."""
 
-    def __init__(self, channels: int, code_dim: int | None = None) -> None:
+    def __init__(self, channels: int, code_dim: int | None) -> None:
         super().__init__()
         self.norm = _Norm(channels, code_dim)
         self.q = nn.Conv2d(channels, channels, 1)
@@ -80,7 +80,7 @@ class _AttnBlock(nn.Module):
         self.v = nn.Conv2d(channels, channels, 1)
         self.proj_out = nn.Conv2d(channels, channels, 1)
 
-    def forward(self, x: Tensor, codes: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, codes: Tensor | None) -> Tensor:
         h = self.norm(x, codes)
         q, k, v = (part(h).flatten(2).transpose(1, 2) for part in (self.q, self.k, self.v))
         mixed = functional.scaled_dot_product_attention(q, k, v)
@@ -116,7 +116,7 @@ class _Level(nn.Module):
         self.downsample: nn.Module = nn.Identity()
         self.upsample: nn.Module = nn.Identity()
 
-    def forward(self, x: Tensor, codes: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, codes: Tensor | None) -> Tensor:
         for number, block in enumerate(self.res):
             x = block(x, codes)
             if len(self.attn):

@@ -127,12 +127,10 @@ class AttributeClassifier(nn.Module):
     The grid keeps 2 rows, which separate sky and ground, and 4 columns, which count lanterns.
     """
 
-    def __init__(self, width: int = 32) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.Sequential(
-            _Block(3, width), _Block(width, 2 * width), _Block(2 * width, 4 * width)
-        )
-        self.project = nn.Linear(4 * width * 8, FEATURES)
+        self.blocks = nn.Sequential(_Block(3, 32), _Block(32, 64), _Block(64, 128))
+        self.project = nn.Linear(128 * 2 * 4, FEATURES)
         self.heads = nn.ModuleDict(
             {name: nn.Linear(FEATURES, len(values)) for name, values in FIELDS.items()}
         )
