@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from itertools import count, cycle, product
 from typing import NamedTuple, TypeAlias
 
@@ -78,19 +79,16 @@ def choose_cells(runs: Mapping[str, Tables], patterns: Sequence[str]) -> dict[st
     Raises:
         UserError: No cell matches a pattern.
     """
-    speed = stack_runs(runs, "speed")
-    modes: dict[str, str] = dict(zip(speed["cell_id"], speed["mode"], strict=True))
+    cells = stack_runs(runs, "speed")[["cell_id", "mode"]].drop_duplicates()
     chosen: set[str] = set()
     for pattern in patterns:
-        matching = [
-            pair[0] for pair in modes.items() if any(fnmatchcase(name, pattern) for name in pair)
-        ]
-        if not matching:
+        matching = cells[cells.map(partial(fnmatchcase, pat=pattern)).any(axis=1)]
+        if matching.empty:
             raise UserError(
                 f"--cells {pattern}: no cell has such an id or mode",
-                f"The cells are {', '.join(modes)}.",
+                f"The cells are {', '.join(cells['cell_id'])}.",
             )
-        chosen.update(matching)
+        chosen.update(matching["cell_id"])
     kept: dict[str, Tables] = {}
     for run, tables in runs.items():
         kept[run] = {
