@@ -193,7 +193,8 @@ def frame(table: str, rows: Iterable[Row]) -> pd.DataFrame:
     unknown = set[str]().union(*given) - dtypes.keys()
     if unknown:
         raise ValueError(f"not in the schema of {table}: {', '.join(sorted(unknown))}")
-    return pd.DataFrame(given, columns=list(dtypes), dtype=object).astype(dtypes)
+    typed = pd.DataFrame(given, columns=list(dtypes), dtype=object).astype(dtypes)
+    return typed.copy()  # in one piece: pandas warns where columns are added to many pieces
 
 
 def write_csv(table: pd.DataFrame, path: Path) -> None:
