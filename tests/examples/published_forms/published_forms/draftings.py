@@ -27,7 +27,7 @@ from lantern_bench.decoding.drafting.pac import PacDrafting
 from lantern_bench.decoding.protocol import Target
 from lantern_bench.decoding.sampling import sample
 from lantern_bench.decoding.tree import DraftTree
-from lantern_bench.methods.rules import STRICT
+from lantern_bench.methods.catalog import RULES
 
 
 class PublishedScd(JacobiDrafting):
@@ -74,7 +74,7 @@ class PublishedSjdPac(PacDrafting):
         x = self._first_drafts()
         images, columns = self._further(step.accepted + 1, self.depth - 1)
         p = step.p[images, nodes[:, :-1]]
-        _, acceptance = accept_drafts(self.tree, step.p, ConfiguredRule(STRICT))
+        _, acceptance = accept_drafts(self.tree, step.p, ConfiguredRule(RULES["strict"]))
         rows = self.tree.layout.slots[nodes[:, :branching]] * len(x) + images
         by_all = acceptance.bonus_distribution(rows.flatten(), p[:, :branching].flatten(0, 1))
         alone = (p - self._q).clamp_min(0.0)
