@@ -13,13 +13,11 @@ from lantern_bench.storage.run_directory import results_root
 from lantern_bench.training.recipe import DrafterFlags, checked
 from lantern_bench.utils.errors import CheckFailedError, UserError
 from lantern_bench.utils.files import check_writable
-from lantern_bench.utils.progress import ProgressEvent
 from lantern_bench.utils.text import duration
 
 if TYPE_CHECKING:
     from lantern_bench.training.drafter_job import DrafterJob
     from lantern_bench.training.train_drafter import Evaluated
-    from lantern_bench.training.trainer import TrainEvent
 
 train = command_group(name="train", help="Train a drafter for any target.")
 
@@ -96,13 +94,8 @@ def _run(job: DrafterJob, min_mal: float | None, console: Console) -> None:
     shown = console if distributed.first else Console(quiet=True)
     try:
         with shown.events() as emit:
-
-            def on_event(event: TrainEvent) -> None:
-                figures = {"step": str(event.step), "loss": event.loss, **event.figures}
-                emit(ProgressEvent("training the drafter", event.fraction, figures=figures))
-
             report, evaluated = train_drafter(
-                job=job, model=model, on_event=on_event, emit=emit, processes=distributed
+                job=job, model=model, emit=emit, processes=distributed
             )
     except KeyboardInterrupt:
         shown.say(f"stopped; the same command continues from what is in {job.work}")

@@ -147,8 +147,9 @@ class Data:
 
         Reading all pictures would take too long.
         """
-        pictures = self.pictures or ()
-        sizes = [[path.name, path.stat().st_size, mirrored] for path, mirrored in pictures]
+        sizes = [
+            [path.name, path.stat().st_size, mirrored] for path, mirrored in self.pictures or ()
+        ]
         described = json.dumps([list(self.captions), sizes])
         return hashlib.sha256(described.encode()).hexdigest()
 
@@ -158,7 +159,7 @@ def _read_data(flags: DrafterFlags, model: Model) -> Data:
     source = flags.data
     if Path(source).is_dir():
         items = read_captioned(Path(source), flags.captions, model)
-        if flags.images is not None and flags.images > len(items):
+        if (flags.images or 0) > len(items):
             raise UserError(f"--images {flags.images}: --data {source} holds {len(items)} pictures")
         items = items[: flags.images]
         captions = [item.caption for item in items]
@@ -209,8 +210,7 @@ class DrafterJob:
     def held_out(self) -> int:
         """The number of sequences that are held out: at least one, never all."""
         count = len(self.data.captions)
-        wanted = round(self.recipe.held_out * count)
-        return min(count - 1, max(1, wanted))
+        return min(count - 1, max(1, round(self.recipe.held_out * count)))
 
     @property
     def sequences(self) -> int:

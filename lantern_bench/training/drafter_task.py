@@ -53,29 +53,22 @@ def target_features(
         tokens: Their tokens, int64 [B, N].
         dropped: Rows that get the null condition in place of their own, bool [B].
     """
-    tokens = tokens.to(target.device)
-    dropped = dropped.to(target.device)[:, None]
-    conditional, null = target.prefix(condition, guided=True).chunk(2)
-    prefix = torch.where(dropped[:, :, None], null, conditional)
-
-    visible = visible_rows(condition.valid.to(target.device), 2)
-    if len(visible) > len(tokens):
-        visible = _chosen(visible, dropped)
+    device = target.device
+    tokens = tokens.to(device)
+    # The chosen ones of 2 B rows: first come those with condition, then those without.
+    chosen = torch.arange(len(tokens), device=device) + len(tokens) * dropped.to(device)
+    prefix = target.prefix(condition, guided=True)[chosen]
+    visible = visible_rows(condition.valid.to(device), 2)
+    visible = visible[chosen % len(visible)]  # the same for both, unless the prompts differ
     prompts = None
     if target.config.text_vocab_size is not None:
-        prompts = _chosen(prompt_rows(condition.values.to(target.device), 2), dropped)
+        prompts = prompt_rows(condition.values.to(device), 2)[chosen]
 
     x = torch.cat([prefix, target.transformer.tok_embeddings(tokens[:, :-1])], dim=1)
     length = x.shape[1]
     positions = positions_of(visible, length, target.config)
     hidden = target.transformer(x, prefix_mask(visible, length), positions)
     return TargetFeatures(tokens=tokens, hidden=hidden, valid=visible, prompts=prompts)
-
-
-def _chosen(rows: Tensor, dropped: Tensor) -> Tensor:
-    """Return B of 2 B rows: first come those with condition, then those without."""
-    conditional, null = rows.chunk(2)
-    return torch.where(dropped, null, conditional)
 
 
 @dataclass(frozen=True)
@@ -135,7 +128,7 @@ def unroll(
         position P + k - 2 on.
     """
     length = features.shape[1]
-    first = length - drafter.config.image_tokens
+    count = drafter.config.image_tokens
     tokens = target.tokens
     valid = target.valid
     prompts = None
@@ -146,7 +139,7 @@ def unroll(
         prompts = target.prompts[:, 1:]
     causal = prefix_mask(valid if drafter.mask_padding else torch.ones_like(valid), length)
     positions = positions_of(valid, length, drafter.config)
-    earlier: list[tuple[Tensor, Tensor]] | None = [] if levels > 1 else None
+    earlier: list[tuple[Tensor, Tensor]] = []
 
     # A level sees the true features up to `level` positions before it, then one guess of each level
     # between, and itself.
@@ -168,8 +161,8 @@ def unroll(
             earlier=earlier,
         )
         outputs.append(predicted)
-        guesses = predicted[:, first:-1].to(features.dtype)
-        inputs = torch.cat([features[:, : first + 1], guesses], dim=1)
+        guesses = predicted[:, -count:-1].to(features.dtype)
+        inputs = torch.cat([features[:, : 1 - count], guesses], dim=1)
     return outputs
 
 
@@ -221,7 +214,7 @@ class DrafterTask(Task):
             levels=recipe.levels,
         )
 
-        total = torch.zeros((), device=p.device)
+        total = torch.zeros(())
         weights = 0.0
         figures = dict[str, Tensor]()
         for level, predicted in enumerate(levels):
@@ -240,7 +233,7 @@ class DrafterTask(Task):
             weights += weight
             if level == 0:
                 figures = {"feature": feature, "soft": soft, "one_minus_tv": overlap}
-        return total / weights, {name: figure.detach() for name, figure in figures.items()}
+        return total / weights, figures
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return how many sequences were drawn."""
@@ -309,11 +302,9 @@ class DrafterTask(Task):
 
     def _logits(self, features: Tensor) -> Tensor:
         """Return logits float32 [B, N - 1, V] of the tokens 1 to N - 1."""
-        order = torch.arange(1, features.shape[1] + 1, device=features.device)
-        positions = order.expand(len(features), -1)
+        positions = torch.arange(1, features.shape[1] + 1, device=features.device)[None]
         return force_line_ends(self.drafter.head(features).float(), positions, self.drafter.config)
 
-    @torch.no_grad()
     def _noisy(self, hidden: Tensor, seeds: list[int]) -> Tensor:
         """Add uniform noise to features; a row with and without condition gets the same noise."""
         draws = []

@@ -165,11 +165,8 @@ class DrafterRecipe(Optimisation):
         return TrainSettings(**shared | settings)
 
 
-_LANTERNS = Path(__file__).with_name("lanterns.yaml").read_text(encoding="utf-8")
-RECIPES = {
-    "published": DrafterRecipe(),
-    "lanterns": DrafterRecipe(**yaml.safe_load(_LANTERNS)),
-}
+_LANTERNS = yaml.safe_load(Path(__file__).with_name("lanterns.yaml").read_bytes())
+RECIPES = {"published": DrafterRecipe(), "lanterns": DrafterRecipe(**_LANTERNS)}
 
 
 class DrafterFlags(StrictSettings):

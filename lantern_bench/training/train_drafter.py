@@ -28,7 +28,6 @@ from lantern_bench.training.drafter_job import DrafterJob
 from lantern_bench.training.drafter_task import DrafterTask, Sequences, drafter_like
 from lantern_bench.training.token_data import decode_slots, make_tokens
 from lantern_bench.training.trainer import (
-    OnEvent,
     Processes,
     TrainEvent,
     TrainReport,
@@ -85,7 +84,6 @@ def train_drafter(
     job: DrafterJob,
     model: LoadedModel,
     *,
-    on_event: OnEvent,
     emit: Emit,
     processes: Processes,
 ) -> tuple[TrainReport, list[Evaluated]]:
@@ -94,8 +92,7 @@ def train_drafter(
     Args:
         job: What to train and how.
         model: The loaded target.
-        on_event: Receives the losses.
-        emit: Receives the progress of everything else.
+        emit: Receives progress, and the losses with it.
         processes: The processes that train together.
 
     Returns:
@@ -121,7 +118,7 @@ def train_drafter(
     captions = job.data.captions
     with processes.first_alone():
         # The other processes read what the first one wrote.
-        tokens = make_tokens(job, model, emit if processes.first else ignore_events)
+        tokens = make_tokens(job, model, emit)
     generator = torch.Generator().manual_seed(job.flags.seed)
     order = torch.randperm(len(tokens), generator=generator).tolist()
     held_out = order[: job.held_out]
@@ -151,14 +148,14 @@ def train_drafter(
         model=model,
         task=task,
         prompts=job.prompts or list(dict.fromkeys(captions[number] for number in held_out)),
-        rows=read_log(job.out / "log.csv") if job.flags.resume and processes.first else [],
-        on_event=on_event,
+        rows=read_log(job.out / "log.csv") if job.flags.resume else [],
+        emit=emit,
     )
     report = train(
         task,
         settings,
         target.device,
-        on_event=evaluation.log if processes.first else lambda _event: None,
+        on_event=evaluation.log if processes.first else ignore_events,
         processes=processes,
     )
     if not processes.first:
@@ -206,7 +203,7 @@ class _Evaluation:
     task: DrafterTask
     prompts: Sequence[str]
     rows: list[dict[Any, Any]]  # of the log
-    on_event: OnEvent
+    emit: Emit
 
     def log(self, event: TrainEvent) -> None:
         """Add a row to the log, with held-out figures every `eval_every` steps."""
@@ -217,7 +214,6 @@ class _Evaluation:
         last = self.rows[-1] if self.rows else {"step": 0, "seconds": 0.0}
         sequences = (event.step - last["step"]) * job.recipe.step_sequences
         tokens = sequences * self.model.target.image_tokens
-        elapsed = event.seconds - last["seconds"]
         row: dict[str, Any] = {
             "step": event.step,
             "epoch": event.step / job.recipe.steps_per_epoch(job.sequences),
@@ -227,8 +223,9 @@ class _Evaluation:
             "soft_loss": event.figures["soft"],
             "train_one_minus_tv": event.figures["one_minus_tv"],
             "lr": event.lr,
-            "tokens_per_s": tokens / elapsed if elapsed > 0 else None,
+            "tokens_per_s": tokens / (event.seconds - last["seconds"]),
         }
+        figures = {"step": str(event.step), "loss": event.loss, **event.figures}
         if every and event.step // every != last["step"] // every:
             target = transformer_of(self.model)
             drafter = drafter_like(self.task.drafter, target.dtype).eval()
@@ -238,13 +235,12 @@ class _Evaluation:
             row["one_minus_tv"] = measured.one_minus_tv
             row["mal_images"] = job.flags.eval_images
             if measured.accepted is not None:
-                row["mal"] = measured.accepted.value
-                event = replace(event, figures={**event.figures, "mal": row["mal"]})
+                row["mal"] = figures["mal"] = measured.accepted.value
         self.rows.append(row)
         table = pd.DataFrame(self.rows, columns=COLUMNS)
         content = table.to_csv(index=False, float_format="%.6g")
         write_file(job.out / "log.csv", content.encode())
-        self.on_event(event)
+        self.emit(ProgressEvent("training the drafter", event.fraction, figures=figures))
 
     def measure(self, name: str, drafter: EagleDrafter, images: int, emit: Emit) -> Evaluated:
         """Evaluate a drafter as it would be used; the images repeat the prompts."""
@@ -266,8 +262,8 @@ class _Evaluation:
         accepted = None
         if images:
             accepted = Observations(
-                numerator=[float(sum(steps)) for steps in committed],
-                denominator=[float(len(steps)) for steps in committed],
+                numerator=[sum(steps) for steps in committed],
+                denominator=[len(steps) for steps in committed],
                 prompts=[prompt for prompt, _ in slots],
             )
         return Evaluated(name, one_minus_tv, accepted)
@@ -294,7 +290,7 @@ def _write_report(job: DrafterJob, report: TrainReport, evaluated: Sequence[Eval
         drafters[name] = {
             "one_minus_tv": one_minus_tv,
             "mal": None if accepted is None else accepted.value,
-            "images": 0 if accepted is None else len(accepted.numerator),
+            "images": job.flags.final_images,
         }
     content = {
         "target": Path(job.flags.target).name,
@@ -320,13 +316,12 @@ def write_drafter(
     """Write a drafter in the published layout, and a model file.
 
     Args:
-        drafter: The drafter.
+        drafter: The drafter, in float32.
         folder: The folder to write.
         target: Name or file of the target, for the model file.
         weights: Hashes of the target's weights.
     """
-    exported = export(drafter, drafter_key_map(drafter))
-    state = {name: tensor.float() for name, tensor in exported.items()}
+    state = export(drafter, drafter_key_map(drafter))
     write_file(folder / "model.safetensors", save(state, metadata={"format": "pt"}))
 
     config = drafter.config

@@ -11,7 +11,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from statistics import fmean
 from typing import Any
@@ -77,9 +77,7 @@ def join_processes(*, cpu: bool = False) -> Processes:
     # The other processes wait while the first one samples, encodes and evaluates.
     distributed.init_process_group(backend, timeout=timedelta(hours=24))
     atexit.register(distributed.destroy_process_group)
-    rank = int(os.environ["RANK"])
-    count = int(os.environ["WORLD_SIZE"])
-    return Processes(rank, count, device)
+    return Processes(distributed.get_rank(), distributed.get_world_size(), device)
 
 
 class Task(ABC):
@@ -90,7 +88,7 @@ class Task(ABC):
 
     @abstractmethod
     def loss(self, generator: torch.Generator) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Return the loss of one batch and named figures to report (detached scalars)."""
+        """Return the loss of one batch and named figures to report, all scalars."""
 
     def after_step(self, step: int, generator: torch.Generator) -> None:  # noqa: B027  # optional
         """Called after each optimiser step (to revive dead codes, for instance)."""
@@ -118,9 +116,9 @@ class TrainEvent:
 OnEvent = Callable[[TrainEvent], None]
 
 
-@dataclass(frozen=True)
+@dataclass
 class TrainReport:
-    """The course of a training, written beside the weights."""
+    """The course of a training, kept in its checkpoint and written beside the weights."""
 
     steps: int
     seconds: float
@@ -148,34 +146,33 @@ def train(
         RefusedError: The checkpoint has other settings, or the loss is not finite.
     """
     run = _Run(task=task, settings=settings, device=device, processes=processes)
+    report = run.report
     since = list[dict[str, float]]()
     done = run.fraction()
     while done < 1.0:
         start = now()
         rate = run.learning_rate(done)
         since.append(run.step(rate))
-        run.seconds += now() - start
+        report.seconds += now() - start
         done = run.fraction()
-        if run.steps % settings.log_every == 0 or done >= 1.0:
+        if report.steps % settings.log_every == 0 or done >= 1.0:
             means = {name: fmean(figures[name] for figures in since) for name in since[0]}
             loss = means.pop("loss")
-            run.losses.append((run.steps, loss))
+            report.losses.append((report.steps, loss))
             event = TrainEvent(
-                step=run.steps,
+                step=report.steps,
                 fraction=min(1.0, done),
-                seconds=run.seconds,
+                seconds=report.seconds,
                 loss=loss,
                 lr=rate,
                 figures=means,
             )
             on_event(event)
             since = []
-        if run.steps % settings.checkpoint_every == 0:
+        if report.steps % settings.checkpoint_every == 0:
             run.save()
     task.module.eval()
-    return TrainReport(
-        steps=run.steps, seconds=run.seconds, settings=settings.described(), losses=run.losses
-    )
+    return report
 
 
 def read_checkpoint(settings: TrainSettings) -> dict[str, Any] | None:
@@ -189,7 +186,7 @@ def read_checkpoint(settings: TrainSettings) -> dict[str, Any] | None:
         return None
     content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     current = settings.described()
-    recorded = content["settings"]
+    recorded = content["report"]["settings"]
     for key in {**current, **recorded}:
         if current.get(key) != recorded.get(key):
             raise RefusedError(
@@ -208,18 +205,17 @@ class _Run:
     settings: TrainSettings
     device: torch.device
     processes: Processes
-    steps: int = 0
-    seconds: float = 0.0
-    losses: list[tuple[int, float]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         settings = self.settings
         module = self.task.module.to(self.device).train()
         self.trained = [p for p in module.parameters() if p.requires_grad]
-        decay = settings.weight_decay
         self.optimiser = torch.optim.AdamW(
             [
-                {"params": [p for p in self.trained if p.dim() >= 2], "weight_decay": decay},
+                {
+                    "params": [p for p in self.trained if p.dim() >= 2],
+                    "weight_decay": settings.weight_decay,
+                },
                 {"params": [p for p in self.trained if p.dim() < 2], "weight_decay": 0.0},
             ],
             lr=settings.lr,
@@ -227,21 +223,19 @@ class _Run:
             fused=self.device.type == "cuda",
         )
         self.generator = torch.Generator().manual_seed(settings.seed)
+        self.report = TrainReport(steps=0, seconds=0.0, settings=settings.described(), losses=[])
         content = read_checkpoint(settings)
         if content is not None:
             module.load_state_dict(content["module"])
             self.task.load_state_dict(content["task"])
             self.optimiser.load_state_dict(content["optimiser"])
             self.generator.set_state(content["generator"])
-            progress = content["progress"]
-            self.steps = progress["step"]
-            self.seconds = progress["seconds"]
-            self.losses = [tuple(entry) for entry in progress["losses"]]
+            self.report = TrainReport(**content["report"])
 
     def fraction(self) -> float:
         """Return the fraction of the training that is done; 1 or more at the end."""
-        by_steps = self.steps / (self.settings.steps or math.inf)
-        by_time = self.seconds / (60.0 * (self.settings.minutes or math.inf))
+        by_steps = self.report.steps / (self.settings.steps or math.inf)
+        by_time = self.report.seconds / (60.0 * (self.settings.minutes or math.inf))
         return max(by_steps, by_time)
 
     def learning_rate(self, done: float) -> float:
@@ -250,14 +244,14 @@ class _Run:
         decay = 1 - done
         if settings.schedule == "cosine":
             decay = 0.5 * (1 + math.cos(math.pi * done))
-        warmup = min(1.0, (self.steps + 1) / max(1, settings.warmup or 0))
+        warmup = min(1.0, (self.report.steps + 1) / max(1, settings.warmup or 0))
         return settings.lr * warmup * (settings.final_lr + (1 - settings.final_lr) * decay)
 
     def step(self, rate: float) -> dict[str, float]:
         """Make one step; return means of the loss and its figures over batches and processes."""
         for group in self.optimiser.param_groups:
             group["lr"] = rate
-        self.optimiser.zero_grad(set_to_none=True)
+        self.optimiser.zero_grad()
         settings = self.settings
         autocast = settings.autocast and has_bfloat16(self.device)
         batches = []
@@ -265,22 +259,22 @@ class _Run:
             with torch.autocast(self.device.type, torch.bfloat16, enabled=autocast):
                 loss, reported = self.task.loss(self.generator)
             (loss * (1 / settings.accumulate)).backward()
-            figures = {"loss": loss.detach(), **reported}
-            batches.append(torch.stack([figure.float() for figure in figures.values()]))
+            figures = {"loss": loss, **reported}
+            batches.append(torch.stack([figure.detach().float() for figure in figures.values()]))
         self.processes.average([p.grad for p in self.trained if p.grad is not None])
         if settings.clip_by == "norm":
             nn.utils.clip_grad_norm_(self.trained, settings.clip)
         else:
             nn.utils.clip_grad_value_(self.trained, settings.clip)
         self.optimiser.step()
-        self.steps += 1
-        self.task.after_step(self.steps, self.generator)
+        self.report.steps += 1
+        self.task.after_step(self.report.steps, self.generator)
         values = torch.stack(batches).mean(dim=0)
         self.processes.average([values])
         means = dict(zip(figures, values.tolist(), strict=True))
         if not math.isfinite(means["loss"]):
             raise RefusedError(
-                f"training of {self.task.name} diverged at step {self.steps}: "
+                f"training of {self.task.name} diverged at step {self.report.steps}: "
                 f"the loss is {means['loss']}",
                 "Lower the learning rate, or run the same command again to continue from the last "
                 "checkpoint.",
@@ -294,12 +288,11 @@ class _Run:
             return
         path.parent.mkdir(parents=True, exist_ok=True)
         content = {
-            "settings": self.settings.described(),
+            "report": vars(self.report),
             "module": self.task.module.state_dict(),
             "task": self.task.state_dict(),
             "optimiser": self.optimiser.state_dict(),
             "generator": self.generator.get_state(),
-            "progress": {"step": self.steps, "seconds": self.seconds, "losses": self.losses},
         }
         incomplete = path.with_suffix(".part")
         torch.save(content, incomplete)

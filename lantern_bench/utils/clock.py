@@ -66,10 +66,10 @@ class Usage(NamedTuple):
 
     def since(self, before: Usage) -> Usage:
         """Return the change from `before`."""
-        changes = {}
-        for name, now, then in zip(self._fields, self, before, strict=True):
-            changes[name] = None if now is None or then is None else now - then
-        return Usage(**changes)  # type: ignore[arg-type]
+        changes = []
+        for now, then in zip(self, before, strict=True):
+            changes.append(None if now is None or then is None else now - then)
+        return Usage._make(changes)
 
     def lost_seconds(self, seconds: float, threads: int) -> float:
         """Return the seconds by which a window may be too long because its threads lacked a core.

@@ -47,13 +47,15 @@ class Progress:
         stream: A terminal for bars; None: there are lines instead.
     """
 
+    # Of the running task.
+    _figures: str
+    _start_time: float
+    _line_time: float
+
     def __init__(self, write_line: Callable[[str], None], stream: TextIO | None) -> None:
         self._write_line = write_line
         self._stream = stream
         self._description: str | None = None  # description of the running task
-        self._figures = ""
-        self._start_time = 0.0
-        self._line_time = 0.0
         self._bar: Any = None
 
     def share(

@@ -145,7 +145,7 @@ class Problems:
     """The problems of one file."""
 
     name: str  # name of the file, for messages
-    entries: list[tuple[Location, str]] = field(default_factory=list)
+    entries: dict[str, int | None] = field(default_factory=dict)  # the line of each problem
 
     def add(self, location: Location, text: str, value: object = None) -> None:
         """Add one problem.
@@ -159,15 +159,13 @@ class Problems:
         if value is not None:
             separator = "" if place.endswith("=") else " "
             place += separator + show(value)
-        problem = (location, f"{place}: {text}")
-        if problem not in self.entries:
-            self.entries.append(problem)
+        self.entries.setdefault(f"{place}: {text}", location.line)
 
     def raise_all(self) -> None:
         """Raise one `UserError` that lists all problems, if any, by line and with flags last."""
         lines = []
-        for location, text in sorted(self.entries, key=_order):
-            lines.append(f"line {location.line}: {text}" if location.line else text)
+        for text, line in sorted(self.entries.items(), key=_order):
+            lines.append(f"line {line}: {text}" if line else text)
         if len(lines) > 1:
             raise UserError(f"{self.name}: {len(lines)} problems\n  " + "\n  ".join(lines))
         for text in lines:
@@ -177,9 +175,9 @@ class Problems:
             raise UserError(f"{self.name}{separator}{text}")
 
 
-def _order(entry: tuple[Location, str]) -> tuple[bool, int]:
-    location, text = entry
-    return text.startswith("--"), location.line or 0
+def _order(problem: tuple[str, int | None]) -> tuple[bool, int]:
+    text, line = problem
+    return text.startswith("--"), line or 0
 
 
 def show(value: object) -> str:

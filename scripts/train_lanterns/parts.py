@@ -232,7 +232,7 @@ def train_part(
     return report
 
 
-@dataclass(frozen=True)
+@dataclass
 class PartReport(TrainReport):
     """The report of a part's training."""
 
