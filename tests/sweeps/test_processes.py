@@ -78,3 +78,16 @@ def test_an_error_of_a_worker_is_the_error_of_the_command(bench: Bench) -> None:
     assert code == 3
     assert "cannot resume refused" in output
     assert "Traceback" not in output
+
+
+def test_shards_by_several_processes_are_merged(bench: Bench, expected: dict[str, str]) -> None:
+    names = ["part-shard1of2", "part-shard2of2"]
+    for number, name in enumerate(names, start=1):
+        code, output = bench.sweep(name, "--processes", "2", "--shard", f"{number}/2")
+        assert code == 0, output
+    parts = [read_manifest(bench.folder / name)["shard"] for name in names]
+    # All images of the shard, not those of its last process.
+    assert [part["images"] for part in parts] == [6, 3]
+    code, output = bench.run("merge", *names)
+    assert code == 0, output
+    assert bench.tokens("part") == expected
