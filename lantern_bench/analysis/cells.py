@@ -96,14 +96,15 @@ def timed_images(cell: CellRecords, base: CellRecords | None = None) -> pd.DataF
         indexed by `prompt_id` and `repeat`.
     """
     if base is None:
-        names = {"seconds": "numerator", "steps": "numerator_steps"}
-        return cell.timed.rename(columns=names).assign(denominator=1.0, denominator_steps=1.0)
-    both = cell.timed.join(base.timed.add_suffix("_of_base"), how="inner")
-    on_one_device = both[both["device_id"] == both["device_id_of_base"]]
+        base = cell
+        images = cell.timed.assign(seconds=1.0, steps=1.0)
+    else:
+        images = cell.timed
+    both = images.join(base.timed.add_prefix("numerator_"), how="inner")
+    on_one_device = both[both["device_id"] == both["numerator_device_id"]]
     names = {
-        "seconds_of_base": "numerator",
+        "numerator_seconds": "numerator",
         "seconds": "denominator",
-        "steps_of_base": "numerator_steps",
         "steps": "denominator_steps",
     }
     return on_one_device.rename(columns=names)
@@ -144,12 +145,12 @@ class CellRecords:
         - `record_key` and `device_id`: text, empty where not recorded
         """
         completed = self.completed.set_index(["prompt_id", "repeat"])
-        committed = completed["committed_per_step"].map(lambda counts: counts or ())
-        accepted = completed["accepted_per_step"].map(lambda counts: counts or ())
+        lists = completed[["committed_per_step", "accepted_per_step"]]
+        lists = lists.map(lambda counts: counts or ())
         images = completed[list(_RECORDED)].assign(
-            committed=committed.map(sum),
-            accepted=accepted.map(sum),
-            steps=committed.map(len),
+            committed=lists["committed_per_step"].map(sum),
+            accepted=lists["accepted_per_step"].map(sum),
+            steps=lists["committed_per_step"].map(len),
             count=1,
         )
         images = images.astype(float)
@@ -177,17 +178,14 @@ class CellRecords:
         count as one draft. The draft at depth d of a step that starts at position s fills position
         s + d - 1 (docs/algorithms.md, section 7).
         """
-        starts_per_image = self.completed["start_per_step"]
-        ranks_per_image = self.completed["child_rank_per_step"]
-        offered: Counter[tuple[int, int]] = Counter()
-        accepted: Counter[tuple[int, int]] = Counter()
-        for starts, ranks_per_step in zip(starts_per_image, ranks_per_image, strict=True):
-            for start, ranks in zip(starts or (), ranks_per_step or (), strict=False):
-                for depth, rank in enumerate(ranks, start=1):
-                    offered[depth, start + depth - 1] += 1
-                    accepted[depth, start + depth - 1] += rank >= 0
-        rows = [(*place, count, accepted[place]) for place, count in offered.items()]
-        return pd.DataFrame(rows, columns=["depth", "position", "offered", "accepted"])
+        recorded = self.completed[["start_per_step", "child_rank_per_step"]].dropna()
+        steps = recorded.explode([*recorded], ignore_index=True)
+        drafts = steps.explode("child_rank_per_step").dropna().astype(int)
+        depth = drafts.groupby(level=0).cumcount() + 1
+        position = drafts["start_per_step"] + depth - 1
+        is_accepted = drafts["child_rank_per_step"] >= 0
+        counts = is_accepted.groupby([depth.rename("depth"), position.rename("position")])
+        return counts.agg(offered="size", accepted="sum").reset_index()
 
     @cached_property
     def timed(self) -> pd.DataFrame:
@@ -264,12 +262,8 @@ def fastest_lossless(cell: CellRecords, cells: Sequence[CellRecords]) -> CellRec
 
 def settings_that_differ(cell: CellRecords, other: CellRecords) -> list[str]:
     """Return the sampling settings in which two cells differ, as `name=value` of the other cell."""
-    differing = []
-    for name in _SAMPLING:
-        value = other.columns[name]
-        if cell.columns[name] != value:
-            differing.append(f"{name}={value:g}")
-    return differing
+    values = other.columns
+    return [f"{name}={values[name]:g}" for name in _SAMPLING if cell.columns[name] != values[name]]
 
 
 def join_notes(notes: Iterable[str | None]) -> str | None:

@@ -52,6 +52,24 @@ _LEVEL = 0.05  # of the tests
 
 # ---- Facts recorded by both runs
 
+_WEIGHTS = "key.weights."
+
+# Where a manifest has the facts, by kind of difference and name.
+_FACTS = {
+    ("machine", "processor, model"): "machine.cpu.model",
+    ("machine", "processor, cores"): "machine.cpu.cores",
+    ("machine", "device"): "device",
+    ("machine", "threads"): "threads",
+    ("setting", "dtype"): "key.dtype",
+    ("setting", "device_type"): "key.device_type",
+    ("setting", "compile"): "key.compile",
+    ("setting", "engine_version"): "key.engine_version",
+    ("setting", "torch_version"): "key.torch_version",
+    ("setting", "prompts"): "experiment.prompts",
+    ("setting", "seed"): "experiment.seed",
+    ("setting", "batch"): "experiment.batch",
+}
+
 
 class Difference(NamedTuple):
     """A fact that both runs record with different values."""
@@ -95,26 +113,17 @@ def check_comparability(unlike: Collection[Difference], across: Collection[str])
 
 def _facts(run: RunData) -> dict[tuple[str, str], str]:
     """The weights, scorers, machine and settings of a run, by kind of difference and name."""
-    manifest = run.manifest
-    key = manifest.get("key") or {}
-    experiment = manifest.get("experiment") or {}
-    machine = manifest.get("machine") or {}
-    cpu = machine.get("cpu") or {}
-    gpus = [gpu["name"] for gpu in machine.get("gpus") or ()]
-
-    facts = {}
-    for name, digest in (key.get("weights") or {}).items():
-        facts["weights", f"weights of {name}"] = digest[:12]
+    manifest = pd.json_normalize(run.manifest).astype(object).iloc[0].dropna()
+    weights = manifest.filter(like=_WEIGHTS).str[:12]
+    facts = {
+        ("weights", f"weights of {str(name).removeprefix(_WEIGHTS)}"): digest
+        for name, digest in weights.items()
+    }
     facts |= _scorers(run.scores)
-    for name in ("model", "cores"):
-        facts["machine", f"processor, {name}"] = str(cpu.get(name, "not recorded"))
+    gpus = [gpu["name"] for gpu in manifest.get("machine.gpus", ())]
     facts["machine", "GPU"] = ", ".join(gpus) or "none"
-    for name in ("device", "threads"):
-        facts["machine", name] = str(manifest.get(name, "not recorded"))
-    for name in ("dtype", "device_type", "compile", "engine_version", "torch_version"):
-        facts["setting", name] = str(key.get(name))
-    for name in ("prompts", "seed", "batch"):
-        facts["setting", name] = str(experiment.get(name))
+    for fact, place in _FACTS.items():
+        facts[fact] = str(manifest.get(place, "not recorded"))
     return facts
 
 

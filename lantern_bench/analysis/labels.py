@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import pandas as pd
@@ -17,31 +17,16 @@ BOUNDS = {name: parameter.symbol for name, parameter in PARAMETERS.items() if pa
 
 GROUPINGS = ("mode", *BOUNDS, "tree", "temperature")  # values of --by
 
-_SAMPLING = ("temperature", "cfg_scale", "top_k", "top_p", "batch", "seed_set")
-
-FAMILY = (
-    "run",
-    "model",
-    "mode",
-    "drafting",
-    "rule",
-    "tree",
-    "neighbours",
-    "neighbour_metric",
-    "residual",
-    *BOUNDS,
-    *_SAMPLING,
-)
-"""Columns that tell cells apart; without a parameter, the family in which that parameter varies."""
-
 # How settings are written, in the order of labels.
-_FORMATS = {
+_METHODS = {
     "drafting": "{}",
     "rule": "{}",
     "tree": "{}",
     "neighbours": "k={:g}",
     "neighbour_metric": "{} neighbours",
     "residual": "{} residual",
+}
+_SAMPLING = {
     "temperature": "T={:g}",
     "cfg_scale": "cfg={:g}",
     "top_k": "top_k={:g}",
@@ -49,10 +34,14 @@ _FORMATS = {
     "batch": "batch={:g}",
     "seed_set": "seeds={:g}",
 }
+_FORMATS = _METHODS | _SAMPLING
 for _name, _parameter in PARAMETERS.items():
     if _name not in _FORMATS and _parameter.column:
         _value = "{}" if _parameter.column == ("string", "") else "{:g}"
         _FORMATS[_name] = f"{_parameter.short or _name}={_value}"
+
+FAMILY = ("run", "model", "mode", *_METHODS, *BOUNDS, *_SAMPLING)
+"""Columns that tell cells apart; without a parameter, the family in which that parameter varies."""
 
 # Labels write bounds with their symbols, in front of the other settings.
 _IN_LABELS = [name for name in _FORMATS if name not in BOUNDS]
@@ -67,12 +56,6 @@ _USUAL = {
     "neighbour_metric": "l2",
 }
 _USUAL |= {name: parameter.default for name, parameter in METHOD_PARAMETERS.items()}
-
-
-def cell_key(row: Mapping[Hashable, Any] | pd.Series) -> CellKey:
-    """Return the key of a cell among several runs; `row` has the columns `CELL`."""
-    run, model, cell_id = (str(row[name]) for name in CELL)
-    return run, model, cell_id
 
 
 def labels(table: pd.DataFrame) -> list[str]:

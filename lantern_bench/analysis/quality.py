@@ -134,9 +134,8 @@ def _sets_of_ar(base: CellRecords, cells: Sequence[CellRecords]) -> list[CellRec
 def _ar_spread(cell: CellRecords, family: Sequence[CellRecords], scores: ProtocolScores) -> Row:
     """The spread of ar with other seeds, and a verdict on each figure of a cell that drafts."""
     of_cell = scores.cell.get(cell.cell_id, {})
-    judged: list[str] = []
-    if cell.columns["mode"] != "ar":
-        judged = [name for name in OF_SETS if of_cell.get(name) is not None]
+    drafts = cell.columns["mode"] != "ar"
+    judged = [name for name in OF_SETS if drafts and of_cell.get(name) is not None]
     measured = [scores.ar_spread.get(ar.cell_id) for ar in family]
     spread = next(filter(None, measured), None)
     if spread is None:

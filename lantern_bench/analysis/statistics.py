@@ -85,10 +85,11 @@ def ratio_of_sums(
         denominators: One number per image.
         prompts: The prompt of each image.
     """
-    return _ratio(sums_per_prompt(numerators, denominators, prompts))
+    return ratio(sums_per_prompt(numerators, denominators, prompts))
 
 
-def _ratio(sums: Sums) -> Interval:
+def ratio(sums: Sums) -> Interval:
+    """Return `ratio_of_sums` of sums per prompt."""
     if sums.numerator.size == 0 or sums.denominator.sum() == 0.0:
         return Interval(None, note="no data")
     value = sums.value
@@ -98,10 +99,10 @@ def _ratio(sums: Sums) -> Interval:
     if np.allclose(sums.numerator, value * sums.denominator, rtol=1e-12, atol=0.0):
         return Interval(value, value, value)
 
-    def ratio(numerator: Array, denominator: Array, axis: int = -1) -> Array:
+    def statistic(numerator: Array, denominator: Array, axis: int = -1) -> Array:
         return np.asarray(numerator.sum(axis=axis) / denominator.sum(axis=axis))
 
-    low, high = _bootstrap(sums, ratio)
+    low, high = _bootstrap(sums, statistic)
     return Interval(value, low, high)
 
 
@@ -111,7 +112,7 @@ def ratio_of_images(images: pd.DataFrame) -> Interval:
     Args:
         images: Numerator and denominator, indexed by `prompt_id`.
     """
-    return _ratio(sums_of_images(images.dropna()))
+    return ratio(sums_of_images(images.dropna()))
 
 
 def proportion(successes: int, trials: int) -> Interval:
@@ -410,15 +411,8 @@ def _shrinkage(half_width: float, room: float) -> float:
     return _DETECTABLE * half_width / room if room else math.inf
 
 
-def holm(p_values: Sequence[float]) -> list[float]:
-    """Return the p-values after Holm's correction, in their order."""
-    ordered = pd.Series(p_values, dtype=float).sort_values(kind="stable")
-    scaled = ordered * np.arange(len(ordered), 0, -1)
-    return scaled.clip(upper=1.0).cummax().sort_index().tolist()
-
-
 def correct(rows: Iterable[dict[str, Any]], name: str, *, into: str) -> list[dict[str, Any]]:
-    """Correct the p-values of rows by `holm` and return the rows that have one.
+    """Correct the p-values of rows by Holm and return the rows that have one.
 
     Args:
         rows: The rows, which are modified.
@@ -426,9 +420,12 @@ def correct(rows: Iterable[dict[str, Any]], name: str, *, into: str) -> list[dic
         into: The column of the corrected ones.
     """
     tested = [row for row in rows if row.get(name) is not None]
-    corrected = holm([row[name] for row in tested])
-    for row, p_value in zip(tested, corrected, strict=True):
-        row[into] = p_value
+    ordered = sorted(tested, key=lambda row: row[name])
+    corrected = 0.0
+    for number, row in enumerate(ordered):
+        scaled = row[name] * (len(ordered) - number)
+        corrected = max(corrected, min(scaled, 1.0))
+        row[into] = corrected
     return tested
 
 

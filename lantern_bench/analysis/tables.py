@@ -215,28 +215,26 @@ def tables_of(run: RunData) -> dict[str, pd.DataFrame]:
         "quality": frame("quality", quality),
         "acceptance": frame("acceptance", acceptance),
     }
-    tables["summary"] = _summary_of(tables)
-    return tables
+    return tables | {"summary": _summary_of(tables)}
 
 
 def _read_tables(folder: Path) -> dict[str, pd.DataFrame]:
     """Read the CSV files of a run directory; missing columns and missing files are empty."""
-    tables = {name: _read_table(name, folder) for name in NAMES}
+    tables = {name: _read_table(name, folder) for name in ("speed", "quality", "acceptance")}
     if tables["quality"].empty:
         cell_columns = [column.name for column in CELL_COLUMNS]
         tables["quality"] = frame("quality", rows_of(tables["speed"][cell_columns]))
-    if tables["summary"].empty:
-        tables["summary"] = _summary_of(tables)
-    return tables
+    return tables | {"summary": _summary_of(tables)}
 
 
 def _read_table(name: str, folder: Path) -> pd.DataFrame:
     path = folder / f"{name}.csv"
     if not path.is_file():
         return frame(name, [])
-    texts = {column.name: "string" for column in columns(name) if column.dtype == "string"}
-    table = pd.read_csv(path, dtype=texts)
-    return frame(name, rows_of(table.filter([column.name for column in columns(name)])))
+    types = {column.name: column.dtype for column in columns(name)}
+    texts = [column for column, dtype in types.items() if dtype == "string"]
+    table = pd.read_csv(path, dtype=dict.fromkeys(texts, "string"))
+    return frame(name, rows_of(table.filter([*types])))
 
 
 def write_tables(run: Path) -> dict[str, pd.DataFrame]:

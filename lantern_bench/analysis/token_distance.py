@@ -15,7 +15,7 @@ from lantern_bench.analysis.statistics import (
     Array,
     Interval,
     correct,
-    ratio_of_sums,
+    ratio,
     sums_per_prompt,
 )
 from lantern_bench.storage.schema import Row
@@ -66,15 +66,13 @@ def _figures(cell: CellRecords, rows: Mapping[str, Row]) -> Row:
         figures[name] = np.average([row[name] for row in images], weights=tokens)
     names = first["features"].split()
     columns = np.array([row["feature_sums"] for row in images]).T
+    by_prompt = [sums_per_prompt(column, tokens, prompts) for column in columns]
     for name in _SHOWN:
         if name in names:
-            column = columns[names.index(name)]
-            figures |= ratio_of_sums(column, tokens, prompts).columns(name)
-
-    by_prompt = [sums_per_prompt(column, tokens, prompts) for column in columns]
+            figures |= ratio(by_prompt[names.index(name)]).columns(name)
     sums = FeatureSums.of(np.stack([part.numerator for part in by_prompt], axis=-1), len(names))
-    compared = sums.chosen(_compared(names))
-    figures |= distance(compared, by_prompt[0].denominator).columns("distance")
+    tokens_per_prompt = by_prompt[0].denominator
+    figures |= distance(_compared(sums, names), tokens_per_prompt).columns("distance")
     figures["distance_p"] = sums.total.p_value
     return figures
 
@@ -85,12 +83,12 @@ def distance_of_image(row: Row) -> float | None:
     if not names:
         return None
     sums = FeatureSums.of(np.array([row["feature_sums"]]), len(names))
-    return distance(sums.chosen(_compared(names)), np.array([row["tokens"]])).value
+    return distance(_compared(sums, names), np.array([row["tokens"]])).value
 
 
-def _compared(names: Sequence[str]) -> list[int]:
-    """The features of the distance, which modes without a drafter have too."""
-    return [number for number, name in enumerate(names) if name != "drafter_tilt"]
+def _compared(sums: FeatureSums, names: Sequence[str]) -> FeatureSums:
+    """The sums of the features of the distance, which modes without a drafter have too."""
+    return sums.chosen([number for number, name in enumerate(names) if name != "drafter_tilt"])
 
 
 class FeatureSums(NamedTuple):

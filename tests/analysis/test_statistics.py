@@ -15,8 +15,8 @@ from lantern_bench.analysis.statistics import (
     Interval,
     Sums,
     compare_sums,
+    correct,
     fewest_prompts,
-    holm,
     proportion,
     ratio_of_sums,
     settle,
@@ -288,10 +288,18 @@ def test_the_images_that_would_settle_settle_in_four_of_five_repeats():
     assert np.mean(settled) == pytest.approx(0.8, abs=0.03)
 
 
-def test_holm_correction():
-    assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
-    assert holm([0.5, 0.9]) == [1.0, 1.0]
-    assert holm([]) == []
+@pytest.mark.parametrize(
+    ("p_values", "corrected"),
+    [
+        ([0.01, 0.04, 0.03], [0.03, 0.06, 0.06]),
+        ([0.01, None, 0.04, 0.03], [0.03, 0.06, 0.06]),
+        ([0.5, 0.9], [1.0, 1.0]),
+        ([], []),
+    ],
+)
+def test_holm_correction(p_values, corrected):
+    tested = correct([{"p": p} for p in p_values], "p", into="p")
+    assert [row["p"] for row in tested] == pytest.approx(corrected)
 
 
 @pytest.mark.parametrize("comparisons", [1, 8, 40])
