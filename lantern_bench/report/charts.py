@@ -11,10 +11,11 @@ from functools import partial
 from itertools import count, cycle, product
 from typing import NamedTuple, TypeAlias
 
+import numpy as np
 import pandas as pd
 
 from lantern_bench.analysis.cells import CellRecords, run_cells
-from lantern_bench.analysis.labels import BOUNDS, CELL, FAMILY, CellKey, cell_key, labels
+from lantern_bench.analysis.labels import BOUNDS, CELL, FAMILY, CellKey, labels
 from lantern_bench.analysis.statistics import proportion
 from lantern_bench.analysis.tables import SPEEDUPS, cells_of, tables_of
 from lantern_bench.methods.catalog import METRICS, MODES, ON_CURVES
@@ -66,11 +67,10 @@ def _length_rows(cell: CellRecords) -> Iterator[Row]:
     if cell.columns["drafting"] == "none":
         return
     committed = cell.completed["committed_per_step"]
-    counts: dict[int, int] = committed.explode().value_counts().to_dict()  # type: ignore[assignment]
-    for length in range(1, max(counts, default=0) + 1):
-        steps = counts.get(length, 0)
+    counts = np.bincount(committed.explode().dropna().astype(int))
+    for length, steps in enumerate(counts[1:].tolist(), start=1):
         row = {"length": length, "steps": steps}
-        yield cell.columns | row | proportion(steps, sum(counts.values())).columns("share")
+        yield cell.columns | row | proportion(steps, counts.sum()).columns("share")
 
 
 def choose_cells(runs: Mapping[str, Tables], patterns: Sequence[str]) -> dict[str, Tables]:
@@ -143,10 +143,9 @@ def _bound_points(runs: Mapping[str, Tables], parameter: str) -> pd.DataFrame:
     """The mean accepted length of the cells that have `parameter`, by its value."""
     length = "mean_accepted_length"
     table = stack_runs(runs, "speed")
-    is_shown = table[[parameter, length]].notna().all(axis=1) & (table["drafting"] != "none")
-    names = [name for name in (*FAMILY, "cell_id", "images") if name in table]
-    points = table.loc[is_shown, [*names, *(f"{length}{end}" for end in ENDS)]]
-    return _labelled(points.sort_values([parameter, "run"], kind="stable").reset_index(drop=True))
+    table = table[table["drafting"] != "none"].dropna(subset=[parameter, length])
+    points = table.filter([*FAMILY, "cell_id", "images", *(f"{length}{end}" for end in ENDS)])
+    return _labelled(points.sort_values([parameter, "run"], kind="stable", ignore_index=True))
 
 
 def speed_quality_points(runs: Mapping[str, Tables]) -> pd.DataFrame:
@@ -245,40 +244,37 @@ def charts(
     `parameters` are the horizontal axes of charts of the mean accepted length.
     """
     rate = f"acceptance rate ({INTERVAL})"
-    depths = acceptance_points(runs)
-    if len(depths):
-        yield Chart(
+    of_drafts = [
+        Chart(
             name="acceptance-by-depth",
-            points=depths,
+            points=acceptance_points(runs),
             x="index",
             y="rate",
             x_title="depth of the draft tree",
             y_title=rate,
             x_is_count=True,
-        )
-    positions = acceptance_points(runs, "position")
-    if len(positions):
-        yield Chart(
+        ),
+        Chart(
             name="acceptance-by-position",
-            points=positions,
+            points=acceptance_points(runs, "position"),
             x="middle",
             y="rate",
             x_title="position in the image (tokens, row by row)",
             y_title=rate,
             panels=True,
-        )
-    lengths = _labelled(stack_runs(runs, "lengths"))
-    if len(lengths):
-        yield Chart(
+        ),
+        Chart(
             name="accepted-lengths",
-            points=lengths,
+            points=_labelled(stack_runs(runs, "lengths")),
             x="length",
             y="share",
             x_title="tokens committed by a step (bonus token included)",
             y_title="fraction of steps",
             panels=True,
             x_is_count=True,
-        )
+        ),
+    ]
+    yield from (chart for chart in of_drafts if len(chart.points))
     yield from fronts(runs)
     for parameter in parameters:
         points = _bound_points(runs, parameter)
@@ -393,9 +389,13 @@ Styles: TypeAlias = Mapping[CellKey, Style]
 def run_styles(runs: Mapping[str, Tables], by: str = "mode") -> Styles:
     """Return the style of every cell of the runs; the colour stands for `by`."""
     cells = stack_runs(runs, "speed")
-    keys = [cell_key(row) for _, row in cells.iterrows()]
     looks = map(Style, count(), _colours(cells[by], by), cycle(MARKERS), cycle(DASHES))
-    return dict(zip(keys, looks, strict=True))
+    return dict(zip(_keys(cells), looks, strict=True))
+
+
+def _keys(table: pd.DataFrame) -> Iterator[CellKey]:
+    """The key of each row of a table of several runs."""
+    return table[CELL].itertuples(index=False, name=None)
 
 
 def _colours(values: pd.Series, by: str) -> list[str]:
@@ -414,4 +414,4 @@ def _colours(values: pd.Series, by: str) -> list[str]:
 
 def styles_of(points: pd.DataFrame, styles: Styles) -> list[Style]:
     """Return the style of each point of a line."""
-    return [styles[cell_key(row)] for _, row in points.iterrows()]
+    return [styles[key] for key in _keys(points)]

@@ -5,6 +5,7 @@ A figure is one text with its unit and interval, `1.74x [1.70, 1.78]`, in place 
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,13 +20,16 @@ from lantern_bench.analysis.quality import OUTSIDE
 from lantern_bench.config.paper import FIGURES
 from lantern_bench.methods.catalog import METRICS, ON_CURVES, PARAMETERS
 from lantern_bench.storage.records import rows_of
-from lantern_bench.storage.schema import CELL_COLUMNS, TABLES
+from lantern_bench.storage.schema import CELL_COLUMNS, ENDS, TABLES
 
 _WRITTEN = msgspec.toml.decode(
     Path(__file__).with_name("figures.toml").read_bytes(), type=dict[str, dict[str, str]]
 )
 _FORMATS = _WRITTEN["formats"]
 _FORMATS |= {metric.name: f"{{:{metric.digits}}}" for metric in METRICS.values()}
+for _columns in TABLES.values():
+    for _column in _columns:
+        _FORMATS.setdefault(_column.name, f"{{:.4g}} {_column.unit}".rstrip())
 _HEADS = {metric.name: metric.heading for metric in METRICS.values()} | _WRITTEN["heads"]
 BETTER = {metric.name: metric.better for metric in METRICS.values()} | _WRITTEN["better"]
 """Which end of a column is the good one: higher or lower. Other columns have none."""
@@ -55,13 +59,14 @@ _OFTEN_SHARED = (
     "device",
     "stack",
 )
+# Not in the summary, whose notes count disturbed images.
+_NOT_IN_SUMMARY = ("cell_id", "disturbed", "held_up")
 # Shown in the summary even where they are missing, because the notes give the reason.
 _HEADLINE = ("speedup", "mean_accepted_length")
 
 # Figures of quality with their extra columns.
-_OF_QUALITY = set(METRICS)
-for _metric in METRICS.values():
-    _OF_QUALITY.update(extra[0] for extra in _metric.extras)
+_EXTRAS = itertools.chain.from_iterable(metric.extras for metric in METRICS.values())
+_OF_QUALITY = {*METRICS, *(extra[0] for extra in _EXTRAS)}
 
 
 class Readable(NamedTuple):
@@ -71,9 +76,7 @@ class Readable(NamedTuple):
     notes: tuple[str, ...]  # sentences below it
 
 
-def format_figure(
-    column: str, value: Any, low: Any = None, high: Any = None, *, unit: str = ""
-) -> str:
+def format_figure(column: str, value: Any, low: Any = None, high: Any = None) -> str:
     """Return a figure as text, `1.74x [1.70, 1.78]`.
 
     Args:
@@ -81,13 +84,12 @@ def format_figure(
         value: The figure; a missing one is empty text.
         low: Lower end of its interval, or None.
         high: Upper end of its interval, or None.
-        unit: The unit of a column that figures.toml lacks.
     """
     if pd.isna(value):
         return ""
     if not isinstance(value, float):
         return str(value)
-    number, brace, suffix = _FORMATS.get(column, f"{{:.4g}} {unit}".rstrip()).partition("}")
+    number, brace, suffix = _FORMATS.get(column, "{:.4g}").partition("}")
     form = number + brace
     text = form.format(value) + suffix
     if pd.isna(low) or pd.isna(high):
@@ -102,7 +104,11 @@ def readable(table: pd.DataFrame, name: str | None = None) -> Readable:
     values that all rows share become notes, and acceptance is shown by depth only.
     """
     rows = _shown_rows(table, name)
-    return Readable(_texts(rows, name), tuple(_notes(rows, name)))
+    texts = {
+        _head(rows, column): figure_texts(rows, column, name)
+        for column in _shown_columns(rows, name)
+    }
+    return Readable(pd.DataFrame(texts), tuple(_notes(rows, name)))
 
 
 def _shown_rows(table: pd.DataFrame, name: str | None) -> pd.DataFrame:
@@ -122,13 +128,6 @@ def _shown_columns(rows: pd.DataFrame, name: str | None) -> list[str]:
     return shown
 
 
-def _texts(rows: pd.DataFrame, name: str | None = None) -> pd.DataFrame:
-    """The columns that are shown, as text under their heads."""
-    columns = _shown_columns(rows, name)
-    texts = {_head(rows, column): figure_texts(rows, column, name) for column in columns}
-    return pd.DataFrame(texts)
-
-
 def figure_texts(rows: pd.DataFrame, column: str, name: str | None = None) -> list[str]:
     """Return the figures of a column as texts.
 
@@ -138,15 +137,11 @@ def figure_texts(rows: pd.DataFrame, column: str, name: str | None = None) -> li
         name: The name of the table in the schema. The summary has intervals of speedup only, as in
             the papers, to fit the screen: the speed and quality tables hold the others.
     """
-    units = {entry.name: entry.unit for entry in TABLES.get(str(name), ())}
-    ends = [f"{column}_low", f"{column}_high"]
+    ends: Sequence[str] = ENDS
     if name == "summary" and column != "speedup":
-        ends = ["", ""]
-    figures = rows.reindex(columns=[column, *ends]).itertuples(index=False)
-    unit = units.get(column, "")
-    return [
-        format_figure(column, value, low=low, high=high, unit=unit) for value, low, high in figures
-    ]
+        ends = ENDS[:1]
+    figures = rows.reindex(columns=[f"{column}{end}" for end in ends])
+    return [format_figure(column, *figure) for figure in figures.itertuples(index=False)]
 
 
 def worth_showing(table: pd.DataFrame, column: str, name: str = "") -> bool:
@@ -160,27 +155,21 @@ def worth_showing(table: pd.DataFrame, column: str, name: str = "") -> bool:
     is_summary = name == "summary"
     if column in _HIDDEN or column.endswith(("_verdict", "_detectable")):
         return False
-    if is_summary and column == "cell_id":
+    if is_summary and column in _NOT_IN_SUMMARY:
         return False
     if table[column].isna().all():
         return is_summary and column in _HEADLINE
     if is_summary and column in _OF_QUALITY:
         return column in _summary_figures(table)
     if column in ("failed", "disturbed", "held_up"):
-        # The notes of the summary's rows count disturbed images.
-        is_noted = is_summary and column != "failed"
-        return not is_noted and bool((table[column] > 0).any())
+        return bool((table[column] > 0).any())
     return column not in _OFTEN_SHARED or table[column].nunique(dropna=False) > 1
 
 
 def _summary_figures(table: pd.DataFrame) -> list[str]:
     """The quality figures that the summary shows: the metrics for the screen, else all metrics."""
-    on_screen = [
-        metric.name
-        for metric in METRICS.values()
-        if metric.on_screen and metric.name in table and table[metric.name].notna().any()
-    ]
-    return on_screen or list(METRICS)
+    measured = table.filter([*METRICS]).dropna(how="all", axis=1)
+    return [str(name) for name in measured if METRICS[str(name)].on_screen] or list(METRICS)
 
 
 def _notes(table: pd.DataFrame, name: str | None) -> list[str]:
@@ -220,17 +209,17 @@ def _has_values(table: pd.DataFrame, column: str) -> bool:
 
 def _notes_of_rows(table: pd.DataFrame) -> list[str]:
     """The notes of the rows, each once, with the cells that it is about."""
-    of_rows = table["note"].dropna().str.split(NOTE_SEPARATOR, regex=False).explode()
-    notes = []
-    for note, rows in of_rows.groupby(of_rows, sort=False).groups.items():
-        cells = table.loc[rows, "cell_id"]
+    notes = table["note"].str.split(NOTE_SEPARATOR, regex=False)
+    of_rows = table.assign(note=notes).explode("note")
+    texts = []
+    for note, cells in of_rows.groupby("note", sort=False)["cell_id"]:
+        about = f"{len(cells)} of {len(table)} rows: "
         if len(cells) == len(table):
-            notes.append(str(note))
+            about = ""
         elif len(cells) <= 3:
-            notes.append(f"{', '.join(cells.unique())}: {note}")
-        else:
-            notes.append(f"{len(cells)} of {len(table)} rows: {note}")
-    return notes
+            about = f"{', '.join(cells.unique())}: "
+        texts.append(f"{about}{note}")
+    return texts
 
 
 def _against_ar(table: pd.DataFrame) -> list[str]:
@@ -244,11 +233,11 @@ def _against_ar(table: pd.DataFrame) -> list[str]:
         outside = [name for name in names if row[f"{name}_verdict"] == OUTSIDE]
         if outside:
             cells.append(f"{row['cell_id']} ({', '.join(outside)})")
-    largest = table[[f"{name}_detectable" for name in names]].max().dropna()
-    shifts = [
-        f"{str(column).removesuffix('_detectable')} {shift:.2g}"
-        for column, shift in largest.items()
-    ]
+    shifts = []
+    for name in names:
+        shift = table[f"{name}_detectable"].max()
+        if pd.notna(shift):
+            shifts.append(f"{name} {shift:.2g}")
     result = f"outside are {', '.join(cells)}; of all others" if cells else "of all cells"
     return [
         f"{', '.join(names)} against AR's own spread (same prompts, other seeds): {result} no "
@@ -260,23 +249,20 @@ def _against_ar(table: pd.DataFrame) -> list[str]:
 
 def head_of(column: str) -> str:
     """Return the name of a column in words."""
-    if column not in _HEADS:
-        for figure, head in _HEADS.items():
-            if column.startswith(f"{figure}_"):
-                return f"{head}{column.removeprefix(figure)}".replace("_", " ")
-    return _HEADS.get(column, column).replace("_", " ")
+    known = [figure for figure in _HEADS if f"{column}_".startswith(f"{figure}_")]
+    figure = max(known, key=len, default="")
+    return f"{_HEADS.get(figure, '')}{column.removeprefix(figure)}".replace("_", " ")
 
 
 def _head(table: pd.DataFrame, column: str) -> str:
     """The name of a column, and of the scorer of a quality figure if all rows share it."""
     scorer = _SCORED_BY.get(column)
-    if scorer not in table:
-        return head_of(column)
-    scorers = table.loc[table[column].notna(), scorer].dropna().unique()
-    if len(scorers) != 1:
-        return head_of(column)
-    name, _, _ = str(scorers[0]).partition("@")  # the notes hold the hash of the weights
-    return f"{_HEADS[column]} ({name})"
+    if scorer in table:
+        scorers = table.loc[table[column].notna(), scorer].dropna().unique()
+        if len(scorers) == 1:
+            name, _, _ = scorers[0].partition("@")  # the notes hold the hash of the weights
+            return f"{_HEADS[column]} ({name})"
+    return head_of(column)
 
 
 # ---- LaTeX
@@ -342,10 +328,9 @@ def best_of(texts: Sequence[str], better: str | None) -> list[bool]:
         better: The good end of the column, as in `BETTER`.
     """
     numbers = pd.Series(texts, dtype=object).str.extract(r"^([+-]?[\d.]+)")[0].astype(float)
-    if better is None or numbers.nunique() <= 1:
-        return [False] * len(texts)
     best = numbers.max() if better == "higher" else numbers.min()
-    return (numbers == best).tolist()
+    is_comparable = better is not None and numbers.nunique() > 1
+    return (numbers.eq(best) & is_comparable).tolist()
 
 
 def _figures(texts: Sequence[str], better: str | None) -> list[str]:

@@ -93,7 +93,7 @@ def render(runs: Mapping[str, RunData], home: Path) -> str:
     cells = _cells(tables, records, styles)
     data = {
         "cells": cells,
-        "figures": _figures(tables),
+        "figures": _figures(tables, styles),
         "metrics": {name: [METRICS[name].heading, METRICS[name].digits] for name in OF_IMAGES},
         **pictures,
     }
@@ -181,9 +181,8 @@ def _cells(
     return cells
 
 
-def _figures(tables: Mapping[str, Tables]) -> dict[str, list[Plain]]:
+def _figures(tables: Mapping[str, Tables], styles: Styles) -> dict[str, list[Plain]]:
     """The charts of each figure."""
-    styles = run_styles(tables)
     figures: dict[str, list[Plain]] = {name: [] for name in (*_FIGURES.values(), "bound")}
     for chart in charts(tables, GROUPINGS[1:]):
         # Lines of one point each are worth no chart, unless it is against a bound.
@@ -434,9 +433,7 @@ def _run_facts(name: str, run: RunData, tables: Tables) -> Plain:
         "paper": paper,
     }
     if paper is not None:
-        rows = reproduction_rows(tables, paper)
-        known = [row for row in rows if row.get("published") is not None]
-        published = frame("reproduction", known)
-        facts["published"] = side_by_side(published) if known else None
-        facts["notes"] = [*sources(published), *comparability(tables, paper, run.manifest)]
+        table = frame("reproduction", reproduction_rows(tables, paper))
+        facts["published"] = side_by_side(table.dropna(subset="published"))
+        facts["notes"] = [*sources(table), *comparability(tables, paper, run.manifest)]
     return facts
