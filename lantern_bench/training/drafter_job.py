@@ -219,17 +219,20 @@ class DrafterJob:
 
     def settings(self, model: LoadedModel) -> TrainSettings:
         """Return the settings of the training loop for the loaded target."""
+        recipe = self.recipe
         depends_on = {
             "target weights": model.weights.get("target", ""),
             "data": self.data.sha256()[:16],
             "init": self.init_name,
-            **self.recipe.model_dump(mode="json"),
+            **recipe.model_dump(mode="json"),
         }
         settings = self.flags.model_dump(include={"minutes", "seed", "resume"})
-        if self.flags.minutes is not None and self.recipe.steps is None:
-            settings["steps"] = None
-        return self.recipe.train_settings(
-            self.sequences,
+        if self.flags.minutes is None:
+            settings["steps"] = recipe.total_steps(self.sequences)
+        if recipe.warmup is None:
+            steps = recipe.steps_per_epoch(self.sequences)
+            settings["warmup"] = round(recipe.warmup_share * steps)
+        return recipe.train_settings(
             checkpoint=self.work / "drafter.ckpt",
             depends_on=depends_on,
             **settings,
@@ -255,11 +258,8 @@ def make_job(flags: DrafterFlags, drafters: Path) -> DrafterJob:
 
     # Lossless speculative decoding with a static tree, and the model's guidance and filters.
     values = flags.model_dump(include={"cfg_scale", "temperature", "top_k", "tree"})
-    guidance = model.defaults.get("cfg_scale", 1.0)
     try:
-        decoding = Decoding(
-            "speculative", cfg_default=guidance, model_defaults=model.defaults, **values
-        )
+        decoding = Decoding("speculative", model_defaults=model.defaults, **values)
     except ParameterError as error:
         key = error.key or "tree"
         raise UserError(f"{flag_of(key)} {values[key]}: {error.text}") from error

@@ -232,7 +232,12 @@ class DrafterTask(Task):
             total = total + weight * loss
             weights += weight
             if level == 0:
-                figures = {"feature": feature, "soft": soft, "one_minus_tv": overlap}
+                # Named as in the log.
+                figures = {
+                    "feature_loss": feature,
+                    "soft_loss": soft,
+                    "train_one_minus_tv": overlap,
+                }
         return total / weights, figures
 
     def state_dict(self) -> dict[str, Tensor]:

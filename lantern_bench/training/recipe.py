@@ -151,17 +151,9 @@ class DrafterRecipe(Optimisation):
         """Return the number of steps until every sequence was seen once."""
         return sequences / self.step_sequences
 
-    def train_settings(self, sequences: int | None, **settings: Any) -> TrainSettings:
-        """Return the settings of the training loop.
-
-        Args:
-            sequences: Number of training sequences; None leaves the number of steps open.
-            **settings: Settings that replace the recipe's.
-        """
+    def train_settings(self, **settings: Any) -> TrainSettings:
+        """Return the settings of the training loop; `settings` replace the recipe's."""
         shared = self.model_dump(include=set(Optimisation.model_fields))
-        if self.warmup is None:
-            shared["warmup"] = round(self.warmup_share * self.steps_per_epoch(sequences or 0))
-        shared["steps"] = None if sequences is None else self.total_steps(sequences)
         return TrainSettings(**shared | settings)
 
 

@@ -215,14 +215,9 @@ class _Evaluation:
         sequences = (event.step - last["step"]) * job.recipe.step_sequences
         tokens = sequences * self.model.target.image_tokens
         row: dict[str, Any] = {
-            "step": event.step,
+            **vars(event),
+            **event.figures,
             "epoch": event.step / job.recipe.steps_per_epoch(job.sequences),
-            "seconds": event.seconds,
-            "loss": event.loss,
-            "feature_loss": event.figures["feature"],
-            "soft_loss": event.figures["soft"],
-            "train_one_minus_tv": event.figures["one_minus_tv"],
-            "lr": event.lr,
             "tokens_per_s": tokens / (event.seconds - last["seconds"]),
         }
         figures = {"step": str(event.step), "loss": event.loss, **event.figures}

@@ -159,15 +159,16 @@ def train(
             means = {name: fmean(figures[name] for figures in since) for name in since[0]}
             loss = means.pop("loss")
             report.losses.append((report.steps, loss))
-            event = TrainEvent(
-                step=report.steps,
-                fraction=min(1.0, done),
-                seconds=report.seconds,
-                loss=loss,
-                lr=rate,
-                figures=means,
+            on_event(
+                TrainEvent(
+                    step=report.steps,
+                    fraction=min(1.0, done),
+                    seconds=report.seconds,
+                    loss=loss,
+                    lr=rate,
+                    figures=means,
+                )
             )
-            on_event(event)
             since = []
         if report.steps % settings.checkpoint_every == 0:
             run.save()

@@ -92,15 +92,13 @@ def usage() -> Usage:
     if len(cores) > max(mine):
         cores = [cores[core] for core in mine]
     idle = sum(core.idle + getattr(core, "iowait", 0.0) for core in cores)
-    switches = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
-    steal = sum(core.steal for core in cores) if hasattr(cores[0], "steal") else None
-    busy = sum(sum(core) for core in cores) - idle
+    has_steal = hasattr(cores[0], "steal")
     return Usage(
         cpu_seconds=time.process_time(),
         waited_seconds=_waited_seconds(),
-        involuntary_switches=switches,
-        steal_seconds=steal,
-        busy_seconds=busy,
+        involuntary_switches=resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw,
+        steal_seconds=sum(core.steal for core in cores) if has_steal else None,
+        busy_seconds=sum(map(sum, cores)) - idle,
     )
 
 

@@ -83,16 +83,18 @@ class Progress:
             self._bar.update(done - self._bar.n)
         elif now() - self._line_time >= _LOG_SECONDS:
             self._line_time = now()
-            seconds = self._line_time - self._start_time
-            seconds_left = seconds * (total - done) / done if done else 0.0
-            self._log(f"{duration(seconds_left)} left" if seconds_left else "")
+            time = ""
+            if 0 < done < total:
+                seconds = self._line_time - self._start_time
+                time = f", {duration(seconds * (total - done) / done)} left"
+            self._log(time)
 
     def close(self) -> None:
         """End the task. Its bar or lines stay visible."""
         if self._bar is not None:
             self._bar.close()
         elif self._description is not None:
-            self._log(f"in {duration(now() - self._start_time)}", separator=" ")
+            self._log(f" in {duration(now() - self._start_time)}")
         self._description = self._bar = None
 
     def _start(self, description: str, total: float) -> None:
@@ -115,8 +117,8 @@ class Progress:
             bar_format=f"{{l_bar}}{{bar}}|{count} {{elapsed}}, {{remaining}} left{{postfix}}",
         )
 
-    def _log(self, time: str, separator: str = ", ") -> None:
+    def _log(self, time: str) -> None:
         """Write a line: how much of the task is done, the time, and the figures."""
         done = f"{self._done:.0%}" if self._total == 1 else f"{self._done:g} of {self._total:g}"
-        parts = [separator.join(filter(None, [done, time])), self._figures]
-        self._write_line(f"{self._description}: {', '.join(filter(None, parts))}")
+        figures = f", {self._figures}" if self._figures else ""
+        self._write_line(f"{self._description}: {done}{time}{figures}")

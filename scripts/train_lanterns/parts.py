@@ -84,7 +84,7 @@ PARTS: dict[str, Part] = {
         ("tokenizer",),
     ),
     "target": Part(60, _settings(lr=1.5e-3, warmup=100), ("tokenizer",)),
-    "drafter": Part(55, RECIPES["lanterns"].train_settings(None), ("tokenizer", "target")),
+    "drafter": Part(55, RECIPES["lanterns"].train_settings(), ("tokenizer", "target")),
 }
 """In the order in which they are trained."""
 

@@ -190,13 +190,15 @@ def test_guided_batches_compare_guided_distributions() -> None:
     recipe = RECIPE.model_copy(update={"guided": True, "levels": 1, "dropped": 0.0})
     task = task_of(sequences, recipe=recipe)
     _, parts = task.loss(torch.Generator().manual_seed(0))
-    assert float(parts["one_minus_tv"]) == pytest.approx(task.overlap(task.drafter), abs=1e-6)
+    assert float(parts["train_one_minus_tv"]) == pytest.approx(task.overlap(task.drafter), abs=1e-6)
     alone = task_of(sequences, recipe=recipe.model_copy(update={"dropped": 1.0}))
     plain = task_of(sequences, recipe=recipe.model_copy(update={"guided": False}))
     losses = [variant.loss(torch.Generator().manual_seed(0)) for variant in (alone, plain)]
-    assert float(losses[0][1]["soft"]) == pytest.approx(float(losses[1][1]["soft"]), abs=1e-6)
-    assert float(losses[0][1]["one_minus_tv"]) != pytest.approx(
-        float(parts["one_minus_tv"]), abs=1e-4
+    assert float(losses[0][1]["soft_loss"]) == pytest.approx(
+        float(losses[1][1]["soft_loss"]), abs=1e-6
+    )
+    assert float(losses[0][1]["train_one_minus_tv"]) != pytest.approx(
+        float(parts["train_one_minus_tv"]), abs=1e-4
     )
 
 
@@ -249,7 +251,7 @@ def test_every_family_trains_and_loads_its_written_drafter(
     for _ in range(12):
         loss, parts = task.loss(generator)
         assert torch.isfinite(loss)
-        assert set(parts) == {"feature", "soft", "one_minus_tv"}
+        assert set(parts) == {"feature_loss", "soft_loss", "train_one_minus_tv"}
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()
