@@ -202,14 +202,13 @@ class PromptAccuracy:
 
     def __call__(self, pictures: Sequence[Tensor], prompts: Sequence[str]) -> list[float | None]:
         """Return 1.0 or 0.0 for each picture; None if the prompt is not of the bundled family."""
-        wanted = enumerate(attributes_of(prompts))
-        asked = {row: attributes for row, attributes in wanted if attributes is not None}
-        scores: list[float | None] = [None] * len(prompts)
-        if asked:
-            captioned = torch.stack([pictures[row] for row in asked])
-            correct = classifier.prompt_accuracy(self.classifier, captioned, list(asked.values()))
-            for row, is_correct in zip(asked, correct.tolist(), strict=True):
-                scores[row] = float(is_correct)
+        scores: list[float | None] = []
+        for picture, attributes in zip(pictures, attributes_of(prompts), strict=True):
+            score = None
+            if attributes is not None:
+                correct = classifier.prompt_accuracy(self.classifier, picture[None], [attributes])
+                score = float(correct)
+            scores.append(score)
         return scores
 
 

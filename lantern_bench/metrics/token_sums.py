@@ -37,9 +37,8 @@ _LOGITS = 2**25  # of the images of a batch
 
 def finished_by_cell(records: Iterable[Row]) -> dict[str, list[Row]]:
     """Return the finished records that have a picture, by cell."""
-    latest = {record["record_key"]: record for record in records}
     cells: dict[str, list[Row]] = defaultdict(list)
-    for record in latest.values():
+    for record in records:
         if record["status"] == "ok" and record["image"]:
             cells[record["cell_id"]].append(record)
     return cells
@@ -64,7 +63,7 @@ def score_tokens(store: RunStore, device: str, emit: Emit) -> int:
         return 0
 
     experiment = load_experiment(store.manifest["experiment"], defaults_of)
-    models = load_models(experiment, choose_compute(device, store.key["dtype"]))
+    models = load_models(experiment, choose_compute(device, store.manifest["key"]["dtype"]))
     decodings = {cell.cell_id: cell.decoding for cell in experiment.cells}
     images = sum(len(rows) for rows in cells.values())
     done = 0

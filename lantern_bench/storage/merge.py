@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -147,15 +147,13 @@ def _check_complete(shard: RunData) -> None:
 
 def _check_overlap(shards: Sequence[RunData]) -> None:
     """Raise `RefusedError` for an image that two shards have."""
-    folders: dict[str, Path] = {}
-    for shard in shards:
-        for key in shard.records["record_key"]:
-            if key in folders:
-                raise RefusedError(
-                    f"{folders[key]} and {shard.folder} both have the image {key}",
-                    "Their shards overlap: make one of them again.",
-                )
-            folders[key] = shard.folder
+    for one, other in combinations(shards, 2):
+        in_both = set(one.records["record_key"]) & set(other.records["record_key"])
+        if in_both:
+            raise RefusedError(
+                f"{one.folder} and {other.folder} both have the image {min(in_both)}",
+                "Their shards overlap: make one of them again.",
+            )
 
 
 # ---- The merged run

@@ -64,9 +64,8 @@ class RunStore(AbstractContextManager["RunStore"]):
         with ExitStack() as opened:
             store = cls(folder, opened)
             if store.finished:
-                _check_continues(
-                    folder, store.manifest, experiment, finished=store.finished, key=key
-                )
+                wanted = _wanted(experiment) | {"key": key}
+                check_same_run(folder.name, store.manifest, wanted, finished=store.finished)
             store.update_manifest(
                 schema_version=SCHEMA_VERSION,
                 run=folder.name,
@@ -91,11 +90,6 @@ class RunStore(AbstractContextManager["RunStore"]):
                 raise RefusedError(message, "Resume the run with the command that started it.")
             store._opened = opened.pop_all()
         return store
-
-    @property
-    def key(self) -> dict[str, Any]:
-        """The fields of the record key that hold for the whole run."""
-        return dict(self.manifest["key"])
 
     @property
     def finished(self) -> int:
@@ -131,7 +125,7 @@ class RunStore(AbstractContextManager["RunStore"]):
         """
         planned = {
             "schema_version": SCHEMA_VERSION,
-            "record_key": record_key(task, self.key),
+            "record_key": record_key(task, self.manifest["key"]),
             **task.cell.columns(),
             "prompt_id": task.prompt.id,
             "prompt": task.prompt.text,
@@ -189,25 +183,15 @@ def check_folder(folder: Path, experiment: ResolvedExperiment) -> None:
     if (folder / LOCK).exists():
         with lock_run(folder):
             pass
-    if (folder / MANIFEST).exists():
-        finished = len(done_images(folder))
-        if finished:
-            _check_continues(folder, read_manifest(folder), experiment, finished=finished)
+    finished = len(done_images(folder))
+    if finished:
+        manifest = read_manifest(folder)
+        check_same_run(folder.name, manifest, _wanted(experiment), finished=finished)
 
 
-def _check_continues(
-    folder: Path,
-    manifest: Mapping[str, Any],
-    experiment: ResolvedExperiment,
-    *,
-    finished: int,
-    key: dict[str, Any] | None = None,
-) -> None:
-    """Refuse other settings; the key is not compared where it is not known yet."""
-    wanted = {"experiment": experiment.to_dict(), "threads": experiment.settings.threads}
-    if key is not None:
-        wanted["key"] = key
-    check_same_run(folder.name, manifest, wanted, finished=finished)
+def _wanted(experiment: ResolvedExperiment) -> dict[str, Any]:
+    """Return what a manifest must say so that its run can be continued, without the key."""
+    return {"experiment": experiment.to_dict(), "threads": experiment.settings.threads}
 
 
 @contextmanager

@@ -45,11 +45,6 @@ class ImageDone(NamedTuple):
     task: ImageTask
     record: Mapping[str, Any]
 
-    @property
-    def failed(self) -> bool:
-        """Whether the image could not be decoded."""
-        return bool(self.record["status"] != "ok")
-
 
 Event: TypeAlias = Note | ProgressEvent | Started | ImageDone
 
@@ -74,7 +69,7 @@ def shown_by(progress: Progress, on_note: Callable[[Note], None]) -> Callable[[E
                     progress.share("images", 0, images)
             case ImageDone(task, record):
                 done += 1
-                if event.failed:
+                if record["status"] != "ok":
                     on_note(Note(f"{task.image} failed: {record['error']}", level="warning"))
                 else:
                     figures["s_per_image"].append(record["seconds"])

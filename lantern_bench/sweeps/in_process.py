@@ -227,13 +227,12 @@ def key_fields(
         "compile": any(model.engine.compile for model in models.values()),
         "weights": weights,
     }
-    decodings = [cell.decoding for cell in cells]
-    rules = {decoding.rule for decoding in decodings} & OUTSIDE_RULES.keys()
-    if rules:
-        fields["rules"] = {name: OUTSIDE_RULES[name].fingerprint() for name in sorted(rules)}
-    draftings = {decoding.drafting for decoding in decodings} & OUTSIDE_DRAFTINGS.keys()
-    if draftings:
-        fields["draftings"] = {
-            name: OUTSIDE_DRAFTINGS[name].fingerprint() for name in sorted(draftings)
+    for cell in cells:
+        outside = {
+            "rules": OUTSIDE_RULES.get(cell.decoding.rule),
+            "draftings": OUTSIDE_DRAFTINGS.get(cell.decoding.drafting),
         }
+        for field, row in outside.items():
+            if row is not None:
+                fields.setdefault(field, {})[row.name] = row.fingerprint()
     return fields

@@ -130,11 +130,11 @@ def events_of(
                     advice = f"{_ADVICE} --worker-timeout SECONDS waits longer."
                     raise RecordsFailedError(f"{name} hangs: {silence}; it was ended", advice)
         code = worker.wait()
-        if code < 0:
-            signal_name = signal.Signals(-code).name
-            raise WorkerEndedError(f"{name} was ended by {signal_name}", _ADVICE)
-        if code > 0:
-            raise WorkerEndedError(f"{name} ended with code {code}", _ADVICE)
+        if code:
+            end = f"ended with code {code}"
+            if code < 0:
+                end = f"was ended by {signal.Signals(-code).name}"
+            raise WorkerEndedError(f"{name} {end}", _ADVICE)
     finally:
         _end(worker)
         parent_end.close()

@@ -242,17 +242,18 @@ class Worker:
         decoder = self.decoder
         if decoder.compute.device.type == "cpu":
             torch.set_num_threads(threads)
-        batches = [
-            batch for batch in shard.batches() if any(task.order_index in missing for task in batch)
-        ]
-        prepare_seconds = prepare_models(batches, decoder.models, emit=ignore_events)
+        batches = {}  # the images to return, by their batch
+        for batch in shard.batches():
+            tasks = [task for task in batch if task.order_index in missing]
+            if tasks:
+                batches[batch] = tasks
+        prepare_seconds = prepare_models(list(batches), decoder.models, emit=ignore_events)
         if not decoder.session:
             decoder.session = session
             yield from decoder.warm_up(batches)
             collect_garbage()
         decoder.session["prepare_seconds"] += prepare_seconds
-        for batch in batches:
-            tasks = [task for task in batch if task.order_index in missing]
+        for batch, tasks in batches.items():
             yield from decoder.decode(batch, tasks)
         yield decoder.session
 
@@ -266,7 +267,7 @@ def shards_of(plan: Plan, is_done: Callable[[ImageTask], bool], prompts: int) ->
     Args:
         plan: The images of a run.
         is_done: Whether an image is finished. Shards of finished images are left out.
-        prompts: The number of prompts of a shard, at most.
+        prompts: The number of prompts of a shard, at most; a shard has at least one batch.
     """
     size = max(1, prompts // plan.together) * plan.together
     blocks: dict[int, list[ImageTask]] = {}
@@ -319,8 +320,6 @@ class RayDriver:
         self._request = request
         self._emit = emit
         self._settings = request.experiment.settings
-        self._timed = "speed" in self._settings.metrics
-        self._actor = ray.remote(Worker)
         self._workers: list[WorkerHandle] = []
         self._shards: deque[Plan] = deque()
         # lost workers by the first image of their shard
@@ -386,11 +385,12 @@ class RayDriver:
     def _start(self, slot: DeviceSlot) -> None:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        actor = self._actor.options(
+        placed = self._ray.remote(Worker).options(
             num_cpus=slot.cpus,
             num_gpus=slot.gpus,
             scheduling_strategy=NodeAffinitySchedulingStrategy(slot.node, soft=False),
-        ).remote()
+        )
+        actor = placed.remote()
         plan = self._request.plan
         first = replace(plan, tasks=plan.tasks[: len(plan.cells) * plan.together])
         answer = actor.load.remote(replace(self._request, plan=first), slot.cpus)
@@ -506,17 +506,17 @@ class RayDriver:
         self._store = store
         self._is_open = True
         self._threads = store.threads or self._settings.threads or ready.block["threads"]
-        entries = ready.block | {
-            "threads": self._threads,
-            "machine": ready.session["machine"],
-            "load_before": round(psutil.getloadavg()[0], 2),
-        }
-        begin_run(store, request, **entries)
+        begin_run(
+            store,
+            request,
+            machine=ready.session["machine"],
+            load_before=round(psutil.getloadavg()[0], 2),
+            **(ready.block | {"threads": self._threads}),
+        )
         slots = slots_of(self._ray.nodes(), self._settings.device, self._threads)
         workers = max(1, slots.total())
         images = len({task.image_index for task in request.plan.tasks})
-        prompts = images // (_SHARDS * workers)
-        prompts = min(max(1, prompts), _PROMPTS)
+        prompts = min(images // (_SHARDS * workers), _PROMPTS)
         self._shards = deque(shards_of(request.plan, store.is_done, prompts))
         if self._settings.processes > 1:
             self._most_shards = math.ceil(len(self._shards) / self._settings.processes)
@@ -525,7 +525,8 @@ class RayDriver:
         self._emit(Started.of(request.plan, store.missing(request.plan.tasks)))
 
     def _give(self, worker: WorkerHandle, shard: Plan) -> None:
-        missing = missing_of(shard, self._store.is_done, timed=self._timed)
+        timed = "speed" in self._settings.metrics
+        missing = missing_of(shard, self._store.is_done, timed=timed)
         decode = worker.actor.decode.options(num_returns="streaming")
         worker.answer = decode.remote(shard, missing, worker.session, self._threads)
         worker.shard = shard
