@@ -10,7 +10,8 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from operator import itemgetter
+from itertools import groupby
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -23,7 +24,6 @@ from lantern_bench.analysis.statistics import Interval, correct, proportion
 from lantern_bench.checks import image_tests, tabular_model
 from lantern_bench.checks.claims import CertificationPlan, Claim
 from lantern_bench.checks.trials import Trial, lossless_decodings, plan_trials
-from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.drafting.draft_method import drafting_of
 from lantern_bench.decoding.loop import decode
 from lantern_bench.devices.compute import Compute, choose_compute
@@ -63,6 +63,7 @@ class TrialResult:
     impossible: int = 0  # tokens that the target cannot give
     # On the tables: the distance from the target as two estimates, one too low and one too high.
     tv: tuple[float, float] | None = None
+    claim: Claim | None = None  # in an audit
 
     @property
     def lowest(self) -> tuple[str, float]:
@@ -98,7 +99,14 @@ def certify(plan: CertificationPlan, folder: Path, emit: Emit) -> dict[str, Rows
         emit(ProgressEvent("captions", done, total))
 
     # 1. Estimate the seconds of each trial, for the progress.
-    seconds = _trial_seconds(plan, trials, model)
+    of_model = _token_seconds(plan, model, GREEDY) * model.target.image_tokens
+    of_tables = _token_seconds(plan, tabular_model.table_model(), _CALIBRATION_IMAGES)
+    seconds = []
+    for trial in trials:
+        of_image = of_model
+        if not trial.dtype:
+            of_image = of_tables * tabular_model.table_tokens(trial.decoding)
+        seconds.append(trial.images * of_image)
     total_seconds = sum(seconds)
     on_tables = sum(not trial.dtype for trial in trials)
     counts = f"{on_tables} on tables, {len(trials) - on_tables} with {plan.model}"
@@ -118,10 +126,15 @@ def certify(plan: CertificationPlan, folder: Path, emit: Emit) -> dict[str, Rows
         before += part
 
     # 3. Make the tables.
+    tables: dict[str, Rows] = {}
     if plan.claims:
-        tables = _audit_tables(plan, trials, results)
+        by_claim = groupby(results, attrgetter("claim"))  # its trials follow each other
+        audited = [(claim, list(of_claim)) for claim, of_claim in by_claim]
+        tables["audit"], tables["lossless_tests"] = audit_rows(plan.model, audited)
     else:
-        tables = _certificate_tables(plan, results, level)
+        tables["certificate"], tables["lossless_tests"] = trial_rows(plan.model, results)
+        if plan.has_power:
+            tables["power"] = power_rows(plan.model, results, level)
         differences = image_tests.greedy_differences(
             model=model,
             prompts=list(dict.fromkeys(plan.prompts[:GREEDY])),
@@ -212,7 +225,6 @@ def _results_on_tables(trial: Trial, seed: int) -> Iterator[TrialResult]:
             decoding=decoding,
             images=range(len(tokens), end),
             rule=trial.rule,
-            drafting=trial.drafting,
             seed=seed,
         )
         tokens = torch.cat([tokens, more])
@@ -224,6 +236,7 @@ def _results_on_tables(trial: Trial, seed: int) -> Iterator[TrialResult]:
             images=len(tokens),
             tokens=tokens.numel(),
             tv=tv,
+            claim=trial.claim,
         )
 
 
@@ -242,7 +255,6 @@ def _results_on_model(
         tolerance=image_tests.edge_tolerance(trial.dtype, decoding),
         seed=plan.resolved.settings.seed,
         rule=trial.rule,
-        drafting=trial.drafting,
     ):
         batches.append(batch)
         shown = image_tests.joined(batches)
@@ -254,35 +266,18 @@ def _results_on_model(
             tokens=shown.starts.size,
             edge=int(shown.edge.sum()),
             impossible=int(shown.impossible.sum()),
+            claim=trial.claim,
         )
 
 
-def _trial_seconds(
-    plan: CertificationPlan, trials: Sequence[Trial], model: LoadedModel
-) -> list[float]:
-    """Estimate the seconds of each trial from a few tokens of the model and of the tables."""
-    tables = tabular_model.table_model()
-    prompts = [plan.prompts[0].text] * GREEDY
-    plain = plan.sampling.autoregressive()
-    of_model = _token_seconds(model, model.condition(prompts), plain, images=GREEDY)
-    of_tables = _token_seconds(tables, None, Decoding("ar"), images=_CALIBRATION_IMAGES)
-    estimates = []
-    for trial in trials:
-        seconds = of_model * model.target.image_tokens
-        if not trial.dtype:
-            seconds = of_tables * tabular_model.table_tokens(trial.decoding)
-        estimates.append(trial.images * seconds)
-    return estimates
-
-
-def _token_seconds(model: LoadedModel, condition: Any, decoding: Decoding, *, images: int) -> float:
+def _token_seconds(plan: CertificationPlan, model: LoadedModel, images: int) -> float:
     """The seconds of a token of an image, when some are decoded for the second time."""
     tokens = min(_CALIBRATION_TOKENS, model.target.image_tokens)
     work = partial(
         decode,
         model=model,
-        condition=condition,
-        decoding=decoding,
+        condition=model.condition([plan.prompts[0].text] * images),
+        decoding=plan.sampling.autoregressive(),
         generators=tabular_model.generators(model, [0] * images),
         tokens=tokens,
     )
@@ -290,29 +285,6 @@ def _token_seconds(model: LoadedModel, condition: Any, decoding: Decoding, *, im
     began = now()
     work()
     return (now() - began) / images / tokens
-
-
-def _certificate_tables(
-    plan: CertificationPlan, results: Sequence[TrialResult], level: float
-) -> dict[str, Rows]:
-    rows, tests = trial_rows(plan.model, [result for result in results if result.broken is None])
-    tables = {"certificate": rows, "lossless_tests": tests}
-    if plan.has_power:
-        tables["power"] = power_rows(
-            plan.model, [result for result in results if result.broken is not None], level
-        )
-    return tables
-
-
-def _audit_tables(
-    plan: CertificationPlan, trials: Sequence[Trial], results: Sequence[TrialResult]
-) -> dict[str, Rows]:
-    audited = []
-    for claim in plan.claims:
-        pairs = zip(trials, results, strict=True)
-        audited.append((claim, [result for trial, result in pairs if trial.claim is claim]))
-    rows, tests = audit_rows(plan.model, audited)
-    return {"audit": rows, "lossless_tests": tests}
 
 
 def _write(
@@ -345,15 +317,16 @@ def _write(
 
 
 def trial_rows(model: str, results: Sequence[TrialResult]) -> tuple[Rows, Rows]:
-    """Return the rows of `certificate` and of `lossless_tests` for trials without a mistake.
+    """Return the rows of `certificate` and of `lossless_tests` for the trials without a mistake.
 
-    Holm's correction is over all tests of all trials. A trial is `weak` if too few of its tokens
-    can be tested.
+    Holm's correction is over all tests of all these trials. A trial is `weak` if too few of its
+    tokens can be tested.
     """
-    tests = _test_rows(model, results)
+    right = _without_mistake(results)
+    tests = _test_rows(model, right)
     smallest = _smallest_by_setting(tests)
     checks = []
-    for result in results:
+    for result in right:
         p = smallest[result.setting]
         test, lowest_p = result.lowest
         notes = [f"{test}: p = {lowest_p:.2g}"]
@@ -381,6 +354,10 @@ def trial_rows(model: str, results: Sequence[TrialResult]) -> tuple[Rows, Rows]:
             )
         )
     return checks, tests
+
+
+def _without_mistake(results: Sequence[TrialResult]) -> list[TrialResult]:
+    return [result for result in results if result.broken is None]
 
 
 def _test_rows(model: str, results: Sequence[TrialResult]) -> Rows:
@@ -414,11 +391,13 @@ def power_rows(model: str, results: Sequence[TrialResult], level: float) -> Rows
 
     Args:
         model: Name of the model.
-        results: Results of trials with a mistake.
+        results: Results of trials; those without a mistake are left out.
         level: P-value below which a mistake is rejected.
     """
     rows = []
     for result in results:
+        if result.broken is None:
+            continue
         test, p = result.lowest
         needed = None
         # The smallest of several p-values is often below 0.05 by chance.
@@ -458,7 +437,7 @@ def audit_rows(
         right = []
         for claim, results in audited:
             if claim.is_lossless is is_lossless:
-                right += [result for result in results if result.broken is None]
+                right += _without_mistake(results)
         tests += _test_rows(model, right)
     smallest = _smallest_by_setting(tests)
     return [_audit_row(claim, results, smallest) for claim, results in audited], tests
@@ -474,7 +453,7 @@ _VERDICTS = {
 
 def _audit_row(claim: Claim, results: Sequence[TrialResult], smallest: Mapping[Any, float]) -> Row:
     """The row of a claim; `smallest` has the smallest corrected p-value of each setting."""
-    right = [result for result in results if result.broken is None]
+    right = _without_mistake(results)
     on_tables, *on_model = right
     p = min(smallest[result.setting] for result in right)
     follows_target = p > LEVEL

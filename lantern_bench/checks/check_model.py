@@ -59,8 +59,7 @@ class Reference(NamedTuple):
 
     condition: Any
     tokens: Tensor  # int64 [B, N]
-    cond: Tensor  # [B, N, V] with the prompt
-    uncond: Tensor | None  # without it
+    rows: Rows
 
 
 def read_reference(path: Path, model: LoadedModel) -> Reference:
@@ -71,20 +70,20 @@ def read_reference(path: Path, model: LoadedModel) -> Reference:
     """
     try:
         with np.load(path, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in file.files}
-        tokens = torch.from_numpy(arrays["tokens"])
-        cond = torch.from_numpy(arrays["cond"])
-        uncond = torch.from_numpy(arrays["uncond"]) if "uncond" in arrays else None
+            arrays = dict(file)
+        tokens = torch.from_numpy(arrays["tokens"]).long()
+        names = ("cond", "uncond") if "uncond" in arrays else ("cond",)
+        rows = [torch.from_numpy(arrays[name]) for name in names]
         condition = model.condition([str(text) for text in np.atleast_1d(arrays["prompts"])])
-        is_like_cond = uncond is None or uncond.shape == cond.shape
-        if cond.dim() != 3 or tokens.shape != cond.shape[:2] or not is_like_cond:
+        width = rows[0].shape[-1]
+        if tokens.dim() != 2 or any(row.shape != (*tokens.shape, width) for row in rows):
             raise ValueError("tokens must be [n, N], cond and uncond [n, N, V]")
     except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
         reason = f"{error.args[0]} must be there" if isinstance(error, KeyError) else error
         raise UserError(
             f"--reference {path}: {reason}", "Give an .npz with tokens, cond, uncond and prompts."
         ) from None
-    return Reference(condition=condition, tokens=tokens.long(), cond=cond, uncond=uncond)
+    return Reference(condition, tokens, rows)
 
 
 @torch.inference_mode()
@@ -178,15 +177,14 @@ def _check_logits(images: _Images, reference: Reference | None, tolerance: float
     if reference is None and model.reference is not None:
         source = "the model's own reference"
         condition = model.condition(images.prompts)
-        cond, uncond = model.reference(condition, images.tokens)
-        reference = Reference(condition, images.tokens, cond=cond, uncond=uncond)
+        rows = list(model.reference(condition, images.tokens))
+        reference = Reference(condition, images.tokens, rows)
     if reference is None:
         return Check("logits", "none", about="no reference: give --reference FILE.npz")
 
     tokens = reference.tokens
-    length, width = reference.cond.shape[1:]
-    lowest = int(tokens.min())
-    highest = int(tokens.max())
+    length, width = reference.rows[0].shape[1:]
+    lowest, highest = map(int, tokens.aminmax())
     most = model.target.image_tokens
     vocab_size = model.target.vocab_size
     if length > most or lowest < 0 or highest >= vocab_size or width != vocab_size:
@@ -197,11 +195,11 @@ def _check_logits(images: _Images, reference: Reference | None, tolerance: float
         target=model.target,
         condition=reference.condition,
         tokens=tokens.to(model.target.device),
-        guided=reference.uncond is not None,
+        guided=len(reference.rows) == 2,
     )
     return _compared(
         "logits",
-        _gaps("", ours_along, _rows(reference)),
+        _gaps("", ours_along, reference.rows),
         tolerance,
         about=f"along {length} tokens against {source}",
     )
@@ -413,7 +411,7 @@ def _score(target: Target, condition: Any, tokens: Tensor, *, guided: bool = Tru
     return _rows(forced.logits)
 
 
-def _rows(scores: Logits | Reference) -> Rows:
+def _rows(scores: Logits) -> Rows:
     """A copy of the rows: a session may write over them."""
     return [row.clone() for row in (scores.cond, scores.uncond) if row is not None]
 

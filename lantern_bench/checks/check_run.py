@@ -163,28 +163,21 @@ def _plan_problems(
 ) -> Iterator[Problem]:
     """Yield the missing and failed images of each cell, and the records outside the plan."""
     recorded = {(row.cell_id, row.prompt_id, row.repeat): row for row in records}
-    wanted: Counter[str] = Counter()
-    missing: Counter[str] = Counter()
-    failed: Counter[str] = Counter()
+    wanted = Counter(task.cell.cell_id for task in plan.tasks)
+    lost: Counter[tuple[str, str]] = Counter()  # images by cell and by what is wrong
     for task in plan.tasks:
-        cell_id = task.cell.cell_id
-        wanted[cell_id] += 1
         row = recorded.pop(task.key, None)
         if row is None:
-            missing[cell_id] += 1
+            lost[task.cell.cell_id, "have no record"] += 1
             continue
         if row.status != "ok":
-            failed[cell_id] += 1
+            lost[task.cell.cell_id, "failed"] += 1
         key = record_key(task, manifest["key"])
         if row.record_key != key:
             problem = f"{task.image}: record key {row.record_key}, its settings give {key}"
             yield Problem(RECORDS, problem, repairable=False)
-    for cell_id, count in wanted.items():
-        if missing[cell_id]:
-            problem = f"{cell_id}: {missing[cell_id]} of {count} images have no record"
-            yield Problem(RECORDS, problem)
-        if failed[cell_id]:
-            yield Problem(RECORDS, f"{cell_id}: {failed[cell_id]} of {count} images failed")
+    for (cell_id, words), count in lost.items():
+        yield Problem(RECORDS, f"{cell_id}: {count} of {wanted[cell_id]} images {words}")
     if recorded:
         problem = f"{len(recorded)} records belong to no image of the experiment"
         yield Problem(RECORDS, problem, repairable=False)

@@ -178,8 +178,7 @@ def _disk() -> Iterator[Finding]:
         free = shutil.disk_usage(existing).free
         shown = str(absolute).replace(str(Path.home()), "~", 1)
         try:
-            with tempfile.TemporaryFile(dir=existing):
-                pass
+            tempfile.TemporaryFile(dir=existing).close()
         except OSError as error:
             # Without a cache everything works, and is computed again.
             state: State = "warning" if name == "cache" else "fail"
@@ -361,12 +360,12 @@ def _decode(device: torch.device, dtype: str) -> Iterator[Finding]:
 
 def _compared(
     check: str,
-    images: Mapping[str, Decoded],
+    images: Mapping[str, Any],
     fallbacks: Mapping[str, str],
     *,
     dtype: torch.dtype,
 ) -> Finding:
-    """The finding of several decodes of one image, of which the first is eager.
+    """The finding of several decodes (`Decoded`) of one image, of which the first is eager.
 
     In float32 all tokens must be equal. In half precision rounding may change them.
     """
@@ -379,8 +378,6 @@ def _compared(
     same = int((eager.tokens == compiled.tokens).long().cumprod(0).sum())
     total = len(eager.tokens)
     if same < total:
-        assert eager.logits is not None
-        assert compiled.logits is not None
         first = eager.logits[: same + 1].float()
         second = compiled.logits[: same + 1].float()
         apart = float((first - second).abs().max() / first.abs().max())

@@ -7,7 +7,7 @@ p comes from teacher forcing along the finished images, not from the decode step
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,9 +23,7 @@ from lantern_bench.checks.tabular_model import generators
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.plan import record_seed
 from lantern_bench.decoding.acceptance.configured_rule import ConfiguredRule
-from lantern_bench.decoding.drafting.draft_method import DraftMethod
 from lantern_bench.decoding.loop import Decoded, decode
-from lantern_bench.decoding.protocol import Target
 from lantern_bench.decoding.sampling import broken_distributions, decoding_probabilities, guide
 from lantern_bench.decoding.teacher_forcing import drafted_along, teacher_forced
 from lantern_bench.metrics.token_sums import sums_along
@@ -129,9 +127,8 @@ def evidence(
         variance = (p * (values - mean).square()).sum(dim=-1, keepdim=True)
         columns[name] = torch.where(outside, 0.0, values.gather(-1, x) - mean)
         columns[f"{name}_var"] = torch.where(outside, 0.0, variance)
-    is_start = np.zeros(tuple(tokens.shape), dtype=bool)
-    for of_image, positions in zip(is_start, starts, strict=True):
-        of_image[list(positions)] = True
+    positions = np.arange(tokens.shape[1])
+    is_start = np.array([np.isin(positions, of_image) for of_image in starts])
     arrays: dict[str, Any] = {
         name: column.squeeze(-1).cpu().numpy() for name, column in columns.items()
     }
@@ -190,7 +187,6 @@ def decoded_evidence(
     tolerance: float,
     seed: int = 0,
     rule: ConfiguredRule | None = None,
-    drafting: Callable[[Decoding, Target, int], DraftMethod] | None = None,
 ) -> Iterator[Evidence]:
     """Decode images, cycling through the prompts, and yield the evidence of each batch.
 
@@ -205,7 +201,6 @@ def decoded_evidence(
         tolerance: See `edge_tolerance`.
         seed: Seed of the run.
         rule: Replaces the rule of the decoding.
-        drafting: Makes the drafting that replaces the one of the decoding.
     """
     target = model.target
     batch = max(1, min(images, _VALUES // (target.image_tokens * target.vocab_size)))
@@ -223,7 +218,6 @@ def decoded_evidence(
             generators=generators(model, seeds),
             engine=model.engine,
             rule=rule,
-            drafting=None if drafting is None else drafting(decoding, target, batch),
         )
         tokens = torch.stack([image.tokens for image in decoded]).long().to(target.device)
         forced = teacher_forced(

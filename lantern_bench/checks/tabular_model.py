@@ -7,8 +7,9 @@ a network do not show (`g_tests`).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -21,7 +22,6 @@ from torch import Tensor
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.plan import record_seed
 from lantern_bench.decoding.acceptance.configured_rule import ConfiguredRule
-from lantern_bench.decoding.drafting.draft_method import DraftMethod
 from lantern_bench.decoding.engine import Engine
 from lantern_bench.decoding.loop import decode
 from lantern_bench.decoding.protocol import (
@@ -34,6 +34,9 @@ from lantern_bench.decoding.protocol import (
 from lantern_bench.decoding.sampling import decoding_probabilities, guide
 from lantern_bench.models.loaded_model import LoadedModel
 
+# Standard deviation of the drafter's logits around the target's.
+_DRAFTER_NOISE = 0.7
+
 
 class TabularModel(Target):
     """Target and drafter whose logits come from tables; rows with and without the prompt differ.
@@ -42,7 +45,6 @@ class TabularModel(Target):
         vocab: Number of tokens, V.
         length: Tokens of an image.
         seed: Seed of the random tables.
-        drafter_noise: Standard deviation of the drafter's logits around the target's.
         memory: Number of earlier tokens on which a token depends. Default: all.
     """
 
@@ -52,7 +54,6 @@ class TabularModel(Target):
         length: int,
         seed: int,
         *,
-        drafter_noise: float = 0.7,
         memory: int | None = None,
     ) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -62,9 +63,9 @@ class TabularModel(Target):
         self.image_tokens = length
         self.device = torch.device("cpu")
         self.p = torch.randn(2, states, vocab, generator=generator) * 1.3
-        self.q = self.p + torch.randn(2, states, vocab, generator=generator) * drafter_noise
+        self.q = self.p + torch.randn(2, states, vocab, generator=generator) * _DRAFTER_NOISE
         self.target = self
-        self.drafter: Any = SimpleNamespace(session=self._drafter_session)
+        self.drafter: Any = SimpleNamespace(session=partial(_DrafterSession, self))
 
     def session(
         self,
@@ -81,15 +82,6 @@ class TabularModel(Target):
             nodes: Not used; trees may have any size.
         """
         return _TargetSession(self, batch, guided=guided)
-
-    def _drafter_session(
-        self,
-        batch: int,
-        *,
-        guided: bool,
-        nodes: int,  # noqa: ARG002
-    ) -> _DrafterSession:
-        return _DrafterSession(self, batch, guided=guided)
 
     def state_after(self, state: Tensor, tokens: Tensor) -> Tensor:
         """Append tokens to states, which write the last `memory` tokens in base V + 1."""
@@ -108,8 +100,7 @@ class TabularModel(Target):
         for _ in range(skipped):
             after, every_weight = self._continued(states[:, None], weights[:, None], probabilities)
             states, index = after.flatten().unique(return_inverse=True)
-            weights = torch.zeros(len(states), dtype=torch.float64)
-            weights.scatter_add_(0, index, every_weight.flatten())
+            weights = torch.bincount(index, every_weight.flatten())
         ends = states[:, None]
         joint = weights[:, None]
         for _ in range(count):
@@ -162,6 +153,7 @@ class _DrafterSession(DrafterSession):
     model: TabularModel
     batch: int
     guided: bool
+    nodes: int  # not used; trees may have any size
 
     def prefill(self, condition: Any, features: Tensor) -> None:  # noqa: ARG002
         self.state = torch.zeros(self.batch, dtype=torch.int64)
@@ -236,7 +228,6 @@ def table_images(
     images: range,
     *,
     rule: ConfiguredRule | None = None,
-    drafting: Callable[[Decoding, Target, int], DraftMethod] | None = None,
     seed: int = 0,
 ) -> Tensor:
     """Decode images of the `table_model`.
@@ -248,7 +239,6 @@ def table_images(
         decoding: The decoding.
         images: Numbers of the images, from which their seeds follow.
         rule: Replaces the rule of the decoding.
-        drafting: Makes the drafting that replaces the one of the decoding.
         seed: Seed of the run.
 
     Returns:
@@ -267,7 +257,6 @@ def table_images(
             generators=generators(model, seeds),
             engine=engine,
             rule=rule,
-            drafting=None if drafting is None else drafting(decoding, model.target, len(seeds)),
         )
         tokens.append(torch.stack([image.tokens for image in decoded]).long())
     return torch.cat(tokens)
@@ -299,8 +288,18 @@ def g_tests(decoding: Decoding, tokens: Tensor) -> tuple[dict[str, float], tuple
         return decoding_probabilities(guide(cond, uncond, decoding.cfg_scale), decoding)
 
     def window(first: int, count: int) -> _Window:
-        expected = target.joint(probabilities, count, first).numpy()
-        return _counted(tokens[:, first : first + count], expected / expected.sum())
+        joint = target.joint(probabilities, count, first).numpy()
+        expected = joint / joint.sum()
+        columns = tuple(tokens[:, first : first + count].T.numpy())
+        combinations = np.ravel_multi_index(columns, [VOCABULARY] * count)
+        even = np.bincount(combinations[::2], minlength=len(expected))
+        odd = np.bincount(combinations[1::2], minlength=len(expected))
+        return _Window(
+            expected=expected,
+            combinations=combinations,
+            halves=np.stack([even, odd]),
+            p_value=_g_test(even + odd, expected),
+        )
 
     pair = window(0, _WINDOW - 1)
     start, *later = [window(first, _WINDOW) for first in range(tokens.shape[1] - _WINDOW + 1)]
@@ -315,20 +314,6 @@ def g_tests(decoding: Decoding, tokens: Tensor) -> tuple[dict[str, float], tuple
     }
     worst = min([start, *later], key=lambda window: window.p_value)
     return tests, _distances(worst)
-
-
-def _counted(tokens: Tensor, expected: NDArray[Any]) -> _Window:
-    """Count the combinations of tokens int64 [images, count] and compare them with their p."""
-    columns = tuple(tokens.T.numpy())
-    combinations = np.ravel_multi_index(columns, [VOCABULARY] * len(columns))
-    even = np.bincount(combinations[::2], minlength=len(expected))
-    odd = np.bincount(combinations[1::2], minlength=len(expected))
-    return _Window(
-        expected=expected,
-        combinations=combinations,
-        halves=np.stack([even, odd]),
-        p_value=_g_test(even + odd, expected),
-    )
 
 
 def _distances(window: _Window) -> tuple[float, float]:

@@ -15,8 +15,6 @@ from lantern_bench.checks.tabular_model import TOKENS, table_tokens
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.acceptance.children import Acceptance, Children, accept_children
 from lantern_bench.decoding.acceptance.configured_rule import ConfiguredRule
-from lantern_bench.decoding.drafting.draft_method import DraftMethod
-from lantern_bench.decoding.protocol import Target
 from lantern_bench.methods.catalog import (
     DRAFTINGS,
     defaults_for,
@@ -54,8 +52,6 @@ class Trial:
     dtype: str = ""
     broken: str | None = None  # name of the planted mistake
     rule: ConfiguredRule | None = None  # replaces the rule of the decoding
-    # Makes the drafting that replaces the one of the decoding.
-    drafting: Callable[[Decoding, Target, int], DraftMethod] | None = None
     claim: Claim | None = None  # in an audit
 
 

@@ -154,15 +154,11 @@ class Work(NamedTuple):
 
     bytes: float
     operations: float
-    kernels: float
+    kernels: float = 0.0
 
     def __add__(self, other: Work) -> Work:  # type: ignore[override]
         """Return the work of both."""
-        return Work(
-            self.bytes + other.bytes,
-            self.operations + other.operations,
-            self.kernels + other.kernels,
-        )
+        return Work(*np.add(self, other))
 
 
 class Draft(NamedTuple):
@@ -218,7 +214,7 @@ def forward_work(
     attention = 2 * layers * (setting.context + nodes) * sizes.heads * sizes.head_dim
     products = rows * (layer_weights + attention) + head_rows * head_weights
     read = (layer_weights + cached) * weight_bytes + head_weights * head_bytes
-    return Work(read, 2.0 * nodes * products, 0.0)
+    return Work(read, 2.0 * nodes * products)
 
 
 def _logits_work(setting: Workload, rows: float, *, passes: float, kernels: float) -> Work:
@@ -272,7 +268,7 @@ def draft_work(
     works = []
     for number, nodes in enumerate((first, *draft.levels)):
         forward = forward_work(setting, 1, nodes, weight_bytes=weight_bytes, stack=stack)
-        fused = Work(fuse_bytes, 2.0 * setting.rows * nodes * fuse_weights, 0.0)
+        fused = Work(fuse_bytes, 2.0 * setting.rows * nodes * fuse_weights)
         drawn = nodes if number else 1
         works.append(forward + fused + _logits_work(setting, drawn, passes=4, kernels=kernels))
     return works
@@ -361,20 +357,17 @@ def step_seconds(
     weight_bytes = device.weight_bytes
     nodes = 1 if draft is None else draft.nodes
     target = target_work(setting, nodes, weight_bytes=weight_bytes, stack=stack)
-    parts = {
-        "draft": np.zeros(4),
-        "target": np.array(seconds_of(target, device, stack, factor=device.target_factor(nodes))),
-        "verify": np.zeros(4),
-        "other": np.zeros(4),
-    }
+    names = ["draft", "target", "verify", "other"]
+    parts = pd.DataFrame(0.0, index=names, columns=Seconds._fields)
+    parts.loc["target"] = seconds_of(target, device, stack, factor=device.target_factor(nodes))
     if draft is not None:
         for work in draft_work(setting, draft, committed, weight_bytes=weight_bytes, stack=stack):
-            parts["draft"] += seconds_of(work, device, stack, factor=device.draft_factor)
+            parts.loc["draft"] += seconds_of(work, device, stack, factor=device.draft_factor)
         verify = verify_work(setting, draft, committed, stack=stack)
-        parts["verify"] += seconds_of(verify, device, stack, factor=device.verify_factor)
+        parts.loc["verify"] = seconds_of(verify, device, stack, factor=device.verify_factor)
         if stack.fixed:
-            parts["other"][0] = 1e-6 * device.step_us
-    return pd.DataFrame.from_dict(parts, orient="index", columns=Seconds._fields)
+            parts.loc["other", "total"] = 1e-6 * device.step_us
+    return parts
 
 
 def prefill_seconds(device: Device, stack: KernelCounts, setting: Workload) -> float:
@@ -462,7 +455,7 @@ def step_samples(
         "target": target_work(setting, draft.nodes, weight_bytes=weight_bytes, stack=stack),
         "draft": sum(
             draft_work(setting, draft, 1, weight_bytes=weight_bytes, stack=stack),
-            start=Work(0.0, 0.0, 0.0),
+            start=Work(0.0, 0.0),
         ),
         "verify": verify_work(setting, draft, 1, stack=stack),
     }

@@ -250,7 +250,7 @@ def forward_need(target: TransformerTarget, nodes: int, *, guided: bool) -> Work
     weights = weights_of(modules)
     products = sum(weight.numel() for weight in weights)
     read = sum(weight.nbytes for weight in weights) + cached * target.dtype.itemsize
-    return Work(read, 2.0 * rows * nodes * (products + attention), 0.0)
+    return Work(read, 2.0 * rows * nodes * (products + attention))
 
 
 def seconds_of(work: Callable[[], object], device: torch.device, *, repeats: int) -> list[float]:
@@ -374,11 +374,11 @@ def measure(
     condition = model.condition(profiled.prompts[:1])
     # Memory comes first, because what other trees allocate stays allocated.
     memory = {}
-    for number, (name, decoding) in enumerate(steps.items(), start=1):
+    for name, decoding in steps.items():
         memory[name] = _memory(profiled, decoding)  # its programs are compiled here
-        emit(ProgressEvent("measuring memory", number / len(steps)))
+        emit(ProgressEvent("measuring memory", len(memory), len(steps)))
     rows: list[Row] = []
-    for number, nodes in enumerate(_NODES, start=1):
+    for nodes in _NODES:
         milliseconds = forward_ms(model, condition, nodes, cfg_scale=profiled.cfg_scale)
         rows.append(
             {
@@ -387,7 +387,7 @@ def measure(
                 **_bounded(profiled, nodes, milliseconds, rates=rates),
             }
         )
-        emit(ProgressEvent("measuring forwards", number / len(_NODES)))
+        emit(ProgressEvent("measuring forwards", len(rows), len(_NODES)))
     one_node_ms = rows[0]["milliseconds"]
 
     measured = step_costs(

@@ -11,7 +11,6 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -89,16 +88,15 @@ def longest_trees(rates: Rates, most_nodes: int) -> dict[Topology, float]:
         if nodes == 0 or depth == levels or rank == len(rates[0]):
             return 0.0, ()
 
-        def length(below: int) -> float:
-            """The length if the child of this rank has so many nodes below it."""
-            child = rates[depth][rank] * (1.0 + best(levels, 0, below, depth=depth + 1)[0])
-            return child + best(levels, rank + 1, nodes - 1 - below, depth=depth)[0]
-
-        below = max(range(nodes), key=length)
-        _, paths_below = best(levels, 0, below, depth=depth + 1)
-        _, paths_beside = best(levels, rank + 1, nodes - 1 - below, depth=depth)
-        child = [(rank, *path) for path in ((), *paths_below)]
-        return length(below), (*child, *paths_beside)
+        longest: tuple[float, tuple[Path, ...]] = (-1.0, ())
+        for nodes_below in range(nodes):  # the child of this rank is one of the nodes
+            below, paths_below = best(levels, 0, nodes_below, depth=depth + 1)
+            beside, paths_beside = best(levels, rank + 1, nodes - 1 - nodes_below, depth=depth)
+            length = rates[depth][rank] * (1.0 + below) + beside
+            if length > longest[0]:
+                child = [(rank, *path) for path in ((), *paths_below)]
+                longest = (length, (*child, *paths_beside))
+        return longest
 
     lengths = {}
     for levels in range(1, len(rates) + 1):
@@ -201,14 +199,11 @@ def search_trees(
             f"--images {len(prompts)}: too few drafts to see how often they are accepted",
             "Give more images.",
         )
-    forward = partial(
-        forward_ms,
-        model=model,
-        condition=model.condition(prompts[:1]),
-        cfg_scale=decoding.cfg_scale,
-        repeats=_FORWARD_REPEATS,
-    )
-    forwards = [forward(nodes=nodes) for nodes in _FORWARDS]
+    condition = model.condition(prompts[:1])
+    forwards = [
+        forward_ms(model, condition, nodes, cfg_scale=decoding.cfg_scale, repeats=_FORWARD_REPEATS)
+        for nodes in _FORWARDS
+    ]
 
     @functools.cache
     def measured(candidate: Candidate) -> list[StepCost]:

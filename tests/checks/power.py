@@ -25,6 +25,7 @@ from lantern_bench.checks.claims import CertificationPlan, plan_certification
 from lantern_bench.checks.tabular_model import table_model
 from lantern_bench.checks.trials import Trial, plan_trials
 from lantern_bench.cli.options import resolve_cells
+from lantern_bench.decoding.engine import Engine
 from lantern_bench.devices.compute import choose_compute
 from lantern_bench.storage.schema import frame, write_csv
 from lantern_bench.utils.progress import ignore_events
@@ -85,7 +86,6 @@ def planted(
                 images=most,
                 broken=mistake.name,
                 rule=mistake.acceptance_rule(),
-                drafting=mistake.make,
             )
             yield broken, mistake
 
@@ -126,8 +126,9 @@ def main() -> None:
     for trial, mistake in chosen:
         if typed.only and mistake.name not in typed.only:
             continue
-        with mistake.patched():
-            result = run_trial(trial, certificate, models, level=level, emit=ignore_events)
+        fresh = {name: replace(model, engine=Engine()) for name, model in models.items()}
+        with mistake.planted():
+            result = run_trial(trial, certificate, fresh, level=level, emit=ignore_events)
         row = frame("power", power_rows("lanterns", [result], level))
         print(row[shown].to_string(header=False, index=False), flush=True)
         table = pd.concat([table, row]).drop_duplicates(key, keep="last")

@@ -46,12 +46,11 @@ def rejected_at(setting: str, name: str, images: int = TABLE_IMAGES) -> float:
     mistake = next(
         mistake for mistake in mistakes_of(decoding, table_model()) if mistake.name == name
     )
-    with mistake.patched():
+    with mistake.planted():
         tokens = table_images(
             decoding=decoding,
             images=range(images),
             rule=mistake.acceptance_rule(),
-            drafting=mistake.make,
         )
     p = min(g_tests(decoding, tokens)[0].values())
     print(f"{setting}, {name}: p = {p:.1e}")

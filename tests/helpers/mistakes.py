@@ -57,6 +57,15 @@ class Mistake:
             return self.rule
         return broken(self.name, self.accept)
 
+    @contextlib.contextmanager
+    def planted(self) -> Iterator[None]:
+        """Replace the drafting and the code of the package that is wrong.
+
+        An engine keeps its steps, so a right step of the same engine would be decoded again.
+        """
+        with self.patched(), patch.object(step, "drafting_of", self.make or drafting_of):
+            yield
+
     def arguments(self, decoding: Decoding, target: Any, batch: int) -> dict[str, Any]:
         """Return the arguments of `decode` that make this mistake with `batch` images."""
         made = {
