@@ -267,9 +267,7 @@ def broken_trials(trial: Trial) -> list[Trial]:
     ]
 
 
-def without_residual(
-    children: Children, rule: ConfiguredRule, accept: Accept = accept_children
-) -> Acceptance:
+def without_residual(children: Children, rule: ConfiguredRule, accept: Accept) -> Acceptance:
     """Leave the residual out: draw the bonus token from the node's p also after a rejection.
 
     Args:
@@ -282,9 +280,7 @@ def without_residual(
     return replace(accept(children, rule), residual=p, exhausted=exhausted)
 
 
-def accepted_too_often(
-    children: Children, rule: ConfiguredRule, accept: Accept = accept_children
-) -> Acceptance:
+def accepted_too_often(children: Children, rule: ConfiguredRule, accept: Accept) -> Acceptance:
     """Raise the acceptance probability of every draft that can be accepted, to at most 1.
 
     Args:

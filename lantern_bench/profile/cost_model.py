@@ -362,7 +362,8 @@ def step_seconds(
     parts.loc["target"] = seconds_of(target, device, stack, factor=device.target_factor(nodes))
     if draft is not None:
         for work in draft_work(setting, draft, committed, weight_bytes=weight_bytes, stack=stack):
-            parts.loc["draft"] += seconds_of(work, device, stack, factor=device.draft_factor)
+            seconds = seconds_of(work, device, stack, factor=device.draft_factor)
+            parts.loc["draft"] += np.array(seconds)
         verify = verify_work(setting, draft, committed, stack=stack)
         parts.loc["verify"] = seconds_of(verify, device, stack, factor=device.verify_factor)
         if stack.fixed:
