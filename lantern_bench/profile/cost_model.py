@@ -361,9 +361,9 @@ def step_seconds(
     parts = pd.DataFrame(0.0, index=names, columns=Seconds._fields)
     parts.loc["target"] = seconds_of(target, device, stack, factor=device.target_factor(nodes))
     if draft is not None:
-        for work in draft_work(setting, draft, committed, weight_bytes=weight_bytes, stack=stack):
-            seconds = seconds_of(work, device, stack, factor=device.draft_factor)
-            parts.loc["draft"] += np.array(seconds)
+        works = draft_work(setting, draft, committed, weight_bytes=weight_bytes, stack=stack)
+        forwards = [seconds_of(work, device, stack, factor=device.draft_factor) for work in works]
+        parts.loc["draft"] = np.sum(forwards, axis=0)
         verify = verify_work(setting, draft, committed, stack=stack)
         parts.loc["verify"] = seconds_of(verify, device, stack, factor=device.verify_factor)
         if stack.fixed:
