@@ -70,10 +70,8 @@ def read_captioned(folder: Path, captions: Path | None, model: PromptedModel) ->
         files = sorted(file for file in folder.glob("*.*") if file.stem in _CAPTION_FILES)
         captions = next((file for file in files if file.suffix in SUFFIXES), None)
     try:
-        if captions is None:
-            pictures = _captioned_beside(folder)
-        else:
-            pictures = list(_captioned_in_file(captions, folder))
+        found = _captioned_in_file(captions, folder) if captions else _captioned_beside(folder)
+        pictures = list(found)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"{flag}: cannot be read: {error}") from error
     if not pictures:
@@ -87,8 +85,8 @@ def read_captioned(folder: Path, captions: Path | None, model: PromptedModel) ->
     return pictures
 
 
-def _captioned_beside(folder: Path) -> list[Captioned]:
-    """Return the pictures of a folder and below it, each with the .txt file of its name."""
+def _captioned_beside(folder: Path) -> Iterator[Captioned]:
+    """Yield the pictures of a folder and below it, each with the .txt file of its name."""
     pictures = sorted(path for path in folder.rglob("*") if path.suffix.lower() in _PICTURES)
     missing = [path.name for path in pictures if not path.with_suffix(".txt").is_file()]
     if missing:
@@ -97,12 +95,10 @@ def _captioned_beside(folder: Path) -> list[Captioned]:
             f"the first {missing[0]}",
             "Put NAME.txt beside NAME.png, or give --captions FILE with file names and captions.",
         )
-    captioned = []
     for path in pictures:
         text = path.with_suffix(".txt")
         caption = text.read_text(encoding="utf-8-sig").strip()
-        captioned.append(Captioned(path, caption, text.name))
-    return captioned
+        yield Captioned(path, caption, text.name)
 
 
 def _captioned_in_file(path: Path, folder: Path) -> Iterator[Captioned]:

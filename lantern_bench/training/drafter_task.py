@@ -171,7 +171,7 @@ def drafter_like(drafter: EagleDrafter, dtype: torch.dtype) -> EagleDrafter:
     head = drafter.head
     copied = copy.deepcopy(drafter, {id(head): head}).to(dtype)
     copied.requires_grad_(requires_grad=True)
-    copied.embed_tokens.weight.requires_grad = False
+    copied.embed_tokens.requires_grad_(requires_grad=False)
     return copied
 
 
@@ -313,9 +313,9 @@ class DrafterTask(Task):
     def _noisy(self, hidden: Tensor, seeds: list[int]) -> Tensor:
         """Add uniform noise to features; a row with and without condition gets the same noise."""
         draws = []
-        for seed in seeds * (len(hidden) // len(seeds)):
+        for seed in seeds:
             generator = torch.Generator().manual_seed(seed)
             draws.append(torch.rand(hidden.shape[1:], generator=generator))
-        noise = torch.stack(draws).to(hidden)
+        noise = torch.stack(draws * (len(hidden) // len(seeds))).to(hidden)
         width = self.recipe.noise * (512 / hidden.shape[1])
         return hidden + (2 * noise - 1) * width

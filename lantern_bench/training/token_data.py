@@ -52,10 +52,10 @@ def make_tokens(job: DrafterJob, model: LoadedModel, emit: Emit) -> Tensor:
     key: dict[str, Any] = {"data": job.data.sha256(), "grid": list(model.grid)}
     reader: Any = model.pixels
     pictures = job.data.pictures
-    decoding = job.decoding.autoregressive()
     if pictures is None:
         name = "samples"
         label = "sampling from the target"
+        decoding = job.decoding.autoregressive()
         texts = pd.Series(captions)
         slots = list(zip(texts, texts.groupby(texts).cumcount(), strict=True))
         key |= {
@@ -87,8 +87,8 @@ def make_tokens(job: DrafterJob, model: LoadedModel, emit: Emit) -> Tensor:
     manifest = json.dumps({"key": key}, indent=1, sort_keys=True)
     write_file(folder / "manifest.json", manifest.encode() + b"\n")
     batches = []
-    for number, start in enumerate(range(0, len(captions), _BATCH)):
-        path = folder / f"{number:05d}.safetensors"
+    for start in range(0, len(captions), _BATCH):
+        path = folder / f"{start // _BATCH:05d}.safetensors"
         if not path.is_file():
             emit(ProgressEvent(label, start / len(captions)))
             made = make(slice(start, start + _BATCH))
@@ -121,15 +121,13 @@ def decode_slots(
         seed: Seed of the sweep.
         slots: A prompt and the number of its repeat for each image.
     """
-    generators = []
-    for text, repeat in slots:
-        of_image = record_seed(seed, Prompt(text).id, repeat)
-        generators.append(torch.Generator(model.target.device).manual_seed(of_image))
+    seeds = [record_seed(seed, Prompt(text).id, repeat) for text, repeat in slots]
+    device = model.target.device
     return decode(
         model=model,
         condition=model.condition([text for text, _ in slots]),
         decoding=decoding,
-        generators=generators,
+        generators=[torch.Generator(device).manual_seed(of_image) for of_image in seeds],
     )
 
 

@@ -128,7 +128,6 @@ class Phases:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._marks: list[tuple[str, Any]] = []
-        self.usage: Usage | None = None
 
     def start(self) -> None:
         """Open the window once the device is idle."""
