@@ -126,11 +126,9 @@ class CellRecords:
     @property
     def is_lossless(self) -> bool:
         """Whether the cell decodes losslessly, as its drafting and its rule claim."""
-        drafting = DRAFTINGS.get(self.columns["drafting"])
-        rule = RULES.get(self.columns["rule"])
-        if drafting is None or rule is None:
-            return False  # of a package that is not installed
-        return drafting.lossless and rule.lossless
+        # A method of a package that is not installed is None.
+        methods = (DRAFTINGS.get(self.columns["drafting"]), RULES.get(self.columns["rule"]))
+        return all(method is not None and method.lossless for method in methods)
 
     @cached_property
     def images(self) -> pd.DataFrame:

@@ -133,10 +133,9 @@ def _scorers(scores: Sequence[Row]) -> dict[tuple[str, str], str]:
     of_rows = ["protocol", "level", "cell_id"]
     last = pd.DataFrame(scores, columns=[*of_rows, *scorers]).drop_duplicates(of_rows, keep="last")
     named = last.melt("protocol", scorers, "scorer").dropna().groupby(["protocol", "scorer"])
-    unique = named["value"].unique().reset_index()
     facts = {}
-    for protocol, scorer, names in unique.itertuples(index=False, name=None):
-        facts["protocol", f"{scorer} of {protocol}"] = ", ".join(sorted(names))
+    for (protocol, scorer), names in named["value"]:
+        facts["protocol", f"{scorer} of {protocol}"] = ", ".join(sorted(names.unique()))
     return facts
 
 

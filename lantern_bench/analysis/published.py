@@ -186,6 +186,5 @@ def _not_comparable(name: str, theirs: str | None, *, ours: Iterable[Any], end: 
 
 def sources(table: pd.DataFrame) -> list[str]:
     """Return a sentence that names the sources of the published figures, if there are any."""
-    figures = rows_of(table[table["published"].notna()])
-    texts = dict.fromkeys(f"{row['source']} ({row['confidence']})" for row in figures)
-    return [f"Published figures are from: {'; '.join(texts)}."] if texts else []
+    texts = (table["source"] + " (" + table["confidence"] + ")").dropna().unique()
+    return [f"Published figures are from: {'; '.join(texts)}."] if len(texts) else []

@@ -220,11 +220,13 @@ def tables_of(run: RunData) -> dict[str, pd.DataFrame]:
 
 def _read_tables(folder: Path) -> dict[str, pd.DataFrame]:
     """Read the CSV files of a run directory; missing columns and missing files are empty."""
-    tables = {name: _read_table(name, folder) for name in ("speed", "quality", "acceptance")}
+    tables = {name: _read_table(name, folder) for name in NAMES}
     if tables["quality"].empty:
         cell_columns = [column.name for column in CELL_COLUMNS]
         tables["quality"] = frame("quality", rows_of(tables["speed"][cell_columns]))
-    return tables | {"summary": _summary_of(tables)}
+    if tables["summary"].empty:
+        tables["summary"] = _summary_of(tables)
+    return tables
 
 
 def _read_table(name: str, folder: Path) -> pd.DataFrame:

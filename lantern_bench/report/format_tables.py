@@ -118,11 +118,9 @@ def _shown_rows(table: pd.DataFrame, name: str | None) -> pd.DataFrame:
 
 
 def _shown_columns(rows: pd.DataFrame, name: str | None) -> list[str]:
-    names = [str(column) for column in rows.columns]
     shown = []
-    for column in names:
-        figure, _, end = column.rpartition("_")
-        is_end = end in ("low", "high") and figure in names
+    for column in map(str, rows):
+        is_end = column.endswith(ENDS[1:]) and column.rpartition("_")[0] in rows
         if not is_end and (name is None or worth_showing(rows, column, name)):
             shown.append(column)
     return shown

@@ -217,8 +217,8 @@ def to_plotly(chart: Chart, styles: Styles) -> Plain:
     layout: Plain = {"xaxis": x_axis, "yaxis": y_axis}
     if chart.x == "speedup":
         dots = {"dash": "dot", "width": 1, "color": "#888888"}
-        line_at_one = {"type": "line", "x0": 1.0, "x1": 1.0, "yref": "paper", "y0": 0, "y1": 1}
-        layout["shapes"] = [line_at_one | {"line": dots}]
+        ends = {"x0": 1.0, "x1": 1.0, "yref": "paper", "y0": 0, "y1": 1}
+        layout["shapes"] = [{"type": "line", **ends, "line": dots}]
     title = f"{chart.y_title} against {chart.x_title}".replace("\n", " ")
     title = title.replace(f" ({INTERVAL})", "")
     return {"name": chart.name, "title": title, "data": traces, "layout": layout}
@@ -291,19 +291,18 @@ def _pictures(
         run = runs[name]
         file = run.folder / row["image"]
         has_link = file.is_file() and not run.manifest.get(PICTURES_LEFT_OUT)
+        small = thumbnail(file)
+        # Equal pictures are stored once.
+        number = None if small is None else thumbnails.setdefault(small, len(thumbnails))
         picture = {
             "cell": row["cell"],
             "prompt": prompts.index(row["prompt"]),
             "repeat": row["repeat"],
-            "thumb": None,
+            "thumb": number,
             "file": os.path.relpath(file, home) if has_link else None,
             "seconds": row["seconds"],
             "steps": row["committed_per_step"] or (),
         }
-        # Equal pictures are stored once.
-        small = thumbnail(file)
-        if small is not None:
-            picture["thumb"] = thumbnails.setdefault(small, len(thumbnails))
         pictures.append(picture | scores[name][row["record_key"]])
     return {
         "prompts": prompts,
@@ -378,13 +377,13 @@ def _summary(tables: Mapping[str, Tables], styles: Styles) -> Plain:
         below).
     """
     cells = stack_runs(tables, "cells")
-    protocols = cells["protocol"].fillna("").tolist()
+    protocols = cells["protocol"].fillna("")
     if cells["protocol"].nunique() <= 1:
-        protocols = [""] * len(cells)
+        protocols[:] = ""
     numbers = [style.number for style in styles_of(cells, styles)]
-    notes: dict[str, None] = {}
+    notes: list[str] = []
     for of_run in tables.values():
-        notes |= dict.fromkeys(readable(of_run["summary"], "summary").notes)
+        notes += readable(of_run["summary"], "summary").notes
     return {
         "rows": list(zip(numbers, protocols, strict=True)),
         "columns": [
@@ -392,7 +391,7 @@ def _summary(tables: Mapping[str, Tables], styles: Styles) -> Plain:
             for name in _COLUMNS
             if name in SPEEDS or worth_showing(cells, name)
         ],
-        "notes": list(notes),
+        "notes": list(dict.fromkeys(notes)),
     }
 
 

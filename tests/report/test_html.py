@@ -16,7 +16,7 @@ from PIL import Image
 from lantern_bench.analysis.tables import tables_of
 from lantern_bench.api import write_report
 from lantern_bench.config.decoding import Decoding
-from lantern_bench.report.charts import curve_tables
+from lantern_bench.report.charts import curve_tables, run_styles
 from lantern_bench.report.page import _figures, render, thumbnail
 from lantern_bench.storage.run_directory import load_runs, run_names
 from lantern_bench.utils.errors import UserError
@@ -133,7 +133,9 @@ def test_speed_against_distance_comes_first(page_run):
     tables["cells"] = tables["cells"].assign(
         distance=[0.0, 0.01, 0.2], distance_low=-0.01, distance_high=0.3
     )
-    names = [chart["name"] for chart in _figures({"run": tables})["front"]]
+    names = [
+        chart["name"] for chart in _figures({"run": tables}, run_styles({"run": tables}))["front"]
+    ]
     assert names[0] == "speed-quality-distance"
     assert "speed-quality-clip_score" in names
 
