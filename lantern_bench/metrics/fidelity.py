@@ -77,26 +77,26 @@ def kid(sets: FeatureSets) -> Figure:
 
     def distance(rows: Rows) -> float:
         chosen = pictures[rows]
-        among = _mean_kernel(chosen)
-        between = _mean_kernel(chosen, reference)
-        return among + among_reference - 2 * between
+        between = _kernel_sum(chosen, reference) / (len(chosen) * len(reference))
+        return _mean_kernel(chosen) + among_reference - 2 * between
 
     return distance
 
 
-def _mean_kernel(x: NDArray[np.float64], y: NDArray[np.float64] | None = None) -> float:
-    """Return the mean of (x . y / width + 1)^3 over pairs; without y over pairs of different x."""
-    others = x if y is None else y
-    width = x.shape[1]
+def _kernel_sum(x: NDArray[np.float64], y: NDArray[np.float64]) -> float:
+    """Return the sum of (x . y / width + 1)^3 over all pairs."""
     total = 0.0
     for start in range(0, len(x), 2048):
-        kernel = (x[start : start + 2048] @ others.T / width + 1) ** 3
+        kernel = (x[start : start + 2048] @ y.T / x.shape[1] + 1) ** 3
         total += float(kernel.sum())
-    if y is not None:
-        return total / (len(x) * len(y))
+    return total
+
+
+def _mean_kernel(x: NDArray[np.float64]) -> float:
+    """Return the mean of the kernel over the pairs of different x."""
     squares = (x**2).sum(axis=1)
-    with_themselves = float(((squares / width + 1) ** 3).sum())
-    return (total - with_themselves) / (len(x) * (len(x) - 1))
+    with_themselves = float(((squares / x.shape[1] + 1) ** 3).sum())
+    return (_kernel_sum(x, x) - with_themselves) / (len(x) * (len(x) - 1))
 
 
 def _kid_std(sets: FeatureSets) -> dict[str, Any]:

@@ -154,7 +154,21 @@ def hpsv2(_protocol: Protocol, device: torch.device | str) -> ClipScorer:
     return load_clip("ViT-H-14", path, device=device, label="hpsv2.1")
 
 
-def image_reward(_protocol: Protocol, device: torch.device | str) -> ImageReward:
+@dataclass(frozen=True)
+class EachPicture:
+    """A scorer of one picture with its caption at a time."""
+
+    score: Callable[[Tensor, str], float | None]  # of a picture uint8 [3, h, w] and its caption
+    label: str | None  # name in results; None where the protocol names the network
+
+    @torch.inference_mode()
+    def __call__(self, pictures: Sequence[Tensor], captions: Sequence[str]) -> list[float | None]:
+        """Return the score of each picture for its own caption; None without one."""
+        pairs = zip(pictures, captions, strict=True)
+        return [self.score(picture, caption) for picture, caption in pairs]
+
+
+def image_reward(_protocol: Protocol, device: torch.device | str) -> EachPicture:
     """Load ImageReward 1.0 (Xu et al. 2023)."""
     if importlib.util.find_spec("ImageReward") is None:
         raise RefusedError(
@@ -173,45 +187,28 @@ def image_reward(_protocol: Protocol, device: torch.device | str) -> ImageReward
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     with contextlib.redirect_stdout(io.StringIO()):
         model = package.load(str(path), device=device, download_root=str(path.parent))
-    return ImageReward(model, f"image-reward-1.0@{remembered_sha256(path)[:8]}")
+
+    def reward(picture: Tensor, caption: str) -> float:
+        return float(model.score(caption, to_pil_image(picture)))
+
+    return EachPicture(reward, label=f"image-reward-1.0@{remembered_sha256(path)[:8]}")
 
 
-@dataclass(frozen=True)
-class ImageReward:
-    """The model of the package ImageReward, which takes one caption and one picture at a time."""
-
-    model: Any
-    label: str
-
-    def __call__(self, pictures: Sequence[Tensor], captions: Sequence[str]) -> list[float]:
-        """Return the reward of each picture, uint8 [3, h, w], for its own caption."""
-        rewards = []
-        with torch.inference_mode():
-            for picture, caption in zip(pictures, captions, strict=True):
-                reward = self.model.score(caption, to_pil_image(picture))
-                rewards.append(float(reward))
-        return rewards
+def prompt_accuracy(_protocol: Protocol, device: torch.device | str) -> EachPicture:
+    """Load the scorer of the metric `prompt_accuracy`: the attribute classifier."""
+    return accuracy_by(classifier.load_classifier(device=device))
 
 
-@dataclass(frozen=True)
-class PromptAccuracy:
-    """The attribute classifier, asked whether pictures show all that their captions ask for."""
+def accuracy_by(network: AttributeClassifier) -> EachPicture:
+    """Return a scorer that asks whether a picture shows all that its caption asks for.
 
-    classifier: AttributeClassifier
-    label = None  # the protocol names the network
+    The score is 1.0 or 0.0, or None if the caption is not of the bundled family.
+    """
 
-    def __call__(self, pictures: Sequence[Tensor], prompts: Sequence[str]) -> list[float | None]:
-        """Return 1.0 or 0.0 for each picture; None if the prompt is not of the bundled family."""
-        scores: list[float | None] = []
-        for picture, attributes in zip(pictures, attributes_of(prompts), strict=True):
-            score = None
-            if attributes is not None:
-                correct = classifier.prompt_accuracy(self.classifier, picture[None], [attributes])
-                score = float(correct)
-            scores.append(score)
-        return scores
+    def accuracy(picture: Tensor, caption: str) -> float | None:
+        [attributes] = attributes_of([caption])
+        if attributes is None:
+            return None
+        return float(classifier.prompt_accuracy(network, picture[None], [attributes]))
 
-
-def prompt_accuracy(_protocol: Protocol, device: torch.device | str) -> PromptAccuracy:
-    """Load the scorer of the metric `prompt_accuracy`."""
-    return PromptAccuracy(classifier.load_classifier(device=device))
+    return EachPicture(accuracy, label=None)

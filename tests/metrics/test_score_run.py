@@ -61,7 +61,7 @@ def scorers(tmp_path_factory: pytest.TempPathFactory) -> Scorers:
     scorer = image_scorers.load_clip(weights=folder / "clip")
     images = {
         "clip_score": scorer,
-        "prompt_accuracy": image_scorers.PromptAccuracy(classifier.load_classifier(path)),
+        "prompt_accuracy": image_scorers.accuracy_by(classifier.load_classifier(path)),
     }
     return Scorers(EMBEDDED, images, [extractors.find_extractor(weights=path)])
 
@@ -146,10 +146,9 @@ def test_image_rows_hold_each_scorers_answer(run: Run, scorers: Scorers) -> None
     pictures = torch.stack(
         [torch.from_numpy(np.array(Image.open(folder / r["image"]))) for r in records[:5]]
     )
+    network = classifier.load_classifier(scorers.extractors[0].weights)
     with torch.inference_mode():
-        answers = scorers.images["prompt_accuracy"].classifier(
-            pictures.permute(0, 3, 1, 2).float() / 255
-        )
+        answers = network(pictures.permute(0, 3, 1, 2).float() / 255)
     seen = zip(*(logits.argmax(1).tolist() for logits in answers), strict=True)
     expected = [float(row == HELD_OUT[number].indices()) for number, row in enumerate(seen)]
     assert [row["prompt_accuracy"] for row in images[:5]] == expected
