@@ -187,7 +187,8 @@ def read_checkpoint(settings: TrainSettings) -> dict[str, Any] | None:
         return None
     content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     current = settings.described()
-    recorded = content["report"]["settings"]
+    # Checkpoints of earlier versions have no report, and are refused.
+    recorded = content.get("report", {"settings": {}})["settings"]
     for key in {**current, **recorded}:
         if current.get(key) != recorded.get(key):
             raise RefusedError(
