@@ -9,9 +9,6 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from lantern_bench.methods.draftings import (
-    BEAM,
-    DEPTH,
-    NODES,
     SHIPPED_DRAFTINGS,
     SHIPPED_MODES,
     TREE,
@@ -20,15 +17,10 @@ from lantern_bench.methods.draftings import (
 )
 from lantern_bench.methods.metrics import SHIPPED_METRICS, Metric
 from lantern_bench.methods.parameters import (
-    BOUND,
-    NEIGHBOUR_METRIC,
-    NEIGHBOURS,
-    RESIDUAL,
     SAMPLING,
-    SAMPLING_PARAMETERS,
+    SHARED,
     Parameter,
     Values,
-    structure,
     word,
 )
 from lantern_bench.methods.plugins import find_rows
@@ -95,20 +87,21 @@ def _parameters_of(rows: Iterable[Drafting | Rule]) -> list[Parameter]:
 _RULE_NAMES = ", ".join(name for name in RULES if name != "none")
 # Every parameter, some twice, in the order of a grid's axes.
 _PARAMETERS = (
-    structure("mode", word(*MODES), "The mode."),
-    structure("drafting", word(*DRAFTINGS), f"How to draft: {', '.join(_DRAFTS)}."),
-    structure("rule", word(*RULES), f"Acceptance rule: {_RULE_NAMES}."),
+    Parameter("mode", word(*MODES), "The mode.", in_id="structure"),
+    Parameter(
+        "drafting",
+        word(*DRAFTINGS),
+        f"How to draft: {', '.join(_DRAFTS)}.",
+        in_id="structure",
+    ),
+    Parameter("rule", word(*RULES), f"Acceptance rule: {_RULE_NAMES}.", in_id="structure"),
     TREE,
-    NODES,
-    DEPTH,
-    BEAM,
+    *SHARED["drafting"],
     *_parameters_of(DRAFTINGS.values()),
-    NEIGHBOURS,
-    NEIGHBOUR_METRIC,
+    *SHARED["neighbours"],
     *_parameters_of(RULES.values()),
-    BOUND,
-    RESIDUAL,
-    *SAMPLING_PARAMETERS,
+    *SHARED["relaxed"],
+    *SHARED["sampling"],
 )
 PARAMETERS: dict[str, Parameter] = {parameter.name: parameter for parameter in _PARAMETERS}
 _SHARED = ("neighbours", "neighbour_metric", "delta", "lambda", "bound", "residual", *SAMPLING)

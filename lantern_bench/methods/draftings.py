@@ -14,16 +14,13 @@ from typing import Any
 from pydantic import ConfigDict
 
 from lantern_bench.methods.parameters import (
-    FROM_0_TO_1,
+    SHARED,
     Importable,
     Kind,
     Parameter,
     Values,
     fingerprint_of,
     read_rows,
-    structure,
-    whole_number,
-    word,
 )
 from lantern_bench.methods.static_trees import MOST_NODES, STATIC_TREES
 
@@ -136,76 +133,19 @@ def _pac_nodes(values: Values) -> int:
     return int(nodes)
 
 
-TREE = structure(
+TREE = Parameter(
     "tree",
     Kind(type=Any, allowed="must be a tree", dtype="string", choices=tuple(STATIC_TREES)),
     f"Static tree: {', '.join(STATIC_TREES)}; @FILE; or a list of paths.",
+    in_id="structure",
 )
-_SIZE = whole_number(1, MOST_NODES)
-NODES = structure(
-    "nodes", _SIZE, "Nodes of a dynamic tree, not counting the root.", remark="root not counted"
-)
-DEPTH = structure("depth", _SIZE, "Depth of a dynamic tree.", bounded_by="tokens")
-BEAM = structure("beam", _SIZE, "Beam width of a dynamic tree.", bounded_by="codes")
-WINDOW = structure(
-    "window", _SIZE, "Draft tokens of a step in Jacobi drafting.", bounded_by="tokens"
-)
-INITIAL = structure(
-    "initial",
-    word("uniform", "left", "above", "row"),
-    "First Jacobi draft of a position: uniform, left, above (copies of that token), row (last p).",
-    default="uniform",
-    rare=True,
-)
-COUPLING = structure(
-    "coupling",
-    word("none", "maximal", "gumbel"),
-    "How consecutive Jacobi drafts of a position share randomness: none, maximal or gumbel.",
-    default="none",
-    sampled_only=True,
-)
-JACOBI = Drafting(
-    "jacobi",
-    make="lantern_bench.decoding.drafting.jacobi:JacobiDrafting",
-    about="the target's own last answers",
-    parameters=(WINDOW, INITIAL, COUPLING),
-    defaults={"window": 16},
-    small={"window": 4},
-    needs_drafter=False,
-    chain=True,
-    fresh_every_step=lambda values: values["coupling"] == "none",
-    label=_jacobi_label,
-    nodes=lambda values: values["window"],
-)
-PAC = Drafting(
-    "pac",
-    make="lantern_bench.decoding.drafting.pac:PacDrafting",
-    about="Jacobi drafts with siblings",
-    parameters=(
-        WINDOW,
-        INITIAL,
-        COUPLING,
-        structure(
-            "candidates",
-            _SIZE,
-            "Candidates of a position in the drafting pac.",
-            rare=True,
-            bounded_by="codes",
-        ),
-        structure(
-            "branching",
-            _SIZE,
-            "At how many depths the drafting pac has several candidates.",
-            rare=True,
-        ),
-    ),
-    defaults={"window": 16, "coupling": "maximal", "candidates": 3, "branching": 2},
-    small={"window": 4, "candidates": 2},
-    needs_drafter=False,
-    fresh_every_step=lambda _values: False,
-    label=_jacobi_label,
-    nodes=_pac_nodes,
-)
+_PARAMETERS = {row.name: row for row in (TREE, *SHARED["drafting"])}
+
+
+def _parameters(*names: str) -> tuple[Parameter, ...]:
+    return tuple(_PARAMETERS[name] for name in names)
+
+
 SHIPPED_DRAFTINGS = (
     Drafting("none", make="", about="no drafts", needs_drafter=False, sampled=False),
     Drafting(
@@ -217,31 +157,36 @@ SHIPPED_DRAFTINGS = (
         small={"tree": "small-7"},
         label=lambda values: values.get("tree"),
     ),
-    JACOBI,
-    PAC,
+    Drafting(
+        "jacobi",
+        make="lantern_bench.decoding.drafting.jacobi:JacobiDrafting",
+        about="the target's own last answers",
+        parameters=_parameters("window", "initial", "coupling"),
+        defaults={"window": 16},
+        small={"window": 4},
+        needs_drafter=False,
+        chain=True,
+        fresh_every_step=lambda values: values["coupling"] == "none",
+        label=_jacobi_label,
+        nodes=lambda values: values["window"],
+    ),
+    Drafting(
+        "pac",
+        make="lantern_bench.decoding.drafting.pac:PacDrafting",
+        about="Jacobi drafts with siblings",
+        parameters=_parameters("window", "initial", "coupling", "candidates", "branching"),
+        defaults={"window": 16, "coupling": "maximal", "candidates": 3, "branching": 2},
+        small={"window": 4, "candidates": 2},
+        needs_drafter=False,
+        fresh_every_step=lambda _values: False,
+        label=_jacobi_label,
+        nodes=_pac_nodes,
+    ),
     Drafting(
         "hybrid",
         make="lantern_bench.decoding.drafting.jacobi:HybridDrafting",
         about="Jacobi drafts, the first with a drafter",
-        parameters=(
-            WINDOW,
-            INITIAL,
-            COUPLING,
-            structure(
-                "drafted",
-                _SIZE,
-                "At how many first places of a hybrid window the drafter is asked.",
-                rare=True,
-            ),
-            structure(
-                "drafter_weight",
-                FROM_0_TO_1,
-                "Weight of the drafter's distribution in the mixture that a hybrid window's first "
-                "drafts have.",
-                default=0.5,
-                rare=True,
-            ),
-        ),
+        parameters=_parameters("window", "initial", "coupling", "drafted", "drafter_weight"),
         defaults={"window": 16, "initial": "row", "coupling": "maximal", "drafted": 2},
         small={"window": 4, "drafted": 2},
         chain=True,
@@ -253,7 +198,7 @@ SHIPPED_DRAFTINGS = (
         "dynamic",
         make="lantern_bench.decoding.drafting.dynamic:DynamicDrafting",
         about="best of a beam",
-        parameters=(NODES, DEPTH, BEAM),
+        parameters=_parameters("nodes", "depth", "beam"),
         defaults={"nodes": 58, "depth": 5, "beam": 10},
         small={"nodes": 10, "depth": 2, "beam": 5},
         sampled=False,
@@ -283,4 +228,4 @@ class Mode:
     variants: tuple[Values, ...] = ()
 
 
-SHIPPED_MODES = read_rows("modes.toml", Mode)
+SHIPPED_MODES = read_rows("modes.toml", Mode)["row"]

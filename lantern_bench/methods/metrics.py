@@ -112,4 +112,4 @@ def set_metric(name: str, meaning: str, **fields: Any) -> Callable[[Importable],
     return lambda load: Metric(name, meaning, load, level="set", against_ar="spread", **fields)
 
 
-SHIPPED_METRICS = read_rows("metrics.toml", Metric)
+SHIPPED_METRICS = read_rows("metrics.toml", Metric)["row"]

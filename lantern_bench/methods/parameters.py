@@ -1,4 +1,7 @@
-"""Decoding parameters of every cell or of several rules; those of one method stand with its row."""
+"""What a decoding parameter is, and the parameters in parameters.toml.
+
+Parameters of one rule stand with its function (rules.py).
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, TypeVar, get_args
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, TypeVar
 
-from pydantic import BeforeValidator, Field, TypeAdapter
+from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator, TypeAdapter
+
+from lantern_bench.methods.static_trees import MOST_NODES
 
 Values: TypeAlias = Mapping[str, Any]  # of parameters, by name
 
@@ -31,6 +36,7 @@ MOST = 10**9
 _NO_BOOL = BeforeValidator(_refuse_bool)
 Count = Annotated[int, _NO_BOOL, Field(ge=1, le=MOST)]
 Natural = Annotated[int, _NO_BOOL, Field(ge=0)]
+# The types of two parameters, whose words parameters.toml lists.
 FilterOrder = Literal["top_k_first", "top_p_first"]
 NeighbourMetric = Literal["l2", "cosine", "random"]
 
@@ -80,15 +86,31 @@ NOT_NEGATIVE = number("be a number of at least 0", ge=0)
 ABOVE_0 = number("be a number above 0", gt=0)
 ABOVE_1 = number("be a number above 1", gt=1)
 BETWEEN_0_AND_1 = number("lie strictly between 0 and 1", gt=0, lt=1)
-FROM_0_TO_1 = number("be a number from 0 to 1", ge=0, le=1)
+
+# The kinds that parameters.toml names.
+KINDS = {
+    "natural": NATURAL,
+    "size": whole_number(1, MOST_NODES),
+    "not negative": NOT_NEGATIVE,
+    "above 0": ABOVE_0,
+    "above 0, at most 1": number("be above 0 and at most 1", gt=0, le=1),
+    "from 0 to 1": number("be a number from 0 to 1", ge=0, le=1),
+}
+
+
+def _read_kind(written: str | list[str]) -> Kind:
+    """Return the kind of a name in `KINDS`, or of a list of words."""
+    return KINDS[written] if isinstance(written, str) else word(*written)
 
 
 @dataclass(frozen=True)
 class Parameter:
     """A decoding parameter."""
 
+    __pydantic_config__ = ConfigDict(extra="forbid")  # of rows in parameters.toml
+
     name: str
-    kind: Kind
+    kind: Annotated[Kind, PlainValidator(_read_kind)]
     help: str  # of its flag and of its column
     default: Any = None
     remark: str = ""  # completes what is allowed, in brackets
@@ -97,7 +119,8 @@ class Parameter:
     in_id: Literal["structure", "always", "changed"] = "always"
     short: str = ""  # in ids, in place of the name
     symbol: str | None = None  # of a rule's bound, on axes and in legends
-    unit: str | None = ""  # of its column; None: it has no column
+    unit: str = ""  # of its column
+    has_column: bool = True  # where it is no part of the cell's structure
     sampled_only: bool = False  # greedy decoding ignores it
     rare: bool = False  # its flag is accepted everywhere, and only `--help-all` shows it
     # Which number of the model bounds it (`sweeps/request.py`), beside its kind.
@@ -106,101 +129,27 @@ class Parameter:
     @property
     def column(self) -> tuple[str, str] | None:
         """The type and the unit of its column; None: it has none of its own."""
-        return (
-            None if self.unit is None or self.in_id == "structure" else (self.kind.dtype, self.unit)
-        )
+        if self.in_id == "structure" or not self.has_column:
+            return None
+        return self.kind.dtype, self.unit
 
 
-structure = partial(Parameter, in_id="structure")
 rare = partial(Parameter, in_id="changed", rare=True)
 """An option whose default is right for most runs."""
-
-SAMPLING_PARAMETERS = (
-    Parameter(
-        "temperature",
-        NOT_NEGATIVE,
-        "Sampling temperature; 0 is greedy.",
-        default=1.0,
-        remark="0 is greedy",
-        short="t",
-    ),
-    Parameter(
-        "top_k",
-        NATURAL,
-        "Keep the k most probable tokens; 0 is off.",
-        default=0,
-        remark="0 is off",
-        in_id="changed",
-        unit="tokens",
-        sampled_only=True,
-    ),
-    Parameter(
-        "top_p",
-        number("be above 0 and at most 1", gt=0, le=1),
-        "Keep the smallest set of tokens with this mass; 1 is off.",
-        default=1.0,
-        remark="1 is off",
-        in_id="changed",
-        sampled_only=True,
-    ),
-    rare(
-        "filter_order",
-        word(*get_args(FilterOrder)),
-        "top_k_first or top_p_first.",
-        default="top_k_first",
-        unit=None,
-        sampled_only=True,
-    ),
-    Parameter(
-        "cfg_scale",
-        NOT_NEGATIVE,
-        "Guidance scale; 1 is off.",
-        default=1.0,
-        remark="1 is off",
-        in_id="changed",
-    ),
-    rare(
-        "seed_set",
-        NATURAL,
-        "Set of seeds: another set makes the same prompts again, to see how far figures vary.",
-        default=0,
-    ),
-)
-SAMPLING = tuple(parameter.name for parameter in SAMPLING_PARAMETERS)
-"""The parameters of every cell; `mode` aside, all others belong to a drafting or to a rule."""
-
-NEIGHBOURS = Parameter(
-    "neighbours",
-    NATURAL,
-    "Number k of nearest codes that add to the neighbour mass.",
-    short="k",
-    unit="codes",
-    bounded_by="other codes",
-)
-NEIGHBOUR_METRIC = rare(
-    "neighbour_metric",
-    word(*get_args(NeighbourMetric)),
-    "Distance between codes: l2, cosine or random.",
-    default="l2",
-)
-BOUND = Parameter("bound", ABOVE_0, "Bound of an external rule.", symbol="bound")
-RESIDUAL = Parameter(
-    "residual",
-    word("exact", "official"),
-    "What replaces p after a rejection: exact (keeps the bound) or official (as the LANTERN code).",
-    default="exact",
-    in_id="changed",
-    sampled_only=True,
-)
-
 
 _Row = TypeVar("_Row")
 
 
-def read_rows(name: str, row_class: type[_Row]) -> list[_Row]:
-    """Return the checked rows of a TOML file beside this module."""
-    rows = tomllib.loads(Path(__file__).with_name(name).read_text(encoding="utf-8"))["row"]
-    return TypeAdapter(list[row_class]).validate_python(rows)  # type: ignore[valid-type]
+def read_rows(name: str, row_class: type[_Row]) -> dict[str, list[_Row]]:
+    """Return the checked rows of each table in a TOML file beside this module."""
+    tables = tomllib.loads(Path(__file__).with_name(name).read_text(encoding="utf-8"))
+    return TypeAdapter(dict[str, list[row_class]]).validate_python(tables)  # type: ignore[valid-type]
+
+
+SHARED = read_rows("parameters.toml", Parameter)
+"""The parameters that are not of one rule, by table of the file."""
+SAMPLING = tuple(parameter.name for parameter in SHARED["sampling"])
+"""The parameters of every cell; `mode` aside, all others belong to a drafting or to a rule."""
 
 
 Importable: TypeAlias = str | Callable[..., Any]
