@@ -23,7 +23,7 @@ from lantern_bench.methods.parameters import (
     Values,
     word,
 )
-from lantern_bench.methods.plugins import find_rows
+from lantern_bench.methods.plugins import find_rows, parameters_of
 from lantern_bench.methods.rules import SHIPPED_RULES, Rule
 from lantern_bench.methods.static_trees import STATIC_TREES, is_chain
 from lantern_bench.utils.errors import RefusedError, UserError
@@ -77,13 +77,6 @@ IN_SUMMARY = _metrics(lambda metric: metric.in_summary)
 ON_CURVES = _metrics(lambda metric: metric.on_curves)
 
 
-def _parameters_of(rows: Iterable[Drafting | Rule]) -> list[Parameter]:
-    parameters: list[Parameter] = []
-    for row in rows:
-        parameters.extend(row.parameters)
-    return parameters
-
-
 _RULE_NAMES = ", ".join(name for name in RULES if name != "none")
 # Every parameter, some twice, in the order of a grid's axes.
 _PARAMETERS = (
@@ -97,9 +90,9 @@ _PARAMETERS = (
     Parameter("rule", word(*RULES), f"Acceptance rule: {_RULE_NAMES}.", in_id="structure"),
     TREE,
     *SHARED["drafting"],
-    *_parameters_of(DRAFTINGS.values()),
+    *parameters_of(DRAFTINGS.values()),
     *SHARED["neighbours"],
-    *_parameters_of(RULES.values()),
+    *parameters_of(RULES.values()),
     *SHARED["relaxed"],
     *SHARED["sampling"],
 )

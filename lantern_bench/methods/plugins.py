@@ -16,9 +16,6 @@ from lantern_bench.utils.errors import RefusedError
 _NAME = r"[a-z][a-z0-9_-]*"
 # of metrics and parameters, which name columns
 _KEY = r"[a-z][a-z0-9_]*"
-_SHIPPED_PARAMETERS: list[Parameter] = []
-for _row in (*SHIPPED_DRAFTINGS, *SHIPPED_RULES):
-    _SHIPPED_PARAMETERS.extend(_row.parameters)
 _Row = TypeVar("_Row")
 # Pattern of the names of rows, and its signs in words. Models may have any name.
 _NAMES: dict[type, tuple[str, str]] = {
@@ -70,7 +67,7 @@ def find_rows(
         else:
             rows[row.name] = row
             taken.add(row.name)
-            taken.update(parameter.name for parameter in _parameters_of(row))
+            taken.update(parameter.name for parameter in parameters_of([row]))
     return rows, refused
 
 
@@ -83,16 +80,24 @@ def _fault(row: Any, row_class: type[Any], taken: Collection[str]) -> str | None
         return f"its name {row.name!r} must be lower-case letters, {signs}"
     if row.name in taken:
         return f"the name {row.name} is taken"
-    for parameter in _parameters_of(row):
+    for parameter in parameters_of([row]):
         fault = _parameter_fault(parameter, taken)
         if fault is not None:
             return fault
     return None
 
 
-def _parameters_of(row: Any) -> Iterable[Parameter]:
-    """Return the parameters that a row brings; those of a model are a number of weights."""
-    return row.parameters if isinstance(row, Rule | Drafting) else ()
+def parameters_of(rows: Iterable[Any]) -> list[Parameter]:
+    """Return the parameters of draftings and rules; other rows have none."""
+    parameters: list[Parameter] = []
+    for row in rows:
+        # The `parameters` of a model are a number of weights.
+        if isinstance(row, Rule | Drafting):
+            parameters += row.parameters
+    return parameters
+
+
+_SHIPPED_PARAMETERS = parameters_of((*SHIPPED_DRAFTINGS, *SHIPPED_RULES))
 
 
 def _parameter_fault(parameter: Parameter, taken: Collection[str]) -> str | None:
