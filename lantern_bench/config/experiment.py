@@ -150,9 +150,8 @@ def load_experiment(
     settings = reader.settings()
     entries = reader.cells(settings)
     suggested = models(settings.model) if callable(models) else models
-    defaults = {name: dict(values) for name, values in suggested.items()}
-    for name, recorded in reader.model_defaults().items():
-        defaults.setdefault(name, {}).update(recorded)
+    recorded = reader.model_defaults()
+    defaults = {name: {**row, **recorded.get(name, {})} for name, row in suggested.items()}
     reader.check_models(settings, defaults, entries)
     cells = Grid(reader=reader, settings=settings, entries=entries, defaults=defaults).cells()
     reader.problems.raise_all()

@@ -149,8 +149,8 @@ class Overrides:
     values: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     # Modes to keep; empty for all.
     modes: Sequence[str] = ()
-    # Keys that were given by `--set`, for messages.
-    from_set: frozenset[str] = frozenset()
+    # How keys that `--set` gives are written, for messages.
+    from_set: Mapping[str, str] = field(default_factory=dict)
     # Allow any number of cells.
     many: bool = False
 
@@ -180,7 +180,7 @@ class Overrides:
             if value is not None:
                 name = key.rstrip("_")  # Python has its own `lambda`
                 values[name.replace("-", "_")] = _values_of(value, f"--{name}")
-        from_set = set()
+        from_set = {}
         for setting in settings or ():
             key, equals, text = setting.partition("=")
             key = key.strip().replace("-", "_")
@@ -189,20 +189,18 @@ class Overrides:
                     f"--set {setting}: must have the form key=value",
                     "For example: --set temperature=0.9",
                 )
-            values[key] = _values_of(text, f"--set {key}=")
-            from_set.add(key)
+            from_set[key] = f"--set {key}="
+            values[key] = _values_of(text, from_set[key])
         return cls(
             values=values,
             modes=tuple(_values_of(modes or (), "--modes")),
-            from_set=frozenset(from_set),
+            from_set=from_set,
             many=many,
         )
 
     def location(self, key: str) -> Location:
         """Return the flag that gives a key."""
-        if key in self.from_set:
-            return Location(f"--set {key}=")
-        return Location(f"--{key.replace('_', '-')}")
+        return Location(self.from_set.get(key, f"--{key.replace('_', '-')}"))
 
 
 def _values_of(value: Any, flag: str) -> list[Any]:
