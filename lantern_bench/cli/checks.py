@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -40,10 +41,15 @@ def doctor(ctx: typer.Context, console: Console, device: DeviceOption = "auto") 
             console.data(f"{finding.state:8}{finding.check:22}{finding.result}{fix}")
     if is_table:
         console.table(findings)
-    failed = [finding.check for finding in findings if finding.state == "fail"]
+    _raise_if_failed([(finding.check, finding.state) for finding in findings])
+
+
+def _raise_if_failed(results: Sequence[tuple[str, str]], of_model: str = "") -> None:
+    """Raise `CheckFailedError` if the result of a check is `fail`, given names and results."""
+    failed = [check for check, result in results if result == "fail"]
     if failed:
         raise CheckFailedError(
-            f"{len(failed)} of {len(findings)} checks failed: {', '.join(failed)}"
+            f"{of_model}{len(failed)} of {len(results)} checks failed: {', '.join(failed)}"
         )
 
 
@@ -99,11 +105,7 @@ def check_model(
     )
     table = pd.DataFrame(results).rename(columns={"limit": "at most"})
     console.table(table, title=f"{model}, {compute.dtype_name}")
-    failed = [row.check for row in results if row.result == "fail"]
-    if failed:
-        raise CheckFailedError(
-            f"{model}: {len(failed)} of {len(results)} checks failed: {', '.join(failed)}"
-        )
+    _raise_if_failed([(row.check, row.result) for row in results], f"{model}: ")
 
 
 @with_format

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -194,6 +193,6 @@ def _prompt(described: Model, caption: str | None, *, label: int | None, is_need
     if text is None and is_needed:
         raise UserError("the prompt is missing", "Give a caption or --class N.")
     if text is None:
-        text = next(chain.from_iterable(described.prompt_sets.values()), "anything")
+        text = next(iter(described.prompt_sets.values()))[0]
     described.check_prompt(text)
     return text

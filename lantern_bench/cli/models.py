@@ -78,7 +78,6 @@ def _parts(model: Model) -> list[dict[str, Any]]:
     """Return one row per part of a model: its files, their path, and their repositories."""
     published = hub.PARTS.get(model.name, {})
     origin = "your model file" if is_model_file(model.name) else "this package"
-    home = Path.home()
     rows = []
     for part, path in model.files().items():
         sources = published.get(part, ())
@@ -86,7 +85,7 @@ def _parts(model: Model) -> list[dict[str, Any]]:
             "part": part,
             "files": path.name,
             "found": path.exists(),
-            "place": f"~/{path.relative_to(home)}" if path.is_relative_to(home) else str(path),
+            "place": str(path),
             "from": " or ".join(dict.fromkeys(source.repo for source in sources)) or origin,
             "licence": model.licence,
         }
@@ -118,8 +117,7 @@ def show_memory(resolved: ResolvedExperiment, console: Console) -> pd.DataFrame:
     table = pd.DataFrame(sizes)
     table["dtype"] = table["dtype"].astype(str).str.removeprefix("torch.")
     total = table["bytes"].sum()
-    every = {"part": "all", "parameters": table["parameters"].sum(), "dtype": "", "bytes": total}
-    table = pd.concat([table, pd.DataFrame([every])], ignore_index=True)
+    table.loc[len(table)] = ["all", table["parameters"].sum(), "", total]
     table["parameters"] = table["parameters"].astype("Int64").where(table["parameters"] > 0)
     table["gigabytes"] = (table.pop("bytes") / 1e9).round(3)
     needed = f"memory needed: {total / 1e9:.2f} GB on {compute.device.type}"

@@ -85,9 +85,12 @@ def profile(
     from lantern_bench.devices.compute import choose_compute, set_threads
     from lantern_bench.models.load import check_loaded, compile_models
     from lantern_bench.profile import step_costs as profiling
+    from lantern_bench.sweeps.choose_threads import choose_threads
 
     names = [] if search else split_words(tree or [_TREES])
-    trees = {name: profiling.step_of(name, decodings[0]) for name in names}
+    steps = {"ar": decodings[0].autoregressive()}
+    steps |= {name: profiling.step_of(name, decodings[0]) for name in names}
+    every = [*steps.values(), *decodings]
     set_threads(threads)
     compute = choose_compute(device, dtype, fast=True)
     profiled = profiling.load_profiled_model(
@@ -100,18 +103,15 @@ def profile(
         seed=seed,
         tokens=tokens,
     )
-    for decoding in (*trees.values(), *decodings):
+    for decoding in every:
         check_loaded(profiled.model, decoding, batch=1, compute=compute)
     if compile:
         console.note(compile_models([profiled.model], compute))
-    steps = {"ar": decodings[0].autoregressive(), **trees}
     if threads is None:
-        from lantern_bench.sweeps.choose_threads import choose_threads
-
         choose_threads(
             model=profiled.model,
             prompt=profiled.prompts[0],
-            decodings=[*steps.values(), *decodings],
+            decodings=every,
             emit=console.note,
         )
     if search:
@@ -155,7 +155,7 @@ def _check_flags(typed: Mapping[str, Any]) -> None:
                     "which takes a trained model and finds the trees"
                 )
     file = typed["save_device"]
-    if file is not None and not str(file).endswith((".yaml", ".yml")):
+    if file is not None and file.suffix not in (".yaml", ".yml"):
         raise UserError(f"--save-device {file}: must end in .yaml")
 
 

@@ -144,10 +144,8 @@ def merge(
 
 
 def _show_summary(folder: Path, tables: Mapping[str, pd.DataFrame], console: Console) -> None:
-    from lantern_bench.analysis.tables import NAMES
-
     console.table(tables["summary"], "summary", title=folder.name)
-    console.say(f"tables: {', '.join(f'{name}.csv' for name in NAMES)}; pictures: images/")
+    console.say(f"tables: {', '.join(f'{name}.csv' for name in tables)}; pictures: images/")
     console.say(f"run: {folder}")
 
 
@@ -170,9 +168,7 @@ def _show_reproduction(folder: Path, tables: Mapping[str, pd.DataFrame], console
             console.say(note)
     else:
         console.table(side_by_side(table), title=title, notes=[*notes, *sources(table)])
-    from lantern_bench.analysis.tables import NAMES
-
-    files = ", ".join(f"{name}.csv" for name in ("reproduction", *NAMES))
+    files = ", ".join(f"{name}.csv" for name in ("reproduction", *tables))
     console.say(f"tables: {files}; all in {folder}")
 
 
