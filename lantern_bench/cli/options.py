@@ -139,7 +139,6 @@ def with_flags(flags: Mapping[str, Any]) -> Callable[[Callable[..., None]], Call
             function(console=ctx.obj, **values)
 
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         return command
 
     return add

@@ -215,11 +215,7 @@ class Decoding:
         Raises:
             ParameterError: A value is wrong, missing, or does not go with the others.
         """
-        given = {key.removesuffix("_"): value for key, value in values.items()}
-        given = {key: value for key, value in given.items() if value is not None}
-        for key in given:
-            if key not in PARAMETERS:
-                raise ParameterError(f"is no parameter{did_you_mean(key, PARAMETERS)}", key)
+        given = {key.removesuffix("_"): value for key, value in values.items() if value is not None}
 
         # 1. The mode, its drafting and its rule.
         mode = check_value("mode", mode)
@@ -229,6 +225,8 @@ class Decoding:
         # 2. The values that are given, over the defaults of the parameters that the cell has.
         checked = {}
         for key, value in given.items():
+            if key not in PARAMETERS:
+                raise ParameterError(f"is no parameter{did_you_mean(key, PARAMETERS)}", key)
             if not has_parameter(key, drafting, rule):
                 raise ParameterError(f"does not belong here: it is for {owners_of(key)}", key)
             checked[key] = check_value(key, value)

@@ -169,8 +169,8 @@ def make_plan(experiment: ResolvedExperiment, prompts: Sequence[Prompt]) -> Plan
     slots = []
     for index in range(images * settings.repeats):
         again, number = divmod(index, images)
-        round_, place = divmod(number, len(unique))
-        slots.append((unique[place], again * passes + round_))
+        repeat = again * passes + number // len(unique)
+        slots.append((unique[number % len(unique)], repeat))
 
     # Images of one cell follow each other up to the largest batch. All cells see a prompt at about
     # the same time.
