@@ -117,7 +117,8 @@ def show_memory(resolved: ResolvedExperiment, console: Console) -> pd.DataFrame:
     table = pd.DataFrame(sizes)
     table["dtype"] = table["dtype"].astype(str).str.removeprefix("torch.")
     total = table["bytes"].sum()
-    table.loc[len(table)] = ["all", table["parameters"].sum(), "", total]
+    every = {"part": "all", "parameters": table["parameters"].sum(), "dtype": "", "bytes": total}
+    table = pd.concat([table, pd.DataFrame([every])], ignore_index=True)
     table["parameters"] = table["parameters"].astype("Int64").where(table["parameters"] > 0)
     table["gigabytes"] = (table.pop("bytes") / 1e9).round(3)
     needed = f"memory needed: {total / 1e9:.2f} GB on {compute.device.type}"
