@@ -112,8 +112,7 @@ class CheckpointModel(Model):
         """
         model = cls(str(file.path), row, file.paths())
         model.file = file
-        model.description = file.description or f"{file.name or file.path.stem}: {row.about}"
-        model.defaults = {**model.defaults, **file.defaults}
+        file.describe(model, f"{file.name or file.path.stem}: {row.about}")
         model.parameters = None
         # What a file states is checked when these are computed.
         _ = model.codes, model.classes
@@ -145,12 +144,12 @@ class CheckpointModel(Model):
         """Return which tensors of the checkpoint make up each tensor of the target."""
 
     @abstractmethod
-    def prompts(self, target: TransformerTarget) -> Prompts:
-        """Return how prompts become conditions."""
-
-    @abstractmethod
     def random_prompts(self) -> Prompts:
         """Return how prompts become conditions of a model with random weights, without files."""
+
+    def prompts(self, target: TransformerTarget) -> Prompts:  # noqa: ARG002
+        """Return how prompts become conditions."""
+        return self.random_prompts()
 
     def name_now(self, name: str) -> str:
         """Return the name that the key map has for a tensor of a published file."""

@@ -297,9 +297,9 @@ def read_size(text: str) -> TransformerConfig:
             f"--size {text}: must be LAYERSxWIDTH[xVOCABULARY[xSIDE]]",
             "For example 36x1280x16384x16, LlamaGen-XL at 256 pixels.",
         )
-    layers, width, *more = map(int, text.split("x"))
-    vocabulary = more[0] if more else 16384
-    side = more[1] if len(more) > 1 else 16
+    numbers = [int(number) for number in text.split("x")]
+    numbers += [0, 0, 16384, 16][len(numbers) :]  # those that may be left out
+    layers, width, vocabulary, side = numbers
     if min(layers, vocabulary, side) < 1 or width < 64 or width % 64:
         raise UserError(f"--size {text}: the width must be a multiple of 64, the rest at least 1")
     if max(layers, side) > _LONGEST or max(width, vocabulary) > MOST:

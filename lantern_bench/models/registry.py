@@ -149,9 +149,8 @@ class _Hosted(Model):
         from lantern_bench.models.hosted import load_class
 
         self.file = file
-        self.name = str(file.path)
-        self.description = file.description or f"{file.python.stem}: {file.checkpoint.name}"
-        self.defaults = {**load_class(file).defaults, **file.defaults}
+        self.defaults = load_class(file).defaults
+        file.describe(self, f"{file.python.stem}: {file.checkpoint.name}")
 
     def files(self) -> Mapping[str, Path]:
         return {"target": self.file.checkpoint, "code": self.file.python}
@@ -162,23 +161,17 @@ class _Hosted(Model):
         return load_hosted(self.file, device, dtype)
 
 
-_SIZES = ("sizes", "codes", "tokens", "parameters", "classes")
-
-
 class _WithDrafter(Model):
     """A model with another drafter."""
 
     def __init__(self, file: ExternalDrafter) -> None:
         model = model_of(file.model)
-        for field in ("family", "licence", "prompt_sets", *_SIZES):
+        same = "family licence prompt_sets defaults sizes codes tokens parameters classes"
+        for field in same.split():
             setattr(self, field, getattr(model, field))
         self.file = file
         self.model = model
-        self.name = str(file.path)
-        self.description = (
-            file.description or f"{model.description}; drafter {file.drafter.path.name}"
-        )
-        self.defaults = {**model.defaults, **file.defaults}
+        file.describe(self, f"{model.description}; drafter {file.drafter.path.name}")
 
     def check_prompt(self, text: str) -> None:
         self.model.check_prompt(text)
@@ -288,6 +281,17 @@ class _AnyModelFile(_Keys):
     def model_post_init(self, context: Any) -> None:
         """Keep the path of the file, which is the validation context."""
         self._path = context
+
+    def describe(self, model: Model, description: str) -> None:
+        """Give a model its name and description, and the decoding values of this file.
+
+        Args:
+            model: The model. Its own decoding values hold where this file states none.
+            description: Used if this file has none.
+        """
+        model.name = str(self.path)
+        model.description = self.description or description
+        model.defaults = {**model.defaults, **self.defaults}
 
     def wrong(self, key: str, text: str, advice: str | None = None) -> UserError:
         """Return the error for a value of this file.

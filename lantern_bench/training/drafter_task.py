@@ -58,8 +58,7 @@ def target_features(
     # The chosen ones of 2 B rows: first come those with condition, then those without.
     chosen = torch.arange(len(tokens), device=device) + len(tokens) * dropped.to(device)
     prefix = target.prefix(condition, guided=True)[chosen]
-    visible = visible_rows(condition.valid.to(device), 2)
-    visible = visible[chosen % len(visible)]  # the same for both, unless the prompts differ
+    visible = visible_rows(condition.valid.to(device), 2)[chosen]
     prompts = None
     if target.config.text_vocab_size is not None:
         prompts = prompt_rows(condition.values.to(device), 2)[chosen]

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from lantern_bench.models.networks.eagle import EagleDrafter
 from lantern_bench.models.networks.target import Condition, TransformerTarget
-from lantern_bench.models.networks.transformer import Block, grid_rotary
+from lantern_bench.models.networks.transformer import Block, rotary_turns
 
 Past = list[tuple[Tensor, Tensor]]
 
@@ -76,7 +76,7 @@ class PlainTarget:
     def __init__(self, target: TransformerTarget) -> None:
         self.target = target
         self.net = target.transformer
-        self.turns = grid_rotary(target.config)
+        self.turns = rotary_turns(target.config)
         self.past: Past = []
         self.visible = torch.ones(0, dtype=torch.bool)
 
@@ -135,7 +135,7 @@ class PlainDrafter:
 
     def __init__(self, drafter: EagleDrafter) -> None:
         self.drafter = drafter
-        self.turns = grid_rotary(replace(drafter.config, prefix=drafter.config.prefix - 1))
+        self.turns = rotary_turns(replace(drafter.config, prefix=drafter.config.prefix - 1))
         self.past: tuple[Tensor, Tensor] | None = None
         self.visible = torch.ones(0, dtype=torch.bool)
 

@@ -11,6 +11,7 @@ import json
 import os
 import pickle
 import re
+import tomllib
 import warnings
 import zipfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,23 +28,9 @@ from torch import Tensor
 from lantern_bench.utils.errors import UserError
 from lantern_bench.utils.text import one_line
 
-# Patterns of names, and the kind of checkpoint that has them. The first match counts.
-_KINDS: tuple[tuple[str, str], ...] = (
-    (r"(model\.)?generation_head\.", "a Janus model in the layout of transformers"),
-    (
-        r"(gen_head|gen_embed)\.",
-        "a Janus model in the layout of its authors, which transformers does not read",
-    ),
-    (r"(model\.)?text_model\.", "an Emu3 model in the layout of transformers"),
-    (r"model\.vqmodel\.|\.self_attn\.q_norm\.", "a Chameleon model (Anole, Lumina-mGPT)"),
-    (r"model\.cls_embedding\.", "LlamaGen, text-conditional, in the layout of the HF conversion"),
-    (r"cls_embedding\.uncond_embedding$", "LlamaGen, text-conditional, in the official layout"),
-    (r"cls_embedding\.embedding_table\.", "LlamaGen, class-conditional, in the official layout"),
-    (r"(encoder\.down|decoder\.up)\.\d+\.block\.", "a VQGAN, such as Chameleon's vqgan.ckpt"),
-    (r"quantize\.embedding\.", "a VQ tokenizer"),
-    (r"(encoder|shared)\.(block|weight)\b", "a T5 text encoder"),
-    (r"fc\.weight$", "an EAGLE drafter"),
-    (r"model\.layers\.\d+\.self_attn\.", "a Llama language model"),
+# The kinds of checkpoint, and the pattern of names that each has. The first match counts.
+_KINDS: dict[str, str] = tomllib.loads(
+    Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
 )
 # Keys under which training frameworks save a state dict: DDP scripts, DeepSpeed, Lightning. FSDP
 # uses none.
@@ -62,7 +49,7 @@ _ADVICE = "Download or copy it again."
 def what_is(names: Iterable[str]) -> str | None:
     """Return what kind of checkpoint has these names. None for an unknown kind."""
     text = "\n".join(names)
-    for pattern, kind in _KINDS:
+    for kind, pattern in _KINDS.items():
         if re.search(rf"(^|\.){pattern}", text, re.MULTILINE):
             return kind
     return None

@@ -14,11 +14,7 @@ from lantern_bench.models.checkpoints.key_map import KeyMap, llama_key_map, load
 from lantern_bench.models.loaded_model import LoadedModel, transformer_of
 from lantern_bench.models.networks.eagle import EagleDrafter
 from lantern_bench.models.networks.target import CachedTarget
-from lantern_bench.models.networks.transformer_config import (
-    TransformerConfig,
-    llama_sizes,
-    read_numbers,
-)
+from lantern_bench.models.networks.transformer_config import TransformerConfig, llama_sizes
 from lantern_bench.utils.errors import UserError
 from lantern_bench.utils.files import hash_of, read_json
 
@@ -111,28 +107,29 @@ def drafter_config(
         return UserError(f"{folder / 'config.json'}: {key}: {text}", advice)
 
     is_chameleon = target.qk_norm
-    needed = {"hidden_size": target.dim, "vocab_size": target.embedded_tokens}
-    config: dict[str, Any] = {
+    of_target = {
+        "hidden_size": target.dim,
+        "vocab_size": target.embedded_tokens,
         "num_attention_heads": target.heads,
         "intermediate_size": target.ffn_dim,
-        **needed,
     }
-    config |= {key: value for key, value in stated.items() if value is not None}
-    for key, size in read_numbers(config, {key: key for key in needed}, wrong).items():
-        if size != needed[key]:
-            raise wrong(
-                key,
-                f"is {size}, and this target needs {needed[key]}",
-                "It was trained for another model.",
-            )
-
+    config: dict[str, Any] = of_target | {
+        key: value for key, value in stated.items() if value is not None
+    }
     if not is_chameleon:
         # Drafters trained here state `mask_padding`, and rotate as they say or as their target.
         config["rope_theta"] = _ROPE_BASE
         if "mask_padding" in stated:
             config["rope_theta"] = stated.get("rope_base", target.rope_base)
     sizes = llama_sizes(config, wrong, positions=target.positions)
-    del sizes["dim"], sizes["text_vocab_size"]
+    for name, key in (("dim", "hidden_size"), ("text_vocab_size", "vocab_size")):
+        size = sizes.pop(name)
+        if size != of_target[key]:
+            raise wrong(
+                key,
+                f"is {size}, and this target needs {of_target[key]}",
+                "It was trained for another model.",
+            )
     layers = sizes.pop("layers", 1)
     if layers != 1:
         raise wrong("num_hidden_layers", f"is {layers}: only drafters of one layer are supported")

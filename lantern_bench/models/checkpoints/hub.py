@@ -62,11 +62,16 @@ class Source(NamedTuple):
         is_complete = all(_complete(folder, pattern) for pattern in self.patterns)
         return folder / (self.file or "") if is_complete else None
 
-    def local_path(self) -> Path | None:
+    def local_path(self, into: Path | None = None) -> Path | None:
         """Return the file or folder of this part on this machine.
 
         The folder of the weights comes first, then the cache of huggingface_hub.
+
+        Args:
+            into: The only folder of weights to search, as `download` fills it.
         """
+        if into is not None:
+            return self.found_in(into / self.repo)
         root = weights_folder()
         if root is not None:
             for pattern in _FOLDERS if self.file is not None else _FOLDERS[:-1]:
@@ -180,9 +185,9 @@ PARTS: Mapping[str, Mapping[str, Part]] = {
 """The parts of each published model, by its name in this package."""
 
 
-def local_path(part: Part) -> Path | None:
-    """Return the file or folder of a part on this machine."""
-    return next(filter(None, map(Source.local_path, part)), None)
+def local_path(part: Part, into: Path | None = None) -> Path | None:
+    """Return the file or folder of a part on this machine. `into` is as in `Source.local_path`."""
+    return next(filter(None, (source.local_path(into) for source in part)), None)
 
 
 def expected_path(part: Part) -> Path:
@@ -225,11 +230,5 @@ def missing_sources(model: str, root: Path | None = None) -> Sequence[Source]:
         model: Name of the model.
         root: Where its files are searched. The default is this machine.
     """
-
-    def is_here(source: Source) -> bool:
-        if root is None:
-            return source.local_path() is not None
-        return source.found_in(root / source.repo) is not None
-
-    incomplete = [part for part in PARTS[model].values() if not any(map(is_here, part))]
-    return list(dict.fromkeys(part[0] for part in incomplete))
+    missing = [part[0] for part in PARTS[model].values() if local_path(part, root) is None]
+    return list(dict.fromkeys(missing))

@@ -16,7 +16,7 @@ from lantern_bench.models.checkpoint_model import FAMILIES, CheckpointModel, lay
 from lantern_bench.models.networks.transformer_config import (
     TransformerConfig,
     llama_sizes,
-    read_numbers,
+    read_number,
 )
 from lantern_bench.prompts.prompt import class_number, some_classes
 from lantern_bench.utils.errors import UserError
@@ -96,12 +96,11 @@ class LlamaGen(CheckpointModel):
     def numbers(self) -> Mapping[str, Any]:
         """Numbers that only LlamaGen's config states."""
         names = "cls_token_num num_classes caption_dim multiple_of ffn_dim_multiplier block_size"
-        return read_numbers(
-            self.config,
-            {key: key for key in names.split()},
-            self.wrong,
-            fractions=("ffn_dim_multiplier",),
-        )
+        return {
+            key: read_number(key, self.config[key], self.wrong)
+            for key in names.split()
+            if self.config.get(key) is not None
+        }
 
     def _square_grid(self) -> tuple[int, int]:
         """Return the grid of a square picture of `block_size` tokens."""
@@ -239,12 +238,8 @@ class ClassToImage(LlamaGen):
 
         return TransformerTarget(self.sizes, ClassLabel(self.classes, self.sizes.dim))
 
-    def prompts(self, target: TransformerTarget) -> Prompts:  # noqa: ARG002
-        """Return classes as labels, which the target embeds."""
-        return self.random_prompts()
-
     def random_prompts(self) -> Prompts:
-        """Return classes as labels."""
+        """Return classes as labels, which the target embeds, with any weights."""
         import torch
 
         from lantern_bench.models.networks.target import Condition, Prompts

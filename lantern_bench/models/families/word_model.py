@@ -19,7 +19,7 @@ from lantern_bench.models.checkpoint_model import CheckpointModel
 from lantern_bench.models.networks.transformer_config import (
     TransformerConfig,
     llama_sizes,
-    read_numbers,
+    read_number,
 )
 from lantern_bench.utils.errors import RefusedError, UserError
 
@@ -63,9 +63,9 @@ class Vocabulary(dict[str, int]):  # __missing__ is for dict
                 codes[code_of(match[1])] = number
         if not codes:
             raise self._lacks("image codes")
-        for code in range(len(codes)):
-            if code not in codes:
-                raise self._lacks(f"image code {code}, and others above it")
+        missing = set(range(len(codes))) - codes.keys()
+        if missing:
+            raise self._lacks(f"image code {min(missing)}, and others above it")
         return tuple(codes[code] for code in range(len(codes)))
 
     def _lacks(self, token: str) -> UserError:
@@ -81,7 +81,7 @@ def read_tokenizer(path: Path, _changed: int) -> Any:
         from tokenizers import Tokenizer
     except ImportError as error:
         raise RefusedError(
-            "captions need the package tokenizers, which is not installed",
+            f"{path}: reading it needs the package tokenizers, which is not installed",
             "Type `pip install 'lantern-bench[hf]'`.",
         ) from error
     try:
@@ -157,7 +157,7 @@ class WordModel(CheckpointModel):
         value = self.section(section).get(name)
         if value is None:
             raise self.wrong(key, "missing")
-        return int(read_numbers({key: value}, {key: key}, self.wrong)[key])
+        return int(read_number(key, value, self.wrong))
 
     # ---- Vocabulary and target
 

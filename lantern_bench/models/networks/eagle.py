@@ -7,7 +7,6 @@ section 9, B3).
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeAlias
@@ -58,7 +57,7 @@ class _Session(CachedSession, DrafterSession):
                 positions=self.cache.slots(0, n),
                 seen=prefix_seen(visible, n),
             )
-        self._commit_prefix(visible, n)
+        self.cache.commit_prefix(visible, n)
 
     def _embedded_prefix(self, condition: Condition, n: int) -> Tensor:
         """Embed the tokens that follow each of the first n prefix positions."""
@@ -201,9 +200,9 @@ def untrained_drafter(target: CachedTarget) -> EagleDrafter:
     """Return a drafter with the target's embedding and weights from torch's current stream."""
     embedding = target.transformer.tok_embeddings
     drafter = EagleDrafter(target.drafter_config, target.transformer.output)
-    for name, parameter in drafter.named_parameters():
-        if parameter.dim() >= 2 and parameter.requires_grad and not re.search(r"[qk]_norm\.", name):
-            nn.init.normal_(parameter, std=0.02)
+    for module in drafter.modules():
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=0.02)
     with torch.no_grad():
         # The fusion starts as the feature itself, a fair first guess of the next one.
         drafter.fc.weight[:, drafter.config.dim :] += torch.eye(drafter.config.dim)

@@ -61,18 +61,14 @@ class KVCache:
         """Fill keys and values with zeros."""
         self._store.zero_()
 
-    def reset(self) -> None:
-        """Forget everything."""
-        self.lengths.zero_()
-        self._visible.fill_(value=True)
+    def commit_prefix(self, visible: Tensor, count: int) -> None:
+        """Commit the first `count` positions.
 
-    def set_visible(self, visible: Tensor) -> None:
-        """Set which of the first P positions attention sees.
-
-        Args:
-            visible: bool [B, P], or [rows, P] if the rows of an image differ.
+        Attention sees those of the first P that are `visible`, bool [rows, P].
         """
-        self._visible[:, : visible.shape[1]] = visible.repeat(len(self.rows) // len(visible), 1)
+        self._visible.fill_(value=True)
+        self._visible[:, : visible.shape[1]] = visible
+        self.lengths.fill_(count)
 
     def per_row(self, values: Tensor) -> Tensor:
         """Repeat values of the B images [B, ...] for their rows [rows, ...]."""

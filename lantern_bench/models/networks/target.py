@@ -59,16 +59,18 @@ def prompt_rows(values: Tensor, groups: int) -> Tensor:
 
 
 def visible_rows(valid: Tensor, groups: int) -> Tensor:
-    """Return the visible prefix positions for `KVCache.set_visible`.
+    """Return the visible prefix positions of each row.
 
     Args:
         valid: The mask of a `Condition`.
         groups: Rows of each image: 2 with guidance, otherwise 1.
 
     Returns:
-        bool [B, P], or [groups * B, P] for prompts.
+        bool [groups * B, P].
     """
-    return valid if valid.dim() == 2 else prompt_rows(valid, groups)
+    if valid.dim() == 2:
+        valid = valid[:, None].expand(-1, groups, -1)
+    return prompt_rows(valid, groups)
 
 
 class ClassLabel(nn.Module):
@@ -200,11 +202,11 @@ def prefix_seen(visible: Tensor, n: int) -> Tensor:
     B4).
 
     Args:
-        visible: bool [B or rows, P], False for padding.
+        visible: bool [rows, P], False for padding.
         n: Number of positions, at most P.
 
     Returns:
-        bool [B or rows, n, n].
+        bool [rows, n, n].
     """
     return causal_seen(n, visible.device) & (visible[:, None, :n] == visible[:, :n, None])
 
@@ -283,17 +285,12 @@ class CachedSession:
         self.cache.clear()
 
     def _start(self, condition: Condition, prefix: int, device: torch.device) -> Tensor:
-        """Forget the last image and return the visible positions, bool [B or rows, P]."""
+        """Forget the last image and return the visible positions, bool [rows, P]."""
         visible = visible_rows(condition.valid.to(device), self.cache.groups)
-        padding = padding_of(visible, self._config)
-        self.cache.reset()
+        self.cache.lengths.zero_()
         self._prefix.fill_(prefix)
-        self._padding.copy_(padding.repeat(len(self._padding) // len(padding), 1))
+        self._padding.copy_(padding_of(visible, self._config))
         return visible
-
-    def _commit_prefix(self, visible: Tensor, n: int) -> None:
-        self.cache.set_visible(visible)
-        self.cache.advance(torch.full_like(self.cache.lengths, n))
 
     def _rotary_positions(self, positions: Tensor) -> Tensor:
         """Return the rows of the rotary table for positions [B, n] in the cache."""
@@ -316,7 +313,7 @@ class _TransformerSession(CachedSession, TargetSession):
         n = x.shape[1]
         visible = self._start(condition, n, x.device)
         features = self._forward(x, self.cache.slots(0, n), prefix_seen(visible, n))
-        self._commit_prefix(visible, n)
+        self.cache.commit_prefix(visible, n)
         first = torch.zeros_like(self.cache.lengths)[:, None]
         return Logits(*self._split(self._head(features[:, -1:], first)), features)
 
@@ -462,7 +459,6 @@ class TransformerTarget(CachedTarget):
 
         length = x.shape[1]
         visible = visible_rows(condition.valid.to(x.device), 2)
-        visible = visible.repeat(len(x) // len(visible), 1)
         mask = prefix_mask(visible, length).to(x.dtype)
         features = self.transformer(x, mask, positions_of(visible, length, self.config))
         return features[:, first:]

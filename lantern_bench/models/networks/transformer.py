@@ -24,32 +24,28 @@ from lantern_bench.models.networks.transformer_config import TransformerConfig
 _MARGIN = 64
 
 
-def grid_rotary(config: TransformerConfig) -> Tensor:
-    """Return the rotary table of prefix, grid and margin.
+def rotary_turns(config: TransformerConfig) -> Tensor:
+    """Return the rotary table of prefix, image and margin.
 
-    The first half of the pairs rotates with the row, the second half with the column. The first
-    image token is cell (0, 0).
+    On a grid the first half of the pairs rotates with the row, the second half with the column. The
+    first image token is cell (0, 0). Otherwise all pairs rotate with the position.
 
     Returns:
         Cosines and sines [positions, head_dim / 2, 2].
     """
-    half = config.head_dim // 2
-    sides = (torch.arange(side, dtype=torch.float32) for side in config.grid)
-    frequency = 1.0 / config.rope_base ** (torch.arange(0, half, 2, dtype=torch.float32) / half)
-    angles = (torch.cartesian_prod(*sides)[:, :, None] * frequency).flatten(1)
-    grid = torch.stack([angles.cos(), angles.sin()], dim=-1)
-    prefix = torch.zeros(config.prefix, half, 2)
+    is_grid = config.positions == "grid"
+    counts = config.grid if is_grid else [config.prefix + config.image_tokens + _MARGIN]
+    width = config.head_dim // len(counts)
+    frequency = 1.0 / config.rope_base ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
+    axes = torch.meshgrid(*map(torch.arange, counts), indexing="ij")
+    angles = torch.cat([axis.reshape(-1, 1) * frequency for axis in axes], dim=1)
+    turns = torch.stack([angles.cos(), angles.sin()], dim=-1)
+    if not is_grid:
+        return turns
+    prefix = turns.new_zeros(config.prefix, *turns.shape[1:])
     if config.prefix_rotary == "identity":
         prefix[..., 0] = 1.0
-    return torch.cat([prefix, grid, torch.zeros(_MARGIN, half, 2)])
-
-
-def _sequence_rotary(config: TransformerConfig) -> Tensor:
-    """Return cosines and sines as `grid_rotary`, of positions that are counted."""
-    steps = torch.arange(0, config.head_dim, 2, dtype=torch.float32)
-    positions = torch.arange(config.prefix + config.image_tokens + _MARGIN, dtype=torch.float32)
-    angles = torch.outer(positions, 1.0 / config.rope_base ** (steps / config.head_dim))
-    return torch.stack([angles.cos(), angles.sin()], dim=-1)
+    return torch.cat([prefix, turns, turns.new_zeros(_MARGIN, *turns.shape[1:])])
 
 
 def rotary_table(config: TransformerConfig) -> Tensor:
@@ -58,8 +54,7 @@ def rotary_table(config: TransformerConfig) -> Tensor:
     The first factor of a number is the cosine of its pair, the second is the sine with the sign
     that belongs to its partner.
     """
-    turns = grid_rotary(config) if config.positions == "grid" else _sequence_rotary(config)
-    cosine, sine = turns.unbind(-1)
+    cosine, sine = rotary_turns(config).unbind(-1)
     cosines = torch.stack([cosine, cosine], dim=-1)
     sines = torch.stack([-sine, sine], dim=-1)
     pairs = torch.stack([cosines, sines], dim=1)

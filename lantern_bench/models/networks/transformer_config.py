@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -73,39 +73,29 @@ class TransformerConfig:
         return self.grid[1] + self.line_ends
 
 
-def read_numbers(
-    config: Mapping[str, Any],
-    names: Mapping[str, str],
-    wrong: Wrong,
-    *,
-    fractions: Collection[str] = (),
-) -> dict[str, Any]:
-    """Read the numbers above 0 that a config states.
+# Keys of the numbers that need not be whole.
+_FRACTIONS = ("rms_norm_eps", "rope_theta", "ffn_dim_multiplier")
+
+
+def read_number(key: str, value: Any, wrong: Wrong) -> Any:
+    """Return a number above 0 that a config states.
 
     Args:
-        config: The content of a config.json.
-        names: Our name of each number, and its key in the config.
+        key: Its key in the config.
+        value: The stated value. A whole number is at most `MOST`.
         wrong: Makes the error that is raised for any other value.
-        fractions: Our names of the numbers that need not be whole. Whole numbers are at most
-            `MOST`.
-
-    Returns:
-        The stated numbers by our names. Keys that are missing or null are left out.
     """
-    numbers: dict[str, Any] = {}
-    for name, key in names.items():
-        value = config.get(key)
-        if value is None:
-            continue
-        is_fraction = name in fractions
-        kinds = (int, float) if is_fraction else (int,)
-        most = LARGEST if is_fraction else MOST
-        # The comparison is false for NaN.
-        if not isinstance(value, kinds) or isinstance(value, bool) or not 0 < value <= most:
-            noun = "number" if is_fraction else "whole number"
-            raise wrong(key, f"{str(value)[:40]}: must be a {noun} above 0 and at most {most:,}")
-        numbers[name] = float(value) if is_fraction else value
-    return numbers
+    kind: type = int
+    most: float = MOST
+    noun = "whole number"
+    if key in _FRACTIONS:
+        kind = float
+        most = LARGEST
+        noun = "number"
+    # The comparison is false for NaN.
+    if type(value) not in (int, kind) or not 0 < value <= most:
+        raise wrong(key, f"{str(value)[:40]}: must be a {noun} above 0 and at most {most:,}")
+    return kind(value)
 
 
 _LLAMA_NAMES = {
@@ -153,7 +143,11 @@ def llama_sizes(
 
     rope = config.get("rope_parameters") or {}
     config = {"rope_theta": rope.get("rope_theta"), **config}
-    sizes = read_numbers(config, _LLAMA_NAMES, wrong, fractions=("norm_eps", "rope_base"))
+    sizes = {
+        name: read_number(key, config[key], wrong)
+        for name, key in _LLAMA_NAMES.items()
+        if config.get(key) is not None
+    }
     if "dim" in sizes and "heads" in sizes:
         _check_heads(sizes, wrong, positions=positions)
     return sizes

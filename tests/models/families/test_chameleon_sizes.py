@@ -191,12 +191,19 @@ def test_missing_and_broken_tokenizers_are_refused(tmp_path: Path) -> None:
         tiny.anole(folder).image_words()
 
 
-def test_captions_need_the_tokenizers_package(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("family", ["anole", "lumina-mgpt", "emu3"])
+def test_plans_and_captions_need_the_tokenizers_package(
+    family: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    path = tmp_path / "model.yaml"
+    path.write_text(f"family: {family}\ngrid: [4, 4]\ntarget: {{checkpoint: {folder}}}\n")
     read_tokenizer.cache_clear()
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(RefusedError, match="captions need the package tokenizers"):
+    text = r"tokenizer\.json: reading it needs the package tokenizers, which is not installed"
+    with pytest.raises(RefusedError, match=text) as planned:
+        model_of(str(path))
+    assert planned.value.advice == "Type `pip install 'lantern-bench[hf]'`."
+    with pytest.raises(RefusedError, match=text):
         tiny.anole(folder).encode("a cat")
 
 

@@ -23,7 +23,7 @@ from lantern_bench.models.checkpoints.key_map import export
 from lantern_bench.models.families.llamagen import LlamaGen, TextToImage, key_map
 from lantern_bench.models.load import meta_model
 from lantern_bench.models.networks.target import Condition
-from lantern_bench.models.networks.transformer import grid_rotary, rotary_table
+from lantern_bench.models.networks.transformer import rotary_table, rotary_turns
 from lantern_bench.models.registry import models
 from lantern_bench.utils.errors import RefusedError, UserError
 from tests.helpers import golden_models, tiny_llamagen
@@ -136,7 +136,7 @@ def test_invalid_weight_values_are_refused(
 
 
 def stage_signs() -> dict[str, Any]:
-    table = grid_rotary(tiny_llamagen.llamagen("c2i", (6, 6)).sizes)[: 1 + 36]
+    table = rotary_turns(tiny_llamagen.llamagen("c2i", (6, 6)).sizes)[: 1 + 36]
     margin = torch.cat([table, torch.zeros(10, 8, 2)])
     return {
         "freqs_cis": lambda state: {"model": state | {"freqs_cis": table}},
