@@ -14,7 +14,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 from pydantic import (
     BaseModel,
@@ -228,7 +228,8 @@ def _resolved(model: object, info: ValidationInfo[Path]) -> object:
     return str(path)
 
 
-_PATH = "give a path, relative to this file"
+_PATH = Field(description="give a path, relative to this file")
+_Text: TypeAlias = Annotated[str, Field(pattern=r"\S")]
 _Relative = BeforeValidator(_relative)
 
 
@@ -243,7 +244,7 @@ class _Part(_Keys):
 class CheckpointPart(_Part):
     """A checkpoint, which is a file or a folder, and its sizes."""
 
-    path: Annotated[Path, _Relative] = Field(alias="checkpoint", description=_PATH)
+    path: Annotated[Path, _Relative, _PATH, Field(alias="checkpoint")]
     config: Annotated[dict[str, Any] | None, BeforeValidator(_json_or_mapping)] = None
 
 
@@ -256,21 +257,21 @@ class TargetPart(CheckpointPart):
 class FolderPart(_Part):
     """The folder of a drafter or of a text encoder."""
 
-    path: Annotated[DirectoryPath, _Relative] = Field(alias="dir", description=_PATH)
+    path: Annotated[DirectoryPath, _Relative, _PATH, Field(alias="dir")]
 
 
 class TablePart(_Part):
     """A table of nearest codes."""
 
-    path: Annotated[FilePath, _Relative] = Field(alias="table", description=_PATH)
+    path: Annotated[FilePath, _Relative, _PATH, Field(alias="table")]
 
 
 class _AnyModelFile(_Keys):
     """What all kinds of model file may state."""
 
-    description: str | None = Field(default=None, pattern=r"\S")
+    description: _Text | None = None
     # Decoding values as in an experiment file.
-    defaults: dict[str, Any] = Field(default_factory=dict)
+    defaults: dict[str, Any] = {}
     _path: Path
 
     @property
@@ -310,12 +311,10 @@ class ModelFile(_AnyModelFile):
     `grid` is rows and columns of image tokens.
     """
 
-    name: str | None = Field(default=None, pattern=r"\S")
-    family: str = Field(
-        pattern=r"\S", description="the family the model belongs to, such as llamagen"
-    )
+    name: _Text | None = None
+    family: Annotated[_Text, Field(description="the family the model belongs to, such as llamagen")]
     grid: Annotated[tuple[int, int], BeforeValidator(_rows_and_columns)] | None = None
-    target: TargetPart = Field(description="give target: {checkpoint: FILE}")
+    target: Annotated[TargetPart, Field(description="give target: {checkpoint: FILE}")]
     tokenizer: CheckpointPart | None = None
     drafter: FolderPart | None = None
     text_encoder: FolderPart | None = None
@@ -332,17 +331,19 @@ class ExternalDrafter(_AnyModelFile):
     `model` is the name of the model, or the path of its own file.
     """
 
-    model: Annotated[str, BeforeValidator(_resolved)] = Field(
-        pattern=r"\S", description="the name of the model, or the path of its file"
-    )
-    drafter: FolderPart = Field(description="give drafter: {dir: FOLDER}")
+    model: Annotated[
+        _Text,
+        BeforeValidator(_resolved),
+        Field(description="the name of the model, or the path of its file"),
+    ]
+    drafter: Annotated[FolderPart, Field(description="give drafter: {dir: FOLDER}")]
 
 
 class PythonModel(_AnyModelFile):
     """A file that names a model's code, one Python file (`models/hosted.py`), and checkpoint."""
 
-    python: Annotated[FilePath, _Relative] = Field(description=_PATH)
-    checkpoint: Annotated[Path, _Relative] = Field(description=_PATH)
+    python: Annotated[FilePath, _Relative, _PATH]
+    checkpoint: Annotated[Path, _Relative, _PATH]
 
 
 def is_model_file(name: str) -> bool:

@@ -116,20 +116,21 @@ def drafter_config(
     config: dict[str, Any] = of_target | {
         key: value for key, value in stated.items() if value is not None
     }
+    for key in ("hidden_size", "vocab_size"):
+        if config[key] != of_target[key]:
+            raise wrong(
+                key,
+                f"is {str(config[key])[:40]}, and this target needs {of_target[key]}",
+                "It was trained for another model.",
+            )
+
     if not is_chameleon:
         # Drafters trained here state `mask_padding`, and rotate as they say or as their target.
         config["rope_theta"] = _ROPE_BASE
         if "mask_padding" in stated:
             config["rope_theta"] = stated.get("rope_base", target.rope_base)
     sizes = llama_sizes(config, wrong, positions=target.positions)
-    for name, key in (("dim", "hidden_size"), ("text_vocab_size", "vocab_size")):
-        size = sizes.pop(name)
-        if size != of_target[key]:
-            raise wrong(
-                key,
-                f"is {size}, and this target needs {of_target[key]}",
-                "It was trained for another model.",
-            )
+    del sizes["text_vocab_size"]  # `target` has it, or is as large without
     layers = sizes.pop("layers", 1)
     if layers != 1:
         raise wrong("num_hidden_layers", f"is {layers}: only drafters of one layer are supported")
