@@ -131,13 +131,13 @@ class _SharedCache:
     def update(
         self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        keys, values = self.cache.write(
+        return self.cache.write(
             layer,
             slots=self.slots,
             keys=keys.transpose(1, 2),
             values=values.transpose(1, 2),
+            used=self.columns,
         )
-        return keys[:, :, : self.columns], values[:, :, : self.columns]
 
 
 class _HostedTarget(CachedTarget):

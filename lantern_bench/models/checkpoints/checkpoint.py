@@ -7,7 +7,6 @@ unpickler.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import pickle
 import re
@@ -25,6 +24,7 @@ from safetensors.numpy import load_file as load_arrays
 from safetensors.torch import load_file
 from torch import Tensor
 
+from lantern_bench.models.checkpoints.hub import shards_of
 from lantern_bench.utils.errors import UserError
 from lantern_bench.utils.text import one_line
 
@@ -151,11 +151,7 @@ def _files_of(path: Path) -> list[Path]:
         raise UserError(f"{path}: no such file")
     if path.suffix != ".json":
         return [path]
-    try:
-        index = json.loads(path.read_text(encoding="utf-8"))
-        shards = sorted(map(str, set(index["weight_map"].values())))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path}: cannot be read as an index of weights", _ADVICE) from error
+    shards = shards_of(path)
     for name in shards:
         # Only the name counts, because the files of a download cache are links to another folder.
         if os.path.isabs(name) or os.path.normpath(name).startswith(".."):

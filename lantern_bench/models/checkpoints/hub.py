@@ -144,11 +144,21 @@ def _complete(folder: Path, pattern: str) -> bool:
     """Whether a folder has the files of a pattern, and of sharded weights every shard."""
     try:
         for index in folder.glob(f"{pattern}.index.json"):
-            shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-            return all((folder / shard).is_file() for shard in shards)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return all((folder / shard).is_file() for shard in shards_of(index))
+    except (OSError, UserError):
         return False
     return any(folder.glob(pattern))
+
+
+def shards_of(index: Path) -> list[str]:
+    """Return the names of the files of sharded weights. Raises `UserError` for a broken index."""
+    try:
+        stated = json.loads(index.read_text(encoding="utf-8"))
+        return sorted(map(str, set(stated["weight_map"].values())))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"{index}: cannot be read as an index of weights", "Download or copy it again."
+        ) from error
 
 
 def weights_folder() -> Path | None:

@@ -79,7 +79,7 @@ class KVCache:
         return self.lengths[:, None] + self._columns[offset : offset + count]
 
     def write(
-        self, layer: int, *, slots: Tensor, keys: Tensor, values: Tensor
+        self, layer: int, *, slots: Tensor, keys: Tensor, values: Tensor, used: int
     ) -> tuple[Tensor, Tensor]:
         """Write keys and values.
 
@@ -88,9 +88,10 @@ class KVCache:
             slots: Positions int64 [B, n].
             keys: Keys [rows, n, heads, head_dim].
             values: Values [rows, n, heads, head_dim].
+            used: Number of columns in use, as `mask` has them.
 
         Returns:
-            All keys and all values of the layer, [rows, heads, capacity, head_dim].
+            The keys and the values of these columns, [rows, heads, used, head_dim].
         """
         store_k, store_v = self._layers[layer]
         if self.batch == 1:
@@ -101,7 +102,7 @@ class KVCache:
             columns = self.per_row(slots)
             store_k[self.rows, :, columns] = keys
             store_v[self.rows, :, columns] = values
-        return store_k, store_v
+        return store_k[:, :, :used], store_v[:, :, :used]
 
     def mask(self, seen: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the additive attention mask of n new nodes.

@@ -126,10 +126,7 @@ def attend_cached(
     """
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        keys, values = (
-            store[:, :, : mask.shape[-1]]
-            for store in cache.write(layer, slots=slots, keys=k, values=v)
-        )
+        keys, values = cache.write(layer, slots=slots, keys=k, values=v, used=mask.shape[-1])
         if kernel and q.shape[1] <= _MAX_KERNEL_NODES and q.shape[3] % 16 == 0:
             by_column = mask[:, 0].mT.float().contiguous()
             return torch.ops.lantern_bench.node_attention(

@@ -173,9 +173,8 @@ def test_filled_columns_are_enough(
     mask = cache.mask(seen, dtype)
     slots = cache.slots(0, nodes)
     got = attend_cached(cache=cache, layer=0, slots=slots, mask=mask)(q, k, v)
-    keys, values = cache.write(
-        0, slots=slots, keys=k, values=v
-    )  # all of them, hidden by a mask made here
+    # All of them, hidden by a mask made here.
+    keys, values = cache.write(0, slots=slots, keys=k, values=v, used=CAPACITY)
     behind = torch.arange(CAPACITY) - torch.tensor(lengths * 2)[:, None]
     allowed = behind[:, None, :] <= torch.arange(nodes)[:, None]
     wanted = torch.nn.functional.scaled_dot_product_attention(
