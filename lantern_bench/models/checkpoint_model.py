@@ -257,7 +257,7 @@ class CheckpointModel(Model):
         """Open the target's checkpoint. Raises `UserError` for another kind of model."""
         from lantern_bench.models.checkpoints.checkpoint import open_checkpoint
 
-        checkpoint = open_checkpoint(self.paths["target"]).renamed(self.name_now)
+        checkpoint = open_checkpoint(self.paths["target"], self.name_now)
         checkpoint.require(self.published.marker, self.published.kind)
         return checkpoint
 
@@ -303,7 +303,7 @@ class CheckpointModel(Model):
         layout = LAYOUTS[self.published.vq_layout]
         tokenizer_path = paths.get("tokenizer", paths["target"] if layout.inside else None)
         if tokenizer_path is not None:
-            checkpoint = open_checkpoint(tokenizer_path).renamed(self.name_now)
+            checkpoint = open_checkpoint(tokenizer_path, self.name_now)
             tokenizer = load_vq(checkpoint, layout, device)
             hashes["tokenizer"] = hash_of(checkpoint.paths)
         if "neighbours" in paths:

@@ -80,11 +80,6 @@ class Checkpoint(dict[str, Tensor]):
         self.paths = tuple(paths)
         self.settings = settings
 
-    def renamed(self, rename: Callable[[str], str]) -> Checkpoint:
-        """Return the same tensors by other names."""
-        tensors = {rename(name): tensor for name, tensor in self.items()}
-        return Checkpoint(tensors, path=self.path, paths=self.paths, settings=self.settings)
-
     def require(self, ending: str, wanted: str) -> None:
         """Raise `UserError` unless the name of a tensor has this ending.
 
@@ -110,11 +105,12 @@ class Checkpoint(dict[str, Tensor]):
         )
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
+def open_checkpoint(path: Path, rename: Callable[[str], str] = str) -> Checkpoint:
     """Open a checkpoint.
 
     Args:
         path: A `.safetensors` file, a torch file, or a folder with one of them, sharded or not.
+        rename: Turns a name in the file, without the prefixes of wrappers, into the wanted one.
 
     Raises:
         UserError: A file is missing, truncated, no checkpoint, or a pickle with code.
@@ -132,7 +128,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
             if isinstance(loaded.get("args"), argparse.Namespace):
                 settings = vars(loaded["args"])
     # `dict(model.named_parameters())` holds parameters, which need gradients.
-    clean = {_WRAPPERS.sub("", name): tensor.detach() for name, tensor in tensors.items()}
+    clean = {rename(_WRAPPERS.sub("", name)): tensor.detach() for name, tensor in tensors.items()}
     if len(clean) < len(tensors):
         raise UserError(f"{path}: holds the same weights under several prefixes")
     return Checkpoint(clean, path=path, paths=files, settings=settings)
