@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +24,13 @@ from lantern_bench.methods.catalog import OUTSIDE_DRAFTINGS, OUTSIDE_RULES
 from lantern_bench.models.loaded_model import LoadedModel, VQPixels, assemble
 from lantern_bench.models.networks.eagle import published_drafter
 from lantern_bench.models.networks.packed_linear import pack_for_decoding
-from lantern_bench.models.networks.target import ClassLabel, Condition, Prompts, TransformerTarget
+from lantern_bench.models.networks.target import (
+    CachedTarget,
+    ClassLabel,
+    Condition,
+    Prompts,
+    TransformerTarget,
+)
 from lantern_bench.models.networks.transformer_config import MOST, TransformerConfig
 from lantern_bench.models.registry import model_of
 from lantern_bench.utils.errors import UserError
@@ -73,9 +79,8 @@ def check_loaded(model: LoadedModel, decoding: Decoding, *, batch: int, compute:
         RefusedError: Less memory is free than a step needs.
     """
     decoding.check_sizes(model.name, model.target.image_tokens, model.target.n_codes)
-    config = getattr(model.target, "config", None)
-    if isinstance(config, TransformerConfig):
-        check_memory(decoding, batch, config=config, compute=compute)
+    if isinstance(model.target, CachedTarget):
+        check_memory(decoding, batch, config=model.target.config, compute=compute)
 
 
 def check_memory(
@@ -131,9 +136,8 @@ def compile_models(models: Iterable[LoadedModel], compute: Compute) -> Note | No
         None, or why the models are not compiled.
     """
     compiled = [model for model in models if model.compiles]
-    folders: list[Path | None] = [None] * len(compiled)
-    if compute.device.type == "cpu":
-        folders = [program_folder(model, compute) for model in compiled]
+    is_cpu = compute.device.type == "cpu"
+    folders = [program_folder(model, compute) if is_cpu else None for model in compiled]
     # If programs were saved, the compiler worked.
     are_saved = all(folder and any(folder.glob("*.program")) for folder in folders)
     problem = None if are_saved else compiler_problem(compute.device)
@@ -199,10 +203,7 @@ def sizes_of(
         nodes: Nodes of the draft tree. With one node the drafter needs no cache.
         batch: Number of images at once.
     """
-    sizes: list[Size] = []
-    for name, module, kind in _modules(model, dtype):
-        count = sum(parameter.numel() for parameter in module.parameters())
-        sizes.append(Size(part=name, parameters=count, dtype=kind, bytes=count * kind.itemsize))
+    sizes = [size for size, _ in _modules(model, dtype)]
     cached = {"target": model.target, "drafter": model.drafter if nodes > 1 else None}
     for name, network in cached.items():
         if isinstance(network, nn.Module):
@@ -249,13 +250,19 @@ def random_model(
     return model
 
 
-def _modules(model: LoadedModel, dtype: torch.dtype) -> Iterator[tuple[str, Any, torch.dtype]]:
-    """Yield the modules of a model with their names and types. A tokenizer is always float32."""
-    yield "target", model.target, dtype
-    if model.drafter is not None:
-        yield "drafter", model.drafter, dtype
+def _modules(model: LoadedModel, dtype: torch.dtype) -> list[tuple[Size, nn.Module]]:
+    """Return the modules of a model with their sizes. A tokenizer is always float32."""
+    modules: dict[str, Any] = {"target": model.target, "drafter": model.drafter}
     if isinstance(model.pixels, VQPixels):
-        yield "tokenizer", model.pixels.model, torch.float32
+        modules["tokenizer"] = model.pixels.model
+    sized = []
+    for part, module in modules.items():
+        if module is not None:
+            kind = torch.float32 if part == "tokenizer" else dtype
+            count = sum(parameter.numel() for parameter in module.parameters())
+            size = Size(part=part, parameters=count, dtype=kind, bytes=count * kind.itemsize)
+            sized.append((size, module))
+    return sized
 
 
 @torch.no_grad()
@@ -263,13 +270,10 @@ def _fill_at_random(
     model: LoadedModel, device: torch.device, dtype: torch.dtype, *, generator: torch.Generator
 ) -> None:
     """Fill a model's modules so that outputs have the scale of their inputs."""
-    needed = 0
-    modules = list(_modules(model, dtype))
-    for _, module, kind in modules:
-        needed += kind.itemsize * sum(weight.numel() for weight in module.parameters())
-    check_free(model.name, needed, device)
-    for _, module, kind in modules:
-        module.to(kind).to_empty(device=device)
+    modules = _modules(model, dtype)
+    check_free(model.name, sum(size.bytes for size, _ in modules), device)
+    for size, module in modules:
+        module.to(size.dtype).to_empty(device=device)
         for name, parameter in module.named_parameters():
             if name.endswith("bias"):
                 parameter.zero_()
@@ -278,7 +282,7 @@ def _fill_at_random(
             else:
                 parameter.normal_(std=parameter[0].numel() ** -0.5, generator=generator)
         module.requires_grad_(requires_grad=False).eval()
-    model.weights = {part: f"random-{generator.initial_seed()}" for part, *_ in modules}
+    model.weights = {size.part: f"random-{generator.initial_seed()}" for size, _ in modules}
 
 
 def read_size(text: str) -> TransformerConfig:

@@ -47,7 +47,7 @@ class _Session(CachedSession, DrafterSession):
 
     def prefill(self, condition: Condition, features: Tensor) -> None:
         n = features.shape[1] - 1
-        visible = self._start(condition, n + 1, features.device)
+        visible = self._start(condition, n + 1)
         if not self._model.mask_padding:
             visible = torch.ones_like(visible)
         if n > 0:

@@ -284,9 +284,10 @@ class CachedSession:
         """Fill the cache with zeros."""
         self.cache.clear()
 
-    def _start(self, condition: Condition, prefix: int, device: torch.device) -> Tensor:
+    def _start(self, condition: Condition, prefix: int) -> Tensor:
         """Forget the last image and return the visible positions, bool [rows, P]."""
-        visible = visible_rows(condition.valid.to(device), self.cache.groups)
+        valid = condition.valid.to(self.cache.rows.device)
+        visible = visible_rows(valid, self.cache.groups)
         self.cache.lengths.zero_()
         self._prefix.fill_(prefix)
         self._padding.copy_(padding_of(visible, self._config))
@@ -311,7 +312,7 @@ class _TransformerSession(CachedSession, TargetSession):
     def prefill(self, condition: Condition) -> Logits:
         x = self._model.prefix(condition, guided=self._guided)
         n = x.shape[1]
-        visible = self._start(condition, n, x.device)
+        visible = self._start(condition, n)
         features = self._forward(x, self.cache.slots(0, n), prefix_seen(visible, n))
         self.cache.commit_prefix(visible, n)
         first = torch.zeros_like(self.cache.lengths)[:, None]
