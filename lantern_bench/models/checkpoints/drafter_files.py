@@ -14,7 +14,11 @@ from lantern_bench.models.checkpoints.key_map import KeyMap, llama_key_map, load
 from lantern_bench.models.loaded_model import LoadedModel, transformer_of
 from lantern_bench.models.networks.eagle import EagleDrafter
 from lantern_bench.models.networks.target import CachedTarget
-from lantern_bench.models.networks.transformer_config import TransformerConfig, llama_sizes
+from lantern_bench.models.networks.transformer_config import (
+    TransformerConfig,
+    llama_sizes,
+    read_number,
+)
 from lantern_bench.utils.errors import UserError
 from lantern_bench.utils.files import hash_of, read_json
 
@@ -117,10 +121,11 @@ def drafter_config(
         key: value for key, value in stated.items() if value is not None
     }
     for key in ("hidden_size", "vocab_size"):
-        if config[key] != of_target[key]:
+        size = read_number(key, config[key], wrong)
+        if size != of_target[key]:
             raise wrong(
                 key,
-                f"is {str(config[key])[:40]}, and this target needs {of_target[key]}",
+                f"is {size}, and this target needs {of_target[key]}",
                 "It was trained for another model.",
             )
 
