@@ -181,53 +181,45 @@ class GraphedProgram:
         self._device = device
         self._fallbacks = fallbacks
         self._copies: tuple[Tensor, ...] | None = None
-        self._warm = False
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def __call__(self, *arguments: Tensor) -> Any:
         """Run the program. The first call compiles it, the second captures it."""
-        copies = self._copy_in(arguments)
-        if not self._warm:
-            return self._warm_up(copies)
+        if self._copies is None:
+            return self._warm_up(arguments)
 
+        for copy, argument in zip(self._copies, arguments, strict=True):
+            copy.copy_(argument)
         is_compiled = self._run is not self._plain
         if self._graph is None and is_compiled and self._fallbacks.graphs:
-            self._graph = self._capture(copies)
+            self._graph = self._capture(self._copies)
         if self._graph is None:
-            return self._run(*copies)
+            return self._run(*self._copies)
         self._graph.replay()
         return self._result
 
-    def _copy_in(self, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Copy the arguments to the places that every run reads."""
-        if self._copies is None:
-            self._copies = tuple(
-                argument.clone(memory_format=torch.contiguous_format) for argument in arguments
-            )
-        else:
-            for copy, argument in zip(self._copies, arguments, strict=True):
-                copy.copy_(argument)
-        return self._copies
-
-    def _warm_up(self, arguments: tuple[Any, ...]) -> Any:
-        """Run on a side stream, as CUDA graph capture requires."""
+    def _warm_up(self, arguments: tuple[Tensor, ...]) -> Any:
+        """Copy the arguments, and run on a side stream, as CUDA graph capture requires."""
         from torch._dynamo.exc import TorchDynamoException
 
+        copies = tuple(
+            argument.clone(memory_format=torch.contiguous_format) for argument in arguments
+        )
         stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             try:
-                result = self._run(*arguments)
+                result = self._run(*copies)
             except TorchDynamoException as error:
                 # The compiler fails before anything has run, so no state has changed.
                 self._fallbacks.note("compiling", "uncompiled", error)
                 self._run = self._plain
-                result = self._run(*arguments)
+                result = self._run(*copies)
         torch.cuda.current_stream(self._device).wait_stream(stream)
-        self._warm = True
+        self._copies = copies
         return result
 
-    def _capture(self, arguments: tuple[Any, ...]) -> torch.cuda.CUDAGraph | None:
+    def _capture(self, arguments: tuple[Tensor, ...]) -> torch.cuda.CUDAGraph | None:
         """Capture the program without computing; None if that fails, and then for all programs."""
         # Otherwise the stream would belong to the device that captured first.
         with torch.cuda.device(self._device):

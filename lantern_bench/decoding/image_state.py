@@ -48,15 +48,11 @@ class ImageState:
         self.position = numbers(batch)
         self.tokens_wanted = numbers()
 
-        # What the last step committed: the drafter is shown it, and drafts go below the root.
+        # What the last step committed: the drafter is shown it.
         self.tokens = numbers(batch, depth + 1)
         self.features = prefix_features.new_zeros(rows, depth + 1, width)
         # how many of them count
         self.counts = numbers(batch)
-        # the last of them
-        self.root = numbers(batch)
-        # how deep drafts below the root can be of use
-        self.depth_limit = numbers(batch)
 
         # What the host reads after each step: positions, and whose logits were broken first.
         self.host_view = numbers(2, batch)
@@ -85,13 +81,21 @@ class ImageState:
         self.features.zero_()
         self.features[:, 0] = prefix_features[:, -1]
         self.counts.fill_(1)
-        self.root.copy_(first.tokens)
-        self.depth_limit.fill_(min(self._depth, self._image_tokens - 2))
 
         self.host_view[0] = 1
         self.host_view[1] = first.broken * TARGET
         self.drafter_broken.zero_()
         self.steps.start()
+
+    @property
+    def root(self) -> Tensor:
+        """The last token of each image, which drafts go below, int64 [B]."""
+        return self.out.gather(1, self.position[:, None] - 1).squeeze(1)
+
+    @property
+    def depth_limit(self) -> Tensor:
+        """How deep drafts below the root can be of use, int64 [B]."""
+        return (self._image_tokens - 1 - self.position).clamp_max(self._depth)
 
     def commit(self, verdict: Verdict, features: Tensor, target_broken: Tensor) -> None:
         """Record a step and append what it accepts; complete images stay as they are.
@@ -118,13 +122,10 @@ class ImageState:
         self.out.scatter_(1, columns, torch.where(active[:, None], verdict.tokens, before))
         self.position.add_(counts)
 
-        last = verdict.tokens.gather(1, (counts - 1).clamp_min(0)[:, None]).squeeze(1)
-        self.root.copy_(torch.where(active, last, self.root))
         self.counts.copy_(counts)
         self.tokens.copy_(verdict.tokens)
         path = verdict.path.clamp_min(0).repeat(len(features) // len(active), 1)
         self.features.copy_(at_nodes(features, path))
-        self.depth_limit.copy_((self._image_tokens - 1 - self.position).clamp_max(self._depth))
 
         broken_now = torch.where(target_broken, TARGET, self.drafter_broken * DRAFTER)
         broken_before = self.host_view[1]

@@ -219,9 +219,7 @@ class _Batch:
             logits: The guided logits [B, N, V], where they are kept.
         """
         tokens = out[:, : self.tokens_wanted].to(torch.int32).cpu()
-        logits_of_images: Iterable[Tensor | None] = [None] * self.size
-        if logits is not None:
-            logits_of_images = logits.float().cpu()
+        logits_of_images = [None] * self.size if logits is None else logits.float().cpu()
         times: dict[str, Any] = {
             "seconds": self.phases.total() / self.size,
             "phases": {name: total / self.size for name, total in self.phases.seconds().items()},

@@ -64,7 +64,7 @@ class TargetSession:
     def score_guided(
         self, tokens: Tensor, depths: Tensor, attention: Tensor, cfg_scale: float
     ) -> tuple[Tensor, Tensor]:
-        """Score the nodes of a draft tree with guidance.
+        """Score the nodes of a draft tree, and guide their logits.
 
         A subclass may apply a linear head to guided features instead.
 
@@ -72,7 +72,7 @@ class TargetSession:
             tokens: As of `score`.
             depths: As of `score`.
             attention: As of `score`.
-            cfg_scale: The guidance scale.
+            cfg_scale: The guidance scale; 1 in a session without guidance.
 
         Returns:
             The guided logits float32 [B, N, V], and the features.

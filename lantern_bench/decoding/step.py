@@ -92,9 +92,6 @@ class TreeScorer:
             Guided logits float32 [B, M, V], and features [rows, M, width].
         """
         touch_while_tracing(self._inputs)
-        if self._cfg_scale == 1:
-            answer = self.session.score(tokens, depths, attention)
-            return answer.cond.float(), answer.features
         return self.session.score_guided(
             tokens, depths=depths, attention=attention, cfg_scale=self._cfg_scale
         )
@@ -171,7 +168,7 @@ class SpeculativeStep:
             self.drafting = drafting
             self.draft = self._draft
 
-        nodes = self.drafting.nodes
+        nodes = self.drafting.tree.tokens.shape[1]
         self.session, self._score = tree_scorer(
             target, batch=batch, nodes=nodes, cfg_scale=decoding.cfg_scale, engine=engine
         )
@@ -243,13 +240,12 @@ class SpeculativeStep:
             no_bits = draws.bits(0)
             return no_bits, no_bits, no_bits
         vocabulary = self._target.vocab_size
-        nodes = self.drafting.nodes
-        fanout = self.drafting.fanout
         noises = self.drafting.noises
-        sizes = [noises * vocabulary, vocabulary, nodes * fanout]
+        children = self.drafting.tree.children
+        sizes = [noises * vocabulary, vocabulary, children[0].numel()]
         draft, bonus, uniforms = torch.split(draws.bits(sum(sizes)), sizes, dim=1)
         draft = draft.view(self._batch, noises, vocabulary)
-        return draft, uniforms.view(self._batch, nodes, fanout), bonus
+        return draft, uniforms.view_as(children), bonus
 
     def score(self) -> tuple[Tensor, Tensor]:
         """Score the draft tree, as `TreeScorer.score`."""

@@ -7,7 +7,7 @@ drafting fills it, scoring and verification read it. docs/algorithms.md, section
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TypeAlias
 
@@ -17,6 +17,8 @@ from torch import Tensor
 from lantern_bench.methods.static_trees import check_topology
 
 _Lists: TypeAlias = Sequence[Sequence[int]]
+# the fields of `DraftTree` that each step's draft is copied into
+_WRITTEN = ("tokens", "depths", "children", "attention", "path_order")
 
 
 @dataclass(frozen=True)
@@ -85,44 +87,20 @@ class DraftTree:
     # missing. None: deterministic drafts, whose q is 1 (as in any greedy decoding).
     q: Tensor | None = None
 
-    @classmethod
-    def allocate(
-        cls,
-        batch: int,
-        *,
-        layout: TreeLayout,
-        fanout: int,
-        max_depth: int,
-        q: Tensor | None = None,
-    ) -> DraftTree:
+    def clone(self) -> DraftTree:
         """Return a tree for drafts to be copied into; its tensors stay where they are.
 
-        Args:
-            batch: How many images there are.
-            layout: The order of the M nodes.
-            fanout: C, the most children of a node.
-            max_depth: D.
-            q: What the children are drawn from; None: deterministic drafts.
+        Its q is this tree's own.
         """
-
-        def numbers(*shape: int) -> Tensor:
-            return torch.zeros(batch, *shape, dtype=torch.int64, device=layout.nodes.device)
-
-        nodes = len(layout.slots)
-        return cls(
-            tokens=numbers(nodes),
-            depths=numbers(nodes),
-            children=numbers(nodes, fanout),
-            attention=numbers(nodes, nodes).bool(),
-            path_order=numbers(nodes),
-            layout=layout,
-            max_depth=max_depth,
-            q=q,
-        )
+        own = {
+            name: getattr(self, name).clone(memory_format=torch.contiguous_format)
+            for name in _WRITTEN
+        }
+        return replace(self, **own)
 
     def copy_(self, draft: DraftTree) -> None:
         """Overwrite this draft with another draft of the same shape."""
-        for name in ("tokens", "depths", "children", "attention", "path_order"):
+        for name in _WRITTEN:
             getattr(self, name).copy_(getattr(draft, name))
         if self.q is not None and draft.q is not None and self.q is not draft.q:
             self.q.copy_(draft.q)
@@ -178,10 +156,8 @@ class StaticTree:
     # node (row) sees node (column), bool [M, M]
     attention: Tensor
     layout: TreeLayout
-    # one for each depth from 0 to D - 1
+    # one for each depth from 0 to D - 1, where D is the depth of the deepest node
     levels: tuple[Level, ...]
-    # D, the depth of the deepest node
-    max_depth: int
 
     @classmethod
     def of(cls, paths: Iterable[Sequence[int]], device: torch.device | str = "cpu") -> StaticTree:
@@ -197,7 +173,6 @@ class StaticTree:
             children[parent].append(node)
         internal = [node for node, below in enumerate(children) if below]
         internal.sort(key=lambda node: -len(children[node]))
-        max_depth = len(nodes[-1])
 
         with torch.device(device):
             attention = torch.tensor([_ancestors(path, nodes) for path in nodes])
@@ -208,7 +183,7 @@ class StaticTree:
                 slots=slots,
                 nodes_per_rank=_nodes_per_rank(children),
                 children=_padded([children[node] for node in internal]),
-                levels=max_depth,
+                levels=len(nodes[-1]),
                 groups=tuple(_rank_groups(nodes, internal, children)),
             )
             levels = _levels(nodes=nodes, parents=parents, children=children, attention=attention)
@@ -219,15 +194,11 @@ class StaticTree:
                 attention=attention,
                 layout=layout,
                 levels=tuple(levels),
-                max_depth=max_depth,
             )
 
     def allocate(self, batch: int, q: Tensor | None) -> DraftTree:
-        """Return a tree of this shape for drafts to be copied into, as `DraftTree.allocate`."""
-        fanout = self.children.shape[1]
-        return DraftTree.allocate(
-            batch, layout=self.layout, fanout=fanout, max_depth=self.max_depth, q=q
-        )
+        """Return a tree of this shape for drafts of B images to be copied into."""
+        return self.draft(self.depths.new_zeros(batch, len(self.depths)), q).clone()
 
     def draft(self, tokens: Tensor, q: Tensor | None, valid: Tensor | None = None) -> DraftTree:
         """Return the draft of `tokens` in this shape, without copying the shape.
@@ -252,7 +223,7 @@ class StaticTree:
             attention=self.attention.expand(batch, -1, -1),
             path_order=path_order,
             layout=self.layout,
-            max_depth=self.max_depth,
+            max_depth=len(self.levels),
             q=q,
         )
 
@@ -364,21 +335,10 @@ def link_nodes(
         children=children,
         attention=attention,
         path_order=leaves_below.amin(dim=1),
-        layout=full_layout(nodes, fanout, tokens.device),
+        # any node can have children
+        layout=TreeLayout(nodes=number[0], slots=number[0], nodes_per_rank=(nodes,) * fanout),
         max_depth=max_depth,
     )
-
-
-def full_layout(nodes: int, fanout: int, device: torch.device) -> TreeLayout:
-    """Return the layout of a tree of which any node can have children.
-
-    Args:
-        nodes: How many nodes there are.
-        fanout: The most children of a node.
-        device: Where its tensors are.
-    """
-    every = torch.arange(nodes, device=device)
-    return TreeLayout(nodes=every, slots=every, nodes_per_rank=(nodes,) * fanout)
 
 
 def index_along(values: Tensor, dim: int = 0) -> Tensor:

@@ -45,7 +45,7 @@ def second_draft(drafting: str) -> Tensor:
         return torch.empty(IMAGES, *shape).exponential_(generator=noise)
 
     def rows(distribution: Tensor) -> Tensor:
-        return distribution.expand(IMAGES, method.nodes, -1).contiguous()
+        return distribution.expand(IMAGES, method.tree.tokens.shape[1], -1).contiguous()
 
     root = torch.zeros(IMAGES, dtype=torch.int64)
     limit = torch.full((IMAGES,), 2)
@@ -54,7 +54,7 @@ def second_draft(drafting: str) -> Tensor:
     # One draft of q at each place: the published form starts with q = 1 instead.
     method._q.copy_(rows(Q)[:, :2])
     method.tree.tokens.copy_(
-        torch.multinomial(rows(Q)[:, 0], 1, generator=noise).expand(-1, method.nodes)
+        torch.multinomial(rows(Q)[:, 0], 1, generator=noise).expand(-1, method.tree.tokens.shape[1])
     )
     path = torch.tensor([[0, -1, -1]]).expand(IMAGES, -1)
     method.after_step(
@@ -67,7 +67,7 @@ def second_draft(drafting: str) -> Tensor:
         )
     )
     method.draft(DraftInputs(root, exponential(method.noises, 2), limit))
-    uniforms = torch.rand(IMAGES, method.nodes, method.fanout, generator=noise)
+    uniforms = torch.rand(IMAGES, *method.tree.children.shape[1:], generator=noise)
     verdict = method.verify(
         method.tree,
         rows(P),

@@ -20,6 +20,7 @@ from torch import Tensor
 from lantern_bench.checks.trials import accepted_too_often, without_residual
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding import step
+from lantern_bench.decoding.acceptance import traversal
 from lantern_bench.decoding.acceptance.children import Acceptance, Children, accept_children
 from lantern_bench.decoding.acceptance.configured_rule import ConfiguredRule
 from lantern_bench.decoding.acceptance.draft_view import Codes
@@ -97,8 +98,7 @@ def rule_mistakes(decoding: Decoding, model: DecodableModel) -> list[Mistake]:
         ),
     ]
     if not is_strict:
-        stale = partial(accept_traversal, update=lambda share, _sum: share)
-        return [*mistakes, Mistake("visit probability not updated", stale)]
+        return [*mistakes, Mistake("visit probability not updated", visit_probability_kept)]
     codes: Any = model.target.vocab_size
     k = 2 if codes < 10 else min(100, codes // 4)
     near = Codes(neighbours=k, nearest=model.table(k, "l2"))
@@ -118,6 +118,12 @@ def strict_without_residual(children: Children, _rule: ConfiguredRule) -> Accept
     """
     keeps_p = probability_rule("keeps p", official_removal=0.0)
     return accept_children(children, OfficialRule(keeps_p(lambda draft, _values: draft.ratio)))
+
+
+def visit_probability_kept(children: Children, rule: ConfiguredRule) -> Acceptance:
+    """Traversal verification whose visit probability ignores the rejected children."""
+    with patch.object(traversal, "visit_probability_after", lambda probability, _sum: probability):
+        return accept_traversal(children, rule)
 
 
 def siblings_not_renormalised(children: Children, _rule: ConfiguredRule) -> Acceptance:

@@ -10,8 +10,6 @@ traversal of one tree, node by node.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -32,11 +30,7 @@ def visit_probability_after(probability: Tensor, residual_sum: Tensor) -> Tensor
     return torch.where(spare > 0, residual_sum / spare, 1.0)
 
 
-def accept_traversal(
-    children: Children,
-    rule: ConfiguredRule,
-    update: Callable[[Tensor, Tensor], Tensor] = visit_probability_after,
-) -> Acceptance:
+def accept_traversal(children: Children, rule: ConfiguredRule) -> Acceptance:
     """Accept the drafts of static trees, in which a child is offered after those before it.
 
     A visit of a node has a probability to end there or below. It visits the children in order, and
@@ -47,7 +41,6 @@ def accept_traversal(
     Args:
         children: The drafts.
         rule: Named in errors.
-        update: Replaces `visit_probability_after`, for a test of a broken rule.
     """
     layout = children.layout
     if children.q is None or layout is None or layout.children is None:
@@ -77,7 +70,6 @@ def accept_traversal(
             q=q[slots],
             tokens=tokens[slots],
             offered=offered[slots],
-            update=update,
         )
 
     # 2. From the leaves up: the probability that the visit ends inside each child.
@@ -104,7 +96,6 @@ def _reject_children(
     q: Tensor,
     tokens: Tensor,
     offered: Tensor,
-    update: Callable[[Tensor, Tensor], Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Write the visit probabilities of the children of a group's n nodes into `visit`.
 
@@ -122,7 +113,7 @@ def _reject_children(
     before = visit[group.nodes]
     residual = (before.unsqueeze(2) * p - q).clamp_min_(0.0)
     residual_sum = residual.sum(dim=2)
-    after = torch.where(offered[:, :, 0], update(before, residual_sum), before)
+    after = torch.where(offered[:, :, 0], visit_probability_after(before, residual_sum), before)
 
     for rank, n in enumerate(group.nodes_per_rank[1:], 1):
         # Draws are without replacement: the sibling before has left q.
@@ -139,7 +130,7 @@ def _reject_children(
 
         residual[:n] = torch.where(tried, (owed - normalised_q).clamp_min_(0.0), residual[:n])
         residual_sum[:n] = residual[:n].sum(dim=2)
-        updated = update(after[:n], residual_sum[:n])
+        updated = visit_probability_after(after[:n], residual_sum[:n])
         after[:n] = torch.where(tried.squeeze(2), updated, after[:n])
     return residual, after, residual_sum
 

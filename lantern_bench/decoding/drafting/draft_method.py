@@ -91,16 +91,12 @@ class DraftMethod:
 
     # The draft, which `draft` fills and verification reads
     tree: DraftTree
-    # number of nodes of the tree, root included
-    nodes: int
     # depth of the deepest node
     depth: int
     # forwards of the drafter in a step
     forwards = 0
     # vectors of Exp(1) noise over the vocabulary that a step takes
     noises = 0
-    # the most children of a node
-    fanout = 1
     # whether `after_step` reads what a step found
     reads_last_step = False
     # verifies its trees at temperatures above 0

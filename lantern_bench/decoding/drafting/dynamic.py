@@ -12,7 +12,7 @@ from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.drafting.draft_method import DraftInputs, DraftMethod
 from lantern_bench.decoding.protocol import Target
 from lantern_bench.decoding.sampling import most_probable
-from lantern_bench.decoding.tree import DraftTree, at_nodes, full_layout, link_nodes
+from lantern_bench.decoding.tree import DraftTree, at_nodes, link_nodes
 
 
 class Frontier(NamedTuple):
@@ -35,18 +35,21 @@ class Growth:
 
     def __init__(self, q: Tensor, beam: int) -> None:
         """Expand the root, whose distribution is `q` [B, V], into its most probable tokens."""
-        tokens, log_q = _most_probable_children(q, beam)
         self.beam = beam
         # by round, each [B, candidates of the round]
-        self._tokens = [tokens]
+        self._tokens: list[Tensor] = []
         # cumulative, float32
-        self.log_q = [log_q]
-        self._parents = [torch.full_like(tokens, -1)]
-        # numbers and cumulative log q of the frontier's nodes, [B, beam]
-        self._number = torch.arange(beam, device=q.device).expand_as(tokens)
-        self._reach = log_q
+        self.log_q: list[Tensor] = []
+        self._parents: list[Tensor] = []
         self._itself = torch.eye(beam, dtype=torch.bool, device=q.device).expand(len(q), -1, -1)
-        self.frontier = Frontier(tokens=tokens, origin=torch.zeros_like(tokens), seen=self._itself)
+
+        # The first frontier is the root alone, whose number is -1.
+        root = torch.full_like(q[:, :1], -1, dtype=torch.int64)
+        # numbers and cumulative log q of the frontier's nodes, [B, beam]
+        self._number = root
+        self._reach = torch.zeros_like(root, dtype=torch.float32)
+        self.frontier = Frontier(tokens=root, origin=root, seen=self._itself[:, :1, :0])
+        self.grow(q[:, None])
 
     def grow(self, q: Tensor) -> Frontier:
         """Expand the frontier, whose distributions are `q` [B, beam, V]; return the next one."""
@@ -98,7 +101,7 @@ class Growth:
 
     def _depths_of(self, numbers: Tensor) -> Tensor:
         """Return the depths of candidates: `beam` are at depth 1, `beam` squared at all others."""
-        return 1 - (self.beam - 1 - numbers) // self.beam**2
+        return 1 + (numbers + self.beam**2 - self.beam) // self.beam**2
 
     def tree(self, root: Tensor, nodes: int, depth_limit: Tensor | None = None) -> DraftTree:
         """Return the draft of the roots and of what `select` keeps: M = m + 1, C = beam.
@@ -145,20 +148,24 @@ class DynamicDrafting(DraftMethod):
     def __init__(self, decoding: Decoding, target: Target, batch: int) -> None:
         self.depth = decoding.value("depth")
         self.forwards = self.depth
-        self.fanout = decoding.value("beam")
-        self.nodes = decoding.value("nodes") + 1  # with the root
-        self.tree = DraftTree.allocate(
-            batch,
-            layout=full_layout(self.nodes, self.fanout, target.device),
-            fanout=self.fanout,
+        self._beam = decoding.value("beam")
+        self._nodes = decoding.value("nodes")  # without the root
+        filler = torch.zeros(batch, self._nodes + 1, dtype=torch.int64, device=target.device)
+        self.tree = link_nodes(
+            tokens=filler,
+            parents=filler,
+            depths=filler,
+            ranks=filler,
+            valid=filler.bool(),
+            fanout=self._beam,
             max_depth=self.depth,
-        )
+        ).clone()
 
     def draft(self, inputs: DraftInputs) -> None:
         """Grow from the root: deterministic, given the prefix (docs/algorithms.md, section 2)."""
         proposer = inputs.proposer
         assert proposer is not None
-        growth = Growth(proposer.root_q[:, 0], self.fanout)
+        growth = Growth(proposer.root_q[:, 0], self._beam)
         for _ in range(self.depth - 1):
             growth.grow(proposer.extend(*growth.frontier))
-        self.tree.copy_(growth.tree(inputs.root, self.nodes - 1, inputs.depth_limit))
+        self.tree.copy_(growth.tree(inputs.root, self._nodes, inputs.depth_limit))

@@ -70,7 +70,6 @@ class JacobiDrafting(DraftMethod):
             raise RefusedError(
                 "initial above: this model does not say how long a row of its grid is", "Use left."
             )
-        self.nodes = window + 1
         self.depth = window
         # Gumbel coupling needs noise only for fresh drafts, but only the device knows which are.
         self.noises = 0 if decoding.greedy else window

@@ -38,8 +38,7 @@ class PacDrafting(JacobiDrafting):
         nodes = [(), *check_topology(paths)]
         device = target.device
         self._shape = StaticTree.of(paths, device)
-        self.nodes = len(nodes)
-        self.fanout = width
+        self._siblings = width - 1
         if not decoding.greedy and self._coupling != "gumbel":
             self.noises += self._branching
         # the row of q that the children of each node were drawn from
@@ -51,7 +50,7 @@ class PacDrafting(JacobiDrafting):
         columns = []
         for path in nodes:
             is_sibling = any(path[-1:])
-            siblings_above = (len(path) - 1) * (width - 1)
+            siblings_above = (len(path) - 1) * self._siblings
             columns.append(self.depth + siblings_above + path[-1] if is_sibling else len(path))
         self._column = torch.tensor(columns, device=device)
 
@@ -74,14 +73,13 @@ class PacDrafting(JacobiDrafting):
         first = self._draw_window(inputs._replace(noise=noise))
         x = first[:, 1 : self._branching + 1]
         q = self.sibling_q(x).scatter(2, x.unsqueeze(2), 0.0)
-        siblings = self.fanout - 1
         if self._greedy:
-            others, able = most_probable(q, siblings)
+            others, able = most_probable(q, self._siblings)
         else:
             noise = inputs.noise[:, self.depth :]
             if self._coupling == "gumbel":
                 noise = self._clocks[:, : self._branching]
-            others, able = draw_without_replacement(q, siblings, noise)
+            others, able = draw_without_replacement(q, self._siblings, noise)
         tokens = torch.cat([first, others.flatten(1)], dim=1)
         valid = torch.cat([torch.ones_like(first, dtype=torch.bool), able.flatten(1)], dim=1)
         self._fill(tokens[:, self._column], valid[:, self._column])

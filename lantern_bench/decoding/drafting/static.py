@@ -26,14 +26,12 @@ class StaticDrafting(DraftMethod):
         shape = StaticTree.of(decoding.paths, target.device)
         self._shape = shape
         self._greedy = decoding.greedy
-        self.nodes = len(shape.depths)
-        self.depth = shape.max_depth
-        self.forwards = len(shape.levels)
-        self.fanout = max(level.fanout for level in shape.levels)
+        self.depth = len(shape.levels)
+        self.forwards = self.depth
 
         q = None
         if not decoding.greedy:
-            q = torch.zeros(batch, self.nodes, target.vocab_size, device=target.device)
+            q = torch.zeros(batch, len(shape.depths), target.vocab_size, device=target.device)
         self.tree = shape.allocate(batch, q)
 
         # The row of each node among the expanded ones; the q of leaves is never read.

@@ -325,7 +325,7 @@ class _TransformerSession(CachedSession, TargetSession):
     def score_guided(
         self, tokens: Tensor, depths: Tensor, attention: Tensor, cfg_scale: float
     ) -> tuple[Tensor, Tensor]:
-        if not self._model.linear_head:
+        if cfg_scale == 1 or not self._model.linear_head:
             return super().score_guided(
                 tokens=tokens, depths=depths, attention=attention, cfg_scale=cfg_scale
             )

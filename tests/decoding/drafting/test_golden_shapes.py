@@ -43,7 +43,7 @@ def leaf_paths(tree: StaticTree) -> list[list[int]]:
     """Root-to-leaf paths as node numbers, in lexicographic order, padded with -1."""
     leaves = (tree.children < 0).all(dim=1)
     paths = sorted(row.nonzero().flatten().tolist() for row in tree.attention[leaves])
-    return [path + [-1] * (tree.max_depth + 1 - len(path)) for path in paths]
+    return [path + [-1] * (len(tree.levels) + 1 - len(path)) for path in paths]
 
 
 def test_static_trees_equal_the_recorded_ones() -> None:

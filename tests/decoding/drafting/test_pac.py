@@ -228,7 +228,7 @@ def redrafted(decoding: Decoding, images: int = 200_000) -> PacDrafting:
     noises = torch.empty(images, drafting.noises, 4)
     root = torch.zeros(images, dtype=torch.int64)
     drafting.draft(DraftInputs(root, noises.exponential_(generator=noise), R))
-    p = torch.full((images, drafting.nodes, 4), 0.25)
+    p = torch.full((images, drafting.tree.tokens.shape[1], 4), 0.25)
     p[:, 1] = R
     path = torch.full((images, drafting.depth + 1), -1)
     path[:, 0] = 0
@@ -289,7 +289,9 @@ def test_the_published_form_ends_a_whole_window_with_a_uniform_token(published_f
         DraftInputs(torch.zeros(1, dtype=torch.int64), torch.rand(1, drafting.noises, 4), P)
     )
     tree = drafting.tree
-    p = torch.cat([drafting._q, P.expand(1, drafting.nodes, 4)], dim=1)[:, tree.depths[0]]
+    p = torch.cat([drafting._q, P.expand(1, drafting.tree.tokens.shape[1], 4)], dim=1)[
+        :, tree.depths[0]
+    ]
     verdict = drafting.verify(
         tree, p, STRICT, uniforms=torch.zeros(tree.children.shape), noise=torch.ones(1, 4)
     )

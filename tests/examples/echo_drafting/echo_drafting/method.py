@@ -14,12 +14,11 @@ class Echo(DraftMethod):
 
     def __init__(self, decoding, target, batch):
         length = decoding.value("length")
-        self.nodes = length + 1
         self.depth = length
         self.noises = length
         self.greedy = decoding.greedy
         self.chain = chain(length, target.device)
-        q = torch.zeros(batch, self.nodes, target.vocab_size, device=target.device)
+        q = torch.zeros(batch, length + 1, target.vocab_size, device=target.device)
         self.tree = self.chain.allocate(batch, None if decoding.greedy else q)
         self.last = torch.zeros(batch, target.vocab_size, device=target.device)
 
