@@ -288,7 +288,9 @@ class ProfiledModel(NamedTuple):
 
     def nodes(self, decoding: Decoding) -> int:
         """Return the nodes that the target scores in a step of `decoding`."""
-        return drafting_of(decoding, self.model.target).nodes if decoding.drafts else 1
+        if not decoding.drafts:
+            return 1
+        return drafting_of(decoding, self.model.target).tree.tokens.shape[1]
 
 
 def load_profiled_model(

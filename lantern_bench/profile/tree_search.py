@@ -144,9 +144,9 @@ def _find_candidates(
         candidates.append(
             Candidate(
                 decoding=sized,
-                nodes=drafts.nodes - 1,
+                nodes=drafts.tree.tokens.shape[1] - 1,
                 levels=drafts.depth,
-                width=drafts.fanout,
+                width=drafts.tree.children.shape[2],
                 length=length,
             )
         )
