@@ -2,7 +2,9 @@
 
 from dataclasses import replace
 
-from lantern_bench.methods.draftings import JACOBI, PAC
+from lantern_bench.methods.draftings import SHIPPED_DRAFTINGS
+
+DRAFTINGS = {row.name: row for row in SHIPPED_DRAFTINGS}
 
 
 def problem(values):
@@ -16,7 +18,7 @@ def problem(values):
 
 
 SCD = replace(
-    JACOBI,
+    DRAFTINGS["jacobi"],
     name="scd-published",
     make="published_forms.draftings:PublishedScd",
     about="as SCD's authors coded it, not lossless",
@@ -26,7 +28,7 @@ SCD = replace(
     legend="SCD, published",
 )
 SJD_PAC = replace(
-    PAC,
+    DRAFTINGS["pac"],
     name="sjd-pac-published",
     make="published_forms.draftings:PublishedSjdPac",
     about="as SJD-PAC's authors coded it, not lossless",
