@@ -68,11 +68,12 @@ HELD_UP = 1.25
 
 
 def _kept_fraction(images: pd.DataFrame) -> pd.Series[float]:
-    """Return the fraction of its seconds that each image would have taken undisturbed; mostly 1.
+    """Return by how much to shorten the seconds of each image: min(1, limit / pace).
 
-    Seconds per step above the limit count as the limit: `HELD_UP` times the lower median of the
-    cell in that process, or the median itself for a disturbed image. Where more than half of these
-    images are disturbed, none of them is treated as disturbed.
+    `pace` is the image's seconds per step. `median` is the lower median of the pace in the same
+    process, over the images that are not flagged as disturbed. `limit` is `HELD_UP * median`, and
+    `median` for a flagged image. If over half of a process's images are flagged, the flag carries
+    no information, and these images count as not flagged.
     """
     pace = images["seconds"] / images["steps"].clip(lower=1.0)
     process = images["process"]

@@ -21,9 +21,9 @@ from lantern_bench.analysis.cells import (
 from lantern_bench.analysis.quality import ProtocolScores, scored_images, sort_scores
 from lantern_bench.analysis.statistics import (
     Interval,
+    add_holm_p_values,
     compare_sums,
     compare_timings,
-    correct,
     fewest_prompts,
     settle,
     sums_of_images,
@@ -224,7 +224,7 @@ def compare_runs(a: RunData, b: RunData, margins: Mapping[str, float] | None = N
         if row is not None:
             rows.append(row | {"model": model, "cell_id": cell_id, "protocol": protocol or None})
 
-    tested = correct(rows, "p_value", into="p_holm")
+    tested = add_holm_p_values(rows, "p_value", into="p_holm")
     for row in tested:
         row["verdict"] = SAME if row["p_holm"] >= _LEVEL else _direction(row)
     for quantity, margin in (margins or {}).items():

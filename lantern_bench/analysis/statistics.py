@@ -411,13 +411,15 @@ def _shrinkage(half_width: float, room: float) -> float:
     return _DETECTABLE * half_width / room if room else math.inf
 
 
-def correct(rows: Iterable[dict[str, Any]], name: str, *, into: str) -> list[dict[str, Any]]:
-    """Correct the p-values of rows by Holm and return the rows that have one.
+def add_holm_p_values(
+    rows: Iterable[dict[str, Any]], name: str, *, into: str
+) -> list[dict[str, Any]]:
+    """Add p-values corrected by Holm's procedure, and return the rows that have a p-value.
 
     Args:
         rows: The rows, which are modified.
         name: The column of the p-values.
-        into: The column of the corrected ones.
+        into: The column of the corrected p-values; may be `name`.
     """
     tested = [row for row in rows if row.get(name) is not None]
     ordered = sorted(tested, key=lambda row: row[name])

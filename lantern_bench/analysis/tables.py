@@ -159,7 +159,7 @@ def acceptance_rows(cell: CellRecords) -> Iterator[Row]:
 # ---- The tables
 
 
-def cells_of(tables: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
+def quality_with_speed(tables: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
     """Return the rows of the table `quality`, each with the speed of its cell.
 
     `images`, `failed` and `note` are taken from `speed`; the columns of `quality` with these names
@@ -173,9 +173,9 @@ def cells_of(tables: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
 
 
 def _summary_of(tables: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
-    """The table `summary`, in the order of `cells_of`."""
+    """The table `summary`, in the order of `quality_with_speed`."""
     copied = [column.name for column in columns("summary")]
-    cells = rows_of(cells_of(tables))
+    cells = rows_of(quality_with_speed(tables))
     rows = []
     for cell in cells:
         row = {name: cell[name] for name in copied if name in cell}

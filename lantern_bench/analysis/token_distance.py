@@ -14,7 +14,7 @@ from lantern_bench.analysis.cells import CellRecords
 from lantern_bench.analysis.statistics import (
     Array,
     Interval,
-    correct,
+    add_holm_p_values,
     ratio,
     sums_per_prompt,
 )
@@ -41,7 +41,7 @@ def distance_columns(cells: Sequence[CellRecords], scores: Iterable[Row]) -> dic
     """
     rows = {row["record_key"]: row for row in scores if row["level"] == "tokens"}
     figures = {cell.cell_id: _figures(cell, rows) for cell in cells}
-    correct(figures.values(), "distance_p", into="distance_p")
+    add_holm_p_values(figures.values(), "distance_p", into="distance_p")
     return figures
 
 
@@ -153,7 +153,8 @@ class FeatureSums(NamedTuple):
 def distance(sums: FeatureSums, tokens: Array) -> Interval:
     """Return (Q - m) / tokens, with a percentile interval by bootstrap over prompts.
 
-    The Q of a resample is larger by the spread between prompts, in units of C, which is subtracted.
+    Resampling prompts inflates E[Q] by sum_i d_i' C^-1 d_i, with d_i the centred sums of prompt i.
+    The interval has this amount subtracted.
 
     Args:
         sums: Sums of m features for each prompt.

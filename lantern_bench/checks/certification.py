@@ -20,7 +20,7 @@ import torch
 from scipy.stats import norm
 
 from lantern_bench.analysis.cells import join_notes
-from lantern_bench.analysis.statistics import Interval, correct, proportion
+from lantern_bench.analysis.statistics import Interval, add_holm_p_values, proportion
 from lantern_bench.checks import image_tests, tabular_model
 from lantern_bench.checks.claims import CertificationPlan, Claim
 from lantern_bench.checks.trials import Trial, lossless_decodings, plan_trials
@@ -375,7 +375,7 @@ def _test_rows(model: str, results: Sequence[TrialResult]) -> Rows:
                 edge_tokens=result.edge,
             )
             rows.append(row)
-    return correct(rows, "p_value", into="p_holm")
+    return add_holm_p_values(rows, "p_value", into="p_holm")
 
 
 def _smallest_by_setting(tests: Rows) -> Mapping[Any, float]:

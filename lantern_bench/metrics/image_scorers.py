@@ -46,7 +46,7 @@ class ClipScorer:
     prefix: str  # put before every caption
     device: torch.device | str
 
-    def images(self, pictures: Sequence[Tensor]) -> Tensor:
+    def embed_pictures(self, pictures: Sequence[Tensor]) -> Tensor:
         """Return normalised embeddings of pictures, uint8 [3, h, w]: float32 [n, width]."""
 
         def encode(batch: Sequence[Tensor]) -> Tensor:
@@ -55,7 +55,7 @@ class ClipScorer:
 
         return _by_batches(pictures, encode)
 
-    def captions(self, captions: Sequence[str]) -> Tensor:
+    def embed_captions(self, captions: Sequence[str]) -> Tensor:
         """Return normalised embeddings of captions: float32 [n, width]."""
 
         def encode(batch: Sequence[str]) -> Tensor:
@@ -66,7 +66,7 @@ class ClipScorer:
 
     def __call__(self, pictures: Sequence[Tensor], captions: Sequence[str]) -> list[float]:
         """Return the cosine of each picture, uint8 [3, h, w], with its own caption, in [-1, 1]."""
-        return (self.images(pictures) * self.captions(captions)).sum(1).tolist()
+        return (self.embed_pictures(pictures) * self.embed_captions(captions)).sum(1).tolist()
 
 
 @torch.inference_mode()

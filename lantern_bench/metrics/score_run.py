@@ -48,7 +48,7 @@ class Scorers:
 
     protocol: Protocol
     # By metric: (pictures, prompts) -> figures.
-    images: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    of_pictures: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     # The extractor of FID and KID, then the one of precision and recall if it is another. Without
     # any, nothing is measured against a reference.
     extractors: Sequence[Extractor] = ()
@@ -59,7 +59,7 @@ class Scorers:
     def label(self) -> str | None:
         """The networks of the scorers of single pictures, with their weights; None without any."""
         labels = []
-        for name, scorer in self.images.items():
+        for name, scorer in self.of_pictures.items():
             unnamed = f"{name}@{METRICS[name].fingerprint()}"
             labels.append(getattr(scorer, "label", unnamed))
         return "; ".join(label for label in labels if label) or None
@@ -82,11 +82,8 @@ def load_scorers(protocol: Protocol, reference: str | None, device: str) -> Scor
     found = find_reference(reference, protocol)
     names = dict.fromkeys([protocol.features, protocol.manifold])
     extractors = [find_extractor(name) for name in names if name is not None]
-    if protocol.metrics:
-        # Registers the scorers of the shipped metrics; the import takes seconds.
-        import lantern_bench.metrics.image_scorers  # noqa: F401
-    images = {name: METRICS[name].function()(protocol, chosen) for name in protocol.metrics}
-    return Scorers(protocol, images, extractors, reference=found, device=chosen)
+    of_pictures = {name: METRICS[name].function()(protocol, chosen) for name in protocol.metrics}
+    return Scorers(protocol, of_pictures, extractors, reference=found, device=chosen)
 
 
 def score_run_directory(
@@ -184,9 +181,9 @@ def score_cells(
 def _is_scored(
     records: Sequence[Row], scores: Sequence[Row], scorers: Scorers, *, infinity: bool
 ) -> bool:
-    """Return whether the scores of a cell cover all its images, by these scorers."""
-    images = {row["record_key"] for row in scores if row["clip_model"] == scorers.label}
-    if not images.issuperset(record["record_key"] for record in records):
+    """Return whether the scores of a cell cover all its pictures, by these scorers."""
+    scored = {row["record_key"] for row in scores if row["clip_model"] == scorers.label}
+    if not scored.issuperset(record["record_key"] for record in records):
         return False
     if not scorers.extractors:
         return True
@@ -274,7 +271,9 @@ def score_pictures(
         scores = dict[str, Any](figures.of_images)
         if existing:
             prompts = [record["prompt"] for record in existing]
-            scores |= {name: scorer(pictures, prompts) for name, scorer in scorers.images.items()}
+            scores |= {
+                name: scorer(pictures, prompts) for name, scorer in scorers.of_pictures.items()
+            }
         image = {"cell_id": cell_id, "level": "image", "clip_model": scorers.label}
         for number, record in enumerate(existing):
             row = common | image | {"record_key": record["record_key"]}
@@ -285,7 +284,7 @@ def score_pictures(
             notes = figures.notes
             missing = len(rows) - len(existing)
             if missing:
-                notes.insert(0, f"{missing} images are missing in the run directory")
+                notes.insert(0, f"{missing} pictures are missing in the run directory")
             cell = {"cell_id": cell_id, "level": "cell", "n": len(existing)}
             yield used | cell | figures.columns | {"note": "; ".join(notes) or None}
         emit(ProgressEvent("scoring", done, len(cells)))

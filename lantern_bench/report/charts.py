@@ -17,7 +17,7 @@ import pandas as pd
 from lantern_bench.analysis.cells import CellRecords, run_cells
 from lantern_bench.analysis.labels import BOUNDS, CELL, FAMILY, CellKey, labels
 from lantern_bench.analysis.statistics import proportion
-from lantern_bench.analysis.tables import SPEEDUPS, cells_of, tables_of
+from lantern_bench.analysis.tables import SPEEDUPS, quality_with_speed, tables_of
 from lantern_bench.methods.catalog import METRICS, MODES, ON_CURVES
 from lantern_bench.storage.run_directory import RunData
 from lantern_bench.storage.schema import ENDS, Row, columns, frame
@@ -40,7 +40,7 @@ _PLACES = 32  # positions of an image are pooled to at most this many points of 
 
 
 def curve_tables(run: RunData) -> dict[str, pd.DataFrame]:
-    """Return the tables of `tables_of`, the table `cells` (as `cells_of`) and `lengths`."""
+    """Return the tables of `tables_of`, and the tables `quality_with_speed` and `lengths`."""
     tables = tables_of(run)
     lengths: list[Row] = []
     for cell in run_cells(run):
@@ -51,7 +51,7 @@ def curve_tables(run: RunData) -> dict[str, pd.DataFrame]:
     return {
         **tables,
         "acceptance": acceptance,
-        "cells": cells_of(tables),
+        "quality_with_speed": quality_with_speed(tables),
         "lengths": frame("lengths", lengths),
     }
 
@@ -154,7 +154,7 @@ def speed_quality_points(runs: Mapping[str, Tables]) -> pd.DataFrame:
     A run that was not timed takes the speedups of the same cell from another run, which the column
     `speed_run` names.
     """
-    table = stack_runs(runs, "cells")
+    table = stack_runs(runs, "quality_with_speed")
     cell = ["model", "cell_id"]
     speedups = [f"{name}{end}" for name, end in product(SPEEDUPS, ENDS)]
     borrowed = ["speed_run", *speedups]

@@ -376,7 +376,7 @@ def _summary(tables: Mapping[str, Tables], styles: Styles) -> Plain:
         `rows` (number of the cell, protocol), `columns` as in `_column`, and `notes` (sentences
         below).
     """
-    cells = stack_runs(tables, "cells")
+    cells = stack_runs(tables, "quality_with_speed")
     protocols = cells["protocol"].fillna("")
     if cells["protocol"].nunique() <= 1:
         protocols[:] = ""

@@ -173,7 +173,9 @@ class Evaluation:
             return
         pixels, attributes = held_out_scenes(_RETRIEVAL)
         captions = [item.caption() for item in attributes]
-        nearest = (self.clip.images(pixels) @ self.clip.captions(captions).T).argmax(1)
+        nearest = (self.clip.embed_pictures(pixels) @ self.clip.embed_captions(captions).T).argmax(
+            1
+        )
         right = (nearest == torch.arange(len(captions))).float().tolist()
         yield _observed(
             part="clip",

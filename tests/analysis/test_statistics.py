@@ -14,8 +14,8 @@ from lantern_bench.analysis import statistics
 from lantern_bench.analysis.statistics import (
     Interval,
     Sums,
+    add_holm_p_values,
     compare_sums,
-    correct,
     fewest_prompts,
     proportion,
     ratio_of_sums,
@@ -298,7 +298,7 @@ def test_the_images_that_would_settle_settle_in_four_of_five_repeats():
     ],
 )
 def test_holm_correction(p_values, corrected):
-    tested = correct([{"p": p} for p in p_values], "p", into="p")
+    tested = add_holm_p_values([{"p": p} for p in p_values], "p", into="p")
     assert [row["p"] for row in tested] == pytest.approx(corrected)
 
 

@@ -13,7 +13,7 @@ from lantern_bench.analysis.tables import NAMES, tables_of, write_tables
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.report.format_tables import readable
 from lantern_bench.storage.run_directory import load_runs
-from lantern_bench.storage.schema import columns, frame, write_csv
+from lantern_bench.storage.schema import columns, csv_text, frame, write_csv
 from lantern_bench.utils.errors import RefusedError, UserError
 from tests.helpers.made_up_run import (
     AR,
@@ -426,6 +426,18 @@ def test_a_run_without_records_is_refused(tmp_path):
         read_tables(run)
     with pytest.raises(UserError, match="not a run"):
         read_tables(tmp_path)
+
+
+def test_a_run_whose_scores_are_in_its_summary_alone_keeps_them(tmp_path):
+    records = make_records()
+    run = write_run(tmp_path / "run", records, make_scores(records))
+    summary = write_tables(run)["summary"]
+    for name in ("records.jsonl", "scores.jsonl", "quality.csv"):
+        (run / name).unlink()
+    (data,) = load_runs([run], tables_suffice=True).values()
+    kept = tables_of(data)["summary"]
+    assert summary["clip_score"].notna().any()
+    assert csv_text(kept) == csv_text(summary)
 
 
 def test_a_run_without_the_metric_speed_is_not_timed(tmp_path):

@@ -143,8 +143,8 @@ def test_bundled_clip_finds_captions_of_held_out_scenes() -> None:
     """Its bar is 70 % of 100; on 50 here, the full figure is in the training report."""
     pictures, attributes = held_out_scenes(50, seed=5)
     scorer = image_scorers.load_clip()
-    images = scorer.images(pictures)
-    cosines = images @ scorer.captions([item.caption() for item in attributes]).T
+    images = scorer.embed_pictures(pictures)
+    cosines = images @ scorer.embed_captions([item.caption() for item in attributes]).T
     assert float((cosines.argmax(1) == torch.arange(50)).float().mean()) >= 0.8
     assert float(cosines.diagonal().mean()) > float(cosines.mean()) + 0.5
 

@@ -140,7 +140,7 @@ def test_image_rows_hold_each_scorers_answer(run: Run, scorers: Scorers) -> None
     for row, record in zip(images, records[:12], strict=True):
         picture = read_picture(folder / record["image"])
         assert row["clip_score"] == pytest.approx(
-            scorers.images["clip_score"]([picture], [record["prompt"]])[0], abs=1e-5
+            scorers.of_pictures["clip_score"]([picture], [record["prompt"]])[0], abs=1e-5
         )
         assert row["clip_model"] == scorers.label
     pictures = torch.stack(
@@ -207,7 +207,7 @@ def test_a_missing_picture_is_noted(
     assert "key0" not in {row.get("record_key") for row in rows}
     cell = next(row for row in rows if row["level"] == "cell")
     assert cell["n"] == 5
-    assert "1 images are missing" in cell["note"]
+    assert "1 pictures are missing" in cell["note"]
 
 
 def test_the_last_record_of_a_key_counts(run: Run) -> None:
@@ -299,7 +299,7 @@ def test_fidelity_without_a_reference_has_a_note(run: Run, scorers: Scorers) -> 
 
 def test_rewards_fill_their_own_columns(run: Run, scorers: Scorers) -> None:
     protocol = Protocol("hpsv2", 1, "a stand-in", metrics=("hpsv2",))
-    rows = _score(run, Scorers(protocol, {"hpsv2": scorers.images["clip_score"]}))
+    rows = _score(run, Scorers(protocol, {"hpsv2": scorers.of_pictures["clip_score"]}))
     by_clip = [row for row in _score(run, scorers) if row["level"] == "image"]
     assert [row["hpsv2"] for row in rows] == [row["clip_score"] for row in by_clip]
     assert all("clip_score" not in row for row in rows)

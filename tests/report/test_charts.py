@@ -191,10 +191,10 @@ def front_of(tables, figure="clip_score"):
 
 
 def test_distances_that_chance_explains_are_equal(tables):
-    ordered = tables["cells"].sort_values("speedup", ascending=False)
+    ordered = tables["quality_with_speed"].sort_values("speedup", ascending=False)
     for low, dominated in ((-0.001, [False, True, True]), (0.001, [False, False, False])):
         cells = ordered.assign(distance=[0.003, 0.002, 0.001], distance_low=low, distance_high=0.01)
-        points = front_of({**tables, "cells": cells}, "distance").points
+        points = front_of({**tables, "quality_with_speed": cells}, "distance").points
         assert points.sort_values("speedup", ascending=False)["dominated"].tolist() == dominated
 
 
