@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         sweep,
         write_report,
     )
-    from lantern_bench.sweeps.events import DecodedImage
+    from lantern_bench.sweeps.decoded_image import DecodedImage
 
 __all__ = [
     "DecodedImage",

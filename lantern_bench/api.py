@@ -21,7 +21,7 @@ from lantern_bench.config.settings import Overrides
 from lantern_bench.models import registry
 from lantern_bench.report.format_tables import readable
 from lantern_bench.storage.run_directory import RunData, find_run, load_runs
-from lantern_bench.sweeps.events import DecodedImage as DecodedImage
+from lantern_bench.sweeps.decoded_image import DecodedImage as DecodedImage
 from lantern_bench.sweeps.events import Event, shown_by
 from lantern_bench.sweeps.request import prepare
 from lantern_bench.sweeps.run import check_failed, run

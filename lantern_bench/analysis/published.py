@@ -12,7 +12,7 @@ from lantern_bench.analysis.labels import parameters
 from lantern_bench.analysis.statistics import Interval
 from lantern_bench.analysis.tables import quality_with_speed
 from lantern_bench.config.paper import Paper, PaperRow
-from lantern_bench.devices.without_torch import device_in_words
+from lantern_bench.devices.environment import device_in_words
 from lantern_bench.methods.catalog import IN_SUMMARY, METRICS
 from lantern_bench.storage.records import rows_of
 from lantern_bench.storage.schema import Row

@@ -327,8 +327,8 @@ def _decode(device: torch.device, dtype: str) -> Iterator[Finding]:
     import torch
 
     from lantern_bench.decoding.engine import Engine, compiler_problem
-    from lantern_bench.models.load import random_model_of_size, read_size
     from lantern_bench.models.networks.packed_linear import pack_for_decoding
+    from lantern_bench.models.random_weights import random_model_of_size, read_size
 
     check = f"decode {dtype}"
     model = random_model_of_size(

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from lantern_bench.config.plan import ImageTask
     from lantern_bench.models.loaded_model import LoadedModel
     from lantern_bench.models.model import Model
-    from lantern_bench.sweeps.events import DecodedImage
+    from lantern_bench.sweeps.decoded_image import DecodedImage
 
 # Columns of the table.
 _FIGURES = (
@@ -96,7 +96,8 @@ def generate(
     import torch
 
     from lantern_bench.devices.compute import choose_compute, set_threads
-    from lantern_bench.models.load import compile_models, load_models, random_model
+    from lantern_bench.models.load import compile_models, load_models
+    from lantern_bench.models.random_weights import random_model
     from lantern_bench.sweeps import decoder
     from lantern_bench.utils.files import write_file
 

@@ -26,7 +26,7 @@ from lantern_bench.cli.profile import predict, profile
 from lantern_bench.cli.results import compare, curves, recommend, report, score, show
 from lantern_bench.cli.sweep import REPRODUCE_HELP, experiments, merge, sweep
 from lantern_bench.cli.train import train
-from lantern_bench.devices.without_torch import prepare_environment
+from lantern_bench.devices.environment import prepare_environment
 from lantern_bench.sweeps.request import DEFAULT_CLUSTER
 from lantern_bench.utils import signals
 from lantern_bench.utils.errors import LanternError, UserError

@@ -13,7 +13,8 @@ from lantern_bench.cli.console import Console
 from lantern_bench.cli.options import Command, command_group, resolve_flags, with_format
 from lantern_bench.models.checkpoints import hub
 from lantern_bench.models.model import Model
-from lantern_bench.models.registry import is_model_file, model_of
+from lantern_bench.models.model_file import is_model_file
+from lantern_bench.models.registry import model_of
 from lantern_bench.models.registry import models as all_models
 from lantern_bench.utils.errors import UserError
 
@@ -102,7 +103,7 @@ def show_memory(resolved: ResolvedExperiment, console: Console) -> pd.DataFrame:
     import psutil
 
     from lantern_bench.devices.compute import choose_compute
-    from lantern_bench.models.load import meta_model, sizes_of
+    from lantern_bench.models.random_weights import meta_model, sizes_of
 
     settings = resolved.settings
     decodings = [cell.decoding for cell in resolved.cells]

@@ -17,8 +17,8 @@ from lantern_bench.cli.options import (
     with_format,
 )
 from lantern_bench.config.settings import Overrides
-from lantern_bench.devices.without_torch import QUIET_ADVICE
 from lantern_bench.storage import run_directory
+from lantern_bench.sweeps.decoded_image import QUIET_ADVICE
 from lantern_bench.sweeps.request import WORKER_TIMEOUT, plan_table, prepare
 from lantern_bench.sweeps.run import check_failed, run
 from lantern_bench.utils.errors import UserError

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, TypeAlias, TypeVar, get_args
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from lantern_bench.config.decoding import is_tree
-from lantern_bench.devices.without_torch import DEVICE, DEVICES, DType
+from lantern_bench.devices.environment import DEVICE, DEVICES, DType
 from lantern_bench.methods.parameters import COUNT, NATURAL, Count, Natural
 from lantern_bench.utils.errors import UserError
 from lantern_bench.utils.text import split_words

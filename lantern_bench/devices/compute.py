@@ -7,7 +7,7 @@ from typing import NamedTuple, get_args
 
 import torch
 
-from lantern_bench.devices.without_torch import DEVICE, DEVICES, DType
+from lantern_bench.devices.environment import DEVICE, DEVICES, DType
 from lantern_bench.utils.errors import RefusedError, UserError
 
 

@@ -24,44 +24,44 @@ if TYPE_CHECKING:
     from lantern_bench.models.checkpoints.checkpoint import Checkpoint
     from lantern_bench.models.checkpoints.key_map import KeyMap
     from lantern_bench.models.loaded_model import LoadedModel
+    from lantern_bench.models.model_file import ModelFile
     from lantern_bench.models.networks.target import Prompts, TransformerTarget
-    from lantern_bench.models.registry import ModelFile
 
 
-class Published(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A published model, or what model files leave out that name only the family."""
+class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Defaults of one published model, or of a family when a model file names only the family."""
 
-    about: str  # what it is called
-    config: dict[str, Any] = {}  # what its config.json states
+    about: str  # its name in descriptions
+    config: dict[str, Any] = {}  # content of its config.json
     vq: dict[str, Any] = {}  # sizes of its image tokenizer: fields of `VQConfig`
-    grid: tuple[int, int] | None = None  # rows and columns of codes; None: its files state them
+    grid: tuple[int, int] | None = None  # rows and columns of codes; None: read from its files
     parameters: int | None = None  # of the target; None: only for model files
     aliases: tuple[str, ...] = ()
-    families: tuple[str, ...] = ()  # what else a model file may give as its family
+    families: tuple[str, ...] = ()  # further names that a model file may give as `family`
 
 
-class Family(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the models of a family have in common."""
+class FamilySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Properties that all models of a family share."""
 
     name: str
     licence: str
-    kind: str  # what the models are called, for errors
-    marker: str  # the end of the name of a tensor that every checkpoint has
-    ignored: str  # a regular expression of the target's tensors that no picture needs
+    kind: str  # name of the models in errors
+    marker: str  # suffix of a tensor name present in every checkpoint
+    ignored: str  # regular expression; matches tensors of the target that no picture needs
     vq_layout: str  # layout of the tokenizer's file: a key of `LAYOUTS`
-    models: dict[str, Published]
+    models: dict[str, ModelSpec]
     config: dict[str, Any] = {}
     defaults: dict[str, Any] = {}  # as in `Model`
     pixels: int = 16  # height and width of a code in the picture
-    # In which published tables measure distances.
+    # The space in which published neighbour tables measure distances.
     neighbour_space: Literal["raw", "normalised"] = "raw"
-    has_drafter: bool = False  # whether models with random weights have one
+    has_drafter: bool = False  # whether a model with random weights gets a drafter
 
 
 FAMILIES = msgspec.toml.decode(
-    (Path(__file__).parent / "families" / "published.toml").read_bytes(), type=dict[str, Family]
+    (Path(__file__).parent / "families" / "published.toml").read_bytes(), type=dict[str, FamilySpec]
 )
-"""The published families. Two tables have the family `chameleon`."""
+"""The published families by table name. Two tables share the family `chameleon`."""
 
 
 def layout_of(checkpoint: Checkpoint) -> str:
@@ -73,67 +73,68 @@ def layout_of(checkpoint: Checkpoint) -> str:
 class CheckpointModel(Model):
     """This package's transformer with a VQ tokenizer and an EAGLE drafter, from published files.
 
-    A family is a subclass. Its models are those of `published`, and the models of model files.
+    Each family is a subclass. `family_spec` has its published models, and model files describe
+    others.
 
     Args:
         name: Name of the model.
-        row: What is published of it.
-        paths: File or folder of each part. Empty for a published model whose files are searched
+        spec: Its defaults.
+        paths: File or folder of each part. Empty for a published model, whose files are searched
             when it is loaded.
     """
 
-    published: ClassVar[Family]
+    family_spec: ClassVar[FamilySpec]
 
-    def __init__(self, name: str, row: Published, paths: Mapping[str, Path] = {}) -> None:
+    def __init__(self, name: str, spec: ModelSpec, paths: Mapping[str, Path] = {}) -> None:
         self.name = name
-        self.family = self.published.name
-        self.licence = self.published.licence
-        self.defaults = self.published.defaults
-        self.row = row
+        self.family = self.family_spec.name
+        self.licence = self.family_spec.licence
+        self.defaults = self.family_spec.defaults
+        self.spec = spec
         self.paths = paths
         self.file: ModelFile | None = None
-        self.description = row.about
-        if row.grid is not None and row.parameters is not None:
-            height, width = (self.published.pixels * side for side in row.grid)
-            self.description += f", {height}x{width} px, {row.parameters / 1e6:,.0f}M parameters"
-        self.aliases = row.aliases
-        self.parameters = row.parameters
+        self.description = spec.about
+        if spec.grid is not None and spec.parameters is not None:
+            height, width = (self.family_spec.pixels * side for side in spec.grid)
+            self.description += f", {height}x{width} px, {spec.parameters / 1e6:,.0f}M parameters"
+        self.aliases = spec.aliases
+        self.parameters = spec.parameters
 
     @classmethod
-    def of_file(cls, file: ModelFile, row: Published) -> Self:
+    def of_file(cls, file: ModelFile, spec: ModelSpec) -> Self:
         """Return the model that a model file describes.
 
         Args:
             file: The model file.
-            row: What `row_of` returns for its family.
+            spec: The result of `spec_of` for its family.
 
         Raises:
             UserError: The file states something impossible.
         """
-        model = cls(str(file.path), row, file.paths())
+        model = cls(str(file.path), spec, file.paths())
         model.file = file
-        file.describe(model, f"{file.name or file.path.stem}: {row.about}")
+        file.describe(model, f"{file.name or file.path.stem}: {spec.about}")
         model.parameters = None
-        # What a file states is checked when these are computed.
+        # Computing these checks the values of the file.
         _ = model.codes, model.classes
         return model
 
     @classmethod
-    def row_of(cls, family: str) -> Published | None:
-        """Return the row that `family` of a model file names.
+    def spec_of(cls, family: str) -> ModelSpec | None:
+        """Return the defaults that `family` of a model file names.
 
-        It may be a published model, or the family itself, each by name or alias.
+        `family` is the name or alias of a published model, or of the family itself.
         """
-        for name, row in cls.published.models.items():
-            if family in (name, *row.aliases, *row.families):
-                return row
+        for name, spec in cls.family_spec.models.items():
+            if family in (name, *spec.aliases, *spec.families):
+                return spec
         return None
 
     # ---- What a family defines
 
     @abstractmethod
     def read_sizes(self) -> TransformerConfig:
-        """Return the target's sizes from `self.config`. Raises what `self.wrong` returns."""
+        """Return the target's sizes from `self.config`. Raises errors of `self.error_at`."""
 
     @abstractmethod
     def new_target(self) -> TransformerTarget:
@@ -141,18 +142,18 @@ class CheckpointModel(Model):
 
     @abstractmethod
     def target_keys(self, target: TransformerTarget, checkpoint: Checkpoint) -> KeyMap:
-        """Return which tensors of the checkpoint make up each tensor of the target."""
+        """Return the tensors of the checkpoint that make up each tensor of the target."""
 
     @abstractmethod
     def random_prompts(self) -> Prompts:
-        """Return how prompts become conditions of a model with random weights, without files."""
+        """Return a converter of prompts to conditions that needs no files, for random weights."""
 
     def prompts(self, target: TransformerTarget) -> Prompts:  # noqa: ARG002
-        """Return how prompts become conditions."""
+        """Return the converter of prompts to conditions."""
         return self.random_prompts()
 
-    def name_now(self, name: str) -> str:
-        """Return the name that the key map has for a tensor of a published file."""
+    def rename_tensor(self, name: str) -> str:
+        """Return the name in the key map of a tensor of a published file."""
         return name
 
     # ---- What the base class computes
@@ -174,8 +175,8 @@ class CheckpointModel(Model):
 
     @property
     def grid(self) -> tuple[int, int] | None:
-        """Rows and columns of codes that the model file or the published row states."""
-        return (self.file and self.file.grid) or self.row.grid
+        """Rows and columns of codes that the model file or `spec` states."""
+        return (self.file and self.file.grid) or self.spec.grid
 
     @property
     def file_config(self) -> Mapping[str, Any]:
@@ -190,9 +191,9 @@ class CheckpointModel(Model):
 
     @cached_property
     def config(self) -> Mapping[str, Any]:
-        """The target's config: what is published, then config.json, then the model file."""
-        config = dict(self.published.config)
-        for stated in (self.row.config, self._config_beside(), self.file_config):
+        """The target's config: the defaults, overridden by config.json, then by the model file."""
+        config = dict(self.family_spec.config)
+        for stated in (self.spec.config, self._config_beside(), self.file_config):
             for key, value in stated.items():
                 before = config.get(key)
                 if isinstance(value, Mapping) and isinstance(before, Mapping):
@@ -202,7 +203,7 @@ class CheckpointModel(Model):
         return config
 
     def _config_beside(self) -> Mapping[str, Any]:
-        """Return config.json beside the weights. One beside a torch file need not belong to it."""
+        """Return config.json beside the weights. Beside a torch file it may be another model's."""
         target = self.paths.get("target")
         if target is None or not (target.is_dir() or target.suffix == ".safetensors"):
             return {}
@@ -210,7 +211,7 @@ class CheckpointModel(Model):
         stated = read_json(path) if path.is_file() else {}
         return stated if isinstance(stated, dict) else {}
 
-    def wrong(self, key: str, text: str, advice: str | None = None) -> UserError:
+    def error_at(self, key: str, text: str, advice: str | None = None) -> UserError:
         """Return the error for a key of the target's config.
 
         Args:
@@ -219,11 +220,11 @@ class CheckpointModel(Model):
             advice: What to do.
         """
         if self.file is not None:
-            return self.file.wrong(f"target.config.{key}", text, advice)
+            return self.file.error_at(f"target.config.{key}", text, advice)
         return UserError(f"{self.folder}: config.json: {key}: {text}", advice)
 
     def files(self) -> Mapping[str, Path]:
-        """Return the file or folder of each part: where it is, or where a download puts it."""
+        """Return the path of each part on this machine, or the path to which it is downloaded."""
         if self.paths:
             return self.paths
         parts = hub.PARTS.get(self.name, {})
@@ -232,7 +233,7 @@ class CheckpointModel(Model):
     def load_target(
         self, device: torch.device, dtype: torch.dtype
     ) -> tuple[TransformerTarget, tuple[Path, ...]]:
-        """Load the target and return it with the files that decide what it computes."""
+        """Load the target. Return it with the files that determine its output."""
         import torch
 
         from lantern_bench.models.checkpoints.key_map import load_into
@@ -248,8 +249,8 @@ class CheckpointModel(Model):
             self.target_keys(target, checkpoint),
             dtype=dtype,
             device=device,
-            ignored=self.published.ignored,
-            wanted=f"{self.published.kind}, {config.layers} layers of width {config.dim}",
+            ignored=self.family_spec.ignored,
+            wanted=f"{self.family_spec.kind}, {config.layers} layers of width {config.dim}",
         )
         return target, checkpoint.paths
 
@@ -257,12 +258,12 @@ class CheckpointModel(Model):
         """Open the target's checkpoint. Raises `UserError` for another kind of model."""
         from lantern_bench.models.checkpoints.checkpoint import open_checkpoint
 
-        checkpoint = open_checkpoint(self.paths["target"], self.name_now)
-        checkpoint.require(self.published.marker, self.published.kind)
+        checkpoint = open_checkpoint(self.paths["target"], self.rename_tensor)
+        checkpoint.require(self.family_spec.marker, self.family_spec.kind)
         return checkpoint
 
     def _check_target(self, checkpoint: Checkpoint) -> None:
-        """Raise `UserError` for another layout or number of layers than is stated."""
+        """Raise `UserError` if layout or number of layers differ from the stated ones."""
         from lantern_bench.models.checkpoints.checkpoint import what_is
 
         layout = layout_of(checkpoint)
@@ -272,7 +273,7 @@ class CheckpointModel(Model):
                 f"{what_is(checkpoint)}",
                 f"Give layout: {layout}, or leave it out.",
             )
-        # Janus has layers of its image encoder too.
+        # The checkpoint of Janus also has the layers of an image encoder.
         numbers = re.findall(
             r"^(?!.*vision).*\blayers\.(\d+)\.", "\n".join(checkpoint), re.MULTILINE
         )
@@ -287,8 +288,8 @@ class CheckpointModel(Model):
     def load(self, device: torch.device, dtype: torch.dtype) -> LoadedModel:
         """Load the model. Without a drafter it decodes with modes that need none."""
         if not self.paths:
-            # With its files, because they may state other sizes than the published row.
-            return type(self)(self.name, self.row, hub.local_paths(self.name)).load(device, dtype)
+            # With its files, because they may state other sizes than `spec`.
+            return type(self)(self.name, self.spec, hub.local_paths(self.name)).load(device, dtype)
         from lantern_bench.models.checkpoints.checkpoint import open_checkpoint, read_own_table
         from lantern_bench.models.checkpoints.drafter_files import give_drafter
         from lantern_bench.models.checkpoints.vq_layouts import LAYOUTS, load_vq
@@ -297,13 +298,13 @@ class CheckpointModel(Model):
         paths = self.paths
         tokenizer = None
         target, files = self.load_target(device, dtype)
-        # The checkpoint does not state all sizes, and they change what it computes.
+        # The hash covers sizes too: they change the output, and the checkpoint does not state all.
         sizes = repr((target.config, target.config.token_ids))
         hashes = {"target": hash_of(files), "sizes": hashlib.sha256(sizes.encode()).hexdigest()}
-        layout = LAYOUTS[self.published.vq_layout]
+        layout = LAYOUTS[self.family_spec.vq_layout]
         tokenizer_path = paths.get("tokenizer", paths["target"] if layout.inside else None)
         if tokenizer_path is not None:
-            checkpoint = open_checkpoint(tokenizer_path, self.name_now)
+            checkpoint = open_checkpoint(tokenizer_path, self.rename_tensor)
             tokenizer = load_vq(checkpoint, layout, device)
             hashes["tokenizer"] = hash_of(checkpoint.paths)
         if "neighbours" in paths:
@@ -315,7 +316,7 @@ class CheckpointModel(Model):
             tokenizer=tokenizer,
             prompts=self.prompts(target),
             weights=hashes,
-            space=self.published.neighbour_space,
+            space=self.family_spec.neighbour_space,
         )
         if "drafter" in paths:
             give_drafter(model, paths["drafter"])
@@ -334,14 +335,14 @@ class CheckpointModel(Model):
         with torch.device("meta"):
             target = self.new_target()
             drafter = None
-            if self.published.has_drafter:
+            if self.family_spec.has_drafter:
                 drafter = published_drafter(target.config, target)
             return assemble(
                 self.name,
                 target=target,
                 drafter=drafter,
-                tokenizer=new_vq(VQConfig(**self.row.vq)),
+                tokenizer=new_vq(VQConfig(**self.spec.vq)),
                 prompts=self.random_prompts(),
                 weights={},
-                space=self.published.neighbour_space,
+                space=self.family_spec.neighbour_space,
             )

@@ -32,7 +32,7 @@ from lantern_bench.utils.errors import UserError
 from lantern_bench.utils.files import file_sha256, hash_of
 
 if TYPE_CHECKING:
-    from lantern_bench.models.registry import PythonModel
+    from lantern_bench.models.model_file import PythonModel
 
 # Endings of the files that decide what a model computes: weights, configuration, tokenizer.
 _ENDINGS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".json", ".yaml", ".model")
@@ -201,7 +201,7 @@ def load_class(file: PythonModel) -> type[HostedModel]:
     try:
         names = runpy.run_path(str(path), run_name=module)
     except Exception as error:
-        raise file.wrong(
+        raise file.error_at(
             "python", f"{path.name}: cannot be imported: {type(error).__name__}: {error}"
         ) from error
     classes = [
@@ -210,7 +210,7 @@ def load_class(file: PythonModel) -> type[HostedModel]:
         if isinstance(value, type) and issubclass(value, HostedModel) and value.__module__ == module
     ]
     if len(classes) != 1:
-        raise file.wrong(
+        raise file.error_at(
             "python",
             f"{path.name}: must define one subclass of HostedModel, and defines {len(classes)}",
         )
@@ -232,7 +232,7 @@ def load_hosted(file: PythonModel, device: torch.device, dtype: torch.dtype) -> 
     cls = load_class(file)
     missing = sorted(getattr(cls, "__abstractmethods__", ()))
     if missing:
-        raise file.wrong("python", f"{cls.__name__} lacks {', '.join(missing)}")
+        raise file.error_at("python", f"{cls.__name__} lacks {', '.join(missing)}")
     hosted = cls(file.checkpoint, device, dtype)
     for module in vars(hosted).values():
         if isinstance(module, nn.Module):

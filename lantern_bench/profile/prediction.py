@@ -13,7 +13,7 @@ import pandas as pd
 
 from lantern_bench.analysis.cells import CellRecords, join_notes, run_cells
 from lantern_bench.analysis.tables import tables_of
-from lantern_bench.devices.without_torch import device_in_words
+from lantern_bench.devices.environment import device_in_words
 from lantern_bench.methods.static_trees import check_topology, topology_name
 from lantern_bench.models.registry import model_of
 from lantern_bench.profile.cost_model import (

@@ -22,17 +22,17 @@ from lantern_bench.decoding.step import tree_scorer
 from lantern_bench.decoding.teacher_forcing import teacher_forced
 from lantern_bench.decoding.trace import ImageTrace
 from lantern_bench.devices.compute import Compute
+from lantern_bench.devices.environment import device_in_words
 from lantern_bench.devices.machine import (
     compute_block,
     machine_block,
     peak_memory_bytes,
     reset_peak_memory,
 )
-from lantern_bench.devices.without_torch import device_in_words
-from lantern_bench.models.load import random_model, random_model_of_size, read_size
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.models.networks.packed_linear import weights_of
 from lantern_bench.models.networks.target import TransformerTarget
+from lantern_bench.models.random_weights import random_model, random_model_of_size, read_size
 from lantern_bench.models.registry import model_of
 from lantern_bench.profile.cost_model import (
     Work,

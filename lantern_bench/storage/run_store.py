@@ -25,6 +25,7 @@ from lantern_bench.storage.run_directory import (
 )
 from lantern_bench.storage.schema import SCHEMA_VERSION, Row
 from lantern_bench.utils import signals
+from lantern_bench.utils.clock import stamp
 from lantern_bench.utils.errors import RefusedError, UserError
 from lantern_bench.utils.files import cannot_write, check_writable, partial_path, write_atomically
 
@@ -33,20 +34,22 @@ WRITER = ".writer.json"
 
 
 class RunStore(AbstractContextManager["RunStore"]):
-    """A run directory opened for writing, which holds its lock until it is closed.
+    """A run directory opened for writing. It is locked until the store is closed.
 
     `RunStore.open` adds images to it, `RunStore.to_score` adds scores only.
     """
 
-    def __init__(self, folder: Path, opened: ExitStack) -> None:
-        """Lock a run and open its files, until `opened` is closed."""
-        opened.enter_context(lock_run(folder))
+    def __init__(self, folder: Path) -> None:
+        """Lock a run and open its files."""
         self.folder = folder
-        self.manifest = read_manifest(folder) if (folder / MANIFEST).exists() else {}
-        self._done = done_images(folder)
-        self._records = opened.enter_context(closing(RowFile(folder / RECORDS, "records")))
-        self._scores = opened.enter_context(closing(RowFile(folder / SCORES, "scores")))
-        self._opened = opened
+        with ExitStack() as opened:
+            opened.enter_context(lock_run(folder))
+            self.manifest = read_manifest(folder) if (folder / MANIFEST).exists() else {}
+            self._done = done_images(folder)
+            self._records = opened.enter_context(closing(RowFile(folder / RECORDS, "records")))
+            self._scores = opened.enter_context(closing(RowFile(folder / SCORES, "scores")))
+            # After an error above, the lock and the files are closed. From here `close` does it.
+            self._opened = opened.pop_all()
 
     @classmethod
     def open(cls, folder: Path, experiment: ResolvedExperiment, key: dict[str, Any]) -> Self:
@@ -61,8 +64,8 @@ class RunStore(AbstractContextManager["RunStore"]):
             UserError: The directory cannot be written, or is no run.
             RefusedError: Another process uses it, or its images were decoded with other settings.
         """
-        with ExitStack() as opened:
-            store = cls(folder, opened)
+        store = cls(folder)
+        try:
             if store.finished:
                 wanted = _wanted(experiment) | {"key": key}
                 check_same_run(folder.name, store.manifest, wanted, finished=store.finished)
@@ -72,7 +75,9 @@ class RunStore(AbstractContextManager["RunStore"]):
                 experiment=experiment.to_dict(),
                 key=key,
             )
-            store._opened = opened.pop_all()
+        except BaseException:
+            store.close()
+            raise
         return store
 
     @classmethod
@@ -83,12 +88,11 @@ class RunStore(AbstractContextManager["RunStore"]):
             UserError: The directory cannot be written, or is no run.
             RefusedError: Another process uses it, or it has no images.
         """
-        with ExitStack() as opened:
-            store = cls(folder, opened)
-            if not store.finished:
-                message = f"{folder} has no images to score"
-                raise RefusedError(message, "Resume the run with the command that started it.")
-            store._opened = opened.pop_all()
+        store = cls(folder)
+        if not store.finished:
+            store.close()
+            message = f"{folder} has no images to score"
+            raise RefusedError(message, "Resume the run with the command that started it.")
         return store
 
     @property
@@ -149,6 +153,28 @@ class RunStore(AbstractContextManager["RunStore"]):
     def append_score(self, score: Mapping[str, Any]) -> Row:
         """Append a score and return it with all columns."""
         return self._scores.append({"schema_version": SCHEMA_VERSION, **score})
+
+    def begin_session(self, **entries: Any) -> dict[str, Any]:
+        """Add the session of a process that begins to decode to the manifest.
+
+        Returns the entry, which is part of the manifest: the next update of the manifest writes it.
+        """
+        sessions = self.manifest.get("sessions", [])
+        session: dict[str, Any] = {
+            "started": stamp(),
+            "ended": None,
+            "complete": False,
+            "images": 0,
+            "failed": 0,
+            "first_seconds": 0.0,  # of first attempts
+            "again_seconds": 0.0,  # of further attempts at disturbed images
+            "process": len(sessions),
+            "prepare_seconds": 0.0,
+            "warm_up": [],
+            **entries,
+        }
+        self.update_manifest(sessions=[*sessions, session])
+        return session
 
     def update_manifest(self, **entries: Any) -> None:
         """Set entries of the manifest and write it as a whole."""

@@ -8,26 +8,27 @@ from __future__ import annotations
 import contextlib
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
 import torch
 
 from lantern_bench.config.decoding import Decoding
+from lantern_bench.config.plan import ImageTask
 from lantern_bench.decoding.loop import decode
-from lantern_bench.devices.without_torch import DISTURBED, QUIET_ADVICE
 from lantern_bench.models.loaded_model import LoadedModel
+from lantern_bench.sweeps.decoded_image import DISTURBED, QUIET_ADVICE
 from lantern_bench.utils.clock import now, usage
 from lantern_bench.utils.files import write_atomically
 from lantern_bench.utils.progress import Emit, Note
 
 _TOKENS = 12  # tokens of an image that are decoded at a time
 _ROUNDS = 15  # blocks timed per number of threads
-_ROUNDS_OF_ONE = 3  # blocks where there is one number, and only the load of the machine is asked
+_ROUNDS_OF_ONE = 3  # blocks for a single number, which measure only the load of the machine
 _BLOCK = 0.02  # seconds of a block
 _LONGEST = 3.0  # seconds after which no further block is timed
-_TIE = 0.05  # fewer threads are chosen when more are not faster by this fraction
+_TIE = 0.05  # more threads must be faster by more than this fraction
 _BUSY = 0.25  # above this fraction of the timed seconds, speed cannot be measured
 
 
@@ -39,7 +40,7 @@ class Calibrated(NamedTuple):
     lost_share: float  # thread-seconds without a core by seconds of the work
 
     def notes(self) -> list[Note]:
-        """Say which number was chosen, and warn where other programs take the processor."""
+        """Report the chosen number, and warn if other programs keep the processor busy."""
         times = ", ".join(f"{count}: {ms:.3g} ms" for count, ms in self.milliseconds.items())
         notes = [Note(f"threads {self.threads} ({times})", level="detail")]
         if self.lost_share > DISTURBED:
@@ -56,8 +57,8 @@ def calibrate(work: Callable[[], object], recorded: int | None = None) -> Calibr
 
     Args:
         work: The work, which is repeated.
-        recorded: The number that was chosen before. Only it is timed, briefly, for the load of
-            the machine.
+        recorded: The number that was chosen before. Only this number is timed, briefly, to
+            measure the load of the machine.
 
     Returns:
         The smallest number of threads within 5% of the fastest.
@@ -142,8 +143,25 @@ def choose_threads(
     torch.set_num_threads(calibrated.threads)
     for note in calibrated.notes():
         emit(note)
-    # What was chosen on a busy machine does not count for the next run.
+    # A choice on a busy machine is not stored for the next run.
     if file is not None and name not in choices and calibrated.lost_share <= DISTURBED:
         content = json.dumps(choices | {name: calibrated.threads}, indent=1)
         with contextlib.suppress(OSError):  # the next run times threads again
             write_atomically(file, content.encode() + b"\n")
+
+
+def choose_threads_for(
+    tasks: Sequence[ImageTask], models: Mapping[str, LoadedModel], emit: Emit
+) -> None:
+    """Set the number of threads that decodes fastest, by images of the first task's model.
+
+    Args:
+        tasks: The images to decode; without any, nothing is set.
+        models: The loaded models by name.
+        emit: Receives the notes of `choose_threads`.
+    """
+    if not tasks:
+        return
+    name = tasks[0].cell.model
+    decodings = (task.cell.decoding for task in tasks if task.cell.model == name)
+    choose_threads(models[name], tasks[0].prompt.text, decodings, emit=emit)

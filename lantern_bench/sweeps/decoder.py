@@ -17,11 +17,10 @@ from lantern_bench.decoding.step import sampling_key
 from lantern_bench.devices import machine
 from lantern_bench.devices.compute import Compute
 from lantern_bench.devices.machine import peak_memory_bytes, reset_peak_memory
-from lantern_bench.devices.without_torch import DISTURBED
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.prompts.prompt import Prompt
 from lantern_bench.storage.pictures import label, png_bytes
-from lantern_bench.sweeps.events import DecodedImage
+from lantern_bench.sweeps.decoded_image import DISTURBED, DecodedImage
 from lantern_bench.utils import signals
 from lantern_bench.utils.clock import now, synchronize
 from lantern_bench.utils.errors import RecordsFailedError

@@ -67,7 +67,7 @@ def decode_in_processes(request: Request, emit: Emit) -> None:
 
 def _decode_missing(request: Request, emit: Emit) -> None:
     # Imported here, because it imports torch, which the parent does not need.
-    from lantern_bench.sweeps.in_process import decode_missing
+    from lantern_bench.sweeps.decode_missing import decode_missing
 
     decode_missing(request, emit)
 

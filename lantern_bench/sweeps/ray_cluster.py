@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import psutil
 
 from lantern_bench.config.plan import ImageTask, Plan
-from lantern_bench.devices.without_torch import prepare_environment
+from lantern_bench.devices.environment import prepare_environment
 from lantern_bench.storage.records import check_same_run
 from lantern_bench.storage.run_directory import done_images
 from lantern_bench.storage.run_store import RunStore
@@ -201,19 +201,21 @@ class Worker:
         import torch
 
         from lantern_bench.devices.machine import compute_block, device_columns, machine_block
-        from lantern_bench.sweeps import in_process
+        from lantern_bench.models.load import load_to_decode
+        from lantern_bench.sweeps.choose_threads import choose_threads_for
+        from lantern_bench.sweeps.decode_missing import key_fields, prepare_models
         from lantern_bench.sweeps.decoder import Decoder
 
         settings = request.experiment.settings
         notes = list[Any]()
-        compute, models = in_process.load_to_decode(request.experiment, notes.append)
+        compute, models = load_to_decode(request.experiment, notes.append)
         if compute.device.type == "cpu":
             torch.set_num_threads(settings.threads or cores)
         if settings.threads is None:
-            in_process.prepare_models(list(request.plan.batches()), models, emit=ignore_events)
-            in_process.choose_threads_for(request.plan.tasks, models, emit=notes.append)
+            prepare_models(list(request.plan.batches()), models, emit=ignore_events)
+            choose_threads_for(request.plan.tasks, models, emit=notes.append)
         self.decoder = Decoder(models, compute, {}, repeat_disturbed="speed" in settings.metrics)
-        key = in_process.key_fields(models, settings, compute, cells=request.plan.cells)
+        key = key_fields(models, settings, compute, cells=request.plan.cells)
         return Ready(
             notes=notes,
             key=key,
@@ -237,7 +239,7 @@ class Worker:
         """
         import torch
 
-        from lantern_bench.sweeps.in_process import prepare_models
+        from lantern_bench.sweeps.decode_missing import prepare_models
 
         decoder = self.decoder
         if decoder.compute.device.type == "cpu":
@@ -480,8 +482,6 @@ class RayDriver:
 
     def _admit(self, worker: WorkerHandle, ready: Ready) -> None:
         """Open the session of a worker that has loaded the models; the first opens the store."""
-        from lantern_bench.sweeps.in_process import open_session
-
         if not self._is_open:
             self._open(ready)
         store = self._store
@@ -492,14 +492,14 @@ class RayDriver:
             wanted={"key": ready.key},
             finished=store.finished,
         )
-        worker.session = open_session(store, **ready.session)
+        worker.session = store.begin_session(**ready.session)
         worker.answer = None
         worker.name = f"worker {worker.session['process']} on {device}"
         self._emit(Note(f"worker {worker.session['process']} joined on {device}"))
 
     def _open(self, ready: Ready) -> None:
         """Open the store and divide the missing images into shards."""
-        from lantern_bench.sweeps.in_process import begin_run
+        from lantern_bench.sweeps.decode_missing import begin_run
 
         request = self._request
         store = RunStore.open(request.folder, request.experiment, ready.key)

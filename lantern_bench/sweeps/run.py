@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lantern_bench.devices.without_torch import prepare_environment
+from lantern_bench.devices.environment import prepare_environment
 from lantern_bench.storage.run_directory import RECORDS, done_images
 from lantern_bench.sweeps.events import Event
 from lantern_bench.sweeps.request import Request
@@ -90,7 +90,7 @@ def _decode(request: Request, emit: Emit) -> None:
     elif request.experiment.settings.processes > 1:
         from lantern_bench.sweeps.processes import decode_in_processes as decode
     else:
-        from lantern_bench.sweeps.in_process import decode_missing as decode
+        from lantern_bench.sweeps.decode_missing import decode_missing as decode
     decode(request, emit)
 
 

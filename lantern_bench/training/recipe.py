@@ -22,7 +22,7 @@ from pydantic import (
     ValidationError,
 )
 
-from lantern_bench.devices.without_torch import DEVICE, DEVICES, DType
+from lantern_bench.devices.environment import DEVICE, DEVICES, DType
 from lantern_bench.methods.static_trees import STATIC_TREES
 from lantern_bench.utils.errors import UserError
 from lantern_bench.utils.text import did_you_mean

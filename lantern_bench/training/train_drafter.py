@@ -21,9 +21,9 @@ from lantern_bench.models.checkpoints.drafter_files import (
 )
 from lantern_bench.models.checkpoints.key_map import export
 from lantern_bench.models.loaded_model import LoadedModel, transformer_of
+from lantern_bench.models.model_file import is_model_file
 from lantern_bench.models.networks.eagle import EagleDrafter, untrained_drafter
 from lantern_bench.models.networks.target import CachedTarget
-from lantern_bench.models.registry import is_model_file
 from lantern_bench.training.drafter_job import DrafterJob
 from lantern_bench.training.drafter_task import DrafterTask, Sequences, drafter_like
 from lantern_bench.training.token_data import decode_slots, make_tokens

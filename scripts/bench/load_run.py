@@ -21,7 +21,7 @@ from lantern_bench.models.load import load_models
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.storage.records import line_of, record_key
 from lantern_bench.storage.run_directory import MANIFEST, RECORDS, done_images, read_records
-from lantern_bench.sweeps.in_process import key_fields
+from lantern_bench.sweeps.decode_missing import key_fields
 from lantern_bench.sweeps.request import Request, prepare
 from lantern_bench.sweeps.run import run
 from tests.helpers.tiny_model import CODES, TinyModel, TinyPixels, TinyTarget

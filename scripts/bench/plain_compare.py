@@ -25,8 +25,9 @@ from lantern_bench.devices.compute import choose_compute, set_threads
 from lantern_bench.methods.static_trees import STATIC_TREES
 from lantern_bench.models.families.lanterns.description import GUIDANCE, HELD_OUT
 from lantern_bench.models.families.lanterns.family import Lanterns
-from lantern_bench.models.load import compile_models, random_model_of_size, read_size
+from lantern_bench.models.load import compile_models
 from lantern_bench.models.loaded_model import LoadedModel
+from lantern_bench.models.random_weights import random_model_of_size, read_size
 from lantern_bench.profile.step_costs import forward_ms
 from lantern_bench.utils.clock import collect_garbage
 from scripts.bench.plain_decoding import Plain

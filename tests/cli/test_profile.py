@@ -16,7 +16,7 @@ from lantern_bench.cli import main as cli
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.experiment import load_experiment
 from lantern_bench.models import registry
-from lantern_bench.models.load import read_size
+from lantern_bench.models.random_weights import read_size
 from lantern_bench.profile import tree_search
 from lantern_bench.profile.cost_model import (
     KERNEL_COUNTS,

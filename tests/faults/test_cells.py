@@ -23,7 +23,7 @@ from lantern_bench.models.families.lanterns.family import Lanterns
 from lantern_bench.prompts.prompt import Prompt
 from lantern_bench.storage.run_directory import read_manifest, read_records
 from lantern_bench.storage.run_store import RunStore
-from lantern_bench.sweeps.in_process import key_fields
+from lantern_bench.sweeps.decode_missing import key_fields
 from lantern_bench.utils.errors import RefusedError, UserError
 from tests.faults.child import IMAGES, SMALL
 from tests.faults.conftest import Bench, Outcome

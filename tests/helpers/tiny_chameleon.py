@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from lantern_bench.models.checkpoint_model import Published
+from lantern_bench.models.checkpoint_model import ModelSpec
 from lantern_bench.models.families.chameleon import Chameleon
 from tests.helpers import tiny_lumina2
 from tests.helpers.tiny_hosted import write_tokenizer
@@ -142,5 +142,5 @@ def anole(folder: Path, **config: object) -> Chameleon:
     """The model of a target's folder before it is loaded, with pictures of 3 x 4 codes; `config`
     changes its sizes.
     """
-    row = Published(about="Anole", config=config, vq={}, grid=(3, 4))
-    return Chameleon("anole", row, {"target": folder})
+    spec = ModelSpec(about="Anole", config=config, vq={}, grid=(3, 4))
+    return Chameleon("anole", spec, {"target": folder})

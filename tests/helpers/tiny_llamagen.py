@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lantern_bench.models.checkpoint_model import Published
+from lantern_bench.models.checkpoint_model import ModelSpec
 from lantern_bench.models.checkpoints.drafter_files import drafter_config, drafter_key_map
 from lantern_bench.models.checkpoints.key_map import export
 from lantern_bench.models.families.llamagen import ClassToImage, LlamaGen, TextToImage, key_map
@@ -46,8 +46,8 @@ CONFIGS["t2i"]["caption_dim"] = WIDTH
 
 def llamagen(kind: str, grid: tuple[int, int] | None = None, **config: Any) -> LlamaGen:
     """The model of a kind before it is loaded; `config` changes its sizes."""
-    row = Published(about="tiny", config=CONFIGS[kind] | config, vq={}, grid=grid or GRIDS[kind])
-    model: LlamaGen = FAMILIES[kind]("tiny", row)
+    spec = ModelSpec(about="tiny", config=CONFIGS[kind] | config, vq={}, grid=grid or GRIDS[kind])
+    model: LlamaGen = FAMILIES[kind]("tiny", spec)
     return model
 
 

@@ -37,7 +37,7 @@ from lantern_bench.storage.pictures import png_bytes
 from lantern_bench.storage.run_directory import read_records, read_scores
 from lantern_bench.storage.run_store import RunStore
 from lantern_bench.storage.schema import TABLES
-from lantern_bench.sweeps.in_process import key_fields
+from lantern_bench.sweeps.decode_missing import key_fields
 from lantern_bench.utils.errors import RefusedError
 from lantern_bench.utils.progress import Emit, ProgressEvent, ignore_events
 from scripts.train_lanterns.part_tasks import CLIP_CONFIG, save_clip

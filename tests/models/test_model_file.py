@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from lantern_bench.models.registry import ModelFile, defaults_of, model_of, read_model_file
+from lantern_bench.models.model_file import ModelFile, read_model_file
+from lantern_bench.models.registry import defaults_of, model_of
 from lantern_bench.utils.errors import UserError
 
 WHOLE = """

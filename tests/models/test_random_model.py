@@ -14,9 +14,9 @@ import torch
 
 from lantern_bench.cli import main as cli
 from lantern_bench.models import registry
-from lantern_bench.models.checkpoint_model import Published
+from lantern_bench.models.checkpoint_model import ModelSpec
 from lantern_bench.models.families.llamagen import TextToImage
-from lantern_bench.models.load import meta_model, random_model, sizes_of
+from lantern_bench.models.random_weights import meta_model, random_model, sizes_of
 
 SMALL = {
     "dim": 32,
@@ -32,8 +32,8 @@ SMALL_VQ = {"codes": 64, "channels": 32, "z_channels": 32, "channel_mult": (1, 1
 
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the published model have small sizes."""
-    row = Published(about="small", config=SMALL, vq=SMALL_VQ, grid=(2, 2))
-    described = TextToImage("llamagen-t2i-stage1", row)
+    spec = ModelSpec(about="small", config=SMALL, vq=SMALL_VQ, grid=(2, 2))
+    described = TextToImage("llamagen-t2i-stage1", spec)
     monkeypatch.setattr(registry, "models", lambda: {described.name: described})
 
 

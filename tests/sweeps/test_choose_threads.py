@@ -15,8 +15,8 @@ import torch
 
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.engine import Engine
-from lantern_bench.devices.without_torch import prepare_environment
-from lantern_bench.models.load import random_model_of_size, read_size
+from lantern_bench.devices.environment import prepare_environment
+from lantern_bench.models.random_weights import random_model_of_size, read_size
 from lantern_bench.sweeps import choose_threads as choose_threads_module
 from lantern_bench.sweeps.choose_threads import Calibrated, calibrate, choose_threads
 

@@ -26,7 +26,7 @@ from lantern_bench.cli.main import app
 from lantern_bench.config.experiment import load_experiment, shipped_experiments
 from lantern_bench.config.settings import Settings
 from lantern_bench.methods.catalog import MODES, PARAMETERS, RULES, has_parameter
-from lantern_bench.models.registry import read_model_file
+from lantern_bench.models.model_file import read_model_file
 from lantern_bench.prompts.sets import SUFFIXES, load_prompts
 from lantern_bench.storage.run_directory import done_images, read_records, read_scores
 from lantern_bench.storage.schema import columns

@@ -22,7 +22,7 @@ from lantern_bench.devices.compute import choose_compute
 from lantern_bench.models import registry
 from lantern_bench.models.families.word_model import read_tokenizer
 from lantern_bench.models.load import load_models
-from lantern_bench.models.registry import read_model_file
+from lantern_bench.models.model_file import read_model_file
 from lantern_bench.prompts.prompt import Prompt
 from lantern_bench.prompts.sets import load_prompts
 from lantern_bench.report.page import render

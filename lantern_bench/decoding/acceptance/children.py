@@ -172,7 +172,7 @@ class Residual:
         residual = (p - q / self._q_sum[:n] * decision.removal).clamp_min_(0.0)
         if decision.lenders is not None:
             near = decision.lenders
-            left = torch.where(near.taken, self._left_at(near, p), residual.gather(1, near.tokens))
+            left = torch.where(near.taken, self._kept_p(near, p), residual.gather(1, near.tokens))
             _write(residual, near.tokens, left)
         residual_sum = residual.sum(dim=1, keepdim=True)
         p.copy_(torch.where(tried & (residual_sum > 0), residual / residual_sum, p))
@@ -204,8 +204,8 @@ class Residual:
         self._p_sum[:n] = torch.where(tried, p_sum, self._p_sum[:n])
         self._handle_empty(tried & (p_sum <= _EMPTY))
 
-    def _left_at(self, near: Lenders, p: Tensor) -> Tensor | float:
-        """Return what a rejection leaves of the p of `near`."""
+    def _kept_p(self, near: Lenders, p: Tensor) -> Tensor | float:
+        """Return the p that the lenders `near` keep after a rejection."""
         del near, p
         return 0.0
 

@@ -50,7 +50,7 @@ class OfficialRule(ConfiguredRule):
 class OfficialResidual(Residual):
     """The residual of the LANTERN authors' code."""
 
-    def _left_at(self, near: Lenders, p: Tensor) -> Tensor | float:
+    def _kept_p(self, near: Lenders, p: Tensor) -> Tensor | float:
         """Leave the neighbours' p as it was: their code takes them out of q."""
         return p.gather(1, near.tokens)
 

@@ -107,7 +107,7 @@ def drafter_config(
         UserError: The drafter cannot work with this target.
     """
 
-    def wrong(key: str, text: str, advice: str | None = None) -> UserError:
+    def error_at(key: str, text: str, advice: str | None = None) -> UserError:
         return UserError(f"{folder / 'config.json'}: {key}: {text}", advice)
 
     is_chameleon = target.qk_norm
@@ -121,9 +121,9 @@ def drafter_config(
         key: value for key, value in stated.items() if value is not None
     }
     for key in ("hidden_size", "vocab_size"):
-        size = read_number(key, config[key], wrong)
+        size = read_number(key, config[key], error_at)
         if size != of_target[key]:
-            raise wrong(
+            raise error_at(
                 key,
                 f"is {size}, and this target needs {of_target[key]}",
                 "It was trained for another model.",
@@ -134,11 +134,13 @@ def drafter_config(
         config["rope_theta"] = _ROPE_BASE
         if "mask_padding" in stated:
             config["rope_theta"] = stated.get("rope_base", target.rope_base)
-    sizes = llama_sizes(config, wrong, positions=target.positions)
+    sizes = llama_sizes(config, error_at, positions=target.positions)
     del sizes["text_vocab_size"]  # `target` has it, or is as large without
     layers = sizes.pop("layers", 1)
     if layers != 1:
-        raise wrong("num_hidden_layers", f"is {layers}: only drafters of one layer are supported")
+        raise error_at(
+            "num_hidden_layers", f"is {layers}: only drafters of one layer are supported"
+        )
     grid, _ = INPUT_TYPES.get(str(stated.get("input_type")), (target.grid, 0))
     if target.grid != grid:
         rows, columns = target.grid

@@ -34,13 +34,13 @@ _ONLY = {"model_type": ("chameleon", "chameleon_xllmx", None), "tie_word_embeddi
 class Chameleon(WordModel):
     """Anole."""
 
-    published = FAMILIES["anole"]
+    family_spec = FAMILIES["anole"]
 
     def read_sizes(self) -> TransformerConfig:
         """Return the sizes of config.json. The vocabulary tells the number of codes."""
         for key, allowed in _ONLY.items():
             if self.config.get(key) not in allowed:
-                raise self.wrong(key, f"is {self.config[key]}, and Chameleon's is {allowed[0]}")
+                raise self.error_at(key, f"is {self.config[key]}, and Chameleon's is {allowed[0]}")
         return self.llama_config("", qk_norm=True, norm_after=bool(self.config.get("swin_norm")))
 
     def image_words(self) -> Sequence[int]:
@@ -90,13 +90,13 @@ class Chameleon(WordModel):
 class Lumina(Chameleon):
     """Lumina-mGPT. The prompt states the size of the picture, and a token ends each row."""
 
-    published = FAMILIES["lumina"]
+    family_spec = FAMILIES["lumina"]
     line_ends = True
 
     def wording(self) -> Wording:
         """Return the size in words before the caption, and in tokens behind it."""
         rows, columns = self.sizes.grid
-        pixels = self.published.pixels
+        pixels = self.family_spec.pixels
         height = rows * pixels
         width = columns * pixels
         if height % 32 or width % 32:
@@ -122,7 +122,7 @@ class Lumina(Chameleon):
 class Lumina2(Lumina):
     """Lumina-mGPT 2.0, with another vocabulary, and MoVQGAN as the tokenizer."""
 
-    published = FAMILIES["lumina-mgpt2"]
+    family_spec = FAMILIES["lumina-mgpt2"]
 
     def image_words(self) -> Sequence[int]:
         """Return the words. Code n is word `first_code` + n, as in the authors' code."""

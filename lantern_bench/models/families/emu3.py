@@ -32,7 +32,7 @@ _BAD = (
 class Emu3(WordModel):
     """Emu3-Gen 8B."""
 
-    published = FAMILIES["emu3"]
+    family_spec = FAMILIES["emu3"]
     line_ends = True
 
     def read_sizes(self) -> TransformerConfig:
@@ -66,7 +66,7 @@ class Emu3(WordModel):
         rows, columns = self.sizes.grid
         return f"{_IMAGE_START}{rows}*{columns}{_IMAGE}"
 
-    def name_now(self, name: str) -> str:
+    def rename_tensor(self, name: str) -> str:
         """Rename tensors of the published files, which an earlier transformers wrote."""
         name = re.sub(r"^text_model\.lm_head\.", "lm_head.", name)
         name = re.sub(r"^text_model\.(model\.)?", "model.text_model.", name)

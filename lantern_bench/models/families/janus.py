@@ -27,7 +27,7 @@ _BEGIN_IMAGE = "<begin_of_image>"
 class Janus(WordModel):
     """Janus-Pro 1B and 7B."""
 
-    published = FAMILIES["janus"]
+    family_spec = FAMILIES["janus"]
 
     def read_sizes(self) -> TransformerConfig:
         """Return the sizes of config.json. Image tokens are embedded behind the words."""
@@ -67,7 +67,7 @@ class Janus(WordModel):
 
         kind = self.section("text_config").get("model_type")
         if kind not in ("llama", None):
-            raise self.wrong("text_config.model_type", f"is {kind}, and only llama is supported")
+            raise self.error_at("text_config.model_type", f"is {kind}, and only llama is supported")
         names = {
             **LLAMA,
             "model.": "model.language_model.",
@@ -79,7 +79,7 @@ class Janus(WordModel):
         table = "model.generation_embeddings.weight"
         codes = self.sizes.vocab_size
         for needed in (table, f"{_ALIGNER}fc1.weight"):
-            checkpoint.require(needed, self.published.kind)
+            checkpoint.require(needed, self.family_spec.kind)
         (words,) = keys["transformer.tok_embeddings.weight"]
         words = words._replace(rows=(self.sizes.text_vocab_size or 0) - codes)
         images = Slice(

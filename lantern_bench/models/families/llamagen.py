@@ -72,11 +72,11 @@ class LlamaGen(CheckpointModel):
         for name in self.file_config:
             near = difflib.get_close_matches(str(name), _KEYS, n=1, cutoff=0.82)
             if name not in _KEYS and near:
-                raise self.wrong(str(name), f"unknown; did you mean {near[0]}?")
-        sizes = llama_sizes(self.config, self.wrong, positions="grid")
+                raise self.error_at(str(name), f"unknown; did you mean {near[0]}?")
+        sizes = llama_sizes(self.config, self.error_at, positions="grid")
         for field, key in _REQUIRED.items():
             if field not in sizes:
-                raise self.wrong(
+                raise self.error_at(
                     key,
                     "missing: no checkpoint states it",
                     "State it in target: {config: {...}}, or name the published model: "
@@ -97,7 +97,7 @@ class LlamaGen(CheckpointModel):
         """Numbers that only LlamaGen's config states."""
         names = "cls_token_num num_classes caption_dim multiple_of ffn_dim_multiplier block_size"
         return {
-            key: read_number(key, self.config[key], self.wrong)
+            key: read_number(key, self.config[key], self.error_at)
             for key in names.split()
             if self.config.get(key) is not None
         }
@@ -109,13 +109,13 @@ class LlamaGen(CheckpointModel):
         if tokens and side * side == tokens:
             return side, side
         assert self.file is not None  # published models have a grid
-        raise self.file.wrong(
+        raise self.file.error_at(
             "grid",
             "missing: the weights do not tell it",
             "Give grid: [rows, columns] of tokens.",
         )
 
-    def wrong(self, key: str, text: str, advice: str | None = None) -> UserError:
+    def error_at(self, key: str, text: str, advice: str | None = None) -> UserError:
         """Return the error for a key of the target's config, by the name that the file has.
 
         Args:
@@ -126,7 +126,7 @@ class LlamaGen(CheckpointModel):
         for official, other in _OFFICIAL.items():
             if other == key and official in self.file_config:
                 key = official
-        return super().wrong(key, text, advice)
+        return super().error_at(key, text, advice)
 
     def target_keys(self, target: TransformerTarget, checkpoint: Checkpoint) -> KeyMap:
         """Return the key map of the layout. Raises `UserError` for a checkpoint of another grid."""
@@ -169,7 +169,7 @@ class LlamaGen(CheckpointModel):
 class TextToImage(LlamaGen):
     """Captions, through FLAN-T5-XL."""
 
-    published = FAMILIES["llamagen-t2i"]
+    family_spec = FAMILIES["llamagen-t2i"]
 
     def new_target(self) -> TransformerTarget:
         """Return a target with fresh weights."""
@@ -209,14 +209,14 @@ class TextToImage(LlamaGen):
 class ClassToImage(LlamaGen):
     """ImageNet classes."""
 
-    published = FAMILIES["llamagen-c2i"]
+    family_spec = FAMILIES["llamagen-c2i"]
 
     @cached_property
     def classes(self) -> int:  # type: ignore[override]  # mypy takes it for read-only
         """The number of classes. Raises `UserError` for a model without a null class."""
         for key in ("class_dropout_prob", "class_dropout_p"):
             if self.config.get(key) == 0:
-                raise self.wrong(
+                raise self.error_at(
                     key,
                     "0: the model was trained without a null class, and guidance needs one",
                     "Its last class would be taken for the null class.",

@@ -124,7 +124,7 @@ class WordModel(CheckpointModel):
         """Return a section of config.json. The whole of it is the section ""."""
         section = self.config.get(key, {}) if key else self.config
         if not isinstance(section, Mapping):
-            raise self.wrong(key, "must be a mapping")
+            raise self.error_at(key, "must be a mapping")
         return section
 
     def llama_config(self, section: str, **fields: Any) -> TransformerConfig:
@@ -138,10 +138,10 @@ class WordModel(CheckpointModel):
             UserError: A size is impossible or not supported.
         """
 
-        def wrong(key: str, text: str) -> UserError:
-            return self.wrong(f"{section}.{key}" if section else key, text)
+        def error_at(key: str, text: str) -> UserError:
+            return self.error_at(f"{section}.{key}" if section else key, text)
 
-        sizes = llama_sizes(self.section(section), wrong)
+        sizes = llama_sizes(self.section(section), error_at)
         return TransformerConfig(
             vocab_size=len(self.token_ids),
             prefix=self.longest_prompt,
@@ -156,8 +156,8 @@ class WordModel(CheckpointModel):
         section, _, name = key.rpartition(".")
         value = self.section(section).get(name)
         if value is None:
-            raise self.wrong(key, "missing")
-        return int(read_number(key, value, self.wrong))
+            raise self.error_at(key, "missing")
+        return int(read_number(key, value, self.error_at))
 
     # ---- Vocabulary and target
 
@@ -169,13 +169,13 @@ class WordModel(CheckpointModel):
         if self._tokenizer_json.is_file():
             source = str(self._tokenizer_json)
             numbers |= self._tokenizer.get_vocab()
-        return Vocabulary(numbers, source, self.published.kind)
+        return Vocabulary(numbers, source, self.family_spec.kind)
 
     @cached_property
     def token_ids(self) -> tuple[int, ...]:
         """The numbers of the image's words. Without files the first numbers stand for them."""
         if self.folder is None:
-            return tuple(range(self.row.vq["codes"] + self.line_ends))
+            return tuple(range(self.spec.vq["codes"] + self.line_ends))
         try:
             return tuple(self.image_words())
         except UserError:

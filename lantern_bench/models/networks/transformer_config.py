@@ -9,8 +9,8 @@ from typing import Any, Literal, TypeAlias
 from lantern_bench.methods.parameters import LARGEST
 from lantern_bench.utils.errors import UserError
 
-Wrong: TypeAlias = Callable[[str, str], UserError]
-"""Makes the error for a key of a config: `wrong(key, text)`."""
+MakeError: TypeAlias = Callable[[str, str], UserError]
+"""Makes the error for a key of a config: `error_at(key, text)`."""
 
 MOST = 2**20
 """The largest size that a config may state: four times the largest published vocabulary."""
@@ -77,13 +77,13 @@ class TransformerConfig:
 _FRACTIONS = ("rms_norm_eps", "rope_theta", "ffn_dim_multiplier")
 
 
-def read_number(key: str, value: Any, wrong: Wrong) -> Any:
+def read_number(key: str, value: Any, error_at: MakeError) -> Any:
     """Return a number above 0 that a config states.
 
     Args:
         key: Its key in the config.
         value: The stated value. A whole number is at most `MOST`.
-        wrong: Makes the error that is raised for any other value.
+        error_at: Makes the error that is raised for any other value.
     """
     kind: type = int
     most: float = MOST
@@ -94,7 +94,7 @@ def read_number(key: str, value: Any, wrong: Wrong) -> Any:
         noun = "number"
     # The comparison is false for NaN.
     if type(value) not in (int, kind) or not 0 < value <= most:
-        raise wrong(key, f"{str(value)[:40]}: must be a {noun} above 0 and at most {most:,}")
+        raise error_at(key, f"{str(value)[:40]}: must be a {noun} above 0 and at most {most:,}")
     return kind(value)
 
 
@@ -117,13 +117,13 @@ _LLAMA_ONLY: dict[str, tuple[Any, ...]] = {
 
 
 def llama_sizes(
-    config: Mapping[str, Any], wrong: Wrong, *, positions: str = "sequence"
+    config: Mapping[str, Any], error_at: MakeError, *, positions: str = "sequence"
 ) -> dict[str, Any]:
     """Read the sizes of a Llama, or of a model like it, as transformers states them.
 
     Args:
         config: The content of a config.json.
-        wrong: Makes the error that is raised for an impossible or unsupported value.
+        error_at: Makes the error that is raised for an impossible or unsupported value.
         positions: As in `TransformerConfig`.
 
     Returns:
@@ -131,12 +131,12 @@ def llama_sizes(
     """
     for key, allowed in _LLAMA_ONLY.items():
         if config.get(key) not in allowed:
-            raise wrong(key, f"is {config[key]}, and only {allowed[0]} is supported")
+            raise error_at(key, f"is {config[key]}, and only {allowed[0]} is supported")
     for key in ("rope_scaling", "rope_parameters"):
         scaling = config.get(key) or {}
         kind = scaling.get("rope_type", scaling.get("type", "default"))
         if kind != "default":
-            raise wrong(
+            raise error_at(
                 key,
                 f"is of the type {kind}, and only rotary positions without scaling are supported",
             )
@@ -144,16 +144,16 @@ def llama_sizes(
     rope = config.get("rope_parameters") or {}
     config = {"rope_theta": rope.get("rope_theta"), **config}
     sizes = {
-        name: read_number(key, config[key], wrong)
+        name: read_number(key, config[key], error_at)
         for name, key in _LLAMA_NAMES.items()
         if config.get(key) is not None
     }
     if "dim" in sizes and "heads" in sizes:
-        _check_heads(sizes, wrong, positions=positions)
+        _check_heads(sizes, error_at, positions=positions)
     return sizes
 
 
-def _check_heads(sizes: Mapping[str, Any], wrong: Wrong, *, positions: str) -> None:
+def _check_heads(sizes: Mapping[str, Any], error_at: MakeError, *, positions: str) -> None:
     """Raise for heads that do not fit the width.
 
     A head of another width than `hidden_size / num_attention_heads` is found by the shapes of the
@@ -162,16 +162,16 @@ def _check_heads(sizes: Mapping[str, Any], wrong: Wrong, *, positions: str) -> N
     heads = sizes["heads"]
     head_dim, rest = divmod(sizes["dim"], heads)
     if rest:
-        raise wrong("num_attention_heads", f"{heads}: does not divide the width {sizes['dim']}")
+        raise error_at("num_attention_heads", f"{heads}: does not divide the width {sizes['dim']}")
     # Rotation on a grid takes half the pairs of a head for the row and half for the column.
     step = 4 if positions == "grid" else 2
     if head_dim % step:
-        raise wrong(
+        raise error_at(
             "num_attention_heads",
             f"{heads}: gives heads of {head_dim} numbers, and rotary positions need a multiple of "
             f"{step}",
         )
     if heads % sizes.get("kv_heads", 1):
-        raise wrong(
+        raise error_at(
             "num_key_value_heads", f"{sizes['kv_heads']}: does not divide the {heads} heads"
         )

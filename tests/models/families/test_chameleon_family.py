@@ -16,7 +16,7 @@ from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.loop import decode
 from lantern_bench.models import registry
 from lantern_bench.models.checkpoints.hub import PARTS
-from lantern_bench.models.load import meta_model, sizes_of
+from lantern_bench.models.random_weights import meta_model, sizes_of
 from lantern_bench.models.registry import model_of
 from lantern_bench.utils.errors import UserError
 from tests.helpers import tiny_chameleon as tiny

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.loop import decode
-from lantern_bench.models.checkpoint_model import Published
+from lantern_bench.models.checkpoint_model import ModelSpec
 from lantern_bench.models.families.chameleon import Chameleon
 from lantern_bench.models.networks.target import Condition, TransformerTarget, prompt_condition
 from tests.helpers.golden_models import GOLDEN
@@ -27,8 +27,8 @@ STATED = json.loads((FOLDER / "config.json").read_text())
 
 def target_of(*, swin: bool, ids: Sequence[int] | None = None) -> TransformerTarget:
     """The recorded model; every word is an image token where `ids` names none."""
-    row = Published(about="recorded", config=STATED, vq={}, grid=(3, 4))
-    model = Chameleon("recorded", row, {"target": FOLDER / "model.safetensors"})
+    spec = ModelSpec(about="recorded", config=STATED, vq={}, grid=(3, 4))
+    model = Chameleon("recorded", spec, {"target": FOLDER / "model.safetensors"})
     model.config = {**STATED, "swin_norm": swin}
     model.token_ids = tuple(range(STATED["vocab_size"]) if ids is None else ids)
     return model.load_target(torch.device("cpu"), torch.float32)[0]
@@ -118,7 +118,7 @@ def test_greedy_decoding_takes_the_best_recorded_token(expected: dict[str, Tenso
     """
     ids = list(
         Chameleon(
-            "recorded", Published(about="", config=STATED, vq={}, grid=(3, 4)), {"target": FOLDER}
+            "recorded", ModelSpec(about="", config=STATED, vq={}, grid=(3, 4)), {"target": FOLDER}
         ).image_words()
     )
     whole = target_of(swin=False)

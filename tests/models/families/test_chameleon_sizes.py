@@ -12,7 +12,7 @@ import pytest
 from msgspec import structs
 from tokenizers import Tokenizer
 
-from lantern_bench.models.checkpoint_model import Published
+from lantern_bench.models.checkpoint_model import ModelSpec
 from lantern_bench.models.families.chameleon import Chameleon, Lumina
 from lantern_bench.models.families.word_model import Vocabulary, read_tokenizer
 from lantern_bench.models.networks.target import prompt_condition
@@ -26,7 +26,7 @@ LUMINA: Any = model_of("lumina-mgpt")
 
 def lumina(folder: Path, grid: tuple[int, int]) -> Lumina:
     return Lumina(
-        "lumina", Published(about="Lumina-mGPT", config={}, vq={}, grid=grid), {"target": folder}
+        "lumina", ModelSpec(about="Lumina-mGPT", config={}, vq={}, grid=grid), {"target": folder}
     )
 
 
@@ -77,7 +77,7 @@ def test_the_published_size_is_seven_billion() -> None:
     ],
 )
 def test_vocabulary_without_codes_is_refused(numbers: dict[str, int], message: str) -> None:
-    anole = Chameleon("anole", ANOLE.row)
+    anole = Chameleon("anole", ANOLE.spec)
     anole.vocabulary = Vocabulary(numbers, "a file", "a Chameleon model")
     with pytest.raises(UserError, match=message):
         anole.image_words()
@@ -115,7 +115,7 @@ def test_impossible_configs_are_refused(
 def test_newer_config_keys_are_read() -> None:
     stated = {"rope_parameters": {"rope_theta": 500.0}, "swin_norm": True, "num_key_value_heads": 8}
     sizes = Chameleon(
-        "anole", structs.replace(ANOLE.row, config={**ANOLE.row.config, **stated})
+        "anole", structs.replace(ANOLE.spec, config={**ANOLE.spec.config, **stated})
     ).sizes
     assert (sizes.rope_base, sizes.norm_after, sizes.kv_heads, sizes.dim) == (500.0, True, 8, 4096)
 

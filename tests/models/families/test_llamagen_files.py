@@ -21,9 +21,9 @@ from lantern_bench.cli import main as cli
 from lantern_bench.models import registry
 from lantern_bench.models.checkpoints.key_map import export
 from lantern_bench.models.families.llamagen import LlamaGen, TextToImage, key_map
-from lantern_bench.models.load import meta_model
 from lantern_bench.models.networks.target import Condition
 from lantern_bench.models.networks.transformer import rotary_table, rotary_turns
+from lantern_bench.models.random_weights import meta_model
 from lantern_bench.models.registry import models
 from lantern_bench.utils.errors import RefusedError, UserError
 from tests.helpers import golden_models, tiny_llamagen
@@ -39,7 +39,7 @@ def model_of(
     """The model file of a target with this state; `config` changes what it states of its sizes."""
     folder.mkdir(exist_ok=True)
     torch.save(state, folder / "target.pt")
-    target = {"checkpoint": folder / "target.pt", "config": {**model.row.config, **(config or {})}}
+    target = {"checkpoint": folder / "target.pt", "config": {**model.spec.config, **(config or {})}}
     values: dict[str, Any] = {
         "family": model.family,
         "target": target,
@@ -75,7 +75,7 @@ def test_layout_round_trip_keeps_logits(model: LlamaGen, tmp_path: Path) -> None
     (tmp_path / "hf").mkdir()
     save_file(converted, tmp_path / "hf" / "model.safetensors")
     names = {"dim": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads"}
-    sizes = {names.get(key, key): value for key, value in model.row.config.items()}
+    sizes = {names.get(key, key): value for key, value in model.spec.config.items()}
     (tmp_path / "hf" / "config.json").write_text(json.dumps(sizes | {"tie_word_embeddings": False}))
     target = {"checkpoint": tmp_path / "hf", "layout": "hf"}
     grid = list(model.sizes.grid)
@@ -125,7 +125,7 @@ def test_invalid_weight_values_are_refused(
     if value is not None:
         state["norm.weight"][3] = value
     save_file(state, tmp_path / "target.safetensors")
-    target = {"checkpoint": tmp_path / "target.safetensors", "config": C2I.row.config}
+    target = {"checkpoint": tmp_path / "target.safetensors", "config": C2I.spec.config}
     model = golden_models.write_model(tmp_path, family="llamagen-c2i", target=target, grid=[4, 4])
     if message is None:
         assert golden_models.load(model).grid == (4, 4)
@@ -192,7 +192,7 @@ def test_checkpoints_of_another_layout_or_kind_are_refused(tmp_path: Path) -> No
         UserError, match="it is LlamaGen, class-conditional, in the official layout"
     ):
         golden_models.load(model_of(tmp_path, official_state(C2I), T2I))
-    target = {"checkpoint": tmp_path / "target.pt", "layout": "hf", "config": C2I.row.config}
+    target = {"checkpoint": tmp_path / "target.pt", "layout": "hf", "config": C2I.spec.config}
     with pytest.raises(UserError, match="is not in the layout hf"):
         golden_models.load(model_of(tmp_path, official_state(C2I), C2I, target=target))
 

@@ -15,7 +15,7 @@ from lantern_bench.checks.check_model import check_model
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.loop import decode
 from lantern_bench.decoding.teacher_forcing import teacher_forced
-from lantern_bench.models.load import meta_model
+from lantern_bench.models.random_weights import meta_model
 from lantern_bench.models.registry import model_of, models
 from lantern_bench.utils.errors import UserError
 from tests.helpers import tiny_hosted as tiny

@@ -1,4 +1,4 @@
-"""Decode the missing images of a run in this process."""
+"""Decode the missing images of a run in this process. Workers on Ray use parts of it."""
 
 from __future__ import annotations
 
@@ -8,26 +8,25 @@ from typing import Any
 import psutil
 import torch
 
-from lantern_bench.config.experiment import Cell, ResolvedExperiment
-from lantern_bench.config.plan import ImageTask
+from lantern_bench.config.experiment import Cell
 from lantern_bench.config.settings import Settings
 from lantern_bench.decoding.engine import ENGINE_VERSION
 from lantern_bench.decoding.loop import drafter_and_rule
 from lantern_bench.devices import machine
-from lantern_bench.devices.compute import Compute, choose_compute
+from lantern_bench.devices.compute import Compute
 from lantern_bench.methods.catalog import OUTSIDE_DRAFTINGS, OUTSIDE_RULES
-from lantern_bench.models.load import compile_models, load_models
+from lantern_bench.models.load import load_to_decode
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.storage.run_directory import done_images
 from lantern_bench.storage.run_store import RunStore
 from lantern_bench.storage.schema import SCHEMA_VERSION
-from lantern_bench.sweeps.choose_threads import choose_threads
+from lantern_bench.sweeps.choose_threads import choose_threads_for
 from lantern_bench.sweeps.decoder import Batch, Decoder
 from lantern_bench.sweeps.events import ImageDone, Started
 from lantern_bench.sweeps.request import Request
 from lantern_bench.utils import signals
 from lantern_bench.utils.clock import collect_garbage, now, stamp
-from lantern_bench.utils.progress import Emit, Note, ProgressEvent
+from lantern_bench.utils.progress import Emit, ProgressEvent
 
 
 def decode_missing(request: Request, emit: Emit) -> None:
@@ -69,7 +68,7 @@ def decode_missing(request: Request, emit: Emit) -> None:
                 **machine.compute_block(compute, compiled=key["compile"]),
             )
             emit(Started.of(plan, missing))
-            session = open_session(store, prepare_seconds=prepare_seconds)
+            session = store.begin_session(prepare_seconds=prepare_seconds)
             decoder = Decoder(
                 models, compute, session, repeat_disturbed="speed" in settings.metrics
             )
@@ -79,7 +78,7 @@ def decode_missing(request: Request, emit: Emit) -> None:
 
 
 def begin_run(store: RunStore, request: Request, **entries: Any) -> None:
-    """Write into the manifest what a run says of its request and of how it decodes."""
+    """Write the entries of the request, and further `entries`, into the manifest."""
     store.update_manifest(
         started=store.manifest.get("started", stamp()),
         ended=None,
@@ -93,7 +92,7 @@ def begin_run(store: RunStore, request: Request, **entries: Any) -> None:
 def _decode_batches(
     store: RunStore, batches: Sequence[Batch], *, decoder: Decoder, emit: Emit
 ) -> None:
-    """Warm up, then decode the missing images; the session in the manifest says how it ended."""
+    """Warm up, then decode the missing images. The session in the manifest records the end."""
     session = decoder.session
     try:
         for note in decoder.warm_up(batches):
@@ -111,26 +110,6 @@ def _decode_batches(
         store.update_manifest(ended=session["ended"])
 
 
-def load_to_decode(
-    experiment: ResolvedExperiment, emit: Emit
-) -> tuple[Compute, dict[str, LoadedModel]]:
-    """Load the models of an experiment by name, compiled if it asks for that.
-
-    Raises `RefusedError` for missing weights or tokenizers, and where memory does not suffice.
-    """
-    settings = experiment.settings
-    compute = choose_compute(settings.device, settings.dtype, fast=True)
-    models = load_models(experiment, compute)
-    for model in models.values():
-        model.pixel_decoder()
-    if settings.compile:
-        warning = compile_models(models.values(), compute)
-        if warning is not None:
-            emit(warning)
-    emit(Note(f"device {compute.device}, {compute.dtype_name}", level="detail"))
-    return compute, models
-
-
 def prepare_models(
     batches: Sequence[Batch], models: Mapping[str, LoadedModel], emit: Emit
 ) -> float:
@@ -142,7 +121,7 @@ def prepare_models(
         emit: Receives the progress.
 
     Returns:
-        The seconds it took.
+        The seconds that this took.
     """
     began = now()
     for cell in dict.fromkeys(batch[0].cell for batch in batches):
@@ -156,46 +135,6 @@ def prepare_models(
         for count, total in model.prepare(list(prompts[name])):
             emit(ProgressEvent(f"captions for {name}", count, total))
     return now() - began
-
-
-def choose_threads_for(
-    tasks: Sequence[ImageTask], models: Mapping[str, LoadedModel], emit: Emit
-) -> None:
-    """Set the number of threads that decodes fastest, by images of the first task's model.
-
-    Args:
-        tasks: The images to decode; without any, nothing is set.
-        models: The loaded models by name.
-        emit: Receives the notes of `choose_threads`.
-    """
-    if not tasks:
-        return
-    name = tasks[0].cell.model
-    decodings = (task.cell.decoding for task in tasks if task.cell.model == name)
-    choose_threads(models[name], tasks[0].prompt.text, decodings, emit=emit)
-
-
-def open_session(store: RunStore, **entries: Any) -> dict[str, Any]:
-    """Add the session of a process that begins to decode to the manifest.
-
-    Returns the entry, which is part of the manifest: the next update of the manifest writes it.
-    """
-    sessions = store.manifest.get("sessions", [])
-    session: dict[str, Any] = {
-        "started": stamp(),
-        "ended": None,
-        "complete": False,
-        "images": 0,
-        "failed": 0,
-        "first_seconds": 0.0,  # of first attempts
-        "again_seconds": 0.0,  # of further attempts at disturbed images
-        "process": len(sessions),
-        "prepare_seconds": 0.0,
-        "warm_up": [],
-        **entries,
-    }
-    store.update_manifest(sessions=[*sessions, session])
-    return session
 
 
 def key_fields(

@@ -1,6 +1,6 @@
-"""What is known of devices and threads before torch is loaded.
+"""Names of devices and dtypes, and the environment variables that torch reads when it is loaded.
 
-docs/log.md has the measurements behind the constants.
+This module imports no torch.
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ DEVICE = r"^(auto|cpu|mps|cuda(:\d{1,2})?)$"  # pattern of `--device`
 DEVICES = "must be auto, cpu, mps, cuda or cuda:N"  # the pattern in words
 DType: TypeAlias = Literal["auto", "float32", "bfloat16", "float16"]
 
-_SPINS = "1000"  # how often a waiting thread of GNU OpenMP spins before it sleeps, about 1 us each
-# An image is disturbed when its threads lacked a core for more than this fraction of its seconds.
-DISTURBED = 0.05
-QUIET_ADVICE = "Close other programs. Token counts and quality are valid; times may not be."
+# Spins of a waiting thread of GNU OpenMP before it sleeps, about 1 us each. docs/log.md has the
+# measurement.
+_SPINS = "1000"
 
 
 def prepare_environment() -> None:
-    """Set what torch reads when it is loaded: spinning of threads, and the folder of programs."""
+    """Set the variables that torch reads when it is loaded: thread spinning, program folder."""
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "inductor"))

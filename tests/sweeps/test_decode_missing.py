@@ -34,9 +34,10 @@ from lantern_bench.storage.run_directory import (
 )
 from lantern_bench.storage.schema import columns
 from lantern_bench.sweeps import decoder
+from lantern_bench.sweeps.decode_missing import decode_missing
+from lantern_bench.sweeps.decoded_image import DecodedImage
 from lantern_bench.sweeps.decoder import decode_batch
-from lantern_bench.sweeps.events import DecodedImage, ImageDone
-from lantern_bench.sweeps.in_process import decode_missing
+from lantern_bench.sweeps.events import ImageDone
 from lantern_bench.sweeps.request import Request
 from lantern_bench.utils.clock import Usage
 from lantern_bench.utils.errors import RefusedError, UserError
