@@ -52,7 +52,7 @@ _CALIBRATION_IMAGES = 500  # of the tables
 
 @dataclass(frozen=True)
 class TrialResult:
-    """The p-values of a trial, and how much its tests saw."""
+    """The p-values of a trial, and the tokens that were tested."""
 
     setting: str
     broken: str | None  # name of the planted mistake
@@ -271,7 +271,7 @@ def _results_on_model(
 
 
 def _token_seconds(plan: CertificationPlan, model: LoadedModel, images: int) -> float:
-    """The seconds of a token of an image, when some are decoded for the second time."""
+    """Seconds per token of an image, after a warm-up."""
     tokens = min(_CALIBRATION_TOKENS, model.target.image_tokens)
     work = partial(
         decode,

@@ -136,7 +136,7 @@ class _Images:
         self.target = target
         self.generator = generator
         positions = torch.arange(target.image_tokens, device=target.device)
-        # int64 [image_tokens]: the forced token of each position, -1 where none is
+        # int64 [image_tokens]: the forced token of each position, or -1
         self.forced_tokens = target.forced_tokens(positions)
         length = min(target.image_tokens, tokens or max(2 * target.line_length + 2, 32))
         # the tokens of both images, int64 [2, N]
@@ -152,7 +152,7 @@ class _Images:
         for _ in model.prepare([*self.prompts, *self.other_prompts]):
             pass
         self.conditions = [model.condition([text]) for text in self.prompts]
-        # Of each image alone, as one chain: what all sessions are compared with.
+        # Each image scored alone, as one chain. All sessions are compared with these logits.
         self.chains = [_score(target, condition, row) for _, condition, row in self.each()]
 
     def each(self) -> Iterator[tuple[int, Any, Tensor]]:
@@ -206,7 +206,7 @@ def _check_logits(images: _Images, reference: Reference | None, tolerance: float
 
 
 def _check_cache(images: _Images, tolerance: float) -> Check:
-    """Compare token by token through the cache with one forward, without a cache if it can."""
+    """Compare scoring token by token with one forward, which has no cache if the model allows."""
     gaps: Gaps = {}
     against = "a chain in one forward"
     zero = images.zero
@@ -233,7 +233,7 @@ def _check_cache(images: _Images, tolerance: float) -> Check:
 
 
 def _check_tree(images: _Images, tolerance: float) -> Check:
-    """Compare two trees in a row, of which the images keep different paths, with chains."""
+    """Compare two successive trees with chains. The two images keep different paths."""
     target = images.target
     tree = StaticTree.of(_TREE, target.device)
     kept = torch.tensor(_KEPT, device=target.device)
@@ -334,7 +334,7 @@ def _moved_by_prompt(images: _Images) -> Iterator[tuple[float, float]]:
     for text in dict.fromkeys(images.other_prompts):
         try:
             condition = images.model.condition([text])
-        except UserError:  # a class number is no sequence of words
+        except UserError:  # a model of classes takes no other words
             continue
         if text != images.prompts[0]:
             cond, uncond = _score(images.target, condition, images.tokens[:1])
@@ -343,7 +343,7 @@ def _moved_by_prompt(images: _Images) -> Iterator[tuple[float, float]]:
 
 
 def _check_codebook(images: _Images) -> Check:
-    """Check that near codes have similar pictures, more so than with codes in other orders."""
+    """Check that near codes have similar pictures, more similar than with shuffled codes."""
     check = "codebook"
     codes = images.model.codebook
     if codes is None:
@@ -356,7 +356,7 @@ def _check_codebook(images: _Images) -> Check:
     chosen = torch.randperm(len(codes), generator=images.generator)[:_PICTURES]
     distances = torch.pdist(_pictures_of(images, chosen, len(codes))).numpy()
     if np.ptp(distances) == 0:
-        return Check(check, "none", about="all pictures are alike")
+        return Check(check, "none", about="all pictures are equal")
 
     picture_ranks = rankdata(distances)
     code_ranks = []
@@ -365,7 +365,7 @@ def _check_codebook(images: _Images) -> Check:
         code_ranks.append(squareform(rankdata(near.cpu().numpy())))
 
     def correlation(order: NDArray[Any]) -> float:
-        """The rank correlation with the codes in an order, in the space where it is largest."""
+        """The rank correlation with reordered codes; the largest over the spaces."""
         reordered = [squareform(ranks[np.ix_(order, order)]) for ranks in code_ranks]
         return float(max(np.corrcoef(picture_ranks, ranks)[0, 1] for ranks in reordered))
 
@@ -388,8 +388,8 @@ def _check_codebook(images: _Images) -> Check:
 def _pictures_of(images: _Images, chosen: Tensor, n_codes: int) -> Tensor:
     """A flat picture for each chosen code, float32 [codes, pixels].
 
-    Half the cells have the code and the others a pattern, because some tokenizers normalize a
-    picture of one code to nothing.
+    Half the cells have the code and the rest a pattern, because some tokenizers normalize a picture
+    of a single code to nothing.
     """
     forced = images.forced_tokens.cpu()
     pattern = torch.randint(n_codes, forced.shape, generator=images.generator)

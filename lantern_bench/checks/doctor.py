@@ -1,6 +1,6 @@
 """The checks of `lantern-bench doctor`, each of which yields findings.
 
-They import torch inside, because a broken torch is one of the things that they look for.
+They import torch inside their functions, because they must be able to report a broken torch.
 """
 
 from __future__ import annotations
@@ -111,12 +111,12 @@ def _guarded(check: str, findings: Callable[[], Iterable[Finding]]) -> Iterator[
 
 
 def _warned(check: str, result: str, *, fix: str, is_fine: bool) -> Finding:
-    """A warning, unless all is fine: then the fix is left out."""
+    """A finding that is ok, or a warning with its fix."""
     return Finding(check, "ok", result) if is_fine else Finding(check, "warning", result, fix=fix)
 
 
 def _scarce(check: str, free: float, enough: float, *, result: str, fix: str) -> Finding:
-    """Less than enough is a warning, less than a tenth of it a failure."""
+    """A warning below `enough`, a failure below a tenth of it."""
     if free < enough / 10:
         return Finding(check, "fail", result, fix=fix)
     return _warned(check, result, fix=fix, is_fine=free >= enough)
@@ -142,7 +142,6 @@ def _load() -> Iterator[Finding]:
     spent = usage().since(before)
     others = min(1.0, max(0.0, spent.busy_seconds - spent.cpu_seconds) / core_seconds)
     result = f"{others:.0%} of {cores} cores busy with other programs"
-    result += f", load average {psutil.getloadavg()[0]:.2f}"
     if spent.steal_seconds:
         result += f", {spent.steal_seconds / core_seconds:.0%} taken by the hypervisor"
     yield _warned(
@@ -252,7 +251,7 @@ def _device(device: str) -> Iterator[Finding]:
     for number, gpu in enumerate(machine["gpus"]):
         yield _gpu_finding(number, gpu)
     if not machine["gpus"] and shutil.which("nvidia-smi"):
-        # nvidia-smi is on every machine that is made for a GPU, also if none is attached.
+        # Machines built for GPUs have nvidia-smi even while no GPU is attached.
         fix = "install a torch that is built for CUDA."
         if torch.version.cuda:
             fix = "update the driver, or attach a GPU."
@@ -365,7 +364,7 @@ def _compared(
     *,
     dtype: torch.dtype,
 ) -> Finding:
-    """The finding of several decodes (`Decoded`) of one image, of which the first is eager.
+    """Compare several decodes (`Decoded`) of one image. The first is eager.
 
     In float32 all tokens must be equal. In half precision rounding may change them.
     """

@@ -44,10 +44,10 @@ _VALUES = 2**24  # logits in memory at once
 
 
 class Evidence(NamedTuple):
-    """What the tokens x of images [B, N] show of the distribution that they were drawn from.
+    """How the tokens x of images [B, N] compare with the distribution p that they must follow.
 
-    p and q, of target and drafter, are restricted to the tokens that pass the filters whatever
-    rounding does. Tokens of `edge` add nothing to the sums.
+    The distributions p of the target and q of the drafter are restricted to the tokens that pass
+    the filters whatever rounding does. Tokens of `edge` add nothing to the sums.
     """
 
     surprise: NDArray[np.float64]  # -log p(x) minus its mean, the entropy of p
@@ -107,7 +107,7 @@ def evidence(
     outside = ~passes.gather(-1, x)
     impossible = fails.gather(-1, x)
 
-    drafted = p  # without a drafter, and of the first token: neither leans nor gains
+    drafted = p  # q = p without a drafter and at the first token: no lean, no gain
     if q is not None:
         drafted = torch.cat([p[:, :1], _restricted(q.double(), passes[:, 1:])], dim=1)
     chosen = torch.zeros_like(p).scatter_(-1, x, 1.0)
@@ -190,8 +190,8 @@ def decoded_evidence(
 ) -> Iterator[Evidence]:
     """Decode images, cycling through the prompts, and yield the evidence of each batch.
 
-    Two successive images have the same prompt, so that images which share random numbers are alike.
-    All batches are equally large, so that a compiled engine compiles once.
+    Two successive images have the same prompt, so that shared random numbers show as equal tokens.
+    All batches have the same size, so that a compiled engine compiles once.
 
     Args:
         model: Decodes the images.
@@ -246,8 +246,8 @@ def joined(batches: Iterable[Evidence]) -> Evidence:
 def p_values(images: Evidence, depth: int) -> dict[str, float]:
     """Return the p-value of each test, by the test's name.
 
-    `edge` is one-sided: a Poisson number has a longer tail than a number of independent events with
-    the same mean.
+    `edge` is one-sided and conservative: a Poisson distribution has a longer tail than the number of
+    independent events with the same mean.
 
     Args:
         images: The evidence of images of one decoding.

@@ -274,13 +274,14 @@ class _Window(NamedTuple):
 def g_tests(decoding: Decoding, tokens: Tensor) -> tuple[dict[str, float], tuple[float, float]]:
     """Test images of the `table_model`, whose tokens are int64 [images, N].
 
-    The tests are about the first two tokens, of which a step decides the second; the first three;
-    every later three, where drafts come from rows that earlier steps verified; and how often two
-    successive images, which are decoded in one batch, begin alike.
+    There are four tests. Two are G-tests of the first two and of the first three tokens. One takes
+    the smallest p-value over all later windows of three tokens, whose drafts come from rows that
+    earlier steps verified. The last counts how often two successive images, which are decoded in
+    one batch, have the same first three tokens.
 
     Returns:
-        The p-values by test, and two estimates of the TV of three successive tokens where the tests
-        see most: one is biased downward, one upward.
+        The p-values by test, and two estimates of the TV of the window with the smallest p-value:
+        one is biased downward, one upward.
     """
     target: Any = table_model(table_tokens(decoding)).target
 

@@ -48,7 +48,7 @@ class Trial:
     setting: str  # its name in the tables of results
     decoding: Decoding
     images: int
-    # Dtype of the model whose images are tested; empty if the tables of `tabular_model.py` are.
+    # Dtype of the tested model; empty if the tables of `tabular_model.py` are tested.
     dtype: str = ""
     broken: str | None = None  # name of the planted mistake
     rule: ConfiguredRule | None = None  # replaces the rule of the decoding
@@ -185,7 +185,7 @@ def _static_trees(rule: Rule, default_tree: Any, *, siblings: bool) -> list[dict
 def table_decodings() -> dict[str, Decoding]:
     """Return the lossless pairs as decodings of the tables, by their labels.
 
-    They have every word of their parameters, wide windows, and filters.
+    They cover every named choice of a parameter, wide windows, and filters.
     """
     named: dict[str, Decoding] = {}
     for rule, drafting in lossless_pairs():

@@ -41,12 +41,12 @@ def doctor(ctx: typer.Context, console: Console, device: DeviceOption = "auto") 
             console.data(f"{finding.state:8}{finding.check:22}{finding.result}{fix}")
     if is_table:
         console.table(findings)
-    _raise_if_failed([(finding.check, finding.state) for finding in findings])
+    _raise_if_failed(findings)
 
 
-def _raise_if_failed(results: Sequence[tuple[str, str]], of_model: str = "") -> None:
-    """Raise `CheckFailedError` if the result of a check is `fail`, given names and results."""
-    failed = [check for check, result in results if result == "fail"]
+def _raise_if_failed(results: Sequence[Sequence[Any]], of_model: str = "") -> None:
+    """Raise `CheckFailedError` if a check failed. Results begin with its name and its result."""
+    failed = [check for check, result, *_ in results if result == "fail"]
     if failed:
         raise CheckFailedError(
             f"{of_model}{len(failed)} of {len(results)} checks failed: {', '.join(failed)}"
@@ -105,7 +105,7 @@ def check_model(
     )
     table = pd.DataFrame(results).rename(columns={"limit": "at most"})
     console.table(table, title=f"{model}, {compute.dtype_name}")
-    _raise_if_failed([(row.check, row.result) for row in results], f"{model}: ")
+    _raise_if_failed(results, f"{model}: ")
 
 
 @with_format

@@ -81,15 +81,13 @@ def _run(job: DrafterJob, min_mal: float | None, console: Console) -> None:
         raise UserError(
             "--minutes: clocks of several processes differ", "Give --steps or --epochs."
         )
-    if flags.compile:
-        device = choose_compute(flags.device, flags.dtype).device
-        problem = compiler_problem(device)
-        if problem:
-            raise UserError(f"--compile: {problem}", "Leave it out.")
     check_writable(job.out)
     check_writable(job.work, "--work")
     distributed = join_processes(cpu=flags.device == "cpu")
     compute = choose_compute(str(distributed.device or flags.device), flags.dtype)
+    problem = compiler_problem(compute.device) if flags.compile else None
+    if problem:
+        raise UserError(f"--compile: {problem}", "Leave it out.")
     model = model_of(flags.target).load(compute.device, compute.dtype)
     shown = console if distributed.first else Console(quiet=True)
     try:

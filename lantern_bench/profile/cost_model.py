@@ -22,6 +22,8 @@ from lantern_bench.utils.yaml_file import Problems, problems_of, read_source
 if TYPE_CHECKING:
     import pandas as pd
 
+_SPECS = yaml.safe_load(Path(__file__).with_name("device_specs.yaml").read_bytes())
+
 # ---- Devices: the ones that ship, and files of users
 
 _Rate = Annotated[float, Field(gt=0, allow_inf_nan=False, description="must be a number above 0")]
@@ -68,10 +70,9 @@ class Device(BaseModel):
 @cache
 def devices() -> dict[str, Device]:
     """Return the devices that ship, by name."""
-    data = yaml.safe_load(Path(__file__).with_name("device_specs.yaml").read_text(encoding="utf-8"))
     return {
-        name: Device.model_validate({**data["all"], "name": name, **fields})
-        for name, fields in data["devices"].items()
+        name: Device.model_validate({**_SPECS["all"], "name": name, **fields})
+        for name, fields in _SPECS["devices"].items()
     }
 
 
@@ -113,40 +114,14 @@ class KernelCounts(NamedTuple):
     node: float  # drawing a tree, for each node
     verify: float  # verification
     rank: float  # verification, for each child rank
-    walk: float  # verification, for each token of the path
+    token: float  # verification, for each committed token
     keep: float  # cache update, for each layer
     # Shapes are fixed, and guidance comes before the head, which is float32 (docs/engine.md).
     fixed: bool
 
 
-KERNEL_COUNTS: dict[str, KernelCounts] = {
-    # This package's compiled programs.
-    "compiled": KernelCounts(
-        layer=17.5,
-        forward=17,
-        drafter=22,
-        level=10,
-        node=0,
-        verify=16,
-        rank=9,
-        walk=0,
-        keep=0.5,
-        fixed=True,
-    ),
-    # Eager code as its authors publish it.
-    "eager": KernelCounts(
-        layer=49,
-        forward=18,
-        drafter=56,
-        level=15,
-        node=3,
-        verify=0,
-        rank=9,
-        walk=8,
-        keep=4,
-        fixed=False,
-    ),
-}
+KERNEL_COUNTS = {name: KernelCounts(**counts) for name, counts in _SPECS["kernels"].items()}
+"""By kind of code: `compiled` and `eager`."""
 
 
 class Work(NamedTuple):
@@ -283,12 +258,12 @@ def verify_work(setting: Workload, draft: Draft, committed: float, *, stack: Ker
         committed: Tokens that a step commits on average.
         stack: Kind of code.
     """
-    walked = draft.depth + 1 if stack.fixed else committed
-    kernels = stack.verify + stack.rank * draft.fanout + stack.walk * walked
+    tokens = draft.depth + 1 if stack.fixed else committed
+    kernels = stack.verify + stack.rank * draft.fanout + stack.token * tokens
     kernels += stack.keep * setting.sizes.layers
     return _logits_work(
         setting,
-        draft.nodes if stack.fixed else walked,
+        draft.nodes if stack.fixed else tokens,
         passes=4 + 2 * draft.fanout,
         kernels=kernels,
     )

@@ -161,7 +161,7 @@ def _draft_of(
 def measured_elsewhere(
     run: RunData, device: Device, stack: str, model: str | None = None
 ) -> str | None:
-    """Say how the run was measured; None if that is what is predicted.
+    """Say how the run was measured; None if the prediction is for the same device and code.
 
     Args:
         run: The run.

@@ -70,7 +70,7 @@ class StepCost(NamedTuple):
     # verify_ms: acceptance, cache update, copy to the host
     # other_ms: noise, and time outside the phases
     parts: dict[str, float]
-    mean_accepted_length: float  # tokens per step, the last step of an image uncut
+    mean_accepted_length: float  # tokens per step; the last step of an image counts in full
     traces: list[ImageTrace]  # of the measured images
 
 
@@ -426,7 +426,7 @@ def measure(
 
 
 def _bounded(profiled: ProfiledModel, nodes: int, milliseconds: float, *, rates: Rates) -> Row:
-    """The columns of measured milliseconds beside the least that the device allows."""
+    """The columns of measured milliseconds and of the lower bound of the device."""
     target: Any = profiled.model.target
     need = forward_need(target, nodes, guided=profiled.is_guided)
     bound = 1e3 * max(need.bytes / rates.bytes_per_s, need.operations / rates.operations_per_s)
@@ -474,8 +474,8 @@ def save_device(profiled: ProfiledModel, rows: Sequence[Row], compute: Compute, 
     context = config.prefix + config.image_tokens // (1 if is_gpu else 2)
     setting = Workload(sizes=config, batch=1, guided=profiled.is_guided, context=context)
     itemsize = compute.dtype.itemsize
-    # Only steps are fitted. A forward by itself finds weights and cache where the one before left
-    # them, so a forward in a step takes longer.
+    # Only steps are fitted. A forward that is repeated alone finds weights and cache still in fast
+    # memory, so it is faster than a forward inside a step.
     samples = []
     host_ms = []
     for row in rows:

@@ -35,13 +35,13 @@ SEARCHED = ("static", "jacobi", "pac", "hybrid", "dynamic")
 _LEVELS = 8
 _RANKS = 5
 _CHAIN: Topology = tuple((0,) * depth for depth in range(1, _LEVELS + 1))
-_LEAST_WALKS = 30  # of a depth whose acceptance is used
+_MIN_STEPS = 30  # that must reach a depth before its acceptance is used
 _FORWARDS = (1, 2, 4, 8, 16, 32)  # nodes of the measured forwards
 _FORWARD_REPEATS = 100
 _MOST_NODES = 26  # of a static tree
 _MEASURED = 5  # candidates that are measured because their price is low
 _WINDOWS = [{"window": window} for window in (4, 8, 12, 16, 24, 32, 48)]
-# From the smallest that have paid on any model to the default of the drafting.
+# From the smallest tree that was fastest on any model to the default of the drafting.
 _DYNAMIC = ("2n1d2b", "3n1d3b", "6n2d3b", "10n3d3b", "16n4d4b", "24n4d6b", "32n6d5b", "58n5d10b")
 
 
@@ -70,7 +70,7 @@ def acceptance_by_rank(traces: Sequence[ImageTrace], ranks: int) -> list[list[fl
     while True:
         of_depth = [counts[len(rates), rank] for rank in range(-1, ranks)]
         reached = sum(of_depth)
-        if reached < _LEAST_WALKS:
+        if reached < _MIN_STEPS:
             return rates
         rates.append([count / reached for count in of_depth[1:]])
 
@@ -120,7 +120,7 @@ class Candidate:
 def _find_candidates(
     model: LoadedModel, decoding: Decoding, prompts: Sequence[str], *, seed: int, emit: Emit
 ) -> list[Candidate]:
-    """Drafts of many sizes with their length, expected of static trees, else measured."""
+    """Drafts of many sizes with their length: expected for static trees, otherwise measured."""
     lengths: dict[Decoding, float] = {}
     if decoding.drafting == "static":
         is_chain = decoding.rule_row.chains

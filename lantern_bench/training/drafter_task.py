@@ -266,7 +266,7 @@ class DrafterTask(Task):
         return float(torch.cat(overlaps).mean())
 
     def _probabilities(self, features: Tensor) -> Tensor:
-        """Return what decoding samples from, given features with and without condition."""
+        """Return the distributions of decoding, given features with and without condition."""
         cond, uncond = self._logits(features).chunk(2)
         guided = guide(cond, uncond, self.decoding.cfg_scale)
         return decoding_probabilities(guided, self.decoding)
@@ -274,9 +274,9 @@ class DrafterTask(Task):
     def _draw(self, generator: torch.Generator) -> tuple[TargetFeatures, list[int], Tensor]:
         """Return this process's rows of the next batch.
 
-        They are features, a seed of each row, and which rows have no condition, bool [B]. If the
-        recipe is guided, the features have 2 B rows: first with condition, then without. `dropped`
-        rows are then not guided.
+        These are the features, a seed for each row, and `dropped` bool [B], the rows without a
+        condition. If the recipe is guided, the features have 2 B rows: first with condition, then
+        without. The `dropped` rows are then not guided.
         """
         recipe = self.recipe
         own = slice(self.processes.rank, None, self.processes.count)

@@ -59,11 +59,12 @@ COLUMNS = (
 
 
 class Observations(NamedTuple):
-    """What an interval is computed from."""
+    """The observations from which an interval is computed."""
 
-    numerator: list[float]  # numerators
-    denominator: list[float]  # denominators
-    prompts: list[str]  # of each observation
+    # One value per observation.
+    numerator: list[float]
+    denominator: list[float]
+    prompts: list[str]
 
     @property
     def value(self) -> float:

@@ -9,7 +9,7 @@ import atexit
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,6 +23,7 @@ from lantern_bench.devices.compute import has_bfloat16
 from lantern_bench.training.recipe import TrainSettings
 from lantern_bench.utils.clock import now
 from lantern_bench.utils.errors import RefusedError
+from lantern_bench.utils.progress import Emit, ignore_events
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ def is_distributed() -> bool:
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
-def join_processes(*, cpu: bool = False) -> Processes:
+def join_processes(*, cpu: bool) -> Processes:
     """Join the processes of this launch; each takes its GPU, unless `cpu` or there is none."""
     if not is_distributed():
         return SINGLE
@@ -113,9 +114,6 @@ class TrainEvent:
     figures: Mapping[str, float]  # means since the last event
 
 
-OnEvent = Callable[[TrainEvent], None]
-
-
 @dataclass
 class TrainReport:
     """The course of a training, kept in its checkpoint and written beside the weights."""
@@ -130,7 +128,7 @@ def train(
     task: Task,
     settings: TrainSettings,
     device: torch.device,
-    on_event: OnEvent = lambda _event: None,
+    on_event: Emit = ignore_events,
     processes: Processes = SINGLE,
 ) -> TrainReport:
     """Train `task.module` in place.
@@ -139,7 +137,7 @@ def train(
         task: The module and its loss.
         settings: Optimiser, schedule, end, and checkpoint to continue from.
         device: Where to train.
-        on_event: Receives means of the loss and of its figures, every `log_every` steps.
+        on_event: Receives a `TrainEvent` with the means of the loss and of its figures, every `log_every` steps.
         processes: The processes that train together.
 
     Raises:

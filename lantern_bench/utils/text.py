@@ -23,10 +23,8 @@ def split_words(values: Iterable[str]) -> list[str]:
     >>> split_words(["ar,scd", "lantern"])
     ['ar', 'scd', 'lantern']
     """
-    words = []
-    for text in values:
-        words += [word.strip() for word in text.split(",")]
-    return [word for word in words if word]
+    words = ",".join(values).split(",")
+    return list(filter(None, map(str.strip, words)))
 
 
 def did_you_mean(word: object, words: Iterable[str]) -> str:

@@ -36,7 +36,7 @@ from lantern_bench.models.networks.target import Condition, TransformerTarget
 from lantern_bench.models.networks.vq import VQModel
 from lantern_bench.training.drafter_task import DrafterTask, Sequences
 from lantern_bench.training.recipe import RECIPES, Device, StrictSettings, TrainSettings
-from lantern_bench.training.trainer import OnEvent, TrainReport, train
+from lantern_bench.training.trainer import TrainReport, train
 from lantern_bench.utils.errors import RefusedError, UserError
 from lantern_bench.utils.files import file_sha256, write_atomically
 from lantern_bench.utils.progress import Emit, ProgressEvent, ignore_events
@@ -160,7 +160,7 @@ def train_part(
     *,
     settings: RecipeSettings,
     device: torch.device,
-    on_event: OnEvent = lambda _event: None,
+    on_event: Emit = ignore_events,
     emit: Emit = ignore_events,
 ) -> PartReport:
     """Train one part, and write its weights and its report into `folder`.

@@ -38,7 +38,7 @@ SIZES = TransformerConfig(
 )
 AT = Workload(SIZES, batch=1, guided=True, context=10)
 # Kernels: a layer 3, a forward 5, a drafter forward 7, a level 11, no node, verification 13, rank
-# 17, walk 19, keep 23.
+# 17, token 19, keep 23.
 STACK = KernelCounts(
     layer=3,
     forward=5,
@@ -47,7 +47,7 @@ STACK = KernelCounts(
     node=0,
     verify=13,
     rank=17,
-    walk=19,
+    token=19,
     keep=23,
     fixed=True,
 )
