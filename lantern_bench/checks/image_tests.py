@@ -246,8 +246,8 @@ def joined(batches: Iterable[Evidence]) -> Evidence:
 def p_values(images: Evidence, depth: int) -> dict[str, float]:
     """Return the p-value of each test, by the test's name.
 
-    `edge` is one-sided and conservative: a Poisson distribution has a longer tail than the number of
-    independent events with the same mean.
+    `edge` is one-sided and conservative: a Poisson distribution has a longer tail than the number
+    of independent events with the same mean.
 
     Args:
         images: The evidence of images of one decoding.

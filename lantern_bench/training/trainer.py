@@ -137,7 +137,7 @@ def train(
         task: The module and its loss.
         settings: Optimiser, schedule, end, and checkpoint to continue from.
         device: Where to train.
-        on_event: Receives a `TrainEvent` with the means of the loss and of its figures, every `log_every` steps.
+        on_event: Receives a `TrainEvent` every `log_every` steps.
         processes: The processes that train together.
 
     Raises:

@@ -151,7 +151,7 @@ def test_draft_has_the_forwards_of_the_drafting(name: str):
     assert draft.levels is not None
     assert (draft.nodes, draft.depth, 1 + len(draft.levels)) == (
         len(tree.depths),
-        tree.max_depth,
+        int(tree.depths.max()),
         len(tree.levels),
     )
     assert draft.levels == tuple(len(level.nodes) for level in tree.levels[1:])
