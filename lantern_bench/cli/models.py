@@ -92,7 +92,7 @@ def _parts(model: Model) -> list[dict[str, Any]]:
         }
         if sources:
             row["files"] = " ".join(sources[0].patterns)
-            row["licence"] = sources[0].licence.name
+            row["licence"] = sources[0].licence
         rows.append(row)
     return rows
 
@@ -157,7 +157,8 @@ def get(
     console.say("licences of what is fetched:")
     for licence in dict.fromkeys(source.licence for source in missing):
         repos = ", ".join(source.repo for source in missing if source.licence == licence)
-        console.say("\n    ".join(filter(None, [f"  {licence.name}: {repos}", licence.note])))
+        note = hub.LICENCE_NOTES.get(licence)
+        console.say("\n    ".join(filter(None, [f"  {licence}: {repos}", note])))
     bars = sys.stderr.isatty() and not console.quiet
     for source in missing:
         path = source.download(dir or hub.weights_folder(), bars=bars)

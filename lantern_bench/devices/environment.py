@@ -29,9 +29,8 @@ def prepare_environment() -> None:
 
 def device_in_words(manifest: Mapping[str, Any]) -> str:
     """Return the device of a run: `cuda`, or a CPU's name and the threads."""
-    cpu = (manifest.get("machine") or {}).get("cpu") or {}
     device = manifest.get("device")
     if device not in (None, "cpu"):
         return str(device)
-    name = cpu.get("model") if isinstance(cpu, Mapping) else cpu
-    return f"{name or 'a CPU'}, {manifest.get('threads', '?')} threads"
+    cpu = (manifest.get("machine") or {}).get("cpu") or {}
+    return f"{cpu.get('model') or 'a CPU'}, {manifest.get('threads', '?')} threads"

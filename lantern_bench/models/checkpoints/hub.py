@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import os
-import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import TypeAlias
+
+import msgspec
 
 from lantern_bench.utils.errors import RefusedError, UserError
 from lantern_bench.utils.files import user_cache
@@ -33,18 +34,11 @@ _FOLDERS = (
 )
 
 
-class Licence(NamedTuple):
-    """A licence by its name in the repository, and what to know before a download."""
-
-    name: str
-    note: str = ""
-
-
-class Source(NamedTuple):
+class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A repository that has a part of a model."""
 
     repo: str
-    licence: Licence
+    licence: str  # its name in the repository
     file: str | None = None  # None: the folder with its JSON files and weights
     revision: str = "main"
     ending: str = "safetensors"  # of a folder's weights
@@ -176,22 +170,17 @@ Part: TypeAlias = tuple[Source, ...]
 """The sources of a part. Any source on this machine is used, and the first is downloaded."""
 
 
-def _parts(sources_of: Mapping[str, Any]) -> dict[str, Part]:
-    """Return the parts of a model as `hub.toml` declares them."""
-    parts: dict[str, Part] = {}
-    for name, sources in sources_of.items():
-        parts[name] = tuple(
-            Source(**source | {"licence": LICENCES[source["licence"]]}) for source in sources
-        )
-    return parts
+class _Published(msgspec.Struct, forbid_unknown_fields=True):
+    """The content of `hub.toml`."""
+
+    licence_notes: dict[str, str]
+    models: dict[str, dict[str, Part]]
 
 
-_DECLARED = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-LICENCES = {key: Licence(**fields) for key, fields in _DECLARED["licences"].items()}
-
-PARTS: Mapping[str, Mapping[str, Part]] = {
-    model: _parts(sources_of) for model, sources_of in _DECLARED["models"].items()
-}
+_PUBLISHED = msgspec.toml.decode(Path(__file__).with_suffix(".toml").read_bytes(), type=_Published)
+LICENCE_NOTES = _PUBLISHED.licence_notes
+"""What to know before a download, by the name of the licence."""
+PARTS = _PUBLISHED.models
 """The parts of each published model, by its name in this package."""
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from lantern_bench.models.checkpoint_model import FAMILIES
 from lantern_bench.models.families.word_model import Wording, WordModel
-from lantern_bench.models.networks.transformer_config import TransformerConfig
+from lantern_bench.models.networks.transformer_config import TransformerConfig, check_options
 from lantern_bench.utils.errors import UserError
 from lantern_bench.utils.files import read_json
 
@@ -38,9 +38,7 @@ class Chameleon(WordModel):
 
     def read_sizes(self) -> TransformerConfig:
         """Return the sizes of config.json. The vocabulary tells the number of codes."""
-        for key, allowed in _ONLY.items():
-            if self.config.get(key) not in allowed:
-                raise self.error_at(key, f"is {self.config[key]}, and Chameleon's is {allowed[0]}")
+        check_options(self.config, _ONLY, self.error_at)
         return self.llama_config("", qk_norm=True, norm_after=bool(self.config.get("swin_norm")))
 
     def image_words(self) -> Sequence[int]:

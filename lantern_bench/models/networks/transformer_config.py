@@ -116,6 +116,21 @@ _LLAMA_ONLY: dict[str, tuple[Any, ...]] = {
 }
 
 
+def check_options(
+    config: Mapping[str, Any], options: Mapping[str, tuple[Any, ...]], error_at: MakeError
+) -> None:
+    """Raise unless each option has an allowed value.
+
+    Args:
+        config: The content of a config.json.
+        options: The allowed values of each option, the usual one first.
+        error_at: Makes the error that is raised for any other value.
+    """
+    for key, allowed in options.items():
+        if config.get(key) not in allowed:
+            raise error_at(key, f"is {config[key]}, and only {allowed[0]} is supported")
+
+
 def llama_sizes(
     config: Mapping[str, Any], error_at: MakeError, *, positions: str = "sequence"
 ) -> dict[str, Any]:
@@ -129,9 +144,7 @@ def llama_sizes(
     Returns:
         The stated fields of `TransformerConfig`.
     """
-    for key, allowed in _LLAMA_ONLY.items():
-        if config.get(key) not in allowed:
-            raise error_at(key, f"is {config[key]}, and only {allowed[0]} is supported")
+    check_options(config, _LLAMA_ONLY, error_at)
     for key in ("rope_scaling", "rope_parameters"):
         scaling = config.get(key) or {}
         kind = scaling.get("rope_type", scaling.get("type", "default"))
