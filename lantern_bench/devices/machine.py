@@ -23,7 +23,7 @@ from lantern_bench.utils.errors import RefusedError
 
 
 def processor() -> tuple[str, ...]:
-    """Return what compiled code depends on in a CPU: architecture, model and instructions."""
+    """Return the CPU facts that compiled code depends on: architecture, model, instructions."""
     names = ("model name", "flags", "Features", "CPU part")
     kinds = {line for line in _cpu_listing().splitlines() if line.startswith(names)}
     return platform.machine(), torch.backends.cpu.get_cpu_capability(), *sorted(kinds)
@@ -50,7 +50,7 @@ PACKAGES = (
     "safetensors",
     "triton",
 )
-# What nvidia-smi is asked for, by the name in the manifest.
+# Queries to nvidia-smi, by the name in the manifest.
 _GPU_FIELDS = {
     "driver": "driver_version",
     "clock_sm_mhz": "clocks.sm",
@@ -64,7 +64,7 @@ _GPU_FIELDS = {
 
 
 def machine_block() -> dict[str, Any]:
-    """Describe this machine and process in values for JSON; None for what cannot be read."""
+    """Describe this machine and process in values for JSON. Values that cannot be read are None."""
     return {
         "system": platform.system(),
         "release": platform.release(),

@@ -34,7 +34,7 @@ from lantern_bench.utils.files import file_sha256, hash_of
 if TYPE_CHECKING:
     from lantern_bench.models.model_file import PythonModel
 
-# Endings of the files that decide what a model computes: weights, configuration, tokenizer.
+# Endings of the files that determine the output: weights, configuration, tokenizer.
 _ENDINGS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".json", ".yaml", ".model")
 
 
@@ -42,8 +42,8 @@ class HostedModel(ABC):
     """A model of transformers that draws by next-token prediction over codes."""
 
     defaults: ClassVar[Mapping[str, Any]] = {}
-    # Takes inputs_embeds [rows, n, dim], position_ids, a 4D attention_mask and past_key_values, and
-    # returns last_hidden_state. Its `config` has the sizes.
+    # The decoder takes inputs_embeds [rows, n, dim], position_ids, a 4D attention_mask and
+    # past_key_values, and returns last_hidden_state. Its `config` has the sizes.
     decoder: nn.Module
     grid: tuple[int, int]  # rows and columns of codes
     codes: int  # number of codes

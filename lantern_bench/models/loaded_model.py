@@ -1,4 +1,4 @@
-"""A loaded model. `decoding/protocol.py` says what its parts must do."""
+"""A loaded model. `decoding/protocol.py` defines the interfaces of its parts."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class LoadedModel:
     prepare: Callable[[Sequence[str]], Iterator[tuple[int, int]]] = lambda _prompts: iter(())
     # the user's nearest codes int [V, k], used instead of the codebook
     given_table: Tensor | None = None
-    # What `check-model` compares logits with. (condition, tokens int64 [B, N]) -> logits [B, N, V]
+    # Reference logits for `check-model`. (condition, tokens int64 [B, N]) -> logits [B, N, V]
     # that predict the tokens, with and without the prompt, by other code than the sessions use.
     reference: Callable[[Any, Tensor], tuple[Tensor, Tensor]] | None = None
     compiles: bool = True  # whether the target's code can be compiled
@@ -95,7 +95,7 @@ class LoadedModel:
         return f"LoadedModel({self.name!r})"
 
     def pixel_decoder(self) -> PixelDecoder:
-        """Return what draws pictures. Raises `UserError` for a model that cannot."""
+        """Return the pixel decoder. Raises `UserError` for a model without one."""
         if self.pixels is None:
             raise UserError(
                 f"{self.name}: no picture can be drawn: {self.why_no_pixels}",
@@ -160,7 +160,7 @@ class LoadedModel:
 
     @torch.inference_mode()
     def _table_of_codebook(self, columns: int, metric: NeighbourMetric) -> Tensor:
-        """Return the table of a metric, which is kept, as wide as the widest one asked for."""
+        """Return the cached table of a metric, computed again if more columns are needed."""
         rows = self._rows_of_codes()
         if columns >= len(rows):
             raise UserError(
@@ -186,7 +186,7 @@ def assemble(
     weights: Mapping[str, str],
     space: Space = "raw",
 ) -> LoadedModel:
-    """Assemble a model of modules that have their weights.
+    """Assemble a model from modules with their weights.
 
     A tokenizer with another number of codes than the target is left out.
 
@@ -197,7 +197,7 @@ def assemble(
         tokenizer: The VQ tokenizer, or None.
         prompts: How the model takes prompts.
         weights: SHA-256 of each part, without the text encoder.
-        space: Space of the neighbours.
+        space: Space in which neighbours are near.
     """
     config = target.config
     if prompts.sha256 is not None:

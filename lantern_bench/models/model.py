@@ -40,12 +40,12 @@ class Model(ABC):
             raise UserError("the caption is empty", "Type what the picture shows.")
 
     def files(self) -> Mapping[str, Path]:
-        """Return the file or folder of each part: where it is, or where a download puts it."""
+        """Return the path of each part on this machine, or the path to which it is downloaded."""
         return {}
 
     @property
     def lacks_drafter(self) -> bool:
-        """Whether its parts are listed, and no `drafter` is among them."""
+        """Whether the model lists its parts and has no `drafter` among them."""
         parts = self.files()
         return bool(parts) and "drafter" not in parts
 

@@ -80,7 +80,7 @@ class _Part(_Keys):
 
 
 class CheckpointPart(_Part):
-    """A checkpoint, which is a file or a folder, and its sizes."""
+    """A checkpoint (a file or a folder) and its sizes."""
 
     path: Annotated[Path, _Relative, _PATH, Field(alias="checkpoint")]
     config: Annotated[dict[str, Any] | None, BeforeValidator(_json_or_mapping)] = None
@@ -105,7 +105,7 @@ class TablePart(_Part):
 
 
 class _AnyModelFile(_Keys):
-    """What all kinds of model file may state."""
+    """Keys that all kinds of model file share."""
 
     description: _Text | None = None
     # Decoding values as in an experiment file.

@@ -94,7 +94,7 @@ def defaults_of(names: Sequence[str]) -> dict[str, Mapping[str, Any]]:
         The values of each model by name.
 
     Raises:
-        RefusedError: A name is that of an installed model that cannot be used.
+        RefusedError: A name belongs to an installed model that cannot be used.
     """
     defaults = {name: model.defaults for name, model in models().items()}
     for name in names:

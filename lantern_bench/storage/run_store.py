@@ -216,7 +216,7 @@ def check_folder(folder: Path, experiment: ResolvedExperiment) -> None:
 
 
 def _wanted(experiment: ResolvedExperiment) -> dict[str, Any]:
-    """Return what a manifest must say so that its run can be continued, without the key."""
+    """Return the entries that a manifest must have to continue its run, without the key."""
     return {"experiment": experiment.to_dict(), "threads": experiment.settings.threads}
 
 
@@ -258,7 +258,7 @@ def check_is_run(folder: Path) -> None:
     """Raise `UserError` for a folder that holds files and is no run directory."""
     if not folder.is_dir() or (folder / MANIFEST).exists():
         return
-    # What a sweep leaves that is killed at its start.
+    # A sweep that is killed at its start leaves these files.
     expected = {folder / name for name in (LOCK, WRITER, RECORDS, SCORES)}
     expected |= {partial_path(folder / name) for name in (WRITER, MANIFEST)}
     others = {path.name for path in set(folder.iterdir()) - expected}

@@ -47,7 +47,7 @@ class Result(NamedTuple):
 
         Args:
             task: The image.
-            error: Why.
+            error: The reason.
             process: The process that tried, as in its session.
         """
         return cls(task, {"status": "failed", "error": error, "process": process})
@@ -63,8 +63,8 @@ class Decoder:
     repeat_disturbed: bool  # whether disturbed batches are decoded again
 
     def warm_up(self, batches: Iterable[Batch]) -> Iterator[Note]:
-        """Decode a part of each kind of batch, which makes no records; yield a note about it."""
-        # Cells that differ only in a tensor bound share programs.
+        """Decode a part of each kind of batch without making records. Yield a note for each."""
+        # Cells that differ only in a value that is a tensor share programs.
         kinds: dict[Any, Batch] = {}
         for batch in batches:
             cell = batch[0].cell

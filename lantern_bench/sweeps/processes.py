@@ -1,4 +1,4 @@
-"""Decode in worker processes, one after the other; the parent relays their events."""
+"""Decode in worker processes, one after the other. The parent relays their events."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lantern_bench.utils.errors import LanternError, RecordsFailedError
 from lantern_bench.utils.progress import Emit, Note, ProgressEvent
 from lantern_bench.utils.text import one_line
 
-SECONDS_TO_END = 30.0  # that a worker may take to end before it is killed
+SECONDS_TO_END = 30.0  # after these seconds a worker that does not end is killed
 _BEAT = 2.0  # seconds without an event after which a worker sends None, between two steps
 _POLL = 1.0  # seconds between two checks for signals
 _ADVICE = "Its finished images are kept. The same command continues."
@@ -84,13 +84,13 @@ def events_of(
     Args:
         work: A function of a module, which the worker calls with the request and an `Emit`.
         request: The sweep.
-        name: How errors call the worker.
+        name: Name of the worker in errors.
         stderr: As of `subprocess.Popen`: where the standard error of the worker goes, by default
             to the parent's own.
 
     Raises:
         WorkerEndedError: The worker process has ended without an error.
-        RecordsFailedError: It gave no sign of life for `request.worker_timeout` seconds.
+        RecordsFailedError: The worker gave no sign of life for `request.worker_timeout` seconds.
         LanternError: The error that the worker raised.
     """
     parent_end, worker_end = Pipe()

@@ -1,6 +1,6 @@
 """Decode a request on a Ray cluster.
 
-One worker decodes on each device. One driver gives them shards and stores what they decode.
+One worker decodes on each device. One driver gives shards to the workers and stores their images.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 # Most prompts of a shard: a shard encodes its captions at once, and a lost worker costs a shard.
 _PROMPTS = 16
 _SHARDS = 4  # shards per worker, so that all workers end at about the same time
-# How often a shard may lose its worker, and a device its worker before the first image.
+# Limit of lost workers: of one shard, and of one device before its first image.
 _LOSSES = 3
 _PATIENCE = 60.0  # seconds to wait for a device when there is none
 _LOOK = 2.0  # seconds between two looks at the nodes
@@ -197,7 +197,7 @@ class Worker:
         prepare_environment()
 
     def load(self, request: Request, cores: int) -> Ready:
-        """Load the models of a request; its plan has the images that threads are chosen with."""
+        """Load the models of a request. The images of its plan are timed to choose threads."""
         import torch
 
         from lantern_bench.devices.machine import compute_block, device_columns, machine_block
@@ -310,7 +310,7 @@ class WorkerHandle:
 
 
 class RayDriver:
-    """Gives shards to workers, stores what they decode, and replaces lost workers.
+    """Gives shards to workers, stores their images, and replaces lost workers.
 
     It runs in a separate process, because Ray ends the process of a driver whose head is gone.
     """
@@ -370,7 +370,7 @@ class RayDriver:
             self._emit(Note(f"waiting for a worker on {device} to load the models"))
 
     def _check_slots(self, slots: Counter[DeviceSlot], usable: Counter[DeviceSlot]) -> None:
-        """Raise where no worker can be started, and none has been for a while."""
+        """Raise an error if no worker runs and none could be started for a while."""
         if self._workers:
             self._last_worker = now()
         elif slots and not usable:

@@ -30,7 +30,7 @@ DEFAULT_CLUSTER = "default"  # the Ray cluster of `RAY_ADDRESS`, else a new one 
 
 @dataclass(frozen=True)
 class Request:
-    """A sweep that passed every check that needs no model."""
+    """A sweep that has passed all checks that need no loaded model."""
 
     experiment: ResolvedExperiment
     plan: Plan
@@ -130,7 +130,7 @@ def prepare(
 def check_cells(
     cells: Iterable[Cell], models: Mapping[str, Model], *, with_drafters: bool = True
 ) -> None:
-    """Check what is known of models before they are loaded.
+    """Check cells against the known sizes of models, before the models are loaded.
 
     Args:
         cells: The cells.

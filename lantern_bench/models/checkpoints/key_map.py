@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint make up each tensor of a module, and loading by such a map."""
+"""Key maps name the tensors of a checkpoint that make up each tensor of a module."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def load_into(
             expected[slice_.key] = slice_.file_shape or (slice_.rows or shape[0], *shape[1:])
     _raise_if_unfit(checkpoint, expected, ignored=ignored, wanted=wanted)
 
-    # What is not in the map are counts of batches, in batch norms, which change no result.
+    # Only batch counts of batch norms are missing from the map. They change no result.
     state = {
         name: torch.zeros_like(tensor, device=device)
         for name, tensor in ours.items()

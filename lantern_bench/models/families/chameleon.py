@@ -42,7 +42,7 @@ class Chameleon(WordModel):
         return self.llama_config("", qk_norm=True, norm_after=bool(self.config.get("swin_norm")))
 
     def image_words(self) -> Sequence[int]:
-        """Return the words `IMGIMG<digits as letters A to J>Z`, and the end of a row if used."""
+        """Return the words `IMGIMG<digits as letters A to J>Z`, then the end of a row if used."""
         digits = str.maketrans("ABCDEFGHIJ", string.digits)
         codes = self.vocabulary.codes_named(
             "IMGIMG([A-J]+)Z", lambda letters: int(letters.translate(digits))
@@ -92,7 +92,7 @@ class Lumina(Chameleon):
     line_ends = True
 
     def wording(self) -> Wording:
-        """Return the size in words before the caption, and in tokens behind it."""
+        """Return the size in words before the caption, and in tokens after it."""
         rows, columns = self.sizes.grid
         pixels = self.family_spec.pixels
         height = rows * pixels

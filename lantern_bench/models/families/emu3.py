@@ -54,12 +54,12 @@ class Emu3(WordModel):
         return (*codes, self.vocabulary[_ROW_END])
 
     def wording(self) -> Wording:
-        """Return a caption with words of praise, and the size of the picture in tokens."""
+        """Return a caption with words of praise, then the size of the picture in tokens."""
         template = f"{{caption}}{_GOOD}{self._size()}"
         return Wording(template=template, before=(_EMU3_START,), after=())
 
     def unconditional(self, prompt: list[int]) -> list[int]:  # noqa: ARG002
-        """Return a list of faults, and the size of the picture."""
+        """Return a list of faults, then the size of the picture."""
         return [self.vocabulary[_EMU3_START], *self.encode(_BAD + self._size())]
 
     def _size(self) -> str:
@@ -67,7 +67,7 @@ class Emu3(WordModel):
         return f"{_IMAGE_START}{rows}*{columns}{_IMAGE}"
 
     def rename_tensor(self, name: str) -> str:
-        """Rename tensors of the published files, which an earlier transformers wrote."""
+        """Rename tensors of the published files, which an earlier version of transformers wrote."""
         name = re.sub(r"^text_model\.lm_head\.", "lm_head.", name)
         name = re.sub(r"^text_model\.(model\.)?", "model.text_model.", name)
         return re.sub(r"^vqmodel\.", "model.vqmodel.", name)

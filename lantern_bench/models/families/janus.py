@@ -30,7 +30,7 @@ class Janus(WordModel):
     family_spec = FAMILIES["janus"]
 
     def read_sizes(self) -> TransformerConfig:
-        """Return the sizes of config.json. Image tokens are embedded behind the words."""
+        """Return the sizes of config.json. Image tokens are embedded after the words."""
         image_size = self.whole_number("vision_config.image_size")
         side = image_size // self.whole_number("vision_config.patch_size")
         return self.llama_config(
@@ -41,12 +41,12 @@ class Janus(WordModel):
         )
 
     def image_words(self) -> Sequence[int]:
-        """Return the rows of the embedding behind the words."""
+        """Return the rows of the embedding after the words."""
         first = self.whole_number("text_config.vocab_size")
         return range(first, first + self.whole_number("vq_config.num_embeddings"))
 
     def wording(self) -> Wording:
-        """Return a turn of the user, and the answer that begins with an image."""
+        """Return a turn of the user, then the start of an answer with an image."""
         return Wording(
             template="<|User|>: {caption}\n\n<|Assistant|>:",
             before=(_JANUS_START,),

@@ -55,7 +55,7 @@ def key_map(target: TransformerTarget, layout: str) -> KeyMap:
 
 
 class LlamaGen(CheckpointModel):
-    """What class-conditional and text-conditional models share."""
+    """The base class of class-conditional and text-conditional models."""
 
     @cached_property
     def config(self) -> Mapping[str, Any]:
@@ -116,7 +116,7 @@ class LlamaGen(CheckpointModel):
         )
 
     def error_at(self, key: str, text: str, advice: str | None = None) -> UserError:
-        """Return the error for a key of the target's config, by the name that the file has.
+        """Return the error for a key of the target's config, by its name in the file.
 
         Args:
             key: The key of transformers.
@@ -146,7 +146,7 @@ class LlamaGen(CheckpointModel):
         return key_map(target, layout_of(checkpoint))
 
     def _signs(self, checkpoint: Checkpoint) -> dict[str, int]:
-        """Return what states the number of a picture's tokens.
+        """Return every statement of the number of a picture's tokens.
 
         The tensors of both stages have the same shapes.
         """
@@ -239,7 +239,7 @@ class ClassToImage(LlamaGen):
         return TransformerTarget(self.sizes, ClassLabel(self.classes, self.sizes.dim))
 
     def random_prompts(self) -> Prompts:
-        """Return classes as labels, which the target embeds, with any weights."""
+        """Return class labels, which the target embeds. They need no files."""
         import torch
 
         from lantern_bench.models.networks.target import Condition, Prompts

@@ -1,7 +1,7 @@
-"""Models whose prompts are words of the vocabulary that their image tokens belong to.
+"""Models with one vocabulary for prompts and image tokens: Chameleon, Janus and Emu3.
 
-These are Chameleon, Janus and Emu3. A picture uses a part of the vocabulary, and the target holds
-only the rows of the output head for that part.
+A picture uses a part of the vocabulary, and the target holds only the rows of the output head for
+this part.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Vocabulary(dict[str, int]):  # __missing__ is for dict
 
     Args:
         numbers: The numbers.
-        source: Where they were read, for errors.
-        model: What the model is called, for errors.
+        source: The file that was read, for errors.
+        model: Name of the model in errors.
     """
 
     def __init__(self, numbers: Mapping[str, int], source: str, model: str) -> None:
@@ -70,7 +70,8 @@ class Vocabulary(dict[str, int]):  # __missing__ is for dict
 
     def _lacks(self, token: str) -> UserError:
         return UserError(
-            f"{self._source}: the vocabulary has no {token}", f"It is not that of {self._model}."
+            f"{self._source}: the vocabulary has no {token}",
+            f"It is not the vocabulary of {self._model}.",
         )
 
 
@@ -93,7 +94,7 @@ def read_tokenizer(path: Path, _changed: int) -> Any:
 
 
 class Wording(NamedTuple):
-    """What is around a caption in a prompt."""
+    """The parts of a prompt around a caption."""
 
     template: str  # text with {caption}
     before: tuple[str, ...]  # tokens before the text
@@ -112,7 +113,7 @@ class WordModel(CheckpointModel):
 
     @abstractmethod
     def wording(self) -> Wording:
-        """Return what is around a caption."""
+        """Return the parts of a prompt around a caption."""
 
     @abstractmethod
     def unconditional(self, prompt: list[int]) -> list[int]:
@@ -121,7 +122,7 @@ class WordModel(CheckpointModel):
     # ---- What a config.json states
 
     def section(self, key: str) -> Mapping[str, Any]:
-        """Return a section of config.json. The whole of it is the section ""."""
+        """Return a section of config.json. The key "" returns the whole file."""
         section = self.config.get(key, {}) if key else self.config
         if not isinstance(section, Mapping):
             raise self.error_at(key, "must be a mapping")
@@ -173,7 +174,7 @@ class WordModel(CheckpointModel):
 
     @cached_property
     def token_ids(self) -> tuple[int, ...]:
-        """The numbers of the image's words. Without files the first numbers stand for them."""
+        """The numbers of the image's words. Without files these are the first numbers."""
         if self.folder is None:
             return tuple(range(self.spec.vq["codes"] + self.line_ends))
         try:
@@ -191,7 +192,7 @@ class WordModel(CheckpointModel):
     def load_target(
         self, device: torch.device, dtype: torch.dtype
     ) -> tuple[TransformerTarget, tuple[Path, ...]]:
-        """Load the target. tokenizer.json, which tells the code of a token, is one of the files."""
+        """Load the target. The files include tokenizer.json, which maps tokens to codes."""
         target, files = super().load_target(device, dtype)
         if self._tokenizer_json.is_file():
             files = (*files, self._tokenizer_json)
@@ -216,7 +217,7 @@ class WordModel(CheckpointModel):
         return Prompts(condition)
 
     def random_prompts(self) -> Prompts:
-        """Return captions whose words have hashes for numbers, behind the number 0."""
+        """Return a converter that numbers words by their hashes. Prompts start with number 0."""
         from lantern_bench.models.networks.target import Prompts, prompt_condition
 
         def condition(captions: Sequence[str]) -> Condition:
@@ -250,7 +251,7 @@ class WordModel(CheckpointModel):
         return (self.folder or Path()) / "tokenizer.json"
 
     def encode(self, text: str) -> Sequence[int]:
-        """Return the numbers of a text, without what a tokenizer adds around one."""
+        """Return the numbers of a text, without tokens that the tokenizer adds around it."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     @cached_property

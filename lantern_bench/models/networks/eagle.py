@@ -36,7 +36,7 @@ from lantern_bench.models.networks.transformer import (
 from lantern_bench.models.networks.transformer_config import TransformerConfig
 
 Head: TypeAlias = Callable[[Tensor], Tensor]
-"""Features to logits, mostly a module."""
+"""Maps features to logits. It usually is a module."""
 
 
 class _Session(CachedSession, DrafterSession):
@@ -142,7 +142,7 @@ class EagleDrafter(CachedModel, Drafter):
         self.embed_tokens = TokenEmbedding(config)
         self.embed_tokens.requires_grad_(requires_grad=False)
         self.fc = nn.Linear(2 * config.dim, config.dim, bias=bias)
-        self.layer = Block(config, input_norm=config.qk_norm)  # as Chameleon's does
+        self.layer = Block(config, input_norm=config.qk_norm)  # Chameleon's drafter has this norm
         # Its positions begin one later than the target's (docs/algorithms.md, section 9, B5).
         self.table = Table(lambda: rotary_table(replace(config, prefix=config.prefix - 1)))
         self._head = (head,)  # in a tuple, so that the module does not own it
@@ -192,7 +192,7 @@ class EagleDrafter(CachedModel, Drafter):
 
 
 def published_drafter(config: TransformerConfig, target: CachedTarget) -> EagleDrafter:
-    """Return a drafter as published, with fresh weights: LlamaGen's reads padding."""
+    """Return a drafter in the published form with fresh weights. LlamaGen's reads padding."""
     return EagleDrafter(config, target.transformer.output, mask_padding=config.qk_norm)
 
 

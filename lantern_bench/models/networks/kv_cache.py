@@ -64,7 +64,7 @@ class KVCache:
     def commit_prefix(self, visible: Tensor, count: int) -> None:
         """Commit the first `count` positions.
 
-        Attention sees those of the first P that are `visible`, bool [rows, P].
+        Attention skips each of the first P positions whose `visible`, bool [rows, P], is False.
         """
         self._visible.fill_(value=True)
         self._visible[:, : visible.shape[1]] = visible
@@ -75,7 +75,7 @@ class KVCache:
         return values if self.groups == 1 else torch.cat([values] * self.groups)
 
     def slots(self, offset: int, count: int) -> Tensor:
-        """Return positions int64 [B, count] that start `offset` behind the committed ones."""
+        """Return positions int64 [B, count] that start `offset` after the committed positions."""
         return self.lengths[:, None] + self._columns[offset : offset + count]
 
     def write(
@@ -108,8 +108,8 @@ class KVCache:
         """Return the additive attention mask of n new nodes.
 
         Args:
-            seen: Which of the m uncommitted nodes, itself included, each new node sees: bool
-                [1 or B or rows, n, m].
+            seen: Whether each new node sees each of the m uncommitted nodes, itself included:
+                bool [1 or B or rows, n, m].
             dtype: Type of the mask.
 
         Returns:

@@ -69,7 +69,7 @@ def _ruled(text: str, kind: str) -> str:
 
 # ---- Features
 
-# The files besides the weights that decide a feature. transformers reads them.
+# Files that determine a feature, besides the weights. transformers reads them.
 _NAMED = (
     "config.json",
     "tokenizer.json",
@@ -240,7 +240,7 @@ def no_encoder(model: str) -> Prompts:
 
 
 def random_features(positions: int, width: int) -> Callable[[Sequence[str]], Condition]:
-    """Return what replaces a text encoder: normal numbers, seeded by the caption."""
+    """Return a replacement of a text encoder: normal numbers, seeded by the caption."""
 
     def condition(prompts: Sequence[str]) -> Condition:
         rows = []

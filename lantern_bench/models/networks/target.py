@@ -27,7 +27,7 @@ from lantern_bench.models.networks.transformer_config import TransformerConfig
 
 
 class Prompts(NamedTuple):
-    """How a model takes prompts: fields of `LoadedModel`, and the hash of its text encoder."""
+    """The prompt functions of `LoadedModel`, and the hash of the text encoder."""
 
     condition: Callable[[Sequence[str]], Any]
     prepare: Callable[[Sequence[str]], Iterator[tuple[int, int]]] = lambda _prompts: iter(())
@@ -228,7 +228,7 @@ def prefix_mask(valid: Tensor, length: int) -> Tensor:
 
 
 def padding_of(visible: Tensor, config: TransformerConfig) -> Tensor:
-    """Return by how many positions padding moves the tokens of each row back, [rows, 1]."""
+    """Return the number of positions that padding takes from the count of each row, [rows, 1]."""
     if config.positions == "grid":
         return torch.zeros(len(visible), 1, dtype=torch.int64, device=visible.device)
     return (~visible).sum(dim=1, keepdim=True)
@@ -243,7 +243,8 @@ def positions_of(valid: Tensor, length: int, config: TransformerConfig) -> Tenso
         config: Sizes of the target.
 
     Returns:
-        Positions int64 [B, n], behind the padding if the model counts them.
+        Positions int64 [B, n]. A model with positions in sequence counts them from the end of the
+        padding.
     """
     return (torch.arange(length, device=valid.device) - padding_of(valid, config)).clamp_min(0)
 
@@ -252,7 +253,7 @@ def positions_of(valid: Tensor, length: int, config: TransformerConfig) -> Tenso
 
 
 class CachedSession:
-    """What the decode sessions of targets and drafters share: cache, padding and positions.
+    """Cache, padding and positions of the decode sessions of targets and drafters.
 
     Args:
         model: The target or the drafter.
@@ -261,7 +262,7 @@ class CachedSession:
         nodes: Largest number of nodes in a draft tree.
     """
 
-    # For how many draft trees the cache has room behind the image.
+    # Number of draft trees for which the cache has room after the image.
     spare_trees: ClassVar[int]
 
     def __init__(self, model: Any, *, batch: int, guided: bool, nodes: int) -> None:
@@ -285,7 +286,7 @@ class CachedSession:
         self.cache.clear()
 
     def _start(self, condition: Condition, prefix: int) -> Tensor:
-        """Forget the last image and return the visible positions, bool [rows, P]."""
+        """Reset the session for a new image. Return the visible positions, bool [rows, P]."""
         valid = condition.valid.to(self.cache.rows.device)
         visible = visible_rows(valid, self.cache.groups)
         self.cache.lengths.zero_()
@@ -391,7 +392,7 @@ class CachedModel(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of the weights. The head of the bundled model is float32 whatever this says."""
+        """The type of the weights. The head of the bundled model is always float32."""
         return next(self.parameters()).dtype
 
 

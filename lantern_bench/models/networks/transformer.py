@@ -19,7 +19,7 @@ from lantern_bench.models.networks.transformer_config import TransformerConfig
 
 # ---- Rotary embedding
 
-# Rows behind the grid are for draft nodes beyond its end, which are never committed
+# Rows after the grid are for draft nodes beyond its end, which are never committed
 # (docs/algorithms.md, section 9, B5).
 _MARGIN = 64
 

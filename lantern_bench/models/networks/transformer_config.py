@@ -32,7 +32,7 @@ class TransformerConfig:
     rope_base: float = 10000.0
     # The rotary embedding of a grid multiplies the prefix by 0 (LlamaGen) or leaves it as it is.
     prefix_rotary: Literal["zero", "identity"] = "zero"
-    # Rotation by row and column, or by the position behind the padding.
+    # Rotation by row and column, or by the position after the padding.
     positions: Literal["grid", "sequence"] = "grid"
     # Which numbers rotate together: (2i, 2i + 1) or (i, i + head_dim / 2).
     pairs: Literal["interleaved", "halves"] = "interleaved"

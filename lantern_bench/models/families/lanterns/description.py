@@ -1,4 +1,4 @@
-"""What the bundled models are: sizes, files, vocabulary and captions.
+"""The bundled model: sizes, files, vocabulary and captions.
 
 A caption is one of 1,008 combinations of five attributes. Every tenth of a fixed shuffle is held
 out of training.
@@ -58,7 +58,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Attributes:
-    """What a scene shows: an index into each of the five sets of `FIELDS`, in their order."""
+    """The content of a scene: an index into each of the five sets of `FIELDS`, in their order."""
 
     count: int
     shape: int

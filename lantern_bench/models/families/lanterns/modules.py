@@ -65,7 +65,7 @@ def load_part(
 
     Args:
         make: Makes the module.
-        part: What the part is called, a key of `FILES`.
+        part: Name of the part, a key of `FILES`.
         path: File of the weights.
         device: Device of the weights.
         dtype: Type of the weights. The output head stays float32.
