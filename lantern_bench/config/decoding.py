@@ -442,8 +442,8 @@ def _check_together(
     nodes = DRAFTINGS[drafting].nodes(values)
     if nodes > MOST_NODES:
         raise ParameterError(
-            f"the drafting {drafting} makes {nodes:,} nodes of these values, "
-            f"and at most {MOST_NODES:,}"
+            f"the drafting {drafting} needs {nodes:,} draft nodes with these values; "
+            f"the limit is {MOST_NODES:,}"
         )
     clash = DRAFTINGS[drafting].problem(values)
     if clash:

@@ -129,7 +129,7 @@ class SavedProgram:
 
 
 class Fallbacks:
-    """What a GPU could not do, shared by the programs of an engine.
+    """The failures of a GPU, shared by the programs of an engine.
 
     Attributes:
         graphs: Whether programs are still captured as CUDA graphs.
@@ -153,8 +153,8 @@ class Fallbacks:
         reason = one_line(error)
         self.reasons[failed] = reason
         text = (
-            f"{failed} fails on this GPU, steps run {instead}: {reason}. "
-            "Compare no seconds across this warning."
+            f"{failed} failed on this GPU, so steps run {instead}: {reason}. "
+            "Do not compare timings from before and after this warning."
         )
         warnings.warn(text, RuntimeWarning, stacklevel=2)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.acceptance.configured_rule import ConfiguredRule
-from lantern_bench.decoding.acceptance.draft_view import Codes
+from lantern_bench.decoding.acceptance.draft_view import Codebook
 from lantern_bench.decoding.acceptance.official import OfficialRule
 from lantern_bench.decoding.drafting.draft_method import DraftMethod
 from lantern_bench.decoding.engine import Engine
@@ -134,18 +134,18 @@ def configured_rule(decoding: Decoding, model: DecodableModel) -> ConfiguredRule
     is_official = decoding.residual == "official"
     neighbours = decoding.neighbours or 0
     columns = neighbours
-    if is_official and neighbours and rule.decide == "by neighbours":
+    if is_official and neighbours and rule.kind == "by neighbours":
         # The authors' code removes one more neighbour at a rejection.
         columns += 1
-    codes = Codes(
-        count=model.target.n_codes,
+    codebook = Codebook(
+        n_codes=model.target.n_codes,
         neighbours=neighbours,
         nearest=model.table(columns, decoding.neighbour_metric) if columns else None,
         embeddings=model.codes if rule.codebook else None,
     )
     values = {key: decoding.value(key) for key in rule.value_names}
     make = OfficialRule if is_official else ConfiguredRule
-    return make(rule, values, codes)
+    return make(rule, values, codebook)
 
 
 class _Batch:
@@ -199,14 +199,11 @@ class _Batch:
         for session in sessions:
             if session is not None:
                 session.clear()
-        behind = f"behind {position} of {self.tokens_wanted} tokens ({self.decoding.mode})"
-        advice = "Check its weights; a smaller type can overflow: --dtype float32."
+        place = f"after {position} of {self.tokens_wanted} tokens ({self.decoding.mode})"
+        advice = "Check its weights. A 16-bit type can overflow: try --dtype float32."
         if whose == "drafter":
-            advice += (
-                " So can a deep draft, whose levels are each computed from the one before: "
-                "give a smaller depth."
-            )
-        raise LogitsError(f"the {whose} gave NaN or infinite logits {behind}", advice)
+            advice += " Errors also grow with each level of a draft: try a smaller depth."
+        raise LogitsError(f"the {whose} gave NaN or infinite logits {place}", advice)
 
     def decoded(
         self, out: Tensor, traces: list[ImageTrace], logits: Tensor | None
@@ -258,7 +255,7 @@ def _speculative(
         batch.phases.mark("draft")
         logits, features = step.score()
         batch.phases.mark("target")
-        along_path = step.verify(logits, features, uniform_bits, bonus_bits)
+        along_path = step.verify_and_commit(logits, features, uniform_bits, bonus_bits)
         if along_path is not None:
             path_logits.append(along_path.clone())
         positions_before = positions

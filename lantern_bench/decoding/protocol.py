@@ -1,4 +1,4 @@
-"""What decoding needs of a model: a target, perhaps a drafter, and their sessions.
+"""What decoding needs of a model: a target, an optional drafter, and their sessions.
 
 Everything is batched over B images. A session owns preallocated caches for one shape and is used
 for one batch at a time. With guidance it holds two rows per image, so `rows` is 2B, the conditional
@@ -69,9 +69,9 @@ class TargetSession:
         A subclass may apply a linear head to guided features instead.
 
         Args:
-            tokens: As of `score`.
-            depths: As of `score`.
-            attention: As of `score`.
+            tokens: The nodes, root first, int64 [B, N].
+            depths: Their depths, int64 [B, N].
+            attention: Node (row) sees node (column), bool [B, N, N].
             cfg_scale: The guidance scale; 1 in a session without guidance.
 
         Returns:
@@ -97,17 +97,17 @@ class DrafterSession:
     def prefill(self, condition: Any, features: Tensor) -> None:
         """Start B images from the prefix features [rows, P, width].
 
-        `observe` gets the last of them again, with the first token.
+        `observe` then gets the last of these features again, together with the first token.
         """
         raise NotImplementedError
 
     def observe(self, tokens: Tensor, features: Tensor, counts: Tensor) -> DrafterLogits:
-        """Feed committed tokens with the true features that predicted them.
+        """Read committed tokens and the target's features that predicted them.
 
         Args:
             tokens: [B, n].
             features: [rows, n, width].
-            counts: How many tokens count, [B]; the others are filler.
+            counts: How many of the tokens are committed, [B]; the others are filler.
 
         Returns:
             The logits of the new root's children, n = 1.
@@ -119,10 +119,10 @@ class DrafterSession:
 
         Args:
             tokens: The nodes, [B, n].
-            origin: The slot of each node's parent among the nodes of the call before, [B, n]; in
-                the first call 0, the root.
-            seen: Which of all nodes extended since `observe` each node attends to, itself included,
-                bool [B, n, total].
+            origin: The index of each node's parent among the nodes of the previous call, [B, n]; 0
+                (the root) in the first call after `observe`.
+            seen: The nodes that each node attends to, itself included, among all nodes extended
+                since `observe`, bool [B, n, total].
         """
         raise NotImplementedError
 
@@ -131,11 +131,11 @@ class DrafterSession:
 
 
 class Target:
-    """A model whose distribution is to be sampled."""
+    """The model whose distribution is sampled."""
 
     vocab_size: int
     image_tokens: int
-    # tokens of one row of the picture, forced ones included; 0: tokens are no rows of a grid
+    # tokens of one row of the picture, forced ones included; 0: the tokens do not form rows
     line_length: int = 0
     device: torch.device
 
@@ -151,7 +151,7 @@ class Target:
 
     @cached_property
     def n_codes(self) -> int:
-        """How many tokens can be chosen; tokens from this number on are forced.
+        """How many tokens can be chosen; tokens n_codes and above are forced.
 
         The logits of target and drafter make a forced token certain at its positions and impossible
         elsewhere.
@@ -159,18 +159,18 @@ class Target:
         return self.vocab_size
 
     def forced_tokens(self, positions: Tensor) -> Tensor:
-        """Return the tokens that are forced at `positions` int64 [...], -1 where none is."""
+        """Return the forced tokens at `positions` int64 [...], -1 where no token is forced."""
         return torch.full_like(positions, -1)
 
     def logits_without_cache(self, condition: Any, tokens: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Return logits as `score` does, from one forward without a cache, for `check-model`.
+        """Return the logits of `score` from one forward without a cache, for `check-model`.
 
         Args:
-            condition: As of `TargetSession.prefill`.
+            condition: The argument of `TargetSession.prefill`.
             tokens: The tokens of the images, [B, N].
 
         Returns:
-            The conditional and unconditional logits; None: not available.
+            The conditional and unconditional logits; None if the model has no such forward.
         """
 
 
@@ -189,7 +189,7 @@ class Drafter:
 
 
 class PixelDecoder(Protocol):
-    """Tokens to pictures."""
+    """Turns tokens into pictures."""
 
     def pixels(self, tokens: Tensor) -> Tensor:
         """Return the pictures of tokens int [B, N]: uint8 RGB [B, H, W, 3] on the CPU."""
@@ -198,7 +198,7 @@ class PixelDecoder(Protocol):
 class DecodableModel(Protocol):
     """What `decode` needs of a loaded model.
 
-    Only some draftings need the drafter, only some rules the codes.
+    Only some draftings use the drafter, and only some rules use the codes.
     """
 
     target: Target

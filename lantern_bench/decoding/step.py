@@ -1,12 +1,12 @@
-"""One step of speculative decoding, as three programs: draft, score and verify.
+"""One step of speculative decoding, as three programs: draft, score, verify.
 
 1. The host draws the random bits of the step (`noise`).
 2. `draft`: show the drafter what the last step committed, and fill the draft tree below it.
 3. `score`: run the target once over all nodes of the tree.
-4. `verify`: decide on the drafts, commit what is accepted and the token behind it, record the step,
-   and let the drafting learn.
-5. The host reads how far the images are and whether logits are broken (`ImageState.host_view`).
-   This is the step's one copy to the host.
+4. `verify_and_commit`: decide on the drafts, commit the accepted ones and the bonus token, record
+   the step, and give the drafting what it needs for the next one.
+5. The host reads the position of each image and whether logits are broken
+   (`ImageState.host_view`). This is the only copy to the host in a step.
 
 Everything that changes from step to step is in tensors at fixed addresses, which the programs
 write: `ImageState` and the drafting's `DraftTree`. `engine.py` says how programs run.
@@ -46,7 +46,7 @@ from lantern_bench.decoding.tree import at_nodes
 from lantern_bench.methods.catalog import PARAMETERS, RULES
 from lantern_bench.methods.rules import Rule
 
-# The keys that drafting does not depend on.
+# The settings that a drafting does not depend on.
 _ACCEPTANCE = {"mode", "rule"}.union(*(rule.parameter_names for rule in RULES.values()))
 
 Score = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -54,7 +54,7 @@ Score = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def sampling_key(decoding: Decoding, *without: str) -> tuple[tuple[str, str], ...]:
-    """Return the key of a program: a configuration without what it reads from tensors.
+    """Return the key of a program: the values of a configuration that are compiled into it.
 
     One program serves all sets of seeds and all values of float parameters of the rule.
 
@@ -117,12 +117,13 @@ def tree_scorer(
 
 
 class SpeculativeStep:
-    """The programs of one configuration for B images: call `draft`, `score` and `verify` in turn.
+    """The programs of one configuration for B images.
 
-    Float values of the rule may differ from batch to batch (`start_images`).
+    Call `draft`, `score` and `verify_and_commit` in turn. Float values of the rule may differ from
+    batch to batch (`start_images`).
     """
 
-    # made for the first images, whose prefill says how wide features are
+    # made for the first images, because the prefill shows the width of the features
     images: ImageState
 
     def __init__(
@@ -144,12 +145,12 @@ class SpeculativeStep:
             target: The model whose distribution is sampled.
             drafter: The model that proposes tokens, for draftings that use one.
             decoding: The configuration.
-            rule: Its acceptance rule, or another one.
+            rule: The acceptance rule; it may differ from the rule of `decoding`.
             batch: How many images are decoded together.
             engine: Compiles the programs, and keeps them for the next batch.
-            keep_logits: Whether `verify` returns the logits along the accepted path.
+            keep_logits: Whether `verify_and_commit` returns the logits along the accepted path.
             drafting: Replaces the drafting of the configuration, uncompiled.
-            compiled: Whether `verify` may be compiled.
+            compiled: Whether `verify_and_commit` may be compiled.
         """
         self._target = target
         self._decoding = decoding
@@ -181,14 +182,16 @@ class SpeculativeStep:
         exact = torch.float32 if target.device.type == "mps" else torch.float64
         self._floats = {
             name: torch.zeros(1, dtype=exact, device=target.device)
-            for name in float_values(rule.rule)
+            for name in float_values(rule.row)
             if name in rule.values
         }
         self._rule = replace(rule, values={**rule.values, **self._floats})
-        self.verify = self._verify
+        self.verify_and_commit = self._verify_and_commit
         if compiled:
             verify_key = ("verify", batch, sampling_key(decoding, "mode"), keep_logits)
-            self.verify = engine.program(verify_key, self._verify, target.device)
+            self.verify_and_commit = engine.program(
+                verify_key, self._verify_and_commit, target.device
+            )
 
     def start_images(
         self,
@@ -233,8 +236,8 @@ class SpeculativeStep:
         """Draw the random bits, int32, of a step; all empty at temperature 0.
 
         Returns:
-            For the drafts [B, noises, V]; to decide on the children of each node [B, M, C]; to draw
-            the token behind the accepted drafts [B, V].
+            The bits that draw the drafts [B, noises, V], the bits that accept or reject the
+            children of each node [B, M, C], and the bits that draw the bonus token [B, V].
         """
         if self._decoding.greedy:
             no_bits = draws.bits(0)
@@ -253,10 +256,10 @@ class SpeculativeStep:
         return self._score(tree.tokens, tree.depths, tree.attention)
 
     def _draft(self, bits: Tensor) -> None:
-        """Show the drafter what was committed, and draft below it.
+        """Show the drafter the committed tokens, and draft below the last of them.
 
         Args:
-            bits: The bits for the drafts, as of `noise`.
+            bits: Random bits for the drafts, from `noise`.
         """
         touch_while_tracing(self._inputs)
         images = self.images
@@ -279,19 +282,19 @@ class SpeculativeStep:
         if proposer is not None:
             images.drafter_broken.copy_(proposer.broken)
 
-    def _verify(
+    def _verify_and_commit(
         self, logits: Tensor, features: Tensor, uniform_bits: Tensor, bonus_bits: Tensor
     ) -> Tensor | None:
-        """Decide on the drafts, commit what is accepted, and let the drafting learn from the step.
+        """Decide on the drafts, commit the accepted ones, and give the drafting what it reads.
 
         Args:
-            logits: The guided logits of `score`.
-            features: The features of `score`.
-            uniform_bits: The bits that decide, as of `noise`.
-            bonus_bits: The bits that draw the bonus token.
+            logits: The guided logits that `score` returned.
+            features: The features that `score` returned.
+            uniform_bits: Random bits that accept or reject drafts, from `noise`.
+            bonus_bits: Random bits that draw the bonus token, from `noise`.
 
         Returns:
-            The guided logits [B, D + 1, V] along the accepted path, where they are kept.
+            The guided logits [B, D + 1, V] along the accepted path; None unless `keep_logits`.
         """
         images = self.images
         p = logits

@@ -23,9 +23,9 @@ _WRITTEN = ("tokens", "depths", "children", "attention", "path_order")
 
 @dataclass(frozen=True)
 class RankGroup:
-    """The n parents whose paths have the same sum of child ranks, widest first.
+    """The n parents whose paths have the same sum of child ranks, most children first.
 
-    Reaching any of them takes the same number of rejections.
+    A walk reaches each of them after the same number of rejections.
     """
 
     # their numbers, int64 [n]
@@ -42,9 +42,9 @@ class RankGroup:
 
 @dataclass(frozen=True)
 class TreeLayout:
-    """Which nodes can have children, in which order.
+    """The nodes that can have children, in order.
 
-    Counts are on the host, so that no shape waits for the device.
+    Counts are on the host, so that no shape depends on the device.
     """
 
     # the I nodes that can have children, those with most children first, int64 [I]
@@ -77,21 +77,19 @@ class DraftTree:
     children: Tensor
     # node (row) sees node (column): its ancestors and itself, bool [B, M, M]
     attention: Tensor
-    # of two equally deep nodes the smaller number lies on the earlier path, int64 [B, M]
+    # Ranks paths: of two nodes of equal depth, the one with the smaller number comes first when
+    # paths are sorted by child rank. int64 [B, M]
     path_order: Tensor
     layout: TreeLayout
-    # D, the depth of the deepest node that a tree of this shape can have
+    # D, the largest depth of a node in trees of this shape
     max_depth: int
-    # For each node the distribution that its children were drawn from, in order, without
-    # replacement, float32 [B, M, V]. Rows of leaves are not read, and rows at the end may be
-    # missing. None: deterministic drafts, whose q is 1 (as in any greedy decoding).
+    # For each node the distribution that its children were drawn from, in order and without
+    # replacement, float32 [B, M, V]. Rows of leaves are not read, so the last rows may be missing.
+    # None: deterministic drafts, whose q is 1 (always so in greedy decoding).
     q: Tensor | None = None
 
     def clone(self) -> DraftTree:
-        """Return a tree for drafts to be copied into; its tensors stay where they are.
-
-        Its q is this tree's own.
-        """
+        """Return a tree for `copy_` to fill. It has its own tensors but shares q with this one."""
         own = {
             name: getattr(self, name).clone(memory_format=torch.contiguous_format)
             for name in _WRITTEN
@@ -214,7 +212,7 @@ class StaticTree:
         if valid is not None:
             drawn = valid.gather(1, children.clamp_min(0).flatten(1)).view_as(children)
             children = children.masked_fill(~drawn, -1)
-        # Nodes are sorted by (depth, path): among equally deep ones, numbers follow the paths.
+        # Nodes are sorted by (depth, path), so at equal depth the node number ranks the paths.
         path_order = index_along(tokens, 1).expand(batch, -1)
         return DraftTree(
             tokens=tokens,
@@ -234,7 +232,7 @@ def chain(length: int, device: torch.device | str = "cpu") -> StaticTree:
 
 
 def _ancestors(path: Sequence[int], nodes: _Lists) -> list[bool]:
-    """Return which nodes lie on the way to `path`, its own included."""
+    """Return for each node whether it lies on `path`, the last node included."""
     return [path[: len(above)] == above for above in nodes]
 
 
@@ -303,8 +301,8 @@ def link_nodes(
         parents: int64 [B, M], -1 for the root; never above the node's own number.
         depths: int64 [B, M].
         ranks: The index of each node among its siblings, below `fanout`, int64 [B, M].
-        valid: bool [B, M], True for the root, and False for filler: such nodes hang on the root at
-            depth 1, see only it and themselves, and are no children.
+        valid: bool [B, M], True for the root and False for filler. A filler node gets depth 1, sees
+            only itself and the root, and is nobody's child.
         fanout: The most children of a node.
         max_depth: The depth of the deepest node.
     """
@@ -312,7 +310,7 @@ def link_nodes(
     number = index_along(tokens, 1).expand(batch, -1)
     parents = torch.where(valid, parents, 0)
 
-    # Entry `parent * fanout + rank` of the flat children is the node; the last one takes filler.
+    # Node n is written to entry `parent * fanout + rank` of the flat children, filler to the last.
     column = torch.where(valid, parents * fanout + ranks, nodes * fanout)[:, 1:]
     children = tokens.new_full((batch, nodes * fanout + 1), -1)
     children.scatter_(1, column, number[:, 1:])
@@ -321,12 +319,12 @@ def link_nodes(
     attention = torch.eye(nodes, dtype=torch.bool, device=tokens.device).repeat(batch, 1, 1)
     above = parents
     for _ in range(max_depth):
-        # Above the root is -1, which is clamped to the root: everybody's ancestor.
+        # The parent of the root is -1, which is clamped to the root: every node's ancestor.
         at_least_root = above.clamp_min(0)
         attention.scatter_(2, at_least_root.unsqueeze(2), value=True)
         above = torch.where(above < 0, above, parents.gather(1, at_least_root))
 
-    # The order of paths is the order of the first leaf below each node.
+    # Paths are ranked by the first leaf below each node.
     is_leaf = valid & (children < 0).all(dim=-1)
     leaves_below = torch.where(is_leaf.unsqueeze(2) & attention, number.unsqueeze(2), nodes)
     return DraftTree(

@@ -1,6 +1,6 @@
-"""All methods by name: shipped rows and rows of other packages; which parameters a cell has.
+"""The registries of all methods, shipped or from other packages, and the parameters of cells.
 
-A name is looked up here and nowhere else.
+Every name of a method is looked up here.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ ON_CURVES = _metrics(lambda metric: metric.on_curves)
 
 
 _RULE_NAMES = ", ".join(name for name in RULES if name != "none")
-# Every parameter, some twice, in the order of a grid's axes.
+# Every parameter, in the order of the axes of a grid; some occur twice.
 _PARAMETERS = (
     Parameter("mode", word(*MODES), "The mode.", in_id="structure"),
     Parameter(
@@ -122,12 +122,15 @@ def check_modes(flag: str, names: Iterable[str]) -> None:
 
 
 def has_parameter(key: str, drafting: str, rule: str) -> bool:
-    """Return whether a cell has a parameter.
+    """Return whether cells with a drafting and a rule have a parameter.
+
+    Every cell has the mode and the sampling parameters, and every cell that drafts has a drafting
+    and a rule. All other parameters belong to a drafting or to a rule.
 
     Args:
-        key: The parameter.
-        drafting: The cell's drafting.
-        rule: The cell's rule.
+        key: The name of the parameter.
+        drafting: The name of the drafting.
+        rule: The name of the rule.
     """
     if key in ("drafting", "rule"):
         return DRAFTINGS[drafting].drafts
@@ -170,7 +173,7 @@ def can_decide(rule: str, drafting: str) -> bool:
 def lossless_pairs() -> Iterator[tuple[Rule, Drafting]]:
     """Yield every lossless rule with every lossless drafting that it can decide on.
 
-    Two rules of the same function are the same rule on chains, so the second is left out there.
+    Two rules with the same function are equal on chains, so chains get only the first of them.
     """
     codes: set[tuple[Any, str]] = set()
     for rule in RULES.values():
@@ -185,35 +188,36 @@ def lossless_pairs() -> Iterator[tuple[Rule, Drafting]]:
 
 
 def fresh_drafts_problem(rule: str, drafting: str, values: Values) -> str | None:
-    """Return why a rule cannot decide on drafts coupled from step to step, or None.
+    """Return why a rule cannot decide on drafts that are coupled between steps, or None.
+
+    A rule that reads deeper drafts would condition on the random numbers of earlier steps.
 
     Args:
-        rule: The rule.
-        drafting: The drafting.
+        rule: The name of the rule.
+        drafting: The name of the drafting.
         values: The cell's parameters by name.
     """
     row = DRAFTINGS[drafting]
     if not RULES[rule].needs_fresh_drafts or row.fresh_every_step(values):
         return None
-    drafts = f"{drafting} {row.label(values)}"
     return (
-        f"the rule {rule} needs drafts that every step draws anew, each by itself; "
-        f"not so {drafts}: use strict"
+        f"the rule {rule} needs independent drafts in every step, "
+        f"which the drafting {drafting} {row.label(values)} does not give. Use rule: strict"
     )
 
 
 def defaults_for(
     drafting: str, rule: str, mode: str, of_model: Values | None = None
 ) -> dict[str, Any]:
-    """Return the values of cells unless the experiment gives others; bounds have none.
+    """Return the default values of a cell; bounds have no default.
 
-    Some are of parameters that the cell lacks.
+    The result may contain parameters that the cell does not have.
 
     Args:
         drafting: The cell's drafting.
         rule: The cell's rule.
         mode: The cell's mode.
-        of_model: Defaults of the model, which replace defaults of drafting and rule.
+        of_model: Defaults of the model, which override those of the drafting and the rule.
     """
     values = {key: row.default for key, row in PARAMETERS.items() if row.default is not None}
     values |= DRAFTINGS[drafting].defaults

@@ -24,7 +24,7 @@ Values: TypeAlias = Mapping[str, Any]  # of parameters, by name
 
 def _refuse_bool(value: object) -> object:
     if isinstance(value, bool):
-        raise ValueError("true and false are no numbers")
+        raise ValueError("true and false are not numbers")
     return value
 
 

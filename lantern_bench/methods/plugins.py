@@ -1,4 +1,4 @@
-"""Rules, draftings, metrics and models that installed packages bring through entry points."""
+"""Find the rules, draftings, metrics and models that installed packages register."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NAME = r"[a-z][a-z0-9_-]*"
 # of metrics and parameters, which name columns
 _KEY = r"[a-z][a-z0-9_]*"
 _Row = TypeVar("_Row")
-# Pattern of the names of rows, and its signs in words. Models may have any name.
+# The pattern that names must match, and its characters in words. Models may have any name.
 _NAMES: dict[type, tuple[str, str]] = {
     Rule: (_NAME, "digits, _ and -"),
     Drafting: (_NAME, "digits, _ and -"),
@@ -58,10 +58,10 @@ def find_rows(
                 fault = _rule_fault(row, draftings)
             if fault is not None:
                 problem = f"{title} cannot be used: {fault}"
-        except Exception as error:  # whatever another package raises when it is imported or read
+        except Exception as error:  # another package can raise anything when it is imported or read
             problem = f"{title} cannot be loaded: {type(error).__name__}: {error}"
         if problem:
-            refusal = RefusedError(problem, f"Mend the package {package}, or remove it.")
+            refusal = RefusedError(problem, f"Fix the package {package}, or uninstall it.")
             refused[entry_point.name] = refusal
             refused[str(getattr(row, "name", entry_point.name))] = refusal
         else:
@@ -74,10 +74,10 @@ def find_rows(
 def _fault(row: Any, row_class: type[Any], taken: Collection[str]) -> str | None:
     """Return why a row cannot be used, or None."""
     if not isinstance(row, row_class):
-        return f"its entry point is no {row_class.__name__} but {type(row).__name__}"
-    pattern, signs = _NAMES.get(row_class, (".+", ""))
+        return f"its entry point is a {type(row).__name__}, not a {row_class.__name__}"
+    pattern, characters = _NAMES.get(row_class, (".+", ""))
     if not re.fullmatch(pattern, row.name):
-        return f"its name {row.name!r} must be lower-case letters, {signs}"
+        return f"its name {row.name!r} must be lower-case letters, {characters}"
     if row.name in taken:
         return f"the name {row.name} is taken"
     for parameter in parameters_of([row]):
@@ -114,11 +114,11 @@ def _parameter_fault(parameter: Parameter, taken: Collection[str]) -> str | None
 def _rule_fault(rule: Rule, draftings: Collection[str]) -> str | None:
     if rule.drafting not in draftings:
         return f"its drafting {rule.drafting!r} must be one of {', '.join(draftings)}"
-    needs_function = rule.decide in ("by neighbours", "by probability")
+    needs_function = rule.kind in ("by neighbours", "by probability")
     if needs_function != (rule.function is not None):
-        return f"its decide {rule.decide!r} does not fit its function"
-    if (rule.decide is None) != (rule.accept_tree is not None):
-        return f"its decide {rule.decide!r} does not fit its accept_tree"
+        return f"its kind {rule.kind!r} does not fit its function"
+    if (rule.kind is None) != (rule.accept_tree is not None):
+        return f"its kind {rule.kind!r} does not fit its accept_tree"
     if not rule.lossless and rule.neighbours is not None and rule.neighbours < 1:
         return f"its neighbours {rule.neighbours} must be at least 1"
     return None

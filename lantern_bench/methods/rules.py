@@ -51,43 +51,43 @@ class Rule:
     name: str
     about: str = "a rule from another package"
 
-    # How it decides on a draft (acceptance/configured_rule.py); None: `accept_tree` decides
-    decide: Literal["strictly", "by neighbours", "by probability"] | None = "strictly"
-    # by neighbours: the limit of m(x) [n]; by probability: f [n, V]
+    # how the rule decides on a draft (acceptance/configured_rule.py); None: `accept_tree` decides
+    kind: Literal["strictly", "by neighbours", "by probability"] | None = "strictly"
+    # returns the limit of m(x) [n] (by neighbours), or f [n, V] (by probability)
     function: RelaxedFunction | None = None
     # (Children, ConfiguredRule) -> Acceptance: decides on the drafts of whole trees
     accept_tree: Importable | None = None
 
-    # The parameter that every cell must give
+    # name of the parameter that every cell must set
     bound: str = "bound"
-    # a bound to begin with
+    # a value of the bound to try first, shown in error messages
     example: float = 0.1
     # the rule's own parameters; the bound first, unless it is a shipped parameter
     parameters: tuple[Parameter, ...] = ()
     # the default k; None: the rule reads no neighbours
     neighbours: int | None = None
 
-    # Whether it reads `codebook` or `distances` of the drafts
+    # whether the function reads `embeddings` or `distances` of the drafts
     codebook: bool = False
-    # whether it decides only on chains of sampled drafts
+    # whether the rule decides only on chains of sampled drafts
     chains: bool = False
-    # the default tree of a rule for chains
+    # if `chains`: the default tree
     tree: str | None = None
-    # It reads deeper drafts, so each step must draw all of them anew (section 8.1).
+    # whether the rule reads deeper drafts, so that every step must draw independent drafts
+    # (docs/algorithms.md, section 8.1)
     needs_fresh_drafts: bool = False
 
-    # With `residual: official`, the fraction of q that the authors' code takes out of p after a
-    # rejection. None: q f(x), as `residual: exact` does; cells of a probability rule then have no
-    # `residual`.
+    # `residual: official` of a probability rule: after a rejection p loses this fraction of q.
+    # None: p loses f(x) q, as with `residual: exact`, and cells have no parameter `residual`.
     official_removal: float | None = None
 
-    # Whether cell ids name the rule where the mode does not imply it
+    # whether the cell id names the rule if it is not the usual rule of its mode
     in_id: bool = True
     # arXiv number of the paper
     source: str = ""
-    # of the mode that a rule from another package brings
+    # A rule of another package adds a mode of its own name: the drafting of this mode
     drafting: str = "static"
-    # of that mode, in legends
+    # and the name of this mode in legends; None: the rule's name
     label: str | None = None
 
     @property
@@ -97,8 +97,8 @@ class Rule:
 
     @property
     def greedy_rule(self) -> str:
-        """The rule that replaces it at temperature 0."""
-        has_greedy_form = self.decide in ("strictly", "by neighbours")
+        """The name of the rule used in its place at temperature 0."""
+        has_greedy_form = self.kind in ("strictly", "by neighbours")
         return self.name if has_greedy_form else "strict"
 
     @cached_property
@@ -116,7 +116,7 @@ class Rule:
         names = list(self.value_names)
         if self.neighbours is not None:
             names = ["neighbours", "neighbour_metric", *names]
-        if self.decide == "by neighbours" or self.official_removal is not None:
+        if self.kind == "by neighbours" or self.official_removal is not None:
             names.append("residual")
         return tuple(names)
 
@@ -132,11 +132,11 @@ def neighbour_rule(
 
     Args:
         name: The rule's name in experiments and on the command line.
-        neighbours: How many nearest codes a draft may take mass from, unless a cell says.
+        neighbours: The default number of nearest codes that a draft may take mass from.
         **fields: Other fields of `Rule`.
     """
     return lambda function: Rule(
-        name, decide="by neighbours", function=function, neighbours=neighbours, **fields
+        name, kind="by neighbours", function=function, neighbours=neighbours, **fields
     )
 
 
@@ -147,7 +147,7 @@ def probability_rule(name: str, **fields: Any) -> Callable[[RelaxedFunction], Ru
         name: The rule's name in experiments and on the command line.
         **fields: Other fields of `Rule`.
     """
-    return lambda function: Rule(name, decide="by probability", function=function, **fields)
+    return lambda function: Rule(name, kind="by probability", function=function, **fields)
 
 
 def tree_rule(name: str, **fields: Any) -> Callable[[Importable], Rule]:
@@ -158,7 +158,7 @@ def tree_rule(name: str, **fields: Any) -> Callable[[Importable], Rule]:
         **fields: Other fields of `Rule`.
     """
     return lambda function: Rule(
-        name, decide=None, accept_tree=function, needs_fresh_drafts=True, **fields
+        name, kind=None, accept_tree=function, needs_fresh_drafts=True, **fields
     )
 
 
@@ -336,7 +336,7 @@ def gsd(draft: DraftView, values: Values) -> Tensor:
     # One operation over all ranks of a cluster, because a loop would compile a part for each rank.
     cluster_p = clusters(p, outside=math.inf)  # infinitely far from every p, so never inside
     inside = (cluster_p - p[..., None]).abs() < draft.number(values["probability_gap"])
-    codes = draft.codebook[order].movedim(-1, 0)
+    codes = draft.embeddings[order].movedim(-1, 0)
     squared_distance = (clusters(codes, outside=0.0) - codes[..., None]).square().sum(dim=0)
     inside &= (squared_distance < code_gap) | (code_gap == 0)
     ratio = cluster_p.where(inside, 0.0).sum(dim=-1)

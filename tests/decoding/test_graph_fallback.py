@@ -129,7 +129,7 @@ def test_failed_capture_runs_without_graphs_and_warns_once(cuda: Any) -> None:
         for _ in range(3)
     ]
     with pytest.warns(
-        RuntimeWarning, match="capture fails on this GPU, steps run without CUDA graphs"
+        RuntimeWarning, match="capture failed on this GPU, so steps run without CUDA graphs"
     ) as warned:
         assert [results(program) for program in programs] == [WANTED] * 3
     assert len(warned) == 1
@@ -152,7 +152,7 @@ def test_failed_compilation_runs_uncompiled_and_warns_once(cuda: Any) -> None:
         for _ in range(2)
     ]
     with pytest.warns(
-        RuntimeWarning, match="compiling fails on this GPU, steps run uncompiled"
+        RuntimeWarning, match="compiling failed on this GPU, so steps run uncompiled"
     ) as warned:
         assert [results(program) for program in programs] == [WANTED] * 2
     assert len(warned) == 1
@@ -206,7 +206,7 @@ def test_gpu_recovers_from_a_failed_capture() -> None:
             for value in range(4)
         ]
 
-    with pytest.warns(RuntimeWarning, match="capture fails") as warned:
+    with pytest.warns(RuntimeWarning, match="capture failed") as warned:
         assert (
             run(
                 GraphedProgram(

@@ -93,12 +93,12 @@ def test_broken_logits_of_the_target(
     engine = Engine()
     wanted = decoded(model=model, decoding=decoding, images=2, engine=engine)
     output = fail(model=model, head=head, decoding=decoding, engine=engine, value=value, step=step)
-    assert output.startswith("the target gave NaN or infinite logits behind ")
-    behind = int(output.split("behind ")[1].split()[0])
-    assert behind == (0 if step == 0 else behind)
-    assert step == 0 or behind >= step
+    assert output.startswith("the target gave NaN or infinite logits after ")
+    position = int(output.split("after ")[1].split()[0])
+    assert position == (0 if step == 0 else position)
+    assert step == 0 or position >= step
     if cell == "ar":
-        assert behind == step
+        assert position == step
     # Nothing of it is left in caches: the same images come out as before.
     same(decoded(model=model, decoding=decoding, images=2, engine=engine), wanted)
     record_property("outcome", f"image failed: {output}")
@@ -115,7 +115,7 @@ def test_broken_logits_of_the_drafter(
     engine = Engine()
     wanted = decoded(model=model, decoding=decoding, images=2, engine=engine)
     output = fail(model=model, head=head, decoding=decoding, engine=engine, value=value)
-    assert output.startswith("the drafter gave NaN or infinite logits behind ")
+    assert output.startswith("the drafter gave NaN or infinite logits after ")
     same(decoded(model=model, decoding=decoding, images=2, engine=engine), wanted)
     record_property("outcome", f"image failed: {output}")
 

@@ -23,7 +23,7 @@ from lantern_bench.decoding import step
 from lantern_bench.decoding.acceptance import traversal
 from lantern_bench.decoding.acceptance.children import Acceptance, Children, accept_children
 from lantern_bench.decoding.acceptance.configured_rule import ConfiguredRule
-from lantern_bench.decoding.acceptance.draft_view import Codes
+from lantern_bench.decoding.acceptance.draft_view import Codebook
 from lantern_bench.decoding.acceptance.official import OfficialRule
 from lantern_bench.decoding.acceptance.traversal import accept_traversal
 from lantern_bench.decoding.acceptance.verify import Verdict, verify
@@ -101,7 +101,7 @@ def rule_mistakes(decoding: Decoding, model: DecodableModel) -> list[Mistake]:
         return [*mistakes, Mistake("visit probability not updated", visit_probability_kept)]
     codes: Any = model.target.vocab_size
     k = 2 if codes < 10 else min(100, codes // 4)
-    near = Codes(neighbours=k, nearest=model.table(k, "l2"))
+    near = Codebook(neighbours=k, nearest=model.table(k, "l2"))
     relaxed = ConfiguredRule(RULES["multiplicative"], {"lambda": 2.0}, near)
     mistakes.append(Mistake("relaxed with lambda 2", rule=relaxed))
     is_chain = decoding.drafting_row.chain or (decoding.paths and not any(map(any, decoding.paths)))
@@ -357,7 +357,7 @@ class _Remembering(JacobiDrafting):
         self.remembers = torch.zeros(batch, window, dtype=torch.bool)
 
     def after_step(self, step: LastStep) -> None:
-        images, places = self._further(step.accepted + 1, self.depth)
+        images, places = self._shifted(step.accepted + 1, self.depth)
         self.remembers = places < self.depth
         places = places.clamp_max(self.depth - 1)
         self.last = self.tree.tokens[:, 1:][images, places]
@@ -418,9 +418,9 @@ class _SlotNoise(JacobiDrafting):
 
     def _noise(self, noise: Tensor) -> Tensor:
         if not self.has_noise:
-            self._clocks.copy_(noise)
+            self._position_noise.copy_(noise)
         self.has_noise = True
-        return self._clocks
+        return self._position_noise
 
 
 class _UniformNumbers(_Remembering):

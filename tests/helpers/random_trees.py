@@ -51,10 +51,10 @@ class Draft:
 def rules_of(rule: ConfiguredRule) -> Rules:
     """The rule for the oracle."""
     residual = "official" if isinstance(rule, OfficialRule) else "exact"
-    table = None if rule.codes.nearest is None else rule.codes.nearest.numpy().astype(int)
+    table = None if rule.codebook.nearest is None else rule.codebook.nearest.numpy().astype(int)
     return Rules(
         rule=rule.name,
-        neighbours=rule.codes.neighbours,
+        neighbours=rule.codebook.neighbours,
         bound=next(iter(rule.values.values()), 0.0),
         residual=residual,
         table=table,

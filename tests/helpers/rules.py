@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lantern_bench.decoding.acceptance.children import Acceptance, Children, accept_children
 from lantern_bench.decoding.acceptance.configured_rule import ConfiguredRule
-from lantern_bench.decoding.acceptance.draft_view import Codes, DraftView, Weights
+from lantern_bench.decoding.acceptance.draft_view import Codebook, DraftView, ScaledDistributions
 from lantern_bench.decoding.acceptance.official import OfficialRule
 from lantern_bench.methods.catalog import RULES
 from lantern_bench.methods.rules import tree_rule
@@ -32,9 +32,9 @@ def rule_named(
     defaults = {parameter.name: parameter.default for parameter in row.parameters}
     if not row.lossless:
         values = {**defaults, row.bound: bound, **values}
-    codes = Codes(neighbours=neighbours, nearest=table, embeddings=codebook)
+    of_model = Codebook(neighbours=neighbours, nearest=table, embeddings=codebook)
     kind = OfficialRule if residual == "official" else ConfiguredRule
-    return kind(row, values, codes)
+    return kind(row, values, of_model)
 
 
 def broken(name: str, code: Any) -> ConfiguredRule:
@@ -46,9 +46,9 @@ def neighbour_mass(draft: DraftView, rule: ConfiguredRule) -> tuple[Tensor, Tens
     """m(x) [n], and which neighbours x takes it from, bool [n, k]."""
     _, within_limit = rule.neighbour_masses(draft)
     decision = rule.decide(draft)
-    assert decision.lenders is not None
+    assert decision.neighbours is not None
     is_official = isinstance(rule, OfficialRule)
-    return decision.neighbour_mass, within_limit if is_official else decision.lenders.taken
+    return decision.neighbour_mass, within_limit if is_official else decision.neighbours.taken
 
 
 def accept(
@@ -111,9 +111,9 @@ def view_of(p: Tensor, tokens: Tensor, rule: ConfiguredRule) -> DraftView:
         token=tokens,
         depth=torch.ones_like(tokens),
         position=torch.zeros_like(tokens),
-        target=Weights(values=p, total=torch.ones_like(p[:, :1])),
+        target=ScaledDistributions(values=p, total=torch.ones_like(p[:, :1])),
         proposal=None,
-        codes=rule.codes,
+        codebook=rule.codebook,
     )
 
 

@@ -34,7 +34,7 @@ class Entry(NamedTuple):
 
 def some(**changes: Any) -> Rule:
     values: dict[str, Any] = {"name": "mine", "neighbours": 10}
-    values["decide"] = "by neighbours"
+    values["kind"] = "by neighbours"
     values["function"] = lambda draft, values: values["bound"] * draft.p_x
     return Rule(**values | changes)
 
@@ -46,7 +46,7 @@ def number(name: str, **changes: Any) -> Parameter:
 @pytest.mark.parametrize(
     ("rule", "wrong"),
     [
-        ("text", "no Rule but str"),
+        ("text", "is a str, not a Rule"),
         (some(name="Mine"), "lower-case"),
         (some(name="lantern"), "the name lantern is taken"),
         (some(name="static"), "the name static is taken"),
@@ -55,15 +55,15 @@ def number(name: str, **changes: Any) -> Parameter:
         (some(neighbours="3"), "TypeError"),
         (
             some(function=None),
-            "its decide 'by neighbours' does not fit its function",
+            "its kind 'by neighbours' does not fit its function",
         ),
         (
-            some(decide="strictly"),
-            "its decide 'strictly' does not fit its function",
+            some(kind="strictly"),
+            "its kind 'strictly' does not fit its function",
         ),
         (
             some(accept_tree="package:accept"),
-            "its decide 'by neighbours' does not fit its accept_tree",
+            "its kind 'by neighbours' does not fit its accept_tree",
         ),
         (
             some(parameters=(number("my-number"),)),

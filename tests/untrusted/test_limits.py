@@ -153,12 +153,12 @@ DEEP = [[0] * depth for depth in range(1, 300)]
         (
             [*GENERATE, "sjd-pac", "--candidates", "50", "--branching", "6"],
             2,
-            "the drafting pac makes 15,943,877,560 nodes of these values, and at most 2,048",
+            "the drafting pac needs 15,943,877,560 draft nodes with these values; the limit is",
         ),
         (
             [*GENERATE, "sjd-pac", "--candidates", "9", "--branching", "2000"],
             2,
-            "nodes of these values, and at most 2,048",
+            "draft nodes with these values; the limit is 2,048",
         ),
         (
             [*GENERATE, "speculative", "--tree", str(WIDE)],

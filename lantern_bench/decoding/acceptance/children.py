@@ -5,11 +5,11 @@ This is the loop of `reference.py`. For the children x of a node, in order:
     accept x with probability    min(1, p(x) / q(x))          strictly
                                  min(1, (p(x) + m(x)) / q(x))  by neighbours
                                  f(x)                          by probability
-    after a rejection            p <- normalize(max(p - removal * q, 0)), lenders set to 0
+    after a rejection            p <- normalize(max(p - removal * q, 0)), 0 at neighbours taken
                                  q <- normalize(q without x)
 
-A residual depends on no random number. So nothing is drawn here: each child is decided as if its
-earlier siblings had been rejected, and `verify.py` draws. Nodes with most children come first, so
+A residual depends on no random number. So each child is decided here as if its earlier siblings had
+been rejected, and `verify.py` draws the random numbers. Nodes with most children come first, so
 the children of one rank belong to the first n nodes. docs/algorithms.md, sections 3, 4 and 8.4.
 """
 
@@ -23,18 +23,17 @@ import torch
 from torch import Tensor
 
 from lantern_bench.decoding.acceptance.draft_view import (
-    Codes,
+    Codebook,
     Decision,
     DraftView,
-    Lenders,
-    Weights,
+    ScaledDistributions,
 )
 from lantern_bench.decoding.tree import TreeLayout, index_along
 
 if TYPE_CHECKING:
     from lantern_bench.decoding.acceptance.configured_rule import ConfiguredRule
 
-_EMPTY = 1e-12  # a residual with less than this of a mass of 1 is rounding
+_EMPTY = 1e-12  # a smaller sum of a residual is a rounding error
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class Children:
 
     # [N, V] target distributions; overwritten
     p: Tensor
-    # [N, V] what the children were drawn from; None: deterministic drafts; overwritten
+    # [N, V] distributions that the children were drawn from; None: deterministic; overwritten
     q: Tensor | None
     # the draft tokens, int64 [N, C]
     tokens: Tensor
@@ -51,25 +50,25 @@ class Children:
     offered: Tensor
     # how many leading nodes have a child of each rank
     nodes_per_rank: Sequence[int]
-    # int64 [N], of the children in the tree
+    # depth of the children in the tree, int64 [N]
     depth: Tensor
-    # int64 [N], of the children in the image
+    # position of the children in the image, int64 [N]
     position: Tensor
-    # of the trees of B images: row `slot * B + image` is the node `layout.nodes[slot]`
+    # layout of the trees of B images: row `slot * B + image` is the node `layout.nodes[slot]`
     layout: TreeLayout | None = None
 
 
 @dataclass(frozen=True)
 class Acceptance:
-    """The decision on N nodes with up to C children."""
+    """The decision on the up to C children of N nodes."""
 
     # [N, C] probability to accept each child, given that its earlier siblings were rejected
     accept: Tensor
     # [N, C] m(x) of each child that is tried
     neighbour_mass: Tensor
-    # [N, V] p after all children were rejected, of any scale
+    # [N, V] p after all children were rejected, not normalised
     residual: Tensor
-    # bool [N], rounding left no residual: the node's own p takes its place
+    # bool [N], nodes whose residual is lost to rounding: their own p replaces it
     exhausted: Tensor
 
     def bonus_distribution(self, rows: Tensor, p: Tensor) -> Tensor:
@@ -119,12 +118,15 @@ class Residual:
     and its sum is kept in float64, which saves a sum over the vocabulary for each child.
     """
 
-    def __init__(self, children: Children, codes: Codes) -> None:
+    # whether a rejected draw from q leaves the p of its neighbours as it was
+    keeps_neighbours = False
+
+    def __init__(self, children: Children, codebook: Codebook) -> None:
         self.p = children.p  # [N, V]
         self.q = children.q  # [N, V]; None: deterministic drafts
         # [N], nodes for which rounding left no residual
         self.exhausted = torch.zeros_like(children.depth, dtype=torch.bool)
-        self._codes = codes
+        self._codebook = codebook
         self._children = children
         self._q_sum = torch.ones_like(self.p[:, :1])  # [N, 1]
         self._p_sum = torch.ones_like(self._q_sum, dtype=torch.float64)  # [N, 1]
@@ -136,14 +138,14 @@ class Residual:
         n = len(tokens)
         proposal = None
         if self.q is not None:
-            proposal = Weights(values=self.q[:n], total=self._q_sum[:n])
+            proposal = ScaledDistributions(values=self.q[:n], total=self._q_sum[:n])
         return DraftView(
             token=tokens,
             depth=self._children.depth[:n],
             position=self._children.position[:n],
-            target=Weights(values=self.p[:n], total=self._p_sum[:n].to(self.p.dtype)),
+            target=ScaledDistributions(values=self.p[:n], total=self._p_sum[:n].to(self.p.dtype)),
             proposal=proposal,
-            codes=self._codes,
+            codebook=self._codebook,
         )
 
     def reject(self, tokens: Tensor, decision: Decision, tried: Tensor) -> None:
@@ -162,17 +164,18 @@ class Residual:
     def _reject_sampled(self, x: Tensor, decision: Decision, tried: Tensor) -> None:
         """Reject draws from q; columns are [n, 1].
 
-        p <- normalize(max(p - removal * q, 0)), with 0 at the lenders; then remove x from q. At x
-        the residual is 0 already: a rejected x has p(x) <= p(x) + m(x) < q(x).
+        p <- normalize(max(p - removal * q, 0)), with 0 at the neighbours taken; then x is removed
+        from q. At x the residual is 0 already: a rejected x has p(x) <= p(x) + m(x) < q(x).
         """
         assert self.q is not None
         n = len(x)
         p = self.p[:n]
         q = self.q[:n]
         residual = (p - q / self._q_sum[:n] * decision.removal).clamp_min_(0.0)
-        if decision.lenders is not None:
-            near = decision.lenders
-            left = torch.where(near.taken, self._kept_p(near, p), residual.gather(1, near.tokens))
+        near = decision.neighbours
+        if near is not None:
+            kept = p.gather(1, near.tokens) if self.keeps_neighbours else 0.0
+            left = torch.where(near.taken, kept, residual.gather(1, near.tokens))
             _write(residual, near.tokens, left)
         residual_sum = residual.sum(dim=1, keepdim=True)
         p.copy_(torch.where(tried & (residual_sum > 0), residual / residual_sum, p))
@@ -183,16 +186,16 @@ class Residual:
     def _reject_deterministic(self, x: Tensor, decision: Decision, tried: Tensor) -> None:
         """Reject drafts of probability 1; columns are [n, 1].
 
-        Take x, or the part of x that acceptance used up, and the lenders out of p.
+        Take x, or the part of x that acceptance used up, and the neighbours taken out of p.
         """
         n = len(x)
         p = self.p[:n]
         p_sum = self._p_sum[:n]
-        if decision.lenders is not None:
-            near = decision.lenders
+        near = decision.neighbours
+        if near is not None:
             before = p.gather(1, near.tokens)
-            lent = torch.where(near.taken, before, 0.0)
-            p_sum = p_sum - lent.sum(dim=1, keepdim=True, dtype=torch.float64)
+            taken = torch.where(near.taken, before, 0.0)
+            p_sum = p_sum - taken.sum(dim=1, keepdim=True, dtype=torch.float64)
             _write(p, near.tokens, torch.where(near.taken & tried, 0.0, before))
         removal = decision.removal
         if isinstance(removal, Tensor):
@@ -203,11 +206,6 @@ class Residual:
         _write(p, x, torch.where(tried, left, p_x))
         self._p_sum[:n] = torch.where(tried, p_sum, self._p_sum[:n])
         self._handle_empty(tried & (p_sum <= _EMPTY))
-
-    def _kept_p(self, near: Lenders, p: Tensor) -> Tensor | float:
-        """Return the p that the lenders `near` keep after a rejection."""
-        del near, p
-        return 0.0
 
     def _handle_empty(self, empty: Tensor) -> None:
         """Mark nodes whose residual is `empty` [n, 1] as exhausted."""

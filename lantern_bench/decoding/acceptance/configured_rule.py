@@ -1,4 +1,4 @@
-"""A rule of methods/rules.py with the values of a cell and the codes of a model.
+"""A rule of methods/rules.py with the values of a cell and the codebook of a model.
 
 It decides on each draft as if its earlier siblings had been rejected.
 
@@ -24,41 +24,41 @@ from lantern_bench.decoding.acceptance.children import (
     Residual,
     accept_children,
 )
-from lantern_bench.decoding.acceptance.draft_view import Codes, Decision, DraftView, Lenders
+from lantern_bench.decoding.acceptance.draft_view import Codebook, Decision, DraftView, Neighbours
 from lantern_bench.methods.parameters import Values, load_code
 from lantern_bench.methods.rules import RelaxedFunction, Rule
 
 
 @dataclass(eq=False)
 class ConfiguredRule:
-    """An acceptance rule with the values of a cell and the codes of a model."""
+    """An acceptance rule with the values of a cell and the codebook of a model."""
 
-    rule: Rule
+    row: Rule
     # the rule's parameters by name; in decoding, floats are tensors of one element
     values: Values = field(default_factory=dict)
-    codes: Codes = field(default_factory=Codes)
+    codebook: Codebook = field(default_factory=Codebook)
 
     def __post_init__(self) -> None:
         # Named functions are imported here and not inside a compiled program.
         self._accept: Callable[[Children, ConfiguredRule], Acceptance] = load_code(
-            self.rule.accept_tree or accept_children
+            self.row.accept_tree or accept_children
         )
 
     @property
     def name(self) -> str:
         """The rule's name."""
-        return self.rule.name
+        return self.row.name
 
     @property
     def function(self) -> RelaxedFunction:
         """The function of a relaxed rule."""
-        assert self.rule.function is not None
-        return self.rule.function
+        assert self.row.function is not None
+        return self.row.function
 
     @property
     def takes_neighbours(self) -> bool:
         """Whether drafts take neighbour mass; without neighbours such a rule is strict."""
-        return self.rule.decide == "by neighbours" and self.codes.neighbours > 0
+        return self.row.kind == "by neighbours" and self.codebook.neighbours > 0
 
     def accept(self, children: Children) -> Acceptance:
         """Decide on the children of all nodes of a batch of trees."""
@@ -68,7 +68,7 @@ class ConfiguredRule:
         """Decide on the drafts of n nodes."""
         if self.takes_neighbours:
             return self.decide_by_neighbours(draft)
-        if self.rule.decide == "by probability":
+        if self.row.kind == "by probability":
             return self._decide_by_probability(draft)
         mass = torch.zeros_like(draft.p_x)
         return Decision(probability=draft.accept_probability(mass), neighbour_mass=mass)
@@ -81,13 +81,13 @@ class ConfiguredRule:
         return Decision(
             probability=draft.accept_probability(mass),
             neighbour_mass=mass,
-            lenders=Lenders(tokens=draft.neighbour_tokens, taken=taken),
+            neighbours=Neighbours(tokens=draft.neighbour_tokens, taken=taken),
         )
 
     def neighbour_masses(self, draft: DraftView) -> tuple[Tensor, Tensor]:
-        """Return the cumulative mass of the neighbours, nearest first, and which keep the limit.
+        """Return the cumulative mass of the neighbours, nearest first, and which are in the limit.
 
-        Both [n, k].
+        Both are [n, k].
         """
         limit = self.function(draft, self.values)
         cumulative_mass = draft.neighbour_p.cumsum(dim=1)
@@ -114,4 +114,4 @@ class ConfiguredRule:
 
     def residual(self, children: Children) -> Residual:
         """Return p and q of nodes before the first rejection."""
-        return Residual(children, self.codes)
+        return Residual(children, self.codebook)

@@ -12,14 +12,14 @@ from lantern_bench.decoding.tree import index_along
 
 
 @dataclass(frozen=True)
-class Weights:
-    """N distributions as weights of any scale with their sums.
+class ScaledDistributions:
+    """n distributions, each multiplied by a number, with their sums.
 
     Renormalising is then one division where a probability is read, and no pass over the vocabulary.
     """
 
     values: Tensor  # [n, V]
-    total: Tensor  # [n, 1]
+    total: Tensor  # sums of the rows, [n, 1]
 
     @property
     def probabilities(self) -> Tensor:
@@ -32,16 +32,16 @@ class Weights:
 
 
 @dataclass(frozen=True, eq=False)
-class Codes:
+class Codebook:
     """What a rule knows of a model's codes."""
 
-    # Tokens from this number on are forced; None: no token is forced.
-    count: int | None = None
+    # Tokens 0 to n_codes - 1 are image codes; later tokens are forced. None: all are codes.
+    n_codes: int | None = None
     # k: how many nearest codes a rule looks at
     neighbours: int = 0
     # int [V, >= k], nearest first
     nearest: Tensor | None = None
-    # [V, d], in the space that neighbours are measured in; zeros for forced tokens
+    # [V, d], in the space in which neighbours are measured; zeros for forced tokens
     embeddings: Tensor | None = None
 
     def nearest_to(self, tokens: Tensor, extra: int = 0) -> Tensor:
@@ -66,11 +66,11 @@ class DraftView:
     depth: Tensor
     # how many tokens of the image come before x, int64 [n]
     position: Tensor
-    # p as weights
-    target: Weights
-    # q as weights; None: deterministic drafts, whose q(x) is 1
-    proposal: Weights | None
-    codes: Codes
+    # p
+    target: ScaledDistributions
+    # q; None: deterministic drafts, whose q(x) is 1
+    proposal: ScaledDistributions | None
+    codebook: Codebook
 
     @property
     def p(self) -> Tensor:
@@ -96,7 +96,7 @@ class DraftView:
 
     @property
     def ratio(self) -> Tensor:
-        """P / q [n, V], the ratio that the strict rule accepts each token with."""
+        """The ratio p / q [n, V], unclamped; the strict rule accepts with min(1, p(x) / q(x))."""
         q = self.q
         return self.p if q is None else self.p / q
 
@@ -109,7 +109,7 @@ class DraftView:
     @property
     def neighbour_tokens(self) -> Tensor:
         """The k nearest codes of x, int64 [n, k], nearest first."""
-        return self.codes.nearest_to(self.token)
+        return self.codebook.nearest_to(self.token)
 
     @property
     def neighbour_p(self) -> Tensor:
@@ -119,21 +119,21 @@ class DraftView:
     @property
     def nearest_codes(self) -> Tensor:
         """The k nearest codes of every token, int64 [V, k], for rules by probability."""
-        return self.codes.nearest_to(index_along(self.target.values, 1))
+        return self.codebook.nearest_to(index_along(self.target.values, 1))
 
     @property
     def distances(self) -> Tensor:
-        """The Euclidean distances [n, k] from x to `neighbour_tokens`, in `codebook`."""
-        x = self.codebook[self.token]
-        difference = self.codebook[self.neighbour_tokens] - x[:, None, :]
+        """The Euclidean distances [n, k] from x to the embeddings of `neighbour_tokens`."""
+        x = self.embeddings[self.token]
+        difference = self.embeddings[self.neighbour_tokens] - x[:, None, :]
         return difference.square().sum(dim=-1).sqrt()
 
     @property
-    def codebook(self) -> Tensor:
+    def embeddings(self) -> Tensor:
         """Embeddings of the codes [V, d]; zeros for forced tokens."""
-        if self.codes.embeddings is None:
-            raise ValueError("the row of the rule does not say that it reads the codebook")
-        return self.codes.embeddings
+        if self.codebook.embeddings is None:
+            raise ValueError("the rule reads embeddings, so its row needs codebook=True")
+        return self.codebook.embeddings
 
     def accept_probability(self, mass: Tensor) -> Tensor:
         """Return min(1, (p(x) + m(x)) / q(x)) [n] for m(x) = `mass` [n]."""
@@ -150,8 +150,8 @@ class DraftView:
 
 
 @dataclass(frozen=True)
-class Lenders:
-    """The codes near the drafts of n nodes, and which of them lend their probability."""
+class Neighbours:
+    """The codes nearest to the drafts of n nodes, and which of them a draft takes mass from."""
 
     tokens: Tensor  # int64 [n, k], nearest first
     taken: Tensor  # bool [n, k]
@@ -159,10 +159,10 @@ class Lenders:
 
 @dataclass(frozen=True)
 class Decision:
-    """How a rule decides on the drafts x of n nodes, and what a rejection of x has to know."""
+    """How a rule decides on the drafts x of n nodes, and what the residual after them needs."""
 
-    probability: Tensor  # [n], of accepting x
-    neighbour_mass: Tensor  # [n], m(x): what x takes from other tokens
-    lenders: Lenders | None = None  # by neighbours: whom x takes it from
-    # which part of each token's q acceptance uses up: [n, V], or one number for all
+    probability: Tensor  # of accepting x, [n]
+    neighbour_mass: Tensor  # m(x), the mass that x takes from other tokens, [n]
+    neighbours: Neighbours | None = None  # the tokens that x takes it from; None: no rule for them
+    # the part of each token's q that acceptance uses up: [n, V], or one number for all
     removal: Tensor | float = 1.0

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lantern_bench.decoding.acceptance.children import Children, Residual
 from lantern_bench.decoding.acceptance.configured_rule import ConfiguredRule
-from lantern_bench.decoding.acceptance.draft_view import Decision, DraftView, Lenders
+from lantern_bench.decoding.acceptance.draft_view import Decision, DraftView, Neighbours
 
 
 class OfficialRule(ConfiguredRule):
@@ -28,35 +28,33 @@ class OfficialRule(ConfiguredRule):
         if self.takes_neighbours:
             return self._decide_officially(draft)
         decision = super().decide(draft)
-        if self.rule.official_removal is None:
+        if self.row.official_removal is None:
             return decision
-        return replace(decision, removal=self.rule.official_removal)
+        return replace(decision, removal=self.row.official_removal)
 
     def _decide_officially(self, draft: DraftView) -> Decision:
         cumulative_mass, taken = self.neighbour_masses(draft)
         mass = torch.where(taken, cumulative_mass, 0.0).amax(dim=1)
-        tokens = self.codes.nearest_to(draft.token, extra=1)
+        tokens = self.codebook.nearest_to(draft.token, extra=1)
         return Decision(
             probability=draft.accept_probability(mass),
             neighbour_mass=mass,
-            lenders=Lenders(tokens=tokens, taken=taken[:, :1].expand_as(tokens)),
+            neighbours=Neighbours(tokens=tokens, taken=taken[:, :1].expand_as(tokens)),
         )
 
     def residual(self, children: Children) -> Residual:
         """Return p and q of nodes before the first rejection."""
-        return OfficialResidual(children, self.codes)
+        return OfficialResidual(children, self.codebook)
 
 
 class OfficialResidual(Residual):
     """The residual of the LANTERN authors' code."""
 
-    def _kept_p(self, near: Lenders, p: Tensor) -> Tensor | float:
-        """Leave the neighbours' p as it was: their code takes them out of q."""
-        return p.gather(1, near.tokens)
+    keeps_neighbours = True  # their code takes the neighbours out of q instead
 
     def _handle_empty(self, empty: Tensor) -> None:
         """Go on with a uniform distribution."""
         n = len(empty)
-        count = self._codes.count or self.p.shape[1]
-        self.p[:n, :count].masked_fill_(empty, 1.0 / count)
+        n_codes = self._codebook.n_codes or self.p.shape[1]
+        self.p[:n, :n_codes].masked_fill_(empty, 1.0 / n_codes)
         self._p_sum[:n].masked_fill_(empty, 1.0)

@@ -1,7 +1,7 @@
 """Verification: the path of a draft tree that a step commits (docs/algorithms.md, section 3).
 
-`verify` accepts at most one child of each node, by random numbers. `verify_greedy` decides on every
-child by itself. Both commit the longest path of accepted nodes.
+`verify` accepts at most one child of each node, by random numbers. `verify_greedy` decides on each
+child independently. Both return the longest path of accepted nodes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lantern_bench.decoding.acceptance.children import Acceptance, Children
 from lantern_bench.decoding.acceptance.configured_rule import ConfiguredRule
-from lantern_bench.decoding.acceptance.draft_view import Decision, DraftView, Weights
+from lantern_bench.decoding.acceptance.draft_view import Decision, DraftView, ScaledDistributions
 from lantern_bench.decoding.sampling import greedy_probabilities, sample
 from lantern_bench.decoding.trace import ALL_REJECTED, NOT_OFFERED
 from lantern_bench.decoding.tree import DraftTree, at_nodes, first_true, index_along
@@ -21,7 +21,7 @@ from lantern_bench.decoding.tree import DraftTree, at_nodes, first_true, index_a
 
 @dataclass(frozen=True)
 class Verdict:
-    """What one step commits, for each of B images and a tree of depth D."""
+    """What one step commits to each of B images, for a tree of depth D."""
 
     # node numbers from the root to the last accepted node, then -1, int64 [B, D + 1]
     path: Tensor
@@ -60,18 +60,18 @@ def verify(
         depth_limit: The depth drafted to (free positions - 1), int64 [B]; 0 or less drafts nothing.
         position: The tokens committed so far, int64 [B], for rules that read it.
     """
-    # 1. How likely is each child accepted, if its earlier siblings are rejected?
+    # 1. Compute how likely each child is accepted if its earlier siblings are rejected.
     offered, acceptance = accept_drafts(
         tree=tree, target_probs=target_probs, rule=rule, depth_limit=depth_limit, position=position
     )
 
-    # 2. The first child whose number is below its probability is accepted.
+    # 2. Accept the first child whose uniform number is below its probability.
     hit = tree.rows(uniforms) < acceptance.accept
     rank = index_along(hit, 1)
     first_hit = first_true(hit)[:, None]
     end, path = longest_path(tree, offered, tree.by_node(hit & (rank == first_hit)))
 
-    # 3. Draw the bonus token behind the path.
+    # 3. Draw the bonus token, which follows the path.
     next_probs = bonus_distribution(
         tree=tree, offered=offered, acceptance=acceptance, target_probs=target_probs, end=end
     )
@@ -103,8 +103,8 @@ def verify_greedy(
         tree: The drafts.
         guided_logits: The target's logits at every node, float32 [B, M, V].
         rule: Relaxes p if it takes neighbours.
-        depth_limit: As of `verify`.
-        position: As of `verify`.
+        depth_limit: The depth drafted to, int64 [B], as in `verify`.
+        position: The tokens committed so far, int64 [B], for rules that read it.
     """
     offered = offered_children(tree, depth_limit)
     # The argmax of the logits is the argmax of p, without ties by rounding in the softmax.
@@ -139,11 +139,11 @@ def accept_drafts(
     """Decide on the children of all nodes in `tree.layout`.
 
     Args:
-        tree: As of `verify`.
-        target_probs: As of `verify`.
-        rule: As of `verify`.
-        depth_limit: As of `verify`.
-        position: As of `verify`.
+        tree: The drafts.
+        target_probs: p at every node, float32 [B, M, V].
+        rule: Decides how likely each child is accepted.
+        depth_limit: The depth drafted to, int64 [B], as in `verify`.
+        position: The tokens committed so far, int64 [B], for rules that read it.
 
     Returns:
         The offered children [B, M, C], -1 where there is none, and their acceptance.
@@ -298,9 +298,9 @@ def _relaxed_argmax(children: Children, rule: ConfiguredRule) -> tuple[Tensor, T
             token=x,
             depth=children.depth[:n],
             position=children.position[:n],
-            target=Weights(values=p, total=torch.ones_like(p[:, :1])),
+            target=ScaledDistributions(values=p, total=torch.ones_like(p[:, :1])),
             proposal=None,
-            codes=rule.codes,
+            codebook=rule.codebook,
         )
         # Greedy decoding has no residual, so `residual: official` is ignored.
         decision = rule.decide_by_neighbours(draft)
@@ -310,10 +310,10 @@ def _relaxed_argmax(children: Children, rule: ConfiguredRule) -> tuple[Tensor, T
 
 
 def relaxed_distribution(draft: DraftView, decision: Decision) -> Tensor:
-    """Return p~ [n, V]: p(x) + m(x) at x, 0 at the lenders, p elsewhere."""
+    """Return p~ [n, V]: p(x) + m(x) at x, 0 at the neighbours taken, p elsewhere."""
     relaxed = draft.p.clone()
-    if decision.lenders is not None:
-        tokens = decision.lenders.tokens
-        left = torch.where(decision.lenders.taken, 0.0, relaxed.gather(1, tokens))
+    if decision.neighbours is not None:
+        tokens = decision.neighbours.tokens
+        left = torch.where(decision.neighbours.taken, 0.0, relaxed.gather(1, tokens))
         relaxed.scatter_(1, tokens, left)
     return relaxed.scatter_add_(1, draft.token[:, None], decision.neighbour_mass[:, None])

@@ -1,4 +1,4 @@
-"""`DraftMethod`, the base class of all ways to draft, and what it is given in each step."""
+"""`DraftMethod`, the base class of all ways to draft, and its inputs in each step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lantern_bench.methods.parameters import load_code
 class Proposer:
     """The drafter in one step: the distributions q that drafts are drawn from.
 
-    q is made of the drafter's logits as p is made of the target's.
+    q is computed from the drafter's logits as p is computed from the target's.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class Proposer:
         features: Tensor,
         counts: Tensor,
     ) -> None:
-        """Show the drafter committed tokens, as `DrafterSession.observe`."""
+        """Show the drafter the committed tokens, with the arguments of `DrafterSession.observe`."""
         self._session = session
         self._decoding = decoding
         # the images with NaN or infinite logits so far, [B]
@@ -57,20 +57,20 @@ class Proposer:
 
 
 class DraftInputs(NamedTuple):
-    """What a draft of B images is made from."""
+    """The inputs of a draft of B images."""
 
-    # the last committed tokens, which are drafted below, int64 [B]
+    # the last committed tokens, the roots of the drafts, int64 [B]
     root: Tensor
     # Exp(1) noise, float32 [B, noises, V]
     noise: Tensor
-    # how deep drafts can be of use, int64 [B]; verification leaves out deeper ones
+    # the largest useful depth, int64 [B]; verification ignores deeper drafts
     depth_limit: Tensor
     # None for a drafting without a drafter
     proposer: Proposer | None = None
 
 
 class LastStep(NamedTuple):
-    """What a step found, for draftings that make the next draft from it."""
+    """The result of a step, for draftings that make the next draft from it."""
 
     # the target's distributions at the nodes, float32 [B, M, V] (greedy: at temperature 1)
     p: Tensor
@@ -89,17 +89,17 @@ class DraftMethod:
     state is in tensors that `draft`, `start_images` and `after_step` write in place.
     """
 
-    # The draft, which `draft` fills and verification reads
+    # the draft, which `draft` fills and verification reads
     tree: DraftTree
     # depth of the deepest node
     depth: int
     # forwards of the drafter in a step
     forwards = 0
-    # vectors of Exp(1) noise over the vocabulary that a step takes
+    # how many vectors of Exp(1) noise over the vocabulary a step uses
     noises = 0
-    # whether `after_step` reads what a step found
+    # whether `after_step` must run
     reads_last_step = False
-    # verifies its trees at temperatures above 0
+    # the verification at temperatures above 0
     verify: Callable[..., Verdict] = staticmethod(verify)
 
     def draft(self, inputs: DraftInputs) -> None:
@@ -110,7 +110,7 @@ class DraftMethod:
         """Start new images, whose first tokens have the distributions `p` float32 [B, V]."""
 
     def after_step(self, step: LastStep) -> None:
-        """Learn from a verified step; runs in the same program, where `reads_last_step`."""
+        """Use the result of a step; called in its last program if `reads_last_step`."""
 
 
 def drafting_of(decoding: Decoding, target: Target, batch: int = 1) -> DraftMethod:

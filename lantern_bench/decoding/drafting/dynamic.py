@@ -20,15 +20,15 @@ class Frontier(NamedTuple):
 
     # the tokens, int64 [B, beam]
     tokens: Tensor
-    # the slot of each node's parent in the frontier before, int64 [B, beam]; at first 0, the root
+    # the slot of each node's parent in the previous frontier, int64 [B, beam]; at first 0, the root
     origin: Tensor
-    # Which expanded nodes below the root each node attends to, bool [B, beam, r * beam] in round r:
-    # slot s of frontier i is column i * beam + s, its own included.
+    # The expanded nodes that each node attends to, itself included, bool [B, beam, r * beam] in
+    # round r. Slot s of frontier i is column i * beam + s.
     seen: Tensor
 
 
 class Growth:
-    """The candidates of one dynamic draft: made from the root's q, then `grow` D - 1 times.
+    """The candidates of one dynamic draft: from the root's q, then from D - 1 calls of `grow`.
 
     Candidates are numbered in the order of generation: by round, slot of their parent, rank.
     """
@@ -84,8 +84,9 @@ class Growth:
             depth_limit: Leaves out deeper candidates, int64 [B].
 
         Returns:
-            Numbers, ascending, and which of them count, both [B, m] with
-            m = min(nodes, candidates). Missing ones are at least the number of candidates.
+            The numbers of the kept candidates, ascending, and which of them are valid, both
+            [B, m] with m = min(nodes, candidates). Invalid numbers are at least the number of
+            candidates.
         """
         reach = torch.cat(self.log_q, dim=1)
         total = reach.shape[1]
@@ -93,7 +94,7 @@ class Growth:
             depths = self._depths_of(torch.arange(total, device=reach.device))
             too_deep = depths > depth_limit[:, None]
             reach = reach.masked_fill(too_deep, -torch.inf)
-        # Numbers rise with depth, so a stable sort settles ties as asked.
+        # Numbers rise with depth, so a stable sort prefers the smaller depth.
         best = torch.sort(reach, dim=1, descending=True, stable=True).indices[:, :nodes]
         is_possible = reach.gather(1, best) > -torch.inf
         numbers = torch.where(is_possible, best, total).sort(dim=1).values
@@ -104,19 +105,19 @@ class Growth:
         return 1 + (numbers + self.beam**2 - self.beam) // self.beam**2
 
     def tree(self, root: Tensor, nodes: int, depth_limit: Tensor | None = None) -> DraftTree:
-        """Return the draft of the roots and of what `select` keeps: M = m + 1, C = beam.
+        """Return the draft of the roots and the kept candidates: M = m + 1, C = beam.
 
         Args:
             root: The last committed tokens, int64 [B].
-            nodes: As of `select`.
-            depth_limit: As of `select`.
+            nodes: How many candidates to keep.
+            depth_limit: Leaves out deeper candidates, int64 [B].
         """
         numbers, valid = self.select(nodes, depth_limit)
         tokens = torch.cat(self._tokens, dim=1)
         parents = torch.cat(self._parents, dim=1)
         batch, total = tokens.shape
 
-        # Candidate c is node `node[c + 1]`; -1, which is above the root's children, is node 0.
+        # Candidate c is node `node[c + 1]`. Candidate -1 is the root, node 0.
         node = numbers.new_zeros(batch, total + 2)
         in_order = torch.arange(1, numbers.shape[1] + 1, device=numbers.device)
         node.scatter_(1, numbers + 1, in_order.expand_as(numbers))
@@ -126,7 +127,7 @@ class Growth:
             tokens=torch.cat([root[:, None], tokens.gather(1, numbers)], dim=1),
             parents=functional.pad(parent_nodes, (1, 0), value=-1),
             depths=functional.pad(self._depths_of(numbers), (1, 0)),
-            # The candidates below the root and below every frontier node are `beam` in a row.
+            # The children of the root and of every frontier node are `beam` consecutive candidates.
             ranks=functional.pad(numbers % self.beam, (1, 0)),
             valid=functional.pad(valid, (1, 0), value=True),
             fanout=self.beam,
@@ -135,7 +136,7 @@ class Growth:
 
 
 def _most_probable_children(q: Tensor, beam: int) -> tuple[Tensor, Tensor]:
-    """Return the `beam` most probable tokens and their log q [..., beam], -inf if none is left."""
+    """Return the `beam` most probable tokens and their log q [..., beam], -inf where q is 0."""
     tokens, valid = most_probable(q, beam)
     # At most 0: a probability rounded above 1 must not lift a child above its parent.
     log_q = q.gather(-1, tokens).float().log().clamp_max(0.0)
@@ -162,7 +163,7 @@ class DynamicDrafting(DraftMethod):
         ).clone()
 
     def draft(self, inputs: DraftInputs) -> None:
-        """Grow from the root: deterministic, given the prefix (docs/algorithms.md, section 2)."""
+        """Grow from the root; deterministic, given the prefix (docs/algorithms.md, section 2)."""
         proposer = inputs.proposer
         assert proposer is not None
         growth = Growth(proposer.root_q[:, 0], self._beam)

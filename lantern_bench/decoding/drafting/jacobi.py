@@ -1,14 +1,15 @@
 """Drafts from the target's own last answers: speculative Jacobi decoding (SJD), also coupled (SCD).
 
-What a step scored at a position is what the next step drafts there. SJD: arXiv 2410.01699, SCD:
-arXiv 2510.24211; docs/algorithms.md, sections 8.1, 8.2 and 8.7.
+The distribution that the target computed for a position in one step is the q of the next step's
+draft there. Such a distribution [V] is called a row. SJD: arXiv 2410.01699, SCD: arXiv 2510.24211;
+docs/algorithms.md, sections 8.1, 8.2 and 8.7.
 
 Why this is lossless:
 
-1. The row that each draft was drawn from is kept, and is the tree's q. So the ordinary verification
-   decides, whatever the row is.
-2. A row depends on tokens before its position alone, never on the draft itself.
-3. Coupling draws a draft given the last one, such that its marginal distribution stays the row.
+1. The row that each draft was drawn from is kept and becomes the q of the tree. So the ordinary
+   verification is right for any row.
+2. A row depends only on tokens before its position, never on the draft itself.
+3. Coupling draws a draft given the last one, such that its marginal distribution is still the row.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ from lantern_bench.utils.errors import RefusedError
 
 
 def couple(p: Tensor, q: Tensor, x: Tensor, residual: Tensor | None = None) -> Tensor:
-    """Return what to draw the next drafts from so that most stay and they are distributed as `p`.
+    """Return what to draw the next drafts from, given the last drafts (maximal coupling).
 
-    Maximal coupling: x stays with probability min(1, p(x) / q(x)); otherwise a draw from the
-    residual takes its place. `reference.py` has the paper form.
+    The next drafts are distributed as `p` and equal the last ones as often as possible: x stays
+    with probability min(1, p(x) / q(x)), and otherwise a draw from the residual replaces it.
+    `reference.py` has the paper form.
 
     Args:
         p: The distribution [..., V] of the next drafts.
@@ -41,7 +43,7 @@ def couple(p: Tensor, q: Tensor, x: Tensor, residual: Tensor | None = None) -> T
     if residual is None:
         residual = (p - q).clamp_min(0.0)
     residual_sum = residual.sum(dim=-1, keepdim=True)
-    # If rounding leaves nothing to change to, nothing changes.
+    # If rounding leaves no residual, every draft stays.
     stays = torch.where(residual_sum > 0, (p.gather(-1, x) / q.gather(-1, x)).clamp_max(1.0), 1.0)
     changes = residual * torch.where(residual_sum > 0, (1.0 - stays) / residual_sum, 0.0)
     return torch.where(index_along(p, -1) == x, stays, changes)
@@ -50,12 +52,12 @@ def couple(p: Tensor, q: Tensor, x: Tensor, residual: Tensor | None = None) -> T
 class JacobiDrafting(DraftMethod):
     """A chain of W = `window` drafts below the root.
 
-    Draft i belongs to the position `position` + i of the image. Fresh drafts belong to positions
-    that the window has just reached, for which the target has not answered yet.
+    Draft i belongs to the position `position` + i of the image. A draft is fresh if the window has
+    just reached its position, so that the target has no row for it yet.
     """
 
     reads_last_step = True
-    # with maximal coupling: whether the drafts of the last step and their rows are needed
+    # whether a subclass reads the drafts of the last step and their rows (maximal coupling only)
     reads_last_drafts = False
 
     def __init__(self, decoding: Decoding, target: Target, batch: int) -> None:
@@ -71,14 +73,15 @@ class JacobiDrafting(DraftMethod):
                 "initial above: this model does not say how long a row of its grid is", "Use left."
             )
         self.depth = window
-        # Gumbel coupling needs noise only for fresh drafts, but only the device knows which are.
+        # Gumbel coupling needs noise only for fresh drafts, which the host does not know.
         self.noises = 0 if decoding.greedy else window
         # the forced tokens at positions int64 [...], -1 where none is
         self._forced = target.forced_tokens
         self._copies = self._initial in ("left", "above")
         self._has_certain = self._copies or target.n_codes < vocabulary
         self._codes = torch.arange(vocabulary, device=device)
-        self._ahead = torch.arange(window + 1, device=device)
+        # 0 to W: positions relative to the root's
+        self._offsets = torch.arange(window + 1, device=device)
         self._uniform = (self._codes < target.n_codes) / target.n_codes
 
         # The row that each draft was drawn from, [B, W, V]. Between steps: the marginal
@@ -91,19 +94,19 @@ class JacobiDrafting(DraftMethod):
         # how many tokens are committed, int64 [B]
         self._position = torch.zeros_like(self._committed)
         if self._coupling == "maximal":
-            # what the next drafts are drawn from, given the last ones
+            # the distributions of the next drafts given the last ones, [B, W, V]
             self._coupled_q = torch.zeros_like(self._q)
         if self._coupling == "maximal" and self.reads_last_drafts:
             # the drafts of the last step, [B, W], and their rows
-            self._old = self._committed.new_zeros(batch, window)
-            self._old_q = torch.zeros_like(self._q)
+            self._last_drafts = self._committed.new_zeros(batch, window)
+            self._last_q = torch.zeros_like(self._q)
         if self._coupling == "gumbel":
-            # the noise of each position
-            self._clocks = torch.ones_like(self._q)
+            # the Exp(1) noise of each position in the window, [B, W, V]
+            self._position_noise = torch.ones_like(self._q)
         if self._copies:
-            # the image's tokens, committed and drafted, that copies are read from, [B, N + W + 1]
+            # the image's committed and drafted tokens, which drafts are copied from, [B, N + W + 1]
             columns = target.image_tokens + window + 1
-            self._line = self._committed.new_zeros(batch, columns)
+            self._history = self._committed.new_zeros(batch, columns)
 
     def start_images(self, p: Tensor) -> None:
         """Make all drafts fresh, as if a step had committed more than the whole window."""
@@ -114,42 +117,43 @@ class JacobiDrafting(DraftMethod):
             self._coupled_q.copy_(self._q)
 
     def after_step(self, step: LastStep) -> None:
-        """Shift p by the committed tokens; fresh drafts get the last row too (`initial: row`)."""
+        """Shift the rows by the committed tokens; the last row also fills the fresh places."""
         committed = step.accepted + 1
-        ahead = self._further(committed, self.depth)
+        reused = self._shifted(committed, self.depth)
         if self._coupling == "maximal":
-            drafts = self._first_drafts()
+            drafts = self._main_drafts()
             coupled = couple(step.p[:, :-1], self._q, drafts)
-            self._coupled_q.copy_(torch.cat([coupled, step.p[:, -1:]], dim=1)[ahead])
+            self._coupled_q.copy_(torch.cat([coupled, step.p[:, -1:]], dim=1)[reused])
             if self.reads_last_drafts:
-                old = self._further(committed, self.depth - 1)
-                self._old_q.copy_(self._q[old])
-                self._old.copy_(drafts[old])
-        self._q.copy_(step.p[ahead])
+                shifted = self._shifted(committed, self.depth - 1)
+                self._last_q.copy_(self._q[shifted])
+                self._last_drafts.copy_(drafts[shifted])
+        self._q.copy_(step.p[reused])
         self._committed.copy_(committed)
         self._position.copy_(step.position)
 
     def draft(self, inputs: DraftInputs) -> None:
-        """Draw every draft from its row, and keep the rows for verification."""
+        """Draw every draft from its row. The rows stay in `_q` for verification."""
         self._fill_chain(self._draw_window(inputs))
 
     def _draw_window(self, inputs: DraftInputs) -> Tensor:
-        """Return the root and its W drafts [B, W + 1], fresh ones as `initial` says."""
-        window = self._ahead[:-1]
+        """Return the root and its W drafts [B, W + 1]; `initial` decides how to draw fresh ones."""
+        window = self._offsets[:-1]
         fresh = window + self._committed[:, None] > self.depth
         position = self._position[:, None] + window
-        # the position in front of the fresh ones
+        # the last position that is not fresh, [B, 1]
         last = self._position[:, None] + self.depth - self._committed[:, None]
 
-        # 1. Fresh drafts without a row of their own come from all codes alike.
-        renewed = fresh
+        # 1. Choose the rows: fresh drafts have none, and are drawn uniformly from the codes. With
+        # `initial: row` they repeat the last row, unless it belongs to a forced token, because
+        # that token is impossible at other positions.
+        is_uniform = fresh
         if self._initial == "row":
-            # A repeated row can belong to a forced token, which is impossible elsewhere.
-            renewed = fresh & (self._forced(last) >= 0)
-        q = torch.where(renewed.unsqueeze(2), self._uniform, self._q)
+            is_uniform = fresh & (self._forced(last) >= 0)
+        q = torch.where(is_uniform.unsqueeze(2), self._uniform, self._q)
         drawn_from = q
         if self._coupling == "maximal":
-            drawn_from = torch.where(renewed.unsqueeze(2), self._uniform, self._coupled_q)
+            drawn_from = torch.where(is_uniform.unsqueeze(2), self._uniform, self._coupled_q)
 
         # 2. Draw.
         if self._greedy:
@@ -157,7 +161,7 @@ class JacobiDrafting(DraftMethod):
         else:
             tokens = sample(drawn_from, self._noise(inputs.noise))
 
-        # 3. Forced tokens and copies are certain where drafts are fresh.
+        # 3. Replace fresh drafts by forced tokens and copies, which are deterministic.
         if self._has_certain:
             certain = self._forced(position)
             if self._copies:
@@ -170,57 +174,60 @@ class JacobiDrafting(DraftMethod):
 
         self._q.copy_(q)
         drafted = torch.cat([inputs.root[:, None], tokens], dim=1)
-        self._remember(drafted)
+        self._write_history(drafted)
         return drafted
 
     def _fill_chain(self, tokens: Tensor) -> None:
         """Write the root and its drafts [B, W + 1] to the tree."""
         self.tree.copy_(self._chain.draft(tokens, self.tree.q))
 
-    def _first_drafts(self) -> Tensor:
+    def _main_drafts(self) -> Tensor:
         """Return the drafts [B, W] that were drawn from the rows."""
         return self.tree.tokens[:, 1:]
 
-    def _further(self, steps: Tensor, last: int) -> tuple[Tensor, Tensor]:
-        """Return the index [B, W] of places `steps` [B] further along, at most `last`."""
+    def _shifted(self, steps: Tensor, last: int) -> tuple[Tensor, Tensor]:
+        """Return the index (image, place) [B, W] of places 0 to W - 1 shifted by `steps` [B].
+
+        Places are clamped to `last`.
+        """
         images = index_along(steps)[:, None]
-        return images, (self._ahead[:-1] + steps[:, None]).clamp_max(last)
+        return images, (self._offsets[:-1] + steps[:, None]).clamp_max(last)
 
     def _noise(self, noise: Tensor) -> Tensor:
         """Return Exp(1) noise [B, W, V]; with Gumbel coupling a position keeps its noise."""
         if self._coupling != "gumbel":
             return noise
-        stays = self._ahead[:-1] + self._committed[:, None] < self.depth
-        shifted = self._clocks[self._further(self._committed, self.depth - 1)]
-        self._clocks.copy_(torch.where(stays.unsqueeze(2), shifted, noise))
-        return self._clocks
+        stays = self._offsets[:-1] + self._committed[:, None] < self.depth
+        shifted = self._position_noise[self._shifted(self._committed, self.depth - 1)]
+        self._position_noise.copy_(torch.where(stays.unsqueeze(2), shifted, noise))
+        return self._position_noise
 
-    def _remember(self, tokens: Tensor) -> None:
-        """Write the root and the drafts [B, W + 1] to the line that copies are read from."""
+    def _write_history(self, tokens: Tensor) -> None:
+        """Write the root and the drafts [B, W + 1] to the history that copies are read from."""
         if self._copies:
-            self._line.scatter_(1, self._position[:, None] - 1 + self._ahead, tokens)
+            self._history.scatter_(1, self._position[:, None] - 1 + self._offsets, tokens)
 
     def _copied(self, *, root: Tensor, tokens: Tensor, position: Tensor, last: Tensor) -> Tensor:
-        """Return the tokens [B, W] of the nearest position to the left, or above; -1 for none.
+        """Return the tokens [B, W] of the nearest position to the left or above that is not fresh.
 
-        Fresh positions are skipped.
+        They are -1 where there is no such position.
         """
-        self._remember(torch.cat([root[:, None], tokens], dim=1))
+        self._write_history(torch.cat([root[:, None], tokens], dim=1))
         if self._initial == "left":
             is_forced = (self._forced(last) >= 0).long()
             source = (last - is_forced).expand_as(position)
         else:
-            lines_up = (position - last + self._line_length - 1) // self._line_length
-            source = position - lines_up * self._line_length
-        return torch.where(source >= 0, self._line.gather(1, source.clamp_min(0)), -1)
+            rows_up = (position - last + self._line_length - 1) // self._line_length
+            source = position - rows_up * self._line_length
+        return torch.where(source >= 0, self._history.gather(1, source.clamp_min(0)), -1)
 
 
 class HybridDrafting(JacobiDrafting):
     """A Jacobi window whose first `drafted` drafts are drawn from a mixture with the drafter.
 
-    The mixture is w q + (1 - w) r with w = `drafter_weight`. q is the drafter's distribution and r
-    the target's last answer at the position. Fresh drafts come from q alone. At the first position
-    r was computed below a token that has since been rejected.
+    The mixture is w q + (1 - w) r with w = `drafter_weight`. q is the drafter's distribution, and r
+    the row of the position from the last step. Fresh drafts come from q alone. At the first
+    position, r was computed after a token that has since been rejected.
     """
 
     reads_last_drafts = True
@@ -231,14 +238,15 @@ class HybridDrafting(JacobiDrafting):
         self.forwards = min(decoding.value("drafted"), self.depth)
 
     def draft(self, inputs: DraftInputs) -> None:
-        """Draft a Jacobi window, then its first drafts anew, one drafter forward for each."""
+        """Draft a Jacobi window, then redraw its first drafts with one drafter forward for each."""
         root = inputs.root
         proposer = inputs.proposer
         assert proposer is not None
         tokens = self._draw_window(inputs)
-        noise = self._clocks if self._coupling == "gumbel" else inputs.noise
+        noise = self._position_noise if self._coupling == "gumbel" else inputs.noise
         head = [root]
-        last = self._committed + self._ahead[:, None]
+        # the place of each draft in the window of the last step, [W + 1, B]
+        place_before = self._committed + self._offsets[:, None]
         drafter_q = proposer.root_q
         for depth in range(self.forwards):
             if depth:
@@ -247,17 +255,17 @@ class HybridDrafting(JacobiDrafting):
                     head[-1][:, None], torch.zeros_like(root)[:, None], seen
                 )
             q = drafter_q[:, 0]
-            fresh = last[depth] > self.depth
-            has_old = last[depth] < self.depth
+            fresh = place_before[depth] > self.depth
+            was_drafted = place_before[depth] < self.depth
             weight = self._drafter_weight
             mixture = weight * q + (1.0 - weight) * self._q[:, depth]
             q = torch.where(fresh[:, None], q, mixture)
             drawn_from = q
             if self._coupling == "maximal":
-                coupled = couple(q, self._old_q[:, depth], self._old[:, depth])
-                drawn_from = torch.where(has_old[:, None], coupled, q)
+                coupled = couple(q, self._last_q[:, depth], self._last_drafts[:, depth])
+                drawn_from = torch.where(was_drafted[:, None], coupled, q)
             self._q[:, depth] = q
             head.append(q.argmax(dim=-1) if self._greedy else sample(drawn_from, noise[:, depth]))
         tokens = torch.cat([torch.stack(head, dim=1), tokens[:, self.forwards + 1 :]], dim=1)
-        self._remember(tokens)
+        self._write_history(tokens)
         self._fill_chain(tokens)

@@ -41,7 +41,7 @@ class PacDrafting(JacobiDrafting):
         self._siblings = width - 1
         if not decoding.greedy and self._coupling != "gumbel":
             self.noises += self._branching
-        # the row of q that the children of each node were drawn from
+        # the index in `_q` of the row that the children of each node are drawn from
         self._row = self._shape.depths.clamp_max(self.depth - 1)
         q = None if decoding.greedy else self._q[:, self._row]
         self.tree = self._shape.allocate(batch, q)
@@ -54,7 +54,8 @@ class PacDrafting(JacobiDrafting):
             columns.append(self.depth + siblings_above + path[-1] if is_sibling else len(path))
         self._column = torch.tensor(columns, device=device)
 
-        # onward[node, d]: the node at depth d, following first children, else the main chain
+        # onward[node, d], for d from the node's own depth on: the node at depth d that first
+        # children lead to, or the node of the main chain where there is no such child
         number = {path: node for node, path in enumerate(nodes)}
         onward = []
         for path in nodes:
@@ -63,12 +64,12 @@ class PacDrafting(JacobiDrafting):
         self._onward = torch.tensor(onward, device=device)
 
     def after_step(self, step: LastStep) -> None:
-        """Reuse the p of the nodes that first candidates lead to from the last accepted one."""
+        """Reuse the p of the first candidates below the last accepted node, then of the chain."""
         images = index_along(step.path)[:, None]
         super().after_step(step._replace(p=step.p[images, self._reused(step)]))
 
     def draft(self, inputs: DraftInputs) -> None:
-        """Draft the first candidates as Jacobi drafting does, and the others beside them."""
+        """Draft the first candidates as Jacobi drafting does, then their siblings."""
         noise = inputs.noise[:, : self.depth]
         first = self._draw_window(inputs._replace(noise=noise))
         x = first[:, 1 : self._branching + 1]
@@ -78,7 +79,7 @@ class PacDrafting(JacobiDrafting):
         else:
             noise = inputs.noise[:, self.depth :]
             if self._coupling == "gumbel":
-                noise = self._clocks[:, : self._branching]
+                noise = self._position_noise[:, : self._branching]
             others, able = draw_without_replacement(q, self._siblings, noise)
         tokens = torch.cat([first, others.flatten(1)], dim=1)
         valid = torch.cat([torch.ones_like(first, dtype=torch.bool), able.flatten(1)], dim=1)
@@ -89,7 +90,7 @@ class PacDrafting(JacobiDrafting):
         q = None if self._greedy else self._q[:, self._row]
         self.tree.copy_(self._shape.draft(tokens, q, valid))
 
-    def _first_drafts(self) -> Tensor:
+    def _main_drafts(self) -> Tensor:
         return self.tree.tokens[:, self._onward[0, 1:]]
 
     def _reused(self, step: LastStep) -> Tensor:

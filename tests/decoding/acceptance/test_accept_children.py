@@ -139,7 +139,7 @@ def test_the_official_fallback_excludes_forced_tokens(sampled: bool) -> None:
     q = torch.tensor([[1.0, 0.0, 0.0, 0.0, 0.0]]) if sampled else None
     table = torch.tensor([[1, 2], [0, 2], [0, 1], [0, 1], [0, 1]])
     rule = rule_named(name="additive", neighbours=1, bound=0.5, residual="official", table=table)
-    rule = replace(rule, codes=replace(rule.codes, count=4))
+    rule = replace(rule, codebook=replace(rule.codebook, n_codes=4))
     acceptance = rules.accept(p=p, q=q, tokens=torch.tensor([[0]]), rule=rule)
     assert acceptance.bonus_distribution(torch.tensor([0]), torch.zeros(1, 5)).tolist() == [
         [0.25, 0.25, 0.25, 0.25, 0.0]

@@ -191,7 +191,7 @@ def test_the_plain_residual_of_a_strength_below_1_is_seen() -> None:
     It is put in place of the rule's own.
     """
     cool_sd = rule_of("cool-sd", 0.6, "official")
-    rule = replace(cool_sd, rule=replace(cool_sd.rule, official_removal=1.0))
+    rule = replace(cool_sd, row=replace(cool_sd.row, official_removal=1.0))
     worst = []
     for p, q in pairs(2, 30, 12):
         worst.append(float(total_variation(p, mean_distribution(p, q, rule))))
@@ -293,7 +293,7 @@ def watching(monkeypatch: pytest.MonkeyPatch) -> Callable[..., ConfiguredRule]:
     def install(function: Callable[..., Any]) -> ConfiguredRule:
         row = Rule(
             "watching",
-            decide="by probability",
+            kind="by probability",
             function=function,
             neighbours=2,
             codebook=True,

@@ -91,7 +91,7 @@ def test_float32_stays_within_the_tolerance(rule: str, setting: str) -> None:
 def plain_cool_sd() -> ConfiguredRule:
     """Cool-SD with a residual of p itself."""
     cool_sd = rule_named("cool-sd", 0, 1.0, residual="official")
-    return replace(cool_sd, rule=replace(cool_sd.rule, official_removal=0.0))
+    return replace(cool_sd, row=replace(cool_sd.row, official_removal=0.0))
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from lantern_bench.checks.tabular_model import TabularModel
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.decoding.acceptance.configured_rule import ConfiguredRule
-from lantern_bench.decoding.acceptance.draft_view import Lenders
+from lantern_bench.decoding.acceptance.draft_view import Neighbours
 from lantern_bench.decoding.acceptance.official import OfficialRule
 from lantern_bench.decoding.acceptance.verify import Verdict, relaxed_distribution, verify
 from lantern_bench.decoding.loop import configured_rule
@@ -72,13 +72,13 @@ def test_neighbour_mass_is_the_longest_prefix_within_the_bound(
     )
     assert mass <= bound
     count = int(taken.sum())
-    assert taken.tolist() == [rank < count for rank in range(rule.codes.neighbours)]
-    neighbours = rule.codes.nearest[x].long()
+    assert taken.tolist() == [rank < count for rank in range(rule.codebook.neighbours)]
+    neighbours = rule.codebook.nearest[x].long()
     is_official = isinstance(rule, OfficialRule)
-    if count < rule.codes.neighbours and (is_official or p[x] > 0):
+    if count < rule.codebook.neighbours and (is_official or p[x] > 0):
         assert float(mass.double() + p[neighbours[count]].double()) > float(bound) * (1 - 1e-6)
-    lenders = Lenders(drafts.neighbour_tokens, taken[None])
-    relaxed = relaxed_distribution(drafts, replace(rule.decide(drafts), lenders=lenders))[0]
+    taken_from = Neighbours(drafts.neighbour_tokens, taken[None])
+    relaxed = relaxed_distribution(drafts, replace(rule.decide(drafts), neighbours=taken_from))[0]
     assert float(total_variation(p, relaxed)) == pytest.approx(float(mass), abs=2e-6)
     assert float(relaxed.sum()) == pytest.approx(1.0, abs=2e-6)
     assert (relaxed[neighbours[:count]] == 0).all()
@@ -252,8 +252,8 @@ def test_a_decoding_has_the_rule_of_its_row_and_values(values: dict, columns: in
         **expected,
     )
     assert type(rule) is type(wanted)
-    assert (rule.rule, rule.values) == (wanted.rule, wanted.values)
-    assert rule.codes.neighbours == (decoding.neighbours or 0)
+    assert (rule.row, rule.values) == (wanted.row, wanted.values)
+    assert rule.codebook.neighbours == (decoding.neighbours or 0)
     assert [table.shape[1] for table in tables] == [columns] * (columns > 0)
-    assert rule.codes.embeddings is (Model.codes if row.codebook else None)
-    assert rule.codes.count == (None if row.lossless else 6)
+    assert rule.codebook.embeddings is (Model.codes if row.codebook else None)
+    assert rule.codebook.n_codes == (None if row.lossless else 6)

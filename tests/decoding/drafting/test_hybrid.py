@@ -82,7 +82,7 @@ class CoupledToNew(WithTable):
 
     def after_step(self, step: LastStep) -> None:
         super().after_step(step)
-        self._old_q.copy_(self._q)
+        self._last_q.copy_(self._q)
 
 
 class BelievedDrafter(WithTable, DrafterQ):

@@ -84,12 +84,12 @@ class Particles(NamedTuple):
 STATE = (
     "_q",
     "_coupled_q",
-    "_clocks",
+    "_position_noise",
     "_committed",
     "_position",
-    "_line",
-    "_old_q",
-    "_old",
+    "_history",
+    "_last_q",
+    "_last_drafts",
     "_stayed_q",
     "_image",
 )
@@ -108,7 +108,7 @@ def merged(groups: list[Particles]) -> Particles:
     low, high = (torch.cat([getattr(group, name) for group in groups]) for name in ("low", "high"))
     columns = [
         tensors[1],
-        *(column for name, column in state.items() if name != "_clocks"),
+        *(column for name, column in state.items() if name != "_position_noise"),
         low,
         high,
     ]
@@ -303,15 +303,15 @@ class Exact:
     def trimmed(self, particles: Particles) -> Particles:
         """Forget what belongs to positions behind the image."""
         behind = particles.tokens.shape[1] + torch.arange(self.window) >= self.length
-        for name in ("_q", "_coupled_q", "_old_q", "_stayed_q"):
+        for name in ("_q", "_coupled_q", "_last_q", "_stayed_q"):
             if name in particles.state:
                 particles.state[name][:, behind[: particles.state[name].shape[1]]] = (
                     1.0 / self.vocabulary
                 )
-        if "_old" in particles.state:
-            particles.state["_old"][:, behind] = 0
-        if "_line" in particles.state:
-            particles.state["_line"][:, particles.tokens.shape[1] :] = 0
+        if "_last_drafts" in particles.state:
+            particles.state["_last_drafts"][:, behind] = 0
+        if "_history" in particles.state:
+            particles.state["_history"][:, particles.tokens.shape[1] :] = 0
         return particles
 
     def drafted(
@@ -359,7 +359,7 @@ class Exact:
         clocks = torch.stack([middle, 1.0 - middle], dim=2)
         # Where a position has its noise, new noise that says the opposite must not be looked at.
         noise = torch.where((in_window & counts)[:, :, None], clocks.flip(2), clocks)
-        state = particles.state["_clocks"]
+        state = particles.state["_position_noise"]
         state[torch.arange(len(in_window))[:, None].expand_as(at)[in_window], at[in_window]] = (
             clocks[in_window]
         )
@@ -436,7 +436,7 @@ class KeptDraft(JacobiDrafting):
         one_hot_drafts = torch.nn.functional.one_hot(self.tree.tokens[:, 1:], self._q.shape[2]).to(
             self._q
         )
-        images, at = self._further(step.accepted + 1, self.depth)
+        images, at = self._shifted(step.accepted + 1, self.depth)
         self._coupled_q.copy_(torch.cat([one_hot_drafts, step.p[:, -1:]], dim=1)[images, at])
 
 
@@ -445,7 +445,7 @@ class CalledUniform(JacobiDrafting):
 
     def draft(self, inputs: DraftInputs) -> None:
         super().draft(inputs)
-        fresh = self._ahead[:-1] + self._committed[:, None] > self.depth
+        fresh = self._offsets[:-1] + self._committed[:, None] > self.depth
         self._q.copy_(torch.where(fresh[:, :, None], self._uniform, self._q))
 
 
@@ -527,8 +527,6 @@ def test_fresh_drafts_are_forced_tokens_exactly_where_these_belong(initial: str)
 
 def test_rules_that_look_ahead_are_refused_with_coupled_drafts() -> None:
     assert jacobi_decoding(rule="block").rule == "block"
-    with pytest.raises(
-        ParameterError, match="draws anew, each by itself; not so jacobi w16-maximal"
-    ):
+    with pytest.raises(ParameterError, match="the drafting jacobi w16-maximal does not give"):
         jacobi_decoding(rule="block", coupling="maximal")
     assert jacobi_decoding(rule="block", coupling="maximal", temperature=0).rule == "strict"

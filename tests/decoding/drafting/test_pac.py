@@ -320,7 +320,7 @@ def test_ids_name_what_is_not_the_default() -> None:
 
 @pytest.mark.usefixtures("published_forms")
 def test_rules_that_look_ahead_and_forms_without_a_difference_are_refused() -> None:
-    with pytest.raises(ParameterError, match="draws anew, each by itself; not so pac w16x3x2"):
+    with pytest.raises(ParameterError, match="the drafting pac w16x3x2 does not give"):
         pac_decoding(rule="traversal", coupling="none")
     with pytest.raises(ParameterError, match="needs a chain of sampled drafts"):
         pac_decoding(rule="block")

@@ -39,10 +39,10 @@ class PublishedScd(JacobiDrafting):
         """Draft with the right probabilities; a draft that stays is verified with its old row."""
         super().draft(inputs)
         x = self.tree.tokens[:, 1:, None]
-        source = (self._ahead[:-1] + self._committed[:, None])[:, :, None]
-        stays = (source < self.depth) & (x == self._old[:, :, None])
+        source = (self._offsets[:-1] + self._committed[:, None])[:, :, None]
+        stays = (source < self.depth) & (x == self._last_drafts[:, :, None])
         q = torch.where(source > self.depth, (self._codes == x).float(), self._q)
-        self._q.copy_(torch.where(stays, self._old_q, q))
+        self._q.copy_(torch.where(stays, self._last_q, q))
 
 
 class PublishedSjdPac(PacDrafting):
@@ -71,8 +71,8 @@ class PublishedSjdPac(PacDrafting):
         """Also keep what the first candidates and their siblings will be drawn from."""
         branching = self._branching
         nodes = self._reused(step)
-        x = self._first_drafts()
-        images, columns = self._further(step.accepted + 1, self.depth - 1)
+        x = self._main_drafts()
+        images, columns = self._shifted(step.accepted + 1, self.depth - 1)
         p = step.p[images, nodes[:, :-1]]
         _, acceptance = accept_drafts(self.tree, step.p, ConfiguredRule(RULES["strict"]))
         rows = self.tree.layout.slots[nodes[:, :branching]] * len(x) + images
@@ -90,8 +90,8 @@ class PublishedSjdPac(PacDrafting):
         rejected.
         """
         branching = self._branching
-        fresh = self._ahead[:branching] + self._committed[:, None] > self.depth
-        old = self._old[:, :branching]
+        fresh = self._offsets[:branching] + self._committed[:, None] > self.depth
+        old = self._last_drafts[:, :branching]
         rejected_q = self._coupled_q[:, :branching].scatter(2, old[:, :, None], 0.0)
         reused = torch.where((first == old)[:, :, None], self._stayed_q, rejected_q)
         return torch.where(fresh[:, :, None], self._uniform, reused)
