@@ -24,7 +24,7 @@ def has_bfloat16(device: torch.device) -> bool:
 
 
 def set_threads(threads: int | None) -> None:
-    """Set the number of threads of torch; None changes nothing."""
+    """Set the number of threads of torch. None changes nothing."""
     if threads is not None:
         torch.set_num_threads(threads)
 
@@ -42,7 +42,7 @@ class Compute(NamedTuple):
 
 
 def choose_compute(device: str = "auto", dtype: str = "auto", *, fast: bool = False) -> Compute:
-    """Resolve the words of `--device` and `--dtype`.
+    """Resolve the values of `--device` and `--dtype`.
 
     Args:
         device: `auto` is CUDA if available, and the CPU otherwise.
@@ -50,7 +50,7 @@ def choose_compute(device: str = "auto", dtype: str = "auto", *, fast: bool = Fa
         fast: Let `auto` be bfloat16 on CPUs with instructions for it, too.
 
     Raises:
-        UserError: A word is unknown.
+        UserError: A value is unknown.
         RefusedError: This machine lacks the device.
     """
     if re.match(DEVICE, device) is None:

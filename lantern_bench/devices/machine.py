@@ -132,7 +132,7 @@ _STATE_SECONDS = 10.0  # between two readings of clocks, since nvidia-smi takes 
 
 
 def device_columns(device: torch.device) -> dict[str, Any]:
-    """Return the columns that say which device made an image; `device_id` reveals no host."""
+    """Return the columns about the device of an image. `device_id` reveals no host."""
     return _device_columns(device, int(now() / _STATE_SECONDS))
 
 
@@ -167,7 +167,7 @@ def _whole_number(text: str | None) -> int | None:
 
 
 def package_versions() -> dict[str, str | None]:
-    """Return the installed version of each of `PACKAGES`; None where it is not installed."""
+    """Return the version of each of `PACKAGES`, None if it is not installed."""
     versions: dict[str, str | None] = dict.fromkeys(PACKAGES)
     for name in PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -190,7 +190,7 @@ def git_state() -> dict[str, Any]:
 
 
 def _output(command: list[str]) -> str | None:
-    """Return the stripped output of a command; None when it is not installed, fails or hangs."""
+    """Return the stripped output of a command. None if it is not installed, fails or hangs."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired):
@@ -240,7 +240,7 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def peak_memory_bytes(device: torch.device) -> int | None:
-    """Return the peak device memory since the last reset; None on a CPU, which has no counter."""
+    """Return the peak device memory since the last reset. None on a CPU, which has no counter."""
     if device.type != "cuda":
         return None
     return int(torch.cuda.max_memory_allocated(device))

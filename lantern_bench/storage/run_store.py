@@ -157,7 +157,7 @@ class RunStore(AbstractContextManager["RunStore"]):
     def begin_session(self, **entries: Any) -> dict[str, Any]:
         """Add the session of a process that begins to decode to the manifest.
 
-        Returns the entry, which is part of the manifest: the next update of the manifest writes it.
+        Returns the entry, which stays part of the manifest. The next update writes its changes.
         """
         sessions = self.manifest.get("sessions", [])
         session: dict[str, Any] = {
@@ -188,7 +188,7 @@ class RunStore(AbstractContextManager["RunStore"]):
             raise no_room(self.folder / name, error) from error
 
     def close(self) -> None:
-        """Close the files and release the lock; closing twice does no harm."""
+        """Close the files and release the lock. A second call does nothing."""
         self._opened.close()
 
     def __exit__(self, *_: object) -> None:
@@ -222,7 +222,7 @@ def _wanted(experiment: ResolvedExperiment) -> dict[str, Any]:
 
 @contextmanager
 def lock_run(folder: Path) -> Iterator[None]:
-    """Lock a run directory, creating it if needed; the kernel frees the lock of an ended process.
+    """Lock a run directory and create it if needed. The kernel frees the lock of an ended process.
 
     Raises `UserError` for a folder that is no run or cannot be written, `RefusedError` for a run
     that another process has locked.

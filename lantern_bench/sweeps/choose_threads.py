@@ -98,9 +98,9 @@ def calibrate(work: Callable[[], object], recorded: int | None = None) -> Calibr
 def choose_threads(
     model: LoadedModel, prompt: str, decodings: Iterable[Decoding], emit: Emit
 ) -> None:
-    """Time steps on several numbers of threads and set the fastest; does nothing on a GPU.
+    """Time steps on several numbers of threads and set the fastest. On a GPU, do nothing.
 
-    The choice is stored with the compiled programs of the model, and read again by later runs.
+    The choice is stored with the compiled programs of the model. Later runs read it.
 
     Args:
         model: The model that decodes.

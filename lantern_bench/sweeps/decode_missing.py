@@ -30,7 +30,7 @@ from lantern_bench.utils.progress import Emit, ProgressEvent
 
 
 def decode_missing(request: Request, emit: Emit) -> None:
-    """Decode every missing image and write its record and picture; continue when one fails.
+    """Decode every missing image and write its record and picture. Continue after a failed image.
 
     Args:
         request: The sweep.

@@ -34,7 +34,7 @@ class DecodedImage:
 
     @property
     def mean_accepted_length(self) -> float | None:
-        """Tokens committed per step, bonus token included; None for an image of one token."""
+        """Tokens committed per step, bonus token included. None for an image of one token."""
         return self.trace.mean_accepted_length
 
     @property
@@ -44,7 +44,7 @@ class DecodedImage:
 
     @cached_property
     def picture(self) -> Image | None:
-        """The picture in RGB; None without pixels."""
+        """The picture in RGB. None without pixels."""
         from PIL import Image
 
         return None if self.pixels is None else Image.fromarray(self.pixels.cpu().numpy())

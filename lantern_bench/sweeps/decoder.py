@@ -1,4 +1,4 @@
-"""Decode batches of images, with retries, to results that can be stored."""
+"""Decode batches of images, with retries, into results for the run directory."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Result(NamedTuple):
 
 @dataclass
 class Decoder:
-    """Decodes the batches of a run on one device; writes no files."""
+    """Decodes the batches of a run on one device. It writes no files."""
 
     models: Mapping[str, LoadedModel]  # by name
     compute: Compute
@@ -240,7 +240,7 @@ def tasks_of(
 def decode_tasks(
     model: LoadedModel, compute: Compute, tasks: Sequence[ImageTask], *, logits: bool = False
 ) -> Iterator[DecodedImage]:
-    """Decode images one by one; compiled programs are warmed up first.
+    """Decode images one by one. Compiled programs are warmed up first.
 
     Args:
         model: The model of all tasks. Without a tokenizer, images have no pixels.

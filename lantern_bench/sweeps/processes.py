@@ -79,7 +79,7 @@ def events_of(
     *,
     stderr: int | None = None,
 ) -> Iterator[Event]:
-    """Start a worker process and yield its events; the worker ends with this generator.
+    """Start a worker process and yield its events. The worker ends with this generator.
 
     Args:
         work: A function of a module, which the worker calls with the request and an `Emit`.
@@ -141,7 +141,7 @@ def events_of(
 
 
 def _end(worker: subprocess.Popen[bytes]) -> None:
-    """Ask a worker to stop; kill it when it does not, or on a second signal."""
+    """Ask a worker to stop. Kill it if it does not, or on a second signal."""
     try:
         worker.terminate()
         worker.wait(SECONDS_TO_END)

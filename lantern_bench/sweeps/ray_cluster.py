@@ -38,13 +38,13 @@ if TYPE_CHECKING:
     from lantern_bench.sweeps.decoder import Decoder, Result
 
 
-# Most prompts of a shard: a shard encodes its captions at once, and a lost worker costs a shard.
+# Most prompts of a shard. A shard encodes its captions at once, and a lost worker costs a shard.
 _PROMPTS = 16
 _SHARDS = 4  # shards per worker, so that all workers end at about the same time
 # Limit of lost workers: of one shard, and of one device before its first image.
 _LOSSES = 3
-_PATIENCE = 60.0  # seconds to wait for a device when there is none
-_LOOK = 2.0  # seconds between two looks at the nodes
+_PATIENCE = 60.0  # seconds to wait for a device if the cluster has none
+_LOOK = 2.0  # seconds between two checks of the nodes
 
 
 def decode_on_ray(request: Request, emit: Emit) -> None:
@@ -128,7 +128,7 @@ def slots_of(
 
 
 def connect(address: str) -> None:
-    """Join the cluster at `address`; `local` starts a new one on this machine."""
+    """Join the cluster at `address`. The address `local` starts a new one on this machine."""
     import ray
 
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -155,7 +155,7 @@ def connect(address: str) -> None:
 
 
 def _answers(address: str) -> bool:
-    """Return whether something listens at `host:port`; Ray itself would try for a minute."""
+    """Return whether something listens at `host:port`. Ray itself would try for a minute."""
     host, _, port = address.rpartition(":")
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout=5):
@@ -399,7 +399,7 @@ class RayDriver:
         self._workers.append(WorkerHandle(slot, actor, answer))
 
     def _lose(self, worker: WorkerHandle, reason: Exception) -> None:
-        """Requeue a lost shard first; after too many losses, mark its images as failed."""
+        """Requeue a lost shard first. After too many losses, mark its images as failed."""
         self._last_loss = reason_of(reason)
         self._remove(worker, lost=self._last_loss)
         self._emit(Note(f"{worker.name} is lost: {self._last_loss}", level="warning"))
@@ -429,7 +429,7 @@ class RayDriver:
             self._store.update_manifest()
 
     def _close(self) -> None:
-        """End the sessions; Ray ends the workers when their driver ends."""
+        """End the sessions. Ray ends the workers when their driver ends."""
         complete = not self._shards and not self._is_decoding()
         for worker in self._workers:
             self._end_session(worker, complete=complete)
@@ -438,7 +438,7 @@ class RayDriver:
             self._store.close()
 
     def _receive(self) -> None:
-        """Wait a moment for answers of workers and handle them; lose workers that are silent."""
+        """Wait a moment for answers of workers and handle them. Replace silent workers."""
         waiting = {worker.answer: worker for worker in self._workers if worker.answer is not None}
         answered = []
         if waiting:
@@ -450,7 +450,7 @@ class RayDriver:
             except StopIteration:
                 self._finish_shard(worker)
             except self._ray.exceptions.RayTaskError as error:
-                # Our own error as the worker raised it, or a bug, which would come again.
+                # An error of this package, or a bug, which would occur again.
                 raise error.cause if isinstance(error.cause, LanternError) else error from None
             except self._ray.exceptions.RayError as error:
                 self._lose(worker, error)
@@ -481,7 +481,7 @@ class RayDriver:
             self._emit(answer)
 
     def _admit(self, worker: WorkerHandle, ready: Ready) -> None:
-        """Open the session of a worker that has loaded the models; the first opens the store."""
+        """Open the session of a worker with loaded models. The first one opens the store."""
         if not self._is_open:
             self._open(ready)
         store = self._store

@@ -1,1 +1,1 @@
-"""Weight files: how they are opened, and which tensor goes where. No families."""
+"""Weight files: downloads, formats, and maps from file tensors to ours. No families."""

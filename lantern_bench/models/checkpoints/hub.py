@@ -179,7 +179,7 @@ class _Published(msgspec.Struct, forbid_unknown_fields=True):
 
 _PUBLISHED = msgspec.toml.decode(Path(__file__).with_suffix(".toml").read_bytes(), type=_Published)
 LICENCE_NOTES = _PUBLISHED.licence_notes
-"""What to know before a download, by the name of the licence."""
+"""Remarks to read before a download, by the name of the licence."""
 PARTS = _PUBLISHED.models
 """The parts of each published model, by its name in this package."""
 

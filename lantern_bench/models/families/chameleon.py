@@ -37,7 +37,7 @@ class Chameleon(WordModel):
     family_spec = FAMILIES["anole"]
 
     def read_sizes(self) -> TransformerConfig:
-        """Return the sizes of config.json. The vocabulary tells the number of codes."""
+        """Return the sizes of config.json. The number of codes follows from the vocabulary."""
         check_options(self.config, _ONLY, self.error_at)
         return self.llama_config("", qk_norm=True, norm_after=bool(self.config.get("swin_norm")))
 

@@ -135,7 +135,7 @@ def _middle(width: int, code_dim: int | None) -> nn.ModuleList:
 
 
 class _Half(nn.Module):
-    """The encoder, pixels to latents; or with `up` the decoder, latents to pixels.
+    """The encoder (pixels to latents) or, with `up`, the decoder (latents to pixels).
 
     The encoder goes from the highest resolution to the lowest, and the decoder back. The norms of
     the decoder take the codes if `code_norms` is set.
