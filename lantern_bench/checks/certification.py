@@ -6,7 +6,6 @@ are the certificate, the power of its tests, and the audit (docs/algorithms.md, 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -25,14 +24,14 @@ from lantern_bench.checks import image_tests, tabular_model
 from lantern_bench.checks.claims import CertificationPlan, Claim
 from lantern_bench.checks.trials import Trial, lossless_decodings, plan_trials
 from lantern_bench.decoding.drafting.draft_method import drafting_of
-from lantern_bench.decoding.loop import decode
+from lantern_bench.decoding.loop import decode, image_generators
 from lantern_bench.devices.compute import Compute, choose_compute
 from lantern_bench.devices.machine import package_versions
 from lantern_bench.models.load import compile_models, load_models
 from lantern_bench.models.loaded_model import LoadedModel
 from lantern_bench.storage.schema import Row, frame, write_csv
 from lantern_bench.utils.clock import now
-from lantern_bench.utils.files import write_file
+from lantern_bench.utils.files import write_json
 from lantern_bench.utils.progress import Emit, Note, ProgressEvent
 from lantern_bench.utils.text import duration
 
@@ -278,7 +277,7 @@ def _token_seconds(plan: CertificationPlan, model: LoadedModel, images: int) -> 
         model=model,
         condition=model.condition([plan.prompts[0].text] * images),
         decoding=plan.sampling.autoregressive(),
-        generators=tabular_model.generators(model, [0] * images),
+        generators=image_generators(model, [0] * images),
         tokens=tokens,
     )
     work()
@@ -310,7 +309,7 @@ def _write(
         "dtype": compute.dtype_name,
         "packages": package_versions(),
     }
-    write_file(folder / "measurement.json", f"{json.dumps(measurement, indent=2)}\n".encode())
+    write_json(folder / "measurement.json", measurement)
 
 
 # ---- Rows of the tables

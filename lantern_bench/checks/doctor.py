@@ -397,17 +397,15 @@ def _compared(
 
 def _tiny_decode(model: LoadedModel, engine: Engine) -> Decoded:
     """Decode an image of 25 tokens with guidance and a relaxed rule, so that every program runs."""
-    import torch
-
     from lantern_bench.config.decoding import Decoding
-    from lantern_bench.decoding.loop import decode
+    from lantern_bench.decoding.loop import decode, image_generators
 
     decoding = Decoding("lantern++", tree="small-7", neighbours=5, lambda_=3.0, cfg_scale=1.5)
     (image,) = decode(
         model=model,
         condition=model.condition([""]),
         decoding=decoding,
-        generators=[torch.Generator(model.target.device).manual_seed(1)],
+        generators=image_generators(model, [1]),
         engine=engine,
         keep_logits=True,
     )

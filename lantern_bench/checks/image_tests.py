@@ -19,11 +19,10 @@ from scipy.stats import norm, poisson
 from torch import Tensor
 
 from lantern_bench.analysis.token_distance import FeatureSums
-from lantern_bench.checks.tabular_model import generators
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.plan import record_seed
 from lantern_bench.decoding.acceptance.configured_rule import ConfiguredRule
-from lantern_bench.decoding.loop import Decoded, decode
+from lantern_bench.decoding.loop import Decoded, decode, image_generators
 from lantern_bench.decoding.sampling import broken_distributions, decoding_probabilities, guide
 from lantern_bench.decoding.teacher_forcing import drafted_along, teacher_forced
 from lantern_bench.metrics.token_sums import sums_along
@@ -215,7 +214,7 @@ def decoded_evidence(
             model=model,
             condition=condition,
             decoding=decoding,
-            generators=generators(model, seeds),
+            generators=image_generators(model, seeds),
             engine=model.engine,
             rule=rule,
         )
@@ -253,7 +252,6 @@ def p_values(images: Evidence, depth: int) -> dict[str, float]:
         images: The evidence of images of one decoding.
         depth: Levels of its drafts.
     """
-    everywhere = np.ones(images.starts.shape, dtype=bool)
     sums = {"surprise": (images.surprise, images.surprise_var)}
     has_drafter = bool((images.lean_var > 0).any())
     if has_drafter:
@@ -263,8 +261,8 @@ def p_values(images: Evidence, depth: int) -> dict[str, float]:
         "edge": float(poisson.sf(int(images.edge.sum()) - 1, float(images.at_edge.sum()))),
     }
     for name, (values, variances) in sums.items():
-        tests[name] = _martingale(values, variances, everywhere)
-    tests["alike in a batch"] = _martingale(images.alike, images.alike_var, everywhere)
+        tests[name] = _martingale(values, variances)
+    tests["alike in a batch"] = _martingale(images.alike, images.alike_var)
     width = images.features.shape[1]
     if width:
         count = (math.isqrt(9 + 8 * width) - 3) // 2  # m, given m (m + 3) / 2
@@ -274,9 +272,8 @@ def p_values(images: Evidence, depth: int) -> dict[str, float]:
 
     length = images.starts.shape[1]
     positions = np.arange(length)
-    tests["last positions"] = _smallest_p(
-        sums.values(), [everywhere & (positions >= length - depth - 1)]
-    )
+    late = np.broadcast_to(positions >= length - depth - 1, images.starts.shape)
+    tests["last positions"] = _smallest_p(sums.values(), [late])
     # The tokens at each distance behind the start of a step, whichever step commits them.
     depths = [
         np.roll(images.starts, offset, axis=1) & (positions >= offset)
@@ -293,18 +290,16 @@ def _smallest_p(
     """The smallest p-value of every sum under every mask, corrected for their number."""
     several = []
     for values, variances in sums:
-        several += [_martingale(values, variances, mask) for mask in masks]
+        several += [_martingale(values[mask], variances[mask]) for mask in masks]
     return min(1.0, len(several) * min(several))
 
 
-def _martingale(
-    values: NDArray[np.float64], variances: NDArray[np.float64], mask: NDArray[np.bool_]
-) -> float:
-    """The two-sided p-value of the sum of martingale differences where `mask` holds."""
-    variance = float(variances[mask].sum())
+def _martingale(values: NDArray[np.float64], variances: NDArray[np.float64]) -> float:
+    """The two-sided p-value of the sum of martingale differences."""
+    variance = float(variances.sum())
     if variance <= 0:
         return 1.0
-    z = abs(float(values[mask].sum())) / variance**0.5
+    z = abs(float(values.sum())) / variance**0.5
     return float(2 * norm.sf(z))
 
 
@@ -345,7 +340,7 @@ def greedy_differences(
         decode,
         model=model,
         condition=model.condition([prompt.text for prompt in prompts]),
-        generators=generators(model, [0] * len(prompts)),  # greedy decoding draws nothing
+        generators=image_generators(model, [0] * len(prompts)),  # greedy decoding draws nothing
         engine=model.engine,
     )
     greedy = decode_all(decoding=next(iter(decodings.values())).autoregressive(), keep_logits=True)

@@ -7,7 +7,6 @@ a network do not show (`g_tests`).
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -23,7 +22,7 @@ from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.plan import record_seed
 from lantern_bench.decoding.acceptance.configured_rule import ConfiguredRule
 from lantern_bench.decoding.engine import Engine
-from lantern_bench.decoding.loop import decode
+from lantern_bench.decoding.loop import decode, image_generators
 from lantern_bench.decoding.protocol import (
     DrafterLogits,
     DrafterSession,
@@ -213,11 +212,6 @@ def table_model(tokens: int = TOKENS) -> LoadedModel:
     )
 
 
-def generators(model: LoadedModel, seeds: Sequence[int]) -> list[torch.Generator]:
-    """Return one seeded generator per image, on the model's device."""
-    return [torch.Generator(model.target.device).manual_seed(seed) for seed in seeds]
-
-
 def table_tokens(decoding: Decoding) -> int:
     """Return the tokens of an image on which a decoding is tested: more for wide windows."""
     return _LONG if decoding.settings().get("window", 0) > TOKENS else TOKENS
@@ -254,7 +248,7 @@ def table_images(
             model=model,
             condition=None,
             decoding=decoding,
-            generators=generators(model, seeds),
+            generators=image_generators(model, seeds),
             engine=engine,
             rule=rule,
         )

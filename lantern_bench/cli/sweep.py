@@ -177,7 +177,6 @@ def experiments(console: Console) -> None:
     """List the experiments that come with the package."""
     from lantern_bench.config.experiment import shipped_experiments
     from lantern_bench.config.experiment_file import ExperimentReader
-    from lantern_bench.config.settings import Overrides
     from lantern_bench.utils.yaml_file import read_source
 
     rows = []

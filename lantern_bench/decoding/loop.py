@@ -49,6 +49,12 @@ class Decoded:
     logits: Tensor | None = None
 
 
+def image_generators(model: DecodableModel, seeds: Iterable[int]) -> list[torch.Generator]:
+    """Return a seeded generator for each image, on the model's device."""
+    device = model.target.device
+    return [torch.Generator(device).manual_seed(seed) for seed in seeds]
+
+
 @torch.inference_mode()
 def decode(
     model: DecodableModel,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lantern_bench.config.decoding import Decoding, ParameterError
 from lantern_bench.decoding.drafting.draft_method import drafting_of
-from lantern_bench.decoding.loop import decode
+from lantern_bench.decoding.loop import decode, image_generators
 from lantern_bench.decoding.sampling import greedy_probabilities, guide
 from lantern_bench.decoding.step import tree_scorer
 from lantern_bench.decoding.teacher_forcing import teacher_forced
@@ -125,14 +125,13 @@ def step_costs(
         tokens: Tokens of an image that are decoded. Default: all.
         emit: Receives progress.
     """
-    device = model.target.device
 
     def trace_of(decoding: Decoding, number: int, most: int | None) -> ImageTrace:
         (image,) = decode(
             model=model,
             condition=model.condition([prompts[number]]),
             decoding=decoding,
-            generators=[torch.Generator(device).manual_seed(seed + number)],
+            generators=image_generators(model, [seed + number]),
             tokens=most,
             engine=model.engine,
         )
@@ -187,7 +186,7 @@ def dtype_error(
             model=exact,
             condition=condition,
             decoding=Decoding("ar", cfg_scale=cfg_scale),
-            generators=[torch.Generator(exact.target.device).manual_seed(number)],
+            generators=image_generators(exact, [number]),
             keep_logits=True,
         )
         assert image.logits is not None

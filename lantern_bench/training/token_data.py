@@ -21,12 +21,12 @@ from torch import Tensor
 
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.config.plan import record_seed
-from lantern_bench.decoding.loop import Decoded, decode
+from lantern_bench.decoding.loop import Decoded, decode, image_generators
 from lantern_bench.models.loaded_model import LoadedModel, VQPixels
 from lantern_bench.prompts.prompt import Prompt
 from lantern_bench.training.drafter_job import DrafterJob
 from lantern_bench.utils.errors import RefusedError, UserError
-from lantern_bench.utils.files import write_file
+from lantern_bench.utils.files import write_file, write_json
 from lantern_bench.utils.progress import Emit, ProgressEvent
 
 _BATCH = 32
@@ -84,8 +84,7 @@ def make_tokens(job: DrafterJob, model: LoadedModel, emit: Emit) -> Tensor:
 
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
     folder = job.work / f"{name}-{digest[:12]}"
-    manifest = json.dumps({"key": key}, indent=1, sort_keys=True)
-    write_file(folder / "manifest.json", manifest.encode() + b"\n")
+    write_json(folder / "manifest.json", {"key": key})
     batches = []
     for start in range(0, len(captions), _BATCH):
         path = folder / f"{start // _BATCH:05d}.safetensors"
@@ -116,12 +115,11 @@ def decode_slots(
         slots: A prompt and the number of its repeat for each image.
     """
     seeds = [record_seed(seed, Prompt(text).id, repeat) for text, repeat in slots]
-    device = model.target.device
     return decode(
         model=model,
         condition=model.condition([text for text, _ in slots]),
         decoding=decoding,
-        generators=[torch.Generator(device).manual_seed(of_image) for of_image in seeds],
+        generators=image_generators(model, seeds),
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -35,7 +34,7 @@ from lantern_bench.training.trainer import (
     train,
 )
 from lantern_bench.utils.errors import RefusedError, UserError
-from lantern_bench.utils.files import write_file
+from lantern_bench.utils.files import write_file, write_json
 from lantern_bench.utils.progress import Emit, ProgressEvent, ignore_events
 
 _HELD_OUT_SEQUENCES = 32
@@ -299,11 +298,7 @@ def _write_report(job: DrafterJob, report: TrainReport, evaluated: Sequence[Eval
         "settings": report.settings,
         "drafters": drafters,
     }
-    _write_json(job.out / "training_report.json", content)
-
-
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    write_file(path, json.dumps(content, indent=1).encode() + b"\n")
+    write_json(job.out / "training_report.json", content)
 
 
 def write_drafter(
@@ -353,7 +348,7 @@ def write_drafter(
                 described["input_type"] = name
         if drafter.fc.bias is None:
             described["bias"] = False
-    _write_json(folder / "config.json", described)
+    write_json(folder / "config.json", described)
 
     name = os.path.relpath(target, folder) if is_model_file(target) else target
     model = yaml.safe_dump({"model": name, "drafter": {"dir": "."}}, sort_keys=False)

@@ -75,6 +75,11 @@ def write_file(path: Path, content: bytes | Iterable[bytes], *, flag: str = "") 
         raise cannot_write(path, error, flag=flag) from error
 
 
+def write_json(path: Path, content: Any) -> None:
+    """Write plain data as JSON, as `write_file` does."""
+    write_file(path, json.dumps(content, indent=1).encode() + b"\n")
+
+
 def check_writable(folder: Path, flag: str = "--out") -> None:
     """Raise `UserError` if nothing can be written into a folder, which need not exist yet."""
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
