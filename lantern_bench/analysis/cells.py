@@ -82,7 +82,7 @@ def _kept_fraction(images: pd.DataFrame) -> pd.Series[float]:
     left_out = is_disturbed & mostly_calm
     calm_pace = pace.where(~left_out).groupby(process)
     median = calm_pace.transform("quantile", 0.5, interpolation="lower")
-    limit = median * left_out.map({True: 1.0, False: HELD_UP})
+    limit = median.where(left_out, HELD_UP * median)
     return (limit / pace).clip(upper=1.0).fillna(1.0)
 
 

@@ -47,15 +47,8 @@ FAMILY = ("run", "model", "mode", *_METHODS, *BOUNDS, *_SAMPLING)
 _IN_LABELS = [name for name in _FORMATS if name not in BOUNDS]
 
 # Values that labels leave out: plain sampling of one image at a time, and the defaults of methods.
-_USUAL = {
-    "temperature": 1,
-    "top_k": 0,
-    "top_p": 1,
-    "batch": 1,
-    "seed_set": 0,
-    "neighbour_metric": "l2",
-}
-_USUAL |= {name: parameter.default for name, parameter in METHOD_PARAMETERS.items()}
+_USUAL = {name: parameter.default for name, parameter in PARAMETERS.items()}
+_USUAL |= {"batch": 1, "cfg_scale": None}  # the usual guidance depends on the model
 
 
 def labels(table: pd.DataFrame) -> list[str]:

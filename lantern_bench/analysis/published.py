@@ -10,7 +10,7 @@ import pandas as pd
 from lantern_bench.analysis.cells import join_notes
 from lantern_bench.analysis.labels import parameters
 from lantern_bench.analysis.statistics import Interval
-from lantern_bench.analysis.tables import quality_with_speed
+from lantern_bench.analysis.tables import one_row_per_cell
 from lantern_bench.config.paper import Paper, PaperRow
 from lantern_bench.devices.environment import device_in_words
 from lantern_bench.methods.catalog import IN_SUMMARY, METRICS
@@ -32,10 +32,7 @@ _SCORED_BY = {name: METRICS[name].scored_by for name in IN_SUMMARY}
 
 def reproduction_rows(tables: Mapping[str, pd.DataFrame], paper: Paper | None) -> list[Row]:
     """Return the rows of `reproduction.csv`; published rows without a cell come last."""
-    # Each quality figure is taken from the first protocol that has it.
-    cells = rows_of(
-        quality_with_speed(tables).groupby(["model", "cell_id"], as_index=False, sort=False).first()
-    )
+    cells = rows_of(one_row_per_cell(tables))
     paper_rows = paper.rows if paper else ()
     figures = tuple(paper.columns) if paper else FROM_SPEED
     rows: list[Row] = []

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import pandas as pd
 
 from lantern_bench.analysis.statistics import Interval, settle
-from lantern_bench.analysis.tables import SPEEDUPS, quality_with_speed
+from lantern_bench.analysis.tables import SPEEDUPS, one_row_per_cell
 from lantern_bench.methods.catalog import METRICS, PAIRED
 from lantern_bench.storage.records import rows_of
 from lantern_bench.storage.schema import ENDS, Row, frame
@@ -92,8 +92,7 @@ def recommendation(
     """
     cells = speed["speed"].dropna(subset="speedup")
     ends = [f"{condition.quantity}{end}" for end in ENDS]
-    # Of several protocols the first one that has the figure.
-    figures = quality_with_speed(quality).groupby(["model", "cell_id"], as_index=False).first()
+    figures = one_row_per_cell(quality)
     if cells.empty or figures[condition.quantity].isna().all():
         missing = "a speedup" if cells.empty else condition.quantity
         raise RefusedError(

@@ -35,7 +35,15 @@ from lantern_bench.analysis.statistics import (
 from lantern_bench.analysis.token_distance import distance_columns
 from lantern_bench.storage.records import rows_of
 from lantern_bench.storage.run_directory import RunData, load_runs
-from lantern_bench.storage.schema import CELL_COLUMNS, Row, columns, csv_text, frame, write_csv
+from lantern_bench.storage.schema import (
+    CELL_COLUMNS,
+    Row,
+    columns,
+    csv_text,
+    frame,
+    typed,
+    write_csv,
+)
 
 NAMES = ("speed", "quality", "acceptance", "summary")
 
@@ -172,6 +180,12 @@ def quality_with_speed(tables: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
     return quality.drop(columns=in_both).merge(speed, on=key)
 
 
+def one_row_per_cell(tables: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
+    """Return `quality_with_speed` with each figure from the first protocol that has it."""
+    cells = quality_with_speed(tables).groupby(["model", "cell_id"], as_index=False, sort=False)
+    return cells.first()
+
+
 def _summary_of(tables: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
     """The table `summary`, in the order of `quality_with_speed`."""
     copied = [column.name for column in columns("summary")]
@@ -195,15 +209,14 @@ def tables_of(run: RunData) -> dict[str, pd.DataFrame]:
     if not len(run.records) and (run.folder / "speed.csv").is_file():
         return _read_tables(run.folder)
 
-    experiment = run.manifest.get("experiment", {})
-    if "speed" not in experiment.get("metrics", ("speed",)):
+    if not run.is_timed:
         seconds = run.records.filter(regex="seconds$")
         run = replace(run, records=run.records.assign(**dict.fromkeys(map(str, seconds), np.nan)))
 
     cells = run_cells(run)
     scores = sort_scores(run.scores)
     of_tokens = distance_columns(cells, run.scores)
-    pool_devices = bool(experiment.get("pool_devices"))
+    pool_devices = bool(run.manifest.get("experiment", {}).get("pool_devices"))
     quality: list[Row] = []
     acceptance: list[Row] = []
     for cell in cells:
@@ -223,7 +236,7 @@ def _read_tables(folder: Path) -> dict[str, pd.DataFrame]:
     tables = {name: _read_table(name, folder) for name in NAMES}
     if tables["quality"].empty:
         cell_columns = [column.name for column in CELL_COLUMNS]
-        tables["quality"] = frame("quality", rows_of(tables["speed"][cell_columns]))
+        tables["quality"] = typed("quality", tables["speed"][cell_columns])
     if tables["summary"].empty:
         tables["summary"] = _summary_of(tables)
     return tables
@@ -231,12 +244,7 @@ def _read_tables(folder: Path) -> dict[str, pd.DataFrame]:
 
 def _read_table(name: str, folder: Path) -> pd.DataFrame:
     path = folder / f"{name}.csv"
-    if not path.is_file():
-        return frame(name, [])
-    types = {column.name: column.dtype for column in columns(name)}
-    texts = [column for column, dtype in types.items() if dtype == "string"]
-    table = pd.read_csv(path, dtype=dict.fromkeys(texts, "string"))
-    return frame(name, rows_of(table.filter([*types])))
+    return typed(name, pd.read_csv(path, dtype=object) if path.is_file() else pd.DataFrame())
 
 
 def write_tables(run: Path) -> dict[str, pd.DataFrame]:

@@ -304,11 +304,11 @@ def _reference_sets(scorers: Scorers) -> list[tuple[Extractor, FeatureSet]]:
     if isinstance(reference, FeatureReference):
         # They belong to the first extractor alone.
         return [(extractor, reference.features(extractor)) for extractor in extractors[:1]]
-    sets = []
-    for extractor in extractors:
-        features = reference.features(extractor, scorers.protocol.preparation, scorers.device)
-        sets.append((extractor, features))
-    return sets
+    preparation = scorers.protocol.preparation
+    return [
+        (extractor, reference.features(extractor, preparation, scorers.device))
+        for extractor in extractors
+    ]
 
 
 def _spread_row(cells: Sequence[tuple[list[Row], list[FeatureSets]]]) -> Row:

@@ -196,11 +196,10 @@ def _sums_of_image(
                 # The first token is never drafted.
                 drafted = torch.cat([p[:1], drafted])
             further["drafter_tilt"] = (drafted - p) / (drafted + p)
-        sums = _sums(p, tokens[now, None], further.values(), is_drawn=is_drawn[now])
-        chunks.append(sums)
+        chunks.append(_sums(p, tokens[now, None], further.values(), is_drawn=is_drawn[now]))
 
-    total = sum(chunks[1:], start=chunks[0])
-    drawn, impossible, entropy, largest, ten_largest, *of_features = total.tolist()
+    sums = torch.stack(chunks).sum(dim=0).tolist()
+    drawn, impossible, entropy, largest, ten_largest, *of_features = sums
     return {
         "tokens": int(drawn),
         "impossible_tokens": int(impossible),

@@ -231,11 +231,10 @@ def _against_ar(table: pd.DataFrame) -> list[str]:
         outside = [name for name in names if row[f"{name}_verdict"] == OUTSIDE]
         if outside:
             cells.append(f"{row['cell_id']} ({', '.join(outside)})")
-    shifts = []
-    for name in names:
-        shift = table[f"{name}_detectable"].max()
-        if pd.notna(shift):
-            shifts.append(f"{name} {shift:.2g}")
+    largest = table[[f"{name}_detectable" for name in names]].max()
+    shifts = [
+        f"{name} {shift:.2g}" for name, shift in zip(names, largest, strict=True) if pd.notna(shift)
+    ]
     result = f"outside are {', '.join(cells)}; of all others" if cells else "of all cells"
     return [
         f"{', '.join(names)} against AR's own spread (same prompts, other seeds): {result} no "

@@ -128,8 +128,7 @@ def _speed_warnings(runs: Mapping[str, RunData]) -> Iterator[str]:
     """Yield a sentence for each run that measures speed and whose images were mostly disturbed."""
     for name, run in runs.items():
         text = disturbance(run.records[run.records["status"] == "ok"])
-        metrics = run.manifest.get("experiment", {}).get("metrics", ("speed",))
-        if "speed" in metrics and text and text.startswith(NO_SPEED):
+        if run.is_timed and text and text.startswith(NO_SPEED):
             yield f"{name}: {text}"
 
 

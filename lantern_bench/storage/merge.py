@@ -103,14 +103,13 @@ def _check_settings(first: RunData, other: RunData) -> None:
     ours = _settings(first.manifest)
     theirs = _settings(other.manifest)
     for name in ours | theirs:
-        if ours.get(name) == theirs.get(name):
-            continue
-        raise RefusedError(
-            f"{first.folder} and {other.folder} are shards of different runs: {name} differs\n"
-            f"  first   {shown(ours.get(name))}\n"
-            f"  second  {shown(theirs.get(name))}",
-            "Merge shards of one run.",
-        )
+        if ours.get(name) != theirs.get(name):
+            raise RefusedError(
+                f"{first.folder} and {other.folder} are shards of different runs: {name} differs\n"
+                f"  first   {shown(ours.get(name))}\n"
+                f"  second  {shown(theirs.get(name))}",
+                "Merge shards of one run.",
+            )
 
 
 def _settings(manifest: Mapping[str, Any]) -> dict[str, Any]:

@@ -45,6 +45,11 @@ class RunData:
     records: pd.DataFrame  # one row per image, with the columns of `records.read_frame`
     scores: list[Row]
 
+    @property
+    def is_timed(self) -> bool:
+        """Whether the run measures speed: it has the metric `speed`."""
+        return "speed" in self.manifest.get("experiment", {}).get("metrics", ("speed",))
+
 
 # ---- Finding runs
 

@@ -188,13 +188,18 @@ def frame(table: str, rows: Iterable[Row]) -> pd.DataFrame:
     """
     import pandas as pd
 
-    given = list(rows)
+    values = pd.DataFrame(list(rows), dtype=object)
+    unknown = values.columns.difference([column.name for column in columns(table)])
+    if len(unknown):
+        raise ValueError(f"not in the schema of {table}: {', '.join(unknown)}")
+    return typed(table, values)
+
+
+def typed(table: str, values: pd.DataFrame) -> pd.DataFrame:
+    """Return the declared columns of a table with their types; missing columns are empty."""
     dtypes = {column.name: _DTYPES[column.dtype] for column in columns(table)}
-    unknown = set[str]().union(*given) - dtypes.keys()
-    if unknown:
-        raise ValueError(f"not in the schema of {table}: {', '.join(sorted(unknown))}")
-    typed = pd.DataFrame(given, columns=list(dtypes), dtype=object).astype(dtypes)
-    return typed.copy()  # in one piece: pandas warns where columns are added to many pieces
+    # Copied in one piece: pandas warns where columns are added to many pieces.
+    return values.reindex(columns=list(dtypes)).astype(dtypes).copy()
 
 
 def write_csv(table: pd.DataFrame, path: Path) -> None:
