@@ -1,4 +1,4 @@
-"""One decoding configuration with every value decided, and its id."""
+"""One decoding configuration with a value for every parameter, and its id."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class ParameterError(ValueError):
     """A value that a cell cannot have.
 
     Args:
-        text: The sentence that follows the parameter and its value.
-        key: The parameter at fault, None if there is no single one.
+        text: What is wrong; messages put the parameter and its value before it.
+        key: The wrong parameter; None if several parameters are to blame.
     """
 
     def __init__(self, text: str, key: str | None = None) -> None:
@@ -75,7 +75,7 @@ def check_value(key: str, value: object, folder: Path = Path()) -> Any:
     Args:
         key: The parameter.
         value: The value as it was written.
-        folder: The folder where `@FILE` of a tree starts.
+        folder: The folder that the path of a tree's `@FILE` is relative to.
 
     Raises:
         ParameterError: The value is not allowed.
@@ -113,7 +113,7 @@ def read_values(
         written: A value, or a list of them: a grid.
         location: Where the value is written.
         problems: Receives the wrong values, which are left out.
-        folder: The folder where `@FILE` of a tree starts.
+        folder: The folder that the path of a tree's `@FILE` is relative to.
     """
     is_grid = isinstance(written, list) and not (key == "tree" and is_tree(written))
     values: list[Any] = written if is_grid else [written]  # type: ignore[assignment]
@@ -306,7 +306,7 @@ class Decoding:
 
     @property
     def draft_nodes(self) -> int:
-        """Number of nodes of a draft below its root, for estimates of memory; 0 if unknown."""
+        """Number of draft nodes below the root, for estimates of memory; 0 if unknown."""
         return len(self.paths) or self.drafting_row.nodes(self._values)
 
     @property
@@ -337,7 +337,7 @@ class Decoding:
         return "-".join([*words, *always, *changed])
 
     def check_sizes(self, model: str, tokens: int | None, codes: int | None) -> None:
-        """Check sizes that the model limits.
+        """Check the sizes that depend on the model.
 
         A default of the drafting is never an error: the part of a draft beyond the end of the
         image is cut off.

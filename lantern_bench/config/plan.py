@@ -19,7 +19,7 @@ from lantern_bench.prompts.prompt import Prompt
 from lantern_bench.utils.errors import RefusedError, UserError
 
 MOST_IMAGES = 1_000_000
-"""Most images of one run that are tested. Published tables have at most 50,000 a cell."""
+"""The largest number of images of a run. Published tables have at most 50,000 a cell."""
 
 
 def record_seed(run_seed: int, prompt_id: str, repeat: int, seed_set: int = 0) -> int:
@@ -28,7 +28,7 @@ def record_seed(run_seed: int, prompt_id: str, repeat: int, seed_set: int = 0) -
     Args:
         run_seed: The seed of the run.
         prompt_id: The id of the prompt.
-        repeat: How often the prompt came before.
+        repeat: Which repetition of the prompt the image is, from 0.
         seed_set: The set of seeds. All cells with one set of seeds share the seeds of images.
 
     Returns:
@@ -46,7 +46,7 @@ def order_key(run_seed: int, prompt_id: str, repeat: int, cell_id: str) -> int:
     Args:
         run_seed: The seed of the run.
         prompt_id: The id of the prompt.
-        repeat: How often the prompt came before.
+        repeat: Which repetition of the prompt the image is, from 0.
         cell_id: The cell.
     """
     return _hash63(f"order:{run_seed}:{prompt_id}:{repeat}:{cell_id}")
@@ -73,7 +73,7 @@ class ImageTask:
 
     @property
     def key(self) -> ImageKey:
-        """What identifies the image in its run."""
+        """The key that identifies the image in its run."""
         return self.cell.cell_id, self.prompt.id, self.repeat
 
     @property
@@ -96,7 +96,7 @@ class Plan:
 
     cells: tuple[Cell, ...]
     tasks: tuple[ImageTask, ...]  # in order of execution
-    together: int = 1  # images of one cell that follow each other, which never are divided
+    together: int = 1  # how many consecutive images of a cell are never split up
 
     def shard(self, shard: Shard) -> Plan:
         """Return the tasks of one shard, with all cells of a prompt, because these are compared."""
@@ -154,7 +154,7 @@ def make_plan(experiment: ResolvedExperiment, prompts: Sequence[Prompt]) -> Plan
     settings = experiment.settings
     unique = list(dict.fromkeys(prompts))
     if not unique:
-        problem = f"prompts {settings.prompts}: holds no prompt"
+        problem = f"prompts {settings.prompts}: contains no prompt"
         raise UserError(problem, "Give a file with one prompt a line.")
     images = settings.images or len(unique)
     total = images * settings.repeats * len(experiment.cells)

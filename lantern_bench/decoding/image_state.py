@@ -1,4 +1,4 @@
-"""How far each image of a batch is: all that one step leaves for the next."""
+"""The state of the images of a batch: everything that one step leaves for the next."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class FirstTokens(NamedTuple):
 
 
 class ImageState:
-    """Where B images are, in tensors at fixed addresses: shared by configurations of equal size."""
+    """The state of B images, in tensors at fixed addresses that equal shapes share."""
 
     def __init__(
         self, *, batch: int, image_tokens: int, depth: int, prefix_features: Tensor
@@ -42,16 +42,16 @@ class ImageState:
         def numbers(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int64, device=device)
 
-        # The images: their tokens so far, then filler
+        # the tokens of the images so far, then filler
         self.out = numbers(batch, image_tokens + depth + 1)
-        # how many tokens of each image count
+        # how many tokens each image has so far
         self.position = numbers(batch)
         self.tokens_wanted = numbers()
 
-        # What the last step committed: the drafter is shown it.
+        # What the last step committed, for the drafter to read: tokens and features,
         self.tokens = numbers(batch, depth + 1)
         self.features = prefix_features.new_zeros(rows, depth + 1, width)
-        # how many of them count
+        # and how many of them are not filler.
         self.counts = numbers(batch)
 
         # What the host reads after each step: positions, and whose logits were broken first.
@@ -77,7 +77,7 @@ class ImageState:
         self.out[:, 0] = first.tokens
 
         self.tokens[:, 0] = first.tokens
-        # Filler is computed with too, and a NaN of the images before would spread.
+        # Forwards read filler too, and a NaN left by earlier images would spread.
         self.features.zero_()
         self.features[:, 0] = prefix_features[:, -1]
         self.counts.fill_(1)
@@ -89,16 +89,16 @@ class ImageState:
 
     @property
     def root(self) -> Tensor:
-        """The last token of each image, which drafts go below, int64 [B]."""
+        """The last token of each image, the root of its drafts, int64 [B]."""
         return self.out.gather(1, self.position[:, None] - 1).squeeze(1)
 
     @property
     def depth_limit(self) -> Tensor:
-        """How deep drafts below the root can be of use, int64 [B]."""
+        """The largest useful depth of drafts below the root, int64 [B]."""
         return (self._image_tokens - 1 - self.position).clamp_max(self._depth)
 
     def commit(self, verdict: Verdict, features: Tensor, target_broken: Tensor) -> None:
-        """Record a step and append what it accepts; complete images stay as they are.
+        """Record a step and append the accepted tokens; complete images do not change.
 
         Args:
             verdict: The decision of the verification.
@@ -113,7 +113,7 @@ class ImageState:
             neighbour_mass=verdict.neighbour_mass,
             neighbour_mass_tried=verdict.neighbour_mass_tried,
         )
-        active = self.position < self.tokens_wanted  # the images that are not complete
+        active = self.position < self.tokens_wanted  # images that are not complete
         counts = torch.where(active, verdict.accepted + 1, 0)
 
         # Filler behind the tokens that count is overwritten by the next step or cut off at the end.

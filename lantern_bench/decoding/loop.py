@@ -70,14 +70,14 @@ def decode(
 ) -> list[Decoded]:
     """Decode one image for each generator, together.
 
-    Another rule or drafting shows whether a test notices that it is wrong; it runs uncompiled.
+    Tests pass a wrong rule or drafting to see whether they notice it; these run uncompiled.
 
     Args:
         model: The model to decode with.
-        condition: What the target's `prefill` takes, for as many images.
+        condition: The argument of the target's `prefill`, for this number of images.
         decoding: The mode and its parameters.
-        generators: The random numbers of each image.
-        tokens: How many tokens of the grid are wanted; None: all.
+        generators: One random generator for each image.
+        tokens: How many tokens to decode; None: all tokens of the grid.
         keep_logits: Whether to return the logits that the tokens were drawn from.
         engine: Compiles the steps; without one they run eagerly.
         rule: Replaces the rule of the configuration.
@@ -141,7 +141,7 @@ def configured_rule(decoding: Decoding, model: DecodableModel) -> ConfiguredRule
     neighbours = decoding.neighbours or 0
     columns = neighbours
     if is_official and neighbours and rule.kind == "by neighbours":
-        # The authors' code removes one more neighbour at a rejection.
+        # The authors' code handles one more neighbour in a rejection.
         columns += 1
     codebook = Codebook(
         n_codes=model.target.n_codes,
@@ -155,7 +155,7 @@ def configured_rule(decoding: Decoding, model: DecodableModel) -> ConfiguredRule
 
 
 class _Batch:
-    """What stays the same from step to step of one batch of images."""
+    """The parts of decoding one batch of images that do not change between steps."""
 
     def __init__(
         self,
@@ -195,7 +195,7 @@ class _Batch:
         *,
         sessions: Iterable[TargetSession | DrafterSession | None],
     ) -> NoReturn:
-        """Raise `LogitsError`, and clear the caches, which hold NaN.
+        """Raise `LogitsError` after clearing the caches, which hold NaN.
 
         Args:
             whose: `target` or `drafter`.
@@ -214,7 +214,7 @@ class _Batch:
     def decoded(
         self, out: Tensor, traces: list[ImageTrace], logits: Tensor | None
     ) -> list[Decoded]:
-        """Return the images, each with its part of the times of the batch.
+        """Return the images, each with its share of the batch's times.
 
         Args:
             out: The tokens [B, >= N].

@@ -1,4 +1,4 @@
-"""Autoregressive steps, each one program: score the last token, draw the next."""
+"""Autoregressive steps. Each is one program that scores the last token and draws the next."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class PlainSteps:
         # the tokens so far, [B, N]
         self.out = numbers(batch, target.image_tokens)
         self._position = numbers(1)
-        # How many tokens there were when logits were broken first: 0 while all are finite, -1 for
-        # none, in the prefill.
+        # How many tokens there were when logits were first broken; 0 while all logits are finite,
+        # -1 if the logits of the prefill were broken.
         self.broken = numbers(1)
         # The tree of one node that a step scores and commits.
         self._token = numbers(batch, 1)

@@ -6,7 +6,6 @@ Everything is float32, whatever the weights are. A draw takes its noise as an ar
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -15,11 +14,11 @@ from torch import Tensor
 from lantern_bench.config.decoding import Decoding
 from lantern_bench.methods.parameters import FilterOrder
 
-# the 31 bits that count
+# mask of the 31 bits that are used
 _LARGEST = 2**31 - 1
 # the largest float32 below 1
 _BELOW_ONE = 1.0 - 2.0**-24
-# calls of `Draws.bits` that one draw serves
+# how many calls of `Draws.bits` one draw serves
 _AHEAD = 8
 
 
@@ -39,7 +38,7 @@ def guide(cond: Tensor, uncond: Tensor | None, cfg_scale: float) -> Tensor:
     cond = cond.float()
     base = uncond.float()
     # A token that both rows call impossible stays so: the difference of the infinities counts as 0.
-    # That would hide a NaN of `cond`, which `maximum` keeps. A mask takes twice as long on a CPU.
+    # That would hide a NaN of `cond`, which `maximum` restores. A mask is twice as slow on a CPU.
     difference = (cond - base).nan_to_num_(0.0, torch.inf, -torch.inf).maximum(cond - torch.inf)
     return base.add(difference, alpha=cfg_scale)
 
@@ -207,8 +206,8 @@ def uniform(bits: Tensor) -> Tensor:
 def exponential(bits: Tensor) -> Tensor:
     """Return Exp(1) noise float32, never 0, made of the lowest 31 `bits` int32 [...].
 
-    The smallest clock decides, so the grid is finest there: its steps near 0 are 5e-10, and the
-    steps of torch's own exponential numbers 6e-8.
+    The smallest clock decides, so the grid is finest near 0: its steps there are 5e-10. The steps
+    of torch's own exponential numbers are 6e-8.
     """
     halfway = ((bits & _LARGEST).float() + 0.5) * (1.0 / (_LARGEST + 1))
     return -torch.log1p(-halfway.clamp_max(_BELOW_ONE))
@@ -217,8 +216,8 @@ def exponential(bits: Tensor) -> Tensor:
 class Draws:
     """Random bits for a batch of images, from one generator per image on `device`.
 
-    An image's random numbers do not depend on its batch: every call draws the same amount from each
-    generator.
+    An image's random numbers do not depend on its batch, because every call draws the same amount
+    from each generator.
     """
 
     def __init__(self, generators: Sequence[torch.Generator], device: torch.device | str) -> None:
@@ -226,20 +225,19 @@ class Draws:
         self.device = torch.device(device)
         self._stock: dict[int, list[Tensor]] = {}
 
-    def bits(self, *shape: int) -> Tensor:
-        """Return random bits int32 [B, *shape], of which the lowest 31 count.
+    def bits(self, count: int) -> Tensor:
+        """Return random bits int32 [B, count], of which the lowest 31 count.
 
-        Bits for the next calls are drawn too, because a call costs more than its work.
+        Bits for the next calls are drawn too, because starting a draw costs more than the draw.
         """
-        count = math.prod(shape)
         batch = len(self.generators)
         stock = self._stock.setdefault(count, [])
         if not stock:
-            # Drawing is what costs, so one number of 63 bits serves twice.
+            # Drawing is expensive, so one number of 63 bits serves twice.
             numbers = _AHEAD // 2 * count
             pairs = torch.empty(batch, numbers, dtype=torch.int64, device=self.device)
             for row, generator in zip(pairs, self.generators, strict=True):
                 row.random_(generator=generator)
             calls = pairs.view(torch.int32).view(batch, _AHEAD, count).unbind(1)
             stock.extend(reversed(calls))
-        return stock.pop().view(batch, *shape)
+        return stock.pop()

@@ -130,7 +130,7 @@ def test_a_prompt_that_comes_twice_counts_once() -> None:
 
 
 def test_without_prompts_there_is_no_plan() -> None:
-    with pytest.raises(UserError, match="prompts held-out: holds no prompt"):
+    with pytest.raises(UserError, match="prompts held-out: contains no prompt"):
         plan_of([])
 
 

@@ -91,7 +91,7 @@ def accept_children(children: Children, rule: ConfiguredRule) -> Acceptance:
     """
     accept = torch.zeros_like(children.tokens, dtype=children.p.dtype)
     neighbour_mass = torch.zeros_like(accept)
-    residual = rule.residual(children)
+    residual = rule.residual_class(children, rule.codebook)
     for rank, n in enumerate(children.nodes_per_rank):
         draft = residual.drafts(children.tokens[:n, rank])
         decision = rule.decide(draft)

@@ -38,6 +38,8 @@ class ConfiguredRule:
     values: Values = field(default_factory=dict)
     codebook: Codebook = field(default_factory=Codebook)
 
+    residual_class = Residual
+
     def __post_init__(self) -> None:
         # Named functions are imported here and not inside a compiled program.
         self._accept: Callable[[Children, ConfiguredRule], Acceptance] = load_code(
@@ -111,7 +113,3 @@ class ConfiguredRule:
             neighbour_mass=(accepted - draft.p_x).clamp_min(0.0),
             removal=f,
         )
-
-    def residual(self, children: Children) -> Residual:
-        """Return p and q of nodes before the first rejection."""
-        return Residual(children, self.codebook)

@@ -3,9 +3,10 @@
 Their code differs from their paper in four ways (docs/algorithms.md, section 9.A):
 
 - a draft of probability 0 can take neighbour mass;
-- a rejection treats one neighbour more than the rule looks at, and all alike once one is taken;
+- a rejection handles one more neighbour than acceptance does, and it handles all of them as taken
+  once the first is taken;
 - a rejection takes the neighbours out of q in place of p;
-- where nothing is left of p, a uniform distribution follows.
+- an empty residual is replaced by a uniform distribution.
 """
 
 from __future__ import annotations
@@ -15,13 +16,28 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lantern_bench.decoding.acceptance.children import Children, Residual
+from lantern_bench.decoding.acceptance.children import Residual
 from lantern_bench.decoding.acceptance.configured_rule import ConfiguredRule
 from lantern_bench.decoding.acceptance.draft_view import Decision, DraftView, Neighbours
 
 
+class OfficialResidual(Residual):
+    """The residual of the LANTERN authors' code."""
+
+    keeps_neighbours = True  # their code takes the neighbours out of q instead
+
+    def _handle_empty(self, empty: Tensor) -> None:
+        """Continue with a uniform distribution over the codes."""
+        n = len(empty)
+        n_codes = self._codebook.n_codes or self.p.shape[1]
+        self.p[:n, :n_codes].masked_fill_(empty, 1.0 / n_codes)
+        self._p_sum[:n].masked_fill_(empty, 1.0)
+
+
 class OfficialRule(ConfiguredRule):
-    """A relaxed rule as the LANTERN authors' code treats it."""
+    """A relaxed rule as the LANTERN authors' code applies it."""
+
+    residual_class = OfficialResidual
 
     def decide(self, draft: DraftView) -> Decision:
         """Decide on the drafts of n nodes."""
@@ -41,20 +57,3 @@ class OfficialRule(ConfiguredRule):
             neighbour_mass=mass,
             neighbours=Neighbours(tokens=tokens, taken=taken[:, :1].expand_as(tokens)),
         )
-
-    def residual(self, children: Children) -> Residual:
-        """Return p and q of nodes before the first rejection."""
-        return OfficialResidual(children, self.codebook)
-
-
-class OfficialResidual(Residual):
-    """The residual of the LANTERN authors' code."""
-
-    keeps_neighbours = True  # their code takes the neighbours out of q instead
-
-    def _handle_empty(self, empty: Tensor) -> None:
-        """Go on with a uniform distribution."""
-        n = len(empty)
-        n_codes = self._codebook.n_codes or self.p.shape[1]
-        self.p[:n, :n_codes].masked_fill_(empty, 1.0 / n_codes)
-        self._p_sum[:n].masked_fill_(empty, 1.0)
