@@ -85,7 +85,7 @@ class Difference(NamedTuple):
 
 
 def differences(a: RunData, b: RunData) -> list[Difference]:
-    """Return the facts recorded by both runs whose values differ."""
+    """Return the facts that both runs record with different values."""
     facts_a = _facts(a)
     facts_b = _facts(b)
     found = []

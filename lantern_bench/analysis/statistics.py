@@ -327,7 +327,7 @@ def repeat_interval(measured: Timing) -> Interval:
 def compare_timings(a: Timing, b: Timing) -> Interval:
     """Return b / a over the same prompts with its 95% interval and p-value (Welch 1947).
 
-    Without three processes in both runs there is neither: two processes may differ as much.
+    Both need three processes in each run. Two processes can differ by as much as two runs.
     """
     from scipy.stats import t
 
@@ -353,8 +353,8 @@ def compare_timings(a: Timing, b: Timing) -> Interval:
 def detectable(centre: float, low: float, high: float) -> float:
     """Return the minimum shift detectable with 80% power, by a normal approximation.
 
-    Detected means outside the prediction interval of a further set. The longer side of the interval
-    counts, because the other end may be cut at the bound of the figure.
+    A shift is detected if the figure leaves the prediction interval of a further set. The longer
+    side of the interval counts, because the other end may be cut at the bound of the figure.
 
     Args:
         centre: Middle of the prediction interval.

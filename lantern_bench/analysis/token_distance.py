@@ -46,7 +46,7 @@ def distance_columns(cells: Sequence[CellRecords], scores: Iterable[Row]) -> dic
 
 
 def _figures(cell: CellRecords, rows: Mapping[str, Row]) -> Row:
-    """The figures of one cell, with an uncorrected `distance_p`; none if no image has a row."""
+    """The figures of one cell, with an uncorrected `distance_p`; empty if no image has a row."""
     records = cell.images[cell.images["record_key"].isin(rows.keys())]
     images = [rows[key] for key in records["record_key"]]
     if not images:

@@ -65,7 +65,7 @@ class Extractor:
     # The file of its weights. In `EXTRACTORS` the name of the published file, which
     # `find_extractor` looks for.
     weights: Path
-    parameter: str  # one that the weights of other models lack
+    parameter: str  # a parameter that the weights of other models lack
 
     @property
     def label(self) -> str:

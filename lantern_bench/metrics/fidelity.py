@@ -202,8 +202,8 @@ class SetFigures(NamedTuple):
 def measure_sets(sets: Sequence[FeatureSets], *, infinity: bool = False) -> SetFigures:
     """Measure pictures against a reference with all metrics of sets; intervals are by jackknife.
 
-    A set whose prompts were taken in turn has no two pictures of one caption. That shifts KID below
-    0 by the same amount in every cell.
+    If prompts are taken in turn, no two pictures share a caption. That shifts KID below 0 by the
+    same amount in every cell.
 
     Args:
         sets: As in `figures_of`; empty without a reference.

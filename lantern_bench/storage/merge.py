@@ -28,7 +28,7 @@ from lantern_bench.utils.files import write_atomically
 
 
 def merge_runs(folders: Sequence[Path], out: Path | None = None) -> Path:
-    """Merge shards into one run, after checking that they are all shards of one run.
+    """Merge shards into one run, after checking that they are the complete shards of one run.
 
     Args:
         folders: The run directories of the shards, in any order.

@@ -1,4 +1,4 @@
-"""PNG files of images, which hold their tokens."""
+"""Pictures: the PNG files of images, which also hold their tokens."""
 
 from __future__ import annotations
 

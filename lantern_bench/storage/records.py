@@ -102,7 +102,7 @@ def _types(table: str, wanted: Collection[str] | None) -> dict[str, str]:
 
 
 def _decoder(types: Mapping[str, str], needed: Collection[str]) -> Callable[[bytes], Any]:
-    """Return what parses a line; a plugin's columns are missing in runs without the plugin."""
+    """Return the parser of a line; runs without a plugin lack the plugin's columns."""
     fields: list[Any] = []
     for name, kind in types.items():
         if name in needed:

@@ -90,8 +90,8 @@ def run_folder(
     Args:
         experiment: Names the directory where `out` does not.
         out: The directory, by default `results/<run name>`.
-        resume: Without it, the first of the names with -2, -3, ... that has no records is taken
-            where the directory has records.
+        resume: Whether a directory that has records is continued. Otherwise the first of the names
+            with -2, -3, ... that has no records is taken.
     """
     folder = out if out is not None else results_root() / experiment.run_name
     if resume or not (folder / RECORDS).is_file():
