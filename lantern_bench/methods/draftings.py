@@ -24,7 +24,7 @@ from lantern_bench.methods.parameters import (
 )
 from lantern_bench.methods.static_trees import MOST_NODES, STATIC_TREES
 
-# The most candidates of a dynamic tree: all are sorted, and expanded ones see each other.
+# The most candidates of a dynamic tree. All are sorted, and each expanded one attends to others.
 _MOST_CANDIDATES = 100_000
 
 
@@ -46,22 +46,22 @@ class Drafting:
     needs_drafter: bool = True
     # whether drafts are drawn from q; otherwise a draft is deterministic, and its q is 1
     sampled: bool = True
-    # whether its drafts never branch; a static tree says that itself
+    # whether its drafts never branch (for static trees, the tree decides this)
     chain: bool = False
     # Whether every step draws all drafts with new random numbers. Rules with
     # `needs_fresh_drafts` require it, because they read deeper drafts.
     fresh_every_step: Callable[[Values], bool] = lambda _values: True
-    # how ids and tables write the drafts
+    # the label of the drafts in ids and tables
     label: Callable[[Values], str | None] = lambda _values: None
     # (defaults, values that the user gave) -> defaults that fit them
     adapt: Callable[[Values, Values], Values] = lambda defaults, _typed: defaults
-    # key and sentence of values that clash
+    # returns the key and the error message of values that do not fit together
     problem: Callable[[Values], tuple[str, str] | None] = lambda _values: None
-    # how many nodes a draft has below the root, at most `MOST_NODES`; not needed for static trees
+    # how many nodes a draft has below the root, at most `MOST_NODES`; unused for static trees
     nodes: Callable[[Values], int] = lambda _values: 0
     # values of a draft that is small enough for exact checks
     small: Values = field(default_factory=dict)
-    # of the mode that a drafting from another package brings
+    # name in legends of the mode that a drafting of another package adds
     legend: str | None = None
 
     @property
@@ -124,8 +124,8 @@ def _hybrid_label(values: Values) -> str:
 
 
 def _pac_nodes(values: Values) -> int:
-    """Return how many nodes a tree with siblings has; more than are possible if it is huge."""
-    # Deeper branching makes more nodes than are possible, and too large numbers.
+    """Return how many nodes a tree with siblings has; if huge, more than `MOST_NODES`."""
+    # Deeper branching exceeds `MOST_NODES` anyway, and its number would grow without limit.
     branching = min(values["branching"], values["window"], MOST_NODES.bit_length())
     nodes = values["window"] - branching
     for depth in range(1, branching + 1):

@@ -122,7 +122,7 @@ class Parameter:
     unit: str = ""  # of its column
     has_column: bool = True  # where it is no part of the cell's structure
     sampled_only: bool = False  # greedy decoding ignores it
-    rare: bool = False  # its flag is accepted everywhere, and only `--help-all` shows it
+    rare: bool = False  # only `--help-all` shows its flag
     # Which number of the model bounds it (`sweeps/request.py`), beside its kind.
     bounded_by: Literal["tokens", "codes", "other codes"] | None = None
 
@@ -147,7 +147,7 @@ def read_rows(name: str, row_class: type[_Row]) -> dict[str, list[_Row]]:
 
 
 SHARED = read_rows("parameters.toml", Parameter)
-"""The parameters that are not of one rule, by table of the file."""
+"""The parameters that do not belong to a single rule, by table of the file."""
 SAMPLING = tuple(parameter.name for parameter in SHARED["sampling"])
 """The parameters of every cell; `mode` aside, all others belong to a drafting or to a rule."""
 
